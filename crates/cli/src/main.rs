@@ -1,0 +1,2 @@
+//! atoll
+fn main() {}

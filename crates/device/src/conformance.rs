@@ -1,0 +1,1 @@
+//! The suite every device passes.

@@ -1,0 +1,137 @@
+//! What a user may say about a model. Everything has a default, so nothing has to be said.
+
+use serde::{Deserialize, Serialize};
+
+/// How a request is treated against others on the same device.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
+pub enum Class {
+    /// Answers as if it had the device to itself; preempts best effort.
+    #[serde(rename = "rt", alias = "real_time")]
+    RealTime,
+    /// Gets what real-time work leaves.
+    #[default]
+    #[serde(rename = "be", alias = "best_effort")]
+    BestEffort,
+}
+
+impl Class {
+    /// The short name used in configuration, metrics and traces.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Class::RealTime => "rt",
+            Class::BestEffort => "be",
+        }
+    }
+
+    /// The class with this short name.
+    pub fn parse(name: &str) -> Option<Class> {
+        match name {
+            "rt" | "real_time" => Some(Class::RealTime),
+            "be" | "best_effort" => Some(Class::BestEffort),
+            _ => None,
+        }
+    }
+}
+
+/// How an image becomes the model's input tensor.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Preprocessing {
+    /// Width of the input in pixels; the model's own when absent.
+    pub width: Option<u32>,
+    /// Height of the input in pixels; the model's own when absent.
+    pub height: Option<u32>,
+    /// Share of the shorter edge that the centred crop keeps.
+    pub crop: f32,
+    /// Interpolation when resizing.
+    pub resize: ResizeFilter,
+    /// Subtracted per channel, in 0..255.
+    pub mean: Vec<f32>,
+    /// Divides per channel, in 0..255.
+    pub std: Vec<f32>,
+    /// Order of the dimensions.
+    pub layout: ImageLayout,
+    /// Order of the colours.
+    pub channels: ChannelOrder,
+}
+
+impl Default for Preprocessing {
+    fn default() -> Self {
+        Preprocessing {
+            width: None,
+            height: None,
+            crop: 0.875,
+            resize: ResizeFilter::Bilinear,
+            mean: vec![0.0],
+            std: vec![255.0],
+            layout: ImageLayout::Nchw,
+            channels: ChannelOrder::Rgb,
+        }
+    }
+}
+
+/// Interpolation of [`Preprocessing`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs)]
+pub enum ResizeFilter {
+    Nearest,
+    Bilinear,
+    Bicubic,
+    Lanczos,
+}
+
+/// Order of an image tensor's dimensions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
+#[allow(missing_docs)]
+pub enum ImageLayout {
+    Nchw,
+    Nhwc,
+}
+
+/// Order of an image tensor's colours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
+#[allow(missing_docs)]
+pub enum ChannelOrder {
+    Rgb,
+    Bgr,
+    Gray,
+}
+
+/// The settings of one model: `atoll.toml`, or what `config.pbtxt` says of the same.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ModelConfig {
+    /// Class of requests that do not name one.
+    pub class: Class,
+    /// Priority of requests that do not name one; 1 is the highest.
+    pub priority: u32,
+    /// Deadline of requests that do not name one, in milliseconds from arrival.
+    pub timeout_ms: Option<u64>,
+    /// The most requests that may wait.
+    pub queue_capacity: usize,
+    /// The largest batch a request may carry; 0 when the model says.
+    pub max_batch_size: usize,
+    /// Names of the classes a classifier tells apart, in the order of its scores.
+    pub labels: Vec<String>,
+    /// How `/classify` makes the input out of an image.
+    pub preprocessing: Option<Preprocessing>,
+}
+
+impl Default for ModelConfig {
+    fn default() -> Self {
+        ModelConfig {
+            class: Class::BestEffort,
+            priority: 100,
+            timeout_ms: None,
+            queue_capacity: 1024,
+            max_batch_size: 0,
+            labels: Vec::new(),
+            preprocessing: None,
+        }
+    }
+}

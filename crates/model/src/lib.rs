@@ -1,0 +1,15 @@
+//! The compiled-model format and the vocabulary everything speaks: data types, tensors, operators,
+//! launch plans, manifests and the versioned store of models.
+
+pub mod config;
+pub mod dtype;
+pub mod op;
+pub mod plan;
+pub mod repository;
+pub mod store;
+pub mod tensor;
+
+pub use config::ModelConfig;
+pub use dtype::DataType;
+pub use plan::{Dim, LaunchPlan, PlanError, Step, ValueId, ValueInfo};
+pub use tensor::{Tensor, TensorData, TensorError};

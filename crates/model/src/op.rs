@@ -1,0 +1,792 @@
+//! Operators: what one step of a plan computes.
+//!
+//! One vocabulary serves the graph's passes, the compiler and every device. Families of ONNX
+//! operators are folded into one variant (`Unary`, `Binary`, `Reduce`, ...), and what an opset passes
+//! as an attribute but another passes as an input is always an input here. The comment on a variant
+//! lists its inputs in order; `[x]` marks one that may be absent.
+
+use serde::{Deserialize, Serialize};
+
+use crate::DataType;
+
+/// What a step computes. Shapes follow ONNX; see the comment of each variant for its inputs.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Op {
+    /// `x`: one output of the same shape.
+    Unary(Unary),
+    /// `a, b`, broadcast against each other.
+    Binary(Binary),
+    /// `a, b`, broadcast; the output is boolean.
+    Compare(Compare),
+    /// `x...`, one or more, broadcast.
+    Variadic(Variadic),
+    /// `condition, a, b`, broadcast.
+    Where,
+    /// `x, [low], [high]`.
+    Clip,
+    /// `x, slope`, the slope broadcast to `x`.
+    PRelu,
+    /// `x`: converts each element.
+    Cast(Cast),
+    /// `x`, unchanged.
+    Identity,
+    /// `x, scale, shift`: `activation(x * scale[c] + shift[c])` with `c` the index along axis 1.
+    ScaleShift {
+        /// Applied to the result.
+        activation: Activation,
+    },
+
+    /// `x, weight, [bias], [residual]`: `activation(conv(x) + bias + residual)`, any spatial rank.
+    Conv(Conv),
+    /// `x, weight, [bias]`.
+    ConvTranspose(ConvTranspose),
+    /// `a, b, [bias], [residual]`: `activation(alpha * a @ b + bias + residual)`, numpy batching.
+    MatMul(MatMul),
+    /// `a, b, [c]`: `activation(alpha * op(a) @ op(b) + beta * c)` on matrices.
+    Gemm(Gemm),
+    /// `q, k, v, [mask]`, each `[.., tokens, width]`: `softmax(scale * q @ k^T + mask) @ v`.
+    Attention {
+        /// Factor on the scores.
+        scale: f32,
+    },
+    /// Two or more operands in Einstein notation.
+    Einsum {
+        /// The equation, for example `bij,bjk->bik`.
+        equation: String,
+    },
+
+    /// `x`: windows over the spatial dimensions. With [`PoolKind::MaxWithIndices`] two outputs.
+    Pool(Pool),
+    /// `x`: one value per channel, spatial dimensions kept as 1.
+    GlobalPool(GlobalPool),
+    /// `x, scale, bias, mean, variance`.
+    BatchNorm {
+        /// Added to the variance.
+        epsilon: f32,
+    },
+    /// `x, scale, [bias]`, over the dimensions from `axis` on; outputs `y, [mean], [inverse deviation]`.
+    LayerNorm {
+        /// First normalised dimension; may be negative.
+        axis: i64,
+        /// Added to the variance.
+        epsilon: f32,
+    },
+    /// `x, scale`, over the dimensions from `axis` on.
+    RmsNorm {
+        /// First normalised dimension; may be negative.
+        axis: i64,
+        /// Added to the mean square.
+        epsilon: f32,
+    },
+    /// `x, scale, bias`: per image and channel.
+    InstanceNorm {
+        /// Added to the variance.
+        epsilon: f32,
+    },
+    /// `x, scale, bias` with scale and bias per channel.
+    GroupNorm {
+        /// Number of channel groups.
+        groups: usize,
+        /// Added to the variance.
+        epsilon: f32,
+    },
+    /// `x`: local response normalisation over channels.
+    Lrn {
+        /// Factor on the sum of squares.
+        alpha: f32,
+        /// Exponent.
+        beta: f32,
+        /// Offset.
+        bias: f32,
+        /// Channels summed over.
+        size: usize,
+    },
+    /// `x`, divided by its 1- or 2-norm along `axis`.
+    LpNorm {
+        /// The dimension; may be negative.
+        axis: i64,
+        /// 1 or 2.
+        p: u8,
+    },
+    /// `x`.
+    Softmax(Softmax),
+
+    /// `x, [axes]`.
+    Reduce(Reduce),
+    /// `x`; the output is `I64`.
+    ArgReduce(ArgReduce),
+    /// `x, axis`.
+    CumSum {
+        /// Leave out the element itself.
+        exclusive: bool,
+        /// Sum from the end.
+        reverse: bool,
+    },
+    /// `x, k`; outputs values and `I64` indices.
+    TopK {
+        /// The dimension; may be negative.
+        axis: i64,
+        /// Largest rather than smallest.
+        largest: bool,
+        /// In order.
+        sorted: bool,
+    },
+    /// `x`; the output is `I64` of shape `[rank, hits]`.
+    NonZero,
+
+    /// `x`; the output is `I64`: the dimensions `start..end` of `x`.
+    Shape {
+        /// First dimension; may be negative.
+        start: i64,
+        /// One past the last; may be negative.
+        end: Option<i64>,
+    },
+    /// `x`; the output is an `I64` scalar.
+    Size,
+    /// `x, shape`; `-1` infers one dimension.
+    Reshape {
+        /// A zero is a dimension of zero rather than a copy of the input's.
+        allow_zero: bool,
+    },
+    /// `x`, as a matrix split before `axis`.
+    Flatten {
+        /// May be negative.
+        axis: i64,
+    },
+    /// `x, [axes]`.
+    Squeeze,
+    /// `x, axes`.
+    Unsqueeze,
+    /// `x`; reversed dimensions without a permutation.
+    Transpose {
+        /// Input dimension of each output dimension.
+        perm: Option<Vec<usize>>,
+    },
+    /// `x, shape`.
+    Expand,
+    /// `x, repeats`.
+    Tile,
+    /// `x...`, one or more.
+    Concat {
+        /// May be negative.
+        axis: i64,
+    },
+    /// `x, [sizes]`: as many outputs as the step has, equal parts without sizes.
+    Split {
+        /// May be negative.
+        axis: i64,
+    },
+    /// `x, starts, ends, [axes], [steps]`.
+    Slice,
+    /// `x, pads, [value], [axes]`.
+    Pad {
+        /// What fills the border.
+        mode: PadMode,
+    },
+    /// `x, indices`.
+    Gather {
+        /// May be negative.
+        axis: i64,
+    },
+    /// `x, indices`.
+    GatherElements {
+        /// May be negative.
+        axis: i64,
+    },
+    /// `x, indices`.
+    GatherNd {
+        /// Leading dimensions shared by both.
+        batch_dims: usize,
+    },
+    /// `x, indices, updates`.
+    ScatterElements {
+        /// May be negative.
+        axis: i64,
+        /// How an update meets what is there.
+        reduction: ScatterReduction,
+    },
+    /// `x, indices, updates`.
+    ScatterNd {
+        /// How an update meets what is there.
+        reduction: ScatterReduction,
+    },
+    /// `indices, depth, values`.
+    OneHot {
+        /// May be negative.
+        axis: i64,
+    },
+    /// `start, limit, delta`.
+    Range,
+    /// `shape`: filled with one element of the constant.
+    ConstantOfShape {
+        /// Element type of the output.
+        dtype: DataType,
+        /// The element's little-endian bytes, as many as the type needs.
+        value: [u8; 8],
+    },
+    /// `x`, whose shape counts; ones on diagonal `k`.
+    EyeLike {
+        /// Element type of the output; that of `x` when absent.
+        dtype: Option<DataType>,
+        /// Diagonal, 0 is the main one.
+        k: i64,
+    },
+    /// `x, [k]`: upper or lower triangle.
+    Trilu {
+        /// Keep the upper triangle.
+        upper: bool,
+    },
+    /// `x`, NCHW.
+    DepthToSpace {
+        /// Block edge.
+        block: usize,
+        /// Column-row-depth order instead of depth-column-row.
+        crd: bool,
+    },
+    /// `x`, NCHW.
+    SpaceToDepth {
+        /// Block edge.
+        block: usize,
+    },
+    /// `x, lengths`.
+    ReverseSequence {
+        /// Batch dimension.
+        batch_axis: usize,
+        /// Time dimension.
+        time_axis: usize,
+    },
+    /// `x, condition`.
+    Compress {
+        /// Flattened when absent; may be negative.
+        axis: Option<i64>,
+    },
+    /// `x, [roi], [scales], [sizes]`; exactly one of the last two.
+    Resize(Resize),
+    /// `x, grid`.
+    GridSample {
+        /// Sampling between pixels.
+        mode: ResizeMode,
+        /// Outside the picture: zeros, border or reflection.
+        padding: GridPadding,
+        /// -1 and 1 are the centres of the corner pixels.
+        align_corners: bool,
+    },
+
+    /// `x, scale, [zero point]`; per tensor or along `axis`.
+    QuantizeLinear {
+        /// May be negative.
+        axis: i64,
+        /// Output type when there is no zero point.
+        dtype: DataType,
+    },
+    /// `x, scale, [zero point]`; per tensor or along `axis`.
+    DequantizeLinear {
+        /// May be negative.
+        axis: i64,
+    },
+    /// `x`; outputs quantised `x`, scale and zero point.
+    DynamicQuantizeLinear,
+    /// `a, b, [a zero point], [b zero point]`; the output is `I32`.
+    MatMulInteger,
+    /// `x, weight, [x zero point], [weight zero point]`; the output is `I32`.
+    ConvInteger(Conv),
+    /// `a, a scale, a zero, b, b scale, b zero, y scale, y zero`.
+    QLinearMatMul,
+    /// `x, x scale, x zero, w, w scale, w zero, y scale, y zero, [bias]`.
+    QLinearConv(Conv),
+
+    /// `x, w, r, [b], [lengths], [initial h], [initial c], [peepholes]`; outputs `[y], [h], [c]`.
+    Rnn(Rnn),
+    /// `boxes, scores, [max per class], [iou threshold], [score threshold]`; the output is `I64`.
+    NonMaxSuppression {
+        /// Boxes are centre and size instead of two corners.
+        center_point: bool,
+    },
+}
+
+/// Element-wise functions of one operand.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[allow(missing_docs)] // Each is the ONNX operator of the same name.
+pub enum Unary {
+    Abs,
+    Acos,
+    Acosh,
+    Asin,
+    Asinh,
+    Atan,
+    Atanh,
+    BitNot,
+    Ceil,
+    Celu { alpha: f32 },
+    Cos,
+    Cosh,
+    Elu { alpha: f32 },
+    Erf,
+    Exp,
+    Floor,
+    Gelu { tanh: bool },
+    HardSigmoid { alpha: f32, beta: f32 },
+    HardSwish,
+    IsInf { positive: bool, negative: bool },
+    IsNan,
+    LeakyRelu { alpha: f32 },
+    Log,
+    Mish,
+    Neg,
+    Not,
+    Reciprocal,
+    Relu,
+    Round,
+    Selu { alpha: f32, gamma: f32 },
+    Shrink { bias: f32, lambda: f32 },
+    Sigmoid,
+    Sign,
+    Silu { alpha: f32 },
+    Sin,
+    Sinh,
+    Softplus,
+    Softsign,
+    Sqrt,
+    Tan,
+    Tanh,
+    ThresholdedRelu { alpha: f32 },
+}
+
+/// Element-wise functions of two broadcast operands of one type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)] // Each is the ONNX operator of the same name.
+pub enum Binary {
+    Add,
+    Sub,
+    Mul,
+    Div,
+    /// The exponent may have another type; the result has the base's.
+    Pow,
+    /// The sign follows the divisor, as in Python.
+    Mod,
+    /// The sign follows the dividend, as in C.
+    Fmod,
+    And,
+    Or,
+    Xor,
+    BitAnd,
+    BitOr,
+    BitXor,
+    ShiftLeft,
+    ShiftRight,
+}
+
+/// Element-wise comparisons.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)] // Each is the ONNX operator of the same name.
+pub enum Compare {
+    Equal,
+    Less,
+    LessOrEqual,
+    Greater,
+    GreaterOrEqual,
+}
+
+/// Element-wise functions of any number of broadcast operands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)] // Each is the ONNX operator of the same name.
+pub enum Variadic {
+    Sum,
+    Mean,
+    Max,
+    Min,
+}
+
+/// Conversion of elements to another type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cast {
+    /// The type of the output.
+    pub to: DataType,
+}
+
+/// A function fused onto the end of a heavier step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[allow(missing_docs)] // Each is the function of the same name in [`Unary`].
+pub enum Activation {
+    #[default]
+    None,
+    Relu,
+    LeakyRelu {
+        alpha: f32,
+    },
+    Clip {
+        low: f32,
+        high: f32,
+    },
+    Sigmoid,
+    Tanh,
+    Silu,
+    Gelu {
+        tanh: bool,
+    },
+    HardSwish,
+    HardSigmoid {
+        alpha: f32,
+        beta: f32,
+    },
+}
+
+/// How the border of a windowed operator comes about.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Padding {
+    /// All begins, then all ends. Empty means none.
+    Explicit(Vec<usize>),
+    /// As much that the output is `ceil(input / stride)`; the odd one at the end.
+    SameUpper,
+    /// As much that the output is `ceil(input / stride)`; the odd one at the beginning.
+    SameLower,
+}
+
+/// A window that slides over the spatial dimensions. Empty strides or dilations mean ones.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Window {
+    /// Extent; empty where the weight's shape tells.
+    pub kernel: Vec<usize>,
+    /// Step per dimension.
+    pub strides: Vec<usize>,
+    /// Distance of the taps per dimension.
+    pub dilations: Vec<usize>,
+    /// Border.
+    pub padding: Padding,
+}
+
+/// A convolution with what was fused behind it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Conv {
+    /// Geometry.
+    pub window: Window,
+    /// Channel groups; as many as channels is depthwise.
+    pub groups: usize,
+    /// Applied last, after bias and residual.
+    pub activation: Activation,
+}
+
+/// A transposed convolution.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ConvTranspose {
+    /// Geometry.
+    pub window: Window,
+    /// Channel groups.
+    pub groups: usize,
+    /// Extra extent at the end per dimension; empty means none.
+    pub output_padding: Vec<usize>,
+    /// Spatial extent of the output, from which the border follows when given.
+    pub output_shape: Option<Vec<usize>>,
+}
+
+/// A batched matrix product with what was fused around it.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MatMul {
+    /// Swap the last two dimensions of `a` first.
+    pub transpose_a: bool,
+    /// Swap the last two dimensions of `b` first.
+    pub transpose_b: bool,
+    /// Factor on the product.
+    pub alpha: f32,
+    /// Applied last, after bias and residual.
+    pub activation: Activation,
+}
+
+impl Default for MatMul {
+    fn default() -> Self {
+        MatMul { transpose_a: false, transpose_b: false, alpha: 1.0, activation: Activation::None }
+    }
+}
+
+/// ONNX `Gemm` with a fused activation.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Gemm {
+    /// Transpose `a` first.
+    pub transpose_a: bool,
+    /// Transpose `b` first.
+    pub transpose_b: bool,
+    /// Factor on the product.
+    pub alpha: f32,
+    /// Factor on `c`.
+    pub beta: f32,
+    /// Applied last.
+    pub activation: Activation,
+}
+
+/// What a pooling window computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PoolKind {
+    /// The largest element.
+    Max,
+    /// The largest element and its index in the flattened input.
+    MaxWithIndices {
+        /// Indices count column-major in the spatial dimensions.
+        column_major: bool,
+    },
+    /// The mean.
+    Average {
+        /// The border counts as zeros.
+        count_include_pad: bool,
+    },
+    /// The `p`-norm.
+    Lp {
+        /// The norm's order.
+        p: u32,
+    },
+}
+
+/// Pooling over windows.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pool {
+    /// What is computed.
+    pub kind: PoolKind,
+    /// Geometry.
+    pub window: Window,
+    /// Round the output extent up.
+    pub ceil_mode: bool,
+}
+
+/// Pooling over everything but batch and channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)] // Each is the ONNX operator of the same name.
+pub enum GlobalPool {
+    Average,
+    Max,
+    Lp { p: u32 },
+}
+
+/// Softmax and its relatives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Softmax {
+    /// Which of the family.
+    pub kind: SoftmaxKind,
+    /// The dimension; may be negative.
+    pub axis: i64,
+    /// Normalise over all dimensions from `axis` on, as opsets before 13 do.
+    pub flatten: bool,
+}
+
+/// The softmax family.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)] // Each is the ONNX operator of the same name.
+pub enum SoftmaxKind {
+    Softmax,
+    LogSoftmax,
+    Hardmax,
+}
+
+/// A reduction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reduce {
+    /// What is computed.
+    pub kind: ReduceKind,
+    /// Keep reduced dimensions as 1.
+    pub keep_dims: bool,
+    /// Without axes do nothing instead of reducing everything.
+    pub noop_with_empty_axes: bool,
+}
+
+/// What a reduction computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)] // Each is the ONNX operator of the same name.
+pub enum ReduceKind {
+    L1,
+    L2,
+    LogSum,
+    LogSumExp,
+    Max,
+    Mean,
+    Min,
+    Prod,
+    Sum,
+    SumSquare,
+}
+
+/// Position of the largest or smallest element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ArgReduce {
+    /// Largest rather than smallest.
+    pub max: bool,
+    /// The dimension; may be negative.
+    pub axis: i64,
+    /// Keep the reduced dimension as 1.
+    pub keep_dims: bool,
+    /// The last of equals rather than the first.
+    pub select_last: bool,
+}
+
+/// What fills a border.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)] // Each is the ONNX mode of the same name.
+pub enum PadMode {
+    Constant,
+    Reflect,
+    Edge,
+    Wrap,
+}
+
+/// How a scattered update meets what is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)] // Each is the ONNX reduction of the same name.
+pub enum ScatterReduction {
+    None,
+    Add,
+    Mul,
+    Max,
+    Min,
+}
+
+/// Interpolation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)] // Each is the ONNX mode of the same name.
+pub enum ResizeMode {
+    Nearest,
+    Linear,
+    Cubic,
+}
+
+/// What lies outside a sampled picture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)] // Each is the ONNX mode of the same name.
+pub enum GridPadding {
+    Zeros,
+    Border,
+    Reflection,
+}
+
+/// Resampling of any dimensions.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Resize {
+    /// Interpolation.
+    pub mode: ResizeMode,
+    /// From output to input coordinates.
+    pub coordinates: CoordinateMode,
+    /// Rounding of `Nearest`.
+    pub nearest: NearestMode,
+    /// Coefficient of `Cubic`.
+    pub cubic_coefficient: f32,
+    /// Leave taps outside the picture out and rescale the rest.
+    pub exclude_outside: bool,
+    /// What `CropAndResize` reads outside the picture.
+    pub extrapolation_value: f32,
+    /// Widen the filter when shrinking.
+    pub antialias: bool,
+    /// Dimensions that scales and sizes speak of; all when absent. May be negative.
+    pub axes: Option<Vec<i64>>,
+    /// How sizes meet the aspect ratio.
+    pub keep_aspect: AspectPolicy,
+}
+
+/// ONNX `coordinate_transformation_mode`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)] // Each is the ONNX mode of the same name.
+pub enum CoordinateMode {
+    HalfPixel,
+    HalfPixelSymmetric,
+    PytorchHalfPixel,
+    AlignCorners,
+    Asymmetric,
+    CropAndResize,
+}
+
+/// ONNX `nearest_mode`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)] // Each is the ONNX mode of the same name.
+pub enum NearestMode {
+    RoundPreferFloor,
+    RoundPreferCeil,
+    Floor,
+    Ceil,
+}
+
+/// ONNX `keep_aspect_ratio_policy`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)] // Each is the ONNX policy of the same name.
+pub enum AspectPolicy {
+    Stretch,
+    NotLarger,
+    NotSmaller,
+}
+
+/// A recurrent layer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Rnn {
+    /// The cell.
+    pub cell: RnnCell,
+    /// Which way time runs.
+    pub direction: RnnDirection,
+    /// Width of the state.
+    pub hidden_size: usize,
+    /// Batch before time in every tensor (`layout = 1`).
+    pub batch_first: bool,
+    /// Gate clipping.
+    pub clip: Option<f32>,
+    /// ONNX names of the activations, per direction; the cell's defaults when empty.
+    pub activations: Vec<String>,
+}
+
+/// Recurrent cells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum RnnCell {
+    /// Elman cell.
+    Simple,
+    /// Long short-term memory.
+    Lstm {
+        /// Input and forget gate coupled.
+        input_forget: bool,
+    },
+    /// Gated recurrent unit.
+    Gru {
+        /// The reset gate acts after the recurrent product.
+        linear_before_reset: bool,
+    },
+}
+
+/// Which way time runs in a recurrent layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)] // Each is the ONNX direction of the same name.
+pub enum RnnDirection {
+    Forward,
+    Reverse,
+    Bidirectional,
+}
+
+impl Op {
+    /// The operator's name as people know it, for messages, tables and traces.
+    pub fn name(&self) -> String {
+        let family = |value: &dyn std::fmt::Debug| {
+            let text = format!("{value:?}");
+            text.split([' ', '{', '(']).next().unwrap_or_default().to_string()
+        };
+        match self {
+            Op::Unary(unary) => family(unary),
+            Op::Binary(binary) => family(binary),
+            Op::Compare(compare) => family(compare),
+            Op::Variadic(variadic) => family(variadic),
+            Op::Softmax(softmax) => family(&softmax.kind),
+            Op::Reduce(reduce) => format!("Reduce{:?}", reduce.kind),
+            Op::ArgReduce(arg) => if arg.max { "ArgMax" } else { "ArgMin" }.to_string(),
+            Op::Pool(pool) => format!("{}Pool", family(&pool.kind).replace("WithIndices", "")),
+            Op::GlobalPool(kind) => format!("Global{}Pool", family(kind)),
+            Op::Rnn(rnn) => match rnn.cell {
+                RnnCell::Simple => "RNN".to_string(),
+                RnnCell::Lstm { .. } => "LSTM".to_string(),
+                RnnCell::Gru { .. } => "GRU".to_string(),
+            },
+            other => family(other),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_the_familiar_ones() {
+        assert_eq!(Op::Unary(Unary::LeakyRelu { alpha: 0.1 }).name(), "LeakyRelu");
+        assert_eq!(Op::Concat { axis: 1 }.name(), "Concat");
+        assert_eq!(Op::MatMul(MatMul::default()).name(), "MatMul");
+        assert_eq!(Op::GlobalPool(GlobalPool::Average).name(), "GlobalAveragePool");
+    }
+}

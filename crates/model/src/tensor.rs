@@ -1,0 +1,234 @@
+//! Tensors as they cross crates: a type, a shape and the elements as little-endian bytes.
+
+use bytes::Bytes;
+use thiserror::Error;
+
+use crate::DataType;
+
+/// The most elements a tensor may have; shapes beyond it are refused before anything is allocated.
+pub const MAX_ELEMENTS: usize = 1 << 40;
+
+/// The elements of a tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub enum TensorData {
+    /// Fixed-size elements, packed little-endian in row-major order. Not necessarily aligned.
+    Raw(Bytes),
+    /// Strings, in row-major order.
+    Strings(Vec<Bytes>),
+}
+
+/// A dense tensor in host memory. Cloning shares the elements.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tensor {
+    dtype: DataType,
+    shape: Vec<usize>,
+    data: TensorData,
+}
+
+/// Why a tensor cannot be what it claims.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum TensorError {
+    /// The shape's product overflows or exceeds [`MAX_ELEMENTS`].
+    #[error("shape {shape:?} has too many elements")]
+    TooLarge {
+        /// The offending shape.
+        shape: Vec<usize>,
+    },
+    /// The bytes are not as many as type and shape need.
+    #[error("shape {shape:?} of {dtype} needs {expected} bytes, got {actual}")]
+    WrongByteLength {
+        /// The element type.
+        dtype: DataType,
+        /// The claimed shape.
+        shape: Vec<usize>,
+        /// Bytes that type and shape need.
+        expected: usize,
+        /// Bytes given.
+        actual: usize,
+    },
+    /// The elements are not as many as the shape needs.
+    #[error("shape {shape:?} needs {expected} elements, got {actual}")]
+    WrongElementCount {
+        /// The claimed shape.
+        shape: Vec<usize>,
+        /// Elements the shape needs.
+        expected: usize,
+        /// Elements given.
+        actual: usize,
+    },
+    /// Raw bytes for a string tensor, or strings for another.
+    #[error("{dtype} tensors do not hold this kind of data")]
+    WrongKind {
+        /// The element type.
+        dtype: DataType,
+    },
+}
+
+/// The product of `shape`, if it is at most [`MAX_ELEMENTS`].
+pub fn element_count(shape: &[usize]) -> Result<usize, TensorError> {
+    let too_large = || TensorError::TooLarge { shape: shape.to_vec() };
+    // A zero dimension makes the product zero, but must not hide absurd ones beside it.
+    let mut count = 1usize;
+    for &dim in shape {
+        count =
+            count.checked_mul(dim.max(1)).filter(|&c| c <= MAX_ELEMENTS).ok_or_else(too_large)?;
+    }
+    Ok(if shape.contains(&0) { 0 } else { count })
+}
+
+/// A vector of plain numbers that lends its memory as bytes, so that outputs leave without a copy.
+struct Owner<T>(Vec<T>);
+
+impl<T: bytemuck::NoUninit> AsRef<[u8]> for Owner<T> {
+    fn as_ref(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.0)
+    }
+}
+
+impl Tensor {
+    /// A tensor of fixed-size elements from their packed little-endian bytes.
+    pub fn from_raw(dtype: DataType, shape: Vec<usize>, raw: Bytes) -> Result<Tensor, TensorError> {
+        let size = dtype.size_bytes().ok_or(TensorError::WrongKind { dtype })?;
+        let expected = element_count(&shape)?
+            .checked_mul(size)
+            .ok_or_else(|| TensorError::TooLarge { shape: shape.clone() })?;
+        if raw.len() != expected {
+            return Err(TensorError::WrongByteLength { dtype, shape, expected, actual: raw.len() });
+        }
+        Ok(Tensor { dtype, shape, data: TensorData::Raw(raw) })
+    }
+
+    /// A tensor of strings.
+    pub fn from_strings(shape: Vec<usize>, strings: Vec<Bytes>) -> Result<Tensor, TensorError> {
+        let expected = element_count(&shape)?;
+        if strings.len() != expected {
+            return Err(TensorError::WrongElementCount { shape, expected, actual: strings.len() });
+        }
+        Ok(Tensor { dtype: DataType::String, shape, data: TensorData::Strings(strings) })
+    }
+
+    /// A tensor that takes over `values` without copying them.
+    pub fn from_vec<T>(shape: Vec<usize>, values: Vec<T>) -> Result<Tensor, TensorError>
+    where
+        T: Element,
+    {
+        let expected = element_count(&shape)?;
+        if values.len() != expected {
+            return Err(TensorError::WrongElementCount { shape, expected, actual: values.len() });
+        }
+        let raw = Bytes::from_owner(Owner(values));
+        Ok(Tensor { dtype: T::DTYPE, shape, data: TensorData::Raw(raw) })
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DataType {
+        self.dtype
+    }
+
+    /// The dimensions, outermost first.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// The elements.
+    pub fn data(&self) -> &TensorData {
+        &self.data
+    }
+
+    /// How many elements there are.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.shape.contains(&0)
+    }
+
+    /// Bytes the elements take in memory.
+    pub fn size_bytes(&self) -> usize {
+        match &self.data {
+            TensorData::Raw(raw) => raw.len(),
+            TensorData::Strings(strings) => strings.iter().map(Bytes::len).sum(),
+        }
+    }
+
+    /// The packed bytes, unless this is a tensor of strings.
+    pub fn raw(&self) -> Option<&Bytes> {
+        match &self.data {
+            TensorData::Raw(raw) => Some(raw),
+            TensorData::Strings(_) => None,
+        }
+    }
+
+    /// The elements as a vector of `T`, or `None` when the type is another.
+    pub fn to_vec<T: Element>(&self) -> Option<Vec<T>> {
+        let raw = self.raw().filter(|_| self.dtype == T::DTYPE)?;
+        Some(match bytemuck::try_cast_slice::<u8, T>(raw) {
+            Ok(aligned) => aligned.to_vec(),
+            Err(_) => raw.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect(),
+        })
+    }
+
+    /// The same elements under another shape of equally many.
+    pub fn with_shape(self, shape: Vec<usize>) -> Result<Tensor, TensorError> {
+        let expected = element_count(&shape)?;
+        if expected != self.len() {
+            return Err(TensorError::WrongElementCount { shape, expected, actual: self.len() });
+        }
+        Ok(Tensor { shape, ..self })
+    }
+}
+
+/// A Rust type that is the in-memory form of a [`DataType`]. Booleans travel as `u8` and have none.
+pub trait Element: bytemuck::Pod + Send + Sync + 'static {
+    /// The type it stores.
+    const DTYPE: DataType;
+}
+
+macro_rules! elements {
+    ($($rust:ty => $dtype:ident),+ $(,)?) => {
+        $(impl Element for $rust { const DTYPE: DataType = DataType::$dtype; })+
+    };
+}
+
+elements! {
+    u8 => U8, u16 => U16, u32 => U32, u64 => U64,
+    i8 => I8, i16 => I16, i32 => I32, i64 => I64,
+    half::f16 => F16, half::bf16 => BF16, f32 => F32, f64 => F64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_are_checked() {
+        assert!(matches!(element_count(&[usize::MAX, 2]), Err(TensorError::TooLarge { .. })));
+        assert!(matches!(element_count(&[0, usize::MAX, 9]), Err(TensorError::TooLarge { .. })));
+        assert_eq!(element_count(&[0, 7]), Ok(0));
+        assert_eq!(element_count(&[]), Ok(1));
+    }
+
+    #[test]
+    fn lengths_are_checked() {
+        let err = Tensor::from_raw(DataType::F32, vec![2], Bytes::from_static(&[0; 7]));
+        assert!(matches!(err, Err(TensorError::WrongByteLength { expected: 8, actual: 7, .. })));
+        assert!(Tensor::from_vec(vec![3], vec![1f32]).is_err());
+    }
+
+    #[test]
+    fn unaligned_bytes_read_back() {
+        let bytes = Bytes::from(vec![9, 0, 0, 128, 63, 0, 0, 0, 64]).slice(1..);
+        let tensor = Tensor::from_raw(DataType::F32, vec![2], bytes).unwrap();
+        assert_eq!(tensor.to_vec::<f32>(), Some(vec![1.0, 2.0]));
+        assert_eq!(tensor.to_vec::<i32>(), None);
+    }
+
+    #[test]
+    fn wire_names_round_trip() {
+        for dtype in DataType::ALL {
+            assert_eq!(DataType::from_wire_name(dtype.wire_name()), Some(dtype));
+        }
+    }
+}

@@ -1,0 +1,9 @@
+//! One node: what runs next on its devices, decided by a pure core and carried out by a thin driver.
+
+pub mod core;
+pub mod node;
+
+pub use node::{
+    ModelKey, ModelStats, Node, NodeOptions, Rejection, Reply, ReplyResult, Request, RequestHandle,
+    Timing,
+};
