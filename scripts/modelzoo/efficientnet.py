@@ -33,7 +33,7 @@ PREPROCESSING = {
     "mean": [127.0, 127.0, 127.0],
     "std": [128.0, 128.0, 128.0],
     "layout": "NCHW",
-    "resize": "bilinear",
+    "resize": "bicubic",
     "crop": 0.875,
 }
 
