@@ -35,6 +35,10 @@ class Entry:
         return ["numpy", "onnx"] + (["torch", "torchvision", "transformers"] if self.torch else [])
 
 
+class Failed(Exception):
+    """A model that could not be made or does not run; the others still can."""
+
+
 MODELS: dict[str, Entry] = {
     "identity_fp32": Entry("tiny", "one float, unchanged"),
     "identity_int64": Entry("tiny", "one integer, unchanged"),
@@ -65,17 +69,20 @@ def make(name: str, folder: Path) -> Path:
         built = builder()
         target = importlib.import_module("modelzoo.target")
     except ModuleNotFoundError as error:
-        raise SystemExit(
-            f"{name} needs {error.name}, which this Python lacks; run: "
-            f"{sys.executable} -m pip install {' '.join(entry.packages)}"
-        ) from error
+        advice = f"{sys.executable} -m pip install {' '.join(entry.packages)}"
+        raise Failed(f"{error.name} is missing; run: {advice}") from error
+    except RuntimeError as error:
+        raise Failed(str(error)) from error
     return target.write(built, name, folder)
 
 
 def check(path: Path) -> str:
     """Runs the model with ONNX Runtime at batch 1 and 4; tells the largest magnitude of each output."""
-    import numpy as np
-    import onnxruntime
+    try:
+        import numpy as np
+        import onnxruntime
+    except ModuleNotFoundError as error:
+        raise Failed(f"--check needs {error.name}; run: {sys.executable} -m pip install onnxruntime") from error
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     samples = dict(np.load(path.with_suffix(".npz")))
@@ -87,10 +94,10 @@ def check(path: Path) -> str:
         }
         for meta, value in zip(session.get_outputs(), session.run(None, feed), strict=True):
             if value.shape[0] != batch:
-                raise SystemExit(f"{path.stem}: output {meta.name} is {value.shape} at batch {batch}")
+                raise Failed(f"output {meta.name} is {value.shape} at batch {batch}")
             if value.dtype.kind == "f":
                 if not np.isfinite(value).all():
-                    raise SystemExit(f"{path.stem}: output {meta.name} is not finite at batch {batch}")
+                    raise Failed(f"output {meta.name} is not finite at batch {batch}")
                 parts.append(f"{meta.name}{list(value.shape)} max|x|={np.abs(value).max():.3g}")
     return "; ".join(parts) or "ok"
 
@@ -122,16 +129,27 @@ def main() -> int:
             entry = MODELS[name]
             print(f"{name:20} {entry.about}{' (torch)' if entry.torch else ''}")
         return 0
+    failed = 0
     for number, name in enumerate(names, 1):
-        started = time.monotonic()
-        path = args.out / f"{name}.onnx"
-        made = args.force or not path.exists()
-        if made:
-            make(name, args.out)
-        line = f"[{number}/{len(names)}] {name}: {path.stat().st_size / 1e6:.1f} MB"
-        line += f", {time.monotonic() - started:.1f} s" if made else ", kept"
-        print(line + (f", {check(path)}" if args.check else ""), flush=True)
-    return 0
+        try:
+            line = make_and_check(name, args)
+        except Failed as error:
+            failed += 1
+            line = f"failed: {error}"
+        print(f"[{number}/{len(names)}] {name}: {line}", flush=True)
+    return 1 if failed else 0
+
+
+def make_and_check(name: str, args: argparse.Namespace) -> str:
+    """Makes one model unless it is there, and tells what came out."""
+    started = time.monotonic()
+    path = args.out / f"{name}.onnx"
+    made = args.force or not path.exists()
+    if made:
+        make(name, args.out)
+    took = f"{time.monotonic() - started:.1f} s" if made else "kept"
+    line = f"{path.stat().st_size / 1e6:.1f} MB, {took}"
+    return f"{line}, {check(path)}" if args.check else line
 
 
 if __name__ == "__main__":

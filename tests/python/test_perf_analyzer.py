@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import requests
 
 from support import CACHE, Server, fetch_wheel
 
@@ -67,10 +68,18 @@ def sweep(analyzer: Path, model: str, protocol: str, address: str, result: Path,
         return list(csv.DictReader(rows))
 
 
+def shape_flags(server: Server) -> list[str]:
+    """Free dimensions have to be given; without a batch size the batch is one of them."""
+    config = requests.get(f"{server.url}/v2/models/add_sub/config", timeout=5).json()
+    if config["max_batch_size"] > 0:
+        return []
+    return ["--shape", "INPUT0:1,16", "--shape", "INPUT1:1,16"]
+
+
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_sweep(server: Server, analyzer: Path, protocol: str, tmp_path: Path) -> None:
     address = server.http if protocol == "http" else server.grpc
-    rows = sweep(analyzer, "add_sub", protocol, address, tmp_path / "result.csv", "--shape", "INPUT0:16", "--shape", "INPUT1:16")
+    rows = sweep(analyzer, "add_sub", protocol, address, tmp_path / "result.csv", *shape_flags(server))
     assert sorted(int(row["Concurrency"]) for row in rows) == [1, 2, 3, 4]
     for row in rows:
         assert float(row["Inferences/Second"]) > 0
