@@ -153,13 +153,34 @@ class _LastHidden(nn.Module):
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
-        self.encoder = encoder
+        self.encoder = encoder.eval()
+        self.additive = takes_additive_mask(encoder)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        # An additive 4-D mask is taken as it is, which keeps mask-building machinery out of the graph;
-        # -10000 is large enough and fits fp16.
-        additive = (1.0 - attention_mask[:, None, None, :].to(torch.float32)) * -10000.0
-        return self.encoder(input_ids=input_ids, attention_mask=additive).last_hidden_state
+        mask = additive_mask(attention_mask) if self.additive else attention_mask
+        return self.encoder(input_ids=input_ids, attention_mask=mask).last_hidden_state
+
+
+def additive_mask(mask: torch.Tensor) -> torch.Tensor:
+    """0 where a token counts, -10000 where not: large enough, and it fits fp16."""
+    return (1.0 - mask[:, None, None, :].to(torch.float32)) * -10000.0
+
+
+def takes_additive_mask(encoder: nn.Module) -> bool:
+    """Whether this release of transformers takes a 4-D additive mask as it is.
+
+    Where it does, the machinery that builds masks stays out of the graph. Releases differ, and one
+    that reads such a mask as 0/1 gives wrong values without a word, so the two ways are compared.
+    """
+    ids = torch.arange(12).reshape(2, 6)
+    mask = torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])
+    with torch.no_grad():
+        wanted = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        try:
+            got = encoder(input_ids=ids, attention_mask=additive_mask(mask)).last_hidden_state
+        except (ValueError, RuntimeError, TypeError):
+            return False
+    return torch.allclose(got, wanted, atol=1e-4)
 
 
 def _text(encoder: nn.Module, vocabulary: int) -> Built:
