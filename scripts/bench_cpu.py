@@ -46,7 +46,9 @@ class Row:
     slowest_op: str
 
 
-def time_ort(session: onnxruntime.InferenceSession, inputs: dict[str, np.ndarray], repeat: int, warmup: int) -> list[float]:
+def time_ort(
+    session: onnxruntime.InferenceSession, inputs: dict[str, np.ndarray], repeat: int, warmup: int
+) -> list[float]:
     """Microseconds of each counted run."""
     times = []
     for index in range(warmup + repeat):
@@ -124,10 +126,20 @@ def print_row(row: Row) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = os.environ.get("ATOLL_BIN", str(REPOSITORY / "target" / "release" / "atoll"))
-    parser.add_argument("folders", nargs="*", type=Path, default=[REPOSITORY / "models"], help="folders of .onnx files (default: models)")
-    parser.add_argument("--atoll", type=Path, default=Path(default), help="the binary (default: $ATOLL_BIN or target/release/atoll)")
+    parser.add_argument(
+        "folders",
+        nargs="*",
+        type=Path,
+        default=[REPOSITORY / "models"],
+        help="folders of .onnx files (default: models)",
+    )
+    parser.add_argument(
+        "--atoll", type=Path, default=Path(default), help="the binary (default: $ATOLL_BIN or target/release/atoll)"
+    )
     parser.add_argument("--only", metavar="NAME,...", help="only these models")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of both sides (default: all cores)")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="threads of both sides (default: all cores)"
+    )
     parser.add_argument("--batch", type=int, default=1, help="batch size (default: 1)")
     parser.add_argument("--rounds", type=int, default=3, help="alternations (default: 3)")
     parser.add_argument("--repeat", type=int, default=10, help="counted runs a round (default: 10)")

@@ -282,20 +282,28 @@ def table(rows: list[dict[str, object]]) -> str:
         "|---|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        lines.append("| {server} | {concurrency} | {requests_per_second} | {p50_us:.0f} | {p99_us:.0f} | {errors} |".format(**row))
+        lines.append(
+            "| {server} | {concurrency} | {requests_per_second} | {p50_us:.0f} | {p99_us:.0f} | {errors} |".format(
+                **row
+            )
+        )
     return "\n".join(lines)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = os.environ.get("ATOLL_BIN", str(REPOSITORY / "target" / "release" / "atoll"))
-    parser.add_argument("--atoll", type=Path, default=Path(default), help="the binary (default: $ATOLL_BIN or target/release/atoll)")
+    parser.add_argument(
+        "--atoll", type=Path, default=Path(default), help="the binary (default: $ATOLL_BIN or target/release/atoll)"
+    )
     parser.add_argument("--servers", default="atoll,triton,mosec", help="which to run (default: all three)")
     parser.add_argument("--concurrency", default="1,32", help="open connections, comma-separated (default: 1,32)")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: 5)")
     parser.add_argument("--seconds", type=int, default=4, help="length of one measurement (default: 4)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and rounds as JSON")
-    parser.add_argument("--check", action="store_true", help="exit 1 unless atoll answers more requests/s than every other")
+    parser.add_argument(
+        "--check", action="store_true", help="exit 1 unless atoll answers more requests/s than every other"
+    )
     return parser.parse_args()
 
 

@@ -101,13 +101,23 @@ def print_row(row: Row, limit: float) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = os.environ.get("ATOLL_BIN", str(REPOSITORY / "target" / "release" / "atoll"))
-    parser.add_argument("folders", nargs="*", type=Path, default=[REPOSITORY / "models"], help="folders of .onnx files (default: models)")
-    parser.add_argument("--atoll", type=Path, default=Path(default), help="the binary (default: $ATOLL_BIN or target/release/atoll)")
+    parser.add_argument(
+        "folders",
+        nargs="*",
+        type=Path,
+        default=[REPOSITORY / "models"],
+        help="folders of .onnx files (default: models)",
+    )
+    parser.add_argument(
+        "--atoll", type=Path, default=Path(default), help="the binary (default: $ATOLL_BIN or target/release/atoll)"
+    )
     parser.add_argument("--only", metavar="NAME,...", help="only these models")
     parser.add_argument("--batches", default="1,4", help="batch sizes, comma-separated (default: 1,4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default: 0)")
     parser.add_argument("--limit", type=float, default=1e-3, help="largest accepted relative error (default: 1e-3)")
-    parser.add_argument("--run-arg", action="append", default=[], metavar="ARG", help="passed on to `atoll run`; may repeat")
+    parser.add_argument(
+        "--run-arg", action="append", default=[], metavar="ARG", help="passed on to `atoll run`; may repeat"
+    )
     return parser.parse_args()
 
 

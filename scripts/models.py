@@ -35,7 +35,7 @@ class Entry:
         return ["numpy", "onnx"] + (["torch", "torchvision", "transformers"] if self.torch else [])
 
 
-class Failed(Exception):
+class ModelError(Exception):
     """A model that could not be made or does not run; the others still can."""
 
 
@@ -70,9 +70,9 @@ def make(name: str, folder: Path) -> Path:
         target = importlib.import_module("modelzoo.target")
     except ModuleNotFoundError as error:
         advice = f"{sys.executable} -m pip install {' '.join(entry.packages)}"
-        raise Failed(f"{error.name} is missing; run: {advice}") from error
+        raise ModelError(f"{error.name} is missing; run: {advice}") from error
     except RuntimeError as error:
-        raise Failed(str(error)) from error
+        raise ModelError(str(error)) from error
     return target.write(built, name, folder)
 
 
@@ -82,7 +82,7 @@ def check(path: Path) -> str:
         import numpy as np
         import onnxruntime
     except ModuleNotFoundError as error:
-        raise Failed(f"--check needs {error.name}; run: {sys.executable} -m pip install onnxruntime") from error
+        raise ModelError(f"--check needs {error.name}; run: {sys.executable} -m pip install onnxruntime") from error
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     samples = dict(np.load(path.with_suffix(".npz")))
@@ -94,10 +94,10 @@ def check(path: Path) -> str:
         }
         for meta, value in zip(session.get_outputs(), session.run(None, feed), strict=True):
             if value.shape[0] != batch:
-                raise Failed(f"output {meta.name} is {value.shape} at batch {batch}")
+                raise ModelError(f"output {meta.name} is {value.shape} at batch {batch}")
             if value.dtype.kind == "f":
                 if not np.isfinite(value).all():
-                    raise Failed(f"output {meta.name} is not finite at batch {batch}")
+                    raise ModelError(f"output {meta.name} is not finite at batch {batch}")
                 parts.append(f"{meta.name}{list(value.shape)} max|x|={np.abs(value).max():.3g}")
     return "; ".join(parts) or "ok"
 
@@ -133,7 +133,7 @@ def main() -> int:
     for number, name in enumerate(names, 1):
         try:
             line = make_and_check(name, args)
-        except Failed as error:
+        except ModelError as error:
             failed += 1
             line = f"failed: {error}"
         print(f"[{number}/{len(names)}] {name}: {line}", flush=True)

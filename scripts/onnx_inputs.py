@@ -31,9 +31,7 @@ def random_inputs(path: Path, batch: int, rng: np.random.Generator) -> dict[str,
     }
 
 
-def _random(
-    value: onnx.ValueInfoProto, sample: np.ndarray | None, batch: int, rng: np.random.Generator
-) -> np.ndarray:
+def _random(value: onnx.ValueInfoProto, sample: np.ndarray | None, batch: int, rng: np.random.Generator) -> np.ndarray:
     dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
     shape = _shape(value, sample, batch)
     if value.name == "attention_mask":

@@ -32,18 +32,20 @@ def models() -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def repository(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return lay_out(models, tmp_path_factory.mktemp("repository") / "models")
+@pytest.fixture
+def repository(models: Path, tmp_path: Path) -> Path:
+    """A model repository of the test's own."""
+    return lay_out(models, tmp_path / "models")
 
 
 @pytest.fixture(scope="session")
-def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     given = os.environ.get("ATOLL_TEST_SERVER")
     if given:
         yield Server([int(port) for port in given.split(",")]).start()
         return
-    running = serve(repository, tmp_path_factory.mktemp("log") / "server.log")
+    folder = tmp_path_factory.mktemp("server")
+    running = serve(lay_out(models, folder / "models"), folder / "server.log")
     yield running
     running.stop()
 

@@ -19,6 +19,7 @@ BINARY = Path(os.environ.get("ATOLL_BIN", REPOSITORY / "target" / "release" / "a
 SCRIPTS = REPOSITORY / "scripts"
 ASSETS = REPOSITORY / "assets"
 CACHE = REPOSITORY / ".cache"
+HOME_VARIABLES = ("HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
 START_SECONDS = 30
 STOP_SECONDS = 30
 
@@ -67,8 +68,10 @@ class Server:
         started = time.monotonic()
         if self.command:
             assert self.log is not None
+            # What a server keeps (its registry) stays with its log, so that servers never share it.
+            home = {name: str(self.log.parent / "home") for name in HOME_VARIABLES}
             with self.log.open("ab") as output:
-                self.process = subprocess.Popen(self.command, stdout=output, stderr=output)
+                self.process = subprocess.Popen(self.command, stdout=output, stderr=output, env={**os.environ, **home})
         while time.monotonic() - started < START_SECONDS:
             if self.process is not None and self.process.poll() is not None:
                 raise AssertionError(f"atoll left with {self.process.returncode}:\n{self.log_tail()}")
@@ -135,9 +138,9 @@ class Server:
         return total
 
 
-def serve(folder: Path, log: Path, *flags: str) -> Server:
-    """Starts a server over a model repository, on ports of its own."""
-    ports = free_ports(3)
+def serve(folder: Path, log: Path, *flags: str, ports: list[int] | None = None) -> Server:
+    """Starts a server over a model repository, on ports of its own unless some are given."""
+    ports = ports or free_ports(3)
     command = [str(BINARY), "serve", "--model-repository", str(folder), "--host", "127.0.0.1"]
     for flag, port in zip(("--http-port", "--grpc-port", "--metrics-port"), ports, strict=True):
         command += [flag, str(port)]

@@ -16,7 +16,6 @@ from PIL import Image
 
 from support import ASSETS, CACHE, Server, fetch_wheel, make_models, serve
 
-
 DIGITS_PREPROCESSING = {
     "width": 8,
     "height": 8,
@@ -37,7 +36,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder.mkdir()
     shutil.copy(ASSETS / "digits.onnx", folder / "plain.onnx")
     server = serve(folder, folder.parent / "log")
-    register(server, "digits", (ASSETS / "digits.onnx").read_bytes(), DIGIT_NAMES, DIGITS_PREPROCESSING).raise_for_status()
+    register(
+        server, "digits", (ASSETS / "digits.onnx").read_bytes(), DIGIT_NAMES, DIGITS_PREPROCESSING
+    ).raise_for_status()
     yield server
     server.stop()
 
@@ -174,7 +175,13 @@ def test_bad_name(home: Server, name: str) -> None:
 
 @pytest.mark.parametrize(
     "preprocessing",
-    [{"width": 0, "height": 0}, {"std": [0.0]}, {"no_such_field": 1}, {"width": 1 << 31, "height": 1 << 31}, {"crop": -1}],
+    [
+        {"width": 0, "height": 0},
+        {"std": [0.0]},
+        {"no_such_field": 1},
+        {"width": 1 << 31, "height": 1 << 31},
+        {"crop": -1},
+    ],
     ids=["zero-size", "zero-std", "unknown", "huge", "crop"],
 )
 def test_bad_preprocessing(home: Server, preprocessing: dict[str, object]) -> None:

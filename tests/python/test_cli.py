@@ -66,7 +66,12 @@ def test_run_saves_outputs(tmp_path: Path, batch: int) -> None:
 def test_run_errors(tmp_path: Path) -> None:
     np.save(tmp_path / "bad.npy", np.zeros((1, 2, 3), np.float32))
     (tmp_path / "text.npy").write_text("no array")
-    for given in ("image=nowhere.npy", f"image={tmp_path / 'text.npy'}", f"image={tmp_path / 'bad.npy'}", f"WRONG={tmp_path / 'bad.npy'}"):
+    for given in (
+        "image=nowhere.npy",
+        f"image={tmp_path / 'text.npy'}",
+        f"image={tmp_path / 'bad.npy'}",
+        f"WRONG={tmp_path / 'bad.npy'}",
+    ):
         done = atoll("run", DIGITS, "--input", given)
         assert done.returncode not in (0, 101), given
         assert "panicked" not in done.stderr

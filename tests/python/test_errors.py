@@ -84,7 +84,9 @@ BAD_BODIES = {
     "data-long": one_input(data=[1.0, 2.0]),
     "data-text": one_input(data=["one"]),
     "data-null": one_input(data=[None]),
-    "extra-input": {"inputs": [*fp32_body(1.0)["inputs"], {"name": "X", "shape": [1], "datatype": "FP32", "data": [1]}]},
+    "extra-input": {
+        "inputs": [*fp32_body(1.0)["inputs"], {"name": "X", "shape": [1], "datatype": "FP32", "data": [1]}]
+    },
     "output-unknown": fp32_body(1.0, outputs=[{"name": "WRONG"}]),
 }
 
@@ -102,7 +104,9 @@ def test_missing_input(server: Server) -> None:
     assert_error(server, requests.post(infer_url(server, "add_sub"), json={"inputs": [tensor]}, timeout=5), 400)
 
 
-def post_binary(server: Server, model: str, datatype: str, size: object, tail: bytes, **how: object) -> requests.Response:
+def post_binary(
+    server: Server, model: str, datatype: str, size: object, tail: bytes, **how: object
+) -> requests.Response:
     """A binary request whose parts need not agree."""
     tensor = {"name": "INPUT0", "shape": [1, 1], "datatype": datatype, "parameters": {"binary_data_size": size}}
     head = json.dumps({"inputs": [tensor]}).encode()

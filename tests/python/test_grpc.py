@@ -70,7 +70,9 @@ def test_model_config(grpc: Client) -> None:
 @pytest.mark.parametrize("model", list(VALUES))
 def test_infer(grpc: Client, model: str) -> None:
     datatype, value = VALUES[model]
-    result = grpc.infer(model, [tensor("INPUT0", datatype, value)], outputs=[client_api.InferRequestedOutput("OUTPUT0")])
+    result = grpc.infer(
+        model, [tensor("INPUT0", datatype, value)], outputs=[client_api.InferRequestedOutput("OUTPUT0")]
+    )
     got = result.as_numpy("OUTPUT0")
     assert got.shape == value.shape
     assert got.tolist() == value.tolist()
@@ -185,7 +187,9 @@ def raw_infer(server: Server, request: service_pb2.ModelInferRequest) -> None:
         )(request, timeout=10)
 
 
-@pytest.mark.parametrize("raw", [[], [b"\x00" * 3], [b"\x00" * 8], [b"\x00" * 4] * 2], ids=["none", "short", "long", "two"])
+@pytest.mark.parametrize(
+    "raw", [[], [b"\x00" * 3], [b"\x00" * 8], [b"\x00" * 4] * 2], ids=["none", "short", "long", "two"]
+)
 def test_raw_contents_that_do_not_fit(server: Server, raw: list[bytes]) -> None:
     request = service_pb2.ModelInferRequest(model_name="identity_fp32", raw_input_contents=raw)
     request.inputs.add(name="INPUT0", datatype="FP32", shape=[1, 1])

@@ -12,14 +12,19 @@ import tritonclient.grpc as grpc_api
 import tritonclient.http as http_api
 from tritonclient.utils import InferenceServerException
 
-from support import Server, fp32_body, infer_url, serve
+from support import Server, fp32_body, infer_url, lay_out, serve
 
 
 @pytest.fixture(scope="module")
-def explicit(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def folder(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lay_out(models, tmp_path_factory.mktemp("explicit") / "models")
+
+
+@pytest.fixture(scope="module")
+def explicit(folder: Path) -> Iterator[Server]:
     """Only identity_fp32 is loaded at the start."""
-    log = tmp_path_factory.mktemp("log") / "explicit.log"
-    server = serve(repository, log, "--model-control-mode", "explicit", "--load-model", "identity_fp32")
+    flags = ["--model-control-mode", "explicit", "--load-model", "identity_fp32"]
+    server = serve(folder, folder.parent / "server.log", *flags)
     yield server
     server.stop()
 
@@ -96,9 +101,9 @@ def test_load_of_what_is_not_there(explicit: Server) -> None:
     explicit.assert_alive()
 
 
-def test_broken_model_is_refused(explicit: Server, repository: Path) -> None:
+def test_broken_model_is_refused(explicit: Server, folder: Path) -> None:
     """Loading a broken file is an error of that load; nothing else notices."""
-    broken = repository / "broken.onnx"
+    broken = folder / "broken.onnx"
     broken.write_bytes(b"this is no model")
     try:
         with pytest.raises(InferenceServerException) as raised:

@@ -52,7 +52,9 @@ def test_timeout_ends_a_running_request(server: Server, alone: float) -> None:
     assert took < 0.7 * alone, f"{took:.2f} s of {alone:.2f} s"
 
 
-def test_timeout_ends_a_running_request_grpc(server: Server, grpc: grpc_api.InferenceServerClient, alone: float) -> None:
+def test_timeout_ends_a_running_request_grpc(
+    server: Server, grpc: grpc_api.InferenceServerClient, alone: float
+) -> None:
     given = grpc_api.InferInput("INPUT0", [1, 1], "FP32")
     given.set_data_from_numpy(np.ones((1, 1), np.float32))
     started = time.monotonic()
