@@ -154,6 +154,22 @@ impl SymDim {
         if first { self.clone() } else { other.clone() }
     }
 
+    /// Whether this is `min(n, other)` for a number `n` above 1. Where the two broadcast they are equal,
+    /// since a size above `n` would not fit.
+    pub fn is_capped(&self, other: &SymDim) -> bool {
+        let SymDim::Expr(poly) = self else { return false };
+        let [(atoms, 1)] = poly.0.as_slice() else { return false };
+        match atoms.as_slice() {
+            [Atom::Call(Function::Min, [a, b])] => {
+                let cap = |cap: &SymDim, dim: &SymDim| {
+                    cap.fixed().is_some_and(|n| n > 1) && dim.is_same(other)
+                };
+                cap(a, b) || cap(b, a)
+            }
+            _ => false,
+        }
+    }
+
     /// The value once symbols are bound by `lookup`; parts without a binding stay.
     pub fn substitute(&self, lookup: &dyn Fn(&str) -> Option<i64>) -> SymDim {
         let SymDim::Expr(poly) = self else { return self.clone() };
