@@ -1,6 +1,7 @@
 //! gRPC: the same service over protobuf, with health and reflection beside it.
 
 use std::future::Future;
+use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::Arc;
 
@@ -8,7 +9,7 @@ use api::grpc::{decode_infer, encode_infer};
 use api::proto::grpc_inference_service_server::{GrpcInferenceService, GrpcInferenceServiceServer};
 use api::trace::TRACEPARENT;
 use api::{ApiError, ModelRef, RequestContext, TraceContext, proto};
-use futures_util::{Stream, StreamExt};
+use futures_util::{FutureExt, Stream, StreamExt};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tonic::codec::CompressionEncoding;
@@ -75,7 +76,17 @@ pub(crate) struct Handler {
     app: Arc<App>,
 }
 
+/// One inference. A panic in it becomes an answer, not a broken stream.
 async fn infer(
+    app: &App,
+    message: proto::ModelInferRequest,
+    context: RequestContext,
+) -> Result<proto::ModelInferResponse, ApiError> {
+    let answer = AssertUnwindSafe(try_infer(app, message, context)).catch_unwind().await;
+    answer.unwrap_or_else(|_| Err(ApiError::internal("the server failed on this request")))
+}
+
+async fn try_infer(
     app: &App,
     message: proto::ModelInferRequest,
     context: RequestContext,

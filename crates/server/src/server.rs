@@ -133,7 +133,7 @@ async fn bind(
     Ok(Some((listener, address)))
 }
 
-/// A server that answers. Dropping it leaves the listeners running with the runtime.
+/// A server that answers. Dropping it closes the listeners without waiting for anybody.
 pub struct RunningServer {
     /// Where REST listens.
     pub http_addr: Option<SocketAddr>,
