@@ -1,5 +1,6 @@
 //! One node: what runs next on its devices, decided by a pure core and carried out by a thin driver.
 
+pub mod batching;
 pub mod core;
 pub mod node;
 

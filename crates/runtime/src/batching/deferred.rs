@@ -1,0 +1,46 @@
+//! Deferred batching: start as late as the deadline allows while waiting can still make the batch larger.
+
+use base::Nanos;
+
+use super::{BatchPolicy, Decision, EarlyDrop, ModelView};
+
+/// Chooses its window as [`EarlyDrop`] does, but a batch that is not full yet waits for more until the
+/// moment after which one more request could no longer ride along.
+#[derive(Clone, Copy, Debug)]
+pub struct Deferred {
+    /// The session's batch size; see [`super::BatchProfile::batch_for_objective`].
+    pub batch: usize,
+    /// Kept back from every deadline for what a profile does not know.
+    pub margin: Nanos,
+}
+
+impl BatchPolicy for Deferred {
+    fn name(&self) -> &'static str {
+        "deferred"
+    }
+
+    fn decide(&mut self, now: Nanos, model: &ModelView<'_>, decisions: &mut Vec<Decision>) {
+        let Some(worker) = model.idle_worker() else { return };
+        let rule = EarlyDrop { batch: self.batch };
+        let Some((dropped, count)) = rule.window(now, model) else {
+            if !model.waiting.is_empty() {
+                decisions.push(Decision::Drop { count: model.waiting.len() });
+            }
+            return;
+        };
+        if dropped > 0 {
+            decisions.push(Decision::Drop { count: dropped });
+        }
+        let first = model.waiting[dropped];
+        let next = model.profile.latency(count + 1) + self.margin;
+        // A worker that starts late is busy late: whoever comes meanwhile must still have time for
+        // a full batch after this one.
+        let reserve = model.profile.latency(self.batch);
+        let start_by = (first.deadline - next).min(first.arrived + reserve - next);
+        if count < self.batch && now < start_by {
+            decisions.push(Decision::WakeAt(start_by));
+            return;
+        }
+        decisions.push(Decision::Launch { worker, count });
+    }
+}

@@ -1,0 +1,42 @@
+//! Nexus's rule: requests whose little time would force a small batch are given up for the rest.
+
+use base::Nanos;
+
+use super::{BatchPolicy, Decision, ModelView, Waiting};
+
+/// Slides a window of the session's batch size over the queue, stops at the first request with time
+/// for the whole window, and drops all before it.
+#[derive(Clone, Copy, Debug)]
+pub struct EarlyDrop {
+    /// The session's batch size; see [`super::BatchProfile::batch_for_objective`].
+    pub batch: usize,
+}
+
+impl EarlyDrop {
+    /// How many requests go before the window, and the window's length; `None` when nobody has time.
+    pub(super) fn window(&self, now: Nanos, model: &ModelView<'_>) -> Option<(usize, usize)> {
+        let waiting = model.waiting.len();
+        let fits = |(skipped, first): (usize, &Waiting)| {
+            let count = self.batch.min(waiting - skipped);
+            (now + model.profile.latency(count) <= first.deadline).then_some((skipped, count))
+        };
+        model.waiting.iter().enumerate().find_map(fits)
+    }
+}
+
+impl BatchPolicy for EarlyDrop {
+    fn name(&self) -> &'static str {
+        "early_drop"
+    }
+
+    fn decide(&mut self, now: Nanos, model: &ModelView<'_>, decisions: &mut Vec<Decision>) {
+        let Some(worker) = model.idle_worker() else { return };
+        let (dropped, count) = self.window(now, model).unwrap_or((model.waiting.len(), 0));
+        if dropped > 0 {
+            decisions.push(Decision::Drop { count: dropped });
+        }
+        if count > 0 {
+            decisions.push(Decision::Launch { worker, count });
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! Ebird's elastic batching: workers of several sizes, woken as soon as they can be filled.
+
+use base::Nanos;
+
+use super::{BatchPolicy, Decision, ModelView};
+
+/// Algorithm 1 of the paper: walk the idle workers and give each its batch while enough is ready and
+/// fewer than `inferences_max` are alive.
+#[derive(Clone, Copy, Debug)]
+pub struct Elastic {
+    /// The most inferences on the device at once.
+    pub inferences_max: usize,
+}
+
+impl Elastic {
+    /// The workers the paper uses.
+    pub const WORKERS: [usize; 6] = [1, 1, 2, 4, 8, 16];
+}
+
+impl BatchPolicy for Elastic {
+    fn name(&self) -> &'static str {
+        "elastic"
+    }
+
+    fn decide(&mut self, _: Nanos, model: &ModelView<'_>, decisions: &mut Vec<Decision>) {
+        let alive_left = self.inferences_max.saturating_sub(model.running);
+        let mut ready = model.waiting.len().min(alive_left);
+        let mut idle: Vec<usize> =
+            (0..model.workers.len()).filter(|index| !model.workers[*index].busy).collect();
+        // The queue of idle workers puts the largest first: load decides how far down it is walked.
+        idle.sort_by_key(|index| std::cmp::Reverse(model.workers[*index].batch));
+        for worker in idle {
+            let batch = model.workers[worker].batch;
+            if ready >= batch {
+                decisions.push(Decision::Launch { worker, count: batch });
+                ready -= batch;
+            }
+        }
+    }
+}
