@@ -5,6 +5,7 @@
 //! the runtime's core decides.
 
 pub mod conformance;
+pub mod sim;
 
 use std::any::Any;
 use std::ops::Range;
@@ -25,6 +26,19 @@ pub enum PreemptionLevel {
     TileBoundaries,
     /// Left inside a tile.
     InsideTile,
+}
+
+/// How work is made to leave a queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Leave {
+    /// A flag at kernel entry: what runs finishes, what is queued exits at once.
+    BetweenLaunches,
+    /// Running blocks finish, no new one starts.
+    TileBoundary,
+    /// Running blocks leave in the middle; finished ones stay finished.
+    InsideTile,
+    /// Queues are reset and running kernels killed; how far they got is not known.
+    Kill,
 }
 
 /// A device's fixed properties.

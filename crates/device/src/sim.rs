@@ -1,0 +1,775 @@
+//! A GPU in virtual time: a plain, deterministic state machine without threads.
+//!
+//! Streams run kernels in order; a kernel's blocks are placed on multiprocessors in waves, high priority
+//! first; kernels that run side by side and together ask for more memory bandwidth than there is slow each other down.
+//! Work can be made to leave as finely as the profile says, killed, or held to a number of multiprocessors.
+//! Every task carries data, so that a wrong restore shows in its output.
+
+pub mod builtin;
+mod fault;
+mod profile;
+mod stream;
+mod task;
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+use base::Nanos;
+
+pub use self::fault::{Fault, FaultKind};
+pub use self::profile::{GpuProfile, KernelProfile, ModelProfile, ProfileSet};
+pub use self::stream::StreamWork;
+use self::stream::{Group, Head, Kernel, Stream, UNITS_PER_SM};
+use self::task::TaskMemory;
+pub use self::task::reference_output;
+use crate::{Leave, PreemptionLevel};
+
+/// A task's buffers on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct TaskId(usize);
+
+/// A run of kernels of one task.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// Returned with its end.
+    pub token: u64,
+    /// The task.
+    pub task: TaskId,
+    /// Its model's index.
+    pub model: usize,
+    /// Kernels to run.
+    pub steps: Range<usize>,
+    /// Block of the first kernel to begin at.
+    pub tile: u32,
+}
+
+/// What a stream is opened with.
+#[derive(Clone, Copy, Debug)]
+pub struct StreamOptions {
+    /// Its blocks are placed before those of streams without it.
+    pub high_priority: bool,
+    /// Segments that may be enqueued at once.
+    pub capacity: usize,
+}
+
+/// What happened on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GpuEvent {
+    /// A kernel can be placed.
+    StepReady {
+        /// The stream.
+        stream: usize,
+        /// The kernel.
+        step: usize,
+    },
+    /// The first block of a segment runs.
+    Started {
+        /// The stream.
+        stream: usize,
+        /// The segment.
+        token: u64,
+    },
+    /// A segment ran to its end.
+    Done {
+        /// The stream.
+        stream: usize,
+        /// The segment.
+        token: u64,
+        /// Time its kernels took.
+        busy: Nanos,
+    },
+    /// A segment left before its end.
+    Left {
+        /// The stream.
+        stream: usize,
+        /// The segment.
+        token: u64,
+        /// The first kernel that is not complete.
+        step: usize,
+        /// Blocks of it that are done, where the device can tell; 0 elsewhere.
+        tile: u32,
+        /// The last kernel that had been handed to the hardware.
+        transmitted: usize,
+        /// Time its kernels took.
+        busy: Nanos,
+    },
+    /// A copy to the device is complete.
+    Copied {
+        /// The number it was asked for under.
+        token: u64,
+    },
+    /// A model's weights are there.
+    Loaded {
+        /// The model.
+        model: usize,
+    },
+    /// The device fell over; everything on it is gone.
+    Lost,
+    /// It can be used again, empty.
+    Ready,
+}
+
+/// A stretch of work, for pictures.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Span {
+    /// The stream.
+    pub stream: usize,
+    /// The kernel.
+    pub step: usize,
+    /// Multiprocessors held.
+    pub sms: f32,
+    /// Beginning.
+    pub from: Nanos,
+    /// End.
+    pub to: Nanos,
+    /// Whether it was thrown away.
+    pub aborted: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum CopyJob {
+    Input(u64),
+    Weights(usize),
+}
+
+/// The device.
+#[derive(Clone, Debug)]
+pub struct Gpu {
+    profile: GpuProfile,
+    models: Vec<Arc<ModelProfile>>,
+    streams: Vec<Stream>,
+    tasks: Vec<Option<TaskMemory>>,
+    free_tasks: Vec<usize>,
+    now: Nanos,
+    free_units: u64,
+    ready_order: u64,
+    host_free: Nanos,
+    copies: VecDeque<(Nanos, CopyJob)>,
+    copy_free: Nanos,
+    resident: Vec<bool>,
+    faults: VecDeque<Fault>,
+    armed: Vec<FaultKind>,
+    ready_again_at: Option<Nanos>,
+    contended: bool,
+    spans: Option<Vec<Span>>,
+    events: Vec<GpuEvent>,
+}
+
+impl Gpu {
+    /// An idle device. `faults` need not be in order.
+    pub fn new(
+        profile: GpuProfile,
+        models: Vec<Arc<ModelProfile>>,
+        streams: &[StreamOptions],
+        mut faults: Vec<Fault>,
+    ) -> Gpu {
+        faults.sort_by_key(|fault| fault.at);
+        let open = |options: &StreamOptions| Stream::new(options.high_priority, options.capacity);
+        Gpu {
+            free_units: u64::from(profile.sms) * UNITS_PER_SM,
+            resident: vec![false; models.len()],
+            streams: streams.iter().map(open).collect(),
+            tasks: Vec::new(),
+            free_tasks: Vec::new(),
+            now: Nanos::ZERO,
+            ready_order: 0,
+            host_free: Nanos::ZERO,
+            copies: VecDeque::new(),
+            copy_free: Nanos::ZERO,
+            faults: faults.into(),
+            armed: Vec::new(),
+            ready_again_at: None,
+            contended: false,
+            spans: None,
+            events: Vec::new(),
+            models,
+            profile,
+        }
+    }
+
+    /// Keeps every stretch of work from here on.
+    pub fn record_spans(&mut self) {
+        self.spans = Some(Vec::new());
+    }
+
+    /// The stretches kept so far.
+    pub fn spans(&self) -> &[Span] {
+        self.spans.as_deref().unwrap_or_default()
+    }
+
+    /// Its profile.
+    pub fn profile(&self) -> &GpuProfile {
+        &self.profile
+    }
+
+    /// Multiprocessors, in parts, that a stream holds now.
+    pub fn held_sms(&self, stream: usize) -> f64 {
+        self.streams[stream].held() as f64 / UNITS_PER_SM as f64
+    }
+
+    /// Segments enqueued on a stream, the running one included.
+    pub fn queued(&self, stream: usize) -> usize {
+        self.streams[stream].segments.len()
+    }
+
+    /// The kernel a stream is at, if it has been dispatched.
+    pub fn current_step(&self, stream: usize) -> Option<usize> {
+        self.streams[stream].kernel.as_ref().map(|kernel| kernel.step)
+    }
+
+    /// What a stream has used so far.
+    pub fn work(&self, stream: usize) -> StreamWork {
+        self.streams[stream].work
+    }
+
+    /// Bytes of weights on the device, those on their way included.
+    pub fn resident_bytes(&self) -> u64 {
+        let sizes = self.models.iter().map(|model| model.weight_bytes);
+        sizes.zip(&self.resident).filter(|(_, there)| **there).map(|(bytes, _)| bytes).sum()
+    }
+
+    /// Buffers for a task of `model` on this input.
+    pub fn create_task(&mut self, model: usize, input: u64) -> TaskId {
+        let memory = Some(TaskMemory::new(input, self.models[model].kernels.len()));
+        let slot = self.free_tasks.pop().unwrap_or_else(|| {
+            self.tasks.push(None);
+            self.tasks.len() - 1
+        });
+        self.tasks[slot] = memory;
+        TaskId(slot)
+    }
+
+    /// Frees a task's buffers.
+    pub fn drop_task(&mut self, task: TaskId) {
+        if self.tasks[task.0].take().is_some() {
+            self.free_tasks.push(task.0);
+        }
+    }
+
+    /// What a task has computed; an arbitrary value before its last kernel.
+    pub fn output(&self, task: TaskId) -> Option<u64> {
+        self.tasks.get(task.0)?.as_ref().map(TaskMemory::output)
+    }
+
+    /// Appends a segment to a stream; a full stream gives it back.
+    pub fn enqueue(&mut self, now: Nanos, stream: usize, segment: Segment) -> Result<(), Segment> {
+        self.now = self.now.max(now);
+        let lost = self.ready_again_at.is_some();
+        let state = &mut self.streams[stream];
+        if lost || state.segments.len() >= state.segment_capacity || segment.steps.is_empty() {
+            return Err(segment);
+        }
+        let (step, tile) = (segment.steps.start, segment.tile);
+        let head = Head { segment, step, tile, busy: Nanos::ZERO, announced: false };
+        state.segments.push_back(head);
+        if state.segments.len() == 1 {
+            state.dispatch_at = Some(now + Nanos(self.profile.launch_ns));
+        }
+        Ok(())
+    }
+
+    /// Makes everything on a stream leave, as finely as asked for and as the device can.
+    pub fn leave(&mut self, now: Nanos, stream: usize, how: Leave) {
+        self.now = self.now.max(now);
+        let Some(how) = self.possible(stream, how) else { return };
+        let queued = self.queued_kernels(stream);
+        let (leave_ns, kill_ns) = (self.profile.leave_ns, self.profile.kill_ns);
+        let evict = Nanos(self.profile.evict_ns * queued);
+        let reset_done = self.host_free.max(now) + Nanos(self.profile.host_reset_ns);
+        let state = &mut self.streams[stream];
+        if state.segments.is_empty() || state.leaving.is_some() {
+            return;
+        }
+        state.leaving = Some(how);
+        state.dispatch_at = None;
+        let running = state.kernel.as_ref().is_some_and(|kernel| !kernel.groups.is_empty());
+        let started = state.kernel.as_ref().is_some_and(Kernel::started);
+        match how {
+            Leave::Kill => {
+                self.host_free = reset_done;
+                state.abort_at = Some(reset_done + evict + Nanos(kill_ns));
+            }
+            Leave::InsideTile if running => state.abort_at = Some(now + Nanos(leave_ns)),
+            Leave::TileBoundary if running => {}
+            Leave::BetweenLaunches if started => {}
+            _ => state.left_at = Some(now + evict),
+        }
+    }
+
+    /// Lets a stream hold at most `hold` multiprocessors and place new blocks only up to `take`.
+    pub fn set_budget(&mut self, now: Nanos, stream: usize, hold: u32, take: u32) {
+        self.now = self.now.max(now);
+        let units = |sms: u32| match sms {
+            u32::MAX => u64::MAX,
+            sms => u64::from(sms) * UNITS_PER_SM,
+        };
+        let inside = self.profile.preemption() == PreemptionLevel::InsideTile;
+        let state = &mut self.streams[stream];
+        (state.hold, state.take) = (units(hold), units(take).min(units(hold)));
+        state.granted = false;
+        let idempotent = state.kernel.as_ref().is_some_and(|kernel| kernel.idempotent);
+        if state.leaving.is_none() {
+            let over = inside && idempotent && state.held() > state.hold;
+            state.abort_at = over.then_some(now + Nanos(self.profile.leave_ns));
+        }
+        self.place();
+    }
+
+    /// Lets a stream run one kernel on at most `sms` multiprocessors as part of the kernel that another stream
+    /// runs: that one is complete only when both are.
+    pub fn pad(&mut self, now: Nanos, stream: usize, sms: u32) {
+        self.set_budget(now, stream, sms, sms);
+        self.streams[stream].granted = sms > 0;
+    }
+
+    /// Copies `bytes` to the device.
+    pub fn copy(&mut self, now: Nanos, token: u64, bytes: u64) {
+        self.start_copy(now, bytes, CopyJob::Input(token));
+    }
+
+    /// Copies a model's weights to the device.
+    pub fn load(&mut self, now: Nanos, model: usize) {
+        self.resident[model] = true;
+        let bytes = self.models[model].weight_bytes;
+        self.start_copy(now, bytes, CopyJob::Weights(model));
+    }
+
+    /// Frees a model's weights.
+    pub fn evict(&mut self, model: usize) {
+        self.resident[model] = false;
+    }
+
+    fn start_copy(&mut self, now: Nanos, bytes: u64, job: CopyJob) {
+        let ends = self.copy_free.max(now) + self.profile.copy_time(bytes);
+        self.copy_free = ends;
+        self.copies.push_back((ends, job));
+    }
+
+    /// Resets the device: everything on it is lost, and it is of use again after a while.
+    pub fn reset(&mut self, now: Nanos) {
+        self.now = self.now.max(now);
+        self.streams.iter_mut().for_each(Stream::clear);
+        for stream in &mut self.streams {
+            (stream.hold, stream.take) = (u64::MAX, u64::MAX);
+        }
+        self.tasks.clear();
+        self.free_tasks.clear();
+        self.copies.clear();
+        self.resident.fill(false);
+        self.free_units = u64::from(self.profile.sms) * UNITS_PER_SM;
+        let again = self.now + Nanos(self.profile.reset_ns);
+        (self.copy_free, self.ready_again_at) = (again, Some(again));
+        self.events.push(GpuEvent::Lost);
+    }
+
+    /// When something happens next by itself.
+    pub fn next_event(&self) -> Option<Nanos> {
+        if !self.events.is_empty() {
+            return Some(self.now);
+        }
+        let streams = self.streams.iter().filter_map(Stream::next_event);
+        let copy = self.copies.front().map(|(ends, _)| *ends);
+        let fault = self.faults.front().map(|fault| fault.at);
+        streams.chain(copy).chain(fault).chain(self.ready_again_at).min()
+    }
+
+    /// Moves time to `to` and appends what happened, with its time. To react to an event in time, advance no
+    /// further than [`Gpu::next_event`].
+    pub fn advance(&mut self, to: Nanos, out: &mut Vec<(Nanos, GpuEvent)>) {
+        while let Some(at) = self.next_event().filter(|at| *at <= to) {
+            self.now = self.now.max(at);
+            self.apply_faults();
+            self.finish_copies();
+            if self.ready_again_at.is_some_and(|at| at <= self.now) {
+                self.ready_again_at = None;
+                self.events.push(GpuEvent::Ready);
+            }
+            for stream in 0..self.streams.len() {
+                self.step_stream(stream);
+            }
+            self.place();
+            let now = self.now;
+            out.extend(self.events.drain(..).map(|event| (now, event)));
+        }
+        self.now = self.now.max(to);
+    }
+
+    fn finish_copies(&mut self) {
+        while let Some((ends, job)) = self.copies.front().copied() {
+            if ends > self.now {
+                return;
+            }
+            self.copies.pop_front();
+            self.events.push(match job {
+                CopyJob::Input(token) => GpuEvent::Copied { token },
+                CopyJob::Weights(model) => GpuEvent::Loaded { model },
+            });
+        }
+    }
+
+    /// What of `how` the device and the running kernel allow.
+    fn possible(&self, stream: usize, how: Leave) -> Option<Leave> {
+        let level = self.profile.preemption();
+        let finest = match level {
+            PreemptionLevel::None => return None,
+            PreemptionLevel::BetweenLaunches => Leave::BetweenLaunches,
+            PreemptionLevel::TileBoundaries => Leave::TileBoundary,
+            PreemptionLevel::InsideTile => Leave::InsideTile,
+        };
+        let kernel = self.streams[stream].kernel.as_ref();
+        // A kernel that must not run twice finishes.
+        if kernel.is_some_and(|kernel| !kernel.idempotent) {
+            return Some(Leave::BetweenLaunches);
+        }
+        Some(match how {
+            Leave::Kill if !self.profile.kills => Leave::BetweenLaunches,
+            Leave::InsideTile => finest,
+            Leave::TileBoundary if level == PreemptionLevel::BetweenLaunches => finest,
+            how => how,
+        })
+    }
+
+    /// Kernels behind the running one that the hardware has already.
+    fn queued_kernels(&self, stream: usize) -> u64 {
+        let state = &self.streams[stream];
+        let Some(head) = state.segments.front() else { return 0 };
+        let next = head.step + usize::from(state.kernel.is_some());
+        let behind = head.segment.steps.end.saturating_sub(next);
+        behind.min(self.profile.queue_capacity) as u64
+    }
+
+    fn step_stream(&mut self, stream: usize) {
+        let now = self.now;
+        if self.streams[stream].dispatch_at.is_some_and(|at| at <= now) {
+            self.streams[stream].dispatch_at = None;
+            self.dispatch(stream);
+        }
+        self.end_groups(stream);
+        if self.streams[stream].abort_at.is_some_and(|at| at <= now) {
+            self.streams[stream].abort_at = None;
+            self.abort(stream);
+        }
+        if self.streams[stream].left_at.is_some_and(|at| at <= now) {
+            self.streams[stream].left_at = None;
+            self.report_left(stream);
+        }
+    }
+
+    /// The next kernel of the head segment becomes ready.
+    fn dispatch(&mut self, stream: usize) {
+        let slow = self.armed_slowdown();
+        let state = &mut self.streams[stream];
+        let Some(head) = state.segments.front() else { return };
+        let profile = self.models[head.segment.model].kernels[head.step];
+        if let Some(task) = &mut self.tasks[head.segment.task.0] {
+            task.begin(head.step, head.tile);
+        }
+        self.ready_order += 1;
+        let occupancy = u64::from(profile.occupancy.clamp(1, 10));
+        state.kernel = Some(Kernel {
+            step: head.step,
+            first_tile: head.tile,
+            placed: head.tile,
+            done: head.tile,
+            blocks: profile.blocks,
+            block_ns: profile.block_ns as f64 * slow,
+            units: UNITS_PER_SM / occupancy,
+            memory_share: profile.memory_share,
+            at_once: profile.blocks.min(self.profile.sms * profile.occupancy),
+            idempotent: profile.idempotent,
+            ready: self.ready_order,
+            groups: Vec::new(),
+            began: None,
+        });
+        self.events.push(GpuEvent::StepReady { stream, step: head.step });
+        if head.tile >= profile.blocks {
+            self.kernel_done(stream);
+        }
+    }
+
+    /// Takes groups off that are complete.
+    fn end_groups(&mut self, stream: usize) {
+        let now = self.now;
+        let Some(kernel) = &mut self.streams[stream].kernel else { return };
+        let mut used = 0.0;
+        let mut index = 0;
+        let before = kernel.groups.len();
+        while index < kernel.groups.len() {
+            if kernel.groups[index].ends > now {
+                index += 1;
+                continue;
+            }
+            let group = kernel.groups.remove(index);
+            kernel.done += group.blocks;
+            self.free_units += group.units;
+            used += group.units as f64 * (now - group.placed).0 as f64;
+            note_span(&mut self.spans, stream, kernel.step, &group, now, false);
+        }
+        if kernel.groups.len() == before {
+            return;
+        }
+        let complete = kernel.done >= kernel.blocks;
+        let drained = kernel.groups.is_empty();
+        self.streams[stream].work.used += used / UNITS_PER_SM as f64;
+        if complete {
+            self.kernel_done(stream);
+        } else if drained && self.streams[stream].leaving == Some(Leave::TileBoundary) {
+            let left_at = now + self.eviction(stream);
+            self.keep_progress(stream);
+            self.streams[stream].left_at = Some(left_at);
+        }
+    }
+
+    fn eviction(&self, stream: usize) -> Nanos {
+        Nanos(self.profile.evict_ns * self.queued_kernels(stream))
+    }
+
+    /// Writes what a kernel has done so far into its task.
+    fn keep_progress(&mut self, stream: usize) {
+        let state = &mut self.streams[stream];
+        let (Some(head), Some(kernel)) = (state.segments.front_mut(), state.kernel.take()) else {
+            return;
+        };
+        head.tile = kernel.done;
+        head.busy += kernel.began.map_or(Nanos::ZERO, |began| self.now - began);
+        let block = kernel.units as f64 * kernel.block_ns / UNITS_PER_SM as f64;
+        if let Some(task) = &mut self.tasks[head.segment.task.0] {
+            let again = task.run(kernel.step, kernel.first_tile, kernel.done, kernel.idempotent);
+            state.work.redone += f64::from(again) * block;
+        }
+    }
+
+    fn kernel_done(&mut self, stream: usize) {
+        self.streams[stream].abort_at = match self.streams[stream].leaving {
+            Some(Leave::Kill) => self.streams[stream].abort_at,
+            _ => None,
+        };
+        self.keep_progress(stream);
+        let state = &mut self.streams[stream];
+        let Some(head) = state.segments.front_mut() else { return };
+        if let Some(task) = &mut self.tasks[head.segment.task.0] {
+            task.finish(head.step);
+        }
+        (head.step, head.tile) = (head.step + 1, 0);
+        if state.granted {
+            (state.granted, state.hold, state.take) = (false, 0, 0);
+            self.next_kernel(stream);
+            self.release_fused();
+        } else if self.padding_runs() {
+            self.streams[stream].fused = true;
+        } else {
+            self.revoke_grants();
+            self.next_kernel(stream);
+        }
+    }
+
+    fn padding_runs(&self) -> bool {
+        self.streams.iter().any(|other| other.granted && other.held() > 0)
+    }
+
+    /// What was granted beside a kernel that is complete and has not begun does not begin any more.
+    fn revoke_grants(&mut self) {
+        for other in self.streams.iter_mut().filter(|other| other.granted) {
+            (other.granted, other.hold, other.take) = (false, 0, 0);
+        }
+    }
+
+    fn release_fused(&mut self) {
+        if self.padding_runs() {
+            return;
+        }
+        for stream in 0..self.streams.len() {
+            if std::mem::take(&mut self.streams[stream].fused) {
+                self.revoke_grants();
+                self.next_kernel(stream);
+            }
+        }
+    }
+
+    /// After a complete kernel: the next one, the end of the segment, or the way out.
+    fn next_kernel(&mut self, stream: usize) {
+        let gap = Nanos(self.profile.gap_ns);
+        let eviction = self.eviction(stream);
+        let now = self.now;
+        let state = &mut self.streams[stream];
+        let Some(head) = state.segments.front() else { return };
+        if head.step < head.segment.steps.end {
+            match state.leaving {
+                None => state.dispatch_at = Some(now + gap),
+                Some(Leave::Kill) => {}
+                Some(_) => state.left_at = Some(now + eviction),
+            }
+            return;
+        }
+        let (token, busy) = (head.segment.token, head.busy);
+        if self.completion_is_lost(stream) {
+            return;
+        }
+        let state = &mut self.streams[stream];
+        state.segments.pop_front();
+        self.events.push(GpuEvent::Done { stream, token, busy });
+        if state.segments.is_empty() {
+            (state.leaving, state.abort_at) = (None, None);
+        } else if state.leaving.is_some() {
+            state.left_at = Some(now);
+        } else {
+            state.dispatch_at = Some(now + gap);
+        }
+    }
+
+    /// Blocks leave in the middle: all when the stream leaves, otherwise those above its budget.
+    fn abort(&mut self, stream: usize) {
+        let now = self.now;
+        let eviction = self.eviction(stream);
+        let state = &mut self.streams[stream];
+        let keep = if state.leaving.is_some() { 0 } else { state.hold };
+        if let Some(kernel) = &mut state.kernel {
+            let mut held = kernel.held();
+            let mut thrown = 0.0;
+            while held > keep
+                && let Some(group) = kernel.groups.pop()
+            {
+                held -= group.units;
+                self.free_units += group.units;
+                kernel.placed -= group.blocks;
+                thrown += group.units as f64 * (now - group.placed).0 as f64;
+                note_span(&mut self.spans, stream, kernel.step, &group, now, true);
+            }
+            state.work.used += thrown / UNITS_PER_SM as f64;
+            state.work.redone += thrown / UNITS_PER_SM as f64;
+        }
+        match state.leaving {
+            Some(Leave::Kill) => {
+                self.keep_progress(stream);
+                let state = &mut self.streams[stream];
+                if let Some(head) = state.segments.front_mut() {
+                    head.tile = 0;
+                    if let Some(task) = &mut self.tasks[head.segment.task.0] {
+                        task.forget();
+                    }
+                }
+                state.left_at = Some(now);
+            }
+            Some(_) => {
+                self.keep_progress(stream);
+                self.streams[stream].left_at = Some(now + eviction);
+            }
+            None => {}
+        }
+        self.release_fused();
+    }
+
+    /// Everything on the stream has left.
+    fn report_left(&mut self, stream: usize) {
+        if self.completion_is_lost(stream) {
+            return;
+        }
+        let capacity = self.profile.queue_capacity;
+        let state = &mut self.streams[stream];
+        let killed = state.leaving.take() == Some(Leave::Kill);
+        state.kernel = None;
+        state.abort_at = None;
+        while let Some(head) = state.segments.pop_front() {
+            // The queue is filled in bursts: how full it was follows from nothing the host knows.
+            let fill = head.segment.token.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ self.now.0;
+            let fill = (fill >> 7) as usize % (capacity + 1);
+            let last = head.segment.steps.end - 1;
+            self.events.push(GpuEvent::Left {
+                stream,
+                token: head.segment.token,
+                step: head.step,
+                tile: if killed { 0 } else { head.tile },
+                transmitted: (head.step + fill).min(last),
+                busy: head.busy,
+            });
+        }
+    }
+
+    /// Places blocks that wait, high priority first, then in the order the kernels became ready.
+    fn place(&mut self) {
+        while self.free_units > 0 {
+            let waiting = self.streams.iter().enumerate().filter(|(_, stream)| stream.may_place());
+            let fits = |stream: &Stream| {
+                let kernel = stream.kernel.as_ref().expect("a waiting stream has a kernel");
+                let room = stream.take.saturating_sub(kernel.held()).min(self.free_units);
+                room / kernel.units
+            };
+            let next = waiting.filter(|(_, stream)| fits(stream) > 0).min_by_key(|(_, stream)| {
+                (!stream.high_priority, stream.kernel.as_ref().map(|kernel| kernel.ready))
+            });
+            let Some((index, stream)) = next else { break };
+            let count = fits(stream);
+            self.place_blocks(index, count);
+        }
+        self.update_rates();
+    }
+
+    fn place_blocks(&mut self, stream: usize, fits: u64) {
+        let now = self.now;
+        let state = &mut self.streams[stream];
+        let (Some(kernel), Some(head)) = (&mut state.kernel, state.segments.front_mut()) else {
+            return;
+        };
+        let blocks = u64::from(kernel.blocks - kernel.placed).min(fits) as u32;
+        let units = kernel.units * u64::from(blocks);
+        kernel.groups.push(Group {
+            blocks,
+            units,
+            work: kernel.block_ns,
+            slow: 1.0,
+            since: now,
+            placed: now,
+            ends: now + Nanos(kernel.block_ns.ceil() as u64),
+        });
+        kernel.placed += blocks;
+        kernel.began.get_or_insert(now);
+        self.free_units -= units;
+        if !head.announced {
+            head.announced = true;
+            self.events.push(GpuEvent::Started { stream, token: head.segment.token });
+        }
+    }
+
+    /// Shares the memory bandwidth: when more is asked for than there is, what needs it goes slower.
+    fn update_rates(&mut self) {
+        let mut demand = 0.0;
+        for kernel in self.streams.iter().filter_map(|stream| stream.kernel.as_ref()) {
+            let running: u32 = kernel.groups.iter().map(|group| group.blocks).sum();
+            demand += kernel.memory_share * running as f32 / kernel.at_once.max(1) as f32;
+        }
+        let contended = demand > 1.0;
+        if !contended && !self.contended {
+            return;
+        }
+        self.contended = contended;
+        let excess = f64::from((demand - 1.0).max(0.0));
+        let now = self.now;
+        for kernel in self.streams.iter_mut().filter_map(|stream| stream.kernel.as_mut()) {
+            let slow = 1.0 + f64::from(kernel.memory_share) * excess;
+            for group in &mut kernel.groups {
+                let passed = (now - group.since).0 as f64;
+                group.work = (group.work - passed / group.slow).max(0.0);
+                (group.since, group.slow) = (now, slow);
+                group.ends = now + Nanos((group.work * slow).ceil() as u64);
+            }
+        }
+    }
+}
+
+fn note_span(
+    spans: &mut Option<Vec<Span>>,
+    stream: usize,
+    step: usize,
+    group: &Group,
+    to: Nanos,
+    aborted: bool,
+) {
+    if let Some(spans) = spans {
+        let sms = group.units as f32 / UNITS_PER_SM as f32;
+        spans.push(Span { stream, step, sms, from: group.placed, to, aborted });
+    }
+}
+
+#[cfg(test)]
+mod tests;
