@@ -10,26 +10,37 @@
 //!   leave before it has used up what it earned.
 //! - Every request ends exactly once: done, failed, refused, late or cancelled.
 
+mod dispatch;
 mod fair;
 mod ready;
+mod recovery;
 mod requests;
+mod residency;
 
+use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 
 use base::Nanos;
+use device::Leave;
+use device::sim::KernelProfile;
 use model::config::Class;
+
+use crate::policy::padding::{Candidate, Grant, Room, Slowdowns};
+use crate::policy::{Atoll, Left, Policy, Progress, Rules};
 
 use self::fair::FairQueue;
 use self::ready::ReadyHeap;
 pub use self::requests::RequestId;
 use self::requests::{Phase, RequestState, Requests};
+use self::residency::Weights;
 
 /// A model as the core knows it: a small dense number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ModelId(pub u32);
 
 /// What happened.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// A model can take requests, at most `queue_capacity` of them waiting.
     ModelAdded {
@@ -39,6 +50,15 @@ pub enum Event {
         steps: usize,
         /// The most requests that may wait.
         queue_capacity: usize,
+    },
+    /// What a model costs is known: its kernels for padding, its weights for the memory budget.
+    ModelProfiled {
+        /// Its number.
+        model: ModelId,
+        /// Its kernels, one per step; empty when unknown.
+        kernels: Arc<[KernelProfile]>,
+        /// Bytes of its weights, which are not on the device yet.
+        weight_bytes: u64,
     },
     /// A model takes no more requests. [`Action::FreeModel`] follows its last one.
     ModelRemoved {
@@ -69,8 +89,8 @@ pub enum Event {
     SegmentLeft {
         /// The queue it ran on.
         queue: usize,
-        /// The first step that is not done.
-        next_step: usize,
+        /// How far it got.
+        left: Left,
         /// Time it took.
         busy: Nanos,
     },
@@ -81,6 +101,27 @@ pub enum Event {
         /// Time it took.
         busy: Nanos,
     },
+    /// A request's inputs are on the device.
+    InputReady {
+        /// Its number.
+        request: RequestId,
+    },
+    /// A model's weights are on the device.
+    LoadDone {
+        /// The model.
+        model: ModelId,
+    },
+    /// A kernel of the segment on this queue can be placed.
+    StepReady {
+        /// The queue.
+        queue: usize,
+        /// The kernel.
+        step: usize,
+    },
+    /// The device fell over; everything on it is gone.
+    DeviceLost,
+    /// The device can be used again, empty.
+    DeviceReady,
     /// Nobody waits for the request any more.
     Cancel {
         /// Its number; one that has ended already is ignored.
@@ -103,12 +144,49 @@ pub enum Action {
         request: RequestId,
         /// The steps.
         steps: Range<usize>,
+        /// Block of the first step to begin at.
+        tile: u32,
     },
-    /// Make the segment on this queue leave at the next boundary.
+    /// Make the segment on this queue leave: bump its epoch, or reset it.
     Preempt {
         /// The queue.
         queue: usize,
+        /// How finely.
+        how: Leave,
     },
+    /// Let a queue hold at most so many multiprocessors, and place new blocks only up to `take`.
+    SetBudget {
+        /// The queue.
+        queue: usize,
+        /// What it may hold; `u32::MAX` for all.
+        hold: u32,
+        /// What it may fill with new blocks.
+        take: u32,
+    },
+    /// Fuse the next kernel of this queue with the real-time kernel that starts now.
+    Pad {
+        /// The queue.
+        queue: usize,
+        /// Multiprocessors it gets.
+        sms: u32,
+    },
+    /// Copy a request's inputs to the device.
+    Copy {
+        /// The request.
+        request: RequestId,
+    },
+    /// Bring a model's weights to the device.
+    Load {
+        /// The model.
+        model: ModelId,
+    },
+    /// Free a model's weights on the device.
+    Evict {
+        /// The model.
+        model: ModelId,
+    },
+    /// Reset the device: something on it is never heard of again.
+    ResetDevice,
     /// Answer the request. Its number is free again.
     End {
         /// The request.
@@ -142,26 +220,61 @@ pub enum End {
     ShuttingDown,
 }
 
+/// Order inside a real-time priority.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RealTimeOrder {
+    /// By arrival.
+    Fifo,
+    /// By deadline, then by arrival.
+    EarliestDeadline,
+}
+
+/// Queues of a device, by what they are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueLayout {
+    /// Queues that take anything; numbered first.
+    pub shared: usize,
+    /// Queues of real time; numbered next.
+    pub real_time: usize,
+    /// Queues of best effort; numbered last.
+    pub best_effort: usize,
+}
+
 /// Settings of the core.
 #[derive(Clone, Debug)]
 pub struct CoreOptions {
-    /// Queues of the device; each runs one segment at a time.
-    pub queues: usize,
+    /// Queues of the device; each runs one segment at a time. Either all are shared or none is.
+    pub queues: QueueLayout,
     /// Requests that may be under way at once.
     pub max_requests: usize,
     /// Share of time, in percent, that best effort earns while real time runs; at most 90.
     pub best_effort_share_percent: u32,
     /// Longest stretch that best effort may hold a queue against real time.
     pub best_effort_slice: Nanos,
+    /// Order inside a real-time priority.
+    pub real_time_order: RealTimeOrder,
+    /// Whether inputs are copied to the device before a request can run.
+    pub copies: bool,
+    /// Bytes for weights; `None` when nothing has to be loaded.
+    pub memory_bytes: Option<u64>,
+    /// A segment that is not heard of for so long means that the device is to be reset.
+    pub watchdog: Option<Nanos>,
+    /// The device as padding sees it.
+    pub room: Room,
 }
 
 impl Default for CoreOptions {
     fn default() -> Self {
         CoreOptions {
-            queues: 1,
+            queues: QueueLayout { shared: 1, real_time: 0, best_effort: 0 },
             max_requests: 65_536,
             best_effort_share_percent: 0,
             best_effort_slice: Nanos::from_millis(10),
+            real_time_order: RealTimeOrder::EarliestDeadline,
+            copies: false,
+            memory_bytes: None,
+            watchdog: None,
+            room: Room { sms: 1, gap: Nanos::ZERO, inside_tile: false },
         }
     }
 }
@@ -173,46 +286,106 @@ struct ModelState {
     under_way: usize,
     queue_capacity: usize,
     removed: bool,
+    kernels: Arc<[KernelProfile]>,
+    weights: Weights,
+}
+
+/// What a queue of the device is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Shared,
+    RealTime,
+    BestEffort,
+}
+
+#[derive(Clone, Debug)]
+struct Slot {
+    kind: Kind,
+    running: Option<Running>,
+    /// Whether the device holds it to a budget.
+    padded: bool,
+    hold: u32,
+    take: u32,
+    /// The kernel it is at, and since when.
+    step: Option<usize>,
+    step_since: Nanos,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Running {
     request: RequestId,
+    model: ModelId,
     class: Class,
     leaving: bool,
     /// Until then real time does not make it leave; zero when it may.
     entitled_until: Nanos,
+    /// Since when the watchdog counts.
+    since: Nanos,
 }
 
 /// The state machine.
 #[derive(Debug)]
 pub struct Core {
     options: CoreOptions,
+    policy: Box<dyn Policy>,
+    rules: Rules,
     models: Vec<Option<ModelState>>,
     requests: Requests,
     real_time: ReadyHeap,
     best_effort: FairQueue,
     deadlines: ReadyHeap,
-    queues: Vec<Option<Running>>,
+    queues: Vec<Slot>,
     /// Time best effort has earned and not yet used, in nanoseconds.
     best_effort_credit: u64,
+    /// Until then best effort has the device to itself.
+    slice_until: Option<Nanos>,
+    load_queue: VecDeque<ModelId>,
+    slowdowns: Slowdowns,
+    /// Best-effort models beside the running real-time kernel, as bits.
+    beside: u64,
+    lost: bool,
     draining: bool,
+    candidates: Vec<Candidate>,
+    grants: Vec<Grant>,
 }
 
 impl Core {
-    /// A core with nothing to do.
+    /// A core with nothing to do and Atoll's own policy.
     pub fn new(options: CoreOptions) -> Core {
+        Core::with_policy(options, Box::new(Atoll))
+    }
+
+    /// A core with nothing to do.
+    pub fn with_policy(options: CoreOptions, policy: Box<dyn Policy>) -> Core {
+        let QueueLayout { shared, real_time, best_effort } = options.queues;
+        let kinds =
+            [(Kind::Shared, shared), (Kind::RealTime, real_time), (Kind::BestEffort, best_effort)];
+        let queues = kinds.into_iter().flat_map(|(kind, count)| std::iter::repeat_n(kind, count));
         Core {
+            rules: policy.rules(),
             models: Vec::new(),
             requests: Requests::new(options.max_requests),
             real_time: ReadyHeap::default(),
             best_effort: FairQueue::default(),
             deadlines: ReadyHeap::default(),
-            queues: vec![None; options.queues.max(1)],
+            queues: queues.map(Slot::new).collect(),
             best_effort_credit: 0,
+            slice_until: None,
+            load_queue: VecDeque::new(),
+            slowdowns: Slowdowns::default(),
+            beside: 0,
+            lost: false,
             draining: false,
+            candidates: Vec::new(),
+            grants: Vec::new(),
+            policy,
             options,
         }
+    }
+
+    /// The policy's name.
+    pub fn policy_name(&self) -> &'static str {
+        self.policy.name()
     }
 
     /// Numbers a new request, or `None` when as many are under way as may.
@@ -223,11 +396,8 @@ impl Core {
     /// When [`Event::Timer`] is due, if ever.
     pub fn next_timer(&self) -> Option<Nanos> {
         let deadline = self.deadlines.peek().map(|(key, _)| Nanos(key.1));
-        let slice_end = self.slice_end();
-        match (deadline, slice_end) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
-        }
+        let timers = [deadline, self.entitlement_end(), self.slice_until, self.watchdog_due()];
+        timers.into_iter().flatten().min()
     }
 
     /// How many requests are under way.
@@ -246,6 +416,9 @@ impl Core {
             Event::ModelAdded { model, steps, queue_capacity } => {
                 self.add_model(model, steps, queue_capacity);
             }
+            Event::ModelProfiled { model, kernels, weight_bytes } => {
+                self.profile_model(model, kernels, weight_bytes);
+            }
             Event::ModelRemoved { model } => self.remove_model(model, actions),
             Event::Arrival { request, model, class, priority, deadline } => {
                 let state = RequestState {
@@ -253,20 +426,28 @@ impl Core {
                     class,
                     priority,
                     deadline,
-                    next_step: 0,
-                    phase: Phase::Waiting,
+                    progress: Progress::default(),
+                    losses: 0,
+                    phase: Phase::Preparing,
                 };
                 self.arrive(now, request, state, actions);
             }
+            Event::InputReady { request } => self.input_ready(request),
+            Event::LoadDone { model } => self.load_done(now, model),
+            Event::StepReady { queue, step } => {
+                return self.step_ready(now, queue, step, actions);
+            }
             Event::SegmentDone { queue, busy } => self.segment_done(now, queue, busy, actions),
-            Event::SegmentLeft { queue, next_step, busy } => {
-                self.segment_left(now, queue, next_step, busy, actions);
+            Event::SegmentLeft { queue, left, busy } => {
+                self.segment_left(now, queue, left, busy, actions);
             }
             Event::SegmentFailed { queue, busy } => {
                 if let Some(running) = self.release_queue(queue, busy) {
                     self.end(running.request, End::Failed, actions);
                 }
             }
+            Event::DeviceLost => self.device_lost(actions),
+            Event::DeviceReady => self.device_ready(actions),
             Event::Cancel { request } => self.give_up(request, End::Cancelled, actions),
             Event::Timer => self.expire(now, actions),
             Event::Drain => self.draining = true,
@@ -287,9 +468,28 @@ impl Core {
         if index >= self.models.len() {
             self.models.resize(index + 1, None);
         }
-        let fresh = ModelState { steps, waiting: 0, under_way: 0, queue_capacity, removed: false };
+        let fresh = ModelState {
+            steps,
+            waiting: 0,
+            under_way: 0,
+            queue_capacity,
+            removed: false,
+            kernels: Arc::from([]),
+            weights: Weights::default(),
+        };
         self.models[index] = Some(fresh);
         self.best_effort.ensure(model);
+    }
+
+    fn profile_model(&mut self, model: ModelId, kernels: Arc<[KernelProfile]>, weight_bytes: u64) {
+        let managed = self.options.memory_bytes.is_some();
+        self.slowdowns.ensure(model.0 as usize, kernels.len());
+        if let Some(state) = self.model_mut(model) {
+            state.kernels = kernels;
+            if managed {
+                state.weights = Weights::absent(weight_bytes);
+            }
+        }
     }
 
     fn remove_model(&mut self, model: ModelId, actions: &mut Vec<Action>) {
@@ -301,6 +501,7 @@ impl Core {
 
     fn free_if_unused(&mut self, model: ModelId, actions: &mut Vec<Action>) {
         if self.model(model).is_some_and(|state| state.removed && state.under_way == 0) {
+            self.unload(model, actions);
             self.models[model.0 as usize] = None;
             actions.push(Action::FreeModel { model });
         }
@@ -320,6 +521,7 @@ impl Core {
                 None => Some(End::NoSuchModel),
                 Some(model) if model.removed => Some(End::NoSuchModel),
                 Some(model) if model.waiting >= model.queue_capacity => Some(End::QueueFull),
+                Some(model) if !self.can_ever_load(model) => Some(End::Failed),
                 Some(_) if state.deadline <= now => Some(End::DeadlineExceeded),
                 Some(_) => None,
             }
@@ -334,25 +536,29 @@ impl Core {
         }
         if let Some(model) = self.model_mut(state.model) {
             model.under_way += 1;
+            model.waiting += 1;
         }
         self.requests.insert(request, state);
-        self.enqueue(request);
+        self.prepare(request, actions);
     }
 
     /// Puts a waiting request into the queue of its class.
     fn enqueue(&mut self, request: RequestId) {
         let Some(state) = self.requests.get_mut(request) else { return };
         state.phase = Phase::Waiting;
-        let (model, class, next_step) = (state.model, state.class, state.next_step);
-        let key = (state.priority, state.deadline.0, request.order());
+        let (model, class, progress) = (state.model, state.class, state.progress);
+        let deadline = match self.options.real_time_order {
+            RealTimeOrder::EarliestDeadline => state.deadline.0,
+            RealTimeOrder::Fifo => 0,
+        };
+        let key = (state.priority, deadline, request.order());
         match class {
             Class::RealTime => self.real_time.push(key, request),
             // Work that was made to leave goes on before anything newer of its model.
-            Class::BestEffort if next_step > 0 => self.best_effort.push_front(model, request),
+            Class::BestEffort if progress > Progress::default() => {
+                self.best_effort.push_front(model, request);
+            }
             Class::BestEffort => self.best_effort.push_back(model, request),
-        }
-        if let Some(model) = self.model_mut(model) {
-            model.waiting += 1;
         }
     }
 
@@ -364,14 +570,23 @@ impl Core {
             Class::RealTime => self.real_time.remove(request),
             Class::BestEffort => self.best_effort.remove(model, request),
         }
+    }
+
+    fn count_waiting(&mut self, model: ModelId, change: isize) {
         if let Some(model) = self.model_mut(model) {
-            model.waiting -= 1;
+            model.waiting = model.waiting.saturating_add_signed(change);
         }
     }
 
     /// Frees a queue and books the time its segment took.
     fn release_queue(&mut self, queue: usize, busy: Nanos) -> Option<Running> {
-        let running = self.queues.get_mut(queue)?.take()?;
+        let slot = self.queues.get_mut(queue)?;
+        slot.step = None;
+        let running = slot.running.take()?;
+        let split = slot.kind != Kind::Shared;
+        if let Some(model) = self.model_mut(running.model) {
+            model.weights.users -= 1;
+        }
         match running.class {
             Class::RealTime => {
                 let share = u64::from(self.options.best_effort_share_percent.min(90));
@@ -379,12 +594,14 @@ impl Core {
                 // could have used long ago is no claim on the future.
                 let limit = self.options.best_effort_slice.0.saturating_mul(2);
                 let earned = busy.0.saturating_mul(share) / (100 - share);
-                if !self.best_effort.is_empty() {
+                if self.best_effort_wants() {
                     self.best_effort_credit = (self.best_effort_credit + earned).min(limit);
                 }
             }
             Class::BestEffort => {
-                self.best_effort_credit = self.best_effort_credit.saturating_sub(busy.0);
+                // On streams of their own a slice is paid for when it begins.
+                let paid = if split { 0 } else { busy.0 };
+                self.best_effort_credit = self.best_effort_credit.saturating_sub(paid);
                 if let Some(state) = self.requests.get(running.request) {
                     self.best_effort.charge(state.model, busy);
                 }
@@ -410,19 +627,23 @@ impl Core {
         &mut self,
         now: Nanos,
         queue: usize,
-        next_step: usize,
+        left: Left,
         busy: Nanos,
         actions: &mut Vec<Action>,
     ) {
         let Some(running) = self.release_queue(queue, busy) else { return };
+        let progress = self.policy.restore(left);
         let Some(state) = self.requests.get_mut(running.request) else { return };
-        state.next_step = next_step;
+        state.progress = progress;
         match state.phase {
             Phase::GivenUp(end) => self.end(running.request, end, actions),
             _ if state.deadline <= now => {
                 self.end(running.request, End::DeadlineExceeded, actions);
             }
-            _ => self.enqueue(running.request),
+            _ => {
+                self.enqueue(running.request);
+                self.count_waiting(running.model, 1);
+            }
         }
     }
 
@@ -432,15 +653,24 @@ impl Core {
             None | Some(Phase::GivenUp(_)) => {}
             Some(Phase::Waiting) => {
                 self.dequeue(request);
-                self.end(request, end, actions);
+                self.end_waiting(request, end, actions);
             }
+            Some(Phase::Preparing) => self.end_waiting(request, end, actions),
             Some(Phase::Running { queue }) => {
                 if let Some(state) = self.requests.get_mut(request) {
                     state.phase = Phase::GivenUp(end);
                 }
-                self.preempt(queue, actions);
+                let how = self.rules.leave.unwrap_or(Leave::BetweenLaunches);
+                self.preempt(queue, how, actions);
             }
         }
+    }
+
+    fn end_waiting(&mut self, request: RequestId, end: End, actions: &mut Vec<Action>) {
+        if let Some(model) = self.requests.get(request).map(|state| state.model) {
+            self.count_waiting(model, -1);
+        }
+        self.end(request, end, actions);
     }
 
     fn end(&mut self, request: RequestId, end: End, actions: &mut Vec<Action>) {
@@ -453,16 +683,7 @@ impl Core {
         self.free_if_unused(state.model, actions);
     }
 
-    fn preempt(&mut self, queue: usize, actions: &mut Vec<Action>) {
-        if let Some(running) = &mut self.queues[queue]
-            && !running.leaving
-        {
-            running.leaving = true;
-            actions.push(Action::Preempt { queue });
-        }
-    }
-
-    /// Ends what is late.
+    /// Ends what is late, gives entitlements back and looks after what is never heard of.
     fn expire(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         while let Some(((_, deadline, _), request)) = self.deadlines.peek() {
             if deadline > now.0 {
@@ -471,81 +692,10 @@ impl Core {
             self.deadlines.remove(request);
             self.give_up(request, End::DeadlineExceeded, actions);
         }
-    }
-
-    /// Fills idle queues, then makes best effort leave for real time that still waits.
-    fn dispatch(&mut self, now: Nanos, actions: &mut Vec<Action>) {
-        for queue in 0..self.queues.len() {
-            if self.queues[queue].is_none()
-                && let Some((request, entitled_until)) = self.pick(now)
-            {
-                self.launch(queue, request, entitled_until, actions);
-            }
+        if self.watchdog_due().is_some_and(|due| due <= now) {
+            self.lost = true;
+            actions.push(Action::ResetDevice);
         }
-        for running in self.queues.iter_mut().flatten() {
-            if running.entitled_until <= now {
-                running.entitled_until = Nanos::ZERO;
-            }
-        }
-        let leaving = self.queues.iter().flatten().filter(|running| running.leaving).count();
-        let mut unserved = self.real_time.len().saturating_sub(leaving);
-        for queue in 0..self.queues.len() {
-            if unserved == 0 {
-                break;
-            }
-            let may_leave = self.queues[queue].is_some_and(|running| {
-                running.class == Class::BestEffort
-                    && !running.leaving
-                    && running.entitled_until == Nanos::ZERO
-            });
-            if may_leave {
-                self.preempt(queue, actions);
-                unserved -= 1;
-            }
-        }
-    }
-
-    /// The next request to run, and until when real time may not make it leave.
-    fn pick(&mut self, now: Nanos) -> Option<(RequestId, Nanos)> {
-        let slice = self.options.best_effort_slice.0;
-        let earned = slice > 0 && self.best_effort_credit >= slice;
-        let owed = earned && !self.best_effort.is_empty();
-        if !owed && let Some(request) = self.real_time.pop() {
-            return Some((request, Nanos::ZERO));
-        }
-        let request = self.best_effort.pop()?;
-        Some((request, if owed { now + Nanos(slice) } else { Nanos::ZERO }))
-    }
-
-    fn launch(
-        &mut self,
-        queue: usize,
-        request: RequestId,
-        entitled_until: Nanos,
-        actions: &mut Vec<Action>,
-    ) {
-        let Some(state) = self.requests.get_mut(request) else { return };
-        state.phase = Phase::Running { queue };
-        let (model, class, next_step) = (state.model, state.class, state.next_step);
-        let running = Running { request, class, leaving: false, entitled_until };
-        self.queues[queue] = Some(running);
-        if let Some(model) = self.model_mut(model) {
-            model.waiting -= 1;
-            let steps = next_step..model.steps;
-            actions.push(Action::Launch { queue, request, steps });
-        }
-    }
-
-    /// When the first entitled best-effort stretch ends that real time waits for.
-    fn slice_end(&self) -> Option<Nanos> {
-        if self.real_time.is_empty() {
-            return None;
-        }
-        let running = self.queues.iter().flatten();
-        running
-            .filter(|running| !running.leaving && running.entitled_until > Nanos::ZERO)
-            .map(|running| running.entitled_until)
-            .min()
     }
 }
 

@@ -3,6 +3,7 @@
 pub mod batching;
 pub mod core;
 pub mod node;
+pub mod policy;
 
 pub use node::{
     ModelKey, ModelStats, Node, NodeOptions, Rejection, Reply, ReplyResult, Request, RequestHandle,

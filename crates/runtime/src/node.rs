@@ -14,7 +14,8 @@ use model::Tensor;
 use model::config::{Class, ModelConfig};
 use thiserror::Error;
 
-use crate::core::{Action, Core, CoreOptions, End, Event, ModelId, RequestId};
+use crate::core::{Action, Core, CoreOptions, End, Event, ModelId, QueueLayout, RequestId};
+use crate::policy::Left;
 
 /// A loaded model of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -208,7 +209,7 @@ impl Node {
     ) -> Result<Node, DeviceError> {
         let queue_count = device.info().queues.max(1);
         let core = Core::new(CoreOptions {
-            queues: queue_count,
+            queues: QueueLayout { shared: queue_count, real_time: 0, best_effort: 0 },
             max_requests: options.max_requests,
             best_effort_share_percent: options.best_effort_share_percent,
             ..CoreOptions::default()
@@ -470,7 +471,7 @@ impl Shared {
         due: &mut Vec<Due>,
     ) {
         match action {
-            Action::Launch { queue, request, steps } => {
+            Action::Launch { queue, request, steps, .. } => {
                 let Some(live) = state.live.get_mut(request.slot()).and_then(Option::as_mut) else {
                     return;
                 };
@@ -493,7 +494,7 @@ impl Shared {
                     events.push_back(Event::SegmentFailed { queue, busy: Nanos::ZERO });
                 }
             }
-            Action::Preempt { queue } => {
+            Action::Preempt { queue, .. } => {
                 if let Some(queue) = self.queues.get().and_then(|queues| queues.get(queue)) {
                     queue.preempt();
                 }
@@ -504,6 +505,13 @@ impl Shared {
                 }
             }
             Action::FreeModel { model } => state.models[model.0 as usize] = None,
+            // The device copies inputs and loads weights by itself, and a step there is not divided.
+            Action::SetBudget { .. }
+            | Action::Pad { .. }
+            | Action::Copy { .. }
+            | Action::Load { .. }
+            | Action::Evict { .. }
+            | Action::ResetDevice => {}
         }
     }
 
@@ -547,7 +555,8 @@ impl Shared {
         let next_step = task.next_step();
         let (event, task, outputs, failure) = match outcome {
             Outcome::Left => {
-                (Event::SegmentLeft { queue, next_step, busy }, Some(task), None, None)
+                let left = Left::before(next_step);
+                (Event::SegmentLeft { queue, left, busy }, Some(task), None, None)
             }
             Outcome::Failed(err) => (Event::SegmentFailed { queue, busy }, None, None, Some(err)),
             // Outputs are made on the device's thread, outside the lock.

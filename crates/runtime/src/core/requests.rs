@@ -3,7 +3,7 @@
 use base::Nanos;
 use model::config::Class;
 
-use super::{End, ModelId};
+use super::{End, ModelId, Progress};
 
 /// A request's number. Numbers are used again, but never one that somebody may still hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -27,6 +27,8 @@ impl RequestId {
 /// Where a request stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
+    /// Its inputs are on their way, or its model's weights, or the device is.
+    Preparing,
     /// In the queue of its class.
     Waiting,
     /// On a queue of the device.
@@ -41,7 +43,9 @@ pub(super) struct RequestState {
     pub(super) class: Class,
     pub(super) priority: u32,
     pub(super) deadline: Nanos,
-    pub(super) next_step: usize,
+    pub(super) progress: Progress,
+    /// Times the device fell over under it.
+    pub(super) losses: u32,
     pub(super) phase: Phase,
 }
 
@@ -68,6 +72,17 @@ impl Requests {
 
     pub(super) fn len(&self) -> usize {
         self.live
+    }
+
+    /// All requests under way, the earliest arrival first.
+    pub(super) fn ids(&self) -> Vec<RequestId> {
+        let live = |(slot, entry): (usize, &Slot)| {
+            let id = RequestId { slot: slot as u32, generation: entry.generation };
+            entry.state.is_some().then_some(id)
+        };
+        let mut ids: Vec<RequestId> = self.slots.iter().enumerate().filter_map(live).collect();
+        ids.sort_by_key(|id| id.order());
+        ids
     }
 
     /// Sets a number aside for a request that is about to arrive.

@@ -46,7 +46,7 @@ struct World {
 
 impl World {
     fn new(options: CoreOptions, queue_capacity: usize) -> World {
-        let queues = vec![None; options.queues];
+        let queues = vec![None; options.queues.shared];
         let mut world = World {
             core: Core::new(options),
             now: Nanos::ZERO,
@@ -75,7 +75,7 @@ impl World {
 
     fn act(&mut self, action: Action) {
         match action {
-            Action::Launch { queue, request, steps } => {
+            Action::Launch { queue, request, steps, .. } => {
                 assert!(self.queues[queue].is_none(), "launched on a busy queue");
                 let seen = &self.seen[&request];
                 assert!(seen.end.is_none(), "launched after its end");
@@ -89,7 +89,7 @@ impl World {
                     leave: false,
                 });
             }
-            Action::Preempt { queue } => {
+            Action::Preempt { queue, .. } => {
                 self.preemptions += 1;
                 self.queues[queue].as_mut().expect("preempted an idle queue").leave = true;
             }
@@ -103,6 +103,7 @@ impl World {
                 }
             }
             Action::FreeModel { model } => self.freed.push(model),
+            other => panic!("{other:?} on a device that needs none of it"),
         }
     }
 
@@ -210,7 +211,7 @@ impl World {
             self.event(Event::SegmentDone { queue, busy });
         } else if on_queue.leave {
             self.queues[queue] = None;
-            self.event(Event::SegmentLeft { queue, next_step: on_queue.next_step, busy });
+            self.event(Event::SegmentLeft { queue, left: Left::before(on_queue.next_step), busy });
         } else {
             on_queue.step_ends = self.now + STEP[on_queue.model];
             self.queues[queue] = Some(on_queue);
@@ -324,10 +325,11 @@ fn saturating_real_time_leaves_best_effort_its_share() {
 fn random_load(seed: u64) {
     let mut random = Random::new(seed);
     let options = CoreOptions {
-        queues: 1 + random.below(3) as usize,
+        queues: QueueLayout { shared: 1 + random.below(3) as usize, real_time: 0, best_effort: 0 },
         max_requests: 50,
         best_effort_share_percent: [0, 0, 10, 50][random.below(4) as usize],
         best_effort_slice: Nanos(50_000),
+        ..CoreOptions::default()
     };
     let mut world = World::new(options, 1 + random.below(20) as usize);
     let mut ids = Vec::new();

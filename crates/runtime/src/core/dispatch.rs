@@ -1,0 +1,359 @@
+//! Who runs next on which queue, who leaves for it, and what pads it.
+
+use base::Nanos;
+use device::Leave;
+use model::config::Class;
+
+use super::{Action, Core, Kind, Phase, RequestId, Running, Slot};
+use crate::policy::padding::{self, Candidate, Host, Slowdowns};
+use crate::policy::{Beside, PaddingRules, Start};
+
+impl Slot {
+    pub(super) fn new(kind: Kind) -> Slot {
+        Slot {
+            kind,
+            running: None,
+            padded: false,
+            hold: u32::MAX,
+            take: u32::MAX,
+            step: None,
+            step_since: Nanos::ZERO,
+        }
+    }
+
+    pub(super) fn forget_budget(&mut self) {
+        (self.padded, self.hold, self.take) = (false, u32::MAX, u32::MAX);
+    }
+}
+
+impl Core {
+    /// Fills idle queues, then makes best effort leave for real time that still waits.
+    pub(super) fn dispatch(&mut self, now: Nanos, actions: &mut Vec<Action>) {
+        if self.lost {
+            return;
+        }
+        self.load_wanted(actions);
+        if self.options.queues.shared > 0 {
+            self.dispatch_shared(now, actions);
+        } else {
+            self.dispatch_split(now, actions);
+        }
+    }
+
+    /// Whether best effort has anything to do.
+    pub(super) fn best_effort_wants(&self) -> bool {
+        let running = |slot: &Slot| slot.running.is_some_and(|r| r.class == Class::BestEffort);
+        self.rules.best_effort && (!self.best_effort.is_empty() || self.queues.iter().any(running))
+    }
+
+    fn pop_real_time(&mut self) -> Option<RequestId> {
+        loop {
+            let request = self.real_time.pop()?;
+            if self.still_resident(request) {
+                return Some(request);
+            }
+        }
+    }
+
+    fn pop_best_effort(&mut self) -> Option<RequestId> {
+        if !self.rules.best_effort {
+            return None;
+        }
+        loop {
+            let request = self.best_effort.pop()?;
+            if self.still_resident(request) {
+                return Some(request);
+            }
+        }
+    }
+
+    /// Sends a request back to wait for weights that were evicted meanwhile.
+    fn still_resident(&mut self, request: RequestId) -> bool {
+        let model = self.requests.get(request).map(|state| state.model);
+        let resident =
+            model.and_then(|model| self.model(model)).is_some_and(|model| model.weights.resident());
+        if !resident {
+            self.park(request);
+        }
+        resident
+    }
+
+    fn dispatch_shared(&mut self, now: Nanos, actions: &mut Vec<Action>) {
+        for queue in 0..self.queues.len() {
+            if self.queues[queue].running.is_none()
+                && let Some((request, entitled_until)) = self.pick(now)
+            {
+                self.launch(now, queue, request, entitled_until, actions);
+            }
+        }
+        for running in self.queues.iter_mut().filter_map(|slot| slot.running.as_mut()) {
+            if running.entitled_until <= now {
+                running.entitled_until = Nanos::ZERO;
+            }
+        }
+        let Some(how) = self.rules.leave else { return };
+        let running = self.queues.iter().filter_map(|slot| slot.running);
+        let leaving = running.filter(|running| running.leaving).count();
+        let mut unserved = self.real_time.len().saturating_sub(leaving);
+        for queue in 0..self.queues.len() {
+            if unserved == 0 {
+                break;
+            }
+            let may_leave = self.queues[queue].running.is_some_and(|running| {
+                running.class == Class::BestEffort
+                    && !running.leaving
+                    && running.entitled_until == Nanos::ZERO
+            });
+            if may_leave {
+                self.preempt(queue, how, actions);
+                unserved -= 1;
+            }
+        }
+    }
+
+    /// The next request of a shared queue, and until when real time may not make it leave.
+    fn pick(&mut self, now: Nanos) -> Option<(RequestId, Nanos)> {
+        let slice = self.options.best_effort_slice.0;
+        let earned = slice > 0 && self.best_effort_credit >= slice;
+        let owed = earned && !self.best_effort.is_empty();
+        if !owed && let Some(request) = self.pop_real_time() {
+            return Some((request, Nanos::ZERO));
+        }
+        let request = self.pop_best_effort()?;
+        Some((request, if owed { now + Nanos(slice) } else { Nanos::ZERO }))
+    }
+
+    fn dispatch_split(&mut self, now: Nanos, actions: &mut Vec<Action>) {
+        self.turn_slice(now);
+        let held = self.slice_until.is_some();
+        let alone = self.rules.beside != Beside::Everything;
+        if !held && !self.real_time.is_empty() {
+            // The word to leave goes out before the launch, on the same stream.
+            if alone {
+                self.evict_best_effort(actions);
+            }
+            if self.rules.start == Start::AtOnce || self.clear() {
+                self.fill(now, Kind::RealTime, actions);
+            }
+        }
+        let running = self.real_time_slot().is_some();
+        let active = alone && (running || (!held && !self.real_time.is_empty()));
+        if !active {
+            self.lift_budgets(now, actions);
+            self.fill(now, Kind::BestEffort, actions);
+        } else if running && self.pads() && self.clear() {
+            self.fill_padded(now, actions);
+        }
+    }
+
+    /// Begins a stretch that best effort has earned, when no real-time task is in the middle of its work,
+    /// and ends one that is over.
+    fn turn_slice(&mut self, now: Nanos) {
+        if self.slice_until.is_some_and(|until| until <= now || self.real_time.is_empty()) {
+            self.slice_until = None;
+        }
+        let slice = self.options.best_effort_slice.0;
+        let earned = slice > 0 && self.best_effort_credit >= slice;
+        let due = earned && !self.real_time.is_empty() && self.best_effort_wants();
+        if self.slice_until.is_none() && due && self.real_time_slot().is_none() {
+            self.best_effort_credit -= slice;
+            self.slice_until = Some(now + Nanos(slice));
+        }
+    }
+
+    fn real_time_slot(&self) -> Option<usize> {
+        let runs = |slot: &Slot| slot.kind == Kind::RealTime && slot.running.is_some();
+        self.queues.iter().position(runs)
+    }
+
+    fn pads(&self) -> bool {
+        matches!(self.rules.beside, Beside::Padding(_))
+    }
+
+    /// Whether no best effort runs that is not held to a budget.
+    fn clear(&self) -> bool {
+        let free =
+            |slot: &Slot| slot.kind == Kind::BestEffort && slot.running.is_some() && !slot.padded;
+        !self.queues.iter().any(free)
+    }
+
+    fn evict_best_effort(&mut self, actions: &mut Vec<Action>) {
+        let Some(how) = self.rules.leave else { return };
+        for queue in 0..self.queues.len() {
+            let slot = &self.queues[queue];
+            if slot.kind == Kind::BestEffort && slot.running.is_some() && !slot.padded {
+                self.preempt(queue, how, actions);
+            }
+        }
+    }
+
+    fn fill(&mut self, now: Nanos, kind: Kind, actions: &mut Vec<Action>) {
+        for queue in 0..self.queues.len() {
+            let slot = &self.queues[queue];
+            if slot.kind != kind || slot.running.is_some() {
+                continue;
+            }
+            let next = match kind {
+                Kind::RealTime => self.pop_real_time(),
+                _ => self.pop_best_effort(),
+            };
+            let Some(request) = next else { return };
+            self.launch(now, queue, request, Nanos::ZERO, actions);
+        }
+    }
+
+    /// Best effort waits on its queues, without a multiprocessor, for the next real-time kernel.
+    fn fill_padded(&mut self, now: Nanos, actions: &mut Vec<Action>) {
+        for queue in 0..self.queues.len() {
+            let slot = &self.queues[queue];
+            if slot.kind != Kind::BestEffort || slot.running.is_some() {
+                continue;
+            }
+            let Some(request) = self.pop_best_effort() else { return };
+            self.queues[queue].padded = true;
+            self.set_budget(queue, 0, 0, actions);
+            self.launch(now, queue, request, Nanos::ZERO, actions);
+        }
+    }
+
+    fn lift_budgets(&mut self, now: Nanos, actions: &mut Vec<Action>) {
+        for queue in 0..self.queues.len() {
+            if self.queues[queue].padded {
+                self.queues[queue].padded = false;
+                self.set_budget(queue, u32::MAX, u32::MAX, actions);
+                if let Some(running) = &mut self.queues[queue].running {
+                    running.since = now;
+                }
+            }
+        }
+    }
+
+    fn set_budget(&mut self, queue: usize, hold: u32, take: u32, actions: &mut Vec<Action>) {
+        let slot = &mut self.queues[queue];
+        if (slot.hold, slot.take) != (hold, take) {
+            (slot.hold, slot.take) = (hold, take);
+            actions.push(Action::SetBudget { queue, hold, take });
+        }
+    }
+
+    pub(super) fn preempt(&mut self, queue: usize, how: Leave, actions: &mut Vec<Action>) {
+        if let Some(running) = &mut self.queues[queue].running
+            && !running.leaving
+        {
+            running.leaving = true;
+            actions.push(Action::Preempt { queue, how });
+        }
+    }
+
+    fn launch(
+        &mut self,
+        now: Nanos,
+        queue: usize,
+        request: RequestId,
+        entitled_until: Nanos,
+        actions: &mut Vec<Action>,
+    ) {
+        let Some(state) = self.requests.get_mut(request) else { return };
+        state.phase = Phase::Running { queue };
+        let (model, class, progress) = (state.model, state.class, state.progress);
+        let running = Running { request, model, class, leaving: false, entitled_until, since: now };
+        self.queues[queue].running = Some(running);
+        self.queues[queue].step = None;
+        if let Some(model) = self.model_mut(model) {
+            model.waiting -= 1;
+            model.weights.touch(now);
+            let steps = progress.step..model.steps;
+            actions.push(Action::Launch { queue, request, steps, tile: progress.tile });
+        }
+    }
+
+    /// When the first entitled best-effort stretch on a shared queue ends that real time waits for.
+    pub(super) fn entitlement_end(&self) -> Option<Nanos> {
+        if self.real_time.is_empty() {
+            return None;
+        }
+        let running = self.queues.iter().filter_map(|slot| slot.running);
+        running
+            .filter(|running| !running.leaving && running.entitled_until > Nanos::ZERO)
+            .map(|running| running.entitled_until)
+            .min()
+    }
+
+    /// A kernel can be placed: the moment to choose what runs beside real time.
+    pub(super) fn step_ready(
+        &mut self,
+        now: Nanos,
+        queue: usize,
+        step: usize,
+        actions: &mut Vec<Action>,
+    ) {
+        let Beside::Padding(rules) = self.rules.beside else { return };
+        let Some(slot) = self.queues.get(queue).filter(|slot| slot.running.is_some()) else {
+            return;
+        };
+        let (kind, padded) = (slot.kind, slot.padded);
+        if kind == Kind::RealTime {
+            self.learn(now, queue);
+        }
+        let slot = &mut self.queues[queue];
+        (slot.step, slot.step_since) = (Some(step), now);
+        match kind {
+            Kind::RealTime => self.pad(now, rules, actions),
+            // A fused kernel is chosen once; a budget follows what best effort comes to.
+            Kind::BestEffort if padded && !rules.fused => self.pad(now, rules, actions),
+            _ => {}
+        }
+    }
+
+    /// Books how long the real-time kernel took that was at its turn before.
+    fn learn(&mut self, now: Nanos, queue: usize) {
+        let slot = &self.queues[queue];
+        let beside = std::mem::take(&mut self.beside);
+        let (Some(step), Some(running)) = (slot.step, slot.running) else { return };
+        if beside == 0 {
+            return;
+        }
+        let taken = now - slot.step_since;
+        let Some(kernel) = self.model(running.model).and_then(|m| m.kernels.get(step)) else {
+            return;
+        };
+        let alone = kernel.time_on(self.options.room.sms) + self.options.room.gap;
+        let ratio = taken.0 as f32 / alone.0.max(1) as f32;
+        self.slowdowns.record(running.model.0 as usize, step, beside, ratio);
+    }
+
+    fn pad(&mut self, now: Nanos, rules: PaddingRules, actions: &mut Vec<Action>) {
+        let Some(slot) = self.real_time_slot().map(|queue| &self.queues[queue]) else { return };
+        let (Some(step), Some(running)) = (slot.step, slot.running) else { return };
+        let Some(kernels) = self.model(running.model).map(|model| model.kernels.clone()) else {
+            return;
+        };
+        let elapsed = now - slot.step_since;
+        let host = Host { model: running.model.0 as usize, kernels: &kernels, step, elapsed };
+        let mut candidates = std::mem::take(&mut self.candidates);
+        let mut grants = std::mem::take(&mut self.grants);
+        candidates.clear();
+        grants.clear();
+        candidates.extend((0..self.queues.len()).filter_map(|queue| self.candidate(queue)));
+        padding::select(rules, self.options.room, host, &candidates, &self.slowdowns, &mut grants);
+        for (grant, candidate) in grants.iter().zip(&candidates) {
+            if grant.hold > 0 {
+                self.beside |= Slowdowns::bit(candidate.model);
+            }
+            if !rules.fused {
+                self.set_budget(grant.queue, grant.hold, grant.take, actions);
+            } else if grant.take > 0 {
+                actions.push(Action::Pad { queue: grant.queue, sms: grant.take });
+            }
+        }
+        (self.candidates, self.grants) = (candidates, grants);
+    }
+
+    fn candidate(&self, queue: usize) -> Option<Candidate> {
+        let slot = &self.queues[queue];
+        let running = slot.running.filter(|running| slot.padded && !running.leaving)?;
+        let kernel = *self.model(running.model)?.kernels.get(slot.step?)?;
+        let model = running.model.0 as usize;
+        Some(Candidate { queue, model, kernel, taken: slot.take })
+    }
+}

@@ -1,0 +1,63 @@
+//! What happens when the device falls over or goes silent.
+
+use base::Nanos;
+
+use super::{Action, Core, End, Phase, Progress};
+
+/// A request under which the device fell over so often is given up.
+const LOSSES_MAX: u32 = 3;
+
+impl Core {
+    /// When a segment has been silent for too long.
+    pub(super) fn watchdog_due(&self) -> Option<Nanos> {
+        let limit = self.options.watchdog?;
+        if self.lost {
+            return None;
+        }
+        let watched = self.queues.iter().filter(|slot| !slot.padded);
+        watched.filter_map(|slot| slot.running).map(|running| running.since + limit).min()
+    }
+
+    /// Everything on the device is gone: what ran begins again once it is back.
+    pub(super) fn device_lost(&mut self, actions: &mut Vec<Action>) {
+        self.lost = true;
+        self.slice_until = None;
+        for queue in 0..self.queues.len() {
+            let slot = &mut self.queues[queue];
+            slot.forget_budget();
+            if let Some(running) = self.release_queue(queue, Nanos::ZERO)
+                && let Some(state) = self.requests.get_mut(running.request)
+            {
+                state.losses += 1;
+                let end = match state.phase {
+                    Phase::GivenUp(end) => Some(end),
+                    _ => (state.losses >= LOSSES_MAX).then_some(End::Failed),
+                };
+                state.phase = Phase::Preparing;
+                match end {
+                    Some(end) => self.end(running.request, end, actions),
+                    None => self.count_waiting(running.model, 1),
+                }
+            }
+        }
+        for state in self.models.iter_mut().flatten() {
+            state.weights.lose();
+        }
+        self.load_queue.clear();
+    }
+
+    /// The device is back, empty: every request that is under way is prepared anew, oldest first.
+    pub(super) fn device_ready(&mut self, actions: &mut Vec<Action>) {
+        self.lost = false;
+        for request in self.requests.ids() {
+            if self.requests.get(request).is_some_and(|state| state.phase == Phase::Waiting) {
+                self.dequeue(request);
+            }
+            if let Some(state) = self.requests.get_mut(request) {
+                state.phase = Phase::Preparing;
+                state.progress = Progress::default();
+                self.prepare(request, actions);
+            }
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! Execution policies: how real time and best effort share one device, side by side over one interface.
+//!
+//! A policy is mostly data: the rules the core follows. What is code is where a task that was made to leave
+//! goes on, because that follows from what its way of leaving still knows.
+
+mod atoll;
+mod free_streams;
+pub mod padding;
+mod priority_streams;
+mod reef;
+mod reef_n;
+mod rt_only;
+mod sequential;
+
+use std::fmt::Debug;
+
+use device::Leave;
+
+pub use self::atoll::Atoll;
+pub use self::free_streams::FreeStreams;
+pub use self::padding::PaddingRules;
+pub use self::priority_streams::PriorityStreams;
+pub use self::reef::Reef;
+pub use self::reef_n::ReefN;
+pub use self::rt_only::RtOnly;
+pub use self::sequential::Sequential;
+
+/// A place in a task: all kernels before `step` are done, and all blocks of `step` before `tile`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Progress {
+    /// The kernel.
+    pub step: usize,
+    /// The block.
+    pub tile: u32,
+}
+
+/// What is known of a segment that left.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Left {
+    /// The first kernel that is not complete.
+    pub step: usize,
+    /// Blocks of it that are done, where the device can tell; 0 elsewhere.
+    pub tile: u32,
+    /// The last kernel that had been handed to the hardware.
+    pub transmitted: usize,
+}
+
+impl Left {
+    /// Left between two steps.
+    pub fn before(step: usize) -> Left {
+        Left { step, tile: 0, transmitted: step }
+    }
+}
+
+/// Which streams a policy uses on a device that has several.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Streams {
+    /// One for everything: a task at a time.
+    One,
+    /// One for real time, several for best effort.
+    Split,
+    /// Several for each.
+    Many,
+}
+
+/// When a real-time task may start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Start {
+    /// At once; what best effort frees goes to it.
+    AtOnce,
+    /// When best effort has left.
+    WhenClear,
+}
+
+/// What best effort may do while real time runs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Beside {
+    /// Nothing.
+    Nothing,
+    /// Chosen kernels on what real time leaves.
+    Padding(PaddingRules),
+    /// Everything.
+    Everything,
+}
+
+/// What the core does under a policy.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rules {
+    /// Streams in use.
+    pub streams: Streams,
+    /// How best effort is made to leave for real time; `None` when it is not.
+    pub leave: Option<Leave>,
+    /// When real time starts.
+    pub start: Start,
+    /// What runs beside it.
+    pub beside: Beside,
+    /// Whether the streams of real time have priority on the device.
+    pub high_priority: bool,
+    /// Whether best effort runs at all.
+    pub best_effort: bool,
+}
+
+/// How real time and best effort share a device.
+pub trait Policy: Debug + Send {
+    /// The name users know it by.
+    fn name(&self) -> &'static str;
+
+    /// The rules the core follows.
+    fn rules(&self) -> Rules;
+
+    /// Where a task that left goes on.
+    fn restore(&self, left: Left) -> Progress {
+        Progress { step: left.step, tile: left.tile }
+    }
+}
+
+/// Every policy's name, the product's own first.
+pub const NAMES: [&str; 7] =
+    ["atoll", "reef", "reef_n", "sequential", "free_streams", "priority_streams", "rt_only"];
+
+/// The policy of that name. `queue_capacity` is how many kernels of a stream the hardware holds.
+pub fn by_name(name: &str, queue_capacity: usize) -> Option<Box<dyn Policy>> {
+    Some(match name {
+        "atoll" => Box::new(Atoll),
+        "reef" => Box::new(Reef { queue_capacity }),
+        "reef_n" => Box::new(ReefN),
+        "sequential" => Box::new(Sequential),
+        "free_streams" => Box::new(FreeStreams),
+        "priority_streams" => Box::new(PriorityStreams),
+        "rt_only" => Box::new(RtOnly),
+        _ => return None,
+    })
+}

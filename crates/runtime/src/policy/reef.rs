@@ -1,0 +1,36 @@
+//! REEF: reset-based preemption and dynamic kernel padding.
+
+use device::Leave;
+
+use super::{Beside, Left, PaddingRules, Policy, Progress, Rules, Start, Streams};
+
+/// Queues are reset and running kernels killed, then real time starts; chosen best-effort kernels are fused
+/// with its own.
+#[derive(Clone, Copy, Debug)]
+pub struct Reef {
+    /// Kernels of a stream that the hardware holds.
+    pub queue_capacity: usize,
+}
+
+impl Policy for Reef {
+    fn name(&self) -> &'static str {
+        "reef"
+    }
+
+    fn rules(&self) -> Rules {
+        Rules {
+            streams: Streams::Split,
+            leave: Some(Leave::Kill),
+            start: Start::WhenClear,
+            beside: Beside::Padding(PaddingRules::REEF),
+            high_priority: true,
+            best_effort: true,
+        }
+    }
+
+    /// Nobody knows which kernel was killed, only that it is at most a queue's length before the last one that
+    /// was handed over.
+    fn restore(&self, left: Left) -> Progress {
+        Progress { step: left.transmitted.saturating_sub(self.queue_capacity), tile: 0 }
+    }
+}

@@ -1,0 +1,26 @@
+//! REEF-N: what of REEF works on a closed driver.
+
+use device::Leave;
+
+use super::{Beside, Policy, Rules, Start, Streams};
+
+/// A flag at kernel entry empties the capped queues; real time waits for what runs.
+#[derive(Clone, Copy, Debug)]
+pub struct ReefN;
+
+impl Policy for ReefN {
+    fn name(&self) -> &'static str {
+        "reef_n"
+    }
+
+    fn rules(&self) -> Rules {
+        Rules {
+            streams: Streams::Split,
+            leave: Some(Leave::BetweenLaunches),
+            start: Start::WhenClear,
+            beside: Beside::Nothing,
+            high_priority: true,
+            best_effort: true,
+        }
+    }
+}

@@ -1,0 +1,24 @@
+//! The device for real time alone: what every other policy's latency is measured against.
+
+use super::{Beside, Policy, Rules, Start, Streams};
+
+/// Best effort never runs.
+#[derive(Clone, Copy, Debug)]
+pub struct RtOnly;
+
+impl Policy for RtOnly {
+    fn name(&self) -> &'static str {
+        "rt_only"
+    }
+
+    fn rules(&self) -> Rules {
+        Rules {
+            streams: Streams::Split,
+            leave: None,
+            start: Start::AtOnce,
+            beside: Beside::Nothing,
+            high_priority: true,
+            best_effort: false,
+        }
+    }
+}

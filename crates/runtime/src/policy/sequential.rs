@@ -1,0 +1,24 @@
+//! One task at a time, as Clockwork runs them.
+
+use super::{Beside, Policy, Rules, Start, Streams};
+
+/// Real time goes first but waits for the task that runs.
+#[derive(Clone, Copy, Debug)]
+pub struct Sequential;
+
+impl Policy for Sequential {
+    fn name(&self) -> &'static str {
+        "sequential"
+    }
+
+    fn rules(&self) -> Rules {
+        Rules {
+            streams: Streams::One,
+            leave: None,
+            start: Start::WhenClear,
+            beside: Beside::Nothing,
+            high_priority: false,
+            best_effort: true,
+        }
+    }
+}
