@@ -624,19 +624,26 @@ impl Gpu {
         let eviction = self.eviction(stream);
         let state = &mut self.streams[stream];
         let keep = if state.leaving.is_some() { 0 } else { state.hold };
+        let killed = state.leaving == Some(Leave::Kill);
+        let tile_ns = self.profile.tile_ns;
         if let Some(kernel) = &mut state.kernel {
             let mut held = kernel.held();
-            let mut thrown = 0.0;
+            let (mut used, mut thrown) = (0.0, 0.0);
             while held > keep
                 && let Some(group) = kernel.groups.pop()
             {
                 held -= group.units;
                 self.free_units += group.units;
-                kernel.placed -= group.blocks;
-                thrown += group.units as f64 * (now - group.placed).0 as f64;
+                let kept = if killed { 0 } else { kernel.kept(&group, tile_ns, now) };
+                kernel.done += kept;
+                kernel.placed -= group.blocks - kept;
+                let spent = group.units as f64 * (now - group.placed).0 as f64;
+                used += spent;
+                thrown +=
+                    (spent - f64::from(kept) * kernel.units as f64 * kernel.block_ns).max(0.0);
                 note_span(&mut self.spans, stream, kernel.step, &group, now, true);
             }
-            state.work.used += thrown / UNITS_PER_SM as f64;
+            state.work.used += used / UNITS_PER_SM as f64;
             state.work.redone += thrown / UNITS_PER_SM as f64;
         }
         match state.leaving {

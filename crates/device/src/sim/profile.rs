@@ -22,6 +22,9 @@ pub struct GpuProfile {
     pub gap_ns: u64,
     /// From the word to leave to the moment the blocks are gone, for kernels left inside a tile.
     pub leave_ns: u64,
+    /// A block of a kernel that can be left inside is a loop over tiles of about this length; those it has
+    /// finished stay finished.
+    pub tile_ns: u64,
     /// Kernels of one stream that the hardware holds.
     pub queue_capacity: usize,
     /// For a queued kernel to be fetched and to find that it is not wanted.

@@ -52,6 +52,16 @@ impl Kernel {
         self.groups.iter().map(|group| group.units).sum()
     }
 
+    /// Blocks' worth of finished tiles in a group that leaves now. Whoever comes next takes any tile that is
+    /// left, so what counts is how many there are.
+    pub(super) fn kept(&self, group: &Group, tile_ns: u64, now: Nanos) -> u32 {
+        let tiles = (self.block_ns / tile_ns.max(1) as f64).ceil().max(1.0);
+        let work = group.work - (now - group.since).0 as f64 / group.slow;
+        let share = (1.0 - work.max(0.0) / self.block_ns).clamp(0.0, 1.0);
+        let finished = (share * tiles).floor() / tiles;
+        (f64::from(group.blocks) * finished).floor() as u32
+    }
+
     pub(super) fn started(&self) -> bool {
         !self.groups.is_empty() || self.done > self.first_tile
     }
@@ -132,10 +142,14 @@ impl Stream {
 
     /// Whether new blocks of its kernel may be placed.
     pub(super) fn may_place(&self) -> bool {
-        let places = matches!(self.leaving, None | Some(Leave::BetweenLaunches));
-        places
-            && self.take > 0
-            && self.kernel.as_ref().is_some_and(|kernel| kernel.placed < kernel.blocks)
+        let Some(kernel) = &self.kernel else { return false };
+        let goes_on = match self.leaving {
+            None => true,
+            // The flag is looked at when a kernel begins, not afterwards.
+            Some(Leave::BetweenLaunches) => kernel.started(),
+            Some(_) => false,
+        };
+        goes_on && self.take > 0 && kernel.placed < kernel.blocks
     }
 
     pub(super) fn clear(&mut self) {

@@ -38,6 +38,8 @@ impl Core {
         } else {
             self.dispatch_split(now, actions);
         }
+        // Whoever was sent back for weights that were evicted wants them loaded.
+        self.load_wanted(actions);
     }
 
     /// Whether best effort has anything to do.

@@ -151,7 +151,9 @@ impl Core {
         };
         let models = self.models.iter().enumerate();
         let present = models.filter_map(|(index, state)| Some((index, state.as_ref()?)));
-        let oldest = present.filter(idle).min_by_key(|(_, state)| state.weights.last_used)?;
+        // Rather one that nobody asks for.
+        let age = |state: &ModelState| (state.under_way > 0, state.weights.last_used);
+        let oldest = present.filter(idle).min_by_key(|(_, state)| age(state))?;
         Some(ModelId(oldest.0 as u32))
     }
 

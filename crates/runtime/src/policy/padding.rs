@@ -101,7 +101,7 @@ pub fn select(
         } else if rules.fused {
             fused(room, real_time, candidate, left)
         } else {
-            budgeted(room, host, candidate, left)
+            budgeted(room, host, candidate, left, slowdowns)
         };
         left -= grant.hold;
         grants.push(grant);
@@ -126,18 +126,25 @@ fn fused(room: Room, real_time: &KernelProfile, candidate: &Candidate, left: u32
 
 /// As much as real time leaves for as long as a block takes, looking ahead over its coming kernels; blocks
 /// that run already stay as long as there is room now.
-fn budgeted(room: Room, host: Host<'_>, candidate: &Candidate, left: u32) -> Grant {
+fn budgeted(
+    room: Room,
+    host: Host<'_>,
+    candidate: &Candidate,
+    left: u32,
+    slowdowns: &Slowdowns,
+) -> Grant {
     let kernel = &candidate.kernel;
     let horizon = Nanos(kernel.block_ns);
     let current = &host.kernels[host.step];
     let mut free = left;
     let used_by_others = room.sms.saturating_sub(current.sms()) - left;
     let mut until = current.time_on(room.sms).since(host.elapsed) + room.gap;
-    for next in &host.kernels[host.step + 1..] {
+    for (step, next) in host.kernels.iter().enumerate().skip(host.step + 1) {
         if until >= horizon {
             break;
         }
-        if !room.inside_tile || memory_conflict(next, kernel) {
+        let banned = slowdowns.banned(host.model, step, candidate.model);
+        if !room.inside_tile || banned || memory_conflict(next, kernel) {
             free = 0;
             break;
         }
