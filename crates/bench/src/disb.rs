@@ -1,0 +1,202 @@
+//! DISB, the benchmark of REEF (OSDI 2022, Table 2): workloads A to E as scenarios, REAL from a trace file.
+
+use std::path::Path;
+
+use device::sim::builtin;
+use model::config::Class;
+use serde::Deserialize;
+
+use crate::arrival::Arrival;
+use crate::report::Report;
+use crate::scenario::{Client, Scenario, ScenarioError};
+use crate::world::{self, WorldOptions};
+
+/// The five models, in the paper's order.
+pub const MODELS: [&str; 5] = ["resnet152", "densenet201", "vgg19", "inceptionv3", "distilbert"];
+
+/// The workloads that need no file.
+pub const WORKLOADS: [&str; 5] = ["A", "B", "C", "D", "E"];
+
+/// How a workload is run.
+#[derive(Clone, Debug)]
+pub struct DisbOptions {
+    /// `mi50`, `h200` or a profile file.
+    pub gpu: String,
+    /// Seconds; 60 in the paper.
+    pub seconds: f64,
+    /// Seed of the Poisson arrivals.
+    pub seed: u64,
+    /// Whether rates are raised so that real time alone uses the share of this GPU that it used of the paper's.
+    pub scaled: bool,
+}
+
+fn client(class: Class, model: &str, arrival: Arrival) -> Client {
+    Client {
+        name: format!("{model}_{}", class.as_str()),
+        model: model.to_string(),
+        class,
+        priority: 1,
+        deadline_ms: None,
+        one_outstanding: true,
+        cancel_percent: 0,
+        arrival,
+    }
+}
+
+/// One of [`WORKLOADS`].
+pub fn workload(name: &str, options: &DisbOptions) -> Option<Scenario> {
+    let uniform = |rate: f64| Arrival::Uniform { rate, phase_us: 0 };
+    let real_time: Vec<Client> = match name {
+        "A" | "C" => vec![client(Class::RealTime, "vgg19", uniform(100.0))],
+        "B" => vec![client(Class::RealTime, "vgg19", uniform(220.0))],
+        "D" => MODELS.map(|model| client(Class::RealTime, model, uniform(20.0))).into(),
+        "E" => {
+            let arrival = || Arrival::Poisson { rate: 20.0 };
+            MODELS.map(|model| client(Class::RealTime, model, arrival())).into()
+        }
+        _ => return None,
+    };
+    let best_effort: &[&str] = if matches!(name, "A" | "B") { &["resnet152"] } else { &MODELS };
+    let closed =
+        |model: &&str| client(Class::BestEffort, model, Arrival::ClosedLoop { think_us: 0 });
+    let clients = real_time.into_iter().chain(best_effort.iter().map(closed)).collect();
+    let mut scenario = scenario(name, clients, options);
+    if options.scaled {
+        scale(&mut scenario);
+    }
+    stagger(&mut scenario);
+    Some(scenario)
+}
+
+fn scenario(name: &str, clients: Vec<Client>, options: &DisbOptions) -> Scenario {
+    Scenario {
+        name: format!("DISB {name}"),
+        gpu: options.gpu.clone(),
+        seconds: options.seconds,
+        seed: options.seed,
+        clients,
+        ..Scenario::default()
+    }
+}
+
+/// Raises the real-time rates by how much faster this GPU runs the real-time models than the paper's.
+fn scale(scenario: &mut Scenario) {
+    let Ok(here) = scenario.profiles() else { return };
+    let paper = builtin::mi50();
+    let total = |set: &device::sim::ProfileSet| -> f64 {
+        let rt = scenario.clients.iter().filter(|client| client.class == Class::RealTime);
+        let alone = rt.filter_map(|client| set.model(&client.model)).map(|m| m.alone(&set.gpu).0);
+        alone.sum::<u64>() as f64
+    };
+    let factor = total(&paper) / total(&here).max(1.0);
+    for client in scenario.clients.iter_mut().filter(|client| client.class == Class::RealTime) {
+        match &mut client.arrival {
+            Arrival::Uniform { rate, .. } | Arrival::Poisson { rate } => *rate *= factor,
+            Arrival::Trace { times_ms } => times_ms.iter_mut().for_each(|ms| *ms /= factor),
+            _ => {}
+        }
+    }
+    if scenario.clients.iter().any(|client| matches!(client.arrival, Arrival::Trace { .. })) {
+        scenario.seconds /= factor;
+    }
+}
+
+/// Clients of equal rate start one after another, each after the stand-alone latency of those before it.
+fn stagger(scenario: &mut Scenario) {
+    let Ok(set) = scenario.profiles() else { return };
+    let mut offset = 0;
+    for client in &mut scenario.clients {
+        if let Arrival::Uniform { phase_us, .. } = &mut client.arrival {
+            *phase_us = offset;
+            offset += set.model(&client.model).map_or(0, |m| m.alone(&set.gpu).as_micros());
+        }
+    }
+}
+
+#[derive(Deserialize)]
+struct DisbFile {
+    time: f64,
+    tasks: Vec<DisbTask>,
+}
+
+#[derive(Deserialize)]
+struct DisbTask {
+    id: String,
+    load: DisbLoad,
+    client: DisbClient,
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+enum DisbLoad {
+    Continuous,
+    Periodic { frequency: f64 },
+    Poisson { frequency: f64 },
+    Trace { trace: Vec<f64> },
+}
+
+#[derive(Deserialize)]
+struct DisbClient {
+    model_name: String,
+}
+
+/// Reads a workload in DISB's own JSON.
+pub fn read(path: &Path, name: &str, options: &DisbOptions) -> Result<Scenario, ScenarioError> {
+    let shown = path.display().to_string();
+    let text =
+        std::fs::read_to_string(path).map_err(|err| ScenarioError::Read(shown.clone(), err))?;
+    let file: DisbFile =
+        serde_json::from_str(&text).map_err(|err| ScenarioError::Json(shown, err))?;
+    let of = |task: &DisbTask| {
+        let class = if task.id.ends_with("_rt") { Class::RealTime } else { Class::BestEffort };
+        let arrival = match &task.load {
+            DisbLoad::Continuous => Arrival::ClosedLoop { think_us: 0 },
+            DisbLoad::Periodic { frequency } => Arrival::Uniform { rate: *frequency, phase_us: 0 },
+            DisbLoad::Poisson { frequency } => Arrival::Poisson { rate: *frequency },
+            DisbLoad::Trace { trace } => Arrival::Trace { times_ms: trace.clone() },
+        };
+        client(class, task.client.model_name.trim_end_matches("-imagenet"), arrival)
+    };
+    let clients = file.tasks.iter().map(of).collect();
+    let mut scenario = scenario(name, clients, options);
+    scenario.seconds = scenario.seconds.min(file.time);
+    if options.scaled {
+        scale(&mut scenario);
+    }
+    stagger(&mut scenario);
+    Ok(scenario)
+}
+
+/// Runs a workload under each policy, with real time alone beside it.
+pub fn compare(
+    workload: &str,
+    scenario: &Scenario,
+    policies: &[String],
+) -> Result<Vec<Report>, ScenarioError> {
+    let options = WorldOptions::default();
+    let alone = world::run(&scenario.real_time_alone(), options)?;
+    let run = |policy: &String| {
+        let mut scenario = scenario.clone();
+        scenario.policy.clone_from(policy);
+        let outcome = world::run(&scenario, options)?;
+        Ok(Report::new(workload, policy, &outcome, &alone))
+    };
+    policies.iter().map(run).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn workloads_have_the_published_clients() {
+        let options = DisbOptions { gpu: "mi50".into(), seconds: 1.0, seed: 1, scaled: false };
+        let counts = WORKLOADS.map(|name| {
+            let scenario = workload(name, &options).unwrap();
+            let rt = scenario.clients.iter().filter(|c| c.class == Class::RealTime).count();
+            (rt, scenario.clients.len() - rt)
+        });
+        assert_eq!(counts, [(1, 1), (1, 1), (1, 5), (5, 5), (5, 5)]);
+        assert!(workload("F", &options).is_none());
+    }
+}

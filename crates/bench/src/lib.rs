@@ -1,0 +1,13 @@
+//! Loads, scenarios in virtual time with checkers, published experiments, and reports with plots.
+
+pub mod arrival;
+pub mod batching;
+pub mod checker;
+pub mod disb;
+pub mod plot;
+pub mod preemption;
+pub mod random;
+pub mod report;
+pub mod scenario;
+pub mod timeline;
+pub mod world;

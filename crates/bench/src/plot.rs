@@ -1,0 +1,96 @@
+//! Bar charts as SVG.
+
+use std::fmt::Write as _;
+
+/// Colours that stay apart for colour-blind readers (Okabe and Ito).
+pub const COLOURS: [&str; 8] =
+    ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#999999"];
+
+/// A group of bars for every label.
+#[derive(Clone, Debug)]
+pub struct Chart {
+    /// What is shown.
+    pub title: String,
+    /// The unit.
+    pub unit: String,
+    /// Names of the groups.
+    pub groups: Vec<String>,
+    /// Name of each bar of a group, and its value by group.
+    pub bars: Vec<(String, Vec<f64>)>,
+}
+
+/// Charts one below the other.
+pub fn svg(charts: &[Chart]) -> String {
+    let (width, height) = (960, 300);
+    let mut text = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{}\" \
+         font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n",
+        height * charts.len()
+    );
+    for (index, chart) in charts.iter().enumerate() {
+        let _ = writeln!(text, "<g transform=\"translate(0 {})\">", index * height);
+        draw(&mut text, chart, f64::from(width), height as f64);
+        text.push_str("</g>\n");
+    }
+    text.push_str("</svg>\n");
+    text
+}
+
+fn draw(text: &mut String, chart: &Chart, width: f64, height: f64) {
+    let (left, top, bottom) = (60.0, 50.0, height - 30.0);
+    let highest = chart.bars.iter().flat_map(|(_, values)| values).copied().fold(1e-9, f64::max);
+    let _ = writeln!(
+        text,
+        "<text x=\"{left}\" y=\"18\" font-weight=\"bold\">{} ({})</text>",
+        chart.title, chart.unit
+    );
+    for (index, (name, _)) in chart.bars.iter().enumerate() {
+        let x = left + 120.0 * index as f64;
+        let colour = COLOURS[index % COLOURS.len()];
+        let _ = writeln!(
+            text,
+            "<rect x=\"{x}\" y=\"26\" width=\"10\" height=\"10\" fill=\"{colour}\"/><text x=\"{}\" y=\"35\">{name}</text>",
+            x + 14.0
+        );
+    }
+    for tick in 0..=4 {
+        let value = highest * f64::from(tick) / 4.0;
+        let y = bottom - (bottom - top) * f64::from(tick) / 4.0;
+        let _ = writeln!(
+            text,
+            "<line x1=\"{left}\" x2=\"{}\" y1=\"{y}\" y2=\"{y}\" stroke=\"#ddd\"/><text x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>",
+            width - 10.0,
+            left - 6.0,
+            y + 4.0,
+            short(value)
+        );
+    }
+    let group_width = (width - left - 10.0) / chart.groups.len().max(1) as f64;
+    let bar_width = group_width * 0.8 / chart.bars.len().max(1) as f64;
+    for (group, name) in chart.groups.iter().enumerate() {
+        let start = left + group_width * (group as f64 + 0.1);
+        for (index, (bar, values)) in chart.bars.iter().enumerate() {
+            let value = values.get(group).copied().unwrap_or(0.0).max(0.0);
+            let tall = (bottom - top) * value / highest;
+            let _ = writeln!(
+                text,
+                "<rect x=\"{:.1}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{tall:.1}\" fill=\"{}\"><title>{bar} {name}: {}</title></rect>",
+                start + bar_width * index as f64,
+                bottom - tall,
+                bar_width * 0.92,
+                COLOURS[index % COLOURS.len()],
+                short(value)
+            );
+        }
+        let _ = writeln!(
+            text,
+            "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{name}</text>",
+            start + group_width * 0.4,
+            bottom + 16.0
+        );
+    }
+}
+
+fn short(value: f64) -> String {
+    if value >= 100.0 { format!("{value:.0}") } else { format!("{value:.1}") }
+}

@@ -1,0 +1,189 @@
+//! A scenario: who asks for what, on which GPU, under which policy, and what goes wrong.
+
+use std::path::Path;
+
+use base::Nanos;
+use device::sim::{Fault, FaultKind, ProfileSet, builtin};
+use model::config::Class;
+use runtime::core::RealTimeOrder;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::arrival::Arrival;
+
+/// Why a scenario cannot run.
+#[derive(Debug, Error)]
+pub enum ScenarioError {
+    /// A file cannot be read.
+    #[error("{0}: {1}")]
+    Read(String, std::io::Error),
+    /// A scenario is not valid.
+    #[error("{0}: {1}")]
+    Parse(String, toml::de::Error),
+    /// A profile or trace is not valid.
+    #[error("{0}: {1}")]
+    Json(String, serde_json::Error),
+    /// A name that stands for nothing.
+    #[error("there is no {kind} '{name}'; known: {known}")]
+    Unknown {
+        /// What was looked for.
+        kind: &'static str,
+        /// The name.
+        name: String,
+        /// What there is.
+        known: String,
+    },
+}
+
+/// A client.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Client {
+    /// Its name.
+    pub name: String,
+    /// The model it asks for.
+    pub model: String,
+    /// `real_time` or `best_effort`.
+    pub class: Class,
+    /// 1 is the highest.
+    #[serde(default = "first")]
+    pub priority: u32,
+    /// Milliseconds until an answer is of no more use.
+    #[serde(default)]
+    pub deadline_ms: Option<f64>,
+    /// Whether it skips arrivals while it waits for an answer.
+    #[serde(default)]
+    pub one_outstanding: bool,
+    /// Of every hundred requests, so many are cancelled after a random time.
+    #[serde(default)]
+    pub cancel_percent: u32,
+    /// When it asks.
+    pub arrival: Arrival,
+}
+
+fn first() -> u32 {
+    1
+}
+
+/// A fault at a time.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FaultAt {
+    /// When.
+    pub at_ms: f64,
+    /// What.
+    #[serde(flatten)]
+    pub kind: FaultKind,
+}
+
+/// The whole of it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Scenario {
+    /// Its name.
+    pub name: String,
+    /// `mi50`, `h200`, or the path of a profile set in JSON.
+    pub gpu: String,
+    /// The execution policy.
+    pub policy: String,
+    /// Seconds during which clients ask.
+    pub seconds: f64,
+    /// Seed of everything random.
+    pub seed: u64,
+    /// Share of time best effort keeps under saturating real time.
+    pub best_effort_share_percent: u32,
+    /// Earliest deadline first instead of first come first served.
+    pub earliest_deadline_first: bool,
+    /// Requests of a model that may wait.
+    pub queue_capacity: usize,
+    /// Streams of best effort; 0 for one per best-effort client.
+    pub best_effort_streams: usize,
+    /// Megabytes for weights; the GPU's own when absent.
+    pub memory_mb: Option<u64>,
+    /// Preemption level of the device instead of the profile's.
+    pub level: Option<u8>,
+    /// Who asks.
+    pub clients: Vec<Client>,
+    /// What goes wrong.
+    pub faults: Vec<FaultAt>,
+}
+
+impl Default for Scenario {
+    fn default() -> Self {
+        Scenario {
+            name: String::new(),
+            gpu: "mi50".to_string(),
+            policy: "atoll".to_string(),
+            seconds: 1.0,
+            seed: 1,
+            best_effort_share_percent: 0,
+            earliest_deadline_first: true,
+            queue_capacity: 256,
+            best_effort_streams: 0,
+            memory_mb: None,
+            level: None,
+            clients: Vec::new(),
+            faults: Vec::new(),
+        }
+    }
+}
+
+impl Scenario {
+    /// Reads a TOML file.
+    pub fn read(path: &Path) -> Result<Scenario, ScenarioError> {
+        let name = path.display().to_string();
+        let text =
+            std::fs::read_to_string(path).map_err(|err| ScenarioError::Read(name.clone(), err))?;
+        toml::from_str(&text).map_err(|err| ScenarioError::Parse(name, err))
+    }
+
+    /// The profiles it names.
+    pub fn profiles(&self) -> Result<ProfileSet, ScenarioError> {
+        let mut set = match builtin::by_name(&self.gpu) {
+            Some(set) => set,
+            None => read_profiles(&self.gpu)?,
+        };
+        if let Some(level) = self.level {
+            set.gpu.level = level;
+        }
+        if let Some(mb) = self.memory_mb {
+            set.gpu.memory_bytes = mb * 1_000_000;
+        }
+        Ok(set)
+    }
+
+    /// Order inside a real-time priority.
+    pub fn order(&self) -> RealTimeOrder {
+        if self.earliest_deadline_first {
+            RealTimeOrder::EarliestDeadline
+        } else {
+            RealTimeOrder::Fifo
+        }
+    }
+
+    /// Its faults in the device's form.
+    pub fn device_faults(&self) -> Vec<Fault> {
+        let of =
+            |fault: &FaultAt| Fault { at: Nanos((fault.at_ms * 1e6) as u64), kind: fault.kind };
+        self.faults.iter().map(of).collect()
+    }
+
+    /// The same without its best-effort clients.
+    pub fn real_time_alone(&self) -> Scenario {
+        let mut alone = self.clone();
+        alone.clients.retain(|client| client.class == Class::RealTime);
+        alone.policy = "rt_only".to_string();
+        alone
+    }
+}
+
+fn read_profiles(path: &str) -> Result<ProfileSet, ScenarioError> {
+    let text = std::fs::read_to_string(path).map_err(|err| match err.kind() {
+        std::io::ErrorKind::NotFound => ScenarioError::Unknown {
+            kind: "GPU or profile file",
+            name: path.to_string(),
+            known: "mi50, h200".to_string(),
+        },
+        _ => ScenarioError::Read(path.to_string(), err),
+    })?;
+    serde_json::from_str(&text).map_err(|err| ScenarioError::Json(path.to_string(), err))
+}

@@ -1,0 +1,486 @@
+//! A scenario in virtual time: the real core under a policy, the simulated GPU, clients, and checkers that watch.
+
+mod setup;
+
+use std::fmt::Write as _;
+
+use base::{Histogram, Nanos, Random};
+use device::sim::{Gpu, GpuEvent, KernelProfile, ModelProfile, Segment, TaskId, reference_output};
+use model::config::Class;
+use runtime::core::{Action, Core, End, Event, ModelId, RequestId};
+use runtime::policy::{Beside, Left, Policy, Rules};
+use std::sync::Arc;
+
+use crate::arrival::Clockwork;
+use crate::checker::Checker;
+use crate::scenario::{Scenario, ScenarioError};
+
+/// After the clients have stopped, work that is under way may take this long.
+const DRAIN: Nanos = Nanos::from_millis(20_000);
+
+/// What is kept beside the figures.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct WorldOptions {
+    /// Whether the checkers watch.
+    pub check: bool,
+    /// Whether every event and action is written down.
+    pub trace: bool,
+    /// Whether stretches of work are kept, for the timeline.
+    pub spans: bool,
+    /// A lie told to the core, for tests that must notice it.
+    pub planted: Option<PlantedBug>,
+}
+
+/// A bug that a checker must find.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PlantedBug {
+    /// Restores skip a block.
+    Restore,
+    /// Padding believes in more multiprocessors than there are.
+    Budget,
+    /// Every hundredth answer is sent twice.
+    ExactlyOnce,
+    /// Real time is served first come first served where deadlines should count.
+    EarliestDeadline,
+}
+
+/// One request under way.
+#[derive(Clone, Debug)]
+struct Live {
+    id: RequestId,
+    client: usize,
+    model: usize,
+    class: Class,
+    arrived: Nanos,
+    task: Option<TaskId>,
+    launched: bool,
+}
+
+#[derive(Clone, Debug)]
+struct ClientState {
+    clockwork: Clockwork,
+    next: Option<Nanos>,
+    outstanding: usize,
+    skipped: u64,
+    cancels: Random,
+}
+
+/// What a run came to.
+#[derive(Clone, Debug, Default)]
+pub struct Outcome {
+    /// Seconds during which clients asked.
+    pub seconds: f64,
+    /// Latency of real-time answers.
+    pub rt_latency: Histogram,
+    /// Sum of the same, exact, in nanoseconds.
+    pub rt_latency_sum: u128,
+    /// Real-time answers.
+    pub rt_done: u64,
+    /// Answers inside the measured time, by class.
+    pub rt_in_time: u64,
+    /// The same for best effort.
+    pub be_in_time: u64,
+    /// Requests that ended without an answer, and arrivals that were skipped.
+    pub dropped: u64,
+    /// Times best effort was made to leave for real time.
+    pub preemptions: u64,
+    /// From the word to leave to the first real-time block, less what a launch takes anyway.
+    pub preempt_latency: Histogram,
+    /// Multiprocessor time best effort used and used again, in nanoseconds.
+    pub be_work: (f64, f64),
+    /// Multiprocessor time of real time.
+    pub rt_work: f64,
+    /// What the checkers found.
+    pub violations: Vec<String>,
+    /// Everything that happened, if it was to be written down.
+    pub trace: String,
+    /// Events and actions the core dealt with.
+    pub steps: u64,
+}
+
+/// The run itself.
+pub struct World {
+    core: Core,
+    gpu: Gpu,
+    rules: Rules,
+    models: Vec<Arc<ModelProfile>>,
+    scenario: Scenario,
+    options: WorldOptions,
+    clients: Vec<ClientState>,
+    live: Vec<Option<Live>>,
+    cancels: Vec<(Nanos, RequestId)>,
+    checker: Option<Checker>,
+    now: Nanos,
+    end: Nanos,
+    rt_streams: std::ops::Range<usize>,
+    streams: usize,
+    rt_waiting: usize,
+    episode: Option<Nanos>,
+    actions: Vec<Action>,
+    outcome: Outcome,
+}
+
+/// Runs a scenario under its own policy.
+pub fn run(scenario: &Scenario, options: WorldOptions) -> Result<Outcome, ScenarioError> {
+    Ok(World::new(scenario, options)?.finish())
+}
+
+impl World {
+    /// Runs to the end.
+    pub fn finish(mut self) -> Outcome {
+        self.run_all();
+        self.into_outcome()
+    }
+
+    /// Runs to the end and keeps the device, for its timeline.
+    pub fn finish_with_gpu(mut self) -> (Outcome, Gpu, std::ops::Range<usize>) {
+        self.run_all();
+        let (gpu, streams) = (self.gpu.clone(), self.rt_streams.clone());
+        (self.into_outcome(), gpu, streams)
+    }
+
+    fn run_all(&mut self) {
+        let mut events = Vec::new();
+        while let Some(next) = self.next_time() {
+            self.now = self.now.max(next);
+            self.gpu.advance(self.now, &mut events);
+            for (_, event) in events.drain(..) {
+                self.device_event(event);
+            }
+            if self.core.next_timer().is_some_and(|timer| timer <= self.now) {
+                self.feed(Event::Timer);
+            }
+            self.cancel_due();
+            self.clients_due();
+            if let Some(checker) = &mut self.checker {
+                checker.look(self.now, &self.gpu);
+            }
+        }
+    }
+
+    fn next_time(&self) -> Option<Nanos> {
+        let asking = self.now < self.end;
+        if !asking && (self.core.under_way() == 0 || self.now > self.end + DRAIN) {
+            return None;
+        }
+        let clients = self.clients.iter().filter_map(|client| client.next);
+        let clients = clients.filter(|at| *at < self.end);
+        let cancels = self.cancels.iter().map(|(at, _)| *at);
+        let timers = [self.gpu.next_event(), self.core.next_timer()];
+        let next = clients.chain(cancels).chain(timers.into_iter().flatten()).min();
+        next.or(asking.then_some(self.end))
+    }
+
+    fn note(&mut self, what: std::fmt::Arguments<'_>) {
+        if self.options.trace {
+            let _ = writeln!(self.outcome.trace, "{} {what}", self.now.0);
+        }
+    }
+
+    fn device_event(&mut self, event: GpuEvent) {
+        self.note(format_args!("{event:?}"));
+        match event {
+            GpuEvent::StepReady { stream, step } => {
+                if matches!(self.rules.beside, Beside::Padding(_)) {
+                    self.feed(Event::StepReady { queue: stream, step });
+                }
+            }
+            GpuEvent::Started { token, .. } => self.started(token),
+            GpuEvent::Done { stream, token, busy } => {
+                self.verify(token);
+                self.feed(Event::SegmentDone { queue: stream, busy });
+            }
+            GpuEvent::Left { stream, step, tile, transmitted, busy, .. } => {
+                let left = Left { step, tile, transmitted };
+                self.feed(Event::SegmentLeft { queue: stream, left, busy });
+            }
+            GpuEvent::Copied { token } => {
+                if let Some(request) = self.request_of(token) {
+                    if let Some(checker) = &mut self.checker {
+                        checker.input_ready(self.now, request);
+                    }
+                    self.feed(Event::InputReady { request });
+                }
+            }
+            GpuEvent::Loaded { model } => {
+                if let Some(checker) = &mut self.checker {
+                    checker.loaded(self.now, model);
+                }
+                self.feed(Event::LoadDone { model: ModelId(model as u32) });
+            }
+            GpuEvent::Lost => {
+                self.live.iter_mut().flatten().for_each(|live| live.task = None);
+                self.episode = None;
+                if let Some(checker) = &mut self.checker {
+                    checker.device_lost(self.now);
+                }
+                self.feed(Event::DeviceLost);
+            }
+            GpuEvent::Ready => self.feed(Event::DeviceReady),
+        }
+    }
+
+    fn token(id: RequestId) -> u64 {
+        (id.order() << 20) | id.slot() as u64
+    }
+
+    fn request_of(&self, token: u64) -> Option<RequestId> {
+        let live = self.live.get((token & 0xF_FFFF) as usize)?.as_ref()?;
+        (World::token(live.id) == token).then_some(live.id)
+    }
+
+    fn live_of(&self, token: u64) -> Option<&Live> {
+        let id = self.request_of(token)?;
+        self.live[id.slot()].as_ref()
+    }
+
+    /// The first block of a segment runs.
+    fn started(&mut self, token: u64) {
+        let Some(live) = self.live_of(token).cloned() else { return };
+        if let Some(checker) = &mut self.checker {
+            checker.started(self.now, live.id);
+        }
+        if live.class == Class::RealTime
+            && let Some(decided) = self.episode.take()
+        {
+            let launch = Nanos(self.gpu.profile().launch_ns);
+            self.outcome.preempt_latency.record((self.now - decided) - launch);
+        }
+    }
+
+    /// Compares what a task computed with what an undisturbed one computes.
+    fn verify(&mut self, token: u64) {
+        let Some(live) = self.live_of(token) else { return };
+        let blocks =
+            self.models[live.model].kernels.iter().map(|kernel: &KernelProfile| kernel.blocks);
+        let want = reference_output(live.id.order(), blocks);
+        let got = live.task.and_then(|task| self.gpu.output(task));
+        let id = live.id;
+        if got != Some(want)
+            && let Some(checker) = &mut self.checker
+        {
+            checker.wrong_output(self.now, id);
+        }
+    }
+
+    fn feed(&mut self, event: Event) {
+        self.outcome.steps += 1;
+        let mut actions = std::mem::take(&mut self.actions);
+        self.core.step(self.now, event, &mut actions);
+        // Actions may feed the core again, so each batch is carried out before the next.
+        for action in std::mem::take(&mut actions) {
+            self.act(action);
+        }
+        actions.clear();
+        self.actions = actions;
+    }
+
+    fn act(&mut self, action: Action) {
+        self.note(format_args!("{action:?}"));
+        let now = self.now;
+        match action {
+            Action::Launch { queue, request, steps, tile } => {
+                self.launch(queue, request, steps, tile)
+            }
+            Action::Preempt { queue, how } => {
+                if self.rt_waiting > 0 {
+                    self.outcome.preemptions += 1;
+                    self.episode.get_or_insert(now);
+                }
+                self.gpu.leave(now, queue, how);
+            }
+            Action::SetBudget { queue, hold, take } => self.gpu.set_budget(now, queue, hold, take),
+            Action::Pad { queue, sms } => self.gpu.pad(now, queue, sms),
+            Action::Copy { request } => {
+                if let Some(live) = self.live[request.slot()].as_ref() {
+                    let bytes = self.models[live.model].input_bytes;
+                    self.gpu.copy(now, World::token(request), bytes);
+                }
+            }
+            Action::Load { model } => {
+                self.gpu.load(now, model.0 as usize);
+                if let Some(checker) = &mut self.checker {
+                    checker.memory(now, self.gpu.resident_bytes());
+                }
+            }
+            Action::Evict { model } => {
+                self.gpu.evict(model.0 as usize);
+                if let Some(checker) = &mut self.checker {
+                    checker.evicted(model.0 as usize);
+                }
+            }
+            Action::ResetDevice => self.gpu.reset(now),
+            Action::End { request, end } => self.ended(request, end),
+            Action::FreeModel { .. } => {}
+        }
+    }
+
+    fn launch(
+        &mut self,
+        queue: usize,
+        request: RequestId,
+        steps: std::ops::Range<usize>,
+        tile: u32,
+    ) {
+        let now = self.now;
+        let Some(live) = self.live[request.slot()].as_mut() else { return };
+        if let Some(checker) = &mut self.checker {
+            checker.launched(now, request);
+        }
+        if !live.launched && live.class == Class::RealTime {
+            self.rt_waiting -= 1;
+        }
+        live.launched = true;
+        let model = live.model;
+        let task = match live.task {
+            Some(task) => task,
+            None => self.gpu.create_task(model, request.order()),
+        };
+        live.task = Some(task);
+        let segment = Segment { token: World::token(request), task, model, steps, tile };
+        if self.gpu.enqueue(now, queue, segment).is_err() {
+            self.feed(Event::SegmentFailed { queue, busy: Nanos::ZERO });
+        }
+    }
+
+    fn ended(&mut self, request: RequestId, end: End) {
+        let now = self.now;
+        if let Some(checker) = &mut self.checker {
+            checker.ended(now, request, end);
+            let twice = self.options.planted == Some(PlantedBug::ExactlyOnce);
+            if twice && request.order() % 100 == 7 {
+                checker.ended(now, request, end);
+            }
+        }
+        let Some(live) = self.live[request.slot()].take() else { return };
+        if !live.launched && live.class == Class::RealTime {
+            self.rt_waiting -= 1;
+        }
+        if let Some(task) = live.task {
+            self.gpu.drop_task(task);
+        }
+        let outcome = &mut self.outcome;
+        let in_time = u64::from(now <= self.end);
+        match (end, live.class) {
+            (End::Done, Class::RealTime) => {
+                outcome.rt_latency.record(now - live.arrived);
+                outcome.rt_latency_sum += u128::from((now - live.arrived).0);
+                outcome.rt_done += 1;
+                outcome.rt_in_time += in_time;
+            }
+            (End::Done, Class::BestEffort) => outcome.be_in_time += in_time,
+            _ => outcome.dropped += 1,
+        }
+        let client = &mut self.clients[live.client];
+        client.outstanding -= 1;
+        if client.clockwork.is_closed() {
+            // A refusal at the very moment of asking must not become a loop without time passing.
+            let pause = if end == End::Done { Nanos::ZERO } else { Nanos::from_micros(100) };
+            client.next = client.clockwork.next(now + pause);
+        }
+    }
+
+    fn cancel_due(&mut self) {
+        let now = self.now;
+        let due: Vec<RequestId> =
+            self.cancels.iter().filter(|(at, _)| *at <= now).map(|(_, request)| *request).collect();
+        if due.is_empty() {
+            return;
+        }
+        self.cancels.retain(|(at, _)| *at > now);
+        for request in due {
+            self.feed(Event::Cancel { request });
+        }
+    }
+
+    fn clients_due(&mut self) {
+        for client in 0..self.clients.len() {
+            while let Some(at) = self.clients[client].next
+                && at <= self.now
+                && at < self.end
+            {
+                let state = &mut self.clients[client];
+                state.next =
+                    if state.clockwork.is_closed() { None } else { state.clockwork.next(at) };
+                if self.scenario.clients[client].one_outstanding && state.outstanding > 0 {
+                    state.skipped += 1;
+                } else {
+                    self.ask(client);
+                }
+            }
+        }
+    }
+
+    fn ask(&mut self, client: usize) {
+        let now = self.now;
+        let spec = &self.scenario.clients[client];
+        let (class, priority, cancel_percent) = (spec.class, spec.priority, spec.cancel_percent);
+        let deadline = spec.deadline_ms.map_or(Nanos::MAX, |ms| now + Nanos((ms * 1e6) as u64));
+        let model = self.models.iter().position(|model| model.name == spec.model).unwrap_or(0);
+        let Some(request) = self.core.next_request_id() else {
+            self.outcome.dropped += 1;
+            return;
+        };
+        let state = &mut self.clients[client];
+        state.outstanding += 1;
+        if u64::from(cancel_percent) > state.cancels.below(100) {
+            let after = Nanos(state.cancels.below(20_000_000));
+            self.cancels.push((now + after, request));
+        }
+        if request.slot() >= self.live.len() {
+            self.live.resize(request.slot() + 1, None);
+        }
+        self.rt_waiting += usize::from(class == Class::RealTime);
+        let live =
+            Live { id: request, client, model, class, arrived: now, task: None, launched: false };
+        self.live[request.slot()] = Some(live);
+        if let Some(checker) = &mut self.checker {
+            checker.arrived(now, request, model, class, priority, deadline);
+        }
+        self.note(format_args!("ask {client} {}", request.order()));
+        let model = ModelId(model as u32);
+        self.feed(Event::Arrival { request, model, class, priority, deadline });
+        if let Some(checker) = &mut self.checker {
+            let waiting = self.core.load_of(model).0;
+            checker.queue_length(now, waiting, self.scenario.queue_capacity + self.streams);
+        }
+    }
+
+    fn into_outcome(mut self) -> Outcome {
+        let mut outcome = self.outcome;
+        for stream in 0..self.streams {
+            let work = self.gpu.work(stream);
+            if self.rt_streams.contains(&stream) {
+                outcome.rt_work += work.used;
+            } else {
+                outcome.be_work.0 += work.used;
+                outcome.be_work.1 += work.redone;
+            }
+        }
+        outcome.seconds = self.scenario.seconds;
+        outcome.dropped += self.clients.iter().map(|client| client.skipped).sum::<u64>();
+        if let Some(checker) = &mut self.checker {
+            outcome.violations = checker.finish(self.now);
+        }
+        outcome
+    }
+}
+
+/// Restores that skip the block they should begin at.
+#[derive(Debug)]
+struct BrokenRestore(Box<dyn Policy>);
+
+impl Policy for BrokenRestore {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn rules(&self) -> Rules {
+        self.0.rules()
+    }
+
+    fn restore(&self, left: Left) -> runtime::policy::Progress {
+        let right = self.0.restore(left);
+        runtime::policy::Progress { tile: right.tile + 1, ..right }
+    }
+}

@@ -1,0 +1,175 @@
+//! From a scenario to a world at time zero.
+
+use std::sync::Arc;
+
+use base::{Nanos, Random};
+use device::sim::{Gpu, ModelProfile, ProfileSet, StreamOptions};
+use model::config::Class;
+use runtime::core::{Core, CoreOptions, Event, ModelId, QueueLayout, RealTimeOrder};
+use runtime::policy::padding::Room;
+use runtime::policy::{NAMES, Policy, Streams, by_name};
+
+use super::{BrokenRestore, ClientState, Outcome, PlantedBug, World, WorldOptions};
+use crate::arrival::Clockwork;
+use crate::checker::{Checker, Limits};
+use crate::scenario::{Scenario, ScenarioError};
+
+/// A segment that is not heard of for so long means a reset.
+const WATCHDOG: Nanos = Nanos::from_millis(5_000);
+
+impl World {
+    /// A world at time zero.
+    pub fn new(scenario: &Scenario, options: WorldOptions) -> Result<World, ScenarioError> {
+        World::with_profiles(scenario, &scenario.profiles()?, options)
+    }
+
+    /// A world at time zero on profiles of the caller's.
+    pub fn with_profiles(
+        scenario: &Scenario,
+        set: &ProfileSet,
+        options: WorldOptions,
+    ) -> Result<World, ScenarioError> {
+        let models: Vec<Arc<ModelProfile>> = set.models.iter().cloned().map(Arc::new).collect();
+        for client in &scenario.clients {
+            if set.model(&client.model).is_none() {
+                let known = models.iter().map(|model| model.name.as_str()).collect::<Vec<_>>();
+                return Err(ScenarioError::Unknown {
+                    kind: "model",
+                    name: client.model.clone(),
+                    known: known.join(", "),
+                });
+            }
+        }
+        let policy = policy_of(scenario, set.gpu.queue_capacity, options)?;
+        let rules = policy.rules();
+        let layout = layout(scenario, rules.streams);
+        let streams = layout.shared + layout.real_time + layout.best_effort;
+        let rt_streams = layout.shared..layout.shared + layout.real_time;
+        let stream = |index: usize| StreamOptions {
+            high_priority: rules.high_priority && rt_streams.contains(&index),
+            capacity: 1,
+        };
+        let opened: Vec<StreamOptions> = (0..streams).map(stream).collect();
+        let mut gpu = Gpu::new(set.gpu.clone(), models.clone(), &opened, scenario.device_faults());
+        if options.spans {
+            gpu.record_spans();
+        }
+        // Where all models fit they are there from the start; elsewhere they come and go.
+        let weights: u64 = set.models.iter().map(|model| model.weight_bytes).sum();
+        let managed = weights > set.gpu.memory_bytes;
+        let core = core_of(scenario, &set.gpu, layout, policy, options, managed);
+        let limits = Limits::new(scenario, set, &rules, rt_streams.clone(), streams, WATCHDOG);
+        let mut world = World {
+            core,
+            gpu,
+            rules,
+            clients: clients_of(scenario),
+            checker: options.check.then(|| Checker::new(limits, models.len(), managed)),
+            scenario: scenario.clone(),
+            options,
+            models,
+            live: Vec::new(),
+            cancels: Vec::new(),
+            now: Nanos::ZERO,
+            end: Nanos((scenario.seconds * 1e9) as u64),
+            rt_streams,
+            streams,
+            rt_waiting: 0,
+            episode: None,
+            actions: Vec::new(),
+            outcome: Outcome::default(),
+        };
+        world.add_models();
+        Ok(world)
+    }
+
+    fn add_models(&mut self) {
+        for (index, profile) in self.models.clone().iter().enumerate() {
+            let model = ModelId(index as u32);
+            let steps = profile.kernels.len();
+            let queue_capacity = self.scenario.queue_capacity;
+            self.feed(Event::ModelAdded { model, steps, queue_capacity });
+            let kernels = Arc::from(profile.kernels.as_slice());
+            let weight_bytes = profile.weight_bytes;
+            self.feed(Event::ModelProfiled { model, kernels, weight_bytes });
+        }
+    }
+}
+
+fn policy_of(
+    scenario: &Scenario,
+    queue_capacity: usize,
+    options: WorldOptions,
+) -> Result<Box<dyn Policy>, ScenarioError> {
+    let policy =
+        by_name(&scenario.policy, queue_capacity).ok_or_else(|| ScenarioError::Unknown {
+            kind: "policy",
+            name: scenario.policy.clone(),
+            known: NAMES.join(", "),
+        })?;
+    Ok(match options.planted {
+        Some(PlantedBug::Restore) => Box::new(BrokenRestore(policy)),
+        _ => policy,
+    })
+}
+
+fn layout(scenario: &Scenario, streams: Streams) -> QueueLayout {
+    let of = |class| scenario.clients.iter().filter(|client| client.class == class).count();
+    let best_effort = match scenario.best_effort_streams {
+        0 => of(Class::BestEffort).clamp(1, 16),
+        count => count,
+    };
+    let real_time = of(Class::RealTime).clamp(1, 16);
+    match streams {
+        Streams::One => QueueLayout { shared: 1, real_time: 0, best_effort: 0 },
+        Streams::Split => QueueLayout { shared: 0, real_time: 1, best_effort },
+        Streams::Many => QueueLayout { shared: 0, real_time, best_effort },
+    }
+}
+
+fn core_of(
+    scenario: &Scenario,
+    gpu: &device::sim::GpuProfile,
+    queues: QueueLayout,
+    policy: Box<dyn Policy>,
+    options: WorldOptions,
+    managed: bool,
+) -> Core {
+    let planted = |bug| options.planted == Some(bug);
+    let sms = if planted(PlantedBug::Budget) { gpu.sms * 2 } else { gpu.sms };
+    let real_time_order = match planted(PlantedBug::EarliestDeadline) {
+        true => RealTimeOrder::Fifo,
+        false => scenario.order(),
+    };
+    let core = CoreOptions {
+        queues,
+        max_requests: 65_536,
+        best_effort_share_percent: scenario.best_effort_share_percent,
+        best_effort_slice: Nanos::from_millis(10),
+        real_time_order,
+        copies: true,
+        memory_bytes: managed.then_some(gpu.memory_bytes),
+        watchdog: Some(WATCHDOG),
+        room: Room {
+            sms,
+            gap: Nanos(gpu.gap_ns),
+            inside_tile: gpu.preemption() == device::PreemptionLevel::InsideTile,
+        },
+    };
+    Core::with_policy(core, policy)
+}
+
+fn clients_of(scenario: &Scenario) -> Vec<ClientState> {
+    let mut seeds = Random::new(scenario.seed);
+    let mut client = |spec: &crate::scenario::Client| {
+        let mut clockwork = Clockwork::new(spec.arrival.clone(), seeds.next_u64());
+        ClientState {
+            next: clockwork.next(Nanos::ZERO),
+            clockwork,
+            outstanding: 0,
+            skipped: 0,
+            cancels: Random::new(seeds.next_u64()),
+        }
+    };
+    scenario.clients.iter().map(&mut client).collect()
+}

@@ -1,0 +1,88 @@
+//! A thousand random scenarios with silent checkers, and planted bugs that must not stay silent.
+
+use bench::random;
+use bench::scenario::Scenario;
+use bench::world::{Outcome, PlantedBug, World, WorldOptions};
+
+fn run(seed: u64, policy: Option<&str>, options: WorldOptions) -> Outcome {
+    let (mut scenario, set) = random::scenario(seed);
+    if let Some(policy) = policy {
+        scenario.policy = policy.to_string();
+    }
+    World::with_profiles(&scenario, &set, options).unwrap().finish()
+}
+
+const CHECKED: WorldOptions =
+    WorldOptions { check: true, trace: false, spans: false, planted: None };
+
+#[test]
+fn a_thousand_random_scenarios_keep_every_promise() {
+    let mut answered = 0;
+    let mut bad = Vec::new();
+    for seed in 0..1_000 {
+        let outcome = run(seed, None, CHECKED);
+        answered += outcome.rt_in_time + outcome.be_in_time;
+        if !outcome.violations.is_empty() {
+            let (scenario, set) = random::scenario(seed);
+            let faults =
+                scenario.faults.iter().map(|f| format!("{:?}", f.kind)).collect::<Vec<_>>();
+            bad.push(format!(
+                "seed {seed} {} level {} kills {} {faults:?}: {}",
+                scenario.policy, set.gpu.level, set.gpu.kills, outcome.violations[0]
+            ));
+        }
+    }
+    assert!(answered > 100_000, "the scenarios do little: {answered} answers");
+    assert!(bad.is_empty(), "{} of 1000:\n{}", bad.len(), bad[..bad.len().min(12)].join("\n"));
+}
+
+/// How many of the first hundred scenarios a planted bug is found in.
+fn found(bug: PlantedBug, policy: Option<&str>, word: &str) -> usize {
+    let options = WorldOptions { planted: Some(bug), ..CHECKED };
+    let caught = |seed: &u64| {
+        let outcome = run(*seed, policy, options);
+        outcome.violations.iter().any(|violation| violation.contains(word))
+    };
+    (0..100).filter(caught).count()
+}
+
+#[test]
+fn planted_bugs_are_found() {
+    assert!(found(PlantedBug::Restore, Some("atoll"), "wrong output") > 20);
+    assert!(found(PlantedBug::Restore, Some("reef"), "wrong output") > 20);
+    assert!(found(PlantedBug::Budget, Some("atoll"), "multiprocessors") > 5);
+    assert!(found(PlantedBug::ExactlyOnce, None, "twice") > 20);
+    assert!(found(PlantedBug::EarliestDeadline, None, "overtook") > 5);
+}
+
+#[test]
+fn the_same_seed_gives_the_same_trace() {
+    let options = WorldOptions { trace: true, ..CHECKED };
+    for seed in 0..20 {
+        let (first, second) = (run(seed, None, options), run(seed, None, options));
+        assert!(first.trace.len() > 1_000, "seed {seed}: {} bytes", first.trace.len());
+        assert_eq!(first.trace, second.trace, "seed {seed}");
+    }
+}
+
+#[test]
+fn best_effort_gets_its_share_under_saturating_real_time() {
+    for policy in ["atoll", "reef", "reef_n"] {
+        let work = |share: u32| {
+            let text = format!(
+                "policy = '{policy}'\nseconds = 2.0\nbest_effort_share_percent = {share}\n
+                [[clients]]\nname = 'rt'\nmodel = 'inceptionv3'\nclass = 'real_time'
+                arrival = {{ kind = 'uniform', rate = 200.0 }}\n
+                [[clients]]\nname = 'be'\nmodel = 'resnet152'\nclass = 'best_effort'
+                arrival = {{ kind = 'closed_loop' }}"
+            );
+            let scenario: Scenario = toml::from_str(&text).unwrap();
+            let outcome = bench::world::run(&scenario, CHECKED).unwrap();
+            assert_eq!(outcome.violations, Vec::<String>::new(), "{policy}");
+            outcome.be_in_time
+        };
+        let (without, with) = (work(0), work(30));
+        // 30 % of two seconds are room for 44 requests of 13.6 ms.
+        assert!(with >= 30 && with > without, "{policy}: {without} without, {with} with a share");
+    }
+}

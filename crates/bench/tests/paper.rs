@@ -1,0 +1,59 @@
+//! The shape of REEF's evaluation on the MI50-like GPU, and Atoll beside it.
+
+use bench::disb::{self, DisbOptions};
+use bench::preemption;
+use bench::report::{Report, table};
+
+fn compare(workload: &str) -> Vec<Report> {
+    let options = DisbOptions { gpu: "mi50".into(), seconds: 2.0, seed: 1, scaled: false };
+    let scenario = disb::workload(workload, &options).unwrap();
+    let policies = runtime::policy::NAMES.map(str::to_string);
+    let reports = disb::compare(workload, &scenario, &policies).unwrap();
+    print!("{}", table(&reports));
+    reports
+}
+
+fn of<'a>(reports: &'a [Report], policy: &str) -> &'a Report {
+    reports.iter().find(|report| report.policy == policy).unwrap()
+}
+
+#[test]
+fn the_papers_shape_holds_and_atoll_is_no_worse() {
+    let mut broken = Vec::new();
+    // D and E have the same shape and take longer; `atoll bench disb` runs all.
+    for workload in ["A", "B", "C"] {
+        let reports = compare(workload);
+        let mut expect = |holds: bool, what: &str| {
+            if !holds {
+                broken.push(format!("{workload}: {what}"));
+            }
+        };
+        let increase = |policy| of(&reports, policy).rt_increase_pct;
+        expect(increase("reef") < 2.0, "reef stays under 2 %");
+        expect(increase("sequential") > 10.0, "waiting for a whole task costs");
+        expect(increase("free_streams") > 10.0, "sharing freely costs");
+        let (atoll, reef) = (of(&reports, "atoll"), of(&reports, "reef"));
+        expect(atoll.rt_increase_pct <= reef.rt_increase_pct, "atoll costs no more than reef");
+        expect(atoll.throughput_rps >= reef.throughput_rps, "atoll does more than reef");
+        expect(atoll.be_redone_pct <= reef.be_redone_pct / 4.0, "atoll redoes less than a quarter");
+        let gain = reef.throughput_rps / of(&reports, "rt_only").throughput_rps;
+        expect(!["A", "C"].contains(&workload) || gain >= 1.4, "reef gains 1.4 on A and C");
+    }
+    assert!(broken.is_empty(), "{broken:#?}");
+}
+
+#[test]
+fn resets_are_flat_and_waits_grow_with_the_work() {
+    let points = preemption::by_shape().unwrap();
+    for point in &points {
+        println!("{point:?}");
+        assert!(point.reef_us < 40.0 && point.atoll_us < point.reef_us, "{point:?}");
+    }
+    // By the number of kernels, then by their length.
+    assert!(points[..5].windows(2).all(|pair| pair[0].wait_us < pair[1].wait_us), "{points:?}");
+    assert!(points[5].wait_us < points[8].wait_us, "{points:?}");
+    for point in preemption::by_model().unwrap() {
+        println!("{point:?}");
+        assert!(point.reef_us < 40.0 && point.wait_us > 3.0 * point.reef_us, "{point:?}");
+    }
+}

@@ -1,0 +1,111 @@
+//! What a step of the core and a choice of padding cost.
+
+use std::hint::black_box;
+use std::sync::Arc;
+
+use base::{Nanos, Random};
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use device::sim::{KernelProfile, builtin};
+use model::config::Class;
+use runtime::core::{Action, Core, CoreOptions, Event, ModelId, QueueLayout};
+use runtime::policy::padding::{self, Candidate, Host, Room, Slowdowns};
+use runtime::policy::{Left, PaddingRules};
+
+const MODELS: u32 = 64;
+
+/// A core with so many requests waiting, kept at that number.
+struct Loaded {
+    core: Core,
+    random: Random,
+    now: Nanos,
+    actions: Vec<Action>,
+}
+
+impl Loaded {
+    fn new(waiting: usize) -> Loaded {
+        let queues = QueueLayout { shared: 0, real_time: 1, best_effort: 4 };
+        let mut core = Core::new(CoreOptions { queues, ..CoreOptions::default() });
+        let mut actions = Vec::new();
+        let kernels: Arc<[KernelProfile]> = builtin::mi50().models[2].kernels.as_slice().into();
+        for model in (0..MODELS).map(ModelId) {
+            let added = Event::ModelAdded { model, steps: kernels.len(), queue_capacity: 65_536 };
+            core.step(Nanos::ZERO, added, &mut actions);
+            let (kernels, weight_bytes) = (kernels.clone(), 0);
+            let profiled = Event::ModelProfiled { model, kernels, weight_bytes };
+            core.step(Nanos::ZERO, profiled, &mut actions);
+        }
+        let mut loaded = Loaded { core, random: Random::new(1), now: Nanos::ZERO, actions };
+        (0..waiting).for_each(|_| loaded.arrive());
+        loaded
+    }
+
+    fn arrive(&mut self) {
+        self.now += Nanos(1_000);
+        let request = self.core.next_request_id().expect("below the bound");
+        let model = ModelId(self.random.below(u64::from(MODELS)) as u32);
+        let class = [Class::RealTime, Class::BestEffort][self.random.below(2) as usize];
+        let deadline = self.now + Nanos(1_000_000_000_000 + self.random.below(1_000_000_000));
+        let arrival = Event::Arrival { request, model, class, priority: 1, deadline };
+        self.feed(arrival);
+    }
+
+    fn feed(&mut self, event: Event) {
+        self.core.step(self.now, event, &mut self.actions);
+        let mut left = Vec::new();
+        for action in self.actions.drain(..) {
+            if let Action::Preempt { queue, .. } = action {
+                left.push(Event::SegmentLeft { queue, left: Left::before(1), busy: Nanos(500) });
+            }
+        }
+        left.into_iter().for_each(|event| self.feed(event));
+    }
+
+    /// One request comes and one ends: two steps, and as many wait as before.
+    fn turn(&mut self) {
+        self.arrive();
+        let queue = self.random.below(5) as usize;
+        self.feed(Event::SegmentDone { queue, busy: Nanos(1_000) });
+    }
+}
+
+fn steps(c: &mut Criterion) {
+    let mut group = c.benchmark_group("core_steps");
+    group.throughput(Throughput::Elements(2));
+    for waiting in [100, 1_000, 10_000] {
+        let mut loaded = Loaded::new(waiting);
+        group.bench_function(BenchmarkId::from_parameter(waiting), |b| b.iter(|| loaded.turn()));
+    }
+    group.finish();
+}
+
+fn selection(c: &mut Criterion) {
+    let set = builtin::mi50();
+    let mut slowdowns = Slowdowns::default();
+    slowdowns.ensure(0, set.models[2].kernels.len());
+    let candidates: Vec<Candidate> = (0..10)
+        .map(|queue| Candidate {
+            queue,
+            model: queue,
+            kernel: set.models[queue % 5].kernels[queue * 3],
+            taken: 4,
+        })
+        .collect();
+    let room = Room { sms: 60, gap: Nanos(1_000), inside_tile: true };
+    let mut grants = Vec::with_capacity(10);
+    for (name, rules) in [("atoll", PaddingRules::ATOLL), ("reef", PaddingRules::REEF)] {
+        let mut step = 0;
+        c.bench_function(&format!("padding_10_candidates/{name}"), |b| {
+            b.iter(|| {
+                grants.clear();
+                step = (step + 1) % 50;
+                let kernels = &set.models[2].kernels;
+                let host = Host { model: 0, kernels, step, elapsed: Nanos::ZERO };
+                padding::select(rules, room, host, &candidates, &slowdowns, &mut grants);
+                black_box(&grants);
+            });
+        });
+    }
+}
+
+criterion_group!(benches, steps, selection);
+criterion_main!(benches);
