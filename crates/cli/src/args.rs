@@ -39,6 +39,10 @@ pub(crate) enum Command {
     Run(RunArgs),
     /// List the models of a repository and of the registry
     Models(ModelsArgs),
+    /// Run a scenario in virtual time, with checkers
+    Sim(crate::sim_command::SimArgs),
+    /// Run published experiments, every policy side by side
+    Bench(crate::bench_command::BenchArgs),
     /// Print a completion script for a shell
     Completions {
         /// The shell

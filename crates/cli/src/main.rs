@@ -1,6 +1,7 @@
 //! The `atoll` binary: puts the parts together, and nothing else.
 
 mod args;
+mod bench_command;
 mod binding;
 mod check_command;
 mod demo_command;
@@ -11,6 +12,7 @@ mod models_command;
 mod npy;
 mod run_command;
 mod serve_command;
+mod sim_command;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -36,6 +38,8 @@ fn run(command: Command) -> Result<(), Failure> {
         Command::Models(args) => models_command::run(&args),
         Command::Serve(args) => serve_command::run(&args),
         Command::Demo(args) => demo_command::run(&args),
+        Command::Sim(args) => sim_command::run(&args),
+        Command::Bench(args) => bench_command::run(&args),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "atoll", &mut std::io::stdout());
             Ok(())

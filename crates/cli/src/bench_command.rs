@@ -1,0 +1,223 @@
+//! `atoll bench`: published experiments, side by side.
+
+use std::path::PathBuf;
+
+use bench::disb::{self, DisbOptions};
+use bench::plot::{self, Chart};
+use bench::report::{Report, table};
+use bench::{batching, preemption};
+use clap::{Args, Subcommand};
+use runtime::policy::NAMES;
+
+use crate::failure::Failure;
+use crate::sim_command::write;
+
+#[derive(Clone, Debug, Args)]
+pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    pub(crate) which: Which,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+pub(crate) enum Which {
+    /// DISB: real-time latency and overall throughput of every execution policy
+    Disb(DisbArgs),
+    /// How long preemption takes, by model and by shape of the work
+    Preemption {
+        /// Print as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Batching policies: Nexus's drop curves and Ebird's step load
+    Batching {
+        /// Print as JSON
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  atoll bench disb --device sim --workload A --policy ALL --json
+  atoll bench disb --device sim --workload ALL --policy ALL --plot out.svg
+  atoll bench disb --device sim --workload REAL --trace REAL.json --policy atoll
+  atoll bench disb --device sim --gpu h200 --scaled --workload C --policy ALL")]
+pub(crate) struct DisbArgs {
+    /// Device: sim
+    #[arg(long, default_value = "sim")]
+    pub(crate) device: String,
+
+    /// A, B, C, D, E, REAL or ALL
+    #[arg(long, default_value = "ALL")]
+    pub(crate) workload: String,
+
+    /// An execution policy, or ALL
+    #[arg(long, default_value = "ALL")]
+    pub(crate) policy: String,
+
+    /// GPU of the simulation: mi50, h200, or a profile file in JSON
+    #[arg(long, default_value = "mi50")]
+    pub(crate) gpu: String,
+
+    /// Seconds of each workload
+    #[arg(long, default_value_t = 60.0)]
+    pub(crate) seconds: f64,
+
+    /// Seed of random arrivals
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+
+    /// Raise the rates so that real time alone uses as much of this GPU as it used of the paper's
+    #[arg(long)]
+    pub(crate) scaled: bool,
+
+    /// DISB's REAL workload in its own JSON
+    #[arg(long, env = "ATOLL_DISB_REAL", value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
+
+    /// Print as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    /// Draw latency, throughput and preemption as bars
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) plot: Option<PathBuf>,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
+    match &args.which {
+        Which::Disb(args) => run_disb(args),
+        Which::Preemption { json } => run_preemption(*json),
+        Which::Batching { json } => run_batching(*json),
+    }
+}
+
+fn run_disb(args: &DisbArgs) -> Result<(), Failure> {
+    if args.device != "sim" {
+        return Err(Failure::usage(format!("--device {}: only sim runs this", args.device)));
+    }
+    let policies: Vec<String> = match args.policy.as_str() {
+        "ALL" => NAMES.map(str::to_string).into(),
+        one => vec![one.to_string()],
+    };
+    let mut workloads: Vec<&str> = match args.workload.as_str() {
+        "ALL" => disb::WORKLOADS.into(),
+        one => vec![one],
+    };
+    if args.workload == "ALL" && args.trace.is_some() {
+        workloads.push("REAL");
+    }
+    let mut reports = Vec::new();
+    for workload in workloads {
+        let scenario = scenario(args, workload)?;
+        reports.extend(disb::compare(workload, &scenario, &policies).map_err(Failure::usage)?);
+    }
+    if let Some(path) = &args.plot {
+        write(path, &plot::svg(&charts(&reports)))?;
+    }
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&reports).map_err(Failure::failed)?);
+    } else {
+        print!("{}", table(&reports));
+    }
+    Ok(())
+}
+
+fn scenario(args: &DisbArgs, workload: &str) -> Result<bench::scenario::Scenario, Failure> {
+    let (gpu, seed, scaled) = (args.gpu.clone(), args.seed, args.scaled);
+    let options = DisbOptions { gpu, seconds: args.seconds, seed, scaled };
+    if workload == "REAL" {
+        let path = args.trace.as_ref().ok_or_else(|| {
+            Failure::usage("REAL is read from DISB's own file: give it with --trace")
+        })?;
+        return disb::read(path, workload, &options).map_err(Failure::usage);
+    }
+    disb::workload(workload, &options).ok_or_else(|| {
+        Failure::usage(format!(
+            "there is no workload '{workload}'; known: A, B, C, D, E, REAL, ALL"
+        ))
+    })
+}
+
+fn charts(reports: &[Report]) -> Vec<Chart> {
+    let distinct = |name: fn(&Report) -> &String| {
+        let mut names: Vec<String> = Vec::new();
+        for report in reports {
+            if !names.contains(name(report)) {
+                names.push(name(report).clone());
+            }
+        }
+        names
+    };
+    let (groups, policies) = (distinct(|r| &r.workload), distinct(|r| &r.policy));
+    let chart = |title: &str, unit: &str, value: fn(&Report) -> f64| {
+        let of = |policy: &String| {
+            let mine = reports.iter().filter(|report| report.policy == *policy);
+            (policy.clone(), mine.map(value).collect())
+        };
+        Chart {
+            title: title.to_string(),
+            unit: unit.to_string(),
+            groups: groups.clone(),
+            bars: policies.iter().map(of).collect(),
+        }
+    };
+    vec![
+        chart("Mean real-time latency", "ms", |r| r.rt_mean_us / 1e3),
+        chart("Overall throughput", "requests/s", |r| r.throughput_rps),
+        chart("Preemption, median", "us", |r| r.preempt_p50_us),
+    ]
+}
+
+fn run_preemption(json: bool) -> Result<(), Failure> {
+    let models = preemption::by_model().map_err(Failure::failed)?;
+    let shapes = preemption::by_shape().map_err(Failure::failed)?;
+    if json {
+        println!("{:#}", serde_json::json!({ "by_model": models, "by_shape": shapes }));
+        return Ok(());
+    }
+    println!(
+        "{:<24}{:>10}{:>10}{:>10}{:>10}",
+        "preempted, mean us", "atoll", "reef", "reef_n", "wait"
+    );
+    for point in models.iter().chain(&shapes) {
+        let (name, atoll, reef) = (&point.preempted, point.atoll_us, point.reef_us);
+        println!("{name:<24}{atoll:>10}{reef:>10}{:>10}{:>10}", point.reef_n_us, point.wait_us);
+    }
+    Ok(())
+}
+
+fn run_batching(json: bool) -> Result<(), Failure> {
+    let (drops, steps) = (batching::nexus(20_000), batching::ebird());
+    if json {
+        println!("{:#}", serde_json::json!({ "nexus": drops, "ebird": steps }));
+        return Ok(());
+    }
+    println!(
+        "Nexus: objective 100 ms, optimum 500/s; share not answered in time at 450/s, and the"
+    );
+    println!("highest rate of which 99 % is answered in time");
+    println!(
+        "{:>9}{:>10}{:>12}{:>12}{:>9}{:>9}{:>10}",
+        "alpha ms", "arrivals", "lazy bad %", "early bad %", "lazy/s", "early/s", "deferred/s"
+    );
+    for p in &drops {
+        println!(
+            "{:>9}{:>10}{:>12}{:>12}{:>9}{:>9}{:>10}",
+            p.alpha_ms,
+            p.arrivals,
+            p.lazy_bad_pct,
+            p.early_bad_pct,
+            p.lazy_rps,
+            p.early_rps,
+            p.deferred_rps
+        );
+    }
+    println!("\nEbird: 150 requests 10 ms apart, then 250 requests 0.25 ms apart; mean latency");
+    println!("{:<14}{:>10}{:>10}", "policy", "slow ms", "fast ms");
+    for row in &steps {
+        println!("{:<14}{:>10}{:>10}", row.policy, row.slow_ms, row.fast_ms);
+    }
+    Ok(())
+}

@@ -1,0 +1,95 @@
+//! `atoll sim`: a scenario in virtual time, with checkers.
+
+use std::path::PathBuf;
+
+use base::Nanos;
+use bench::report::{Report, table};
+use bench::scenario::Scenario;
+use bench::timeline;
+use bench::world::{self, World, WorldOptions};
+use clap::Args;
+
+use crate::failure::Failure;
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  atoll sim scenarios/two_classes.toml
+  atoll sim scenarios/two_classes.toml --policy reef --seed 7 --json
+  atoll sim scenarios/faults.toml --timeline out.svg --from-ms 10 --to-ms 30
+
+Exit code 1 when a checker finds a broken promise.")]
+pub(crate) struct SimArgs {
+    /// The scenario, a TOML file
+    pub(crate) scenario: PathBuf,
+
+    /// Seed instead of the scenario's
+    #[arg(long)]
+    pub(crate) seed: Option<u64>,
+
+    /// Execution policy instead of the scenario's
+    #[arg(long)]
+    pub(crate) policy: Option<String>,
+
+    /// Print as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    /// Write every event and action to this file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
+
+    /// Draw a timeline of the device
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) timeline: Option<PathBuf>,
+
+    /// Where the timeline begins
+    #[arg(long, default_value_t = 0.0)]
+    pub(crate) from_ms: f64,
+
+    /// Where the timeline ends
+    #[arg(long, default_value_t = 50.0)]
+    pub(crate) to_ms: f64,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &SimArgs) -> Result<(), Failure> {
+    let mut scenario = Scenario::read(&args.scenario).map_err(Failure::usage)?;
+    scenario.seed = args.seed.unwrap_or(scenario.seed);
+    if let Some(policy) = &args.policy {
+        scenario.policy.clone_from(policy);
+    }
+    let options = WorldOptions {
+        check: true,
+        trace: args.trace.is_some(),
+        spans: args.timeline.is_some(),
+        planted: None,
+    };
+    let alone = WorldOptions::default();
+    let alone = world::run(&scenario.real_time_alone(), alone).map_err(Failure::usage)?;
+    let world = World::new(&scenario, options).map_err(Failure::usage)?;
+    let (outcome, gpu, real_time) = world.finish_with_gpu();
+    let report = Report::new(&scenario.name, &scenario.policy, &outcome, &alone);
+    if let Some(path) = &args.trace {
+        write(path, &outcome.trace)?;
+    }
+    if let Some(path) = &args.timeline {
+        let at = |ms: f64| Nanos((ms * 1e6) as u64);
+        write(path, &timeline::svg(&gpu, &real_time, at(args.from_ms)..at(args.to_ms)))?;
+    }
+    if args.json {
+        let answer = serde_json::json!({ "report": report, "violations": outcome.violations });
+        println!("{answer:#}");
+    } else {
+        print!("{}", table(&[report]));
+        outcome.violations.iter().for_each(|violation| println!("broken promise at {violation}"));
+    }
+    match outcome.violations.len() {
+        0 => Ok(()),
+        count => Err(Failure::failed(format!("{count} promises were broken"))),
+    }
+}
+
+/// Writes a file a user asked for.
+pub(crate) fn write(path: &std::path::Path, text: &str) -> Result<(), Failure> {
+    std::fs::write(path, text).map_err(|err| Failure::failed(format!("{}: {err}", path.display())))
+}
