@@ -148,7 +148,7 @@ macro_rules! with_integer {
     }};
 }
 
-pub(crate) use {with_integer, with_type};
+pub(crate) use with_type;
 
 fn arithmetic(facts: &StepFacts, binary: Binary, dtype: DataType) -> Result<Kernel, String> {
     match binary {

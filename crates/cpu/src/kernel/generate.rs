@@ -3,7 +3,6 @@
 use model::DataType;
 use model::op::Op;
 use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 use super::binary::{Number, with_type};
 use super::cast::convert;

@@ -8,6 +8,7 @@ mod reshape;
 mod window;
 
 pub(crate) use permute::transposed;
+pub(crate) use reshape::reshaped;
 
 use model::op::Op;
 

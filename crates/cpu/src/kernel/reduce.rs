@@ -3,15 +3,14 @@
 mod fold;
 mod scan;
 
+pub(crate) use scan::with_full;
+
 use model::DataType;
 use model::op::{Op, Reduce, ReduceKind};
 use rten::BufferPool;
 
-use super::binary::with_type;
-use super::layout::transposed;
-use super::operand::{
-    dtype_of, is_half, one, optional_integers, resolve_axes, through_f32, widened,
-};
+use super::layout::{reshaped, transposed};
+use super::operand::{dtype_of, is_half, one, optional_integers, resolve_axes, through_f32};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::value::Value;
 
@@ -27,6 +26,9 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
                 _ if is_half(dtype) => {
                     let single = Kernel::new(move |context, inputs| run(context, inputs, reduce));
                     Ok(through_f32(dtype, single))
+                }
+                DataType::U8 | DataType::I8 | DataType::U16 | DataType::I16 if !extreme => {
+                    Err(no_kernel(facts))
                 }
                 _ if dtype.is_float() || dtype.is_integer() => {
                     Ok(Kernel::new(move |context, inputs| run(context, inputs, reduce)))
@@ -111,14 +113,17 @@ fn moved_to_end(pool: &BufferPool, value: &Value, axes: &[usize]) -> Middle {
 
 fn run(context: &Context, mut inputs: Inputs, reduce: Reduce) -> KernelResult {
     let Some(Reduced { axes, shape }) = reduced(&inputs, reduce)? else {
-        return noop(inputs, reduce.kind);
+        // Nothing is joined, but each element still goes through the function.
+        let value = inputs.get(0)?;
+        let count = value.shape().iter().product();
+        return fold::reduce(context, value, [count, 1, 1], reduce.kind, value.shape());
     };
     let value = inputs.get(0)?;
     match neighbours(value.shape(), &axes) {
         Some((outer, along, inner)) => {
             if along == 1 && matches!(reduce.kind, ReduceKind::Sum | ReduceKind::Mean) {
                 let value = inputs.take(0)?;
-                return one(super::layout::reshaped(value, &shape)?);
+                return one(reshaped(value, &shape)?);
             }
             fold::reduce(context, value, [outer, along, inner], reduce.kind, &shape)
         }
@@ -131,11 +136,6 @@ fn run(context: &Context, mut inputs: Inputs, reduce: Reduce) -> KernelResult {
     }
 }
 
-/// Without axes each element is reduced alone.
-fn noop(mut inputs: Inputs, _kind: ReduceKind) -> KernelResult {
-    one(inputs.take(0)?)
-}
-
 /// The extreme of booleans is that of their numbers.
 fn reduce_bool(context: &Context, inputs: Inputs, reduce: Reduce) -> KernelResult {
     let bytes = super::cast::convert(inputs.get(0)?, DataType::U8)?;
@@ -146,3 +146,6 @@ fn reduce_bool(context: &Context, inputs: Inputs, reduce: Reduce) -> KernelResul
     // An empty set has the lowest or highest byte.
     one(super::cast::convert(&reduced[0], DataType::Bool)?)
 }
+
+#[cfg(test)]
+mod tests;

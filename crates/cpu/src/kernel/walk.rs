@@ -31,6 +31,16 @@ pub(crate) fn in_weighted_pieces<T: Send>(
     weight: usize,
     body: impl Fn(usize, &mut [T]) + Sync,
 ) {
+    pieces(out, unit, weight, &body);
+}
+
+/// One copy of the parallel machinery per element type, whatever runs in it.
+fn pieces<T: Send>(
+    out: &mut [T],
+    unit: usize,
+    weight: usize,
+    body: &(dyn Fn(usize, &mut [T]) + Sync),
+) {
     let threads = rayon::current_num_threads();
     let work = out.len().saturating_mul(weight.max(1));
     if work < PARALLEL || threads == 1 || out.len() <= unit {
@@ -122,11 +132,6 @@ impl<const N: usize> Walk<N> {
         Walk { outer: merged, inner, inner_strides, base }
     }
 
-    /// Whether one operand is walked front to back in one run.
-    pub(crate) fn is_one_run(&self) -> bool {
-        self.outer.is_empty() && self.inner_strides.iter().all(|&stride| stride == 1)
-    }
-
     /// Calls `visit` with the position, the length and the operand offsets of every run of the
     /// innermost dimension within `start..end`.
     pub(crate) fn visit(
@@ -134,6 +139,16 @@ impl<const N: usize> Walk<N> {
         start: usize,
         end: usize,
         mut visit: impl FnMut(usize, usize, [usize; N]),
+    ) {
+        self.visit_runs(start, end, &mut visit);
+    }
+
+    /// One copy of the walk per number of operands, whatever is done on it.
+    fn visit_runs(
+        &self,
+        start: usize,
+        end: usize,
+        visit: &mut dyn FnMut(usize, usize, [usize; N]),
     ) {
         if start >= end {
             return;

@@ -4,7 +4,6 @@ use half::{bf16, f16};
 use model::DataType;
 use model::op::ScatterReduction;
 use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 use super::{element_offsets, tuple_offsets};
 use crate::kernel::binary::Number;

@@ -9,7 +9,7 @@ use crate::kernel::{Inputs, KernelResult};
 use crate::value::{Value, with_value};
 
 /// `value` under `shape`, which has as many elements.
-pub(super) fn reshaped(value: Value, shape: &[usize]) -> Result<Value, String> {
+pub(crate) fn reshaped(value: Value, shape: &[usize]) -> Result<Value, String> {
     let have: usize = value.shape().iter().product();
     if model::tensor::element_count(shape).ok() != Some(have) {
         return Err(format!("shape {:?} cannot become {shape:?}", value.shape()));

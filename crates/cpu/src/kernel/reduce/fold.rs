@@ -1,9 +1,11 @@
 //! The loops of reductions.
 
+use model::DataType;
 use model::op::ReduceKind;
 use rten_simd::{Isa, SimdOp};
 
 use crate::kernel::binary::Number;
+use crate::kernel::cast::convert;
 use crate::kernel::operand::{Element, filled, flat, one};
 use crate::kernel::walk::in_weighted_pieces;
 use crate::kernel::{Context, KernelResult};
@@ -31,17 +33,18 @@ pub(super) fn reduce(
         }};
     }
     match value {
-        Value::U8(tensor) => typed!(tensor),
-        Value::U16(tensor) => typed!(tensor),
         Value::U32(tensor) => typed!(tensor),
         Value::U64(tensor) => typed!(tensor),
-        Value::I8(tensor) => typed!(tensor),
-        Value::I16(tensor) => typed!(tensor),
         Value::I32(tensor) => typed!(tensor),
         Value::I64(tensor) => typed!(tensor),
         Value::F32(tensor) => typed!(tensor),
         Value::F64(tensor) => typed!(tensor),
-        other => Err(format!("{} cannot be reduced", other.dtype())),
+        // Narrow integers are reduced in a wider type; only their extremes exist, which fit back.
+        narrow => {
+            let wide = convert(narrow, DataType::I32)?;
+            let mut result = reduce(context, &wide, extents, kind, shape)?;
+            one(convert(&result.remove(0), narrow.dtype())?)
+        }
     }
 }
 

@@ -1,13 +1,12 @@
 //! Positions of extremes, and running sums.
 
 use model::op::ArgReduce;
-use rten_tensor::prelude::*;
 
 use crate::kernel::binary::Number;
 use crate::kernel::operand::{Element, around, flat, integer_scalar, one, resolve_axis, widened};
 use crate::kernel::walk::in_weighted_pieces;
 use crate::kernel::{Inputs, KernelResult};
-use crate::value::{Value, with_number};
+use crate::value::Value;
 
 /// Calls `$body` with the typed tensor in `$value`, half precision excluded.
 macro_rules! with_full {
