@@ -209,7 +209,7 @@ impl Job<'_> {
 
     /// Panels of the right operand that a task works on at a time.
     fn cached_panels(&self) -> usize {
-        let panel = self.depth.min(MAX_DEPTH).max(1) * tile::panel_width();
+        let panel = self.depth.clamp(1, MAX_DEPTH) * tile::panel_width();
         (CACHED_ELEMENTS / panel).max(1)
     }
 
