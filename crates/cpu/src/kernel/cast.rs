@@ -32,16 +32,20 @@ pub(crate) fn convert(value: &Value, to: DataType) -> Result<Value, String> {
             let bytes = Tensor::from_data(tensor.shape(), tensor.map(|&x| u8::from(x)).into_data());
             convert(&Value::U8(bytes), to)
         }
-        (value, DataType::Bool) => with_number!(value, tensor => {
-            let zero = Default::default();
-            let data = tensor.iter().map(|x| *x != zero).collect();
-            Ok(bool::wrap(tensor.shape(), data))
-        }, _ => Err("not a number".to_string())),
+        (value, DataType::Bool) => {
+            with_number!(value, tensor => Ok(truth(tensor)), _ => Err("not a number".to_string()))
+        }
         (value, DataType::String) => Ok(format(value)),
         (value, to) => {
             with_number!(value, tensor => number(tensor, to), _ => Err("not a number".to_string()))
         }
     }
+}
+
+/// Whether each element is other than zero.
+fn truth<T: Copy + Default + PartialEq>(tensor: &Tensor<T>) -> Value {
+    let data = tensor.iter().map(|x| *x != T::default()).collect();
+    bool::wrap(tensor.shape(), data)
 }
 
 /// A number type and its conversions to all others.
