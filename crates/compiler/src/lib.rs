@@ -1,1 +1,45 @@
 //! From the IR to a launch plan.
+
+pub mod lower;
+pub mod memory;
+
+use std::path::Path;
+
+use graph::{Evaluator, ExternalData, Graph, ImportError, Limits};
+use model::{LaunchPlan, PlanError};
+use thiserror::Error;
+
+pub use lower::lower;
+
+/// Why a model cannot be compiled.
+#[derive(Clone, Debug, PartialEq, Error)]
+pub enum CompileError {
+    /// The model cannot be imported.
+    #[error(transparent)]
+    Import(#[from] ImportError),
+    /// The graph gives no plan.
+    #[error("the graph gives no plan: {0}")]
+    Plan(#[from] PlanError),
+}
+
+/// Imports, optimises and lowers a serialized model without external weights.
+pub fn compile_onnx(
+    bytes: &[u8],
+    evaluator: Option<&dyn Evaluator>,
+) -> Result<LaunchPlan, CompileError> {
+    finish(graph::import(bytes, &ExternalData::none())?, evaluator)
+}
+
+/// Imports, optimises and lowers a model file. External weights must lie in its folder or below.
+pub fn compile_onnx_file(
+    path: &Path,
+    limits: &Limits,
+    evaluator: Option<&dyn Evaluator>,
+) -> Result<LaunchPlan, CompileError> {
+    finish(graph::import_file(path, limits)?, evaluator)
+}
+
+fn finish(mut graph: Graph, evaluator: Option<&dyn Evaluator>) -> Result<LaunchPlan, CompileError> {
+    graph::optimize(&mut graph, evaluator);
+    lower(&graph)
+}

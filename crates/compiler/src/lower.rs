@@ -1,0 +1,120 @@
+//! Graphs as launch plans.
+
+use graph::{Graph, SymDim};
+use model::{LaunchPlan, Step, ValueId, ValueInfo};
+
+use crate::CompileError;
+
+/// The plan that computes `graph`: values renumbered, steps in an order that keeps few values alive.
+pub fn lower(graph: &Graph) -> Result<LaunchPlan, CompileError> {
+    let order = order(graph);
+    let mut numbering =
+        Numbering { graph, plan: LaunchPlan::default(), ids: vec![None; graph.values.len()] };
+    for id in &graph.inputs {
+        let id = numbering.id(*id);
+        numbering.plan.inputs.push(id);
+    }
+    for index in order {
+        let node = &graph.nodes[index];
+        let mut map = |ids: &[Option<ValueId>]| -> Vec<Option<ValueId>> {
+            ids.iter().map(|id| id.map(|id| numbering.id(id))).collect()
+        };
+        let (inputs, outputs) = (map(&node.inputs), map(&node.outputs));
+        let step = Step {
+            name: node.name.clone(),
+            op: node.op.clone(),
+            inputs,
+            outputs,
+            last_uses: vec![],
+        };
+        numbering.plan.steps.push(step);
+    }
+    for id in &graph.outputs {
+        let id = numbering.id(*id);
+        numbering.plan.outputs.push(id);
+    }
+    let mut plan = numbering.plan;
+    plan.plan_lifetimes();
+    plan.check()?;
+    Ok(plan)
+}
+
+struct Numbering<'a> {
+    graph: &'a Graph,
+    plan: LaunchPlan,
+    ids: Vec<Option<ValueId>>,
+}
+
+impl Numbering<'_> {
+    fn id(&mut self, id: ValueId) -> ValueId {
+        if let Some(known) = self.ids[id.index()] {
+            return known;
+        }
+        let new = ValueId(self.plan.values.len() as u32);
+        self.ids[id.index()] = Some(new);
+        let value = self.graph.value(id);
+        self.plan.values.push(ValueInfo {
+            name: value.name.clone(),
+            dtype: value.dtype,
+            shape: value.shape.as_ref().map(|shape| shape.iter().map(Into::into).collect()),
+        });
+        if let Some(tensor) = self.graph.constant(id) {
+            self.plan.constants.push((new, tensor.clone()));
+        }
+        new
+    }
+}
+
+/// Depth first from the outputs: a value is computed shortly before its first reader, and of several
+/// operands the one that holds more is computed first, so that less waits while the others run.
+fn order(graph: &Graph) -> Vec<usize> {
+    let producers = graph.producers();
+    let needs = |index: usize| -> Vec<usize> {
+        let mut needed: Vec<usize> = graph.nodes[index]
+            .inputs
+            .iter()
+            .flatten()
+            .filter_map(|id| producers[id.index()])
+            .collect();
+        needed.dedup();
+        needed
+    };
+    let mut order = Vec::with_capacity(graph.nodes.len());
+    let mut placed = vec![false; graph.nodes.len()];
+    let mut stack: Vec<(usize, bool)> = Vec::new();
+    let roots = graph.outputs.iter().filter_map(|id| producers[id.index()]);
+    for root in roots.chain(0..graph.nodes.len()) {
+        stack.push((root, false));
+        while let Some((index, expanded)) = stack.pop() {
+            if placed[index] {
+                continue;
+            }
+            if expanded {
+                placed[index] = true;
+                order.push(index);
+                continue;
+            }
+            stack.push((index, true));
+            let mut needed = needs(index);
+            needed.retain(|other| !placed[*other]);
+            // The last pushed runs first: longest chains, that is latest in the file, go first.
+            needed.sort_by_key(|other| (weight(graph, *other), *other));
+            stack.extend(needed.into_iter().map(|other| (other, false)));
+        }
+    }
+    order
+}
+
+/// Bytes of a node's outputs as far as they are numbers; symbols count as one.
+fn weight(graph: &Graph, index: usize) -> u64 {
+    let one = |_: &str| Some(1);
+    let bytes = |id: &ValueId| -> Option<u64> {
+        let value = graph.value(*id);
+        let size = value.dtype.size_bytes()? as u64;
+        let dims = value.shape.as_ref()?.iter().map(|dim: &SymDim| {
+            dim.substitute(&one).fixed().and_then(|size| u64::try_from(size).ok())
+        });
+        dims.collect::<Option<Vec<u64>>>()?.into_iter().try_fold(size, u64::checked_mul)
+    };
+    graph.nodes[index].outputs.iter().flatten().filter_map(bytes).sum()
+}

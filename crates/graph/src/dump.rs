@@ -1,0 +1,48 @@
+//! Graphs as text, for people and for goldens.
+
+use std::fmt;
+
+use model::ValueId;
+
+use crate::dim::shape_text;
+use crate::ir::Graph;
+
+impl fmt::Display for Graph {
+    /// One line per input, node and output. Constants show up only where they are read.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for id in &self.inputs {
+            writeln!(f, "input {}", self.typed(*id))?;
+        }
+        for node in &self.nodes {
+            let outputs: Vec<String> =
+                node.outputs.iter().map(|id| id.map_or("-".into(), |id| self.typed(id))).collect();
+            let inputs: Vec<String> =
+                node.inputs.iter().map(|id| id.map_or("-".into(), |id| self.operand(id))).collect();
+            let op = format!("{:?}", node.op);
+            writeln!(f, "{} = {op}({})", outputs.join(", "), inputs.join(", "))?;
+        }
+        for id in &self.outputs {
+            writeln!(f, "output {}", self.typed(*id))?;
+        }
+        Ok(())
+    }
+}
+
+impl Graph {
+    fn typed(&self, id: ValueId) -> String {
+        let value = self.value(id);
+        format!("{}: {}{}", value.name, value.dtype, shape_text(value.shape.as_deref()))
+    }
+
+    fn operand(&self, id: ValueId) -> String {
+        let value = self.value(id);
+        if self.constant(id).is_none() {
+            return value.name.clone();
+        }
+        // Small whole numbers are shown themselves: they are axes, shapes and the like.
+        match &value.content {
+            Some(content) if content.len() <= 8 => shape_text(Some(content)),
+            _ => format!("const {}{}", value.dtype, shape_text(value.shape.as_deref())),
+        }
+    }
+}

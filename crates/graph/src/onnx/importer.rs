@@ -1,0 +1,404 @@
+//! The whole model: inputs, initializers, nodes in order, outputs.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use model::{DataType, ValueId};
+
+use super::attributes::Attributes;
+use super::context::{Context, MapError, Mapped};
+use super::external::ExternalData;
+use super::proto::{GraphProto, ModelProto, NodeProto, OperatorSet, TypeProto, ValueInfoProto};
+use super::tensor::{data_type, data_type_name, to_tensor};
+use super::{ImportError, Limits, MAX_OPSET, UnsupportedNode};
+use super::{
+    elementwise, function, index, layout, matrix, microsoft, nn, norm, order, quant, recurrent,
+    reduce, window,
+};
+use crate::dim::SymDim;
+use crate::infer::{Fact, describe};
+use crate::ir::Graph;
+
+/// Operator sets by domain.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Opsets(HashMap<String, i64>);
+
+fn canonical_domain(domain: &str) -> &str {
+    if domain.is_empty() { "ai.onnx" } else { domain }
+}
+
+impl Opsets {
+    pub fn new(list: &[OperatorSet]) -> Opsets {
+        let one = |set: &OperatorSet| (canonical_domain(&set.domain).to_string(), set.version);
+        Opsets(list.iter().map(one).collect())
+    }
+
+    /// The version in force; files older than the field use version 1.
+    pub fn version(&self, domain: &str) -> i64 {
+        self.0.get(canonical_domain(domain)).copied().unwrap_or(1)
+    }
+}
+
+/// A node with the operator sets it was written for.
+#[derive(Clone, Debug)]
+pub(crate) struct SourceNode {
+    pub proto: NodeProto,
+    pub opsets: Arc<Opsets>,
+    pub label: String,
+}
+
+impl SourceNode {
+    pub fn new(proto: NodeProto, opsets: Arc<Opsets>, index: usize) -> SourceNode {
+        let output = || proto.outputs.iter().find(|name| !name.is_empty());
+        let label = match (proto.name.as_str(), output()) {
+            ("", Some(output)) => output.clone(),
+            ("", None) => format!("{}_{index}", proto.op_type),
+            (name, _) => name.to_string(),
+        };
+        SourceNode { proto, opsets, label }
+    }
+}
+
+struct Importer<'a> {
+    graph: Graph,
+    names: HashMap<String, ValueId>,
+    /// Values behind a node that could not be mapped: what follows from them is no news.
+    poisoned: HashSet<ValueId>,
+    unsupported: Vec<UnsupportedNode>,
+    declared: HashMap<String, TypeProto>,
+    symbols: HashMap<String, String>,
+    taken: HashSet<String>,
+    fresh: usize,
+    external: &'a ExternalData,
+}
+
+pub(crate) fn run(
+    model: ModelProto,
+    external: &ExternalData,
+    limits: &Limits,
+) -> Result<Graph, ImportError> {
+    let opsets = Arc::new(Opsets::new(&model.opsets));
+    if opsets.version("") > MAX_OPSET {
+        let version = opsets.version("");
+        return Err(ImportError::Model(format!(
+            "the model uses opset {version}, the newest supported one is {MAX_OPSET}"
+        )));
+    }
+    let mut source =
+        model.graph.ok_or_else(|| ImportError::Model("the file has no graph".to_string()))?;
+    if source.sparse_initializers > 0 {
+        return Err(ImportError::Model("sparse initializers are not supported".to_string()));
+    }
+    let protos = std::mem::take(&mut source.nodes);
+    let nodes = function::expand(protos, model.functions, opsets, limits.nodes)?;
+    let mut importer = Importer {
+        graph: Graph { name: source.name.clone(), ..Graph::default() },
+        names: HashMap::new(),
+        poisoned: HashSet::new(),
+        unsupported: Vec::new(),
+        declared: HashMap::new(),
+        symbols: HashMap::new(),
+        taken: HashSet::from(["min".to_string(), "max".to_string()]),
+        fresh: 0,
+        external,
+    };
+    importer.define(&mut source)?;
+    let defined = importer.names.keys().cloned().collect();
+    let nodes = order::sort(nodes, &defined)?;
+    importer.map_all(&nodes, &source.outputs)?;
+    importer.finish(&source.outputs)
+}
+
+impl Importer<'_> {
+    fn define(&mut self, source: &mut GraphProto) -> Result<(), ImportError> {
+        for proto in std::mem::take(&mut source.initializers) {
+            let tensor = to_tensor(&proto, self.external)?;
+            let id = self.graph.add_constant(proto.name.clone(), tensor);
+            self.name(&proto.name, id)?;
+        }
+        for info in &source.inputs {
+            self.reserve_symbols(info);
+        }
+        for info in &source.inputs {
+            // Old files list initializers among the inputs: they are defaults nobody replaces.
+            if self.names.contains_key(&info.name) {
+                if self.graph.inputs.contains(&self.names[&info.name]) {
+                    return Err(ImportError::Duplicate { name: info.name.clone() });
+                }
+                continue;
+            }
+            let (fact, poisoned) = self.input_fact(info)?;
+            let id = self.graph.add_value(info.name.clone(), fact);
+            if poisoned {
+                self.poisoned.insert(id);
+            }
+            self.name(&info.name, id)?;
+            self.graph.inputs.push(id);
+        }
+        let infos = source.value_infos.iter().chain(&source.outputs);
+        self.declared = infos.map(|info| (info.name.clone(), info.kind.clone())).collect();
+        Ok(())
+    }
+
+    fn name(&mut self, name: &str, id: ValueId) -> Result<(), ImportError> {
+        if name.is_empty() {
+            return Err(ImportError::Model("an input or initializer has no name".to_string()));
+        }
+        match self.names.insert(name.to_string(), id) {
+            None => Ok(()),
+            Some(_) => Err(ImportError::Duplicate { name: name.to_string() }),
+        }
+    }
+
+    fn input_fact(&mut self, info: &ValueInfoProto) -> Result<(Fact, bool), ImportError> {
+        let bad = |reason: String| ImportError::Input { name: info.name.clone(), reason };
+        let Some(tensor) = &info.kind.tensor else {
+            let what = info.kind.other.unwrap_or("without a type");
+            self.note_input(info, format!("an input of the model is {what}"));
+            return Ok((Fact::new(DataType::F32, None), true));
+        };
+        let Some(dtype) = data_type(tensor.data_type) else {
+            let what = data_type_name(tensor.data_type);
+            self.note_input(info, format!("an input of the model is {what}"));
+            return Ok((Fact::new(DataType::F32, None), true));
+        };
+        let Some(shape) = &tensor.shape else { return Ok((Fact::new(dtype, None), false)) };
+        let mut dims = Vec::with_capacity(shape.dims.len());
+        for dim in &shape.dims {
+            dims.push(match dim.value {
+                Some(value) if value >= 0 => SymDim::Fixed(value),
+                _ if dim.param.is_empty() => self.fresh_symbol(),
+                _ => SymDim::symbol(&self.symbol(&dim.param)),
+            });
+        }
+        let sizes: Vec<usize> = dims.iter().filter_map(SymDim::size).collect();
+        model::tensor::element_count(&sizes).map_err(|error| bad(error.to_string()))?;
+        Ok((Fact::new(dtype, Some(dims)), false))
+    }
+
+    /// An input nothing can be made of. Reported with the nodes, since they say what for.
+    fn note_input(&mut self, info: &ValueInfoProto, reason: String) {
+        self.unsupported.push(UnsupportedNode {
+            node: info.name.clone(),
+            op_type: "input".to_string(),
+            domain: "ai.onnx".to_string(),
+            opset: 0,
+            inputs: String::new(),
+            reason: Some(reason),
+        });
+    }
+
+    fn reserve_symbols(&mut self, info: &ValueInfoProto) {
+        let shape = info.kind.tensor.as_ref().and_then(|tensor| tensor.shape.as_ref());
+        for dim in shape.iter().flat_map(|shape| &shape.dims) {
+            if !dim.param.is_empty() {
+                self.symbol(&dim.param);
+            }
+        }
+    }
+
+    /// The symbol for an ONNX dimension name: the same, as far as it can stand in an expression.
+    fn symbol(&mut self, param: &str) -> String {
+        if let Some(known) = self.symbols.get(param) {
+            return known.clone();
+        }
+        let plain =
+            |c: char| if c.is_ascii_alphanumeric() || c == '_' || c == '.' { c } else { '_' };
+        let mut name: String = param.chars().take(64).map(plain).collect();
+        if name.starts_with(|c: char| c.is_ascii_digit() || c == '.') || name.is_empty() {
+            name.insert(0, 'd');
+        }
+        let wanted = name.clone();
+        while !self.taken.insert(name.clone()) {
+            self.fresh += 1;
+            name = format!("{wanted}_{}", self.fresh);
+        }
+        self.symbols.insert(param.to_string(), name.clone());
+        name
+    }
+
+    fn fresh_symbol(&mut self) -> SymDim {
+        loop {
+            let name = format!("dim{}", self.fresh);
+            self.fresh += 1;
+            if self.taken.insert(name.clone()) {
+                return SymDim::symbol(&name);
+            }
+        }
+    }
+
+    fn map_all(
+        &mut self,
+        nodes: &[SourceNode],
+        outputs: &[ValueInfoProto],
+    ) -> Result<(), ImportError> {
+        let read = nodes.iter().flat_map(|node| &node.proto.inputs).cloned();
+        let read_names: HashSet<String> =
+            read.chain(outputs.iter().map(|info| info.name.clone())).collect();
+        for node in nodes {
+            self.map_node(node, &read_names)?;
+        }
+        Ok(())
+    }
+
+    fn map_node(
+        &mut self,
+        node: &SourceNode,
+        read_names: &HashSet<String>,
+    ) -> Result<(), ImportError> {
+        let inputs: Vec<Option<ValueId>> =
+            node.proto.inputs.iter().map(|name| self.names.get(name).copied()).collect();
+        let tainted = inputs.iter().flatten().any(|id| self.poisoned.contains(id));
+        let before = (self.graph.nodes.len(), self.graph.values.len());
+        let mut context = Context {
+            graph: &mut self.graph,
+            node: &node.proto,
+            opset: node.opsets.version(&node.proto.domain),
+            label: &node.label,
+            attributes: Attributes::new(&node.proto.attributes),
+            inputs,
+            external: self.external,
+            read_names,
+            results: vec![None; node.proto.outputs.len()],
+            parts: 0,
+        };
+        let outcome = map(&mut context);
+        let (inputs, opset) = (std::mem::take(&mut context.inputs), context.opset);
+        let results = std::mem::take(&mut context.results);
+        let described = || describe(&self.graph, &inputs);
+        match outcome {
+            Ok(()) => return self.bind_results(node, results, tainted),
+            Err(MapError::Invalid(reason)) if !tainted => {
+                return Err(ImportError::Node {
+                    node: node.label.clone(),
+                    op_type: node.proto.op_type.clone(),
+                    inputs: described(),
+                    reason,
+                });
+            }
+            Err(MapError::Invalid(_)) => {}
+            // Behind an unknown node, a reason may only be that something is not known.
+            Err(MapError::Unsupported(Some(_))) if tainted => {}
+            Err(MapError::Unsupported(reason)) => {
+                let entry = UnsupportedNode {
+                    node: node.label.clone(),
+                    op_type: node.proto.op_type.clone(),
+                    domain: canonical_domain(&node.proto.domain).to_string(),
+                    opset,
+                    inputs: described(),
+                    reason,
+                };
+                self.unsupported.push(entry);
+            }
+        }
+        self.graph.nodes.truncate(before.0);
+        self.poison_outputs(node);
+        Ok(())
+    }
+
+    fn bind_results(
+        &mut self,
+        node: &SourceNode,
+        results: Vec<Option<ValueId>>,
+        tainted: bool,
+    ) -> Result<(), ImportError> {
+        for (name, id) in node.proto.outputs.iter().zip(results) {
+            if let Some(id) = id {
+                self.names.insert(name.clone(), id);
+                if tainted {
+                    self.poisoned.insert(id);
+                }
+            }
+        }
+        // Outputs the operator does not put out are an error only for who reads them.
+        Ok(())
+    }
+
+    fn poison_outputs(&mut self, node: &SourceNode) {
+        for name in node.proto.outputs.iter().filter(|name| !name.is_empty()) {
+            let declared = self.declared.get(name).and_then(|kind| kind.tensor.as_ref());
+            let dtype = declared.and_then(|tensor| data_type(tensor.data_type));
+            let fact = Fact::new(dtype.unwrap_or(DataType::F32), None);
+            let id = self.graph.add_value(name.clone(), fact);
+            self.poisoned.insert(id);
+            self.names.insert(name.clone(), id);
+        }
+    }
+
+    fn finish(mut self, outputs: &[ValueInfoProto]) -> Result<Graph, ImportError> {
+        if !self.unsupported.is_empty() {
+            // Inputs matter only when no node says more.
+            let nodes_only = self.unsupported.iter().any(|entry| entry.opset != 0);
+            self.unsupported.retain(|entry| !nodes_only || entry.opset != 0);
+            return Err(ImportError::Unsupported(self.unsupported));
+        }
+        for info in outputs {
+            let Some(id) = self.names.get(&info.name) else {
+                let node = "outputs".to_string();
+                return Err(ImportError::Missing { node, name: info.name.clone() });
+            };
+            if self.graph.outputs.contains(id) {
+                return Err(ImportError::Duplicate { name: info.name.clone() });
+            }
+            self.graph.outputs.push(*id);
+        }
+        if self.graph.outputs.is_empty() {
+            return Err(ImportError::Model("the model has no outputs".to_string()));
+        }
+        Ok(self.graph)
+    }
+}
+
+type Family = fn(&mut Context, &str) -> Mapped;
+
+const FAMILIES: [Family; 10] = [
+    elementwise::map,
+    layout::map,
+    matrix::map,
+    window::map,
+    norm::map,
+    reduce::map,
+    index::map,
+    quant::map,
+    recurrent::map,
+    nn::map,
+];
+
+fn map(context: &mut Context) -> Result<(), MapError> {
+    let (domain, op) = (context.node.domain.as_str(), context.node.op_type.as_str());
+    if let Some(index) = missing_input(context) {
+        return Err(MapError::Invalid(format!("input {index} is not there")));
+    }
+    let known = match domain {
+        "" | "ai.onnx" => map_standard(context, op)?,
+        "com.microsoft" => microsoft::map(context, op)?,
+        _ => false,
+    };
+    if !known {
+        return Err(MapError::Unsupported(None));
+    }
+    match context.attributes.unused() {
+        None => Ok(()),
+        Some(name) => {
+            Err(MapError::Unsupported(Some(format!("attribute '{name}' is not understood"))))
+        }
+    }
+}
+
+/// An input that has a name but no value: an output its operator did not put out.
+fn missing_input(context: &Context) -> Option<usize> {
+    let pairs = context.node.inputs.iter().zip(&context.inputs);
+    pairs
+        .enumerate()
+        .find(|(_, (name, id))| !name.is_empty() && id.is_none())
+        .map(|(index, _)| index)
+}
+
+fn map_standard(context: &mut Context, op: &str) -> Mapped {
+    for family in FAMILIES {
+        if family(context, op)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
