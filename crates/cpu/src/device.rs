@@ -14,8 +14,10 @@ use crate::queue::CpuQueue;
 /// How much of the machine the device may use.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuOptions {
-    /// Threads a queue computes with; the machine's parallelism when 0.
+    /// Threads a queue computes with; all cores divided by the queues when 0.
     pub threads: usize,
+    /// Queues that run side by side; one when 0.
+    pub queues: usize,
 }
 
 /// The CPU of this machine.
@@ -28,13 +30,18 @@ impl CpuDevice {
     /// The CPU with `options`.
     pub fn new(options: CpuOptions) -> CpuDevice {
         let available = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = if options.threads == 0 { available } else { options.threads };
+        let queues = options.queues.max(1);
+        let fair_share = (available / queues).max(1);
+        let threads = if options.threads == 0 { fair_share } else { options.threads };
         let info = DeviceInfo {
             name: "cpu".to_string(),
-            description: format!("{threads} threads of {available} ({})", std::env::consts::ARCH),
+            description: format!(
+                "{} with {available} cores, {queues} x {threads} threads",
+                std::env::consts::ARCH
+            ),
             preemption: PreemptionLevel::BetweenLaunches,
             memory: physical_memory(),
-            queues: 1,
+            queues,
         };
         CpuDevice { info, threads }
     }

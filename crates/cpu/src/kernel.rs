@@ -4,14 +4,18 @@
 //! element types and the constant operands, and either returns a closure that computes the step or
 //! says why it cannot. Nothing is refused later that could have been refused then.
 
+mod activation;
 mod attention;
 mod binary;
 mod cast;
 mod conv;
 mod conv_transpose;
+mod dense;
 mod einsum;
 mod gather;
+mod gemm;
 mod generate;
+mod geometry;
 mod integer;
 mod layout;
 mod matmul;
@@ -26,6 +30,8 @@ mod select;
 mod softmax;
 #[cfg(test)]
 mod testing;
+#[cfg(test)]
+mod testing_dense;
 mod unary;
 mod walk;
 
@@ -49,13 +55,15 @@ pub(crate) struct Kernel {
     pub(crate) run: Box<dyn Fn(&Context, Inputs) -> KernelResult + Send + Sync>,
     /// Memory it holds for itself, such as packed weights.
     pub(crate) resident_bytes: usize,
+    /// Constant operands it never reads again: it holds them in its own form, or not at all.
+    pub(crate) packed_inputs: Vec<usize>,
 }
 
 impl Kernel {
     pub(crate) fn new(
         run: impl Fn(&Context, Inputs) -> KernelResult + Send + Sync + 'static,
     ) -> Kernel {
-        Kernel { run: Box::new(run), resident_bytes: 0 }
+        Kernel { run: Box::new(run), resident_bytes: 0, packed_inputs: Vec::new() }
     }
 }
 
