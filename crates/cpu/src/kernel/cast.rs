@@ -32,11 +32,9 @@ pub(crate) fn convert(value: &Value, to: DataType) -> Result<Value, String> {
             let bytes = Tensor::from_data(tensor.shape(), tensor.map(|&x| u8::from(x)).into_data());
             convert(&Value::U8(bytes), to)
         }
-        (value, DataType::Bool) => with_number!(value, tensor => {
-            let zero = Default::default();
-            let data = tensor.iter().map(|x| *x != zero).collect();
-            Ok(bool::wrap(tensor.shape(), data))
-        }, _ => Err("not a number".to_string())),
+        (value, DataType::Bool) => {
+            with_number!(value, tensor => Ok(truth(tensor)), _ => Err("not a number".to_string()))
+        }
         (value, DataType::String) => Ok(format(value)),
         (value, to) => {
             with_number!(value, tensor => number(tensor, to), _ => Err("not a number".to_string()))
@@ -115,6 +113,12 @@ fn number<T: Source>(tensor: &Tensor<T>, to: DataType) -> Result<Value, String> 
         DataType::F64 => all::<T, f64>(tensor, |x| x.as_()),
         DataType::Bool | DataType::String => Err(format!("numbers do not become {to} here")),
     }
+}
+
+/// Whether each element is something else than zero.
+fn truth<T: Element>(tensor: &Tensor<T>) -> Value {
+    let zero = T::default();
+    bool::wrap(tensor.shape(), tensor.iter().map(|x| *x != zero).collect())
 }
 
 fn texts<T>(tensor: &Tensor<T>, f: impl Fn(&T) -> String) -> Value {
