@@ -121,6 +121,12 @@ fn number<T: Source>(tensor: &Tensor<T>, to: DataType) -> Result<Value, String> 
     }
 }
 
+/// Whether each element is something else than zero.
+fn truth<T: Element>(tensor: &Tensor<T>) -> Value {
+    let zero = T::default();
+    bool::wrap(tensor.shape(), tensor.iter().map(|x| *x != zero).collect())
+}
+
 fn texts<T>(tensor: &Tensor<T>, f: impl Fn(&T) -> String) -> Value {
     Bytes::wrap(tensor.shape(), tensor.iter().map(|x| Bytes::from(f(x))).collect())
 }

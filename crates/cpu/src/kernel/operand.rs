@@ -208,19 +208,19 @@ pub(crate) fn narrowed(value: Value, dtype: DataType) -> Value {
 /// A kernel that computes in single precision what is asked for in `dtype`: half-precision operands
 /// are widened, and single-precision results are rounded back.
 pub(crate) fn through_f32(dtype: DataType, kernel: Kernel) -> Kernel {
-    let Kernel { run, resident_bytes, packed_inputs } = kernel;
-    let wide = move |context: &Context, inputs: Inputs| -> KernelResult {
-        let values: Vec<Option<Value>> = (0..inputs.len())
+    let (resident_bytes, packed_inputs) = (kernel.resident_bytes, kernel.packed_inputs.clone());
+    let run = move |context: &Context, inputs: Inputs| -> KernelResult {
+        let wide: Vec<Option<Value>> = (0..inputs.len())
             .map(|index| {
                 inputs.optional(index).map(|value| widened(value).unwrap_or_else(|| value.clone()))
             })
             .collect();
         inputs.recycle(context.pool);
-        let operands = values.into_iter().map(|v| v.map_or(Operand::Absent, Operand::Owned));
-        let outputs = run(context, Inputs::new(operands.collect()))?;
+        let operands = wide.into_iter().map(|v| v.map_or(Operand::Absent, Operand::Owned));
+        let outputs = (kernel.run)(context, Inputs::new(operands.collect()))?;
         Ok(outputs.into_iter().map(|value| narrowed(value, dtype)).collect())
     };
-    Kernel { run: Box::new(wide), resident_bytes, packed_inputs }
+    Kernel { run: Box::new(run), resident_bytes, packed_inputs }
 }
 
 /// The element type of operand `index`, which must be there.
