@@ -20,6 +20,7 @@ mod integer;
 mod layout;
 mod matmul;
 mod norm;
+mod operand;
 mod pool;
 mod quantize;
 mod reduce;
@@ -28,8 +29,11 @@ mod rnn;
 mod select;
 mod softmax;
 #[cfg(test)]
+mod testing;
+#[cfg(test)]
 mod testing_dense;
 mod unary;
+mod walk;
 
 use model::op::Op;
 use model::{DataType, LaunchPlan, Step};
@@ -130,6 +134,20 @@ impl<'a> Inputs<'a> {
             Operand::Absent => Err(format!("operand {index} is missing")),
             Operand::Shared(value) => Ok(value.clone()),
             Operand::Owned(value) => Ok(value),
+        }
+    }
+
+    /// Operand `index` as it is, to be an operand of something else.
+    pub(crate) fn take_operand(&mut self, index: usize) -> Result<Operand<'a>, String> {
+        let slot =
+            self.operands.get_mut(index).ok_or_else(|| format!("operand {index} is missing"))?;
+        Ok(std::mem::replace(slot, Operand::Absent))
+    }
+
+    /// Puts `value` in the place of operand `index`.
+    pub(crate) fn replace(&mut self, index: usize, value: Value) {
+        if let Some(slot) = self.operands.get_mut(index) {
+            *slot = Operand::Owned(value);
         }
     }
 

@@ -69,6 +69,7 @@ macro_rules! with_number {
     };
 }
 
+#[allow(unused_imports)] // Not every family has need of each.
 pub(crate) use {with_copy, with_number, with_value};
 
 impl Value {

@@ -225,6 +225,9 @@ impl Inner {
     }
 
     async fn load(self: Arc<Inner>, name: String) -> ApiResult<u64> {
+        if name.is_empty() || name.starts_with('.') || name.contains(['/', '\\', '\0']) {
+            return Err(ApiError::not_found("there is no model of this name"));
+        }
         let _turn = self.catalogue.turn(&name).await;
         self.catalogue.begin_load(&name);
         let (loader, wanted) = (self.loader.clone(), name.clone());
