@@ -1,1 +1,26 @@
-//! api
+//! The wire contract: the Open Inference Protocol v2 as JSON, as binary tensors and as protobuf, the
+//! errors every answer maps to, and the one service trait that REST and gRPC both stand on.
+//!
+//! Nothing here opens a socket or runs a model.
+
+pub mod codec;
+pub mod error;
+pub mod grpc;
+pub mod infer;
+pub mod metadata;
+pub mod parameters;
+pub mod proto;
+pub mod service;
+pub mod trace;
+
+pub use error::{ApiError, ErrorKind};
+pub use infer::{InferOptions, InferRequest, InferResponse, Inputs, NamedTensor, RequestedOutput};
+pub use metadata::{
+    IndexEntry, ModelMetadata, ModelState, ModelStatistics, ServerMetadata, TensorMetadata,
+};
+pub use parameters::ParameterValue;
+pub use service::{
+    Classification, ClassifyRequest, InferenceService, ModelRef, Prediction, RegisterRequest,
+    Registered, RequestContext, ServiceFuture, check_model_name,
+};
+pub use trace::TraceContext;

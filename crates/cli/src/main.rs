@@ -1,2 +1,70 @@
-//! atoll
-fn main() {}
+//! The `atoll` binary: puts the parts together, and nothing else.
+
+mod args;
+mod binding;
+mod check_command;
+mod demo_command;
+mod engine;
+mod failure;
+mod loader;
+mod models_command;
+mod npy;
+mod run_command;
+mod serve_command;
+
+use std::io::IsTerminal;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser};
+use tracing_subscriber::EnvFilter;
+
+use crate::args::{Cli, Command};
+use crate::failure::Failure;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match start_logging(&cli).and_then(|()| run(cli.command)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => failure.report(),
+    }
+}
+
+fn run(command: Command) -> Result<(), Failure> {
+    match command {
+        Command::Check(args) => check_command::run(&args),
+        Command::Run(args) => run_command::run(&args),
+        Command::Models(args) => models_command::run(&args),
+        Command::Serve(args) => serve_command::run(&args),
+        Command::Demo(args) => demo_command::run(&args),
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Cli::command(), "atoll", &mut std::io::stdout());
+            Ok(())
+        }
+    }
+}
+
+/// Logs go to standard error, so that standard output stays the command's answer.
+fn start_logging(cli: &Cli) -> Result<(), Failure> {
+    let filter = EnvFilter::try_new(&cli.log)
+        .map_err(|err| Failure::usage(format!("--log {}: {err}", cli.log)))?;
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal());
+    if cli.log_json {
+        builder.json().init();
+    } else {
+        builder.compact().init();
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+}

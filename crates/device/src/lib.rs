@@ -132,6 +132,12 @@ pub trait Task: Send {
     /// The first step that is not yet done.
     fn next_step(&self) -> usize;
 
+    /// Keeps the time each step takes from here on.
+    fn record_step_times(&mut self);
+
+    /// The times of the steps done so far, if they were asked for.
+    fn step_times(&self) -> Option<&[Nanos]>;
+
     /// The outputs in the plan's order. Fails unless every step is done.
     fn into_outputs(self: Box<Self>) -> Result<Vec<Tensor>, DeviceError>;
 

@@ -1,5 +1,7 @@
 //! What a user may say about a model. Everything has a default, so nothing has to be said.
 
+pub mod pbtxt;
+
 use serde::{Deserialize, Serialize};
 
 /// How a request is treated against others on the same device.

@@ -1,0 +1,263 @@
+//! The command line: every flag has an environment variable, every command an example.
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
+
+/// Serves neural networks: real-time models answer as if alone, best-effort models get the rest.
+#[derive(Debug, Parser)]
+#[command(name = "atoll", version, max_term_width = 100)]
+#[command(after_help = "Examples:
+  atoll demo                                a served model under a mixed load, right now
+  atoll serve --model-repository models     serve every model of a folder
+  atoll check model.onnx                    what runs where, shapes, memory
+  atoll run model.onnx --repeat 50          latency, and the slowest steps")]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+
+    /// What to log: error, warn, info, debug, trace, or per module
+    #[arg(long, global = true, env = "ATOLL_LOG", default_value = "info")]
+    pub(crate) log: String,
+
+    /// Log as JSON lines
+    #[arg(long, global = true, env = "ATOLL_LOG_JSON")]
+    pub(crate) log_json: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Serve models over HTTP and gRPC (Open Inference Protocol v2)
+    Serve(ServeArgs),
+    /// Serve the built-in digits model and put it under a mixed load
+    Demo(DemoArgs),
+    /// Say what a model needs and whether it runs here
+    Check(CheckArgs),
+    /// Run a model on given or random inputs and time it
+    Run(RunArgs),
+    /// List the models of a repository and of the registry
+    Models(ModelsArgs),
+    /// Print a completion script for a shell
+    Completions {
+        /// The shell
+        shell: Shell,
+    },
+}
+
+/// Where models run.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct DeviceArgs {
+    /// Device: cpu
+    #[arg(long, env = "ATOLL_DEVICE", default_value = "cpu")]
+    pub(crate) device: String,
+
+    /// Threads a CPU queue computes with; 0 for all cores divided by the queues
+    #[arg(long, env = "ATOLL_THREADS", default_value_t = 0)]
+    pub(crate) threads: usize,
+
+    /// CPU queues that run requests side by side
+    #[arg(long, env = "ATOLL_CPU_QUEUES", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub(crate) cpu_queues: u16,
+}
+
+/// Where the server listens.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct ListenArgs {
+    /// Address to listen on
+    #[arg(long, env = "ATOLL_HOST", default_value = "127.0.0.1")]
+    pub(crate) host: IpAddr,
+
+    /// Port of REST; 0 for any free one
+    #[arg(long, env = "ATOLL_HTTP_PORT", default_value_t = 8000)]
+    pub(crate) http_port: u16,
+
+    /// Port of gRPC; 0 for any free one
+    #[arg(long, env = "ATOLL_GRPC_PORT", default_value_t = 8001)]
+    pub(crate) grpc_port: u16,
+
+    /// Port of the metrics; 0 for any free one
+    #[arg(long, env = "ATOLL_METRICS_PORT", default_value_t = 8002)]
+    pub(crate) metrics_port: u16,
+}
+
+/// When models are loaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ModelControlMode {
+    /// All at start, and none afterwards
+    None,
+    /// All at start; changes of the folder are followed
+    Poll,
+    /// Those named by --load-model at start, others when asked to over the API
+    Explicit,
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  atoll serve --model-repository models
+  atoll serve --model-repository resnet50.onnx --threads 4
+  atoll serve --model-repository models --model-control-mode explicit --load-model resnet50
+  atoll serve --data-dir /var/lib/atoll            only what is registered over POST /register
+
+A repository is a folder of NAME.onnx files or of NAME/VERSION/model.onnx trees with an optional
+atoll.toml or config.pbtxt, or a single .onnx file.")]
+pub(crate) struct ServeArgs {
+    /// Folder of models, or one .onnx file; may be given several times
+    #[arg(long, env = "ATOLL_MODEL_REPOSITORY", value_delimiter = ':')]
+    pub(crate) model_repository: Vec<PathBuf>,
+
+    /// Folder of the registry that POST /register writes to [default: atoll in the user's data folder]
+    #[arg(long, env = "ATOLL_DATA_DIR")]
+    pub(crate) data_dir: Option<PathBuf>,
+
+    /// When models are loaded. Without it: all at start, and others when asked to over the API
+    #[arg(long, env = "ATOLL_MODEL_CONTROL_MODE", value_enum)]
+    pub(crate) model_control_mode: Option<ModelControlMode>,
+
+    /// Load this model at start; '*' for all
+    #[arg(long, env = "ATOLL_LOAD_MODEL", value_delimiter = ',')]
+    pub(crate) load_model: Vec<String>,
+
+    /// Seconds between two looks at the folder with --model-control-mode=poll
+    #[arg(long, env = "ATOLL_REPOSITORY_POLL_SECS", default_value_t = 15, value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) repository_poll_secs: u64,
+
+    #[command(flatten)]
+    pub(crate) listen: ListenArgs,
+
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
+
+    /// Seconds running requests may take to finish after SIGTERM or Ctrl-C
+    #[arg(long, env = "ATOLL_EXIT_TIMEOUT_SECS", default_value_t = 30)]
+    pub(crate) exit_timeout_secs: u64,
+
+    /// Largest request body in MiB, after decompression
+    #[arg(long, env = "ATOLL_MAX_BODY_MIB", default_value_t = 256, value_parser = clap::value_parser!(u64).range(1..=65536))]
+    pub(crate) max_body_mib: u64,
+
+    /// Requests that may be under way at once
+    #[arg(long, env = "ATOLL_MAX_REQUESTS", default_value_t = 16384, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) max_requests: u32,
+
+    /// Share of time in percent that best effort keeps under saturating real-time load
+    #[arg(long, env = "ATOLL_BEST_EFFORT_SHARE", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=90))]
+    pub(crate) best_effort_share: u32,
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  atoll demo                      load for a few seconds, then keep serving
+  atoll demo --seconds 5          load for five seconds, then exit
+  atoll demo --seconds 5 --json   the same, for machines")]
+pub(crate) struct DemoArgs {
+    /// Seconds of load; exits afterwards. Without it: 5 seconds, then serves until stopped
+    #[arg(long, env = "ATOLL_DEMO_SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub(crate) seconds: Option<u64>,
+
+    /// Print the outcome as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) listen: ListenArgs,
+
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  atoll check model.onnx
+  atoll check model.onnx --bind batch=8 --steps
+  atoll check model.onnx --json
+
+Exit code 0 when the model runs on the device, 1 when it does not.")]
+pub(crate) struct CheckArgs {
+    /// The ONNX file
+    pub(crate) model: PathBuf,
+
+    /// Size of a symbolic dimension, for the memory estimate; 1 unless given
+    #[arg(long, value_name = "SYMBOL=SIZE")]
+    pub(crate) bind: Vec<String>,
+
+    /// List every step
+    #[arg(long)]
+    pub(crate) steps: bool,
+
+    /// Print as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  atoll run model.onnx                                random inputs, symbolic dimensions 1
+  atoll run model.onnx --bind batch=4 --repeat 100
+  atoll run model.onnx --input image=cat.npy --save out")]
+pub(crate) struct RunArgs {
+    /// The ONNX file
+    pub(crate) model: PathBuf,
+
+    /// An input from a .npy file; random values for the others
+    #[arg(long, value_name = "NAME=FILE.npy")]
+    pub(crate) input: Vec<String>,
+
+    /// Size of a symbolic dimension of random inputs; 1 unless given
+    #[arg(long, value_name = "SYMBOL=SIZE")]
+    pub(crate) bind: Vec<String>,
+
+    /// Folder to write every output to, as NAME.npy
+    #[arg(long)]
+    pub(crate) save: Option<PathBuf>,
+
+    /// Timed runs
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub(crate) repeat: u32,
+
+    /// Runs before that
+    #[arg(long, default_value_t = 2)]
+    pub(crate) warmup: u32,
+
+    /// Seed of the random inputs
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+
+    /// How many of the slowest steps to print
+    #[arg(long, default_value_t = 5)]
+    pub(crate) slowest: usize,
+
+    /// Print as JSON, with every step
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  atoll models --model-repository models
+  atoll models --data-dir /var/lib/atoll --json
+  atoll models --data-dir /var/lib/atoll --remove digits:2    (with the server stopped)")]
+pub(crate) struct ModelsArgs {
+    /// Folder of models, or one .onnx file; may be given several times
+    #[arg(long, env = "ATOLL_MODEL_REPOSITORY", value_delimiter = ':')]
+    pub(crate) model_repository: Vec<PathBuf>,
+
+    /// Folder of the registry
+    #[arg(long, env = "ATOLL_DATA_DIR")]
+    pub(crate) data_dir: Option<PathBuf>,
+
+    /// Remove a registered version
+    #[arg(long, value_name = "NAME:VERSION", requires = "data_dir")]
+    pub(crate) remove: Option<String>,
+
+    /// Print as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}

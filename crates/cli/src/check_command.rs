@@ -1,0 +1,168 @@
+//! `atoll check`: what a model needs, and whether it runs here.
+
+use std::collections::BTreeMap;
+
+use base::Bytes;
+use compiler::CompileError;
+use compiler::memory::peak_activation_bytes;
+use device::DeviceError;
+use graph::ImportError;
+use model::{Dim, LaunchPlan, ValueId};
+use serde::Serialize;
+
+use crate::args::CheckArgs;
+use crate::failure::Failure;
+use crate::{binding, engine};
+
+/// What is known of a model without running it.
+#[derive(Debug, Serialize)]
+struct CheckReport {
+    model: String,
+    device: String,
+    runs: bool,
+    inputs: Vec<TensorReport>,
+    outputs: Vec<TensorReport>,
+    weight_bytes: u64,
+    /// Peak of all values alive at once; absent when a shape is known only while running.
+    activation_bytes: Option<u64>,
+    /// Every symbolic dimension of the inputs and the size the estimate was made for.
+    bindings: BTreeMap<String, usize>,
+    operators: BTreeMap<String, usize>,
+    steps: Vec<StepReport>,
+    unsupported: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct TensorReport {
+    name: String,
+    datatype: String,
+    shape: Option<Vec<String>>,
+}
+
+#[derive(Debug, Serialize)]
+struct StepReport {
+    name: String,
+    op: String,
+    outputs: Vec<TensorReport>,
+}
+
+/// Runs the command. A model that does not run is a failure with exit code 1.
+pub(crate) fn run(args: &CheckArgs) -> Result<(), Failure> {
+    let device = engine::open_device(&args.device)?;
+    let bindings = binding::parse(&args.bind)?;
+    let plan = match engine::compile_file(&args.model) {
+        Ok(plan) => plan,
+        Err(CompileError::Import(ImportError::Unsupported(nodes))) => {
+            return refuse(args, nodes.iter().map(ToString::to_string).collect());
+        }
+        Err(err) => return Err(Failure::failed(format!("{}: {err}", args.model.display()))),
+    };
+    binding::check_known(&plan, &bindings)?;
+    let unsupported = device.unsupported_steps(&plan);
+    let report = report(args, &device.info().description, &plan, bindings, &unsupported);
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?);
+    } else {
+        print(&report, args.steps);
+    }
+    if report.runs {
+        return Ok(());
+    }
+    Err(Failure::failed(format!("{} steps cannot run on {}", unsupported.len(), report.device)))
+}
+
+/// The answer for a model that cannot even be imported.
+fn refuse(args: &CheckArgs, unsupported: Vec<String>) -> Result<(), Failure> {
+    if args.json {
+        let report = serde_json::json!({
+            "model": args.model.display().to_string(),
+            "runs": false,
+            "unsupported": unsupported,
+        });
+        println!("{report:#}");
+    } else {
+        unsupported.iter().for_each(|node| println!("{node}"));
+    }
+    Err(Failure::failed(format!("{} nodes are not supported", unsupported.len())))
+}
+
+fn report(
+    args: &CheckArgs,
+    device: &str,
+    plan: &LaunchPlan,
+    bindings: binding::Bindings,
+    unsupported: &[DeviceError],
+) -> CheckReport {
+    let bound: BTreeMap<String, usize> = binding::symbols(plan)
+        .into_iter()
+        .map(|symbol| (symbol.to_string(), bindings.get(symbol).copied().unwrap_or(1)))
+        .collect();
+    let sizes: Vec<(&str, usize)> =
+        bound.iter().map(|(symbol, size)| (symbol.as_str(), *size)).collect();
+    let mut operators = BTreeMap::new();
+    for step in &plan.steps {
+        *operators.entry(step.op.name()).or_default() += 1;
+    }
+    let steps = plan.steps.iter().map(|step| StepReport {
+        name: step.name.clone(),
+        op: step.op.name(),
+        outputs: step.outputs.iter().flatten().map(|id| tensor(plan, *id)).collect(),
+    });
+    CheckReport {
+        model: args.model.display().to_string(),
+        device: device.to_string(),
+        runs: unsupported.is_empty(),
+        inputs: plan.inputs.iter().map(|id| tensor(plan, *id)).collect(),
+        outputs: plan.outputs.iter().map(|id| tensor(plan, *id)).collect(),
+        weight_bytes: plan.constant_bytes(),
+        activation_bytes: peak_activation_bytes(plan, &sizes),
+        bindings: bound,
+        operators,
+        steps: steps.collect(),
+        unsupported: unsupported.iter().map(ToString::to_string).collect(),
+    }
+}
+
+fn tensor(plan: &LaunchPlan, id: ValueId) -> TensorReport {
+    let info = plan.value(id);
+    TensorReport {
+        name: info.name.clone(),
+        datatype: info.dtype.to_string(),
+        shape: info.shape.as_ref().map(|dims| dims.iter().map(Dim::to_string).collect()),
+    }
+}
+
+impl TensorReport {
+    fn describe(&self) -> String {
+        let shape = self.shape.as_ref().map_or("?".to_string(), |dims| dims.join(","));
+        format!("{} {}[{shape}]", self.name, self.datatype)
+    }
+}
+
+fn print(report: &CheckReport, steps: bool) {
+    println!("{} on {}", report.model, report.device);
+    report.inputs.iter().for_each(|input| println!("  input   {}", input.describe()));
+    report.outputs.iter().for_each(|output| println!("  output  {}", output.describe()));
+    println!("  weights {}", Bytes(report.weight_bytes));
+    let sizes: Vec<String> =
+        report.bindings.iter().map(|(symbol, size)| format!("{symbol}={size}")).collect();
+    let bound =
+        if sizes.is_empty() { String::new() } else { format!(" with {}", sizes.join(", ")) };
+    match report.activation_bytes {
+        Some(bytes) => println!("  activations {} at their peak{bound}", Bytes(bytes)),
+        None => println!("  activations unknown: a shape depends on the data"),
+    }
+    let operators: Vec<String> =
+        report.operators.iter().map(|(name, count)| format!("{count} {name}")).collect();
+    println!("  {} steps: {}", report.steps.len(), operators.join(", "));
+    if steps {
+        for (index, step) in report.steps.iter().enumerate() {
+            let outputs: Vec<String> = step.outputs.iter().map(TensorReport::describe).collect();
+            println!("  {index:>4} {:<16} {:<32} -> {}", step.op, step.name, outputs.join(", "));
+        }
+    }
+    report.unsupported.iter().for_each(|problem| println!("  {problem}"));
+    if report.runs {
+        println!("  every step runs");
+    }
+}

@@ -1,0 +1,275 @@
+//! `atoll run`: one model, timed from outside and step by step.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::Instant;
+
+use base::{Histogram, Nanos, Random};
+use device::{Completion, CompletionSink, Outcome, Program, Queue, QueueOptions, Segment};
+use indicatif::{ProgressBar, ProgressStyle};
+use model::{LaunchPlan, Tensor};
+use serde::Serialize;
+
+use crate::args::RunArgs;
+use crate::failure::Failure;
+use crate::{binding, engine, npy};
+
+/// What one invocation found out.
+#[derive(Debug, Serialize)]
+struct RunReport {
+    model: String,
+    device: String,
+    runs: u32,
+    latency_us: LatencyReport,
+    inputs: Vec<TensorReport>,
+    outputs: Vec<TensorReport>,
+    steps: Vec<StepReport>,
+}
+
+#[derive(Debug, Serialize)]
+struct LatencyReport {
+    p50: f64,
+    p99: f64,
+    mean: f64,
+    max: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct TensorReport {
+    name: String,
+    datatype: String,
+    shape: Vec<usize>,
+}
+
+#[derive(Debug, Serialize)]
+struct StepReport {
+    name: String,
+    op: String,
+    us: f64,
+    share: f64,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
+    let device = engine::open_device(&args.device)?;
+    let bindings = binding::parse(&args.bind)?;
+    let plan = engine::compile_file(&args.model)
+        .map_err(|err| Failure::failed(format!("{}: {err}", args.model.display())))?;
+    let plan = Arc::new(plan);
+    binding::check_known(&plan, &bindings)?;
+    let inputs = inputs(&plan, args, &bindings)?;
+    let program = device.load(plan.clone()).map_err(Failure::failed)?;
+    let (sender, receiver) = sync_channel(1);
+    let options = QueueOptions { id: 0, capacity: 1, high_priority: true };
+    let queue = device.open_queue(options, Arc::new(ToChannel(sender))).map_err(Failure::failed)?;
+    let bench = Bench { program, queue, receiver, inputs };
+    let measured = bench.measure(args)?;
+    if let Some(folder) = &args.save {
+        save(folder, &plan, &measured.outputs)?;
+    }
+    let report = report(args, &device.info().description, &plan, &bench.inputs, measured);
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?);
+    } else {
+        print(&report, args.slowest);
+    }
+    Ok(())
+}
+
+/// Given tensors where there are some, random ones elsewhere; in the plan's order.
+fn inputs(
+    plan: &LaunchPlan,
+    args: &RunArgs,
+    bindings: &binding::Bindings,
+) -> Result<Vec<Tensor>, Failure> {
+    let mut given: BTreeMap<&str, Tensor> = BTreeMap::new();
+    for argument in &args.input {
+        let (name, file) = argument.split_once('=').ok_or_else(|| {
+            Failure::usage(format!("'{argument}' is not of the form NAME=FILE.npy"))
+        })?;
+        given.insert(name, npy::read(Path::new(file))?);
+    }
+    let mut random = Random::new(args.seed);
+    let mut inputs = Vec::with_capacity(plan.inputs.len());
+    for id in &plan.inputs {
+        let info = plan.value(*id);
+        inputs.push(match given.remove(info.name.as_str()) {
+            Some(tensor) => tensor,
+            None => {
+                let shape = binding::shape_of(info, bindings);
+                binding::random_tensor(info.dtype, shape, &mut random)?
+            }
+        });
+    }
+    match given.keys().next() {
+        None => Ok(inputs),
+        Some(name) => {
+            let known: Vec<&str> =
+                plan.inputs.iter().map(|id| plan.value(*id).name.as_str()).collect();
+            Err(Failure::usage(format!(
+                "the model has no input '{name}'; it has: {}",
+                known.join(", ")
+            )))
+        }
+    }
+}
+
+struct ToChannel(SyncSender<Completion>);
+
+impl CompletionSink for ToChannel {
+    fn complete(&self, completion: Completion) {
+        // The receiver is gone only when the command gave up.
+        let _ = self.0.send(completion);
+    }
+}
+
+struct Bench {
+    program: Arc<dyn Program>,
+    queue: Box<dyn Queue>,
+    receiver: Receiver<Completion>,
+    inputs: Vec<Tensor>,
+}
+
+struct Measured {
+    latency: Histogram,
+    /// Every step's time in every run.
+    step_times: Vec<Vec<Nanos>>,
+    outputs: Vec<Tensor>,
+}
+
+impl Bench {
+    fn measure(&self, args: &RunArgs) -> Result<Measured, Failure> {
+        for _ in 0..args.warmup {
+            self.run_once(false)?;
+        }
+        let bar = ProgressBar::new(u64::from(args.repeat));
+        let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} runs, {eta} left");
+        bar.set_style(style.map_err(Failure::failed)?);
+        let mut latency = Histogram::new();
+        let mut step_times = Vec::new();
+        let mut outputs = Vec::new();
+        for _ in 0..args.repeat {
+            // Asking for step times costs two clock readings a step; it is part of the figure.
+            let (elapsed, times, result) = self.run_once(true)?;
+            latency.record(elapsed);
+            step_times.push(times);
+            outputs = result;
+            bar.inc(1);
+        }
+        bar.finish_and_clear();
+        Ok(Measured { latency, step_times, outputs })
+    }
+
+    fn run_once(&self, record: bool) -> Result<(Nanos, Vec<Nanos>, Vec<Tensor>), Failure> {
+        let started = Instant::now();
+        let mut task = self.program.prepare(self.inputs.clone()).map_err(Failure::failed)?;
+        if record {
+            task.record_step_times();
+        }
+        let steps = 0..task.step_count();
+        self.queue
+            .launch(Segment { token: 0, task, steps })
+            .map_err(|_| Failure::failed("the device takes no work"))?;
+        let completion = self.receiver.recv().map_err(Failure::failed)?;
+        match completion.outcome {
+            Outcome::Done => {}
+            Outcome::Left => return Err(Failure::failed("the run was interrupted")),
+            Outcome::Failed(err) => return Err(Failure::failed(err)),
+        }
+        let times = completion.task.step_times().unwrap_or_default().to_vec();
+        let outputs = completion.task.into_outputs().map_err(Failure::failed)?;
+        Ok((started.elapsed().into(), times, outputs))
+    }
+}
+
+fn save(folder: &Path, plan: &LaunchPlan, outputs: &[Tensor]) -> Result<(), Failure> {
+    std::fs::create_dir_all(folder)
+        .map_err(|err| Failure::failed(format!("{}: {err}", folder.display())))?;
+    for (id, tensor) in plan.outputs.iter().zip(outputs) {
+        let name = plan.value(*id).name.replace('/', "_");
+        npy::write(&folder.join(format!("{name}.npy")), tensor)?;
+    }
+    Ok(())
+}
+
+fn report(
+    args: &RunArgs,
+    device: &str,
+    plan: &LaunchPlan,
+    inputs: &[Tensor],
+    measured: Measured,
+) -> RunReport {
+    let us = |nanos: Nanos| nanos.0 as f64 / 1e3;
+    let tensors = |ids: &[model::ValueId], tensors: &[Tensor]| {
+        let one = |(id, tensor): (&model::ValueId, &Tensor)| TensorReport {
+            name: plan.value(*id).name.clone(),
+            datatype: tensor.dtype().to_string(),
+            shape: tensor.shape().to_vec(),
+        };
+        ids.iter().zip(tensors).map(one).collect()
+    };
+    let medians: Vec<f64> =
+        (0..plan.steps.len()).map(|step| us(median(&measured.step_times, step))).collect();
+    let total: f64 = medians.iter().sum();
+    let mut steps: Vec<StepReport> = plan
+        .steps
+        .iter()
+        .zip(medians)
+        .map(|(step, us)| StepReport {
+            name: step.name.clone(),
+            op: step.op.name(),
+            us,
+            share: if total > 0.0 { us / total } else { 0.0 },
+        })
+        .collect();
+    steps.sort_by(|a, b| b.us.total_cmp(&a.us));
+    let latency = &measured.latency;
+    RunReport {
+        model: args.model.display().to_string(),
+        device: device.to_string(),
+        runs: args.repeat,
+        latency_us: LatencyReport {
+            p50: us(latency.quantile(0.5)),
+            p99: us(latency.quantile(0.99)),
+            mean: us(latency.mean()),
+            max: us(latency.max()),
+        },
+        inputs: tensors(&plan.inputs, inputs),
+        outputs: tensors(&plan.outputs, &measured.outputs),
+        steps,
+    }
+}
+
+fn median(runs: &[Vec<Nanos>], step: usize) -> Nanos {
+    let mut times: Vec<Nanos> = runs.iter().filter_map(|run| run.get(step).copied()).collect();
+    times.sort_unstable();
+    times.get(times.len() / 2).copied().unwrap_or_default()
+}
+
+fn print(report: &RunReport, slowest: usize) {
+    println!("{} on {}", report.model, report.device);
+    for (what, tensors) in [("input ", &report.inputs), ("output", &report.outputs)] {
+        for tensor in tensors {
+            println!("  {what} {} {} {:?}", tensor.name, tensor.datatype, tensor.shape);
+        }
+    }
+    let latency = &report.latency_us;
+    println!(
+        "latency over {} runs: median {:.1} us, p99 {:.1} us, mean {:.1} us",
+        report.runs, latency.p50, latency.p99, latency.mean
+    );
+    if slowest > 0 {
+        println!("slowest of {} steps:", report.steps.len());
+    }
+    for step in report.steps.iter().take(slowest) {
+        println!(
+            "  {:>5.1} %  {:>9.1} us  {:<14} {}",
+            step.share * 100.0,
+            step.us,
+            step.op,
+            step.name
+        );
+    }
+}

@@ -1,0 +1,265 @@
+//! Kernels: an operator bound to what is known when its plan is loaded.
+//!
+//! Each family of operators has a file with a `build` function. `build` looks at the operator, the
+//! element types and the constant operands, and either returns a closure that computes the step or
+//! says why it cannot. Nothing is refused later that could have been refused then.
+
+mod activation;
+mod attention;
+mod binary;
+mod cast;
+mod conv;
+mod conv_transpose;
+mod dense;
+mod einsum;
+mod gather;
+mod gemm;
+mod generate;
+mod geometry;
+mod integer;
+mod layout;
+mod matmul;
+mod norm;
+mod operand;
+mod pool;
+mod quantize;
+mod reduce;
+mod resample;
+mod rnn;
+mod select;
+mod softmax;
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod testing_dense;
+mod unary;
+mod walk;
+
+use model::op::Op;
+use model::{DataType, LaunchPlan, Step};
+use rten::BufferPool;
+use rten_tensor::Tensor;
+use smallvec::SmallVec;
+
+use crate::value::{Typed, Value};
+
+/// What a kernel computes: outputs in the operator's order, or why not.
+pub(crate) type KernelResult = Result<Outputs, String>;
+
+/// A step's results, in the operator's order.
+pub(crate) type Outputs = SmallVec<[Value; 1]>;
+
+/// A step ready to run any number of times.
+pub(crate) struct Kernel {
+    /// Computes the step.
+    pub(crate) run: Box<dyn Fn(&Context, Inputs) -> KernelResult + Send + Sync>,
+    /// Memory it holds for itself, such as packed weights.
+    pub(crate) resident_bytes: usize,
+    /// Constant operands it never reads again: it holds them in its own form, or not at all.
+    pub(crate) packed_inputs: Vec<usize>,
+}
+
+impl Kernel {
+    pub(crate) fn new(
+        run: impl Fn(&Context, Inputs) -> KernelResult + Send + Sync + 'static,
+    ) -> Kernel {
+        Kernel { run: Box::new(run), resident_bytes: 0, packed_inputs: Vec::new() }
+    }
+}
+
+/// What a kernel may use while it runs.
+pub(crate) struct Context<'a> {
+    /// Memory of values that are no longer needed.
+    pub(crate) pool: &'a BufferPool,
+}
+
+/// One operand of a running step.
+pub(crate) enum Operand<'a> {
+    /// An optional operand that is not there.
+    Absent,
+    /// Somebody else reads it later.
+    Shared(&'a Value),
+    /// Nobody reads it afterwards: it may be changed in place.
+    Owned(Value),
+}
+
+/// A step's operands, in the operator's order.
+pub(crate) struct Inputs<'a> {
+    operands: SmallVec<[Operand<'a>; 4]>,
+}
+
+impl<'a> Inputs<'a> {
+    pub(crate) fn new(operands: SmallVec<[Operand<'a>; 4]>) -> Inputs<'a> {
+        Inputs { operands }
+    }
+
+    /// How many operands there are, absent ones included.
+    pub(crate) fn len(&self) -> usize {
+        self.operands.len()
+    }
+
+    /// Operand `index`, if there is one.
+    pub(crate) fn optional(&self, index: usize) -> Option<&Value> {
+        match self.operands.get(index)? {
+            Operand::Absent => None,
+            Operand::Shared(value) => Some(value),
+            Operand::Owned(value) => Some(value),
+        }
+    }
+
+    /// Operand `index`.
+    pub(crate) fn get(&self, index: usize) -> Result<&Value, String> {
+        self.optional(index).ok_or_else(|| format!("operand {index} is missing"))
+    }
+
+    /// Operand `index` as a tensor of `T`.
+    pub(crate) fn typed<T: Typed>(&self, index: usize) -> Result<&Tensor<T>, String> {
+        let value = self.get(index)?;
+        T::get(value).ok_or_else(|| format!("operand {index} is {}", value.dtype()))
+    }
+
+    /// Operand `index` as a tensor of `T`, if there is one.
+    pub(crate) fn optional_typed<T: Typed>(
+        &self,
+        index: usize,
+    ) -> Result<Option<&Tensor<T>>, String> {
+        self.optional(index).map(|_| self.typed(index)).transpose()
+    }
+
+    /// Operand `index` itself: moved out when nobody else reads it, copied otherwise.
+    pub(crate) fn take(&mut self, index: usize) -> Result<Value, String> {
+        let slot =
+            self.operands.get_mut(index).ok_or_else(|| format!("operand {index} is missing"))?;
+        match std::mem::replace(slot, Operand::Absent) {
+            Operand::Absent => Err(format!("operand {index} is missing")),
+            Operand::Shared(value) => Ok(value.clone()),
+            Operand::Owned(value) => Ok(value),
+        }
+    }
+
+    /// Operand `index` as it is, to be an operand of something else.
+    pub(crate) fn take_operand(&mut self, index: usize) -> Result<Operand<'a>, String> {
+        let slot =
+            self.operands.get_mut(index).ok_or_else(|| format!("operand {index} is missing"))?;
+        Ok(std::mem::replace(slot, Operand::Absent))
+    }
+
+    /// Puts `value` in the place of operand `index`.
+    pub(crate) fn replace(&mut self, index: usize, value: Value) {
+        if let Some(slot) = self.operands.get_mut(index) {
+            *slot = Operand::Owned(value);
+        }
+    }
+
+    /// Whether operand `index` may be changed in place.
+    pub(crate) fn is_owned(&self, index: usize) -> bool {
+        matches!(self.operands.get(index), Some(Operand::Owned(_)))
+    }
+
+    /// Gives the memory of operands nobody reads any more back to the pool.
+    pub(crate) fn recycle(self, pool: &BufferPool) {
+        for operand in self.operands {
+            if let Operand::Owned(value) = operand {
+                value.recycle(pool);
+            }
+        }
+    }
+}
+
+/// What is known of a step when its plan is loaded.
+pub(crate) struct StepFacts<'a> {
+    pub(crate) plan: &'a LaunchPlan,
+    pub(crate) step: &'a Step,
+    /// Constant values by [`model::ValueId`].
+    pub(crate) constants: &'a [Option<Value>],
+}
+
+impl StepFacts<'_> {
+    /// The element type of operand `index`, if there is such an operand.
+    pub(crate) fn input_dtype(&self, index: usize) -> Option<DataType> {
+        let id = (*self.step.inputs.get(index)?)?;
+        Some(self.plan.value(id).dtype)
+    }
+
+    /// The constant that operand `index` is, if it is one.
+    pub(crate) fn constant(&self, index: usize) -> Option<&Value> {
+        let id = (*self.step.inputs.get(index)?)?;
+        self.constants[id.index()].as_ref()
+    }
+
+    /// How many outputs somebody needs, counted up to the last one.
+    pub(crate) fn output_count(&self) -> usize {
+        self.step.outputs.iter().rposition(Option::is_some).map_or(0, |last| last + 1)
+    }
+}
+
+/// Binds the operator of a step, or says why it cannot run here.
+pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
+    match &facts.step.op {
+        Op::Identity => Ok(Kernel::new(|_, mut inputs| Ok(Outputs::from_elem(inputs.take(0)?, 1)))),
+        Op::Unary(unary) => unary::build(facts, *unary),
+        Op::Binary(_) | Op::Compare(_) | Op::Variadic(_) | Op::Where => binary::build(facts),
+        Op::Clip | Op::PRelu => binary::build(facts),
+        Op::Cast(cast) => cast::build(facts, cast.to),
+        Op::ScaleShift { .. } => norm::build(facts),
+        Op::Conv(conv) => conv::build(facts, conv),
+        Op::ConvTranspose(_) => conv_transpose::build(facts),
+        Op::MatMul(_) | Op::Gemm(_) => matmul::build(facts),
+        Op::Attention { scale } => attention::build(facts, *scale),
+        Op::Einsum { equation } => einsum::build(facts, equation),
+        Op::Pool(_) | Op::GlobalPool(_) => pool::build(facts),
+        Op::BatchNorm { .. }
+        | Op::LayerNorm { .. }
+        | Op::RmsNorm { .. }
+        | Op::InstanceNorm { .. }
+        | Op::GroupNorm { .. }
+        | Op::Lrn { .. }
+        | Op::LpNorm { .. } => norm::build(facts),
+        Op::Softmax(softmax) => softmax::build(facts, *softmax),
+        Op::Reduce(_) | Op::ArgReduce(_) | Op::CumSum { .. } => reduce::build(facts),
+        Op::TopK { .. } | Op::NonZero | Op::Compress { .. } | Op::NonMaxSuppression { .. } => {
+            select::build(facts)
+        }
+        Op::Shape { .. }
+        | Op::Size
+        | Op::Reshape { .. }
+        | Op::Flatten { .. }
+        | Op::Squeeze
+        | Op::Unsqueeze
+        | Op::Transpose { .. }
+        | Op::Expand
+        | Op::Tile
+        | Op::Concat { .. }
+        | Op::Split { .. }
+        | Op::Slice
+        | Op::Pad { .. }
+        | Op::Trilu { .. }
+        | Op::DepthToSpace { .. }
+        | Op::SpaceToDepth { .. }
+        | Op::ReverseSequence { .. } => layout::build(facts),
+        Op::Gather { .. }
+        | Op::GatherElements { .. }
+        | Op::GatherNd { .. }
+        | Op::ScatterElements { .. }
+        | Op::ScatterNd { .. } => gather::build(facts),
+        Op::OneHot { .. } | Op::Range | Op::ConstantOfShape { .. } | Op::EyeLike { .. } => {
+            generate::build(facts)
+        }
+        Op::Resize(_) | Op::GridSample { .. } => resample::build(facts),
+        Op::QuantizeLinear { .. } | Op::DequantizeLinear { .. } | Op::DynamicQuantizeLinear => {
+            quantize::build(facts)
+        }
+        Op::MatMulInteger | Op::ConvInteger(_) | Op::QLinearMatMul | Op::QLinearConv(_) => {
+            integer::build(facts)
+        }
+        Op::Rnn(rnn) => rnn::build(facts, rnn),
+    }
+}
+
+/// The reason of an operator that has no kernel for its element types.
+pub(crate) fn no_kernel(facts: &StepFacts) -> String {
+    let types: Vec<String> = (0..facts.step.inputs.len())
+        .map(|index| facts.input_dtype(index).map_or("-".to_string(), |dtype| dtype.to_string()))
+        .collect();
+    format!("no kernel for element types ({})", types.join(", "))
+}

@@ -1,0 +1,225 @@
+//! Loaded plans and their runs.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::time::Instant;
+
+use base::{Bytes, Nanos};
+use device::{DeviceError, Program, Task, check_inputs};
+use model::{LaunchPlan, Step, Tensor};
+use rten::BufferPool;
+
+use crate::kernel::{self, Context, Inputs, Kernel, Operand, StepFacts};
+use crate::value::Value;
+
+/// A plan with its constants in place and every step bound to a kernel.
+pub(crate) struct CpuProgram {
+    shared: Arc<Loaded>,
+}
+
+struct Loaded {
+    plan: Arc<LaunchPlan>,
+    constants: Vec<Option<Value>>,
+    kernels: Vec<Kernel>,
+    resident: Bytes,
+}
+
+/// The steps of `plan` that have no kernel, with reasons.
+pub(crate) fn unsupported_steps(plan: &LaunchPlan) -> Vec<DeviceError> {
+    match constants_of(plan) {
+        Err(err) => vec![err],
+        Ok(constants) => plan
+            .steps
+            .iter()
+            .filter_map(|step| {
+                kernel::build(&StepFacts { plan, step, constants: &constants })
+                    .err()
+                    .map(|reason| unsupported(step, reason))
+            })
+            .collect(),
+    }
+}
+
+fn unsupported(step: &Step, reason: String) -> DeviceError {
+    DeviceError::Unsupported { step: step.name.clone(), op: step.op.name(), reason }
+}
+
+fn constants_of(plan: &LaunchPlan) -> Result<Vec<Option<Value>>, DeviceError> {
+    plan.check().map_err(|err| DeviceError::BadPlan(err.to_string()))?;
+    let mut constants: Vec<Option<Value>> = vec![None; plan.values.len()];
+    for (id, tensor) in &plan.constants {
+        constants[id.index()] = Some(Value::from_host(tensor).map_err(DeviceError::BadPlan)?);
+    }
+    Ok(constants)
+}
+
+/// Drops the constants that every reader holds in a form of its own.
+fn drop_packed(plan: &LaunchPlan, kernels: &[Kernel], constants: &mut [Option<Value>]) {
+    let mut needed = vec![false; constants.len()];
+    for id in &plan.outputs {
+        needed[id.index()] = true;
+    }
+    for (step, kernel) in plan.steps.iter().zip(kernels) {
+        for (position, id) in step.inputs.iter().enumerate() {
+            if let Some(id) = id.filter(|_| !kernel.packed_inputs.contains(&position)) {
+                needed[id.index()] = true;
+            }
+        }
+    }
+    for (constant, needed) in constants.iter_mut().zip(needed) {
+        if !needed {
+            *constant = None;
+        }
+    }
+}
+
+impl CpuProgram {
+    pub(crate) fn load(plan: Arc<LaunchPlan>) -> Result<CpuProgram, DeviceError> {
+        let mut constants = constants_of(&plan)?;
+        let mut kernels = Vec::with_capacity(plan.steps.len());
+        for step in &plan.steps {
+            let facts = StepFacts { plan: &plan, step, constants: &constants };
+            kernels.push(kernel::build(&facts).map_err(|reason| unsupported(step, reason))?);
+        }
+        drop_packed(&plan, &kernels, &mut constants);
+        let constant_bytes: usize = constants.iter().flatten().map(Value::size_bytes).sum();
+        let kernel_bytes: usize = kernels.iter().map(|kernel| kernel.resident_bytes).sum();
+        let resident = Bytes((constant_bytes + kernel_bytes) as u64);
+        Ok(CpuProgram { shared: Arc::new(Loaded { plan, constants, kernels, resident }) })
+    }
+}
+
+impl Program for CpuProgram {
+    fn plan(&self) -> &Arc<LaunchPlan> {
+        &self.shared.plan
+    }
+
+    fn resident(&self) -> Bytes {
+        self.shared.resident
+    }
+
+    fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
+        let plan = &self.shared.plan;
+        check_inputs(plan, &inputs)?;
+        let mut slots: Vec<Option<Value>> = Vec::new();
+        slots.resize_with(plan.values.len(), || None);
+        for (id, tensor) in plan.inputs.iter().zip(&inputs) {
+            slots[id.index()] = Some(Value::from_host(tensor).map_err(DeviceError::BadInput)?);
+        }
+        Ok(Box::new(CpuTask {
+            program: self.shared.clone(),
+            slots,
+            next_step: 0,
+            step_times: None,
+        }))
+    }
+}
+
+/// One run: the values so far.
+pub(crate) struct CpuTask {
+    program: Arc<Loaded>,
+    slots: Vec<Option<Value>>,
+    next_step: usize,
+    step_times: Option<Vec<Nanos>>,
+}
+
+impl CpuTask {
+    /// Runs the next step.
+    pub(crate) fn run_step(&mut self, pool: &BufferPool) -> Result<(), DeviceError> {
+        let program = self.program.clone();
+        let (Some(step), Some(kernel)) =
+            (program.plan.steps.get(self.next_step), program.kernels.get(self.next_step))
+        else {
+            return Err(DeviceError::BadPlan("a segment goes past the last step".to_string()));
+        };
+        let started = self.step_times.is_some().then(Instant::now);
+        let outputs = {
+            let inputs = self.operands(&program, step);
+            (kernel.run)(&Context { pool }, inputs)
+        }
+        .map_err(|reason| DeviceError::StepFailed {
+            step: step.name.clone(),
+            op: step.op.name(),
+            reason,
+        })?;
+        for (id, value) in step.outputs.iter().zip(outputs) {
+            if let Some(id) = id {
+                self.slots[id.index()] = Some(value);
+            }
+        }
+        for id in &step.last_uses {
+            if let Some(value) = self.slots[id.index()].take() {
+                value.recycle(pool);
+            }
+        }
+        if let (Some(times), Some(started)) = (&mut self.step_times, started) {
+            times.push(started.elapsed().into());
+        }
+        self.next_step += 1;
+        Ok(())
+    }
+
+    /// The operands of `step`; what it is the last and only reader of is handed over.
+    fn operands<'a>(&'a mut self, program: &'a Loaded, step: &Step) -> Inputs<'a> {
+        let is_last = |id: &model::ValueId| {
+            step.last_uses.contains(id)
+                && step.inputs.iter().flatten().filter(|other| *other == id).count() == 1
+        };
+        let mut taken: Vec<Option<Value>> = Vec::with_capacity(step.inputs.len());
+        for input in &step.inputs {
+            taken.push(input.filter(is_last).and_then(|id| self.slots[id.index()].take()));
+        }
+        let operands = step.inputs.iter().zip(taken).map(|(input, taken)| match (input, taken) {
+            (None, _) => Operand::Absent,
+            (Some(_), Some(value)) => Operand::Owned(value),
+            (Some(id), None) => {
+                let value =
+                    self.slots[id.index()].as_ref().or(program.constants[id.index()].as_ref());
+                value.map_or(Operand::Absent, Operand::Shared)
+            }
+        });
+        Inputs::new(operands.collect())
+    }
+}
+
+impl Task for CpuTask {
+    fn step_count(&self) -> usize {
+        self.program.plan.steps.len()
+    }
+
+    fn next_step(&self) -> usize {
+        self.next_step
+    }
+
+    fn record_step_times(&mut self) {
+        self.step_times = Some(Vec::with_capacity(self.step_count()));
+    }
+
+    fn step_times(&self) -> Option<&[Nanos]> {
+        self.step_times.as_deref()
+    }
+
+    fn into_outputs(mut self: Box<Self>) -> Result<Vec<Tensor>, DeviceError> {
+        if self.next_step < self.step_count() {
+            return Err(DeviceError::BadPlan("outputs were asked for before the end".to_string()));
+        }
+        let program = self.program.clone();
+        let ids = &program.plan.outputs;
+        let mut outputs = Vec::with_capacity(ids.len());
+        for (position, id) in ids.iter().enumerate() {
+            // An output that is listed twice is moved out only for its last mention.
+            let again = ids[position + 1..].contains(id);
+            let slot = &mut self.slots[id.index()];
+            let value = if again { slot.clone() } else { slot.take() };
+            let value = value
+                .or_else(|| program.constants[id.index()].clone())
+                .ok_or_else(|| DeviceError::BadPlan(format!("output {} is missing", id.0)))?;
+            outputs.push(value.into_host().map_err(DeviceError::BadPlan)?);
+        }
+        Ok(outputs)
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+}

@@ -1,0 +1,115 @@
+//! Best effort, shared between models by deficit round robin over the time they use.
+
+use std::collections::VecDeque;
+
+use base::Nanos;
+
+use super::{ModelId, RequestId};
+
+/// What a model may use before the next one gets its turn.
+const QUANTUM_NS: i64 = 1_000_000;
+
+#[derive(Debug, Default)]
+struct Lane {
+    waiting: VecDeque<RequestId>,
+    /// Time the model may still use in this round; negative when it used more.
+    deficit_ns: i64,
+    in_round: bool,
+}
+
+/// A first-in-first-out queue per model, and whose turn it is.
+#[derive(Debug, Default)]
+pub(super) struct FairQueue {
+    lanes: Vec<Lane>,
+    round: VecDeque<ModelId>,
+    waiting: usize,
+}
+
+impl FairQueue {
+    pub(super) fn is_empty(&self) -> bool {
+        self.waiting == 0
+    }
+
+    /// Makes room for `model`.
+    pub(super) fn ensure(&mut self, model: ModelId) {
+        let index = model.0 as usize;
+        if index >= self.lanes.len() {
+            self.lanes.resize_with(index + 1, Lane::default);
+        }
+        self.lanes[index].deficit_ns = 0;
+    }
+
+    pub(super) fn push_back(&mut self, model: ModelId, request: RequestId) {
+        self.lanes[model.0 as usize].waiting.push_back(request);
+        self.joined(model);
+    }
+
+    pub(super) fn push_front(&mut self, model: ModelId, request: RequestId) {
+        self.lanes[model.0 as usize].waiting.push_front(request);
+        self.joined(model);
+    }
+
+    fn joined(&mut self, model: ModelId) {
+        self.waiting += 1;
+        let lane = &mut self.lanes[model.0 as usize];
+        if !lane.in_round {
+            lane.in_round = true;
+            self.round.push_back(model);
+        }
+    }
+
+    /// The oldest request of the model whose turn it is.
+    pub(super) fn pop(&mut self) -> Option<RequestId> {
+        // Each turn of the loop drops an idle model or tops one up, so it ends: a model's debt is at
+        // most one segment's time, and only models with waiting work stay in the round.
+        while let Some(&model) = self.round.front() {
+            let lane = &mut self.lanes[model.0 as usize];
+            if lane.waiting.is_empty() {
+                // A model that has nothing to do saves nothing up.
+                lane.deficit_ns = lane.deficit_ns.min(0);
+                lane.in_round = false;
+                self.round.pop_front();
+                continue;
+            }
+            if lane.deficit_ns <= 0 {
+                self.top_up();
+                continue;
+            }
+            self.waiting -= 1;
+            return lane.waiting.pop_front();
+        }
+        None
+    }
+
+    /// Moves the front of the round to its back with a fresh quantum. When everyone is in debt, all
+    /// get as many quanta as the least indebted needs, at once.
+    fn top_up(&mut self) {
+        let best =
+            self.round.iter().map(|m| self.lanes[m.0 as usize].deficit_ns).max().unwrap_or(0);
+        let rounds = if best <= 0 { 1 + best.unsigned_abs() / QUANTUM_NS as u64 } else { 0 };
+        if rounds > 0 {
+            for model in &self.round {
+                let lane = &mut self.lanes[model.0 as usize];
+                let grant = i64::try_from(rounds).unwrap_or(i64::MAX).saturating_mul(QUANTUM_NS);
+                lane.deficit_ns = lane.deficit_ns.saturating_add(grant);
+            }
+        }
+        self.round.rotate_left(1);
+    }
+
+    /// Books time that `model` used.
+    pub(super) fn charge(&mut self, model: ModelId, busy: Nanos) {
+        if let Some(lane) = self.lanes.get_mut(model.0 as usize) {
+            let busy = i64::try_from(busy.0).unwrap_or(i64::MAX);
+            lane.deficit_ns = lane.deficit_ns.saturating_sub(busy);
+        }
+    }
+
+    /// Takes `request` out of the middle; rare, so it may cost a walk over one model's queue.
+    pub(super) fn remove(&mut self, model: ModelId, request: RequestId) {
+        let lane = &mut self.lanes[model.0 as usize];
+        let before = lane.waiting.len();
+        lane.waiting.retain(|other| *other != request);
+        self.waiting -= before - lane.waiting.len();
+    }
+}

@@ -1,0 +1,366 @@
+//! The core in virtual time, against a device that takes a fixed time per step and checkers that know
+//! nothing of the core's insides.
+
+use std::collections::{BTreeMap, HashMap};
+
+use base::Random;
+
+use super::*;
+
+/// Virtual time one step takes, by model.
+const STEP: [Nanos; 3] = [Nanos(1_000), Nanos(5_000), Nanos(20_000)];
+const STEPS: [usize; 3] = [4, 10, 50];
+
+#[derive(Clone, Copy, Debug)]
+struct OnQueue {
+    request: RequestId,
+    model: usize,
+    next_step: usize,
+    step_ends: Nanos,
+    since: Nanos,
+    leave: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Seen {
+    model: usize,
+    class: Class,
+    priority: u32,
+    deadline: Nanos,
+    arrived: Nanos,
+    next_step: usize,
+    busy: Nanos,
+    end: Option<(Nanos, End)>,
+}
+
+/// A device with level-1 preemption in virtual time, and the record of what happened.
+struct World {
+    core: Core,
+    now: Nanos,
+    queues: Vec<Option<OnQueue>>,
+    seen: HashMap<RequestId, Seen>,
+    freed: Vec<ModelId>,
+    preemptions: usize,
+    actions: Vec<Action>,
+}
+
+impl World {
+    fn new(options: CoreOptions, queue_capacity: usize) -> World {
+        let queues = vec![None; options.queues];
+        let mut world = World {
+            core: Core::new(options),
+            now: Nanos::ZERO,
+            queues,
+            seen: HashMap::new(),
+            freed: Vec::new(),
+            preemptions: 0,
+            actions: Vec::new(),
+        };
+        for (index, steps) in STEPS.into_iter().enumerate() {
+            let model = ModelId(index as u32);
+            world.event(Event::ModelAdded { model, steps, queue_capacity });
+        }
+        world
+    }
+
+    fn event(&mut self, event: Event) {
+        let mut actions = std::mem::take(&mut self.actions);
+        self.core.step(self.now, event, &mut actions);
+        for action in actions.drain(..) {
+            self.act(action);
+        }
+        self.actions = actions;
+        self.check_order();
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::Launch { queue, request, steps } => {
+                assert!(self.queues[queue].is_none(), "launched on a busy queue");
+                let seen = &self.seen[&request];
+                assert!(seen.end.is_none(), "launched after its end");
+                assert_eq!(steps, seen.next_step..STEPS[seen.model], "wrong steps");
+                self.queues[queue] = Some(OnQueue {
+                    request,
+                    model: seen.model,
+                    next_step: steps.start,
+                    step_ends: self.now + STEP[seen.model],
+                    since: self.now,
+                    leave: false,
+                });
+            }
+            Action::Preempt { queue } => {
+                self.preemptions += 1;
+                self.queues[queue].as_mut().expect("preempted an idle queue").leave = true;
+            }
+            Action::End { request, end } => {
+                let seen = self.seen.get_mut(&request).expect("ended an unknown request");
+                assert!(seen.end.is_none(), "ended twice");
+                seen.end = Some((self.now, end));
+                if end == End::Done {
+                    assert_eq!(seen.next_step, STEPS[seen.model], "done before its last step");
+                    assert!(self.now < seen.deadline, "late and yet done");
+                }
+            }
+            Action::FreeModel { model } => self.freed.push(model),
+        }
+    }
+
+    /// No best effort may start or keep a queue for free while real time waits, and of the real-time
+    /// requests the first in order runs.
+    fn check_order(&self) {
+        let running: Vec<RequestId> =
+            self.queues.iter().flatten().map(|on_queue| on_queue.request).collect();
+        let key = |id: &RequestId| {
+            let seen = &self.seen[id];
+            (seen.priority, seen.deadline, id.order())
+        };
+        let waiting: Vec<&RequestId> = self
+            .seen
+            .iter()
+            .filter(|(id, seen)| {
+                seen.end.is_none() && seen.class == Class::RealTime && !running.contains(id)
+            })
+            .map(|(id, _)| id)
+            .collect();
+        if waiting.is_empty() {
+            return;
+        }
+        assert!(self.queues.iter().all(Option::is_some), "real time waits beside an idle queue");
+        if self.core.options.best_effort_share_percent == 0 {
+            let staying = self.queues.iter().flatten().filter(|on_queue| {
+                !on_queue.leave && self.seen[&on_queue.request].class == Class::BestEffort
+            });
+            let leaving = self.queues.iter().flatten().filter(|on_queue| on_queue.leave).count();
+            assert!(
+                staying.count() == 0 || leaving >= waiting.len(),
+                "best effort stays while real time waits"
+            );
+        }
+        // Whoever started at this very moment must not be behind anyone who waits.
+        for on_queue in self.queues.iter().flatten().filter(|q| q.since == self.now) {
+            let seen = &self.seen[&on_queue.request];
+            if seen.class == Class::RealTime && seen.arrived < self.now {
+                for other in waiting.iter().filter(|id| self.seen[id].arrived < self.now) {
+                    assert!(key(&on_queue.request) < key(other), "overtaken inside real time");
+                }
+            }
+        }
+    }
+
+    fn arrive(
+        &mut self,
+        model: usize,
+        class: Class,
+        priority: u32,
+        timeout: Nanos,
+    ) -> Option<RequestId> {
+        let request = self.core.next_request_id()?;
+        let deadline = self.now + timeout;
+        let seen = Seen {
+            model,
+            class,
+            priority,
+            deadline,
+            arrived: self.now,
+            next_step: 0,
+            busy: Nanos::ZERO,
+            end: None,
+        };
+        self.seen.insert(request, seen);
+        let model = ModelId(model as u32);
+        self.event(Event::Arrival { request, model, class, priority, deadline });
+        Some(request)
+    }
+
+    /// The next moment at which something happens by itself.
+    fn next_time(&self) -> Option<Nanos> {
+        let steps = self.queues.iter().flatten().map(|on_queue| on_queue.step_ends);
+        steps.chain(self.core.next_timer()).min()
+    }
+
+    fn run_until(&mut self, end: Nanos) {
+        while let Some(next) = self.next_time().filter(|next| *next <= end) {
+            self.now = self.now.max(next);
+            for queue in 0..self.queues.len() {
+                if self.queues[queue].is_some_and(|on_queue| on_queue.step_ends <= self.now) {
+                    self.finish_step(queue);
+                }
+            }
+            if self.core.next_timer().is_some_and(|timer| timer <= self.now) {
+                self.event(Event::Timer);
+                assert!(
+                    self.core.next_timer().is_none_or(|timer| timer > self.now),
+                    "a timer stays due"
+                );
+            }
+        }
+        self.now = self.now.max(end);
+    }
+
+    fn finish_step(&mut self, queue: usize) {
+        let mut on_queue = self.queues[queue].expect("a busy queue");
+        on_queue.next_step += 1;
+        let seen = self.seen.get_mut(&on_queue.request).expect("a known request");
+        seen.next_step = on_queue.next_step;
+        seen.busy += STEP[on_queue.model];
+        let busy = self.now - on_queue.since;
+        if on_queue.next_step == STEPS[on_queue.model] {
+            self.queues[queue] = None;
+            self.event(Event::SegmentDone { queue, busy });
+        } else if on_queue.leave {
+            self.queues[queue] = None;
+            self.event(Event::SegmentLeft { queue, next_step: on_queue.next_step, busy });
+        } else {
+            on_queue.step_ends = self.now + STEP[on_queue.model];
+            self.queues[queue] = Some(on_queue);
+        }
+    }
+
+    fn ends(&self) -> BTreeMap<String, usize> {
+        let mut ends = BTreeMap::new();
+        for seen in self.seen.values() {
+            *ends.entry(format!("{:?}", seen.end.map(|(_, end)| end))).or_default() += 1;
+        }
+        ends
+    }
+}
+
+#[test]
+fn real_time_waits_at_most_one_step_of_best_effort() {
+    let mut world = World::new(CoreOptions::default(), 64);
+    world.arrive(2, Class::BestEffort, 1, Nanos::MAX);
+    world.run_until(Nanos(3_000));
+    let request = world.arrive(0, Class::RealTime, 1, Nanos::MAX).unwrap();
+    world.run_until(Nanos(10_000_000));
+    let (ended, end) = world.seen[&request].end.unwrap();
+    assert_eq!(end, End::Done);
+    // Best effort is inside its first step until 20,000; then the four steps of real time follow.
+    assert_eq!(ended, Nanos(20_000 + 4_000));
+    assert_eq!(world.preemptions, 1);
+    assert_eq!(world.ends(), BTreeMap::from([("Some(Done)".to_string(), 2)]));
+}
+
+#[test]
+fn earliest_deadline_goes_first_inside_a_priority() {
+    let mut world = World::new(CoreOptions::default(), 64);
+    let order =
+        [(2, 900_000), (1, 800_000), (1, 100_000), (1, 500_000)].map(|(priority, timeout)| {
+            world.arrive(0, Class::RealTime, priority, Nanos(timeout)).unwrap()
+        });
+    world.run_until(Nanos(1_000_000));
+    let ended = order.map(|request| world.seen[&request].end.unwrap().0);
+    // The first was alone when it came; then priority 1 by deadline.
+    assert_eq!(ended, [Nanos(4_000), Nanos(16_000), Nanos(8_000), Nanos(12_000)]);
+}
+
+#[test]
+fn late_work_ends_while_something_else_runs() {
+    let mut world = World::new(CoreOptions::default(), 64);
+    world.arrive(2, Class::RealTime, 1, Nanos::MAX);
+    let late = world.arrive(0, Class::RealTime, 1, Nanos(7_000)).unwrap();
+    world.run_until(Nanos(2_000_000));
+    assert_eq!(world.seen[&late].end, Some((Nanos(7_000), End::DeadlineExceeded)));
+}
+
+#[test]
+fn bounds_are_kept() {
+    let options = CoreOptions { max_requests: 4, ..CoreOptions::default() };
+    let mut world = World::new(options, 2);
+    let ids: Vec<_> = (0..4).map(|_| world.arrive(1, Class::BestEffort, 1, Nanos::MAX)).collect();
+    // One runs, two wait, the fourth finds the model's queue full and ends at once.
+    assert_eq!(world.seen[&ids[3].unwrap()].end, Some((Nanos::ZERO, End::QueueFull)));
+    assert!(world.core.next_request_id().is_some());
+    assert!(world.core.next_request_id().is_none(), "the global bound holds");
+}
+
+#[test]
+fn a_removed_model_is_freed_after_its_last_request() {
+    let mut world = World::new(CoreOptions::default(), 64);
+    world.arrive(1, Class::BestEffort, 1, Nanos::MAX);
+    world.event(Event::ModelRemoved { model: ModelId(1) });
+    assert!(world.freed.is_empty());
+    let refused = world.arrive(1, Class::BestEffort, 1, Nanos::MAX).unwrap();
+    assert_eq!(world.seen[&refused].end.unwrap().1, End::NoSuchModel);
+    world.run_until(Nanos(1_000_000));
+    assert_eq!(world.freed, vec![ModelId(1)]);
+}
+
+#[test]
+fn best_effort_models_share_the_time() {
+    let mut world = World::new(CoreOptions::default(), 4096);
+    for _ in 0..2000 {
+        world.arrive(1, Class::BestEffort, 1, Nanos::MAX);
+        world.arrive(2, Class::BestEffort, 1, Nanos::MAX);
+    }
+    world.run_until(Nanos(80_000_000));
+    let used = |model| -> u64 {
+        world.seen.values().filter(|seen| seen.model == model).map(|seen| seen.busy.0).sum()
+    };
+    let ratio = used(1) as f64 / used(2) as f64;
+    assert!((0.9..1.1).contains(&ratio), "time used differs by {ratio}");
+}
+
+#[test]
+fn saturating_real_time_leaves_best_effort_its_share() {
+    let options = CoreOptions {
+        best_effort_share_percent: 20,
+        best_effort_slice: Nanos(100_000),
+        ..CoreOptions::default()
+    };
+    let mut world = World::new(options, 1_000_000);
+    for _ in 0..4000 {
+        world.arrive(1, Class::RealTime, 1, Nanos::MAX);
+        world.arrive(2, Class::BestEffort, 1, Nanos::MAX);
+    }
+    world.run_until(Nanos(100_000_000));
+    let used: u64 =
+        world.seen.values().filter(|seen| seen.model == 2).map(|seen| seen.busy.0).sum();
+    let share = used as f64 / 100_000_000.0;
+    assert!((0.17..0.25).contains(&share), "best effort got {share}");
+}
+
+/// Random loads with cancellations, removals and a drain; the checkers in [`World`] watch every step.
+fn random_load(seed: u64) {
+    let mut random = Random::new(seed);
+    let options = CoreOptions {
+        queues: 1 + random.below(3) as usize,
+        max_requests: 50,
+        best_effort_share_percent: [0, 0, 10, 50][random.below(4) as usize],
+        best_effort_slice: Nanos(50_000),
+    };
+    let mut world = World::new(options, 1 + random.below(20) as usize);
+    let mut ids = Vec::new();
+    for _ in 0..300 {
+        match random.below(20) {
+            0 if !ids.is_empty() => {
+                let index = random.below(ids.len() as u64) as usize;
+                world.event(Event::Cancel { request: ids[index] });
+            }
+            1 if world.now > Nanos(3_000_000) => {
+                world.event(Event::ModelRemoved { model: ModelId(random.below(3) as u32) });
+            }
+            _ => {
+                let model = random.below(3) as usize;
+                let class = if random.below(2) == 0 { Class::RealTime } else { Class::BestEffort };
+                let timeout = match random.below(3) {
+                    0 => Nanos::MAX,
+                    _ => Nanos(random.below(2_000_000)),
+                };
+                ids.extend(world.arrive(model, class, 1 + random.below(3) as u32, timeout));
+            }
+        }
+        let pause = Nanos(random.below(100_000));
+        world.run_until(world.now + pause);
+    }
+    world.event(Event::Drain);
+    world.run_until(world.now + Nanos(1_000_000_000));
+    assert_eq!(world.core.under_way(), 0, "seed {seed}: something never ended");
+    let unfinished = world.seen.values().filter(|seen| seen.end.is_none()).count();
+    assert_eq!(unfinished, 0, "seed {seed}: {:?}", world.ends());
+}
+
+#[test]
+fn every_request_ends_exactly_once() {
+    (0..200).for_each(random_load);
+}

@@ -1,0 +1,111 @@
+//! Accepts HTTP connections and serves a router on them until told to stop.
+
+use std::convert::Infallible;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::Duration;
+
+use api::ApiError;
+use axum::Router;
+use axum::body::Body;
+use futures_util::FutureExt;
+use http::{Request, Response};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto::Builder;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, watch};
+use tokio::task::JoinSet;
+use tower::Service;
+
+use crate::rest::answer;
+
+/// How long a connection may stay without sending a whole request head.
+const IDLE_LIMIT: Duration = Duration::from_secs(600);
+
+/// Serves `router` on `listener` until `stop` turns true, then lets connections finish what they
+/// are at. Dropping the future closes them at once.
+pub(crate) async fn serve(
+    listener: TcpListener,
+    router: Router,
+    max_connections: usize,
+    mut stop: watch::Receiver<bool>,
+) {
+    let places = Arc::new(Semaphore::new(max_connections));
+    let mut connections = JoinSet::new();
+    loop {
+        let accepted = tokio::select! {
+            biased;
+            () = stopped(&mut stop) => break,
+            accepted = accept(&listener, &places) => accepted,
+            Some(_) = connections.join_next() => continue,
+        };
+        if let Some((stream, place)) = accepted {
+            let (router, stop) = (router.clone(), stop.clone());
+            connections.spawn(async move {
+                serve_connection(stream, router, stop).await;
+                drop(place);
+            });
+        }
+    }
+    drop(listener);
+    while connections.join_next().await.is_some() {}
+}
+
+/// Returns when `stop` turns true, or nobody is left to turn it.
+pub(crate) async fn stopped(stop: &mut watch::Receiver<bool>) {
+    let _ = stop.wait_for(|stop| *stop).await;
+}
+
+async fn accept(
+    listener: &TcpListener,
+    places: &Arc<Semaphore>,
+) -> Option<(TcpStream, tokio::sync::OwnedSemaphorePermit)> {
+    let place = places.clone().acquire_owned().await.ok()?;
+    match listener.accept().await {
+        Ok((stream, _)) => {
+            // Without this an answer can wait for the client's delayed acknowledgement.
+            let _ = stream.set_nodelay(true);
+            Some((stream, place))
+        }
+        Err(error) => {
+            // Out of file descriptors, most likely: others have to close first.
+            tracing::warn!(%error, "cannot accept a connection");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            None
+        }
+    }
+}
+
+async fn serve_connection(stream: TcpStream, router: Router, mut stop: watch::Receiver<bool>) {
+    let service = service_fn(move |request: Request<Incoming>| respond(router.clone(), request));
+    let mut builder = Builder::new(TokioExecutor::new());
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(IDLE_LIMIT);
+    builder.http2().timer(TokioTimer::new()).max_concurrent_streams(1024);
+    let connection = builder.serve_connection(TokioIo::new(stream), service);
+    let mut connection = std::pin::pin!(connection);
+    let result = tokio::select! {
+        result = connection.as_mut() => result,
+        () = stopped(&mut stop) => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = result {
+        tracing::debug!(%error, "a connection ended early");
+    }
+}
+
+/// One request through the router. A panic there becomes an answer, not a closed connection.
+async fn respond(
+    mut router: Router,
+    request: Request<Incoming>,
+) -> Result<Response<Body>, Infallible> {
+    let response = AssertUnwindSafe(router.call(request.map(Body::new))).catch_unwind().await;
+    Ok(match response {
+        Ok(Ok(response)) => response,
+        Ok(Err(never)) => match never {},
+        Err(_) => answer::error(&ApiError::internal("the server failed on this request")),
+    })
+}

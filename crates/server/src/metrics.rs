@@ -1,0 +1,108 @@
+//! Metrics in the Prometheus text format, under the names that dashboards for Triton use.
+//!
+//! Those names have no `_total` at their end, which client libraries insist on; so the format, which
+//! is three kinds of lines, is written here.
+
+use std::fmt::{Display, Write};
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::State;
+use axum::response::IntoResponse;
+use axum::routing::get;
+use http::header::CONTENT_TYPE;
+
+use crate::rest::answer;
+use crate::server::App;
+
+/// The kind of a metric.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Only grows.
+    Counter,
+    /// Goes up and down.
+    Gauge,
+    /// Counts by upper bounds.
+    Histogram,
+}
+
+/// Writes families of samples.
+pub struct Exposition<'a> {
+    text: &'a mut String,
+}
+
+impl<'a> Exposition<'a> {
+    /// Appends to `text`.
+    pub fn new(text: &'a mut String) -> Exposition<'a> {
+        Exposition { text }
+    }
+
+    /// Starts the family `name`; its samples follow.
+    pub fn family(&mut self, name: &str, kind: Kind, help: &str) {
+        let kind = match kind {
+            Kind::Counter => "counter",
+            Kind::Gauge => "gauge",
+            Kind::Histogram => "histogram",
+        };
+        let _ = writeln!(self.text, "# HELP {name} {help}\n# TYPE {name} {kind}");
+    }
+
+    /// One sample.
+    pub fn sample(&mut self, name: &str, labels: &[(&str, &str)], value: impl Display) {
+        self.text.push_str(name);
+        for (index, (key, label)) in labels.iter().enumerate() {
+            self.text.push(if index == 0 { '{' } else { ',' });
+            let _ = write!(self.text, "{key}=\"");
+            for c in label.chars() {
+                match c {
+                    '\\' => self.text.push_str("\\\\"),
+                    '"' => self.text.push_str("\\\""),
+                    '\n' => self.text.push_str("\\n"),
+                    c => self.text.push(c),
+                }
+            }
+            self.text.push('"');
+        }
+        if !labels.is_empty() {
+            self.text.push('}');
+        }
+        let _ = writeln!(self.text, " {value}");
+    }
+}
+
+pub(crate) fn router(app: Arc<App>) -> Router {
+    Router::new()
+        .route("/metrics", get(page))
+        .fallback(answer::no_route)
+        .method_not_allowed_fallback(answer::wrong_method)
+        .with_state(app)
+}
+
+async fn page(State(app): State<Arc<App>>) -> impl IntoResponse {
+    let mut text = String::with_capacity(16 * 1024);
+    let mut exposition = Exposition::new(&mut text);
+    exposition.family("atoll_requests_in_flight", Kind::Gauge, "Inference requests under way");
+    exposition.sample("atoll_requests_in_flight", &[], app.gate.inside());
+    exposition.family("atoll_draining", Kind::Gauge, "1 while the server shuts down");
+    exposition.sample("atoll_draining", &[], u8::from(app.gate.is_closed()));
+    app.service.write_metrics(&mut text);
+    ([(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_are_escaped() {
+        let mut text = String::new();
+        let mut exposition = Exposition::new(&mut text);
+        exposition.family("a", Kind::Counter, "Help");
+        exposition.sample("a", &[("model", "x\"y\\z\n"), ("version", "1")], 3);
+        exposition.sample("a", &[], 1.5);
+        assert_eq!(
+            text,
+            "# HELP a Help\n# TYPE a counter\na{model=\"x\\\"y\\\\z\\n\",version=\"1\"} 3\na 1.5\n"
+        );
+    }
+}

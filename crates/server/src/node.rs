@@ -1,0 +1,400 @@
+//! The service of one node: a catalogue of models over a [`runtime::Node`].
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use api::error::ApiResult;
+use api::{
+    ApiError, Classification, ClassifyRequest, ErrorKind, IndexEntry, InferOptions, InferRequest,
+    InferResponse, InferenceService, ModelMetadata, ModelRef, ModelState, ModelStatistics,
+    RegisterRequest, Registered, RequestContext, ServerMetadata, ServiceFuture, proto,
+};
+use base::Nanos;
+use device::DeviceError;
+use model::Tensor;
+use runtime::{Node, Rejection, Request, RequestHandle};
+use tokio::sync::oneshot;
+
+pub mod catalogue;
+pub mod classification;
+pub mod counters;
+mod exposition;
+pub mod image;
+pub mod loader;
+pub mod served;
+
+use catalogue::Catalogue;
+use loader::{LoadError, ModelLoader};
+use served::Served;
+
+/// The extensions of the protocol that this service does.
+pub const EXTENSIONS: [&str; 8] = [
+    "classification",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "schedule_policy",
+    "model_configuration",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+];
+
+/// A node and its models, as a service. Cloning shares it.
+#[derive(Clone)]
+pub struct LocalNode {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    node: Arc<Node>,
+    loader: Arc<dyn ModelLoader>,
+    catalogue: Catalogue,
+    started: AtomicBool,
+    draining: AtomicBool,
+}
+
+impl LocalNode {
+    /// A service over `node` whose models come from `loader`. It is not ready before
+    /// [`LocalNode::set_started`].
+    pub fn new(node: Arc<Node>, loader: Arc<dyn ModelLoader>) -> LocalNode {
+        LocalNode {
+            inner: Arc::new(Inner {
+                node,
+                loader,
+                catalogue: Catalogue::default(),
+                started: AtomicBool::new(false),
+                draining: AtomicBool::new(false),
+            }),
+        }
+    }
+
+    /// Says that the models to begin with are loaded, or have failed to.
+    pub fn set_started(&self) {
+        self.inner.started.store(true, Ordering::SeqCst);
+    }
+
+    /// Loads the newest version of every model of the repository and returns those that failed.
+    pub async fn load_all(&self) -> ApiResult<Vec<(String, ApiError)>> {
+        let loader = self.inner.loader.clone();
+        let entries = blocking(move || loader.index()).await?;
+        let mut names: Vec<String> = entries.into_iter().map(|entry| entry.name).collect();
+        names.sort_unstable();
+        names.dedup();
+        let mut failed = Vec::new();
+        for name in names {
+            if let Err(error) = self.load(&name).await {
+                failed.push((name, error));
+            }
+        }
+        Ok(failed)
+    }
+
+    /// The node.
+    pub fn node(&self) -> &Arc<Node> {
+        &self.inner.node
+    }
+}
+
+/// Runs `work` on a thread that may wait.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, LoadError> + Send + 'static,
+) -> ApiResult<T> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result.map_err(ApiError::from),
+        Err(_) => Err(ApiError::internal("the model could not be read: the loader failed")),
+    }
+}
+
+/// Cancels a request whose answer nobody waits for any more.
+struct CancelOnDrop(Option<RequestHandle>);
+
+impl Drop for CancelOnDrop {
+    fn drop(&mut self) {
+        if let Some(handle) = &self.0 {
+            handle.cancel();
+        }
+    }
+}
+
+fn rejection(model: &Served, rejection: Rejection) -> ApiError {
+    let message = || format!("model '{}': {rejection}", model.name);
+    match &rejection {
+        Rejection::NoSuchModel => ApiError::unavailable(message()),
+        Rejection::QueueFull { .. } => ApiError::unavailable(message()).retry_after(1),
+        Rejection::DeadlineExceeded => ApiError::new(ErrorKind::DeadlineExceeded, message()),
+        Rejection::Cancelled => ApiError::new(ErrorKind::Cancelled, message()),
+        Rejection::ShuttingDown => ApiError::shutting_down(),
+        Rejection::Device(DeviceError::BadInput(why)) => ApiError::invalid(why.clone()),
+        Rejection::Device(DeviceError::Unsupported { .. }) => ApiError::unsupported(message()),
+        Rejection::Device(DeviceError::OutOfMemory { .. }) => {
+            ApiError::unavailable(message()).retry_after(1)
+        }
+        Rejection::Device(_) => ApiError::internal(message()),
+    }
+}
+
+impl Inner {
+    fn find(&self, model: ModelRef<'_>) -> ApiResult<Arc<Served>> {
+        if self.draining.load(Ordering::SeqCst) {
+            return Err(ApiError::shutting_down());
+        }
+        self.catalogue.find(model)
+    }
+
+    /// Runs `served` once on inputs that fit it.
+    async fn run(
+        &self,
+        served: &Served,
+        inputs: Vec<Tensor>,
+        batch: usize,
+        options: &InferOptions,
+    ) -> ApiResult<Vec<Tensor>> {
+        let default = served.config.timeout_ms.map(Nanos::from_millis);
+        let timeout = options.timeout.or(default);
+        let request = Request {
+            model: served.key,
+            inputs,
+            class: options.class,
+            priority: options.priority,
+            timeout,
+        };
+        let (sender, receiver) = oneshot::channel();
+        let counters = served.counters.clone();
+        counters.begin();
+        let handle = self.node.submit(
+            request,
+            Box::new(move |reply| {
+                counters.end(&reply, batch, timeout);
+                // Nobody may listen any more, which is what cancelling is for.
+                let _ = sender.send(reply.result);
+            }),
+        );
+        let mut guard = CancelOnDrop(Some(handle));
+        let result = receiver.await;
+        guard.0 = None;
+        match result {
+            Ok(Ok(outputs)) => Ok(outputs),
+            Ok(Err(why)) => Err(rejection(served, why)),
+            Err(_) => Err(ApiError::internal("the node gave no answer")),
+        }
+    }
+
+    async fn infer(&self, model: ModelRef<'_>, request: InferRequest) -> ApiResult<InferResponse> {
+        let served = self.find(model)?;
+        served.check_outputs(&request.outputs)?;
+        let (inputs, batch) = served.match_inputs(request.inputs)?;
+        let outputs = self.run(&served, inputs, batch, &request.options).await?;
+        Ok(InferResponse {
+            model_name: served.name.clone(),
+            model_version: served.version_text.clone(),
+            id: request.id,
+            outputs: served.select_outputs(&request.outputs, outputs, batch)?,
+        })
+    }
+
+    async fn classify(&self, request: ClassifyRequest) -> ApiResult<Classification> {
+        let served = self.find(ModelRef { name: &request.model, version: None })?;
+        let plan_inputs = &served.plan().inputs;
+        let [input] = plan_inputs[..] else {
+            return Err(ApiError::invalid(format!(
+                "model '{}' takes {} inputs; only models of one image can classify",
+                served.name,
+                plan_inputs.len()
+            )));
+        };
+        let (image, holder) = (request.image, served.clone());
+        let tensor = blocking_api(move || {
+            let info = holder.plan().value(input);
+            let preprocessing = holder.config.preprocessing.clone().unwrap_or_default();
+            image::to_tensor(&image, &preprocessing, info)
+        })
+        .await?;
+        let inputs = vec![tensor];
+        device::check_inputs(served.plan(), &inputs)
+            .map_err(|error| ApiError::invalid(format!("the image does not fit: {error}")))?;
+        let outputs = self.run(&served, inputs, 1, &InferOptions::default()).await?;
+        let scores = outputs.first().ok_or_else(|| ApiError::internal("no output came back"))?;
+        let scores = classification::scores(scores)?;
+        Ok(Classification {
+            model: served.name.to_string(),
+            version: served.version_text.to_string(),
+            predictions: classification::predictions(scores, &served.config.labels, request.k),
+        })
+    }
+
+    async fn load(self: Arc<Inner>, name: String) -> ApiResult<u64> {
+        if name.is_empty() || name.starts_with('.') || name.contains(['/', '\\', '\0']) {
+            return Err(ApiError::not_found("there is no model of this name"));
+        }
+        let _turn = self.catalogue.turn(&name).await;
+        self.catalogue.begin_load(&name);
+        let (loader, wanted) = (self.loader.clone(), name.clone());
+        let loaded = blocking(move || loader.load(&wanted, None)).await;
+        match loaded {
+            Ok(loaded) => {
+                let version = loaded.version;
+                let (served, gone) =
+                    Served::start(self.node.clone(), &name, version, loaded.program, loaded.config);
+                self.catalogue.finish_load(served, gone);
+                tracing::info!(model = name, version, "model ready");
+                Ok(version)
+            }
+            Err(error) => {
+                tracing::warn!(model = name, %error, "model not loaded");
+                let known = error.kind != ErrorKind::NotFound;
+                self.catalogue.fail_load(&name, error.message.to_string(), known);
+                let message = format!("cannot load model '{name}': {}", error.message);
+                Err(ApiError { message: message.into(), ..error })
+            }
+        }
+    }
+
+    async fn unload(self: Arc<Inner>, name: String) -> ApiResult<()> {
+        let _turn = self.catalogue.turn(&name).await;
+        if let Some(gone) = self.catalogue.begin_unload(&name)? {
+            // Fires with an error when the model drops its end, which is the message.
+            let _ = gone.await;
+        }
+        self.catalogue.finish_unload(&name);
+        tracing::info!(model = name, "model unloaded");
+        Ok(())
+    }
+
+    fn statistics(&self, model: Option<ModelRef<'_>>) -> ApiResult<Vec<ModelStatistics>> {
+        let models = match model {
+            Some(model) => vec![self.catalogue.find(model)?],
+            None => self.catalogue.all(),
+        };
+        let statistics = |served: &Arc<Served>| {
+            let counters = &served.counters;
+            ModelStatistics {
+                name: served.name.to_string(),
+                version: served.version_text.to_string(),
+                last_inference: counters.last_ms.load(Ordering::Relaxed),
+                inference_count: counters.inferences.load(Ordering::Relaxed),
+                execution_count: counters.compute.read().count,
+                inference_stats: counters.inference_stats(),
+                batch_stats: counters.batch_stats(),
+            }
+        };
+        Ok(models.iter().map(statistics).collect())
+    }
+}
+
+/// As [`blocking`], for work that fails with a client's error.
+async fn blocking_api<T: Send + 'static>(
+    work: impl FnOnce() -> ApiResult<T> + Send + 'static,
+) -> ApiResult<T> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        Err(_) => Err(ApiError::internal("the server failed on this request")),
+    }
+}
+
+/// Runs `work` to its end even when the caller goes away: a model is never left half loaded.
+async fn to_the_end<T: Send + 'static>(
+    work: impl Future<Output = ApiResult<T>> + Send + 'static,
+) -> ApiResult<T> {
+    match tokio::spawn(work).await {
+        Ok(result) => result,
+        Err(_) => Err(ApiError::internal("the server failed on this request")),
+    }
+}
+
+impl InferenceService for LocalNode {
+    fn server_metadata(&self) -> ServerMetadata {
+        ServerMetadata {
+            name: "atoll".to_string(),
+            version: env!("CARGO_PKG_VERSION").to_string(),
+            extensions: EXTENSIONS.map(str::to_string).to_vec(),
+        }
+    }
+
+    fn ready(&self) -> bool {
+        self.inner.started.load(Ordering::SeqCst) && !self.inner.draining.load(Ordering::SeqCst)
+    }
+
+    fn model_ready<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, bool> {
+        let ready = self.inner.catalogue.is_ready(model);
+        Box::pin(std::future::ready(ready))
+    }
+
+    fn model_metadata<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, ModelMetadata> {
+        let metadata = self.inner.catalogue.find(model).map(|served| served.metadata());
+        Box::pin(std::future::ready(metadata))
+    }
+
+    fn model_config<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, proto::ModelConfig> {
+        let config = self.inner.catalogue.find(model).map(|served| served.wire_config());
+        Box::pin(std::future::ready(config))
+    }
+
+    fn infer<'a>(
+        &'a self,
+        model: ModelRef<'a>,
+        request: InferRequest,
+        _: RequestContext,
+    ) -> ServiceFuture<'a, InferResponse> {
+        Box::pin(self.inner.infer(model, request))
+    }
+
+    fn statistics<'a>(
+        &'a self,
+        model: Option<ModelRef<'a>>,
+    ) -> ServiceFuture<'a, Vec<ModelStatistics>> {
+        Box::pin(std::future::ready(self.inner.statistics(model)))
+    }
+
+    fn index(&self, only_ready: bool) -> ServiceFuture<'_, Vec<IndexEntry>> {
+        Box::pin(async move {
+            let loader = self.inner.loader.clone();
+            let entries = blocking(move || loader.index()).await?;
+            Ok(self.inner.catalogue.index(entries, only_ready))
+        })
+    }
+
+    fn load<'a>(&'a self, model: &'a str) -> ServiceFuture<'a, ()> {
+        Box::pin(
+            async move { to_the_end(self.inner.clone().load(model.to_string())).await.map(|_| ()) },
+        )
+    }
+
+    fn unload<'a>(&'a self, model: &'a str) -> ServiceFuture<'a, ()> {
+        Box::pin(to_the_end(self.inner.clone().unload(model.to_string())))
+    }
+
+    fn register(&self, request: RegisterRequest) -> ServiceFuture<'_, Registered> {
+        let inner = self.inner.clone();
+        Box::pin(to_the_end(async move {
+            let name = request.name.clone();
+            let loader = inner.loader.clone();
+            blocking(move || loader.register(request)).await?;
+            let version = inner.load(name.clone()).await?;
+            Ok(Registered { name, version: version.to_string(), state: ModelState::Ready })
+        }))
+    }
+
+    fn classify(
+        &self,
+        request: ClassifyRequest,
+        _: RequestContext,
+    ) -> ServiceFuture<'_, Classification> {
+        Box::pin(self.inner.classify(request))
+    }
+
+    fn write_metrics(&self, text: &mut String) {
+        let models = self.inner.catalogue.all();
+        let device = &self.inner.node.device().info().name;
+        exposition::write(text, &models, device, self.inner.node.resident().0);
+    }
+
+    fn drain(&self, limit: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {
+        self.inner.draining.store(true, Ordering::SeqCst);
+        let node = self.inner.node.clone();
+        Box::pin(async move {
+            tokio::task::spawn_blocking(move || node.drain(limit)).await.unwrap_or(false)
+        })
+    }
+}

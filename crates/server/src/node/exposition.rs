@@ -1,0 +1,172 @@
+//! A node's metrics.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crate::metrics::{Exposition, Kind};
+
+use super::counters::{Counters, LATENCY_BOUNDS_US};
+use super::served::Served;
+
+/// A family with one sample per model.
+struct PerModel {
+    name: &'static str,
+    kind: Kind,
+    help: &'static str,
+    value: fn(&Counters) -> u64,
+}
+
+fn load(counter: &AtomicU64) -> u64 {
+    counter.load(Relaxed)
+}
+
+const FAMILIES: [PerModel; 12] = [
+    PerModel {
+        name: "nv_inference_request_success",
+        kind: Kind::Counter,
+        help: "Requests answered with outputs",
+        value: |c| c.success.read().count,
+    },
+    PerModel {
+        name: "nv_inference_count",
+        kind: Kind::Counter,
+        help: "Inferences done; a batch of n counts n",
+        value: |c| load(&c.inferences),
+    },
+    PerModel {
+        name: "nv_inference_exec_count",
+        kind: Kind::Counter,
+        help: "Executions done; a batch counts once",
+        value: |c| c.compute.read().count,
+    },
+    PerModel {
+        name: "nv_inference_pending_request_count",
+        kind: Kind::Gauge,
+        help: "Requests waiting or running",
+        value: |c| load(&c.pending),
+    },
+    PerModel {
+        name: "nv_inference_request_duration_us",
+        kind: Kind::Counter,
+        help: "Time of successful requests",
+        value: |c| c.success.read().ns / 1000,
+    },
+    PerModel {
+        name: "nv_inference_queue_duration_us",
+        kind: Kind::Counter,
+        help: "Time of successful requests off the device",
+        value: |c| c.queue.read().ns / 1000,
+    },
+    PerModel {
+        name: "nv_inference_compute_input_duration_us",
+        kind: Kind::Counter,
+        help: "Time spent making inputs ready",
+        value: |_| 0,
+    },
+    PerModel {
+        name: "nv_inference_compute_infer_duration_us",
+        kind: Kind::Counter,
+        help: "Time of successful requests on the device",
+        value: |c| c.compute.read().ns / 1000,
+    },
+    PerModel {
+        name: "nv_inference_compute_output_duration_us",
+        kind: Kind::Counter,
+        help: "Time spent making outputs ready",
+        value: |_| 0,
+    },
+    PerModel {
+        name: "atoll_preemptions_total",
+        kind: Kind::Counter,
+        help: "Times work was made to leave for other work",
+        value: |c| load(&c.preemptions),
+    },
+    PerModel {
+        name: "atoll_deadline_misses_total",
+        kind: Kind::Counter,
+        help: "Requests not answered before their deadline",
+        value: |c| load(&c.deadline_misses),
+    },
+    PerModel {
+        name: "atoll_bad_inputs_total",
+        kind: Kind::Counter,
+        help: "Requests whose inputs the device refused",
+        value: |c| load(&c.bad_input),
+    },
+];
+
+/// Writes the metrics of `models` on `device`.
+pub(super) fn write(text: &mut String, models: &[Arc<Served>], device: &str, resident: u64) {
+    let mut out = Exposition::new(text);
+    for family in &FAMILIES {
+        out.family(family.name, family.kind, family.help);
+        for model in models {
+            out.sample(family.name, &labels(model), (family.value)(&model.counters));
+        }
+    }
+    write_failures(&mut out, models);
+    write_drops(&mut out, models);
+    write_latency(&mut out, models);
+    out.family("atoll_model_resident_bytes", Kind::Gauge, "Device memory a loaded model holds");
+    for model in models {
+        out.sample("atoll_model_resident_bytes", &labels(model), model.resident.0);
+    }
+    out.family("atoll_resident_bytes", Kind::Gauge, "Device memory all loaded models hold");
+    out.sample("atoll_resident_bytes", &[("device", device)], resident);
+}
+
+fn labels(model: &Served) -> [(&str, &str); 2] {
+    [("model", &model.name), ("version", &model.version_text)]
+}
+
+fn with<'a>(model: &'a Served, key: &'a str, value: &'a str) -> [(&'a str, &'a str); 3] {
+    let [name, version] = labels(model);
+    [name, version, (key, value)]
+}
+
+fn write_failures(out: &mut Exposition<'_>, models: &[Arc<Served>]) {
+    let name = "nv_inference_request_failure";
+    out.family(name, Kind::Counter, "Requests answered with an error, by reason");
+    for model in models {
+        let c = &model.counters;
+        let rejected = load(&c.queue_full) + load(&c.deadline) + load(&c.draining);
+        out.sample(name, &with(model, "reason", "REJECTED"), rejected);
+        out.sample(name, &with(model, "reason", "CANCELED"), load(&c.cancelled));
+        out.sample(name, &with(model, "reason", "BACKEND"), load(&c.backend));
+        out.sample(name, &with(model, "reason", "OTHER"), load(&c.bad_input));
+    }
+}
+
+fn write_drops(out: &mut Exposition<'_>, models: &[Arc<Served>]) {
+    let name = "atoll_drops_total";
+    out.family(name, Kind::Counter, "Requests given up before an answer, by reason");
+    for model in models {
+        let c = &model.counters;
+        for (reason, counter) in [
+            ("queue_full", &c.queue_full),
+            ("deadline", &c.deadline),
+            ("cancelled", &c.cancelled),
+            ("draining", &c.draining),
+        ] {
+            out.sample(name, &with(model, "reason", reason), load(counter));
+        }
+    }
+}
+
+fn write_latency(out: &mut Exposition<'_>, models: &[Arc<Served>]) {
+    const BUCKET: &str = "nv_inference_request_duration_histogram_us_bucket";
+    const SUM: &str = "nv_inference_request_duration_histogram_us_sum";
+    const COUNT: &str = "nv_inference_request_duration_histogram_us_count";
+    let help = "Time of successful requests";
+    out.family("nv_inference_request_duration_histogram_us", Kind::Histogram, help);
+    for model in models {
+        let counts = model.counters.latency();
+        for (bound, count) in LATENCY_BOUNDS_US.iter().zip(counts) {
+            out.sample(BUCKET, &with(model, "le", &bound.to_string()), count);
+        }
+        let all = counts[counts.len() - 1];
+        out.sample(BUCKET, &with(model, "le", "+Inf"), all);
+        out.sample(SUM, &labels(model), model.counters.success.read().ns / 1000);
+        out.sample(COUNT, &labels(model), all);
+    }
+}

@@ -1,0 +1,241 @@
+//! Images as input tensors: decoded under limits, resized, cropped and normalised.
+
+use std::io::Cursor;
+
+use api::ApiError;
+use api::error::ApiResult;
+use image::imageops::{self, FilterType};
+use image::{DynamicImage, ImageReader, Limits, RgbImage};
+use model::config::{ChannelOrder, ImageLayout, Preprocessing, ResizeFilter};
+use model::{DataType, Dim, Tensor, ValueInfo};
+
+/// The longest edge of an image that is looked at, before and after resizing.
+const MAX_EDGE: u32 = 16_384;
+/// The most memory decoding may take.
+const MAX_DECODE_BYTES: u64 = 512 << 20;
+/// The most pixels of a resized image.
+const MAX_PIXELS: u64 = 1 << 26;
+
+/// Checks what a user says about pre-processing.
+pub fn check(preprocessing: &Preprocessing) -> ApiResult<()> {
+    let refuse = |why: &'static str| Err(ApiError::invalid(why));
+    if !(preprocessing.crop > 0.0 && preprocessing.crop <= 1.0) {
+        return refuse("preprocessing: 'crop' must be in 0..1, without 0");
+    }
+    let channels = channel_count(preprocessing.channels);
+    for values in [&preprocessing.mean, &preprocessing.std] {
+        if values.len() != 1 && values.len() != channels {
+            return refuse("preprocessing: 'mean' and 'std' have one value, or one per channel");
+        }
+        if values.iter().any(|value| !value.is_finite()) {
+            return refuse("preprocessing: 'mean' and 'std' must be finite");
+        }
+    }
+    if preprocessing.std.contains(&0.0) {
+        return refuse("preprocessing: 'std' must not be 0");
+    }
+    let edges = [preprocessing.width, preprocessing.height];
+    if edges.iter().flatten().any(|&edge| edge == 0 || edge > MAX_EDGE) {
+        return refuse("preprocessing: 'width' and 'height' must be in 1..16384");
+    }
+    Ok(())
+}
+
+fn channel_count(order: ChannelOrder) -> usize {
+    match order {
+        ChannelOrder::Rgb | ChannelOrder::Bgr => 3,
+        ChannelOrder::Gray => 1,
+    }
+}
+
+/// Makes the input `info` of a model out of an image file.
+pub fn to_tensor(
+    file: &[u8],
+    preprocessing: &Preprocessing,
+    info: &ValueInfo,
+) -> ApiResult<Tensor> {
+    check(preprocessing)?;
+    let (width, height) = input_size(preprocessing, info)?;
+    let image = decode(file)?;
+    let image = resize_and_crop(&image, width, height, preprocessing)?;
+    let values = normalise(&image, preprocessing);
+    let (width, height) = (width as usize, height as usize);
+    let channels = channel_count(preprocessing.channels);
+    let mut shape = match preprocessing.layout {
+        ImageLayout::Nchw => vec![1, channels, height, width],
+        ImageLayout::Nhwc => vec![1, height, width, channels],
+    };
+    if info.shape.as_ref().is_some_and(|dims| dims.len() == 3) {
+        shape.remove(0);
+    }
+    match info.dtype {
+        DataType::F32 => Ok(Tensor::from_vec(shape, values)?),
+        DataType::F16 => {
+            let halves = values.into_iter().map(half::f16::from_f32).collect();
+            Ok(Tensor::from_vec::<half::f16>(shape, halves)?)
+        }
+        DataType::U8 => {
+            let bytes = values.into_iter().map(|value| value.round() as u8).collect();
+            Ok(Tensor::from_vec::<u8>(shape, bytes)?)
+        }
+        other => Err(ApiError::invalid(format!(
+            "input '{}' is {other}; images become FP32, FP16 or UINT8",
+            info.name
+        ))),
+    }
+}
+
+/// The size the model wants: what the user says, or what the model's shape says.
+fn input_size(preprocessing: &Preprocessing, info: &ValueInfo) -> ApiResult<(u32, u32)> {
+    let dims = info.shape.as_deref().unwrap_or_default();
+    let from_end = |places: usize| match dims.len().checked_sub(places).map(|at| &dims[at]) {
+        Some(Dim::Fixed(size)) => u32::try_from(*size).ok().filter(|s| (1..=MAX_EDGE).contains(s)),
+        _ => None,
+    };
+    let (model_height, model_width) = match preprocessing.layout {
+        ImageLayout::Nchw => (from_end(2), from_end(1)),
+        ImageLayout::Nhwc => (from_end(3), from_end(2)),
+    };
+    let width = preprocessing.width.or(model_width);
+    let height = preprocessing.height.or(model_height);
+    width.zip(height).ok_or_else(|| {
+        ApiError::invalid(format!(
+            "input '{}' leaves the image size open; set 'width' and 'height' in preprocessing",
+            info.name
+        ))
+    })
+}
+
+fn decode(file: &[u8]) -> ApiResult<DynamicImage> {
+    let refuse = |error: &dyn std::fmt::Display| {
+        ApiError::invalid(format!("the image cannot be read: {error}"))
+    };
+    let mut reader =
+        ImageReader::new(Cursor::new(file)).with_guessed_format().map_err(|e| refuse(&e))?;
+    if reader.format().is_none() {
+        return Err(refuse(&"it is neither JPEG nor PNG"));
+    }
+    let mut limits = Limits::default();
+    limits.max_image_width = Some(MAX_EDGE);
+    limits.max_image_height = Some(MAX_EDGE);
+    limits.max_alloc = Some(MAX_DECODE_BYTES);
+    reader.limits(limits);
+    reader.decode().map_err(|e| refuse(&e))
+}
+
+/// Resizes so that the centred crop of `width` x `height` keeps the wanted share of the image.
+fn resize_and_crop(
+    image: &DynamicImage,
+    width: u32,
+    height: u32,
+    preprocessing: &Preprocessing,
+) -> ApiResult<RgbImage> {
+    let crop = f64::from(preprocessing.crop);
+    let (from_width, from_height) = (f64::from(image.width()), f64::from(image.height()));
+    let scale = (f64::from(width) / crop / from_width).max(f64::from(height) / crop / from_height);
+    let to_width = ((from_width * scale).round() as u32).max(width);
+    let to_height = ((from_height * scale).round() as u32).max(height);
+    let pixels = u64::from(to_width) * u64::from(to_height);
+    if to_width > MAX_EDGE || to_height > MAX_EDGE || pixels > MAX_PIXELS {
+        return Err(ApiError::invalid(format!(
+            "an image of {from_width}x{from_height} is too narrow for a {width}x{height} input"
+        )));
+    }
+    let filter = match preprocessing.resize {
+        ResizeFilter::Nearest => FilterType::Nearest,
+        ResizeFilter::Bilinear => FilterType::Triangle,
+        ResizeFilter::Bicubic => FilterType::CatmullRom,
+        ResizeFilter::Lanczos => FilterType::Lanczos3,
+    };
+    let resized = imageops::resize(&image.to_rgb8(), to_width, to_height, filter);
+    let (left, top) = ((to_width - width) / 2, (to_height - height) / 2);
+    Ok(imageops::crop_imm(&resized, left, top, width, height).to_image())
+}
+
+fn normalise(image: &RgbImage, preprocessing: &Preprocessing) -> Vec<f32> {
+    let channels = channel_count(preprocessing.channels);
+    let pixels = image.width() as usize * image.height() as usize;
+    let of = |values: &[f32], channel: usize| values[channel.min(values.len() - 1)];
+    let mut tensor = vec![0f32; channels * pixels];
+    for (position, pixel) in image.pixels().enumerate() {
+        let [r, g, b] = pixel.0.map(f32::from);
+        let colours = match preprocessing.channels {
+            ChannelOrder::Rgb => [r, g, b],
+            ChannelOrder::Bgr => [b, g, r],
+            ChannelOrder::Gray => [0.299 * r + 0.587 * g + 0.114 * b, 0.0, 0.0],
+        };
+        for (channel, value) in colours.into_iter().take(channels).enumerate() {
+            let at = match preprocessing.layout {
+                ImageLayout::Nchw => channel * pixels + position,
+                ImageLayout::Nhwc => position * channels + channel,
+            };
+            let (mean, std) = (of(&preprocessing.mean, channel), of(&preprocessing.std, channel));
+            tensor[at] = (value - mean) / std;
+        }
+    }
+    tensor
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn png(width: u32, height: u32) -> Vec<u8> {
+        let image = RgbImage::from_pixel(width, height, image::Rgb([255, 0, 51]));
+        let mut file = Cursor::new(Vec::new());
+        image.write_to(&mut file, image::ImageFormat::Png).unwrap();
+        file.into_inner()
+    }
+
+    fn input(dims: &[usize]) -> ValueInfo {
+        let shape = dims.iter().map(|&dim| Dim::Fixed(dim)).collect();
+        ValueInfo { name: "x".to_string(), dtype: DataType::F32, shape: Some(shape) }
+    }
+
+    #[test]
+    fn images_become_tensors() {
+        let tensor =
+            to_tensor(&png(20, 10), &Preprocessing::default(), &input(&[1, 3, 4, 6])).unwrap();
+        assert_eq!(tensor.shape(), [1, 3, 4, 6]);
+        let values = tensor.to_vec::<f32>().unwrap();
+        assert_eq!((values[0], values[24], values[48]), (1.0, 0.0, 0.2));
+        let nhwc = Preprocessing {
+            layout: ImageLayout::Nhwc,
+            channels: ChannelOrder::Bgr,
+            ..Preprocessing::default()
+        };
+        let tensor = to_tensor(&png(5, 5), &nhwc, &input(&[1, 2, 2, 3])).unwrap();
+        assert_eq!(tensor.to_vec::<f32>().unwrap()[..3], [0.2, 0.0, 1.0]);
+    }
+
+    #[test]
+    fn hostile_images_are_refused() {
+        let info = input(&[1, 3, 224, 224]);
+        let good = png(9, 9);
+        // The width in the header, made enormous.
+        let mut huge = good.clone();
+        huge[16..20].copy_from_slice(&[0x7f, 0xff, 0xff, 0xff]);
+        let files =
+            [&b""[..], b"GIF89a", b"\x89PNG\r\n\x1a\n", &good[..20], &huge, &png(16_000, 1)];
+        for file in files {
+            let error = to_tensor(file, &Preprocessing::default(), &info).unwrap_err();
+            assert_eq!(error.kind, api::ErrorKind::InvalidArgument);
+        }
+    }
+
+    #[test]
+    fn nonsense_preprocessing_is_refused() {
+        for json in [
+            r#"{"crop":0}"#,
+            r#"{"crop":2}"#,
+            r#"{"std":[0]}"#,
+            r#"{"mean":[1,2]}"#,
+            r#"{"mean":[]}"#,
+            r#"{"width":0}"#,
+            r#"{"height":4000000000}"#,
+        ] {
+            assert!(check(&serde_json::from_str(json).unwrap()).is_err(), "{json}");
+        }
+        assert!(check(&Preprocessing::default()).is_ok());
+    }
+}

@@ -1,0 +1,380 @@
+//! A model in service: what it takes, what it gives, and how requests are matched with it.
+
+use std::sync::Arc;
+
+use api::error::ApiResult;
+use api::{ApiError, Inputs, ModelMetadata, NamedTensor, RequestedOutput, TensorMetadata, proto};
+use bytes::Bytes;
+use device::Program;
+use model::config::ModelConfig;
+use model::{DataType, Dim, LaunchPlan, Tensor, ValueId, ValueInfo};
+use runtime::{ModelKey, Node};
+use tokio::sync::oneshot;
+
+use super::classification;
+use super::counters::Counters;
+
+/// The batch size advertised for models that take any.
+const ANY_BATCH: usize = 128;
+/// What kind of models these are.
+const PLATFORM: &str = "onnx";
+
+/// A model in service. Requests share it; when the last one lets go, the node drops the model.
+pub struct Served {
+    /// Its name.
+    pub name: Arc<str>,
+    /// Its version.
+    pub version: u64,
+    /// Its version on the wire.
+    pub version_text: Arc<str>,
+    /// Its settings.
+    pub config: ModelConfig,
+    /// What it has done.
+    pub counters: Arc<Counters>,
+    /// Its key in the node.
+    pub key: ModelKey,
+    /// Memory its program holds.
+    pub resident: base::Bytes,
+    plan: Arc<LaunchPlan>,
+    output_names: Vec<Arc<str>>,
+    batched: bool,
+    device: String,
+    node: Arc<Node>,
+    _gone: oneshot::Sender<()>,
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.node.remove_model(self.key);
+    }
+}
+
+impl Served {
+    /// Puts `program` in service. The receiver fires once nobody uses it any more.
+    pub fn start(
+        node: Arc<Node>,
+        name: &str,
+        version: u64,
+        program: Arc<dyn Program>,
+        config: ModelConfig,
+    ) -> (Arc<Served>, oneshot::Receiver<()>) {
+        let plan = program.plan().clone();
+        let resident = program.resident();
+        let device = node.device().info().name.clone();
+        let key = node.add_model(program, &config);
+        let (gone, receiver) = oneshot::channel();
+        let output_names = plan.outputs.iter().map(|id| Arc::from(&*plan.value(*id).name));
+        let served = Served {
+            name: name.into(),
+            version,
+            version_text: version.to_string().into(),
+            output_names: output_names.collect(),
+            batched: is_batched(&plan),
+            config,
+            counters: Arc::default(),
+            key,
+            resident,
+            plan,
+            device,
+            node,
+            _gone: gone,
+        };
+        (Arc::new(served), receiver)
+    }
+
+    /// The plan it runs.
+    pub fn plan(&self) -> &LaunchPlan {
+        &self.plan
+    }
+
+    /// The inputs in the plan's order, and how many inferences they are.
+    pub fn match_inputs(&self, inputs: Inputs) -> ApiResult<(Vec<Tensor>, usize)> {
+        let tensors = match inputs {
+            Inputs::Named(inputs) => self.order_inputs(inputs)?,
+            Inputs::Raw(bytes) => vec![self.raw_input(bytes)?],
+        };
+        device::check_inputs(&self.plan, &tensors)
+            .map_err(|error| ApiError::invalid(error.to_string()))?;
+        let batch = self.batch_of(&tensors);
+        let most = self.config.max_batch_size;
+        if most > 0 && self.batched && batch > most {
+            return Err(ApiError::invalid(format!(
+                "the batch of {batch} exceeds the limit of {most} of model '{}'",
+                self.name
+            )));
+        }
+        Ok((tensors, batch))
+    }
+
+    fn batch_of(&self, tensors: &[Tensor]) -> usize {
+        match (self.batched, tensors.first().and_then(|tensor| tensor.shape().first())) {
+            (true, Some(&batch)) => batch,
+            _ => 1,
+        }
+    }
+
+    fn order_inputs(&self, inputs: Vec<NamedTensor>) -> ApiResult<Vec<Tensor>> {
+        let mut given: Vec<Option<NamedTensor>> = inputs.into_iter().map(Some).collect();
+        let mut ordered = Vec::with_capacity(self.plan.inputs.len());
+        for id in &self.plan.inputs {
+            let info = self.plan.value(*id);
+            let same = |slot: &&mut Option<NamedTensor>| {
+                slot.as_ref().is_some_and(|input| *input.name == *info.name)
+            };
+            match given.iter_mut().find(same).and_then(Option::take) {
+                Some(input) => ordered.push(input.tensor),
+                None => return Err(self.missing_input(info, &given)),
+            }
+        }
+        match given.into_iter().flatten().next() {
+            None => Ok(ordered),
+            Some(extra) => Err(ApiError::invalid(format!(
+                "unexpected input '{}'; model '{}' takes {}",
+                extra.name,
+                self.name,
+                describe_all(&self.plan, &self.plan.inputs)
+            ))),
+        }
+    }
+
+    fn missing_input(&self, info: &ValueInfo, left: &[Option<NamedTensor>]) -> ApiError {
+        let names: Vec<String> =
+            left.iter().flatten().map(|input| format!("'{}'", input.name)).collect();
+        let came = match names.is_empty() {
+            true => String::new(),
+            false => format!("; the request has {}", names.join(", ")),
+        };
+        ApiError::invalid(format!(
+            "input {} of model '{}' is missing{came}",
+            describe(info),
+            self.name
+        ))
+    }
+
+    /// A tensor out of a body that says nothing about itself.
+    fn raw_input(&self, bytes: Bytes) -> ApiResult<Tensor> {
+        let [id] = self.plan.inputs[..] else {
+            return Err(ApiError::invalid(format!(
+                "a raw body needs a model with one input, '{}' has {}",
+                self.name,
+                self.plan.inputs.len()
+            )));
+        };
+        let info = self.plan.value(id);
+        if info.dtype == DataType::String {
+            let rank = info.shape.as_ref().map_or(1, Vec::len);
+            return Ok(Tensor::from_strings(vec![1; rank], vec![bytes])?);
+        }
+        let shape = raw_shape(info, bytes.len())?;
+        Ok(Tensor::from_raw(info.dtype, shape, bytes)?)
+    }
+
+    /// Picks what was asked for out of the plan's outputs.
+    pub fn select_outputs(
+        &self,
+        requested: &[RequestedOutput],
+        outputs: Vec<Tensor>,
+        batch: usize,
+    ) -> ApiResult<Vec<NamedTensor>> {
+        if requested.is_empty() {
+            let named = self.output_names.iter().zip(outputs);
+            return Ok(named
+                .map(|(name, tensor)| NamedTensor { name: name.clone(), tensor })
+                .collect());
+        }
+        let mut selected = Vec::with_capacity(requested.len());
+        for output in requested {
+            let index = self.output_index(&output.name)?;
+            let tensor =
+                outputs.get(index).ok_or_else(|| ApiError::internal("an output is lost"))?;
+            let tensor = match output.classes {
+                0 => tensor.clone(),
+                k => {
+                    let rows = self.batched.then_some(batch);
+                    classification::tensor(tensor, &self.config.labels, k, rows)?
+                }
+            };
+            selected.push(NamedTensor { name: self.output_names[index].clone(), tensor });
+        }
+        Ok(selected)
+    }
+
+    /// Checks that every requested output exists, before any work is done.
+    pub fn check_outputs(&self, requested: &[RequestedOutput]) -> ApiResult<()> {
+        requested.iter().try_for_each(|output| self.output_index(&output.name).map(|_| ()))
+    }
+
+    fn output_index(&self, name: &str) -> ApiResult<usize> {
+        self.output_names.iter().position(|output| **output == *name).ok_or_else(|| {
+            ApiError::invalid(format!(
+                "model '{}' has no output '{name}'; it has {}",
+                self.name,
+                describe_all(&self.plan, &self.plan.outputs)
+            ))
+        })
+    }
+
+    /// What the protocol says about a model.
+    pub fn metadata(&self) -> ModelMetadata {
+        let tensor = |id: &ValueId| {
+            let info = self.plan.value(*id);
+            TensorMetadata {
+                name: info.name.clone(),
+                datatype: info.dtype.wire_name().to_string(),
+                shape: wire_dims(info),
+            }
+        };
+        ModelMetadata {
+            name: self.name.to_string(),
+            versions: vec![self.version_text.to_string()],
+            platform: PLATFORM.to_string(),
+            inputs: self.plan.inputs.iter().map(tensor).collect(),
+            outputs: self.plan.outputs.iter().map(tensor).collect(),
+        }
+    }
+
+    /// The configuration as Triton's clients read it: with a batch, dimensions leave it out.
+    pub fn wire_config(&self) -> proto::ModelConfig {
+        let max_batch_size = match (self.batched, self.config.max_batch_size) {
+            (false, _) => 0,
+            (true, 0) => ANY_BATCH,
+            (true, most) => most,
+        };
+        let skip = usize::from(self.batched);
+        let dims = |info: &ValueInfo| wire_dims(info).split_off(skip);
+        let input = |id: &ValueId| {
+            let info = self.plan.value(*id);
+            proto::ModelInput {
+                name: info.name.clone(),
+                data_type: wire_type(info.dtype) as i32,
+                dims: dims(info),
+                ..Default::default()
+            }
+        };
+        let output = |id: &ValueId| {
+            let info = self.plan.value(*id);
+            proto::ModelOutput {
+                name: info.name.clone(),
+                data_type: wire_type(info.dtype) as i32,
+                dims: dims(info),
+                ..Default::default()
+            }
+        };
+        proto::ModelConfig {
+            name: self.name.to_string(),
+            platform: PLATFORM.to_string(),
+            backend: "atoll".to_string(),
+            version_policy: Some(latest_policy()),
+            max_batch_size: i32::try_from(max_batch_size).unwrap_or(i32::MAX),
+            input: self.plan.inputs.iter().map(input).collect(),
+            output: self.plan.outputs.iter().map(output).collect(),
+            instance_group: vec![self.instance_group()],
+            default_model_filename: "model.onnx".to_string(),
+            parameters: self.wire_parameters(),
+            model_transaction_policy: Some(proto::ModelTransactionPolicy { decoupled: false }),
+            response_cache: Some(proto::ModelResponseCache { enable: false }),
+            ..Default::default()
+        }
+    }
+
+    fn instance_group(&self) -> proto::ModelInstanceGroup {
+        use proto::model_instance_group::Kind;
+        let gpu = self.device.strip_prefix("cuda:").and_then(|number| number.parse().ok());
+        proto::ModelInstanceGroup {
+            name: self.name.to_string(),
+            count: 1,
+            gpus: gpu.into_iter().collect(),
+            kind: if gpu.is_some() { Kind::Gpu } else { Kind::Cpu } as i32,
+        }
+    }
+
+    fn wire_parameters(&self) -> std::collections::BTreeMap<String, proto::ModelParameter> {
+        let value = |string_value: String| proto::ModelParameter { string_value };
+        [
+            ("atoll_class".to_string(), value(self.config.class.as_str().to_string())),
+            ("atoll_priority".to_string(), value(self.config.priority.to_string())),
+            ("atoll_queue_capacity".to_string(), value(self.config.queue_capacity.to_string())),
+        ]
+        .into()
+    }
+}
+
+fn latest_policy() -> proto::ModelVersionPolicy {
+    use proto::model_version_policy::{Latest, PolicyChoice};
+    proto::ModelVersionPolicy {
+        policy_choice: Some(PolicyChoice::Latest(Latest { num_versions: 1 })),
+    }
+}
+
+/// Whether the first dimension of every input and output is the same number of independent
+/// inferences, going by the model's own names.
+fn is_batched(plan: &LaunchPlan) -> bool {
+    let first = |id: &ValueId| plan.value(*id).shape.as_ref().and_then(|dims| dims.first());
+    let Some(Some(Dim::Symbol(batch))) = plan.inputs.first().map(first) else { return false };
+    let same = |dim: Option<&Dim>| matches!(dim, Some(Dim::Symbol(name)) if name == batch);
+    plan.inputs.iter().all(|id| same(first(id)))
+        && plan.outputs.iter().all(|id| same(first(id)) || first(id) == Some(&Dim::Unknown))
+}
+
+fn describe(info: &ValueInfo) -> String {
+    let dims = match &info.shape {
+        Some(dims) => dims.iter().map(ToString::to_string).collect::<Vec<_>>().join(","),
+        None => "any".to_string(),
+    };
+    format!("'{}' ({}[{dims}])", info.name, info.dtype)
+}
+
+fn describe_all(plan: &LaunchPlan, ids: &[ValueId]) -> String {
+    ids.iter().map(|id| describe(plan.value(*id))).collect::<Vec<_>>().join(", ")
+}
+
+fn wire_dims(info: &ValueInfo) -> Vec<i64> {
+    let dims = info.shape.as_deref().unwrap_or(&[Dim::Unknown]);
+    dims.iter()
+        .map(|dim| match dim {
+            Dim::Fixed(size) => i64::try_from(*size).unwrap_or(i64::MAX),
+            _ => -1,
+        })
+        .collect()
+}
+
+fn wire_type(dtype: DataType) -> proto::DataType {
+    match dtype {
+        DataType::Bool => proto::DataType::TypeBool,
+        DataType::U8 => proto::DataType::TypeUint8,
+        DataType::U16 => proto::DataType::TypeUint16,
+        DataType::U32 => proto::DataType::TypeUint32,
+        DataType::U64 => proto::DataType::TypeUint64,
+        DataType::I8 => proto::DataType::TypeInt8,
+        DataType::I16 => proto::DataType::TypeInt16,
+        DataType::I32 => proto::DataType::TypeInt32,
+        DataType::I64 => proto::DataType::TypeInt64,
+        DataType::F16 => proto::DataType::TypeFp16,
+        DataType::BF16 => proto::DataType::TypeBf16,
+        DataType::F32 => proto::DataType::TypeFp32,
+        DataType::F64 => proto::DataType::TypeFp64,
+        DataType::String => proto::DataType::TypeString,
+    }
+}
+
+/// The shape of a raw body: the model's, with its one open dimension found from the length.
+fn raw_shape(info: &ValueInfo, bytes: usize) -> ApiResult<Vec<usize>> {
+    let refuse = |why: &str| {
+        ApiError::invalid(format!("a raw body of {bytes} bytes is no {}: {why}", describe(info)))
+    };
+    let dims = info.shape.as_ref().ok_or_else(|| refuse("the model leaves the rank open"))?;
+    let size = info.dtype.size_bytes().unwrap_or(1);
+    let known: usize = dims
+        .iter()
+        .map(|dim| if let Dim::Fixed(size) = dim { *size } else { 1 })
+        .try_fold(size, usize::checked_mul)
+        .ok_or_else(|| refuse("the model's shape is too large"))?;
+    let open = dims.iter().filter(|dim| !matches!(dim, Dim::Fixed(_))).count();
+    let rest = match open {
+        0 => 1,
+        1 if known > 0 && bytes.is_multiple_of(known) => bytes / known,
+        1 => return Err(refuse("the length is no multiple of one element of the batch")),
+        _ => return Err(refuse("more than one dimension is open")),
+    };
+    Ok(dims.iter().map(|dim| if let Dim::Fixed(size) = dim { *size } else { rest }).collect())
+}

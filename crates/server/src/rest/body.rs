@@ -1,0 +1,168 @@
+//! Request bodies read under a limit, and the compression of both directions.
+
+use std::io::{Read, Write};
+
+use api::error::ApiResult;
+use api::{ApiError, ErrorKind};
+use axum::body::Body;
+use bytes::Bytes;
+use flate2::Compression;
+use flate2::read::{GzDecoder, ZlibDecoder};
+use flate2::write::{GzEncoder, ZlibEncoder};
+use http::HeaderMap;
+use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH};
+use http_body_util::{BodyExt, LengthLimitError, Limited};
+
+/// Work on bodies above this size leaves the threads that serve connections.
+pub(crate) const LARGE_BYTES: usize = 1 << 20;
+
+/// A compression that clients of the protocol use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Coding {
+    Gzip,
+    Deflate,
+}
+
+impl Coding {
+    pub(crate) const fn as_str(self) -> &'static str {
+        match self {
+            Coding::Gzip => "gzip",
+            Coding::Deflate => "deflate",
+        }
+    }
+
+    fn parse(name: &str) -> Option<Coding> {
+        match name.trim() {
+            name if name.eq_ignore_ascii_case("gzip") => Some(Coding::Gzip),
+            name if name.eq_ignore_ascii_case("deflate") => Some(Coding::Deflate),
+            _ => None,
+        }
+    }
+}
+
+/// Reads a whole body of at most `limit` bytes, before and after decompression.
+pub(crate) async fn read(headers: &HeaderMap, body: Body, limit: usize) -> ApiResult<Bytes> {
+    let claimed = headers.get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
+    if claimed.is_some_and(|claimed: u64| claimed > limit as u64) {
+        return Err(too_large(limit));
+    }
+    let bytes = match Limited::new(body, limit).collect().await {
+        Ok(collected) => collected.to_bytes(),
+        Err(error) if error.is::<LengthLimitError>() => return Err(too_large(limit)),
+        Err(_) => return Err(ApiError::new(ErrorKind::Cancelled, "the body ended early")),
+    };
+    match request_coding(headers)? {
+        None => Ok(bytes),
+        Some(coding) => heavy(bytes.len(), move || decompress(&bytes, coding, limit)).await,
+    }
+}
+
+/// Runs `work`, off the serving threads when it concerns many bytes.
+pub(crate) async fn heavy<T: Send + 'static>(
+    bytes: usize,
+    work: impl FnOnce() -> ApiResult<T> + Send + 'static,
+) -> ApiResult<T> {
+    if bytes < LARGE_BYTES {
+        return work();
+    }
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        Err(_) => Err(ApiError::internal("the server failed on this request")),
+    }
+}
+
+fn too_large(limit: usize) -> ApiError {
+    ApiError::new(ErrorKind::TooLarge, format!("the body exceeds the limit of {limit} bytes"))
+}
+
+fn request_coding(headers: &HeaderMap) -> ApiResult<Option<Coding>> {
+    let Some(value) = headers.get(CONTENT_ENCODING) else { return Ok(None) };
+    match value.to_str().map(str::trim) {
+        Ok("" | "identity") => Ok(None),
+        Ok(name) => Coding::parse(name).map(Some).ok_or_else(|| {
+            ApiError::invalid(format!("content-encoding '{name}' is not gzip or deflate"))
+        }),
+        Err(_) => Err(ApiError::invalid("content-encoding is not gzip or deflate")),
+    }
+}
+
+fn decompress(bytes: &[u8], coding: Coding, limit: usize) -> ApiResult<Bytes> {
+    let mut plain = Vec::new();
+    // One byte more than allowed tells a body that fits from one that was cut.
+    let allowed = limit as u64 + 1;
+    let result = match coding {
+        Coding::Gzip => GzDecoder::new(bytes).take(allowed).read_to_end(&mut plain),
+        Coding::Deflate => ZlibDecoder::new(bytes).take(allowed).read_to_end(&mut plain),
+    };
+    result.map_err(|error| {
+        ApiError::invalid(format!("the body is not valid {}: {error}", coding.as_str()))
+    })?;
+    if plain.len() > limit {
+        return Err(too_large(limit));
+    }
+    Ok(plain.into())
+}
+
+/// The compression the client prefers for the answer.
+pub(crate) fn response_coding(headers: &HeaderMap) -> Option<Coding> {
+    let accepted = headers.get(ACCEPT_ENCODING)?.to_str().ok()?;
+    let mut best: Option<(Coding, f32)> = None;
+    for item in accepted.split(',') {
+        let (name, weight) = item.split_once(';').unwrap_or((item, ""));
+        let weight = weight.trim().strip_prefix("q=").map_or(1.0, |q| q.parse().unwrap_or(0.0));
+        if let Some(coding) = Coding::parse(name)
+            && weight > best.map_or(0.0, |(_, weight)| weight)
+        {
+            best = Some((coding, weight));
+        }
+    }
+    best.map(|(coding, _)| coding)
+}
+
+/// Compresses `parts` into one.
+pub(crate) fn compress(parts: &[Bytes], coding: Coding) -> std::io::Result<Vec<u8>> {
+    let level = Compression::fast();
+    match coding {
+        Coding::Gzip => {
+            let mut encoder = GzEncoder::new(Vec::new(), level);
+            parts.iter().try_for_each(|part| encoder.write_all(part))?;
+            encoder.finish()
+        }
+        Coding::Deflate => {
+            let mut encoder = ZlibEncoder::new(Vec::new(), level);
+            parts.iter().try_for_each(|part| encoder.write_all(part))?;
+            encoder.finish()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn accepted(value: &'static str) -> Option<Coding> {
+        let mut headers = HeaderMap::new();
+        headers.insert(ACCEPT_ENCODING, value.parse().unwrap());
+        response_coding(&headers)
+    }
+
+    #[test]
+    fn the_preferred_coding_is_taken() {
+        assert_eq!(accepted("gzip, deflate"), Some(Coding::Gzip));
+        assert_eq!(accepted("gzip;q=0.5, deflate"), Some(Coding::Deflate));
+        assert_eq!(accepted("gzip;q=0"), None);
+        assert_eq!(accepted("br, identity"), None);
+    }
+
+    #[test]
+    fn bombs_stop_at_the_limit() {
+        let zeros = Bytes::from(vec![0; 1 << 20]);
+        for coding in [Coding::Gzip, Coding::Deflate] {
+            let packed = compress(std::slice::from_ref(&zeros), coding).unwrap();
+            assert_eq!(decompress(&packed, coding, 1 << 20).unwrap(), zeros);
+            let error = decompress(&packed, coding, 1000).unwrap_err();
+            assert_eq!(error.kind, ErrorKind::TooLarge);
+        }
+        assert!(decompress(b"not gzip", Coding::Gzip, 100).is_err());
+    }
+}

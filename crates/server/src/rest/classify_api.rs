@@ -1,0 +1,142 @@
+//! Models and images by form upload: `/register` and `/classify`.
+
+use std::sync::Arc;
+
+use api::error::ApiResult;
+use api::{
+    ApiError, ClassifyRequest, ErrorKind, RegisterRequest, RequestContext, check_model_name,
+};
+use axum::extract::multipart::{Field, MultipartError, MultipartRejection};
+use axum::extract::{Multipart, State};
+use bytes::Bytes;
+use http::{HeaderMap, StatusCode};
+use model::config::{Class, Preprocessing};
+
+use super::answer::{self, Answer};
+use super::infer_api::trace_context;
+use crate::server::App;
+
+/// The most classes one answer lists.
+const MAX_CLASSES: usize = 1000;
+/// The most labels of a model.
+const MAX_LABELS: usize = 1 << 20;
+
+type Form = Result<Multipart, MultipartRejection>;
+
+pub(super) async fn register(State(app): State<Arc<App>>, form: Form) -> Answer {
+    let _pass = app.gate.enter()?;
+    let request = read_registration(form_of(form)?).await?;
+    let registered = app.service.register(request).await?;
+    let body = serde_json::to_vec(&registered)
+        .map_err(|error| ApiError::internal(format!("cannot write the answer: {error}")))?;
+    Ok(answer::json_bytes(StatusCode::OK, body))
+}
+
+pub(super) async fn classify(
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+    form: Form,
+) -> Answer {
+    let _pass = app.gate.enter()?;
+    let request = read_image(form_of(form)?).await?;
+    let context = RequestContext { trace: trace_context(&headers) };
+    answer::json(&app.service.classify(request, context).await?)
+}
+
+fn form_of(form: Form) -> ApiResult<Multipart> {
+    form.map_err(|error| ApiError::invalid(format!("a multipart form is expected: {error}")))
+}
+
+fn form_error(error: MultipartError) -> ApiError {
+    let kind = match error.status() {
+        StatusCode::PAYLOAD_TOO_LARGE => ErrorKind::TooLarge,
+        _ => ErrorKind::InvalidArgument,
+    };
+    ApiError::new(kind, format!("cannot read the form: {}", error.body_text()))
+}
+
+async fn bytes_of(field: Field<'_>) -> ApiResult<Bytes> {
+    field.bytes().await.map_err(form_error)
+}
+
+async fn text_of(field: Field<'_>) -> ApiResult<String> {
+    field.text().await.map_err(form_error)
+}
+
+async fn read_registration(mut form: Multipart) -> ApiResult<RegisterRequest> {
+    let (mut name, mut onnx, mut class) = (None, None, None);
+    let (mut labels, mut preprocessing) = (Vec::new(), None);
+    while let Some(field) = form.next_field().await.map_err(form_error)? {
+        match field.name().unwrap_or_default() {
+            "name" => name = Some(text_of(field).await?),
+            "model" => onnx = Some(bytes_of(field).await?),
+            "labels" => labels = read_labels(&text_of(field).await?)?,
+            "preprocessing" => preprocessing = read_preprocessing(&text_of(field).await?)?,
+            "class" => class = read_class(&text_of(field).await?)?,
+            other => return Err(unknown_field(other, "name, model, labels, preprocessing, class")),
+        }
+    }
+    let name = name.ok_or_else(|| ApiError::invalid("the form has no field 'name'"))?;
+    check_model_name(&name)?;
+    let onnx = onnx.ok_or_else(|| ApiError::invalid("the form has no field 'model'"))?;
+    if onnx.is_empty() {
+        return Err(ApiError::invalid("the field 'model' is empty; it must be an ONNX file"));
+    }
+    Ok(RegisterRequest { name, onnx, labels, preprocessing, class })
+}
+
+fn unknown_field(name: &str, known: &str) -> ApiError {
+    let name: String = name.chars().take(64).collect();
+    ApiError::invalid(format!("unknown field '{name}'; known are {known}"))
+}
+
+fn read_labels(text: &str) -> ApiResult<Vec<String>> {
+    let labels: Vec<String> = text.lines().map(|line| line.trim_end().to_string()).collect();
+    match labels.len() <= MAX_LABELS {
+        true => Ok(labels),
+        false => Err(ApiError::invalid(format!("more than {MAX_LABELS} labels"))),
+    }
+}
+
+fn read_preprocessing(text: &str) -> ApiResult<Option<Preprocessing>> {
+    if text.trim().is_empty() {
+        return Ok(None);
+    }
+    let preprocessing: Preprocessing = serde_json::from_str(text)
+        .map_err(|error| ApiError::invalid(format!("the field 'preprocessing': {error}")))?;
+    crate::node::image::check(&preprocessing)?;
+    Ok(Some(preprocessing))
+}
+
+fn read_class(text: &str) -> ApiResult<Option<Class>> {
+    match text.trim() {
+        "" => Ok(None),
+        name => Class::parse(name)
+            .map(Some)
+            .ok_or_else(|| ApiError::invalid("the field 'class' must be rt or be")),
+    }
+}
+
+async fn read_image(mut form: Multipart) -> ApiResult<ClassifyRequest> {
+    let (mut model, mut image, mut k) = (None, None, 5);
+    while let Some(field) = form.next_field().await.map_err(form_error)? {
+        match field.name().unwrap_or_default() {
+            "name" => model = Some(text_of(field).await?),
+            "image" => image = Some(bytes_of(field).await?),
+            "k" => k = read_k(&text_of(field).await?)?,
+            other => return Err(unknown_field(other, "name, image, k")),
+        }
+    }
+    Ok(ClassifyRequest {
+        model: model.ok_or_else(|| ApiError::invalid("the form has no field 'name'"))?,
+        image: image.ok_or_else(|| ApiError::invalid("the form has no field 'image'"))?,
+        k,
+    })
+}
+
+fn read_k(text: &str) -> ApiResult<usize> {
+    match text.trim().parse() {
+        Ok(k) if (1..=MAX_CLASSES).contains(&k) => Ok(k),
+        _ => Err(ApiError::invalid(format!("the field 'k' must be a number in 1..{MAX_CLASSES}"))),
+    }
+}

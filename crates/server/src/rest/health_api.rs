@@ -1,0 +1,43 @@
+//! The server itself: health, metadata, status.
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::extract::State;
+use http::{Response, StatusCode};
+use serde::Serialize;
+
+use super::answer::{self, Answer};
+use crate::server::App;
+
+pub(super) async fn live() -> Response<Body> {
+    answer::empty(StatusCode::OK)
+}
+
+pub(super) async fn ready(State(app): State<Arc<App>>) -> Response<Body> {
+    answer::empty(match app.ready() {
+        true => StatusCode::OK,
+        false => StatusCode::SERVICE_UNAVAILABLE,
+    })
+}
+
+pub(super) async fn server_metadata(State(app): State<Arc<App>>) -> Answer {
+    answer::json(&app.service.server_metadata())
+}
+
+#[derive(Serialize)]
+struct Status {
+    ready: bool,
+    draining: bool,
+    requests_in_flight: usize,
+    models: Vec<api::IndexEntry>,
+}
+
+pub(super) async fn status(State(app): State<Arc<App>>) -> Answer {
+    answer::json(&Status {
+        ready: app.ready(),
+        draining: app.gate.is_closed(),
+        requests_in_flight: app.gate.inside(),
+        models: app.service.index(false).await?,
+    })
+}

@@ -1,0 +1,84 @@
+//! The repository: its index, loading and unloading.
+
+use std::sync::Arc;
+
+use api::ApiError;
+use api::error::ApiResult;
+use axum::body::Body;
+use axum::extract::State;
+use http::{HeaderMap, StatusCode};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use super::answer::{self, Answer};
+use super::body;
+use super::model_api::ModelPath;
+use crate::server::App;
+
+/// The most bytes of a body that only carries settings.
+const MAX_SETTINGS_BYTES: usize = 1 << 20;
+
+#[derive(Default, Deserialize)]
+struct IndexRequest {
+    #[serde(default)]
+    ready: bool,
+}
+
+#[derive(Default, Deserialize)]
+struct LoadRequest {
+    #[serde(default)]
+    parameters: Map<String, Value>,
+}
+
+async fn settings<T: Default + DeserializeOwned>(headers: &HeaderMap, body: Body) -> ApiResult<T> {
+    let bytes = body::read(headers, body, MAX_SETTINGS_BYTES).await?;
+    if bytes.iter().all(u8::is_ascii_whitespace) {
+        return Ok(T::default());
+    }
+    serde_json::from_slice(&bytes)
+        .map_err(|error| ApiError::invalid(format!("the request is not valid JSON: {error}")))
+}
+
+pub(super) async fn index(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Answer {
+    let request: IndexRequest = settings(&headers, body).await?;
+    answer::json(&app.service.index(request.ready).await?)
+}
+
+pub(super) async fn load(
+    State(app): State<Arc<App>>,
+    path: ModelPath,
+    headers: HeaderMap,
+    body: Body,
+) -> Answer {
+    let request: LoadRequest = settings(&headers, body).await?;
+    check_load_parameters(request.parameters.keys().map(String::as_str))?;
+    let _pass = app.gate.enter()?;
+    app.service.load(path.name()).await?;
+    Ok(answer::empty(StatusCode::OK))
+}
+
+/// Triton's loads may carry a configuration or files; silently ignoring them would load the wrong
+/// model.
+pub(crate) fn check_load_parameters<'a>(names: impl Iterator<Item = &'a str>) -> ApiResult<()> {
+    for name in names {
+        if name == "config" || name.starts_with("file:") {
+            return Err(ApiError::unsupported(format!(
+                "loading with parameter '{name}' is not supported; put the file in the repository \
+                 or POST it to /register"
+            )));
+        }
+    }
+    Ok(())
+}
+
+pub(super) async fn unload(
+    State(app): State<Arc<App>>,
+    path: ModelPath,
+    headers: HeaderMap,
+    body: Body,
+) -> Answer {
+    let _: LoadRequest = settings(&headers, body).await?;
+    app.service.unload(path.name()).await?;
+    Ok(answer::empty(StatusCode::OK))
+}

@@ -1,0 +1,145 @@
+//! gRPC with a real client: the protocol's calls, streams, errors, health.
+#![allow(missing_docs, dead_code)]
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use api::proto::grpc_inference_service_client::GrpcInferenceServiceClient;
+use api::proto::{self, ModelInferRequest, model_infer_request::InferInputTensor};
+use futures_util::StreamExt;
+use server::{RunningServer, Server, ServerOptions};
+use tonic::Code;
+use tonic::transport::Channel;
+
+mod support;
+
+async fn start() -> (RunningServer, GrpcInferenceServiceClient<Channel>) {
+    let options = ServerOptions {
+        http: None,
+        grpc: Some(SocketAddr::from(([127, 0, 0, 1], 0))),
+        metrics: None,
+        ..ServerOptions::default()
+    };
+    let server = Server::start(options, Arc::new(support::Echo::default())).await.unwrap();
+    let url = format!("http://{}", server.grpc_addr.unwrap());
+    let client = GrpcInferenceServiceClient::connect(url).await.unwrap();
+    (server, client)
+}
+
+fn request(model: &str, id: &str) -> ModelInferRequest {
+    let input = InferInputTensor {
+        name: "INPUT0".into(),
+        datatype: "FP32".into(),
+        shape: vec![1],
+        ..Default::default()
+    };
+    ModelInferRequest {
+        model_name: model.into(),
+        id: id.into(),
+        inputs: vec![input],
+        raw_input_contents: vec![1.5f32.to_le_bytes().to_vec().into()],
+        ..Default::default()
+    }
+}
+
+#[tokio::test]
+async fn tensors_come_back_raw() {
+    let (_server, mut client) = start().await;
+    let answer = client.model_infer(request("identity", "7")).await.unwrap().into_inner();
+    assert_eq!((answer.id.as_str(), answer.outputs[0].name.as_str()), ("7", "OUTPUT0"));
+    assert_eq!(answer.raw_output_contents[0], 1.5f32.to_le_bytes().to_vec());
+    let mut typed = request("identity", "");
+    typed.raw_input_contents.clear();
+    typed.inputs[0].contents =
+        Some(proto::InferTensorContents { fp32_contents: vec![2.5], ..Default::default() });
+    let answer = client.model_infer(typed).await.unwrap().into_inner();
+    assert_eq!(answer.raw_output_contents[0], 2.5f32.to_le_bytes().to_vec());
+}
+
+#[tokio::test]
+async fn errors_have_their_codes() {
+    let (_server, mut client) = start().await;
+    for (model, code) in [
+        ("nope", Code::NotFound),
+        ("full", Code::Unavailable),
+        ("late", Code::DeadlineExceeded),
+        ("boom", Code::Internal),
+    ] {
+        assert_eq!(client.model_infer(request(model, "")).await.unwrap_err().code(), code);
+    }
+    let mut lying = request("identity", "");
+    lying.inputs[0].shape = vec![i64::MAX];
+    let mut missing = request("identity", "");
+    missing.raw_input_contents.clear();
+    let mut many = request("identity", "");
+    many.raw_input_contents.push(Default::default());
+    let mut version = request("identity", "");
+    version.model_version = "one".into();
+    for bad in [lying, missing, many, version] {
+        assert_eq!(client.model_infer(bad).await.unwrap_err().code(), Code::InvalidArgument);
+    }
+    let status =
+        client.system_shared_memory_status(proto::SystemSharedMemoryStatusRequest::default());
+    assert_eq!(status.await.unwrap_err().code(), Code::Unimplemented);
+}
+
+#[tokio::test]
+async fn the_other_calls_answer() {
+    let (_server, mut client) = start().await;
+    assert!(client.server_live(proto::ServerLiveRequest {}).await.unwrap().into_inner().live);
+    assert!(client.server_ready(proto::ServerReadyRequest {}).await.unwrap().into_inner().ready);
+    for (name, ready) in [("identity", true), ("full", false), ("nope", false)] {
+        let request = proto::ModelReadyRequest { name: name.into(), version: String::new() };
+        assert_eq!(client.model_ready(request).await.unwrap().into_inner().ready, ready);
+    }
+    let request = proto::ModelConfigRequest { name: "identity".into(), version: "1".into() };
+    let config = client.model_config(request).await.unwrap().into_inner().config.unwrap();
+    assert_eq!(config.max_batch_size, 8);
+    let request = proto::ModelStatisticsRequest::default();
+    let stats = client.model_statistics(request).await.unwrap().into_inner();
+    assert_eq!(stats.model_stats[0].name, "identity");
+    let request = proto::RepositoryIndexRequest::default();
+    let index = client.repository_index(request).await.unwrap().into_inner();
+    assert_eq!(index.models[0].state, "READY");
+}
+
+#[tokio::test]
+async fn streams_answer_in_order_and_survive_errors() {
+    let (_server, mut client) = start().await;
+    let requests = vec![request("identity", "1"), request("nope", "2"), request("identity", "3")];
+    let stream = client.model_stream_infer(futures_util::stream::iter(requests)).await.unwrap();
+    let answers: Vec<_> = stream.into_inner().map(Result::unwrap).collect().await;
+    let ids: Vec<_> =
+        answers.iter().map(|a| a.infer_response.as_ref().unwrap().id.as_str()).collect();
+    assert_eq!(ids, ["1", "2", "3"]);
+    assert_eq!(answers[1].error_message, "there is no model 'nope'");
+    assert!(answers[0].error_message.is_empty());
+}
+
+#[tokio::test]
+async fn a_drain_is_seen_by_health_and_by_requests() {
+    use tonic_health::pb::health_client::HealthClient;
+    use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus};
+    let (server, mut client) = start().await;
+    let url = format!("http://{}", server.grpc_addr.unwrap());
+    let channel = Channel::from_shared(url).unwrap().connect().await.unwrap();
+    let mut health = HealthClient::new(channel);
+    let service = "inference.GRPCInferenceService".to_string();
+    let check = HealthCheckRequest { service };
+    let status = health.check(check.clone()).await.unwrap().into_inner().status();
+    assert_eq!(status, ServingStatus::Serving);
+    let mut running = client.clone();
+    let slow = tokio::spawn(async move { running.model_infer(request("slow", "")).await });
+    while server.in_flight() == 0 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let shutdown = tokio::spawn(server.shutdown(Duration::from_secs(5)));
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    let status = health.check(check).await.unwrap().into_inner().status();
+    assert_eq!(status, ServingStatus::NotServing);
+    let refused = client.model_infer(request("identity", "")).await.unwrap_err();
+    assert_eq!(refused.message(), "the server is shutting down");
+    assert!(slow.await.unwrap().is_ok());
+    assert!(shutdown.await.unwrap());
+}

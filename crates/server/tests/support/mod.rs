@@ -1,0 +1,197 @@
+//! A service that answers with what it was sent, for tests of the wires.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use api::error::ApiResult;
+use api::*;
+use server::node::classification;
+
+/// Echoes inputs as outputs: `INPUT0` becomes `OUTPUT0`, other names stay.
+#[derive(Default)]
+pub struct Echo {
+    /// Requests whose future was dropped before its end.
+    pub given_up: AtomicUsize,
+}
+
+struct Unfinished<'a>(&'a AtomicUsize);
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+fn known(model: ModelRef<'_>) -> ApiResult<()> {
+    match (model.name, model.version) {
+        ("identity" | "slow" | "full" | "late" | "boom", None | Some(1)) => Ok(()),
+        (name, _) => Err(ApiError::not_found(format!("there is no model '{name}'"))),
+    }
+}
+
+fn echo(model: ModelRef<'_>, request: InferRequest) -> ApiResult<InferResponse> {
+    let Inputs::Named(inputs) = request.inputs else {
+        return Err(ApiError::invalid("raw bodies are not echoed"));
+    };
+    let renamed = |input: NamedTensor| NamedTensor {
+        name: input.name.replace("INPUT", "OUTPUT").into(),
+        tensor: input.tensor,
+    };
+    let mut outputs: Vec<NamedTensor> = inputs.into_iter().map(renamed).collect();
+    for wanted in &request.outputs {
+        let output = outputs.iter_mut().find(|output| *output.name == *wanted.name);
+        let output = output.ok_or_else(|| ApiError::invalid("no such output"))?;
+        if wanted.classes > 0 {
+            let labels = ["zero".to_string(), "one".to_string()];
+            output.tensor = classification::tensor(&output.tensor, &labels, wanted.classes, None)?;
+        }
+    }
+    Ok(InferResponse {
+        model_name: model.name.into(),
+        model_version: "1".into(),
+        id: request.id,
+        outputs,
+    })
+}
+
+fn tensor(name: &str, shape: &[i64]) -> TensorMetadata {
+    TensorMetadata { name: name.into(), datatype: "FP32".into(), shape: shape.into() }
+}
+
+impl InferenceService for Echo {
+    fn server_metadata(&self) -> ServerMetadata {
+        let extensions = server::node::EXTENSIONS.map(str::to_string).to_vec();
+        ServerMetadata { name: "echo".into(), version: "0".into(), extensions }
+    }
+
+    fn ready(&self) -> bool {
+        true
+    }
+
+    fn model_ready<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, bool> {
+        Box::pin(async move { known(model).map(|()| model.name != "full") })
+    }
+
+    fn model_metadata<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, ModelMetadata> {
+        Box::pin(async move {
+            known(model)?;
+            Ok(ModelMetadata {
+                name: model.name.into(),
+                versions: vec!["1".into()],
+                platform: "echo".into(),
+                inputs: vec![tensor("INPUT0", &[-1, 1])],
+                outputs: vec![tensor("OUTPUT0", &[-1, 1])],
+            })
+        })
+    }
+
+    fn model_config<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, proto::ModelConfig> {
+        Box::pin(async move {
+            known(model)?;
+            let data_type = proto::DataType::TypeFp32 as i32;
+            let (input, output) = ("INPUT0".to_string(), "OUTPUT0".to_string());
+            let dims = vec![1];
+            Ok(proto::ModelConfig {
+                name: model.name.into(),
+                platform: "echo".into(),
+                max_batch_size: 8,
+                input: vec![proto::ModelInput {
+                    name: input,
+                    data_type,
+                    dims: dims.clone(),
+                    ..Default::default()
+                }],
+                output: vec![proto::ModelOutput {
+                    name: output,
+                    data_type,
+                    dims,
+                    ..Default::default()
+                }],
+                ..Default::default()
+            })
+        })
+    }
+
+    fn infer<'a>(
+        &'a self,
+        model: ModelRef<'a>,
+        request: InferRequest,
+        _: RequestContext,
+    ) -> ServiceFuture<'a, InferResponse> {
+        Box::pin(async move {
+            known(model)?;
+            match model.name {
+                "slow" => {
+                    let unfinished = Unfinished(&self.given_up);
+                    tokio::time::sleep(Duration::from_millis(400)).await;
+                    std::mem::forget(unfinished);
+                }
+                "full" => return Err(ApiError::unavailable("the queue is full").retry_after(1)),
+                "late" => {
+                    return Err(ApiError::new(ErrorKind::DeadlineExceeded, "the deadline passed"));
+                }
+                "boom" => panic!("boom"),
+                _ => {}
+            }
+            echo(model, request)
+        })
+    }
+
+    fn statistics<'a>(
+        &'a self,
+        model: Option<ModelRef<'a>>,
+    ) -> ServiceFuture<'a, Vec<ModelStatistics>> {
+        Box::pin(async move {
+            model.map_or(Ok(()), known)?;
+            let (name, version) = ("identity".into(), "1".into());
+            Ok(vec![ModelStatistics { name, version, ..Default::default() }])
+        })
+    }
+
+    fn index(&self, _: bool) -> ServiceFuture<'_, Vec<IndexEntry>> {
+        let (name, version) = ("identity".into(), "1".into());
+        let state = Some(ModelState::Ready);
+        let entry = IndexEntry { name, version, state, reason: String::new() };
+        Box::pin(async move { Ok(vec![entry]) })
+    }
+
+    fn load<'a>(&'a self, model: &'a str) -> ServiceFuture<'a, ()> {
+        Box::pin(async move { known(ModelRef { name: model, version: None }) })
+    }
+
+    fn unload<'a>(&'a self, model: &'a str) -> ServiceFuture<'a, ()> {
+        self.load(model)
+    }
+
+    fn register(&self, request: RegisterRequest) -> ServiceFuture<'_, Registered> {
+        Box::pin(async move {
+            let version = request.labels.len().to_string();
+            Ok(Registered { name: request.name, version, state: ModelState::Ready })
+        })
+    }
+
+    fn classify(
+        &self,
+        request: ClassifyRequest,
+        _: RequestContext,
+    ) -> ServiceFuture<'_, Classification> {
+        Box::pin(async move {
+            let prediction = Prediction { label: "cat".into(), index: request.k, score: 1.0 };
+            Ok(Classification {
+                model: request.model,
+                version: "1".into(),
+                predictions: vec![prediction],
+            })
+        })
+    }
+
+    fn write_metrics(&self, text: &mut String) {
+        text.push_str("echo 1\n");
+    }
+
+    fn drain(&self, _: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {
+        Box::pin(async { true })
+    }
+}

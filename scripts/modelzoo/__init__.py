@@ -1,0 +1,1 @@
+"""Builders of the test models that scripts/models.py writes."""

@@ -1,0 +1,64 @@
+"""Fixtures: the models, and one server for the whole run.
+
+ATOLL_BIN names the binary (default target/release/atoll). ATOLL_TEST_SERVER=HTTP,GRPC,METRICS ports
+points the protocol tests at a server that runs already, Triton for one, to check the tests themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc as grpc_client
+import tritonclient.http as http_client
+
+from support import BINARY, CACHE, Server, lay_out, make_models, serve
+
+TINY = ["identity_fp32", "identity_int64", "identity_bytes", "add_sub", "slow"]
+
+
+def pytest_configure() -> None:
+    if "ATOLL_TEST_SERVER" not in os.environ and not BINARY.exists():
+        pytest.exit(f"{BINARY} is missing; build it with: cargo build --release", returncode=2)
+
+
+@pytest.fixture(scope="session")
+def models() -> Path:
+    """A folder of small models, kept between runs."""
+    folder = CACHE / "test-models"
+    make_models(folder, TINY)
+    return folder
+
+
+@pytest.fixture
+def repository(models: Path, tmp_path: Path) -> Path:
+    """A model repository of the test's own."""
+    return lay_out(models, tmp_path / "models")
+
+
+@pytest.fixture(scope="session")
+def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    given = os.environ.get("ATOLL_TEST_SERVER")
+    if given:
+        yield Server([int(port) for port in given.split(",")]).start()
+        return
+    folder = tmp_path_factory.mktemp("server")
+    running = serve(lay_out(models, folder / "models"), folder / "server.log")
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[http_client.InferenceServerClient]:
+    client = http_client.InferenceServerClient(server.http, concurrency=4)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def grpc(server: Server) -> Iterator[grpc_client.InferenceServerClient]:
+    client = grpc_client.InferenceServerClient(server.grpc)
+    yield client
+    client.close()

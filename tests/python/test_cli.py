@@ -1,0 +1,85 @@
+"""The binary's other commands, as a person or a script calls them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from support import ASSETS, BINARY
+
+DIGITS = ASSETS / "digits.onnx"
+
+
+def atoll(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(BINARY), *map(str, args)], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["demo"], ["check"], ["run"], ["models"]])
+def test_help(command: list[str]) -> None:
+    done = atoll(*command, "--help")
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+
+
+def test_version() -> None:
+    assert atoll("--version").stdout.startswith("atoll ")
+
+
+def test_unknown_flag_is_a_usage_error() -> None:
+    assert atoll("serve", "--no-such-flag").returncode == 2
+
+
+def test_check() -> None:
+    done = atoll("check", DIGITS)
+    assert done.returncode == 0, done.stderr
+    for word in ("image", "logits", "batch"):
+        assert word in done.stdout
+
+
+def test_run_reports_latency() -> None:
+    done = atoll("run", DIGITS, "--repeat", "5", "--warmup", "1", "--threads", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert 0 < report["latency_us"]["p50"] <= report["latency_us"]["p99"]
+    assert report["latency_us"]["mean"] > 0
+    times = [step["us"] for step in report["steps"]]
+    assert times == sorted(times, reverse=True)
+    assert all(step["name"] and step["op"] for step in report["steps"])
+    assert sum(step["share"] for step in report["steps"]) == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_run_saves_outputs(tmp_path: Path, batch: int) -> None:
+    image = np.random.default_rng(0).random((batch, 1, 8, 8), np.float32)
+    np.save(tmp_path / "image.npy", image)
+    done = atoll("run", DIGITS, "--input", f"image={tmp_path / 'image.npy'}", "--save", tmp_path / "out", "--json")
+    assert done.returncode == 0, done.stderr
+    (wanted,) = onnxruntime.InferenceSession(DIGITS).run(None, {"image": image})
+    np.testing.assert_allclose(np.load(tmp_path / "out" / "logits.npy"), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_run_errors(tmp_path: Path) -> None:
+    np.save(tmp_path / "bad.npy", np.zeros((1, 2, 3), np.float32))
+    (tmp_path / "text.npy").write_text("no array")
+    for given in (
+        "image=nowhere.npy",
+        f"image={tmp_path / 'text.npy'}",
+        f"image={tmp_path / 'bad.npy'}",
+        f"WRONG={tmp_path / 'bad.npy'}",
+    ):
+        done = atoll("run", DIGITS, "--input", given)
+        assert done.returncode not in (0, 101), given
+        assert "panicked" not in done.stderr
+        assert done.stderr.strip()
+    assert atoll("run", tmp_path / "nowhere.onnx").returncode not in (0, 101)
+
+
+def test_demo_ends_by_itself() -> None:
+    done = atoll("demo", "--seconds", "2", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+    assert done.returncode == 0, done.stderr
+    assert "preempt" in (done.stdout + done.stderr).lower()

@@ -1,0 +1,97 @@
+"""Start, drain and size of the binary."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import requests
+
+from support import ASSETS, BINARY, fp32_body, free_ports, infer_url, serve
+
+BINARY_LIMIT = 60_000_000
+
+
+def test_binary_size() -> None:
+    assert BINARY.stat().st_size <= BINARY_LIMIT
+
+
+def test_time_to_ready(tmp_path: Path) -> None:
+    """A report, not a bar: the machine may be busy."""
+    (tmp_path / "models").mkdir()
+    shutil.copy(ASSETS / "digits.onnx", tmp_path / "models")
+    server = serve(tmp_path / "models", tmp_path / "log")
+    server.stop()
+    print(f"ready after {server.seconds_to_ready:.2f} s with the demo model")
+    if server.seconds_to_ready >= 1:
+        warnings.warn(f"ready only after {server.seconds_to_ready:.2f} s", stacklevel=1)
+
+
+def test_idle_server_leaves_at_once(repository: Path, tmp_path: Path) -> None:
+    server = serve(repository, tmp_path / "log")
+    started = time.monotonic()
+    server.terminate()
+    assert server.wait() == 0
+    assert time.monotonic() - started < 5
+
+
+def test_drain(repository: Path, tmp_path: Path) -> None:
+    """After SIGTERM: not ready at once, the running request is answered, then exit status 0."""
+    server = serve(repository, tmp_path / "log")
+    requests.post(infer_url(server, "slow"), json=fp32_body(1.0), timeout=60)  # warm
+    answers: list[requests.Response] = []
+
+    def ask() -> None:
+        answers.append(requests.post(infer_url(server, "slow"), json=fp32_body(1.0), timeout=60))
+
+    try:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        time.sleep(0.15)
+        server.terminate()
+        time.sleep(0.1)
+        assert not server.is_ready(), "still ready after SIGTERM"
+        thread.join()
+        assert answers, f"the running request got no answer:\n{server.log_tail()}"
+        assert answers[0].status_code == 200, answers[0].text
+        assert server.wait() == 0
+        assert "panicked" not in server.log_text()
+    finally:
+        server.stop()
+
+
+def test_port_in_use_is_an_error(repository: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(AssertionError, match=f"left with(?s:.*){port}") as raised:
+            serve(repository, tmp_path / "log", ports=[port, *free_ports(2)])
+    assert "panicked" not in str(raised.value)
+
+
+def test_missing_repository_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="left with"):
+        serve(tmp_path / "nowhere", tmp_path / "log")
+
+
+def test_one_broken_model_does_not_stop_the_others(models: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    shutil.copy(models / "identity_fp32.onnx", folder)
+    (folder / "broken.onnx").write_bytes(b"\x00\x01\x02")
+    server = serve(folder, tmp_path / "log")
+    try:
+        answer = requests.post(infer_url(server, "identity_fp32"), json=fp32_body(1.0), timeout=5)
+        assert answer.status_code == 200
+        index = requests.post(f"{server.url}/v2/repository/index", json={}, timeout=5).json()
+        (broken,) = [entry for entry in index if entry["name"] == "broken"]
+        assert broken["state"] == "UNAVAILABLE"
+        assert broken["reason"]
+    finally:
+        server.stop()

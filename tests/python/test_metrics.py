@@ -1,0 +1,67 @@
+"""The metrics page: Triton's names, labels, and values that move."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import requests
+
+from support import Server, fp32_body, infer_url
+
+COUNTERS = [
+    "nv_inference_request_success",
+    "nv_inference_request_failure",
+    "nv_inference_count",
+    "nv_inference_exec_count",
+    "nv_inference_request_duration_us",
+    "nv_inference_queue_duration_us",
+    "nv_inference_compute_input_duration_us",
+    "nv_inference_compute_infer_duration_us",
+    "nv_inference_compute_output_duration_us",
+]
+SAMPLE = re.compile(r'[a-zA-Z_:][\w:]*(\{(\w+="(\\.|[^"\\])*",?)*\})? \S+( \d+)?')
+
+
+def infer(server: Server, *values: float) -> None:
+    answer = requests.post(infer_url(server, "identity_fp32"), json=fp32_body(*values), timeout=5)
+    assert answer.status_code == 200
+
+
+def test_page_is_prometheus_text(server: Server) -> None:
+    infer(server, 1.0)
+    answer = requests.get(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=5)
+    assert answer.headers["Content-Type"].startswith("text/plain")
+    for line in answer.text.splitlines():
+        assert not line or line.startswith(("# HELP ", "# TYPE ", "# EOF")) or SAMPLE.fullmatch(line), line
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_name(server: Server, name: str) -> None:
+    infer(server, 1.0)
+    assert re.search(rf'^{name}\{{[^}}]*model="identity_fp32"', server.metrics(), re.MULTILINE)
+    assert re.search(rf"^# TYPE {name} counter$", server.metrics(), re.MULTILINE)
+
+
+def test_pending_is_a_gauge(server: Server) -> None:
+    assert "# TYPE nv_inference_pending_request_count gauge" in server.metrics()
+
+
+def test_counts(server: Server) -> None:
+    labels = {"model": "identity_fp32", "version": "1"}
+    names = ("nv_inference_request_success", "nv_inference_count", "nv_inference_request_duration_us")
+    before = [server.metric(name, **labels) for name in names]
+    infer(server, 1.0, 2.0, 3.0)
+    infer(server, 4.0)
+    after = [server.metric(name, **labels) for name in names]
+    assert after[0] - before[0] == 2
+    assert after[1] - before[1] in (2, 4)  # a server that knows the batch dimension counts its rows
+    assert after[2] > before[2]
+
+
+def test_failures_are_counted(server: Server) -> None:
+    """A request that runs out of time is a failure of its model."""
+    before = server.metric("nv_inference_request_failure", model="slow")
+    body = fp32_body(1.0, parameters={"timeout": 1000})
+    assert requests.post(infer_url(server, "slow"), json=body, timeout=60).status_code in (503, 504)
+    assert server.metric("nv_inference_request_failure", model="slow") == before + 1

@@ -1,0 +1,54 @@
+"""Outputs agree with ONNX Runtime's at batch 1 and 4: the small models, and what ./models has."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import ASSETS, BINARY, CACHE, REPOSITORY, SCRIPTS, make_models
+
+sys.path.append(str(SCRIPTS))
+
+from compare_ort import compare_model  # noqa: E402
+
+SMALL = [
+    "identity_fp32",
+    "identity_int64",
+    "add_sub",
+    "slow",
+    "efficientnet_lite0",
+    "rapidocr_det",
+    "rapidocr_cls",
+    "rapidocr_rec",
+    "minilm",
+]
+LIMIT = 1e-3
+# The big networks are opt-in: made by scripts/models.py with torch.
+FOUND = sorted(p for p in (REPOSITORY / "models").glob("*.onnx") if p.stem not in SMALL and p.stem != "identity_bytes")
+
+
+def assert_agrees(path: Path, batch: int) -> None:
+    for row in compare_model(BINARY, path, batch, seed=batch, extra=[]):
+        print(f"{row.model} batch {row.batch} {row.output}: {row.relative:.2e}")
+        assert not row.bad(LIMIT), row
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_digits(batch: int) -> None:
+    assert_agrees(ASSETS / "digits.onnx", batch)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("name", SMALL)
+def test_small(name: str, batch: int) -> None:
+    folder = CACHE / "test-models"
+    make_models(folder, [name])
+    assert_agrees(folder / f"{name}.onnx", batch)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
+def test_found(path: Path, batch: int) -> None:
+    assert_agrees(path, batch)
