@@ -58,7 +58,8 @@ def run_atoll(
     """Runs `atoll run` with the inputs as .npy files and reads back what it saved."""
     with tempfile.TemporaryDirectory(prefix="atoll-compare-") as name:
         folder = Path(name)
-        command = [str(binary), "run", str(path), "--save", str(folder / "out"), "--json", *extra]
+        command = [str(binary), "run", str(path), "--save", str(folder / "out"), "--json"]
+        command += ["--repeat", "1", "--warmup", "0", *extra]
         for index, (key, value) in enumerate(inputs.items()):
             np.save(folder / f"in{index}.npy", value)
             command += ["--input", f"{key}={folder / f'in{index}.npy'}"]

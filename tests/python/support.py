@@ -19,7 +19,6 @@ BINARY = Path(os.environ.get("ATOLL_BIN", REPOSITORY / "target" / "release" / "a
 SCRIPTS = REPOSITORY / "scripts"
 ASSETS = REPOSITORY / "assets"
 CACHE = REPOSITORY / ".cache"
-HOME_VARIABLES = ("HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
 START_SECONDS = 30
 STOP_SECONDS = 30
 
@@ -68,10 +67,10 @@ class Server:
         started = time.monotonic()
         if self.command:
             assert self.log is not None
-            # What a server keeps (its registry) stays with its log, so that servers never share it.
-            home = {name: str(self.log.parent / "home") for name in HOME_VARIABLES}
+            # The registry stays with the server's log, so that servers never share one.
+            env = {**os.environ, "ATOLL_DATA_DIR": str(self.log.parent / "data")}
             with self.log.open("ab") as output:
-                self.process = subprocess.Popen(self.command, stdout=output, stderr=output, env={**os.environ, **home})
+                self.process = subprocess.Popen(self.command, stdout=output, stderr=output, env=env)
         while time.monotonic() - started < START_SECONDS:
             if self.process is not None and self.process.poll() is not None:
                 raise AssertionError(f"atoll left with {self.process.returncode}:\n{self.log_tail()}")

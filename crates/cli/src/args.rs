@@ -107,15 +107,15 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "ATOLL_MODEL_REPOSITORY", value_delimiter = ':')]
     pub(crate) model_repository: Vec<PathBuf>,
 
-    /// Folder of the registry that POST /register writes to; nothing can be registered without
+    /// Folder of the registry that POST /register writes to [default: atoll in the user's data folder]
     #[arg(long, env = "ATOLL_DATA_DIR")]
     pub(crate) data_dir: Option<PathBuf>,
 
-    /// When models are loaded
-    #[arg(long, env = "ATOLL_MODEL_CONTROL_MODE", value_enum, default_value = "explicit")]
-    pub(crate) model_control_mode: ModelControlMode,
+    /// When models are loaded. Without it: all at start, and others when asked to over the API
+    #[arg(long, env = "ATOLL_MODEL_CONTROL_MODE", value_enum)]
+    pub(crate) model_control_mode: Option<ModelControlMode>,
 
-    /// Load this model at start; '*' for all. Without any, all are loaded
+    /// Load this model at start; '*' for all
     #[arg(long, env = "ATOLL_LOAD_MODEL", value_delimiter = ',')]
     pub(crate) load_model: Vec<String>,
 

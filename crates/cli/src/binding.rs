@@ -26,15 +26,23 @@ pub(crate) fn parse(arguments: &[String]) -> Result<Bindings, Failure> {
         .collect()
 }
 
-/// Fails for a name that no input's shape has.
-pub(crate) fn check_known(plan: &LaunchPlan, bindings: &Bindings) -> Result<(), Failure> {
+/// The symbolic dimensions of the inputs.
+pub(crate) fn symbols(plan: &LaunchPlan) -> Vec<&str> {
     let dims = plan.inputs.iter().filter_map(|id| plan.value(*id).shape.as_ref()).flatten();
-    let known: Vec<&str> = dims
+    let mut symbols: Vec<&str> = dims
         .filter_map(|dim| match dim {
             Dim::Symbol(name) => Some(name.as_str()),
             _ => None,
         })
         .collect();
+    symbols.sort_unstable();
+    symbols.dedup();
+    symbols
+}
+
+/// Fails for a name that no input's shape has.
+pub(crate) fn check_known(plan: &LaunchPlan, bindings: &Bindings) -> Result<(), Failure> {
+    let known = symbols(plan);
     match bindings.keys().find(|symbol| !known.contains(&symbol.as_str())) {
         None => Ok(()),
         Some(symbol) => Err(Failure::usage(format!(

@@ -3,8 +3,10 @@
 use std::collections::BTreeMap;
 
 use base::Bytes;
+use compiler::CompileError;
+use compiler::memory::peak_activation_bytes;
 use device::DeviceError;
-use graph::{Graph, ImportError};
+use graph::ImportError;
 use model::{Dim, LaunchPlan, ValueId};
 use serde::Serialize;
 
@@ -20,10 +22,10 @@ struct CheckReport {
     runs: bool,
     inputs: Vec<TensorReport>,
     outputs: Vec<TensorReport>,
-    symbols: Vec<String>,
     weight_bytes: u64,
     /// Peak of all values alive at once; absent when a shape is known only while running.
     activation_bytes: Option<u64>,
+    /// Every symbolic dimension of the inputs and the size the estimate was made for.
     bindings: BTreeMap<String, usize>,
     operators: BTreeMap<String, usize>,
     steps: Vec<StepReport>,
@@ -48,17 +50,16 @@ struct StepReport {
 pub(crate) fn run(args: &CheckArgs) -> Result<(), Failure> {
     let device = engine::open_device(&args.device)?;
     let bindings = binding::parse(&args.bind)?;
-    let graph = match engine::import_file(&args.model) {
-        Ok(graph) => graph,
-        Err(ImportError::Unsupported(nodes)) => {
+    let plan = match engine::compile_file(&args.model) {
+        Ok(plan) => plan,
+        Err(CompileError::Import(ImportError::Unsupported(nodes))) => {
             return refuse(args, nodes.iter().map(ToString::to_string).collect());
         }
         Err(err) => return Err(Failure::failed(format!("{}: {err}", args.model.display()))),
     };
-    let plan = compiler::lower(&graph).map_err(Failure::failed)?;
     binding::check_known(&plan, &bindings)?;
     let unsupported = device.unsupported_steps(&plan);
-    let report = report(args, &device.info().description, &graph, &plan, bindings, &unsupported);
+    let report = report(args, &device.info().description, &plan, bindings, &unsupported);
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?);
     } else {
@@ -88,16 +89,16 @@ fn refuse(args: &CheckArgs, unsupported: Vec<String>) -> Result<(), Failure> {
 fn report(
     args: &CheckArgs,
     device: &str,
-    graph: &Graph,
     plan: &LaunchPlan,
     bindings: binding::Bindings,
     unsupported: &[DeviceError],
 ) -> CheckReport {
-    let symbols = graph.symbols();
-    let bound: BTreeMap<String, usize> = symbols
-        .iter()
-        .map(|symbol| (symbol.clone(), bindings.get(symbol).copied().unwrap_or(1)))
+    let bound: BTreeMap<String, usize> = binding::symbols(plan)
+        .into_iter()
+        .map(|symbol| (symbol.to_string(), bindings.get(symbol).copied().unwrap_or(1)))
         .collect();
+    let sizes: Vec<(&str, usize)> =
+        bound.iter().map(|(symbol, size)| (symbol.as_str(), *size)).collect();
     let mut operators = BTreeMap::new();
     for step in &plan.steps {
         *operators.entry(step.op.name()).or_default() += 1;
@@ -114,9 +115,8 @@ fn report(
         inputs: plan.inputs.iter().map(|id| tensor(plan, *id)).collect(),
         outputs: plan.outputs.iter().map(|id| tensor(plan, *id)).collect(),
         weight_bytes: plan.constant_bytes(),
-        activation_bytes: compiler::peak_activation_bytes(graph, &bound),
+        activation_bytes: peak_activation_bytes(plan, &sizes),
         bindings: bound,
-        symbols,
         operators,
         steps: steps.collect(),
         unsupported: unsupported.iter().map(ToString::to_string).collect(),

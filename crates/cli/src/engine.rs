@@ -3,9 +3,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use compiler::CompileError;
 use cpu::{CpuDevice, CpuOptions};
 use device::Device;
-use graph::{Graph, ImportError};
+use graph::Limits;
 use model::op::Op;
 use model::{LaunchPlan, Tensor};
 
@@ -35,28 +36,12 @@ impl graph::Evaluator for CpuEvaluator {
     }
 }
 
-/// The optimised graph of the model in `path`.
-pub(crate) fn import_file(path: &Path) -> Result<Graph, ImportError> {
-    let mut graph = graph::import_file(path, &graph::Limits::default())?;
-    graph::optimize(&mut graph, Some(&CpuEvaluator));
-    Ok(graph)
-}
-
-/// The optimised graph of a model that is all in memory.
-pub(crate) fn import_bytes(bytes: &[u8]) -> Result<Graph, ImportError> {
-    let mut graph = graph::import(bytes, &graph::ExternalData::None)?;
-    graph::optimize(&mut graph, Some(&CpuEvaluator));
-    Ok(graph)
-}
-
 /// The launch plan of the model in `path`.
-pub(crate) fn compile_file(path: &Path) -> Result<LaunchPlan, String> {
-    let graph = import_file(path).map_err(|err| format!("{}: {err}", path.display()))?;
-    compiler::lower(&graph).map_err(|err| format!("{}: {err}", path.display()))
+pub(crate) fn compile_file(path: &Path) -> Result<LaunchPlan, CompileError> {
+    compiler::compile_onnx_file(path, &Limits::default(), Some(&CpuEvaluator))
 }
 
 /// The launch plan of a model that is all in memory.
-pub(crate) fn compile_bytes(bytes: &[u8]) -> Result<LaunchPlan, String> {
-    let graph = import_bytes(bytes).map_err(|err| err.to_string())?;
-    compiler::lower(&graph).map_err(|err| err.to_string())
+pub(crate) fn compile_bytes(bytes: &[u8]) -> Result<LaunchPlan, CompileError> {
+    compiler::compile_onnx(bytes, Some(&CpuEvaluator))
 }

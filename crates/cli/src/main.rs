@@ -3,12 +3,16 @@
 mod args;
 mod binding;
 mod check_command;
+mod demo_command;
 mod engine;
 mod failure;
+mod loader;
 mod models_command;
 mod npy;
 mod run_command;
+mod serve_command;
 
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
@@ -30,7 +34,8 @@ fn run(command: Command) -> Result<(), Failure> {
         Command::Check(args) => check_command::run(&args),
         Command::Run(args) => run_command::run(&args),
         Command::Models(args) => models_command::run(&args),
-        Command::Serve(_) | Command::Demo(_) => Err(Failure::failed("not there yet")),
+        Command::Serve(args) => serve_command::run(&args),
+        Command::Demo(args) => demo_command::run(&args),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "atoll", &mut std::io::stdout());
             Ok(())
@@ -42,7 +47,10 @@ fn run(command: Command) -> Result<(), Failure> {
 fn start_logging(cli: &Cli) -> Result<(), Failure> {
     let filter = EnvFilter::try_new(&cli.log)
         .map_err(|err| Failure::usage(format!("--log {}: {err}", cli.log)))?;
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal());
     if cli.log_json {
         builder.json().init();
     } else {

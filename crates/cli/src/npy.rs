@@ -38,7 +38,7 @@ pub(crate) fn write(path: &Path, tensor: &Tensor) -> Result<(), String> {
 fn decode(bytes: Bytes) -> Result<Tensor, String> {
     let not_npy = || "not a .npy file".to_string();
     let prefix = bytes.get(..10).filter(|prefix| prefix.starts_with(MAGIC)).ok_or_else(not_npy)?;
-    let (start, length) = match prefix[6] {
+    let (start, length): (usize, usize) = match prefix[6] {
         1 => (10, usize::from(u16::from_le_bytes([prefix[8], prefix[9]]))),
         2 | 3 => {
             let length = bytes.get(8..12).ok_or_else(not_npy)?;

@@ -55,7 +55,9 @@ struct StepReport {
 pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     let device = engine::open_device(&args.device)?;
     let bindings = binding::parse(&args.bind)?;
-    let plan = Arc::new(engine::compile_file(&args.model)?);
+    let plan = engine::compile_file(&args.model)
+        .map_err(|err| Failure::failed(format!("{}: {err}", args.model.display())))?;
+    let plan = Arc::new(plan);
     binding::check_known(&plan, &bindings)?;
     let inputs = inputs(&plan, args, &bindings)?;
     let program = device.load(plan.clone()).map_err(Failure::failed)?;

@@ -4,18 +4,23 @@
 //! element types and the constant operands, and either returns a closure that computes the step or
 //! says why it cannot. Nothing is refused later that could have been refused then.
 
+mod activation;
 mod attention;
 mod binary;
 mod cast;
 mod conv;
 mod conv_transpose;
+mod dense;
 mod einsum;
 mod gather;
+mod gemm;
 mod generate;
+mod geometry;
 mod integer;
 mod layout;
 mod matmul;
 mod norm;
+mod operand;
 mod pool;
 mod quantize;
 mod reduce;
@@ -23,7 +28,12 @@ mod resample;
 mod rnn;
 mod select;
 mod softmax;
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod testing_dense;
 mod unary;
+mod walk;
 
 use model::op::Op;
 use model::{DataType, LaunchPlan, Step};
@@ -45,13 +55,15 @@ pub(crate) struct Kernel {
     pub(crate) run: Box<dyn Fn(&Context, Inputs) -> KernelResult + Send + Sync>,
     /// Memory it holds for itself, such as packed weights.
     pub(crate) resident_bytes: usize,
+    /// Constant operands it never reads again: it holds them in its own form, or not at all.
+    pub(crate) packed_inputs: Vec<usize>,
 }
 
 impl Kernel {
     pub(crate) fn new(
         run: impl Fn(&Context, Inputs) -> KernelResult + Send + Sync + 'static,
     ) -> Kernel {
-        Kernel { run: Box::new(run), resident_bytes: 0 }
+        Kernel { run: Box::new(run), resident_bytes: 0, packed_inputs: Vec::new() }
     }
 }
 
@@ -122,6 +134,20 @@ impl<'a> Inputs<'a> {
             Operand::Absent => Err(format!("operand {index} is missing")),
             Operand::Shared(value) => Ok(value.clone()),
             Operand::Owned(value) => Ok(value),
+        }
+    }
+
+    /// Operand `index` as it is, to be an operand of something else.
+    pub(crate) fn take_operand(&mut self, index: usize) -> Result<Operand<'a>, String> {
+        let slot =
+            self.operands.get_mut(index).ok_or_else(|| format!("operand {index} is missing"))?;
+        Ok(std::mem::replace(slot, Operand::Absent))
+    }
+
+    /// Puts `value` in the place of operand `index`.
+    pub(crate) fn replace(&mut self, index: usize, value: Value) {
+        if let Some(slot) = self.operands.get_mut(index) {
+            *slot = Operand::Owned(value);
         }
     }
 

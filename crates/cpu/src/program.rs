@@ -53,14 +53,35 @@ fn constants_of(plan: &LaunchPlan) -> Result<Vec<Option<Value>>, DeviceError> {
     Ok(constants)
 }
 
+/// Drops the constants that every reader holds in a form of its own.
+fn drop_packed(plan: &LaunchPlan, kernels: &[Kernel], constants: &mut [Option<Value>]) {
+    let mut needed = vec![false; constants.len()];
+    for id in &plan.outputs {
+        needed[id.index()] = true;
+    }
+    for (step, kernel) in plan.steps.iter().zip(kernels) {
+        for (position, id) in step.inputs.iter().enumerate() {
+            if let Some(id) = id.filter(|_| !kernel.packed_inputs.contains(&position)) {
+                needed[id.index()] = true;
+            }
+        }
+    }
+    for (constant, needed) in constants.iter_mut().zip(needed) {
+        if !needed {
+            *constant = None;
+        }
+    }
+}
+
 impl CpuProgram {
     pub(crate) fn load(plan: Arc<LaunchPlan>) -> Result<CpuProgram, DeviceError> {
-        let constants = constants_of(&plan)?;
+        let mut constants = constants_of(&plan)?;
         let mut kernels = Vec::with_capacity(plan.steps.len());
         for step in &plan.steps {
             let facts = StepFacts { plan: &plan, step, constants: &constants };
             kernels.push(kernel::build(&facts).map_err(|reason| unsupported(step, reason))?);
         }
+        drop_packed(&plan, &kernels, &mut constants);
         let constant_bytes: usize = constants.iter().flatten().map(Value::size_bytes).sum();
         let kernel_bytes: usize = kernels.iter().map(|kernel| kernel.resident_bytes).sum();
         let resident = Bytes((constant_bytes + kernel_bytes) as u64);

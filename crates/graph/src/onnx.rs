@@ -37,7 +37,7 @@ pub use tensor::parse_tensor_proto;
 pub use wire::WireError;
 
 /// The newest operator set that is understood.
-pub const MAX_OPSET: i64 = 26;
+pub const MAX_OPSET: i64 = 27;
 
 /// How large a model may be.
 #[derive(Clone, Copy, Debug)]

@@ -5,7 +5,26 @@ use model::op::Op;
 
 use crate::ir::Graph;
 
+pub mod activation;
+pub mod attention;
+pub mod batch_norm;
 pub mod dead;
+pub mod editor;
+pub mod epilogue;
+pub mod fold;
+pub mod identity;
+pub mod norm;
+pub mod padding;
+pub mod product;
+pub mod reshape;
+
+#[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
+
+/// Rounds of all passes at most; each round that changes nothing ends it.
+const MAX_ROUNDS: usize = 8;
 
 /// Runs one operator on constants, so that passes can fold them. A device lends its kernels.
 pub trait Evaluator {
@@ -16,7 +35,7 @@ pub trait Evaluator {
 /// What the passes did, by pass.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Pass name and how many rewrites it made, in the order the passes first ran.
+    /// Pass name and how many rewrites it made, in the order the passes run.
     pub rewrites: Vec<(&'static str, usize)>,
 }
 
@@ -25,10 +44,49 @@ impl Report {
     pub fn count(&self, pass: &str) -> usize {
         self.rewrites.iter().filter(|(name, _)| *name == pass).map(|(_, count)| count).sum()
     }
+
+    fn add(&mut self, pass: &'static str, count: usize) {
+        match self.rewrites.iter_mut().find(|(name, _)| *name == pass) {
+            Some((_, total)) => *total += count,
+            None => self.rewrites.push((pass, count)),
+        }
+    }
+
+    fn total(&self) -> usize {
+        self.rewrites.iter().map(|(_, count)| count).sum()
+    }
 }
 
-/// Rewrites `graph` into an equal one that is faster to run.
-pub fn optimize(graph: &mut Graph, _evaluator: Option<&dyn Evaluator>) -> Report {
-    let count = dead::run(graph);
-    Report { rewrites: vec![("dead", count)] }
+type Pass = fn(&mut Graph) -> usize;
+
+/// In this order: simple shapes first, then patterns that later fusions would hide, then fusions.
+const PASSES: [(&str, Pass); 10] = [
+    ("identity", identity::run),
+    ("reshape", reshape::run),
+    ("dead", dead::run),
+    ("norm", norm::run),
+    ("activation", activation::run),
+    ("attention", attention::run),
+    ("product", product::run),
+    ("padding", padding::run),
+    ("batch_norm", batch_norm::run),
+    ("epilogue", epilogue::run),
+];
+
+/// Rewrites `graph` into an equal one that is faster to run, until nothing changes any more. With an
+/// `evaluator` everything that depends only on constants is computed now.
+pub fn optimize(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> Report {
+    let mut report = Report::default();
+    for _ in 0..MAX_ROUNDS {
+        let before = report.total();
+        report.add("fold", fold::run(graph, evaluator));
+        for (name, pass) in PASSES {
+            report.add(name, pass(graph));
+        }
+        report.add("dead", dead::run(graph));
+        if report.total() == before {
+            break;
+        }
+    }
+    report
 }

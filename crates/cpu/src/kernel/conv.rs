@@ -1,7 +1,243 @@
-//! Not there yet.
+//! Convolutions.
+//!
+//! A convolution is a product of the weights with the windows of the image. Pointwise ones take the
+//! image as it is; others border it with zeros first and let the product gather its windows.
+//! Depthwise ones have a loop of their own, for their products would be of one row.
 
-use super::{Kernel, StepFacts, no_kernel};
+mod border;
+mod depthwise;
+mod plain;
 
-pub(crate) fn build(facts: &StepFacts, _conv: &model::op::Conv) -> Result<Kernel, String> {
-    Err(no_kernel(facts))
+use model::DataType;
+use model::op::Conv;
+use rayon::prelude::*;
+use rten_tensor::Tensor;
+use rten_tensor::prelude::*;
+
+pub(super) use plain::{Shapes, convolve};
+
+use self::border::Border;
+use super::dense::{self, elements};
+use super::gemm::{self, Epilogue, Image, Left, Matrix, PackedLeft, Right};
+use super::matmul::Plain;
+use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+
+pub(crate) fn build(facts: &StepFacts, conv: &Conv) -> Result<Kernel, String> {
+    match facts.input_dtype(0) {
+        Some(DataType::F32) if dense::all_of_type(facts, DataType::F32) => {
+            Ok(build_f32(facts, conv.clone()))
+        }
+        Some(DataType::F16 | DataType::BF16) => {
+            Ok(dense::through_f32(facts, build_f32(facts, conv.clone())))
+        }
+        Some(DataType::F64) if dense::all_of_type(facts, DataType::F64) => {
+            let conv = conv.clone();
+            Ok(Kernel::new(move |_, inputs| run_f64(&inputs, &conv)))
+        }
+        _ => Err(no_kernel(facts)),
+    }
 }
+
+/// The weights as the fast paths read them.
+struct Weights {
+    shape: Vec<usize>,
+    form: Form,
+}
+
+enum Form {
+    /// One packed matrix per group.
+    Groups(Vec<PackedLeft>),
+    /// As they are: one row of taps per output channel.
+    Depthwise(Vec<f32>),
+}
+
+impl Weights {
+    fn new(weight: &Tensor<f32>, groups: usize) -> Result<Weights, String> {
+        let shape = weight.shape().to_vec();
+        let [outputs, per_group, ..] = shape.as_slice() else {
+            return Err(format!("weights of shape {shape:?} have no channels"));
+        };
+        if groups == 0 || outputs % groups != 0 {
+            return Err(format!("{outputs} output channels do not divide into {groups} groups"));
+        }
+        let data = elements(weight);
+        if *per_group == 1 && groups > 1 {
+            return Ok(Weights { form: Form::Depthwise(data.into_owned()), shape });
+        }
+        let rows = outputs / groups;
+        let depth = shape[1..].iter().product();
+        let form = (0..groups)
+            .map(|group| {
+                let part = &data[group * rows * depth..(group + 1) * rows * depth];
+                PackedLeft::new(Matrix::new(part, rows, depth))
+            })
+            .collect();
+        Ok(Weights { form: Form::Groups(form), shape })
+    }
+
+    fn size_bytes(&self) -> usize {
+        match &self.form {
+            Form::Groups(groups) => groups.iter().map(PackedLeft::size_bytes).sum(),
+            Form::Depthwise(data) => size_of_val(data.as_slice()),
+        }
+    }
+}
+
+fn build_f32(facts: &StepFacts, conv: Conv) -> Kernel {
+    let weights =
+        dense::constant_f32(facts, 1).and_then(|weight| Weights::new(&weight, conv.groups).ok());
+    let resident_bytes = weights.as_ref().map_or(0, Weights::size_bytes);
+    let packed_inputs = if weights.is_some() { vec![1] } else { vec![] };
+    let run = move |context: &Context, inputs: Inputs| match &weights {
+        Some(weights) => run_f32(context, inputs, &conv, weights),
+        None => {
+            let weights = Weights::new(inputs.typed(1)?, conv.groups)?;
+            run_f32(context, inputs, &conv, &weights)
+        }
+    };
+    Kernel { run: Box::new(run), resident_bytes, packed_inputs }
+}
+
+fn run_f32(context: &Context, mut inputs: Inputs, conv: &Conv, weights: &Weights) -> KernelResult {
+    let shapes = Shapes::new(inputs.get(0)?.shape(), &weights.shape, conv)?;
+    let count = dense::count(&shapes.output)?;
+    let same_shape = |value: &crate::value::Value| value.shape() == shapes.output;
+    // A residual nobody else needs becomes the result: the product is added to it.
+    let accumulate = inputs.is_owned(3) && inputs.optional(3).is_some_and(same_shape);
+    let mut out = if accumulate {
+        match inputs.take(3)? {
+            crate::value::Value::F32(tensor) => tensor.into_data(),
+            other => return Err(format!("operand 3 is {}", other.dtype())),
+        }
+    } else {
+        dense::filled(context.pool, count, 0.0)
+    };
+    let residual = match inputs.optional_typed::<f32>(3)? {
+        Some(tensor) if tensor.shape() == shapes.output => Some(elements(tensor)),
+        Some(tensor) => Some(dense::broadcast(tensor, &shapes.output)?.into()),
+        None => None,
+    };
+    let bias = inputs.optional_typed::<f32>(2)?.map(elements);
+    shapes.check_bias(bias.as_ref().map(|bias| bias.len()))?;
+    let job = Job {
+        shapes: &shapes,
+        conv,
+        bias: bias.as_deref(),
+        residual: residual.as_deref(),
+        accumulate,
+    };
+    if count > 0 {
+        let x = elements(inputs.typed::<f32>(0)?);
+        match &weights.form {
+            Form::Groups(groups) => job.products(&mut out, &x, groups)?,
+            Form::Depthwise(taps) => job.depthwise(&mut out, &x, taps),
+        }
+    }
+    dense::output(&shapes.output, out)
+}
+
+/// A convolution on its way.
+struct Job<'a> {
+    shapes: &'a Shapes,
+    conv: &'a Conv,
+    bias: Option<&'a [f32]>,
+    residual: Option<&'a [f32]>,
+    accumulate: bool,
+}
+
+impl Job<'_> {
+    /// One product per image and group.
+    fn products(&self, out: &mut [f32], x: &[f32], groups: &[PackedLeft]) -> Result<(), String> {
+        let shapes = self.shapes;
+        let border = Border::new(&shapes.geometry, shapes.group_inputs);
+        let in_size = shapes.group_inputs * shapes.geometry.input_size();
+        let out_size = shapes.group_outputs * shapes.geometry.output_size();
+        let count = out.len() / out_size;
+        let one = |(index, out): (usize, &mut [f32]), parallel: bool| {
+            let group = index % shapes.groups;
+            let input = &x[index * in_size..(index + 1) * in_size];
+            let channels = group * shapes.group_outputs..(group + 1) * shapes.group_outputs;
+            let epilogue = Epilogue {
+                row_bias: self.bias.map(|bias| &bias[channels]),
+                residual: self.residual.map(|all| &all[index * out_size..(index + 1) * out_size]),
+                accumulate: self.accumulate,
+                activation: self.conv.activation,
+                ..Epilogue::default()
+            };
+            let left = Left::Packed(&groups[group]);
+            let product = if parallel { gemm::product } else { gemm::product_here };
+            if shapes.geometry.is_pointwise() {
+                let plane = shapes.geometry.input_size();
+                let right = Right::Plain(Matrix::new(input, shapes.group_inputs, plane));
+                return product(out, left, right, epilogue);
+            }
+            gemm::with_scratch(border.length(), |scratch| {
+                border.copy(scratch, input, parallel);
+                let image = Image {
+                    data: scratch,
+                    taps: border.taps(),
+                    rows: border.rows(),
+                    width: shapes.geometry.output[2],
+                };
+                product(out, left, Right::Image(&image), epilogue)
+            })
+        };
+        if count < 2 * rayon::current_num_threads() {
+            out.chunks_exact_mut(out_size).enumerate().try_for_each(|item| one(item, true))
+        } else {
+            out.par_chunks_exact_mut(out_size).enumerate().try_for_each(|item| one(item, false))
+        }
+    }
+
+    /// One plane per image and output channel.
+    fn depthwise(&self, out: &mut [f32], x: &[f32], weights: &[f32]) {
+        let shapes = self.shapes;
+        let border = Border::new(&shapes.geometry, 1);
+        let (in_plane, out_plane) = (shapes.geometry.input_size(), shapes.geometry.output_size());
+        let outputs = shapes.groups * shapes.group_outputs;
+        let taps = shapes.geometry.taps();
+        out.par_chunks_exact_mut(out_plane).enumerate().for_each(|(index, out)| {
+            let channel = index % outputs;
+            let input =
+                (index / outputs * shapes.groups + channel / shapes.group_outputs) * in_plane;
+            gemm::with_scratch(border.length(), |scratch| {
+                border.copy(scratch, &x[input..input + in_plane], false);
+                depthwise::run(depthwise::Plane {
+                    out,
+                    image: scratch,
+                    taps: border.taps(),
+                    rows: border.rows(),
+                    width: shapes.geometry.output[2],
+                    weights: &weights[channel * taps..(channel + 1) * taps],
+                    bias: self.bias.map_or(0.0, |bias| bias[channel]),
+                    residual: self.residual.map(|all| &all[index * out_plane..][..out_plane]),
+                    accumulate: self.accumulate,
+                    activation: self.conv.activation,
+                });
+            });
+        });
+    }
+}
+
+fn run_f64(inputs: &Inputs, conv: &Conv) -> KernelResult {
+    let (x, weight) = (inputs.typed::<f64>(0)?, inputs.typed::<f64>(1)?);
+    let shapes = Shapes::new(x.shape(), weight.shape(), conv)?;
+    let mut out = convolve::<f64>(&elements(x), &elements(weight), &shapes)?;
+    if let Some(bias) = inputs.optional_typed::<f64>(2)? {
+        shapes.check_bias(Some(bias.len()))?;
+        let bias = elements(bias);
+        let plane = shapes.geometry.output_size().max(1);
+        for (index, row) in out.chunks_exact_mut(plane).enumerate() {
+            row.iter_mut().for_each(|y| *y += bias[index % bias.len()]);
+        }
+    }
+    if let Some(residual) = inputs.optional_typed::<f64>(3)? {
+        let residual = dense::broadcast(residual, &shapes.output)?;
+        out.iter_mut().zip(residual).for_each(|(y, x)| *y += x);
+    }
+    f64::activated(conv.activation, &mut out)?;
+    dense::output(&shapes.output, out)
+}
+
+#[cfg(test)]
+mod tests;

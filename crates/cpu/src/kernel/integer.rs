@@ -1,7 +1,204 @@
-//! Not there yet.
+//! Products and convolutions of 8-bit integers, with 32-bit sums or requantised results.
 
-use super::{Kernel, StepFacts, no_kernel};
+use std::borrow::Cow;
+
+use model::DataType;
+use model::op::{Conv, Op};
+use rten_tensor::Tensor;
+
+use super::conv::{Shapes, convolve};
+use super::dense::{self, elements};
+use super::matmul::plain_matmul;
+use super::{Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::value::Value;
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
-    Err(no_kernel(facts))
+    let is_byte = |index: usize| {
+        facts.input_dtype(index).is_none_or(|dtype| matches!(dtype, DataType::U8 | DataType::I8))
+    };
+    let is = |index: usize, wanted: DataType| {
+        facts.input_dtype(index).is_none_or(|dtype| dtype == wanted)
+    };
+    let quantised = [0, 2, 3, 5, 7].into_iter().all(is_byte)
+        && [1, 4, 6].into_iter().all(|index| is(index, DataType::F32))
+        && is(8, DataType::I32);
+    match facts.step.op.clone() {
+        Op::MatMulInteger if (0..4).all(is_byte) => {
+            Ok(Kernel::new(|_, inputs| matmul_integer(&inputs)))
+        }
+        Op::ConvInteger(conv) if (0..4).all(is_byte) => {
+            Ok(Kernel::new(move |_, inputs| conv_integer(&inputs, &conv)))
+        }
+        Op::QLinearMatMul if quantised => Ok(Kernel::new(|_, inputs| linear_matmul(&inputs))),
+        Op::QLinearConv(conv) if quantised => {
+            Ok(Kernel::new(move |_, inputs| linear_conv(&inputs, &conv)))
+        }
+        _ => Err(no_kernel(facts)),
+    }
 }
+
+/// The elements of a tensor of bytes as `i32`.
+fn integers(value: &Value) -> Result<Vec<i32>, String> {
+    match value {
+        Value::U8(tensor) => Ok(elements(tensor).iter().map(|&x| i32::from(x)).collect()),
+        Value::I8(tensor) => Ok(elements(tensor).iter().map(|&x| i32::from(x)).collect()),
+        other => Err(format!("an operand is {}", other.dtype())),
+    }
+}
+
+/// `value` less its zero point, which is one for all, or has a shape that broadcasts.
+fn centred(value: &Value, zero: Option<&Value>, zero_shape: &[usize]) -> Result<Vec<i32>, String> {
+    let mut data = integers(value)?;
+    let Some(zero) = zero else { return Ok(data) };
+    let zero = integers(zero)?;
+    if let [zero] = zero.as_slice() {
+        data.iter_mut().for_each(|x| *x -= zero);
+        return Ok(data);
+    }
+    let zero = Tensor::try_from_data(zero_shape, zero)
+        .map_err(|_| "a zero point of a wrong size".to_string())?;
+    for (x, zero) in data.iter_mut().zip(dense::broadcast(&zero, value.shape())?) {
+        *x -= zero;
+    }
+    Ok(data)
+}
+
+/// A parameter per row of the left operand, as a shape that broadcasts to it.
+fn per_row(shape: &[usize]) -> Vec<usize> {
+    match shape {
+        [rows] => vec![*rows, 1],
+        other => other.to_vec(),
+    }
+}
+
+/// A parameter per output channel, as a shape that broadcasts to the weights.
+fn per_channel(shape: &[usize], rank: usize) -> Vec<usize> {
+    let mut all = vec![1; rank];
+    if let (Some(first), [channels]) = (all.first_mut(), shape) {
+        *first = *channels;
+    }
+    all
+}
+
+/// `a @ b` of the centred operands; shape and sums.
+fn centred_matmul(
+    a: &Value,
+    a_zero: Option<&Value>,
+    b: &Value,
+    b_zero: Option<&Value>,
+) -> Result<(Vec<usize>, Vec<i32>), String> {
+    let a_shape = a_zero.map_or(vec![], |zero| per_row(zero.shape()));
+    let b_shape = b_zero.map_or(vec![], |zero| zero.shape().to_vec());
+    let left = centred(a, a_zero, &a_shape)?;
+    let right = centred(b, b_zero, &b_shape)?;
+    plain_matmul((a.shape(), &left), (b.shape(), &right))
+}
+
+fn matmul_integer(inputs: &Inputs) -> KernelResult {
+    let (shape, sums) =
+        centred_matmul(inputs.get(0)?, inputs.optional(2), inputs.get(1)?, inputs.optional(3))?;
+    dense::output(&shape, sums)
+}
+
+/// The convolution of the centred operands.
+fn centred_conv(
+    x: &Value,
+    x_zero: Option<&Value>,
+    weight: &Value,
+    weight_zero: Option<&Value>,
+    conv: &Conv,
+) -> Result<(Shapes, Vec<i32>), String> {
+    let shapes = Shapes::new(x.shape(), weight.shape(), conv)?;
+    let rank = weight.shape().len();
+    let zero_shape = weight_zero.map_or(vec![], |zero| per_channel(zero.shape(), rank));
+    let input = centred(x, x_zero, &[])?;
+    let weight = centred(weight, weight_zero, &zero_shape)?;
+    let sums = convolve::<i32>(&input, &weight, &shapes)?;
+    Ok((shapes, sums))
+}
+
+fn conv_integer(inputs: &Inputs, conv: &Conv) -> KernelResult {
+    let (shapes, sums) =
+        centred_conv(inputs.get(0)?, inputs.optional(2), inputs.get(1)?, inputs.optional(3), conv)?;
+    dense::output(&shapes.output, sums)
+}
+
+/// The one element of a scale.
+fn scalar(inputs: &Inputs, index: usize) -> Result<f32, String> {
+    match elements(inputs.typed::<f32>(index)?).as_ref() {
+        [scale] => Ok(*scale),
+        other => Err(format!("operand {index} has {} elements instead of one", other.len())),
+    }
+}
+
+/// Sums as the result's bytes: scaled, rounded to even, shifted and saturated.
+fn requantised(shape: &[usize], sums: &[i32], factors: &[f32], zero: &Value) -> KernelResult {
+    let shift = match integers(zero)?.as_slice() {
+        [zero] => *zero as f32,
+        other => return Err(format!("an output zero point of {} elements", other.len())),
+    };
+    let rounded = |index: usize| {
+        let factor = if factors.len() == 1 { factors[0] } else { factors[index] };
+        (sums[index] as f32 * factor).round_ties_even() + shift
+    };
+    match zero {
+        // A conversion from a float saturates.
+        Value::U8(_) => {
+            dense::output(shape, (0..sums.len()).map(|i| rounded(i) as u8).collect::<Vec<u8>>())
+        }
+        _ => dense::output(shape, (0..sums.len()).map(|i| rounded(i) as i8).collect::<Vec<i8>>()),
+    }
+}
+
+fn linear_matmul(inputs: &Inputs) -> KernelResult {
+    let (a, b) = (inputs.get(0)?, inputs.get(3)?);
+    let (shape, sums) = centred_matmul(a, inputs.optional(2), b, inputs.optional(5))?;
+    let (a_scale, b_scale) = (inputs.typed::<f32>(1)?, inputs.typed::<f32>(4)?);
+    let y_scale = scalar(inputs, 6)?;
+    let spread = |tensor: &Tensor<f32>, rows: bool| -> Result<Cow<[f32]>, String> {
+        let data = elements(tensor).into_owned();
+        if data.len() == 1 {
+            return Ok(data.into());
+        }
+        let value = Value::F32(tensor.clone());
+        let dims = if rows { per_row(value.shape()) } else { value.shape().to_vec() };
+        let tensor = Tensor::try_from_data(dims.as_slice(), data)
+            .map_err(|_| "a scale of a wrong size".to_string())?;
+        Ok(dense::broadcast(&tensor, &shape)?.into())
+    };
+    let (a_scale, b_scale) = (spread(a_scale, true)?, spread(b_scale, false)?);
+    let at = |scale: &[f32], index: usize| if scale.len() == 1 { scale[0] } else { scale[index] };
+    let count = if a_scale.len() == 1 && b_scale.len() == 1 { 1 } else { sums.len() };
+    let factors: Vec<f32> =
+        (0..count).map(|i| at(&a_scale, i) * at(&b_scale, i) / y_scale).collect();
+    requantised(&shape, &sums, &factors, inputs.get(7)?)
+}
+
+fn linear_conv(inputs: &Inputs, conv: &Conv) -> KernelResult {
+    let (x, weight) = (inputs.get(0)?, inputs.get(3)?);
+    let (shapes, mut sums) = centred_conv(x, inputs.optional(2), weight, inputs.optional(5), conv)?;
+    let (x_scale, y_scale) = (scalar(inputs, 1)?, scalar(inputs, 6)?);
+    let weight_scale = elements(inputs.typed::<f32>(4)?);
+    let outputs = shapes.groups * shapes.group_outputs;
+    if weight_scale.len() != 1 && weight_scale.len() != outputs {
+        return Err(format!("{} weight scales for {outputs} channels", weight_scale.len()));
+    }
+    let plane = shapes.geometry.output_size().max(1);
+    if let Some(bias) = inputs.optional_typed::<i32>(8)? {
+        let bias = elements(bias);
+        shapes.check_bias(Some(bias.len()))?;
+        for (index, row) in sums.chunks_exact_mut(plane).enumerate() {
+            row.iter_mut().for_each(|y| *y = y.wrapping_add(bias[index % outputs]));
+        }
+    }
+    let factor = |scale: f32| x_scale * scale / y_scale;
+    let factors: Vec<f32> = if weight_scale.len() == 1 {
+        vec![factor(weight_scale[0])]
+    } else {
+        (0..sums.len()).map(|index| factor(weight_scale[index / plane % outputs])).collect()
+    };
+    requantised(&shapes.output, &sums, &factors, inputs.get(7)?)
+}
+
+#[cfg(test)]
+mod tests;

@@ -157,7 +157,10 @@ pub fn transpose(perm: Option<&[usize]>, x: &Operands) -> Inferred<Fact> {
         match seen.get_mut(*axis) {
             Some(slot @ false) => *slot = true,
             _ => {
-                return fail(format!("{perm:?} is not a permutation of {} dimensions", shape.len()));
+                return fail(format!(
+                    "{perm:?} is not a permutation of {} dimensions",
+                    shape.len()
+                ));
             }
         }
     }

@@ -34,7 +34,8 @@ pub(crate) fn broadcast_dim(a: &SymDim, b: &SymDim) -> Option<SymDim> {
         (SymDim::Fixed(x), SymDim::Fixed(y)) => (x == y).then_some(SymDim::Fixed(*x))?,
         // The other can only be 1 or the same.
         (SymDim::Fixed(x), _) | (_, SymDim::Fixed(x)) => SymDim::Fixed(*x),
-        (a, b) if a.is_same(b) => a.clone(),
+        (a, b) if a.is_same(b) || b.is_capped(a) => a.clone(),
+        (a, b) if a.is_capped(b) => b.clone(),
         _ => SymDim::Unknown,
     })
 }

@@ -24,10 +24,6 @@ impl<'a> Attributes<'a> {
         Some(&self.list[index])
     }
 
-    pub fn has(&self, name: &str) -> bool {
-        self.list.iter().any(|attribute| attribute.name == name)
-    }
-
     pub fn int(&self, name: &str) -> Result<Option<i64>, MapError> {
         self.find(name)
             .map(|a| a.int.or(default_of(a, 2, 0)).ok_or_else(|| wrong(name, "an integer")))

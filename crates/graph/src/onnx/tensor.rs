@@ -7,9 +7,9 @@ use half::f16;
 use model::tensor::element_count;
 use model::{DataType, Tensor, TensorError};
 
+use super::ImportError;
 use super::external::ExternalData;
 use super::proto::{Message, TensorProto};
-use super::{ImportError, wire};
 
 /// The type with this number in ONNX; `None` for types nothing here computes with.
 pub(crate) fn data_type(number: i64) -> Option<DataType> {
@@ -153,11 +153,6 @@ fn typed(
         }
         DataType::String => Err("strings have no numeric data".to_string()),
     }
-}
-
-/// Decodes a message, for callers that only have bytes.
-pub(crate) fn decode<M: Message>(bytes: Bytes) -> Result<M, wire::WireError> {
-    M::decode(bytes)
 }
 
 #[cfg(test)]

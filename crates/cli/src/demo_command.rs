@@ -1,0 +1,349 @@
+//! `atoll demo`: a real server, a real model and real clients over loopback, in one process.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use api::proto::grpc_inference_service_client::GrpcInferenceServiceClient;
+use api::proto::infer_parameter::ParameterChoice;
+use api::proto::model_infer_request::InferInputTensor;
+use api::proto::{InferParameter, ModelInferRequest, ModelInferResponse};
+use api::{InferenceService, RegisterRequest};
+use base::{Histogram, Nanos};
+use device::{Device, DeviceError};
+use model::ModelConfig;
+use model::config::{ChannelOrder, Class, Preprocessing};
+use runtime::NodeOptions;
+use serde::{Deserialize, Serialize};
+use server::{LoadError, LoadedModel, LocalNode, ModelLoader, RepositoryEntry};
+use tonic::transport::Channel;
+
+use crate::args::DemoArgs;
+use crate::failure::Failure;
+use crate::serve_command::{Stop, listen, start_node, tokio_runtime};
+use crate::{engine, serve_command};
+
+const MODEL: &str = "digits";
+const DIGITS_ONNX: &[u8] = include_bytes!("../../../assets/digits.onnx");
+const SAMPLES_JSON: &str = include_str!("../../../assets/digits_samples.json");
+const IMAGE_ELEMENTS: usize = 64;
+
+/// Seconds of load when nobody says how many.
+const DEFAULT_SECONDS: u64 = 5;
+/// Real-time requests come at this distance, whatever happens to them.
+const REAL_TIME_PERIOD: Duration = Duration::from_millis(5);
+/// Images in one best-effort request: enough work that somebody has to leave.
+const BEST_EFFORT_BATCH: usize = 2048;
+const BEST_EFFORT_CLIENTS: usize = 2;
+
+/// Held-out images of scikit-learn's digits set.
+#[derive(Debug, Deserialize)]
+struct Samples {
+    scale: f32,
+    samples: Vec<Sample>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Sample {
+    label: usize,
+    pixels: Vec<f32>,
+}
+
+/// What came of the load.
+#[derive(Debug, Serialize)]
+struct DemoReport {
+    device: String,
+    seconds: f64,
+    rt_alone: ClassReport,
+    rt_beside_be: ClassReport,
+    be: ClassReport,
+    preemptions: u64,
+    correct: u64,
+    answered: u64,
+}
+
+#[derive(Debug, Default, Serialize)]
+struct ClassReport {
+    requests: u64,
+    images_per_second: f64,
+    p50_us: f64,
+    p99_us: f64,
+    max_us: f64,
+    errors: u64,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &DemoArgs) -> Result<(), Failure> {
+    let device = engine::open_device(&args.device)?;
+    tokio_runtime()?.block_on(demo(args, device))
+}
+
+async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
+    let stop = Stop::new()?;
+    let description = device.info().description.clone();
+    let loader = Arc::new(BuiltInLoader { device: device.clone() });
+    let service = LocalNode::new(start_node(device, NodeOptions::default())?, loader);
+    let server = listen(&args.listen, 64 << 20, service.clone()).await?;
+    service.load(MODEL).await.map_err(Failure::failed)?;
+    service.set_started();
+    let grpc = server.grpc_addr.ok_or_else(|| Failure::failed("gRPC does not listen"))?;
+    let seconds = args.seconds.unwrap_or(DEFAULT_SECONDS);
+    if !args.json {
+        println!("serving '{MODEL}' on {description}");
+        println!(
+            "  REST    http://{}/v2/models/{MODEL}",
+            serve_command::address_text(server.http_addr)
+        );
+        println!("  gRPC    {grpc}");
+        println!("  metrics http://{}/metrics", serve_command::address_text(server.metrics_addr));
+        println!("load for {seconds} s: real time alone, then beside best effort ...");
+    }
+    let load = Load::connect(&format!("http://{grpc}")).await?;
+    let outcome = tokio::select! {
+        outcome = load.run(Duration::from_secs(seconds)) => outcome?,
+        () = Stop::new()?.wait() => return finish(server, args).await,
+    };
+    let preemptions = preemptions(&service);
+    let report = DemoReport { device: description, preemptions, ..outcome };
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?);
+    } else {
+        print(&report);
+    }
+    if args.seconds.is_none() {
+        eprintln!("serving until Ctrl-C");
+        stop.wait().await;
+    }
+    finish(server, args).await
+}
+
+async fn finish(server: server::RunningServer, _: &DemoArgs) -> Result<(), Failure> {
+    server.shutdown(Duration::from_secs(5)).await;
+    Ok(())
+}
+
+fn preemptions(service: &LocalNode) -> u64 {
+    let mut text = String::new();
+    service.write_metrics(&mut text);
+    let samples = text.lines().filter(|line| line.starts_with("atoll_preemptions_total"));
+    samples.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum::<f64>() as u64
+}
+
+/// Serves the one model that is built in.
+struct BuiltInLoader {
+    device: Arc<dyn Device>,
+}
+
+impl ModelLoader for BuiltInLoader {
+    fn load(&self, name: &str, _: Option<u64>) -> Result<LoadedModel, LoadError> {
+        if name != MODEL {
+            return Err(LoadError::NotFound(format!("the demo has one model, '{MODEL}'")));
+        }
+        let plan = engine::compile_bytes(DIGITS_ONNX)
+            .map_err(|err| LoadError::Internal(err.to_string()))?;
+        let program = self
+            .device
+            .load(Arc::new(plan))
+            .map_err(|err: DeviceError| LoadError::Internal(err.to_string()))?;
+        let preprocessing =
+            Preprocessing { channels: ChannelOrder::Gray, crop: 1.0, ..Preprocessing::default() };
+        let config = ModelConfig {
+            labels: (0..10).map(|digit| digit.to_string()).collect(),
+            preprocessing: Some(preprocessing),
+            ..ModelConfig::default()
+        };
+        Ok(LoadedModel { program, config, version: 1 })
+    }
+
+    fn index(&self) -> Result<Vec<RepositoryEntry>, LoadError> {
+        Ok(vec![RepositoryEntry { name: MODEL.to_string(), version: 1 }])
+    }
+
+    fn register(&self, _: RegisterRequest) -> Result<u64, LoadError> {
+        Err(LoadError::Unavailable("the demo keeps no models; use atoll serve".to_string()))
+    }
+}
+
+type Client = GrpcInferenceServiceClient<Channel>;
+
+/// Clients of both classes.
+struct Load {
+    client: Client,
+    samples: Arc<Samples>,
+}
+
+/// What one kind of client saw.
+#[derive(Default)]
+struct Seen {
+    latency: Histogram,
+    images: u64,
+    correct: u64,
+    errors: u64,
+}
+
+impl Load {
+    async fn connect(address: &str) -> Result<Load, Failure> {
+        let samples: Samples = serde_json::from_str(SAMPLES_JSON).map_err(Failure::failed)?;
+        let client = Client::connect(address.to_string()).await.map_err(Failure::failed)?;
+        let client = client.max_decoding_message_size(64 << 20);
+        Ok(Load { client, samples: Arc::new(samples) })
+    }
+
+    /// Half of the time real time alone, half beside best effort.
+    async fn run(&self, span: Duration) -> Result<DemoReport, Failure> {
+        let half = span / 2;
+        let started = Instant::now();
+        let alone = self.real_time(half).await;
+        let stop = Arc::new(AtomicBool::new(false));
+        let best_effort: Vec<_> = (0..BEST_EFFORT_CLIENTS)
+            .map(|_| {
+                tokio::spawn(best_effort(self.client.clone(), self.samples.clone(), stop.clone()))
+            })
+            .collect();
+        let beside = self.real_time(half).await;
+        stop.store(true, Ordering::Relaxed);
+        let mut rest = Seen::default();
+        for client in best_effort {
+            rest.add(client.await.map_err(Failure::failed)?);
+        }
+        let answered = alone.images + beside.images + rest.images;
+        Ok(DemoReport {
+            device: String::new(),
+            seconds: started.elapsed().as_secs_f64(),
+            preemptions: 0,
+            correct: alone.correct + beside.correct + rest.correct,
+            answered,
+            rt_alone: alone.report(half),
+            rt_beside_be: beside.report(half),
+            be: rest.report(half),
+        })
+    }
+
+    /// One image at a time, at a fixed distance.
+    async fn real_time(&self, span: Duration) -> Seen {
+        let mut client = self.client.clone();
+        let mut seen = Seen::default();
+        let mut ticks = tokio::time::interval(REAL_TIME_PERIOD);
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Skip);
+        let end = Instant::now() + span;
+        let mut next = 0;
+        while Instant::now() < end {
+            ticks.tick().await;
+            seen.ask(&mut client, &self.samples, next, 1, Class::RealTime).await;
+            next += 1;
+        }
+        seen
+    }
+}
+
+/// Large batches, the next one as soon as the last is answered.
+async fn best_effort(mut client: Client, samples: Arc<Samples>, stop: Arc<AtomicBool>) -> Seen {
+    let mut seen = Seen::default();
+    while !stop.load(Ordering::Relaxed) {
+        seen.ask(&mut client, &samples, 0, BEST_EFFORT_BATCH, Class::BestEffort).await;
+    }
+    seen
+}
+
+impl Seen {
+    async fn ask(
+        &mut self,
+        client: &mut Client,
+        samples: &Samples,
+        first: usize,
+        count: usize,
+        class: Class,
+    ) {
+        let request = request(samples, first, count, class);
+        let started = Instant::now();
+        match client.model_infer(request).await {
+            Ok(answer) => {
+                self.latency.record(started.elapsed().into());
+                self.images += count as u64;
+                self.correct += correct(samples, first, count, answer.get_ref());
+            }
+            Err(_) => self.errors += 1,
+        }
+    }
+
+    fn add(&mut self, other: Seen) {
+        self.latency.merge(&other.latency);
+        self.images += other.images;
+        self.correct += other.correct;
+        self.errors += other.errors;
+    }
+
+    fn report(&self, span: Duration) -> ClassReport {
+        let us = |nanos: Nanos| nanos.0 as f64 / 1e3;
+        ClassReport {
+            requests: self.latency.count(),
+            images_per_second: self.images as f64 / span.as_secs_f64(),
+            p50_us: us(self.latency.quantile(0.5)),
+            p99_us: us(self.latency.quantile(0.99)),
+            max_us: us(self.latency.max()),
+            errors: self.errors,
+        }
+    }
+}
+
+fn request(samples: &Samples, first: usize, count: usize, class: Class) -> ModelInferRequest {
+    let chosen = samples.samples.iter().cycle().skip(first % samples.samples.len()).take(count);
+    let pixels = chosen.flat_map(|sample| sample.pixels.iter().map(|pixel| pixel / samples.scale));
+    let bytes: Vec<u8> = pixels.flat_map(f32::to_le_bytes).collect();
+    debug_assert_eq!(bytes.len(), count * IMAGE_ELEMENTS * 4);
+    let class = ParameterChoice::StringParam(class.as_str().to_string());
+    ModelInferRequest {
+        model_name: MODEL.to_string(),
+        inputs: vec![InferInputTensor {
+            name: "image".to_string(),
+            datatype: "FP32".to_string(),
+            shape: vec![count as i64, 1, 8, 8],
+            ..InferInputTensor::default()
+        }],
+        raw_input_contents: vec![bytes.into()],
+        parameters: [("atoll_class".to_string(), InferParameter { parameter_choice: Some(class) })]
+            .into(),
+        ..ModelInferRequest::default()
+    }
+}
+
+/// How many of the answers name the right digit.
+fn correct(samples: &Samples, first: usize, count: usize, answer: &ModelInferResponse) -> u64 {
+    let Some(raw) = answer.raw_output_contents.first() else { return 0 };
+    let scores: Vec<f32> = raw
+        .chunks_exact(4)
+        .map(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+        .collect();
+    let chosen = samples.samples.iter().cycle().skip(first % samples.samples.len()).take(count);
+    let is_right = |(row, sample): &(&[f32], &Sample)| {
+        let best = (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b]));
+        best == Some(sample.label)
+    };
+    scores.chunks_exact(10).zip(chosen).filter(is_right).count() as u64
+}
+
+fn print(report: &DemoReport) {
+    println!();
+    println!(
+        "{:<28} {:>9} {:>11} {:>10} {:>10} {:>10}",
+        "", "requests", "images/s", "p50 us", "p99 us", "max us"
+    );
+    for (name, class) in [
+        ("real time, alone", &report.rt_alone),
+        ("real time, beside the rest", &report.rt_beside_be),
+        ("best effort, 2048 images", &report.be),
+    ] {
+        println!(
+            "{name:<28} {:>9} {:>11.0} {:>10.0} {:>10.0} {:>10.0}",
+            class.requests, class.images_per_second, class.p50_us, class.p99_us, class.max_us
+        );
+    }
+    let errors = report.rt_alone.errors + report.rt_beside_be.errors + report.be.errors;
+    println!();
+    println!(
+        "best effort left for real time {} times; {:.2} % of {} images named right; {errors} errors",
+        report.preemptions,
+        100.0 * report.correct as f64 / report.answered.max(1) as f64,
+        report.answered,
+    );
+}

@@ -1,0 +1,211 @@
+//! `atoll serve`: models on a device behind REST, gRPC and metrics.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use api::InferenceService;
+use base::MonotonicClock;
+use device::Device;
+use model::repository::Repository;
+use model::store::Store;
+use runtime::{Node, NodeOptions};
+use server::{LocalNode, RunningServer, Server, ServerOptions};
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::args::{ListenArgs, ModelControlMode, ServeArgs};
+use crate::engine;
+use crate::failure::Failure;
+use crate::loader::DiskLoader;
+
+/// Runs the command until a signal stops it.
+pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
+    let repositories = args
+        .model_repository
+        .iter()
+        .map(|path| Repository::open(path).map_err(Failure::usage))
+        .collect::<Result<Vec<_>, _>>()?;
+    let registry = open_registry(args.data_dir.as_deref())?;
+    if repositories.is_empty() && registry.is_err() {
+        return Err(Failure::usage("name a --model-repository or a --data-dir"));
+    }
+    let device = engine::open_device(&args.device)?;
+    let loader = Arc::new(DiskLoader::new(device.clone(), repositories, registry));
+    tokio_runtime()?.block_on(serve(args, device, loader))
+}
+
+/// A runtime for sockets; the models' own threads belong to the device.
+pub(crate) fn tokio_runtime() -> Result<tokio::runtime::Runtime, Failure> {
+    tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failure::failed)
+}
+
+/// The registry of the folder that was named, or of the user's own data folder. A folder that was
+/// named must work; without one, the server runs and says when asked why nothing can be registered.
+fn open_registry(named: Option<&Path>) -> Result<Result<Store, String>, Failure> {
+    if let Some(folder) = named {
+        return Store::open(folder)
+            .map(Ok)
+            .map_err(|err| Failure::failed(format!("--data-dir {}: {err}", folder.display())));
+    }
+    let Some(folder) = user_data_folder() else {
+        return Ok(
+            Err("there is no registry: start the server with --data-dir FOLDER".to_string()),
+        );
+    };
+    let opened = Store::open(&folder).map_err(|err| {
+        format!("the registry in {} cannot be used ({err}); use --data-dir", folder.display())
+    });
+    if let Err(why) = &opened {
+        tracing::warn!("{why}");
+    }
+    Ok(opened)
+}
+
+fn user_data_folder() -> Option<PathBuf> {
+    let absolute =
+        |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
+    let base =
+        absolute("XDG_DATA_HOME").or_else(|| Some(absolute("HOME")?.join(".local/share")))?;
+    Some(base.join("atoll"))
+}
+
+/// A node on `device`.
+pub(crate) fn start_node(
+    device: Arc<dyn Device>,
+    options: NodeOptions,
+) -> Result<Arc<Node>, Failure> {
+    let clock = Arc::new(MonotonicClock::new());
+    Node::start(device, options, clock).map(Arc::new).map_err(Failure::failed)
+}
+
+/// Listens where `args` say.
+pub(crate) async fn listen(
+    args: &ListenArgs,
+    max_body_bytes: usize,
+    service: LocalNode,
+) -> Result<RunningServer, Failure> {
+    let address = |port| Some(SocketAddr::new(args.host, port));
+    let options = ServerOptions {
+        http: address(args.http_port),
+        grpc: address(args.grpc_port),
+        metrics: address(args.metrics_port),
+        max_body_bytes,
+        ..ServerOptions::default()
+    };
+    Server::start(options, Arc::new(service)).await.map_err(Failure::failed)
+}
+
+async fn serve(
+    args: &ServeArgs,
+    device: Arc<dyn Device>,
+    loader: Arc<DiskLoader>,
+) -> Result<(), Failure> {
+    let started = Instant::now();
+    // The signals are taken over before anything can be seen from outside.
+    let stop = Stop::new()?;
+    let options = NodeOptions {
+        max_requests: args.max_requests as usize,
+        best_effort_share_percent: args.best_effort_share,
+    };
+    let description = device.info().description.clone();
+    let service = LocalNode::new(start_node(device, options)?, loader.clone());
+    let max_body_bytes = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
+    let server = listen(&args.listen, max_body_bytes, service.clone()).await?;
+    load_models(args, &service).await?;
+    service.set_started();
+    tracing::info!(
+        http = address_text(server.http_addr),
+        grpc = address_text(server.grpc_addr),
+        metrics = address_text(server.metrics_addr),
+        device = description,
+        started_ms = started.elapsed().as_millis() as u64,
+        "ready"
+    );
+    if args.model_control_mode == Some(ModelControlMode::Poll) {
+        let period = Duration::from_secs(args.repository_poll_secs);
+        tokio::spawn(follow_changes(service, loader, period));
+    }
+    stop.wait().await;
+    tracing::info!(in_flight = server.in_flight(), "stopping");
+    if server.shutdown(Duration::from_secs(args.exit_timeout_secs)).await {
+        return Ok(());
+    }
+    Err(Failure::failed("some requests did not finish in time and were given up"))
+}
+
+pub(crate) fn address_text(address: Option<SocketAddr>) -> String {
+    address.map_or("off".to_string(), |address| address.to_string())
+}
+
+/// Loads what is to be there at the start. A model that fails is reported and left out, as its
+/// neighbours must not suffer for it; one that was named on the command line must load.
+async fn load_models(args: &ServeArgs, service: &LocalNode) -> Result<(), Failure> {
+    let explicit = args.model_control_mode == Some(ModelControlMode::Explicit);
+    let all = if args.load_model.is_empty() {
+        !explicit
+    } else {
+        args.load_model.iter().any(|name| name == "*")
+    };
+    if all {
+        let failed = service.load_all().await.map_err(Failure::failed)?;
+        if !failed.is_empty() {
+            tracing::warn!(count = failed.len(), "some models were not loaded");
+        }
+        return Ok(());
+    }
+    for name in &args.load_model {
+        service.load(name).await.map_err(Failure::failed)?;
+    }
+    Ok(())
+}
+
+/// Loads what appeared or changed in the repositories and unloads what went.
+async fn follow_changes(service: LocalNode, loader: Arc<DiskLoader>, period: Duration) {
+    let mut known = loader.fingerprints();
+    loop {
+        tokio::time::sleep(period).await;
+        let looked = loader.clone();
+        let Ok(now) = tokio::task::spawn_blocking(move || looked.fingerprints()).await else {
+            continue;
+        };
+        for (name, versions) in &now {
+            if known.get(name) != Some(versions)
+                && let Err(err) = service.load(name).await
+            {
+                tracing::warn!(model = name, error = %err, "changed model not loaded");
+            }
+        }
+        for name in known.keys().filter(|name| !now.contains_key(*name)) {
+            if let Err(err) = service.unload(name).await {
+                tracing::warn!(model = name, error = %err, "removed model not unloaded");
+            }
+        }
+        known = now;
+    }
+}
+
+/// SIGTERM and Ctrl-C.
+pub(crate) struct Stop {
+    terminate: tokio::signal::unix::Signal,
+    interrupt: tokio::signal::unix::Signal,
+}
+
+impl Stop {
+    /// Takes the signals over.
+    pub(crate) fn new() -> Result<Stop, Failure> {
+        let take = |kind| signal(kind).map_err(Failure::failed);
+        Ok(Stop {
+            terminate: take(SignalKind::terminate())?,
+            interrupt: take(SignalKind::interrupt())?,
+        })
+    }
+
+    /// Returns when one of them came.
+    pub(crate) async fn wait(mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}

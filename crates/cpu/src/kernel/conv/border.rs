@@ -1,0 +1,138 @@
+//! Images with a border of zeros, laid out so that neighbouring windows read neighbouring elements.
+
+use rayon::prelude::*;
+
+use super::super::gemm::IMAGE_GUARD;
+use super::super::geometry::Geometry;
+
+/// How a bordered image is laid out.
+///
+/// Columns are grouped by their remainder of the stride: with stride 2 first the even ones, then the
+/// odd ones. Window `x` then meets tap `k` at `x` plus a constant, whatever the stride.
+pub(super) struct Border<'a> {
+    geometry: &'a Geometry,
+    channels: usize,
+    /// Bordered extent of depth and height, as far as windows reach.
+    extent: [usize; 2],
+    /// Columns of one remainder.
+    phase: usize,
+    taps: Vec<usize>,
+    rows: Vec<usize>,
+}
+
+impl<'a> Border<'a> {
+    /// The layout for `channels` channels.
+    pub(super) fn new(g: &'a Geometry, channels: usize) -> Border<'a> {
+        let reach = |axis: usize| {
+            g.output[axis].saturating_sub(1) * g.strides[axis]
+                + (g.kernel[axis] - 1) * g.dilations[axis]
+                + 1
+        };
+        let extent = [reach(0), reach(1)];
+        let phase = reach(2).div_ceil(g.strides[2]);
+        let row = phase * g.strides[2];
+        let plane = row * extent[1];
+        let mut taps = Vec::with_capacity(channels * g.taps());
+        for channel in 0..channels {
+            for z in 0..g.kernel[0] {
+                for y in 0..g.kernel[1] {
+                    for x in 0..g.kernel[2] {
+                        let column = x * g.dilations[2];
+                        taps.push(
+                            (channel * extent[0] + z * g.dilations[0]) * plane
+                                + y * g.dilations[1] * row
+                                + column % g.strides[2] * phase
+                                + column / g.strides[2],
+                        );
+                    }
+                }
+            }
+        }
+        let rows = (0..g.output[0])
+            .flat_map(|z| (0..g.output[1]).map(move |y| (z, y)))
+            .map(|(z, y)| z * g.strides[0] * plane + y * g.strides[1] * row)
+            .collect();
+        Border { geometry: g, channels, extent, phase, taps, rows }
+    }
+
+    /// Where each channel and tap starts.
+    pub(super) fn taps(&self) -> &[usize] {
+        &self.taps
+    }
+
+    /// Where each row of windows starts.
+    pub(super) fn rows(&self) -> &[usize] {
+        &self.rows
+    }
+
+    fn channel_size(&self) -> usize {
+        self.extent[0] * self.extent[1] * self.phase * self.geometry.strides[2]
+    }
+
+    /// Elements of the bordered image with its guards.
+    pub(super) fn length(&self) -> usize {
+        self.channels * self.channel_size() + 2 * IMAGE_GUARD
+    }
+
+    /// Copies `input` into `target`, whose contents are arbitrary.
+    pub(super) fn copy(&self, target: &mut [f32], input: &[f32], parallel: bool) {
+        let end = target.len() - IMAGE_GUARD;
+        target[..IMAGE_GUARD].fill(0.0);
+        target[end..].fill(0.0);
+        let channels = &mut target[IMAGE_GUARD..end];
+        let plane = self.geometry.input_size();
+        let size = self.channel_size();
+        if plane == 0 {
+            channels.fill(0.0);
+        } else if parallel && channels.len() > 32 * 1024 {
+            channels
+                .par_chunks_exact_mut(size)
+                .zip(input.par_chunks_exact(plane))
+                .with_min_len(4)
+                .for_each(|(target, input)| self.copy_channel(target, input));
+        } else {
+            channels
+                .chunks_exact_mut(size)
+                .zip(input.chunks_exact(plane))
+                .for_each(|(target, input)| self.copy_channel(target, input));
+        }
+    }
+
+    fn copy_channel(&self, target: &mut [f32], input: &[f32]) {
+        let g = self.geometry;
+        let [_, height, width] = g.input;
+        let row_size = self.phase * g.strides[2];
+        for (index, row) in target.chunks_exact_mut(row_size).enumerate() {
+            let (z, y) = (index / self.extent[1], index % self.extent[1]);
+            let inside = |position: usize, axis: usize| {
+                position.checked_sub(g.begin[axis]).filter(|&at| at < g.input[axis])
+            };
+            let (Some(z), Some(y)) = (inside(z, 0), inside(y, 1)) else {
+                row.fill(0.0);
+                continue;
+            };
+            let source = &input[(z * height + y) * width..(z * height + y + 1) * width];
+            self.copy_row(row, source);
+        }
+    }
+
+    fn copy_row(&self, row: &mut [f32], source: &[f32]) {
+        let g = self.geometry;
+        let (stride, begin) = (g.strides[2], g.begin[2]);
+        for (phase, target) in row.chunks_exact_mut(self.phase).enumerate() {
+            // Element `i` of this phase is column `i * stride + phase - begin` of the input.
+            let first = begin.saturating_sub(phase).div_ceil(stride).min(target.len());
+            let from = (first * stride + phase).saturating_sub(begin).min(source.len());
+            let count = (source.len() - from).div_ceil(stride).min(target.len() - first);
+            target[..first].fill(0.0);
+            target[first + count..].fill(0.0);
+            let target = &mut target[first..first + count];
+            if stride == 1 {
+                target.copy_from_slice(&source[from..from + count]);
+            } else {
+                let source = source[from..].iter().step_by(stride);
+                target.iter_mut().zip(source).for_each(|(y, &x)| *y = x);
+            }
+        }
+    }
+}

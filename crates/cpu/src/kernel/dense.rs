@@ -1,0 +1,253 @@
+//! What the heavy kernels share: row-major elements, outputs, and element types that compute as `f32`.
+
+use std::borrow::Cow;
+
+use half::{bf16, f16};
+use model::DataType;
+use model::op::Activation;
+use num_traits::Float;
+use rten::BufferPool;
+use rten_simd::SimdOp;
+use rten_tensor::Tensor;
+use rten_tensor::prelude::*;
+use rten_vecmath::{LogSoftmax, Softmax};
+use smallvec::SmallVec;
+
+use super::{Context, Inputs, Kernel, KernelResult, Operand, Outputs, StepFacts, activation};
+use crate::value::{Typed, Value};
+
+/// The elements of `tensor` in row-major order; copied only where they do not lie so.
+pub(super) fn elements<T: Clone>(tensor: &Tensor<T>) -> Cow<'_, [T]> {
+    match tensor.data() {
+        Some(data) => Cow::Borrowed(data),
+        None => Cow::Owned(tensor.to_vec()),
+    }
+}
+
+/// How many elements `shape` has, or that it has too many.
+pub(super) fn count(shape: &[usize]) -> Result<usize, String> {
+    model::tensor::element_count(shape).map_err(|err| err.to_string())
+}
+
+/// A buffer of `count` copies of `value`, from memory that is no longer needed if there is any.
+pub(super) fn filled<T: Copy>(pool: &BufferPool, count: usize, value: T) -> Vec<T> {
+    let mut buffer = pool.alloc(count);
+    buffer.resize(count, value);
+    buffer
+}
+
+/// One output of `shape`.
+pub(super) fn output<T>(shape: &[usize], data: Vec<T>) -> KernelResult
+where
+    Tensor<T>: Into<Value>,
+{
+    let mut outputs = Outputs::new();
+    outputs.push(tensor(shape, data)?);
+    Ok(outputs)
+}
+
+/// A value of `shape`.
+pub(super) fn tensor<T>(shape: &[usize], data: Vec<T>) -> Result<Value, String>
+where
+    Tensor<T>: Into<Value>,
+{
+    let tensor = Tensor::try_from_data(shape, data).map_err(|_| "an output has a wrong size")?;
+    Ok(tensor.into())
+}
+
+/// `axis` as an index below `rank`.
+pub(super) fn resolve_axis(axis: i64, rank: usize) -> Result<usize, String> {
+    let resolved = if axis < 0 { axis + rank as i64 } else { axis };
+    usize::try_from(resolved)
+        .ok()
+        .filter(|&axis| axis < rank)
+        .ok_or_else(|| format!("axis {axis} is out of range for rank {rank}"))
+}
+
+/// The elements of `tensor` broadcast to `shape`, in row-major order.
+pub(super) fn broadcast<T: Clone>(tensor: &Tensor<T>, shape: &[usize]) -> Result<Vec<T>, String> {
+    let view = tensor
+        .try_broadcast(shape)
+        .map_err(|_| format!("shape {:?} does not broadcast to {shape:?}", tensor.shape()))?;
+    Ok(view.to_vec())
+}
+
+/// The shape that `a` and `b` broadcast to.
+pub(super) fn broadcast_shapes(a: &[usize], b: &[usize]) -> Result<Vec<usize>, String> {
+    let rank = a.len().max(b.len());
+    let dim = |shape: &[usize], index: usize| {
+        (index + shape.len()).checked_sub(rank).map_or(1, |position| shape[position])
+    };
+    (0..rank)
+        .map(|index| match (dim(a, index), dim(b, index)) {
+            (x, y) if x == y => Ok(x),
+            (1, y) => Ok(y),
+            (x, 1) => Ok(x),
+            _ => Err(format!("shapes {a:?} and {b:?} do not broadcast against each other")),
+        })
+        .collect()
+}
+
+/// For each index of the row-major `target`, the row-major index into `shape` broadcast to it.
+pub(super) fn broadcast_indices(shape: &[usize], target: &[usize]) -> Vec<usize> {
+    let count: usize = target.iter().product();
+    let mut strides = vec![0usize; target.len()];
+    let mut stride = 1;
+    for (position, &dim) in shape.iter().enumerate().rev() {
+        if dim != 1 {
+            strides[position + target.len() - shape.len()] = stride;
+        }
+        stride *= dim;
+    }
+    let mut index = vec![0usize; target.len()];
+    let mut offset = 0;
+    let mut offsets = Vec::with_capacity(count);
+    for _ in 0..count {
+        offsets.push(offset);
+        for axis in (0..target.len()).rev() {
+            index[axis] += 1;
+            offset += strides[axis];
+            if index[axis] < target[axis] {
+                break;
+            }
+            offset -= strides[axis] * index[axis];
+            index[axis] = 0;
+        }
+    }
+    offsets
+}
+
+/// Whether every operand that is there is of type `dtype`.
+pub(super) fn all_of_type(facts: &StepFacts, dtype: DataType) -> bool {
+    (0..facts.step.inputs.len())
+        .all(|index| facts.input_dtype(index).is_none_or(|other| other == dtype))
+}
+
+/// The constant that operand `index` is, as `f32`; converted from a narrower type.
+pub(super) fn constant_f32<'a>(facts: &'a StepFacts, index: usize) -> Option<Cow<'a, Tensor<f32>>> {
+    match facts.constant(index)? {
+        Value::F32(tensor) => Some(Cow::Borrowed(tensor)),
+        value => widened(value).map(Cow::Owned),
+    }
+}
+
+/// A tensor of half precision as `f32`.
+fn widened(value: &Value) -> Option<Tensor<f32>> {
+    match value {
+        Value::F16(tensor) => Some(tensor.map(|x| x.to_f32())),
+        Value::BF16(tensor) => Some(tensor.map(|x| x.to_f32())),
+        _ => None,
+    }
+}
+
+/// A kernel that computes a step of half precision with `kernel`, which takes and gives `f32`.
+pub(super) fn through_f32(facts: &StepFacts, kernel: Kernel) -> Kernel {
+    let dtypes: Vec<Option<DataType>> =
+        facts.step.outputs.iter().map(|id| id.map(|id| facts.plan.value(id).dtype)).collect();
+    let Kernel { run, resident_bytes, packed_inputs } = kernel;
+    let wide = move |context: &Context, inputs: Inputs| -> KernelResult {
+        let operands: SmallVec<[Operand; 4]> =
+            inputs.operands.into_iter().map(widened_operand).collect();
+        let outputs = run(context, Inputs::new(operands))?;
+        Ok(outputs.into_iter().zip(&dtypes).map(|(value, dtype)| narrowed(value, *dtype)).collect())
+    };
+    Kernel { run: Box::new(wide), resident_bytes, packed_inputs }
+}
+
+fn widened_operand(operand: Operand) -> Operand {
+    let wide = match &operand {
+        Operand::Absent => None,
+        Operand::Shared(value) => widened(value),
+        Operand::Owned(value) => widened(value),
+    };
+    wide.map_or(operand, |tensor| Operand::Owned(Value::F32(tensor)))
+}
+
+fn narrowed(value: Value, dtype: Option<DataType>) -> Value {
+    match (value, dtype) {
+        (Value::F32(tensor), Some(DataType::F16)) => Value::F16(tensor.map(|&x| f16::from_f32(x))),
+        (Value::F32(tensor), Some(DataType::BF16)) => {
+            Value::BF16(tensor.map(|&x| bf16::from_f32(x)))
+        }
+        (value, _) => value,
+    }
+}
+
+/// The floating-point types that kernels compute in.
+pub(super) trait Real: Float + Default + Send + Sync + Typed + 'static
+where
+    Tensor<Self>: Into<Value>,
+{
+    /// From an attribute.
+    fn from_f32(value: f32) -> Self;
+    /// Applies a fused function in place.
+    fn activate(activation: Activation, row: &mut [Self]);
+    /// The softmax of `row`, or its logarithm, in place.
+    fn softmax(row: &mut [Self], log: bool);
+    /// Adds `other` to `row`, element by element.
+    fn add_row(row: &mut [Self], other: &[Self]);
+}
+
+impl Real for f32 {
+    fn from_f32(value: f32) -> f32 {
+        value
+    }
+
+    fn activate(activation: Activation, row: &mut [f32]) {
+        activation::apply(activation, row);
+    }
+
+    fn softmax(row: &mut [f32], log: bool) {
+        if log {
+            LogSoftmax::new_mut(row).dispatch();
+        } else {
+            Softmax::new_mut(row).dispatch();
+        }
+    }
+
+    fn add_row(row: &mut [f32], other: &[f32]) {
+        activation::add(row, other);
+    }
+}
+
+impl Real for f64 {
+    fn from_f32(value: f32) -> f64 {
+        f64::from(value)
+    }
+
+    fn activate(activation: Activation, row: &mut [f64]) {
+        row.iter_mut().for_each(|x| *x = activation::scalar(activation, *x));
+    }
+
+    fn softmax(row: &mut [f64], log: bool) {
+        let max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = row.iter().map(|x| (x - max).exp()).sum();
+        for x in row {
+            *x = if log { *x - max - sum.ln() } else { (*x - max).exp() / sum };
+        }
+    }
+
+    fn add_row(row: &mut [f64], other: &[f64]) {
+        row.iter_mut().zip(other).for_each(|(x, y)| *x += y);
+    }
+}
+
+/// `out += a @ b` for row-major `m x k` and `k x n` matrices, in any arithmetic.
+pub(super) fn plain_product<T, F>(out: &mut [T], a: &[T], b: &[T], n: usize, multiply_add: F)
+where
+    T: Copy,
+    F: Fn(T, T, T) -> T,
+{
+    if n == 0 || out.is_empty() {
+        return;
+    }
+    let k = b.len() / n;
+    for (row, out_row) in out.chunks_exact_mut(n).enumerate() {
+        for depth in 0..k {
+            let factor = a[row * k + depth];
+            for (y, &x) in out_row.iter_mut().zip(&b[depth * n..(depth + 1) * n]) {
+                *y = multiply_add(factor, x, *y);
+            }
+        }
+    }
+}

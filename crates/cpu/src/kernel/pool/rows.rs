@@ -1,0 +1,118 @@
+//! Pooling of `f32` planes a row at a time: each tap of the window is one pass over whole rows.
+
+use rayon::prelude::*;
+
+use super::super::geometry::Geometry;
+
+/// Whether the window is one this file computes.
+pub(super) fn handles(g: &Geometry) -> bool {
+    g.input[0] == 1 && g.kernel[0] == 1 && g.input_size() > 0 && g.output_size() > 0
+}
+
+/// The largest element of each window.
+pub(super) fn max(out: &mut [f32], data: &[f32], g: &Geometry) {
+    each_row(out, data, g, f32::NEG_INFINITY, |_, _| {}, |y, x| if x > y { x } else { y });
+}
+
+/// The mean of each window, divided by what `divisor` says of its position.
+pub(super) fn average(
+    out: &mut [f32],
+    data: &[f32],
+    g: &Geometry,
+    divisor: impl Fn([usize; 3]) -> usize + Sync,
+) {
+    let [_, height, width] = g.output;
+    // The divisor depends on the position alone: all planes share its reciprocals.
+    let factors: Vec<f32> = (0..height * width)
+        .map(|index| match divisor([0, index / width, index % width]) {
+            0 => 0.0,
+            count => 1.0 / count as f32,
+        })
+        .collect();
+    let finish = |row: usize, out: &mut [f32]| {
+        for (y, factor) in out.iter_mut().zip(&factors[row * width..]) {
+            *y *= factor;
+        }
+    };
+    each_row(out, data, g, 0.0, finish, |y, x| y + x);
+}
+
+/// Folds every window's taps into `out`, one output row at a time.
+fn each_row(
+    out: &mut [f32],
+    data: &[f32],
+    g: &Geometry,
+    initial: f32,
+    finish: impl Fn(usize, &mut [f32]) + Sync,
+    fold: impl Fn(f32, f32) -> f32 + Sync,
+) {
+    let (plane, out_plane, width) = (g.input_size(), g.output_size(), g.input[2]);
+    let columns = column_ranges(g);
+    out.par_chunks_mut(out_plane).zip(data.par_chunks(plane)).with_min_len(4).for_each(
+        |(out, input)| {
+            let mut folded = vec![initial; width];
+            for (row, out_row) in out.chunks_exact_mut(g.output[2]).enumerate() {
+                let (taps, first) = g.inside(1, row);
+                fold_rows(
+                    &mut folded,
+                    input,
+                    width,
+                    first,
+                    g.dilations[1],
+                    taps.len(),
+                    initial,
+                    &fold,
+                );
+                out_row.fill(initial);
+                for (range, start) in &columns {
+                    let stride = g.strides[2];
+                    let target = &mut out_row[range.clone()];
+                    if stride == 1 {
+                        let source = &folded[*start..*start + target.len()];
+                        target.iter_mut().zip(source).for_each(|(y, &x)| *y = fold(*y, x));
+                    } else {
+                        let source = folded[*start..].iter().step_by(stride);
+                        target.iter_mut().zip(source).for_each(|(y, &x)| *y = fold(*y, x));
+                    }
+                }
+                finish(row, out_row);
+            }
+        },
+    );
+}
+
+/// Folds the rows a window covers into one.
+fn fold_rows(
+    folded: &mut [f32],
+    input: &[f32],
+    width: usize,
+    first: usize,
+    dilation: usize,
+    taps: usize,
+    initial: f32,
+    fold: &impl Fn(f32, f32) -> f32,
+) {
+    if taps == 0 {
+        folded.fill(initial);
+        return;
+    }
+    folded.copy_from_slice(&input[first * width..(first + 1) * width]);
+    for tap in 1..taps {
+        let start = (first + tap * dilation) * width;
+        let row = &input[start..start + width];
+        folded.iter_mut().zip(row).for_each(|(y, &x)| *y = fold(*y, x));
+    }
+}
+
+/// For each tap along a row, the outputs for which it lies in the input and where the first one is.
+fn column_ranges(g: &Geometry) -> Vec<(std::ops::Range<usize>, usize)> {
+    let (stride, begin, width) = (g.strides[2], g.begin[2], g.input[2]);
+    (0..g.kernel[2])
+        .filter_map(|tap| {
+            let offset = tap * g.dilations[2];
+            let first = begin.saturating_sub(offset).div_ceil(stride);
+            let end = (width + begin).saturating_sub(offset).div_ceil(stride).min(g.output[2]);
+            (first < end).then(|| (first..end, first * stride + offset - begin))
+        })
+        .collect()
+}

@@ -1,0 +1,192 @@
+//! Computes what depends only on constants.
+
+use bytes::Bytes;
+use model::op::{Binary, Op, Unary};
+use model::{DataType, Tensor, ValueId};
+
+use super::Evaluator;
+use crate::content;
+use crate::dim::SymDim;
+use crate::ir::{Graph, Node};
+
+/// Results larger than this are not computed ahead: the model would grow.
+const MAX_BYTES: usize = 64 << 20;
+
+/// Operands up to this many elements are computed here; what is larger needs a device's kernels.
+const MAX_SMALL: usize = 64;
+
+/// Replaces nodes whose outputs are known by constants. Says how many.
+pub fn run(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> usize {
+    let mut removed = vec![false; graph.nodes.len()];
+    for index in 0..graph.nodes.len() {
+        let Some(tensors) = value_of(graph, &graph.nodes[index], evaluator) else { continue };
+        let outputs = graph.nodes[index].outputs.clone();
+        for (id, tensor) in outputs.into_iter().zip(tensors) {
+            if let (Some(id), Some(tensor)) = (id, tensor) {
+                graph.set_constant(id, tensor);
+            }
+        }
+        removed[index] = true;
+    }
+    let mut index = 0;
+    graph.nodes.retain(|_| {
+        index += 1;
+        !removed[index - 1]
+    });
+    removed.iter().filter(|gone| **gone).count()
+}
+
+/// The outputs of a node, when they can be known now. Absent ones belong to outputs nobody reads.
+fn value_of(
+    graph: &Graph,
+    node: &Node,
+    evaluator: Option<&dyn Evaluator>,
+) -> Option<Vec<Option<Tensor>>> {
+    let known: Option<Vec<Option<Tensor>>> = node
+        .outputs
+        .iter()
+        .map(|id| match id {
+            Some(id) => followed(graph, *id).map(Some),
+            None => Some(None),
+        })
+        .collect();
+    if known.is_some() {
+        return known;
+    }
+    let all_constant = !node.inputs.is_empty()
+        && node.inputs.iter().flatten().all(|id| graph.constant(*id).is_some());
+    if !all_constant || node.op == Op::Identity {
+        return None;
+    }
+    let expected =
+        node.outputs.iter().flatten().map(|id| size_of(graph, *id)).sum::<Option<usize>>()?;
+    if expected > MAX_BYTES {
+        return None;
+    }
+    let computed = match layout(graph, node).or_else(|| small(graph, node)) {
+        Some(tensor) => vec![tensor],
+        None => {
+            let inputs: Vec<Option<Tensor>> =
+                node.inputs.iter().map(|id| graph.constant((*id)?).cloned()).collect();
+            evaluator?.evaluate(&node.op, &inputs, node.outputs.len())?
+        }
+    };
+    checked(graph, node, computed)
+}
+
+/// A value whose elements shape arithmetic has followed to numbers.
+fn followed(graph: &Graph, id: ValueId) -> Option<Tensor> {
+    let value = graph.value(id);
+    let elements: Vec<i64> =
+        value.content.as_ref()?.iter().map(SymDim::fixed).collect::<Option<_>>()?;
+    let shape = content::fixed_shape(value.shape.as_ref()?)?;
+    content::tensor_of(value.dtype, shape, &elements)
+}
+
+fn size_of(graph: &Graph, id: ValueId) -> Option<usize> {
+    let value = graph.value(id);
+    content::fixed_count(value.shape.as_ref()?)?.checked_mul(value.dtype.size_bytes()?)
+}
+
+/// Results are used only when they are what inference said they would be.
+fn checked(graph: &Graph, node: &Node, tensors: Vec<Tensor>) -> Option<Vec<Option<Tensor>>> {
+    let mut tensors: Vec<Option<Tensor>> = tensors.into_iter().map(Some).collect();
+    tensors.resize(node.outputs.len(), None);
+    for (id, tensor) in node.outputs.iter().zip(&tensors) {
+        let Some(id) = id else { continue };
+        let (value, tensor) = (graph.value(*id), tensor.as_ref()?);
+        let shape = content::fixed_shape(value.shape.as_ref()?)?;
+        if tensor.dtype() != value.dtype || tensor.shape() != shape {
+            return None;
+        }
+    }
+    Some(tensors)
+}
+
+/// Operators that only move elements.
+fn layout(graph: &Graph, node: &Node) -> Option<Tensor> {
+    let x = graph.constant(node.inputs.first().copied().flatten()?)?;
+    let output = node.outputs.first().copied().flatten()?;
+    match &node.op {
+        Op::Reshape { .. } | Op::Flatten { .. } | Op::Squeeze | Op::Unsqueeze => {
+            let shape = content::fixed_shape(graph.shape(output)?)?;
+            x.clone().with_shape(shape).ok()
+        }
+        Op::Transpose { perm } => {
+            let reversed: Vec<usize> = (0..x.shape().len()).rev().collect();
+            permuted(x, perm.as_deref().unwrap_or(&reversed))
+        }
+        _ => None,
+    }
+}
+
+/// The tensor with its dimensions in another order.
+pub(crate) fn permuted(x: &Tensor, perm: &[usize]) -> Option<Tensor> {
+    let (raw, size, rank) = (x.raw()?, x.dtype().size_bytes()?, x.shape().len());
+    if perm.len() != rank || perm.iter().any(|axis| *axis >= rank) {
+        return None;
+    }
+    let mut strides = vec![size; rank];
+    for axis in (0..rank.saturating_sub(1)).rev() {
+        strides[axis] = strides[axis + 1] * x.shape()[axis + 1];
+    }
+    let shape: Vec<usize> = perm.iter().map(|axis| x.shape()[*axis]).collect();
+    let steps: Vec<usize> = perm.iter().map(|axis| strides[*axis]).collect();
+    let mut out = Vec::with_capacity(raw.len());
+    let mut index = vec![0usize; rank];
+    let mut offset = 0;
+    for _ in 0..x.len() {
+        out.extend_from_slice(raw.get(offset..offset + size)?);
+        for axis in (0..rank).rev() {
+            index[axis] += 1;
+            offset += steps[axis];
+            if index[axis] < shape[axis] {
+                break;
+            }
+            offset -= steps[axis] * shape[axis];
+            index[axis] = 0;
+        }
+    }
+    Tensor::from_raw(x.dtype(), shape, Bytes::from(out)).ok()
+}
+
+/// A few floating-point numbers, such as the scale of an attention.
+fn small(graph: &Graph, node: &Node) -> Option<Tensor> {
+    let output = node.outputs.first().copied().flatten()?;
+    let value = graph.value(output);
+    let shape = content::fixed_shape(value.shape.as_ref()?)?;
+    let count = shape.iter().product::<usize>();
+    if count > MAX_SMALL || value.dtype != DataType::F32 {
+        return None;
+    }
+    let operand = |index: usize| -> Option<Vec<f32>> {
+        let tensor = graph.constant(node.inputs.get(index).copied().flatten()?)?;
+        let elements = match content::floats(tensor) {
+            Some(floats) if tensor.dtype() == DataType::F32 => floats,
+            Some(_) => return None,
+            None => content::ints(tensor)?.into_iter().map(|x| x as f32).collect(),
+        };
+        match elements.len() {
+            1 => Some(vec![elements[0]; count]),
+            length if length == count && tensor.shape() == shape => Some(elements),
+            _ => None,
+        }
+    };
+    let binary = |f: fn(f32, f32) -> f32| -> Option<Vec<f32>> {
+        Some(operand(0)?.into_iter().zip(operand(1)?).map(|(a, b)| f(a, b)).collect())
+    };
+    let unary = |f: fn(f32) -> f32| Some(operand(0)?.into_iter().map(f).collect::<Vec<f32>>());
+    let elements = match &node.op {
+        Op::Binary(Binary::Add) => binary(|a, b| a + b)?,
+        Op::Binary(Binary::Sub) => binary(|a, b| a - b)?,
+        Op::Binary(Binary::Mul) => binary(|a, b| a * b)?,
+        Op::Binary(Binary::Div) => binary(|a, b| a / b)?,
+        Op::Binary(Binary::Pow) => binary(f32::powf)?,
+        Op::Unary(Unary::Sqrt) => unary(f32::sqrt)?,
+        Op::Unary(Unary::Neg) => unary(|x| -x)?,
+        Op::Unary(Unary::Reciprocal) => unary(f32::recip)?,
+        Op::Cast(_) => unary(|x| x)?,
+        _ => return None,
+    };
+    Tensor::from_vec(shape, elements).ok()
+}
