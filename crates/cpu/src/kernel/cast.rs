@@ -42,12 +42,6 @@ pub(crate) fn convert(value: &Value, to: DataType) -> Result<Value, String> {
     }
 }
 
-/// Whether each element is other than zero.
-fn truth<T: Copy + Default + PartialEq>(tensor: &Tensor<T>) -> Value {
-    let data = tensor.iter().map(|x| *x != T::default()).collect();
-    bool::wrap(tensor.shape(), data)
-}
-
 /// A number type and its conversions to all others.
 trait Source:
     Element
