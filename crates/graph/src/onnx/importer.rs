@@ -167,7 +167,7 @@ impl Importer<'_> {
         for dim in &shape.dims {
             dims.push(match dim.value {
                 Some(value) if value >= 0 => SymDim::Fixed(value),
-                _ if dim.param.is_empty() => self.fresh_symbol(),
+                _ if is_placeholder(&dim.param) => self.fresh_symbol(),
                 _ => SymDim::symbol(&self.symbol(&dim.param)),
             });
         }
@@ -402,4 +402,10 @@ fn map_standard(context: &mut Context, op: &str) -> Mapped {
         }
     }
     Ok(false)
+}
+
+/// Whether a dimension's name says nothing: exporters write `_` or `?` for every size they do not know,
+/// which does not make them equal.
+fn is_placeholder(name: &str) -> bool {
+    !name.chars().any(char::is_alphanumeric)
 }
