@@ -208,7 +208,7 @@ pub(crate) fn narrowed(value: Value, dtype: DataType) -> Value {
 /// A kernel that computes in single precision what is asked for in `dtype`: half-precision operands
 /// are widened, and single-precision results are rounded back.
 pub(crate) fn through_f32(dtype: DataType, kernel: Kernel) -> Kernel {
-    let resident_bytes = kernel.resident_bytes;
+    let (resident_bytes, packed_inputs) = (kernel.resident_bytes, kernel.packed_inputs.clone());
     let run = move |context: &Context, inputs: Inputs| -> KernelResult {
         let wide: Vec<Option<Value>> = (0..inputs.len())
             .map(|index| {
@@ -220,7 +220,7 @@ pub(crate) fn through_f32(dtype: DataType, kernel: Kernel) -> Kernel {
         let outputs = (kernel.run)(context, Inputs::new(operands.collect()))?;
         Ok(outputs.into_iter().map(|value| narrowed(value, dtype)).collect())
     };
-    Kernel { run: Box::new(run), resident_bytes }
+    Kernel { run: Box::new(run), resident_bytes, packed_inputs }
 }
 
 /// The element type of operand `index`, which must be there.
