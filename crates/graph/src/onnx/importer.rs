@@ -12,8 +12,8 @@ use super::proto::{GraphProto, ModelProto, NodeProto, OperatorSet, TypeProto, Va
 use super::tensor::{data_type, data_type_name, to_tensor};
 use super::{ImportError, Limits, MAX_OPSET, UnsupportedNode};
 use super::{
-    elementwise, function, index, layout, matrix, microsoft, nn, norm, order, quant, recurrent,
-    reduce, window,
+    elementwise, function, index, layout, loss, matrix, microsoft, nn, norm, order, quant,
+    recurrent, reduce, window,
 };
 use crate::dim::SymDim;
 use crate::infer::{Fact, describe};
@@ -351,7 +351,7 @@ impl Importer<'_> {
 
 type Family = fn(&mut Context, &str) -> Mapped;
 
-const FAMILIES: [Family; 10] = [
+const FAMILIES: [Family; 11] = [
     elementwise::map,
     layout::map,
     matrix::map,
@@ -362,6 +362,7 @@ const FAMILIES: [Family; 10] = [
     quant::map,
     recurrent::map,
     nn::map,
+    loss::map,
 ];
 
 fn map(context: &mut Context) -> Result<(), MapError> {
