@@ -59,6 +59,12 @@ impl SourceNode {
     }
 }
 
+/// Whether a dimension's name is one. Some exporters write `?` or `-1` for every dimension they do not
+/// know, which does not make them equal.
+fn is_name(param: &str) -> bool {
+    param.contains(|c: char| c.is_alphabetic()) && !matches!(param, "None" | "unk" | "unknown")
+}
+
 struct Importer<'a> {
     graph: Graph,
     names: HashMap<String, ValueId>,
@@ -167,7 +173,7 @@ impl Importer<'_> {
         for dim in &shape.dims {
             dims.push(match dim.value {
                 Some(value) if value >= 0 => SymDim::Fixed(value),
-                _ if is_placeholder(&dim.param) => self.fresh_symbol(),
+                _ if !is_name(&dim.param) => self.fresh_symbol(),
                 _ => SymDim::symbol(&self.symbol(&dim.param)),
             });
         }
@@ -191,7 +197,7 @@ impl Importer<'_> {
     fn reserve_symbols(&mut self, info: &ValueInfoProto) {
         let shape = info.kind.tensor.as_ref().and_then(|tensor| tensor.shape.as_ref());
         for dim in shape.iter().flat_map(|shape| &shape.dims) {
-            if !dim.param.is_empty() {
+            if is_name(&dim.param) {
                 self.symbol(&dim.param);
             }
         }
@@ -402,10 +408,4 @@ fn map_standard(context: &mut Context, op: &str) -> Mapped {
         }
     }
     Ok(false)
-}
-
-/// Whether a dimension's name says nothing: exporters write `_` or `?` for every size they do not know,
-/// which does not make them equal.
-fn is_placeholder(name: &str) -> bool {
-    !name.chars().any(char::is_alphanumeric)
 }
