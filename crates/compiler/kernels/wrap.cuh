@@ -1,0 +1,101 @@
+// The two kernels made of every tile function.
+//
+// An operator is a struct with `Args`, `kThreads`, `kShared` (bytes of dynamic shared memory), `kBlocks` (how many blocks an SM
+// shall hold: the best-effort loop must not cost a block by using a few registers more) and
+//   template <class Watch, class Gate>
+//   static __device__ bool tile(const Args&, int tile, unsigned char* shared, Watch&, const Gate&);
+// which writes one tile of the output and returns true, or returns false, uniformly over the block and with nothing in
+// flight, when the watch told it to leave. A tile writes only its own part of the output and never reads it, so redoing it is
+// harmless.
+#pragma once
+#include "base.cuh"
+
+namespace tiles {
+
+// Real time: one block a tile, no checks. The next step's blocks may become resident as soon as all of these have started;
+// they load their weights and wait at their gate.
+template <class Op>
+__global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) rt(const __grid_constant__ typename Op::Args args)
+{
+    extern __shared__ __align__(128) unsigned char shared[];
+    LaunchGate::release_next();
+    NoWatch watch;
+    Op::tile(args, (int)blockIdx.x, shared, watch, LaunchGate());
+}
+
+// What a best-effort launch shares with its scheduler. All of it is device memory.
+struct BeControl {
+    const u32* epoch;   // grows with every real-time arrival; one word for the whole device (see EpochWatch for alignment)
+    const u32* budget;  // how many blocks of this launch may stay
+    u32* next;          // tiles handed out beyond the first one of each block; zeroed before every launch
+    u32* done;          // a bit a tile; zeroed before a fresh launch, kept for a restore
+    u32 launched;       // the epoch at launch
+    int tiles;
+    int restored;       // nonzero when some done bits may be set
+};
+
+// Hands tiles to a block; thread 0 does the asking. What the next tile needs (its number, the epoch, the budget) is asked for
+// before the current tile is computed and looked at after it, so nobody waits. A number lost by leaving early does no harm: a
+// restore starts the count again and skips what is done.
+struct TileSource {
+    const BeControl& c;
+    u32 number, epoch, budget;
+
+    __device__ __forceinline__ bool is_done(u32 tile) const
+    {
+        return c.restored && (__ldcg(c.done + tile / 32) >> (tile % 32) & 1);
+    }
+    __device__ __forceinline__ void ask()
+    {
+        if (threadIdx.x != 0) return;
+        number = atomicAdd(c.next, 1);
+        epoch = load_relaxed(c.epoch);
+        budget = load_relaxed(c.budget);
+    }
+    // Skips finished tiles; -1 when the block should leave. Called by thread 0.
+    __device__ __forceinline__ int settle(u32 tile, bool leave)
+    {
+        while (tile < (u32)c.tiles && is_done(tile)) tile = gridDim.x + atomicAdd(c.next, 1);
+        return leave || tile >= (u32)c.tiles ? -1 : (int)tile;
+    }
+    // The first tile is the block's own number. A fresh launch starts on it unasked: the tile's watch is soon enough.
+    __device__ __forceinline__ int first(int* slot)
+    {
+        if (!c.restored) return (int)blockIdx.x;
+        if (threadIdx.x == 0) *slot = settle(blockIdx.x, false);
+        __syncthreads();
+        int tile = *slot;
+        __syncthreads();
+        return tile;
+    }
+    // Marks a tile as done and returns the next. The stores of the tile need no fence: what a restore finds is ordered by
+    // the end of this kernel. Two slots alternate, so one barrier is enough.
+    __device__ __forceinline__ int after(int tile, int* slots, int turn)
+    {
+        int* slot = slots + turn % 2;
+        if (threadIdx.x == 0) *slot = settle(gridDim.x + number, epoch > c.launched || blockIdx.x >= budget);
+        __syncthreads();
+        if (threadIdx.x == 0) atomicOr(c.done + tile / 32, 1u << (tile % 32));
+        return *slot;
+    }
+};
+
+// Best effort: blocks take tiles until none is left, the epoch moves on or the budget shrinks below the block's index.
+// A block is on one SM, so a budget of k blocks holds at most k SMs.
+template <class Op>
+__global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be(const __grid_constant__ typename Op::Args args,
+                                                   const __grid_constant__ BeControl control)
+{
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ uint4 words[EpochWatch::kSlots][2];
+    __shared__ int slots[2];
+    TileSource source = {control, 0, 0, 0};
+    EpochWatch watch = {control.epoch, control.budget, control.launched, words};
+    int turn = 0;
+    for (int tile = source.first(slots); tile >= 0; tile = source.after(tile, slots, ++turn)) {
+        source.ask();
+        if (!Op::tile(args, tile, shared, watch, NoGate())) return;
+    }
+}
+
+} // namespace tiles
