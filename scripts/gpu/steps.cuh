@@ -119,7 +119,7 @@ inline const std::vector<ConvKernel>& conv_kernels()
 inline bool walks(const ConvKernel& k, const ConvArgs& a)
 {
     bool point = a.ker_h == 1 && a.ker_w == 1 && a.pad_h == 0 && a.pad_w == 0;
-    bool taps = a.in_c % 64 == 0;
+    bool taps = a.in_c % 64 == 0 && a.dil_h == 1 && a.dil_w == 1;
     if (k.walk == kPoint) return point;
     if (k.walk == kTaps) return !point && taps;
     return !point && !taps;
@@ -190,7 +190,7 @@ inline std::vector<Variant> conv_variants(const Step& s)
         int tiles = ceil_div(a.rows, k.bm) * ceil_div(a.out_c, k.bn), steps = ceil_div(a.depth, k.bk);
         double waste = (double)tiles * k.bm * k.bn / ((double)a.rows * a.out_c);
         if (waste > 2.5 && k.bm * k.bn > 16 * 64 && !(a.rows < 16 && k.bm == 16)) continue;
-        if (tiles > 40 * sms || (tiles > 8 * sms && k.bm * k.bn <= 2048)) continue;
+        if (vec == 8 && (tiles > 48 * sms || (tiles > 8 * sms && k.bm * k.bn <= 2048))) continue;
         out.push_back({i, 1, kWhole});
         for (int splits : {2, 3, 4, 6, 8, 12, 16}) {
             if (tiles * splits > 4 * sms || steps < splits * 2) break;

@@ -142,17 +142,18 @@ struct Attention {
         gate.wait();
         copy_rows(queries, a.query + base + (size_t)first * a.stride, a.stride, kQueries, a.tokens - first);
         copy_keys(a, ring, base, 0);
-        watch.ask(0);
         copy_commit();
         for (int i = 0; i < blocks; ++i) {
             if (i + 1 < blocks) copy_keys(a, ring + (i + 1) % 2 * 2 * kBlock, base, i + 1);
-            watch.ask((i + 1) % 2);
             copy_commit();
             copy_wait<1>();
-            __syncthreads();
-            if (watch.told(i % 2)) {
-                copy_wait<0>();
-                return false;
+            if (watch.template due<1>(i)) {
+                if (watch.verdict()) {
+                    copy_wait<0>();
+                    return false;
+                }
+            } else {
+                __syncthreads();
             }
             if (i == 0)
 #pragma unroll

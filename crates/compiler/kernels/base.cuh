@@ -43,6 +43,13 @@ struct FastDiv {
     }
 };
 
+// A value the compiler keeps in a register instead of computing it again inside a loop.
+__device__ __forceinline__ u32 kept(u32 v)
+{
+    asm volatile("" : "+r"(v));
+    return v;
+}
+
 // ---- activations ------------------------------------------------------------------------------------------------------
 
 enum Activation : int { kLinear = 0, kRelu = 1, kRelu6 = 2, kGelu = 3, kSilu = 4, kSigmoid = 5, kTanh = 6 };
@@ -171,40 +178,49 @@ struct NoGate {
 // Real-time work never leaves and carries no check.
 struct NoWatch {
     static constexpr bool kLeaves = false;
-    __device__ __forceinline__ void ask(int) const {}
-    __device__ __forceinline__ bool told(int) const { return false; }
+    template <int Period>
+    __device__ __forceinline__ bool due(int) const { return false; }
+    __device__ __forceinline__ bool verdict() const { return false; }
 };
 
 // Best-effort work leaves once the epoch passes the one it was launched with, or its block is beyond the budget.
 //
-// Two threads copy the words into shared memory together with a pipeline stage's data, asynchronously, so no thread waits for
-// them; the barrier that publishes the stage publishes them too, and every thread reads the same answer. `cg` copies come from
-// L2, where the host's writes land, and take 16 bytes: each word is the first of an aligned group of four.
+// Two threads copy the words into shared memory asynchronously, among the copies a pipeline makes anyway, so no thread waits
+// for them. Whatever has arrived when the next check is due decides, and a barrier the loop has anyway makes the decision the
+// same for the whole block: leaving is uniform. `cg` copies come from L2, where the host's writes land, and take 16 bytes:
+// each word is the first of an aligned group of four.
 struct EpochWatch {
     static constexpr bool kLeaves = true;
-    static constexpr int kSlots = 8;
     const u32* epoch;
     const u32* budget;
     u32 launched;
-    uint4 (*slots)[2]; // shared memory: kSlots pairs
+    uint4* words; // shared memory: what was last seen of the epoch and of the budget
 
-    // Joins the copies of the stage that is being filled; the caller commits.
-    __device__ __forceinline__ void ask(int stage) const
+    // Before the first tile: nothing seen yet. A barrier must follow before another thread asks.
+    __device__ __forceinline__ void start() const
     {
-        if (threadIdx.x < 2) copy_async<16>(shared_address(&slots[stage][threadIdx.x]), threadIdx.x ? budget : epoch, true);
+        if (threadIdx.x < 2) words[threadIdx.x].x = threadIdx.x ? ~0u : launched;
     }
-    // The answer that came with a stage; valid between that stage's barrier and the next one, uniform over the block.
-    __device__ __forceinline__ bool told(int stage) const
+    __device__ __forceinline__ void ask() const
     {
-        return slots[stage][0].x > launched || blockIdx.x >= slots[stage][1].x;
+        if (threadIdx.x < 2) copy_async<16>(shared_address(words + threadIdx.x), threadIdx.x ? budget : epoch, true);
+    }
+    __device__ __forceinline__ bool told() const
+    {
+        const volatile uint4* w = words;
+        return w[0].x > launched || blockIdx.x >= w[1].x;
+    }
+    // Whether step `step` checks: every Period-th does, because a step of a small tile is too short to check each.
+    template <int Period>
+    __device__ __forceinline__ bool due(int step) const { return step % Period == Period - 1; }
+    // Stands in for the barrier of a step that checks; true when the block must leave. Threads may have read different words,
+    // so the verdict is what any of them saw.
+    __device__ __forceinline__ bool verdict() const
+    {
+        bool leave = __syncthreads_or(told());
+        ask();
+        return leave;
     }
 };
-
-__device__ __forceinline__ u32 load_relaxed(const u32* p)
-{
-    u32 v;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
-}
 
 } // namespace tiles

@@ -25,25 +25,39 @@ struct Accumulators {
     float v[C::kFragM][C::kFragN][4];
 };
 
+// Where a thread's operands lie within a stage at the first of its k16 steps. A later step's chunk number differs in bits that
+// the swizzle only flips, so its address is one exclusive-or away.
+template <class C>
+struct FragmentPlace {
+    u32 x, w, pre; // bytes into the stage, and into its scales
+
+    __device__ __forceinline__ FragmentPlace()
+    {
+        int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+        int m = warp % (C::WM * C::WN) / C::WN * C::kWarpM + lane % 16;
+        int n = warp % C::WN * C::kWarpN + lane % 8 + lane / 16 * 8;
+        u32 k = warp / (C::WM * C::WN);
+        x = kept(swizzled<C::BK>(m, lane / 16) ^ k * 32);
+        w = kept((swizzled<C::BK>(n, lane / 8 % 2) ^ k * 32) + C::BM * C::BK * 2);
+        pre = k * 32 + lane % 4 * 4;
+    }
+};
+
 // The operands of one k16 step of one warp.
 template <class C>
 struct Fragments {
     u32 x[C::kFragM][4], w[C::kFragN / 2][4];
 
     // `pre` points at the stage's scales; the shifts lie kPreDepth halves on.
-    __device__ __forceinline__ void load(u32 stage, int k, const half* pre)
+    __device__ __forceinline__ void load(u32 stage, const FragmentPlace<C>& at, int step, const unsigned char* pre)
     {
-        int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-        int m = warp % (C::WM * C::WN) / C::WN * C::kWarpM + lane % 16;
-        int n = warp % C::WN * C::kWarpN + lane % 8 + lane / 16 * 8;
-        u32 weights = stage + C::BM * C::BK * 2;
+        u32 flip = step * C::WK * 32;
 #pragma unroll
-        for (int i = 0; i < C::kFragM; ++i) load_matrices(x[i], stage + swizzled<C::BK>(m + i * 16, k * 2 + lane / 16));
+        for (int i = 0; i < C::kFragM; ++i) load_matrices(x[i], stage + (at.x ^ flip) + i * 16 * C::BK * 2);
 #pragma unroll
-        for (int j = 0; j < C::kFragN / 2; ++j)
-            load_matrices(w[j], weights + swizzled<C::BK>(n + j * 16, k * 2 + lane / 8 % 2));
+        for (int j = 0; j < C::kFragN / 2; ++j) load_matrices(w[j], stage + (at.w ^ flip) + j * 16 * C::BK * 2);
         if constexpr (C::kPre) {
-            const u32* scale = (const u32*)(pre + k * 16) + lane % 4;
+            const u32* scale = (const u32*)(pre + at.pre + flip);
             const u32* shift = scale + C::kPreDepth / 2;
             u32 s0 = scale[0], s1 = scale[4], t0 = shift[0], t1 = shift[4];
 #pragma unroll
@@ -68,16 +82,16 @@ struct Fragments {
 // One stage of the ring. Warps that share an output tile take different k16 steps of it: at batch 1 tiles are small, and the
 // products of one warp then do not wait for each other. `between` runs while the first operands are on their way.
 template <class C, class Between>
-__device__ __forceinline__ void multiply_stage(u32 stage, const half* pre, Accumulators<C>& acc, const Between& between)
+__device__ __forceinline__ void multiply_stage(u32 stage, const FragmentPlace<C>& at, const unsigned char* pre, Accumulators<C>& acc,
+                                               const Between& between)
 {
     constexpr int kSteps = C::BK / 16 / C::WK;
-    int k = threadIdx.x / kWarp / (C::WM * C::WN);
     Fragments<C> f[2];
-    f[0].load(stage, k, pre);
+    f[0].load(stage, at, 0, pre);
     between();
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-        if (i + 1 < kSteps) f[(i + 1) % 2].load(stage, k + (i + 1) * C::WK, pre);
+        if (i + 1 < kSteps) f[(i + 1) % 2].load(stage, at, i + 1, pre);
         f[i % 2].multiply(acc);
     }
 }
@@ -109,39 +123,40 @@ __device__ __forceinline__ bool accumulate(const ConvArgs& a, const ConvPlace& p
                                            const Gate& gate, Accumulators<C>& acc)
 {
     u32 ring = shared_address(shared);
-    half* pre = (half*)(shared + C::kPreAt);
+    unsigned char* pre = shared + C::kPreAt;
     WeightLoader<C> weights(a, p);
 #pragma unroll
     for (int s = 0; s < C::kStages - 1; ++s)
         if (s < p.steps) weights.load(a, ring + s * C::kStageBytes);
     load_bias<C>(a, p, shared);
-    if constexpr (C::kPre) load_pre<C>(a, p, pre);
+    if constexpr (C::kPre) load_pre<C>(a, p, (half*)pre);
     InputLoader<C, C::kWalk> input(a, p);
     gate.wait();
 #pragma unroll
     for (int s = 0; s < C::kStages - 1; ++s) {
         if (s < p.steps) input.load(a, ring + s * C::kStageBytes);
-        watch.ask(s);
         copy_commit();
     }
+    FragmentPlace<C> at;
     int stage = 0;
     for (int step = 0; step < p.steps; ++step) {
         copy_wait<C::kStages - 2>();
-        __syncthreads();
-        bool leave = watch.told(stage);
-        multiply_stage<C>(ring + stage * C::kStageBytes, pre + step * C::BK, acc, [&] {
+        if (watch.template due<C::kWatchPeriod>(step)) {
+            if (watch.verdict()) {
+                copy_wait<0>();
+                return false;
+            }
+        } else {
+            __syncthreads();
+        }
+        multiply_stage<C>(ring + stage * C::kStageBytes, at, pre + step * C::BK * 2, acc, [&] {
             int free = stage == 0 ? C::kStages - 1 : stage - 1;
             if (step + C::kStages - 1 < p.steps) {
                 input.load(a, ring + free * C::kStageBytes);
                 weights.load(a, ring + free * C::kStageBytes);
             }
-            watch.ask(free);
             copy_commit();
         });
-        if (Watch::kLeaves && leave) {
-            copy_wait<0>();
-            return false;
-        }
         stage = stage == C::kStages - 1 ? 0 : stage + 1;
     }
     copy_wait<0>();

@@ -16,7 +16,7 @@ enum Reduce : int {
 enum Walk : int {
     kGeneral = 0,  // anything, two divisions by multiplication a step
     kPoint = 1,    // 1x1 without padding: pointers that only move forward
-    kTaps = 2,     // in_c a multiple of BK: a whole step lies in one filter tap; filters of at most 16 x 16
+    kTaps = 2,     // in_c a multiple of BK, no dilation, at most 16 x 16: a whole step lies in one filter tap
 };
 
 struct ConvArgs {
@@ -58,10 +58,12 @@ struct ConvConfig {
     static constexpr int kBySharedMemory = (226 << 10) / (kShared + 1024);
     static constexpr int kByRegisters = 65536 / (kThreads * (kFragM * kFragN * 4 + 64));
     static constexpr int kBlocks = kBySharedMemory < kByRegisters ? kBySharedMemory : kByRegisters;
+    // Steps between two looks at the epoch: about as much work as one step of the largest tiles.
+    static constexpr int kWork = BM * BN * BK;
+    static constexpr int kWatchPeriod = kWork >= 128 * 128 * 64 ? 1 : kWork >= 128 * 128 * 32 ? 2 : kWork >= 64 * 64 * 64 ? 4 : 8;
     static_assert(kWarpM % 16 == 0 && kWarpN % 16 == 0, "a warp's tile is made of 16x16 pieces");
     static_assert(BK == 32 || BK == 64, "the swizzle knows rows of 64 and 128 bytes");
     static_assert(BK / 16 % WK == 0, "every warp has the same number of k16 steps");
-    static_assert(kStages <= EpochWatch::kSlots, "a stage carries the watch's words");
 };
 
 // Byte offset of 16-byte chunk `chunk` of `row`. The exclusive-or puts the eight rows one ldmatrix reads into eight different
@@ -209,15 +211,18 @@ struct InputLoader<C, kTaps> {
             int m = p.m + S::row() + i * S::kRows;
             Corner c(a, m);
             corner[i] = a.input + c.offset(a) + S::chunk() * 8;
-            inside[i] = 0;
-            if (m >= a.rows) continue;
-            for (int y = 0; y < a.ker_h; ++y) inside[i] |= (u32)((u32)(c.y + y * a.dil_h) < (u32)a.in_h) << y;
-            for (int x = 0; x < a.ker_w; ++x) inside[i] |= (u32)((u32)(c.x + x * a.dil_w) < (u32)a.in_w) << (16 + x);
+            inside[i] = m < a.rows ? taps(c.y, a.in_h) | taps(c.x, a.in_w) << 16 : 0;
         }
+    }
+    // Bit t: position first + t is one of the `size` that exist.
+    static __device__ __forceinline__ u32 taps(int first, int size)
+    {
+        int low = max(-first, 0), high = min(size - first, 16);
+        return high > low ? (1u << high) - (1u << low) : 0;
     }
     __device__ __forceinline__ void load(const ConvArgs& a, u32 stage)
     {
-        int shift = (ky * a.dil_h * a.in_w + kx * a.dil_w) * a.in_stride + channel;
+        int shift = (ky * a.in_w + kx) * a.in_stride + channel;
         u32 tap = 1u << ky | 65536u << kx;
 #pragma unroll
         for (int i = 0; i < S::kPasses; ++i)

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) rt(const __grid_con
 // What a best-effort launch shares with its scheduler. All of it is device memory.
 struct BeControl {
     const u32* epoch;   // grows with every real-time arrival; one word for the whole device (see EpochWatch for alignment)
-    const u32* budget;  // how many blocks of this launch may stay
+    const u32* budget;  // how many blocks of this launch may stay; aligned alike
     u32* next;          // tiles handed out beyond the first one of each block; zeroed before every launch
     u32* done;          // a bit a tile; zeroed before a fresh launch, kept for a restore
     u32 launched;       // the epoch at launch
@@ -34,23 +34,17 @@ struct BeControl {
     int restored;       // nonzero when some done bits may be set
 };
 
-// Hands tiles to a block; thread 0 does the asking. What the next tile needs (its number, the epoch, the budget) is asked for
-// before the current tile is computed and looked at after it, so nobody waits. A number lost by leaving early does no harm: a
-// restore starts the count again and skips what is done.
+// Hands tiles to a block; thread 0 does the asking. The next tile's number is asked for before the current tile is computed and
+// looked at after it, so nobody waits. A number lost by leaving early does no harm: a restore starts the count again and skips
+// what is done. The tile at hand lies in shared memory, because a register more can cost a block an SM.
 struct TileSource {
     const BeControl& c;
-    u32 number, epoch, budget;
+    int* slot;
+    u32 number;
 
     __device__ __forceinline__ bool is_done(u32 tile) const
     {
         return c.restored && (__ldcg(c.done + tile / 32) >> (tile % 32) & 1);
-    }
-    __device__ __forceinline__ void ask()
-    {
-        if (threadIdx.x != 0) return;
-        number = atomicAdd(c.next, 1);
-        epoch = load_relaxed(c.epoch);
-        budget = load_relaxed(c.budget);
     }
     // Skips finished tiles; -1 when the block should leave. Called by thread 0.
     __device__ __forceinline__ int settle(u32 tile, bool leave)
@@ -58,24 +52,28 @@ struct TileSource {
         while (tile < (u32)c.tiles && is_done(tile)) tile = gridDim.x + atomicAdd(c.next, 1);
         return leave || tile >= (u32)c.tiles ? -1 : (int)tile;
     }
-    // The first tile is the block's own number. A fresh launch starts on it unasked: the tile's watch is soon enough.
-    __device__ __forceinline__ int first(int* slot)
+    // The first tile is the block's own number. A fresh launch starts on it at once: the tile's own watch is soon enough.
+    __device__ __forceinline__ int first()
     {
-        if (!c.restored) return (int)blockIdx.x;
-        if (threadIdx.x == 0) *slot = settle(blockIdx.x, false);
+        if (threadIdx.x == 0) *slot = c.restored ? settle(blockIdx.x, false) : (int)blockIdx.x;
         __syncthreads();
-        int tile = *slot;
-        __syncthreads();
-        return tile;
+        return *slot;
     }
-    // Marks a tile as done and returns the next. The stores of the tile need no fence: what a restore finds is ordered by
-    // the end of this kernel. Two slots alternate, so one barrier is enough.
-    __device__ __forceinline__ int after(int tile, int* slots, int turn)
+    __device__ __forceinline__ void ask_next()
     {
-        int* slot = slots + turn % 2;
-        if (threadIdx.x == 0) *slot = settle(gridDim.x + number, epoch > c.launched || blockIdx.x >= budget);
+        if (threadIdx.x == 0) number = atomicAdd(c.next, 1);
+    }
+    // Marks the tile at hand as done and returns the next. Its stores need no fence: what a restore finds is ordered by the
+    // end of this kernel.
+    __device__ __forceinline__ int next(const EpochWatch& watch)
+    {
+        copy_wait<0>();
         __syncthreads();
-        if (threadIdx.x == 0) atomicOr(c.done + tile / 32, 1u << (tile % 32));
+        if (threadIdx.x == 0) {
+            atomicOr(c.done + *slot / 32, 1u << (*slot % 32));
+            *slot = settle(gridDim.x + number, watch.told());
+        }
+        __syncthreads();
         return *slot;
     }
 };
@@ -84,16 +82,17 @@ struct TileSource {
 // A block is on one SM, so a budget of k blocks holds at most k SMs.
 template <class Op>
 __global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be(const __grid_constant__ typename Op::Args args,
-                                                   const __grid_constant__ BeControl control)
+                                                                const __grid_constant__ BeControl control)
 {
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ uint4 words[EpochWatch::kSlots][2];
-    __shared__ int slots[2];
-    TileSource source = {control, 0, 0, 0};
+    __shared__ uint4 words[2];
+    __shared__ int slot;
     EpochWatch watch = {control.epoch, control.budget, control.launched, words};
-    int turn = 0;
-    for (int tile = source.first(slots); tile >= 0; tile = source.after(tile, slots, ++turn)) {
-        source.ask();
+    TileSource source = {control, &slot, 0};
+    watch.start();
+    for (int tile = source.first(); tile >= 0; tile = source.next(watch)) {
+        source.ask_next();
+        watch.ask();
         if (!Op::tile(args, tile, shared, watch, NoGate())) return;
     }
 }
