@@ -218,12 +218,20 @@ static WriteValue write_value_entry()
     return (WriteValue)p;
 }
 
+// How the epoch is raised: by a write in the real-time stream ahead of its first kernel, by a write in a stream of its own while
+// the kernel is launched, or by a kernel of one thread ahead of it.
+enum class Bump { Ahead, Aside, Kernel };
+static const char* kBumps[] = {"write ahead", "write aside", "kernel ahead"};
+
+__global__ void raise(u32* word, u32 value) { *(volatile u32*)word = value; }
+
 struct Eviction {
     WriteValue write_value = write_value_entry();
     BestEffort be;
-    cudaStream_t high, low;
+    cudaStream_t high, low, aside;
     volatile u32* seen;
     u32 epoch = 0, mark = 0;
+    Bump bump = Bump::Ahead;
 
     Eviction()
     {
@@ -231,18 +239,26 @@ struct Eviction {
         CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
         CHECK(cudaStreamCreateWithPriority(&high, cudaStreamNonBlocking, greatest));
         CHECK(cudaStreamCreateWithPriority(&low, cudaStreamNonBlocking, least));
+        CHECK(cudaStreamCreateWithPriority(&aside, cudaStreamNonBlocking, greatest));
         CHECK(cudaHostAlloc((void**)&seen, 64, cudaHostAllocMapped));
         CHECK(cudaFuncSetAttribute(announce, cudaFuncAttributeMaxDynamicSharedMemorySize, 64 << 10));
+    }
+    void raise_epoch()
+    {
+        ++epoch;
+        if (bump == Bump::Kernel) {
+            raise<<<1, 1, 0, high>>>(be.epoch, epoch);
+        } else if (write_value(bump == Bump::Aside ? aside : high, (CUdeviceptr)be.epoch, epoch, 0) != CUDA_SUCCESS) {
+            fprintf(stderr, "cuStreamWriteValue32 failed\n");
+            exit(1);
+        }
     }
     // One real-time arrival; returns microseconds until the host sees its first block.
     double arrive(bool evict)
     {
         auto start = Clock::now();
         ++mark;
-        if (evict && write_value(high, (CUdeviceptr)be.epoch, ++epoch, 0) != CUDA_SUCCESS) {
-            fprintf(stderr, "cuStreamWriteValue32 failed\n");
-            exit(1);
-        }
+        if (evict) raise_epoch();
         announce<<<multiprocessors(), 128, 64 << 10, high>>>(seen, mark);
         CHECK(cudaGetLastError());
         while (*seen != mark) {
@@ -291,7 +307,7 @@ static void evict_case(Eviction& e, const Case& c, int queued, bool evict, int r
         CHECK(cudaMemcpy(got.data(), step.conv.output, count * 2, cudaMemcpyDeviceToHost));
         differ += memcmp(got.data(), want.data(), count * 2) != 0;
     }
-    std::string what = format("us %s, %d queued, %s: ", c.name, queued, evict ? "evicted" : "priority only");
+    std::string what = format("us %s, %d queued, %s: ", c.name, queued, evict ? kBumps[(int)e.bump] : "priority only");
     record_latency(what + "first rt block", first);
     record_latency(what + "last be block gone", gone);
     if (evict) record(what + format("outputs that differ after %d restores", restores), differ);
@@ -300,19 +316,25 @@ static void evict_case(Eviction& e, const Case& c, int queued, bool evict, int r
 static void measure_eviction()
 {
     Eviction e;
-    std::vector<double> idle;
-    for (int i = 0; i < 200; ++i) {
-        idle.push_back(e.arrive(true));
-        CHECK(cudaDeviceSynchronize());
+    for (Bump bump : {Bump::Ahead, Bump::Aside, Bump::Kernel}) {
+        std::vector<double> idle;
+        e.bump = bump;
+        for (int i = 0; i < 200; ++i) {
+            idle.push_back(e.arrive(true));
+            CHECK(cudaDeviceSynchronize());
+        }
+        record_latency(format("us idle device, %s: first rt block", kBumps[(int)bump]), idle);
     }
-    record_latency("us idle device: first rt block", idle);
     Case large = {"vgg 112x112x128 3x3, batch 32", 32, 112, 128, 128, 3, "128x128x64", 1};
     Case narrow = {"vgg 112x112x128 3x3, batch 32, 64-wide tiles", 32, 112, 128, 128, 3, "64x64x64", 1};
     Case split = {"resnet 14x14x512 3x3, batch 8, split 4", 8, 14, 512, 512, 3, "64x64x64", 4};
-    evict_case(e, large, 4, true, 150);
+    for (Bump bump : {Bump::Ahead, Bump::Aside, Bump::Kernel}) {
+        e.bump = bump;
+        evict_case(e, large, 4, true, 150);
+        evict_case(e, narrow, 4, true, 150);
+        evict_case(e, split, 16, true, 150);
+    }
     evict_case(e, large, 4, false, 30);
-    evict_case(e, narrow, 4, true, 150);
-    evict_case(e, split, 16, true, 150);
 }
 
 int main(int argc, char** argv)

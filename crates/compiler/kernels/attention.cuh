@@ -166,6 +166,7 @@ struct Attention {
             weigh(s, p, keys + kBlock);
             __syncthreads();
         }
+        watch.finishing();
         half* to = a.output + ((size_t)image * a.tokens + first) * a.out_stride + head * kDim;
         emit(a, s, to, a.tokens - first);
         return true;

@@ -50,6 +50,10 @@ __device__ __forceinline__ u32 kept(u32 v)
     return v;
 }
 
+// A value that is the same in every thread of a warp, in a form the compiler knows to be so: what follows from it then lives in
+// uniform registers, and branches on it need no reconvergence.
+__device__ __forceinline__ int uniform(int v) { return __shfl_sync(~0u, v, 0); }
+
 // ---- activations ------------------------------------------------------------------------------------------------------
 
 enum Activation : int { kLinear = 0, kRelu = 1, kRelu6 = 2, kGelu = 3, kSilu = 4, kSigmoid = 5, kTanh = 6 };
@@ -181,6 +185,7 @@ struct NoWatch {
     template <int Period>
     __device__ __forceinline__ bool due(int) const { return false; }
     __device__ __forceinline__ bool verdict() const { return false; }
+    __device__ __forceinline__ void finishing() const {}
 };
 
 // Best-effort work leaves once the epoch passes the one it was launched with, or its block is beyond the budget.
@@ -195,8 +200,17 @@ struct EpochWatch {
     const u32* budget;
     u32 launched;
     uint4* words; // shared memory: what was last seen of the epoch and of the budget
+    u32* next;    // the launch's tile counter; null when every block has one tile only
+    u32 number;   // what thread 0 was given by it
 
-    // Before the first tile: nothing seen yet. A barrier must follow before another thread asks.
+    // A tile calls this once, when only its epilogue is left: the next tile's number is then on its way during the epilogue.
+    // Asking earlier would hand out the last tiles by who started first, two to one SM and none to another.
+    __device__ __forceinline__ void finishing()
+    {
+        if (next && threadIdx.x == 0) number = atomicAdd(next, 1);
+    }
+
+    // Before the first tile: nothing seen yet.
     __device__ __forceinline__ void start() const
     {
         if (threadIdx.x < 2) words[threadIdx.x].x = threadIdx.x ? ~0u : launched;
@@ -210,16 +224,17 @@ struct EpochWatch {
         const volatile uint4* w = words;
         return w[0].x > launched || blockIdx.x >= w[1].x;
     }
-    // Whether step `step` checks: every Period-th does, because a step of a small tile is too short to check each.
+    // Whether step `step` checks: every Period-th does, because a step of a small tile is too short to check each. The first
+    // never does: its barrier is what makes start() visible.
     template <int Period>
-    __device__ __forceinline__ bool due(int step) const { return step % Period == Period - 1; }
+    __device__ __forceinline__ bool due(int step) const { return step > 0 && step % Period == 0; }
     // Stands in for the barrier of a step that checks; true when the block must leave. Threads may have read different words,
     // so the verdict is what any of them saw.
     __device__ __forceinline__ bool verdict() const
     {
         bool leave = __syncthreads_or(told());
         ask();
-        return leave;
+        return __any_sync(~0u, leave); // the same for all; said so that the loop's other values stay uniform for the compiler
     }
 };
 

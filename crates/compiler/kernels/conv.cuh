@@ -122,7 +122,7 @@ template <class C, class Watch, class Gate>
 __device__ __forceinline__ bool accumulate(const ConvArgs& a, const ConvPlace& p, unsigned char* shared, Watch& watch,
                                            const Gate& gate, Accumulators<C>& acc)
 {
-    u32 ring = shared_address(shared);
+    u32 ring = kept(shared_address(shared));
     unsigned char* pre = shared + C::kPreAt;
     WeightLoader<C> weights(a, p);
 #pragma unroll
@@ -272,6 +272,7 @@ __device__ __forceinline__ bool conv_tile(const ConvArgs& a, int tile, unsigned 
     ConvPlace p = locate<C>(a, tile);
     Accumulators<C> acc = {};
     if (!accumulate<C>(a, p, shared, watch, gate, acc)) return false;
+    watch.finishing();
     float* staged = (float*)shared;
     stage_sums<C>(staged, acc);
     Parts parts = {staged, C::kPart, C::WK, 1, false};

@@ -58,9 +58,9 @@ struct ConvConfig {
     static constexpr int kBySharedMemory = (226 << 10) / (kShared + 1024);
     static constexpr int kByRegisters = 65536 / (kThreads * (kFragM * kFragN * 4 + 64));
     static constexpr int kBlocks = kBySharedMemory < kByRegisters ? kBySharedMemory : kByRegisters;
-    // Steps between two looks at the epoch: about as much work as one step of the largest tiles.
+    // Steps between two looks at the epoch: about the same work, one to three microseconds, for all but the smallest tiles.
     static constexpr int kWork = BM * BN * BK;
-    static constexpr int kWatchPeriod = kWork >= 128 * 128 * 64 ? 1 : kWork >= 128 * 128 * 32 ? 2 : kWork >= 64 * 64 * 64 ? 4 : 8;
+    static constexpr int kWatchPeriod = kWork >= 128 * 128 * 64 ? 2 : kWork >= 128 * 128 * 32 ? 4 : 8;
     static_assert(kWarpM % 16 == 0 && kWarpN % 16 == 0, "a warp's tile is made of 16x16 pieces");
     static_assert(BK == 32 || BK == 64, "the swizzle knows rows of 64 and 128 bytes");
     static_assert(BK / 16 % WK == 0, "every warp has the same number of k16 steps");

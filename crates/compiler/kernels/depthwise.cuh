@@ -104,8 +104,9 @@ struct Depthwise {
         *(uint4*)(a.output + m * a.out_stride + p.channel) = pack(v);
     }
     template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch&, const Gate& gate)
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
     {
+        watch.finishing();
         int item = t * kThreads + threadIdx.x;
         if (item >= a.items) {
             gate.wait();

@@ -22,8 +22,9 @@ struct Map {
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
     template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch&, const Gate& gate)
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
     {
+        watch.finishing();
         int item = t * kThreads + threadIdx.x, chunk;
         int row = a.by_chunks.split(item, chunk);
         gate.wait();
@@ -58,8 +59,9 @@ struct Image {
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
     template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch&, const Gate& gate)
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
     {
+        watch.finishing();
         int i = t * kThreads + threadIdx.x, at;
         int image = a.by_plane.split(i, at);
         int plane = (int)a.by_plane.divisor;

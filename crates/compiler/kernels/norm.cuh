@@ -96,8 +96,9 @@ struct LayerNorm {
     static constexpr int kRows = kThreads / kWarp;
 
     template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch&, const Gate& gate)
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
     {
+        watch.finishing();
         int row = t * kRows + threadIdx.x / kWarp;
         WarpRow<Chunks> r;
         gate.wait();
@@ -128,8 +129,9 @@ struct Softmax {
     static constexpr int kRows = kThreads / kWarp;
 
     template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch&, const Gate& gate)
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
     {
+        watch.finishing();
         int row = t * kRows + threadIdx.x / kWarp;
         gate.wait();
         if (row >= a.rows) return true;

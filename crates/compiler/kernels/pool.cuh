@@ -29,8 +29,9 @@ struct Pool {
         for (int i = 0; i < 8; ++i) acc[i] = Max ? fmaxf(acc[i], v[i]) : acc[i] + v[i];
     }
     template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch&, const Gate& gate)
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
     {
+        watch.finishing();
         int item = t * kThreads + threadIdx.x, channel, x, y;
         int pixel = a.by_chunks.split(item, channel);
         int image = a.by_out_h.split(a.by_out_w.split(pixel, x), y);
@@ -85,8 +86,9 @@ struct GlobalPool {
         }
     }
     template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch&, const Gate& gate)
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
     {
+        watch.finishing();
         __shared__ float part[kThreads / kWarp][64];
         int group, image = a.by_groups.split(t, group);
         int channel = group * 64 + threadIdx.x % 8 * 8;

@@ -4,7 +4,7 @@
 // shall hold: the best-effort loop must not cost a block by using a few registers more) and
 //   template <class Watch, class Gate>
 //   static __device__ bool tile(const Args&, int tile, unsigned char* shared, Watch&, const Gate&);
-// which writes one tile of the output and returns true, or returns false, uniformly over the block and with nothing in
+// which writes one tile of the output, calls watch.finishing() on the way and returns true, or returns false, uniformly over the block and with nothing in
 // flight, when the watch told it to leave. A tile writes only its own part of the output and never reads it, so redoing it is
 // harmless.
 #pragma once
@@ -34,13 +34,11 @@ struct BeControl {
     int restored;       // nonzero when some done bits may be set
 };
 
-// Hands tiles to a block; thread 0 does the asking. The next tile's number is asked for before the current tile is computed and
-// looked at after it, so nobody waits. A number lost by leaving early does no harm: a restore starts the count again and skips
-// what is done. The tile at hand lies in shared memory, because a register more can cost a block an SM.
+// Hands tiles to a block; thread 0 does the asking. A number lost by leaving early does no harm: a restore starts the count
+// again and skips what is done. The tile at hand lies in shared memory, because a register more can cost a block an SM.
 struct TileSource {
     const BeControl& c;
     int* slot;
-    u32 number;
 
     __device__ __forceinline__ bool is_done(u32 tile) const
     {
@@ -56,12 +54,9 @@ struct TileSource {
     __device__ __forceinline__ int first()
     {
         if (threadIdx.x == 0) *slot = c.restored ? settle(blockIdx.x, false) : (int)blockIdx.x;
+        if (!c.restored) return (int)blockIdx.x;
         __syncthreads();
         return *slot;
-    }
-    __device__ __forceinline__ void ask_next()
-    {
-        if (threadIdx.x == 0) number = atomicAdd(c.next, 1);
     }
     // Marks the tile at hand as done and returns the next. Its stores need no fence: what a restore finds is ordered by the
     // end of this kernel.
@@ -69,10 +64,9 @@ struct TileSource {
     {
         copy_wait<0>();
         __syncthreads();
-        if (threadIdx.x == 0) {
-            atomicOr(c.done + *slot / 32, 1u << (*slot % 32));
-            *slot = settle(gridDim.x + number, watch.told());
-        }
+        if (threadIdx.x == 0) atomicOr(c.done + *slot / 32, 1u << (*slot % 32));
+        if (!watch.next) return -1;
+        if (threadIdx.x == 0) *slot = settle(gridDim.x + watch.number, watch.told());
         __syncthreads();
         return *slot;
     }
@@ -87,13 +81,13 @@ __global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be(const __grid_con
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ uint4 words[2];
     __shared__ int slot;
-    EpochWatch watch = {control.epoch, control.budget, control.launched, words};
-    TileSource source = {control, &slot, 0};
+    EpochWatch watch = {control.epoch, control.budget, control.launched, words,
+                        (int)gridDim.x < control.tiles ? control.next : nullptr, 0};
+    TileSource source = {control, &slot};
     watch.start();
     for (int tile = source.first(); tile >= 0; tile = source.next(watch)) {
-        source.ask_next();
         watch.ask();
-        if (!Op::tile(args, tile, shared, watch, NoGate())) return;
+        if (!Op::tile(args, uniform(tile), shared, watch, NoGate())) return;
     }
 }
 
