@@ -110,7 +110,7 @@ def main():
         for layer in report["layers"] if "--no-layers" not in sys.argv else []:
             if layer["kind"] != 0 or layer["key"] in seen:
                 continue
-            if layer["batch"] > 1 and layer["net"] not in ("resnet50", "vgg19", "distilbert"):
+            if layer["batch"] > 1 and layer["net"] not in ("resnet50", "vgg19") or layer["pre"]:
                 continue
             seen.add(layer["key"])
             bare, fused = layer_us(layer)

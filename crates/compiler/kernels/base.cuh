@@ -197,7 +197,7 @@ struct NoWatch {
 struct EpochWatch {
     static constexpr bool kLeaves = true;
     const u32* epoch;
-    const u32* budget;
+    const u32* budget; // null when there is none
     u32 launched;
     uint4* words; // shared memory: what was last seen of the epoch and of the budget
     u32* next;    // the launch's tile counter; null when every block has one tile only
@@ -217,7 +217,7 @@ struct EpochWatch {
     }
     __device__ __forceinline__ void ask() const
     {
-        if (threadIdx.x < 2) copy_async<16>(shared_address(words + threadIdx.x), threadIdx.x ? budget : epoch, true);
+        if (threadIdx.x < (budget ? 2 : 1)) copy_async<16>(shared_address(words + threadIdx.x), threadIdx.x ? budget : epoch, true);
     }
     __device__ __forceinline__ bool told() const
     {

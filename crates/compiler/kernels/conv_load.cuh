@@ -27,7 +27,7 @@ struct ConvArgs {
     half* output;
     const half* pre;        // Config::kPre (1x1 only): depth scales, then depth shifts, applied to the input before a relu
     float* workspace;       // kWorkspace: for every tile WK * BM * (BN + 8) floats
-    u32* arrivals;          // kWorkspace: one word an output tile, zero before the first launch
+    u32* arrivals;          // kWorkspace: one word an output tile, zero before a launch; a launch that ends leaves it zero
     int in_h, in_w, in_c, in_stride;
     int out_c, out_stride, residual_stride;
     int ker_h, ker_w, stride_h, stride_w, pad_h, pad_w, dil_h, dil_w;

@@ -1,4 +1,4 @@
-// The two kernels made of every tile function.
+// The kernels made of every tile function.
 //
 // An operator is a struct with `Args`, `kThreads`, `kShared` (bytes of dynamic shared memory), `kBlocks` (how many blocks an SM
 // shall hold: the best-effort loop must not cost a block by using a few registers more) and
@@ -23,12 +23,14 @@ __global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) rt(const __grid_con
     Op::tile(args, (int)blockIdx.x, shared, watch, LaunchGate());
 }
 
-// What a best-effort launch shares with its scheduler. All of it is device memory.
+// What a best-effort launch shares with its scheduler. All of it is device memory. `next`, `done` and, for a product that is
+// split through the workspace, its `arrivals` belong to this launch alone: left from another launch they would announce parts
+// that this one has not computed. Side by side they are one memset.
 struct BeControl {
     const u32* epoch;   // grows with every real-time arrival; one word for the whole device (see EpochWatch for alignment)
     const u32* budget;  // how many blocks of this launch may stay; aligned alike
     u32* next;          // tiles handed out beyond the first one of each block; zeroed before every launch
-    u32* done;          // a bit a tile; zeroed before a fresh launch, kept for a restore
+    u32* done;          // a bit a tile; like `arrivals` zeroed before a fresh launch and kept for a restore
     u32 launched;       // the epoch at launch
     int tiles;
     int restored;       // nonzero when some done bits may be set
@@ -89,6 +91,25 @@ __global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be(const __grid_con
         watch.ask();
         if (!Op::tile(args, uniform(tile), shared, watch, NoGate())) return;
     }
+}
+
+// Best effort without the loop, for launches of many short tiles, whose fetch would cost more than a block's start. The
+// hardware hands out the tiles, so there is no budget: a scheduler that pads launches `be`. A short tile that started is
+// finished; the queue behind it drains at the pace of block starts unless its tiles look at the epoch.
+template <class Op>
+__global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be_grid(const __grid_constant__ typename Op::Args args,
+                                                                     const __grid_constant__ BeControl control)
+{
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ uint4 words[2];
+    int tile = (int)blockIdx.x;
+    if (control.restored && (__ldcg(control.done + tile / 32) >> (tile % 32) & 1)) return;
+    EpochWatch watch = {control.epoch, nullptr, control.launched, words, nullptr, 0};
+    watch.start();
+    watch.ask();
+    if (!Op::tile(args, tile, shared, watch, NoGate())) return;
+    __syncthreads();
+    if (threadIdx.x == 0) atomicOr(control.done + tile / 32, 1u << (tile % 32));
 }
 
 } // namespace tiles
