@@ -10,11 +10,12 @@ shift
 kernels=${KERNELS:-$here/../../crates/compiler/kernels}
 bin=${BIN:-$out/bin}
 mkdir -p "$out" "$bin"
-for name in bench design; do
+for name in check bench design; do
     [ -x "$bin/$name" ] || nvcc -std=c++17 -O2 -arch=sm_90 -I"$here" -I"$kernels" "$here/$name.cu" -o "$bin/$name" &
 done
 wait
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit --format=csv,noheader | tee "$out/device.txt"
+"$bin/check" | tail -1
 [ -n "${SKIP_DESIGN:-}" ] || "$bin/design" "$out/design.json"
 "$bin/bench" "$out/bench.json" "$@"
 [ -n "${SKIP_TORCH:-}" ] || python3 "$here/torch_bench.py" "$out/bench.json" "$out/torch.json" ${TORCH_ARGS:-}
