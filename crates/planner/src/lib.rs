@@ -2,6 +2,7 @@
 //!
 //! The crate does no IO and reads no clock. What it needs to know of time comes in through [`Watch`].
 
+pub mod certified;
 pub mod check;
 mod error;
 pub mod gpu;
@@ -10,6 +11,8 @@ pub mod plan;
 pub mod problem;
 pub mod profile;
 pub mod scenario;
+mod simplex;
+pub mod watch;
 
 pub use check::{Violation, check};
 pub use error::PlanError;
@@ -17,3 +20,4 @@ pub use gpu::GpuKind;
 pub use plan::Plan;
 pub use problem::{Problem, Rules, Service, Sharing};
 pub use profile::{Point, Profiles};
+pub use watch::{Progress, Watch};
