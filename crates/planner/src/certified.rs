@@ -1,25 +1,33 @@
 //! The certified planner: column generation over service covers and MIG patterns, with a proof beside every plan.
 
 mod assembly;
+mod bins;
 mod cover;
 mod dual;
 mod packing;
 mod rounding;
 mod search;
+mod sharing;
+
+use base::Random;
 
 use self::assembly::{Unit, assemble, units_of};
+use self::bins::Bins;
 use self::cover::{Prices, cheapest};
 use self::dual::{Groups, Usage, maximise};
-use self::packing::Packer;
+use self::packing::{Packed, Packer};
 use self::search::{Gap, total};
+use self::sharing::Sharer;
 use crate::error::PlanError;
-use crate::gpu::KINDS_MAX;
+use crate::gpu::{Counts, KINDS_MAX};
 use crate::plan::Plan;
-use crate::problem::{Demand, Problem};
+use crate::problem::{Demand, Problem, Sharing};
 use crate::watch::Watch;
 
 /// Plans that are within this share of the bound are not searched further.
 const CLOSE_ENOUGH: f64 = 0.0005;
+/// Rounds of improvement of a plan with shared slices, divided by its number of services.
+const ROUNDS: usize = 400_000;
 
 /// A plan and what is proven about it.
 #[derive(Clone, Debug)]
@@ -50,48 +58,127 @@ pub fn plan(problem: &Problem, watch: &mut Watch<'_>) -> Result<Solution, PlanEr
     problem.validate()?;
     let demands = problem.demands();
     let kinds = problem.gpu.slices.len();
-    let packer = Packer::new(problem.gpu.maximal_patterns(), kinds);
-    let groups = Groups::new(&demands);
-    let price = |service: usize, prices: &Prices| whole_slices(&demands[service], prices);
-    let bound = maximise(&groups, &price, &packer, kinds, start_prices(problem), watch);
-    let lower_bound = whole(bound.value);
-
-    let mut covers = rounding::round(&demands, &groups, &bound);
-    let mut packed = packer.pack(&total(&covers));
-    let gap = Gap {
-        demands: &demands,
-        packer: &packer,
-        prices: &bound.prices,
-        rounds: if demands.len() <= 5000 { 40 } else { 10 },
+    let solver = Solver {
+        problem,
+        packer: Packer::new(problem.gpu.maximal_patterns(), kinds),
+        groups: Groups::new(&demands),
+        demands,
+        kinds,
     };
-    loop {
-        let gpus = packed.iter().sum::<u32>() as usize;
-        let near = (lower_bound as f64 * CLOSE_ENOUGH) as usize;
-        if gpus <= lower_bound + near || !watch.go_on("search", Some(gpus), bound.value) {
-            break;
-        }
-        match gap.close(&mut covers, gpus - 1, watch) {
-            Some(better) => packed = better,
-            None => break,
-        }
-    }
-    let mut units: Vec<Unit> = Vec::new();
-    for (service, cover) in covers.iter().enumerate() {
-        let rate = demands[service].rate;
-        units_of(problem, &demands[service], service, cover, rate, &mut units);
-    }
+    let whole = solver.whole_slices(watch);
+    let outcome = match problem.rules.sharing {
+        Sharing::None => whole,
+        Sharing::Time => solver.shared_slices(&whole, watch),
+    };
+    let units = match outcome.units {
+        Some(units) => units,
+        None => solver.units(&outcome.covers),
+    };
     Ok(Solution {
-        plan: assemble(problem.gpu, &packer, &packed, units),
-        bound: bound.value,
-        lower_bound,
-        prices: bound.prices,
+        plan: assemble(problem.gpu, &solver.packer, &outcome.packed, units),
+        lower_bound: whole_gpus(outcome.bound),
+        bound: outcome.bound,
+        prices: outcome.prices,
         stopped: watch.is_stopped(),
         seconds: watch.seconds(),
     })
 }
 
+struct Solver<'a> {
+    problem: &'a Problem,
+    demands: Vec<Demand>,
+    kinds: usize,
+    packer: Packer,
+    groups: Groups,
+}
+
+struct Outcome {
+    bound: f64,
+    prices: Prices,
+    covers: Vec<Counts>,
+    packed: Packed,
+    /// Slices with their work, where they are not whole covers.
+    units: Option<Vec<Unit>>,
+}
+
+impl Solver<'_> {
+    /// Every slice has one service.
+    fn whole_slices(&self, watch: &mut Watch<'_>) -> Outcome {
+        let demands = &self.demands;
+        let price = |service: usize, prices: &Prices| whole_usage(&demands[service], prices);
+        let start = start_prices(self.problem);
+        let bound = maximise(&self.groups, &price, &self.packer, self.kinds, start, watch);
+        let lower_bound = whole_gpus(bound.value);
+        let mut covers = rounding::round(demands, &self.groups, &bound);
+        let mut packed = self.packer.pack(&total(&covers));
+        let gap = Gap {
+            demands,
+            packer: &self.packer,
+            prices: &bound.prices,
+            rounds: if demands.len() <= 5000 { 40 } else { 10 },
+        };
+        loop {
+            let gpus = packed.iter().sum::<u32>() as usize;
+            let near = (lower_bound as f64 * CLOSE_ENOUGH) as usize;
+            if gpus <= lower_bound + near || !watch.go_on("search", Some(gpus), bound.value) {
+                break;
+            }
+            match gap.close(&mut covers, gpus - 1, watch) {
+                Some(better) => packed = better,
+                None => break,
+            }
+        }
+        Outcome { bound: bound.value, prices: bound.prices, covers, packed, units: None }
+    }
+
+    /// Slices may have several services in turns; never more GPUs than with whole slices.
+    fn shared_slices(&self, whole: &Outcome, watch: &mut Watch<'_>) -> Outcome {
+        let sharer = Sharer::new(self.problem, &self.demands);
+        let price = |service: usize, prices: &Prices| sharer.least(service, prices);
+        let start = start_prices(self.problem);
+        let bound = maximise(&self.groups, &price, &self.packer, self.kinds, start, watch);
+        let lower_bound = whole_gpus(bound.value);
+        let mut random = Random::new(1);
+        let scores: Prices = std::array::from_fn(|k| 0.9 * bound.prices[k] + 0.1 * start[k]);
+        let bins = Bins::new(&sharer, &self.demands, scores, self.kinds);
+        let mut best: Option<(usize, Packed, Bins<'_>)> = None;
+        for attempt in 0..3 {
+            let mut bins = bins.clone();
+            match attempt {
+                0 => bins.fill_with_covers(&whole.covers),
+                _ => bins.fill_greedily(&mut random),
+            }
+            let rounds = ROUNDS / self.demands.len().max(1);
+            let packed =
+                bins.improve(&self.packer, rounds.min(20_000), lower_bound, &mut random, watch);
+            let gpus = packed.iter().sum::<u32>() as usize;
+            if best.as_ref().is_none_or(|(least, ..)| gpus < *least) {
+                best = Some((gpus, packed, bins));
+            }
+            if gpus <= lower_bound || watch.is_stopped() {
+                break;
+            }
+        }
+        let (packed, units) = match best {
+            Some((_, packed, bins)) => (packed, bins.units()),
+            None => (whole.packed.clone(), self.units(&whole.covers)),
+        };
+        let covers = Vec::new();
+        Outcome { bound: bound.value, prices: bound.prices, covers, packed, units: Some(units) }
+    }
+
+    fn units(&self, covers: &[Counts]) -> Vec<Unit> {
+        let mut units = Vec::new();
+        for (service, cover) in covers.iter().enumerate() {
+            let demand = &self.demands[service];
+            units_of(self.problem, demand, service, cover, demand.rate, &mut units);
+        }
+        units
+    }
+}
+
 /// The bound as whole GPUs, less what floating-point numbers may have added.
-fn whole(bound: f64) -> usize {
+fn whole_gpus(bound: f64) -> usize {
     (bound - 1e-6).ceil().max(1.0) as usize
 }
 
@@ -104,7 +191,7 @@ fn start_prices(problem: &Problem) -> Prices {
     prices
 }
 
-fn whole_slices(demand: &Demand, prices: &Prices) -> Usage {
+fn whole_usage(demand: &Demand, prices: &Prices) -> Usage {
     let priced = cheapest(demand, prices);
     Usage { bound: priced.bound, slices: priced.cover.map(f64::from) }
 }

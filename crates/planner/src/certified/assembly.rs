@@ -43,13 +43,6 @@ pub(crate) fn units_of(
     }
 }
 
-/// Numbers of units by kind.
-pub(crate) fn count(units: &[Unit]) -> Counts {
-    let mut counts = [0; KINDS_MAX];
-    units.iter().for_each(|unit| counts[unit.kind] += 1);
-    counts
-}
-
 /// Puts every unit into a slot of the packed patterns.
 pub(crate) fn assemble(gpu: &GpuKind, packer: &Packer, packed: &Packed, units: Vec<Unit>) -> Plan {
     let mut by_kind: [Vec<Unit>; KINDS_MAX] = std::array::from_fn(|_| Vec::new());

@@ -1,0 +1,274 @@
+//! A plan with shared slices under improvement: slices are emptied and their services served anew, over and over.
+
+use base::Random;
+
+use super::assembly::Unit;
+use super::cover::Prices;
+use super::packing::{Packed, Packer};
+use super::sharing::{Item, Sharer};
+use crate::gpu::{Counts, KINDS_MAX};
+use crate::plan::Share;
+use crate::problem::Demand;
+use crate::watch::Watch;
+
+/// Slices looked at for room before a new one is opened.
+const LOOKS: usize = 40;
+/// Rates below this share of a service's demand are not worth a part of their own.
+const CRUMB: f64 = 1e-6;
+
+/// One slice with its work.
+#[derive(Clone, Debug)]
+pub(crate) struct Bin {
+    kind: usize,
+    items: Vec<Item>,
+    busy: f64,
+}
+
+/// The plan under improvement.
+#[derive(Clone)]
+pub(crate) struct Bins<'a> {
+    sharer: &'a Sharer<'a>,
+    demands: &'a [Demand],
+    prices: Prices,
+    kinds: usize,
+    bins: Vec<Bin>,
+}
+
+impl<'a> Bins<'a> {
+    pub(crate) fn new(
+        sharer: &'a Sharer<'a>,
+        demands: &'a [Demand],
+        prices: Prices,
+        kinds: usize,
+    ) -> Bins<'a> {
+        Bins { sharer, demands, prices, kinds, bins: Vec::new() }
+    }
+
+    /// From whole slices, a service each.
+    pub(crate) fn fill_with_covers(&mut self, covers: &[Counts]) {
+        for (service, cover) in covers.iter().enumerate() {
+            let mut left = self.demands[service].rate;
+            for kind in (0..KINDS_MAX).rev() {
+                for _ in 0..cover[kind] {
+                    let rate = left.min(self.sharer.alone(service, kind));
+                    left -= rate;
+                    if rate > 0.0 {
+                        self.open(kind, service, rate);
+                    }
+                }
+            }
+        }
+    }
+
+    /// From nothing: large services first, each at its best ratio, with the rest beside others.
+    pub(crate) fn fill_greedily(&mut self, random: &mut Random) {
+        let mut order: Vec<usize> = (0..self.demands.len()).collect();
+        let cost = |service: usize| self.sharer.least(service, &self.prices).bound;
+        let costs: Vec<f64> = order.iter().map(|&service| cost(service)).collect();
+        order.sort_by(|&a, &b| costs[b].total_cmp(&costs[a]));
+        // Whole slices first, so that what is left of every service meets all the room there will be.
+        let mut rests = Vec::new();
+        for service in order {
+            let mut left = self.demands[service].rate;
+            let kind = self.best_whole(service);
+            let throughput = self.sharer.alone(service, kind);
+            while throughput > 0.0 && left >= throughput {
+                self.open(kind, service, throughput);
+                left -= throughput;
+            }
+            rests.push((service, left));
+        }
+        for (service, left) in rests {
+            self.serve(service, left, random);
+        }
+    }
+
+    fn best_whole(&self, service: usize) -> usize {
+        let ratio = |kind: usize| self.prices[kind] / self.sharer.alone(service, kind).max(1e-9);
+        (0..self.kinds).min_by(|&a, &b| ratio(a).total_cmp(&ratio(b))).unwrap_or(0)
+    }
+
+    fn open(&mut self, kind: usize, service: usize, rate: f64) {
+        let items = vec![(service, rate)];
+        let busy = self.sharer.fit(kind, &items).map_or(1.0, |fit| fit.busy);
+        self.bins.push(Bin { kind, items, busy });
+    }
+
+    /// Gives `service` another `left` requests a second: beside others where there is room, else in new slices.
+    fn serve(&mut self, service: usize, mut left: f64, random: &mut Random) {
+        let crumb = self.demands[service].rate * CRUMB;
+        left = self.serve_beside(service, left, crumb, random);
+        while left > crumb {
+            let mut best: Option<(f64, usize, f64)> = None;
+            for kind in 0..self.kinds {
+                let alone = self.sharer.alone(service, kind);
+                let (rate, share) = match self.sharer.share_of(service, kind, left) {
+                    Some(share) => (left, share.min(1.0)),
+                    None if alone > 0.0 => (left.min(alone), 1.0),
+                    None => continue,
+                };
+                let whole = self.prices[kind].max(1e-3);
+                // Room left in a new slice is worth something, but less than room in use.
+                let cost = whole * (share + (1.0 - share) * (0.2 + 0.6 * random.unit_f64())) / rate;
+                if best.is_none_or(|(least, ..)| cost < least) {
+                    best = Some((cost, kind, rate));
+                }
+            }
+            let Some((_, kind, rate)) = best else { return };
+            self.open(kind, service, rate);
+            left -= rate;
+        }
+    }
+
+    fn serve_beside(
+        &mut self,
+        service: usize,
+        mut left: f64,
+        crumb: f64,
+        random: &mut Random,
+    ) -> f64 {
+        let count = self.bins.len();
+        if count == 0 {
+            return left;
+        }
+        let offset = random.below(count as u64) as usize;
+        let mut looks = 0;
+        let mut best: Option<(f64, f64, usize)> = None;
+        for at in 0..count {
+            let index = (at + offset) % count;
+            let bin = &self.bins[index];
+            if bin.busy > 0.97 || bin.items.iter().any(|item| item.0 == service) {
+                continue;
+            }
+            looks += 1;
+            if looks > LOOKS {
+                break;
+            }
+            let most = self.sharer.most_beside(bin.kind, &bin.items, service, left);
+            if most < left * 0.999 && most < 0.15 * self.sharer.alone(service, bin.kind).min(left) {
+                continue;
+            }
+            // All of it if possible, and then where the least room stays.
+            let score = most / left + 0.1 * bin.busy + 0.05 * random.unit_f64();
+            if best.is_none_or(|(top, ..)| score > top) {
+                best = Some((score, most, index));
+            }
+        }
+        if let Some((_, most, index)) = best {
+            let bin = &mut self.bins[index];
+            bin.items.push((service, most));
+            match self.sharer.fit(bin.kind, &bin.items) {
+                Some(fit) => {
+                    bin.busy = fit.busy;
+                    left -= most;
+                    if left > crumb {
+                        return self.serve_beside(service, left, crumb, random);
+                    }
+                }
+                None => {
+                    bin.items.pop();
+                }
+            }
+        }
+        left
+    }
+
+    /// Price of all slices, less a little for room that lies together.
+    fn score(&self) -> f64 {
+        self.bins.iter().map(|bin| self.worth(bin)).sum()
+    }
+
+    fn worth(&self, bin: &Bin) -> f64 {
+        self.prices[bin.kind] * (1.0 - 0.25 * (1.0 - bin.busy).powi(2))
+    }
+
+    pub(crate) fn counts(&self) -> Counts {
+        let mut counts = [0; KINDS_MAX];
+        self.bins.iter().for_each(|bin| counts[bin.kind] += 1);
+        counts
+    }
+
+    /// Empties a few slices and serves their services anew, `rounds` times, keeping what is no worse; ends early at
+    /// `lower_bound` GPUs.
+    pub(crate) fn improve(
+        &mut self,
+        packer: &Packer,
+        rounds: usize,
+        lower_bound: usize,
+        random: &mut Random,
+        watch: &mut Watch<'_>,
+    ) -> Packed {
+        let mut packed = packer.pack(&self.counts());
+        let mut best = self.bins.clone();
+        let mut gpus = packed.iter().sum::<u32>() as usize;
+        let mut score = self.score();
+        for round in 0..rounds {
+            if gpus <= lower_bound {
+                break;
+            }
+            if round % 64 == 0 && !watch.go_on("sharing", Some(gpus), lower_bound as f64) {
+                break;
+            }
+            let before = self.bins.clone();
+            self.disturb(random);
+            let new = self.score();
+            let heat = 0.03 * (1.0 - round as f64 / rounds as f64);
+            if new > score + heat * random.unit_f64() {
+                self.bins = before;
+                continue;
+            }
+            score = new;
+            let counts = self.counts();
+            let price: f64 =
+                (0..KINDS_MAX).map(|kind| f64::from(counts[kind]) * self.prices[kind]).sum();
+            if price <= gpus as f64 - 1.0 + 1e-6
+                && let Some(better) = packer.pack_within(&counts, gpus - 1)
+            {
+                packed = better;
+                gpus = packed.iter().sum::<u32>() as usize;
+                best = self.bins.clone();
+            }
+        }
+        self.bins = best;
+        packed
+    }
+
+    fn disturb(&mut self, random: &mut Random) {
+        let count = 1 + random.below(4) as usize;
+        let mut freed: Vec<Item> = Vec::new();
+        for _ in 0..count.min(self.bins.len()) {
+            let at = random.below(self.bins.len() as u64) as usize;
+            freed.extend(self.bins.swap_remove(at).items);
+        }
+        freed.sort_by_key(|item| item.0);
+        freed.dedup_by(|later, first| {
+            let same = later.0 == first.0;
+            if same {
+                first.1 += later.1;
+            }
+            same
+        });
+        for at in (1..freed.len()).rev() {
+            freed.swap(at, random.below(at as u64 + 1) as usize);
+        }
+        for (service, rate) in freed {
+            self.serve(service, rate, random);
+        }
+    }
+
+    /// The slices as units of a plan.
+    pub(crate) fn units(&self) -> Vec<Unit> {
+        let unit = |bin: &Bin| {
+            let fit = self.sharer.fit(bin.kind, &bin.items)?;
+            let share = |(&(service, rate), &(batch, processes)): (&Item, &(u32, u32))| Share {
+                service,
+                batch,
+                processes,
+                rate,
+            };
+            let shares = bin.items.iter().zip(&fit.ways).map(share).collect();
+            Some(Unit { kind: bin.kind, cycle_ms: fit.cycle_ms, shares })
+        };
+        self.bins.iter().filter_map(unit).collect()
+    }
+}
