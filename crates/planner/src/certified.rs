@@ -2,9 +2,9 @@
 
 mod assembly;
 mod bins;
-mod cover;
+pub(crate) mod cover;
 mod dual;
-mod packing;
+pub(crate) mod packing;
 mod rounding;
 mod search;
 mod sharing;
@@ -14,7 +14,7 @@ use base::Random;
 use self::assembly::{Unit, assemble, units_of};
 use self::bins::Bins;
 use self::cover::{Prices, cheapest};
-use self::dual::{Groups, Usage, maximise};
+use self::dual::{Bound, Groups, Usage, maximise};
 use self::packing::{Packed, Packer};
 use self::search::{Gap, total};
 use self::sharing::Sharer;
@@ -28,6 +28,11 @@ use crate::watch::Watch;
 const CLOSE_ENOUGH: f64 = 0.0005;
 /// Rounds of improvement of a plan with shared slices, divided by its number of services.
 const ROUNDS: usize = 400_000;
+/// Rounds of improvement from one start.
+const ROUNDS_MAX: usize = 3000;
+/// Starts of a plan with shared slices: whole slices, or greedily with room in a new slice at such a price.
+const STARTS: [Option<f64>; 8] =
+    [None, Some(0.0), Some(0.1), Some(0.4), Some(0.0), Some(0.05), Some(0.2), Some(0.8)];
 
 /// A plan and what is proven about it.
 #[derive(Clone, Debug)]
@@ -55,16 +60,7 @@ impl Solution {
 
 /// Plans with as few GPUs as it can, and proves how few there must be.
 pub fn plan(problem: &Problem, watch: &mut Watch<'_>) -> Result<Solution, PlanError> {
-    problem.validate()?;
-    let demands = problem.demands();
-    let kinds = problem.gpu.slices.len();
-    let solver = Solver {
-        problem,
-        packer: Packer::new(problem.gpu.maximal_patterns(), kinds),
-        groups: Groups::new(&demands),
-        demands,
-        kinds,
-    };
+    let solver = Solver::new(problem)?;
     let whole = solver.whole_slices(watch);
     let outcome = match problem.rules.sharing {
         Sharing::None => whole,
@@ -79,6 +75,23 @@ pub fn plan(problem: &Problem, watch: &mut Watch<'_>) -> Result<Solution, PlanEr
         lower_bound: whole_gpus(outcome.bound),
         bound: outcome.bound,
         prices: outcome.prices,
+        stopped: watch.is_stopped(),
+        seconds: watch.seconds(),
+    })
+}
+
+/// The bound alone, with an empty plan.
+pub fn bound(problem: &Problem, watch: &mut Watch<'_>) -> Result<Solution, PlanError> {
+    let solver = Solver::new(problem)?;
+    let bound = match problem.rules.sharing {
+        Sharing::None => solver.whole_bound(watch),
+        Sharing::Time => solver.shared_bound(&Sharer::new(problem, &solver.demands), watch),
+    };
+    Ok(Solution {
+        plan: Plan::default(),
+        lower_bound: whole_gpus(bound.value),
+        bound: bound.value,
+        prices: bound.prices,
         stopped: watch.is_stopped(),
         seconds: watch.seconds(),
     })
@@ -101,13 +114,31 @@ struct Outcome {
     units: Option<Vec<Unit>>,
 }
 
-impl Solver<'_> {
+impl<'a> Solver<'a> {
+    fn new(problem: &'a Problem) -> Result<Solver<'a>, PlanError> {
+        problem.validate()?;
+        let demands = problem.demands();
+        let kinds = problem.gpu.slices.len();
+        let packer = Packer::new(problem.gpu.maximal_patterns(), kinds);
+        Ok(Solver { problem, packer, groups: Groups::new(&demands), demands, kinds })
+    }
+
+    fn whole_bound(&self, watch: &mut Watch<'_>) -> Bound {
+        let price = |service: usize, prices: &Prices| whole_usage(&self.demands[service], prices);
+        let start = start_prices(self.problem);
+        maximise(&self.groups, &price, &self.packer, self.kinds, start, watch)
+    }
+
+    fn shared_bound(&self, sharer: &Sharer<'_>, watch: &mut Watch<'_>) -> Bound {
+        let price = |service: usize, prices: &Prices| sharer.least(service, prices);
+        let start = start_prices(self.problem);
+        maximise(&self.groups, &price, &self.packer, self.kinds, start, watch)
+    }
+
     /// Every slice has one service.
     fn whole_slices(&self, watch: &mut Watch<'_>) -> Outcome {
         let demands = &self.demands;
-        let price = |service: usize, prices: &Prices| whole_usage(&demands[service], prices);
-        let start = start_prices(self.problem);
-        let bound = maximise(&self.groups, &price, &self.packer, self.kinds, start, watch);
+        let bound = self.whole_bound(watch);
         let lower_bound = whole_gpus(bound.value);
         let mut covers = rounding::round(demands, &self.groups, &bound);
         let mut packed = self.packer.pack(&total(&covers));
@@ -134,23 +165,22 @@ impl Solver<'_> {
     /// Slices may have several services in turns; never more GPUs than with whole slices.
     fn shared_slices(&self, whole: &Outcome, watch: &mut Watch<'_>) -> Outcome {
         let sharer = Sharer::new(self.problem, &self.demands);
-        let price = |service: usize, prices: &Prices| sharer.least(service, prices);
         let start = start_prices(self.problem);
-        let bound = maximise(&self.groups, &price, &self.packer, self.kinds, start, watch);
+        let bound = self.shared_bound(&sharer, watch);
         let lower_bound = whole_gpus(bound.value);
         let mut random = Random::new(1);
         let scores: Prices = std::array::from_fn(|k| 0.9 * bound.prices[k] + 0.1 * start[k]);
         let bins = Bins::new(&sharer, &self.demands, scores, self.kinds);
         let mut best: Option<(usize, Packed, Bins<'_>)> = None;
-        for attempt in 0..3 {
+        for waste in STARTS {
             let mut bins = bins.clone();
-            match attempt {
-                0 => bins.fill_with_covers(&whole.covers),
-                _ => bins.fill_greedily(&mut random),
+            match waste {
+                None => bins.fill_with_covers(&whole.covers),
+                Some(waste) => bins.fill_greedily(waste, &mut random),
             }
             let rounds = ROUNDS / self.demands.len().max(1);
             let packed =
-                bins.improve(&self.packer, rounds.min(20_000), lower_bound, &mut random, watch);
+                bins.improve(&self.packer, rounds.min(ROUNDS_MAX), lower_bound, &mut random, watch);
             let gpus = packed.iter().sum::<u32>() as usize;
             if best.as_ref().is_none_or(|(least, ..)| gpus < *least) {
                 best = Some((gpus, packed, bins));
@@ -189,6 +219,24 @@ fn start_prices(problem: &Problem) -> Prices {
         prices[kind] = f64::from(slice.gpcs) / f64::from(problem.gpu.gpcs);
     }
     prices
+}
+
+/// The bound that given prices prove, without a plan: one pricing of every service.
+pub fn bound_at(problem: &Problem, prices: &[f64; KINDS_MAX]) -> f64 {
+    let demands = problem.demands();
+    let groups = Groups::new(&demands);
+    let prices = dual::feasible(&problem.gpu.maximal_patterns(), *prices);
+    match problem.rules.sharing {
+        Sharing::None => {
+            let price = |service: usize, prices: &Prices| whole_usage(&demands[service], prices);
+            dual::value_at(&groups, &price, &prices)
+        }
+        Sharing::Time => {
+            let sharer = Sharer::new(problem, &demands);
+            let price = |service: usize, prices: &Prices| sharer.least(service, prices);
+            dual::value_at(&groups, &price, &prices)
+        }
+    }
 }
 
 fn whole_usage(demand: &Demand, prices: &Prices) -> Usage {

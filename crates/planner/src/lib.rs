@@ -2,6 +2,8 @@
 //!
 //! The crate does no IO and reads no clock. What it needs to know of time comes in through [`Watch`].
 
+pub mod algorithm;
+pub mod baseline;
 pub mod certified;
 pub mod check;
 mod error;
@@ -10,10 +12,15 @@ pub mod parvagpu;
 pub mod plan;
 pub mod problem;
 pub mod profile;
+pub mod query;
+pub mod render;
+pub mod replan;
 pub mod scenario;
 mod simplex;
+pub mod squishy;
 pub mod watch;
 
+pub use algorithm::{Algorithm, Answer, run};
 pub use check::{Violation, check};
 pub use error::PlanError;
 pub use gpu::GpuKind;

@@ -5,7 +5,7 @@ use base::Random;
 use super::assembly::Unit;
 use super::cover::Prices;
 use super::packing::{Packed, Packer};
-use super::sharing::{Item, Sharer};
+use super::sharing::{Bin, Item, Sharer};
 use crate::gpu::{Counts, KINDS_MAX};
 use crate::plan::Share;
 use crate::problem::Demand;
@@ -14,15 +14,12 @@ use crate::watch::Watch;
 /// Slices looked at for room before a new one is opened.
 const LOOKS: usize = 40;
 /// Rates below this share of a service's demand are not worth a part of their own.
-const CRUMB: f64 = 1e-6;
+const CRUMB: f64 = 1e-8;
+/// Worsening in GPUs that is accepted at the start of an improvement; it falls to none.
+const HEAT: f64 = 0.03;
 
-/// One slice with its work.
-#[derive(Clone, Debug)]
-pub(crate) struct Bin {
-    kind: usize,
-    items: Vec<Item>,
-    busy: f64,
-}
+/// What room in a new slice may cost, from nothing to almost as much as room in use.
+const WASTES: [f64; 6] = [0.0, 0.05, 0.1, 0.2, 0.4, 0.8];
 
 /// The plan under improvement.
 #[derive(Clone)]
@@ -32,6 +29,23 @@ pub(crate) struct Bins<'a> {
     prices: Prices,
     kinds: usize,
     bins: Vec<Bin>,
+    /// Price of all slices, less a little for room that lies together.
+    score: f64,
+    counts: Counts,
+    /// Requests a second each service has by now.
+    served: Vec<f64>,
+    journal: Vec<Change>,
+    /// Price of room left in a new slice, as a part of the slice's: with none, large slices are opened as readily as
+    /// small ones.
+    waste: f64,
+}
+
+/// One change, with what it takes to undo it.
+#[derive(Clone, Debug)]
+enum Change {
+    Opened,
+    Emptied(usize, Bin),
+    Altered(usize, Bin),
 }
 
 impl<'a> Bins<'a> {
@@ -41,7 +55,18 @@ impl<'a> Bins<'a> {
         prices: Prices,
         kinds: usize,
     ) -> Bins<'a> {
-        Bins { sharer, demands, prices, kinds, bins: Vec::new() }
+        Bins {
+            sharer,
+            demands,
+            prices,
+            kinds,
+            bins: Vec::new(),
+            score: 0.0,
+            counts: [0; KINDS_MAX],
+            served: vec![0.0; demands.len()],
+            journal: Vec::new(),
+            waste: 0.0,
+        }
     }
 
     /// From whole slices, a service each.
@@ -61,7 +86,8 @@ impl<'a> Bins<'a> {
     }
 
     /// From nothing: large services first, each at its best ratio, with the rest beside others.
-    pub(crate) fn fill_greedily(&mut self, random: &mut Random) {
+    pub(crate) fn fill_greedily(&mut self, waste: f64, random: &mut Random) {
+        self.waste = waste;
         let mut order: Vec<usize> = (0..self.demands.len()).collect();
         let cost = |service: usize| self.sharer.least(service, &self.prices).bound;
         let costs: Vec<f64> = order.iter().map(|&service| cost(service)).collect();
@@ -72,8 +98,7 @@ impl<'a> Bins<'a> {
             let mut left = self.demands[service].rate;
             let kind = self.best_whole(service);
             let throughput = self.sharer.alone(service, kind);
-            while throughput > 0.0 && left >= throughput {
-                self.open(kind, service, throughput);
+            while throughput > 0.0 && left >= throughput && self.open(kind, service, throughput) {
                 left -= throughput;
             }
             rests.push((service, left));
@@ -88,10 +113,50 @@ impl<'a> Bins<'a> {
         (0..self.kinds).min_by(|&a, &b| ratio(a).total_cmp(&ratio(b))).unwrap_or(0)
     }
 
-    fn open(&mut self, kind: usize, service: usize, rate: f64) {
-        let items = vec![(service, rate)];
-        let busy = self.sharer.fit(kind, &items).map_or(1.0, |fit| fit.busy);
-        self.bins.push(Bin { kind, items, busy });
+    fn open(&mut self, kind: usize, service: usize, rate: f64) -> bool {
+        let Some(bin) = self.sharer.bin(kind, vec![(service, rate)]) else { return false };
+        self.served[service] += rate;
+        self.score += self.worth(&bin);
+        self.counts[kind] += 1;
+        self.bins.push(bin);
+        self.journal.push(Change::Opened);
+        true
+    }
+
+    fn empty(&mut self, at: usize) -> Vec<Item> {
+        let bin = self.bins.swap_remove(at);
+        self.score -= self.worth(&bin);
+        self.counts[bin.kind] -= 1;
+        let items = bin.items.clone();
+        items.iter().for_each(|(service, rate)| self.served[*service] -= rate);
+        self.journal.push(Change::Emptied(at, bin));
+        items
+    }
+
+    fn undo(&mut self) {
+        while let Some(change) = self.journal.pop() {
+            match change {
+                Change::Opened => {
+                    if let Some(bin) = self.bins.pop() {
+                        self.counts[bin.kind] -= 1;
+                        bin.items.iter().for_each(|item| self.served[item.0] -= item.1);
+                    }
+                }
+                Change::Emptied(at, bin) => {
+                    self.counts[bin.kind] += 1;
+                    bin.items.iter().for_each(|item| self.served[item.0] += item.1);
+                    self.bins.push(bin);
+                    let last = self.bins.len() - 1;
+                    self.bins.swap(at, last);
+                }
+                Change::Altered(at, bin) => {
+                    let new = std::mem::replace(&mut self.bins[at], bin);
+                    new.items.iter().for_each(|item| self.served[item.0] -= item.1);
+                    let old = &self.bins[at].items;
+                    old.iter().for_each(|item| self.served[item.0] += item.1);
+                }
+            }
+        }
     }
 
     /// Gives `service` another `left` requests a second: beside others where there is room, else in new slices.
@@ -108,14 +173,16 @@ impl<'a> Bins<'a> {
                     None => continue,
                 };
                 let whole = self.prices[kind].max(1e-3);
-                // Room left in a new slice is worth something, but less than room in use.
-                let cost = whole * (share + (1.0 - share) * (0.2 + 0.6 * random.unit_f64())) / rate;
+                let waste = (1.0 - share) * self.waste * (0.5 + random.unit_f64());
+                let cost = whole * (share + waste) / rate;
                 if best.is_none_or(|(least, ..)| cost < least) {
                     best = Some((cost, kind, rate));
                 }
             }
             let Some((_, kind, rate)) = best else { return };
-            self.open(kind, service, rate);
+            if !self.open(kind, service, rate) && !self.open(self.best_whole(service), service, rate) {
+                return;
+            }
             left -= rate;
         }
     }
@@ -137,14 +204,18 @@ impl<'a> Bins<'a> {
         for at in 0..count {
             let index = (at + offset) % count;
             let bin = &self.bins[index];
-            if bin.busy > 0.97 || bin.items.iter().any(|item| item.0 == service) {
+            let room = 1.0 - bin.busy;
+            if room < 0.02
+                || room < self.sharer.least_share(service, bin.kind)
+                || bin.items.iter().any(|item| item.0 == service)
+            {
                 continue;
             }
             looks += 1;
             if looks > LOOKS {
                 break;
             }
-            let most = self.sharer.most_beside(bin.kind, &bin.items, service, left);
+            let most = self.sharer.most_beside(bin, service, left);
             if most < left * 0.999 && most < 0.15 * self.sharer.alone(service, bin.kind).min(left) {
                 continue;
             }
@@ -154,38 +225,21 @@ impl<'a> Bins<'a> {
                 best = Some((score, most, index));
             }
         }
-        if let Some((_, most, index)) = best {
-            let bin = &mut self.bins[index];
-            bin.items.push((service, most));
-            match self.sharer.fit(bin.kind, &bin.items) {
-                Some(fit) => {
-                    bin.busy = fit.busy;
-                    left -= most;
-                    if left > crumb {
-                        return self.serve_beside(service, left, crumb, random);
-                    }
-                }
-                None => {
-                    bin.items.pop();
-                }
-            }
-        }
-        left
-    }
-
-    /// Price of all slices, less a little for room that lies together.
-    fn score(&self) -> f64 {
-        self.bins.iter().map(|bin| self.worth(bin)).sum()
+        let Some((_, most, index)) = best else { return left };
+        let mut items = self.bins[index].items.clone();
+        items.push((service, most));
+        let Some(new) = self.sharer.bin(self.bins[index].kind, items) else { return left };
+        let old = self.bins[index].clone();
+        self.served[service] += most;
+        self.score += self.worth(&new) - self.worth(&old);
+        self.bins[index] = new;
+        self.journal.push(Change::Altered(index, old));
+        left -= most;
+        if left > crumb { self.serve_beside(service, left, crumb, random) } else { left }
     }
 
     fn worth(&self, bin: &Bin) -> f64 {
         self.prices[bin.kind] * (1.0 - 0.25 * (1.0 - bin.busy).powi(2))
-    }
-
-    pub(crate) fn counts(&self) -> Counts {
-        let mut counts = [0; KINDS_MAX];
-        self.bins.iter().for_each(|bin| counts[bin.kind] += 1);
-        counts
     }
 
     /// Empties a few slices and serves their services anew, `rounds` times, keeping what is no worse; ends early at
@@ -198,10 +252,9 @@ impl<'a> Bins<'a> {
         random: &mut Random,
         watch: &mut Watch<'_>,
     ) -> Packed {
-        let mut packed = packer.pack(&self.counts());
+        let mut packed = packer.pack(&self.counts);
         let mut best = self.bins.clone();
         let mut gpus = packed.iter().sum::<u32>() as usize;
-        let mut score = self.score();
         for round in 0..rounds {
             if gpus <= lower_bound {
                 break;
@@ -209,16 +262,16 @@ impl<'a> Bins<'a> {
             if round % 64 == 0 && !watch.go_on("sharing", Some(gpus), lower_bound as f64) {
                 break;
             }
-            let before = self.bins.clone();
+            self.journal.clear();
+            let before = self.score;
             self.disturb(random);
-            let new = self.score();
-            let heat = 0.03 * (1.0 - round as f64 / rounds as f64);
-            if new > score + heat * random.unit_f64() {
-                self.bins = before;
+            let heat = HEAT * (1.0 - round as f64 / rounds as f64);
+            if self.score > before + heat * random.unit_f64() {
+                self.undo();
+                self.score = before;
                 continue;
             }
-            score = new;
-            let counts = self.counts();
+            let counts = self.counts;
             let price: f64 =
                 (0..KINDS_MAX).map(|kind| f64::from(counts[kind]) * self.prices[kind]).sum();
             if price <= gpus as f64 - 1.0 + 1e-6
@@ -234,25 +287,28 @@ impl<'a> Bins<'a> {
     }
 
     fn disturb(&mut self, random: &mut Random) {
-        let count = 1 + random.below(4) as usize;
+        let count = match random.below(12) {
+            0 => 1 + random.below(14) as usize,
+            _ => 1 + random.below(4) as usize,
+        };
+        self.waste = WASTES[random.below(WASTES.len() as u64) as usize];
         let mut freed: Vec<Item> = Vec::new();
         for _ in 0..count.min(self.bins.len()) {
-            let at = random.below(self.bins.len() as u64) as usize;
-            freed.extend(self.bins.swap_remove(at).items);
+            // The emptier of two: full slices have little to gain.
+            let one = random.below(self.bins.len() as u64) as usize;
+            let other = random.below(self.bins.len() as u64) as usize;
+            let at = if self.bins[one].busy <= self.bins[other].busy { one } else { other };
+            freed.extend(self.empty(at));
         }
-        freed.sort_by_key(|item| item.0);
-        freed.dedup_by(|later, first| {
-            let same = later.0 == first.0;
-            if same {
-                first.1 += later.1;
-            }
-            same
-        });
+        let mut freed: Vec<usize> = freed.into_iter().map(|(service, _)| service).collect();
+        freed.sort_unstable();
+        freed.dedup();
         for at in (1..freed.len()).rev() {
             freed.swap(at, random.below(at as u64 + 1) as usize);
         }
-        for (service, rate) in freed {
-            self.serve(service, rate, random);
+        for service in freed {
+            let left = self.demands[service].rate - self.served[service];
+            self.serve(service, left, random);
         }
     }
 

@@ -42,11 +42,24 @@ pub(crate) struct Sharer<'a> {
     ways: Vec<[Vec<Way>; KINDS_MAX]>,
     model_of: Vec<u32>,
     pieces: Vec<Vec<Piece>>,
+    /// Smallest useful share of each class on each kind.
+    least: Vec<[f64; KINDS_MAX]>,
     class_of: Vec<u32>,
 }
 
 /// A service's part in a slice: which, and how many requests a second.
 pub(crate) type Item = (usize, f64);
+
+/// One slice with its work.
+#[derive(Clone, Debug)]
+pub(crate) struct Bin {
+    pub(crate) kind: usize,
+    pub(crate) items: Vec<Item>,
+    /// Share of the time in use, at least.
+    pub(crate) busy: f64,
+    /// Cycles the items can run at, with their time and memory in each.
+    cycles: Vec<(f64, f64, u64)>,
+}
 
 /// How the items of a slice run.
 #[derive(Clone, Debug)]
@@ -77,7 +90,14 @@ impl<'a> Sharer<'a> {
             model_of.push(model);
             class_of.push(class);
         }
-        Sharer { problem, demands, ways, model_of, pieces, class_of }
+        let least = |pieces: &Vec<Piece>| -> [f64; KINDS_MAX] {
+            std::array::from_fn(|kind| {
+                let of_kind = pieces.iter().filter(|piece| piece.kind == kind);
+                of_kind.map(|piece| piece.least).fold(f64::INFINITY, f64::min)
+            })
+        };
+        let least = pieces.iter().map(least).collect();
+        Sharer { problem, demands, ways, model_of, pieces, least, class_of }
     }
 
     /// What the service costs at least when slices can be shared without loss.
@@ -165,40 +185,72 @@ impl<'a> Sharer<'a> {
         Some(Fit { cycle_ms: None, ways: vec![(point.batch, point.processes)], busy })
     }
 
-    /// The most of `service`, up to `want` requests a second, that fits beside the items.
-    pub(crate) fn most_beside(
-        &self,
-        kind: usize,
-        items: &[Item],
-        service: usize,
-        want: f64,
-    ) -> f64 {
+    /// A slice with these items, if they fit.
+    pub(crate) fn bin(&self, kind: usize, items: Vec<Item>) -> Option<Bin> {
+        if items.len() > ITEMS_MAX {
+            return None;
+        }
+        let whole = self.problem.gpu.slices[kind].memory_mib();
+        let mut busy = f64::INFINITY;
+        let mut cycles = Vec::new();
+        for cycle in self.cycles(kind, &items) {
+            let Some((time, memory)) = self.busy_and_memory(kind, &items, cycle) else { continue };
+            if memory <= whole {
+                busy = busy.min(time / cycle);
+                if time < cycle * 0.99 {
+                    cycles.push((cycle, time, memory));
+                }
+            }
+        }
+        if let [(service, rate)] = items[..]
+            && let Some(fit) = self.fit_alone(kind, service, rate)
+        {
+            busy = fit.busy;
+        }
+        if busy.is_infinite() {
+            return None;
+        }
+        Some(Bin { kind, items, busy, cycles })
+    }
+
+    /// The smallest share of a slice of `kind` that is of any use to the service.
+    pub(crate) fn least_share(&self, service: usize, kind: usize) -> f64 {
+        self.least[self.class_of[service] as usize][kind]
+    }
+
+    /// The most of `service`, up to `want` requests a second, that fits beside a slice's items.
+    pub(crate) fn most_beside(&self, bin: &Bin, service: usize, want: f64) -> f64 {
+        let Bin { kind, items, cycles: known, .. } = bin;
+        let kind = *kind;
         if items.len() >= ITEMS_MAX {
             return 0.0;
         }
         let limit = self.demands[service].limit_ms;
         let ways = &self.ways[self.model_of[service] as usize][kind];
         let mut best = 0.0f64;
-        let mut cycles = self.cycles(kind, items);
-        cycles.extend(ways.iter().map(|way| limit - way.turn_ms));
-        cycles.extend(ways.iter().map(|way| way.requests / want * 1000.0));
-        for cycle in cycles {
-            if cycle <= 0.0 {
-                continue;
-            }
-            let Some((busy, memory)) = self.busy_and_memory(kind, items, cycle) else { continue };
+        let whole = self.problem.gpu.slices[kind].memory_mib();
+        let mut try_cycle = |cycle: f64, busy: f64, memory: u64| {
             let room = (cycle - busy).min(limit - cycle);
-            let memory = self.problem.gpu.slices[kind].memory_mib().saturating_sub(memory);
-            for way in ways {
-                if way.turn_ms > room {
-                    break;
-                }
-                if way.memory_mib <= memory {
+            for way in ways.iter().take_while(|way| way.turn_ms <= room) {
+                if way.memory_mib + memory <= whole {
                     best = best.max((way.requests / cycle * 1000.0).min(want));
                 }
             }
-            if best >= want {
-                break;
+            best >= want
+        };
+        for &(cycle, busy, memory) in known {
+            if try_cycle(cycle, busy, memory) {
+                return want * (1.0 - SLACK);
+            }
+        }
+        for way in ways.iter().take_while(|way| way.turn_ms * 2.0 <= limit) {
+            for cycle in [limit - way.turn_ms, way.requests / want * 1000.0] {
+                if cycle < limit
+                    && let Some((busy, memory)) = self.busy_and_memory(kind, items, cycle)
+                    && try_cycle(cycle, busy, memory)
+                {
+                    return want * (1.0 - SLACK);
+                }
             }
         }
         best * (1.0 - SLACK)
