@@ -7,6 +7,7 @@ mod engine;
 mod failure;
 mod models_command;
 mod npy;
+mod plan_command;
 mod run_command;
 
 use std::process::ExitCode;
@@ -30,6 +31,7 @@ fn run(command: Command) -> Result<(), Failure> {
         Command::Check(args) => check_command::run(&args),
         Command::Run(args) => run_command::run(&args),
         Command::Models(args) => models_command::run(&args),
+        Command::Plan(args) => plan_command::run(&args),
         Command::Serve(_) | Command::Demo(_) => Err(Failure::failed("not there yet")),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "atoll", &mut std::io::stdout());

@@ -4,6 +4,7 @@ mod assembly;
 mod bins;
 pub(crate) mod cover;
 mod dual;
+mod filling;
 pub(crate) mod packing;
 mod rounding;
 mod search;
@@ -12,8 +13,9 @@ mod sharing;
 use base::Random;
 
 use self::assembly::{Unit, assemble, units_of};
-use self::bins::Bins;
+use self::bins::{Bins, units};
 use self::cover::{Prices, cheapest};
+use self::filling::fill;
 use self::dual::{Bound, Groups, Usage, maximise};
 use self::packing::{Packed, Packer};
 use self::search::{Gap, total};
@@ -190,7 +192,16 @@ impl<'a> Solver<'a> {
             }
         }
         let (packed, units) = match best {
-            Some((_, packed, bins)) => (packed, bins.units()),
+            Some((gpus, mut packed, bins)) => {
+                let mut bins = bins.into_bins();
+                for fewer in (lower_bound..gpus).rev() {
+                    let found =
+                        fill(&sharer, &self.demands, &self.packer, fewer, &mut random, watch);
+                    let Some(better) = found else { break };
+                    (packed, bins) = better;
+                }
+                (packed, units(&sharer, &bins))
+            }
             None => (whole.packed.clone(), self.units(&whole.covers)),
         };
         let covers = Vec::new();

@@ -312,19 +312,24 @@ impl<'a> Bins<'a> {
         }
     }
 
-    /// The slices as units of a plan.
-    pub(crate) fn units(&self) -> Vec<Unit> {
-        let unit = |bin: &Bin| {
-            let fit = self.sharer.fit(bin.kind, &bin.items)?;
-            let share = |(&(service, rate), &(batch, processes)): (&Item, &(u32, u32))| Share {
-                service,
-                batch,
-                processes,
-                rate,
-            };
-            let shares = bin.items.iter().zip(&fit.ways).map(share).collect();
-            Some(Unit { kind: bin.kind, cycle_ms: fit.cycle_ms, shares })
-        };
-        self.bins.iter().filter_map(unit).collect()
+    /// The slices.
+    pub(crate) fn into_bins(self) -> Vec<Bin> {
+        self.bins
     }
+}
+
+/// Slices as units of a plan.
+pub(crate) fn units(sharer: &Sharer<'_>, bins: &[Bin]) -> Vec<Unit> {
+    let unit = |bin: &Bin| {
+        let fit = sharer.fit(bin.kind, &bin.items)?;
+        let share = |(&(service, rate), &(batch, processes)): (&Item, &(u32, u32))| Share {
+            service,
+            batch,
+            processes,
+            rate,
+        };
+        let shares = bin.items.iter().zip(&fit.ways).map(share).collect();
+        Some(Unit { kind: bin.kind, cycle_ms: fit.cycle_ms, shares })
+    };
+    bins.iter().filter_map(unit).collect()
 }

@@ -61,6 +61,13 @@ pub(crate) struct Bin {
     cycles: Vec<(f64, f64, u64)>,
 }
 
+impl Bin {
+    /// A slice without work.
+    pub(crate) fn empty(kind: usize) -> Bin {
+        Bin { kind, items: Vec::new(), busy: 0.0, cycles: Vec::new() }
+    }
+}
+
 /// How the items of a slice run.
 #[derive(Clone, Debug)]
 pub(crate) struct Fit {
