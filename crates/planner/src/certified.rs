@@ -15,8 +15,8 @@ use base::Random;
 use self::assembly::{Unit, assemble, units_of};
 use self::bins::{Bins, units};
 use self::cover::{Prices, cheapest};
-use self::filling::fill;
 use self::dual::{Bound, Groups, Usage, maximise};
+use self::filling::Task;
 use self::packing::{Packed, Packer};
 use self::search::{Gap, total};
 use self::sharing::Sharer;
@@ -187,7 +187,8 @@ impl<'a> Solver<'a> {
             if best.as_ref().is_none_or(|(least, ..)| gpus < *least) {
                 best = Some((gpus, packed, bins));
             }
-            if gpus <= lower_bound || watch.is_stopped() {
+            // With few GPUs, filling given patterns finds more than further starts.
+            if gpus <= lower_bound || gpus <= filling::GPUS_MAX || watch.is_stopped() {
                 break;
             }
         }
@@ -195,8 +196,9 @@ impl<'a> Solver<'a> {
             Some((gpus, mut packed, bins)) => {
                 let mut bins = bins.into_bins();
                 for fewer in (lower_bound..gpus).rev() {
-                    let found =
-                        fill(&sharer, &self.demands, &self.packer, fewer, &mut random, watch);
+                    let task = Task { sharer: &sharer, demands: &self.demands, gpus: fewer };
+                    let patterns = self.useful_patterns();
+                    let found = task.fill(&self.packer, &patterns, &mut random, watch);
                     let Some(better) = found else { break };
                     (packed, bins) = better;
                 }
@@ -206,6 +208,21 @@ impl<'a> Solver<'a> {
         };
         let covers = Vec::new();
         Outcome { bound: bound.value, prices: bound.prices, covers, packed, units: Some(units) }
+    }
+
+    /// Patterns without slices that differ from smaller ones only in memory nobody is faster with.
+    fn useful_patterns(&self) -> Vec<usize> {
+        let slices = self.problem.gpu.slices;
+        let useless = |kind: usize| {
+            let plain = (0..kind).find(|&other| slices[other].gpcs == slices[kind].gpcs);
+            plain.is_some_and(|plain| {
+                self.demands.iter().all(|d| d.throughput[kind] <= d.throughput[plain])
+            })
+        };
+        let skip: Vec<usize> = (0..self.kinds).filter(|&kind| useless(kind)).collect();
+        (0..self.packer.patterns.len())
+            .filter(|&pattern| skip.iter().all(|&kind| self.packer.patterns[pattern][kind] == 0))
+            .collect()
     }
 
     fn units(&self, covers: &[Counts]) -> Vec<Unit> {
@@ -234,8 +251,12 @@ fn start_prices(problem: &Problem) -> Prices {
 
 /// The bound that given prices prove, without a plan: one pricing of every service.
 pub fn bound_at(problem: &Problem, prices: &[f64; KINDS_MAX]) -> f64 {
-    let demands = problem.demands();
-    let groups = Groups::new(&demands);
+    bound_of(problem, &problem.demands(), prices)
+}
+
+/// The same for demands that are known already.
+pub(crate) fn bound_of(problem: &Problem, demands: &[Demand], prices: &Prices) -> f64 {
+    let groups = Groups::new(demands);
     let prices = dual::feasible(&problem.gpu.maximal_patterns(), *prices);
     match problem.rules.sharing {
         Sharing::None => {
@@ -243,7 +264,7 @@ pub fn bound_at(problem: &Problem, prices: &[f64; KINDS_MAX]) -> f64 {
             dual::value_at(&groups, &price, &prices)
         }
         Sharing::Time => {
-            let sharer = Sharer::new(problem, &demands);
+            let sharer = Sharer::new(problem, demands);
             let price = |service: usize, prices: &Prices| sharer.least(service, prices);
             dual::value_at(&groups, &price, &prices)
         }

@@ -176,9 +176,9 @@ impl Problem {
     fn alone(&self, service: &Service) -> Alone {
         let mut best = Alone { throughput: [0.0; KINDS_MAX], point: [0; KINDS_MAX] };
         let points = self.profiles.points(&service.model).unwrap_or_default();
-        for kind in 0..self.gpu.slices.len() {
-            for (index, point) in points.iter().enumerate() {
-                if self.fits_alone(service, kind, point) && point.throughput > best.throughput[kind]
+        for (index, point) in points.iter().enumerate() {
+            for kind in 0..self.gpu.slices.len() {
+                if point.throughput > best.throughput[kind] && self.fits_alone(service, kind, point)
                 {
                     best.throughput[kind] = point.throughput;
                     best.point[kind] = index as u32;

@@ -82,15 +82,32 @@ pub fn replan(
     watch: &mut Watch<'_>,
 ) -> Result<Replanned, PlanError> {
     problem.validate()?;
-    let bound = certified::bound_at(problem, prices);
-    watch.go_on("replan", Some(current.gpus.len()), bound);
     let mut planner = Planner::new(problem, current, *prices, costs);
+    let bound = certified::bound_of(problem, &planner.demands, prices);
+    watch.go_on("replan", Some(current.gpus.len()), bound);
     let (missing, changed) = planner.settle();
     planner.place(missing);
     let moved = planner.consolidate(bound, &changed);
     planner.balance();
     let seconds = watch.seconds();
     Ok(Replanned { plan: planner.plan, bound, moved, changed, seconds })
+}
+
+/// Whether a shared slice's turns still meet everyone's objective.
+fn still_in_time(problem: &Problem, slice: &Slice) -> bool {
+    let Some(cycle_ms) = slice.cycle_ms else { return true };
+    let gpcs = problem.gpu.slices[slice.kind].gpcs;
+    slice.shares.iter().all(|share| {
+        let service = &problem.services[share.service];
+        let points = problem.profiles.points(&service.model).unwrap_or_default();
+        let point = points
+            .iter()
+            .find(|p| (p.gpcs, p.batch, p.processes) == (gpcs, share.batch, share.processes));
+        point.is_some_and(|point| {
+            cycle_ms + point.turn_ms() <= service.limit_ms(&problem.rules)
+                && share.rate * cycle_ms / 1000.0 <= point.requests() * (1.0 + 1e-9)
+        })
+    })
 }
 
 impl<'a> Planner<'a> {
@@ -105,7 +122,7 @@ impl<'a> Planner<'a> {
             shared: vec![0.0; problem.services.len()],
         };
         for (number, gpu) in planner.plan.gpus.iter_mut().enumerate() {
-            gpu.slices.retain(|slice| !slice.shares.is_empty());
+            gpu.slices.retain(|slice| !slice.shares.is_empty() && still_in_time(problem, slice));
             for slice in &mut gpu.slices {
                 if slice.cycle_ms.is_some() {
                     slice.shares.iter().for_each(|share| planner.shared[share.service] += share.rate);

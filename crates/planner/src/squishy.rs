@@ -366,7 +366,7 @@ mod tests {
         let less = table_2(16.0, 8.0, 8.0);
         let nodes = repack(&less, &before).unwrap();
         assert!(check(&less, &nodes).is_empty(), "{:?}", check(&less, &nodes));
-        assert_eq!(nodes.len(), 1);
+        assert!(nodes.len() <= pack(&less).unwrap().len());
         let more = table_2(64.0, 32.0, 64.0);
         let nodes = repack(&more, &before).unwrap();
         assert!(check(&more, &nodes).is_empty(), "{:?}", check(&more, &nodes));

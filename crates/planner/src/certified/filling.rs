@@ -9,8 +9,8 @@ use super::sharing::{Bin, Sharer};
 use crate::problem::Demand;
 use crate::watch::Watch;
 
-/// Choices of patterns that are still tried one by one.
-const CHOICES_MAX: usize = 400;
+/// Plans of more GPUs than this have too many choices of patterns to try them one by one.
+pub(crate) const GPUS_MAX: usize = 4;
 /// Rounds a choice gets, and how many choices go on to the next stage.
 const STAGES: [(usize, usize); 4] = [(40, 24), (300, 8), (2000, 3), (8000, 1)];
 /// Parts of a service smaller than this share of its demand are not made.
@@ -28,50 +28,55 @@ struct Filling<'a> {
     unserved: f64,
 }
 
-/// Slices with work on `gpus` GPUs, if it finds any.
-pub(crate) fn fill(
-    sharer: &Sharer<'_>,
-    demands: &[Demand],
-    packer: &Packer,
-    gpus: usize,
-    random: &mut Random,
-    watch: &mut Watch<'_>,
-) -> Option<(Packed, Vec<Bin>)> {
-    let mut choices = Vec::new();
-    combine(packer, gpus, 0, &mut vec![0; packer.patterns.len()], &mut choices);
-    if choices.len() > CHOICES_MAX {
-        return None;
-    }
-    let start = |packed: Packed| Filling::new(sharer, demands, packer, packed);
-    let mut fillings: Vec<Filling<'_>> = choices.into_iter().map(start).collect();
-    for (rounds, survivors) in STAGES {
-        for filling in &mut fillings {
-            if !watch.go_on("filling", Some(gpus + 1), 0.0) {
-                return None;
-            }
-            if filling.improve(rounds, random) {
-                let bins = filling.bins.iter().filter(|bin| !bin.items.is_empty()).cloned();
-                return Some((filling.packed.clone(), bins.collect()));
-            }
-        }
-        fillings.sort_by(|a, b| a.unserved.total_cmp(&b.unserved));
-        fillings.truncate(survivors);
-    }
-    None
+/// What is to be filled.
+pub(crate) struct Task<'a> {
+    pub(crate) sharer: &'a Sharer<'a>,
+    pub(crate) demands: &'a [Demand],
+    pub(crate) gpus: usize,
 }
 
-fn combine(packer: &Packer, gpus: usize, from: usize, now: &mut Packed, all: &mut Vec<Packed>) {
-    if gpus == 0 || all.len() > CHOICES_MAX {
+impl Task<'_> {
+    /// GPUs of the given patterns with work in them, if it finds a way.
+    pub(crate) fn fill(
+        &self,
+        packer: &Packer,
+        patterns: &[usize],
+        random: &mut Random,
+        watch: &mut Watch<'_>,
+    ) -> Option<(Packed, Vec<Bin>)> {
+        if self.gpus >= GPUS_MAX {
+            return None;
+        }
+        let mut choices = Vec::new();
+        combine(patterns, self.gpus, &mut vec![0; packer.patterns.len()], &mut choices);
+        let start = |packed| Filling::new(self.sharer, self.demands, packer, packed);
+        let mut fillings: Vec<Filling<'_>> = choices.into_iter().map(start).collect();
+        for (rounds, survivors) in STAGES {
+            for filling in &mut fillings {
+                if !watch.go_on("filling", Some(self.gpus + 1), 0.0) {
+                    return None;
+                }
+                if filling.improve(rounds, random) {
+                    let bins = filling.bins.iter().filter(|bin| !bin.items.is_empty()).cloned();
+                    return Some((filling.packed.clone(), bins.collect()));
+                }
+            }
+            fillings.sort_by(|a, b| a.unserved.total_cmp(&b.unserved));
+            fillings.truncate(survivors);
+        }
+        None
+    }
+}
+
+/// Every multiset of so many of the patterns.
+fn combine(patterns: &[usize], gpus: usize, now: &mut Packed, all: &mut Vec<Packed>) {
+    if gpus == 0 {
         all.push(now.clone());
         return;
     }
-    for pattern in from..packer.patterns.len() {
-        // Wide ones are for memory that models here were not measured to need.
-        if packer.patterns[pattern][1] > 0 && packer.patterns[pattern].len() == 6 {
-            continue;
-        }
+    for (at, &pattern) in patterns.iter().enumerate() {
         now[pattern] += 1;
-        combine(packer, gpus - 1, pattern, now, all);
+        combine(&patterns[at..], gpus - 1, now, all);
         now[pattern] -= 1;
     }
 }

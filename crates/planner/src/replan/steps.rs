@@ -108,6 +108,14 @@ fn same_work(a: &Slice, b: &Slice) -> bool {
     key(a) == key(b)
 }
 
+/// Whether no rate differs by more than rounding.
+fn same_rates(a: &Slice, b: &Slice) -> bool {
+    a.shares.len() == b.shares.len()
+        && a.shares.iter().zip(&b.shares).all(|(a, b)| {
+            a.service == b.service && (a.rate - b.rate).abs() <= 1e-6 * a.rate.max(b.rate)
+        })
+}
+
 /// Least-cost assignment of rows to columns (Kuhn and Munkres with potentials); with fewer columns than rows, some
 /// rows stay without.
 fn assign(rows: usize, columns: usize, cost: impl Fn(usize, usize) -> f64) -> Vec<(usize, usize)> {
@@ -203,7 +211,7 @@ pub fn steps(problem: &Problem, current: &Plan, target: &Plan) -> Vec<Step> {
     }
     let shadows = walk.exchange(&mut old, &mut new, target.gpus.len().max(current.gpus.len()));
     for (place, slice) in wanted {
-        if walk.live.get(&place).is_some_and(|now| *now != slice) {
+        if walk.live.get(&place).is_some_and(|now| !same_rates(now, &slice)) {
             walk.steps.push(Step::Route { gpu: place.0, slice });
         }
     }
