@@ -92,7 +92,9 @@ fn solve(args: &PlanArgs) -> Result<Outcome, Failure> {
             let (answer, steps) = from_current(&problem, path, &mut watch)?;
             (answer, Some(steps))
         }
-        None => (planner::run(&problem, args.algorithm, &mut watch).map_err(Failure::failed)?, None),
+        None => {
+            (planner::run(&problem, args.algorithm, &mut watch).map_err(Failure::failed)?, None)
+        }
     };
     bar.finish_and_clear();
     Ok(Outcome { problem, faults, answer, steps })

@@ -22,7 +22,8 @@ pub fn gpulet_like(problem: &Problem) -> Result<Vec<MpsGpu>, PlanError> {
             // A GPU with one part whose rest suffices; else the smallest part of a new one that does.
             let rest = |gpu: &MpsGpu| problem.gpu.gpcs - gpu.iter().map(|part| part.1).sum::<u8>();
             let half = gpus.iter_mut().find(|gpu| {
-                gpu.len() == 1 && within(problem, demand, rest(gpu)) >= left.min(best(demand) * 0.25)
+                gpu.len() == 1
+                    && within(problem, demand, rest(gpu)) >= left.min(best(demand) * 0.25)
             });
             if let Some(gpu) = half {
                 let size = rest(gpu);
@@ -44,10 +45,11 @@ pub fn igniter_like(problem: &Problem) -> Result<Vec<MpsGpu>, PlanError> {
     problem.validate()?;
     let mut gpus: Vec<MpsGpu> = Vec::new();
     for (service, demand) in problem.demands().iter().enumerate() {
-        let size = smallest(problem, demand, demand.rate).ok_or_else(|| PlanError::Unsupported {
-            algorithm: "igniter-like",
-            what: format!("'{}' needs more than a gpu", problem.services[service].name),
-        })?;
+        let size =
+            smallest(problem, demand, demand.rate).ok_or_else(|| PlanError::Unsupported {
+                algorithm: "igniter-like",
+                what: format!("'{}' needs more than a gpu", problem.services[service].name),
+            })?;
         let size = (size + 1).min(problem.gpu.gpcs);
         let used = |gpu: &MpsGpu| gpu.iter().map(|part| part.1).sum::<u8>();
         match gpus.iter_mut().find(|gpu| used(gpu) + size <= problem.gpu.gpcs) {

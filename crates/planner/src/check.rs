@@ -81,7 +81,8 @@ fn check_slice(
     wrong: &mut dyn FnMut(String),
 ) {
     let Some(kind) = problem.gpu.slices.get(slice.kind) else { return };
-    if slice.shares.len() > 1 && (slice.cycle_ms.is_none() || problem.rules.sharing == Sharing::None)
+    if slice.shares.len() > 1
+        && (slice.cycle_ms.is_none() || problem.rules.sharing == Sharing::None)
     {
         wrong(format!("slice at {} is shared without a duty cycle", slice.start));
     }

@@ -232,11 +232,7 @@ fn small_segments(found: &Configured, service: usize, freed: &mut f32) -> Vec<Se
 }
 
 /// Legal starts for every GPU, and rates up to each service's demand.
-fn deploy(
-    problem: &Problem,
-    configured: &[Configured],
-    rooms: &[Room],
-) -> Result<Plan, PlanError> {
+fn deploy(problem: &Problem, configured: &[Configured], rooms: &[Room]) -> Result<Plan, PlanError> {
     let mut left: Vec<f64> = problem.services.iter().map(|s| s.demand(&problem.rules)).collect();
     let mut plan = Plan::default();
     for room in rooms {

@@ -262,12 +262,8 @@ fn improve(stages: &[Stage], order: &[usize], slo_ms: f64, piece: f64) -> Split 
 /// of slices.
 pub fn curve(problem: &Problem, model: &str, prices: &[f64]) -> Vec<(f64, f64)> {
     let points = problem.profiles.points(model).unwrap_or_default();
-    let patient = Service {
-        name: String::new(),
-        model: model.to_string(),
-        rate: 1.0,
-        slo_ms: f64::MAX,
-    };
+    let patient =
+        Service { name: String::new(), model: model.to_string(), rate: 1.0, slo_ms: f64::MAX };
     let mut curve: Vec<(f64, f64)> = Vec::new();
     for (kind, price) in prices.iter().enumerate().take(problem.gpu.slices.len()) {
         for point in points.iter().filter(|point| problem.fits_alone(&patient, kind, point)) {
@@ -345,13 +341,12 @@ mod tests {
     #[test]
     fn trees_and_fork_joins_are_split_as_brute_force_splits_them() {
         let mut random = base::Random::new(3);
-        let shapes: [&[&[usize]]; 4] =
-            [&[&[1, 2], &[], &[]], &[&[1, 2], &[3], &[3], &[]], &[&[1, 2], &[2], &[]], &[
-                &[1],
-                &[2, 3],
-                &[],
-                &[],
-            ]];
+        let shapes: [&[&[usize]]; 4] = [
+            &[&[1, 2], &[], &[]],
+            &[&[1, 2], &[3], &[3], &[]],
+            &[&[1, 2], &[2], &[]],
+            &[&[1], &[2, 3], &[], &[]],
+        ];
         for _ in 0..30 {
             for shape in shapes {
                 let stages: Vec<Stage> = shape

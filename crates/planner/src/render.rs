@@ -95,7 +95,8 @@ fn escape(text: &str) -> String {
 
 /// `nvidia-smi mig` and MPS commands that set the plan up, GPU by GPU. Nothing is run.
 pub fn commands(problem: &Problem, plan: &Plan) -> String {
-    let mut text = String::from("# Needs GPUs without running work; starts are given as profile:start.\n");
+    let mut text =
+        String::from("# Needs GPUs without running work; starts are given as profile:start.\n");
     for (number, gpu) in plan.gpus.iter().enumerate().filter(|(_, gpu)| !gpu.slices.is_empty()) {
         let places: Vec<String> = gpu
             .slices

@@ -125,7 +125,10 @@ impl<'a> Planner<'a> {
             gpu.slices.retain(|slice| !slice.shares.is_empty() && still_in_time(problem, slice));
             for slice in &mut gpu.slices {
                 if slice.cycle_ms.is_some() {
-                    slice.shares.iter().for_each(|share| planner.shared[share.service] += share.rate);
+                    slice
+                        .shares
+                        .iter()
+                        .for_each(|share| planner.shared[share.service] += share.rate);
                     continue;
                 }
                 let service = slice.shares[0].service;
@@ -186,7 +189,8 @@ impl<'a> Planner<'a> {
         if usable && met(now) && minimal(now) {
             return *now;
         }
-        let fresh = cheapest(&Demand { rate: needed.max(1e-9), ..demand.clone() }, &self.prices).cover;
+        let fresh =
+            cheapest(&Demand { rate: needed.max(1e-9), ..demand.clone() }, &self.prices).cover;
         let mended = self.mend(service, now, needed);
         let cost = |cover: &Counts| {
             let made: u32 = (0..KINDS_MAX).map(|k| cover[k].saturating_sub(now[k])).sum();
@@ -259,8 +263,12 @@ impl<'a> Planner<'a> {
     fn put(&mut self, gpu: usize, start: u8, kind: usize, service: usize) {
         let points = self.problem.profiles.points(&self.problem.services[service].model);
         let point = &points.unwrap_or_default()[self.demands[service].point[kind] as usize];
-        let share =
-            Share { service, batch: point.batch, processes: point.processes, rate: point.throughput };
+        let share = Share {
+            service,
+            batch: point.batch,
+            processes: point.processes,
+            rate: point.throughput,
+        };
         let slices = &mut self.plan.gpus[gpu].slices;
         slices.push(Slice { kind, start, cycle_ms: None, shares: vec![share] });
         slices.sort_by_key(|slice| slice.start);
@@ -300,7 +308,8 @@ impl<'a> Planner<'a> {
         }
         let mut counts: Counts = [0; KINDS_MAX];
         homeless.iter().for_each(|(_, kind)| counts[*kind] += 1);
-        let packer = Packer::new(self.problem.gpu.maximal_patterns(), self.problem.gpu.slices.len());
+        let packer =
+            Packer::new(self.problem.gpu.maximal_patterns(), self.problem.gpu.slices.len());
         let packed = packer.pack(&counts);
         let mut empty: Vec<usize> = (0..self.plan.gpus.len())
             .filter(|&gpu| self.plan.gpus[gpu].slices.is_empty())

@@ -146,7 +146,9 @@ impl Simplex {
             }
             self.values[at] -= direction[at] * step;
             let row = &mut self.inverse[at * rows..(at + 1) * rows];
-            row.iter_mut().zip(&pivot_row).for_each(|(value, pivot)| *value -= direction[at] * pivot);
+            row.iter_mut()
+                .zip(&pivot_row)
+                .for_each(|(value, pivot)| *value -= direction[at] * pivot);
         }
         self.inverse[leaving * rows..(leaving + 1) * rows].copy_from_slice(&pivot_row);
         self.values[leaving] = step;

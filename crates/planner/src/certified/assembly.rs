@@ -51,7 +51,8 @@ pub(crate) fn assemble(gpu: &GpuKind, packer: &Packer, packed: &Packed, units: V
     }
     let mut plan = Plan::default();
     for (pattern, &copies) in packer.patterns.iter().zip(packed) {
-        let places = if copies > 0 { gpu.place(pattern, 0).unwrap_or_default() } else { Vec::new() };
+        let places =
+            if copies > 0 { gpu.place(pattern, 0).unwrap_or_default() } else { Vec::new() };
         for _ in 0..copies {
             let mut slices = Vec::with_capacity(places.len());
             for &(kind, start) in &places {

@@ -180,7 +180,9 @@ impl<'a> Bins<'a> {
                 }
             }
             let Some((_, kind, rate)) = best else { return };
-            if !self.open(kind, service, rate) && !self.open(self.best_whole(service), service, rate) {
+            if !self.open(kind, service, rate)
+                && !self.open(self.best_whole(service), service, rate)
+            {
                 return;
             }
             left -= rate;

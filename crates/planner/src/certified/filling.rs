@@ -133,7 +133,9 @@ impl<'a> Filling<'a> {
         for _ in 0..1 + random.below(2) {
             let service = random.below(self.demands.len() as u64) as usize;
             for bin in &mut self.bins {
-                let Some(at) = bin.items.iter().position(|item| item.0 == service) else { continue };
+                let Some(at) = bin.items.iter().position(|item| item.0 == service) else {
+                    continue;
+                };
                 let mut items = bin.items.clone();
                 self.left[service] += items.remove(at).1;
                 *bin = match items.is_empty() {

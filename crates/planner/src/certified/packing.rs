@@ -71,8 +71,10 @@ impl Packer {
     fn pack_into(&self, demand: &Counts, shares: &[f64], most: usize) -> Option<Packed> {
         // Whole parts of the relaxation are kept; with each retry one GPU of each pattern more is given back.
         for give_back in 0..3 {
-            let mut packed: Packed =
-                shares.iter().map(|share| ((share + 1e-6) as u32).saturating_sub(give_back)).collect();
+            let mut packed: Packed = shares
+                .iter()
+                .map(|share| ((share + 1e-6) as u32).saturating_sub(give_back))
+                .collect();
             let used: u32 = packed.iter().sum();
             let Some(room) = most.checked_sub(used as usize) else { continue };
             let mut left = *demand;

@@ -49,8 +49,7 @@ fn choose(options: &[(Counts, f64)], error: &mut [f64; KINDS_MAX], prices: &Pric
             .map(|kind| ((target[kind] + f64::from(cover[kind])) * (prices[kind] + 0.01)).powi(2))
             .sum()
     };
-    let Some((best, _)) =
-        options.iter().min_by(|a, b| distance(&a.0).total_cmp(&distance(&b.0)))
+    let Some((best, _)) = options.iter().min_by(|a, b| distance(&a.0).total_cmp(&distance(&b.0)))
     else {
         return [0; KINDS_MAX];
     };

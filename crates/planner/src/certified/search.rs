@@ -85,7 +85,8 @@ impl Gap<'_> {
         if slack < 0.0 {
             return None;
         }
-        let mut layers = vec![vec![State { sum: fixed, above: 0.0, from: 0, cover: [0; KINDS_MAX] }]];
+        let mut layers =
+            vec![vec![State { sum: fixed, above: 0.0, from: 0, cover: [0; KINDS_MAX] }]];
         for (&service, least) in chosen.iter().zip(&least) {
             let options =
                 covers_within(&self.demands[service], self.prices, least + slack, COVERS_MAX);

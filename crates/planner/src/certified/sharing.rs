@@ -331,9 +331,7 @@ fn ways_of(problem: &Problem, model: &str) -> [Vec<Way>; KINDS_MAX] {
         let better = |a: &Way, b: &Way| {
             a.requests >= b.requests && a.turn_ms <= b.turn_ms && a.memory_mib <= b.memory_mib
         };
-        ways.retain(|way| {
-            !all.iter().any(|other| better(other, way) && !better(way, other))
-        });
+        ways.retain(|way| !all.iter().any(|other| better(other, way) && !better(way, other)));
         ways.sort_by(|a, b| a.turn_ms.total_cmp(&b.turn_ms));
         ways
     })

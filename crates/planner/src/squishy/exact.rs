@@ -91,11 +91,11 @@ impl Sizes {
         cycles.retain(|cycle| *cycle > 0.0 && *cycle < longest);
         cycles.sort_by(f64::total_cmp);
         cycles.dedup_by(|later, first| *later <= *first * (1.0 + 1e-12));
-        let share = |session: &Session, cycle: f64| {
-            match session.latency_ms(session.rate * cycle / 1000.0) {
-                Some((_, ms)) if cycle + ms <= session.slo_ms * (1.0 + SLACK) => ms / cycle,
-                _ => f64::INFINITY,
-            }
+        let share = |session: &Session, cycle: f64| match session
+            .latency_ms(session.rate * cycle / 1000.0)
+        {
+            Some((_, ms)) if cycle + ms <= session.slo_ms * (1.0 + SLACK) => ms / cycle,
+            _ => f64::INFINITY,
         };
         let row = |session| cycles.iter().map(|&cycle| share(session, cycle)).collect();
         let shares: Vec<Vec<f64>> = sessions.iter().map(row).collect();
@@ -173,7 +173,8 @@ impl Sizes {
             let members: Vec<usize> =
                 (0..sessions.len()).filter(|i| (set & !placed) >> i & 1 == 1).collect();
             placed |= set;
-            let busy = |cycle: usize| -> f64 { members.iter().map(|&i| self.shares[i][cycle]).sum() };
+            let busy =
+                |cycle: usize| -> f64 { members.iter().map(|&i| self.shares[i][cycle]).sum() };
             let Some(cycle) = (0..self.cycles.len()).min_by(|&a, &b| busy(a).total_cmp(&busy(b)))
             else {
                 continue;
