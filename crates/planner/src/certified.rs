@@ -32,6 +32,8 @@ const CLOSE_ENOUGH: f64 = 0.0005;
 const ROUNDS: usize = 400_000;
 /// Rounds of improvement from one start.
 const ROUNDS_MAX: usize = 3000;
+/// The same where filling given patterns follows, which finds more.
+const ROUNDS_FEW: usize = 300;
 /// Starts of a plan with shared slices: whole slices, or greedily with room in a new slice at such a price.
 const STARTS: [Option<f64>; 8] =
     [None, Some(0.0), Some(0.1), Some(0.4), Some(0.0), Some(0.05), Some(0.2), Some(0.8)];
@@ -180,7 +182,8 @@ impl<'a> Solver<'a> {
                 None => bins.fill_with_covers(&whole.covers),
                 Some(waste) => bins.fill_greedily(waste, &mut random),
             }
-            let rounds = ROUNDS / self.demands.len().max(1);
+            let few = whole.packed.iter().sum::<u32>() as usize <= filling::GPUS_MAX;
+            let rounds = if few { ROUNDS_FEW } else { ROUNDS / self.demands.len().max(1) };
             let packed =
                 bins.improve(&self.packer, rounds.min(ROUNDS_MAX), lower_bound, &mut random, watch);
             let gpus = packed.iter().sum::<u32>() as usize;

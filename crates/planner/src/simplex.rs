@@ -140,15 +140,13 @@ impl Simplex {
             .iter()
             .map(|value| value * scale)
             .collect();
-        for at in 0..rows {
-            if at == leaving || direction[at] == 0.0 {
+        for (at, &slope) in direction.iter().enumerate() {
+            if at == leaving || slope == 0.0 {
                 continue;
             }
-            self.values[at] -= direction[at] * step;
+            self.values[at] -= slope * step;
             let row = &mut self.inverse[at * rows..(at + 1) * rows];
-            row.iter_mut()
-                .zip(&pivot_row)
-                .for_each(|(value, pivot)| *value -= direction[at] * pivot);
+            row.iter_mut().zip(&pivot_row).for_each(|(value, pivot)| *value -= slope * pivot);
         }
         self.inverse[leaving * rows..(leaving + 1) * rows].copy_from_slice(&pivot_row);
         self.values[leaving] = step;

@@ -34,6 +34,9 @@ pub struct Part {
     pub rate: f64,
 }
 
+/// A session and the part of its rate that is left over.
+pub type Residual = (usize, f64);
+
 /// One GPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Node {
@@ -86,7 +89,7 @@ pub fn pack(sessions: &[Session]) -> Result<Vec<Node>, PlanError> {
 }
 
 /// Whole GPUs for a session each, and the rates left over.
-pub fn saturate(sessions: &[Session]) -> Result<(Vec<Node>, Vec<(usize, f64)>), PlanError> {
+pub fn saturate(sessions: &[Session]) -> Result<(Vec<Node>, Vec<Residual>), PlanError> {
     let (mut nodes, mut residual) = (Vec::new(), Vec::new());
     for (index, session) in sessions.iter().enumerate() {
         let (batch, ms) = session.saturating().ok_or_else(|| infeasible(session))?;
@@ -114,10 +117,7 @@ fn infeasible(session: &Session) -> PlanError {
 }
 
 /// Nodes for rates below a GPU's.
-pub fn pack_residual(
-    sessions: &[Session],
-    residual: &[(usize, f64)],
-) -> Result<Vec<Node>, PlanError> {
+pub fn pack_residual(sessions: &[Session], residual: &[Residual]) -> Result<Vec<Node>, PlanError> {
     let mut singles = Vec::new();
     for &(index, rate) in residual {
         singles.push(single(sessions, index, rate)?);

@@ -42,10 +42,8 @@ pub(crate) fn cheapest(demand: &Demand, prices: &Prices) -> Priced {
     let mut buffer: [Item; KINDS_MAX] =
         std::array::from_fn(|_| Item { kind: 0, throughput: 0.0, price: 0.0, ratio: 0.0 });
     let mut used = 0;
-    for kind in 0..KINDS_MAX {
-        let throughput = demand.throughput[kind];
+    for (kind, (&throughput, &price)) in demand.throughput.iter().zip(prices).enumerate() {
         if throughput > 0.0 {
-            let price = prices[kind];
             buffer[used] = Item { kind, throughput, price, ratio: price / throughput };
             used += 1;
         }

@@ -339,8 +339,8 @@ fn ways_of(problem: &Problem, model: &str) -> [Vec<Way>; KINDS_MAX] {
 
 fn pieces_of(ways: &[Vec<Way>; KINDS_MAX], demand: &Demand) -> Vec<Piece> {
     let mut pieces = Vec::new();
-    for kind in 0..KINDS_MAX {
-        for way in ways[kind].iter().filter(|way| way.turn_ms * 2.0 <= demand.limit_ms) {
+    for (kind, ways) in ways.iter().enumerate() {
+        for way in ways.iter().filter(|way| way.turn_ms * 2.0 <= demand.limit_ms) {
             let throughput = way.requests / way.turn_ms * 1000.0;
             let least = way.turn_ms / (demand.limit_ms - way.turn_ms);
             pieces.push(Piece { kind, throughput, least });

@@ -119,11 +119,10 @@ impl Sizes {
                 }
             }
         }
-        let pick = |row: &Vec<f64>| -> Vec<f64> {
-            row.iter().zip(&keep).filter(|(_, keep)| **keep).map(|(value, _)| *value).collect()
-        };
-        self.cycles = pick(&self.cycles);
-        self.shares = self.shares.iter().map(pick).collect();
+        for row in self.shares.iter_mut().chain([&mut self.cycles]) {
+            let kept = row.iter().zip(&keep).filter(|(_, keep)| **keep);
+            *row = kept.map(|(value, _)| *value).collect();
+        }
     }
 
     fn least(&self, session: usize) -> f64 {
