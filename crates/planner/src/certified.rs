@@ -34,6 +34,8 @@ const ROUNDS: usize = 400_000;
 const ROUNDS_MAX: usize = 3000;
 /// The same where filling given patterns follows, which finds more.
 const ROUNDS_FEW: usize = 300;
+/// With more services than this, only two starts are made.
+const MANY: usize = 2000;
 /// Starts of a plan with shared slices: whole slices, or greedily with room in a new slice at such a price.
 const STARTS: [Option<f64>; 8] =
     [None, Some(0.0), Some(0.1), Some(0.4), Some(0.0), Some(0.05), Some(0.2), Some(0.8)];
@@ -176,7 +178,11 @@ impl<'a> Solver<'a> {
         let scores: Prices = std::array::from_fn(|k| 0.9 * bound.prices[k] + 0.1 * start[k]);
         let bins = Bins::new(&sharer, &self.demands, scores, self.kinds);
         let mut best: Option<(usize, Packed, Bins<'_>)> = None;
-        for waste in STARTS {
+        let starts: &[Option<f64>] = match self.demands.len() <= MANY {
+            true => &STARTS,
+            false => &[None, Some(0.1)],
+        };
+        for &waste in starts {
             let mut bins = bins.clone();
             match waste {
                 None => bins.fill_with_covers(&whole.covers),

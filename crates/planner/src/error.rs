@@ -37,7 +37,7 @@ pub enum PlanError {
     },
     /// No slice meets the SLO.
     #[error(
-        "service '{service}': no slice meets its slo of {slo_ms} ms; the nearest that would do is {nearest_ms} ms"
+        "service '{service}': no slice meets its slo of {slo_ms} ms; the nearest that would do is {nearest_ms:.1} ms"
     )]
     Infeasible {
         /// The service.

@@ -378,6 +378,6 @@ mod tests {
     fn an_impossible_session_is_named_with_the_nearest_objective() {
         let sessions = [session("A", 10.0, 90.0, [50.0, 75.0, 100.0])];
         let error = pack(&sessions).unwrap_err().to_string();
-        assert!(error.contains("'A'") && error.contains("100 ms"), "{error}");
+        assert!(error.contains("'A'") && error.contains("100.0 ms"), "{error}");
     }
 }

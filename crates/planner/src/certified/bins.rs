@@ -13,6 +13,8 @@ use crate::watch::Watch;
 
 /// Slices looked at for room before a new one is opened.
 const LOOKS: usize = 40;
+/// Slices passed over in search of those.
+const PASSED: usize = 2000;
 /// Rates below this share of a service's demand are not worth a part of their own.
 const CRUMB: f64 = 1e-8;
 /// Worsening in GPUs that is accepted at the start of an improvement; it falls to none.
@@ -203,7 +205,7 @@ impl<'a> Bins<'a> {
         let offset = random.below(count as u64) as usize;
         let mut looks = 0;
         let mut best: Option<(f64, f64, usize)> = None;
-        for at in 0..count {
+        for at in 0..count.min(PASSED) {
             let index = (at + offset) % count;
             let bin = &self.bins[index];
             let room = 1.0 - bin.busy;
