@@ -9,6 +9,7 @@ mod failure;
 mod loader;
 mod models_command;
 mod npy;
+mod plan_command;
 mod run_command;
 mod serve_command;
 
@@ -36,6 +37,7 @@ fn run(command: Command) -> Result<(), Failure> {
         Command::Models(args) => models_command::run(&args),
         Command::Serve(args) => serve_command::run(&args),
         Command::Demo(args) => demo_command::run(&args),
+        Command::Plan(args) => plan_command::run(&args),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "atoll", &mut std::io::stdout());
             Ok(())
