@@ -6,6 +6,7 @@ mod evaluate;
 mod kernel;
 mod program;
 mod queue;
+mod spare;
 mod value;
 
 pub use device::{CpuDevice, CpuOptions};

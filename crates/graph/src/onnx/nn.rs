@@ -332,8 +332,10 @@ fn center_crop_pad(cx: &mut Context) -> Mapped {
         Some(axes) => axes.iter().map(|axis| if *axis < 0 { axis + rank } else { *axis }).collect(),
         None => (0..rank).collect(),
     };
-    let Some(sizes) = cx.graph.constant_ints(target) else {
-        return unsupported("a target shape that is not constant");
+    let content = cx.graph.value(target).content.as_deref();
+    let sizes: Option<Vec<i64>> = content.and_then(|c| c.iter().map(SymDim::fixed).collect());
+    let Some(sizes) = sizes else {
+        return unsupported("a target shape that is not known");
     };
     if sizes.len() != axes.len() {
         return invalid(format!("{} sizes for {} axes", sizes.len(), axes.len()));

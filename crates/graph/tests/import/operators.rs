@@ -157,3 +157,17 @@ fn unnamed_dimensions_get_names_of_their_own() {
     assert_eq!(shape(&graph, "x"), "FP32[dim1,dim0,my_batch_,dim2]");
     assert_eq!(graph.symbols().len(), 4);
 }
+
+#[test]
+fn marks_for_the_unknown_are_no_names() {
+    let bytes = model(
+        17,
+        GraphProto {
+            node: vec![node("Relu", &["x"], &["y"])],
+            input: vec![info("x", DataType::FLOAT, &[D::S("-1"), D::S("?"), D::S("?")])],
+            output: vec![output("y")],
+            ..GraphProto::default()
+        },
+    );
+    assert_eq!(shape(&imported(&bytes), "x"), "FP32[dim0,dim1,dim2]");
+}
