@@ -165,12 +165,8 @@ fn arithmetic(facts: &StepFacts, binary: Binary, dtype: DataType) -> Result<Kern
         Binary::BitAnd => with_integer!(dtype, facts, T => Ok(in_place(|a: T, b| a & b))),
         Binary::BitOr => with_integer!(dtype, facts, T => Ok(in_place(|a: T, b| a | b))),
         Binary::BitXor => with_integer!(dtype, facts, T => Ok(in_place(|a: T, b| a ^ b))),
-        Binary::ShiftLeft => with_integer!(dtype, facts, T => Ok(in_place(|a: T, b: T| {
-            u32::try_from(b).ok().and_then(|by| a.checked_shl(by)).unwrap_or(0)
-        }))),
-        Binary::ShiftRight => with_integer!(dtype, facts, T => Ok(in_place(|a: T, b: T| {
-            u32::try_from(b).ok().and_then(|by| a.checked_shr(by)).unwrap_or(0)
-        }))),
+        Binary::ShiftLeft => with_integer!(dtype, facts, T => Ok(in_place(T::shift_left))),
+        Binary::ShiftRight => with_integer!(dtype, facts, T => Ok(in_place(T::shift_right))),
         Binary::Pow => power::build(facts, dtype),
     }
 }

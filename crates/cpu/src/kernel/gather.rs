@@ -151,7 +151,7 @@ fn tuple_offsets(
     let tuples: usize = index_shape[..index_shape.len() - 1].iter().product();
     let batches: usize = shape[..batch_dims].iter().product();
     let batch_size: usize = shape[batch_dims..].iter().product();
-    let per_batch = if batches == 0 { 1 } else { (tuples / batches).max(1) };
+    let per_batch = tuples.checked_div(batches).unwrap_or(1).max(1);
     let mut offsets = Vec::with_capacity(tuples);
     for tuple in 0..tuples {
         let mut offset = tuple / per_batch * batch_size;

@@ -2,6 +2,7 @@
 
 use model::DataType;
 use model::op::Op;
+use rten::BufferPool;
 use rten_tensor::Tensor;
 
 use super::binary::{Number, with_type};
@@ -65,20 +66,32 @@ fn one_hot(context: &Context, inputs: &Inputs, axis: i64) -> KernelResult {
     let indices = whole(indices)?;
     let values = inputs.get(2)?;
     with_value!(values, tensor => {
-        let pair = flat(tensor);
-        let [off, on] = pair.as_ref() else {
-            return Err(format!("values must be two, are {}", pair.len()));
-        };
-        let mut data = filled(context.pool, count, off.clone());
-        for (position, &index) in indices.iter().enumerate() {
-            let hot = if index < 0 { index.saturating_add(depth as i64) } else { index };
-            if (0..depth as i64).contains(&hot) {
-                let (row, column) = (position / inner, position % inner);
-                data[(row * depth + hot as usize) * inner + column] = on.clone();
-            }
-        }
+        let data = hot(context.pool, &flat(tensor), &indices, count, depth, inner)?;
         one(Value::from(Tensor::from_data(&out, data)))
     })
+}
+
+/// `count` times the first of `pair`, with the second at the indices.
+fn hot<T: Clone>(
+    pool: &BufferPool,
+    pair: &[T],
+    indices: &[i64],
+    count: usize,
+    depth: usize,
+    inner: usize,
+) -> Result<Vec<T>, String> {
+    let [off, on] = pair else {
+        return Err(format!("values must be two, are {}", pair.len()));
+    };
+    let mut data = filled(pool, count, off.clone());
+    for (position, &index) in indices.iter().enumerate() {
+        let hot = if index < 0 { index.saturating_add(depth as i64) } else { index };
+        if (0..depth as i64).contains(&hot) {
+            let (row, column) = (position / inner, position % inner);
+            data[(row * depth + hot as usize) * inner + column] = on.clone();
+        }
+    }
+    Ok(data)
 }
 
 /// The only element of operand `index`.

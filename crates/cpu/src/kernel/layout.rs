@@ -87,8 +87,8 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
         Op::Trilu { upper } => {
             Kernel::new(move |context, inputs| matrix::trilu(context, &inputs, upper))
         }
-        Op::Expand => Kernel::new(|context, inputs| window::expand(context, inputs)),
-        Op::Tile => Kernel::new(|context, inputs| join::tile(context, inputs)),
+        Op::Expand => Kernel::new(window::expand),
+        Op::Tile => Kernel::new(join::tile),
         Op::Concat { axis } => {
             join::same_types(facts)?;
             Kernel::new(move |context, inputs| join::concat(context, inputs, axis))
@@ -97,7 +97,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
             let parts = facts.step.outputs.len();
             Kernel::new(move |context, inputs| window::split(context, inputs, axis, parts))
         }
-        Op::Slice => Kernel::new(|context, inputs| window::slice(context, inputs)),
+        Op::Slice => Kernel::new(window::slice),
         Op::Pad { mode } => Kernel::new(move |context, inputs| border::pad(context, inputs, mode)),
         _ => return Err(no_kernel(facts)),
     })

@@ -146,15 +146,14 @@ fn preemption(device: &dyn Device) -> Result<(), Stop> {
         lane.queue.launch(segment(task, 1)).map_err(|_| "an idle queue is full")?;
         lane.queue.launch(segment(start(&program, 3)?, 2)).map_err(|_| "a queue of two is full")?;
         lane.queue.preempt();
-        for token in [1, 2] {
-            let mut completion = lane.wait()?;
+        // Both come back before either is launched again.
+        for (token, mut completion) in [(1, lane.wait()?), (2, lane.wait()?)] {
             ensure(completion.token == token, "segments overtook each other")?;
             if completion.outcome == Outcome::Left {
-                let steps = completion.task.step_count();
-                ensure(completion.task.next_step() < steps, "left with nothing to do")?;
+                let (done, steps) = (completion.task.next_step(), completion.task.step_count());
+                ensure(done < steps, "left with nothing to do")?;
                 left_early = true;
-                let rest = completion.task.next_step()..steps;
-                completion = lane.run(completion.task, rest)?;
+                completion = lane.run(completion.task, done..steps)?;
             }
             same_bits(&finished(completion)?, &want)?;
         }

@@ -1,5 +1,7 @@
 //! Arithmetic as ONNX has it, for every numeric type.
 
+use num_traits::ToPrimitive;
+
 use crate::kernel::operand::Element;
 
 /// A number that kernels compute with. Integers wrap around.
@@ -29,6 +31,10 @@ pub(crate) trait Number: Element + Copy + PartialOrd {
     fn to_f64(self) -> f64;
     fn to_i128(self) -> i128;
     fn from_f64(x: f64) -> Self;
+    /// Zero when every bit is shifted out; integers only.
+    fn shift_left(self, by: Self) -> Self;
+    /// Zero when every bit is shifted out; integers only.
+    fn shift_right(self, by: Self) -> Self;
 }
 
 macro_rules! integers {
@@ -75,6 +81,12 @@ macro_rules! integers {
             fn from_f64(x: f64) -> Self {
                 x as $rust
             }
+            fn shift_left(self, by: Self) -> Self {
+                by.to_u32().and_then(|by| self.checked_shl(by)).unwrap_or(0)
+            }
+            fn shift_right(self, by: Self) -> Self {
+                by.to_u32().and_then(|by| self.checked_shr(by)).unwrap_or(0)
+            }
         })+
     };
 }
@@ -120,6 +132,12 @@ macro_rules! floats {
             }
             fn from_f64(x: f64) -> Self {
                 x as $rust
+            }
+            fn shift_left(self, _: Self) -> Self {
+                self
+            }
+            fn shift_right(self, _: Self) -> Self {
+                self
             }
         })+
     };

@@ -60,7 +60,7 @@ fn target_shape(from: &[usize], target: &[i64], allow_zero: bool) -> Result<Vec<
         let have: usize = from.iter().product();
         let rest = model::tensor::element_count(&shape).map_err(|err| err.to_string())?;
         // Nothing can be inferred of a product that is zero whatever the dimension is.
-        let fits = rest != 0 && have % rest == 0;
+        let fits = rest != 0 && have.is_multiple_of(rest);
         shape[axis] = match (fits, have) {
             (true, _) => have / rest,
             (false, 0) => 0,

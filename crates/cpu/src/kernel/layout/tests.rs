@@ -40,7 +40,7 @@ fn transposes_agree_with_a_naive_reference() {
     ];
     for (shape, perm) in cases {
         let x = random_floats(&mut random, shape);
-        let got = &run(Op::Transpose { perm: Some(perm.to_vec()) }, &[x.clone()])[0];
+        let got = &run(Op::Transpose { perm: Some(perm.to_vec()) }, std::slice::from_ref(&x))[0];
         let want_shape: Vec<usize> = perm.iter().map(|&axis| shape[axis]).collect();
         assert_eq!(got.shape(), want_shape);
         let (data, strides) = (values::<f32>(&x), super::super::operand::row_strides(shape));
@@ -147,7 +147,7 @@ fn triangles_and_reversals() {
 fn blocks_move_between_depth_and_space() {
     let x = count_up(&[1, 8, 2, 3]);
     for crd in [false, true] {
-        let space = run(Op::DepthToSpace { block: 2, crd }, &[x.clone()]);
+        let space = run(Op::DepthToSpace { block: 2, crd }, std::slice::from_ref(&x));
         assert_eq!(space[0].shape(), [1, 2, 4, 6]);
         let first: Vec<f32> = values::<f32>(&space[0])[..4].to_vec();
         assert_eq!(first, if crd { [0.0, 6.0, 1.0, 7.0] } else { [0.0, 12.0, 1.0, 13.0] });

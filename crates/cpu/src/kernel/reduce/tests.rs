@@ -92,7 +92,7 @@ fn sums_of_many_floats_stay_exact() {
 fn integers_reduce_in_their_own_type() {
     let big = 1i64 << 60;
     let x = integers(&[3], &[big + 1, -1, 2]);
-    let on = |kind| values::<i64>(&run(op(kind, false), &[x.clone()])[0])[0];
+    let on = |kind| values::<i64>(&run(op(kind, false), std::slice::from_ref(&x))[0])[0];
     assert_eq!(on(ReduceKind::Sum), big + 2);
     assert_eq!(on(ReduceKind::Max), big + 1);
     assert_eq!(on(ReduceKind::L1), big + 4);
@@ -120,7 +120,7 @@ fn no_axes_reduce_all_or_nothing() {
     let all = run(op(ReduceKind::Sum, true), &[x.clone(), integers(&[0], &[])]);
     assert_eq!(all[0], floats(&[1, 1], &[10.0]));
     let reduce = |kind| Op::Reduce(Reduce { kind, keep_dims: true, noop_with_empty_axes: true });
-    assert_eq!(run(reduce(ReduceKind::Sum), &[x.clone()])[0], x);
+    assert_eq!(run(reduce(ReduceKind::Sum), std::slice::from_ref(&x))[0], x);
     let squares = run(reduce(ReduceKind::SumSquare), &[x]);
     assert_eq!(squares[0], floats(&[2, 2], &[1.0, 4.0, 9.0, 16.0]));
 }
@@ -130,7 +130,7 @@ fn positions_of_extremes() {
     let x = floats(&[2, 3], &[2.0, 5.0, 5.0, 1.0, f32::NAN, 0.0]);
     let on = |max, axis, select_last| {
         let arg = ArgReduce { max, axis, keep_dims: false, select_last };
-        values::<i64>(&run(Op::ArgReduce(arg), &[x.clone()])[0])
+        values::<i64>(&run(Op::ArgReduce(arg), std::slice::from_ref(&x))[0])
     };
     assert_eq!(on(true, 1, false), [1, 1]);
     assert_eq!(on(true, 1, true), [2, 1]);

@@ -94,7 +94,8 @@ fn check(plan: &[Axis], resize: &Resize, value: &Value) -> Result<(), String> {
             return Err("an empty dimension cannot be resized".to_string());
         }
         let taps = if resize.antialias { 4.0 / axis.scale.min(1.0) } else { 4.0 };
-        if axis.output > 0 && !(taps * axis.output as f64 <= MAX_TAPS) {
+        let all = taps * axis.output as f64;
+        if axis.output > 0 && (all.is_nan() || all > MAX_TAPS) {
             return Err(format!("scale {} is too small to filter", axis.scale));
         }
     }

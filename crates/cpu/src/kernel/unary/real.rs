@@ -120,7 +120,7 @@ impl SimdUnaryOp<f32> for Erf {
         let square = ops.mul(x, x);
         // Taylor coefficients of erf(x) / x in the square.
         let series = [
-            1.128_379_2,
+            std::f32::consts::FRAC_2_SQRT_PI,
             -0.376_126_4,
             0.112_837_92,
             -0.026_866_17,
