@@ -147,10 +147,11 @@ fn bias(
                 |id: ValueId, axis: usize| cx.shape(id).and_then(|shape| shape.get(axis)?.fixed());
             let mask_rank = cx.rank(mask)?;
             let width = mask_rank.checked_sub(1).and_then(|axis| last(mask, axis));
-            if let (Some(width), Some(tokens)) = (width, last(k, 2)) {
-                if width < tokens && width != 1 {
-                    return unsupported("a mask shorter than the keys");
-                }
+            if let (Some(width), Some(tokens)) = (width, last(k, 2))
+                && width < tokens
+                && width != 1
+            {
+                return unsupported("a mask shorter than the keys");
             }
             Some(match cx.dtype(mask) {
                 DataType::Bool => hide(cx, mask, dtype)?,
@@ -347,6 +348,9 @@ fn center_crop_pad(cx: &mut Context) -> Mapped {
             Ok(axis) => dimension(cx, x, axis)?,
             Err(_) => return invalid(format!("axis {axis}")),
         };
+        if *size < 0 {
+            return invalid(format!("a size of {size}"));
+        }
         let (crop, pad) = ((own - size).max(0), (size - own).max(0));
         starts.push(crop / 2);
         ends.push(crop / 2 + own.min(*size));

@@ -12,10 +12,10 @@ use crate::ir::Graph;
 pub fn run(graph: &mut Graph) -> usize {
     let mut editor = Editor::new(graph);
     for index in 0..editor.len() {
-        if let Some(affine) = affine(&editor, index) {
-            if fold(&mut editor, index, &affine).is_none() {
-                keep(&mut editor, index, &affine);
-            }
+        if let Some(affine) = affine(&editor, index)
+            && fold(&mut editor, index, &affine).is_none()
+        {
+            keep(&mut editor, index, &affine);
         }
     }
     editor.finish()

@@ -62,7 +62,7 @@ fn fuse_activation(editor: &mut Editor, index: usize) -> Option<()> {
             Unary::LeakyRelu { alpha } => Activation::LeakyRelu { alpha },
             Unary::Sigmoid => Activation::Sigmoid,
             Unary::Tanh => Activation::Tanh,
-            Unary::Silu { alpha } if alpha == 1.0 => Activation::Silu,
+            Unary::Silu { alpha: 1.0 } => Activation::Silu,
             Unary::Gelu { tanh } => Activation::Gelu { tanh },
             Unary::HardSwish => Activation::HardSwish,
             Unary::HardSigmoid { alpha, beta } => Activation::HardSigmoid { alpha, beta },
