@@ -49,10 +49,13 @@ pub(crate) type KernelResult = Result<Outputs, String>;
 /// A step's results, in the operator's order.
 pub(crate) type Outputs = SmallVec<[Value; 1]>;
 
+/// Computes a step from its operands.
+pub(crate) type Run = dyn Fn(&Context, Inputs) -> KernelResult + Send + Sync;
+
 /// A step ready to run any number of times.
 pub(crate) struct Kernel {
     /// Computes the step.
-    pub(crate) run: Box<dyn Fn(&Context, Inputs) -> KernelResult + Send + Sync>,
+    pub(crate) run: Box<Run>,
     /// Memory it holds for itself, such as packed weights.
     pub(crate) resident_bytes: usize,
     /// Constant operands it never reads again: it holds them in its own form, or not at all.
