@@ -32,17 +32,16 @@ pub(crate) fn give(buffer: Vec<f32>, pool: &BufferPool) {
 /// A buffer of `count` elements whose contents are arbitrary: what takes it must overwrite all of it.
 pub(crate) fn take(pool: &BufferPool, count: usize) -> Vec<f32> {
     let found = BUFFERS.with_borrow_mut(|buffers| {
-        let fits = |buffer: &&(usize, usize)| (count..=count.saturating_mul(2)).contains(&buffer.1);
-        let lengths: Vec<(usize, usize)> = buffers.iter().map(Vec::len).enumerate().collect();
-        let best = lengths.iter().filter(fits).min_by_key(|(_, length)| *length)?;
-        Some(buffers.swap_remove(best.0))
+        // Filling what is missing costs most, holding on to too much memory comes next.
+        let cost = |buffer: &Vec<f32>| (count.saturating_sub(buffer.len()), buffer.capacity());
+        let fits =
+            |buffer: &Vec<f32>| (count..=count.saturating_mul(2)).contains(&buffer.capacity());
+        let candidates = buffers.iter().enumerate().filter(|(_, buffer)| fits(buffer));
+        let best = candidates.min_by_key(|(_, buffer)| cost(buffer))?.0;
+        Some(buffers.swap_remove(best))
     });
-    let mut buffer = found.unwrap_or_else(|| {
-        let mut buffer = pool.alloc(count);
-        buffer.resize(count, 0.0);
-        buffer
-    });
-    buffer.truncate(count);
+    let mut buffer = found.unwrap_or_else(|| pool.alloc(count));
+    buffer.resize(count, 0.0);
     // What a kernel fails to overwrite must not go unnoticed.
     #[cfg(test)]
     buffer.fill(f32::NAN);
