@@ -35,7 +35,7 @@ fn stale_sources(root: &Path, text: &str) -> Result<Vec<String>, String> {
     let stale = |(file, hash): (&String, &Value)| match std::fs::read(root.join(KERNELS).join(file))
     {
         Err(_) => Some(format!("{file} is gone")),
-        Ok(bytes) if Some(hex(&Sha256::digest(bytes)).as_str()) == hash.as_str() => None,
+        Ok(bytes) if Some(hex(&Sha256::digest(&bytes)).as_str()) == hash.as_str() => None,
         Ok(_) => Some(format!("{file} has changed")),
     };
     Ok(sources.iter().filter_map(stale).collect())
