@@ -36,11 +36,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder.mkdir()
     shutil.copy(ASSETS / "digits.onnx", folder / "plain.onnx")
     server = serve(folder, folder.parent / "log")
-    register(
-        server, "digits", (ASSETS / "digits.onnx").read_bytes(), DIGIT_NAMES, DIGITS_PREPROCESSING
-    ).raise_for_status()
-    yield server
-    server.stop()
+    try:
+        model = (ASSETS / "digits.onnx").read_bytes()
+        answer = register(server, "digits", model, DIGIT_NAMES, DIGITS_PREPROCESSING)
+        assert answer.status_code == 200, answer.text
+        yield server
+    finally:
+        server.stop()
 
 
 def register(

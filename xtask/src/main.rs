@@ -1,5 +1,7 @@
-//! The project's own tools: `cargo xtask tidy` checks that the house is as `docs/ARCHITECTURE.md` says.
+//! The project's own tools: `cargo xtask tidy` checks that the house is as `docs/ARCHITECTURE.md` says,
+//! `cargo xtask evidence` that measured figures belong to the sources.
 
+mod evidence;
 mod tidy;
 
 use std::path::PathBuf;
@@ -9,12 +11,14 @@ const HELP: &str = "\
 usage: cargo xtask COMMAND
 
 commands:
-  tidy    check crate edges, unsafe code, clocks, file lengths and documented dependencies
-  help    print this text";
+  tidy      check crate edges, unsafe code, clocks, file lengths and documented dependencies
+  evidence  say whether the figures in evidence/ belong to the sources that are there now
+  help      print this text";
 
 fn main() -> ExitCode {
     match std::env::args().nth(1).as_deref() {
         Some("tidy") => report(&tidy::check(&root())),
+        Some("evidence") => report_evidence(),
         Some("help" | "--help" | "-h") => {
             println!("{HELP}");
             ExitCode::SUCCESS
@@ -38,4 +42,22 @@ fn report(problems: &[String]) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     ExitCode::FAILURE
+}
+
+fn report_evidence() -> ExitCode {
+    let evidence = match evidence::check(&root()) {
+        Ok(evidence) => evidence,
+        Err(problem) => {
+            eprintln!("evidence: {problem}");
+            return ExitCode::FAILURE;
+        }
+    };
+    for (name, stale) in &evidence {
+        match stale.is_empty() {
+            true => println!("{name}: fresh"),
+            false => println!("{name}: stale ({})", stale.join(", ")),
+        }
+    }
+    let fresh = evidence.iter().all(|(_, stale)| stale.is_empty());
+    if fresh { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -201,9 +201,9 @@ mod tests {
         let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..");
         let metadata = metadata(&root).unwrap();
         let mut table = crate_table(&root).unwrap();
-        table.get_mut("model").unwrap().clear();
+        table.get_mut("graph").unwrap().clear();
         let problems = check_edges(&metadata, &table);
-        assert_eq!(problems, ["crate model uses base, which the table does not allow"]);
+        assert_eq!(problems, ["crate graph uses model, which the table does not allow"]);
     }
 
     #[test]

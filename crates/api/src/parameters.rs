@@ -110,8 +110,15 @@ pub fn infer_options(parameters: &Parameters) -> ApiResult<InferOptions> {
             _ => {}
         }
     }
+    // The highest priority is how a client that knows nothing of classes asks for real time.
+    if options.priority == Some(HIGHEST_PRIORITY) && options.class.is_none() {
+        options.class = Some(Class::RealTime);
+    }
     Ok(options)
 }
+
+/// The priority of requests that wait for nobody; the protocol counts upwards from it.
+const HIGHEST_PRIORITY: u32 = 1;
 
 fn priority(value: &ParameterValue) -> ApiResult<Option<u32>> {
     match unsigned("priority", value)?.unwrap_or(0) {
@@ -183,6 +190,10 @@ mod tests {
         assert_eq!(read.timeout, Some(Nanos::from_millis(2)));
         assert_eq!(read.class, Some(Class::RealTime));
         assert_eq!(options(r#"{"priority":0,"timeout":0}"#).unwrap(), InferOptions::default());
+        let class = |text: &str| options(text).unwrap().class;
+        assert_eq!(class(r#"{"priority":1}"#), Some(Class::RealTime));
+        assert_eq!(class(r#"{"priority":2}"#), None);
+        assert_eq!(class(r#"{"priority":1,"atoll_class":"be"}"#), Some(Class::BestEffort));
     }
 
     #[test]

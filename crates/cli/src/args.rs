@@ -43,6 +43,8 @@ pub(crate) enum Command {
     Sim(crate::sim_command::SimArgs),
     /// Run published experiments, every policy side by side
     Bench(crate::bench_command::BenchArgs),
+    /// Plan services onto GPUs: slices, batches, processes, with a proof of how few GPUs there must be
+    Plan(PlanArgs),
     /// Print a completion script for a shell
     Completions {
         /// The shell
@@ -264,4 +266,70 @@ pub(crate) struct ModelsArgs {
     /// Print as JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  atoll plan --services services.toml --profiles profiles.csv --gpu a100-80gb
+  atoll plan --services services.toml --profiles profiles.csv --sharing time --headroom 0.15 --json
+  atoll plan --services services.toml --profiles profiles.csv --from current.json
+  atoll plan --services services.toml --profiles profiles.csv --algorithm parvagpu
+  atoll plan --services services.toml --profiles profiles.csv --explain resnet50
+
+Services are [[service]] tables with name, model, rate and slo_ms. Profiles have the columns model,
+mig_gpcs, batch, procs, throughput_total_rps, latency_ms and, where measured, memory_mib and status.
+Ctrl-C ends the search and prints the best plan so far with its gap.")]
+pub(crate) struct PlanArgs {
+    /// TOML file of the services
+    #[arg(long, env = "ATOLL_PLAN_SERVICES")]
+    pub(crate) services: PathBuf,
+
+    /// CSV file of measured operating points, or JSON of the same
+    #[arg(long, env = "ATOLL_PLAN_PROFILES")]
+    pub(crate) profiles: PathBuf,
+
+    /// GPU kind: a30-24gb, a100-40gb, a100-80gb, h100-80gb, h200-141gb, b200-180gb
+    #[arg(long, env = "ATOLL_PLAN_GPU", default_value = "a100-80gb")]
+    pub(crate) gpu: String,
+
+    /// Whether services share a slice in turns
+    #[arg(long, env = "ATOLL_PLAN_SHARING", default_value = "none", value_parser = ["none", "time"])]
+    pub(crate) sharing: String,
+
+    /// certified, parvagpu, parvagpu-single, parvagpu-unoptimized, squishy, mig-serving-like,
+    /// gpulet-like, igniter-like
+    #[arg(long, env = "ATOLL_PLAN_ALGORITHM", default_value = "certified")]
+    pub(crate) algorithm: planner::Algorithm,
+
+    /// Capacity beyond the rates, for bursts: 0.15 is 15 % more
+    #[arg(long, env = "ATOLL_PLAN_HEADROOM", default_value_t = 0.0)]
+    pub(crate) headroom: f64,
+
+    /// Plan the rest where a service is faulty or infeasible
+    #[arg(long)]
+    pub(crate) keep_going: bool,
+
+    /// Today's plan, as --json wrote it: change little, and print the steps there
+    #[arg(long, value_name = "CURRENT.json")]
+    pub(crate) from: Option<PathBuf>,
+
+    /// Say why a service runs as it does
+    #[arg(long, value_name = "SERVICE")]
+    pub(crate) explain: Option<String>,
+
+    /// Print as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    /// Write a picture of the plan
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) svg: Option<PathBuf>,
+
+    /// Print the nvidia-smi and MPS commands that would set it up; nothing is run
+    #[arg(long)]
+    pub(crate) commands: bool,
+
+    /// Write a configuration for mig-parted
+    #[arg(long, value_name = "FILE.yaml")]
+    pub(crate) mig_parted: Option<PathBuf>,
 }

@@ -84,7 +84,7 @@ async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
     let loader = Arc::new(BuiltInLoader { device: device.clone() });
     let service = LocalNode::new(start_node(device, NodeOptions::default())?, loader);
     let server = listen(&args.listen, 64 << 20, service.clone()).await?;
-    service.load(MODEL).await.map_err(Failure::failed)?;
+    service.load_model(MODEL).await.map_err(Failure::failed)?;
     service.set_started();
     let grpc = server.grpc_addr.ok_or_else(|| Failure::failed("gRPC does not listen"))?;
     let seconds = args.seconds.unwrap_or(DEFAULT_SECONDS);
@@ -101,7 +101,7 @@ async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
     let load = Load::connect(&format!("http://{grpc}")).await?;
     let outcome = tokio::select! {
         outcome = load.run(Duration::from_secs(seconds)) => outcome?,
-        () = Stop::new()?.wait() => return finish(server, args).await,
+        () = Stop::new()?.wait() => return finish(server).await,
     };
     let preemptions = preemptions(&service);
     let report = DemoReport { device: description, preemptions, ..outcome };
@@ -114,10 +114,10 @@ async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
         eprintln!("serving until Ctrl-C");
         stop.wait().await;
     }
-    finish(server, args).await
+    finish(server).await
 }
 
-async fn finish(server: server::RunningServer, _: &DemoArgs) -> Result<(), Failure> {
+async fn finish(server: server::RunningServer) -> Result<(), Failure> {
     server.shutdown(Duration::from_secs(5)).await;
     Ok(())
 }
@@ -341,7 +341,7 @@ fn print(report: &DemoReport) {
     let errors = report.rt_alone.errors + report.rt_beside_be.errors + report.be.errors;
     println!();
     println!(
-        "best effort left for real time {} times; {:.2} % of {} images named right; {errors} errors",
+        "{} preemptions: best effort left for real time; {:.2} % of {} images named right; {errors} errors",
         report.preemptions,
         100.0 * report.correct as f64 / report.answered.max(1) as f64,
         report.answered,

@@ -10,6 +10,7 @@ mod failure;
 mod loader;
 mod models_command;
 mod npy;
+mod plan_command;
 mod run_command;
 mod serve_command;
 mod sim_command;
@@ -40,6 +41,7 @@ fn run(command: Command) -> Result<(), Failure> {
         Command::Demo(args) => demo_command::run(&args),
         Command::Sim(args) => sim_command::run(&args),
         Command::Bench(args) => bench_command::run(&args),
+        Command::Plan(args) => plan_command::run(&args),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "atoll", &mut std::io::stdout());
             Ok(())

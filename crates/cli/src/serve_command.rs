@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use api::InferenceService;
 use base::MonotonicClock;
 use device::Device;
 use model::repository::Repository;
@@ -113,6 +112,9 @@ async fn serve(
     let max_body_bytes = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
     let server = listen(&args.listen, max_body_bytes, service.clone()).await?;
     load_models(args, &service).await?;
+    if matches!(args.model_control_mode, Some(ModelControlMode::None | ModelControlMode::Poll)) {
+        service.forbid_control();
+    }
     service.set_started();
     tracing::info!(
         http = address_text(server.http_addr),
@@ -155,7 +157,7 @@ async fn load_models(args: &ServeArgs, service: &LocalNode) -> Result<(), Failur
         return Ok(());
     }
     for name in &args.load_model {
-        service.load(name).await.map_err(Failure::failed)?;
+        service.load_model(name).await.map_err(Failure::failed)?;
     }
     Ok(())
 }
@@ -171,13 +173,13 @@ async fn follow_changes(service: LocalNode, loader: Arc<DiskLoader>, period: Dur
         };
         for (name, versions) in &now {
             if known.get(name) != Some(versions)
-                && let Err(err) = service.load(name).await
+                && let Err(err) = service.load_model(name).await
             {
                 tracing::warn!(model = name, error = %err, "changed model not loaded");
             }
         }
         for name in known.keys().filter(|name| !now.contains_key(*name)) {
-            if let Err(err) = service.unload(name).await {
+            if let Err(err) = service.unload_model(name).await {
                 tracing::warn!(model = name, error = %err, "removed model not unloaded");
             }
         }

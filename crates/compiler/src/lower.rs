@@ -118,3 +118,61 @@ fn weight(graph: &Graph, index: usize) -> u64 {
     };
     graph.nodes[index].outputs.iter().flatten().filter_map(bytes).sum()
 }
+
+#[cfg(test)]
+mod tests {
+    use graph::infer::Fact;
+    use graph::ir::Node;
+    use model::op::{Binary, Op, Unary};
+    use model::{DataType, Dim};
+
+    use super::*;
+
+    fn value(graph: &mut Graph, name: &str) -> ValueId {
+        let dims = vec![SymDim::symbol("n"), SymDim::Fixed(4)];
+        graph.add_value(name, Fact::new(DataType::F32, Some(dims)))
+    }
+
+    fn push(graph: &mut Graph, op: Op, inputs: &[ValueId]) -> ValueId {
+        let name = format!("v{}", graph.values.len());
+        let output = value(graph, &name);
+        let inputs = inputs.iter().map(|id| Some(*id)).collect();
+        graph.nodes.push(Node { name, op, inputs, outputs: vec![Some(output)] });
+        output
+    }
+
+    /// Many branches off the input, each summed up as soon as it is there.
+    fn fan(width: usize) -> Graph {
+        let mut graph = Graph::default();
+        let x = value(&mut graph, "x");
+        graph.inputs.push(x);
+        let branches: Vec<ValueId> =
+            (0..width).map(|_| push(&mut graph, Op::Unary(Unary::Abs), &[x])).collect();
+        let add = Op::Binary(Binary::Add);
+        let sum = branches[1..]
+            .iter()
+            .fold(branches[0], |sum, branch| push(&mut graph, add.clone(), &[sum, *branch]));
+        graph.outputs.push(sum);
+        graph
+    }
+
+    #[test]
+    fn branches_are_computed_when_they_are_needed() {
+        let plan = lower(&fan(16)).unwrap();
+        assert_eq!(plan.steps.len(), 31);
+        assert_eq!(plan.values[0].shape, Some(vec![Dim::Symbol("n".to_string()), Dim::Fixed(4)]));
+        let peak = crate::memory::peak_activation_bytes(&plan, &[("n", 2)]).unwrap();
+        // The input, the sum so far, one branch and the next sum; the file's order would need 17.
+        assert_eq!(peak, 4 * 2 * 4 * 4);
+        assert_eq!(crate::memory::peak_activation_bytes(&plan, &[]), None);
+    }
+
+    #[test]
+    fn lowering_is_deterministic_and_drops_what_is_unused() {
+        let mut graph = fan(5);
+        value(&mut graph, "nobody reads this");
+        let (one, two) = (lower(&graph).unwrap(), lower(&graph).unwrap());
+        assert_eq!((&one.steps, &one.values), (&two.steps, &two.values));
+        assert_eq!(one.values.len(), 10);
+    }
+}

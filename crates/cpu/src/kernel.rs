@@ -20,6 +20,7 @@ mod integer;
 mod layout;
 mod matmul;
 mod norm;
+mod operand;
 mod pool;
 mod quantize;
 mod reduce;
@@ -28,8 +29,11 @@ mod rnn;
 mod select;
 mod softmax;
 #[cfg(test)]
+mod testing;
+#[cfg(test)]
 mod testing_dense;
 mod unary;
+mod walk;
 
 use model::op::Op;
 use model::{DataType, LaunchPlan, Step};
@@ -45,10 +49,13 @@ pub(crate) type KernelResult = Result<Outputs, String>;
 /// A step's results, in the operator's order.
 pub(crate) type Outputs = SmallVec<[Value; 1]>;
 
+/// Computes a step from its operands.
+pub(crate) type Run = dyn Fn(&Context, Inputs) -> KernelResult + Send + Sync;
+
 /// A step ready to run any number of times.
 pub(crate) struct Kernel {
     /// Computes the step.
-    pub(crate) run: Box<dyn Fn(&Context, Inputs) -> KernelResult + Send + Sync>,
+    pub(crate) run: Box<Run>,
     /// Memory it holds for itself, such as packed weights.
     pub(crate) resident_bytes: usize,
     /// Constant operands it never reads again: it holds them in its own form, or not at all.
@@ -130,6 +137,20 @@ impl<'a> Inputs<'a> {
             Operand::Absent => Err(format!("operand {index} is missing")),
             Operand::Shared(value) => Ok(value.clone()),
             Operand::Owned(value) => Ok(value),
+        }
+    }
+
+    /// Operand `index` as it is, to be an operand of something else.
+    pub(crate) fn take_operand(&mut self, index: usize) -> Result<Operand<'a>, String> {
+        let slot =
+            self.operands.get_mut(index).ok_or_else(|| format!("operand {index} is missing"))?;
+        Ok(std::mem::replace(slot, Operand::Absent))
+    }
+
+    /// Puts `value` in the place of operand `index`.
+    pub(crate) fn replace(&mut self, index: usize, value: Value) {
+        if let Some(slot) = self.operands.get_mut(index) {
+            *slot = Operand::Owned(value);
         }
     }
 

@@ -2,9 +2,12 @@
 //! that work can be left between any two of them.
 
 mod device;
+mod evaluate;
 mod kernel;
 mod program;
 mod queue;
+mod spare;
 mod value;
 
 pub use device::{CpuDevice, CpuOptions};
+pub use evaluate::evaluate;

@@ -7,6 +7,8 @@ use rten::{BufferPool, ExtractBuffer};
 use rten_tensor::Tensor;
 use rten_tensor::prelude::*;
 
+use crate::spare;
+
 /// A tensor of any element type.
 #[derive(Clone, Debug)]
 pub(crate) enum Value {
@@ -69,6 +71,7 @@ macro_rules! with_number {
     };
 }
 
+#[allow(unused_imports)] // Not every family has need of each.
 pub(crate) use {with_copy, with_number, with_value};
 
 impl Value {
@@ -102,6 +105,9 @@ impl Value {
 
     /// Gives the memory back for the next step's outputs.
     pub(crate) fn recycle(self, pool: &BufferPool) {
+        if let Value::F32(tensor) = self {
+            return spare::give(tensor.into_non_contiguous_data(), pool);
+        }
         with_copy!(self, tensor => if let Some(buffer) = tensor.extract_buffer() {
             pool.add(buffer);
         }, _ => {});

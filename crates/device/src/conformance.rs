@@ -1,1 +1,181 @@
-//! The suite every device passes.
+//! The suite every device passes: what [`Device`](crate::Device), programs, tasks and queues promise,
+//! tried on small plans whose outputs a slow reference computes anew each time.
+//!
+//! A plan that a device refuses with a reason is skipped; one that it takes must run and be right.
+
+mod plans;
+mod queues;
+mod reference;
+mod results;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use model::{LaunchPlan, Tensor};
+
+use crate::{
+    Completion, CompletionSink, Device, DeviceError, Outcome, Program, Queue, QueueOptions,
+    Segment, Task,
+};
+
+/// How long one segment may take before the device counts as hung.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What became of a case.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// As promised.
+    Passed,
+    /// Not as promised: what was wrong.
+    Failed(String),
+    /// The device does not do this: its reason.
+    Skipped(String),
+}
+
+/// One promise, tried.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// What was tried.
+    pub name: String,
+    /// What became of it.
+    pub verdict: Verdict,
+}
+
+/// What became of all cases.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    /// In the order they ran.
+    pub cases: Vec<Case>,
+}
+
+impl Report {
+    /// The cases that failed.
+    pub fn failures(&self) -> impl Iterator<Item = &Case> {
+        self.cases.iter().filter(|case| matches!(case.verdict, Verdict::Failed(_)))
+    }
+
+    fn add(&mut self, name: &str, outcome: Result<(), Stop>) {
+        let verdict = match outcome {
+            Ok(()) => Verdict::Passed,
+            Err(Stop::Wrong(why)) => Verdict::Failed(why),
+            Err(Stop::Unsupported(why)) => Verdict::Skipped(why),
+        };
+        self.cases.push(Case { name: name.to_string(), verdict });
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for case in &self.cases {
+            match &case.verdict {
+                Verdict::Passed => writeln!(f, "passed   {}", case.name)?,
+                Verdict::Failed(why) => writeln!(f, "FAILED   {}: {why}", case.name)?,
+                Verdict::Skipped(why) => writeln!(f, "skipped  {}: {why}", case.name)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Why a case ends early.
+enum Stop {
+    Wrong(String),
+    Unsupported(String),
+}
+
+impl From<String> for Stop {
+    fn from(why: String) -> Stop {
+        Stop::Wrong(why)
+    }
+}
+
+impl From<&str> for Stop {
+    fn from(why: &str) -> Stop {
+        Stop::Wrong(why.to_string())
+    }
+}
+
+/// Fails a case unless `holds`.
+fn ensure(holds: bool, why: impl Into<String>) -> Result<(), Stop> {
+    if holds { Ok(()) } else { Err(Stop::Wrong(why.into())) }
+}
+
+/// Tries everything on `device`.
+pub fn run(device: &dyn Device) -> Report {
+    let mut report = Report::default();
+    results::run(device, &mut report);
+    queues::run(device, &mut report);
+    report
+}
+
+/// Completions as they come.
+struct Inbox(Sender<Completion>);
+
+impl CompletionSink for Inbox {
+    fn complete(&self, completion: Completion) {
+        // Nobody listens any more when a case has ended early.
+        let _ = self.0.send(completion);
+    }
+}
+
+/// A queue and its completions.
+struct Lane {
+    queue: Box<dyn Queue>,
+    completions: Receiver<Completion>,
+}
+
+impl Lane {
+    fn open(device: &dyn Device, id: u32, capacity: usize) -> Result<Lane, Stop> {
+        let (sender, completions) = channel();
+        let options = QueueOptions { id, capacity, high_priority: false };
+        let queue = device
+            .open_queue(options, Arc::new(Inbox(sender)))
+            .map_err(|err| format!("no queue: {err}"))?;
+        Ok(Lane { queue, completions })
+    }
+
+    /// The next completion.
+    fn wait(&self) -> Result<Completion, Stop> {
+        self.completions
+            .recv_timeout(PATIENCE)
+            .map_err(|err| Stop::Wrong(format!("a launched segment did not complete: {err}")))
+    }
+
+    /// Launches steps of `task` and waits for them.
+    fn run(&self, task: Box<dyn Task>, steps: std::ops::Range<usize>) -> Result<Completion, Stop> {
+        let segment = Segment { token: 1, task, steps };
+        self.queue.launch(segment).map_err(|_| "an idle queue gave a segment back".to_string())?;
+        self.wait()
+    }
+
+    /// Runs all of `task` at once.
+    fn outputs(&self, task: Box<dyn Task>) -> Result<Vec<Tensor>, Stop> {
+        let steps = task.next_step()..task.step_count();
+        finished(self.run(task, steps)?)
+    }
+}
+
+/// The outputs of a task whose last segment is done.
+fn finished(completion: Completion) -> Result<Vec<Tensor>, Stop> {
+    match completion.outcome {
+        Outcome::Done => {
+            completion.task.into_outputs().map_err(|err| Stop::Wrong(format!("no outputs: {err}")))
+        }
+        other => Err(Stop::Wrong(format!("the segment ended with {other:?}"))),
+    }
+}
+
+/// Loads `plan`, or skips the case with the device's reason.
+fn load(device: &dyn Device, plan: LaunchPlan) -> Result<Arc<dyn Program>, Stop> {
+    let refused = device.unsupported_steps(&plan);
+    match (device.load(Arc::new(plan)), refused.first()) {
+        (Ok(program), None) => Ok(program),
+        (Err(err @ DeviceError::Unsupported { .. }), Some(_)) => {
+            Err(Stop::Unsupported(err.to_string()))
+        }
+        (Ok(_), Some(err)) => Err(Stop::Wrong(format!("loaded although {err}"))),
+        (Err(err), _) => Err(Stop::Wrong(format!("not loaded: {err}"))),
+    }
+}

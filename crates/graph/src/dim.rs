@@ -115,9 +115,38 @@ impl SymDim {
         if other.is(0) || *self == SymDim::Unknown || *other == SymDim::Unknown {
             return SymDim::Unknown;
         }
-        match divide_exactly(&self.terms(), &other.terms()) {
-            Some(terms) => from_terms(Some(terms)),
-            None => call(Function::Div, self, other),
+        if let Some(terms) = divide_exactly(&self.terms(), &other.terms()) {
+            return from_terms(Some(terms));
+        }
+        match self.quotient_by_number() {
+            // Truncating twice is truncating once by the product.
+            Some((dividend, inner)) if inner > 0 && other.fixed().is_some_and(|n| n > 0) => {
+                dividend.div(&SymDim::Fixed(inner).mul(other))
+            }
+            _ => call(Function::Div, self, other),
+        }
+    }
+
+    /// Dividend and divisor when this is just a quotient by a number.
+    fn quotient_by_number(&self) -> Option<(&SymDim, i64)> {
+        let SymDim::Expr(poly) = self else { return None };
+        let [(atoms, 1)] = poly.0.as_slice() else { return None };
+        match atoms.as_slice() {
+            [Atom::Call(Function::Div, [dividend, SymDim::Fixed(divisor)])] => {
+                Some((dividend, *divisor))
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether the text needs no brackets inside a product.
+    fn is_simple(&self) -> bool {
+        match self {
+            SymDim::Fixed(value) => *value >= 0,
+            SymDim::Unknown => true,
+            SymDim::Expr(poly) => {
+                matches!(poly.0.as_slice(), [(atoms, 1)] if matches!(atoms.as_slice(), [Atom::Symbol(_)]))
+            }
         }
     }
 
@@ -393,12 +422,22 @@ fn write_term(f: &mut fmt::Formatter<'_>, first: bool, atoms: &[Atom], factor: i
         }
         match atom {
             Atom::Symbol(name) => f.write_str(name)?,
-            Atom::Call(Function::Div, [a, b]) => write!(f, "(({a})/({b}))")?,
+            Atom::Call(Function::Div, [a, b]) => {
+                f.write_str("(")?;
+                write_operand(f, a)?;
+                f.write_str("/")?;
+                write_operand(f, b)?;
+                f.write_str(")")?;
+            }
             Atom::Call(Function::Min, [a, b]) => write!(f, "min({a},{b})")?,
             Atom::Call(Function::Max, [a, b]) => write!(f, "max({a},{b})")?,
         }
     }
     Ok(())
+}
+
+fn write_operand(f: &mut fmt::Formatter<'_>, dim: &SymDim) -> fmt::Result {
+    if dim.is_simple() { write!(f, "{dim}") } else { write!(f, "({dim})") }
 }
 
 /// A shape as text, such as `[batch,3,224,224]`.
@@ -443,7 +482,10 @@ mod tests {
     fn substitution_evaluates() {
         let h = SymDim::symbol("h");
         let out = h.sub(&fixed(1)).div(&fixed(2)).add(&fixed(1));
+        assert_eq!(out.to_string(), "((h-1)/2)+1");
         assert_eq!(out.substitute(&|_| Some(224)), fixed(112));
+        let twice = h.div(&fixed(2)).div(&fixed(3));
+        assert_eq!(twice, h.div(&fixed(6)));
         assert_eq!(out.substitute(&|_| None), out);
         assert_eq!(out.symbols(), vec!["h".to_string()]);
     }

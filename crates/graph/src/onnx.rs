@@ -19,6 +19,7 @@ mod function;
 mod importer;
 mod index;
 mod layout;
+mod loss;
 mod matrix;
 mod microsoft;
 mod nn;

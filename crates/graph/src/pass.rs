@@ -20,6 +20,8 @@ pub mod reshape;
 
 #[cfg(test)]
 pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
 
 /// Rounds of all passes at most; each round that changes nothing ends it.
 const MAX_ROUNDS: usize = 8;

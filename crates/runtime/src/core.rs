@@ -5,7 +5,8 @@
 //!
 //! - Real-time work goes before best effort: by priority, then earliest deadline, then arrival.
 //! - A real-time arrival that finds every queue busy makes a queue that runs best effort leave.
-//! - Best effort is shared between models by deficit round robin over the time they use.
+//! - Best effort is shared between models by deficit round robin over the time they use; inside a model
+//!   it goes by priority, then arrival.
 //! - While real time saturates the device, best effort earns a share of the time and is not made to
 //!   leave before it has used up what it earned.
 //! - Every request ends exactly once: done, failed, refused, late or cancelled.
@@ -546,19 +547,16 @@ impl Core {
     fn enqueue(&mut self, request: RequestId) {
         let Some(state) = self.requests.get_mut(request) else { return };
         state.phase = Phase::Waiting;
-        let (model, class, progress) = (state.model, state.class, state.progress);
+        let (model, class, priority) = (state.model, state.class, state.priority);
         let deadline = match self.options.real_time_order {
             RealTimeOrder::EarliestDeadline => state.deadline.0,
             RealTimeOrder::Fifo => 0,
         };
-        let key = (state.priority, deadline, request.order());
         match class {
-            Class::RealTime => self.real_time.push(key, request),
-            // Work that was made to leave goes on before anything newer of its model.
-            Class::BestEffort if progress > Progress::default() => {
-                self.best_effort.push_front(model, request);
+            Class::RealTime => self.real_time.push((priority, deadline, request.order()), request),
+            Class::BestEffort => {
+                self.best_effort.push(model, (priority, 0, request.order()), request);
             }
-            Class::BestEffort => self.best_effort.push_back(model, request),
         }
     }
 

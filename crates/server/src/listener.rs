@@ -1,4 +1,4 @@
-//! Accepts HTTP connections and serves a router on them until told to stop.
+//! Accepts HTTP connections and answers requests on them until told to stop.
 
 use std::convert::Infallible;
 use std::panic::AssertUnwindSafe;
@@ -19,16 +19,16 @@ use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use tower::Service;
 
-use crate::rest::answer;
+use crate::rest::answer::{self, WireBody};
 
 /// How long a connection may stay without sending a whole request head.
 const IDLE_LIMIT: Duration = Duration::from_secs(600);
 
-/// Serves `router` on `listener` until `stop` turns true, then lets connections finish what they
+/// Serves `responder` on `listener` until `stop` turns true, then lets connections finish what they
 /// are at. Dropping the future closes them at once.
 pub(crate) async fn serve(
     listener: TcpListener,
-    router: Router,
+    responder: impl Respond,
     max_connections: usize,
     mut stop: watch::Receiver<bool>,
 ) {
@@ -42,9 +42,9 @@ pub(crate) async fn serve(
             Some(_) = connections.join_next() => continue,
         };
         if let Some((stream, place)) = accepted {
-            let (router, stop) = (router.clone(), stop.clone());
+            let (responder, stop) = (responder.clone(), stop.clone());
             connections.spawn(async move {
-                serve_connection(stream, router, stop).await;
+                serve_connection(stream, responder, stop).await;
                 drop(place);
             });
         }
@@ -78,8 +78,12 @@ async fn accept(
     }
 }
 
-async fn serve_connection(stream: TcpStream, router: Router, mut stop: watch::Receiver<bool>) {
-    let service = service_fn(move |request: Request<Incoming>| respond(router.clone(), request));
+async fn serve_connection(
+    stream: TcpStream,
+    responder: impl Respond,
+    mut stop: watch::Receiver<bool>,
+) {
+    let service = service_fn(move |request: Request<Incoming>| respond(responder.clone(), request));
     let mut builder = Builder::new(TokioExecutor::new());
     builder.http1().timer(TokioTimer::new()).header_read_timeout(IDLE_LIMIT);
     builder.http2().timer(TokioTimer::new()).max_concurrent_streams(1024);
@@ -97,15 +101,31 @@ async fn serve_connection(stream: TcpStream, router: Router, mut stop: watch::Re
     }
 }
 
-/// One request through the router. A panic there becomes an answer, not a closed connection.
+/// Answers requests of a connection.
+pub(crate) trait Respond: Clone + Send + Sync + 'static {
+    fn respond(
+        &self,
+        request: Request<Incoming>,
+    ) -> impl Future<Output = Response<WireBody>> + Send;
+}
+
+impl Respond for Router {
+    async fn respond(&self, request: Request<Incoming>) -> Response<WireBody> {
+        match self.clone().call(request.map(Body::new)).await {
+            Ok(response) => response.map(WireBody::Routed),
+            Err(never) => match never {},
+        }
+    }
+}
+
+/// One request. A panic in it becomes an answer, not a closed connection.
 async fn respond(
-    mut router: Router,
+    responder: impl Respond,
     request: Request<Incoming>,
-) -> Result<Response<Body>, Infallible> {
-    let response = AssertUnwindSafe(router.call(request.map(Body::new))).catch_unwind().await;
-    Ok(match response {
-        Ok(Ok(response)) => response,
-        Ok(Err(never)) => match never {},
-        Err(_) => answer::error(&ApiError::internal("the server failed on this request")),
-    })
+) -> Result<Response<WireBody>, Infallible> {
+    let response = AssertUnwindSafe(responder.respond(request)).catch_unwind().await;
+    Ok(response.unwrap_or_else(|_| {
+        answer::error(&ApiError::internal("the server failed on this request"))
+            .map(WireBody::Routed)
+    }))
 }

@@ -53,6 +53,8 @@ struct Inner {
     catalogue: Catalogue,
     started: AtomicBool,
     draining: AtomicBool,
+    /// Whether clients may load and unload models.
+    control: AtomicBool,
 }
 
 impl LocalNode {
@@ -66,6 +68,7 @@ impl LocalNode {
                 catalogue: Catalogue::default(),
                 started: AtomicBool::new(false),
                 draining: AtomicBool::new(false),
+                control: AtomicBool::new(true),
             }),
         }
     }
@@ -73,6 +76,31 @@ impl LocalNode {
     /// Says that the models to begin with are loaded, or have failed to.
     pub fn set_started(&self) {
         self.inner.started.store(true, Ordering::SeqCst);
+    }
+
+    /// Refuses clients that ask to load or unload models; the owner of this service still can, through
+    /// [`LocalNode::load_model`] and [`LocalNode::unload_model`].
+    pub fn forbid_control(&self) {
+        self.inner.control.store(false, Ordering::SeqCst);
+    }
+
+    /// Makes the newest version of `model` ready and returns it.
+    pub async fn load_model(&self, model: &str) -> ApiResult<u64> {
+        to_the_end(self.inner.clone().load(model.to_string())).await
+    }
+
+    /// Takes `model` out of service; returns when its last request is done.
+    pub async fn unload_model(&self, model: &str) -> ApiResult<()> {
+        to_the_end(self.inner.clone().unload(model.to_string())).await
+    }
+
+    fn check_control(&self) -> ApiResult<()> {
+        if self.inner.control.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        Err(ApiError::unavailable(
+            "models are not loaded or unloaded by clients in this --model-control-mode",
+        ))
     }
 
     /// Loads the newest version of every model of the repository and returns those that failed.
@@ -84,7 +112,7 @@ impl LocalNode {
         names.dedup();
         let mut failed = Vec::new();
         for name in names {
-            if let Err(error) = self.load(&name).await {
+            if let Err(error) = self.load_model(&name).await {
                 failed.push((name, error));
             }
         }
@@ -225,6 +253,9 @@ impl Inner {
     }
 
     async fn load(self: Arc<Inner>, name: String) -> ApiResult<u64> {
+        if name.is_empty() || name.starts_with('.') || name.contains(['/', '\\', '\0']) {
+            return Err(ApiError::not_found("there is no model of this name"));
+        }
         let _turn = self.catalogue.turn(&name).await;
         self.catalogue.begin_load(&name);
         let (loader, wanted) = (self.loader.clone(), name.clone());
@@ -353,13 +384,17 @@ impl InferenceService for LocalNode {
     }
 
     fn load<'a>(&'a self, model: &'a str) -> ServiceFuture<'a, ()> {
-        Box::pin(
-            async move { to_the_end(self.inner.clone().load(model.to_string())).await.map(|_| ()) },
-        )
+        Box::pin(async move {
+            self.check_control()?;
+            self.load_model(model).await.map(|_| ())
+        })
     }
 
     fn unload<'a>(&'a self, model: &'a str) -> ServiceFuture<'a, ()> {
-        Box::pin(to_the_end(self.inner.clone().unload(model.to_string())))
+        Box::pin(async move {
+            self.check_control()?;
+            self.unload_model(model).await
+        })
     }
 
     fn register(&self, request: RegisterRequest) -> ServiceFuture<'_, Registered> {

@@ -2,11 +2,17 @@
 
 use std::sync::Arc;
 
+use api::ModelRef;
 use axum::Router;
 use axum::extract::DefaultBodyLimit;
-use axum::routing::{get, post};
+use axum::routing::{any, get, post};
 
+use http::{Method, Request, Response};
+use hyper::body::Incoming;
+
+use crate::listener::Respond;
 use crate::server::App;
+use answer::WireBody;
 
 pub(crate) mod answer;
 mod body;
@@ -20,7 +26,40 @@ mod statistics_api;
 pub(crate) use infer_api::span as infer_span;
 pub(crate) use repository_api::check_load_parameters;
 
-pub(crate) fn router(app: Arc<App>) -> Router {
+/// Answers requests: inferences at once, all others by the router.
+#[derive(Clone)]
+pub(crate) struct Rest {
+    app: Arc<App>,
+    router: Router,
+}
+
+impl Rest {
+    pub(crate) fn new(app: Arc<App>) -> Rest {
+        Rest { router: router(app.clone()), app }
+    }
+}
+
+impl Respond for Rest {
+    async fn respond(&self, request: Request<Incoming>) -> Response<WireBody> {
+        if request.method() == Method::POST
+            && let Some((name, version)) = infer_api::quick_path(request.uri().path())
+            && let Ok(model) = ModelRef::parse(name, version)
+        {
+            // The path stays with the head while the body is consumed.
+            let (name, version) = (name.to_string(), model.version);
+            let model = ModelRef { name: &name, version };
+            let (head, body) = request.into_parts();
+            let answer = infer_api::infer(&self.app, model, &head.headers, body).await;
+            return match answer {
+                Ok(response) => response.map(WireBody::Parts),
+                Err(error) => answer::error(&error).map(WireBody::Routed),
+            };
+        }
+        self.router.respond(request).await
+    }
+}
+
+fn router(app: Arc<App>) -> Router {
     let images = DefaultBodyLimit::max(app.max_body_bytes);
     let models = DefaultBodyLimit::max(app.max_model_bytes);
     Router::new()
@@ -34,12 +73,12 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/v2/models/{model}/ready", get(model_api::ready))
         .route("/v2/models/{model}/config", get(model_api::config))
         .route("/v2/models/{model}/stats", get(statistics_api::one))
-        .route("/v2/models/{model}/infer", post(infer_api::infer))
+        .route("/v2/models/{model}/infer", post(infer_api::route))
         .route("/v2/models/{model}/versions/{version}", get(model_api::metadata))
         .route("/v2/models/{model}/versions/{version}/ready", get(model_api::ready))
         .route("/v2/models/{model}/versions/{version}/config", get(model_api::config))
         .route("/v2/models/{model}/versions/{version}/stats", get(statistics_api::one))
-        .route("/v2/models/{model}/versions/{version}/infer", post(infer_api::infer))
+        .route("/v2/models/{model}/versions/{version}/infer", post(infer_api::route))
         .route("/v2/repository/index", post(repository_api::index))
         .route("/v2/repository/models/{model}/load", post(repository_api::load))
         .route("/v2/repository/models/{model}/unload", post(repository_api::unload))
@@ -47,6 +86,10 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/v2/atoll/register", post(classify_api::register).layer(models))
         .route("/classify", post(classify_api::classify).layer(images))
         .route("/v2/atoll/classify", post(classify_api::classify).layer(images))
+        .route("/v2/systemsharedmemory/{*rest}", any(answer::unsupported))
+        .route("/v2/cudasharedmemory/{*rest}", any(answer::unsupported))
+        .route("/v2/trace/setting", any(answer::unsupported))
+        .route("/v2/logging", any(answer::unsupported))
         .fallback(answer::no_route)
         .method_not_allowed_fallback(answer::wrong_method)
         .with_state(app)

@@ -103,8 +103,8 @@ impl Server {
         let connections = options.max_connections;
         if let Some((listener, address)) = bind(options.http).await? {
             server.http_addr = Some(address);
-            let router = rest::router(app.clone());
-            let task = listener::serve(listener, router, connections, stopped.clone());
+            let rest = rest::Rest::new(app.clone());
+            let task = listener::serve(listener, rest, connections, stopped.clone());
             server.tasks.push(tokio::spawn(task));
         }
         if let Some((listener, address)) = bind(options.metrics).await? {

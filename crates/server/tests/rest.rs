@@ -75,6 +75,8 @@ async fn errors_are_json_with_the_right_code() {
     client.get("/v2/models/nope").await.error(404);
     client.get("/v2/models/identity/versions/2").await.error(404);
     client.get("/v2/models/identity/versions/x").await.error(400);
+    client.get("/v2/systemsharedmemory/status").await.error(501);
+    client.get("/v2/logging").await.error(501);
     client.get(IDENTITY).await.error(405);
     client.post("/v2/health/live", "").await.error(405);
     client.post(IDENTITY, "{").await.error(400);

@@ -1,14 +1,10 @@
 //! Functions fused onto the end of heavier steps, in place and vectorised.
 
 use model::op::Activation;
-use rayon::prelude::*;
 use rten_simd::functional::simd_apply;
 use rten_simd::ops::{BitOps, NumOps};
 use rten_simd::{Isa, SimdOp, SimdUnaryOp};
 use rten_vecmath as vecmath;
-
-/// Elements below which a slice is not worth sharing between threads.
-const PARALLEL_CHUNK: usize = 16 * 1024;
 
 /// Applies `activation` to each element.
 pub(super) fn apply(activation: Activation, row: &mut [f32]) {
@@ -27,31 +23,9 @@ pub(super) fn apply(activation: Activation, row: &mut [f32]) {
     }
 }
 
-/// Applies `activation` to each element, with all threads where there are enough.
-pub(super) fn apply_parallel(activation: Activation, data: &mut [f32]) {
-    if activation != Activation::None {
-        data.par_chunks_mut(PARALLEL_CHUNK).for_each(|chunk| apply(activation, chunk));
-    }
-}
-
-/// Adds `residual` and applies `activation`, with all threads where there are enough.
-pub(super) fn add_and_apply(activation: Activation, data: &mut [f32], residual: &[f32]) {
-    data.par_chunks_mut(PARALLEL_CHUNK).zip(residual.par_chunks(PARALLEL_CHUNK)).for_each(
-        |(chunk, residual)| {
-            add(chunk, residual);
-            apply(activation, chunk);
-        },
-    );
-}
-
 /// Adds `other` to `row`, element by element.
 pub(super) fn add(row: &mut [f32], other: &[f32]) {
     Add { row, other }.dispatch();
-}
-
-/// Adds `value` to each element.
-pub(super) fn add_value(row: &mut [f32], value: f32) {
-    AddValue { row, value }.dispatch();
 }
 
 /// One element of `activation`, in double precision.
@@ -199,23 +173,49 @@ impl SimdOp for Add<'_> {
     }
 }
 
-struct AddValue<'a> {
-    row: &'a mut [f32],
-    value: f32,
-}
+#[cfg(test)]
+mod tests {
+    use base::Random;
 
-impl SimdOp for AddValue<'_> {
-    type Output = ();
+    use super::super::testing_dense::assert_close;
+    use super::*;
 
-    #[inline(always)]
-    fn eval<I: Isa>(self, isa: I) {
-        let ops = isa.f32();
-        let value = ops.splat(self.value);
-        simd_apply::<_, _, _, 4>(
-            ops,
-            self.row,
-            #[inline(always)]
-            |x| ops.add(x, value),
-        );
+    #[test]
+    fn vectors_match_single_elements() {
+        let mut source = Random::new(111);
+        for activation in [
+            Activation::None,
+            Activation::Relu,
+            Activation::LeakyRelu { alpha: 0.1 },
+            Activation::Clip { low: -1.0, high: 6.0 },
+            Activation::Sigmoid,
+            Activation::Tanh,
+            Activation::Silu,
+            Activation::Gelu { tanh: false },
+            Activation::Gelu { tanh: true },
+            Activation::HardSwish,
+            Activation::HardSigmoid { alpha: 0.2, beta: 0.5 },
+        ] {
+            let mut row: Vec<f32> = (0..77).map(|_| source.symmetric_f32() * 8.0).collect();
+            let expected: Vec<f64> =
+                row.iter().map(|&x| scalar(activation, f64::from(x))).collect();
+            apply(activation, &mut row);
+            assert_close(&row, &expected, 1e-5, &format!("{activation:?}"));
+        }
+    }
+
+    #[test]
+    fn what_is_no_number_stays_so() {
+        for activation in [Activation::Relu, Activation::Clip { low: 0.0, high: 6.0 }] {
+            let mut row = [f32::NAN; 20];
+            apply(activation, &mut row);
+            assert!(row.iter().all(|x| x.is_nan()));
+        }
+    }
+
+    #[test]
+    fn the_error_function_is_known() {
+        assert!((erf(0.5) - 0.520_499_877_813_046_5).abs() < 1e-15);
+        assert!((erf(-3.0) + 0.999_977_909_503_001_4).abs() < 1e-15);
     }
 }

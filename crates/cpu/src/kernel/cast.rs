@@ -1,7 +1,245 @@
-//! Not there yet.
+//! Conversion of elements to another type.
 
-use super::{Kernel, StepFacts, no_kernel};
+use bytes::Bytes;
+use half::{bf16, f16};
+use model::DataType;
+use num_traits::AsPrimitive;
+use rten_tensor::Tensor;
+use rten_tensor::prelude::*;
 
-pub(crate) fn build(facts: &StepFacts, _to: model::DataType) -> Result<Kernel, String> {
-    Err(no_kernel(facts))
+use super::operand::{Element, dtype_of, flat, one};
+use super::walk::map;
+use super::{Kernel, StepFacts};
+use crate::value::{Value, with_number};
+
+pub(crate) fn build(facts: &StepFacts, to: DataType) -> Result<Kernel, String> {
+    if dtype_of(facts, 0)? == to {
+        return Ok(Kernel::new(|_, mut inputs| one(inputs.take(0)?)));
+    }
+    Ok(Kernel::new(move |_, inputs| one(convert(inputs.get(0)?, to)?)))
+}
+
+/// `value` with each element as `to`. Floats lose their fraction and saturate in integers; integers
+/// keep their low bits in narrower ones.
+pub(crate) fn convert(value: &Value, to: DataType) -> Result<Value, String> {
+    match (value, to) {
+        (value, to) if value.dtype() == to => Ok(value.clone()),
+        (Value::String(tensor), to) => parse(tensor, to),
+        (Value::Bool(tensor), DataType::String) => {
+            Ok(texts(tensor, |&x| if x { "True" } else { "False" }.to_string()))
+        }
+        (Value::Bool(tensor), to) => {
+            let bytes = Tensor::from_data(tensor.shape(), tensor.map(|&x| u8::from(x)).into_data());
+            convert(&Value::U8(bytes), to)
+        }
+        (value, DataType::Bool) => {
+            with_number!(value, tensor => Ok(truth(tensor)), _ => Err("not a number".to_string()))
+        }
+        (value, DataType::String) => Ok(format(value)),
+        (value, to) => {
+            with_number!(value, tensor => number(tensor, to), _ => Err("not a number".to_string()))
+        }
+    }
+}
+
+/// A number type and its conversions to all others.
+trait Source:
+    Element
+    + AsPrimitive<u8>
+    + AsPrimitive<u16>
+    + AsPrimitive<u32>
+    + AsPrimitive<u64>
+    + AsPrimitive<i8>
+    + AsPrimitive<i16>
+    + AsPrimitive<i32>
+    + AsPrimitive<i64>
+    + AsPrimitive<f32>
+    + AsPrimitive<f64>
+{
+    /// In half precision, rounded once.
+    fn half(self) -> f16;
+    /// In brain precision, rounded once.
+    fn brain(self) -> bf16;
+}
+
+macro_rules! sources {
+    ($($rust:ty),+) => {
+        $(impl Source for $rust {
+            fn half(self) -> f16 {
+                let exact: f64 = self.as_();
+                f16::from_f64(exact)
+            }
+            fn brain(self) -> bf16 {
+                let exact: f64 = self.as_();
+                bf16::from_f64(exact)
+            }
+        })+
+    };
+}
+
+sources!(u8, u16, u32, u64, i8, i16, i32, i64, f64, f16, bf16);
+
+impl Source for f32 {
+    fn half(self) -> f16 {
+        f16::from_f32(self)
+    }
+
+    fn brain(self) -> bf16 {
+        bf16::from_f32(self)
+    }
+}
+
+fn number<T: Source>(tensor: &Tensor<T>, to: DataType) -> Result<Value, String> {
+    fn all<T: Source, U: Element>(
+        tensor: &Tensor<T>,
+        f: impl Fn(T) -> U + Sync + Copy,
+    ) -> Result<Value, String> {
+        let mut out = vec![U::default(); tensor.len()];
+        map(&flat(tensor), &mut out, f);
+        Ok(U::wrap(tensor.shape(), out))
+    }
+    match to {
+        DataType::U8 => all::<T, u8>(tensor, |x| x.as_()),
+        DataType::U16 => all::<T, u16>(tensor, |x| x.as_()),
+        DataType::U32 => all::<T, u32>(tensor, |x| x.as_()),
+        DataType::U64 => all::<T, u64>(tensor, |x| x.as_()),
+        DataType::I8 => all::<T, i8>(tensor, |x| x.as_()),
+        DataType::I16 => all::<T, i16>(tensor, |x| x.as_()),
+        DataType::I32 => all::<T, i32>(tensor, |x| x.as_()),
+        DataType::I64 => all::<T, i64>(tensor, |x| x.as_()),
+        DataType::F16 => all::<T, f16>(tensor, Source::half),
+        DataType::BF16 => all::<T, bf16>(tensor, Source::brain),
+        DataType::F32 => all::<T, f32>(tensor, |x| x.as_()),
+        DataType::F64 => all::<T, f64>(tensor, |x| x.as_()),
+        DataType::Bool | DataType::String => Err(format!("numbers do not become {to} here")),
+    }
+}
+
+/// Whether each element is something else than zero.
+fn truth<T: Element>(tensor: &Tensor<T>) -> Value {
+    let zero = T::default();
+    bool::wrap(tensor.shape(), tensor.iter().map(|x| *x != zero).collect())
+}
+
+fn texts<T>(tensor: &Tensor<T>, f: impl Fn(&T) -> String) -> Value {
+    Bytes::wrap(tensor.shape(), tensor.iter().map(|x| Bytes::from(f(x))).collect())
+}
+
+fn format(value: &Value) -> Value {
+    match value {
+        Value::F16(tensor) => texts(tensor, |x| float_text(x.to_f32().into(), &x.to_f32())),
+        Value::BF16(tensor) => texts(tensor, |x| float_text(x.to_f32().into(), &x.to_f32())),
+        Value::F32(tensor) => texts(tensor, |x| float_text(f64::from(*x), x)),
+        Value::F64(tensor) => texts(tensor, |x| float_text(*x, x)),
+        Value::Bool(tensor) => texts(tensor, ToString::to_string),
+        Value::U8(tensor) => texts(tensor, ToString::to_string),
+        Value::U16(tensor) => texts(tensor, ToString::to_string),
+        Value::U32(tensor) => texts(tensor, ToString::to_string),
+        Value::U64(tensor) => texts(tensor, ToString::to_string),
+        Value::I8(tensor) => texts(tensor, ToString::to_string),
+        Value::I16(tensor) => texts(tensor, ToString::to_string),
+        Value::I32(tensor) => texts(tensor, ToString::to_string),
+        Value::I64(tensor) => texts(tensor, ToString::to_string),
+        Value::String(tensor) => Value::String(tensor.clone()),
+    }
+}
+
+/// A float as numpy prints it: the shortest digits that read back, in scientific notation when the
+/// magnitude is below 1e-4 or at least 1e16.
+fn float_text(wide: f64, exact: &(impl std::fmt::Display + std::fmt::LowerExp)) -> String {
+    if wide.is_nan() {
+        return "nan".to_string();
+    }
+    if wide.is_infinite() {
+        return if wide > 0.0 { "inf" } else { "-inf" }.to_string();
+    }
+    let magnitude = wide.abs();
+    if magnitude != 0.0 && !(1e-4..1e16).contains(&magnitude) {
+        let text = format!("{exact:e}");
+        let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));
+        let exponent: i32 = exponent.parse().unwrap_or(0);
+        let sign = if exponent < 0 { '-' } else { '+' };
+        return format!("{digits}e{sign}{:02}", exponent.abs());
+    }
+    let text = exact.to_string();
+    if text.contains('.') { text } else { format!("{text}.0") }
+}
+
+fn parse(tensor: &Tensor<Bytes>, to: DataType) -> Result<Value, String> {
+    macro_rules! all {
+        ($rust:ty, $parse:expr) => {{
+            let mut data: Vec<$rust> = Vec::with_capacity(tensor.len());
+            for bytes in tensor.iter() {
+                let text = std::str::from_utf8(bytes).unwrap_or_default().trim();
+                let parsed: Option<$rust> = $parse(text);
+                data.push(parsed.ok_or_else(|| format!("'{text}' is not a {to}"))?);
+            }
+            Ok(<$rust>::wrap(tensor.shape(), data))
+        }};
+    }
+    let float = |text: &str| text.parse::<f64>().ok();
+    match to {
+        DataType::Bool => all!(bool, |text: &str| match text {
+            "True" | "true" | "1" => Some(true),
+            "False" | "false" | "0" => Some(false),
+            _ => None,
+        }),
+        DataType::U8 => all!(u8, |text: &str| text.parse().ok()),
+        DataType::U16 => all!(u16, |text: &str| text.parse().ok()),
+        DataType::U32 => all!(u32, |text: &str| text.parse().ok()),
+        DataType::U64 => all!(u64, |text: &str| text.parse().ok()),
+        DataType::I8 => all!(i8, |text: &str| text.parse().ok()),
+        DataType::I16 => all!(i16, |text: &str| text.parse().ok()),
+        DataType::I32 => all!(i32, |text: &str| text.parse().ok()),
+        DataType::I64 => all!(i64, |text: &str| text.parse().ok()),
+        DataType::F16 => all!(f16, |text| float(text).map(f16::from_f64)),
+        DataType::BF16 => all!(bf16, |text| float(text).map(bf16::from_f64)),
+        DataType::F32 => all!(f32, |text: &str| text.parse().ok()),
+        DataType::F64 => all!(f64, float),
+        DataType::String => Ok(Value::String(tensor.clone())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::*;
+    use super::*;
+    use model::Tensor as Host;
+    use model::op::{Cast, Op};
+
+    fn cast(x: &Host, to: DataType) -> Host {
+        run(Op::Cast(Cast { to }), std::slice::from_ref(x)).remove(0)
+    }
+
+    #[test]
+    fn floats_saturate_and_truncate() {
+        let x = floats(&[6], &[-1.9, 300.7, f32::NAN, 1e20, -1e20, 0.5]);
+        assert_eq!(values::<u8>(&cast(&x, DataType::U8)), [0, 255, 0, 255, 0, 0]);
+        assert_eq!(values::<i64>(&cast(&x, DataType::I64)), [-1, 300, 0, i64::MAX, i64::MIN, 0]);
+        assert_eq!(cast(&x, DataType::Bool), bools(&[6], &[true; 6]));
+        assert_eq!(cast(&floats(&[2], &[0.0, -0.0]), DataType::Bool), bools(&[2], &[false; 2]));
+    }
+
+    #[test]
+    fn integers_keep_low_bits() {
+        let x = integers(&[3], &[300, -1, i64::MAX]);
+        assert_eq!(values::<u8>(&cast(&x, DataType::U8)), [44, 255, 255]);
+        assert_eq!(values::<i32>(&cast(&x, DataType::I32)), [300, -1, -1]);
+        let round = cast(&cast(&bools(&[2], &[true, false]), DataType::I64), DataType::Bool);
+        assert_eq!(round, bools(&[2], &[true, false]));
+    }
+
+    #[test]
+    fn strings_are_parsed_and_printed() {
+        let x = strings(&[5], &["3.25", "1e-5", "NaN", "-INF", "1E5"]);
+        let got: Vec<f32> = values(&cast(&x, DataType::F32));
+        assert_eq!(got[..2], [3.25, 1e-5]);
+        assert!(got[2].is_nan() && got[3] == f32::NEG_INFINITY && got[4] == 1e5);
+        let texts = cast(&floats(&[4], &[0.1, 1.0, 1e-5, f32::INFINITY]), DataType::String);
+        assert_eq!(texts, strings(&[4], &["0.1", "1.0", "1e-05", "inf"]));
+        let huge = cast(&integers(&[1], &[i64::MIN]), DataType::String);
+        assert_eq!(huge, strings(&[1], &["-9223372036854775808"]));
+        let op = Op::Cast(Cast { to: DataType::I32 });
+        assert!(error(op, &[strings(&[1], &["x"])]).contains("'x'"));
+    }
 }

@@ -21,6 +21,7 @@ use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Image, Left, Matrix, PackedLeft, Right};
 use super::matmul::Plain;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::spare;
 
 pub(crate) fn build(facts: &StepFacts, conv: &Conv) -> Result<Kernel, String> {
     match facts.input_dtype(0) {
@@ -110,7 +111,7 @@ fn run_f32(context: &Context, mut inputs: Inputs, conv: &Conv, weights: &Weights
             other => return Err(format!("operand 3 is {}", other.dtype())),
         }
     } else {
-        dense::filled(context.pool, count, 0.0)
+        spare::take(context.pool, count)
     };
     let residual = match inputs.optional_typed::<f32>(3)? {
         Some(tensor) if tensor.shape() == shapes.output => Some(elements(tensor)),

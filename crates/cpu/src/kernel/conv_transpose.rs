@@ -12,6 +12,7 @@ use super::gemm::{self, Epilogue, Left, Matrix, PackedLeft, Right};
 use super::geometry::{Geometry, covered, steps, three};
 use super::matmul::{Plain, row_major};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::spare;
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     let Op::ConvTranspose(conv) = facts.step.op.clone() else {
@@ -237,7 +238,7 @@ fn run_f32(
     let out_size = shapes.group_outputs * g.input_size();
     if out_size > 0 {
         fill_bias(&mut out, bias.as_deref(), g.input_size());
-        let mut shares = dense::filled(context.pool, share_count, 0.0);
+        let mut shares = spare::take(context.pool, share_count);
         for (index, out) in out.chunks_exact_mut(out_size).enumerate() {
             let input = &data[index * in_size..(index + 1) * in_size];
             let left = Left::Packed(&weights.groups[index % shapes.groups]);
@@ -245,7 +246,7 @@ fn run_f32(
             gemm::product(&mut shares, left, right, Epilogue::default())?;
             add_shares(out, &shares, g, true);
         }
-        context.pool.add(shares);
+        spare::give(shares, context.pool);
     }
     dense::output(&shapes.output, out)
 }

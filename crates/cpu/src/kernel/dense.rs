@@ -24,11 +24,6 @@ pub(super) fn elements<T: Clone>(tensor: &Tensor<T>) -> Cow<'_, [T]> {
     }
 }
 
-/// The elements of `tensor` themselves, in row-major order.
-pub(super) fn into_elements<T: Clone>(tensor: Tensor<T>) -> Vec<T> {
-    tensor.into_data()
-}
-
 /// How many elements `shape` has, or that it has too many.
 pub(super) fn count(shape: &[usize]) -> Result<usize, String> {
     model::tensor::element_count(shape).map_err(|err| err.to_string())

@@ -28,8 +28,11 @@ const MAX_ROWS: usize = 8;
 /// Elements of packed operands that one task keeps in its core's second-level cache.
 const CACHED_ELEMENTS: usize = 192 * 1024;
 
+/// Elements of a packed right operand when the left one stays in the cache as well.
+const FEW_ELEMENTS: usize = 32 * 1024;
+
 /// Depth that is summed up before the result is written.
-const MAX_DEPTH: usize = 4096;
+const MAX_DEPTH: usize = 1024;
 
 /// Products smaller than this many multiplications stay on one thread.
 const MIN_PARALLEL_WORK: usize = 64 * 1024;
@@ -209,8 +212,10 @@ impl Job<'_> {
 
     /// Panels of the right operand that a task works on at a time.
     fn cached_panels(&self) -> usize {
-        let panel = self.depth.min(MAX_DEPTH).max(1) * tile::panel_width();
-        (CACHED_ELEMENTS / panel).max(1)
+        let depth = self.depth.clamp(1, MAX_DEPTH);
+        let left_fits = depth * self.rows <= CACHED_ELEMENTS / 2;
+        let elements = if left_fits { FEW_ELEMENTS } else { CACHED_ELEMENTS };
+        (elements / (depth * tile::panel_width())).max(1)
     }
 
     /// Tasks that are ranges of columns. All of them read one packed left operand.

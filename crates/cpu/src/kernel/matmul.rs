@@ -9,6 +9,7 @@ use rten_tensor::prelude::*;
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, PackedRight, Right};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, activation, no_kernel};
+use crate::spare;
 use crate::value::{Typed, Value};
 
 /// The two operators as one: `activation(alpha * a @ b + beta * bias + residual)`.
@@ -198,7 +199,7 @@ fn run_f32(
     };
     let a_data = elements(a);
     let b_data = b_tensor.map(elements);
-    let mut out = dense::filled(context.pool, dense::count(&extents.shape)?, 0.0);
+    let mut out = spare::take(context.pool, dense::count(&extents.shape)?);
     let right = |index: usize| match (weights, &b_data) {
         (Some(weights), _) => Right::Packed(&weights.packed),
         (None, data) => {

@@ -253,8 +253,8 @@ where
     let rows: usize = shape[..axis].iter().product();
     let epsilon = T::from_f32(epsilon);
     let mut statistics = vec![(T::nan(), T::nan()); rows];
-    if width > 0 {
-        let per_task = (TASK_ELEMENTS / width).max(1);
+    if let Some(per_task) = TASK_ELEMENTS.checked_div(width) {
+        let per_task = per_task.max(1);
         let tasks = data.par_chunks_mut(width * per_task).zip(statistics.par_chunks_mut(per_task));
         tasks.enumerate().for_each(|(task, (block, statistics))| {
             let rows = block.chunks_exact_mut(width).zip(statistics).enumerate();

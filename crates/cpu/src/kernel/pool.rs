@@ -10,6 +10,7 @@ use rten_vecmath::Sum;
 use super::dense::{self, Real, elements};
 use super::geometry::Geometry;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::spare;
 use crate::value::{Typed, Value};
 
 mod rows;
@@ -73,7 +74,7 @@ fn max_pool_f32(context: &Context, inputs: &Inputs, pool: &Pool) -> KernelResult
     if pool.kind != PoolKind::Max || !rows::handles(&geometry) {
         return max_pool::<f32>(context, inputs, pool);
     }
-    let mut out = dense::filled(context.pool, dense::count(&out_shape)?, 0.0);
+    let mut out = spare::take(context.pool, dense::count(&out_shape)?);
     rows::max(&mut out, &elements(x), &geometry);
     dense::output(&out_shape, out)
 }
@@ -87,7 +88,7 @@ fn mean_pool_f32(context: &Context, inputs: &Inputs, pool: &Pool) -> KernelResul
     if !rows::handles(&geometry) {
         return mean_pool::<f32>(context, inputs, pool);
     }
-    let mut out = dense::filled(context.pool, dense::count(&out_shape)?, 0.0);
+    let mut out = spare::take(context.pool, dense::count(&out_shape)?);
     rows::average(&mut out, &elements(x), &geometry, |position| {
         divisor(&geometry, position, count_include_pad)
     });

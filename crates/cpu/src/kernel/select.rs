@@ -1,7 +1,190 @@
-//! Not there yet.
+//! Selection: the largest elements, those that are not zero, those a mask keeps, and boxes.
 
-use super::{Kernel, StepFacts, no_kernel};
+mod boxes;
+
+use std::cmp::Ordering;
+
+use model::DataType;
+use model::op::Op;
+use rten_tensor::Tensor;
+
+use super::binary::Number;
+use super::layout::rearrange;
+use super::operand::{
+    Element, around, dtype_of, flat, integer_scalar, is_half, one, output_len, resolve_axis,
+    through_f32,
+};
+use super::reduce::with_full;
+use super::{Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
+use crate::value::{Value, with_number};
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
-    Err(no_kernel(facts))
+    let dtype = dtype_of(facts, 0)?;
+    match facts.step.op {
+        Op::TopK { axis, largest, .. } if dtype.is_float() || dtype.is_integer() => {
+            let kernel = Kernel::new(move |_, inputs| top_k(&inputs, axis, largest));
+            Ok(if is_half(dtype) { through_f32(dtype, kernel) } else { kernel })
+        }
+        Op::NonZero if dtype != DataType::String => Ok(Kernel::new(|_, inputs| non_zero(&inputs))),
+        Op::Compress { axis } if dtype_of(facts, 1)? == DataType::Bool => {
+            Ok(Kernel::new(move |_, inputs| compress(&inputs, axis)))
+        }
+        Op::NonMaxSuppression { center_point } if dtype == DataType::F32 => {
+            Ok(Kernel::new(move |_, inputs| boxes::suppress(&inputs, center_point)))
+        }
+        _ => Err(no_kernel(facts)),
+    }
+}
+
+/// The first `k` of every lane in descending or ascending order, earlier ones first among equals.
+fn top_k(inputs: &Inputs, axis: i64, largest: bool) -> KernelResult {
+    let k = integer_scalar(inputs, 1)?;
+    let value = inputs.get(0)?;
+    let axis = resolve_axis(axis, value.shape().len())?;
+    let extents = around(value.shape(), axis);
+    let k = usize::try_from(k).ok().filter(|&k| k <= extents.1);
+    let k = k.ok_or_else(|| format!("k must be within 0..={}", extents.1))?;
+    let mut shape = value.shape().to_vec();
+    shape[axis] = k;
+    with_full!(value, tensor => {
+        let (values, indices) = top_lanes(&flat(tensor), extents, k, largest);
+        Ok(Outputs::from_iter([Element::wrap(&shape, values), i64::wrap(&shape, indices)]))
+    })
+}
+
+/// An order of all numbers in which NaN is the largest.
+fn order<T: Number>(a: T, b: T) -> Ordering {
+    let is_nan = |x: T| x.partial_cmp(&x).is_none();
+    a.partial_cmp(&b).unwrap_or_else(|| is_nan(a).cmp(&is_nan(b)))
+}
+
+fn top_lanes<T: Number>(
+    data: &[T],
+    (outer, along, inner): (usize, usize, usize),
+    k: usize,
+    largest: bool,
+) -> (Vec<T>, Vec<i64>) {
+    let mut values = vec![T::default(); outer * k * inner];
+    let mut indices = vec![0i64; outer * k * inner];
+    let mut lane: Vec<(T, usize)> = Vec::with_capacity(along);
+    let compare = |a: &(T, usize), b: &(T, usize)| {
+        let by_value = if largest { order(b.0, a.0) } else { order(a.0, b.0) };
+        by_value.then(a.1.cmp(&b.1))
+    };
+    for row in 0..if k == 0 { 0 } else { outer } {
+        for column in 0..inner {
+            lane.clear();
+            lane.extend((0..along).map(|step| (data[(row * along + step) * inner + column], step)));
+            if k < along {
+                lane.select_nth_unstable_by(k - 1, compare);
+                lane.truncate(k);
+            }
+            lane.sort_unstable_by(compare);
+            for (rank, &(value, step)) in lane.iter().enumerate() {
+                let target = (row * k + rank) * inner + column;
+                values[target] = value;
+                indices[target] = step as i64;
+            }
+        }
+    }
+    (values, indices)
+}
+
+/// The positions of elements that are not zero, one row per dimension.
+fn non_zero(inputs: &Inputs) -> KernelResult {
+    let value = inputs.get(0)?;
+    let hits = match value {
+        Value::Bool(tensor) => positions(tensor),
+        other => with_number!(other, tensor => positions(tensor), _ => Vec::new()),
+    };
+    let shape = value.shape();
+    let mut out = vec![0i64; shape.len() * hits.len()];
+    for (column, &hit) in hits.iter().enumerate() {
+        let mut rest = hit;
+        for axis in (0..shape.len()).rev() {
+            out[axis * hits.len() + column] = (rest % shape[axis]) as i64;
+            rest /= shape[axis];
+        }
+    }
+    one(i64::wrap(&[shape.len(), hits.len()], out))
+}
+
+fn positions<T: Element>(tensor: &Tensor<T>) -> Vec<usize> {
+    let zero = T::default();
+    let flat = flat(tensor);
+    flat.iter().enumerate().filter(|(_, x)| **x != zero).map(|(position, _)| position).collect()
+}
+
+fn compress(inputs: &Inputs, axis: Option<i64>) -> KernelResult {
+    let (value, condition) = (inputs.get(0)?, inputs.typed::<bool>(1)?);
+    let mut shape = value.shape().to_vec();
+    let (axis, extents) = match axis {
+        Some(axis) => {
+            let axis = resolve_axis(axis, shape.len())?;
+            (axis, around(&shape, axis))
+        }
+        None => {
+            shape = vec![shape.iter().product()];
+            (0, (1, shape[0], 1))
+        }
+    };
+    let (outer, along, inner) = extents;
+    // What the condition does not reach is not kept.
+    let kept: Vec<usize> = positions(condition);
+    if let Some(far) = kept.iter().find(|&&position| position >= along) {
+        return Err(format!("the condition keeps position {far} of {along}"));
+    }
+    shape[axis] = kept.len();
+    output_len::<u64>(&shape, value.size_bytes())?;
+    one(rearrange!(value, &shape, data => {
+        let mut out = Vec::with_capacity(outer * kept.len() * inner);
+        for row in 0..outer {
+            for &position in &kept {
+                out.extend_from_slice(&data[(row * along + position) * inner..][..inner]);
+            }
+        }
+        out
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::*;
+    use super::*;
+
+    #[test]
+    fn the_largest_come_first() {
+        let x = floats(&[2, 4], &[1.0, 3.0, 3.0, f32::NAN, 8.0, 6.0, 7.0, 5.0]);
+        let on = |axis, largest, k| {
+            let op = Op::TopK { axis, largest, sorted: true };
+            try_run(op, &[Some(x.clone()), Some(integers(&[1], &[k]))], 2)
+        };
+        let top = on(-1, true, 3).unwrap();
+        assert_eq!(values::<i64>(&top[1]), [3, 1, 2, 0, 2, 1]);
+        let low = on(1, false, 2).unwrap();
+        assert_eq!(low[0], floats(&[2, 2], &[1.0, 3.0, 5.0, 6.0]));
+        let columns = on(0, true, 1).unwrap();
+        assert_eq!(values::<i64>(&columns[1]), [1, 1, 1, 0]);
+        assert_eq!(on(1, true, 0).unwrap()[0].shape(), [2, 0]);
+        assert!(on(1, true, 5).unwrap_err().contains("0..=4"));
+        assert!(on(1, true, -1).is_err());
+    }
+
+    #[test]
+    fn what_is_not_zero() {
+        let x = floats(&[2, 2], &[1.0, 0.0, 3.0, 4.0]);
+        assert_eq!(run(Op::NonZero, &[x])[0], integers(&[2, 3], &[0, 1, 1, 0, 0, 1]));
+        assert_eq!(run(Op::NonZero, &[bools(&[], &[true])])[0].shape(), [0, 1]);
+    }
+
+    #[test]
+    fn masks_may_be_short_but_not_long() {
+        let x = floats(&[3, 2], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+        let rows = run(Op::Compress { axis: Some(0) }, &[x.clone(), bools(&[2], &[false, true])]);
+        assert_eq!(rows[0], floats(&[1, 2], &[3.0, 4.0]));
+        let all = run(Op::Compress { axis: None }, &[x.clone(), bools(&[2], &[false, true])]);
+        assert_eq!(all[0], floats(&[1], &[2.0]));
+        let long = error(Op::Compress { axis: Some(1) }, &[x, bools(&[3], &[false, false, true])]);
+        assert!(long.contains("position 2"));
+    }
 }

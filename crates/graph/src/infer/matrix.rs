@@ -56,10 +56,10 @@ pub fn matmul(op: &MatMul, x: &Operands) -> Inferred<Fact> {
     let dtype = x.same_type(0..x.count())?;
     let shape = product_shape(x, 0, 1, op.transpose_a, op.transpose_b)?;
     for extra in [2, 3] {
-        if let (Some(shape), Some(other)) = (&shape, x.shape(extra)) {
-            if broadcast(shape, other)?.len() != shape.len() {
-                return fail("bias or residual has a higher rank than the product");
-            }
+        if let (Some(shape), Some(other)) = (&shape, x.shape(extra))
+            && broadcast(shape, other)?.len() != shape.len()
+        {
+            return fail("bias or residual has a higher rank than the product");
         }
     }
     Ok(Fact::new(dtype, shape))
@@ -71,10 +71,10 @@ pub fn gemm(op: &Gemm, x: &Operands) -> Inferred<Fact> {
     x.expect_rank(0, 2)?;
     x.expect_rank(1, 2)?;
     let shape = product_shape(x, 0, 1, op.transpose_a, op.transpose_b)?;
-    if let (Some(shape), Some(c)) = (&shape, x.shape(2)) {
-        if broadcast(shape, c)?.len() != shape.len() {
-            return fail("operand 2 has a higher rank than the product");
-        }
+    if let (Some(shape), Some(c)) = (&shape, x.shape(2))
+        && broadcast(shape, c)?.len() != shape.len()
+    {
+        return fail("operand 2 has a higher rank than the product");
     }
     Ok(Fact::new(dtype, shape))
 }

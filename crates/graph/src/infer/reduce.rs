@@ -110,10 +110,10 @@ pub fn top_k(axis: i64, x: &Operands) -> Inferred<Vec<Fact>> {
             let axis = axis_index(axis, shape.len())?;
             let mut shape = shape.to_vec();
             let k = x.content(1).and_then(|content| content.first());
-            if let (Some(k), Some(size)) = (k.and_then(SymDim::fixed), shape[axis].fixed()) {
-                if k > size {
-                    return fail(format!("the best {k} of {size}"));
-                }
+            if let (Some(k), Some(size)) = (k.and_then(SymDim::fixed), shape[axis].fixed())
+                && k > size
+            {
+                return fail(format!("the best {k} of {size}"));
             }
             shape[axis] = k.cloned().unwrap_or(SymDim::Unknown);
             Some(shape)
@@ -147,10 +147,10 @@ pub fn channel_norm(x: &Operands) -> Inferred<Fact> {
 }
 
 pub fn group_norm(groups: usize, x: &Operands) -> Inferred<Fact> {
-    if let Some(channels) = x.shape(0).and_then(|shape| shape.get(1)).and_then(SymDim::size) {
-        if groups == 0 || channels % groups != 0 {
-            return fail(format!("{channels} channels in {groups} groups"));
-        }
+    if let Some(channels) = x.shape(0).and_then(|shape| shape.get(1)).and_then(SymDim::size)
+        && (groups == 0 || channels % groups != 0)
+    {
+        return fail(format!("{channels} channels in {groups} groups"));
     }
     channel_norm(x)
 }
@@ -162,10 +162,10 @@ pub fn layer_norm(axis: i64, x: &Operands) -> Inferred<Vec<Fact>> {
         Some(shape) => {
             let axis = axis_index(axis, shape.len())?;
             for vector in [1, 2] {
-                if let Some(other) = x.shape(vector) {
-                    if broadcast(shape, other)?.len() != shape.len() {
-                        return fail("scale or bias has a higher rank than the input");
-                    }
+                if let Some(other) = x.shape(vector)
+                    && broadcast(shape, other)?.len() != shape.len()
+                {
+                    return fail("scale or bias has a higher rank than the input");
                 }
             }
             Some(without(shape, &(axis..shape.len()).collect::<Vec<_>>(), true))

@@ -134,10 +134,10 @@ fn conv_shape(op: &Conv, x: &Operands, w: usize) -> Inferred<Shape> {
     if input.len() < 3 {
         return fail(format!("a convolution over rank {}", input.len()));
     }
-    if let Some(rank) = x.rank(w) {
-        if rank != input.len() {
-            return fail(format!("a weight of rank {rank} for an input of rank {}", input.len()));
-        }
+    if let Some(rank) = x.rank(w)
+        && rank != input.len()
+    {
+        return fail(format!("a weight of rank {rank} for an input of rank {}", input.len()));
     }
     let kernel = kernel_of(&op.window, input.len() - 2, x.shape(w))?;
     let slides = slides(&op.window, &kernel)?;

@@ -6,7 +6,6 @@ use model::{DataType, Tensor, ValueId};
 
 use super::context::{Context, MapError, Mapped, invalid, unsupported};
 use super::tensor::{data_type, data_type_name, to_tensor};
-use crate::content;
 
 pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
     if let Some(unary) = plain_unary(op) {
@@ -336,9 +335,4 @@ pub(crate) fn element_bytes(tensor: &Tensor) -> Option<[u8; 8]> {
     let mut bytes = [0; 8];
     bytes.get_mut(..raw.len())?.copy_from_slice(raw);
     Some(bytes)
-}
-
-/// A scalar's element bytes.
-pub(crate) fn scalar_bytes(dtype: DataType, value: f64) -> Option<[u8; 8]> {
-    content::scalar(dtype, value).as_ref().and_then(element_bytes)
 }

@@ -12,8 +12,8 @@ use super::proto::{GraphProto, ModelProto, NodeProto, OperatorSet, TypeProto, Va
 use super::tensor::{data_type, data_type_name, to_tensor};
 use super::{ImportError, Limits, MAX_OPSET, UnsupportedNode};
 use super::{
-    elementwise, function, index, layout, matrix, microsoft, nn, norm, order, quant, recurrent,
-    reduce, window,
+    elementwise, function, index, layout, loss, matrix, microsoft, nn, norm, order, quant,
+    recurrent, reduce, window,
 };
 use crate::dim::SymDim;
 use crate::infer::{Fact, describe};
@@ -57,6 +57,12 @@ impl SourceNode {
         };
         SourceNode { proto, opsets, label }
     }
+}
+
+/// Whether a dimension's name is one. Some exporters write `?` or `-1` for every dimension they do not
+/// know, which does not make them equal.
+fn is_name(param: &str) -> bool {
+    param.contains(|c: char| c.is_alphabetic()) && !matches!(param, "None" | "unk" | "unknown")
 }
 
 struct Importer<'a> {
@@ -167,7 +173,7 @@ impl Importer<'_> {
         for dim in &shape.dims {
             dims.push(match dim.value {
                 Some(value) if value >= 0 => SymDim::Fixed(value),
-                _ if dim.param.is_empty() => self.fresh_symbol(),
+                _ if !is_name(&dim.param) => self.fresh_symbol(),
                 _ => SymDim::symbol(&self.symbol(&dim.param)),
             });
         }
@@ -191,7 +197,7 @@ impl Importer<'_> {
     fn reserve_symbols(&mut self, info: &ValueInfoProto) {
         let shape = info.kind.tensor.as_ref().and_then(|tensor| tensor.shape.as_ref());
         for dim in shape.iter().flat_map(|shape| &shape.dims) {
-            if !dim.param.is_empty() {
+            if is_name(&dim.param) {
                 self.symbol(&dim.param);
             }
         }
@@ -351,7 +357,7 @@ impl Importer<'_> {
 
 type Family = fn(&mut Context, &str) -> Mapped;
 
-const FAMILIES: [Family; 10] = [
+const FAMILIES: [Family; 11] = [
     elementwise::map,
     layout::map,
     matrix::map,
@@ -362,6 +368,7 @@ const FAMILIES: [Family; 10] = [
     quant::map,
     recurrent::map,
     nn::map,
+    loss::map,
 ];
 
 fn map(context: &mut Context) -> Result<(), MapError> {

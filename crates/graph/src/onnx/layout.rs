@@ -4,7 +4,7 @@ use model::op::{Op, PadMode};
 use model::{DataType, ValueId};
 
 use super::context::{Context, MapError, Mapped, invalid, unsupported};
-use super::elementwise::{element_bytes, scalar_bytes};
+use super::elementwise::element_bytes;
 use super::tensor::{data_type, to_tensor};
 
 pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
@@ -38,7 +38,6 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
             cx.emit_all(Op::Range, 3)
         }
         "ConstantOfShape" => constant_of_shape(cx),
-        "ConstantFill" => Ok(false),
         "EyeLike" => eye_like(cx),
         "Trilu" => {
             let upper = cx.attributes.flag("upper", true)?;
@@ -210,17 +209,4 @@ fn eye_like(cx: &mut Context) -> Mapped {
         },
     };
     cx.emit_all(Op::EyeLike { dtype, k }, 1)
-}
-
-/// A tensor of the shape `shape` filled with one value.
-pub(crate) fn filled(
-    cx: &mut Context,
-    dtype: DataType,
-    value: f64,
-    shape: ValueId,
-) -> Result<ValueId, MapError> {
-    match scalar_bytes(dtype, value) {
-        Some(value) => cx.part(Op::ConstantOfShape { dtype, value }, &[shape]),
-        None => invalid(format!("{value} is not a {dtype}")),
-    }
 }

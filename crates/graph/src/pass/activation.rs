@@ -82,7 +82,7 @@ fn recognise(editor: &Editor, index: usize) -> Option<(Op, ValueId)> {
     let [a, b] = factors.values.as_slice() else { return None };
     for (x, gate) in [(*a, *b), (*b, *a)] {
         // A scalar factor with more dimensions than `x` would change the shape.
-        if !editor.same_shape(x, output)
+        if !editor.same_rank(x, output)
             || editor.graph.value(x).dtype != editor.graph.value(gate).dtype
         {
             continue;

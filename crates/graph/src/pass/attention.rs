@@ -145,7 +145,7 @@ fn unscaled(editor: &Editor, id: ValueId, nodes: &mut Vec<usize>) -> (ValueId, f
             (Op::Binary(Binary::Div), None, Some(divisor)) => (a, divisor.recip()),
             _ => return None,
         };
-        editor.same_shape(x, id).then_some((at, x, factor))
+        editor.same_rank(x, id).then_some((at, x, factor))
     };
     match scaled() {
         Some((at, x, factor)) => {

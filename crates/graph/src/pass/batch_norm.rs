@@ -1,9 +1,10 @@
 //! Folds batch normalisation into what stands before it, or makes it one multiply-add a channel.
 
-use model::op::{Activation, Op};
+use model::op::{Activation, Binary, Op};
 use model::{DataType, Tensor, ValueId};
 
 use super::editor::Editor;
+use super::epilogue::along_axis;
 use crate::content;
 use crate::ir::Graph;
 
@@ -11,10 +12,10 @@ use crate::ir::Graph;
 pub fn run(graph: &mut Graph) -> usize {
     let mut editor = Editor::new(graph);
     for index in 0..editor.len() {
-        if let Some(affine) = affine(&editor, index) {
-            if fold(&mut editor, index, &affine).is_none() {
-                keep(&mut editor, index, &affine);
-            }
+        if let Some(affine) = affine(&editor, index)
+            && fold(&mut editor, index, &affine).is_none()
+        {
+            keep(&mut editor, index, &affine);
         }
     }
     editor.finish()
@@ -58,6 +59,17 @@ fn affine(editor: &Editor, index: usize) -> Option<Affine> {
                 (0..count).map(|c| scale[c] / (variance[c] + f64::from(*epsilon)).sqrt()).collect();
             let shift = (0..count).map(|c| bias[c] - mean[c] * factor[c]).collect();
             Some(Affine { x: *x, dtype, scale: factor, shift })
+        }
+        // A factor per channel, as exporters that know no batch normalisation write it.
+        (Op::Binary(Binary::Mul), [Some(a), Some(b)]) => {
+            let (x, factor) = if editor.graph.constant(*b).is_some() { (*a, *b) } else { (*b, *a) };
+            let foldable = matches!(editor.op(x)?.0, Op::Conv(_) | Op::ConvTranspose(_));
+            let shape = editor.graph.shape(x).filter(|_| foldable)?;
+            let channels = shape.get(1)?.size()?;
+            let factor = along_axis(editor.graph.constant(factor)?, 1, shape)?;
+            let scale = if factor.len() == 1 { vec![factor[0]; channels] } else { factor };
+            let dtype = editor.graph.value(x).dtype;
+            Some(Affine { x, dtype, scale, shift: vec![0.0; channels] })
         }
         // What an earlier round made, now that something foldable may stand before it.
         (Op::ScaleShift { activation: Activation::None }, [Some(x), Some(scale), Some(shift)]) => {

@@ -78,6 +78,12 @@ impl<'a> Editor<'a> {
         }
     }
 
+    /// Whether both have the same rank: enough where the other operands are single elements.
+    pub fn same_rank(&self, a: ValueId, b: ValueId) -> bool {
+        let rank = |id: ValueId| self.graph.shape(id).map(<[_]>::len);
+        rank(a).is_some() && rank(a) == rank(b)
+    }
+
     /// Gives node `index` another operator and operands. Its outputs stay.
     pub fn replace(&mut self, index: usize, op: Op, inputs: Vec<Option<ValueId>>) {
         self.unread(index);

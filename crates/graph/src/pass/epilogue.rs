@@ -62,7 +62,7 @@ fn fuse_activation(editor: &mut Editor, index: usize) -> Option<()> {
             Unary::LeakyRelu { alpha } => Activation::LeakyRelu { alpha },
             Unary::Sigmoid => Activation::Sigmoid,
             Unary::Tanh => Activation::Tanh,
-            Unary::Silu { alpha } if alpha == 1.0 => Activation::Silu,
+            Unary::Silu { alpha: 1.0 } => Activation::Silu,
             Unary::Gelu { tanh } => Activation::Gelu { tanh },
             Unary::HardSwish => Activation::HardSwish,
             Unary::HardSigmoid { alpha, beta } => Activation::HardSigmoid { alpha, beta },
@@ -97,15 +97,20 @@ fn fuse_bias(editor: &mut Editor, index: usize) -> Option<()> {
         (true, false) => (b, a),
         _ => return None,
     };
-    let at = open(editor, x)?;
-    if !editor.same_shape(x, output) {
+    let transposed = |id: ValueId| {
+        let (at, node) = editor.producer(id)?;
+        (matches!(node.op, Op::ConvTranspose(_)) && editor.is_private(id)).then_some(at)
+    };
+    let at = open(editor, x).or_else(|| transposed(x))?;
+    // The summand has the output's channels and ones elsewhere, so equal ranks mean equal shapes.
+    if !editor.same_rank(x, output) {
         return None;
     }
     let producer = editor.node(at)?;
     let (mut op, mut inputs) = (producer.op.clone(), producer.inputs.clone());
     let shape = editor.graph.shape(x)?;
     let axis = match &op {
-        Op::Conv(_) => 1,
+        Op::Conv(_) | Op::ConvTranspose(_) => 1,
         Op::MatMul(_) | Op::Gemm(_) => shape.len().checked_sub(1)?,
         _ => return None,
     };
@@ -142,7 +147,7 @@ fn doubles(tensor: &Tensor) -> Option<Vec<f64>> {
 }
 
 /// The elements of a constant that varies along `axis` of `shape` only: one, or one a channel.
-fn along_axis(tensor: &Tensor, axis: usize, shape: &[SymDim]) -> Option<Vec<f64>> {
+pub(super) fn along_axis(tensor: &Tensor, axis: usize, shape: &[SymDim]) -> Option<Vec<f64>> {
     let rank = shape.len();
     let own = tensor.shape();
     let missing = rank.checked_sub(own.len())?;

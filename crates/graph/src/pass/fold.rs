@@ -18,7 +18,7 @@ const MAX_SMALL: usize = 64;
 /// Replaces nodes whose outputs are known by constants. Says how many.
 pub fn run(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> usize {
     let mut removed = vec![false; graph.nodes.len()];
-    for index in 0..graph.nodes.len() {
+    for (index, gone) in removed.iter_mut().enumerate() {
         let Some(tensors) = value_of(graph, &graph.nodes[index], evaluator) else { continue };
         let outputs = graph.nodes[index].outputs.clone();
         for (id, tensor) in outputs.into_iter().zip(tensors) {
@@ -26,7 +26,7 @@ pub fn run(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> usize {
                 graph.set_constant(id, tensor);
             }
         }
-        removed[index] = true;
+        *gone = true;
     }
     let mut index = 0;
     graph.nodes.retain(|_| {

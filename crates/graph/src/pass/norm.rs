@@ -40,7 +40,7 @@ fn recognise(editor: &mut Editor, index: usize) -> Option<()> {
         None => (Op::RmsNorm { axis, epsilon }, numerator),
     };
     let dtype = editor.graph.value(x).dtype;
-    if !editor.same_shape(x, output) || !matches!(dtype, DataType::F32 | DataType::F64) {
+    if !editor.same_rank(x, output) || !matches!(dtype, DataType::F32 | DataType::F64) {
         return None;
     }
     let shape = editor.graph.shape(x)?;
@@ -161,7 +161,7 @@ fn absorb(editor: &mut Editor, index: usize) -> Option<()> {
         (Op::RmsNorm { axis, .. }, true) => *axis,
         _ => return None,
     };
-    if !editor.is_private(normed) || !editor.same_shape(normed, output) || norm.outputs.len() != 1 {
+    if !editor.is_private(normed) || !editor.same_rank(normed, output) || norm.outputs.len() != 1 {
         return None;
     }
     let (op, x) = (norm.op.clone(), first(&norm.inputs)?);

@@ -5,6 +5,9 @@ use model::op::{Conv, Op, PadMode, Padding};
 use super::editor::{Editor, first};
 use crate::ir::Graph;
 
+/// Borders beyond this are no picture's.
+const MAX_BORDER: usize = 1 << 20;
+
 /// Folds paddings into convolutions. Says how many.
 pub fn run(graph: &mut Graph) -> usize {
     let mut editor = Editor::new(graph);
@@ -41,8 +44,10 @@ fn rewrite(editor: &mut Editor, index: usize) -> Option<()> {
         return None;
     }
     let border: Vec<usize> = sizes[2..rank].iter().chain(&sizes[rank + 2..]).copied().collect();
-    let sum =
-        border.iter().enumerate().map(|(at, size)| size + own.get(at).unwrap_or(&0)).collect();
+    let wide = |(at, size): (usize, &usize)| {
+        size.checked_add(*own.get(at).unwrap_or(&0)).filter(|sum| *sum < MAX_BORDER)
+    };
+    let sum: Vec<usize> = border.iter().enumerate().map(wide).collect::<Option<_>>()?;
     let mut conv: Conv = conv.clone();
     conv.window.padding = Padding::Explicit(sum);
     let mut inputs = node.inputs.clone();

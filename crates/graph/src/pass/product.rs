@@ -63,7 +63,7 @@ fn fold_factor(editor: &mut Editor, index: usize) -> Option<()> {
     let Op::MatMul(matmul) = &inner.op else { return None };
     let plain =
         matmul.activation == Activation::None && inner.inputs.iter().skip(2).all(Option::is_none);
-    if !plain || !editor.is_private(x) || !editor.same_shape(x, output) || !factor.is_finite() {
+    if !plain || !editor.is_private(x) || !editor.same_rank(x, output) || !factor.is_finite() {
         return None;
     }
     let mut matmul = *matmul;

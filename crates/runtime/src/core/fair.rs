@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 
 use base::Nanos;
 
+use super::ready::{Key, ReadyHeap};
 use super::{ModelId, RequestId};
 
 /// What a model may use before the next one gets its turn.
@@ -11,13 +12,14 @@ const QUANTUM_NS: i64 = 1_000_000;
 
 #[derive(Debug, Default)]
 struct Lane {
-    waiting: VecDeque<RequestId>,
+    /// By priority, then arrival; work that was made to leave is older than what came since.
+    waiting: ReadyHeap,
     /// Time the model may still use in this round; negative when it used more.
     deficit_ns: i64,
     in_round: bool,
 }
 
-/// A first-in-first-out queue per model, and whose turn it is.
+/// A queue per model, and whose turn it is.
 #[derive(Debug, Default)]
 pub(super) struct FairQueue {
     lanes: Vec<Lane>,
@@ -39,13 +41,8 @@ impl FairQueue {
         self.lanes[index].deficit_ns = 0;
     }
 
-    pub(super) fn push_back(&mut self, model: ModelId, request: RequestId) {
-        self.lanes[model.0 as usize].waiting.push_back(request);
-        self.joined(model);
-    }
-
-    pub(super) fn push_front(&mut self, model: ModelId, request: RequestId) {
-        self.lanes[model.0 as usize].waiting.push_front(request);
+    pub(super) fn push(&mut self, model: ModelId, key: Key, request: RequestId) {
+        self.lanes[model.0 as usize].waiting.push(key, request);
         self.joined(model);
     }
 
@@ -58,7 +55,7 @@ impl FairQueue {
         }
     }
 
-    /// The oldest request of the model whose turn it is.
+    /// The first request of the model whose turn it is.
     pub(super) fn pop(&mut self) -> Option<RequestId> {
         // Each turn of the loop drops an idle model or tops one up, so it ends: a model's debt is at
         // most one segment's time, and only models with waiting work stay in the round.
@@ -76,7 +73,7 @@ impl FairQueue {
                 continue;
             }
             self.waiting -= 1;
-            return lane.waiting.pop_front();
+            return lane.waiting.pop();
         }
         None
     }
@@ -105,11 +102,9 @@ impl FairQueue {
         }
     }
 
-    /// Takes `request` out of the middle; rare, so it may cost a walk over one model's queue.
+    /// Takes a waiting `request` out of the middle.
     pub(super) fn remove(&mut self, model: ModelId, request: RequestId) {
-        let lane = &mut self.lanes[model.0 as usize];
-        let before = lane.waiting.len();
-        lane.waiting.retain(|other| *other != request);
-        self.waiting -= before - lane.waiting.len();
+        self.lanes[model.0 as usize].waiting.remove(request);
+        self.waiting -= 1;
     }
 }

@@ -1,7 +1,8 @@
 //! Which models there are and where each stands.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use api::error::ApiResult;
 use api::{ApiError, IndexEntry, ModelRef, ModelState};
@@ -18,11 +19,15 @@ struct Slot {
     reason: String,
 }
 
+/// Loads and unloads of different models that may go on at the same time.
+const TURNS: usize = 16;
+
 /// All models by name. Reading is what requests do; only loads and unloads write.
 #[derive(Default)]
 pub struct Catalogue {
     slots: RwLock<HashMap<String, Slot>>,
-    turns: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
+    // By a hash of the name, so that names which do not exist leave nothing behind.
+    turns: [tokio::sync::Mutex<()>; TURNS],
 }
 
 impl Catalogue {
@@ -34,14 +39,11 @@ impl Catalogue {
         self.slots.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn turns(&self) -> MutexGuard<'_, HashMap<String, Arc<tokio::sync::Mutex<()>>>> {
-        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Waits until it is the caller's turn to change `name`.
-    pub async fn turn(&self, name: &str) -> tokio::sync::OwnedMutexGuard<()> {
-        let turn = self.turns().entry(name.to_string()).or_default().clone();
-        turn.lock_owned().await
+    pub async fn turn(&self, name: &str) -> tokio::sync::MutexGuard<'_, ()> {
+        let mut hasher = DefaultHasher::new();
+        name.hash(&mut hasher);
+        self.turns[hasher.finish() as usize % TURNS].lock().await
     }
 
     /// The model in service.
@@ -98,8 +100,6 @@ impl Catalogue {
         let mut slots = self.write();
         if !known && slots.get(name).is_some_and(|slot| slot.served.is_none()) {
             slots.remove(name);
-            drop(slots);
-            self.turns().remove(name);
             return;
         }
         if let Some(slot) = slots.get_mut(name)

@@ -71,6 +71,11 @@ pub(crate) async fn no_route(uri: Uri) -> Response<Body> {
     error(&ApiError::not_found(format!("there is no route {}", uri.path())))
 }
 
+/// The answer to extensions of the protocol that are not offered.
+pub(crate) async fn unsupported(uri: Uri) -> Response<Body> {
+    error(&ApiError::unsupported(format!("{} is not supported by this server", uri.path())))
+}
+
 /// The answer where a route is, but not for this method.
 pub(crate) async fn wrong_method(method: Method, uri: Uri) -> Response<Body> {
     error(&ApiError::new(
@@ -113,5 +118,42 @@ impl hyper::body::Body for Parts {
 
     fn size_hint(&self) -> SizeHint {
         SizeHint::with_exact(self.left)
+    }
+}
+
+/// A body as it goes out: of the quick way for inference, or of a route.
+pub(crate) enum WireBody {
+    Parts(Parts),
+    Routed(Body),
+}
+
+impl hyper::body::Body for WireBody {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        match &mut *self {
+            WireBody::Parts(parts) => {
+                Pin::new(parts).poll_frame(context).map_err(|never| match never {})
+            }
+            WireBody::Routed(body) => Pin::new(body).poll_frame(context),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            WireBody::Parts(parts) => parts.is_end_stream(),
+            WireBody::Routed(body) => body.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            WireBody::Parts(parts) => parts.size_hint(),
+            WireBody::Routed(body) => body.size_hint(),
+        }
     }
 }

@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 
 use api::error::ApiResult;
 use api::{ApiError, ErrorKind};
-use axum::body::Body;
+use axum::BoxError;
 use bytes::Bytes;
 use flate2::Compression;
 use flate2::read::{GzDecoder, ZlibDecoder};
@@ -41,7 +41,11 @@ impl Coding {
 }
 
 /// Reads a whole body of at most `limit` bytes, before and after decompression.
-pub(crate) async fn read(headers: &HeaderMap, body: Body, limit: usize) -> ApiResult<Bytes> {
+pub(crate) async fn read<B>(headers: &HeaderMap, body: B, limit: usize) -> ApiResult<Bytes>
+where
+    B: hyper::body::Body<Data = Bytes>,
+    B::Error: Into<BoxError>,
+{
     let claimed = headers.get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
     if claimed.is_some_and(|claimed: u64| claimed > limit as u64) {
         return Err(too_large(limit));

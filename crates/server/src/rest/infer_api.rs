@@ -5,7 +5,8 @@ use std::sync::Arc;
 use api::codec::{self, Decoded, EncodedResponse, HEADER_LENGTH};
 use api::error::ApiResult;
 use api::trace::TRACEPARENT;
-use api::{ApiError, InferResponse, RequestContext, TraceContext};
+use api::{ApiError, InferResponse, ModelRef, RequestContext, TraceContext};
+use axum::BoxError;
 use axum::body::Body;
 use axum::extract::State;
 use bytes::Bytes;
@@ -25,20 +26,47 @@ const JSON: HeaderValue = HeaderValue::from_static("application/json");
 /// Answers shorter than this are not worth compressing.
 const COMPRESS_BYTES: usize = 1024;
 
-pub(super) async fn infer(
+/// The route, for names that need decoding; others come by [`quick_path`].
+pub(super) async fn route(
     State(app): State<Arc<App>>,
     path: ModelPath,
     headers: HeaderMap,
     body: Body,
 ) -> Answer {
-    let model = path.model()?;
+    Ok(infer(&app, path.model()?, &headers, body).await?.map(Body::new))
+}
+
+/// The model and version of an inference path that can be taken as it stands. Most requests are
+/// inferences, and the router's generality costs as much as the rest of the way.
+pub(crate) fn quick_path(path: &str) -> Option<(&str, &str)> {
+    let middle = path.strip_prefix("/v2/models/")?.strip_suffix("/infer")?;
+    let (name, version) = match middle.split_once('/') {
+        None => (middle, ""),
+        Some((name, rest)) => (name, rest.strip_prefix("versions/")?),
+    };
+    let plain = |text: &str| !text.bytes().any(|byte| matches!(byte, b'/' | b'%'));
+    let complete = !name.is_empty() && (!version.is_empty() || !middle.contains('/'));
+    (complete && plain(name) && plain(version)).then_some((name, version))
+}
+
+/// Answers one inference.
+pub(crate) async fn infer<B>(
+    app: &App,
+    model: ModelRef<'_>,
+    headers: &HeaderMap,
+    body: B,
+) -> ApiResult<Response<Parts>>
+where
+    B: hyper::body::Body<Data = Bytes>,
+    B::Error: Into<BoxError>,
+{
     let _pass = app.gate.enter()?;
-    let body = body::read(&headers, body, app.max_body_bytes).await?;
-    let Decoded { request, encoding } = decode(&headers, body).await?;
-    let context = RequestContext { trace: trace_context(&headers) };
+    let body = body::read(headers, body, app.max_body_bytes).await?;
+    let Decoded { request, encoding } = decode(headers, body).await?;
+    let context = RequestContext { trace: trace_context(headers) };
     let span = span(model.name, &request.id, &context);
     let response = app.service.infer(model, request, context).instrument(span).await?;
-    let mut answer = encode(&headers, response, encoding).await?;
+    let mut answer = encode(headers, response, encoding).await?;
     if context.trace.is_some()
         && let Some(trace) = headers.get(TRACEPARENT)
     {
@@ -83,7 +111,7 @@ async fn encode(
     headers: &HeaderMap,
     response: InferResponse,
     encoding: codec::OutputEncoding,
-) -> ApiResult<Response<Body>> {
+) -> ApiResult<Response<Parts>> {
     let size: usize = response.outputs.iter().map(|output| output.tensor.size_bytes()).sum();
     let coding = body::response_coding(headers);
     let work = move || -> ApiResult<(EncodedResponse, Option<Coding>)> {
@@ -97,7 +125,7 @@ async fn encode(
         Ok((encoded, coding))
     };
     let (encoded, coding) = body::heavy(size, work).await?;
-    let mut answer = Response::new(body_of(encoded.parts));
+    let mut answer = Response::new(Parts::new(encoded.parts));
     let headers = answer.headers_mut();
     match encoded.header_length {
         None => headers.insert(CONTENT_TYPE, JSON),
@@ -112,9 +140,24 @@ async fn encode(
     Ok(answer)
 }
 
-fn body_of(mut parts: Vec<Bytes>) -> Body {
-    match parts.len() {
-        1 => Body::from(parts.remove(0)),
-        _ => Body::new(Parts::new(parts)),
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plain_paths_are_taken_quickly() {
+        assert_eq!(quick_path("/v2/models/m/infer"), Some(("m", "")));
+        assert_eq!(quick_path("/v2/models/m/versions/1/infer"), Some(("m", "1")));
+        for other in [
+            "/v2/models//infer",
+            "/v2/models/infer",
+            "/v2/models/m%20/infer",
+            "/v2/models/m/versions//infer",
+            "/v2/models/m/versions/1/2/infer",
+            "/v2/models/m/ready",
+            "/v2/models/m/x/infer",
+        ] {
+            assert_eq!(quick_path(other), None, "{other}");
+        }
     }
 }

@@ -14,6 +14,8 @@ use server::node::classification;
 pub struct Echo {
     /// Requests whose future was dropped before its end.
     pub given_up: AtomicUsize,
+    /// Requests answered.
+    pub answered: AtomicUsize,
 }
 
 struct Unfinished<'a>(&'a AtomicUsize);
@@ -135,6 +137,7 @@ impl InferenceService for Echo {
                 "boom" => panic!("boom"),
                 _ => {}
             }
+            self.answered.fetch_add(1, Ordering::Relaxed);
             echo(model, request)
         })
     }
@@ -146,7 +149,24 @@ impl InferenceService for Echo {
         Box::pin(async move {
             model.map_or(Ok(()), known)?;
             let (name, version) = ("identity".into(), "1".into());
-            Ok(vec![ModelStatistics { name, version, ..Default::default() }])
+            let count = self.answered.load(Ordering::Relaxed) as u64;
+            let spent = metadata::DurationStat { count, ns: 1000 * count };
+            let inference_stats = metadata::InferenceStats {
+                success: spent,
+                queue: spent,
+                compute_input: spent,
+                compute_infer: spent,
+                compute_output: spent,
+                ..Default::default()
+            };
+            Ok(vec![ModelStatistics {
+                name,
+                version,
+                inference_count: count,
+                execution_count: count,
+                inference_stats,
+                ..Default::default()
+            }])
         })
     }
 

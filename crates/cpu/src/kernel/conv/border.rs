@@ -119,6 +119,9 @@ impl<'a> Border<'a> {
     fn copy_row(&self, row: &mut [f32], source: &[f32]) {
         let g = self.geometry;
         let (stride, begin) = (g.strides[2], g.begin[2]);
+        if stride == 2 && begin <= 1 {
+            return self.copy_halves(row, source, begin == 1);
+        }
         for (phase, target) in row.chunks_exact_mut(self.phase).enumerate() {
             // Element `i` of this phase is column `i * stride + phase - begin` of the input.
             let first = begin.saturating_sub(phase).div_ceil(stride).min(target.len());
@@ -133,6 +136,30 @@ impl<'a> Border<'a> {
                 let source = source[from..].iter().step_by(stride);
                 target.iter_mut().zip(source).for_each(|(y, &x)| *y = x);
             }
+        }
+    }
+
+    /// Copies a row for stride 2: even and odd columns apart. With a border of one, the input's even
+    /// columns are the bordered row's odd ones.
+    fn copy_halves(&self, row: &mut [f32], source: &[f32], shifted: bool) {
+        let (even, odd) = row.split_at_mut(self.phase);
+        let (first, second) = if shifted { (odd, &mut even[1..]) } else { (even, odd) };
+        let (pairs, rest) = source.as_chunks::<2>();
+        for (target, pair) in first.iter_mut().zip(pairs) {
+            *target = pair[0];
+        }
+        for (target, pair) in second.iter_mut().zip(pairs) {
+            *target = pair[1];
+        }
+        let mut end = pairs.len();
+        second.iter_mut().skip(end).for_each(|target| *target = 0.0);
+        if let ([last], Some(target)) = (rest, first.get_mut(end)) {
+            *target = *last;
+            end += 1;
+        }
+        first.iter_mut().skip(end).for_each(|target| *target = 0.0);
+        if shifted {
+            row[0] = 0.0;
         }
     }
 }

@@ -21,8 +21,8 @@ fn reference(x: &Tensor, weight: &Tensor, conv: &Conv) -> (Vec<usize>, Vec<f64>)
     let (input, kernel) = (pad(&xs[2..], 1), pad(&ws[2..], 1));
     let strides = pad(&conv.window.strides, 1);
     let dilations = pad(&conv.window.dilations, 1);
-    let mut begin = vec![0; 3];
-    let mut output = vec![1; 3];
+    let mut begin = [0; 3];
+    let mut output = [1; 3];
     for axis in 3 - rank..3 {
         let extent = (kernel[axis] - 1) * dilations[axis] + 1;
         let (before, out) = match &conv.window.padding {

@@ -156,18 +156,35 @@ fn pack_rows<const ROWS: usize>(target: &mut [f32], matrix: Matrix, first: usize
         }
         return;
     }
+    if matrix.column_stride == 1 {
+        // All rows are read side by side, and what is written lies together.
+        let rows: [&[f32]; ROWS] = std::array::from_fn(|row| {
+            let start = (first + row.min(used - 1)) * matrix.row_stride;
+            &matrix.data[start..start + matrix.columns]
+        });
+        interleave(target, rows);
+        if used < ROWS {
+            target.iter_mut().for_each(|target| target[used..].fill(0.0));
+        }
+        return;
+    }
     for row in 0..ROWS {
         if row >= used {
             target.iter_mut().for_each(|target| target[row] = 0.0);
             continue;
         }
-        let source = &matrix.data[(first + row) * matrix.row_stride..];
-        if matrix.column_stride == 1 {
-            target.iter_mut().zip(source).for_each(|(target, &x)| target[row] = x);
-        } else {
-            let source = source.iter().step_by(matrix.column_stride);
-            target.iter_mut().zip(source).for_each(|(target, &x)| target[row] = x);
-        }
+        let source = matrix.data[(first + row) * matrix.row_stride..].iter();
+        let source = source.step_by(matrix.column_stride);
+        target.iter_mut().zip(source).for_each(|(target, &x)| target[row] = x);
+    }
+}
+
+/// Element `i` of each row becomes element `i` of `target`.
+#[inline(always)]
+fn interleave<const ROWS: usize>(target: &mut [[f32; ROWS]], rows: [&[f32]; ROWS]) {
+    let rows = rows.map(|row| &row[..target.len()]);
+    for (index, target) in target.iter_mut().enumerate() {
+        *target = std::array::from_fn(|row| rows[row][index]);
     }
 }
 
@@ -179,6 +196,12 @@ pub(super) fn pack_right(target: &mut [f32], source: Right, range: Range<usize>,
     }
     let target = &mut target[..PackedRight::length(depth, range.len())];
     let width = panel_width();
+    if let (Right::Plain(matrix), false) = (source, parallel)
+        && matrix.column_stride == 1
+    {
+        PackRows { target, matrix, columns: range }.dispatch();
+        return;
+    }
     let pack = |(panel, target): (usize, &mut [f32])| {
         let start = range.start + panel * width;
         let columns = start..(start + width).min(range.end);
@@ -198,10 +221,25 @@ pub(super) fn pack_right(target: &mut [f32], source: Right, range: Range<usize>,
     }
 }
 
+/// Columns that are read side by side.
+const COLUMNS: usize = 8;
+
 /// Packs columns whose elements lie next to each other or anywhere.
 fn pack_columns(target: &mut [f32], matrix: Matrix, columns: Range<usize>) {
     let width = target.len() / matrix.rows;
-    for lane in 0..width {
+    let mut lane = 0;
+    while lane + COLUMNS <= columns.len() && matrix.row_stride == 1 {
+        let sources: [&[f32]; COLUMNS] = std::array::from_fn(|column| {
+            let start = (columns.start + lane + column) * matrix.column_stride;
+            &matrix.data[start..start + matrix.rows]
+        });
+        for (depth, target) in target.chunks_exact_mut(width).enumerate() {
+            let values: [f32; COLUMNS] = std::array::from_fn(|column| sources[column][depth]);
+            target[lane..lane + COLUMNS].copy_from_slice(&values);
+        }
+        lane += COLUMNS;
+    }
+    for lane in lane..width {
         let targets = target[lane..].iter_mut().step_by(width);
         let column = columns.start + lane;
         if column >= columns.end {
@@ -214,7 +252,7 @@ fn pack_columns(target: &mut [f32], matrix: Matrix, columns: Range<usize>) {
     }
 }
 
-/// Packs columns of a matrix whose rows are contiguous.
+/// Packs columns of a matrix whose rows are contiguous: each row is read once from left to right.
 struct PackRows<'a> {
     target: &'a mut [f32],
     matrix: Matrix<'a>,
@@ -228,19 +266,27 @@ impl SimdOp for PackRows<'_> {
     fn eval<I: Isa>(self, isa: I) {
         let ops = isa.f32();
         let lanes = ops.len();
-        let width = self.target.len() / self.matrix.rows;
+        let width = lanes * PANEL_VECTORS;
+        let depth = self.matrix.rows;
         let used = self.columns.len();
-        for (depth, target) in self.target.chunks_exact_mut(width).enumerate() {
-            let start = depth * self.matrix.row_stride + self.columns.start;
+        let whole = used / width;
+        let (panels, rest) = self.target.split_at_mut(whole * width * depth);
+        for row in 0..depth {
+            let start = row * self.matrix.row_stride + self.columns.start;
             let source = &self.matrix.data[start..start + used];
-            if used == lanes * PANEL_VECTORS && width == used {
+            for (panel, source) in source.chunks_exact(width).enumerate() {
                 let vectors: [I::F32; PANEL_VECTORS] = ops.load_many(source);
+                let at = (panel * depth + row) * width;
+                let target = &mut panels[at..at + width];
                 for (vector, target) in vectors.iter().zip(target.chunks_exact_mut(lanes)) {
                     ops.store(*vector, target);
                 }
-            } else {
-                target[..used].copy_from_slice(source);
-                target[used..].fill(0.0);
+            }
+            let narrow = rest.len() / depth;
+            if narrow > 0 {
+                let target = &mut rest[row * narrow..(row + 1) * narrow];
+                target[..used - whole * width].copy_from_slice(&source[whole * width..]);
+                target[used - whole * width..].fill(0.0);
             }
         }
     }
@@ -317,13 +363,38 @@ impl SimdOp for PackImage<'_> {
             let Some(((_, first), more)) = pieces.split_first() else { continue };
             let masks: Vec<_> =
                 more.iter().map(|(before, offset)| (ops.first_n_mask(*before), *offset)).collect();
-            for (target, tap) in targets.zip(self.image.taps) {
-                let data = &self.image.data[*tap..];
-                let mut value = ops.load(&data[*first..]);
-                for (mask, offset) in &masks {
-                    value = ops.select(value, ops.load(&data[*offset..]), *mask);
+            let taps = targets.zip(self.image.taps);
+            let data = self.image.data;
+            match masks.as_slice() {
+                [] => {
+                    for (target, tap) in taps {
+                        ops.store(ops.load(&data[tap + first..]), target);
+                    }
                 }
-                ops.store(value, target);
+                [(mask, second)] => {
+                    for (target, tap) in taps {
+                        let (x, y) =
+                            (ops.load(&data[tap + first..]), ops.load(&data[tap + second..]));
+                        ops.store(ops.select(x, y, *mask), target);
+                    }
+                }
+                [(mask, second), (last_mask, third)] => {
+                    for (target, tap) in taps {
+                        let (x, y) =
+                            (ops.load(&data[tap + first..]), ops.load(&data[tap + second..]));
+                        let z = ops.load(&data[tap + third..]);
+                        ops.store(ops.select(ops.select(x, y, *mask), z, *last_mask), target);
+                    }
+                }
+                masks => {
+                    for (target, tap) in taps {
+                        let mut value = ops.load(&data[tap + first..]);
+                        for (mask, offset) in masks {
+                            value = ops.select(value, ops.load(&data[tap + offset..]), *mask);
+                        }
+                        ops.store(value, target);
+                    }
+                }
             }
         }
     }

@@ -79,26 +79,28 @@ impl SimdOp for Block<'_, '_> {
         let lanes = isa.f32().len();
         let width = lanes * PANEL_VECTORS;
         let columns = self.out.first().map_or(0, |row| row.len());
-        for (panel, rows) in self.out.chunks_mut(height).enumerate() {
-            let packed = packed_rows(rows.len());
-            let left = &self.left[panel * height * self.depth..][..packed * self.depth];
-            let mut tile =
-                Tile { rows, first_row: panel * height, column: 0, finish: &self.finish };
-            for start in (0..columns).step_by(width) {
-                let vectors = (columns - start).div_ceil(lanes).min(PANEL_VECTORS);
-                let right = &self.right[start * self.depth..][..vectors * lanes * self.depth];
-                tile.column = start;
-                let steps = self.depth.div_ceil(self.max_depth).max(1);
-                for step in 0..steps {
-                    let from = step * self.max_depth;
-                    let to = (from + self.max_depth).min(self.depth);
-                    let left = &left[from * packed..to * packed];
-                    let right = &right[from * vectors * lanes..to * vectors * lanes];
-                    let add = self.accumulate || step > 0;
-                    tile.compute(isa, packed, vectors, left, right, add, step + 1 == steps);
+        let steps = self.depth.div_ceil(self.max_depth).max(1);
+        // A step's part of the right operand stays in the cache while all rows pass over it.
+        for step in 0..steps {
+            let from = step * self.max_depth;
+            let to = (from + self.max_depth).min(self.depth);
+            let (add, last) = (self.accumulate || step > 0, step + 1 == steps);
+            for (panel, rows) in self.out.chunks_mut(height).enumerate() {
+                let packed = packed_rows(rows.len());
+                let left = &self.left[panel * height * self.depth..][from * packed..to * packed];
+                let first_row = panel * height;
+                let mut tile = Tile { rows, first_row, column: 0, finish: &self.finish };
+                for start in (0..columns).step_by(width) {
+                    let vectors = (columns - start).div_ceil(lanes).min(PANEL_VECTORS);
+                    let used = vectors * lanes;
+                    let right = &self.right[start * self.depth..][from * used..to * used];
+                    tile.column = start;
+                    tile.compute(isa, packed, vectors, left, right, add, last);
+                }
+                if last {
+                    finish_rows(self.activation, rows);
                 }
             }
-            finish_rows(self.activation, rows);
         }
     }
 }
@@ -189,7 +191,7 @@ impl Tile<'_, '_, '_> {
         let out = &mut self.rows[row][start..];
         let mut value = sum;
         if add {
-            value = ops.add(value, ops.load_pad(out).0);
+            value = ops.add(value, read(isa, out));
         }
         if last {
             let block_row = self.first_row + row;
@@ -197,12 +199,12 @@ impl Tile<'_, '_, '_> {
                 value = ops.add(value, ops.splat(bias[block_row]));
             }
             if let Some(bias) = self.finish.column_bias {
-                value = ops.add(value, ops.load_pad(&bias[start..]).0);
+                value = ops.add(value, read(isa, &bias[start..]));
             }
             if let Some((residual, stride)) = self.finish.residual {
                 let from = block_row * stride + start;
                 let wanted = lanes.min(out.len());
-                value = ops.add(value, ops.load_pad(&residual[from..from + wanted]).0);
+                value = ops.add(value, read(isa, &residual[from..from + wanted]));
             }
             if let Some((low, high)) = self.finish.clamp {
                 value = ops.min(ops.splat(high), ops.max(ops.splat(low), value));
@@ -216,4 +218,11 @@ impl Tile<'_, '_, '_> {
             out.copy_from_slice(&values.as_ref()[..length]);
         }
     }
+}
+
+/// A vector of the first elements of `source`, with zeros for those it has not.
+#[inline(always)]
+fn read<I: Isa>(isa: I, source: &[f32]) -> I::F32 {
+    let ops = isa.f32();
+    if source.len() >= ops.len() { ops.load(source) } else { ops.load_pad(source).0 }
 }

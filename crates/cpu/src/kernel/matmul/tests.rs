@@ -75,7 +75,7 @@ fn random_products_match_the_reference() {
         );
         let rank = between(&mut source, 0, 2);
         let full: Vec<usize> = (0..rank).map(|_| between(&mut source, 1, 3)).collect();
-        let mut batch = |source: &mut Random| -> Vec<usize> {
+        let batch = |source: &mut Random| -> Vec<usize> {
             let kept = between(source, 0, full.len());
             full[full.len() - kept..]
                 .iter()

@@ -1,0 +1,222 @@
+//! `atoll plan`: how few GPUs, in which slices, and how to get there.
+
+use std::io::IsTerminal;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use base::MonotonicClock;
+use indicatif::ProgressBar;
+use planner::plan::GpuFile;
+use planner::replan::steps::{Step, steps};
+use planner::replan::{Costs, replan};
+use planner::{
+    Algorithm, Answer, GpuKind, Plan, PlanError, Problem, Profiles, Progress, Rules, Service,
+    Sharing, Watch, certified, check, render,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::args::PlanArgs;
+use crate::failure::Failure;
+
+/// The services file.
+#[derive(Debug, Deserialize)]
+struct ServicesFile {
+    #[serde(default)]
+    service: Vec<Service>,
+}
+
+/// What `--json` prints and `--from` reads.
+#[derive(Debug, Serialize, Deserialize)]
+struct PlanFile {
+    gpus: usize,
+    lower_bound: usize,
+    #[serde(default)]
+    bound: f64,
+    seconds: f64,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    faults: Vec<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    steps: Vec<String>,
+    plan: Vec<GpuFile>,
+}
+
+/// A plan with all that is said about it.
+struct Outcome {
+    problem: Problem,
+    faults: Vec<PlanError>,
+    answer: Answer,
+    steps: Option<Vec<Step>>,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
+    let outcome = solve(args)?;
+    let Outcome { problem, answer, .. } = &outcome;
+    let plan = &answer.solution.plan;
+    if !matches!(args.algorithm, Algorithm::GpuletLike | Algorithm::IgniterLike) {
+        let violations = check(problem, plan);
+        if let Some(first) = violations.first() {
+            return Err(Failure::failed(format!("the checker rejects the plan: {first}")));
+        }
+    }
+    if let Some(path) = &args.svg {
+        write(path, &render::svg(problem, plan))?;
+    }
+    if let Some(path) = &args.mig_parted {
+        write(path, &render::mig_parted(problem, plan))?;
+    }
+    if args.json {
+        return print_json(&outcome);
+    }
+    print_text(args, &outcome)
+}
+
+fn solve(args: &PlanArgs) -> Result<Outcome, Failure> {
+    let (problem, faults) = problem(args)?;
+    let stop = stop_on_interrupt();
+    let bar = match std::io::stderr().is_terminal() && !args.json {
+        true => ProgressBar::new_spinner(),
+        false => ProgressBar::hidden(),
+    };
+    let mut report = |progress: Progress| {
+        let gpus = progress.gpus.map_or("-".to_string(), |gpus| gpus.to_string());
+        bar.set_message(format!("{}: {gpus} gpus, bound {:.2}", progress.phase, progress.bound));
+        bar.tick();
+        !stop.load(Ordering::Relaxed)
+    };
+    let clock = MonotonicClock::new();
+    let mut watch = Watch::new(&clock, &mut report);
+    let (answer, steps) = match &args.from {
+        Some(path) => {
+            let (answer, steps) = from_current(&problem, path, &mut watch)?;
+            (answer, Some(steps))
+        }
+        None => {
+            (planner::run(&problem, args.algorithm, &mut watch).map_err(Failure::failed)?, None)
+        }
+    };
+    bar.finish_and_clear();
+    Ok(Outcome { problem, faults, answer, steps })
+}
+
+fn problem(args: &PlanArgs) -> Result<(Problem, Vec<PlanError>), Failure> {
+    if !(0.0..=10.0).contains(&args.headroom) {
+        return Err(Failure::usage(format!("--headroom {} is not from 0 to 10", args.headroom)));
+    }
+    let gpu = GpuKind::find(&args.gpu).map_err(Failure::usage)?;
+    let services: ServicesFile = toml::from_str(&read(&args.services)?)
+        .map_err(|error| Failure::failed(format!("{}: {error}", args.services.display())))?;
+    let text = read(&args.profiles)?;
+    let named = |error: String| Failure::failed(format!("{}: {error}", args.profiles.display()));
+    let profiles = match args.profiles.extension().is_some_and(|name| name == "json") {
+        true => serde_json::from_str(&text).map_err(|error| named(error.to_string()))?,
+        false => Profiles::from_csv(&text).map_err(|error| named(error.to_string()))?,
+    };
+    // Squishy packing is nothing but sharing.
+    let shares = args.sharing == "time" || args.algorithm == Algorithm::Squishy;
+    let rules = Rules {
+        sharing: if shares { Sharing::Time } else { Sharing::None },
+        headroom: args.headroom,
+        ..Rules::default()
+    };
+    let problem = Problem { gpu, services: services.service, profiles, rules };
+    let (rest, faults) = problem.without_faults().map_err(Failure::failed)?;
+    if let Some(first) = faults.first().filter(|_| !args.keep_going) {
+        let more = match faults.len() {
+            1 => String::new(),
+            count => format!(" ({} more)", count - 1),
+        };
+        return Err(Failure::failed(format!("{first}{more}; --keep-going plans the others")));
+    }
+    faults.iter().for_each(|fault| tracing::warn!("left out: {fault}"));
+    Ok((rest, faults))
+}
+
+fn from_current(
+    problem: &Problem,
+    path: &Path,
+    watch: &mut Watch<'_>,
+) -> Result<(Answer, Vec<Step>), Failure> {
+    let file: PlanFile = serde_json::from_str(&read(path)?)
+        .map_err(|error| Failure::failed(format!("{}: {error}", path.display())))?;
+    let current = Plan::from_file(problem, &file.plan).map_err(Failure::failed)?;
+    let bound = certified::bound(problem, watch).map_err(Failure::failed)?;
+    let next = replan(problem, &current, &bound.prices, Costs::default(), watch)
+        .map_err(Failure::failed)?;
+    let steps = steps(problem, &current, &next.plan);
+    let gpus = next.gpus();
+    let solution = certified::Solution { plan: next.plan, seconds: watch.seconds(), ..bound };
+    Ok((Answer { gpus, solution }, steps))
+}
+
+fn print_json(outcome: &Outcome) -> Result<(), Failure> {
+    let Outcome { problem, faults, answer, steps } = outcome;
+    let lines = steps.as_ref().map(|steps| render::steps(problem, steps)).unwrap_or_default();
+    let file = PlanFile {
+        gpus: answer.gpus,
+        lower_bound: answer.solution.lower_bound,
+        bound: answer.solution.bound,
+        seconds: answer.solution.seconds,
+        faults: faults.iter().map(PlanError::to_string).collect(),
+        steps: lines.lines().map(|line| line.trim().to_string()).collect(),
+        plan: answer.solution.plan.to_file(problem),
+    };
+    let text = serde_json::to_string_pretty(&file).map_err(Failure::failed)?;
+    println!("{text}");
+    Ok(())
+}
+
+fn print_text(args: &PlanArgs, outcome: &Outcome) -> Result<(), Failure> {
+    let Outcome { problem, answer, steps, .. } = outcome;
+    let solution = &answer.solution;
+    if let Some(name) = &args.explain {
+        let found = problem.services.iter().position(|service| service.name == *name);
+        let service =
+            found.ok_or_else(|| Failure::usage(format!("there is no service '{name}'")))?;
+        print!("{}", render::explain(problem, &solution.plan, &solution.prices, service));
+        return Ok(());
+    }
+    print!("{}", render::picture(problem, &solution.plan, std::io::stdout().is_terminal()));
+    if let Some(steps) = steps {
+        println!("{} steps:", steps.len());
+        print!("{}", render::steps(problem, steps));
+    }
+    if args.commands {
+        print!("{}", render::commands(problem, &solution.plan));
+    }
+    println!(
+        "{} gpus, at least {} needed (bound {:.3}), {:.3} s{}",
+        answer.gpus,
+        solution.lower_bound,
+        solution.bound,
+        solution.seconds,
+        if solution.stopped { ", stopped early" } else { "" }
+    );
+    Ok(())
+}
+
+/// Set by Ctrl-C; the planner then ends with the best it has. Without a handler the search runs to its end.
+fn stop_on_interrupt() -> Arc<AtomicBool> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&stop);
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        if let Ok(runtime) = runtime
+            && runtime.block_on(tokio::signal::ctrl_c()).is_ok()
+        {
+            flag.store(true, Ordering::Relaxed);
+        }
+    });
+    stop
+}
+
+fn read(path: &Path) -> Result<String, Failure> {
+    std::fs::read_to_string(path)
+        .map_err(|error| Failure::failed(format!("{}: {error}", path.display())))
+}
+
+fn write(path: &Path, text: &str) -> Result<(), Failure> {
+    std::fs::write(path, text)
+        .map_err(|error| Failure::failed(format!("{}: {error}", path.display())))
+}

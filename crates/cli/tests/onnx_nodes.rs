@@ -1,0 +1,312 @@
+//! ONNX's own node tests on the CPU device: every operator's reference inputs and outputs.
+//!
+//! The data comes with the `onnx` package (1.22.0). The test looks for it in `ATOLL_ONNX_NODE_TESTS`
+//! and in virtual environments of the workspace. The verdict on each test is committed beside this
+//! file; `ATOLL_BLESS=1` rewrites it.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+
+use cpu::{CpuDevice, CpuOptions};
+use device::{Completion, CompletionSink, Device, Outcome, Queue, QueueOptions, Segment};
+use model::op::Op;
+use model::{DataType, Tensor, TensorData};
+
+/// Tolerances of ONNX's own runner.
+const RELATIVE: f64 = 1e-3;
+const ABSOLUTE: f64 = 1e-7;
+
+/// What became of a test.
+#[derive(Clone, Debug, PartialEq)]
+enum Verdict {
+    Passed,
+    /// An output is not what it should be.
+    Failed(String),
+    /// The model was refused before it ran.
+    Unsupported(String),
+    /// A step failed while running.
+    Error(String),
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Verdict::Passed => "passed",
+            Verdict::Failed(_) => "failed",
+            Verdict::Unsupported(_) => "unsupported",
+            Verdict::Error(_) => "error",
+        })
+    }
+}
+
+/// Completions, one by one.
+struct Channel(SyncSender<Completion>);
+
+impl CompletionSink for Channel {
+    fn complete(&self, completion: Completion) {
+        let _ = self.0.send(completion);
+    }
+}
+
+/// Folds constants as the product does.
+struct CpuEvaluator;
+
+impl graph::Evaluator for CpuEvaluator {
+    fn evaluate(&self, op: &Op, inputs: &[Option<Tensor>], outputs: usize) -> Option<Vec<Tensor>> {
+        cpu::evaluate(op, inputs, outputs)
+    }
+}
+
+/// The device with one queue.
+struct Bench {
+    device: CpuDevice,
+    queue: Box<dyn Queue>,
+    completions: Receiver<Completion>,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        let device = CpuDevice::new(CpuOptions::default());
+        let (sender, completions) = sync_channel(1);
+        let options = QueueOptions { id: 0, capacity: 1, high_priority: false };
+        let queue = device.open_queue(options, Arc::new(Channel(sender))).expect("a queue");
+        Bench { device, queue, completions }
+    }
+
+    /// The verdict on the test in `folder`.
+    fn judge(&self, folder: &Path) -> Verdict {
+        let run = AssertUnwindSafe(|| self.run(folder).err().unwrap_or(Verdict::Passed));
+        catch_unwind(run).unwrap_or_else(|_| Verdict::Error("panicked".to_string()))
+    }
+
+    fn run(&self, folder: &Path) -> Result<(), Verdict> {
+        let refuse = |err: &dyn fmt::Display| Verdict::Unsupported(err.to_string());
+        let bytes = std::fs::read(folder.join("model.onnx")).map_err(|err| refuse(&err))?;
+        let plan =
+            compiler::compile_onnx(&bytes, Some(&CpuEvaluator)).map_err(|err| refuse(&err))?;
+        let program = self.device.load(Arc::new(plan)).map_err(|err| refuse(&err))?;
+        for set in 0.. {
+            let data = folder.join(format!("test_data_set_{set}"));
+            if !data.is_dir() {
+                return if set == 0 { Err(refuse(&"there is no data")) } else { Ok(()) };
+            }
+            let inputs = tensors(&data, "input")?;
+            let want = tensors(&data, "output")?;
+            let task = program.prepare(inputs).map_err(|err| Verdict::Error(err.to_string()))?;
+            let got = self.outputs(task)?;
+            compare(&got, &want)?;
+        }
+        Ok(())
+    }
+
+    fn outputs(&self, task: Box<dyn device::Task>) -> Result<Vec<Tensor>, Verdict> {
+        let steps = 0..task.step_count();
+        assert!(self.queue.launch(Segment { token: 0, task, steps }).is_ok(), "the queue is full");
+        let completion = self.completions.recv().expect("the queue is alive");
+        match completion.outcome {
+            Outcome::Done => {
+                completion.task.into_outputs().map_err(|err| Verdict::Error(err.to_string()))
+            }
+            other => Err(Verdict::Error(format!("{other:?}"))),
+        }
+    }
+}
+
+/// The numbered tensors of a data set.
+fn tensors(folder: &Path, kind: &str) -> Result<Vec<Tensor>, Verdict> {
+    let mut tensors = Vec::new();
+    for index in 0.. {
+        let Ok(bytes) = std::fs::read(folder.join(format!("{kind}_{index}.pb"))) else { break };
+        // Sequences and optionals are no tensors, and some element types are none of ours.
+        let (_, tensor) = graph::parse_tensor_proto(&bytes)
+            .map_err(|err| Verdict::Unsupported(format!("test data: {err}")))?;
+        tensors.push(tensor);
+    }
+    Ok(tensors)
+}
+
+fn compare(got: &[Tensor], want: &[Tensor]) -> Result<(), Verdict> {
+    let fail = |why: String| Err(Verdict::Failed(why));
+    if got.len() != want.len() {
+        return fail(format!("{} outputs instead of {}", got.len(), want.len()));
+    }
+    for (index, (got, want)) in got.iter().zip(want).enumerate() {
+        if (got.dtype(), got.shape()) != (want.dtype(), want.shape()) {
+            return fail(format!(
+                "output {index} is {} {:?} instead of {} {:?}",
+                got.dtype(),
+                got.shape(),
+                want.dtype(),
+                want.shape()
+            ));
+        }
+        if let Some(why) = difference(got, want) {
+            return fail(format!("output {index}: {why}"));
+        }
+    }
+    Ok(())
+}
+
+/// The first difference between two tensors of one type and shape.
+fn difference(got: &Tensor, want: &Tensor) -> Option<String> {
+    if !got.dtype().is_float() {
+        return match (got.data(), want.data()) {
+            (TensorData::Raw(a), TensorData::Raw(b)) if a == b => None,
+            (TensorData::Strings(a), TensorData::Strings(b)) if a == b => None,
+            _ => Some("the elements differ".to_string()),
+        };
+    }
+    let pairs = reals(got).into_iter().zip(reals(want)).enumerate();
+    for (position, (got, want)) in pairs {
+        let same = got == want || (got.is_nan() && want.is_nan());
+        let close = (got - want).abs() <= ABSOLUTE + RELATIVE * want.abs();
+        if !same && !close {
+            return Some(format!("element {position} is {got} instead of {want}"));
+        }
+    }
+    None
+}
+
+fn reals(tensor: &Tensor) -> Vec<f64> {
+    match tensor.dtype() {
+        DataType::F16 => tensor.to_vec::<half::f16>().unwrap().iter().map(|x| x.to_f64()).collect(),
+        DataType::BF16 => {
+            tensor.to_vec::<half::bf16>().unwrap().iter().map(|x| x.to_f64()).collect()
+        }
+        DataType::F32 => tensor.to_vec::<f32>().unwrap().into_iter().map(f64::from).collect(),
+        _ => tensor.to_vec::<f64>().unwrap(),
+    }
+}
+
+/// The folder with the tests, if it is somewhere.
+fn data_folder() -> Option<PathBuf> {
+    if let Ok(path) = std::env::var("ATOLL_ONNX_NODE_TESTS") {
+        return Some(PathBuf::from(path));
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let entries = |path: &Path| {
+        std::fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path())
+    };
+    let name = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
+    let starts =
+        |path: &Path, prefix: &str| name(path).is_some_and(|name| name.starts_with(prefix));
+    entries(&root)
+        .filter(|path| starts(path, ".venv"))
+        .flat_map(|venv| entries(&venv.join("lib")).collect::<Vec<_>>())
+        .filter(|path| starts(path, "python"))
+        .map(|python| python.join("site-packages/onnx/backend/test/data/node"))
+        .find(|path| path.is_dir())
+}
+
+fn list_path() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/onnx_nodes.txt")
+}
+
+/// The committed verdicts by test.
+fn committed() -> BTreeMap<String, String> {
+    let text = std::fs::read_to_string(list_path()).unwrap_or_default();
+    text.lines()
+        .filter_map(|line| line.split_once(' '))
+        .map(|(name, verdict)| (name.to_string(), verdict.to_string()))
+        .collect()
+}
+
+/// Every test's verdict, by name.
+fn judge_all(folder: &Path) -> BTreeMap<String, Verdict> {
+    let bench = Bench::new();
+    let only = std::env::var("ATOLL_ONNX_ONLY").unwrap_or_default();
+    let mut names: Vec<String> = std::fs::read_dir(folder)
+        .expect("the folder of tests")
+        .flatten()
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .filter(|name| name.starts_with("test_") && name.contains(&only))
+        .collect();
+    names.sort();
+    names.into_iter().map(|name| (name.clone(), bench.judge(&folder.join(&name)))).collect()
+}
+
+/// A reason to refuse without the names of its model's nodes and values.
+fn reason(text: &str) -> String {
+    let first = text.lines().next().unwrap_or_default();
+    match (first.split_once(" at node '"), first.split_once("' (")) {
+        (Some((operator, place)), _) if operator.contains("'input'") => {
+            format!("{operator}{}", place.rsplit(':').next().unwrap_or_default())
+        }
+        (Some((operator, _)), _) => operator.to_string(),
+        (None, Some((_, step))) => format!("step ({step}"),
+        _ => first.to_string(),
+    }
+}
+
+/// Prints counts, what is wrong, and how often each reason to refuse was given.
+fn print(verdicts: &BTreeMap<String, Verdict>) {
+    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+    let mut reasons: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+    for (name, verdict) in verdicts {
+        *counts.entry(verdict.to_string()).or_default() += 1;
+        match verdict {
+            Verdict::Passed => {}
+            Verdict::Unsupported(why) => reasons.entry(reason(why)).or_default().push(name),
+            Verdict::Failed(why) | Verdict::Error(why) => println!("{verdict} {name}: {why}"),
+        }
+    }
+    let mut reasons: Vec<_> = reasons.into_iter().collect();
+    reasons.sort_by_key(|(_, names)| std::cmp::Reverse(names.len()));
+    for (reason, names) in reasons {
+        println!("{:5} {reason} ({})", names.len(), names[0]);
+    }
+    println!("{} tests: {counts:?}", verdicts.len());
+}
+
+#[test]
+fn differences_are_found() {
+    let of = |data: &[f32]| Tensor::from_vec(vec![data.len()], data.to_vec()).unwrap();
+    let wrong = |got: Tensor, want: Tensor| compare(&[got], &[want]).is_err();
+    assert!(!wrong(of(&[1.0, f32::NAN]), of(&[1.0005, f32::NAN])));
+    assert!(!wrong(of(&[f32::INFINITY]), of(&[f32::INFINITY])));
+    assert!(wrong(of(&[1.0]), of(&[1.01])));
+    assert!(wrong(of(&[1.0]), of(&[f32::NAN])));
+    assert!(wrong(of(&[f32::INFINITY]), of(&[1.0])));
+    assert!(wrong(of(&[1.0]), of(&[1.0, 1.0])));
+    let whole = |x: i64| Tensor::from_vec(vec![1], vec![x]).unwrap();
+    assert!(wrong(whole(1), of(&[1.0])));
+    assert!(wrong(whole(1 << 60), whole((1 << 60) + 1)));
+    assert!(compare(&[], &[of(&[1.0])]).is_err());
+}
+
+#[test]
+fn node_tests_do_as_they_did() {
+    let Some(folder) = data_folder() else {
+        let how = "get it with `pip download --no-deps onnx==1.22.0`, unzip it and set \
+                   ATOLL_ONNX_NODE_TESTS to onnx/backend/test/data/node in it";
+        assert!(std::env::var("ATOLL_REQUIRE_ONNX").is_err(), "no ONNX node tests: {how}");
+        println!("skipped: no ONNX node tests; {how}");
+        return;
+    };
+    let verdicts = judge_all(&folder);
+    print(&verdicts);
+    if std::env::var("ATOLL_BLESS").is_ok() {
+        let lines: Vec<String> =
+            verdicts.iter().map(|(name, verdict)| format!("{name} {verdict}\n")).collect();
+        std::fs::write(list_path(), lines.concat()).expect("the list is written");
+    }
+    let before = committed();
+    let lost: Vec<&String> = verdicts
+        .iter()
+        .filter(|(name, verdict)| {
+            **verdict != Verdict::Passed && before.get(*name).is_some_and(|was| was == "passed")
+        })
+        .map(|(name, _)| name)
+        .collect();
+    let wrong: Vec<&String> = verdicts
+        .iter()
+        .filter(|(_, verdict)| matches!(verdict, Verdict::Failed(_)))
+        .map(|(name, _)| name)
+        .collect();
+    assert!(lost.is_empty(), "passed before and not now: {lost:?}");
+    assert!(wrong.is_empty(), "wrong outputs: {wrong:?}");
+}

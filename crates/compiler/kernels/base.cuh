@@ -1,0 +1,241 @@
+// What every tile function stands on: index arithmetic without division, the tensor-core and asynchronous-copy
+// instructions, activations, and the two policies a wrapper hands to a tile (when to wait, when to leave).
+//
+// Only <cuda_fp16.h> is included, so the same text compiles under NVRTC and nvcc. Argument structs hold plain 32-bit and
+// pointer fields in declaration order: the host fills them byte for byte.
+#pragma once
+#include <cuda_fp16.h>
+
+namespace tiles {
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int kWarp = 32;
+
+// ---- index arithmetic -------------------------------------------------------------------------------------------------
+
+// Quotient by a divisor fixed at launch, exact for 0 <= n < 2^31. A hardware division costs tens of instructions and a tile
+// of a small layer does only a few hundred in all.
+struct FastDiv {
+    u32 divisor;
+    u32 multiplier;
+    u32 shift;
+
+    __host__ __device__ static FastDiv of(u32 d)
+    {
+        FastDiv f = {d, 0, 0};
+        u32 log = 0;
+        while ((1ull << log) < d) ++log;
+        f.multiplier = d == 1 ? 0 : (u32)(((1ull << (31 + log)) + d - 1) / d);
+        f.shift = log == 0 ? 0 : log - 1;
+        return f;
+    }
+    __device__ __forceinline__ int quotient(int n) const
+    {
+        return divisor == 1 ? n : (int)(__umulhi((u32)n, multiplier) >> shift);
+    }
+    __device__ __forceinline__ int split(int n, int& remainder) const
+    {
+        int q = quotient(n);
+        remainder = n - q * (int)divisor;
+        return q;
+    }
+};
+
+// A value the compiler keeps in a register instead of computing it again inside a loop.
+__device__ __forceinline__ u32 kept(u32 v)
+{
+    asm volatile("" : "+r"(v));
+    return v;
+}
+
+// A value that is the same in every thread of a warp, in a form the compiler knows to be so: what follows from it then lives in
+// uniform registers, and branches on it need no reconvergence.
+__device__ __forceinline__ int uniform(int v) { return __shfl_sync(~0u, v, 0); }
+
+// ---- activations ------------------------------------------------------------------------------------------------------
+
+enum Activation : int { kLinear = 0, kRelu = 1, kRelu6 = 2, kGelu = 3, kSilu = 4, kSigmoid = 5, kTanh = 6 };
+
+__device__ __forceinline__ float activate(float x, int kind)
+{
+    switch (kind) {
+    case kRelu: return fmaxf(x, 0.f);
+    case kRelu6: return fminf(fmaxf(x, 0.f), 6.f);
+    case kGelu: return 0.5f * x * (1.f + erff(x * 0.70710678f));
+    case kSilu: return x / (1.f + __expf(-x));
+    case kSigmoid: return 1.f / (1.f + __expf(-x));
+    case kTanh: return tanhf(x);
+    default: return x;
+    }
+}
+
+// Eight values at once, with one branch: a kernel of a few microseconds pays for every line of code it fetches.
+template <int Kind>
+__device__ __forceinline__ void activate_all(float (&v)[8])
+{
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = activate(v[i], Kind);
+}
+__device__ __forceinline__ void activate(float (&v)[8], int kind)
+{
+    if (kind == kLinear) return;
+    if (kind <= kRelu6) {
+        float high = kind == kRelu ? 3e38f : 6.f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = fminf(fmaxf(v[i], 0.f), high);
+    } else if (kind == kGelu) {
+        activate_all<kGelu>(v);
+    } else if (kind == kSilu) {
+        activate_all<kSilu>(v);
+    } else if (kind == kSigmoid) {
+        activate_all<kSigmoid>(v);
+    } else {
+        activate_all<kTanh>(v);
+    }
+}
+
+// ---- eight halves at a time -------------------------------------------------------------------------------------------
+
+// Activations are read past L1 (`cg`): a persistent kernel may read a buffer that another SM rewrote since.
+__device__ __forceinline__ uint4 load_activations(const half* p) { return __ldcg((const uint4*)p); }
+__device__ __forceinline__ uint4 load_weights(const half* p) { return __ldg((const uint4*)p); }
+
+__device__ __forceinline__ void unpack(uint4 raw, float (&v)[8])
+{
+    const half2* h = (const half2*)&raw;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        float2 f = __half22float2(h[i]);
+        v[2 * i] = f.x;
+        v[2 * i + 1] = f.y;
+    }
+}
+
+__device__ __forceinline__ uint4 pack(const float (&v)[8])
+{
+    uint4 raw;
+    half2* h = (half2*)&raw;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) h[i] = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
+    return raw;
+}
+
+__device__ __forceinline__ void add_floats(float (&v)[8], const float* p)
+{
+    float4 lo = __ldg((const float4*)p), hi = __ldg((const float4*)p + 1);
+    v[0] += lo.x, v[1] += lo.y, v[2] += lo.z, v[3] += lo.w;
+    v[4] += hi.x, v[5] += hi.y, v[6] += hi.z, v[7] += hi.w;
+}
+
+// ---- asynchronous copies ----------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Copies `Bytes` (8 or 16) to shared memory, or writes zeros there when `valid` is false (nothing is read then).
+template <int Bytes>
+__device__ __forceinline__ void copy_async(u32 to, const void* from, bool valid)
+{
+    int bytes = valid ? Bytes : 0;
+    if constexpr (Bytes == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes));
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;"); }
+template <int Pending>
+__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(Pending)); }
+
+// ---- tensor cores -----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+__device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 address)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+__device__ __forceinline__ void multiply_add(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- gates: when a tile may read what the previous step wrote ----------------------------------------------------------
+
+// Programmatic dependent launch. A tile issues its weight loads, then waits. Without the launch attribute both are no-ops.
+struct LaunchGate {
+    __device__ __forceinline__ static void release_next() { asm volatile("griddepcontrol.launch_dependents;"); }
+    __device__ __forceinline__ void wait() const { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+};
+struct NoGate {
+    __device__ __forceinline__ void wait() const {}
+};
+
+// ---- watches: when a tile must leave ----------------------------------------------------------------------------------
+
+// Real-time work never leaves and carries no check.
+struct NoWatch {
+    static constexpr bool kLeaves = false;
+    template <int Period>
+    __device__ __forceinline__ bool due(int) const { return false; }
+    __device__ __forceinline__ bool verdict() const { return false; }
+    __device__ __forceinline__ void finishing() const {}
+};
+
+// Best-effort work leaves once the epoch passes the one it was launched with, or its block is beyond the budget.
+//
+// Two threads copy the words into shared memory asynchronously, among the copies a pipeline makes anyway, so no thread waits
+// for them. Whatever has arrived when the next check is due decides, and a barrier the loop has anyway makes the decision the
+// same for the whole block: leaving is uniform. `cg` copies come from L2, where the host's writes land, and take 16 bytes:
+// each word is the first of an aligned group of four.
+struct EpochWatch {
+    static constexpr bool kLeaves = true;
+    const u32* epoch;
+    const u32* budget; // null when there is none
+    u32 launched;
+    uint4* words; // shared memory: what was last seen of the epoch and of the budget
+    u32* next;    // the launch's tile counter; null when every block has one tile only
+    u32 number;   // what thread 0 was given by it
+
+    // A tile calls this once, when only its epilogue is left: the next tile's number is then on its way during the epilogue.
+    // Asking earlier would hand out the last tiles by who started first, two to one SM and none to another.
+    __device__ __forceinline__ void finishing()
+    {
+        if (next && threadIdx.x == 0) number = atomicAdd(next, 1);
+    }
+
+    // Before the first tile: nothing seen yet.
+    __device__ __forceinline__ void start() const
+    {
+        if (threadIdx.x < 2) words[threadIdx.x].x = threadIdx.x ? ~0u : launched;
+    }
+    __device__ __forceinline__ void ask() const
+    {
+        if (threadIdx.x < (budget ? 2 : 1)) copy_async<16>(shared_address(words + threadIdx.x), threadIdx.x ? budget : epoch, true);
+    }
+    __device__ __forceinline__ bool told() const
+    {
+        const volatile uint4* w = words;
+        return w[0].x > launched || blockIdx.x >= w[1].x;
+    }
+    // Whether step `step` checks: every Period-th does, because a step of a small tile is too short to check each. The first
+    // never does: its barrier is what makes start() visible.
+    template <int Period>
+    __device__ __forceinline__ bool due(int step) const { return step > 0 && step % Period == 0; }
+    // Stands in for the barrier of a step that checks; true when the block must leave. Threads may have read different words,
+    // so the verdict is what any of them saw.
+    __device__ __forceinline__ bool verdict() const
+    {
+        bool leave = __syncthreads_or(told());
+        ask();
+        return __any_sync(~0u, leave); // the same for all; said so that the loop's other values stay uniform for the compiler
+    }
+};
+
+} // namespace tiles

@@ -1,0 +1,230 @@
+//! Times typical layers: `kernels [PATTERN [THREADS]]` runs those whose name contains the pattern.
+//!
+//! Each line has the time of one run, the rate of its arithmetic, and the time of rten's own kernel
+//! for the same layer where there is one.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use base::Random;
+use cpu::{CpuDevice, CpuOptions};
+use device::{Completion, CompletionSink, Device, Outcome, Queue, QueueOptions, Segment};
+use model::op::{Activation, Conv, MatMul, Op, Padding, Window};
+use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
+use rten::BufferPool;
+use rten_tensor::prelude::*;
+
+struct Sink(Sender<Completion>);
+
+impl CompletionSink for Sink {
+    fn complete(&self, completion: Completion) {
+        let _ = self.0.send(completion);
+    }
+}
+
+struct Bench {
+    device: CpuDevice,
+    queue: Box<dyn Queue>,
+    completions: Receiver<Completion>,
+    pattern: String,
+    threads: usize,
+}
+
+/// A layer to time: an operator, its input's shape, and its constants' shapes.
+struct Layer {
+    name: String,
+    op: Op,
+    input: Vec<usize>,
+    constants: Vec<Vec<usize>>,
+    flops: f64,
+}
+
+fn random(shape: &[usize]) -> Tensor {
+    let mut source = Random::new(1);
+    let count = shape.iter().product();
+    let values: Vec<f32> = (0..count).map(|_| source.symmetric_f32()).collect();
+    Tensor::from_vec(shape.to_vec(), values).expect("shape and count agree")
+}
+
+fn plan(layer: &Layer) -> LaunchPlan {
+    let mut plan = LaunchPlan::default();
+    let count = layer.constants.len() + 2;
+    for index in 0..count {
+        let name = format!("v{index}");
+        plan.values.push(ValueInfo { name, dtype: DataType::F32, shape: None });
+    }
+    plan.inputs = vec![ValueId(0)];
+    for (index, shape) in layer.constants.iter().enumerate() {
+        plan.constants.push((ValueId(index as u32 + 1), random(shape)));
+    }
+    let output = ValueId(count as u32 - 1);
+    plan.outputs = vec![output];
+    plan.steps.push(Step {
+        name: layer.name.clone(),
+        op: layer.op.clone(),
+        inputs: (0..count as u32 - 1).map(|id| Some(ValueId(id))).collect(),
+        outputs: vec![Some(output)],
+        last_uses: vec![],
+    });
+    plan.plan_lifetimes();
+    plan
+}
+
+/// The least of the times `run` gives, over about a third of a second.
+fn least(mut run: impl FnMut() -> Duration) -> Duration {
+    let started = Instant::now();
+    let mut best = run();
+    while started.elapsed() < Duration::from_millis(300) {
+        best = best.min(run());
+    }
+    best
+}
+
+impl Bench {
+    fn time(&self, layer: &Layer) {
+        if !layer.name.contains(&self.pattern) {
+            return;
+        }
+        let program = self.device.load(Arc::new(plan(layer))).expect("the layer loads");
+        let input = random(&layer.input);
+        let ours = least(|| {
+            let mut task = program.prepare(vec![input.clone()]).expect("the input fits");
+            task.record_step_times();
+            let segment = Segment { token: 0, task, steps: 0..1 };
+            assert!(self.queue.launch(segment).is_ok());
+            let done = self.completions.recv().expect("the queue lives");
+            assert_eq!(done.outcome, Outcome::Done);
+            Duration::from(done.task.step_times().expect("times were asked for")[0])
+        });
+        let rate = layer.flops / ours.as_secs_f64() / 1e9;
+        let theirs = rten_time(layer, self.threads)
+            .map_or(String::new(), |time| format!("{:9.3} ms", time.as_secs_f64() * 1e3));
+        println!(
+            "{:34} {:9.3} ms {rate:7.1} GFLOP/s {theirs}",
+            layer.name,
+            ours.as_secs_f64() * 1e3
+        );
+    }
+}
+
+/// The time rten's kernel takes.
+fn rten_time(layer: &Layer, threads: usize) -> Option<Duration> {
+    let tensor = |shape: &[usize]| {
+        let data: Vec<f32> = random(shape).to_vec()?;
+        Some(rten_tensor::Tensor::from_data(shape, data))
+    };
+    let (x, w) = (tensor(&layer.input)?, tensor(&layer.constants[0])?);
+    let pool = BufferPool::new();
+    let threads = rayon::ThreadPoolBuilder::new().num_threads(threads).build().ok()?;
+    threads.install(|| match &layer.op {
+        Op::Conv(conv) => Some(least(|| {
+            let Padding::Explicit(pads) = &conv.window.padding else { return Duration::ZERO };
+            let started = Instant::now();
+            let out = rten::ops::conv::<f32, f32, f32>(
+                &pool,
+                x.view(),
+                w.view(),
+                None,
+                pads.as_slice().into(),
+                conv.groups,
+                &conv.window.strides,
+                &conv.window.dilations,
+            );
+            let elapsed = started.elapsed();
+            pool.add(out.expect("rten runs").into_data());
+            elapsed
+        })),
+        Op::MatMul(_) => Some(least(|| {
+            let started = Instant::now();
+            let out = rten::ops::matmul::<f32, f32, f32>(&pool, x.view(), w.view(), None);
+            let elapsed = started.elapsed();
+            pool.add(out.expect("rten runs").into_data());
+            elapsed
+        })),
+        _ => None,
+    })
+}
+
+fn conv(
+    channels: usize,
+    outputs: usize,
+    size: usize,
+    kernel: usize,
+    stride: usize,
+    groups: usize,
+) -> Layer {
+    let pad = kernel / 2;
+    let window = Window {
+        kernel: vec![kernel; 2],
+        strides: vec![stride; 2],
+        dilations: vec![1; 2],
+        padding: Padding::Explicit(vec![pad; 4]),
+    };
+    let out = (size + 2 * pad - kernel) / stride + 1;
+    let taps = channels / groups * kernel * kernel;
+    Layer {
+        name: format!("conv {channels}->{outputs} {size}x{size} k{kernel} s{stride} g{groups}"),
+        op: Op::Conv(Conv { window, groups, activation: Activation::Relu }),
+        input: vec![1, channels, size, size],
+        constants: vec![vec![outputs, channels / groups, kernel, kernel], vec![outputs]],
+        flops: 2.0 * (outputs * taps * out * out) as f64,
+    }
+}
+
+fn matmul(rows: usize, depth: usize, columns: usize) -> Layer {
+    Layer {
+        name: format!("matmul {rows}x{depth}x{columns}"),
+        op: Op::MatMul(MatMul::default()),
+        input: vec![1, rows, depth],
+        constants: vec![vec![depth, columns], vec![columns]],
+        flops: 2.0 * (rows * depth * columns) as f64,
+    }
+}
+
+fn main() {
+    let (sender, completions) = channel();
+    let pattern = std::env::args().nth(1).unwrap_or_default();
+    let threads = std::env::args().nth(2).and_then(|text| text.parse().ok()).unwrap_or(2);
+    let device = CpuDevice::new(CpuOptions { threads, ..CpuOptions::default() });
+    let options = QueueOptions { id: 0, capacity: 1, high_priority: false };
+    let queue = device.open_queue(options, Arc::new(Sink(sender))).expect("the queue opens");
+    let bench = Bench { device, queue, completions, pattern, threads };
+    for layer in [
+        conv(3, 64, 224, 7, 2, 1),
+        conv(64, 64, 56, 1, 1, 1),
+        conv(64, 256, 56, 1, 1, 1),
+        conv(64, 64, 56, 3, 1, 1),
+        conv(256, 64, 56, 1, 1, 1),
+        conv(128, 128, 56, 3, 2, 1),
+        conv(128, 128, 28, 3, 1, 1),
+        conv(512, 128, 28, 1, 1, 1),
+        conv(128, 512, 28, 1, 1, 1),
+        conv(256, 512, 56, 1, 2, 1),
+        conv(256, 256, 14, 3, 1, 1),
+        conv(1024, 256, 14, 1, 1, 1),
+        conv(256, 1024, 14, 1, 1, 1),
+        conv(512, 512, 7, 3, 1, 1),
+        conv(2048, 512, 7, 1, 1, 1),
+        conv(512, 2048, 7, 1, 1, 1),
+        conv(64, 64, 224, 3, 1, 1),
+        conv(512, 512, 28, 3, 1, 1),
+        conv(128, 32, 28, 3, 1, 1),
+        conv(128, 32, 14, 3, 1, 1),
+        conv(96, 96, 112, 3, 2, 96),
+        conv(144, 144, 56, 3, 1, 144),
+        conv(384, 384, 14, 3, 1, 384),
+        conv(960, 960, 7, 3, 1, 960),
+        conv(240, 240, 28, 5, 2, 240),
+        conv(672, 672, 14, 5, 1, 672),
+        matmul(128, 768, 768),
+        matmul(128, 768, 3072),
+        matmul(128, 3072, 768),
+        matmul(128, 1024, 4096),
+        matmul(11, 384, 1536),
+        matmul(1, 2048, 1000),
+        matmul(1, 25088, 4096),
+    ] {
+        bench.time(&layer);
+    }
+}

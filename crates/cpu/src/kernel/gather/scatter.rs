@@ -1,0 +1,141 @@
+//! Writing at positions that a tensor of indices tells.
+
+use half::{bf16, f16};
+use model::DataType;
+use model::op::ScatterReduction;
+use rten_tensor::Tensor;
+
+use super::{element_offsets, tuple_offsets};
+use crate::kernel::binary::Number;
+use crate::kernel::operand::{Element, dtype_of, flat, integers, one, resolve_axis};
+use crate::kernel::{Inputs, KernelResult, StepFacts, no_kernel};
+use crate::value::{Value, with_value};
+
+/// Refuses updates of another type, and reductions of what cannot be added.
+pub(super) fn check_types(facts: &StepFacts, reduction: ScatterReduction) -> Result<(), String> {
+    let dtype = dtype_of(facts, 0)?;
+    let adds = !matches!(reduction, ScatterReduction::None);
+    let addable = dtype.is_float() || dtype.is_integer() || dtype == DataType::Bool;
+    if dtype_of(facts, 2)? != dtype || (adds && !addable) {
+        return Err(no_kernel(facts));
+    }
+    Ok(())
+}
+
+pub(super) fn elements(mut inputs: Inputs, axis: i64, reduction: ScatterReduction) -> KernelResult {
+    let value = inputs.take(0)?;
+    let (indices, updates) = (inputs.get(1)?, inputs.get(2)?);
+    let axis = resolve_axis(axis, value.shape().len())?;
+    if indices.shape() != updates.shape() {
+        return Err(format!("{:?} indices for {:?} updates", indices.shape(), updates.shape()));
+    }
+    let offsets = element_offsets(value.shape(), axis, &integers(indices)?, indices.shape())?;
+    write(value, updates, &offsets, 1, reduction)
+}
+
+pub(super) fn nd(mut inputs: Inputs, reduction: ScatterReduction) -> KernelResult {
+    let value = inputs.take(0)?;
+    let (indices, updates) = (inputs.get(1)?, inputs.get(2)?);
+    let index_shape = indices.shape();
+    let (offsets, length) = tuple_offsets(value.shape(), &integers(indices)?, index_shape, 0)?;
+    let depth = index_shape[index_shape.len() - 1];
+    let want = [&index_shape[..index_shape.len() - 1], &value.shape()[depth..]].concat();
+    if updates.shape() != want {
+        return Err(format!("updates have shape {:?} and not {want:?}", updates.shape()));
+    }
+    write(value, updates, &offsets, length, reduction)
+}
+
+/// Puts runs of `length` updates at `offsets`, in order.
+fn write(
+    value: Value,
+    updates: &Value,
+    offsets: &[usize],
+    length: usize,
+    reduction: ScatterReduction,
+) -> KernelResult {
+    let shape = value.shape().to_vec();
+    with_value!(value, tensor => put(tensor, updates, &shape, offsets, length, reduction))
+}
+
+fn put<T: Update>(
+    tensor: Tensor<T>,
+    updates: &Value,
+    shape: &[usize],
+    offsets: &[usize],
+    length: usize,
+    reduction: ScatterReduction,
+) -> KernelResult {
+    let updates = flat(T::get(updates).ok_or("the updates have another type")?);
+    let mut data = tensor.into_data();
+    if length > 0 {
+        for (&offset, update) in offsets.iter().zip(updates.chunks(length)) {
+            let target = &mut data[offset..][..length];
+            match reduction {
+                ScatterReduction::None => target.clone_from_slice(update),
+                _ => {
+                    for (slot, update) in target.iter_mut().zip(update) {
+                        *slot = slot.meet(update, reduction);
+                    }
+                }
+            }
+        }
+    }
+    one(T::wrap(shape, data))
+}
+
+/// An element that an update can meet.
+trait Update: Element {
+    /// What is there after `update` came to `self`.
+    fn meet(&self, update: &Self, reduction: ScatterReduction) -> Self;
+}
+
+fn meet<T: Number>(a: T, b: T, reduction: ScatterReduction) -> T {
+    match reduction {
+        ScatterReduction::None => b,
+        ScatterReduction::Add => a.add(b),
+        ScatterReduction::Mul => a.mul(b),
+        ScatterReduction::Max => a.larger(b),
+        ScatterReduction::Min => a.smaller(b),
+    }
+}
+
+macro_rules! updates {
+    ($($rust:ty),+) => {
+        $(impl Update for $rust {
+            fn meet(&self, update: &Self, reduction: ScatterReduction) -> Self {
+                meet(*self, *update, reduction)
+            }
+        })+
+    };
+}
+
+updates!(u8, u16, u32, u64, i8, i16, i32, i64, f32, f64);
+
+impl Update for f16 {
+    fn meet(&self, update: &Self, reduction: ScatterReduction) -> Self {
+        f16::from_f32(meet(self.to_f32(), update.to_f32(), reduction))
+    }
+}
+
+impl Update for bf16 {
+    fn meet(&self, update: &Self, reduction: ScatterReduction) -> Self {
+        bf16::from_f32(meet(self.to_f32(), update.to_f32(), reduction))
+    }
+}
+
+impl Update for bool {
+    fn meet(&self, update: &Self, reduction: ScatterReduction) -> Self {
+        match reduction {
+            ScatterReduction::None => *update,
+            ScatterReduction::Add | ScatterReduction::Max => *self | *update,
+            ScatterReduction::Mul | ScatterReduction::Min => *self & *update,
+        }
+    }
+}
+
+impl Update for bytes::Bytes {
+    fn meet(&self, update: &Self, _: ScatterReduction) -> Self {
+        update.clone()
+    }
+}

@@ -1,0 +1,163 @@
+//! Borders around a tensor, or cut off it.
+
+use model::op::PadMode;
+use rten::BufferPool;
+
+use crate::kernel::operand::{
+    filled, flat, integer_list, one, optional_integers, output_len, resolve_axes, row_strides,
+};
+use crate::kernel::walk::in_aligned_pieces;
+use crate::kernel::{Context, Inputs, KernelResult};
+use crate::value::{Value, with_value};
+
+pub(super) fn pad(context: &Context, inputs: Inputs, mode: PadMode) -> KernelResult {
+    let value = inputs.get(0)?;
+    let shape = value.shape();
+    let pads = all_pads(&inputs, shape.len())?;
+    let mut maps = Vec::with_capacity(shape.len());
+    let mut out = Vec::with_capacity(shape.len());
+    for (axis, &size) in shape.iter().enumerate() {
+        let (before, after) = pads[axis];
+        let length = (size as i64).checked_add(before).and_then(|n| n.checked_add(after));
+        let length = length.and_then(|n| usize::try_from(n).ok()).ok_or_else(|| {
+            format!("dimension {axis} of {size} cannot be padded by {before} and {after}")
+        })?;
+        out.push(length);
+    }
+    output_len::<u64>(&out, value.size_bytes())?;
+    for (axis, &size) in shape.iter().enumerate() {
+        maps.push(AxisMap::new(size, out[axis], pads[axis].0, mode)?);
+    }
+    let fill = match (mode, inputs.optional(2)) {
+        (PadMode::Constant, Some(fill)) => Some(fill),
+        _ => None,
+    };
+    if let Some(fill) = fill.filter(|fill| fill.dtype() != value.dtype()) {
+        return Err(format!("a {} is padded with a {}", value.dtype(), fill.dtype()));
+    }
+    with_value!(value, tensor => {
+        let fill = match fill {
+            None => Default::default(),
+            Some(fill) => first_like(tensor, fill)?,
+        };
+        let data = padded(context.pool, &flat(tensor), &row_strides(shape), &out, &maps, fill);
+        one(Value::from(rten_tensor::Tensor::from_data(&out, data)))
+    })
+}
+
+/// The only element of `fill`, which has the type of `_like`.
+fn first_like<T: crate::value::Typed + Clone>(
+    _like: &rten_tensor::Tensor<T>,
+    fill: &Value,
+) -> Result<T, String> {
+    let fill = T::get(fill).ok_or("the fill has another type")?;
+    match flat(fill).as_ref() {
+        [only] => Ok(only.clone()),
+        many => Err(format!("the fill must be one element, has {}", many.len())),
+    }
+}
+
+/// The border before and after every dimension.
+fn all_pads(inputs: &Inputs, rank: usize) -> Result<Vec<(i64, i64)>, String> {
+    let pads = integer_list(inputs, 1)?;
+    let axes = match optional_integers(inputs, 3)? {
+        Some(axes) => resolve_axes(&axes, rank)?,
+        None => (0..rank).collect(),
+    };
+    if pads.len() != axes.len() * 2 {
+        return Err(format!("{} pads for {} axes", pads.len(), axes.len()));
+    }
+    let mut all = vec![(0, 0); rank];
+    for (i, &axis) in axes.iter().enumerate() {
+        all[axis] = (pads[i], pads[axes.len() + i]);
+    }
+    Ok(all)
+}
+
+/// Where each position of an output dimension comes from.
+struct AxisMap {
+    /// Input positions; `None` is the fill.
+    from: Vec<Option<usize>>,
+    /// Output positions `.0..` that are `.1` input positions in a row.
+    run: (usize, usize),
+}
+
+impl AxisMap {
+    fn new(size: usize, length: usize, before: i64, mode: PadMode) -> Result<AxisMap, String> {
+        if size == 0 && length > 0 && mode != PadMode::Constant {
+            return Err(format!("there is nothing to pad with in mode {mode:?}"));
+        }
+        let n = size as i64;
+        let from = (0..length as i64).map(|position| {
+            let index = position - before;
+            let inside = match mode {
+                PadMode::Constant => index,
+                PadMode::Edge => index.clamp(0, n - 1),
+                PadMode::Wrap => index.rem_euclid(n),
+                PadMode::Reflect if n == 1 => 0,
+                PadMode::Reflect => {
+                    let period = 2 * (n - 1);
+                    let folded = index.rem_euclid(period);
+                    folded.min(period - folded)
+                }
+            };
+            (0..n).contains(&inside).then_some(inside as usize)
+        });
+        let from: Vec<Option<usize>> = from.collect();
+        let start = before.clamp(0, length as i64) as usize;
+        let end = before.saturating_add(n).clamp(start as i64, length as i64) as usize;
+        Ok(AxisMap { from, run: (start, end - start) })
+    }
+}
+
+fn padded<T: Clone + Send + Sync>(
+    pool: &BufferPool,
+    data: &[T],
+    strides: &[usize],
+    shape: &[usize],
+    maps: &[AxisMap],
+    fill: T,
+) -> Vec<T> {
+    let count = shape.iter().product();
+    let (Some((last, outer)), Some(&width)) = (maps.split_last(), shape.last()) else {
+        return data.to_vec();
+    };
+    let mut out = filled(pool, count, fill);
+    if count == 0 {
+        return out;
+    }
+    in_aligned_pieces(&mut out, width, |start, piece| {
+        for (number, row) in piece.chunks_mut(width).enumerate() {
+            let mut rest = start / width + number;
+            let mut base = Some(0);
+            for (axis, map) in outer.iter().enumerate().rev() {
+                let index = map.from[rest % shape[axis]];
+                rest /= shape[axis];
+                base = base.zip(index).map(|(base, index)| base + index * strides[axis]);
+            }
+            if let Some(base) = base {
+                pad_row(&data[base..], row, last);
+            }
+        }
+    });
+    out
+}
+
+/// One innermost row: the run in the middle at once, the borders one by one.
+fn pad_row<T: Clone>(data: &[T], row: &mut [T], map: &AxisMap) {
+    let (start, length) = map.run;
+    let each = |range: std::ops::Range<usize>, row: &mut [T]| {
+        for position in range {
+            if let Some(index) = map.from[position] {
+                row[position].clone_from(&data[index]);
+            }
+        }
+    };
+    each(0..start, row);
+    if length > 0
+        && let Some(first) = map.from[start]
+    {
+        row[start..start + length].clone_from_slice(&data[first..first + length]);
+    }
+    each(start + length..row.len(), row);
+}

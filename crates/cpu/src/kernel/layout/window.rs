@@ -1,0 +1,151 @@
+//! Cuts out of a tensor, and its repetition by broadcast.
+
+use rten::BufferPool;
+
+use super::rearrange;
+use super::reshape::reshaped;
+use crate::kernel::operand::{
+    around, filled, integer_list, one, optional_integers, output_len, resolve_axes, resolve_axis,
+    row_strides, sizes,
+};
+use crate::kernel::walk::{Walk, broadcast_shape};
+use crate::kernel::{Context, Inputs, KernelResult, Outputs};
+use crate::value::Value;
+
+/// The elements of `data` along `walk`.
+fn walked<T: Clone + Default + Send + Sync>(
+    pool: &BufferPool,
+    data: &[T],
+    walk: &Walk<1>,
+    count: usize,
+) -> Vec<T> {
+    let mut out = filled(pool, count, T::default());
+    walk.copy(data, &mut out);
+    out
+}
+
+pub(super) fn expand(context: &Context, mut inputs: Inputs) -> KernelResult {
+    let target = sizes(&integer_list(&inputs, 1)?)?;
+    let value = inputs.get(0)?;
+    let shape = broadcast_shape(&[value.shape(), &target])?;
+    if shape == value.shape() {
+        return one(inputs.take(0)?);
+    }
+    let count = output_len::<u64>(&shape, 0)?;
+    let walk = Walk::broadcast(&shape, [value.shape()]);
+    one(rearrange!(value, &shape, data => walked(context.pool, data, &walk, count)))
+}
+
+pub(super) fn split(
+    context: &Context,
+    mut inputs: Inputs,
+    axis: i64,
+    parts: usize,
+) -> KernelResult {
+    let value = inputs.get(0)?;
+    let shape = value.shape().to_vec();
+    let axis = resolve_axis(axis, shape.len())?;
+    let lengths = match optional_integers(&inputs, 1)? {
+        Some(lengths) => sizes(&lengths)?,
+        None => equal_parts(shape[axis], parts),
+    };
+    if lengths.len() != parts || lengths.iter().sum::<usize>() != shape[axis] {
+        return Err(format!("parts {lengths:?} do not make up dimension {axis} of {shape:?}"));
+    }
+    if parts == 1 {
+        return one(inputs.take(0)?);
+    }
+    let mut outputs = Outputs::new();
+    let mut start = 0;
+    for length in lengths {
+        outputs.push(cut(context, value, axis, start, length));
+        start += length;
+    }
+    Ok(outputs)
+}
+
+/// As many equal parts, the last one smaller when they do not come out even.
+fn equal_parts(size: usize, parts: usize) -> Vec<usize> {
+    let part = size.div_ceil(parts.max(1));
+    (0..parts).map(|index| part.min(size.saturating_sub(index * part))).collect()
+}
+
+/// `length` positions from `start` along `axis`.
+fn cut(context: &Context, value: &Value, axis: usize, start: usize, length: usize) -> Value {
+    let (outer, along, inner) = around(value.shape(), axis);
+    let mut shape = value.shape().to_vec();
+    shape[axis] = length;
+    let walk = Walk::strided(
+        [(outer, [(along * inner) as isize]), (length * inner, [1])].into_iter(),
+        [start * inner],
+    );
+    rearrange!(value, &shape, data => walked(context.pool, data, &walk, outer * length * inner))
+}
+
+pub(super) fn slice(context: &Context, mut inputs: Inputs) -> KernelResult {
+    let value = inputs.get(0)?;
+    let mut cuts: Vec<Cut> = value.shape().iter().map(|&size| Cut::all(size)).collect();
+    let (starts, ends) = (integer_list(&inputs, 1)?, integer_list(&inputs, 2)?);
+    let axes = match optional_integers(&inputs, 3)? {
+        Some(axes) => resolve_axes(&axes, cuts.len())?,
+        None => (0..starts.len()).collect(),
+    };
+    let steps = optional_integers(&inputs, 4)?.unwrap_or_else(|| vec![1; starts.len()]);
+    if [ends.len(), axes.len(), steps.len()] != [starts.len(); 3] || starts.len() > cuts.len() {
+        return Err("starts, ends, axes and steps differ in length".to_string());
+    }
+    for (i, &axis) in axes.iter().enumerate() {
+        cuts[axis] = Cut::new(value.shape()[axis], starts[i], ends[i], steps[i])?;
+    }
+    let shape: Vec<usize> = cuts.iter().map(|cut| cut.count).collect();
+    if shape == value.shape() && cuts.iter().all(|cut| cut.step == 1) {
+        return one(reshaped(inputs.take(0)?, &shape)?);
+    }
+    let strides = row_strides(value.shape());
+    let base: usize = cuts.iter().zip(&strides).map(|(cut, stride)| cut.start * stride).sum();
+    let dims = cuts
+        .iter()
+        .zip(&strides)
+        .map(|(cut, &stride)| (cut.count, [cut.step.saturating_mul(stride as i64) as isize]));
+    let walk = Walk::strided(dims, [base]);
+    let count = shape.iter().product();
+    one(rearrange!(value, &shape, data => walked(context.pool, data, &walk, count)))
+}
+
+/// What a slice takes of one dimension.
+struct Cut {
+    start: usize,
+    count: usize,
+    step: i64,
+}
+
+impl Cut {
+    fn all(size: usize) -> Cut {
+        Cut { start: 0, count: size, step: 1 }
+    }
+
+    /// The positions from `start` until before `end`, both of which may be negative or too far.
+    fn new(size: usize, start: i64, end: i64, step: i64) -> Result<Cut, String> {
+        let bound = size as i64;
+        let absolute = |index: i64| if index < 0 { index.saturating_add(bound) } else { index };
+        let (start, end) = (absolute(start), absolute(end));
+        let (start, distance) = match step {
+            0 => return Err("a step is 0".to_string()),
+            1.. => {
+                let start = start.clamp(0, bound);
+                (start, end.clamp(0, bound) - start)
+            }
+            _ => {
+                let start = start.clamp(-1, bound - 1);
+                (start, start - end.clamp(-1, bound - 1))
+            }
+        };
+        let count = match distance {
+            1.. => (distance as u64).div_ceil(step.unsigned_abs()) as usize,
+            _ => 0,
+        };
+        // One position needs no step, and any other step then stays within the dimension.
+        let step = if count <= 1 { 1 } else { step };
+        Ok(Cut { start: if count == 0 { 0 } else { start as usize }, count, step })
+    }
+}

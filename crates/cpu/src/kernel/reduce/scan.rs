@@ -1,0 +1,116 @@
+//! Positions of extremes, and running sums.
+
+use model::op::ArgReduce;
+
+use crate::kernel::binary::Number;
+use crate::kernel::operand::{Element, around, flat, integer_scalar, one, resolve_axis, widened};
+use crate::kernel::walk::in_weighted_pieces;
+use crate::kernel::{Inputs, KernelResult};
+use crate::value::Value;
+
+/// Calls `$body` with the typed tensor in `$value`, half precision excluded.
+macro_rules! with_full {
+    ($value:expr, $tensor:ident => $body:expr) => {
+        match $value {
+            Value::U8($tensor) => $body,
+            Value::U16($tensor) => $body,
+            Value::U32($tensor) => $body,
+            Value::U64($tensor) => $body,
+            Value::I8($tensor) => $body,
+            Value::I16($tensor) => $body,
+            Value::I32($tensor) => $body,
+            Value::I64($tensor) => $body,
+            Value::F32($tensor) => $body,
+            Value::F64($tensor) => $body,
+            other => Err(format!("{} is not a full number", other.dtype())),
+        }
+    };
+}
+
+pub(crate) use with_full;
+
+pub(super) fn arg_reduce(inputs: &Inputs, arg: ArgReduce) -> KernelResult {
+    let value = inputs.get(0)?;
+    let wide = widened(value);
+    let value = wide.as_ref().unwrap_or(value);
+    let axis = resolve_axis(arg.axis, value.shape().len())?;
+    let mut shape = value.shape().to_vec();
+    match arg.keep_dims {
+        true => shape[axis] = 1,
+        false => drop(shape.remove(axis)),
+    }
+    let extents = around(value.shape(), axis);
+    if extents.1 == 0 {
+        return Err(format!("dimension {axis} is empty"));
+    }
+    let mut out = vec![0i64; extents.0 * extents.2];
+    with_full!(value, tensor => {
+        positions(&flat(tensor), extents, arg, &mut out);
+        one(i64::wrap(&shape, out))
+    })
+}
+
+fn positions<T: Number>(
+    data: &[T],
+    (_, along, inner): (usize, usize, usize),
+    arg: ArgReduce,
+    out: &mut [i64],
+) {
+    // NaN counts as the extreme, as it does in numpy.
+    let is_nan = |x: T| x.partial_cmp(&x).is_none();
+    let beats = |new: T, best: T| {
+        let farther = if arg.max { new > best } else { new < best };
+        let equal = new == best || (is_nan(new) && is_nan(best));
+        farther || (is_nan(new) && !is_nan(best)) || (arg.select_last && equal)
+    };
+    in_weighted_pieces(out, 1, along, |first, piece| {
+        for (number, slot) in piece.iter_mut().enumerate() {
+            let (row, column) = ((first + number) / inner, (first + number) % inner);
+            let lane = &data[row * along * inner + column..];
+            let mut best = 0;
+            for step in 1..along {
+                if beats(lane[step * inner], lane[best * inner]) {
+                    best = step;
+                }
+            }
+            *slot = best as i64;
+        }
+    });
+}
+
+pub(super) fn cum_sum(mut inputs: Inputs, exclusive: bool, reverse: bool) -> KernelResult {
+    let axis = integer_scalar(&inputs, 1)?;
+    let value = inputs.take(0)?;
+    let axis = resolve_axis(axis, value.shape().len())?;
+    let extents = around(value.shape(), axis);
+    let shape = value.shape().to_vec();
+    with_full!(value, tensor => {
+        let mut data = tensor.into_data();
+        running(&mut data, extents, exclusive, reverse);
+        one(Element::wrap(&shape, data))
+    })
+}
+
+fn running<T: Number>(
+    data: &mut [T],
+    (_, along, inner): (usize, usize, usize),
+    exclusive: bool,
+    reverse: bool,
+) {
+    let block = along * inner;
+    if block == 0 {
+        return;
+    }
+    for rows in data.chunks_mut(block) {
+        for column in 0..inner {
+            let mut sum = T::default();
+            for step in 0..along {
+                let step = if reverse { along - 1 - step } else { step };
+                let slot = &mut rows[step * inner + column];
+                let next = sum.add(*slot);
+                *slot = if exclusive { sum } else { next };
+                sum = next;
+            }
+        }
+    }
+}

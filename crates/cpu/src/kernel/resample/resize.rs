@@ -1,0 +1,282 @@
+//! Resizing, one dimension after the other.
+
+use model::DataType;
+use model::op::{AspectPolicy, CoordinateMode, Resize, ResizeMode};
+use rten::BufferPool;
+use rten_tensor::prelude::*;
+
+use super::taps::{Axis, Taps};
+use crate::kernel::cast::convert;
+use crate::kernel::layout::rearrange;
+use crate::kernel::operand::{
+    around, filled, flat, integers, is_half, one, output_len, resolve_axes, through_f32,
+};
+use crate::kernel::unary::Real;
+use crate::kernel::walk::in_weighted_pieces;
+use crate::kernel::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::value::Value;
+
+/// The most taps a shrunk dimension may have in all: hostile sizes shrink absurdly much.
+const MAX_TAPS: f64 = (1u64 << 28) as f64;
+
+pub(super) fn build(facts: &StepFacts, resize: Resize, dtype: DataType) -> Result<Kernel, String> {
+    if resize.antialias && resize.mode == ResizeMode::Nearest {
+        return Err("nearest neighbours cannot be antialiased".to_string());
+    }
+    let moves = resize.mode == ResizeMode::Nearest
+        && resize.coordinates != CoordinateMode::CropAndResize
+        && !resize.exclude_outside;
+    match dtype {
+        _ if moves => Ok(Kernel::new(move |context, inputs| nearest(context, inputs, &resize))),
+        DataType::F32 => {
+            Ok(Kernel::new(move |context, inputs| real::<f32>(context, inputs, &resize)))
+        }
+        DataType::F64 => {
+            Ok(Kernel::new(move |context, inputs| real::<f64>(context, inputs, &resize)))
+        }
+        _ if is_half(dtype) => Ok(through_f32(
+            dtype,
+            Kernel::new(move |context, inputs| real::<f32>(context, inputs, &resize)),
+        )),
+        _ if dtype.is_integer() => {
+            Ok(Kernel::new(move |context, inputs| rounded(context, inputs, &resize, dtype)))
+        }
+        _ => Err(no_kernel(facts)),
+    }
+}
+
+/// The elements of optional float operand `index`; none when it is empty.
+fn floats(inputs: &Inputs, index: usize) -> Result<Option<Vec<f64>>, String> {
+    let Some(value) = inputs.optional(index) else { return Ok(None) };
+    match convert(value, DataType::F64)? {
+        Value::F64(tensor) if tensor.len() > 0 => Ok(Some(tensor.into_data())),
+        _ => Ok(None),
+    }
+}
+
+/// Every dimension's extents, scale and region.
+fn plan(inputs: &Inputs, resize: &Resize) -> Result<Vec<Axis>, String> {
+    let value = inputs.get(0)?;
+    let shape = value.shape();
+    let axes = match &resize.axes {
+        Some(axes) => resolve_axes(axes, shape.len())?,
+        None => (0..shape.len()).collect(),
+    };
+    let mut plan: Vec<Axis> = shape
+        .iter()
+        .map(|&size| Axis { input: size, output: size, scale: 1.0, roi: (0.0, 1.0) })
+        .collect();
+    let sizes = inputs.optional(3).map(integers).transpose()?.filter(|sizes| !sizes.is_empty());
+    match (floats(inputs, 2)?, sizes) {
+        (Some(scales), None) => scale_axes(&mut plan, &axes, &scales)?,
+        (None, Some(sizes)) => size_axes(&mut plan, &axes, &sizes, resize.keep_aspect)?,
+        _ => return Err("exactly one of scales and sizes must be given".to_string()),
+    }
+    if resize.coordinates == CoordinateMode::CropAndResize {
+        let roi = floats(inputs, 1)?.ok_or("a region to crop is needed")?;
+        if roi.len() != axes.len() * 2 {
+            return Err(format!("a region of {} numbers for {} axes", roi.len(), axes.len()));
+        }
+        for (i, &axis) in axes.iter().enumerate() {
+            plan[axis].roi = (roi[i], roi[axes.len() + i]);
+        }
+    }
+    check(&plan, resize, value)?;
+    Ok(plan)
+}
+
+/// Refuses outputs and filters that no picture needs.
+fn check(plan: &[Axis], resize: &Resize, value: &Value) -> Result<(), String> {
+    let out: Vec<usize> = plan.iter().map(|axis| axis.output).collect();
+    output_len::<u64>(&out, value.size_bytes())?;
+    for axis in plan {
+        if axis.input == 0 && axis.output > 0 {
+            return Err("an empty dimension cannot be resized".to_string());
+        }
+        let taps = if resize.antialias { 4.0 / axis.scale.min(1.0) } else { 4.0 };
+        let all = taps * axis.output as f64;
+        if axis.output > 0 && (all.is_nan() || all > MAX_TAPS) {
+            return Err(format!("scale {} is too small to filter", axis.scale));
+        }
+    }
+    Ok(())
+}
+
+fn scale_axes(plan: &mut [Axis], axes: &[usize], scales: &[f64]) -> Result<(), String> {
+    if scales.len() != axes.len() {
+        return Err(format!("{} scales for {} axes", scales.len(), axes.len()));
+    }
+    for (&axis, &scale) in axes.iter().zip(scales) {
+        if !(scale > 0.0 && scale.is_finite()) {
+            return Err(format!("a scale cannot be {scale}"));
+        }
+        plan[axis].scale = scale;
+        plan[axis].output = (scale * plan[axis].input as f64).floor() as usize;
+    }
+    Ok(())
+}
+
+fn size_axes(
+    plan: &mut [Axis],
+    axes: &[usize],
+    sizes: &[i64],
+    policy: AspectPolicy,
+) -> Result<(), String> {
+    if sizes.len() != axes.len() {
+        return Err(format!("{} sizes for {} axes", sizes.len(), axes.len()));
+    }
+    let mut scales = Vec::with_capacity(axes.len());
+    for (&axis, &size) in axes.iter().zip(sizes) {
+        let size = usize::try_from(size).map_err(|_| format!("size {size} is negative"))?;
+        plan[axis].output = size;
+        plan[axis].scale = size as f64 / plan[axis].input as f64;
+        scales.push(plan[axis].scale);
+    }
+    let common = match policy {
+        AspectPolicy::Stretch => return Ok(()),
+        AspectPolicy::NotLarger => scales.into_iter().fold(f64::INFINITY, f64::min),
+        AspectPolicy::NotSmaller => scales.into_iter().fold(0.0, f64::max),
+    };
+    for &axis in axes {
+        plan[axis].scale = common;
+        plan[axis].output = (common * plan[axis].input as f64 + 0.5).floor() as usize;
+    }
+    Ok(())
+}
+
+/// Dimensions that change, those that shrink most first: what follows then has less to do.
+fn changing(plan: &[Axis], coordinates: CoordinateMode) -> Vec<usize> {
+    let mut axes: Vec<usize> =
+        (0..plan.len()).filter(|&axis| !plan[axis].is_identity(coordinates)).collect();
+    axes.sort_by(|&a, &b| plan[a].scale.total_cmp(&plan[b].scale));
+    axes
+}
+
+/// Nearest neighbours, which only move elements.
+fn nearest(context: &Context, mut inputs: Inputs, resize: &Resize) -> KernelResult {
+    let plan = plan(&inputs, resize)?;
+    let axes = changing(&plan, resize.coordinates);
+    if axes.is_empty() {
+        return one(inputs.take(0)?);
+    }
+    let value = inputs.get(0)?;
+    let out: Vec<usize> = plan.iter().map(|axis| axis.output).collect();
+    let picks: Vec<(usize, Vec<usize>)> =
+        axes.iter().map(|&axis| (axis, Taps::new(resize, plan[axis]).single())).collect();
+    one(rearrange!(value, &out, data => pick(context.pool, data, value.shape(), &picks)))
+}
+
+/// Takes positions `picks` of one dimension after the other.
+fn pick<T: Clone + Default + Send + Sync>(
+    pool: &BufferPool,
+    data: &[T],
+    shape: &[usize],
+    picks: &[(usize, Vec<usize>)],
+) -> Vec<T> {
+    let mut shape = shape.to_vec();
+    let mut current = std::borrow::Cow::Borrowed(data);
+    for (axis, sources) in picks {
+        let (outer, along, inner) = around(&shape, *axis);
+        let mut next = filled(pool, outer * sources.len() * inner, T::default());
+        let block = sources.len() * inner;
+        if !next.is_empty() {
+            in_weighted_pieces(&mut next, block, 1, |start, piece| {
+                for (number, target) in piece.chunks_mut(block).enumerate() {
+                    let from =
+                        &current[(start / block + number) * along * inner..][..along * inner];
+                    if inner == 1 {
+                        for (slot, &source) in target.iter_mut().zip(sources) {
+                            slot.clone_from(&from[source]);
+                        }
+                    } else {
+                        for (run, &source) in target.chunks_mut(inner).zip(sources) {
+                            run.clone_from_slice(&from[source * inner..][..inner]);
+                        }
+                    }
+                }
+            });
+        }
+        shape[*axis] = sources.len();
+        current = std::borrow::Cow::Owned(next);
+    }
+    current.into_owned()
+}
+
+fn real<F: Real>(context: &Context, mut inputs: Inputs, resize: &Resize) -> KernelResult {
+    let plan = plan(&inputs, resize)?;
+    let axes = changing(&plan, resize.coordinates);
+    if axes.is_empty() {
+        return one(inputs.take(0)?);
+    }
+    let tensor = inputs.typed::<F>(0)?;
+    let mut shape = tensor.shape().to_vec();
+    let mut current = flat(tensor);
+    let extrapolation = F::of(f64::from(resize.extrapolation_value));
+    for axis in axes {
+        let taps = Taps::new(resize, plan[axis]);
+        let extents = around(&shape, axis);
+        let next = blend(context.pool, &current, extents, plan[axis].output, &taps, extrapolation);
+        shape[axis] = plan[axis].output;
+        current = std::borrow::Cow::Owned(next);
+    }
+    one(F::wrap(&shape, current.into_owned()))
+}
+
+/// Weighs the taps of one dimension.
+fn blend<F: Real>(
+    pool: &BufferPool,
+    data: &[F],
+    (outer, along, inner): (usize, usize, usize),
+    length: usize,
+    taps: &Taps,
+    extrapolation: F,
+) -> Vec<F> {
+    let mut out = filled(pool, outer * length * inner, F::default());
+    if out.is_empty() {
+        return out;
+    }
+    let weights: Vec<F> = taps.weights.iter().map(|&weight| F::of(weight)).collect();
+    let width = taps.width;
+    in_weighted_pieces(&mut out, inner, width, |start, piece| {
+        for (number, run) in piece.chunks_mut(inner).enumerate() {
+            let (row, position) =
+                ((start / inner + number) / length, (start / inner + number) % length);
+            if taps.outside[position] {
+                run.fill(extrapolation);
+                continue;
+            }
+            let from = &data[row * along * inner..][..along * inner];
+            let sources = &taps.sources[position * width..][..width];
+            let weights = &weights[position * width..][..width];
+            for (&source, &weight) in sources.iter().zip(weights) {
+                // A weight of zero must not let infinity or NaN through.
+                if weight != F::default() {
+                    let line = &from[source * inner..][..inner];
+                    for (slot, &x) in run.iter_mut().zip(line) {
+                        *slot = *slot + weight * x;
+                    }
+                }
+            }
+        }
+    });
+    out
+}
+
+/// Integers are resized as real numbers and rounded back.
+fn rounded(
+    context: &Context,
+    mut inputs: Inputs,
+    resize: &Resize,
+    dtype: DataType,
+) -> KernelResult {
+    let wide = convert(inputs.get(0)?, DataType::F64)?;
+    inputs.replace(0, wide);
+    match real::<f64>(context, inputs, resize)?.pop() {
+        Some(Value::F64(tensor)) => {
+            let data: Vec<f64> = tensor.iter().map(|x| x.round_ties_even()).collect();
+            let rounded = rten_tensor::Tensor::from_data(tensor.shape(), data);
+            one(convert(&Value::F64(rounded), dtype)?)
+        }
+        _ => Err("no result".to_string()),
+    }
+}

@@ -1,0 +1,114 @@
+//! Non-maximum suppression of boxes.
+
+use rten_tensor::prelude::*;
+
+use crate::kernel::operand::{Element, flat, integers, one};
+use crate::kernel::{Inputs, KernelResult};
+
+/// A box by its corners, `low <= high`.
+#[derive(Clone, Copy)]
+struct Corners {
+    low: [f32; 2],
+    high: [f32; 2],
+}
+
+impl Corners {
+    fn new(raw: &[f32], center_point: bool) -> Corners {
+        if center_point {
+            let (half_width, half_height) = (raw[2] / 2.0, raw[3] / 2.0);
+            return Corners {
+                low: [raw[0] - half_width, raw[1] - half_height],
+                high: [raw[0] + half_width, raw[1] + half_height],
+            };
+        }
+        Corners {
+            low: [raw[0].min(raw[2]), raw[1].min(raw[3])],
+            high: [raw[0].max(raw[2]), raw[1].max(raw[3])],
+        }
+    }
+
+    fn area(&self) -> f32 {
+        (self.high[0] - self.low[0]) * (self.high[1] - self.low[1])
+    }
+
+    /// Intersection over union.
+    fn overlap(&self, other: &Corners) -> f32 {
+        let side = |axis: usize| {
+            (self.high[axis].min(other.high[axis]) - self.low[axis].max(other.low[axis])).max(0.0)
+        };
+        let shared = side(0) * side(1);
+        let union = self.area() + other.area() - shared;
+        if shared <= 0.0 || union <= 0.0 { 0.0 } else { shared / union }
+    }
+}
+
+/// The only element of optional float operand `index`.
+fn threshold(inputs: &Inputs, index: usize) -> Result<Option<f32>, String> {
+    match inputs.optional_typed::<f32>(index)? {
+        None => Ok(None),
+        Some(tensor) => match flat(tensor).as_ref() {
+            [only] => Ok(Some(*only)),
+            many => Err(format!("operand {index} must be one number, has {}", many.len())),
+        },
+    }
+}
+
+pub(super) fn suppress(inputs: &Inputs, center_point: bool) -> KernelResult {
+    let (boxes, scores) = (inputs.typed::<f32>(0)?, inputs.typed::<f32>(1)?);
+    let &[batch, count, 4] = boxes.shape() else {
+        return Err(format!("boxes have shape {:?} and not [batch, boxes, 4]", boxes.shape()));
+    };
+    let &[score_batch, classes, score_count] = scores.shape() else {
+        return Err(format!("scores have shape {:?}", scores.shape()));
+    };
+    if (score_batch, score_count) != (batch, count) {
+        return Err(format!("{:?} scores for {:?} boxes", scores.shape(), boxes.shape()));
+    }
+    let most = match inputs.optional(2) {
+        None => 0,
+        Some(value) => integers(value)?.first().copied().unwrap_or(0).max(0) as usize,
+    };
+    let most_overlap = threshold(inputs, 3)?.unwrap_or(0.0);
+    let least_score = threshold(inputs, 4)?;
+    let (boxes, scores) = (flat(boxes), flat(scores));
+    let mut chosen: Vec<i64> = Vec::new();
+    for image in 0..batch {
+        let corners: Vec<Corners> = boxes[image * count * 4..][..count * 4]
+            .chunks_exact(4)
+            .map(|raw| Corners::new(raw, center_point))
+            .collect();
+        for class in 0..classes {
+            let scores = &scores[(image * classes + class) * count..][..count];
+            for index in best_boxes(&corners, scores, most, most_overlap, least_score) {
+                chosen.extend([image as i64, class as i64, index as i64]);
+            }
+        }
+    }
+    one(i64::wrap(&[chosen.len() / 3, 3], chosen))
+}
+
+/// The boxes of one class by falling score, without those that overlap a better one too much.
+fn best_boxes(
+    corners: &[Corners],
+    scores: &[f32],
+    most: usize,
+    most_overlap: f32,
+    least_score: Option<f32>,
+) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..scores.len())
+        .filter(|&index| least_score.is_none_or(|least| scores[index] > least))
+        .collect();
+    order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
+    let mut chosen: Vec<usize> = Vec::new();
+    for index in order {
+        if chosen.len() >= most {
+            break;
+        }
+        let free =
+            chosen.iter().all(|&best| corners[best].overlap(&corners[index]) <= most_overlap);
+        if free {
+            chosen.push(index);
+        }
+    }
+    chosen
+}

@@ -1,0 +1,64 @@
+//! Buffers of `f32` that were results and no longer are. They stay initialised, so that a kernel that
+//! overwrites all of its output need not fill it first.
+
+use std::cell::RefCell;
+
+use rten::BufferPool;
+
+/// Buffers kept per thread.
+const MAX_BUFFERS: usize = 24;
+
+/// Elements of the least buffer worth keeping.
+const MIN_LENGTH: usize = 1024;
+
+thread_local! {
+    // A queue's steps all run on one thread, which gives and takes.
+    static BUFFERS: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Keeps `buffer` for [`take`]; the oldest goes to `pool` when there are too many.
+pub(crate) fn give(buffer: Vec<f32>, pool: &BufferPool) {
+    if buffer.len() < MIN_LENGTH {
+        return;
+    }
+    BUFFERS.with_borrow_mut(|buffers| {
+        buffers.push(buffer);
+        if buffers.len() > MAX_BUFFERS {
+            pool.add(buffers.remove(0));
+        }
+    });
+}
+
+/// A buffer of `count` elements whose contents are arbitrary: what takes it must overwrite all of it.
+pub(crate) fn take(pool: &BufferPool, count: usize) -> Vec<f32> {
+    let found = BUFFERS.with_borrow_mut(|buffers| {
+        // Filling what is missing costs most, holding on to too much memory comes next.
+        let cost = |buffer: &Vec<f32>| (count.saturating_sub(buffer.len()), buffer.capacity());
+        let fits =
+            |buffer: &Vec<f32>| (count..=count.saturating_mul(2)).contains(&buffer.capacity());
+        let candidates = buffers.iter().enumerate().filter(|(_, buffer)| fits(buffer));
+        let best = candidates.min_by_key(|(_, buffer)| cost(buffer))?.0;
+        Some(buffers.swap_remove(best))
+    });
+    let mut buffer = found.unwrap_or_else(|| pool.alloc(count));
+    buffer.resize(count, 0.0);
+    // What a kernel fails to overwrite must not go unnoticed.
+    #[cfg(test)]
+    buffer.fill(f32::NAN);
+    buffer
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_given_is_taken() {
+        let pool = BufferPool::new();
+        give(vec![1.0; 5000], &pool);
+        give(vec![1.0; 9000], &pool);
+        assert_eq!(take(&pool, 4500).capacity(), 5000);
+        assert_eq!(take(&pool, 4500).capacity(), 9000);
+        assert_eq!(take(&pool, 4500).len(), 4500);
+    }
+}

@@ -1,0 +1,22 @@
+//! The CPU device passes the suite every device passes.
+
+use cpu::{CpuDevice, CpuOptions};
+use device::conformance::{self, Verdict};
+
+fn check(options: CpuOptions) {
+    let report = conformance::run(&CpuDevice::new(options));
+    println!("{report}");
+    assert_eq!(report.failures().count(), 0, "{report}");
+    // The CPU is the device that refuses none of the suite's plans.
+    assert!(report.cases.iter().all(|case| case.verdict == Verdict::Passed), "{report}");
+}
+
+#[test]
+fn with_one_thread() {
+    check(CpuOptions { threads: 1, queues: 1 });
+}
+
+#[test]
+fn with_several_threads_and_queues() {
+    check(CpuOptions { threads: 3, queues: 2 });
+}

@@ -1,0 +1,229 @@
+//! Segments, queues, preemption and memory.
+
+use std::sync::Arc;
+
+use base::Random;
+use model::op::{Binary, MatMul, Op, Unary};
+use model::{DataType, LaunchPlan, Tensor};
+
+use super::plans::{Builder, integers, noise, reals};
+use super::{Lane, Report, Stop, ensure, finished, load};
+use crate::{Completion, Device, DeviceError, Outcome, PreemptionLevel, Program, Segment, Task};
+
+/// Side of the matrices that keep a device busy.
+const SIDE: usize = 192;
+
+/// Products in a row: long enough that an order to leave finds them running.
+const PRODUCTS: usize = 60;
+
+/// Times an order to leave may come too late before it counts as ignored.
+const ATTEMPTS: usize = 10;
+
+pub(super) fn run(device: &dyn Device, report: &mut Report) {
+    report.add("steps one by one give the same bits", one_by_one(device));
+    report.add("outputs need every step", early_outputs(device));
+    report.add("step times are kept when asked for", step_times(device));
+    report.add("a full queue gives the segment back", full_queue(device));
+    report.add("every launched segment completes once", all_complete(device));
+    report.add("preempted work leaves and resumes with the same bits", preemption(device));
+    report.add("what is launched after preemption runs", after_preemption(device));
+    report.add("a failed step does not stop its queue", failure(device));
+    report.add("queues run side by side", side_by_side(device));
+    report.add("programs give their memory back", memory(device));
+}
+
+/// Products in a row, each followed by a function that keeps the numbers small.
+fn long_plan() -> LaunchPlan {
+    let mut builder = Builder::default();
+    let mut x = builder.input(DataType::F32, &[SIDE, SIDE]);
+    let weight = builder.constant(noise(&mut Random::new(1), &[SIDE, SIDE]));
+    for _ in 0..PRODUCTS {
+        let product = builder.real(Op::MatMul(MatMul::default()), &[x, weight]);
+        x = builder.real(Op::Unary(Unary::Tanh), &[product]);
+    }
+    builder.finish(&[x])
+}
+
+fn start(program: &Arc<dyn Program>, seed: u64) -> Result<Box<dyn Task>, Stop> {
+    let inputs = vec![noise(&mut Random::new(seed), &[SIDE, SIDE])];
+    program.prepare(inputs).map_err(|err| Stop::Wrong(format!("not prepared: {err}")))
+}
+
+fn same_bits(got: &[Tensor], want: &[Tensor]) -> Result<(), Stop> {
+    ensure(got == want, "the outputs differ from those of a run at once")
+}
+
+fn one_by_one(device: &dyn Device) -> Result<(), Stop> {
+    let program = load(device, long_plan())?;
+    let lane = Lane::open(device, 0, 1)?;
+    let want = lane.outputs(start(&program, 2)?)?;
+    let mut task = start(&program, 2)?;
+    while task.next_step() + 1 < task.step_count() {
+        let next = task.next_step();
+        let completion = lane.run(task, next..next + 1)?;
+        ensure(completion.outcome == Outcome::Done, "a single step was not done")?;
+        ensure(completion.token == 1, "another token came back")?;
+        task = completion.task;
+        ensure(task.next_step() == next + 1, "a done step was not counted")?;
+    }
+    same_bits(&lane.outputs(task)?, &want)
+}
+
+fn early_outputs(device: &dyn Device) -> Result<(), Stop> {
+    let program = load(device, long_plan())?;
+    let lane = Lane::open(device, 0, 1)?;
+    let completion = lane.run(start(&program, 2)?, 0..3)?;
+    ensure(completion.task.into_outputs().is_err(), "outputs came before the end")
+}
+
+fn step_times(device: &dyn Device) -> Result<(), Stop> {
+    let program = load(device, long_plan())?;
+    let mut task = start(&program, 2)?;
+    ensure(task.step_times().is_none(), "times were kept unasked")?;
+    task.record_step_times();
+    let steps = task.step_count();
+    let completion = Lane::open(device, 0, 1)?.run(task, 0..steps)?;
+    let kept = completion.task.step_times().map(<[_]>::len);
+    ensure(kept == Some(steps), format!("{kept:?} times of {steps} steps"))
+}
+
+fn segment(task: Box<dyn Task>, token: u64) -> Segment {
+    let steps = task.next_step()..task.step_count();
+    Segment { token, task, steps }
+}
+
+fn full_queue(device: &dyn Device) -> Result<(), Stop> {
+    let program = load(device, long_plan())?;
+    let lane = Lane::open(device, 0, 2)?;
+    let mut launched = 0;
+    // One runs, two wait; a device that takes many more has no bound.
+    for token in 0..16 {
+        match lane.queue.launch(segment(start(&program, token)?, token)) {
+            Ok(()) => launched += 1,
+            Err(back) => {
+                ensure(back.token == token, "another segment came back")?;
+                ensure(back.task.next_step() == 0, "a segment came back used")?;
+                break;
+            }
+        }
+    }
+    for _ in 0..launched {
+        lane.wait()?;
+    }
+    ensure(launched < 16, "a queue of two took sixteen segments")?;
+    // There is room again.
+    finished(lane.run(start(&program, 1)?, 0..2 * PRODUCTS)?).map(drop)
+}
+
+fn all_complete(device: &dyn Device) -> Result<(), Stop> {
+    let program = load(device, long_plan())?;
+    let lane = Lane::open(device, 7, 32)?;
+    for token in 0..12 {
+        let mut segment = segment(start(&program, token)?, token);
+        segment.steps = 0..4;
+        lane.queue.launch(segment).map_err(|_| "a queue of 32 is full with 12")?;
+    }
+    // Half of the time orders to leave come between.
+    lane.queue.preempt();
+    let mut seen = Vec::new();
+    for _ in 0..12 {
+        let Completion { queue, token, .. } = lane.wait()?;
+        ensure(queue == 7, "a completion names another queue")?;
+        seen.push(token);
+    }
+    ensure(seen == (0..12).collect::<Vec<_>>(), format!("completed in the order {seen:?}"))?;
+    ensure(lane.completions.try_recv().is_err(), "more completions than segments")
+}
+
+fn preemption(device: &dyn Device) -> Result<(), Stop> {
+    let program = load(device, long_plan())?;
+    let lane = Lane::open(device, 0, 2)?;
+    let want = lane.outputs(start(&program, 3)?)?;
+    let level = device.info().preemption;
+    let mut left_early = false;
+    for _ in 0..ATTEMPTS {
+        let task = start(&program, 3)?;
+        lane.queue.launch(segment(task, 1)).map_err(|_| "an idle queue is full")?;
+        lane.queue.launch(segment(start(&program, 3)?, 2)).map_err(|_| "a queue of two is full")?;
+        lane.queue.preempt();
+        // Both come back before either is launched again.
+        for (token, mut completion) in [(1, lane.wait()?), (2, lane.wait()?)] {
+            ensure(completion.token == token, "segments overtook each other")?;
+            if completion.outcome == Outcome::Left {
+                let (done, steps) = (completion.task.next_step(), completion.task.step_count());
+                ensure(done < steps, "left with nothing to do")?;
+                left_early = true;
+                completion = lane.run(completion.task, done..steps)?;
+            }
+            same_bits(&finished(completion)?, &want)?;
+        }
+        if left_early || level == PreemptionLevel::None {
+            return Ok(());
+        }
+    }
+    Err(Stop::Wrong(format!("nothing left in {ATTEMPTS} attempts at level {level:?}")))
+}
+
+fn after_preemption(device: &dyn Device) -> Result<(), Stop> {
+    let program = load(device, long_plan())?;
+    let lane = Lane::open(device, 0, 2)?;
+    for _ in 0..3 {
+        lane.queue.preempt();
+    }
+    finished(lane.run(start(&program, 1)?, 0..2 * PRODUCTS)?).map(drop)
+}
+
+fn failure(device: &dyn Device) -> Result<(), Stop> {
+    let mut builder = Builder::default();
+    let table = builder.constant(reals(&[2], vec![1.0, 2.0]));
+    let index = builder.input(DataType::I64, &[1]);
+    let y = builder.real(Op::Gather { axis: 0 }, &[table, index]);
+    let program = load(device, builder.finish(&[y]))?;
+    let lane = Lane::open(device, 0, 1)?;
+    let prepare = |index: i64| {
+        program.prepare(vec![integers(&[index])]).map_err(|err| Stop::Wrong(err.to_string()))
+    };
+    let completion = lane.run(prepare(5)?, 0..1)?;
+    ensure(
+        matches!(completion.outcome, Outcome::Failed(DeviceError::StepFailed { .. })),
+        format!("an index out of range gives {:?}", completion.outcome),
+    )?;
+    let outputs = finished(lane.run(prepare(1)?, 0..1)?)?;
+    ensure(outputs == [reals(&[1], vec![2.0])], "the queue computes wrongly after a failure")
+}
+
+fn side_by_side(device: &dyn Device) -> Result<(), Stop> {
+    let program = load(device, long_plan())?;
+    let want = Lane::open(device, 0, 1)?.outputs(start(&program, 4)?)?;
+    let lanes = (0..3).map(|id| Lane::open(device, id, 2)).collect::<Result<Vec<_>, _>>()?;
+    for lane in &lanes {
+        lane.queue.launch(segment(start(&program, 4)?, 1)).map_err(|_| "an idle queue is full")?;
+        lane.queue.launch(segment(start(&program, 4)?, 2)).map_err(|_| "a queue of two is full")?;
+    }
+    for lane in &lanes {
+        same_bits(&finished(lane.wait()?)?, &want)?;
+        same_bits(&finished(lane.wait()?)?, &want)?;
+    }
+    Ok(())
+}
+
+fn memory(device: &dyn Device) -> Result<(), Stop> {
+    let elements = 1 << 21;
+    let mut builder = Builder::default();
+    let x = builder.input(DataType::F32, &[1]);
+    let weight = builder.constant(reals(&[elements], vec![1.0; elements]));
+    let y = builder.real(Op::Binary(Binary::Add), &[x, weight]);
+    let plan = Arc::new(builder.finish(&[y]));
+    let bytes = elements as u64 * 4;
+    // More in all than a device can hold, if it held them all.
+    let rounds = (device.info().memory.0 / bytes).clamp(8, 64);
+    let mut before = None;
+    for _ in 0..rounds {
+        let program = device.load(plan.clone()).map_err(|err| format!("not loaded: {err}"))?;
+        let resident = program.resident();
+        ensure(resident.0 >= bytes, format!("{resident} resident of {bytes} bytes of weights"))?;
+        ensure(before.is_none_or(|before| before == resident), "the size of a program changes")?;
+        before = Some(resident);
+    }
+    ensure(Arc::strong_count(&plan) == 1, "a dropped program still holds its plan")
+}

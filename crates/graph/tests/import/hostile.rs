@@ -1,0 +1,153 @@
+//! Broken and malicious files: an error or a graph, soon, and never a panic.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use graph::{ExternalData, Limits, import, import_file, optimize};
+
+use crate::models::{floats, longs, node, picture, seeds};
+
+/// Mutations of each seed.
+const ROUNDS: usize = 4_000;
+
+/// No small file may take longer.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) as usize % limit.max(1)
+    }
+}
+
+fn corpus() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/onnx_import")
+}
+
+/// Imports and optimises; whatever comes out must be lowered without surprises.
+fn digest(bytes: &[u8], what: &str) -> bool {
+    let start = Instant::now();
+    let outcome = import(bytes, &ExternalData::none());
+    let good = outcome.is_ok();
+    if let Ok(mut graph) = outcome {
+        optimize(&mut graph, None);
+        graph.infer_all().unwrap_or_else(|(node, error)| panic!("{what}: {node}: {error}"));
+        let _ = graph.to_string();
+    }
+    assert!(start.elapsed() < PATIENCE, "{what} took {:?}", start.elapsed());
+    good
+}
+
+/// The seeds in the fuzzer's corpus are the ones the tests use. `ATOLL_BLESS=1` writes them.
+#[test]
+fn the_corpus_is_current_and_imports() {
+    for (name, bytes) in seeds() {
+        let path = corpus().join(format!("{name}.onnx"));
+        if std::env::var_os("ATOLL_BLESS").is_some() {
+            std::fs::write(&path, &bytes).unwrap();
+        }
+        let stored = std::fs::read(&path).unwrap_or_default();
+        assert!(stored == bytes, "{} is stale: run with ATOLL_BLESS=1", path.display());
+        assert!(digest(&stored, name), "{name} does not import");
+    }
+    for entry in std::fs::read_dir(corpus()).unwrap().flatten() {
+        digest(&std::fs::read(entry.path()).unwrap(), &entry.path().display().to_string());
+    }
+}
+
+#[test]
+fn mutated_models_never_panic() {
+    let seeds = seeds();
+    let mut survivors = 0;
+    for (name, seed) in &seeds {
+        let mut random = Random(0x5eed_0000 + seed.len() as u64);
+        for round in 0..ROUNDS {
+            let mut bytes = seed.clone();
+            for _ in 0..=random.below(4) {
+                mutate(&mut bytes, &seeds[random.below(seeds.len())].1, &mut random);
+            }
+            survivors += usize::from(digest(&bytes, &format!("{name}, round {round}")));
+        }
+    }
+    // Mutations that only hit weights or names leave valid models: the passes must see some.
+    assert!(survivors > 100, "{survivors} mutants were valid");
+}
+
+fn mutate(bytes: &mut Vec<u8>, donor: &[u8], random: &mut Random) {
+    if bytes.is_empty() {
+        return;
+    }
+    let at = random.below(bytes.len());
+    match random.below(6) {
+        0 => bytes[at] ^= 1 << random.below(8),
+        1 => bytes[at] = random.below(256) as u8,
+        2 => bytes.truncate(at),
+        // A length or a dimension becomes huge or negative.
+        3 => bytes.splice(at..at, [0xff, 0xff, 0xff, 0xff, 0x0f]).for_each(drop),
+        4 => {
+            let from = random.below(donor.len());
+            let to = (from + random.below(64)).min(donor.len());
+            bytes.splice(at..at, donor[from..to].iter().copied()).for_each(drop);
+        }
+        _ => {
+            let to = (at + random.below(32)).min(bytes.len());
+            bytes.drain(at..to).for_each(drop);
+        }
+    }
+}
+
+#[test]
+fn every_truncation_is_an_error_or_a_model() {
+    for (name, seed) in seeds() {
+        for length in 0..seed.len() {
+            digest(&seed[..length], &format!("{name} cut at {length}"));
+        }
+    }
+}
+
+#[test]
+fn huge_claims_in_small_files_cost_nothing() {
+    let range = vec![node("ConstantOfShape", &["big"], &["c"]), node("Add", &["x", "c"], &["y"])];
+    let huge = longs("big", &[i64::MAX, i64::MAX]);
+    assert!(!digest(&picture(17, range.clone(), vec![huge]), "overflowing shape"));
+    let large = longs("big", &[1 << 20, 1 << 19]);
+    digest(&picture(17, range, vec![large]), "large shape");
+    let mut weight = floats("w", &[1 << 32], &[0.0]);
+    weight.name = Some("w".to_string());
+    let message = import(
+        &picture(17, vec![node("Mul", &["x", "w"], &["y"])], vec![weight]),
+        &ExternalData::none(),
+    )
+    .unwrap_err()
+    .to_string();
+    assert!(message.contains("tensor 'w'"), "{message}");
+}
+
+#[test]
+fn long_chains_and_wide_fans_stay_linear() {
+    let chain: Vec<_> = (0..20_000)
+        .map(|i| {
+            let from = if i == 0 { "x".to_string() } else { format!("v{i}") };
+            let to = if i == 19_999 { "y".to_string() } else { format!("v{}", i + 1) };
+            node("Abs", &[&from], &[&to])
+        })
+        .collect();
+    assert!(digest(&picture(17, chain, vec![]), "chain"));
+    let many: Vec<&str> = vec!["x"; 20_000];
+    assert!(digest(&picture(17, vec![node("Sum", &many, &["y"])], vec![]), "fan"));
+}
+
+#[test]
+fn limits_are_enforced() {
+    let path = corpus().join("convolutional.onnx");
+    let limits = Limits { file_bytes: 100, ..Limits::default() };
+    let message = import_file(&path, &limits).unwrap_err().to_string();
+    assert!(message.contains("at most 100 are allowed"), "{message}");
+    let limits = Limits { nodes: 3, ..Limits::default() };
+    let message = import_file(&path, &limits).unwrap_err().to_string();
+    assert!(message.contains("nodes, at most 3"), "{message}");
+}

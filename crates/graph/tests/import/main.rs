@@ -1,0 +1,6 @@
+//! Importing whole models: good ones, old ones, hostile ones.
+
+mod hostile;
+mod models;
+mod operators;
+mod sharing;

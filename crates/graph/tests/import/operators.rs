@@ -1,0 +1,173 @@
+//! What nodes become, and what is refused.
+
+use graph::{ExternalData, Graph, ImportError, import, optimize};
+use model::op::{Op, Softmax};
+use rten_onnx::onnx::DataType;
+
+use crate::models::{
+    D, attention, convolutional, float, floats, info, int, ints, longs, model, node, old, output,
+    picture, shapes, with,
+};
+use rten_onnx::onnx::GraphProto;
+
+fn imported(bytes: &[u8]) -> Graph {
+    match import(bytes, &ExternalData::none()) {
+        Ok(graph) => graph,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+fn refused(bytes: &[u8]) -> String {
+    import(bytes, &ExternalData::none()).map(|graph| graph.to_string()).unwrap_err().to_string()
+}
+
+fn names(graph: &Graph) -> Vec<String> {
+    graph.nodes.iter().map(|node| node.op.name()).collect()
+}
+
+fn shape(graph: &Graph, name: &str) -> String {
+    let value = graph.values.iter().find(|value| value.name == name).unwrap();
+    format!("{}{}", value.dtype, graph::dim::shape_text(value.shape.as_deref()))
+}
+
+#[test]
+fn a_convolutional_network_shrinks_to_its_heavy_steps() {
+    let mut graph = imported(&convolutional());
+    assert_eq!(shape(&graph, "r2"), "FP32[batch,4,8,8]");
+    optimize(&mut graph, None);
+    assert_eq!(names(&graph), ["Conv", "Conv", "GlobalAveragePool", "Flatten", "Gemm"]);
+    assert_eq!(shape(&graph, "y"), "FP32[batch,2]");
+}
+
+#[test]
+fn traced_attention_is_found_behind_its_shape_arithmetic() {
+    let mut graph = imported(&attention());
+    assert_eq!(shape(&graph, "q2"), "FP32[batch,tokens,2,4]");
+    optimize(&mut graph, None);
+    let found = names(&graph);
+    assert_eq!(found.iter().filter(|name| *name == "Attention").count(), 1, "{graph}");
+    assert!(!found.contains(&"Shape".to_string()), "{graph}");
+}
+
+#[test]
+fn shapes_follow_slices_scales_and_products() {
+    let graph = imported(&shapes());
+    assert_eq!(shape(&graph, "s"), "FP32[batch,3,8,7]");
+    assert_eq!(shape(&graph, "r"), "FP32[batch,3,16,14]");
+    assert_eq!(shape(&graph, "z"), "FP32[batch,672]");
+    assert_eq!(shape(&graph, "a"), "FP32[batch,336]");
+    let bound = graph::bind(&graph, &[("batch", 4)]).unwrap();
+    assert_eq!(shape(&bound, "y"), "FP32[4,672]");
+    let count = bound.values.iter().find(|value| value.name == "count").unwrap();
+    assert_eq!(count.content.as_ref().unwrap()[0].to_string(), (4 * 672).to_string());
+}
+
+#[test]
+fn attributes_of_old_opsets_become_inputs() {
+    let graph = imported(&old());
+    assert_eq!(names(&graph), ["Clip", "Pad", "Unsqueeze", "Squeeze", "ReduceMean", "Softmax"]);
+    assert!(matches!(graph.nodes[5].op, Op::Softmax(Softmax { axis: 1, flatten: true, .. })));
+    assert_eq!(graph.nodes[0].inputs.len(), 3);
+    assert_eq!(shape(&graph, "p"), "FP32[batch,3,10,10]");
+    assert_eq!(shape(&graph, "y"), "FP32[batch,3]");
+}
+
+#[test]
+fn legacy_broadcasts_align_by_axis() {
+    let add = with("Add", &["x", "c"], &["y"], vec![int("broadcast", 1), int("axis", 1)]);
+    let graph = imported(&picture(6, vec![add], vec![floats("c", &[3], &[1.0, 2.0, 3.0])]));
+    assert_eq!(names(&graph), ["Unsqueeze", "Add"]);
+    assert_eq!(shape(&graph, "y"), "FP32[batch,3,8,8]");
+    let bare = node("Add", &["x", "c"], &["y"]);
+    let message = refused(&picture(6, vec![bare], vec![floats("c", &[8], &[0.0; 8])]));
+    assert!(message.contains("without broadcast"), "{message}");
+}
+
+#[test]
+fn every_unsupported_node_is_named_once_with_its_operands() {
+    let nodes = vec![
+        node("Frobnicate", &["x"], &["a"]),
+        node("Relu", &["a"], &["b"]),
+        node("Defenestrate", &["b"], &["y"]),
+    ];
+    let error = import(&picture(17, nodes, vec![]), &ExternalData::none()).unwrap_err();
+    let ImportError::Unsupported(found) = &error else { panic!("{error}") };
+    assert_eq!(found.len(), 2);
+    let first = "unsupported operator 'Frobnicate' (domain 'ai.onnx', opset 17) at node \
+                 'Frobnicate_a', inputs x: FP32[batch,3,8,8]";
+    assert!(error.to_string().starts_with(first), "{error}");
+}
+
+#[test]
+fn attributes_nobody_understands_are_refused() {
+    let relu = with("Relu", &["x"], &["y"], vec![float("wobble", 1.0)]);
+    let message = refused(&picture(17, vec![relu], vec![]));
+    assert!(message.contains("attribute 'wobble' is not understood"), "{message}");
+    let training = with(
+        "BatchNormalization",
+        &["x", "s", "s", "s", "s"],
+        &["y"],
+        vec![int("training_mode", 1)],
+    );
+    let message = refused(&picture(17, vec![training], vec![floats("s", &[3], &[1.0; 3])]));
+    assert!(message.contains("training mode"), "{message}");
+}
+
+#[test]
+fn nodes_are_sorted_and_cycles_named() {
+    let nodes = vec![node("Relu", &["b"], &["y"]), node("Abs", &["x"], &["b"])];
+    assert_eq!(names(&imported(&picture(17, nodes, vec![]))), ["Abs", "Relu"]);
+    let nodes = vec![node("Add", &["x", "b"], &["y"]), node("Abs", &["y"], &["b"])];
+    let message = refused(&picture(17, nodes, vec![]));
+    assert!(message.contains("cycle through Add_y, Abs_b"), "{message}");
+}
+
+#[test]
+fn contradictions_are_refused() {
+    let cases = [
+        (vec![node("Relu", &["nowhere"], &["y"])], "reads 'nowhere'"),
+        (vec![node("Relu", &["x"], &["y"]), node("Abs", &["x"], &["y"])], "'y' is defined twice"),
+        (vec![node("Relu", &["x"], &["x"])], "'x' is defined twice"),
+        (vec![node("Relu", &["x"], &["z"])], "'outputs' reads 'y'"),
+        (vec![node("Conv", &["x", "w"], &["y"])], "input channels: 3 and 5 differ"),
+        (vec![node("Reshape", &["w", "seven"], &["y"])], "cannot be reshaped"),
+        (vec![node("MatMul", &["x", "seven"], &["y"])], "operands of different types"),
+        (vec![with("Transpose", &["x"], &["y"], vec![ints("perm", &[0, 0, 1, 2])])], "permutation"),
+    ];
+    for (nodes, expected) in cases {
+        let initializers = vec![floats("w", &[4, 5, 1, 1], &[0.0; 20]), longs("seven", &[7])];
+        let message = refused(&picture(17, nodes, initializers));
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn unnamed_dimensions_get_names_of_their_own() {
+    let dims = [D::S(""), D::S("dim0"), D::S("my batch!"), D::S("")];
+    let bytes = model(
+        17,
+        GraphProto {
+            node: vec![node("Relu", &["x"], &["y"])],
+            input: vec![info("x", DataType::FLOAT, &dims)],
+            output: vec![output("y")],
+            ..GraphProto::default()
+        },
+    );
+    let graph = imported(&bytes);
+    assert_eq!(shape(&graph, "x"), "FP32[dim1,dim0,my_batch_,dim2]");
+    assert_eq!(graph.symbols().len(), 4);
+}
+
+#[test]
+fn marks_for_the_unknown_are_no_names() {
+    let bytes = model(
+        17,
+        GraphProto {
+            node: vec![node("Relu", &["x"], &["y"])],
+            input: vec![info("x", DataType::FLOAT, &[D::S("-1"), D::S("?"), D::S("?")])],
+            output: vec![output("y")],
+            ..GraphProto::default()
+        },
+    );
+    assert_eq!(shape(&imported(&bytes), "x"), "FP32[dim0,dim1,dim2]");
+}

@@ -1,0 +1,123 @@
+//! Every planner behind one name and one answer, so that they stand side by side on the same load.
+
+use std::str::FromStr;
+
+use crate::baseline::{gpulet_like, igniter_like, mig_serving_like};
+use crate::certified::{self, Solution};
+use crate::error::PlanError;
+use crate::parvagpu::{self, Variant};
+use crate::plan::{Gpu, Plan, Share, Slice};
+use crate::problem::Problem;
+use crate::squishy::{self, Session};
+use crate::watch::Watch;
+
+/// A way to plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Algorithm {
+    /// Ours, with a proof.
+    Certified,
+    /// ParvaGPU as published, or a variant.
+    ParvaGpu(Variant),
+    /// Nexus's squishy bin packing on whole GPUs.
+    Squishy,
+    /// Greedy over MIG patterns, after MIG-serving's fast algorithm.
+    MigServingLike,
+    /// Two MPS parts a GPU, after gpulet; counts GPUs only.
+    GpuletLike,
+    /// MPS parts with a reserve, after iGniter; counts GPUs only.
+    IgniterLike,
+}
+
+/// Names on the command line.
+pub const ALGORITHMS: [(&str, Algorithm); 8] = [
+    ("certified", Algorithm::Certified),
+    ("parvagpu", Algorithm::ParvaGpu(Variant::Full)),
+    ("parvagpu-single", Algorithm::ParvaGpu(Variant::WithoutMps)),
+    ("parvagpu-unoptimized", Algorithm::ParvaGpu(Variant::WithoutOptimisation)),
+    ("squishy", Algorithm::Squishy),
+    ("mig-serving-like", Algorithm::MigServingLike),
+    ("gpulet-like", Algorithm::GpuletLike),
+    ("igniter-like", Algorithm::IgniterLike),
+];
+
+impl FromStr for Algorithm {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Algorithm, String> {
+        let names = || ALGORITHMS.map(|(name, _)| name).join(", ");
+        let found = ALGORITHMS.iter().find(|(known, _)| *known == name);
+        found.map(|(_, algorithm)| *algorithm).ok_or_else(|| format!("one of {}", names()))
+    }
+}
+
+/// A planner's answer.
+#[derive(Clone, Debug)]
+pub struct Answer {
+    /// The plan with its bound; without slices where the algorithm does not speak MIG.
+    pub solution: Solution,
+    /// GPUs it takes.
+    pub gpus: usize,
+}
+
+/// Plans by the algorithm; the bound comes from the certified planner's prices in every case.
+pub fn run(
+    problem: &Problem,
+    algorithm: Algorithm,
+    watch: &mut Watch<'_>,
+) -> Result<Answer, PlanError> {
+    let plan = match algorithm {
+        Algorithm::Certified => {
+            let solution = certified::plan(problem, watch)?;
+            return Ok(Answer { gpus: solution.plan.gpus.len(), solution });
+        }
+        Algorithm::ParvaGpu(variant) => parvagpu::plan(problem, variant)?,
+        Algorithm::Squishy => squishy_plan(problem)?,
+        Algorithm::MigServingLike => mig_serving_like(problem)?,
+        Algorithm::GpuletLike => count_only(gpulet_like(problem)?.len()),
+        Algorithm::IgniterLike => count_only(igniter_like(problem)?.len()),
+    };
+    let seconds = watch.seconds();
+    let bound = certified::bound(problem, watch)?;
+    Ok(Answer { gpus: plan.gpus.len(), solution: Solution { plan, seconds, ..bound } })
+}
+
+fn count_only(gpus: usize) -> Plan {
+    Plan { gpus: vec![Gpu::default(); gpus] }
+}
+
+/// Squishy packing with each GPU as one slice and one process a service.
+fn squishy_plan(problem: &Problem) -> Result<Plan, PlanError> {
+    problem.validate()?;
+    let unsupported = || PlanError::Unsupported {
+        algorithm: "squishy",
+        what: "the gpu has no slice of its whole size".to_string(),
+    };
+    let kind = problem.gpu.kind_of_size(problem.gpu.gpcs).ok_or_else(unsupported)?;
+    let sessions: Vec<Session> = problem
+        .services
+        .iter()
+        .map(|service| {
+            let points = problem.profiles.points(&service.model).unwrap_or_default();
+            let whole = points.iter().filter(|p| p.gpcs == problem.gpu.gpcs && p.processes == 1);
+            let mut curve: Vec<(u32, f64)> = whole.map(|p| (p.batch, p.turn_ms())).collect();
+            curve.sort_by_key(|(batch, _)| *batch);
+            Session {
+                name: service.name.clone(),
+                rate: service.demand(&problem.rules),
+                slo_ms: service.limit_ms(&problem.rules),
+                curve,
+            }
+        })
+        .collect();
+    let node = |node: squishy::Node| {
+        let share = |part: &squishy::Part| Share {
+            service: part.session,
+            batch: part.batch,
+            processes: 1,
+            rate: part.rate,
+        };
+        let shares = node.parts.iter().map(share).collect();
+        Gpu { slices: vec![Slice { kind, start: 0, cycle_ms: Some(node.cycle_ms), shares }] }
+    };
+    Ok(Plan { gpus: squishy::pack(&sessions)?.into_iter().map(node).collect() })
+}

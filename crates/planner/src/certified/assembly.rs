@@ -1,0 +1,70 @@
+//! From slices with work in them to a plan: which GPU, which start.
+
+use super::packing::{Packed, Packer};
+use crate::gpu::{Counts, GpuKind, KINDS_MAX};
+use crate::plan::{Gpu, Plan, Share, Slice};
+use crate::problem::{Demand, Problem};
+
+/// A slice's contents before it has a place.
+#[derive(Clone, Debug)]
+pub(crate) struct Unit {
+    pub(crate) kind: usize,
+    pub(crate) cycle_ms: Option<f64>,
+    pub(crate) shares: Vec<Share>,
+}
+
+/// The slices of a service's cover, each with its part of the rate.
+pub(crate) fn units_of(
+    problem: &Problem,
+    demand: &Demand,
+    service: usize,
+    cover: &Counts,
+    rate: f64,
+    units: &mut Vec<Unit>,
+) {
+    let points = problem.profiles.points(&problem.services[service].model).unwrap_or_default();
+    let capacity: f64 =
+        (0..KINDS_MAX).map(|kind| f64::from(cover[kind]) * demand.throughput[kind]).sum();
+    let part = (rate / capacity).min(1.0);
+    for kind in 0..KINDS_MAX {
+        for _ in 0..cover[kind] {
+            let point = &points[demand.point[kind] as usize];
+            units.push(Unit {
+                kind,
+                cycle_ms: None,
+                shares: vec![Share {
+                    service,
+                    batch: point.batch,
+                    processes: point.processes,
+                    rate: point.throughput * part,
+                }],
+            });
+        }
+    }
+}
+
+/// Puts every unit into a slot of the packed patterns.
+pub(crate) fn assemble(gpu: &GpuKind, packer: &Packer, packed: &Packed, units: Vec<Unit>) -> Plan {
+    let mut by_kind: [Vec<Unit>; KINDS_MAX] = std::array::from_fn(|_| Vec::new());
+    for unit in units.into_iter().rev() {
+        by_kind[unit.kind].push(unit);
+    }
+    let mut plan = Plan::default();
+    for (pattern, &copies) in packer.patterns.iter().zip(packed) {
+        let places =
+            if copies > 0 { gpu.place(pattern, 0).unwrap_or_default() } else { Vec::new() };
+        for _ in 0..copies {
+            let mut slices = Vec::with_capacity(places.len());
+            for &(kind, start) in &places {
+                if let Some(Unit { cycle_ms, shares, .. }) = by_kind[kind].pop() {
+                    slices.push(Slice { kind, start, cycle_ms, shares });
+                }
+            }
+            if !slices.is_empty() {
+                slices.sort_by_key(|slice| slice.start);
+                plan.gpus.push(Gpu { slices });
+            }
+        }
+    }
+    plan
+}

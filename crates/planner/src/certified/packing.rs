@@ -1,0 +1,122 @@
+//! How few GPUs hold given numbers of slices: a small integer program over the maximal patterns.
+
+use crate::gpu::{Counts, KINDS_MAX};
+use crate::simplex::Simplex;
+
+/// Nodes of the exact search for what the relaxation leaves over.
+const NODES_MAX: usize = 4000;
+
+/// GPUs by pattern.
+pub(crate) type Packed = Vec<u32>;
+
+/// The patterns of a GPU kind, ready for packing.
+pub(crate) struct Packer {
+    pub(crate) patterns: Vec<Counts>,
+    kinds: usize,
+}
+
+impl Packer {
+    pub(crate) fn new(patterns: Vec<Counts>, kinds: usize) -> Packer {
+        Packer { patterns, kinds }
+    }
+
+    /// GPUs that hold `demand`: as few as the relaxation proves necessary, or a little more where the search ends
+    /// without such a packing.
+    pub(crate) fn pack(&self, demand: &Counts) -> Packed {
+        let (relaxed, shares) = self.relax(demand);
+        let least = (relaxed - 1e-4).ceil().max(0.0) as usize;
+        for extra in 0.. {
+            if let Some(packed) = self.pack_into(demand, &shares, least + extra) {
+                return packed;
+            }
+        }
+        unreachable!("one gpu a slice always packs")
+    }
+
+    /// Like [`Packer::pack`], but nothing unless at most `most` GPUs suffice.
+    pub(crate) fn pack_within(&self, demand: &Counts, most: usize) -> Option<Packed> {
+        let (relaxed, shares) = self.relax(demand);
+        if relaxed > most as f64 + 1e-4 {
+            return None;
+        }
+        self.pack_into(demand, &shares, most)
+    }
+
+    /// Value and pattern shares of the relaxation.
+    fn relax(&self, demand: &Counts) -> (f64, Vec<f64>) {
+        let scale = demand.iter().sum::<u32>().max(1);
+        let rhs: Vec<f64> =
+            demand[..self.kinds].iter().map(|&d| f64::from(d) / f64::from(scale)).collect();
+        let mut simplex = Simplex::new(&rhs);
+        let first = self.kinds;
+        for pattern in &self.patterns {
+            simplex.add(1.0, pattern[..self.kinds].iter().map(|&count| f64::from(count)).collect());
+        }
+        for kind in 0..self.kinds {
+            let mut surplus = vec![0.0; self.kinds];
+            surplus[kind] = -1.0;
+            simplex.add(0.0, surplus);
+        }
+        simplex.solve(1000);
+        let mut shares = vec![0.0; self.patterns.len()];
+        for (column, value) in simplex.solution() {
+            if (first..first + self.patterns.len()).contains(&column) {
+                shares[column - first] = value * f64::from(scale);
+            }
+        }
+        // The perturbed optimum is above the true one by less than the dual values times the noise.
+        (simplex.objective() * f64::from(scale), shares)
+    }
+
+    fn pack_into(&self, demand: &Counts, shares: &[f64], most: usize) -> Option<Packed> {
+        // Whole parts of the relaxation are kept; with each retry one GPU of each pattern more is given back.
+        for give_back in 0..3 {
+            let mut packed: Packed = shares
+                .iter()
+                .map(|share| ((share + 1e-6) as u32).saturating_sub(give_back))
+                .collect();
+            let used: u32 = packed.iter().sum();
+            let Some(room) = most.checked_sub(used as usize) else { continue };
+            let mut left = *demand;
+            for (pattern, &count) in self.patterns.iter().zip(&packed) {
+                for kind in 0..KINDS_MAX {
+                    left[kind] = left[kind].saturating_sub(pattern[kind] * count);
+                }
+            }
+            let mut nodes = 0;
+            if self.fill(left, room, &mut packed, &mut nodes) {
+                return Some(packed);
+            }
+            if packed.iter().all(|&count| count == 0) && nodes < NODES_MAX {
+                return None;
+            }
+        }
+        None
+    }
+
+    fn fill(&self, left: Counts, room: usize, packed: &mut Packed, nodes: &mut usize) -> bool {
+        let Some(kind) = (0..self.kinds).rev().find(|&kind| left[kind] > 0) else { return true };
+        *nodes += 1;
+        if room == 0 || *nodes > NODES_MAX {
+            return false;
+        }
+        let mut order: Vec<usize> =
+            (0..self.patterns.len()).filter(|&p| self.patterns[p][kind] > 0).collect();
+        let useful = |p: usize| -> u32 {
+            (0..self.kinds).map(|k| self.patterns[p][k].min(left[k]) * (k as u32 + 1)).sum()
+        };
+        order.sort_by_key(|&p| std::cmp::Reverse(useful(p)));
+        for pattern in order {
+            let mut rest = left;
+            for (rest, count) in rest.iter_mut().zip(&self.patterns[pattern]) {
+                *rest = rest.saturating_sub(*count);
+            }
+            packed[pattern] += 1;
+            if self.fill(rest, room - 1, packed, nodes) {
+                return true;
+            }
+            packed[pattern] -= 1;
+        }
+        false
+    }
+}

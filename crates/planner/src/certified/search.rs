@@ -1,0 +1,143 @@
+//! Closing the gap: covers of some services are chosen anew, all at once, so that everything fits one GPU less.
+//!
+//! Only covers whose price above the cheapest stays within the gap can be part of such a plan (reduced-cost fixing),
+//! which leaves few. The choices are walked service by service, states with the same sums are merged, and the
+//! cheapest states are kept; as long as none had to be dropped the search is exact.
+
+use std::collections::HashMap;
+
+use base::Random;
+
+use super::cover::{Prices, cheapest, covers_within};
+use super::packing::{Packed, Packer};
+use crate::gpu::{Counts, KINDS_MAX};
+use crate::problem::Demand;
+use crate::watch::Watch;
+
+const STATES_MAX: usize = 3000;
+const COVERS_MAX: usize = 60;
+const PACKINGS_MAX: usize = 400;
+/// Services chosen anew at once in a large plan.
+const SOME: usize = 14;
+
+/// What a search works on.
+pub(crate) struct Gap<'a> {
+    pub(crate) demands: &'a [Demand],
+    pub(crate) packer: &'a Packer,
+    pub(crate) prices: &'a Prices,
+    pub(crate) rounds: usize,
+}
+
+/// Sums of slices over all services.
+pub(crate) fn total(covers: &[Counts]) -> Counts {
+    let mut sum = [0; KINDS_MAX];
+    for cover in covers {
+        (0..KINDS_MAX).for_each(|kind| sum[kind] += cover[kind]);
+    }
+    sum
+}
+
+impl Gap<'_> {
+    /// Changes `covers` so that they fit `target` GPUs, if it can.
+    pub(crate) fn close(
+        &self,
+        covers: &mut [Counts],
+        target: usize,
+        watch: &mut Watch<'_>,
+    ) -> Option<Packed> {
+        let mut random = Random::new(target as u64);
+        let count = self.demands.len();
+        let rounds = if count <= SOME { 1 } else { self.rounds };
+        for _ in 0..rounds {
+            if !watch.go_on("search", Some(target + 1), 0.0) {
+                return None;
+            }
+            let mut chosen: Vec<usize> = (0..count).collect();
+            if count > SOME {
+                for at in 0..SOME {
+                    chosen.swap(at, at + random.below((count - at) as u64) as usize);
+                }
+                chosen.truncate(SOME);
+            }
+            if let Some(packed) = self.choose_anew(covers, &chosen, target) {
+                return Some(packed);
+            }
+        }
+        None
+    }
+
+    fn choose_anew(
+        &self,
+        covers: &mut [Counts],
+        chosen: &[usize],
+        target: usize,
+    ) -> Option<Packed> {
+        let worth = |counts: &Counts| -> f64 {
+            (0..KINDS_MAX).map(|kind| f64::from(counts[kind]) * self.prices[kind]).sum()
+        };
+        let mut fixed = total(covers);
+        for &service in chosen {
+            (0..KINDS_MAX).for_each(|kind| fixed[kind] -= covers[service][kind]);
+        }
+        let least: Vec<f64> =
+            chosen.iter().map(|&s| cheapest(&self.demands[s], self.prices).bound).collect();
+        let slack = target as f64 - worth(&fixed) - least.iter().sum::<f64>() + 1e-9;
+        if slack < 0.0 {
+            return None;
+        }
+        let mut layers =
+            vec![vec![State { sum: fixed, above: 0.0, from: 0, cover: [0; KINDS_MAX] }]];
+        for (&service, least) in chosen.iter().zip(&least) {
+            let options =
+                covers_within(&self.demands[service], self.prices, least + slack, COVERS_MAX);
+            let next = extend(layers.last()?, &options, *least, slack);
+            layers.push(next);
+        }
+        let last = layers.last()?;
+        for (index, state) in last.iter().enumerate().take(PACKINGS_MAX) {
+            if let Some(packed) = self.packer.pack_within(&state.sum, target) {
+                let mut at = index;
+                for (layer, &service) in layers[1..].iter().zip(chosen).rev() {
+                    covers[service] = layer[at].cover;
+                    at = layer[at].from;
+                }
+                return Some(packed);
+            }
+        }
+        None
+    }
+}
+
+struct State {
+    sum: Counts,
+    /// Price above the cheapest so far.
+    above: f64,
+    from: usize,
+    cover: Counts,
+}
+
+fn extend(states: &[State], options: &[(Counts, f64)], least: f64, slack: f64) -> Vec<State> {
+    let mut next: Vec<State> = Vec::new();
+    let mut known: HashMap<Counts, usize> = HashMap::new();
+    for (from, state) in states.iter().enumerate() {
+        for (cover, cost) in options {
+            let above = state.above + (cost - least).max(0.0);
+            if above > slack {
+                break;
+            }
+            let sum: Counts = std::array::from_fn(|kind| state.sum[kind] + cover[kind]);
+            let new = State { sum, above, from, cover: *cover };
+            match known.get(&sum) {
+                Some(&at) if next[at].above <= above => {}
+                Some(&at) => next[at] = new,
+                None => {
+                    known.insert(sum, next.len());
+                    next.push(new);
+                }
+            }
+        }
+    }
+    next.sort_by(|a, b| a.above.total_cmp(&b.above).then(a.sum.cmp(&b.sum)));
+    next.truncate(STATES_MAX);
+    next
+}

@@ -1,0 +1,87 @@
+//! What can be wrong with a request for a plan.
+
+/// Why there is no plan.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum PlanError {
+    /// No such GPU kind.
+    #[error("unknown gpu kind '{name}'; known are {known}")]
+    UnknownGpu {
+        /// What was asked for.
+        name: String,
+        /// What there is.
+        known: String,
+    },
+    /// No profile of the service's model.
+    #[error("service '{service}': there is no profile of model '{model}'")]
+    NoProfile {
+        /// The service.
+        service: String,
+        /// Its model.
+        model: String,
+    },
+    /// A rate that is zero, negative, not a number or beyond reason.
+    #[error("service '{service}': rate {rate} is not between 0.001 and 1e9 requests a second")]
+    BadRate {
+        /// The service.
+        service: String,
+        /// The rate given.
+        rate: f64,
+    },
+    /// An SLO that is zero, negative or not a number.
+    #[error("service '{service}': slo of {slo_ms} ms is not between 0.001 and 1e9 ms")]
+    BadSlo {
+        /// The service.
+        service: String,
+        /// The SLO given.
+        slo_ms: f64,
+    },
+    /// No slice meets the SLO.
+    #[error(
+        "service '{service}': no slice meets its slo of {slo_ms} ms; the nearest that would do is {nearest_ms:.1} ms"
+    )]
+    Infeasible {
+        /// The service.
+        service: String,
+        /// The SLO given.
+        slo_ms: f64,
+        /// The smallest SLO, in steps of a tenth of a millisecond, that some slice meets.
+        nearest_ms: f64,
+    },
+    /// Two services of one name.
+    #[error("service '{service}' is given twice")]
+    Duplicate {
+        /// The service.
+        service: String,
+    },
+    /// There is nothing to plan.
+    #[error("there are no services to plan")]
+    Nothing,
+    /// A profile file that cannot be read.
+    #[error("profiles, line {line}: {what}")]
+    BadProfile {
+        /// Line number, from one.
+        line: usize,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// A plan that refers to something that is not there or overlaps itself.
+    #[error("current plan: {what}")]
+    BadPlan {
+        /// What is wrong with it.
+        what: String,
+    },
+    /// The algorithm cannot plan this, by its own definition.
+    #[error("{algorithm} cannot plan this: {what}")]
+    Unsupported {
+        /// The algorithm.
+        algorithm: &'static str,
+        /// Why.
+        what: String,
+    },
+    /// A query that is not a graph from a root.
+    #[error("query: {what}")]
+    BadQuery {
+        /// What is wrong with it.
+        what: String,
+    },
+}

@@ -1,0 +1,155 @@
+//! The answer: which slices stand where on which GPU, and what runs in them.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::PlanError;
+use crate::problem::Problem;
+
+/// A service's part of a slice.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Share {
+    /// Index of the service in the problem.
+    pub service: usize,
+    /// Requests a process takes at once.
+    pub batch: u32,
+    /// Processes side by side.
+    pub processes: u32,
+    /// Requests a second sent here.
+    pub rate: f64,
+}
+
+/// One slice of a GPU.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Slice {
+    /// Index into the GPU kind's slices.
+    pub kind: usize,
+    /// First memory slice.
+    pub start: u8,
+    /// Length of the duty cycle in milliseconds where several services take turns.
+    pub cycle_ms: Option<f64>,
+    /// What runs in it.
+    pub shares: Vec<Share>,
+}
+
+/// One GPU.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Gpu {
+    /// Its slices, by start.
+    pub slices: Vec<Slice>,
+}
+
+/// A whole plan.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Plan {
+    /// The GPUs in use.
+    pub gpus: Vec<Gpu>,
+}
+
+impl Plan {
+    /// Slices that have work, over all GPUs.
+    pub fn slice_count(&self) -> usize {
+        self.gpus.iter().map(|gpu| gpu.slices.len()).sum()
+    }
+
+    /// The plan with names in place of indices, for files.
+    pub fn to_file(&self, problem: &Problem) -> Vec<GpuFile> {
+        let share = |share: &Share| ShareFile {
+            name: problem.services[share.service].name.clone(),
+            batch: share.batch,
+            processes: share.processes,
+            rate: share.rate,
+        };
+        let slice = |slice: &Slice| SliceFile {
+            start: slice.start,
+            size: problem.gpu.slices[slice.kind].gpcs,
+            profile: problem.gpu.slices[slice.kind].name.to_string(),
+            cycle_ms: slice.cycle_ms,
+            services: slice.shares.iter().map(share).collect(),
+        };
+        self.gpus
+            .iter()
+            .map(|gpu| GpuFile { slices: gpu.slices.iter().map(slice).collect() })
+            .collect()
+    }
+
+    /// The plan of a file against a problem. Parts of services the problem does not have are left out; what is
+    /// illegal in itself is an error.
+    pub fn from_file(problem: &Problem, gpus: &[GpuFile]) -> Result<Plan, PlanError> {
+        let index: BTreeMap<&str, usize> =
+            problem.services.iter().enumerate().map(|(i, s)| (s.name.as_str(), i)).collect();
+        let mut plan = Plan::default();
+        for (number, gpu) in gpus.iter().enumerate() {
+            let mut occupied = 0u16;
+            let mut slices = Vec::new();
+            for slice in &gpu.slices {
+                let kind = problem
+                    .gpu
+                    .slices
+                    .iter()
+                    .position(|kind| kind.name == slice.profile)
+                    .or_else(|| problem.gpu.kind_of_size(slice.size));
+                let bad = |what: &str| PlanError::BadPlan {
+                    what: format!("gpu {number}, slice at {}: {what}", slice.start),
+                };
+                let kind = kind.ok_or_else(|| bad("no such profile on this gpu"))?;
+                let facts = &problem.gpu.slices[kind];
+                if !facts.starts.contains(&slice.start) {
+                    return Err(bad("it may not start there"));
+                }
+                if occupied & facts.mask(slice.start) != 0 {
+                    return Err(bad("it overlaps another"));
+                }
+                occupied |= facts.mask(slice.start);
+                let shares = slice.services.iter().filter_map(|share| {
+                    let service = *index.get(share.name.as_str())?;
+                    let ShareFile { batch, processes, rate, .. } = *share;
+                    Some(Share { service, batch, processes, rate })
+                });
+                let shares: Vec<Share> = shares.collect();
+                let (start, cycle_ms) = (slice.start, slice.cycle_ms);
+                slices.push(Slice { kind, start, cycle_ms, shares });
+            }
+            plan.gpus.push(Gpu { slices });
+        }
+        Ok(plan)
+    }
+}
+
+/// A GPU in a plan file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GpuFile {
+    /// Its slices.
+    pub slices: Vec<SliceFile>,
+}
+
+/// A slice in a plan file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SliceFile {
+    /// First memory slice.
+    pub start: u8,
+    /// Compute slices.
+    pub size: u8,
+    /// NVIDIA's name of the profile.
+    #[serde(default)]
+    pub profile: String,
+    /// Length of the duty cycle in milliseconds where several services take turns.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cycle_ms: Option<f64>,
+    /// What runs in it.
+    pub services: Vec<ShareFile>,
+}
+
+/// A service's part of a slice in a plan file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ShareFile {
+    /// Name of the service.
+    pub name: String,
+    /// Requests a process takes at once.
+    pub batch: u32,
+    /// Processes side by side.
+    pub processes: u32,
+    /// Requests a second sent here.
+    pub rate: f64,
+}

@@ -1,0 +1,240 @@
+//! What is to be planned: services, profiles, a GPU kind and the rules a plan must keep.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::PlanError;
+use crate::gpu::{GpuKind, KINDS_MAX};
+use crate::profile::{Point, Profiles};
+
+/// A model that must answer a rate of requests within a time.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Service {
+    /// Its name, unlike any other's.
+    pub name: String,
+    /// The model, as the profiles call it.
+    pub model: String,
+    /// Requests a second.
+    pub rate: f64,
+    /// Latency objective in milliseconds.
+    pub slo_ms: f64,
+}
+
+/// Whether services share a slice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Sharing {
+    /// A slice has one service.
+    None,
+    /// A slice may serve several in turns, within a duty cycle.
+    Time,
+}
+
+/// The rules of a plan.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rules {
+    /// Share of the SLO that waiting and computing together may take. ParvaGPU keeps a tenth back.
+    pub slo_share: f64,
+    /// Capacity beyond the rate, for bursts: 0.15 is 15 % more.
+    pub headroom: f64,
+    /// Whether services share a slice.
+    pub sharing: Sharing,
+    /// Most processes side by side in a slice.
+    pub processes_max: u32,
+}
+
+impl Default for Rules {
+    fn default() -> Rules {
+        Rules { slo_share: 0.9, headroom: 0.0, sharing: Sharing::None, processes_max: 5 }
+    }
+}
+
+/// Everything a solver needs.
+#[derive(Clone, Debug)]
+pub struct Problem {
+    /// The GPUs to plan for; as many as it takes.
+    pub gpu: &'static GpuKind,
+    /// The services.
+    pub services: Vec<Service>,
+    /// The operating points of their models.
+    pub profiles: Profiles,
+    /// The rules.
+    pub rules: Rules,
+}
+
+impl Service {
+    /// Milliseconds that waiting and computing together may take.
+    pub fn limit_ms(&self, rules: &Rules) -> f64 {
+        self.slo_ms * rules.slo_share
+    }
+
+    /// Requests a second to have capacity for.
+    pub fn demand(&self, rules: &Rules) -> f64 {
+        self.rate * (1.0 + rules.headroom)
+    }
+}
+
+impl Problem {
+    /// Whether a point may have a slice of that kind for itself: a request that just missed a batch waits for one
+    /// batch and is computed in the next, so twice the latency must stay below the limit.
+    pub fn fits_alone(&self, service: &Service, kind: usize, point: &Point) -> bool {
+        let slice = &self.gpu.slices[kind];
+        point.gpcs == slice.gpcs
+            && point.processes <= self.rules.processes_max
+            && point.memory_mib.is_none_or(|memory| memory <= slice.memory_mib())
+            && point.latency_ms < service.limit_ms(&self.rules) / 2.0
+    }
+
+    /// What is wrong with each service, if anything; the others can be planned without them.
+    pub fn faults(&self) -> Vec<(usize, PlanError)> {
+        let mut names = BTreeSet::new();
+        let mut faults = Vec::new();
+        for (index, service) in self.services.iter().enumerate() {
+            if !names.insert(service.name.as_str()) {
+                faults.push((index, PlanError::Duplicate { service: service.name.clone() }));
+            } else if let Some(error) = self.fault_of(service) {
+                faults.push((index, error));
+            }
+        }
+        faults
+    }
+
+    fn fault_of(&self, service: &Service) -> Option<PlanError> {
+        let name = service.name.clone();
+        if !(0.001..=1e9).contains(&service.rate) {
+            return Some(PlanError::BadRate { service: name, rate: service.rate });
+        }
+        if !(0.001..=1e9).contains(&service.slo_ms) {
+            return Some(PlanError::BadSlo { service: name, slo_ms: service.slo_ms });
+        }
+        let Some(points) = self.profiles.points(&service.model) else {
+            return Some(PlanError::NoProfile { service: name, model: service.model.clone() });
+        };
+        let kinds = 0..self.gpu.slices.len();
+        if kinds.clone().any(|kind| points.iter().any(|p| self.fits_alone(service, kind, p))) {
+            return None;
+        }
+        let patient = Service { slo_ms: f64::MAX, ..service.clone() };
+        let fastest = points
+            .iter()
+            .filter(|point| kinds.clone().any(|kind| self.fits_alone(&patient, kind, point)))
+            .map(|point| point.latency_ms)
+            .fold(f64::INFINITY, f64::min);
+        if fastest.is_infinite() {
+            return Some(PlanError::NoProfile { service: name, model: service.model.clone() });
+        }
+        // The limit is strict, so the nearest SLO lies one step of a tenth above the exact quotient.
+        let nearest_ms = ((fastest * 2.0 / self.rules.slo_share) * 10.0).floor() / 10.0 + 0.1;
+        Some(PlanError::Infeasible { service: name, slo_ms: service.slo_ms, nearest_ms })
+    }
+
+    /// The problem without its faulty services, and their faults; an error when nothing is left.
+    pub fn without_faults(mut self) -> Result<(Problem, Vec<PlanError>), PlanError> {
+        let faults = self.faults();
+        let faulty: BTreeSet<usize> = faults.iter().map(|(index, _)| *index).collect();
+        let mut index = 0;
+        self.services.retain(|_| {
+            index += 1;
+            !faulty.contains(&(index - 1))
+        });
+        let mut errors: Vec<PlanError> = faults.into_iter().map(|(_, error)| error).collect();
+        if self.services.is_empty() {
+            return Err(if errors.is_empty() { PlanError::Nothing } else { errors.remove(0) });
+        }
+        Ok((self, errors))
+    }
+
+    /// The first fault, or that there are no services.
+    pub fn validate(&self) -> Result<(), PlanError> {
+        match self.faults().into_iter().next() {
+            Some((_, error)) => Err(error),
+            None if self.services.is_empty() => Err(PlanError::Nothing),
+            None => Ok(()),
+        }
+    }
+
+    /// The services in the form solvers work on.
+    pub(crate) fn demands(&self) -> Vec<Demand> {
+        let mut known: BTreeMap<(&str, u64), Alone> = BTreeMap::new();
+        let mut demands = Vec::with_capacity(self.services.len());
+        for service in &self.services {
+            let alone = known
+                .entry((service.model.as_str(), service.slo_ms.to_bits()))
+                .or_insert_with(|| self.alone(service));
+            demands.push(Demand {
+                rate: service.demand(&self.rules),
+                limit_ms: service.limit_ms(&self.rules),
+                throughput: alone.throughput,
+                point: alone.point,
+            });
+        }
+        demands
+    }
+
+    /// The best throughput on each kind of slice within the SLO, and its point.
+    fn alone(&self, service: &Service) -> Alone {
+        let mut best = Alone { throughput: [0.0; KINDS_MAX], point: [0; KINDS_MAX] };
+        let points = self.profiles.points(&service.model).unwrap_or_default();
+        for (index, point) in points.iter().enumerate() {
+            for kind in 0..self.gpu.slices.len() {
+                if point.throughput > best.throughput[kind] && self.fits_alone(service, kind, point)
+                {
+                    best.throughput[kind] = point.throughput;
+                    best.point[kind] = index as u32;
+                }
+            }
+        }
+        best
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Alone {
+    throughput: [f64; KINDS_MAX],
+    point: [u32; KINDS_MAX],
+}
+
+/// A service as solvers see it.
+#[derive(Clone, Debug)]
+pub(crate) struct Demand {
+    /// Requests a second, headroom included.
+    pub(crate) rate: f64,
+    /// Milliseconds for waiting and computing.
+    pub(crate) limit_ms: f64,
+    /// Requests a second of a slice of each kind of its own; zero where none meets the SLO.
+    pub(crate) throughput: [f64; KINDS_MAX],
+    /// The point that gives it, as an index into the model's points.
+    pub(crate) point: [u32; KINDS_MAX],
+}
+
+/// Services whose models share a prefix, served as one: their rates add up and the tightest SLO holds for all.
+///
+/// `members` are indices of services; the group takes the name and model given, whose profile is that of the shared
+/// prefix with its suffixes.
+pub fn merge_prefix_group(
+    services: &mut Vec<Service>,
+    members: &[usize],
+    name: &str,
+    model: &str,
+) -> Result<(), PlanError> {
+    let known = members.iter().all(|&member| member < services.len());
+    if members.is_empty() || !known {
+        return Err(PlanError::BadQuery {
+            what: format!("prefix group '{name}' names services that are not there"),
+        });
+    }
+    let group = Service {
+        name: name.to_string(),
+        model: model.to_string(),
+        rate: members.iter().map(|&member| services[member].rate).sum(),
+        slo_ms: members.iter().map(|&m| services[m].slo_ms).fold(f64::INFINITY, f64::min),
+    };
+    let mut index = 0;
+    services.retain(|_| {
+        index += 1;
+        !members.contains(&(index - 1))
+    });
+    services.push(group);
+    Ok(())
+}

@@ -1,0 +1,183 @@
+//! Measured operating points of models: slice, batch and processes to latency, throughput and memory.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::PlanError;
+use crate::gpu::GpuKind;
+
+/// One measured way to run a model on a slice.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Point {
+    /// Compute slices of the slice it was measured on.
+    pub gpcs: u8,
+    /// Requests a process takes at once.
+    pub batch: u32,
+    /// Processes side by side.
+    pub processes: u32,
+    /// Requests a second of all processes together.
+    pub throughput: f64,
+    /// Latency of a batch in milliseconds, with all processes busy.
+    pub latency_ms: f64,
+    /// Memory of all processes together, where it was measured.
+    #[serde(default)]
+    pub memory_mib: Option<u64>,
+}
+
+impl Point {
+    /// Time in milliseconds after which every process has finished one batch: the larger of the measured latency and
+    /// what the throughput implies, for latencies may have been rounded down.
+    pub fn turn_ms(&self) -> f64 {
+        let implied = f64::from(self.batch * self.processes) / self.throughput * 1000.0;
+        self.latency_ms.max(implied)
+    }
+
+    /// Requests finished in one turn.
+    pub fn requests(&self) -> f64 {
+        f64::from(self.batch * self.processes)
+    }
+}
+
+/// The points of every model.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Profiles {
+    models: BTreeMap<String, Vec<Point>>,
+}
+
+const COLUMNS: [&str; 6] =
+    ["model", "mig_gpcs", "batch", "procs", "throughput_total_rps", "latency_ms"];
+
+impl Profiles {
+    /// Reads comma-separated text with a header. Needed are the columns `model, mig_gpcs, batch, procs,
+    /// throughput_total_rps, latency_ms`; `memory_mib` and `status` may be there. Rows whose status is not `ok` are
+    /// points that did not run.
+    pub fn from_csv(text: &str) -> Result<Profiles, PlanError> {
+        let bad = |line: usize, what: String| PlanError::BadProfile { line, what };
+        let mut lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
+        let (_, header) = lines.next().ok_or_else(|| bad(1, "the file is empty".to_string()))?;
+        let names: Vec<&str> = header.split(',').map(str::trim).collect();
+        let find = |name: &str| names.iter().position(|column| *column == name);
+        let mut at = [0; COLUMNS.len()];
+        for (slot, name) in at.iter_mut().zip(COLUMNS) {
+            *slot = find(name).ok_or_else(|| bad(1, format!("there is no column '{name}'")))?;
+        }
+        let (status, memory) = (find("status"), find("memory_mib"));
+        let mut profiles = Profiles::default();
+        for (index, line) in lines {
+            let cells: Vec<&str> = line.split(',').map(str::trim).collect();
+            let line = index + 1;
+            if cells.len() != names.len() {
+                return Err(bad(line, format!("{} cells, not {}", cells.len(), names.len())));
+            }
+            if status.is_some_and(|column| cells[column] != "ok") {
+                continue;
+            }
+            let number = |column: usize| {
+                cells[column]
+                    .parse::<f64>()
+                    .ok()
+                    .filter(|value| value.is_finite() && *value >= 0.0)
+                    .ok_or_else(|| {
+                        let name = names[column];
+                        bad(line, format!("{name} '{}' is not a number", cells[column]))
+                    })
+            };
+            let point = Point {
+                gpcs: number(at[1])? as u8,
+                batch: number(at[2])? as u32,
+                processes: number(at[3])? as u32,
+                throughput: number(at[4])?,
+                latency_ms: number(at[5])?,
+                memory_mib: match memory {
+                    Some(column) if !cells[column].is_empty() => Some(number(column)? as u64),
+                    _ => None,
+                },
+            };
+            profiles
+                .push(cells[at[0]], point)
+                .map_err(|what| PlanError::BadProfile { line, what })?;
+        }
+        Ok(profiles)
+    }
+
+    /// Adds a point to a model.
+    pub fn push(&mut self, model: &str, point: Point) -> Result<(), String> {
+        if point.gpcs == 0 || point.batch == 0 || point.processes == 0 {
+            return Err("slice, batch and processes are at least 1".to_string());
+        }
+        if point.throughput <= 0.0 || point.latency_ms <= 0.0 {
+            return Err("throughput and latency are above 0".to_string());
+        }
+        self.models.entry(model.to_string()).or_default().push(point);
+        Ok(())
+    }
+
+    /// The points of a model; nothing when it is unknown.
+    pub fn points(&self, model: &str) -> Option<&[Point]> {
+        self.models.get(model).map(Vec::as_slice)
+    }
+
+    /// The models, by name.
+    pub fn models(&self) -> impl Iterator<Item = &str> {
+        self.models.keys().map(String::as_str)
+    }
+
+    /// An upper limit of a point's memory in MiB. Where memory was not measured, the limit follows from what ran: if
+    /// `p` processes of this batch or a larger one fitted a slice, each of them takes at most that slice over `p`.
+    pub fn memory_limit_mib(&self, gpu: &GpuKind, model: &str, point: &Point) -> u64 {
+        if let Some(memory) = point.memory_mib {
+            return memory;
+        }
+        let slice_mib = |gpcs: u8| {
+            gpu.kind_of_size(gpcs).map_or(u64::MAX, |kind| gpu.slices[kind].memory_mib())
+        };
+        let per_process = self
+            .points(model)
+            .unwrap_or_default()
+            .iter()
+            .filter(|other| other.batch >= point.batch)
+            .map(|other| match other.memory_mib {
+                Some(memory) => memory.div_ceil(u64::from(other.processes)),
+                None => slice_mib(other.gpcs) / u64::from(other.processes),
+            })
+            .min()
+            .unwrap_or(u64::MAX);
+        per_process.saturating_mul(u64::from(point.processes)).min(slice_mib(point.gpcs))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEADER: &str = "model,mig_gpcs,batch,procs,throughput_total_rps,latency_ms,status\n";
+
+    #[test]
+    fn rows_that_did_not_run_are_left_out() {
+        let text = format!("{HEADER}a,1,1,1,100,10,ok\na,1,2,1,0,0,oom\n");
+        let profiles = Profiles::from_csv(&text).unwrap();
+        assert_eq!(profiles.points("a").unwrap().len(), 1);
+    }
+
+    #[test]
+    fn errors_name_line_and_column() {
+        let error = |rows: &str| Profiles::from_csv(rows).unwrap_err().to_string();
+        assert!(error("").contains("empty"));
+        assert!(error("model,batch\n").contains("'mig_gpcs'"));
+        let bad = error(&format!("{HEADER}a,1,x,1,100,10,ok\n"));
+        assert!(bad.contains("line 2") && bad.contains("batch"), "{bad}");
+        assert!(error(&format!("{HEADER}a,1,1,1,0,10,ok\n")).contains("above 0"));
+        assert!(error(&format!("{HEADER}a,1,1\n")).contains("3 cells"));
+    }
+
+    #[test]
+    fn unmeasured_memory_is_limited_by_what_ran() {
+        let text = format!("{HEADER}a,1,8,1,100,10,ok\na,1,8,5,300,20,ok\na,7,16,2,300,20,ok\n");
+        let profiles = Profiles::from_csv(&text).unwrap();
+        let gpu = GpuKind::find("a100-80gb").unwrap();
+        let points = profiles.points("a").unwrap();
+        assert_eq!(profiles.memory_limit_mib(gpu, "a", &points[0]), 2048);
+        assert_eq!(profiles.memory_limit_mib(gpu, "a", &points[2]), 80 * 1024);
+    }
+}

@@ -1,0 +1,391 @@
+//! Latency split of a query (Nexus, SOSP'19, section 6.2): one objective for several models that feed each other.
+//!
+//! Each stage's budget decides how large its batches may be and so what a request costs there. The split with the
+//! least total cost is found by dynamic programming over pieces of the objective: exactly for trees and for every graph
+//! that reduces by series and parallel steps (fork-join); other graphs are improved stage by stage from an even split.
+
+use crate::error::PlanError;
+use crate::problem::{Problem, Service};
+
+/// One model of a query.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stage {
+    /// Its name.
+    pub name: String,
+    /// Requests a second it gets: the query's rate times what the stages before it yield.
+    pub rate: f64,
+    /// What a request a second costs, in GPUs, at each latency budget in milliseconds; budgets rise, costs fall.
+    pub curve: Vec<(f64, f64)>,
+    /// Stages that take its output.
+    pub next: Vec<usize>,
+}
+
+/// A split.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Split {
+    /// Budget of each stage in milliseconds.
+    pub budgets_ms: Vec<f64>,
+    /// GPUs all stages take.
+    pub cost: f64,
+    /// Whether it is proven best at this resolution.
+    pub exact: bool,
+}
+
+impl Stage {
+    /// GPUs within a budget; infinite when it cannot be met.
+    fn cost(&self, budget_ms: f64) -> f64 {
+        let met = self.curve.iter().rfind(|(latency, _)| *latency <= budget_ms * (1.0 + 1e-9));
+        met.map_or(f64::INFINITY, |(_, cost)| self.rate * cost)
+    }
+}
+
+/// The best split of `slo_ms` over the stages, in `pieces` equal parts. Stage 0 is the root.
+pub fn split(stages: &[Stage], slo_ms: f64, pieces: usize) -> Result<Split, PlanError> {
+    let order = topological(stages)?;
+    let piece = slo_ms / pieces as f64;
+    let mut parts = reduce(stages, pieces, piece);
+    let split = if parts.len() == 1 {
+        let part = parts.remove(0);
+        let mut budgets = vec![0.0; stages.len()];
+        part.unfold(pieces, piece, &mut budgets);
+        Split { cost: total(stages, &budgets), budgets_ms: budgets, exact: true }
+    } else {
+        improve(stages, &order, slo_ms, piece)
+    };
+    if split.cost.is_finite() {
+        return Ok(split);
+    }
+    let least = longest(stages, &order, |stage| stages[stage].curve.first().map_or(0.0, |c| c.0));
+    Err(PlanError::BadQuery {
+        what: format!("its longest path takes {least} ms at least, more than {slo_ms} ms"),
+    })
+}
+
+/// The baseline: the objective over the number of stages of the longest path, the same for all.
+pub fn split_evenly(stages: &[Stage], slo_ms: f64) -> Result<Split, PlanError> {
+    let order = topological(stages)?;
+    let depth = longest(stages, &order, |_| 1.0);
+    let budgets_ms = vec![slo_ms / depth; stages.len()];
+    Ok(Split { cost: total(stages, &budgets_ms), budgets_ms, exact: false })
+}
+
+fn total(stages: &[Stage], budgets: &[f64]) -> f64 {
+    stages.iter().zip(budgets).map(|(stage, budget)| stage.cost(*budget)).sum()
+}
+
+/// Stages so that each comes before those it feeds; an error for cycles and for stages the root does not reach.
+fn topological(stages: &[Stage]) -> Result<Vec<usize>, PlanError> {
+    let bad = |what: &str| Err(PlanError::BadQuery { what: what.to_string() });
+    if stages.is_empty() {
+        return bad("it has no stages");
+    }
+    let mut feeds = vec![0; stages.len()];
+    for &next in stages.iter().flat_map(|stage| &stage.next) {
+        match feeds.get_mut(next) {
+            Some(count) => *count += 1,
+            None => return bad("a stage feeds one that is not there"),
+        }
+    }
+    let (mut order, mut ready) = (Vec::new(), vec![0]);
+    if feeds[0] > 0 {
+        return bad("its root is fed by another stage");
+    }
+    while let Some(stage) = ready.pop() {
+        order.push(stage);
+        for &next in &stages[stage].next {
+            feeds[next] -= 1;
+            if feeds[next] == 0 {
+                ready.push(next);
+            }
+        }
+    }
+    if order.len() < stages.len() {
+        return bad("its stages form a circle or are not reached from the root");
+    }
+    Ok(order)
+}
+
+fn longest(stages: &[Stage], order: &[usize], weight: impl Fn(usize) -> f64) -> f64 {
+    let mut until = vec![0.0f64; stages.len()];
+    let mut longest = 0.0f64;
+    for &stage in order {
+        let end = until[stage] + weight(stage);
+        longest = longest.max(end);
+        stages[stage].next.iter().for_each(|&next| until[next] = until[next].max(end));
+    }
+    longest
+}
+
+/// A part of the graph between two points, with its least cost for every number of pieces.
+struct Part {
+    from: usize,
+    to: usize,
+    costs: Vec<f64>,
+    made_of: MadeOf,
+}
+
+enum MadeOf {
+    Stage(usize),
+    /// No time, no cost: a way around, or the way out.
+    Nothing,
+    /// One after the other; with so many pieces for the first.
+    Series(Box<Part>, Box<Part>, Vec<usize>),
+    Parallel(Box<Part>, Box<Part>),
+}
+
+impl Part {
+    fn unfold(&self, pieces: usize, piece: f64, budgets: &mut [f64]) {
+        match &self.made_of {
+            MadeOf::Stage(stage) => budgets[*stage] = pieces as f64 * piece,
+            MadeOf::Nothing => {}
+            MadeOf::Series(first, second, for_first) => {
+                let share = for_first[pieces];
+                first.unfold(share, piece, budgets);
+                second.unfold(pieces - share, piece, budgets);
+            }
+            MadeOf::Parallel(one, other) => {
+                one.unfold(pieces, piece, budgets);
+                other.unfold(pieces, piece, budgets);
+            }
+        }
+    }
+
+    fn in_series(self, second: Part) -> Part {
+        let count = self.costs.len();
+        let (mut costs, mut for_first) = (vec![f64::INFINITY; count], vec![0; count]);
+        for pieces in 0..count {
+            for share in 0..=pieces {
+                let cost = self.costs[share] + second.costs[pieces - share];
+                if cost < costs[pieces] {
+                    (costs[pieces], for_first[pieces]) = (cost, share);
+                }
+            }
+        }
+        let (from, to) = (self.from, second.to);
+        Part { from, to, costs, made_of: MadeOf::Series(self.into(), second.into(), for_first) }
+    }
+
+    fn in_parallel(self, other: Part) -> Part {
+        let costs = self.costs.iter().zip(&other.costs).map(|(a, b)| a + b).collect();
+        let (from, to) = (self.from, self.to);
+        Part { from, to, costs, made_of: MadeOf::Parallel(self.into(), other.into()) }
+    }
+}
+
+/// Series and parallel steps until none applies; one part is left when the graph is made of them.
+fn reduce(stages: &[Stage], pieces: usize, piece: f64) -> Vec<Part> {
+    // Stage i lies between the points 2i and 2i + 1; the last point is the way out.
+    let out = stages.len() * 2;
+    let mut parts = Vec::new();
+    for (index, stage) in stages.iter().enumerate() {
+        let costs = (0..=pieces).map(|count| stage.cost(count as f64 * piece)).collect();
+        let made_of = MadeOf::Stage(index);
+        parts.push(Part { from: index * 2, to: index * 2 + 1, costs, made_of });
+        let ends = if stage.next.is_empty() { vec![out] } else { Vec::new() };
+        for to in stage.next.iter().map(|next| next * 2).chain(ends) {
+            let costs = vec![0.0; pieces + 1];
+            parts.push(Part { from: index * 2 + 1, to, costs, made_of: MadeOf::Nothing });
+        }
+    }
+    while parts.len() > 1 {
+        let pair = |parts: &[Part]| {
+            for a in 0..parts.len() {
+                for b in 0..parts.len() {
+                    let same = parts[a].from == parts[b].from && parts[a].to == parts[b].to;
+                    if a < b && same {
+                        return Some((a, b, true));
+                    }
+                    let middle = parts[a].to;
+                    let passes = parts.iter().filter(|p| p.to == middle).count() == 1
+                        && parts.iter().filter(|p| p.from == middle).count() == 1;
+                    if a != b && parts[b].from == middle && passes {
+                        return Some((a, b, false));
+                    }
+                }
+            }
+            None
+        };
+        let Some((a, b, parallel)) = pair(&parts) else { return parts };
+        let later = parts.remove(a.max(b));
+        let earlier = parts.remove(a.min(b));
+        let (first, second) = if a < b { (earlier, later) } else { (later, earlier) };
+        parts.push(match parallel {
+            true => first.in_parallel(second),
+            false => first.in_series(second),
+        });
+    }
+    parts
+}
+
+/// From the even split, budgets move between stages a piece at a time while that saves.
+fn improve(stages: &[Stage], order: &[usize], slo_ms: f64, piece: f64) -> Split {
+    let depth = longest(stages, order, |_| 1.0);
+    let mut budgets = vec![slo_ms / depth; stages.len()];
+    let fits = |budgets: &[f64]| longest(stages, order, |s| budgets[s]) <= slo_ms * (1.0 + 1e-9);
+    let price = |budgets: &[f64]| {
+        // Unmet stages cost more the further they are from being met, so that the search finds its way.
+        let one = |(stage, budget): (&Stage, &f64)| {
+            let cost = stage.cost(*budget);
+            let needed = stage.curve.first().map_or(0.0, |point| point.0);
+            if cost.is_finite() { cost } else { 1e6 * (1.0 + needed - budget) }
+        };
+        stages.iter().zip(budgets).map(one).sum::<f64>()
+    };
+    let mut best = price(&budgets);
+    loop {
+        let mut found = None;
+        for up in 0..stages.len() {
+            for down in 0..stages.len() {
+                for steps in [1.0, 2.0, 5.0, 10.0] {
+                    let mut trial = budgets.clone();
+                    trial[up] += steps * piece;
+                    if down != up {
+                        trial[down] = (trial[down] - steps * piece).max(0.0);
+                    }
+                    let cost = price(&trial);
+                    if cost < best * (1.0 - 1e-12) && fits(&trial) {
+                        best = cost;
+                        found = Some(trial);
+                    }
+                }
+            }
+        }
+        match found {
+            Some(trial) => budgets = trial,
+            None => break,
+        }
+    }
+    Split { cost: total(stages, &budgets), budgets_ms: budgets, exact: false }
+}
+
+/// What a request a second of a model costs, in GPUs, at each latency budget: the planner's own curve under its prices
+/// of slices.
+pub fn curve(problem: &Problem, model: &str, prices: &[f64]) -> Vec<(f64, f64)> {
+    let points = problem.profiles.points(model).unwrap_or_default();
+    let patient =
+        Service { name: String::new(), model: model.to_string(), rate: 1.0, slo_ms: f64::MAX };
+    let mut curve: Vec<(f64, f64)> = Vec::new();
+    for (kind, price) in prices.iter().enumerate().take(problem.gpu.slices.len()) {
+        for point in points.iter().filter(|point| problem.fits_alone(&patient, kind, point)) {
+            // A tenth of a percent above twice the latency, for the rule is strict.
+            let budget = point.latency_ms * 2.0 / problem.rules.slo_share * 1.001;
+            curve.push((budget, price / point.throughput));
+        }
+    }
+    curve.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
+    let mut least = f64::INFINITY;
+    curve.retain(|(_, cost)| {
+        let falls = *cost < least;
+        least = least.min(*cost);
+        falls
+    });
+    curve
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stage(name: &str, rate: f64, throughputs: &[(f64, f64)], next: &[usize]) -> Stage {
+        let curve = throughputs.iter().map(|(ms, per_s)| (*ms, 1.0 / per_s)).collect();
+        Stage { name: name.to_string(), rate, curve, next: next.to_vec() }
+    }
+
+    /// Models X and Y of section 4.2, figure 3.
+    fn example(gamma: f64) -> Vec<Stage> {
+        vec![
+            stage("X", 1.0, &[(40.0, 200.0), (50.0, 250.0), (60.0, 300.0)], &[1]),
+            stage("Y", gamma, &[(40.0, 300.0), (50.0, 400.0), (60.0, 500.0)], &[]),
+        ]
+    }
+
+    #[test]
+    fn section_4_2_each_gamma_has_its_own_best_split() {
+        // Average throughput of the paper's figure 4 is the reciprocal of the cost.
+        for (gamma, x, y, average) in
+            [(0.1, 60.0, 40.0, 272.7), (1.0, 50.0, 50.0, 153.8), (10.0, 40.0, 60.0, 40.0)]
+        {
+            let split = split(&example(gamma), 100.0, 100).unwrap();
+            assert!(split.exact);
+            assert_eq!((split.budgets_ms[0], split.budgets_ms[1]), (x, y), "gamma {gamma}");
+            assert!((1.0 / split.cost - average).abs() < 0.05, "{}", 1.0 / split.cost);
+        }
+    }
+
+    #[test]
+    fn the_even_split_costs_more() {
+        let stages = example(10.0);
+        let even = split_evenly(&stages, 100.0).unwrap();
+        let best = split(&stages, 100.0, 50).unwrap();
+        assert_eq!(even.budgets_ms, [50.0, 50.0]);
+        assert!(best.cost < even.cost);
+    }
+
+    /// All budgets on a grid.
+    fn brute(stages: &[Stage], slo_ms: f64, pieces: usize) -> f64 {
+        let order = topological(stages).unwrap();
+        let mut best = f64::INFINITY;
+        let mut counts = vec![0usize; stages.len()];
+        loop {
+            let budgets: Vec<f64> =
+                counts.iter().map(|count| *count as f64 * slo_ms / pieces as f64).collect();
+            if longest(stages, &order, |stage| budgets[stage]) <= slo_ms * (1.0 + 1e-9) {
+                best = best.min(total(stages, &budgets));
+            }
+            let Some(at) = counts.iter().position(|count| *count < pieces) else { return best };
+            counts[at] += 1;
+            counts[..at].iter_mut().for_each(|count| *count = 0);
+        }
+    }
+
+    #[test]
+    fn trees_and_fork_joins_are_split_as_brute_force_splits_them() {
+        let mut random = base::Random::new(3);
+        let shapes: [&[&[usize]]; 4] = [
+            &[&[1, 2], &[], &[]],
+            &[&[1, 2], &[3], &[3], &[]],
+            &[&[1, 2], &[2], &[]],
+            &[&[1], &[2, 3], &[], &[]],
+        ];
+        for _ in 0..30 {
+            for shape in shapes {
+                let stages: Vec<Stage> = shape
+                    .iter()
+                    .map(|next| {
+                        let mut throughput = 20.0;
+                        let curve: Vec<(f64, f64)> = (1..=6)
+                            .map(|ms| {
+                                throughput += 100.0 * random.unit_f64();
+                                (f64::from(ms) * 10.0, throughput)
+                            })
+                            .collect();
+                        stage("s", 1.0 + 9.0 * random.unit_f64(), &curve, next)
+                    })
+                    .collect();
+                let found = split(&stages, 120.0, 12).unwrap();
+                assert!(found.exact);
+                assert!((found.cost - brute(&stages, 120.0, 12)).abs() < 1e-9);
+            }
+        }
+    }
+
+    #[test]
+    fn bad_graphs_are_named() {
+        let error = |stages: &[Stage], slo: f64| split(stages, slo, 10).unwrap_err().to_string();
+        assert!(error(&[], 1.0).contains("no stages"));
+        assert!(error(&example(1.0), 50.0).contains("80 ms at least"));
+        let points = [(1.0, 1.0)];
+        let circle = [stage("a", 1.0, &points, &[1]), stage("b", 1.0, &points, &[1])];
+        assert!(error(&circle, 10.0).contains("circle"));
+    }
+
+    #[test]
+    fn a_graph_without_series_or_parallel_steps_still_gets_a_split() {
+        // The bridge: a -> b, c; b -> c, d; c -> d, where b also feeds c's sibling.
+        let curve = [(10.0, 100.0), (20.0, 300.0), (40.0, 500.0)];
+        let next: [&[usize]; 6] = [&[1, 2], &[3, 4], &[4], &[5], &[5], &[]];
+        let stages: Vec<Stage> = next.iter().map(|next| stage("s", 1.0, &curve, next)).collect();
+        let split = split(&stages, 100.0, 20).unwrap();
+        assert!(split.cost.is_finite() && split.cost <= split_evenly(&stages, 100.0).unwrap().cost);
+    }
+}

@@ -1,0 +1,420 @@
+//! From today's plan to one for changed services, with few moves.
+//!
+//! Services whose slices still suffice, and of which none is superfluous, stay as they are. The others choose between
+//! their present slices, mended, and a fresh cover, with a price on every change. What is new goes into room that is
+//! free, and only then onto further GPUs. A plan that has drifted too far from its bound gives up its emptiest GPUs
+//! while the budget of moves lasts.
+
+pub mod steps;
+
+use std::collections::BTreeSet;
+
+use crate::certified;
+use crate::certified::cover::{Prices, cheapest};
+use crate::certified::packing::Packer;
+use crate::error::PlanError;
+use crate::gpu::{Counts, KINDS_MAX};
+use crate::plan::{Gpu, Plan, Share, Slice};
+use crate::problem::{Demand, Problem};
+use crate::watch::Watch;
+
+/// What changes cost, in GPUs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Costs {
+    /// A slice made or destroyed.
+    pub geometry: f64,
+    /// A model loaded into a slice.
+    pub load: f64,
+    /// A service's rate split over one slice more.
+    pub split: f64,
+    /// Untouched services that may be moved to save GPUs, as a share of all.
+    pub moves: f64,
+    /// Share above the bound from which GPUs are emptied at that price.
+    pub drift: f64,
+}
+
+impl Default for Costs {
+    fn default() -> Costs {
+        Costs { geometry: 0.01, load: 0.005, split: 0.001, moves: 0.005, drift: 0.003 }
+    }
+}
+
+/// A plan that grew out of another.
+#[derive(Clone, Debug)]
+pub struct Replanned {
+    /// The plan; GPU numbers are those of the plan before.
+    pub plan: Plan,
+    /// Proven lower bound for the changed services.
+    pub bound: f64,
+    /// Services whose demand had not changed but that were moved.
+    pub moved: BTreeSet<usize>,
+    /// Services that got other slices because their demand changed.
+    pub changed: BTreeSet<usize>,
+    /// Seconds it took.
+    pub seconds: f64,
+}
+
+impl Replanned {
+    /// GPUs with work.
+    pub fn gpus(&self) -> usize {
+        self.plan.gpus.iter().filter(|gpu| !gpu.slices.is_empty()).count()
+    }
+}
+
+struct Planner<'a> {
+    problem: &'a Problem,
+    demands: Vec<Demand>,
+    prices: Prices,
+    costs: Costs,
+    plan: Plan,
+    /// GPU and start of every slice of each service that has it alone.
+    slices: Vec<Vec<(usize, u8, usize)>>,
+    /// Requests a second from shared slices.
+    shared: Vec<f64>,
+}
+
+/// Plans anew from `current`; `prices` are those of the last certified plan.
+pub fn replan(
+    problem: &Problem,
+    current: &Plan,
+    prices: &[f64; KINDS_MAX],
+    costs: Costs,
+    watch: &mut Watch<'_>,
+) -> Result<Replanned, PlanError> {
+    problem.validate()?;
+    let mut planner = Planner::new(problem, current, *prices, costs);
+    let bound = certified::bound_of(problem, &planner.demands, prices);
+    watch.go_on("replan", Some(current.gpus.len()), bound);
+    let (missing, changed) = planner.settle();
+    planner.place(missing);
+    let moved = planner.consolidate(bound, &changed);
+    planner.balance();
+    let seconds = watch.seconds();
+    Ok(Replanned { plan: planner.plan, bound, moved, changed, seconds })
+}
+
+/// Whether a shared slice's turns still meet everyone's objective.
+fn still_in_time(problem: &Problem, slice: &Slice) -> bool {
+    let Some(cycle_ms) = slice.cycle_ms else { return true };
+    let gpcs = problem.gpu.slices[slice.kind].gpcs;
+    slice.shares.iter().all(|share| {
+        let service = &problem.services[share.service];
+        let points = problem.profiles.points(&service.model).unwrap_or_default();
+        let point = points
+            .iter()
+            .find(|p| (p.gpcs, p.batch, p.processes) == (gpcs, share.batch, share.processes));
+        point.is_some_and(|point| {
+            cycle_ms + point.turn_ms() <= service.limit_ms(&problem.rules)
+                && share.rate * cycle_ms / 1000.0 <= point.requests() * (1.0 + 1e-9)
+        })
+    })
+}
+
+impl<'a> Planner<'a> {
+    fn new(problem: &'a Problem, current: &Plan, prices: Prices, costs: Costs) -> Planner<'a> {
+        let mut planner = Planner {
+            problem,
+            demands: problem.demands(),
+            prices,
+            costs,
+            plan: current.clone(),
+            slices: vec![Vec::new(); problem.services.len()],
+            shared: vec![0.0; problem.services.len()],
+        };
+        for (number, gpu) in planner.plan.gpus.iter_mut().enumerate() {
+            gpu.slices.retain(|slice| !slice.shares.is_empty() && still_in_time(problem, slice));
+            for slice in &mut gpu.slices {
+                if slice.cycle_ms.is_some() {
+                    slice
+                        .shares
+                        .iter()
+                        .for_each(|share| planner.shared[share.service] += share.rate);
+                    continue;
+                }
+                let service = slice.shares[0].service;
+                planner.slices[service].push((number, slice.start, slice.kind));
+            }
+        }
+        planner
+    }
+
+    fn capacity(&self, service: usize, cover: &Counts) -> f64 {
+        let throughput = &self.demands[service].throughput;
+        (0..KINDS_MAX).map(|kind| f64::from(cover[kind]) * throughput[kind]).sum()
+    }
+
+    fn price(&self, cover: &Counts) -> f64 {
+        (0..KINDS_MAX).map(|kind| f64::from(cover[kind]) * self.prices[kind]).sum()
+    }
+
+    /// Frees what is superfluous or unfit and says which slices are missing for whom, and who changed.
+    fn settle(&mut self) -> (Vec<(usize, usize)>, BTreeSet<usize>) {
+        let (mut missing, mut changed) = (Vec::new(), BTreeSet::new());
+        for service in 0..self.demands.len() {
+            let mut now: Counts = [0; KINDS_MAX];
+            self.slices[service].iter().for_each(|(_, _, kind)| now[*kind] += 1);
+            let needed = self.demands[service].rate - self.shared[service];
+            if needed <= self.demands[service].rate * 1e-9 && now == [0; KINDS_MAX] {
+                continue;
+            }
+            let wanted = self.choose(service, &now, needed);
+            if wanted == now {
+                continue;
+            }
+            changed.insert(service);
+            for kind in 0..KINDS_MAX {
+                for _ in wanted[kind]..now[kind] {
+                    self.free_one(service, kind);
+                }
+                for _ in now[kind]..wanted[kind] {
+                    missing.push((service, kind));
+                }
+            }
+        }
+        (missing, changed)
+    }
+
+    /// The present slices mended, or a fresh cover where that saves more than the changes cost.
+    fn choose(&self, service: usize, now: &Counts, needed: f64) -> Counts {
+        let demand = &self.demands[service];
+        let met = |cover: &Counts| self.capacity(service, cover) >= needed - demand.rate * 1e-9;
+        let usable = (0..KINDS_MAX).all(|kind| now[kind] == 0 || demand.throughput[kind] > 0.0);
+        let minimal = |cover: &Counts| {
+            (0..KINDS_MAX).all(|kind| {
+                let mut less = *cover;
+                less[kind] = less[kind].saturating_sub(1);
+                less == *cover || !met(&less)
+            })
+        };
+        if usable && met(now) && minimal(now) {
+            return *now;
+        }
+        let fresh =
+            cheapest(&Demand { rate: needed.max(1e-9), ..demand.clone() }, &self.prices).cover;
+        let mended = self.mend(service, now, needed);
+        let cost = |cover: &Counts| {
+            let made: u32 = (0..KINDS_MAX).map(|k| cover[k].saturating_sub(now[k])).sum();
+            let gone: u32 = (0..KINDS_MAX).map(|k| now[k].saturating_sub(cover[k])).sum();
+            let split = cover.iter().sum::<u32>().saturating_sub(now.iter().sum());
+            self.price(cover)
+                + f64::from(made + gone) * self.costs.geometry
+                + f64::from(made) * self.costs.load
+                + f64::from(split) * self.costs.split
+        };
+        if cost(&mended) <= cost(&fresh) { mended } else { fresh }
+    }
+
+    fn mend(&self, service: usize, now: &Counts, needed: f64) -> Counts {
+        let demand = &self.demands[service];
+        let mut cover: Counts =
+            std::array::from_fn(|k| if demand.throughput[k] > 0.0 { now[k] } else { 0 });
+        let lacking = needed - self.capacity(service, &cover);
+        if lacking > 0.0 {
+            let more = cheapest(&Demand { rate: lacking, ..demand.clone() }, &self.prices).cover;
+            return std::array::from_fn(|kind| cover[kind] + more[kind]);
+        }
+        let mut kinds: Vec<usize> = (0..KINDS_MAX).collect();
+        kinds.sort_by(|&a, &b| self.prices[b].total_cmp(&self.prices[a]));
+        for kind in kinds {
+            while cover[kind] > 0
+                && self.capacity(service, &cover) - demand.throughput[kind] >= needed
+            {
+                cover[kind] -= 1;
+            }
+        }
+        cover
+    }
+
+    fn free_one(&mut self, service: usize, kind: usize) {
+        // From the emptiest GPU, so that GPUs become free as a whole.
+        let used = |gpu: usize| self.plan.gpus[gpu].slices.len();
+        let at = (0..self.slices[service].len())
+            .filter(|&at| self.slices[service][at].2 == kind)
+            .min_by_key(|&at| used(self.slices[service][at].0));
+        let Some(at) = at else { return };
+        let (gpu, start, _) = self.slices[service].swap_remove(at);
+        self.plan.gpus[gpu].slices.retain(|slice| slice.start != start);
+    }
+
+    fn occupied(&self, gpu: usize) -> u16 {
+        let slices = &self.plan.gpus[gpu].slices;
+        slices.iter().map(|s| self.problem.gpu.slices[s.kind].mask(s.start)).fold(0, |a, b| a | b)
+    }
+
+    fn gpcs(&self, gpu: usize) -> u8 {
+        let slices = &self.plan.gpus[gpu].slices;
+        slices.iter().map(|slice| self.problem.gpu.slices[slice.kind].gpcs).sum()
+    }
+
+    /// A legal start for a slice on a GPU, the highest for large slices.
+    fn start(&self, gpu: usize, kind: usize) -> Option<u8> {
+        let facts = &self.problem.gpu.slices[kind];
+        if self.gpcs(gpu) + facts.gpcs > self.problem.gpu.gpcs {
+            return None;
+        }
+        let occupied = self.occupied(gpu);
+        let free = |start: &&u8| occupied & facts.mask(**start) == 0;
+        match facts.memory_slices >= 4 {
+            true => facts.starts.iter().rev().find(free).copied(),
+            false => facts.starts.iter().find(free).copied(),
+        }
+    }
+
+    fn put(&mut self, gpu: usize, start: u8, kind: usize, service: usize) {
+        let points = self.problem.profiles.points(&self.problem.services[service].model);
+        let point = &points.unwrap_or_default()[self.demands[service].point[kind] as usize];
+        let share = Share {
+            service,
+            batch: point.batch,
+            processes: point.processes,
+            rate: point.throughput,
+        };
+        let slices = &mut self.plan.gpus[gpu].slices;
+        slices.push(Slice { kind, start, cycle_ms: None, shares: vec![share] });
+        slices.sort_by_key(|slice| slice.start);
+        self.slices[service].push((gpu, start, kind));
+    }
+
+    /// Largest first, each where it leaves the least room; what finds none is packed onto further GPUs.
+    fn place(&mut self, mut missing: Vec<(usize, usize)>) {
+        let size = |kind: usize| self.problem.gpu.slices[kind].memory_slices;
+        missing.sort_by_key(|(service, kind)| (std::cmp::Reverse(size(*kind)), *service));
+        let mut open: Vec<usize> = (0..self.plan.gpus.len())
+            .filter(|&gpu| self.gpcs(gpu) < self.problem.gpu.gpcs)
+            .collect();
+        let mut homeless: Vec<(usize, usize)> = Vec::new();
+        for (service, kind) in missing {
+            let best = open
+                .iter()
+                .filter(|&&gpu| !self.plan.gpus[gpu].slices.is_empty())
+                .filter_map(|&gpu| Some((self.gpcs(gpu), gpu, self.start(gpu, kind)?)))
+                .max_by_key(|(gpcs, gpu, _)| (*gpcs, std::cmp::Reverse(*gpu)));
+            match best {
+                Some((_, gpu, start)) => {
+                    self.put(gpu, start, kind, service);
+                    if self.gpcs(gpu) >= self.problem.gpu.gpcs {
+                        open.retain(|other| *other != gpu);
+                    }
+                }
+                None => homeless.push((service, kind)),
+            }
+        }
+        self.open_gpus(homeless);
+    }
+
+    fn open_gpus(&mut self, mut homeless: Vec<(usize, usize)>) {
+        if homeless.is_empty() {
+            return;
+        }
+        let mut counts: Counts = [0; KINDS_MAX];
+        homeless.iter().for_each(|(_, kind)| counts[*kind] += 1);
+        let packer =
+            Packer::new(self.problem.gpu.maximal_patterns(), self.problem.gpu.slices.len());
+        let packed = packer.pack(&counts);
+        let mut empty: Vec<usize> = (0..self.plan.gpus.len())
+            .filter(|&gpu| self.plan.gpus[gpu].slices.is_empty())
+            .rev()
+            .collect();
+        for (pattern, copies) in packer.patterns.iter().zip(packed) {
+            for _ in 0..copies {
+                let gpu = empty.pop().unwrap_or_else(|| {
+                    self.plan.gpus.push(Gpu::default());
+                    self.plan.gpus.len() - 1
+                });
+                for (kind, start) in self.problem.gpu.place(pattern, 0).unwrap_or_default() {
+                    if let Some(at) = homeless.iter().position(|(_, wanted)| *wanted == kind) {
+                        let (service, _) = homeless.swap_remove(at);
+                        self.put(gpu, start, kind, service);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Empties the emptiest GPUs into free room while the plan is too far above its bound and moves are left.
+    fn consolidate(&mut self, bound: f64, changed: &BTreeSet<usize>) -> BTreeSet<usize> {
+        let mut moved = BTreeSet::new();
+        let budget = (self.demands.len() as f64 * self.costs.moves) as usize;
+        let most = (bound * (1.0 + self.costs.drift)).ceil() as usize;
+        let mut order: Vec<usize> = (0..self.plan.gpus.len())
+            .filter(|&gpu| !self.plan.gpus[gpu].slices.is_empty())
+            .collect();
+        let mut gpus = order.len();
+        order.sort_by_key(|&gpu| self.gpcs(gpu));
+        for gpu in order {
+            if gpus <= most {
+                break;
+            }
+            let slices = self.plan.gpus[gpu].slices.clone();
+            if slices.iter().any(|slice| slice.cycle_ms.is_some()) {
+                continue;
+            }
+            let strangers: BTreeSet<usize> = slices
+                .iter()
+                .map(|slice| slice.shares[0].service)
+                .filter(|service| !changed.contains(service))
+                .collect();
+            if moved.union(&strangers).count() > budget {
+                continue;
+            }
+            if self.empty_into_others(gpu, &slices) {
+                moved.extend(strangers);
+                gpus -= 1;
+            }
+        }
+        moved
+    }
+
+    fn empty_into_others(&mut self, gpu: usize, slices: &[Slice]) -> bool {
+        let mut done: Vec<(usize, u8, usize, usize)> = Vec::new();
+        let open: Vec<usize> = (0..self.plan.gpus.len())
+            .filter(|&other| {
+                other != gpu
+                    && !self.plan.gpus[other].slices.is_empty()
+                    && self.gpcs(other) < self.problem.gpu.gpcs
+            })
+            .collect();
+        let mut order: Vec<&Slice> = slices.iter().collect();
+        order.sort_by_key(|s| std::cmp::Reverse(self.problem.gpu.slices[s.kind].memory_slices));
+        for slice in order {
+            let service = slice.shares[0].service;
+            let room = open.iter().find_map(|&other| Some((other, self.start(other, slice.kind)?)));
+            let Some((other, start)) = room else {
+                for (other, start, _, service) in done {
+                    self.plan.gpus[other].slices.retain(|slice| slice.start != start);
+                    self.slices[service].retain(|at| (at.0, at.1) != (other, start));
+                }
+                return false;
+            };
+            self.put(other, start, slice.kind, service);
+            done.push((other, start, slice.kind, service));
+        }
+        for slice in slices {
+            let service = slice.shares[0].service;
+            self.slices[service].retain(|at| (at.0, at.1) != (gpu, slice.start));
+        }
+        self.plan.gpus[gpu].slices.clear();
+        true
+    }
+
+    /// Each service's rate over its slices, in proportion to what they can do.
+    fn balance(&mut self) {
+        let mut capacity = vec![0.0; self.demands.len()];
+        for (service, slices) in self.slices.iter().enumerate() {
+            let throughput = &self.demands[service].throughput;
+            capacity[service] = slices.iter().map(|(_, _, kind)| throughput[*kind]).sum();
+        }
+        for slice in self.plan.gpus.iter_mut().flat_map(|gpu| &mut gpu.slices) {
+            if slice.cycle_ms.is_some() {
+                continue;
+            }
+            let share = &mut slice.shares[0];
+            let demand = &self.demands[share.service];
+            let points = self.problem.profiles.points(&self.problem.services[share.service].model);
+            let point = &points.unwrap_or_default()[demand.point[slice.kind] as usize];
+            (share.batch, share.processes) = (point.batch, point.processes);
+            let needed = (demand.rate - self.shared[share.service]).max(0.0);
+            share.rate = point.throughput * (needed / capacity[share.service]).min(1.0);
+        }
+    }
+}

@@ -1,0 +1,369 @@
+//! An ordered way from one plan to another on which no service loses capacity it needs.
+//!
+//! New slices are made where there is room, old ones go once their services can do without. Where each waits for the
+//! other, a shadow of an old slice is set up on a spare GPU first and taken down at the end.
+
+use std::collections::BTreeMap;
+
+use crate::gpu::KINDS_MAX;
+use crate::plan::{Gpu, Plan, Slice};
+use crate::problem::Problem;
+
+/// One step.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Step {
+    /// Make a slice and load what runs in it.
+    Create {
+        /// GPU number; those beyond the plan are spare.
+        gpu: usize,
+        /// The slice with its work.
+        slice: Slice,
+        /// Whether it is a shadow that goes again.
+        shadow: bool,
+    },
+    /// Send rates to a slice's services anew.
+    Route {
+        /// GPU number.
+        gpu: usize,
+        /// The slice with its new rates.
+        slice: Slice,
+    },
+    /// Drain and destroy a slice.
+    Destroy {
+        /// GPU number.
+        gpu: usize,
+        /// The slice as it was.
+        slice: Slice,
+    },
+}
+
+/// A slice's place.
+type Place = (usize, u8);
+
+/// Numbers the GPUs of `target` so that as many slices as possible stay where they are.
+///
+/// Equal GPUs are matched first; the rest by least cost of changes, exactly where few are left.
+pub fn align(current: &Plan, target: &Plan) -> Plan {
+    let mut left: Vec<usize> = (0..current.gpus.len()).collect();
+    let mut open: Vec<usize> = (0..target.gpus.len()).collect();
+    let mut assigned: BTreeMap<usize, usize> = BTreeMap::new();
+    let mut known: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+    left.iter().rev().for_each(|&gpu| {
+        known.entry(signature(&current.gpus[gpu])).or_default().push(gpu);
+    });
+    open.retain(|&new| {
+        let old = known.get_mut(&signature(&target.gpus[new])).and_then(Vec::pop);
+        old.map(|old| assigned.insert(old, new)).is_none()
+    });
+    left.retain(|old| !assigned.contains_key(old));
+    let cost = |old: usize, new: usize| -stays(&current.gpus[old], &target.gpus[new]);
+    if open.len().max(left.len()) <= 300 {
+        for (row, column) in assign(open.len(), left.len(), |n, o| cost(left[o], open[n])) {
+            assigned.insert(left[column], open[row]);
+        }
+    } else {
+        for (new, old) in open.iter().zip(&left) {
+            assigned.insert(*old, *new);
+        }
+    }
+    let mut plan = Plan { gpus: vec![Gpu::default(); current.gpus.len()] };
+    let mut placed = vec![false; target.gpus.len()];
+    for (old, new) in assigned {
+        plan.gpus[old] = target.gpus[new].clone();
+        placed[new] = true;
+    }
+    let rest = target.gpus.iter().zip(placed).filter(|(_, placed)| !placed);
+    plan.gpus.extend(rest.map(|(gpu, _)| gpu.clone()));
+    plan
+}
+
+fn signature(gpu: &Gpu) -> String {
+    let slice = |slice: &Slice| {
+        let mut services: Vec<usize> = slice.shares.iter().map(|share| share.service).collect();
+        services.sort_unstable();
+        format!("{}@{}:{services:?};", slice.kind, slice.start)
+    };
+    gpu.slices.iter().map(slice).collect()
+}
+
+/// Slices that stay, a little less for those that only keep their geometry.
+fn stays(old: &Gpu, new: &Gpu) -> f64 {
+    let mut sum = 0.0;
+    for slice in &new.slices {
+        let same = old.slices.iter().find(|o| (o.start, o.kind) == (slice.start, slice.kind));
+        if let Some(same) = same {
+            sum += if same_work(same, slice) { 1.0 } else { 0.3 };
+        }
+    }
+    sum
+}
+
+fn same_work(a: &Slice, b: &Slice) -> bool {
+    let key = |slice: &Slice| {
+        let mut work: Vec<(usize, u32, u32)> =
+            slice.shares.iter().map(|s| (s.service, s.batch, s.processes)).collect();
+        work.sort_unstable();
+        (slice.kind, slice.start, slice.cycle_ms.map(f64::to_bits), work)
+    };
+    key(a) == key(b)
+}
+
+/// Whether no rate differs by more than rounding.
+fn same_rates(a: &Slice, b: &Slice) -> bool {
+    a.shares.len() == b.shares.len()
+        && a.shares.iter().zip(&b.shares).all(|(a, b)| {
+            a.service == b.service && (a.rate - b.rate).abs() <= 1e-6 * a.rate.max(b.rate)
+        })
+}
+
+/// Least-cost assignment of rows to columns (Kuhn and Munkres with potentials); with fewer columns than rows, some
+/// rows stay without.
+fn assign(rows: usize, columns: usize, cost: impl Fn(usize, usize) -> f64) -> Vec<(usize, usize)> {
+    let size = rows.max(columns);
+    let cost = |row: usize, column: usize| {
+        if row < rows && column < columns { cost(row, column) } else { 0.0 }
+    };
+    let (mut u, mut v) = (vec![0.0; size + 1], vec![0.0; size + 1]);
+    let (mut of_column, mut way) = (vec![0usize; size + 1], vec![0usize; size + 1]);
+    for row in 1..=size {
+        of_column[0] = row;
+        let mut column = 0;
+        let mut least = vec![f64::INFINITY; size + 1];
+        let mut used = vec![false; size + 1];
+        while of_column[column] != 0 {
+            used[column] = true;
+            let (at, mut delta, mut next) = (of_column[column], f64::INFINITY, 0);
+            for other in 1..=size {
+                if used[other] {
+                    continue;
+                }
+                let reduced = cost(at - 1, other - 1) - u[at] - v[other];
+                if reduced < least[other] {
+                    (least[other], way[other]) = (reduced, column);
+                }
+                if least[other] < delta {
+                    (delta, next) = (least[other], other);
+                }
+            }
+            for other in 0..=size {
+                if used[other] {
+                    u[of_column[other]] += delta;
+                    v[other] -= delta;
+                } else {
+                    least[other] -= delta;
+                }
+            }
+            column = next;
+        }
+        while column != 0 {
+            of_column[column] = of_column[way[column]];
+            column = way[column];
+        }
+    }
+    (1..=size)
+        .filter(|&column| of_column[column] <= rows && column <= columns)
+        .map(|column| (of_column[column] - 1, column - 1))
+        .collect()
+}
+
+struct Walk<'a> {
+    problem: &'a Problem,
+    live: BTreeMap<Place, Slice>,
+    capacity: Vec<f64>,
+    floor: Vec<f64>,
+    steps: Vec<Step>,
+}
+
+/// The steps from `current` to `target`, whose GPUs have the same numbers.
+pub fn steps(problem: &Problem, current: &Plan, target: &Plan) -> Vec<Step> {
+    let places = |plan: &Plan| -> BTreeMap<Place, Slice> {
+        let of = |(number, gpu): (usize, &Gpu)| {
+            gpu.slices.iter().map(move |s| ((number, s.start), s.clone())).collect::<Vec<_>>()
+        };
+        plan.gpus.iter().enumerate().flat_map(of).collect()
+    };
+    let (live, wanted) = (places(current), places(target));
+    let mut walk = Walk {
+        problem,
+        capacity: vec![0.0; problem.services.len()],
+        floor: Vec::new(),
+        live: BTreeMap::new(),
+        steps: Vec::new(),
+    };
+    for (place, slice) in live {
+        walk.insert(place, slice);
+    }
+    // A service keeps what it needs, or what it has where that is less already.
+    walk.floor = (problem.services.iter().zip(&walk.capacity))
+        .map(|(service, capacity)| service.demand(&problem.rules).min(*capacity))
+        .collect();
+    let mut old: Vec<Place> = Vec::new();
+    for (place, slice) in &walk.live {
+        if !wanted.get(place).is_some_and(|new| same_work(slice, new)) {
+            old.push(*place);
+        }
+    }
+    let mut new: Vec<(Place, Slice)> = Vec::new();
+    for (place, slice) in wanted.clone() {
+        if !walk.live.get(&place).is_some_and(|old| same_work(old, &slice)) {
+            new.push((place, slice));
+        }
+    }
+    let shadows = walk.exchange(&mut old, &mut new, target.gpus.len().max(current.gpus.len()));
+    for (place, slice) in wanted {
+        if walk.live.get(&place).is_some_and(|now| !same_rates(now, &slice)) {
+            walk.steps.push(Step::Route { gpu: place.0, slice });
+        }
+    }
+    for place in shadows {
+        walk.destroy(place);
+    }
+    walk.steps
+}
+
+impl Walk<'_> {
+    fn capacity_of(&self, slice: &Slice, service: usize) -> f64 {
+        let facts = &self.problem.gpu.slices[slice.kind];
+        let model = &self.problem.services[service].model;
+        let points = self.problem.profiles.points(model).unwrap_or_default();
+        let of = |share: &crate::plan::Share| match slice.cycle_ms {
+            Some(_) => share.rate,
+            None => points
+                .iter()
+                .find(|point| {
+                    (point.gpcs, point.batch, point.processes)
+                        == (facts.gpcs, share.batch, share.processes)
+                })
+                .map_or(share.rate, |point| point.throughput),
+        };
+        slice.shares.iter().filter(|share| share.service == service).map(of).sum()
+    }
+
+    fn insert(&mut self, place: Place, slice: Slice) {
+        for share in &slice.shares {
+            self.capacity[share.service] += self.capacity_of(&slice, share.service);
+        }
+        self.live.insert(place, slice);
+    }
+
+    fn create(&mut self, place: Place, slice: Slice, shadow: bool) {
+        self.steps.push(Step::Create { gpu: place.0, slice: slice.clone(), shadow });
+        self.insert(place, slice);
+    }
+
+    fn destroy(&mut self, place: Place) {
+        if let Some(slice) = self.live.remove(&place) {
+            for share in &slice.shares {
+                self.capacity[share.service] -= self.capacity_of(&slice, share.service);
+            }
+            self.steps.push(Step::Destroy { gpu: place.0, slice });
+        }
+    }
+
+    fn has_room(&self, place: Place, kind: usize) -> bool {
+        let mask = |slice: &Slice| self.problem.gpu.slices[slice.kind].mask(slice.start);
+        let mine = self.problem.gpu.slices[kind].mask(place.1);
+        let on_gpu = self.live.range((place.0, 0)..=(place.0, u8::MAX));
+        on_gpu.map(|(_, slice)| mask(slice)).all(|other| other & mine == 0)
+    }
+
+    fn dispensable(&self, place: Place) -> bool {
+        let Some(slice) = self.live.get(&place) else { return true };
+        slice.shares.iter().all(|share| {
+            let service = share.service;
+            let rest = self.capacity[service] - self.capacity_of(slice, service);
+            rest >= self.floor[service] * (1.0 - 1e-9)
+        })
+    }
+
+    /// Makes the new and removes the old; gives the places of shadows that are still up.
+    fn exchange(
+        &mut self,
+        old: &mut Vec<Place>,
+        new: &mut Vec<(Place, Slice)>,
+        first_spare: usize,
+    ) -> Vec<Place> {
+        let mut shadows = Vec::new();
+        while !old.is_empty() || !new.is_empty() {
+            let before = (old.len(), new.len());
+            let mut waiting = Vec::new();
+            for (place, slice) in std::mem::take(new) {
+                if self.has_room(place, slice.kind) {
+                    self.create(place, slice, false);
+                } else {
+                    waiting.push((place, slice));
+                }
+            }
+            *new = waiting;
+            old.retain(|place| {
+                let gone = self.dispensable(*place);
+                if gone {
+                    self.destroy(*place);
+                }
+                !gone
+            });
+            if (old.len(), new.len()) == before {
+                let Some(place) = old.pop() else { break };
+                if let Some(slice) = self.live.get(&place).cloned() {
+                    let spare = self.spare(&slice, first_spare);
+                    self.create((spare, slice.start), slice, true);
+                    shadows.push((spare, place.1));
+                }
+                self.destroy(place);
+            }
+        }
+        shadows
+    }
+
+    fn spare(&self, slice: &Slice, first: usize) -> usize {
+        let mut gpu = first;
+        while !self.has_room((gpu, slice.start), slice.kind) {
+            gpu += 1;
+        }
+        gpu
+    }
+}
+
+/// Replays steps and names the first that is illegal or leaves a service short, and whether `target` is reached.
+pub fn replay(problem: &Problem, current: &Plan, target: &Plan, steps: &[Step]) -> Vec<String> {
+    let mut walk = Walk {
+        problem,
+        live: BTreeMap::new(),
+        capacity: vec![0.0; problem.services.len()],
+        floor: Vec::new(),
+        steps: Vec::new(),
+    };
+    let mut wrong = Vec::new();
+    for (number, gpu) in current.gpus.iter().enumerate() {
+        gpu.slices.iter().for_each(|slice| walk.insert((number, slice.start), slice.clone()));
+    }
+    let start = walk.capacity.clone();
+    for (index, step) in steps.iter().enumerate() {
+        match step {
+            Step::Create { gpu, slice, .. } => {
+                if !walk.has_room((*gpu, slice.start), slice.kind) {
+                    wrong.push(format!("step {index}: no room on gpu {gpu}"));
+                }
+                walk.create((*gpu, slice.start), slice.clone(), false);
+            }
+            Step::Route { gpu, slice } => {
+                walk.destroy((*gpu, slice.start));
+                walk.insert((*gpu, slice.start), slice.clone());
+            }
+            Step::Destroy { gpu, slice } => walk.destroy((*gpu, slice.start)),
+        }
+        for (service, capacity) in walk.capacity.iter().enumerate() {
+            let needed = problem.services[service].demand(&problem.rules).min(start[service]);
+            if *capacity < needed * (1.0 - 1e-6) {
+                let name = &problem.services[service].name;
+                wrong.push(format!("step {index}: '{name}' has {capacity} of {needed}"));
+            }
+        }
+    }
+    let reached: usize = target.gpus.iter().map(|gpu| gpu.slices.len()).sum();
+    if walk.live.len() != reached {
+        wrong.push(format!("{} slices stand, not {reached}", walk.live.len()));
+    }
+    debug_assert!(KINDS_MAX >= problem.gpu.slices.len());
+    wrong
+}

@@ -1,0 +1,33 @@
+//! What several test files need: the measured profiles, where they lie beside the checkout.
+#![allow(dead_code)]
+
+use std::path::PathBuf;
+
+use planner::{GpuKind, Problem, Profiles, Rules, Service};
+
+/// A file of the shared data; says so and gives nothing where the folder is absent.
+pub fn shared(path: &str) -> Option<String> {
+    let folder = std::env::var_os("ATOLL_SHARED_DATA").map_or_else(
+        || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data"),
+        PathBuf::from,
+    );
+    let file = folder.join(path);
+    match std::fs::read_to_string(&file) {
+        Ok(text) => Some(text),
+        Err(error) => {
+            eprintln!("SKIPPED: {}: {error}; set ATOLL_SHARED_DATA", file.display());
+            None
+        }
+    }
+}
+
+/// ParvaGPU's measured profiles.
+pub fn profiles() -> Option<Profiles> {
+    shared("parvagpu/profiles_a100_80gb.csv").map(|text| Profiles::from_csv(&text).unwrap())
+}
+
+/// A problem on A100-80GB.
+pub fn problem(services: Vec<Service>, rules: Rules) -> Option<Problem> {
+    let gpu = GpuKind::find("a100-80gb").unwrap();
+    Some(Problem { gpu, services, profiles: profiles()?, rules })
+}

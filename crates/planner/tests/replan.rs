@@ -1,0 +1,98 @@
+//! Re-planning: few moves, close to a fresh plan, and a safe way there.
+
+mod common;
+
+use base::{MonotonicClock, Random};
+use planner::replan::steps::{align, replay, steps};
+use planner::replan::{Costs, replan};
+use planner::{Rules, Service, Watch, certified, check, scenario};
+
+fn services(count: usize, random: &mut Random) -> Vec<Service> {
+    let base = scenario::services(5);
+    (0..count)
+        .map(|index| {
+            let base = &base[random.below(11) as usize];
+            Service {
+                name: format!("{}-{index}", base.model),
+                model: base.model.clone(),
+                rate: base.rate * (0.2 + 1.1 * random.unit_f64()),
+                slo_ms: base.slo_ms * (1.0 + 2.0 * random.unit_f64()),
+            }
+        })
+        .collect()
+}
+
+#[test]
+fn one_percent_of_ten_thousand_services_changes() {
+    let mut random = Random::new(11);
+    let Some(mut problem) = common::problem(services(10_000, &mut random), Rules::default()) else {
+        return;
+    };
+    let clock = MonotonicClock::new();
+    let mut report = |_| true;
+    let first = certified::plan(&problem, &mut Watch::new(&clock, &mut report)).unwrap();
+    for _ in 0..100 {
+        let at = random.below(10_000) as usize;
+        problem.services[at].rate *= 0.5 + random.unit_f64();
+    }
+    let fresh = certified::plan(&problem, &mut Watch::new(&clock, &mut report)).unwrap();
+    let mut watch = Watch::new(&clock, &mut report);
+    let next = replan(&problem, &first.plan, &first.prices, Costs::default(), &mut watch).unwrap();
+    println!(
+        "replan: {} gpus (fresh {}, bound {:.1}), {} untouched moved, {} changed, {:.3} s",
+        next.gpus(),
+        fresh.plan.gpus.len(),
+        next.bound,
+        next.moved.len(),
+        next.changed.len(),
+        next.seconds
+    );
+    let violations = check(&problem, &next.plan);
+    assert!(violations.is_empty(), "{:?}", &violations[..violations.len().min(5)]);
+    assert!(next.moved.len() <= 50);
+    assert!(next.gpus() as f64 <= fresh.plan.gpus.len() as f64 * 1.005);
+    assert!(next.bound <= next.gpus() as f64 + 1e-6);
+}
+
+#[test]
+fn the_way_from_plan_to_plan_leaves_no_service_short() {
+    let mut random = Random::new(5);
+    for round in 0..20 {
+        let Some(mut problem) = common::problem(services(40, &mut random), Rules::default()) else {
+            return;
+        };
+        let clock = MonotonicClock::new();
+        let mut report = |_| true;
+        let first = certified::plan(&problem, &mut Watch::new(&clock, &mut report)).unwrap();
+        for service in &mut problem.services {
+            service.rate *= 0.6 + 0.8 * random.unit_f64();
+        }
+        let mut watch = Watch::new(&clock, &mut report);
+        let costs = Costs::default();
+        let next = replan(&problem, &first.plan, &first.prices, costs, &mut watch).unwrap();
+        let fresh = certified::plan(&problem, &mut Watch::new(&clock, &mut report)).unwrap();
+        let aligned = align(&first.plan, &fresh.plan);
+        assert!(check(&problem, &aligned).is_empty());
+        for target in [next.plan, aligned] {
+            let steps = steps(&problem, &first.plan, &target);
+            let wrong = replay(&problem, &first.plan, &target, &steps);
+            assert!(wrong.is_empty(), "round {round}: {:?}", &wrong[..wrong.len().min(3)]);
+        }
+    }
+}
+
+#[test]
+fn an_unchanged_load_moves_nothing() {
+    let Some(problem) = common::problem(scenario::services_times(5, 3), Rules::default()) else {
+        return;
+    };
+    let clock = MonotonicClock::new();
+    let mut report = |_| true;
+    let first = certified::plan(&problem, &mut Watch::new(&clock, &mut report)).unwrap();
+    let mut watch = Watch::new(&clock, &mut report);
+    let costs = Costs { moves: 0.0, ..Costs::default() };
+    let next = replan(&problem, &first.plan, &first.prices, costs, &mut watch).unwrap();
+    assert!(next.changed.is_empty() && next.moved.is_empty());
+    assert!(steps(&problem, &first.plan, &next.plan).is_empty());
+    assert_eq!(align(&first.plan, &first.plan), first.plan);
+}

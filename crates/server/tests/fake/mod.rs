@@ -1,0 +1,239 @@
+//! A device whose programs return their inputs after a while, and a repository of such programs.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use api::RegisterRequest;
+use base::{Bytes, Nanos};
+use device::*;
+use model::config::ModelConfig;
+use model::op::{Op, Unary};
+use model::{DataType, Dim, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
+use server::{LoadError, LoadedModel, ModelLoader, RepositoryEntry};
+
+/// A device on which every segment takes the same time.
+pub struct FakeDevice {
+    info: DeviceInfo,
+    delay: Duration,
+}
+
+impl FakeDevice {
+    pub fn new(delay: Duration) -> Arc<FakeDevice> {
+        let info = DeviceInfo {
+            name: "fake".into(),
+            description: "waits".into(),
+            preemption: PreemptionLevel::TileBoundaries,
+            memory: Bytes(1 << 30),
+            queues: 2,
+        };
+        Arc::new(FakeDevice { info, delay })
+    }
+}
+
+impl Device for FakeDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn unsupported_steps(&self, _: &LaunchPlan) -> Vec<DeviceError> {
+        Vec::new()
+    }
+
+    fn load(&self, plan: Arc<LaunchPlan>) -> Result<Arc<dyn Program>, DeviceError> {
+        Ok(Arc::new(FakeProgram { plan, alive: Arc::default() }))
+    }
+
+    fn open_queue(
+        &self,
+        options: QueueOptions,
+        sink: Arc<dyn CompletionSink>,
+    ) -> Result<Box<dyn Queue>, DeviceError> {
+        let (sender, receiver) = sync_channel(options.capacity.max(1));
+        let preempted = Arc::new(AtomicU64::new(0));
+        let (seen, delay) = (preempted.clone(), self.delay);
+        std::thread::spawn(move || work(receiver, options.id, delay, seen, sink));
+        Ok(Box::new(FakeQueue { sender, preempted }))
+    }
+}
+
+type Launched = (u64, Segment);
+
+struct FakeQueue {
+    sender: SyncSender<Launched>,
+    preempted: Arc<AtomicU64>,
+}
+
+impl Queue for FakeQueue {
+    fn launch(&self, segment: Segment) -> Result<(), Segment> {
+        let epoch = self.preempted.load(Ordering::SeqCst);
+        self.sender.try_send((epoch, segment)).map_err(|error| match error {
+            TrySendError::Full((_, segment)) | TrySendError::Disconnected((_, segment)) => segment,
+        })
+    }
+
+    fn preempt(&self) {
+        self.preempted.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+fn work(
+    receiver: Receiver<Launched>,
+    queue: u32,
+    delay: Duration,
+    preempted: Arc<AtomicU64>,
+    sink: Arc<dyn CompletionSink>,
+) {
+    for (epoch, Segment { token, mut task, steps }) in receiver {
+        let started = Instant::now();
+        let left = || preempted.load(Ordering::SeqCst) != epoch;
+        while started.elapsed() < delay && !left() {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        let done = started.elapsed() >= delay;
+        if done && let Some(task) = task.as_any_mut().downcast_mut::<FakeTask>() {
+            task.next = steps.end;
+        }
+        let outcome = if done { Outcome::Done } else { Outcome::Left };
+        let busy = Nanos::from(started.elapsed());
+        sink.complete(Completion { queue, token, task, outcome, busy });
+    }
+}
+
+struct FakeProgram {
+    plan: Arc<LaunchPlan>,
+    alive: Arc<AtomicUsize>,
+}
+
+impl Drop for FakeProgram {
+    fn drop(&mut self) {
+        self.alive.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Program for FakeProgram {
+    fn plan(&self) -> &Arc<LaunchPlan> {
+        &self.plan
+    }
+
+    fn resident(&self) -> Bytes {
+        Bytes(1000)
+    }
+
+    fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
+        check_inputs(&self.plan, &inputs)?;
+        Ok(Box::new(FakeTask { inputs, next: 0 }))
+    }
+}
+
+struct FakeTask {
+    inputs: Vec<Tensor>,
+    next: usize,
+}
+
+impl Task for FakeTask {
+    fn step_count(&self) -> usize {
+        1
+    }
+
+    fn next_step(&self) -> usize {
+        self.next
+    }
+
+    fn record_step_times(&mut self) {}
+
+    fn step_times(&self) -> Option<&[Nanos]> {
+        None
+    }
+
+    fn into_outputs(self: Box<Self>) -> Result<Vec<Tensor>, DeviceError> {
+        Ok(self.inputs)
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+}
+
+fn plan(dims: &[Dim]) -> LaunchPlan {
+    let value = |name: &str| ValueInfo {
+        name: name.into(),
+        dtype: DataType::F32,
+        shape: Some(dims.to_vec()),
+    };
+    LaunchPlan {
+        values: vec![value("x"), value("y")],
+        constants: vec![],
+        inputs: vec![ValueId(0)],
+        outputs: vec![ValueId(1)],
+        steps: vec![Step {
+            name: "s".into(),
+            op: Op::Unary(Unary::Relu),
+            inputs: vec![Some(ValueId(0))],
+            outputs: vec![Some(ValueId(1))],
+            last_uses: vec![],
+        }],
+    }
+}
+
+/// A repository in memory. `broken` never loads, `slow_to_load` takes its time, `image` takes images.
+pub struct FakeLoader {
+    models: Mutex<BTreeMap<(String, u64), ModelConfig>>,
+    /// Programs that still hold memory.
+    pub programs_alive: Arc<AtomicUsize>,
+}
+
+impl FakeLoader {
+    pub fn new(_: Arc<FakeDevice>) -> FakeLoader {
+        FakeLoader { models: Mutex::default(), programs_alive: Arc::default() }
+    }
+
+    pub fn add(&self, name: &str, version: u64, config: ModelConfig) {
+        self.models.lock().unwrap().insert((name.to_string(), version), config);
+    }
+}
+
+impl ModelLoader for FakeLoader {
+    fn load(&self, name: &str, version: Option<u64>) -> Result<LoadedModel, LoadError> {
+        let models = self.models.lock().unwrap().clone();
+        let wanted = |(key, at): &&(String, u64)| key == name && version.is_none_or(|v| v == *at);
+        let found = models.keys().rfind(wanted);
+        let key = found.ok_or_else(|| LoadError::NotFound(format!("there is no '{name}'")))?;
+        if name == "broken" {
+            return Err(LoadError::Invalid("it is broken".into()));
+        }
+        if name == "slow_to_load" {
+            std::thread::sleep(Duration::from_millis(150));
+        }
+        let dims = match name {
+            "image" => [1, 3, 2, 2].map(Dim::Fixed).to_vec(),
+            _ => vec![Dim::Symbol("N".into()), Dim::Fixed(1)],
+        };
+        self.programs_alive.fetch_add(1, Ordering::SeqCst);
+        let program = FakeProgram { plan: plan(&dims).into(), alive: self.programs_alive.clone() };
+        let config = models[key].clone();
+        Ok(LoadedModel { program: Arc::new(program), config, version: key.1 })
+    }
+
+    fn index(&self) -> Result<Vec<RepositoryEntry>, LoadError> {
+        let models = self.models.lock().unwrap();
+        let entry = |(name, version): &(String, u64)| RepositoryEntry {
+            name: name.clone(),
+            version: *version,
+        };
+        Ok(models.keys().map(entry).collect())
+    }
+
+    fn register(&self, request: RegisterRequest) -> Result<u64, LoadError> {
+        let config = ModelConfig {
+            labels: request.labels,
+            preprocessing: request.preprocessing,
+            ..ModelConfig::default()
+        };
+        self.add(&request.name, 1, config);
+        Ok(1)
+    }
+}

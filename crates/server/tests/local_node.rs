@@ -1,0 +1,291 @@
+//! The service of one node over a device that only waits: matching, deadlines, cancelling, loading.
+#![allow(missing_docs)]
+
+use std::io::Cursor;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use api::error::ApiResult;
+use api::*;
+use base::{MonotonicClock, Nanos};
+use bytes::Bytes;
+use model::Tensor;
+use model::config::ModelConfig;
+use runtime::{Node, NodeOptions};
+use server::LocalNode;
+
+mod fake;
+
+use fake::{FakeDevice, FakeLoader};
+
+struct Fixture {
+    node: LocalNode,
+    loader: Arc<FakeLoader>,
+}
+
+/// A node on which each inference takes `delay`, with the models `names`.
+async fn start(delay: Duration, names: &[&str]) -> Fixture {
+    let device = FakeDevice::new(delay);
+    let clock = Arc::new(MonotonicClock::new());
+    let node = Node::start(device.clone(), NodeOptions::default(), clock).unwrap();
+    let loader = Arc::new(FakeLoader::new(device));
+    names.iter().for_each(|name| loader.add(name, 1, ModelConfig::default()));
+    let node = LocalNode::new(Arc::new(node), loader.clone());
+    assert!(node.load_all().await.unwrap().is_empty());
+    node.set_started();
+    Fixture { node, loader }
+}
+
+const INSTANT: Duration = Duration::ZERO;
+
+fn named(name: &str, tensor: Tensor) -> Inputs {
+    Inputs::Named(vec![NamedTensor { name: name.into(), tensor }])
+}
+
+fn floats(values: &[f32]) -> Inputs {
+    named("x", Tensor::from_vec(vec![values.len(), 1], values.to_vec()).unwrap())
+}
+
+fn request(inputs: Inputs) -> InferRequest {
+    let options = InferOptions::default();
+    InferRequest { id: "7".into(), options, inputs, outputs: vec![] }
+}
+
+fn model(name: &str) -> ModelRef<'_> {
+    ModelRef { name, version: None }
+}
+
+async fn infer(node: &LocalNode, name: &str, request: InferRequest) -> ApiResult<InferResponse> {
+    node.infer(model(name), request, RequestContext::default()).await
+}
+
+async fn state(node: &LocalNode, name: &str) -> (Option<ModelState>, String) {
+    let index = node.index(false).await.unwrap();
+    let entry = index.into_iter().rfind(|entry| entry.name == name).unwrap();
+    (entry.state, entry.reason)
+}
+
+#[tokio::test]
+async fn requests_are_matched_with_the_model() {
+    let Fixture { node, .. } = start(INSTANT, &["m"]).await;
+    let answer = infer(&node, "m", request(floats(&[1.0, 2.0]))).await.unwrap();
+    assert_eq!((&*answer.model_name, &*answer.model_version), ("m", "1"));
+    assert_eq!(answer.outputs[0].tensor.to_vec::<f32>(), Some(vec![1.0, 2.0]));
+    let raw = Bytes::from(3.0f32.to_le_bytes().to_vec());
+    let answer = infer(&node, "m", request(Inputs::Raw(raw))).await.unwrap();
+    assert_eq!(answer.outputs[0].tensor.shape(), [1, 1]);
+    let wrong = |tensor| request(named("x", tensor));
+    let mut superfluous = request(floats(&[1.0]));
+    if let Inputs::Named(inputs) = &mut superfluous.inputs {
+        let mut extra = inputs[0].clone();
+        extra.name = "z".into();
+        inputs.push(extra);
+    }
+    let mut unknown_output = request(floats(&[1.0]));
+    unknown_output.outputs = vec![RequestedOutput { name: "q".into(), classes: 0 }];
+    for (bad, says) in [
+        (request(named("z", Tensor::from_vec(vec![1, 1], vec![1f32]).unwrap())), "'x' (FP32[N,1])"),
+        (request(Inputs::Named(vec![])), "'x' (FP32[N,1])"),
+        (wrong(Tensor::from_vec(vec![1, 1], vec![1i32]).unwrap()), "INT32"),
+        (wrong(Tensor::from_vec(vec![1, 2], vec![1f32; 2]).unwrap()), "must be 1"),
+        (wrong(Tensor::from_vec(vec![1], vec![1f32]).unwrap()), "1 dimensions"),
+        (superfluous, "unexpected input 'z'"),
+        (unknown_output, "no output 'q'"),
+        (request(Inputs::Raw(Bytes::from_static(b"123"))), "multiple"),
+    ] {
+        let error = infer(&node, "m", bad).await.unwrap_err();
+        assert_eq!(error.kind, ErrorKind::InvalidArgument, "{error}");
+        assert!(error.message.contains(says), "{error}");
+    }
+    assert_eq!(
+        infer(&node, "n", request(floats(&[1.0]))).await.unwrap_err().kind,
+        ErrorKind::NotFound
+    );
+}
+
+#[tokio::test]
+async fn metadata_and_config_agree_on_the_batch() {
+    let Fixture { node, .. } = start(INSTANT, &["m"]).await;
+    let metadata = node.model_metadata(model("m")).await.unwrap();
+    assert_eq!(metadata.inputs[0].shape, [-1, 1]);
+    let config = node.model_config(model("m")).await.unwrap();
+    assert!(config.max_batch_size > 0);
+    assert_eq!(config.input[0].dims, [1]);
+    let old = ModelRef { name: "m", version: Some(2) };
+    assert_eq!(node.model_metadata(old).await.unwrap_err().kind, ErrorKind::NotFound);
+}
+
+#[tokio::test]
+async fn classes_can_be_asked_for() {
+    let Fixture { node, loader } = start(INSTANT, &[]).await;
+    let config = ModelConfig { labels: vec!["only".into()], ..ModelConfig::default() };
+    loader.add("c", 1, config);
+    node.load("c").await.unwrap();
+    let mut classes = request(floats(&[0.5, 0.25]));
+    classes.outputs = vec![RequestedOutput { name: "y".into(), classes: 3 }];
+    let answer = infer(&node, "c", classes).await.unwrap();
+    let expected = ["0.500000:0:only", "0.250000:0:only"].map(Bytes::from).to_vec();
+    assert_eq!(answer.outputs[0].tensor, Tensor::from_strings(vec![2, 1], expected).unwrap());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deadlines_and_full_queues_are_told_apart() {
+    let Fixture { node, loader } = start(Duration::from_millis(100), &[]).await;
+    loader.add("m", 1, ModelConfig { queue_capacity: 1, ..ModelConfig::default() });
+    node.load("m").await.unwrap();
+    let mut late = request(floats(&[1.0]));
+    late.options.timeout = Some(Nanos::from_millis(10));
+    let started = Instant::now();
+    let error = infer(&node, "m", late).await.unwrap_err();
+    assert_eq!(error.kind, ErrorKind::DeadlineExceeded);
+    assert!(started.elapsed() < Duration::from_millis(90), "the answer waited for the work");
+    let many = (0..8).map(|_| infer(&node, "m", request(floats(&[1.0]))));
+    let answers = futures_util::future::join_all(many).await;
+    let refused: Vec<_> = answers.iter().filter_map(|answer| answer.as_ref().err()).collect();
+    assert!(!refused.is_empty() && refused.len() < 8);
+    assert!(refused.iter().all(|e| e.kind == ErrorKind::Unavailable && e.retry_after == Some(1)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dropped_request_is_cancelled() {
+    let Fixture { node, .. } = start(Duration::from_millis(200), &["m"]).await;
+    let abandoned = infer(&node, "m", request(floats(&[1.0])));
+    assert!(tokio::time::timeout(Duration::from_millis(20), abandoned).await.is_err());
+    let mut text = String::new();
+    for _ in 0..100 {
+        text.clear();
+        node.write_metrics(&mut text);
+        if text.contains("reason=\"CANCELED\"} 1\n") {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    panic!("not cancelled:\n{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn loading_delays_nobody_and_replaces_at_once() {
+    let Fixture { node, loader } = start(Duration::from_millis(100), &["m"]).await;
+    let running = {
+        let node = node.clone();
+        tokio::spawn(async move { infer(&node, "m", request(floats(&[1.0]))).await })
+    };
+    tokio::time::sleep(Duration::from_millis(30)).await;
+    loader.add("m", 2, ModelConfig::default());
+    loader.add("slow_to_load", 1, ModelConfig::default());
+    let loading = {
+        let node = node.clone();
+        tokio::spawn(async move { node.load("slow_to_load").await })
+    };
+    tokio::time::sleep(Duration::from_millis(10)).await;
+    assert_eq!(state(&node, "slow_to_load").await.0, Some(ModelState::Loading));
+    assert!(!node.model_ready(model("slow_to_load")).await.unwrap());
+    let error = infer(&node, "slow_to_load", request(floats(&[1.0]))).await.unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Unavailable);
+    node.load("m").await.unwrap();
+    let answer = infer(&node, "m", request(floats(&[1.0]))).await.unwrap();
+    assert_eq!(&*answer.model_version, "2");
+    assert_eq!(&*running.await.unwrap().unwrap().model_version, "1");
+    loading.await.unwrap().unwrap();
+    assert!(node.model_ready(model("slow_to_load")).await.unwrap());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unloading_waits_for_what_runs_and_frees_the_model() {
+    let Fixture { node, loader } = start(Duration::from_millis(100), &["m"]).await;
+    let running = {
+        let node = node.clone();
+        tokio::spawn(async move { infer(&node, "m", request(floats(&[1.0]))).await })
+    };
+    tokio::time::sleep(Duration::from_millis(30)).await;
+    let started = Instant::now();
+    node.unload("m").await.unwrap();
+    assert!(started.elapsed() > Duration::from_millis(40));
+    assert!(running.await.unwrap().is_ok());
+    let (state, reason) = state(&node, "m").await;
+    assert_eq!((state, reason.as_str()), (Some(ModelState::Unavailable), "unloaded"));
+    let error = infer(&node, "m", request(floats(&[1.0]))).await.unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Unavailable);
+    assert_eq!(loader.programs_alive.load(Ordering::SeqCst), 0);
+    assert_eq!(node.unload("never").await.unwrap_err().kind, ErrorKind::NotFound);
+    node.load("m").await.unwrap();
+    assert!(infer(&node, "m", request(floats(&[1.0]))).await.is_ok());
+}
+
+#[tokio::test]
+async fn a_failed_load_is_remembered_and_harms_nobody() {
+    let Fixture { node, loader } = start(INSTANT, &["m"]).await;
+    loader.add("broken", 1, ModelConfig::default());
+    let error = node.load("broken").await.unwrap_err();
+    assert_eq!(error.kind, ErrorKind::InvalidArgument);
+    let (now, reason) = state(&node, "broken").await;
+    assert_eq!((now, reason.as_str()), (Some(ModelState::Unavailable), "it is broken"));
+    assert_eq!(node.load("never").await.unwrap_err().kind, ErrorKind::NotFound);
+    assert_eq!(node.load("../m").await.unwrap_err().kind, ErrorKind::NotFound);
+    let error = node.model_ready(model("never")).await.unwrap_err();
+    assert_eq!(error.kind, ErrorKind::NotFound);
+    assert!(infer(&node, "m", request(floats(&[1.0]))).await.is_ok());
+    assert_eq!(node.index(true).await.unwrap().len(), 1);
+}
+
+#[tokio::test]
+async fn what_is_done_is_counted() {
+    let Fixture { node, .. } = start(Duration::from_millis(2), &["m"]).await;
+    infer(&node, "m", request(floats(&[1.0, 2.0, 3.0]))).await.unwrap();
+    infer(&node, "m", request(floats(&[1.0]))).await.unwrap();
+    let stats = node.statistics(None).await.unwrap().remove(0);
+    assert_eq!((stats.inference_count, stats.execution_count), (4, 2));
+    let times = stats.inference_stats;
+    assert_eq!(times.success.count, 2);
+    assert!(times.compute_infer.ns >= 4_000_000);
+    assert_eq!(times.success.ns, times.queue.ns + times.compute_infer.ns);
+    assert_eq!(stats.batch_stats.len(), 2);
+    assert!(stats.last_inference > 1_700_000_000_000);
+    let mut text = String::new();
+    node.write_metrics(&mut text);
+    assert!(text.contains("nv_inference_request_success{model=\"m\",version=\"1\"} 2\n"), "{text}");
+    assert!(text.contains("nv_inference_count{model=\"m\",version=\"1\"} 4\n"), "{text}");
+}
+
+fn picture() -> Bytes {
+    let image = image::RgbImage::from_pixel(9, 7, image::Rgb([255, 0, 0]));
+    let mut file = Cursor::new(Vec::new());
+    image.write_to(&mut file, image::ImageFormat::Png).unwrap();
+    file.into_inner().into()
+}
+
+#[tokio::test]
+async fn registered_models_classify_pictures() {
+    let Fixture { node, .. } = start(INSTANT, &[]).await;
+    let registered = node
+        .register(RegisterRequest {
+            name: "image".into(),
+            onnx: Bytes::from_static(b"onnx"),
+            labels: vec!["red".into()],
+            preprocessing: Some(Default::default()),
+            class: None,
+        })
+        .await
+        .unwrap();
+    assert_eq!((registered.version.as_str(), registered.state), ("1", ModelState::Ready));
+    let classify = |image: Bytes, k| {
+        let request = ClassifyRequest { model: "image".into(), image, k };
+        node.classify(request, RequestContext::default())
+    };
+    let answer = classify(picture(), 5).await.unwrap();
+    assert_eq!(answer.predictions.len(), 5);
+    assert_eq!((answer.predictions[0].index, &*answer.predictions[0].label), (0, "red"));
+    let bad = classify(Bytes::from_static(b"no picture"), 5).await.unwrap_err();
+    assert_eq!(bad.kind, ErrorKind::InvalidArgument);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_drained_node_says_so() {
+    let Fixture { node, .. } = start(INSTANT, &["m"]).await;
+    assert!(node.ready());
+    assert!(node.drain(Duration::from_secs(1)).await);
+    assert!(!node.ready());
+    let error = infer(&node, "m", request(floats(&[1.0]))).await.unwrap_err();
+    assert_eq!(error.message, "the server is shutting down");
+}

@@ -1,0 +1,13 @@
+//! Arbitrary bytes as an ONNX model: import, optimise, print.
+#![no_main]
+
+use graph::{ExternalData, import, optimize};
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|bytes: &[u8]| {
+    if let Ok(mut graph) = import(bytes, &ExternalData::none()) {
+        optimize(&mut graph, None);
+        graph.infer_all().expect("optimised graphs infer");
+        let _ = graph.to_string();
+    }
+});

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Builds the harness, checks and times every kernel, and writes bench.json, design.json, torch.json and a log.
+#   scripts/gpu/run.sh OUT_DIR [bench arguments]
+# Needs nvcc (13.0 was used) and a GPU of compute capability 9.0; PyTorch only for the comparison. BIN names a folder with
+# binaries built before; without it they are built here.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+out=$1
+shift
+kernels=${KERNELS:-$here/../../crates/compiler/kernels}
+bin=${BIN:-$out/bin}
+mkdir -p "$out" "$bin"
+for name in check bench design; do
+    [ -x "$bin/$name" ] || nvcc -std=c++17 -O2 -arch=sm_90 -I"$here" -I"$kernels" "$here/$name.cu" -o "$bin/$name" &
+done
+wait
+nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit --format=csv,noheader | tee "$out/device.txt"
+"$bin/check" | tail -1
+[ -n "${SKIP_DESIGN:-}" ] || "$bin/design" "$out/design.json"
+"$bin/bench" "$out/bench.json" "$@"
+[ -n "${SKIP_TORCH:-}" ] || python3 "$here/torch_bench.py" "$out/bench.json" "$out/torch.json" ${TORCH_ARGS:-}
