@@ -81,7 +81,7 @@ fn round(value: f64) -> f64 {
 /// The reports as a table.
 pub fn table(reports: &[Report]) -> String {
     let mut text = format!(
-        "{:<9}{:<18}{:>10}{:>10}{:>10}{:>9}{:>10}{:>9}{:>9}{:>9}{:>9}{:>8}{:>8}\n",
+        "{:<14} {:<18}{:>10}{:>10}{:>10}{:>9}{:>10}{:>9}{:>9}{:>9}{:>9}{:>8}{:>8}\n",
         "workload",
         "policy",
         "alone us",
@@ -99,7 +99,7 @@ pub fn table(reports: &[Report]) -> String {
     for r in reports {
         let _ = writeln!(
             text,
-            "{:<9}{:<18}{:>10.0}{:>10.0}{:>10.0}{:>9.2}{:>10.1}{:>9.1}{:>9}{:>9.1}{:>9.1}{:>8.2}{:>8}",
+            "{:<14} {:<18}{:>10.0}{:>10.0}{:>10.0}{:>9.2}{:>10.1}{:>9.1}{:>9}{:>9.1}{:>9.1}{:>8.2}{:>8}",
             r.workload,
             r.policy,
             r.rt_alone_mean_us,
