@@ -15,7 +15,7 @@ namespace tiles {
 // Real time: one block a tile, no checks. The next step's blocks may become resident as soon as all of these have started;
 // they load their weights and wait at their gate.
 template <class Op>
-__global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) rt(const __grid_constant__ typename Op::Args args)
+__device__ __forceinline__ void run_real_time(const typename Op::Args& args)
 {
     extern __shared__ __align__(128) unsigned char shared[];
     LaunchGate::release_next();
@@ -77,8 +77,7 @@ struct TileSource {
 // Best effort: blocks take tiles until none is left, the epoch moves on or the budget shrinks below the block's index.
 // A block is on one SM, so a budget of k blocks holds at most k SMs.
 template <class Op>
-__global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be(const __grid_constant__ typename Op::Args args,
-                                                                const __grid_constant__ BeControl control)
+__device__ __forceinline__ void run_best_effort(const typename Op::Args& args, const BeControl& control)
 {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ uint4 words[2];
@@ -97,8 +96,7 @@ __global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be(const __grid_con
 // hardware hands out the tiles, so there is no budget: a scheduler that pads launches `be`. A short tile that started is
 // finished; the queue behind it drains at the pace of block starts unless its tiles look at the epoch.
 template <class Op>
-__global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be_grid(const __grid_constant__ typename Op::Args args,
-                                                                     const __grid_constant__ BeControl control)
+__device__ __forceinline__ void run_best_effort_grid(const typename Op::Args& args, const BeControl& control)
 {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ uint4 words[2];
@@ -110,6 +108,25 @@ __global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be_grid(const __gri
     if (!Op::tile(args, tile, shared, watch, NoGate())) return;
     __syncthreads();
     if (threadIdx.x == 0) atomicOr(control.done + tile / 32, 1u << (tile % 32));
+}
+
+// The same as kernels, for hosts that instantiate templates.
+template <class Op>
+__global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) rt(const __grid_constant__ typename Op::Args args)
+{
+    run_real_time<Op>(args);
+}
+template <class Op>
+__global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be(const __grid_constant__ typename Op::Args args,
+                                                                const __grid_constant__ BeControl control)
+{
+    run_best_effort<Op>(args, control);
+}
+template <class Op>
+__global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be_grid(const __grid_constant__ typename Op::Args args,
+                                                                     const __grid_constant__ BeControl control)
+{
+    run_best_effort_grid<Op>(args, control);
 }
 
 } // namespace tiles

@@ -12,6 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use base::{Bytes, Nanos};
+use model::gpu::{GpuPlan, GpuTarget};
 use model::{DataType, LaunchPlan, Tensor};
 use thiserror::Error;
 
@@ -122,6 +123,21 @@ pub trait Device: Send + Sync {
         options: QueueOptions,
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError>;
+}
+
+/// Turns plans into kernels. A GPU device is given one by whoever puts the parts together, and asks it
+/// again for every set of sizes that requests bring.
+pub trait KernelCompiler: Send + Sync {
+    /// `plan` as kernels for these sizes of its symbols; or every step that has none, with the reason.
+    fn lower(
+        &self,
+        plan: &LaunchPlan,
+        sizes: &[(String, usize)],
+        target: &GpuTarget,
+    ) -> Result<GpuPlan, Vec<DeviceError>>;
+
+    /// The files that a kernel's module includes: names and texts.
+    fn headers(&self) -> &'static [(&'static str, &'static str)];
 }
 
 /// A loaded model. Dropping the last reference returns its memory.

@@ -3,6 +3,7 @@
 
 pub mod config;
 pub mod dtype;
+pub mod gpu;
 pub mod op;
 pub mod plan;
 pub mod repository;
