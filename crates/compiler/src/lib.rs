@@ -1,5 +1,6 @@
 //! From the IR to a launch plan.
 
+pub mod gpu;
 pub mod lower;
 pub mod memory;
 

@@ -1,0 +1,5 @@
+//! From a launch plan to kernels of a GPU.
+
+pub mod args;
+pub mod draft;
+pub mod view;

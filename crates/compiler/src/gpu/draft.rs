@@ -1,0 +1,71 @@
+//! Launches before memory is planned.
+
+use model::gpu::Kernel;
+
+use super::args::{Address, ArgsWriter};
+use super::view::View;
+
+/// One way to compute a step. Addresses still name buffers.
+#[derive(Clone, Debug)]
+pub struct Draft {
+    /// A short name of the variant, unique within the step.
+    pub variant: String,
+    /// The kernel.
+    pub kernel: Kernel,
+    /// Tiles.
+    pub tiles: usize,
+    /// Blocks that must run together; 1 for none.
+    pub cluster: usize,
+    /// Arrival words of a product split through the workspace.
+    pub arrivals: usize,
+    /// Workspace it needs.
+    pub workspace_bytes: usize,
+    /// The argument struct and the addresses within.
+    pub args: (Vec<u8>, Vec<(u32, Address)>),
+}
+
+impl Draft {
+    /// The only way: a plain launch of `tiles` tiles.
+    pub fn plain(kernel: KernelText, tiles: usize, args: ArgsWriter) -> Draft {
+        let args = args.finish();
+        let KernelText { source, expression, threads, shared_bytes } = kernel;
+        let args_bytes = args.0.len() as u32;
+        let kernel = Kernel { source, expression, threads, shared_bytes, args_bytes };
+        let variant = "only".to_string();
+        Draft { variant, kernel, tiles, cluster: 1, arrivals: 0, workspace_bytes: 0, args }
+    }
+}
+
+/// A kernel without the size of its arguments.
+#[derive(Clone, Debug)]
+pub struct KernelText {
+    /// Includes of `kernels/` and generated operators.
+    pub source: String,
+    /// The operator as a C++ type.
+    pub expression: String,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+}
+
+/// Everything about a step but its place in the plan.
+#[derive(Clone, Debug)]
+pub struct Work {
+    /// What is computed, in a word.
+    pub op: &'static str,
+    /// Equal problems have equal signatures: sizes, strides, element types, attributes; no addresses.
+    pub signature: String,
+    /// Ways to compute it, the one to take without further knowledge first.
+    pub drafts: Vec<Draft>,
+    /// What is read, weights apart.
+    pub reads: Vec<View>,
+    /// What is written.
+    pub writes: Vec<View>,
+    /// Floating-point operations.
+    pub flops: u64,
+    /// Bytes of weights read.
+    pub weight_bytes: u64,
+    /// Why a tile may not be left once begun; `None` when it may.
+    pub finish_tiles: Option<String>,
+}
