@@ -1,5 +1,286 @@
 //! From a launch plan to kernels of a GPU.
+//!
+//! A plan is bound to sizes, folded again (shapes are numbers now), and lowered node by node: values get
+//! views of device memory, steps get every launch that could compute them. Products, pooling and attention in
+//! half precision have kernels of their own; everything else, and every other precision, goes to general
+//! ones.
 
 pub mod args;
+pub mod attention;
+pub mod chain;
+pub mod concat;
+pub mod conv;
+pub mod depthwise;
+pub mod dispatch;
 pub mod draft;
+pub mod elementwise;
+pub mod lowering;
+pub mod memory;
+pub mod norm;
+pub mod packing;
+pub mod pool;
+pub mod shape;
+pub mod tile;
 pub mod view;
+pub mod walk;
+
+mod general;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use device::{DeviceError, KernelCompiler};
+use graph::infer::Fact;
+use graph::{Evaluator, Graph, Node, SymDim};
+use model::gpu::{GpuPlan, GpuStep, GpuTarget, Kernel, Launch, Leavable, Patch, Place, Slot, Span};
+use model::{Dim, LaunchPlan, ValueId};
+
+use args::Address;
+use draft::Draft;
+use lowering::{Home, Lowering, Pending};
+use memory::Arena;
+use view::View;
+
+/// The texts a kernel's module may include.
+const HEADERS: &[(&str, &str)] = &[
+    ("attention.cuh", include_str!("../kernels/attention.cuh")),
+    ("base.cuh", include_str!("../kernels/base.cuh")),
+    ("chain.cuh", include_str!("../kernels/chain.cuh")),
+    ("conv.cuh", include_str!("../kernels/conv.cuh")),
+    ("conv_load.cuh", include_str!("../kernels/conv_load.cuh")),
+    ("depthwise.cuh", include_str!("../kernels/depthwise.cuh")),
+    ("entry.cuh", include_str!("../kernels/entry.cuh")),
+    ("norm.cuh", include_str!("../kernels/norm.cuh")),
+    ("number.cuh", include_str!("../kernels/number.cuh")),
+    ("pool.cuh", include_str!("../kernels/pool.cuh")),
+    ("wrap.cuh", include_str!("../kernels/wrap.cuh")),
+];
+
+/// Folds what depends only on constants; shared with whoever imports models.
+pub type SharedEvaluator = Arc<dyn Evaluator + Send + Sync>;
+
+/// The compiler that a GPU device is given.
+#[derive(Clone, Default)]
+pub struct GpuCompiler {
+    evaluator: Option<SharedEvaluator>,
+}
+
+impl GpuCompiler {
+    /// A compiler that folds constants with `evaluator`.
+    pub fn new(evaluator: Option<SharedEvaluator>) -> GpuCompiler {
+        GpuCompiler { evaluator }
+    }
+}
+
+impl KernelCompiler for GpuCompiler {
+    fn lower(
+        &self,
+        plan: &LaunchPlan,
+        sizes: &[(String, usize)],
+        target: &GpuTarget,
+    ) -> Result<GpuPlan, Vec<DeviceError>> {
+        let broken = |why: String| vec![DeviceError::BadPlan(why)];
+        let graph = graph_of(plan).map_err(broken)?;
+        let bindings: Vec<(&str, usize)> =
+            sizes.iter().map(|(name, size)| (name.as_str(), *size)).collect();
+        let mut graph = graph::bind(&graph, &bindings).map_err(|err| broken(err.to_string()))?;
+        let evaluator = self.evaluator.as_deref().map(|evaluator| evaluator as &dyn Evaluator);
+        graph::optimize(&mut graph, evaluator);
+        lower(&graph, target, &identities(plan))
+    }
+
+    fn headers(&self) -> &'static [(&'static str, &'static str)] {
+        HEADERS
+    }
+}
+
+/// Which address belongs to which constant of `plan`.
+fn identities(plan: &LaunchPlan) -> HashMap<usize, ValueId> {
+    let address = |(id, tensor): &(ValueId, model::Tensor)| {
+        tensor.raw().map(|raw| (raw.as_ptr() as usize, *id))
+    };
+    plan.constants.iter().filter_map(address).collect()
+}
+
+/// The graph a launch plan was made of.
+fn graph_of(plan: &LaunchPlan) -> Result<Graph, String> {
+    let mut graph = Graph::default();
+    for value in &plan.values {
+        let dim = |dim: &Dim| match dim {
+            Dim::Fixed(size) => i64::try_from(*size).ok().map(SymDim::Fixed),
+            Dim::Symbol(text) => SymDim::parse(text),
+            Dim::Unknown => None,
+        };
+        let shape = value.shape.as_ref().and_then(|dims| dims.iter().map(dim).collect());
+        graph.add_value(value.name.clone(), Fact::new(value.dtype, shape));
+    }
+    for (id, tensor) in &plan.constants {
+        if id.index() >= graph.values.len() {
+            return Err(format!("constant {} is no value", id.0));
+        }
+        graph.set_constant(*id, tensor.clone());
+    }
+    graph.inputs.clone_from(&plan.inputs);
+    graph.outputs.clone_from(&plan.outputs);
+    graph.nodes = plan
+        .steps
+        .iter()
+        .map(|step| Node {
+            name: step.name.clone(),
+            op: step.op.clone(),
+            inputs: step.inputs.clone(),
+            outputs: step.outputs.clone(),
+        })
+        .collect();
+    Ok(graph)
+}
+
+/// `graph`, whose sizes are all numbers, as kernels; or every node that has none, with the reason.
+pub fn lower(
+    graph: &Graph,
+    target: &GpuTarget,
+    identities: &HashMap<usize, ValueId>,
+) -> Result<GpuPlan, Vec<DeviceError>> {
+    let mut lowering = Lowering::new(graph, *target, identities);
+    let border = |reason: String| {
+        let (step, op) = ("the model".to_string(), "inputs and outputs".to_string());
+        vec![DeviceError::Unsupported { step, op, reason }]
+    };
+    let inputs = lowering.declare_inputs().map_err(border)?;
+    lowering.plan_concats();
+    let mut refused = Vec::new();
+    for node in &graph.nodes {
+        if let Err(reason) = lowering.node(node) {
+            let (step, op) = (node.name.clone(), node.op.name());
+            refused.push(DeviceError::Unsupported { step, op, reason });
+            lowering.stand_in(node);
+        }
+    }
+    if !refused.is_empty() {
+        return Err(refused);
+    }
+    let outputs = lowering.declare_outputs().map_err(border)?;
+    Ok(finish(lowering, inputs, outputs))
+}
+
+/// Gives buffers their places and steps their addresses.
+fn finish(lowering: Lowering<'_>, inputs: Vec<Slot>, outputs: Vec<Slot>) -> GpuPlan {
+    let arena = memory::plan(&lowering.buffers, &lowering.steps);
+    let mut kernels = Kernels::default();
+    let mut workspace_bytes = 0;
+    let mut steps = Vec::with_capacity(lowering.steps.len());
+    for pending in &lowering.steps {
+        for draft in &pending.work.drafts {
+            workspace_bytes = workspace_bytes.max(draft.workspace_bytes as u64);
+        }
+        steps.push(step(pending, &lowering, &arena, &mut kernels));
+    }
+    GpuPlan {
+        kernels: kernels.all,
+        weights: lowering.weights,
+        inputs,
+        outputs,
+        steps,
+        arena_bytes: arena.bytes,
+        workspace_bytes,
+    }
+}
+
+/// Kernels without repetition.
+#[derive(Default)]
+struct Kernels {
+    all: Vec<Kernel>,
+    numbers: HashMap<Kernel, usize>,
+}
+
+impl Kernels {
+    fn number(&mut self, kernel: &Kernel) -> usize {
+        if let Some(number) = self.numbers.get(kernel) {
+            return *number;
+        }
+        self.all.push(kernel.clone());
+        self.numbers.insert(kernel.clone(), self.all.len() - 1);
+        self.all.len() - 1
+    }
+}
+
+fn step(
+    pending: &Pending,
+    lowering: &Lowering<'_>,
+    arena: &Arena,
+    kernels: &mut Kernels,
+) -> GpuStep {
+    let work = &pending.work;
+    let place = |address: Address| place_of(address, lowering, arena);
+    let launch = |draft: &Draft| Launch {
+        variant: draft.variant.clone(),
+        kernel: kernels.number(&draft.kernel),
+        tiles: draft.tiles as u32,
+        cluster: draft.cluster as u32,
+        arrivals: draft.arrivals as u32,
+        args: draft.args.0.clone(),
+        patches: draft
+            .args
+            .1
+            .iter()
+            .filter_map(|(at, address)| Some(Patch { at: *at, to: place(*address)? }))
+            .collect(),
+    };
+    let choices: Vec<Launch> = work.drafts.iter().map(launch).collect();
+    let be = choices.iter().position(|launch| launch.cluster == 1).unwrap_or(0);
+    let spans =
+        |views: &[View]| views.iter().filter_map(|view| span(view, lowering, arena)).collect();
+    let moved: usize =
+        work.reads.iter().chain(&work.writes).map(|v| v.len() * v.element.size()).sum();
+    GpuStep {
+        name: pending.name.clone(),
+        op: work.op.to_string(),
+        signature: work.signature.clone(),
+        choices,
+        rt: 0,
+        be,
+        leave: leavable(pending),
+        flops: work.flops,
+        bytes: moved as u64 + work.weight_bytes,
+        reads: spans(&work.reads),
+        writes: spans(&work.writes),
+    }
+}
+
+/// A tile may be left and redone when nothing it writes is read by the step.
+fn leavable(pending: &Pending) -> Leavable {
+    let work = &pending.work;
+    if let Some(why) = &work.finish_tiles {
+        return Leavable::AtTileBoundary(why.clone());
+    }
+    let overlap =
+        work.writes.iter().any(|write| work.reads.iter().any(|read| !read.is_apart(write)));
+    if overlap {
+        return Leavable::AtTileBoundary("it reads memory that it writes".to_string());
+    }
+    Leavable::InsideTile
+}
+
+fn place_of(address: Address, lowering: &Lowering<'_>, arena: &Arena) -> Option<Place> {
+    match address {
+        Address::Null => None,
+        Address::Place(place) => Some(place),
+        Address::Buffer(id, offset) => Some(match lowering.buffers[id.0 as usize].home {
+            Home::Arena => Place::Arena(arena.offsets[id.0 as usize].unwrap_or(0) + offset),
+            Home::Fixed(Place::Weight(number, start)) => Place::Weight(number, start + offset),
+            Home::Fixed(Place::Input(index, start)) => Place::Input(index, start + offset),
+            Home::Fixed(Place::Output(index, start)) => Place::Output(index, start + offset),
+            Home::Fixed(other) => other,
+        }),
+    }
+}
+
+fn span(view: &View, lowering: &Lowering<'_>, arena: &Arena) -> Option<Span> {
+    let extent = view.extent();
+    let size = view.element.size();
+    let address = Address::Buffer(view.buffer, (extent.start * size) as u64);
+    match place_of(address, lowering, arena)? {
+        Place::Weight(..) => None,
+        place => Some(Span { place, bytes: ((extent.end - extent.start) * size) as u64 }),
+    }
+}

@@ -172,6 +172,27 @@ impl View {
         order
     }
 
+    /// Whether it surely shares no element with `other`: other memory, or channels side by side of one image.
+    pub fn is_apart(&self, other: &View) -> bool {
+        let (a, b) = (self.extent(), other.extent());
+        if self.buffer != other.buffer || a.is_empty() || b.is_empty() {
+            return true;
+        }
+        if a.end <= b.start || b.end <= a.start {
+            return true;
+        }
+        let fast = |view: &View| view.strides.iter().position(|stride| *stride == 1);
+        let (Some(axis), true) = (fast(self), self.strides == other.strides) else { return false };
+        let others =
+            self.strides.iter().enumerate().filter(|(at, stride)| *at != axis && **stride > 0);
+        let Some(pixel) = others.map(|(_, stride)| *stride).min() else { return false };
+        let even =
+            self.strides.iter().enumerate().all(|(at, s)| at == axis || s.is_multiple_of(pixel));
+        let (first, second) = (self.offset % pixel, other.offset % pixel);
+        let (end, other_end) = (first + self.shape[axis], second + other.shape[axis]);
+        even && end <= pixel && other_end <= pixel && (end <= second || other_end <= first)
+    }
+
     /// Dimensions in another order.
     pub fn permuted(&self, perm: &[usize]) -> View {
         let pick = |from: &[usize]| perm.iter().map(|axis| from[*axis]).collect();

@@ -1,0 +1,57 @@
+//! Lowers ONNX models to GPU kernels and says what became of them.
+//!
+//! `kernels FILE SYMBOL=SIZE...` prints every step with its first choice; `--quiet` only the totals.
+
+use std::path::Path;
+
+use compiler::gpu::GpuCompiler;
+use device::KernelCompiler;
+use model::gpu::{GpuTarget, Precision};
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let quiet = arguments.iter().any(|argument| argument == "--quiet");
+    let sizes: Vec<(String, usize)> = arguments
+        .iter()
+        .filter_map(|argument| argument.split_once('='))
+        .filter_map(|(name, size)| Some((name.to_string(), size.parse().ok()?)))
+        .collect();
+    for file in arguments.iter().filter(|argument| argument.ends_with(".onnx")) {
+        show(Path::new(file), &sizes, quiet);
+    }
+}
+
+fn show(path: &Path, sizes: &[(String, usize)], quiet: bool) {
+    let plan = match compiler::compile_onnx_file(path, &graph::Limits::default(), None) {
+        Ok(plan) => plan,
+        Err(error) => return println!("{}: {error}", path.display()),
+    };
+    let precision = Precision::F16;
+    let target = GpuTarget { capability: 90, multiprocessors: 132, precision };
+    match GpuCompiler::default().lower(&plan, sizes, &target) {
+        Err(errors) => {
+            println!("{}: {} steps without kernels", path.display(), errors.len());
+            for error in errors.iter().take(if quiet { 5 } else { usize::MAX }) {
+                println!("  {error}");
+            }
+        }
+        Ok(gpu) => {
+            for (index, step) in gpu.steps.iter().enumerate().filter(|_| !quiet) {
+                let launch = &step.choices[step.rt];
+                println!(
+                    "{index:4} {:18} {:16} {:6} tiles  {}",
+                    step.op, launch.variant, launch.tiles, step.signature
+                );
+            }
+            println!(
+                "{}: {} steps, {} kernels, {} weights, arena {} KiB, workspace {} KiB",
+                path.display(),
+                gpu.steps.len(),
+                gpu.kernels.len(),
+                gpu.weights.len(),
+                gpu.arena_bytes >> 10,
+                gpu.workspace_bytes >> 10
+            );
+        }
+    }
+}

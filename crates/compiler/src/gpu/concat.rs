@@ -1,0 +1,122 @@
+//! Concatenations without copies: whoever computes a part writes it where the whole will lie.
+
+use graph::Graph;
+use graph::ir::Node;
+use model::ValueId;
+use model::op::Op;
+
+use super::lowering::{Lowering, Refusal};
+use super::view::View;
+
+/// Channels that a vector load takes; parts must begin and end at multiples of it.
+const VECTOR: usize = 8;
+
+impl Lowering<'_> {
+    /// Decides, for every concatenation of images along channels, where its parts are to be written. Later
+    /// ones decide first: in a network that concatenates all that came before, the last holds the others.
+    pub fn plan_concats(&mut self) {
+        let graph: &Graph = self.graph;
+        for node in graph.nodes.iter().rev() {
+            if let Some(parts) = self.image_parts(node) {
+                self.plan_concat(node, &parts);
+            }
+        }
+    }
+
+    /// The parts of a concatenation of images along channels, with their channels.
+    fn image_parts(&self, node: &Node) -> Option<Vec<(ValueId, usize)>> {
+        let Op::Concat { axis } = node.op else { return None };
+        let output = node.outputs.first().copied().flatten()?;
+        let shape = self.shape(output).ok()?;
+        if shape.len() != 4 || !(axis == 1 || axis == -3) || !self.element(output).ok()?.is_float()
+        {
+            return None;
+        }
+        let part = |id: &Option<ValueId>| {
+            let channels = self.shape((*id)?).ok()?[1];
+            (channels % VECTOR == 0).then_some(((*id)?, channels))
+        };
+        node.inputs.iter().map(part).collect()
+    }
+
+    fn plan_concat(&mut self, node: &Node, parts: &[(ValueId, usize)]) {
+        let Some(output) = node.outputs.first().copied().flatten() else { return };
+        if let Some(whole) = self.joined(parts) {
+            self.place(output, whole);
+            return;
+        }
+        let whole = match self.placement(output) {
+            Some(view) => view.clone(),
+            None => match self.output_image(output) {
+                Ok(view) => view,
+                Err(_) => return,
+            },
+        };
+        self.place(output, whole.clone());
+        let mut channel = 0;
+        for (id, channels) in parts {
+            let producible = self.graph.constant(*id).is_none() && !self.graph.inputs.contains(id);
+            let twice = parts.iter().filter(|(other, _)| other == id).count() > 1;
+            if producible && !twice && self.placement(*id).is_none() {
+                self.place(*id, whole.sliced(1, channel, *channels, 1));
+            }
+            channel += channels;
+        }
+    }
+
+    /// The view that covers all parts, when they are wanted side by side already.
+    fn joined(&self, parts: &[(ValueId, usize)]) -> Option<View> {
+        let first = self.placement(parts.first()?.0)?.clone();
+        let mut end = first.offset;
+        for (id, channels) in parts {
+            let view = self.placement(*id)?;
+            let beside =
+                view.buffer == first.buffer && view.offset == end && view.strides == first.strides;
+            if !beside {
+                return None;
+            }
+            end += channels;
+        }
+        let mut whole = first.clone();
+        whole.shape[1] = end - first.offset;
+        // A pixel of the buffer must hold all of it.
+        (whole.strides[3].max(whole.strides[2]) >= whole.shape[1]).then_some(whole)
+    }
+
+    /// A concatenation: parts that lie where they belong stay, the others are copied.
+    pub fn concat(&mut self, node: &Node, axis: i64) -> Result<(), Refusal> {
+        let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
+        let shape = self.shape(output_id)?;
+        let axis = if axis < 0 { axis + shape.len() as i64 } else { axis };
+        let axis = usize::try_from(axis).ok().filter(|axis| *axis < shape.len());
+        let axis = axis.ok_or("an axis beyond the rank")?;
+        let inputs: Vec<ValueId> = node.inputs.iter().flatten().copied().collect();
+        let mut views = Vec::new();
+        for id in &inputs {
+            views.push(self.operand(*id)?);
+        }
+        let whole = match self.placement(output_id) {
+            Some(view) => view.clone(),
+            None => {
+                let order = views.iter().find(|view| !view.is_empty()).map(View::memory_order);
+                let order = order.unwrap_or_else(|| (0..shape.len()).collect());
+                let element = self.element(output_id)?;
+                self.ordered(&shape, &order, element)
+            }
+        };
+        let mut start = 0;
+        for view in views {
+            let length = view.shape[axis];
+            let part = whole.sliced(axis, start, length, 1);
+            let there = view.buffer == part.buffer
+                && view.offset == part.offset
+                && view.strides == part.strides;
+            if !there && length > 0 {
+                self.copy_into(&view, &part)?;
+            }
+            start += length;
+        }
+        self.define(output_id, whole);
+        Ok(())
+    }
+}

@@ -1,0 +1,548 @@
+//! Products on tensor cores: convolutions and matrix products with constant weights, half precision.
+
+use std::sync::Arc;
+
+use graph::ir::Node;
+use model::gpu::{Packer, WeightKey};
+use model::op::{self, Activation, Padding, Window};
+use model::{Tensor, ValueId};
+
+use super::args::{Address, ArgsWriter};
+use super::draft::{Draft, Work};
+use super::lowering::{Lowering, Refusal};
+use super::packing;
+use super::tile::{NORMALIZED_DEPTH_MAX, Parts, Problem, Variant, Walk};
+use super::view::{Element, View};
+
+/// The kernels' number of an activation, where they have it; see `Activation` in `kernels/base.cuh`.
+pub fn activation_code(activation: Activation) -> Option<i32> {
+    Some(match activation {
+        Activation::None => 0,
+        Activation::Relu => 1,
+        Activation::Clip { low: 0.0, high: 6.0 } => 2,
+        Activation::Gelu { tanh: false } => 3,
+        Activation::Silu => 4,
+        Activation::Sigmoid => 5,
+        Activation::Tanh => 6,
+        _ => return None,
+    })
+}
+
+/// A window over two spatial dimensions with every default filled in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Window2 {
+    /// Extent.
+    pub kernel: [usize; 2],
+    /// Step.
+    pub stride: [usize; 2],
+    /// Border before the first row and column.
+    pub pad: [usize; 2],
+    /// Distance of the taps.
+    pub dilation: [usize; 2],
+}
+
+impl Window2 {
+    /// The geometry of `window`; `None` unless it is two-dimensional. `kernel` stands in for an extent that the
+    /// weight tells, `input` is the spatial extent.
+    pub fn of(window: &Window, kernel: &[usize], input: &[usize]) -> Option<Window2> {
+        let two = |values: &[usize], default: usize| -> Option<[usize; 2]> {
+            if values.is_empty() { Some([default; 2]) } else { values.try_into().ok() }
+        };
+        let kernel = two(if window.kernel.is_empty() { kernel } else { &window.kernel }, 0)?;
+        let (stride, dilation) = (two(&window.strides, 1)?, two(&window.dilations, 1)?);
+        let input: [usize; 2] = input.try_into().ok()?;
+        let same = |axis: usize| {
+            let output = input[axis].div_ceil(stride[axis]);
+            let reach = (output - 1) * stride[axis] + (kernel[axis] - 1) * dilation[axis] + 1;
+            reach.saturating_sub(input[axis])
+        };
+        let pad = match &window.padding {
+            Padding::Explicit(pads) if pads.is_empty() => [0, 0],
+            Padding::Explicit(pads) => [*pads.first()?, *pads.get(1)?],
+            Padding::SameUpper => [same(0) / 2, same(1) / 2],
+            Padding::SameLower => [same(0).div_ceil(2), same(1).div_ceil(2)],
+        };
+        Some(Window2 { kernel, stride, pad, dilation })
+    }
+}
+
+/// Elements from one pixel to the next of an image with channels fastest; `None` for another order, or one
+/// that vector loads of `vec` elements cannot read.
+pub fn pixel_stride(view: &View, vec: usize) -> Option<usize> {
+    let [n, c, h, w] = view.shape[..] else { return None };
+    let strides = &view.strides;
+    let pixel = match (w > 1, h > 1, n > 1) {
+        (true, ..) => strides[3],
+        (false, true, _) => strides[2],
+        (false, false, true) => strides[0],
+        _ => c.next_multiple_of(vec),
+    };
+    let ordered = (c == 1 || strides[1] == 1)
+        && (h == 1 || strides[2] == w * pixel)
+        && (n == 1 || strides[0] == h * w * pixel);
+    let aligned = pixel % vec == 0 && view.offset % vec == 0 && pixel >= c;
+    (ordered && aligned && view.element == Element::F16).then_some(pixel)
+}
+
+/// A product as its kernel sees it.
+struct Product {
+    name: &'static str,
+    input: View,
+    in_h: usize,
+    in_w: usize,
+    in_c: usize,
+    in_stride: usize,
+    window: Window2,
+    out_h: usize,
+    out_w: usize,
+    out_c: usize,
+    out_stride: usize,
+    output: View,
+    rows: usize,
+    residual: Option<(View, usize)>,
+    weight: u32,
+    weight_bytes: usize,
+    bias: Option<u32>,
+    normalize: Option<u32>,
+    act: i32,
+    vec: usize,
+}
+
+impl Product {
+    fn depth(&self) -> usize {
+        self.window.kernel[0] * self.window.kernel[1] * self.in_c
+    }
+
+    fn walk(&self) -> Walk {
+        let Window2 { kernel, pad, dilation, .. } = self.window;
+        if self.vec == 4 {
+            return Walk::General;
+        }
+        if kernel == [1, 1] && pad == [0, 0] {
+            return Walk::Point;
+        }
+        let taps = self.in_c % 64 == 0 && dilation == [1, 1] && kernel[0] <= 16 && kernel[1] <= 16;
+        if taps { Walk::Taps } else { Walk::General }
+    }
+
+    fn problem(&self, multiprocessors: usize) -> Problem {
+        Problem {
+            rows: self.rows,
+            columns: self.out_c,
+            depth: self.depth(),
+            vec: self.vec,
+            walk: self.walk(),
+            normalizes: self.normalize.is_some(),
+            multiprocessors,
+        }
+    }
+
+    fn signature(&self) -> String {
+        let Window2 { kernel: k, stride: s, pad: p, dilation: d } = self.window;
+        format!(
+            "{} {}: {}x{}x{}/{} -> {}x{}x{}/{} k{}x{} s{}x{} p{}x{} d{}x{}{}{} a{}",
+            self.name,
+            self.rows,
+            self.in_h,
+            self.in_w,
+            self.in_c,
+            self.in_stride,
+            self.out_h,
+            self.out_w,
+            self.out_c,
+            self.out_stride,
+            k[0],
+            k[1],
+            s[0],
+            s[1],
+            p[0],
+            p[1],
+            d[0],
+            d[1],
+            if self.residual.is_some() { " residual" } else { "" },
+            if self.normalize.is_some() { " normalizing" } else { "" },
+            self.act,
+        )
+    }
+
+    /// `ConvArgs` of `kernels/conv_load.cuh`, field by field.
+    fn args(&self, variant: &Variant) -> ArgsWriter {
+        let mut args = ArgsWriter::new();
+        let weight = |number: Option<u32>| number.map_or(Address::Null, Lowering::weight_address);
+        let split = variant.parts == Parts::Workspace;
+        let when = |place| if split { Address::Place(place) } else { Address::Null };
+        args.address(address(&self.input))
+            .address(weight(Some(self.weight)))
+            .address(weight(self.bias))
+            .address(self.residual.as_ref().map_or(Address::Null, |(view, _)| address(view)))
+            .address(address(&self.output))
+            .address(weight(self.normalize))
+            .address(when(model::gpu::Place::Workspace(0)))
+            .address(when(model::gpu::Place::Arrivals));
+        args.int(self.in_h).int(self.in_w).int(self.in_c).int(self.in_stride);
+        args.int(self.out_c).int(self.out_stride);
+        args.int(self.residual.as_ref().map_or(0, |(_, stride)| *stride));
+        let Window2 { kernel, stride, pad, dilation } = self.window;
+        for pair in [kernel, stride, pad, dilation] {
+            args.int(pair[0]).int(pair[1]);
+        }
+        let depth = self.depth();
+        args.int(self.rows).int(depth).int(depth.next_multiple_of(8));
+        let reduce = match variant.parts {
+            Parts::Whole => 0,
+            Parts::Workspace => 1,
+            Parts::Cluster => 2,
+        };
+        args.int(variant.splits).signed(reduce).signed(self.act);
+        args.fast_div(variant.splits)
+            .fast_div(self.out_c.div_ceil(variant.tile.bn))
+            .fast_div(self.out_h * self.out_w)
+            .fast_div(self.out_w)
+            .fast_div(self.in_c)
+            .fast_div(kernel[1]);
+        args
+    }
+
+    fn work(self, multiprocessors: usize) -> Result<Work, Refusal> {
+        let problem = self.problem(multiprocessors);
+        let draft = |variant: Variant| {
+            let kernel = variant.tile.kernel(problem.walk, problem.normalizes);
+            let mut draft = Draft::plain(kernel, variant.tiles(&problem), self.args(&variant));
+            draft.variant = variant.name();
+            draft.cluster = if variant.parts == Parts::Cluster { variant.splits } else { 1 };
+            draft.arrivals = variant.arrivals(&problem);
+            draft.workspace_bytes = variant.workspace_bytes(&problem);
+            draft
+        };
+        let drafts: Vec<Draft> = problem.variants().into_iter().map(draft).collect();
+        if self.input.extent().end.max(self.output.extent().end) > i32::MAX as usize {
+            return Err("larger than the kernels' index range".to_string());
+        }
+        let flops = 2 * self.rows as u64 * self.out_c as u64 * self.depth() as u64;
+        let signature = self.signature();
+        let mut reads = vec![self.input];
+        reads.extend(self.residual.map(|(view, _)| view));
+        Ok(Work {
+            op: self.name,
+            signature,
+            drafts,
+            reads,
+            writes: vec![self.output],
+            flops,
+            weight_bytes: self.weight_bytes as u64,
+            finish_tiles: None,
+        })
+    }
+}
+
+/// Whether a window of one tap stays inside the picture.
+fn has_no_border(window: &Window) -> bool {
+    match &window.padding {
+        Padding::Explicit(pads) => pads.iter().all(|pad| *pad == 0),
+        _ => true,
+    }
+}
+
+/// The address of a view's first element.
+pub fn address(view: &View) -> Address {
+    Address::Buffer(view.buffer, (view.offset * view.element.size()) as u64)
+}
+
+impl Lowering<'_> {
+    /// `view` as an image with channels fastest that kernels may read in vectors: itself or a copy, with its
+    /// pixel stride and channels rounded up to `vec`. What lies between the channels and that is finite.
+    pub fn as_image(&mut self, view: View, vec: usize) -> Result<(View, usize, usize), Refusal> {
+        let channels = view.shape[1];
+        let rounded = channels.next_multiple_of(vec);
+        let readable = |view: &View| channels + view.slack >= rounded;
+        if let Some(pixel) = pixel_stride(&view, vec).filter(|_| readable(&view)) {
+            return Ok((view, pixel, rounded));
+        }
+        let mut image = self.image(&view.shape, vec, Element::F16);
+        image.slack = rounded - channels;
+        self.copy_into(&view, &image)?;
+        Ok((image, rounded, rounded))
+    }
+
+    /// The value `id` as an image, computed into one if it is not in memory yet.
+    fn image_operand(&mut self, id: ValueId, vec: usize) -> Result<(View, usize, usize), Refusal> {
+        if let Some(lazy) = self.take_lazy(id) {
+            if self.placement(id).is_none() && lazy.shape.len() == 4 {
+                let mut image = self.image(&lazy.shape, vec, lazy.element);
+                image.slack = image.shape[1].next_multiple_of(vec) - image.shape[1];
+                self.compute_into(&lazy, &image)?;
+                self.define(id, image);
+            } else {
+                self.defer(id, lazy);
+            }
+        }
+        let view = self.operand(id)?;
+        self.as_image(view, vec)
+    }
+
+    /// A constant row of floats for a kernel's epilogue.
+    pub fn float_weight(&mut self, tensor: &Tensor, factor: f32) -> Result<u32, Refusal> {
+        let bytes = tensor.len().next_multiple_of(8) * 4;
+        if graph::content::floats(tensor).is_none() {
+            return Err("a bias that is no row of numbers".to_string());
+        }
+        let how = format!("row*{factor}");
+        let pack = move |tensor: &Tensor| packing::float_row(tensor, factor).unwrap_or_default();
+        Ok(self.weight(tensor, &how, bytes, pack))
+    }
+
+    fn constant(&self, node: &Node, index: usize) -> Option<Tensor> {
+        let id = node.inputs.get(index).copied().flatten()?;
+        self.graph.constant(id).cloned()
+    }
+
+    /// A residual as an image of the output's sizes, readable in vectors of eight.
+    fn residual(&mut self, id: Option<ValueId>) -> Result<Option<(View, usize)>, Refusal> {
+        let Some(id) = id else { return Ok(None) };
+        let view = self.operand(id)?;
+        let (view, stride, _) = self.as_image(view, 8)?;
+        Ok(Some((view, stride)))
+    }
+
+    /// Whether this convolution goes onto the tensor-core kernels as it is.
+    pub fn conv_is_fast(&self, node: &Node, conv: &op::Conv) -> bool {
+        let constant = |index| self.constant(node, index).is_some();
+        let bias = node.inputs.get(2).copied().flatten().is_none() || constant(2);
+        let rank = self.constant(node, 1).map_or(0, |weight| weight.shape().len());
+        let residual = node.inputs.get(3).copied().flatten();
+        let same_shape = residual.is_none_or(|id| {
+            let output = node.outputs.first().copied().flatten();
+            output.is_some_and(|output| self.shape(output).ok() == self.shape(id).ok())
+        });
+        self.float() == Element::F16
+            && conv.groups == 1
+            && rank == 4
+            && bias
+            && same_shape
+            && activation_code(conv.activation).is_some()
+    }
+
+    /// A convolution over two dimensions, one group.
+    pub fn fast_conv(&mut self, node: &Node, conv: &op::Conv) -> Result<(), Refusal> {
+        let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
+        let weight = self.constant(node, 1).ok_or("the weight is not constant")?;
+        let x = node.inputs.first().copied().flatten().ok_or("no input")?;
+        // Normalising its own input is for the walk that sees no border.
+        let point = weight.shape()[2..] == [1, 1] && has_no_border(&conv.window);
+        let shallow = weight.shape()[1] <= NORMALIZED_DEPTH_MAX;
+        let normalized = self.normalized(x).filter(|_| point && shallow);
+        // An image of up to four channels has kernels of its own.
+        let vec = if weight.shape()[1] <= 4 && !point { 4 } else { 8 };
+        let (source, normalize) = match normalized {
+            Some((source, scale, shift)) => (source, Some(self.scale_weight(&scale, &shift))),
+            None => (x, None),
+        };
+        let (input, in_stride, in_c) = self.image_operand(source, vec)?;
+        let spatial = &input.shape[2..];
+        let window = Window2::of(&conv.window, &weight.shape()[2..], spatial).ok_or("not 2-D")?;
+        let bytes = weight.shape()[0].next_multiple_of(8)
+            * (window.kernel[0] * window.kernel[1] * in_c).next_multiple_of(8)
+            * 2;
+        let pack = move |tensor: &Tensor| packing::filter(tensor, in_c).unwrap_or_default();
+        let weight_number = self.weight(&weight, &format!("filter{in_c}"), bytes, pack);
+        let bias = match self.constant(node, 2) {
+            Some(bias) => Some(self.float_weight(&bias, 1.0)?),
+            None => None,
+        };
+        let residual = self.residual(node.inputs.get(3).copied().flatten())?;
+        let mut output = self.output_image(output_id)?;
+        let out_stride = pixel_stride(&output, 8).ok_or("the output is no image")?;
+        let out_c = output.shape[1].next_multiple_of(8);
+        output.slack = out_c - output.shape[1];
+        let product = Product {
+            name: "Conv",
+            in_h: input.shape[2],
+            in_w: input.shape[3],
+            in_c,
+            in_stride,
+            window,
+            out_h: output.shape[2],
+            out_w: output.shape[3],
+            out_c,
+            out_stride,
+            rows: output.shape[0] * output.shape[2] * output.shape[3],
+            input,
+            output: output.clone(),
+            residual,
+            weight: weight_number,
+            weight_bytes: bytes,
+            bias,
+            normalize,
+            act: activation_code(conv.activation).ok_or("an activation without a kernel")?,
+            vec,
+        };
+        let work = product.work(self.target.multiprocessors as usize)?;
+        self.push(work);
+        self.define(output_id, output);
+        Ok(())
+    }
+
+    /// Scales and shifts that a kernel applies to its input.
+    pub fn scale_weight(&mut self, scale: &Tensor, shift: &Tensor) -> u32 {
+        let bytes = (scale.len() + shift.len()) * 2;
+        let how = format!("scale+{}", self.identity(shift));
+        let shift = shift.clone();
+        let pack =
+            move |scale: &Tensor| packing::scales_and_shifts(scale, &shift).unwrap_or_default();
+        self.weight(scale, &how, bytes, pack)
+    }
+
+    /// `activation(alpha * x @ weight + bias + residual)` on the rows of `x`; false when the kernels cannot take
+    /// it as it lies.
+    pub fn fast_matrix(&mut self, matrix: &Matrix) -> Result<bool, Refusal> {
+        let (Some(act), Element::F16) = (activation_code(matrix.activation), self.float()) else {
+            return Ok(false);
+        };
+        let depth = matrix.depth();
+        let columns: usize = matrix.parts.iter().map(|part| part.columns).sum();
+        let first = self.shape(matrix.parts[0].output)?;
+        let rows = first.iter().product::<usize>() / matrix.parts[0].columns.max(1);
+        let input = self.operand(matrix.input)?;
+        let Some(input) = rows_of(&input, rows, depth) else { return Ok(false) };
+        let residual = match matrix.residual {
+            None => None,
+            Some(id) if self.shape(id)? != first => return Ok(false),
+            Some(id) => {
+                let view = self.operand(id)?;
+                match rows_of(&view, rows, columns) {
+                    Some(view) => Some((view.clone(), view.strides[0])),
+                    None => return Ok(false),
+                }
+            }
+        };
+        let (weight, weight_bytes) = self.matrix_weight(matrix);
+        let bias = self.matrix_bias(matrix);
+        let stride = columns.next_multiple_of(8);
+        let mut flat = self.packed(&[rows, stride], Element::F16);
+        (flat.shape[1], flat.slack) = (columns, stride - columns);
+        let product = Product {
+            name: "MatMul",
+            in_h: 1,
+            in_w: rows,
+            in_c: depth,
+            in_stride: input.strides[0],
+            window: Window2 { kernel: [1, 1], stride: [1, 1], pad: [0, 0], dilation: [1, 1] },
+            out_h: 1,
+            out_w: rows,
+            out_c: stride,
+            out_stride: stride,
+            rows,
+            input,
+            output: flat.clone(),
+            residual,
+            weight,
+            weight_bytes,
+            bias,
+            normalize: None,
+            act,
+            vec: 8,
+        };
+        let work = product.work(self.target.multiprocessors as usize)?;
+        self.push(work);
+        let mut column = 0;
+        for part in &matrix.parts {
+            let shape = self.shape(part.output)?;
+            let mut slice = flat.sliced(1, column, part.columns, 1);
+            slice.slack = if matrix.parts.len() == 1 { flat.slack } else { 0 };
+            let view = slice.reshaped(&shape).ok_or("the output's rows cannot be split")?;
+            self.define(part.output, view);
+            column += part.columns;
+        }
+        Ok(true)
+    }
+
+    fn matrix_weight(&mut self, matrix: &Matrix) -> (u32, usize) {
+        let row = matrix.depth().next_multiple_of(8) * 2;
+        let rows: usize = matrix.parts.iter().map(|part| part.columns.next_multiple_of(8)).sum();
+        let names: Vec<String> =
+            matrix.parts.iter().map(|part| self.identity(&part.weight)).collect();
+        let (transposed, alpha) = (matrix.transposed, matrix.alpha);
+        let key = WeightKey(format!("{}:matrix{transposed}*{alpha}", names.join("+")));
+        let tensors: Vec<Tensor> = matrix.parts.iter().map(|part| part.weight.clone()).collect();
+        let pack = move || {
+            let one =
+                |tensor: &Tensor| packing::matrix(tensor, transposed, alpha).unwrap_or_default();
+            tensors.iter().flat_map(one).collect()
+        };
+        (self.keyed_weight(key, rows * row, Packer(Arc::new(pack))), rows * row)
+    }
+
+    /// The biases of all parts in one row; zeros for a part without.
+    fn matrix_bias(&mut self, matrix: &Matrix) -> Option<u32> {
+        if matrix.parts.iter().all(|part| part.bias.is_none()) {
+            return None;
+        }
+        let name = |part: &MatrixPart| match &part.bias {
+            Some(bias) => self.identity(bias),
+            None => format!("zeros{}", part.columns),
+        };
+        let names: Vec<String> = matrix.parts.iter().map(name).collect();
+        let beta = matrix.beta;
+        let key = WeightKey(format!("{}:row*{beta}", names.join("+")));
+        let parts: Vec<(Option<Tensor>, usize)> =
+            matrix.parts.iter().map(|part| (part.bias.clone(), part.columns)).collect();
+        let bytes: usize = parts.iter().map(|(_, columns)| columns.next_multiple_of(8) * 4).sum();
+        let pack = move || {
+            let one = |(bias, columns): &(Option<Tensor>, usize)| match bias {
+                Some(bias) => packing::float_row(bias, beta).unwrap_or_default(),
+                None => vec![0; columns.next_multiple_of(8) * 4],
+            };
+            parts.iter().flat_map(one).collect()
+        };
+        Some(self.keyed_weight(key, bytes, Packer(Arc::new(pack))))
+    }
+}
+
+/// Matrix products of one left operand with constant right operands, computed side by side.
+pub struct Matrix {
+    /// The left operand.
+    pub input: ValueId,
+    /// The right operands. Beside others, each has columns in multiples of eight.
+    pub parts: Vec<MatrixPart>,
+    /// Whether the right operands are transposed.
+    pub transposed: bool,
+    /// Factor on the products.
+    pub alpha: f32,
+    /// Factor on the biases.
+    pub beta: f32,
+    /// Added last; only to a single part.
+    pub residual: Option<ValueId>,
+    /// Applied to the sum.
+    pub activation: Activation,
+}
+
+/// One right operand.
+pub struct MatrixPart {
+    /// The matrix; leading dimensions are ones.
+    pub weight: Tensor,
+    /// A row added to every row.
+    pub bias: Option<Tensor>,
+    /// Columns of the result.
+    pub columns: usize,
+    /// The result.
+    pub output: ValueId,
+}
+
+impl Matrix {
+    fn depth(&self) -> usize {
+        let shape = self.parts[0].weight.shape();
+        if self.transposed { shape[shape.len() - 1] } else { shape[shape.len() - 2] }
+    }
+}
+
+/// `view` as `rows` rows of `columns` neighbouring halves that vector loads can read.
+pub fn rows_of(view: &View, rows: usize, columns: usize) -> Option<View> {
+    let mut flat = view.reshaped(&[rows, columns])?;
+    if rows == 1 {
+        flat.strides[0] = columns.next_multiple_of(8);
+    }
+    let aligned = flat.strides[0] % 8 == 0 && flat.offset % 8 == 0 && columns % 8 == 0;
+    let neighbours = columns == 1 || flat.strides[1] == 1;
+    (flat.element == Element::F16 && aligned && neighbours && flat.strides[0] >= columns)
+        .then_some(flat)
+}

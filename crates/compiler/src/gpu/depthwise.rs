@@ -1,0 +1,122 @@
+//! Depthwise convolutions on their own kernel, half precision.
+
+use graph::ir::Node;
+use model::Tensor;
+use model::op;
+
+use super::args::{Address, ArgsWriter};
+use super::conv::{Window2, activation_code, address, pixel_stride};
+use super::draft::{Draft, KernelText, Work};
+use super::lowering::{Lowering, Refusal};
+use super::packing;
+use super::view::Element;
+
+const THREADS: usize = 128;
+
+impl Lowering<'_> {
+    /// Whether the depthwise kernel computes this convolution.
+    pub fn depthwise_is_fast(&self, node: &Node, conv: &op::Conv) -> bool {
+        let constant = |index: usize| {
+            let id = node.inputs.get(index).copied().flatten();
+            id.and_then(|id| self.graph.constant(id))
+        };
+        let Some(weight) = constant(1) else { return false };
+        let channels = weight.shape()[0];
+        let bias = node.inputs.get(2).copied().flatten().is_none() || constant(2).is_some();
+        self.float() == Element::F16
+            && weight.shape().len() == 4
+            && weight.shape()[1] == 1
+            && conv.groups == channels
+            && channels % 8 == 0
+            && bias
+            && activation_code(conv.activation).is_some()
+    }
+
+    /// A convolution with one filter a channel.
+    pub fn fast_depthwise(&mut self, node: &Node, conv: &op::Conv) -> Result<(), Refusal> {
+        let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
+        let id = node.inputs.get(1).copied().flatten().ok_or("no weight")?;
+        let weight = self.graph.constant(id).cloned().ok_or("the weight is not constant")?;
+        let input = self.input(node, 0)?;
+        let (input, in_stride, channels) = self.as_image(input, 8)?;
+        let window = Window2::of(&conv.window, &weight.shape()[2..], &input.shape[2..]);
+        let window = window.ok_or("not 2-D")?;
+        let pack = |tensor: &Tensor| packing::depthwise(tensor).unwrap_or_default();
+        let weight_bytes = weight.len() * 2;
+        let number = self.weight(&weight, "depthwise", weight_bytes, pack);
+        let bias = match node.inputs.get(2).copied().flatten() {
+            Some(id) => {
+                let tensor = self.graph.constant(id).cloned().ok_or("the bias is not constant")?;
+                Lowering::weight_address(self.float_weight(&tensor, 1.0)?)
+            }
+            None => Address::Null,
+        };
+        let residual = match self.optional(node, 3)? {
+            Some(view) => Some(self.as_image(view, 8)?),
+            None => None,
+        };
+        let output = self.output_image(output_id)?;
+        let out_stride = pixel_stride(&output, 8).ok_or("the output is no image")?;
+        let [batch, _, out_h, out_w] = output.shape[..] else { return Err("not 2-D".into()) };
+        let Window2 { kernel, stride, pad, dilation } = window;
+        let act = activation_code(conv.activation).ok_or("an activation without a kernel")?;
+        let draft = |wide: usize| {
+            let groups = out_w.div_ceil(wide);
+            let items = batch * out_h * groups * (channels / 8);
+            let mut args = ArgsWriter::new();
+            args.address(address(&input)).address(Lowering::weight_address(number)).address(bias);
+            args.address(residual.as_ref().map_or(Address::Null, |(view, ..)| address(view)));
+            args.address(address(&output));
+            args.int(input.shape[2]).int(input.shape[3]).int(in_stride).int(out_w).int(out_stride);
+            args.int(residual.as_ref().map_or(0, |(_, stride, _)| *stride));
+            for pair in [kernel, stride, pad, dilation] {
+                args.int(pair[0]).int(pair[1]);
+            }
+            args.int(items).signed(act);
+            args.fast_div(channels / 8).fast_div(groups).fast_div(out_h);
+            let kernel = kernel_text(&window, wide);
+            let mut draft = Draft::plain(kernel, items.div_ceil(THREADS), args);
+            draft.variant = format!("wide{wide}");
+            draft
+        };
+        let widths: &[usize] = if is_fixed(&window) { &[2, 1, 4] } else { &[1] };
+        let drafts: Vec<Draft> = widths.iter().map(|wide| draft(*wide)).collect();
+        let taps = kernel[0] * kernel[1];
+        let mut reads = vec![input.clone()];
+        reads.extend(residual.iter().map(|(view, ..)| view.clone()));
+        let signature = format!(
+            "Depthwise {batch}x{:?}/{in_stride} -> {out_h}x{out_w}x{channels}/{out_stride} {window:?} a{act} {}",
+            &input.shape[2..],
+            residual.is_some()
+        );
+        let flops = 2 * (output.len() * taps) as u64;
+        self.push(Work {
+            op: "Depthwise",
+            signature,
+            drafts,
+            reads,
+            writes: vec![output.clone()],
+            flops,
+            weight_bytes: weight_bytes as u64,
+            finish_tiles: None,
+        });
+        self.define(output_id, output);
+        Ok(())
+    }
+}
+
+/// Whether the kernel knows this filter at compile time.
+fn is_fixed(window: &Window2) -> bool {
+    let square = window.stride[0] == window.stride[1] && matches!(window.stride[0], 1 | 2);
+    window.kernel == [3, 3] && window.dilation == [1, 1] && square
+}
+
+fn kernel_text(window: &Window2, wide: usize) -> KernelText {
+    let (kernel, stride) = if is_fixed(window) { (3, window.stride[0]) } else { (0, 0) };
+    KernelText {
+        source: "#include \"depthwise.cuh\"\n".to_string(),
+        expression: format!("tiles::Depthwise<{kernel}, {stride}, {wide}>"),
+        threads: THREADS as u32,
+        shared_bytes: 0,
+    }
+}

@@ -1,0 +1,425 @@
+//! The state of a lowering: where values lie, what has been launched so far, which weights are needed.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use graph::Graph;
+use graph::ir::Node;
+use model::gpu::{GpuTarget, Packer, Place, Precision, Slot, Weight, WeightKey};
+use model::{Tensor, ValueId};
+
+use super::args::Address;
+use super::draft::Work;
+use super::elementwise;
+use super::view::{BufferId, Element, View, packed_strides};
+
+/// Why a node has no kernels.
+pub type Refusal = String;
+
+/// Every buffer begins at a multiple of this, so that vector loads of any kernel are aligned.
+pub const ALIGNMENT: usize = 256;
+
+/// What a buffer is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Home {
+    /// Intermediate values; placed by lifetime.
+    Arena,
+    /// A fixed place.
+    Fixed(Place),
+}
+
+/// A stretch of device memory.
+#[derive(Clone, Debug)]
+pub struct Buffer {
+    /// Bytes.
+    pub bytes: usize,
+    /// Where.
+    pub home: Home,
+}
+
+/// A step whose buffers have no places yet.
+#[derive(Clone, Debug)]
+pub struct Pending {
+    /// The source node's name.
+    pub name: String,
+    /// The work.
+    pub work: Work,
+}
+
+/// A lowering under way.
+pub struct Lowering<'a> {
+    /// The model; every size is a number.
+    pub graph: &'a Graph,
+    /// The device.
+    pub target: GpuTarget,
+    /// Buffers by [`BufferId`].
+    pub buffers: Vec<Buffer>,
+    /// Steps so far.
+    pub steps: Vec<Pending>,
+    /// Weights so far.
+    pub weights: Vec<Weight>,
+    /// How often each value is read.
+    pub reads: Vec<usize>,
+    views: Vec<Option<View>>,
+    lazy: HashMap<ValueId, Lazy>,
+    placements: HashMap<ValueId, View>,
+    weight_numbers: HashMap<WeightKey, u32>,
+    identities: &'a HashMap<usize, ValueId>,
+    node: String,
+}
+
+/// A value that is not computed until somebody needs it in memory: an expression over views.
+#[derive(Clone, Debug)]
+pub struct Lazy {
+    /// The expression; inputs are indices into `inputs`.
+    pub expr: elementwise::Expr,
+    /// Its operands.
+    pub inputs: Vec<View>,
+    /// Sizes of the result.
+    pub shape: Vec<usize>,
+    /// How the result is stored once it is.
+    pub element: Element,
+}
+
+impl<'a> Lowering<'a> {
+    /// A lowering of `graph`. `identities` tells, by address, which constants are those of the launch plan:
+    /// they are the same in every lowering of it.
+    pub fn new(
+        graph: &'a Graph,
+        target: GpuTarget,
+        identities: &'a HashMap<usize, ValueId>,
+    ) -> Lowering<'a> {
+        Lowering {
+            graph,
+            target,
+            buffers: Vec::new(),
+            steps: Vec::new(),
+            weights: Vec::new(),
+            reads: graph.reads(),
+            views: vec![None; graph.values.len()],
+            lazy: HashMap::new(),
+            placements: HashMap::new(),
+            weight_numbers: HashMap::new(),
+            identities,
+            node: String::new(),
+        }
+    }
+
+    /// How floating-point values are stored.
+    pub fn float(&self) -> Element {
+        match self.target.precision {
+            Precision::F16 => Element::F16,
+            Precision::BF16 => Element::BF16,
+            Precision::F32 => Element::F32,
+        }
+    }
+
+    /// Names the node that steps from here on belong to.
+    pub fn begin(&mut self, node: &Node) {
+        self.node.clone_from(&node.name);
+    }
+
+    /// The sizes of a value.
+    pub fn shape(&self, id: ValueId) -> Result<Vec<usize>, Refusal> {
+        let value = self.graph.value(id);
+        let fixed = |dim: &graph::SymDim| dim.fixed().and_then(|size| usize::try_from(size).ok());
+        let shape: Option<Vec<usize>> =
+            value.shape.as_ref().and_then(|dims| dims.iter().map(fixed).collect());
+        shape.ok_or_else(|| format!("the shape of '{}' depends on data", value.name))
+    }
+
+    /// How a value is stored between steps.
+    pub fn element(&self, id: ValueId) -> Result<Element, Refusal> {
+        let value = self.graph.value(id);
+        Element::stored(value.dtype, self.target.precision)
+            .ok_or_else(|| format!("'{}' holds strings", value.name))
+    }
+
+    /// A new buffer.
+    pub fn buffer(&mut self, bytes: usize, home: Home) -> BufferId {
+        let id = BufferId(self.buffers.len() as u32);
+        self.buffers.push(Buffer { bytes: bytes.max(1).next_multiple_of(ALIGNMENT), home });
+        id
+    }
+
+    /// A packed view of a new buffer for intermediate values.
+    pub fn packed(&mut self, shape: &[usize], element: Element) -> View {
+        let order: Vec<usize> = (0..shape.len()).collect();
+        self.ordered(shape, &order, element)
+    }
+
+    /// A view of a new buffer whose dimensions lie in `order`, slowest first.
+    pub fn ordered(&mut self, shape: &[usize], order: &[usize], element: Element) -> View {
+        let sizes: Vec<usize> = order.iter().map(|axis| shape[*axis]).collect();
+        let packed = packed_strides(&sizes);
+        let mut strides = vec![0; shape.len()];
+        for (position, axis) in order.iter().enumerate() {
+            strides[*axis] = packed[position];
+        }
+        let bytes = shape.iter().product::<usize>() * element.size();
+        let buffer = self.buffer(bytes, Home::Arena);
+        View { buffer, offset: 0, shape: shape.to_vec(), strides, element, slack: 0 }
+    }
+
+    /// A view of a new buffer with channels (dimension 1) fastest, each pixel rounded up to a multiple of
+    /// `round` channels.
+    pub fn image(&mut self, shape: &[usize], round: usize, element: Element) -> View {
+        let channels = shape[1];
+        let pixel = channels.next_multiple_of(round);
+        let mut rounded = shape.to_vec();
+        rounded[1] = pixel;
+        let mut order: Vec<usize> = (0..shape.len()).filter(|axis| *axis != 1).collect();
+        order.push(1);
+        let mut view = self.ordered(&rounded, &order, element);
+        view.shape[1] = channels;
+        view
+    }
+
+    /// Where a node's output shall go: the place a concatenation wants it, if any.
+    pub fn placement(&self, id: ValueId) -> Option<&View> {
+        self.placements.get(&id)
+    }
+
+    /// Wants the value `id` written at `view`.
+    pub fn place(&mut self, id: ValueId, view: View) {
+        self.placements.insert(id, view);
+    }
+
+    /// An image for the output `id`: where it is wanted, or a new one.
+    pub fn output_image(&mut self, id: ValueId) -> Result<View, Refusal> {
+        if let Some(view) = self.placements.get(&id) {
+            return Ok(view.clone());
+        }
+        let (shape, element) = (self.shape(id)?, self.element(id)?);
+        Ok(self.image(&shape, 8, element))
+    }
+
+    /// The view of a value that is in memory or a constant; its element is the stored one.
+    pub fn operand(&mut self, id: ValueId) -> Result<View, Refusal> {
+        if let Some(lazy) = self.lazy.remove(&id) {
+            let view = self.materialize(id, lazy)?;
+            self.views[id.index()] = Some(view);
+        }
+        if let Some(view) = &self.views[id.index()] {
+            return Ok(view.clone());
+        }
+        let Some(tensor) = self.graph.constant(id) else {
+            return Err(format!("'{}' is not computed yet", self.graph.value(id).name));
+        };
+        let element = self.element(id)?;
+        let view = self.constant_view(id, &tensor.clone(), element)?;
+        self.views[id.index()] = Some(view.clone());
+        Ok(view)
+    }
+
+    /// The operand at `index` of `node`.
+    pub fn input(&mut self, node: &Node, index: usize) -> Result<View, Refusal> {
+        let id = node.inputs.get(index).copied().flatten();
+        self.operand(id.ok_or_else(|| format!("operand {index} is absent"))?)
+    }
+
+    /// The operand at `index` of `node`, if it is there.
+    pub fn optional(&mut self, node: &Node, index: usize) -> Result<Option<View>, Refusal> {
+        match node.inputs.get(index).copied().flatten() {
+            Some(id) => self.operand(id).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// Says where the value `id` lies. An output that was wanted elsewhere is copied there by who wanted it.
+    pub fn define(&mut self, id: ValueId, view: View) {
+        self.views[id.index()] = Some(view);
+    }
+
+    /// Whether the value `id` lies in memory already.
+    pub fn is_defined(&self, id: ValueId) -> bool {
+        self.views[id.index()].is_some()
+    }
+
+    /// Says how to compute the value `id` when somebody needs it.
+    pub fn defer(&mut self, id: ValueId, lazy: Lazy) {
+        self.lazy.insert(id, lazy);
+    }
+
+    /// The expression of a value that is not in memory yet, and may never be.
+    pub fn take_lazy(&mut self, id: ValueId) -> Option<Lazy> {
+        self.lazy.remove(&id)
+    }
+
+    /// Computes an expression into memory, in the order its largest operand lies.
+    pub fn materialize(&mut self, id: ValueId, lazy: Lazy) -> Result<View, Refusal> {
+        let view = match self.placements.get(&id) {
+            Some(view) => view.clone(),
+            None => {
+                let same = |view: &&View| view.shape == lazy.shape;
+                let order = match lazy.inputs.iter().find(same) {
+                    Some(view) => view.memory_order(),
+                    None => (0..lazy.shape.len()).collect(),
+                };
+                self.ordered(&lazy.shape, &order, lazy.element)
+            }
+        };
+        self.compute_into(&lazy, &view)?;
+        Ok(view)
+    }
+
+    /// Computes an expression into `view`.
+    pub fn compute_into(&mut self, lazy: &Lazy, view: &View) -> Result<(), Refusal> {
+        let plain = matches!(lazy.expr, elementwise::Expr::Input(0)) && lazy.inputs.len() == 1;
+        let work = if plain {
+            elementwise::copy(&lazy.inputs[0], view)?
+        } else {
+            elementwise::work(&lazy.expr, &lazy.inputs, view)?
+        };
+        self.push(work);
+        Ok(())
+    }
+
+    /// `from` copied into a new view of the same sizes.
+    pub fn copy_into(&mut self, from: &View, to: &View) -> Result<(), Refusal> {
+        let work = elementwise::copy(from, to)?;
+        self.push(work);
+        Ok(())
+    }
+
+    /// `view` packed in row-major order: itself, or a copy.
+    pub fn in_row_major(&mut self, view: View) -> Result<View, Refusal> {
+        if view.is_packed() {
+            return Ok(view);
+        }
+        let packed = self.packed(&view.shape, view.element);
+        self.copy_into(&view, &packed)?;
+        Ok(packed)
+    }
+
+    /// Adds a step.
+    pub fn push(&mut self, work: Work) {
+        self.steps.push(Pending { name: self.node.clone(), work });
+    }
+
+    /// The number of the weight made of `tensor` by `pack`. `how` names the packing.
+    pub fn weight(
+        &mut self,
+        tensor: &Tensor,
+        how: &str,
+        bytes: usize,
+        pack: impl Fn(&Tensor) -> Vec<u8> + Send + Sync + 'static,
+    ) -> u32 {
+        let key = WeightKey(format!("{}:{how}", self.identity(tensor)));
+        let tensor = tensor.clone();
+        self.keyed_weight(key, bytes, Packer(Arc::new(move || pack(&tensor))))
+    }
+
+    /// The number of the weight under `key`.
+    pub fn keyed_weight(&mut self, key: WeightKey, bytes: usize, pack: Packer) -> u32 {
+        if let Some(number) = self.weight_numbers.get(&key) {
+            return *number;
+        }
+        let number = self.weights.len() as u32;
+        self.weights.push(Weight { key: key.clone(), bytes: bytes as u64, pack });
+        self.weight_numbers.insert(key, number);
+        number
+    }
+
+    /// A name for the elements of `tensor` that is the same in every lowering of one launch plan.
+    pub fn identity(&self, tensor: &Tensor) -> String {
+        let raw = tensor.raw().map(|raw| raw.as_ref()).unwrap_or_default();
+        match self.identities.get(&(raw.as_ptr() as usize)) {
+            Some(id) if !raw.is_empty() => format!("v{}", id.0),
+            _ => super::packing::content_name(tensor),
+        }
+    }
+
+    /// The address of weight `number`.
+    pub fn weight_address(number: u32) -> Address {
+        Address::Place(Place::Weight(number, 0))
+    }
+
+    /// A constant as a packed view in `element`.
+    pub fn constant_view(
+        &mut self,
+        id: ValueId,
+        tensor: &Tensor,
+        element: Element,
+    ) -> Result<View, Refusal> {
+        let shape = tensor.shape().to_vec();
+        let bytes = tensor.len() * element.size();
+        let how = format!("{element:?}");
+        if super::packing::convert(tensor, element).is_none() {
+            let name = &self.graph.value(id).name;
+            return Err(format!("constant '{name}' of {} cannot be stored", tensor.dtype()));
+        }
+        let pack =
+            move |tensor: &Tensor| super::packing::convert(tensor, element).unwrap_or_default();
+        let number = self.weight(tensor, &how, bytes, pack);
+        let buffer = self.buffer(bytes, Home::Fixed(Place::Weight(number, 0)));
+        let strides = packed_strides(&shape);
+        Ok(View { buffer, offset: 0, shape, strides, element, slack: 0 })
+    }
+
+    /// The model's inputs as views of the request's bytes, with their slots.
+    pub fn declare_inputs(&mut self) -> Result<Vec<Slot>, Refusal> {
+        let mut slots = Vec::new();
+        for (index, id) in self.graph.inputs.iter().enumerate() {
+            let slot = self.slot(*id)?;
+            let exact = Element::exact(slot.dtype).ok_or("strings do not go onto a GPU")?;
+            let home = Home::Fixed(Place::Input(index as u32, 0));
+            let buffer = self.buffer(slot.bytes as usize, home);
+            let strides = packed_strides(&slot.shape);
+            let shape = slot.shape.clone();
+            let view =
+                View { buffer, offset: 0, shape: shape.clone(), strides, element: exact, slack: 0 };
+            let stored = self.element(*id)?;
+            if stored == exact {
+                self.define(*id, view);
+            } else {
+                let expr = elementwise::Expr::Input(0);
+                self.defer(*id, Lazy { expr, inputs: vec![view], shape, element: stored });
+            }
+            slots.push(slot);
+        }
+        Ok(slots)
+    }
+
+    /// Copies the model's outputs to where the reply is read from, and returns their slots.
+    pub fn declare_outputs(&mut self) -> Result<Vec<Slot>, Refusal> {
+        let mut slots = Vec::new();
+        for (index, id) in self.graph.outputs.clone().into_iter().enumerate() {
+            let slot = self.slot(id)?;
+            let element = Element::exact(slot.dtype).ok_or("strings do not come from a GPU")?;
+            self.node = format!("output {}", slot.name);
+            let home = Home::Fixed(Place::Output(index as u32, 0));
+            let buffer = self.buffer(slot.bytes as usize, home);
+            let strides = packed_strides(&slot.shape);
+            let to =
+                View { buffer, offset: 0, shape: slot.shape.clone(), strides, element, slack: 0 };
+            // What nobody else reads goes from its expression straight into the reply.
+            let work = match self.take_lazy(id) {
+                Some(lazy) if self.reads[id.index()] == 1 => {
+                    elementwise::work(&lazy.expr, &lazy.inputs, &to)?
+                }
+                other => {
+                    if let Some(lazy) = other {
+                        self.defer(id, lazy);
+                    }
+                    let from = self.operand(id)?;
+                    elementwise::copy(&from, &to)?
+                }
+            };
+            if !to.is_empty() {
+                self.push(work);
+            }
+            slots.push(slot);
+        }
+        Ok(slots)
+    }
+
+    fn slot(&self, id: ValueId) -> Result<Slot, Refusal> {
+        let value = self.graph.value(id);
+        let shape = self.shape(id)?;
+        let size = value.dtype.size_bytes().ok_or("strings do not go onto a GPU")?;
+        let count = model::tensor::element_count(&shape).map_err(|err| err.to_string())?;
+        let bytes = count.checked_mul(size).ok_or("too large")? as u64;
+        Ok(Slot { name: value.name.clone(), dtype: value.dtype, shape, bytes })
+    }
+}

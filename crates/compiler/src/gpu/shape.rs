@@ -1,0 +1,144 @@
+//! Operators that only change how elements are looked at.
+
+use graph::ir::Node;
+use model::ValueId;
+
+use super::lowering::{Lowering, Refusal};
+use super::view::View;
+
+impl Lowering<'_> {
+    fn only_output(node: &Node) -> Result<ValueId, Refusal> {
+        node.outputs.first().copied().flatten().ok_or_else(|| "no output".to_string())
+    }
+
+    /// The constant whole numbers of operand `index`, if it is there.
+    pub fn ints(&self, node: &Node, index: usize) -> Result<Option<Vec<i64>>, Refusal> {
+        let Some(id) = node.inputs.get(index).copied().flatten() else { return Ok(None) };
+        let constant = self.graph.constant_ints(id).or_else(|| {
+            let content = self.graph.value(id).content.as_ref()?;
+            content.iter().map(graph::SymDim::fixed).collect()
+        });
+        let name = &self.graph.value(id).name;
+        constant.map(Some).ok_or_else(|| format!("'{name}' is only known when the model runs"))
+    }
+
+    /// Reshape, Flatten, Squeeze, Unsqueeze, Identity: the same elements under another shape.
+    pub fn reshape(&mut self, node: &Node) -> Result<(), Refusal> {
+        let output = Self::only_output(node)?;
+        let shape = self.shape(output)?;
+        let input = self.input(node, 0)?;
+        let view = match input.reshaped(&shape) {
+            Some(view) => view,
+            None => {
+                let packed = self.in_row_major(input)?;
+                packed.reshaped(&shape).ok_or("shapes of different sizes")?
+            }
+        };
+        self.define(output, view);
+        Ok(())
+    }
+
+    /// Transpose.
+    pub fn transpose(&mut self, node: &Node, perm: Option<&[usize]>) -> Result<(), Refusal> {
+        let output = Self::only_output(node)?;
+        let input = self.input(node, 0)?;
+        let reversed: Vec<usize> = (0..input.shape.len()).rev().collect();
+        self.define(output, input.permuted(perm.unwrap_or(&reversed)));
+        Ok(())
+    }
+
+    /// Expand.
+    pub fn expand(&mut self, node: &Node) -> Result<(), Refusal> {
+        let output = Self::only_output(node)?;
+        let shape = self.shape(output)?;
+        let view = self.input(node, 0)?.broadcast(&shape).ok_or("shapes that do not broadcast")?;
+        self.define(output, view);
+        Ok(())
+    }
+
+    /// Slice with constant bounds and forward steps.
+    pub fn slice(&mut self, node: &Node) -> Result<(), Refusal> {
+        let output = Self::only_output(node)?;
+        let starts = self.ints(node, 1)?.ok_or("no starts")?;
+        let shape = self.shape(output)?;
+        let mut view = self.input(node, 0)?;
+        let axes = match self.ints(node, 3)? {
+            Some(axes) => axes,
+            None => (0..starts.len() as i64).collect(),
+        };
+        let steps = self.ints(node, 4)?.unwrap_or_else(|| vec![1; starts.len()]);
+        for ((start, axis), step) in starts.into_iter().zip(axes).zip(steps) {
+            let rank = view.shape.len() as i64;
+            let axis = usize::try_from(if axis < 0 { axis + rank } else { axis }).ok();
+            let axis =
+                axis.filter(|axis| *axis < view.shape.len()).ok_or("an axis beyond the rank")?;
+            let step = usize::try_from(step).ok().filter(|step| *step > 0);
+            let step = step.ok_or("a slice that runs backwards; reverse it before the model")?;
+            let size = view.shape[axis] as i64;
+            let from = if start < 0 { start + size } else { start }.clamp(0, size) as usize;
+            view = view.sliced(axis, from, shape[axis], step);
+        }
+        self.define(output, view);
+        Ok(())
+    }
+
+    /// Split along `axis`; the parts' sizes are those of the outputs.
+    pub fn split(&mut self, node: &Node, axis: i64) -> Result<(), Refusal> {
+        let view = self.input(node, 0)?;
+        let rank = view.shape.len() as i64;
+        let axis = usize::try_from(if axis < 0 { axis + rank } else { axis }).ok();
+        let axis = axis.filter(|axis| *axis < view.shape.len()).ok_or("an axis beyond the rank")?;
+        let sizes = self.split_sizes(node, axis, view.shape[axis])?;
+        let mut start = 0;
+        for (output, size) in node.outputs.iter().zip(sizes) {
+            if let Some(id) = output {
+                self.define(*id, view.sliced(axis, start, size, 1));
+            }
+            start += size;
+        }
+        Ok(())
+    }
+
+    fn split_sizes(&self, node: &Node, axis: usize, total: usize) -> Result<Vec<usize>, Refusal> {
+        if let Some(sizes) = self.ints(node, 1)? {
+            let sizes: Option<Vec<usize>> =
+                sizes.into_iter().map(|size| usize::try_from(size).ok()).collect();
+            return sizes.ok_or_else(|| "a negative size".to_string());
+        }
+        let first = node.outputs.iter().flatten().next().ok_or("no output")?;
+        let part = self.shape(*first)?[axis];
+        let part =
+            if node.outputs[0].is_some() { part } else { total.div_ceil(node.outputs.len()) };
+        let size = |index: usize| part.min(total.saturating_sub(index * part));
+        Ok((0..node.outputs.len()).map(size).collect())
+    }
+
+    /// Gather with one constant index: a slice. False for any other.
+    pub fn gather_one(&mut self, node: &Node, axis: i64) -> Result<bool, Refusal> {
+        let Some(indices) = node.inputs.get(1).copied().flatten() else { return Ok(false) };
+        let constant = self.graph.constant(indices).filter(|tensor| tensor.len() == 1);
+        let Some(index) = constant.and_then(|_| self.graph.constant_ints(indices)) else {
+            return Ok(false);
+        };
+        let output = Self::only_output(node)?;
+        let shape = self.shape(output)?;
+        let view: View = self.input(node, 0)?;
+        let rank = view.shape.len() as i64;
+        let axis = usize::try_from(if axis < 0 { axis + rank } else { axis }).ok();
+        let axis = axis.filter(|axis| *axis < view.shape.len()).ok_or("an axis beyond the rank")?;
+        let size = view.shape[axis] as i64;
+        let index = if index[0] < 0 { index[0] + size } else { index[0] };
+        if !(0..size).contains(&index) {
+            return Err(format!("index {index} of {size}"));
+        }
+        let one = view.sliced(axis, index as usize, 1, 1);
+        match one.reshaped(&shape) {
+            Some(view) => self.define(output, view),
+            None => {
+                let packed = self.in_row_major(one)?;
+                self.define(output, packed.reshaped(&shape).ok_or("an unexpected shape")?);
+            }
+        }
+        Ok(true)
+    }
+}

@@ -1,0 +1,327 @@
+//! Tile shapes of the tensor-core product (`kernels/conv.cuh`), and which of them are worth trying on a problem.
+
+use super::draft::KernelText;
+
+/// How a tile walks over its input as the depth advances; see `Walk` in `kernels/conv_load.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Walk {
+    /// Anything.
+    General,
+    /// 1x1 without padding.
+    Point,
+    /// Depth a multiple of the step, no dilation.
+    Taps,
+}
+
+/// How the parts of a split product come together; see `Reduce` in `kernels/conv_load.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Parts {
+    /// Not split.
+    Whole,
+    /// Through memory.
+    Workspace,
+    /// Through a cluster.
+    Cluster,
+}
+
+/// `BM x BN` outputs and `BK` depth a step, `WM x WN x WK` warps, a ring of `stages`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tile {
+    /// Rows of the output.
+    pub bm: usize,
+    /// Columns of the output.
+    pub bn: usize,
+    /// Depth of a step.
+    pub bk: usize,
+    /// Warps along rows, columns and depth.
+    pub warps: (usize, usize, usize),
+    /// Steps in flight.
+    pub stages: usize,
+    /// Channels a copy takes: 8, or 4 for an image.
+    pub vec: usize,
+}
+
+const fn tile(
+    bm: usize,
+    bn: usize,
+    bk: usize,
+    warps: (usize, usize, usize),
+    stages: usize,
+    vec: usize,
+) -> Tile {
+    Tile { bm, bn, bk, warps, stages, vec }
+}
+
+/// Shapes for inputs of eight channels and more.
+const PLAIN: [Tile; 16] = [
+    tile(64, 64, 64, (2, 2, 1), 4, 8),
+    tile(128, 128, 32, (2, 4, 1), 4, 8),
+    tile(128, 128, 64, (2, 4, 1), 3, 8),
+    tile(64, 128, 64, (2, 2, 1), 3, 8),
+    tile(16, 64, 64, (1, 1, 4), 6, 8),
+    tile(16, 64, 64, (1, 4, 1), 6, 8),
+    tile(16, 128, 64, (1, 2, 2), 4, 8),
+    tile(32, 32, 64, (1, 1, 4), 6, 8),
+    tile(32, 64, 64, (1, 2, 2), 4, 8),
+    tile(64, 32, 64, (2, 1, 2), 4, 8),
+    tile(64, 64, 64, (2, 2, 2), 4, 8),
+    tile(128, 64, 64, (2, 2, 1), 3, 8),
+    tile(128, 32, 64, (4, 1, 1), 3, 8),
+    tile(256, 64, 32, (4, 2, 1), 4, 8),
+    tile(128, 256, 32, (2, 4, 1), 4, 8),
+    tile(256, 128, 32, (4, 2, 1), 4, 8),
+];
+
+/// Shapes that normalise their input on the way.
+const NORMALIZING: [Tile; 6] = [
+    tile(16, 64, 64, (1, 1, 4), 6, 8),
+    tile(32, 32, 64, (1, 1, 4), 6, 8),
+    tile(32, 64, 64, (1, 2, 2), 4, 8),
+    tile(64, 64, 64, (2, 2, 1), 4, 8),
+    tile(64, 128, 64, (2, 2, 1), 3, 8),
+    tile(128, 128, 32, (2, 4, 1), 4, 8),
+];
+
+/// Shapes for images of four channels.
+const IMAGE: [Tile; 3] = [
+    tile(64, 64, 32, (2, 2, 1), 4, 4),
+    tile(64, 32, 32, (2, 2, 1), 4, 4),
+    tile(128, 64, 32, (4, 2, 1), 4, 4),
+];
+
+/// Shapes for walks over anything.
+const GENERAL: [Tile; 2] = [tile(64, 64, 64, (2, 2, 1), 4, 8), tile(32, 32, 64, (1, 1, 4), 6, 8)];
+
+/// The depth a normalising tile can hold scales for; `kPreDepth` of `ConvConfig`.
+pub const NORMALIZED_DEPTH_MAX: usize = 2560;
+
+/// The most arrival words a split product may use.
+pub const ARRIVALS_MAX: usize = 1 << 16;
+
+/// The most workspace a split product may use.
+pub const WORKSPACE_BYTES_MAX: usize = 64 << 20;
+
+/// A product as the choice of tiles sees it.
+#[derive(Clone, Copy, Debug)]
+pub struct Problem {
+    /// Output pixels.
+    pub rows: usize,
+    /// Output channels, rounded up to eight.
+    pub columns: usize,
+    /// Taps times channels.
+    pub depth: usize,
+    /// Channels a copy may take: 8, or 4 for an image.
+    pub vec: usize,
+    /// The walk.
+    pub walk: Walk,
+    /// Whether the input is normalised on the way.
+    pub normalizes: bool,
+    /// Multiprocessors of the device.
+    pub multiprocessors: usize,
+}
+
+/// A tile with a split of the depth.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Variant {
+    /// The shape.
+    pub tile: Tile,
+    /// Parts of the depth.
+    pub splits: usize,
+    /// How they come together.
+    pub parts: Parts,
+}
+
+impl Tile {
+    /// Threads of a block.
+    pub fn threads(&self) -> usize {
+        self.warps.0 * self.warps.1 * self.warps.2 * 32
+    }
+
+    /// Floats of one staged part of the sums.
+    pub fn part_floats(&self) -> usize {
+        self.bm * (self.bn + 8)
+    }
+
+    /// Dynamic shared memory; `kShared` of `ConvConfig`.
+    pub fn shared_bytes(&self, normalizes: bool) -> usize {
+        let ring = (self.bm + self.bn) * self.bk * 2 * self.stages;
+        let sums = self.warps.2 * self.part_floats() * 4;
+        let scales = if normalizes { NORMALIZED_DEPTH_MAX * 4 } else { 0 };
+        ring.max(sums) + self.bn * 4 + scales
+    }
+
+    /// The kernel for `walk`.
+    pub fn kernel(&self, walk: Walk, normalizes: bool) -> KernelText {
+        let (wm, wn, wk) = self.warps;
+        let walk = match walk {
+            Walk::General => "tiles::kGeneral",
+            Walk::Point => "tiles::kPoint",
+            Walk::Taps => "tiles::kTaps",
+        };
+        let Tile { bm, bn, bk, stages, vec, .. } = self;
+        KernelText {
+            source: "#include \"conv.cuh\"\n".to_string(),
+            expression: format!(
+                "tiles::Conv<tiles::ConvConfig<{bm}, {bn}, {bk}, {wm}, {wn}, {wk}, {stages}, {walk}, {vec}, {normalizes}>>"
+            ),
+            threads: self.threads() as u32,
+            shared_bytes: self.shared_bytes(normalizes) as u32,
+        }
+    }
+
+    fn blocks_per_multiprocessor(&self, normalizes: bool) -> usize {
+        let by_memory = (226 << 10) / (self.shared_bytes(normalizes) + 1024);
+        let fragments = (self.bm / self.warps.0 / 16) * (self.bn / self.warps.1 / 8);
+        let by_registers = 65536 / (self.threads() * (fragments * 4 + 64));
+        by_memory.min(by_registers).max(1)
+    }
+}
+
+impl Problem {
+    /// Every variant worth timing, the one that should be fastest first.
+    pub fn variants(&self) -> Vec<Variant> {
+        let mut all: Vec<Variant> =
+            self.tiles().iter().flat_map(|tile| self.splits_of(*tile)).collect();
+        all.sort_by(|a, b| self.estimate_us(a).total_cmp(&self.estimate_us(b)));
+        all
+    }
+
+    fn tiles(&self) -> Vec<Tile> {
+        let family: &[Tile] = match (self.vec, self.normalizes, self.walk) {
+            (4, ..) => &IMAGE,
+            (_, true, _) => &NORMALIZING,
+            (_, _, Walk::General) => &GENERAL,
+            _ => &PLAIN,
+        };
+        let fitting: Vec<Tile> = family.iter().copied().filter(|tile| self.suits(tile)).collect();
+        if fitting.is_empty() { vec![family[0]] } else { fitting }
+    }
+
+    fn tile_count(&self, tile: &Tile) -> usize {
+        self.rows.div_ceil(tile.bm) * self.columns.div_ceil(tile.bn)
+    }
+
+    /// Whether a tile is neither much larger than the problem nor far too small for it.
+    fn suits(&self, tile: &Tile) -> bool {
+        let tiles = self.tile_count(tile);
+        let covered = (tiles * tile.bm * tile.bn) as f64;
+        let waste = covered / (self.rows * self.columns) as f64;
+        let smallest = tile.bm * tile.bn <= 16 * 64 || (self.rows < 16 && tile.bm == 16);
+        let small = tile.bm * tile.bn <= 2048;
+        let far_too_many =
+            tiles > 48 * self.multiprocessors || (small && tiles > 8 * self.multiprocessors);
+        (waste <= 2.5 || smallest) && !(self.vec == 8 && far_too_many)
+    }
+
+    fn splits_of(&self, tile: Tile) -> Vec<Variant> {
+        let tiles = self.tile_count(&tile);
+        let steps = self.depth.div_ceil(tile.bk);
+        let mut variants = vec![Variant { tile, splits: 1, parts: Parts::Whole }];
+        for splits in [2, 3, 4, 6, 8, 12, 16] {
+            if tiles * splits > 4 * self.multiprocessors || steps < splits * 2 {
+                break;
+            }
+            // Clusters beyond eight blocks are not portable.
+            if splits <= 8 {
+                variants.push(Variant { tile, splits, parts: Parts::Cluster });
+            }
+            let variant = Variant { tile, splits, parts: Parts::Workspace };
+            let fits =
+                variant.workspace_bytes(self) <= WORKSPACE_BYTES_MAX && tiles <= ARRIVALS_MAX;
+            if fits && splits.is_power_of_two() {
+                variants.push(variant);
+            }
+        }
+        variants
+    }
+
+    /// A rough model of the time, to order variants nobody has timed: what an SM must do with all its blocks
+    /// at the rate of its tensor cores and of its share of L2, or the latency of a chain of steps, whichever is
+    /// longer.
+    fn estimate_us(&self, variant: &Variant) -> f64 {
+        const FLOP_PER_US: f64 = 3.0e6;
+        const L2_BYTES_PER_US: f64 = 55.0e3;
+        const STEP_LATENCY_US: f64 = 0.35;
+        let tile = variant.tile;
+        let blocks = self.tile_count(&tile) * variant.splits;
+        let steps = self.depth.div_ceil(tile.bk).div_ceil(variant.splits) as f64;
+        let per_multiprocessor = blocks.div_ceil(self.multiprocessors);
+        let resident = tile.blocks_per_multiprocessor(self.normalizes);
+        let step_work = ((2 * tile.bm * tile.bn * tile.bk) as f64 / FLOP_PER_US)
+            .max(((tile.bm + tile.bn) * tile.bk * 2) as f64 / L2_BYTES_PER_US);
+        let busy = per_multiprocessor as f64 * steps * step_work;
+        let rounds = per_multiprocessor.div_ceil(resident) as f64;
+        let latency = rounds * steps * (STEP_LATENCY_US / tile.warps.2 as f64).max(step_work);
+        let joining = match variant.parts {
+            Parts::Whole => 0.0,
+            Parts::Cluster => 1.2,
+            Parts::Workspace => 2.0,
+        };
+        busy.max(latency) + rounds * 0.8 + joining
+    }
+}
+
+impl Variant {
+    /// A name for tables and caches.
+    pub fn name(&self) -> String {
+        let Tile { bm, bn, bk, warps, .. } = self.tile;
+        let depth = if warps.2 > 1 { format!("k{}", warps.2) } else { String::new() };
+        let split = match self.parts {
+            Parts::Whole => String::new(),
+            Parts::Workspace => format!("/w{}", self.splits),
+            Parts::Cluster => format!("/c{}", self.splits),
+        };
+        format!("{bm}x{bn}x{bk}{depth}{split}")
+    }
+
+    /// Blocks.
+    pub fn tiles(&self, problem: &Problem) -> usize {
+        problem.tile_count(&self.tile) * self.splits
+    }
+
+    /// Output tiles, each with an arrival word when split through the workspace.
+    pub fn arrivals(&self, problem: &Problem) -> usize {
+        if self.parts == Parts::Workspace { problem.tile_count(&self.tile) } else { 0 }
+    }
+
+    /// Memory for the parts.
+    pub fn workspace_bytes(&self, problem: &Problem) -> usize {
+        if self.parts != Parts::Workspace {
+            return 0;
+        }
+        self.tiles(problem) * self.tile.warps.2 * self.tile.part_floats() * 4
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn problem(rows: usize, columns: usize, depth: usize) -> Problem {
+        let walk = Walk::Point;
+        Problem { rows, columns, depth, vec: 8, walk, normalizes: false, multiprocessors: 132 }
+    }
+
+    #[test]
+    fn every_problem_has_a_variant_without_a_cluster() {
+        for rows in [1, 7, 49, 196, 3136, 401_408] {
+            for (columns, depth) in [(8, 8), (64, 576), (1000, 2048), (4096, 25088)] {
+                let variants = problem(rows, columns, depth).variants();
+                assert!(variants.iter().any(|variant| variant.parts != Parts::Cluster));
+                let names: std::collections::HashSet<String> =
+                    variants.iter().map(Variant::name).collect();
+                assert_eq!(names.len(), variants.len(), "{rows} {columns} {depth}");
+            }
+        }
+    }
+
+    #[test]
+    fn small_problems_are_split_and_large_ones_get_large_tiles() {
+        let fc = problem(1, 4096, 25088).variants()[0];
+        assert!(fc.tile.bm == 16, "{}", fc.name());
+        let large = problem(100_352, 512, 1152).variants()[0];
+        assert!(large.tile.bm * large.tile.bn >= 64 * 128, "{}", large.name());
+        let deep = problem(49, 512, 4608).variants()[0];
+        assert!(deep.splits > 1, "{}", deep.name());
+    }
+}
