@@ -2,4 +2,6 @@
 
 pub mod args;
 pub mod draft;
+pub mod elementwise;
 pub mod view;
+pub mod walk;
