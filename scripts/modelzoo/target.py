@@ -15,11 +15,12 @@ IR_VERSION = 8
 
 @dataclass
 class Built:
-    """A finished model: the graph, one sample of every input, and files that belong to it."""
+    """A finished model: the graph, one sample of every input, and what belongs to it."""
 
     model: onnx.ModelProto
     samples: dict[str, np.ndarray]
     side_files: dict[str, str] = field(default_factory=dict)
+    module: object | None = None  # the torch module it was exported from, where there is one
 
 
 def write(built: Built, name: str, folder: Path) -> Path:

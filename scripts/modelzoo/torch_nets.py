@@ -108,7 +108,7 @@ def _vision(make: Callable[..., nn.Module], side: int = 224, **options: object) 
     calibrate_head(model, batches[0])
     sample = _pictures(1, side)
     exported = _export(model, (sample,), ["image"], "logits", {0: "batch"})
-    return Built(exported, {"image": sample.numpy()})
+    return Built(exported, {"image": sample.numpy()}, module=model)
 
 
 def resnet50() -> Built:
@@ -186,14 +186,16 @@ def takes_additive_mask(encoder: nn.Module) -> bool:
 def _text(encoder: nn.Module, vocabulary: int) -> Built:
     ids = torch.randint(1000, vocabulary, (2, TOKENS))
     mask = torch.ones_like(ids)
+    module = _LastHidden(encoder).eval()
     exported = _export(
-        _LastHidden(encoder).eval(),
+        module,
         (ids, mask),
         ["input_ids", "attention_mask"],
         "last_hidden_state",
         {0: "batch", 1: "sequence"},
     )
-    return Built(exported, {"input_ids": ids[:1].numpy(), "attention_mask": np.ones((1, TOKENS), np.int64)})
+    samples = {"input_ids": ids[:1].numpy(), "attention_mask": np.ones((1, TOKENS), np.int64)}
+    return Built(exported, samples, module=module)
 
 
 def distilbert() -> Built:

@@ -1,27 +1,30 @@
 //! Lowers ONNX models to GPU kernels and says what became of them.
 //!
-//! `kernels FILE SYMBOL=SIZE...` prints every step with its first choice; `--quiet` only the totals.
+//! `kernels FILE SYMBOL=SIZE...` prints every step with its first choice; `--quiet` only the totals;
+//! `--sources=FOLDER` writes the text of every kernel there.
 
+use std::hash::{Hash, Hasher};
 use std::path::Path;
 
 use compiler::gpu::GpuCompiler;
 use device::KernelCompiler;
-use model::gpu::{GpuTarget, Precision};
+use model::gpu::{GpuTarget, Kernel, Precision};
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let quiet = arguments.iter().any(|argument| argument == "--quiet");
+    let sources = arguments.iter().find_map(|argument| argument.strip_prefix("--sources="));
     let sizes: Vec<(String, usize)> = arguments
         .iter()
         .filter_map(|argument| argument.split_once('='))
         .filter_map(|(name, size)| Some((name.to_string(), size.parse().ok()?)))
         .collect();
     for file in arguments.iter().filter(|argument| argument.ends_with(".onnx")) {
-        show(Path::new(file), &sizes, quiet);
+        show(Path::new(file), &sizes, quiet, sources.map(Path::new));
     }
 }
 
-fn show(path: &Path, sizes: &[(String, usize)], quiet: bool) {
+fn show(path: &Path, sizes: &[(String, usize)], quiet: bool, sources: Option<&Path>) {
     let plan = match compiler::compile_onnx_file(path, &graph::Limits::default(), None) {
         Ok(plan) => plan,
         Err(error) => return println!("{}: {error}", path.display()),
@@ -36,6 +39,9 @@ fn show(path: &Path, sizes: &[(String, usize)], quiet: bool) {
             }
         }
         Ok(gpu) => {
+            for kernel in sources.iter().flat_map(|_| &gpu.kernels) {
+                write_source(sources.unwrap_or(path), kernel);
+            }
             for (index, step) in gpu.steps.iter().enumerate().filter(|_| !quiet) {
                 let launch = &step.choices[step.rt];
                 println!(
@@ -53,5 +59,20 @@ fn show(path: &Path, sizes: &[(String, usize)], quiet: bool) {
                 gpu.workspace_bytes >> 10
             );
         }
+    }
+}
+
+/// One module with both flavours, named by its content.
+fn write_source(folder: &Path, kernel: &Kernel) {
+    let Kernel { source, expression, threads, shared_bytes, args_bytes } = kernel;
+    let text = format!(
+        "#include \"entry.cuh\"\n{source}\nusing Op = {expression};\n\
+         TILES_EXPECT(Op, {threads}, {shared_bytes}, {args_bytes});\nTILES_REAL_TIME(Op)\nTILES_BEST_EFFORT(Op)\n"
+    );
+    let mut hash = std::hash::DefaultHasher::new();
+    text.hash(&mut hash);
+    let name = folder.join(format!("{:016x}.cu", hash.finish()));
+    if let Err(error) = std::fs::write(&name, text) {
+        println!("{}: {error}", name.display());
     }
 }

@@ -8,6 +8,7 @@
 pub mod args;
 pub mod attention;
 pub mod chain;
+pub mod check;
 pub mod concat;
 pub mod conv;
 pub mod depthwise;

@@ -67,8 +67,7 @@ impl ArgsWriter {
     pub fn fast_div(&mut self, divisor: usize) -> &mut Self {
         let divisor = divisor.max(1) as u64;
         let log = divisor.next_power_of_two().trailing_zeros();
-        let multiplier =
-            if divisor == 1 { 0 } else { ((1u64 << (31 + log)) + divisor - 1) / divisor };
+        let multiplier = if divisor == 1 { 0 } else { (1u64 << (31 + log)).div_ceil(divisor) };
         self.field(&(divisor as u32).to_le_bytes());
         self.field(&(multiplier as u32).to_le_bytes());
         self.field(&log.saturating_sub(1).to_le_bytes());

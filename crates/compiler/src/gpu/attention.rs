@@ -17,7 +17,8 @@ fn token_stride(view: &View) -> Option<usize> {
     let ordered = view.strides[3] == 1
         && (heads == 1 || view.strides[1] == WIDTH)
         && (batch == 1 || view.strides[0] == tokens * stride);
-    let aligned = stride % 8 == 0 && view.offset % 8 == 0 && view.element == Element::F16;
+    let aligned =
+        stride.is_multiple_of(8) && view.offset.is_multiple_of(8) && view.element == Element::F16;
     (ordered && aligned).then_some(stride)
 }
 

@@ -124,34 +124,34 @@ impl Lowering<'_> {
         id: ValueId,
         shape: &[usize],
     ) -> Result<Expr, Refusal> {
-        if let Some(constant) = self.graph.constant(id).filter(|tensor| tensor.len() == 1) {
-            if let Some(expr) = scalar(constant, self.element(id)?) {
+        if let Some(constant) = self.graph.constant(id).filter(|tensor| tensor.len() == 1)
+            && let Some(expr) = scalar(constant, self.element(id)?)
+        {
+            return Ok(expr);
+        }
+        if self.reads[id.index()] == 1
+            && let Some(lazy) = self.take_lazy(id)
+        {
+            let room = chain.operators + operators(&lazy.expr) < OPERATORS_MAX
+                && chain.inputs.len() + lazy.inputs.len() + node.inputs.len() <= MAX_INPUTS;
+            let inputs = broadcast_all(&lazy.inputs, &lazy.shape);
+            if let Some(inputs) = inputs.filter(|_| room && lazy.shape == shape) {
+                let stored = lazy.element;
+                let numbers: Vec<usize> = inputs
+                    .into_iter()
+                    .map(|view| match chain.input(view) {
+                        Expr::Input(number) => number,
+                        _ => 0,
+                    })
+                    .collect();
+                chain.operators += operators(&lazy.expr);
+                let expr = renumbered(lazy.expr, &numbers);
+                // Integers and booleans are exact; a stored float would only have been rounded.
+                let same = stored.is_float() || matches!(expr, Expr::Input(_) | Expr::Cast(..));
+                let expr = if same { expr } else { Expr::Cast(stored, Box::new(expr)) };
                 return Ok(expr);
             }
-        }
-        if self.reads[id.index()] == 1 {
-            if let Some(lazy) = self.take_lazy(id) {
-                let room = chain.operators + operators(&lazy.expr) < OPERATORS_MAX
-                    && chain.inputs.len() + lazy.inputs.len() + node.inputs.len() <= MAX_INPUTS;
-                let inputs = broadcast_all(&lazy.inputs, &lazy.shape);
-                if let Some(inputs) = inputs.filter(|_| room && lazy.shape == shape) {
-                    let stored = lazy.element;
-                    let numbers: Vec<usize> = inputs
-                        .into_iter()
-                        .map(|view| match chain.input(view) {
-                            Expr::Input(number) => number,
-                            _ => 0,
-                        })
-                        .collect();
-                    chain.operators += operators(&lazy.expr);
-                    let expr = renumbered(lazy.expr, &numbers);
-                    // Integers and booleans are exact; a stored float would only have been rounded.
-                    let same = stored.is_float() || matches!(expr, Expr::Input(_) | Expr::Cast(..));
-                    let expr = if same { expr } else { Expr::Cast(stored, Box::new(expr)) };
-                    return Ok(expr);
-                }
-                self.defer(id, lazy);
-            }
+            self.defer(id, lazy);
         }
         let mut view = self.operand(id)?;
         if matches!(node.op, Op::ScaleShift { .. }) && index > 0 {

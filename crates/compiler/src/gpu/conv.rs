@@ -80,7 +80,7 @@ pub fn pixel_stride(view: &View, vec: usize) -> Option<usize> {
     let ordered = (c == 1 || strides[1] == 1)
         && (h == 1 || strides[2] == w * pixel)
         && (n == 1 || strides[0] == h * w * pixel);
-    let aligned = pixel % vec == 0 && view.offset % vec == 0 && pixel >= c;
+    let aligned = pixel % vec == 0 && view.offset.is_multiple_of(vec) && pixel >= c;
     (ordered && aligned && view.element == Element::F16).then_some(pixel)
 }
 
@@ -121,7 +121,10 @@ impl Product {
         if kernel == [1, 1] && pad == [0, 0] {
             return Walk::Point;
         }
-        let taps = self.in_c % 64 == 0 && dilation == [1, 1] && kernel[0] <= 16 && kernel[1] <= 16;
+        let taps = self.in_c.is_multiple_of(64)
+            && dilation == [1, 1]
+            && kernel[0] <= 16
+            && kernel[1] <= 16;
         if taps { Walk::Taps } else { Walk::General }
     }
 
@@ -541,7 +544,7 @@ pub fn rows_of(view: &View, rows: usize, columns: usize) -> Option<View> {
     if rows == 1 {
         flat.strides[0] = columns.next_multiple_of(8);
     }
-    let aligned = flat.strides[0] % 8 == 0 && flat.offset % 8 == 0 && columns % 8 == 0;
+    let aligned = flat.strides[0] % 8 == 0 && flat.offset % 8 == 0 && columns.is_multiple_of(8);
     let neighbours = columns == 1 || flat.strides[1] == 1;
     (flat.element == Element::F16 && aligned && neighbours && flat.strides[0] >= columns)
         .then_some(flat)

@@ -105,7 +105,7 @@ impl Lowering<'_> {
     /// Products of the same operand with other constants, which then need no launch of their own.
     fn siblings(&self, node: &Node, product: &op::MatMul) -> Vec<MatrixPart> {
         let input = node.inputs.first();
-        let wide = |part: &MatrixPart| part.columns % 8 == 0;
+        let wide = |part: &MatrixPart| part.columns.is_multiple_of(8);
         let like = |other: &&Node| {
             !std::ptr::eq(*other, node)
                 && other.op == Op::MatMul(*product)

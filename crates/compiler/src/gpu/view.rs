@@ -266,7 +266,7 @@ fn reshaped_strides(runs: &[(usize, usize)], shape: &[usize]) -> Option<Vec<usiz
         if current.0 == 1 {
             current = *runs.next()?;
         }
-        if current.0 % shape[axis] != 0 {
+        if !current.0.is_multiple_of(shape[axis]) {
             return None;
         }
         strides[axis] = current.1;

@@ -1,0 +1,137 @@
+//! Whether a plan for a GPU can be what it claims. Knows the plan only, not how it was made.
+
+use model::gpu::{GpuPlan, GpuStep, Launch, Leavable, Place, Span};
+
+/// Everything wrong with `plan`; nothing when it is sound.
+pub fn faults(plan: &GpuPlan) -> Vec<String> {
+    let mut faults = Vec::new();
+    let mut written = Written::default();
+    for (index, step) in plan.steps.iter().enumerate() {
+        let mut fault = |what: String| faults.push(format!("step {index} ({}): {what}", step.name));
+        check_choices(plan, step, &mut fault);
+        for span in step.reads.iter().chain(&step.writes) {
+            if !is_inside(plan, span) {
+                fault(format!("{span:?} reaches beyond its memory"));
+            }
+        }
+        for span in &step.reads {
+            if !written.covers(span) {
+                fault(format!("{span:?} is read and nobody wrote it"));
+            }
+        }
+        for span in &step.writes {
+            if matches!(span.place, Place::Input(..) | Place::Weight(..)) {
+                fault(format!("{span:?} is written and must not be"));
+            }
+            written.add(span);
+        }
+    }
+    for (index, slot) in plan.outputs.iter().enumerate() {
+        let span = Span { place: Place::Output(index as u32, 0), bytes: slot.bytes };
+        if slot.bytes > 0 && !written.covers(&span) {
+            faults.push(format!("output '{}' is not written", slot.name));
+        }
+    }
+    faults
+}
+
+fn check_choices(plan: &GpuPlan, step: &GpuStep, fault: &mut impl FnMut(String)) {
+    if step.rt >= step.choices.len() || step.be >= step.choices.len() {
+        return fault("its choice does not exist".to_string());
+    }
+    if step.choices[step.be].cluster > 1 {
+        fault("best effort must not need blocks that run together".to_string());
+    }
+    if matches!(&step.leave, Leavable::AtTileBoundary(why) if why.is_empty()) {
+        fault("no reason why tiles must finish".to_string());
+    }
+    for launch in &step.choices {
+        check_launch(plan, launch, fault);
+    }
+}
+
+fn check_launch(plan: &GpuPlan, launch: &Launch, fault: &mut impl FnMut(String)) {
+    let Some(kernel) = plan.kernels.get(launch.kernel) else {
+        return fault(format!("{}: its kernel does not exist", launch.variant));
+    };
+    if launch.args.len() != kernel.args_bytes as usize {
+        fault(format!("{}: arguments of another size than the kernel's", launch.variant));
+    }
+    if launch.tiles == 0 || launch.cluster == 0 || !launch.tiles.is_multiple_of(launch.cluster) {
+        fault(format!(
+            "{}: {} tiles in clusters of {}",
+            launch.variant, launch.tiles, launch.cluster
+        ));
+    }
+    for patch in &launch.patches {
+        if patch.at as usize + 8 > launch.args.len() || patch.at % 8 != 0 {
+            fault(format!("{}: an address at byte {}", launch.variant, patch.at));
+        }
+        if !is_inside(plan, &Span { place: patch.to, bytes: 1 }) {
+            fault(format!("{}: {:?} does not exist", launch.variant, patch.to));
+        }
+    }
+}
+
+fn is_inside(plan: &GpuPlan, span: &Span) -> bool {
+    let (offset, size) = match span.place {
+        Place::Arena(offset) => (offset, plan.arena_bytes),
+        Place::Workspace(offset) => (offset, plan.workspace_bytes),
+        Place::Arrivals => return true,
+        Place::Weight(index, offset) => {
+            (offset, plan.weights.get(index as usize).map_or(0, |weight| weight.bytes))
+        }
+        Place::Input(index, offset) => {
+            (offset, plan.inputs.get(index as usize).map_or(0, |slot| slot.bytes))
+        }
+        Place::Output(index, offset) => {
+            (offset, plan.outputs.get(index as usize).map_or(0, |slot| slot.bytes))
+        }
+    };
+    offset.checked_add(span.bytes).is_some_and(|end| end <= size)
+}
+
+/// What has been written so far, as runs of bytes.
+#[derive(Default)]
+struct Written {
+    arena: Vec<(u64, u64)>,
+    outputs: Vec<(u32, u64, u64)>,
+}
+
+impl Written {
+    fn add(&mut self, span: &Span) {
+        match span.place {
+            Place::Arena(offset) => {
+                let (mut start, mut end) = (offset, offset + span.bytes);
+                self.arena.retain(|(from, to)| {
+                    let apart = *to < start || end < *from;
+                    if !apart {
+                        (start, end) = (start.min(*from), end.max(*to));
+                    }
+                    apart
+                });
+                self.arena.push((start, end));
+            }
+            Place::Output(index, offset) => {
+                self.outputs.push((index, offset, offset + span.bytes));
+            }
+            _ => {}
+        }
+    }
+
+    fn covers(&self, span: &Span) -> bool {
+        match span.place {
+            Place::Arena(offset) => {
+                let end = offset + span.bytes;
+                self.arena.iter().any(|(from, to)| *from <= offset && end <= *to)
+            }
+            Place::Output(index, offset) => {
+                let end = offset + span.bytes;
+                self.outputs
+                    .iter()
+                    .any(|(i, from, to)| *i == index && *from <= offset && end <= *to)
+            }
+            _ => true,
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! Models lowered to GPU kernels: plans are sound, share weights between sizes, and look as expected.
+
+use std::collections::HashMap;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+use compiler::gpu::{GpuCompiler, check};
+use device::KernelCompiler;
+use model::gpu::{GpuPlan, GpuTarget, Precision};
+use model::op::{Activation, Binary, Conv, MatMul, Op, Padding, Pool, PoolKind, Unary, Window};
+use model::{DataType, Dim, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
+
+/// Builds launch plans by hand: the batch is symbolic, everything else a number.
+#[derive(Default)]
+struct Builder {
+    plan: LaunchPlan,
+    random: u64,
+}
+
+impl Builder {
+    fn value(&mut self, shape: Vec<Dim>, dtype: DataType) -> ValueId {
+        let id = ValueId(self.plan.values.len() as u32);
+        self.plan.values.push(ValueInfo { name: format!("v{}", id.0), dtype, shape: Some(shape) });
+        id
+    }
+
+    fn activation(&mut self, sizes: &[usize]) -> ValueId {
+        let batch = Dim::Symbol("batch".to_string());
+        let shape = std::iter::once(batch).chain(sizes.iter().map(|size| Dim::Fixed(*size)));
+        self.value(shape.collect(), DataType::F32)
+    }
+
+    fn input(&mut self, sizes: &[usize]) -> ValueId {
+        let id = self.activation(sizes);
+        self.plan.inputs.push(id);
+        id
+    }
+
+    fn constant(&mut self, shape: &[usize]) -> ValueId {
+        let mut next = || {
+            self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (self.random >> 40) as f32 / (1 << 24) as f32 - 0.5
+        };
+        let values: Vec<f32> = (0..shape.iter().product::<usize>()).map(|_| next()).collect();
+        let dims = shape.iter().map(|size| Dim::Fixed(*size)).collect();
+        let id = self.value(dims, DataType::F32);
+        self.plan.constants.push((id, Tensor::from_vec(shape.to_vec(), values).unwrap()));
+        id
+    }
+
+    fn step(&mut self, op: Op, inputs: &[Option<ValueId>], sizes: &[usize]) -> ValueId {
+        let output = self.activation(sizes);
+        let name = format!("s{}", self.plan.steps.len());
+        let (inputs, outputs) = (inputs.to_vec(), vec![Some(output)]);
+        self.plan.steps.push(Step { name, op, inputs, outputs, last_uses: vec![] });
+        output
+    }
+
+    fn conv(
+        &mut self,
+        x: ValueId,
+        from: [usize; 3],
+        to: usize,
+        edge: usize,
+        groups: usize,
+    ) -> ValueId {
+        let weight = self.constant(&[to, from[0] / groups, edge, edge]);
+        let bias = self.constant(&[to]);
+        let padding = Padding::Explicit(vec![edge / 2; 4]);
+        let window = Window { kernel: vec![edge; 2], strides: vec![], dilations: vec![], padding };
+        let op = Op::Conv(Conv { window, groups, activation: Activation::Relu });
+        self.step(op, &[Some(x), Some(weight), Some(bias)], &[to, from[1], from[2]])
+    }
+
+    fn finish(mut self, output: ValueId) -> LaunchPlan {
+        self.plan.outputs = vec![output];
+        self.plan.plan_lifetimes();
+        self.plan.check().unwrap();
+        self.plan
+    }
+}
+
+/// Three layers that concatenate all that came before, as DenseNet does.
+fn dense() -> LaunchPlan {
+    let mut b = Builder::default();
+    let image = b.input(&[3, 12, 12]);
+    let mut parts = vec![b.conv(image, [3, 12, 12], 16, 3, 1)];
+    let mut channels = 16;
+    let mut whole = parts[0];
+    for _ in 0..3 {
+        let (scale, shift) = (b.constant(&[channels]), b.constant(&[channels]));
+        let op = Op::ScaleShift { activation: Activation::Relu };
+        let normal = b.step(op, &[Some(whole), Some(scale), Some(shift)], &[channels, 12, 12]);
+        let narrow = b.conv(normal, [channels, 12, 12], 32, 1, 1);
+        parts.push(b.conv(narrow, [32, 12, 12], 8, 3, 1));
+        channels += 8;
+        let inputs: Vec<Option<ValueId>> = parts.iter().copied().map(Some).collect();
+        whole = b.step(Op::Concat { axis: 1 }, &inputs, &[channels, 12, 12]);
+    }
+    b.finish(whole)
+}
+
+/// Odd channels, depthwise filters, pooling, and a chain of element operators with a branch.
+fn odd() -> LaunchPlan {
+    let mut b = Builder::default();
+    let image = b.input(&[5, 9, 9]);
+    let x = b.conv(image, [5, 9, 9], 20, 3, 1);
+    let x = b.conv(x, [20, 9, 9], 24, 1, 1);
+    let x = b.conv(x, [24, 9, 9], 24, 3, 24);
+    let padding = Padding::Explicit(vec![]);
+    let window = Window { kernel: vec![3, 3], strides: vec![2, 2], dilations: vec![], padding };
+    let kind = PoolKind::Max;
+    let op = Op::Pool(Pool { kind, window, ceil_mode: false });
+    let x = b.step(op, &[Some(x)], &[24, 4, 4]);
+    let gate = b.step(Op::Unary(Unary::Sigmoid), &[Some(x)], &[24, 4, 4]);
+    let scaled = b.step(Op::Binary(Binary::Mul), &[Some(x), Some(gate)], &[24, 4, 4]);
+    let half = b.constant(&[1]);
+    let x = b.step(Op::Binary(Binary::Add), &[Some(scaled), Some(half)], &[24, 4, 4]);
+    let x = b.step(Op::Flatten { axis: 1 }, &[Some(x)], &[384]);
+    let (weight, bias) = (b.constant(&[384, 10]), b.constant(&[10]));
+    let op = Op::MatMul(MatMul::default());
+    let x = b.step(op, &[Some(x), Some(weight), Some(bias)], &[10]);
+    b.finish(x)
+}
+
+/// Self-attention with two heads: three products of one operand become one launch.
+fn encoder() -> LaunchPlan {
+    let mut b = Builder::default();
+    let x = b.input(&[16, 128]);
+    let mut heads = Vec::new();
+    for _ in 0..3 {
+        let (weight, bias) = (b.constant(&[128, 128]), b.constant(&[128]));
+        let op = Op::MatMul(MatMul::default());
+        let y = b.step(op, &[Some(x), Some(weight), Some(bias)], &[16, 128]);
+        let shape = b.value(vec![Dim::Fixed(4)], DataType::I64);
+        let sizes = Tensor::from_vec(vec![4], vec![0i64, 0, 2, 64]).unwrap();
+        b.plan.constants.push((shape, sizes));
+        let op = Op::Reshape { allow_zero: false };
+        let y = b.step(op, &[Some(y), Some(shape)], &[16, 2, 64]);
+        heads.push(b.step(
+            Op::Transpose { perm: Some(vec![0, 2, 1, 3]) },
+            &[Some(y)],
+            &[2, 16, 64],
+        ));
+    }
+    let inputs: Vec<Option<ValueId>> = heads.into_iter().map(Some).collect();
+    let y = b.step(Op::Attention { scale: 0.125 }, &inputs, &[2, 16, 64]);
+    let y = b.step(Op::Transpose { perm: Some(vec![0, 2, 1, 3]) }, &[Some(y)], &[16, 2, 64]);
+    let shape = b.value(vec![Dim::Fixed(3)], DataType::I64);
+    b.plan.constants.push((shape, Tensor::from_vec(vec![3], vec![0i64, 0, 128]).unwrap()));
+    let y = b.step(Op::Reshape { allow_zero: false }, &[Some(y), Some(shape)], &[16, 128]);
+    let (weight, bias) = (b.constant(&[128, 128]), b.constant(&[128]));
+    let op = Op::MatMul(MatMul::default());
+    let y = b.step(op, &[Some(y), Some(weight), Some(bias), Some(x)], &[16, 128]);
+    let (scale, shift) = (b.constant(&[128]), b.constant(&[128]));
+    let op = Op::LayerNorm { axis: -1, epsilon: 1e-5 };
+    let y = b.step(op, &[Some(y), Some(scale), Some(shift)], &[16, 128]);
+    b.finish(y)
+}
+
+fn lower(plan: &LaunchPlan, batch: usize) -> GpuPlan {
+    let target = GpuTarget { capability: 90, multiprocessors: 132, precision: Precision::F16 };
+    let sizes = [("batch".to_string(), batch)];
+    GpuCompiler::default().lower(plan, &sizes, &target).unwrap()
+}
+
+fn plans() -> Vec<(&'static str, LaunchPlan)> {
+    vec![("dense", dense()), ("odd", odd()), ("encoder", encoder())]
+}
+
+#[test]
+fn plans_are_sound_at_every_size() {
+    for (name, plan) in plans() {
+        for batch in [1, 2, 7, 32] {
+            assert_eq!(check::faults(&lower(&plan, batch)), Vec::<String>::new(), "{name} {batch}");
+        }
+    }
+}
+
+#[test]
+fn the_check_finds_what_is_broken() {
+    let sound = lower(&dense(), 2);
+    let break_it = |change: fn(&mut GpuPlan)| {
+        let mut plan = sound.clone();
+        change(&mut plan);
+        check::faults(&plan)
+    };
+    assert!(!break_it(|plan| plan.steps.swap(1, 2)).is_empty(), "order");
+    assert!(!break_it(|plan| plan.arena_bytes = 256).is_empty(), "arena");
+    assert!(!break_it(|plan| drop(plan.steps.pop())).is_empty(), "missing output");
+    assert!(!break_it(|plan| plan.steps[2].choices[0].args.truncate(8)).is_empty(), "arguments");
+    assert!(!break_it(|plan| plan.steps[2].choices.clear()).is_empty(), "no choice");
+}
+
+#[test]
+fn weights_are_shared_between_sizes_and_as_long_as_they_say() {
+    for (name, plan) in plans() {
+        let (one, many) = (lower(&plan, 1), lower(&plan, 32));
+        let keys: HashMap<_, _> = one.weights.iter().map(|weight| (&weight.key, weight)).collect();
+        assert_eq!(keys.len(), one.weights.len(), "{name}: a key twice");
+        for weight in &many.weights {
+            let bytes = (weight.pack.0)();
+            assert_eq!(bytes.len() as u64, weight.bytes, "{name} {:?}", weight.key);
+            assert_eq!((keys[&weight.key].pack.0)(), bytes, "{name} {:?}", weight.key);
+        }
+    }
+}
+
+#[test]
+fn concatenations_cost_no_copy_and_sibling_products_one_launch() {
+    let copies = |plan: &GpuPlan| plan.steps.iter().filter(|step| step.op == "Copy").count();
+    // The input's conversion and the output's.
+    assert_eq!(copies(&lower(&dense(), 1)), 2);
+    let products = lower(&encoder(), 1).steps.iter().filter(|step| step.op == "MatMul").count();
+    assert_eq!(products, 2);
+}
+
+/// What a person would check by eye: steps with their sizes and first variants.
+fn listing(plan: &GpuPlan) -> String {
+    let mut text = String::new();
+    for step in &plan.steps {
+        let launch = &step.choices[step.rt];
+        let (variant, tiles) = (&launch.variant, launch.tiles);
+        let _ = writeln!(text, "{:18} {variant:14} {tiles:4} {}", step.op, step.signature);
+    }
+    let _ = writeln!(text, "arena {} workspace {}", plan.arena_bytes, plan.workspace_bytes);
+    for kernel in &plan.kernels {
+        let _ = writeln!(text, "{}", kernel.expression);
+        text.push_str(&kernel.source);
+    }
+    text
+}
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(format!("{name}.txt"))
+}
+
+/// `ATOLL_BLESS=1` rewrites the files; the difference is then for review.
+#[test]
+fn listings_are_as_committed() {
+    for (name, plan) in plans() {
+        let text = listing(&lower(&plan, 2));
+        let path = golden(name);
+        if std::env::var_os("ATOLL_BLESS").is_some() {
+            std::fs::write(&path, &text).unwrap();
+        }
+        let committed = std::fs::read_to_string(&path).unwrap_or_default();
+        assert!(committed == text, "{} differs; ATOLL_BLESS=1 rewrites it", path.display());
+    }
+}
