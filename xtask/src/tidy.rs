@@ -83,11 +83,12 @@ fn check_edges(metadata: &Metadata, table: &Table) -> Vec<String> {
         for dependency in &package.dependencies {
             let other = dependency.name.as_str();
             let is_ours = house.contains(other) && other != name;
-            if is_ours && !allowed.contains(other) && !allowed.contains("all") {
-                let kind = match dependency.kind {
-                    DependencyKind::Development => "tests use",
-                    _ => "uses",
-                };
+            let in_tests = dependency.kind == DependencyKind::Development;
+            let may = allowed.contains(other)
+                || allowed.contains("all")
+                || (in_tests && allowed.contains(&format!("{other}(tests)")));
+            if is_ours && !may {
+                let kind = if in_tests { "tests use" } else { "uses" };
                 problems
                     .push(format!("crate {name} {kind} {other}, which the table does not allow"));
             }
