@@ -1,0 +1,229 @@
+//! A GPU as a [`Device`].
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+
+use device::{
+    CompletionSink, Device, DeviceError, DeviceInfo, KernelCompiler, PreemptionLevel, Program,
+    Queue, QueueOptions,
+};
+use model::LaunchPlan;
+use model::gpu::{GpuTarget, Precision};
+
+use crate::control::Epoch;
+use crate::cubin_cache::CubinCache;
+use crate::driver::{Context, DriverFacts, Priority, Stream};
+use crate::error::OpenError;
+use crate::hub::Hub;
+use crate::kernel_text::architecture;
+use crate::kernels::{Kernels, Progress};
+use crate::nvml::{Health, Nvml};
+use crate::nvrtc::Nvrtc;
+use crate::program::{CudaProgram, unsupported_steps};
+use crate::queue::{BestEffortQueue, Polling, RealTimeQueue};
+use crate::toolkit::Toolkit;
+use crate::tuning::{self, Tuning};
+
+/// The oldest GPU the kernels run on: they copy asynchronously.
+const CAPABILITY_NEEDED: u32 = 80;
+
+/// How a GPU is used.
+#[derive(Clone, Debug)]
+pub struct CudaOptions {
+    /// What activations and weights are stored in.
+    pub precision: Precision,
+    /// Where compiled kernels and tuned choices are kept; nowhere when absent.
+    pub cache_dir: Option<PathBuf>,
+    /// A CUDA toolkit, tried before `CUDA_HOME`, `CUDA_PATH` and the usual places.
+    pub toolkit: Option<PathBuf>,
+    /// Queues the device says it runs side by side with profit.
+    pub queues: usize,
+    /// Best-effort launches in flight on a queue. Each one more adds the time of a launch to how long leaving takes.
+    pub in_flight: usize,
+    /// Plans a program keeps, one for each set of sizes; the one used least recently goes.
+    pub plans_most: usize,
+    /// Sizes to prepare for when a model is loaded, by symbol; others count as 1.
+    pub sizes: Vec<(String, usize)>,
+    /// Freed device memory kept for the next allocation.
+    pub spare_bytes: u64,
+    /// How queues wait for the device.
+    pub polling: Polling,
+}
+
+impl Default for CudaOptions {
+    fn default() -> CudaOptions {
+        CudaOptions {
+            precision: Precision::default(),
+            cache_dir: None,
+            toolkit: None,
+            queues: 4,
+            in_flight: 4,
+            plans_most: 32,
+            sizes: Vec::new(),
+            spare_bytes: 1 << 30,
+            polling: Polling::default(),
+        }
+    }
+}
+
+/// One GPU.
+pub struct CudaDevice {
+    hub: Arc<Hub>,
+    nvml: OnceLock<Result<Nvml, String>>,
+}
+
+impl CudaDevice {
+    /// The GPU `ordinal`, whose kernels `compiler` makes.
+    pub fn open(
+        ordinal: usize,
+        options: CudaOptions,
+        compiler: Arc<dyn KernelCompiler>,
+    ) -> Result<CudaDevice, OpenError> {
+        let context = Context::open(ordinal)?;
+        let facts = context.facts().clone();
+        if facts.capability < CAPABILITY_NEEDED {
+            let (capability, needed) = (facts.capability, CAPABILITY_NEEDED);
+            return Err(OpenError::OldDevice { ordinal, capability, needed });
+        }
+        context.keep_freed(options.spare_bytes)?;
+        let toolkit = Toolkit::find(options.toolkit.as_deref())?;
+        let nvrtc = Nvrtc::new(&toolkit, architecture(facts.capability), compiler.headers())
+            .map_err(OpenError::NoCompiler)?;
+        let cache = CubinCache::open(options.cache_dir.as_deref()).map_err(OpenError::Cache)?;
+        let target = GpuTarget {
+            capability: facts.capability,
+            multiprocessors: facts.multiprocessors,
+            precision: options.precision,
+        };
+        let info = DeviceInfo {
+            name: format!("cuda:{ordinal}"),
+            description: describe(&facts, options.precision),
+            preemption: PreemptionLevel::InsideTile,
+            memory: context.free_memory()?,
+            queues: options.queues.max(1),
+        };
+        let high = || Stream::new(&context, Priority::High);
+        let hub = Hub {
+            kernels: Kernels::new(context.clone(), nvrtc, cache),
+            epoch: Epoch::new(Arc::new(high()?))?,
+            memory_stream: Arc::new(Stream::new(&context, Priority::Low)?),
+            capture_stream: Mutex::new(high()?),
+            tuning: RwLock::default(),
+            context,
+            info,
+            target,
+            options,
+            compiler,
+        };
+        let device = CudaDevice { hub: Arc::new(hub), nvml: OnceLock::new() };
+        if let Some(path) = device.tuning_path() {
+            device.replace_tuning(Tuning::read(&path));
+        }
+        Ok(device)
+    }
+
+    pub(crate) fn hub(&self) -> &Arc<Hub> {
+        &self.hub
+    }
+
+    /// What plans are made for.
+    pub fn target(&self) -> GpuTarget {
+        self.hub.target
+    }
+
+    /// The GPU's product name.
+    pub fn gpu_name(&self) -> &str {
+        &self.hub.context.facts().name
+    }
+
+    /// The driver's CUDA version, 13000 for 13.0, and the compiler's, (13, 0).
+    pub fn versions(&self) -> (i32, (i32, i32)) {
+        (self.hub.context.facts().driver_version, self.hub.kernels.compiler_version())
+    }
+
+    /// Loads as [`Device::load`] does and tells how many kernels are compiled.
+    pub fn load_with(
+        &self,
+        plan: Arc<LaunchPlan>,
+        progress: Progress<'_>,
+    ) -> Result<Arc<dyn Program>, DeviceError> {
+        Ok(Arc::new(CudaProgram::load(self.hub.clone(), plan, progress)?))
+    }
+
+    /// How the GPU is doing; the reason when NVML does not tell.
+    pub fn health(&self) -> Result<Health, String> {
+        let open = || Nvml::open(&self.hub.context.facts().pci_bus_id);
+        self.nvml.get_or_init(open).as_ref().map(Nvml::health).map_err(Clone::clone)
+    }
+
+    fn tuning_path(&self) -> Option<PathBuf> {
+        let facts = self.hub.context.facts();
+        let precision = match self.hub.options.precision {
+            Precision::F16 => "f16",
+            Precision::BF16 => "bf16",
+            Precision::F32 => "f32",
+        };
+        let name = tuning::file_name(&facts.name, facts.driver_version, precision);
+        Some(self.hub.options.cache_dir.as_ref()?.join(name))
+    }
+
+    fn replace_tuning(&self, tuning: Tuning) {
+        *self.hub.tuning.write().unwrap_or_else(PoisonError::into_inner) = tuning;
+    }
+
+    /// The variants in use for plans made from now on.
+    pub fn tuning(&self) -> Tuning {
+        self.hub.tuning().clone()
+    }
+
+    /// Adds `tuning` to the variants in use, and keeps all of them on disk where there is a cache. Programs that are
+    /// loaded already stay as they are.
+    pub fn set_choices(&self, tuning: Tuning) -> Result<(), String> {
+        let mut all = self.tuning();
+        all.choices.extend(tuning.choices);
+        if let Some(path) = self.tuning_path() {
+            all.write(&path).map_err(|err| format!("{}: {err}", path.display()))?;
+        }
+        self.replace_tuning(all);
+        Ok(())
+    }
+}
+
+fn describe(facts: &DriverFacts, precision: Precision) -> String {
+    format!(
+        "{} with {} multiprocessors, compute capability {}.{}, CUDA {}.{}, {precision:?}",
+        facts.name,
+        facts.multiprocessors,
+        facts.capability / 10,
+        facts.capability % 10,
+        facts.driver_version / 1000,
+        facts.driver_version % 1000 / 10,
+    )
+}
+
+impl Device for CudaDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.hub.info
+    }
+
+    fn unsupported_steps(&self, plan: &LaunchPlan) -> Vec<DeviceError> {
+        unsupported_steps(&self.hub, plan)
+    }
+
+    fn load(&self, plan: Arc<LaunchPlan>) -> Result<Arc<dyn Program>, DeviceError> {
+        self.load_with(plan, &|_, _| {})
+    }
+
+    fn open_queue(
+        &self,
+        options: QueueOptions,
+        sink: Arc<dyn CompletionSink>,
+    ) -> Result<Box<dyn Queue>, DeviceError> {
+        self.hub.alive()?;
+        let hub = self.hub.clone();
+        Ok(match options.high_priority {
+            true => Box::new(RealTimeQueue::open(hub, options, sink)?),
+            false => Box::new(BestEffortQueue::open(hub, options, sink)?),
+        })
+    }
+}

@@ -1,0 +1,15 @@
+//! The driver's objects with their lifetimes, and every call's code looked at.
+
+mod context;
+mod event;
+mod graph;
+mod memory;
+mod module;
+mod stream;
+
+pub(crate) use context::{Context, DriverFacts};
+pub(crate) use event::Event;
+pub(crate) use graph::Graph;
+pub(crate) use memory::{DeviceBuffer, PinnedBuffer, PinnedWord};
+pub(crate) use module::{Function, Module};
+pub(crate) use stream::{LaunchShape, Priority, Stream};

@@ -1,0 +1,266 @@
+//! A GPU's primary context, and the memory of whether it still works.
+
+use std::cell::Cell;
+use std::ffi::{CStr, c_char, c_int};
+use std::sync::{Arc, OnceLock};
+
+use base::Bytes;
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUmemoryPool, CUresult};
+
+use crate::error::{CudaError, OpenError, is_sticky};
+
+/// The oldest driver that has every function called here, as `cuDriverGetVersion` tells it.
+const DRIVER_NEEDED: i32 = 12_080;
+
+/// What is fixed about a GPU and its driver.
+#[derive(Clone, Debug)]
+pub(crate) struct DriverFacts {
+    /// The product's name.
+    pub(crate) name: String,
+    /// The driver's CUDA version, 13000 for 13.0.
+    pub(crate) driver_version: i32,
+    /// Compute capability, 90 for 9.0.
+    pub(crate) capability: u32,
+    pub(crate) multiprocessors: u32,
+    /// Address on the PCI bus, by which NVML knows the GPU.
+    pub(crate) pci_bus_id: String,
+}
+
+/// A GPU we hold.
+pub(crate) struct Context {
+    raw: CUcontext,
+    device: CUdevice,
+    pool: CUmemoryPool,
+    facts: DriverFacts,
+    fault: OnceLock<String>,
+}
+
+// SAFETY: a context handle may be used from any thread, and each thread makes it current before its calls.
+unsafe impl Send for Context {}
+// SAFETY: as above; the driver locks its own state.
+unsafe impl Sync for Context {}
+
+thread_local! {
+    /// The context this thread made current last; nobody else in the process changes it.
+    static CURRENT: Cell<CUcontext> = const { Cell::new(std::ptr::null_mut()) };
+}
+
+impl Context {
+    /// Holds the GPU `ordinal`.
+    pub(crate) fn open(ordinal: usize) -> Result<Arc<Context>, OpenError> {
+        start_driver()?;
+        let count = device_count()?;
+        let no_such = OpenError::NoSuchDevice { ordinal, count };
+        let number = c_int::try_from(ordinal).map_err(|_| no_such.clone())?;
+        if ordinal >= count {
+            return Err(no_such);
+        }
+        let mut device: CUdevice = 0;
+        // SAFETY: the driver is started and `device` is a place for its answer.
+        check("cuDeviceGet", unsafe { sys::cuDeviceGet(&mut device, number) })?;
+        let facts = read_facts(device)?;
+        let mut raw: CUcontext = std::ptr::null_mut();
+        // SAFETY: `device` came from the driver; the context is released when this value is dropped.
+        check("cuDevicePrimaryCtxRetain", unsafe {
+            sys::cuDevicePrimaryCtxRetain(&mut raw, device)
+        })?;
+        let pool: CUmemoryPool = std::ptr::null_mut();
+        let mut context = Context { raw, device, pool, facts, fault: OnceLock::new() };
+        context.enter()?;
+        // SAFETY: `device` came from the driver and `pool` is a place for its answer.
+        let code = unsafe { sys::cuDeviceGetDefaultMemPool(&mut context.pool, device) };
+        context.check("cuDeviceGetDefaultMemPool", code)?;
+        Ok(Arc::new(context))
+    }
+
+    pub(crate) fn facts(&self) -> &DriverFacts {
+        &self.facts
+    }
+
+    /// The pool that device memory comes from.
+    pub(super) fn pool(&self) -> CUmemoryPool {
+        self.pool
+    }
+
+    /// Keeps up to `bytes` of freed memory for the next allocation.
+    pub(crate) fn keep_freed(&self, bytes: u64) -> Result<(), CudaError> {
+        self.enter()?;
+        let mut threshold = bytes;
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        // SAFETY: this attribute is a 64-bit number, which `threshold` is.
+        let code = unsafe {
+            sys::cuMemPoolSetAttribute(self.pool, attribute, (&raw mut threshold).cast())
+        };
+        self.check("cuMemPoolSetAttribute", code)
+    }
+
+    /// Why nothing works any more, if so.
+    pub(crate) fn fault(&self) -> Option<&str> {
+        self.fault.get().map(String::as_str)
+    }
+
+    /// Makes this the calling thread's context; refuses once the device is faulted.
+    pub(crate) fn enter(&self) -> Result<(), CudaError> {
+        if let Some(reason) = self.fault.get() {
+            return Err(CudaError::Faulted(reason.clone()));
+        }
+        if CURRENT.get() == self.raw {
+            return Ok(());
+        }
+        // SAFETY: the context is retained for as long as `self` lives.
+        self.check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.raw) })?;
+        CURRENT.set(self.raw);
+        Ok(())
+    }
+
+    /// `code` as a result. An error that lasts marks the device as faulted.
+    pub(crate) fn check(&self, call: &'static str, code: CUresult) -> Result<(), CudaError> {
+        if code == CUresult::CUDA_SUCCESS {
+            return Ok(());
+        }
+        let err = describe(call, code);
+        if !is_sticky(code) {
+            return Err(err);
+        }
+        let reason = self.fault.get_or_init(|| {
+            tracing::error!(gpu = %self.facts.name, "{err}; the device is faulted");
+            err.to_string()
+        });
+        Err(CudaError::Faulted(reason.clone()))
+    }
+
+    /// Free memory of the device.
+    pub(crate) fn free_memory(&self) -> Result<Bytes, CudaError> {
+        self.enter()?;
+        let (mut free, mut total) = (0usize, 0usize);
+        // SAFETY: both are places for the driver's answer.
+        self.check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
+        Ok(Bytes(free as u64))
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        CURRENT.set(std::ptr::null_mut());
+        // SAFETY: retained once in `open` and not used after this; an error has nobody to go to.
+        let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
+}
+
+/// `code` in the driver's words.
+pub(crate) fn describe(call: &'static str, code: CUresult) -> CudaError {
+    if code == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+        return CudaError::OutOfMemory { call, bytes: Bytes(0) };
+    }
+    let mut name: *const c_char = std::ptr::null();
+    let mut text: *const c_char = std::ptr::null();
+    // SAFETY: both are places for the driver's answer, a static string or null.
+    unsafe {
+        let _ = sys::cuGetErrorName(code, &mut name);
+        let _ = sys::cuGetErrorString(code, &mut text);
+    }
+    CudaError::Call { call, code: code as u32, name: static_text(name), text: static_text(text) }
+}
+
+fn static_text(text: *const c_char) -> String {
+    if text.is_null() {
+        return "unknown".to_string();
+    }
+    // SAFETY: the driver's error texts are static and end with a zero.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+fn check(call: &'static str, code: CUresult) -> Result<(), CudaError> {
+    if code == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(describe(call, code)) }
+}
+
+/// Loads and starts the driver, or says what is missing.
+fn start_driver() -> Result<(), OpenError> {
+    // SAFETY: asks the loader for the library by name. NVIDIA's driver library has no unsound start-up code.
+    if !unsafe { sys::is_culib_present() } {
+        let help = "libcuda.so.1 is not on this machine; install NVIDIA's driver, or in a container pass the GPU through";
+        return Err(OpenError::NoDriver(help.to_string()));
+    }
+    // SAFETY: the library is there; flags must be 0.
+    let code = unsafe { sys::cuInit(0) };
+    if code != CUresult::CUDA_SUCCESS {
+        let err = describe("cuInit", code);
+        return Err(OpenError::NoDriver(format!("{err}; see whether nvidia-smi works")));
+    }
+    let mut version = 0;
+    // SAFETY: a place for the driver's answer.
+    check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) })?;
+    if version < DRIVER_NEEDED {
+        let (found, needed) = (version_text(version), version_text(DRIVER_NEEDED));
+        return Err(OpenError::OldDriver { found, needed });
+    }
+    Ok(())
+}
+
+/// 13.0 for 13000.
+fn version_text(version: i32) -> String {
+    format!("{}.{}", version / 1000, version % 1000 / 10)
+}
+
+fn device_count() -> Result<usize, OpenError> {
+    let mut count = 0;
+    // SAFETY: the driver is started and `count` is a place for its answer.
+    match unsafe { sys::cuDeviceGetCount(&mut count) } {
+        CUresult::CUDA_ERROR_NO_DEVICE => Ok(0),
+        code => {
+            check("cuDeviceGetCount", code)?;
+            Ok(usize::try_from(count).unwrap_or(0))
+        }
+    }
+}
+
+fn read_facts(device: CUdevice) -> Result<DriverFacts, OpenError> {
+    let attribute = |which| {
+        let mut value = 0;
+        // SAFETY: `device` came from the driver and `value` is a place for its answer.
+        check("cuDeviceGetAttribute", unsafe {
+            sys::cuDeviceGetAttribute(&mut value, which, device)
+        })?;
+        Ok::<u32, OpenError>(u32::try_from(value).unwrap_or(0))
+    };
+    use CUdevice_attribute as A;
+    let major = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+    let minor = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+    let mut driver_version = 0;
+    // SAFETY: a place for the driver's answer.
+    check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut driver_version) })?;
+    Ok(DriverFacts {
+        name: read_text("cuDeviceGetName", |text, len| {
+            // SAFETY: `text` has room for `len` characters.
+            unsafe { sys::cuDeviceGetName(text, len, device) }
+        })?,
+        driver_version,
+        capability: major * 10 + minor,
+        multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        pci_bus_id: read_text("cuDeviceGetPCIBusId", |text, len| {
+            // SAFETY: `text` has room for `len` characters.
+            unsafe { sys::cuDeviceGetPCIBusId(text, len, device) }
+        })?,
+    })
+}
+
+fn read_text(
+    call: &'static str,
+    read: impl FnOnce(*mut c_char, c_int) -> CUresult,
+) -> Result<String, OpenError> {
+    let mut text = [0u8; 128];
+    check(call, read(text.as_mut_ptr().cast(), text.len() as c_int))?;
+    let end = text.iter().position(|&byte| byte == 0).unwrap_or(text.len());
+    Ok(String::from_utf8_lossy(&text[..end]).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_read_as_people_write_them() {
+        assert_eq!(version_text(13_000), "13.0");
+        assert_eq!(version_text(12_040), "12.4");
+    }
+}

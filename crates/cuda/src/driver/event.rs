@@ -1,0 +1,60 @@
+//! Points in a stream with their time.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUevent};
+
+use super::{Context, Stream};
+use crate::error::CudaError;
+
+/// A point in a stream.
+pub(crate) struct Event {
+    raw: CUevent,
+    context: Arc<Context>,
+}
+
+// SAFETY: an event handle may be used from any thread.
+unsafe impl Send for Event {}
+
+impl Event {
+    pub(crate) fn new(context: &Arc<Context>) -> Result<Event, CudaError> {
+        context.enter()?;
+        let mut raw: CUevent = std::ptr::null_mut();
+        // SAFETY: `raw` is a place for the driver's answer; destroyed when this value is dropped.
+        context.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, 0) })?;
+        Ok(Event { raw, context: context.clone() })
+    }
+
+    /// The point after everything in `stream` so far.
+    pub(crate) fn record(&self, stream: &Stream) -> Result<(), CudaError> {
+        self.context.enter()?;
+        // SAFETY: both handles are alive.
+        self.context.check("cuEventRecord", unsafe { sys::cuEventRecord(self.raw, stream.raw()) })
+    }
+
+    /// Waits for the point to be passed.
+    pub(crate) fn wait(&self) -> Result<(), CudaError> {
+        self.context.enter()?;
+        // SAFETY: the handle is alive.
+        self.context.check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.raw) })
+    }
+
+    /// Microseconds from `earlier` to this; both must have been passed.
+    pub(crate) fn micros_since(&self, earlier: &Event) -> Result<f64, CudaError> {
+        self.context.enter()?;
+        let mut millis = 0f32;
+        // SAFETY: both handles are alive and `millis` is a place for the answer.
+        let code = unsafe { sys::cuEventElapsedTime_v2(&mut millis, earlier.raw, self.raw) };
+        self.context.check("cuEventElapsedTime", code)?;
+        Ok(f64::from(millis) * 1e3)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if self.context.enter().is_ok() {
+            // SAFETY: created in `new` and not used after this.
+            let _ = unsafe { sys::cuEventDestroy_v2(self.raw) };
+        }
+    }
+}

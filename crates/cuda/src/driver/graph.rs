@@ -1,0 +1,62 @@
+//! Many launches as one.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUgraph, CUgraphExec};
+
+use super::{Context, Stream};
+use crate::error::CudaError;
+
+/// A recorded chain of launches. What its kernels point to must outlive it.
+pub(crate) struct Graph {
+    exec: CUgraphExec,
+    context: Arc<Context>,
+}
+
+// SAFETY: an executable graph may be launched from any thread; only one at a time does (`launch` takes `&self` of a value
+// that one queue owns).
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// Makes `captured` ready to be launched, and puts it on the device so that the first launch is not slower.
+    pub(super) fn instantiate(
+        context: &Arc<Context>,
+        captured: CUgraph,
+        stream: &Stream,
+    ) -> Result<Graph, CudaError> {
+        let mut exec: CUgraphExec = std::ptr::null_mut();
+        // SAFETY: `captured` is a graph that capture ended with; `exec` is a place for the answer.
+        let made = context.check("cuGraphInstantiate", unsafe {
+            sys::cuGraphInstantiateWithFlags(&mut exec, captured, 0)
+        });
+        // SAFETY: the executable graph does not need the one it is made of.
+        let freed = context.check("cuGraphDestroy", unsafe { sys::cuGraphDestroy(captured) });
+        made?;
+        let graph = Graph { exec, context: context.clone() };
+        freed?;
+        // SAFETY: both handles are alive.
+        context.check("cuGraphUpload", unsafe { sys::cuGraphUpload(graph.exec, stream.raw()) })?;
+        stream.synchronize()?;
+        Ok(graph)
+    }
+
+    /// Queues all of it.
+    ///
+    /// # Safety
+    /// What the recorded kernels read and write is alive until they are done, and no other launch of this graph or
+    /// of one over the same memory is in flight elsewhere.
+    pub(crate) unsafe fn launch(&self, stream: &Stream) -> Result<(), CudaError> {
+        self.context.enter()?;
+        // SAFETY: both handles are alive; the caller answers for the memory.
+        self.context.check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(self.exec, stream.raw()) })
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        if self.context.enter().is_ok() {
+            // SAFETY: made in `instantiate` and not used after this.
+            let _ = unsafe { sys::cuGraphExecDestroy(self.exec) };
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Compiled kernels on the device.
+
+use std::ffi::{CStr, c_int};
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUfunction, CUfunction_attribute, CUmodule};
+
+use super::Context;
+use crate::error::CudaError;
+
+/// The largest cluster every GPU with clusters takes; beyond it a kernel must say that it dares.
+const PORTABLE_CLUSTER: u32 = 8;
+
+/// A loaded cubin.
+pub(crate) struct Module {
+    raw: CUmodule,
+    context: Arc<Context>,
+}
+
+// SAFETY: a module handle may be used from any thread.
+unsafe impl Send for Module {}
+// SAFETY: as above; the driver locks its own state.
+unsafe impl Sync for Module {}
+
+/// A kernel of a module, with what it takes of a multiprocessor.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Function {
+    raw: CUfunction,
+    pub(crate) registers: u32,
+    /// Bytes a thread spills to memory.
+    pub(crate) local_bytes: u32,
+    /// Blocks a multiprocessor holds at once.
+    pub(crate) blocks: u32,
+}
+
+// SAFETY: a function handle may be used from any thread; its module outlives it by the structure that holds both.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+impl Module {
+    /// Puts `image` on the device now: a load in the middle of requests would wait for running kernels.
+    pub(crate) fn load(context: &Arc<Context>, image: &[u8]) -> Result<Module, CudaError> {
+        context.enter()?;
+        let mut raw: CUmodule = std::ptr::null_mut();
+        // SAFETY: `image` is a cubin as NVRTC made it (the cache checks its digest); the driver copies it.
+        let code = unsafe { sys::cuModuleLoadData(&mut raw, image.as_ptr().cast()) };
+        context.check("cuModuleLoadData", code)?;
+        Ok(Module { raw, context: context.clone() })
+    }
+
+    /// The kernel `name` for blocks of `threads` with `shared` bytes of dynamic shared memory.
+    pub(crate) fn function(
+        &self,
+        name: &CStr,
+        threads: u32,
+        shared: u32,
+    ) -> Result<Function, CudaError> {
+        use CUfunction_attribute as A;
+        let context = &self.context;
+        context.enter()?;
+        let mut raw: CUfunction = std::ptr::null_mut();
+        // SAFETY: the module is alive, `name` ends with a zero.
+        let code = unsafe { sys::cuModuleGetFunction(&mut raw, self.raw, name.as_ptr()) };
+        context.check("cuModuleGetFunction", code)?;
+        // SAFETY: the function is of a module that is alive.
+        context.check("cuFuncLoad", unsafe { sys::cuFuncLoad(raw) })?;
+        let most = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: as above.
+        let code = unsafe { sys::cuFuncSetAttribute(raw, most, shared as c_int) };
+        context.check("cuFuncSetAttribute", code)?;
+        let read = |which| {
+            let mut value = 0;
+            // SAFETY: as above, and `value` is a place for the answer.
+            let code = unsafe { sys::cuFuncGetAttribute(&mut value, which, raw) };
+            context.check("cuFuncGetAttribute", code)?;
+            Ok::<u32, CudaError>(u32::try_from(value).unwrap_or(0))
+        };
+        let mut blocks = 0;
+        // SAFETY: as above.
+        let code = unsafe {
+            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                &mut blocks,
+                raw,
+                threads as c_int,
+                shared as usize,
+            )
+        };
+        context.check("cuOccupancyMaxActiveBlocksPerMultiprocessor", code)?;
+        Ok(Function {
+            raw,
+            registers: read(A::CU_FUNC_ATTRIBUTE_NUM_REGS)?,
+            local_bytes: read(A::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?,
+            blocks: u32::try_from(blocks).unwrap_or(0),
+        })
+    }
+
+    /// Lets `function` be launched in clusters of `blocks`.
+    pub(crate) fn allow_cluster(&self, function: &Function, blocks: u32) -> Result<(), CudaError> {
+        if blocks <= PORTABLE_CLUSTER {
+            return Ok(());
+        }
+        self.context.enter()?;
+        let dare = CUfunction_attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
+        // SAFETY: the function is of this module, which is alive.
+        let code = unsafe { sys::cuFuncSetAttribute(function.raw, dare, 1) };
+        self.context.check("cuFuncSetAttribute", code)
+    }
+}
+
+impl Function {
+    pub(super) fn raw(&self) -> CUfunction {
+        self.raw
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        if self.context.enter().is_ok() {
+            // SAFETY: loaded in `load` and not used after this: who launched its kernels has waited for them.
+            let _ = unsafe { sys::cuModuleUnload(self.raw) };
+        }
+    }
+}

@@ -1,0 +1,236 @@
+//! Work in order: copies, launches, words.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use cudarc::driver::sys::{
+    self, CUgraph, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
+    CUlaunchAttributeValue_union__bindgen_ty_1 as ClusterDimension, CUlaunchConfig, CUresult,
+    CUstream, CUstream_flags, CUstreamCaptureMode,
+};
+
+use super::{Context, Function, Graph};
+use crate::error::CudaError;
+
+/// Whose blocks go first where both wait for room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Priority {
+    High,
+    Low,
+}
+
+/// How a kernel is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LaunchShape {
+    pub(crate) grid: u32,
+    pub(crate) threads: u32,
+    pub(crate) shared: u32,
+    /// Blocks that run together; 1 for none.
+    pub(crate) cluster: u32,
+    /// Blocks may start while the previous kernel's last ones still run; the kernel waits itself.
+    pub(crate) dependent: bool,
+}
+
+/// A queue of the driver.
+pub(crate) struct Stream {
+    raw: CUstream,
+    context: Arc<Context>,
+}
+
+// SAFETY: a stream handle may be used from any thread.
+unsafe impl Send for Stream {}
+// SAFETY: as above; the driver locks its own state.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    pub(crate) fn new(context: &Arc<Context>, priority: Priority) -> Result<Stream, CudaError> {
+        context.enter()?;
+        let (mut least, mut greatest) = (0, 0);
+        // SAFETY: both are places for the answer.
+        let code = unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) };
+        context.check("cuCtxGetStreamPriorityRange", code)?;
+        let number = if priority == Priority::High { greatest } else { least };
+        let mut raw: CUstream = std::ptr::null_mut();
+        let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: `raw` is a place for the answer; destroyed when this value is dropped.
+        let code = unsafe { sys::cuStreamCreateWithPriority(&mut raw, flags, number) };
+        context.check("cuStreamCreateWithPriority", code)?;
+        Ok(Stream { raw, context: context.clone() })
+    }
+
+    pub(crate) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    pub(super) fn raw(&self) -> CUstream {
+        self.raw
+    }
+
+    /// Waits for everything queued.
+    pub(crate) fn synchronize(&self) -> Result<(), CudaError> {
+        self.context.enter()?;
+        // SAFETY: the handle is alive.
+        self.context.check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.raw) })
+    }
+
+    /// Whether everything queued is done. This is how a failed kernel is noticed.
+    pub(crate) fn is_idle(&self) -> Result<bool, CudaError> {
+        self.context.enter()?;
+        // SAFETY: the handle is alive.
+        match unsafe { sys::cuStreamQuery(self.raw) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => self.context.check("cuStreamQuery", code).map(|()| true),
+        }
+    }
+
+    /// Copies to the device.
+    ///
+    /// # Safety
+    /// Both sides are `bytes` long and alive, and nobody writes to them, until the copy is done.
+    pub(crate) unsafe fn copy_in(
+        &self,
+        to: u64,
+        from: *const u8,
+        bytes: usize,
+    ) -> Result<(), CudaError> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.context.enter()?;
+        // SAFETY: the caller answers for both sides.
+        let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.raw) };
+        self.context.check("cuMemcpyHtoDAsync", code)
+    }
+
+    /// Copies from the device.
+    ///
+    /// # Safety
+    /// Both sides are `bytes` long and alive, and nobody else uses the target, until the copy is done.
+    pub(crate) unsafe fn copy_out(
+        &self,
+        to: *mut u8,
+        from: u64,
+        bytes: usize,
+    ) -> Result<(), CudaError> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.context.enter()?;
+        // SAFETY: the caller answers for both sides.
+        let code = unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.raw) };
+        self.context.check("cuMemcpyDtoHAsync", code)
+    }
+
+    /// Writes zeros over `words` 32-bit words.
+    ///
+    /// # Safety
+    /// The words are alive until the write is done.
+    pub(crate) unsafe fn clear(&self, address: u64, words: usize) -> Result<(), CudaError> {
+        if words == 0 {
+            return Ok(());
+        }
+        self.context.enter()?;
+        // SAFETY: the caller answers for the words.
+        let code = unsafe { sys::cuMemsetD32Async(address, 0, words, self.raw) };
+        self.context.check("cuMemsetD32Async", code)
+    }
+
+    /// Writes one word once everything before it is done. Needs no multiprocessor.
+    ///
+    /// # Safety
+    /// The word is alive until the write is done.
+    pub(crate) unsafe fn write_word(&self, address: u64, value: u32) -> Result<(), CudaError> {
+        self.context.enter()?;
+        // SAFETY: the caller answers for the word. The entry point without `_v2` is an older one that fails here.
+        let code = unsafe { sys::cuStreamWriteValue32_v2(self.raw, address, value, 0) };
+        self.context.check("cuStreamWriteValue32_v2", code)
+    }
+
+    /// Queues a kernel. `params` are its arguments, as bytes that are copied during the call.
+    ///
+    /// # Safety
+    /// `params` are as many and as large as the kernel's parameters, and what they point to is alive until it is done.
+    pub(crate) unsafe fn launch(
+        &self,
+        function: &Function,
+        shape: LaunchShape,
+        params: &[&[u8]],
+    ) -> Result<(), CudaError> {
+        self.context.enter()?;
+        let mut attributes = [attribute_of_cluster(shape.cluster), attribute_of_dependence()];
+        // The attributes that apply are a prefix or a suffix of the two.
+        let first = usize::from(shape.cluster <= 1);
+        let count = usize::from(shape.cluster > 1) + usize::from(shape.dependent);
+        let mut pointers = [std::ptr::null_mut::<c_void>(); 4];
+        for (pointer, param) in pointers.iter_mut().zip(params) {
+            *pointer = param.as_ptr().cast_mut().cast();
+        }
+        let config = CUlaunchConfig {
+            gridDimX: shape.grid,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: shape.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shape.shared,
+            hStream: self.raw,
+            attrs: attributes[first..].as_mut_ptr(),
+            numAttrs: count as u32,
+        };
+        // SAFETY: `config` and `pointers` live through the call; the caller answers for the parameters.
+        let code = unsafe {
+            sys::cuLaunchKernelEx(
+                &config,
+                function.raw(),
+                pointers.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        self.context.check("cuLaunchKernelEx", code)
+    }
+
+    /// What `record` queues, as a graph instead of running it.
+    pub(crate) fn capture(
+        &self,
+        record: impl FnOnce(&Stream) -> Result<(), CudaError>,
+    ) -> Result<Graph, CudaError> {
+        self.context.enter()?;
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the handle is alive.
+        let code = unsafe { sys::cuStreamBeginCapture_v2(self.raw, mode) };
+        self.context.check("cuStreamBeginCapture", code)?;
+        let recorded = record(self);
+        let mut captured: CUgraph = std::ptr::null_mut();
+        // SAFETY: capture was begun on this stream by this thread; it is ended whatever `record` said.
+        let code = unsafe { sys::cuStreamEndCapture(self.raw, &mut captured) };
+        let ended = self.context.check("cuStreamEndCapture", code);
+        recorded?;
+        ended?;
+        Graph::instantiate(&self.context, captured, self)
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.context.enter().is_ok() {
+            // SAFETY: made in `new` and not used after this; what is queued still runs.
+            let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
+        }
+    }
+}
+
+fn attribute_of_cluster(blocks: u32) -> CUlaunchAttribute {
+    CUlaunchAttribute {
+        id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+        pad: [0; 4],
+        value: CUlaunchAttributeValue { clusterDim: ClusterDimension { x: blocks, y: 1, z: 1 } },
+    }
+}
+
+fn attribute_of_dependence() -> CUlaunchAttribute {
+    CUlaunchAttribute {
+        id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+    }
+}

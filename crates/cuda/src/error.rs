@@ -1,0 +1,145 @@
+//! What can go wrong between us and the driver.
+
+use base::Bytes;
+use cudarc::driver::sys::CUresult;
+use device::DeviceError;
+use thiserror::Error;
+
+/// Why a device could not be opened. Each message says what would help.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum OpenError {
+    /// There is no driver on this machine, or it does not start.
+    #[error("no CUDA driver: {0}")]
+    NoDriver(String),
+    /// The driver is there and older than what is called here.
+    #[error(
+        "the CUDA driver supports CUDA {found}, at least {needed} is needed; update the driver"
+    )]
+    OldDriver {
+        /// The driver's version.
+        found: String,
+        /// The oldest that works.
+        needed: String,
+    },
+    /// There are GPUs, and this is none of them.
+    #[error("there is no cuda:{ordinal}: the driver knows {count} GPUs, counted from 0")]
+    NoSuchDevice {
+        /// What was asked for.
+        ordinal: usize,
+        /// How many there are.
+        count: usize,
+    },
+    /// The GPU is too old for the kernels.
+    #[error(
+        "cuda:{ordinal} has compute capability {capability}, the kernels need {needed} or higher"
+    )]
+    OldDevice {
+        /// What was asked for.
+        ordinal: usize,
+        /// What it can, 75 for 7.5.
+        capability: u32,
+        /// The least.
+        needed: u32,
+    },
+    /// The run-time compiler or its headers are missing.
+    #[error("{0}")]
+    NoCompiler(String),
+    /// A call failed.
+    #[error(transparent)]
+    Call(#[from] CudaError),
+    /// The folder of compiled kernels cannot be used.
+    #[error("{0}")]
+    Cache(String),
+}
+
+/// A call that did not succeed.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum CudaError {
+    /// The driver refused.
+    #[error("{call}: {name} ({code}): {text}")]
+    Call {
+        /// The function.
+        call: &'static str,
+        /// Its answer.
+        code: u32,
+        /// The answer's name.
+        name: String,
+        /// What the driver says of it.
+        text: String,
+    },
+    /// There is no memory left, on the device or pinned on the host.
+    #[error("{call}: out of memory, {bytes} were asked for")]
+    OutOfMemory {
+        /// The function.
+        call: &'static str,
+        /// What was asked for.
+        bytes: Bytes,
+    },
+    /// An earlier call met an error that nothing recovers from.
+    #[error("faulted: {0}")]
+    Faulted(String),
+    /// Something was asked for that makes no sense; no call was made.
+    #[error("{0}")]
+    Misuse(&'static str),
+}
+
+impl CudaError {
+    /// The same to the rest of the system. `free` is asked for only when memory ran out.
+    pub(crate) fn into_device_error(self, device: &str, free: impl FnOnce() -> u64) -> DeviceError {
+        let device = device.to_string();
+        match self {
+            CudaError::OutOfMemory { bytes, .. } => {
+                DeviceError::OutOfMemory { device, needed: bytes, available: Bytes(free()) }
+            }
+            CudaError::Faulted(reason) => DeviceError::Faulted { device, reason },
+            CudaError::Misuse(why) => DeviceError::BadPlan(why.to_string()),
+            CudaError::Call { .. } => DeviceError::Faulted { device, reason: self.to_string() },
+        }
+    }
+}
+
+/// Whether `code` poisons the context: every later call would fail too, and what earlier ones computed is lost.
+pub(crate) fn is_sticky(code: CUresult) -> bool {
+    matches!(
+        code,
+        CUresult::CUDA_ERROR_ECC_UNCORRECTABLE
+            | CUresult::CUDA_ERROR_NVLINK_UNCORRECTABLE
+            | CUresult::CUDA_ERROR_CONTAINED
+            | CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+            | CUresult::CUDA_ERROR_LAUNCH_TIMEOUT
+            | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED
+            | CUresult::CUDA_ERROR_ASSERT
+            | CUresult::CUDA_ERROR_HARDWARE_STACK_ERROR
+            | CUresult::CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | CUresult::CUDA_ERROR_MISALIGNED_ADDRESS
+            | CUresult::CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | CUresult::CUDA_ERROR_INVALID_PC
+            | CUresult::CUDA_ERROR_LAUNCH_FAILED
+            | CUresult::CUDA_ERROR_TENSOR_MEMORY_LEAK
+            | CUresult::CUDA_ERROR_MPS_CLIENT_TERMINATED
+            | CUresult::CUDA_ERROR_EXTERNAL_DEVICE
+            | CUresult::CUDA_ERROR_DEINITIALIZED
+            | CUresult::CUDA_ERROR_UNKNOWN
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_errors_that_last_are_sticky() {
+        assert!(is_sticky(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS));
+        assert!(is_sticky(CUresult::CUDA_ERROR_LAUNCH_FAILED));
+        assert!(!is_sticky(CUresult::CUDA_ERROR_OUT_OF_MEMORY));
+        assert!(!is_sticky(CUresult::CUDA_ERROR_INVALID_VALUE));
+        assert!(!is_sticky(CUresult::CUDA_ERROR_NOT_READY));
+    }
+
+    #[test]
+    fn memory_that_ran_out_is_told_with_both_amounts() {
+        let err = CudaError::OutOfMemory { call: "cuMemAlloc", bytes: Bytes(2048) };
+        let text = err.into_device_error("cuda:0", || 1024).to_string();
+        assert_eq!(text, "2.0 KiB needed, 1.0 KiB available on cuda:0");
+    }
+}

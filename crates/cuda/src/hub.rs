@@ -1,0 +1,97 @@
+//! What the parts of one device share.
+
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
+
+use base::Bytes;
+use device::{DeviceError, DeviceInfo, KernelCompiler};
+use model::gpu::GpuTarget;
+
+use crate::control::Epoch;
+use crate::device::CudaOptions;
+use crate::driver::{Context, Graph, Stream};
+use crate::error::CudaError;
+use crate::kernels::Kernels;
+use crate::tuning::Tuning;
+
+/// A device's parts.
+pub(crate) struct Hub {
+    pub(crate) context: Arc<Context>,
+    pub(crate) info: DeviceInfo,
+    pub(crate) target: GpuTarget,
+    pub(crate) options: CudaOptions,
+    pub(crate) compiler: Arc<dyn KernelCompiler>,
+    pub(crate) kernels: Kernels,
+    pub(crate) epoch: Epoch,
+    /// Orders allocations, frees and uploads.
+    pub(crate) memory_stream: Arc<Stream>,
+    /// Where graphs are recorded, one at a time; of high priority, which its kernels take over.
+    pub(crate) capture_stream: Mutex<Stream>,
+    pub(crate) tuning: RwLock<Tuning>,
+}
+
+impl Hub {
+    pub(crate) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    pub(crate) fn target(&self) -> &GpuTarget {
+        &self.target
+    }
+
+    pub(crate) fn options(&self) -> &CudaOptions {
+        &self.options
+    }
+
+    pub(crate) fn kernels(&self) -> &Kernels {
+        &self.kernels
+    }
+
+    pub(crate) fn epoch(&self) -> &Epoch {
+        &self.epoch
+    }
+
+    pub(crate) fn memory_stream(&self) -> &Arc<Stream> {
+        &self.memory_stream
+    }
+
+    pub(crate) fn tuning(&self) -> RwLockReadGuard<'_, Tuning> {
+        self.tuning.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Refuses once the device is faulted.
+    pub(crate) fn alive(&self) -> Result<(), DeviceError> {
+        match self.context.fault() {
+            None => Ok(()),
+            Some(reason) => Err(DeviceError::Faulted {
+                device: self.info.name.clone(),
+                reason: reason.to_string(),
+            }),
+        }
+    }
+
+    /// `err` to the rest of the system.
+    pub(crate) fn error(&self, err: CudaError) -> DeviceError {
+        let free = || self.context.free_memory().unwrap_or(Bytes(0)).0;
+        err.into_device_error(&self.info.name, free)
+    }
+
+    /// `err` as the failure of a step: what the driver refused, not what broke the device.
+    pub(crate) fn step_error(&self, step: &str, op: &str, err: CudaError) -> DeviceError {
+        match err {
+            CudaError::Call { .. } => DeviceError::StepFailed {
+                step: step.to_string(),
+                op: op.to_string(),
+                reason: err.to_string(),
+            },
+            other => self.error(other),
+        }
+    }
+
+    /// What `record` queues, as a graph.
+    pub(crate) fn capture(
+        &self,
+        record: impl FnOnce(&Stream) -> Result<(), CudaError>,
+    ) -> Result<Graph, CudaError> {
+        self.capture_stream.lock().unwrap_or_else(PoisonError::into_inner).capture(record)
+    }
+}

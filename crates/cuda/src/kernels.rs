@@ -1,0 +1,167 @@
+//! The kernels of a device: compiled once, from memory, from disk or by NVRTC, whoever asks.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use device::DeviceError;
+use model::gpu::Kernel;
+
+use crate::cubin_cache::{CacheKey, CubinCache};
+use crate::driver::{Context, Function, Module};
+use crate::kernel_text::{Flavour, module_text};
+use crate::nvrtc::Nvrtc;
+
+/// Compilers at work at once; each takes a few hundred megabytes.
+const COMPILERS_MOST: usize = 16;
+
+/// A kernel on the device.
+pub(crate) struct LoadedKernel {
+    module: Module,
+    functions: Vec<Function>,
+}
+
+impl LoadedKernel {
+    /// The kernel at `entry` of its flavour's entry points.
+    pub(crate) fn function(&self, entry: usize) -> &Function {
+        &self.functions[entry]
+    }
+
+    /// Lets the first entry point be launched in clusters of `blocks`.
+    pub(crate) fn allow_cluster(&self, blocks: u32) -> Result<(), crate::error::CudaError> {
+        self.module.allow_cluster(&self.functions[0], blocks)
+    }
+}
+
+/// A kernel as something.
+pub(crate) type Wanted = (Kernel, Flavour);
+
+/// How far a compilation is: done, and of how many.
+pub type Progress<'a> = &'a (dyn Fn(usize, usize) + Sync);
+
+/// All kernels of a device.
+pub(crate) struct Kernels {
+    context: Arc<Context>,
+    nvrtc: Nvrtc,
+    identity: Vec<Vec<u8>>,
+    cache: CubinCache,
+    threads: usize,
+    /// What is on the device, for as long as some plan uses it.
+    loaded: Mutex<HashMap<Wanted, Weak<LoadedKernel>>>,
+}
+
+impl Kernels {
+    pub(crate) fn new(context: Arc<Context>, nvrtc: Nvrtc, cache: CubinCache) -> Kernels {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let identity = nvrtc.identity();
+        let loaded = Mutex::new(HashMap::new());
+        Kernels { context, nvrtc, identity, cache, threads: threads.min(COMPILERS_MOST), loaded }
+    }
+
+    pub(crate) fn compiler_version(&self) -> (i32, i32) {
+        self.nvrtc.version()
+    }
+
+    /// Every kernel of `wanted`, compiled side by side where needed.
+    pub(crate) fn obtain(
+        &self,
+        wanted: &[Wanted],
+        progress: Progress<'_>,
+    ) -> Result<HashMap<Wanted, Arc<LoadedKernel>>, DeviceError> {
+        let mut found = HashMap::new();
+        let mut missing: Vec<&Wanted> = Vec::new();
+        {
+            let loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+            for one in wanted {
+                match loaded.get(one).and_then(Weak::upgrade) {
+                    Some(kernel) => drop(found.insert(one.clone(), kernel)),
+                    None if !missing.contains(&one) => missing.push(one),
+                    None => {}
+                }
+            }
+        }
+        for (one, kernel) in self.make(&missing, progress)? {
+            found.insert(one.clone(), kernel);
+        }
+        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        loaded.retain(|_, kernel| kernel.strong_count() > 0);
+        for (one, kernel) in &found {
+            loaded.insert(one.clone(), Arc::downgrade(kernel));
+        }
+        Ok(found)
+    }
+
+    /// Makes kernels on several threads; the first failure ends it.
+    fn make<'a>(
+        &self,
+        missing: &[&'a Wanted],
+        progress: Progress<'_>,
+    ) -> Result<Vec<(&'a Wanted, Arc<LoadedKernel>)>, DeviceError> {
+        let (next, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let made = Mutex::new(Vec::with_capacity(missing.len()));
+        let failure: Mutex<Option<DeviceError>> = Mutex::new(None);
+        let work = || {
+            while let Some(one) = missing.get(next.fetch_add(1, Ordering::Relaxed)) {
+                match self.make_one(one) {
+                    Ok(kernel) => {
+                        made.lock()
+                            .unwrap_or_else(PoisonError::into_inner)
+                            .push((*one, Arc::new(kernel)));
+                    }
+                    Err(err) => {
+                        next.store(missing.len(), Ordering::Relaxed);
+                        failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(err);
+                    }
+                }
+                progress(done.fetch_add(1, Ordering::Relaxed) + 1, missing.len());
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 1..self.threads.min(missing.len()) {
+                scope.spawn(work);
+            }
+            work();
+        });
+        match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some(err) => Err(err),
+            None => Ok(made.into_inner().unwrap_or_else(PoisonError::into_inner)),
+        }
+    }
+
+    fn make_one(&self, (kernel, flavour): &Wanted) -> Result<LoadedKernel, DeviceError> {
+        let failed = |reason: String| DeviceError::Unsupported {
+            step: kernel.expression.clone(),
+            op: "kernel".to_string(),
+            reason,
+        };
+        let text = module_text(kernel, *flavour);
+        let parts = self.identity.iter().map(Vec::as_slice).chain([text.as_bytes()]);
+        let key = CacheKey::of(parts);
+        if let Some(cubin) = self.cache.get(&key)
+            && let Ok(loaded) = self.load(&cubin, kernel, *flavour)
+        {
+            return Ok(loaded);
+        }
+        let compiled = self.nvrtc.compile(&text).map_err(failed)?;
+        let loaded = self
+            .load(&compiled.cubin, kernel, *flavour)
+            .map_err(|err| failed(format!("the compiled kernel does not load: {err}")))?;
+        self.cache.put(&key, &compiled.cubin);
+        Ok(loaded)
+    }
+
+    fn load(
+        &self,
+        cubin: &[u8],
+        kernel: &Kernel,
+        flavour: Flavour,
+    ) -> Result<LoadedKernel, crate::error::CudaError> {
+        let module = Module::load(&self.context, cubin)?;
+        let functions = flavour
+            .entries()
+            .iter()
+            .map(|name| module.function(name, kernel.threads, kernel.shared_bytes))
+            .collect::<Result<Vec<_>, _>>()?;
+        Ok(LoadedKernel { module, functions })
+    }
+}

@@ -1,0 +1,282 @@
+//! Where everything of one run lies: one block of device memory per run, addresses patched into arguments.
+
+use model::gpu::{GpuPlan, Launch, Patch, Place};
+
+/// Alignment of whatever a kernel reads in vectors.
+const ALIGN: u64 = 256;
+
+/// Offsets into a run's block of memory. Inputs and outputs come first and lie the same way in host staging.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Layout {
+    inputs: Vec<u64>,
+    outputs: Vec<u64>,
+    /// Where outputs begin; before it are inputs.
+    pub(crate) outputs_at: u64,
+    /// Where outputs end: the size of host staging.
+    pub(crate) staged_bytes: u64,
+    arena: u64,
+    workspace: u64,
+    /// Arrival words of each step's real-time launch, always zero between launches.
+    real_time_arrivals: Vec<u64>,
+    /// What each step's best-effort launch shares with its queue, side by side.
+    pub(crate) controls: Vec<StepControl>,
+    /// Size of the block.
+    pub(crate) bytes: u64,
+}
+
+/// Words of a best-effort launch: its tile counter, a bit a tile, and arrivals of split products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StepControl {
+    pub(crate) next: u64,
+    pub(crate) done: u64,
+    pub(crate) arrivals: u64,
+    /// The next step's words.
+    pub(crate) end: u64,
+    pub(crate) tiles: u32,
+}
+
+impl StepControl {
+    /// Whether every tile is done, by the step's words as they were read back.
+    pub(crate) fn is_complete(&self, words: &[u32]) -> bool {
+        let first = ((self.done - self.next) / 4) as usize;
+        (0..self.tiles.div_ceil(32)).all(|word| {
+            let here = (self.tiles - word * 32).min(32);
+            let want = if here == 32 { u32::MAX } else { (1 << here) - 1 };
+            words.get(first + word as usize).is_some_and(|bits| bits & want == want)
+        })
+    }
+}
+
+/// Hands out room, one piece after another.
+struct Room(u64);
+
+impl Room {
+    fn take(&mut self, bytes: u64, align: u64) -> u64 {
+        let at = self.0.next_multiple_of(align);
+        self.0 = at + bytes;
+        at
+    }
+}
+
+impl Layout {
+    pub(crate) fn new(plan: &GpuPlan) -> Layout {
+        let mut room = Room(0);
+        let inputs = plan.inputs.iter().map(|slot| room.take(slot.bytes, ALIGN)).collect();
+        let outputs_at = room.take(0, ALIGN);
+        let outputs = plan.outputs.iter().map(|slot| room.take(slot.bytes, ALIGN)).collect();
+        let staged_bytes = room.0;
+        let arena = room.take(plan.arena_bytes, ALIGN);
+        let workspace = room.take(plan.workspace_bytes, ALIGN);
+        room.take(0, ALIGN);
+        let words = |launch: &Launch| u64::from(launch.arrivals) * 4;
+        let real_time_arrivals = plan
+            .steps
+            .iter()
+            .map(|step| room.take(step.choices.iter().map(words).max().unwrap_or(0), 16))
+            .collect();
+        room.take(0, ALIGN);
+        let controls = plan
+            .steps
+            .iter()
+            .map(|step| {
+                let launch = &step.choices[step.be];
+                let next = room.take(4, 4);
+                let done = room.take(u64::from(launch.tiles.div_ceil(32)) * 4, 4);
+                let arrivals = room.take(words(launch), 4);
+                StepControl { next, done, arrivals, end: room.0, tiles: launch.tiles }
+            })
+            .collect();
+        let bytes = room.take(0, ALIGN);
+        Layout {
+            inputs,
+            outputs,
+            outputs_at,
+            staged_bytes,
+            arena,
+            workspace,
+            real_time_arrivals,
+            controls,
+            bytes,
+        }
+    }
+
+    /// Offset of input `index`, on the device and in staging.
+    pub(crate) fn input(&self, index: usize) -> u64 {
+        self.inputs[index]
+    }
+
+    /// Offset of output `index`, on the device and in staging.
+    pub(crate) fn output(&self, index: usize) -> u64 {
+        self.outputs[index]
+    }
+
+    /// Offset of the arrival words of step `index` when it runs as real time.
+    pub(crate) fn real_time_arrivals(&self, index: usize) -> u64 {
+        self.real_time_arrivals[index]
+    }
+
+    /// The words of best-effort launches of `steps`: where they begin and how many they are.
+    pub(crate) fn control_words(&self, steps: std::ops::Range<usize>) -> (u64, usize) {
+        match self.controls.get(steps.clone()) {
+            None | Some([]) => (0, 0),
+            Some(controls) => {
+                let (begin, end) = (controls[0].next, controls[controls.len() - 1].end);
+                (begin, ((end - begin) / 4) as usize)
+            }
+        }
+    }
+}
+
+/// Addresses of one run.
+pub(crate) struct Addresses<'a> {
+    /// The run's block of memory.
+    pub(crate) block: u64,
+    pub(crate) layout: &'a Layout,
+    /// Each weight's address and size.
+    pub(crate) weights: &'a [(u64, u64)],
+}
+
+impl Addresses<'_> {
+    fn resolve(&self, place: Place, arrivals: u64) -> Option<u64> {
+        let at = |base: u64, offset: u64| self.block.checked_add(base)?.checked_add(offset);
+        match place {
+            Place::Arena(offset) => at(self.layout.arena, offset),
+            Place::Workspace(offset) => at(self.layout.workspace, offset),
+            Place::Arrivals => at(arrivals, 0),
+            Place::Weight(index, offset) => {
+                let (address, bytes) = self.weights.get(index as usize)?;
+                (offset <= *bytes).then(|| address + offset)
+            }
+            Place::Input(index, offset) => at(*self.layout.inputs.get(index as usize)?, offset),
+            Place::Output(index, offset) => at(*self.layout.outputs.get(index as usize)?, offset),
+        }
+    }
+
+    /// The arguments of `launch` with addresses in place; `arrivals` is the offset of its arrival words.
+    pub(crate) fn patch(&self, launch: &Launch, arrivals: u64) -> Result<Vec<u8>, String> {
+        let mut args = launch.args.clone();
+        for Patch { at, to } in &launch.patches {
+            let address = self
+                .resolve(*to, arrivals)
+                .ok_or_else(|| format!("{to:?} of variant '{}' does not exist", launch.variant))?;
+            let at = *at as usize;
+            let field = args.get_mut(at..at.saturating_add(8)).ok_or_else(|| {
+                format!("an address at byte {at} is past the arguments of '{}'", launch.variant)
+            })?;
+            field.copy_from_slice(&address.to_le_bytes());
+        }
+        Ok(args)
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use model::DataType;
+    use model::gpu::{GpuStep, Leavable, Slot};
+
+    pub(crate) fn slot(bytes: u64) -> Slot {
+        Slot { name: "x".into(), dtype: DataType::U8, shape: vec![bytes as usize], bytes }
+    }
+
+    pub(crate) fn launch(tiles: u32, arrivals: u32) -> Launch {
+        Launch {
+            variant: "only".to_string(),
+            kernel: 0,
+            tiles,
+            cluster: 1,
+            arrivals,
+            args: vec![0; 24],
+            patches: vec![],
+        }
+    }
+
+    pub(crate) fn step(launch: Launch) -> GpuStep {
+        GpuStep {
+            name: "s".into(),
+            op: "Map".into(),
+            signature: "map".into(),
+            choices: vec![launch],
+            rt: 0,
+            be: 0,
+            leave: Leavable::InsideTile,
+            flops: 0,
+            bytes: 0,
+            reads: vec![],
+            writes: vec![],
+        }
+    }
+
+    fn plan() -> GpuPlan {
+        GpuPlan {
+            inputs: vec![slot(10), slot(300)],
+            outputs: vec![slot(5)],
+            steps: vec![step(launch(33, 2)), step(launch(1, 0))],
+            arena_bytes: 1000,
+            workspace_bytes: 64,
+            ..GpuPlan::default()
+        }
+    }
+
+    #[test]
+    fn pieces_are_aligned_and_apart() {
+        let layout = Layout::new(&plan());
+        assert_eq!(layout.inputs, [0, 256]);
+        assert_eq!((layout.outputs_at, layout.outputs[0]), (768, 768));
+        assert_eq!(layout.staged_bytes, 773);
+        assert_eq!((layout.arena, layout.workspace), (1024, 2048));
+        assert!(layout.real_time_arrivals[0] >= 2048 + 64);
+        let [first, second] = layout.controls[..] else { panic!("two steps") };
+        // A counter, two words for 33 tiles, two arrivals; then the next step at once.
+        assert_eq!((first.done - first.next, first.arrivals - first.next), (4, 12));
+        assert_eq!(second.next, first.next + 20);
+        assert_eq!(layout.control_words(0..2), (first.next, 7));
+        assert_eq!(layout.control_words(1..2), (second.next, 2));
+        assert_eq!(layout.control_words(2..2).1, 0);
+        assert!(layout.bytes >= second.end);
+    }
+
+    #[test]
+    fn a_step_is_complete_with_its_last_tile() {
+        let control = Layout::new(&plan()).controls[0];
+        assert!(control.is_complete(&[9, u32::MAX, 1, 0, 0]));
+        assert!(!control.is_complete(&[9, u32::MAX, 0, 0, 0]));
+        assert!(!control.is_complete(&[9, u32::MAX - 1, 1, 0, 0]));
+        assert!(!control.is_complete(&[9]), "words that were not read are not done");
+    }
+
+    #[test]
+    fn addresses_go_where_the_plan_says() {
+        let plan = plan();
+        let layout = Layout::new(&plan);
+        let weights = [(0x5000, 100)];
+        let addresses = Addresses { block: 0x10_0000, layout: &layout, weights: &weights };
+        let mut launch = launch(1, 1);
+        launch.patches = vec![
+            Patch { at: 0, to: Place::Weight(0, 16) },
+            Patch { at: 8, to: Place::Output(0, 4) },
+            Patch { at: 16, to: Place::Arrivals },
+        ];
+        let args = addresses.patch(&launch, 4096).expect("all places exist");
+        let word =
+            |at: usize| u64::from_le_bytes(args[at..at + 8].try_into().expect("eight bytes"));
+        assert_eq!(word(0), 0x5010);
+        assert_eq!(word(8), 0x10_0000 + 768 + 4);
+        assert_eq!(word(16), 0x10_0000 + 4096);
+    }
+
+    #[test]
+    fn places_that_do_not_exist_are_refused() {
+        let plan = plan();
+        let layout = Layout::new(&plan);
+        let addresses = Addresses { block: 0, layout: &layout, weights: &[(0, 8)] };
+        let refuse = |patch: Patch| {
+            let launch = Launch { patches: vec![patch], ..launch(1, 0) };
+            addresses.patch(&launch, 0).expect_err("no such place")
+        };
+        assert!(refuse(Patch { at: 20, to: Place::Arena(0) }).contains("byte 20"));
+        assert!(refuse(Patch { at: 0, to: Place::Weight(1, 0) }).contains("Weight"));
+        assert!(refuse(Patch { at: 0, to: Place::Weight(0, 9) }).contains("Weight"));
+        assert!(refuse(Patch { at: 0, to: Place::Input(2, 0) }).contains("Input"));
+    }
+}

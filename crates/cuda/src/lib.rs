@@ -1,0 +1,46 @@
+//! NVIDIA GPUs as a device: kernels compiled at run time, real-time work as CUDA graphs, best-effort work that leaves inside
+//! a tile.
+//!
+//! Nothing of CUDA is needed to build this crate. On a machine without a driver [`CudaDevice::open`] says what is missing.
+//!
+//! The way of a model: a [`KernelCompiler`](device::KernelCompiler) turns a launch plan into a
+//! [`GpuPlan`](model::gpu::GpuPlan) for one set of sizes; NVRTC compiles its kernels (`kernels`), weights are put on the
+//! device once (`weights`), a run gets one block of memory with every address patched in (`layout`, `instance`). Queues of
+//! high priority launch the whole plan as one graph; the others launch step by step with a few launches in flight and
+//! leave when the `control::Epoch` passes the one they were launched in. What a launch that was left has done is kept by
+//! tile, and a restore computes the rest.
+
+mod control;
+mod cubin_cache;
+mod device;
+mod driver;
+mod error;
+mod hazard;
+mod hub;
+mod instance;
+mod kernel_text;
+mod kernels;
+mod layout;
+mod lowered;
+mod nvml;
+mod nvrtc;
+mod profile;
+mod program;
+mod queue;
+mod task;
+mod toolkit;
+mod tuning;
+mod weights;
+
+#[cfg(test)]
+#[path = "../tests/support/toy.rs"]
+#[allow(dead_code, missing_docs)]
+mod toy;
+
+pub use crate::device::{CudaDevice, CudaOptions};
+pub use error::{CudaError, OpenError};
+pub use kernels::Progress;
+pub use nvml::Health;
+pub use profile::{ChoiceProfile, PlanProfile, ProfileOptions, StepProfile, Timing};
+pub use queue::Polling;
+pub use tuning::{Chosen, Tuning};

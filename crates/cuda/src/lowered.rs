@@ -1,0 +1,309 @@
+//! A program for one set of sizes: kernels in place, every address but the run's own known.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use device::DeviceError;
+use model::gpu::{GpuPlan, GpuStep, Launch, Leavable};
+
+use crate::driver::{DeviceBuffer, LaunchShape, PinnedBuffer};
+use crate::hazard;
+use crate::hub::Hub;
+use crate::instance::Instance;
+use crate::kernel_text::Flavour;
+use crate::kernels::{LoadedKernel, Progress, Wanted};
+use crate::layout::Layout;
+use crate::weights::{WeightError, WeightStore};
+
+/// A step estimated to be shorter than this runs as a plain grid when it is best effort: fetching tiles would cost
+/// more than the time until its last block has started.
+const SHORT_STEP_US: f64 = 20.0;
+
+/// Runs whose memory is kept for the next ones.
+const SPARE_INSTANCES: usize = 8;
+
+/// Host buffers kept for the next requests.
+const SPARE_STAGING: usize = 64;
+
+/// The form of a best-effort launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BestEffortForm {
+    /// Blocks fetch tiles until none is left.
+    Loop,
+    /// A block a tile.
+    Grid,
+}
+
+/// A step's launches, without addresses.
+pub(crate) struct StepKernels {
+    pub(crate) real_time: BoundKernel,
+    pub(crate) best_effort: BoundKernel,
+    /// The step may not be left inside a tile. No kernel looks between tiles alone, so it runs to its end.
+    pub(crate) finishes: bool,
+}
+
+/// A kernel with its shape.
+#[derive(Clone)]
+pub(crate) struct BoundKernel {
+    pub(crate) kernel: Arc<LoadedKernel>,
+    pub(crate) entry: usize,
+    pub(crate) shape: LaunchShape,
+}
+
+/// A plan that is ready to run.
+pub(crate) struct Lowered {
+    pub(crate) gpu: GpuPlan,
+    pub(crate) layout: Layout,
+    pub(crate) kernels: Vec<StepKernels>,
+    /// Each weight's address and size.
+    pub(crate) weights: Vec<(u64, u64)>,
+    /// See [`hazard::barriers`].
+    pub(crate) barriers: Vec<usize>,
+    _slabs: Vec<Arc<DeviceBuffer>>,
+    instances: Mutex<Vec<Instance>>,
+    staging: Mutex<Vec<PinnedBuffer>>,
+}
+
+impl Lowered {
+    /// Compiles and loads what `gpu` names and puts its weights in place.
+    pub(crate) fn new(
+        hub: &Hub,
+        mut gpu: GpuPlan,
+        weights: &Mutex<WeightStore>,
+        progress: Progress<'_>,
+    ) -> Result<Lowered, DeviceError> {
+        check(&gpu).map_err(DeviceError::BadPlan)?;
+        hub.tuning().apply(&mut gpu);
+        let kernels = bind(hub, &gpu, progress)?;
+        let (places, slabs) = {
+            let mut store = weights.lock().unwrap_or_else(PoisonError::into_inner);
+            let places =
+                store.place(hub.memory_stream(), &gpu.weights).map_err(|err| match err {
+                    WeightError::Cuda(err) => hub.error(err),
+                    WeightError::Packed(why) => DeviceError::BadPlan(why),
+                })?;
+            (places, store.slabs())
+        };
+        // They are on the device; their packers would hold the model's own copy in memory.
+        gpu.weights.clear();
+        let barriers = hazard::barriers(&gpu, hub.options().in_flight);
+        let waits = barriers.iter().filter(|&&barrier| barrier > 0).count();
+        if waits > 0 {
+            tracing::debug!(
+                waits,
+                steps = barriers.len(),
+                "best-effort steps that wait for others"
+            );
+        }
+        Ok(Lowered {
+            layout: Layout::new(&gpu),
+            gpu,
+            kernels,
+            weights: places,
+            barriers,
+            _slabs: slabs,
+            instances: Mutex::new(Vec::new()),
+            staging: Mutex::new(Vec::new()),
+        })
+    }
+
+    fn instances(&self) -> MutexGuard<'_, Vec<Instance>> {
+        self.instances.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn staging(&self) -> MutexGuard<'_, Vec<PinnedBuffer>> {
+        self.staging.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Device memory of a run; the one used last first, which is most likely in the cache.
+    pub(crate) fn take_instance(&self, hub: &Hub) -> Result<Instance, DeviceError> {
+        let spare = self.instances().pop();
+        spare.map_or_else(|| Instance::new(hub, self), Ok)
+    }
+
+    /// Takes memory back. Nothing queued may still use it.
+    pub(crate) fn give_instance(&self, instance: Instance) {
+        let mut instances = self.instances();
+        if instances.len() < SPARE_INSTANCES {
+            instances.push(instance);
+        }
+    }
+
+    /// A host buffer for inputs and outputs.
+    pub(crate) fn take_staging(&self, hub: &Hub) -> Result<PinnedBuffer, DeviceError> {
+        let spare = self.staging().pop();
+        let bytes = self.layout.staged_bytes as usize;
+        spare.map_or_else(
+            || PinnedBuffer::zeroed(hub.context(), bytes).map_err(|err| hub.error(err)),
+            Ok,
+        )
+    }
+
+    pub(crate) fn give_staging(&self, buffer: PinnedBuffer) {
+        let mut staging = self.staging();
+        if staging.len() < SPARE_STAGING {
+            staging.push(buffer);
+        }
+    }
+
+    /// Bytes of runs that wait for the next request.
+    pub(crate) fn spare_bytes(&self) -> u64 {
+        self.instances().len() as u64 * self.layout.bytes
+    }
+}
+
+/// Refuses plans that contradict themselves before anything is made of them.
+fn check(gpu: &GpuPlan) -> Result<(), String> {
+    for step in &gpu.steps {
+        let fits = |index: usize| step.choices.get(index);
+        let (Some(_), Some(be)) = (fits(step.rt), fits(step.be)) else {
+            return Err(format!("step '{}' has no such choice", step.name));
+        };
+        if be.cluster > 1 {
+            return Err(format!("step '{}' is a cluster as best effort", step.name));
+        }
+        for launch in &step.choices {
+            let Some(kernel) = gpu.kernels.get(launch.kernel) else {
+                return Err(format!("step '{}' names a kernel that is not there", step.name));
+            };
+            if launch.args.len() != kernel.args_bytes as usize {
+                let (have, want) = (launch.args.len(), kernel.args_bytes);
+                return Err(format!("step '{}': {have} bytes of {want} arguments", step.name));
+            }
+            if launch.tiles == 0 || launch.tiles % launch.cluster.max(1) != 0 {
+                return Err(format!("step '{}': {} tiles", step.name, launch.tiles));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The kernels of every step's two launches.
+fn bind(hub: &Hub, gpu: &GpuPlan, progress: Progress<'_>) -> Result<Vec<StepKernels>, DeviceError> {
+    let wanted = |launch: &Launch, flavour: Flavour| -> Wanted {
+        (gpu.kernels[launch.kernel].clone(), flavour)
+    };
+    let mut all: Vec<Wanted> = Vec::new();
+    for step in &gpu.steps {
+        all.push(wanted(&step.choices[step.rt], Flavour::RealTime));
+        all.push(wanted(&step.choices[step.be], Flavour::BestEffort));
+    }
+    let kernels = hub.kernels().obtain(&all, progress)?;
+    gpu.steps
+        .iter()
+        .map(|step| {
+            let (rt, be) = (&step.choices[step.rt], &step.choices[step.be]);
+            let rt_kernel = kernels[&wanted(rt, Flavour::RealTime)].clone();
+            let be_kernel = kernels[&wanted(be, Flavour::BestEffort)].clone();
+            Ok(StepKernels {
+                real_time: real_time(gpu, rt, rt_kernel).map_err(|err| hub.error(err))?,
+                best_effort: best_effort(hub, gpu, step, be_kernel),
+                finishes: finishes(step),
+            })
+        })
+        .collect()
+}
+
+fn finishes(step: &GpuStep) -> bool {
+    match &step.leave {
+        Leavable::InsideTile => false,
+        Leavable::AtTileBoundary(why) => {
+            tracing::warn!(
+                step = step.name,
+                why,
+                "a tile of this step must finish, and no kernel looks between tiles alone: the step is never left"
+            );
+            true
+        }
+    }
+}
+
+/// `launch` as real time.
+pub(crate) fn real_time(
+    gpu: &GpuPlan,
+    launch: &Launch,
+    kernel: Arc<LoadedKernel>,
+) -> Result<BoundKernel, crate::error::CudaError> {
+    kernel.allow_cluster(launch.cluster)?;
+    let facts = &gpu.kernels[launch.kernel];
+    let shape = LaunchShape {
+        grid: launch.tiles,
+        threads: facts.threads,
+        shared: facts.shared_bytes,
+        cluster: launch.cluster,
+        dependent: false,
+    };
+    Ok(BoundKernel { kernel, entry: 0, shape })
+}
+
+fn best_effort(hub: &Hub, gpu: &GpuPlan, step: &GpuStep, kernel: Arc<LoadedKernel>) -> BoundKernel {
+    let launch = &step.choices[step.be];
+    let facts = &gpu.kernels[launch.kernel];
+    let form = form_of(step);
+    let (entry, grid) = match form {
+        BestEffortForm::Loop => {
+            let resident = kernel.function(0).blocks.max(1) * hub.target().multiprocessors.max(1);
+            (0, launch.tiles.min(resident))
+        }
+        BestEffortForm::Grid => (1, launch.tiles),
+    };
+    let (threads, shared) = (facts.threads, facts.shared_bytes);
+    let shape = LaunchShape { grid, threads, shared, cluster: 1, dependent: false };
+    BoundKernel { kernel, entry, shape }
+}
+
+/// Whether blocks fetch tiles or are one each.
+fn form_of(step: &GpuStep) -> BestEffortForm {
+    let micros = (step.flops as f64 / 200e6).max(step.bytes as f64 / 2e6);
+    if micros < SHORT_STEP_US { BestEffortForm::Grid } else { BestEffortForm::Loop }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::tests::{launch, step};
+    use model::gpu::Kernel;
+
+    fn plan(launch: Launch) -> GpuPlan {
+        let kernel = Kernel {
+            source: String::new(),
+            expression: "Op".to_string(),
+            threads: 128,
+            shared_bytes: 0,
+            args_bytes: 24,
+        };
+        GpuPlan { kernels: vec![kernel], steps: vec![step(launch)], ..GpuPlan::default() }
+    }
+
+    #[test]
+    fn short_steps_are_plain_grids() {
+        let short = GpuStep { flops: 1_000_000_000, bytes: 1_000_000, ..step(launch(100, 0)) };
+        assert_eq!(form_of(&short), BestEffortForm::Grid);
+        let long = GpuStep { flops: 60_000_000_000, ..short.clone() };
+        assert_eq!(form_of(&long), BestEffortForm::Loop);
+        let wide = GpuStep { bytes: 100_000_000, ..short };
+        assert_eq!(form_of(&wide), BestEffortForm::Loop);
+    }
+
+    #[test]
+    fn plans_that_contradict_themselves_are_refused() {
+        assert_eq!(check(&plan(launch(4, 0))), Ok(()));
+        let refuse = |launch: Launch| check(&plan(launch)).expect_err("a broken plan");
+        assert!(refuse(Launch { kernel: 1, ..launch(4, 0) }).contains("not there"));
+        assert!(refuse(Launch { args: vec![0; 8], ..launch(4, 0) }).contains("8 bytes"));
+        assert!(refuse(Launch { cluster: 2, ..launch(4, 0) }).contains("cluster"));
+        assert!(refuse(launch(0, 0)).contains("0 tiles"));
+        let mut no_choice = plan(launch(4, 0));
+        no_choice.steps[0].be = 3;
+        assert!(check(&no_choice).expect_err("a broken plan").contains("choice"));
+    }
+
+    #[test]
+    fn steps_that_must_finish_a_tile_are_never_left() {
+        let in_place = GpuStep {
+            leave: Leavable::AtTileBoundary("writes in place".to_string()),
+            ..step(launch(4, 0))
+        };
+        assert!(finishes(&in_place));
+        assert!(!finishes(&step(launch(4, 0))));
+    }
+}

@@ -1,0 +1,432 @@
+//! Measuring a plan: every way to compute every step, and the whole as one graph.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use device::DeviceError;
+use model::LaunchPlan;
+use model::gpu::{GpuPlan, GpuStep};
+use serde::Serialize;
+
+use crate::device::CudaDevice;
+use crate::driver::{DeviceBuffer, Event, Graph, Priority, Stream};
+use crate::error::CudaError;
+use crate::hub::Hub;
+use crate::instance::Instance;
+use crate::kernel_text::Flavour;
+use crate::kernels::{LoadedKernel, Progress, Wanted};
+use crate::layout::Addresses;
+use crate::lowered::{BoundKernel, Lowered, real_time};
+use crate::program::lower;
+use crate::tuning::{Chosen, Tuning};
+use crate::weights::WeightStore;
+
+/// Memory in which copies of a step find weights of their own, so that they come from memory as in a network larger than
+/// the cache.
+const WEIGHT_POOL: u64 = 256 << 20;
+
+/// The time that copies of one launch should take together: long against what begins and ends a graph.
+const GRAPH_US: f64 = 200.0;
+
+/// How to measure.
+#[derive(Clone, Copy, Debug)]
+pub struct ProfileOptions {
+    /// Replays of the graph that times one choice.
+    pub replays: usize,
+    /// Replays of the whole plan.
+    pub plan_replays: usize,
+}
+
+impl Default for ProfileOptions {
+    fn default() -> ProfileOptions {
+        ProfileOptions { replays: 12, plan_replays: 100 }
+    }
+}
+
+/// Microseconds over many replays.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Timing {
+    /// Half took no longer.
+    pub median_us: f64,
+    /// Of a hundred, 99 took no longer.
+    pub p99_us: f64,
+}
+
+/// One way to compute a step.
+#[derive(Clone, Debug, Serialize)]
+pub struct ChoiceProfile {
+    /// Its name within the step.
+    pub variant: String,
+    /// Time as real time, one after another with dependent launches; absent when the GPU refuses the launch.
+    pub time: Option<Timing>,
+    /// Blocks.
+    pub tiles: u32,
+    /// Blocks that run together.
+    pub cluster: u32,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Registers of a thread.
+    pub registers: u32,
+    /// Bytes a thread spills.
+    pub spilled_bytes: u32,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+    /// Blocks a multiprocessor holds.
+    pub blocks_per_multiprocessor: u32,
+}
+
+/// A step with all its choices.
+#[derive(Clone, Debug, Serialize)]
+pub struct StepProfile {
+    /// The step's name.
+    pub name: String,
+    /// What it computes.
+    pub op: String,
+    /// What makes it the same problem as another.
+    pub signature: String,
+    /// Floating-point operations.
+    pub flops: u64,
+    /// Bytes moved at least.
+    pub bytes: u64,
+    /// Every choice, in the plan's order.
+    pub choices: Vec<ChoiceProfile>,
+    /// The fastest for real time.
+    pub rt: usize,
+    /// The fastest for best effort.
+    pub be: usize,
+}
+
+/// A plan, measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct PlanProfile {
+    /// What the plan was made for.
+    pub sizes: Vec<(String, usize)>,
+    /// Every step.
+    pub steps: Vec<StepProfile>,
+    /// The whole plan with its fastest choices, as one graph with dependent launches.
+    pub graph: Timing,
+    /// The same without dependent launches: what they are worth.
+    pub plain_graph: Timing,
+    /// Device memory of the weights.
+    pub weight_bytes: u64,
+    /// Device memory of one run.
+    pub run_bytes: u64,
+    /// Seconds until all kernels were compiled or read from disk.
+    pub compile_seconds: f64,
+}
+
+impl PlanProfile {
+    /// The fastest variants, for [`CudaDevice::set_choices`].
+    pub fn tuning(&self) -> Tuning {
+        let chosen = |step: &StepProfile| Chosen {
+            rt: step.choices[step.rt].variant.clone(),
+            be: step.choices[step.be].variant.clone(),
+        };
+        let choices = self.steps.iter().map(|step| (step.signature.clone(), chosen(step)));
+        Tuning { choices: choices.collect() }
+    }
+}
+
+impl CudaDevice {
+    /// Times every choice of every step of `plan` for `sizes`, and the plan made of the fastest. Steps of one signature are
+    /// timed once. Needs the device for itself to mean anything.
+    pub fn profile(
+        &self,
+        plan: &LaunchPlan,
+        sizes: &[(String, usize)],
+        options: ProfileOptions,
+        progress: Progress<'_>,
+    ) -> Result<PlanProfile, DeviceError> {
+        let hub = self.hub();
+        hub.alive()?;
+        let first = |errors: Vec<DeviceError>| {
+            let unknown = || DeviceError::BadPlan("the compiler gave no reason".to_string());
+            errors.into_iter().next().unwrap_or_else(unknown)
+        };
+        let gpu = lower(hub, plan, sizes).map_err(first)?;
+        Profiler::new(hub, gpu, options, progress)?.run(sizes)
+    }
+
+    /// Microseconds of `plan` for `sizes` as one graph with the variants in use, `replays` times in a row on warm clocks.
+    pub fn time_graph(
+        &self,
+        plan: &LaunchPlan,
+        sizes: &[(String, usize)],
+        replays: usize,
+    ) -> Result<Timing, DeviceError> {
+        let hub = self.hub();
+        hub.alive()?;
+        let gpu = lower(hub, plan, sizes).map_err(|mut errors| errors.remove(0))?;
+        let weights = Mutex::new(WeightStore::default());
+        let lowered = Lowered::new(hub, gpu, &weights, &|_, _| {})?;
+        let mut instance = Instance::new(hub, &lowered)?;
+        let stream = Stream::new(hub.context(), Priority::High).map_err(|err| hub.error(err))?;
+        let graph = instance.graph(hub, &lowered).map_err(|err| hub.error(err))?;
+        time(hub, graph, &stream, replays).map_err(|err| hub.error(err))
+    }
+}
+
+struct Profiler<'a> {
+    hub: &'a Arc<Hub>,
+    options: ProfileOptions,
+    progress: Progress<'a>,
+    lowered: Lowered,
+    weights: Mutex<WeightStore>,
+    kernels: HashMap<Wanted, Arc<LoadedKernel>>,
+    instance: Instance,
+    pool: DeviceBuffer,
+    stream: Stream,
+    compile_seconds: f64,
+}
+
+impl<'a> Profiler<'a> {
+    fn new(
+        hub: &'a Arc<Hub>,
+        gpu: GpuPlan,
+        options: ProfileOptions,
+        progress: Progress<'a>,
+    ) -> Result<Profiler<'a>, DeviceError> {
+        let cuda = |err: CudaError| hub.error(err);
+        let started = Instant::now();
+        let wanted: Vec<Wanted> = gpu
+            .steps
+            .iter()
+            .flat_map(|step| &step.choices)
+            .filter_map(|launch| gpu.kernels.get(launch.kernel))
+            .map(|kernel| (kernel.clone(), Flavour::RealTime))
+            .collect();
+        let kernels = hub.kernels().obtain(&wanted, progress)?;
+        let compile_seconds = started.elapsed().as_secs_f64();
+        let weights = Mutex::new(WeightStore::default());
+        let lowered = Lowered::new(hub, gpu, &weights, &|_, _| {})?;
+        let instance = Instance::new(hub, &lowered)?;
+        let pool = DeviceBuffer::zeroed(hub.memory_stream(), WEIGHT_POOL).map_err(cuda)?;
+        let stream = Stream::new(hub.context(), Priority::High).map_err(cuda)?;
+        Ok(Profiler {
+            hub,
+            options,
+            progress,
+            lowered,
+            weights,
+            kernels,
+            instance,
+            pool,
+            stream,
+            compile_seconds,
+        })
+    }
+
+    fn run(mut self, sizes: &[(String, usize)]) -> Result<PlanProfile, DeviceError> {
+        let mut known: HashMap<String, StepProfile> = HashMap::new();
+        let steps = self.lowered.gpu.steps.clone();
+        let mut profiles = Vec::with_capacity(steps.len());
+        for (index, step) in steps.iter().enumerate() {
+            let profile = match known.get(&step.signature) {
+                Some(same) => StepProfile { name: step.name.clone(), ..same.clone() },
+                None => self.step(index, step)?,
+            };
+            known.insert(step.signature.clone(), profile.clone());
+            profiles.push(profile);
+            (self.progress)(index + 1, steps.len());
+        }
+        let profile = PlanProfile {
+            sizes: sizes.to_vec(),
+            steps: profiles,
+            graph: Timing::default(),
+            plain_graph: Timing::default(),
+            weight_bytes: self.weights.lock().map_or(0, |weights| weights.bytes()),
+            run_bytes: self.lowered.layout.bytes,
+            compile_seconds: self.compile_seconds,
+        };
+        let graph = self.whole(&profile, true)?;
+        let plain_graph = self.whole(&profile, false)?;
+        Ok(PlanProfile { graph, plain_graph, ..profile })
+    }
+
+    fn step(&mut self, index: usize, step: &GpuStep) -> Result<StepProfile, DeviceError> {
+        let mut choices = Vec::with_capacity(step.choices.len());
+        for choice in 0..step.choices.len() {
+            choices.push(self.choice(index, step, choice)?);
+        }
+        let fastest = |allowed: &dyn Fn(&ChoiceProfile) -> bool, fallback: usize| {
+            let timed = choices.iter().enumerate().filter(|(_, choice)| allowed(choice));
+            let timed = timed.filter_map(|(at, choice)| Some((at, choice.time?.median_us)));
+            timed.min_by(|(_, a), (_, b)| a.total_cmp(b)).map_or(fallback, |(at, _)| at)
+        };
+        let rt = fastest(&|_| true, step.rt);
+        let be = fastest(&|choice| choice.cluster <= 1, step.be);
+        Ok(StepProfile {
+            name: step.name.clone(),
+            op: step.op.clone(),
+            signature: step.signature.clone(),
+            flops: step.flops,
+            bytes: step.bytes,
+            choices,
+            rt,
+            be,
+        })
+    }
+
+    fn bound(&self, step: &GpuStep, choice: usize) -> Result<BoundKernel, DeviceError> {
+        let launch = &step.choices[choice];
+        let wanted = (self.lowered.gpu.kernels[launch.kernel].clone(), Flavour::RealTime);
+        real_time(&self.lowered.gpu, launch, self.kernels[&wanted].clone())
+            .map_err(|err| self.hub.error(err))
+    }
+
+    fn choice(
+        &mut self,
+        index: usize,
+        step: &GpuStep,
+        choice: usize,
+    ) -> Result<ChoiceProfile, DeviceError> {
+        let launch = &step.choices[choice];
+        let bound = self.bound(step, choice)?;
+        let time = match self.time_copies(index, step, choice, &bound) {
+            Ok(time) => Some(time),
+            Err(err @ CudaError::Faulted(_)) => return Err(self.hub.error(err)),
+            // A cluster that does not fit, say: the others remain.
+            Err(err) => {
+                tracing::debug!(step = step.name, variant = launch.variant, "not timed: {err}");
+                None
+            }
+        };
+        let function = bound.kernel.function(bound.entry);
+        Ok(ChoiceProfile {
+            variant: launch.variant.clone(),
+            time,
+            tiles: launch.tiles,
+            cluster: launch.cluster,
+            threads: bound.shape.threads,
+            registers: function.registers,
+            spilled_bytes: function.local_bytes,
+            shared_bytes: bound.shape.shared,
+            blocks_per_multiprocessor: function.blocks,
+        })
+    }
+
+    /// The time of one launch among copies of itself, each with weights elsewhere.
+    fn time_copies(
+        &mut self,
+        index: usize,
+        step: &GpuStep,
+        choice: usize,
+        bound: &BoundKernel,
+    ) -> Result<Timing, CudaError> {
+        let guess = (step.flops as f64 / 200e6).max(step.bytes as f64 / 2e6).max(3.0);
+        let copies = (GRAPH_US / guess).clamp(3.0, 24.0) as usize;
+        let launch = &step.choices[choice];
+        let mut all = Vec::with_capacity(copies);
+        for copy in 0..copies {
+            let weights = self.moved_weights(copy as u64);
+            let addresses = Addresses {
+                block: self.instance.address(),
+                layout: &self.lowered.layout,
+                weights: &weights,
+            };
+            let arrivals = self.lowered.layout.real_time_arrivals(index);
+            let args = addresses
+                .patch(launch, arrivals)
+                .map_err(|_| CudaError::Misuse("a launch points outside of its plan"))?;
+            all.push(args);
+        }
+        let graph = self.hub.capture(|stream| {
+            for (copy, args) in all.iter().enumerate() {
+                let mut shape = bound.shape;
+                shape.dependent = copy > 0;
+                // SAFETY: recorded only; the instance and the pool outlive the graph, which is gone when this returns.
+                unsafe { stream.launch(bound.kernel.function(bound.entry), shape, &[args]) }?;
+            }
+            Ok(())
+        })?;
+        let timing = time(self.hub, &graph, &self.stream, self.options.replays)?;
+        let each = |micros: f64| micros / copies as f64;
+        Ok(Timing { median_us: each(timing.median_us), p99_us: each(timing.p99_us) })
+    }
+
+    /// Addresses of all weights for copy `copy`, within the pool where they fit.
+    fn moved_weights(&self, copy: u64) -> Vec<(u64, u64)> {
+        let places = &self.lowered.weights;
+        let moved = |&(address, bytes): &(u64, u64)| {
+            let stride = bytes.next_multiple_of(4096).max(4096);
+            let slots = WEIGHT_POOL / stride;
+            if slots < 2 {
+                return (address, bytes);
+            }
+            (self.pool.address() + copy % slots * stride, bytes)
+        };
+        places.iter().map(moved).collect()
+    }
+
+    /// The whole plan with the choices of `profile`.
+    fn whole(&mut self, profile: &PlanProfile, dependent: bool) -> Result<Timing, DeviceError> {
+        let mut launches = Vec::with_capacity(profile.steps.len());
+        for (index, (step, chosen)) in self.lowered.gpu.steps.iter().zip(&profile.steps).enumerate()
+        {
+            let addresses = Addresses {
+                block: self.instance.address(),
+                layout: &self.lowered.layout,
+                weights: &self.lowered.weights,
+            };
+            let arrivals = self.lowered.layout.real_time_arrivals(index);
+            let args = addresses
+                .patch(&step.choices[chosen.rt], arrivals)
+                .map_err(DeviceError::BadPlan)?;
+            launches.push((self.bound(step, chosen.rt)?, args));
+        }
+        let record = |stream: &Stream| {
+            for (index, (bound, args)) in launches.iter().enumerate() {
+                let mut shape = bound.shape;
+                shape.dependent = dependent && index > 0;
+                // SAFETY: recorded only; the instance and the weights outlive the graph.
+                unsafe { stream.launch(bound.kernel.function(bound.entry), shape, &[args]) }?;
+            }
+            Ok(())
+        };
+        let measure = || {
+            let graph = self.hub.capture(record)?;
+            time(self.hub, &graph, &self.stream, self.options.plan_replays)
+        };
+        measure().map_err(|err| self.hub.error(err))
+    }
+}
+
+/// Microseconds of `graph`, replayed one at a time.
+fn time(hub: &Hub, graph: &Graph, stream: &Stream, replays: usize) -> Result<Timing, CudaError> {
+    let (from, to) = (Event::new(hub.context())?, Event::new(hub.context())?);
+    let mut all = Vec::with_capacity(replays);
+    // The first ones find cold caches and clocks.
+    for replay in 0..replays + 3 {
+        from.record(stream)?;
+        // SAFETY: the caller keeps what the graph points to, and each replay is waited for.
+        unsafe { graph.launch(stream) }?;
+        to.record(stream)?;
+        to.wait()?;
+        if replay >= 3 {
+            all.push(to.micros_since(&from)?);
+        }
+    }
+    Ok(summary(all))
+}
+
+fn summary(mut all: Vec<f64>) -> Timing {
+    all.sort_by(f64::total_cmp);
+    let at = |share: f64| {
+        let index = ((all.len() as f64 * share) as usize).min(all.len().saturating_sub(1));
+        all.get(index).copied().unwrap_or(0.0)
+    };
+    Timing { median_us: at(0.5), p99_us: at(0.99) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_of_many() {
+        let timing = summary((1..=100).rev().map(f64::from).collect());
+        assert_eq!(timing, Timing { median_us: 51.0, p99_us: 100.0 });
+        assert_eq!(summary(vec![]), Timing::default());
+    }
+}

@@ -1,0 +1,379 @@
+//! Best effort: steps one by one, few in flight, out of the way within microseconds.
+//!
+//! What is known of a step that ran: when the mark behind it is passed and the epoch is still the one it was launched in,
+//! it cannot have left, so it is done. Otherwise its done bits are read back.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::time::Instant;
+
+use base::Nanos;
+use device::{
+    Completion, CompletionSink, DeviceError, Outcome, Queue, QueueOptions, Segment, Task,
+};
+
+use super::{failed, own_task, wait_for};
+use crate::control::Orders;
+use crate::driver::{Event, PinnedBuffer, PinnedWord, Priority, Stream};
+use crate::error::CudaError;
+use crate::hub::Hub;
+use crate::lowered::Lowered;
+use crate::task::CudaTask;
+
+/// A queue of low priority.
+pub(crate) struct BestEffortQueue {
+    sender: SyncSender<(Segment, u32)>,
+    hub: Arc<Hub>,
+    orders: Arc<Orders>,
+}
+
+impl BestEffortQueue {
+    pub(crate) fn open(
+        hub: Arc<Hub>,
+        options: QueueOptions,
+        sink: Arc<dyn CompletionSink>,
+    ) -> Result<BestEffortQueue, DeviceError> {
+        let (sender, receiver) = sync_channel(options.capacity.max(1));
+        let orders = Arc::new(Orders::default());
+        let make = || {
+            let context = hub.context();
+            Ok(Worker {
+                id: options.id,
+                stream: Stream::new(context, Priority::Low)?,
+                word: PinnedWord::new(context)?,
+                marks: 0,
+                readback: PinnedBuffer::zeroed(context, 4096)?,
+                stamps: (Event::new(context)?, Event::new(context)?),
+                hub: hub.clone(),
+                orders: orders.clone(),
+                sink,
+            })
+        };
+        let worker = make().map_err(|err| hub.error(err))?;
+        std::thread::Builder::new()
+            .name(format!("cuda-be{}", options.id))
+            .spawn(move || worker.run(&receiver))
+            .map_err(|err| DeviceError::Faulted {
+                device: hub.info.name.clone(),
+                reason: format!("cannot start a queue's thread: {err}"),
+            })?;
+        Ok(BestEffortQueue { sender, hub, orders })
+    }
+}
+
+impl Queue for BestEffortQueue {
+    fn launch(&self, segment: Segment) -> Result<(), Segment> {
+        let epoch = self.hub.epoch().enter(&self.orders);
+        self.sender.try_send((segment, epoch)).map_err(|err| match err {
+            TrySendError::Full((segment, _)) | TrySendError::Disconnected((segment, _)) => segment,
+        })
+    }
+
+    fn preempt(&self) {
+        if let Err(err) = self.hub.epoch().raise(&self.orders) {
+            tracing::error!("an order to leave did not reach the device: {err}");
+        }
+    }
+}
+
+struct Worker {
+    id: u32,
+    hub: Arc<Hub>,
+    stream: Stream,
+    /// The last mark that was passed.
+    word: PinnedWord,
+    /// The last mark that was queued.
+    marks: u32,
+    /// Where done bits are read to.
+    readback: PinnedBuffer,
+    stamps: (Event, Event),
+    orders: Arc<Orders>,
+    sink: Arc<dyn CompletionSink>,
+}
+
+/// Launches in flight.
+struct Flight {
+    /// Steps before this one are known to be done.
+    known: usize,
+    /// Steps before this one are queued.
+    launched: usize,
+    /// Marks, oldest first, with the step each stands before.
+    marks: VecDeque<(u32, usize)>,
+}
+
+impl Flight {
+    fn marked(&self) -> usize {
+        self.marks.back().map_or(self.known, |(_, step)| *step)
+    }
+}
+
+impl Worker {
+    fn run(mut self, receiver: &Receiver<(Segment, u32)>) {
+        while let Ok((mut segment, epoch)) = receiver.recv() {
+            let started = Instant::now();
+            // A panic here is a defect, but it must cost its request and not the queue.
+            let run = std::panic::AssertUnwindSafe(|| self.run_segment(&mut segment, epoch));
+            let outcome = std::panic::catch_unwind(run).unwrap_or_else(|_| {
+                Outcome::Failed(DeviceError::BadPlan("the queue panicked".to_string()))
+            });
+            if matches!(outcome, Outcome::Failed(_)) {
+                self.clean_up(&mut segment);
+            }
+            let Segment { token, task, .. } = segment;
+            let busy = started.elapsed().into();
+            self.sink.complete(Completion { queue: self.id, token, task, outcome, busy });
+        }
+    }
+
+    /// Waits for what a failed segment had queued, and lets go of its memory.
+    fn clean_up(&self, segment: &mut Segment) {
+        if let Err(err) = self.stream.synchronize() {
+            tracing::debug!("after a failure: {err}");
+        }
+        if let Some(task) = segment.task.as_any_mut().downcast_mut::<CudaTask>() {
+            task.abandon();
+        }
+    }
+
+    fn run_segment(&mut self, segment: &mut Segment, launched: u32) -> Outcome {
+        let hub = self.hub.clone();
+        let Some(epoch) = hub.epoch().renew(&self.orders, launched) else { return Outcome::Left };
+        let run = hub
+            .alive()
+            .and_then(|()| own_task(&hub, segment))
+            .and_then(|(task, steps)| self.run_steps(task, steps, epoch));
+        match run {
+            Ok(true) => Outcome::Done,
+            Ok(false) => Outcome::Left,
+            Err(err) => Outcome::Failed(err),
+        }
+    }
+
+    /// Runs `steps`; false when it was told to leave before the last was done.
+    fn run_steps(
+        &mut self,
+        task: &mut CudaTask,
+        steps: Range<usize>,
+        mut epoch: u32,
+    ) -> Result<bool, DeviceError> {
+        if steps.is_empty() {
+            return Ok(true);
+        }
+        task.hold_memory()?;
+        loop {
+            let next = task.next_step();
+            let reached =
+                self.fly(task, next..steps.end, epoch).map_err(|err| failed(task, next, err))?;
+            task.advance_to(reached);
+            if reached == steps.end {
+                return Ok(true);
+            }
+            // The epoch is one for all queues: without an order of our own we go on.
+            match self.hub.epoch().renew(&self.orders, epoch) {
+                Some(renewed) => epoch = renewed,
+                None => return Ok(false),
+            }
+        }
+    }
+
+    /// Queues and waits until `steps` are done or the epoch has moved on; the first step that is not done.
+    fn fly(
+        &mut self,
+        task: &mut CudaTask,
+        steps: Range<usize>,
+        epoch: u32,
+    ) -> Result<usize, CudaError> {
+        let lowered = task.lowered.clone();
+        let mut flight =
+            Flight { known: steps.start, launched: steps.start, marks: VecDeque::new() };
+        self.make_ready(task, &lowered, steps.start)?;
+        while flight.known < steps.end {
+            while self.may_launch(task, &flight, steps.end, epoch) {
+                self.launch(task, &lowered, &mut flight, steps.end, epoch)?;
+            }
+            if flight.launched == flight.known || !self.land(task, &mut flight, epoch)? {
+                break;
+            }
+        }
+        self.settle(task, &lowered, flight)
+    }
+
+    fn may_launch(&self, task: &CudaTask, flight: &Flight, end: usize, epoch: u32) -> bool {
+        let window = if task.is_timed() { 1 } else { self.hub.options().in_flight.max(1) };
+        flight.launched < end
+            && flight.launched - flight.known < window
+            && task.lowered.barriers[flight.launched] <= flight.known
+            && self.hub.epoch().now() == epoch
+    }
+
+    /// Queues what comes before the first launch: inputs, and the words of steps that start afresh.
+    fn make_ready(
+        &self,
+        task: &mut CudaTask,
+        lowered: &Lowered,
+        from: usize,
+    ) -> Result<(), CudaError> {
+        let (uploaded, words) = (task.uploaded, task.words);
+        task.uploaded = true;
+        let (instance, staging) = task.memory()?;
+        let block = instance.address();
+        let layout = &lowered.layout;
+        let clear = |steps: Range<usize>| {
+            let (at, count) = layout.control_words(steps);
+            // SAFETY: words of this run's own memory, which it holds until the stream is drained.
+            unsafe { self.stream.clear(block + at, count) }
+        };
+        if !uploaded {
+            // SAFETY: the task holds both sides until the stream is drained.
+            unsafe { instance.copy_inputs(lowered, staging, &self.stream) }?;
+        }
+        if !words.cleared {
+            clear(0..layout.controls.len())?;
+        } else {
+            if words.partly_done {
+                // Done bits and arrivals of the try that left stay; tiles are counted anew.
+                // SAFETY: as above.
+                unsafe { self.stream.clear(block + layout.controls[from].next, 1) }?;
+            }
+            clear(from + usize::from(words.partly_done)..words.used_to)?;
+        }
+        task.words.cleared = true;
+        task.words.used_to = from;
+        Ok(())
+    }
+
+    /// Queues the next step, and a mark where one is due.
+    fn launch(
+        &mut self,
+        task: &mut CudaTask,
+        lowered: &Lowered,
+        flight: &mut Flight,
+        end: usize,
+        epoch: u32,
+    ) -> Result<(), CudaError> {
+        let index = flight.launched;
+        let restored = task.words.partly_done;
+        task.words.partly_done = false;
+        task.words.used_to = index + 1;
+        let (timed, last) = (task.is_timed(), index + 1 == task.step_count());
+        let (instance, staging) = task.memory()?;
+        if timed {
+            self.stamps.0.record(&self.stream)?;
+        }
+        // SAFETY: the task holds instance, staging and plan until the stream is drained, and its words are as
+        // `make_ready` left them.
+        unsafe {
+            let stream = &self.stream;
+            instance.launch_best_effort(&self.hub, lowered, index, epoch, restored, stream)?;
+            if timed {
+                self.stamps.1.record(stream)?;
+            }
+            if last {
+                instance.copy_outputs(lowered, staging, stream)?;
+            }
+        }
+        flight.launched += 1;
+        let due = flight.launched - flight.marked() >= self.hub.options().in_flight.div_ceil(2);
+        if due || flight.launched == end {
+            self.mark(flight)?;
+        }
+        Ok(())
+    }
+
+    fn mark(&mut self, flight: &mut Flight) -> Result<(), CudaError> {
+        self.marks = self.marks.wrapping_add(1);
+        // SAFETY: the word lives as long as this worker, which waits for it.
+        unsafe { self.stream.write_word(self.word.device_address(), self.marks) }?;
+        flight.marks.push_back((self.marks, flight.launched));
+        Ok(())
+    }
+
+    /// Waits for the oldest mark; false when the epoch has moved on, so that what it stands behind may have left.
+    fn land(
+        &mut self,
+        task: &mut CudaTask,
+        flight: &mut Flight,
+        epoch: u32,
+    ) -> Result<bool, CudaError> {
+        if flight.marks.is_empty() {
+            self.mark(flight)?;
+        }
+        let Some((mark, step)) = flight.marks.front().copied() else { return Ok(true) };
+        wait_for(&self.word, mark, &self.stream, self.hub.options().polling)?;
+        if self.hub.epoch().now() != epoch {
+            return Ok(false);
+        }
+        flight.marks.pop_front();
+        if task.is_timed() {
+            task.push_time(self.stamps.1.micros_since(&self.stamps.0)?);
+        }
+        flight.known = step;
+        Ok(true)
+    }
+
+    /// Waits for everything in flight and finds out how far it got.
+    fn settle(
+        &mut self,
+        task: &mut CudaTask,
+        lowered: &Lowered,
+        mut flight: Flight,
+    ) -> Result<usize, CudaError> {
+        if flight.launched == flight.known {
+            return Ok(flight.known);
+        }
+        if flight.marked() < flight.launched {
+            self.mark(&mut flight)?;
+        }
+        if let Some((mark, _)) = flight.marks.back().copied() {
+            wait_for(&self.word, mark, &self.stream, self.hub.options().polling)?;
+        }
+        let done = self.count_done(task, lowered, flight.known..flight.launched)?;
+        if task.is_timed() {
+            let micros = self.stamps.1.micros_since(&self.stamps.0)?;
+            match done > flight.known {
+                true => task.push_time(micros),
+                false => task.unfinished += Nanos((micros * 1e3) as u64),
+            }
+        }
+        task.words.partly_done = done < flight.launched;
+        Ok(done)
+    }
+
+    /// The first of `steps` that is not complete, by its done bits; all of them have ended.
+    fn count_done(
+        &mut self,
+        task: &mut CudaTask,
+        lowered: &Lowered,
+        steps: Range<usize>,
+    ) -> Result<usize, CudaError> {
+        let (at, count) = lowered.layout.control_words(steps.clone());
+        if self.readback.len() < count * 4 {
+            self.readback = PinnedBuffer::zeroed(self.hub.context(), count * 4)?;
+        }
+        let Ok((instance, _)) = task.memory() else { return Ok(steps.start) };
+        // SAFETY: the words are of the run's own memory; the buffer has room and is read only after the wait.
+        unsafe {
+            self.stream.copy_out(self.readback.as_ptr(), instance.address() + at, count * 4)?;
+        }
+        self.stream.synchronize()?;
+        let words: Vec<u32> = self.readback.as_slice()[..count * 4]
+            .chunks_exact(4)
+            .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+            .collect();
+        let incomplete = steps.clone().find(|&step| {
+            let control = &lowered.layout.controls[step];
+            let first = ((control.next - at) / 4) as usize;
+            !control.is_complete(&words[first..])
+        });
+        Ok(incomplete.unwrap_or(steps.end))
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // The words and buffers below must outlive what is queued.
+        let _ = self.stream.synchronize();
+    }
+}

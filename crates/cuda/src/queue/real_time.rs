@@ -1,0 +1,287 @@
+//! Real time: the caller's thread queues everything on the device at once, the queue's thread waits for it.
+//!
+//! A whole task is a copy in, one graph, a copy out and a word. Nothing here ever leaves early; an order to leave concerns
+//! segments that wait on the host.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use base::Nanos;
+use device::{
+    Completion, CompletionSink, DeviceError, Outcome, Queue, QueueOptions, Segment, Task,
+};
+
+use super::{failed, own_task, wait_for};
+use crate::control::Orders;
+use crate::driver::{Event, PinnedWord, Priority, Stream};
+use crate::error::CudaError;
+use crate::hub::Hub;
+use crate::task::CudaTask;
+
+/// Segments on the device at once: one that runs, and the next, so that the device does not wait for us.
+const ON_DEVICE: usize = 2;
+
+/// A queue of high priority.
+pub(crate) struct RealTimeQueue {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    options: QueueOptions,
+    hub: Arc<Hub>,
+    stream: Stream,
+    word: PinnedWord,
+    sink: Arc<dyn CompletionSink>,
+    orders: Orders,
+    state: Mutex<State>,
+    wake: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    waiting: VecDeque<(Segment, u32)>,
+    running: VecDeque<Running>,
+    marks: u32,
+    closed: bool,
+}
+
+/// A segment whose work is on the device, or that ended before.
+struct Running {
+    segment: Segment,
+    started: Instant,
+    progress: Progress,
+}
+
+enum Progress {
+    /// Steps before the second number are done once the mark is there.
+    Marked {
+        mark: u32,
+        end: usize,
+        events: Vec<Event>,
+    },
+    Left,
+    Failed(DeviceError),
+}
+
+impl RealTimeQueue {
+    pub(crate) fn open(
+        hub: Arc<Hub>,
+        options: QueueOptions,
+        sink: Arc<dyn CompletionSink>,
+    ) -> Result<RealTimeQueue, DeviceError> {
+        let stream = Stream::new(hub.context(), Priority::High).map_err(|err| hub.error(err))?;
+        let word = PinnedWord::new(hub.context()).map_err(|err| hub.error(err))?;
+        let shared = Arc::new(Shared {
+            options,
+            stream,
+            word,
+            sink,
+            orders: Orders::default(),
+            state: Mutex::default(),
+            wake: Condvar::new(),
+            hub,
+        });
+        let worker = shared.clone();
+        std::thread::Builder::new()
+            .name(format!("cuda-rt{}", options.id))
+            .spawn(move || worker.run())
+            .map_err(|err| DeviceError::Faulted {
+                device: shared.hub.info.name.clone(),
+                reason: format!("cannot start a queue's thread: {err}"),
+            })?;
+        Ok(RealTimeQueue { shared })
+    }
+}
+
+impl Queue for RealTimeQueue {
+    fn launch(&self, segment: Segment) -> Result<(), Segment> {
+        let shared = &self.shared;
+        let epoch = shared.hub.epoch().enter(&shared.orders);
+        let mut state = shared.lock();
+        if state.running.len() < ON_DEVICE && state.waiting.is_empty() {
+            shared.start(&mut state, segment);
+            shared.wake.notify_one();
+            return Ok(());
+        }
+        if state.waiting.len() >= shared.options.capacity.max(1) {
+            return Err(segment);
+        }
+        state.waiting.push_back((segment, epoch));
+        Ok(())
+    }
+
+    fn preempt(&self) {
+        if let Err(err) = self.shared.hub.epoch().raise(&self.shared.orders) {
+            tracing::error!("an order to leave did not reach the device: {err}");
+        }
+    }
+}
+
+impl Drop for RealTimeQueue {
+    fn drop(&mut self) {
+        self.shared.lock().closed = true;
+        self.shared.wake.notify_one();
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Completes segments in the order they came, until the queue is closed and empty.
+    fn run(&self) {
+        let mut free_since = Instant::now();
+        while let Some(mark) = self.next_mark() {
+            let waited = match mark {
+                Some(mark) => wait_for(&self.word, mark, &self.stream, self.hub.options().polling),
+                // Whatever a failed segment had queued may still run.
+                None => self.stream.synchronize(),
+            };
+            let running = {
+                let mut state = self.lock();
+                let running = state.running.pop_front();
+                self.refill(&mut state);
+                running
+            };
+            let Some(running) = running else { continue };
+            let busy = running.started.max(free_since).elapsed().into();
+            free_since = Instant::now();
+            self.complete(running, waited, busy);
+        }
+    }
+
+    /// The mark of the oldest segment on the device; `Some(None)` when it has none, `None` when there is nothing to do any
+    /// more.
+    fn next_mark(&self) -> Option<Option<u32>> {
+        let mut state = self.lock();
+        loop {
+            match state.running.front().map(|running| &running.progress) {
+                Some(Progress::Marked { mark, .. }) => return Some(Some(*mark)),
+                Some(_) => return Some(None),
+                None if state.closed => return None,
+                None => {}
+            }
+            state = self.wake.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn refill(&self, state: &mut State) {
+        while state.running.len() < ON_DEVICE {
+            let Some((segment, epoch)) = state.waiting.pop_front() else { return };
+            if self.orders.told(epoch) {
+                let started = Instant::now();
+                state.running.push_back(Running { segment, started, progress: Progress::Left });
+            } else {
+                self.start(state, segment);
+            }
+        }
+    }
+
+    fn start(&self, state: &mut State, mut segment: Segment) {
+        let started = Instant::now();
+        let progress = match self.enqueue(&mut segment, &mut state.marks) {
+            Ok(progress) => progress,
+            Err(err) => Progress::Failed(err),
+        };
+        state.running.push_back(Running { segment, started, progress });
+    }
+
+    /// Queues all of `segment` on the device.
+    fn enqueue(&self, segment: &mut Segment, marks: &mut u32) -> Result<Progress, DeviceError> {
+        self.hub.alive()?;
+        let (task, steps) = own_task(&self.hub, segment)?;
+        task.hold_memory()?;
+        let begin = steps.start;
+        let (end, events) =
+            self.queue_steps(task, steps).map_err(|err| failed(task, begin, err))?;
+        *marks = marks.wrapping_add(1);
+        // SAFETY: the word lives as long as this queue's thread, which waits for it.
+        unsafe { self.stream.write_word(self.word.device_address(), *marks) }
+            .map_err(|err| self.hub.error(err))?;
+        Ok(Progress::Marked { mark: *marks, end, events })
+    }
+
+    fn queue_steps(
+        &self,
+        task: &mut CudaTask,
+        steps: Range<usize>,
+    ) -> Result<(usize, Vec<Event>), CudaError> {
+        let (hub, lowered) = (task.hub.clone(), task.lowered.clone());
+        let (timed, uploaded) = (task.is_timed(), task.uploaded);
+        let whole = steps == (0..task.step_count()) && !timed;
+        let last = steps.end == task.step_count();
+        // What a best-effort try left of the next step is done anew.
+        task.words.partly_done = false;
+        task.uploaded = true;
+        let (instance, staging) = task.memory()?;
+        let mut events = Vec::new();
+        // SAFETY: instance, staging and plan belong to the task, which this queue holds until the mark behind them is
+        // passed or the stream is drained; nobody else uses the instance.
+        unsafe {
+            if !uploaded {
+                instance.copy_inputs(&lowered, staging, &self.stream)?;
+            }
+            if whole && !steps.is_empty() {
+                instance.graph(&hub, &lowered)?.launch(&self.stream)?;
+            } else {
+                for index in steps.clone() {
+                    if timed {
+                        events.push(stamp(&hub, &self.stream)?);
+                    }
+                    let dependent = index > steps.start && !timed;
+                    instance.launch_real_time(&lowered, index, dependent, &self.stream)?;
+                }
+                if timed {
+                    events.push(stamp(&hub, &self.stream)?);
+                }
+            }
+            if last {
+                instance.copy_outputs(&lowered, staging, &self.stream)?;
+            }
+        }
+        Ok((steps.end, events))
+    }
+
+    fn complete(&self, running: Running, waited: Result<(), CudaError>, busy: Nanos) {
+        let Running { mut segment, progress, .. } = running;
+        let outcome = match (progress, waited) {
+            (Progress::Left, _) => Outcome::Left,
+            (Progress::Marked { end, events, .. }, Ok(())) => {
+                self.advance(&mut segment, end, &events)
+            }
+            (Progress::Failed(err), Ok(())) => Outcome::Failed(err),
+            (_, Err(err)) => Outcome::Failed(self.hub.error(err)),
+        };
+        if matches!(outcome, Outcome::Failed(_))
+            && let Some(task) = segment.task.as_any_mut().downcast_mut::<CudaTask>()
+        {
+            task.abandon();
+        }
+        let Segment { token, task, .. } = segment;
+        self.sink.complete(Completion { queue: self.options.id, token, task, outcome, busy });
+    }
+
+    fn advance(&self, segment: &mut Segment, end: usize, events: &[Event]) -> Outcome {
+        let task = match own_task(&self.hub, segment) {
+            Ok((task, _)) => task,
+            Err(err) => return Outcome::Failed(err),
+        };
+        for pair in events.windows(2) {
+            match pair[1].micros_since(&pair[0]) {
+                Ok(micros) => task.push_time(micros),
+                Err(err) => return Outcome::Failed(self.hub.error(err)),
+            }
+        }
+        task.advance_to(end);
+        Outcome::Done
+    }
+}
+
+fn stamp(hub: &Hub, stream: &Stream) -> Result<Event, CudaError> {
+    let event = Event::new(hub.context())?;
+    event.record(stream)?;
+    Ok(event)
+}

@@ -1,0 +1,171 @@
+//! One run of a program.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use base::Nanos;
+use bytes::Bytes;
+use device::{DeviceError, Task};
+use model::Tensor;
+
+use crate::driver::PinnedBuffer;
+use crate::error::CudaError;
+use crate::hub::Hub;
+use crate::instance::Instance;
+use crate::lowered::Lowered;
+
+/// A run: inputs on the host, device memory from its first step to its last, outputs on the host.
+pub(crate) struct CudaTask {
+    pub(crate) hub: Arc<Hub>,
+    pub(crate) lowered: Arc<Lowered>,
+    staging: Option<PinnedBuffer>,
+    instance: Option<Instance>,
+    next_step: usize,
+    /// Inputs are on the device.
+    pub(crate) uploaded: bool,
+    pub(crate) words: ControlState,
+    step_times: Option<Vec<Nanos>>,
+    /// Time spent on the next step by tries that left.
+    pub(crate) unfinished: Nanos,
+}
+
+/// What is in the words that best-effort launches share with their queue.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct ControlState {
+    /// All of them have been cleared for this run.
+    pub(crate) cleared: bool,
+    /// Steps before this one have been launched since.
+    pub(crate) used_to: usize,
+    /// The next step's done bits are of a try that left: only the other tiles are missing.
+    pub(crate) partly_done: bool,
+}
+
+impl CudaTask {
+    pub(crate) fn new(
+        hub: Arc<Hub>,
+        lowered: Arc<Lowered>,
+        inputs: &[&Bytes],
+    ) -> Result<CudaTask, DeviceError> {
+        let mut staging = lowered.take_staging(&hub)?;
+        let target = staging.as_mut_slice();
+        for (index, (slot, raw)) in lowered.gpu.inputs.iter().zip(inputs).enumerate() {
+            if raw.len() as u64 != slot.bytes {
+                let (name, want, got) = (&slot.name, slot.bytes, raw.len());
+                let why = format!("input '{name}' has {got} bytes, the device expects {want}");
+                return Err(DeviceError::BadInput(why));
+            }
+            let at = lowered.layout.input(index) as usize;
+            target[at..at + raw.len()].copy_from_slice(raw);
+        }
+        Ok(CudaTask {
+            hub,
+            lowered,
+            staging: Some(staging),
+            instance: None,
+            next_step: 0,
+            uploaded: false,
+            words: ControlState::default(),
+            step_times: None,
+            unfinished: Nanos::ZERO,
+        })
+    }
+
+    /// Takes device memory unless the run has it already.
+    pub(crate) fn hold_memory(&mut self) -> Result<(), DeviceError> {
+        if self.instance.is_none() {
+            self.instance = Some(self.lowered.take_instance(&self.hub)?);
+            self.uploaded = false;
+        }
+        Ok(())
+    }
+
+    /// The run's device memory and host buffer; both are there between [`Self::hold_memory`] and the last step.
+    pub(crate) fn memory(&mut self) -> Result<(&mut Instance, &PinnedBuffer), CudaError> {
+        match (&mut self.instance, &self.staging) {
+            (Some(instance), Some(staging)) => Ok((instance, staging)),
+            _ => Err(CudaError::Misuse("a run without memory was launched")),
+        }
+    }
+
+    /// Notes that steps before `step` are done; after the last, the device memory goes back. Nothing of this run may be
+    /// queued on the device any more.
+    pub(crate) fn advance_to(&mut self, step: usize) {
+        self.next_step = step;
+        if step == self.step_count()
+            && let Some(instance) = self.instance.take()
+        {
+            self.lowered.give_instance(instance);
+        }
+    }
+
+    /// Forgets the device memory of a run that failed: what is in it is not known.
+    pub(crate) fn abandon(&mut self) {
+        self.instance = None;
+    }
+
+    /// Whether times are kept.
+    pub(crate) fn is_timed(&self) -> bool {
+        self.step_times.is_some()
+    }
+
+    /// Keeps the time of the step that was just done.
+    pub(crate) fn push_time(&mut self, micros: f64) {
+        let spent = Nanos((micros.max(0.0) * 1e3) as u64) + self.unfinished;
+        self.unfinished = Nanos::ZERO;
+        if let Some(times) = &mut self.step_times {
+            times.push(spent);
+        }
+    }
+}
+
+impl Task for CudaTask {
+    fn step_count(&self) -> usize {
+        self.lowered.gpu.steps.len()
+    }
+
+    fn next_step(&self) -> usize {
+        self.next_step
+    }
+
+    fn record_step_times(&mut self) {
+        self.step_times = Some(Vec::with_capacity(self.step_count()));
+    }
+
+    fn step_times(&self) -> Option<&[Nanos]> {
+        self.step_times.as_deref()
+    }
+
+    fn into_outputs(self: Box<Self>) -> Result<Vec<Tensor>, DeviceError> {
+        if self.next_step < self.step_count() {
+            return Err(DeviceError::BadPlan("outputs were asked for before the end".to_string()));
+        }
+        let Some(staging) = &self.staging else {
+            return Err(DeviceError::BadPlan("the run has no outputs".to_string()));
+        };
+        let slots = self.lowered.gpu.outputs.iter().enumerate();
+        slots
+            .map(|(index, slot)| {
+                let at = self.lowered.layout.output(index) as usize;
+                let raw = &staging.as_slice()[at..at + slot.bytes as usize];
+                Tensor::from_raw(slot.dtype, slot.shape.clone(), Bytes::copy_from_slice(raw))
+                    .map_err(|err| DeviceError::BadPlan(format!("output '{}': {err}", slot.name)))
+            })
+            .collect()
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+}
+
+impl Drop for CudaTask {
+    fn drop(&mut self) {
+        // A run that ends early gives its memory back too: its completion said that nothing of it is queued any more.
+        if let Some(instance) = self.instance.take() {
+            self.lowered.give_instance(instance);
+        }
+        if let Some(staging) = self.staging.take() {
+            self.lowered.give_staging(staging);
+        }
+    }
+}

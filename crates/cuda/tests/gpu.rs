@@ -1,0 +1,313 @@
+//! The device on a real GPU, with a toy compiler. Skipped, with the reason, where there is none. Figures are printed and
+//! never fail a test; run with `--test-threads=1 --nocapture` to see them undisturbed.
+
+#[path = "support/bench.rs"]
+mod bench;
+#[path = "support/toy.rs"]
+mod toy;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use base::Random;
+use bench::{Lane, numbers, open, outputs, percentiles, start};
+use cuda::{CudaDevice, ProfileOptions};
+use device::{Device, Outcome, Program};
+use toy::Chain;
+
+fn load(device: &CudaDevice, chain: &Chain) -> Arc<dyn Program> {
+    device.load(chain.plan()).expect("a program")
+}
+
+fn spin(micros: u64) {
+    let since = Instant::now();
+    while since.elapsed() < Duration::from_micros(micros) {
+        std::hint::spin_loop();
+    }
+}
+
+#[test]
+fn results_are_right_in_both_flavours_and_many_sizes() {
+    let Some(device) = open() else { return };
+    println!("{}; {:?}", device.info().description, device.health());
+    let (real_time, best_effort) =
+        (Lane::open(&device, 0, true, 4), Lane::open(&device, 1, false, 4));
+    for ring in [64, 3, 2] {
+        let chain = Chain { ring, rounds: 9, ..Chain::default() };
+        let program = load(&device, &chain);
+        for (seed, count) in [1, 127, 128, 1000, 100_000].into_iter().enumerate() {
+            let x = numbers(count, seed as u64);
+            let want = chain.reference(&x);
+            assert!(real_time.run(start(&program, &x)) == want, "real time, {count}");
+            assert!(best_effort.run(start(&program, &x)) == want, "best effort, {count}");
+        }
+    }
+}
+
+#[test]
+fn steps_one_by_one_change_queues_on_the_way() {
+    let Some(device) = open() else { return };
+    let lanes = [Lane::open(&device, 0, true, 1), Lane::open(&device, 1, false, 1)];
+    let chain = Chain { steps: 12, rounds: 6, ..Chain::default() };
+    let program = load(&device, &chain);
+    let x = numbers(5000, 3);
+    let mut task = start(&program, &x);
+    task.record_step_times();
+    for step in 0..12 {
+        let lane = &lanes[step / 2 % 2];
+        let segment = device::Segment { token: step as u64, task, steps: step..step + 1 };
+        assert!(lane.queue.launch(segment).is_ok());
+        let completion = lane.wait();
+        assert_eq!((&completion.outcome, completion.token), (&Outcome::Done, step as u64));
+        task = completion.task;
+        assert_eq!(task.next_step(), step + 1);
+    }
+    assert_eq!(task.step_times().map(<[_]>::len), Some(12));
+    println!("step times {:?}", task.step_times());
+    let got = task.into_outputs().expect("outputs");
+    assert!(got[0].to_vec::<f32>().expect("numbers") == chain.reference(&x));
+}
+
+/// Evicts and resumes until `rounds` tasks are done; how often work left, and how long leaving took.
+fn evict(device: &CudaDevice, chain: &Chain, count: usize, rounds: usize) -> (usize, Vec<f64>) {
+    let lane = Lane::open(device, 0, false, 2);
+    let program = load(device, chain);
+    let x = numbers(count, 5);
+    let want = chain.reference(&x);
+    let mut random = Random::new(11);
+    let (mut left, mut gone) = (0, Vec::new());
+    for _ in 0..rounds {
+        let mut task = start(&program, &x);
+        loop {
+            let before = task.next_step();
+            lane.launch(task, 1);
+            spin(20 + random.below(400));
+            let ordered = Instant::now();
+            lane.queue.preempt();
+            let completion = lane.wait();
+            if completion.outcome == Outcome::Done {
+                assert!(outputs(completion) == want, "other bits after being left");
+                break;
+            }
+            assert_eq!(completion.outcome, Outcome::Left);
+            gone.push(ordered.elapsed().as_secs_f64() * 1e6);
+            left += 1;
+            assert!(completion.task.next_step() >= before);
+            task = completion.task;
+        }
+    }
+    (left, gone)
+}
+
+#[test]
+fn evicted_work_resumes_with_the_same_bits() {
+    let Some(device) = open() else { return };
+    let tiles = device.target().multiprocessors as usize * 16 * 4;
+    for (what, chain, tiles, rounds) in [
+        ("long steps", Chain { steps: 4, rounds: 2000, ..Chain::default() }, tiles, 40),
+        ("short steps", Chain { steps: 60, rounds: 30, ..Chain::default() }, tiles / 8, 40),
+        ("two buffers", Chain { steps: 20, rounds: 200, ring: 2, ..Chain::default() }, tiles, 20),
+        (
+            "never left",
+            Chain { steps: 6, rounds: 400, finish: true, ..Chain::default() },
+            tiles,
+            10,
+        ),
+    ] {
+        let (left, gone) = evict(&device, &chain, tiles * toy::TILE, rounds);
+        assert!(left > 0, "{what}: nothing left");
+        let (p50, p99) = percentiles(gone);
+        println!("evicted {what}: left {left} times, gone after p50 {p50:.1} p99 {p99:.1} us");
+    }
+}
+
+#[test]
+fn only_the_queue_that_is_told_leaves() {
+    let Some(device) = open() else { return };
+    let (told, other) = (Lane::open(&device, 0, false, 2), Lane::open(&device, 1, false, 2));
+    let chain = Chain { steps: 8, rounds: 400, ..Chain::default() };
+    let program = load(&device, &chain);
+    let x = numbers(100_000, 9);
+    let want = chain.reference(&x);
+    for _ in 0..20 {
+        told.launch(start(&program, &x), 1);
+        other.launch(start(&program, &x), 2);
+        spin(60);
+        told.queue.preempt();
+        assert!(outputs(other.wait()) == want, "the other queue's work");
+        let completion = told.wait();
+        assert!(matches!(completion.outcome, Outcome::Done | Outcome::Left));
+    }
+}
+
+#[test]
+fn every_segment_completes_once_and_in_order() {
+    let Some(device) = open() else { return };
+    let chain = Chain { steps: 6, rounds: 50, ..Chain::default() };
+    let program = load(&device, &chain);
+    let x = numbers(20_000, 1);
+    for high in [true, false] {
+        let lane = Lane::open(&device, 7, high, 32);
+        let mut random = Random::new(4);
+        for round in 0..20 {
+            for token in 0..12 {
+                lane.launch(start(&program, &x), token);
+                if random.below(4) == 0 {
+                    lane.queue.preempt();
+                }
+            }
+            let seen: Vec<u64> = (0..12).map(|_| lane.wait().token).collect();
+            assert_eq!(seen, (0..12).collect::<Vec<_>>(), "round {round}");
+            assert!(lane.completions.try_recv().is_err(), "more completions than segments");
+        }
+    }
+}
+
+/// Real-time latency from launch to completion, with `before` called first each time.
+fn latencies(lane: &Lane, program: &Arc<dyn Program>, x: &[f32], before: impl Fn()) -> Vec<f64> {
+    let mut all = Vec::new();
+    for _ in 0..200 {
+        let task = start(program, x);
+        let since = Instant::now();
+        before();
+        lane.launch(task, 1);
+        let completion = lane.wait();
+        all.push(since.elapsed().as_secs_f64() * 1e6);
+        assert_eq!(completion.outcome, Outcome::Done);
+        spin(100);
+    }
+    all
+}
+
+#[test]
+fn real_time_goes_first() {
+    let Some(device) = open() else { return };
+    let real_time = Lane::open(&device, 0, true, 4);
+    let rt = load(&device, &Chain { steps: 40, rounds: 4, ..Chain::default() });
+    let x = numbers(132 * 128, 2);
+    let report = |what: &str, all: Vec<f64>| {
+        let (p50, p99) = percentiles(all);
+        println!("real time {what}: p50 {p50:.1} p99 {p99:.1} us");
+    };
+    latencies(&real_time, &rt, &x, || {});
+    report("alone", latencies(&real_time, &rt, &x, || {}));
+    let chain = Chain { steps: 4, rounds: 4000, ..Chain::default() };
+    let be = load(&device, &chain);
+    let tiles = device.target().multiprocessors as usize * 16 * 2;
+    let y = numbers(tiles * toy::TILE, 2);
+    let want = chain.reference(&y);
+    for ordered in [true, false] {
+        let lane = Lane::open(&device, 1, false, 2);
+        let queue = lane.queue.clone();
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let (be, y, want, stop) = (&be, &y, &want, &stop);
+            scope.spawn(move || run_for_ever(&lane, be, y, want, stop));
+            spin(20_000);
+            let order = || {
+                if ordered {
+                    queue.preempt();
+                }
+            };
+            let what = if ordered { "over best effort that leaves" } else { "over best effort" };
+            report(what, latencies(&real_time, &rt, &x, order));
+            stop.store(true, Ordering::Relaxed);
+        });
+    }
+}
+
+/// Keeps a lane busy; what left goes on at once.
+fn run_for_ever(
+    lane: &Lane,
+    program: &Arc<dyn Program>,
+    x: &[f32],
+    want: &[f32],
+    stop: &AtomicBool,
+) {
+    let mut task = start(program, x);
+    while !stop.load(Ordering::Relaxed) {
+        lane.launch(task, 1);
+        let completion = lane.wait();
+        task = match completion.outcome {
+            Outcome::Left => {
+                // The real-time launch comes right behind the order.
+                spin(150);
+                completion.task
+            }
+            _ => {
+                assert!(outputs(completion) == want, "best effort computed other bits");
+                start(program, x)
+            }
+        };
+    }
+}
+
+#[test]
+fn flavours_side_by_side() {
+    let Some(device) = open() else { return };
+    for (what, rounds, tiles) in [("short", 4, 132), ("of ten microseconds", 64, 132 * 4)] {
+        let chain = Chain { steps: 100, rounds, ..Chain::default() };
+        let program = load(&device, &chain);
+        let x = numbers(tiles * toy::TILE, 2);
+        for (name, high) in [("real time", true), ("best effort", false)] {
+            let lane = Lane::open(&device, 0, high, 4);
+            let mut all = Vec::new();
+            for _ in 0..60 {
+                let task = start(&program, &x);
+                let since = Instant::now();
+                lane.run(task);
+                all.push(since.elapsed().as_secs_f64() * 1e6);
+            }
+            let (p50, p99) = percentiles(all.split_off(10));
+            println!("100 steps {what} as {name}: p50 {p50:.1} p99 {p99:.1} us");
+        }
+        let sizes = [("n".to_string(), tiles * toy::TILE)];
+        let profile = device
+            .profile(&chain.plan(), &sizes, ProfileOptions::default(), &|_, _| {})
+            .expect("a profile");
+        println!(
+            "  on the device: {:?} with dependent launches, {:?} without; a step {:?}",
+            profile.graph, profile.plain_graph, profile.steps[0].choices
+        );
+    }
+}
+
+#[test]
+fn memory_comes_back() {
+    let Some(device) = open() else { return };
+    let chain = Chain { steps: 4, ..Chain::default() };
+    let plan = chain.plan();
+    let lane = Lane::open(&device, 0, false, 1);
+    let x = numbers(1 << 20, 1);
+    let mut resident = None;
+    for _ in 0..100 {
+        let program = device.load(plan.clone()).expect("a program");
+        let now = program.resident();
+        assert!(resident.is_none_or(|before| before == now), "{resident:?} became {now:?}");
+        resident = Some(now);
+        drop(lane.run(start(&program, &x)));
+    }
+    assert_eq!(Arc::strong_count(&plan), 1);
+    println!("a program holds {}", resident.expect("a hundred rounds"));
+}
+
+#[test]
+fn the_suite_of_every_device() {
+    let Some(device) = open() else { return };
+    let report = device::conformance::run(&device);
+    println!("{report}");
+    assert_eq!(report.failures().count(), 0, "{report}");
+}
+
+#[test]
+fn without_a_gpu_the_message_says_so() {
+    if let Err(err) = CudaDevice::open(99, cuda::CudaOptions::default(), Arc::new(toy::ToyCompiler))
+    {
+        let text = err.to_string();
+        let told = text.contains("no CUDA driver") || text.contains("there is no cuda:99");
+        assert!(told, "{text}");
+    } else {
+        panic!("a hundredth GPU was opened");
+    }
+}

@@ -1,0 +1,63 @@
+// A tile function that does as little or as much as a test wants: y = x * scale + shift after `rounds` of work.
+#pragma once
+#include "base.cuh"
+
+namespace toy {
+
+struct ScaleArgs {
+    const float* input;
+    float* output;
+    const float* weight; // scale, shift
+    int count;
+    int rounds;
+};
+
+struct Scale {
+    using Args = ScaleArgs;
+    static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
+
+    template <class Watch, class Gate>
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    {
+        float scale = __ldg(a.weight), shift = __ldg(a.weight + 1);
+        int i = t * kThreads + threadIdx.x;
+        gate.wait();
+        float v = i < a.count ? __ldcg(a.input + i) : 0.f;
+        float noise = v;
+        for (int round = 0; round < a.rounds; ++round) {
+            for (int k = 0; k < 64; ++k) noise = fmaf(noise, 0.9990234375f, 0.25f);
+            if (Watch::kLeaves && watch.template due<4>(round)) {
+                tiles::copy_commit();
+                tiles::copy_wait<0>();
+                if (watch.verdict()) {
+                    tiles::copy_commit();
+                    tiles::copy_wait<0>();
+                    return false;
+                }
+            } else if (round == 0) {
+                __syncthreads();
+            }
+        }
+        watch.finishing();
+        // The work must not be removed, and must not change the result beyond what the host can follow.
+        if (i < a.count) a.output[i] = fmaf(v, scale, shift) + (noise > 1e30f ? 1.f : 0.f);
+        return true;
+    }
+};
+
+// Breaks the device: what a wild address in a kernel does.
+struct Wild {
+    using Args = ScaleArgs;
+    static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
+
+    template <class Watch, class Gate>
+    static __device__ __forceinline__ bool tile(const Args& a, int, unsigned char*, Watch& watch, const Gate& gate)
+    {
+        gate.wait();
+        watch.finishing();
+        *(volatile float*)(0x10ull + threadIdx.x * 16) = (float)a.count;
+        return true;
+    }
+};
+
+} // namespace toy

@@ -1,0 +1,227 @@
+//! A compiler that turns any chain of steps into launches of one small kernel, so that the device can be tried without the
+//! real one.
+
+use std::sync::Arc;
+
+use device::{DeviceError, KernelCompiler};
+use model::gpu::{
+    GpuPlan, GpuStep, GpuTarget, Kernel, Launch, Leavable, Packer, Patch, Place, Slot, Span,
+    Weight, WeightKey,
+};
+use model::op::{Op, Unary};
+use model::{DataType, Dim, LaunchPlan, Step, ValueId, ValueInfo};
+
+/// What the kernel multiplies by and adds.
+pub const SCALE: f32 = 0.5;
+pub const SHIFT: f32 = 1.25;
+
+/// Values a tile computes.
+pub const TILE: usize = 128;
+
+macro_rules! header {
+    ($name:literal) => {
+        ($name, include_str!(concat!("../../../compiler/kernels/", $name)))
+    };
+}
+
+static HEADERS: &[(&str, &str)] = &[
+    header!("base.cuh"),
+    header!("wrap.cuh"),
+    header!("entry.cuh"),
+    ("toy.cuh", include_str!("toy.cuh")),
+];
+
+/// A chain to run: how many steps, how long each, and over how many buffers in turn.
+#[derive(Clone, Copy, Debug)]
+pub struct Chain {
+    pub steps: usize,
+    pub rounds: i32,
+    pub ring: usize,
+    /// Steps must finish their tiles.
+    pub finish: bool,
+    /// The last step writes to a wild address.
+    pub wild: bool,
+}
+
+impl Default for Chain {
+    fn default() -> Chain {
+        Chain { steps: 8, rounds: 1, ring: 64, finish: false, wild: false }
+    }
+}
+
+impl Chain {
+    /// A plan of this chain over a vector whose length requests bind.
+    pub fn plan(&self) -> Arc<LaunchPlan> {
+        let info = |index: usize| ValueInfo {
+            name: format!("v{index}"),
+            dtype: DataType::F32,
+            shape: (index == 0).then(|| vec![Dim::Symbol("n".to_string())]),
+        };
+        let Chain { rounds, ring, finish, wild, .. } = self;
+        let step = |index: usize| Step {
+            name: format!("toy {rounds} {ring} {finish} {wild}"),
+            op: Op::Unary(Unary::Tanh),
+            inputs: vec![Some(ValueId(index as u32))],
+            outputs: vec![Some(ValueId(index as u32 + 1))],
+            last_uses: vec![],
+        };
+        let mut plan = LaunchPlan {
+            values: (0..=self.steps).map(info).collect(),
+            constants: vec![],
+            inputs: vec![ValueId(0)],
+            outputs: vec![ValueId(self.steps as u32)],
+            steps: (0..self.steps).map(step).collect(),
+        };
+        plan.plan_lifetimes();
+        Arc::new(plan)
+    }
+
+    /// The chain of a plan: from the name that [`Chain::plan`] gave its steps, or as it is.
+    fn of(plan: &LaunchPlan) -> Chain {
+        let mut chain = Chain { steps: plan.steps.len(), rounds: 200, ..Chain::default() };
+        let name = plan.steps.first().map(|step| step.name.clone()).unwrap_or_default();
+        if let ["toy", rounds, ring, finish, wild] = name.split(' ').collect::<Vec<_>>()[..] {
+            chain.rounds = rounds.parse().expect("rounds");
+            chain.ring = ring.parse().expect("ring");
+            chain.finish = finish == "true";
+            chain.wild = wild == "true";
+        }
+        chain
+    }
+
+    /// What the chain computes.
+    pub fn reference(&self, inputs: &[f32]) -> Vec<f32> {
+        let one = |x: &f32| (0..self.steps).fold(*x, |x, _| x.mul_add(SCALE, SHIFT));
+        inputs.iter().map(one).collect()
+    }
+}
+
+/// The compiler of chains.
+pub struct ToyCompiler;
+
+impl KernelCompiler for ToyCompiler {
+    fn lower(
+        &self,
+        plan: &LaunchPlan,
+        sizes: &[(String, usize)],
+        _: &GpuTarget,
+    ) -> Result<GpuPlan, Vec<DeviceError>> {
+        let known = |step: &&Step| {
+            !matches!(step.op, Op::Unary(Unary::Tanh) | Op::MatMul(_) | Op::Binary(_))
+        };
+        if let Some(step) = plan.steps.iter().find(known) {
+            return Err(vec![DeviceError::Unsupported {
+                step: step.name.clone(),
+                op: step.op.name(),
+                reason: "the toy compiler knows chains only".to_string(),
+            }]);
+        }
+        if plan.inputs.len() != 1 || plan.outputs.len() != 1 {
+            return Err(vec![DeviceError::Unsupported {
+                step: "all".to_string(),
+                op: "chain".to_string(),
+                reason: "the toy compiler knows one input and one output".to_string(),
+            }]);
+        }
+        let dims = plan.value(plan.inputs[0]).shape.clone().unwrap_or_default();
+        let shape: Vec<usize> = dims
+            .iter()
+            .map(|dim| match dim {
+                Dim::Fixed(size) => *size,
+                _ => sizes.iter().find(|(name, _)| dim.to_string() == *name).map_or(1, |s| s.1),
+            })
+            .collect();
+        Ok(lower(plan, &Chain::of(plan), shape))
+    }
+
+    fn headers(&self) -> &'static [(&'static str, &'static str)] {
+        HEADERS
+    }
+}
+
+/// The kernels of chains: the one that works, and the one that breaks the device.
+pub fn kernels() -> Vec<Kernel> {
+    ["toy::Scale", "toy::Wild"]
+        .map(|expression| Kernel {
+            source: "#include \"toy.cuh\"".to_string(),
+            expression: expression.to_string(),
+            threads: 128,
+            shared_bytes: 0,
+            args_bytes: 32,
+        })
+        .to_vec()
+}
+
+fn lower(plan: &LaunchPlan, chain: &Chain, shape: Vec<usize>) -> GpuPlan {
+    let count: usize = shape.iter().product();
+    let bytes = (count * 4) as u64;
+    let stride = bytes.next_multiple_of(256);
+    let slot = |name: &str| Slot {
+        name: name.to_string(),
+        dtype: DataType::F32,
+        shape: shape.clone(),
+        bytes,
+    };
+    let mut weights = vec![Weight {
+        key: WeightKey("scale".to_string()),
+        bytes: 8,
+        pack: Packer(Arc::new(|| [SCALE.to_le_bytes(), SHIFT.to_le_bytes()].concat())),
+    }];
+    for (id, tensor) in &plan.constants {
+        weights.push(Weight {
+            key: WeightKey(format!("constant {}", id.0)),
+            bytes: tensor.size_bytes() as u64,
+            pack: Packer::raw(tensor.clone()),
+        });
+    }
+    let place = |index: usize| match index {
+        0 => Place::Input(0, 0),
+        last if last == chain.steps => Place::Output(0, 0),
+        inner => Place::Arena((inner % chain.ring) as u64 * stride),
+    };
+    let span = |index: usize| vec![Span { place: place(index), bytes }];
+    let step = |index: usize| GpuStep {
+        name: format!("scale {index}"),
+        op: "Scale".to_string(),
+        signature: format!("scale {count} {}", chain.rounds),
+        choices: vec![launch(chain, index, count, place(index), place(index + 1))],
+        rt: 0,
+        be: 0,
+        leave: match chain.finish {
+            false => Leavable::InsideTile,
+            true => Leavable::AtTileBoundary("the test says so".to_string()),
+        },
+        flops: (count as u64) * 128 * chain.rounds as u64,
+        bytes: 2 * bytes,
+        reads: span(index),
+        writes: span(index + 1),
+    };
+    GpuPlan {
+        kernels: kernels(),
+        weights,
+        inputs: vec![slot("x")],
+        outputs: vec![slot("y")],
+        steps: (0..chain.steps).map(step).collect(),
+        arena_bytes: stride * chain.ring.min(chain.steps) as u64,
+        workspace_bytes: 0,
+    }
+}
+
+fn launch(chain: &Chain, index: usize, count: usize, from: Place, to: Place) -> Launch {
+    let mut args = vec![0; 32];
+    args[24..28].copy_from_slice(&(count as i32).to_le_bytes());
+    args[28..32].copy_from_slice(&chain.rounds.to_le_bytes());
+    Launch {
+        variant: "only".to_string(),
+        kernel: usize::from(chain.wild && index + 1 == chain.steps),
+        tiles: count.div_ceil(TILE) as u32,
+        cluster: 1,
+        arrivals: 0,
+        args,
+        patches: vec![
+            Patch { at: 0, to: from },
+            Patch { at: 8, to },
+            Patch { at: 16, to: Place::Weight(0, 0) },
+        ],
+    }
+}
