@@ -37,6 +37,10 @@ pub(crate) enum Command {
     Check(CheckArgs),
     /// Run a model on given or random inputs and time it
     Run(RunArgs),
+    /// Time a model on a GPU: every step in every variant, and the whole at several batch sizes
+    Profile(ProfileArgs),
+    /// Try everything a device promises, on this machine
+    Conformance(ConformanceArgs),
     /// List the models of a repository and of the registry
     Models(ModelsArgs),
     /// Run a scenario in virtual time, with checkers
@@ -55,9 +59,21 @@ pub(crate) enum Command {
 /// Where models run.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct DeviceArgs {
-    /// Device: cpu
+    /// Device: cpu, or cuda:N for the N-th GPU
     #[arg(long, env = "ATOLL_DEVICE", default_value = "cpu")]
     pub(crate) device: String,
+
+    /// What a GPU stores numbers in; sums are single precision in any case
+    #[arg(long, env = "ATOLL_PRECISION", value_enum, default_value_t)]
+    pub(crate) precision: PrecisionArg,
+
+    /// Folder for compiled GPU kernels and tuned choices [default: atoll in the user's cache folder]
+    #[arg(long, env = "ATOLL_KERNEL_CACHE", value_name = "FOLDER")]
+    pub(crate) kernel_cache: Option<PathBuf>,
+
+    /// CUDA toolkit with NVRTC and its headers; looked for in the usual places when not given
+    #[arg(long, env = "ATOLL_CUDA_TOOLKIT", value_name = "FOLDER")]
+    pub(crate) cuda_toolkit: Option<PathBuf>,
 
     /// Threads a CPU queue computes with; 0 for all cores divided by the queues
     #[arg(long, env = "ATOLL_THREADS", default_value_t = 0)]
@@ -66,6 +82,18 @@ pub(crate) struct DeviceArgs {
     /// CPU queues that run requests side by side
     #[arg(long, env = "ATOLL_CPU_QUEUES", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(crate) cpu_queues: u16,
+}
+
+/// What a GPU stores numbers in.
+#[derive(Clone, Copy, Debug, Default, clap::ValueEnum)]
+pub(crate) enum PrecisionArg {
+    /// Half precision, on tensor cores
+    #[default]
+    F16,
+    /// Brain float
+    Bf16,
+    /// Single precision, without tensor cores
+    F32,
 }
 
 /// Where the server listens.
@@ -168,6 +196,51 @@ pub(crate) struct DemoArgs {
 
     #[command(flatten)]
     pub(crate) listen: ListenArgs,
+
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  atoll profile model.onnx --device cuda:0
+  atoll profile model.onnx --device cuda:0 --batches 1,8,32 --bind sequence=128 --json
+
+The fastest variants are kept beside the compiled kernels; serve and run use them from then on.")]
+pub(crate) struct ProfileArgs {
+    /// The ONNX file
+    pub(crate) model: PathBuf,
+
+    /// Batch sizes, that is sizes of the first dimension of the first input
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4, 8, 16, 32])]
+    pub(crate) batches: Vec<usize>,
+
+    /// Size of another symbolic dimension; 1 unless given
+    #[arg(long, value_name = "SYMBOL=SIZE")]
+    pub(crate) bind: Vec<String>,
+
+    /// Replays of the whole plan, for median and p99
+    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(10..=100_000))]
+    pub(crate) replays: u32,
+
+    /// Print as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  atoll conformance
+  atoll conformance --device cuda:0 --json
+
+Exit code 0 when every promise was kept, 1 when one was not.")]
+pub(crate) struct ConformanceArgs {
+    /// Print as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
 
     #[command(flatten)]
     pub(crate) device: DeviceArgs,

@@ -1,20 +1,26 @@
 //! Puts importer, compiler and devices together.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use compiler::CompileError;
+use compiler::gpu::GpuCompiler;
 use cpu::{CpuDevice, CpuOptions};
+use cuda::{CudaDevice, CudaOptions};
 use device::Device;
 use graph::Limits;
+use model::gpu::Precision;
 use model::op::Op;
 use model::{LaunchPlan, Tensor};
 
-use crate::args::DeviceArgs;
+use crate::args::{DeviceArgs, PrecisionArg};
 use crate::failure::Failure;
 
 /// The device that `args` name.
 pub(crate) fn open_device(args: &DeviceArgs) -> Result<Arc<dyn Device>, Failure> {
+    if args.device.starts_with("cuda") {
+        return Ok(Arc::new(open_gpu(args)?));
+    }
     match args.device.as_str() {
         "cpu" => {
             let options =
@@ -22,9 +28,40 @@ pub(crate) fn open_device(args: &DeviceArgs) -> Result<Arc<dyn Device>, Failure>
             Ok(Arc::new(CpuDevice::new(options)))
         }
         other => Err(Failure::usage(format!(
-            "device '{other}' is not in this build; it has: cpu (--device cpu)"
+            "there is no device '{other}'; there are: cpu, and cuda:N for the N-th GPU"
         ))),
     }
+}
+
+/// The GPU that `args` name.
+pub(crate) fn open_gpu(args: &DeviceArgs) -> Result<CudaDevice, Failure> {
+    let number = args.device.strip_prefix("cuda:").and_then(|number| number.parse().ok());
+    let number: usize = number.ok_or_else(|| {
+        Failure::usage(format!("'{}' is no GPU; the first one is cuda:0", args.device))
+    })?;
+    let options = CudaOptions {
+        precision: match args.precision {
+            PrecisionArg::F16 => Precision::F16,
+            PrecisionArg::Bf16 => Precision::BF16,
+            PrecisionArg::F32 => Precision::F32,
+        },
+        cache_dir: args.kernel_cache.clone().or_else(default_cache),
+        toolkit: args.cuda_toolkit.clone(),
+        ..CudaOptions::default()
+    };
+    let compiler = GpuCompiler::new(Some(Arc::new(CpuEvaluator)));
+    CudaDevice::open(number, options, Arc::new(compiler))
+        .map_err(|err| Failure::usage(format!("{}: {err}", args.device)))
+}
+
+/// `atoll` in the user's cache folder, where there is a user.
+fn default_cache() -> Option<PathBuf> {
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
+    let folder = match set("XDG_CACHE_HOME") {
+        Some(folder) => PathBuf::from(folder),
+        None => PathBuf::from(set("HOME")?).join(".cache"),
+    };
+    Some(folder.join("atoll"))
 }
 
 /// Folds constants on the CPU device's kernels.

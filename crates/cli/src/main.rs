@@ -4,6 +4,7 @@ mod args;
 mod bench_command;
 mod binding;
 mod check_command;
+mod conformance_command;
 mod demo_command;
 mod engine;
 mod failure;
@@ -11,6 +12,7 @@ mod loader;
 mod models_command;
 mod npy;
 mod plan_command;
+mod profile_command;
 mod run_command;
 mod serve_command;
 mod sim_command;
@@ -36,6 +38,8 @@ fn run(command: Command) -> Result<(), Failure> {
     match command {
         Command::Check(args) => check_command::run(&args),
         Command::Run(args) => run_command::run(&args),
+        Command::Profile(args) => profile_command::run(&args),
+        Command::Conformance(args) => conformance_command::run(&args),
         Command::Models(args) => models_command::run(&args),
         Command::Serve(args) => serve_command::run(&args),
         Command::Demo(args) => demo_command::run(&args),

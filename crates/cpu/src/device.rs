@@ -42,6 +42,7 @@ impl CpuDevice {
             preemption: PreemptionLevel::BetweenLaunches,
             memory: physical_memory(),
             queues,
+            rounding: 0.0,
         };
         CpuDevice { info, threads }
     }

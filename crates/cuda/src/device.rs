@@ -101,6 +101,11 @@ impl CudaDevice {
             preemption: PreemptionLevel::InsideTile,
             memory: context.free_memory()?,
             queues: options.queues.max(1),
+            rounding: match options.precision {
+                Precision::F16 => 1.0 / 2048.0,
+                Precision::BF16 => 1.0 / 256.0,
+                Precision::F32 => 0.0,
+            },
         };
         let high = || Stream::new(&context, Priority::High);
         let hub = Hub {

@@ -55,6 +55,8 @@ pub struct DeviceInfo {
     pub memory: Bytes,
     /// Queues it can run at the same time with profit.
     pub queues: usize,
+    /// How far a single-precision number may be off, relatively, after it was stored; 0 when it is kept.
+    pub rounding: f64,
 }
 
 /// What a device says of a failure.

@@ -66,8 +66,10 @@ fn compare(device: &dyn Device, example: Example) -> Result<(), Stop> {
         format!("shape {:?} instead of {:?}", output.shape(), example.want.shape),
     )?;
     let got = Grid::new(output);
+    // A few roundings of what is stored between steps add up.
+    let tolerance = TOLERANCE.max(8.0 * device.info().rounding);
     for (position, (got, want)) in got.data.iter().zip(&example.want.data).enumerate() {
-        let close = (got - want).abs() <= TOLERANCE * want.abs().max(1.0);
+        let close = (got - want).abs() <= tolerance * want.abs().max(1.0);
         ensure(close, format!("element {position} is {got} instead of {want}"))?;
     }
     Ok(())

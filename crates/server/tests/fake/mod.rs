@@ -29,6 +29,7 @@ impl FakeDevice {
             preemption: PreemptionLevel::TileBoundaries,
             memory: Bytes(1 << 30),
             queues: 2,
+            rounding: 0.0,
         };
         Arc::new(FakeDevice { info, delay })
     }
