@@ -3,5 +3,6 @@
 pub mod args;
 pub mod draft;
 pub mod elementwise;
+pub mod reduce;
 pub mod view;
 pub mod walk;
