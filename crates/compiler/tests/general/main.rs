@@ -2,6 +2,7 @@
 
 mod bench;
 mod elementwise;
+mod product;
 mod reduce;
 
 use bench::{Bench, Layout};
