@@ -7,3 +7,4 @@ pub mod product;
 pub mod reduce;
 pub mod view;
 pub mod walk;
+pub mod window;

@@ -14,6 +14,7 @@ use super::walk::{
     MAX_ITEMS, Walk, address, check_output, check_view, describe_all, kernel, single,
 };
 
+pub(super) use convolution::{Sizes, begins, three};
 pub use convolution::{conv, conv_transpose};
 
 /// `output = activation(alpha * op(a) @ op(b) + bias + residual)`, numpy's batching and vectors; `bias` and `residual` broadcast to

@@ -4,6 +4,7 @@ mod bench;
 mod elementwise;
 mod product;
 mod reduce;
+mod window;
 
 use bench::{Bench, Layout};
 use compiler::gpu::draft::Work;

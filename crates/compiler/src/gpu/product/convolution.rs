@@ -116,7 +116,7 @@ struct Roles {
 }
 
 /// Spatial sizes, three of each: what is missing comes first and is one.
-pub(in super::super) struct Sizes {
+pub(in crate::gpu) struct Sizes {
     pub input: [usize; 3],
     pub output: [usize; 3],
     pub kernel: [usize; 3],
@@ -135,7 +135,7 @@ impl Sizes {
     }
 
     /// Of a window of `kernel` from `x` to `output`, both with two dimensions before the spatial ones.
-    pub(in super::super) fn new(
+    pub(in crate::gpu) fn new(
         window: &Window,
         x: &[usize],
         kernel: &[usize],
@@ -171,7 +171,7 @@ impl Sizes {
 }
 
 /// At the end of three, `fill` before.
-pub(in super::super) fn three(list: &[usize], fill: usize) -> [usize; 3] {
+pub(in crate::gpu) fn three(list: &[usize], fill: usize) -> [usize; 3] {
     let mut all = [fill; 3];
     let missing = 3usize.saturating_sub(list.len());
     for (to, from) in all[missing..].iter_mut().zip(list) {
@@ -181,7 +181,7 @@ pub(in super::super) fn three(list: &[usize], fill: usize) -> [usize; 3] {
 }
 
 /// The border at the beginning of each dimension; `total` is that of both ends where the window asks for an output size.
-pub(in super::super) fn begins(
+pub(in crate::gpu) fn begins(
     window: &Window,
     sizes: &Sizes,
     total: impl Fn(usize) -> usize,
