@@ -20,10 +20,13 @@ pub mod memory;
 pub mod norm;
 pub mod packing;
 pub mod pool;
+pub mod product;
+pub mod reduce;
 pub mod shape;
 pub mod tile;
 pub mod view;
 pub mod walk;
+pub mod window;
 
 mod general;
 
@@ -54,6 +57,9 @@ const HEADERS: &[(&str, &str)] = &[
     ("norm.cuh", include_str!("../kernels/norm.cuh")),
     ("number.cuh", include_str!("../kernels/number.cuh")),
     ("pool.cuh", include_str!("../kernels/pool.cuh")),
+    ("product.cuh", include_str!("../kernels/product.cuh")),
+    ("reduce.cuh", include_str!("../kernels/reduce.cuh")),
+    ("window.cuh", include_str!("../kernels/window.cuh")),
     ("wrap.cuh", include_str!("../kernels/wrap.cuh")),
 ];
 

@@ -10,7 +10,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __shared__ static
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 
 using std::max;
@@ -34,6 +34,7 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 
 inline float __int_as_float(unsigned v) { float f; std::memcpy(&f, &v, 4); return f; }
 inline unsigned __float_as_uint(float f) { unsigned v; std::memcpy(&v, &f, 4); return v; }
+inline double __hiloint2double(int high, int low) { uint64_t v = (uint64_t)(uint32_t)high << 32 | (uint32_t)low; double f; std::memcpy(&f, &v, 8); return f; }
 inline double __longlong_as_double(long long v) { double f; std::memcpy(&f, &v, 8); return f; }
 
 struct half { uint16_t bits; };

@@ -23,7 +23,7 @@ fn case(
     layouts: &[Layout],
     precision: Element,
 ) {
-    let expected = &reference(op, inputs)[0];
+    let expected = &reference(op, inputs, 1)[0];
     let views: Vec<View> = inputs
         .iter()
         .enumerate()
@@ -165,7 +165,7 @@ fn choices_and_conversions() {
         Tensor::from_vec(vec![], vec![-0.5f32]).unwrap(),
         Tensor::from_vec(vec![], vec![0.75f32]).unwrap(),
     );
-    let flags = reference(&Op::Compare(Compare::Less), &[&a, &low]).remove(0);
+    let flags = reference(&Op::Compare(Compare::Less), &[&a, &low], 1).remove(0);
     let choose = Expr::Where(input(0), input(1), input(2));
     case(&mut bench, &Op::Where, &choose, &[&flags, &a, &b], &[Layout::Packed], Element::F16);
     let clip = Expr::Clip(input(0), Some(input(1)), Some(input(2)));
@@ -187,7 +187,8 @@ fn choices_and_conversions() {
     let expr = Expr::ScaleShift(activation, input(0), input(1), input(2));
     let (flat_scale, flat_shift) =
         (scale.clone().with_shape(vec![5]).unwrap(), shift.clone().with_shape(vec![5]).unwrap());
-    let expected = &reference(&Op::ScaleShift { activation }, &[&a, &flat_scale, &flat_shift])[0];
+    let expected =
+        &reference(&Op::ScaleShift { activation }, &[&a, &flat_scale, &flat_shift], 1)[0];
     let views =
         [&a, &scale, &shift].map(|tensor| bench.place(tensor, Layout::Packed, Element::F16));
     let output = bench.room(&[4, 5, 16], Layout::Packed, Element::F16);
@@ -228,7 +229,7 @@ fn copies() {
                         format!("copy of {shape:?} from {from:?} {source:?} to {to:?} {target:?}");
                     let expected =
                         if source == Element::BF16 { rounded(&tensor) } else { tensor.clone() };
-                    bench.check(&name, &[made.clone()], &[(&output, &expected)], 0.0);
+                    bench.check(&name, std::slice::from_ref(&made), &[(&output, &expected)], 0.0);
                     if output.slack > 0 {
                         let zeros =
                             Tensor::from_vec(slack(&mut output), vec![0f32; output.len()]).unwrap();

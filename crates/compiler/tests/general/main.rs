@@ -2,22 +2,27 @@
 
 mod bench;
 mod elementwise;
+mod product;
+mod reduce;
+mod window;
 
-use compiler::gpu::view::Element;
+use bench::{Bench, Layout};
+use compiler::gpu::draft::Work;
+use compiler::gpu::view::{Element, View};
 use model::op::Op;
 use model::{DataType, Tensor};
 
 /// What the CPU device makes of `op`.
-fn reference(op: &Op, inputs: &[&Tensor]) -> Vec<Tensor> {
+fn reference(op: &Op, inputs: &[&Tensor], outputs: usize) -> Vec<Tensor> {
     let inputs: Vec<Option<Tensor>> = inputs.iter().map(|tensor| Some((*tensor).clone())).collect();
-    cpu::evaluate(op, &inputs, 1).unwrap_or_else(|| panic!("no reference for {op:?}"))
+    cpu::evaluate(op, &inputs, outputs).unwrap_or_else(|| panic!("no reference for {op:?}"))
 }
 
 /// How far a result may be off, relative to the larger of itself and one.
 fn tolerance(element: Element) -> f64 {
     match element {
         Element::F16 => 2e-3,
-        Element::BF16 => 1.6e-2,
+        Element::BF16 => 3.2e-2,
         _ => 2e-5,
     }
 }
@@ -25,4 +30,54 @@ fn tolerance(element: Element) -> f64 {
 /// Where a tensor of `dtype` lies in `precision`.
 fn stored(dtype: DataType, precision: Element) -> Element {
     if dtype == DataType::F32 { precision } else { Element::exact(dtype).unwrap() }
+}
+
+/// An operator on tensors, and how it is to be run.
+struct Case<'a> {
+    op: Op,
+    inputs: &'a [&'a Tensor],
+    outputs: usize,
+    precision: Element,
+    from: Layout,
+    to: Layout,
+}
+
+impl<'a> Case<'a> {
+    fn new(op: Op, inputs: &'a [&'a Tensor]) -> Case<'a> {
+        let (from, to) = (Layout::Packed, Layout::Packed);
+        Case { op, inputs, outputs: 1, precision: Element::F32, from, to }
+    }
+
+    fn lying(self, from: Layout, to: Layout) -> Case<'a> {
+        Case { from, to, ..self }
+    }
+
+    fn of(self, precision: Element) -> Case<'a> {
+        Case { precision, ..self }
+    }
+
+    fn giving(self, outputs: usize) -> Case<'a> {
+        Case { outputs, ..self }
+    }
+
+    /// Checks what `make` makes of the inputs' and outputs' views.
+    fn check(
+        self,
+        bench: &mut Bench,
+        make: impl Fn(&[View], &[View]) -> Result<Vec<Work>, String>,
+    ) {
+        let expected = reference(&self.op, self.inputs, self.outputs);
+        let place = |tensor: &Tensor| {
+            bench.place(tensor, self.from, stored(tensor.dtype(), self.precision))
+        };
+        let inputs: Vec<View> = self.inputs.iter().copied().map(place).collect();
+        let room = |tensor: &Tensor| {
+            bench.room(tensor.shape(), self.to, stored(tensor.dtype(), self.precision))
+        };
+        let outputs: Vec<View> = expected.iter().take(self.outputs).map(room).collect();
+        let name = format!("{:?} {:?} to {:?} {:?}", self.op, self.from, self.to, self.precision);
+        let works = make(&inputs, &outputs).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let pairs: Vec<(&View, &Tensor)> = outputs.iter().zip(&expected).collect();
+        bench.check(&name, &works, &pairs, tolerance(self.precision));
+    }
 }

@@ -1,0 +1,371 @@
+//! Products of any strides and types: matrix products, convolutions and transposed convolutions (`kernels/product.cuh`).
+//!
+//! The weights of a convolution must be constant. Any strides will do; where the input has its channels fastest, weights with
+//! input channels fastest are read in whole lines too.
+
+mod convolution;
+
+use model::op::{Activation, Gemm, MatMul};
+
+use super::args::{Address, ArgsWriter};
+use super::draft::{Draft, Work};
+use super::view::{Element, View};
+use super::walk::{
+    MAX_ITEMS, Walk, address, check_output, check_view, describe_all, kernel, single,
+};
+
+pub(super) use convolution::{Sizes, begins, three};
+pub use convolution::{conv, conv_transpose};
+
+/// `output = activation(alpha * op(a) @ op(b) + bias + residual)`, numpy's batching and vectors; `bias` and `residual` broadcast to
+/// the output.
+pub fn matmul(
+    spec: &MatMul,
+    (a, b): (&View, &View),
+    (bias, residual): (Option<&View>, Option<&View>),
+    output: &View,
+) -> Result<Work, String> {
+    let turned = |view: &View, turn: bool| if turn { transposed(view) } else { view.clone() };
+    let (a, b) = (turned(a, spec.transpose_a), turned(b, spec.transpose_b));
+    let epilogue = Epilogue { alpha: spec.alpha, beta: 1.0, activation: spec.activation };
+    matrix("MatMul", &a, &b, Extra { bias, residual }, epilogue, output)
+}
+
+/// `output = activation(alpha * op(a) @ op(b) + beta * c)` on matrices; `c` broadcasts to the output.
+pub fn gemm(
+    spec: &Gemm,
+    (a, b): (&View, &View),
+    c: Option<&View>,
+    output: &View,
+) -> Result<Work, String> {
+    if a.shape.len() != 2 || b.shape.len() != 2 {
+        return Err(format!("no matrices: {:?} and {:?}", a.shape, b.shape));
+    }
+    let turned = |view: &View, turn: bool| if turn { transposed(view) } else { view.clone() };
+    let (a, b) = (turned(a, spec.transpose_a), turned(b, spec.transpose_b));
+    let epilogue = Epilogue { alpha: spec.alpha, beta: spec.beta, activation: spec.activation };
+    matrix("Gemm", &a, &b, Extra { bias: c, residual: None }, epilogue, output)
+}
+
+/// What is added to a product.
+#[derive(Clone, Copy)]
+struct Extra<'a> {
+    bias: Option<&'a View>,
+    residual: Option<&'a View>,
+}
+
+/// What happens to the sums.
+#[derive(Clone, Copy, Debug)]
+struct Epilogue {
+    alpha: f32,
+    beta: f32,
+    activation: Activation,
+}
+
+/// The last two dimensions swapped.
+fn transposed(view: &View) -> View {
+    let rank = view.shape.len();
+    if rank < 2 {
+        return view.clone();
+    }
+    let mut perm: Vec<usize> = (0..rank).collect();
+    perm.swap(rank - 2, rank - 1);
+    view.permuted(&perm)
+}
+
+/// A view with a dimension of one element more.
+fn widened(view: &View, axis: usize) -> View {
+    let mut wide = view.clone();
+    wide.shape.insert(axis, 1);
+    wide.strides.insert(axis, 0);
+    wide
+}
+
+/// The operands of a product, refused where the kernels have no types for them.
+fn check(a: &View, b: &View, extra: Extra, output: &View) -> Result<(), String> {
+    check_output(output)?;
+    let all = [Some(a), Some(b), extra.bias, extra.residual].into_iter().flatten();
+    for view in all.chain([output]) {
+        check_view(view)?;
+        if !view.element.is_float() || view.element == Element::F64 {
+            return Err(format!("no product of {:?}", view.element));
+        }
+    }
+    match extra.residual {
+        Some(residual) if residual.element != output.element => {
+            Err(format!("a residual of {:?} onto {:?}", residual.element, output.element))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn matrix(
+    op: &'static str,
+    a: &View,
+    b: &View,
+    extra: Extra,
+    epilogue: Epilogue,
+    output: &View,
+) -> Result<Work, String> {
+    check(a, b, extra, output)?;
+    let spread = |view: &View| {
+        view.broadcast(&output.shape)
+            .ok_or_else(|| format!("{:?} onto {:?}", view.shape, output.shape))
+    };
+    let (mut bias, mut residual) =
+        (extra.bias.map(spread).transpose()?, extra.residual.map(spread).transpose()?);
+    let (mut left, mut right, mut result) = (a.clone(), b.clone(), output.clone());
+    // Vectors are matrices of one row or column that the output does not have.
+    if a.shape.len() == 1 {
+        left = widened(a, 0);
+        let at = output.shape.len() - usize::from(b.shape.len() > 1 && !output.shape.is_empty());
+        result = widened(&result, at);
+        (bias, residual) =
+            (bias.map(|view| widened(&view, at)), residual.map(|view| widened(&view, at)));
+    }
+    if b.shape.len() == 1 {
+        right = widened(b, 1);
+        let at = result.shape.len();
+        result = widened(&result, at);
+        (bias, residual) =
+            (bias.map(|view| widened(&view, at)), residual.map(|view| widened(&view, at)));
+    }
+    let problem = batched(&left, &right, &bias, &residual, &result)?;
+    let views = Views { a, b, bias: bias.as_ref(), residual: residual.as_ref(), output };
+    problem.work(op, &views, epilogue)
+}
+
+/// The loops of a batched product of matrices.
+fn batched(
+    a: &View,
+    b: &View,
+    bias: &Option<View>,
+    residual: &Option<View>,
+    output: &View,
+) -> Result<Problem, String> {
+    let rank = output.shape.len();
+    let wrong = || format!("no product of {:?} and {:?} as {:?}", a.shape, b.shape, output.shape);
+    if rank < 2 || a.shape.len() < 2 || b.shape.len() < 2 {
+        return Err(wrong());
+    }
+    let (rows, columns) = (output.shape[rank - 2], output.shape[rank - 1]);
+    let depth = a.shape[a.shape.len() - 1];
+    let batch = &output.shape[..rank - 2];
+    let a = a.broadcast(&[batch, &[rows, depth]].concat()).ok_or_else(wrong)?;
+    let b = b.broadcast(&[batch, &[depth, columns]].concat()).ok_or_else(wrong)?;
+    let strides =
+        |view: &Option<View>| view.as_ref().map_or(vec![0; rank], |view| view.strides.clone());
+    let (bias, residual) = (strides(bias), strides(residual));
+    // Where all batches share `b` they are rows of one product.
+    let shared = (0..rank - 2).all(|axis| b.strides[axis] == 0 || batch[axis] == 1);
+    let cut = if shared { 0 } else { rank - 2 };
+    let of = |strides: &[usize], range: std::ops::Range<usize>| strides[range].to_vec();
+    let over = |range: std::ops::Range<usize>, operands: &[&[usize]]| {
+        let all: Vec<Vec<usize>> =
+            operands.iter().map(|strides| of(strides, range.clone())).collect();
+        Walk::new(&output.shape[range], &all).merged()
+    };
+    let group = over(0..cut, &[&a.strides, &b.strides, &bias, &output.strides, &residual]);
+    let row = over(cut..rank - 1, &[&a.strides, &bias, &output.strides, &residual]);
+    let last = rank - 1;
+    let inner = Walk::new(&[depth], &[vec![a.strides[last]], vec![b.strides[rank - 2]]]);
+    let column = [b.strides[last], bias[last], output.strides[last], residual[last]];
+    Ok(Problem {
+        kind: Kind::Matrix,
+        group,
+        row,
+        inner,
+        columns,
+        depth,
+        column,
+        picture: Picture::default(),
+    })
+}
+
+/// `ProductKind` of `kernels/product.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Matrix,
+    Convolution,
+    Transposed,
+}
+
+/// `Picture` of `kernels/product.cuh`.
+#[derive(Clone, Copy, Debug)]
+struct Picture {
+    size: [usize; 3],
+    stride: [usize; 3],
+    pad: [i32; 3],
+    step: [usize; 3],
+}
+
+impl Default for Picture {
+    fn default() -> Self {
+        Picture { size: [1; 3], stride: [0; 3], pad: [0; 3], step: [1; 3] }
+    }
+}
+
+impl Picture {
+    fn write(&self, args: &mut ArgsWriter) {
+        self.size.iter().chain(&self.stride).for_each(|value| drop_ref(args.int(*value)));
+        self.pad.iter().for_each(|value| drop_ref(args.signed(*value)));
+        self.step.iter().for_each(|value| drop_ref(args.fast_div(*value)));
+    }
+}
+
+/// Ends a chain of writes.
+fn drop_ref(_: &mut ArgsWriter) {}
+
+/// The operands with their addresses.
+struct Views<'a> {
+    a: &'a View,
+    b: &'a View,
+    bias: Option<&'a View>,
+    residual: Option<&'a View>,
+    output: &'a View,
+}
+
+impl Views<'_> {
+    fn reads(&self) -> Vec<&View> {
+        [Some(self.a), Some(self.b), self.bias, self.residual].into_iter().flatten().collect()
+    }
+
+    fn addresses(&self, args: &mut ArgsWriter) {
+        args.address(address(self.a)).address(address(self.b));
+        args.address(self.bias.map_or(Address::Null, address));
+        args.address(self.residual.map_or(Address::Null, address));
+        args.address(address(self.output));
+    }
+
+    /// The types of a, b, bias and output.
+    fn elements(&self) -> [Element; 4] {
+        let bias = self.bias.map_or(self.output.element, |view| view.element);
+        [self.a.element, self.b.element, bias, self.output.element]
+    }
+}
+
+/// A product as the kernel walks it.
+struct Problem {
+    kind: Kind,
+    /// Operands: a, b, bias, output, residual.
+    group: Walk,
+    /// Operands: a, bias, output, residual, and where in the picture.
+    row: Walk,
+    /// Operands: a, b, and where in the window.
+    inner: Walk,
+    columns: usize,
+    depth: usize,
+    /// Strides along the columns: b, bias, output, residual.
+    column: [usize; 4],
+    picture: Picture,
+}
+
+/// A tile: rows, columns, and those of a thread.
+type Tile = [usize; 4];
+
+const TILES: [Tile; 3] = [[128, 128, 8, 8], [64, 64, 4, 4], [32, 64, 2, 4]];
+
+/// What a tile should leave for other multiprocessors of a large device.
+const ENOUGH_TILES: usize = 128;
+
+impl Problem {
+    fn work(&self, op: &'static str, views: &Views, epilogue: Epilogue) -> Result<Work, String> {
+        for walk in [&self.group, &self.row] {
+            walk.check()?;
+        }
+        if self.depth == 0 || self.inner.rank() > super::walk::MAX_RANK {
+            return Err(format!("a product over {} elements", self.depth));
+        }
+        let mut tiles: Vec<Tile> = TILES.into_iter().filter(|tile| self.fits(tile)).collect();
+        // The largest tile that still occupies the device, then the others.
+        let best = tiles.iter().position(|tile| self.tiles(tile) >= ENOUGH_TILES);
+        let best = best.unwrap_or(tiles.len() - 1);
+        tiles.swap(0, best);
+        let mut drafts = Vec::with_capacity(tiles.len());
+        for tile in tiles {
+            drafts.push(self.draft(views, epilogue, tile)?);
+        }
+        let reads = views.reads();
+        let signature = format!(
+            "{op} {:?} {epilogue:?} {:?} {:?} {} to {}",
+            self.kind,
+            self.picture,
+            self.inner,
+            describe_all(&reads),
+            describe_all(&[views.output])
+        );
+        let first = drafts.remove(0);
+        let mut work = single(op, signature, first, &reads, views.output);
+        work.drafts.extend(drafts);
+        let sums = self.group.len() as u64 * self.row.len() as u64 * self.columns as u64;
+        work.flops = sums.saturating_mul(2 * self.depth as u64);
+        Ok(work)
+    }
+
+    /// Whether a tile is not mostly empty; the smallest always serves.
+    fn fits(&self, tile: &Tile) -> bool {
+        *tile == TILES[TILES.len() - 1]
+            || (self.row.len() > tile[0] / 2 && self.columns > tile[1] / 2)
+    }
+
+    fn tiles(&self, [rows, columns, ..]: &Tile) -> usize {
+        self.group.len() * self.row.len().div_ceil(*rows) * self.columns.div_ceil(*columns)
+    }
+
+    fn draft(&self, views: &Views, epilogue: Epilogue, tile: Tile) -> Result<Draft, String> {
+        let [rows, columns, of_rows, of_columns] = tile;
+        let tiles = self.tiles(&tile);
+        if tiles > MAX_ITEMS {
+            return Err(format!("a product of {tiles} tiles"));
+        }
+        let mut args = ArgsWriter::new();
+        views.addresses(&mut args);
+        args.int(self.row.len()).int(self.columns).int(self.depth);
+        args.float(epilogue.alpha).float(epilogue.beta);
+        write_activation(epilogue.activation, &mut args);
+        args.fast_div(self.columns.div_ceil(columns)).fast_div(self.row.len().div_ceil(rows));
+        self.column.iter().for_each(|stride| drop_ref(args.int(*stride)));
+        self.group.write(&mut args);
+        self.row.write(&mut args);
+        self.inner.write(&mut args);
+        self.picture.write(&mut args);
+        let elements = views.elements();
+        let expression = format!(
+            "tiles::Product<tiles::k{:?}, {}, {}, {}, {}, {rows}, {columns}, {of_rows}, {of_columns}, {}, {}>",
+            self.kind,
+            elements.map(Element::cuda_name).join(", "),
+            self.group.rank(),
+            self.row.rank(),
+            self.inner.rank(),
+            self.is_deep(0),
+            self.is_deep(1),
+        );
+        let threads = (rows / of_rows) * (columns / of_columns);
+        let text = kernel("product.cuh", &elements, expression, threads as u32);
+        let variant = format!("{rows}x{columns}");
+        Ok(Draft { variant, ..Draft::plain(text, tiles, args) })
+    }
+
+    /// Whether neighbours in depth are neighbours in memory.
+    fn is_deep(&self, operand: usize) -> bool {
+        self.inner.dims.last().is_some_and(|dim| dim.strides[operand] == 1)
+    }
+}
+
+/// `Epilogue` of `kernels/number.cuh`.
+fn write_activation(activation: Activation, args: &mut ArgsWriter) {
+    let (kind, first, second) = match activation {
+        Activation::None => (0, 0.0, 0.0),
+        Activation::Relu => (1, 0.0, 0.0),
+        Activation::LeakyRelu { alpha } => (2, alpha, 0.0),
+        Activation::Clip { low, high } => (3, low, high),
+        Activation::Sigmoid => (4, 0.0, 0.0),
+        Activation::Tanh => (5, 0.0, 0.0),
+        Activation::Silu => (6, 0.0, 0.0),
+        Activation::Gelu { tanh: false } => (7, 0.0, 0.0),
+        Activation::Gelu { tanh: true } => (8, 0.0, 0.0),
+        Activation::HardSwish => (9, 0.0, 0.0),
+        Activation::HardSigmoid { alpha, beta } => (10, alpha, beta),
+    };
+    args.int(kind).float(first).float(second);
+}
