@@ -109,6 +109,7 @@ impl CudaDevice {
             memory_stream: Arc::new(Stream::new(&context, Priority::Low)?),
             capture_stream: Mutex::new(high()?),
             tuning: RwLock::default(),
+            spares: Mutex::default(),
             context,
             info,
             target,

@@ -3,8 +3,10 @@
 //! A launch that is queued behind one that left early still starts: its blocks may compute a tile of what is not there
 //! yet, before they look at the epoch. That tile is thrown away, but it was written. It must not have been written over
 //! what the step that left still reads or has already finished, or that step could not be resumed.
+//!
+//! A step that runs to its end whatever happens is alone in flight: leaving takes as long as it does, and not longer.
 
-use model::gpu::{GpuPlan, GpuStep, Place, Span};
+use model::gpu::{GpuPlan, GpuStep, Leavable, Place, Span};
 
 /// For each step, how many steps from the first must be known to be done before it is queued, as far as up to `window`
 /// launches are in flight.
@@ -13,10 +15,15 @@ pub(crate) fn barriers(plan: &GpuPlan, window: usize) -> Vec<usize> {
         .map(|later| {
             (later.saturating_sub(window)..later)
                 .rev()
-                .find(|&earlier| spoils(&plan.steps[later], &plan.steps[earlier]))
+                .find(|&earlier| must_wait(&plan.steps[later], &plan.steps[earlier]))
                 .map_or(0, |earlier| earlier + 1)
         })
         .collect()
+}
+
+fn must_wait(later: &GpuStep, earlier: &GpuStep) -> bool {
+    let stays = |step: &GpuStep| step.leave != Leavable::InsideTile;
+    stays(later) || stays(earlier) || spoils(later, earlier)
 }
 
 /// Whether `later`, run too early, could make it impossible to resume `earlier`.
@@ -100,6 +107,13 @@ mod tests {
             steps[index].choices[0].patches = vec![Patch { at: 0, to: Place::Workspace(0) }];
         }
         assert_eq!(barriers(&plan(steps), 4), [0, 0, 1]);
+    }
+
+    #[test]
+    fn a_step_that_is_never_left_is_alone() {
+        let mut steps: Vec<GpuStep> = (0..4).map(|i| moving(i * 100, (i + 1) * 100)).collect();
+        steps[1].leave = Leavable::AtTileBoundary("in place".to_string());
+        assert_eq!(barriers(&plan(steps), 4), [0, 1, 2, 2]);
     }
 
     #[test]

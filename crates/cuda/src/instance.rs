@@ -111,6 +111,7 @@ impl Instance {
     /// This instance and `lowered` live until it is done, and the instance belongs to this run alone.
     pub(crate) unsafe fn launch_real_time(
         &self,
+        hub: &Hub,
         lowered: &Lowered,
         index: usize,
         dependent: bool,
@@ -118,7 +119,7 @@ impl Instance {
     ) -> Result<(), CudaError> {
         let bound = &lowered.kernels[index].real_time;
         let mut shape = bound.shape;
-        shape.dependent = dependent;
+        shape.dependent = dependent && hub.has_dependent_launches();
         // SAFETY: the arguments were checked against the kernel's size, and every address in them is of this
         // instance or of weights that `lowered` holds.
         unsafe {
@@ -163,7 +164,7 @@ impl Instance {
             let graph = hub.capture(|stream| {
                 for index in 0..lowered.kernels.len() {
                     // SAFETY: only recorded here; whoever launches the graph answers for the time.
-                    unsafe { self.launch_real_time(lowered, index, index > 0, stream) }?;
+                    unsafe { self.launch_real_time(hub, lowered, index, index > 0, stream) }?;
                 }
                 Ok(())
             })?;

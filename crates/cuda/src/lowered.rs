@@ -116,8 +116,19 @@ impl Lowered {
 
     /// Device memory of a run; the one used last first, which is most likely in the cache.
     pub(crate) fn take_instance(&self, hub: &Hub) -> Result<Instance, DeviceError> {
-        let spare = self.instances().pop();
-        spare.map_or_else(|| Instance::new(hub, self), Ok)
+        if let Some(spare) = self.instances().pop() {
+            return Ok(spare);
+        }
+        match Instance::new(hub, self) {
+            // What other plans keep for later is worth less than a request that is here.
+            Err(DeviceError::OutOfMemory { .. }) if hub.drop_spares() => Instance::new(hub, self),
+            made => made,
+        }
+    }
+
+    /// Lets go of memory that waits for the next run; whether there was any.
+    pub(crate) fn drop_spares(&self) -> bool {
+        !std::mem::take(&mut *self.instances()).is_empty()
     }
 
     /// Takes memory back. Nothing queued may still use it.

@@ -18,7 +18,7 @@ use crate::kernel_text::Flavour;
 use crate::kernels::{LoadedKernel, Progress, Wanted};
 use crate::layout::Addresses;
 use crate::lowered::{BoundKernel, Lowered, real_time};
-use crate::program::lower;
+use crate::program::{first_of, lower};
 use crate::tuning::{Chosen, Tuning};
 use crate::weights::WeightStore;
 
@@ -140,11 +140,7 @@ impl CudaDevice {
     ) -> Result<PlanProfile, DeviceError> {
         let hub = self.hub();
         hub.alive()?;
-        let first = |errors: Vec<DeviceError>| {
-            let unknown = || DeviceError::BadPlan("the compiler gave no reason".to_string());
-            errors.into_iter().next().unwrap_or_else(unknown)
-        };
-        let gpu = lower(hub, plan, sizes).map_err(first)?;
+        let gpu = lower(hub, plan, sizes).map_err(first_of)?;
         Profiler::new(hub, gpu, options, progress)?.run(sizes)
     }
 
@@ -157,7 +153,7 @@ impl CudaDevice {
     ) -> Result<Timing, DeviceError> {
         let hub = self.hub();
         hub.alive()?;
-        let gpu = lower(hub, plan, sizes).map_err(|mut errors| errors.remove(0))?;
+        let gpu = lower(hub, plan, sizes).map_err(first_of)?;
         let weights = Mutex::new(WeightStore::default());
         let lowered = Lowered::new(hub, gpu, &weights, &|_, _| {})?;
         let mut instance = Instance::new(hub, &lowered)?;
@@ -334,7 +330,7 @@ impl<'a> Profiler<'a> {
         let graph = self.hub.capture(|stream| {
             for (copy, args) in all.iter().enumerate() {
                 let mut shape = bound.shape;
-                shape.dependent = copy > 0;
+                shape.dependent = copy > 0 && self.hub.has_dependent_launches();
                 // SAFETY: recorded only; the instance and the pool outlive the graph, which is gone when this returns.
                 unsafe { stream.launch(bound.kernel.function(bound.entry), shape, &[args]) }?;
             }
@@ -378,7 +374,7 @@ impl<'a> Profiler<'a> {
         let record = |stream: &Stream| {
             for (index, (bound, args)) in launches.iter().enumerate() {
                 let mut shape = bound.shape;
-                shape.dependent = dependent && index > 0;
+                shape.dependent = dependent && index > 0 && self.hub.has_dependent_launches();
                 // SAFETY: recorded only; the instance and the weights outlive the graph.
                 unsafe { stream.launch(bound.kernel.function(bound.entry), shape, &[args]) }?;
             }

@@ -22,6 +22,10 @@ use crate::hub::Hub;
 use crate::lowered::Lowered;
 use crate::task::CudaTask;
 
+/// Outputs up to this size are copied right behind the last step, wherever it got; larger ones only once it is known to be
+/// done, since the copy of a step that left would keep its queue busy.
+const EAGER_OUTPUT_BYTES: u64 = 128 << 10;
+
 /// A queue of low priority.
 pub(crate) struct BestEffortQueue {
     sender: SyncSender<(Segment, u32)>,
@@ -197,7 +201,14 @@ impl Worker {
                 break;
             }
         }
-        self.settle(task, &lowered, flight)
+        let reached = self.settle(task, &lowered, flight)?;
+        if reached == task.step_count() && !has_small_outputs(&lowered) {
+            let (instance, staging) = task.memory()?;
+            // SAFETY: the task holds both sides, and the copy is waited for.
+            unsafe { instance.copy_outputs(&lowered, staging, &self.stream) }?;
+            self.stream.synchronize()?;
+        }
+        Ok(reached)
     }
 
     fn may_launch(&self, task: &CudaTask, flight: &Flight, end: usize, epoch: u32) -> bool {
@@ -257,7 +268,8 @@ impl Worker {
         let restored = task.words.partly_done;
         task.words.partly_done = false;
         task.words.used_to = index + 1;
-        let (timed, last) = (task.is_timed(), index + 1 == task.step_count());
+        let timed = task.is_timed();
+        let eager = index + 1 == task.step_count() && has_small_outputs(lowered);
         let (instance, staging) = task.memory()?;
         if timed {
             self.stamps.0.record(&self.stream)?;
@@ -270,7 +282,7 @@ impl Worker {
             if timed {
                 self.stamps.1.record(stream)?;
             }
-            if last {
+            if eager {
                 instance.copy_outputs(lowered, staging, stream)?;
             }
         }
@@ -369,6 +381,10 @@ impl Worker {
         });
         Ok(incomplete.unwrap_or(steps.end))
     }
+}
+
+fn has_small_outputs(lowered: &Lowered) -> bool {
+    lowered.layout.staged_bytes - lowered.layout.outputs_at <= EAGER_OUTPUT_BYTES
 }
 
 impl Drop for Worker {

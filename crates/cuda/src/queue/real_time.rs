@@ -232,7 +232,7 @@ impl Shared {
                         events.push(stamp(&hub, &self.stream)?);
                     }
                     let dependent = index > steps.start && !timed;
-                    instance.launch_real_time(&lowered, index, dependent, &self.stream)?;
+                    instance.launch_real_time(&hub, &lowered, index, dependent, &self.stream)?;
                 }
                 if timed {
                     events.push(stamp(&hub, &self.stream)?);
