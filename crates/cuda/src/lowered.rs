@@ -1,5 +1,6 @@
 //! A program for one set of sizes: kernels in place, every address but the run's own known.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use device::DeviceError;
@@ -58,6 +59,10 @@ pub(crate) struct Lowered {
     pub(crate) weights: Vec<(u64, u64)>,
     /// See [`hazard::barriers`].
     pub(crate) barriers: Vec<usize>,
+    /// Best-effort steps that are launched as one, in order and apart; see [`hazard::chains`].
+    pub(crate) chains: Vec<Range<usize>>,
+    /// For each step, the chain that begins with it.
+    pub(crate) chain_at: Vec<Option<usize>>,
     _slabs: Vec<Arc<DeviceBuffer>>,
     instances: Mutex<Vec<Instance>>,
     staging: Mutex<Vec<PinnedBuffer>>,
@@ -85,7 +90,14 @@ impl Lowered {
         };
         // They are on the device; their packers would hold the model's own copy in memory.
         gpu.weights.clear();
-        let barriers = hazard::barriers(&gpu, hub.options().in_flight);
+        let in_flight = hub.options().in_flight;
+        let layout = Layout::new(&gpu, in_flight);
+        let barriers = hazard::barriers(&gpu, in_flight, layout.workspaces);
+        let chains = hazard::chains(&barriers, in_flight / 2);
+        let mut chain_at = vec![None; gpu.steps.len()];
+        for (number, steps) in chains.iter().enumerate() {
+            chain_at[steps.start] = Some(number);
+        }
         let waits = barriers.iter().filter(|&&barrier| barrier > 0).count();
         if waits > 0 {
             tracing::debug!(
@@ -95,11 +107,13 @@ impl Lowered {
             );
         }
         Ok(Lowered {
-            layout: Layout::new(&gpu),
+            layout,
             gpu,
             kernels,
             weights: places,
             barriers,
+            chains,
+            chain_at,
             _slabs: slabs,
             instances: Mutex::new(Vec::new()),
             staging: Mutex::new(Vec::new()),

@@ -321,9 +321,8 @@ impl<'a> Profiler<'a> {
                 layout: &self.lowered.layout,
                 weights: &weights,
             };
-            let arrivals = self.lowered.layout.real_time_arrivals(index);
             let args = addresses
-                .patch(launch, arrivals)
+                .patch(launch, self.lowered.layout.real_time_own(index))
                 .map_err(|_| CudaError::Misuse("a launch points outside of its plan"))?;
             all.push(args);
         }
@@ -365,9 +364,8 @@ impl<'a> Profiler<'a> {
                 layout: &self.lowered.layout,
                 weights: &self.lowered.weights,
             };
-            let arrivals = self.lowered.layout.real_time_arrivals(index);
             let args = addresses
-                .patch(&step.choices[chosen.rt], arrivals)
+                .patch(&step.choices[chosen.rt], self.lowered.layout.real_time_own(index))
                 .map_err(DeviceError::BadPlan)?;
             launches.push((self.bound(step, chosen.rt)?, args));
         }

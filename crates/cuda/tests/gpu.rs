@@ -6,8 +6,8 @@ mod bench;
 #[path = "support/toy.rs"]
 mod toy;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use base::Random;
@@ -164,18 +164,27 @@ fn every_segment_completes_once_and_in_order() {
     }
 }
 
-/// Real-time latency from launch to completion, with `before` called first each time.
-fn latencies(lane: &Lane, program: &Arc<dyn Program>, x: &[f32], before: impl Fn()) -> Vec<f64> {
+/// Real-time latency from launch to completion. `order` is called right before each; best effort that asks `gate` before
+/// it launches stays away until the request is done.
+fn latencies(
+    lane: &Lane,
+    program: &Arc<dyn Program>,
+    x: &[f32],
+    gate: &Mutex<()>,
+    order: impl Fn(),
+) -> Vec<f64> {
     let mut all = Vec::new();
-    for _ in 0..200 {
+    for _ in 0..300 {
         let task = start(program, x);
         let since = Instant::now();
-        before();
+        let closed = gate.lock().expect("a gate");
+        order();
         lane.launch(task, 1);
         let completion = lane.wait();
+        drop(closed);
         all.push(since.elapsed().as_secs_f64() * 1e6);
         assert_eq!(completion.outcome, Outcome::Done);
-        spin(100);
+        spin(300);
     }
     all
 }
@@ -190,8 +199,9 @@ fn real_time_goes_first() {
         let (p50, p99) = percentiles(all);
         println!("real time {what}: p50 {p50:.1} p99 {p99:.1} us");
     };
-    latencies(&real_time, &rt, &x, || {});
-    report("alone", latencies(&real_time, &rt, &x, || {}));
+    let gate = Mutex::new(());
+    latencies(&real_time, &rt, &x, &gate, || {});
+    report("alone", latencies(&real_time, &rt, &x, &gate, || {}));
     let full = device.target().multiprocessors as usize * 16;
     for (what, chain, tiles) in [
         ("long", Chain { steps: 4, rounds: 4000, ..Chain::default() }, full * 2),
@@ -206,7 +216,8 @@ fn real_time_goes_first() {
             let stop = AtomicBool::new(false);
             std::thread::scope(|scope| {
                 let (be, y, want, stop) = (&be, &y, &want, &stop);
-                scope.spawn(move || run_for_ever(&lane, be, y, want, stop));
+                let closed = ordered.then_some(&gate);
+                scope.spawn(move || run_for_ever(&lane, be, y, want, closed, stop));
                 spin(20_000);
                 let order = || {
                     if ordered {
@@ -214,31 +225,34 @@ fn real_time_goes_first() {
                     }
                 };
                 let how = if ordered { "that leave" } else { "by priority alone" };
-                report(&format!("over {what} steps {how}"), latencies(&real_time, &rt, &x, order));
+                let open = Mutex::new(());
+                let gate = if ordered { &gate } else { &open };
+                let all = latencies(&real_time, &rt, &x, gate, order);
+                report(&format!("over {what} steps {how}"), all);
                 stop.store(true, Ordering::Relaxed);
             });
         }
     }
 }
 
-/// Keeps a lane busy; what left goes on at once.
+/// Keeps a lane busy, as far as `gate` is open; what left goes on.
 fn run_for_ever(
     lane: &Lane,
     program: &Arc<dyn Program>,
     x: &[f32],
     want: &[f32],
+    gate: Option<&Mutex<()>>,
     stop: &AtomicBool,
 ) {
     let mut task = start(program, x);
     while !stop.load(Ordering::Relaxed) {
-        lane.launch(task, 1);
+        {
+            let _open = gate.map(|gate| gate.lock().expect("a gate"));
+            lane.launch(task, 1);
+        }
         let completion = lane.wait();
         task = match completion.outcome {
-            Outcome::Left => {
-                // The real-time launch comes right behind the order.
-                spin(150);
-                completion.task
-            }
+            Outcome::Left => completion.task,
             _ => {
                 assert!(outputs(completion) == want, "best effort computed other bits");
                 start(program, x)
