@@ -38,7 +38,8 @@ pub struct CudaOptions {
     pub toolkit: Option<PathBuf>,
     /// Queues the device says it runs side by side with profit.
     pub queues: usize,
-    /// Best-effort launches in flight on a queue. Each one more adds the time of a launch to how long leaving takes.
+    /// Best-effort steps in flight on a queue, half of them as one launch. Each one more adds the time of an empty kernel to
+    /// how long leaving takes.
     pub in_flight: usize,
     /// Plans a program keeps, one for each set of sizes; the one used least recently goes.
     pub plans_most: usize,
@@ -57,7 +58,7 @@ impl Default for CudaOptions {
             cache_dir: None,
             toolkit: None,
             queues: 4,
-            in_flight: 4,
+            in_flight: 8,
             plans_most: 32,
             sizes: Vec::new(),
             spare_bytes: 1 << 30,
@@ -114,6 +115,7 @@ impl CudaDevice {
             memory_stream: Arc::new(Stream::new(&context, Priority::Low)?),
             capture_stream: Mutex::new(high()?),
             tuning: RwLock::default(),
+            spares: Mutex::default(),
             context,
             info,
             target,

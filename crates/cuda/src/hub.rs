@@ -1,6 +1,6 @@
 //! What the parts of one device share.
 
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Weak};
 
 use base::Bytes;
 use device::{DeviceError, DeviceInfo, KernelCompiler};
@@ -11,6 +11,7 @@ use crate::device::CudaOptions;
 use crate::driver::{Context, Graph, Stream};
 use crate::error::CudaError;
 use crate::kernels::Kernels;
+use crate::lowered::Lowered;
 use crate::tuning::Tuning;
 
 /// A device's parts.
@@ -27,6 +28,8 @@ pub(crate) struct Hub {
     /// Where graphs are recorded, one at a time; of high priority, which its kernels take over.
     pub(crate) capture_stream: Mutex<Stream>,
     pub(crate) tuning: RwLock<Tuning>,
+    /// Plans that may keep memory for their next run.
+    pub(crate) spares: Mutex<Vec<Weak<Lowered>>>,
 }
 
 impl Hub {
@@ -36,6 +39,11 @@ impl Hub {
 
     pub(crate) fn target(&self) -> &GpuTarget {
         &self.target
+    }
+
+    /// Whether a kernel's blocks may start before the previous kernel has ended.
+    pub(crate) fn has_dependent_launches(&self) -> bool {
+        self.target.capability >= 90
     }
 
     pub(crate) fn options(&self) -> &CudaOptions {
@@ -56,6 +64,25 @@ impl Hub {
 
     pub(crate) fn tuning(&self) -> RwLockReadGuard<'_, Tuning> {
         self.tuning.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn spares(&self) -> MutexGuard<'_, Vec<Weak<Lowered>>> {
+        self.spares.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Remembers that `lowered` may keep memory.
+    pub(crate) fn watch_spares(&self, lowered: &Arc<Lowered>) {
+        let mut spares = self.spares();
+        spares.retain(|plan| plan.strong_count() > 0);
+        spares.push(Arc::downgrade(lowered));
+    }
+
+    /// Frees the memory that plans keep for their next runs; whether there was any.
+    pub(crate) fn drop_spares(&self) -> bool {
+        let plans: Vec<Arc<Lowered>> = self.spares().iter().filter_map(Weak::upgrade).collect();
+        let dropped = plans.iter().filter(|plan| plan.drop_spares()).count();
+        let freed = self.memory_stream.synchronize().and_then(|()| self.context.trim());
+        dropped > 0 && freed.is_ok()
     }
 
     /// Refuses once the device is faulted.

@@ -3,7 +3,7 @@
 use device::DeviceError;
 
 use crate::control::NEVER;
-use crate::driver::{DeviceBuffer, Graph, PinnedBuffer, Stream};
+use crate::driver::{Chain, ChainLink, DeviceBuffer, Graph, PinnedBuffer, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
 use crate::layout::Addresses;
@@ -16,6 +16,9 @@ const CONTROL_BYTES: usize = 48;
 pub(crate) struct Instance {
     /// Before the memory it points to, so that it is dropped first.
     graph: Option<Graph>,
+    /// Best-effort steps in sets that are launched as one, as far as they have been asked for, with the epoch they
+    /// were made for last.
+    chains: Vec<Option<(Chain, u32)>>,
     memory: DeviceBuffer,
     real_time: Vec<Vec<u8>>,
     best_effort: Vec<Vec<u8>>,
@@ -57,13 +60,14 @@ impl Instance {
         };
         let (mut real_time, mut best_effort) = (Vec::new(), Vec::new());
         for (index, step) in lowered.gpu.steps.iter().enumerate() {
-            let arrivals = lowered.layout.real_time_arrivals(index);
+            let layout = &lowered.layout;
             let bad = |why| DeviceError::BadPlan(format!("step '{}': {why}", step.name));
-            real_time.push(addresses.patch(&step.choices[step.rt], arrivals).map_err(bad)?);
-            let arrivals = lowered.layout.controls[index].arrivals;
-            best_effort.push(addresses.patch(&step.choices[step.be], arrivals).map_err(bad)?);
+            let (rt, be) = (&step.choices[step.rt], &step.choices[step.be]);
+            real_time.push(addresses.patch(rt, layout.real_time_own(index)).map_err(bad)?);
+            best_effort.push(addresses.patch(be, layout.best_effort_own(index)).map_err(bad)?);
         }
-        Ok(Instance { graph: None, memory, real_time, best_effort })
+        let chains = lowered.chains.iter().map(|_| None).collect();
+        Ok(Instance { graph: None, chains, memory, real_time, best_effort })
     }
 
     pub(crate) fn address(&self) -> u64 {
@@ -111,6 +115,7 @@ impl Instance {
     /// This instance and `lowered` live until it is done, and the instance belongs to this run alone.
     pub(crate) unsafe fn launch_real_time(
         &self,
+        hub: &Hub,
         lowered: &Lowered,
         index: usize,
         dependent: bool,
@@ -118,7 +123,7 @@ impl Instance {
     ) -> Result<(), CudaError> {
         let bound = &lowered.kernels[index].real_time;
         let mut shape = bound.shape;
-        shape.dependent = dependent;
+        shape.dependent = dependent && hub.has_dependent_launches();
         // SAFETY: the arguments were checked against the kernel's size, and every address in them is of this
         // instance or of weights that `lowered` holds.
         unsafe {
@@ -139,21 +144,83 @@ impl Instance {
         restored: bool,
         stream: &Stream,
     ) -> Result<(), CudaError> {
-        let kernels = &lowered.kernels[index];
+        let block = self.control(hub, lowered, index, launched, restored).to_bytes();
+        let bound = &lowered.kernels[index].best_effort;
+        let function = bound.kernel.function(bound.entry);
+        // SAFETY: as for real time; the block has the layout of the kernel's second parameter.
+        unsafe { stream.launch(function, bound.shape, &[&self.best_effort[index], &block]) }
+    }
+
+    fn control(
+        &self,
+        hub: &Hub,
+        lowered: &Lowered,
+        index: usize,
+        launched: u32,
+        restored: bool,
+    ) -> ControlBlock {
         let control = &lowered.layout.controls[index];
-        let block = ControlBlock {
+        ControlBlock {
             epoch: hub.epoch().address(),
             next: self.address() + control.next,
             done: self.address() + control.done,
-            launched: if kernels.finishes { NEVER } else { launched },
+            launched: if lowered.kernels[index].finishes { NEVER } else { launched },
             tiles: control.tiles,
             restored,
+        }
+    }
+
+    /// Queues the steps of chain `number` as best effort, none of them begun before, for work of epoch `launched`.
+    ///
+    /// # Safety
+    /// As for one step.
+    pub(crate) unsafe fn launch_chain(
+        &mut self,
+        hub: &Hub,
+        lowered: &Lowered,
+        number: usize,
+        launched: u32,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        let known = self.chains[number].take();
+        let chain = match known {
+            Some((chain, epoch)) if epoch == launched => chain,
+            other => self.make_chain(hub, lowered, number, launched, other.map(|known| known.0))?,
         };
-        let bound = &kernels.best_effort;
-        let function = bound.kernel.function(bound.entry);
-        // SAFETY: as for real time; the block has the layout of the kernel's second parameter.
-        unsafe {
-            stream.launch(function, bound.shape, &[&self.best_effort[index], &block.to_bytes()])
+        // SAFETY: every address in the arguments is of this instance or of weights that `lowered` holds.
+        let queued = unsafe { chain.launch(stream) };
+        self.chains[number] = Some((chain, launched));
+        queued
+    }
+
+    /// Chain `number` for work of epoch `launched`; of `known` where it was made before.
+    fn make_chain(
+        &self,
+        hub: &Hub,
+        lowered: &Lowered,
+        number: usize,
+        launched: u32,
+        known: Option<Chain>,
+    ) -> Result<Chain, CudaError> {
+        let steps = lowered.chains[number].clone();
+        let blocks: Vec<_> = steps
+            .clone()
+            .map(|index| self.control(hub, lowered, index, launched, false).to_bytes())
+            .collect();
+        let links: Vec<ChainLink<'_>> = steps
+            .zip(&blocks)
+            .map(|(index, block)| {
+                let bound = &lowered.kernels[index].best_effort;
+                ChainLink {
+                    function: bound.kernel.function(bound.entry),
+                    shape: bound.shape,
+                    params: [&self.best_effort[index], block],
+                }
+            })
+            .collect();
+        match known {
+            None => Chain::new(hub.context(), &links),
+            Some(mut chain) => chain.update(&links).map(|()| chain),
         }
     }
 
@@ -163,7 +230,7 @@ impl Instance {
             let graph = hub.capture(|stream| {
                 for index in 0..lowered.kernels.len() {
                     // SAFETY: only recorded here; whoever launches the graph answers for the time.
-                    unsafe { self.launch_real_time(lowered, index, index > 0, stream) }?;
+                    unsafe { self.launch_real_time(hub, lowered, index, index > 0, stream) }?;
                 }
                 Ok(())
             })?;

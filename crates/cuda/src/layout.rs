@@ -5,6 +5,9 @@ use model::gpu::{GpuPlan, Launch, Patch, Place};
 /// Alignment of whatever a kernel reads in vectors.
 const ALIGN: u64 = 256;
 
+/// Memory that a run may take for workspaces beyond its first.
+const WORKSPACES_MOST: u64 = 64 << 20;
+
 /// Offsets into a run's block of memory. Inputs and outputs come first and lie the same way in host staging.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Layout {
@@ -16,6 +19,9 @@ pub(crate) struct Layout {
     pub(crate) staged_bytes: u64,
     arena: u64,
     workspace: u64,
+    workspace_bytes: u64,
+    /// Workspaces of best-effort steps, in turn: parts of a product that was left must survive the steps queued behind it.
+    pub(crate) workspaces: usize,
     /// Arrival words of each step's real-time launch, always zero between launches.
     real_time_arrivals: Vec<u64>,
     /// What each step's best-effort launch shares with its queue, side by side.
@@ -59,14 +65,18 @@ impl Room {
 }
 
 impl Layout {
-    pub(crate) fn new(plan: &GpuPlan) -> Layout {
+    /// A layout for up to `in_flight` best-effort steps at once.
+    pub(crate) fn new(plan: &GpuPlan, in_flight: usize) -> Layout {
         let mut room = Room(0);
         let inputs = plan.inputs.iter().map(|slot| room.take(slot.bytes, ALIGN)).collect();
         let outputs_at = room.take(0, ALIGN);
         let outputs = plan.outputs.iter().map(|slot| room.take(slot.bytes, ALIGN)).collect();
         let staged_bytes = room.0;
         let arena = room.take(plan.arena_bytes, ALIGN);
-        let workspace = room.take(plan.workspace_bytes, ALIGN);
+        let workspace_bytes = plan.workspace_bytes.next_multiple_of(ALIGN);
+        let affordable = WORKSPACES_MOST.checked_div(workspace_bytes).unwrap_or(1);
+        let workspaces = in_flight.min(affordable as usize).max(1);
+        let workspace = room.take(workspace_bytes * workspaces as u64, ALIGN);
         room.take(0, ALIGN);
         let words = |launch: &Launch| u64::from(launch.arrivals) * 4;
         let real_time_arrivals = plan
@@ -94,6 +104,8 @@ impl Layout {
             staged_bytes,
             arena,
             workspace,
+            workspace_bytes,
+            workspaces,
             real_time_arrivals,
             controls,
             bytes,
@@ -110,9 +122,15 @@ impl Layout {
         self.outputs[index]
     }
 
-    /// Offset of the arrival words of step `index` when it runs as real time.
-    pub(crate) fn real_time_arrivals(&self, index: usize) -> u64 {
-        self.real_time_arrivals[index]
+    /// What step `index` has for itself when it runs as real time.
+    pub(crate) fn real_time_own(&self, index: usize) -> Own {
+        Own { arrivals: self.real_time_arrivals[index], workspace: 0 }
+    }
+
+    /// What step `index` has for itself when it runs as best effort.
+    pub(crate) fn best_effort_own(&self, index: usize) -> Own {
+        let workspace = (index % self.workspaces) as u64 * self.workspace_bytes;
+        Own { arrivals: self.controls[index].arrivals, workspace }
     }
 
     /// The words of best-effort launches of `steps`: where they begin and how many they are.
@@ -127,6 +145,15 @@ impl Layout {
     }
 }
 
+/// Memory of one launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Own {
+    /// Offset of its arrival words.
+    arrivals: u64,
+    /// Offset of its workspace among the workspaces.
+    workspace: u64,
+}
+
 /// Addresses of one run.
 pub(crate) struct Addresses<'a> {
     /// The run's block of memory.
@@ -137,12 +164,12 @@ pub(crate) struct Addresses<'a> {
 }
 
 impl Addresses<'_> {
-    fn resolve(&self, place: Place, arrivals: u64) -> Option<u64> {
+    fn resolve(&self, place: Place, own: Own) -> Option<u64> {
         let at = |base: u64, offset: u64| self.block.checked_add(base)?.checked_add(offset);
         match place {
             Place::Arena(offset) => at(self.layout.arena, offset),
-            Place::Workspace(offset) => at(self.layout.workspace, offset),
-            Place::Arrivals => at(arrivals, 0),
+            Place::Workspace(offset) => at(self.layout.workspace + own.workspace, offset),
+            Place::Arrivals => at(own.arrivals, 0),
             Place::Weight(index, offset) => {
                 let (address, bytes) = self.weights.get(index as usize)?;
                 (offset <= *bytes).then(|| address + offset)
@@ -152,12 +179,12 @@ impl Addresses<'_> {
         }
     }
 
-    /// The arguments of `launch` with addresses in place; `arrivals` is the offset of its arrival words.
-    pub(crate) fn patch(&self, launch: &Launch, arrivals: u64) -> Result<Vec<u8>, String> {
+    /// The arguments of `launch` with addresses in place.
+    pub(crate) fn patch(&self, launch: &Launch, own: Own) -> Result<Vec<u8>, String> {
         let mut args = launch.args.clone();
         for Patch { at, to } in &launch.patches {
             let address = self
-                .resolve(*to, arrivals)
+                .resolve(*to, own)
                 .ok_or_else(|| format!("{to:?} of variant '{}' does not exist", launch.variant))?;
             let at = *at as usize;
             let field = args.get_mut(at..at.saturating_add(8)).ok_or_else(|| {
@@ -220,7 +247,7 @@ pub(crate) mod tests {
 
     #[test]
     fn pieces_are_aligned_and_apart() {
-        let layout = Layout::new(&plan());
+        let layout = Layout::new(&plan(), 1);
         assert_eq!(layout.inputs, [0, 256]);
         assert_eq!((layout.outputs_at, layout.outputs[0]), (768, 768));
         assert_eq!(layout.staged_bytes, 773);
@@ -238,7 +265,7 @@ pub(crate) mod tests {
 
     #[test]
     fn a_step_is_complete_with_its_last_tile() {
-        let control = Layout::new(&plan()).controls[0];
+        let control = Layout::new(&plan(), 1).controls[0];
         assert!(control.is_complete(&[9, u32::MAX, 1, 0, 0]));
         assert!(!control.is_complete(&[9, u32::MAX, 0, 0, 0]));
         assert!(!control.is_complete(&[9, u32::MAX - 1, 1, 0, 0]));
@@ -248,16 +275,17 @@ pub(crate) mod tests {
     #[test]
     fn addresses_go_where_the_plan_says() {
         let plan = plan();
-        let layout = Layout::new(&plan);
+        let layout = Layout::new(&plan, 1);
         let weights = [(0x5000, 100)];
         let addresses = Addresses { block: 0x10_0000, layout: &layout, weights: &weights };
+        let own = Own { arrivals: 4096, workspace: 0 };
         let mut launch = launch(1, 1);
         launch.patches = vec![
             Patch { at: 0, to: Place::Weight(0, 16) },
             Patch { at: 8, to: Place::Output(0, 4) },
             Patch { at: 16, to: Place::Arrivals },
         ];
-        let args = addresses.patch(&launch, 4096).expect("all places exist");
+        let args = addresses.patch(&launch, own).expect("all places exist");
         let word =
             |at: usize| u64::from_le_bytes(args[at..at + 8].try_into().expect("eight bytes"));
         assert_eq!(word(0), 0x5010);
@@ -266,13 +294,26 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn best_effort_steps_take_workspaces_in_turn() {
+        let mut plan = plan();
+        plan.steps = vec![step(launch(1, 0)); 5];
+        let layout = Layout::new(&plan, 4);
+        assert_eq!(layout.workspaces, 4);
+        let own = |index| layout.best_effort_own(index).workspace;
+        assert_eq!([own(0), own(1), own(3), own(4)], [0, 256, 768, 0]);
+        assert_eq!(layout.real_time_own(3).workspace, 0);
+        plan.workspace_bytes = WORKSPACES_MOST;
+        assert_eq!(Layout::new(&plan, 4).workspaces, 1, "large ones are not multiplied");
+    }
+
+    #[test]
     fn places_that_do_not_exist_are_refused() {
         let plan = plan();
-        let layout = Layout::new(&plan);
+        let layout = Layout::new(&plan, 1);
         let addresses = Addresses { block: 0, layout: &layout, weights: &[(0, 8)] };
         let refuse = |patch: Patch| {
             let launch = Launch { patches: vec![patch], ..launch(1, 0) };
-            addresses.patch(&launch, 0).expect_err("no such place")
+            addresses.patch(&launch, layout.real_time_own(0)).expect_err("no such place")
         };
         assert!(refuse(Patch { at: 20, to: Place::Arena(0) }).contains("byte 20"));
         assert!(refuse(Patch { at: 0, to: Place::Weight(1, 0) }).contains("Weight"));

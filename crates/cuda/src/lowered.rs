@@ -1,5 +1,6 @@
 //! A program for one set of sizes: kernels in place, every address but the run's own known.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use device::DeviceError;
@@ -58,6 +59,10 @@ pub(crate) struct Lowered {
     pub(crate) weights: Vec<(u64, u64)>,
     /// See [`hazard::barriers`].
     pub(crate) barriers: Vec<usize>,
+    /// Best-effort steps that are launched as one, in order and apart; see [`hazard::chains`].
+    pub(crate) chains: Vec<Range<usize>>,
+    /// For each step, the chain that begins with it.
+    pub(crate) chain_at: Vec<Option<usize>>,
     _slabs: Vec<Arc<DeviceBuffer>>,
     instances: Mutex<Vec<Instance>>,
     staging: Mutex<Vec<PinnedBuffer>>,
@@ -85,7 +90,14 @@ impl Lowered {
         };
         // They are on the device; their packers would hold the model's own copy in memory.
         gpu.weights.clear();
-        let barriers = hazard::barriers(&gpu, hub.options().in_flight);
+        let in_flight = hub.options().in_flight;
+        let layout = Layout::new(&gpu, in_flight);
+        let barriers = hazard::barriers(&gpu, in_flight, layout.workspaces);
+        let chains = hazard::chains(&barriers, in_flight / 2);
+        let mut chain_at = vec![None; gpu.steps.len()];
+        for (number, steps) in chains.iter().enumerate() {
+            chain_at[steps.start] = Some(number);
+        }
         let waits = barriers.iter().filter(|&&barrier| barrier > 0).count();
         if waits > 0 {
             tracing::debug!(
@@ -95,11 +107,13 @@ impl Lowered {
             );
         }
         Ok(Lowered {
-            layout: Layout::new(&gpu),
+            layout,
             gpu,
             kernels,
             weights: places,
             barriers,
+            chains,
+            chain_at,
             _slabs: slabs,
             instances: Mutex::new(Vec::new()),
             staging: Mutex::new(Vec::new()),
@@ -116,8 +130,19 @@ impl Lowered {
 
     /// Device memory of a run; the one used last first, which is most likely in the cache.
     pub(crate) fn take_instance(&self, hub: &Hub) -> Result<Instance, DeviceError> {
-        let spare = self.instances().pop();
-        spare.map_or_else(|| Instance::new(hub, self), Ok)
+        if let Some(spare) = self.instances().pop() {
+            return Ok(spare);
+        }
+        match Instance::new(hub, self) {
+            // What other plans keep for later is worth less than a request that is here.
+            Err(DeviceError::OutOfMemory { .. }) if hub.drop_spares() => Instance::new(hub, self),
+            made => made,
+        }
+    }
+
+    /// Lets go of memory that waits for the next run; whether there was any.
+    pub(crate) fn drop_spares(&self) -> bool {
+        !std::mem::take(&mut *self.instances()).is_empty()
     }
 
     /// Takes memory back. Nothing queued may still use it.

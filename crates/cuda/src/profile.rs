@@ -18,7 +18,7 @@ use crate::kernel_text::Flavour;
 use crate::kernels::{LoadedKernel, Progress, Wanted};
 use crate::layout::Addresses;
 use crate::lowered::{BoundKernel, Lowered, real_time};
-use crate::program::lower;
+use crate::program::{first_of, lower};
 use crate::tuning::{Chosen, Tuning};
 use crate::weights::WeightStore;
 
@@ -140,11 +140,7 @@ impl CudaDevice {
     ) -> Result<PlanProfile, DeviceError> {
         let hub = self.hub();
         hub.alive()?;
-        let first = |errors: Vec<DeviceError>| {
-            let unknown = || DeviceError::BadPlan("the compiler gave no reason".to_string());
-            errors.into_iter().next().unwrap_or_else(unknown)
-        };
-        let gpu = lower(hub, plan, sizes).map_err(first)?;
+        let gpu = lower(hub, plan, sizes).map_err(first_of)?;
         Profiler::new(hub, gpu, options, progress)?.run(sizes)
     }
 
@@ -157,7 +153,7 @@ impl CudaDevice {
     ) -> Result<Timing, DeviceError> {
         let hub = self.hub();
         hub.alive()?;
-        let gpu = lower(hub, plan, sizes).map_err(|mut errors| errors.remove(0))?;
+        let gpu = lower(hub, plan, sizes).map_err(first_of)?;
         let weights = Mutex::new(WeightStore::default());
         let lowered = Lowered::new(hub, gpu, &weights, &|_, _| {})?;
         let mut instance = Instance::new(hub, &lowered)?;
@@ -325,16 +321,15 @@ impl<'a> Profiler<'a> {
                 layout: &self.lowered.layout,
                 weights: &weights,
             };
-            let arrivals = self.lowered.layout.real_time_arrivals(index);
             let args = addresses
-                .patch(launch, arrivals)
+                .patch(launch, self.lowered.layout.real_time_own(index))
                 .map_err(|_| CudaError::Misuse("a launch points outside of its plan"))?;
             all.push(args);
         }
         let graph = self.hub.capture(|stream| {
             for (copy, args) in all.iter().enumerate() {
                 let mut shape = bound.shape;
-                shape.dependent = copy > 0;
+                shape.dependent = copy > 0 && self.hub.has_dependent_launches();
                 // SAFETY: recorded only; the instance and the pool outlive the graph, which is gone when this returns.
                 unsafe { stream.launch(bound.kernel.function(bound.entry), shape, &[args]) }?;
             }
@@ -369,16 +364,15 @@ impl<'a> Profiler<'a> {
                 layout: &self.lowered.layout,
                 weights: &self.lowered.weights,
             };
-            let arrivals = self.lowered.layout.real_time_arrivals(index);
             let args = addresses
-                .patch(&step.choices[chosen.rt], arrivals)
+                .patch(&step.choices[chosen.rt], self.lowered.layout.real_time_own(index))
                 .map_err(DeviceError::BadPlan)?;
             launches.push((self.bound(step, chosen.rt)?, args));
         }
         let record = |stream: &Stream| {
             for (index, (bound, args)) in launches.iter().enumerate() {
                 let mut shape = bound.shape;
-                shape.dependent = dependent && index > 0;
+                shape.dependent = dependent && index > 0 && self.hub.has_dependent_launches();
                 // SAFETY: recorded only; the instance and the weights outlive the graph.
                 unsafe { stream.launch(bound.kernel.function(bound.entry), shape, &[args]) }?;
             }

@@ -55,6 +55,12 @@ pub(crate) fn lower(
     Ok(gpu)
 }
 
+/// The first reason of a compiler that refused.
+pub(crate) fn first_of(errors: Vec<DeviceError>) -> DeviceError {
+    let unknown = || DeviceError::BadPlan("the compiler gave no reason".to_string());
+    errors.into_iter().next().unwrap_or_else(unknown)
+}
+
 /// The symbols of `plan`'s inputs with the sizes to prepare for: those of the settings, else 1.
 fn example_sizes(hub: &Hub, plan: &LaunchPlan) -> Sizes {
     let mut sizes = Sizes::new();
@@ -133,12 +139,9 @@ impl Loaded {
             return Ok(lowered);
         }
         let hub = &self.hub;
-        let first = |errors: Vec<DeviceError>| {
-            let unknown = || DeviceError::BadPlan("the compiler gave no reason".to_string());
-            errors.into_iter().next().unwrap_or_else(unknown)
-        };
-        let gpu = lower(hub, &self.plan, &sizes).map_err(first)?;
+        let gpu = lower(hub, &self.plan, &sizes).map_err(first_of)?;
         let lowered = Arc::new(Lowered::new(hub, gpu, &self.weights, progress)?);
+        hub.watch_spares(&lowered);
         // The first request shall find memory and graph in place.
         let mut instance = lowered.take_instance(hub)?;
         instance.graph(hub, &lowered).map_err(|err| hub.error(err))?;

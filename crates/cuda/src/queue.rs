@@ -24,11 +24,18 @@ pub struct Polling {
     pub spin: Duration,
     /// Then sleeps so long between two looks; zero only lets other threads run.
     pub pause: Duration,
+    /// How long a real-time queue without work looks for some before its thread sleeps: waking it costs the request that
+    /// comes next.
+    pub idle: Duration,
 }
 
 impl Default for Polling {
     fn default() -> Polling {
-        Polling { spin: Duration::from_micros(200), pause: Duration::ZERO }
+        Polling {
+            spin: Duration::from_micros(200),
+            pause: Duration::ZERO,
+            idle: Duration::from_millis(2),
+        }
     }
 }
 

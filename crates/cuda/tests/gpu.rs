@@ -6,13 +6,13 @@ mod bench;
 #[path = "support/toy.rs"]
 mod toy;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use base::Random;
-use bench::{Lane, numbers, open, outputs, percentiles, start};
-use cuda::{CudaDevice, ProfileOptions};
+use bench::{Lane, numbers, open, open_with, outputs, percentiles, start};
+use cuda::{CudaDevice, CudaOptions, ProfileOptions};
 use device::{Device, Outcome, Program};
 use toy::Chain;
 
@@ -105,7 +105,7 @@ fn evicted_work_resumes_with_the_same_bits() {
     let Some(device) = open() else { return };
     let tiles = device.target().multiprocessors as usize * 16 * 4;
     for (what, chain, tiles, rounds) in [
-        ("long steps", Chain { steps: 4, rounds: 2000, ..Chain::default() }, tiles, 40),
+        ("long steps", Chain { steps: 40, rounds: 100, ..Chain::default() }, tiles, 40),
         ("short steps", Chain { steps: 60, rounds: 30, ..Chain::default() }, tiles / 8, 40),
         ("two buffers", Chain { steps: 20, rounds: 200, ring: 2, ..Chain::default() }, tiles, 20),
         (
@@ -164,18 +164,27 @@ fn every_segment_completes_once_and_in_order() {
     }
 }
 
-/// Real-time latency from launch to completion, with `before` called first each time.
-fn latencies(lane: &Lane, program: &Arc<dyn Program>, x: &[f32], before: impl Fn()) -> Vec<f64> {
+/// Real-time latency from launch to completion. `order` is called right before each; best effort that asks `gate` before
+/// it launches stays away until the request is done.
+fn latencies(
+    lane: &Lane,
+    program: &Arc<dyn Program>,
+    x: &[f32],
+    gate: &Mutex<()>,
+    order: impl Fn(),
+) -> Vec<f64> {
     let mut all = Vec::new();
-    for _ in 0..200 {
+    for _ in 0..300 {
         let task = start(program, x);
         let since = Instant::now();
-        before();
+        let closed = gate.lock().expect("a gate");
+        order();
         lane.launch(task, 1);
         let completion = lane.wait();
+        drop(closed);
         all.push(since.elapsed().as_secs_f64() * 1e6);
         assert_eq!(completion.outcome, Outcome::Done);
-        spin(100);
+        spin(300);
     }
     all
 }
@@ -190,56 +199,112 @@ fn real_time_goes_first() {
         let (p50, p99) = percentiles(all);
         println!("real time {what}: p50 {p50:.1} p99 {p99:.1} us");
     };
-    latencies(&real_time, &rt, &x, || {});
-    report("alone", latencies(&real_time, &rt, &x, || {}));
-    let chain = Chain { steps: 4, rounds: 4000, ..Chain::default() };
-    let be = load(&device, &chain);
-    let tiles = device.target().multiprocessors as usize * 16 * 2;
-    let y = numbers(tiles * toy::TILE, 2);
-    let want = chain.reference(&y);
-    for ordered in [true, false] {
-        let lane = Lane::open(&device, 1, false, 2);
-        let queue = lane.queue.clone();
-        let stop = AtomicBool::new(false);
-        std::thread::scope(|scope| {
-            let (be, y, want, stop) = (&be, &y, &want, &stop);
-            scope.spawn(move || run_for_ever(&lane, be, y, want, stop));
-            spin(20_000);
-            let order = || {
-                if ordered {
-                    queue.preempt();
-                }
-            };
-            let what = if ordered { "over best effort that leaves" } else { "over best effort" };
-            report(what, latencies(&real_time, &rt, &x, order));
-            stop.store(true, Ordering::Relaxed);
-        });
+    let gate = Mutex::new(());
+    latencies(&real_time, &rt, &x, &gate, || {});
+    report("alone", latencies(&real_time, &rt, &x, &gate, || {}));
+    let full = device.target().multiprocessors as usize * 16;
+    for (what, chain, tiles) in [
+        ("long", Chain { steps: 4, rounds: 4000, ..Chain::default() }, full * 2),
+        ("short", Chain { steps: 100, rounds: 4, ..Chain::default() }, full / 16),
+    ] {
+        let be = load(&device, &chain);
+        let y = numbers(tiles * toy::TILE, 2);
+        let want = chain.reference(&y);
+        for ordered in [true, false] {
+            let lane = Lane::open(&device, 1, false, 2);
+            let queue = lane.queue.clone();
+            let stop = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                let (be, y, want, stop) = (&be, &y, &want, &stop);
+                let closed = ordered.then_some(&gate);
+                scope.spawn(move || run_for_ever(&lane, be, y, want, closed, stop));
+                spin(20_000);
+                let order = || {
+                    if ordered {
+                        queue.preempt();
+                    }
+                };
+                let how = if ordered { "that leave" } else { "by priority alone" };
+                let open = Mutex::new(());
+                let gate = if ordered { &gate } else { &open };
+                let all = latencies(&real_time, &rt, &x, gate, order);
+                report(&format!("over {what} steps {how}"), all);
+                stop.store(true, Ordering::Relaxed);
+            });
+        }
     }
 }
 
-/// Keeps a lane busy; what left goes on at once.
+/// Keeps a lane busy, as far as `gate` is open; what left goes on.
 fn run_for_ever(
     lane: &Lane,
     program: &Arc<dyn Program>,
     x: &[f32],
     want: &[f32],
+    gate: Option<&Mutex<()>>,
     stop: &AtomicBool,
 ) {
     let mut task = start(program, x);
     while !stop.load(Ordering::Relaxed) {
-        lane.launch(task, 1);
+        {
+            let _open = gate.map(|gate| gate.lock().expect("a gate"));
+            lane.launch(task, 1);
+        }
         let completion = lane.wait();
         task = match completion.outcome {
-            Outcome::Left => {
-                // The real-time launch comes right behind the order.
-                spin(150);
-                completion.task
-            }
+            Outcome::Left => completion.task,
             _ => {
                 assert!(outputs(completion) == want, "best effort computed other bits");
                 start(program, x)
             }
         };
+    }
+}
+
+#[test]
+fn what_a_request_costs_beside_its_kernels() {
+    let Some(device) = open() else { return };
+    let program = load(&device, &Chain { steps: 1, ..Chain::default() });
+    for count in [128, 150_528] {
+        let x = numbers(count, 1);
+        for (name, high) in [("real time", true), ("best effort", false)] {
+            let lane = Lane::open(&device, 0, high, 4);
+            let (mut prepare, mut launch, mut all) = (Vec::new(), Vec::new(), Vec::new());
+            for _ in 0..300 {
+                let since = Instant::now();
+                let task = start(&program, &x);
+                prepare.push(since.elapsed().as_secs_f64() * 1e6);
+                let since = Instant::now();
+                lane.launch(task, 1);
+                launch.push(since.elapsed().as_secs_f64() * 1e6);
+                let completion = lane.wait();
+                all.push(since.elapsed().as_secs_f64() * 1e6);
+                drop(completion);
+                spin(50);
+            }
+            let figures = [prepare, launch, all].map(|all| percentiles(all[100..].to_vec()));
+            println!("one step of {count} as {name}: prepare, launch, all {figures:.1?} us");
+        }
+    }
+}
+
+#[test]
+fn launches_in_flight() {
+    for in_flight in [1, 2, 4, 8, 16] {
+        let options = CudaOptions { in_flight, ..CudaOptions::default() };
+        let Some(device) = open_with(options) else { return };
+        let chain = Chain { steps: 100, rounds: 4, ..Chain::default() };
+        let program = load(&device, &chain);
+        let x = numbers(132 * toy::TILE, 2);
+        let lane = Lane::open(&device, 0, false, 4);
+        let run = |_| {
+            let task = start(&program, &x);
+            let since = Instant::now();
+            lane.run(task);
+            since.elapsed().as_secs_f64() * 1e6
+        };
+        let (p50, p99) = percentiles((0..60).map(run).skip(10).collect());
+        println!("100 short steps, {in_flight} in flight: p50 {p50:.1} p99 {p99:.1} us");
     }
 }
 
@@ -302,8 +367,7 @@ fn the_suite_of_every_device() {
 
 #[test]
 fn without_a_gpu_the_message_says_so() {
-    if let Err(err) = CudaDevice::open(99, cuda::CudaOptions::default(), Arc::new(toy::ToyCompiler))
-    {
+    if let Err(err) = CudaDevice::open(99, CudaOptions::default(), Arc::new(toy::ToyCompiler)) {
         let text = err.to_string();
         let told = text.contains("no CUDA driver") || text.contains("there is no cuda:99");
         assert!(told, "{text}");

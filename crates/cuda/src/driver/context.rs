@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use base::Bytes;
@@ -29,6 +30,8 @@ pub(crate) struct DriverFacts {
 /// A GPU we hold.
 pub(crate) struct Context {
     raw: CUcontext,
+    /// From 1.
+    number: u64,
     device: CUdevice,
     pool: CUmemoryPool,
     facts: DriverFacts,
@@ -41,9 +44,13 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 thread_local! {
-    /// The context this thread made current last; nobody else in the process changes it.
-    static CURRENT: Cell<CUcontext> = const { Cell::new(std::ptr::null_mut()) };
+    /// Number of the context this thread made current last; nobody else in the process changes it.
+    static CURRENT: Cell<u64> = const { Cell::new(0) };
 }
+
+/// Contexts opened so far. The driver may hand out the same handle twice, and a thread must not take the second for the
+/// first.
+static OPENED: AtomicU64 = AtomicU64::new(0);
 
 impl Context {
     /// Holds the GPU `ordinal`.
@@ -65,7 +72,8 @@ impl Context {
             sys::cuDevicePrimaryCtxRetain(&mut raw, device)
         })?;
         let pool: CUmemoryPool = std::ptr::null_mut();
-        let mut context = Context { raw, device, pool, facts, fault: OnceLock::new() };
+        let number = OPENED.fetch_add(1, Ordering::Relaxed) + 1;
+        let mut context = Context { raw, number, device, pool, facts, fault: OnceLock::new() };
         context.enter()?;
         // SAFETY: `device` came from the driver and `pool` is a place for its answer.
         let code = unsafe { sys::cuDeviceGetDefaultMemPool(&mut context.pool, device) };
@@ -94,6 +102,13 @@ impl Context {
         self.check("cuMemPoolSetAttribute", code)
     }
 
+    /// Gives freed memory back to the driver.
+    pub(crate) fn trim(&self) -> Result<(), CudaError> {
+        self.enter()?;
+        // SAFETY: the pool is the device's own and always there.
+        self.check("cuMemPoolTrimTo", unsafe { sys::cuMemPoolTrimTo(self.pool, 0) })
+    }
+
     /// Why nothing works any more, if so.
     pub(crate) fn fault(&self) -> Option<&str> {
         self.fault.get().map(String::as_str)
@@ -104,12 +119,12 @@ impl Context {
         if let Some(reason) = self.fault.get() {
             return Err(CudaError::Faulted(reason.clone()));
         }
-        if CURRENT.get() == self.raw {
+        if CURRENT.get() == self.number {
             return Ok(());
         }
         // SAFETY: the context is retained for as long as `self` lives.
         self.check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.raw) })?;
-        CURRENT.set(self.raw);
+        CURRENT.set(self.number);
         Ok(())
     }
 
@@ -141,7 +156,6 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        CURRENT.set(std::ptr::null_mut());
         // SAFETY: retained once in `open` and not used after this; an error has nobody to go to.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }

@@ -22,6 +22,10 @@ use crate::hub::Hub;
 use crate::lowered::Lowered;
 use crate::task::CudaTask;
 
+/// Outputs up to this size are copied right behind the last step, wherever it got; larger ones only once it is known to be
+/// done, since the copy of a step that left would keep its queue busy.
+const EAGER_OUTPUT_BYTES: u64 = 128 << 10;
+
 /// A queue of low priority.
 pub(crate) struct BestEffortQueue {
     sender: SyncSender<(Segment, u32)>,
@@ -101,6 +105,15 @@ struct Flight {
     launched: usize,
     /// Marks, oldest first, with the step each stands before.
     marks: VecDeque<(u32, usize)>,
+}
+
+/// What is queued at once.
+#[derive(Clone, Copy)]
+enum Next {
+    /// One step by its index.
+    Step(usize),
+    /// A chain by its number.
+    Chain(usize),
 }
 
 impl Flight {
@@ -190,22 +203,58 @@ impl Worker {
             Flight { known: steps.start, launched: steps.start, marks: VecDeque::new() };
         self.make_ready(task, &lowered, steps.start)?;
         while flight.known < steps.end {
-            while self.may_launch(task, &flight, steps.end, epoch) {
-                self.launch(task, &lowered, &mut flight, steps.end, epoch)?;
+            while let Some(next) = self.next_launch(task, &flight, steps.end, epoch) {
+                self.launch(task, &lowered, &mut flight, next, epoch)?;
+                let due = flight.launched - flight.marked() >= self.marks_every();
+                if due || flight.launched == steps.end {
+                    self.mark(&mut flight)?;
+                }
             }
             if flight.launched == flight.known || !self.land(task, &mut flight, epoch)? {
                 break;
             }
         }
-        self.settle(task, &lowered, flight)
+        let reached = self.settle(task, &lowered, flight)?;
+        if reached == task.step_count() && !has_small_outputs(&lowered) {
+            let (instance, staging) = task.memory()?;
+            // SAFETY: the task holds both sides, and the copy is waited for.
+            unsafe { instance.copy_outputs(&lowered, staging, &self.stream) }?;
+            self.stream.synchronize()?;
+        }
+        Ok(reached)
     }
 
-    fn may_launch(&self, task: &CudaTask, flight: &Flight, end: usize, epoch: u32) -> bool {
+    /// What may be queued now: the next step, or the chain that begins with it.
+    fn next_launch(
+        &self,
+        task: &CudaTask,
+        flight: &Flight,
+        end: usize,
+        epoch: u32,
+    ) -> Option<Next> {
         let window = if task.is_timed() { 1 } else { self.hub.options().in_flight.max(1) };
-        flight.launched < end
-            && flight.launched - flight.known < window
-            && task.lowered.barriers[flight.launched] <= flight.known
-            && self.hub.epoch().now() == epoch
+        let (first, lowered) = (flight.launched, &task.lowered);
+        let fits = |steps: Range<usize>| {
+            steps.end <= end
+                && steps.end - flight.known <= window
+                && lowered.barriers[steps].iter().all(|barrier| *barrier <= flight.known)
+        };
+        if first >= end || self.hub.epoch().now() != epoch {
+            return None;
+        }
+        // A chain starts afresh; a step that was left is launched alone.
+        let chain = lowered.chain_at[first].filter(|_| !task.words.partly_done);
+        if let Some(number) = chain.filter(|&number| fits(lowered.chains[number].clone())) {
+            return Some(Next::Chain(number));
+        }
+        // Rather wait for room than take a chain apart.
+        let alone = chain.is_none_or(|number| lowered.chains[number].end - first > window)
+            || flight.known == flight.launched;
+        (alone && fits(first..first + 1)).then_some(Next::Step(first))
+    }
+
+    fn marks_every(&self) -> usize {
+        self.hub.options().in_flight.div_ceil(2)
     }
 
     /// Queues what comes before the first launch: inputs, and the words of steps that start afresh.
@@ -244,41 +293,48 @@ impl Worker {
         Ok(())
     }
 
-    /// Queues the next step, and a mark where one is due.
+    /// Queues `next`, and the copy of outputs behind the last step.
     fn launch(
         &mut self,
         task: &mut CudaTask,
         lowered: &Lowered,
         flight: &mut Flight,
-        end: usize,
+        next: Next,
         epoch: u32,
     ) -> Result<(), CudaError> {
-        let index = flight.launched;
         let restored = task.words.partly_done;
+        let end = match next {
+            Next::Step(index) => index + 1,
+            Next::Chain(number) => lowered.chains[number].end,
+        };
         task.words.partly_done = false;
-        task.words.used_to = index + 1;
-        let (timed, last) = (task.is_timed(), index + 1 == task.step_count());
+        task.words.used_to = end;
+        let timed = task.is_timed();
+        let eager = end == task.step_count() && has_small_outputs(lowered);
+        let (hub, stream) = (&self.hub, &self.stream);
         let (instance, staging) = task.memory()?;
         if timed {
-            self.stamps.0.record(&self.stream)?;
+            self.stamps.0.record(stream)?;
         }
         // SAFETY: the task holds instance, staging and plan until the stream is drained, and its words are as
         // `make_ready` left them.
         unsafe {
-            let stream = &self.stream;
-            instance.launch_best_effort(&self.hub, lowered, index, epoch, restored, stream)?;
+            match next {
+                Next::Step(index) => {
+                    instance.launch_best_effort(hub, lowered, index, epoch, restored, stream)?;
+                }
+                Next::Chain(number) => {
+                    instance.launch_chain(hub, lowered, number, epoch, stream)?;
+                }
+            }
             if timed {
                 self.stamps.1.record(stream)?;
             }
-            if last {
+            if eager {
                 instance.copy_outputs(lowered, staging, stream)?;
             }
         }
-        flight.launched += 1;
-        let due = flight.launched - flight.marked() >= self.hub.options().in_flight.div_ceil(2);
-        if due || flight.launched == end {
-            self.mark(flight)?;
-        }
+        flight.launched = end;
         Ok(())
     }
 
@@ -369,6 +425,10 @@ impl Worker {
         });
         Ok(incomplete.unwrap_or(steps.end))
     }
+}
+
+fn has_small_outputs(lowered: &Lowered) -> bool {
+    lowered.layout.staged_bytes - lowered.layout.outputs_at <= EAGER_OUTPUT_BYTES
 }
 
 impl Drop for Worker {

@@ -5,6 +5,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -37,6 +38,8 @@ struct Shared {
     orders: Orders,
     state: Mutex<State>,
     wake: Condvar,
+    /// Segments on the device, for a thread that looks without the lock.
+    on_device: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -45,6 +48,8 @@ struct State {
     running: VecDeque<Running>,
     marks: u32,
     closed: bool,
+    /// The queue's thread sleeps and must be woken.
+    asleep: bool,
 }
 
 /// A segment whose work is on the device, or that ended before.
@@ -81,6 +86,7 @@ impl RealTimeQueue {
             orders: Orders::default(),
             state: Mutex::default(),
             wake: Condvar::new(),
+            on_device: AtomicUsize::new(0),
             hub,
         });
         let worker = shared.clone();
@@ -102,7 +108,11 @@ impl Queue for RealTimeQueue {
         let mut state = shared.lock();
         if state.running.len() < ON_DEVICE && state.waiting.is_empty() {
             shared.start(&mut state, segment);
-            shared.wake.notify_one();
+            let asleep = state.asleep;
+            drop(state);
+            if asleep {
+                shared.wake.notify_one();
+            }
             return Ok(());
         }
         if state.waiting.len() >= shared.options.capacity.max(1) {
@@ -143,6 +153,7 @@ impl Shared {
             let running = {
                 let mut state = self.lock();
                 let running = state.running.pop_front();
+                self.on_device.store(state.running.len(), Ordering::Release);
                 self.refill(&mut state);
                 running
             };
@@ -156,6 +167,7 @@ impl Shared {
     /// The mark of the oldest segment on the device; `Some(None)` when it has none, `None` when there is nothing to do any
     /// more.
     fn next_mark(&self) -> Option<Option<u32>> {
+        self.look_for_work();
         let mut state = self.lock();
         loop {
             match state.running.front().map(|running| &running.progress) {
@@ -164,7 +176,22 @@ impl Shared {
                 None if state.closed => return None,
                 None => {}
             }
+            state.asleep = true;
             state = self.wake.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state.asleep = false;
+        }
+    }
+
+    /// Returns when there is work, or after a while.
+    fn look_for_work(&self) {
+        let since = Instant::now();
+        while self.on_device.load(Ordering::Acquire) == 0 {
+            if since.elapsed() > self.hub.options().polling.idle {
+                return;
+            }
+            for _ in 0..64 {
+                std::hint::spin_loop();
+            }
         }
     }
 
@@ -174,6 +201,7 @@ impl Shared {
             if self.orders.told(epoch) {
                 let started = Instant::now();
                 state.running.push_back(Running { segment, started, progress: Progress::Left });
+                self.on_device.store(state.running.len(), Ordering::Release);
             } else {
                 self.start(state, segment);
             }
@@ -187,6 +215,7 @@ impl Shared {
             Err(err) => Progress::Failed(err),
         };
         state.running.push_back(Running { segment, started, progress });
+        self.on_device.store(state.running.len(), Ordering::Release);
     }
 
     /// Queues all of `segment` on the device.
@@ -232,7 +261,7 @@ impl Shared {
                         events.push(stamp(&hub, &self.stream)?);
                     }
                     let dependent = index > steps.start && !timed;
-                    instance.launch_real_time(&lowered, index, dependent, &self.stream)?;
+                    instance.launch_real_time(&hub, &lowered, index, dependent, &self.stream)?;
                 }
                 if timed {
                     events.push(stamp(&hub, &self.stream)?);

@@ -15,12 +15,12 @@ use super::toy::ToyCompiler;
 
 /// The GPU, or `None` with the reason printed where there is none.
 pub fn open() -> Option<CudaDevice> {
+    open_with(CudaOptions::default())
+}
+
+pub fn open_with(options: CudaOptions) -> Option<CudaDevice> {
     let cache_dir = std::env::var_os("ATOLL_TEST_CACHE").map(PathBuf::from);
-    match CudaDevice::open(
-        0,
-        CudaOptions { cache_dir, ..CudaOptions::default() },
-        Arc::new(ToyCompiler),
-    ) {
+    match CudaDevice::open(0, CudaOptions { cache_dir, ..options }, Arc::new(ToyCompiler)) {
         Ok(device) => Some(device),
         Err(err @ (OpenError::NoDriver(_) | OpenError::NoSuchDevice { .. })) => {
             println!("skipped: {err}");
