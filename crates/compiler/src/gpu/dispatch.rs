@@ -14,7 +14,7 @@ impl Lowering<'_> {
     /// Lowers one node.
     pub fn node(&mut self, node: &Node) -> Result<(), Refusal> {
         self.begin(node);
-        if self.nothing_to_compute(node)? || self.elementwise(node)? {
+        if self.nothing_to_compute(node)? || self.known_outputs(node)? || self.elementwise(node)? {
             return Ok(());
         }
         match &node.op {
@@ -38,7 +38,7 @@ impl Lowering<'_> {
             Op::Transpose { perm } => self.transpose(node, perm.as_deref()),
             Op::Expand => self.expand(node),
             Op::Concat { axis } => self.concat(node, *axis),
-            Op::Slice => self.slice(node),
+            Op::Slice if self.slice(node)? => Ok(()),
             Op::Split { axis } => self.split(node, *axis),
             Op::Gather { axis } if self.gather_one(node, *axis)? => Ok(()),
             _ => self.general(node),

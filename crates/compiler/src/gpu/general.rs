@@ -1,13 +1,154 @@
 //! Operators that go to the general kernels: any sizes, any strides, any precision.
 
-use graph::ir::Node;
+mod movement;
+mod product;
+mod reduction;
 
+use graph::ir::Node;
+use model::op::Op;
+use model::{DataType, ValueId};
+
+use super::elementwise::{self, Expr};
 use super::lowering::{Lowering, Refusal};
+use super::view::{Element, View};
+use super::window;
 
 impl Lowering<'_> {
     /// Lowers `node` onto the general kernels.
     pub fn general(&mut self, node: &Node) -> Result<(), Refusal> {
-        Err(format!("{} has no kernel yet", node.op.name()))
+        if self.general_product(node)? || self.general_reduction(node)? || self.movement(node)? {
+            return Ok(());
+        }
+        match &node.op {
+            Op::Pool(pool) => {
+                let x = self.input(node, 0)?;
+                let y = self.picture(Self::output(node)?)?;
+                let places = match node.outputs.get(1).copied().flatten() {
+                    Some(id) => Some(self.like(id, &y)?),
+                    None => None,
+                };
+                let work = window::pool(pool, &x, &y, places.as_ref())?;
+                self.finish(node, work, vec![Some(y), places])
+            }
+            Op::GlobalPool(pool) => {
+                let x = self.input(node, 0)?;
+                let y = self.new_output(node)?;
+                let work = window::global_pool(*pool, &x, &y)?;
+                self.finish(node, work, vec![Some(y)])
+            }
+            Op::Lrn { alpha, beta, bias, size } => {
+                let x = self.input(node, 0)?;
+                let y = self.like(Self::output(node)?, &x)?;
+                let work = window::lrn(*size, (*alpha, *beta, *bias), &x, &y)?;
+                self.finish(node, work, vec![Some(y)])
+            }
+            Op::Resize(resize) => {
+                let x = self.input(node, 0)?;
+                let floats = |index: usize| self.floats(node, index);
+                let (region, scales) = (floats(1)?, floats(2)?);
+                let sizes = self.ints(node, 3)?;
+                let (region, scales) = (given(&region), given(&scales));
+                let sizes = sizes.as_deref().filter(|sizes| !sizes.is_empty());
+                let stretches = window::stretches(resize, &x.shape, region, scales, sizes)?;
+                let y = self.picture(Self::output(node)?)?;
+                let work = window::resize(resize, &stretches, &x, &y)?;
+                self.finish(node, work, vec![Some(y)])
+            }
+            Op::GridSample { mode, padding, align_corners } => {
+                let (x, grid) = (self.input(node, 0)?, self.input(node, 1)?);
+                let y = self.picture(Self::output(node)?)?;
+                let work = window::grid_sample(*mode, *padding, *align_corners, (&x, &grid), &y)?;
+                self.finish(node, work, vec![Some(y)])
+            }
+            Op::ConstantOfShape { dtype, value } => {
+                let y = self.new_output(node)?;
+                let work = elementwise::fill(fill_value(*dtype, value)?, &y)?;
+                self.finish(node, work, vec![Some(y)])
+            }
+            other => Err(format!("{} has no GPU kernel; --device cpu has one", other.name())),
+        }
+    }
+
+    /// The first output's number.
+    pub(super) fn output(node: &Node) -> Result<ValueId, Refusal> {
+        node.outputs.first().copied().flatten().ok_or_else(|| "no output".to_string())
+    }
+
+    /// Memory for the first output, packed in row-major order.
+    pub(super) fn new_output(&mut self, node: &Node) -> Result<View, Refusal> {
+        let id = Self::output(node)?;
+        let (shape, element) = (self.shape(id)?, self.element(id)?);
+        Ok(self.packed(&shape, element))
+    }
+
+    /// Memory for a picture: channels fastest, or where a concatenation wants it.
+    pub(super) fn picture(&mut self, id: ValueId) -> Result<View, Refusal> {
+        let (shape, element) = (self.shape(id)?, self.element(id)?);
+        if shape.len() == 4 && element.is_float() {
+            return self.output_image(id);
+        }
+        if shape.len() < 2 {
+            return Ok(self.packed(&shape, element));
+        }
+        Ok(self.image(&shape, 1, element))
+    }
+
+    /// Memory for `id` in the order `view` lies in.
+    pub(super) fn like(&mut self, id: ValueId, view: &View) -> Result<View, Refusal> {
+        let (shape, element) = (self.shape(id)?, self.element(id)?);
+        if shape.len() != view.shape.len() {
+            return Ok(self.packed(&shape, element));
+        }
+        Ok(self.ordered(&shape, &view.memory_order(), element))
+    }
+
+    /// Adds the step and says where its outputs lie.
+    pub(super) fn finish(
+        &mut self,
+        node: &Node,
+        work: super::draft::Work,
+        outputs: Vec<Option<View>>,
+    ) -> Result<(), Refusal> {
+        self.push(work);
+        for (id, view) in node.outputs.iter().zip(outputs) {
+            if let (Some(id), Some(view)) = (id, view) {
+                self.define(*id, view);
+            }
+        }
+        Ok(())
+    }
+
+    /// The constant floats of operand `index`, if it is there.
+    fn floats(&self, node: &Node, index: usize) -> Result<Option<Vec<f32>>, Refusal> {
+        let Some(id) = node.inputs.get(index).copied().flatten() else { return Ok(None) };
+        let constant = self.graph.constant(id).and_then(graph::content::floats);
+        let name = &self.graph.value(id).name;
+        constant.map(Some).ok_or_else(|| format!("'{name}' is only known when the model runs"))
+    }
+
+    /// Values that are known without running anything; false when one is not.
+    pub(super) fn known_outputs(&mut self, node: &Node) -> Result<bool, Refusal> {
+        let mut known = Vec::new();
+        for id in node.outputs.iter().flatten() {
+            let value = self.graph.value(*id);
+            let content: Option<Vec<i64>> = value
+                .content
+                .as_ref()
+                .filter(|_| value.dtype.is_integer())
+                .and_then(|content| content.iter().map(graph::SymDim::fixed).collect());
+            let Some(content) = content else { return Ok(false) };
+            let shape = self.shape(*id)?;
+            let Some(tensor) = graph::content::tensor_of(value.dtype, shape, &content) else {
+                return Ok(false);
+            };
+            known.push((*id, tensor));
+        }
+        for (id, tensor) in &known {
+            let element = self.element(*id)?;
+            let view = self.constant_view(*id, tensor, element)?;
+            self.define(*id, view);
+        }
+        Ok(!known.is_empty())
     }
 
     /// Gives the outputs of a refused node some place, so that what follows can be looked at too.
@@ -19,4 +160,29 @@ impl Lowering<'_> {
             }
         }
     }
+}
+
+/// What is there and not empty.
+fn given(values: &Option<Vec<f32>>) -> Option<&[f32]> {
+    values.as_deref().filter(|values| !values.is_empty())
+}
+
+/// The element a constant tensor is filled with.
+fn fill_value(dtype: DataType, value: &[u8; 8]) -> Result<Expr, Refusal> {
+    let size = dtype.size_bytes().ok_or("strings do not go onto a GPU")?;
+    let raw = bytes(value, size);
+    let tensor = model::Tensor::from_raw(dtype, vec![], raw).map_err(|err| err.to_string())?;
+    if dtype == DataType::F64 {
+        return Ok(Expr::Double(f64::from_le_bytes(*value)));
+    }
+    if let Some(floats) = graph::content::floats(&tensor) {
+        return Ok(Expr::Float(floats[0]));
+    }
+    let element = Element::exact(dtype).ok_or("strings do not go onto a GPU")?;
+    let number = graph::content::ints(&tensor).ok_or("a number beyond 64 bits")?;
+    Ok(Expr::Integer(element, number[0]))
+}
+
+fn bytes(value: &[u8; 8], size: usize) -> bytes::Bytes {
+    bytes::Bytes::copy_from_slice(&value[..size])
 }

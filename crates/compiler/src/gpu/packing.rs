@@ -101,3 +101,17 @@ pub fn scales_and_shifts(scale: &Tensor, shift: &Tensor) -> Option<Vec<u8>> {
     let values = content::floats(scale)?.into_iter().chain(content::floats(shift)?);
     Some(bytemuck::cast_slice(&values.map(saturated).collect::<Vec<f16>>()).to_vec())
 }
+
+/// A filter `[out, in, taps...]` as `[out][taps][in]` elements.
+pub fn channels_fastest(tensor: &Tensor, element: Element) -> Option<Vec<u8>> {
+    let values = content::floats(tensor)?;
+    let (outer, channels) = (tensor.shape()[0], tensor.shape()[1]);
+    let taps: usize = tensor.shape()[2..].iter().product();
+    let mut turned = Vec::with_capacity(values.len());
+    for o in 0..outer {
+        for tap in 0..taps {
+            turned.extend((0..channels).map(|c| values[(o * channels + c) * taps + tap]));
+        }
+    }
+    floats_as(&turned, element)
+}

@@ -56,8 +56,8 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    /// Slice with constant bounds and forward steps.
-    pub fn slice(&mut self, node: &Node) -> Result<(), Refusal> {
+    /// Slice with constant bounds and forward steps: a view. False for one that runs backwards.
+    pub fn slice(&mut self, node: &Node) -> Result<bool, Refusal> {
         let output = Self::only_output(node)?;
         let starts = self.ints(node, 1)?.ok_or("no starts")?;
         let shape = self.shape(output)?;
@@ -67,19 +67,21 @@ impl Lowering<'_> {
             None => (0..starts.len() as i64).collect(),
         };
         let steps = self.ints(node, 4)?.unwrap_or_else(|| vec![1; starts.len()]);
+        if steps.iter().any(|step| *step <= 0) {
+            return Ok(false);
+        }
         for ((start, axis), step) in starts.into_iter().zip(axes).zip(steps) {
             let rank = view.shape.len() as i64;
             let axis = usize::try_from(if axis < 0 { axis + rank } else { axis }).ok();
             let axis =
                 axis.filter(|axis| *axis < view.shape.len()).ok_or("an axis beyond the rank")?;
-            let step = usize::try_from(step).ok().filter(|step| *step > 0);
-            let step = step.ok_or("a slice that runs backwards; reverse it before the model")?;
+            let step = usize::try_from(step).map_err(|err| err.to_string())?;
             let size = view.shape[axis] as i64;
             let from = if start < 0 { start + size } else { start }.clamp(0, size) as usize;
             view = view.sliced(axis, from, shape[axis], step);
         }
         self.define(output, view);
-        Ok(())
+        Ok(true)
     }
 
     /// Split along `axis`; the parts' sizes are those of the outputs.

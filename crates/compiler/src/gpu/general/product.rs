@@ -1,0 +1,109 @@
+//! Products of any strides.
+
+use graph::ir::Node;
+use model::Tensor;
+use model::op::{MatMul, Op, Softmax, SoftmaxKind};
+
+use crate::gpu::lowering::{Home, Lowering, Refusal};
+use crate::gpu::view::View;
+use crate::gpu::{packing, product, reduce};
+
+impl Lowering<'_> {
+    /// A product; false when `node` is none.
+    pub(super) fn general_product(&mut self, node: &Node) -> Result<bool, Refusal> {
+        let work = match &node.op {
+            Op::Conv(conv) => {
+                let (x, weight) = (self.input(node, 0)?, self.filter(node)?);
+                let (bias, residual) = (self.optional(node, 2)?, self.optional(node, 3)?);
+                let y = self.picture(Self::output(node)?)?;
+                let extra = (bias.as_ref(), residual.as_ref());
+                (product::conv(conv, (&x, &weight), extra, &y)?, y)
+            }
+            Op::ConvTranspose(conv) => {
+                let (x, weight) = (self.input(node, 0)?, self.filter(node)?);
+                let bias = self.optional(node, 2)?;
+                let y = self.picture(Self::output(node)?)?;
+                (product::conv_transpose(conv, (&x, &weight), bias.as_ref(), &y)?, y)
+            }
+            Op::MatMul(spec) => {
+                let (a, b) = (self.input(node, 0)?, self.input(node, 1)?);
+                let (bias, residual) = (self.optional(node, 2)?, self.optional(node, 3)?);
+                let y = self.new_output(node)?;
+                let extra = (bias.as_ref(), residual.as_ref());
+                (product::matmul(spec, (&a, &b), extra, &y)?, y)
+            }
+            Op::Gemm(spec) => {
+                let (a, b) = (self.input(node, 0)?, self.input(node, 1)?);
+                let c = self.optional(node, 2)?;
+                let y = self.new_output(node)?;
+                (product::gemm(spec, (&a, &b), c.as_ref(), &y)?, y)
+            }
+            Op::Attention { scale } => {
+                self.composed_attention(node, *scale)?;
+                return Ok(true);
+            }
+            _ => return Ok(false),
+        };
+        self.finish(node, work.0, vec![Some(work.1)])?;
+        Ok(true)
+    }
+
+    /// A filter `[out, in, taps...]` with its input channels fastest, as pictures have them.
+    fn filter(&mut self, node: &Node) -> Result<View, Refusal> {
+        let id = node.inputs.get(1).copied().flatten().ok_or("no weight")?;
+        let Some(tensor) = self.graph.constant(id).cloned().filter(|t| t.shape().len() > 2) else {
+            return self.operand(id);
+        };
+        let element = self.element(id)?;
+        let bytes = tensor.len() * element.size();
+        let pack = move |tensor: &Tensor| {
+            packing::channels_fastest(tensor, element).unwrap_or_default()
+        };
+        let number = self.weight(&tensor, &format!("fastest{element:?}"), bytes, pack);
+        let buffer = self.buffer(bytes, Home::Fixed(model::gpu::Place::Weight(number, 0)));
+        let shape = tensor.shape().to_vec();
+        let mut order: Vec<usize> = (0..shape.len()).filter(|axis| *axis != 1).collect();
+        order.push(1);
+        let mut strides = vec![1; shape.len()];
+        let mut step = 1;
+        for axis in order.into_iter().rev() {
+            strides[axis] = step;
+            step *= shape[axis];
+        }
+        Ok(View { buffer, offset: 0, shape, strides, element, slack: 0 })
+    }
+
+    /// Attention of any width: scores, softmax, weighted sum.
+    fn composed_attention(&mut self, node: &Node, scale: f32) -> Result<(), Refusal> {
+        let (q, k, v) = (self.input(node, 0)?, self.input(node, 1)?, self.input(node, 2)?);
+        let mask = self.optional(node, 3)?;
+        let rank = q.shape.len();
+        if rank < 2 || k.shape.len() < 2 {
+            return Err(format!("no matrices: {:?} and {:?}", q.shape, k.shape));
+        }
+        let mut shape = self.shape(Self::output(node)?)?;
+        shape[rank - 1] = k.shape[k.shape.len() - 2];
+        let scores = self.packed(&shape, q.element);
+        let spec = MatMul { transpose_b: true, alpha: scale, ..MatMul::default() };
+        let work = product::matmul(&spec, (&q, &k), (mask.as_ref(), None), &scores)?;
+        self.push(work);
+        let weights = self.packed(&shape, q.element);
+        let softmax = Softmax { kind: SoftmaxKind::Softmax, axis: -1, flatten: false };
+        let work = reduce::softmax(&softmax, &scores, &weights)?;
+        self.push(work);
+        let y = self.heads_side_by_side(node)?;
+        let work = product::matmul(&MatMul::default(), (&weights, &v), (None, None), &y)?;
+        self.finish(node, work, vec![Some(y)])
+    }
+
+    /// Memory for `[batch, heads, tokens, width]` in which a token's heads lie side by side, as what follows
+    /// usually wants them.
+    fn heads_side_by_side(&mut self, node: &Node) -> Result<View, Refusal> {
+        let id = Self::output(node)?;
+        let (shape, element) = (self.shape(id)?, self.element(id)?);
+        if shape.len() != 4 {
+            return Ok(self.packed(&shape, element));
+        }
+        Ok(self.ordered(&shape, &[0, 2, 1, 3], element))
+    }
+}
