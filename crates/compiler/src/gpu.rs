@@ -3,6 +3,7 @@
 pub mod args;
 pub mod draft;
 pub mod elementwise;
+pub mod index;
 pub mod product;
 pub mod reduce;
 pub mod view;

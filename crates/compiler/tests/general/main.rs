@@ -2,6 +2,7 @@
 
 mod bench;
 mod elementwise;
+mod index;
 mod product;
 mod reduce;
 mod window;
