@@ -15,6 +15,7 @@ pub mod depthwise;
 pub mod dispatch;
 pub mod draft;
 pub mod elementwise;
+pub mod index;
 pub mod lowering;
 pub mod memory;
 pub mod norm;
@@ -54,6 +55,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("conv_load.cuh", include_str!("../kernels/conv_load.cuh")),
     ("depthwise.cuh", include_str!("../kernels/depthwise.cuh")),
     ("entry.cuh", include_str!("../kernels/entry.cuh")),
+    ("index.cuh", include_str!("../kernels/index.cuh")),
     ("norm.cuh", include_str!("../kernels/norm.cuh")),
     ("number.cuh", include_str!("../kernels/number.cuh")),
     ("pool.cuh", include_str!("../kernels/pool.cuh")),

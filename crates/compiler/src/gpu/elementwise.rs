@@ -200,7 +200,7 @@ pub fn clear_slack(output: &View) -> Option<Result<Work, String>> {
 }
 
 /// Unsigned integers of the same size.
-fn bits(element: Element) -> Element {
+pub(super) fn bits(element: Element) -> Element {
     match element.size() {
         1 => Element::U8,
         2 => Element::U16,

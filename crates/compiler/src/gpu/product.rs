@@ -3,6 +3,7 @@
 //! The weights of a convolution must be constant. Any strides will do; where the input has its channels fastest, weights with
 //! input channels fastest are read in whole lines too.
 
+mod attention;
 mod convolution;
 
 use model::op::{Activation, Gemm, MatMul};
@@ -14,6 +15,7 @@ use super::walk::{
     MAX_ITEMS, Walk, address, check_output, check_view, describe_all, kernel, single,
 };
 
+pub use attention::attention;
 pub(super) use convolution::{Sizes, begins, three};
 pub use convolution::{conv, conv_transpose};
 

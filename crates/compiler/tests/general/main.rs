@@ -2,6 +2,8 @@
 
 mod bench;
 mod elementwise;
+mod golden;
+mod index;
 mod product;
 mod reduce;
 mod window;

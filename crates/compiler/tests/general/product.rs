@@ -2,7 +2,7 @@
 
 use compiler::gpu::product;
 use compiler::gpu::view::Element;
-use model::op::{Activation, Conv, ConvTranspose, Gemm, MatMul, Op, Padding, Window};
+use model::op::{Activation, Compare, Conv, ConvTranspose, Gemm, MatMul, Op, Padding, Window};
 
 use crate::Case;
 use crate::bench::{Bench, Layout, Random};
@@ -108,12 +108,15 @@ fn convolutions() {
     bench.finish("convolutions");
 }
 
+/// Input, weights, groups, window, extra extent at the end.
+type TransposedCase<'a> = (&'a [usize], &'a [usize], usize, Window, &'a [usize]);
+
 #[test]
 fn transposed_convolutions() {
     let mut bench = Bench::default();
     let mut random = Random::new(23);
     let explicit = |list: &[usize]| Padding::Explicit(list.to_vec());
-    let cases: [(&[usize], &[usize], usize, Window, &[usize]); 6] = [
+    let cases: [TransposedCase; 6] = [
         (&[2, 5, 4, 6], &[5, 12, 3, 3], 1, window(&[2, 2], &[], explicit(&[1, 1, 1, 1])), &[1, 1]),
         (&[1, 5, 4, 6], &[5, 9, 2, 2], 1, window(&[2, 2], &[], explicit(&[])), &[]),
         (&[1, 6, 5, 5], &[6, 8, 3, 2], 2, window(&[1, 3], &[2, 1], explicit(&[0, 1, 2, 0])), &[]),
@@ -136,4 +139,28 @@ fn transposed_convolutions() {
         }
     }
     bench.finish("transposed");
+}
+
+#[test]
+fn attention_of_any_width() {
+    let mut bench = Bench::default();
+    let mut random = Random::new(24);
+    let (q, k) = (random.floats(&[2, 3, 9, 20]), random.floats(&[2, 3, 11, 20]));
+    let (v, mask) = (random.floats(&[2, 3, 11, 12]), random.floats(&[2, 1, 1, 11]));
+    let zero = model::Tensor::from_vec(vec![], vec![1.5f32]).unwrap();
+    let keep = crate::reference(&Op::Compare(Compare::Less), &[&mask, &zero], 1).remove(0);
+    let scale = 0.25;
+    for element in [Element::F16, Element::F32] {
+        for mask in [&mask, &keep] {
+            let scratch = [0, 1].map(|_| bench.room(&[2, 3, 9, 11], Layout::Packed, Element::F32));
+            Case::new(Op::Attention { scale }, &[&q, &k, &v, mask]).of(element).check(
+                &mut bench,
+                |i, o| {
+                    let scratch = (&scratch[0], &scratch[1]);
+                    product::attention(scale, (&i[0], &i[1], &i[2]), Some(&i[3]), scratch, &o[0])
+                },
+            );
+        }
+    }
+    bench.finish("attention");
 }

@@ -95,11 +95,7 @@ fn resizing(mode: ResizeMode, coordinates: CoordinateMode, nearest: NearestMode)
     }
 }
 
-fn vector<T: model::tensor::Element>(values: &[T]) -> Tensor
-where
-    Vec<T>: Clone,
-    T: Clone,
-{
+fn vector<T: model::tensor::Element + Clone>(values: &[T]) -> Tensor {
     Tensor::from_vec(vec![values.len()], values.to_vec()).unwrap()
 }
 

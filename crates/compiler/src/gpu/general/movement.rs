@@ -156,7 +156,9 @@ impl Lowering<'_> {
                 let at = axis(*along, x.shape.len())?;
                 index::scatter_elements(at, *reduction, (x, indices, updates), &y)?
             }
-            Op::ScatterNd { reduction } => index::scatter_nd(*reduction, (x, indices, updates), &y)?,
+            Op::ScatterNd { reduction } => {
+                index::scatter_nd(*reduction, (x, indices, updates), &y)?
+            }
             _ => return Ok(false),
         };
         for work in works {

@@ -56,9 +56,8 @@ impl Lowering<'_> {
         };
         let element = self.element(id)?;
         let bytes = tensor.len() * element.size();
-        let pack = move |tensor: &Tensor| {
-            packing::channels_fastest(tensor, element).unwrap_or_default()
-        };
+        let pack =
+            move |tensor: &Tensor| packing::channels_fastest(tensor, element).unwrap_or_default();
         let number = self.weight(&tensor, &format!("fastest{element:?}"), bytes, pack);
         let buffer = self.buffer(bytes, Home::Fixed(model::gpu::Place::Weight(number, 0)));
         let shape = tensor.shape().to_vec();

@@ -1,0 +1,237 @@
+// Operators that move elements to places other elements tell: gather, scatter, padding and slices, reversed sequences. A thread
+// moves one unit. Indices are never trusted: a gather takes the nearest element there is, a scatter leaves out what falls outside.
+#pragma once
+#include "number.cuh"
+
+namespace tiles {
+
+// An index counted from either end.
+__device__ __forceinline__ long long from_start(long long index, int size) { return index < 0 ? index + size : index; }
+
+// ---- gather -----------------------------------------------------------------------------------------------------------
+
+template <int Rank, int Parts>
+struct GatherArgs {
+    const void* data;
+    const void* indices;
+    void* output;
+    int items;
+    int part;           // elements between the parts of an index
+    int size[Parts];    // of the dimensions an index speaks of
+    int stride[Parts];  // in units
+    Walk<Rank, 3> walk; // output, data, indices
+};
+
+// A unit is an element or a few that lie together.
+template <class Unit, class I, int Rank, int Parts>
+struct Gather {
+    using Args = GatherArgs<Rank, Parts>;
+    static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
+
+    template <class Watch, class Gate>
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    {
+        watch.finishing();
+        int item = t * kThreads + threadIdx.x, at[3];
+        gate.wait();
+        if (item >= a.items) return true;
+        a.walk.offsets(item, at);
+        int offset = at[1];
+#pragma unroll
+        for (int i = 0; i < Parts; ++i) {
+            long long index = from_start((long long)load_one((const I*)a.indices + at[2] + i * a.part), a.size[i]);
+            index = index < 0 ? 0 : index >= a.size[i] ? a.size[i] - 1 : index;
+            offset += (int)index * a.stride[i];
+        }
+        ((Unit*)a.output)[at[0]] = load_one((const Unit*)a.data + offset);
+        return true;
+    }
+};
+
+// ---- scatter ----------------------------------------------------------------------------------------------------------
+
+template <int Rank, int Parts>
+struct ScatterArgs {
+    const void* updates;
+    const void* indices;
+    void* output;
+    int items;
+    int part;
+    int size[Parts];
+    int stride[Parts];
+    Walk<Rank, 3> walk; // updates, indices, output
+};
+
+// Updates onto what is already there; where two have one place, either may win.
+template <class T, class I, int Rank, int Parts>
+struct Scatter {
+    using Args = ScatterArgs<Rank, Parts>;
+    static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
+
+    template <class Watch, class Gate>
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    {
+        watch.finishing();
+        int item = t * kThreads + threadIdx.x, at[3];
+        gate.wait();
+        if (item >= a.items) return true;
+        a.walk.offsets(item, at);
+        int offset = at[2];
+#pragma unroll
+        for (int i = 0; i < Parts; ++i) {
+            long long index = from_start((long long)load_one((const I*)a.indices + at[1] + i * a.part), a.size[i]);
+            if (index < 0 || index >= a.size[i]) return true;
+            offset += (int)index * a.stride[i];
+        }
+        ((T*)a.output)[offset] = load_one((const T*)a.updates + at[0]);
+        return true;
+    }
+};
+
+// In declaration order of model::op::ScatterReduction.
+enum ScatterFoldKind : int { kReplace, kAdd, kMultiply, kLargest, kSmallest };
+
+template <int Rank, int Along, int Parts>
+struct ScatterFoldArgs {
+    const void* data;
+    const void* updates;
+    const void* indices;
+    void* output;
+    int items, candidates;
+    int part;
+    int size[Parts];
+    Walk<Rank, 4 + Parts> walk; // output, data, updates, indices, index along each dimension an index speaks of
+    Walk<Along, 2> along;       // over the updates that may be meant: updates, indices
+};
+
+// Every output looks for the updates meant for it, in their order: the result does not depend on timing, and nothing that is
+// written is read.
+template <int Kind, class T, class C, class I, int Rank, int Along, int Parts>
+struct ScatterFold {
+    using Args = ScatterFoldArgs<Rank, Along, Parts>;
+    static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
+
+    static __device__ __forceinline__ bool meant(const Args& a, const int (&at)[4 + Parts], int indices)
+    {
+        bool all = true;
+#pragma unroll
+        for (int i = 0; i < Parts; ++i)
+            all &= from_start((long long)load_one((const I*)a.indices + indices + i * a.part), a.size[i]) == at[4 + i];
+        return all;
+    }
+    static __device__ __forceinline__ C fold(C v, C x)
+    {
+        if (Kind == kAdd) return (C)(v + x);
+        if (Kind == kMultiply) return (C)(v * x);
+        if (Kind == kLargest) return number::larger(v, x);
+        return Kind == kSmallest ? number::smaller(v, x) : x;
+    }
+    template <class Watch, class Gate>
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    {
+        watch.finishing();
+        int item = t * kThreads + threadIdx.x, at[4 + Parts], next[2];
+        gate.wait();
+        if (item >= a.items) return true;
+        a.walk.offsets(item, at);
+        C v = (C)computed(load_one((const T*)a.data + at[1]));
+        for (int i = 0; i < a.candidates; ++i) {
+            a.along.offsets(i, next);
+            if (meant(a, at, at[3] + next[1])) v = fold(v, (C)computed(load_one((const T*)a.updates + at[2] + next[0])));
+        }
+        ((T*)a.output)[at[0]] = Stored<T>::of(v);
+        return true;
+    }
+};
+
+// ---- padding and slices -----------------------------------------------------------------------------------------------
+
+// In declaration order of model::op::PadMode.
+enum PadMode : int { kPadConstant, kPadReflect, kPadEdge, kPadWrap };
+
+template <int Rank>
+struct PadArgs {
+    const void* input;
+    void* output;
+    int items;
+    int value_low, value_high; // of the border, a double
+    FastDiv by[Rank];
+    int out_stride[Rank], in_stride[Rank];
+    int size[Rank];  // of the input
+    int begin[Rank]; // output index i is input index i * step - begin
+    int step[Rank];
+};
+
+template <int Mode, class T, class C, int Rank>
+struct Pad {
+    using Args = PadArgs<Rank>;
+    static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
+
+    // The input index that stands for `at`, or -1.
+    static __device__ __forceinline__ int source(int at, int size)
+    {
+        if ((u32)at < (u32)size) return at;
+        if (Mode == kPadConstant) return -1;
+        if (Mode == kPadEdge || size == 1) return at < 0 ? 0 : size - 1;
+        int period = Mode == kPadReflect ? 2 * (size - 1) : size, rest = at % period;
+        rest = rest < 0 ? rest + period : rest;
+        return rest < size ? rest : period - rest;
+    }
+    template <class Watch, class Gate>
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    {
+        watch.finishing();
+        int item = t * kThreads + threadIdx.x;
+        gate.wait();
+        if (item >= a.items) return true;
+        int to = 0, from = 0;
+        bool inside = true;
+#pragma unroll
+        for (int d = Rank - 1; d >= 0; --d) {
+            int at = item;
+            if (d > 0) item = a.by[d].split(item, at);
+            int place = source(at * a.step[d] - a.begin[d], a.size[d]);
+            inside &= place >= 0;
+            to += at * a.out_stride[d];
+            from += place * a.in_stride[d];
+        }
+        if (inside) ((T*)a.output)[to] = load_one((const T*)a.input + from);
+        else ((T*)a.output)[to] = Stored<T>::of(Convert<C>::of(__hiloint2double(a.value_high, a.value_low)));
+        return true;
+    }
+};
+
+// ---- sequences --------------------------------------------------------------------------------------------------------
+
+template <int Rank>
+struct ReverseArgs {
+    const void* input;
+    const void* lengths;
+    void* output;
+    int items, size, stride; // of the time dimension
+    Walk<Rank, 4> walk;      // output, input without time, lengths, time
+};
+
+// The first elements of each sequence the other way round.
+template <class T, class I, int Rank>
+struct Reverse {
+    using Args = ReverseArgs<Rank>;
+    static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
+
+    template <class Watch, class Gate>
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    {
+        watch.finishing();
+        int item = t * kThreads + threadIdx.x, at[4];
+        gate.wait();
+        if (item >= a.items) return true;
+        a.walk.offsets(item, at);
+        long long told = (long long)load_one((const I*)a.lengths + at[2]);
+        int length = (int)(told < 0 ? 0 : told > a.size ? a.size : told);
+        int time = at[3] < length ? length - 1 - at[3] : at[3];
+        ((T*)a.output)[at[0]] = load_one((const T*)a.input + at[1] + time * a.stride);
+        return true;
+    }
+};
+
+} // namespace tiles

@@ -1,0 +1,80 @@
+//! Tensors made of their indices: chains of element operators with coordinates.
+
+use model::op::{Binary, Compare};
+
+use super::super::draft::Work;
+use super::super::elementwise::{Expr, work};
+use super::super::view::{Element, View};
+use super::super::walk::computed;
+
+/// `values`, which are off and on, with on where the index along `axis` is the one `indices` holds.
+pub fn one_hot(axis: usize, indices: &View, values: &View, y: &View) -> Result<Work, String> {
+    if axis > indices.shape.len() || values.shape != [2] || y.shape.len() != indices.shape.len() + 1
+    {
+        return Err(format!("no one-hot of {:?} along {axis} as {:?}", indices.shape, y.shape));
+    }
+    let depth = i64::try_from(y.shape[axis]).map_err(|_| "a depth beyond counting".to_string())?;
+    let mut wide = indices.clone();
+    wide.shape.insert(axis, 1);
+    wide.strides.insert(axis, 0);
+    let value = |at: usize| values.sliced(0, at, 1, 1);
+    let index = || Box::new(Expr::Cast(Element::I64, Box::new(Expr::Input(0))));
+    let negative = Expr::Compare(Compare::Less, index(), long(0));
+    let wrapped = Expr::Binary(Binary::Add, index(), long(depth));
+    let counted = Expr::Where(Box::new(negative), Box::new(wrapped), index());
+    let hit = Expr::Compare(Compare::Equal, Box::new(counted), Box::new(Expr::Coordinate(axis)));
+    let expr = Expr::Where(Box::new(hit), Box::new(Expr::Input(2)), Box::new(Expr::Input(1)));
+    Ok(Work { op: "OneHot", ..work(&expr, &[wide, value(0), value(1)], y)? })
+}
+
+/// `start + i * delta`; both are views of one element of the output's type.
+pub fn range(start: &View, delta: &View, y: &View) -> Result<Work, String> {
+    if y.shape.len() != 1 {
+        return Err(format!("no range of shape {:?}", y.shape));
+    }
+    let position = Expr::Cast(computed(y.element), Box::new(Expr::Coordinate(0)));
+    let way = Expr::Binary(Binary::Mul, Box::new(position), Box::new(Expr::Input(1)));
+    let expr = Expr::Binary(Binary::Add, Box::new(Expr::Input(0)), Box::new(way));
+    Ok(Work { op: "Range", ..work(&expr, &[start.clone(), delta.clone()], y)? })
+}
+
+/// The triangle of the last two dimensions above (`upper`) or below diagonal `k`, zeros elsewhere.
+pub fn trilu(upper: bool, k: i64, x: &View, y: &View) -> Result<Work, String> {
+    let compare = if upper { Compare::GreaterOrEqual } else { Compare::LessOrEqual };
+    let kept = diagonal(compare, k, y)?;
+    let expr =
+        Expr::Where(Box::new(kept), Box::new(Expr::Input(0)), Box::new(constant(x.element, 0)));
+    Ok(Work { op: "Trilu", ..work(&expr, std::slice::from_ref(x), y)? })
+}
+
+/// Ones on diagonal `k` of a matrix, zeros elsewhere.
+pub fn eye_like(k: i64, y: &View) -> Result<Work, String> {
+    let hit = diagonal(Compare::Equal, k, y)?;
+    let (one, zero) = (constant(y.element, 1), constant(y.element, 0));
+    let expr = Expr::Where(Box::new(hit), Box::new(one), Box::new(zero));
+    Ok(Work { op: "EyeLike", ..work(&expr, &[], y)? })
+}
+
+/// Compares the diagonal an element of the last two dimensions is on with `k`.
+fn diagonal(compare: Compare, k: i64, y: &View) -> Result<Expr, String> {
+    let rank = y.shape.len();
+    if rank < 2 {
+        return Err(format!("no matrix: {:?}", y.shape));
+    }
+    let (row, column) = (Expr::Coordinate(rank - 2), Expr::Coordinate(rank - 1));
+    let diagonal = Expr::Binary(Binary::Sub, Box::new(column), Box::new(row));
+    Ok(Expr::Compare(compare, Box::new(diagonal), long(k)))
+}
+
+fn long(value: i64) -> Box<Expr> {
+    Box::new(Expr::Integer(Element::I64, value))
+}
+
+/// A small number of the type `element` is computed in.
+fn constant(element: Element, value: i8) -> Expr {
+    match computed(element) {
+        Element::F32 => Expr::Float(f32::from(value)),
+        Element::F64 => Expr::Double(f64::from(value)),
+        other => Expr::Integer(other, i64::from(value)),
+    }
+}
