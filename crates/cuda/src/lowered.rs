@@ -93,7 +93,7 @@ impl Lowered {
         let in_flight = hub.options().in_flight;
         let layout = Layout::new(&gpu, in_flight);
         let barriers = hazard::barriers(&gpu, in_flight, layout.workspaces);
-        let chains = hazard::chains(&barriers, in_flight / 2);
+        let chains = hazard::chains(&barriers, hub.options().chain_length());
         let mut chain_at = vec![None; gpu.steps.len()];
         for (number, steps) in chains.iter().enumerate() {
             chain_at[steps.start] = Some(number);

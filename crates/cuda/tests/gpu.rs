@@ -290,7 +290,7 @@ fn what_a_request_costs_beside_its_kernels() {
 
 #[test]
 fn launches_in_flight() {
-    for in_flight in [1, 2, 4, 8, 16] {
+    for in_flight in [1, 4, 6, 8, 12, 16, 24] {
         let options = CudaOptions { in_flight, ..CudaOptions::default() };
         let Some(device) = open_with(options) else { return };
         let chain = Chain { steps: 100, rounds: 4, ..Chain::default() };

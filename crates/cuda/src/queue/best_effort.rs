@@ -219,7 +219,7 @@ impl Worker {
             let (instance, staging) = task.memory()?;
             // SAFETY: the task holds both sides, and the copy is waited for.
             unsafe { instance.copy_outputs(&lowered, staging, &self.stream) }?;
-            self.stream.synchronize()?;
+            self.drain()?;
         }
         Ok(reached)
     }
@@ -242,19 +242,19 @@ impl Worker {
         if first >= end || self.hub.epoch().now() != epoch {
             return None;
         }
-        // A chain starts afresh; a step that was left is launched alone.
-        let chain = lowered.chain_at[first].filter(|_| !task.words.partly_done);
-        if let Some(number) = chain.filter(|&number| fits(lowered.chains[number].clone())) {
-            return Some(Next::Chain(number));
+        // A chain starts afresh and is done as a whole: a step that was left, is timed, or has others of its chain beyond
+        // this segment is launched alone.
+        let whole = |&number: &usize| {
+            !task.words.partly_done && !task.is_timed() && lowered.chains[number].end <= end
+        };
+        match lowered.chain_at[first].filter(whole) {
+            Some(number) => fits(lowered.chains[number].clone()).then_some(Next::Chain(number)),
+            None => fits(first..first + 1).then_some(Next::Step(first)),
         }
-        // Rather wait for room than take a chain apart.
-        let alone = chain.is_none_or(|number| lowered.chains[number].end - first > window)
-            || flight.known == flight.launched;
-        (alone && fits(first..first + 1)).then_some(Next::Step(first))
     }
 
     fn marks_every(&self) -> usize {
-        self.hub.options().in_flight.div_ceil(2)
+        self.hub.options().chain_length()
     }
 
     /// Queues what comes before the first launch: inputs, and the words of steps that start afresh.
@@ -339,11 +339,22 @@ impl Worker {
     }
 
     fn mark(&mut self, flight: &mut Flight) -> Result<(), CudaError> {
+        let mark = self.queue_mark()?;
+        flight.marks.push_back((mark, flight.launched));
+        Ok(())
+    }
+
+    fn queue_mark(&mut self) -> Result<u32, CudaError> {
         self.marks = self.marks.wrapping_add(1);
         // SAFETY: the word lives as long as this worker, which waits for it.
         unsafe { self.stream.write_word(self.word.device_address(), self.marks) }?;
-        flight.marks.push_back((self.marks, flight.launched));
-        Ok(())
+        Ok(self.marks)
+    }
+
+    /// Waits for everything queued by looking at the word: a blocking call would hold up other threads' calls.
+    fn drain(&mut self) -> Result<(), CudaError> {
+        let mark = self.queue_mark()?;
+        wait_for(&self.word, mark, &self.stream, self.hub.options().polling)
     }
 
     /// Waits for the oldest mark; false when the epoch has moved on, so that what it stands behind may have left.
@@ -408,12 +419,12 @@ impl Worker {
         if self.readback.len() < count * 4 {
             self.readback = PinnedBuffer::zeroed(self.hub.context(), count * 4)?;
         }
-        let Ok((instance, _)) = task.memory() else { return Ok(steps.start) };
+        let (instance, _) = task.memory()?;
         // SAFETY: the words are of the run's own memory; the buffer has room and is read only after the wait.
         unsafe {
             self.stream.copy_out(self.readback.as_ptr(), instance.address() + at, count * 4)?;
         }
-        self.stream.synchronize()?;
+        self.drain()?;
         let words: Vec<u32> = self.readback.as_slice()[..count * 4]
             .chunks_exact(4)
             .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
