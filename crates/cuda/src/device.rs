@@ -38,7 +38,7 @@ pub struct CudaOptions {
     pub toolkit: Option<PathBuf>,
     /// Queues the device says it runs side by side with profit.
     pub queues: usize,
-    /// Best-effort steps in flight on a queue, a third of them as one launch. Each one more adds the time of a kernel that
+    /// Best-effort steps in flight on a queue, half of them as one launch. Each one more adds the time of a kernel that
     /// leaves at once to how long leaving takes.
     pub in_flight: usize,
     /// Plans a program keeps, one for each set of sizes; the one used least recently goes.
@@ -58,7 +58,7 @@ impl Default for CudaOptions {
             cache_dir: None,
             toolkit: None,
             queues: 4,
-            in_flight: 12,
+            in_flight: 8,
             plans_most: 32,
             sizes: Vec::new(),
             spare_bytes: 1 << 30,
@@ -68,10 +68,10 @@ impl Default for CudaOptions {
 }
 
 impl CudaOptions {
-    /// Best-effort steps that are launched as one. Three such launches are in flight, so that the device has one to run and
-    /// one to go on with while we hear of the last.
+    /// Best-effort steps that are launched as one. Two such launches are in flight, so that the device has one to go on
+    /// with while we hear of the other.
     pub(crate) fn chain_length(&self) -> usize {
-        self.in_flight.div_ceil(3).max(1)
+        self.in_flight.div_ceil(2).max(1)
     }
 }
 

@@ -98,15 +98,7 @@ impl Lowered {
         for (number, steps) in chains.iter().enumerate() {
             chain_at[steps.start] = Some(number);
         }
-        let waits = barriers.iter().filter(|&&barrier| barrier > 0).count();
-        if waits > 0 {
-            tracing::debug!(
-                waits,
-                steps = barriers.len(),
-                "best-effort steps that wait for others"
-            );
-        }
-        Ok(Lowered {
+        let lowered = Lowered {
             layout,
             gpu,
             kernels,
@@ -117,7 +109,14 @@ impl Lowered {
             _slabs: slabs,
             instances: Mutex::new(Vec::new()),
             staging: Mutex::new(Vec::new()),
-        })
+        };
+        tracing::debug!(waits = lowered.waits(), steps = lowered.kernels.len(), "a plan is ready");
+        Ok(lowered)
+    }
+
+    /// Best-effort steps that wait until an earlier one is known to be done.
+    pub(crate) fn waits(&self) -> usize {
+        self.barriers.iter().filter(|&&barrier| barrier > 0).count()
     }
 
     fn instances(&self) -> MutexGuard<'_, Vec<Instance>> {

@@ -176,4 +176,29 @@ mod tests {
         let err = nvrtc.compile(&module_text(&wrong, Flavour::RealTime)).err();
         assert!(err.is_some_and(|err| err.contains("size of the arguments")));
     }
+
+    /// A network's kernels are compiled on all cores at once.
+    #[test]
+    fn compilers_run_side_by_side() {
+        use device::KernelCompiler;
+        let toolkit = match Toolkit::find(None) {
+            Ok(toolkit) => toolkit,
+            Err(err) => return println!("skipped: {err}"),
+        };
+        let nvrtc = Nvrtc::new(&toolkit, "sm_90a".to_string(), toy::ToyCompiler.headers());
+        let nvrtc = nvrtc.expect("NVRTC");
+        let text = |number: usize| {
+            let mut kernel = toy::kernels().remove(0);
+            kernel.source +=
+                &format!("\nnamespace n{number} {{ struct Scale : toy::Scale {{}}; }}");
+            kernel.expression = format!("n{number}::Scale");
+            module_text(&kernel, Flavour::BestEffort)
+        };
+        std::thread::scope(|scope| {
+            for number in 0..8 {
+                let (nvrtc, text) = (&nvrtc, text(number));
+                scope.spawn(move || nvrtc.compile(&text).map(drop).expect("a cubin"));
+            }
+        });
+    }
 }

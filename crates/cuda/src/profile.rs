@@ -108,6 +108,9 @@ pub struct PlanProfile {
     pub graph: Timing,
     /// The same without dependent launches: what they are worth.
     pub plain_graph: Timing,
+    /// Steps that, as best effort, wait until an earlier one is known to be done, because they write over what it
+    /// needs. Each costs the way to the host and back.
+    pub best_effort_waits: usize,
     /// Device memory of the weights.
     pub weight_bytes: u64,
     /// Device memory of one run.
@@ -231,6 +234,7 @@ impl<'a> Profiler<'a> {
             steps: profiles,
             graph: Timing::default(),
             plain_graph: Timing::default(),
+            best_effort_waits: self.lowered.waits(),
             weight_bytes: self.weights.lock().map_or(0, |weights| weights.bytes()),
             run_bytes: self.lowered.layout.bytes,
             compile_seconds: self.compile_seconds,
