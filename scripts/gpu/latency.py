@@ -110,13 +110,20 @@ def atoll_outputs(atoll: str, model: Path, inputs: dict[str, np.ndarray], device
 
 
 def relative_error(got: list[np.ndarray], wanted: list[np.ndarray]) -> float:
-    """Largest difference over the largest magnitude, of the worst output."""
+    """The norm of the difference over the norm of what is wanted, of the worst output."""
     worst = 0.0
     for a, b in zip(got, wanted, strict=True):
         if a.shape != b.shape or not np.isfinite(a).all():
             return float("inf")
-        worst = max(worst, float(np.abs(a.astype(np.float64) - b).max() / max(np.abs(b).max(), 1e-30)))
+        difference = np.linalg.norm((a.astype(np.float64) - b).ravel())
+        worst = max(worst, float(difference / max(np.linalg.norm(b.astype(np.float64).ravel()), 1e-30)))
     return worst
+
+
+def largest_error(got: list[np.ndarray], wanted: list[np.ndarray]) -> float:
+    """The largest difference over the largest magnitude, of the worst output."""
+    pairs = [(a.astype(np.float64), b) for a, b in zip(got, wanted, strict=True)]
+    return max(float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)) for a, b in pairs)
 
 
 def profile(atoll: str, model: Path, batches: list[int], precision: str, extra: list[str]) -> dict:
@@ -128,22 +135,22 @@ def profile(atoll: str, model: Path, batches: list[int], precision: str, extra: 
     return json.loads(done.stdout)
 
 
-def measure(name: str, args: argparse.Namespace, folder: Path) -> list[dict]:
+def measure(name: str, args: argparse.Namespace, folder: Path) -> tuple[list[dict], dict]:
     started = time.time()
     built = getattr(torch_nets, name)()
     path = target.write(built, name, folder)
     module = built.module.eval().to(DEVICE)
     extra = [] if "image" in built.samples else ["--bind", f"sequence={torch_nets.TOKENS}"]
     batches = [int(batch) for batch in args.batches.split(",")]
-    rows, errors = [], {}
-    for precision in ("f16", "f32"):
-        for batch in batches[:2] if precision == "f16" else batches[:1]:
-            inputs = fresh(built.samples, batch, args.seed + batch)
-            with torch.inference_mode():
-                wanted = module(*[torch.from_numpy(value).to(DEVICE) for value in inputs.values()]).cpu().numpy()
-            got = atoll_outputs(args.atoll, path, inputs, "cuda:0", precision)
-            errors[precision, batch] = relative_error(got, [wanted])
+    rows, errors, wanted = [], {}, {}
     profiled = profile(args.atoll, path, batches, "f16", extra)
+    for batch in batches:
+        inputs = fresh(built.samples, batch, args.seed + batch)
+        with torch.inference_mode():
+            wanted[batch] = module(*[torch.from_numpy(value).to(DEVICE) for value in inputs.values()]).cpu().numpy()
+        for precision in ("f16", "f32") if batch == batches[0] else ("f16",):
+            got = atoll_outputs(args.atoll, path, inputs, "cuda:0", precision)
+            errors[precision, batch] = (relative_error(got, [wanted[batch]]), largest_error(got, [wanted[batch]]))
     module = module.half()
     if "image" in built.samples:
         module = module.to(memory_format=torch.channels_last)
@@ -151,15 +158,18 @@ def measure(name: str, args: argparse.Namespace, folder: Path) -> list[dict]:
         batch = plan["batch"]
         inputs = half_inputs(fresh(built.samples, batch, args.seed))
         with torch.inference_mode():
+            half = module(*half_inputs(fresh(built.samples, batch, args.seed + batch))).float().cpu().numpy()
             peer = graph_us(module, inputs)
             compiled = compiled_us(module, inputs) if name in args.compile.split(",") and batch == 1 else None
         ours = plan["latency_us"]["p50"]
         row = {"model": name, "batch": batch, "precision": "f16", "atoll_us": ours, "atoll_p99_us": plan["latency_us"]["p99"],
                "torch_graph_us": peer, "torch_compile_us": compiled, "ratio": ours / min(peer, compiled or peer),
-               "rel_error": errors.get(("f16", batch))}
+               "rel_error": errors["f16", batch][0], "largest_error": errors["f16", batch][1],
+               "torch_rel_error": relative_error([half], [wanted[batch]]), "torch_largest_error": largest_error([half], [wanted[batch]])}
         rows.append(row)
         print(json.dumps(row), flush=True)
-    row = {"model": name, "batch": batches[0], "precision": "f32", "rel_error": errors["f32", batches[0]]}
+    row = {"model": name, "batch": batches[0], "precision": "f32",
+           "rel_error": errors["f32", batches[0]][0], "largest_error": errors["f32", batches[0]][1]}
     print(json.dumps(row), f"{time.time() - started:.0f} s", flush=True)
     return [*rows, row], profiled
 

@@ -157,7 +157,9 @@ class _LastHidden(nn.Module):
         self.additive = takes_additive_mask(encoder)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        mask = additive_mask(attention_mask) if self.additive else attention_mask
+        mask = attention_mask
+        if self.additive:
+            mask = additive_mask(attention_mask).to(self.encoder.dtype)
         return self.encoder(input_ids=input_ids, attention_mask=mask).last_hidden_state
 
 

@@ -168,10 +168,16 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const u32 (&a)[4], u
 
 // ---- gates: when a tile may read what the previous step wrote ----------------------------------------------------------
 
-// Programmatic dependent launch. A tile issues its weight loads, then waits. Without the launch attribute both are no-ops.
+// Programmatic dependent launch. A tile issues its weight loads, then waits. Without the launch attribute both are no-ops, and
+// devices before 9.0 have neither.
 struct LaunchGate {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     __device__ __forceinline__ static void release_next() { asm volatile("griddepcontrol.launch_dependents;"); }
     __device__ __forceinline__ void wait() const { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#else
+    __device__ __forceinline__ static void release_next() {}
+    __device__ __forceinline__ void wait() const {}
+#endif
 };
 struct NoGate {
     __device__ __forceinline__ void wait() const {}
