@@ -192,10 +192,14 @@ struct Parts {
 
     __device__ __forceinline__ const float* block(int i) const
     {
-        if (!cluster) return first;
-        u64 remote;
-        asm("mapa.u64 %0, %1, %2;" : "=l"(remote) : "l"(first), "r"(i));
-        return (const float*)remote;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+        if (cluster) {
+            u64 remote;
+            asm("mapa.u64 %0, %1, %2;" : "=l"(remote) : "l"(first), "r"(i));
+            return (const float*)remote;
+        }
+#endif
+        return first;
     }
     // Nothing is cached in L1: parts in the workspace were written by other SMs.
     static __device__ __forceinline__ void add(float (&v)[8], const float* at)
@@ -239,9 +243,12 @@ __device__ __forceinline__ void emit(const ConvArgs& a, const ConvPlace& p, cons
     }
 }
 
+// Devices before 9.0 have no clusters; no plan for them asks for one.
 __device__ __forceinline__ void cluster_barrier()
 {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
 }
 
 // A part announces itself with a bit, not a count: a part that is computed twice announces the same thing twice. True for the

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use graph::ir::Node;
-use model::gpu::{Packer, WeightKey};
+use model::gpu::{GpuTarget, Packer, WeightKey};
 use model::op::{self, Activation, Padding, Window};
 use model::{Tensor, ValueId};
 
@@ -128,7 +128,7 @@ impl Product {
         if taps { Walk::Taps } else { Walk::General }
     }
 
-    fn problem(&self, multiprocessors: usize) -> Problem {
+    fn problem(&self, target: &GpuTarget) -> Problem {
         Problem {
             rows: self.rows,
             columns: self.out_c,
@@ -136,7 +136,8 @@ impl Product {
             vec: self.vec,
             walk: self.walk(),
             normalizes: self.normalize.is_some(),
-            multiprocessors,
+            multiprocessors: target.multiprocessors as usize,
+            clusters: target.capability >= 90,
         }
     }
 
@@ -206,8 +207,8 @@ impl Product {
         args
     }
 
-    fn work(self, multiprocessors: usize) -> Result<Work, Refusal> {
-        let problem = self.problem(multiprocessors);
+    fn work(self, target: &GpuTarget) -> Result<Work, Refusal> {
+        let problem = self.problem(target);
         let draft = |variant: Variant| {
             let kernel = variant.tile.kernel(problem.walk, problem.normalizes);
             let mut draft = Draft::plain(kernel, variant.tiles(&problem), self.args(&variant));
@@ -379,7 +380,7 @@ impl Lowering<'_> {
             act: activation_code(conv.activation).ok_or("an activation without a kernel")?,
             vec,
         };
-        let work = product.work(self.target.multiprocessors as usize)?;
+        let work = product.work(&self.target)?;
         self.push(work);
         self.define(output_id, output);
         Ok(())
@@ -445,7 +446,7 @@ impl Lowering<'_> {
             act,
             vec: 8,
         };
-        let work = product.work(self.target.multiprocessors as usize)?;
+        let work = product.work(&self.target)?;
         self.push(work);
         let mut column = 0;
         for part in &matrix.parts {

@@ -118,6 +118,8 @@ pub struct Problem {
     pub normalizes: bool,
     /// Multiprocessors of the device.
     pub multiprocessors: usize,
+    /// Whether the device runs blocks in clusters.
+    pub clusters: bool,
 }
 
 /// A tile with a split of the depth.
@@ -222,7 +224,7 @@ impl Problem {
                 break;
             }
             // Clusters beyond eight blocks are not portable.
-            if splits <= 8 {
+            if splits <= 8 && self.clusters {
                 variants.push(Variant { tile, splits, parts: Parts::Cluster });
             }
             let variant = Variant { tile, splits, parts: Parts::Workspace };
@@ -299,7 +301,16 @@ mod tests {
 
     fn problem(rows: usize, columns: usize, depth: usize) -> Problem {
         let walk = Walk::Point;
-        Problem { rows, columns, depth, vec: 8, walk, normalizes: false, multiprocessors: 132 }
+        Problem {
+            rows,
+            columns,
+            depth,
+            vec: 8,
+            walk,
+            normalizes: false,
+            multiprocessors: 132,
+            clusters: true,
+        }
     }
 
     #[test]
