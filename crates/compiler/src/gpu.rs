@@ -5,6 +5,7 @@ pub mod draft;
 pub mod elementwise;
 pub mod index;
 pub mod product;
+pub mod quantize;
 pub mod reduce;
 pub mod view;
 pub mod walk;

@@ -5,6 +5,7 @@
 
 mod attention;
 mod convolution;
+mod einsum;
 
 use model::op::{Activation, Gemm, MatMul};
 
@@ -18,6 +19,7 @@ use super::walk::{
 pub use attention::attention;
 pub(super) use convolution::{Sizes, begins, three};
 pub use convolution::{conv, conv_transpose};
+pub use einsum::einsum;
 
 /// `output = activation(alpha * op(a) @ op(b) + bias + residual)`, numpy's batching and vectors; `bias` and `residual` broadcast to
 /// the output.
