@@ -82,59 +82,73 @@ fn single_operand(x: &View, from: &Labels, output: &View, result: &Labels) -> Re
     if axes.is_empty() { copy(x, &target) } else { reduce(ReduceKind::Sum, x, &axes, &target) }
 }
 
+/// An operand with its labels.
+#[derive(Clone, Copy)]
+struct Term<'a> {
+    view: &'a View,
+    labels: &'a Labels,
+}
+
+impl Term<'_> {
+    fn has(&self, label: char) -> bool {
+        self.labels.contains(&label)
+    }
+
+    fn place(&self, label: char) -> Option<usize> {
+        self.labels.iter().position(|other| *other == label)
+    }
+
+    fn size(&self, label: char) -> usize {
+        self.place(label).map_or(1, |at| self.view.shape[at])
+    }
+
+    fn stride(&self, label: char) -> usize {
+        self.place(label)
+            .map_or(0, |at| if self.view.shape[at] == 1 { 0 } else { self.view.strides[at] })
+    }
+}
+
+/// The loops over `labels`; an operand that is none stands still.
+fn over(labels: &[char], size: &dyn Fn(char) -> usize, terms: &[Option<Term>]) -> Walk {
+    let shape: Vec<usize> = labels.iter().map(|label| size(*label)).collect();
+    let of = |term: &Option<Term>| {
+        labels.iter().map(|label| term.map_or(0, |term| term.stride(*label))).collect()
+    };
+    let strides: Vec<Vec<usize>> = terms.iter().map(of).collect();
+    Walk::new(&shape, &strides).merged()
+}
+
 fn two_operands(
     (a, left): (&View, &Labels),
     (b, right): (&View, &Labels),
     (output, result): (&View, &Labels),
 ) -> Result<Work, String> {
     check(a, b, Extra { bias: None, residual: None }, output)?;
-    let stride = |view: &View, labels: &Labels, label: char| {
-        let at = labels.iter().position(|other| *other == label);
-        at.map_or(0, |at| if view.shape[at] == 1 { 0 } else { view.strides[at] })
-    };
-    let size = |label: char| {
-        let of = |view: &View, labels: &Labels| {
-            labels.iter().position(|other| *other == label).map_or(1, |at| view.shape[at])
-        };
-        of(a, left).max(of(b, right))
-    };
-    let summed: Labels = left.iter().copied().filter(|label| !result.contains(label)).collect();
-    let alone =
-        |label: &char| !result.contains(label) && !(left.contains(label) && right.contains(label));
-    let fits = result.iter().enumerate().all(|(at, label)| size(*label) == output.shape[at]);
-    if left.iter().chain(right).any(alone) || !fits {
-        return Err(format!(
-            "a label that is summed over in one operand only, or sizes that differ: {:?}",
-            output.shape
-        ));
+    let left = Term { view: a, labels: left };
+    let right = Term { view: b, labels: right };
+    let to = Term { view: output, labels: result };
+    let size = |label: char| left.size(label).max(right.size(label));
+    let known = |label: char| to.has(label) || (left.has(label) && right.has(label));
+    let all_known = left.labels.iter().chain(right.labels).all(|label| known(*label));
+    if !all_known || !result.iter().all(|label| size(*label) == to.size(*label)) {
+        return Err("a label summed over in one operand only, or sizes that differ".to_string());
     }
-    let of = |test: &dyn Fn(&char) -> bool| -> Labels {
-        result.iter().copied().filter(|label| test(label)).collect()
+    let summed: Labels = left.labels.iter().copied().filter(|label| !to.has(*label)).collect();
+    let of = |in_left: bool, in_right: bool| -> Labels {
+        let fits = |label: &char| left.has(*label) == in_left && right.has(*label) == in_right;
+        result.iter().copied().filter(fits).collect()
     };
-    let rows = of(&|label| left.contains(label) && !right.contains(label));
-    let mut groups = of(&|label| left.contains(label) && right.contains(label));
-    let mut columns = of(&|label| !left.contains(label) && right.contains(label));
+    let (rows, mut groups, mut columns) = (of(true, false), of(true, true), of(false, true));
     // The kernel has one dimension of columns: the longest; the others are groups.
     columns.sort_by_key(|label| size(*label));
     let column = columns.pop();
     groups.extend(columns);
-    let over = |labels: &Labels, operands: &[(&View, &Labels)]| {
-        let shape: Vec<usize> = labels.iter().map(|label| size(*label)).collect();
-        let strides: Vec<Vec<usize>> = operands
-            .iter()
-            .map(|(view, known)| labels.iter().map(|label| stride(view, known, *label)).collect())
-            .collect();
-        Walk::new(&shape, &strides).merged()
-    };
-    let none = Labels::new();
-    let (left, right, to, nothing) = ((a, left), (b, right), (output, result), (output, &none));
-    let along =
-        |(view, known): (&View, &Labels)| column.map_or(0, |label| stride(view, known, label));
+    let along = |term: Term| column.map_or(0, |label| term.stride(label));
     let problem = Problem {
         kind: Kind::Matrix,
-        group: over(&groups, &[left, right, nothing, to, nothing]),
-        row: over(&rows, &[left, nothing, to, nothing]),
-        inner: over(&summed, &[left, right]),
+        group: over(&groups, &size, &[Some(left), Some(right), None, Some(to), None]),
+        row: over(&rows, &size, &[Some(left), None, Some(to), None]),
+        inner: over(&summed, &size, &[Some(left), Some(right)]),
         columns: column.map_or(1, size),
         depth: summed.iter().map(|label| size(*label)).product(),
         column: [along(right), 0, along(to), 0],
