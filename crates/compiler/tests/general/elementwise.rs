@@ -122,21 +122,33 @@ fn functions_of_several_operands() {
         let expr = Expr::Binary(binary, input(0), input(1));
         case(&mut bench, &Op::Binary(binary), &expr, &[&a, &b], &[Layout::Packed], Element::F32);
     }
-    use Binary::{Add, BitAnd, BitOr, BitXor, Div, Fmod, Mod, Mul, Pow, ShiftLeft, Sub};
-    for binary in [Add, Sub, Mul, Div, Mod, Fmod, Pow, BitAnd, BitOr, BitXor, ShiftLeft] {
+    use Binary::{Add, BitAnd, BitOr, BitXor, Div, Fmod, Mod, Mul, Pow, Sub};
+    for binary in [Add, Sub, Mul, Div, Mod, Fmod, Pow, BitAnd, BitOr, BitXor] {
         let expr = Expr::Binary(binary, input(0), input(1));
-        if matches!(binary, BitAnd | BitOr | BitXor | ShiftLeft) {
-            // The CPU device folds these through unsigned numbers only; positive ones are the same in both.
-            continue;
-        }
-        case(
-            &mut bench,
-            &Op::Binary(binary),
-            &expr,
-            &[&i, &j],
-            &[Layout::Packed, Layout::Gapped],
-            Element::F32,
-        );
+        let layouts = [Layout::Packed, Layout::Gapped];
+        case(&mut bench, &Op::Binary(binary), &expr, &[&i, &j], &layouts, Element::F32);
+    }
+    let (p, q) = (bytes(&mut random, 256), bytes(&mut random, 11));
+    for binary in [Add, Sub, Mul, Binary::ShiftLeft, Binary::ShiftRight] {
+        let expr = Expr::Binary(binary, input(0), input(1));
+        case(&mut bench, &Op::Binary(binary), &expr, &[&p, &q], &[Layout::Packed], Element::F32);
+    }
+    let compare =
+        |a: &Tensor, b: &Tensor| reference(&Op::Compare(Compare::Less), &[a, b], 1).remove(0);
+    let (r, s) = (compare(&i, &j), compare(&j, &i));
+    for binary in [Binary::And, Binary::Or, Binary::Xor] {
+        let expr = Expr::Binary(binary, input(0), input(1));
+        case(&mut bench, &Op::Binary(binary), &expr, &[&r, &s], &[Layout::Packed], Element::F32);
+    }
+    for (unary, x) in [
+        (Unary::Not, &r),
+        (Unary::BitNot, &i),
+        (Unary::BitNot, &p),
+        (Unary::Abs, &i),
+        (Unary::Sign, &i),
+    ] {
+        let expr = Expr::Unary(unary, input(0));
+        case(&mut bench, &Op::Unary(unary), &expr, &[x], &[Layout::Packed], Element::F32);
     }
     for compare in [Compare::Equal, Compare::Less, Compare::GreaterOrEqual] {
         let expr = Expr::Compare(compare, input(0), input(1));
@@ -302,4 +314,9 @@ fn numbers_per_channel() {
             Ok(vec![quantize::dequantize_linear(1, &i[0], &i[1], Some(&i[2]), &o[0])?])
         });
     bench.finish("channels");
+}
+
+fn bytes(random: &mut Random, limit: usize) -> Tensor {
+    let values: Vec<u8> = (0..30).map(|_| random.below(limit) as u8).collect();
+    Tensor::from_vec(vec![5, 6], values).unwrap()
 }
