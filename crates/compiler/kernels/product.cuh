@@ -7,7 +7,7 @@
 // columns channels of the output, its depth input channels and taps; rows and depth then also walk through the picture, and what
 // falls outside reads as zero.
 #pragma once
-#include "number.cuh"
+#include "reduce.cuh"
 
 namespace tiles {
 
@@ -180,6 +180,13 @@ struct Product {
                 for (int j = 0; j < TN; ++j) sum[i][j] = fmaf(x.v[i], y.v[j], sum[i][j]);
         }
     }
+    static __device__ __forceinline__ void store(const Args& a, const int (&group)[5], const Row& r, int n, float sum)
+    {
+        float v = a.alpha * sum;
+        if (a.bias) v += a.beta * computed(load_one((const Bias*)a.bias + group[2] + r.at[1] + n * a.bias_column));
+        if (a.residual) v += computed(load_one((const Out*)a.residual + group[4] + r.at[3] + n * a.residual_column));
+        ((Out*)a.output)[group[3] + r.at[2] + n * a.out_column] = Stored<Out>::of(a.act.of(v));
+    }
     static __device__ __forceinline__ void finish(const Args& a, const Place& p, const float (&sum)[TM][TN])
     {
         int row = p.row + threadIdx.x / (BN / TN) * TM, column = p.column + threadIdx.x % (BN / TN) * TN;
@@ -187,14 +194,8 @@ struct Product {
         for (int i = 0; i < TM; ++i) {
             Row r = row_at(a, row + i);
 #pragma unroll
-            for (int j = 0; j < TN; ++j) {
-                int n = column + j;
-                if (!r.inside || n >= a.columns) continue;
-                float v = a.alpha * sum[i][j];
-                if (a.bias) v += a.beta * computed(load_one((const Bias*)a.bias + p.group[2] + r.at[1] + n * a.bias_column));
-                if (a.residual) v += computed(load_one((const Out*)a.residual + p.group[4] + r.at[3] + n * a.residual_column));
-                ((Out*)a.output)[p.group[3] + r.at[2] + n * a.out_column] = Stored<Out>::of(a.act.of(v));
-            }
+            for (int j = 0; j < TN; ++j)
+                if (r.inside && column + j < a.columns) store(a, p.group, r, column + j, sum[i][j]);
         }
     }
     // The barrier of a step, which may also tell the block to leave.
@@ -229,6 +230,47 @@ struct Product {
         }
         watch.finishing();
         finish(a, place, sum);
+        return true;
+    }
+};
+
+// ---- few rows: a team of threads an output ------------------------------------------------------------------------------
+
+// A product of few rows reads `b` once and is done: its tiles would leave most multiprocessors idle. Threads share the depth of
+// `Across` neighbouring columns of one row (see Team).
+template <int Kind, class A, class B, class Bias, class Out, int GroupRank, int RowRank, int DepthRank, int Across, bool Rows>
+struct Dots {
+    using Tile = Product<Kind, A, B, Bias, Out, GroupRank, RowRank, DepthRank, 64, 64, 4, 4, true, true>;
+    using Args = typename Tile::Args;
+    using Threads = Team<Across, Rows>;
+    static constexpr int kThreads = kReduceThreads, kShared = 0, kBlocks = 1;
+
+    static __device__ __forceinline__ float sum(const Args& a, const int (&group)[5], const typename Tile::Row& row, int column)
+    {
+        const A* x = (const A*)a.a + group[0];
+        const B* y = (const B*)a.b + group[1] + column * a.b_column;
+        float sum = 0.f;
+#pragma unroll 4
+        for (int k = Threads::along(); k < a.depth; k += Threads::kAlong) {
+            int depth[2 + Tile::kAxes];
+            a.inner.offsets(k, depth);
+            sum = fmaf(Tile::load_a(a, x, row, depth, true), Tile::load_b(y + depth[1]), sum);
+        }
+        return sum;
+    }
+    template <class Watch, class Gate>
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    {
+        watch.finishing();
+        int first, row, group[5], column = a.by_columns.split(t, first);
+        a.group.offsets(a.by_rows.split(column, row), group);
+        column = first * Across + Threads::across();
+        bool live = column < a.columns;
+        typename Tile::Row r = Tile::row_at(a, row);
+        gate.wait();
+        typename Fold<float, kSum>::State state = {live ? sum(a, group, r, column) : 0.f, 1};
+        state = Threads::template join<Fold<float, kSum>>(state);
+        if (live && Threads::along() == 0) Tile::store(a, group, r, column, state.v);
         return true;
     }
 };

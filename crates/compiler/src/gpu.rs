@@ -22,6 +22,7 @@ pub mod norm;
 pub mod packing;
 pub mod pool;
 pub mod product;
+pub mod quantize;
 pub mod reduce;
 pub mod shape;
 pub mod tile;

@@ -5,6 +5,7 @@
 
 mod attention;
 mod convolution;
+mod einsum;
 
 use model::op::{Activation, Gemm, MatMul};
 
@@ -18,6 +19,7 @@ use super::walk::{
 pub use attention::attention;
 pub(super) use convolution::{Sizes, begins, three};
 pub use convolution::{conv, conv_transpose};
+pub use einsum::einsum;
 
 /// `output = activation(alpha * op(a) @ op(b) + bias + residual)`, numpy's batching and vectors; `bias` and `residual` broadcast to
 /// the output.
@@ -262,10 +264,13 @@ struct Problem {
     picture: Picture,
 }
 
-/// A tile: rows, columns, and those of a thread.
+/// A tile: rows, columns, and those of a thread; a thread with less than one sum shares it (`Dots` of the kernels).
 type Tile = [usize; 4];
 
 const TILES: [Tile; 3] = [[128, 128, 8, 8], [64, 64, 4, 4], [32, 64, 2, 4]];
+
+/// Up to this many rows a product is as fast as `b` can be read, and any tile too large.
+const FEW_ROWS: usize = 8;
 
 /// What a tile should leave for other multiprocessors of a large device.
 const ENOUGH_TILES: usize = 128;
@@ -283,6 +288,9 @@ impl Problem {
         let best = tiles.iter().position(|tile| self.tiles(tile) >= ENOUGH_TILES);
         let best = best.unwrap_or(tiles.len() - 1);
         tiles.swap(0, best);
+        if self.row.len() <= FEW_ROWS {
+            tiles.insert(0, [1, if self.is_deep(1) { 8 } else { 32 }, 0, 0]);
+        }
         let mut drafts = Vec::with_capacity(tiles.len());
         for tile in tiles {
             drafts.push(self.draft(views, epilogue, tile)?);
@@ -332,17 +340,22 @@ impl Problem {
         self.inner.write(&mut args);
         self.picture.write(&mut args);
         let elements = views.elements();
-        let expression = format!(
-            "tiles::Product<tiles::k{:?}, {}, {}, {}, {}, {rows}, {columns}, {of_rows}, {of_columns}, {}, {}>",
+        let problem = format!(
+            "tiles::k{:?}, {}, {}, {}, {}",
             self.kind,
             elements.map(Element::cuda_name).join(", "),
             self.group.rank(),
             self.row.rank(),
             self.inner.rank(),
-            self.is_deep(0),
-            self.is_deep(1),
         );
-        let threads = (rows / of_rows) * (columns / of_columns);
+        let (expression, threads) = if of_rows == 0 {
+            (format!("tiles::Dots<{problem}, {columns}, {}>", columns == 8), 256)
+        } else {
+            let shape = format!("{rows}, {columns}, {of_rows}, {of_columns}");
+            let deep = format!("{}, {}", self.is_deep(0), self.is_deep(1));
+            let threads = (rows / of_rows) * (columns / of_columns);
+            (format!("tiles::Product<{problem}, {shape}, {deep}>"), threads)
+        };
         let text = kernel("product.cuh", &elements, expression, threads as u32);
         let variant = format!("{rows}x{columns}");
         Ok(Draft { variant, ..Draft::plain(text, tiles, args) })

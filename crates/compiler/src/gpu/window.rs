@@ -29,19 +29,7 @@ pub fn pool(spec: &Pool, x: &View, y: &View, places: Option<&View>) -> Result<Wo
             x.element, x.shape, y.element, y.shape
         ));
     }
-    let places = match (spec.kind, places) {
-        (PoolKind::MaxWithIndices { .. }, Some(places)) => {
-            check_output(places)?;
-            if places.element != Element::I64 || places.shape != y.shape {
-                return Err(format!(
-                    "places of type {:?} and shape {:?}",
-                    places.element, places.shape
-                ));
-            }
-            Some(places)
-        }
-        _ => None,
-    };
+    let places = checked_places(spec.kind, y, places)?;
     let pads = begins(&spec.window, &sizes, |i| border(&sizes, i));
     let walk = pool_walk(x, y, places, &sizes);
     walk.check()?;
@@ -75,6 +63,25 @@ pub fn pool(spec: &Pool, x: &View, y: &View, places: Option<&View>) -> Result<Wo
     work.writes.extend(places.cloned());
     work.flops = y.len() as u64 * sizes.kernel.iter().product::<usize>() as u64;
     Ok(work)
+}
+
+/// Where the places of the largest elements go, if they are asked for.
+fn checked_places<'a>(
+    kind: PoolKind,
+    y: &View,
+    places: Option<&'a View>,
+) -> Result<Option<&'a View>, String> {
+    let places = places.filter(|_| matches!(kind, PoolKind::MaxWithIndices { .. }));
+    if let Some(places) = places {
+        check_output(places)?;
+        if places.element != Element::I64 || places.shape != y.shape {
+            return Err(format!(
+                "places of type {:?} and shape {:?}",
+                places.element, places.shape
+            ));
+        }
+    }
+    Ok(places)
 }
 
 /// One value for every image and channel; `y` has ones for the spatial dimensions.

@@ -1,12 +1,13 @@
 //! Chains and copies.
 
 use compiler::gpu::elementwise::{Expr, clear_slack, copy, work};
+use compiler::gpu::quantize;
 use compiler::gpu::view::{Element, View};
 use model::op::{Activation, Binary, Cast, Compare, Op, Unary, Variadic};
 use model::{DataType, Tensor};
 
 use crate::bench::{Bench, Layout, Random};
-use crate::{reference, stored, tolerance};
+use crate::{Case, reference, stored, tolerance};
 
 const PRECISIONS: [Element; 3] = [Element::F16, Element::BF16, Element::F32];
 
@@ -121,21 +122,33 @@ fn functions_of_several_operands() {
         let expr = Expr::Binary(binary, input(0), input(1));
         case(&mut bench, &Op::Binary(binary), &expr, &[&a, &b], &[Layout::Packed], Element::F32);
     }
-    use Binary::{Add, BitAnd, BitOr, BitXor, Div, Fmod, Mod, Mul, Pow, ShiftLeft, Sub};
-    for binary in [Add, Sub, Mul, Div, Mod, Fmod, Pow, BitAnd, BitOr, BitXor, ShiftLeft] {
+    use Binary::{Add, BitAnd, BitOr, BitXor, Div, Fmod, Mod, Mul, Pow, Sub};
+    for binary in [Add, Sub, Mul, Div, Mod, Fmod, Pow, BitAnd, BitOr, BitXor] {
         let expr = Expr::Binary(binary, input(0), input(1));
-        if matches!(binary, BitAnd | BitOr | BitXor | ShiftLeft) {
-            // The CPU device folds these through unsigned numbers only; positive ones are the same in both.
-            continue;
-        }
-        case(
-            &mut bench,
-            &Op::Binary(binary),
-            &expr,
-            &[&i, &j],
-            &[Layout::Packed, Layout::Gapped],
-            Element::F32,
-        );
+        let layouts = [Layout::Packed, Layout::Gapped];
+        case(&mut bench, &Op::Binary(binary), &expr, &[&i, &j], &layouts, Element::F32);
+    }
+    let (p, q) = (bytes(&mut random, 256), bytes(&mut random, 11));
+    for binary in [Add, Sub, Mul, Binary::ShiftLeft, Binary::ShiftRight] {
+        let expr = Expr::Binary(binary, input(0), input(1));
+        case(&mut bench, &Op::Binary(binary), &expr, &[&p, &q], &[Layout::Packed], Element::F32);
+    }
+    let compare =
+        |a: &Tensor, b: &Tensor| reference(&Op::Compare(Compare::Less), &[a, b], 1).remove(0);
+    let (r, s) = (compare(&i, &j), compare(&j, &i));
+    for binary in [Binary::And, Binary::Or, Binary::Xor] {
+        let expr = Expr::Binary(binary, input(0), input(1));
+        case(&mut bench, &Op::Binary(binary), &expr, &[&r, &s], &[Layout::Packed], Element::F32);
+    }
+    for (unary, x) in [
+        (Unary::Not, &r),
+        (Unary::BitNot, &i),
+        (Unary::BitNot, &p),
+        (Unary::Abs, &i),
+        (Unary::Sign, &i),
+    ] {
+        let expr = Expr::Unary(unary, input(0));
+        case(&mut bench, &Op::Unary(unary), &expr, &[x], &[Layout::Packed], Element::F32);
     }
     for compare in [Compare::Equal, Compare::Less, Compare::GreaterOrEqual] {
         let expr = Expr::Compare(compare, input(0), input(1));
@@ -268,4 +281,42 @@ fn rounded(tensor: &Tensor) -> Tensor {
     let values: Vec<f32> = tensor.to_vec::<f32>().unwrap();
     let values = values.into_iter().map(|value| half::bf16::from_f32(value).to_f32()).collect();
     Tensor::from_vec(tensor.shape().to_vec(), values).unwrap()
+}
+
+#[test]
+fn numbers_per_channel() {
+    let mut bench = Bench::default();
+    let mut random = Random::new(5);
+    let x = random.floats(&[2, 6, 3, 5]);
+    let parameters = [0, 1, 2].map(|_| random.floats(&[6]));
+    let positive: Vec<f32> = (1..7).map(|i| i as f32 / 4.0).collect();
+    let positive = Tensor::from_vec(vec![6], positive).unwrap();
+    let [scale, bias, mean] = &parameters;
+    let epsilon = 1e-3;
+    for (layout, element) in
+        [(Layout::Packed, Element::F32), (Layout::ChannelsLast(2), Element::F16)]
+    {
+        Case::new(Op::BatchNorm { epsilon }, &[&x, scale, bias, mean, &positive])
+            .lying(layout, layout)
+            .of(element)
+            .check(&mut bench, |i, o| {
+                Ok(vec![quantize::batch_norm(epsilon, &i[0], [&i[1], &i[2], &i[3], &i[4]], &o[0])?])
+            });
+    }
+    let zero = Tensor::from_vec(vec![6], vec![0u8, 3, 128, 255, 7, 9]).unwrap();
+    let op = Op::QuantizeLinear { axis: 1, dtype: DataType::U8 };
+    let quantized = reference(&op, &[&x, &positive, &zero], 1).remove(0);
+    Case::new(op, &[&x, &positive, &zero]).check(&mut bench, |i, o| {
+        Ok(vec![quantize::quantize_linear(1, &i[0], &i[1], Some(&i[2]), &o[0])?])
+    });
+    Case::new(Op::DequantizeLinear { axis: 1 }, &[&quantized, &positive, &zero])
+        .check(&mut bench, |i, o| {
+            Ok(vec![quantize::dequantize_linear(1, &i[0], &i[1], Some(&i[2]), &o[0])?])
+        });
+    bench.finish("channels");
+}
+
+fn bytes(random: &mut Random, limit: usize) -> Tensor {
+    let values: Vec<u8> = (0..30).map(|_| random.below(limit) as u8).collect();
+    Tensor::from_vec(vec![5, 6], values).unwrap()
 }

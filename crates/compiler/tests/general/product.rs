@@ -164,3 +164,29 @@ fn attention_of_any_width() {
     }
     bench.finish("attention");
 }
+
+#[test]
+fn einstein_notation() {
+    let mut bench = Bench::default();
+    let mut random = Random::new(25);
+    let cases: [(&str, &[&[usize]]); 8] = [
+        ("bij,bjk->bik", &[&[2, 5, 7], &[2, 7, 9]]),
+        ("bqhd,bkhd->bhqk", &[&[2, 5, 3, 8], &[2, 6, 3, 8]]),
+        ("bhqk,bkhd->bqhd", &[&[2, 3, 5, 6], &[2, 6, 3, 8]]),
+        ("i,j->ij", &[&[5], &[70]]),
+        ("...ij,jk", &[&[2, 3, 5, 7], &[7, 9]]),
+        ("ij,ij->", &[&[5, 7], &[5, 7]]),
+        ("abc->ca", &[&[3, 4, 5]]),
+        ("ab->ba", &[&[3, 4]]),
+    ];
+    for (equation, shapes) in cases {
+        let tensors: Vec<_> = shapes.iter().map(|shape| random.floats(shape)).collect();
+        let inputs: Vec<_> = tensors.iter().collect();
+        let op = Op::Einsum { equation: equation.to_string() };
+        Case::new(op, &inputs).check(&mut bench, |i, o| {
+            let views: Vec<_> = i.iter().collect();
+            Ok(vec![product::einsum(equation, &views, &o[0])?])
+        });
+    }
+    bench.finish("einstein");
+}

@@ -72,24 +72,8 @@ pub fn stretches(
 
 /// `y` is `x` resampled, each dimension by its stretch.
 pub fn resize(spec: &Resize, stretches: &[Stretch], x: &View, y: &View) -> Result<Work, String> {
-    check_view(x)?;
-    check_output(y)?;
+    check_resize(spec, stretches, x, y)?;
     let rank = x.shape.len();
-    if y.shape.len() != rank || stretches.len() != rank || x.element != y.element || x.is_empty() {
-        return Err(format!(
-            "no resizing of {:?} {:?} as {:?} {:?}",
-            x.element, x.shape, y.element, y.shape
-        ));
-    }
-    if spec.antialias {
-        return Err("resizing with an antialiasing filter".to_string());
-    }
-    let is_small = x.element.is_float() && x.element != Element::F64;
-    if spec.mode == ResizeMode::Nearest && spec.exclude_outside
-        || spec.mode != ResizeMode::Nearest && !is_small
-    {
-        return Err(format!("{:?} resizing of {:?}", spec.mode, x.element));
-    }
     let axes = changing(spec, stretches, x, y);
     if axes.len() > MAX_AXES {
         return Err(format!("resizing of {} dimensions at once, at most {MAX_AXES}", axes.len()));
@@ -132,6 +116,29 @@ pub fn resize(spec: &Resize, stretches: &[Stretch], x: &View, y: &View) -> Resul
     };
     let flops = y.len() as u64 * 2 * taps.pow(axes.len() as u32);
     Ok(Work { flops, ..single("Resize", signature, draft, &[x], y) })
+}
+
+/// Refuses what the kernel cannot do.
+fn check_resize(spec: &Resize, stretches: &[Stretch], x: &View, y: &View) -> Result<(), String> {
+    check_view(x)?;
+    check_output(y)?;
+    let rank = x.shape.len();
+    if y.shape.len() != rank || stretches.len() != rank || x.element != y.element || x.is_empty() {
+        return Err(format!(
+            "no resizing of {:?} {:?} as {:?} {:?}",
+            x.element, x.shape, y.element, y.shape
+        ));
+    }
+    if spec.antialias {
+        return Err("resizing with an antialiasing filter".to_string());
+    }
+    let is_small = x.element.is_float() && x.element != Element::F64;
+    if spec.mode == ResizeMode::Nearest && spec.exclude_outside
+        || spec.mode != ResizeMode::Nearest && !is_small
+    {
+        return Err(format!("{:?} resizing of {:?}", spec.mode, x.element));
+    }
+    Ok(())
 }
 
 /// The dimensions that are not merely copied; one at least, for the kernel to have something to do.
