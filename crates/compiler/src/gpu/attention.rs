@@ -3,10 +3,10 @@
 use graph::ir::Node;
 
 use super::args::{Address, ArgsWriter};
-use super::conv::address;
 use super::draft::{Draft, KernelText, Work};
 use super::lowering::{Lowering, Refusal};
 use super::view::{Element, View};
+use super::walk::address;
 
 const WIDTH: usize = 64;
 

@@ -13,6 +13,7 @@ use super::lowering::{Lowering, Refusal};
 use super::packing;
 use super::tile::{NORMALIZED_DEPTH_MAX, Parts, Problem, Variant, Walk};
 use super::view::{Element, View};
+use super::walk::address;
 
 /// The kernels' number of an activation, where they have it; see `Activation` in `kernels/base.cuh`.
 pub fn activation_code(activation: Activation) -> Option<i32> {
@@ -245,11 +246,6 @@ fn has_no_border(window: &Window) -> bool {
         Padding::Explicit(pads) => pads.iter().all(|pad| *pad == 0),
         _ => true,
     }
-}
-
-/// The address of a view's first element.
-pub fn address(view: &View) -> Address {
-    Address::Buffer(view.buffer, (view.offset * view.element.size()) as u64)
 }
 
 impl Lowering<'_> {

@@ -5,11 +5,12 @@ use model::Tensor;
 use model::op;
 
 use super::args::{Address, ArgsWriter};
-use super::conv::{Window2, activation_code, address, pixel_stride};
+use super::conv::{Window2, activation_code, pixel_stride};
 use super::draft::{Draft, KernelText, Work};
 use super::lowering::{Lowering, Refusal};
 use super::packing;
 use super::view::Element;
+use super::walk::address;
 
 const THREADS: usize = 128;
 

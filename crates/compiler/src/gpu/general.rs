@@ -11,7 +11,7 @@ use model::{DataType, ValueId};
 use super::elementwise::{self, Expr};
 use super::lowering::{Lowering, Refusal};
 use super::view::{Element, View};
-use super::window;
+use super::{quantize, window};
 
 impl Lowering<'_> {
     /// Lowers `node` onto the general kernels.
@@ -63,6 +63,29 @@ impl Lowering<'_> {
             Op::ConstantOfShape { dtype, value } => {
                 let y = self.new_output(node)?;
                 let work = elementwise::fill(fill_value(*dtype, value)?, &y)?;
+                self.finish(node, work, vec![Some(y)])
+            }
+            Op::BatchNorm { epsilon } => {
+                let x = self.input(node, 0)?;
+                let mut rows = Vec::new();
+                for index in 1..5 {
+                    rows.push(self.input(node, index)?);
+                }
+                let y = self.like(Self::output(node)?, &x)?;
+                let rows = [&rows[0], &rows[1], &rows[2], &rows[3]];
+                let work = quantize::batch_norm(*epsilon, &x, rows, &y)?;
+                self.finish(node, work, vec![Some(y)])
+            }
+            Op::QuantizeLinear { axis, .. } | Op::DequantizeLinear { axis } => {
+                let (x, scale) = (self.input(node, 0)?, self.input(node, 1)?);
+                let zero = self.optional(node, 2)?;
+                let y = self.like(Self::output(node)?, &x)?;
+                let work = match &node.op {
+                    Op::QuantizeLinear { .. } => {
+                        quantize::quantize_linear(*axis, &x, &scale, zero.as_ref(), &y)?
+                    }
+                    _ => quantize::dequantize_linear(*axis, &x, &scale, zero.as_ref(), &y)?,
+                };
                 self.finish(node, work, vec![Some(y)])
             }
             other => Err(format!("{} has no GPU kernel; --device cpu has one", other.name())),

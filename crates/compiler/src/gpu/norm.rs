@@ -4,10 +4,11 @@ use graph::ir::Node;
 use model::Tensor;
 
 use super::args::{Address, ArgsWriter};
-use super::conv::{address, rows_of};
+use super::conv::rows_of;
 use super::draft::{Draft, KernelText, Work};
 use super::lowering::{Lowering, Refusal};
 use super::view::{Element, View};
+use super::walk::address;
 
 const THREADS: usize = 128;
 const ROWS_PER_TILE: usize = 4;

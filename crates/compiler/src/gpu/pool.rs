@@ -5,10 +5,11 @@ use model::ValueId;
 use model::op::{self, PoolKind};
 
 use super::args::{Address, ArgsWriter};
-use super::conv::{Window2, address, pixel_stride};
+use super::conv::{Window2, pixel_stride};
 use super::draft::{Draft, KernelText, Work};
 use super::lowering::{Lowering, Refusal};
 use super::view::Element;
+use super::walk::address;
 
 const THREADS: usize = 128;
 

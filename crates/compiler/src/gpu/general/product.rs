@@ -2,11 +2,11 @@
 
 use graph::ir::Node;
 use model::Tensor;
-use model::op::{MatMul, Op, Softmax, SoftmaxKind};
+use model::op::Op;
 
 use crate::gpu::lowering::{Home, Lowering, Refusal};
-use crate::gpu::view::View;
-use crate::gpu::{packing, product, reduce};
+use crate::gpu::view::{Element, View};
+use crate::gpu::{packing, product};
 
 impl Lowering<'_> {
     /// A product; false when `node` is none.
@@ -41,6 +41,15 @@ impl Lowering<'_> {
             Op::Attention { scale } => {
                 self.composed_attention(node, *scale)?;
                 return Ok(true);
+            }
+            Op::Einsum { equation } => {
+                let mut operands = Vec::new();
+                for index in 0..node.inputs.len() {
+                    operands.push(self.input(node, index)?);
+                }
+                let y = self.new_output(node)?;
+                let operands: Vec<&View> = operands.iter().collect();
+                (product::einsum(equation, &operands, &y)?, y)
             }
             _ => return Ok(false),
         };
@@ -82,17 +91,15 @@ impl Lowering<'_> {
         }
         let mut shape = self.shape(Self::output(node)?)?;
         shape[rank - 1] = k.shape[k.shape.len() - 2];
-        let scores = self.packed(&shape, q.element);
-        let spec = MatMul { transpose_b: true, alpha: scale, ..MatMul::default() };
-        let work = product::matmul(&spec, (&q, &k), (mask.as_ref(), None), &scores)?;
-        self.push(work);
-        let weights = self.packed(&shape, q.element);
-        let softmax = Softmax { kind: SoftmaxKind::Softmax, axis: -1, flatten: false };
-        let work = reduce::softmax(&softmax, &scores, &weights)?;
-        self.push(work);
+        // Scores in single precision: their exponentials are what counts.
+        let scratch = (self.packed(&shape, Element::F32), self.packed(&shape, q.element));
         let y = self.heads_side_by_side(node)?;
-        let work = product::matmul(&MatMul::default(), (&weights, &v), (None, None), &y)?;
-        self.finish(node, work, vec![Some(y)])
+        let scratch = (&scratch.0, &scratch.1);
+        for work in product::attention(scale, (&q, &k, &v), mask.as_ref(), scratch, &y)? {
+            self.push(work);
+        }
+        self.define(Self::output(node)?, y);
+        Ok(())
     }
 
     /// Memory for `[batch, heads, tokens, width]` in which a token's heads lie side by side, as what follows
