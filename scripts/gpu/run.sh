@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Builds the harness, checks and times every kernel, and writes bench.json, design.json, torch.json and a log.
+# The kernels' laboratory: builds the harness, checks and times every kernel and launch mechanism apart from the product, and
+# writes bench.json and design.json.
 #   scripts/gpu/run.sh OUT_DIR [bench arguments]
-# Needs nvcc (13.0 was used) and a GPU of compute capability 9.0; PyTorch only for the comparison. BIN names a folder with
-# binaries built before; without it they are built here.
+# Needs nvcc (13.0 was used) and a GPU of compute capability 9.0. BIN names a folder with binaries built before; without it they
+# are built here.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=$1
@@ -18,4 +19,3 @@ nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit --fo
 "$bin/check" | tail -1
 [ -n "${SKIP_DESIGN:-}" ] || "$bin/design" "$out/design.json"
 "$bin/bench" "$out/bench.json" "$@"
-[ -n "${SKIP_TORCH:-}" ] || python3 "$here/torch_bench.py" "$out/bench.json" "$out/torch.json" ${TORCH_ARGS:-}
