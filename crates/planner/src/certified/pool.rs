@@ -4,6 +4,8 @@
 //! gathered, the parts that fill the rest of the time best are sought. The slice whose parts are worth most of its
 //! price is made.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use base::Random;
 
 use super::assembly::Unit;
@@ -20,6 +22,8 @@ use crate::problem::{Demand, Problem};
 const COMPANY: usize = 96;
 /// Steps of the search for the best company.
 const STEPS_MAX: usize = 80;
+/// With so many parts or more, two threads fill slices with half of them each, whatever the number of cores.
+const PARALLEL_FROM: usize = 4000;
 /// Parts in one slice.
 const PARTS_MAX: usize = 12;
 /// Relative slack of comparisons, well below the checker's.
@@ -125,7 +129,32 @@ impl<'a> Pool<'a> {
         for service in 0..self.demands.len() {
             self.split(service, strain, &mut filled, &mut waiting);
         }
-        self.fill(waiting, &mut filled, &mut go_on).then_some(filled)
+        // Smallest first, so that the largest is taken off the end.
+        waiting.sort_by(|a, b| a.worth.total_cmp(&b.worth));
+        let mut counts = [0; KINDS_MAX];
+        filled.iter().for_each(|slice| counts[slice.kind] += 1);
+        if waiting.len() < PARALLEL_FROM {
+            filled.extend(self.fill(waiting, counts, &mut go_on)?);
+            return Some(filled);
+        }
+        // So many find company in either half.
+        let half = counts.map(|count| count / 2);
+        let every_other = |first: usize| waiting.iter().skip(first).step_by(2).cloned().collect();
+        let (one, other): (Vec<Waiting>, Vec<Waiting>) = (every_other(0), every_other(1));
+        let stop = AtomicBool::new(false);
+        let (one, other) = std::thread::scope(|scope| {
+            let other =
+                scope.spawn(|| self.fill(other, half, &mut || !stop.load(Ordering::Relaxed)));
+            let one = self.fill(one, half, &mut go_on);
+            stop.store(one.is_none(), Ordering::Relaxed);
+            match other.join() {
+                Ok(other) => (one, other),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        });
+        filled.extend(one?);
+        filled.extend(other?);
+        Some(filled)
     }
 
     /// Whole slices of a service, and what is left of it for the pool.
@@ -165,34 +194,30 @@ impl<'a> Pool<'a> {
         Unit { kind, cycle_ms: None, shares: vec![share] }
     }
 
-    /// Makes slices until nobody waits; whether it got there.
+    /// Makes slices beside those of `counts` until nobody waits; nothing where it is to stop.
     fn fill(
         &self,
         mut waiting: Vec<Waiting>,
-        filled: &mut Vec<Unit>,
+        mut counts: Counts,
         go_on: &mut dyn FnMut() -> bool,
-    ) -> bool {
+    ) -> Option<Vec<Unit>> {
         let mut random = Random::new(1);
-        // Smallest first, so that the largest is taken off the end.
-        waiting.sort_by(|a, b| a.worth.total_cmp(&b.worth));
+        let mut filled: Vec<Unit> = Vec::new();
         let every = (waiting.len() / BALANCES).max(4);
-        let mut prices = self.prices;
-        let mut counts = [0; KINDS_MAX];
-        filled.iter().for_each(|slice| counts[slice.kind] += 1);
-        let mut until = 0;
+        let (mut prices, mut until) = (self.prices, 0);
         while let Some(seed) = waiting.pop() {
             if filled.len() >= until {
                 prices = self.balanced(&counts);
                 until = filled.len() + every;
                 if !go_on() {
-                    return false;
+                    return None;
                 }
             }
-            let from = filled.len();
-            self.serve(seed, &mut waiting, &prices, filled, &mut random);
-            filled[from..].iter().for_each(|slice| counts[slice.kind] += 1);
+            let slice = self.serve(seed, &mut waiting, &prices, &mut random)?;
+            counts[slice.kind] += 1;
+            filled.push(slice);
         }
-        true
+        Some(filled)
     }
 
     /// Prices nearer to what one slice more costs beside those there are: kinds that GPUs have room for get cheaper.
@@ -205,43 +230,43 @@ impl<'a> Pool<'a> {
         })
     }
 
+    /// A slice for `seed`, with company or without; what is cut off waits on.
     fn serve(
         &self,
         seed: Waiting,
         waiting: &mut Vec<Waiting>,
         prices: &Prices,
-        filled: &mut Vec<Unit>,
         random: &mut Random,
-    ) {
+    ) -> Option<Unit> {
         let company = sample(waiting.len(), COMPANY, random);
         let parts: Vec<&Waiting> =
             std::iter::once(&seed).chain(company.iter().map(|&at| &waiting[at])).collect();
         let (score, kind, rate) = self.best_alone(&seed, prices);
         let mut rests = Vec::new();
-        match self.best_slice(&parts, prices) {
+        let slice = match self.best_slice(&parts, prices) {
             Some(found) if found.score > score + SLACK => {
                 let (slice, left) = self.make(&parts, &found);
                 rests = left;
-                filled.push(slice);
                 let mut gone: Vec<usize> =
                     found.members[1..].iter().map(|member| company[member.0 - 1]).collect();
                 gone.sort_unstable();
                 for &at in gone.iter().rev() {
                     waiting.remove(at);
                 }
+                slice
             }
             _ => {
-                let Some(kind) = kind else { return };
-                filled.push(self.alone(seed.service, kind, rate));
                 if seed.rate - rate > self.demands[seed.service].rate * SLACK {
                     rests.push(self.waiting(seed.service, seed.rate - rate));
                 }
+                self.alone(seed.service, kind?, rate)
             }
-        }
+        };
         for rest in rests {
             let at = waiting.partition_point(|other| other.worth < rest.worth);
             waiting.insert(at, rest);
         }
+        Some(slice)
     }
 
     /// The best slice of its own: what part of the price it is worth, its kind, and how much of the rate it takes.
