@@ -31,7 +31,9 @@ use crate::watch::Watch;
 const CLOSE_ENOUGH: f64 = 0.0005;
 /// With more services than this, prices of shared slices come from a sample of them, and one start is made.
 const MANY: usize = 200;
-const SAMPLE: usize = 48;
+/// One service in so many is in the sample, and so many at least.
+const SAMPLED: usize = 50;
+const SAMPLE_LEAST: usize = 80;
 /// Starts of a plan with shared slices: what a part costs beyond its share, and how much prices follow the balance of
 /// slice kinds. The first is for many services.
 const STARTS: [(f64, f64); 7] =
@@ -148,7 +150,7 @@ impl<'a> Solver<'a> {
         if self.demands.len() <= MANY {
             return maximise(&self.groups, &price, &self.packer, &rows, start, watch);
         }
-        let sample = Groups::sample(&self.demands, SAMPLE);
+        let sample = Groups::sample(&self.demands, SAMPLE_LEAST.max(self.demands.len() / SAMPLED));
         let bound = maximise(&sample, &price, &self.packer, &rows, start, watch);
         let value = dual::value_at(&self.groups, &price, &bound.prices);
         Bound { value, ..bound }
