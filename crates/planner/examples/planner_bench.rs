@@ -114,8 +114,8 @@ fn plot(growth: &[(usize, f64)]) -> String {
     let x = |count: f64| 60.0 + (count.log10() - 1.0) * 130.0;
     let y = |seconds: f64| 260.0 - (seconds.max(1e-4).log10() + 4.0) * 42.0;
     let mut text = String::from(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"620\" height=\"300\" \
-         font-family=\"sans-serif\" font-size=\"11\"><rect width=\"620\" height=\"300\" fill=\"white\"/>\n",
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"680\" height=\"300\" \
+         font-family=\"sans-serif\" font-size=\"11\"><rect width=\"680\" height=\"300\" fill=\"white\"/>\n",
     );
     for power in 1..=5 {
         let at = x(10f64.powi(power));
