@@ -375,7 +375,7 @@ pub(crate) struct PlanArgs {
     pub(crate) algorithm: planner::Algorithm,
 
     /// Capacity beyond the rates, for bursts: 0.15 is 15 % more
-    #[arg(long, env = "ATOLL_PLAN_HEADROOM", default_value_t = 0.0)]
+    #[arg(long, env = "ATOLL_PLAN_HEADROOM", default_value_t = 0.0, allow_negative_numbers = true)]
     pub(crate) headroom: f64,
 
     /// Plan the rest where a service is faulty or infeasible

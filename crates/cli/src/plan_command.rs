@@ -19,6 +19,9 @@ use serde::{Deserialize, Serialize};
 use crate::args::PlanArgs;
 use crate::failure::Failure;
 
+/// Faults that are named one by one.
+const FAULTS_MAX: usize = 10;
+
 /// The services file.
 #[derive(Debug, Deserialize)]
 struct ServicesFile {
@@ -122,12 +125,14 @@ fn problem(args: &PlanArgs) -> Result<(Problem, Vec<PlanError>), Failure> {
     };
     let problem = Problem { gpu, services: services.service, profiles, rules };
     let (rest, faults) = problem.without_faults().map_err(Failure::failed)?;
-    if let Some(first) = faults.first().filter(|_| !args.keep_going) {
-        let more = match faults.len() {
-            1 => String::new(),
-            count => format!(" ({} more)", count - 1),
+    if !faults.is_empty() && !args.keep_going {
+        let all: Vec<String> = faults.iter().take(FAULTS_MAX).map(PlanError::to_string).collect();
+        let more = match faults.len().saturating_sub(FAULTS_MAX) {
+            0 => String::new(),
+            count => format!("\n  and {count} more"),
         };
-        return Err(Failure::failed(format!("{first}{more}; --keep-going plans the others")));
+        let all = all.join("\n  ");
+        return Err(Failure::failed(format!("{all}{more}\n  --keep-going plans the others")));
     }
     faults.iter().for_each(|fault| tracing::warn!("left out: {fault}"));
     Ok((rest, faults))

@@ -1,11 +1,12 @@
 //! The certified planner: column generation over service covers and MIG patterns, with a proof beside every plan.
 
 mod assembly;
-mod bins;
 pub(crate) mod cover;
 mod dual;
 mod filling;
 pub(crate) mod packing;
+mod parts;
+mod pool;
 mod rounding;
 mod search;
 mod sharing;
@@ -13,11 +14,11 @@ mod sharing;
 use base::Random;
 
 use self::assembly::{Unit, assemble, units_of};
-use self::bins::{Bins, units};
 use self::cover::{Prices, cheapest};
-use self::dual::{Bound, Groups, Usage, maximise};
+use self::dual::{Bound, Groups, ROWS, Rows, Usage, maximise, slice_prices};
 use self::filling::Task;
 use self::packing::{Packed, Packer};
+use self::pool::Pool;
 use self::search::{Gap, total};
 use self::sharing::Sharer;
 use crate::error::PlanError;
@@ -28,17 +29,17 @@ use crate::watch::Watch;
 
 /// Plans that are within this share of the bound are not searched further.
 const CLOSE_ENOUGH: f64 = 0.0005;
-/// Rounds of improvement of a plan with shared slices, divided by its number of services.
-const ROUNDS: usize = 400_000;
-/// Rounds of improvement from one start.
-const ROUNDS_MAX: usize = 3000;
-/// The same where filling given patterns follows, which finds more.
-const ROUNDS_FEW: usize = 300;
-/// With more services than this, only two starts are made.
-const MANY: usize = 2000;
-/// Starts of a plan with shared slices: whole slices, or greedily with room in a new slice at such a price.
-const STARTS: [Option<f64>; 8] =
-    [None, Some(0.0), Some(0.1), Some(0.4), Some(0.0), Some(0.05), Some(0.2), Some(0.8)];
+/// With more services than this, prices of shared slices come from a sample of them, and one start is made.
+const MANY: usize = 200;
+/// One service in so many is in the sample, and so many at least.
+const SAMPLED: usize = 50;
+const SAMPLE_LEAST: usize = 80;
+/// Starts of a plan with shared slices: what a part costs beyond its share, and how much prices follow the balance of
+/// slice kinds. The first is for many services.
+const STARTS: [(f64, f64); 7] =
+    [(1.05, 0.35), (1.0, 0.1), (1.02, 0.6), (1.0, 0.6), (1.02, 0.1), (1.1, 0.0), (1.2, 0.3)];
+/// Filling given patterns is not tried where the bound leaves less than this share of the time unused.
+const HOPELESS: f64 = 0.95;
 
 /// A plan and what is proven about it.
 #[derive(Clone, Debug)]
@@ -70,7 +71,7 @@ pub fn plan(problem: &Problem, watch: &mut Watch<'_>) -> Result<Solution, PlanEr
     let whole = solver.whole_slices(watch);
     let outcome = match problem.rules.sharing {
         Sharing::None => whole,
-        Sharing::Time => solver.shared_slices(&whole, watch),
+        Sharing::Time => solver.shared_slices(whole, watch),
     };
     let units = match outcome.units {
         Some(units) => units,
@@ -97,7 +98,7 @@ pub fn bound(problem: &Problem, watch: &mut Watch<'_>) -> Result<Solution, PlanE
         plan: Plan::default(),
         lower_bound: whole_gpus(bound.value),
         bound: bound.value,
-        prices: bound.prices,
+        prices: slice_prices(&bound.prices),
         stopped: watch.is_stopped(),
         seconds: watch.seconds(),
     })
@@ -120,6 +121,12 @@ struct Outcome {
     units: Option<Vec<Unit>>,
 }
 
+impl Outcome {
+    fn gpus(&self) -> usize {
+        self.packed.iter().sum::<u32>() as usize
+    }
+}
+
 impl<'a> Solver<'a> {
     fn new(problem: &'a Problem) -> Result<Solver<'a>, PlanError> {
         problem.validate()?;
@@ -130,15 +137,23 @@ impl<'a> Solver<'a> {
     }
 
     fn whole_bound(&self, watch: &mut Watch<'_>) -> Bound {
-        let price = |service: usize, prices: &Prices| whole_usage(&self.demands[service], prices);
-        let start = start_prices(self.problem);
-        maximise(&self.groups, &price, &self.packer, self.kinds, start, watch)
+        let price = |service: usize, prices: &Rows| whole_usage(&self.demands[service], prices);
+        let rows: Vec<usize> = (0..self.kinds).collect();
+        maximise(&self.groups, &price, &self.packer, &rows, start_prices(self.problem), watch)
     }
 
+    /// Prices from a sample prove a bound as any do, so one pricing of all services ends it.
     fn shared_bound(&self, sharer: &Sharer<'_>, watch: &mut Watch<'_>) -> Bound {
-        let price = |service: usize, prices: &Prices| sharer.least(service, prices);
+        let price = |service: usize, prices: &Rows| sharer.least(service, prices);
+        let rows: Vec<usize> = (0..ROWS).filter(|row| row % KINDS_MAX < self.kinds).collect();
         let start = start_prices(self.problem);
-        maximise(&self.groups, &price, &self.packer, self.kinds, start, watch)
+        if self.demands.len() <= MANY {
+            return maximise(&self.groups, &price, &self.packer, &rows, start, watch);
+        }
+        let sample = Groups::sample(&self.demands, SAMPLE_LEAST.max(self.demands.len() / SAMPLED));
+        let bound = maximise(&sample, &price, &self.packer, &rows, start, watch);
+        let value = dual::value_at(&self.groups, &price, &bound.prices);
+        Bound { value, ..bound }
     }
 
     /// Every slice has one service.
@@ -151,7 +166,7 @@ impl<'a> Solver<'a> {
         let gap = Gap {
             demands,
             packer: &self.packer,
-            prices: &bound.prices,
+            prices: &slice_prices(&bound.prices),
             rounds: if demands.len() <= 5000 { 40 } else { 10 },
         };
         loop {
@@ -165,58 +180,58 @@ impl<'a> Solver<'a> {
                 None => break,
             }
         }
-        Outcome { bound: bound.value, prices: bound.prices, covers, packed, units: None }
+        Outcome {
+            bound: bound.value,
+            prices: slice_prices(&bound.prices),
+            covers,
+            packed,
+            units: None,
+        }
     }
 
     /// Slices may have several services in turns; never more GPUs than with whole slices.
-    fn shared_slices(&self, whole: &Outcome, watch: &mut Watch<'_>) -> Outcome {
+    fn shared_slices(&self, whole: Outcome, watch: &mut Watch<'_>) -> Outcome {
         let sharer = Sharer::new(self.problem, &self.demands);
-        let start = start_prices(self.problem);
         let bound = self.shared_bound(&sharer, watch);
-        let lower_bound = whole_gpus(bound.value);
-        let mut random = Random::new(1);
-        let scores: Prices = std::array::from_fn(|k| 0.9 * bound.prices[k] + 0.1 * start[k]);
-        let bins = Bins::new(&sharer, &self.demands, scores, self.kinds);
-        let mut best: Option<(usize, Packed, Bins<'_>)> = None;
-        let starts: &[Option<f64>] = match self.demands.len() <= MANY {
-            true => &STARTS,
-            false => &[None, Some(0.1)],
-        };
-        for &waste in starts {
-            let mut bins = bins.clone();
-            match waste {
-                None => bins.fill_with_covers(&whole.covers),
-                Some(waste) => bins.fill_greedily(waste, &mut random),
-            }
-            let few = whole.packed.iter().sum::<u32>() as usize <= filling::GPUS_MAX;
-            let rounds = if few { ROUNDS_FEW } else { ROUNDS / self.demands.len().max(1) };
-            let packed =
-                bins.improve(&self.packer, rounds.min(ROUNDS_MAX), lower_bound, &mut random, watch);
-            let gpus = packed.iter().sum::<u32>() as usize;
-            if best.as_ref().is_none_or(|(least, ..)| gpus < *least) {
-                best = Some((gpus, packed, bins));
-            }
-            // With few GPUs, filling given patterns finds more than further starts.
-            if gpus <= lower_bound || gpus <= filling::GPUS_MAX || watch.is_stopped() {
+        let (value, prices) = (bound.value, slice_prices(&bound.prices));
+        let lower_bound = whole_gpus(value);
+        let mut best = Outcome { bound: value, prices, ..whole };
+        let starts = if self.demands.len() <= MANY { &STARTS[..] } else { &STARTS[..1] };
+        for &(strain, balance) in starts {
+            if best.gpus() <= lower_bound || !watch.go_on("sharing", Some(best.gpus()), value) {
                 break;
             }
-        }
-        let (packed, units) = match best {
-            Some((gpus, mut packed, bins)) => {
-                let mut bins = bins.into_bins();
-                for fewer in (lower_bound..gpus).rev() {
-                    let task = Task { sharer: &sharer, demands: &self.demands, gpus: fewer };
-                    let patterns = self.useful_patterns();
-                    let found = task.fill(&self.packer, &patterns, &mut random, watch);
-                    let Some(better) = found else { break };
-                    (packed, bins) = better;
-                }
-                (packed, units(&sharer, &bins))
+            let pool =
+                Pool::new(self.problem, &sharer, &self.demands, &self.packer, &bound, balance);
+            let gpus = best.gpus();
+            let Some(slices) = pool.slices(strain, || watch.go_on("sharing", Some(gpus), value))
+            else {
+                break;
+            };
+            let mut counts = [0; KINDS_MAX];
+            slices.iter().for_each(|slice| counts[slice.kind] += 1);
+            let packed = self.packer.pack(&counts);
+            if (packed.iter().sum::<u32>() as usize) < best.gpus() {
+                (best.packed, best.units) = (packed, Some(slices));
             }
-            None => (whole.packed.clone(), self.units(&whole.covers)),
-        };
-        let covers = Vec::new();
-        Outcome { bound: bound.value, prices: bound.prices, covers, packed, units: Some(units) }
+        }
+        self.fill_patterns(&sharer, &mut best, watch);
+        best
+    }
+
+    /// With few GPUs, filling given patterns can save another.
+    fn fill_patterns(&self, sharer: &Sharer<'_>, best: &mut Outcome, watch: &mut Watch<'_>) {
+        let mut random = Random::new(1);
+        let patterns = self.useful_patterns();
+        for gpus in (whole_gpus(best.bound)..best.gpus()).rev() {
+            let task = Task { sharer, demands: &self.demands, gpus };
+            if best.bound > HOPELESS * gpus as f64 {
+                break;
+            }
+            let found = task.fill(&self.packer, &patterns, &mut random, watch);
+            let Some((packed, bins)) = found else { break };
+            (best.packed, best.units) = (packed, Some(sharer.units(&bins)));
+        }
     }
 
     /// Patterns without slices that differ from smaller ones only in memory nobody is faster with.
@@ -250,8 +265,8 @@ fn whole_gpus(bound: f64) -> usize {
 }
 
 /// Each compute slice at the same price: feasible on every GPU.
-fn start_prices(problem: &Problem) -> Prices {
-    let mut prices = [0.0; KINDS_MAX];
+fn start_prices(problem: &Problem) -> Rows {
+    let mut prices = [0.0; ROWS];
     for (kind, slice) in problem.gpu.slices.iter().enumerate() {
         prices[kind] = f64::from(slice.gpcs) / f64::from(problem.gpu.gpcs);
     }
@@ -266,21 +281,25 @@ pub fn bound_at(problem: &Problem, prices: &[f64; KINDS_MAX]) -> f64 {
 /// The same for demands that are known already.
 pub(crate) fn bound_of(problem: &Problem, demands: &[Demand], prices: &Prices) -> f64 {
     let groups = Groups::new(demands);
-    let prices = dual::feasible(&problem.gpu.maximal_patterns(), *prices);
+    let mut rows = [0.0; ROWS];
+    rows[..KINDS_MAX].copy_from_slice(prices);
+    let prices = dual::feasible(&problem.gpu.maximal_patterns(), rows);
     match problem.rules.sharing {
         Sharing::None => {
-            let price = |service: usize, prices: &Prices| whole_usage(&demands[service], prices);
+            let price = |service: usize, prices: &Rows| whole_usage(&demands[service], prices);
             dual::value_at(&groups, &price, &prices)
         }
         Sharing::Time => {
             let sharer = Sharer::new(problem, demands);
-            let price = |service: usize, prices: &Prices| sharer.least(service, prices);
+            let price = |service: usize, prices: &Rows| sharer.least(service, prices);
             dual::value_at(&groups, &price, &prices)
         }
     }
 }
 
-fn whole_usage(demand: &Demand, prices: &Prices) -> Usage {
-    let priced = cheapest(demand, prices);
-    Usage { bound: priced.bound, slices: priced.cover.map(f64::from) }
+fn whole_usage(demand: &Demand, prices: &Rows) -> Usage {
+    let priced = cheapest(demand, &slice_prices(prices));
+    let mut rows = [0.0; ROWS];
+    rows.iter_mut().zip(priced.cover).for_each(|(row, count)| *row = f64::from(count));
+    Usage { bound: priced.bound, rows }
 }

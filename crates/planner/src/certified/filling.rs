@@ -12,7 +12,7 @@ use crate::watch::Watch;
 /// Plans of more GPUs than this have too many choices of patterns to try them one by one.
 pub(crate) const GPUS_MAX: usize = 4;
 /// Rounds a choice gets, and how many choices go on to the next stage.
-const STAGES: [(usize, usize); 4] = [(40, 24), (300, 8), (2000, 3), (8000, 1)];
+const STAGES: [(usize, usize); 4] = [(10, 24), (60, 8), (400, 3), (3000, 1)];
 /// Parts of a service smaller than this share of its demand are not made.
 const PART: f64 = 0.02;
 /// What may stay unserved, as a share of the demand; well within the checker's tolerance.

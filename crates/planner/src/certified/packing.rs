@@ -42,13 +42,34 @@ impl Packer {
         self.pack_into(demand, &shares, most)
     }
 
+    /// What one slice more of each kind would cost, as the relaxation has it.
+    pub(crate) fn marginal(&self, demand: &Counts) -> [f64; KINDS_MAX] {
+        let simplex = self.relaxation(demand);
+        let mut prices = [0.0; KINDS_MAX];
+        prices.iter_mut().zip(simplex.duals()).for_each(|(price, dual)| *price = dual.max(0.0));
+        prices
+    }
+
     /// Value and pattern shares of the relaxation.
-    fn relax(&self, demand: &Counts) -> (f64, Vec<f64>) {
+    pub(crate) fn relax(&self, demand: &Counts) -> (f64, Vec<f64>) {
+        let simplex = self.relaxation(demand);
+        let scale = f64::from(demand.iter().sum::<u32>().max(1));
+        let first = self.kinds;
+        let mut shares = vec![0.0; self.patterns.len()];
+        for (column, value) in simplex.solution() {
+            if (first..first + self.patterns.len()).contains(&column) {
+                shares[column - first] = value * scale;
+            }
+        }
+        // The perturbed optimum is above the true one by less than the dual values times the noise.
+        (simplex.objective() * scale, shares)
+    }
+
+    fn relaxation(&self, demand: &Counts) -> Simplex {
         let scale = demand.iter().sum::<u32>().max(1);
         let rhs: Vec<f64> =
             demand[..self.kinds].iter().map(|&d| f64::from(d) / f64::from(scale)).collect();
         let mut simplex = Simplex::new(&rhs);
-        let first = self.kinds;
         for pattern in &self.patterns {
             simplex.add(1.0, pattern[..self.kinds].iter().map(|&count| f64::from(count)).collect());
         }
@@ -58,14 +79,7 @@ impl Packer {
             simplex.add(0.0, surplus);
         }
         simplex.solve(1000);
-        let mut shares = vec![0.0; self.patterns.len()];
-        for (column, value) in simplex.solution() {
-            if (first..first + self.patterns.len()).contains(&column) {
-                shares[column - first] = value * f64::from(scale);
-            }
-        }
-        // The perturbed optimum is above the true one by less than the dual values times the noise.
-        (simplex.objective() * f64::from(scale), shares)
+        simplex
     }
 
     fn pack_into(&self, demand: &Counts, shares: &[f64], most: usize) -> Option<Packed> {

@@ -2,7 +2,7 @@
 //! to the mixture's.
 
 use super::cover::{Prices, cheapest};
-use super::dual::{Bound, Groups};
+use super::dual::{Bound, Groups, slice_prices};
 use crate::gpu::{Counts, KINDS_MAX};
 use crate::problem::Demand;
 
@@ -10,18 +10,19 @@ use crate::problem::Demand;
 pub(crate) fn round(demands: &[Demand], groups: &Groups, bound: &Bound) -> Vec<Counts> {
     let mut covers = vec![[0; KINDS_MAX]; demands.len()];
     let mut error = [0.0; KINDS_MAX];
+    let best = slice_prices(&bound.prices);
     for (index, group) in groups.0.iter().enumerate() {
-        let mixed: Vec<(&Prices, f64)> = bound
+        let mixed: Vec<(Prices, f64)> = bound
             .mixture
             .iter()
             .filter(|mixed| mixed.group == index)
-            .map(|mixed| (&mixed.prices, mixed.weight))
+            .map(|mixed| (slice_prices(&mixed.prices), mixed.weight))
             .collect();
         let total: f64 = mixed.iter().map(|(_, weight)| weight).sum();
         for &service in group {
             let service = service as usize;
             covers[service] = match mixed.as_slice() {
-                [] => cheapest(&demands[service], &bound.prices).cover,
+                [] => cheapest(&demands[service], &best).cover,
                 [(prices, _)] => cheapest(&demands[service], prices).cover,
                 several => {
                     let options: Vec<(Counts, f64)> = several
@@ -30,7 +31,7 @@ pub(crate) fn round(demands: &[Demand], groups: &Groups, bound: &Bound) -> Vec<C
                             (cheapest(&demands[service], prices).cover, weight / total)
                         })
                         .collect();
-                    choose(&options, &mut error, &bound.prices)
+                    choose(&options, &mut error, &best)
                 }
             };
         }

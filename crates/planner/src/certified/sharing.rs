@@ -6,9 +6,11 @@
 
 use std::collections::BTreeMap;
 
-use super::cover::Prices;
-use super::dual::Usage;
+use super::assembly::Unit;
+use super::dual::{Rows, Usage};
+use super::parts::{Piece, Tariff};
 use crate::gpu::KINDS_MAX;
+use crate::plan::Share;
 use crate::problem::{Demand, Problem};
 
 /// Relative slack of comparisons, well below the checker's.
@@ -21,17 +23,9 @@ const ITEMS_MAX: usize = 8;
 pub(crate) struct Way {
     pub(crate) batch: u32,
     pub(crate) processes: u32,
-    requests: f64,
-    turn_ms: f64,
-    memory_mib: u64,
-}
-
-/// A fractional use of a slice, for the bound: any share from `least` on gives `throughput` times the share.
-#[derive(Clone, Copy, Debug)]
-struct Piece {
-    kind: usize,
-    throughput: f64,
-    least: f64,
+    pub(crate) requests: f64,
+    pub(crate) turn_ms: f64,
+    pub(crate) memory_mib: u64,
 }
 
 /// How services may share slices.
@@ -91,7 +85,7 @@ impl<'a> Sharer<'a> {
                 ways.len() as u32 - 1
             });
             let class = *classes.entry((model, demand.limit_ms.to_bits())).or_insert_with(|| {
-                pieces.push(pieces_of(&ways[model as usize], demand));
+                pieces.push(pieces_of(problem, &ways[model as usize], demand));
                 pieces.len() as u32 - 1
             });
             model_of.push(model);
@@ -107,35 +101,19 @@ impl<'a> Sharer<'a> {
         Sharer { problem, demands, ways, model_of, pieces, least, class_of }
     }
 
-    /// What the service costs at least when slices can be shared without loss.
-    ///
-    /// With one piece it costs that piece. With two or more it costs at least its rate at the best ratio, and at least
-    /// two smallest pieces.
-    pub(crate) fn least(&self, service: usize, prices: &Prices) -> Usage {
-        let rate = self.demands[service].rate;
-        let pieces = &self.pieces[self.class_of[service] as usize];
-        let mut one = (f64::INFINITY, 0, 0.0);
-        let mut ratio = (f64::INFINITY, 0, 0.0);
-        let mut small = (f64::INFINITY, 0, 0.0);
-        for piece in pieces {
-            let price = prices[piece.kind];
-            let share = (rate / piece.throughput).max(piece.least);
-            if share <= 1.0 + SLACK && share * price < one.0 {
-                one = (share * price, piece.kind, share);
-            }
-            if rate / piece.throughput * price < ratio.0 {
-                let share = rate / piece.throughput;
-                ratio = (share * price, piece.kind, share);
-            }
-            if 2.0 * piece.least * price < small.0 {
-                small = (2.0 * piece.least * price, piece.kind, 2.0 * piece.least);
-            }
-        }
-        let several = if ratio.0 >= small.0 { ratio } else { small };
-        let (bound, kind, share) = if one.0 <= several.0 { one } else { several };
-        let mut slices = [0.0; KINDS_MAX];
-        slices[kind] = share;
-        Usage { bound, slices }
+    /// Ways of a service on slices of `kind`, shortest turn first.
+    pub(crate) fn ways(&self, service: usize, kind: usize) -> &[Way] {
+        &self.ways[self.model_of[service] as usize][kind]
+    }
+
+    /// The uses of slices a service has.
+    pub(crate) fn pieces(&self, service: usize) -> &[Piece] {
+        &self.pieces[self.class_of[service] as usize]
+    }
+
+    /// What the service costs at least when slices can be shared.
+    pub(crate) fn least(&self, service: usize, prices: &Rows) -> Usage {
+        Tariff::new(prices).usage(self.pieces(service), self.demands[service].rate)
     }
 
     /// Shares of a slice of `kind` and requests a second they give, for a rate on its own; smallest share.
@@ -178,6 +156,22 @@ impl<'a> Sharer<'a> {
             .collect::<Option<_>>()?;
         let ways = ways.iter().map(|way| (way.batch, way.processes)).collect();
         Some(Fit { cycle_ms: Some(cycle), ways, busy })
+    }
+
+    /// Slices as units of a plan.
+    pub(crate) fn units(&self, bins: &[Bin]) -> Vec<Unit> {
+        let unit = |bin: &Bin| {
+            let fit = self.fit(bin.kind, &bin.items)?;
+            let share = |(&(service, rate), &(batch, processes)): (&Item, &(u32, u32))| Share {
+                service,
+                batch,
+                processes,
+                rate,
+            };
+            let shares = bin.items.iter().zip(&fit.ways).map(share).collect();
+            Some(Unit { kind: bin.kind, cycle_ms: fit.cycle_ms, shares })
+        };
+        bins.iter().filter_map(unit).collect()
     }
 
     fn fit_alone(&self, kind: usize, service: usize, rate: f64) -> Option<Fit> {
@@ -337,21 +331,26 @@ fn ways_of(problem: &Problem, model: &str) -> [Vec<Way>; KINDS_MAX] {
     })
 }
 
-fn pieces_of(ways: &[Vec<Way>; KINDS_MAX], demand: &Demand) -> Vec<Piece> {
+fn pieces_of(problem: &Problem, ways: &[Vec<Way>; KINDS_MAX], demand: &Demand) -> Vec<Piece> {
     let mut pieces = Vec::new();
-    for (kind, ways) in ways.iter().enumerate() {
-        for way in ways.iter().filter(|way| way.turn_ms * 2.0 <= demand.limit_ms) {
+    for (kind, slice) in problem.gpu.slices.iter().enumerate() {
+        for way in ways[kind].iter().filter(|way| way.turn_ms * 2.0 <= demand.limit_ms) {
             let throughput = way.requests / way.turn_ms * 1000.0;
             let least = way.turn_ms / (demand.limit_ms - way.turn_ms);
-            pieces.push(Piece { kind, throughput, least });
+            let memory = way.memory_mib as f64 / slice.memory_mib() as f64;
+            pieces.push(Piece { kind, throughput, least, memory });
         }
         if demand.throughput[kind] > 0.0 {
-            pieces.push(Piece { kind, throughput: demand.throughput[kind], least: 1.0 });
+            let throughput = demand.throughput[kind];
+            pieces.push(Piece { kind, throughput, least: 1.0, memory: 1.0 });
         }
     }
     let all = pieces.clone();
     let better = |a: &Piece, b: &Piece| {
-        a.kind == b.kind && a.throughput >= b.throughput && a.least <= b.least
+        a.kind == b.kind
+            && a.throughput >= b.throughput
+            && a.least <= b.least
+            && a.memory <= b.memory
     };
     pieces.retain(|piece| !all.iter().any(|other| better(other, piece) && !better(piece, other)));
     pieces
