@@ -5,10 +5,10 @@ mod setup;
 use std::fmt::Write as _;
 
 use base::{Histogram, Nanos, Random};
-use device::sim::{Gpu, GpuEvent, KernelProfile, ModelProfile, Segment, TaskId, reference_output};
+use device::sim::{Gpu, GpuEvent, ModelProfile, Segment, TaskId, reference_output};
 use model::config::Class;
 use runtime::core::{Action, Core, End, Event, ModelId, RequestId};
-use runtime::policy::{Beside, Left, Policy, Rules};
+use runtime::policy::{Beside, Left, Policy, Progress, Rules};
 use std::sync::Arc;
 
 use crate::arrival::Clockwork;
@@ -62,6 +62,8 @@ struct ClientState {
     next: Option<Nanos>,
     outstanding: usize,
     skipped: u64,
+    /// Its time came while it waited for an answer: it asks again the moment it has it.
+    late: bool,
     cancels: Random,
 }
 
@@ -188,6 +190,9 @@ impl World {
             GpuEvent::Started { token, .. } => self.started(token),
             GpuEvent::Done { stream, token, busy } => {
                 self.verify(token);
+                if let Some(client) = self.live_of(token).map(|live| live.client) {
+                    self.ask_if_late(client);
+                }
                 self.feed(Event::SegmentDone { queue: stream, busy });
             }
             GpuEvent::Left { stream, step, tile, transmitted, busy, .. } => {
@@ -251,9 +256,9 @@ impl World {
     /// Compares what a task computed with what an undisturbed one computes.
     fn verify(&mut self, token: u64) {
         let Some(live) = self.live_of(token) else { return };
-        let blocks =
-            self.models[live.model].kernels.iter().map(|kernel: &KernelProfile| kernel.blocks);
-        let want = reference_output(live.id.order(), blocks);
+        let gpu = self.gpu.profile();
+        let tiles = self.models[live.model].kernels.iter().map(|kernel| gpu.tiles(kernel));
+        let want = reference_output(live.id.order(), tiles);
         let got = live.task.and_then(|task| self.gpu.output(task));
         let id = live.id;
         if got != Some(want)
@@ -289,8 +294,12 @@ impl World {
                 }
                 self.gpu.leave(now, queue, how);
             }
-            Action::SetBudget { queue, hold, take } => self.gpu.set_budget(now, queue, hold, take),
-            Action::Pad { queue, sms } => self.gpu.pad(now, queue, sms),
+            Action::SetBudget { queue, hold, take, expiry } => {
+                self.gpu.set_budget(now, queue, hold, take, expiry);
+            }
+            Action::Pad { queue, step, sms, blocks } => {
+                self.gpu.pad(now, queue, step, sms, blocks);
+            }
             Action::Copy { request } => {
                 if let Some(live) = self.live[request.slot()].as_ref() {
                     let bytes = self.models[live.model].input_bytes;
@@ -403,11 +412,23 @@ impl World {
                 state.next =
                     if state.clockwork.is_closed() { None } else { state.clockwork.next(at) };
                 if self.scenario.clients[client].one_outstanding && state.outstanding > 0 {
-                    state.skipped += 1;
+                    // Of several times that passed only the newest counts.
+                    state.skipped += u64::from(state.late);
+                    state.late = true;
                 } else {
                     self.ask(client);
                 }
             }
+            if self.clients[client].outstanding == 0 {
+                self.ask_if_late(client);
+            }
+        }
+    }
+
+    /// A late client asks while its answer is on its way, before the device turns to anything else.
+    fn ask_if_late(&mut self, client: usize) {
+        if std::mem::take(&mut self.clients[client].late) && self.now < self.end {
+            self.ask(client);
         }
     }
 
@@ -466,7 +487,7 @@ impl World {
     }
 }
 
-/// Restores that skip the block they should begin at.
+/// Restores that skip the tile they should begin at.
 #[derive(Debug)]
 struct BrokenRestore(Box<dyn Policy>);
 
@@ -479,8 +500,8 @@ impl Policy for BrokenRestore {
         self.0.rules()
     }
 
-    fn restore(&self, left: Left) -> runtime::policy::Progress {
-        let right = self.0.restore(left);
-        runtime::policy::Progress { tile: right.tile + 1, ..right }
+    fn restore(&self, left: Left, known: Progress) -> Progress {
+        let right = self.0.restore(left, known);
+        Progress { tile: right.tile + 1, ..right }
     }
 }

@@ -90,7 +90,7 @@ fn selection(c: &mut Criterion) {
             taken: 4,
         })
         .collect();
-    let room = Room { sms: 60, gap: Nanos(1_000), inside_tile: true };
+    let room = Room { sms: 60, launch: Nanos(20_000), gap: Nanos(1_000), inside_tile: true };
     let mut grants = Vec::with_capacity(10);
     for (name, rules) in [("atoll", PaddingRules::ATOLL), ("reef", PaddingRules::REEF)] {
         let mut step = 0;
@@ -99,7 +99,7 @@ fn selection(c: &mut Criterion) {
                 grants.clear();
                 step = (step + 1) % 50;
                 let kernels = &set.models[2].kernels;
-                let host = Host { model: 0, kernels, step, elapsed: Nanos::ZERO };
+                let host = Host { model: 0, kernels, step, ready: true, elapsed: Nanos::ZERO };
                 padding::select(rules, room, host, &candidates, &slowdowns, &mut grants);
                 black_box(&grants);
             });

@@ -152,6 +152,7 @@ fn core_of(
         watchdog: Some(WATCHDOG),
         room: Room {
             sms,
+            launch: Nanos(gpu.launch_ns),
             gap: Nanos(gpu.gap_ns),
             inside_tile: gpu.preemption() == device::PreemptionLevel::InsideTile,
         },
@@ -168,6 +169,7 @@ fn clients_of(scenario: &Scenario) -> Vec<ClientState> {
             clockwork,
             outstanding: 0,
             skipped: 0,
+            late: false,
             cancels: Random::new(seeds.next_u64()),
         }
     };
