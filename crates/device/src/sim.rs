@@ -156,8 +156,10 @@ pub struct Gpu {
     contended: bool,
     spans: Option<Vec<Span>>,
     events: Vec<GpuEvent>,
-    /// When something happens next on each stream, as of the last time all were looked at.
+    /// When something happens next on each stream, for those not in `changed`.
     due: Vec<Nanos>,
+    /// Streams that have changed since they were last looked at, as bits; the last one stands for all further.
+    changed: u64,
     /// When something happens next at all; `None` when something has changed since.
     next: Option<Nanos>,
 }
@@ -191,6 +193,7 @@ impl Gpu {
             spans: None,
             events: Vec::new(),
             due: vec![Nanos::ZERO; streams.len()],
+            changed: u64::MAX,
             next: None,
             models,
             profile,
@@ -263,7 +266,7 @@ impl Gpu {
 
     /// Appends a segment to a stream; a full stream gives it back.
     pub fn enqueue(&mut self, now: Nanos, stream: usize, segment: Segment) -> Result<(), Segment> {
-        self.next = None;
+        self.touch(stream);
         self.now = self.now.max(now);
         let lost = self.ready_again_at.is_some();
         let state = &mut self.streams[stream];
@@ -281,7 +284,7 @@ impl Gpu {
 
     /// Makes everything on a stream leave, as finely as asked for and as the device can.
     pub fn leave(&mut self, now: Nanos, stream: usize, how: Leave) {
-        self.next = None;
+        self.touch(stream);
         self.now = self.now.max(now);
         let Some(how) = self.possible(stream, how) else { return };
         let queued = self.queued_kernels(stream);
@@ -318,7 +321,7 @@ impl Gpu {
         take: u32,
         expiry: Option<(Nanos, u32)>,
     ) {
-        self.next = None;
+        self.touch(stream);
         self.now = self.now.max(now);
         let units = |sms: u32| match sms {
             u32::MAX => u64::MAX,
@@ -346,7 +349,6 @@ impl Gpu {
             return;
         };
         let units = u64::from(sms) * UNITS_PER_SM;
-        self.next = None;
         state.granted = Some(blocks.saturating_mul(kernel.tiles_per_block));
         (state.hold, state.take) = (units, units);
         self.place();
@@ -378,7 +380,7 @@ impl Gpu {
 
     /// Resets the device: everything on it is lost, and it is of use again after a while.
     pub fn reset(&mut self, now: Nanos) {
-        self.next = None;
+        (self.next, self.changed) = (None, u64::MAX);
         self.now = self.now.max(now);
         self.streams.iter_mut().for_each(Stream::clear);
         for stream in &mut self.streams {
@@ -392,6 +394,12 @@ impl Gpu {
         let again = self.now + Nanos(self.profile.reset_ns);
         (self.copy_free, self.ready_again_at) = (again, Some(again));
         self.events.push(GpuEvent::Lost);
+    }
+
+    /// A stream is about to change from outside.
+    fn touch(&mut self, stream: usize) {
+        self.next = None;
+        self.changed |= bit(stream);
     }
 
     /// When something happens next by itself.
@@ -411,6 +419,12 @@ impl Gpu {
     /// Moves time to `to` and appends what happened, with its time. To react to an event in time, advance no
     /// further than [`Gpu::next_event`].
     pub fn advance(&mut self, to: Nanos, out: &mut Vec<(Nanos, GpuEvent)>) {
+        while self.advance_to_event(to, out) < to {}
+    }
+
+    /// Moves time on until something happens that is worth an event, or to `to`, and returns it.
+    pub fn advance_to_event(&mut self, to: Nanos, out: &mut Vec<(Nanos, GpuEvent)>) -> Nanos {
+        let before = out.len();
         loop {
             self.look_ahead();
             let Some(at) = self.next_event().filter(|at| *at <= to) else { break };
@@ -425,14 +439,19 @@ impl Gpu {
             // Streams of real time come first by number: what could pad their kernels is known before they are.
             for stream in (0..self.streams.len()).rev() {
                 if self.due[stream] <= self.now {
+                    self.changed |= bit(stream);
                     self.step_stream(stream);
                 }
             }
             self.place();
             let now = self.now;
             out.extend(self.events.drain(..).map(|event| (now, event)));
+            if out.len() > before && now < to {
+                return now;
+            }
         }
         self.now = self.now.max(to);
+        self.now
     }
 
     /// Notes when something happens next, unless it is known.
@@ -440,9 +459,12 @@ impl Gpu {
         if self.next.is_some() {
             return;
         }
-        for (due, stream) in self.due.iter_mut().zip(&self.streams) {
-            *due = stream.next_event().unwrap_or(Nanos::MAX);
+        for (index, stream) in self.streams.iter().enumerate() {
+            if self.changed & bit(index) != 0 {
+                self.due[index] = stream.next_event().unwrap_or(Nanos::MAX);
+            }
         }
+        self.changed = 0;
         let copy = self.copies.front().map(|(ends, _)| *ends);
         let fault = self.faults.front().map(|fault| fault.at);
         let others = copy.into_iter().chain(fault).chain(self.ready_again_at);
@@ -653,10 +675,12 @@ impl Gpu {
 
     /// What was granted beside a kernel that is complete and has not begun does not begin any more.
     fn revoke_grants(&mut self) {
+        self.changed = u64::MAX;
         self.streams.iter_mut().for_each(Stream::revoke);
     }
 
     fn release_fused(&mut self) {
+        self.changed = u64::MAX;
         if self.padding_runs() {
             return;
         }
@@ -774,23 +798,25 @@ impl Gpu {
     /// Places blocks that wait, high priority first, then in the order the kernels became ready.
     fn place(&mut self) {
         while self.free_units > 0 {
-            let waiting = self.streams.iter().enumerate().filter(|(_, stream)| stream.may_place());
-            let fits = |stream: &Stream| {
-                let kernel = stream.kernel.as_ref().expect("a waiting stream has a kernel");
+            let mut first: Option<(usize, u64, (bool, u64))> = None;
+            for (index, stream) in self.streams.iter().enumerate() {
+                let Some(kernel) = stream.kernel.as_ref().filter(|_| stream.may_place()) else {
+                    continue;
+                };
                 let room = stream.take.saturating_sub(kernel.held).min(self.free_units);
-                room / kernel.units
-            };
-            let next = waiting.filter(|(_, stream)| fits(stream) > 0).min_by_key(|(_, stream)| {
-                (!stream.high_priority, stream.kernel.as_ref().map(|kernel| kernel.ready))
-            });
-            let Some((index, stream)) = next else { break };
-            let count = fits(stream);
-            self.place_blocks(index, count);
+                let order = (!stream.high_priority, kernel.ready);
+                if room >= kernel.units && first.is_none_or(|(_, _, before)| order < before) {
+                    first = Some((index, room / kernel.units, order));
+                }
+            }
+            let Some((stream, fits, _)) = first else { break };
+            self.place_blocks(stream, fits);
         }
         self.update_rates();
     }
 
     fn place_blocks(&mut self, stream: usize, fits: u64) {
+        self.changed |= bit(stream);
         let now = self.now;
         let state = &mut self.streams[stream];
         let (Some(kernel), Some(head)) = (&mut state.kernel, state.segments.front_mut()) else {
@@ -809,21 +835,24 @@ impl Gpu {
 
     /// Shares the memory bandwidth: when more is asked for than there is, what needs it goes slower.
     fn update_rates(&mut self) {
-        let mut demand = 0.0;
-        for kernel in self.streams.iter().filter_map(|stream| stream.kernel.as_ref()) {
-            demand += kernel.memory_share * kernel.running as f32 / kernel.at_once.max(1) as f32;
-        }
+        let demand: f32 = self.streams.iter().map(Stream::bandwidth).sum();
         let contended = demand > 1.0;
         if !contended && !self.contended {
             return;
         }
         self.contended = contended;
         let excess = f64::from((demand - 1.0).max(0.0));
-        let now = self.now;
-        for kernel in self.streams.iter_mut().filter_map(|stream| stream.kernel.as_mut()) {
-            kernel.set_slow(now, 1.0 + f64::from(kernel.memory_share) * excess);
+        for (index, stream) in self.streams.iter_mut().enumerate() {
+            let Some(kernel) = &mut stream.kernel else { continue };
+            if kernel.set_slow(self.now, 1.0 + f64::from(kernel.memory_share) * excess) {
+                self.changed |= bit(index);
+            }
         }
     }
+}
+
+fn bit(stream: usize) -> u64 {
+    1 << stream.min(63)
 }
 
 fn note_span(

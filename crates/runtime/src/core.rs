@@ -247,6 +247,13 @@ pub struct QueueLayout {
     pub best_effort: usize,
 }
 
+/// A bug that tests plant to see whether their checkers notice it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mutation {
+    /// A request that is given up while it runs is answered at once, and once more when it has left.
+    EndsTwice,
+}
+
 /// Settings of the core.
 #[derive(Clone, Debug)]
 pub struct CoreOptions {
@@ -268,6 +275,8 @@ pub struct CoreOptions {
     pub watchdog: Option<Nanos>,
     /// The device as padding sees it.
     pub room: Room,
+    /// Never set but by tests.
+    pub mutation: Option<Mutation>,
 }
 
 impl Default for CoreOptions {
@@ -282,6 +291,7 @@ impl Default for CoreOptions {
             memory_bytes: None,
             watchdog: None,
             room: Room { sms: 1, launch: Nanos::ZERO, gap: Nanos::ZERO, inside_tile: false },
+            mutation: None,
         }
     }
 }
@@ -667,6 +677,9 @@ impl Core {
             Some(Phase::Running { queue }) => {
                 if let Some(state) = self.requests.get_mut(request) {
                     state.phase = Phase::GivenUp(end);
+                }
+                if self.options.mutation == Some(Mutation::EndsTwice) {
+                    actions.push(Action::End { request, end });
                 }
                 let how = self.rules.leave.unwrap_or(Leave::BetweenLaunches);
                 self.preempt(queue, how, actions);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use base::{Nanos, Random};
 use device::sim::{Gpu, ModelProfile, ProfileSet, StreamOptions};
 use model::config::Class;
-use runtime::core::{Core, CoreOptions, Event, ModelId, QueueLayout, RealTimeOrder};
+use runtime::core::{Core, CoreOptions, Event, ModelId, Mutation, QueueLayout, RealTimeOrder};
 use runtime::policy::padding::Room;
 use runtime::policy::{NAMES, Policy, Streams, by_name};
 
@@ -156,6 +156,7 @@ fn core_of(
             gap: Nanos(gpu.gap_ns),
             inside_tile: gpu.preemption() == device::PreemptionLevel::InsideTile,
         },
+        mutation: planted(PlantedBug::ExactlyOnce).then_some(Mutation::EndsTwice),
     };
     Core::with_policy(core, policy)
 }

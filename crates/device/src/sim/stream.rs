@@ -13,7 +13,7 @@ pub(super) const UNITS_PER_SM: u64 = 2_520;
 
 /// Blocks placed within this part of a block's time of each other end together, at their mean: it bounds how
 /// many groups there are and moves no end by more.
-const TOGETHER: f64 = 1.0 / 32.0;
+const TOGETHER: f64 = 1.0 / 8.0;
 
 /// Blocks that were placed together and end together.
 #[derive(Clone, Debug)]
@@ -119,12 +119,14 @@ impl Kernel {
         self.progress + (now - self.since).0 as f64 / self.slow
     }
 
-    /// From `now` on, blocks go `slow` times slower than alone.
-    pub(super) fn set_slow(&mut self, now: Nanos, slow: f64) {
-        if slow != self.slow {
+    /// From `now` on, blocks go `slow` times slower than alone. Returns whether that changes anything.
+    pub(super) fn set_slow(&mut self, now: Nanos, slow: f64) -> bool {
+        let changes = slow != self.slow;
+        if changes {
             self.progress = self.progress_at(now);
             (self.since, self.slow) = (now, slow);
         }
+        changes
     }
 
     /// When the first group ends.
@@ -281,7 +283,18 @@ impl Stream {
     pub(super) fn next_event(&self) -> Option<Nanos> {
         let end = self.kernel.as_ref().and_then(Kernel::next_end);
         let expiry = self.expiry.map(|(at, _)| at);
-        [end, self.dispatch_at, self.abort_at, self.left_at, expiry].into_iter().flatten().min()
+        let timers = [end, self.dispatch_at, self.abort_at, self.left_at, expiry];
+        let first =
+            timers.into_iter().fold(Nanos::MAX, |first, at| first.min(at.unwrap_or(Nanos::MAX)));
+        (first < Nanos::MAX).then_some(first)
+    }
+
+    /// Share of the memory bandwidth its kernel asks for.
+    pub(super) fn bandwidth(&self) -> f32 {
+        let asked = |kernel: &Kernel| {
+            kernel.memory_share * kernel.running as f32 / kernel.at_once.max(1) as f32
+        };
+        self.kernel.as_ref().map_or(0.0, asked)
     }
 
     /// Whether new blocks of its kernel may be placed.
