@@ -117,18 +117,23 @@ pub fn select(
         return;
     }
     let first = grants.len();
-    grants.extend(candidates.iter().map(|candidate| Grant::none(candidate.queue)));
+    // Until a budget is made of them, `blocks` holds the multiprocessors a candidate can use.
+    let usable = |kernel: &KernelProfile| kernel.sms().clamp(1, room.sms.max(1));
+    grants.extend(candidates.iter().map(|candidate| Grant {
+        blocks: usable(&candidate.kernel),
+        ..Grant::none(candidate.queue)
+    }));
     let grants = &mut grants[first..];
     let mut share = |step: usize, field: fn(&mut Grant) -> &mut u32| {
         let Some(kernel) = host.kernels.get(step) else { return };
         let mut space = Space::beside(kernel, room);
+        let seen = if rules.learn { slowdowns.row(host.model, step) } else { &[] };
         // What runs stays where there is room for it; only then does anybody get more.
         for more in [false, true] {
             for (candidate, grant) in candidates.iter().zip(&mut *grants) {
-                let banned = rules.learn && slowdowns.banned(host.model, step, candidate.model);
-                let most = if more { u32::MAX } else { candidate.taken };
-                if !banned {
-                    space.give(candidate, room, most, field(grant));
+                let most = if more { grant.blocks } else { candidate.taken.min(grant.blocks) };
+                if space.sms > 0 && most > 0 && !banned(seen, candidate.model) {
+                    space.give(&candidate.kernel, grant.blocks, most, field(grant));
                 }
             }
         }
@@ -160,17 +165,17 @@ impl Space {
         }
     }
 
-    /// Raises what a candidate is given to at most `most` multiprocessors: what a kernel draws from memory goes with
-    /// how many it runs on.
-    fn give(&mut self, candidate: &Candidate, room: Room, most: u32, given: &mut u32) {
-        let kernel = &candidate.kernel;
+    /// Raises what a kernel that can use `usable` multiprocessors is given to at most `most` of them: what it draws
+    /// from memory goes with how many it runs on.
+    fn give(&mut self, kernel: &KernelProfile, usable: u32, most: u32, given: &mut u32) {
         if self.memory_bound && kernel.memory_share >= MEMORY_BOUND {
             return;
         }
-        let all = kernel.sms().min(room.sms).max(1);
-        let each = kernel.memory_share / all as f32;
-        let affordable = (self.bandwidth.max(0.0) / each.max(1e-6)) as u32;
-        let more = all.min(most).saturating_sub(*given).min(self.sms).min(affordable);
+        let mut more = most.saturating_sub(*given).min(self.sms);
+        let each = kernel.memory_share / usable as f32;
+        if each * more as f32 > self.bandwidth {
+            more = (self.bandwidth.max(0.0) / each) as u32;
+        }
         self.bandwidth -= each * more as f32;
         self.sms -= more;
         *given += more;
@@ -242,16 +247,25 @@ impl Slowdowns {
         }
     }
 
+    /// What was seen beside kernel `step` of `host`, by model; empty when nothing is known of it.
+    fn row(&self, host: usize, step: usize) -> &[f32] {
+        let cells = step * MODELS..(step + 1) * MODELS;
+        self.rows.get(host).and_then(|row| row.get(cells)).unwrap_or_default()
+    }
+
     /// Whether the pair has cost real time too much.
     pub fn banned(&self, host: usize, step: usize, model: usize) -> bool {
-        let cell = self.rows.get(host).and_then(|row| row.get(step * MODELS + model % MODELS));
-        cell.is_some_and(|ratio| *ratio > SLOWDOWN_MAX)
+        banned(self.row(host, step), model)
     }
 
     /// The bit that stands for a model in [`Slowdowns::record`].
     pub fn bit(model: usize) -> u64 {
         1 << (model % MODELS)
     }
+}
+
+fn banned(row: &[f32], model: usize) -> bool {
+    row.get(model % MODELS).is_some_and(|ratio| *ratio > SLOWDOWN_MAX)
 }
 
 #[cfg(test)]
