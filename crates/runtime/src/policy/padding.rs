@@ -124,55 +124,61 @@ pub fn select(
         ..Grant::none(candidate.queue)
     }));
     let grants = &mut grants[first..];
-    let mut share = |step: usize, field: fn(&mut Grant) -> &mut u32| {
-        let Some(kernel) = host.kernels.get(step) else { return };
-        let mut space = Space::beside(kernel, room);
+    let beside = |step: usize| {
         let seen = if rules.learn { slowdowns.row(host.model, step) } else { &[] };
-        // What runs stays where there is room for it; only then does anybody get more.
-        for more in [false, true] {
-            for (candidate, grant) in candidates.iter().zip(&mut *grants) {
-                let most = if more { grant.blocks } else { candidate.taken.min(grant.blocks) };
-                if space.sms > 0 && most > 0 && !banned(seen, candidate.model) {
-                    space.give(&candidate.kernel, grant.blocks, most, field(grant));
-                }
+        host.kernels.get(step).map(|kernel| Space::beside(kernel, room, seen))
+    };
+    let mut now = beside(host.step).filter(|_| host.ready);
+    let mut then = beside(host.step + usize::from(host.ready));
+    // What runs stays where there is room for it; only then does anybody get more.
+    for more in [false, true] {
+        for (candidate, grant) in candidates.iter().zip(&mut *grants) {
+            let most = if more { grant.blocks } else { candidate.taken.min(grant.blocks) };
+            if most > 0 {
+                let each = candidate.kernel.memory_share / grant.blocks as f32;
+                now.iter_mut().for_each(|space| space.give(candidate, each, most, &mut grant.take));
+                then.iter_mut()
+                    .for_each(|space| space.give(candidate, each, most, &mut grant.hold));
             }
         }
-    };
-    if host.ready {
-        share(host.step, |grant| &mut grant.take);
-        share(host.step + 1, |grant| &mut grant.hold);
-    } else {
-        share(host.step, |grant| &mut grant.hold);
     }
+    let lasts = match host.ready {
+        true => real_time.time_on(room.sms) + room.gap,
+        false => room.launch,
+    };
+    let remaining = lasts.since(host.elapsed);
     for (candidate, grant) in candidates.iter().zip(grants) {
-        budget(room, host, candidate, grant);
+        budget(room, host, candidate, remaining, grant);
     }
 }
 
 /// What a real-time kernel leaves to others.
-struct Space {
+struct Space<'a> {
     sms: u32,
     bandwidth: f32,
     memory_bound: bool,
+    /// What was seen beside it, by model.
+    seen: &'a [f32],
 }
 
-impl Space {
-    fn beside(kernel: &KernelProfile, room: Room) -> Space {
+impl<'a> Space<'a> {
+    fn beside(kernel: &KernelProfile, room: Room, seen: &'a [f32]) -> Space<'a> {
         Space {
             sms: room.sms.saturating_sub(kernel.sms()),
             bandwidth: MEMORY_MAX - kernel.memory_share,
             memory_bound: kernel.memory_share >= MEMORY_BOUND,
+            seen,
         }
     }
 
-    /// Raises what a kernel that can use `usable` multiprocessors is given to at most `most` of them: what it draws
-    /// from memory goes with how many it runs on.
-    fn give(&mut self, kernel: &KernelProfile, usable: u32, most: u32, given: &mut u32) {
-        if self.memory_bound && kernel.memory_share >= MEMORY_BOUND {
+    /// Raises what a candidate is given to at most `most` multiprocessors. What it draws from memory goes with how
+    /// many it runs on: `each` on every one.
+    fn give(&mut self, candidate: &Candidate, each: f32, most: u32, given: &mut u32) {
+        let both = self.memory_bound && candidate.kernel.memory_share >= MEMORY_BOUND;
+        if self.sms == 0 || both || banned(self.seen, candidate.model) {
             return;
         }
         let mut more = most.saturating_sub(*given).min(self.sms);
-        let each = kernel.memory_share / usable as f32;
         if each * more as f32 > self.bandwidth {
             more = (self.bandwidth.max(0.0) / each) as u32;
         }
@@ -199,14 +205,9 @@ fn fused(room: Room, real_time: &KernelProfile, candidate: &Candidate, left: u32
 /// From what there is room for now (`take`) and beside the next real-time kernel (`hold`) to a budget: all of the
 /// first until that kernel comes, then the second. Before real time begins, everybody keeps what he has. Where blocks cannot stop in the middle, only those begin that
 /// end in time, and those that run stay while there is room.
-fn budget(room: Room, host: Host<'_>, candidate: &Candidate, grant: &mut Grant) {
+fn budget(room: Room, host: Host<'_>, candidate: &Candidate, remaining: Nanos, grant: &mut Grant) {
     let coming = grant.hold;
     let left = if host.ready { grant.take } else { candidate.taken };
-    let lasts = match host.ready {
-        true => host.kernels[host.step].time_on(room.sms) + room.gap,
-        false => room.launch,
-    };
-    let remaining = lasts.since(host.elapsed);
     grant.blocks = u32::MAX;
     if room.inside_tile {
         let last = host.ready && host.step + 1 == host.kernels.len();
