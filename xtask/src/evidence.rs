@@ -41,6 +41,42 @@ fn stale_sources(root: &Path, text: &str) -> Result<Vec<String>, String> {
     Ok(sources.iter().filter_map(stale).collect())
 }
 
+/// GPU latencies as the README shows them.
+pub(crate) fn latency_table(root: &Path) -> Result<String, String> {
+    let path = root.join("evidence/latency.json");
+    let text =
+        std::fs::read_to_string(&path).map_err(|err| format!("{}: {err}", path.display()))?;
+    let evidence: Value = serde_json::from_str(&text).map_err(|err| err.to_string())?;
+    let field = |name: &str| evidence.get(name).and_then(Value::as_str).unwrap_or("?");
+    let mut table = format!(
+        "{}, driver {}, PyTorch {}, {}; microseconds:\n\n| network | batch | atoll | p99 | PyTorch graph | compiled | ratio to the better | error | PyTorch's |\n|---|---|---|---|---|---|---|---|---|\n",
+        field("device"),
+        field("driver"),
+        field("torch"),
+        field("date")
+    );
+    let rows = evidence.get("rows").and_then(Value::as_array).ok_or("no rows")?;
+    for row in rows.iter().filter(|row| row.get("atoll_us").is_some()) {
+        let number = |name: &str| row.get(name).and_then(Value::as_f64);
+        let show = |name: &str, digits: usize| {
+            number(name).map_or("-".to_string(), |value| format!("{value:.digits$}"))
+        };
+        let name = row.get("model").and_then(Value::as_str).unwrap_or("?");
+        table.push_str(&format!(
+            "| {name} | {} | {} | {} | {} | {} | {} | {} | {} |\n",
+            show("batch", 0),
+            show("atoll_us", 0),
+            show("atoll_p99_us", 0),
+            show("torch_graph_us", 0),
+            show("torch_compile_us", 0),
+            show("ratio", 2),
+            show("rel_error", 4),
+            show("torch_rel_error", 4)
+        ));
+    }
+    Ok(table)
+}
+
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -55,6 +91,14 @@ mod tests {
         for (name, stale) in check(&root).unwrap() {
             assert!(stale.is_empty(), "{name} is stale, measure again: {}", stale.join(", "));
         }
+    }
+
+    #[test]
+    fn the_readme_shows_what_was_measured() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let readme = std::fs::read_to_string(root.join("README.md")).unwrap();
+        let table = latency_table(&root).unwrap();
+        assert!(readme.contains(&table), "put this into README.md:\n{table}");
     }
 
     #[test]

@@ -12,12 +12,14 @@ usage: cargo xtask COMMAND
 
 commands:
   tidy      check crate edges, unsafe code, clocks, file lengths and documented dependencies
-  evidence  say whether the figures in evidence/ belong to the sources that are there now
+  evidence  say whether the figures in evidence/ belong to the sources that are there now;
+            --table prints the README's table of GPU latencies
   help      print this text";
 
 fn main() -> ExitCode {
     match std::env::args().nth(1).as_deref() {
         Some("tidy") => report(&tidy::check(&root())),
+        Some("evidence") if std::env::args().any(|argument| argument == "--table") => print_table(),
         Some("evidence") => report_evidence(),
         Some("help" | "--help" | "-h") => {
             println!("{HELP}");
@@ -42,6 +44,19 @@ fn report(problems: &[String]) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     ExitCode::FAILURE
+}
+
+fn print_table() -> ExitCode {
+    match evidence::latency_table(&root()) {
+        Ok(table) => {
+            print!("{table}");
+            ExitCode::SUCCESS
+        }
+        Err(problem) => {
+            eprintln!("evidence: {problem}");
+            ExitCode::FAILURE
+        }
+    }
 }
 
 fn report_evidence() -> ExitCode {

@@ -113,6 +113,9 @@ fn poisson(count: usize, mean_gap: Nanos, seed: u64) -> Vec<Nanos> {
 
 const OBJECTIVE: Nanos = Nanos::from_millis(100);
 
+/// Rates closer together than this are not told apart.
+const STEP_RPS: f64 = 0.5;
+
 /// A point of Nexus's curves: an objective of 100 ms and an optimum of 500 requests a second.
 #[derive(Clone, Debug, Serialize)]
 pub struct DropPoint {
@@ -134,7 +137,7 @@ pub struct DropPoint {
 
 /// The curves of figures 5 and 9 over `alpha`.
 pub fn nexus(requests: usize) -> Vec<DropPoint> {
-    let alphas = [1_000, 1_200, 1_400, 1_600, 1_800];
+    let alphas = [200, 600, 1_000, 1_200, 1_400, 1_600, 1_800];
     let points = alphas.into_iter().flat_map(|alpha| [(alpha, false), (alpha, true)]);
     points.map(|(alpha, random)| drop_point(alpha, random, requests)).collect()
 }
@@ -144,27 +147,35 @@ fn drop_point(alpha_us: u64, random: bool, requests: usize) -> DropPoint {
     let beta = Nanos::from_millis(50) - Nanos::from_micros(alpha_us * 25);
     let profile = BatchProfile::linear(Nanos::from_micros(alpha_us), beta, 64);
     let batch = profile.batch_for_objective(OBJECTIVE);
-    let bad = |policy: &mut dyn BatchPolicy, rate: f64| {
+    let seeds = if random { 1..=4 } else { 1..=1 };
+    let bad = |make: &dyn Fn() -> Box<dyn BatchPolicy>, rate: f64| {
         let gap = Nanos((1e9 / rate) as u64);
-        let arrivals = if random { poisson(requests, gap, 7) } else { uniform(requests, gap) };
-        let outcome = simulate(policy, &profile, &[64], &arrivals, OBJECTIVE);
-        (outcome.dropped + outcome.late) as f64 / outcome.requests as f64
+        let of = |seed: u64| {
+            let arrivals =
+                if random { poisson(requests, gap, seed) } else { uniform(requests, gap) };
+            let outcome = simulate(make().as_mut(), &profile, &[64], &arrivals, OBJECTIVE);
+            (outcome.dropped + outcome.late) as f64 / outcome.requests as f64
+        };
+        seeds.clone().map(of).sum::<f64>() / seeds.clone().count() as f64
     };
     let goodput = |make: &dyn Fn() -> Box<dyn BatchPolicy>| {
         let (mut low, mut high) = (50.0, 600.0);
-        while high - low > 2.0 {
+        while high - low > STEP_RPS {
             let rate = (low + high) / 2.0;
-            if bad(make().as_mut(), rate) <= 0.01 { low = rate } else { high = rate }
+            if bad(make, rate) <= 0.01 { low = rate } else { high = rate }
         }
-        f64::round(low)
+        f64::round(low * 10.0) / 10.0
     };
+    let lazy = || Box::new(LazyDrop { batch_max: 64 }) as Box<dyn BatchPolicy>;
+    let early = || Box::new(EarlyDrop { batch }) as Box<dyn BatchPolicy>;
+    let percent = |share: f64| (share * 1e4).round() / 100.0;
     DropPoint {
         alpha_ms: alpha_us as f64 / 1e3,
         arrivals: if random { "poisson" } else { "uniform" },
-        lazy_bad_pct: (bad(&mut LazyDrop { batch_max: 64 }, 450.0) * 1e4).round() / 100.0,
-        early_bad_pct: (bad(&mut EarlyDrop { batch }, 450.0) * 1e4).round() / 100.0,
-        lazy_rps: goodput(&|| Box::new(LazyDrop { batch_max: 64 })),
-        early_rps: goodput(&|| Box::new(EarlyDrop { batch })),
+        lazy_bad_pct: percent(bad(&lazy, 450.0)),
+        early_bad_pct: percent(bad(&early, 450.0)),
+        lazy_rps: goodput(&lazy),
+        early_rps: goodput(&early),
         deferred_rps: goodput(&|| Box::new(Deferred { batch, margin: Nanos::ZERO })),
     }
 }
@@ -214,7 +225,7 @@ mod tests {
     fn early_drop_is_better_than_lazy_and_deferred_no_worse() {
         for point in nexus(10_000) {
             assert!(point.early_rps >= point.lazy_rps * 0.99, "{point:?}");
-            assert!(point.deferred_rps >= point.early_rps * 0.99, "{point:?}");
+            assert!(point.deferred_rps >= point.early_rps * 0.995, "{point:?}");
         }
     }
 

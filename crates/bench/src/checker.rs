@@ -74,7 +74,11 @@ impl Limits {
                 PreemptionLevel::InsideTile => Some(Nanos(gpu.leave_ns)),
             },
         };
-        let queues = if rules.start == Start::WhenClear { evict } else { Nanos::ZERO };
+        // Real time waits until the queues are empty, or the dispatcher turns to it from theirs.
+        let queues = match rules.start {
+            Start::WhenClear => evict,
+            Start::AtOnce => Nanos(gpu.switch_ns[1]),
+        };
         let silent = scenario.faults.iter().any(|fault| fault.kind == FaultKind::LostCompletion);
         let silence = if silent { watchdog } else { Nanos::ZERO };
         let split = rules.streams == Streams::Split && rules.best_effort;
@@ -229,6 +233,9 @@ impl Checker {
                 self.report(now, format!("real-time request {order} overtook {first:?}"));
             }
             self.running_rt = Some((order, seen.model));
+            // Whoever still waits now waits for this one.
+            let others = self.open.iter_mut().filter(|(other, _)| **other != order);
+            others.for_each(|(_, other)| other.clear_since = None);
         } else if let Some(limit) = self.limits.starvation
             && !seen.launched
             && now > seen.asked + limit

@@ -37,15 +37,18 @@ pub fn svg(charts: &[Chart]) -> String {
 }
 
 fn draw(text: &mut String, chart: &Chart, width: f64, height: f64) {
-    let (left, top, bottom) = (60.0, 50.0, height - 30.0);
-    let highest = chart.bars.iter().flat_map(|(_, values)| values).copied().fold(1e-9, f64::max);
+    let (left, top, bottom) = (60.0, 56.0, height - 30.0);
+    let largest = chart.bars.iter().flat_map(|(_, values)| values).copied().fold(1e-9, f64::max);
+    let step = round_step(largest);
+    let ticks = (largest / step).ceil().max(1.0) as u32;
+    let highest = step * f64::from(ticks);
     let _ = writeln!(
         text,
         "<text x=\"{left}\" y=\"18\" font-weight=\"bold\">{} ({})</text>",
         chart.title, chart.unit
     );
     for (index, (name, _)) in chart.bars.iter().enumerate() {
-        let x = left + 120.0 * index as f64;
+        let x = left + 128.0 * index as f64;
         let colour = COLOURS[index % COLOURS.len()];
         let _ = writeln!(
             text,
@@ -53,9 +56,9 @@ fn draw(text: &mut String, chart: &Chart, width: f64, height: f64) {
             x + 14.0
         );
     }
-    for tick in 0..=4 {
-        let value = highest * f64::from(tick) / 4.0;
-        let y = bottom - (bottom - top) * f64::from(tick) / 4.0;
+    for tick in 0..=ticks {
+        let value = step * f64::from(tick);
+        let y = bottom - (bottom - top) * value / highest;
         let _ = writeln!(
             text,
             "<line x1=\"{left}\" x2=\"{}\" y1=\"{y}\" y2=\"{y}\" stroke=\"#ddd\"/><text x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>",
@@ -81,6 +84,15 @@ fn draw(text: &mut String, chart: &Chart, width: f64, height: f64) {
                 COLOURS[index % COLOURS.len()],
                 short(value)
             );
+            if bar_width > 28.0 && value > 0.0 {
+                let _ = writeln!(
+                    text,
+                    "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" font-size=\"10\">{}</text>",
+                    start + bar_width * (index as f64 + 0.46),
+                    bottom - tall - 3.0,
+                    short(value)
+                );
+            }
         }
         let _ = writeln!(
             text,
@@ -91,6 +103,26 @@ fn draw(text: &mut String, chart: &Chart, width: f64, height: f64) {
     }
 }
 
+/// The distance of ticks for values up to `largest`: a round number, and at most five of them.
+fn round_step(largest: f64) -> f64 {
+    let power = 10f64.powf((largest / 5.0).log10().floor());
+    let enough = |step: &f64| largest / step <= 5.0;
+    [1.0, 2.0, 2.5, 5.0, 10.0].map(|step| step * power).into_iter().find(enough).unwrap_or(largest)
+}
+
 fn short(value: f64) -> String {
     if value >= 100.0 { format!("{value:.0}") } else { format!("{value:.1}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ticks_are_round_and_few() {
+        for (largest, step) in [(12.3, 2.5), (166.0, 50.0), (61.1, 20.0), (5.0, 1.0), (0.07, 0.02)]
+        {
+            assert!((round_step(largest) / step - 1.0).abs() < 1e-9, "{}", round_step(largest));
+        }
+    }
 }

@@ -1,4 +1,5 @@
-//! A swim-lane timeline as SVG: a lane per stream, how full each is, and what was thrown away.
+//! A swim-lane timeline as SVG: how many multiprocessors each stream holds, all of them together, and where work
+//! was made to leave.
 
 use std::fmt::Write as _;
 use std::ops::Range;
@@ -8,63 +9,124 @@ use device::sim::{Gpu, Span};
 
 use crate::plot::COLOURS;
 
-const WIDTH: f64 = 1_600.0;
-const LANE: f64 = 46.0;
-const LEFT: f64 = 70.0;
+const WIDTH: f64 = 1_500.0;
+const LANE: f64 = 64.0;
+const LEFT: f64 = 90.0;
+const TOP: f64 = 44.0;
+const LEAVES: &str = "#CC0000";
+
+/// One lane: its name, its colour, and the spans that fill it.
+struct Lane<'a> {
+    name: String,
+    colour: &'static str,
+    spans: Vec<&'a Span>,
+}
 
 /// Draws everything a device kept between two times.
 pub fn svg(gpu: &Gpu, real_time: &Range<usize>, window: Range<Nanos>) -> String {
     let shown: Vec<&Span> =
         gpu.spans().iter().filter(|s| s.to > window.start && s.from < window.end).collect();
-    let lanes = shown.iter().map(|span| span.stream + 1).max().unwrap_or(1);
-    let sms = f64::from(gpu.profile().sms);
-    let height = LANE * (lanes as f64 + 1.0) + 40.0;
+    let lanes = lanes(&shown, real_time);
+    let height = TOP + LANE * lanes.len() as f64 + 36.0;
     let mut text = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{}\" height=\"{height}\" font-family=\"sans-serif\" \
-         font-size=\"11\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n",
-        WIDTH + LEFT + 10.0
+         font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n",
+        WIDTH + LEFT + 40.0
     );
+    legend(&mut text, gpu.profile().sms);
     let length = (window.end - window.start).0.max(1) as f64;
     let x = |at: Nanos| {
         LEFT + (at.clamp(window.start, window.end) - window.start).0 as f64 / length * WIDTH
     };
-    for lane in 0..lanes {
-        let y = LANE * (lane as f64 + 1.0);
-        let name = if real_time.contains(&lane) { "RT".to_string() } else { format!("BE {lane}") };
-        let _ = writeln!(
-            text,
-            "<text x=\"4\" y=\"{}\">{name}</text><line x1=\"{LEFT}\" x2=\"{}\" y1=\"{y}\" y2=\"{y}\" stroke=\"#ccc\"/>",
-            y - 12.0,
-            LEFT + WIDTH
-        );
-    }
-    for span in shown {
-        let y = LANE * (span.stream as f64 + 1.0);
-        let tall = (LANE - 8.0) * f64::from(span.sms) / sms;
-        let colour =
-            if real_time.contains(&span.stream) { COLOURS[3] } else { COLOURS[span.stream % 3] };
-        let fill = if span.aborted { "#bbbbbb" } else { colour };
-        let state = if span.aborted { ", left in the middle" } else { "" };
-        let _ = writeln!(
-            text,
-            "<rect x=\"{:.2}\" y=\"{:.2}\" width=\"{:.2}\" height=\"{tall:.2}\" fill=\"{fill}\"><title>kernel {}, {:.1} SMs{state}</title></rect>",
-            x(span.from),
-            y - tall,
-            (x(span.to) - x(span.from)).max(0.3),
-            span.step,
-            span.sms
-        );
-    }
     for tick in 0..=10 {
         let at = Nanos(window.start.0 + (length as u64) * tick / 10);
         let _ = writeln!(
             text,
-            "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{:.2} ms</text>",
+            "<line x1=\"{0:.1}\" x2=\"{0:.1}\" y1=\"{TOP}\" y2=\"{1}\" stroke=\"#eee\"/>\
+             <text x=\"{0:.1}\" y=\"{2}\" text-anchor=\"middle\">{3:.2} ms</text>",
             x(at),
-            height - 8.0,
+            height - 30.0,
+            height - 12.0,
             at.as_millis_f64()
         );
     }
+    for (index, lane) in lanes.iter().enumerate() {
+        draw_lane(&mut text, lane, index, f64::from(gpu.profile().sms), &x);
+    }
     text.push_str("</svg>\n");
     text
+}
+
+fn lanes<'a>(shown: &[&'a Span], real_time: &Range<usize>) -> Vec<Lane<'a>> {
+    let streams = shown.iter().map(|span| span.stream + 1).max().unwrap_or(1);
+    let lane = |stream: usize| {
+        let is_rt = real_time.contains(&stream);
+        Lane {
+            name: format!("{} {stream}", if is_rt { "real time" } else { "best effort" }),
+            colour: if is_rt { COLOURS[3] } else { [COLOURS[1], COLOURS[2]][stream % 2] },
+            spans: shown.iter().copied().filter(|span| span.stream == stream).collect(),
+        }
+    };
+    let all = Lane { name: "all SMs".to_string(), colour: "#888888", spans: shown.to_vec() };
+    (0..streams).map(lane).chain([all]).collect()
+}
+
+fn legend(text: &mut String, sms: u32) {
+    let entries = [
+        (COLOURS[3], "real time".to_string()),
+        (COLOURS[1], "best effort (colours alternate)".to_string()),
+        (LEAVES, "made to leave in the middle of its work".to_string()),
+        ("#888888", format!("all together; a lane is {sms} multiprocessors high")),
+    ];
+    for (index, (colour, name)) in entries.iter().enumerate() {
+        let x = LEFT + 290.0 * index as f64;
+        let _ = writeln!(
+            text,
+            "<rect x=\"{x}\" y=\"12\" width=\"12\" height=\"12\" fill=\"{colour}\"/>\
+             <text x=\"{}\" y=\"22\">{name}</text>",
+            x + 18.0
+        );
+    }
+}
+
+/// The multiprocessors held as an area, and a mark wherever work left before its end.
+fn draw_lane(text: &mut String, lane: &Lane<'_>, index: usize, sms: f64, x: &dyn Fn(Nanos) -> f64) {
+    let bottom = TOP + LANE * (index as f64 + 1.0);
+    let y = |held: f64| bottom - (LANE - 14.0) * held.min(sms) / sms;
+    let _ = writeln!(
+        text,
+        "<text x=\"6\" y=\"{}\">{}</text>\
+         <line x1=\"{LEFT}\" x2=\"{}\" y1=\"{bottom}\" y2=\"{bottom}\" stroke=\"#999\"/>",
+        bottom - 20.0,
+        lane.name,
+        LEFT + WIDTH
+    );
+    let ends = |span: &&Span| [(span.from, f64::from(span.sms)), (span.to, -f64::from(span.sms))];
+    let mut changes: Vec<(Nanos, f64)> = lane.spans.iter().flat_map(ends).collect();
+    changes.sort_by_key(|(at, _)| *at);
+    let mut path = format!("M{LEFT:.1} {bottom:.1}");
+    let mut held = 0.0;
+    for (position, (at, change)) in changes.iter().enumerate() {
+        held += change;
+        if changes.get(position + 1).is_none_or(|(next, _)| next > at) {
+            let _ = write!(path, "H{:.2}V{:.1}", x(*at), y(held));
+        }
+    }
+    let _ = writeln!(
+        text,
+        "<path d=\"{path}H{}V{bottom:.1}Z\" fill=\"{}\"/>",
+        LEFT + WIDTH,
+        lane.colour
+    );
+    let mut leaves: Vec<Nanos> = lane.spans.iter().filter(|s| s.aborted).map(|s| s.to).collect();
+    leaves.dedup();
+    for at in leaves {
+        let _ = writeln!(
+            text,
+            "<path d=\"M{0:.2} {1}l-4 -7h8z\" fill=\"{LEAVES}\"><title>left at {2:.3} ms</title></path>",
+            x(at),
+            bottom - LANE + 13.0,
+            at.as_millis_f64()
+        );
+    }
 }

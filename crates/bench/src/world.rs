@@ -5,10 +5,10 @@ mod setup;
 use std::fmt::Write as _;
 
 use base::{Histogram, Nanos, Random};
-use device::sim::{Gpu, GpuEvent, KernelProfile, ModelProfile, Segment, TaskId, reference_output};
+use device::sim::{Gpu, GpuEvent, ModelProfile, Segment, TaskId, reference_output};
 use model::config::Class;
 use runtime::core::{Action, Core, End, Event, ModelId, RequestId};
-use runtime::policy::{Beside, Left, Policy, Rules};
+use runtime::policy::{Beside, Left, Policy, Progress, Rules};
 use std::sync::Arc;
 
 use crate::arrival::Clockwork;
@@ -27,7 +27,7 @@ pub struct WorldOptions {
     pub trace: bool,
     /// Whether stretches of work are kept, for the timeline.
     pub spans: bool,
-    /// A lie told to the core, for tests that must notice it.
+    /// A bug for tests that must notice it.
     pub planted: Option<PlantedBug>,
 }
 
@@ -38,7 +38,7 @@ pub enum PlantedBug {
     Restore,
     /// Padding believes in more multiprocessors than there are.
     Budget,
-    /// Every hundredth answer is sent twice.
+    /// The core answers what is given up while it runs at once, and again when it has left.
     ExactlyOnce,
     /// Real time is served first come first served where deadlines should count.
     EarliestDeadline,
@@ -62,6 +62,8 @@ struct ClientState {
     next: Option<Nanos>,
     outstanding: usize,
     skipped: u64,
+    /// Its time came while it waited for an answer: it asks again the moment it has it.
+    late: bool,
     cancels: Random,
 }
 
@@ -142,8 +144,15 @@ impl World {
     fn run_all(&mut self) {
         let mut events = Vec::new();
         while let Some(next) = self.next_time() {
-            self.now = self.now.max(next);
-            self.gpu.advance(self.now, &mut events);
+            let next = self.now.max(next);
+            self.now = match self.checker {
+                // Checkers look at the device whenever anything changes on it.
+                Some(_) => {
+                    self.gpu.advance(next, &mut events);
+                    next
+                }
+                None => self.gpu.advance_to_event(next, &mut events),
+            };
             for (_, event) in events.drain(..) {
                 self.device_event(event);
             }
@@ -160,15 +169,21 @@ impl World {
 
     fn next_time(&self) -> Option<Nanos> {
         let asking = self.now < self.end;
-        if !asking && (self.core.under_way() == 0 || self.now > self.end + DRAIN) {
+        if !asking && (self.core.under_way() == 0 || self.now >= self.end + DRAIN) {
             return None;
         }
         let clients = self.clients.iter().filter_map(|client| client.next);
         let clients = clients.filter(|at| *at < self.end);
         let cancels = self.cancels.iter().map(|(at, _)| *at);
-        let timers = [self.gpu.next_event(), self.core.next_timer()];
-        let next = clients.chain(cancels).chain(timers.into_iter().flatten()).min();
-        next.or(asking.then_some(self.end))
+        let next = clients.chain(cancels).chain(self.core.next_timer()).min();
+        let Some(device) = self.gpu.next_event() else {
+            return next.or(asking.then_some(self.end));
+        };
+        match &self.checker {
+            Some(_) => Some(next.map_or(device, |next| next.min(device))),
+            // The device stops by itself where something happens.
+            None => next.or(Some(if asking { self.end } else { self.end + DRAIN })),
+        }
     }
 
     fn note(&mut self, what: std::fmt::Arguments<'_>) {
@@ -188,6 +203,9 @@ impl World {
             GpuEvent::Started { token, .. } => self.started(token),
             GpuEvent::Done { stream, token, busy } => {
                 self.verify(token);
+                if let Some(client) = self.live_of(token).map(|live| live.client) {
+                    self.ask_if_late(client);
+                }
                 self.feed(Event::SegmentDone { queue: stream, busy });
             }
             GpuEvent::Left { stream, step, tile, transmitted, busy, .. } => {
@@ -251,9 +269,9 @@ impl World {
     /// Compares what a task computed with what an undisturbed one computes.
     fn verify(&mut self, token: u64) {
         let Some(live) = self.live_of(token) else { return };
-        let blocks =
-            self.models[live.model].kernels.iter().map(|kernel: &KernelProfile| kernel.blocks);
-        let want = reference_output(live.id.order(), blocks);
+        let gpu = self.gpu.profile();
+        let tiles = self.models[live.model].kernels.iter().map(|kernel| gpu.tiles(kernel));
+        let want = reference_output(live.id.order(), tiles);
         let got = live.task.and_then(|task| self.gpu.output(task));
         let id = live.id;
         if got != Some(want)
@@ -289,8 +307,12 @@ impl World {
                 }
                 self.gpu.leave(now, queue, how);
             }
-            Action::SetBudget { queue, hold, take } => self.gpu.set_budget(now, queue, hold, take),
-            Action::Pad { queue, sms } => self.gpu.pad(now, queue, sms),
+            Action::SetBudget { queue, hold, take, expiry } => {
+                self.gpu.set_budget(now, queue, hold, take, expiry);
+            }
+            Action::Pad { queue, step, sms, blocks } => {
+                self.gpu.pad(now, queue, step, sms, blocks);
+            }
             Action::Copy { request } => {
                 if let Some(live) = self.live[request.slot()].as_ref() {
                     let bytes = self.models[live.model].input_bytes;
@@ -347,10 +369,6 @@ impl World {
         let now = self.now;
         if let Some(checker) = &mut self.checker {
             checker.ended(now, request, end);
-            let twice = self.options.planted == Some(PlantedBug::ExactlyOnce);
-            if twice && request.order() % 100 == 7 {
-                checker.ended(now, request, end);
-            }
         }
         let Some(live) = self.live[request.slot()].take() else { return };
         if !live.launched && live.class == Class::RealTime {
@@ -403,11 +421,23 @@ impl World {
                 state.next =
                     if state.clockwork.is_closed() { None } else { state.clockwork.next(at) };
                 if self.scenario.clients[client].one_outstanding && state.outstanding > 0 {
-                    state.skipped += 1;
+                    // Of several times that passed only the newest counts.
+                    state.skipped += u64::from(state.late);
+                    state.late = true;
                 } else {
                     self.ask(client);
                 }
             }
+            if self.clients[client].outstanding == 0 {
+                self.ask_if_late(client);
+            }
+        }
+    }
+
+    /// A late client asks while its answer is on its way, before the device turns to anything else.
+    fn ask_if_late(&mut self, client: usize) {
+        if std::mem::take(&mut self.clients[client].late) && self.now < self.end {
+            self.ask(client);
         }
     }
 
@@ -466,7 +496,7 @@ impl World {
     }
 }
 
-/// Restores that skip the block they should begin at.
+/// Restores that skip the tile they should begin at.
 #[derive(Debug)]
 struct BrokenRestore(Box<dyn Policy>);
 
@@ -479,8 +509,8 @@ impl Policy for BrokenRestore {
         self.0.rules()
     }
 
-    fn restore(&self, left: Left) -> runtime::policy::Progress {
-        let right = self.0.restore(left);
-        runtime::policy::Progress { tile: right.tile + 1, ..right }
+    fn restore(&self, left: Left, known: Progress) -> Progress {
+        let right = self.0.restore(left, known);
+        Progress { tile: right.tile + 1, ..right }
     }
 }

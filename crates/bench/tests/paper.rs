@@ -1,14 +1,24 @@
 //! The shape of REEF's evaluation on the MI50-like GPU, and Atoll beside it.
 
+use std::path::Path;
+
 use bench::disb::{self, DisbOptions};
 use bench::preemption;
 use bench::report::{Report, table};
+use bench::scenario::Scenario;
 
-fn compare(workload: &str) -> Vec<Report> {
+/// Every workload there is; REAL where its file is at hand.
+fn workloads() -> Vec<(&'static str, Scenario)> {
     let options = DisbOptions { gpu: "mi50".into(), seconds: 2.0, seed: 1, scaled: false };
-    let scenario = disb::workload(workload, &options).unwrap();
+    let named = |name: &'static str| (name, disb::workload(name, &options).unwrap());
+    let real = std::env::var_os("ATOLL_DISB_REAL")
+        .map(|path| ("REAL", disb::read(Path::new(&path), "REAL", &options).unwrap()));
+    disb::WORKLOADS.into_iter().map(named).chain(real).collect()
+}
+
+fn compare(workload: &str, scenario: &Scenario) -> Vec<Report> {
     let policies = runtime::policy::NAMES.map(str::to_string);
-    let reports = disb::compare(workload, &scenario, &policies).unwrap();
+    let reports = disb::compare(workload, scenario, &policies).unwrap();
     print!("{}", table(&reports));
     reports
 }
@@ -18,11 +28,10 @@ fn of<'a>(reports: &'a [Report], policy: &str) -> &'a Report {
 }
 
 #[test]
-fn the_papers_shape_holds_and_atoll_is_no_worse() {
+fn the_papers_shape_holds_and_atoll_is_better() {
     let mut broken = Vec::new();
-    // D and E have the same shape and take longer; `atoll bench disb` runs all.
-    for workload in ["A", "B", "C"] {
-        let reports = compare(workload);
+    for (workload, scenario) in workloads() {
+        let reports = compare(workload, &scenario);
         let mut expect = |holds: bool, what: &str| {
             if !holds {
                 broken.push(format!("{workload}: {what}"));
@@ -30,14 +39,18 @@ fn the_papers_shape_holds_and_atoll_is_no_worse() {
         };
         let increase = |policy| of(&reports, policy).rt_increase_pct;
         expect(increase("reef") < 2.0, "reef stays under 2 %");
-        expect(increase("sequential") > 10.0, "waiting for a whole task costs");
-        expect(increase("free_streams") > 10.0, "sharing freely costs");
+        expect(increase("sequential") > 5.0, "waiting for a whole task costs");
+        expect(increase("free_streams") > 30.0, "sharing freely costs");
+        let gain =
+            |policy| of(&reports, policy).throughput_rps / of(&reports, "rt_only").throughput_rps;
+        expect(gain("reef") >= 1.5 || workload == "B", "reef gains half of real time alone");
+        expect(gain("reef") > 1.05, "reef gains where real time fills the device");
         let (atoll, reef) = (of(&reports, "atoll"), of(&reports, "reef"));
         expect(atoll.rt_increase_pct <= reef.rt_increase_pct, "atoll costs no more than reef");
-        expect(atoll.throughput_rps >= reef.throughput_rps, "atoll does more than reef");
-        expect(atoll.be_redone_pct <= reef.be_redone_pct / 4.0, "atoll redoes less than a quarter");
-        let gain = reef.throughput_rps / of(&reports, "rt_only").throughput_rps;
-        expect(!["A", "C"].contains(&workload) || gain >= 1.4, "reef gains 1.4 on A and C");
+        expect(atoll.throughput_rps > reef.throughput_rps, "atoll does more than reef");
+        // On D real time hardly pauses, so REEF throws little away.
+        let part = if workload == "D" { 8.0 } else { 10.0 };
+        expect(atoll.be_redone_pct <= reef.be_redone_pct / part, "atoll redoes a tenth");
     }
     assert!(broken.is_empty(), "{broken:#?}");
 }

@@ -199,12 +199,12 @@ fn run_batching(json: bool) -> Result<(), Failure> {
     );
     println!("highest rate of which 99 % is answered in time");
     println!(
-        "{:>9}{:>10}{:>12}{:>12}{:>9}{:>9}{:>10}",
+        "{:>9}{:>10}{:>12}{:>13}{:>9}{:>9}{:>12}",
         "alpha ms", "arrivals", "lazy bad %", "early bad %", "lazy/s", "early/s", "deferred/s"
     );
     for p in &drops {
         println!(
-            "{:>9}{:>10}{:>12}{:>12}{:>9}{:>9}{:>10}",
+            "{:>9}{:>10}{:>12}{:>13}{:>9}{:>9}{:>12}",
             p.alpha_ms,
             p.arrivals,
             p.lazy_bad_pct,

@@ -43,7 +43,7 @@ pub struct CudaOptions {
     pub in_flight: usize,
     /// Plans a program keeps, one for each set of sizes; the one used least recently goes.
     pub plans_most: usize,
-    /// Sizes to prepare for when a model is loaded, by symbol; others count as 1.
+    /// Sizes to prepare for when a model is loaded, by symbol; others are guessed.
     pub sizes: Vec<(String, usize)>,
     /// Freed device memory kept for the next allocation.
     pub spare_bytes: u64,

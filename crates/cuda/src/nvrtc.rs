@@ -17,6 +17,8 @@ pub(crate) struct Nvrtc {
 /// What a text became.
 pub(crate) struct Compiled {
     pub(crate) cubin: Vec<u8>,
+    /// What the compiler had to say.
+    pub(crate) log: String,
 }
 
 impl Nvrtc {
@@ -40,6 +42,12 @@ impl Nvrtc {
             .map(|(name, body)| Ok((text(name)?, text(body)?)))
             .collect::<Result<Vec<_>, String>>()?;
         Ok(Nvrtc { version, architecture, options, headers })
+    }
+
+    /// The same compiler with an option that does not change what comes out.
+    pub(crate) fn with_option(mut self, option: &str) -> Result<Nvrtc, String> {
+        self.options.push(text(option)?);
+        Ok(self)
     }
 
     pub(crate) fn version(&self) -> (i32, i32) {
@@ -92,7 +100,7 @@ impl Nvrtc {
             let log = program.log().unwrap_or_default();
             return Err(format!("{}: {log}", name_of(code)));
         }
-        Ok(Compiled { cubin: program.cubin()? })
+        Ok(Compiled { cubin: program.cubin()?, log: program.log()? })
     }
 }
 

@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base::Bytes;
 use bytes::Bytes as RawBytes;
-use device::{DeviceError, Program, Task, check_inputs};
-use model::gpu::GpuPlan;
+use device::{DeviceError, KernelCompiler, Program, Task, check_inputs};
+use model::gpu::{GpuPlan, GpuTarget};
 use model::{Dim, LaunchPlan, Tensor};
 
 use crate::hub::Hub;
@@ -35,7 +35,7 @@ pub(crate) struct Loaded {
 
 /// The steps of `plan` that have no kernel.
 pub(crate) fn unsupported_steps(hub: &Hub, plan: &LaunchPlan) -> Vec<DeviceError> {
-    lower(hub, plan, &example_sizes(hub, plan)).err().unwrap_or_default()
+    example(&*hub.compiler, hub.target(), plan, &hub.options().sizes).err().unwrap_or_default()
 }
 
 /// `plan` for `sizes`.
@@ -44,15 +44,50 @@ pub(crate) fn lower(
     plan: &LaunchPlan,
     sizes: &[(String, usize)],
 ) -> Result<GpuPlan, Vec<DeviceError>> {
-    plan.check().map_err(|err| vec![DeviceError::BadPlan(err.to_string())])?;
+    check(plan)?;
     let gpu = hub.compiler.lower(plan, sizes, hub.target())?;
+    check_border(plan, &gpu).map(|()| gpu)
+}
+
+fn check(plan: &LaunchPlan) -> Result<(), Vec<DeviceError>> {
+    plan.check().map_err(|err| vec![DeviceError::BadPlan(err.to_string())])
+}
+
+fn check_border(plan: &LaunchPlan, gpu: &GpuPlan) -> Result<(), Vec<DeviceError>> {
     let (inputs, outputs) = (gpu.inputs.len(), gpu.outputs.len());
-    if (inputs, outputs) != (plan.inputs.len(), plan.outputs.len()) {
-        let why =
-            format!("{inputs} inputs and {outputs} outputs on the device are not the model's");
-        return Err(vec![DeviceError::BadPlan(why)]);
+    if (inputs, outputs) == (plan.inputs.len(), plan.outputs.len()) {
+        return Ok(());
     }
-    Ok(gpu)
+    let why = format!("{inputs} inputs and {outputs} outputs on the device are not the model's");
+    Err(vec![DeviceError::BadPlan(why)])
+}
+
+/// `plan` for the first sizes that make sense of it: those of the settings, and guesses for symbols they do not name.
+/// `None` when no guess makes sense, which says nothing against the model.
+fn example(
+    compiler: &dyn KernelCompiler,
+    target: &GpuTarget,
+    plan: &LaunchPlan,
+    set: &[(String, usize)],
+) -> Result<Option<(Sizes, GpuPlan)>, Vec<DeviceError>> {
+    check(plan)?;
+    let (candidates, guessed) = example_sizes(plan, set);
+    for sizes in candidates {
+        match compiler.lower(plan, &sizes, target) {
+            Ok(gpu) => return check_border(plan, &gpu).map(|()| Some((sizes, gpu))),
+            // A step without a kernel has none at other sizes either; sizes that contradict the plan are only ours.
+            Err(errors) if guessed && are_of_sizes(&errors) => {
+                let why = first_of(errors);
+                tracing::debug!(?sizes, %why, "guessed sizes make no sense");
+            }
+            Err(errors) => return Err(errors),
+        }
+    }
+    Ok(None)
+}
+
+fn are_of_sizes(errors: &[DeviceError]) -> bool {
+    errors.iter().all(|err| matches!(err, DeviceError::BadPlan(_)))
 }
 
 /// The first reason of a compiler that refused.
@@ -61,18 +96,31 @@ pub(crate) fn first_of(errors: Vec<DeviceError>) -> DeviceError {
     errors.into_iter().next().unwrap_or_else(unknown)
 }
 
-/// The symbols of `plan`'s inputs with the sizes to prepare for: those of the settings, else 1.
-fn example_sizes(hub: &Hub, plan: &LaunchPlan) -> Sizes {
-    let mut sizes = Sizes::new();
-    for dim in plan.inputs.iter().filter_map(|id| plan.value(*id).shape.as_ref()).flatten() {
-        if let Dim::Symbol(symbol) = dim
-            && !sizes.iter().any(|(known, _)| known == symbol)
-        {
-            let set = hub.options().sizes.iter().find(|(name, _)| name == symbol);
-            sizes.push((symbol.clone(), set.map_or(1, |(_, size)| *size)));
+/// What symbols other than batches may be: the least there is, a few tokens, the sides of small and usual images.
+const GUESSES: [usize; 4] = [1, 32, 64, 224];
+
+/// Sizes to prepare for, most wanted first, and whether any of them is a guess. Symbols that the settings do not name are 1
+/// where they stand first in an input, which is the batch, and one of the guesses elsewhere.
+fn example_sizes(plan: &LaunchPlan, set: &[(String, usize)]) -> (Vec<Sizes>, bool) {
+    let mut symbols: Vec<(&String, Option<usize>)> = Vec::new();
+    let mut guessed = false;
+    for dims in plan.inputs.iter().filter_map(|id| plan.value(*id).shape.as_ref()) {
+        for (axis, dim) in dims.iter().enumerate() {
+            let Dim::Symbol(symbol) = dim else { continue };
+            if symbols.iter().any(|(known, _)| *known == symbol) {
+                continue;
+            }
+            let given = set.iter().find(|(name, _)| name == symbol).map(|(_, size)| *size);
+            guessed |= given.is_none();
+            symbols.push((symbol, given.or((axis == 0).then_some(1))));
         }
     }
-    sizes
+    let with = |guess: usize| -> Sizes {
+        symbols.iter().map(|(name, size)| ((*name).clone(), size.unwrap_or(guess))).collect()
+    };
+    let mut candidates: Vec<Sizes> = GUESSES.into_iter().map(with).collect();
+    candidates.dedup();
+    (candidates, guessed)
 }
 
 /// The symbols of `plan`'s inputs as `inputs` bind them; they have been checked against the plan.
@@ -91,14 +139,16 @@ fn sizes_of(plan: &LaunchPlan, inputs: &[Tensor]) -> Sizes {
 }
 
 impl CudaProgram {
-    /// Makes `plan` ready for the sizes of the settings: kernels, weights, and one run's memory with its graph.
+    /// Makes `plan` ready for the sizes of the settings, or for others that it makes sense for: kernels, weights, and one run's
+    /// memory with its graph. Where none is known, the first request brings sizes and waits for all that.
     pub(crate) fn load(
         hub: Arc<Hub>,
         plan: Arc<LaunchPlan>,
         progress: Progress<'_>,
     ) -> Result<CudaProgram, DeviceError> {
         hub.alive()?;
-        let sizes = example_sizes(&hub, &plan);
+        let example =
+            example(&*hub.compiler, hub.target(), &plan, &hub.options().sizes).map_err(first_of)?;
         let shared = Arc::new(Loaded {
             hub,
             plan,
@@ -106,7 +156,12 @@ impl CudaProgram {
             plans: Mutex::default(),
             lowering: Mutex::default(),
         });
-        shared.lowered(sizes, progress)?;
+        match example {
+            Some((sizes, gpu)) => drop(shared.make_ready(sizes, gpu, progress)?),
+            None => tracing::warn!(
+                "no sizes are known that the model makes sense for: whether it can run shows with its first request"
+            ),
+        }
         Ok(CudaProgram { shared })
     }
 }
@@ -138,8 +193,18 @@ impl Loaded {
         if let Some(lowered) = self.known(&sizes) {
             return Ok(lowered);
         }
+        let gpu = lower(&self.hub, &self.plan, &sizes).map_err(first_of)?;
+        self.make_ready(sizes, gpu, progress)
+    }
+
+    /// Keeps `gpu` as the plan for `sizes`, with everything it needs in place.
+    fn make_ready(
+        &self,
+        sizes: Sizes,
+        gpu: GpuPlan,
+        progress: Progress<'_>,
+    ) -> Result<Arc<Lowered>, DeviceError> {
         let hub = &self.hub;
-        let gpu = lower(hub, &self.plan, &sizes).map_err(first_of)?;
         let lowered = Arc::new(Lowered::new(hub, gpu, &self.weights, progress)?);
         hub.watch_spares(&lowered);
         // The first request shall find memory and graph in place.
@@ -184,6 +249,7 @@ fn raw_bytes(tensor: &Tensor) -> Result<&RawBytes, DeviceError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use model::gpu::Precision;
     use model::{DataType, ValueId, ValueInfo};
 
     #[test]
@@ -208,5 +274,82 @@ mod tests {
         };
         let sizes = sizes_of(&plan, &[tensor(vec![2, 3]), tensor(vec![2, 7])]);
         assert_eq!(sizes, [("batch".to_string(), 2), ("tokens".to_string(), 7)]);
+    }
+
+    /// Takes plans whose symbol `w` is at least so much, and no step of the name that is refused.
+    struct Narrow {
+        least: usize,
+        refused: bool,
+        tried: Mutex<Vec<Sizes>>,
+    }
+
+    impl KernelCompiler for Narrow {
+        fn lower(
+            &self,
+            plan: &LaunchPlan,
+            sizes: &[(String, usize)],
+            _: &GpuTarget,
+        ) -> Result<GpuPlan, Vec<DeviceError>> {
+            self.tried.lock().expect("no panic before").push(sizes.to_vec());
+            if sizes.iter().any(|(name, size)| name == "w" && *size < self.least) {
+                return Err(vec![DeviceError::BadPlan("a window over nothing".to_string())]);
+            }
+            if self.refused {
+                let (step, op) = ("s".to_string(), "NonZero".to_string());
+                let reason = "no kernel".to_string();
+                return Err(vec![DeviceError::Unsupported { step, op, reason }]);
+            }
+            let slot = crate::layout::tests::slot(4);
+            Ok(GpuPlan { inputs: vec![slot; plan.inputs.len()], ..GpuPlan::default() })
+        }
+
+        fn headers(&self) -> &'static [(&'static str, &'static str)] {
+            &[]
+        }
+    }
+
+    /// What became of a model of images with sides `h` and `w`, and the widths that were tried.
+    fn tried(
+        least: usize,
+        refused: bool,
+        set: &[(&str, usize)],
+    ) -> (Result<Option<Sizes>, Vec<DeviceError>>, Vec<usize>) {
+        let symbol = |name: &str| Dim::Symbol(name.to_string());
+        let image = vec![symbol("n"), Dim::Fixed(3), symbol("h"), symbol("w")];
+        let value = ValueInfo { name: "x".to_string(), dtype: DataType::F32, shape: Some(image) };
+        let plan =
+            LaunchPlan { values: vec![value], inputs: vec![ValueId(0)], ..LaunchPlan::default() };
+        let compiler = Narrow { least, refused, tried: Mutex::default() };
+        let target = GpuTarget { capability: 90, multiprocessors: 1, precision: Precision::F16 };
+        let set: Sizes = set.iter().map(|(name, size)| ((*name).to_string(), *size)).collect();
+        let found = example(&compiler, &target, &plan, &set);
+        let tried = compiler.tried.into_inner().expect("no panic before");
+        (found.map(|found| found.map(|(sizes, _)| sizes)), tried.iter().map(|s| s[2].1).collect())
+    }
+
+    fn sizes(n: usize, h: usize, w: usize) -> Sizes {
+        vec![("n".to_string(), n), ("h".to_string(), h), ("w".to_string(), w)]
+    }
+
+    #[test]
+    fn guessed_sizes_do_not_refuse_a_model() {
+        assert_eq!(tried(1, false, &[]), (Ok(Some(sizes(1, 1, 1))), vec![1]));
+        assert_eq!(tried(48, false, &[]), (Ok(Some(sizes(1, 64, 64))), vec![1, 32, 64]));
+        assert_eq!(tried(1000, false, &[]), (Ok(None), vec![1, 32, 64, 224]));
+        let set = [("n", 8), ("w", 1000)];
+        assert_eq!(tried(1000, false, &set), (Ok(Some(sizes(8, 1, 1000))), vec![1000]));
+    }
+
+    #[test]
+    fn steps_without_a_kernel_refuse_a_model() {
+        let (found, widths) = tried(48, true, &[]);
+        let errors = found.expect_err("no kernel");
+        assert!(matches!(errors[..], [DeviceError::Unsupported { .. }]));
+        assert_eq!(widths, [1, 32, 64], "found at the first sizes that make sense");
+        // Sizes that were asked for are no guess.
+        let set = [("n", 1), ("h", 8), ("w", 8)];
+        let (found, widths) = tried(48, false, &set);
+        assert!(matches!(found.expect_err("too small")[..], [DeviceError::BadPlan(_)]));
+        assert_eq!(widths, [8]);
     }
 }

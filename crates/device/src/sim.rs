@@ -40,7 +40,7 @@ pub struct Segment {
     pub model: usize,
     /// Kernels to run.
     pub steps: Range<usize>,
-    /// Block of the first kernel to begin at.
+    /// Tile of the first kernel to begin at.
     pub tile: u32,
 }
 
@@ -87,7 +87,7 @@ pub enum GpuEvent {
         token: u64,
         /// The first kernel that is not complete.
         step: usize,
-        /// Blocks of it that are done, where the device can tell; 0 elsewhere.
+        /// Tiles of it that are done, where the device can tell; 0 elsewhere.
         tile: u32,
         /// The last kernel that had been handed to the hardware.
         transmitted: usize,
@@ -144,6 +144,8 @@ pub struct Gpu {
     now: Nanos,
     free_units: u64,
     ready_order: u64,
+    /// The stream the dispatcher served last.
+    served: Option<usize>,
     host_free: Nanos,
     copies: VecDeque<(Nanos, CopyJob)>,
     copy_free: Nanos,
@@ -154,6 +156,12 @@ pub struct Gpu {
     contended: bool,
     spans: Option<Vec<Span>>,
     events: Vec<GpuEvent>,
+    /// When something happens next on each stream, for those not in `changed`.
+    due: Vec<Nanos>,
+    /// Streams that have changed since they were last looked at, as bits; the last one stands for all further.
+    changed: u64,
+    /// When something happens next at all; `None` when something has changed since.
+    next: Option<Nanos>,
 }
 
 impl Gpu {
@@ -174,6 +182,7 @@ impl Gpu {
             free_tasks: Vec::new(),
             now: Nanos::ZERO,
             ready_order: 0,
+            served: None,
             host_free: Nanos::ZERO,
             copies: VecDeque::new(),
             copy_free: Nanos::ZERO,
@@ -183,6 +192,9 @@ impl Gpu {
             contended: false,
             spans: None,
             events: Vec::new(),
+            due: vec![Nanos::ZERO; streams.len()],
+            changed: u64::MAX,
+            next: None,
             models,
             profile,
         }
@@ -254,6 +266,7 @@ impl Gpu {
 
     /// Appends a segment to a stream; a full stream gives it back.
     pub fn enqueue(&mut self, now: Nanos, stream: usize, segment: Segment) -> Result<(), Segment> {
+        self.touch(stream);
         self.now = self.now.max(now);
         let lost = self.ready_again_at.is_some();
         let state = &mut self.streams[stream];
@@ -271,6 +284,7 @@ impl Gpu {
 
     /// Makes everything on a stream leave, as finely as asked for and as the device can.
     pub fn leave(&mut self, now: Nanos, stream: usize, how: Leave) {
+        self.touch(stream);
         self.now = self.now.max(now);
         let Some(how) = self.possible(stream, how) else { return };
         let queued = self.queued_kernels(stream);
@@ -282,7 +296,7 @@ impl Gpu {
             return;
         }
         state.leaving = Some(how);
-        state.dispatch_at = None;
+        (state.dispatch_at, state.expiry) = (None, None);
         let running = state.kernel.as_ref().is_some_and(|kernel| !kernel.groups.is_empty());
         let started = state.kernel.as_ref().is_some_and(Kernel::started);
         match how {
@@ -297,8 +311,17 @@ impl Gpu {
         }
     }
 
-    /// Lets a stream hold at most `hold` multiprocessors and place new blocks only up to `take`.
-    pub fn set_budget(&mut self, now: Nanos, stream: usize, hold: u32, take: u32) {
+    /// Lets a stream hold at most `hold` multiprocessors and place new blocks only up to `take`. With an expiry, its
+    /// workers begin no tile that would not end by that time, except on so many multiprocessors.
+    pub fn set_budget(
+        &mut self,
+        now: Nanos,
+        stream: usize,
+        hold: u32,
+        take: u32,
+        expiry: Option<(Nanos, u32)>,
+    ) {
+        self.touch(stream);
         self.now = self.now.max(now);
         let units = |sms: u32| match sms {
             u32::MAX => u64::MAX,
@@ -307,7 +330,8 @@ impl Gpu {
         let inside = self.profile.preemption() == PreemptionLevel::InsideTile;
         let state = &mut self.streams[stream];
         (state.hold, state.take) = (units(hold), units(take).min(units(hold)));
-        state.granted = false;
+        state.granted = None;
+        state.expiry = expiry.map(|(at, sms)| (at, units(sms)));
         let idempotent = state.kernel.as_ref().is_some_and(|kernel| kernel.idempotent);
         if state.leaving.is_none() {
             let over = inside && idempotent && state.held() > state.hold;
@@ -316,11 +340,18 @@ impl Gpu {
         self.place();
     }
 
-    /// Lets a stream run one kernel on at most `sms` multiprocessors as part of the kernel that another stream
-    /// runs: that one is complete only when both are.
-    pub fn pad(&mut self, now: Nanos, stream: usize, sms: u32) {
-        self.set_budget(now, stream, sms, sms);
-        self.streams[stream].granted = sms > 0;
+    /// Lets a stream run at most `blocks` blocks of kernel `step`, if it is there, on at most `sms` multiprocessors
+    /// as part of the kernel that another stream runs: that one is complete only when both are.
+    pub fn pad(&mut self, now: Nanos, stream: usize, step: usize, sms: u32, blocks: u32) {
+        self.set_budget(now, stream, 0, 0, None);
+        let state = &mut self.streams[stream];
+        let Some(kernel) = state.kernel.as_ref().filter(|kernel| kernel.step == step) else {
+            return;
+        };
+        let units = u64::from(sms) * UNITS_PER_SM;
+        state.granted = Some(blocks.saturating_mul(kernel.tiles_per_block));
+        (state.hold, state.take) = (units, units);
+        self.place();
     }
 
     /// Copies `bytes` to the device.
@@ -341,6 +372,7 @@ impl Gpu {
     }
 
     fn start_copy(&mut self, now: Nanos, bytes: u64, job: CopyJob) {
+        self.next = None;
         let ends = self.copy_free.max(now) + self.profile.copy_time(bytes);
         self.copy_free = ends;
         self.copies.push_back((ends, job));
@@ -348,10 +380,11 @@ impl Gpu {
 
     /// Resets the device: everything on it is lost, and it is of use again after a while.
     pub fn reset(&mut self, now: Nanos) {
+        (self.next, self.changed) = (None, u64::MAX);
         self.now = self.now.max(now);
         self.streams.iter_mut().for_each(Stream::clear);
         for stream in &mut self.streams {
-            (stream.hold, stream.take) = (u64::MAX, u64::MAX);
+            (stream.hold, stream.take, stream.expiry) = (u64::MAX, u64::MAX, None);
         }
         self.tasks.clear();
         self.free_tasks.clear();
@@ -363,10 +396,19 @@ impl Gpu {
         self.events.push(GpuEvent::Lost);
     }
 
+    /// A stream is about to change from outside.
+    fn touch(&mut self, stream: usize) {
+        self.next = None;
+        self.changed |= bit(stream);
+    }
+
     /// When something happens next by itself.
     pub fn next_event(&self) -> Option<Nanos> {
         if !self.events.is_empty() {
             return Some(self.now);
+        }
+        if let Some(next) = self.next {
+            return (next < Nanos::MAX).then_some(next);
         }
         let streams = self.streams.iter().filter_map(Stream::next_event);
         let copy = self.copies.front().map(|(ends, _)| *ends);
@@ -377,7 +419,16 @@ impl Gpu {
     /// Moves time to `to` and appends what happened, with its time. To react to an event in time, advance no
     /// further than [`Gpu::next_event`].
     pub fn advance(&mut self, to: Nanos, out: &mut Vec<(Nanos, GpuEvent)>) {
-        while let Some(at) = self.next_event().filter(|at| *at <= to) {
+        while self.advance_to_event(to, out) < to {}
+    }
+
+    /// Moves time on until something happens that is worth an event, or to `to`, and returns it.
+    pub fn advance_to_event(&mut self, to: Nanos, out: &mut Vec<(Nanos, GpuEvent)>) -> Nanos {
+        let before = out.len();
+        loop {
+            self.look_ahead();
+            let Some(at) = self.next_event().filter(|at| *at <= to) else { break };
+            self.next = None;
             self.now = self.now.max(at);
             self.apply_faults();
             self.finish_copies();
@@ -385,14 +436,39 @@ impl Gpu {
                 self.ready_again_at = None;
                 self.events.push(GpuEvent::Ready);
             }
-            for stream in 0..self.streams.len() {
-                self.step_stream(stream);
+            // Streams of real time come first by number: what could pad their kernels is known before they are.
+            for stream in (0..self.streams.len()).rev() {
+                if self.due[stream] <= self.now {
+                    self.changed |= bit(stream);
+                    self.step_stream(stream);
+                }
             }
             self.place();
             let now = self.now;
             out.extend(self.events.drain(..).map(|event| (now, event)));
+            if out.len() > before && now < to {
+                return now;
+            }
         }
         self.now = self.now.max(to);
+        self.now
+    }
+
+    /// Notes when something happens next, unless it is known.
+    fn look_ahead(&mut self) {
+        if self.next.is_some() {
+            return;
+        }
+        for (index, stream) in self.streams.iter().enumerate() {
+            if self.changed & bit(index) != 0 {
+                self.due[index] = stream.next_event().unwrap_or(Nanos::MAX);
+            }
+        }
+        self.changed = 0;
+        let copy = self.copies.front().map(|(ends, _)| *ends);
+        let fault = self.faults.front().map(|fault| fault.at);
+        let others = copy.into_iter().chain(fault).chain(self.ready_again_at);
+        self.next = self.due.iter().copied().chain(others).min();
     }
 
     fn finish_copies(&mut self) {
@@ -442,10 +518,15 @@ impl Gpu {
     fn step_stream(&mut self, stream: usize) {
         let now = self.now;
         if self.streams[stream].dispatch_at.is_some_and(|at| at <= now) {
-            self.streams[stream].dispatch_at = None;
-            self.dispatch(stream);
+            self.streams[stream].dispatch_at = self.switch_delay(stream).map(|delay| now + delay);
+            if self.streams[stream].dispatch_at.is_none() {
+                self.dispatch(stream);
+            }
         }
         self.end_groups(stream);
+        if self.streams[stream].expiry.is_some_and(|(at, _)| at <= now) {
+            self.expire(stream);
+        }
         if self.streams[stream].abort_at.is_some_and(|at| at <= now) {
             self.streams[stream].abort_at = None;
             self.abort(stream);
@@ -454,6 +535,20 @@ impl Gpu {
             self.streams[stream].left_at = None;
             self.report_left(stream);
         }
+    }
+
+    /// How long the dispatcher still needs to come to a stream from another one that is busy.
+    fn switch_delay(&mut self, stream: usize) -> Option<Nanos> {
+        let [least, most] = self.profile.switch_ns;
+        let turned = std::mem::take(&mut self.streams[stream].switching);
+        let other = self.served.filter(|other| *other != stream).map(|other| &self.streams[other]);
+        let busy = |other: &Stream| other.dispatches() && !other.segments.is_empty();
+        if turned || most == 0 || !other.is_some_and(busy) || !self.streams[stream].dispatches() {
+            return None;
+        }
+        self.streams[stream].switching = true;
+        let drawn = self.ready_order.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 20;
+        Some(Nanos(least + drawn % (most - least + 1)))
     }
 
     /// The next kernel of the head segment becomes ready.
@@ -466,24 +561,16 @@ impl Gpu {
             task.begin(head.step, head.tile);
         }
         self.ready_order += 1;
-        let occupancy = u64::from(profile.occupancy.clamp(1, 10));
-        state.kernel = Some(Kernel {
-            step: head.step,
-            first_tile: head.tile,
-            placed: head.tile,
-            done: head.tile,
-            blocks: profile.blocks,
-            block_ns: profile.block_ns as f64 * slow,
-            units: UNITS_PER_SM / occupancy,
-            memory_share: profile.memory_share,
-            at_once: profile.blocks.min(self.profile.sms * profile.occupancy),
-            idempotent: profile.idempotent,
-            ready: self.ready_order,
-            groups: Vec::new(),
-            began: None,
-        });
+        if state.dispatches() {
+            self.served = Some(stream);
+        }
+        let mut kernel = Kernel::new(self.now, &profile, &self.profile, head.tile);
+        (kernel.step, kernel.ready) = (head.step, self.ready_order);
+        kernel.block_ns *= slow;
+        let complete = kernel.placed >= kernel.tiles;
+        state.kernel = Some(kernel);
         self.events.push(GpuEvent::StepReady { stream, step: head.step });
-        if head.tile >= profile.blocks {
+        if complete {
             self.kernel_done(stream);
         }
     }
@@ -493,15 +580,8 @@ impl Gpu {
         let now = self.now;
         let Some(kernel) = &mut self.streams[stream].kernel else { return };
         let mut used = 0.0;
-        let mut index = 0;
         let before = kernel.groups.len();
-        while index < kernel.groups.len() {
-            if kernel.groups[index].ends > now {
-                index += 1;
-                continue;
-            }
-            let group = kernel.groups.remove(index);
-            kernel.done += group.blocks;
+        while let Some(group) = kernel.pop_complete(now) {
             self.free_units += group.units;
             used += group.units as f64 * (now - group.placed).0 as f64;
             note_span(&mut self.spans, stream, kernel.step, &group, now, false);
@@ -509,16 +589,40 @@ impl Gpu {
         if kernel.groups.len() == before {
             return;
         }
-        let complete = kernel.done >= kernel.blocks;
+        let complete = kernel.done >= kernel.tiles;
         let drained = kernel.groups.is_empty();
-        self.streams[stream].work.used += used / UNITS_PER_SM as f64;
+        let state = &mut self.streams[stream];
+        state.work.used += used / UNITS_PER_SM as f64;
         if complete {
             self.kernel_done(stream);
-        } else if drained && self.streams[stream].leaving == Some(Leave::TileBoundary) {
+        } else if drained && state.leaving == Some(Leave::TileBoundary) {
             let left_at = now + self.eviction(stream);
             self.keep_progress(stream);
             self.streams[stream].left_at = Some(left_at);
+        } else if drained && state.granted == Some(0) {
+            state.revoke();
+            self.release_fused();
         }
+    }
+
+    /// A budget shrinks at a time that was known: what would not have ended by now was not begun.
+    fn expire(&mut self, stream: usize) {
+        let now = self.now;
+        let state = &mut self.streams[stream];
+        let Some((_, keep)) = state.expiry.take() else { return };
+        (state.hold, state.take) = (keep, keep);
+        let Some(kernel) = &mut state.kernel else { return };
+        let mut used = 0.0;
+        while kernel.held > keep
+            && let Some((group, finished, kept)) = kernel.pop_unfinished(now, kernel.held - keep)
+        {
+            self.free_units += group.units;
+            kernel.done += finished;
+            kernel.placed -= group.tiles - finished;
+            used += group.units as f64 * (now - group.placed).0 as f64 * kept;
+            note_span(&mut self.spans, stream, kernel.step, &group, now, false);
+        }
+        state.work.used += used / UNITS_PER_SM as f64;
     }
 
     fn eviction(&self, stream: usize) -> Nanos {
@@ -533,10 +637,11 @@ impl Gpu {
         };
         head.tile = kernel.done;
         head.busy += kernel.began.map_or(Nanos::ZERO, |began| self.now - began);
-        let block = kernel.units as f64 * kernel.block_ns / UNITS_PER_SM as f64;
+        let tile_ns = kernel.block_ns / f64::from(kernel.tiles_per_block);
+        let tile = kernel.units as f64 * tile_ns / UNITS_PER_SM as f64;
         if let Some(task) = &mut self.tasks[head.segment.task.0] {
             let again = task.run(kernel.step, kernel.first_tile, kernel.done, kernel.idempotent);
-            state.work.redone += f64::from(again) * block;
+            state.work.redone += f64::from(again) * tile;
         }
     }
 
@@ -552,8 +657,8 @@ impl Gpu {
             task.finish(head.step);
         }
         (head.step, head.tile) = (head.step + 1, 0);
-        if state.granted {
-            (state.granted, state.hold, state.take) = (false, 0, 0);
+        if state.granted.is_some() {
+            state.revoke();
             self.next_kernel(stream);
             self.release_fused();
         } else if self.padding_runs() {
@@ -565,17 +670,17 @@ impl Gpu {
     }
 
     fn padding_runs(&self) -> bool {
-        self.streams.iter().any(|other| other.granted && other.held() > 0)
+        self.streams.iter().any(Stream::pads)
     }
 
     /// What was granted beside a kernel that is complete and has not begun does not begin any more.
     fn revoke_grants(&mut self) {
-        for other in self.streams.iter_mut().filter(|other| other.granted) {
-            (other.granted, other.hold, other.take) = (false, 0, 0);
-        }
+        self.changed = u64::MAX;
+        self.streams.iter_mut().for_each(Stream::revoke);
     }
 
     fn release_fused(&mut self) {
+        self.changed = u64::MAX;
         if self.padding_runs() {
             return;
         }
@@ -625,22 +730,19 @@ impl Gpu {
         let state = &mut self.streams[stream];
         let keep = if state.leaving.is_some() { 0 } else { state.hold };
         let killed = state.leaving == Some(Leave::Kill);
-        let tile_ns = self.profile.tile_ns;
         if let Some(kernel) = &mut state.kernel {
-            let mut held = kernel.held();
             let (mut used, mut thrown) = (0.0, 0.0);
-            while held > keep
-                && let Some(group) = kernel.groups.pop()
+            while kernel.held > keep
+                && let Some((group, finished, kept)) =
+                    kernel.pop_unfinished(now, kernel.held - keep)
             {
-                held -= group.units;
+                let (finished, kept) = if killed { (0, 0.0) } else { (finished, kept) };
                 self.free_units += group.units;
-                let kept = if killed { 0 } else { kernel.kept(&group, tile_ns, now) };
-                kernel.done += kept;
-                kernel.placed -= group.blocks - kept;
+                kernel.done += finished;
+                kernel.placed -= group.tiles - finished;
                 let spent = group.units as f64 * (now - group.placed).0 as f64;
                 used += spent;
-                thrown +=
-                    (spent - f64::from(kept) * kernel.units as f64 * kernel.block_ns).max(0.0);
+                thrown += spent * (1.0 - kept);
                 note_span(&mut self.spans, stream, kernel.step, &group, now, true);
             }
             state.work.used += used / UNITS_PER_SM as f64;
@@ -696,42 +798,35 @@ impl Gpu {
     /// Places blocks that wait, high priority first, then in the order the kernels became ready.
     fn place(&mut self) {
         while self.free_units > 0 {
-            let waiting = self.streams.iter().enumerate().filter(|(_, stream)| stream.may_place());
-            let fits = |stream: &Stream| {
-                let kernel = stream.kernel.as_ref().expect("a waiting stream has a kernel");
-                let room = stream.take.saturating_sub(kernel.held()).min(self.free_units);
-                room / kernel.units
-            };
-            let next = waiting.filter(|(_, stream)| fits(stream) > 0).min_by_key(|(_, stream)| {
-                (!stream.high_priority, stream.kernel.as_ref().map(|kernel| kernel.ready))
-            });
-            let Some((index, stream)) = next else { break };
-            let count = fits(stream);
-            self.place_blocks(index, count);
+            let mut first: Option<(usize, u64, (bool, u64))> = None;
+            for (index, stream) in self.streams.iter().enumerate() {
+                let Some(kernel) = stream.kernel.as_ref().filter(|_| stream.may_place()) else {
+                    continue;
+                };
+                let room = stream.take.saturating_sub(kernel.held).min(self.free_units);
+                let order = (!stream.high_priority, kernel.ready);
+                if room >= kernel.units && first.is_none_or(|(_, _, before)| order < before) {
+                    first = Some((index, room / kernel.units, order));
+                }
+            }
+            let Some((stream, fits, _)) = first else { break };
+            self.place_blocks(stream, fits);
         }
         self.update_rates();
     }
 
     fn place_blocks(&mut self, stream: usize, fits: u64) {
+        self.changed |= bit(stream);
         let now = self.now;
         let state = &mut self.streams[stream];
         let (Some(kernel), Some(head)) = (&mut state.kernel, state.segments.front_mut()) else {
             return;
         };
-        let blocks = u64::from(kernel.blocks - kernel.placed).min(fits) as u32;
-        let units = kernel.units * u64::from(blocks);
-        kernel.groups.push(Group {
-            blocks,
-            units,
-            work: kernel.block_ns,
-            slow: 1.0,
-            since: now,
-            placed: now,
-            ends: now + Nanos(kernel.block_ns.ceil() as u64),
-        });
-        kernel.placed += blocks;
-        kernel.began.get_or_insert(now);
-        self.free_units -= units;
+        let before = kernel.placed;
+        self.free_units -= kernel.place(now, fits, state.granted.unwrap_or(u32::MAX));
+        if let Some(granted) = &mut state.granted {
+            *granted -= kernel.placed - before;
+        }
         if !head.announced {
             head.announced = true;
             self.events.push(GpuEvent::Started { stream, token: head.segment.token });
@@ -740,28 +835,24 @@ impl Gpu {
 
     /// Shares the memory bandwidth: when more is asked for than there is, what needs it goes slower.
     fn update_rates(&mut self) {
-        let mut demand = 0.0;
-        for kernel in self.streams.iter().filter_map(|stream| stream.kernel.as_ref()) {
-            let running: u32 = kernel.groups.iter().map(|group| group.blocks).sum();
-            demand += kernel.memory_share * running as f32 / kernel.at_once.max(1) as f32;
-        }
+        let demand: f32 = self.streams.iter().map(Stream::bandwidth).sum();
         let contended = demand > 1.0;
         if !contended && !self.contended {
             return;
         }
         self.contended = contended;
         let excess = f64::from((demand - 1.0).max(0.0));
-        let now = self.now;
-        for kernel in self.streams.iter_mut().filter_map(|stream| stream.kernel.as_mut()) {
-            let slow = 1.0 + f64::from(kernel.memory_share) * excess;
-            for group in &mut kernel.groups {
-                let passed = (now - group.since).0 as f64;
-                group.work = (group.work - passed / group.slow).max(0.0);
-                (group.since, group.slow) = (now, slow);
-                group.ends = now + Nanos((group.work * slow).ceil() as u64);
+        for (index, stream) in self.streams.iter_mut().enumerate() {
+            let Some(kernel) = &mut stream.kernel else { continue };
+            if kernel.set_slow(self.now, 1.0 + f64::from(kernel.memory_share) * excess) {
+                self.changed |= bit(index);
             }
         }
     }
+}
+
+fn bit(stream: usize) -> u64 {
+    1 << stream.min(63)
 }
 
 fn note_span(

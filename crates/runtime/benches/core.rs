@@ -35,36 +35,51 @@ impl Loaded {
             core.step(Nanos::ZERO, profiled, &mut actions);
         }
         let mut loaded = Loaded { core, random: Random::new(1), now: Nanos::ZERO, actions };
-        (0..waiting).for_each(|_| loaded.arrive());
+        for index in 0..waiting {
+            loaded.arrive([Class::RealTime, Class::BestEffort][index % 2]);
+        }
         loaded
     }
 
-    fn arrive(&mut self) {
+    fn arrive(&mut self, class: Class) {
         self.now += Nanos(1_000);
         let request = self.core.next_request_id().expect("below the bound");
         let model = ModelId(self.random.below(u64::from(MODELS)) as u32);
-        let class = [Class::RealTime, Class::BestEffort][self.random.below(2) as usize];
         let deadline = self.now + Nanos(1_000_000_000_000 + self.random.below(1_000_000_000));
         let arrival = Event::Arrival { request, model, class, priority: 1, deadline };
         self.feed(arrival);
     }
 
-    fn feed(&mut self, event: Event) {
+    /// Takes an event in, makes leave what is told to, and says whether a request ended.
+    fn feed(&mut self, event: Event) -> bool {
         self.core.step(self.now, event, &mut self.actions);
-        let mut left = Vec::new();
-        for action in self.actions.drain(..) {
+        let mut ended = false;
+        while let Some(action) = self.actions.pop() {
+            ended |= matches!(action, Action::End { .. });
             if let Action::Preempt { queue, .. } = action {
-                left.push(Event::SegmentLeft { queue, left: Left::before(1), busy: Nanos(500) });
+                let left = Left::before(1);
+                self.core.step(
+                    self.now,
+                    Event::SegmentLeft { queue, left, busy: Nanos(500) },
+                    &mut self.actions,
+                );
             }
         }
-        left.into_iter().for_each(|event| self.feed(event));
+        ended
     }
 
-    /// One request comes and one ends: two steps, and as many wait as before.
+    /// One request ends and one of its class comes: two steps, and as many wait as before.
     fn turn(&mut self) {
-        self.arrive();
         let queue = self.random.below(5) as usize;
-        self.feed(Event::SegmentDone { queue, busy: Nanos(1_000) });
+        let busy = Nanos(1_000);
+        // Real time always has something to do; a queue of best effort may be idle.
+        let class = if queue > 0 && self.feed(Event::SegmentDone { queue, busy }) {
+            Class::BestEffort
+        } else {
+            self.feed(Event::SegmentDone { queue: 0, busy });
+            Class::RealTime
+        };
+        self.arrive(class);
     }
 }
 
@@ -90,7 +105,7 @@ fn selection(c: &mut Criterion) {
             taken: 4,
         })
         .collect();
-    let room = Room { sms: 60, gap: Nanos(1_000), inside_tile: true };
+    let room = Room { sms: 60, launch: Nanos(20_000), gap: Nanos(1_000), inside_tile: true };
     let mut grants = Vec::with_capacity(10);
     for (name, rules) in [("atoll", PaddingRules::ATOLL), ("reef", PaddingRules::REEF)] {
         let mut step = 0;
@@ -99,7 +114,7 @@ fn selection(c: &mut Criterion) {
                 grants.clear();
                 step = (step + 1) % 50;
                 let kernels = &set.models[2].kernels;
-                let host = Host { model: 0, kernels, step, elapsed: Nanos::ZERO };
+                let host = Host { model: 0, kernels, step, ready: true, elapsed: Nanos::ZERO };
                 padding::select(rules, room, host, &candidates, &slowdowns, &mut grants);
                 black_box(&grants);
             });

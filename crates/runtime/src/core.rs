@@ -145,7 +145,7 @@ pub enum Action {
         request: RequestId,
         /// The steps.
         steps: Range<usize>,
-        /// Block of the first step to begin at.
+        /// Tile of the first step to begin at.
         tile: u32,
     },
     /// Make the segment on this queue leave: bump its epoch, or reset it.
@@ -163,13 +163,19 @@ pub enum Action {
         hold: u32,
         /// What it may fill with new blocks.
         take: u32,
+        /// When that shrinks by itself, and to how many: no tile is begun there that would not end by then.
+        expiry: Option<(Nanos, u32)>,
     },
-    /// Fuse the next kernel of this queue with the real-time kernel that starts now.
+    /// Fuse blocks of this queue's kernel with the real-time kernel that starts now.
     Pad {
         /// The queue.
         queue: usize,
+        /// The kernel.
+        step: usize,
         /// Multiprocessors it gets.
         sms: u32,
+        /// Blocks it may run.
+        blocks: u32,
     },
     /// Copy a request's inputs to the device.
     Copy {
@@ -241,6 +247,13 @@ pub struct QueueLayout {
     pub best_effort: usize,
 }
 
+/// A bug that tests plant to see whether their checkers notice it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mutation {
+    /// A request that is given up while it runs is answered at once, and once more when it has left.
+    EndsTwice,
+}
+
 /// Settings of the core.
 #[derive(Clone, Debug)]
 pub struct CoreOptions {
@@ -262,6 +275,8 @@ pub struct CoreOptions {
     pub watchdog: Option<Nanos>,
     /// The device as padding sees it.
     pub room: Room,
+    /// Never set but by tests.
+    pub mutation: Option<Mutation>,
 }
 
 impl Default for CoreOptions {
@@ -275,7 +290,8 @@ impl Default for CoreOptions {
             copies: false,
             memory_bytes: None,
             watchdog: None,
-            room: Room { sms: 1, gap: Nanos::ZERO, inside_tile: false },
+            room: Room { sms: 1, launch: Nanos::ZERO, gap: Nanos::ZERO, inside_tile: false },
+            mutation: None,
         }
     }
 }
@@ -307,6 +323,7 @@ struct Slot {
     padded: bool,
     hold: u32,
     take: u32,
+    expiry: Option<(Nanos, u32)>,
     /// The kernel it is at, and since when.
     step: Option<usize>,
     step_since: Nanos,
@@ -341,6 +358,8 @@ pub struct Core {
     /// Until then best effort has the device to itself.
     slice_until: Option<Nanos>,
     load_queue: VecDeque<ModelId>,
+    /// Real-time requests whose inputs are on their way.
+    real_time_copies: usize,
     slowdowns: Slowdowns,
     /// Best-effort models beside the running real-time kernel, as bits.
     beside: u64,
@@ -373,6 +392,7 @@ impl Core {
             best_effort_credit: 0,
             slice_until: None,
             load_queue: VecDeque::new(),
+            real_time_copies: 0,
             slowdowns: Slowdowns::default(),
             beside: 0,
             lost: false,
@@ -429,6 +449,7 @@ impl Core {
                     deadline,
                     progress: Progress::default(),
                     losses: 0,
+                    copying: false,
                     phase: Phase::Preparing,
                 };
                 self.arrive(now, request, state, actions);
@@ -630,9 +651,8 @@ impl Core {
         actions: &mut Vec<Action>,
     ) {
         let Some(running) = self.release_queue(queue, busy) else { return };
-        let progress = self.policy.restore(left);
         let Some(state) = self.requests.get_mut(running.request) else { return };
-        state.progress = progress;
+        state.progress = self.policy.restore(left, state.progress);
         match state.phase {
             Phase::GivenUp(end) => self.end(running.request, end, actions),
             _ if state.deadline <= now => {
@@ -658,6 +678,9 @@ impl Core {
                 if let Some(state) = self.requests.get_mut(request) {
                     state.phase = Phase::GivenUp(end);
                 }
+                if self.options.mutation == Some(Mutation::EndsTwice) {
+                    actions.push(Action::End { request, end });
+                }
                 let how = self.rules.leave.unwrap_or(Leave::BetweenLaunches);
                 self.preempt(queue, how, actions);
             }
@@ -672,6 +695,7 @@ impl Core {
     }
 
     fn end(&mut self, request: RequestId, end: End, actions: &mut Vec<Action>) {
+        self.copy_ended(request);
         let Some(state) = self.requests.remove(request) else { return };
         self.deadlines.remove(request);
         actions.push(Action::End { request, end });

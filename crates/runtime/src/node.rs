@@ -7,15 +7,15 @@ use std::time::Duration;
 
 use base::{Bytes, Clock, Histogram, Nanos};
 use device::{
-    Completion, CompletionSink, Device, DeviceError, Outcome, Program, Queue, QueueOptions,
-    Segment, Task,
+    Completion, CompletionSink, Device, DeviceError, Outcome, PreemptionLevel, Program, Queue,
+    QueueOptions, Segment, Task,
 };
 use model::Tensor;
 use model::config::{Class, ModelConfig};
 use thiserror::Error;
 
 use crate::core::{Action, Core, CoreOptions, End, Event, ModelId, QueueLayout, RequestId};
-use crate::policy::Left;
+use crate::policy::{Atoll, Beside, Left, Policy, Rules};
 
 /// A loaded model of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -197,6 +197,33 @@ struct Defaults {
     timeout: Option<Nanos>,
 }
 
+/// Atoll's policy as far as devices carry it out: none of them holds a queue to a budget, so best effort would not pad real
+/// time but run against it.
+#[derive(Clone, Copy, Debug)]
+struct Unpadded;
+
+impl Policy for Unpadded {
+    fn name(&self) -> &'static str {
+        Atoll.name()
+    }
+
+    fn rules(&self) -> Rules {
+        Rules { beside: Beside::Nothing, ..Atoll.rules() }
+    }
+}
+
+/// What the queues of a device are for. Where work leaves only between steps, real time waits for the step that runs
+/// whichever queue it has, so all queues take anything. Where it leaves faster, one is kept for real time: the device lets
+/// its work go first, and that work never leaves for other.
+fn layout_of(preemption: PreemptionLevel, queues: usize) -> QueueLayout {
+    let queues = queues.max(1);
+    if preemption > PreemptionLevel::BetweenLaunches {
+        QueueLayout { shared: 0, real_time: 1, best_effort: (queues - 1).max(1) }
+    } else {
+        QueueLayout { shared: queues, real_time: 0, best_effort: 0 }
+    }
+}
+
 /// A reply that is due, to be sent once the lock is free.
 type Due = (ReplyFn, Reply);
 
@@ -207,13 +234,17 @@ impl Node {
         options: NodeOptions,
         clock: Arc<dyn Clock>,
     ) -> Result<Node, DeviceError> {
-        let queue_count = device.info().queues.max(1);
-        let core = Core::new(CoreOptions {
-            queues: QueueLayout { shared: queue_count, real_time: 0, best_effort: 0 },
+        let layout = layout_of(device.info().preemption, device.info().queues);
+        let queue_count = layout.shared + layout.real_time + layout.best_effort;
+        let first = layout.shared..layout.shared + layout.real_time;
+        let goes_first = |queue: usize| Unpadded.rules().high_priority && first.contains(&queue);
+        let core = CoreOptions {
+            queues: layout,
             max_requests: options.max_requests,
             best_effort_share_percent: options.best_effort_share_percent,
             ..CoreOptions::default()
-        });
+        };
+        let core = Core::with_policy(core, Box::new(Unpadded));
         let state = State {
             core,
             actions: Vec::new(),
@@ -234,8 +265,9 @@ impl Node {
         });
         let sink: Arc<dyn CompletionSink> = Arc::new(Sink(Arc::downgrade(&shared)));
         let mut queues = Vec::with_capacity(queue_count);
-        for id in 0..queue_count as u32 {
-            let options = QueueOptions { id, capacity: 1, high_priority: false };
+        for queue in 0..queue_count {
+            let high_priority = goes_first(queue);
+            let options = QueueOptions { id: queue as u32, capacity: 1, high_priority };
             queues.push(shared.device.open_queue(options, sink.clone())?);
         }
         let _ = shared.queues.set(queues);
@@ -471,7 +503,7 @@ impl Shared {
         due: &mut Vec<Due>,
     ) {
         match action {
-            Action::Launch { queue, request, steps, .. } => {
+            Action::Launch { queue, request, .. } => {
                 let Some(live) = state.live.get_mut(request.slot()).and_then(Option::as_mut) else {
                     return;
                 };
@@ -480,6 +512,8 @@ impl Shared {
                     live.timing.started = now;
                 }
                 let Some(task) = live.task.take() else { return };
+                // The core counts the plan's steps; the device may have made more or fewer of them.
+                let steps = task.next_step()..task.step_count();
                 let segment = Segment { token: request.slot() as u64, task, steps };
                 let queues = self.queues.get().map(Vec::as_slice).unwrap_or_default();
                 let launched = match queues.get(queue) {
@@ -626,3 +660,6 @@ impl CompletionSink for Sink {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -25,12 +25,12 @@ pub use self::reef_n::ReefN;
 pub use self::rt_only::RtOnly;
 pub use self::sequential::Sequential;
 
-/// A place in a task: all kernels before `step` are done, and all blocks of `step` before `tile`.
+/// A place in a task: all kernels before `step` are done, and as many tiles of `step` as `tile` says.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Progress {
     /// The kernel.
     pub step: usize,
-    /// The block.
+    /// The tile.
     pub tile: u32,
 }
 
@@ -39,7 +39,7 @@ pub struct Progress {
 pub struct Left {
     /// The first kernel that is not complete.
     pub step: usize,
-    /// Blocks of it that are done, where the device can tell; 0 elsewhere.
+    /// Tiles of it that are done, where the device can tell; 0 elsewhere.
     pub tile: u32,
     /// The last kernel that had been handed to the hardware.
     pub transmitted: usize,
@@ -108,8 +108,8 @@ pub trait Policy: Debug + Send {
     /// The rules the core follows.
     fn rules(&self) -> Rules;
 
-    /// Where a task that left goes on.
-    fn restore(&self, left: Left) -> Progress {
+    /// Where a task that left goes on. All before `known` is done for certain.
+    fn restore(&self, left: Left, _known: Progress) -> Progress {
         Progress { step: left.step, tile: left.tile }
     }
 }

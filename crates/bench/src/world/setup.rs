@@ -5,7 +5,7 @@ use std::sync::Arc;
 use base::{Nanos, Random};
 use device::sim::{Gpu, ModelProfile, ProfileSet, StreamOptions};
 use model::config::Class;
-use runtime::core::{Core, CoreOptions, Event, ModelId, QueueLayout, RealTimeOrder};
+use runtime::core::{Core, CoreOptions, Event, ModelId, Mutation, QueueLayout, RealTimeOrder};
 use runtime::policy::padding::Room;
 use runtime::policy::{NAMES, Policy, Streams, by_name};
 
@@ -152,9 +152,11 @@ fn core_of(
         watchdog: Some(WATCHDOG),
         room: Room {
             sms,
+            launch: Nanos(gpu.launch_ns),
             gap: Nanos(gpu.gap_ns),
             inside_tile: gpu.preemption() == device::PreemptionLevel::InsideTile,
         },
+        mutation: planted(PlantedBug::ExactlyOnce).then_some(Mutation::EndsTwice),
     };
     Core::with_policy(core, policy)
 }
@@ -168,6 +170,7 @@ fn clients_of(scenario: &Scenario) -> Vec<ClientState> {
             clockwork,
             outstanding: 0,
             skipped: 0,
+            late: false,
             cancels: Random::new(seeds.next_u64()),
         }
     };

@@ -92,6 +92,17 @@ const IMAGE: [Tile; 3] = [
 /// Shapes for walks over anything.
 const GENERAL: [Tile; 2] = [tile(64, 64, 64, (2, 2, 1), 4, 8), tile(32, 32, 64, (1, 1, 4), 6, 8)];
 
+/// Every shape as it stands in a kernel's type, for those who check that all are tried.
+pub fn shapes() -> Vec<String> {
+    let all = PLAIN.iter().chain(&NORMALIZING).chain(&IMAGE).chain(&GENERAL);
+    all.map(|tile| {
+        let (wm, wn, wk) = tile.warps;
+        let Tile { bm, bn, bk, stages, .. } = tile;
+        format!("{bm}, {bn}, {bk}, {wm}, {wn}, {wk}, {stages}")
+    })
+    .collect()
+}
+
 /// The depth a normalising tile can hold scales for; `kPreDepth` of `ConvConfig`.
 pub const NORMALIZED_DEPTH_MAX: usize = 2560;
 

@@ -7,18 +7,79 @@ use base::Random;
 
 use super::profile::{GpuProfile, KernelProfile, ModelProfile, ProfileSet};
 
-/// What is known of a model: name, kernels, latency on the MI50 and on the H200 in microseconds, mean
-/// share of multiprocessors in percent, megabytes of weights (fp32), kilobytes of input.
-type Known = (&'static str, usize, [u64; 2], u32, u64, u64);
+/// What is known of a model.
+struct Known {
+    name: &'static str,
+    kernels: usize,
+    /// Latency on the MI50 and on the H200.
+    latency_us: [u64; 2],
+    usage: Usage,
+    /// Blocks a multiprocessor takes at once; one is drawn for every kernel.
+    occupancies: &'static [u32],
+    weight_mb: u64,
+    input_kb: u64,
+}
 
-/// REEF's Table 1 (the 3.5 ms of DenseNet follow from the load of its workloads: five models at 20/s are
-/// 70 % of the GPU). The shares of Inception and Bert are those of its figure 17.
+/// Share of the multiprocessors that the kernels of a model use, in thousandths.
+enum Usage {
+    /// This on average; some kernels fill the GPU several times.
+    Mean(u32),
+    /// Anything between, in one wave.
+    Between(u32, u32),
+}
+
+/// Where nothing is published.
+const ANY: &[u32] = &[2, 2, 4, 4, 6, 8];
+
+/// REEF's Table 1, but for ResNet: beside REEF's queues it takes 12.3 ms (figure 15a), which is also what its
+/// throughput in figure 11 comes to. VGG uses between 6.7 and 86.7 % of the GPU (figure 3b), and most models may pad
+/// it (section 7.2), so its occupancy is the lowest. The shares of Inception and Bert are those of figure 17.
 const MODELS: [Known; 5] = [
-    ("resnet152", 307, [13_600, 2_430], 45, 241, 602),
-    ("densenet201", 207, [3_500, 3_560], 30, 80, 602),
-    ("vgg19", 55, [4_400, 490], 50, 575, 602),
-    ("inceptionv3", 146, [8_300, 1_720], 85, 95, 1_073),
-    ("distilbert", 205, [5_400, 585], 70, 265, 2),
+    Known {
+        name: "resnet152",
+        kernels: 307,
+        latency_us: [12_300, 2_430],
+        usage: Usage::Mean(450),
+        occupancies: ANY,
+        weight_mb: 241,
+        input_kb: 602,
+    },
+    Known {
+        name: "densenet201",
+        kernels: 207,
+        latency_us: [3_500, 3_560],
+        usage: Usage::Mean(300),
+        occupancies: ANY,
+        weight_mb: 80,
+        input_kb: 602,
+    },
+    Known {
+        name: "vgg19",
+        kernels: 55,
+        latency_us: [4_400, 490],
+        usage: Usage::Between(67, 867),
+        occupancies: &[2],
+        weight_mb: 575,
+        input_kb: 602,
+    },
+    Known {
+        name: "inceptionv3",
+        kernels: 146,
+        latency_us: [8_300, 1_720],
+        usage: Usage::Mean(850),
+        occupancies: ANY,
+        weight_mb: 95,
+        input_kb: 1_073,
+    },
+    Known {
+        name: "distilbert",
+        kernels: 205,
+        latency_us: [5_400, 585],
+        usage: Usage::Mean(700),
+        occupancies: ANY,
+        weight_mb: 265,
+        input_kb: 2,
+    },
 ];
 
 /// A GPU like the AMD MI50 with the paper's patched driver.
@@ -30,6 +91,8 @@ pub fn mi50() -> ProfileSet {
         kills: true,
         launch_ns: 20_000,
         gap_ns: 1_000,
+        // The delay between streams of its section 5.
+        switch_ns: [20_000, 40_000],
         leave_ns: 2_000,
         tile_ns: 5_000,
         queue_capacity: 4,
@@ -53,6 +116,7 @@ pub fn h200() -> ProfileSet {
         kills: false,
         launch_ns: 7_000,
         gap_ns: 560,
+        switch_ns: [0, 0],
         leave_ns: 3_000,
         tile_ns: 2_000,
         queue_capacity: 4,
@@ -82,44 +146,30 @@ fn assemble(gpu: GpuProfile, column: usize) -> ProfileSet {
 }
 
 fn draw_model(known: &Known, column: usize, gpu: &GpuProfile) -> ModelProfile {
-    let (name, count, latency_us, share, weight_mb, input_kb) = *known;
-    let seed = name.bytes().fold(7, |seed: u64, byte| seed * 31 + u64::from(byte));
+    let seed = known.name.bytes().fold(7, |seed: u64, byte| seed * 31 + u64::from(byte));
     let mut random = Random::new(seed);
-    let gaps = gpu.launch_ns + gpu.gap_ns * (count as u64 - 1);
-    let target = (latency_us[column] * 1_000 - gaps) as f64;
+    let gaps = gpu.launch_ns + gpu.gap_ns * (known.kernels as u64 - 1);
+    let target = (known.latency_us[column] * 1_000 - gaps) as f64;
     // Kernel times spread over a factor of 25 around their middle, as in the paper's figure 10.
-    let weights: Vec<f64> = (0..count).map(|_| 25f64.powf(random.unit_f64())).collect();
+    let weights: Vec<f64> = (0..known.kernels).map(|_| 25f64.powf(random.unit_f64())).collect();
     let total: f64 = weights.iter().sum();
-    let kernels = weights
-        .iter()
-        .map(|weight| {
-            draw_kernel(weight / total * target, f64::from(share) / 100.0, gpu, &mut random)
-        })
-        .collect();
+    let mut draw = |weight: &f64| draw_kernel(known, weight / total * target, gpu, &mut random);
     ModelProfile {
-        name: name.to_string(),
-        kernels,
-        input_bytes: input_kb * 1_000,
-        weight_bytes: weight_mb * 1_000_000,
+        name: known.name.to_string(),
+        kernels: weights.iter().map(&mut draw).collect(),
+        input_bytes: known.input_kb * 1_000,
+        weight_bytes: known.weight_mb * 1_000_000,
     }
 }
 
-fn draw_kernel(time_ns: f64, share: f64, gpu: &GpuProfile, random: &mut Random) -> KernelProfile {
-    let occupancy = [2, 2, 4, 4, 6, 8][random.below(6) as usize];
-    let full = share * share;
-    let (blocks, waves) = if random.unit_f64() < full {
-        let waves = 2 + random.below(3) as u32;
-        // The last wave is rarely full.
-        let last = 0.5 + 0.5 * random.unit_f64();
-        let at_once = f64::from(gpu.sms * occupancy);
-        ((at_once * (f64::from(waves - 1) + last)) as u32, waves)
-    } else {
-        let mean = (share - full) / (1.0 - full);
-        let spread = mean.min(1.0 - mean);
-        let used = mean + spread * (2.0 * random.unit_f64() - 1.0);
-        let sms = (used * f64::from(gpu.sms)).round().max(1.0) as u32;
-        (sms * occupancy, 1)
-    };
+fn draw_kernel(
+    known: &Known,
+    time_ns: f64,
+    gpu: &GpuProfile,
+    random: &mut Random,
+) -> KernelProfile {
+    let occupancy = known.occupancies[random.below(known.occupancies.len() as u64) as usize];
+    let (blocks, waves) = draw_blocks(&known.usage, occupancy, gpu, random);
     let memory_bound = random.below(5) == 0;
     let low = random.unit_f64() as f32 * 0.3;
     KernelProfile {
@@ -128,5 +178,34 @@ fn draw_kernel(time_ns: f64, share: f64, gpu: &GpuProfile, random: &mut Random) 
         occupancy,
         memory_share: if memory_bound { 0.6 + low } else { 0.1 + low },
         idempotent: true,
+    }
+}
+
+/// Blocks of a kernel, and in how many waves they run.
+fn draw_blocks(usage: &Usage, occupancy: u32, gpu: &GpuProfile, random: &mut Random) -> (u32, u32) {
+    let one_wave = |share: f64| {
+        let sms = (share * f64::from(gpu.sms)).round().max(1.0) as u32;
+        (sms * occupancy, 1)
+    };
+    let thousandths = |share: u32| f64::from(share) / 1_000.0;
+    match *usage {
+        Usage::Between(least, most) => {
+            let (least, most) = (thousandths(least), thousandths(most));
+            one_wave(least + (most - least) * random.unit_f64())
+        }
+        Usage::Mean(share) => {
+            let share = thousandths(share);
+            let full = share * share;
+            if random.unit_f64() >= full {
+                let mean = (share - full) / (1.0 - full);
+                let spread = mean.min(1.0 - mean);
+                return one_wave(mean + spread * (2.0 * random.unit_f64() - 1.0));
+            }
+            let waves = 2 + random.below(3) as u32;
+            // The last wave is rarely full.
+            let last = 0.5 + 0.5 * random.unit_f64();
+            let at_once = f64::from(gpu.sms * occupancy);
+            ((at_once * (f64::from(waves - 1) + last)) as u32, waves)
+        }
     }
 }

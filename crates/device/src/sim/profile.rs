@@ -20,6 +20,9 @@ pub struct GpuProfile {
     pub launch_ns: u64,
     /// Between two kernels of one stream.
     pub gap_ns: u64,
+    /// Least and most it takes the dispatcher to turn from one busy stream to another.
+    #[serde(default)]
+    pub switch_ns: [u64; 2],
     /// From the word to leave to the moment the blocks are gone, for kernels left inside a tile.
     pub leave_ns: u64,
     /// A block of a kernel that can be left inside is a loop over tiles of about this length; those it has
@@ -54,6 +57,19 @@ impl GpuProfile {
         }
     }
 
+    /// Tiles that a block of `kernel` loops over: what stays finished when it is left inside.
+    pub fn tiles_per_block(&self, kernel: &KernelProfile) -> u32 {
+        match self.preemption() {
+            PreemptionLevel::InsideTile => kernel.block_ns.div_ceil(self.tile_ns.max(1)) as u32,
+            _ => 1,
+        }
+    }
+
+    /// Tiles of `kernel`.
+    pub fn tiles(&self, kernel: &KernelProfile) -> u32 {
+        kernel.blocks * self.tiles_per_block(kernel)
+    }
+
     /// Time a copy of `bytes` takes.
     pub fn copy_time(&self, bytes: u64) -> Nanos {
         let moving = bytes.saturating_mul(1_000) / self.copy_bytes_per_us.max(1);
@@ -64,7 +80,7 @@ impl GpuProfile {
 /// One kernel of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KernelProfile {
-    /// Blocks, also called tiles.
+    /// Blocks.
     pub blocks: u32,
     /// Time of one block.
     pub block_ns: u64,

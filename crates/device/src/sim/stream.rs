@@ -5,24 +5,53 @@ use std::collections::VecDeque;
 use base::Nanos;
 
 use super::Segment;
+use super::profile::{GpuProfile, KernelProfile};
 use crate::Leave;
 
 /// Units one multiprocessor is divided into; every occupancy from 1 to 10 divides it.
 pub(super) const UNITS_PER_SM: u64 = 2_520;
 
+/// Blocks placed within this part of a block's time of each other end together, at their mean: it bounds how
+/// many groups there are and moves no end by more.
+const TOGETHER: f64 = 1.0 / 8.0;
+
 /// Blocks that were placed together and end together.
 #[derive(Clone, Debug)]
 pub(super) struct Group {
     pub(super) blocks: u32,
+    /// Tiles these blocks have to do.
+    pub(super) tiles: u32,
     pub(super) units: u64,
-    /// Time still to go if nothing slows it.
-    pub(super) work: f64,
-    /// How many times slower than alone it goes now.
-    pub(super) slow: f64,
-    /// When `work` was last brought up to date.
-    pub(super) since: Nanos,
+    /// The kernel's progress when it was placed, and when it is done.
+    pub(super) from: f64,
+    pub(super) until: f64,
+    /// `until` of the first block in it.
+    first_until: f64,
+    /// When it was placed; the mean over its blocks.
     pub(super) placed: Nanos,
-    pub(super) ends: Nanos,
+}
+
+impl Group {
+    /// Takes `blocks` of its blocks out.
+    fn split(&mut self, blocks: u32) -> Group {
+        let tiles = self.tiles / self.blocks * blocks;
+        let units = self.units / u64::from(self.blocks) * u64::from(blocks);
+        (self.blocks, self.tiles, self.units) =
+            (self.blocks - blocks, self.tiles - tiles, self.units - units);
+        Group { blocks, tiles, units, ..self.clone() }
+    }
+
+    fn join(&mut self, other: &Group) {
+        let (a, b) = (f64::from(self.blocks), f64::from(other.blocks));
+        let mean = |x: f64, y: f64| (x * a + y * b) / (a + b);
+        self.from = mean(self.from, other.from);
+        self.until = mean(self.until, other.until);
+        let later = (other.placed - self.placed).0 as f64 * b / (a + b);
+        self.placed += Nanos(later as u64);
+        self.blocks += other.blocks;
+        self.tiles += other.tiles;
+        self.units += other.units;
+    }
 }
 
 /// A kernel that has been dispatched.
@@ -30,11 +59,12 @@ pub(super) struct Group {
 pub(super) struct Kernel {
     pub(super) step: usize,
     pub(super) first_tile: u32,
-    /// Blocks placed so far, those before `first_tile` included.
+    /// Tiles placed so far, those before `first_tile` included.
     pub(super) placed: u32,
-    /// Blocks done so far, those before `first_tile` included.
+    /// Tiles done so far, those before `first_tile` included.
     pub(super) done: u32,
-    pub(super) blocks: u32,
+    pub(super) tiles: u32,
+    pub(super) tiles_per_block: u32,
     pub(super) block_ns: f64,
     pub(super) units: u64,
     pub(super) memory_share: f32,
@@ -43,23 +73,133 @@ pub(super) struct Kernel {
     pub(super) idempotent: bool,
     /// Order in which kernels became ready.
     pub(super) ready: u64,
-    pub(super) groups: Vec<Group>,
+    /// In the order of their ends.
+    pub(super) groups: VecDeque<Group>,
+    /// Units its groups hold.
+    pub(super) held: u64,
+    /// Blocks in its groups.
+    pub(super) running: u32,
+    /// What a block that runs since the dispatch would have done at `since`, in nanoseconds of work.
+    progress: f64,
+    since: Nanos,
+    /// How many times slower than alone its blocks go now.
+    slow: f64,
     pub(super) began: Option<Nanos>,
 }
 
 impl Kernel {
-    pub(super) fn held(&self) -> u64 {
-        self.groups.iter().map(|group| group.units).sum()
+    /// Dispatched at `now`, going on at tile `tile`.
+    pub(super) fn new(now: Nanos, profile: &KernelProfile, gpu: &GpuProfile, tile: u32) -> Kernel {
+        let occupancy = profile.occupancy.clamp(1, 10);
+        Kernel {
+            step: 0,
+            first_tile: tile,
+            placed: tile,
+            done: tile,
+            tiles: gpu.tiles(profile),
+            tiles_per_block: gpu.tiles_per_block(profile),
+            block_ns: profile.block_ns as f64,
+            units: UNITS_PER_SM / u64::from(occupancy),
+            memory_share: profile.memory_share,
+            at_once: profile.blocks.min(gpu.sms * profile.occupancy),
+            idempotent: profile.idempotent,
+            ready: 0,
+            groups: VecDeque::new(),
+            held: 0,
+            running: 0,
+            progress: 0.0,
+            since: now,
+            slow: 1.0,
+            began: None,
+        }
     }
 
-    /// Blocks' worth of finished tiles in a group that leaves now. Whoever comes next takes any tile that is
-    /// left, so what counts is how many there are.
-    pub(super) fn kept(&self, group: &Group, tile_ns: u64, now: Nanos) -> u32 {
-        let tiles = (self.block_ns / tile_ns.max(1) as f64).ceil().max(1.0);
-        let work = group.work - (now - group.since).0 as f64 / group.slow;
-        let share = (1.0 - work.max(0.0) / self.block_ns).clamp(0.0, 1.0);
-        let finished = (share * tiles).floor() / tiles;
-        (f64::from(group.blocks) * finished).floor() as u32
+    /// Work a block that runs since the dispatch would have done by `now`.
+    fn progress_at(&self, now: Nanos) -> f64 {
+        self.progress + (now - self.since).0 as f64 / self.slow
+    }
+
+    /// From `now` on, blocks go `slow` times slower than alone. Returns whether that changes anything.
+    pub(super) fn set_slow(&mut self, now: Nanos, slow: f64) -> bool {
+        let changes = slow != self.slow;
+        if changes {
+            self.progress = self.progress_at(now);
+            (self.since, self.slow) = (now, slow);
+        }
+        changes
+    }
+
+    /// When the first group ends.
+    pub(super) fn next_end(&self) -> Option<Nanos> {
+        let group = self.groups.front()?;
+        Some(self.since + Nanos(((group.until - self.progress) * self.slow).ceil() as u64))
+    }
+
+    /// Takes the first group off if it is complete.
+    pub(super) fn pop_complete(&mut self, now: Nanos) -> Option<Group> {
+        self.next_end().filter(|end| *end <= now)?;
+        let group = self.groups.pop_front()?;
+        self.done += group.tiles;
+        self.forget(&group);
+        Some(group)
+    }
+
+    /// Takes blocks off, as many as hold `over` units, from the group that would end last; with how many of their
+    /// tiles are done and which part of what they did those are. Whoever comes next takes any tile that is left,
+    /// so what counts is how many there are.
+    pub(super) fn pop_unfinished(&mut self, now: Nanos, over: u64) -> Option<(Group, u32, f64)> {
+        let last = self.groups.back_mut()?;
+        let group = match over.div_ceil(self.units) {
+            some if some < u64::from(last.blocks) => last.split(some as u32),
+            _ => self.groups.pop_back()?,
+        };
+        self.forget(&group);
+        let share = (self.progress_at(now) - group.from) / (group.until - group.from);
+        let share = share.clamp(0.0, 1.0);
+        let tiles_each = group.tiles.div_ceil(group.blocks);
+        let finished = (share * f64::from(tiles_each)).floor() as u32 * group.blocks;
+        let finished = finished.min(group.tiles);
+        let did = share * f64::from(group.tiles);
+        let kept = if did > 0.0 { (f64::from(finished) / did).min(1.0) } else { 0.0 };
+        Some((group, finished, kept))
+    }
+
+    fn forget(&mut self, group: &Group) {
+        self.held -= group.units;
+        self.running -= group.blocks;
+    }
+
+    /// Places as many whole blocks as fit, or the one that is left of a kernel that was interrupted. Returns
+    /// their units.
+    pub(super) fn place(&mut self, now: Nanos, fits: u64, tiles_max: u32) -> u64 {
+        let left = (self.tiles - self.placed).min(tiles_max);
+        let whole = u64::from(left / self.tiles_per_block).min(fits) as u32;
+        let (blocks, tiles) =
+            if whole > 0 { (whole, whole * self.tiles_per_block) } else { (1, left) };
+        let part = f64::from(tiles) / f64::from(blocks * self.tiles_per_block);
+        let from = self.progress_at(now);
+        let until = from + self.block_ns * part;
+        let units = self.units * u64::from(blocks);
+        self.placed += tiles;
+        self.held += units;
+        self.running += blocks;
+        self.began.get_or_insert(now);
+        let group = Group { blocks, tiles, units, from, until, first_until: until, placed: now };
+        match self.groups.back_mut() {
+            Some(last)
+                if whole > 0
+                    && last.tiles == last.blocks * self.tiles_per_block
+                    && until >= last.until
+                    && until - last.first_until <= self.block_ns * TOGETHER =>
+            {
+                last.join(&group);
+            }
+            _ => {
+                let at = self.groups.partition_point(|other| other.until <= until);
+                self.groups.insert(at, group);
+            }
+        }
+        units
     }
 
     pub(super) fn started(&self) -> bool {
@@ -84,6 +224,8 @@ pub(super) struct Stream {
     pub(super) segments: VecDeque<Head>,
     pub(super) kernel: Option<Kernel>,
     pub(super) dispatch_at: Option<Nanos>,
+    /// The dispatcher is on its way to it from another stream.
+    pub(super) switching: bool,
     pub(super) leaving: Option<Leave>,
     pub(super) abort_at: Option<Nanos>,
     pub(super) left_at: Option<Nanos>,
@@ -91,8 +233,10 @@ pub(super) struct Stream {
     pub(super) hold: u64,
     /// Units up to which it may place new blocks.
     pub(super) take: u64,
-    /// May run one kernel beside a kernel of another stream, which waits for it.
-    pub(super) granted: bool,
+    /// When its budget shrinks by itself, and to how many units.
+    pub(super) expiry: Option<(Nanos, u64)>,
+    /// Tiles it may still place beside a kernel of another stream, which waits for them.
+    pub(super) granted: Option<u32>,
     /// Its kernel is complete but waits for one that was granted beside it.
     pub(super) fused: bool,
     /// A completion got lost: nothing more is heard of it until a reset.
@@ -122,7 +266,9 @@ impl Stream {
             left_at: None,
             hold: u64::MAX,
             take: u64::MAX,
-            granted: false,
+            expiry: None,
+            granted: None,
+            switching: false,
             fused: false,
             stuck: false,
             work: StreamWork::default(),
@@ -130,14 +276,25 @@ impl Stream {
     }
 
     pub(super) fn held(&self) -> u64 {
-        self.kernel.as_ref().map_or(0, Kernel::held)
+        self.kernel.as_ref().map_or(0, |kernel| kernel.held)
     }
 
     /// The next moment something happens on it by itself.
     pub(super) fn next_event(&self) -> Option<Nanos> {
-        let groups = self.kernel.iter().flat_map(|kernel| &kernel.groups);
-        let timers = [self.dispatch_at, self.abort_at, self.left_at];
-        groups.map(|group| group.ends).chain(timers.into_iter().flatten()).min()
+        let end = self.kernel.as_ref().and_then(Kernel::next_end);
+        let expiry = self.expiry.map(|(at, _)| at);
+        let timers = [end, self.dispatch_at, self.abort_at, self.left_at, expiry];
+        let first =
+            timers.into_iter().fold(Nanos::MAX, |first, at| first.min(at.unwrap_or(Nanos::MAX)));
+        (first < Nanos::MAX).then_some(first)
+    }
+
+    /// Share of the memory bandwidth its kernel asks for.
+    pub(super) fn bandwidth(&self) -> f32 {
+        let asked = |kernel: &Kernel| {
+            kernel.memory_share * kernel.running as f32 / kernel.at_once.max(1) as f32
+        };
+        self.kernel.as_ref().map_or(0.0, asked)
     }
 
     /// Whether new blocks of its kernel may be placed.
@@ -149,14 +306,33 @@ impl Stream {
             Some(Leave::BetweenLaunches) => kernel.started(),
             Some(_) => false,
         };
-        goes_on && self.take > 0 && kernel.placed < kernel.blocks
+        let allowed = self.granted.is_none_or(|tiles| tiles > 0);
+        goes_on && allowed && self.take > 0 && kernel.placed < kernel.tiles
+    }
+
+    /// Runs as part of a kernel of another stream.
+    pub(super) fn pads(&self) -> bool {
+        self.granted.is_some() && self.held() > 0
+    }
+
+    /// What it was granted is over.
+    pub(super) fn revoke(&mut self) {
+        if self.granted.take().is_some() {
+            (self.hold, self.take) = (0, 0);
+        }
+    }
+
+    /// Whether its kernels come through the hardware's dispatcher one by one. What is held to a budget is fed by
+    /// a worker that stays, or is part of another stream's kernel.
+    pub(super) fn dispatches(&self) -> bool {
+        self.hold == u64::MAX
     }
 
     pub(super) fn clear(&mut self) {
         self.segments.clear();
         self.kernel = None;
         (self.dispatch_at, self.abort_at, self.left_at) = (None, None, None);
-        self.leaving = None;
-        (self.granted, self.fused, self.stuck) = (false, false, false);
+        (self.leaving, self.granted, self.expiry) = (None, None, None);
+        (self.switching, self.fused, self.stuck) = (false, false, false);
     }
 }

@@ -10,7 +10,7 @@ fn model(name: &str, kernels: Vec<KernelProfile>) -> Arc<ModelProfile> {
 }
 
 fn small_gpu() -> GpuProfile {
-    GpuProfile { sms: 4, launch_ns: 0, gap_ns: 0, ..builtin::mi50().gpu }
+    GpuProfile { sms: 4, launch_ns: 0, gap_ns: 0, switch_ns: [0, 0], ..builtin::mi50().gpu }
 }
 
 fn open(gpu: GpuProfile, models: Vec<Arc<ModelProfile>>, faults: Vec<Fault>) -> Gpu {
@@ -40,7 +40,7 @@ fn done(stream: usize, busy: u64) -> GpuEvent {
 }
 
 fn want(gpu: &Gpu, model: usize) -> u64 {
-    reference_output(42, gpu.models[model].kernels.iter().map(|kernel| kernel.blocks))
+    reference_output(42, gpu.models[model].kernels.iter().map(|kernel| gpu.profile.tiles(kernel)))
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn two_memory_bound_kernels_slow_each_other() {
     let mut gpu = open(small_gpu(), models, vec![]);
     launch(&mut gpu, 0, 0, 0);
     launch(&mut gpu, 0, 1, 0);
-    assert_eq!(run_to(&mut gpu, 1_000), [(200, done(0, 200)), (200, done(1, 200))]);
+    assert_eq!(run_to(&mut gpu, 1_000), [(200, done(1, 200)), (200, done(0, 200))]);
 }
 
 /// Leaves at 150 in each way and runs the rest from where the device says.
@@ -115,15 +115,69 @@ fn a_budget_is_kept_and_what_is_above_leaves() {
     let models = vec![model("a", vec![kernel(8, 100, 1, 0.1)])];
     let mut gpu = open(small_gpu(), models, vec![]);
     launch(&mut gpu, 0, 1, 0);
-    gpu.set_budget(Nanos(0), 1, 2, 2);
+    gpu.set_budget(Nanos(0), 1, 2, 2, None);
     run_to(&mut gpu, 50);
     assert_eq!(gpu.held_sms(1), 2.0);
-    gpu.set_budget(Nanos(50), 1, 0, 0);
+    gpu.set_budget(Nanos(50), 1, 0, 0, None);
     run_to(&mut gpu, 3_000);
     assert_eq!(gpu.held_sms(1), 0.0);
-    gpu.set_budget(Nanos(3_000), 1, u32::MAX, u32::MAX);
+    gpu.set_budget(Nanos(3_000), 1, u32::MAX, u32::MAX, None);
     let events = run_to(&mut gpu, 9_000);
     assert_eq!(events.len(), 1, "{events:?}");
+}
+
+#[test]
+fn what_leaves_inside_loses_at_most_a_tile_a_block() {
+    let profile = GpuProfile { tile_ns: 10, leave_ns: 3, evict_ns: 0, ..small_gpu() };
+    let models = vec![model("a", vec![kernel(8, 100, 2, 0.1)])];
+    let mut gpu = open(profile, models, vec![]);
+    let task = launch(&mut gpu, 0, 1, 0);
+    run_to(&mut gpu, 72);
+    gpu.leave(Nanos(72), 1, Leave::InsideTile);
+    let events = run_to(&mut gpu, 80);
+    // Gone at 75, in the middle of the eighth of ten tiles of each of the eight blocks.
+    assert!(matches!(events[0], (75, GpuEvent::Left { step: 0, tile: 56, .. })), "{events:?}");
+    assert!((gpu.work(1).redone - 4.0 * 5.0).abs() < 1e-9, "{:?}", gpu.work(1));
+    let segment = Segment { token: 1, task, model: 0, steps: 0..1, tile: 56 };
+    gpu.enqueue(Nanos(100), 1, segment).unwrap();
+    // Twenty-four tiles are two whole blocks and one of four tiles.
+    assert_eq!(run_to(&mut gpu, 1_000), [(200, done(1, 100))]);
+    assert_eq!(gpu.output(task), Some(want(&gpu, 0)));
+    assert!((gpu.work(1).redone - 4.0 * 5.0).abs() < 1e-9, "{:?}", gpu.work(1));
+}
+
+#[test]
+fn a_budget_that_expires_costs_no_work() {
+    let profile = GpuProfile { tile_ns: 10, ..small_gpu() };
+    let mut gpu = open(profile, vec![model("a", vec![kernel(4, 100, 1, 0.1)])], vec![]);
+    launch(&mut gpu, 0, 1, 0);
+    gpu.set_budget(Nanos(0), 1, 4, 4, Some((Nanos(55), 1)));
+    run_to(&mut gpu, 54);
+    assert_eq!(gpu.held_sms(1), 4.0);
+    run_to(&mut gpu, 55);
+    assert_eq!(gpu.held_sms(1), 1.0);
+    let events = run_to(&mut gpu, 1_000);
+    // Three blocks stopped after five of ten tiles: fifteen are left for one multiprocessor.
+    assert_eq!(events, [(250, done(1, 250))]);
+    let work = gpu.work(1);
+    assert_eq!((work.used, work.redone), (400.0, 0.0));
+}
+
+#[test]
+fn turning_from_one_busy_stream_to_another_takes_time() {
+    let profile = GpuProfile { switch_ns: [7, 7], ..small_gpu() };
+    let models = vec![model("a", vec![kernel(1, 100, 1, 0.1), kernel(1, 100, 1, 0.1)])];
+    let mut gpu = open(profile, models, vec![]);
+    launch(&mut gpu, 0, 1, 0);
+    run_to(&mut gpu, 10);
+    launch(&mut gpu, 10, 2, 0);
+    // The second begins at 17; from then on they take turns, until the first has ended.
+    assert_eq!(run_to(&mut gpu, 1_000), [(207, done(1, 200)), (224, done(2, 200))]);
+    // What runs inside a budget is fed by a worker of its own.
+    gpu.set_budget(Nanos(1_000), 2, 2, 2, None);
+    launch(&mut gpu, 1_000, 1, 0);
+    launch(&mut gpu, 1_000, 2, 0);
+    assert_eq!(run_to(&mut gpu, 2_000), [(1_200, done(2, 200)), (1_200, done(1, 200))]);
 }
 
 #[test]
@@ -133,14 +187,31 @@ fn a_padded_kernel_is_part_of_the_one_it_pads() {
         model("be", vec![kernel(2, 130, 1, 0.1), kernel(2, 10, 1, 0.1)]),
     ];
     let mut gpu = open(small_gpu(), models, vec![]);
-    gpu.set_budget(Nanos(0), 1, 0, 0);
+    gpu.set_budget(Nanos(0), 1, 0, 0, None);
     launch(&mut gpu, 0, 0, 0);
     launch(&mut gpu, 0, 1, 1);
     run_to(&mut gpu, 0);
-    gpu.pad(Nanos(0), 1, 2);
+    gpu.pad(Nanos(0), 1, 0, 2, 2);
     // The real-time kernel of 100 waits for the padding of 130, then runs its second of 10.
     assert_eq!(run_to(&mut gpu, 1_000), [(140, done(0, 110))]);
     assert_eq!(gpu.current_step(1), Some(1), "the second best-effort kernel waits");
+}
+
+#[test]
+fn some_blocks_of_a_kernel_can_pad_one_and_the_rest_the_next() {
+    let rt = vec![kernel(2, 100, 1, 0.1), kernel(2, 100, 1, 0.1)];
+    let models = vec![model("rt", rt), model("be", vec![kernel(6, 50, 1, 0.1)])];
+    let mut gpu = open(small_gpu(), models, vec![]);
+    gpu.set_budget(Nanos(0), 1, 0, 0, None);
+    launch(&mut gpu, 0, 0, 0);
+    let task = launch(&mut gpu, 0, 1, 1);
+    run_to(&mut gpu, 0);
+    gpu.pad(Nanos(0), 1, 0, 2, 4);
+    assert_eq!(run_to(&mut gpu, 100), []);
+    assert_eq!(gpu.held_sms(1), 0.0, "what it was granted is over");
+    gpu.pad(Nanos(100), 1, 0, 2, 4);
+    assert_eq!(run_to(&mut gpu, 1_000), [(150, done(1, 150)), (200, done(0, 200))]);
+    assert_eq!(gpu.output(task), Some(want(&gpu, 1)));
 }
 
 #[test]
@@ -181,7 +252,7 @@ fn faults_happen() {
 fn built_in_models_take_the_published_time() {
     let mi50 = builtin::mi50();
     let published = [
-        ("resnet152", 307, 13.6),
+        ("resnet152", 307, 12.3),
         ("densenet201", 207, 3.5),
         ("vgg19", 55, 4.4),
         ("inceptionv3", 146, 8.3),

@@ -4,8 +4,8 @@ use base::Nanos;
 
 use super::{BatchPolicy, Decision, EarlyDrop, ModelView};
 
-/// Chooses its window as [`EarlyDrop`] does, but a batch that is not full yet waits for more until the
-/// moment after which one more request could no longer ride along.
+/// Chooses its window as [`EarlyDrop`] does, but a batch that is small yet waits for more, at most until the moment
+/// after which one more request could no longer ride along.
 #[derive(Clone, Copy, Debug)]
 pub struct Deferred {
     /// The session's batch size; see [`super::BatchProfile::batch_for_objective`].
@@ -33,11 +33,12 @@ impl BatchPolicy for Deferred {
         }
         let first = model.waiting[dropped];
         let next = model.profile.latency(count + 1) + self.margin;
-        // A worker that starts late is busy late: whoever comes meanwhile must still have time for
-        // a full batch after this one.
-        let reserve = model.profile.latency(self.batch);
-        let start_by = (first.deadline - next).min(first.arrived + reserve - next);
-        if count < self.batch && now < start_by {
+        // A worker that starts late is busy late. So only a batch waits that is small beside a full one, and only
+        // half of the time by which it is shorter: the rest is kept for whoever comes meanwhile.
+        let small = count * 8 <= self.batch;
+        let shorter = model.profile.latency(self.batch) - next;
+        let start_by = (first.deadline - next).min(first.arrived + Nanos(shorter.0 / 2));
+        if small && now < start_by {
             decisions.push(Decision::WakeAt(start_by));
             return;
         }

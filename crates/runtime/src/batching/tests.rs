@@ -153,7 +153,7 @@ fn early_drop_serves_more_than_lazy_drop_where_the_fixed_cost_is_high() {
             "alpha {alpha_us} us, poisson {random}: lazy {lazy:.0}, early {early:.0}, deferred {deferred:.0}"
         );
         assert!(early >= lazy, "alpha {alpha_us}: {early} < {lazy}");
-        assert!(deferred >= early * 0.99, "alpha {alpha_us}: {deferred} < {early}");
+        assert!(deferred >= early * 0.995, "alpha {alpha_us}: {deferred} < {early}");
     }
 }
 

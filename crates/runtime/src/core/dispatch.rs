@@ -5,8 +5,8 @@ use device::Leave;
 use model::config::Class;
 
 use super::{Action, Core, Kind, Phase, RequestId, Running, Slot};
-use crate::policy::padding::{self, Candidate, Host, Slowdowns};
-use crate::policy::{Beside, PaddingRules, Start};
+use crate::policy::padding::{self, Candidate, Grant, Host, Slowdowns};
+use crate::policy::{Beside, PaddingRules, Progress, Start};
 
 impl Slot {
     pub(super) fn new(kind: Kind) -> Slot {
@@ -16,13 +16,14 @@ impl Slot {
             padded: false,
             hold: u32::MAX,
             take: u32::MAX,
+            expiry: None,
             step: None,
             step_since: Nanos::ZERO,
         }
     }
 
     pub(super) fn forget_budget(&mut self) {
-        (self.padded, self.hold, self.take) = (false, u32::MAX, u32::MAX);
+        (self.padded, self.hold, self.take, self.expiry) = (false, u32::MAX, u32::MAX, None);
     }
 }
 
@@ -121,6 +122,10 @@ impl Core {
         if !owed && let Some(request) = self.pop_real_time() {
             return Some((request, Nanos::ZERO));
         }
+        // Whoever cannot be made to leave is not started in front of a real-time request that is on its way.
+        if !owed && self.rules.leave.is_none() && self.real_time_copies > 0 {
+            return None;
+        }
         let request = self.pop_best_effort()?;
         Some((request, if owed { now + Nanos(slice) } else { Nanos::ZERO }))
     }
@@ -136,6 +141,7 @@ impl Core {
             }
             if self.rules.start == Start::AtOnce || self.clear() {
                 self.fill(now, Kind::RealTime, actions);
+                self.announce(now, actions);
             }
         }
         let running = self.real_time_slot().is_some();
@@ -204,6 +210,15 @@ impl Core {
         }
     }
 
+    /// Best effort that still runs beside the real-time task before hears of the next one's first kernel.
+    fn announce(&mut self, now: Nanos, actions: &mut Vec<Action>) {
+        if let Beside::Padding(rules) = self.rules.beside
+            && !rules.fused
+        {
+            self.pad(now, rules, actions);
+        }
+    }
+
     /// Best effort waits on its queues, without a multiprocessor, for the next real-time kernel.
     fn fill_padded(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         for queue in 0..self.queues.len() {
@@ -213,7 +228,7 @@ impl Core {
             }
             let Some(request) = self.pop_best_effort() else { return };
             self.queues[queue].padded = true;
-            self.set_budget(queue, 0, 0, actions);
+            self.set_budget(queue, (0, 0), None, actions);
             self.launch(now, queue, request, Nanos::ZERO, actions);
         }
     }
@@ -222,19 +237,31 @@ impl Core {
         for queue in 0..self.queues.len() {
             if self.queues[queue].padded {
                 self.queues[queue].padded = false;
-                self.set_budget(queue, u32::MAX, u32::MAX, actions);
-                if let Some(running) = &mut self.queues[queue].running {
-                    running.since = now;
+                self.set_budget(queue, (u32::MAX, u32::MAX), None, actions);
+                let step = self.queues[queue].step;
+                let Some(running) = &mut self.queues[queue].running else { continue };
+                running.since = now;
+                // Padding is launched kernel by kernel: how far it came is known.
+                if let (Some(step), Some(state)) = (step, self.requests.get_mut(running.request))
+                    && step > state.progress.step
+                {
+                    state.progress = Progress { step, tile: 0 };
                 }
             }
         }
     }
 
-    fn set_budget(&mut self, queue: usize, hold: u32, take: u32, actions: &mut Vec<Action>) {
+    fn set_budget(
+        &mut self,
+        queue: usize,
+        (hold, take): (u32, u32),
+        expiry: Option<(Nanos, u32)>,
+        actions: &mut Vec<Action>,
+    ) {
         let slot = &mut self.queues[queue];
-        if (slot.hold, slot.take) != (hold, take) {
-            (slot.hold, slot.take) = (hold, take);
-            actions.push(Action::SetBudget { queue, hold, take });
+        if (slot.hold, slot.take, slot.expiry) != (hold, take, expiry) {
+            (slot.hold, slot.take, slot.expiry) = (hold, take, expiry);
+            actions.push(Action::SetBudget { queue, hold, take, expiry });
         }
     }
 
@@ -326,36 +353,44 @@ impl Core {
 
     fn pad(&mut self, now: Nanos, rules: PaddingRules, actions: &mut Vec<Action>) {
         let Some(slot) = self.real_time_slot().map(|queue| &self.queues[queue]) else { return };
-        let (Some(step), Some(running)) = (slot.step, slot.running) else { return };
+        let (step, Some(running)) = (slot.step, slot.running) else { return };
         let Some(kernels) = self.model(running.model).map(|model| model.kernels.clone()) else {
             return;
         };
-        let elapsed = now - slot.step_since;
-        let host = Host { model: running.model.0 as usize, kernels: &kernels, step, elapsed };
+        let ready = step.is_some();
+        let elapsed = now - if ready { slot.step_since } else { running.since };
+        let (model, step) = (running.model.0 as usize, step.unwrap_or(0));
+        let host = Host { model, kernels: &kernels, step, ready, elapsed };
         let mut candidates = std::mem::take(&mut self.candidates);
         let mut grants = std::mem::take(&mut self.grants);
         candidates.clear();
         grants.clear();
-        candidates.extend((0..self.queues.len()).filter_map(|queue| self.candidate(queue)));
+        candidates
+            .extend((0..self.queues.len()).filter_map(|queue| self.candidate(now, queue, ready)));
         padding::select(rules, self.options.room, host, &candidates, &self.slowdowns, &mut grants);
         for (grant, candidate) in grants.iter().zip(&candidates) {
-            if grant.hold > 0 {
+            if grant.hold > 0 && ready {
                 self.beside |= Slowdowns::bit(candidate.model);
             }
             if !rules.fused {
-                self.set_budget(grant.queue, grant.hold, grant.take, actions);
-            } else if grant.take > 0 {
-                actions.push(Action::Pad { queue: grant.queue, sms: grant.take });
+                let expiry = grant.expiry.map(|(after, sms)| (now + after, sms));
+                self.set_budget(grant.queue, (grant.hold, grant.take), expiry, actions);
+            } else if let Some(step) = self.queues[grant.queue].step.filter(|_| grant.take > 0) {
+                let Grant { queue, take: sms, blocks, .. } = *grant;
+                actions.push(Action::Pad { queue, step, sms, blocks });
             }
         }
         (self.candidates, self.grants) = (candidates, grants);
     }
 
-    fn candidate(&self, queue: usize) -> Option<Candidate> {
+    fn candidate(&self, now: Nanos, queue: usize, ready: bool) -> Option<Candidate> {
         let slot = &self.queues[queue];
         let running = slot.running.filter(|running| slot.padded && !running.leaving)?;
         let kernel = *self.model(running.model)?.kernels.get(slot.step?)?;
         let model = running.model.0 as usize;
-        Some(Candidate { queue, model, kernel, taken: slot.take })
+        // A kernel that is only now ready has nothing to lose, and a budget that has expired is gone.
+        let kept = slot.expiry.filter(|(at, _)| *at <= now).map_or(slot.take, |(_, keep)| keep);
+        let taken = if ready && slot.step_since == now { 0 } else { kept };
+        Some(Candidate { queue, model, kernel, taken })
     }
 }

@@ -46,6 +46,8 @@ pub(super) struct RequestState {
     pub(super) progress: Progress,
     /// Times the device fell over under it.
     pub(super) losses: u32,
+    /// Whether its inputs are on their way.
+    pub(super) copying: bool,
     pub(super) phase: Phase,
 }
 

@@ -67,14 +67,35 @@ impl Core {
             return;
         }
         if self.options.copies {
+            self.copy_started(request);
             actions.push(Action::Copy { request });
         } else {
             self.input_ready(request);
         }
     }
 
+    fn copy_started(&mut self, request: RequestId) {
+        if let Some(state) = self.requests.get_mut(request)
+            && !state.copying
+        {
+            state.copying = true;
+            self.real_time_copies += usize::from(state.class == Class::RealTime);
+        }
+    }
+
+    /// A request's inputs are there, or of no more use.
+    pub(super) fn copy_ended(&mut self, request: RequestId) {
+        if let Some(state) = self.requests.get_mut(request)
+            && state.copying
+        {
+            state.copying = false;
+            self.real_time_copies -= usize::from(state.class == Class::RealTime);
+        }
+    }
+
     /// The inputs are there: the request waits for its turn, or first for its model's weights.
     pub(super) fn input_ready(&mut self, request: RequestId) {
+        self.copy_ended(request);
         let Some(state) = self.requests.get(request) else { return };
         if state.phase != Phase::Preparing || self.lost {
             return;

@@ -18,8 +18,8 @@ const MEMORY_MAX: f32 = 0.95;
 /// What may be chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PaddingRules {
-    /// Whole kernels are fused with the real-time kernel, which ends when they do: they must be shorter (rule 1)
-    /// and of no lower occupancy (rule 2). Otherwise best effort keeps running inside a budget.
+    /// Blocks are fused with the real-time kernel, which ends when they do: they must be shorter (rule 1) and of no
+    /// lower occupancy (rule 2). Otherwise best effort keeps running inside a budget.
     pub fused: bool,
     /// Pairs of memory-bound kernels are refused.
     pub mind_memory: bool,
@@ -39,6 +39,8 @@ impl PaddingRules {
 pub struct Room {
     /// Multiprocessors.
     pub sms: u32,
+    /// From a launch to its first kernel.
+    pub launch: Nanos,
     /// Between two kernels of a stream.
     pub gap: Nanos,
     /// Whether running blocks can leave in the middle.
@@ -52,9 +54,11 @@ pub struct Host<'a> {
     pub model: usize,
     /// Its kernels.
     pub kernels: &'a [KernelProfile],
-    /// The one that runs.
+    /// The one that runs, or comes first.
     pub step: usize,
-    /// For how long it has.
+    /// Whether it runs.
+    pub ready: bool,
+    /// For how long it has, or since when the task has been launched.
     pub elapsed: Nanos,
 }
 
@@ -80,6 +84,16 @@ pub struct Grant {
     pub hold: u32,
     /// Multiprocessors up to which it may place new blocks.
     pub take: u32,
+    /// Blocks it may place.
+    pub blocks: u32,
+    /// After which time that shrinks by itself, and to how many multiprocessors.
+    pub expiry: Option<(Nanos, u32)>,
+}
+
+impl Grant {
+    fn none(queue: usize) -> Grant {
+        Grant { queue, hold: 0, take: 0, blocks: 0, expiry: None }
+    }
 }
 
 /// Chooses for one real-time kernel. Appends one grant per candidate.
@@ -92,69 +106,117 @@ pub fn select(
     grants: &mut Vec<Grant>,
 ) {
     let Some(real_time) = host.kernels.get(host.step) else { return };
-    let mut left = room.sms.saturating_sub(real_time.sms());
-    for candidate in candidates {
-        let refused = (rules.mind_memory && memory_conflict(real_time, &candidate.kernel))
-            || (rules.learn && slowdowns.banned(host.model, host.step, candidate.model));
-        let grant = if refused {
-            Grant { queue: candidate.queue, hold: 0, take: 0 }
-        } else if rules.fused {
-            fused(room, real_time, candidate, left)
-        } else {
-            budgeted(room, host, candidate, left, slowdowns)
-        };
-        left -= grant.hold;
-        grants.push(grant);
+    if rules.fused {
+        let mut left = room.sms.saturating_sub(real_time.sms());
+        for candidate in candidates {
+            let grant = fused(room, real_time, candidate, left);
+            // The fused kernel has room for one function beside real time's.
+            left = if grant.hold > 0 { 0 } else { left };
+            grants.push(grant);
+        }
+        return;
+    }
+    let first = grants.len();
+    // Until a budget is made of them, `blocks` holds the multiprocessors a candidate can use.
+    let usable = |kernel: &KernelProfile| kernel.sms().clamp(1, room.sms.max(1));
+    grants.extend(candidates.iter().map(|candidate| Grant {
+        blocks: usable(&candidate.kernel),
+        ..Grant::none(candidate.queue)
+    }));
+    let grants = &mut grants[first..];
+    let beside = |step: usize| {
+        let seen = if rules.learn { slowdowns.row(host.model, step) } else { &[] };
+        host.kernels.get(step).map(|kernel| Space::beside(kernel, room, seen))
+    };
+    let mut now = beside(host.step).filter(|_| host.ready);
+    let mut then = beside(host.step + usize::from(host.ready));
+    // What runs stays where there is room for it; only then does anybody get more.
+    for more in [false, true] {
+        for (candidate, grant) in candidates.iter().zip(&mut *grants) {
+            let most = if more { grant.blocks } else { candidate.taken.min(grant.blocks) };
+            if most > 0 {
+                let each = candidate.kernel.memory_share / grant.blocks as f32;
+                now.iter_mut().for_each(|space| space.give(candidate, each, most, &mut grant.take));
+                then.iter_mut()
+                    .for_each(|space| space.give(candidate, each, most, &mut grant.hold));
+            }
+        }
+    }
+    let lasts = match host.ready {
+        true => real_time.time_on(room.sms) + room.gap,
+        false => room.launch,
+    };
+    let remaining = lasts.since(host.elapsed);
+    for (candidate, grant) in candidates.iter().zip(grants) {
+        budget(room, host, candidate, remaining, grant);
     }
 }
 
-fn memory_conflict(a: &KernelProfile, b: &KernelProfile) -> bool {
-    let both = a.memory_share >= MEMORY_BOUND && b.memory_share >= MEMORY_BOUND;
-    both || a.memory_share + b.memory_share > MEMORY_MAX
+/// What a real-time kernel leaves to others.
+struct Space<'a> {
+    sms: u32,
+    bandwidth: f32,
+    memory_bound: bool,
+    /// What was seen beside it, by model.
+    seen: &'a [f32],
 }
 
-/// Rules 1 and 2: a whole kernel that ends sooner and needs no more registers.
+impl<'a> Space<'a> {
+    fn beside(kernel: &KernelProfile, room: Room, seen: &'a [f32]) -> Space<'a> {
+        Space {
+            sms: room.sms.saturating_sub(kernel.sms()),
+            bandwidth: MEMORY_MAX - kernel.memory_share,
+            memory_bound: kernel.memory_share >= MEMORY_BOUND,
+            seen,
+        }
+    }
+
+    /// Raises what a candidate is given to at most `most` multiprocessors. What it draws from memory goes with how
+    /// many it runs on: `each` on every one.
+    fn give(&mut self, candidate: &Candidate, each: f32, most: u32, given: &mut u32) {
+        let both = self.memory_bound && candidate.kernel.memory_share >= MEMORY_BOUND;
+        if self.sms == 0 || both || banned(self.seen, candidate.model) {
+            return;
+        }
+        let mut more = most.saturating_sub(*given).min(self.sms);
+        if each * more as f32 > self.bandwidth {
+            more = (self.bandwidth.max(0.0) / each) as u32;
+        }
+        self.bandwidth -= each * more as f32;
+        self.sms -= more;
+        *given += more;
+    }
+}
+
+/// Rules 1 and 2: as many rounds of blocks as end before the real-time kernel does, of a kernel that needs no
+/// more registers.
 fn fused(room: Room, real_time: &KernelProfile, candidate: &Candidate, left: u32) -> Grant {
     let kernel = &candidate.kernel;
-    let sms = kernel.sms().min(left);
-    let fits = sms > 0
-        && kernel.occupancy >= real_time.occupancy
-        && kernel.time_on(sms) < real_time.time_on(room.sms);
-    let sms = if fits { sms } else { 0 };
-    Grant { queue: candidate.queue, hold: sms, take: sms }
+    let rounds = real_time.time_on(room.sms).0 / kernel.block_ns.max(1);
+    let blocks_each = u32::try_from(rounds).unwrap_or(u32::MAX).saturating_mul(kernel.occupancy);
+    if blocks_each == 0 || kernel.occupancy < real_time.occupancy {
+        return Grant::none(candidate.queue);
+    }
+    let sms = kernel.blocks.div_ceil(blocks_each).min(left);
+    let blocks = sms.saturating_mul(blocks_each).min(kernel.blocks);
+    Grant { queue: candidate.queue, hold: sms, take: sms, blocks, expiry: None }
 }
 
-/// As much as real time leaves for as long as a block takes, looking ahead over its coming kernels; blocks
-/// that run already stay as long as there is room now.
-fn budgeted(
-    room: Room,
-    host: Host<'_>,
-    candidate: &Candidate,
-    left: u32,
-    slowdowns: &Slowdowns,
-) -> Grant {
-    let kernel = &candidate.kernel;
-    let horizon = Nanos(kernel.block_ns);
-    let current = &host.kernels[host.step];
-    let mut free = left;
-    let used_by_others = room.sms.saturating_sub(current.sms()) - left;
-    let mut until = current.time_on(room.sms).since(host.elapsed) + room.gap;
-    for (step, next) in host.kernels.iter().enumerate().skip(host.step + 1) {
-        if until >= horizon {
-            break;
-        }
-        let banned = slowdowns.banned(host.model, step, candidate.model);
-        if !room.inside_tile || banned || memory_conflict(next, kernel) {
-            free = 0;
-            break;
-        }
-        let coming = room.sms.saturating_sub(next.sms()).saturating_sub(used_by_others);
-        free = free.min(coming);
-        until += next.time_on(room.sms) + room.gap;
+/// From what there is room for now (`take`) and beside the next real-time kernel (`hold`) to a budget: all of the
+/// first until that kernel comes, then the second. Before real time begins, everybody keeps what he has. Where blocks cannot stop in the middle, only those begin that
+/// end in time, and those that run stay while there is room.
+fn budget(room: Room, host: Host<'_>, candidate: &Candidate, remaining: Nanos, grant: &mut Grant) {
+    let coming = grant.hold;
+    let left = if host.ready { grant.take } else { candidate.taken };
+    grant.blocks = u32::MAX;
+    if room.inside_tile {
+        let last = host.ready && host.step + 1 == host.kernels.len();
+        (grant.hold, grant.take) = (left, left);
+        grant.expiry = (!last && coming < left).then_some((remaining, coming));
+        return;
     }
-    let take = kernel.sms().min(free);
-    let hold = take.max(candidate.taken.min(left));
-    Grant { queue: candidate.queue, hold, take }
+    grant.take = if Nanos(candidate.kernel.block_ns) <= remaining { left } else { 0 };
+    grant.hold = grant.take.max(candidate.taken.min(left));
 }
 
 /// How much slower real-time kernels were seen to run beside which models.
@@ -186,10 +248,15 @@ impl Slowdowns {
         }
     }
 
+    /// What was seen beside kernel `step` of `host`, by model; empty when nothing is known of it.
+    fn row(&self, host: usize, step: usize) -> &[f32] {
+        let cells = step * MODELS..(step + 1) * MODELS;
+        self.rows.get(host).and_then(|row| row.get(cells)).unwrap_or_default()
+    }
+
     /// Whether the pair has cost real time too much.
     pub fn banned(&self, host: usize, step: usize, model: usize) -> bool {
-        let cell = self.rows.get(host).and_then(|row| row.get(step * MODELS + model % MODELS));
-        cell.is_some_and(|ratio| *ratio > SLOWDOWN_MAX)
+        banned(self.row(host, step), model)
     }
 
     /// The bit that stands for a model in [`Slowdowns::record`].
@@ -198,11 +265,15 @@ impl Slowdowns {
     }
 }
 
+fn banned(row: &[f32], model: usize) -> bool {
+    row.get(model % MODELS).is_some_and(|ratio| *ratio > SLOWDOWN_MAX)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const ROOM: Room = Room { sms: 60, gap: Nanos(0), inside_tile: true };
+    const ROOM: Room = Room { sms: 60, launch: Nanos(20), gap: Nanos(0), inside_tile: true };
 
     fn kernel(sms: u32, block_ns: u64, occupancy: u32, memory_share: f32) -> KernelProfile {
         let blocks = sms * occupancy;
@@ -211,42 +282,68 @@ mod tests {
 
     fn choose(
         rules: PaddingRules,
-        real_time: &[KernelProfile],
-        best_effort: &[KernelProfile],
-    ) -> Vec<u32> {
-        let host = Host { model: 0, kernels: real_time, step: 0, elapsed: Nanos::ZERO };
-        let of = |(queue, kernel): (usize, &KernelProfile)| Candidate {
+        host: Host<'_>,
+        best_effort: &[(KernelProfile, u32)],
+    ) -> Vec<Grant> {
+        let of = |(queue, (kernel, taken)): (usize, &(KernelProfile, u32))| Candidate {
             queue,
             model: 1 + queue,
             kernel: *kernel,
-            taken: 0,
+            taken: *taken,
         };
         let candidates: Vec<Candidate> = best_effort.iter().enumerate().map(of).collect();
         let mut grants = Vec::new();
         select(rules, ROOM, host, &candidates, &Slowdowns::default(), &mut grants);
-        grants.iter().map(|grant| grant.take).collect()
+        grants
+    }
+
+    fn running(kernels: &[KernelProfile]) -> Host<'_> {
+        Host { model: 0, kernels, step: 0, ready: true, elapsed: Nanos(40) }
     }
 
     #[test]
-    fn fused_kernels_are_shorter_of_higher_occupancy_and_fit() {
+    fn one_kernel_of_shorter_blocks_and_higher_occupancy_is_fused() {
         let real_time = [kernel(40, 100, 4, 0.2)];
         let candidates = [
-            kernel(10, 120, 4, 0.1),
-            kernel(10, 50, 2, 0.1),
-            kernel(15, 50, 4, 0.1),
-            kernel(5, 90, 8, 0.9),
-            kernel(5, 90, 8, 0.1),
+            (kernel(10, 120, 4, 0.1), 0),
+            (kernel(10, 50, 2, 0.1), 0),
+            (kernel(15, 50, 4, 0.1), 0),
+            (kernel(5, 90, 8, 0.9), 0),
         ];
-        assert_eq!(choose(PaddingRules::REEF, &real_time, &candidates), [0, 0, 15, 5, 0]);
+        let grants = choose(PaddingRules::REEF, running(&real_time), &candidates);
+        // Two rounds of its blocks end in time, so half the multiprocessors will do.
+        let given: Vec<(u32, u32)> =
+            grants.iter().map(|grant| (grant.take, grant.blocks)).collect();
+        assert_eq!(given, [(0, 0), (0, 0), (8, 60), (0, 0)]);
     }
 
     #[test]
-    fn budgets_look_ahead_and_mind_memory() {
-        let real_time = [kernel(40, 100, 4, 0.6), kernel(55, 100, 4, 0.2), kernel(10, 100, 4, 0.2)];
-        // Short: all that is free now. Longer: what stays free. Memory-bound beside memory-bound: nothing.
-        let candidates = [kernel(12, 90, 4, 0.1), kernel(20, 150, 1, 0.1), kernel(5, 10, 4, 0.6)];
-        assert_eq!(choose(PaddingRules::ATOLL, &real_time, &candidates), [12, 0, 0]);
-        assert_eq!(choose(PaddingRules::ATOLL, &real_time, &candidates[1..]), [5, 0]);
+    fn budgets_shrink_when_the_next_kernel_comes_and_mind_memory() {
+        let real_time = [kernel(40, 100, 4, 0.6), kernel(55, 100, 4, 0.2)];
+        let (short, long) = (kernel(12, 90, 4, 0.1), kernel(20, 150, 1, 0.1));
+        let hungry = kernel(5, 10, 4, 0.6);
+        let given = |best_effort: &[(KernelProfile, u32)]| -> Vec<(u32, Option<(Nanos, u32)>)> {
+            let grants = choose(PaddingRules::ATOLL, running(&real_time), best_effort);
+            grants.iter().map(|grant| (grant.take, grant.expiry)).collect()
+        };
+        let until = |sms: u32| Some((Nanos(60), sms));
+        // Memory-bound beside memory-bound gets nothing now, and the multiprocessors are gone then.
+        assert_eq!(
+            given(&[(short, 0), (long, 0), (hungry, 0)]),
+            [(12, until(5)), (8, until(0)), (0, None)]
+        );
+        // Who runs already keeps what he has before others get more.
+        assert_eq!(given(&[(short, 0), (long, 15)]), [(5, until(0)), (15, until(5))]);
+        // A kernel's share of the bandwidth goes with its multiprocessors: of 0.35 that are left, 0.3 are 10.
+        assert_eq!(given(&[(kernel(15, 90, 4, 0.45), 0)]), [(11, until(5))]);
+    }
+
+    #[test]
+    fn before_real_time_begins_budgets_end_with_its_launch() {
+        let real_time = [kernel(50, 100, 4, 0.1)];
+        let host = Host { ready: false, elapsed: Nanos(5), ..running(&real_time) };
+        let grants = choose(PaddingRules::ATOLL, host, &[(kernel(30, 100, 4, 0.1), 25)]);
+        assert_eq!((grants[0].take, grants[0].expiry), (25, Some((Nanos(15), 10))));
     }
 
     #[test]

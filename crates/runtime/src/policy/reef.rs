@@ -29,8 +29,9 @@ impl Policy for Reef {
     }
 
     /// Nobody knows which kernel was killed, only that it is at most a queue's length before the last one that
-    /// was handed over.
-    fn restore(&self, left: Left) -> Progress {
-        Progress { step: left.transmitted.saturating_sub(self.queue_capacity), tile: 0 }
+    /// was handed over, and not before the one the launch began with.
+    fn restore(&self, left: Left, known: Progress) -> Progress {
+        let step = left.transmitted.saturating_sub(self.queue_capacity).max(known.step);
+        Progress { step, tile: 0 }
     }
 }

@@ -1,0 +1,143 @@
+//! Every tensor-core kernel compiles for the GPUs we name, with as many registers as the committed table says.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+use std::path::Path;
+use std::sync::Mutex;
+
+use compiler::gpu::GpuCompiler;
+use cuda::{EntryFacts, KernelReport};
+use device::KernelCompiler;
+use model::LaunchPlan;
+use model::gpu::Kernel;
+use model::op::{Activation, Conv, GlobalPool, MatMul, Op, Padding, Window};
+
+use crate::lower_for;
+use crate::models::{self, Builder};
+
+/// Layers of many sizes side by side: between them and the batch sizes below, every tile shape has a layer it suits.
+fn layers() -> LaunchPlan {
+    let mut b = Builder::default();
+    let mut outputs = Vec::new();
+    for (channels, edge) in [(64, 56), (256, 14), (512, 7), (128, 28)] {
+        let x = b.input(&[channels, edge, edge]);
+        for (to, kernel) in
+            [(channels, 3), (channels, 1), (channels * 4, 1), (32, 3), (channels, 5)]
+        {
+            outputs.push(b.conv(x, [channels, edge, edge], to, kernel, 1));
+        }
+        outputs.push(b.conv(x, [channels, edge, edge], channels, 3, channels));
+        outputs.push(b.conv(x, [channels, edge, edge], channels, 5, channels));
+        outputs.push(strided_depthwise(&mut b, x, channels, edge));
+        outputs.push(dilated(&mut b, x, channels, edge));
+        outputs.push(b.step(Op::GlobalPool(GlobalPool::Average), &[Some(x)], &[channels, 1, 1]));
+    }
+    for width in [256, 768, 1024, 2048] {
+        let x = b.input(&[width]);
+        let (weight, bias) = (b.constant(&[width, 1000]), b.constant(&[1000]));
+        let op = Op::MatMul(MatMul::default());
+        outputs.push(b.step(op, &[Some(x), Some(weight), Some(bias)], &[1000]));
+        let (scale, shift) = (b.constant(&[width]), b.constant(&[width]));
+        let op = Op::LayerNorm { axis: -1, epsilon: 1e-5 };
+        outputs.push(b.step(op, &[Some(x), Some(scale), Some(shift)], &[width]));
+    }
+    b.plan.outputs = outputs;
+    b.plan.plan_lifetimes();
+    b.plan.check().unwrap();
+    b.plan
+}
+
+fn strided_depthwise(
+    b: &mut Builder,
+    x: model::ValueId,
+    channels: usize,
+    edge: usize,
+) -> model::ValueId {
+    let weight = b.constant(&[channels, 1, 3, 3]);
+    let padding = Padding::Explicit(vec![1; 4]);
+    let window = Window { kernel: vec![3, 3], strides: vec![2, 2], dilations: vec![], padding };
+    let op = Op::Conv(Conv { window, groups: channels, activation: Activation::None });
+    b.step(op, &[Some(x), Some(weight)], &[channels, edge.div_ceil(2), edge.div_ceil(2)])
+}
+
+fn dilated(b: &mut Builder, x: model::ValueId, channels: usize, edge: usize) -> model::ValueId {
+    let weight = b.constant(&[channels, channels, 3, 3]);
+    let padding = Padding::Explicit(vec![2; 4]);
+    let window = Window { kernel: vec![3, 3], strides: vec![], dilations: vec![2, 2], padding };
+    let op = Op::Conv(Conv { window, groups: 1, activation: Activation::Silu });
+    b.step(op, &[Some(x), Some(weight)], &[channels, edge, edge])
+}
+
+/// The kernels with fixed text; generated ones are compiled by the tests that run them on the host.
+fn kernels(capability: u32) -> Vec<Kernel> {
+    let plans = [layers(), models::dense(), models::odd(), models::encoder()];
+    let mut kernels = BTreeMap::new();
+    for plan in &plans {
+        for batch in [1, 8, 32] {
+            for kernel in lower_for(plan, batch, capability).kernels {
+                if !kernel.expression.contains("Function") {
+                    kernels.insert(kernel.expression.clone(), kernel);
+                }
+            }
+        }
+    }
+    kernels.into_values().collect()
+}
+
+#[test]
+fn the_layers_use_every_tile_shape() {
+    let shape = |kernel: &Kernel| {
+        let inside = kernel.expression.split("ConvConfig<").nth(1)?;
+        Some(inside.split(", tiles").next()?.to_string())
+    };
+    let shapes: BTreeSet<String> = kernels(90).iter().filter_map(shape).collect();
+    let missing = compiler::gpu::tile::shapes().into_iter().filter(|shape| !shapes.contains(shape));
+    assert_eq!(missing.collect::<Vec<_>>(), Vec::<String>::new());
+}
+
+/// Two at a time: as many as a small machine has cores.
+fn facts(report: &KernelReport, kernels: &[Kernel]) -> BTreeMap<String, Vec<EntryFacts>> {
+    let (queue, done) = (Mutex::new(kernels.iter()), Mutex::new(BTreeMap::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                loop {
+                    let Some(kernel) = queue.lock().unwrap().next() else { break };
+                    let facts = report.facts(kernel);
+                    let facts = facts.unwrap_or_else(|err| panic!("{}: {err}", kernel.expression));
+                    done.lock().unwrap().insert(kernel.expression.clone(), facts);
+                }
+            });
+        }
+    });
+    done.into_inner().unwrap()
+}
+
+/// `ATOLL_BLESS=1` rewrites the table; `ATOLL_REQUIRE_NVRTC=1` makes a missing compiler a failure.
+#[test]
+fn kernels_compile_and_need_the_registers_in_the_table() {
+    let mut table = String::from("capability entry registers spilled kernel\n");
+    for capability in [80, 90] {
+        let report = match KernelReport::new(None, capability, GpuCompiler::default().headers()) {
+            Ok(report) => report,
+            Err(err) if std::env::var_os("ATOLL_REQUIRE_NVRTC").is_none() => {
+                return println!("kernels were not compiled: {err}");
+            }
+            Err(err) => panic!("{err}"),
+        };
+        for (expression, facts) in facts(&report, &kernels(capability)) {
+            for EntryFacts { entry, registers, spilled_bytes } in facts {
+                let _ = writeln!(
+                    table,
+                    "{capability} {entry} {registers} {spilled_bytes} {expression}"
+                );
+            }
+        }
+    }
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/registers.txt");
+    if std::env::var_os("ATOLL_BLESS").is_some() {
+        std::fs::write(&path, &table).unwrap();
+    }
+    let committed = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(committed == table, "{} differs; ATOLL_BLESS=1 rewrites it", path.display());
+}

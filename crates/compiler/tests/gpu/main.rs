@@ -1,0 +1,109 @@
+//! Models lowered to GPU kernels: plans are sound, share weights between sizes, and look as expected.
+
+mod kernels;
+mod models;
+
+use std::collections::HashMap;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+use compiler::gpu::{GpuCompiler, check};
+use device::KernelCompiler;
+use model::LaunchPlan;
+use model::gpu::{GpuPlan, GpuTarget, Precision};
+use models::{dense, encoder, odd};
+
+fn lower(plan: &LaunchPlan, batch: usize) -> GpuPlan {
+    lower_for(plan, batch, 90)
+}
+
+fn lower_for(plan: &LaunchPlan, batch: usize, capability: u32) -> GpuPlan {
+    let target = GpuTarget { capability, multiprocessors: 132, precision: Precision::F16 };
+    let sizes = [("batch".to_string(), batch)];
+    GpuCompiler::default().lower(plan, &sizes, &target).unwrap()
+}
+
+fn plans() -> Vec<(&'static str, LaunchPlan)> {
+    vec![("dense", dense()), ("odd", odd()), ("encoder", encoder())]
+}
+
+#[test]
+fn plans_are_sound_at_every_size() {
+    for (name, plan) in plans() {
+        for batch in [1, 2, 7, 32] {
+            assert_eq!(check::faults(&lower(&plan, batch)), Vec::<String>::new(), "{name} {batch}");
+        }
+    }
+}
+
+#[test]
+fn the_check_finds_what_is_broken() {
+    let sound = lower(&dense(), 2);
+    let break_it = |change: fn(&mut GpuPlan)| {
+        let mut plan = sound.clone();
+        change(&mut plan);
+        check::faults(&plan)
+    };
+    assert!(!break_it(|plan| plan.steps.swap(1, 2)).is_empty(), "order");
+    assert!(!break_it(|plan| plan.arena_bytes = 256).is_empty(), "arena");
+    assert!(!break_it(|plan| drop(plan.steps.pop())).is_empty(), "missing output");
+    assert!(!break_it(|plan| plan.steps[2].choices[0].args.truncate(8)).is_empty(), "arguments");
+    assert!(!break_it(|plan| plan.steps[2].choices.clear()).is_empty(), "no choice");
+}
+
+#[test]
+fn weights_are_shared_between_sizes_and_as_long_as_they_say() {
+    for (name, plan) in plans() {
+        let (one, many) = (lower(&plan, 1), lower(&plan, 32));
+        let keys: HashMap<_, _> = one.weights.iter().map(|weight| (&weight.key, weight)).collect();
+        assert_eq!(keys.len(), one.weights.len(), "{name}: a key twice");
+        for weight in &many.weights {
+            let bytes = (weight.pack.0)();
+            assert_eq!(bytes.len() as u64, weight.bytes, "{name} {:?}", weight.key);
+            assert_eq!((keys[&weight.key].pack.0)(), bytes, "{name} {:?}", weight.key);
+        }
+    }
+}
+
+#[test]
+fn concatenations_cost_no_copy_and_sibling_products_one_launch() {
+    let copies = |plan: &GpuPlan| plan.steps.iter().filter(|step| step.op == "Copy").count();
+    // The input's conversion and the output's.
+    assert_eq!(copies(&lower(&dense(), 1)), 2);
+    let products = lower(&encoder(), 1).steps.iter().filter(|step| step.op == "MatMul").count();
+    assert_eq!(products, 2);
+}
+
+/// What a person would check by eye: steps with their sizes and first variants.
+fn listing(plan: &GpuPlan) -> String {
+    let mut text = String::new();
+    for step in &plan.steps {
+        let launch = &step.choices[step.rt];
+        let (variant, tiles) = (&launch.variant, launch.tiles);
+        let _ = writeln!(text, "{:18} {variant:14} {tiles:4} {}", step.op, step.signature);
+    }
+    let _ = writeln!(text, "arena {} workspace {}", plan.arena_bytes, plan.workspace_bytes);
+    for kernel in &plan.kernels {
+        let _ = writeln!(text, "{}", kernel.expression);
+        text.push_str(&kernel.source);
+    }
+    text
+}
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(format!("{name}.txt"))
+}
+
+/// `ATOLL_BLESS=1` rewrites the files; the difference is then for review.
+#[test]
+fn listings_are_as_committed() {
+    for (name, plan) in plans() {
+        let text = listing(&lower(&plan, 2));
+        let path = golden(name);
+        if std::env::var_os("ATOLL_BLESS").is_some() {
+            std::fs::write(&path, &text).unwrap();
+        }
+        let committed = std::fs::read_to_string(&path).unwrap_or_default();
+        assert!(committed == text, "{} differs; ATOLL_BLESS=1 rewrites it", path.display());
+    }
+}

@@ -1,0 +1,290 @@
+use std::any::Any;
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, channel};
+
+use base::{MonotonicClock, Random};
+use model::LaunchPlan;
+
+use super::*;
+use device::DeviceInfo;
+
+/// Steps of a task; the plan it is of has none, as if the device had made steps of its own.
+const STEPS: usize = 10;
+
+/// What a queue was asked to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Call {
+    Launch { queue: u32, class: Class, steps: Range<usize> },
+    Preempt { queue: u32 },
+}
+
+/// A device that notes what it is asked and completes a segment when the test says so.
+struct Recorder {
+    info: DeviceInfo,
+    book: Arc<Mutex<Book>>,
+}
+
+#[derive(Default)]
+struct Book {
+    queues: Vec<QueueOptions>,
+    calls: Vec<Call>,
+    running: Vec<(u32, Segment)>,
+    sink: Option<Arc<dyn CompletionSink>>,
+}
+
+struct RecordedQueue(u32, Arc<Mutex<Book>>);
+
+struct RecordedProgram {
+    plan: Arc<LaunchPlan>,
+    class: Class,
+}
+
+struct RecordedTask {
+    class: Class,
+    next_step: usize,
+}
+
+impl Device for Recorder {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn unsupported_steps(&self, _: &LaunchPlan) -> Vec<DeviceError> {
+        Vec::new()
+    }
+
+    fn load(&self, _: Arc<LaunchPlan>) -> Result<Arc<dyn Program>, DeviceError> {
+        Err(DeviceError::BadPlan("programs are made by hand".to_string()))
+    }
+
+    fn open_queue(
+        &self,
+        options: QueueOptions,
+        sink: Arc<dyn CompletionSink>,
+    ) -> Result<Box<dyn Queue>, DeviceError> {
+        let mut book = self.book.lock().unwrap();
+        book.queues.push(options);
+        book.sink = Some(sink);
+        Ok(Box::new(RecordedQueue(options.id, self.book.clone())))
+    }
+}
+
+impl Queue for RecordedQueue {
+    fn launch(&self, mut segment: Segment) -> Result<(), Segment> {
+        let mut book = self.1.lock().unwrap();
+        if book.running.iter().any(|(queue, _)| *queue == self.0) {
+            return Err(segment);
+        }
+        let class = segment.task.as_any_mut().downcast_mut::<RecordedTask>().unwrap().class;
+        let steps = segment.steps.clone();
+        book.calls.push(Call::Launch { queue: self.0, class, steps });
+        book.running.push((self.0, segment));
+        Ok(())
+    }
+
+    fn preempt(&self) {
+        self.1.lock().unwrap().calls.push(Call::Preempt { queue: self.0 });
+    }
+}
+
+impl Program for RecordedProgram {
+    fn plan(&self) -> &Arc<LaunchPlan> {
+        &self.plan
+    }
+
+    fn resident(&self) -> Bytes {
+        Bytes(0)
+    }
+
+    fn prepare(&self, _: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
+        Ok(Box::new(RecordedTask { class: self.class, next_step: 0 }))
+    }
+}
+
+impl Task for RecordedTask {
+    fn step_count(&self) -> usize {
+        STEPS
+    }
+
+    fn next_step(&self) -> usize {
+        self.next_step
+    }
+
+    fn record_step_times(&mut self) {}
+
+    fn step_times(&self) -> Option<&[Nanos]> {
+        None
+    }
+
+    fn into_outputs(self: Box<Self>) -> Result<Vec<Tensor>, DeviceError> {
+        match self.next_step {
+            STEPS => Ok(Vec::new()),
+            step => Err(DeviceError::BadPlan(format!("outputs at step {step}"))),
+        }
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+}
+
+/// A node over a recorder, with a model of either class.
+struct Bench {
+    node: Node,
+    book: Arc<Mutex<Book>>,
+    models: [(Class, ModelKey); 2],
+}
+
+impl Bench {
+    fn new(preemption: PreemptionLevel, queues: usize) -> Bench {
+        let info = DeviceInfo {
+            name: "recorder".to_string(),
+            description: String::new(),
+            preemption,
+            memory: Bytes(0),
+            queues,
+            rounding: 0.0,
+        };
+        let book = Arc::new(Mutex::new(Book::default()));
+        let device = Arc::new(Recorder { info, book: book.clone() });
+        let clock = Arc::new(MonotonicClock::new());
+        let node = Node::start(device, NodeOptions::default(), clock).unwrap();
+        let models = [Class::RealTime, Class::BestEffort].map(|class| {
+            let program = RecordedProgram { plan: Arc::default(), class };
+            let config = ModelConfig { class, ..ModelConfig::default() };
+            (class, node.add_model(Arc::new(program), &config))
+        });
+        Bench { node, book, models }
+    }
+
+    fn submit(&self, class: Class) -> Receiver<Reply> {
+        let (sender, receiver) = channel();
+        let model = self.models.iter().find(|(of, _)| *of == class).unwrap().1;
+        let request =
+            Request { model, inputs: Vec::new(), class: None, priority: None, timeout: None };
+        self.node.submit(request, Box::new(move |reply| sender.send(reply).unwrap()));
+        receiver
+    }
+
+    fn calls(&self) -> Vec<Call> {
+        std::mem::take(&mut self.book.lock().unwrap().calls)
+    }
+
+    /// Lets what runs on `queue` leave before step `at`, or end where that is the last.
+    fn complete(&self, queue: u32, at: usize) {
+        let (segment, sink) = {
+            let mut book = self.book.lock().unwrap();
+            let place = book.running.iter().position(|(of, _)| *of == queue).unwrap();
+            (book.running.remove(place).1, book.sink.clone().unwrap())
+        };
+        let Segment { token, mut task, .. } = segment;
+        task.as_any_mut().downcast_mut::<RecordedTask>().unwrap().next_step = at;
+        let outcome = if at == STEPS { Outcome::Done } else { Outcome::Left };
+        sink.complete(Completion { queue, token, task, outcome, busy: Nanos::from_micros(10) });
+    }
+}
+
+fn launch(queue: u32, class: Class, from: usize) -> Call {
+    Call::Launch { queue, class, steps: from..STEPS }
+}
+
+#[test]
+fn one_queue_goes_first_where_work_leaves_fast() {
+    let priorities = |level, queues| {
+        let bench = Bench::new(level, queues);
+        let book = bench.book.lock().unwrap();
+        assert!(book.queues.iter().enumerate().all(|(at, queue)| queue.id as usize == at));
+        book.queues.iter().map(|queue| queue.high_priority).collect::<Vec<_>>()
+    };
+    assert_eq!(priorities(PreemptionLevel::InsideTile, 3), [true, false, false]);
+    assert_eq!(priorities(PreemptionLevel::TileBoundaries, 1), [true, false]);
+    assert_eq!(priorities(PreemptionLevel::BetweenLaunches, 3), [false; 3]);
+    assert_eq!(priorities(PreemptionLevel::None, 1), [false]);
+}
+
+#[test]
+fn real_time_makes_best_effort_leave_and_go_on_afterwards() {
+    let bench = Bench::new(PreemptionLevel::InsideTile, 3);
+    let (one, other) = (bench.submit(Class::BestEffort), bench.submit(Class::BestEffort));
+    let best_effort = |queue, from| launch(queue, Class::BestEffort, from);
+    assert_eq!(bench.calls(), [best_effort(1, 0), best_effort(2, 0)]);
+
+    let first = bench.submit(Class::RealTime);
+    // The order to leave comes before the launch that it makes room for.
+    let started =
+        [Call::Preempt { queue: 1 }, Call::Preempt { queue: 2 }, launch(0, Class::RealTime, 0)];
+    assert_eq!(bench.calls(), started);
+    bench.complete(2, 4);
+    bench.complete(1, 7);
+    let late = bench.submit(Class::BestEffort);
+    assert_eq!(bench.calls(), [], "nothing runs beside real time");
+
+    bench.complete(0, STEPS);
+    assert_eq!(first.try_recv().unwrap().result, Ok(Vec::new()));
+    // Whoever comes first by arrival goes on where it left.
+    assert_eq!(bench.calls(), [best_effort(1, 7), best_effort(2, 4)]);
+    bench.complete(1, STEPS);
+    bench.complete(2, STEPS);
+    assert_eq!(bench.calls(), [best_effort(1, 0)]);
+    bench.complete(1, STEPS);
+    for (reply, preemptions) in [(one, 1), (other, 1), (late, 0)] {
+        let reply = reply.try_recv().unwrap();
+        assert_eq!(reply.result, Ok(Vec::new()));
+        assert_eq!(reply.timing.preemptions, preemptions);
+    }
+}
+
+#[test]
+fn classes_never_share_a_queue() {
+    for seed in 0..50 {
+        let mut random = Random::new(seed);
+        let bench = Bench::new(PreemptionLevel::InsideTile, 1 + random.below(4) as usize);
+        let mut replies = Vec::new();
+        for _ in 0..200 {
+            if random.below(2) == 0 {
+                let class = if random.below(3) == 0 { Class::RealTime } else { Class::BestEffort };
+                replies.push(bench.submit(class));
+            } else {
+                complete_one(&bench, &mut random);
+            }
+            check_calls(&bench);
+        }
+        while !bench.book.lock().unwrap().running.is_empty() {
+            complete_one(&bench, &mut random);
+            check_calls(&bench);
+        }
+        for reply in replies {
+            assert_eq!(reply.try_recv().unwrap().result, Ok(Vec::new()), "seed {seed}");
+        }
+    }
+}
+
+/// Ends something that runs, or makes best effort leave on the way.
+fn complete_one(bench: &Bench, random: &mut Random) {
+    let (queue, next, real_time) = {
+        let mut book = bench.book.lock().unwrap();
+        let count = book.running.len() as u64;
+        if count == 0 {
+            return;
+        }
+        let (queue, segment) = &mut book.running[random.below(count) as usize];
+        let task = segment.task.as_any_mut().downcast_mut::<RecordedTask>().unwrap();
+        (*queue, task.next_step, task.class == Class::RealTime)
+    };
+    let left = (STEPS - next) as u64;
+    let at = if real_time { STEPS } else { next + random.below(left + 1) as usize };
+    bench.complete(queue, at);
+}
+
+fn check_calls(bench: &Bench) {
+    for call in bench.calls() {
+        match call {
+            Call::Launch { queue, class, .. } => {
+                assert_eq!(queue == 0, class == Class::RealTime, "{class:?} on queue {queue}");
+            }
+            Call::Preempt { queue } => assert_ne!(queue, 0, "real time is not made to leave"),
+        }
+    }
+    let book = bench.book.lock().unwrap();
+    assert!(book.queues.iter().all(|queue| queue.high_priority == (queue.id == 0)));
+}
