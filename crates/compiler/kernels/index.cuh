@@ -1,5 +1,6 @@
 // Operators that move elements to places other elements tell: gather, scatter, padding and slices, reversed sequences. A thread
-// moves one unit. Indices are never trusted: a gather takes the nearest element there is, a scatter leaves out what falls outside.
+// moves one unit. Indices are never trusted: a gather takes the nearest element there is, a scatter leaves out what falls outside,
+// and either says so in its fault word.
 #pragma once
 #include "number.cuh"
 
@@ -8,6 +9,14 @@ namespace tiles {
 // An index counted from either end.
 __device__ __forceinline__ long long from_start(long long index, int size) { return index < 0 ? index + size : index; }
 
+// Whether an index counted from the start is one; if not, the run is marked as failed. Whoever marks it writes the same.
+__device__ __forceinline__ bool in_range(long long index, int size, u32* fault)
+{
+    if (index >= 0 && index < size) return true;
+    *fault = 1;
+    return false;
+}
+
 // ---- gather -----------------------------------------------------------------------------------------------------------
 
 template <int Rank, int Parts>
@@ -15,6 +24,7 @@ struct GatherArgs {
     const void* data;
     const void* indices;
     void* output;
+    u32* fault;
     int items;
     int part;           // elements between the parts of an index
     int size[Parts];    // of the dimensions an index speaks of
@@ -40,7 +50,7 @@ struct Gather {
 #pragma unroll
         for (int i = 0; i < Parts; ++i) {
             long long index = from_start((long long)load_one((const I*)a.indices + at[2] + i * a.part), a.size[i]);
-            index = index < 0 ? 0 : index >= a.size[i] ? a.size[i] - 1 : index;
+            if (!in_range(index, a.size[i], a.fault)) index = index < 0 ? 0 : a.size[i] - 1;
             offset += (int)index * a.stride[i];
         }
         ((Unit*)a.output)[at[0]] = load_one((const Unit*)a.data + offset);
@@ -55,6 +65,7 @@ struct ScatterArgs {
     const void* updates;
     const void* indices;
     void* output;
+    u32* fault;
     int items;
     int part;
     int size[Parts];
@@ -80,7 +91,7 @@ struct Scatter {
 #pragma unroll
         for (int i = 0; i < Parts; ++i) {
             long long index = from_start((long long)load_one((const I*)a.indices + at[1] + i * a.part), a.size[i]);
-            if (index < 0 || index >= a.size[i]) return true;
+            if (!in_range(index, a.size[i], a.fault)) return true;
             offset += (int)index * a.stride[i];
         }
         ((T*)a.output)[offset] = load_one((const T*)a.updates + at[0]);
@@ -97,6 +108,7 @@ struct ScatterFoldArgs {
     const void* updates;
     const void* indices;
     void* output;
+    u32* fault;
     int items, candidates;
     int part;
     int size[Parts];
@@ -115,8 +127,10 @@ struct ScatterFold {
     {
         bool all = true;
 #pragma unroll
-        for (int i = 0; i < Parts; ++i)
-            all &= from_start((long long)load_one((const I*)a.indices + indices + i * a.part), a.size[i]) == at[4 + i];
+        for (int i = 0; i < Parts; ++i) {
+            long long index = from_start((long long)load_one((const I*)a.indices + indices + i * a.part), a.size[i]);
+            all &= in_range(index, a.size[i], a.fault) && index == at[4 + i];
+        }
         return all;
     }
     static __device__ __forceinline__ C fold(C v, C x)

@@ -88,6 +88,7 @@ fn key(place: Place) -> (u8, u32, u64) {
         Place::Weight(index, at) => (3, index, at),
         Place::Input(index, at) => (4, index, at),
         Place::Output(index, at) => (5, index, at),
+        Place::Fault => (6, 0, 0),
     }
 }
 

@@ -74,7 +74,7 @@ impl Instance {
         self.memory.address()
     }
 
-    /// Queues the copy of all inputs.
+    /// Queues the copy of all inputs, and of zeros to the fault words.
     ///
     /// # Safety
     /// `staging` and this instance live until it is done, and `staging` is not written.
@@ -86,11 +86,11 @@ impl Instance {
     ) -> Result<(), CudaError> {
         let bytes = lowered.layout.outputs_at as usize;
         debug_assert!(bytes <= staging.len(), "staging holds inputs and outputs");
-        // SAFETY: inputs lie first on both sides, each at least this long; the caller answers for the time.
+        // SAFETY: inputs and fault words lie first on both sides, each at least this long; the caller answers for the time.
         unsafe { stream.copy_in(self.memory.address(), staging.as_ptr(), bytes) }
     }
 
-    /// Queues the copy of all outputs.
+    /// Queues the copy of all outputs and fault words.
     ///
     /// # Safety
     /// `staging` and this instance live until it is done, and nobody else uses `staging`.
@@ -100,13 +100,29 @@ impl Instance {
         staging: &PinnedBuffer,
         stream: &Stream,
     ) -> Result<(), CudaError> {
-        let (from, to) = (lowered.layout.outputs_at, lowered.layout.staged_bytes);
+        let (from, to) = (lowered.layout.faults_at, lowered.layout.staged_bytes);
         debug_assert!(to as usize <= staging.len(), "staging holds inputs and outputs");
-        // SAFETY: outputs lie at the same offsets on both sides; the caller answers for the time.
+        // SAFETY: outputs and fault words lie at the same offsets on both sides; the caller answers for the time.
         unsafe {
             let target = staging.as_ptr().add(from as usize);
             stream.copy_out(target, self.memory.address() + from, (to - from) as usize)
         }
+    }
+
+    /// Queues zeros to the fault words of steps from `first` on: a step that ran behind one that left may have read
+    /// indices that were not there yet.
+    ///
+    /// # Safety
+    /// This instance lives until it is done, and belongs to this run alone.
+    pub(crate) unsafe fn clear_faults(
+        &self,
+        lowered: &Lowered,
+        first: usize,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        let (at, count) = lowered.layout.fault_words(first);
+        // SAFETY: words of this instance; the caller answers for the time.
+        unsafe { stream.clear(self.address() + at, count) }
     }
 
     /// Queues step `index` as real time.

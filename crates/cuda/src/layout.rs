@@ -5,6 +5,9 @@ use model::gpu::{GpuPlan, Launch, Patch, Place};
 /// Alignment of whatever a kernel reads in vectors.
 const ALIGN: u64 = 256;
 
+/// Bytes of a fault word.
+const WORD: u64 = 4;
+
 /// Memory that a run may take for workspaces beyond its first.
 const WORKSPACES_MOST: u64 = 64 << 20;
 
@@ -13,7 +16,11 @@ const WORKSPACES_MOST: u64 = 64 << 20;
 pub(crate) struct Layout {
     inputs: Vec<u64>,
     outputs: Vec<u64>,
-    /// Where outputs begin; before it are inputs.
+    /// Steps with a fault word, in order; the words lie side by side.
+    faults: Vec<usize>,
+    /// Where fault words begin, behind the inputs: they are cleared with the copy of inputs and come back with the outputs.
+    pub(crate) faults_at: u64,
+    /// Where outputs begin; before it is what is copied to the device.
     pub(crate) outputs_at: u64,
     /// Where outputs end: the size of host staging.
     pub(crate) staged_bytes: u64,
@@ -53,6 +60,11 @@ impl StepControl {
     }
 }
 
+/// Whether `launch` may store to its step's fault word.
+fn may_fault(launch: &Launch) -> bool {
+    launch.patches.iter().any(|patch| patch.to == Place::Fault)
+}
+
 /// Hands out room, one piece after another.
 struct Room(u64);
 
@@ -69,6 +81,10 @@ impl Layout {
     pub(crate) fn new(plan: &GpuPlan, in_flight: usize) -> Layout {
         let mut room = Room(0);
         let inputs = plan.inputs.iter().map(|slot| room.take(slot.bytes, ALIGN)).collect();
+        let faults: Vec<usize> = (0..plan.steps.len())
+            .filter(|index| plan.steps[*index].choices.iter().any(may_fault))
+            .collect();
+        let faults_at = room.take(faults.len() as u64 * WORD, ALIGN);
         let outputs_at = room.take(0, ALIGN);
         let outputs = plan.outputs.iter().map(|slot| room.take(slot.bytes, ALIGN)).collect();
         let staged_bytes = room.0;
@@ -100,6 +116,8 @@ impl Layout {
         Layout {
             inputs,
             outputs,
+            faults,
+            faults_at,
             outputs_at,
             staged_bytes,
             arena,
@@ -124,13 +142,33 @@ impl Layout {
 
     /// What step `index` has for itself when it runs as real time.
     pub(crate) fn real_time_own(&self, index: usize) -> Own {
-        Own { arrivals: self.real_time_arrivals[index], workspace: 0 }
+        Own { arrivals: self.real_time_arrivals[index], workspace: 0, fault: self.fault(index) }
     }
 
     /// What step `index` has for itself when it runs as best effort.
     pub(crate) fn best_effort_own(&self, index: usize) -> Own {
         let workspace = (index % self.workspaces) as u64 * self.workspace_bytes;
-        Own { arrivals: self.controls[index].arrivals, workspace }
+        let fault = self.fault(index);
+        Own { arrivals: self.controls[index].arrivals, workspace, fault }
+    }
+
+    /// Offset of the fault word of step `index`, if it has one.
+    fn fault(&self, index: usize) -> Option<u64> {
+        let place = self.faults.binary_search(&index).ok()?;
+        Some(self.faults_at + place as u64 * WORD)
+    }
+
+    /// The fault words of steps from `first` on: where they begin and how many they are.
+    pub(crate) fn fault_words(&self, first: usize) -> (u64, usize) {
+        let before = self.faults.partition_point(|step| *step < first);
+        (self.faults_at + before as u64 * WORD, self.faults.len() - before)
+    }
+
+    /// The first step that met what it cannot go on with, by host staging as it was after the copy of outputs.
+    pub(crate) fn faulted(&self, staging: &[u8]) -> Option<usize> {
+        let words = staging.get(self.faults_at as usize..)?.chunks_exact(WORD as usize);
+        let told = |(_, word): &(&usize, &[u8])| word.iter().any(|byte| *byte != 0);
+        self.faults.iter().zip(words).find(told).map(|(step, _)| *step)
     }
 
     /// The words of best-effort launches of `steps`: where they begin and how many they are.
@@ -152,6 +190,8 @@ pub(crate) struct Own {
     arrivals: u64,
     /// Offset of its workspace among the workspaces.
     workspace: u64,
+    /// Offset of its fault word.
+    fault: Option<u64>,
 }
 
 /// Addresses of one run.
@@ -170,6 +210,7 @@ impl Addresses<'_> {
             Place::Arena(offset) => at(self.layout.arena, offset),
             Place::Workspace(offset) => at(self.layout.workspace + own.workspace, offset),
             Place::Arrivals => at(own.arrivals, 0),
+            Place::Fault => at(own.fault?, 0),
             Place::Weight(index, offset) => {
                 let (address, bytes) = self.weights.get(index as usize)?;
                 (offset <= *bytes).then(|| address + offset)
@@ -278,7 +319,7 @@ pub(crate) mod tests {
         let layout = Layout::new(&plan, 1);
         let weights = [(0x5000, 100)];
         let addresses = Addresses { block: 0x10_0000, layout: &layout, weights: &weights };
-        let own = Own { arrivals: 4096, workspace: 0 };
+        let own = Own { arrivals: 4096, workspace: 0, fault: None };
         let mut launch = launch(1, 1);
         launch.patches = vec![
             Patch { at: 0, to: Place::Weight(0, 16) },
@@ -304,6 +345,47 @@ pub(crate) mod tests {
         assert_eq!(layout.real_time_own(3).workspace, 0);
         plan.workspace_bytes = WORKSPACES_MOST;
         assert_eq!(Layout::new(&plan, 4).workspaces, 1, "large ones are not multiplied");
+    }
+
+    /// Four steps, of which the second and the last may fault.
+    fn faulting() -> GpuPlan {
+        let wary = Launch { patches: vec![Patch { at: 0, to: Place::Fault }], ..launch(1, 0) };
+        let steps = [launch(1, 0), wary.clone(), launch(1, 0), wary].map(step);
+        GpuPlan { steps: steps.into(), ..plan() }
+    }
+
+    #[test]
+    fn fault_words_lie_between_inputs_and_outputs() {
+        let (without, layout) = (Layout::new(&plan(), 1), Layout::new(&faulting(), 1));
+        assert_eq!(without.faults_at, without.outputs_at, "nothing is copied for nothing");
+        assert_eq!((layout.inputs[1], layout.faults_at, layout.outputs_at), (256, 768, 1024));
+        for own in [Layout::real_time_own, Layout::best_effort_own] {
+            let faults = [0, 1, 2, 3].map(|index| own(&layout, index).fault);
+            assert_eq!(faults, [None, Some(768), None, Some(772)]);
+        }
+        let words = [0, 1, 2, 4].map(|first| layout.fault_words(first));
+        assert_eq!(words, [(768, 2), (768, 2), (772, 1), (776, 0)]);
+        let addresses = Addresses { block: 0x1000, layout: &layout, weights: &[] };
+        let wary = &faulting().steps[3].choices[0];
+        let args = addresses.patch(wary, layout.best_effort_own(3)).expect("it has a word");
+        assert_eq!(args[..8], 0x1304u64.to_le_bytes());
+        assert!(addresses.patch(wary, layout.best_effort_own(0)).is_err(), "it has none");
+    }
+
+    #[test]
+    fn the_first_step_that_faulted_is_told() {
+        let layout = Layout::new(&faulting(), 1);
+        let mut staging = vec![0; layout.staged_bytes as usize];
+        // What is before and behind the words says nothing.
+        staging[..768].fill(0xff);
+        staging[776..].fill(0xff);
+        assert_eq!(layout.faulted(&staging), None);
+        staging[772] = 1;
+        assert_eq!(layout.faulted(&staging), Some(3));
+        staging[768] = 1;
+        assert_eq!(layout.faulted(&staging), Some(1));
+        let without = Layout::new(&plan(), 1);
+        assert_eq!(without.faulted(&vec![0xff; without.staged_bytes as usize]), None);
     }
 
     #[test]

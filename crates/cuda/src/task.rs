@@ -57,6 +57,8 @@ impl CudaTask {
             let at = lowered.layout.input(index) as usize;
             target[at..at + raw.len()].copy_from_slice(raw);
         }
+        let (faults, outputs) = (lowered.layout.faults_at, lowered.layout.outputs_at);
+        target[faults as usize..outputs as usize].fill(0);
         Ok(CudaTask {
             hub,
             lowered,
@@ -96,6 +98,17 @@ impl CudaTask {
         {
             self.lowered.give_instance(instance);
         }
+    }
+
+    /// Why a run that is done counts as failed; `None` when its outputs are good, or not there yet.
+    pub(crate) fn fault(&self) -> Option<DeviceError> {
+        if self.next_step < self.step_count() {
+            return None;
+        }
+        let faulted = self.lowered.layout.faulted(self.staging.as_ref()?.as_slice())?;
+        let step = &self.lowered.gpu.steps[faulted];
+        let (step, op) = (step.name.clone(), step.op.clone());
+        Some(DeviceError::StepFailed { step, op, reason: "an index is out of range".to_string() })
     }
 
     /// Forgets the device memory of a run that failed: what is in it is not known.

@@ -186,6 +186,9 @@ pub enum Place {
     Workspace(u64),
     /// The arrival words of this launch.
     Arrivals,
+    /// A word of this step, zero before a run. A launch that meets an index out of range stores another number there, goes on
+    /// with something harmless, and the run ends as failed.
+    Fault,
     /// Index into [`GpuPlan::weights`] and byte offset.
     Weight(u32, u64),
     /// Index into [`GpuPlan::inputs`] and byte offset.

@@ -77,7 +77,7 @@ fn is_inside(plan: &GpuPlan, span: &Span) -> bool {
     let (offset, size) = match span.place {
         Place::Arena(offset) => (offset, plan.arena_bytes),
         Place::Workspace(offset) => (offset, plan.workspace_bytes),
-        Place::Arrivals => return true,
+        Place::Arrivals | Place::Fault => return true,
         Place::Weight(index, offset) => {
             (offset, plan.weights.get(index as usize).map_or(0, |weight| weight.bytes))
         }

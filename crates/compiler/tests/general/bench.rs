@@ -7,7 +7,7 @@ use compiler::gpu::args::Address;
 use compiler::gpu::draft::{Draft, Work};
 use compiler::gpu::view::{BufferId, Element, View};
 use half::{bf16, f16};
-use model::gpu::Kernel;
+use model::gpu::{Kernel, Place};
 use model::{DataType, Tensor};
 
 /// Numbers that are the same in every run.
@@ -125,8 +125,26 @@ impl Bench {
         outputs: &[(&View, &Tensor)],
         tolerance: f64,
     ) {
+        self.check_with_fault(name, works, outputs, tolerance, false);
+    }
+
+    /// As [`Bench::check`], and expects that an index out of range is told, or not.
+    pub fn check_with_fault(
+        &mut self,
+        name: &str,
+        works: &[Work],
+        outputs: &[(&View, &Tensor)],
+        tolerance: f64,
+        fault: bool,
+    ) {
         let ways = works.iter().map(|work| work.drafts.len()).max().unwrap_or(0);
         for way in 0..ways {
+            let told = self.room(&[1], Layout::Packed, Element::I32);
+            self.buffers[told.buffer.0 as usize].fill(0);
+            let word = told.buffer;
+            let expected = vec![f64::from(u8::from(fault))];
+            let tell = format!("{name}, way {way}, fault");
+            self.checks.push(Check { name: tell, view: told, expected, tolerance: 0.0 });
             let first = self.buffers.len() as u32;
             let moved = |buffer: BufferId| {
                 let place = outputs.iter().position(|(view, _)| view.buffer == buffer);
@@ -134,7 +152,7 @@ impl Bench {
             };
             for work in works {
                 let draft = &work.drafts[way.min(work.drafts.len() - 1)];
-                self.launch(draft, &moved);
+                self.launch(draft, &moved, word);
             }
             for (view, expected) in outputs {
                 let fresh = self.buffers[view.buffer.0 as usize].clone();
@@ -148,7 +166,7 @@ impl Bench {
         }
     }
 
-    fn launch(&mut self, draft: &Draft, moved: &dyn Fn(BufferId) -> BufferId) {
+    fn launch(&mut self, draft: &Draft, moved: &dyn Fn(BufferId) -> BufferId, fault: BufferId) {
         let known = self.kernels.iter().position(|kernel| *kernel == draft.kernel);
         let kernel = known.unwrap_or_else(|| {
             self.kernels.push(draft.kernel.clone());
@@ -156,6 +174,7 @@ impl Bench {
         });
         let patch = |(at, address): &(u32, Address)| match address {
             Address::Buffer(buffer, offset) => (*at, moved(*buffer).0, *offset),
+            Address::Place(Place::Fault) => (*at, fault.0, 0),
             other => panic!("{other:?} has no buffer"),
         };
         let patches = draft.args.1.iter().map(patch).collect();

@@ -181,7 +181,7 @@ impl Worker {
                 self.fly(task, next..steps.end, epoch).map_err(|err| failed(task, next, err))?;
             task.advance_to(reached);
             if reached == steps.end {
-                return Ok(true);
+                return task.fault().map_or(Ok(true), Err);
             }
             // The epoch is one for all queues: without an order of our own we go on.
             match self.hub.epoch().renew(&self.orders, epoch) {
@@ -277,6 +277,12 @@ impl Worker {
         if !uploaded {
             // SAFETY: the task holds both sides until the stream is drained.
             unsafe { instance.copy_inputs(lowered, staging, &self.stream) }?;
+        } else if words.used_to > from {
+            // SAFETY: as above. A step that was left keeps its word along with the tiles it has done.
+            unsafe {
+                let first = from + usize::from(words.partly_done);
+                instance.clear_faults(lowered, first, &self.stream)?;
+            }
         }
         if !words.cleared {
             clear(0..layout.controls.len())?;
@@ -439,7 +445,7 @@ impl Worker {
 }
 
 fn has_small_outputs(lowered: &Lowered) -> bool {
-    lowered.layout.staged_bytes - lowered.layout.outputs_at <= EAGER_OUTPUT_BYTES
+    lowered.layout.staged_bytes - lowered.layout.faults_at <= EAGER_OUTPUT_BYTES
 }
 
 impl Drop for Worker {

@@ -240,6 +240,7 @@ impl Shared {
     ) -> Result<(usize, Vec<Event>), CudaError> {
         let (hub, lowered) = (task.hub.clone(), task.lowered.clone());
         let (timed, uploaded) = (task.is_timed(), task.uploaded);
+        let tried = task.words.used_to > steps.start;
         let whole = steps == (0..task.step_count()) && !timed;
         let last = steps.end == task.step_count();
         // What a best-effort try left of the next step is done anew.
@@ -252,6 +253,8 @@ impl Shared {
         unsafe {
             if !uploaded {
                 instance.copy_inputs(&lowered, staging, &self.stream)?;
+            } else if tried {
+                instance.clear_faults(&lowered, steps.start, &self.stream)?;
             }
             if whole && !steps.is_empty() {
                 instance.graph(&hub, &lowered)?.launch(&self.stream)?;
@@ -305,7 +308,7 @@ impl Shared {
             }
         }
         task.advance_to(end);
-        Outcome::Done
+        task.fault().map_or(Outcome::Done, Outcome::Failed)
     }
 }
 

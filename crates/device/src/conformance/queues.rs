@@ -183,12 +183,22 @@ fn failure(device: &dyn Device) -> Result<(), Stop> {
     let prepare = |index: i64| {
         program.prepare(vec![integers(&[index])]).map_err(|err| Stop::Wrong(err.to_string()))
     };
-    let completion = lane.run(prepare(5)?, 0..1)?;
+    let run = |task: Box<dyn Task>| {
+        let steps = 0..task.step_count();
+        lane.run(task, steps)
+    };
+    let completion = run(prepare(5)?)?;
     ensure(
         matches!(completion.outcome, Outcome::Failed(DeviceError::StepFailed { .. })),
         format!("an index out of range gives {:?}", completion.outcome),
     )?;
-    let outputs = finished(lane.run(prepare(1)?, 0..1)?)?;
+    for index in [-3, 2, i64::MAX, i64::MIN] {
+        let outcome = run(prepare(index)?)?.outcome;
+        ensure(outcome != Outcome::Done, format!("index {index} of two is taken"))?;
+    }
+    let outputs = finished(run(prepare(-2)?)?)?;
+    ensure(outputs == [reals(&[1], vec![1.0])], "an index from the end is taken for another")?;
+    let outputs = finished(run(prepare(1)?)?)?;
     ensure(outputs == [reals(&[1], vec![2.0])], "the queue computes wrongly after a failure")
 }
 

@@ -1,8 +1,9 @@
 //! Gather and scatter.
 
+use model::gpu::Place;
 use model::op::ScatterReduction;
 
-use super::super::args::ArgsWriter;
+use super::super::args::{Address, ArgsWriter};
 use super::super::draft::{Draft, Work};
 use super::super::elementwise::{bits, copy};
 use super::super::view::{Element, View};
@@ -10,6 +11,9 @@ use super::super::walk::{
     MAX_RANK, Walk, address, check_output, check_view, computed_name, describe_all, kernel, single,
 };
 use super::is_index;
+
+/// Where kernels say that an index is out of range.
+const FAULT: Address = Address::Place(Place::Fault);
 
 /// The most dimensions one index speaks of.
 const MAX_PARTS: usize = 6;
@@ -206,7 +210,8 @@ fn gathered(
     walk.check()?;
     let unit = unit(&mut walk, &mut parts, x, y);
     let mut args = ArgsWriter::new();
-    args.address(address(x)).address(address(indices)).address(address(y)).int(walk.len());
+    args.address(address(x)).address(address(indices)).address(address(y));
+    args.address(FAULT).int(walk.len());
     parts.write(&mut args);
     walk.write(&mut args);
     let expression = format!(
@@ -295,10 +300,8 @@ impl Operands<'_> {
         let walk = Walk::new(shape, &strides).merged();
         walk.check()?;
         let mut args = ArgsWriter::new();
-        args.address(address(updates))
-            .address(address(indices))
-            .address(address(y))
-            .int(walk.len());
+        args.address(address(updates)).address(address(indices)).address(address(y));
+        args.address(FAULT).int(walk.len());
         parts.write(&mut args);
         walk.write(&mut args);
         let expression = format!(
@@ -340,7 +343,7 @@ impl Operands<'_> {
             .address(address(updates))
             .address(address(indices))
             .address(address(y));
-        args.int(walk.len()).int(amount).int(parts.part);
+        args.address(FAULT).int(walk.len()).int(amount).int(parts.part);
         for size in &parts.size {
             args.int(*size);
         }
