@@ -41,10 +41,12 @@ def test_check() -> None:
         assert word in done.stdout
 
 
-def test_run_reports_latency() -> None:
-    done = atoll("run", DIGITS, "--repeat", "5", "--warmup", "1", "--threads", "2", "--json")
+@pytest.mark.parametrize(("flags", "kind"), [([], "rt"), (["--best-effort"], "be")])
+def test_run_reports_latency(flags: list[str], kind: str) -> None:
+    done = atoll("run", DIGITS, "--repeat", "5", "--warmup", "1", "--threads", "2", "--json", *flags)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
+    assert report["class"] == kind
     assert 0 < report["latency_us"]["p50"] <= report["latency_us"]["p99"]
     assert report["latency_us"]["mean"] > 0
     times = [step["us"] for step in report["steps"]]

@@ -306,6 +306,10 @@ pub(crate) struct RunArgs {
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
 
+    /// Run as best effort does, on a queue without priority whose work can be made to leave
+    #[arg(long)]
+    pub(crate) best_effort: bool,
+
     /// How many of the slowest steps to print
     #[arg(long, default_value_t = 5)]
     pub(crate) slowest: usize,

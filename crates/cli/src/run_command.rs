@@ -9,6 +9,7 @@ use std::time::Instant;
 use base::{Histogram, Nanos, Random};
 use device::{Completion, CompletionSink, Outcome, Program, Queue, QueueOptions, Segment};
 use indicatif::{ProgressBar, ProgressStyle};
+use model::config::Class;
 use model::{LaunchPlan, Tensor};
 use serde::Serialize;
 
@@ -21,6 +22,7 @@ use crate::{binding, engine, npy};
 struct RunReport {
     model: String,
     device: String,
+    class: Class,
     runs: u32,
     latency_us: LatencyReport,
     inputs: Vec<TensorReport>,
@@ -62,7 +64,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     let inputs = inputs(&plan, args, &bindings)?;
     let program = device.load(plan.clone()).map_err(Failure::failed)?;
     let (sender, receiver) = sync_channel(1);
-    let options = QueueOptions { id: 0, capacity: 1, high_priority: true };
+    let options = QueueOptions { id: 0, capacity: 1, high_priority: !args.best_effort };
     let queue = device.open_queue(options, Arc::new(ToChannel(sender))).map_err(Failure::failed)?;
     let bench = Bench { program, queue, receiver, inputs };
     let measured = bench.measure(args)?;
@@ -236,6 +238,7 @@ fn report(
     RunReport {
         model: args.model.display().to_string(),
         device: device.to_string(),
+        class: if args.best_effort { Class::BestEffort } else { Class::RealTime },
         runs: args.repeat,
         latency_us: LatencyReport {
             p50: us(latency.quantile(0.5)),
