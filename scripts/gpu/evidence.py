@@ -36,13 +36,23 @@ def steps(plan: dict) -> list[dict]:
     return sorted(rounded, key=lambda entry: -entry["us"] * entry["times"])
 
 
+def joined(runs: list[dict]) -> dict:
+    """Several calls of latency.py as one."""
+    whole = {**runs[0], "rows": [], "files": [], "failed": [], "profiles": {}}
+    for run in runs:
+        for key in ("rows", "files", "failed"):
+            whole[key] += run[key]
+        whole["profiles"].update(run["profiles"])
+    return whole
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--command", default="scripts/gpu.sh OUT")
     args = parser.parse_args()
     head = header(args.run, args.command)
-    found = json.loads((args.run / "latency.json").read_text())
+    found = joined([json.loads(path.read_text()) for path in sorted(args.run.glob("latency*.json"))])
     profiles = {
         name: [{"batch": plan["batch"], "weight_bytes": plan["weight_bytes"], "run_bytes": plan["run_bytes"],
                 "plain_graph_us": plan["plain_latency_us"]["p50"], "steps": steps(plan) if plan["batch"] == 1 else []}

@@ -199,6 +199,13 @@ def main() -> int:
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     rows, files, steps, failed = [], [], {}, []
+
+    def write() -> None:
+        """After every network: a run that is cut short leaves what it has."""
+        report = {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), "device": torch.cuda.get_device_name(),
+                  "rows": rows, "files": files, "failed": failed, "profiles": steps}
+        args.out.write_text(json.dumps(report, indent=1))
+
     with tempfile.TemporaryDirectory() as folder:
         for name in filter(None, args.only.split(",")):
             try:
@@ -208,15 +215,14 @@ def main() -> int:
             except Exception as error:  # one network's failure must not cost the others their minutes
                 failed.append({"model": name, "error": str(error)})
                 print(f"{name}: {error}", flush=True)
+            write()
         for path in sorted(args.models.glob("*.onnx")) if args.models else []:
             try:
                 files.append(measure_file(path, args))
             except Exception as error:
                 failed.append({"model": path.stem, "error": str(error)})
                 print(f"{path.stem}: {error}", flush=True)
-    report = {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), "device": torch.cuda.get_device_name(),
-              "rows": rows, "files": files, "failed": failed, "profiles": steps}
-    args.out.write_text(json.dumps(report, indent=1))
+    write()
     return 1 if failed else 0
 
 

@@ -32,6 +32,8 @@ fn layers() -> LaunchPlan {
         outputs.push(dilated(&mut b, x, channels, edge));
         outputs.push(b.step(Op::GlobalPool(GlobalPool::Average), &[Some(x)], &[channels, 1, 1]));
     }
+    let image = b.input(&[3, 112, 112]);
+    outputs.push(b.conv(image, [3, 112, 112], 64, 3, 1));
     for width in [256, 768, 1024, 2048] {
         let x = b.input(&[width]);
         let (weight, bias) = (b.constant(&[width, 1000]), b.constant(&[1000]));
