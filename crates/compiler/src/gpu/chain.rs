@@ -102,17 +102,11 @@ impl Lowering<'_> {
         Ok(true)
     }
 
-    /// Applies `activation` to the value in `view` and says that this is `output`.
-    pub fn activate(
-        &mut self,
-        view: View,
-        activation: Activation,
-        output: ValueId,
-    ) -> Result<(), Refusal> {
+    /// Says that `activation` of the value in `view` is `output`.
+    pub fn activate(&mut self, view: View, activation: Activation, output: ValueId) {
         let (shape, element) = (view.shape.clone(), view.element);
         let expr = Expr::Activation(activation, Box::new(Expr::Input(0)));
         self.defer(output, Lazy { expr, inputs: vec![view], shape, element });
-        Ok(())
     }
 
     /// The value `id` as part of a chain: its own expression when nobody else needs it, or an input.

@@ -29,6 +29,14 @@ pub fn activation_code(activation: Activation) -> Option<i32> {
     })
 }
 
+/// The number of what a product's kernel applies itself, and what is left for a step behind it.
+pub fn fused(activation: Activation) -> (i32, Option<Activation>) {
+    match activation_code(activation) {
+        Some(code) => (code, None),
+        None => (0, Some(activation)),
+    }
+}
+
 /// A window over two spatial dimensions with every default filled in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window2 {
@@ -283,7 +291,7 @@ impl Lowering<'_> {
     /// A constant row of floats for a kernel's epilogue.
     pub fn float_weight(&mut self, tensor: &Tensor, factor: f32) -> Result<u32, Refusal> {
         let bytes = tensor.len().next_multiple_of(8) * 4;
-        if graph::content::floats(tensor).is_none() {
+        if !packing::converts(tensor, Element::F32) {
             return Err("a bias that is no row of numbers".to_string());
         }
         let how = format!("row*{factor}");
@@ -314,12 +322,7 @@ impl Lowering<'_> {
             let output = node.outputs.first().copied().flatten();
             output.is_some_and(|output| self.shape(output).ok() == self.shape(id).ok())
         });
-        self.float() == Element::F16
-            && conv.groups == 1
-            && rank == 4
-            && bias
-            && same_shape
-            && activation_code(conv.activation).is_some()
+        self.float() == Element::F16 && conv.groups == 1 && rank == 4 && bias && same_shape
     }
 
     /// A convolution over two dimensions, one group.
@@ -350,7 +353,8 @@ impl Lowering<'_> {
             None => None,
         };
         let residual = self.residual(node.inputs.get(3).copied().flatten())?;
-        let mut output = self.output_image(output_id)?;
+        let (act, rest) = fused(conv.activation);
+        let mut output = self.product_image(output_id, rest)?;
         let out_stride = pixel_stride(&output, 8).ok_or("the output is no image")?;
         let out_c = output.shape[1].next_multiple_of(8);
         output.slack = out_c - output.shape[1];
@@ -373,13 +377,34 @@ impl Lowering<'_> {
             weight_bytes: bytes,
             bias,
             normalize,
-            act: activation_code(conv.activation).ok_or("an activation without a kernel")?,
+            act,
             vec,
         };
         let work = product.work(&self.target)?;
         self.push(work);
-        self.define(output_id, output);
+        self.define_product(output_id, output, rest);
         Ok(())
+    }
+
+    /// Memory for a product: the output's own, unless a step behind it writes that.
+    pub fn product_image(
+        &mut self,
+        output: ValueId,
+        rest: Option<Activation>,
+    ) -> Result<View, Refusal> {
+        if rest.is_none() {
+            return self.output_image(output);
+        }
+        let (shape, element) = (self.shape(output)?, self.element(output)?);
+        Ok(self.image(&shape, 8, element))
+    }
+
+    /// Says that `view`, with what its kernel did not apply, is `output`.
+    pub fn define_product(&mut self, output: ValueId, view: View, rest: Option<Activation>) {
+        match rest {
+            None => self.define(output, view),
+            Some(activation) => self.activate(view, activation, output),
+        }
     }
 
     /// Scales and shifts that a kernel applies to its input.
@@ -395,9 +420,10 @@ impl Lowering<'_> {
     /// `activation(alpha * x @ weight + bias + residual)` on the rows of `x`; false when the kernels cannot take
     /// it as it lies.
     pub fn fast_matrix(&mut self, matrix: &Matrix) -> Result<bool, Refusal> {
-        let (Some(act), Element::F16) = (activation_code(matrix.activation), self.float()) else {
+        if self.float() != Element::F16 {
             return Ok(false);
-        };
+        }
+        let (act, rest) = fused(matrix.activation);
         let depth = matrix.depth();
         let columns: usize = matrix.parts.iter().map(|part| part.columns).sum();
         let first = self.shape(matrix.parts[0].output)?;
@@ -450,7 +476,7 @@ impl Lowering<'_> {
             let mut slice = flat.sliced(1, column, part.columns, 1);
             slice.slack = if matrix.parts.len() == 1 { flat.slack } else { 0 };
             let view = slice.reshaped(&shape).ok_or("the output's rows cannot be split")?;
-            self.define(part.output, view);
+            self.define_product(part.output, view, rest);
             column += part.columns;
         }
         Ok(true)

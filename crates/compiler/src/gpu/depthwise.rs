@@ -5,7 +5,7 @@ use model::Tensor;
 use model::op;
 
 use super::args::{Address, ArgsWriter};
-use super::conv::{Window2, activation_code, pixel_stride};
+use super::conv::{Window2, fused, pixel_stride};
 use super::draft::{Draft, KernelText, Work};
 use super::lowering::{Lowering, Refusal};
 use super::packing;
@@ -30,7 +30,6 @@ impl Lowering<'_> {
             && conv.groups == channels
             && channels % 8 == 0
             && bias
-            && activation_code(conv.activation).is_some()
     }
 
     /// A convolution with one filter a channel.
@@ -56,11 +55,11 @@ impl Lowering<'_> {
             Some(view) => Some(self.as_image(view, 8)?),
             None => None,
         };
-        let output = self.output_image(output_id)?;
+        let (act, rest) = fused(conv.activation);
+        let output = self.product_image(output_id, rest)?;
         let out_stride = pixel_stride(&output, 8).ok_or("the output is no image")?;
         let [batch, _, out_h, out_w] = output.shape[..] else { return Err("not 2-D".into()) };
         let Window2 { kernel, stride, pad, dilation } = window;
-        let act = activation_code(conv.activation).ok_or("an activation without a kernel")?;
         let draft = |wide: usize| {
             let groups = out_w.div_ceil(wide);
             let items = batch * out_h * groups * (channels / 8);
@@ -101,7 +100,7 @@ impl Lowering<'_> {
             weight_bytes: weight_bytes as u64,
             finish_tiles: None,
         });
-        self.define(output_id, output);
+        self.define_product(output_id, output, rest);
         Ok(())
     }
 }

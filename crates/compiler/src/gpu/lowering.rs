@@ -231,9 +231,9 @@ impl<'a> Lowering<'a> {
         self.views[id.index()] = Some(view);
     }
 
-    /// Whether the value `id` lies in memory already.
+    /// Whether it is known how the value `id` comes about: it lies in memory, or is an expression.
     pub fn is_defined(&self, id: ValueId) -> bool {
-        self.views[id.index()].is_some()
+        self.views[id.index()].is_some() || self.lazy.contains_key(&id)
     }
 
     /// Says how to compute the value `id` when somebody needs it.
@@ -345,7 +345,7 @@ impl<'a> Lowering<'a> {
         let shape = tensor.shape().to_vec();
         let bytes = tensor.len() * element.size();
         let how = format!("{element:?}");
-        if super::packing::convert(tensor, element).is_none() {
+        if !super::packing::converts(tensor, element) {
             let name = &self.graph.value(id).name;
             return Err(format!("constant '{name}' of {} cannot be stored", tensor.dtype()));
         }

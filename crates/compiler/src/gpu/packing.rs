@@ -32,6 +32,13 @@ fn saturated(x: f32) -> f16 {
     if x.is_finite() { f16::from_f32(x.clamp(-65504.0, 65504.0)) } else { f16::from_f32(x) }
 }
 
+/// Whether [`convert`] can, without doing it: weights are large, and made once at most.
+pub fn converts(tensor: &Tensor, element: Element) -> bool {
+    let exact = Element::exact(tensor.dtype());
+    let narrows = matches!(element, Element::F16 | Element::BF16 | Element::F32);
+    exact == Some(element) || (narrows && exact.is_some_and(Element::is_float))
+}
+
 /// The elements of `tensor` as bytes of `element`, in the same order; `None` for an unlike kind.
 pub fn convert(tensor: &Tensor, element: Element) -> Option<Vec<u8>> {
     if Element::exact(tensor.dtype()) == Some(element) {

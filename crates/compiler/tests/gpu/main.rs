@@ -74,6 +74,22 @@ fn concatenations_cost_no_copy_and_sibling_products_one_launch() {
     assert_eq!(products, 2);
 }
 
+/// An activation the product kernels do not know stays behind them, and does not push them off the tensor cores.
+#[test]
+fn an_activation_without_a_kernel_is_a_step_of_its_own() {
+    let plan = models::hard();
+    for batch in [1, 8] {
+        let gpu = lower(&plan, batch);
+        assert_eq!(check::faults(&gpu), Vec::<String>::new());
+        let ops: Vec<&str> = gpu.steps.iter().map(|step| step.op.as_str()).collect();
+        assert_eq!(ops, ["Copy", "Conv", "Elementwise", "Depthwise", "Elementwise"]);
+        let kernel = &gpu.kernels[gpu.steps[1].choices[0].kernel];
+        assert!(kernel.expression.contains("ConvConfig"), "{}", kernel.expression);
+        assert!(gpu.steps[2].signature.contains("HardSwish"), "{}", gpu.steps[2].signature);
+        assert!(gpu.steps[4].signature.contains("LeakyRelu"), "{}", gpu.steps[4].signature);
+    }
+}
+
 /// What a person would check by eye: steps with their sizes and first variants.
 fn listing(plan: &GpuPlan) -> String {
     let mut text = String::new();

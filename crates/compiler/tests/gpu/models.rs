@@ -150,3 +150,18 @@ pub fn encoder() -> LaunchPlan {
     let y = b.step(op, &[Some(y), Some(scale), Some(shift)], &[16, 128]);
     b.finish(y)
 }
+
+/// Products with activations that only a step of their own computes.
+pub fn hard() -> LaunchPlan {
+    let mut b = Builder::default();
+    let image = b.input(&[16, 9, 9]);
+    let x = b.conv(image, [16, 9, 9], 32, 3, 1);
+    let x = b.conv(x, [32, 9, 9], 32, 3, 32);
+    let activations = [Activation::HardSwish, Activation::LeakyRelu { alpha: 0.1 }];
+    for (step, new) in b.plan.steps.iter_mut().zip(activations) {
+        if let Op::Conv(conv) = &mut step.op {
+            conv.activation = new;
+        }
+    }
+    b.finish(x)
+}
