@@ -64,7 +64,12 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     let inputs = inputs(&plan, args, &bindings)?;
     let program = device.load(plan.clone()).map_err(Failure::failed)?;
     let (sender, receiver) = sync_channel(1);
-    let options = QueueOptions { id: 0, capacity: 1, high_priority: !args.best_effort };
+    let options = QueueOptions {
+        id: 0,
+        capacity: 1,
+        high_priority: !args.best_effort,
+        preemptible: args.best_effort,
+    };
     let queue = device.open_queue(options, Arc::new(ToChannel(sender))).map_err(Failure::failed)?;
     let bench = Bench { program, queue, receiver, inputs };
     let measured = bench.measure(args)?;

@@ -72,7 +72,7 @@ impl Bench {
     fn new() -> Bench {
         let device = CpuDevice::new(CpuOptions::default());
         let (sender, completions) = sync_channel(1);
-        let options = QueueOptions { id: 0, capacity: 1, high_priority: false };
+        let options = QueueOptions { id: 0, capacity: 1, high_priority: false, preemptible: true };
         let queue = device.open_queue(options, Arc::new(Channel(sender))).expect("a queue");
         Bench { device, queue, completions }
     }

@@ -187,7 +187,7 @@ fn main() {
     let pattern = std::env::args().nth(1).unwrap_or_default();
     let threads = std::env::args().nth(2).and_then(|text| text.parse().ok()).unwrap_or(2);
     let device = CpuDevice::new(CpuOptions { threads, ..CpuOptions::default() });
-    let options = QueueOptions { id: 0, capacity: 1, high_priority: false };
+    let options = QueueOptions { id: 0, capacity: 1, high_priority: false, preemptible: true };
     let queue = device.open_queue(options, Arc::new(Sink(sender))).expect("the queue opens");
     let bench = Bench { device, queue, completions, pattern, threads };
     for layer in [

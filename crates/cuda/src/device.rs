@@ -236,9 +236,9 @@ impl Device for CudaDevice {
     ) -> Result<Box<dyn Queue>, DeviceError> {
         self.hub.alive()?;
         let hub = self.hub.clone();
-        Ok(match options.high_priority {
-            true => Box::new(RealTimeQueue::open(hub, options, sink)?),
-            false => Box::new(BestEffortQueue::open(hub, options, sink)?),
+        Ok(match options.preemptible {
+            true => Box::new(BestEffortQueue::open(hub, options, sink)?),
+            false => Box::new(RealTimeQueue::open(hub, options, sink)?),
         })
     }
 }

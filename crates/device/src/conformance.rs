@@ -129,7 +129,7 @@ struct Lane {
 impl Lane {
     fn open(device: &dyn Device, id: u32, capacity: usize) -> Result<Lane, Stop> {
         let (sender, completions) = channel();
-        let options = QueueOptions { id, capacity, high_priority: false };
+        let options = QueueOptions { id, capacity, high_priority: false, preemptible: true };
         let queue = device
             .open_queue(options, Arc::new(Inbox(sender)))
             .map_err(|err| format!("no queue: {err}"))?;

@@ -186,6 +186,8 @@ pub struct QueueOptions {
     pub capacity: usize,
     /// Goes before queues without it where the device can tell.
     pub high_priority: bool,
+    /// Its work can be told to leave early. A queue whose work never is may run tasks in a faster form.
+    pub preemptible: bool,
 }
 
 /// A run of steps of one task, for one queue.
@@ -204,7 +206,8 @@ pub trait Queue: Send + Sync {
     fn launch(&self, segment: Segment) -> Result<(), Segment>;
 
     /// Makes everything launched so far leave as soon as the device's level allows. What is launched
-    /// afterwards is not concerned. Segments that left come back as [`Outcome::Left`].
+    /// afterwards is not concerned. Segments that left come back as [`Outcome::Left`]. On a queue that is not
+    /// preemptible only segments leave that have not begun.
     fn preempt(&self);
 }
 

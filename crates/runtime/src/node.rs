@@ -267,7 +267,9 @@ impl Node {
         let mut queues = Vec::with_capacity(queue_count);
         for queue in 0..queue_count {
             let high_priority = goes_first(queue);
-            let options = QueueOptions { id: queue as u32, capacity: 1, high_priority };
+            let preemptible = !first.contains(&queue);
+            let id = queue as u32;
+            let options = QueueOptions { id, capacity: 1, high_priority, preemptible };
             queues.push(shared.device.open_queue(options, sink.clone())?);
         }
         let _ = shared.queues.set(queues);

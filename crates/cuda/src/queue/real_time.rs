@@ -24,7 +24,7 @@ use crate::task::CudaTask;
 /// Segments on the device at once: one that runs, and the next, so that the device does not wait for us.
 const ON_DEVICE: usize = 2;
 
-/// A queue of high priority.
+/// A queue whose work runs to its end.
 pub(crate) struct RealTimeQueue {
     shared: Arc<Shared>,
 }
@@ -76,7 +76,8 @@ impl RealTimeQueue {
         options: QueueOptions,
         sink: Arc<dyn CompletionSink>,
     ) -> Result<RealTimeQueue, DeviceError> {
-        let stream = Stream::new(hub.context(), Priority::High).map_err(|err| hub.error(err))?;
+        let priority = if options.high_priority { Priority::High } else { Priority::Low };
+        let stream = Stream::new(hub.context(), priority).map_err(|err| hub.error(err))?;
         let word = PinnedWord::new(hub.context()).map_err(|err| hub.error(err))?;
         let shared = Arc::new(Shared {
             options,

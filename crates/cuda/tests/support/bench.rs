@@ -47,7 +47,7 @@ pub struct Lane {
 impl Lane {
     pub fn open(device: &CudaDevice, id: u32, high_priority: bool, capacity: usize) -> Lane {
         let (sender, completions) = channel();
-        let options = QueueOptions { id, capacity, high_priority };
+        let options = QueueOptions { id, capacity, high_priority, preemptible: !high_priority };
         let queue = device.open_queue(options, Arc::new(Inbox(sender))).expect("a queue");
         Lane { queue: Arc::from(queue), completions }
     }
