@@ -75,6 +75,10 @@ pub(crate) struct DeviceArgs {
     #[arg(long, env = "ATOLL_CUDA_TOOLKIT", value_name = "FOLDER")]
     pub(crate) cuda_toolkit: Option<PathBuf>,
 
+    /// Best-effort steps a GPU is given as one launch: more run faster, and leave a little later
+    #[arg(long, env = "ATOLL_CHAIN", value_name = "STEPS", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) best_effort_chain: u16,
+
     /// Threads a CPU queue computes with; 0 for all cores divided by the queues
     #[arg(long, env = "ATOLL_THREADS", default_value_t = 0)]
     pub(crate) threads: usize,

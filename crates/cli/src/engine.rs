@@ -47,6 +47,7 @@ pub(crate) fn open_gpu(args: &DeviceArgs) -> Result<CudaDevice, Failure> {
         },
         cache_dir: args.kernel_cache.clone().or_else(default_cache),
         toolkit: args.cuda_toolkit.clone(),
+        chain_length: usize::from(args.best_effort_chain),
         ..CudaOptions::default()
     };
     let compiler = GpuCompiler::new(Some(Arc::new(CpuEvaluator)));

@@ -143,15 +143,13 @@ struct Attention {
         copy_rows(queries, a.query + base + (size_t)first * a.stride, a.stride, kQueries, a.tokens - first);
         copy_keys(a, ring, base, 0);
         copy_commit();
+        watch.ask(); // behind what the first scores wait for
         for (int i = 0; i < blocks; ++i) {
             if (i + 1 < blocks) copy_keys(a, ring + (i + 1) % 2 * 2 * kBlock, base, i + 1);
             copy_commit();
             copy_wait<1>();
             if (watch.template due<1>(i)) {
-                if (watch.verdict()) {
-                    copy_wait<0>();
-                    return false;
-                }
+                if (watch.verdict()) return false;
             } else {
                 __syncthreads();
             }
@@ -166,6 +164,8 @@ struct Attention {
             weigh(s, p, keys + kBlock);
             __syncthreads();
         }
+        if constexpr (Watch::kLeaves)
+            if (watch.last()) return false;
         watch.finishing();
         half* to = a.output + ((size_t)image * a.tokens + first) * a.out_stride + head * kDim;
         emit(a, s, to, a.tokens - first);

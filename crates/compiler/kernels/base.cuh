@@ -185,29 +185,54 @@ struct NoGate {
 
 // ---- watches: when a tile must leave ----------------------------------------------------------------------------------
 
+// A tile looks twice. `look` or `ask` comes right behind the gate and starts loading the words; `told`, `verdict` or `last` comes
+// before anything is written and decides. So a launch that starts after the epoch has passed writes nothing at all: what is queued
+// behind a step that left cannot spoil what that step still reads or has finished, however memory is shared between them.
+
 // Real-time work never leaves and carries no check.
 struct NoWatch {
     static constexpr bool kLeaves = false;
+    __device__ __forceinline__ void look() const {}
+    __device__ __forceinline__ bool told() const { return false; }
+    __device__ __forceinline__ void ask() const {}
     template <int Period>
     __device__ __forceinline__ bool due(int) const { return false; }
     __device__ __forceinline__ bool verdict() const { return false; }
+    __device__ __forceinline__ bool last() const
+    {
+        __syncthreads();
+        return false;
+    }
+    __device__ __forceinline__ bool peer_left() const { return false; }
     __device__ __forceinline__ void finishing() const {}
 };
 
-// Best-effort work leaves once the epoch passes the one it was launched with, or its block is beyond the budget.
+__device__ __forceinline__ u32 load_word(const u32* p)
+{
+    u32 v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+
+// Best-effort work leaves once the epoch passes the one its run was launched in.
 //
-// Two threads copy the words into shared memory asynchronously, among the copies a pipeline makes anyway, so no thread waits
-// for them. Whatever has arrived when the next check is due decides, and a barrier the loop has anyway makes the decision the
-// same for the whole block: leaving is uniform. `cg` copies come from L2, where the host's writes land, and take 16 bytes:
-// each word is the first of an aligned group of four.
+// Tiles without a loop `look`: every thread loads the words among its operands and decides by itself before it stores; threads of
+// a block may disagree, and the tile then counts as not done.
+//
+// Tiles with a loop `ask`: two threads copy the words into shared memory asynchronously, among the copies a pipeline makes
+// anyway, so no thread waits for them. Whatever has arrived when the next check is due decides, and a barrier the loop has
+// anyway makes the decision the same for the whole block. `cg` copies come from L2, where the host's writes land, and take
+// 16 bytes: each word is the first of an aligned group of four. `Inside` is false for launches whose tiles are so short that looking
+// on the way would cost more than it gains; they look before they write.
+template <bool Inside>
 struct EpochWatch {
     static constexpr bool kLeaves = true;
-    const u32* epoch;
-    const u32* budget; // null when there is none
-    u32 launched;
-    uint4* words; // shared memory: what was last seen of the epoch and of the budget
-    u32* next;    // the launch's tile counter; null when every block has one tile only
-    u32 number;   // what thread 0 was given by it
+    const u32* epoch; // of the device
+    const u32* run;   // the epoch this run was launched in
+    uint4* words;     // shared memory: what was last seen of both; the third tells of a peer in the cluster that leaves
+    u32* next;        // the launch's tile counter; null when every block has one tile only
+    u32 number;       // what thread 0 was given by it
+    u32 seen[2];      // by `look`
 
     // A tile calls this once, when only its epilogue is left: the next tile's number is then on its way during the epilogue.
     // Asking earlier would hand out the last tiles by who started first, two to one SM and none to another.
@@ -216,31 +241,49 @@ struct EpochWatch {
         if (next && threadIdx.x == 0) number = atomicAdd(next, 1);
     }
 
-    // Before the first tile: nothing seen yet.
+    // Before the first tile: nothing seen yet. A barrier follows before anything else is read.
     __device__ __forceinline__ void start() const
     {
-        if (threadIdx.x < 2) words[threadIdx.x].x = threadIdx.x ? ~0u : launched;
+        if (threadIdx.x < 3) words[threadIdx.x].x = threadIdx.x == 1 ? ~0u : 0;
     }
+
+    __device__ __forceinline__ void look()
+    {
+        seen[0] = load_word(epoch);
+        seen[1] = load_word(run);
+    }
+    __device__ __forceinline__ bool told() const { return seen[0] > seen[1]; }
+
     __device__ __forceinline__ void ask() const
     {
-        if (threadIdx.x < (budget ? 2 : 1)) copy_async<16>(shared_address(words + threadIdx.x), threadIdx.x ? budget : epoch, true);
+        if (threadIdx.x < 2) copy_async<16>(shared_address(words + threadIdx.x), threadIdx.x ? run : epoch, true);
     }
-    __device__ __forceinline__ bool told() const
+    __device__ __forceinline__ bool arrived() const
     {
         const volatile uint4* w = words;
-        return w[0].x > launched || blockIdx.x >= w[1].x;
+        return w[0].x > w[1].x;
     }
     // Whether step `step` checks: every Period-th does, because a step of a small tile is too short to check each. The first
     // never does: its barrier is what makes start() visible.
     template <int Period>
-    __device__ __forceinline__ bool due(int step) const { return step > 0 && step % Period == 0; }
-    // Stands in for the barrier of a step that checks; true when the block must leave. Threads may have read different words,
+    __device__ __forceinline__ bool due(int step) const { return Inside && step > 0 && step % Period == 0; }
+    // Stands in for the barrier of a step that checks; true, with nothing in flight, when the block must leave. Threads may have read different words,
     // so the verdict is what any of them saw.
     __device__ __forceinline__ bool verdict() const
     {
-        bool leave = __syncthreads_or(told());
-        ask();
-        return __any_sync(~0u, leave); // the same for all; said so that the loop's other values stay uniform for the compiler
+        // The same for all; said so that the loop's other values stay uniform for the compiler.
+        bool leave = __any_sync(~0u, __syncthreads_or(arrived()));
+        if (leave) copy_wait<0>();
+        else ask();
+        return leave;
+    }
+    // Behind the barrier of a cluster: whether any of its blocks leaves.
+    __device__ __forceinline__ bool peer_left() const { return ((const volatile uint4*)words)[2].x != 0; }
+    // Stands in for the barrier before a tile is written, when all copies have arrived.
+    __device__ __forceinline__ bool last() const
+    {
+        copy_wait<0>();
+        return __any_sync(~0u, __syncthreads_or(arrived()));
     }
 };
 

@@ -75,7 +75,7 @@ struct ChainPlace {
     }
 };
 
-// `Function` holds kInputs, kRank, kCount (elements of a vector), and `apply(place)`, which loads, computes and stores.
+// `Function` holds kInputs, kRank, kCount (elements of a vector), and `apply(place, watch)`, which loads, computes and stores.
 template <class Function>
 struct Chain {
     using Args = ChainArgs<Function::kInputs, Function::kRank>;
@@ -88,8 +88,8 @@ struct Chain {
         watch.finishing();
         int item = t * kThreads + threadIdx.x;
         gate.wait();
-        if (item < a.items) Function::apply(Place(a, item));
-        return true;
+        watch.look();
+        return item >= a.items || Function::apply(Place(a, item), watch);
     }
 };
 
@@ -126,6 +126,7 @@ struct Turn {
         const From* from = (const From*)a.input + base[0];
         To* to = (To*)a.output + base[1];
         gate.wait();
+        watch.look();
 #pragma unroll
         for (int i = slow; i < kTurn; i += kThreads / kTurn) {
             C v = C(0);
@@ -134,6 +135,7 @@ struct Turn {
             square[i][fast] = Stored<To>::of(v);
         }
         __syncthreads();
+        if (watch.told()) return false;
 #pragma unroll
         for (int i = slow; i < kTurn; i += kThreads / kTurn)
             if (row + fast < a.padded && column + i < a.columns) to[(column + i) * a.column_stride + row + fast] = square[fast][i];

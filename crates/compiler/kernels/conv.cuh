@@ -137,15 +137,13 @@ __device__ __forceinline__ bool accumulate(const ConvArgs& a, const ConvPlace& p
         if (s < p.steps) input.load(a, ring + s * C::kStageBytes);
         copy_commit();
     }
+    watch.ask(); // behind the first stages: nothing waits for it before the end
     FragmentPlace<C> at;
     int stage = 0;
     for (int step = 0; step < p.steps; ++step) {
         copy_wait<C::kStages - 2>();
         if (watch.template due<C::kWatchPeriod>(step)) {
-            if (watch.verdict()) {
-                copy_wait<0>();
-                return false;
-            }
+            if (watch.verdict()) return false;
         } else {
             __syncthreads();
         }
@@ -160,8 +158,7 @@ __device__ __forceinline__ bool accumulate(const ConvArgs& a, const ConvPlace& p
         stage = stage == C::kStages - 1 ? 0 : stage + 1;
     }
     copy_wait<0>();
-    __syncthreads();
-    return true;
+    return !watch.last();
 }
 
 // Lays the block's sums out in shared memory, row after row; warps that split the depth have a copy each.
@@ -244,10 +241,35 @@ __device__ __forceinline__ void emit(const ConvArgs& a, const ConvPlace& p, cons
 }
 
 // Devices before 9.0 have no clusters; no plan for them asks for one.
-__device__ __forceinline__ void cluster_barrier()
+__device__ __forceinline__ void cluster_arrive()
 {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait()
+{
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_barrier()
+{
+    cluster_arrive();
+    cluster_wait();
+}
+
+// A cluster leaves as a whole: who leaves says so in the shared memory of all its peers before the barrier they meet at. They
+// have all started by then, and cleared the word: that is what the first arrival is waited for.
+template <class Watch>
+__device__ __forceinline__ void tell_cluster(const Watch& watch, int splits)
+{
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    if constexpr (Watch::kLeaves) {
+        if ((int)threadIdx.x >= splits) return;
+        asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nst.shared::cluster.u32 [remote], %2;\n}"
+                     ::"r"(shared_address(watch.words + 2)), "r"(threadIdx.x), "r"(1u) : "memory");
+    }
 #endif
 }
 
@@ -278,16 +300,24 @@ __device__ __forceinline__ bool conv_tile(const ConvArgs& a, int tile, unsigned 
 {
     ConvPlace p = locate<C>(a, tile);
     Accumulators<C> acc = {};
-    if (!accumulate<C>(a, p, shared, watch, gate, acc)) return false;
+    bool cluster = a.reduce == kCluster;
+    if (Watch::kLeaves && cluster) cluster_arrive();
+    bool stay = accumulate<C>(a, p, shared, watch, gate, acc);
+    if (Watch::kLeaves && cluster) {
+        cluster_wait();
+        if (!stay) tell_cluster(watch, a.splits);
+    } else if (!stay) {
+        return false;
+    }
     watch.finishing();
     float* staged = (float*)shared;
     stage_sums<C>(staged, acc);
     Parts parts = {staged, C::kPart, C::WK, 1, false};
     int first = 0, last = C::BM;
-    bool cluster = a.reduce == kCluster && !Watch::kLeaves;
     if (cluster) {
         // Every block of the cluster finishes its share of the rows.
         cluster_barrier();
+        if (watch.peer_left()) return false;
         parts.outer = a.splits, parts.cluster = true;
         int share = (C::BM + a.splits - 1) / a.splits;
         first = p.split * share, last = min(first + share, C::BM);

@@ -50,13 +50,14 @@ struct Depthwise {
         for (int i = 0; i < 8; ++i) acc[i] = fmaf(fx[i], fw[i], acc[i]);
     }
     // The filter's rows one after another: the input columns of a row are loaded together, then used by every output.
-    template <class Gate>
-    static __device__ __forceinline__ void fixed_filter(const Args& a, const Place& p, const Gate& gate, float (&acc)[Wide][8])
+    template <class Watch, class Gate>
+    static __device__ __forceinline__ void fixed_filter(const Args& a, const Place& p, Watch& watch, const Gate& gate, float (&acc)[Wide][8])
     {
         uint4 w[Ker == 0 ? 1 : Ker * Ker];
 #pragma unroll
         for (int k = 0; k < Ker * Ker; ++k) w[k] = load_weights(a.weight + k * (int)a.by_chunks.divisor * 8 + p.channel);
         gate.wait();
+        watch.look();
 #pragma unroll
         for (int ky = 0; ky < Ker; ++ky) {
             int y = p.y * Stride - a.pad_h + ky;
@@ -78,10 +79,11 @@ struct Depthwise {
     {
         return a.input + (size_t)((p.image * a.in_h + y) * a.in_w + x) * a.in_stride + p.channel;
     }
-    template <class Gate>
-    static __device__ __forceinline__ void any_filter(const Args& a, const Place& p, const Gate& gate, float (&acc)[Wide][8])
+    template <class Watch, class Gate>
+    static __device__ __forceinline__ void any_filter(const Args& a, const Place& p, Watch& watch, const Gate& gate, float (&acc)[Wide][8])
     {
         gate.wait();
+        watch.look();
         for (int ky = 0; ky < a.ker_h; ++ky)
             for (int kx = 0; kx < a.ker_w; ++kx) {
                 int y = p.y * a.stride_h - a.pad_h + ky * a.dil_h, x = p.x * a.stride_w - a.pad_w + kx * a.dil_w;
@@ -115,9 +117,10 @@ struct Depthwise {
         Place p = locate(a, item);
         float acc[Wide][8] = {};
         if constexpr (Ker > 0)
-            fixed_filter(a, p, gate, acc);
+            fixed_filter(a, p, watch, gate, acc);
         else
-            any_filter(a, p, gate, acc);
+            any_filter(a, p, watch, gate, acc);
+        if (watch.told()) return false;
 #pragma unroll
         for (int o = 0; o < Wide; ++o)
             if (p.x + o < a.out_w) emit(a, p, p.x + o, acc[o]);

@@ -44,6 +44,7 @@ struct Gather {
         watch.finishing();
         int item = t * kThreads + threadIdx.x, at[3];
         gate.wait();
+        watch.look();
         if (item >= a.items) return true;
         a.walk.offsets(item, at);
         int offset = at[1];
@@ -53,7 +54,9 @@ struct Gather {
             if (!in_range(index, a.size[i], a.fault)) index = index < 0 ? 0 : a.size[i] - 1;
             offset += (int)index * a.stride[i];
         }
-        ((Unit*)a.output)[at[0]] = load_one((const Unit*)a.data + offset);
+        Unit unit = load_one((const Unit*)a.data + offset);
+        if (watch.told()) return false;
+        ((Unit*)a.output)[at[0]] = unit;
         return true;
     }
 };
@@ -85,6 +88,7 @@ struct Scatter {
         watch.finishing();
         int item = t * kThreads + threadIdx.x, at[3];
         gate.wait();
+        watch.look();
         if (item >= a.items) return true;
         a.walk.offsets(item, at);
         int offset = at[2];
@@ -94,7 +98,9 @@ struct Scatter {
             if (!in_range(index, a.size[i], a.fault)) return true;
             offset += (int)index * a.stride[i];
         }
-        ((T*)a.output)[offset] = load_one((const T*)a.updates + at[0]);
+        T update = load_one((const T*)a.updates + at[0]);
+        if (watch.told()) return false;
+        ((T*)a.output)[offset] = update;
         return true;
     }
 };
@@ -146,6 +152,7 @@ struct ScatterFold {
         watch.finishing();
         int item = t * kThreads + threadIdx.x, at[4 + Parts], next[2];
         gate.wait();
+        watch.look();
         if (item >= a.items) return true;
         a.walk.offsets(item, at);
         C v = (C)computed(load_one((const T*)a.data + at[1]));
@@ -153,6 +160,7 @@ struct ScatterFold {
             a.along.offsets(i, next);
             if (meant(a, at, at[3] + next[1])) v = fold(v, (C)computed(load_one((const T*)a.updates + at[2] + next[0])));
         }
+        if (watch.told()) return false;
         ((T*)a.output)[at[0]] = Stored<T>::of(v);
         return true;
     }
@@ -197,6 +205,7 @@ struct Pad {
         watch.finishing();
         int item = t * kThreads + threadIdx.x;
         gate.wait();
+        watch.look();
         if (item >= a.items) return true;
         int to = 0, from = 0;
         bool inside = true;
@@ -209,8 +218,9 @@ struct Pad {
             to += at * a.out_stride[d];
             from += place * a.in_stride[d];
         }
-        if (inside) ((T*)a.output)[to] = load_one((const T*)a.input + from);
-        else ((T*)a.output)[to] = Stored<T>::of(Convert<C>::of(__hiloint2double(a.value_high, a.value_low)));
+        T y = inside ? load_one((const T*)a.input + from) : Stored<T>::of(Convert<C>::of(__hiloint2double(a.value_high, a.value_low)));
+        if (watch.told()) return false;
+        ((T*)a.output)[to] = y;
         return true;
     }
 };
@@ -238,12 +248,15 @@ struct Reverse {
         watch.finishing();
         int item = t * kThreads + threadIdx.x, at[4];
         gate.wait();
+        watch.look();
         if (item >= a.items) return true;
         a.walk.offsets(item, at);
         long long told = (long long)load_one((const I*)a.lengths + at[2]);
         int length = (int)(told < 0 ? 0 : told > a.size ? a.size : told);
         int time = at[3] < length ? length - 1 - at[3] : at[3];
-        ((T*)a.output)[at[0]] = load_one((const T*)a.input + at[1] + time * a.stride);
+        T y = load_one((const T*)a.input + at[1] + time * a.stride);
+        if (watch.told()) return false;
+        ((T*)a.output)[at[0]] = y;
         return true;
     }
 };

@@ -24,7 +24,8 @@ struct WarpRow {
     float v[Chunks][8];
 
     static __device__ __forceinline__ int column(int i) { return (i * kWarp + (int)threadIdx.x % kWarp) * 8; }
-    __device__ __forceinline__ void normalize(int width, float epsilon, const float* gamma, const float* beta, half* to)
+    template <class Watch>
+    __device__ __forceinline__ bool normalize(int width, float epsilon, const float* gamma, const float* beta, half* to, const Watch& watch)
     {
         float sum = 0.f, square = 0.f;
 #pragma unroll
@@ -41,6 +42,7 @@ struct WarpRow {
                 square += d * d;
             }
         float scale = rsqrtf(warp_sum(square) / (float)width + epsilon);
+        if (watch.told()) return false;
 #pragma unroll
         for (int i = 0; i < Chunks; ++i) {
             int c = column(i);
@@ -52,6 +54,7 @@ struct WarpRow {
             add_floats(out, beta + c);
             *(uint4*)(to + c) = pack(out);
         }
+        return true;
     }
     __device__ __forceinline__ void load(const half* from, int width)
     {
@@ -102,6 +105,7 @@ struct LayerNorm {
         int row = t * kRows + threadIdx.x / kWarp;
         WarpRow<Chunks> r;
         gate.wait();
+        watch.look();
         if (row >= a.rows) return true;
         if constexpr (Embed) {
             int position;
@@ -111,8 +115,7 @@ struct LayerNorm {
         } else {
             r.load(a.input + (size_t)row * a.width, a.width);
         }
-        r.normalize(a.width, a.epsilon, a.gamma, a.beta, a.output + (size_t)row * a.width);
-        return true;
+        return r.normalize(a.width, a.epsilon, a.gamma, a.beta, a.output + (size_t)row * a.width, watch);
     }
 };
 
@@ -134,6 +137,7 @@ struct Softmax {
         watch.finishing();
         int row = t * kRows + threadIdx.x / kWarp;
         gate.wait();
+        watch.look();
         if (row >= a.rows) return true;
         WarpRow<Chunks> r;
         r.load(a.input + (size_t)row * a.width, a.width);
@@ -151,6 +155,7 @@ struct Softmax {
                 sum += r.v[i][j];
             }
         float scale = 1.f / warp_sum(sum);
+        if (watch.told()) return false;
 #pragma unroll
         for (int i = 0; i < Chunks; ++i) {
             if (r.column(i) >= a.width) continue;

@@ -36,6 +36,7 @@ struct Pool {
         int pixel = a.by_chunks.split(item, channel);
         int image = a.by_out_h.split(a.by_out_w.split(pixel, x), y);
         gate.wait();
+        watch.look();
         if (item >= a.items) return true;
         float acc[8];
 #pragma unroll
@@ -53,6 +54,7 @@ struct Pool {
 #pragma unroll
             for (int i = 0; i < 8; ++i) acc[i] *= scale;
         }
+        if (watch.told()) return false;
         *(uint4*)(a.output + (size_t)pixel * a.out_stride + channel * 8) = pack(acc);
         return true;
     }
@@ -94,6 +96,7 @@ struct GlobalPool {
         int channel = group * 64 + threadIdx.x % 8 * 8;
         float sum[8] = {};
         gate.wait();
+        watch.look();
         if (channel < a.channels) sum_pixels(a, image, channel, sum);
         // Lanes eight apart hold the same channels.
 #pragma unroll
@@ -105,6 +108,7 @@ struct GlobalPool {
 #pragma unroll
             for (int i = 0; i < 8; ++i) part[threadIdx.x / kWarp][threadIdx.x % 8 * 8 + i] = sum[i];
         __syncthreads();
+        if (watch.told()) return false;
         int c = threadIdx.x;
         if (c < 64 && group * 64 + c < a.channels) {
             float total = 0.f;

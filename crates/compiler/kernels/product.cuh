@@ -203,11 +203,7 @@ struct Product {
     static __device__ __forceinline__ bool leave(int step, Watch& watch)
     {
         if constexpr (Watch::kLeaves) {
-            if (watch.template due<8>(step)) {
-                if (!watch.verdict()) return false;
-                copy_wait<0>();
-                return true;
-            }
+            if (watch.template due<8>(step)) return watch.verdict();
         }
         __syncthreads();
         return false;
@@ -220,6 +216,7 @@ struct Product {
         Loader loader(a, place);
         float ra[kALoads], rb[kBLoads], sum[TM][TN] = {};
         gate.wait();
+        watch.ask();
         loader.load(0, ra, rb);
         int steps = (a.depth + BK - 1) / BK;
         for (int step = 0; step < steps; ++step) {
@@ -227,6 +224,10 @@ struct Product {
             if (leave(step, watch)) return false;
             if (step + 1 < steps) loader.load((step + 1) * BK, ra, rb);
             multiply(sa[step % 2], sb[step % 2], sum);
+        }
+        if constexpr (Watch::kLeaves) {
+            if (steps == 0) __syncthreads(); // what start() wrote
+            if (watch.last()) return false;
         }
         watch.finishing();
         finish(a, place, sum);
@@ -268,8 +269,10 @@ struct Dots {
         bool live = column < a.columns;
         typename Tile::Row r = Tile::row_at(a, row);
         gate.wait();
+        watch.look();
         typename Fold<float, kSum>::State state = {live ? sum(a, group, r, column) : 0.f, 1};
         state = Threads::template join<Fold<float, kSum>>(state);
+        if (watch.told()) return false;
         if (live && Threads::along() == 0) Tile::store(a, group, r, column, state.v);
         return true;
     }
@@ -322,11 +325,13 @@ struct Direct {
         watch.finishing();
         int item = t * kThreads + threadIdx.x, at[8];
         gate.wait();
+        watch.look();
         if (item >= a.items) return true;
         a.walk.offsets(item, at);
         float v = sum(a, at);
         if (a.bias) v += computed(load_one((const Bias*)a.bias + at[2]));
         if (a.residual) v += computed(load_one((const Out*)a.residual + at[4]));
+        if (watch.told()) return false;
         ((Out*)a.output)[at[3]] = Stored<Out>::of(a.act.of(v));
         return true;
     }

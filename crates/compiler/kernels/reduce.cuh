@@ -152,10 +152,12 @@ struct Reduce {
         a.outer.offsets(live ? result : 0, at);
         typename F::State state = F::start();
         gate.wait();
+        watch.look();
         if (live)
             for (int i = Threads::along(); i < a.length; i += Threads::kAlong)
                 F::add(state, (C)computed(load_one((const T*)a.input + at[0] + a.inner.offset(i))), i);
         state = Threads::template join<F>(state);
+        if (watch.told()) return false;
         if (live && Threads::along() == 0)
             ((Out*)a.output)[at[1]] = Stored<Out>::of(Convert<typename Computed<Out>::Type>::of(F::finish(state)));
         return true;
@@ -252,7 +254,9 @@ struct Normalize {
         bool live = result < a.results;
         a.outer.offsets(live ? result : 0, base);
         gate.wait();
+        watch.look();
         RowMap map = measure(a, (const T*)a.input + base[0], live);
+        if (watch.told()) return false;
         if (live) write(a, map, base);
         return true;
     }
@@ -282,8 +286,10 @@ struct RunningSum {
         watch.finishing();
         int line = t * (kThreads / kWarp) + threadIdx.x / kWarp, lane = threadIdx.x % kWarp, base[2];
         gate.wait();
+        watch.look();
         if (line >= a.lines) return true;
         a.outer.offsets(line, base);
+        if (__any_sync(~0u, watch.told())) return false;
         C carry = C(0);
         for (int first = 0; first < a.length; first += kWarp) {
             int place = first + lane, at = a.reverse ? a.length - 1 - place : place;
@@ -330,6 +336,8 @@ struct Top {
         a.outer.offsets(t, base);
         const T* row = (const T*)a.input + base[0];
         gate.wait();
+        watch.look();
+        if (__syncthreads_or(watch.told())) return false;
         typename F::State last = F::start();
         for (int k = 0; k < a.count; ++k) {
             typename F::State best = F::start();

@@ -81,6 +81,7 @@ struct PoolWindow {
         watch.finishing();
         int item = t * kThreads + threadIdx.x, at[7];
         gate.wait();
+        watch.look();
         if (item >= a.items) return true;
         a.walk.offsets(item, at);
         Result r = visit(a, at);
@@ -89,6 +90,7 @@ struct PoolWindow {
             r.v = count ? (C)(r.v / (C)count) : C(0);
         }
         if (Kind == kPoolNorm) r.v = (C)number::power((float)r.v, 1.f / a.order);
+        if (watch.told()) return false;
         ((T*)a.output)[at[0]] = Stored<T>::of(r.v);
         if (Kind == kPoolPlace) a.places[at[1]] = (long long)at[3] + r.place;
         return true;
@@ -226,6 +228,7 @@ struct Resize {
         watch.finishing();
         int item = t * kThreads + threadIdx.x, at[2 + Axes], stride[Axes];
         gate.wait();
+        watch.look();
         if (item >= a.items) return true;
         a.walk.offsets(item, at);
         Taps<Mode> all[Axes];
@@ -238,6 +241,7 @@ struct Resize {
             stride[i] = a.axis[i].stride;
         }
         C y = outside ? (C)a.extrapolation : blend<Mode, Axes, T, C>((const T*)a.input + at[1], all, stride);
+        if (watch.told()) return false;
         ((T*)a.output)[at[0]] = Stored<T>::of(y);
         return true;
     }
@@ -302,6 +306,7 @@ struct GridSample {
         watch.finishing();
         int item = t * kThreads + threadIdx.x, at[3];
         gate.wait();
+        watch.look();
         if (item >= a.items) return true;
         a.walk.offsets(item, at);
         Taps<Mode> all[Axes];
@@ -309,6 +314,7 @@ struct GridSample {
         for (int i = 0; i < Axes; ++i)
             all[i] = taps(a, computed(load_one((const G*)a.grid + at[2] + (Axes - 1 - i) * a.component)), a.size[i]);
         float y = blend<Mode, Axes, T, float>((const T*)a.input + at[1], all, a.stride);
+        if (watch.told()) return false;
         ((T*)a.output)[at[0]] = Stored<T>::of(y);
         return true;
     }
@@ -336,6 +342,7 @@ struct Response {
         watch.finishing();
         int item = t * kThreads + threadIdx.x, at[3];
         gate.wait();
+        watch.look();
         if (item >= a.items) return true;
         a.walk.offsets(item, at);
         const T* input = (const T*)a.input + at[1];
@@ -345,6 +352,7 @@ struct Response {
             sum = fmaf(x, x, sum);
         }
         float x = computed(load_one(input + at[2] * a.channel_stride));
+        if (watch.told()) return false;
         ((T*)a.output)[at[0]] = Stored<T>::of(x / number::power(a.bias + a.alpha * sum, a.beta));
         return true;
     }

@@ -4,9 +4,9 @@
 // shall hold: the best-effort loop must not cost a block by using a few registers more) and
 //   template <class Watch, class Gate>
 //   static __device__ bool tile(const Args&, int tile, unsigned char* shared, Watch&, const Gate&);
-// which writes one tile of the output, calls watch.finishing() on the way and returns true, or returns false, uniformly over the block and with nothing in
-// flight, when the watch told it to leave. A tile writes only its own part of the output and never reads it, so redoing it is
-// harmless.
+// which writes one tile of the output, calls watch.finishing() on the way and returns true, or writes nothing and returns false, with
+// nothing in flight, when the watch told it to leave. A tile writes only its own part of the output and never reads it, so
+// redoing it is harmless. Threads of a block may differ in what they return only where no barrier follows.
 #pragma once
 #include "base.cuh"
 
@@ -23,17 +23,17 @@ __device__ __forceinline__ void run_real_time(const typename Op::Args& args)
     Op::tile(args, (int)blockIdx.x, shared, watch, LaunchGate());
 }
 
-// What a best-effort launch shares with its scheduler. All of it is device memory. `next`, `done` and, for a product that is
-// split through the workspace, its `arrivals` belong to this launch alone: left from another launch they would announce parts
-// that this one has not computed. Side by side they are one memset.
+// What a best-effort launch shares with its scheduler. All of it is device memory. `left`, `next`, `done` and, for a product that is
+// split through the workspace, its `arrivals` belong to this launch alone and are zero before a fresh one: arrivals of another launch would announce
+// parts that this one has not computed.
 struct BeControl {
-    const u32* epoch;   // grows with every real-time arrival; one word for the whole device (see EpochWatch for alignment)
-    const u32* budget;  // how many blocks of this launch may stay; aligned alike
-    u32* next;          // tiles handed out beyond the first one of each block; zeroed before every launch
-    u32* done;          // a bit a tile; like `arrivals` zeroed before a fresh launch and kept for a restore
-    u32 launched;       // the epoch at launch
+    const u32* epoch; // grows with every real-time arrival; one word for the whole device (see EpochWatch for alignment)
+    const u32* run;   // the epoch this run was launched in; aligned alike. In memory, so that recorded launches serve every epoch
+    u32* left;        // not zero once a block has left: until then silence means that the launch is complete when it has ended
+    u32* next;        // tiles handed out beyond the first one of each block
+    u32* done;        // a bit a tile, kept like arrivals for a restore; loops only
     int tiles;
-    int restored;       // nonzero when some done bits may be set
+    int restored;     // nonzero when some done bits may be set
 };
 
 // Hands tiles to a block; thread 0 does the asking. A number lost by leaving early does no harm: a restore starts the count
@@ -46,68 +46,67 @@ struct TileSource {
     {
         return c.restored && (__ldcg(c.done + tile / 32) >> (tile % 32) & 1);
     }
-    // Skips finished tiles; -1 when the block should leave. Called by thread 0.
-    __device__ __forceinline__ int settle(u32 tile, bool leave)
+    // Skips finished tiles; -1 when none is left. Called by thread 0.
+    __device__ __forceinline__ int settle(u32 tile)
     {
         while (tile < (u32)c.tiles && is_done(tile)) tile = gridDim.x + atomicAdd(c.next, 1);
-        return leave || tile >= (u32)c.tiles ? -1 : (int)tile;
+        return tile >= (u32)c.tiles ? -1 : (int)tile;
     }
-    // The first tile is the block's own number. A fresh launch starts on it at once: the tile's own watch is soon enough.
+    // The first tile is the block's own number. A fresh launch starts on it at once.
     __device__ __forceinline__ int first()
     {
-        if (threadIdx.x == 0) *slot = c.restored ? settle(blockIdx.x, false) : (int)blockIdx.x;
+        if (threadIdx.x == 0) *slot = c.restored ? settle(blockIdx.x) : (int)blockIdx.x;
         if (!c.restored) return (int)blockIdx.x;
         __syncthreads();
         return *slot;
     }
     // Marks the tile at hand as done and returns the next. Its stores need no fence: what a restore finds is ordered by the
     // end of this kernel.
-    __device__ __forceinline__ int next(const EpochWatch& watch)
+    __device__ __forceinline__ int next(const EpochWatch<true>& watch)
     {
-        copy_wait<0>();
-        __syncthreads();
         if (threadIdx.x == 0) atomicOr(c.done + *slot / 32, 1u << (*slot % 32));
         if (!watch.next) return -1;
-        if (threadIdx.x == 0) *slot = settle(gridDim.x + watch.number, watch.told());
+        if (threadIdx.x == 0) *slot = settle(gridDim.x + watch.number);
         __syncthreads();
         return *slot;
     }
 };
 
-// Best effort: blocks take tiles until none is left, the epoch moves on or the budget shrinks below the block's index.
-// A block is on one SM, so a budget of k blocks holds at most k SMs.
+// Best effort: blocks take tiles until none is left or the epoch moves on; a restore computes the tiles that are not done. As many
+// blocks as were launched hold as many SMs at most, so a small grid leaves the rest of the device alone.
 template <class Op>
 __device__ __forceinline__ void run_best_effort(const typename Op::Args& args, const BeControl& control)
 {
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ uint4 words[2];
+    __shared__ uint4 words[3];
     __shared__ int slot;
-    EpochWatch watch = {control.epoch, control.budget, control.launched, words,
-                        (int)gridDim.x < control.tiles ? control.next : nullptr, 0};
+    LaunchGate::release_next();
+    EpochWatch<true> watch = {control.epoch, control.run, words, (int)gridDim.x < control.tiles ? control.next : nullptr};
     TileSource source = {control, &slot};
     watch.start();
+    // What is done, and how many tiles were handed out, the previous step's end makes known.
+    if (control.restored) LaunchGate().wait();
     for (int tile = source.first(); tile >= 0; tile = source.next(watch)) {
-        watch.ask();
-        if (!Op::tile(args, uniform(tile), shared, watch, NoGate())) return;
+        bool finished = Op::tile(args, uniform(tile), shared, watch, LaunchGate());
+        copy_wait<0>();
+        if (__syncthreads_or(!finished)) {
+            if (threadIdx.x == 0) *control.left = 1;
+            return;
+        }
     }
 }
 
-// Best effort without the loop, for launches of many short tiles, whose fetch would cost more than a block's start. The
-// hardware hands out the tiles, so there is no budget: a scheduler that pads launches `be`. A short tile that started is
-// finished; the queue behind it drains at the pace of block starts unless its tiles look at the epoch.
+// Best effort without the loop, for short launches: a block a tile, and a restore computes all of them again. Nothing is counted or
+// marked, so with nothing to preempt the only cost is the look before a tile is written.
 template <class Op>
 __device__ __forceinline__ void run_best_effort_grid(const typename Op::Args& args, const BeControl& control)
 {
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ uint4 words[2];
-    int tile = (int)blockIdx.x;
-    if (control.restored && (__ldcg(control.done + tile / 32) >> (tile % 32) & 1)) return;
-    EpochWatch watch = {control.epoch, nullptr, control.launched, words, nullptr, 0};
+    __shared__ uint4 words[3];
+    LaunchGate::release_next();
+    EpochWatch<false> watch = {control.epoch, control.run, words, nullptr};
     watch.start();
-    watch.ask();
-    if (!Op::tile(args, tile, shared, watch, NoGate())) return;
-    __syncthreads();
-    if (threadIdx.x == 0) atomicOr(control.done + tile / 32, 1u << (tile % 32));
+    if (!Op::tile(args, (int)blockIdx.x, shared, watch, LaunchGate())) *control.left = 1;
 }
 
 // The same as kernels, for hosts that instantiate templates.

@@ -11,7 +11,10 @@ use crate::driver::{DeviceBuffer, Stream};
 use crate::error::CudaError;
 
 /// An epoch that no order passes: a launch with it runs to its end.
-pub(crate) const NEVER: u32 = u32::MAX;
+const NEVER: u32 = u32::MAX;
+
+/// Where a word with [`NEVER`] lies behind the epoch. Watches copy the sixteen bytes a word begins.
+const NEVER_AT: u64 = 16;
 
 /// The device's epoch.
 pub(crate) struct Epoch {
@@ -35,14 +38,21 @@ pub(crate) struct Orders {
 impl Epoch {
     /// An epoch word, raised through `stream`, which nothing else uses.
     pub(crate) fn new(stream: Arc<Stream>) -> Result<Epoch, CudaError> {
-        // Watches copy the sixteen bytes the word begins.
         let word = DeviceBuffer::fixed(&stream, 64)?;
+        // SAFETY: both words are in the buffer, which is dropped after the stream's work.
+        unsafe { stream.write_word(word.address() + NEVER_AT, NEVER) }?;
+        stream.synchronize()?;
         Ok(Epoch { word, stream, value: AtomicU32::new(0), raising: Mutex::new(()) })
     }
 
     /// Where the word is.
     pub(crate) fn address(&self) -> u64 {
         self.word.address()
+    }
+
+    /// Where the launch epoch of work lies that is never told to leave.
+    pub(crate) fn never_address(&self) -> u64 {
+        self.word.address() + NEVER_AT
     }
 
     pub(crate) fn now(&self) -> u32 {

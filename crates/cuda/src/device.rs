@@ -38,9 +38,10 @@ pub struct CudaOptions {
     pub toolkit: Option<PathBuf>,
     /// Queues the device says it runs side by side with profit.
     pub queues: usize,
-    /// Best-effort steps in flight on a queue, half of them as one launch. Each one more adds the time of a kernel that
-    /// leaves at once to how long leaving takes.
-    pub in_flight: usize,
+    /// Best-effort steps that are launched as one; two such launches are in flight on a queue, so that the device has one to
+    /// go on with while we hear of the other. Each step more adds the time of a kernel that leaves at once to how long
+    /// leaving takes.
+    pub chain_length: usize,
     /// Plans a program keeps, one for each set of sizes; the one used least recently goes.
     pub plans_most: usize,
     /// Sizes to prepare for when a model is loaded, by symbol; others are guessed.
@@ -58,20 +59,12 @@ impl Default for CudaOptions {
             cache_dir: None,
             toolkit: None,
             queues: 4,
-            in_flight: 8,
+            chain_length: 16,
             plans_most: 32,
             sizes: Vec::new(),
             spare_bytes: 1 << 30,
             polling: Polling::default(),
         }
-    }
-}
-
-impl CudaOptions {
-    /// Best-effort steps that are launched as one. Two such launches are in flight, so that the device has one to go on
-    /// with while we hear of the other.
-    pub(crate) fn chain_length(&self) -> usize {
-        self.in_flight.div_ceil(2).max(1)
     }
 }
 
@@ -121,7 +114,7 @@ impl CudaDevice {
             kernels: Kernels::new(context.clone(), nvrtc, cache),
             epoch: Epoch::new(Arc::new(high()?))?,
             memory_stream: Arc::new(Stream::new(&context, Priority::Low)?),
-            capture_stream: Mutex::new(high()?),
+            capture_streams: Mutex::new([high()?, Stream::new(&context, Priority::Low)?]),
             tuning: RwLock::default(),
             spares: Mutex::default(),
             context,

@@ -9,7 +9,7 @@ mod stream;
 
 pub(crate) use context::{Context, DriverFacts};
 pub(crate) use event::Event;
-pub(crate) use graph::{Chain, ChainLink, Graph};
+pub(crate) use graph::Graph;
 pub(crate) use memory::{DeviceBuffer, PinnedBuffer, PinnedWord};
 pub(crate) use module::{Function, Module};
 pub(crate) use stream::{LaunchShape, Priority, Stream};

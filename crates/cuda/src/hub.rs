@@ -8,7 +8,7 @@ use model::gpu::GpuTarget;
 
 use crate::control::Epoch;
 use crate::device::CudaOptions;
-use crate::driver::{Context, Graph, Stream};
+use crate::driver::{Context, Graph, Priority, Stream};
 use crate::error::CudaError;
 use crate::kernels::Kernels;
 use crate::lowered::Lowered;
@@ -25,8 +25,8 @@ pub(crate) struct Hub {
     pub(crate) epoch: Epoch,
     /// Orders allocations, frees and uploads.
     pub(crate) memory_stream: Arc<Stream>,
-    /// Where graphs are recorded, one at a time; of high priority, which its kernels take over.
-    pub(crate) capture_stream: Mutex<Stream>,
+    /// Where graphs are recorded, one at a time: of high and of low priority, which their kernels take over.
+    pub(crate) capture_streams: Mutex<[Stream; 2]>,
     pub(crate) tuning: RwLock<Tuning>,
     /// Plans that may keep memory for their next run.
     pub(crate) spares: Mutex<Vec<Weak<Lowered>>>,
@@ -114,11 +114,13 @@ impl Hub {
         }
     }
 
-    /// What `record` queues, as a graph.
+    /// What `record` queues, as a graph of that priority.
     pub(crate) fn capture(
         &self,
+        priority: Priority,
         record: impl FnOnce(&Stream) -> Result<(), CudaError>,
     ) -> Result<Graph, CudaError> {
-        self.capture_stream.lock().unwrap_or_else(PoisonError::into_inner).capture(record)
+        let streams = self.capture_streams.lock().unwrap_or_else(PoisonError::into_inner);
+        streams[priority as usize].capture(record)
     }
 }

@@ -2,23 +2,22 @@
 
 use device::DeviceError;
 
-use crate::control::NEVER;
-use crate::driver::{Chain, ChainLink, DeviceBuffer, Graph, PinnedBuffer, Stream};
+use crate::driver::{DeviceBuffer, Graph, PinnedBuffer, Priority, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
 use crate::layout::Addresses;
-use crate::lowered::Lowered;
+use crate::lowered::{Lowered, best_effort_choice};
 
 /// Bytes of `BeControl` in `wrap.cuh`.
 const CONTROL_BYTES: usize = 48;
 
 /// One run's memory.
 pub(crate) struct Instance {
-    /// Before the memory it points to, so that it is dropped first.
-    graph: Option<Graph>,
-    /// Best-effort steps in sets that are launched as one, as far as they have been asked for, with the epoch they
-    /// were made for last.
-    chains: Vec<Option<(Chain, u32)>>,
+    /// The whole plan as real time, of high and of low priority; before the memory they point to, so that they are dropped
+    /// first.
+    graphs: [Option<Graph>; 2],
+    /// Best-effort steps that are launched as one, as far as they have been asked for.
+    chains: Vec<Option<Graph>>,
     memory: DeviceBuffer,
     real_time: Vec<Vec<u8>>,
     best_effort: Vec<Vec<u8>>,
@@ -28,23 +27,34 @@ pub(crate) struct Instance {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ControlBlock {
     pub(crate) epoch: u64,
+    pub(crate) run: u64,
+    pub(crate) left: u64,
     pub(crate) next: u64,
     pub(crate) done: u64,
-    pub(crate) launched: u32,
     pub(crate) tiles: u32,
     pub(crate) restored: bool,
 }
 
+/// How one best-effort step is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BestEffortLaunch {
+    /// Some of its tiles are done.
+    pub(crate) restored: bool,
+    /// It comes right behind another kernel, whose end it waits for itself.
+    pub(crate) dependent: bool,
+}
+
 impl ControlBlock {
-    /// As the kernel reads it: four addresses, of which the budget's is absent, and three words.
+    /// As the kernel reads it: five addresses and two words.
     pub(crate) fn to_bytes(self) -> [u8; CONTROL_BYTES] {
         let mut bytes = [0; CONTROL_BYTES];
         bytes[0..8].copy_from_slice(&self.epoch.to_le_bytes());
-        bytes[16..24].copy_from_slice(&self.next.to_le_bytes());
-        bytes[24..32].copy_from_slice(&self.done.to_le_bytes());
-        bytes[32..36].copy_from_slice(&self.launched.to_le_bytes());
-        bytes[36..40].copy_from_slice(&self.tiles.to_le_bytes());
-        bytes[40..44].copy_from_slice(&u32::from(self.restored).to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.run.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.left.to_le_bytes());
+        bytes[24..32].copy_from_slice(&self.next.to_le_bytes());
+        bytes[32..40].copy_from_slice(&self.done.to_le_bytes());
+        bytes[40..44].copy_from_slice(&self.tiles.to_le_bytes());
+        bytes[44..48].copy_from_slice(&u32::from(self.restored).to_le_bytes());
         bytes
     }
 }
@@ -62,19 +72,19 @@ impl Instance {
         for (index, step) in lowered.gpu.steps.iter().enumerate() {
             let layout = &lowered.layout;
             let bad = |why| DeviceError::BadPlan(format!("step '{}': {why}", step.name));
-            let (rt, be) = (&step.choices[step.rt], &step.choices[step.be]);
+            let (rt, be) = (&step.choices[step.rt], &step.choices[best_effort_choice(step)]);
             real_time.push(addresses.patch(rt, layout.real_time_own(index)).map_err(bad)?);
             best_effort.push(addresses.patch(be, layout.best_effort_own(index)).map_err(bad)?);
         }
         let chains = lowered.chains.iter().map(|_| None).collect();
-        Ok(Instance { graph: None, chains, memory, real_time, best_effort })
+        Ok(Instance { graphs: [None, None], chains, memory, real_time, best_effort })
     }
 
     pub(crate) fn address(&self) -> u64 {
         self.memory.address()
     }
 
-    /// Queues the copy of all inputs, and of zeros to the fault words.
+    /// Queues the copy of all inputs, and of zeros to the fault words and, for best effort, to those of its launches.
     ///
     /// # Safety
     /// `staging` and this instance live until it is done, and `staging` is not written.
@@ -82,11 +92,12 @@ impl Instance {
         &self,
         lowered: &Lowered,
         staging: &PinnedBuffer,
+        best_effort: bool,
         stream: &Stream,
     ) -> Result<(), CudaError> {
-        let bytes = lowered.layout.outputs_at as usize;
+        let bytes = lowered.layout.copied_in(best_effort);
         debug_assert!(bytes <= staging.len(), "staging holds inputs and outputs");
-        // SAFETY: inputs and fault words lie first on both sides, each at least this long; the caller answers for the time.
+        // SAFETY: they lie first on both sides, each at least this long; the caller answers for the time.
         unsafe { stream.copy_in(self.memory.address(), staging.as_ptr(), bytes) }
     }
 
@@ -147,7 +158,7 @@ impl Instance {
         }
     }
 
-    /// Queues step `index` as best effort, for work of epoch `launched`.
+    /// Queues step `index` as best effort, for the epoch in the run's word.
     ///
     /// # Safety
     /// As for real time; and the step's control words are zero, or those of this run's last try when `restored`.
@@ -156,37 +167,50 @@ impl Instance {
         hub: &Hub,
         lowered: &Lowered,
         index: usize,
-        launched: u32,
-        restored: bool,
+        how: BestEffortLaunch,
         stream: &Stream,
     ) -> Result<(), CudaError> {
-        let block = self.control(hub, lowered, index, launched, restored).to_bytes();
+        let block = self.control(hub, lowered, index, how.restored).to_bytes();
         let bound = &lowered.kernels[index].best_effort;
         let function = bound.kernel.function(bound.entry);
+        let mut shape = bound.shape;
+        shape.dependent = how.dependent && hub.has_dependent_launches();
         // SAFETY: as for real time; the block has the layout of the kernel's second parameter.
-        unsafe { stream.launch(function, bound.shape, &[&self.best_effort[index], &block]) }
+        unsafe { stream.launch(function, shape, &[&self.best_effort[index], &block]) }
     }
 
-    fn control(
-        &self,
-        hub: &Hub,
-        lowered: &Lowered,
-        index: usize,
-        launched: u32,
-        restored: bool,
-    ) -> ControlBlock {
+    fn control(&self, hub: &Hub, lowered: &Lowered, index: usize, restored: bool) -> ControlBlock {
         let control = &lowered.layout.controls[index];
+        let run = match lowered.kernels[index].finishes {
+            true => hub.epoch().never_address(),
+            false => self.address() + lowered.layout.run,
+        };
         ControlBlock {
             epoch: hub.epoch().address(),
+            run,
+            left: self.address() + control.left,
             next: self.address() + control.next,
             done: self.address() + control.done,
-            launched: if lowered.kernels[index].finishes { NEVER } else { launched },
             tiles: control.tiles,
             restored,
         }
     }
 
-    /// Queues the steps of chain `number` as best effort, none of them begun before, for work of epoch `launched`.
+    /// Queues the epoch that best-effort launches behind it belong to.
+    ///
+    /// # Safety
+    /// This instance lives until it is done.
+    pub(crate) unsafe fn set_epoch(
+        &self,
+        lowered: &Lowered,
+        epoch: u32,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        // SAFETY: a word of this instance; the caller answers for the time.
+        unsafe { stream.fill(self.address() + lowered.layout.run, epoch, 1) }
+    }
+
+    /// Queues the steps of chain `number` as best effort, none of them begun before.
     ///
     /// # Safety
     /// As for one step.
@@ -195,64 +219,46 @@ impl Instance {
         hub: &Hub,
         lowered: &Lowered,
         number: usize,
-        launched: u32,
         stream: &Stream,
     ) -> Result<(), CudaError> {
-        let known = self.chains[number].take();
-        let chain = match known {
-            Some((chain, epoch)) if epoch == launched => chain,
-            other => self.make_chain(hub, lowered, number, launched, other.map(|known| known.0))?,
-        };
-        // SAFETY: every address in the arguments is of this instance or of weights that `lowered` holds.
-        let queued = unsafe { chain.launch(stream) };
-        self.chains[number] = Some((chain, launched));
-        queued
-    }
-
-    /// Chain `number` for work of epoch `launched`; of `known` where it was made before.
-    fn make_chain(
-        &self,
-        hub: &Hub,
-        lowered: &Lowered,
-        number: usize,
-        launched: u32,
-        known: Option<Chain>,
-    ) -> Result<Chain, CudaError> {
-        let steps = lowered.chains[number].clone();
-        let blocks: Vec<_> = steps
-            .clone()
-            .map(|index| self.control(hub, lowered, index, launched, false).to_bytes())
-            .collect();
-        let links: Vec<ChainLink<'_>> = steps
-            .zip(&blocks)
-            .map(|(index, block)| {
-                let bound = &lowered.kernels[index].best_effort;
-                ChainLink {
-                    function: bound.kernel.function(bound.entry),
-                    shape: bound.shape,
-                    params: [&self.best_effort[index], block],
+        if self.chains[number].is_none() {
+            let steps = lowered.chains[number].clone();
+            let graph = hub.capture(Priority::Low, |stream| {
+                for index in steps.clone() {
+                    let how = BestEffortLaunch { restored: false, dependent: index > steps.start };
+                    // SAFETY: only recorded here; the launch below answers for the time.
+                    unsafe { self.launch_best_effort(hub, lowered, index, how, stream) }?;
                 }
-            })
-            .collect();
-        match known {
-            None => Chain::new(hub.context(), &links),
-            Some(mut chain) => chain.update(&links).map(|()| chain),
+                Ok(())
+            })?;
+            self.chains[number] = Some(graph);
+        }
+        match &self.chains[number] {
+            // SAFETY: every address in the arguments is of this instance or of weights that `lowered` holds.
+            Some(graph) => unsafe { graph.launch(stream) },
+            None => Err(CudaError::Misuse("a chain was not made")),
         }
     }
 
-    /// The whole plan as real time in one launch; made when it is first asked for.
-    pub(crate) fn graph(&mut self, hub: &Hub, lowered: &Lowered) -> Result<&Graph, CudaError> {
-        if self.graph.is_none() {
-            let graph = hub.capture(|stream| {
+    /// The whole plan as real time in one launch of that priority; made when it is first asked for.
+    pub(crate) fn graph(
+        &mut self,
+        hub: &Hub,
+        lowered: &Lowered,
+        priority: Priority,
+    ) -> Result<&Graph, CudaError> {
+        let place = priority as usize;
+        if self.graphs[place].is_none() {
+            let graph = hub.capture(priority, |stream| {
                 for index in 0..lowered.kernels.len() {
                     // SAFETY: only recorded here; whoever launches the graph answers for the time.
                     unsafe { self.launch_real_time(hub, lowered, index, index > 0, stream) }?;
                 }
                 Ok(())
             })?;
-            self.graph = Some(graph);
+            self.graphs[place] = Some(graph);
         }
-        Ok(self.graph.as_ref().expect("it was made above"))
+        self.graphs[place].as_ref().ok_or(CudaError::Misuse("a graph was not made"))
     }
 }
 
@@ -264,9 +270,10 @@ mod tests {
     fn the_control_block_is_laid_out_as_the_kernel_reads_it() {
         let block = ControlBlock {
             epoch: 0x1111,
+            run: 0x4444,
+            left: 0x5555,
             next: 0x2222,
             done: 0x3333,
-            launched: 4,
             tiles: 5,
             restored: true,
         };
@@ -274,7 +281,8 @@ mod tests {
         let address =
             |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
         let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
-        assert_eq!([address(0), address(8), address(16), address(24)], [0x1111, 0, 0x2222, 0x3333]);
-        assert_eq!([word(32), word(36), word(40), word(44)], [4, 5, 1, 0]);
+        let addresses = [0, 8, 16, 24, 32].map(address);
+        assert_eq!(addresses, [0x1111, 0x4444, 0x5555, 0x2222, 0x3333]);
+        assert_eq!([word(40), word(44)], [5, 1]);
     }
 }

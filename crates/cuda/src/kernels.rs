@@ -9,6 +9,7 @@ use model::gpu::Kernel;
 
 use crate::cubin_cache::{CacheKey, CubinCache};
 use crate::driver::{Context, Function, Module};
+use crate::error::CudaError;
 use crate::kernel_text::{Flavour, module_text};
 use crate::nvrtc::Nvrtc;
 
@@ -27,9 +28,9 @@ impl LoadedKernel {
         &self.functions[entry]
     }
 
-    /// Lets the first entry point be launched in clusters of `blocks`.
-    pub(crate) fn allow_cluster(&self, blocks: u32) -> Result<(), crate::error::CudaError> {
-        self.module.allow_cluster(&self.functions[0], blocks)
+    /// Lets the kernel at `entry` be launched in clusters of `blocks`.
+    pub(crate) fn allow_cluster(&self, entry: usize, blocks: u32) -> Result<(), CudaError> {
+        self.module.allow_cluster(&self.functions[entry], blocks)
     }
 }
 
@@ -155,7 +156,7 @@ impl Kernels {
         cubin: &[u8],
         kernel: &Kernel,
         flavour: Flavour,
-    ) -> Result<LoadedKernel, crate::error::CudaError> {
+    ) -> Result<LoadedKernel, CudaError> {
         let module = Module::load(&self.context, cubin)?;
         let functions = flavour
             .entries()

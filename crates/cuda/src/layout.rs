@@ -2,23 +2,27 @@
 
 use model::gpu::{GpuPlan, Launch, Patch, Place};
 
+use crate::lowered::best_effort_choice;
+
 /// Alignment of whatever a kernel reads in vectors.
 const ALIGN: u64 = 256;
 
 /// Bytes of a fault word.
 const WORD: u64 = 4;
 
-/// Memory that a run may take for workspaces beyond its first.
-const WORKSPACES_MOST: u64 = 64 << 20;
+/// What a watch copies at once.
+const WATCHED: u64 = 16;
 
-/// Offsets into a run's block of memory. Inputs and outputs come first and lie the same way in host staging.
+/// Offsets into a run's block of memory. What comes first lies the same way in host staging: inputs; the words of best-effort
+/// launches, which are always zero there but for the epoch, so that the copy of inputs clears them; fault words; outputs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Layout {
     inputs: Vec<u64>,
+    inputs_end: u64,
     outputs: Vec<u64>,
     /// Steps with a fault word, in order; the words lie side by side.
     faults: Vec<usize>,
-    /// Where fault words begin, behind the inputs: they are cleared with the copy of inputs and come back with the outputs.
+    /// Where fault words begin: they are cleared with the copy of inputs and come back with the outputs.
     pub(crate) faults_at: u64,
     /// Where outputs begin; before it is what is copied to the device.
     pub(crate) outputs_at: u64,
@@ -26,9 +30,8 @@ pub(crate) struct Layout {
     pub(crate) staged_bytes: u64,
     arena: u64,
     workspace: u64,
-    workspace_bytes: u64,
-    /// Workspaces of best-effort steps, in turn: parts of a product that was left must survive the steps queued behind it.
-    pub(crate) workspaces: usize,
+    /// The epoch that best-effort launches of the run belong to.
+    pub(crate) run: u64,
     /// Arrival words of each step's real-time launch, always zero between launches.
     real_time_arrivals: Vec<u64>,
     /// What each step's best-effort launch shares with its queue, side by side.
@@ -37,27 +40,16 @@ pub(crate) struct Layout {
     pub(crate) bytes: u64,
 }
 
-/// Words of a best-effort launch: its tile counter, a bit a tile, and arrivals of split products.
+/// Words of a best-effort launch: whether a block left, its tile counter, a bit a tile, and arrivals of split products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StepControl {
+    pub(crate) left: u64,
     pub(crate) next: u64,
     pub(crate) done: u64,
     pub(crate) arrivals: u64,
     /// The next step's words.
     pub(crate) end: u64,
     pub(crate) tiles: u32,
-}
-
-impl StepControl {
-    /// Whether every tile is done, by the step's words as they were read back.
-    pub(crate) fn is_complete(&self, words: &[u32]) -> bool {
-        let first = ((self.done - self.next) / 4) as usize;
-        (0..self.tiles.div_ceil(32)).all(|word| {
-            let here = (self.tiles - word * 32).min(32);
-            let want = if here == 32 { u32::MAX } else { (1 << here) - 1 };
-            words.get(first + word as usize).is_some_and(|bits| bits & want == want)
-        })
-    }
 }
 
 /// Whether `launch` may store to its step's fault word.
@@ -77,10 +69,24 @@ impl Room {
 }
 
 impl Layout {
-    /// A layout for up to `in_flight` best-effort steps at once.
-    pub(crate) fn new(plan: &GpuPlan, in_flight: usize) -> Layout {
+    pub(crate) fn new(plan: &GpuPlan) -> Layout {
         let mut room = Room(0);
         let inputs = plan.inputs.iter().map(|slot| room.take(slot.bytes, ALIGN)).collect();
+        let inputs_end = room.0;
+        let run = room.take(WATCHED, ALIGN);
+        let words = |launch: &Launch| u64::from(launch.arrivals) * 4;
+        let controls = plan
+            .steps
+            .iter()
+            .map(|step| {
+                let launch = &step.choices[best_effort_choice(step)];
+                let left = room.take(WORD, WORD);
+                let next = room.take(WORD, WORD);
+                let done = room.take(u64::from(launch.tiles.div_ceil(32)) * 4, 4);
+                let arrivals = room.take(words(launch), 4);
+                StepControl { left, next, done, arrivals, end: room.0, tiles: launch.tiles }
+            })
+            .collect();
         let faults: Vec<usize> = (0..plan.steps.len())
             .filter(|index| plan.steps[*index].choices.iter().any(may_fault))
             .collect();
@@ -89,32 +95,17 @@ impl Layout {
         let outputs = plan.outputs.iter().map(|slot| room.take(slot.bytes, ALIGN)).collect();
         let staged_bytes = room.0;
         let arena = room.take(plan.arena_bytes, ALIGN);
-        let workspace_bytes = plan.workspace_bytes.next_multiple_of(ALIGN);
-        let affordable = WORKSPACES_MOST.checked_div(workspace_bytes).unwrap_or(1);
-        let workspaces = in_flight.min(affordable as usize).max(1);
-        let workspace = room.take(workspace_bytes * workspaces as u64, ALIGN);
+        let workspace = room.take(plan.workspace_bytes, ALIGN);
         room.take(0, ALIGN);
-        let words = |launch: &Launch| u64::from(launch.arrivals) * 4;
         let real_time_arrivals = plan
             .steps
             .iter()
             .map(|step| room.take(step.choices.iter().map(words).max().unwrap_or(0), 16))
             .collect();
-        room.take(0, ALIGN);
-        let controls = plan
-            .steps
-            .iter()
-            .map(|step| {
-                let launch = &step.choices[step.be];
-                let next = room.take(4, 4);
-                let done = room.take(u64::from(launch.tiles.div_ceil(32)) * 4, 4);
-                let arrivals = room.take(words(launch), 4);
-                StepControl { next, done, arrivals, end: room.0, tiles: launch.tiles }
-            })
-            .collect();
         let bytes = room.take(0, ALIGN);
         Layout {
             inputs,
+            inputs_end,
             outputs,
             faults,
             faults_at,
@@ -122,12 +113,17 @@ impl Layout {
             staged_bytes,
             arena,
             workspace,
-            workspace_bytes,
-            workspaces,
+            run,
             real_time_arrivals,
             controls,
             bytes,
         }
+    }
+
+    /// Bytes from the beginning that are copied to the device before the first step, with the words of best effort or without.
+    pub(crate) fn copied_in(&self, best_effort: bool) -> usize {
+        let words = best_effort || !self.faults.is_empty();
+        (if words { self.outputs_at } else { self.inputs_end }) as usize
     }
 
     /// Offset of input `index`, on the device and in staging.
@@ -142,14 +138,12 @@ impl Layout {
 
     /// What step `index` has for itself when it runs as real time.
     pub(crate) fn real_time_own(&self, index: usize) -> Own {
-        Own { arrivals: self.real_time_arrivals[index], workspace: 0, fault: self.fault(index) }
+        Own { arrivals: self.real_time_arrivals[index], fault: self.fault(index) }
     }
 
     /// What step `index` has for itself when it runs as best effort.
     pub(crate) fn best_effort_own(&self, index: usize) -> Own {
-        let workspace = (index % self.workspaces) as u64 * self.workspace_bytes;
-        let fault = self.fault(index);
-        Own { arrivals: self.controls[index].arrivals, workspace, fault }
+        Own { arrivals: self.controls[index].arrivals, fault: self.fault(index) }
     }
 
     /// Offset of the fault word of step `index`, if it has one.
@@ -176,7 +170,7 @@ impl Layout {
         match self.controls.get(steps.clone()) {
             None | Some([]) => (0, 0),
             Some(controls) => {
-                let (begin, end) = (controls[0].next, controls[controls.len() - 1].end);
+                let (begin, end) = (controls[0].left, controls[controls.len() - 1].end);
                 (begin, ((end - begin) / 4) as usize)
             }
         }
@@ -188,8 +182,6 @@ impl Layout {
 pub(crate) struct Own {
     /// Offset of its arrival words.
     arrivals: u64,
-    /// Offset of its workspace among the workspaces.
-    workspace: u64,
     /// Offset of its fault word.
     fault: Option<u64>,
 }
@@ -208,7 +200,7 @@ impl Addresses<'_> {
         let at = |base: u64, offset: u64| self.block.checked_add(base)?.checked_add(offset);
         match place {
             Place::Arena(offset) => at(self.layout.arena, offset),
-            Place::Workspace(offset) => at(self.layout.workspace + own.workspace, offset),
+            Place::Workspace(offset) => at(self.layout.workspace, offset),
             Place::Arrivals => at(own.arrivals, 0),
             Place::Fault => at(own.fault?, 0),
             Place::Weight(index, offset) => {
@@ -288,38 +280,31 @@ pub(crate) mod tests {
 
     #[test]
     fn pieces_are_aligned_and_apart() {
-        let layout = Layout::new(&plan(), 1);
+        let layout = Layout::new(&plan());
         assert_eq!(layout.inputs, [0, 256]);
-        assert_eq!((layout.outputs_at, layout.outputs[0]), (768, 768));
-        assert_eq!(layout.staged_bytes, 773);
-        assert_eq!((layout.arena, layout.workspace), (1024, 2048));
-        assert!(layout.real_time_arrivals[0] >= 2048 + 64);
+        assert_eq!((layout.run, layout.outputs_at, layout.outputs[0]), (768, 1024, 1024));
+        assert_eq!(layout.staged_bytes, 1029);
+        assert_eq!((layout.arena, layout.workspace), (1280, 2304));
+        assert_eq!((layout.copied_in(false), layout.copied_in(true)), (556, 1024));
+        assert!(layout.real_time_arrivals[0] >= 2304 + 64);
         let [first, second] = layout.controls[..] else { panic!("two steps") };
-        // A counter, two words for 33 tiles, two arrivals; then the next step at once.
-        assert_eq!((first.done - first.next, first.arrivals - first.next), (4, 12));
-        assert_eq!(second.next, first.next + 20);
-        assert_eq!(layout.control_words(0..2), (first.next, 7));
-        assert_eq!(layout.control_words(1..2), (second.next, 2));
+        assert_eq!(first.left, layout.run + WATCHED);
+        // Whether it left, a counter, two words for 33 tiles, two arrivals; then the next step at once.
+        assert_eq!((first.done - first.left, first.arrivals - first.left), (8, 16));
+        assert_eq!(second.left, first.left + 24);
+        assert_eq!(layout.control_words(0..2), (first.left, 9));
+        assert_eq!(layout.control_words(1..2), (second.left, 3));
         assert_eq!(layout.control_words(2..2).1, 0);
-        assert!(layout.bytes >= second.end);
-    }
-
-    #[test]
-    fn a_step_is_complete_with_its_last_tile() {
-        let control = Layout::new(&plan(), 1).controls[0];
-        assert!(control.is_complete(&[9, u32::MAX, 1, 0, 0]));
-        assert!(!control.is_complete(&[9, u32::MAX, 0, 0, 0]));
-        assert!(!control.is_complete(&[9, u32::MAX - 1, 1, 0, 0]));
-        assert!(!control.is_complete(&[9]), "words that were not read are not done");
+        assert!(layout.outputs_at >= second.end);
     }
 
     #[test]
     fn addresses_go_where_the_plan_says() {
         let plan = plan();
-        let layout = Layout::new(&plan, 1);
+        let layout = Layout::new(&plan);
         let weights = [(0x5000, 100)];
         let addresses = Addresses { block: 0x10_0000, layout: &layout, weights: &weights };
-        let own = Own { arrivals: 4096, workspace: 0, fault: None };
+        let own = Own { arrivals: 4096, fault: None };
         let mut launch = launch(1, 1);
         launch.patches = vec![
             Patch { at: 0, to: Place::Weight(0, 16) },
@@ -330,21 +315,8 @@ pub(crate) mod tests {
         let word =
             |at: usize| u64::from_le_bytes(args[at..at + 8].try_into().expect("eight bytes"));
         assert_eq!(word(0), 0x5010);
-        assert_eq!(word(8), 0x10_0000 + 768 + 4);
+        assert_eq!(word(8), 0x10_0000 + 1024 + 4);
         assert_eq!(word(16), 0x10_0000 + 4096);
-    }
-
-    #[test]
-    fn best_effort_steps_take_workspaces_in_turn() {
-        let mut plan = plan();
-        plan.steps = vec![step(launch(1, 0)); 5];
-        let layout = Layout::new(&plan, 4);
-        assert_eq!(layout.workspaces, 4);
-        let own = |index| layout.best_effort_own(index).workspace;
-        assert_eq!([own(0), own(1), own(3), own(4)], [0, 256, 768, 0]);
-        assert_eq!(layout.real_time_own(3).workspace, 0);
-        plan.workspace_bytes = WORKSPACES_MOST;
-        assert_eq!(Layout::new(&plan, 4).workspaces, 1, "large ones are not multiplied");
     }
 
     /// Four steps, of which the second and the last may fault.
@@ -356,42 +328,42 @@ pub(crate) mod tests {
 
     #[test]
     fn fault_words_lie_between_inputs_and_outputs() {
-        let (without, layout) = (Layout::new(&plan(), 1), Layout::new(&faulting(), 1));
+        let (without, layout) = (Layout::new(&plan()), Layout::new(&faulting()));
         assert_eq!(without.faults_at, without.outputs_at, "nothing is copied for nothing");
-        assert_eq!((layout.inputs[1], layout.faults_at, layout.outputs_at), (256, 768, 1024));
+        assert_eq!((layout.inputs[1], layout.faults_at, layout.outputs_at), (256, 1024, 1280));
         for own in [Layout::real_time_own, Layout::best_effort_own] {
             let faults = [0, 1, 2, 3].map(|index| own(&layout, index).fault);
-            assert_eq!(faults, [None, Some(768), None, Some(772)]);
+            assert_eq!(faults, [None, Some(1024), None, Some(1028)]);
         }
         let words = [0, 1, 2, 4].map(|first| layout.fault_words(first));
-        assert_eq!(words, [(768, 2), (768, 2), (772, 1), (776, 0)]);
+        assert_eq!(words, [(1024, 2), (1024, 2), (1028, 1), (1032, 0)]);
         let addresses = Addresses { block: 0x1000, layout: &layout, weights: &[] };
         let wary = &faulting().steps[3].choices[0];
         let args = addresses.patch(wary, layout.best_effort_own(3)).expect("it has a word");
-        assert_eq!(args[..8], 0x1304u64.to_le_bytes());
+        assert_eq!(args[..8], 0x1404u64.to_le_bytes());
         assert!(addresses.patch(wary, layout.best_effort_own(0)).is_err(), "it has none");
     }
 
     #[test]
     fn the_first_step_that_faulted_is_told() {
-        let layout = Layout::new(&faulting(), 1);
+        let layout = Layout::new(&faulting());
         let mut staging = vec![0; layout.staged_bytes as usize];
         // What is before and behind the words says nothing.
-        staging[..768].fill(0xff);
-        staging[776..].fill(0xff);
+        staging[..1024].fill(0xff);
+        staging[1032..].fill(0xff);
         assert_eq!(layout.faulted(&staging), None);
-        staging[772] = 1;
+        staging[1028] = 1;
         assert_eq!(layout.faulted(&staging), Some(3));
-        staging[768] = 1;
+        staging[1024] = 1;
         assert_eq!(layout.faulted(&staging), Some(1));
-        let without = Layout::new(&plan(), 1);
+        let without = Layout::new(&plan());
         assert_eq!(without.faulted(&vec![0xff; without.staged_bytes as usize]), None);
     }
 
     #[test]
     fn places_that_do_not_exist_are_refused() {
         let plan = plan();
-        let layout = Layout::new(&plan, 1);
+        let layout = Layout::new(&plan);
         let addresses = Addresses { block: 0, layout: &layout, weights: &[(0, 8)] };
         let refuse = |patch: Patch| {
             let launch = Launch { patches: vec![patch], ..launch(1, 0) };

@@ -15,7 +15,6 @@ mod cubin_cache;
 mod device;
 mod driver;
 mod error;
-mod hazard;
 mod hub;
 mod instance;
 mod kernel_text;

@@ -7,7 +7,7 @@ use device::DeviceError;
 use model::gpu::{GpuPlan, GpuStep, Launch, Leavable};
 
 use crate::driver::{DeviceBuffer, LaunchShape, PinnedBuffer};
-use crate::hazard;
+use crate::error::CudaError;
 use crate::hub::Hub;
 use crate::instance::Instance;
 use crate::kernel_text::Flavour;
@@ -15,9 +15,9 @@ use crate::kernels::{LoadedKernel, Progress, Wanted};
 use crate::layout::Layout;
 use crate::weights::{WeightError, WeightStore};
 
-/// A step estimated to be shorter than this runs as a plain grid when it is best effort: fetching tiles would cost
-/// more than the time until its last block has started.
-const SHORT_STEP_US: f64 = 20.0;
+/// A step estimated to be shorter than this runs as a plain grid when it is best effort: counting and marking tiles, and looking
+/// on the way, would cost more than it saves when the step is left and done again.
+const SHORT_STEP_US: f64 = 6.0;
 
 /// Runs whose memory is kept for the next ones.
 const SPARE_INSTANCES: usize = 8;
@@ -28,9 +28,9 @@ const SPARE_STAGING: usize = 64;
 /// The form of a best-effort launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BestEffortForm {
-    /// Blocks fetch tiles until none is left.
+    /// Blocks fetch tiles until none is left, and look at the epoch on the way; a restore computes the tiles that are missing.
     Loop,
-    /// A block a tile.
+    /// A block a tile, which looks before it writes; a restore computes all of them.
     Grid,
 }
 
@@ -38,6 +38,8 @@ pub(crate) enum BestEffortForm {
 pub(crate) struct StepKernels {
     pub(crate) real_time: BoundKernel,
     pub(crate) best_effort: BoundKernel,
+    /// As best effort, tiles that were done before it was left stay done.
+    pub(crate) resumes: bool,
     /// The step may not be left inside a tile. No kernel looks between tiles alone, so it runs to its end.
     pub(crate) finishes: bool,
 }
@@ -57,12 +59,10 @@ pub(crate) struct Lowered {
     pub(crate) kernels: Vec<StepKernels>,
     /// Each weight's address and size.
     pub(crate) weights: Vec<(u64, u64)>,
-    /// See [`hazard::barriers`].
-    pub(crate) barriers: Vec<usize>,
-    /// Best-effort steps that are launched as one, in order and apart; see [`hazard::chains`].
+    /// Best-effort steps that are launched as one; together they are all steps, in order.
     pub(crate) chains: Vec<Range<usize>>,
-    /// For each step, the chain that begins with it.
-    pub(crate) chain_at: Vec<Option<usize>>,
+    /// For each step, the chain it is in.
+    pub(crate) chain_of: Vec<usize>,
     _slabs: Vec<Arc<DeviceBuffer>>,
     instances: Mutex<Vec<Instance>>,
     staging: Mutex<Vec<PinnedBuffer>>,
@@ -90,33 +90,20 @@ impl Lowered {
         };
         // They are on the device; their packers would hold the model's own copy in memory.
         gpu.weights.clear();
-        let in_flight = hub.options().in_flight;
-        let layout = Layout::new(&gpu, in_flight);
-        let barriers = hazard::barriers(&gpu, in_flight, layout.workspaces);
-        let chains = hazard::chains(&barriers, hub.options().chain_length());
-        let mut chain_at = vec![None; gpu.steps.len()];
-        for (number, steps) in chains.iter().enumerate() {
-            chain_at[steps.start] = Some(number);
-        }
-        let lowered = Lowered {
-            layout,
+        let finishing: Vec<bool> = kernels.iter().map(|step| step.finishes).collect();
+        let chains = chains(&finishing, hub.options().chain_length.max(1));
+        let of = |(number, steps): (usize, &Range<usize>)| vec![number; steps.len()];
+        Ok(Lowered {
+            layout: Layout::new(&gpu),
             gpu,
             kernels,
             weights: places,
-            barriers,
+            chain_of: chains.iter().enumerate().flat_map(of).collect(),
             chains,
-            chain_at,
             _slabs: slabs,
             instances: Mutex::new(Vec::new()),
             staging: Mutex::new(Vec::new()),
-        };
-        tracing::debug!(waits = lowered.waits(), steps = lowered.kernels.len(), "a plan is ready");
-        Ok(lowered)
-    }
-
-    /// Best-effort steps that wait until an earlier one is known to be done.
-    pub(crate) fn waits(&self) -> usize {
-        self.barriers.iter().filter(|&&barrier| barrier > 0).count()
+        })
     }
 
     fn instances(&self) -> MutexGuard<'_, Vec<Instance>> {
@@ -183,7 +170,7 @@ fn check(gpu: &GpuPlan) -> Result<(), String> {
             return Err(format!("step '{}' has no such choice", step.name));
         };
         if be.cluster > 1 {
-            return Err(format!("step '{}' is a cluster as best effort", step.name));
+            return Err(format!("step '{}' is a cluster as a loop", step.name));
         }
         for launch in &step.choices {
             let Some(kernel) = gpu.kernels.get(launch.kernel) else {
@@ -209,18 +196,20 @@ fn bind(hub: &Hub, gpu: &GpuPlan, progress: Progress<'_>) -> Result<Vec<StepKern
     let mut all: Vec<Wanted> = Vec::new();
     for step in &gpu.steps {
         all.push(wanted(&step.choices[step.rt], Flavour::RealTime));
-        all.push(wanted(&step.choices[step.be], Flavour::BestEffort));
+        all.push(wanted(&step.choices[best_effort_choice(step)], Flavour::BestEffort));
     }
     let kernels = hub.kernels().obtain(&all, progress)?;
     gpu.steps
         .iter()
         .map(|step| {
-            let (rt, be) = (&step.choices[step.rt], &step.choices[step.be]);
+            let (rt, be) = (&step.choices[step.rt], &step.choices[best_effort_choice(step)]);
             let rt_kernel = kernels[&wanted(rt, Flavour::RealTime)].clone();
             let be_kernel = kernels[&wanted(be, Flavour::BestEffort)].clone();
             Ok(StepKernels {
                 real_time: real_time(gpu, rt, rt_kernel).map_err(|err| hub.error(err))?,
-                best_effort: best_effort(hub, gpu, step, be_kernel),
+                best_effort: best_effort(hub, gpu, step, be_kernel)
+                    .map_err(|err| hub.error(err))?,
+                resumes: form_of(step) == BestEffortForm::Loop,
                 finishes: finishes(step),
             })
         })
@@ -246,8 +235,8 @@ pub(crate) fn real_time(
     gpu: &GpuPlan,
     launch: &Launch,
     kernel: Arc<LoadedKernel>,
-) -> Result<BoundKernel, crate::error::CudaError> {
-    kernel.allow_cluster(launch.cluster)?;
+) -> Result<BoundKernel, CudaError> {
+    kernel.allow_cluster(0, launch.cluster)?;
     let facts = &gpu.kernels[launch.kernel];
     let shape = LaunchShape {
         grid: launch.tiles,
@@ -259,20 +248,48 @@ pub(crate) fn real_time(
     Ok(BoundKernel { kernel, entry: 0, shape })
 }
 
-fn best_effort(hub: &Hub, gpu: &GpuPlan, step: &GpuStep, kernel: Arc<LoadedKernel>) -> BoundKernel {
-    let launch = &step.choices[step.be];
+fn best_effort(
+    hub: &Hub,
+    gpu: &GpuPlan,
+    step: &GpuStep,
+    kernel: Arc<LoadedKernel>,
+) -> Result<BoundKernel, CudaError> {
+    let launch = &step.choices[best_effort_choice(step)];
     let facts = &gpu.kernels[launch.kernel];
-    let form = form_of(step);
-    let (entry, grid) = match form {
+    let (entry, grid) = match form_of(step) {
         BestEffortForm::Loop => {
             let resident = kernel.function(0).blocks.max(1) * hub.target().multiprocessors.max(1);
             (0, launch.tiles.min(resident))
         }
         BestEffortForm::Grid => (1, launch.tiles),
     };
+    kernel.allow_cluster(entry, launch.cluster)?;
     let (threads, shared) = (facts.threads, facts.shared_bytes);
-    let shape = LaunchShape { grid, threads, shared, cluster: 1, dependent: false };
-    BoundKernel { kernel, entry, shape }
+    let shape = LaunchShape { grid, threads, shared, cluster: launch.cluster, dependent: false };
+    Ok(BoundKernel { kernel, entry, shape })
+}
+
+/// Which of the step's choices it takes as best effort: as a plain grid the one real time takes, whose blocks leave together
+/// where they are a cluster; as a loop one without clusters, because blocks fetch tiles each for itself.
+pub(crate) fn best_effort_choice(step: &GpuStep) -> usize {
+    match form_of(step) {
+        BestEffortForm::Grid => step.rt,
+        BestEffortForm::Loop => step.be,
+    }
+}
+
+/// All steps in runs of up to `length`. A step that runs to its end whatever happens is alone.
+fn chains(finishing: &[bool], length: usize) -> Vec<Range<usize>> {
+    let mut chains: Vec<Range<usize>> = Vec::new();
+    for (index, &finishes) in finishing.iter().enumerate() {
+        match chains.last_mut() {
+            Some(last) if !finishes && !finishing[last.start] && last.len() < length => {
+                last.end = index + 1;
+            }
+            _ => chains.push(index..index + 1),
+        }
+    }
+    chains
 }
 
 /// Whether blocks fetch tiles or are one each.
@@ -319,6 +336,14 @@ mod tests {
         let mut no_choice = plan(launch(4, 0));
         no_choice.steps[0].be = 3;
         assert!(check(&no_choice).expect_err("a broken plan").contains("choice"));
+    }
+
+    #[test]
+    fn chains_are_all_steps_in_order() {
+        assert_eq!(chains(&[false; 10], 4), [0..4, 4..8, 8..10]);
+        assert_eq!(chains(&[false, false, true, false, false], 4), [0..2, 2..3, 3..5]);
+        assert_eq!(chains(&[true, true], 4), [0..1, 1..2]);
+        assert_eq!(chains(&[], 4), []);
     }
 
     #[test]

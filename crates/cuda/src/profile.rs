@@ -108,9 +108,6 @@ pub struct PlanProfile {
     pub graph: Timing,
     /// The same without dependent launches: what they are worth.
     pub plain_graph: Timing,
-    /// Steps that, as best effort, wait until an earlier one is known to be done, because they write over what it
-    /// needs. Each costs the way to the host and back.
-    pub best_effort_waits: usize,
     /// Device memory of the weights.
     pub weight_bytes: u64,
     /// Device memory of one run.
@@ -161,7 +158,7 @@ impl CudaDevice {
         let lowered = Lowered::new(hub, gpu, &weights, &|_, _| {})?;
         let mut instance = Instance::new(hub, &lowered)?;
         let stream = Stream::new(hub.context(), Priority::High).map_err(|err| hub.error(err))?;
-        let graph = instance.graph(hub, &lowered).map_err(|err| hub.error(err))?;
+        let graph = instance.graph(hub, &lowered, Priority::High).map_err(|err| hub.error(err))?;
         time(hub, graph, &stream, replays).map_err(|err| hub.error(err))
     }
 }
@@ -234,7 +231,6 @@ impl<'a> Profiler<'a> {
             steps: profiles,
             graph: Timing::default(),
             plain_graph: Timing::default(),
-            best_effort_waits: self.lowered.waits(),
             weight_bytes: self.weights.lock().map_or(0, |weights| weights.bytes()),
             run_bytes: self.lowered.layout.bytes,
             compile_seconds: self.compile_seconds,
@@ -330,7 +326,7 @@ impl<'a> Profiler<'a> {
                 .map_err(|_| CudaError::Misuse("a launch points outside of its plan"))?;
             all.push(args);
         }
-        let graph = self.hub.capture(|stream| {
+        let graph = self.hub.capture(Priority::High, |stream| {
             for (copy, args) in all.iter().enumerate() {
                 let mut shape = bound.shape;
                 shape.dependent = copy > 0 && self.hub.has_dependent_launches();
@@ -383,7 +379,7 @@ impl<'a> Profiler<'a> {
             Ok(())
         };
         let measure = || {
-            let graph = self.hub.capture(record)?;
+            let graph = self.hub.capture(Priority::High, record)?;
             time(self.hub, &graph, &self.stream, self.options.plan_replays)
         };
         measure().map_err(|err| self.hub.error(err))

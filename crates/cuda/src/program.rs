@@ -8,6 +8,7 @@ use device::{DeviceError, KernelCompiler, Program, Task, check_inputs};
 use model::gpu::{GpuPlan, GpuTarget};
 use model::{Dim, LaunchPlan, Tensor};
 
+use crate::driver::Priority;
 use crate::hub::Hub;
 use crate::kernels::Progress;
 use crate::lowered::Lowered;
@@ -209,7 +210,7 @@ impl Loaded {
         hub.watch_spares(&lowered);
         // The first request shall find memory and graph in place.
         let mut instance = lowered.take_instance(hub)?;
-        instance.graph(hub, &lowered).map_err(|err| hub.error(err))?;
+        instance.graph(hub, &lowered, Priority::High).map_err(|err| hub.error(err))?;
         lowered.give_instance(instance);
         let mut plans = self.plans();
         plans.push((sizes, lowered.clone()));

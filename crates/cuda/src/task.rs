@@ -8,7 +8,7 @@ use bytes::Bytes;
 use device::{DeviceError, Task};
 use model::Tensor;
 
-use crate::driver::PinnedBuffer;
+use crate::driver::{PinnedBuffer, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
 use crate::instance::Instance;
@@ -87,6 +87,21 @@ impl CudaTask {
             (Some(instance), Some(staging)) => Ok((instance, staging)),
             _ => Err(CudaError::Misuse("a run without memory was launched")),
         }
+    }
+
+    /// Queues the copy of inputs and of fresh words for best-effort launches of `epoch`.
+    pub(crate) fn upload(&mut self, epoch: u32, stream: &Stream) -> Result<(), CudaError> {
+        let lowered = self.lowered.clone();
+        let run = lowered.layout.run as usize;
+        let (Some(instance), Some(staging)) = (&mut self.instance, &mut self.staging) else {
+            return Err(CudaError::Misuse("a run without memory was launched"));
+        };
+        staging.as_mut_slice()[run..run + 4].copy_from_slice(&epoch.to_le_bytes());
+        // SAFETY: the task holds both sides until the stream is drained.
+        unsafe { instance.copy_inputs(&lowered, staging, true, stream) }?;
+        self.uploaded = true;
+        self.words = ControlState { cleared: true, ..ControlState::default() };
+        Ok(())
     }
 
     /// Notes that steps before `step` are done; after the last, the device memory goes back. Nothing of this run may be

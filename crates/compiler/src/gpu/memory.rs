@@ -2,10 +2,6 @@
 
 use super::lowering::{ALIGNMENT, Buffer, Home, Pending};
 
-/// Steps that may be in flight behind one that was left: each may still write a tile before it leaves too, so what the left
-/// step reads must lie apart from what they write.
-pub const STEPS_IN_FLIGHT: usize = 8;
-
 /// The first and the last step that touches a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Life {
@@ -31,7 +27,7 @@ pub fn lives(buffers: &[Buffer], steps: &[Pending]) -> Vec<Option<Life>> {
         for view in step.work.reads.iter().chain(&step.work.writes) {
             let life = &mut lives[view.buffer.0 as usize];
             let first = life.map_or(index, |life| life.first);
-            *life = Some(Life { first, last: index + STEPS_IN_FLIGHT });
+            *life = Some(Life { first, last: index });
         }
     }
     lives
@@ -133,10 +129,10 @@ mod tests {
         let sized = |bytes| Buffer { bytes, home: Home::Arena };
         let chain: Vec<Pending> = (0..9).map(|i| step(&[i], &[i + 1])).collect();
         let buffers: Vec<Buffer> = (0..10).map(|_| sized(1024)).collect();
-        assert_eq!(plan(&buffers, &chain).bytes, 10 * 1024);
+        assert_eq!(plan(&buffers, &chain).bytes, 2 * 1024);
         let long: Vec<Pending> = (0..99).map(|i| step(&[i], &[i + 1])).collect();
         let buffers: Vec<Buffer> = (0..100).map(|_| sized(1024)).collect();
-        assert_eq!(plan(&buffers, &long).bytes, (STEPS_IN_FLIGHT as u64 + 2) * 1024);
+        assert_eq!(plan(&buffers, &long).bytes, 2 * 1024);
         let mut random = base::Random::new(7);
         for _ in 0..200 {
             let count = 2 + random.below(20) as u32;

@@ -126,16 +126,30 @@ impl Stream {
     /// # Safety
     /// The words are alive until the write is done.
     pub(crate) unsafe fn clear(&self, address: u64, words: usize) -> Result<(), CudaError> {
+        // SAFETY: the caller answers for the words.
+        unsafe { self.fill(address, 0, words) }
+    }
+
+    /// Writes `value` over `words` 32-bit words.
+    ///
+    /// # Safety
+    /// The words are alive until the write is done.
+    pub(crate) unsafe fn fill(
+        &self,
+        address: u64,
+        value: u32,
+        words: usize,
+    ) -> Result<(), CudaError> {
         if words == 0 {
             return Ok(());
         }
         self.context.enter()?;
         // SAFETY: the caller answers for the words.
-        let code = unsafe { sys::cuMemsetD32Async(address, 0, words, self.raw) };
+        let code = unsafe { sys::cuMemsetD32Async(address, value, words, self.raw) };
         self.context.check("cuMemsetD32Async", code)
     }
 
-    /// Writes one word once everything before it is done. Needs no multiprocessor.
+    /// Writes one word once everything before it is done. Needs no multiprocessor, and memory that is not of a pool.
     ///
     /// # Safety
     /// The word is alive until the write is done.

@@ -1,7 +1,8 @@
 //! Best effort: steps one by one, few in flight, out of the way within microseconds.
 //!
 //! What is known of a step that ran: when the mark behind it is passed and the epoch is still the one it was launched in,
-//! it cannot have left, so it is done. Otherwise its done bits are read back.
+//! it cannot have left, so it is done. Otherwise the words are read back in which blocks that left said so. What is queued
+//! behind a step that left finds the epoch passed before it writes anything, so memory is as the step left it.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -19,8 +20,15 @@ use crate::control::Orders;
 use crate::driver::{Event, PinnedBuffer, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
+use crate::instance::BestEffortLaunch;
 use crate::lowered::Lowered;
 use crate::task::CudaTask;
+
+/// Launches, each with a mark behind it, that are in flight: one that runs and one to go on with.
+const LAUNCHES_IN_FLIGHT: usize = 2;
+
+/// Steps between two marks where a chain cannot be launched as a whole because a part of it is done.
+const STEPS_PER_MARK: usize = 4;
 
 /// Outputs up to this size are copied right behind the last step, wherever it got; larger ones only once it is known to be
 /// done, since the copy of a step that left would keep its queue busy.
@@ -105,6 +113,8 @@ struct Flight {
     launched: usize,
     /// Marks, oldest first, with the step each stands before.
     marks: VecDeque<(u32, usize)>,
+    /// What was queued last is a kernel.
+    behind_kernel: bool,
 }
 
 /// What is queued at once.
@@ -199,14 +209,19 @@ impl Worker {
         epoch: u32,
     ) -> Result<usize, CudaError> {
         let lowered = task.lowered.clone();
-        let mut flight =
-            Flight { known: steps.start, launched: steps.start, marks: VecDeque::new() };
-        self.make_ready(task, &lowered, steps.start)?;
+        let mut flight = Flight {
+            known: steps.start,
+            launched: steps.start,
+            marks: VecDeque::new(),
+            behind_kernel: false,
+        };
+        self.make_ready(task, &lowered, steps.start, epoch)?;
         while flight.known < steps.end {
             while let Some(next) = self.next_launch(task, &flight, steps.end, epoch) {
-                self.launch(task, &lowered, &mut flight, next, epoch)?;
-                let due = flight.launched - flight.marked() >= self.marks_every();
-                if due || flight.launched == steps.end {
+                self.launch(task, &lowered, &mut flight, next)?;
+                let whole = matches!(next, Next::Chain(_));
+                let due = whole || flight.launched - flight.marked() >= STEPS_PER_MARK;
+                if due || task.is_timed() || flight.launched == steps.end {
                     self.mark(&mut flight)?;
                 }
             }
@@ -232,29 +247,24 @@ impl Worker {
         end: usize,
         epoch: u32,
     ) -> Option<Next> {
-        let window = if task.is_timed() { 1 } else { self.hub.options().in_flight.max(1) };
+        let most = if task.is_timed() { 1 } else { LAUNCHES_IN_FLIGHT };
         let (first, lowered) = (flight.launched, &task.lowered);
-        let fits = |steps: Range<usize>| {
-            steps.end <= end
-                && steps.end - flight.known <= window
-                && lowered.barriers[steps].iter().all(|barrier| *barrier <= flight.known)
-        };
-        if first >= end || self.hub.epoch().now() != epoch {
+        if first >= end || flight.marks.len() >= most || self.hub.epoch().now() != epoch {
+            return None;
+        }
+        // A step that runs to its end whatever happens must not start behind one that may have left, nor be waited for by
+        // others.
+        let stays = |step: usize| lowered.kernels[step].finishes;
+        if (stays(first) || (first > 0 && stays(first - 1))) && flight.known < first {
             return None;
         }
         // A chain starts afresh and is done as a whole: a step that was left, is timed, or has others of its chain beyond
         // this segment is launched alone.
-        let whole = |&number: &usize| {
-            !task.words.partly_done && !task.is_timed() && lowered.chains[number].end <= end
-        };
-        match lowered.chain_at[first].filter(whole) {
-            Some(number) => fits(lowered.chains[number].clone()).then_some(Next::Chain(number)),
-            None => fits(first..first + 1).then_some(Next::Step(first)),
-        }
-    }
-
-    fn marks_every(&self) -> usize {
-        self.hub.options().chain_length()
+        let number = lowered.chain_of[first];
+        let chain = &lowered.chains[number];
+        let whole =
+            chain.start == first && chain.end <= end && !task.words.partly_done && !task.is_timed();
+        Some(if whole { Next::Chain(number) } else { Next::Step(first) })
     }
 
     /// Queues what comes before the first launch: inputs, and the words of steps that start afresh.
@@ -263,10 +273,13 @@ impl Worker {
         task: &mut CudaTask,
         lowered: &Lowered,
         from: usize,
+        epoch: u32,
     ) -> Result<(), CudaError> {
-        let (uploaded, words) = (task.uploaded, task.words);
-        task.uploaded = true;
-        let (instance, staging) = task.memory()?;
+        if !task.uploaded {
+            return task.upload(epoch, &self.stream);
+        }
+        let words = task.words;
+        let (instance, _) = task.memory()?;
         let block = instance.address();
         let layout = &lowered.layout;
         let clear = |steps: Range<usize>| {
@@ -274,10 +287,7 @@ impl Worker {
             // SAFETY: words of this run's own memory, which it holds until the stream is drained.
             unsafe { self.stream.clear(block + at, count) }
         };
-        if !uploaded {
-            // SAFETY: the task holds both sides until the stream is drained.
-            unsafe { instance.copy_inputs(lowered, staging, &self.stream) }?;
-        } else if words.used_to > from {
+        if words.used_to > from {
             // SAFETY: as above. A step that was left keeps its word along with the tiles it has done.
             unsafe {
                 let first = from + usize::from(words.partly_done);
@@ -289,11 +299,13 @@ impl Worker {
         } else {
             if words.partly_done {
                 // Done bits and arrivals of the try that left stay; tiles are counted anew.
-                // SAFETY: as above.
-                unsafe { self.stream.clear(block + layout.controls[from].next, 1) }?;
+                // SAFETY: as above; the two words lie side by side.
+                unsafe { self.stream.clear(block + layout.controls[from].left, 2) }?;
             }
             clear(from + usize::from(words.partly_done)..words.used_to)?;
         }
+        // SAFETY: as above.
+        unsafe { instance.set_epoch(lowered, epoch, &self.stream) }?;
         task.words.cleared = true;
         task.words.used_to = from;
         Ok(())
@@ -306,7 +318,6 @@ impl Worker {
         lowered: &Lowered,
         flight: &mut Flight,
         next: Next,
-        epoch: u32,
     ) -> Result<(), CudaError> {
         let restored = task.words.partly_done;
         let end = match next {
@@ -327,10 +338,12 @@ impl Worker {
         unsafe {
             match next {
                 Next::Step(index) => {
-                    instance.launch_best_effort(hub, lowered, index, epoch, restored, stream)?;
+                    let dependent = flight.behind_kernel && !timed;
+                    let how = BestEffortLaunch { restored, dependent };
+                    instance.launch_best_effort(hub, lowered, index, how, stream)?;
                 }
                 Next::Chain(number) => {
-                    instance.launch_chain(hub, lowered, number, epoch, stream)?;
+                    instance.launch_chain(hub, lowered, number, stream)?;
                 }
             }
             if timed {
@@ -341,12 +354,14 @@ impl Worker {
             }
         }
         flight.launched = end;
+        flight.behind_kernel = !eager;
         Ok(())
     }
 
     fn mark(&mut self, flight: &mut Flight) -> Result<(), CudaError> {
         let mark = self.queue_mark()?;
         flight.marks.push_back((mark, flight.launched));
+        flight.behind_kernel = false;
         Ok(())
     }
 
@@ -410,11 +425,11 @@ impl Worker {
                 false => task.unfinished += Nanos((micros * 1e3) as u64),
             }
         }
-        task.words.partly_done = done < flight.launched;
+        task.words.partly_done = done < flight.launched && lowered.kernels[done].resumes;
         Ok(done)
     }
 
-    /// The first of `steps` that is not complete, by its done bits; all of them have ended.
+    /// The first of `steps` that a block has left; all of them have ended.
     fn count_done(
         &mut self,
         task: &mut CudaTask,
@@ -435,11 +450,9 @@ impl Worker {
             .chunks_exact(4)
             .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
             .collect();
-        let incomplete = steps.clone().find(|&step| {
-            let control = &lowered.layout.controls[step];
-            let first = ((control.next - at) / 4) as usize;
-            !control.is_complete(&words[first..])
-        });
+        let incomplete = steps
+            .clone()
+            .find(|&step| words[((lowered.layout.controls[step].left - at) / 4) as usize] != 0);
         Ok(incomplete.unwrap_or(steps.end))
     }
 }

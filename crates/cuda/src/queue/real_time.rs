@@ -33,6 +33,7 @@ struct Shared {
     options: QueueOptions,
     hub: Arc<Hub>,
     stream: Stream,
+    priority: Priority,
     word: PinnedWord,
     sink: Arc<dyn CompletionSink>,
     orders: Orders,
@@ -82,6 +83,7 @@ impl RealTimeQueue {
         let shared = Arc::new(Shared {
             options,
             stream,
+            priority,
             word,
             sink,
             orders: Orders::default(),
@@ -253,12 +255,12 @@ impl Shared {
         // passed or the stream is drained; nobody else uses the instance.
         unsafe {
             if !uploaded {
-                instance.copy_inputs(&lowered, staging, &self.stream)?;
+                instance.copy_inputs(&lowered, staging, false, &self.stream)?;
             } else if tried {
                 instance.clear_faults(&lowered, steps.start, &self.stream)?;
             }
             if whole && !steps.is_empty() {
-                instance.graph(&hub, &lowered)?.launch(&self.stream)?;
+                instance.graph(&hub, &lowered, self.priority)?.launch(&self.stream)?;
             } else {
                 for index in steps.clone() {
                     if timed {

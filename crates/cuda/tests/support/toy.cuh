@@ -22,6 +22,7 @@ struct Scale {
         float scale = __ldg(a.weight), shift = __ldg(a.weight + 1);
         int i = t * kThreads + threadIdx.x;
         gate.wait();
+        watch.ask();
         float v = i < a.count ? __ldcg(a.input + i) : 0.f;
         float noise = v;
         for (int round = 0; round < a.rounds; ++round) {
@@ -37,6 +38,12 @@ struct Scale {
             } else if (round == 0) {
                 __syncthreads();
             }
+        }
+        if (Watch::kLeaves) {
+            if (a.rounds == 0) __syncthreads();
+            tiles::copy_commit();
+            tiles::copy_wait<0>();
+            if (watch.last()) return false;
         }
         watch.finishing();
         // The work must not be removed, and must not change the result beyond what the host can follow.
