@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # DISB on a GPU: every policy that runs there, on real models in real time; leaves disb.json, disb.svg and device.txt in OUT_DIR.
-#   scripts/gpu/disb.sh OUT_DIR MODELS_DIR [SECONDS_A_CELL]
+#   scripts/gpu/disb.sh OUT_DIR MODELS_DIR [SECONDS_A_CELL]   (4 unless given: all of it takes less than four minutes)
 # MODELS_DIR holds resnet152.onnx, densenet201.onnx, vgg19.onnx, inception_v3.onnx and distilbert.onnx as scripts/models.py writes
 # them. ATOLL names the binary (default: target/release/atoll), ATOLL_DISB_REAL DISB's REAL.json (REAL is left out without it),
 # ATOLL_DEVICE the device (default: cuda:0). scripts/gpu/evidence.py turns OUT_DIR into evidence/disb.json.
@@ -8,7 +8,7 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=$1
 models=$2
-seconds=${3:-5}
+seconds=${3:-4}
 atoll=${ATOLL:-$here/../../target/release/atoll}
 device=${ATOLL_DEVICE:-cuda:0}
 policies=atoll,free_streams,priority_streams,sequential,reef_n

@@ -80,3 +80,56 @@ impl Observer for Recorder {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use model::config::Class;
+    use runtime::core::{Core, CoreOptions, End, ModelId, RequestId};
+
+    use super::*;
+
+    fn arrive(recorder: &Recorder, request: RequestId, class: Class) {
+        let (model, deadline) = (ModelId(0), Nanos::MAX);
+        let event = Event::Arrival { request, model, class, priority: 1, deadline };
+        recorder.event(Nanos(1), &event);
+    }
+
+    fn found(record: impl Fn(&Recorder, RequestId, RequestId)) -> Vec<String> {
+        let mut core = Core::new(CoreOptions::default());
+        let (one, other) = (core.next_request_id().unwrap(), core.next_request_id().unwrap());
+        let recorder = Recorder::default();
+        record(&recorder, one, other);
+        recorder.check(1)
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_trace_is_found() {
+        let end = |request| Action::End { request, end: End::Done };
+        let launch = |request| Action::Launch { queue: 0, request, steps: 0..1, tile: 0 };
+        let fine = found(|recorder, one, other| {
+            arrive(recorder, one, Class::RealTime);
+            arrive(recorder, other, Class::RealTime);
+            for request in [one, other] {
+                recorder.action(Nanos(2), &launch(request));
+                recorder.action(Nanos(3), &end(request));
+            }
+        });
+        assert_eq!(fine, Vec::<String>::new());
+        let twice = found(|recorder, one, _| {
+            arrive(recorder, one, Class::BestEffort);
+            recorder.action(Nanos(2), &end(one));
+            recorder.action(Nanos(3), &end(one));
+        });
+        assert!(twice[0].contains("twice"), "{twice:?}");
+        let never = found(|recorder, one, _| arrive(recorder, one, Class::BestEffort));
+        assert!(never[0].contains("never"), "{never:?}");
+        let overtaken = found(|recorder, one, other| {
+            arrive(recorder, one, Class::RealTime);
+            arrive(recorder, other, Class::RealTime);
+            recorder.action(Nanos(2), &launch(other));
+            recorder.action(Nanos(3), &end(other));
+            recorder.action(Nanos(4), &end(one));
+        });
+        assert!(overtaken[0].contains("overtook"), "{overtaken:?}");
+    }
+}
