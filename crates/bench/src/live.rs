@@ -23,8 +23,8 @@ use self::client::{LiveClient, Tally, Target, Waiting, Window};
 use self::observer::Recorder;
 use self::report::round;
 pub use self::report::{
-    Alone, BestEffortModel, Cell, Increase, Latency, LiveReport, Preempted, RealTimeModel, charts,
-    table,
+    Alone, BestEffortModel, Cell, Increase, Latency, LeftOut, LiveReport, Preempted, RealTimeModel,
+    charts, table,
 };
 use crate::arrival::{Arrival, Clockwork};
 use crate::disb::{self, SHARES_PERCENT};

@@ -23,7 +23,7 @@ pub(crate) struct BenchArgs {
 #[derive(Clone, Debug, Subcommand)]
 pub(crate) enum Which {
     /// DISB: real-time latency and overall throughput of every execution policy
-    Disb(DisbArgs),
+    Disb(Box<DisbArgs>),
     /// How long preemption takes, by model and by shape of the work
     Preemption {
         /// Print as JSON

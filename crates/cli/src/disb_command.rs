@@ -6,7 +6,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use base::Random;
 use bench::disb;
-use bench::live::{Live, LiveModel, LiveOptions, LiveReport, Rates, Workload, charts, table};
+use bench::live::{
+    LeftOut, Live, LiveModel, LiveOptions, LiveReport, Rates, Workload, charts, table,
+};
 use bench::plot;
 use device::Device;
 use runtime::policy::NAMES;
@@ -105,11 +107,11 @@ fn to_json(report: &LiveReport) -> Result<String, Failure> {
 }
 
 /// The policies to run, real time alone first as all others are compared with it, and those left out.
-fn policies(asked: &str) -> Result<(Vec<String>, Vec<(String, String)>), Failure> {
-    let (asked, left_out): (Vec<&str>, Vec<(String, String)>) = match asked {
+fn policies(asked: &str) -> Result<(Vec<String>, Vec<LeftOut>), Failure> {
+    let (asked, left_out): (Vec<&str>, Vec<LeftOut>) = match asked {
         "ALL" => {
             let able = NAMES.into_iter().filter(|name| *name != "reef").collect();
-            (able, vec![("reef".to_string(), REEF.to_string())])
+            (able, vec![LeftOut { policy: "reef".to_string(), why: REEF.to_string() }])
         }
         list => (list.split(',').map(str::trim).collect(), Vec::new()),
     };
@@ -248,7 +250,7 @@ mod tests {
     fn real_time_alone_is_first_and_reef_is_refused() {
         let (all, left_out) = policies("ALL").unwrap();
         assert_eq!((all[0].as_str(), all.len()), ("rt_only", 6));
-        assert_eq!(left_out[0].0, "reef");
+        assert_eq!(left_out[0].policy, "reef");
         assert_eq!(policies("atoll").unwrap().0, ["rt_only", "atoll"]);
         assert!(policies("reef").is_err());
         assert!(policies("atoll,nobody").is_err());

@@ -175,6 +175,15 @@ pub struct Alone {
     pub latency: Latency,
 }
 
+/// A policy that was asked for and not run.
+#[derive(Clone, Debug, Serialize)]
+pub struct LeftOut {
+    /// Its name.
+    pub policy: String,
+    /// Why.
+    pub why: String,
+}
+
 /// A whole run.
 #[derive(Clone, Debug, Serialize)]
 pub struct LiveReport {
@@ -191,7 +200,7 @@ pub struct LiveReport {
     /// Models on their own.
     pub alone: Vec<Alone>,
     /// Policies that were left out, and why.
-    pub left_out: Vec<(String, String)>,
+    pub left_out: Vec<LeftOut>,
     /// Everything else.
     pub cells: Vec<Cell>,
 }
