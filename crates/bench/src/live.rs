@@ -23,8 +23,8 @@ use self::client::{LiveClient, Tally, Target, Waiting, Window};
 use self::observer::Recorder;
 use self::report::round;
 pub use self::report::{
-    Alone, BestEffortModel, Cell, Increase, Latency, LeftOut, LiveReport, Preempted, RealTimeModel,
-    charts, table,
+    Alone, BestEffortModel, Cell, Increase, Latency, LeftOut, LiveReport, Lock, Preempted,
+    RealTimeModel, charts, table,
 };
 use crate::arrival::{Arrival, Clockwork};
 use crate::disb::{self, SHARES_PERCENT};
@@ -450,10 +450,21 @@ impl Outcome<'_> {
             over_free_streams: None,
             preempted: self.preempted(stage),
             cpu_cores: 0.0,
+            lock: self.lock(stage),
             errors: self.tallies.iter().map(|tally| tally.errors).sum(),
             first_error: self.tallies.iter().find_map(|tally| tally.first_error.clone()),
             wrong_outputs: self.tallies.iter().map(|tally| tally.wrong).sum(),
             violations: Vec::new(),
+        }
+    }
+
+    fn lock(&self, stage: &Stage<'_>) -> Lock {
+        let contention = stage.node.contention();
+        let waits = contention.waits as f64;
+        Lock {
+            waits_per_second: round(waits / (stage.clock.now().0 as f64 / 1e9)),
+            mean_us: round(contention.waited.0 as f64 / waits.max(1.0) / 1e3),
+            max_us: round(contention.longest.0 as f64 / 1e3),
         }
     }
 

@@ -1,7 +1,7 @@
 //! The node: the core, driven by a real device and a real clock.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -16,9 +16,12 @@ use thiserror::Error;
 use crate::core::{Action, Core, CoreOptions, End, Event, ModelId, RequestId};
 use crate::policy::{Left, Policy};
 
+mod contention;
 mod layout;
 mod preemptions;
 
+pub use self::contention::Contention;
+use self::contention::Waits;
 pub use self::preemptions::{LEAVE_BOUNDS_US, Leaving, Preemption, Preemptions};
 use self::preemptions::{OnQueue, Order, Record};
 
@@ -209,6 +212,7 @@ struct Shared {
     best_effort: bool,
     queues: OnceLock<Vec<Box<dyn Queue>>>,
     state: Mutex<State>,
+    waits: Waits,
     /// The earliest timer moved forward, or the node stops.
     timer_changed: Condvar,
     /// The last request under way ended.
@@ -301,6 +305,7 @@ impl Node {
             best_effort: rules.best_effort,
             queues: OnceLock::new(),
             state: Mutex::new(state),
+            waits: Waits::default(),
             timer_changed: Condvar::new(),
             idle: Condvar::new(),
         });
@@ -462,6 +467,11 @@ impl Node {
         self.shared.lock().record.snapshot()
     }
 
+    /// How often and how long threads waited for each other inside the node.
+    pub fn contention(&self) -> Contention {
+        self.shared.waits.read()
+    }
+
     /// Memory its loaded programs hold.
     pub fn resident(&self) -> Bytes {
         let state = self.shared.lock();
@@ -580,7 +590,16 @@ impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         // A panic under the lock leaves the core in a state it can go on from: every change to it is
         // made by one call of `Core::step`.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                let began = self.clock.now();
+                let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+                self.waits.count(self.clock.now() - began);
+                state
+            }
+        }
     }
 
     fn handle(&self, event: Event) {

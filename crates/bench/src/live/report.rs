@@ -117,6 +117,17 @@ pub struct Preempted {
     pub leaving_pct: f64,
 }
 
+/// How much the node's threads waited for each other.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Lock {
+    /// Waits a second.
+    pub waits_per_second: f64,
+    /// Mean of a wait.
+    pub mean_us: f64,
+    /// Longest.
+    pub max_us: f64,
+}
+
 /// One policy on one workload.
 #[derive(Clone, Debug, Serialize)]
 pub struct Cell {
@@ -156,6 +167,8 @@ pub struct Cell {
     pub preempted: Preempted,
     /// Cores the process kept busy, its clients included; 0 where that is not known.
     pub cpu_cores: f64,
+    /// Waits for the node's lock, warm-up included.
+    pub lock: Lock,
     /// Requests that got no outputs.
     pub errors: u64,
     /// The first one's reason.
