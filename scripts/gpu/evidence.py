@@ -3,8 +3,8 @@
 
     evidence.py RUN_DIR [--command "scripts/gpu.sh OUT"]
 
-Writes evidence/latency.json and evidence/conformance.json. `cargo xtask evidence` says when they are stale, and prints the
-README's table.
+Writes evidence/latency.json and evidence/conformance.json, and evidence/disb.json of what scripts/gpu/disb.sh left; each where
+RUN_DIR has what it is made of. `cargo xtask evidence` says when they are stale, and prints the README's table.
 """
 
 from __future__ import annotations
@@ -46,24 +46,43 @@ def joined(runs: list[dict]) -> dict:
     return whole
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--command", default="scripts/gpu.sh OUT")
-    args = parser.parse_args()
-    head = header(args.run, args.command)
-    found = joined([json.loads(path.read_text()) for path in sorted(args.run.glob("latency*.json"))])
+def write(name: str, content: dict) -> None:
+    (ROOT / "evidence" / name).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_latency(run: Path, head: dict) -> None:
+    found = joined([json.loads(path.read_text()) for path in sorted(run.glob("latency*.json"))])
     profiles = {
         name: [{"batch": plan["batch"], "weight_bytes": plan["weight_bytes"], "run_bytes": plan["run_bytes"],
                 "plain_graph_us": plan["plain_latency_us"]["p50"], "steps": steps(plan) if plan["batch"] == 1 else []}
                for plan in profile["plans"]]
         for name, profile in found["profiles"].items()
     }
-    latency = {**head, "torch": found["torch"], "cudnn": found["cudnn"], "rows": found["rows"], "files": found["files"],
-               "failed": found["failed"], "profiles": profiles}
-    (ROOT / "evidence" / "latency.json").write_text(json.dumps(latency, indent=1) + "\n")
-    conformance = {precision: json.loads((args.run / f"conformance_{precision}.json").read_text()) for precision in ("f32", "f16", "bf16")}
-    (ROOT / "evidence" / "conformance.json").write_text(json.dumps({**head, "precisions": conformance}, indent=1) + "\n")
+    write("latency.json", {**head, "torch": found["torch"], "cudnn": found["cudnn"], "rows": found["rows"],
+                           "files": found["files"], "failed": found["failed"], "profiles": profiles})
+
+
+def write_disb(run: Path, head: dict) -> None:
+    """The cells as they are; the sources' hashes, the device and its driver from the header."""
+    found = json.loads((run / "disb.json").read_text())
+    kept = {key: found[key] for key in ("seed", "alone", "left_out", "cells")}
+    write("disb.json", {**head, "date": found["date"], "command": found["command"], **kept})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--command", default="scripts/gpu.sh OUT")
+    args = parser.parse_args()
+    head = header(args.run, args.command)
+    if any(args.run.glob("latency*.json")):
+        write_latency(args.run, head)
+    precisions = [name for name in ("f32", "f16", "bf16") if (args.run / f"conformance_{name}.json").is_file()]
+    if precisions:
+        conformance = {name: json.loads((args.run / f"conformance_{name}.json").read_text()) for name in precisions}
+        write("conformance.json", {**head, "precisions": conformance})
+    if (args.run / "disb.json").is_file():
+        write_disb(args.run, head)
 
 
 if __name__ == "__main__":

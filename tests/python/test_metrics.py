@@ -43,6 +43,16 @@ def test_name(server: Server, name: str) -> None:
     assert re.search(rf"^# TYPE {name} counter$", server.metrics(), re.MULTILINE)
 
 
+def test_leaving_for_real_time_is_a_histogram(server: Server) -> None:
+    text = server.metrics()
+    name = "atoll_preemption_leave_seconds"
+    assert f"# TYPE {name} histogram" in text
+    counts = [int(count) for count in re.findall(rf'^{name}_bucket\{{model="identity_fp32".* (\d+)$', text, re.MULTILINE)]
+    assert counts and counts == sorted(counts)
+    assert server.metric(f"{name}_count", model="identity_fp32", version="1") == counts[-1]
+    assert "# TYPE atoll_preemptions_caused_total counter" in text
+
+
 def test_pending_is_a_gauge(server: Server) -> None:
     assert "# TYPE nv_inference_pending_request_count gauge" in server.metrics()
 

@@ -43,8 +43,37 @@ fn client(class: Class, model: &str, arrival: Arrival) -> Client {
     }
 }
 
-/// One of [`WORKLOADS`].
-pub fn workload(name: &str, options: &DisbOptions) -> Option<Scenario> {
+/// Shares of the device, in percent, that real time alone used on the paper's GPU (Table 2).
+pub const SHARES_PERCENT: [(&str, f64); 6] =
+    [("A", 44.0), ("B", 97.0), ("C", 44.0), ("D", 70.0), ("E", 70.0), ("REAL", 32.0)];
+
+/// A bar of a figure: its name, and its value by workload where one was published.
+pub type Published = (&'static str, &'static [(&'static str, f64)]);
+
+/// Overall throughput over that of real time alone on the paper's MI50 (Figure 11b and section 7.2; C of REEF is given as
+/// close to GPU streams, whose range begins there).
+pub const PUBLISHED_GAINS: [Published; 3] = [
+    (
+        "REEF, published",
+        &[("A", 1.60), ("B", 1.14), ("C", 3.9), ("D", 3.00), ("E", 2.96), ("REAL", 7.7)],
+    ),
+    ("SEQ, published", &[("A", 1.46), ("B", 0.96), ("REAL", 3.6)]),
+    ("GPUStreams, published", &[("A", 1.66), ("B", 0.76), ("REAL", 8.3)]),
+];
+
+/// Mean real-time latency over that of real time alone on the same GPU (Figure 11a and section 7.2; REEF's from C on are
+/// upper bounds).
+pub const PUBLISHED_LATENCIES: [Published; 3] = [
+    (
+        "REEF, published",
+        &[("A", 1.005), ("B", 1.01), ("C", 1.015), ("D", 1.015), ("E", 1.015), ("REAL", 1.02)],
+    ),
+    ("SEQ, published", &[("A", 1.95), ("B", 1.12), ("REAL", 1.35)]),
+    ("GPUStreams, published", &[("A", 1.84), ("B", 1.70), ("REAL", 3.35)]),
+];
+
+/// The clients of one of [`WORKLOADS`], at the published rates and not staggered.
+pub fn clients(name: &str) -> Option<Vec<Client>> {
     let uniform = |rate: f64| Arrival::Uniform { rate, phase_us: 0 };
     let real_time: Vec<Client> = match name {
         "A" | "C" => vec![client(Class::RealTime, "vgg19", uniform(100.0))],
@@ -59,8 +88,12 @@ pub fn workload(name: &str, options: &DisbOptions) -> Option<Scenario> {
     let best_effort: &[&str] = if matches!(name, "A" | "B") { &["resnet152"] } else { &MODELS };
     let closed =
         |model: &&str| client(Class::BestEffort, model, Arrival::ClosedLoop { think_us: 0 });
-    let clients = real_time.into_iter().chain(best_effort.iter().map(closed)).collect();
-    let mut scenario = scenario(name, clients, options);
+    Some(real_time.into_iter().chain(best_effort.iter().map(closed)).collect())
+}
+
+/// One of [`WORKLOADS`].
+pub fn workload(name: &str, options: &DisbOptions) -> Option<Scenario> {
+    let mut scenario = scenario(name, clients(name)?, options);
     if options.scaled {
         scale(&mut scenario);
     }
@@ -89,26 +122,36 @@ fn scale(scenario: &mut Scenario) {
         alone.sum::<u64>() as f64
     };
     let factor = total(&paper) / total(&here).max(1.0);
-    for client in scenario.clients.iter_mut().filter(|client| client.class == Class::RealTime) {
+    speed_up(&mut scenario.clients, factor);
+    if scenario.clients.iter().any(|client| matches!(client.arrival, Arrival::Trace { .. })) {
+        scenario.seconds /= factor;
+    }
+}
+
+/// Makes real time ask `factor` times as often.
+pub fn speed_up(clients: &mut [Client], factor: f64) {
+    for client in clients.iter_mut().filter(|client| client.class == Class::RealTime) {
         match &mut client.arrival {
             Arrival::Uniform { rate, .. } | Arrival::Poisson { rate } => *rate *= factor,
             Arrival::Trace { times_ms } => times_ms.iter_mut().for_each(|ms| *ms /= factor),
             _ => {}
         }
     }
-    if scenario.clients.iter().any(|client| matches!(client.arrival, Arrival::Trace { .. })) {
-        scenario.seconds /= factor;
-    }
+}
+
+fn stagger(scenario: &mut Scenario) {
+    let Ok(set) = scenario.profiles() else { return };
+    let alone_us = |model: &str| set.model(model).map_or(0, |m| m.alone(&set.gpu).as_micros());
+    stagger_by(&mut scenario.clients, alone_us);
 }
 
 /// Clients of equal rate start one after another, each after the stand-alone latency of those before it.
-fn stagger(scenario: &mut Scenario) {
-    let Ok(set) = scenario.profiles() else { return };
+pub fn stagger_by(clients: &mut [Client], alone_us: impl Fn(&str) -> u64) {
     let mut offset = 0;
-    for client in &mut scenario.clients {
+    for client in clients {
         if let Arrival::Uniform { phase_us, .. } = &mut client.arrival {
             *phase_us = offset;
-            offset += set.model(&client.model).map_or(0, |m| m.alone(&set.gpu).as_micros());
+            offset += alone_us(&client.model);
         }
     }
 }
@@ -140,8 +183,8 @@ struct DisbClient {
     model_name: String,
 }
 
-/// Reads a workload in DISB's own JSON.
-pub fn read(path: &Path, name: &str, options: &DisbOptions) -> Result<Scenario, ScenarioError> {
+/// Reads a workload in DISB's own JSON: its clients, and the seconds it takes.
+pub fn read_clients(path: &Path) -> Result<(Vec<Client>, f64), ScenarioError> {
     let shown = path.display().to_string();
     let text =
         std::fs::read_to_string(path).map_err(|err| ScenarioError::Read(shown.clone(), err))?;
@@ -157,9 +200,14 @@ pub fn read(path: &Path, name: &str, options: &DisbOptions) -> Result<Scenario, 
         };
         client(class, task.client.model_name.trim_end_matches("-imagenet"), arrival)
     };
-    let clients = file.tasks.iter().map(of).collect();
+    Ok((file.tasks.iter().map(of).collect(), file.time))
+}
+
+/// Reads a workload in DISB's own JSON.
+pub fn read(path: &Path, name: &str, options: &DisbOptions) -> Result<Scenario, ScenarioError> {
+    let (clients, seconds) = read_clients(path)?;
     let mut scenario = scenario(name, clients, options);
-    scenario.seconds = scenario.seconds.min(file.time);
+    scenario.seconds = scenario.seconds.min(seconds);
     if options.scaled {
         scale(&mut scenario);
     }

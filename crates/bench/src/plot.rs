@@ -3,8 +3,13 @@
 use std::fmt::Write as _;
 
 /// Colours that stay apart for colour-blind readers (Okabe and Ito).
-pub const COLOURS: [&str; 8] =
-    ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#999999"];
+pub const COLOURS: [&str; 9] = [
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#999999",
+    "#000000",
+];
+
+/// Names of bars side by side above a chart.
+const LEGEND_COLUMNS: usize = 6;
 
 /// A group of bars for every label.
 #[derive(Clone, Debug)]
@@ -37,7 +42,8 @@ pub fn svg(charts: &[Chart]) -> String {
 }
 
 fn draw(text: &mut String, chart: &Chart, width: f64, height: f64) {
-    let (left, top, bottom) = (60.0, 56.0, height - 30.0);
+    let legend_rows = chart.bars.len().div_ceil(LEGEND_COLUMNS).max(1);
+    let (left, top, bottom) = (60.0, 42.0 + 14.0 * legend_rows as f64, height - 30.0);
     let largest = chart.bars.iter().flat_map(|(_, values)| values).copied().fold(1e-9, f64::max);
     let step = round_step(largest);
     let ticks = (largest / step).ceil().max(1.0) as u32;
@@ -48,12 +54,14 @@ fn draw(text: &mut String, chart: &Chart, width: f64, height: f64) {
         chart.title, chart.unit
     );
     for (index, (name, _)) in chart.bars.iter().enumerate() {
-        let x = left + 128.0 * index as f64;
+        let x = left + 148.0 * (index % LEGEND_COLUMNS) as f64;
+        let y = 26.0 + 14.0 * (index / LEGEND_COLUMNS) as f64;
         let colour = COLOURS[index % COLOURS.len()];
         let _ = writeln!(
             text,
-            "<rect x=\"{x}\" y=\"26\" width=\"10\" height=\"10\" fill=\"{colour}\"/><text x=\"{}\" y=\"35\">{name}</text>",
-            x + 14.0
+            "<rect x=\"{x}\" y=\"{y}\" width=\"10\" height=\"10\" fill=\"{colour}\"/><text x=\"{}\" y=\"{}\">{name}</text>",
+            x + 14.0,
+            y + 9.0
         );
     }
     for tick in 0..=ticks {

@@ -63,6 +63,13 @@ pub(crate) struct DeviceArgs {
     #[arg(long, env = "ATOLL_DEVICE", default_value = "cpu")]
     pub(crate) device: String,
 
+    #[command(flatten)]
+    pub(crate) settings: DeviceSettings,
+}
+
+/// How a device is used.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct DeviceSettings {
     /// What a GPU stores numbers in; sums are single precision in any case
     #[arg(long, env = "ATOLL_PRECISION", value_enum, default_value_t)]
     pub(crate) precision: PrecisionArg,
@@ -178,6 +185,11 @@ pub(crate) struct ServeArgs {
     /// Requests that may be under way at once
     #[arg(long, env = "ATOLL_MAX_REQUESTS", default_value_t = 16384, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_requests: u32,
+
+    /// How real time and best effort share the device: atoll, reef_n, sequential, free_streams,
+    /// priority_streams or rt_only
+    #[arg(long, env = "ATOLL_POLICY", default_value = "atoll")]
+    pub(crate) policy: String,
 
     /// Share of time in percent that best effort keeps under saturating real-time load
     #[arg(long, env = "ATOLL_BEST_EFFORT_SHARE", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=90))]

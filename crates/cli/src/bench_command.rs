@@ -9,6 +9,8 @@ use bench::{batching, preemption};
 use clap::{Args, Subcommand};
 use runtime::policy::NAMES;
 
+use crate::args::DeviceSettings;
+use crate::disb_command;
 use crate::failure::Failure;
 use crate::sim_command::write;
 
@@ -21,7 +23,7 @@ pub(crate) struct BenchArgs {
 #[derive(Clone, Debug, Subcommand)]
 pub(crate) enum Which {
     /// DISB: real-time latency and overall throughput of every execution policy
-    Disb(DisbArgs),
+    Disb(Box<DisbArgs>),
     /// How long preemption takes, by model and by shape of the work
     Preemption {
         /// Print as JSON
@@ -41,17 +43,26 @@ pub(crate) enum Which {
   atoll bench disb --device sim --workload A --policy ALL --json
   atoll bench disb --device sim --workload ALL --policy ALL --plot out.svg
   atoll bench disb --device sim --workload REAL --trace REAL.json --policy atoll
-  atoll bench disb --device sim --gpu h200 --scaled --workload C --policy ALL")]
+  atoll bench disb --device sim --gpu h200 --scaled --workload C --policy ALL
+  atoll bench disb --device cuda:0 --models models --workload A,D --policy ALL --rates scaled \\
+                   --seconds 10 --json disb.json --svg disb.svg
+
+On a real device the folder holds resnet152.onnx, densenet201.onnx, vgg19.onnx, inception_v3.onnx and
+distilbert.onnx, as far as the workloads need them; real time alone always runs first.")]
 pub(crate) struct DisbArgs {
-    /// Device: sim
+    /// Device: sim for virtual time; cpu or cuda:N for real models in real time
     #[arg(long, default_value = "sim")]
     pub(crate) device: String,
 
-    /// A, B, C, D, E, REAL or ALL
+    /// Folder of the benchmark's models, for a real device
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) models: Option<PathBuf>,
+
+    /// A, B, C, D, E, REAL, several of them separated by commas, or ALL
     #[arg(long, default_value = "ALL")]
     pub(crate) workload: String,
 
-    /// An execution policy, or ALL
+    /// An execution policy, several separated by commas, or ALL
     #[arg(long, default_value = "ALL")]
     pub(crate) policy: String,
 
@@ -71,17 +82,24 @@ pub(crate) struct DisbArgs {
     #[arg(long)]
     pub(crate) scaled: bool,
 
+    /// On a real device: literal as published, scaled as with --scaled, or both
+    #[arg(long)]
+    pub(crate) rates: Option<String>,
+
     /// DISB's REAL workload in its own JSON
     #[arg(long, env = "ATOLL_DISB_REAL", value_name = "FILE")]
     pub(crate) trace: Option<PathBuf>,
 
-    /// Print as JSON
-    #[arg(long)]
-    pub(crate) json: bool,
+    /// Print as JSON, or write it to a file
+    #[arg(long, value_name = "FILE", num_args = 0..=1)]
+    pub(crate) json: Option<Option<PathBuf>>,
 
     /// Draw latency, throughput and preemption as bars
-    #[arg(long, value_name = "FILE.svg")]
+    #[arg(long, alias = "svg", value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) settings: DeviceSettings,
 }
 
 /// Runs the command.
@@ -95,15 +113,15 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
 
 fn run_disb(args: &DisbArgs) -> Result<(), Failure> {
     if args.device != "sim" {
-        return Err(Failure::usage(format!("--device {}: only sim runs this", args.device)));
+        return disb_command::run(args);
     }
     let policies: Vec<String> = match args.policy.as_str() {
         "ALL" => NAMES.map(str::to_string).into(),
-        one => vec![one.to_string()],
+        list => list.split(',').map(|name| name.trim().to_string()).collect(),
     };
     let mut workloads: Vec<&str> = match args.workload.as_str() {
         "ALL" => disb::WORKLOADS.into(),
-        one => vec![one],
+        list => list.split(',').map(str::trim).collect(),
     };
     if args.workload == "ALL" && args.trace.is_some() {
         workloads.push("REAL");
@@ -116,16 +134,22 @@ fn run_disb(args: &DisbArgs) -> Result<(), Failure> {
     if let Some(path) = &args.plot {
         write(path, &plot::svg(&charts(&reports)))?;
     }
-    if args.json {
-        println!("{}", serde_json::to_string_pretty(&reports).map_err(Failure::failed)?);
-    } else {
-        print!("{}", table(&reports));
+    match &args.json {
+        None => print!("{}", table(&reports)),
+        Some(file) => {
+            let text = serde_json::to_string_pretty(&reports).map_err(Failure::failed)? + "\n";
+            match file {
+                Some(path) => write(path, &text)?,
+                None => print!("{text}"),
+            }
+        }
     }
     Ok(())
 }
 
 fn scenario(args: &DisbArgs, workload: &str) -> Result<bench::scenario::Scenario, Failure> {
-    let (gpu, seed, scaled) = (args.gpu.clone(), args.seed, args.scaled);
+    let scaled = args.scaled || args.rates.as_deref() == Some("scaled");
+    let (gpu, seed) = (args.gpu.clone(), args.seed);
     let options = DisbOptions { gpu, seconds: args.seconds, seed, scaled };
     if workload == "REAL" {
         let path = args.trace.as_ref().ok_or_else(|| {

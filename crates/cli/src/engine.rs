@@ -21,10 +21,11 @@ pub(crate) fn open_device(args: &DeviceArgs) -> Result<Arc<dyn Device>, Failure>
     if args.device.starts_with("cuda") {
         return Ok(Arc::new(open_gpu(args)?));
     }
+    let settings = &args.settings;
     match args.device.as_str() {
         "cpu" => {
             let options =
-                CpuOptions { threads: args.threads, queues: usize::from(args.cpu_queues) };
+                CpuOptions { threads: settings.threads, queues: usize::from(settings.cpu_queues) };
             Ok(Arc::new(CpuDevice::new(options)))
         }
         other => Err(Failure::usage(format!(
@@ -39,15 +40,16 @@ pub(crate) fn open_gpu(args: &DeviceArgs) -> Result<CudaDevice, Failure> {
     let number: usize = number.ok_or_else(|| {
         Failure::usage(format!("'{}' is no GPU; the first one is cuda:0", args.device))
     })?;
+    let settings = &args.settings;
     let options = CudaOptions {
-        precision: match args.precision {
+        precision: match settings.precision {
             PrecisionArg::F16 => Precision::F16,
             PrecisionArg::Bf16 => Precision::BF16,
             PrecisionArg::F32 => Precision::F32,
         },
-        cache_dir: args.kernel_cache.clone().or_else(default_cache),
-        toolkit: args.cuda_toolkit.clone(),
-        chain_length: usize::from(args.best_effort_chain),
+        cache_dir: settings.kernel_cache.clone().or_else(default_cache),
+        toolkit: settings.cuda_toolkit.clone(),
+        chain_length: usize::from(settings.best_effort_chain),
         ..CudaOptions::default()
     };
     let compiler = GpuCompiler::new(Some(Arc::new(CpuEvaluator)));

@@ -6,6 +6,7 @@ mod binding;
 mod check_command;
 mod conformance_command;
 mod demo_command;
+mod disb_command;
 mod engine;
 mod failure;
 mod loader;

@@ -9,7 +9,7 @@ use base::MonotonicClock;
 use device::Device;
 use model::repository::Repository;
 use model::store::Store;
-use runtime::{Node, NodeOptions};
+use runtime::{Node, NodeError, NodeOptions};
 use server::{LocalNode, RunningServer, Server, ServerOptions};
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -75,7 +75,10 @@ pub(crate) fn start_node(
     options: NodeOptions,
 ) -> Result<Arc<Node>, Failure> {
     let clock = Arc::new(MonotonicClock::new());
-    Node::start(device, options, clock).map(Arc::new).map_err(Failure::failed)
+    Node::start(device, options, clock).map(Arc::new).map_err(|err| match err {
+        NodeError::Device(err) => Failure::failed(err),
+        other => Failure::usage(other),
+    })
 }
 
 /// Listens where `args` say.
@@ -104,8 +107,10 @@ async fn serve(
     // The signals are taken over before anything can be seen from outside.
     let stop = Stop::new()?;
     let options = NodeOptions {
+        policy: args.policy.clone(),
         max_requests: args.max_requests as usize,
         best_effort_share_percent: args.best_effort_share,
+        ..NodeOptions::default()
     };
     let description = device.info().description.clone();
     let service = LocalNode::new(start_node(device, options)?, loader.clone());
@@ -121,6 +126,7 @@ async fn serve(
         grpc = address_text(server.grpc_addr),
         metrics = address_text(server.metrics_addr),
         device = description,
+        policy = service.node().policy(),
         started_ms = started.elapsed().as_millis() as u64,
         "ready"
     );

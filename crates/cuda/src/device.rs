@@ -58,7 +58,7 @@ impl Default for CudaOptions {
             precision: Precision::default(),
             cache_dir: None,
             toolkit: None,
-            queues: 4,
+            queues: 6,
             chain_length: 16,
             plans_most: 32,
             sizes: Vec::new(),

@@ -431,6 +431,18 @@ impl Core {
         self.model(model).map_or((0, 0), |state| (state.waiting, state.under_way))
     }
 
+    /// The model of the real-time request that is to start next, if one waits.
+    pub fn next_real_time(&self) -> Option<ModelId> {
+        let (_, request) = self.real_time.peek()?;
+        self.requests.get(request).map(|state| state.model)
+    }
+
+    /// Whether nobody waits for the answer of a request that still runs.
+    pub fn is_given_up(&self, request: RequestId) -> bool {
+        let phase = self.requests.get(request).map(|state| state.phase);
+        matches!(phase, Some(Phase::GivenUp(_)))
+    }
+
     /// Takes `event` in at time `now` and appends what is to be done.
     pub fn step(&mut self, now: Nanos, event: Event, actions: &mut Vec<Action>) {
         match event {

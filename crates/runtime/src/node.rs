@@ -1,21 +1,29 @@
 //! The node: the core, driven by a real device and a real clock.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use base::{Bytes, Clock, Histogram, Nanos};
 use device::{
-    Completion, CompletionSink, Device, DeviceError, Outcome, PreemptionLevel, Program, Queue,
-    QueueOptions, Segment, Task,
+    Completion, CompletionSink, Device, DeviceError, Outcome, Program, Queue, Segment, Task,
 };
 use model::Tensor;
 use model::config::{Class, ModelConfig};
 use thiserror::Error;
 
-use crate::core::{Action, Core, CoreOptions, End, Event, ModelId, QueueLayout, RequestId};
-use crate::policy::{Atoll, Beside, Left, Policy, Rules};
+use crate::core::{Action, Core, CoreOptions, End, Event, ModelId, RequestId};
+use crate::policy::{Left, Policy};
+
+mod contention;
+mod layout;
+mod preemptions;
+
+pub use self::contention::Contention;
+use self::contention::Waits;
+pub use self::preemptions::{LEAVE_BOUNDS_US, Leaving, Preemption, Preemptions};
+use self::preemptions::{OnQueue, Order, Record};
 
 /// A loaded model of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -24,19 +32,62 @@ pub struct ModelKey {
     generation: u64,
 }
 
-/// Limits of a node.
-#[derive(Clone, Debug)]
+/// What goes into a node's core and comes out of it, for those who keep or check it. Called with the node's lock held.
+pub trait Observer: Send + Sync {
+    /// The core is about to take `event` in.
+    fn event(&self, now: Nanos, event: &Event);
+    /// The node is about to carry `action` out.
+    fn action(&self, now: Nanos, action: &Action);
+}
+
+/// Settings of a node.
+#[derive(Clone)]
 pub struct NodeOptions {
+    /// How real time and best effort share the device: one of [`crate::policy::NAMES`].
+    pub policy: String,
     /// Requests that may be under way at once, over all models.
     pub max_requests: usize,
     /// Least share of time, in percent, that best effort gets under saturating real-time load.
     pub best_effort_share_percent: u32,
+    /// Real-time queues of a policy that runs everything side by side.
+    pub real_time_queues: usize,
+    /// Best-effort queues of such a policy.
+    pub best_effort_queues: usize,
+    /// Preemptions that are remembered one by one.
+    pub preemptions_kept: usize,
+    /// Told of everything the core takes in and decides.
+    pub observer: Option<Arc<dyn Observer>>,
 }
 
 impl Default for NodeOptions {
     fn default() -> Self {
-        NodeOptions { max_requests: 65_536, best_effort_share_percent: 0 }
+        NodeOptions {
+            policy: "atoll".to_string(),
+            max_requests: 65_536,
+            best_effort_share_percent: 0,
+            real_time_queues: 4,
+            best_effort_queues: 6,
+            preemptions_kept: 1_024,
+            observer: None,
+        }
     }
+}
+
+/// Why a node does not start.
+#[derive(Debug, Error)]
+pub enum NodeError {
+    /// No policy has that name.
+    #[error("there is no policy '{0}'; there are: {1}")]
+    UnknownPolicy(String, String),
+    /// No device does what the policy asks of it.
+    #[error(
+        "policy '{0}' kills running kernels and fuses others with them, which no device here can; \
+         it runs in the simulation: atoll bench disb --device sim --policy {0}"
+    )]
+    NotCarriedOut(String),
+    /// The device does not open its queues.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
 }
 
 /// One inference to do.
@@ -71,6 +122,9 @@ pub enum Rejection {
     /// The client went away or asked to.
     #[error("the request was cancelled")]
     Cancelled,
+    /// The policy runs no best effort.
+    #[error("best-effort requests are not run under this policy; send it as real time")]
+    RealTimeOnly,
     /// The node is draining.
     #[error("the server is shutting down")]
     ShuttingDown,
@@ -152,9 +206,13 @@ type ReplyFn = Box<dyn FnOnce(Reply) + Send>;
 struct Shared {
     device: Arc<dyn Device>,
     clock: Arc<dyn Clock>,
+    observer: Option<Arc<dyn Observer>>,
     max_requests: usize,
+    /// Whether the policy runs best effort at all.
+    best_effort: bool,
     queues: OnceLock<Vec<Box<dyn Queue>>>,
     state: Mutex<State>,
+    waits: Waits,
     /// The earliest timer moved forward, or the node stops.
     timer_changed: Condvar,
     /// The last request under way ended.
@@ -168,12 +226,14 @@ struct State {
     models: Vec<Option<ModelEntry>>,
     next_generation: u64,
     armed_timer: Option<Nanos>,
+    record: Record,
     stopping: bool,
 }
 
 /// What the node keeps of a request while the core decides about it.
 struct Live {
     model: ModelId,
+    class: Class,
     task: Option<Box<dyn Task>>,
     outputs: Option<Vec<Tensor>>,
     failure: Option<DeviceError>,
@@ -188,6 +248,7 @@ struct ModelEntry {
     defaults: Defaults,
     queue_capacity: usize,
     stats: ModelStats,
+    leaving: Leaving,
 }
 
 #[derive(Clone, Copy)]
@@ -197,31 +258,12 @@ struct Defaults {
     timeout: Option<Nanos>,
 }
 
-/// Atoll's policy as far as devices carry it out: none of them holds a queue to a budget, so best effort would not pad real
-/// time but run against it.
-#[derive(Clone, Copy, Debug)]
-struct Unpadded;
-
-impl Policy for Unpadded {
-    fn name(&self) -> &'static str {
-        Atoll.name()
-    }
-
-    fn rules(&self) -> Rules {
-        Rules { beside: Beside::Nothing, ..Atoll.rules() }
-    }
-}
-
-/// What the queues of a device are for. Where work leaves only between steps, real time waits for the step that runs
-/// whichever queue it has, so all queues take anything. Where it leaves faster, one is kept for real time: the device lets
-/// its work go first, and that work never leaves for other.
-fn layout_of(preemption: PreemptionLevel, queues: usize) -> QueueLayout {
-    let queues = queues.max(1);
-    if preemption > PreemptionLevel::BetweenLaunches {
-        QueueLayout { shared: 0, real_time: 1, best_effort: (queues - 1).max(1) }
-    } else {
-        QueueLayout { shared: queues, real_time: 0, best_effort: 0 }
-    }
+/// How a segment came back.
+struct SegmentEnd {
+    next_step: usize,
+    step_count: usize,
+    finished: bool,
+    busy: Nanos,
 }
 
 /// A reply that is due, to be sent once the lock is free.
@@ -233,43 +275,43 @@ impl Node {
         device: Arc<dyn Device>,
         options: NodeOptions,
         clock: Arc<dyn Clock>,
-    ) -> Result<Node, DeviceError> {
-        let layout = layout_of(device.info().preemption, device.info().queues);
-        let queue_count = layout.shared + layout.real_time + layout.best_effort;
-        let first = layout.shared..layout.shared + layout.real_time;
-        let goes_first = |queue: usize| Unpadded.rules().high_priority && first.contains(&queue);
+    ) -> Result<Node, NodeError> {
+        let policy = layout::policy(&options.policy)?;
+        let rules = policy.rules();
+        let info = device.info();
+        let queues = layout::layout(&rules, info.preemption, info.queues, &options);
+        let opened: Vec<_> = layout::queue_options(&rules, queues).collect();
         let core = CoreOptions {
-            queues: layout,
+            queues,
             max_requests: options.max_requests,
             best_effort_share_percent: options.best_effort_share_percent,
             ..CoreOptions::default()
         };
-        let core = Core::with_policy(core, Box::new(Unpadded));
         let state = State {
-            core,
+            core: Core::with_policy(core, Box::new(policy)),
             actions: Vec::new(),
             live: Vec::new(),
             models: Vec::new(),
             next_generation: 0,
             armed_timer: None,
+            record: Record::new(opened.len(), options.preemptions_kept),
             stopping: false,
         };
         let shared = Arc::new(Shared {
             device,
             clock,
+            observer: options.observer,
             max_requests: options.max_requests,
+            best_effort: rules.best_effort,
             queues: OnceLock::new(),
             state: Mutex::new(state),
+            waits: Waits::default(),
             timer_changed: Condvar::new(),
             idle: Condvar::new(),
         });
         let sink: Arc<dyn CompletionSink> = Arc::new(Sink(Arc::downgrade(&shared)));
-        let mut queues = Vec::with_capacity(queue_count);
-        for queue in 0..queue_count {
-            let high_priority = goes_first(queue);
-            let preemptible = !first.contains(&queue);
-            let id = queue as u32;
-            let options = QueueOptions { id, capacity: 1, high_priority, preemptible };
+        let mut queues = Vec::with_capacity(opened.len());
+        for options in opened {
             queues.push(shared.device.open_queue(options, sink.clone())?);
         }
         let _ = shared.queues.set(queues);
@@ -287,6 +329,11 @@ impl Node {
     /// The device.
     pub fn device(&self) -> &Arc<dyn Device> {
         &self.shared.device
+    }
+
+    /// The name of the policy it follows.
+    pub fn policy(&self) -> &'static str {
+        self.shared.lock().core.policy_name()
     }
 
     /// The clock all timings are read from.
@@ -309,6 +356,7 @@ impl Node {
             },
             queue_capacity: config.queue_capacity,
             stats: ModelStats::default(),
+            leaving: Leaving::default(),
             program,
         };
         let event = Event::ModelAdded {
@@ -349,6 +397,10 @@ impl Node {
         let Some((program, defaults)) = found else {
             return refused(reply, Rejection::NoSuchModel);
         };
+        let class = request.class.unwrap_or(defaults.class);
+        if class == Class::BestEffort && !shared.best_effort {
+            return refused(reply, Rejection::RealTimeOnly);
+        }
         // The copy into the device's own memory happens on the caller's thread and outside the lock.
         let task = match program.prepare(request.inputs) {
             Ok(task) => task,
@@ -377,6 +429,7 @@ impl Node {
             id,
             Live {
                 model,
+                class,
                 task: Some(task),
                 outputs: None,
                 failure: None,
@@ -388,7 +441,7 @@ impl Node {
         let event = Event::Arrival {
             request: id,
             model,
-            class: request.class.unwrap_or(defaults.class),
+            class,
             priority: request.priority.unwrap_or(defaults.priority),
             deadline: timeout.map_or(Nanos::MAX, |timeout| arrived + timeout),
         };
@@ -402,6 +455,21 @@ impl Node {
         let mut stats = state.model(model)?.stats.clone();
         stats.pending = state.core.load_of(ModelId(model.slot)).1 as u64;
         Some(stats)
+    }
+
+    /// How long `model` took to leave for real time, and how often others left for it.
+    pub fn leaving(&self, model: ModelKey) -> Option<Leaving> {
+        Some(self.shared.lock().model(model)?.leaving.clone())
+    }
+
+    /// The latest times that work was made to leave.
+    pub fn preemptions(&self) -> Preemptions {
+        self.shared.lock().record.snapshot()
+    }
+
+    /// How often and how long threads waited for each other inside the node.
+    pub fn contention(&self) -> Contention {
+        self.shared.waits.read()
     }
 
     /// Memory its loaded programs hold.
@@ -454,6 +522,62 @@ impl State {
         (entry.generation == key.generation).then_some(entry)
     }
 
+    fn key(&self, model: ModelId) -> Option<ModelKey> {
+        let entry = self.models.get(model.0 as usize)?.as_ref()?;
+        Some(ModelKey { slot: model.0, generation: entry.generation })
+    }
+
+    fn live(&self, request: RequestId) -> Option<&Live> {
+        self.live.get(request.slot())?.as_ref()
+    }
+
+    /// The real-time model for which `actions` make work leave: of the request that starts among them, or else of the one
+    /// that waits first.
+    fn cause(&self, actions: &[Action]) -> Option<ModelKey> {
+        let started = actions.iter().find_map(|action| match action {
+            Action::Launch { request, .. } => {
+                self.live(*request).filter(|live| live.class == Class::RealTime)
+            }
+            _ => None,
+        });
+        self.key(started.map(|live| live.model).or_else(|| self.core.next_real_time())?)
+    }
+
+    /// Notes that the work on `queue` was told to leave.
+    fn note_order(&mut self, now: Nanos, queue: usize, cause: Option<ModelKey>) {
+        let Some(Some(on_queue)) = self.record.queues.get_mut(queue) else { return };
+        let caused_by = cause.filter(|_| !self.core.is_given_up(on_queue.request));
+        on_queue.order = Some(Order { at: now, caused_by });
+    }
+
+    /// Books that `queue` is free again; whether its work had been told to leave for real time and did.
+    fn note_left(&mut self, now: Nanos, queue: usize, end: &SegmentEnd) -> bool {
+        let Some(on_queue) = self.record.queues.get_mut(queue).and_then(Option::take) else {
+            return false;
+        };
+        let model = self.live(on_queue.request).map(|live| live.model);
+        let (Some(order), Some(model)) = (on_queue.order, model) else { return false };
+        let Some(key) = self.key(model) else { return false };
+        let preemption = Preemption {
+            ordered: order.at,
+            left: now,
+            caused_by: order.caused_by,
+            model: key,
+            queue,
+            steps: on_queue.first_step..end.next_step,
+            step_count: end.step_count,
+            finished: end.finished,
+            busy: end.busy,
+        };
+        if let Some(causer) = order.caused_by.and_then(|key| self.model_mut(key)) {
+            causer.leaving.caused += 1;
+        }
+        if let Some(entry) = &mut self.models[model.0 as usize] {
+            self.record.add(preemption, &mut entry.leaving);
+        }
+        order.caused_by.is_some() && !end.finished
+    }
+
     fn keep(&mut self, id: RequestId, live: Live) {
         if id.slot() >= self.live.len() {
             self.live.resize_with(id.slot() + 1, || None);
@@ -466,7 +590,16 @@ impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         // A panic under the lock leaves the core in a state it can go on from: every change to it is
         // made by one call of `Core::step`.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                let began = self.clock.now();
+                let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+                self.waits.count(self.clock.now() - began);
+                state
+            }
+        }
     }
 
     fn handle(&self, event: Event) {
@@ -479,8 +612,12 @@ impl Shared {
         let mut events = VecDeque::from([event]);
         while let Some(event) = events.pop_front() {
             let now = self.clock.now();
+            if let Some(observer) = &self.observer {
+                observer.event(now, &event);
+            }
             let mut actions = std::mem::take(&mut state.actions);
             state.core.step(now, event, &mut actions);
+            self.note_orders(&mut state, now, &actions);
             for action in actions.drain(..) {
                 self.act(&mut state, now, action, &mut events, &mut due);
             }
@@ -493,6 +630,19 @@ impl Shared {
         drop(state);
         for (send, reply) in due {
             send(reply);
+        }
+    }
+
+    fn note_orders(&self, state: &mut State, now: Nanos, actions: &[Action]) {
+        if let Some(observer) = &self.observer {
+            actions.iter().for_each(|action| observer.action(now, action));
+        }
+        let mut cause = None;
+        for action in actions {
+            if let Action::Preempt { queue, .. } = action {
+                let cause = *cause.get_or_insert_with(|| state.cause(actions));
+                state.note_order(now, *queue, cause);
+            }
         }
     }
 
@@ -516,6 +666,9 @@ impl Shared {
                 let Some(task) = live.task.take() else { return };
                 // The core counts the plan's steps; the device may have made more or fewer of them.
                 let steps = task.next_step()..task.step_count();
+                if let Some(slot) = state.record.queues.get_mut(queue) {
+                    *slot = Some(OnQueue { request, first_step: steps.start, order: None });
+                }
                 let segment = Segment { token: request.slot() as u64, task, steps };
                 let queues = self.queues.get().map(Vec::as_slice).unwrap_or_default();
                 let launched = match queues.get(queue) {
@@ -589,6 +742,12 @@ impl Shared {
         let Completion { queue, token, task, outcome, busy } = completion;
         let queue = queue as usize;
         let next_step = task.next_step();
+        let end = SegmentEnd {
+            next_step,
+            step_count: task.step_count(),
+            finished: outcome == Outcome::Done,
+            busy,
+        };
         let (event, task, outputs, failure) = match outcome {
             Outcome::Left => {
                 let left = Left::before(next_step);
@@ -602,7 +761,7 @@ impl Shared {
             },
         };
         let mut state = self.lock();
-        let left = task.is_some();
+        let left = state.note_left(self.clock.now(), queue, &end);
         if let Some(live) = state.live.get_mut(token as usize).and_then(Option::as_mut) {
             live.task = task;
             live.outputs = outputs;

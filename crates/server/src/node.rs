@@ -153,6 +153,7 @@ fn rejection(model: &Served, rejection: Rejection) -> ApiError {
         Rejection::QueueFull { .. } => ApiError::unavailable(message()).retry_after(1),
         Rejection::DeadlineExceeded => ApiError::new(ErrorKind::DeadlineExceeded, message()),
         Rejection::Cancelled => ApiError::new(ErrorKind::Cancelled, message()),
+        Rejection::RealTimeOnly => ApiError::unsupported(message()),
         Rejection::ShuttingDown => ApiError::shutting_down(),
         Rejection::Device(DeviceError::BadInput(why)) => ApiError::invalid(why.clone()),
         Rejection::Device(DeviceError::Unsupported { .. }) => ApiError::unsupported(message()),
@@ -419,7 +420,7 @@ impl InferenceService for LocalNode {
     fn write_metrics(&self, text: &mut String) {
         let models = self.inner.catalogue.all();
         let device = &self.inner.node.device().info().name;
-        exposition::write(text, &models, device, self.inner.node.resident().0);
+        exposition::write(text, &models, device, &self.inner.node);
     }
 
     fn drain(&self, limit: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {

@@ -11,7 +11,7 @@ use api::*;
 use base::{MonotonicClock, Nanos};
 use bytes::Bytes;
 use model::Tensor;
-use model::config::ModelConfig;
+use model::config::{Class, ModelConfig};
 use runtime::{Node, NodeOptions};
 use server::LocalNode;
 
@@ -246,6 +246,37 @@ async fn what_is_done_is_counted() {
     node.write_metrics(&mut text);
     assert!(text.contains("nv_inference_request_success{model=\"m\",version=\"1\"} 2\n"), "{text}");
     assert!(text.contains("nv_inference_count{model=\"m\",version=\"1\"} 4\n"), "{text}");
+}
+
+fn metrics(node: &LocalNode) -> String {
+    let mut text = String::new();
+    node.write_metrics(&mut text);
+    text
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn leaving_for_real_time_is_counted() {
+    let Fixture { node, .. } = start(Duration::from_millis(300), &["fast", "slow"]).await;
+    let with_class = |class| {
+        let options = InferOptions { class: Some(class), ..InferOptions::default() };
+        InferRequest { options, ..request(floats(&[1.0])) }
+    };
+    let background = infer(&node, "slow", with_class(Class::BestEffort));
+    let urgent = async {
+        while !metrics(&node).contains("pending_request_count{model=\"slow\",version=\"1\"} 1\n") {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        infer(&node, "fast", with_class(Class::RealTime)).await
+    };
+    let (background, urgent) = futures_util::future::join(background, urgent).await;
+    assert!(background.is_ok() && urgent.is_ok());
+    let text = metrics(&node);
+    let has = |line: &str| assert!(text.contains(line), "{line} is not in:\n{text}");
+    has("atoll_preemptions_total{model=\"slow\",version=\"1\"} 1\n");
+    has("atoll_preemption_leave_seconds_count{model=\"slow\",version=\"1\"} 1\n");
+    has("atoll_preemption_leave_seconds_bucket{model=\"slow\",version=\"1\",le=\"+Inf\"} 1\n");
+    has("atoll_preemption_leave_seconds_count{model=\"fast\",version=\"1\"} 0\n");
+    has("atoll_preemptions_caused_total{model=\"fast\",version=\"1\"} 1\n");
 }
 
 fn picture() -> Bytes {

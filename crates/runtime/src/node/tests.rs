@@ -6,7 +6,7 @@ use base::{MonotonicClock, Random};
 use model::LaunchPlan;
 
 use super::*;
-use device::DeviceInfo;
+use device::{DeviceInfo, PreemptionLevel, QueueOptions};
 
 /// Steps of a task; the plan it is of has none, as if the device had made steps of its own.
 const STEPS: usize = 10;
@@ -137,6 +137,21 @@ struct Bench {
 
 impl Bench {
     fn new(preemption: PreemptionLevel, queues: usize) -> Bench {
+        Bench::with(preemption, queues, NodeOptions::default())
+    }
+
+    fn under(policy: &str) -> Bench {
+        let policy = policy.to_string();
+        let options = NodeOptions {
+            policy,
+            real_time_queues: 2,
+            best_effort_queues: 3,
+            ..NodeOptions::default()
+        };
+        Bench::with(PreemptionLevel::InsideTile, 3, options)
+    }
+
+    fn with(preemption: PreemptionLevel, queues: usize, options: NodeOptions) -> Bench {
         let info = DeviceInfo {
             name: "recorder".to_string(),
             description: String::new(),
@@ -148,7 +163,7 @@ impl Bench {
         let book = Arc::new(Mutex::new(Book::default()));
         let device = Arc::new(Recorder { info, book: book.clone() });
         let clock = Arc::new(MonotonicClock::new());
-        let node = Node::start(device, NodeOptions::default(), clock).unwrap();
+        let node = Node::start(device, options, clock).unwrap();
         let models = [Class::RealTime, Class::BestEffort].map(|class| {
             let program = RecordedProgram { plan: Arc::default(), class };
             let config = ModelConfig { class, ..ModelConfig::default() };
@@ -287,4 +302,126 @@ fn check_calls(bench: &Bench) {
     }
     let book = bench.book.lock().unwrap();
     assert!(book.queues.iter().all(|queue| queue.high_priority == (queue.id == 0)));
+}
+
+/// High priority and preemptible of every queue.
+fn queues(bench: &Bench) -> Vec<(bool, bool)> {
+    let book = bench.book.lock().unwrap();
+    book.queues.iter().map(|queue| (queue.high_priority, queue.preemptible)).collect()
+}
+
+#[test]
+fn queues_follow_from_policy_and_device() {
+    let (plain, first, leaves) = ((false, false), (true, false), (false, true));
+    assert_eq!(queues(&Bench::under("atoll")), [first, leaves, leaves]);
+    assert_eq!(queues(&Bench::under("reef_n")), [first, leaves, leaves]);
+    assert_eq!(queues(&Bench::under("sequential")), [plain]);
+    assert_eq!(queues(&Bench::under("free_streams")), [plain; 5]);
+    assert_eq!(queues(&Bench::under("priority_streams")), [first, first, plain, plain, plain]);
+    assert_eq!(queues(&Bench::under("rt_only")), [first, plain, plain]);
+    let slow = |policy: &str| {
+        let options = NodeOptions { policy: policy.to_string(), ..NodeOptions::default() };
+        queues(&Bench::with(PreemptionLevel::BetweenLaunches, 2, options))
+    };
+    assert_eq!(slow("atoll"), [leaves, leaves]);
+    assert_eq!(slow("rt_only"), [plain, plain]);
+    assert_eq!(slow("reef_n"), [first, leaves]);
+    assert_eq!(slow("sequential"), [plain]);
+}
+
+#[test]
+fn policies_that_no_device_carries_out_are_refused() {
+    let start = |policy: &str| {
+        let bench = Bench::under("atoll");
+        let options = NodeOptions { policy: policy.to_string(), ..NodeOptions::default() };
+        let clock = Arc::new(MonotonicClock::new());
+        Node::start(bench.node.device().clone(), options, clock).err().unwrap().to_string()
+    };
+    assert!(start("reef").contains("--device sim"), "{}", start("reef"));
+    assert!(start("nobody").contains("free_streams"), "{}", start("nobody"));
+    for name in crate::policy::NAMES.into_iter().filter(|name| *name != "reef") {
+        assert_eq!(Bench::under(name).node.policy(), name);
+    }
+}
+
+#[test]
+fn real_time_waits_until_best_effort_has_left_where_the_policy_says_so() {
+    let bench = Bench::under("reef_n");
+    let be = bench.submit(Class::BestEffort);
+    assert_eq!(bench.calls(), [launch(1, Class::BestEffort, 0)]);
+    let rt = bench.submit(Class::RealTime);
+    assert_eq!(bench.calls(), [Call::Preempt { queue: 1 }]);
+    bench.complete(1, 5);
+    assert_eq!(bench.calls(), [launch(0, Class::RealTime, 0)]);
+    bench.complete(0, STEPS);
+    assert_eq!(bench.calls(), [launch(1, Class::BestEffort, 5)]);
+    bench.complete(1, STEPS);
+    assert!(rt.try_recv().unwrap().result.is_ok() && be.try_recv().unwrap().result.is_ok());
+    let record = bench.node.preemptions().recent;
+    assert_eq!(record[0].caused_by, Some(bench.models[0].1), "known while it still waits");
+}
+
+#[test]
+fn nobody_leaves_where_the_policy_makes_nobody() {
+    let bench = Bench::under("sequential");
+    let replies = [Class::BestEffort, Class::BestEffort, Class::RealTime].map(|c| bench.submit(c));
+    assert_eq!(bench.calls(), [launch(0, Class::BestEffort, 0)]);
+    bench.complete(0, STEPS);
+    assert_eq!(bench.calls(), [launch(0, Class::RealTime, 0)], "real time goes first");
+    bench.complete(0, STEPS);
+    bench.complete(0, STEPS);
+    for policy in ["free_streams", "priority_streams"] {
+        let bench = Bench::under(policy);
+        let _replies = [Class::BestEffort, Class::RealTime].map(|class| bench.submit(class));
+        let side_by_side = [launch(2, Class::BestEffort, 0), launch(0, Class::RealTime, 0)];
+        assert_eq!(bench.calls(), side_by_side, "{policy}");
+    }
+    assert!(replies.iter().all(|reply| reply.try_recv().unwrap().result.is_ok()));
+    assert_eq!(bench.node.preemptions().total, 0);
+}
+
+#[test]
+fn real_time_only_refuses_best_effort() {
+    let bench = Bench::under("rt_only");
+    let refused = bench.submit(Class::BestEffort).try_recv().unwrap();
+    assert_eq!(refused.result, Err(Rejection::RealTimeOnly));
+    let rt = bench.submit(Class::RealTime);
+    bench.complete(0, STEPS);
+    assert!(rt.try_recv().unwrap().result.is_ok());
+}
+
+#[test]
+fn preemptions_are_recorded() {
+    let options = NodeOptions { preemptions_kept: 2, ..NodeOptions::default() };
+    let bench = Bench::with(PreemptionLevel::InsideTile, 3, options);
+    let [rt, be] = bench.models.map(|(_, key)| key);
+    let _replies =
+        [Class::BestEffort, Class::BestEffort, Class::RealTime].map(|class| bench.submit(class));
+    bench.complete(1, 4);
+    bench.complete(2, STEPS);
+    let record = bench.node.preemptions();
+    assert_eq!((record.total, record.recent.len()), (2, 2));
+    let [left, done] = &record.recent[..] else { unreachable!() };
+    assert_eq!((left.caused_by, left.model, left.queue), (Some(rt), be, 1));
+    assert_eq!((left.steps.clone(), left.step_count, left.finished), (0..4, STEPS, false));
+    assert!(left.ordered <= left.left && left.left <= done.left);
+    assert!(done.finished && done.steps == (0..STEPS));
+    assert_eq!(bench.node.leaving(be).unwrap().counts.iter().sum::<u64>(), 2);
+    assert_eq!(bench.node.leaving(rt).unwrap().caused, 2);
+    assert_eq!(bench.node.stats(be).unwrap().preemptions, 1, "one left, the other was done");
+
+    // A client that goes away is no preemption by real time, and the ring forgets what is oldest.
+    bench.complete(0, STEPS);
+    bench.calls();
+    let handle = bench.node.submit(
+        Request { model: be, inputs: Vec::new(), class: None, priority: None, timeout: None },
+        Box::new(|_| {}),
+    );
+    handle.cancel();
+    assert_eq!(bench.calls(), [launch(2, Class::BestEffort, 0), Call::Preempt { queue: 2 }]);
+    bench.complete(2, 3);
+    let record = bench.node.preemptions();
+    assert_eq!((record.total, record.recent.len()), (3, 2));
+    assert_eq!(record.recent[1].caused_by, None);
+    assert_eq!(bench.node.leaving(be).unwrap().counts.iter().sum::<u64>(), 2);
 }

@@ -60,6 +60,8 @@ pub struct Counters {
     pub cancelled: AtomicU64,
     /// Requests refused because the model or the server goes away.
     pub draining: AtomicU64,
+    /// Best-effort requests refused because the policy runs none.
+    pub not_run: AtomicU64,
     /// Requests whose inputs do not fit.
     pub bad_input: AtomicU64,
     /// Requests the device failed.
@@ -86,6 +88,7 @@ impl Default for Counters {
             deadline: AtomicU64::default(),
             cancelled: AtomicU64::default(),
             draining: AtomicU64::default(),
+            not_run: AtomicU64::default(),
             bad_input: AtomicU64::default(),
             backend: AtomicU64::default(),
             deadline_misses: AtomicU64::default(),
@@ -144,6 +147,7 @@ impl Counters {
             Rejection::DeadlineExceeded => &self.deadline,
             Rejection::Cancelled => &self.cancelled,
             Rejection::ShuttingDown | Rejection::NoSuchModel => &self.draining,
+            Rejection::RealTimeOnly => &self.not_run,
             Rejection::Device(device::DeviceError::BadInput(_)) => &self.bad_input,
             Rejection::Device(_) => &self.backend,
         };

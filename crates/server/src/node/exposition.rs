@@ -3,6 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use runtime::node::LEAVE_BOUNDS_US;
+use runtime::{Leaving, Node};
+
 use crate::metrics::{Exposition, Kind};
 
 use super::counters::{Counters, LATENCY_BOUNDS_US};
@@ -95,8 +98,8 @@ const FAMILIES: [PerModel; 12] = [
     },
 ];
 
-/// Writes the metrics of `models` on `device`.
-pub(super) fn write(text: &mut String, models: &[Arc<Served>], device: &str, resident: u64) {
+/// Writes the metrics of `models` of `node` on `device`.
+pub(super) fn write(text: &mut String, models: &[Arc<Served>], device: &str, node: &Node) {
     let mut out = Exposition::new(text);
     for family in &FAMILIES {
         out.family(family.name, family.kind, family.help);
@@ -107,12 +110,13 @@ pub(super) fn write(text: &mut String, models: &[Arc<Served>], device: &str, res
     write_failures(&mut out, models);
     write_drops(&mut out, models);
     write_latency(&mut out, models);
+    write_leaving(&mut out, models, node);
     out.family("atoll_model_resident_bytes", Kind::Gauge, "Device memory a loaded model holds");
     for model in models {
         out.sample("atoll_model_resident_bytes", &labels(model), model.resident.0);
     }
     out.family("atoll_resident_bytes", Kind::Gauge, "Device memory all loaded models hold");
-    out.sample("atoll_resident_bytes", &[("device", device)], resident);
+    out.sample("atoll_resident_bytes", &[("device", device)], node.resident().0);
 }
 
 fn labels(model: &Served) -> [(&str, &str); 2] {
@@ -129,7 +133,8 @@ fn write_failures(out: &mut Exposition<'_>, models: &[Arc<Served>]) {
     out.family(name, Kind::Counter, "Requests answered with an error, by reason");
     for model in models {
         let c = &model.counters;
-        let rejected = load(&c.queue_full) + load(&c.deadline) + load(&c.draining);
+        let rejected =
+            load(&c.queue_full) + load(&c.deadline) + load(&c.draining) + load(&c.not_run);
         out.sample(name, &with(model, "reason", "REJECTED"), rejected);
         out.sample(name, &with(model, "reason", "CANCELED"), load(&c.cancelled));
         out.sample(name, &with(model, "reason", "BACKEND"), load(&c.backend));
@@ -147,6 +152,7 @@ fn write_drops(out: &mut Exposition<'_>, models: &[Arc<Served>]) {
             ("deadline", &c.deadline),
             ("cancelled", &c.cancelled),
             ("draining", &c.draining),
+            ("policy", &c.not_run),
         ] {
             out.sample(name, &with(model, "reason", reason), load(counter));
         }
@@ -168,5 +174,37 @@ fn write_latency(out: &mut Exposition<'_>, models: &[Arc<Served>]) {
         out.sample(BUCKET, &with(model, "le", "+Inf"), all);
         out.sample(SUM, &labels(model), model.counters.success.read().ns / 1000);
         out.sample(COUNT, &labels(model), all);
+    }
+}
+
+/// How long models took to leave for real time, and for whom others left. Until the device had given the work back: the
+/// multiprocessors are free sooner.
+fn write_leaving(out: &mut Exposition<'_>, models: &[Arc<Served>], node: &Node) {
+    const NAME: &str = "atoll_preemption_leave_seconds";
+    let leaving: Vec<Leaving> =
+        models.iter().map(|model| node.leaving(model.key).unwrap_or_default()).collect();
+    out.family(
+        NAME,
+        Kind::Histogram,
+        "From the order to leave for real time until the work was back",
+    );
+    let (bucket, sum, count) =
+        (format!("{NAME}_bucket"), format!("{NAME}_sum"), format!("{NAME}_count"));
+    for (model, leaving) in models.iter().zip(&leaving) {
+        let mut so_far = 0;
+        for (bound, times) in LEAVE_BOUNDS_US.iter().zip(leaving.counts) {
+            so_far += times;
+            let seconds = (*bound as f64 / 1e6).to_string();
+            out.sample(&bucket, &with(model, "le", &seconds), so_far);
+        }
+        let all: u64 = leaving.counts.iter().sum();
+        out.sample(&bucket, &with(model, "le", "+Inf"), all);
+        out.sample(&sum, &labels(model), leaving.sum.0 as f64 / 1e9);
+        out.sample(&count, &labels(model), all);
+    }
+    let name = "atoll_preemptions_caused_total";
+    out.family(name, Kind::Counter, "Times other work left for real-time requests of the model");
+    for (model, leaving) in models.iter().zip(&leaving) {
+        out.sample(name, &labels(model), leaving.caused);
     }
 }

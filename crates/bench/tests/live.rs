@@ -1,0 +1,85 @@
+//! DISB in real time on the CPU device, with a tiny model under every name.
+
+use std::sync::Arc;
+
+use bench::disb;
+use bench::live::{Live, LiveError, LiveModel, LiveOptions, Rates, Workload, charts, table};
+use cpu::{CpuDevice, CpuOptions};
+use device::Device;
+use model::Tensor;
+use runtime::NodeError;
+use runtime::policy::NAMES;
+
+const DIGITS: &[u8] = include_bytes!("../../../assets/digits.onnx");
+
+fn live() -> Live {
+    let device: Arc<dyn Device> = Arc::new(CpuDevice::new(CpuOptions { threads: 1, queues: 1 }));
+    let plan = Arc::new(compiler::compile_onnx(DIGITS, None).unwrap());
+    let program = device.load(plan.clone()).unwrap();
+    let input = |id: &model::ValueId| {
+        let dims = plan.value(*id).shape.clone().unwrap();
+        let shape: Vec<usize> =
+            dims.iter().map(|dim| if let model::Dim::Fixed(n) = dim { *n } else { 1 }).collect();
+        let count = shape.iter().product();
+        Tensor::from_vec(shape, vec![0.5f32; count]).unwrap()
+    };
+    let inputs: Vec<Tensor> = plan.inputs.iter().map(input).collect();
+    let model = |name: &str| LiveModel {
+        name: name.to_string(),
+        program: program.clone(),
+        inputs: inputs.clone(),
+    };
+    let options = LiveOptions { seconds: 0.3, warm_seconds: 0.05, seed: 1 };
+    Live::new(device, disb::MODELS.map(model).into(), options).unwrap()
+}
+
+fn workload(name: &str) -> Workload {
+    Workload { name: name.to_string(), clients: disb::clients(name).unwrap(), seconds: None }
+}
+
+#[test]
+fn every_policy_answers_everybody_and_computes_the_same() {
+    let live = live();
+    let mut cells = Vec::new();
+    for (name, rates) in [("A", Rates::Literal), ("E", Rates::Scaled)] {
+        for policy in NAMES.into_iter().rev().filter(|policy| *policy != "reef") {
+            let cell = live.run(&workload(name), rates, policy).unwrap();
+            assert_eq!((cell.errors, cell.wrong_outputs), (0, 0), "{cell:?}");
+            assert_eq!(cell.violations, Vec::<String>::new(), "{name} under {policy}");
+            assert!(cell.rt.count > 0, "{cell:?}");
+            assert_eq!(cell.be_models.is_empty(), policy == "rt_only");
+            let leaves = ["atoll", "reef_n"].contains(&policy);
+            assert!(leaves || cell.preempted.count == 0, "{cell:?}");
+            cells.push(cell);
+        }
+    }
+    live.finish(&mut cells);
+    print!("{}", table(&cells));
+    let alone = cells.iter().filter(|cell| cell.policy == "rt_only");
+    assert!(alone.clone().all(|cell| cell.over_rt_only == 1.0 && cell.rt_increase.mean_pct == 0.0));
+    assert!(cells.iter().all(|cell| cell.over_free_streams.is_some()));
+    let groups: Vec<usize> = charts(&cells).iter().map(|chart| chart.groups.len()).collect();
+    assert!(!groups.is_empty() && groups.iter().all(|count| *count == 1));
+}
+
+#[test]
+fn scaled_rates_come_to_the_published_share() {
+    let live = live();
+    let cell = live.run(&workload("D"), Rates::Scaled, "rt_only").unwrap();
+    assert_eq!(cell.rt_share_pct, 70.0);
+    let of = |name: &str| live.alone().iter().find(|a| a.model == name).unwrap().latency.mean_us;
+    let used: f64 =
+        cell.rt_models.iter().map(|model| model.offered_rps * of(&model.model) / 1e6).sum();
+    assert!((used - 0.7).abs() < 1e-3, "{used}");
+}
+
+#[test]
+fn what_cannot_run_is_refused() {
+    let live = live();
+    let refused = live.run(&workload("A"), Rates::Literal, "reef").unwrap_err();
+    assert!(matches!(refused, LiveError::Node(NodeError::NotCarriedOut(_))), "{refused}");
+    let mut other = workload("A");
+    other.clients[0].model = "nobody".to_string();
+    let refused = live.run(&other, Rates::Literal, "atoll").unwrap_err().to_string();
+    assert!(refused.contains("nobody"), "{refused}");
+}

@@ -1,0 +1,87 @@
+//! Which queues a policy needs of a device, and what of a policy devices carry out.
+
+use device::{Leave, PreemptionLevel, QueueOptions};
+
+use super::{NodeError, NodeOptions};
+use crate::core::QueueLayout;
+use crate::policy::{self, Beside, Left, NAMES, Policy, Progress, Rules, Start, Streams};
+
+/// Kernels of a stream that hardware holds, for policies that go by it.
+const QUEUE_CAPACITY: usize = 4;
+
+/// A policy as far as devices carry it out: none of them holds a queue to a budget, so best effort would not pad real time
+/// but run against it.
+#[derive(Debug)]
+pub(super) struct Carried(Box<dyn Policy>);
+
+impl Policy for Carried {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn rules(&self) -> Rules {
+        let rules = self.0.rules();
+        match rules.beside {
+            Beside::Padding(_) => Rules { beside: Beside::Nothing, ..rules },
+            _ => rules,
+        }
+    }
+
+    fn restore(&self, left: Left, known: Progress) -> Progress {
+        self.0.restore(left, known)
+    }
+}
+
+/// The policy of that name, or why a node cannot follow it.
+pub(super) fn policy(name: &str) -> Result<Carried, NodeError> {
+    let policy = policy::by_name(name, QUEUE_CAPACITY)
+        .ok_or_else(|| NodeError::UnknownPolicy(name.to_string(), NAMES.join(", ")))?;
+    if policy.rules().leave == Some(Leave::Kill) {
+        return Err(NodeError::NotCarriedOut(name.to_string()));
+    }
+    Ok(Carried(policy))
+}
+
+/// What the queues of a device are for.
+///
+/// Where work leaves only between steps, real time waits for the step that runs whichever queue it has, so all queues take
+/// anything. Where it leaves faster, one is kept for real time: the device lets its work go first, and that work never
+/// leaves for other. A policy that waits until best effort has left needs that queue on any device.
+pub(super) fn layout(
+    rules: &Rules,
+    level: PreemptionLevel,
+    queues: usize,
+    options: &NodeOptions,
+) -> QueueLayout {
+    let queues = queues.max(1);
+    let apart = level > PreemptionLevel::BetweenLaunches || rules.start == Start::WhenClear;
+    match rules.streams {
+        Streams::One => QueueLayout { shared: 1, real_time: 0, best_effort: 0 },
+        Streams::Split if apart => {
+            QueueLayout { shared: 0, real_time: 1, best_effort: (queues - 1).max(1) }
+        }
+        Streams::Split => QueueLayout { shared: queues, real_time: 0, best_effort: 0 },
+        Streams::Many => QueueLayout {
+            shared: 0,
+            real_time: options.real_time_queues.max(1),
+            best_effort: options.best_effort_queues.max(1),
+        },
+    }
+}
+
+/// The queues of `layout`, in its order. Only what a policy makes leave is opened as work that can; the rest runs in the
+/// device's faster form.
+pub(super) fn queue_options(
+    rules: &Rules,
+    layout: QueueLayout,
+) -> impl Iterator<Item = QueueOptions> {
+    let real_time = layout.shared..layout.shared + layout.real_time;
+    let (high_priority, leaves) = (rules.high_priority, rules.leave.is_some());
+    let count = layout.shared + layout.real_time + layout.best_effort;
+    (0..count).map(move |queue| QueueOptions {
+        id: queue as u32,
+        capacity: 1,
+        high_priority: high_priority && real_time.contains(&queue),
+        preemptible: leaves && !real_time.contains(&queue),
+    })
+}

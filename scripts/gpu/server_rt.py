@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+"""What best effort costs a real-time client through the server: p99 with best-effort clients over p99 without, in one run.
+
+    server_rt.py ATOLL MODELS_FOLDER OUT.json [--device cuda:0] [--rt vgg19] [--be resnet152,distilbert] [--rate 100]
+                 [--seconds 5] [--rounds 3] [--policy atoll]
+
+Starts `atoll serve` on the models of MODELS_FOLDER (NAME.onnx, with NAME.npz for inputs where it is there), on loopback. One client asks
+for the real-time model at a fixed rate; each best-effort client asks for its model again as soon as it is answered. Every client
+is a process of its own. Stretches without and with best effort take turns, so that drift concerns both. Speaks gRPC through
+tritonclient where it is installed, HTTP with binary tensors elsewhere; the JSON says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import http.client
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+try:
+    import tritonclient.grpc as triton
+except ImportError:
+    triton = None
+
+KINDS = {"float32": "FP32", "float16": "FP16", "float64": "FP64", "int64": "INT64", "int32": "INT32", "uint8": "UINT8", "bool": "BOOL"}
+NUMPY = {kind: name for name, kind in KINDS.items()}
+TOKENS = 128
+START_SECONDS = 600
+
+
+class GrpcClient:
+    """One connection that asks for one model."""
+
+    def __init__(self, ports: list[int], model: str, arrays: dict[str, np.ndarray], kind: str) -> None:
+        self.client = triton.InferenceServerClient(f"127.0.0.1:{ports[1]}")
+        self.model, self.parameters, self.inputs = model, {"atoll_class": kind}, []
+        for name, value in arrays.items():
+            self.inputs.append(triton.InferInput(name, list(value.shape), KINDS[str(value.dtype)]))
+            self.inputs[-1].set_data_from_numpy(value)
+
+    def ask(self) -> None:
+        self.client.infer(self.model, self.inputs, parameters=self.parameters)
+
+
+class HttpClient:
+    """The same over HTTP, with nothing but the standard library."""
+
+    def __init__(self, ports: list[int], model: str, arrays: dict[str, np.ndarray], kind: str) -> None:
+        self.connection = http.client.HTTPConnection("127.0.0.1", ports[0])
+        self.path = f"/v2/models/{model}/infer"
+        entries = [{"name": name, "shape": list(value.shape), "datatype": KINDS[str(value.dtype)],
+                    "parameters": {"binary_data_size": value.nbytes}} for name, value in arrays.items()]
+        head = json.dumps({"inputs": entries, "parameters": {"atoll_class": kind, "binary_data_output": True}}).encode()
+        self.body = head + b"".join(np.ascontiguousarray(value).tobytes() for value in arrays.values())
+        self.headers = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
+        self.connection.connect()
+        self.connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def ask(self) -> None:
+        self.connection.request("POST", self.path, self.body, self.headers)
+        answer = self.connection.getresponse()
+        text = answer.read()
+        if answer.status != 200:
+            raise RuntimeError(f"{answer.status}: {text[:300]!r}")
+
+
+def connect(*arguments):
+    return (GrpcClient if triton else HttpClient)(*arguments)
+
+
+def real_time(ports, model, arrays, rate: float, seconds: float, pipe) -> None:
+    """Asks `rate` times a second; a time that has passed is dropped. Sends microseconds, drops and errors."""
+    client = connect(ports, model, arrays, "rt")
+    for _ in range(20):
+        client.ask()
+    taken, dropped, errors = [], 0, []
+    start = time.perf_counter() + 0.01
+    number = 0
+    while number < rate * seconds:
+        due = start + number / rate
+        number += 1
+        left = due - time.perf_counter()
+        if left < -1 / rate:
+            dropped += 1
+            continue
+        if left > 0.001:
+            time.sleep(left - 0.0005)
+        while time.perf_counter() < due:
+            pass
+        asked = time.perf_counter()
+        try:
+            client.ask()
+            taken.append((time.perf_counter() - asked) * 1e6)
+        except Exception as error:  # one answer that failed is a result too
+            errors.append(str(error))
+    pipe.send((taken, dropped, errors))
+
+
+def best_effort(ports, model, arrays, stop, pipe) -> None:
+    """Asks again as soon as it is answered, until told to stop. Sends answers, seconds and errors."""
+    client = connect(ports, model, arrays, "be")
+    answered, errors, start = 0, [], time.perf_counter()
+    while not stop.is_set():
+        try:
+            client.ask()
+            answered += 1
+        except Exception as error:
+            errors.append(str(error))
+            time.sleep(0.01)
+            if len(errors) > 100:
+                break
+    pipe.send((answered, time.perf_counter() - start, errors))
+
+
+def stretch(args, ports, inputs, with_best_effort: bool) -> dict:
+    """One stretch of real time, with or without best effort beside it."""
+    stop, running = multiprocessing.Event(), []
+    for model in args.be.split(",") if with_best_effort else []:
+        here, there = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.Process(target=best_effort, args=(ports, model, inputs[model], stop, there))
+        process.start()
+        running.append((model, process, here))
+    if running:
+        time.sleep(0.5)
+    here, there = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.Process(target=real_time, args=(ports, args.rt, inputs[args.rt], args.rate, args.seconds, there))
+    process.start()
+    taken, dropped, errors = here.recv()
+    process.join()
+    stop.set()
+    rates = {}
+    for model, process, pipe in running:
+        answered, seconds, failed = pipe.recv()
+        process.join()
+        rates[model] = round(answered / seconds, 1)
+        errors += failed
+    return {"taken": taken, "dropped": dropped, "errors": errors, "best_effort_rps": rates}
+
+
+def summary(stretches: list[dict]) -> dict:
+    taken = np.array([sample for entry in stretches for sample in entry["taken"]])
+    errors = [error for entry in stretches for error in entry["errors"]]
+    rates = [entry["best_effort_rps"] for entry in stretches]
+    found = {"count": len(taken), "dropped": sum(entry["dropped"] for entry in stretches), "errors": len(errors), "first_errors": errors[:3],
+             "best_effort_rps": {model: round(float(np.mean([rate[model] for rate in rates])), 1) for model in rates[0]}}
+    if len(taken):
+        p50, p99 = np.percentile(taken, [50, 99], method="higher")
+        found |= {"mean_us": round(float(taken.mean()), 1), "p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1),
+                  "max_us": round(float(taken.max()), 1)}
+    return found
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def get(port: int, path: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+def wait_until_ready(port: int, server: subprocess.Popen) -> None:
+    for _ in range(START_SECONDS * 10):
+        if server.poll() is not None:
+            raise SystemExit(f"atoll left with {server.returncode}")
+        try:
+            if get(port, "/v2/health/ready")[0] == 200:
+                return
+        except OSError:  # nobody listens yet
+            pass
+        time.sleep(0.1)
+    raise SystemExit(f"the server was not ready after {START_SECONDS} s")
+
+
+def inputs_of(port: int, folder: Path, model: str) -> dict[str, np.ndarray]:
+    """The model's own sample, or zeros: one item, texts of a fixed length."""
+    sample = folder / f"{model}.npz"
+    if sample.is_file():
+        return dict(np.load(sample))
+    status, text = get(port, f"/v2/models/{model}")
+    if status != 200:
+        raise SystemExit(f"{model}: {text.decode(errors='replace')}")
+    made = {}
+    for entry in json.loads(text)["inputs"]:
+        sizes = [int(size) for size in entry["shape"]]
+        shape = [size if size > 0 else (1 if axis == 0 else TOKENS) for axis, size in enumerate(sizes)]
+        made[entry["name"]] = np.zeros(shape, NUMPY[entry["datatype"]])
+    return made
+
+
+def preemptions(port: int) -> dict[str, float]:
+    """What the server itself counted."""
+    lines = get(port, "/metrics")[1].decode().splitlines()
+    kept = ("atoll_preemptions_total", "atoll_preemptions_caused_total", "atoll_preemption_leave_seconds_sum")
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(kept)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("atoll")
+    parser.add_argument("models", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--policy", default="atoll")
+    parser.add_argument("--rt", default="vgg19")
+    parser.add_argument("--be", default="resnet152,inception_v3,distilbert")
+    parser.add_argument("--rate", type=float, default=100.0)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    names = sorted({args.rt, *args.be.split(",")})
+    ports = free_ports(3)
+    command = [args.atoll, "serve", "--model-repository", str(args.models), "--device", args.device, "--policy", args.policy,
+               "--model-control-mode", "explicit", "--load-model", ",".join(names), "--log", "warn"]
+    for flag, port in zip(("http", "grpc", "metrics"), ports, strict=True):
+        command += [f"--{flag}-port", str(port)]
+    server = subprocess.Popen(command)
+    try:
+        wait_until_ready(ports[0], server)
+        inputs = {name: inputs_of(ports[0], args.models, name) for name in names}
+        without, beside = [], []
+        stretch(args, ports, inputs, True)  # everything is warm afterwards
+        for _ in range(args.rounds):
+            without.append(stretch(args, ports, inputs, False))
+            beside.append(stretch(args, ports, inputs, True))
+        counted = preemptions(ports[2])
+    finally:
+        server.terminate()
+        server.wait()
+    report = {"date": datetime.date.today().isoformat(), "command": " ".join(sys.argv), "device": args.device, "policy": args.policy,
+              "wire": "grpc" if triton else "http", "cores": os.cpu_count(), "real_time": args.rt, "rate": args.rate,
+              "without": summary(without), "with_best_effort": summary(beside), "counted_by_server": counted}
+    a, b = report["without"], report["with_best_effort"]
+    report["p99_ratio"] = round(b["p99_us"] / a["p99_us"], 3) if "p99_us" in a and "p99_us" in b else None
+    report["p50_ratio"] = round(b["p50_us"] / a["p50_us"], 3) if "p50_us" in a and "p50_us" in b else None
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({key: report[key] for key in ("wire", "without", "with_best_effort", "p50_ratio", "p99_ratio")}, indent=1))
+    return 1 if a["errors"] or b["errors"] else 0
+
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    sys.exit(main())
