@@ -39,7 +39,7 @@ pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
         workloads.iter().flat_map(|w| &w.clients).map(|client| client.model.as_str()).collect();
     names.sort_unstable();
     names.dedup();
-    let models = load(args, &device, &names)?;
+    let models = load(args.models.as_deref(), args.seed, device.as_ref(), &names)?;
     let options =
         LiveOptions { seconds: args.seconds, warm_seconds: WARM_SECONDS, seed: args.seed };
     let description = device.info().description.clone();
@@ -164,15 +164,16 @@ fn workloads(args: &DisbArgs) -> Result<Vec<Workload>, Failure> {
 }
 
 /// The models of these names from the folder that was given.
-fn load(
-    args: &DisbArgs,
-    device: &Arc<dyn Device>,
+pub(crate) fn load(
+    folder: Option<&Path>,
+    seed: u64,
+    device: &dyn Device,
     names: &[&str],
 ) -> Result<Vec<LiveModel>, Failure> {
-    let folder = args.models.as_deref().ok_or_else(|| {
+    let folder = folder.ok_or_else(|| {
         Failure::usage("a real device runs real models: name their folder with --models")
     })?;
-    let mut random = Random::new(args.seed);
+    let mut random = Random::new(seed);
     let mut one = |name: &&str| {
         let path = file(folder, name)?;
         let failed = |err: String| Failure::failed(format!("{}: {err}", path.display()));
@@ -206,7 +207,7 @@ fn file(folder: &Path, name: &str) -> Result<PathBuf, Failure> {
 }
 
 /// The version of the GPU's driver, where its kernel module tells.
-fn driver(device: &str) -> Option<String> {
+pub(crate) fn driver(device: &str) -> Option<String> {
     if !device.starts_with("cuda") {
         return None;
     }
@@ -217,7 +218,7 @@ fn driver(device: &str) -> Option<String> {
 }
 
 /// Today in Greenwich, as YYYY-MM-DD.
-fn today() -> String {
+pub(crate) fn today() -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let (year, month, day) = civil((now.as_secs() / 86_400) as i64);
     format!("{year:04}-{month:02}-{day:02}")

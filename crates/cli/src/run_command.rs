@@ -3,11 +3,10 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Instant;
 
 use base::{Histogram, Nanos, Random};
-use device::{Completion, CompletionSink, Outcome, Program, Queue, QueueOptions, Segment};
+use device::{Outcome, Program};
 use indicatif::{ProgressBar, ProgressStyle};
 use model::config::Class;
 use model::{LaunchPlan, Tensor};
@@ -15,6 +14,7 @@ use serde::Serialize;
 
 use crate::args::RunArgs;
 use crate::failure::Failure;
+use crate::lane::Lane;
 use crate::{binding, engine, npy};
 
 /// What one invocation found out.
@@ -63,15 +63,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     binding::check_known(&plan, &bindings)?;
     let inputs = inputs(&plan, args, &bindings)?;
     let program = device.load(plan.clone()).map_err(Failure::failed)?;
-    let (sender, receiver) = sync_channel(1);
-    let options = QueueOptions {
-        id: 0,
-        capacity: 1,
-        high_priority: !args.best_effort,
-        preemptible: args.best_effort,
-    };
-    let queue = device.open_queue(options, Arc::new(ToChannel(sender))).map_err(Failure::failed)?;
-    let bench = Bench { program, queue, receiver, inputs };
+    let lane = Lane::open(device.as_ref(), args.best_effort)?;
+    let bench = Bench { program, lane, inputs };
     let measured = bench.measure(args)?;
     if let Some(folder) = &args.save {
         save(folder, &plan, &measured.outputs)?;
@@ -126,19 +119,9 @@ fn inputs(
 /// Runs that time steps.
 const STEP_RUNS_MAX: u32 = 20;
 
-struct ToChannel(SyncSender<Completion>);
-
-impl CompletionSink for ToChannel {
-    fn complete(&self, completion: Completion) {
-        // The receiver is gone only when the command gave up.
-        let _ = self.0.send(completion);
-    }
-}
-
 struct Bench {
     program: Arc<dyn Program>,
-    queue: Box<dyn Queue>,
-    receiver: Receiver<Completion>,
+    lane: Lane,
     inputs: Vec<Tensor>,
 }
 
@@ -180,11 +163,7 @@ impl Bench {
         if record {
             task.record_step_times();
         }
-        let steps = 0..task.step_count();
-        self.queue
-            .launch(Segment { token: 0, task, steps })
-            .map_err(|_| Failure::failed("the device takes no work"))?;
-        let completion = self.receiver.recv().map_err(Failure::failed)?;
+        let completion = self.lane.run(task)?;
         match completion.outcome {
             Outcome::Done => {}
             Outcome::Left => return Err(Failure::failed("the run was interrupted")),

@@ -222,9 +222,9 @@ __device__ __forceinline__ u32 load_word(const u32* p)
 // Tiles with a loop `ask`: two threads copy the words into shared memory asynchronously, among the copies a pipeline makes
 // anyway, so no thread waits for them. Whatever has arrived when the next check is due decides, and a barrier the loop has
 // anyway makes the decision the same for the whole block. `cg` copies come from L2, where the host's writes land, and take
-// 16 bytes: each word is the first of an aligned group of four. `Inside` is false for launches whose tiles are so short that looking
-// on the way would cost more than it gains; they look before they write.
-template <bool Inside>
+// 16 bytes: each word is the first of an aligned group of four. Launches whose tiles are so short that looking all the way would cost
+// more than it gains look once when their first operands are there, which lets a queue of them drain fast, and before they write.
+template <bool Long>
 struct EpochWatch {
     static constexpr bool kLeaves = true;
     const u32* epoch; // of the device
@@ -263,10 +263,10 @@ struct EpochWatch {
         const volatile uint4* w = words;
         return w[0].x > w[1].x;
     }
-    // Whether step `step` checks: every Period-th does, because a step of a small tile is too short to check each. The first
-    // never does: its barrier is what makes start() visible.
+    // Whether step `step` checks: in long tiles every Period-th does, because a step of a small tile is too short to check each.
+    // The first never does: its barrier is what makes start() visible.
     template <int Period>
-    __device__ __forceinline__ bool due(int step) const { return Inside && step > 0 && step % Period == 0; }
+    __device__ __forceinline__ bool due(int step) const { return Long ? step > 0 && step % Period == 0 : step == 1; }
     // Stands in for the barrier of a step that checks; true, with nothing in flight, when the block must leave. Threads may have read different words,
     // so the verdict is what any of them saw.
     __device__ __forceinline__ bool verdict() const

@@ -136,8 +136,8 @@ __device__ __forceinline__ bool accumulate(const ConvArgs& a, const ConvPlace& p
     for (int s = 0; s < C::kStages - 1; ++s) {
         if (s < p.steps) input.load(a, ring + s * C::kStageBytes);
         copy_commit();
+        if (s == 0) watch.ask(); // behind the first stage, which then does not wait for it
     }
-    watch.ask(); // behind the first stages: nothing waits for it before the end
     FragmentPlace<C> at;
     int stage = 0;
     for (int step = 0; step < p.steps; ++step) {

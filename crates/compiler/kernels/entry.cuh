@@ -23,5 +23,10 @@
     extern "C" __global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be_grid(                                            \
         const __grid_constant__ Op::Args args, const __grid_constant__ tiles::BeControl control)                                \
     {                                                                                                                           \
-        tiles::run_best_effort_grid<Op>(args, control);                                                                         \
+        tiles::run_best_effort_grid<Op, false>(args, control);                                                                  \
+    }                                                                                                                           \
+    extern "C" __global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be_long(                                            \
+        const __grid_constant__ Op::Args args, const __grid_constant__ tiles::BeControl control)                                \
+    {                                                                                                                           \
+        tiles::run_best_effort_grid<Op, true>(args, control);                                                                   \
     }

@@ -96,15 +96,15 @@ __device__ __forceinline__ void run_best_effort(const typename Op::Args& args, c
     }
 }
 
-// Best effort without the loop, for short launches: a block a tile, and a restore computes all of them again. Nothing is counted or
-// marked, so with nothing to preempt the only cost is the look before a tile is written.
-template <class Op>
+// Best effort without the loop: a block a tile, and a restore computes all of them again. Nothing is counted or marked, so with
+// nothing to preempt the only cost is looking.
+template <class Op, bool Long>
 __device__ __forceinline__ void run_best_effort_grid(const typename Op::Args& args, const BeControl& control)
 {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ uint4 words[3];
     LaunchGate::release_next();
-    EpochWatch<false> watch = {control.epoch, control.run, words, nullptr};
+    EpochWatch<Long> watch = {control.epoch, control.run, words, nullptr};
     watch.start();
     if (!Op::tile(args, (int)blockIdx.x, shared, watch, LaunchGate())) *control.left = 1;
 }
@@ -125,7 +125,13 @@ template <class Op>
 __global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be_grid(const __grid_constant__ typename Op::Args args,
                                                                      const __grid_constant__ BeControl control)
 {
-    run_best_effort_grid<Op>(args, control);
+    run_best_effort_grid<Op, false>(args, control);
+}
+template <class Op>
+__global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be_long(const __grid_constant__ typename Op::Args args,
+                                                                     const __grid_constant__ BeControl control)
+{
+    run_best_effort_grid<Op, true>(args, control);
 }
 
 } // namespace tiles

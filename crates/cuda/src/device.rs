@@ -1,6 +1,7 @@
 //! A GPU as a [`Device`].
 
 use std::path::PathBuf;
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use device::{
@@ -113,6 +114,7 @@ impl CudaDevice {
         let hub = Hub {
             kernels: Kernels::new(context.clone(), nvrtc, cache),
             epoch: Epoch::new(Arc::new(high()?))?,
+            best_effort: AtomicUsize::new(0),
             memory_stream: Arc::new(Stream::new(&context, Priority::Low)?),
             capture_streams: Mutex::new([high()?, Stream::new(&context, Priority::Low)?]),
             tuning: RwLock::default(),

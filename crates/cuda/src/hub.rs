@@ -1,5 +1,6 @@
 //! What the parts of one device share.
 
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Weak};
 
 use base::Bytes;
@@ -23,6 +24,8 @@ pub(crate) struct Hub {
     pub(crate) compiler: Arc<dyn KernelCompiler>,
     pub(crate) kernels: Kernels,
     pub(crate) epoch: Epoch,
+    /// Queues that run best-effort work.
+    pub(crate) best_effort: AtomicUsize,
     /// Orders allocations, frees and uploads.
     pub(crate) memory_stream: Arc<Stream>,
     /// Where graphs are recorded, one at a time: of high and of low priority, which their kernels take over.

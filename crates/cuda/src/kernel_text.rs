@@ -9,7 +9,7 @@ use model::gpu::Kernel;
 pub(crate) enum Flavour {
     /// A block a tile, without checks; the entry point is `rt`.
     RealTime,
-    /// Leaves when told to; the entry points are `be` and `be_grid`.
+    /// Leaves when told to; the entry points are `be`, `be_grid` and `be_long`.
     BestEffort,
 }
 
@@ -18,7 +18,7 @@ impl Flavour {
     pub(crate) fn entries(self) -> &'static [&'static CStr] {
         match self {
             Flavour::RealTime => &[c"rt"],
-            Flavour::BestEffort => &[c"be", c"be_grid"],
+            Flavour::BestEffort => &[c"be", c"be_grid", c"be_long"],
         }
     }
 }
@@ -74,7 +74,7 @@ mod tests {
     #[test]
     fn flavours_differ_in_their_entry_points() {
         assert!(module_text(&kernel(), Flavour::BestEffort).ends_with("TILES_BEST_EFFORT(Op)\n"));
-        assert_eq!(Flavour::BestEffort.entries(), [c"be", c"be_grid"]);
+        assert_eq!(Flavour::BestEffort.entries(), [c"be", c"be_grid", c"be_long"]);
     }
 
     #[test]

@@ -15,9 +15,12 @@ use crate::kernels::{LoadedKernel, Progress, Wanted};
 use crate::layout::Layout;
 use crate::weights::{WeightError, WeightStore};
 
-/// A step estimated to be shorter than this runs as a plain grid when it is best effort: counting and marking tiles, and looking
-/// on the way, would cost more than it saves when the step is left and done again.
-const SHORT_STEP_US: f64 = 6.0;
+/// A best-effort step estimated to be shorter than this looks at the epoch at the beginning and the end of its tiles only.
+const SHORT_STEP_US: f64 = 8.0;
+
+/// One estimated to be longer than this runs as a loop: counting and marking tiles costs less than doing all of them again when
+/// it is left.
+const LONG_STEP_US: f64 = 120.0;
 
 /// Runs whose memory is kept for the next ones.
 const SPARE_INSTANCES: usize = 8;
@@ -30,7 +33,9 @@ const SPARE_STAGING: usize = 64;
 pub(crate) enum BestEffortForm {
     /// Blocks fetch tiles until none is left, and look at the epoch on the way; a restore computes the tiles that are missing.
     Loop,
-    /// A block a tile, which looks before it writes; a restore computes all of them.
+    /// A block a tile, which looks on the way; a restore computes all of them.
+    LongGrid,
+    /// A block a tile, which looks when it begins and before it writes.
     Grid,
 }
 
@@ -262,6 +267,7 @@ fn best_effort(
             (0, launch.tiles.min(resident))
         }
         BestEffortForm::Grid => (1, launch.tiles),
+        BestEffortForm::LongGrid => (2, launch.tiles),
     };
     kernel.allow_cluster(entry, launch.cluster)?;
     let (threads, shared) = (facts.threads, facts.shared_bytes);
@@ -273,7 +279,7 @@ fn best_effort(
 /// where they are a cluster; as a loop one without clusters, because blocks fetch tiles each for itself.
 pub(crate) fn best_effort_choice(step: &GpuStep) -> usize {
     match form_of(step) {
-        BestEffortForm::Grid => step.rt,
+        BestEffortForm::Grid | BestEffortForm::LongGrid => step.rt,
         BestEffortForm::Loop => step.be,
     }
 }
@@ -295,7 +301,11 @@ fn chains(finishing: &[bool], length: usize) -> Vec<Range<usize>> {
 /// Whether blocks fetch tiles or are one each.
 fn form_of(step: &GpuStep) -> BestEffortForm {
     let micros = (step.flops as f64 / 200e6).max(step.bytes as f64 / 2e6);
-    if micros < SHORT_STEP_US { BestEffortForm::Grid } else { BestEffortForm::Loop }
+    match micros {
+        micros if micros < SHORT_STEP_US => BestEffortForm::Grid,
+        micros if micros < LONG_STEP_US => BestEffortForm::LongGrid,
+        _ => BestEffortForm::Loop,
+    }
 }
 
 #[cfg(test)]
@@ -316,12 +326,14 @@ mod tests {
     }
 
     #[test]
-    fn short_steps_are_plain_grids() {
+    fn only_long_steps_are_loops() {
         let short = GpuStep { flops: 1_000_000_000, bytes: 1_000_000, ..step(launch(100, 0)) };
         assert_eq!(form_of(&short), BestEffortForm::Grid);
-        let long = GpuStep { flops: 60_000_000_000, ..short.clone() };
-        assert_eq!(form_of(&long), BestEffortForm::Loop);
-        let wide = GpuStep { bytes: 100_000_000, ..short };
+        let long = GpuStep { flops: 6_000_000_000, ..short.clone() };
+        assert_eq!(form_of(&long), BestEffortForm::LongGrid);
+        let longer = GpuStep { flops: 60_000_000_000, ..short.clone() };
+        assert_eq!(form_of(&longer), BestEffortForm::Loop);
+        let wide = GpuStep { bytes: 1_000_000_000, ..short };
         assert_eq!(form_of(&wide), BestEffortForm::Loop);
     }
 

@@ -12,7 +12,7 @@ use crate::toolkit::Toolkit;
 /// What one entry point of a kernel's module needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EntryFacts {
-    /// `rt`, `be` or `be_grid`.
+    /// `rt`, `be`, `be_grid` or `be_long`.
     pub entry: String,
     /// Registers of a thread.
     pub registers: u32,

@@ -11,6 +11,7 @@
 //!   leave before it has used up what it earned.
 //! - Every request ends exactly once: done, failed, refused, late or cancelled.
 
+mod companions;
 mod dispatch;
 mod fair;
 mod ready;
@@ -28,8 +29,9 @@ use device::sim::KernelProfile;
 use model::config::Class;
 
 use crate::policy::padding::{Candidate, Grant, Room, Slowdowns};
-use crate::policy::{Atoll, Left, Policy, Progress, Rules};
+use crate::policy::{Atoll, Beside, Left, Policy, Progress, Rules};
 
+use self::companions::Companions;
 use self::fair::FairQueue;
 use self::ready::ReadyHeap;
 pub use self::requests::RequestId;
@@ -327,6 +329,8 @@ struct Slot {
     /// The kernel it is at, and since when.
     step: Option<usize>,
     step_since: Nanos,
+    /// The best-effort model that runs beside the real-time task on it.
+    companion: Option<ModelId>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -363,6 +367,9 @@ pub struct Core {
     slowdowns: Slowdowns,
     /// Best-effort models beside the running real-time kernel, as bits.
     beside: u64,
+    companions: Companions,
+    /// The best-effort model that may stay beside the real-time task that was started last.
+    companion: Option<ModelId>,
     lost: bool,
     draining: bool,
     candidates: Vec<Candidate>,
@@ -395,6 +402,8 @@ impl Core {
             real_time_copies: 0,
             slowdowns: Slowdowns::default(),
             beside: 0,
+            companions: Companions::default(),
+            companion: None,
             lost: false,
             draining: false,
             candidates: Vec::new(),
@@ -513,6 +522,7 @@ impl Core {
         };
         self.models[index] = Some(fresh);
         self.best_effort.ensure(model);
+        self.companions.forget(model);
     }
 
     fn profile_model(&mut self, model: ModelId, kernels: Arc<[KernelProfile]>, weight_bytes: u64) {
@@ -615,6 +625,10 @@ impl Core {
         slot.step = None;
         let running = slot.running.take()?;
         let split = slot.kind != Kind::Shared;
+        let companion = slot.companion.take();
+        if slot.kind == Kind::RealTime && self.rules.beside == Beside::Companion {
+            self.companions.record(running.model, companion, busy);
+        }
         if let Some(model) = self.model_mut(running.model) {
             model.weights.users -= 1;
         }

@@ -79,6 +79,8 @@ pub enum Beside {
     Nothing,
     /// Chosen kernels on what real time leaves.
     Padding(PaddingRules),
+    /// One task of a model that real time was seen to bear.
+    Companion,
     /// Everything.
     Everything,
 }

@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::time::Instant;
 
@@ -24,8 +25,12 @@ use crate::instance::BestEffortLaunch;
 use crate::lowered::Lowered;
 use crate::task::CudaTask;
 
-/// Launches, each with a mark behind it, that are in flight: one that runs and one to go on with.
+/// Launches, each with a mark behind it, that are in flight on a queue: one that runs and one to go on with.
 const LAUNCHES_IN_FLIGHT: usize = 2;
+
+/// Queues that run best effort from which on each has one launch in flight: the others keep the device busy while it hears of
+/// it, and real time has less to wait for.
+const MANY_QUEUES: usize = 3;
 
 /// Steps between two marks where a chain cannot be launched as a whole because a part of it is done.
 const STEPS_PER_MARK: usize = 4;
@@ -163,10 +168,12 @@ impl Worker {
     fn run_segment(&mut self, segment: &mut Segment, launched: u32) -> Outcome {
         let hub = self.hub.clone();
         let Some(epoch) = hub.epoch().renew(&self.orders, launched) else { return Outcome::Left };
+        hub.best_effort.fetch_add(1, Ordering::Relaxed);
         let run = hub
             .alive()
             .and_then(|()| own_task(&hub, segment))
             .and_then(|(task, steps)| self.run_steps(task, steps, epoch));
+        hub.best_effort.fetch_sub(1, Ordering::Relaxed);
         match run {
             Ok(true) => Outcome::Done,
             Ok(false) => Outcome::Left,
@@ -247,7 +254,8 @@ impl Worker {
         end: usize,
         epoch: u32,
     ) -> Option<Next> {
-        let most = if task.is_timed() { 1 } else { LAUNCHES_IN_FLIGHT };
+        let many = self.hub.best_effort.load(Ordering::Relaxed) >= MANY_QUEUES;
+        let most = if many || task.is_timed() { 1 } else { LAUNCHES_IN_FLIGHT };
         let (first, lowered) = (flight.launched, &task.lowered);
         if first >= end || flight.marks.len() >= most || self.hub.epoch().now() != epoch {
             return None;

@@ -19,6 +19,7 @@ impl Slot {
             expiry: None,
             step: None,
             step_since: Nanos::ZERO,
+            companion: None,
         }
     }
 
@@ -135,6 +136,9 @@ impl Core {
         let held = self.slice_until.is_some();
         let alone = self.rules.beside != Beside::Everything;
         if !held && !self.real_time.is_empty() {
+            if self.rules.beside == Beside::Companion {
+                self.choose_companion();
+            }
             // The word to leave goes out before the launch, on the same stream.
             if alone {
                 self.evict_best_effort(actions);
@@ -147,8 +151,11 @@ impl Core {
         let running = self.real_time_slot().is_some();
         let active = alone && (running || (!held && !self.real_time.is_empty()));
         if !active {
+            self.companion = None;
             self.lift_budgets(now, actions);
             self.fill(now, Kind::BestEffort, actions);
+        } else if running && self.companion.is_some() {
+            self.accompany(now, actions);
         } else if running && self.pads() && self.clear() {
             self.fill_padded(now, actions);
         }
@@ -187,10 +194,56 @@ impl Core {
 
     fn evict_best_effort(&mut self, actions: &mut Vec<Action>) {
         let Some(how) = self.rules.leave else { return };
+        let stays = self.companion_queue();
         for queue in 0..self.queues.len() {
             let slot = &self.queues[queue];
-            if slot.kind == Kind::BestEffort && slot.running.is_some() && !slot.padded {
+            let free = slot.kind == Kind::BestEffort && slot.running.is_some() && !slot.padded;
+            if free && Some(queue) != stays {
                 self.preempt(queue, how, actions);
+            }
+        }
+    }
+
+    /// Decides who may stay beside the real-time task that starts next, if one can.
+    fn choose_companion(&mut self) {
+        let idle = |slot: &Slot| slot.kind == Kind::RealTime && slot.running.is_none();
+        if !self.queues.iter().any(idle) {
+            return;
+        }
+        let Some(real_time) = self.next_real_time() else { return };
+        let runs = |slot: &Slot| {
+            let running = slot.running.filter(|running| !running.leaving)?;
+            (slot.kind == Kind::BestEffort).then_some(running.model)
+        };
+        let running = self.queues.iter().filter_map(runs);
+        let candidates = running.chain(self.best_effort.waiting_models());
+        self.companion = self.companions.choose(real_time, candidates);
+    }
+
+    /// The queue on which the companion runs.
+    fn companion_queue(&self) -> Option<usize> {
+        let companion = self.companion?;
+        self.queues.iter().position(|slot| {
+            let runs = |running: Running| !running.leaving && running.model == companion;
+            slot.kind == Kind::BestEffort && slot.running.is_some_and(runs)
+        })
+    }
+
+    /// Starts the companion's next task unless one runs, and notes beside whom it is.
+    fn accompany(&mut self, now: Nanos, actions: &mut Vec<Action>) {
+        let Some(companion) = self.companion else { return };
+        if self.companion_queue().is_none() {
+            let idle = |slot: &Slot| slot.kind == Kind::BestEffort && slot.running.is_none();
+            let Some(queue) = self.queues.iter().position(idle) else { return };
+            let Some(request) = self.best_effort.pop_of(companion) else { return };
+            if !self.still_resident(request) {
+                return;
+            }
+            self.launch(now, queue, request, Nanos::ZERO, actions);
+        }
+        for slot in &mut self.queues {
+            if slot.kind == Kind::RealTime && slot.running.is_some() {
+                slot.companion = Some(companion);
             }
         }
     }

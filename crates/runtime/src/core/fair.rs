@@ -55,6 +55,18 @@ impl FairQueue {
         }
     }
 
+    /// Models of which requests wait.
+    pub(super) fn waiting_models(&self) -> impl Iterator<Item = ModelId> + Clone {
+        self.round.iter().copied().filter(|model| !self.lanes[model.0 as usize].waiting.is_empty())
+    }
+
+    /// The first request of `model`, whoever's turn it is; what it uses is charged all the same.
+    pub(super) fn pop_of(&mut self, model: ModelId) -> Option<RequestId> {
+        let request = self.lanes.get_mut(model.0 as usize)?.waiting.pop()?;
+        self.waiting -= 1;
+        Some(request)
+    }
+
     /// The first request of the model whose turn it is.
     pub(super) fn pop(&mut self) -> Option<RequestId> {
         // Each turn of the loop drops an idle model or tops one up, so it ends: a model's debt is at

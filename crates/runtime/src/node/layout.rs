@@ -9,8 +9,8 @@ use crate::policy::{self, Beside, Left, NAMES, Policy, Progress, Rules, Start, S
 /// Kernels of a stream that hardware holds, for policies that go by it.
 const QUEUE_CAPACITY: usize = 4;
 
-/// A policy as far as devices carry it out: none of them holds a queue to a budget, so best effort would not pad real time
-/// but run against it.
+/// A policy as far as devices carry it out: none of them holds a queue to a budget, so what pads real time is a companion as a
+/// whole.
 #[derive(Debug)]
 pub(super) struct Carried(Box<dyn Policy>);
 
@@ -22,7 +22,7 @@ impl Policy for Carried {
     fn rules(&self) -> Rules {
         let rules = self.0.rules();
         match rules.beside {
-            Beside::Padding(_) => Rules { beside: Beside::Nothing, ..rules },
+            Beside::Padding(_) => Rules { beside: Beside::Companion, ..rules },
             _ => rules,
         }
     }
