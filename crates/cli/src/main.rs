@@ -1,5 +1,6 @@
 //! The `atoll` binary: puts the parts together, and nothing else.
 
+mod apply_command;
 mod args;
 mod bench_command;
 mod binding;
@@ -46,6 +47,7 @@ fn run(command: Command) -> Result<(), Failure> {
         Command::Sim(args) => sim_command::run(&args),
         Command::Bench(args) => bench_command::run(&args),
         Command::Plan(args) => plan_command::run(&args),
+        Command::Apply(args) => apply_command::run(&args),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "atoll", &mut std::io::stdout());
             Ok(())

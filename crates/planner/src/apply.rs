@@ -173,7 +173,8 @@ fn unknown(gpu: usize, slice: &SliceFile) -> ApplyError {
 fn check_geometry(kind: &GpuKind, gpu: usize, file: &GpuFile) -> Result<(), ApplyError> {
     let (mut occupied, mut gpcs) = (0u16, 0);
     for slice in &file.slices {
-        let bad = |what: &str| ApplyError::Slice { gpu, start: slice.start, what: what.to_string() };
+        let bad =
+            |what: &str| ApplyError::Slice { gpu, start: slice.start, what: what.to_string() };
         let facts = slice_kind(kind, slice).ok_or_else(|| unknown(gpu, slice))?;
         if !facts.starts.contains(&slice.start) {
             return Err(bad("it may not start there"));
@@ -237,7 +238,8 @@ pub fn check_changes(
     for (slice, share) in slices.iter().flat_map(|s| s.services.iter().map(move |one| (s, one))) {
         let model = if share.model.is_empty() { &share.name } else { &share.model };
         let shared = slice.services.len() > 1;
-        *wanted.entry((&share.name, model)).or_default() += if shared { 1 } else { share.processes };
+        *wanted.entry((&share.name, model)).or_default() +=
+            if shared { 1 } else { share.processes };
     }
     for ((service, model), count) in wanted {
         let key = (service.to_string(), model.to_string());
@@ -248,7 +250,9 @@ pub fn check_changes(
     }
     let extra: Vec<String> = replay.started.keys().map(|(service, _)| service.clone()).collect();
     replay.wrong.extend(extra.iter().map(|name| format!("'{name}' is not in the plan")));
-    if partition == Partition::Mig && replay.masks.values().map(Vec::len).sum::<usize>() != slices.len() {
+    if partition == Partition::Mig
+        && replay.masks.values().map(Vec::len).sum::<usize>() != slices.len()
+    {
         replay.wrong.push(format!("not every one of {} slices is made", slices.len()));
     }
     for (place, percent) in &replay.percent {
@@ -336,10 +340,8 @@ mod tests {
     }
 
     fn plan() -> Vec<GpuFile> {
-        let first = vec![
-            slice(0, 4, vec![share("a", 3)]),
-            slice(4, 3, vec![share("b", 1), share("c", 1)]),
-        ];
+        let first =
+            vec![slice(0, 4, vec![share("a", 3)]), slice(4, 3, vec![share("b", 1), share("c", 1)])];
         let second = vec![slice(0, 7, vec![share("a", 2)])];
         vec![GpuFile { slices: first }, GpuFile { slices: Vec::new() }, GpuFile { slices: second }]
     }
@@ -394,7 +396,9 @@ mod tests {
         let with = |slices: Vec<SliceFile>| vec![GpuFile { slices }];
         let turns = with(vec![slice(4, 3, vec![share("b", 2), share("c", 1)])]);
         assert!(error(&turns, &[0]).contains("'b' takes turns"));
-        assert!(error(&with(vec![slice(2, 3, vec![share("b", 1)])]), &[0]).contains("may not start"));
+        assert!(
+            error(&with(vec![slice(2, 3, vec![share("b", 1)])]), &[0]).contains("may not start")
+        );
         let over = with(vec![slice(0, 4, vec![share("a", 1)]), slice(2, 2, vec![share("b", 1)])]);
         assert!(error(&over, &[0]).contains("does not fit"));
         let unknown = SliceFile { profile: "9g.9gb".to_string(), ..slice(0, 7, Vec::new()) };
