@@ -2,7 +2,6 @@
 
 mod journal;
 mod servers;
-mod tools;
 
 use std::path::{Path, PathBuf};
 
@@ -11,9 +10,9 @@ use planner::apply::{Change, Partition, changes, check_changes};
 
 use self::journal::{Done, Journal};
 use self::servers::{Launch, start_server, stop_server};
-use self::tools::{Machine, Tools};
 use crate::args::ApplyArgs;
 use crate::failure::Failure;
+use crate::nvidia::{Machine, Tools};
 use crate::plan_command::PlanFile;
 
 /// Runs the command.

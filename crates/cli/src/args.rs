@@ -98,6 +98,17 @@ pub(crate) enum PrecisionArg {
     F32,
 }
 
+impl PrecisionArg {
+    /// As on the command line.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            PrecisionArg::F16 => "f16",
+            PrecisionArg::Bf16 => "bf16",
+            PrecisionArg::F32 => "f32",
+        }
+    }
+}
+
 /// Where the server listens.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ListenArgs {
@@ -207,8 +218,12 @@ pub(crate) struct DemoArgs {
 #[command(after_help = "Examples:
   atoll profile model.onnx --device cuda:0
   atoll profile model.onnx --device cuda:0 --batches 1,8,32 --bind sequence=128 --json
+  atoll profile model.onnx --grid --batches 1,4,16 --processes 1,2 --slices 1,2,7 --output profiles.csv
 
-The fastest variants are kept beside the compiled kernels; serve and run use them from then on.")]
+The fastest variants are kept beside the compiled kernels; serve and run use them from then on.
+With --grid: every batch, number of processes and slice, measured with all processes at work at once, as
+the table that atoll plan reads. On a GPU a slice is a share of its threads and needs a running MPS daemon
+(nvidia-cuda-mps-control -d); on the CPU it is a share of the cores, as threads.")]
 pub(crate) struct ProfileArgs {
     /// The ONNX file
     pub(crate) model: PathBuf,
@@ -224,6 +239,42 @@ pub(crate) struct ProfileArgs {
     /// Replays of the whole plan, for median and p99
     #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(10..=100_000))]
     pub(crate) replays: u32,
+
+    /// Measure batch x processes x slice in processes of their own, for atoll plan
+    #[arg(long)]
+    pub(crate) grid: bool,
+
+    /// Processes side by side, with --grid
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 3, 4, 5], value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) processes: Vec<u32>,
+
+    /// Slices in compute slices, with --grid
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 3, 4, 7], value_parser = clap::value_parser!(u8).range(1..=7))]
+    pub(crate) slices: Vec<u8>,
+
+    /// Compute slices of the whole device, with --grid
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u8).range(1..=7))]
+    pub(crate) compute_slices: u8,
+
+    /// Seconds each point is measured for, with --grid
+    #[arg(long, default_value_t = 1.0)]
+    pub(crate) seconds: f64,
+
+    /// Seconds a process may take until it is ready, with --grid
+    #[arg(long, default_value_t = 300)]
+    pub(crate) start_timeout_secs: u64,
+
+    /// The model's name in the table, with --grid [default: the file's name]
+    #[arg(long)]
+    pub(crate) name: Option<String>,
+
+    /// File for the table, with --grid [default: standard output]
+    #[arg(long, value_name = "FILE.csv")]
+    pub(crate) output: Option<PathBuf>,
+
+    /// One process of the grid, at this batch
+    #[arg(long, hide = true)]
+    pub(crate) grid_member: Option<usize>,
 
     /// Print as JSON
     #[arg(long)]

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Instant;
 
 use base::{Histogram, Nanos, Random};
-use device::{Completion, CompletionSink, Outcome, Program, Queue, QueueOptions, Segment};
+use device::{Completion, CompletionSink, Device, Outcome, Program, Queue, QueueOptions, Segment};
 use indicatif::{ProgressBar, ProgressStyle};
 use model::config::Class;
 use model::{LaunchPlan, Tensor};
@@ -62,11 +62,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     let plan = Arc::new(plan);
     binding::check_known(&plan, &bindings)?;
     let inputs = inputs(&plan, args, &bindings)?;
-    let program = device.load(plan.clone()).map_err(Failure::failed)?;
-    let (sender, receiver) = sync_channel(1);
-    let options = QueueOptions { id: 0, capacity: 1, high_priority: !args.best_effort };
-    let queue = device.open_queue(options, Arc::new(ToChannel(sender))).map_err(Failure::failed)?;
-    let bench = Bench { program, queue, receiver, inputs };
+    let bench = Bench::open(device.as_ref(), plan.clone(), inputs, !args.best_effort)?;
     let measured = bench.measure(args)?;
     if let Some(folder) = &args.save {
         save(folder, &plan, &measured.outputs)?;
@@ -130,7 +126,8 @@ impl CompletionSink for ToChannel {
     }
 }
 
-struct Bench {
+/// A loaded model with a queue and inputs of its own.
+pub(crate) struct Bench {
     program: Arc<dyn Program>,
     queue: Box<dyn Queue>,
     receiver: Receiver<Completion>,
@@ -145,6 +142,21 @@ struct Measured {
 }
 
 impl Bench {
+    /// Loads `plan` onto a device.
+    pub(crate) fn open(
+        device: &dyn Device,
+        plan: Arc<LaunchPlan>,
+        inputs: Vec<Tensor>,
+        high_priority: bool,
+    ) -> Result<Bench, Failure> {
+        let program = device.load(plan).map_err(Failure::failed)?;
+        let (sender, receiver) = sync_channel(1);
+        let options = QueueOptions { id: 0, capacity: 1, high_priority };
+        let sink = Arc::new(ToChannel(sender));
+        let queue = device.open_queue(options, sink).map_err(Failure::failed)?;
+        Ok(Bench { program, queue, receiver, inputs })
+    }
+
     fn measure(&self, args: &RunArgs) -> Result<Measured, Failure> {
         for _ in 0..args.warmup {
             self.run_once(false)?;
@@ -169,7 +181,11 @@ impl Bench {
         Ok(Measured { latency, step_times, outputs })
     }
 
-    fn run_once(&self, record: bool) -> Result<(Nanos, Vec<Nanos>, Vec<Tensor>), Failure> {
+    /// One run: its time, its steps' times where they are to be recorded, and its outputs.
+    pub(crate) fn run_once(
+        &self,
+        record: bool,
+    ) -> Result<(Nanos, Vec<Nanos>, Vec<Tensor>), Failure> {
         let started = Instant::now();
         let mut task = self.program.prepare(self.inputs.clone()).map_err(Failure::failed)?;
         if record {

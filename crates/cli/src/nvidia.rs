@@ -220,6 +220,17 @@ fn mps_folders<'c>(command: &'c mut Command, folder: &Path) -> &'c mut Command {
     command.env("CUDA_MPS_PIPE_DIRECTORY", folder).env("CUDA_MPS_LOG_DIRECTORY", folder)
 }
 
+/// Whether an MPS daemon answers where this process's environment says it is; children inherit that.
+pub(crate) fn daemon_answers() -> Result<(), String> {
+    output(&mut Command::new(MPS), Some("get_server_list")).map(drop)
+}
+
+/// Memory in use on a GPU, given by number or identifier.
+pub(crate) fn memory_used_mib(gpu: &str) -> Result<u64, String> {
+    let said = smi(&["-i", gpu, "--query-gpu=memory.used", "--format=csv,noheader,nounits"])?;
+    said.trim().parse().map_err(|_| format!("cannot read nvidia-smi's '{}'", said.trim()))
+}
+
 fn smi(arguments: &[&str]) -> Result<String, String> {
     output(Command::new("nvidia-smi").args(arguments), None)
 }
