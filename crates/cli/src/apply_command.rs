@@ -34,7 +34,7 @@ pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
     if args.model_repository.is_empty() {
         return Err(Failure::usage("name the --model-repository the servers load from"));
     }
-    let tools = Tools::default();
+    let tools = Tools;
     let machine = inspect(args, &tools, kind, &list)?;
     let mut journal = Journal::create(&state)?;
     let mut hand = Hand { args, tools, machine, state: &state, port: args.first_port };
@@ -184,12 +184,12 @@ fn undo(args: &ApplyArgs, state: &Path) -> Result<(), Failure> {
         }
         return Ok(());
     }
-    take_back(&Tools::default(), state, journal)
+    take_back(&Tools, state, journal)
 }
 
 /// Says what would be done. Where the tools are there, also whether the GPUs may be touched.
 fn dry_run(args: &ApplyArgs, state: &Path, kind: &GpuKind, list: &[Change]) -> Result<(), Failure> {
-    let refused = inspect(args, &Tools::default(), kind, list).err();
+    let refused = inspect(args, &Tools, kind, list).err();
     if args.json {
         let refused = refused.as_ref().map(Failure::message);
         let report = serde_json::json!({ "changes": list, "refused": refused });

@@ -16,7 +16,6 @@ const ANSWER_WITHIN: Duration = Duration::from_secs(180);
 const MEMORY_SHARE: f64 = 0.85;
 
 /// The tools, looked for on PATH.
-#[derive(Default)]
 pub(crate) struct Tools;
 
 /// A GPU as `nvidia-smi` has it.
