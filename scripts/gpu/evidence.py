@@ -3,8 +3,8 @@
 
     evidence.py RUN_DIR [--command "scripts/gpu.sh OUT"]
 
-Writes evidence/latency.json and evidence/conformance.json, and evidence/disb.json of what scripts/gpu/disb.sh left; each where
-RUN_DIR has what it is made of. `cargo xtask evidence` says when they are stale, and prints the README's table.
+Writes evidence/latency.json and evidence/conformance.json, evidence/disb.json of what scripts/gpu/disb.sh left and
+evidence/preempt.json of what `atoll bench preempt` wrote there; each where RUN_DIR has what it is made of. `cargo xtask evidence` says when they are stale, and prints the README's table.
 """
 
 from __future__ import annotations
@@ -83,6 +83,10 @@ def main() -> None:
         write("conformance.json", {**head, "precisions": conformance})
     if (args.run / "disb.json").is_file():
         write_disb(args.run, head)
+    if (args.run / "preempt.json").is_file():
+        found = json.loads((args.run / "preempt.json").read_text())
+        kept = {key: found[key] for key in ("date", "command", "rounds", "idle", "real_time_alone", "cases")}
+        write("preempt.json", {**head, **kept})
 
 
 if __name__ == "__main__":

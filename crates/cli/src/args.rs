@@ -49,6 +49,8 @@ pub(crate) enum Command {
     Bench(crate::bench_command::BenchArgs),
     /// Plan services onto GPUs: slices, batches, processes, with a proof of how few GPUs there must be
     Plan(PlanArgs),
+    /// Carry out a plan on this machine: MIG slices, MPS daemons, servers; or take it back
+    Apply(ApplyArgs),
     /// Print a completion script for a shell
     Completions {
         /// The shell
@@ -105,6 +107,17 @@ pub(crate) enum PrecisionArg {
     Bf16,
     /// Single precision, without tensor cores
     F32,
+}
+
+impl PrecisionArg {
+    /// As on the command line.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            PrecisionArg::F16 => "f16",
+            PrecisionArg::Bf16 => "bf16",
+            PrecisionArg::F32 => "f32",
+        }
+    }
 }
 
 /// Where the server listens.
@@ -221,8 +234,12 @@ pub(crate) struct DemoArgs {
 #[command(after_help = "Examples:
   atoll profile model.onnx --device cuda:0
   atoll profile model.onnx --device cuda:0 --batches 1,8,32 --bind sequence=128 --json
+  atoll profile model.onnx --grid --batches 1,4,16 --processes 1,2 --slices 1,2,7 --output profiles.csv
 
-The fastest variants are kept beside the compiled kernels; serve and run use them from then on.")]
+The fastest variants are kept beside the compiled kernels; serve and run use them from then on.
+With --grid: every batch, number of processes and slice, measured with all processes at work at once, as
+the table that atoll plan reads. On a GPU a slice is a share of its threads and needs a running MPS daemon
+(nvidia-cuda-mps-control -d); on the CPU it is a share of the cores, as threads.")]
 pub(crate) struct ProfileArgs {
     /// The ONNX file
     pub(crate) model: PathBuf,
@@ -238,6 +255,42 @@ pub(crate) struct ProfileArgs {
     /// Replays of the whole plan, for median and p99
     #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(10..=100_000))]
     pub(crate) replays: u32,
+
+    /// Measure batch x processes x slice in processes of their own, for atoll plan
+    #[arg(long)]
+    pub(crate) grid: bool,
+
+    /// Processes side by side, with --grid
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 3, 4, 5], value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) processes: Vec<u32>,
+
+    /// Slices in compute slices, with --grid
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 3, 4, 7], value_parser = clap::value_parser!(u8).range(1..=7))]
+    pub(crate) slices: Vec<u8>,
+
+    /// Compute slices of the whole device, with --grid
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u8).range(1..=7))]
+    pub(crate) compute_slices: u8,
+
+    /// Seconds each point is measured for, with --grid
+    #[arg(long, default_value_t = 1.0)]
+    pub(crate) seconds: f64,
+
+    /// Seconds a process may take until it is ready, with --grid
+    #[arg(long, default_value_t = 300)]
+    pub(crate) start_timeout_secs: u64,
+
+    /// The model's name in the table, with --grid [default: the file's name]
+    #[arg(long)]
+    pub(crate) name: Option<String>,
+
+    /// File for the table, with --grid [default: standard output]
+    #[arg(long, value_name = "FILE.csv")]
+    pub(crate) output: Option<PathBuf>,
+
+    /// One process of the grid, at this batch
+    #[arg(long, hide = true)]
+    pub(crate) grid_member: Option<usize>,
 
     /// Print as JSON
     #[arg(long)]
@@ -425,4 +478,72 @@ pub(crate) struct PlanArgs {
     /// Write a configuration for mig-parted
     #[arg(long, value_name = "FILE.yaml")]
     pub(crate) mig_parted: Option<PathBuf>,
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  atoll plan --services services.toml --profiles profiles.csv --json > plan.json
+  atoll apply plan.json --model-repository models --dry-run
+  atoll apply plan.json --model-repository models --gpus 0,1 --allow-mig-changes
+  atoll apply plan.json --model-repository models --partition mps       without MIG: shares of threads
+  atoll apply --undo                                                     take it all back
+
+A GPU with running work, with MIG devices or of another kind is refused before anything is done. When a
+change fails, those before it are undone. A model's batch is what its own settings say; the plan's is
+printed for comparison.")]
+pub(crate) struct ApplyArgs {
+    /// The plan, as atoll plan --json wrote it
+    pub(crate) plan: Option<PathBuf>,
+
+    /// Folder of models that the servers load from; may be given several times
+    #[arg(long, env = "ATOLL_MODEL_REPOSITORY", value_delimiter = ':')]
+    pub(crate) model_repository: Vec<PathBuf>,
+
+    /// GPU kind of the plan, where it does not say
+    #[arg(long)]
+    pub(crate) gpu: Option<String>,
+
+    /// Numbers of the machine's GPUs that the plan's GPUs become, in order
+    #[arg(long, value_delimiter = ',', default_values_t = [0])]
+    pub(crate) gpus: Vec<u32>,
+
+    /// How slices are cut: MIG instances, or shares of a GPU's threads under MPS
+    #[arg(long, env = "ATOLL_APPLY_PARTITION", default_value = "mig", value_parser = ["mig", "mps"])]
+    pub(crate) partition: String,
+
+    /// Folder for pipes, logs and the list of what was done; a short path, for pipes have short names
+    #[arg(long, env = "ATOLL_APPLY_STATE", default_value = "/tmp/atoll-apply")]
+    pub(crate) state: PathBuf,
+
+    /// Print what would be done, and do nothing
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+
+    /// Yes, make and remove MIG instances
+    #[arg(long)]
+    pub(crate) allow_mig_changes: bool,
+
+    /// Take back what an earlier call did
+    #[arg(long, conflicts_with = "plan")]
+    pub(crate) undo: bool,
+
+    /// Device of the servers, as they see it in their place
+    #[arg(long, env = "ATOLL_DEVICE", default_value = "cuda:0")]
+    pub(crate) device: String,
+
+    /// Address the servers listen on
+    #[arg(long, env = "ATOLL_HOST", default_value = "127.0.0.1")]
+    pub(crate) host: IpAddr,
+
+    /// REST port of the first server; gRPC and metrics follow, then the next server
+    #[arg(long, default_value_t = 9000, value_parser = clap::value_parser!(u16).range(1024..))]
+    pub(crate) first_port: u16,
+
+    /// Seconds a server may take until it is ready
+    #[arg(long, default_value_t = 300)]
+    pub(crate) start_timeout_secs: u64,
+
+    /// Print as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
 }

@@ -1,5 +1,6 @@
 //! The `atoll` binary: puts the parts together, and nothing else.
 
+mod apply_command;
 mod args;
 mod bench_command;
 mod binding;
@@ -9,10 +10,12 @@ mod demo_command;
 mod disb_command;
 mod engine;
 mod failure;
+mod grid;
 mod lane;
 mod loader;
 mod models_command;
 mod npy;
+mod nvidia;
 mod plan_command;
 mod preempt_command;
 mod profile_command;
@@ -49,6 +52,7 @@ fn run(command: Command) -> Result<(), Failure> {
         Command::Sim(args) => sim_command::run(&args),
         Command::Bench(args) => bench_command::run(&args),
         Command::Plan(args) => plan_command::run(&args),
+        Command::Apply(args) => apply_command::run(&args),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "atoll", &mut std::io::stdout());
             Ok(())

@@ -29,9 +29,11 @@ struct ServicesFile {
     service: Vec<Service>,
 }
 
-/// What `--json` prints and `--from` reads.
+/// What `--json` prints, and `--from` and `atoll apply` read.
 #[derive(Debug, Serialize, Deserialize)]
-struct PlanFile {
+pub(crate) struct PlanFile {
+    #[serde(default)]
+    pub(crate) gpu_kind: String,
     gpus: usize,
     lower_bound: usize,
     #[serde(default)]
@@ -41,7 +43,7 @@ struct PlanFile {
     faults: Vec<String>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     steps: Vec<String>,
-    plan: Vec<GpuFile>,
+    pub(crate) plan: Vec<GpuFile>,
 }
 
 /// A plan with all that is said about it.
@@ -159,6 +161,7 @@ fn print_json(outcome: &Outcome) -> Result<(), Failure> {
     let Outcome { problem, faults, answer, steps } = outcome;
     let lines = steps.as_ref().map(|steps| render::steps(problem, steps)).unwrap_or_default();
     let file = PlanFile {
+        gpu_kind: problem.gpu.name.to_string(),
         gpus: answer.gpus,
         lower_bound: answer.solution.lower_bound,
         bound: answer.solution.bound,

@@ -71,6 +71,12 @@ struct StepReport {
 
 /// Runs the command.
 pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
+    if let Some(batch) = args.grid_member {
+        return crate::grid::run_member(args, batch);
+    }
+    if args.grid {
+        return crate::grid::run(args);
+    }
     let device = engine::open_gpu(&args.device)?;
     let bindings = binding::parse(&args.bind)?;
     let plan = engine::compile_file(&args.model)
@@ -132,7 +138,7 @@ fn profile(
 }
 
 /// The symbol of the first input's first dimension.
-fn batch_symbol(plan: &LaunchPlan) -> Option<String> {
+pub(crate) fn batch_symbol(plan: &LaunchPlan) -> Option<String> {
     let shape = plan.value(*plan.inputs.first()?).shape.as_ref()?;
     match shape.first()? {
         Dim::Symbol(name) => Some(name.clone()),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use base::{Histogram, Nanos, Random};
-use device::{Outcome, Program};
+use device::{Device, Outcome, Program};
 use indicatif::{ProgressBar, ProgressStyle};
 use model::config::Class;
 use model::{LaunchPlan, Tensor};
@@ -62,9 +62,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     let plan = Arc::new(plan);
     binding::check_known(&plan, &bindings)?;
     let inputs = inputs(&plan, args, &bindings)?;
-    let program = device.load(plan.clone()).map_err(Failure::failed)?;
-    let lane = Lane::open(device.as_ref(), args.best_effort)?;
-    let bench = Bench { program, lane, inputs };
+    let bench = Bench::open(device.as_ref(), plan.clone(), inputs, args.best_effort)?;
     let measured = bench.measure(args)?;
     if let Some(folder) = &args.save {
         save(folder, &plan, &measured.outputs)?;
@@ -119,7 +117,8 @@ fn inputs(
 /// Runs that time steps.
 const STEP_RUNS_MAX: u32 = 20;
 
-struct Bench {
+/// A loaded model with a queue and inputs of its own.
+pub(crate) struct Bench {
     program: Arc<dyn Program>,
     lane: Lane,
     inputs: Vec<Tensor>,
@@ -133,6 +132,17 @@ struct Measured {
 }
 
 impl Bench {
+    /// Loads `plan` onto a device.
+    pub(crate) fn open(
+        device: &dyn Device,
+        plan: Arc<LaunchPlan>,
+        inputs: Vec<Tensor>,
+        best_effort: bool,
+    ) -> Result<Bench, Failure> {
+        let program = device.load(plan).map_err(Failure::failed)?;
+        Ok(Bench { program, lane: Lane::open(device, best_effort)?, inputs })
+    }
+
     fn measure(&self, args: &RunArgs) -> Result<Measured, Failure> {
         for _ in 0..args.warmup {
             self.run_once(false)?;
@@ -157,7 +167,11 @@ impl Bench {
         Ok(Measured { latency, step_times, outputs })
     }
 
-    fn run_once(&self, record: bool) -> Result<(Nanos, Vec<Nanos>, Vec<Tensor>), Failure> {
+    /// One run: its time, its steps' times where they are to be recorded, and its outputs.
+    pub(crate) fn run_once(
+        &self,
+        record: bool,
+    ) -> Result<(Nanos, Vec<Nanos>, Vec<Tensor>), Failure> {
         let started = Instant::now();
         let mut task = self.program.prepare(self.inputs.clone()).map_err(Failure::failed)?;
         if record {

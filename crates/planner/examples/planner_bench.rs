@@ -86,7 +86,7 @@ fn grow(profiles: &Profiles) -> Result<Vec<(usize, f64)>, String> {
         growth.push((count, seconds));
         verdict(count, seconds);
     }
-    for count in [11, 100, 1000, 10_000] {
+    for count in [11, 100, 1000, 10_000, 100_000] {
         for headroom in [0.0, 0.15] {
             let rules = Rules { sharing: Sharing::Time, headroom, ..Rules::default() };
             let problem = problem(profiles, &random_services(count, 1), rules)?;

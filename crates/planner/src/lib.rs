@@ -3,6 +3,7 @@
 //! The crate does no IO and reads no clock. What it needs to know of time comes in through [`Watch`].
 
 pub mod algorithm;
+pub mod apply;
 pub mod baseline;
 pub mod certified;
 pub mod check;

@@ -57,6 +57,7 @@ impl Plan {
     pub fn to_file(&self, problem: &Problem) -> Vec<GpuFile> {
         let share = |share: &Share| ShareFile {
             name: problem.services[share.service].name.clone(),
+            model: problem.services[share.service].model.clone(),
             batch: share.batch,
             processes: share.processes,
             rate: share.rate,
@@ -105,7 +106,7 @@ impl Plan {
                 for share in &slice.services {
                     let legal = share.rate.is_finite() && share.rate >= 0.0;
                     if !legal || share.batch == 0 || share.processes == 0 {
-                        let ShareFile { name, batch, processes, rate } = share;
+                        let ShareFile { name, batch, processes, rate, .. } = share;
                         return Err(bad(&format!(
                             "'{name}' cannot run with batch {batch} and {processes} processes at {rate} requests/s"
                         )));
@@ -155,6 +156,9 @@ pub struct SliceFile {
 pub struct ShareFile {
     /// Name of the service.
     pub name: String,
+    /// Its model; empty in files that do not say.
+    #[serde(default)]
+    pub model: String,
     /// Requests a process takes at once.
     pub batch: u32,
     /// Processes side by side.

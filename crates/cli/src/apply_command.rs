@@ -1,0 +1,260 @@
+//! `atoll apply`: carries out a plan on this machine's GPUs, or says what it would do.
+
+mod journal;
+mod servers;
+
+use std::path::{Path, PathBuf};
+
+use planner::GpuKind;
+use planner::apply::{Change, Partition, changes, check_changes};
+
+use self::journal::{Done, Journal};
+use self::servers::{Launch, start_server, stop_server};
+use crate::args::ApplyArgs;
+use crate::failure::Failure;
+use crate::nvidia::{Machine, Tools};
+use crate::plan_command::PlanFile;
+
+/// Runs the command.
+pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
+    let state = std::path::absolute(&args.state).map_err(Failure::failed)?;
+    if args.undo {
+        return undo(args, &state);
+    }
+    let (kind, list) = planned(args)?;
+    if args.dry_run {
+        return dry_run(args, &state, kind, &list);
+    }
+    let mig = list.iter().any(|change| matches!(change, Change::EnableMig { .. }));
+    if mig && !args.allow_mig_changes {
+        return Err(Failure::usage(
+            "this makes and removes MIG instances; look at --dry-run, then add --allow-mig-changes",
+        ));
+    }
+    if args.model_repository.is_empty() {
+        return Err(Failure::usage("name the --model-repository the servers load from"));
+    }
+    let tools = Tools;
+    let machine = inspect(args, &tools, kind, &list)?;
+    let mut journal = Journal::create(&state)?;
+    let mut hand = Hand { args, tools, machine, state: &state, port: args.first_port };
+    for change in &list {
+        let done = journal.begin(change).and_then(|()| hand.carry_out(change));
+        match done {
+            Ok(done) => journal.finish(done)?,
+            Err(failure) => {
+                tracing::error!("{}; undoing what was done", failure.message());
+                take_back(&hand.tools, &state, journal)?;
+                return Err(failure);
+            }
+        }
+    }
+    report(args, &journal)
+}
+
+/// The plan's GPU kind and its changes, checked.
+fn planned(args: &ApplyArgs) -> Result<(&'static GpuKind, Vec<Change>), Failure> {
+    let path = args.plan.as_ref().ok_or_else(|| Failure::usage("name the plan to apply"))?;
+    let named =
+        |error: &dyn std::fmt::Display| Failure::failed(format!("{}: {error}", path.display()));
+    let text = std::fs::read_to_string(path).map_err(|error| named(&error))?;
+    let file: PlanFile = serde_json::from_str(&text).map_err(|error| named(&error))?;
+    let kind = match (&args.gpu, file.gpu_kind.as_str()) {
+        (Some(kind), _) => kind,
+        (None, "") => return Err(Failure::usage("the plan does not name its gpu kind; use --gpu")),
+        (None, kind) => kind,
+    };
+    let kind = GpuKind::find(kind).map_err(Failure::usage)?;
+    let partition = if args.partition == "mps" { Partition::Mps } else { Partition::Mig };
+    let list = changes(kind, &file.plan, &args.gpus, partition).map_err(|error| named(&error))?;
+    if let Some(wrong) = check_changes(kind, &file.plan, partition, &list).first() {
+        return Err(Failure::failed(format!("the checker rejects the changes: {wrong}")));
+    }
+    Ok((kind, list))
+}
+
+/// The machine as it is, or why it must not be touched.
+fn inspect(
+    args: &ApplyArgs,
+    tools: &Tools,
+    kind: &GpuKind,
+    list: &[Change],
+) -> Result<Machine, Failure> {
+    let machine = tools.inspect().map_err(Failure::failed)?;
+    let used: Vec<u32> = (args.gpus.iter().copied())
+        .filter(|gpu| {
+            list.iter().any(|change| match change {
+                Change::EnableMig { gpu: other } => other == gpu,
+                Change::StartDaemon { place } => place.gpu == *gpu,
+                _ => false,
+            })
+        })
+        .collect();
+    let mig = list.iter().any(|change| matches!(change, Change::EnableMig { .. }));
+    for gpu in used {
+        machine.may_touch(gpu, kind, mig).map_err(Failure::failed)?;
+    }
+    Ok(machine)
+}
+
+/// What is done with the tools and their answers.
+struct Hand<'a> {
+    args: &'a ApplyArgs,
+    tools: Tools,
+    machine: Machine,
+    state: &'a Path,
+    port: u16,
+}
+
+impl Hand<'_> {
+    fn carry_out(&mut self, change: &Change) -> Result<Done, Failure> {
+        let change = change.clone();
+        match &change {
+            Change::EnableMig { gpu } => {
+                let was_on = self.machine.mig_on(*gpu);
+                if !was_on {
+                    self.tools.enable_mig(*gpu).map_err(Failure::failed)?;
+                }
+                Ok(Done { untouched: was_on, ..Done::new(change) })
+            }
+            Change::CreateSlice { place, profile_id, start } => {
+                let made = self.tools.create_slice(place.gpu, *profile_id, *start);
+                let (instance, uuid) = made.map_err(Failure::failed)?;
+                self.machine.uuids.insert(place.to_string(), uuid.clone());
+                Ok(Done { instance: Some(instance), uuid: Some(uuid), ..Done::new(change) })
+            }
+            Change::StartDaemon { place } => {
+                let uuid = self.machine.uuid_of(*place).map_err(Failure::failed)?;
+                let folder = mps_folder(self.state, &place.to_string());
+                self.tools.start_daemon(&uuid, &folder).map_err(Failure::failed)?;
+                Ok(Done { uuid: Some(uuid), ..Done::new(change) })
+            }
+            Change::StartServer(spec) => {
+                let launch = Launch {
+                    args: self.args,
+                    state: self.state,
+                    folder: &mps_folder(self.state, &spec.place.to_string()),
+                    uuid: &self.machine.uuid_of(spec.place).map_err(Failure::failed)?,
+                    port: self.port,
+                };
+                let pid = start_server(&launch, spec)?;
+                let port = self.port;
+                self.port = port.checked_add(3).ok_or_else(|| Failure::failed("no ports left"))?;
+                Ok(Done { pid: Some(pid), port: Some(port), ..Done::new(change) })
+            }
+        }
+    }
+}
+
+/// Pipes and logs of a place's daemon. Unix sockets have short names, so the folder should too.
+fn mps_folder(state: &Path, place: &str) -> PathBuf {
+    state.join(format!("mps-{place}"))
+}
+
+/// Undoes what the journal has, from the end; what cannot be undone stays in it.
+fn take_back(tools: &Tools, state: &Path, mut journal: Journal) -> Result<(), Failure> {
+    while let Some(done) = journal.last().cloned() {
+        let undone = match &done.change {
+            _ if done.untouched => Ok(()),
+            Change::StartServer(_) => stop_server(state, done.pid),
+            Change::StartDaemon { place } => {
+                tools.stop_daemon(&mps_folder(state, &place.to_string()))
+            }
+            Change::CreateSlice { place, .. } => match done.instance {
+                Some(instance) => tools.destroy_slice(place.gpu, instance),
+                None => Ok(()),
+            },
+            Change::EnableMig { gpu } => tools.disable_mig(*gpu),
+        };
+        undone.map_err(|error| {
+            let left = journal.path().display();
+            Failure::failed(format!("{error}; the rest is in {left}: mend it and use --undo"))
+        })?;
+        tracing::info!("undone: {}", journal::line(&done.change));
+        journal.forget_last()?;
+    }
+    journal.remove()
+}
+
+fn undo(args: &ApplyArgs, state: &Path) -> Result<(), Failure> {
+    let journal = Journal::open(state)?;
+    if args.dry_run {
+        for done in journal.done().iter().rev() {
+            println!("undo {}", journal::line(&done.change));
+        }
+        return Ok(());
+    }
+    take_back(&Tools, state, journal)
+}
+
+/// Says what would be done. Where the tools are there, also whether the GPUs may be touched.
+fn dry_run(args: &ApplyArgs, state: &Path, kind: &GpuKind, list: &[Change]) -> Result<(), Failure> {
+    let refused = inspect(args, &Tools, kind, list).err();
+    if args.json {
+        let refused = refused.as_ref().map(Failure::message);
+        let report = serde_json::json!({ "changes": list, "refused": refused });
+        println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?);
+        return Ok(());
+    }
+    let mut port = args.first_port;
+    for change in list {
+        println!("{}", command_line(args, state, change, port));
+        if matches!(change, Change::StartServer(_)) {
+            port = port.saturating_add(3);
+        }
+    }
+    match refused {
+        Some(failure) => println!("# as things are it would be refused: {}", failure.message()),
+        None => println!("# {} changes; nothing was done", list.len()),
+    }
+    Ok(())
+}
+
+fn command_line(args: &ApplyArgs, state: &Path, change: &Change, port: u16) -> String {
+    match change {
+        Change::EnableMig { gpu } => format!("nvidia-smi -i {gpu} -mig 1"),
+        Change::CreateSlice { place, profile_id, start } => {
+            format!("nvidia-smi mig -i {} -cgi {profile_id}:{start} -C", place.gpu)
+        }
+        Change::StartDaemon { place } => {
+            let folder = mps_folder(state, &place.to_string());
+            let folder = folder.display();
+            format!(
+                "CUDA_VISIBLE_DEVICES=<uuid of {place}> CUDA_MPS_PIPE_DIRECTORY={folder} \
+                 CUDA_MPS_LOG_DIRECTORY={folder} nvidia-cuda-mps-control -d"
+            )
+        }
+        Change::StartServer(spec) => {
+            let environment = servers::environment(
+                &mps_folder(state, &spec.place.to_string()),
+                &format!("<uuid of {}>", spec.place),
+                spec.percentage,
+            );
+            let environment: Vec<String> =
+                environment.iter().map(|(name, value)| format!("{name}={value}")).collect();
+            let arguments = servers::arguments(args, state, spec, port).join(" ");
+            format!("{} atoll {arguments}", environment.join(" "))
+        }
+    }
+}
+
+fn report(args: &ApplyArgs, journal: &Journal) -> Result<(), Failure> {
+    if args.json {
+        let text = serde_json::to_string_pretty(journal.done()).map_err(Failure::failed)?;
+        println!("{text}");
+        return Ok(());
+    }
+    for done in journal.done() {
+        let Change::StartServer(spec) = &done.change else { continue };
+        let (port, pid) = (done.port.unwrap_or(0), done.pid.unwrap_or(0));
+        println!(
+            "{:<10} {} at http://{}:{port}, process {pid}, {} % of the threads",
+            spec.place.to_string(),
+            spec.services.join(", "),
+            args.host,
+            spec.percentage
+        );
+    }
+    println!("{} changes done; --undo takes them back", journal.done().len());
+    Ok(())
+}

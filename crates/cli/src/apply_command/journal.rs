@@ -1,0 +1,124 @@
+//! What was done to the machine, on disk after every change, so that it can be taken back whatever happens.
+
+use std::path::{Path, PathBuf};
+
+use planner::apply::Change;
+use serde::{Deserialize, Serialize};
+
+use crate::failure::Failure;
+
+/// A change that was carried out, and what its undoing needs.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Done {
+    pub(crate) change: Change,
+    /// The machine was that way before.
+    #[serde(default)]
+    pub(crate) untouched: bool,
+    /// Number of the GPU instance.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) instance: Option<u32>,
+    /// Identifier of the GPU or MIG device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) uuid: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) pid: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) port: Option<u16>,
+}
+
+impl Done {
+    pub(crate) fn new(change: Change) -> Done {
+        Done { change, untouched: false, instance: None, uuid: None, pid: None, port: None }
+    }
+}
+
+/// The list of what was done.
+pub(crate) struct Journal {
+    path: PathBuf,
+    done: Vec<Done>,
+}
+
+impl Journal {
+    /// A fresh one; refused where one is, for its changes are still in force.
+    pub(crate) fn create(state: &Path) -> Result<Journal, Failure> {
+        let named = |error| Failure::failed(format!("{}: {error}", state.display()));
+        std::fs::create_dir_all(state).map_err(named)?;
+        let path = state.join("applied.json");
+        if path.exists() {
+            return Err(Failure::failed(format!(
+                "{} says that a plan is in force; take it back with --undo first",
+                path.display()
+            )));
+        }
+        let journal = Journal { path, done: Vec::new() };
+        journal.write()?;
+        Ok(journal)
+    }
+
+    /// The one that is there.
+    pub(crate) fn open(state: &Path) -> Result<Journal, Failure> {
+        let path = state.join("applied.json");
+        let named =
+            |error: &dyn std::fmt::Display| Failure::failed(format!("{}: {error}", path.display()));
+        let text = std::fs::read_to_string(&path).map_err(|error| named(&error))?;
+        let done = serde_json::from_str(&text).map_err(|error| named(&error))?;
+        Ok(Journal { path, done })
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn done(&self) -> &[Done] {
+        &self.done
+    }
+
+    pub(crate) fn last(&self) -> Option<&Done> {
+        self.done.last()
+    }
+
+    /// Says what is about to be done.
+    pub(crate) fn begin(&self, change: &Change) -> Result<(), Failure> {
+        tracing::info!("{}", line(change));
+        Ok(())
+    }
+
+    pub(crate) fn finish(&mut self, done: Done) -> Result<(), Failure> {
+        self.done.push(done);
+        self.write()
+    }
+
+    pub(crate) fn forget_last(&mut self) -> Result<(), Failure> {
+        self.done.pop();
+        self.write()
+    }
+
+    /// Nothing is in force any more.
+    pub(crate) fn remove(self) -> Result<(), Failure> {
+        std::fs::remove_file(&self.path)
+            .map_err(|error| Failure::failed(format!("{}: {error}", self.path.display())))
+    }
+
+    /// Whole or not at all.
+    fn write(&self) -> Result<(), Failure> {
+        let named = |error| Failure::failed(format!("{}: {error}", self.path.display()));
+        let text = serde_json::to_string_pretty(&self.done).map_err(Failure::failed)?;
+        let fresh = self.path.with_extension("json.new");
+        std::fs::write(&fresh, text).map_err(named)?;
+        std::fs::rename(&fresh, &self.path).map_err(named)
+    }
+}
+
+/// A change in words.
+pub(crate) fn line(change: &Change) -> String {
+    match change {
+        Change::EnableMig { gpu } => format!("MIG on, gpu {gpu}"),
+        Change::CreateSlice { place, profile_id, start } => {
+            format!("slice {place}: profile {profile_id} at {start}")
+        }
+        Change::StartDaemon { place } => format!("MPS daemon of {place}"),
+        Change::StartServer(spec) => {
+            format!("server {} of {} on {}", spec.process, spec.services.join(", "), spec.place)
+        }
+    }
+}

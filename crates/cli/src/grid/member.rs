@@ -1,0 +1,103 @@
+//! One process of a point: ready, go, report.
+
+use std::io::{BufRead, Write};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use base::{Histogram, Random};
+use serde::{Deserialize, Serialize};
+
+use crate::args::ProfileArgs;
+use crate::failure::Failure;
+use crate::run_command::Bench;
+use crate::{binding, engine, profile_command};
+
+/// Said when everything is loaded and warm.
+pub(crate) const READY: &str = "ready";
+/// Heard when all others are ready, too.
+pub(crate) const GO: &str = "go";
+/// Runs before it is ready: the first ones compile, allocate and tune.
+const WARMUP: u32 = 5;
+
+/// What a process did in its time.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct MemberReport {
+    pub(crate) batches: u64,
+    pub(crate) seconds: f64,
+    pub(crate) mean_us: f64,
+    pub(crate) p50_us: f64,
+    pub(crate) p99_us: f64,
+    /// Most memory of the process at any time.
+    pub(crate) peak_bytes: u64,
+}
+
+/// Runs one process.
+pub(crate) fn run_member(args: &ProfileArgs, batch: usize) -> Result<(), Failure> {
+    let bench = prepare(args, batch)?;
+    for _ in 0..WARMUP {
+        bench.run_once(false)?;
+    }
+    say(READY)?;
+    let mut line = String::new();
+    let mut input = std::io::stdin().lock();
+    input.read_line(&mut line).map_err(Failure::failed)?;
+    if line.trim() != GO {
+        return Err(Failure::failed("told to end before the start"));
+    }
+    let report = measure(&bench, Duration::from_secs_f64(args.seconds))?;
+    say(&serde_json::to_string(&report).map_err(Failure::failed)?)?;
+    // Memory is counted from outside until the other side closes.
+    line.clear();
+    input.read_line(&mut line).map(drop).map_err(Failure::failed)
+}
+
+fn prepare(args: &ProfileArgs, batch: usize) -> Result<Bench, Failure> {
+    let device = engine::open_device(&args.device)?;
+    let mut bindings = binding::parse(&args.bind)?;
+    let plan = engine::compile_file(&args.model)
+        .map_err(|err| Failure::failed(format!("{}: {err}", args.model.display())))?;
+    binding::check_known(&plan, &bindings)?;
+    if let Some(symbol) = profile_command::batch_symbol(&plan) {
+        bindings.insert(symbol, batch);
+    }
+    let mut random = Random::new(0);
+    let input = |id: &model::ValueId| {
+        let info = plan.value(*id);
+        binding::random_tensor(info.dtype, binding::shape_of(info, &bindings), &mut random)
+    };
+    let inputs = plan.inputs.iter().map(input).collect::<Result<Vec<_>, _>>()?;
+    Bench::open(device.as_ref(), Arc::new(plan), inputs, false)
+}
+
+fn measure(bench: &Bench, time: Duration) -> Result<MemberReport, Failure> {
+    let mut latency = Histogram::new();
+    let started = Instant::now();
+    let mut batches = 0;
+    while batches == 0 || started.elapsed() < time {
+        latency.record(bench.run_once(false)?.0);
+        batches += 1;
+    }
+    let seconds = started.elapsed().as_secs_f64();
+    let us = |nanos: base::Nanos| nanos.0 as f64 / 1e3;
+    Ok(MemberReport {
+        batches,
+        seconds,
+        mean_us: us(latency.mean()),
+        p50_us: us(latency.quantile(0.5)),
+        p99_us: us(latency.quantile(0.99)),
+        peak_bytes: peak_bytes(),
+    })
+}
+
+/// The most memory this process had, as the kernel counts it.
+fn peak_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.and_then(|rest| rest.split_whitespace().next()).and_then(|kib| kib.parse().ok());
+    kib.unwrap_or(0u64) * 1024
+}
+
+fn say(line: &str) -> Result<(), Failure> {
+    let mut output = std::io::stdout().lock();
+    writeln!(output, "{line}").and_then(|()| output.flush()).map_err(Failure::failed)
+}

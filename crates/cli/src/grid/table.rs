@@ -1,0 +1,156 @@
+//! The table: the planner's columns, and what else was measured.
+
+use std::fmt::{self, Write};
+
+use super::member::MemberReport;
+
+/// A point of the grid.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Point {
+    /// Compute slices.
+    pub(crate) slice: u8,
+    pub(crate) batch: usize,
+    pub(crate) processes: u32,
+}
+
+impl fmt::Display for Point {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Point { slice, batch, processes } = self;
+        write!(f, "slice {slice}, batch {batch}, {processes} processes")
+    }
+}
+
+/// A row of the table.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Row {
+    point: Point,
+    percent: u32,
+    ok: bool,
+    throughput: f64,
+    mean_us: f64,
+    p50_us: f64,
+    p99_us: f64,
+    memory_bytes: u64,
+}
+
+impl Row {
+    /// What the processes of a point did together. Rates add up; a latency is that of all batches, the median that of
+    /// the median process and the 99th percentile that of the worst.
+    pub(crate) fn measured(
+        point: Point,
+        percent: u32,
+        reports: &[MemberReport],
+        memory_bytes: u64,
+    ) -> Result<Row, String> {
+        let batches: u64 = reports.iter().map(|one| one.batches).sum();
+        if reports.len() != point.processes as usize || reports.iter().any(|one| one.seconds <= 0.0)
+        {
+            return Err(format!("{} of {} processes reported", reports.len(), point.processes));
+        }
+        let rate = |one: &MemberReport| one.batches as f64 * point.batch as f64 / one.seconds;
+        let weighted = |one: &MemberReport| one.mean_us * one.batches as f64;
+        let mut medians: Vec<f64> = reports.iter().map(|one| one.p50_us).collect();
+        medians.sort_by(f64::total_cmp);
+        Ok(Row {
+            point,
+            percent,
+            ok: true,
+            throughput: reports.iter().map(rate).sum(),
+            mean_us: reports.iter().map(weighted).sum::<f64>() / batches as f64,
+            p50_us: medians[medians.len() / 2],
+            p99_us: reports.iter().map(|one| one.p99_us).fold(0.0, f64::max),
+            memory_bytes,
+        })
+    }
+
+    /// A point that did not run; the planner leaves it out.
+    pub(crate) fn failed(point: Point, percent: u32) -> Row {
+        Row {
+            point,
+            percent,
+            ok: false,
+            throughput: 0.0,
+            mean_us: 0.0,
+            p50_us: 0.0,
+            p99_us: 0.0,
+            memory_bytes: 0,
+        }
+    }
+}
+
+/// The table as text.
+pub(crate) struct Table {
+    model: String,
+    text: String,
+    measured: usize,
+}
+
+impl Table {
+    pub(crate) fn new(model: &str) -> Result<Table, String> {
+        if model.is_empty() || model.contains([',', '\n', '\r', '"']) {
+            return Err(format!("'{model}' cannot be a name in a table; use --name"));
+        }
+        let text = "model,mig_gpcs,batch,procs,throughput_per_proc_rps,throughput_total_rps,latency_ms,status,\
+                    memory_mib,memory_bytes,share_percent,latency_p50_us,latency_p99_us\n";
+        Ok(Table { model: model.to_string(), text: text.to_string(), measured: 0 })
+    }
+
+    pub(crate) fn push(&mut self, row: &Row) {
+        let Row { point, percent, ok, throughput, mean_us, p50_us, p99_us, memory_bytes } = row;
+        let Point { slice, batch, processes } = point;
+        // A microsecond is the third digit of a millisecond.
+        let _ = writeln!(
+            self.text,
+            "{},{slice},{batch},{processes},{:.3},{throughput:.3},{:.6},{},{},{memory_bytes},{percent},\
+             {p50_us:.3},{p99_us:.3}",
+            self.model,
+            throughput / f64::from(*processes),
+            mean_us / 1e3,
+            if *ok { "ok" } else { "failed" },
+            memory_bytes.div_ceil(1 << 20),
+        );
+        self.measured += usize::from(*ok);
+    }
+
+    /// Rows that ran.
+    pub(crate) fn measured(&self) -> usize {
+        self.measured
+    }
+
+    pub(crate) fn text(&self) -> &str {
+        &self.text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(batches: u64, seconds: f64, mean_us: f64) -> MemberReport {
+        let p99_us = mean_us * 2.0;
+        MemberReport { batches, seconds, mean_us, p50_us: mean_us, p99_us, peak_bytes: 1 }
+    }
+
+    #[test]
+    fn rates_add_up_and_the_planner_reads_the_table() {
+        let point = Point { slice: 3, batch: 4, processes: 2 };
+        let reports = [report(100, 2.0, 10_000.5), report(300, 2.0, 20_000.5)];
+        let row = Row::measured(point, 42, &reports, (7 << 20) + 1).unwrap();
+        let mut table = Table::new("m").unwrap();
+        table.push(&row);
+        table.push(&Row::failed(Point { batch: 8, ..point }, 42));
+        assert_eq!(table.measured(), 1);
+        let profiles = planner::Profiles::from_csv(table.text()).unwrap();
+        let expected = planner::Point {
+            gpcs: 3,
+            batch: 4,
+            processes: 2,
+            throughput: 800.0,
+            latency_ms: 17.5005,
+            memory_mib: Some(8),
+        };
+        assert_eq!(profiles.points("m").unwrap(), [expected]);
+        assert!(Row::measured(point, 42, &reports[..1], 0).is_err());
+        assert!(Table::new("a,b").is_err());
+    }
+}

@@ -1,0 +1,205 @@
+//! `atoll apply` against tools that record what they are asked and answer as the real ones do; the servers are real.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+const PLAN: &str = r#"{
+  "gpu_kind": "a100-80gb", "gpus": 1, "lower_bound": 1, "seconds": 0.0,
+  "plan": [{ "slices": [
+    { "start": 0, "size": 4, "profile": "4g.40gb",
+      "services": [{ "name": "numbers", "model": "digits", "batch": 1, "processes": 2, "rate": 10.0 }] },
+    { "start": 4, "size": 3, "profile": "3g.40gb", "cycle_ms": 20.0,
+      "services": [{ "name": "more", "model": "digits", "batch": 1, "processes": 1, "rate": 10.0 },
+                   { "name": "other", "model": "digits", "batch": 1, "processes": 1, "rate": 10.0 }] }
+  ] }]
+}"#;
+
+/// A machine of its own for each test.
+struct Bench {
+    root: tempfile::TempDir,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::create_dir(root.path().join("fake")).unwrap();
+        std::fs::write(root.path().join("plan.json"), PLAN).unwrap();
+        Bench { root }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.root.path().join(name)
+    }
+
+    fn command(&self) -> Command {
+        let fakes = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_tools");
+        let path = std::env::var("PATH").unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_atoll"));
+        command
+            .env("PATH", format!("{}:{path}", fakes.display()))
+            .env("FAKE", self.path("fake"))
+            .env("ATOLL_LOG", "warn")
+            .arg("apply")
+            .arg("--state")
+            .arg(self.path("state"));
+        command
+    }
+
+    fn apply(&self, port: u16, more: &[&str]) -> Command {
+        let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets");
+        let mut command = self.command();
+        command.arg(self.path("plan.json")).arg("--model-repository").arg(assets);
+        command.args(["--device", "cpu", "--first-port", &port.to_string()]).args(more);
+        command
+    }
+
+    fn calls(&self) -> Vec<String> {
+        let text = std::fs::read_to_string(self.path("fake/calls")).unwrap_or_default();
+        text.lines().map(str::to_string).collect()
+    }
+
+    /// Calls that change something.
+    fn changes(&self) -> Vec<String> {
+        let reads = ["query", "-L", "get_server_list"];
+        self.calls()
+            .into_iter()
+            .filter(|call| !reads.iter().any(|one| call.contains(one)))
+            .collect()
+    }
+}
+
+fn said(output: &Output) -> String {
+    let both = [&output.stdout[..], &output.stderr[..]].concat();
+    String::from_utf8_lossy(&both).into_owned()
+}
+
+/// Ports of this process: three a server, apart from those of the other tests.
+fn ports(test: u16) -> u16 {
+    20_000 + (std::process::id() % 1000) as u16 * 40 + test * 12
+}
+
+#[test]
+fn a_plan_is_carried_out_and_taken_back() {
+    let bench = Bench::new();
+    let port = ports(0);
+    let output = bench.apply(port, &["--allow-mig-changes"]).output().unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    assert_eq!(
+        bench.changes(),
+        [
+            "nvidia-smi -i 0 -mig 1",
+            "nvidia-smi mig -i 0 -cgi 5:0 -C",
+            "nvidia-smi mig -i 0 -cgi 9:4 -C",
+            "mps -d MIG-0-1",
+            "mps -d MIG-0-2",
+        ]
+    );
+    let text = said(&output);
+    assert_eq!(text.matches("numbers at http").count(), 2, "{text}");
+    assert!(text.contains("more, other at http") && text.contains("50 % of the threads"), "{text}");
+    let journal = std::fs::read_to_string(bench.path("state/applied.json")).unwrap();
+    let journal: serde_json::Value = serde_json::from_str(&journal).unwrap();
+    let pids: Vec<u64> =
+        journal.as_array().unwrap().iter().filter_map(|done| done["pid"].as_u64()).collect();
+    assert_eq!(pids.len(), 3);
+    let environment = std::fs::read(format!("/proc/{}/environ", pids[1])).unwrap();
+    let environment = String::from_utf8_lossy(&environment).into_owned();
+    for wanted in
+        ["CUDA_VISIBLE_DEVICES=MIG-0-1\0", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50\0", "mps-gpu0-0\0"]
+    {
+        assert!(environment.contains(wanted), "{wanted} in {environment}");
+    }
+
+    let again = bench.apply(port, &["--allow-mig-changes"]).output().unwrap();
+    assert!(!again.status.success() && said(&again).contains("MIG devices"), "{}", said(&again));
+
+    let undone = bench.command().arg("--undo").output().unwrap();
+    assert!(undone.status.success(), "{}", said(&undone));
+    assert_eq!(
+        bench.changes()[5..],
+        [
+            "mps quit",
+            "mps quit",
+            "nvidia-smi mig -i 0 -dci -gi 2",
+            "nvidia-smi mig -i 0 -dgi -gi 2",
+            "nvidia-smi mig -i 0 -dci -gi 1",
+            "nvidia-smi mig -i 0 -dgi -gi 1",
+            "nvidia-smi -i 0 -mig 0",
+        ]
+    );
+    assert!(!bench.path("state/applied.json").exists());
+    let alive =
+        |pid: &u64| !std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default().is_empty();
+    assert!(!pids.iter().any(alive));
+}
+
+#[test]
+fn a_dry_run_and_a_missing_consent_change_nothing() {
+    let bench = Bench::new();
+    let dry = bench.apply(9000, &["--dry-run"]).output().unwrap();
+    let text = said(&dry);
+    assert!(dry.status.success() && text.contains("nvidia-smi mig -i 0 -cgi 9:4 -C"), "{text}");
+    assert!(
+        text.contains("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50") && text.contains("nothing was done")
+    );
+    let bare = bench.apply(9000, &[]).output().unwrap();
+    assert_eq!(bare.status.code(), Some(2));
+    assert!(said(&bare).contains("--allow-mig-changes"), "{}", said(&bare));
+    assert_eq!(bench.changes(), Vec::<String>::new());
+}
+
+#[test]
+fn a_gpu_with_running_work_or_of_another_kind_is_refused() {
+    let bench = Bench::new();
+    let refused = |more: &[&str], apps: &str| {
+        let output = bench.apply(9000, more).env("FAKE_APPS", apps).output().unwrap();
+        assert!(!output.status.success(), "{}", said(&output));
+        said(&output)
+    };
+    let app = "GPU-00000000-aaaa-bbbb-cccc-dddddddddddd, 4711, python3";
+    let allow = "--allow-mig-changes";
+    assert!(refused(&[allow], app).contains("process 4711 (python3)"));
+    assert!(refused(&["--partition", "mps"], app).contains("process 4711"));
+    assert!(refused(&[allow, "--gpus", "7"], "").contains("no gpu 7"));
+    assert!(refused(&[allow, "--gpu", "h100-80gb"], "").contains("plan is for h100-80gb"));
+    assert_eq!(bench.changes(), Vec::<String>::new());
+    // Work on the other GPU is nobody's concern here.
+    let other = "GPU-00000001-aaaa-bbbb-cccc-dddddddddddd, 4711, python3";
+    let dry = bench.apply(9000, &["--dry-run"]).env("FAKE_APPS", other).output().unwrap();
+    assert!(said(&dry).contains("nothing was done"), "{}", said(&dry));
+}
+
+#[test]
+fn what_was_done_before_a_failure_is_undone() {
+    let fails = [
+        ("FAKE_FAIL", "-cgi 9:4", "Insufficient Resources"),
+        ("FAKE_PENDING", "1", "pending enable state"),
+        ("ATOLL_THREADS", "not-a-number", "the server of numbers ended"),
+    ];
+    for (test, (name, value, message)) in fails.into_iter().enumerate() {
+        let bench = Bench::new();
+        let port = ports(1 + test as u16 % 2);
+        let mut command = bench.apply(port, &["--allow-mig-changes"]);
+        let output = command.env(name, value).output().unwrap();
+        assert!(!output.status.success() && said(&output).contains(message), "{}", said(&output));
+        let left = |gpu: &str| std::fs::read_dir(bench.path(gpu)).map_or(0, Iterator::count);
+        assert_eq!(left("fake/gpu0"), 0, "{name}");
+        assert!(!bench.path("fake/mig0").exists(), "{name}");
+        assert!(!bench.path("state/mps-gpu0-0/control").exists(), "{name}");
+        assert!(!bench.path("state/applied.json").exists(), "{name}");
+        assert_eq!(bench.changes().last().unwrap(), "nvidia-smi -i 0 -mig 0", "{name}");
+    }
+}
+
+#[test]
+fn without_mig_a_slice_is_a_share_of_threads() {
+    let bench = Bench::new();
+    let output = bench.apply(ports(0) + 24, &["--partition", "mps"]).output().unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    let text = said(&output);
+    assert!(text.contains("28 % of the threads") && text.contains("42 % of the threads"), "{text}");
+    assert_eq!(bench.changes(), ["mps -d GPU-00000000-aaaa-bbbb-cccc-dddddddddddd"]);
+    let undone = bench.command().arg("--undo").output().unwrap();
+    assert!(undone.status.success(), "{}", said(&undone));
+    assert_eq!(bench.changes().last().unwrap(), "mps quit");
+}
