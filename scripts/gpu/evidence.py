@@ -4,7 +4,7 @@
     evidence.py RUN_DIR [--command "scripts/gpu.sh OUT"]
 
 Writes evidence/latency.json and evidence/conformance.json, evidence/disb.json of what scripts/gpu/disb.sh left and
-evidence/preempt.json of what `atoll bench preempt` wrote there; each where RUN_DIR has what it is made of. `cargo xtask evidence` says when they are stale, and prints the README's table.
+evidence/preempt.json of what `atoll bench preempt` wrote there, evidence/best_effort.json of scripts/gpu/best_effort.py; each where RUN_DIR has what it is made of. `cargo xtask evidence` says when they are stale, and prints the README's table.
 """
 
 from __future__ import annotations
@@ -87,6 +87,9 @@ def main() -> None:
         found = json.loads((args.run / "preempt.json").read_text())
         kept = {key: found[key] for key in ("date", "command", "rounds", "idle", "real_time_alone", "cases")}
         write("preempt.json", {**head, **kept})
+    if (args.run / "best_effort.json").is_file():
+        found = json.loads((args.run / "best_effort.json").read_text())
+        write("best_effort.json", {**head, "command": "scripts/gpu/best_effort.py ATOLL MODELS OUT.json", **found})
 
 
 if __name__ == "__main__":

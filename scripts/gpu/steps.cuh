@@ -41,22 +41,14 @@ struct ConvKernel {
     int bm, bn, bk, wk, threads, shared, walk, vec;
     bool pre;
     const void* rt;
-    const void* be; // null unless HARNESS_BE is defined: the best-effort twins double the build's time
-    const void* be_grid;
 };
 
 template <class C>
 ConvKernel conv_kernel(const char* name)
 {
-    ConvKernel k = {name, C::BM, C::BN, C::BK, C::WK, C::kThreads, C::kShared, C::kWalk, C::kVec, C::kPre, (const void*)rt<Conv<C>>, nullptr, nullptr};
+    ConvKernel k = {name, C::BM, C::BN, C::BK, C::WK, C::kThreads, C::kShared, C::kWalk, C::kVec, C::kPre, (const void*)rt<Conv<C>>};
     CHECK(cudaFuncSetAttribute(k.rt, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared));
     CHECK(cudaFuncSetAttribute(k.rt, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-#ifdef HARNESS_BE
-    k.be = (const void*)be<Conv<C>>;
-    k.be_grid = (const void*)be_grid<Conv<C>>;
-    CHECK(cudaFuncSetAttribute(k.be, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared));
-    CHECK(cudaFuncSetAttribute(k.be_grid, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared));
-#endif
     return k;
 }
 
@@ -88,7 +80,7 @@ inline std::vector<ConvKernel> make_conv_kernels()
     add_plain<32, 32, 64, 1, 1, 4, 6>(k, "32x32x64k4");
     add_general<64, 64, 64, 2, 2, 1, 4, 8>(k, "64x64x64g");
     add_general<32, 32, 64, 1, 1, 4, 6, 8>(k, "32x32x64k4g");
-#elif !defined(HARNESS_BE)
+#else
     add_plain<16, 64, 64, 1, 1, 4, 6>(k, "16x64x64k4");
     add_plain<16, 64, 64, 1, 4, 1, 6>(k, "16x64x64");
     add_plain<16, 128, 64, 1, 2, 2, 4>(k, "16x128x64k2");

@@ -128,7 +128,7 @@ double relative_error(const half* got, const T* want, size_t rows, int columns, 
 struct Launch {
     const void* kernel = nullptr;
     u32 grid = 0, threads = 0, shared = 0, cluster = 1;
-    std::vector<unsigned char> args, control;
+    std::vector<unsigned char> args;
 
     template <class A>
     void set(const A& a) { args.assign((const unsigned char*)&a, (const unsigned char*)(&a + 1)); }
@@ -149,7 +149,7 @@ struct Launch {
             attribute[config.numAttrs].val.programmaticStreamSerializationAllowed = 1;
             ++config.numAttrs;
         }
-        void* list[2] = {(void*)args.data(), (void*)control.data()};
+        void* list[1] = {(void*)args.data()};
         CHECK(cudaLaunchKernelExC(&config, kernel, list));
     }
 };

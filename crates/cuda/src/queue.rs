@@ -24,8 +24,7 @@ pub struct Polling {
     pub spin: Duration,
     /// Then sleeps so long between two looks; zero only lets other threads run.
     pub pause: Duration,
-    /// How long a real-time queue without work looks for some before its thread sleeps: waking it costs the request that
-    /// comes next.
+    /// How long a queue without work looks for some before its thread sleeps: waking it costs the request that comes next.
     pub idle: Duration,
 }
 

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, sync_channel};
 use std::time::Instant;
 
 use base::Nanos;
@@ -139,7 +139,7 @@ impl Flight {
 
 impl Worker {
     fn run(mut self, receiver: &Receiver<(Segment, u32)>) {
-        while let Ok((mut segment, epoch)) = receiver.recv() {
+        while let Some((mut segment, epoch)) = self.next(receiver) {
             let started = Instant::now();
             // A panic here is a defect, but it must cost its request and not the queue.
             let run = std::panic::AssertUnwindSafe(|| self.run_segment(&mut segment, epoch));
@@ -152,6 +152,25 @@ impl Worker {
             let Segment { token, task, .. } = segment;
             let busy = started.elapsed().into();
             self.sink.complete(Completion { queue: self.id, token, task, outcome, busy });
+        }
+    }
+
+    /// The next segment; `None` when the queue is closed. Looks for it for a while before it sleeps: waking a thread costs
+    /// whoever launches, and that is often the way of a real-time answer.
+    fn next(&self, receiver: &Receiver<(Segment, u32)>) -> Option<(Segment, u32)> {
+        let since = Instant::now();
+        loop {
+            match receiver.try_recv() {
+                Ok(next) => return Some(next),
+                Err(TryRecvError::Disconnected) => return None,
+                Err(TryRecvError::Empty) => {}
+            }
+            if since.elapsed() > self.hub.options().polling.idle {
+                return receiver.recv().ok();
+            }
+            for _ in 0..64 {
+                std::hint::spin_loop();
+            }
         }
     }
 

@@ -1,0 +1,46 @@
+#!/usr/bin/env python3
+"""What being able to leave costs: each network as real time and as best effort with nothing to preempt, in turns.
+
+    best_effort.py ATOLL MODELS_DIR OUT.json [--rounds 3] [--repeat 300]
+
+Times are from the call to the answer (`atoll run`), so they hold the way to the queue's thread and back too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+from pathlib import Path
+
+
+def run(atoll: str, model: Path, repeat: int, best_effort: bool) -> dict:
+    command = [atoll, "run", str(model), "--device", "cuda:0", "--repeat", str(repeat), "--warmup", "30", "--json"]
+    command += ["--best-effort"] if best_effort else []
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)["latency_us"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("atoll")
+    parser.add_argument("models", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=300)
+    args = parser.parse_args()
+    rows = []
+    for model in sorted(args.models.glob("*.onnx")):
+        rounds = [[run(args.atoll, model, args.repeat, class_) for class_ in (False, True)] for _ in range(args.rounds)]
+        middle = lambda class_, key: statistics.median(pair[class_][key] for pair in rounds)  # noqa: E731
+        row = {"model": model.stem, "real_time_us": middle(0, "p50"), "real_time_p99_us": middle(0, "p99"),
+               "best_effort_us": middle(1, "p50"), "best_effort_p99_us": middle(1, "p99")}
+        row["ratio"] = round(row["best_effort_us"] / row["real_time_us"], 3)
+        rows.append(row)
+        print(row, flush=True)
+    args.out.write_text(json.dumps({"rounds": args.rounds, "repeat": args.repeat, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
