@@ -3,4 +3,7 @@
 
 pub mod election;
 pub mod lease;
+pub mod record;
+pub mod scheduler;
 pub mod store;
+pub mod view;
