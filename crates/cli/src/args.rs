@@ -49,6 +49,8 @@ pub(crate) enum Command {
     Bench(crate::bench_command::BenchArgs),
     /// Plan services onto GPUs: slices, batches, processes, with a proof of how few GPUs there must be
     Plan(PlanArgs),
+    /// Many machines as one server: scheduler, frontends, backends
+    Cluster(crate::cluster_args::ClusterArgs),
     /// Print a completion script for a shell
     Completions {
         /// The shell
@@ -174,6 +176,10 @@ pub(crate) struct ServeArgs {
     /// Requests that may be under way at once
     #[arg(long, env = "ATOLL_MAX_REQUESTS", default_value_t = 16384, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_requests: u32,
+
+    /// All roles of a cluster in this one process: the same code, state in memory
+    #[arg(long, env = "ATOLL_SERVE_CLUSTER")]
+    pub(crate) cluster: bool,
 
     /// Share of time in percent that best effort keeps under saturating real-time load
     #[arg(long, env = "ATOLL_BEST_EFFORT_SHARE", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=90))]

@@ -45,6 +45,17 @@ fn folder<T: DeserializeOwned>(image: &BTreeMap<String, Bytes>, kind: Kind) -> B
 }
 
 impl View {
+    /// As [`View::read`], with only what routing needs.
+    pub fn read_routes(image: &BTreeMap<String, Bytes>) -> View {
+        View {
+            plan: image.get("plan").and_then(|value| decode("plan", value)),
+            frontends: folder(image, Kind::Frontend),
+            models: folder(image, Kind::Model),
+            routes: folder(image, Kind::Route),
+            ..View::default()
+        }
+    }
+
     /// Reads all keys of a cluster, without their common beginning.
     pub fn read(image: &BTreeMap<String, Bytes>) -> View {
         let profiles: BTreeMap<String, ProfileRecord> = folder(image, Kind::Profile);

@@ -38,6 +38,11 @@ pub struct SchedulerAgent {
     pub clock: Arc<dyn Clock>,
 }
 
+/// Returns when `stop` turns true, or nobody is left to turn it.
+async fn stopped(stop: &mut watch::Receiver<bool>) {
+    let _ = stop.wait_for(|stop| *stop).await;
+}
+
 impl SchedulerAgent {
     /// Leads whenever it can, until `stop` turns true. Only a store that refuses ends it with an error.
     pub async fn run(self, mut stop: watch::Receiver<bool>) -> Result<(), StoreError> {
@@ -45,7 +50,7 @@ impl SchedulerAgent {
             Candidate::new(self.store.clone(), &self.keys.leader(), &self.name, self.lease);
         loop {
             let leader = tokio::select! {
-                _ = stop.wait_for(|stop| *stop) => return Ok(()),
+                () = stopped(&mut stop) => return Ok(()),
                 leader = candidate.campaign() => leader?,
             };
             tracing::info!(name = self.name, "leading");
@@ -108,7 +113,7 @@ impl SchedulerAgent {
                 }
             }
             tokio::select! {
-                _ = stop.wait_for(|stop| *stop) => {
+                () = stopped(stop) => {
                     leader.resign().await;
                     return Ok(true);
                 }
