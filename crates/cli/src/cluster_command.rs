@@ -75,7 +75,8 @@ fn name_of(args: &StoreArgs, role: &str) -> Result<String, Failure> {
         let host = host.trim().replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "-");
         format!("{role}-{host}-{}", std::process::id())
     });
-    match model::repository::is_valid_name(&name) && model::repository::is_valid_name(&args.cluster) {
+    match model::repository::is_valid_name(&name) && model::repository::is_valid_name(&args.cluster)
+    {
         true => Ok(name),
         false => Err(Failure::usage("--name and --cluster are made of letters, digits, _ . and -")),
     }
@@ -173,10 +174,8 @@ async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
         files: open_files(args.model_store.as_deref())?,
     };
     let name = settings.name.clone();
-    let service = reach(|| {
-        Frontend::start(store.clone(), keys.clone(), clock(), settings.clone())
-    })
-    .await?;
+    let service =
+        reach(|| Frontend::start(store.clone(), keys.clone(), clock(), settings.clone())).await?;
     let body = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
     let server = listen(&args.listen, body, Arc::new(service.clone())).await?;
     let record = FrontendRecord {
@@ -520,9 +519,8 @@ async fn all_roles(args: &ServeArgs, device: Arc<dyn Device>) -> Result<(), Fail
 
 async fn look(store: &dyn Store, keys: &Keys) -> Result<Status, Failure> {
     let listing = store.list(keys.all()).await.map_err(Failure::failed)?;
-    let short = |entry: store::Entry| {
-        Some((entry.key.strip_prefix(keys.all())?.to_string(), entry.value))
-    };
+    let short =
+        |entry: store::Entry| Some((entry.key.strip_prefix(keys.all())?.to_string(), entry.value));
     let image = listing.entries.into_iter().filter_map(short).collect();
     Ok(Status::of(&View::read(&image)))
 }

@@ -51,7 +51,8 @@ fn draw(
     fits: &impl Fn(&Candidate) -> bool,
     random: &mut Random,
 ) -> Option<usize> {
-    let weight = |candidate: &Candidate| if fits(candidate) { candidate.weight.max(1e-9) } else { 0.0 };
+    let weight =
+        |candidate: &Candidate| if fits(candidate) { candidate.weight.max(1e-9) } else { 0.0 };
     let total: f64 = candidates.iter().map(weight).sum();
     let mut left = random.unit_f64() * total;
     let mut last = None;

@@ -119,7 +119,12 @@ impl Frontend {
     }
 
     /// Says where it listens and reports its load from now on, for as long as the membership lives.
-    pub fn join(&self, store: Arc<dyn Store>, keys: &Keys, record: &FrontendRecord) -> Arc<Membership> {
+    pub fn join(
+        &self,
+        store: Arc<dyn Store>,
+        keys: &Keys,
+        record: &FrontendRecord,
+    ) -> Arc<Membership> {
         let settings = &self.inner.settings;
         let membership = Arc::new(Membership::start(store, settings.lease));
         membership.put(keys.one(Kind::Frontend, &settings.name), encode(record));

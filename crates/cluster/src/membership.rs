@@ -130,9 +130,8 @@ async fn flush(store: &dyn Store, shared: &Shared, lease: LeaseId) -> Result<(),
         if batch.is_empty() {
             return Ok(());
         }
-        let write = |(key, value): &(String, Bytes)| {
-            Write::put_leased(key.clone(), value.clone(), lease)
-        };
+        let write =
+            |(key, value): &(String, Bytes)| Write::put_leased(key.clone(), value.clone(), lease);
         store.transact(Vec::new(), batch.iter().map(write).collect()).await?;
         let mut wanted = shared.wanted.lock().unwrap_or_else(PoisonError::into_inner);
         for (key, value) in batch {

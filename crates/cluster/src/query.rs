@@ -46,8 +46,7 @@ fn costs(curve: &Curve) -> Vec<(f64, f64)> {
     let mut costs: Vec<(f64, f64)> = Vec::new();
     for &(_, ms) in curve {
         let slo_ms = 2.0 * ms;
-        let session =
-            Session { name: String::new(), rate: 1.0, slo_ms, curve: curve.clone() };
+        let session = Session { name: String::new(), rate: 1.0, slo_ms, curve: curve.clone() };
         let Some(throughput) = session.throughput() else { continue };
         if costs.last().is_none_or(|(_, cost)| 1.0 / throughput < *cost) {
             costs.push((slo_ms, 1.0 / throughput));
@@ -68,7 +67,8 @@ mod tests {
             curve: (1..=32).map(|b| (b, base + slope * f64::from(b))).collect(),
             next,
         };
-        let stages = [stage("detector", 30.0, 12.0, vec![1]), stage("recogniser", 3.0, 1.0, vec![])];
+        let stages =
+            [stage("detector", 30.0, 12.0, vec![1]), stage("recogniser", 3.0, 1.0, vec![])];
         let best = stage_demands(&stages, 400.0, false).unwrap();
         let even = stage_demands(&stages, 400.0, true).unwrap();
         assert!(best.budgets_ms[0] > best.budgets_ms[1], "{best:?}");

@@ -312,11 +312,13 @@ impl Core {
         curves: &Curves,
     ) -> BTreeMap<String, RouteRecord> {
         let planned = self.placement.rates();
+        // A rate beyond the plan is the next plan's to serve; only what no plan can serve is held back.
+        let short = self.placement.scale < 1.0;
         let limits: BTreeMap<&str, f64> = demands
             .iter()
             .filter_map(|demand| {
                 let rate = planned.get(demand.model.as_str()).copied().unwrap_or(0.0);
-                (rate < demand.rate).then_some((demand.model.as_str(), rate))
+                (short && rate < demand.rate).then_some((demand.model.as_str(), rate))
             })
             .collect();
         let route = |(model, targets): (&String, &Vec<(String, f64)>)| {

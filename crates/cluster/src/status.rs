@@ -87,7 +87,9 @@ impl Status {
         Status {
             leader: view.leader.clone(),
             plan: view.plan.clone(),
-            frontends: frontends.map(|(name, record)| (name.clone(), record.http.clone())).collect(),
+            frontends: frontends
+                .map(|(name, record)| (name.clone(), record.http.clone()))
+                .collect(),
             backends: view.backends.keys().map(|name| backend_row(view, name)).collect(),
             models: view.models.keys().map(|name| model_row(view, name)).collect(),
         }
@@ -165,7 +167,13 @@ pub fn picture(status: &Status) -> String {
         let _ = writeln!(
             text,
             "epoch {} ({}): {} of {} backends serve, at least {:.2} needed, room {:.2}x, {} moves, {:.1} ms",
-            plan.epoch, plan.reason, plan.used, plan.backends, plan.bound, plan.scale, plan.moves,
+            plan.epoch,
+            plan.reason,
+            plan.used,
+            plan.backends,
+            plan.bound,
+            plan.scale,
+            plan.moves,
             plan.plan_ms
         );
         for model in &plan.unattainable {
@@ -178,7 +186,11 @@ pub fn picture(status: &Status) -> String {
     for backend in &status.backends {
         let filled = ((backend.occupancy * BAR as f64).round() as usize).min(BAR);
         let bar = format!("{}{}", "#".repeat(filled), ".".repeat(BAR - filled));
-        let _ = write!(text, "{:<14} {:<8} [{bar}] {:7.1} ms ", backend.name, backend.device, backend.cycle_ms);
+        let _ = write!(
+            text,
+            "{:<14} {:<8} [{bar}] {:7.1} ms ",
+            backend.name, backend.device, backend.cycle_ms
+        );
         for held in &backend.models {
             let mark = match (held.part, held.state) {
                 (_, "failed") => "!",
@@ -205,7 +217,12 @@ pub fn picture(status: &Status) -> String {
         let _ = writeln!(
             text,
             "{:<20} {:>9.1} {:>9} {:>8} {:>8} {:>8} {:>9.2}  {}",
-            model.name, model.rate, model.arrived, model.late, model.refused, model.retried,
+            model.name,
+            model.rate,
+            model.arrived,
+            model.late,
+            model.refused,
+            model.retried,
             model.p99_ms,
             if model.enabled { model.backends.join(" ") } else { "unloaded".to_string() }
         );
@@ -224,13 +241,8 @@ mod tests {
         let mut view = View::default();
         let record = BackendRecord { device: "cpu".to_string(), ..Default::default() };
         view.backends.insert("b1".to_string(), record);
-        let share = Share {
-            model: "m".to_string(),
-            version: 1,
-            part: Part::Serving,
-            batch: 4,
-            rate: 30.0,
-        };
+        let share =
+            Share { model: "m".to_string(), version: 1, part: Part::Serving, batch: 4, rate: 30.0 };
         let assignment = Assignment { epoch: 1, cycle_ms: 50.0, shares: vec![share] };
         view.assignments.insert("b1".to_string(), assignment);
         let text = picture(&Status::of(&view));

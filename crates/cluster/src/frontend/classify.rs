@@ -17,7 +17,8 @@ const BOUNDARY: &str = "atoll-cluster-7d1f0a";
 fn form(request: &ClassifyRequest) -> Bytes {
     let mut body = BytesMut::with_capacity(request.image.len() + 512);
     let head = |body: &mut BytesMut, name: &str, extra: &str| {
-        let line = format!("--{BOUNDARY}\r\nContent-Disposition: form-data; name=\"{name}\"{extra}");
+        let line =
+            format!("--{BOUNDARY}\r\nContent-Disposition: form-data; name=\"{name}\"{extra}");
         body.put_slice(line.as_bytes());
         body.put_slice(b"\r\n\r\n");
     };
@@ -84,6 +85,10 @@ fn read(json: &Value) -> Option<Classification> {
     Some(Classification {
         model: json["model"].as_str()?.to_string(),
         version: json["version"].as_str()?.to_string(),
-        predictions: json["predictions"].as_array()?.iter().map(prediction).collect::<Option<_>>()?,
+        predictions: json["predictions"]
+            .as_array()?
+            .iter()
+            .map(prediction)
+            .collect::<Option<_>>()?,
     })
 }

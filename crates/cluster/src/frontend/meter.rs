@@ -173,9 +173,8 @@ mod tests {
     #[test]
     fn the_limit_holds_over_time() {
         let limit = RateLimit::default();
-        let admitted = (0..10_000u64)
-            .filter(|ms| limit.admit(Nanos::from_millis(*ms), 100.0))
-            .count();
+        let admitted =
+            (0..10_000u64).filter(|ms| limit.admit(Nanos::from_millis(*ms), 100.0)).count();
         assert!((990..=1011).contains(&admitted), "{admitted}");
     }
 }

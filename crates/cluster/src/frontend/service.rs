@@ -27,7 +27,9 @@ const DRAIN_LOOK: Duration = Duration::from_millis(10);
 
 fn store_error(error: StoreError) -> ApiError {
     match error {
-        StoreError::Refused(why) => ApiError::internal(format!("the cluster's store refuses: {why}")),
+        StoreError::Refused(why) => {
+            ApiError::internal(format!("the cluster's store refuses: {why}"))
+        }
         error => ApiError::unavailable(error.to_string()).retry_after(1),
     }
 }
@@ -51,7 +53,8 @@ impl Inner {
                 }
             }
         };
-        let slow = || ApiError::unavailable(format!("model '{name}' takes too long")).retry_after(10);
+        let slow =
+            || ApiError::unavailable(format!("model '{name}' takes too long")).retry_after(10);
         tokio::time::timeout(LOAD_TIMEOUT, wait).await.unwrap_or_else(|_| Err(slow()))
     }
 
@@ -61,9 +64,9 @@ impl Inner {
                 return Ok(false);
             };
             match &entry.failure {
-                Some(why) if entry.targets.is_empty() => Err(ApiError::unavailable(format!(
-                    "cannot load model '{name}': {why}"
-                ))),
+                Some(why) if entry.targets.is_empty() => {
+                    Err(ApiError::unavailable(format!("cannot load model '{name}': {why}")))
+                }
                 _ => Ok(entry.state().0 == ModelState::Ready),
             }
         })
@@ -88,7 +91,9 @@ impl Inner {
 
     async fn register(&self, request: RegisterRequest) -> ApiResult<Registered> {
         let files = self.settings.files.clone().ok_or_else(|| {
-            ApiError::unavailable("no model can be registered: start the frontend with --model-store")
+            ApiError::unavailable(
+                "no model can be registered: start the frontend with --model-store",
+            )
         })?;
         let RegisterRequest { name, onnx, labels, preprocessing, class } = request;
         let config = ModelConfig {

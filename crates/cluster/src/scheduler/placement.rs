@@ -98,7 +98,7 @@ pub type Curves = HashMap<(String, String), Curve>;
 pub type Holdings = BTreeMap<String, BTreeSet<String>>;
 
 /// Most that rates are raised to use machines that would be idle.
-const SPREAD_MAX: f64 = 8.0;
+const SPREAD_MAX: f64 = 64.0;
 /// Steps of the search for the largest scale that fits.
 const SCALE_STEPS: usize = 12;
 /// A curve for models nobody has measured: a guess that only says where to load them first.
