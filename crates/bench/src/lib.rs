@@ -4,6 +4,7 @@ pub mod arrival;
 pub mod batching;
 pub mod checker;
 pub mod disb;
+pub mod fleet;
 pub mod plot;
 pub mod preemption;
 pub mod random;

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use bench::disb::{self, DisbOptions};
 use bench::plot::{self, Chart};
 use bench::report::{Report, table};
+use bench::fleet::study;
 use bench::{batching, preemption};
 use clap::{Args, Subcommand};
 use runtime::policy::NAMES;
@@ -24,6 +25,12 @@ pub(crate) enum Which {
     Disb(DisbArgs),
     /// How long preemption takes, by model and by shape of the work
     Preemption {
+        /// Print as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Nexus's case studies on 16 GPUs, its techniques turned off one after another (figures 10 to 12)
+    Cluster {
         /// Print as JSON
         #[arg(long)]
         json: bool,
@@ -88,6 +95,7 @@ pub(crate) struct DisbArgs {
 pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     match &args.which {
         Which::Disb(args) => run_disb(args),
+        Which::Cluster { json } => run_cluster(*json),
         Which::Preemption { json } => run_preemption(*json),
         Which::Batching { json } => run_batching(*json),
     }
@@ -219,5 +227,23 @@ fn run_batching(json: bool) -> Result<(), Failure> {
     for row in &steps {
         println!("{:<14}{:>10}{:>10}", row.policy, row.slow_ms, row.fast_ms);
     }
+    Ok(())
+}
+
+fn run_cluster(json: bool) -> Result<(), Failure> {
+    let studies = [
+        ("game, figure 10", study::figure_10()),
+        ("traffic, figure 11", study::figure_11(false)),
+        ("traffic in rush hour, figure 12", study::figure_11(true)),
+    ];
+    if json {
+        let rows: serde_json::Map<String, serde_json::Value> = studies
+            .into_iter()
+            .map(|(title, rows)| (title.to_string(), serde_json::json!(rows)))
+            .collect();
+        println!("{:#}", serde_json::Value::Object(rows));
+        return Ok(());
+    }
+    studies.iter().for_each(|(title, rows)| println!("{}", study::text(title, rows)));
     Ok(())
 }
