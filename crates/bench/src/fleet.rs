@@ -224,7 +224,9 @@ impl Fleet {
             let down = before.is_some_and(|candidate| candidate.down);
             route.place.insert(gpu, route.gpus.len());
             route.gpus.push(gpu);
-            route.candidates.push(Candidate { weight, outstanding, down });
+            let slot = self.gpus[gpu].slots.iter().find(|slot| slot.session == session);
+            let depth = slot.map_or(0, |slot| 2 * slot.batch);
+            route.candidates.push(Candidate { weight, outstanding, depth, down });
         }
         self.routes[session] = route;
     }

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 use bench::disb::{self, DisbOptions};
+use bench::fleet::study;
 use bench::plot::{self, Chart};
 use bench::report::{Report, table};
-use bench::fleet::study;
 use bench::{batching, preemption};
 use clap::{Args, Subcommand};
 use runtime::policy::NAMES;

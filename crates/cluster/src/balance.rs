@@ -9,18 +9,34 @@ pub struct Candidate {
     pub weight: f64,
     /// Requests it was sent that it has not answered.
     pub outstanding: usize,
+    /// Requests it can have at once and still answer in time; 0 when nobody knows.
+    pub depth: usize,
     /// Whether it did not answer lately.
     pub down: bool,
+}
+
+impl Candidate {
+    fn is_full(&self) -> bool {
+        self.depth > 0 && self.outstanding >= self.depth
+    }
 }
 
 /// Lists up to this long are looked at whole; of longer ones two are drawn.
 const ALL: usize = 4;
 
-/// The candidate to send to: the least loaded for its weight, of those that serve and are up; else of those that
-/// help out; else of those that were down, for they may be back. `None` when there are none at all.
+/// The candidate to send to: the least loaded for its weight, of those that serve and are up; where that one has all
+/// it can answer in time, one that helps out and has room; else of those that help out; else of those that were down,
+/// for they may be back. `None` when there are none at all.
 pub fn choose(candidates: &[Candidate], random: &mut Random) -> Option<usize> {
     let serving = |candidate: &Candidate| !candidate.down && candidate.weight > 0.0;
-    least_loaded(candidates, serving, random)
+    let chosen = least_loaded(candidates, serving, random);
+    if let Some(chosen) = chosen.filter(|chosen| candidates[*chosen].is_full()) {
+        let helps = |c: &&Candidate| !c.down && c.weight <= 0.0 && !c.is_full();
+        let helpers = candidates.iter().enumerate().filter(|(_, candidate)| helps(candidate));
+        let helper = helpers.min_by_key(|(_, candidate)| candidate.outstanding);
+        return Some(helper.map_or(chosen, |(index, _)| index));
+    }
+    chosen
         .or_else(|| least_loaded(candidates, |candidate| !candidate.down, random))
         .or_else(|| least_loaded(candidates, |_| true, random))
 }
@@ -71,7 +87,7 @@ mod tests {
     use super::*;
 
     fn candidate(weight: f64, outstanding: usize, down: bool) -> Candidate {
-        Candidate { weight, outstanding, down }
+        Candidate { weight, outstanding, depth: 60, down }
     }
 
     #[test]
@@ -83,6 +99,8 @@ mod tests {
         assert_eq!(pick(&[candidate(0.0, 0, false), candidate(1.0, 0, true)]), Some(0));
         assert_eq!(pick(&[candidate(1.0, 0, true)]), Some(0));
         assert_eq!(pick(&[candidate(1.0, 3, false), candidate(1.0, 1, false)]), Some(1));
+        assert_eq!(pick(&[candidate(0.0, 5, false), candidate(1.0, 60, false)]), Some(0));
+        assert_eq!(pick(&[candidate(0.0, 60, false), candidate(1.0, 60, false)]), Some(1));
     }
 
     #[test]
@@ -91,6 +109,7 @@ mod tests {
             let mut random = Random::new(2);
             let mut list: Vec<Candidate> =
                 (0..count).map(|i| candidate(1.0 + (i % 2) as f64 * 2.0, 0, false)).collect();
+            list.iter_mut().for_each(|candidate| candidate.depth = 0);
             for _ in 0..40_000 {
                 let chosen = choose(&list, &mut random).unwrap();
                 list[chosen].outstanding += 1;

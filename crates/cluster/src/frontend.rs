@@ -286,12 +286,16 @@ impl Inner {
 
     fn choose(&self, entry: &Entry, tried: Option<&str>) -> Option<usize> {
         let now = self.clock.now();
+        // One turn under way and one that waits; other frontends send their part.
+        let frontends = self.table().frontends as u32;
+        let depth = |target: &Target| (2 * target.batch).div_ceil(frontends) as usize;
         let untried = |(_, target): &(usize, &Target)| tried != Some(target.link.address.as_str());
         let open: Vec<(usize, &Target)> =
             entry.targets.iter().enumerate().filter(untried).collect();
         let candidate = |(_, target): &(usize, &Target)| Candidate {
             weight: target.weight,
             outstanding: target.outstanding.load(Ordering::Relaxed),
+            depth: depth(target),
             down: target.link.is_down(now),
         };
         let candidates: Vec<Candidate> = open.iter().map(candidate).collect();

@@ -251,7 +251,8 @@ impl World<'_> {
             let digest = format!("group-{}", group.name);
             let config =
                 model::ModelConfig { timeout_ms: Some(group.slo_ms), ..Default::default() };
-            let record = ModelRecord { version: 1, digest: digest.clone(), bytes: 0, enabled: true, config };
+            let record =
+                ModelRecord { version: 1, digest: digest.clone(), bytes: 0, enabled: true, config };
             view.models.insert(session_name(index), record);
             let curve = (1..=group.batch_max).map(|batch| (batch, ms(batch))).collect();
             let profile = ProfileRecord { curve, memory_bytes: 0 };
@@ -296,7 +297,8 @@ impl World<'_> {
             view,
             scenario,
         };
-        let known = |rate: f64| ModelLoad { fast: rate, slow: rate, window: 2.0, ..Default::default() };
+        let known =
+            |rate: f64| ModelLoad { fast: rate, slow: rate, window: 2.0, ..Default::default() };
         let loads = world.names.iter().zip(&world.base);
         let models = loads.map(|(name, (_, rate))| (name.clone(), known(*rate))).collect();
         world.view.loads.insert("f".to_string(), LoadReport { models });
@@ -305,9 +307,8 @@ impl World<'_> {
 
     fn factor(&self, group: usize, second: u64) -> f64 {
         let name = &self.scenario.sessions[group].name;
-        let mine = |step: &&LoadStep| {
-            step.at_s <= second && (step.name.is_empty() || step.name == *name)
-        };
+        let mine =
+            |step: &&LoadStep| step.at_s <= second && (step.name.is_empty() || step.name == *name);
         let step = self.scenario.steps.iter().rfind(mine).map_or(1.0, |step| step.factor);
         let turn = second as f64 / self.scenario.wave_s * std::f64::consts::TAU;
         step * (1.0 + self.scenario.wave * turn.sin())
@@ -337,7 +338,9 @@ impl World<'_> {
     }
 
     fn react(&mut self, second: u64) {
-        let Some(step) = self.scenario.steps.first().filter(|step| step.factor > 1.0) else { return };
+        let Some(step) = self.scenario.steps.first().filter(|step| step.factor > 1.0) else {
+            return;
+        };
         let used = &self.report.used;
         let before = step.at_s.checked_sub(1).and_then(|at| used.get(at as usize)).copied();
         if second >= step.at_s
@@ -580,6 +583,9 @@ mod tests {
         assert!(report.violations.is_empty(), "{}", text(&report));
         assert!(report.reaction_s.is_some_and(|s| s <= 13.0), "{}", text(&report));
         let again = run(&scenario()).unwrap();
-        assert_eq!((report.requests, report.bad, report.used), (again.requests, again.bad, again.used));
+        assert_eq!(
+            (report.requests, report.bad, report.used),
+            (again.requests, again.bad, again.used)
+        );
     }
 }

@@ -262,7 +262,10 @@ pub fn text(title: &str, rows: &[StudyRow]) -> String {
         text.push_str(&format!("{:<22} {:>11} {:>10}\n", row.system, shown(row.rate), paper));
     }
     if let (Some(full), Some(bare)) = (rows.first(), rows.get(rows.len().saturating_sub(2))) {
-        text.push_str(&format!("full is {:.2}x of everything off\n", full.rate / bare.rate.max(1.0)));
+        text.push_str(&format!(
+            "full is {:.2}x of everything off\n",
+            full.rate / bare.rate.max(1.0)
+        ));
     }
     text
 }

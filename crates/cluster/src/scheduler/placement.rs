@@ -208,7 +208,7 @@ pub fn place(
         let nodes = split_by_memory(&group.machines, demands, &group.sessions, nodes);
         settle(&group.machines, demands, held, nodes, &mut placement);
     }
-    add_standbys(machines, demands, held, settings.copies, &mut placement);
+    add_standbys(machines, demands, curves, held, settings.copies, &mut placement);
     placement.unattainable = unattainable.into_iter().collect();
     placement
 }
@@ -434,58 +434,122 @@ fn settle(
     }
 }
 
-/// A copy that helps out for every model that too few machines hold.
+/// Models that a machine without other work holds, so that it can help out at once.
+const WARM_MODELS: usize = 4;
+
+/// How full machines are, and who holds what.
+struct Filling<'a> {
+    machines: &'a [Machine],
+    /// Bytes and models of each machine.
+    filled: Vec<(u64, usize)>,
+    /// Machines by how much they hold.
+    order: BTreeSet<((u64, usize), usize)>,
+    copies: HashMap<String, BTreeSet<usize>>,
+    before: HashMap<&'a str, Vec<usize>>,
+}
+
+impl<'a> Filling<'a> {
+    fn new(
+        machines: &'a [Machine],
+        demands: &[Demand],
+        held: &'a Holdings,
+        placement: &Placement,
+    ) -> Filling<'a> {
+        let memory: HashMap<&str, u64> =
+            demands.iter().map(|demand| (demand.model.as_str(), demand.memory_bytes)).collect();
+        let index: HashMap<&str, usize> =
+            machines.iter().enumerate().map(|(index, m)| (m.name.as_str(), index)).collect();
+        let mut filled: Vec<(u64, usize)> = vec![(0, 0); machines.len()];
+        let mut copies: HashMap<String, BTreeSet<usize>> = HashMap::new();
+        for (name, place) in &placement.places {
+            let Some(&machine) = index.get(name.as_str()) else { continue };
+            for part in &place.parts {
+                filled[machine].0 += memory.get(part.model.as_str()).copied().unwrap_or(0);
+                filled[machine].1 += 1;
+                copies.entry(part.model.clone()).or_default().insert(machine);
+            }
+        }
+        let mut before: HashMap<&str, Vec<usize>> = HashMap::new();
+        for (name, models) in held {
+            let Some(&machine) = index.get(name.as_str()) else { continue };
+            models.iter().for_each(|model| before.entry(model).or_default().push(machine));
+        }
+        let order = filled.iter().enumerate().map(|(machine, fill)| (*fill, machine)).collect();
+        Filling { machines, filled, order, copies, before }
+    }
+
+    fn copies_of(&self, model: &str) -> usize {
+        self.copies.get(model).map_or(0, BTreeSet::len)
+    }
+
+    /// A machine for one more copy, of those that `may`: one that held the model before, else the emptiest.
+    fn take(&mut self, demand: &Demand, may: impl Fn(usize, usize) -> bool) -> Option<usize> {
+        let mine = self.copies.get(&demand.model);
+        let fits = |machine: &usize| {
+            let (bytes, models) = self.filled[*machine];
+            let most = self.machines[*machine].memory_bytes;
+            mine.is_none_or(|mine| !mine.contains(machine))
+                && (most == 0 || bytes + demand.memory_bytes <= most)
+                && may(*machine, models)
+        };
+        let kept = self.before.get(demand.model.as_str()).into_iter().flatten().copied();
+        let free = self.order.iter().map(|(_, machine)| *machine);
+        let machine = kept.chain(free).find(fits)?;
+        self.order.remove(&(self.filled[machine], machine));
+        self.filled[machine].0 += demand.memory_bytes;
+        self.filled[machine].1 += 1;
+        self.order.insert((self.filled[machine], machine));
+        self.copies.entry(demand.model.clone()).or_default().insert(machine);
+        Some(machine)
+    }
+}
+
+/// A copy that helps out for every model that too few machines hold, and models on machines without other work in
+/// proportion to their load, so that a rise finds them loaded.
 fn add_standbys(
     machines: &[Machine],
     demands: &[Demand],
+    curves: &Curves,
     held: &Holdings,
     copies: usize,
     placement: &mut Placement,
 ) {
-    let memory: HashMap<&str, u64> =
-        demands.iter().map(|demand| (demand.model.as_str(), demand.memory_bytes)).collect();
-    let index: HashMap<&str, usize> =
-        machines.iter().enumerate().map(|(index, m)| (m.name.as_str(), index)).collect();
-    let mut filled: Vec<(u64, usize)> = vec![(0, 0); machines.len()];
-    let mut copies_of: HashMap<String, BTreeSet<usize>> = HashMap::new();
-    for (name, place) in &placement.places {
-        let Some(&machine) = index.get(name.as_str()) else { continue };
-        for part in &place.parts {
-            filled[machine].0 += memory.get(part.model.as_str()).copied().unwrap_or(0);
-            filled[machine].1 += 1;
-            copies_of.entry(part.model.clone()).or_default().insert(machine);
+    let mut filling = Filling::new(machines, demands, held, placement);
+    let mut added: Vec<(usize, usize)> = Vec::new();
+    for (index, demand) in demands.iter().enumerate() {
+        while filling.copies_of(&demand.model) < copies.min(machines.len()) {
+            let Some(machine) = filling.take(demand, |_, _| true) else { break };
+            added.push((index, machine));
         }
     }
-    // Machines by how much they hold; those that held the model before go first.
-    let mut order: BTreeSet<((u64, usize), usize)> =
-        filled.iter().enumerate().map(|(machine, fill)| (*fill, machine)).collect();
-    let mut before: HashMap<&str, Vec<usize>> = HashMap::new();
-    for (name, models) in held {
-        let Some(&machine) = index.get(name.as_str()) else { continue };
-        models.iter().for_each(|model| before.entry(model).or_default().push(machine));
-    }
-    for demand in demands {
-        let mine = copies_of.entry(demand.model.clone()).or_default();
-        while mine.len() < copies.min(machines.len()) {
-            let bytes = demand.memory_bytes;
-            let fits = |machine: usize, filled: &[(u64, usize)]| {
-                let most = machines[machine].memory_bytes;
-                most == 0 || filled[machine].0 + bytes <= most
-            };
-            let kept = before.get(demand.model.as_str()).into_iter().flatten().copied();
-            let kept = kept.filter(|machine| !mine.contains(machine) && fits(*machine, &filled));
-            let free = order.iter().map(|(_, machine)| *machine);
-            let free = free.filter(|machine| !mine.contains(machine) && fits(*machine, &filled));
-            let Some(machine) = kept.chain(free).next() else { break };
-            order.remove(&(filled[machine], machine));
-            filled[machine] = (filled[machine].0 + bytes, filled[machine].1 + 1);
-            order.insert((filled[machine], machine));
-            mine.insert(machine);
-            let place = placement.places.entry(machines[machine].name.clone()).or_default();
-            let part = PlacedPart { model: demand.model.clone(), batch: 1, rate: 0.0 };
-            let at = place.parts.partition_point(|other| other.model < part.model);
-            place.parts.insert(at, part);
+    let idle: Vec<bool> =
+        machines.iter().map(|machine| !placement.places.contains_key(&machine.name)).collect();
+    let places = idle.iter().filter(|idle| **idle).count() * WARM_MODELS;
+    let load = |demand: &Demand| {
+        let key = (machines[0].device.clone(), demand.model.clone());
+        let best = curves
+            .get(&key)
+            .and_then(|c| c.iter().map(|(b, ms)| f64::from(*b) / ms).reduce(f64::max));
+        demand.rate / best.unwrap_or(1.0)
+    };
+    let total: f64 = demands.iter().map(load).sum();
+    for (index, demand) in demands.iter().enumerate().filter(|_| places > 0) {
+        let wanted = (places as f64 * load(demand) / total.max(1e-9)).round() as usize;
+        for _ in 0..wanted {
+            let warm = |machine: usize, models: usize| idle[machine] && models < WARM_MODELS;
+            let Some(machine) = filling.take(demand, warm) else { break };
+            added.push((index, machine));
         }
+    }
+    for (index, machine) in added {
+        let (demand, machine) = (&demands[index], &machines[machine]);
+        let curve = curves.get(&(machine.device.clone(), demand.model.clone()));
+        let largest = curve.and_then(|c| c.iter().rfind(|(_, ms)| 2.0 * ms <= demand.slo_ms));
+        let batch = largest.map_or(1, |(batch, _)| *batch);
+        let place = placement.places.entry(machine.name.clone()).or_default();
+        let part = PlacedPart { model: demand.model.clone(), batch, rate: 0.0 };
+        let at = place.parts.partition_point(|other| other.model < part.model);
+        place.parts.insert(at, part);
     }
 }
 
