@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
 
 use base::{Nanos, Random};
-use cluster::balance::{Candidate, choose};
+use cluster::balance::{Candidate, choose, depth};
 use runtime::batching::{
     BatchPolicy, BatchProfile, Decision, EarlyDrop, LazyDrop, ModelView, Waiting, Worker,
 };
@@ -167,6 +167,10 @@ impl Fleet {
         let mut old = std::mem::take(&mut self.gpus[gpu].slots);
         let mut slots = Vec::with_capacity(wanted.len());
         for &(session, batch) in wanted {
+            let route = &mut self.routes[session];
+            if let Some(&place) = route.place.get(&gpu) {
+                route.candidates[place].depth = depth(batch);
+            }
             match old.iter().position(|slot| slot.session == session) {
                 Some(index) => slots.push(Slot { batch, ..old.swap_remove(index) }),
                 None => slots.push(Slot {
@@ -225,7 +229,7 @@ impl Fleet {
             route.place.insert(gpu, route.gpus.len());
             route.gpus.push(gpu);
             let slot = self.gpus[gpu].slots.iter().find(|slot| slot.session == session);
-            let depth = slot.map_or(0, |slot| 2 * slot.batch);
+            let depth = slot.map_or(0, |slot| depth(slot.batch));
             route.candidates.push(Candidate { weight, outstanding, depth, down });
         }
         self.routes[session] = route;

@@ -15,6 +15,12 @@ pub struct Candidate {
     pub down: bool,
 }
 
+/// Requests that a backend with turns of `batch` can have at once: one turn under way, and half of the next gathered.
+/// Beyond that, a backend that drops early begins to.
+pub fn depth(batch: usize) -> usize {
+    batch + batch.div_ceil(2)
+}
+
 impl Candidate {
     fn is_full(&self) -> bool {
         self.depth > 0 && self.outstanding >= self.depth

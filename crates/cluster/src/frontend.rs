@@ -16,7 +16,7 @@ use api::{
 use base::{Clock, Nanos, Random};
 use tokio::sync::watch;
 
-use crate::balance::{Candidate, choose};
+use crate::balance::{Candidate, choose, depth};
 use crate::library::{FileStore, Library};
 use crate::membership::Membership;
 use crate::record::{FrontendRecord, Keys, Kind, LoadReport, encode};
@@ -286,9 +286,9 @@ impl Inner {
 
     fn choose(&self, entry: &Entry, tried: Option<&str>) -> Option<usize> {
         let now = self.clock.now();
-        // One turn under way and one that waits; other frontends send their part.
-        let frontends = self.table().frontends as u32;
-        let depth = |target: &Target| (2 * target.batch).div_ceil(frontends) as usize;
+        // Other frontends send their part.
+        let frontends = self.table().frontends;
+        let depth = |target: &Target| depth(target.batch as usize).div_ceil(frontends);
         let untried = |(_, target): &(usize, &Target)| tried != Some(target.link.address.as_str());
         let open: Vec<(usize, &Target)> =
             entry.targets.iter().enumerate().filter(untried).collect();

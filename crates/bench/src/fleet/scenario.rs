@@ -412,6 +412,27 @@ impl World<'_> {
 
     /// Backends learn what to hold, frontends where to send; both only of what changed, as by a watch.
     fn apply(&mut self, now: Nanos, decision: Decision) {
+        let changed: Vec<(String, Vec<u8>)> = decision
+            .routes
+            .iter()
+            .map(|(name, route)| (format!("route/{name}"), encode(route).to_vec()))
+            .filter(|(key, value)| self.written.get(key) != Some(value))
+            .collect();
+        let started = Instant::now();
+        for (key, value) in &changed {
+            let route: Option<cluster::record::RouteRecord> = decode(key, value);
+            let session = key.strip_prefix("route/").and_then(index_of);
+            if let (Some(route), Some(session)) = (route, session) {
+                let targets = route.targets.iter();
+                let targets: Vec<(usize, f64)> =
+                    targets.filter_map(|t| Some((index_of(&t.backend)?, t.weight))).collect();
+                self.fleet.route(session, &targets);
+            }
+        }
+        let took_ms = started.elapsed().as_secs_f64() * 1e3;
+        self.report.table_ms_max = self.report.table_ms_max.max(took_ms);
+        self.written.extend(changed);
+        // Frontends know before a model goes: what is on its way then is sent elsewhere.
         for (name, assignment) in &decision.assignments {
             let value = encode(assignment).to_vec();
             if self.written.get(name) == Some(&value) {
@@ -433,26 +454,6 @@ impl World<'_> {
             }
             self.refresh(gpu, assignment);
         }
-        let changed: Vec<(String, Vec<u8>)> = decision
-            .routes
-            .iter()
-            .map(|(name, route)| (format!("route/{name}"), encode(route).to_vec()))
-            .filter(|(key, value)| self.written.get(key) != Some(value))
-            .collect();
-        let started = Instant::now();
-        for (key, value) in &changed {
-            let route: Option<cluster::record::RouteRecord> = decode(key, value);
-            let session = key.strip_prefix("route/").and_then(index_of);
-            if let (Some(route), Some(session)) = (route, session) {
-                let targets = route.targets.iter();
-                let targets: Vec<(usize, f64)> =
-                    targets.filter_map(|t| Some((index_of(&t.backend)?, t.weight))).collect();
-                self.fleet.route(session, &targets);
-            }
-        }
-        let took_ms = started.elapsed().as_secs_f64() * 1e3;
-        self.report.table_ms_max = self.report.table_ms_max.max(took_ms);
-        self.written.extend(changed);
         self.view.assignments = decision.assignments;
     }
 

@@ -199,6 +199,9 @@ impl Inner {
     }
 }
 
+/// A metric: its name, kind and help, and its value for a model.
+type Family = (&'static str, &'static str, &'static str, fn(&ModelLoad) -> f64);
+
 fn add(sum: &mut ModelStatistics, other: &ModelStatistics) {
     let plus = |a: &mut DurationStat, b: DurationStat| {
         a.count += b.count;
@@ -335,7 +338,7 @@ impl InferenceService for Frontend {
 
     fn write_metrics(&self, text: &mut String) {
         let report = self.inner.report();
-        let families: [(&str, &str, &str, fn(&ModelLoad) -> f64); 7] = [
+        let families: [Family; 7] = [
             ("nv_inference_request_success", "counter", "Requests answered with outputs", |l| {
                 l.answered as f64
             }),

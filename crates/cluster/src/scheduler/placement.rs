@@ -103,6 +103,8 @@ const SPREAD_MAX: f64 = 64.0;
 const SCALE_STEPS: usize = 12;
 /// A curve for models nobody has measured: a guess that only says where to load them first.
 const GUESS_SHARE: f64 = 0.1;
+/// Share of an objective that waiting and computing together are planned to take; the rest is for chance.
+const SLO_SHARE: f64 = 0.9;
 /// An objective this much above twice the shortest run can be planned for.
 const ATTAINABLE: f64 = 2.05;
 
@@ -164,7 +166,7 @@ fn sessions(
         Session {
             name: demand.model.clone(),
             rate: demand.rate,
-            slo_ms: demand.slo_ms.max(least),
+            slo_ms: (demand.slo_ms * SLO_SHARE).max(least),
             curve,
         }
     };
