@@ -9,7 +9,9 @@ use std::collections::HashMap;
 use base::Nanos;
 use cluster::query::{QueryStage, stage_demands};
 use cluster::scheduler::packing::Packer;
-use cluster::scheduler::placement::{Curves, Demand, Holdings, Machine, PlacementSettings, place};
+use cluster::scheduler::placement::{
+    Curve, Curves, Demand, Holdings, Machine, PlacementSettings, place,
+};
 use runtime::batching::BatchProfile;
 use serde::Serialize;
 
@@ -79,7 +81,7 @@ impl ModelFacts {
 /// A study made concrete for one set of techniques and one rate.
 struct Setup {
     /// Models with their rate, objective and curve.
-    stages: Vec<(f64, f64, Vec<(u32, f64)>)>,
+    stages: Vec<(f64, f64, Curve)>,
     feeds: Vec<Vec<(usize, f64)>>,
     sources: Vec<Source>,
 }
@@ -220,7 +222,7 @@ pub fn figure_10() -> Vec<StudyRow> {
         ),
         ("TF Serving (paper)", FULL, Some(4120.0 / 12.7)),
     ];
-    study(&rows, |rate, techniques| game(rate, techniques), 20_000.0)
+    study(&rows, game, 20_000.0)
 }
 
 /// Figure 11, outside rush hour, or figure 12's other half.
