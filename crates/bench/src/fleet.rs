@@ -56,6 +56,14 @@ struct Gpu {
     run: u64,
 }
 
+impl Gpu {
+    /// Requests that wait or run here.
+    fn requests(&self) -> usize {
+        let waiting: usize = self.slots.iter().map(|slot| slot.waiting.len()).sum();
+        waiting + self.running.as_ref().map_or(0, |(_, batch)| batch.len())
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
     Arrive { source: usize },
@@ -303,7 +311,8 @@ impl Fleet {
 
     fn send(&mut self, session: usize, task: Task, deadline: Nanos) {
         let route = &mut self.routes[session];
-        let Some(chosen) = choose(&route.candidates, &mut self.random) else {
+        let busy = |index: usize| self.gpus[route.gpus[index]].requests();
+        let Some(chosen) = choose(&route.candidates, busy, &mut self.random) else {
             return self.close(task, false);
         };
         let gpu = route.gpus[chosen];

@@ -33,14 +33,21 @@ const ALL: usize = 4;
 /// The candidate to send to: the least loaded for its weight, of those that serve and are up; where that one has all
 /// it can answer in time, one that helps out and has room; else of those that help out; else of those that were down,
 /// for they may be back. `None` when there are none at all.
-pub fn choose(candidates: &[Candidate], random: &mut Random) -> Option<usize> {
+///
+/// Whoever helps out may do so for several models: `busy` says what a candidate was sent for all of them together.
+pub fn choose(
+    candidates: &[Candidate],
+    busy: impl Fn(usize) -> usize,
+    random: &mut Random,
+) -> Option<usize> {
     let serving = |candidate: &Candidate| !candidate.down && candidate.weight > 0.0;
     let chosen = least_loaded(candidates, serving, random);
     if let Some(chosen) = chosen.filter(|chosen| candidates[*chosen].is_full()) {
-        let helps = |c: &&Candidate| !c.down && c.weight <= 0.0 && !c.is_full();
+        let helps = |c: &Candidate| !c.down && c.weight <= 0.0;
         let helpers = candidates.iter().enumerate().filter(|(_, candidate)| helps(candidate));
-        let helper = helpers.min_by_key(|(_, candidate)| candidate.outstanding);
-        return Some(helper.map_or(chosen, |(index, _)| index));
+        let helpers = helpers.map(|(index, candidate)| (busy(index), candidate.depth, index));
+        let helper = helpers.filter(|(busy, depth, _)| *depth == 0 || busy < depth).min();
+        return Some(helper.map_or(chosen, |(_, _, index)| index));
     }
     chosen
         .or_else(|| least_loaded(candidates, |candidate| !candidate.down, random))
@@ -99,7 +106,8 @@ mod tests {
     #[test]
     fn those_that_serve_go_first_then_helpers_then_the_lost() {
         let mut random = Random::new(1);
-        let mut pick = |list: &[Candidate]| choose(list, &mut random);
+        let mut pick =
+            |list: &[Candidate]| choose(list, |index| list[index].outstanding, &mut random);
         assert_eq!(pick(&[]), None);
         assert_eq!(pick(&[candidate(0.0, 0, false), candidate(1.0, 50, false)]), Some(1));
         assert_eq!(pick(&[candidate(0.0, 0, false), candidate(1.0, 0, true)]), Some(0));
@@ -117,7 +125,7 @@ mod tests {
                 (0..count).map(|i| candidate(1.0 + (i % 2) as f64 * 2.0, 0, false)).collect();
             list.iter_mut().for_each(|candidate| candidate.depth = 0);
             for _ in 0..40_000 {
-                let chosen = choose(&list, &mut random).unwrap();
+                let chosen = choose(&list, |_| 0, &mut random).unwrap();
                 list[chosen].outstanding += 1;
             }
             let odd: usize = list.iter().skip(1).step_by(2).map(|c| c.outstanding).sum();

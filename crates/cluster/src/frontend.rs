@@ -300,7 +300,8 @@ impl Inner {
         };
         let candidates: Vec<Candidate> = open.iter().map(candidate).collect();
         let mut random = self.random.lock().unwrap_or_else(PoisonError::into_inner);
-        choose(&candidates, &mut random).map(|chosen| open[chosen].0)
+        let busy = |index: usize| open[index].1.link.outstanding.load(Ordering::Relaxed);
+        choose(&candidates, busy, &mut random).map(|chosen| open[chosen].0)
     }
 
     /// Refuses at once what would wait beyond its deadline behind what this frontend sent already.
@@ -330,7 +331,8 @@ impl Inner {
         deadline: Option<Nanos>,
     ) -> Attempt {
         target.outstanding.fetch_add(1, Ordering::Relaxed);
-        let _sent = Inside(&target.outstanding);
+        target.link.outstanding.fetch_add(1, Ordering::Relaxed);
+        let _sent = (Inside(&target.outstanding), Inside(&target.link.outstanding));
         let now = self.clock.now();
         let left = match deadline {
             Some(deadline) => Duration::from(Nanos(deadline.0.saturating_sub(now.0))) + GRACE,

@@ -36,7 +36,7 @@ fn spawn(folder: &std::path::Path, port: u16, peer: u16) -> std::io::Result<Chil
         .arg(folder)
         .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
         .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
-        .args(["--initial-cluster", &format!("test={peer}"), "--unsafe-no-fsync"])
+        .args(["--initial-cluster", &format!("test={peer}")])
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()

@@ -25,6 +25,8 @@ pub struct Link {
     channels: Vec<Channel>,
     turn: AtomicUsize,
     down_until: AtomicU64,
+    /// Requests sent and not answered, of all models.
+    pub outstanding: AtomicUsize,
 }
 
 impl Link {
@@ -43,6 +45,7 @@ impl Link {
             channels: (0..CHANNELS).map(|_| endpoint.connect_lazy()).collect(),
             turn: AtomicUsize::new(0),
             down_until: AtomicU64::new(0),
+            outstanding: AtomicUsize::new(0),
         })
     }
 
