@@ -131,7 +131,11 @@ impl From<model::TensorError> for ApiError {
 
 impl From<ApiError> for tonic::Status {
     fn from(error: ApiError) -> tonic::Status {
-        tonic::Status::new(error.kind.grpc_code(), error.message.into_owned())
+        let mut status = tonic::Status::new(error.kind.grpc_code(), error.message.into_owned());
+        if let Some(seconds) = error.retry_after {
+            status.metadata_mut().insert(crate::client::RETRY_AFTER, seconds.into());
+        }
+        status
     }
 }
 

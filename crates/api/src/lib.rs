@@ -3,6 +3,7 @@
 //!
 //! Nothing here opens a socket or runs a model.
 
+pub mod client;
 pub mod codec;
 pub mod error;
 pub mod grpc;

@@ -4,6 +4,7 @@ pub mod arrival;
 pub mod batching;
 pub mod checker;
 pub mod disb;
+pub mod fleet;
 pub mod live;
 pub mod plot;
 pub mod preemption;

@@ -51,6 +51,8 @@ pub(crate) enum Command {
     Plan(PlanArgs),
     /// Carry out a plan on this machine: MIG slices, MPS daemons, servers; or take it back
     Apply(ApplyArgs),
+    /// Many machines as one server: scheduler, frontends, backends
+    Cluster(crate::cluster_args::ClusterArgs),
     /// Print a completion script for a shell
     Completions {
         /// The shell
@@ -203,6 +205,10 @@ pub(crate) struct ServeArgs {
     /// priority_streams or rt_only
     #[arg(long, env = "ATOLL_POLICY", default_value = "atoll")]
     pub(crate) policy: String,
+
+    /// All roles of a cluster in this one process: the same code, state in memory
+    #[arg(long, env = "ATOLL_SERVE_CLUSTER")]
+    pub(crate) cluster: bool,
 
     /// Share of time in percent that best effort keeps under saturating real-time load
     #[arg(long, env = "ATOLL_BEST_EFFORT_SHARE", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=90))]

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use bench::disb::{self, DisbOptions};
+use bench::fleet::study;
 use bench::plot::{self, Chart};
 use bench::report::{Report, table};
 use bench::{batching, preemption};
@@ -27,6 +28,12 @@ pub(crate) enum Which {
     /// How long preemption takes, by model and by shape of the work
     #[command(alias = "preemption")]
     Preempt(PreemptArgs),
+    /// Nexus's case studies on 16 GPUs, its techniques turned off one after another (figures 10 to 12)
+    Cluster {
+        /// Print as JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// Batching policies: Nexus's drop curves and Ebird's step load
     Batching {
         /// Print as JSON
@@ -151,6 +158,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
         Which::Disb(args) => run_disb(args),
         Which::Preempt(args) if args.device == "sim" => run_preemption(args.json.is_some()),
         Which::Preempt(args) => preempt_command::run(args),
+        Which::Cluster { json } => run_cluster(*json),
         Which::Batching { json } => run_batching(*json),
     }
 }
@@ -287,5 +295,23 @@ fn run_batching(json: bool) -> Result<(), Failure> {
     for row in &steps {
         println!("{:<14}{:>10}{:>10}", row.policy, row.slow_ms, row.fast_ms);
     }
+    Ok(())
+}
+
+fn run_cluster(json: bool) -> Result<(), Failure> {
+    let studies = [
+        ("game, figure 10", study::figure_10()),
+        ("traffic, figure 11", study::figure_11(false)),
+        ("traffic in rush hour, figure 12", study::figure_11(true)),
+    ];
+    if json {
+        let rows: serde_json::Map<String, serde_json::Value> = studies
+            .into_iter()
+            .map(|(title, rows)| (title.to_string(), serde_json::json!(rows)))
+            .collect();
+        println!("{:#}", serde_json::Value::Object(rows));
+        return Ok(());
+    }
+    studies.iter().for_each(|(title, rows)| println!("{}", study::text(title, rows)));
     Ok(())
 }

@@ -83,7 +83,7 @@ async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
     let description = device.info().description.clone();
     let loader = Arc::new(BuiltInLoader { device: device.clone() });
     let service = LocalNode::new(start_node(device, NodeOptions::default())?, loader);
-    let server = listen(&args.listen, 64 << 20, service.clone()).await?;
+    let server = listen(&args.listen, 64 << 20, Arc::new(service.clone())).await?;
     service.load_model(MODEL).await.map_err(Failure::failed)?;
     service.set_started();
     let grpc = server.grpc_addr.ok_or_else(|| Failure::failed("gRPC does not listen"))?;

@@ -88,13 +88,22 @@ impl DiskLoader {
     }
 
     fn make_program(&self, plan: LaunchPlan) -> Result<Arc<dyn Program>, LoadError> {
-        self.device.load(Arc::new(plan)).map_err(|err| match err {
-            DeviceError::Unsupported { .. } => LoadError::Unsupported(err.to_string()),
-            DeviceError::OutOfMemory { .. } => LoadError::Unavailable(err.to_string()),
-            DeviceError::Faulted { .. } => LoadError::Unavailable(err.to_string()),
-            _ => LoadError::Invalid(err.to_string()),
-        })
+        make_program(&*self.device, plan)
     }
+}
+
+fn make_program(device: &dyn Device, plan: LaunchPlan) -> Result<Arc<dyn Program>, LoadError> {
+    device.load(Arc::new(plan)).map_err(|err| match err {
+        DeviceError::Unsupported { .. } => LoadError::Unsupported(err.to_string()),
+        DeviceError::OutOfMemory { .. } => LoadError::Unavailable(err.to_string()),
+        DeviceError::Faulted { .. } => LoadError::Unavailable(err.to_string()),
+        _ => LoadError::Invalid(err.to_string()),
+    })
+}
+
+/// The model in a file, made ready on `device`.
+pub(crate) fn load_file(device: &dyn Device, path: &Path) -> Result<Arc<dyn Program>, LoadError> {
+    make_program(device, engine::compile_file(path).map_err(compile_error)?)
 }
 
 fn compile_error(err: CompileError) -> LoadError {

@@ -5,6 +5,8 @@ mod args;
 mod bench_command;
 mod binding;
 mod check_command;
+mod cluster_args;
+mod cluster_command;
 mod conformance_command;
 mod demo_command;
 mod disb_command;
@@ -53,6 +55,7 @@ fn run(command: Command) -> Result<(), Failure> {
         Command::Bench(args) => bench_command::run(&args),
         Command::Plan(args) => plan_command::run(&args),
         Command::Apply(args) => apply_command::run(&args),
+        Command::Cluster(args) => cluster_command::run(&args.role),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "atoll", &mut std::io::stdout());
             Ok(())

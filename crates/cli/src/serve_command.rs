@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use api::InferenceService;
 use base::MonotonicClock;
 use device::Device;
 use model::repository::Repository;
@@ -20,6 +21,9 @@ use crate::loader::DiskLoader;
 
 /// Runs the command until a signal stops it.
 pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
+    if args.cluster {
+        return crate::cluster_command::serve_all(args);
+    }
     let repositories = args
         .model_repository
         .iter()
@@ -85,7 +89,7 @@ pub(crate) fn start_node(
 pub(crate) async fn listen(
     args: &ListenArgs,
     max_body_bytes: usize,
-    service: LocalNode,
+    service: Arc<dyn InferenceService>,
 ) -> Result<RunningServer, Failure> {
     let address = |port| Some(SocketAddr::new(args.host, port));
     let options = ServerOptions {
@@ -95,7 +99,7 @@ pub(crate) async fn listen(
         max_body_bytes,
         ..ServerOptions::default()
     };
-    Server::start(options, Arc::new(service)).await.map_err(Failure::failed)
+    Server::start(options, service).await.map_err(Failure::failed)
 }
 
 async fn serve(
@@ -115,7 +119,7 @@ async fn serve(
     let description = device.info().description.clone();
     let service = LocalNode::new(start_node(device, options)?, loader.clone());
     let max_body_bytes = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
-    let server = listen(&args.listen, max_body_bytes, service.clone()).await?;
+    let server = listen(&args.listen, max_body_bytes, Arc::new(service.clone())).await?;
     load_models(args, &service).await?;
     if matches!(args.model_control_mode, Some(ModelControlMode::None | ModelControlMode::Poll)) {
         service.forbid_control();

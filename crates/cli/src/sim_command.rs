@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use base::Nanos;
+use bench::fleet::scenario::{self as fleet, FleetScenario};
 use bench::report::{Report, table};
 use bench::scenario::Scenario;
 use bench::timeline;
@@ -16,6 +17,7 @@ use crate::failure::Failure;
   atoll sim scenarios/two_classes.toml
   atoll sim scenarios/two_classes.toml --policy reef --seed 7 --json
   atoll sim scenarios/faults.toml --timeline out.svg --from-ms 10 --to-ms 30
+  atoll sim scenarios/cluster-100.toml             the scheduler of a cluster over 100 simulated GPUs
 
 Exit code 1 when a checker finds a broken promise.")]
 pub(crate) struct SimArgs {
@@ -53,6 +55,10 @@ pub(crate) struct SimArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: &SimArgs) -> Result<(), Failure> {
+    let text = std::fs::read_to_string(&args.scenario).unwrap_or_default();
+    if FleetScenario::is_one(&text) {
+        return run_fleet(args);
+    }
     let mut scenario = Scenario::read(&args.scenario).map_err(Failure::usage)?;
     scenario.seed = args.seed.unwrap_or(scenario.seed);
     if let Some(policy) = &args.policy {
@@ -86,6 +92,25 @@ pub(crate) fn run(args: &SimArgs) -> Result<(), Failure> {
     match outcome.violations.len() {
         0 => Ok(()),
         count => Err(Failure::failed(format!("{count} promises were broken"))),
+    }
+}
+
+/// A cluster's scenario: the real scheduler over simulated GPUs.
+fn run_fleet(args: &SimArgs) -> Result<(), Failure> {
+    if args.policy.is_some() || args.trace.is_some() || args.timeline.is_some() {
+        let message = "--policy, --trace and --timeline are of scenarios of one GPU";
+        return Err(Failure::usage(message));
+    }
+    let mut scenario = FleetScenario::read(&args.scenario).map_err(Failure::usage)?;
+    scenario.seed = args.seed.unwrap_or(scenario.seed);
+    let report = fleet::run(&scenario).map_err(Failure::usage)?;
+    match args.json {
+        true => println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?),
+        false => print!("{}", fleet::text(&report)),
+    }
+    match report.violations.first() {
+        None => Ok(()),
+        Some(violation) => Err(Failure::failed(violation)),
     }
 }
 

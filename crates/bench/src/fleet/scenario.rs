@@ -1,0 +1,592 @@
+//! A cluster's day in a file: GPUs, sessions, steps in load and faults, planned by the real scheduler.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::time::Instant;
+
+use base::{Nanos, Random};
+use cluster::frontend::meter::Rates;
+use cluster::record::{
+    BackendRecord, BackendState, LoadReport, ModelLoad, ModelRecord, ProfileRecord, Standing,
+    decode, encode,
+};
+use cluster::scheduler::packing::Packer;
+use cluster::scheduler::placement::PlacementSettings;
+use cluster::scheduler::{Core, Decision, SchedulerSettings};
+use cluster::view::View;
+use runtime::batching::BatchProfile;
+use serde::{Deserialize, Serialize};
+
+use super::{Fleet, FleetSession, Source};
+use crate::scenario::ScenarioError;
+
+/// Sessions of one kind.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SessionGroup {
+    /// Their name.
+    pub name: String,
+    /// How many.
+    pub count: usize,
+    /// Milliseconds each request adds to a batch.
+    pub alpha_ms: f64,
+    /// Milliseconds of a batch apart from its requests.
+    pub beta_ms: f64,
+    /// The largest batch.
+    pub batch_max: u32,
+    /// Objective in milliseconds.
+    pub slo_ms: u64,
+    /// Requests a second of all of them together.
+    pub rate: f64,
+    /// Rates follow a Zipf distribution with this exponent; 0 for equal ones.
+    #[serde(default)]
+    pub zipf: f64,
+}
+
+/// A change of load.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LoadStep {
+    /// When, in seconds.
+    pub at_s: u64,
+    /// The sessions, by the name of their kind; all when empty.
+    #[serde(default)]
+    pub name: String,
+    /// Rates become this multiple of the file's.
+    pub factor: f64,
+}
+
+/// Machines that are lost for a time.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Loss {
+    /// When, in seconds.
+    pub at_s: u64,
+    /// How many.
+    pub gpus: usize,
+    /// For how many seconds.
+    pub for_s: u64,
+}
+
+/// The whole of it.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct FleetScenario {
+    /// Its name.
+    pub name: String,
+    /// `cluster`.
+    pub kind: String,
+    /// GPUs there are.
+    pub gpus: usize,
+    /// Seconds of load, after the first plan has settled.
+    pub seconds: u64,
+    /// Seed of everything random.
+    pub seed: u64,
+    /// Capacity beyond the observed load.
+    pub headroom: f64,
+    /// Seconds between two plans.
+    pub epoch_s: u64,
+    /// Least seconds between two plans because of load.
+    pub spacing_s: u64,
+    /// Milliseconds until a lost machine is missed.
+    pub lease_ms: u64,
+    /// Milliseconds that loading a model takes.
+    pub load_ms: u64,
+    /// `squishy` or `certified`.
+    pub packer: String,
+    /// Sessions.
+    pub sessions: Vec<SessionGroup>,
+    /// Changes of load.
+    pub steps: Vec<LoadStep>,
+    /// Losses.
+    pub losses: Vec<Loss>,
+    /// Amplitude of a day's wave in load, and its length in seconds; none when 0.
+    pub wave: f64,
+    /// Length of the wave.
+    pub wave_s: f64,
+    /// The most percent of requests that may go wrong.
+    pub bad_percent_max: f64,
+}
+
+impl Default for FleetScenario {
+    fn default() -> Self {
+        FleetScenario {
+            name: String::new(),
+            kind: "cluster".to_string(),
+            gpus: 100,
+            seconds: 60,
+            seed: 1,
+            headroom: 0.2,
+            epoch_s: 30,
+            spacing_s: 10,
+            lease_ms: 3000,
+            load_ms: 1000,
+            packer: "squishy".to_string(),
+            sessions: Vec::new(),
+            steps: Vec::new(),
+            losses: Vec::new(),
+            wave: 0.0,
+            wave_s: 600.0,
+            bad_percent_max: 1.0,
+        }
+    }
+}
+
+/// What a run came to.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct FleetReport {
+    /// The scenario.
+    pub name: String,
+    /// Requests.
+    pub requests: u64,
+    /// Requests not answered in time, or not at all.
+    pub bad: u64,
+    /// The same in percent.
+    pub bad_percent: f64,
+    /// GPUs that served, by second.
+    pub used: Vec<usize>,
+    /// Requests in thousands and bad ones in percent, by second.
+    pub seconds: Vec<(f64, f64)>,
+    /// Seconds from the first step in load until a plan with more GPUs was in force.
+    pub reaction_s: Option<f64>,
+    /// Plans made.
+    pub plans: u64,
+    /// Loads of models.
+    pub moves: u64,
+    /// The longest a decision with a new plan took on this machine, in milliseconds.
+    pub plan_ms_max: f64,
+    /// The longest it took to turn written routes into a table, in milliseconds.
+    pub table_ms_max: f64,
+    /// Bytes of all routes and assignments as written.
+    pub record_bytes: usize,
+    /// GPUs in the last plan, and the bound at that moment.
+    pub gpus_last: (usize, f64),
+    /// Broken promises; empty when there are none.
+    pub violations: Vec<String>,
+}
+
+impl FleetScenario {
+    /// Reads a TOML file.
+    pub fn read(path: &Path) -> Result<FleetScenario, ScenarioError> {
+        let name = path.display().to_string();
+        let text =
+            std::fs::read_to_string(path).map_err(|err| ScenarioError::Read(name.clone(), err))?;
+        toml::from_str(&text).map_err(|err| ScenarioError::Parse(name, err))
+    }
+
+    /// Whether a TOML text is one of these.
+    pub fn is_one(text: &str) -> bool {
+        let kind = text.parse::<toml::Table>().ok().and_then(|table| table.get("kind").cloned());
+        kind.and_then(|kind| kind.as_str().map(|kind| kind == "cluster")).unwrap_or(false)
+    }
+
+    /// Rates of single sessions.
+    fn rates(&self) -> Vec<(usize, f64)> {
+        let mut rates = Vec::new();
+        for (group, sessions) in self.sessions.iter().enumerate() {
+            let weight = |rank: usize| 1.0 / ((rank + 1) as f64).powf(sessions.zipf);
+            let total: f64 = (0..sessions.count).map(weight).sum();
+            let rate = |rank| (group, sessions.rate * weight(rank) / total);
+            rates.extend((0..sessions.count).map(rate));
+        }
+        rates
+    }
+}
+
+struct World<'a> {
+    scenario: &'a FleetScenario,
+    fleet: Fleet,
+    view: View,
+    core: Core,
+    meters: Vec<Rates>,
+    base: Vec<(usize, f64)>,
+    /// When a machine will be missed, or be back.
+    events: Vec<(Nanos, bool, usize)>,
+    /// Loads under way: when done, machine, model.
+    loading: BTreeMap<(usize, usize), Nanos>,
+    /// What was last written under a key.
+    written: BTreeMap<String, Vec<u8>>,
+    report: FleetReport,
+    random: Random,
+    names: Vec<String>,
+    lost: BTreeSet<usize>,
+}
+
+fn gpu_name(index: usize) -> String {
+    format!("g{index:05}")
+}
+
+fn session_name(index: usize) -> String {
+    format!("s{index:05}")
+}
+
+/// Runs a scenario.
+pub fn run(scenario: &FleetScenario) -> Result<FleetReport, String> {
+    let packer: Packer = scenario.packer.parse()?;
+    let mut world = World::new(scenario, packer);
+    // The first plan's models are there before the load begins.
+    for _ in 0..4 {
+        world.decide(Nanos::ZERO);
+        world.finish_loads(Nanos::MAX);
+    }
+    world.decide(Nanos::ZERO);
+    for second in 0..scenario.seconds {
+        world.second(second);
+    }
+    Ok(world.finish())
+}
+
+impl World<'_> {
+    fn new(scenario: &FleetScenario, packer: Packer) -> World<'_> {
+        let base = scenario.rates();
+        let (mut view, mut sessions, mut sources) = (View::default(), Vec::new(), Vec::new());
+        for gpu in 0..scenario.gpus {
+            let record = BackendRecord { device: "gpu".to_string(), ..Default::default() };
+            view.backends.insert(gpu_name(gpu), record);
+            view.states.insert(gpu_name(gpu), BackendState::default());
+        }
+        for (index, (group, rate)) in base.iter().enumerate() {
+            let group = &scenario.sessions[*group];
+            let ms = |batch: u32| group.alpha_ms * f64::from(batch) + group.beta_ms;
+            let digest = format!("group-{}", group.name);
+            let config =
+                model::ModelConfig { timeout_ms: Some(group.slo_ms), ..Default::default() };
+            let record =
+                ModelRecord { version: 1, digest: digest.clone(), bytes: 0, enabled: true, config };
+            view.models.insert(session_name(index), record);
+            let curve = (1..=group.batch_max).map(|batch| (batch, ms(batch))).collect();
+            let profile = ProfileRecord { curve, memory_bytes: 0 };
+            view.profiles.insert(("gpu".to_string(), digest), profile);
+            let nanos = |ms: f64| Nanos((ms * 1e6) as u64);
+            sessions.push(FleetSession {
+                profile: BatchProfile::linear(
+                    nanos(group.alpha_ms),
+                    nanos(group.beta_ms),
+                    group.batch_max as usize,
+                ),
+                budget: Nanos::from_millis(group.slo_ms),
+                feeds: Vec::new(),
+            });
+            sources.push(Source { rate: *rate, asks: vec![(index, 1)], poisson: true });
+        }
+        let settings = SchedulerSettings {
+            epoch: Nanos::from_millis(scenario.epoch_s * 1000),
+            spacing: Nanos::from_millis(scenario.spacing_s * 1000),
+            rate_least: 0.1,
+            placement: PlacementSettings {
+                headroom: scenario.headroom,
+                copies: 2,
+                spread: false,
+                packer,
+            },
+            ..SchedulerSettings::default()
+        };
+        let core = Core::resume(settings, Nanos::ZERO, &view);
+        let mut world = World {
+            fleet: Fleet::new(sessions, scenario.gpus, sources, scenario.seed, false),
+            core,
+            meters: base.iter().map(|_| Rates::default()).collect(),
+            events: Vec::new(),
+            loading: BTreeMap::new(),
+            written: BTreeMap::new(),
+            report: FleetReport { name: scenario.name.clone(), ..FleetReport::default() },
+            random: Random::new(scenario.seed + 1),
+            names: (0..base.len()).map(session_name).collect(),
+            lost: BTreeSet::new(),
+            base,
+            view,
+            scenario,
+        };
+        let known =
+            |rate: f64| ModelLoad { fast: rate, slow: rate, window: 2.0, ..Default::default() };
+        let loads = world.names.iter().zip(&world.base);
+        let models = loads.map(|(name, (_, rate))| (name.clone(), known(*rate))).collect();
+        world.view.loads.insert("f".to_string(), LoadReport { models });
+        world
+    }
+
+    fn factor(&self, group: usize, second: u64) -> f64 {
+        let name = &self.scenario.sessions[group].name;
+        let mine =
+            |step: &&LoadStep| step.at_s <= second && (step.name.is_empty() || step.name == *name);
+        let step = self.scenario.steps.iter().rfind(mine).map_or(1.0, |step| step.factor);
+        let turn = second as f64 / self.scenario.wave_s * std::f64::consts::TAU;
+        step * (1.0 + self.scenario.wave * turn.sin())
+    }
+
+    fn second(&mut self, second: u64) {
+        for index in 0..self.base.len() {
+            let (group, rate) = self.base[index];
+            self.fleet.set_rate(index, (rate * self.factor(group, second)).max(1e-6));
+        }
+        for loss in self.scenario.losses.iter().filter(|loss| loss.at_s == second) {
+            self.lose(loss, second);
+        }
+        // The scheduler looks twice a second, as its agent does.
+        for half in 0..2 {
+            let now = Nanos::from_millis(second * 1000 + half * 500);
+            self.fleet.run_until(now);
+            self.turn_events(now);
+            self.finish_loads(now);
+            if half == 0 {
+                self.observe(now);
+            }
+            self.decide(now);
+        }
+        self.report.used.push(self.core.placement().used());
+        self.react(second);
+    }
+
+    fn react(&mut self, second: u64) {
+        let Some(step) = self.scenario.steps.first().filter(|step| step.factor > 1.0) else {
+            return;
+        };
+        let used = &self.report.used;
+        let before = step.at_s.checked_sub(1).and_then(|at| used.get(at as usize)).copied();
+        if second >= step.at_s
+            && self.report.reaction_s.is_none()
+            && self.loading.is_empty()
+            && before.is_some_and(|before| used.last().is_some_and(|now| *now > before))
+        {
+            self.report.reaction_s = Some((second - step.at_s) as f64 + 1.0);
+        }
+    }
+
+    fn lose(&mut self, loss: &Loss, second: u64) {
+        for _ in 0..loss.gpus {
+            let gpu = self.random.below(self.scenario.gpus as u64) as usize;
+            if !self.lost.insert(gpu) {
+                continue;
+            }
+            self.fleet.lose(gpu);
+            let at = Nanos::from_millis(second * 1000);
+            self.events.push((at + Nanos::from_millis(self.scenario.lease_ms), false, gpu));
+            self.events.push((at + Nanos::from_millis(loss.for_s * 1000), true, gpu));
+        }
+    }
+
+    fn turn_events(&mut self, now: Nanos) {
+        let (due, later): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.events).into_iter().partition(|(at, _, _)| *at <= now);
+        self.events = later;
+        for (_, back, gpu) in due {
+            if back {
+                self.lost.remove(&gpu);
+                let record = BackendRecord { device: "gpu".to_string(), ..Default::default() };
+                self.view.backends.insert(gpu_name(gpu), record);
+                self.view.states.insert(gpu_name(gpu), BackendState::default());
+            } else {
+                self.view.backends.remove(&gpu_name(gpu));
+                self.view.states.remove(&gpu_name(gpu));
+                self.loading.retain(|(other, _), _| *other != gpu);
+            }
+        }
+    }
+
+    fn observe(&mut self, now: Nanos) {
+        let Some(report) = self.view.loads.get_mut("f") else { return };
+        for (index, count) in self.fleet.arrived().iter().enumerate() {
+            let (fast, window, slow) = self.meters[index].tick(now, *count);
+            if now.0 < 2_000_000_000 {
+                continue;
+            }
+            if let Some(load) = report.models.get_mut(&self.names[index]) {
+                *load = ModelLoad { fast, window, slow, ..Default::default() };
+            }
+        }
+    }
+
+    fn decide(&mut self, now: Nanos) {
+        let started = Instant::now();
+        let epoch = self.report.plans;
+        let Some(decision) = self.core.step(now, &self.view) else { return };
+        let took_ms = started.elapsed().as_secs_f64() * 1e3;
+        if decision.plan.epoch > epoch {
+            self.report.plans = decision.plan.epoch;
+            self.report.plan_ms_max = self.report.plan_ms_max.max(took_ms);
+        }
+        self.report.moves = decision.plan.moves;
+        self.report.gpus_last = (decision.plan.used, decision.plan.bound);
+        self.apply(now, decision);
+    }
+
+    /// Backends learn what to hold, frontends where to send; both only of what changed, as by a watch.
+    fn apply(&mut self, now: Nanos, decision: Decision) {
+        let changed: Vec<(String, Vec<u8>)> = decision
+            .routes
+            .iter()
+            .map(|(name, route)| (format!("route/{name}"), encode(route).to_vec()))
+            .filter(|(key, value)| self.written.get(key) != Some(value))
+            .collect();
+        let started = Instant::now();
+        for (key, value) in &changed {
+            let route: Option<cluster::record::RouteRecord> = decode(key, value);
+            let session = key.strip_prefix("route/").and_then(index_of);
+            if let (Some(route), Some(session)) = (route, session) {
+                let targets = route.targets.iter();
+                let targets: Vec<(usize, f64)> =
+                    targets.filter_map(|t| Some((index_of(&t.backend)?, t.weight))).collect();
+                self.fleet.route(session, &targets);
+            }
+        }
+        let took_ms = started.elapsed().as_secs_f64() * 1e3;
+        self.report.table_ms_max = self.report.table_ms_max.max(took_ms);
+        self.written.extend(changed);
+        // Frontends know before a model goes: what is on its way then is sent elsewhere.
+        for (name, assignment) in &decision.assignments {
+            let value = encode(assignment).to_vec();
+            if self.written.get(name) == Some(&value) {
+                continue;
+            }
+            self.written.insert(name.clone(), value);
+            let Some(gpu) = index_of(name) else { continue };
+            let state = self.view.states.entry(name.clone()).or_default();
+            let wanted: BTreeSet<&str> =
+                assignment.shares.iter().map(|share| share.model.as_str()).collect();
+            state.models.retain(|model, _| wanted.contains(model.as_str()));
+            for share in &assignment.shares {
+                let Some(session) = index_of(&share.model) else { continue };
+                if !state.models.contains_key(&share.model) {
+                    state.models.insert(share.model.clone(), Standing::Loading);
+                    let done = now + Nanos::from_millis(self.scenario.load_ms);
+                    self.loading.insert((gpu, session), done);
+                }
+            }
+            self.refresh(gpu, assignment);
+        }
+        self.view.assignments = decision.assignments;
+    }
+
+    fn refresh(&mut self, gpu: usize, assignment: &cluster::record::Assignment) {
+        let state = self.view.states.get(&gpu_name(gpu));
+        let ready = |model: &str| {
+            let standing = state.and_then(|state| state.models.get(model));
+            matches!(standing, Some(Standing::Ready { .. }))
+        };
+        let mut held = Vec::new();
+        for share in assignment.shares.iter().filter(|share| ready(&share.model)) {
+            let Some(session) = index_of(&share.model) else { continue };
+            let session_facts = &self.fleet.sessions[session];
+            let alone = session_facts.profile.batch_for_objective(session_facts.budget);
+            let batch = if share.rate > 0.0 { share.batch as usize } else { alone };
+            held.push((session, batch.max(1)));
+        }
+        self.fleet.hold(gpu, &held);
+    }
+
+    fn finish_loads(&mut self, now: Nanos) {
+        let due: Vec<(usize, usize)> =
+            self.loading.iter().filter(|(_, at)| **at <= now).map(|(key, _)| *key).collect();
+        let mut changed = BTreeSet::new();
+        for (gpu, session) in due {
+            self.loading.remove(&(gpu, session));
+            if let Some(state) = self.view.states.get_mut(&gpu_name(gpu))
+                && let Some(standing) = state.models.get_mut(&self.names[session])
+            {
+                *standing = Standing::Ready { version: 1 };
+                changed.insert(gpu);
+            }
+        }
+        for gpu in changed {
+            if let Some(assignment) = self.view.assignments.get(&gpu_name(gpu)).cloned() {
+                self.refresh(gpu, &assignment);
+            }
+        }
+    }
+
+    fn finish(mut self) -> FleetReport {
+        // What was asked in the last moments is still to be answered.
+        let end = Nanos::from_millis((self.scenario.seconds + 2) * 1000);
+        for source in 0..self.base.len() {
+            self.fleet.set_rate(source, 1e-6);
+        }
+        self.fleet.run_until(end);
+        let percent = |bad: u64, asked: u64| bad as f64 * 100.0 / asked.max(1) as f64;
+        let report = &mut self.report;
+        for tally in self.fleet.tallies().iter().take(self.scenario.seconds as usize) {
+            report.requests += tally.asked;
+            report.bad += tally.bad;
+            report.seconds.push((tally.asked as f64 / 1e3, percent(tally.bad, tally.asked)));
+        }
+        report.bad_percent = percent(report.bad, report.requests);
+        report.record_bytes = self.written.iter().map(|(key, value)| key.len() + value.len()).sum();
+        if report.bad_percent > self.scenario.bad_percent_max {
+            report.violations.push(format!(
+                "{:.3} % of requests went wrong, at most {} % may",
+                report.bad_percent, self.scenario.bad_percent_max
+            ));
+        }
+        self.report
+    }
+}
+
+fn index_of(name: &str) -> Option<usize> {
+    name.get(1..)?.parse().ok()
+}
+
+/// The report for a terminal.
+pub fn text(report: &FleetReport) -> String {
+    let used = |f: fn(usize, usize) -> usize| report.used.iter().copied().reduce(f).unwrap_or(0);
+    let worst = report.seconds.iter().map(|(_, bad)| *bad).fold(0.0, f64::max);
+    format!(
+        "{}: {} requests, {:.4} % bad (worst second {:.2} %), {} to {} GPUs, reaction {}\n\
+         {} plans, {} loads; longest plan {:.1} ms, table update {:.1} ms, records {:.1} MB; last plan {} GPUs, bound {:.2}\n",
+        report.name,
+        report.requests,
+        report.bad_percent,
+        worst,
+        used(usize::min),
+        used(usize::max),
+        report.reaction_s.map_or("-".to_string(), |s| format!("{s:.0} s")),
+        report.plans,
+        report.moves,
+        report.plan_ms_max,
+        report.table_ms_max,
+        report.record_bytes as f64 / 1e6,
+        report.gpus_last.0,
+        report.gpus_last.1,
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn scenario() -> FleetScenario {
+        let text = "
+            kind = 'cluster'
+            gpus = 12
+            seconds = 40
+            [[sessions]]
+            name = 'a'
+            count = 6
+            alpha_ms = 1.0
+            beta_ms = 6.0
+            batch_max = 32
+            slo_ms = 100
+            rate = 1500.0
+            zipf = 0.9
+            [[steps]]
+            at_s = 15
+            factor = 1.6
+            [[losses]]
+            at_s = 30
+            gpus = 1
+            for_s = 5
+        ";
+        assert!(FleetScenario::is_one(text));
+        toml::from_str(text).unwrap()
+    }
+
+    #[test]
+    fn a_step_and_a_loss_are_mastered_and_runs_repeat() {
+        let report = run(&scenario()).unwrap();
+        assert!(report.violations.is_empty(), "{}", text(&report));
+        assert!(report.reaction_s.is_some_and(|s| s <= 13.0), "{}", text(&report));
+        let again = run(&scenario()).unwrap();
+        assert_eq!(
+            (report.requests, report.bad, report.used),
+            (again.requests, again.bad, again.used)
+        );
+    }
+}

@@ -1,0 +1,273 @@
+//! Nexus's two case studies (SOSP'19, section 7.3) with its techniques turned off one after another: figures 10 and 11.
+//!
+//! Profiles are linear through the times the paper gives for a batch of one; how much larger batches save is not
+//! published, so the slopes are ours and stated here. Everything else is the product's: query split, packing, routing,
+//! batching and dropping.
+
+use std::collections::HashMap;
+
+use base::Nanos;
+use cluster::query::{QueryStage, stage_demands};
+use cluster::scheduler::packing::Packer;
+use cluster::scheduler::placement::{
+    Curve, Curves, Demand, Holdings, Machine, PlacementSettings, place,
+};
+use runtime::batching::BatchProfile;
+use serde::Serialize;
+
+use super::{Fleet, FleetSession, Source};
+
+/// Techniques that are on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Techniques {
+    /// Prefix batching: specialised versions of a model run as one.
+    pub prefix: bool,
+    /// The query's objective is split for the fewest GPUs; else evenly.
+    pub split: bool,
+    /// Batch-aware packing; else shares of GPUs by rate over best throughput.
+    pub squishy: bool,
+    /// Early drop; else requests are dropped only once they are late.
+    pub early: bool,
+    /// The CPU prepares the next batch while the GPU runs this one; else one after the other.
+    pub overlap: bool,
+}
+
+/// All on.
+pub const FULL: Techniques =
+    Techniques { prefix: true, split: true, squishy: true, early: true, overlap: true };
+
+/// A row of the table.
+#[derive(Clone, Debug, Serialize)]
+pub struct StudyRow {
+    /// What is off, in the paper's words.
+    pub system: &'static str,
+    /// Highest rate of questions of which 99 % are answered in time.
+    pub rate: f64,
+    /// The paper's figure, where it gives one.
+    pub paper: Option<f64>,
+}
+
+/// One model of a study.
+struct ModelFacts {
+    /// Milliseconds a request adds.
+    alpha_ms: f64,
+    /// Milliseconds of a batch apart from its requests.
+    beta_ms: f64,
+    /// Milliseconds a CPU core needs to prepare a request.
+    prepare_ms: f64,
+    batch_max: u32,
+}
+
+/// CPU cores that prepare requests of one GPU.
+const CORES: u32 = 6;
+const GPUS: usize = 16;
+/// Seconds of load a rate is judged by, after one to settle.
+const SECONDS: u64 = 8;
+const GOOD: f64 = 0.99;
+
+impl ModelFacts {
+    /// Milliseconds the GPU is taken by a batch.
+    fn ms(&self, batch: u32, overlap: bool) -> f64 {
+        let run = self.alpha_ms * f64::from(batch) + self.beta_ms;
+        let prepare = self.prepare_ms * f64::from(batch.div_ceil(CORES));
+        if overlap { run } else { run + prepare }
+    }
+
+    fn curve(&self, overlap: bool) -> Vec<(u32, f64)> {
+        (1..=self.batch_max).map(|batch| (batch, self.ms(batch, overlap))).collect()
+    }
+}
+
+/// A study made concrete for one set of techniques and one rate.
+struct Setup {
+    /// Models with their rate, objective and curve.
+    stages: Vec<(f64, f64, Curve)>,
+    feeds: Vec<Vec<(usize, f64)>>,
+    sources: Vec<Source>,
+}
+
+/// Share of questions answered in time.
+fn good_share(setup: Setup, techniques: Techniques) -> f64 {
+    let name = |index: usize| format!("s{index:03}");
+    let machines: Vec<Machine> = (0..GPUS)
+        .map(|gpu| Machine { name: format!("g{gpu:02}"), device: "gpu".into(), memory_bytes: 0 })
+        .collect();
+    let mut curves = Curves::new();
+    let mut demands = Vec::new();
+    for (index, (rate, slo_ms, curve)) in setup.stages.iter().enumerate() {
+        curves.insert(("gpu".to_string(), name(index)), curve.clone());
+        demands.push(Demand {
+            model: name(index),
+            rate: *rate,
+            slo_ms: *slo_ms,
+            real_time: true,
+            memory_bytes: 0,
+        });
+    }
+    let packer = if techniques.squishy { Packer::Certified } else { Packer::Oblivious };
+    let settings = PlacementSettings { headroom: 0.0, copies: 1, spread: true, packer };
+    let placement = place(&machines, &demands, &curves, &Holdings::new(), &settings);
+    let sessions = setup.stages.iter().zip(&setup.feeds).map(|((_, slo_ms, curve), feeds)| {
+        let latencies = curve.iter().map(|(_, ms)| Nanos((ms * 1e6) as u64)).collect();
+        FleetSession {
+            profile: BatchProfile::from_latencies(latencies)
+                .unwrap_or_else(|| BatchProfile::linear(Nanos(1), Nanos(1), 1)),
+            budget: Nanos((slo_ms * 1e6) as u64),
+            feeds: feeds.clone(),
+        }
+    });
+    let mut fleet = Fleet::new(sessions.collect(), GPUS, setup.sources, 1, !techniques.early);
+    let index: HashMap<String, usize> = (0..demands.len()).map(|i| (name(i), i)).collect();
+    let mut routes: Vec<Vec<(usize, f64)>> = vec![Vec::new(); demands.len()];
+    for (gpu, machine) in machines.iter().enumerate() {
+        let Some(place) = placement.places.get(&machine.name) else { continue };
+        let held: Vec<(usize, usize)> =
+            place.parts.iter().map(|part| (index[&part.model], part.batch as usize)).collect();
+        fleet.hold(gpu, &held);
+        place.parts.iter().for_each(|part| routes[index[&part.model]].push((gpu, part.rate)));
+    }
+    routes.iter().enumerate().for_each(|(session, targets)| fleet.route(session, targets));
+    fleet.run_until(Nanos::from_millis((SECONDS + 1) * 1000));
+    let tallies = &fleet.tallies()[1..=(SECONDS as usize - 1)];
+    let (asked, bad) = tallies.iter().fold((0, 0), |(a, b), t| (a + t.asked, b + t.bad));
+    1.0 - bad as f64 / (asked as f64).max(1.0)
+}
+
+/// The highest rate of which enough is good, to a percent.
+fn highest(setup: impl Fn(f64) -> Option<Setup>, techniques: Techniques, top: f64) -> f64 {
+    let works = |rate: f64| setup(rate).is_some_and(|s| good_share(s, techniques) >= GOOD);
+    let (mut low, mut high) = (0.0, top);
+    while high - low > 0.01 * high {
+        let middle = (low + high) / 2.0;
+        if works(middle) { low = middle } else { high = middle }
+    }
+    low
+}
+
+/// Twenty games, frames with six numbers and an icon, 50 ms: LeNet and ResNet-50, specialised for each game.
+fn game(rate: f64, techniques: Techniques) -> Option<Setup> {
+    const GAMES: usize = 20;
+    const SLO_MS: f64 = 50.0;
+    let resnet = ModelFacts { alpha_ms: 1.2, beta_ms: 5.0, prepare_ms: 10.0, batch_max: 48 };
+    let lenet = ModelFacts { alpha_ms: 0.02, beta_ms: 0.08, prepare_ms: 1.0, batch_max: 64 };
+    let weight = |game: usize| 1.0 / ((game + 1) as f64).powf(0.9);
+    let total: f64 = (0..GAMES).map(weight).sum();
+    // Preparing takes its time from the objective in any case.
+    let slo = |facts: &ModelFacts| SLO_MS - if techniques.overlap { facts.prepare_ms } else { 0.0 };
+    let mut setup = Setup { stages: Vec::new(), feeds: Vec::new(), sources: Vec::new() };
+    let variants = if techniques.prefix { 1 } else { GAMES };
+    for facts in [&resnet, &lenet] {
+        let numbers = if facts.beta_ms < 1.0 { 6.0 } else { 1.0 };
+        for variant in 0..variants {
+            let part = if techniques.prefix { 1.0 } else { weight(variant) / total };
+            let curve = facts.curve(techniques.overlap);
+            setup.stages.push((rate * part * numbers, slo(facts), curve));
+            setup.feeds.push(Vec::new());
+        }
+    }
+    for game in 0..GAMES {
+        let (icon, number) = if techniques.prefix { (0, 1) } else { (game, GAMES + game) };
+        let rate = rate * weight(game) / total;
+        setup.sources.push(Source { rate, asks: vec![(icon, 1), (number, 6)], poisson: false });
+    }
+    Some(setup)
+}
+
+/// Twenty cameras, 400 ms: SSD on every frame, then a face or a car model on what it finds.
+fn traffic(rate: f64, techniques: Techniques, rush: bool) -> Option<Setup> {
+    const SLO_MS: f64 = 400.0;
+    let ssd = ModelFacts { alpha_ms: 22.0, beta_ms: 25.0, prepare_ms: 10.0, batch_max: 16 };
+    let face = ModelFacts { alpha_ms: 3.2, beta_ms: 3.2, prepare_ms: 2.0, batch_max: 64 };
+    let car = ModelFacts { alpha_ms: 1.3, beta_ms: 2.9, prepare_ms: 2.0, batch_max: 64 };
+    let (faces, cars) = if rush { (1.5, 5.0) } else { (0.3, 1.0) };
+    let all = [&ssd, &face, &car];
+    let rates = [rate, rate * faces, rate * cars];
+    let stages: Vec<QueryStage> = (0..3)
+        .map(|index| QueryStage {
+            model: index.to_string(),
+            rate: rates[index],
+            curve: all[index].curve(techniques.overlap),
+            next: if index == 0 { vec![1, 2] } else { Vec::new() },
+        })
+        .collect();
+    let prepare = if techniques.overlap { ssd.prepare_ms + face.prepare_ms } else { 0.0 };
+    let split = stage_demands(&stages, SLO_MS - prepare, !techniques.split).ok()?;
+    let mut setup = Setup { stages: Vec::new(), feeds: Vec::new(), sources: Vec::new() };
+    for (index, stage) in stages.into_iter().enumerate() {
+        setup.stages.push((stage.rate, split.budgets_ms[index], stage.curve));
+        setup.feeds.push(if index == 0 { vec![(1, faces), (2, cars)] } else { Vec::new() });
+    }
+    for _ in 0..20 {
+        let source = Source { rate: rate / 20.0, asks: vec![(0, 1)], poisson: false };
+        setup.sources.push(source);
+    }
+    Some(setup)
+}
+
+/// Figure 10.
+pub fn figure_10() -> Vec<StudyRow> {
+    let rows: [(&'static str, Techniques, Option<f64>); 6] = [
+        ("full", FULL, Some(4120.0)),
+        ("-PB", Techniques { prefix: false, ..FULL }, None),
+        ("-PB -SS", Techniques { prefix: false, squishy: false, ..FULL }, None),
+        (
+            "-PB -SS -ED",
+            Techniques { prefix: false, squishy: false, early: false, ..FULL },
+            Some(2143.0),
+        ),
+        (
+            "-PB -SS -ED -OL",
+            Techniques { prefix: false, squishy: false, early: false, overlap: false, ..FULL },
+            Some(2143.0 / 7.4),
+        ),
+        ("TF Serving (paper)", FULL, Some(4120.0 / 12.7)),
+    ];
+    study(&rows, game, 20_000.0)
+}
+
+/// Figure 11, outside rush hour, or figure 12's other half.
+pub fn figure_11(rush: bool) -> Vec<StudyRow> {
+    let paper = |normal: f64, rush_hour: Option<f64>| if rush { rush_hour } else { Some(normal) };
+    let off = Techniques { split: false, squishy: false, early: false, ..FULL };
+    let rows: [(&'static str, Techniques, Option<f64>); 6] = [
+        ("full", FULL, paper(534.0, Some(264.0))),
+        ("-QA", Techniques { split: false, ..FULL }, paper(433.0, None)),
+        ("-QA -SS", Techniques { split: false, squishy: false, ..FULL }, None),
+        ("-QA -SS -ED", off, paper(326.0, None)),
+        ("-QA -SS -ED -OL", Techniques { overlap: false, ..off }, paper(216.0, None)),
+        ("TF Serving (paper)", FULL, paper(227.0, Some(146.0))),
+    ];
+    study(&rows, |rate, techniques| traffic(rate, techniques, rush), 3000.0)
+}
+
+fn study(
+    rows: &[(&'static str, Techniques, Option<f64>)],
+    setup: impl Fn(f64, Techniques) -> Option<Setup>,
+    top: f64,
+) -> Vec<StudyRow> {
+    let row = |&(system, techniques, paper): &(&'static str, Techniques, Option<f64>)| {
+        let rate = match system.contains("(paper)") {
+            true => 0.0,
+            false => highest(|rate| setup(rate, techniques), techniques, top),
+        };
+        StudyRow { system, rate: rate.round(), paper: paper.map(f64::round) }
+    };
+    rows.iter().map(row).collect()
+}
+
+/// The table for a terminal.
+pub fn text(title: &str, rows: &[StudyRow]) -> String {
+    let mut text = format!("{title}\n{:<22} {:>10} {:>10}\n", "system", "questions/s", "paper");
+    for row in rows {
+        let shown = |value: f64| if value > 0.0 { format!("{value:.0}") } else { "-".to_string() };
+        let paper = row.paper.map_or("-".to_string(), shown);
+        text.push_str(&format!("{:<22} {:>11} {:>10}\n", row.system, shown(row.rate), paper));
+    }
+    if let (Some(full), Some(bare)) = (rows.first(), rows.get(rows.len().saturating_sub(2))) {
+        text.push_str(&format!(
+            "full is {:.2}x of everything off\n",
+            full.rate / bare.rate.max(1.0)
+        ));
+    }
+    text
+}

@@ -1,0 +1,569 @@
+//! `atoll cluster`: puts the roles together, each in a process of its own or all in one.
+
+use std::collections::HashMap;
+use std::io::Write;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use api::{InferenceService, RegisterRequest, ServerMetadata};
+use base::{MonotonicClock, Nanos};
+use cluster::backend::{BackendAgent, Host, HostFuture, Shelf};
+use cluster::frontend::{Frontend, FrontendSettings};
+use cluster::library::{FileStore, Library, digest};
+use cluster::record::{BackendRecord, FrontendRecord, Keys};
+use cluster::scheduler::SchedulerSettings;
+use cluster::scheduler::agent::SchedulerAgent;
+use cluster::scheduler::placement::PlacementSettings;
+use cluster::status::{Status, picture};
+use cluster::store::{self, Store, StoreError};
+use cluster::view::View;
+use device::Device;
+use model::repository::Repository;
+use runtime::NodeOptions;
+use server::node::EXTENSIONS;
+use server::{
+    LoadError, LoadedModel, LocalNode, ModelLoader, RepositoryEntry, RunningServer, Server,
+    ServerOptions,
+};
+use tokio::sync::watch;
+
+use crate::args::ServeArgs;
+use crate::cluster_args::{
+    BackendArgs, FrontendArgs, PlanningArgs, Role, SchedulerArgs, StatusArgs, StoreArgs, TopArgs,
+};
+use crate::engine;
+use crate::failure::Failure;
+use crate::loader::load_file;
+use crate::serve_command::{Stop, address_text, listen, start_node, tokio_runtime};
+
+/// Pause before an unreachable store is tried again at the start.
+const RETRY: Duration = Duration::from_millis(500);
+/// Time after which a request without a deadline is given up.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// Runs the role until a signal stops it.
+pub(crate) fn run(role: &Role) -> Result<(), Failure> {
+    let runtime = tokio_runtime()?;
+    match role {
+        Role::Scheduler(args) => runtime.block_on(scheduler(args)),
+        Role::Frontend(args) => runtime.block_on(frontend(args)),
+        Role::Backend(args) => runtime.block_on(backend(args)),
+        Role::Status(args) => runtime.block_on(status(args)),
+        Role::Top(args) => runtime.block_on(top(args)),
+    }
+}
+
+fn clock() -> Arc<MonotonicClock> {
+    Arc::new(MonotonicClock::new())
+}
+
+fn open_store(args: &StoreArgs) -> Result<Arc<dyn Store>, Failure> {
+    if args.store == "memory" {
+        return Err(Failure::usage(
+            "the memory store lives in one process; use atoll serve --cluster, or --store etcd://HOST:PORT",
+        ));
+    }
+    store::open(&args.store, clock()).map_err(Failure::usage)
+}
+
+/// The name of this process in the cluster.
+fn name_of(args: &StoreArgs, role: &str) -> Result<String, Failure> {
+    let name = args.name.clone().unwrap_or_else(|| {
+        let host = std::fs::read_to_string("/etc/hostname").unwrap_or_default();
+        let host = host.trim().replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "-");
+        format!("{role}-{host}-{}", std::process::id())
+    });
+    match model::repository::is_valid_name(&name) && model::repository::is_valid_name(&args.cluster)
+    {
+        true => Ok(name),
+        false => Err(Failure::usage("--name and --cluster are made of letters, digits, _ . and -")),
+    }
+}
+
+/// Tries until the store can be reached; what it refuses is an error.
+async fn reach<T, F>(what: impl Fn() -> F) -> Result<T, Failure>
+where
+    F: Future<Output = Result<T, StoreError>>,
+{
+    loop {
+        match what().await {
+            Ok(value) => return Ok(value),
+            Err(StoreError::Unreachable(why)) => {
+                tracing::warn!(why, "waiting for the store");
+                tokio::time::sleep(RETRY).await;
+            }
+            Err(error) => return Err(Failure::failed(error)),
+        }
+    }
+}
+
+fn planning(args: &PlanningArgs, lease: Duration) -> Result<SchedulerSettings, Failure> {
+    if !(0.0..=10.0).contains(&args.headroom) {
+        return Err(Failure::usage(format!("--headroom {} is not from 0 to 10", args.headroom)));
+    }
+    if !(0.001..=1e9).contains(&args.slo_ms) {
+        return Err(Failure::usage(format!("--slo-ms {} is no objective", args.slo_ms)));
+    }
+    Ok(SchedulerSettings {
+        epoch: Nanos::from_millis(args.epoch_ms),
+        spacing: Nanos::from_millis(args.spacing_ms),
+        grace: Nanos::from(lease * 2),
+        slo_ms: args.slo_ms,
+        rate_least: 1.0,
+        placement: PlacementSettings {
+            headroom: args.headroom,
+            copies: usize::from(args.copies),
+            spread: !args.compact,
+            packer: args.packer,
+        },
+    })
+}
+
+async fn scheduler(args: &SchedulerArgs) -> Result<(), Failure> {
+    let stop = Stop::new()?;
+    let lease = Duration::from_millis(args.store.lease_ms);
+    let agent = SchedulerAgent {
+        store: open_store(&args.store)?,
+        keys: Keys::new(&args.store.cluster),
+        name: name_of(&args.store, "scheduler")?,
+        lease,
+        settings: planning(&args.planning, lease)?,
+        clock: clock(),
+    };
+    tracing::info!(name = agent.name, store = args.store.store, "ready");
+    let (stopping, stopped) = watch::channel(false);
+    let work = tokio::spawn(agent.run(stopped));
+    let until = async {
+        stop.wait().await;
+        let _ = stopping.send(true);
+        std::future::pending::<()>().await;
+    };
+    tokio::select! {
+        () = until => Ok(()),
+        ended = work => ended.map_err(Failure::failed)?.map_err(Failure::failed),
+    }
+}
+
+fn server_metadata() -> ServerMetadata {
+    ServerMetadata {
+        name: "atoll".to_string(),
+        version: env!("CARGO_PKG_VERSION").to_string(),
+        extensions: EXTENSIONS.map(str::to_string).to_vec(),
+    }
+}
+
+fn open_files(folder: Option<&Path>) -> Result<Option<FileStore>, Failure> {
+    let open = |folder: &Path| {
+        FileStore::open(folder)
+            .map_err(|err| Failure::usage(format!("--model-store {}: {err}", folder.display())))
+    };
+    folder.map(open).transpose()
+}
+
+async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
+    let stop = Stop::new()?;
+    let (store, keys) = (open_store(&args.store)?, Keys::new(&args.store.cluster));
+    let settings = FrontendSettings {
+        name: name_of(&args.store, "frontend")?,
+        lease: Duration::from_millis(args.store.lease_ms),
+        metadata: server_metadata(),
+        requests_max: args.max_requests as usize,
+        timeout: REQUEST_TIMEOUT,
+        files: open_files(args.model_store.as_deref())?,
+    };
+    let name = settings.name.clone();
+    let service =
+        reach(|| Frontend::start(store.clone(), keys.clone(), clock(), settings.clone())).await?;
+    let body = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
+    let server = listen(&args.listen, body, Arc::new(service.clone())).await?;
+    let record = FrontendRecord {
+        grpc: address_text(server.grpc_addr),
+        http: address_text(server.http_addr),
+    };
+    let membership = service.join(store, &keys, &record);
+    tracing::info!(
+        name,
+        http = record.http,
+        grpc = record.grpc,
+        metrics = address_text(server.metrics_addr),
+        "ready"
+    );
+    stop.wait().await;
+    tracing::info!(in_flight = server.in_flight(), "stopping");
+    let done = server.shutdown(Duration::from_secs(args.exit_timeout_secs)).await;
+    if let Some(membership) = Arc::into_inner(membership) {
+        membership.leave().await;
+    }
+    given_up(done)
+}
+
+fn given_up(done: bool) -> Result<(), Failure> {
+    match done {
+        true => Ok(()),
+        false => Err(Failure::failed("some requests did not finish in time and were given up")),
+    }
+}
+
+/// Models by their content, from repositories and from the folder all machines see.
+struct ClusterLoader {
+    device: Arc<dyn Device>,
+    shelf: Shelf,
+    files: Option<FileStore>,
+    repositories: HashMap<String, PathBuf>,
+}
+
+impl ModelLoader for ClusterLoader {
+    fn load(&self, name: &str, _: Option<u64>) -> Result<LoadedModel, LoadError> {
+        let unknown = || LoadError::NotFound(format!("the cluster has no model '{name}'"));
+        let record = self.shelf.find(name).ok_or_else(unknown)?;
+        let stored = || self.files.as_ref().and_then(|files| files.path(&record.digest));
+        let path = self.repositories.get(&record.digest).cloned().or_else(stored);
+        let path = path.ok_or_else(|| {
+            LoadError::NotFound(format!(
+                "neither --model-repository nor --model-store of this backend has {}",
+                record.digest
+            ))
+        })?;
+        let bytes = std::fs::read(&path).map_err(|err| LoadError::Internal(err.to_string()))?;
+        if digest(&bytes) != record.digest {
+            let message = format!("{} is not what was registered any more", path.display());
+            return Err(LoadError::Invalid(message));
+        }
+        drop(bytes);
+        let program = load_file(&*self.device, &path)?;
+        Ok(LoadedModel { program, config: record.config, version: record.version })
+    }
+
+    fn index(&self) -> Result<Vec<RepositoryEntry>, LoadError> {
+        let models = self.shelf.all().into_iter();
+        Ok(models.map(|(name, m)| RepositoryEntry { name, version: m.version }).collect())
+    }
+
+    fn register(&self, _: RegisterRequest) -> Result<u64, LoadError> {
+        Err(LoadError::Unavailable("register models at a frontend of the cluster".to_string()))
+    }
+}
+
+/// A node as the backend's agent sees it.
+struct NodeHost(LocalNode);
+
+impl Host for NodeHost {
+    fn load<'a>(&'a self, model: &'a str) -> HostFuture<'a, ()> {
+        Box::pin(async move { self.0.load_model(model).await.map(|_| ()) })
+    }
+
+    fn unload<'a>(&'a self, model: &'a str) -> HostFuture<'a, ()> {
+        Box::pin(self.0.unload_model(model))
+    }
+
+    fn service(&self) -> Arc<dyn InferenceService> {
+        Arc::new(self.0.clone())
+    }
+}
+
+/// A repository's model that is to be one of the cluster's.
+struct Found {
+    name: String,
+    version: u64,
+    digest: String,
+    bytes: u64,
+    path: PathBuf,
+    config: model::ModelConfig,
+}
+
+/// The newest version of every model in `repositories`; one that cannot be read is reported and left out.
+fn find_models(repositories: &[PathBuf]) -> Result<Vec<Found>, Failure> {
+    let mut newest: HashMap<String, Found> = HashMap::new();
+    for path in repositories {
+        let repository = Repository::open(path).map_err(Failure::usage)?;
+        for entry in repository.list().map_err(Failure::usage)? {
+            if newest.get(&entry.name).is_some_and(|found| found.version >= entry.version) {
+                continue;
+            }
+            let read = std::fs::read(&entry.path).map_err(|err| err.to_string());
+            let config = entry.config().map_err(|err| err.to_string());
+            match (read, config) {
+                (Ok(bytes), Ok(config)) => {
+                    let found = Found {
+                        name: entry.name.clone(),
+                        version: entry.version,
+                        digest: digest(&bytes),
+                        bytes: bytes.len() as u64,
+                        path: entry.path,
+                        config,
+                    };
+                    newest.insert(entry.name, found);
+                }
+                (Err(why), _) | (_, Err(why)) => {
+                    tracing::warn!(model = entry.name, why, "model left out");
+                }
+            }
+        }
+    }
+    Ok(newest.into_values().collect())
+}
+
+/// What a backend needs beyond its flags.
+struct BackendParts<'a> {
+    store: Arc<dyn Store>,
+    keys: Keys,
+    name: String,
+    lease: Duration,
+    repositories: &'a [PathBuf],
+    files: Option<FileStore>,
+    device: Arc<dyn Device>,
+    options: NodeOptions,
+    listen: ServerOptions,
+    advertise: Option<String>,
+    kind: Option<String>,
+    memory_mib: Option<u64>,
+}
+
+/// A backend at work.
+struct RunningBackend {
+    server: RunningServer,
+    stop: watch::Sender<bool>,
+    work: tokio::task::JoinHandle<Result<(), StoreError>>,
+}
+
+impl RunningBackend {
+    async fn start(parts: BackendParts<'_>) -> Result<RunningBackend, Failure> {
+        let models = find_models(parts.repositories)?;
+        let shelf = Shelf::default();
+        let loader = Arc::new(ClusterLoader {
+            device: parts.device.clone(),
+            shelf: shelf.clone(),
+            files: parts.files,
+            repositories: models.iter().map(|m| (m.digest.clone(), m.path.clone())).collect(),
+        });
+        let info = parts.device.info().clone();
+        let node = LocalNode::new(start_node(parts.device, parts.options)?, loader);
+        node.forbid_control();
+        node.set_started();
+        let server = Server::start(parts.listen, Arc::new(node.clone())).await;
+        let server = server.map_err(Failure::failed)?;
+        let library = Library::new(parts.store.clone(), parts.keys.clone());
+        for m in &models {
+            reach(|| library.publish(&m.name, m.version, &m.digest, m.bytes, &m.config)).await?;
+        }
+        let reachable = |address: Option<SocketAddr>| match (&parts.advertise, address) {
+            (Some(host), Some(address)) => format!("{host}:{}", address.port()),
+            (_, address) => address_text(address),
+        };
+        let gpu = info.name.starts_with("cuda");
+        let kind = parts.kind.unwrap_or_else(|| match gpu {
+            true => info.description.replace(|c: char| !c.is_ascii_alphanumeric(), "-"),
+            false => info.name.clone(),
+        });
+        let default_mib = if gpu { info.memory.0 >> 20 } else { 0 };
+        let record = BackendRecord {
+            grpc: reachable(server.grpc_addr),
+            http: reachable(server.http_addr),
+            device: kind.replace('/', "-"),
+            memory_bytes: parts.memory_mib.unwrap_or(default_mib) << 20,
+        };
+        tracing::info!(
+            name = parts.name,
+            http = record.http,
+            grpc = record.grpc,
+            metrics = address_text(server.metrics_addr),
+            device = info.description,
+            "ready"
+        );
+        let agent = BackendAgent {
+            store: parts.store,
+            keys: parts.keys,
+            name: parts.name,
+            lease: parts.lease,
+            record,
+            host: Arc::new(NodeHost(node)),
+            shelf,
+            clock: clock(),
+        };
+        let (stop, stopped) = watch::channel(false);
+        let work = tokio::spawn(join(agent, stopped));
+        Ok(RunningBackend { server, stop, work })
+    }
+
+    /// Leaves the cluster, then finishes what is under way.
+    async fn shutdown(self, limit: Duration) -> bool {
+        let _ = self.stop.send(true);
+        let _ = tokio::time::timeout(Duration::from_secs(2), self.work).await;
+        self.server.shutdown(limit).await
+    }
+}
+
+async fn join(agent: BackendAgent, stopped: watch::Receiver<bool>) -> Result<(), StoreError> {
+    let result = agent.run(stopped).await;
+    if let Err(error) = &result {
+        tracing::error!(%error, "the backend cannot follow the plan");
+    }
+    result
+}
+
+async fn backend(args: &BackendArgs) -> Result<(), Failure> {
+    let stop = Stop::new()?;
+    if args.model_repository.is_empty() && args.model_store.is_none() {
+        return Err(Failure::usage("name a --model-repository or a --model-store"));
+    }
+    let address = |port| Some(SocketAddr::new(args.host, port));
+    let running = RunningBackend::start(BackendParts {
+        store: open_store(&args.store)?,
+        keys: Keys::new(&args.store.cluster),
+        name: name_of(&args.store, "backend")?,
+        lease: Duration::from_millis(args.store.lease_ms),
+        repositories: &args.model_repository,
+        files: open_files(args.model_store.as_deref())?,
+        device: engine::open_device(&args.device)?,
+        options: NodeOptions {
+            max_requests: args.max_requests as usize,
+            best_effort_share_percent: args.best_effort_share,
+            ..NodeOptions::default()
+        },
+        listen: ServerOptions {
+            http: address(args.http_port),
+            grpc: address(args.grpc_port),
+            metrics: address(args.metrics_port),
+            max_body_bytes: usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX),
+            ..ServerOptions::default()
+        },
+        advertise: args.advertise.clone(),
+        kind: args.device_kind.clone(),
+        memory_mib: args.memory_mib,
+    })
+    .await?;
+    stop.wait().await;
+    tracing::info!(in_flight = running.server.in_flight(), "stopping");
+    given_up(running.shutdown(Duration::from_secs(args.exit_timeout_secs)).await)
+}
+
+/// `atoll serve --cluster`: scheduler, frontend and backend in this process, state in memory.
+pub(crate) fn serve_all(args: &ServeArgs) -> Result<(), Failure> {
+    if args.model_control_mode.is_some() || !args.load_model.is_empty() {
+        return Err(Failure::usage(
+            "--cluster loads what the plan says; load and unload over the API instead of --load-model",
+        ));
+    }
+    if args.model_repository.is_empty() && args.data_dir.is_none() {
+        return Err(Failure::usage("name a --model-repository or a --data-dir"));
+    }
+    let device = engine::open_device(&args.device)?;
+    tokio_runtime()?.block_on(all_roles(args, device))
+}
+
+async fn all_roles(args: &ServeArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
+    let stop = Stop::new()?;
+    let store = store::open("memory", clock()).map_err(Failure::failed)?;
+    let (keys, lease) = (Keys::new("default"), Duration::from_secs(5));
+    let files = open_files(args.data_dir.as_deref())?;
+    let settings = SchedulerSettings::default();
+    let (_stopping, stopped) = watch::channel(false);
+    let agent = SchedulerAgent {
+        store: store.clone(),
+        keys: keys.clone(),
+        name: "scheduler".to_string(),
+        lease,
+        settings,
+        clock: clock(),
+    };
+    let _scheduler = tokio::spawn(agent.run(stopped));
+    let body = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
+    let loopback = Some(SocketAddr::from(([127, 0, 0, 1], 0)));
+    let backend = RunningBackend::start(BackendParts {
+        store: store.clone(),
+        keys: keys.clone(),
+        name: "backend".to_string(),
+        lease,
+        repositories: &args.model_repository,
+        files: files.clone(),
+        device,
+        options: NodeOptions {
+            max_requests: args.max_requests as usize,
+            best_effort_share_percent: args.best_effort_share,
+            ..NodeOptions::default()
+        },
+        listen: ServerOptions {
+            http: loopback,
+            grpc: loopback,
+            metrics: loopback,
+            max_body_bytes: body,
+            ..ServerOptions::default()
+        },
+        advertise: None,
+        kind: None,
+        memory_mib: None,
+    })
+    .await?;
+    let settings = FrontendSettings {
+        name: "frontend".to_string(),
+        lease,
+        metadata: server_metadata(),
+        requests_max: args.max_requests as usize,
+        timeout: REQUEST_TIMEOUT,
+        files,
+    };
+    let service = Frontend::start(store.clone(), keys.clone(), clock(), settings).await;
+    let service = service.map_err(Failure::failed)?;
+    let server = listen(&args.listen, body, Arc::new(service.clone())).await?;
+    let record = FrontendRecord {
+        grpc: address_text(server.grpc_addr),
+        http: address_text(server.http_addr),
+    };
+    let _membership = service.join(store, &keys, &record);
+    tracing::info!(http = record.http, grpc = record.grpc, "ready");
+    stop.wait().await;
+    let limit = Duration::from_secs(args.exit_timeout_secs);
+    let done = server.shutdown(limit).await;
+    given_up(backend.server.shutdown(limit).await && done)
+}
+
+async fn look(store: &dyn Store, keys: &Keys) -> Result<Status, Failure> {
+    let listing = store.list(keys.all()).await.map_err(Failure::failed)?;
+    let short =
+        |entry: store::Entry| Some((entry.key.strip_prefix(keys.all())?.to_string(), entry.value));
+    let image = listing.entries.into_iter().filter_map(short).collect();
+    Ok(Status::of(&View::read(&image)))
+}
+
+async fn status(args: &StatusArgs) -> Result<(), Failure> {
+    let store = open_store(&args.store)?;
+    let status = look(&*store, &Keys::new(&args.store.cluster)).await?;
+    match args.json {
+        true => println!("{}", serde_json::to_string_pretty(&status).map_err(Failure::failed)?),
+        false => print!("{}", picture(&status)),
+    }
+    match status.leader {
+        Some(_) => Ok(()),
+        None => Err(Failure::failed("nobody leads the cluster")),
+    }
+}
+
+async fn top(args: &TopArgs) -> Result<(), Failure> {
+    let stop = Stop::new()?;
+    let store = open_store(&args.store)?;
+    let keys = Keys::new(&args.store.cluster);
+    let show = async {
+        loop {
+            let text = match (look(&*store, &keys).await, args.json) {
+                (Ok(status), true) => {
+                    format!("{}\n", serde_json::to_string(&status).map_err(Failure::failed)?)
+                }
+                // Clears the screen and goes to its top.
+                (Ok(status), false) => format!("\x1b[2J\x1b[H{}", picture(&status)),
+                (Err(_), _) => "the store cannot be reached\n".to_string(),
+            };
+            let mut out = std::io::stdout();
+            // A reader that went away ends it.
+            if out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_err() {
+                return Ok(());
+            }
+            tokio::time::sleep(Duration::from_millis(args.every_ms)).await;
+        }
+    };
+    tokio::select! {
+        shown = show => shown,
+        () = stop.wait() => Ok(()),
+    }
+}

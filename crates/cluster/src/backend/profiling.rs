@@ -1,0 +1,108 @@
+//! A model's latency by batch size, measured on the node that runs it, behind everybody else's requests.
+
+use api::error::ApiResult;
+use api::{
+    ApiError, InferOptions, InferRequest, InferenceService, Inputs, ModelRef, NamedTensor,
+    RequestContext, TensorMetadata,
+};
+use base::{Clock, Random};
+use half::{bf16, f16};
+use model::config::Class;
+use model::{DataType, Tensor};
+
+/// Batch sizes that are tried.
+const BATCHES: [u32; 6] = [1, 2, 4, 8, 16, 32];
+/// Runs of each; the shortest counts, for others may run beside it.
+const RUNS: usize = 3;
+/// Batches that take longer are of no use to anybody.
+const LONGEST_MS: f64 = 2000.0;
+
+/// Milliseconds by batch size, up to the first that takes longer than `limit_ms`. Models whose first dimension is
+/// not a batch are measured as they are.
+pub async fn measure(
+    service: &dyn InferenceService,
+    clock: &dyn Clock,
+    model: &str,
+    limit_ms: f64,
+) -> ApiResult<Vec<(u32, f64)>> {
+    let reference = ModelRef { name: model, version: None };
+    let metadata = service.model_metadata(reference).await?;
+    let config = service.model_config(reference).await?;
+    let most = u32::try_from(config.max_batch_size).unwrap_or(0).max(1);
+    let mut random = Random::new(1);
+    let mut curve: Vec<(u32, f64)> = Vec::new();
+    for batch in BATCHES.into_iter().filter(|batch| *batch <= most) {
+        let inputs = metadata.inputs.iter().map(|input| tensor(input, batch, &mut random));
+        let inputs = inputs.collect::<ApiResult<Vec<NamedTensor>>>()?;
+        let mut best_ms = f64::INFINITY;
+        for _ in 0..=RUNS {
+            let options = InferOptions { class: Some(Class::BestEffort), ..Default::default() };
+            let request = InferRequest {
+                id: String::new(),
+                options,
+                inputs: Inputs::Named(inputs.clone()),
+                outputs: Vec::new(),
+            };
+            let start = clock.now();
+            match service.infer(reference, request, RequestContext::default()).await {
+                Ok(_) => best_ms = best_ms.min((clock.now() - start).0 as f64 / 1e6),
+                // Larger batches may not fit; what was measured counts.
+                Err(_) if !curve.is_empty() => return Ok(curve),
+                Err(error) => return Err(error),
+            }
+            if best_ms > LONGEST_MS {
+                break;
+            }
+        }
+        // Larger batches never take less time.
+        let level = curve.last().map_or(best_ms, |(_, ms)| ms.max(best_ms));
+        curve.push((batch, (level * 1e4).round() / 1e4));
+        if level > limit_ms.min(LONGEST_MS) {
+            break;
+        }
+    }
+    Ok(curve)
+}
+
+/// Random values for an input; open dimensions are 1, the first one the batch.
+fn tensor(input: &TensorMetadata, batch: u32, random: &mut Random) -> ApiResult<NamedTensor> {
+    let dtype = DataType::from_wire_name(&input.datatype)
+        .ok_or_else(|| ApiError::internal("a model has an unknown type"))?;
+    let open = |index: usize| if index == 0 { batch as usize } else { 1 };
+    let dims = input.shape.iter().enumerate();
+    let shape: Vec<usize> =
+        dims.map(|(index, &dim)| usize::try_from(dim).unwrap_or(open(index))).collect();
+    let count = model::tensor::element_count(&shape)?;
+    macro_rules! whole {
+        ($rust:ty) => {
+            Tensor::from_vec(shape, (0..count).map(|_| random.below(2) as $rust).collect())
+        };
+    }
+    macro_rules! real {
+        ($convert:expr) => {
+            Tensor::from_vec(shape, (0..count).map(|_| $convert(random.symmetric_f32())).collect())
+        };
+    }
+    let tensor = match dtype {
+        DataType::F32 => real!(|x: f32| x),
+        DataType::F64 => real!(f64::from),
+        DataType::F16 => real!(f16::from_f32),
+        DataType::BF16 => real!(bf16::from_f32),
+        DataType::U8 => whole!(u8),
+        DataType::U16 => whole!(u16),
+        DataType::U32 => whole!(u32),
+        DataType::U64 => whole!(u64),
+        DataType::I8 => whole!(i8),
+        DataType::I16 => whole!(i16),
+        DataType::I32 => whole!(i32),
+        DataType::I64 => whole!(i64),
+        DataType::Bool => {
+            let bytes: Vec<u8> = (0..count).map(|_| random.below(2) as u8).collect();
+            Tensor::from_raw(dtype, shape, bytes.into())
+        }
+        DataType::String => {
+            Tensor::from_strings(shape, vec![bytes::Bytes::from_static(b"text"); count])
+        }
+    }?;
+    Ok(NamedTensor { name: input.name.as_str().into(), tensor })
+}

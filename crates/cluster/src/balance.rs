@@ -1,0 +1,135 @@
+//! Which of a model's backends gets a request. Pure, so that the simulator routes as production does.
+
+use base::Random;
+
+/// A backend as a choice sees it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Candidate {
+    /// Its part of the requests; 0 for one that only helps out.
+    pub weight: f64,
+    /// Requests it was sent that it has not answered.
+    pub outstanding: usize,
+    /// Requests it can have at once and still answer in time; 0 when nobody knows.
+    pub depth: usize,
+    /// Whether it did not answer lately.
+    pub down: bool,
+}
+
+/// Requests that a backend with turns of `batch` can have at once: one turn under way, and half of the next gathered.
+/// Beyond that, a backend that drops early begins to.
+pub fn depth(batch: usize) -> usize {
+    batch + batch.div_ceil(2)
+}
+
+impl Candidate {
+    fn is_full(&self) -> bool {
+        self.depth > 0 && self.outstanding >= self.depth
+    }
+}
+
+/// Lists up to this long are looked at whole; of longer ones two are drawn.
+const ALL: usize = 4;
+
+/// The candidate to send to: the least loaded for its weight, of those that serve and are up; where that one has all
+/// it can answer in time, one that helps out and has room; else of those that help out; else of those that were down,
+/// for they may be back. `None` when there are none at all.
+///
+/// Whoever helps out may do so for several models: `busy` says what a candidate was sent for all of them together.
+pub fn choose(
+    candidates: &[Candidate],
+    busy: impl Fn(usize) -> usize,
+    random: &mut Random,
+) -> Option<usize> {
+    let serving = |candidate: &Candidate| !candidate.down && candidate.weight > 0.0;
+    let chosen = least_loaded(candidates, serving, random);
+    if let Some(chosen) = chosen.filter(|chosen| candidates[*chosen].is_full()) {
+        let helps = |c: &Candidate| !c.down && c.weight <= 0.0;
+        let helpers = candidates.iter().enumerate().filter(|(_, candidate)| helps(candidate));
+        let helpers = helpers.map(|(index, candidate)| (busy(index), candidate.depth, index));
+        let helper = helpers.filter(|(busy, depth, _)| *depth == 0 || busy < depth).min();
+        return Some(helper.map_or(chosen, |(_, _, index)| index));
+    }
+    chosen
+        .or_else(|| least_loaded(candidates, |candidate| !candidate.down, random))
+        .or_else(|| least_loaded(candidates, |_| true, random))
+}
+
+fn least_loaded(
+    candidates: &[Candidate],
+    fits: impl Fn(&Candidate) -> bool,
+    random: &mut Random,
+) -> Option<usize> {
+    let load = |index: usize| {
+        let candidate = &candidates[index];
+        (candidate.outstanding + 1) as f64 / candidate.weight.max(1e-9)
+    };
+    if candidates.len() > ALL {
+        let first = draw(candidates, &fits, random)?;
+        let second = draw(candidates, &fits, random)?;
+        return Some(if load(second) < load(first) { second } else { first });
+    }
+    // From a random place on, so that equals take turns.
+    let start = random.below(candidates.len() as u64) as usize;
+    let order = (0..candidates.len()).map(|step| (start + step) % candidates.len());
+    order.filter(|&index| fits(&candidates[index])).min_by(|&a, &b| load(a).total_cmp(&load(b)))
+}
+
+/// One by weight.
+fn draw(
+    candidates: &[Candidate],
+    fits: &impl Fn(&Candidate) -> bool,
+    random: &mut Random,
+) -> Option<usize> {
+    let weight =
+        |candidate: &Candidate| if fits(candidate) { candidate.weight.max(1e-9) } else { 0.0 };
+    let total: f64 = candidates.iter().map(weight).sum();
+    let mut left = random.unit_f64() * total;
+    let mut last = None;
+    for (index, candidate) in candidates.iter().enumerate().filter(|(_, c)| fits(c)) {
+        last = Some(index);
+        left -= weight(candidate);
+        if left < 0.0 {
+            break;
+        }
+    }
+    last
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn candidate(weight: f64, outstanding: usize, down: bool) -> Candidate {
+        Candidate { weight, outstanding, depth: 60, down }
+    }
+
+    #[test]
+    fn those_that_serve_go_first_then_helpers_then_the_lost() {
+        let mut random = Random::new(1);
+        let mut pick =
+            |list: &[Candidate]| choose(list, |index| list[index].outstanding, &mut random);
+        assert_eq!(pick(&[]), None);
+        assert_eq!(pick(&[candidate(0.0, 0, false), candidate(1.0, 50, false)]), Some(1));
+        assert_eq!(pick(&[candidate(0.0, 0, false), candidate(1.0, 0, true)]), Some(0));
+        assert_eq!(pick(&[candidate(1.0, 0, true)]), Some(0));
+        assert_eq!(pick(&[candidate(1.0, 3, false), candidate(1.0, 1, false)]), Some(1));
+        assert_eq!(pick(&[candidate(0.0, 5, false), candidate(1.0, 60, false)]), Some(0));
+        assert_eq!(pick(&[candidate(0.0, 60, false), candidate(1.0, 60, false)]), Some(1));
+    }
+
+    #[test]
+    fn requests_go_by_weight() {
+        for count in [2, 40] {
+            let mut random = Random::new(2);
+            let mut list: Vec<Candidate> =
+                (0..count).map(|i| candidate(1.0 + (i % 2) as f64 * 2.0, 0, false)).collect();
+            list.iter_mut().for_each(|candidate| candidate.depth = 0);
+            for _ in 0..40_000 {
+                let chosen = choose(&list, |_| 0, &mut random).unwrap();
+                list[chosen].outstanding += 1;
+            }
+            let odd: usize = list.iter().skip(1).step_by(2).map(|c| c.outstanding).sum();
+            assert!((odd as f64 / 40_000.0 - 0.75).abs() < 0.02, "{odd}");
+        }
+    }
+}

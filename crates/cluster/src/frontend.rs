@@ -1,0 +1,434 @@
+//! The frontend: the same API as a single node, answered by the cluster's backends.
+//!
+//! Requests go by a table the frontend holds, so the data's way needs neither the store nor the scheduler. A
+//! request has one future from its arrival to its answer; whatever happens to backends, it gives one answer.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::Duration;
+
+use api::client::{decode_response, encode_request, error_of, set_deadline};
+use api::error::ApiResult;
+use api::{
+    ApiError, ErrorKind, InferRequest, InferResponse, Inputs, ModelMetadata, ModelRef,
+    ServerMetadata, proto,
+};
+use base::{Clock, Nanos, Random};
+use tokio::sync::watch;
+
+use crate::balance::{Candidate, choose, depth};
+use crate::library::{FileStore, Library};
+use crate::membership::Membership;
+use crate::record::{FrontendRecord, Keys, Kind, LoadReport, encode};
+use crate::store::mirror::{self, Image};
+use crate::store::{Store, StoreError};
+use crate::view::View;
+
+mod classify;
+pub mod link;
+pub mod meter;
+mod raw;
+mod service;
+pub mod table;
+
+use link::Links;
+use table::{Entry, Table, Target};
+
+/// How often load is reported.
+const REPORT: Duration = Duration::from_millis(1000);
+/// Time a backend has beyond the deadline to say that it missed it.
+const GRACE: Duration = Duration::from_millis(50);
+/// A second attempt needs at least this much time.
+const RETRY_LEAST: Nanos = Nanos::from_micros(500);
+/// Models whose inputs and outputs are remembered.
+const METADATA_MAX: usize = 10_000;
+
+/// How a frontend works.
+#[derive(Clone, Debug)]
+pub struct FrontendSettings {
+    /// This frontend's name.
+    pub name: String,
+    /// How long it is missed before others think it gone.
+    pub lease: Duration,
+    /// What it says about itself.
+    pub metadata: ServerMetadata,
+    /// Requests that may be under way at once.
+    pub requests_max: usize,
+    /// Time after which a request without a deadline is given up.
+    pub timeout: Duration,
+    /// Where models that are registered are kept; without it, none can be.
+    pub files: Option<FileStore>,
+}
+
+/// A frontend, as a service. Cloning shares it.
+#[derive(Clone)]
+pub struct Frontend {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    settings: FrontendSettings,
+    clock: Arc<dyn Clock>,
+    library: Library,
+    table: RwLock<Arc<Table>>,
+    /// Turns with every new table.
+    turned: watch::Sender<u64>,
+    links: Links,
+    random: Mutex<Random>,
+    inside: AtomicUsize,
+    draining: AtomicBool,
+    /// Whether every model has been there once.
+    started: AtomicBool,
+    metadata: Mutex<std::collections::HashMap<(String, u64), Arc<ModelMetadata>>>,
+}
+
+/// One request under way.
+struct Inside<'a>(&'a AtomicUsize);
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Frontend {
+    /// A frontend over the state in `store`, which must be reachable once; from then on it goes on without.
+    pub async fn start(
+        store: Arc<dyn Store>,
+        keys: Keys,
+        clock: Arc<dyn Clock>,
+        settings: FrontendSettings,
+    ) -> Result<Frontend, StoreError> {
+        let image = mirror::follow(store.clone(), keys.all()).await?;
+        let inner = Arc::new(Inner {
+            library: Library::new(store, keys),
+            table: RwLock::default(),
+            turned: watch::Sender::new(0),
+            links: Links::default(),
+            random: Mutex::new(Random::new(clock.now().0 ^ u64::from(std::process::id()))),
+            inside: AtomicUsize::new(0),
+            draining: AtomicBool::new(false),
+            started: AtomicBool::new(false),
+            metadata: Mutex::default(),
+            settings,
+            clock,
+        });
+        inner.turn(&image.borrow());
+        tokio::spawn(follow(Arc::downgrade(&inner), image));
+        Ok(Frontend { inner })
+    }
+
+    /// Says where it listens and reports its load from now on, for as long as the membership lives.
+    pub fn join(
+        &self,
+        store: Arc<dyn Store>,
+        keys: &Keys,
+        record: &FrontendRecord,
+    ) -> Arc<Membership> {
+        let settings = &self.inner.settings;
+        let membership = Arc::new(Membership::start(store, settings.lease));
+        membership.put(keys.one(Kind::Frontend, &settings.name), encode(record));
+        let (inner, weak) = (Arc::downgrade(&self.inner), Arc::downgrade(&membership));
+        let key = keys.one(Kind::Load, &settings.name);
+        tokio::spawn(async move {
+            let mut ticks = tokio::time::interval(REPORT);
+            loop {
+                ticks.tick().await;
+                let (Some(inner), Some(membership)) = (inner.upgrade(), weak.upgrade()) else {
+                    return;
+                };
+                membership.put(key.clone(), encode(&inner.report()));
+            }
+        });
+        membership
+    }
+}
+
+/// What routing needs: most of what changes in a cluster is of no concern to it.
+fn relevant(image: &Image) -> Image {
+    let kinds = [Kind::Frontend, Kind::Model, Kind::Route].map(Kind::folder_prefix);
+    let mine = |key: &str| key == "plan" || kinds.iter().any(|prefix| key.starts_with(prefix));
+    let mine = image.iter().filter(|(key, _)| mine(key));
+    Arc::new(mine.map(|(key, value)| (key.clone(), value.clone())).collect())
+}
+
+/// Turns every change of the store into a new table.
+async fn follow(inner: std::sync::Weak<Inner>, mut image: watch::Receiver<Image>) {
+    let mut last = relevant(&image.borrow());
+    while image.changed().await.is_ok() {
+        let Some(inner) = inner.upgrade() else { return };
+        let seen = relevant(&image.borrow_and_update());
+        if seen != last {
+            inner.turn(&seen);
+            last = seen;
+        }
+    }
+}
+
+/// What became of one attempt.
+enum Attempt {
+    Done(Box<proto::ModelInferResponse>),
+    /// Another backend may do better.
+    Elsewhere(ApiError),
+    Final(ApiError),
+}
+
+impl Inner {
+    fn table(&self) -> Arc<Table> {
+        self.table.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn turn(&self, image: &Image) {
+        let view = View::read_routes(image);
+        let table = Arc::new(Table::build(&view, &self.table(), &self.links));
+        *self.table.write().unwrap_or_else(PoisonError::into_inner) = table;
+        self.links.prune();
+        self.turned.send_modify(|turn| *turn += 1);
+    }
+
+    fn report(&self) -> LoadReport {
+        let now = self.clock.now();
+        let table = self.table();
+        let models = table.models.iter();
+        LoadReport { models: models.map(|(name, e)| (name.clone(), e.meter.report(now))).collect() }
+    }
+
+    fn enter(&self) -> ApiResult<Inside<'_>> {
+        if self.draining.load(Ordering::SeqCst) {
+            return Err(ApiError::shutting_down());
+        }
+        let before = self.inside.fetch_add(1, Ordering::Relaxed);
+        let inside = Inside(&self.inside);
+        if before >= self.settings.requests_max {
+            return Err(ApiError::unavailable("too many requests are under way").retry_after(1));
+        }
+        Ok(inside)
+    }
+
+    async fn infer(&self, model: ModelRef<'_>, request: InferRequest) -> ApiResult<InferResponse> {
+        let arrived = self.clock.now();
+        let table = self.table();
+        let entry = table.serving(model)?;
+        entry.meter.arrive();
+        let answer = self.try_infer(model, request, arrived, &table, entry).await;
+        match &answer {
+            Ok(_) => {
+                let objective = entry.record.config.timeout_ms.map(Nanos::from_millis);
+                entry.meter.answer(self.clock.now() - arrived, objective);
+            }
+            Err(error) if is_refusal(error.kind) => entry.meter.refuse(),
+            Err(_) => {}
+        }
+        answer
+    }
+
+    async fn try_infer(
+        &self,
+        model: ModelRef<'_>,
+        mut request: InferRequest,
+        arrived: Nanos,
+        table: &Table,
+        entry: &Entry,
+    ) -> ApiResult<InferResponse> {
+        let _inside = self.enter()?;
+        if let Some(rate) = entry.rate_max
+            && !entry.limit.admit(arrived, rate / table.frontends as f64)
+        {
+            return Err(overloaded(model.name));
+        }
+        let default = entry.record.config.timeout_ms.map(Nanos::from_millis);
+        let timeout = request.options.timeout.or(default);
+        let deadline = timeout.map(|timeout| arrived + timeout);
+        request.options.timeout = timeout;
+        if let Inputs::Raw(bytes) = &request.inputs {
+            let metadata = self.metadata(model.name, entry).await?;
+            request.inputs = raw::shape(model.name, &metadata, bytes.clone())?;
+        }
+        let message = encode_request(model.name, model.version, request)?;
+        let answer = self.route(model.name, entry, message, deadline).await?;
+        decode_response(answer)
+    }
+
+    /// Sends to a backend, and to one more where the first is lost and time is left.
+    async fn route(
+        &self,
+        model: &str,
+        entry: &Entry,
+        mut message: proto::ModelInferRequest,
+        deadline: Option<Nanos>,
+    ) -> ApiResult<proto::ModelInferResponse> {
+        let first = self.choose(entry, None).ok_or_else(|| nobody(model))?;
+        self.check_wait(model, entry, first, deadline)?;
+        let error = match self.attempt(&entry.targets[first], message.clone(), deadline).await {
+            Attempt::Done(answer) => return Ok(*answer),
+            Attempt::Final(error) => return Err(error),
+            Attempt::Elsewhere(error) => error,
+        };
+        let now = self.clock.now();
+        let left = deadline.map(|deadline| Nanos(deadline.0.saturating_sub(now.0)));
+        if left.is_some_and(|left| left < RETRY_LEAST) {
+            return Err(late(model));
+        }
+        // The table may have turned meanwhile, and name others.
+        let table = self.table();
+        let fresh = table.models.get(model).map_or(entry, |entry| entry);
+        let tried = &entry.targets[first].link.address;
+        let Some(second) = self.choose(fresh, Some(tried)) else { return Err(error) };
+        entry.meter.retry();
+        if let Some(left) = left {
+            set_deadline(&mut message, left);
+        }
+        match self.attempt(&fresh.targets[second], message, deadline).await {
+            Attempt::Done(answer) => Ok(*answer),
+            Attempt::Elsewhere(error) | Attempt::Final(error) => Err(error),
+        }
+    }
+
+    fn choose(&self, entry: &Entry, tried: Option<&str>) -> Option<usize> {
+        let now = self.clock.now();
+        // Other frontends send their part.
+        let frontends = self.table().frontends;
+        let depth = |target: &Target| depth(target.batch as usize).div_ceil(frontends);
+        let untried = |(_, target): &(usize, &Target)| tried != Some(target.link.address.as_str());
+        let open: Vec<(usize, &Target)> =
+            entry.targets.iter().enumerate().filter(untried).collect();
+        let candidate = |(_, target): &(usize, &Target)| Candidate {
+            weight: target.weight,
+            outstanding: target.outstanding.load(Ordering::Relaxed),
+            depth: depth(target),
+            down: target.link.is_down(now),
+        };
+        let candidates: Vec<Candidate> = open.iter().map(candidate).collect();
+        let mut random = self.random.lock().unwrap_or_else(PoisonError::into_inner);
+        let busy = |index: usize| open[index].1.link.outstanding.load(Ordering::Relaxed);
+        choose(&candidates, busy, &mut random).map(|chosen| open[chosen].0)
+    }
+
+    /// Refuses at once what would wait beyond its deadline behind what this frontend sent already.
+    fn check_wait(
+        &self,
+        model: &str,
+        entry: &Entry,
+        chosen: usize,
+        deadline: Option<Nanos>,
+    ) -> ApiResult<()> {
+        let Some(deadline) = deadline else { return Ok(()) };
+        let target = &entry.targets[chosen];
+        let turns = target.outstanding.load(Ordering::Relaxed) / target.batch.max(1) as usize;
+        let cycle_ms = target.cycle_ms.max(target.batch_ms);
+        let wait_ms = turns as f64 * cycle_ms;
+        let left_ms = deadline.0.saturating_sub(self.clock.now().0) as f64 / 1e6;
+        if target.batch_ms > 0.0 && turns > 0 && wait_ms > left_ms {
+            return Err(overloaded(model));
+        }
+        Ok(())
+    }
+
+    async fn attempt(
+        &self,
+        target: &Target,
+        message: proto::ModelInferRequest,
+        deadline: Option<Nanos>,
+    ) -> Attempt {
+        target.outstanding.fetch_add(1, Ordering::Relaxed);
+        target.link.outstanding.fetch_add(1, Ordering::Relaxed);
+        let _sent = (Inside(&target.outstanding), Inside(&target.link.outstanding));
+        let now = self.clock.now();
+        let left = match deadline {
+            Some(deadline) => Duration::from(Nanos(deadline.0.saturating_sub(now.0))) + GRACE,
+            None => self.settings.timeout,
+        };
+        let name = message.model_name.clone();
+        let mut client = target.link.client();
+        let status = match tokio::time::timeout(left, client.model_infer(message)).await {
+            Ok(Ok(answer)) => {
+                target.link.recover();
+                return Attempt::Done(Box::new(answer.into_inner()));
+            }
+            Ok(Err(status)) => status,
+            Err(_) => return Attempt::Final(late(&name)),
+        };
+        // A status with a source was made on this side: the backend did not answer.
+        if std::error::Error::source(&status).is_some() {
+            target.link.fail(self.clock.now());
+            let message = format!("model '{name}': its backend was lost: {}", status.message());
+            return Attempt::Elsewhere(ApiError::unavailable(message).retry_after(1));
+        }
+        let error = error_of(&status);
+        match error.kind {
+            ErrorKind::Unavailable | ErrorKind::NotFound => {
+                Attempt::Elsewhere(ApiError { kind: ErrorKind::Unavailable, ..error })
+            }
+            _ => Attempt::Final(error),
+        }
+    }
+
+    /// The inputs and outputs of a model, as one of its backends knows them.
+    async fn metadata(&self, model: &str, entry: &Entry) -> ApiResult<Arc<ModelMetadata>> {
+        let key = (model.to_string(), entry.record.version);
+        let known = self.metadata.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
+        if let Some(metadata) = known {
+            return Ok(metadata);
+        }
+        let request = proto::ModelMetadataRequest { name: model.to_string(), ..Default::default() };
+        let answer = self
+            .ask(model, entry, |mut client| {
+                let request = request.clone();
+                async move { client.model_metadata(request).await }
+            })
+            .await?;
+        let metadata = Arc::new(ModelMetadata::from(answer));
+        let mut all = self.metadata.lock().unwrap_or_else(PoisonError::into_inner);
+        if all.len() >= METADATA_MAX {
+            all.clear();
+        }
+        all.insert(key, metadata.clone());
+        Ok(metadata)
+    }
+
+    /// Asks the model's backends one after another until one answers.
+    async fn ask<T, F>(
+        &self,
+        model: &str,
+        entry: &Entry,
+        call: impl Fn(Client) -> F,
+    ) -> ApiResult<T>
+    where
+        F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,
+    {
+        let mut last = nobody(model);
+        for target in &entry.targets {
+            let answer = tokio::time::timeout(self.settings.timeout, call(target.link.client()));
+            match answer.await {
+                Ok(Ok(answer)) => return Ok(answer.into_inner()),
+                Ok(Err(status)) => last = error_of(&status),
+                Err(_) => last = late(model),
+            }
+        }
+        Err(last)
+    }
+}
+
+type Client = api::proto::grpc_inference_service_client::GrpcInferenceServiceClient<
+    tonic::transport::Channel,
+>;
+
+fn is_refusal(kind: ErrorKind) -> bool {
+    matches!(kind, ErrorKind::Unavailable | ErrorKind::DeadlineExceeded | ErrorKind::Internal)
+}
+
+fn nobody(model: &str) -> ApiError {
+    ApiError::unavailable(format!("no backend answers for model '{model}' now")).retry_after(1)
+}
+
+fn overloaded(model: &str) -> ApiError {
+    ApiError::unavailable(format!(
+        "model '{model}' gets more requests than the cluster can answer in time"
+    ))
+    .retry_after(1)
+}
+
+fn late(model: &str) -> ApiError {
+    let message = format!("model '{model}': the deadline passed before the answer");
+    ApiError::new(ErrorKind::DeadlineExceeded, message)
+}

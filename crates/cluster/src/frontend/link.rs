@@ -1,0 +1,101 @@
+//! A connection to a backend, kept for as long as routes name it.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use api::proto::grpc_inference_service_client::GrpcInferenceServiceClient;
+use base::Nanos;
+use tonic::transport::{Channel, Endpoint};
+
+/// Longest wait for a connection.
+const CONNECT: Duration = Duration::from_millis(500);
+/// A connection that is silent this long is asked whether it lives, and has as long to answer.
+const PING: Duration = Duration::from_millis(500);
+/// How long a backend that failed is left alone.
+const PAUSE: Nanos = Nanos::from_millis(500);
+/// Connections to one backend; each carries many requests.
+const CHANNELS: usize = 2;
+
+/// A backend.
+pub struct Link {
+    /// Where it listens.
+    pub address: String,
+    channels: Vec<Channel>,
+    turn: AtomicUsize,
+    down_until: AtomicU64,
+    /// Requests sent and not answered, of all models.
+    pub outstanding: AtomicUsize,
+}
+
+impl Link {
+    fn new(address: &str) -> Result<Link, String> {
+        let endpoint = Endpoint::from_shared(format!("http://{address}"))
+            .map_err(|error| format!("backend address '{address}': {error}"))?
+            .connect_timeout(CONNECT)
+            .http2_keep_alive_interval(PING)
+            .keep_alive_timeout(PING)
+            .keep_alive_while_idle(true)
+            .initial_stream_window_size(1 << 20)
+            .initial_connection_window_size(4 << 20)
+            .tcp_nodelay(true);
+        Ok(Link {
+            address: address.to_string(),
+            channels: (0..CHANNELS).map(|_| endpoint.connect_lazy()).collect(),
+            turn: AtomicUsize::new(0),
+            down_until: AtomicU64::new(0),
+            outstanding: AtomicUsize::new(0),
+        })
+    }
+
+    /// A client over one of its connections.
+    pub fn client(&self) -> GrpcInferenceServiceClient<Channel> {
+        let turn = self.turn.fetch_add(1, Relaxed) % self.channels.len();
+        GrpcInferenceServiceClient::new(self.channels[turn].clone())
+            .max_decoding_message_size(usize::MAX)
+            .max_encoding_message_size(usize::MAX)
+    }
+
+    /// Whether it failed a moment ago.
+    pub fn is_down(&self, now: Nanos) -> bool {
+        now.0 < self.down_until.load(Relaxed)
+    }
+
+    /// It failed.
+    pub fn fail(&self, now: Nanos) {
+        self.down_until.store((now + PAUSE).0, Relaxed);
+    }
+
+    /// It answered.
+    pub fn recover(&self) {
+        if self.down_until.load(Relaxed) != 0 {
+            self.down_until.store(0, Relaxed);
+        }
+    }
+}
+
+/// Connections by address.
+#[derive(Default)]
+pub struct Links {
+    links: Mutex<HashMap<String, Arc<Link>>>,
+}
+
+impl Links {
+    /// The connection to `address`, made when it is first used.
+    pub fn get(&self, address: &str) -> Result<Arc<Link>, String> {
+        let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(link) = links.get(address) {
+            return Ok(link.clone());
+        }
+        let link = Arc::new(Link::new(address)?);
+        links.insert(address.to_string(), link.clone());
+        Ok(link)
+    }
+
+    /// Forgets those that nobody else holds.
+    pub fn prune(&self) {
+        let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
+        links.retain(|_, link| Arc::strong_count(link) > 1);
+    }
+}

@@ -1,0 +1,377 @@
+//! The API over the cluster.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::pin::Pin;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use api::error::ApiResult;
+use api::metadata::{BatchStats, DurationStat};
+use api::{
+    ApiError, Classification, ClassifyRequest, ErrorKind, IndexEntry, InferRequest, InferResponse,
+    InferenceService, ModelMetadata, ModelRef, ModelState, ModelStatistics, RegisterRequest,
+    Registered, RequestContext, ServerMetadata, ServiceFuture, proto,
+};
+use model::ModelConfig;
+
+use super::table::Entry;
+use super::{Frontend, Inner, classify, late, nobody};
+use crate::record::ModelLoad;
+use crate::store::StoreError;
+
+/// Longest wait for backends to load or unload a model.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
+/// How often the end of a drain is looked for.
+const DRAIN_LOOK: Duration = Duration::from_millis(10);
+
+fn store_error(error: StoreError) -> ApiError {
+    match error {
+        StoreError::Refused(why) => {
+            ApiError::internal(format!("the cluster's store refuses: {why}"))
+        }
+        error => ApiError::unavailable(error.to_string()).retry_after(1),
+    }
+}
+
+impl Inner {
+    /// Waits until the model `name` is as `done` says; an error from it ends the wait.
+    async fn wait_for(
+        &self,
+        name: &str,
+        done: impl Fn(Option<&Entry>) -> ApiResult<bool>,
+    ) -> ApiResult<()> {
+        let mut turned = self.turned.subscribe();
+        let wait = async {
+            loop {
+                let table = self.table();
+                if done(table.models.get(name).map(|entry| &**entry))? {
+                    return Ok(());
+                }
+                if turned.changed().await.is_err() {
+                    return Err(ApiError::shutting_down());
+                }
+            }
+        };
+        let slow =
+            || ApiError::unavailable(format!("model '{name}' takes too long")).retry_after(10);
+        tokio::time::timeout(LOAD_TIMEOUT, wait).await.unwrap_or_else(|_| Err(slow()))
+    }
+
+    async fn wait_until_ready(&self, name: &str, version: u64) -> ApiResult<()> {
+        self.wait_for(name, |entry| {
+            let Some(entry) = entry.filter(|entry| entry.record.version >= version) else {
+                return Ok(false);
+            };
+            match &entry.failure {
+                Some(why) if entry.targets.is_empty() => {
+                    Err(ApiError::unavailable(format!("cannot load model '{name}': {why}")))
+                }
+                _ => Ok(entry.state().0 == ModelState::Ready),
+            }
+        })
+        .await
+    }
+
+    async fn load(&self, name: &str) -> ApiResult<()> {
+        let record = self.library.enable(name, true).await.map_err(store_error)?;
+        let record = record.ok_or_else(|| {
+            ApiError::not_found(format!("cannot load model '{name}': the cluster does not know it"))
+        })?;
+        self.wait_until_ready(name, record.version).await
+    }
+
+    async fn unload(&self, name: &str) -> ApiResult<()> {
+        let record = self.library.enable(name, false).await.map_err(store_error)?;
+        if record.is_none() {
+            return Err(ApiError::not_found(format!("model '{name}' is not loaded")));
+        }
+        self.wait_for(name, |entry| Ok(entry.is_none_or(|entry| entry.targets.is_empty()))).await
+    }
+
+    async fn register(&self, request: RegisterRequest) -> ApiResult<Registered> {
+        let files = self.settings.files.clone().ok_or_else(|| {
+            ApiError::unavailable(
+                "no model can be registered: start the frontend with --model-store",
+            )
+        })?;
+        let RegisterRequest { name, onnx, labels, preprocessing, class } = request;
+        let config = ModelConfig {
+            class: class.unwrap_or_default(),
+            labels,
+            preprocessing,
+            ..ModelConfig::default()
+        };
+        let bytes = onnx.len() as u64;
+        let digest = tokio::task::spawn_blocking(move || files.put(&onnx)).await;
+        let digest = digest
+            .map_err(|_| ApiError::internal("the model could not be kept"))?
+            .map_err(|error| ApiError::internal(format!("the model could not be kept: {error}")))?;
+        let before = self.table().models.get(&name).map(|entry| entry.record.clone());
+        let version =
+            self.library.register(&name, &digest, bytes, &config).await.map_err(store_error)?;
+        if let Err(error) = self.wait_until_ready(&name, version).await {
+            self.library.restore(&name, version, before).await.map_err(store_error)?;
+            return Err(ApiError { kind: ErrorKind::InvalidArgument, ..error });
+        }
+        Ok(Registered { name, version: version.to_string(), state: ModelState::Ready })
+    }
+
+    async fn classify(&self, request: ClassifyRequest) -> ApiResult<Classification> {
+        let table = self.table();
+        let model = ModelRef { name: &request.model, version: None };
+        let entry = table.serving(model)?;
+        let _inside = self.enter()?;
+        entry.meter.arrive();
+        let arrived = self.clock.now();
+        let mut last = nobody(model.name);
+        let mut tried: Option<String> = None;
+        for _ in 0..2 {
+            let Some(chosen) = self.choose(entry, tried.as_deref()) else { break };
+            let target = &entry.targets[chosen];
+            let answer = classify::send(&target.http, &request);
+            match tokio::time::timeout(self.settings.timeout, answer).await {
+                Ok(Ok(answer)) => {
+                    entry.meter.answer(self.clock.now() - arrived, None);
+                    return Ok(answer);
+                }
+                Ok(Err(error)) if error.kind == ErrorKind::Unavailable => last = error,
+                Ok(Err(error)) => return Err(error),
+                Err(_) => last = late(model.name),
+            }
+            tried = Some(target.link.address.clone());
+        }
+        entry.meter.refuse();
+        Err(last)
+    }
+
+    async fn statistics(&self, model: Option<ModelRef<'_>>) -> ApiResult<Vec<ModelStatistics>> {
+        let table = self.table();
+        let names: Vec<&str> = match model {
+            Some(model) => {
+                table.serving(model)?;
+                vec![model.name]
+            }
+            None => {
+                let ready = table.models.iter().filter(|(_, entry)| !entry.targets.is_empty());
+                ready.map(|(name, _)| name.as_str()).collect()
+            }
+        };
+        let mut all: BTreeMap<(String, String), ModelStatistics> = BTreeMap::new();
+        for name in names {
+            let Some(entry) = table.models.get(name) else { continue };
+            for target in &entry.targets {
+                let request =
+                    proto::ModelStatisticsRequest { name: name.to_string(), ..Default::default() };
+                let mut client = target.link.client();
+                let answer = client.model_statistics(request);
+                // A backend that is lost has no say; the others have.
+                let Ok(Ok(answer)) = tokio::time::timeout(Duration::from_secs(2), answer).await
+                else {
+                    continue;
+                };
+                for stats in answer.into_inner().model_stats {
+                    let stats = ModelStatistics::from(stats);
+                    let key = (stats.name.clone(), stats.version.clone());
+                    match all.get_mut(&key) {
+                        Some(sum) => add(sum, &stats),
+                        None => {
+                            all.insert(key, stats);
+                        }
+                    }
+                }
+            }
+        }
+        Ok(all.into_values().collect())
+    }
+
+    fn index(&self, only_ready: bool) -> Vec<IndexEntry> {
+        let table = self.table();
+        let row = |(name, entry): (&String, &std::sync::Arc<Entry>)| {
+            let (state, reason) = entry.state();
+            let version = entry.record.version.to_string();
+            IndexEntry { name: name.clone(), version, state: Some(state), reason }
+        };
+        let mut rows: Vec<IndexEntry> = table.models.iter().map(row).collect();
+        rows.retain(|row| !only_ready || row.state == Some(ModelState::Ready));
+        rows.sort_by(|a, b| a.name.cmp(&b.name));
+        rows
+    }
+}
+
+/// A metric: its name, kind and help, and its value for a model.
+type Family = (&'static str, &'static str, &'static str, fn(&ModelLoad) -> f64);
+
+fn add(sum: &mut ModelStatistics, other: &ModelStatistics) {
+    let plus = |a: &mut DurationStat, b: DurationStat| {
+        a.count += b.count;
+        a.ns += b.ns;
+    };
+    sum.last_inference = sum.last_inference.max(other.last_inference);
+    sum.inference_count += other.inference_count;
+    sum.execution_count += other.execution_count;
+    let (a, b) = (&mut sum.inference_stats, &other.inference_stats);
+    for (a, b) in [
+        (&mut a.success, b.success),
+        (&mut a.fail, b.fail),
+        (&mut a.queue, b.queue),
+        (&mut a.compute_input, b.compute_input),
+        (&mut a.compute_infer, b.compute_infer),
+        (&mut a.compute_output, b.compute_output),
+        (&mut a.cache_hit, b.cache_hit),
+        (&mut a.cache_miss, b.cache_miss),
+    ] {
+        plus(a, b);
+    }
+    for batch in &other.batch_stats {
+        let same = |mine: &&mut BatchStats| mine.batch_size == batch.batch_size;
+        match sum.batch_stats.iter_mut().find(same) {
+            None => sum.batch_stats.push(*batch),
+            Some(mine) => {
+                plus(&mut mine.compute_input, batch.compute_input);
+                plus(&mut mine.compute_infer, batch.compute_infer);
+                plus(&mut mine.compute_output, batch.compute_output);
+            }
+        }
+    }
+}
+
+impl InferenceService for Frontend {
+    fn server_metadata(&self) -> ServerMetadata {
+        self.inner.settings.metadata.clone()
+    }
+
+    fn ready(&self) -> bool {
+        if self.inner.draining.load(Ordering::SeqCst) {
+            return false;
+        }
+        // Once all models are there; later ones come and go without making the frontend unready.
+        let table = self.inner.table();
+        let settled = |entry: &std::sync::Arc<Entry>| {
+            !entry.record.enabled || !entry.targets.is_empty() || entry.failure.is_some()
+        };
+        if !table.models.is_empty() && table.models.values().all(settled) {
+            self.inner.started.store(true, Ordering::SeqCst);
+        }
+        self.inner.started.load(Ordering::SeqCst)
+    }
+
+    fn model_ready<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, bool> {
+        let table = self.inner.table();
+        let ready = match table.serving(model) {
+            Ok(_) => Ok(true),
+            Err(error) if error.kind == ErrorKind::Unavailable => Ok(false),
+            Err(error) => Err(error),
+        };
+        Box::pin(std::future::ready(ready))
+    }
+
+    fn model_metadata<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, ModelMetadata> {
+        Box::pin(async move {
+            let table = self.inner.table();
+            let entry = table.serving(model)?;
+            self.inner.metadata(model.name, entry).await.map(|metadata| (*metadata).clone())
+        })
+    }
+
+    fn model_config<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, proto::ModelConfig> {
+        Box::pin(async move {
+            let table = self.inner.table();
+            let entry = table.serving(model)?;
+            let request =
+                proto::ModelConfigRequest { name: model.name.to_string(), ..Default::default() };
+            let answer = self
+                .inner
+                .ask(model.name, entry, |mut client| {
+                    let request = request.clone();
+                    async move { client.model_config(request).await }
+                })
+                .await?;
+            answer.config.ok_or_else(|| ApiError::internal("a backend sent no configuration"))
+        })
+    }
+
+    fn infer<'a>(
+        &'a self,
+        model: ModelRef<'a>,
+        request: InferRequest,
+        _: RequestContext,
+    ) -> ServiceFuture<'a, InferResponse> {
+        Box::pin(self.inner.infer(model, request))
+    }
+
+    fn statistics<'a>(
+        &'a self,
+        model: Option<ModelRef<'a>>,
+    ) -> ServiceFuture<'a, Vec<ModelStatistics>> {
+        Box::pin(self.inner.statistics(model))
+    }
+
+    fn index(&self, only_ready: bool) -> ServiceFuture<'_, Vec<IndexEntry>> {
+        Box::pin(std::future::ready(Ok(self.inner.index(only_ready))))
+    }
+
+    fn load<'a>(&'a self, model: &'a str) -> ServiceFuture<'a, ()> {
+        Box::pin(self.inner.load(model))
+    }
+
+    fn unload<'a>(&'a self, model: &'a str) -> ServiceFuture<'a, ()> {
+        Box::pin(self.inner.unload(model))
+    }
+
+    fn register(&self, request: RegisterRequest) -> ServiceFuture<'_, Registered> {
+        let inner = self.inner.clone();
+        // To its end, even when the client goes away: a model is never left half registered.
+        Box::pin(async move {
+            let work = tokio::spawn(async move { inner.register(request).await });
+            work.await.unwrap_or_else(|_| Err(ApiError::internal("the registration failed")))
+        })
+    }
+
+    fn classify(
+        &self,
+        request: ClassifyRequest,
+        _: RequestContext,
+    ) -> ServiceFuture<'_, Classification> {
+        Box::pin(self.inner.classify(request))
+    }
+
+    fn write_metrics(&self, text: &mut String) {
+        let report = self.inner.report();
+        let families: [Family; 7] = [
+            ("nv_inference_request_success", "counter", "Requests answered with outputs", |l| {
+                l.answered as f64
+            }),
+            ("nv_inference_request_failure", "counter", "Requests refused or given up", |l| {
+                l.refused as f64
+            }),
+            ("atoll_cluster_requests", "counter", "Requests that came", |l| l.arrived as f64),
+            ("atoll_cluster_late", "counter", "Answers after the objective", |l| l.late as f64),
+            ("atoll_cluster_retries", "counter", "Requests sent to a second backend", |l| {
+                l.retried as f64
+            }),
+            ("atoll_cluster_rate", "gauge", "Requests a second", |l| l.fast),
+            ("atoll_cluster_p99_seconds", "gauge", "99th percentile of recent latencies", |l| {
+                l.p99_ms / 1e3
+            }),
+        ];
+        for (name, kind, help, value) in families {
+            let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
+            for (model, load) in &report.models {
+                let _ = writeln!(text, "{name}{{model=\"{model}\"}} {}", value(load));
+            }
+        }
+    }
+
+    fn drain(&self, limit: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {
+        self.inner.draining.store(true, Ordering::SeqCst);
+        Box::pin(async move {
+            let empty = async {
+                while self.inner.inside.load(Ordering::Relaxed) > 0 {
+                    tokio::time::sleep(DRAIN_LOOK).await;
+                }
+            };
+            tokio::time::timeout(limit, empty).await.is_ok()
+        })
+    }
+}

@@ -1,0 +1,150 @@
+//! The routing table a frontend holds: models, and who answers for each.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+
+use api::error::ApiResult;
+use api::{ApiError, ModelRef, ModelState};
+
+use super::link::{Link, Links};
+use super::meter::{Meter, RateLimit};
+use crate::record::{ModelRecord, RouteRecord};
+use crate::view::View;
+
+/// A backend that answers for a model.
+pub struct Target {
+    /// The connection.
+    pub link: Arc<Link>,
+    /// Where its REST listens.
+    pub http: String,
+    /// Its part of the requests.
+    pub weight: f64,
+    /// Requests that one turn takes.
+    pub batch: u32,
+    /// Milliseconds of a turn; 0 when unknown.
+    pub batch_ms: f64,
+    /// Length of its duty cycle in milliseconds.
+    pub cycle_ms: f64,
+    /// Requests for this model that this frontend sent and that are not answered.
+    pub outstanding: Arc<AtomicUsize>,
+}
+
+/// A model.
+pub struct Entry {
+    /// Its record.
+    pub record: ModelRecord,
+    /// Who answers.
+    pub targets: Vec<Target>,
+    /// Requests a second that all frontends may let in.
+    pub rate_max: Option<f64>,
+    /// Why nobody can load it, where that is so.
+    pub failure: Option<String>,
+    /// Its counts.
+    pub meter: Arc<Meter>,
+    /// Holds back what is too much.
+    pub limit: Arc<RateLimit>,
+}
+
+/// All models.
+#[derive(Default)]
+pub struct Table {
+    /// By name.
+    pub models: HashMap<String, Arc<Entry>>,
+    /// Frontends that share the load.
+    pub frontends: usize,
+}
+
+impl Entry {
+    /// Where the model stands.
+    pub fn state(&self) -> (ModelState, String) {
+        match (&self.failure, self.record.enabled, self.targets.is_empty()) {
+            (_, true, false) => (ModelState::Ready, String::new()),
+            (_, false, false) => (ModelState::Unloading, String::new()),
+            (_, false, true) => (ModelState::Unavailable, "unloaded".to_string()),
+            (Some(reason), true, true) => (ModelState::Unavailable, reason.clone()),
+            (None, true, true) => (ModelState::Loading, String::new()),
+        }
+    }
+}
+
+impl Table {
+    /// The table that `view` describes. Counts and connections of `before` go on.
+    pub fn build(view: &View, before: &Table, links: &Links) -> Table {
+        let failed = view.plan.as_ref().map(|plan| &plan.failed);
+        let entry = |(name, record): (&String, &ModelRecord)| {
+            let old = before.models.get(name);
+            let route = view.routes.get(name);
+            let entry = Entry {
+                record: record.clone(),
+                targets: route.map(|route| targets(route, old, links)).unwrap_or_default(),
+                rate_max: route.and_then(|route| route.rate_max),
+                failure: failed.and_then(|failed| failed.get(name).cloned()),
+                meter: old.map(|old| old.meter.clone()).unwrap_or_default(),
+                limit: old.map(|old| old.limit.clone()).unwrap_or_default(),
+            };
+            (name.clone(), Arc::new(entry))
+        };
+        Table {
+            models: view.models.iter().map(entry).collect(),
+            frontends: view.frontends.len().max(1),
+        }
+    }
+
+    /// The model, whatever its state.
+    pub fn known(&self, model: ModelRef<'_>) -> ApiResult<&Arc<Entry>> {
+        let name = model.name;
+        let entry = self.models.get(name).ok_or_else(|| {
+            let name: String = name.chars().take(128).collect();
+            ApiError::not_found(format!("there is no model '{name}'"))
+        })?;
+        match model.version {
+            Some(version) if version != entry.record.version => Err(ApiError::not_found(format!(
+                "model '{name}' has no version {version} in service; version {} is",
+                entry.record.version
+            ))),
+            _ => Ok(entry),
+        }
+    }
+
+    /// The model, if somebody answers for it.
+    pub fn serving(&self, model: ModelRef<'_>) -> ApiResult<&Arc<Entry>> {
+        let entry = self.known(model)?;
+        if !entry.targets.is_empty() && entry.record.enabled {
+            return Ok(entry);
+        }
+        let name = model.name;
+        let (state, reason) = entry.state();
+        Err(match state {
+            ModelState::Loading => {
+                ApiError::unavailable(format!("model '{name}' is loading")).retry_after(1)
+            }
+            _ if reason.is_empty() => ApiError::unavailable(format!("model '{name}' is not ready")),
+            _ => ApiError::unavailable(format!("model '{name}' is not ready: {reason}")),
+        })
+    }
+}
+
+fn targets(route: &RouteRecord, old: Option<&Arc<Entry>>, links: &Links) -> Vec<Target> {
+    let target = |record: &crate::record::TargetRecord| {
+        let link = match links.get(&record.grpc) {
+            Ok(link) => link,
+            Err(error) => {
+                tracing::warn!(error, "a route cannot be used");
+                return None;
+            }
+        };
+        let same = |target: &&Target| target.link.address == record.grpc;
+        let before = old.and_then(|old| old.targets.iter().find(same));
+        Some(Target {
+            link,
+            http: record.http.clone(),
+            weight: record.weight,
+            batch: record.batch,
+            batch_ms: record.batch_ms,
+            cycle_ms: record.cycle_ms,
+            outstanding: before.map(|target| target.outstanding.clone()).unwrap_or_default(),
+        })
+    };
+    route.targets.iter().filter_map(target).collect()
+}

@@ -1,0 +1,192 @@
+//! The models of a cluster: records in the store, files in a folder that all machines see, named by their content.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use model::ModelConfig;
+use sha2::{Digest, Sha256};
+
+use crate::record::{Keys, Kind, ModelRecord, decode, encode};
+use crate::store::{Store, StoreError};
+
+/// Attempts to change a record that others change too.
+const ATTEMPTS: usize = 16;
+
+/// The name of a content.
+pub fn digest(bytes: &[u8]) -> String {
+    let hash = Sha256::digest(bytes);
+    hash.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// A folder of files named by their content.
+#[derive(Clone, Debug)]
+pub struct FileStore {
+    folder: PathBuf,
+}
+
+impl FileStore {
+    /// Files in `folder`, which is made where it is not there.
+    pub fn open(folder: &Path) -> std::io::Result<FileStore> {
+        std::fs::create_dir_all(folder.join("sha256"))?;
+        Ok(FileStore { folder: folder.join("sha256") })
+    }
+
+    /// Where the content with this name is.
+    pub fn path(&self, digest: &str) -> Option<PathBuf> {
+        let plain = digest.len() == 64 && digest.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let path = self.folder.join(digest);
+        (plain && path.is_file()).then_some(path)
+    }
+
+    /// Keeps a content and returns its name. A file appears whole or not at all.
+    pub fn put(&self, bytes: &[u8]) -> std::io::Result<String> {
+        let name = digest(bytes);
+        let path = self.folder.join(&name);
+        if !path.is_file() {
+            let part = self.folder.join(format!(".{name}.{}", std::process::id()));
+            std::fs::write(&part, bytes)?;
+            std::fs::rename(&part, &path)?;
+        }
+        Ok(name)
+    }
+}
+
+/// Changes to model records.
+#[derive(Clone)]
+pub struct Library {
+    store: Arc<dyn Store>,
+    keys: Keys,
+}
+
+impl Library {
+    /// The records under `keys`.
+    pub fn new(store: Arc<dyn Store>, keys: Keys) -> Library {
+        Library { store, keys }
+    }
+
+    /// Changes the record of `name` by `change`, which sees what is there and may leave it (`None`). Returns the
+    /// record that stands afterwards.
+    pub async fn change(
+        &self,
+        name: &str,
+        change: impl Fn(Option<&ModelRecord>) -> Option<ModelRecord>,
+    ) -> Result<Option<ModelRecord>, StoreError> {
+        let key = self.keys.one(Kind::Model, name);
+        for _ in 0..ATTEMPTS {
+            let entry = self.store.get(&key).await?;
+            let before: Option<ModelRecord> =
+                entry.as_ref().and_then(|entry| decode(&key, &entry.value));
+            let Some(after) = change(before.as_ref()) else { return Ok(before) };
+            let revision = entry.map_or(0, |entry| entry.revision);
+            let put = self.store.compare_and_put(&key, revision, encode(&after), None).await?;
+            if put.is_some() {
+                return Ok(Some(after));
+            }
+        }
+        Err(StoreError::Unreachable(format!("the record of '{name}' changes all the time")))
+    }
+
+    /// Makes a model of a repository known. A newer version replaces an older one; what is there already stays.
+    pub async fn publish(
+        &self,
+        name: &str,
+        version: u64,
+        digest: &str,
+        bytes: u64,
+        config: &ModelConfig,
+    ) -> Result<(), StoreError> {
+        let fresh = || ModelRecord {
+            version,
+            digest: digest.to_string(),
+            bytes,
+            enabled: true,
+            config: config.clone(),
+        };
+        let change = |before: Option<&ModelRecord>| match before {
+            Some(before) if before.version == version && before.digest != digest => {
+                tracing::warn!(
+                    model = name,
+                    version,
+                    "another machine has this version with other contents; that one stays"
+                );
+                None
+            }
+            Some(before) if before.version >= version => None,
+            _ => Some(fresh()),
+        };
+        self.change(name, change).await.map(|_| ())
+    }
+
+    /// Keeps a new version of a model and returns it.
+    pub async fn register(
+        &self,
+        name: &str,
+        digest: &str,
+        bytes: u64,
+        config: &ModelConfig,
+    ) -> Result<u64, StoreError> {
+        let change = |before: Option<&ModelRecord>| {
+            Some(ModelRecord {
+                version: before.map_or(1, |before| before.version + 1),
+                digest: digest.to_string(),
+                bytes,
+                enabled: true,
+                config: config.clone(),
+            })
+        };
+        let record = self.change(name, change).await?;
+        Ok(record.map_or(1, |record| record.version))
+    }
+
+    /// Says whether a model is to be served; `None` when there is no such model.
+    pub async fn enable(
+        &self,
+        name: &str,
+        enabled: bool,
+    ) -> Result<Option<ModelRecord>, StoreError> {
+        let change = |before: Option<&ModelRecord>| {
+            let before = before.filter(|before| before.enabled != enabled)?;
+            Some(ModelRecord { enabled, ..before.clone() })
+        };
+        self.change(name, change).await
+    }
+
+    /// Puts a record back, or removes it where there was none: a registration that failed leaves nothing.
+    pub async fn restore(
+        &self,
+        name: &str,
+        version: u64,
+        before: Option<ModelRecord>,
+    ) -> Result<(), StoreError> {
+        let key = self.keys.one(Kind::Model, name);
+        let Some(entry) = self.store.get(&key).await? else { return Ok(()) };
+        let now: Option<ModelRecord> = decode(&key, &entry.value);
+        if now.is_none_or(|now| now.version != version) {
+            return Ok(());
+        }
+        match before {
+            Some(before) => {
+                let value = encode(&before);
+                self.store.compare_and_put(&key, entry.revision, value, None).await.map(|_| ())
+            }
+            None => self.store.delete(&key).await,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_found_by_content_and_by_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = FileStore::open(folder.path()).unwrap();
+        let name = files.put(b"model").unwrap();
+        assert_eq!(name, digest(b"model"));
+        assert_eq!(std::fs::read(files.path(&name).unwrap()).unwrap(), b"model");
+        for bad in ["", "../secret", &"0".repeat(64), &"/".repeat(64)] {
+            assert_eq!(files.path(bad), None, "{bad}");
+        }
+    }
+}

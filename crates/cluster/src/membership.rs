@@ -1,0 +1,144 @@
+//! A process' own keys in the store, there for as long as it lives and back after every interruption.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+
+use crate::store::{LeaseId, OPERATIONS_MAX, Store, StoreError, Write};
+
+/// Renewals in the span of a lease.
+const RENEWALS: u32 = 4;
+/// Pause before an unreachable store is tried again.
+const RETRY: Duration = Duration::from_millis(100);
+
+#[derive(Default)]
+struct Wanted {
+    keys: BTreeMap<String, Bytes>,
+    /// Keys that the store does not have as they are here.
+    dirty: BTreeMap<String, Bytes>,
+}
+
+struct Shared {
+    wanted: Mutex<Wanted>,
+    changed: Notify,
+}
+
+/// Keys under one lease.
+pub struct Membership {
+    store: Arc<dyn Store>,
+    shared: Arc<Shared>,
+    lease: Arc<Mutex<Option<LeaseId>>>,
+    task: JoinHandle<()>,
+}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Membership {
+    /// Keeps keys in `store` with leases of `span`.
+    pub fn start(store: Arc<dyn Store>, span: Duration) -> Membership {
+        let shared = Arc::new(Shared { wanted: Mutex::default(), changed: Notify::new() });
+        let lease: Arc<Mutex<Option<LeaseId>>> = Arc::default();
+        let task = tokio::spawn(keep(store.clone(), shared.clone(), lease.clone(), span));
+        Membership { store, shared, lease, task }
+    }
+
+    /// Sets a key, now or as soon as the store can be reached.
+    pub fn put(&self, key: String, value: Bytes) {
+        let mut wanted = self.shared.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+        if wanted.keys.get(&key) == Some(&value) {
+            return;
+        }
+        wanted.keys.insert(key.clone(), value.clone());
+        wanted.dirty.insert(key, value);
+        drop(wanted);
+        self.shared.changed.notify_one();
+    }
+
+    /// Takes all keys out of the store.
+    pub async fn leave(self) {
+        self.task.abort();
+        let lease = self.lease.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(lease) = lease
+            && let Err(error) = self.store.revoke(lease).await
+        {
+            tracing::debug!(%error, "a lease is left to end by itself");
+        }
+    }
+}
+
+async fn keep(
+    store: Arc<dyn Store>,
+    shared: Arc<Shared>,
+    held: Arc<Mutex<Option<LeaseId>>>,
+    span: Duration,
+) {
+    loop {
+        let lease = match store.grant(span).await {
+            Ok(lease) => lease,
+            Err(error) => {
+                tracing::debug!(%error, "cannot join the cluster yet");
+                tokio::time::sleep(RETRY).await;
+                continue;
+            }
+        };
+        *held.lock().unwrap_or_else(PoisonError::into_inner) = Some(lease);
+        {
+            let mut wanted = shared.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+            wanted.dirty = wanted.keys.clone();
+        }
+        serve(&*store, &shared, lease, span).await;
+        tracing::warn!("the cluster lost sight of this process; joining again");
+    }
+}
+
+/// Writes and renews until the lease is lost.
+async fn serve(store: &dyn Store, shared: &Shared, lease: LeaseId, span: Duration) {
+    let mut renewal = tokio::time::interval(span / RENEWALS);
+    renewal.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        let pause = match flush(store, shared, lease).await {
+            Ok(()) => Duration::MAX,
+            Err(StoreError::NoLease) => return,
+            Err(_) => RETRY,
+        };
+        tokio::select! {
+            () = shared.changed.notified() => {}
+            () = tokio::time::sleep(pause) => {}
+            _ = renewal.tick() => {
+                if store.renew(lease).await == Err(StoreError::NoLease) {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+async fn flush(store: &dyn Store, shared: &Shared, lease: LeaseId) -> Result<(), StoreError> {
+    loop {
+        let batch: Vec<(String, Bytes)> = {
+            let wanted = shared.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+            wanted.dirty.iter().take(OPERATIONS_MAX).map(|(k, v)| (k.clone(), v.clone())).collect()
+        };
+        if batch.is_empty() {
+            return Ok(());
+        }
+        let write =
+            |(key, value): &(String, Bytes)| Write::put_leased(key.clone(), value.clone(), lease);
+        store.transact(Vec::new(), batch.iter().map(write).collect()).await?;
+        let mut wanted = shared.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+        for (key, value) in batch {
+            // What changed meanwhile stays to be written.
+            if wanted.dirty.get(&key) == Some(&value) {
+                wanted.dirty.remove(&key);
+            }
+        }
+    }
+}

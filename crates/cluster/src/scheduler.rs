@@ -1,0 +1,406 @@
+//! The global scheduler: load in, plans out, in epochs.
+//!
+//! [`Core`] decides and is pure: what it sees comes in as a [`View`], what it wants goes out as a [`Decision`].
+//! [`agent`] carries it between the store and the core, in whichever process leads; the simulator drives the same
+//! core in virtual time.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use base::Nanos;
+use model::config::Class;
+
+use crate::record::{Assignment, Part, PlanRecord, RouteRecord, Share, Standing, TargetRecord};
+use crate::view::View;
+
+pub mod agent;
+pub mod demand;
+pub mod deployment;
+pub mod packing;
+pub mod placement;
+
+use deployment::{ModelFacts, Situation, Step};
+use placement::{
+    Curves, Demand, Holdings, Machine, Place, PlacedPart, Placement, PlacementSettings,
+};
+
+/// How the scheduler works.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SchedulerSettings {
+    /// Time between two plans when nothing special happens.
+    pub epoch: Nanos,
+    /// Least time between two plans because of load.
+    pub spacing: Nanos,
+    /// How long many backends must be gone at once before that is believed: the store may have lost sight of them.
+    pub grace: Nanos,
+    /// Objective of models that name none, in milliseconds.
+    pub slo_ms: f64,
+    /// Requests a second that every model is ready for.
+    pub rate_least: f64,
+    /// How placements are made.
+    pub placement: PlacementSettings,
+}
+
+impl Default for SchedulerSettings {
+    fn default() -> Self {
+        SchedulerSettings {
+            epoch: Nanos::from_millis(30_000),
+            spacing: Nanos::from_millis(10_000),
+            grace: Nanos::from_millis(10_000),
+            slo_ms: 1000.0,
+            rate_least: 1.0,
+            placement: PlacementSettings::default(),
+        }
+    }
+}
+
+/// Least time between plans for reasons other than load and loss, so that those that come together make one.
+const SETTLING: Nanos = Nanos::from_millis(1000);
+/// A change of a model's rate beyond this share is one.
+const CHANGE: f64 = 0.1;
+/// A placement with this much more room, or this many fewer machines, is worth moving for.
+const WORTH_ROOM: f64 = 1.5;
+const WORTH_FEWER: f64 = 0.85;
+
+/// What is to be in the store.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Decision {
+    /// For every backend that is there.
+    pub assignments: BTreeMap<String, Assignment>,
+    /// For every model that can be answered for.
+    pub routes: BTreeMap<String, RouteRecord>,
+    /// In short.
+    pub plan: PlanRecord,
+}
+
+/// Decides.
+pub struct Core {
+    settings: SchedulerSettings,
+    placement: Placement,
+    /// Machines and rates the placement was made for.
+    machines: BTreeSet<String>,
+    rates: BTreeMap<String, f64>,
+    /// Curves that were known then.
+    measured: usize,
+    told: BTreeMap<String, BTreeSet<String>>,
+    planned_at: Option<Nanos>,
+    /// When most backends were last seen.
+    seen_at: Nanos,
+    plan: PlanRecord,
+}
+
+impl Core {
+    /// A core that goes on from what `view` holds of an earlier leader's plan.
+    pub fn resume(settings: SchedulerSettings, now: Nanos, view: &View) -> Core {
+        let mut core = Core {
+            settings,
+            placement: Placement::default(),
+            machines: view.assignments.keys().cloned().collect(),
+            rates: BTreeMap::new(),
+            measured: 0,
+            told: BTreeMap::new(),
+            planned_at: None,
+            seen_at: now,
+            plan: view.plan.clone().unwrap_or_default(),
+        };
+        core.placement.scale = core.plan.scale;
+        for (backend, assignment) in &view.assignments {
+            let models = assignment.shares.iter().map(|share| share.model.clone()).collect();
+            core.told.insert(backend.clone(), models);
+            let kept = assignment.shares.iter().filter(|share| share.part != Part::Shadow);
+            let parts: Vec<PlacedPart> = kept
+                .map(|share| PlacedPart {
+                    model: share.model.clone(),
+                    batch: share.batch,
+                    rate: share.rate,
+                })
+                .collect();
+            if !parts.is_empty() {
+                let place = Place { cycle_ms: assignment.cycle_ms, parts };
+                core.placement.places.insert(backend.clone(), place);
+            }
+        }
+        core
+    }
+
+    /// The placement that stands.
+    pub fn placement(&self) -> &Placement {
+        &self.placement
+    }
+
+    /// What is to be in the store now; nothing while it is unclear who is there.
+    pub fn step(&mut self, now: Nanos, view: &View) -> Option<Decision> {
+        let lost = self.machines.iter().filter(|name| !view.backends.contains_key(*name)).count();
+        if 2 * lost <= self.machines.len() {
+            self.seen_at = now;
+        } else if now - self.seen_at < self.settings.grace {
+            return None;
+        }
+        let machines = machines(view);
+        let demands = self.demands(view);
+        let curves = curves(view);
+        if let Some(reason) = self.reason(now, lost, &machines, &demands, curves.len()) {
+            self.replan(now, reason, &machines, &demands, &curves);
+        }
+        Some(self.deploy(view, &machines, &demands, &curves))
+    }
+
+    fn demands(&self, view: &View) -> Vec<Demand> {
+        let rates = demand::rates(view.loads.values());
+        let memory: BTreeMap<&str, u64> = view
+            .profiles
+            .iter()
+            .map(|((_, digest), profile)| (digest.as_str(), profile.memory_bytes))
+            .collect();
+        let enabled = view.models.iter().filter(|(_, model)| model.enabled);
+        enabled
+            .map(|(name, model)| {
+                let known = memory.get(model.digest.as_str()).copied().filter(|bytes| *bytes > 0);
+                Demand {
+                    model: name.clone(),
+                    rate: rates.get(name).copied().unwrap_or(0.0).max(self.settings.rate_least),
+                    slo_ms: model.config.timeout_ms.map_or(self.settings.slo_ms, |ms| ms as f64),
+                    real_time: model.config.class == Class::RealTime,
+                    memory_bytes: known.unwrap_or(model.bytes),
+                }
+            })
+            .collect()
+    }
+
+    /// Why to plan now, if there is a reason.
+    fn reason(
+        &self,
+        now: Nanos,
+        lost: usize,
+        machines: &[Machine],
+        demands: &[Demand],
+        measured: usize,
+    ) -> Option<&'static str> {
+        let Some(planned_at) = self.planned_at else { return Some("start") };
+        let age = now - planned_at;
+        if lost > 0 {
+            return Some("backend lost");
+        }
+        if !self.placement.covers(machines, demands) {
+            return Some("models changed");
+        }
+        if age < SETTLING {
+            return None;
+        }
+        if machines.iter().any(|machine| !self.machines.contains(&machine.name)) {
+            return Some("backend joined");
+        }
+        if measured > self.measured {
+            return Some("model measured");
+        }
+        let changed = |demand: &Demand| {
+            let before = self.rates.get(&demand.model).copied().unwrap_or(0.0);
+            demand.rate > before * (1.0 + CHANGE)
+        };
+        let short = self.placement.slack(demands) < 1.0 && demands.iter().any(changed);
+        if short && age >= self.settings.spacing {
+            return Some("load rose");
+        }
+        (age >= self.settings.epoch).then_some("epoch")
+    }
+
+    fn replan(
+        &mut self,
+        now: Nanos,
+        reason: &'static str,
+        machines: &[Machine],
+        demands: &[Demand],
+        curves: &Curves,
+    ) {
+        let fresh =
+            placement::place(machines, demands, curves, &self.told, &self.settings.placement);
+        let names: BTreeSet<String> = machines.iter().map(|machine| machine.name.clone()).collect();
+        if !self.keeps(&fresh, &names, machines, demands, reason) {
+            self.plan.moves += moves(&fresh, &self.told);
+            self.placement = fresh;
+        }
+        self.machines = names;
+        self.rates = demands.iter().map(|demand| (demand.model.clone(), demand.rate)).collect();
+        self.measured = curves.len();
+        self.planned_at = Some(now);
+        self.plan.epoch += 1;
+        self.plan.reason = reason.to_string();
+    }
+
+    /// Whether what stands is good enough that moving to `fresh` is not worth it.
+    fn keeps(
+        &self,
+        fresh: &Placement,
+        names: &BTreeSet<String>,
+        machines: &[Machine],
+        demands: &[Demand],
+        reason: &str,
+    ) -> bool {
+        let room = self.placement.slack(demands);
+        let same = *names == self.machines && self.placement.covers(machines, demands);
+        let enough = room >= 1.0 + self.settings.placement.headroom / 2.0;
+        let gains = match self.settings.placement.spread {
+            true => fresh.slack(demands) > room * WORTH_ROOM,
+            false => (fresh.used() as f64) < self.placement.used() as f64 * WORTH_FEWER,
+        };
+        same && enough && !gains && reason != "model measured"
+    }
+
+    fn deploy(
+        &mut self,
+        view: &View,
+        machines: &[Machine],
+        demands: &[Demand],
+        curves: &Curves,
+    ) -> Decision {
+        let memory =
+            machines.iter().map(|machine| (machine.name.clone(), machine.memory_bytes)).collect();
+        let facts = |demand: &Demand| {
+            let version = view.models.get(&demand.model).map_or(0, |model| model.version);
+            let facts = ModelFacts { version, memory_bytes: demand.memory_bytes };
+            (demand.model.clone(), facts)
+        };
+        let models = demands.iter().map(facts).collect();
+        let situation = Situation {
+            placement: &self.placement,
+            told: &self.told,
+            states: &view.states,
+            memory: &memory,
+            models: &models,
+        };
+        let step = deployment::step(&situation);
+        for model in &step.forced {
+            tracing::warn!(model, "no room for a shadow: requests may be refused for a moment");
+        }
+        let decision = Decision {
+            assignments: self.assignments(&step, &models),
+            routes: self.routes(view, &step, demands, curves),
+            plan: self.summary(view, machines.len(), demands),
+        };
+        self.told = step
+            .told
+            .into_iter()
+            .map(|(backend, told)| (backend, told.into_keys().collect()))
+            .collect();
+        decision
+    }
+
+    fn assignments(
+        &self,
+        step: &Step,
+        models: &BTreeMap<String, ModelFacts>,
+    ) -> BTreeMap<String, Assignment> {
+        let assignment = |(backend, told): (&String, &deployment::Told)| {
+            let share = |(model, (part, batch, rate)): (&String, &(Part, u32, f64))| Share {
+                model: model.clone(),
+                version: models.get(model).map_or(0, |facts| facts.version),
+                part: *part,
+                batch: *batch,
+                rate: *rate,
+            };
+            let cycle_ms = self.placement.places.get(backend).map_or(0.0, |place| place.cycle_ms);
+            let shares = told.iter().map(share).collect();
+            (backend.clone(), Assignment { epoch: self.plan.epoch, cycle_ms, shares })
+        };
+        step.told.iter().map(assignment).collect()
+    }
+
+    fn routes(
+        &self,
+        view: &View,
+        step: &Step,
+        demands: &[Demand],
+        curves: &Curves,
+    ) -> BTreeMap<String, RouteRecord> {
+        let planned = self.placement.rates();
+        // A rate beyond the plan is the next plan's to serve; only what no plan can serve is held back.
+        let short = self.placement.scale < 1.0;
+        let limits: BTreeMap<&str, f64> = demands
+            .iter()
+            .filter_map(|demand| {
+                let rate = planned.get(demand.model.as_str()).copied().unwrap_or(0.0);
+                (short && rate < demand.rate).then_some((demand.model.as_str(), rate))
+            })
+            .collect();
+        let route = |(model, targets): (&String, &Vec<(String, f64)>)| {
+            let target = |(backend, weight): &(String, f64)| {
+                let record = view.backends.get(backend)?;
+                let told = step.told.get(backend)?.get(model)?;
+                let curve = curves.get(&(record.device.clone(), model.clone()));
+                let time = curve.and_then(|c| c.iter().find(|(batch, _)| *batch >= told.1));
+                Some(TargetRecord {
+                    backend: backend.clone(),
+                    grpc: record.grpc.clone(),
+                    http: record.http.clone(),
+                    weight: *weight,
+                    batch: told.1,
+                    batch_ms: time.map_or(0.0, |(_, ms)| *ms),
+                    cycle_ms: self.placement.places.get(backend).map_or(0.0, |p| p.cycle_ms),
+                })
+            };
+            let targets = targets.iter().filter_map(target).collect();
+            let rate_max = limits.get(model.as_str()).copied();
+            (model.clone(), RouteRecord { epoch: self.plan.epoch, targets, rate_max })
+        };
+        step.routes.iter().map(route).collect()
+    }
+
+    fn summary(&mut self, view: &View, backends: usize, demands: &[Demand]) -> PlanRecord {
+        let mut failed = BTreeMap::new();
+        for (model, record) in &view.models {
+            let standings = || view.states.values().filter_map(|state| state.models.get(model));
+            let ready = standings().any(|standing| matches!(standing, Standing::Ready { .. }));
+            let reason = standings().find_map(|standing| match standing {
+                Standing::Failed { version, reason } if *version >= record.version => Some(reason),
+                _ => None,
+            });
+            if let (false, Some(reason)) = (ready, reason) {
+                failed.insert(model.clone(), reason.clone());
+            }
+        }
+        let slack = self.placement.slack(demands);
+        self.plan.used = self.placement.used();
+        self.plan.backends = backends;
+        self.plan.bound = self.placement.bound;
+        self.plan.scale = if slack.is_finite() { (slack * 100.0).round() / 100.0 } else { 0.0 };
+        self.plan.unattainable.clone_from(&self.placement.unattainable);
+        self.plan.failed = failed;
+        self.plan.clone()
+    }
+}
+
+fn machines(view: &View) -> Vec<Machine> {
+    let machine = |(name, record): (&String, &crate::record::BackendRecord)| Machine {
+        name: name.clone(),
+        device: record.device.clone(),
+        memory_bytes: record.memory_bytes,
+    };
+    view.backends.iter().map(machine).collect()
+}
+
+fn curves(view: &View) -> Curves {
+    let devices: BTreeSet<&str> = view.backends.values().map(|b| b.device.as_str()).collect();
+    let mut curves = Curves::new();
+    for (name, model) in view.models.iter().filter(|(_, model)| model.enabled) {
+        for device in &devices {
+            let key = (device.to_string(), model.digest.clone());
+            if let Some(profile) = view.profiles.get(&key).filter(|p| !p.curve.is_empty()) {
+                curves.insert((device.to_string(), name.clone()), profile.curve.clone());
+            }
+        }
+    }
+    curves
+}
+
+/// Loads that a placement causes.
+fn moves(placement: &Placement, held: &Holdings) -> u64 {
+    let new = |(name, place): (&String, &Place)| {
+        let held = held.get(name);
+        let new = |part: &&PlacedPart| held.is_none_or(|held| !held.contains(&part.model));
+        place.parts.iter().filter(new).count() as u64
+    };
+    placement.places.iter().map(new).sum()
+}
+
+#[cfg(test)]
+#[path = "scheduler/tests.rs"]
+mod tests;

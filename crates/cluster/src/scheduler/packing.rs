@@ -1,0 +1,190 @@
+//! Sessions into duty cycles, by the planner's solvers.
+
+use base::{Clock, Nanos};
+use planner::gpu::SliceKind;
+use planner::squishy::{self, Node, Part, Session};
+use planner::{GpuKind, Point, Problem, Profiles, Rules, Service, Sharing, Watch, certified};
+
+/// Who packs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Packer {
+    /// Nexus's greedy packing: quick at any size.
+    #[default]
+    Squishy,
+    /// The planner with a proof; falls back to the greedy one where that needs fewer machines.
+    Certified,
+    /// The batch-oblivious baseline of Nexus's evaluation; plans may miss objectives. For comparison only.
+    Oblivious,
+}
+
+impl std::str::FromStr for Packer {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Packer, String> {
+        match name {
+            "squishy" => Ok(Packer::Squishy),
+            "certified" => Ok(Packer::Certified),
+            "oblivious" => Ok(Packer::Oblivious),
+            _ => Err(format!("'{name}' is no packer; there are: squishy, certified, oblivious")),
+        }
+    }
+}
+
+/// A machine as the planner sees it: one slice, whole.
+static WHOLE: GpuKind = GpuKind {
+    name: "whole",
+    gpcs: 1,
+    memory_slices: 1,
+    slices: &[SliceKind {
+        name: "whole",
+        profile_id: 0,
+        gpcs: 1,
+        memory_gb: 1 << 20,
+        memory_slices: 1,
+        starts: &[0],
+    }],
+};
+
+/// Sessions beyond which the planner with a proof is not asked: an epoch has to end in time.
+const CERTIFIED_MAX: usize = 200;
+/// Rounds after which the planner with a proof is content with what it has.
+const ROUNDS_MAX: u32 = 400;
+
+/// Nodes for all sessions; `None` when one cannot be packed at all. The greedy packer stops caring once there
+/// are more nodes than `machines`, so callers look at the number.
+pub(crate) fn pack(sessions: &[Session], packer: Packer, machines: usize) -> Option<Vec<Node>> {
+    if packer == Packer::Oblivious {
+        return oblivious(sessions);
+    }
+    // Whole machines first: where those are too many already, the rest need not be packed.
+    let (whole, _) = squishy::saturate(sessions).ok()?;
+    if whole.len() > machines {
+        return Some(whole);
+    }
+    let greedy = squishy::pack(sessions).ok()?;
+    if packer == Packer::Squishy || sessions.len() > CERTIFIED_MAX {
+        return Some(greedy);
+    }
+    let proven = certified_nodes(sessions).filter(|nodes| nodes.len() < greedy.len());
+    Some(proven.unwrap_or(greedy))
+}
+
+/// Time as the planner's watch wants it: rounds, so that a plan does not depend on how fast the machine is.
+struct Rounds;
+
+impl Clock for Rounds {
+    fn now(&self) -> Nanos {
+        Nanos::ZERO
+    }
+}
+
+/// The planner's problem for whole machines.
+pub fn problem(sessions: &[Session]) -> Problem {
+    let mut profiles = Profiles::default();
+    for session in sessions {
+        for &(batch, ms) in &session.curve {
+            let throughput = f64::from(batch) / ms * 1000.0;
+            let point = Point {
+                gpcs: 1,
+                batch,
+                processes: 1,
+                throughput,
+                latency_ms: ms,
+                // Memory is looked at when nodes are given machines.
+                memory_mib: Some(1),
+            };
+            // Only points without time or size are refused, and a curve has none.
+            let _ = profiles.push(&session.name, point);
+        }
+    }
+    let service = |session: &Session| Service {
+        name: session.name.clone(),
+        model: session.name.clone(),
+        rate: session.rate,
+        slo_ms: session.slo_ms,
+    };
+    let rules = Rules { slo_share: 1.0, sharing: Sharing::Time, ..Rules::default() };
+    Problem { gpu: &WHOLE, services: sessions.iter().map(service).collect(), profiles, rules }
+}
+
+/// The lower bound that the planner proves for these sessions on whole machines.
+pub fn proven_bound(sessions: &[Session]) -> Option<f64> {
+    let mut rounds = 0;
+    let mut report = |_| {
+        rounds += 1;
+        rounds < ROUNDS_MAX
+    };
+    let clock = Rounds;
+    let mut watch = Watch::new(&clock, &mut report);
+    certified::bound(&problem(sessions), &mut watch).ok().map(|solution| solution.bound)
+}
+
+fn certified_nodes(sessions: &[Session]) -> Option<Vec<Node>> {
+    let problem = problem(sessions);
+    let mut rounds = 0;
+    let mut report = |_| {
+        rounds += 1;
+        rounds < ROUNDS_MAX
+    };
+    let clock = Rounds;
+    let mut watch = Watch::new(&clock, &mut report);
+    let solution = certified::plan(&problem, &mut watch).ok()?;
+    if !planner::check(&problem, &solution.plan).is_empty() {
+        return None;
+    }
+    let node = |gpu: &planner::plan::Gpu| {
+        let slice = gpu.slices.first()?;
+        let ms = |session: usize, batch: u32| {
+            let curve = &sessions[session].curve;
+            curve.iter().find(|(size, _)| *size == batch).map(|(_, ms)| *ms)
+        };
+        let mut busy_ms = 0.0;
+        let mut parts = Vec::new();
+        for share in &slice.shares {
+            busy_ms += ms(share.service, share.batch)?;
+            parts.push(Part { session: share.service, batch: share.batch, rate: share.rate });
+        }
+        let cycle_ms = slice.cycle_ms.unwrap_or(busy_ms);
+        Some(Node { cycle_ms, parts, occupancy: busy_ms / cycle_ms })
+    };
+    solution.plan.gpus.iter().map(node).collect()
+}
+
+/// Shares of machines by rate over best throughput, whatever that does to objectives.
+fn oblivious(sessions: &[Session]) -> Option<Vec<Node>> {
+    let packed = squishy::pack_obliviously(sessions).ok()?;
+    let node = |shares: Vec<(usize, f64)>| {
+        let part = |&(session, share): &(usize, f64)| {
+            let (batch, ms) = sessions[session].saturating()?;
+            Some((Part { session, batch, rate: share * f64::from(batch) / ms * 1000.0 }, ms))
+        };
+        let parts: Vec<(Part, f64)> = shares.iter().map(part).collect::<Option<_>>()?;
+        let cycle_ms = parts.iter().map(|(_, ms)| *ms).sum::<f64>();
+        let occupancy = shares.iter().map(|(_, share)| *share).sum();
+        Some(Node { cycle_ms, occupancy, parts: parts.into_iter().map(|(part, _)| part).collect() })
+    };
+    packed.into_iter().map(node).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_proven_packer_is_no_worse_and_legal() {
+        let curve = vec![(4, 50.0), (8, 75.0), (16, 100.0)];
+        let session = |index: usize| Session {
+            name: format!("s{index}"),
+            rate: 20.0 + 7.0 * index as f64,
+            slo_ms: 250.0 + 20.0 * index as f64,
+            curve: curve.clone(),
+        };
+        let sessions: Vec<Session> = (0..8).map(session).collect();
+        let greedy = pack(&sessions, Packer::Squishy, 100).unwrap();
+        let proven = pack(&sessions, Packer::Certified, 100).unwrap();
+        assert!(proven.len() <= greedy.len());
+        assert!(squishy::check(&sessions, &proven).is_empty());
+        let bound = proven_bound(&sessions).unwrap();
+        assert!(bound <= proven.len() as f64 + 1e-6, "{bound}: {proven:?}");
+    }
+}

@@ -1,0 +1,608 @@
+//! Which backend serves which part of which model: rates, objectives and profiles to duty cycles on the
+//! machines that are there.
+//!
+//! The packing is the planner's; what is added here is a cluster of a given size and of several kinds of
+//! machines, memory, a second copy of everything, and that as little as possible moves.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use planner::squishy::{self, Node, Session};
+
+use super::packing::{Packer, pack};
+
+/// A machine.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Machine {
+    /// Its name.
+    pub name: String,
+    /// Its kind.
+    pub device: String,
+    /// Memory for models; 0 for no bound.
+    pub memory_bytes: u64,
+}
+
+/// A model with what is asked of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Demand {
+    /// The model.
+    pub model: String,
+    /// Requests a second.
+    pub rate: f64,
+    /// Its objective in milliseconds.
+    pub slo_ms: f64,
+    /// Whether it goes before others where there is too little for all.
+    pub real_time: bool,
+    /// Memory it takes.
+    pub memory_bytes: u64,
+}
+
+/// How placements are made.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlacementSettings {
+    /// Capacity beyond the observed rate, for bursts: 0.2 is 20 % more.
+    pub headroom: f64,
+    /// Backends that hold a model at least, where there are so many.
+    pub copies: usize,
+    /// Whether load is spread over all machines; else as few as possible serve.
+    pub spread: bool,
+    /// Who packs.
+    pub packer: Packer,
+}
+
+impl Default for PlacementSettings {
+    fn default() -> Self {
+        PlacementSettings { headroom: 0.2, copies: 2, spread: true, packer: Packer::Squishy }
+    }
+}
+
+/// A model's part of a machine.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlacedPart {
+    /// The model.
+    pub model: String,
+    /// Requests that one turn takes.
+    pub batch: u32,
+    /// Requests a second that are planned to come; 0 for a standby.
+    pub rate: f64,
+}
+
+/// What a machine does.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Place {
+    /// Length of the duty cycle in milliseconds; 0 when nothing is served.
+    pub cycle_ms: f64,
+    /// Its parts, by model.
+    pub parts: Vec<PlacedPart>,
+}
+
+/// A placement.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Placement {
+    /// By machine; one without work is not in it.
+    pub places: BTreeMap<String, Place>,
+    /// Fewer machines cannot do.
+    pub bound: f64,
+    /// Planned rates over those asked for.
+    pub scale: f64,
+    /// Models whose objective no batch meets.
+    pub unattainable: Vec<String>,
+}
+
+/// Latency by batch size of a model on a kind of device.
+pub type Curve = Vec<(u32, f64)>;
+
+/// The curves that are known, by device kind and model.
+pub type Curves = HashMap<(String, String), Curve>;
+
+/// What machines hold now.
+pub type Holdings = BTreeMap<String, BTreeSet<String>>;
+
+/// Most that rates are raised to use machines that would be idle.
+const SPREAD_MAX: f64 = 64.0;
+/// Steps of the search for the largest scale that fits.
+const SCALE_STEPS: usize = 12;
+/// A curve for models nobody has measured: a guess that only says where to load them first.
+const GUESS_SHARE: f64 = 0.1;
+/// Share of an objective that waiting and computing together are planned to take; the rest is for chance.
+const SLO_SHARE: f64 = 0.9;
+/// An objective this much above twice the shortest run can be planned for.
+const ATTAINABLE: f64 = 2.05;
+
+impl Placement {
+    /// Machines that serve.
+    pub fn used(&self) -> usize {
+        let serves = |place: &&Place| place.parts.iter().any(|part| part.rate > 0.0);
+        self.places.values().filter(serves).count()
+    }
+
+    /// Planned rates by model.
+    pub fn rates(&self) -> BTreeMap<&str, f64> {
+        let mut rates = BTreeMap::new();
+        for part in self.places.values().flat_map(|place| &place.parts) {
+            *rates.entry(part.model.as_str()).or_insert(0.0) += part.rate;
+        }
+        rates
+    }
+
+    /// The least of planned over asked rates; infinite when nothing is asked.
+    pub fn slack(&self, demands: &[Demand]) -> f64 {
+        let rates = self.rates();
+        let slack = |demand: &Demand| {
+            rates.get(demand.model.as_str()).copied().unwrap_or(0.0) / demand.rate.max(1e-9)
+        };
+        demands.iter().map(slack).fold(f64::INFINITY, f64::min)
+    }
+
+    /// Whether it speaks of exactly these machines' and models' names.
+    pub fn covers(&self, machines: &[Machine], demands: &[Demand]) -> bool {
+        let known: BTreeSet<&str> = machines.iter().map(|machine| machine.name.as_str()).collect();
+        let wanted: BTreeSet<&str> = demands.iter().map(|demand| demand.model.as_str()).collect();
+        let placed: BTreeSet<&str> = self.rates().into_keys().collect();
+        self.places.keys().all(|name| known.contains(name.as_str())) && placed == wanted
+    }
+}
+
+/// One kind of machine and the demands as sessions on it.
+struct Group<'a> {
+    machines: Vec<&'a Machine>,
+    sessions: Vec<Session>,
+}
+
+fn sessions(
+    device: &str,
+    demands: &[Demand],
+    curves: &Curves,
+    unattainable: &mut BTreeSet<String>,
+) -> Vec<Session> {
+    let session = |demand: &Demand| {
+        let key = (device.to_string(), demand.model.clone());
+        let guess = || vec![(1, demand.slo_ms * GUESS_SHARE)];
+        let curve = curves.get(&key).filter(|curve| !curve.is_empty()).cloned();
+        let curve = curve.unwrap_or_else(guess);
+        let least = curve.iter().map(|(_, ms)| *ms).fold(f64::INFINITY, f64::min) * ATTAINABLE;
+        if demand.slo_ms < least {
+            unattainable.insert(demand.model.clone());
+        }
+        Session {
+            name: demand.model.clone(),
+            rate: demand.rate,
+            slo_ms: (demand.slo_ms * SLO_SHARE).max(least),
+            curve,
+        }
+    };
+    demands.iter().map(session).collect()
+}
+
+/// Places `demands` on `machines`, near to what they hold now.
+pub fn place(
+    machines: &[Machine],
+    demands: &[Demand],
+    curves: &Curves,
+    held: &Holdings,
+    settings: &PlacementSettings,
+) -> Placement {
+    let mut placement = Placement { scale: 1.0, ..Placement::default() };
+    if machines.is_empty() || demands.is_empty() {
+        return placement;
+    }
+    let mut unattainable = BTreeSet::new();
+    let mut kinds: BTreeMap<&str, Vec<&Machine>> = BTreeMap::new();
+    machines.iter().for_each(|machine| kinds.entry(&machine.device).or_default().push(machine));
+    let mut groups: Vec<Group<'_>> = kinds
+        .into_iter()
+        .map(|(device, machines)| Group {
+            machines,
+            sessions: sessions(device, demands, curves, &mut unattainable),
+        })
+        .collect();
+    // The kind with most machines is filled first; what it cannot take goes to the next.
+    groups.sort_by_key(|group| std::cmp::Reverse(group.machines.len()));
+    let (scale, mut packed) = fit(&groups, demands, settings);
+    placement.scale = scale;
+    if packed.is_empty() {
+        packed = crowd(&groups, &mut unattainable);
+        let served = served(&packed, demands.len());
+        let shares = demands.iter().zip(served).map(|(demand, rate)| rate / demand.rate.max(1e-9));
+        placement.scale = shares.fold(1.0, f64::min);
+    }
+    for (group, nodes) in groups.iter().zip(packed) {
+        placement.bound += bound(&group.sessions, &nodes);
+        let nodes = split_by_memory(&group.machines, demands, &group.sessions, nodes);
+        settle(&group.machines, demands, held, nodes, &mut placement);
+    }
+    add_standbys(machines, demands, curves, held, settings.copies, &mut placement);
+    placement.unattainable = unattainable.into_iter().collect();
+    placement
+}
+
+/// GPUs that the rates of `nodes` take at the best batch of each session, however they are packed.
+fn bound(sessions: &[Session], nodes: &[Node]) -> f64 {
+    let mut rates = vec![0.0; sessions.len()];
+    nodes.iter().flat_map(|node| &node.parts).for_each(|part| rates[part.session] += part.rate);
+    let share =
+        |(session, rate): (&Session, f64)| rate / session.throughput().unwrap_or(f64::INFINITY);
+    sessions.iter().zip(rates).map(share).sum()
+}
+
+/// Packs at the largest scale that fits the machines: real time keeps its whole rate where best effort can
+/// be cut instead.
+fn fit(
+    groups: &[Group<'_>],
+    demands: &[Demand],
+    settings: &PlacementSettings,
+) -> (f64, Vec<Vec<Node>>) {
+    let wanted = 1.0 + settings.headroom;
+    let attempt = |real_time: f64, rest: f64| {
+        let scale = |demand: &Demand| if demand.real_time { real_time } else { rest };
+        let scales: Vec<f64> = demands.iter().map(scale).collect();
+        spill(groups, &scales, settings.packer)
+    };
+    if let Some(packed) = attempt(wanted, wanted) {
+        if !settings.spread {
+            return (wanted, packed);
+        }
+        let (scale, more) = largest(wanted, SPREAD_MAX, |scale| attempt(scale, scale));
+        return if more.is_empty() { (wanted, packed) } else { (scale, more) };
+    }
+    if demands.iter().any(|demand| demand.real_time) && demands.iter().any(|d| !d.real_time) {
+        let (rest, packed) = largest(0.0, wanted, |rest| attempt(wanted, rest));
+        if !packed.is_empty() {
+            return (rest, packed);
+        }
+        let (scale, packed) = largest(0.0, wanted, |scale| attempt(scale, 0.0));
+        return (scale.min(0.999), packed);
+    }
+    largest(0.0, wanted, |scale| attempt(scale, scale))
+}
+
+/// The largest scale in the range that works, to a few percent, and what it gives; nothing where none does.
+fn largest(
+    mut low: f64,
+    mut high: f64,
+    attempt: impl Fn(f64) -> Option<Vec<Vec<Node>>>,
+) -> (f64, Vec<Vec<Node>>) {
+    let mut best = (low, Vec::new());
+    for _ in 0..SCALE_STEPS {
+        if high - low < 0.02 * high {
+            break;
+        }
+        let middle = (low + high) / 2.0;
+        match attempt(middle) {
+            Some(packed) => {
+                best = (middle, packed);
+                low = middle;
+            }
+            None => high = middle,
+        }
+    }
+    best
+}
+
+fn served(packed: &[Vec<Node>], sessions: usize) -> Vec<f64> {
+    let mut rates = vec![0.0; sessions];
+    let parts = packed.iter().flatten().flat_map(|node| &node.parts);
+    parts.for_each(|part| rates[part.session] += part.rate);
+    rates
+}
+
+/// What is left when objectives cannot be kept at any rate: every model on the least busy machine, in cycles
+/// as long as they come. Models whose objective that breaks are named.
+fn crowd(groups: &[Group<'_>], unattainable: &mut BTreeSet<String>) -> Vec<Vec<Node>> {
+    let mut packed: Vec<Vec<Node>> = groups.iter().map(|_| Vec::new()).collect();
+    let Some(group) = groups.first() else { return packed };
+    let empty = Node { cycle_ms: 0.0, parts: Vec::new(), occupancy: 1.0 };
+    let mut nodes = vec![empty; group.machines.len()];
+    for (index, session) in group.sessions.iter().enumerate() {
+        let Some((batch, ms)) = session.saturating().or(session.curve.first().copied()) else {
+            continue;
+        };
+        let Some(node) = nodes.iter_mut().min_by(|a, b| a.cycle_ms.total_cmp(&b.cycle_ms)) else {
+            continue;
+        };
+        node.cycle_ms += ms;
+        node.parts.push(squishy::Part { session: index, batch, rate: session.rate });
+    }
+    for node in &mut nodes {
+        for part in &mut node.parts {
+            let session = &group.sessions[part.session];
+            part.rate = part.rate.min(f64::from(part.batch) / node.cycle_ms * 1000.0);
+            if 2.0 * node.cycle_ms > session.slo_ms {
+                unattainable.insert(session.name.clone());
+            }
+        }
+    }
+    nodes.retain(|node| !node.parts.is_empty());
+    packed[0] = nodes;
+    packed
+}
+
+/// Nodes of each group at these scales; `None` when they are more than the machines.
+fn spill(groups: &[Group<'_>], scales: &[f64], packer: Packer) -> Option<Vec<Vec<Node>>> {
+    let mut left: Vec<f64> = match groups.first() {
+        Some(group) => group.sessions.iter().zip(scales).map(|(s, scale)| s.rate * scale).collect(),
+        None => return None,
+    };
+    let mut packed = Vec::new();
+    for group in groups {
+        let open: Vec<usize> = (0..left.len()).filter(|&index| left[index] > 1e-9).collect();
+        let sessions: Vec<Session> = open
+            .iter()
+            .map(|&index| Session { rate: left[index], ..group.sessions[index].clone() })
+            .collect();
+        let mut nodes = pack(&sessions, packer, group.machines.len())?;
+        nodes.iter_mut().flat_map(|node| &mut node.parts).for_each(|p| p.session = open[p.session]);
+        if nodes.len() > group.machines.len() {
+            nodes.sort_by(|a, b| b.occupancy.total_cmp(&a.occupancy));
+            nodes.truncate(group.machines.len());
+        }
+        for part in nodes.iter().flat_map(|node| &node.parts) {
+            left[part.session] -= part.rate;
+        }
+        packed.push(nodes);
+    }
+    let total: f64 = left.iter().map(|rate| rate.max(0.0)).sum();
+    (total < 1e-6).then_some(packed)
+}
+
+/// Takes parts out of nodes whose models do not fit a machine's memory together, onto machines without work.
+fn split_by_memory(
+    machines: &[&Machine],
+    demands: &[Demand],
+    sessions: &[Session],
+    nodes: Vec<Node>,
+) -> Vec<Node> {
+    let bounds = machines.iter().map(|machine| machine.memory_bytes).filter(|bytes| *bytes > 0);
+    let Some(memory) = bounds.min() else { return nodes };
+    let mut spare = machines.len().saturating_sub(nodes.len());
+    let mut split = Vec::with_capacity(nodes.len());
+    for mut node in nodes {
+        let takes = |parts: &[squishy::Part]| -> u64 {
+            parts.iter().map(|part| demands[part.session].memory_bytes).sum()
+        };
+        let mut out = Vec::new();
+        while node.parts.len() > 1 && takes(&node.parts) > memory && spare > 0 {
+            out.extend(node.parts.pop());
+            if takes(&out) > memory || takes(&node.parts) <= memory {
+                split.extend(single_node(sessions, std::mem::take(&mut out), node.cycle_ms));
+                spare -= 1;
+            }
+        }
+        node.parts.extend(out);
+        split.push(node);
+    }
+    split
+}
+
+fn single_node(sessions: &[Session], parts: Vec<squishy::Part>, cycle_ms: f64) -> Option<Node> {
+    let ms = |part: &squishy::Part| {
+        let curve = &sessions[part.session].curve;
+        curve.iter().find(|(batch, _)| *batch == part.batch).map_or(0.0, |(_, ms)| *ms)
+    };
+    let busy: f64 = parts.iter().map(ms).sum();
+    (!parts.is_empty()).then(|| Node { cycle_ms, occupancy: busy / cycle_ms, parts })
+}
+
+/// Gives each node the machine that holds most of its models already.
+fn settle(
+    machines: &[&Machine],
+    demands: &[Demand],
+    held: &Holdings,
+    nodes: Vec<Node>,
+    placement: &mut Placement,
+) {
+    let mut holders: HashMap<&str, Vec<usize>> = HashMap::new();
+    for (index, machine) in machines.iter().enumerate() {
+        for model in held.get(&machine.name).into_iter().flatten() {
+            holders.entry(model).or_default().push(index);
+        }
+    }
+    // Pairs that share models, most first; a machine that holds little else is the better one of two.
+    let mut pairs: Vec<(usize, usize, usize, usize)> = Vec::new();
+    let mut common: HashMap<usize, usize> = HashMap::new();
+    for (number, node) in nodes.iter().enumerate() {
+        common.clear();
+        for part in &node.parts {
+            let of = holders.get(demands[part.session].model.as_str()).map_or(&[][..], |h| h);
+            of.iter().for_each(|&machine| *common.entry(machine).or_default() += 1);
+        }
+        for (&machine, &count) in &common {
+            let others = held.get(&machines[machine].name).map_or(0, BTreeSet::len) - count;
+            pairs.push((count, others, number, machine));
+        }
+    }
+    pairs.sort_unstable_by_key(|&(count, others, number, machine)| {
+        (std::cmp::Reverse(count), others, number, machine)
+    });
+    let mut chosen: Vec<Option<usize>> = vec![None; nodes.len()];
+    let mut taken = vec![false; machines.len()];
+    for (_, _, number, machine) in pairs {
+        if chosen[number].is_none() && !taken[machine] {
+            chosen[number] = Some(machine);
+            taken[machine] = true;
+        }
+    }
+    let mut free = (0..machines.len()).filter(|&machine| !taken[machine]);
+    for (node, chosen) in nodes.into_iter().zip(chosen) {
+        let Some(machine) = chosen.or_else(|| free.next()) else { break };
+        let part = |part: &squishy::Part| PlacedPart {
+            model: demands[part.session].model.clone(),
+            batch: part.batch,
+            rate: part.rate,
+        };
+        let mut parts: Vec<PlacedPart> = node.parts.iter().map(part).collect();
+        parts.sort_by(|a, b| a.model.cmp(&b.model));
+        let place = Place { cycle_ms: node.cycle_ms, parts };
+        placement.places.insert(machines[machine].name.clone(), place);
+    }
+}
+
+/// Models that a machine without other work holds, so that it can help out at once.
+const WARM_MODELS: usize = 4;
+
+/// How full machines are, and who holds what.
+struct Filling<'a> {
+    machines: &'a [Machine],
+    /// Bytes and models of each machine.
+    filled: Vec<(u64, usize)>,
+    /// Machines by how much they hold.
+    order: BTreeSet<((u64, usize), usize)>,
+    copies: HashMap<String, BTreeSet<usize>>,
+    before: HashMap<&'a str, Vec<usize>>,
+}
+
+impl<'a> Filling<'a> {
+    fn new(
+        machines: &'a [Machine],
+        demands: &[Demand],
+        held: &'a Holdings,
+        placement: &Placement,
+    ) -> Filling<'a> {
+        let memory: HashMap<&str, u64> =
+            demands.iter().map(|demand| (demand.model.as_str(), demand.memory_bytes)).collect();
+        let index: HashMap<&str, usize> =
+            machines.iter().enumerate().map(|(index, m)| (m.name.as_str(), index)).collect();
+        let mut filled: Vec<(u64, usize)> = vec![(0, 0); machines.len()];
+        let mut copies: HashMap<String, BTreeSet<usize>> = HashMap::new();
+        for (name, place) in &placement.places {
+            let Some(&machine) = index.get(name.as_str()) else { continue };
+            for part in &place.parts {
+                filled[machine].0 += memory.get(part.model.as_str()).copied().unwrap_or(0);
+                filled[machine].1 += 1;
+                copies.entry(part.model.clone()).or_default().insert(machine);
+            }
+        }
+        let mut before: HashMap<&str, Vec<usize>> = HashMap::new();
+        for (name, models) in held {
+            let Some(&machine) = index.get(name.as_str()) else { continue };
+            models.iter().for_each(|model| before.entry(model).or_default().push(machine));
+        }
+        let order = filled.iter().enumerate().map(|(machine, fill)| (*fill, machine)).collect();
+        Filling { machines, filled, order, copies, before }
+    }
+
+    fn copies_of(&self, model: &str) -> usize {
+        self.copies.get(model).map_or(0, BTreeSet::len)
+    }
+
+    /// A machine for one more copy, of those that `may`: one that held the model before, else the emptiest.
+    fn take(&mut self, demand: &Demand, may: impl Fn(usize, usize) -> bool) -> Option<usize> {
+        let mine = self.copies.get(&demand.model);
+        let fits = |machine: &usize| {
+            let (bytes, models) = self.filled[*machine];
+            let most = self.machines[*machine].memory_bytes;
+            mine.is_none_or(|mine| !mine.contains(machine))
+                && (most == 0 || bytes + demand.memory_bytes <= most)
+                && may(*machine, models)
+        };
+        let kept = self.before.get(demand.model.as_str()).into_iter().flatten().copied();
+        let free = self.order.iter().map(|(_, machine)| *machine);
+        let machine = kept.chain(free).find(fits)?;
+        self.order.remove(&(self.filled[machine], machine));
+        self.filled[machine].0 += demand.memory_bytes;
+        self.filled[machine].1 += 1;
+        self.order.insert((self.filled[machine], machine));
+        self.copies.entry(demand.model.clone()).or_default().insert(machine);
+        Some(machine)
+    }
+}
+
+/// A copy that helps out for every model that too few machines hold, and models on machines without other work in
+/// proportion to their load, so that a rise finds them loaded.
+fn add_standbys(
+    machines: &[Machine],
+    demands: &[Demand],
+    curves: &Curves,
+    held: &Holdings,
+    copies: usize,
+    placement: &mut Placement,
+) {
+    let mut filling = Filling::new(machines, demands, held, placement);
+    let mut added: Vec<(usize, usize)> = Vec::new();
+    for (index, demand) in demands.iter().enumerate() {
+        while filling.copies_of(&demand.model) < copies.min(machines.len()) {
+            let Some(machine) = filling.take(demand, |_, _| true) else { break };
+            added.push((index, machine));
+        }
+    }
+    let idle: Vec<bool> =
+        machines.iter().map(|machine| !placement.places.contains_key(&machine.name)).collect();
+    let places = idle.iter().filter(|idle| **idle).count() * WARM_MODELS;
+    let load = |demand: &Demand| {
+        let key = (machines[0].device.clone(), demand.model.clone());
+        let best = curves
+            .get(&key)
+            .and_then(|c| c.iter().map(|(b, ms)| f64::from(*b) / ms).reduce(f64::max));
+        demand.rate / best.unwrap_or(1.0)
+    };
+    let total: f64 = demands.iter().map(load).sum();
+    for (index, demand) in demands.iter().enumerate().filter(|_| places > 0) {
+        let wanted = (places as f64 * load(demand) / total.max(1e-9)).round() as usize;
+        for _ in 0..wanted {
+            let warm = |machine: usize, models: usize| idle[machine] && models < WARM_MODELS;
+            let Some(machine) = filling.take(demand, warm) else { break };
+            added.push((index, machine));
+        }
+    }
+    for (index, machine) in added {
+        let (demand, machine) = (&demands[index], &machines[machine]);
+        let curve = curves.get(&(machine.device.clone(), demand.model.clone()));
+        let largest = curve.and_then(|c| c.iter().rfind(|(_, ms)| 2.0 * ms <= demand.slo_ms));
+        let batch = largest.map_or(1, |(batch, _)| *batch);
+        let place = placement.places.entry(machine.name.clone()).or_default();
+        let part = PlacedPart { model: demand.model.clone(), batch, rate: 0.0 };
+        let at = place.parts.partition_point(|other| other.model < part.model);
+        place.parts.insert(at, part);
+    }
+}
+
+/// What is wrong with a placement; empty when nothing is. Knows nothing of how it was made.
+pub fn check(
+    machines: &[Machine],
+    demands: &[Demand],
+    curves: &Curves,
+    placement: &Placement,
+) -> Vec<String> {
+    let mut wrong = Vec::new();
+    let by_name: HashMap<&str, &Machine> = machines.iter().map(|m| (m.name.as_str(), m)).collect();
+    let by_model: HashMap<&str, &Demand> = demands.iter().map(|d| (d.model.as_str(), d)).collect();
+    for (name, place) in &placement.places {
+        let Some(machine) = by_name.get(name.as_str()) else {
+            wrong.push(format!("there is no machine '{name}'"));
+            continue;
+        };
+        let (mut busy_ms, mut bytes) = (0.0, 0);
+        for part in &place.parts {
+            let Some(demand) = by_model.get(part.model.as_str()) else {
+                wrong.push(format!("{name}: nobody asks for '{}'", part.model));
+                continue;
+            };
+            bytes += demand.memory_bytes;
+            let key = (machine.device.clone(), part.model.clone());
+            let Some(curve) = curves.get(&key).filter(|_| part.rate > 0.0) else { continue };
+            let found = curve.iter().find(|(batch, _)| *batch == part.batch);
+            let Some((_, ms)) = found else {
+                wrong.push(format!("{name}: batch {} was not measured", part.batch));
+                continue;
+            };
+            busy_ms += ms;
+            let attainable = !placement.unattainable.contains(&part.model);
+            if attainable && place.cycle_ms + ms > demand.slo_ms * (1.0 + 1e-6) {
+                wrong.push(format!("{name}: '{}' misses its objective", part.model));
+            }
+            if part.rate * place.cycle_ms / 1000.0 > f64::from(part.batch) * (1.0 + 1e-6) {
+                wrong.push(format!("{name}: '{}' outgrows its batch", part.model));
+            }
+        }
+        if busy_ms > place.cycle_ms * (1.0 + 1e-6) {
+            wrong.push(format!("{name}: turns of {busy_ms} ms in a cycle of {}", place.cycle_ms));
+        }
+        if machine.memory_bytes > 0 && bytes > machine.memory_bytes {
+            wrong.push(format!("{name}: {bytes} bytes of models"));
+        }
+    }
+    wrong
+}
+
+#[cfg(test)]
+#[path = "placement_tests.rs"]
+mod tests;

@@ -1,0 +1,153 @@
+use crate::record::{
+    BackendRecord, BackendState, LoadReport, ModelLoad, ModelRecord, ProfileRecord,
+};
+
+use super::*;
+
+fn seconds(count: u64) -> Nanos {
+    Nanos::from_millis(1000 * count)
+}
+
+fn view(backends: usize, models: &[(&str, f64)]) -> View {
+    let mut view = View::default();
+    for index in 0..backends {
+        let device = "cpu".to_string();
+        let record = BackendRecord { grpc: format!("h:{index}"), device, ..Default::default() };
+        view.backends.insert(format!("b{index}"), record);
+        view.states.insert(format!("b{index}"), BackendState::default());
+    }
+    for (name, _) in models {
+        let config = model::ModelConfig { timeout_ms: Some(100), ..Default::default() };
+        let digest = format!("sha-{name}");
+        let record =
+            ModelRecord { version: 1, digest: digest.clone(), bytes: 1, enabled: true, config };
+        view.models.insert(name.to_string(), record);
+        let curve = vec![(1, 5.0), (4, 8.0), (16, 20.0)];
+        let profile = ProfileRecord { curve, memory_bytes: 1 };
+        view.profiles.insert(("cpu".to_string(), digest), profile);
+    }
+    ask(&mut view, models);
+    view
+}
+
+fn ask(view: &mut View, models: &[(&str, f64)]) {
+    let load = |rate| ModelLoad { fast: rate, slow: rate, window: 2.0, ..Default::default() };
+    let models = models.iter().map(|(name, rate)| (name.to_string(), load(*rate))).collect();
+    view.loads.insert("f".to_string(), LoadReport { models });
+}
+
+/// Backends do what they are told.
+fn obey(view: &mut View, decision: &Decision) {
+    for (backend, assignment) in &decision.assignments {
+        let ready =
+            |share: &Share| (share.model.clone(), Standing::Ready { version: share.version });
+        let models = assignment.shares.iter().map(ready).collect();
+        view.states.insert(backend.clone(), BackendState { models });
+    }
+}
+
+fn settle(core: &mut Core, now: Nanos, view: &mut View) -> Decision {
+    let mut decision = core.step(now, view).unwrap();
+    for _ in 0..10 {
+        obey(view, &decision);
+        decision = core.step(now, view).unwrap();
+    }
+    decision
+}
+
+#[test]
+fn models_become_routes_once_backends_hold_them() {
+    let mut view = view(3, &[("a", 100.0), ("b", 10.0)]);
+    let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &view);
+    let first = core.step(Nanos::ZERO, &view).unwrap();
+    assert!(first.routes.is_empty());
+    assert_eq!((first.plan.epoch, first.plan.reason.as_str()), (1, "start"));
+    let decision = settle(&mut core, Nanos::ZERO, &mut view);
+    for model in ["a", "b"] {
+        assert!(decision.routes[model].targets.len() >= 2, "{decision:?}");
+        assert!(decision.routes[model].targets.iter().any(|target| target.weight > 0.0));
+    }
+    assert_eq!(decision.plan.epoch, 1);
+}
+
+#[test]
+fn a_lost_backend_is_replaced_at_once() {
+    let mut view = view(4, &[("a", 100.0), ("b", 10.0)]);
+    let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &view);
+    settle(&mut core, Nanos::ZERO, &mut view);
+    view.backends.remove("b0");
+    view.states.remove("b0");
+    let decision = core.step(Nanos::from_millis(10), &view).unwrap();
+    assert_eq!(decision.plan.reason, "backend lost");
+    assert!(!decision.assignments.contains_key("b0"));
+    for (model, route) in &decision.routes {
+        assert!(!route.targets.is_empty(), "{model}");
+        assert!(route.targets.iter().all(|target| target.backend != "b0"), "{route:?}");
+    }
+}
+
+#[test]
+fn losing_sight_of_everybody_is_not_believed_at_once() {
+    let mut view = view(4, &[("a", 100.0)]);
+    let settings = SchedulerSettings::default();
+    let mut core = Core::resume(settings.clone(), Nanos::ZERO, &view);
+    settle(&mut core, Nanos::ZERO, &mut view);
+    view.backends.clear();
+    assert_eq!(core.step(seconds(1), &view), None);
+    assert!(core.step(seconds(1) + settings.grace, &view).is_some());
+}
+
+#[test]
+fn load_makes_plans_no_more_often_than_the_spacing() {
+    let mut view = view(8, &[("a", 50.0), ("b", 10.0)]);
+    let mut settings = SchedulerSettings::default();
+    settings.placement.spread = false;
+    let mut core = Core::resume(settings, Nanos::ZERO, &view);
+    settle(&mut core, Nanos::ZERO, &mut view);
+    ask(&mut view, &[("a", 2500.0), ("b", 10.0)]);
+    assert_eq!(core.step(seconds(5), &view).unwrap().plan.epoch, 1);
+    let decision = core.step(seconds(10), &view).unwrap();
+    assert_eq!((decision.plan.epoch, decision.plan.reason.as_str()), (2, "load rose"));
+    assert!(core.placement().slack(&core.demands(&view)) >= 1.0);
+    let decision = settle(&mut core, seconds(11), &mut view);
+    assert!(decision.plan.used >= 3, "{decision:?}");
+}
+
+#[test]
+fn too_much_load_is_limited_at_the_frontends() {
+    let mut view = view(1, &[("a", 5000.0)]);
+    let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &view);
+    let decision = settle(&mut core, Nanos::ZERO, &mut view);
+    let limit = decision.routes["a"].rate_max.unwrap();
+    assert!(limit > 500.0 && limit < 900.0, "{limit}");
+    assert!(decision.plan.scale < 1.0);
+}
+
+#[test]
+fn another_leader_goes_on_with_the_plan() {
+    let mut view = view(4, &[("a", 300.0), ("b", 100.0), ("c", 1.0)]);
+    let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &view);
+    let before = settle(&mut core, Nanos::ZERO, &mut view);
+    view.assignments = before.assignments.clone();
+    view.plan = Some(before.plan.clone());
+    let mut next = Core::resume(SchedulerSettings::default(), seconds(3), &view);
+    let after = next.step(seconds(3), &view).unwrap();
+    assert_eq!(after.plan.moves, before.plan.moves);
+    let shape = |decision: &Decision| -> Vec<(String, Vec<String>)> {
+        let held = |a: &Assignment| a.shares.iter().map(|share| share.model.clone()).collect();
+        decision.assignments.iter().map(|(name, a)| (name.clone(), held(a))).collect()
+    };
+    assert_eq!(shape(&after), shape(&before));
+}
+
+#[test]
+fn a_disabled_model_goes() {
+    let mut view = view(2, &[("a", 10.0), ("b", 10.0)]);
+    let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &view);
+    settle(&mut core, Nanos::ZERO, &mut view);
+    view.models.get_mut("a").unwrap().enabled = false;
+    let decision = settle(&mut core, seconds(2), &mut view);
+    assert!(!decision.routes.contains_key("a") && decision.routes.contains_key("b"));
+    let held = decision.assignments.values().flat_map(|a| &a.shares);
+    assert!(held.into_iter().all(|share| share.model != "a"));
+}

@@ -1,0 +1,251 @@
+//! A cluster in words and pictures.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use serde::Serialize;
+
+use crate::record::{ModelLoad, Part, PlanRecord, Standing};
+use crate::view::View;
+
+/// One backend.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct BackendRow {
+    /// Its name.
+    pub name: String,
+    /// Its kind of device.
+    pub device: String,
+    /// Where its gRPC listens.
+    pub grpc: String,
+    /// Length of its duty cycle in milliseconds.
+    pub cycle_ms: f64,
+    /// Share of the cycle in use by the plan.
+    pub occupancy: f64,
+    /// What it holds or is to hold: model, part, batch, planned rate, where it stands.
+    pub models: Vec<HeldRow>,
+}
+
+/// A model on a backend.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct HeldRow {
+    /// The model.
+    pub model: String,
+    /// Why it is there.
+    pub part: Part,
+    /// Requests that one turn takes.
+    pub batch: u32,
+    /// Requests a second planned.
+    pub rate: f64,
+    /// Where it stands.
+    pub state: &'static str,
+}
+
+/// One model.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ModelRow {
+    /// Its name.
+    pub name: String,
+    /// Its version.
+    pub version: u64,
+    /// Whether it is to be served.
+    pub enabled: bool,
+    /// Backends that answer for it.
+    pub backends: Vec<String>,
+    /// Requests a second, all frontends.
+    pub rate: f64,
+    /// Requests that came.
+    pub arrived: u64,
+    /// Answers after the objective.
+    pub late: u64,
+    /// Requests refused or given up.
+    pub refused: u64,
+    /// Requests sent to a second backend.
+    pub retried: u64,
+    /// The worst frontend's 99th percentile in milliseconds.
+    pub p99_ms: f64,
+}
+
+/// The whole.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Status {
+    /// Who leads.
+    pub leader: Option<String>,
+    /// The plan in short.
+    pub plan: Option<PlanRecord>,
+    /// Frontends, with where their REST listens.
+    pub frontends: BTreeMap<String, String>,
+    /// Backends.
+    pub backends: Vec<BackendRow>,
+    /// Models.
+    pub models: Vec<ModelRow>,
+}
+
+impl Status {
+    /// What `view` shows.
+    pub fn of(view: &View) -> Status {
+        let frontends = view.frontends.iter();
+        Status {
+            leader: view.leader.clone(),
+            plan: view.plan.clone(),
+            frontends: frontends
+                .map(|(name, record)| (name.clone(), record.http.clone()))
+                .collect(),
+            backends: view.backends.keys().map(|name| backend_row(view, name)).collect(),
+            models: view.models.keys().map(|name| model_row(view, name)).collect(),
+        }
+    }
+}
+
+fn backend_row(view: &View, name: &str) -> BackendRow {
+    let record = view.backends.get(name).cloned().unwrap_or_default();
+    let assignment = view.assignments.get(name).cloned().unwrap_or_default();
+    let state = view.states.get(name).cloned().unwrap_or_default();
+    let mut busy_ms = 0.0;
+    for share in assignment.shares.iter().filter(|share| share.rate > 0.0) {
+        let digest = view.models.get(&share.model).map(|model| model.digest.clone());
+        let profile = digest.and_then(|d| view.profiles.get(&(record.device.clone(), d)));
+        let time = profile.and_then(|p| p.curve.iter().find(|(batch, _)| *batch >= share.batch));
+        busy_ms += time.map_or(0.0, |(_, ms)| *ms);
+    }
+    let held = assignment.shares.into_iter().map(|share| HeldRow {
+        state: match state.models.get(&share.model) {
+            Some(Standing::Ready { .. }) => "ready",
+            Some(Standing::Loading) => "loading",
+            Some(Standing::Failed { .. }) => "failed",
+            None => "waiting",
+        },
+        model: share.model,
+        part: share.part,
+        batch: share.batch,
+        rate: share.rate,
+    });
+    BackendRow {
+        name: name.to_string(),
+        device: record.device,
+        grpc: record.grpc,
+        cycle_ms: assignment.cycle_ms,
+        occupancy: if assignment.cycle_ms > 0.0 { busy_ms / assignment.cycle_ms } else { 0.0 },
+        models: held.collect(),
+    }
+}
+
+fn model_row(view: &View, name: &str) -> ModelRow {
+    let mut sum = ModelLoad::default();
+    for load in view.loads.values().filter_map(|report| report.models.get(name)) {
+        sum.fast += load.fast;
+        sum.arrived += load.arrived;
+        sum.late += load.late;
+        sum.refused += load.refused;
+        sum.retried += load.retried;
+        sum.p99_ms = sum.p99_ms.max(load.p99_ms);
+    }
+    let targets = view.routes.get(name).map_or(&[][..], |route| &route.targets);
+    let model = view.models.get(name);
+    ModelRow {
+        name: name.to_string(),
+        version: model.map_or(0, |model| model.version),
+        enabled: model.is_some_and(|model| model.enabled),
+        backends: targets.iter().map(|target| target.backend.clone()).collect(),
+        rate: sum.fast,
+        arrived: sum.arrived,
+        late: sum.late,
+        refused: sum.refused,
+        retried: sum.retried,
+        p99_ms: sum.p99_ms,
+    }
+}
+
+/// Width of a backend's bar.
+const BAR: usize = 24;
+
+/// The status for a terminal: backends as bars of their duty cycles, then models.
+pub fn picture(status: &Status) -> String {
+    let mut text = String::new();
+    let leader = status.leader.as_deref().unwrap_or("nobody");
+    let _ = writeln!(text, "leader {leader}, {} frontends", status.frontends.len());
+    if let Some(plan) = &status.plan {
+        let _ = writeln!(
+            text,
+            "epoch {} ({}): {} of {} backends serve, at least {:.2} needed, room {:.2}x, {} moves, {:.1} ms",
+            plan.epoch,
+            plan.reason,
+            plan.used,
+            plan.backends,
+            plan.bound,
+            plan.scale,
+            plan.moves,
+            plan.plan_ms
+        );
+        for model in &plan.unattainable {
+            let _ = writeln!(text, "  no batch of '{model}' meets its objective");
+        }
+        for (model, why) in &plan.failed {
+            let _ = writeln!(text, "  '{model}' cannot be loaded: {why}");
+        }
+    }
+    for backend in &status.backends {
+        let filled = ((backend.occupancy * BAR as f64).round() as usize).min(BAR);
+        let bar = format!("{}{}", "#".repeat(filled), ".".repeat(BAR - filled));
+        let _ = write!(
+            text,
+            "{:<14} {:<8} [{bar}] {:7.1} ms ",
+            backend.name, backend.device, backend.cycle_ms
+        );
+        for held in &backend.models {
+            let mark = match (held.part, held.state) {
+                (_, "failed") => "!",
+                (_, "loading" | "waiting") => "~",
+                (Part::Serving, _) => "",
+                (Part::Standby, _) => "+",
+                (Part::Shadow, _) => "-",
+            };
+            let _ = match held.part {
+                Part::Serving => {
+                    write!(text, " {mark}{}x{}@{:.0}", held.model, held.batch, held.rate)
+                }
+                _ => write!(text, " {mark}{}", held.model),
+            };
+        }
+        text.push('\n');
+    }
+    let _ = writeln!(
+        text,
+        "{:<20} {:>9} {:>9} {:>8} {:>8} {:>8} {:>9}  backends",
+        "model", "req/s", "requests", "late", "refused", "retried", "p99 ms"
+    );
+    for model in &status.models {
+        let _ = writeln!(
+            text,
+            "{:<20} {:>9.1} {:>9} {:>8} {:>8} {:>8} {:>9.2}  {}",
+            model.name,
+            model.rate,
+            model.arrived,
+            model.late,
+            model.refused,
+            model.retried,
+            model.p99_ms,
+            if model.enabled { model.backends.join(" ") } else { "unloaded".to_string() }
+        );
+    }
+    text.push_str("+ standby, - shadow until others are ready, ~ loading, ! failed\n");
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::{Assignment, BackendRecord, Share};
+
+    #[test]
+    fn every_backend_and_model_is_in_the_picture() {
+        let mut view = View::default();
+        let record = BackendRecord { device: "cpu".to_string(), ..Default::default() };
+        view.backends.insert("b1".to_string(), record);
+        let share =
+            Share { model: "m".to_string(), version: 1, part: Part::Serving, batch: 4, rate: 30.0 };
+        let assignment = Assignment { epoch: 1, cycle_ms: 50.0, shares: vec![share] };
+        view.assignments.insert("b1".to_string(), assignment);
+        let text = picture(&Status::of(&view));
+        assert!(text.contains("b1") && text.contains("~mx4@30"), "{text}");
+    }
+}

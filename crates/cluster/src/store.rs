@@ -1,0 +1,220 @@
+//! The cluster's shared state: keys with revisions, leases, watches and transactions.
+//!
+//! What the roles need of an engine is this one trait; consensus is the engine's business. [`memory`] is
+//! the embedded engine of one process, [`etcd`] the one of a cluster. Both pass [`conformance`].
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::Clock;
+use bytes::Bytes;
+use thiserror::Error;
+use tokio::sync::mpsc;
+
+pub mod conformance;
+pub mod etcd;
+pub mod memory;
+pub mod mirror;
+
+/// When a key was last written; later writes have larger ones, across all keys. 0 stands for a key that
+/// is not there.
+pub type Revision = u64;
+
+/// A lease: keys that hold it go when it does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LeaseId(pub i64);
+
+/// The most writes of one transaction; etcd's own default.
+pub const OPERATIONS_MAX: usize = 128;
+
+/// The most bytes of a value; etcd takes requests of 1.5 MiB.
+pub const VALUE_MAX: usize = 1 << 20;
+
+/// Why the store did not do what it was asked to.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum StoreError {
+    /// The engine cannot be reached or does not answer; trying again may help.
+    #[error("the store is not reachable: {0}")]
+    Unreachable(String),
+    /// A lease that does not exist (any more).
+    #[error("the lease is gone")]
+    NoLease,
+    /// A watch missed changes; list again and watch from there.
+    #[error("the watch fell behind; what it missed is gone")]
+    Behind,
+    /// The engine refuses.
+    #[error("the store refuses: {0}")]
+    Refused(String),
+}
+
+/// A key and what it holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// The key.
+    pub key: String,
+    /// Its value.
+    pub value: Bytes,
+    /// When it was last written.
+    pub revision: Revision,
+}
+
+/// All keys under a prefix at one moment.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Listing {
+    /// The entries, by key.
+    pub entries: Vec<Entry>,
+    /// The moment. A watch from here on misses nothing.
+    pub revision: Revision,
+}
+
+/// A change that a watch reports.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// The key has this value now.
+    Put(Entry),
+    /// The key is gone.
+    Delete {
+        /// The key.
+        key: String,
+        /// When it went.
+        revision: Revision,
+    },
+}
+
+/// A write of a transaction.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Write {
+    /// Sets a key.
+    Put {
+        /// The key.
+        key: String,
+        /// Its value.
+        value: Bytes,
+        /// The lease it holds.
+        lease: Option<LeaseId>,
+    },
+    /// Removes a key.
+    Delete {
+        /// The key.
+        key: String,
+    },
+}
+
+impl Write {
+    /// Sets `key` without a lease.
+    pub fn put(key: impl Into<String>, value: impl Into<Bytes>) -> Write {
+        Write::Put { key: key.into(), value: value.into(), lease: None }
+    }
+
+    /// Sets `key` until `lease` is gone.
+    pub fn put_leased(key: impl Into<String>, value: impl Into<Bytes>, lease: LeaseId) -> Write {
+        Write::Put { key: key.into(), value: value.into(), lease: Some(lease) }
+    }
+
+    /// Removes `key`.
+    pub fn delete(key: impl Into<String>) -> Write {
+        Write::Delete { key: key.into() }
+    }
+}
+
+/// What must hold for a transaction to be carried out: the key was last written at this revision, 0 for
+/// a key that must not be there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Condition {
+    /// The key.
+    pub key: String,
+    /// Its revision.
+    pub revision: Revision,
+}
+
+/// Changes as they come. Ends with an error, after which the watcher lists again; dropping it ends it.
+pub struct Watch {
+    pub(crate) changes: mpsc::Receiver<Result<Vec<Change>, StoreError>>,
+}
+
+impl Watch {
+    /// The next changes, in order; `None` after the end.
+    pub async fn next(&mut self) -> Option<Result<Vec<Change>, StoreError>> {
+        self.changes.recv().await
+    }
+}
+
+/// What a call to the store returns.
+pub type StoreFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
+
+/// An engine.
+pub trait Store: Send + Sync + 'static {
+    /// What `key` holds.
+    fn get<'a>(&'a self, key: &'a str) -> StoreFuture<'a, Option<Entry>>;
+
+    /// Everything under `prefix`.
+    fn list<'a>(&'a self, prefix: &'a str) -> StoreFuture<'a, Listing>;
+
+    /// Carries out all writes at once if every condition holds, and says when; `None` when one does not.
+    fn transact(
+        &self,
+        conditions: Vec<Condition>,
+        writes: Vec<Write>,
+    ) -> StoreFuture<'_, Option<Revision>>;
+
+    /// Changes under `prefix` after `since`.
+    fn watch<'a>(&'a self, prefix: &'a str, since: Revision) -> StoreFuture<'a, Watch>;
+
+    /// A lease that lasts `span` beyond its last renewal; engines may round up.
+    fn grant(&self, span: Duration) -> StoreFuture<'_, LeaseId>;
+
+    /// Renews a lease.
+    fn renew(&self, lease: LeaseId) -> StoreFuture<'_, ()>;
+
+    /// Ends a lease and removes its keys.
+    fn revoke(&self, lease: LeaseId) -> StoreFuture<'_, ()>;
+}
+
+impl dyn Store {
+    /// Sets a key, whatever it held.
+    pub async fn put(
+        &self,
+        key: &str,
+        value: impl Into<Bytes>,
+        lease: Option<LeaseId>,
+    ) -> Result<Revision, StoreError> {
+        let write = Write::Put { key: key.to_string(), value: value.into(), lease };
+        match self.transact(Vec::new(), vec![write]).await? {
+            Some(revision) => Ok(revision),
+            None => Err(StoreError::Refused("a write without conditions failed".to_string())),
+        }
+    }
+
+    /// Removes a key, if it is there.
+    pub async fn delete(&self, key: &str) -> Result<(), StoreError> {
+        self.transact(Vec::new(), vec![Write::delete(key)]).await.map(|_| ())
+    }
+
+    /// Sets a key that was last written at `expected`, 0 for one that is not there yet.
+    pub async fn compare_and_put(
+        &self,
+        key: &str,
+        expected: Revision,
+        value: impl Into<Bytes>,
+        lease: Option<LeaseId>,
+    ) -> Result<Option<Revision>, StoreError> {
+        let condition = Condition { key: key.to_string(), revision: expected };
+        let write = Write::Put { key: key.to_string(), value: value.into(), lease };
+        self.transact(vec![condition], vec![write]).await
+    }
+}
+
+/// The store that a name stands for: `memory`, or `etcd://HOST:PORT[,HOST:PORT...]`.
+pub fn open(name: &str, clock: Arc<dyn Clock>) -> Result<Arc<dyn Store>, StoreError> {
+    if name == "memory" {
+        return Ok(memory::MemoryStore::start(clock));
+    }
+    match name.strip_prefix("etcd://") {
+        Some(endpoints) => Ok(Arc::new(etcd::EtcdStore::new(endpoints)?)),
+        None => Err(StoreError::Refused(format!(
+            "'{name}' is no store; there are: memory, and etcd://HOST:PORT[,HOST:PORT...]"
+        ))),
+    }
+}

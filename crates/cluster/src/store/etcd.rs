@@ -1,0 +1,389 @@
+//! The store of a cluster: etcd's v3 API over gRPC.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::sync::mpsc;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
+
+use super::{
+    Change, Condition, Entry, LeaseId, Listing, OPERATIONS_MAX, Revision, Store, StoreError,
+    StoreFuture, Watch, Write,
+};
+
+mod proto {
+    #![allow(missing_docs, clippy::all, clippy::pedantic)]
+    tonic::include_proto!("etcdserverpb");
+}
+
+use proto::kv_client::KvClient;
+use proto::lease_client::LeaseClient;
+use proto::watch_client::WatchClient;
+
+/// Longest wait for an answer.
+const CALL_TIMEOUT: Duration = Duration::from_secs(2);
+/// Longest wait for a connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+/// A connection that is silent this long is asked whether it lives.
+const PING: Duration = Duration::from_secs(2);
+/// Keys listed in one answer.
+const PAGE: i64 = 1000;
+/// The most bytes of one answer.
+const ANSWER_MAX: usize = 64 << 20;
+/// Batches of changes on their way to a watcher.
+const WATCH_BUFFER: usize = 64;
+
+/// A client of an etcd cluster.
+pub struct EtcdStore {
+    channels: Vec<Channel>,
+    /// The member that answered last.
+    current: AtomicUsize,
+}
+
+impl EtcdStore {
+    /// A client of the members `HOST:PORT[,HOST:PORT...]`; connections are made when they are needed.
+    pub fn new(endpoints: &str) -> Result<EtcdStore, StoreError> {
+        let channel = |member: &str| {
+            let bad = |why: String| StoreError::Refused(format!("etcd member '{member}': {why}"));
+            if member.is_empty() || member.contains('/') {
+                return Err(bad("give it as HOST:PORT".to_string()));
+            }
+            let endpoint = Endpoint::from_shared(format!("http://{member}"))
+                .map_err(|error| bad(error.to_string()))?
+                .connect_timeout(CONNECT_TIMEOUT)
+                .http2_keep_alive_interval(PING)
+                .keep_alive_timeout(PING)
+                .keep_alive_while_idle(true)
+                .tcp_nodelay(true);
+            Ok(endpoint.connect_lazy())
+        };
+        let channels = endpoints.split(',').map(channel).collect::<Result<Vec<_>, _>>()?;
+        Ok(EtcdStore { channels, current: AtomicUsize::new(0) })
+    }
+
+    /// Makes `call` to a member; where that one is unreachable, to each of the others once.
+    async fn call<T, F>(&self, call: impl Fn(Channel) -> F) -> Result<T, StoreError>
+    where
+        F: Future<Output = Result<T, Status>>,
+    {
+        let first = self.current.load(Ordering::Relaxed);
+        let mut last = StoreError::Unreachable("there are no members".to_string());
+        for turn in 0..self.channels.len() {
+            let member = (first + turn) % self.channels.len();
+            let answer =
+                tokio::time::timeout(CALL_TIMEOUT, call(self.channels[member].clone())).await;
+            last = match answer {
+                Ok(Ok(answer)) => {
+                    self.current.store(member, Ordering::Relaxed);
+                    return Ok(answer);
+                }
+                Ok(Err(status)) => failure(&status),
+                Err(_) => StoreError::Unreachable("no answer in time".to_string()),
+            };
+            if !matches!(last, StoreError::Unreachable(_)) {
+                break;
+            }
+        }
+        Err(last)
+    }
+}
+
+fn failure(status: &Status) -> StoreError {
+    let message = status.message().to_string();
+    match status.code() {
+        Code::NotFound if message.contains("lease") => StoreError::NoLease,
+        Code::OutOfRange => StoreError::Behind,
+        Code::InvalidArgument | Code::FailedPrecondition | Code::PermissionDenied => {
+            StoreError::Refused(message)
+        }
+        Code::ResourceExhausted | Code::Unauthenticated | Code::Unimplemented => {
+            StoreError::Refused(message)
+        }
+        _ => StoreError::Unreachable(message),
+    }
+}
+
+fn kv(channel: Channel) -> KvClient<Channel> {
+    KvClient::new(channel).max_decoding_message_size(ANSWER_MAX)
+}
+
+/// The first key after every key with this prefix; empty for all keys.
+fn range_end(prefix: &[u8]) -> Bytes {
+    let mut end = prefix.to_vec();
+    while let Some(last) = end.pop() {
+        if last < u8::MAX {
+            end.push(last + 1);
+            return end.into();
+        }
+    }
+    Bytes::from_static(&[0])
+}
+
+fn entry(pair: proto::KeyValue) -> Entry {
+    Entry {
+        key: String::from_utf8_lossy(&pair.key).into_owned(),
+        value: pair.value,
+        revision: u64::try_from(pair.mod_revision).unwrap_or_default(),
+    }
+}
+
+fn revision_of(header: Option<&proto::ResponseHeader>) -> Revision {
+    header.and_then(|header| u64::try_from(header.revision).ok()).unwrap_or_default()
+}
+
+fn signed(revision: Revision) -> i64 {
+    i64::try_from(revision).unwrap_or(i64::MAX)
+}
+
+fn operation(write: Write) -> proto::RequestOp {
+    use proto::request_op::Request;
+    let request = match write {
+        Write::Put { key, value, lease } => Request::RequestPut(proto::PutRequest {
+            key: key.into(),
+            value,
+            lease: lease.map_or(0, |lease| lease.0),
+        }),
+        Write::Delete { key } => Request::RequestDeleteRange(proto::DeleteRangeRequest {
+            key: key.into(),
+            ..Default::default()
+        }),
+    };
+    proto::RequestOp { request: Some(request) }
+}
+
+fn comparison(condition: Condition) -> proto::Compare {
+    use proto::compare::{CompareResult, CompareTarget, TargetUnion};
+    proto::Compare {
+        result: CompareResult::Equal as i32,
+        target: CompareTarget::Mod as i32,
+        key: condition.key.into(),
+        target_union: Some(TargetUnion::ModRevision(signed(condition.revision))),
+    }
+}
+
+impl Store for EtcdStore {
+    fn get<'a>(&'a self, key: &'a str) -> StoreFuture<'a, Option<Entry>> {
+        let request = proto::RangeRequest {
+            key: Bytes::copy_from_slice(key.as_bytes()),
+            ..Default::default()
+        };
+        Box::pin(async move {
+            let answer = self
+                .call(|channel| {
+                    let request = request.clone();
+                    async move { kv(channel).range(request).await }
+                })
+                .await?
+                .into_inner();
+            Ok(answer.kvs.into_iter().next().map(entry))
+        })
+    }
+
+    fn list<'a>(&'a self, prefix: &'a str) -> StoreFuture<'a, Listing> {
+        Box::pin(async move {
+            let end = range_end(prefix.as_bytes());
+            let mut listing = Listing::default();
+            let mut from = Bytes::copy_from_slice(prefix.as_bytes());
+            loop {
+                // Later pages are read as of the first one, so that all belong to one moment.
+                let request = proto::RangeRequest {
+                    key: from.clone(),
+                    range_end: end.clone(),
+                    limit: PAGE,
+                    revision: signed(listing.revision),
+                };
+                let answer = self
+                    .call(|channel| {
+                        let request = request.clone();
+                        async move { kv(channel).range(request).await }
+                    })
+                    .await?
+                    .into_inner();
+                if listing.revision == 0 {
+                    listing.revision = revision_of(answer.header.as_ref());
+                }
+                let more = answer.more;
+                if let Some(last) = answer.kvs.last() {
+                    let mut next = last.key.to_vec();
+                    next.push(0);
+                    from = next.into();
+                }
+                listing.entries.extend(answer.kvs.into_iter().map(entry));
+                if !more {
+                    return Ok(listing);
+                }
+            }
+        })
+    }
+
+    fn transact(
+        &self,
+        conditions: Vec<Condition>,
+        writes: Vec<Write>,
+    ) -> StoreFuture<'_, Option<Revision>> {
+        Box::pin(async move {
+            if writes.len() > OPERATIONS_MAX {
+                let message = format!("more than {OPERATIONS_MAX} writes at once");
+                return Err(StoreError::Refused(message));
+            }
+            let request = proto::TxnRequest {
+                compare: conditions.into_iter().map(comparison).collect(),
+                success: writes.into_iter().map(operation).collect(),
+                failure: Vec::new(),
+            };
+            let answer = self
+                .call(|channel| {
+                    let request = request.clone();
+                    async move { kv(channel).txn(request).await }
+                })
+                .await?
+                .into_inner();
+            Ok(answer.succeeded.then(|| revision_of(answer.header.as_ref())))
+        })
+    }
+
+    fn watch<'a>(&'a self, prefix: &'a str, since: Revision) -> StoreFuture<'a, Watch> {
+        let create = proto::WatchCreateRequest {
+            key: Bytes::copy_from_slice(prefix.as_bytes()),
+            range_end: range_end(prefix.as_bytes()),
+            start_revision: signed(since).saturating_add(1),
+            progress_notify: false,
+        };
+        let request = proto::WatchRequest {
+            request_union: Some(proto::watch_request::RequestUnion::CreateRequest(create)),
+        };
+        Box::pin(async move {
+            let (asked, answers) = self
+                .call(|channel| {
+                    let request = request.clone();
+                    async move {
+                        // The stream ends when its sender is dropped, so the sender lives with the watch.
+                        let (asked, requests) = mpsc::channel(1);
+                        let _ = asked.send(request).await;
+                        let mut client =
+                            WatchClient::new(channel).max_decoding_message_size(ANSWER_MAX);
+                        let answers = client.watch(stream(requests)).await?;
+                        Ok((asked, answers.into_inner()))
+                    }
+                })
+                .await?;
+            let (changed, changes) = mpsc::channel(WATCH_BUFFER);
+            tokio::spawn(forward(asked, answers, changed));
+            Ok(Watch { changes })
+        })
+    }
+
+    fn grant(&self, span: Duration) -> StoreFuture<'_, LeaseId> {
+        let seconds = i64::try_from(span.as_millis().div_ceil(1000)).unwrap_or(i64::MAX).max(1);
+        Box::pin(async move {
+            let request = proto::LeaseGrantRequest { ttl: seconds, id: 0 };
+            let answer = self
+                .call(|channel| async move { LeaseClient::new(channel).lease_grant(request).await })
+                .await?
+                .into_inner();
+            match answer.error.is_empty() {
+                true => Ok(LeaseId(answer.id)),
+                false => Err(StoreError::Refused(answer.error)),
+            }
+        })
+    }
+
+    fn renew(&self, lease: LeaseId) -> StoreFuture<'_, ()> {
+        Box::pin(async move {
+            let answer = self
+                .call(|channel| async move {
+                    let request = proto::LeaseKeepAliveRequest { id: lease.0 };
+                    let once = futures_util::stream::iter([request]);
+                    let mut client = LeaseClient::new(channel);
+                    let mut answers = client.lease_keep_alive(once).await?.into_inner();
+                    answers.message().await
+                })
+                .await?;
+            match answer {
+                Some(answer) if answer.ttl > 0 => Ok(()),
+                Some(_) => Err(StoreError::NoLease),
+                None => Err(StoreError::Unreachable("no answer to a renewal".to_string())),
+            }
+        })
+    }
+
+    fn revoke(&self, lease: LeaseId) -> StoreFuture<'_, ()> {
+        Box::pin(async move {
+            let request = proto::LeaseRevokeRequest { id: lease.0 };
+            let answer = self
+                .call(
+                    |channel| async move { LeaseClient::new(channel).lease_revoke(request).await },
+                )
+                .await;
+            match answer {
+                Ok(_) | Err(StoreError::NoLease) => Ok(()),
+                Err(error) => Err(error),
+            }
+        })
+    }
+}
+
+fn stream<T: Send + 'static>(
+    receiver: mpsc::Receiver<T>,
+) -> impl futures_util::Stream<Item = T> + Send + 'static {
+    futures_util::stream::unfold(receiver, |mut receiver| async move {
+        receiver.recv().await.map(|item| (item, receiver))
+    })
+}
+
+/// Carries a watch's answers over until either side ends.
+async fn forward(
+    asked: mpsc::Sender<proto::WatchRequest>,
+    mut answers: tonic::Streaming<proto::WatchResponse>,
+    changed: mpsc::Sender<Result<Vec<Change>, StoreError>>,
+) {
+    loop {
+        let answer = tokio::select! {
+            () = changed.closed() => break,
+            answer = answers.message() => answer,
+        };
+        let told = match answer {
+            Ok(Some(answer)) if answer.compact_revision > 0 => Err(StoreError::Behind),
+            Ok(Some(answer)) if answer.canceled => Err(StoreError::Refused(answer.cancel_reason)),
+            Ok(Some(answer)) if answer.events.is_empty() => continue,
+            Ok(Some(answer)) => Ok(answer.events.into_iter().filter_map(change).collect()),
+            Ok(None) => Err(StoreError::Unreachable("the watch ended".to_string())),
+            Err(status) => Err(failure(&status)),
+        };
+        let ended = told.is_err();
+        if changed.send(told).await.is_err() || ended {
+            break;
+        }
+    }
+    drop(asked);
+}
+
+fn change(event: proto::Event) -> Option<Change> {
+    let deleted = event.r#type() == proto::event::EventType::Delete;
+    let Entry { key, value, revision } = entry(event.kv?);
+    Some(match deleted {
+        true => Change::Delete { key, revision },
+        false => Change::Put(Entry { key, value, revision }),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_end_after_the_prefix() {
+        assert_eq!(&range_end(b"/a")[..], b"/b");
+        assert_eq!(&range_end(&[1, 0xff])[..], [2]);
+        assert_eq!(&range_end(&[0xff])[..], [0]);
+        assert_eq!(&range_end(b"")[..], [0]);
+    }
+
+    #[test]
+    fn bad_endpoints_are_named() {
+        assert!(EtcdStore::new("").is_err());
+        assert!(EtcdStore::new("http://a:1").is_err());
+    }
+}

@@ -1,0 +1,103 @@
+//! Every store keeps the same promises; the one of a cluster against a real etcd.
+#![allow(missing_docs)]
+
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::MonotonicClock;
+use cluster::store::etcd::EtcdStore;
+use cluster::store::memory::MemoryStore;
+use cluster::store::{Store, conformance, mirror};
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+struct Etcd {
+    process: Child,
+    folder: tempfile::TempDir,
+    port: u16,
+    peer: u16,
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn spawn(folder: &std::path::Path, port: u16, peer: u16) -> std::io::Result<Child> {
+    let (client, peer) = (format!("http://127.0.0.1:{port}"), format!("http://127.0.0.1:{peer}"));
+    Command::new("etcd")
+        .args(["--name", "test", "--data-dir"])
+        .arg(folder)
+        .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
+        .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
+        .args(["--initial-cluster", &format!("test={peer}")])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+}
+
+/// A fresh etcd; `None` where none is installed, unless the environment says that one must be.
+fn start_etcd() -> Option<Etcd> {
+    let folder = tempfile::tempdir().unwrap();
+    let (port, peer) = (free_port(), free_port());
+    match spawn(folder.path(), port, peer) {
+        Ok(process) => Some(Etcd { process, folder, port, peer }),
+        Err(error) => {
+            assert!(
+                std::env::var_os("ATOLL_REQUIRE_ETCD").is_none(),
+                "etcd does not start: {error}"
+            );
+            eprintln!("skipped: etcd is not installed");
+            None
+        }
+    }
+}
+
+async fn reachable(store: &dyn Store) {
+    for _ in 0..200 {
+        if store.get("anything").await.is_ok() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    panic!("etcd does not answer");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn memory_keeps_its_promises() {
+    let store = MemoryStore::start(Arc::new(MonotonicClock::new()));
+    conformance::run(store, "/test/").await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn etcd_keeps_its_promises() {
+    let Some(etcd) = start_etcd() else { return };
+    let store = Arc::new(EtcdStore::new(&format!("127.0.0.1:{}", etcd.port)).unwrap());
+    reachable(&*store).await;
+    conformance::run(store, "/test/").await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_mirror_outlives_a_restart_of_etcd() {
+    let Some(mut etcd) = start_etcd() else { return };
+    let store: Arc<dyn Store> =
+        Arc::new(EtcdStore::new(&format!("127.0.0.1:{}", etcd.port)).unwrap());
+    reachable(&*store).await;
+    store.put("/m/a", "1", None).await.unwrap();
+    let mut image = mirror::follow(store.clone(), "/m/").await.unwrap();
+    etcd.process.kill().unwrap();
+    etcd.process.wait().unwrap();
+    assert!(store.put("/m/b", "2", None).await.is_err());
+    assert_eq!(image.borrow().len(), 1);
+    etcd.process = spawn(etcd.folder.path(), etcd.port, etcd.peer).unwrap();
+    reachable(&*store).await;
+    store.put("/m/b", "2", None).await.unwrap();
+    let wait = image.wait_for(|map| map.len() == 2);
+    tokio::time::timeout(Duration::from_secs(15), wait).await.unwrap().unwrap();
+}

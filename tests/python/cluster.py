@@ -1,0 +1,166 @@
+"""A cluster of real processes on loopback: etcd, schedulers, frontends, backends, and a load that counts answers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import requests
+
+from support import BINARY, Server, free_ports
+
+LEASE_MS = 2000
+
+
+class Process:
+    """A process with a log, which can be killed and started again."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self.command, self.log = command, log
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Process:
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(self.command, stdout=output, stderr=output)
+        return self
+
+    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(how)
+            try:
+                self.process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+class Cluster:
+    """etcd and the roles, each a process of its own."""
+
+    def __init__(self, folder: Path, models: Path) -> None:
+        self.folder, self.models = folder, models
+        self.parts: dict[str, Process] = {}
+        self.frontends: dict[str, Server] = {}
+        client, peer = free_ports(2)
+        self.store = f"etcd://127.0.0.1:{client}"
+        urls = [f"http://127.0.0.1:{port}" for port in (client, peer)]
+        command = ["etcd", "--name", "e", "--data-dir", str(folder / "etcd"), "--unsafe-no-fsync"]
+        command += ["--listen-client-urls", urls[0], "--advertise-client-urls", urls[0]]
+        command += ["--listen-peer-urls", urls[1], "--initial-advertise-peer-urls", urls[1]]
+        self.add("etcd", [*command, "--initial-cluster", f"e={urls[1]}"])
+
+    def add(self, name: str, command: list[str]) -> None:
+        self.parts[name] = Process(command, self.folder / f"{name}.log").start()
+
+    def role(self, role: str, name: str, *flags: str) -> None:
+        command = [str(BINARY), "cluster", role, "--store", self.store, "--name", name]
+        self.add(name, [*command, "--lease-ms", str(LEASE_MS), *flags])
+
+    def scheduler(self, name: str) -> None:
+        self.role("scheduler", name, "--epoch-ms", "5000", "--spacing-ms", "2000")
+
+    def backend(self, name: str) -> None:
+        self.role("backend", name, "--model-repository", str(self.models), "--threads", "1")
+
+    def frontend(self, name: str) -> Server:
+        ports = free_ports(3)
+        flags = zip(("--http-port", "--grpc-port", "--metrics-port"), map(str, ports), strict=True)
+        store = ["--model-store", str(self.folder / "model-store")]
+        self.role("frontend", name, *store, *(part for pair in flags for part in pair))
+        self.frontends[name] = Server(ports)
+        return self.frontends[name]
+
+    def wait_ready(self) -> None:
+        try:
+            for server in self.frontends.values():
+                server.start()
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from None
+
+    def status(self) -> dict:
+        command = [str(BINARY), "cluster", "status", "--store", self.store, "--json"]
+        answer = subprocess.run(command, capture_output=True, check=False, timeout=30)
+        return json.loads(answer.stdout) if answer.stdout else {}
+
+    def wait_status(self, holds, seconds: float) -> float:
+        """Waits until the status is as wanted and returns how long that took."""
+        started = time.monotonic()
+        while time.monotonic() - started < seconds:
+            status = self.status()
+            if status and holds(status):
+                return time.monotonic() - started
+            time.sleep(0.05)
+        raise AssertionError(f"after {seconds} s the cluster is {self.status()}\n{self.logs()}")
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {name}\n{part.text()[-1500:]}" for name, part in self.parts.items() if name != "etcd")
+
+    def stop(self) -> None:
+        for name, part in self.parts.items():
+            if name != "etcd":
+                part.kill(signal.SIGTERM)
+        self.parts["etcd"].kill()
+
+
+class Load:
+    """Clients that ask at a steady pace. A connection that breaks is no answer: the same request goes to the next
+    frontend, as a load balancer would send it."""
+
+    def __init__(self, cluster: Cluster, models: list[str], body: dict, clients: int = 4, pause: float = 0.02) -> None:
+        self.urls = [server.url for server in cluster.frontends.values()]
+        self.models, self.body, self.pause = models, body, pause
+        self.answers: list[tuple[float, str, int, float]] = []
+        self.twice: list[str] = []
+        self.lost: list[str] = []
+        self.stopping = threading.Event()
+        self.threads = [threading.Thread(target=self.run, args=(number,)) for number in range(clients)]
+
+    def start(self) -> Load:
+        self.began = time.monotonic()
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def run(self, number: int) -> None:
+        session = requests.Session()
+        count = 0
+        while not self.stopping.is_set():
+            identity = f"{number}-{count}"
+            model = self.models[count % len(self.models)]
+            self.ask(session, number + count, identity, model)
+            count += 1
+            time.sleep(self.pause)
+
+    def ask(self, session: requests.Session, turn: int, identity: str, model: str) -> None:
+        started = time.monotonic()
+        for attempt in range(40):
+            url = self.urls[(turn + attempt) % len(self.urls)]
+            try:
+                answer = session.post(f"{url}/v2/models/{model}/infer", json={**self.body, "id": identity}, timeout=20)
+            except requests.ConnectionError:
+                time.sleep(0.05)
+                continue
+            if answer.status_code == 200 and answer.json()["id"] != identity:
+                self.twice.append(identity)
+            self.answers.append((started - self.began, identity, answer.status_code, time.monotonic() - started))
+            return
+        self.lost.append(identity)
+
+    def now(self) -> float:
+        return time.monotonic() - self.began
+
+    def stop(self) -> None:
+        self.stopping.set()
+        for thread in self.threads:
+            thread.join()
+
+    def codes(self) -> Counter:
+        return Counter(code for _, _, code, _ in self.answers)
