@@ -5,10 +5,10 @@
 //!
 //! The way of a model: a [`KernelCompiler`](device::KernelCompiler) turns a launch plan into a
 //! [`GpuPlan`](model::gpu::GpuPlan) for one set of sizes; NVRTC compiles its kernels (`kernels`), weights are put on the
-//! device once (`weights`), a run gets one block of memory with every address patched in (`layout`, `instance`). Queues of
-//! high priority launch the whole plan as one graph; the others launch step by step with a few launches in flight and
-//! leave when the `control::Epoch` passes the one they were launched in. What a launch that was left has done is kept by
-//! tile, and a restore computes the rest.
+//! device once (`weights`), a run gets one block of memory with every address patched in (`layout`, `instance`). Queues whose
+//! work is never told to leave launch the whole plan as one graph; the others a chain of steps at a time, which leave when the
+//! `control::Epoch` passes the one they were launched in. A step that was left is done again, a very long one from the tiles
+//! that are missing.
 
 mod control;
 mod cubin_cache;

@@ -366,3 +366,114 @@ fn random_load(seed: u64) {
 fn every_request_ends_exactly_once() {
     (0..200).for_each(random_load);
 }
+
+/// Atoll's policy where the device pads with whole tasks.
+#[derive(Debug)]
+struct Accompanied;
+
+impl Policy for Accompanied {
+    fn name(&self) -> &'static str {
+        "accompanied"
+    }
+
+    fn rules(&self) -> Rules {
+        Rules { beside: Beside::Companion, ..Atoll.rules() }
+    }
+}
+
+/// A core with a real-time model, a mild and a harsh best-effort model that run for ever, and two queues of best effort.
+struct Pair {
+    core: Core,
+    now: Nanos,
+    /// What runs on each queue of best effort.
+    running: [Option<RequestId>; 2],
+    /// Orders to leave that the mild model and the harsh one got.
+    left: [usize; 2],
+    model_of: HashMap<RequestId, usize>,
+}
+
+const MILD: usize = 1;
+const HARSH: usize = 2;
+
+impl Pair {
+    fn new() -> Pair {
+        let queues = QueueLayout { shared: 0, real_time: 1, best_effort: 2 };
+        let options = CoreOptions { queues, ..CoreOptions::default() };
+        let mut pair = Pair {
+            core: Core::with_policy(options, Box::new(Accompanied)),
+            now: Nanos::ZERO,
+            running: [None; 2],
+            left: [0; 2],
+            model_of: HashMap::new(),
+        };
+        for model in 0..3 {
+            let model = ModelId(model);
+            pair.step(Event::ModelAdded { model, steps: 4, queue_capacity: 10 });
+        }
+        pair.arrive(MILD, Class::BestEffort);
+        pair.arrive(HARSH, Class::BestEffort);
+        pair
+    }
+
+    fn arrive(&mut self, model: usize, class: Class) {
+        let request = self.core.next_request_id().expect("room");
+        self.model_of.insert(request, model);
+        let (model, deadline) = (ModelId(model as u32), Nanos::MAX);
+        self.step(Event::Arrival { request, model, class, priority: 1, deadline });
+    }
+
+    /// Feeds the core; work that is told to leave is back at once.
+    fn step(&mut self, event: Event) {
+        let mut events = VecDeque::from([event]);
+        while let Some(event) = events.pop_front() {
+            let mut actions = Vec::new();
+            self.core.step(self.now, event, &mut actions);
+            for action in actions {
+                match action {
+                    Action::Launch { queue, request, .. } if queue > 0 => {
+                        assert_eq!(self.running[queue - 1].replace(request), None);
+                    }
+                    Action::Preempt { queue, .. } => {
+                        let request = self.running[queue - 1].take().expect("it runs");
+                        self.left[self.model_of[&request] - 1] += 1;
+                        let (left, busy) = (Left::before(0), Nanos(1));
+                        events.push_back(Event::SegmentLeft { queue, left, busy });
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    /// One real-time request, which takes as long as what runs beside it makes it take.
+    fn real_time(&mut self) {
+        self.arrive(0, Class::RealTime);
+        let beside: Vec<usize> =
+            self.running.iter().flatten().map(|request| self.model_of[request]).collect();
+        assert!(beside.len() <= 1, "at most one stays: {beside:?}");
+        let busy = match beside[..] {
+            [] => 100_000,
+            [MILD] => 100_500,
+            _ => 150_000,
+        };
+        self.now += Nanos(busy);
+        self.step(Event::SegmentDone { queue: 0, busy: Nanos(busy) });
+        assert!(self.running.iter().all(Option::is_some), "best effort goes on afterwards");
+        self.now += Nanos(50_000);
+    }
+}
+
+#[test]
+fn real_time_keeps_the_companion_it_bears() {
+    let mut pair = Pair::new();
+    for _ in 0..20_000 {
+        pair.real_time();
+    }
+    pair.left = [0; 2];
+    for _ in 0..1_600 {
+        pair.real_time();
+    }
+    let [mild, harsh] = pair.left;
+    assert!(mild <= 120, "the mild one left {mild} times of 1600");
+    assert!(harsh >= 1_590, "the harsh one left {harsh} times of 1600");
+}
