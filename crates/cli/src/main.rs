@@ -24,6 +24,7 @@ mod profile_command;
 mod run_command;
 mod serve_command;
 mod sim_command;
+mod testbed;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;

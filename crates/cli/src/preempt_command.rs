@@ -18,7 +18,7 @@ use crate::bench_command::PreemptArgs;
 use crate::failure::Failure;
 use crate::lane::Lane;
 use crate::sim_command::write;
-use crate::{disb_command, engine};
+use crate::{engine, testbed};
 
 /// Preemptions a second.
 const RATE: f64 = 200.0;
@@ -113,8 +113,8 @@ pub(crate) fn run(args: &PreemptArgs) -> Result<(), Failure> {
     bench.alone = bench.real_time(&real_time, None)?;
     let mut report = Report {
         device: device.info().description.clone(),
-        driver: disb_command::driver(&args.device),
-        date: disb_command::today(),
+        driver: testbed::driver(&args.device),
+        date: testbed::today(),
         command: std::env::args().collect::<Vec<_>>().join(" "),
         rounds: args.rounds,
         idle,
@@ -122,7 +122,7 @@ pub(crate) fn run(args: &PreemptArgs) -> Result<(), Failure> {
         cases: Vec::new(),
     };
     for name in names {
-        let models = disb_command::load(folder, args.seed, &device, &[name])?;
+        let models = testbed::load(folder, args.seed, &device, &[name])?;
         for model in models {
             report.add(bench.case(&device, &model, &real_time)?);
         }
@@ -171,7 +171,7 @@ fn load_real_time(
     folder: Option<&Path>,
     device: &CudaDevice,
 ) -> Result<LiveModel, Failure> {
-    let mut models = disb_command::load(folder, args.seed, device, &[args.real_time.as_str()])?;
+    let mut models = testbed::load(folder, args.seed, device, &[args.real_time.as_str()])?;
     models.pop().ok_or_else(|| Failure::usage("there is no real-time model"))
 }
 

@@ -4,9 +4,10 @@ use device::DeviceError;
 
 use crate::driver::{DeviceBuffer, Graph, PinnedBuffer, Priority, Stream};
 use crate::error::CudaError;
+use crate::form::best_effort_choice;
 use crate::hub::Hub;
 use crate::layout::Addresses;
-use crate::lowered::{Lowered, best_effort_choice};
+use crate::lowered::Lowered;
 
 /// Bytes of `BeControl` in `wrap.cuh`.
 const CONTROL_BYTES: usize = 48;

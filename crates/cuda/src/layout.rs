@@ -2,7 +2,7 @@
 
 use model::gpu::{GpuPlan, Launch, Patch, Place};
 
-use crate::lowered::best_effort_choice;
+use crate::form::best_effort_choice;
 
 /// Alignment of whatever a kernel reads in vectors.
 const ALIGN: u64 = 256;

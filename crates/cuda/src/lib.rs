@@ -15,6 +15,7 @@ mod cubin_cache;
 mod device;
 mod driver;
 mod error;
+mod form;
 mod hub;
 mod instance;
 mod kernel_text;

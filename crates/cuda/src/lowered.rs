@@ -8,6 +8,7 @@ use model::gpu::{GpuPlan, GpuStep, Launch, Leavable};
 
 use crate::driver::{DeviceBuffer, LaunchShape, PinnedBuffer};
 use crate::error::CudaError;
+use crate::form::{BestEffortForm, best_effort_choice, form_of};
 use crate::hub::Hub;
 use crate::instance::Instance;
 use crate::kernel_text::Flavour;
@@ -15,29 +16,11 @@ use crate::kernels::{LoadedKernel, Progress, Wanted};
 use crate::layout::Layout;
 use crate::weights::{WeightError, WeightStore};
 
-/// A best-effort step estimated to be shorter than this looks at the epoch at the beginning and the end of its tiles only.
-const SHORT_STEP_US: f64 = 8.0;
-
-/// One estimated to be longer than this runs as a loop: counting and marking tiles costs less than doing all of them again when
-/// it is left.
-const LONG_STEP_US: f64 = 120.0;
-
 /// Runs whose memory is kept for the next ones.
 const SPARE_INSTANCES: usize = 8;
 
 /// Host buffers kept for the next requests.
 const SPARE_STAGING: usize = 64;
-
-/// The form of a best-effort launch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum BestEffortForm {
-    /// Blocks fetch tiles until none is left, and look at the epoch on the way; a restore computes the tiles that are missing.
-    Loop,
-    /// A block a tile, which looks on the way; a restore computes all of them.
-    LongGrid,
-    /// A block a tile, which looks when it begins and before it writes.
-    Grid,
-}
 
 /// A step's launches, without addresses.
 pub(crate) struct StepKernels {
@@ -275,15 +258,6 @@ fn best_effort(
     Ok(BoundKernel { kernel, entry, shape })
 }
 
-/// Which of the step's choices it takes as best effort: as a plain grid the one real time takes, whose blocks leave together
-/// where they are a cluster; as a loop one without clusters, because blocks fetch tiles each for itself.
-pub(crate) fn best_effort_choice(step: &GpuStep) -> usize {
-    match form_of(step) {
-        BestEffortForm::Grid | BestEffortForm::LongGrid => step.rt,
-        BestEffortForm::Loop => step.be,
-    }
-}
-
 /// All steps in runs of up to `length`. A step that runs to its end whatever happens is alone.
 fn chains(finishing: &[bool], length: usize) -> Vec<Range<usize>> {
     let mut chains: Vec<Range<usize>> = Vec::new();
@@ -296,16 +270,6 @@ fn chains(finishing: &[bool], length: usize) -> Vec<Range<usize>> {
         }
     }
     chains
-}
-
-/// Whether blocks fetch tiles or are one each.
-fn form_of(step: &GpuStep) -> BestEffortForm {
-    let micros = (step.flops as f64 / 200e6).max(step.bytes as f64 / 2e6);
-    match micros {
-        micros if micros < SHORT_STEP_US => BestEffortForm::Grid,
-        micros if micros < LONG_STEP_US => BestEffortForm::LongGrid,
-        _ => BestEffortForm::Loop,
-    }
 }
 
 #[cfg(test)]
@@ -323,18 +287,6 @@ mod tests {
             args_bytes: 24,
         };
         GpuPlan { kernels: vec![kernel], steps: vec![step(launch)], ..GpuPlan::default() }
-    }
-
-    #[test]
-    fn only_long_steps_are_loops() {
-        let short = GpuStep { flops: 1_000_000_000, bytes: 1_000_000, ..step(launch(100, 0)) };
-        assert_eq!(form_of(&short), BestEffortForm::Grid);
-        let long = GpuStep { flops: 6_000_000_000, ..short.clone() };
-        assert_eq!(form_of(&long), BestEffortForm::LongGrid);
-        let longer = GpuStep { flops: 60_000_000_000, ..short.clone() };
-        assert_eq!(form_of(&longer), BestEffortForm::Loop);
-        let wide = GpuStep { bytes: 1_000_000_000, ..short };
-        assert_eq!(form_of(&wide), BestEffortForm::Loop);
     }
 
     #[test]
