@@ -30,6 +30,14 @@ def test_version() -> None:
     assert atoll("--version").stdout.startswith("atoll ")
 
 
+@pytest.mark.parametrize("command", [["completions", "bash"], ["sim", "--help"]])
+def test_a_reader_that_goes_away_is_no_error(command: list[str]) -> None:
+    with subprocess.Popen([BINARY, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert "panicked" not in process.stderr.read()
+        assert process.wait(20) == 0
+
+
 def test_unknown_flag_is_a_usage_error() -> None:
     assert atoll("serve", "--no-such-flag").returncode == 2
 

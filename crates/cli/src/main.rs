@@ -36,11 +36,26 @@ use crate::args::{Cli, Command};
 use crate::failure::Failure;
 
 fn main() -> ExitCode {
+    end_quietly_without_a_reader();
     let cli = Cli::parse();
     match start_logging(&cli).and_then(|()| run(cli.command)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(),
     }
+}
+
+/// Whoever reads the answer may have seen enough (`atoll plan ... | head`): what is printed after that is nobody's, and no defect.
+fn end_quietly_without_a_reader() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        let said = panic.payload_as_str().unwrap_or_default();
+        if said.starts_with("failed printing to stdout")
+            || said.starts_with("failed to write completion")
+        {
+            std::process::exit(0);
+        }
+        report(panic);
+    }));
 }
 
 fn run(command: Command) -> Result<(), Failure> {
