@@ -41,7 +41,7 @@ pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
         device: description,
         driver: testbed::driver(&args.device),
         date: testbed::today(),
-        command: std::env::args().collect::<Vec<_>>().join(" "),
+        command: testbed::command(),
         seed: args.seed,
         alone: live.alone().to_vec(),
         left_out,

@@ -115,7 +115,7 @@ pub(crate) fn run(args: &PreemptArgs) -> Result<(), Failure> {
         device: device.info().description.clone(),
         driver: testbed::driver(&args.device),
         date: testbed::today(),
-        command: std::env::args().collect::<Vec<_>>().join(" "),
+        command: testbed::command(),
         rounds: args.rounds,
         idle,
         real_time_alone: bench.alone,

@@ -68,6 +68,11 @@ pub(crate) fn driver(device: &str) -> Option<String> {
     text.lines().next()?.split_whitespace().find(numbered).map(str::to_string)
 }
 
+/// The command line, wherever the binary lies.
+pub(crate) fn command() -> String {
+    ["atoll".to_string()].into_iter().chain(std::env::args().skip(1)).collect::<Vec<_>>().join(" ")
+}
+
 /// Today in Greenwich, as YYYY-MM-DD.
 pub(crate) fn today() -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
