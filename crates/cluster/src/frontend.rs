@@ -231,8 +231,10 @@ impl Inner {
         entry: &Entry,
     ) -> ApiResult<InferResponse> {
         let _inside = self.enter()?;
+        let under_way =
+            || entry.targets.iter().map(|t| t.outstanding.load(Ordering::Relaxed)).sum();
         if let Some(rate) = entry.rate_max
-            && !entry.limit.admit(arrived, rate / table.frontends as f64)
+            && !entry.limit.admit(arrived, rate / table.frontends as f64, under_way())
         {
             return Err(overloaded(model.name));
         }

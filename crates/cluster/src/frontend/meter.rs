@@ -137,8 +137,9 @@ pub struct RateLimit {
 const BURST_SECONDS: f64 = 0.1;
 
 impl RateLimit {
-    /// Whether one more may come at `now` under `rate` a second.
-    pub fn admit(&self, now: Nanos, rate: f64) -> bool {
+    /// Whether one more may come at `now` under `rate` a second, when so many are `under_way`. Where none is, one may whatever the
+    /// rate: a plan that is short of machines is no reason to leave those that are idle.
+    pub fn admit(&self, now: Nanos, rate: f64, under_way: usize) -> bool {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let (last, tokens) = *state;
         let gained = (now - last).0 as f64 / 1e9 * rate;
@@ -146,7 +147,7 @@ impl RateLimit {
         let tokens = (tokens + gained).min(most);
         let admitted = tokens >= 1.0;
         *state = (now, if admitted { tokens - 1.0 } else { tokens });
-        admitted
+        admitted || under_way == 0
     }
 }
 
@@ -174,7 +175,15 @@ mod tests {
     fn the_limit_holds_over_time() {
         let limit = RateLimit::default();
         let admitted =
-            (0..10_000u64).filter(|ms| limit.admit(Nanos::from_millis(*ms), 100.0)).count();
+            (0..10_000u64).filter(|ms| limit.admit(Nanos::from_millis(*ms), 100.0, 1)).count();
         assert!((990..=1011).contains(&admitted), "{admitted}");
+    }
+
+    #[test]
+    fn whoever_asks_one_after_another_is_let_in_whatever_the_rate() {
+        let limit = RateLimit::default();
+        let now = Nanos::from_millis;
+        assert!((0..100u64).all(|ms| limit.admit(now(ms), 0.1, 0)));
+        assert!(!limit.admit(now(101), 0.1, 1));
     }
 }
