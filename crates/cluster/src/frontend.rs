@@ -231,16 +231,18 @@ impl Inner {
         entry: &Entry,
     ) -> ApiResult<InferResponse> {
         let _inside = self.enter()?;
+        let default = entry.record.config.timeout_ms.map(Nanos::from_millis);
+        let timeout = request.options.timeout.or(default);
+        let deadline = timeout.map(|timeout| arrived + timeout);
         let under_way =
             || entry.targets.iter().map(|t| t.outstanding.load(Ordering::Relaxed)).sum();
-        if let Some(rate) = entry.rate_max
+        // Without a deadline nothing is too late, and the bound of the backends' queues holds.
+        if deadline.is_some()
+            && let Some(rate) = entry.rate_max
             && !entry.limit.admit(arrived, rate / table.frontends as f64, under_way())
         {
             return Err(overloaded(model.name));
         }
-        let default = entry.record.config.timeout_ms.map(Nanos::from_millis);
-        let timeout = request.options.timeout.or(default);
-        let deadline = timeout.map(|timeout| arrived + timeout);
         request.options.timeout = timeout;
         if let Inputs::Raw(bytes) = &request.inputs {
             let metadata = self.metadata(model.name, entry).await?;
