@@ -114,6 +114,7 @@ async fn serve(
         policy: args.policy.clone(),
         max_requests: args.max_requests as usize,
         best_effort_share_percent: args.best_effort_share,
+        real_time_lanes: args.real_time_lanes as usize,
         ..NodeOptions::default()
     };
     let description = device.info().description.clone();

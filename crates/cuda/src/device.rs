@@ -22,6 +22,7 @@ use crate::nvml::{Health, Nvml};
 use crate::nvrtc::Nvrtc;
 use crate::program::{CudaProgram, unsupported_steps};
 use crate::queue::{BestEffortQueue, Polling, RealTimeQueue};
+use crate::timeline::Timeline;
 use crate::toolkit::Toolkit;
 use crate::tuning::{self, Tuning};
 
@@ -116,7 +117,9 @@ impl CudaDevice {
             epoch: Epoch::new(Arc::new(high()?))?,
             best_effort: AtomicUsize::new(0),
             memory_stream: Arc::new(Stream::new(&context, Priority::Low)?),
+            input_stream: Arc::new(high()?),
             capture_streams: Mutex::new([high()?, Stream::new(&context, Priority::Low)?]),
+            timeline: Timeline::default(),
             tuning: RwLock::default(),
             spares: Mutex::default(),
             context,

@@ -6,6 +6,7 @@ mod graph;
 mod memory;
 mod module;
 mod stream;
+mod transfer;
 
 pub(crate) use context::{Context, DriverFacts};
 pub(crate) use event::Event;

@@ -13,6 +13,7 @@ use crate::driver::{Context, Graph, Priority, Stream};
 use crate::error::CudaError;
 use crate::kernels::Kernels;
 use crate::lowered::Lowered;
+use crate::timeline::Timeline;
 use crate::tuning::Tuning;
 
 /// A device's parts.
@@ -28,8 +29,11 @@ pub(crate) struct Hub {
     pub(crate) best_effort: AtomicUsize,
     /// Orders allocations, frees and uploads.
     pub(crate) memory_stream: Arc<Stream>,
+    /// Brings inputs to the device ahead of their batches.
+    pub(crate) input_stream: Arc<Stream>,
     /// Where graphs are recorded, one at a time: of high and of low priority, which their kernels take over.
     pub(crate) capture_streams: Mutex<[Stream; 2]>,
+    pub(crate) timeline: Timeline,
     pub(crate) tuning: RwLock<Tuning>,
     /// Plans that may keep memory for their next run.
     pub(crate) spares: Mutex<Vec<Weak<Lowered>>>,
@@ -63,6 +67,10 @@ impl Hub {
 
     pub(crate) fn memory_stream(&self) -> &Arc<Stream> {
         &self.memory_stream
+    }
+
+    pub(crate) fn input_stream(&self) -> &Arc<Stream> {
+        &self.input_stream
     }
 
     pub(crate) fn tuning(&self) -> RwLockReadGuard<'_, Tuning> {

@@ -102,6 +102,23 @@ impl Instance {
         unsafe { stream.copy_in(self.memory.address(), staging.as_ptr(), bytes) }
     }
 
+    /// Queues the copy of what lies behind the inputs in staging, as [`Self::copy_inputs`] does with them.
+    ///
+    /// # Safety
+    /// As there.
+    pub(crate) unsafe fn copy_words(
+        &self,
+        lowered: &Lowered,
+        staging: &PinnedBuffer,
+        best_effort: bool,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        let at = lowered.layout.words_at();
+        let bytes = lowered.layout.copied_in(best_effort) - at as usize;
+        // SAFETY: they lie at the same place on both sides; the caller answers for the time.
+        unsafe { stream.copy_in(self.address() + at, staging.as_ptr().add(at as usize), bytes) }
+    }
+
     /// Queues the copy of all outputs and fault words.
     ///
     /// # Safety

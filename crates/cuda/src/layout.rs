@@ -126,6 +126,11 @@ impl Layout {
         (if words { self.outputs_at } else { self.inputs_end }) as usize
     }
 
+    /// Where the words behind the inputs begin that are copied with them.
+    pub(crate) fn words_at(&self) -> u64 {
+        self.inputs_end
+    }
+
     /// Offset of input `index`, on the device and in staging.
     pub(crate) fn input(&self, index: usize) -> u64 {
         self.inputs[index]

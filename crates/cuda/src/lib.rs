@@ -10,6 +10,8 @@
 //! `control::Epoch` passes the one they were launched in. A step that was left is done again, a very long one from the tiles
 //! that are missing.
 
+mod batch;
+mod cargo;
 mod control;
 mod cubin_cache;
 mod device;
@@ -24,12 +26,14 @@ mod layout;
 mod lowered;
 mod nvml;
 mod nvrtc;
+mod pool;
 mod probe;
 mod profile;
 mod program;
 mod queue;
 mod report;
 mod task;
+mod timeline;
 mod toolkit;
 mod tuning;
 mod weights;

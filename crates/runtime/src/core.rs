@@ -54,6 +54,13 @@ pub enum Event {
         /// The most requests that may wait.
         queue_capacity: usize,
     },
+    /// So many requests of a model may run as real time at once, where there are queues for it; one unless this is said.
+    ModelLanes {
+        /// Its number.
+        model: ModelId,
+        /// The most at once.
+        lanes: usize,
+    },
     /// What a model costs is known: its kernels for padding, its weights for the memory budget.
     ModelProfiled {
         /// Its number.
@@ -79,6 +86,15 @@ pub enum Event {
         /// 1 is the highest.
         priority: u32,
         /// When the answer is of no more use.
+        deadline: Nanos,
+    },
+    /// Who rides on a request that has just been launched is settled.
+    Boarded {
+        /// Its number.
+        request: RequestId,
+        /// Rows it computes.
+        rows: usize,
+        /// When the answer is of no more use to any of them.
         deadline: Nanos,
     },
     /// A segment did all its steps.
@@ -304,6 +320,7 @@ struct ModelState {
     waiting: usize,
     under_way: usize,
     queue_capacity: usize,
+    lanes: usize,
     removed: bool,
     kernels: Arc<[KernelProfile]>,
     weights: Weights,
@@ -461,6 +478,11 @@ impl Core {
             Event::ModelProfiled { model, kernels, weight_bytes } => {
                 self.profile_model(model, kernels, weight_bytes);
             }
+            Event::ModelLanes { model, lanes } => {
+                if let Some(state) = self.model_mut(model) {
+                    state.lanes = lanes.max(1);
+                }
+            }
             Event::ModelRemoved { model } => self.remove_model(model, actions),
             Event::Arrival { request, model, class, priority, deadline } => {
                 let state = RequestState {
@@ -468,12 +490,16 @@ impl Core {
                     class,
                     priority,
                     deadline,
+                    rows: 1,
                     progress: Progress::default(),
                     losses: 0,
                     copying: false,
                     phase: Phase::Preparing,
                 };
                 self.arrive(now, request, state, actions);
+            }
+            Event::Boarded { request, rows, deadline } => {
+                return self.board(request, rows, deadline);
             }
             Event::InputReady { request } => self.input_ready(request),
             Event::LoadDone { model } => self.load_done(now, model),
@@ -516,6 +542,7 @@ impl Core {
             waiting: 0,
             under_way: 0,
             queue_capacity,
+            lanes: 1,
             removed: false,
             kernels: Arc::from([]),
             weights: Weights::default(),
@@ -586,6 +613,16 @@ impl Core {
         self.prepare(request, actions);
     }
 
+    /// A launched request computes so many rows and is of use until this deadline.
+    fn board(&mut self, request: RequestId, rows: usize, deadline: Nanos) {
+        let Some(state) = self.requests.get_mut(request) else { return };
+        (state.rows, state.deadline) = (rows, deadline);
+        self.deadlines.remove(request);
+        if deadline < Nanos::MAX {
+            self.deadlines.push((0, deadline.0, request.order()), request);
+        }
+    }
+
     /// Puts a waiting request into the queue of its class.
     fn enqueue(&mut self, request: RequestId) {
         let Some(state) = self.requests.get_mut(request) else { return };
@@ -626,7 +663,14 @@ impl Core {
         let running = slot.running.take()?;
         let split = slot.kind != Kind::Shared;
         let companion = slot.companion.take();
-        if slot.kind == Kind::RealTime && self.rules.beside == Beside::Companion {
+        // Runs of several rows, or beside others of their model, are not to be compared.
+        let plain = self.requests.get(running.request).is_none_or(|state| state.rows == 1)
+            && self.real_time_slot().is_none();
+        if split
+            && running.class == Class::RealTime
+            && plain
+            && self.rules.beside == Beside::Companion
+        {
             self.companions.record(running.model, companion, busy);
         }
         if let Some(model) = self.model_mut(running.model) {

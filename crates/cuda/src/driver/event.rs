@@ -15,14 +15,29 @@ pub(crate) struct Event {
 
 // SAFETY: an event handle may be used from any thread.
 unsafe impl Send for Event {}
+// SAFETY: as above; the driver locks its own state.
+unsafe impl Sync for Event {}
 
 impl Event {
     pub(crate) fn new(context: &Arc<Context>) -> Result<Event, CudaError> {
+        Event::with_flags(context, 0)
+    }
+
+    /// An event that tells nothing of time, which is cheaper to wait for.
+    pub(crate) fn untimed(context: &Arc<Context>) -> Result<Event, CudaError> {
+        Event::with_flags(context, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)
+    }
+
+    fn with_flags(context: &Arc<Context>, flags: u32) -> Result<Event, CudaError> {
         context.enter()?;
         let mut raw: CUevent = std::ptr::null_mut();
         // SAFETY: `raw` is a place for the driver's answer; destroyed when this value is dropped.
-        context.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, 0) })?;
+        context.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags) })?;
         Ok(Event { raw, context: context.clone() })
+    }
+
+    pub(super) fn raw(&self) -> CUevent {
+        self.raw
     }
 
     /// The point after everything in `stream` so far.

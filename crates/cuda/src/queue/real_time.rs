@@ -66,6 +66,8 @@ enum Progress {
         mark: u32,
         end: usize,
         events: Vec<Event>,
+        /// Where the whole run begins and ends, for a timeline.
+        span: Option<(Event, Event)>,
     },
     Left,
     Failed(DeviceError),
@@ -227,20 +229,20 @@ impl Shared {
         let (task, steps) = own_task(&self.hub, segment)?;
         task.hold_memory()?;
         let begin = steps.start;
-        let (end, events) =
+        let (end, events, span) =
             self.queue_steps(task, steps).map_err(|err| failed(task, begin, err))?;
         *marks = marks.wrapping_add(1);
         // SAFETY: the word lives as long as this queue's thread, which waits for it.
         unsafe { self.stream.write_word(self.word.device_address(), *marks) }
             .map_err(|err| self.hub.error(err))?;
-        Ok(Progress::Marked { mark: *marks, end, events })
+        Ok(Progress::Marked { mark: *marks, end, events, span })
     }
 
     fn queue_steps(
         &self,
         task: &mut CudaTask,
         steps: Range<usize>,
-    ) -> Result<(usize, Vec<Event>), CudaError> {
+    ) -> Result<(usize, Vec<Event>, Option<(Event, Event)>), CudaError> {
         let (hub, lowered) = (task.hub.clone(), task.lowered.clone());
         let (timed, uploaded) = (task.is_timed(), task.uploaded);
         let tried = task.words.used_to > steps.start;
@@ -248,19 +250,22 @@ impl Shared {
         let last = steps.end == task.step_count();
         // What a best-effort try left of the next step is done anew.
         task.words.partly_done = false;
+        if !uploaded {
+            task.copy_in(false, &self.stream)?;
+        }
         task.uploaded = true;
         let (instance, staging) = task.memory()?;
-        let mut events = Vec::new();
+        let (mut events, mut span) = (Vec::new(), None);
         // SAFETY: instance, staging and plan belong to the task, which this queue holds until the mark behind them is
         // passed or the stream is drained; nobody else uses the instance.
         unsafe {
-            if !uploaded {
-                instance.copy_inputs(&lowered, staging, false, &self.stream)?;
-            } else if tried {
+            if uploaded && tried {
                 instance.clear_faults(&lowered, steps.start, &self.stream)?;
             }
             if whole && !steps.is_empty() {
+                let began = hub.timeline.stamp(&hub, &self.stream)?;
                 instance.graph(&hub, &lowered, self.priority)?.launch(&self.stream)?;
+                span = began.zip(hub.timeline.stamp(&hub, &self.stream)?);
             } else {
                 for index in steps.clone() {
                     if timed {
@@ -277,14 +282,17 @@ impl Shared {
                 instance.copy_outputs(&lowered, staging, &self.stream)?;
             }
         }
-        Ok((steps.end, events))
+        Ok((steps.end, events, span))
     }
 
     fn complete(&self, running: Running, waited: Result<(), CudaError>, busy: Nanos) {
         let Running { mut segment, progress, .. } = running;
         let outcome = match (progress, waited) {
             (Progress::Left, _) => Outcome::Left,
-            (Progress::Marked { end, events, .. }, Ok(())) => {
+            (Progress::Marked { end, events, span, .. }, Ok(())) => {
+                if let Some((from, to)) = &span {
+                    self.hub.timeline.add(from, to);
+                }
                 self.advance(&mut segment, end, &events)
             }
             (Progress::Failed(err), Ok(())) => Outcome::Failed(err),

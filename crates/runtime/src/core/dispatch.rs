@@ -6,7 +6,7 @@ use model::config::Class;
 
 use super::{Action, Core, Kind, Phase, RequestId, Running, Slot};
 use crate::policy::padding::{self, Candidate, Grant, Host, Slowdowns};
-use crate::policy::{Beside, PaddingRules, Progress, Start};
+use crate::policy::{Beside, PaddingRules, Progress, Start, Streams};
 
 impl Slot {
     pub(super) fn new(kind: Kind) -> Slot {
@@ -176,7 +176,7 @@ impl Core {
         }
     }
 
-    fn real_time_slot(&self) -> Option<usize> {
+    pub(super) fn real_time_slot(&self) -> Option<usize> {
         let runs = |slot: &Slot| slot.kind == Kind::RealTime && slot.running.is_some();
         self.queues.iter().position(runs)
     }
@@ -207,7 +207,7 @@ impl Core {
     /// Decides who may stay beside the real-time task that starts next, if one can.
     fn choose_companion(&mut self) {
         let idle = |slot: &Slot| slot.kind == Kind::RealTime && slot.running.is_none();
-        if !self.queues.iter().any(idle) {
+        if !self.queues.iter().any(idle) || !self.lane_is_free() {
             return;
         }
         let Some(real_time) = self.next_real_time() else { return };
@@ -248,6 +248,31 @@ impl Core {
         }
     }
 
+    /// Whether the next real-time request may start beside those that run: only with others of its own model, and not with
+    /// more than that wants. Under a policy that runs everything side by side it always may.
+    fn lane_is_free(&mut self) -> bool {
+        if self.rules.streams == Streams::Many || self.real_time_slot().is_none() {
+            return true;
+        }
+        // Whoever waits for weights is not next.
+        while let Some((_, head)) = self.real_time.peek() {
+            let model = self.requests.get(head).map(|state| state.model);
+            let known = model.and_then(|model| self.model(model));
+            let Some((lanes, resident)) = known.map(|m| (m.lanes, m.weights.resident())) else {
+                return false;
+            };
+            if !resident {
+                self.real_time.pop();
+                self.park(head);
+                continue;
+            }
+            let real_time = |slot: &&Slot| slot.kind == Kind::RealTime;
+            let mut running = self.queues.iter().filter(real_time).filter_map(|slot| slot.running);
+            return running.clone().count() < lanes && running.all(|r| Some(r.model) == model);
+        }
+        false
+    }
+
     fn fill(&mut self, now: Nanos, kind: Kind, actions: &mut Vec<Action>) {
         for queue in 0..self.queues.len() {
             let slot = &self.queues[queue];
@@ -255,7 +280,8 @@ impl Core {
                 continue;
             }
             let next = match kind {
-                Kind::RealTime => self.pop_real_time(),
+                Kind::RealTime if self.lane_is_free() => self.pop_real_time(),
+                Kind::RealTime => None,
                 _ => self.pop_best_effort(),
             };
             let Some(request) = next else { return };
