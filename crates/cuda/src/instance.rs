@@ -1,5 +1,7 @@
 //! The device memory of one run, with every launch's arguments ready.
 
+use std::sync::Arc;
+
 use device::DeviceError;
 
 use crate::driver::{DeviceBuffer, Graph, PinnedBuffer, Priority, Stream};
@@ -8,6 +10,7 @@ use crate::form::best_effort_choice;
 use crate::hub::Hub;
 use crate::layout::Addresses;
 use crate::lowered::Lowered;
+use crate::seats::Seat;
 
 /// Bytes of `BeControl` in `wrap.cuh`.
 const CONTROL_BYTES: usize = 48;
@@ -20,6 +23,7 @@ pub(crate) struct Instance {
     /// Best-effort steps that are launched as one, as far as they have been asked for.
     chains: Vec<Option<Graph>>,
     memory: DeviceBuffer,
+    seat: Arc<Seat>,
     real_time: Vec<Vec<u8>>,
     best_effort: Vec<Vec<u8>>,
 }
@@ -64,6 +68,7 @@ impl Instance {
     pub(crate) fn new(hub: &Hub, lowered: &Lowered) -> Result<Instance, DeviceError> {
         let memory = DeviceBuffer::zeroed(hub.memory_stream(), lowered.layout.bytes)
             .map_err(|err| hub.error(err))?;
+        let seat = Arc::new(hub.seats.take().map_err(|err| hub.error(err))?);
         let addresses = Addresses {
             block: memory.address(),
             layout: &lowered.layout,
@@ -78,11 +83,16 @@ impl Instance {
             best_effort.push(addresses.patch(be, layout.best_effort_own(index)).map_err(bad)?);
         }
         let chains = lowered.chains.iter().map(|_| None).collect();
-        Ok(Instance { graphs: [None, None], chains, memory, real_time, best_effort })
+        Ok(Instance { graphs: [None, None], chains, memory, seat, real_time, best_effort })
     }
 
     pub(crate) fn address(&self) -> u64 {
         self.memory.address()
+    }
+
+    /// Where orders to leave are looked for.
+    pub(crate) fn seat(&self) -> &Arc<Seat> {
+        &self.seat
     }
 
     /// Queues the copy of all inputs, and of zeros to the fault words and, for best effort, to those of its launches.
@@ -159,7 +169,7 @@ impl Instance {
         }
     }
 
-    /// Queues step `index` as best effort, for the epoch in the run's word.
+    /// Queues step `index` as best effort, with the number in the run's word.
     ///
     /// # Safety
     /// As for real time; and the step's control words are zero, or those of this run's last try when `restored`.
@@ -183,11 +193,11 @@ impl Instance {
     fn control(&self, hub: &Hub, lowered: &Lowered, index: usize, restored: bool) -> ControlBlock {
         let control = &lowered.layout.controls[index];
         let run = match lowered.kernels[index].finishes {
-            true => hub.epoch().never_address(),
+            true => hub.seats.never_address(),
             false => self.address() + lowered.layout.run,
         };
         ControlBlock {
-            epoch: hub.epoch().address(),
+            epoch: self.seat.address(),
             run,
             left: self.address() + control.left,
             next: self.address() + control.next,
@@ -197,18 +207,18 @@ impl Instance {
         }
     }
 
-    /// Queues the epoch that best-effort launches behind it belong to.
+    /// Queues the number that best-effort launches behind it carry.
     ///
     /// # Safety
     /// This instance lives until it is done.
-    pub(crate) unsafe fn set_epoch(
+    pub(crate) unsafe fn set_number(
         &self,
         lowered: &Lowered,
-        epoch: u32,
+        number: u32,
         stream: &Stream,
     ) -> Result<(), CudaError> {
         // SAFETY: a word of this instance; the caller answers for the time.
-        unsafe { stream.fill(self.address() + lowered.layout.run, epoch, 1) }
+        unsafe { stream.fill(self.address() + lowered.layout.run, number, 1) }
     }
 
     /// Queues the steps of chain `number` as best effort, none of them begun before.

@@ -111,9 +111,7 @@ impl StartProbe {
         self.hub.alive()?;
         self.round += 1;
         let began = Instant::now();
-        for queue in queues {
-            queue.preempt();
-        }
+        self.hub.seats.together(|| queues.iter().for_each(|queue| queue.preempt()));
         self.launch().map_err(|err| self.hub.error(err))?;
         let first = self.wait(&self.first, began)?;
         let all = self.wait(&self.all, began)?;

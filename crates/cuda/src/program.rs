@@ -209,9 +209,9 @@ impl Loaded {
         let lowered = Arc::new(Lowered::new(hub, gpu, &self.weights, progress)?);
         hub.watch_spares(&lowered);
         // The first request shall find memory and graph in place.
-        let mut instance = lowered.take_instance(hub)?;
+        let mut instance = lowered.take_instance(hub, Priority::High)?;
         instance.graph(hub, &lowered, Priority::High).map_err(|err| hub.error(err))?;
-        lowered.give_instance(instance);
+        lowered.give_instance(instance, Priority::High);
         let mut plans = self.plans();
         plans.push((sizes, lowered.clone()));
         let over = plans.len().saturating_sub(hub.options().plans_most.max(1));

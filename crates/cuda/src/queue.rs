@@ -1,6 +1,8 @@
-//! Queues: real time launches whole graphs and never leaves; best effort launches step by step and does.
+//! Queues: real time launches whole graphs and never leaves; best effort launches chains of steps and does.
 
 mod best_effort;
+mod dispatcher;
+mod lane;
 mod real_time;
 
 use std::ops::Range;
@@ -10,6 +12,7 @@ use std::time::{Duration, Instant};
 use device::{DeviceError, Segment, Task};
 
 pub(crate) use best_effort::BestEffortQueue;
+pub(crate) use dispatcher::Dispatcher;
 pub(crate) use real_time::RealTimeQueue;
 
 use crate::driver::{PinnedWord, Stream};

@@ -8,11 +8,12 @@ use bytes::Bytes;
 use device::{DeviceError, Task};
 use model::Tensor;
 
-use crate::driver::{PinnedBuffer, Stream};
+use crate::driver::{PinnedBuffer, Priority, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
 use crate::instance::Instance;
 use crate::lowered::Lowered;
+use crate::seats::Seat;
 
 /// A run: inputs on the host, device memory from its first step to its last, outputs on the host.
 pub(crate) struct CudaTask {
@@ -20,6 +21,8 @@ pub(crate) struct CudaTask {
     pub(crate) lowered: Arc<Lowered>,
     staging: Option<PinnedBuffer>,
     instance: Option<Instance>,
+    /// What the instance was taken for.
+    priority: Priority,
     next_step: usize,
     /// Inputs are on the device.
     pub(crate) uploaded: bool,
@@ -64,6 +67,7 @@ impl CudaTask {
             lowered,
             staging: Some(staging),
             instance: None,
+            priority: Priority::Low,
             next_step: 0,
             uploaded: false,
             words: ControlState::default(),
@@ -72,10 +76,11 @@ impl CudaTask {
         })
     }
 
-    /// Takes device memory unless the run has it already.
-    pub(crate) fn hold_memory(&mut self) -> Result<(), DeviceError> {
+    /// Takes device memory unless the run has it already; rather some that was last used at that priority.
+    pub(crate) fn hold_memory(&mut self, priority: Priority) -> Result<(), DeviceError> {
         if self.instance.is_none() {
-            self.instance = Some(self.lowered.take_instance(&self.hub)?);
+            self.instance = Some(self.lowered.take_instance(&self.hub, priority)?);
+            self.priority = priority;
             self.uploaded = false;
         }
         Ok(())
@@ -89,14 +94,21 @@ impl CudaTask {
         }
     }
 
-    /// Queues the copy of inputs and of fresh words for best-effort launches of `epoch`.
-    pub(crate) fn upload(&mut self, epoch: u32, stream: &Stream) -> Result<(), CudaError> {
+    /// Where the run looks for orders to leave.
+    pub(crate) fn seat(&self) -> Result<Arc<Seat>, CudaError> {
+        let instance = self.instance.as_ref();
+        let seat = instance.map(|instance| instance.seat().clone());
+        seat.ok_or(CudaError::Misuse("a run without memory has no seat"))
+    }
+
+    /// Queues the copy of inputs and of fresh words for best-effort launches that carry `number`.
+    pub(crate) fn upload(&mut self, number: u32, stream: &Stream) -> Result<(), CudaError> {
         let lowered = self.lowered.clone();
         let run = lowered.layout.run as usize;
         let (Some(instance), Some(staging)) = (&mut self.instance, &mut self.staging) else {
             return Err(CudaError::Misuse("a run without memory was launched"));
         };
-        staging.as_mut_slice()[run..run + 4].copy_from_slice(&epoch.to_le_bytes());
+        staging.as_mut_slice()[run..run + 4].copy_from_slice(&number.to_le_bytes());
         // SAFETY: the task holds both sides until the stream is drained.
         unsafe { instance.copy_inputs(&lowered, staging, true, stream) }?;
         self.uploaded = true;
@@ -111,7 +123,7 @@ impl CudaTask {
         if step == self.step_count()
             && let Some(instance) = self.instance.take()
         {
-            self.lowered.give_instance(instance);
+            self.lowered.give_instance(instance, self.priority);
         }
     }
 
@@ -190,7 +202,7 @@ impl Drop for CudaTask {
     fn drop(&mut self) {
         // A run that ends early gives its memory back too: its completion said that nothing of it is queued any more.
         if let Some(instance) = self.instance.take() {
-            self.lowered.give_instance(instance);
+            self.lowered.give_instance(instance, self.priority);
         }
         if let Some(staging) = self.staging.take() {
             self.lowered.give_staging(staging);

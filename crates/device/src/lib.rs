@@ -125,6 +125,14 @@ pub trait Device: Send + Sync {
         options: QueueOptions,
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError>;
+
+    /// Makes everything launched so far on all of `queues`, which are this device's, leave: at one go where that is cheaper
+    /// than one by one.
+    fn preempt(&self, queues: &[&dyn Queue]) {
+        for queue in queues {
+            queue.preempt();
+        }
+    }
 }
 
 /// Turns plans into kernels. A GPU device is given one by whoever puts the parts together, and asks it

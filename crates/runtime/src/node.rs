@@ -138,8 +138,12 @@ pub enum Rejection {
 pub struct Timing {
     /// Taken in.
     pub arrived: Nanos,
+    /// Its inputs were where the device takes them from.
+    pub prepared: Nanos,
     /// First step began.
     pub started: Nanos,
+    /// The device had been told of all that was launched first.
+    pub launched: Nanos,
     /// Last step ended.
     pub finished: Nanos,
     /// Time spent on the device.
@@ -411,6 +415,7 @@ impl Node {
                 return refused(reply, Rejection::Device(err));
             }
         };
+        let prepared = shared.clock.now();
         let mut state = shared.lock();
         if state.model(request.model).is_none() {
             drop(state);
@@ -434,7 +439,7 @@ impl Node {
                 outputs: None,
                 failure: None,
                 reply,
-                timing: Timing { arrived, ..Timing::default() },
+                timing: Timing { arrived, prepared, ..Timing::default() },
                 launched: false,
             },
         );
@@ -618,9 +623,16 @@ impl Shared {
             let mut actions = std::mem::take(&mut state.actions);
             state.core.step(now, event, &mut actions);
             self.note_orders(&mut state, now, &actions);
+            let mut told = Vec::new();
             for action in actions.drain(..) {
+                if let Action::Preempt { queue, .. } = action {
+                    told.push(queue);
+                    continue;
+                }
+                self.send_orders(&mut told);
                 self.act(&mut state, now, action, &mut events, &mut due);
             }
+            self.send_orders(&mut told);
             state.actions = actions;
         }
         self.rearm_timer(&mut state);
@@ -631,6 +643,17 @@ impl Shared {
         for (send, reply) in due {
             send(reply);
         }
+    }
+
+    /// Makes the work of all queues in `told` leave, at one go.
+    fn send_orders(&self, told: &mut Vec<usize>) {
+        if told.is_empty() {
+            return;
+        }
+        let queues = self.queues.get().map(Vec::as_slice).unwrap_or_default();
+        let told: Vec<&dyn Queue> =
+            told.drain(..).filter_map(|queue| queues.get(queue).map(|queue| &**queue)).collect();
+        self.device.preempt(&told);
     }
 
     fn note_orders(&self, state: &mut State, now: Nanos, actions: &[Action]) {
@@ -659,8 +682,8 @@ impl Shared {
                 let Some(live) = state.live.get_mut(request.slot()).and_then(Option::as_mut) else {
                     return;
                 };
-                if !live.launched {
-                    live.launched = true;
+                let first = !std::mem::replace(&mut live.launched, true);
+                if first {
                     live.timing.started = now;
                 }
                 let Some(task) = live.task.take() else { return };
@@ -675,6 +698,9 @@ impl Shared {
                     Some(queue) => queue.launch(segment).is_ok(),
                     None => false,
                 };
+                if first {
+                    live.timing.launched = self.clock.now();
+                }
                 if !launched {
                     live.failure = Some(DeviceError::Faulted {
                         device: self.device.info().name.clone(),
@@ -683,19 +709,16 @@ impl Shared {
                     events.push_back(Event::SegmentFailed { queue, busy: Nanos::ZERO });
                 }
             }
-            Action::Preempt { queue, .. } => {
-                if let Some(queue) = self.queues.get().and_then(|queues| queues.get(queue)) {
-                    queue.preempt();
-                }
-            }
             Action::End { request, end } => {
                 if let Some(live) = state.live.get_mut(request.slot()).and_then(Option::take) {
                     due.push(finish(state, now, live, end));
                 }
             }
             Action::FreeModel { model } => state.models[model.0 as usize] = None,
-            // The device copies inputs and loads weights by itself, and a step there is not divided.
-            Action::SetBudget { .. }
+            // Orders to leave go out together. The device copies inputs and loads weights by itself, and a step there is not
+            // divided.
+            Action::Preempt { .. }
+            | Action::SetBudget { .. }
             | Action::Pad { .. }
             | Action::Copy { .. }
             | Action::Load { .. }

@@ -15,10 +15,10 @@ use device::{
 };
 
 use super::{failed, own_task, wait_for};
-use crate::control::Orders;
 use crate::driver::{Event, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
+use crate::seats::Orders;
 use crate::task::CudaTask;
 
 /// Segments on the device at once: one that runs, and the next, so that the device does not wait for us.
@@ -45,7 +45,7 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    waiting: VecDeque<(Segment, u32)>,
+    waiting: VecDeque<(Segment, u64)>,
     running: VecDeque<Running>,
     marks: u32,
     closed: bool,
@@ -107,7 +107,7 @@ impl RealTimeQueue {
 impl Queue for RealTimeQueue {
     fn launch(&self, segment: Segment) -> Result<(), Segment> {
         let shared = &self.shared;
-        let epoch = shared.hub.epoch().enter(&shared.orders);
+        let ticket = shared.orders.enter();
         let mut state = shared.lock();
         if state.running.len() < ON_DEVICE && state.waiting.is_empty() {
             shared.start(&mut state, segment);
@@ -121,14 +121,12 @@ impl Queue for RealTimeQueue {
         if state.waiting.len() >= shared.options.capacity.max(1) {
             return Err(segment);
         }
-        state.waiting.push_back((segment, epoch));
+        state.waiting.push_back((segment, ticket));
         Ok(())
     }
 
     fn preempt(&self) {
-        if let Err(err) = self.shared.hub.epoch().raise(&self.shared.orders) {
-            tracing::error!("an order to leave did not reach the device: {err}");
-        }
+        self.shared.orders.order();
     }
 }
 
@@ -200,8 +198,8 @@ impl Shared {
 
     fn refill(&self, state: &mut State) {
         while state.running.len() < ON_DEVICE {
-            let Some((segment, epoch)) = state.waiting.pop_front() else { return };
-            if self.orders.told(epoch) {
+            let Some((segment, ticket)) = state.waiting.pop_front() else { return };
+            if self.orders.told(ticket) {
                 let started = Instant::now();
                 state.running.push_back(Running { segment, started, progress: Progress::Left });
                 self.on_device.store(state.running.len(), Ordering::Release);
@@ -225,7 +223,7 @@ impl Shared {
     fn enqueue(&self, segment: &mut Segment, marks: &mut u32) -> Result<Progress, DeviceError> {
         self.hub.alive()?;
         let (task, steps) = own_task(&self.hub, segment)?;
-        task.hold_memory()?;
+        task.hold_memory(self.priority)?;
         let begin = steps.start;
         let (end, events) =
             self.queue_steps(task, steps).map_err(|err| failed(task, begin, err))?;
