@@ -27,7 +27,7 @@ pub use self::report::{
     RealTimeModel, charts, table,
 };
 use crate::arrival::{Arrival, Clockwork};
-use crate::disb::{self, SHARES_PERCENT};
+use crate::disb;
 use crate::scenario::Client;
 
 /// Cores from which on real-time clients look for their answers instead of sleeping.
@@ -206,9 +206,9 @@ impl Live {
         let mut clients = workload.clients.clone();
         let mut seconds = workload.seconds;
         let used = self.share(&clients, seconds);
-        let share = SHARES_PERCENT.iter().find(|(name, _)| *name == workload.name);
+        let share = disb::share_percent(&workload.name);
         let mut now = used;
-        if let (Rates::Scaled, Some((_, percent))) = (rates, share)
+        if let (Rates::Scaled, Some(percent)) = (rates, share)
             && used > 0.0
         {
             let factor = percent / 100.0 / used;

@@ -115,6 +115,7 @@ impl CudaDevice {
             kernels: Kernels::new(context.clone(), nvrtc, cache),
             seats: Arc::new(Seats::new(Arc::new(high()?))?),
             dispatcher: Dispatcher::default(),
+            quiet: Arc::default(),
             best_effort: AtomicUsize::new(0),
             memory_stream: Arc::new(Stream::new(&context, Priority::Low)?),
             capture_streams: Mutex::new([high()?, Stream::new(&context, Priority::Low)?]),
@@ -238,6 +239,7 @@ impl Device for CudaDevice {
     }
 
     fn preempt(&self, queues: &[&dyn Queue]) {
+        self.hub.quiet.expect_launch();
         self.hub.seats.together(|| queues.iter().for_each(|queue| queue.preempt()));
     }
 }

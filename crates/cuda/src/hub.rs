@@ -13,6 +13,7 @@ use crate::error::CudaError;
 use crate::kernels::Kernels;
 use crate::lowered::Lowered;
 use crate::queue::Dispatcher;
+use crate::quiet::Quiet;
 use crate::seats::Seats;
 use crate::tuning::Tuning;
 
@@ -27,6 +28,7 @@ pub(crate) struct Hub {
     /// Orders to leave.
     pub(crate) seats: Arc<Seats>,
     pub(crate) dispatcher: Dispatcher,
+    pub(crate) quiet: Arc<Quiet>,
     /// Queues that run best-effort work.
     pub(crate) best_effort: AtomicUsize,
     /// Orders allocations, frees and uploads.

@@ -112,6 +112,25 @@ impl Instance {
         unsafe { stream.copy_in(self.memory.address(), staging.as_ptr(), bytes) }
     }
 
+    /// Queues the copy of the words of best-effort launches, which are zero in `staging` but for the run's own.
+    ///
+    /// # Safety
+    /// As for the inputs.
+    pub(crate) unsafe fn copy_words(
+        &self,
+        lowered: &Lowered,
+        staging: &PinnedBuffer,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        let words = lowered.layout.words();
+        let (at, bytes) = (words.start as usize, (words.end - words.start) as usize);
+        debug_assert!(at + bytes <= staging.len(), "staging holds the words");
+        // SAFETY: they lie at the same place on both sides; the caller answers for the time.
+        unsafe {
+            stream.copy_in(self.memory.address() + words.start, staging.as_ptr().add(at), bytes)
+        }
+    }
+
     /// Queues the copy of all outputs and fault words.
     ///
     /// # Safety

@@ -27,6 +27,7 @@ mod probe;
 mod profile;
 mod program;
 mod queue;
+mod quiet;
 mod report;
 mod seats;
 mod task;

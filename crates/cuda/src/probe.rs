@@ -111,6 +111,7 @@ impl StartProbe {
         self.hub.alive()?;
         self.round += 1;
         let began = Instant::now();
+        let _call = self.hub.quiet.call();
         self.hub.seats.together(|| queues.iter().for_each(|queue| queue.preempt()));
         self.launch().map_err(|err| self.hub.error(err))?;
         let first = self.wait(&self.first, began)?;

@@ -116,6 +116,17 @@ impl CudaTask {
         Ok(())
     }
 
+    /// Queues the copy of fresh words alone, for launches that carry `number`.
+    pub(crate) fn upload_words(&mut self, number: u32, stream: &Stream) -> Result<(), CudaError> {
+        let (Some(instance), Some(staging)) = (&mut self.instance, &mut self.staging) else {
+            return Err(CudaError::Misuse("a run without memory was launched"));
+        };
+        let run = self.lowered.layout.run as usize;
+        staging.as_mut_slice()[run..run + 4].copy_from_slice(&number.to_le_bytes());
+        // SAFETY: the task holds both sides until the stream is drained.
+        unsafe { instance.copy_words(&self.lowered, staging, stream) }
+    }
+
     /// Notes that steps before `step` are done; after the last, the device memory goes back. Nothing of this run may be
     /// queued on the device any more.
     pub(crate) fn advance_to(&mut self, step: usize) {

@@ -23,7 +23,8 @@ impl BestEffortQueue {
         let inbox = Arc::new(Inbox::new(options.capacity.max(1)));
         let lane = Lane::new(hub.clone(), options.id, inbox.clone(), sink);
         let lane = lane.map_err(|err| hub.error(err))?;
-        hub.dispatcher.add(lane, hub.options().polling).map_err(|err| DeviceError::Faulted {
+        let added = hub.dispatcher.add(lane, hub.options().polling, &hub.quiet);
+        added.map_err(|err| DeviceError::Faulted {
             device: hub.info.name.clone(),
             reason: format!("cannot start the thread of best effort: {err}"),
         })?;

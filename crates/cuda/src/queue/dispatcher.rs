@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use super::Polling;
 use super::lane::Lane;
+use crate::quiet::Quiet;
 
 /// Rounds over all lanes between two looks at the clock.
 const ROUNDS_PER_LOOK: u32 = 32;
@@ -63,13 +64,18 @@ impl Dispatcher {
     }
 
     /// Hands a lane to the thread, which is started for the first.
-    pub(crate) fn add(&self, lane: Lane, polling: Polling) -> std::io::Result<()> {
+    pub(crate) fn add(
+        &self,
+        lane: Lane,
+        polling: Polling,
+        quiet: &Arc<Quiet>,
+    ) -> std::io::Result<()> {
         let mut state = self.shared.lock();
         if state.thread.is_none() {
-            let shared = self.shared.clone();
+            let (shared, quiet) = (self.shared.clone(), quiet.clone());
             let thread = std::thread::Builder::new()
                 .name("cuda-be".to_string())
-                .spawn(move || run(&shared, polling))?;
+                .spawn(move || run(&shared, polling, &quiet))?;
             state.thread = Some(thread.thread().clone());
         }
         state.arriving.push(lane);
@@ -80,12 +86,15 @@ impl Dispatcher {
 }
 
 /// Goes over the lanes until the last one is closed.
-fn run(shared: &Shared, polling: Polling) {
+fn run(shared: &Shared, polling: Polling, quiet: &Quiet) {
     let mut lanes: Vec<Lane> = Vec::new();
     let (mut rounds, mut idle_since): (u32, Option<Instant>) = (0, None);
     loop {
         let mut moved = false;
         for lane in &mut lanes {
+            while quiet.is_wanted() {
+                std::hint::spin_loop();
+            }
             moved |= lane.poll();
         }
         if moved {

@@ -5,7 +5,6 @@
 //! queued behind a step that left finds the order before it writes anything, so memory is as the step left it.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -565,30 +564,24 @@ fn make_ready(
     let (instance, _) = task.memory()?;
     let block = instance.address();
     let layout = &lowered.layout;
-    let clear = |steps: Range<usize>| {
-        let (at, count) = layout.control_words(steps);
-        // SAFETY: words of this run's own memory, which it holds until the stream is drained.
-        unsafe { stream.clear(block + at, count) }
-    };
+    // A step that was left keeps its words along with the tiles it has done.
+    let first = from + usize::from(words.partly_done);
     if words.used_to > from {
-        // SAFETY: as above. A step that was left keeps its word along with the tiles it has done.
+        // SAFETY: words of this run's own memory, which it holds until the stream is drained.
+        unsafe { instance.clear_faults(lowered, first, stream) }?;
+    }
+    if words.cleared && words.partly_done {
+        let (at, count) = layout.control_words(first..words.used_to);
+        // SAFETY: as above. Done bits and arrivals of the try that left stay; tiles are counted anew by the two words side
+        // by side.
         unsafe {
-            let first = from + usize::from(words.partly_done);
-            instance.clear_faults(lowered, first, stream)?;
+            stream.clear(block + layout.controls[from].left, 2)?;
+            stream.clear(block + at, count)?;
+            instance.set_number(lowered, number, stream)?;
         }
-    }
-    if !words.cleared {
-        clear(0..layout.controls.len())?;
     } else {
-        if words.partly_done {
-            // Done bits and arrivals of the try that left stay; tiles are counted anew.
-            // SAFETY: as above; the two words lie side by side.
-            unsafe { stream.clear(block + layout.controls[from].left, 2) }?;
-        }
-        clear(from + usize::from(words.partly_done)..words.used_to)?;
+        task.upload_words(number, stream)?;
     }
-    // SAFETY: as above.
-    unsafe { instance.set_number(lowered, number, stream) }?;
     task.words.cleared = true;
     task.words.used_to = from;
     Ok(())

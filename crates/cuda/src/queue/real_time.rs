@@ -108,6 +108,7 @@ impl Queue for RealTimeQueue {
     fn launch(&self, segment: Segment) -> Result<(), Segment> {
         let shared = &self.shared;
         let ticket = shared.orders.enter();
+        let _call = (shared.priority == Priority::High).then(|| shared.hub.quiet.call());
         let mut state = shared.lock();
         if state.running.len() < ON_DEVICE && state.waiting.is_empty() {
             shared.start(&mut state, segment);
