@@ -113,7 +113,7 @@ impl CudaDevice {
         let high = || Stream::new(&context, Priority::High);
         let hub = Hub {
             kernels: Kernels::new(context.clone(), nvrtc, cache),
-            seats: Arc::new(Seats::new(Arc::new(high()?))?),
+            seats: Arc::new(Seats::new(Arc::new(high()?), options.polling.pause.is_zero())?),
             dispatcher: Dispatcher::default(),
             quiet: Arc::default(),
             best_effort: AtomicUsize::new(0),

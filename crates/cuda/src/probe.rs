@@ -114,6 +114,7 @@ impl StartProbe {
         let _call = self.hub.quiet.call();
         self.hub.seats.together(|| queues.iter().for_each(|queue| queue.preempt()));
         self.launch().map_err(|err| self.hub.error(err))?;
+        self.hub.seats.send();
         let first = self.wait(&self.first, began)?;
         let all = self.wait(&self.all, began)?;
         Ok(Start { first, all })

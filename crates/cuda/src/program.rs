@@ -232,12 +232,20 @@ impl Program for CudaProgram {
     }
 
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
+        self.prepare_soon(inputs, &mut || {})
+    }
+
+    fn prepare_soon(
+        &self,
+        inputs: Vec<Tensor>,
+        soon: &mut dyn FnMut(),
+    ) -> Result<Box<dyn Task>, DeviceError> {
         let shared = &self.shared;
         shared.hub.alive()?;
         check_inputs(&shared.plan, &inputs)?;
         let lowered = shared.lowered(sizes_of(&shared.plan, &inputs), &|_, _| {})?;
         let raw = inputs.iter().map(raw_bytes).collect::<Result<Vec<_>, _>>()?;
-        Ok(Box::new(CudaTask::new(shared.hub.clone(), lowered, &raw)?))
+        Ok(Box::new(CudaTask::new(shared.hub.clone(), lowered, &raw, soon)?))
     }
 }
 

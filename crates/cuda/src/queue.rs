@@ -34,7 +34,7 @@ pub struct Polling {
 impl Default for Polling {
     fn default() -> Polling {
         Polling {
-            spin: Duration::from_micros(200),
+            spin: Duration::from_millis(5),
             pause: Duration::ZERO,
             idle: Duration::from_millis(2),
         }
@@ -43,7 +43,7 @@ impl Default for Polling {
 
 /// Looks between two questions to the driver whether a kernel failed: a word that will never come looks like one that is
 /// late.
-const LOOKS_PER_QUERY: u32 = 1 << 14;
+const LOOKS_PER_QUERY: u32 = 1 << 18;
 
 /// Waits until the device has written `mark` or something later to `word`.
 fn wait_for(

@@ -2,9 +2,10 @@
 //!
 //! A best-effort launch carries the number it was launched with and leaves once its seat's word has passed it. There is no
 //! reset, so an order can neither be lost nor meet a launch that came after it. Orders to several runs go to the device in
-//! one call.
+//! one call. The thread that looks after best effort makes it, since whoever gives an order is about to launch what it is
+//! given for; unless that thread is late, and the launch gets there first.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::driver::{DeviceBuffer, Stream};
@@ -23,8 +24,12 @@ const SLAB: u64 = 1024;
 pub(crate) struct Seats {
     stream: Arc<Stream>,
     words: Mutex<Words>,
-    /// Orders that are held back until all of their kind are given.
-    orders: Mutex<HeldOrders>,
+    /// Orders that are given and not yet sent.
+    orders: Mutex<GivenOrders>,
+    /// Whether there are any to send, for a look without the lock.
+    given: AtomicBool,
+    /// Whether a thread looks for them all the time.
+    looked_after: bool,
 }
 
 struct Words {
@@ -34,8 +39,9 @@ struct Words {
 }
 
 #[derive(Default)]
-struct HeldOrders {
-    holders: usize,
+struct GivenOrders {
+    /// Who has more to give before they are sent.
+    givers: usize,
     words: Vec<(u64, u32)>,
 }
 
@@ -49,8 +55,9 @@ pub(crate) struct Seat {
 }
 
 impl Seats {
-    /// Seats whose words are written through `stream`, which nothing else uses.
-    pub(crate) fn new(stream: Arc<Stream>) -> Result<Seats, CudaError> {
+    /// Seats whose words are written through `stream`, which nothing else uses. Where a thread looks after them all the time,
+    /// orders are left to it.
+    pub(crate) fn new(stream: Arc<Stream>, looked_after: bool) -> Result<Seats, CudaError> {
         let mut words = Words { slabs: Vec::new(), free: Vec::new() };
         let first = words.grow(&stream)?;
         // SAFETY: the word is in the slab just made, which is dropped after the stream's work.
@@ -58,7 +65,8 @@ impl Seats {
         stream.synchronize()?;
         // The first of all words stands for those that are never told.
         words.free.retain(|(address, _)| *address != first);
-        Ok(Seats { stream, words: Mutex::new(words), orders: Mutex::default() })
+        let (words, orders) = (Mutex::new(words), Mutex::default());
+        Ok(Seats { stream, words, orders, given: AtomicBool::new(false), looked_after })
     }
 
     /// Where the number lies of work that is never told to leave.
@@ -78,21 +86,41 @@ impl Seats {
 
     /// Gives all orders that `give` gives at one go.
     pub(crate) fn together(&self, give: impl FnOnce()) {
-        self.orders().holders += 1;
+        self.orders().givers += 1;
         give();
         let mut orders = self.orders();
-        orders.holders -= 1;
-        self.send(&mut orders);
+        orders.givers -= 1;
+        self.leave_to_send(&orders);
+        drop(orders);
+        if !self.looked_after {
+            self.send();
+        }
     }
 
     fn tell(&self, address: u64, number: u32) {
         let mut orders = self.orders();
         orders.words.push((address, number));
-        self.send(&mut orders);
+        self.leave_to_send(&orders);
+        drop(orders);
+        if !self.looked_after {
+            self.send();
+        }
     }
 
-    fn send(&self, orders: &mut HeldOrders) {
-        if orders.holders > 0 || orders.words.is_empty() {
+    fn leave_to_send(&self, orders: &GivenOrders) {
+        if orders.givers == 0 && !orders.words.is_empty() {
+            self.given.store(true, Ordering::Release);
+        }
+    }
+
+    /// Sends what is given and not yet sent.
+    pub(crate) fn send(&self) {
+        if !self.given.load(Ordering::Acquire) {
+            return;
+        }
+        let mut orders = self.orders();
+        self.given.store(false, Ordering::Release);
+        if orders.words.is_empty() {
             return;
         }
         // SAFETY: words live as long as `self`, and dropping it waits for the stream's work.
@@ -106,7 +134,7 @@ impl Seats {
         self.words.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn orders(&self) -> MutexGuard<'_, HeldOrders> {
+    fn orders(&self) -> MutexGuard<'_, GivenOrders> {
         self.orders.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

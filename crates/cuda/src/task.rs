@@ -15,6 +15,9 @@ use crate::instance::Instance;
 use crate::lowered::Lowered;
 use crate::seats::Seat;
 
+/// Inputs that are still to be copied when a task is announced: what takes about as long as best effort to leave.
+const SOON_BYTES: usize = 256 << 10;
+
 /// A run: inputs on the host, device memory from its first step to its last, outputs on the host.
 pub(crate) struct CudaTask {
     pub(crate) hub: Arc<Hub>,
@@ -48,17 +51,30 @@ impl CudaTask {
         hub: Arc<Hub>,
         lowered: Arc<Lowered>,
         inputs: &[&Bytes],
+        soon: &mut dyn FnMut(),
     ) -> Result<CudaTask, DeviceError> {
-        let mut staging = lowered.take_staging(&hub)?;
-        let target = staging.as_mut_slice();
-        for (index, (slot, raw)) in lowered.gpu.inputs.iter().zip(inputs).enumerate() {
+        for (slot, raw) in lowered.gpu.inputs.iter().zip(inputs) {
             if raw.len() as u64 != slot.bytes {
                 let (name, want, got) = (&slot.name, slot.bytes, raw.len());
                 let why = format!("input '{name}' has {got} bytes, the device expects {want}");
                 return Err(DeviceError::BadInput(why));
             }
+        }
+        let mut staging = lowered.take_staging(&hub)?;
+        let target = staging.as_mut_slice();
+        let mut left: usize = inputs.iter().map(|raw| raw.len()).sum();
+        let mut soon = Some(soon);
+        for (index, raw) in inputs.iter().enumerate() {
             let at = lowered.layout.input(index) as usize;
-            target[at..at + raw.len()].copy_from_slice(raw);
+            let early = left.saturating_sub(SOON_BYTES).min(raw.len());
+            target[at..at + early].copy_from_slice(&raw[..early]);
+            if left - early <= SOON_BYTES
+                && let Some(soon) = soon.take()
+            {
+                soon();
+            }
+            target[at + early..at + raw.len()].copy_from_slice(&raw[early..]);
+            left -= raw.len();
         }
         let (faults, outputs) = (lowered.layout.faults_at, lowered.layout.outputs_at);
         target[faults as usize..outputs as usize].fill(0);

@@ -160,6 +160,18 @@ pub trait Program: Send + Sync {
 
     /// Starts a task on `inputs`, one per plan input and in that order. Checks types and shapes.
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError>;
+
+    /// The same, and calls `soon` once when only a moment is left: so late that nothing is lost, and early enough for others
+    /// to have made room when the task is launched. Not called where the inputs are refused.
+    fn prepare_soon(
+        &self,
+        inputs: Vec<Tensor>,
+        soon: &mut dyn FnMut(),
+    ) -> Result<Box<dyn Task>, DeviceError> {
+        let task = self.prepare(inputs)?;
+        soon();
+        Ok(task)
+    }
 }
 
 /// One run of a program: its values so far and the next step to do.

@@ -205,6 +205,32 @@ impl RequestHandle {
     }
 }
 
+/// The word to the core that a real-time request is coming; taken back when it is dropped.
+struct Announcement<'a> {
+    shared: &'a Shared,
+    made: bool,
+}
+
+impl Announcement<'_> {
+    fn make(&mut self, model: ModelKey) {
+        self.made = true;
+        self.shared.handle(Event::Expected { model: ModelId(model.slot) });
+    }
+
+    /// What takes it back, to be told by whoever asks.
+    fn take(&mut self) -> Option<Event> {
+        std::mem::take(&mut self.made).then_some(Event::Withdrawn)
+    }
+}
+
+impl Drop for Announcement<'_> {
+    fn drop(&mut self) {
+        if let Some(event) = self.take() {
+            self.shared.handle(event);
+        }
+    }
+}
+
 type ReplyFn = Box<dyn FnOnce(Reply) + Send>;
 
 struct Shared {
@@ -214,6 +240,8 @@ struct Shared {
     max_requests: usize,
     /// Whether the policy runs best effort at all.
     best_effort: bool,
+    /// Whether real time is announced, so that best effort has left when it starts.
+    announces: bool,
     queues: OnceLock<Vec<Box<dyn Queue>>>,
     state: Mutex<State>,
     waits: Waits,
@@ -307,6 +335,7 @@ impl Node {
             observer: options.observer,
             max_requests: options.max_requests,
             best_effort: rules.best_effort,
+            announces: layout::announces(&rules, queues),
             queues: OnceLock::new(),
             state: Mutex::new(state),
             waits: Waits::default(),
@@ -406,7 +435,13 @@ impl Node {
             return refused(reply, Rejection::RealTimeOnly);
         }
         // The copy into the device's own memory happens on the caller's thread and outside the lock.
-        let task = match program.prepare(request.inputs) {
+        let mut announcement = Announcement { shared, made: false };
+        let announce = class == Class::RealTime && shared.announces;
+        let made = match announce {
+            true => program.prepare_soon(request.inputs, &mut || announcement.make(request.model)),
+            false => program.prepare(request.inputs),
+        };
+        let task = match made {
             Ok(task) => task,
             Err(err) => {
                 if let Some(entry) = shared.lock().model_mut(request.model) {
@@ -450,7 +485,7 @@ impl Node {
             priority: request.priority.unwrap_or(defaults.priority),
             deadline: timeout.map_or(Nanos::MAX, |timeout| arrived + timeout),
         };
-        shared.step(state, event);
+        shared.steps(state, [Some(event), announcement.take()].into_iter().flatten().collect());
         RequestHandle { shared: Arc::downgrade(shared), request: Some(id) }
     }
 
@@ -611,10 +646,13 @@ impl Shared {
         self.step(self.lock(), event);
     }
 
+    fn step(&self, state: MutexGuard<'_, State>, event: Event) {
+        self.steps(state, VecDeque::from([event]));
+    }
+
     /// Feeds the core, carries out what it says and sends the replies that became due.
-    fn step(&self, mut state: MutexGuard<'_, State>, event: Event) {
+    fn steps(&self, mut state: MutexGuard<'_, State>, mut events: VecDeque<Event>) {
         let mut due: Vec<Due> = Vec::new();
-        let mut events = VecDeque::from([event]);
         while let Some(event) = events.pop_front() {
             let now = self.clock.now();
             if let Some(observer) = &self.observer {

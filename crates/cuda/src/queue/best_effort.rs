@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use device::{CompletionSink, DeviceError, Queue, QueueOptions, Segment};
 
-use super::dispatcher::Waker;
+use super::dispatcher::{Duties, Waker};
 use super::lane::{Inbox, Lane};
 use crate::hub::Hub;
 
@@ -23,7 +23,12 @@ impl BestEffortQueue {
         let inbox = Arc::new(Inbox::new(options.capacity.max(1)));
         let lane = Lane::new(hub.clone(), options.id, inbox.clone(), sink);
         let lane = lane.map_err(|err| hub.error(err))?;
-        let added = hub.dispatcher.add(lane, hub.options().polling, &hub.quiet);
+        let duties = Duties {
+            polling: hub.options().polling,
+            quiet: hub.quiet.clone(),
+            seats: hub.seats.clone(),
+        };
+        let added = hub.dispatcher.add(lane, duties);
         added.map_err(|err| DeviceError::Faulted {
             device: hub.info.name.clone(),
             reason: format!("cannot start the thread of best effort: {err}"),

@@ -11,6 +11,7 @@ use std::time::Instant;
 use super::Polling;
 use super::lane::Lane;
 use crate::quiet::Quiet;
+use crate::seats::Seats;
 
 /// Rounds over all lanes between two looks at the clock.
 const ROUNDS_PER_LOOK: u32 = 32;
@@ -33,6 +34,15 @@ struct State {
     /// Lanes the thread has not taken over yet.
     arriving: Vec<Lane>,
     thread: Option<Thread>,
+}
+
+/// What the thread minds besides its lanes.
+pub(crate) struct Duties {
+    pub(crate) polling: Polling,
+    /// Wanted by real time.
+    pub(crate) quiet: Arc<Quiet>,
+    /// Whose orders it sends.
+    pub(crate) seats: Arc<Seats>,
 }
 
 /// Wakes the thread.
@@ -64,18 +74,13 @@ impl Dispatcher {
     }
 
     /// Hands a lane to the thread, which is started for the first.
-    pub(crate) fn add(
-        &self,
-        lane: Lane,
-        polling: Polling,
-        quiet: &Arc<Quiet>,
-    ) -> std::io::Result<()> {
+    pub(crate) fn add(&self, lane: Lane, duties: Duties) -> std::io::Result<()> {
         let mut state = self.shared.lock();
         if state.thread.is_none() {
-            let (shared, quiet) = (self.shared.clone(), quiet.clone());
+            let shared = self.shared.clone();
             let thread = std::thread::Builder::new()
                 .name("cuda-be".to_string())
-                .spawn(move || run(&shared, polling, &quiet))?;
+                .spawn(move || run(&shared, &duties))?;
             state.thread = Some(thread.thread().clone());
         }
         state.arriving.push(lane);
@@ -86,14 +91,17 @@ impl Dispatcher {
 }
 
 /// Goes over the lanes until the last one is closed.
-fn run(shared: &Shared, polling: Polling, quiet: &Quiet) {
+fn run(shared: &Shared, duties: &Duties) {
+    let polling = duties.polling;
     let mut lanes: Vec<Lane> = Vec::new();
     let (mut rounds, mut idle_since): (u32, Option<Instant>) = (0, None);
     loop {
         let mut moved = false;
         for lane in &mut lanes {
-            while quiet.is_wanted() {
+            duties.seats.send();
+            while duties.quiet.is_wanted() {
                 std::hint::spin_loop();
+                duties.seats.send();
             }
             moved |= lane.poll();
         }

@@ -258,6 +258,8 @@ impl Shared {
             } else if tried {
                 instance.clear_faults(&lowered, steps.start, &self.stream)?;
             }
+            // Whoever is to leave for this has been told by now, or is told here while the inputs are on their way.
+            hub.seats.send();
             if whole && !steps.is_empty() {
                 instance.graph(&hub, &lowered, self.priority)?.launch(&self.stream)?;
             } else {

@@ -477,3 +477,26 @@ fn real_time_keeps_the_companion_it_bears() {
     assert!(mild <= 120, "the mild one left {mild} times of 1600");
     assert!(harsh >= 1_590, "the harsh one left {harsh} times of 1600");
 }
+
+#[test]
+fn best_effort_makes_room_for_what_is_expected() {
+    let mut pair = Pair::new();
+    pair.step(Event::Expected { model: ModelId(0) });
+    assert_eq!((pair.running, pair.left), ([None; 2], [1, 1]), "both leave, and none starts");
+    // It never comes.
+    pair.step(Event::Withdrawn);
+    assert!(pair.running.iter().all(Option::is_some), "best effort goes on");
+    // Two are expected; the first comes, and is done before the second is there.
+    pair.step(Event::Expected { model: ModelId(0) });
+    pair.step(Event::Expected { model: ModelId(0) });
+    pair.arrive(0, Class::RealTime);
+    pair.step(Event::Withdrawn);
+    assert_eq!(pair.running, [None; 2]);
+    pair.step(Event::SegmentDone { queue: 0, busy: Nanos(1) });
+    assert_eq!(pair.running, [None; 2], "one is still to come");
+    pair.step(Event::Withdrawn);
+    assert!(pair.running.iter().all(Option::is_some));
+    // One too many changes nothing.
+    pair.step(Event::Withdrawn);
+    assert!(pair.running.iter().all(Option::is_some));
+}
