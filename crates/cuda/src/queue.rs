@@ -36,7 +36,7 @@ impl Default for Polling {
         Polling {
             spin: Duration::from_millis(5),
             pause: Duration::ZERO,
-            idle: Duration::from_millis(2),
+            idle: Duration::from_millis(20),
         }
     }
 }
@@ -45,17 +45,19 @@ impl Default for Polling {
 /// late.
 const LOOKS_PER_QUERY: u32 = 1 << 18;
 
-/// Waits until the device has written `mark` or something later to `word`.
+/// Waits until the device has written `mark` or something later to `word`; calls `meanwhile` with every look.
 fn wait_for(
     word: &PinnedWord,
     mark: u32,
     stream: &Stream,
     polling: Polling,
+    meanwhile: impl Fn(),
 ) -> Result<(), CudaError> {
     let mut looks = 0u32;
     let mut spinning_since: Option<Instant> = None;
     while !is_reached(word.load(), mark) {
         looks = looks.wrapping_add(1);
+        meanwhile();
         // A pause makes looks rare, so each of them asks.
         let pausing = spinning_since.is_some_and(|since| since.elapsed() > polling.spin);
         if looks.is_multiple_of(LOOKS_PER_QUERY) || (pausing && !polling.pause.is_zero()) {
