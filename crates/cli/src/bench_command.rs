@@ -132,7 +132,8 @@ pub(crate) struct DisbArgs {
     #[arg(long, value_name = "FOLDER")]
     pub(crate) models: Option<PathBuf>,
 
-    /// A, B, C, D, E, REAL, several of them separated by commas, or ALL
+    /// A, B, C, D, E, REAL, several of them separated by commas, ALL of these, or PAIRS: every real-time model beside
+    /// every best-effort one, alone (vgg19+resnet152 is one of them)
     #[arg(long, default_value = "ALL")]
     pub(crate) workload: String,
 
@@ -242,8 +243,10 @@ fn run_disb(args: &DisbArgs) -> Result<(), Failure> {
         "ALL" => NAMES.map(str::to_string).into(),
         list => list.split(',').map(|name| name.trim().to_string()).collect(),
     };
+    let pairs = disb::pairs();
     let mut workloads: Vec<&str> = match args.workload.as_str() {
         "ALL" => disb::WORKLOADS.into(),
+        "PAIRS" => pairs.iter().map(String::as_str).collect(),
         list => list.split(',').map(str::trim).collect(),
     };
     if args.workload == "ALL" && args.trace.is_some() {
@@ -282,7 +285,8 @@ fn scenario(args: &DisbArgs, workload: &str) -> Result<bench::scenario::Scenario
     }
     disb::workload(workload, &options).ok_or_else(|| {
         Failure::usage(format!(
-            "there is no workload '{workload}'; known: A, B, C, D, E, REAL, ALL"
+            "there is no workload '{workload}'; known: A, B, C, D, E, REAL, ALL, PAIRS, \
+             or one pair like vgg19+resnet152"
         ))
     })
 }

@@ -110,11 +110,13 @@ impl Loaded {
         &self,
         inputs: Vec<Tensor>,
         copy: CopyTime,
+        soon: &mut dyn FnMut(),
     ) -> Result<Box<dyn Staged>, DeviceError> {
         self.hub.alive()?;
         check_inputs(&self.plan, &inputs)?;
         let rows = rows_of(&inputs);
         let Some(batch) = leading_symbol(&self.plan).filter(|_| rows > 0) else {
+            soon();
             return Ok(Box::new(HostStaged::new(inputs)));
         };
         let sizes = other_sizes(&self.plan, batch, &inputs);
@@ -126,10 +128,13 @@ impl Loaded {
             Some(pool) => {
                 let raw: Vec<&[u8]> = raw.iter().map(|raw| raw.as_ref()).collect();
                 let early = copy == CopyTime::Early;
-                pool.take(&raw, rows, early).map_err(|err| self.hub.error(err))?
+                pool.take(&raw, rows, early, soon).map_err(|err| self.hub.error(err))?
             }
             None => None,
         };
+        if berth.is_none() {
+            soon();
+        }
         let place = berth.map_or(Place::Host(inputs), Place::Pool);
         Ok(Box::new(CudaStaged { sizes, rows, place }))
     }
@@ -189,7 +194,7 @@ impl Loaded {
         let hub = &self.hub;
         let (mut instances, mut staging) = (Vec::new(), Vec::new());
         for _ in 0..count {
-            let mut instance = lowered.take_instance(hub)?;
+            let mut instance = lowered.take_instance(hub, Priority::High)?;
             instance.graph(hub, lowered, Priority::High).map_err(|err| hub.error(err))?;
             instances.push(instance);
             staging.push(lowered.take_staging(hub)?);

@@ -5,12 +5,14 @@ mod event;
 mod graph;
 mod memory;
 mod module;
+mod pinned;
 mod stream;
 mod transfer;
 
 pub(crate) use context::{Context, DriverFacts};
 pub(crate) use event::Event;
 pub(crate) use graph::Graph;
-pub(crate) use memory::{DeviceBuffer, PinnedBuffer, PinnedWord};
+pub(crate) use memory::DeviceBuffer;
 pub(crate) use module::{Function, Module};
+pub(crate) use pinned::{PinnedBuffer, PinnedWord};
 pub(crate) use stream::{LaunchShape, Priority, Stream};

@@ -7,12 +7,14 @@ use base::Bytes;
 use device::{DeviceError, DeviceInfo, KernelCompiler};
 use model::gpu::GpuTarget;
 
-use crate::control::Epoch;
 use crate::device::CudaOptions;
 use crate::driver::{Context, Graph, Priority, Stream};
 use crate::error::CudaError;
 use crate::kernels::Kernels;
 use crate::lowered::Lowered;
+use crate::queue::Dispatcher;
+use crate::quiet::Quiet;
+use crate::seats::Seats;
 use crate::timeline::Timeline;
 use crate::tuning::Tuning;
 
@@ -24,7 +26,10 @@ pub(crate) struct Hub {
     pub(crate) options: CudaOptions,
     pub(crate) compiler: Arc<dyn KernelCompiler>,
     pub(crate) kernels: Kernels,
-    pub(crate) epoch: Epoch,
+    /// Orders to leave.
+    pub(crate) seats: Arc<Seats>,
+    pub(crate) dispatcher: Dispatcher,
+    pub(crate) quiet: Arc<Quiet>,
     /// Queues that run best-effort work.
     pub(crate) best_effort: AtomicUsize,
     /// Orders allocations, frees and uploads.
@@ -59,10 +64,6 @@ impl Hub {
 
     pub(crate) fn kernels(&self) -> &Kernels {
         &self.kernels
-    }
-
-    pub(crate) fn epoch(&self) -> &Epoch {
-        &self.epoch
     }
 
     pub(crate) fn memory_stream(&self) -> &Arc<Stream> {

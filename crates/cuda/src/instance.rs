@@ -1,5 +1,7 @@
 //! The device memory of one run, with every launch's arguments ready.
 
+use std::sync::Arc;
+
 use device::DeviceError;
 
 use crate::driver::{DeviceBuffer, Graph, PinnedBuffer, Priority, Stream};
@@ -8,6 +10,7 @@ use crate::form::best_effort_choice;
 use crate::hub::Hub;
 use crate::layout::Addresses;
 use crate::lowered::Lowered;
+use crate::seats::Seat;
 
 /// Bytes of `BeControl` in `wrap.cuh`.
 const CONTROL_BYTES: usize = 48;
@@ -20,6 +23,7 @@ pub(crate) struct Instance {
     /// Best-effort steps that are launched as one, as far as they have been asked for.
     chains: Vec<Option<Graph>>,
     memory: DeviceBuffer,
+    seat: Arc<Seat>,
     real_time: Vec<Vec<u8>>,
     best_effort: Vec<Vec<u8>>,
 }
@@ -64,6 +68,7 @@ impl Instance {
     pub(crate) fn new(hub: &Hub, lowered: &Lowered) -> Result<Instance, DeviceError> {
         let memory = DeviceBuffer::zeroed(hub.memory_stream(), lowered.layout.bytes)
             .map_err(|err| hub.error(err))?;
+        let seat = Arc::new(hub.seats.take().map_err(|err| hub.error(err))?);
         let addresses = Addresses {
             block: memory.address(),
             layout: &lowered.layout,
@@ -78,11 +83,16 @@ impl Instance {
             best_effort.push(addresses.patch(be, layout.best_effort_own(index)).map_err(bad)?);
         }
         let chains = lowered.chains.iter().map(|_| None).collect();
-        Ok(Instance { graphs: [None, None], chains, memory, real_time, best_effort })
+        Ok(Instance { graphs: [None, None], chains, memory, seat, real_time, best_effort })
     }
 
     pub(crate) fn address(&self) -> u64 {
         self.memory.address()
+    }
+
+    /// Where orders to leave are looked for.
+    pub(crate) fn seat(&self) -> &Arc<Seat> {
+        &self.seat
     }
 
     /// Queues the copy of all inputs, and of zeros to the fault words and, for best effort, to those of its launches.
@@ -102,21 +112,40 @@ impl Instance {
         unsafe { stream.copy_in(self.memory.address(), staging.as_ptr(), bytes) }
     }
 
-    /// Queues the copy of what lies behind the inputs in staging, as [`Self::copy_inputs`] does with them.
+    /// Queues the copy of all that lies between inputs and outputs in staging, as [`Self::copy_inputs`] does along with them.
     ///
     /// # Safety
     /// As there.
-    pub(crate) unsafe fn copy_words(
+    pub(crate) unsafe fn copy_behind_inputs(
         &self,
         lowered: &Lowered,
         staging: &PinnedBuffer,
         best_effort: bool,
         stream: &Stream,
     ) -> Result<(), CudaError> {
-        let at = lowered.layout.words_at();
+        let at = lowered.layout.inputs_end();
         let bytes = lowered.layout.copied_in(best_effort) - at as usize;
         // SAFETY: they lie at the same place on both sides; the caller answers for the time.
         unsafe { stream.copy_in(self.address() + at, staging.as_ptr().add(at as usize), bytes) }
+    }
+
+    /// Queues the copy of the words of best-effort launches, which are zero in `staging` but for the run's own.
+    ///
+    /// # Safety
+    /// As for the inputs.
+    pub(crate) unsafe fn copy_words(
+        &self,
+        lowered: &Lowered,
+        staging: &PinnedBuffer,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        let words = lowered.layout.words();
+        let (at, bytes) = (words.start as usize, (words.end - words.start) as usize);
+        debug_assert!(at + bytes <= staging.len(), "staging holds the words");
+        // SAFETY: they lie at the same place on both sides; the caller answers for the time.
+        unsafe {
+            stream.copy_in(self.memory.address() + words.start, staging.as_ptr().add(at), bytes)
+        }
     }
 
     /// Queues the copy of all outputs and fault words.
@@ -176,7 +205,7 @@ impl Instance {
         }
     }
 
-    /// Queues step `index` as best effort, for the epoch in the run's word.
+    /// Queues step `index` as best effort, with the number in the run's word.
     ///
     /// # Safety
     /// As for real time; and the step's control words are zero, or those of this run's last try when `restored`.
@@ -200,11 +229,11 @@ impl Instance {
     fn control(&self, hub: &Hub, lowered: &Lowered, index: usize, restored: bool) -> ControlBlock {
         let control = &lowered.layout.controls[index];
         let run = match lowered.kernels[index].finishes {
-            true => hub.epoch().never_address(),
+            true => hub.seats.never_address(),
             false => self.address() + lowered.layout.run,
         };
         ControlBlock {
-            epoch: hub.epoch().address(),
+            epoch: self.seat.address(),
             run,
             left: self.address() + control.left,
             next: self.address() + control.next,
@@ -214,18 +243,18 @@ impl Instance {
         }
     }
 
-    /// Queues the epoch that best-effort launches behind it belong to.
+    /// Queues the number that best-effort launches behind it carry.
     ///
     /// # Safety
     /// This instance lives until it is done.
-    pub(crate) unsafe fn set_epoch(
+    pub(crate) unsafe fn set_number(
         &self,
         lowered: &Lowered,
-        epoch: u32,
+        number: u32,
         stream: &Stream,
     ) -> Result<(), CudaError> {
         // SAFETY: a word of this instance; the caller answers for the time.
-        unsafe { stream.fill(self.address() + lowered.layout.run, epoch, 1) }
+        unsafe { stream.fill(self.address() + lowered.layout.run, number, 1) }
     }
 
     /// Queues the steps of chain `number` as best effort, none of them begun before.

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::driver::{DeviceBuffer, Event, PinnedBuffer, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
+use crate::task::SOON_BYTES;
 
 /// What a pool may take of the device, and as much again of the host.
 const BYTES_MOST: usize = 160 << 20;
@@ -107,6 +108,7 @@ impl Pool {
         inputs: &[&[u8]],
         rows: usize,
         early: bool,
+        soon: &mut dyn FnMut(),
     ) -> Result<Option<Berth>, CudaError> {
         let lengths = inputs.iter().map(|input| input.len());
         if !lengths.eq(self.row_bytes.iter().map(|bytes| bytes * rows)) {
@@ -114,12 +116,26 @@ impl Pool {
         }
         let Some(first) = self.slots().take(rows) else { return Ok(None) };
         let mut berth = Berth { pool: self.clone(), first, rows, copy: None };
+        let mut left: usize = inputs.iter().map(|input| input.len()).sum();
+        let mut soon = Some(soon);
         for (index, input) in inputs.iter().enumerate() {
+            let (first, last) = input.split_at(left.saturating_sub(SOON_BYTES).min(input.len()));
             // SAFETY: these rows lie inside the buffer and are the berth's alone; what an earlier owner had queued from them
             // is of no use to anybody any more.
             unsafe {
-                std::ptr::copy_nonoverlapping(input.as_ptr(), berth.host(index), input.len())
+                std::ptr::copy_nonoverlapping(first.as_ptr(), berth.host(index), first.len())
             };
+            if left - first.len() <= SOON_BYTES
+                && let Some(soon) = soon.take()
+            {
+                soon();
+            }
+            // SAFETY: as above, behind the first part.
+            unsafe {
+                let target = berth.host(index).add(first.len());
+                std::ptr::copy_nonoverlapping(last.as_ptr(), target, last.len());
+            }
+            left -= input.len();
         }
         if early {
             berth.copy_to_device()?;

@@ -215,9 +215,9 @@ impl Loaded {
         let lowered = Arc::new(Lowered::new(hub, gpu, &self.weights, progress)?);
         hub.watch_spares(&lowered);
         // The first request shall find memory and graph in place.
-        let mut instance = lowered.take_instance(hub)?;
+        let mut instance = lowered.take_instance(hub, Priority::High)?;
         instance.graph(hub, &lowered, Priority::High).map_err(|err| hub.error(err))?;
-        lowered.give_instance(instance);
+        lowered.give_instance(instance, Priority::High);
         let mut plans = self.plans();
         plans.push((sizes, lowered.clone()));
         let over = plans.len().saturating_sub(hub.options().plans_most.max(1));
@@ -238,16 +238,29 @@ impl Program for CudaProgram {
     }
 
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
+        self.prepare_soon(inputs, &mut || {})
+    }
+
+    fn prepare_soon(
+        &self,
+        inputs: Vec<Tensor>,
+        soon: &mut dyn FnMut(),
+    ) -> Result<Box<dyn Task>, DeviceError> {
         let shared = &self.shared;
         shared.hub.alive()?;
         check_inputs(&shared.plan, &inputs)?;
         let lowered = shared.lowered(sizes_of(&shared.plan, &inputs), &|_, _| {})?;
         let raw = inputs.iter().map(raw_bytes).collect::<Result<Vec<_>, _>>()?;
-        Ok(Box::new(CudaTask::new(shared.hub.clone(), lowered, &raw)?))
+        Ok(Box::new(CudaTask::new(shared.hub.clone(), lowered, &raw, soon)?))
     }
 
-    fn stage(&self, inputs: Vec<Tensor>, copy: CopyTime) -> Result<Box<dyn Staged>, DeviceError> {
-        self.shared.stage(inputs, copy)
+    fn stage(
+        &self,
+        inputs: Vec<Tensor>,
+        copy: CopyTime,
+        soon: &mut dyn FnMut(),
+    ) -> Result<Box<dyn Staged>, DeviceError> {
+        self.shared.stage(inputs, copy, soon)
     }
 
     fn gather(&self, staged: Vec<Box<dyn Staged>>) -> Result<Box<dyn Task>, DeviceError> {

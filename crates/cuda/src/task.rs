@@ -9,11 +9,15 @@ use device::{DeviceError, Task};
 use model::Tensor;
 
 use crate::cargo::Cargo;
-use crate::driver::{PinnedBuffer, Stream};
+use crate::driver::{PinnedBuffer, Priority, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
 use crate::instance::Instance;
 use crate::lowered::Lowered;
+use crate::seats::Seat;
+
+/// Inputs that are still to be copied when a task is announced: what takes about as long as best effort to leave.
+pub(crate) const SOON_BYTES: usize = 256 << 10;
 
 /// A run: inputs on the host, device memory from its first step to its last, outputs on the host.
 pub(crate) struct CudaTask {
@@ -23,6 +27,8 @@ pub(crate) struct CudaTask {
     /// Where the inputs of a batch are; a run of its own has them in staging.
     cargo: Option<Cargo>,
     instance: Option<Instance>,
+    /// What the instance was taken for.
+    priority: Priority,
     next_step: usize,
     /// Inputs are on the device.
     pub(crate) uploaded: bool,
@@ -48,17 +54,30 @@ impl CudaTask {
         hub: Arc<Hub>,
         lowered: Arc<Lowered>,
         inputs: &[&Bytes],
+        soon: &mut dyn FnMut(),
     ) -> Result<CudaTask, DeviceError> {
-        let mut staging = lowered.take_staging(&hub)?;
-        let target = staging.as_mut_slice();
-        for (index, (slot, raw)) in lowered.gpu.inputs.iter().zip(inputs).enumerate() {
+        for (slot, raw) in lowered.gpu.inputs.iter().zip(inputs) {
             if raw.len() as u64 != slot.bytes {
                 let (name, want, got) = (&slot.name, slot.bytes, raw.len());
                 let why = format!("input '{name}' has {got} bytes, the device expects {want}");
                 return Err(DeviceError::BadInput(why));
             }
+        }
+        let mut staging = lowered.take_staging(&hub)?;
+        let target = staging.as_mut_slice();
+        let mut left: usize = inputs.iter().map(|raw| raw.len()).sum();
+        let mut soon = Some(soon);
+        for (index, raw) in inputs.iter().enumerate() {
             let at = lowered.layout.input(index) as usize;
-            target[at..at + raw.len()].copy_from_slice(raw);
+            let early = left.saturating_sub(SOON_BYTES).min(raw.len());
+            target[at..at + early].copy_from_slice(&raw[..early]);
+            if left - early <= SOON_BYTES
+                && let Some(soon) = soon.take()
+            {
+                soon();
+            }
+            target[at + early..at + raw.len()].copy_from_slice(&raw[early..]);
+            left -= raw.len();
         }
         Ok(CudaTask::with(hub, lowered, staging, None))
     }
@@ -87,6 +106,7 @@ impl CudaTask {
             staging: Some(staging),
             cargo,
             instance: None,
+            priority: Priority::Low,
             next_step: 0,
             uploaded: false,
             words: ControlState::default(),
@@ -106,7 +126,7 @@ impl CudaTask {
                 return instance.copy_inputs(&self.lowered, staging, best_effort, stream);
             };
             cargo.copy_in(&self.lowered, instance.address(), staging, stream)?;
-            instance.copy_words(&self.lowered, staging, best_effort, stream)
+            instance.copy_behind_inputs(&self.lowered, staging, best_effort, stream)
         }
     }
 
@@ -122,10 +142,11 @@ impl CudaTask {
         (bytes, shape)
     }
 
-    /// Takes device memory unless the run has it already.
-    pub(crate) fn hold_memory(&mut self) -> Result<(), DeviceError> {
+    /// Takes device memory unless the run has it already; rather some that was last used at that priority.
+    pub(crate) fn hold_memory(&mut self, priority: Priority) -> Result<(), DeviceError> {
         if self.instance.is_none() {
-            self.instance = Some(self.lowered.take_instance(&self.hub)?);
+            self.instance = Some(self.lowered.take_instance(&self.hub, priority)?);
+            self.priority = priority;
             self.uploaded = false;
         }
         Ok(())
@@ -139,17 +160,35 @@ impl CudaTask {
         }
     }
 
-    /// Queues the copy of inputs and of fresh words for best-effort launches of `epoch`.
-    pub(crate) fn upload(&mut self, epoch: u32, stream: &Stream) -> Result<(), CudaError> {
+    /// Where the run looks for orders to leave.
+    pub(crate) fn seat(&self) -> Result<Arc<Seat>, CudaError> {
+        let instance = self.instance.as_ref();
+        let seat = instance.map(|instance| instance.seat().clone());
+        seat.ok_or(CudaError::Misuse("a run without memory has no seat"))
+    }
+
+    /// Queues the copy of inputs and of fresh words for best-effort launches that carry `number`.
+    pub(crate) fn upload(&mut self, number: u32, stream: &Stream) -> Result<(), CudaError> {
         let run = self.lowered.layout.run as usize;
         let Some(staging) = &mut self.staging else {
             return Err(CudaError::Misuse("a run without memory was launched"));
         };
-        staging.as_mut_slice()[run..run + 4].copy_from_slice(&epoch.to_le_bytes());
+        staging.as_mut_slice()[run..run + 4].copy_from_slice(&number.to_le_bytes());
         self.copy_in(true, stream)?;
         self.uploaded = true;
         self.words = ControlState { cleared: true, ..ControlState::default() };
         Ok(())
+    }
+
+    /// Queues the copy of fresh words alone, for launches that carry `number`.
+    pub(crate) fn upload_words(&mut self, number: u32, stream: &Stream) -> Result<(), CudaError> {
+        let (Some(instance), Some(staging)) = (&mut self.instance, &mut self.staging) else {
+            return Err(CudaError::Misuse("a run without memory was launched"));
+        };
+        let run = self.lowered.layout.run as usize;
+        staging.as_mut_slice()[run..run + 4].copy_from_slice(&number.to_le_bytes());
+        // SAFETY: the task holds both sides until the stream is drained.
+        unsafe { instance.copy_words(&self.lowered, staging, stream) }
     }
 
     /// Notes that steps before `step` are done; after the last, the device memory goes back. Nothing of this run may be
@@ -159,7 +198,7 @@ impl CudaTask {
         if step == self.step_count()
             && let Some(instance) = self.instance.take()
         {
-            self.lowered.give_instance(instance);
+            self.lowered.give_instance(instance, self.priority);
         }
     }
 
@@ -239,7 +278,7 @@ impl Drop for CudaTask {
     fn drop(&mut self) {
         // A run that ends early gives its memory back too: its completion said that nothing of it is queued any more.
         if let Some(instance) = self.instance.take() {
-            self.lowered.give_instance(instance);
+            self.lowered.give_instance(instance, self.priority);
         }
         if let Some(staging) = self.staging.take() {
             self.lowered.give_staging(staging);

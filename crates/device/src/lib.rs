@@ -128,6 +128,14 @@ pub trait Device: Send + Sync {
         options: QueueOptions,
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError>;
+
+    /// Makes everything launched so far on all of `queues`, which are this device's, leave: at one go where that is cheaper
+    /// than one by one.
+    fn preempt(&self, queues: &[&dyn Queue]) {
+        for queue in queues {
+            queue.preempt();
+        }
+    }
 }
 
 /// Turns plans into kernels. A GPU device is given one by whoever puts the parts together, and asks it
@@ -156,10 +164,28 @@ pub trait Program: Send + Sync {
     /// Starts a task on `inputs`, one per plan input and in that order. Checks types and shapes.
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError>;
 
+    /// The same, and calls `soon` once when only a moment is left: so late that nothing is lost, and early enough for others
+    /// to have made room when the task is launched. Not called where the inputs are refused.
+    fn prepare_soon(
+        &self,
+        inputs: Vec<Tensor>,
+        soon: &mut dyn FnMut(),
+    ) -> Result<Box<dyn Task>, DeviceError> {
+        let task = self.prepare(inputs)?;
+        soon();
+        Ok(task)
+    }
+
     /// Checks the inputs of one request and lets them wait for others of the same sizes, on the device where it has room and
-    /// `copy` is early. The plan has a batch.
-    fn stage(&self, inputs: Vec<Tensor>, _copy: CopyTime) -> Result<Box<dyn Staged>, DeviceError> {
+    /// `copy` is early. The plan has a batch. Calls `soon` as [`Program::prepare_soon`] does.
+    fn stage(
+        &self,
+        inputs: Vec<Tensor>,
+        _copy: CopyTime,
+        soon: &mut dyn FnMut(),
+    ) -> Result<Box<dyn Staged>, DeviceError> {
         check_inputs(self.plan(), &inputs)?;
+        soon();
         Ok(Box::new(batch::HostStaged::new(inputs)))
     }
 

@@ -97,6 +97,14 @@ pub enum Event {
         /// When the answer is of no more use to any of them.
         deadline: Nanos,
     },
+    /// A real-time request is about to arrive: its inputs are nearly where the device takes them from. Best effort makes room
+    /// meanwhile. [`Event::Withdrawn`] follows, after the arrival where one comes.
+    Expected {
+        /// Its model.
+        model: ModelId,
+    },
+    /// A request that was expected has arrived, or never will.
+    Withdrawn,
     /// A segment did all its steps.
     SegmentDone {
         /// The queue it ran on.
@@ -387,6 +395,11 @@ pub struct Core {
     companions: Companions,
     /// The best-effort model that may stay beside the real-time task that was started last.
     companion: Option<ModelId>,
+    /// The real-time model whose next task it was chosen for, until that starts.
+    companion_for: Option<ModelId>,
+    /// Real-time requests that are expected, and the model of the one announced last.
+    expected: usize,
+    expected_model: Option<ModelId>,
     lost: bool,
     draining: bool,
     candidates: Vec<Candidate>,
@@ -421,6 +434,9 @@ impl Core {
             beside: 0,
             companions: Companions::default(),
             companion: None,
+            companion_for: None,
+            expected: 0,
+            expected_model: None,
             lost: false,
             draining: false,
             candidates: Vec::new(),
@@ -457,9 +473,9 @@ impl Core {
         self.model(model).map_or((0, 0), |state| (state.waiting, state.under_way))
     }
 
-    /// The model of the real-time request that is to start next, if one waits.
+    /// The model of the real-time request that is to start next, if one waits or is expected.
     pub fn next_real_time(&self) -> Option<ModelId> {
-        let (_, request) = self.real_time.peek()?;
+        let Some((_, request)) = self.real_time.peek() else { return self.expected_model };
         self.requests.get(request).map(|state| state.model)
     }
 
@@ -514,6 +530,13 @@ impl Core {
                 if let Some(running) = self.release_queue(queue, busy) {
                     self.end(running.request, End::Failed, actions);
                 }
+            }
+            Event::Expected { model } => {
+                (self.expected, self.expected_model) = (self.expected + 1, Some(model));
+            }
+            Event::Withdrawn => {
+                self.expected = self.expected.saturating_sub(1);
+                self.expected_model = self.expected_model.filter(|_| self.expected > 0);
             }
             Event::DeviceLost => self.device_lost(actions),
             Event::DeviceReady => self.device_ready(actions),

@@ -146,8 +146,12 @@ pub enum Rejection {
 pub struct Timing {
     /// Taken in.
     pub arrived: Nanos,
+    /// Its inputs were where the device takes them from.
+    pub prepared: Nanos,
     /// First step began.
     pub started: Nanos,
+    /// The device had been told of all that was launched first.
+    pub launched: Nanos,
     /// Last step ended.
     pub finished: Nanos,
     /// Time spent on the device.
@@ -226,6 +230,32 @@ impl RequestHandle {
     }
 }
 
+/// The word to the core that a real-time request is coming; taken back when it is dropped.
+struct Announcement<'a> {
+    shared: &'a Shared,
+    made: bool,
+}
+
+impl Announcement<'_> {
+    fn make(&mut self, model: ModelKey) {
+        self.made = true;
+        self.shared.handle(Event::Expected { model: ModelId(model.slot) });
+    }
+
+    /// What takes it back, to be told by whoever asks.
+    fn take(&mut self) -> Option<Event> {
+        std::mem::take(&mut self.made).then_some(Event::Withdrawn)
+    }
+}
+
+impl Drop for Announcement<'_> {
+    fn drop(&mut self) {
+        if let Some(event) = self.take() {
+            self.shared.handle(event);
+        }
+    }
+}
+
 type ReplyFn = Box<dyn FnOnce(Reply) + Send>;
 
 struct Shared {
@@ -235,6 +265,8 @@ struct Shared {
     max_requests: usize,
     /// Whether the policy runs best effort at all.
     best_effort: bool,
+    /// Whether real time is announced, so that best effort has left when it starts.
+    announces: bool,
     queues: OnceLock<Vec<Box<dyn Queue>>>,
     preparer: OnceLock<Preparer>,
     state: Mutex<State>,
@@ -362,6 +394,7 @@ impl Node {
             observer: options.observer,
             max_requests: options.max_requests,
             best_effort: rules.best_effort,
+            announces: layout::announces(&rules, queues),
             queues: OnceLock::new(),
             preparer: OnceLock::new(),
             state: Mutex::new(state),
@@ -657,9 +690,16 @@ impl Shared {
             let mut actions = std::mem::take(&mut state.actions);
             state.core.step(now, event, &mut actions);
             self.note_orders(&mut state, now, &actions);
+            let mut told = Vec::new();
             for action in actions.drain(..) {
+                if let Action::Preempt { queue, .. } = action {
+                    told.push(queue);
+                    continue;
+                }
+                self.send_orders(&mut told);
                 self.act(&mut state, now, action, &mut events, &mut due);
             }
+            self.send_orders(&mut told);
             state.actions = actions;
         }
         self.rearm_timer(&mut state);
@@ -670,6 +710,17 @@ impl Shared {
         for (send, reply) in due {
             send(reply);
         }
+    }
+
+    /// Makes the work of all queues in `told` leave, at one go.
+    fn send_orders(&self, told: &mut Vec<usize>) {
+        if told.is_empty() {
+            return;
+        }
+        let queues = self.queues.get().map(Vec::as_slice).unwrap_or_default();
+        let told: Vec<&dyn Queue> =
+            told.drain(..).filter_map(|queue| queues.get(queue).map(|queue| &**queue)).collect();
+        self.device.preempt(&told);
     }
 
     fn note_orders(&self, state: &mut State, now: Nanos, actions: &[Action]) {
@@ -699,8 +750,8 @@ impl Shared {
                 let Some(live) = state.live.get_mut(request.slot()).and_then(Option::as_mut) else {
                     return;
                 };
-                if !live.launched {
-                    live.launched = true;
+                let first = !std::mem::replace(&mut live.launched, true);
+                if first {
                     live.timing.started = now;
                 }
                 let Some(task) = live.task.take() else {
@@ -719,17 +770,15 @@ impl Shared {
                     Some(queue) => queue.launch(segment).is_ok(),
                     None => false,
                 };
+                if first {
+                    live.timing.launched = self.clock.now();
+                }
                 if !launched {
                     live.failure = Some(DeviceError::Faulted {
                         device: self.device.info().name.clone(),
                         reason: "a queue takes no work".to_string(),
                     });
                     events.push_back(Event::SegmentFailed { queue, busy: Nanos::ZERO });
-                }
-            }
-            Action::Preempt { queue, .. } => {
-                if let Some(queue) = self.queues.get().and_then(|queues| queues.get(queue)) {
-                    queue.preempt();
                 }
             }
             Action::End { request, end } => {
@@ -743,8 +792,10 @@ impl Shared {
                 }
             }
             Action::FreeModel { model } => state.models[model.0 as usize] = None,
-            // The device copies inputs and loads weights by itself, and a step there is not divided.
-            Action::SetBudget { .. }
+            // Orders to leave go out together. The device copies inputs and loads weights by itself, and a step there is not
+            // divided.
+            Action::Preempt { .. }
+            | Action::SetBudget { .. }
             | Action::Pad { .. }
             | Action::Copy { .. }
             | Action::Load { .. }

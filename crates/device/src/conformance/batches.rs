@@ -58,8 +58,9 @@ fn stage(
     inputs: &[Tensor],
     copy: CopyTime,
 ) -> Result<Box<dyn Staged>, Stop> {
-    let staged =
-        program.stage(inputs.to_vec(), copy).map_err(|err| format!("not staged: {err}"))?;
+    let staged = program
+        .stage(inputs.to_vec(), copy, &mut || {})
+        .map_err(|err| format!("not staged: {err}"))?;
     let rows = inputs[0].shape()[0];
     ensure(staged.rows() == rows, format!("{} rows instead of {rows}", staged.rows()))?;
     Ok(staged)
@@ -113,7 +114,7 @@ fn checked(device: &dyn Device) -> Result<(), Stop> {
     let of = |rows: usize, width: usize| reals(&[rows, width], vec![0.0; rows * width]);
     let bad = [vec![of(1, WIDTH)], vec![of(1, WIDTH), of(1, 2)], vec![of(1, WIDTH), of(2, WIDTH)]];
     for inputs in bad {
-        match program.stage(inputs, CopyTime::Early) {
+        match program.stage(inputs, CopyTime::Early, &mut || {}) {
             Err(DeviceError::BadInput(_)) => {}
             Err(other) => return Err(format!("bad inputs give '{other}'").into()),
             Ok(_) => return Err("bad inputs were staged".into()),
@@ -161,5 +162,15 @@ fn made_ready(device: &dyn Device) -> Result<(), Stop> {
     program.make_ready(&[], &[1, 2, 2, 4]).map_err(|err| format!("not made ready: {err}"))?;
     let ready = program.ready_batches(&[]);
     let all = ready.as_ref().is_none_or(|ready| [1, 2, 4].iter().all(|size| ready.contains(size)));
-    ensure(all, format!("ready are {ready:?} after 1, 2 and 4 were asked for"))
+    ensure(all, format!("ready are {ready:?} after 1, 2 and 4 were asked for"))?;
+    // Three rows on a plan of four, whose last row was somebody else's.
+    for round in 0..3 {
+        let mut random = Random::new(round);
+        let rows = if round == 0 { 4 } else { 3 };
+        let requests: Vec<_> = (0..rows).map(|_| request(&mut random, 1)).collect();
+        let staged = requests.iter().map(|inputs| stage(&*program, inputs, CopyTime::Early));
+        let staged = staged.collect::<Result<Vec<_>, _>>()?;
+        compare(device, &*program, &requests, staged)?;
+    }
+    Ok(())
 }

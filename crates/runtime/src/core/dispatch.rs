@@ -135,7 +135,9 @@ impl Core {
         self.turn_slice(now);
         let held = self.slice_until.is_some();
         let alone = self.rules.beside != Beside::Everything;
-        if !held && !self.real_time.is_empty() {
+        let waits = !self.real_time.is_empty();
+        let coming = !held && (waits || self.expected > 0);
+        if coming {
             if self.rules.beside == Beside::Companion {
                 self.choose_companion();
             }
@@ -143,15 +145,16 @@ impl Core {
             if alone {
                 self.evict_best_effort(actions);
             }
-            if self.rules.start == Start::AtOnce || self.clear() {
+            if waits && (self.rules.start == Start::AtOnce || self.clear()) {
+                self.companion_for = None;
                 self.fill(now, Kind::RealTime, actions);
                 self.announce(now, actions);
             }
         }
         let running = self.real_time_slot().is_some();
-        let active = alone && (running || (!held && !self.real_time.is_empty()));
+        let active = alone && (running || coming);
         if !active {
-            self.companion = None;
+            (self.companion, self.companion_for) = (None, None);
             self.lift_budgets(now, actions);
             self.fill(now, Kind::BestEffort, actions);
         } else if running && self.companion.is_some() {
@@ -211,6 +214,10 @@ impl Core {
             return;
         }
         let Some(real_time) = self.next_real_time() else { return };
+        // It was chosen when the task was announced.
+        if self.companion_for.replace(real_time) == Some(real_time) {
+            return;
+        }
         let runs = |slot: &Slot| {
             let running = slot.running.filter(|running| !running.leaving)?;
             (slot.kind == Kind::BestEffort).then_some(running.model)

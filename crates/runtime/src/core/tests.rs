@@ -542,3 +542,26 @@ fn a_job_lives_as_long_as_those_who_got_on() {
     assert_eq!(actions, [Action::End { request: job, end: End::Done }]);
     assert_eq!(core.next_timer(), None);
 }
+
+#[test]
+fn best_effort_makes_room_for_what_is_expected() {
+    let mut pair = Pair::new();
+    pair.step(Event::Expected { model: ModelId(0) });
+    assert_eq!((pair.running, pair.left), ([None; 2], [1, 1]), "both leave, and none starts");
+    // It never comes.
+    pair.step(Event::Withdrawn);
+    assert!(pair.running.iter().all(Option::is_some), "best effort goes on");
+    // Two are expected; the first comes, and is done before the second is there.
+    pair.step(Event::Expected { model: ModelId(0) });
+    pair.step(Event::Expected { model: ModelId(0) });
+    pair.arrive(0, Class::RealTime);
+    pair.step(Event::Withdrawn);
+    assert_eq!(pair.running, [None; 2]);
+    pair.step(Event::SegmentDone { queue: 0, busy: Nanos(1) });
+    assert_eq!(pair.running, [None; 2], "one is still to come");
+    pair.step(Event::Withdrawn);
+    assert!(pair.running.iter().all(Option::is_some));
+    // One too many changes nothing.
+    pair.step(Event::Withdrawn);
+    assert!(pair.running.iter().all(Option::is_some));
+}

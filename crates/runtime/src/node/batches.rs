@@ -12,6 +12,7 @@ use model::rows::{batch_symbol, mixing_step};
 use model::{LaunchPlan, Tensor};
 
 use super::batcher::{Batcher, Ended, GroupKey, Member, MemberId, Refusal, Rules, Wanted};
+use super::submission::Asked;
 use super::{
     Due, Live, ModelKey, Rejection, Reply, ReplyFn, ReplyResult, Rider, Shared, State, Timing,
     rejected,
@@ -124,11 +125,7 @@ impl Intake {
 
 /// A request on its way into a batcher.
 pub(super) struct Incoming {
-    pub(super) model: ModelKey,
-    pub(super) class: Class,
-    pub(super) priority: u32,
-    pub(super) arrived: Nanos,
-    pub(super) deadline: Nanos,
+    asked: Asked,
     sizes: Vec<(String, usize)>,
     staged: Box<dyn Staged>,
 }
@@ -139,12 +136,12 @@ impl Incoming {
         program: &dyn Program,
         intake: &Intake,
         inputs: Vec<Tensor>,
-        (model, class, priority): (ModelKey, Class, u32),
-        (arrived, deadline): (Nanos, Nanos),
+        asked: Asked,
+        soon: &mut dyn FnMut(),
     ) -> Result<Incoming, DeviceError> {
         let sizes = other_sizes(program.plan(), &intake.symbol, &inputs);
-        let staged = program.stage(inputs, intake.copy)?;
-        Ok(Incoming { model, class, priority, arrived, deadline, sizes, staged })
+        let staged = program.stage(inputs, intake.copy, soon)?;
+        Ok(Incoming { asked, sizes, staged })
     }
 }
 
@@ -159,7 +156,8 @@ pub(super) enum Admission {
 impl Shared {
     /// Puts a request into its model's batcher.
     pub(super) fn admit(&self, state: &mut State, incoming: Incoming, reply: ReplyFn) -> Admission {
-        let Incoming { model, class, priority, arrived, deadline, sizes, staged } = incoming;
+        let Incoming { asked, sizes, staged } = incoming;
+        let Asked { model, class, priority, arrived, deadline } = asked;
         let busy = state.core.under_way() + state.batches.members >= self.max_requests;
         let Some(entry) = state.model_mut(model) else {
             return Admission::Refused(reply, Rejection::NoSuchModel);

@@ -70,6 +70,12 @@ pub(super) fn layout(
     }
 }
 
+/// Whether best effort is made to leave when real time is announced: where it leaves at once and real time has a queue of its
+/// own.
+pub(super) fn announces(rules: &Rules, layout: QueueLayout) -> bool {
+    layout.shared == 0 && rules.leave.is_some() && rules.beside != Beside::Everything
+}
+
 /// The queues of `layout`, in its order. Only what a policy makes leave is opened as work that can; the rest runs in the
 /// device's faster form.
 pub(super) fn queue_options(

@@ -10,8 +10,8 @@ use model::config::Class;
 
 use super::batches::{Admission, Incoming, Intake};
 use super::{
-    Live, ModelEntry, ModelKey, Node, Place, Rejection, Reply, ReplyFn, Request, RequestHandle,
-    Rider, Timing,
+    Announcement, Live, ModelEntry, ModelKey, Node, Place, Rejection, Reply, ReplyFn, Request,
+    RequestHandle, Rider, Timing,
 };
 use crate::core::{Event, ModelId};
 
@@ -45,10 +45,29 @@ impl Node {
             arrived,
             deadline: timeout.map_or(Nanos::MAX, |timeout| arrived + timeout),
         };
+        let announced = class == Class::RealTime && shared.announces;
+        let mut announcement = Announcement { shared, made: false };
+        let mut soon = || {
+            if announced {
+                announcement.make(request.model);
+            }
+        };
+        // The copy into the device's own memory happens on the caller's thread and outside the lock.
         match intake.filter(|intake| intake.takes(&request.inputs)) {
-            Some(intake) => self.submit_member(&program, &intake, asked, request.inputs, reply),
-            // The copy into the device's own memory happens on the caller's thread and outside the lock.
-            None => self.submit_alone(asked, program.prepare(request.inputs), reply),
+            Some(intake) => {
+                let staged = Incoming::stage(&*program, &intake, request.inputs, asked, &mut soon);
+                // What was announced is taken back when its job is in the core.
+                let handle = self.submit_member(&program, asked, staged, reply);
+                drop(announcement);
+                handle
+            }
+            None => {
+                let task = match announced {
+                    true => program.prepare_soon(request.inputs, &mut soon),
+                    false => program.prepare(request.inputs),
+                };
+                self.submit_alone(asked, task, announcement.take(), reply)
+            }
         }
     }
 
@@ -56,56 +75,61 @@ impl Node {
     fn submit_member(
         &self,
         program: &Arc<dyn Program>,
-        intake: &Intake,
         asked: Asked,
-        inputs: Vec<Tensor>,
+        staged: Result<Incoming, DeviceError>,
         reply: ReplyFn,
     ) -> RequestHandle {
-        let Asked { model, class, priority, arrived, deadline } = asked;
-        let (who, when) = ((model, class, priority), (arrived, deadline));
-        let incoming = match Incoming::stage(&**program, intake, inputs, who, when) {
+        let incoming = match staged {
             Ok(incoming) => incoming,
-            Err(err) => return self.submit_alone(asked, Err(err), reply),
+            Err(err) => return self.submit_alone(asked, Err(err), None, reply),
         };
         let mut state = self.shared.lock();
         match self.shared.admit(&mut state, incoming, reply) {
             Admission::Member(member) => {
                 self.shared.run(state, VecDeque::new());
-                let place = Place::Batcher(model, member);
+                let place = Place::Batcher(asked.model, member);
                 RequestHandle { shared: Arc::downgrade(&self.shared), place }
             }
             Admission::Refused(reply, why) => {
                 drop(state);
-                refused(arrived, reply, why)
+                refused(asked.arrived, reply, why)
             }
             Admission::Alone(reply, staged) => {
                 drop(state);
-                self.submit_alone(asked, program.gather(vec![staged]), reply)
+                self.submit_alone(asked, program.gather(vec![staged]), None, reply)
             }
         }
     }
 
-    /// Takes a request in that runs on its own.
+    /// Takes a request in that runs on its own. `withdrawn` takes back what was announced of it.
     fn submit_alone(
         &self,
         asked: Asked,
         task: Result<Box<dyn Task>, DeviceError>,
+        withdrawn: Option<Event>,
         reply: ReplyFn,
     ) -> RequestHandle {
         let shared = &self.shared;
         let Asked { model: key, class, priority, arrived, deadline } = asked;
+        let prepared = shared.clock.now();
+        // Told also when the request is refused.
+        let withdraw = |withdrawn: Option<Event>| {
+            withdrawn.into_iter().for_each(|event| shared.handle(event));
+        };
         let task = match task {
             Ok(task) => task,
             Err(err) => {
                 if let Some(entry) = shared.lock().model_mut(key) {
                     entry.stats.failed += 1;
                 }
+                withdraw(withdrawn);
                 return refused(arrived, reply, Rejection::Device(err));
             }
         };
         let mut state = shared.lock();
         if state.model(key).is_none() {
             drop(state);
+            withdraw(withdrawn);
             return refused(arrived, reply, Rejection::NoSuchModel);
         }
         let full = state.core.under_way() + state.batches.members >= shared.max_requests;
@@ -115,24 +139,26 @@ impl Node {
                 entry.stats.rejected += 1;
             }
             drop(state);
+            withdraw(withdrawn);
             return refused(arrived, reply, Rejection::QueueFull { capacity: shared.max_requests });
         };
         let model = ModelId(key.slot);
-        let timing = Timing { arrived, first: true, ..Timing::default() };
+        let timing = Timing { arrived, prepared, first: true, ..Timing::default() };
         state.keep(id, Live::new(model, class, Some(task), Rider::One(reply), timing));
-        shared.step(state, Event::Arrival { request: id, model, class, priority, deadline });
+        let arrival = Event::Arrival { request: id, model, class, priority, deadline };
+        shared.run(state, [Some(arrival), withdrawn].into_iter().flatten().collect());
         RequestHandle { shared: Arc::downgrade(shared), place: Place::Core(id) }
     }
 }
 
 /// What the core is told of a request.
 #[derive(Clone, Copy)]
-struct Asked {
-    model: ModelKey,
-    class: Class,
-    priority: u32,
-    arrived: Nanos,
-    deadline: Nanos,
+pub(super) struct Asked {
+    pub(super) model: ModelKey,
+    pub(super) class: Class,
+    pub(super) priority: u32,
+    pub(super) arrived: Nanos,
+    pub(super) deadline: Nanos,
 }
 
 /// Answers a request that is not taken in.
