@@ -6,7 +6,6 @@ mod graph;
 mod memory;
 mod module;
 mod stream;
-#[allow(dead_code)]
 mod virtual_memory;
 
 pub(crate) use context::{Context, DriverFacts};
@@ -15,5 +14,4 @@ pub(crate) use graph::Graph;
 pub(crate) use memory::{DeviceBuffer, PinnedBuffer, PinnedWord};
 pub(crate) use module::{Function, Module};
 pub(crate) use stream::{LaunchShape, Priority, Stream};
-#[allow(unused_imports)]
 pub(crate) use virtual_memory::{AddressRange, Piece, granularity};

@@ -14,6 +14,7 @@ use crate::error::CudaError;
 use crate::kernels::Kernels;
 use crate::lowered::Lowered;
 use crate::tuning::Tuning;
+use crate::weights::WeightMemory;
 
 /// A device's parts.
 pub(crate) struct Hub {
@@ -31,6 +32,8 @@ pub(crate) struct Hub {
     /// Where graphs are recorded, one at a time: of high and of low priority, which their kernels take over.
     pub(crate) capture_streams: Mutex<[Stream; 2]>,
     pub(crate) tuning: RwLock<Tuning>,
+    /// Where weights are put.
+    pub(crate) weights: Arc<WeightMemory>,
     /// Plans that may keep memory for their next run.
     pub(crate) spares: Mutex<Vec<Weak<Lowered>>>,
 }

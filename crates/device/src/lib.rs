@@ -5,6 +5,8 @@
 //! the runtime's core decides.
 
 pub mod conformance;
+pub mod paged;
+pub mod residency;
 pub mod sim;
 
 use std::any::Any;
@@ -125,6 +127,11 @@ pub trait Device: Send + Sync {
         options: QueueOptions,
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError>;
+
+    /// What its memory is used for, if it keeps count.
+    fn memory_use(&self) -> Option<residency::MemoryUse> {
+        None
+    }
 }
 
 /// Turns plans into kernels. A GPU device is given one by whoever puts the parts together, and asks it
@@ -152,6 +159,11 @@ pub trait Program: Send + Sync {
 
     /// Starts a task on `inputs`, one per plan input and in that order. Checks types and shapes.
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError>;
+
+    /// Its weights, where they come and go; `None` when they are there for as long as the program is.
+    fn residency(&self) -> Option<Arc<dyn residency::Residency>> {
+        None
+    }
 }
 
 /// One run of a program: its values so far and the next step to do.

@@ -211,14 +211,22 @@ impl Worker {
             return Ok(true);
         }
         task.hold_memory()?;
+        let (started, first) = (Instant::now(), steps.start);
+        let there = task.lowered.arrival().map_err(|err| failed(task, first, err))?.is_none();
+        let mut paced = there && steps == (0..task.step_count());
         loop {
             let next = task.next_step();
             let reached =
                 self.fly(task, next..steps.end, epoch).map_err(|err| failed(task, next, err))?;
             task.advance_to(reached);
             if reached == steps.end {
+                if paced {
+                    let lowered = &task.lowered;
+                    lowered.program.note_run(&lowered.parts, started.elapsed());
+                }
                 return task.fault().map_or(Ok(true), Err);
             }
+            paced = false;
             // The epoch is one for all queues: without an order of our own we go on.
             match self.hub.epoch().renew(&self.orders, epoch) {
                 Some(renewed) => epoch = renewed,
@@ -356,6 +364,7 @@ impl Worker {
         let timed = task.is_timed();
         let eager = end == task.step_count() && has_small_outputs(lowered);
         let (hub, stream) = (&self.hub, &self.stream);
+        let held = lowered.hold(stream, end)?;
         let (instance, staging) = task.memory()?;
         if timed {
             self.stamps.0.record(stream)?;
@@ -365,7 +374,7 @@ impl Worker {
         unsafe {
             match next {
                 Next::Step(index) => {
-                    let dependent = flight.behind_kernel && !timed;
+                    let dependent = flight.behind_kernel && !timed && !held;
                     let how = BestEffortLaunch { restored, dependent };
                     instance.launch_best_effort(hub, lowered, index, how, stream)?;
                 }
