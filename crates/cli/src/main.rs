@@ -15,6 +15,7 @@ mod failure;
 mod grid;
 mod lane;
 mod loader;
+mod memory_arg;
 mod models_command;
 mod npy;
 mod nvidia;
@@ -24,6 +25,8 @@ mod profile_command;
 mod run_command;
 mod serve_command;
 mod sim_command;
+mod soak;
+mod swap_command;
 mod testbed;
 
 use std::io::IsTerminal;

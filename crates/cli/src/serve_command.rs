@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use api::InferenceService;
-use base::MonotonicClock;
+use base::{Bytes, MonotonicClock};
 use device::Device;
 use model::repository::Repository;
 use model::store::Store;
@@ -33,9 +33,35 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     if repositories.is_empty() && registry.is_err() {
         return Err(Failure::usage("name a --model-repository or a --data-dir"));
     }
-    let device = engine::open_device(&args.device)?;
+    let device = open_device(args)?;
     let loader = Arc::new(DiskLoader::new(device.clone(), repositories, registry));
     tokio_runtime()?.block_on(serve(args, device, loader))
+}
+
+/// The device, with weights that come and go where it is a GPU.
+fn open_device(args: &ServeArgs) -> Result<Arc<dyn Device>, Failure> {
+    if args.device.device.starts_with("cuda") {
+        let gpu = engine::open_gpu_with(&args.device, |options| options.weights_on_demand = true)?;
+        return Ok(Arc::new(gpu));
+    }
+    if args.gpu_memory.is_some() {
+        return Err(Failure::usage(
+            "--gpu-memory is for a GPU (--device cuda:0); the CPU device computes in the host's own memory",
+        ));
+    }
+    engine::open_device(&args.device)
+}
+
+/// What weights may take: what was asked for, if the device has it, or most of what is free. The rest is for what runs and for
+/// kernels.
+fn weight_budget(asked: Option<Bytes>, free: Bytes) -> Result<Bytes, Failure> {
+    match asked {
+        Some(asked) if asked > free => {
+            Err(Failure::usage(format!("--gpu-memory {asked}: only {free} are free")))
+        }
+        Some(asked) => Ok(asked),
+        None => Ok(Bytes(free.0 - free.0 / 10)),
+    }
 }
 
 /// A runtime for sockets; the models' own threads belong to the device.
@@ -114,6 +140,7 @@ async fn serve(
         policy: args.policy.clone(),
         max_requests: args.max_requests as usize,
         best_effort_share_percent: args.best_effort_share,
+        memory: Some(weight_budget(args.gpu_memory, device.info().memory)?),
         ..NodeOptions::default()
     };
     let description = device.info().description.clone();

@@ -7,6 +7,7 @@ pub(crate) mod arrival;
 mod loader;
 mod pieces;
 mod slab;
+mod speed;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

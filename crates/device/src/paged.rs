@@ -106,7 +106,8 @@ impl Device for Paged {
 
     fn memory_use(&self) -> Option<MemoryUse> {
         let weights = Bytes(self.pager.held.load(Ordering::SeqCst));
-        Some(MemoryUse { weights, ..MemoryUse::default() })
+        let most_weights = self.most_held();
+        Some(MemoryUse { weights, most_weights, ..MemoryUse::default() })
     }
 }
 

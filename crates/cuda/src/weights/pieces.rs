@@ -14,6 +14,8 @@ const LARGE: u64 = 16 << 20;
 #[derive(Default)]
 pub(crate) struct Counts {
     pub(crate) used: AtomicU64,
+    /// The most that was in use at once.
+    pub(crate) most_used: AtomicU64,
     pub(crate) kept: AtomicU64,
 }
 
@@ -78,7 +80,8 @@ impl Pieces {
                 vec![Piece::new(&self.context, bytes)?]
             }
         };
-        self.counts.used.fetch_add(bytes, Ordering::Relaxed);
+        let used = self.counts.used.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.counts.most_used.fetch_max(used, Ordering::Relaxed);
         self.count();
         Ok(pieces)
     }
