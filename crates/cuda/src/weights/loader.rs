@@ -192,7 +192,11 @@ impl Loader {
     }
 
     fn unmap(&self, slab: &Slab) {
-        if let Err(err) = slab.range.unmap(0, slab.range.bytes()) {
+        let since = Instant::now();
+        let unmapped = slab.range.unmap(0, slab.range.bytes());
+        let (bytes, micros) = (slab.range.bytes(), since.elapsed().as_micros() as u64);
+        tracing::debug!(bytes, micros, "weights are unmapped");
+        if let Err(err) = unmapped {
             tracing::error!("memory stays mapped under weights that were evicted: {err}");
         }
     }
@@ -218,6 +222,9 @@ impl Loader {
         };
         match loaded {
             Ok((arrival, from)) => {
+                let micros = issued.elapsed().as_micros() as u64;
+                let bytes = arrival.ends.last().map_or(0, |end| end - from);
+                tracing::debug!(bytes, micros, "copies of weights are queued");
                 let arrival = Arc::new(arrival);
                 weights.set_gate(Gate::Arriving(arrival.clone()));
                 let (seen, told_runnable) = ((0, issued), false);
@@ -404,6 +411,8 @@ impl Loader {
         if bytes >= MEASURED && took > 0.0 {
             self.speed = 0.7 * self.speed + 0.3 * (bytes as f64 / took).min(1e12);
         }
+        let micros = now.duration_since(load.issued).as_micros() as u64;
+        tracing::debug!(bytes, micros, speed = self.speed, "weights are there");
         self.free_since = now;
         load.weights.set_gate(Gate::There(load.arrival.slabs));
         (load.report)(LoadProgress::Loaded);

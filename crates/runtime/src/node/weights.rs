@@ -229,3 +229,6 @@ impl Discard {
         let _ = self.0.try_send(program);
     }
 }
+
+#[cfg(test)]
+mod tests;
