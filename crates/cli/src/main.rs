@@ -20,6 +20,7 @@ mod models_command;
 mod npy;
 mod nvidia;
 mod plan_command;
+mod popularity;
 mod preempt_command;
 mod profile_command;
 mod run_command;

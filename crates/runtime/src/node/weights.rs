@@ -110,6 +110,12 @@ impl Node {
         }
     }
 
+    /// Memory that `model` holds on the device now.
+    pub fn resident_of(&self, model: ModelKey) -> Option<Bytes> {
+        let program = self.shared.lock().model(model).map(|entry| entry.program.clone())?;
+        Some(program.resident())
+    }
+
     /// Whether all weights of `model` are on the device.
     pub fn is_resident(&self, model: ModelKey) -> bool {
         let state = self.shared.lock();
