@@ -7,6 +7,7 @@ mod memory;
 mod module;
 mod pinned;
 mod stream;
+mod virtual_memory;
 
 pub(crate) use context::{Context, DriverFacts};
 pub(crate) use event::Event;
@@ -15,3 +16,4 @@ pub(crate) use memory::DeviceBuffer;
 pub(crate) use module::{Function, Module};
 pub(crate) use pinned::{PinnedBuffer, PinnedWord};
 pub(crate) use stream::{LaunchShape, Priority, Stream};
+pub(crate) use virtual_memory::{AddressRange, Piece, granularity};

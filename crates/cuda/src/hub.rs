@@ -16,6 +16,7 @@ use crate::queue::Dispatcher;
 use crate::quiet::Quiet;
 use crate::seats::Seats;
 use crate::tuning::Tuning;
+use crate::weights::WeightMemory;
 
 /// A device's parts.
 pub(crate) struct Hub {
@@ -36,6 +37,8 @@ pub(crate) struct Hub {
     /// Where graphs are recorded, one at a time: of high and of low priority, which their kernels take over.
     pub(crate) capture_streams: Mutex<[Stream; 2]>,
     pub(crate) tuning: RwLock<Tuning>,
+    /// Where weights are put.
+    pub(crate) weights: Arc<WeightMemory>,
     /// Plans that may keep memory for their next run.
     pub(crate) spares: Mutex<Vec<Weak<Lowered>>>,
 }

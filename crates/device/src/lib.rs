@@ -5,6 +5,8 @@
 //! the runtime's core decides.
 
 pub mod conformance;
+pub mod paged;
+pub mod residency;
 pub mod sim;
 
 use std::any::Any;
@@ -133,6 +135,11 @@ pub trait Device: Send + Sync {
             queue.preempt();
         }
     }
+
+    /// What its memory is used for, if it keeps count.
+    fn memory_use(&self) -> Option<residency::MemoryUse> {
+        None
+    }
 }
 
 /// Turns plans into kernels. A GPU device is given one by whoever puts the parts together, and asks it
@@ -171,6 +178,11 @@ pub trait Program: Send + Sync {
         let task = self.prepare(inputs)?;
         soon();
         Ok(task)
+    }
+
+    /// Its weights, where they come and go; `None` when they are there for as long as the program is.
+    fn residency(&self) -> Option<Arc<dyn residency::Residency>> {
+        None
     }
 }
 

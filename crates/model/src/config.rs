@@ -116,6 +116,8 @@ pub struct ModelConfig {
     pub timeout_ms: Option<u64>,
     /// The most requests that may wait.
     pub queue_capacity: usize,
+    /// Its weights stay on the device whatever else wants the memory.
+    pub pinned: bool,
     /// The largest batch a request may carry; 0 when the model says.
     pub max_batch_size: usize,
     /// Names of the classes a classifier tells apart, in the order of its scores.
@@ -131,6 +133,7 @@ impl Default for ModelConfig {
             priority: 100,
             timeout_ms: None,
             queue_capacity: 1024,
+            pinned: false,
             max_batch_size: 0,
             labels: Vec::new(),
             preprocessing: None,

@@ -19,11 +19,14 @@ use crate::policy::{Left, Policy};
 mod contention;
 mod layout;
 mod preemptions;
+mod weights;
 
 pub use self::contention::Contention;
 use self::contention::Waits;
 pub use self::preemptions::{LEAVE_BOUNDS_US, Leaving, Preemption, Preemptions};
 use self::preemptions::{OnQueue, Order, Record};
+use self::weights::{Discard, EntryWeights};
+pub use self::weights::{NodeMemory, Swaps};
 
 /// A loaded model of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -55,6 +58,8 @@ pub struct NodeOptions {
     pub best_effort_queues: usize,
     /// Preemptions that are remembered one by one.
     pub preemptions_kept: usize,
+    /// What weights may take of a device whose weights come and go; all it has when absent.
+    pub memory: Option<Bytes>,
     /// Told of everything the core takes in and decides.
     pub observer: Option<Arc<dyn Observer>>,
 }
@@ -68,6 +73,7 @@ impl Default for NodeOptions {
             real_time_queues: 4,
             best_effort_queues: 6,
             preemptions_kept: 1_024,
+            memory: None,
             observer: None,
         }
     }
@@ -234,7 +240,12 @@ impl Drop for Announcement<'_> {
 type ReplyFn = Box<dyn FnOnce(Reply) + Send>;
 
 struct Shared {
+    /// Itself, for those who tell it something later.
+    own: Weak<Shared>,
     device: Arc<dyn Device>,
+    /// What weights may take.
+    budget: Bytes,
+    discard: Discard,
     clock: Arc<dyn Clock>,
     observer: Option<Arc<dyn Observer>>,
     max_requests: usize,
@@ -259,6 +270,7 @@ struct State {
     next_generation: u64,
     armed_timer: Option<Nanos>,
     record: Record,
+    swaps: Swaps,
     stopping: bool,
 }
 
@@ -277,6 +289,8 @@ struct Live {
 struct ModelEntry {
     generation: u64,
     program: Arc<dyn Program>,
+    /// Its weights, if they come and go.
+    weights: Option<EntryWeights>,
     defaults: Defaults,
     queue_capacity: usize,
     stats: ModelStats,
@@ -313,10 +327,15 @@ impl Node {
         let info = device.info();
         let queues = layout::layout(&rules, info.preemption, info.queues, &options);
         let opened: Vec<_> = layout::queue_options(&rules, queues).collect();
+        let budget = options.memory.unwrap_or(info.memory);
         let core = CoreOptions {
             queues,
             max_requests: options.max_requests,
             best_effort_share_percent: options.best_effort_share_percent,
+            memory_bytes: Some(budget.0),
+            loads_at_once: weights::LOADS_AT_ONCE,
+            load_patience: weights::PATIENCE,
+            close_after: weights::CLOSE_AFTER,
             ..CoreOptions::default()
         };
         let state = State {
@@ -327,9 +346,18 @@ impl Node {
             next_generation: 0,
             armed_timer: None,
             record: Record::new(opened.len(), options.preemptions_kept),
+            swaps: Swaps::default(),
             stopping: false,
         };
-        let shared = Arc::new(Shared {
+        let no_thread = |device: &dyn Device, err: std::io::Error| DeviceError::Faulted {
+            device: device.info().name.clone(),
+            reason: format!("cannot start a thread of the node: {err}"),
+        };
+        let discard = Discard::start().map_err(|err| no_thread(&*device, err))?;
+        let shared = Arc::new_cyclic(|own| Shared {
+            own: own.clone(),
+            budget,
+            discard,
             device,
             clock,
             observer: options.observer,
@@ -352,10 +380,7 @@ impl Node {
         let timer = std::thread::Builder::new()
             .name("node-timer".to_string())
             .spawn(move || timed.run_timer())
-            .map_err(|err| DeviceError::Faulted {
-                device: shared.device.info().name.clone(),
-                reason: format!("cannot start the timer thread: {err}"),
-            })?;
+            .map_err(|err| no_thread(&*shared.device, err))?;
         Ok(Node { shared, timer: Some(timer) })
     }
 
@@ -390,6 +415,7 @@ impl Node {
             queue_capacity: config.queue_capacity,
             stats: ModelStats::default(),
             leaving: Leaving::default(),
+            weights: EntryWeights::of(&*program, config.pinned),
             program,
         };
         let event = Event::ModelAdded {
@@ -400,8 +426,12 @@ impl Node {
         if slot == state.models.len() {
             state.models.push(None);
         }
+        let weights = entry.weights.as_ref().map(|weights| weights.event(ModelId(slot as u32)));
         state.models[slot] = Some(entry);
         self.shared.step(state, event);
+        if let Some(event) = weights {
+            self.shared.handle(event);
+        }
         ModelKey { slot: slot as u32, generation }
     }
 
@@ -452,6 +482,10 @@ impl Node {
         };
         let prepared = shared.clock.now();
         let mut state = shared.lock();
+        if let Some(event) = state.grown(request.model) {
+            shared.step(state, event);
+            state = shared.lock();
+        }
         if state.model(request.model).is_none() {
             drop(state);
             return refused(reply, Rejection::NoSuchModel);
@@ -749,18 +783,21 @@ impl Shared {
             }
             Action::End { request, end } => {
                 if let Some(live) = state.live.get_mut(request.slot()).and_then(Option::take) {
-                    due.push(finish(state, now, live, end));
+                    due.push(self.finish(state, now, live, end));
                 }
             }
-            Action::FreeModel { model } => state.models[model.0 as usize] = None,
-            // Orders to leave go out together. The device copies inputs and loads weights by itself, and a step there is not
-            // divided.
+            Action::FreeModel { model } => {
+                if let Some(entry) = state.models[model.0 as usize].take() {
+                    self.discard.discard(entry.program);
+                }
+            }
+            Action::Load { model } => self.start_load(state, now, model),
+            Action::Evict { model } => state.evict(model),
+            // Orders to leave go out together. The device copies inputs by itself, and a step there is not divided.
             Action::Preempt { .. }
             | Action::SetBudget { .. }
             | Action::Pad { .. }
             | Action::Copy { .. }
-            | Action::Load { .. }
-            | Action::Evict { .. }
             | Action::ResetDevice => {}
         }
     }
@@ -838,38 +875,47 @@ impl Shared {
     }
 }
 
-/// Turns the end of a request into its reply and counts it.
-fn finish(state: &mut State, now: Nanos, live: Live, end: End) -> Due {
-    let Live { model, outputs, failure, reply, mut timing, .. } = live;
-    timing.finished = now;
-    let entry = state.models[model.0 as usize].as_mut();
-    let capacity = entry.as_ref().map_or(0, |entry| entry.queue_capacity);
-    let result = match end {
-        End::Done => outputs.ok_or_else(|| {
-            Rejection::Device(DeviceError::BadPlan("done without outputs".to_string()))
-        }),
-        End::Failed => Err(Rejection::Device(
-            failure.unwrap_or_else(|| DeviceError::BadPlan("failed without a reason".to_string())),
-        )),
-        End::DeadlineExceeded => Err(Rejection::DeadlineExceeded),
-        End::Cancelled => Err(Rejection::Cancelled),
-        End::QueueFull => Err(Rejection::QueueFull { capacity }),
-        End::NoSuchModel => Err(Rejection::NoSuchModel),
-        End::ShuttingDown => Err(Rejection::ShuttingDown),
-    };
-    if let Some(entry) = entry {
-        let stats = &mut entry.stats;
-        match &result {
-            Ok(_) => {
-                stats.success += 1;
-                stats.latency.record(timing.finished - timing.arrived);
+impl Shared {
+    /// Turns the end of a request into its reply and counts it.
+    fn finish(&self, state: &mut State, now: Nanos, live: Live, end: End) -> Due {
+        let Live { model, outputs, failure, reply, mut timing, .. } = live;
+        timing.finished = now;
+        let failure = match end {
+            End::Failed => failure.or_else(|| {
+                Some(state.memory_failure(model, &self.device.info().name, self.budget))
+            }),
+            _ => failure,
+        };
+        let entry = state.models[model.0 as usize].as_mut();
+        let capacity = entry.as_ref().map_or(0, |entry| entry.queue_capacity);
+        let result =
+            match end {
+                End::Done => outputs.ok_or_else(|| {
+                    Rejection::Device(DeviceError::BadPlan("done without outputs".to_string()))
+                }),
+                End::Failed => Err(Rejection::Device(failure.unwrap_or_else(|| {
+                    DeviceError::BadPlan("failed without a reason".to_string())
+                }))),
+                End::DeadlineExceeded => Err(Rejection::DeadlineExceeded),
+                End::Cancelled => Err(Rejection::Cancelled),
+                End::QueueFull => Err(Rejection::QueueFull { capacity }),
+                End::NoSuchModel => Err(Rejection::NoSuchModel),
+                End::ShuttingDown => Err(Rejection::ShuttingDown),
+            };
+        if let Some(entry) = entry {
+            let stats = &mut entry.stats;
+            match &result {
+                Ok(_) => {
+                    stats.success += 1;
+                    stats.latency.record(timing.finished - timing.arrived);
+                }
+                Err(Rejection::Device(_)) => stats.failed += 1,
+                Err(Rejection::Cancelled) => stats.cancelled += 1,
+                Err(_) => stats.rejected += 1,
             }
-            Err(Rejection::Device(_)) => stats.failed += 1,
-            Err(Rejection::Cancelled) => stats.cancelled += 1,
-            Err(_) => stats.rejected += 1,
         }
+        (reply, Reply { result, timing })
     }
-    (reply, Reply { result, timing })
 }
 
 /// Hands completions to the node as long as it is there.

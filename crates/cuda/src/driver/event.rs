@@ -15,13 +15,24 @@ pub(crate) struct Event {
 
 // SAFETY: an event handle may be used from any thread.
 unsafe impl Send for Event {}
+// SAFETY: as above; the driver locks its own state.
+unsafe impl Sync for Event {}
 
 impl Event {
     pub(crate) fn new(context: &Arc<Context>) -> Result<Event, CudaError> {
+        Event::with_flags(context, 0)
+    }
+
+    /// One that only orders: its time is not kept.
+    pub(crate) fn untimed(context: &Arc<Context>) -> Result<Event, CudaError> {
+        Event::with_flags(context, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)
+    }
+
+    fn with_flags(context: &Arc<Context>, flags: u32) -> Result<Event, CudaError> {
         context.enter()?;
         let mut raw: CUevent = std::ptr::null_mut();
         // SAFETY: `raw` is a place for the driver's answer; destroyed when this value is dropped.
-        context.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, 0) })?;
+        context.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags) })?;
         Ok(Event { raw, context: context.clone() })
     }
 
@@ -30,6 +41,14 @@ impl Event {
         self.context.enter()?;
         // SAFETY: both handles are alive.
         self.context.check("cuEventRecord", unsafe { sys::cuEventRecord(self.raw, stream.raw()) })
+    }
+
+    /// What is queued on `stream` from now on begins after the point, which has been recorded.
+    pub(crate) fn hold(&self, stream: &Stream) -> Result<(), CudaError> {
+        self.context.enter()?;
+        // SAFETY: both handles are alive.
+        let code = unsafe { sys::cuStreamWaitEvent(stream.raw(), self.raw, 0) };
+        self.context.check("cuStreamWaitEvent", code)
     }
 
     /// Waits for the point to be passed.

@@ -34,14 +34,14 @@ impl Core {
         if self.lost {
             return;
         }
-        self.load_wanted(actions);
+        self.load_wanted(now, actions);
         if self.options.queues.shared > 0 {
             self.dispatch_shared(now, actions);
         } else {
             self.dispatch_split(now, actions);
         }
         // Whoever was sent back for weights that were evicted wants them loaded.
-        self.load_wanted(actions);
+        self.load_wanted(now, actions);
     }
 
     /// Whether best effort has anything to do.
@@ -50,34 +50,34 @@ impl Core {
         self.rules.best_effort && (!self.best_effort.is_empty() || self.queues.iter().any(running))
     }
 
-    fn pop_real_time(&mut self) -> Option<RequestId> {
+    fn pop_real_time(&mut self, now: Nanos) -> Option<RequestId> {
         loop {
             let request = self.real_time.pop()?;
-            if self.still_resident(request) {
+            if self.still_resident(now, request) {
                 return Some(request);
             }
         }
     }
 
-    fn pop_best_effort(&mut self) -> Option<RequestId> {
+    fn pop_best_effort(&mut self, now: Nanos) -> Option<RequestId> {
         if !self.rules.best_effort {
             return None;
         }
         loop {
             let request = self.best_effort.pop()?;
-            if self.still_resident(request) {
+            if self.still_resident(now, request) {
                 return Some(request);
             }
         }
     }
 
     /// Sends a request back to wait for weights that were evicted meanwhile.
-    fn still_resident(&mut self, request: RequestId) -> bool {
+    fn still_resident(&mut self, now: Nanos, request: RequestId) -> bool {
         let model = self.requests.get(request).map(|state| state.model);
         let resident =
-            model.and_then(|model| self.model(model)).is_some_and(|model| model.weights.resident());
+            model.and_then(|model| self.model(model)).is_some_and(|model| model.weights.usable());
         if !resident {
-            self.park(request);
+            self.park(now, request);
         }
         resident
     }
@@ -120,14 +120,14 @@ impl Core {
         let slice = self.options.best_effort_slice.0;
         let earned = slice > 0 && self.best_effort_credit >= slice;
         let owed = earned && !self.best_effort.is_empty();
-        if !owed && let Some(request) = self.pop_real_time() {
+        if !owed && let Some(request) = self.pop_real_time(now) {
             return Some((request, Nanos::ZERO));
         }
         // Whoever cannot be made to leave is not started in front of a real-time request that is on its way.
         if !owed && self.rules.leave.is_none() && self.real_time_copies > 0 {
             return None;
         }
-        let request = self.pop_best_effort()?;
+        let request = self.pop_best_effort(now)?;
         Some((request, if owed { now + Nanos(slice) } else { Nanos::ZERO }))
     }
 
@@ -243,7 +243,7 @@ impl Core {
             let idle = |slot: &Slot| slot.kind == Kind::BestEffort && slot.running.is_none();
             let Some(queue) = self.queues.iter().position(idle) else { return };
             let Some(request) = self.best_effort.pop_of(companion) else { return };
-            if !self.still_resident(request) {
+            if !self.still_resident(now, request) {
                 return;
             }
             self.launch(now, queue, request, Nanos::ZERO, actions);
@@ -262,8 +262,8 @@ impl Core {
                 continue;
             }
             let next = match kind {
-                Kind::RealTime => self.pop_real_time(),
-                _ => self.pop_best_effort(),
+                Kind::RealTime => self.pop_real_time(now),
+                _ => self.pop_best_effort(now),
             };
             let Some(request) = next else { return };
             self.launch(now, queue, request, Nanos::ZERO, actions);
@@ -286,7 +286,7 @@ impl Core {
             if slot.kind != Kind::BestEffort || slot.running.is_some() {
                 continue;
             }
-            let Some(request) = self.pop_best_effort() else { return };
+            let Some(request) = self.pop_best_effort(now) else { return };
             self.queues[queue].padded = true;
             self.set_budget(queue, (0, 0), None, actions);
             self.launch(now, queue, request, Nanos::ZERO, actions);

@@ -33,8 +33,6 @@ pub struct Served {
     pub counters: Arc<Counters>,
     /// Its key in the node.
     pub key: ModelKey,
-    /// Memory its program holds.
-    pub resident: base::Bytes,
     plan: Arc<LaunchPlan>,
     output_names: Vec<Arc<str>>,
     batched: bool,
@@ -59,7 +57,6 @@ impl Served {
         config: ModelConfig,
     ) -> (Arc<Served>, oneshot::Receiver<()>) {
         let plan = program.plan().clone();
-        let resident = program.resident();
         let device = node.device().info().name.clone();
         let key = node.add_model(program, &config);
         let (gone, receiver) = oneshot::channel();
@@ -73,7 +70,6 @@ impl Served {
             config,
             counters: Arc::default(),
             key,
-            resident,
             plan,
             device,
             node,
@@ -293,6 +289,7 @@ impl Served {
         [
             ("atoll_class".to_string(), value(self.config.class.as_str().to_string())),
             ("atoll_priority".to_string(), value(self.config.priority.to_string())),
+            ("atoll_pinned".to_string(), value(self.config.pinned.to_string())),
             ("atoll_queue_capacity".to_string(), value(self.config.queue_capacity.to_string())),
         ]
         .into()
