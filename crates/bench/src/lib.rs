@@ -12,5 +12,6 @@ pub mod preemption;
 pub mod random;
 pub mod report;
 pub mod scenario;
+pub mod swap;
 pub mod timeline;
 pub mod world;

@@ -3,8 +3,11 @@
 use std::net::IpAddr;
 use std::path::PathBuf;
 
+use base::Bytes;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
+
+use crate::memory_arg;
 
 /// Serves neural networks: real-time models answer as if alone, best-effort models get the rest.
 #[derive(Debug, Parser)]
@@ -200,6 +203,11 @@ pub(crate) struct ServeArgs {
     /// Requests that may be under way at once
     #[arg(long, env = "ATOLL_MAX_REQUESTS", default_value_t = 16384, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_requests: u32,
+
+    /// GPU memory for the weights of models, such as 8GiB. Models beyond it are kept on the host and brought when they are
+    /// asked for [default: what is free, less a tenth]
+    #[arg(long, env = "ATOLL_GPU_MEMORY", value_name = "SIZE", value_parser = memory_arg::parse)]
+    pub(crate) gpu_memory: Option<Bytes>,
 
     /// How real time and best effort share the device: atoll, reef_n, sequential, free_streams,
     /// priority_streams or rt_only

@@ -13,7 +13,8 @@ use runtime::policy::NAMES;
 use crate::args::DeviceSettings;
 use crate::failure::Failure;
 use crate::sim_command::write;
-use crate::{batching_command, disb_command, preempt_command};
+use crate::swap_command::SwapArgs;
+use crate::{batching_command, disb_command, preempt_command, swap_command};
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct BenchArgs {
@@ -34,6 +35,8 @@ pub(crate) enum Which {
         #[arg(long)]
         json: bool,
     },
+    /// More models than memory: what swapping costs those who wait for it, and those who do not
+    Swap(Box<SwapArgs>),
     /// Batching policies: Nexus's drop curves and Ebird's step load, in virtual time or on a real device
     Batching(Box<BatchingArgs>),
 }
@@ -230,6 +233,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
         Which::Preempt(args) if args.device == "sim" => run_preemption(args.json.is_some()),
         Which::Preempt(args) => preempt_command::run(args),
         Which::Cluster { json } => run_cluster(*json),
+        Which::Swap(args) => swap_command::run(args),
         Which::Batching(args) if args.device == "sim" => run_batching(args.json.is_some()),
         Which::Batching(args) => batching_command::run(args),
     }

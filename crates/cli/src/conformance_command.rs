@@ -26,7 +26,12 @@ struct CaseReport {
 /// Runs the command.
 pub(crate) fn run(args: &ConformanceArgs) -> Result<(), Failure> {
     let device = engine::open_device(&args.device)?;
-    let report = conformance::run(&*device);
+    let mut report = conformance::run(&*device);
+    if args.device.device.starts_with("cuda") {
+        let swapping =
+            engine::open_gpu_with(&args.device, |options| options.weights_on_demand = true)?;
+        report.cases.extend(conformance::run_residency(&swapping).cases);
+    }
     let failed = report.failures().count();
     if args.json {
         let cases: Vec<CaseReport> = report.cases.iter().map(case).collect();

@@ -34,14 +34,22 @@ pub(crate) fn open_device(args: &DeviceArgs) -> Result<Arc<dyn Device>, Failure>
     }
 }
 
-/// The GPU that `args` name.
+/// The GPU that `args` name, with weights that are there as long as their models.
 pub(crate) fn open_gpu(args: &DeviceArgs) -> Result<CudaDevice, Failure> {
+    open_gpu_with(args, |_| {})
+}
+
+/// The GPU that `args` name, with further options as `set` makes them.
+pub(crate) fn open_gpu_with(
+    args: &DeviceArgs,
+    set: impl FnOnce(&mut CudaOptions),
+) -> Result<CudaDevice, Failure> {
     let number = args.device.strip_prefix("cuda:").and_then(|number| number.parse().ok());
     let number: usize = number.ok_or_else(|| {
         Failure::usage(format!("'{}' is no GPU; the first one is cuda:0", args.device))
     })?;
     let settings = &args.settings;
-    let options = CudaOptions {
+    let mut options = CudaOptions {
         precision: match settings.precision {
             PrecisionArg::F16 => Precision::F16,
             PrecisionArg::Bf16 => Precision::BF16,
@@ -52,6 +60,7 @@ pub(crate) fn open_gpu(args: &DeviceArgs) -> Result<CudaDevice, Failure> {
         chain_length: usize::from(settings.best_effort_chain),
         ..CudaOptions::default()
     };
+    set(&mut options);
     let compiler = GpuCompiler::new(Some(Arc::new(CpuEvaluator)));
     CudaDevice::open(number, options, Arc::new(compiler))
         .map_err(|err| Failure::usage(format!("{}: {err}", args.device)))

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use api::InferenceService;
-use base::MonotonicClock;
+use base::{Bytes, MonotonicClock};
 use device::Device;
 use model::repository::Repository;
 use model::store::Store;
@@ -18,6 +18,7 @@ use crate::args::{ListenArgs, ModelControlMode, ServeArgs};
 use crate::engine;
 use crate::failure::Failure;
 use crate::loader::DiskLoader;
+use crate::popularity::Popularity;
 
 /// Runs the command until a signal stops it.
 pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
@@ -33,9 +34,35 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     if repositories.is_empty() && registry.is_err() {
         return Err(Failure::usage("name a --model-repository or a --data-dir"));
     }
-    let device = engine::open_device(&args.device)?;
+    let device = open_device(args)?;
     let loader = Arc::new(DiskLoader::new(device.clone(), repositories, registry));
     tokio_runtime()?.block_on(serve(args, device, loader))
+}
+
+/// The device, with weights that come and go where it is a GPU.
+fn open_device(args: &ServeArgs) -> Result<Arc<dyn Device>, Failure> {
+    if args.device.device.starts_with("cuda") {
+        let gpu = engine::open_gpu_with(&args.device, |options| options.weights_on_demand = true)?;
+        return Ok(Arc::new(gpu));
+    }
+    if args.gpu_memory.is_some() {
+        return Err(Failure::usage(
+            "--gpu-memory is for a GPU (--device cuda:0); the CPU device computes in the host's own memory",
+        ));
+    }
+    engine::open_device(&args.device)
+}
+
+/// What weights may take: what was asked for, if the device has it, or most of what is free. The rest is for what runs and for
+/// kernels.
+fn weight_budget(asked: Option<Bytes>, free: Bytes) -> Result<Bytes, Failure> {
+    match asked {
+        Some(asked) if asked > free => {
+            Err(Failure::usage(format!("--gpu-memory {asked}: only {free} are free")))
+        }
+        Some(asked) => Ok(asked),
+        None => Ok(Bytes(free.0 - free.0 / 10)),
+    }
 }
 
 /// A runtime for sockets; the models' own threads belong to the device.
@@ -115,6 +142,7 @@ async fn serve(
         max_requests: args.max_requests as usize,
         best_effort_share_percent: args.best_effort_share,
         real_time_lanes: args.real_time_lanes as usize,
+        memory: Some(weight_budget(args.gpu_memory, device.info().memory)?),
         ..NodeOptions::default()
     };
     let description = device.info().description.clone();
@@ -122,6 +150,7 @@ async fn serve(
     let max_body_bytes = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
     let server = listen(&args.listen, max_body_bytes, Arc::new(service.clone())).await?;
     load_models(args, &service).await?;
+    let popularity = preload(args, &service);
     if matches!(args.model_control_mode, Some(ModelControlMode::None | ModelControlMode::Poll)) {
         service.forbid_control();
     }
@@ -137,14 +166,48 @@ async fn serve(
     );
     if args.model_control_mode == Some(ModelControlMode::Poll) {
         let period = Duration::from_secs(args.repository_poll_secs);
-        tokio::spawn(follow_changes(service, loader, period));
+        tokio::spawn(follow_changes(service.clone(), loader, period));
     }
-    stop.wait().await;
+    stop_keeping(stop, &service, popularity).await;
     tracing::info!(in_flight = server.in_flight(), "stopping");
     if server.shutdown(Duration::from_secs(args.exit_timeout_secs)).await {
         return Ok(());
     }
     Err(Failure::failed("some requests did not finish in time and were given up"))
+}
+
+/// Where popularity is kept, and what it was when the server started.
+type Kept = Option<(PathBuf, Popularity)>;
+
+/// Seconds between two times that popularity is written down.
+const KEEP_EVERY: Duration = Duration::from_secs(60);
+
+/// Brings the weights of what was asked for most to the device.
+fn preload(args: &ServeArgs, service: &LocalNode) -> Kept {
+    let folder = args.data_dir.clone().or_else(user_data_folder).filter(|path| path.is_dir());
+    let kept = folder.map(|folder| {
+        let path = Popularity::path(&folder);
+        let known = Popularity::read(&path);
+        (path, known)
+    });
+    service.preload(&kept.as_ref().map(|(_, known)| known.order()).unwrap_or_default());
+    kept
+}
+
+/// Waits for the signal to stop, and writes down now and then what is asked for.
+async fn stop_keeping(stop: Stop, service: &LocalNode, kept: Kept) {
+    let keep = || {
+        if let Some((path, known)) = &kept
+            && let Err(err) = known.after(service.inference_counts()).write(path)
+        {
+            tracing::warn!("{}: {err}", path.display());
+        }
+    };
+    let mut stopped = std::pin::pin!(stop.wait());
+    while tokio::time::timeout(KEEP_EVERY, &mut stopped).await.is_err() {
+        keep();
+    }
+    keep();
 }
 
 pub(crate) fn address_text(address: Option<SocketAddr>) -> String {

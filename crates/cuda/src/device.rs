@@ -4,6 +4,8 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
+use base::Bytes;
+use device::residency::MemoryUse;
 use device::{
     CompletionSink, Device, DeviceError, DeviceInfo, KernelCompiler, PreemptionLevel, Program,
     Queue, QueueOptions,
@@ -25,6 +27,7 @@ use crate::seats::Seats;
 use crate::timeline::Timeline;
 use crate::toolkit::Toolkit;
 use crate::tuning::{self, Tuning};
+use crate::weights::WeightMemory;
 
 /// The oldest GPU the kernels run on: they copy asynchronously.
 const CAPABILITY_NEEDED: u32 = 80;
@@ -50,6 +53,11 @@ pub struct CudaOptions {
     pub sizes: Vec<(String, usize)>,
     /// Freed device memory kept for the next allocation.
     pub spare_bytes: u64,
+    /// Weights come and go as they are told to ([`device::residency`]); otherwise they are brought when a model is loaded, and
+    /// stay.
+    pub weights_on_demand: bool,
+    /// How much of weights is copied at once. Other copies get their turn in between.
+    pub weights_chunk_bytes: u64,
     /// How queues wait for the device.
     pub polling: Polling,
 }
@@ -65,6 +73,8 @@ impl Default for CudaOptions {
             plans_most: 32,
             sizes: Vec::new(),
             spare_bytes: 1 << 30,
+            weights_on_demand: false,
+            weights_chunk_bytes: 2 << 20,
             polling: Polling::default(),
         }
     }
@@ -123,6 +133,7 @@ impl CudaDevice {
             capture_streams: Mutex::new([high()?, Stream::new(&context, Priority::Low)?]),
             timeline: Timeline::default(),
             tuning: RwLock::default(),
+            weights: Arc::new(WeightMemory::start(&context, options.weights_chunk_bytes)?),
             spares: Mutex::default(),
             context,
             info,
@@ -167,8 +178,12 @@ impl CudaDevice {
 
     /// How the GPU is doing; the reason when NVML does not tell.
     pub fn health(&self) -> Result<Health, String> {
+        self.nvml().map(Nvml::health)
+    }
+
+    fn nvml(&self) -> Result<&Nvml, String> {
         let open = || Nvml::open(&self.hub.context.facts().pci_bus_id);
-        self.nvml.get_or_init(open).as_ref().map(Nvml::health).map_err(Clone::clone)
+        self.nvml.get_or_init(open).as_ref().map_err(Clone::clone)
     }
 
     fn tuning_path(&self) -> Option<PathBuf> {
@@ -227,6 +242,11 @@ impl Device for CudaDevice {
 
     fn load(&self, plan: Arc<LaunchPlan>) -> Result<Arc<dyn Program>, DeviceError> {
         self.load_with(plan, &|_, _| {})
+    }
+
+    fn memory_use(&self) -> Option<MemoryUse> {
+        let system = self.nvml().ok().and_then(Nvml::memory_used).map(Bytes);
+        Some(MemoryUse { system, ..self.hub.weights.memory_use() })
     }
 
     fn open_queue(

@@ -8,6 +8,7 @@ mod module;
 mod pinned;
 mod stream;
 mod transfer;
+mod virtual_memory;
 
 pub(crate) use context::{Context, DriverFacts};
 pub(crate) use event::Event;
@@ -16,3 +17,4 @@ pub(crate) use memory::DeviceBuffer;
 pub(crate) use module::{Function, Module};
 pub(crate) use pinned::{PinnedBuffer, PinnedWord};
 pub(crate) use stream::{LaunchShape, Priority, Stream};
+pub(crate) use virtual_memory::{AddressRange, Piece, granularity};

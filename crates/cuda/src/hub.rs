@@ -17,6 +17,7 @@ use crate::quiet::Quiet;
 use crate::seats::Seats;
 use crate::timeline::Timeline;
 use crate::tuning::Tuning;
+use crate::weights::WeightMemory;
 
 /// A device's parts.
 pub(crate) struct Hub {
@@ -40,6 +41,8 @@ pub(crate) struct Hub {
     pub(crate) capture_streams: Mutex<[Stream; 2]>,
     pub(crate) timeline: Timeline,
     pub(crate) tuning: RwLock<Tuning>,
+    /// Where weights are put.
+    pub(crate) weights: Arc<WeightMemory>,
     /// Plans that may keep memory for their next run.
     pub(crate) spares: Mutex<Vec<Weak<Lowered>>>,
 }

@@ -1,5 +1,6 @@
 //! The device memory of one run, with every launch's arguments ready.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use device::DeviceError;
@@ -11,6 +12,8 @@ use crate::hub::Hub;
 use crate::layout::Addresses;
 use crate::lowered::Lowered;
 use crate::seats::Seat;
+use crate::weights::Arrival;
+use crate::weights::arrival::Part;
 
 /// Bytes of `BeControl` in `wrap.cuh`.
 const CONTROL_BYTES: usize = 48;
@@ -22,6 +25,8 @@ pub(crate) struct Instance {
     graphs: [Option<Graph>; 2],
     /// Best-effort steps that are launched as one, as far as they have been asked for.
     chains: Vec<Option<Graph>>,
+    /// The plan as real time of high priority in the parts that are launched while weights arrive, where that may happen.
+    parts: Vec<Graph>,
     memory: DeviceBuffer,
     seat: Arc<Seat>,
     real_time: Vec<Vec<u8>>,
@@ -83,7 +88,8 @@ impl Instance {
             best_effort.push(addresses.patch(be, layout.best_effort_own(index)).map_err(bad)?);
         }
         let chains = lowered.chains.iter().map(|_| None).collect();
-        Ok(Instance { graphs: [None, None], chains, memory, seat, real_time, best_effort })
+        let (graphs, parts) = ([None, None], Vec::new());
+        Ok(Instance { graphs, chains, parts, memory, seat, real_time, best_effort })
     }
 
     pub(crate) fn address(&self) -> u64 {
@@ -296,16 +302,61 @@ impl Instance {
     ) -> Result<&Graph, CudaError> {
         let place = priority as usize;
         if self.graphs[place].is_none() {
-            let graph = hub.capture(priority, |stream| {
-                for index in 0..lowered.kernels.len() {
-                    // SAFETY: only recorded here; whoever launches the graph answers for the time.
-                    unsafe { self.launch_real_time(hub, lowered, index, index > 0, stream) }?;
-                }
-                Ok(())
-            })?;
+            let graph = self.record(hub, lowered, 0..lowered.kernels.len(), priority)?;
             self.graphs[place] = Some(graph);
         }
         self.graphs[place].as_ref().ok_or(CudaError::Misuse("a graph was not made"))
+    }
+
+    /// `steps` as real time in one launch.
+    fn record(
+        &self,
+        hub: &Hub,
+        lowered: &Lowered,
+        steps: Range<usize>,
+        priority: Priority,
+    ) -> Result<Graph, CudaError> {
+        let first = steps.start;
+        hub.capture(priority, |stream| {
+            for index in steps {
+                // SAFETY: only recorded here; whoever launches the graph answers for the time.
+                unsafe { self.launch_real_time(hub, lowered, index, index > first, stream) }?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Makes what [`Instance::launch_arriving`] launches.
+    pub(crate) fn make_parts(&mut self, hub: &Hub, lowered: &Lowered) -> Result<(), CudaError> {
+        let record = |part: &Part| self.record(hub, lowered, part.steps.clone(), Priority::High);
+        self.parts = lowered.parts.iter().map(record).collect::<Result<_, _>>()?;
+        Ok(())
+    }
+
+    /// Queues the whole plan as real time, each part behind the weights it needs.
+    ///
+    /// # Safety
+    /// As for one step.
+    pub(crate) unsafe fn launch_arriving(
+        &mut self,
+        hub: &Hub,
+        lowered: &Lowered,
+        arrival: &Arrival,
+        priority: Priority,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        let parted = priority == Priority::High && self.parts.len() == lowered.parts.len();
+        if !parted {
+            arrival.hold(stream, u64::MAX)?;
+            // SAFETY: the caller answers for the memory.
+            return unsafe { self.graph(hub, lowered, priority)?.launch(stream) };
+        }
+        for (part, graph) in lowered.parts.iter().zip(&self.parts) {
+            arrival.hold(stream, part.needs)?;
+            // SAFETY: as above.
+            unsafe { graph.launch(stream) }?;
+        }
+        Ok(())
     }
 }
 

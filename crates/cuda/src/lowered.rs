@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use device::DeviceError;
 use model::gpu::{GpuPlan, GpuStep, Launch, Leavable};
 
-use crate::driver::{DeviceBuffer, LaunchShape, PinnedBuffer, Priority};
+use crate::driver::{LaunchShape, PinnedBuffer, Priority, Stream};
 use crate::error::CudaError;
 use crate::form::{BestEffortForm, best_effort_choice, form_of};
 use crate::hub::Hub;
@@ -14,7 +14,8 @@ use crate::instance::Instance;
 use crate::kernel_text::Flavour;
 use crate::kernels::{LoadedKernel, Progress, Wanted};
 use crate::layout::Layout;
-use crate::weights::{WeightError, WeightStore};
+use crate::weights::arrival::{self, Part};
+use crate::weights::{Arrival, ProgramWeights, WeightError};
 
 /// Runs whose memory is kept for the next ones.
 const SPARE_INSTANCES: usize = 8;
@@ -51,7 +52,12 @@ pub(crate) struct Lowered {
     pub(crate) chains: Vec<Range<usize>>,
     /// For each step, the chain it is in.
     pub(crate) chain_of: Vec<usize>,
-    _slabs: Vec<Arc<DeviceBuffer>>,
+    /// What is launched at once while weights arrive; together they are all steps, in order.
+    pub(crate) parts: Vec<Part>,
+    /// For each step, bytes of weights that must be there.
+    needs: Vec<u64>,
+    slabs: usize,
+    pub(crate) program: Arc<ProgramWeights>,
     /// Memory that waits for its next run, by the priority it was last used at: graphs are of one.
     instances: Mutex<[Vec<Instance>; 2]>,
     staging: Mutex<Vec<PinnedBuffer>>,
@@ -62,37 +68,51 @@ impl Lowered {
     pub(crate) fn new(
         hub: &Hub,
         mut gpu: GpuPlan,
-        weights: &Mutex<WeightStore>,
+        weights: &Arc<ProgramWeights>,
         progress: Progress<'_>,
     ) -> Result<Lowered, DeviceError> {
         check(&gpu).map_err(DeviceError::BadPlan)?;
         hub.tuning().apply(&mut gpu);
         let kernels = bind(hub, &gpu, progress)?;
-        let (places, slabs) = {
-            let mut store = weights.lock().unwrap_or_else(PoisonError::into_inner);
-            let places =
-                store.place(hub.memory_stream(), &gpu.weights).map_err(|err| match err {
-                    WeightError::Cuda(err) => hub.error(err),
-                    WeightError::Packed(why) => DeviceError::BadPlan(why),
-                })?;
-            (places, store.slabs())
-        };
-        // They are on the device; their packers would hold the model's own copy in memory.
+        let placed = weights.place(&gpu).map_err(|err| match err {
+            WeightError::Cuda(err) => hub.error(err),
+            WeightError::Packed(why) => DeviceError::BadPlan(why),
+            WeightError::Load(err) => err,
+        })?;
+        // They are packed; their packers would hold the model's own copy in memory.
         gpu.weights.clear();
+        let needs = arrival::needs(&gpu.steps, &placed.spans);
         let finishing: Vec<bool> = kernels.iter().map(|step| step.finishes).collect();
         let chains = chains(&finishing, hub.options().chain_length.max(1));
         let of = |(number, steps): (usize, &Range<usize>)| vec![number; steps.len()];
         Ok(Lowered {
             layout: Layout::new(&gpu),
+            parts: arrival::parts(&gpu.steps, &needs),
+            needs,
+            slabs: placed.slabs,
+            program: weights.clone(),
             gpu,
             kernels,
-            weights: places,
+            weights: placed.addresses,
             chain_of: chains.iter().enumerate().flat_map(of).collect(),
             chains,
-            _slabs: slabs,
             instances: Mutex::default(),
             staging: Mutex::new(Vec::new()),
         })
+    }
+
+    /// What a run must wait for on its stream; an error when its weights are not on the device.
+    pub(crate) fn arrival(&self) -> Result<Option<Arc<Arrival>>, CudaError> {
+        self.program.arrival(self.slabs)
+    }
+
+    /// Holds what is queued on `stream` from now on until the weights of all steps before `end` are there; whether it waits.
+    pub(crate) fn hold(&self, stream: &Stream, end: usize) -> Result<bool, CudaError> {
+        let needed = end.checked_sub(1).and_then(|last| self.needs.get(last)).copied();
+        match (self.arrival()?, needed) {
+            (Some(arrival), Some(needed)) => arrival.hold(stream, needed),
+            _ => Ok(false),
+        }
     }
 
     fn instances(&self) -> MutexGuard<'_, [Vec<Instance>; 2]> {

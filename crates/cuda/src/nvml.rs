@@ -77,6 +77,31 @@ impl Nvml {
         }
     }
 
+    /// Memory used on the GPU by everybody, in bytes.
+    pub(crate) fn memory_used(&self) -> Option<u64> {
+        /// What `nvmlDeviceGetMemoryInfo` fills in.
+        #[repr(C)]
+        #[derive(Default)]
+        struct Memory {
+            total: u64,
+            free: u64,
+            used: u64,
+        }
+        let mut memory = Memory::default();
+        // SAFETY: the symbol has this type, and `memory` has the layout it fills in.
+        let code = unsafe {
+            let call = self
+                .library
+                .get::<unsafe extern "C" fn(Handle, *mut Memory) -> c_int>(
+                    b"nvmlDeviceGetMemoryInfo\0",
+                )
+                .ok()?;
+            call(self.device, &mut memory)
+        };
+        (code == SUCCESS && memory.total > 0)
+            .then_some(memory.total - memory.free.min(memory.total))
+    }
+
     /// A call that fills in one number about one of several things.
     fn numbered(&self, name: &[u8], which: c_uint) -> Option<u32> {
         let mut value: c_uint = 0;

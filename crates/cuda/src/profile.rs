@@ -1,7 +1,7 @@
 //! Measuring a plan: every way to compute every step, and the whole as one graph.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Instant;
 
 use device::DeviceError;
@@ -20,7 +20,7 @@ use crate::layout::Addresses;
 use crate::lowered::{BoundKernel, Lowered, real_time};
 use crate::program::{first_of, lower};
 use crate::tuning::{Chosen, Tuning};
-use crate::weights::WeightStore;
+use crate::weights::ProgramWeights;
 
 /// Memory in which copies of a step find weights of their own, so that they come from memory as in a network larger than
 /// the cache.
@@ -154,7 +154,7 @@ impl CudaDevice {
         let hub = self.hub();
         hub.alive()?;
         let gpu = lower(hub, plan, sizes).map_err(first_of)?;
-        let weights = Mutex::new(WeightStore::default());
+        let weights = ProgramWeights::new(hub, false);
         let lowered = Lowered::new(hub, gpu, &weights, &|_, _| {})?;
         let mut instance = Instance::new(hub, &lowered)?;
         let stream = Stream::new(hub.context(), Priority::High).map_err(|err| hub.error(err))?;
@@ -168,7 +168,7 @@ struct Profiler<'a> {
     options: ProfileOptions,
     progress: Progress<'a>,
     lowered: Lowered,
-    weights: Mutex<WeightStore>,
+    weights: Arc<ProgramWeights>,
     kernels: HashMap<Wanted, Arc<LoadedKernel>>,
     instance: Instance,
     pool: DeviceBuffer,
@@ -194,7 +194,7 @@ impl<'a> Profiler<'a> {
             .collect();
         let kernels = hub.kernels().obtain(&wanted, progress)?;
         let compile_seconds = started.elapsed().as_secs_f64();
-        let weights = Mutex::new(WeightStore::default());
+        let weights = ProgramWeights::new(hub, false);
         let lowered = Lowered::new(hub, gpu, &weights, &|_, _| {})?;
         let instance = Instance::new(hub, &lowered)?;
         let pool = DeviceBuffer::zeroed(hub.memory_stream(), WEIGHT_POOL).map_err(cuda)?;
@@ -231,7 +231,7 @@ impl<'a> Profiler<'a> {
             steps: profiles,
             graph: Timing::default(),
             plain_graph: Timing::default(),
-            weight_bytes: self.weights.lock().map_or(0, |weights| weights.bytes()),
+            weight_bytes: self.weights.bytes(),
             run_bytes: self.lowered.layout.bytes,
             compile_seconds: self.compile_seconds,
         };

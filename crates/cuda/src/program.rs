@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base::Bytes;
 use bytes::Bytes as RawBytes;
+use device::residency::Residency;
 use device::{DeviceError, KernelCompiler, Program, Staged, Task, check_inputs};
 use model::config::CopyTime;
 use model::gpu::{GpuPlan, GpuTarget};
@@ -16,7 +17,7 @@ use crate::hub::Hub;
 use crate::kernels::Progress;
 use crate::lowered::Lowered;
 use crate::task::CudaTask;
-use crate::weights::WeightStore;
+use crate::weights::{ProgramWeights, Resident};
 
 /// Sizes of a plan's symbols, in the order inputs name them.
 pub(crate) type Sizes = Vec<(String, usize)>;
@@ -30,7 +31,7 @@ pub(crate) struct CudaProgram {
 pub(crate) struct Loaded {
     pub(crate) hub: Arc<Hub>,
     pub(crate) plan: Arc<LaunchPlan>,
-    weights: Mutex<WeightStore>,
+    weights: Arc<ProgramWeights>,
     /// Most recently used last.
     plans: Mutex<Vec<(Sizes, Arc<Lowered>)>>,
     /// One lowering at a time: whoever waits finds it done.
@@ -156,9 +157,9 @@ impl CudaProgram {
         let example =
             example(&*hub.compiler, hub.target(), &plan, &hub.options().sizes).map_err(first_of)?;
         let shared = Arc::new(Loaded {
+            weights: ProgramWeights::new(&hub, hub.options().weights_on_demand),
             hub,
             plan,
-            weights: Mutex::default(),
             plans: Mutex::default(),
             lowering: Mutex::default(),
             pools: Mutex::default(),
@@ -217,6 +218,9 @@ impl Loaded {
         // The first request shall find memory and graph in place.
         let mut instance = lowered.take_instance(hub, Priority::High)?;
         instance.graph(hub, &lowered, Priority::High).map_err(|err| hub.error(err))?;
+        if self.weights.on_demand() {
+            instance.make_parts(hub, &lowered).map_err(|err| hub.error(err))?;
+        }
         lowered.give_instance(instance, Priority::High);
         let mut plans = self.plans();
         plans.push((sizes, lowered.clone()));
@@ -232,9 +236,14 @@ impl Program for CudaProgram {
     }
 
     fn resident(&self) -> Bytes {
-        let weights = self.shared.weights.lock().unwrap_or_else(PoisonError::into_inner).bytes();
+        let weights = self.shared.weights.resident_bytes();
         let runs: u64 = self.shared.plans().iter().map(|(_, plan)| plan.spare_bytes()).sum();
         Bytes(weights + runs + self.shared.pool_bytes())
+    }
+
+    fn residency(&self) -> Option<Arc<dyn Residency>> {
+        let weights = &self.shared.weights;
+        weights.on_demand().then(|| Arc::new(Resident(weights.clone())) as Arc<dyn Residency>)
     }
 
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {

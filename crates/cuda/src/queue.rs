@@ -76,7 +76,7 @@ fn wait_for(
 }
 
 /// Whether `now` is `mark` or was written after it; both count up and may wrap.
-fn is_reached(now: u32, mark: u32) -> bool {
+pub(crate) fn is_reached(now: u32, mark: u32) -> bool {
     now.wrapping_sub(mark) < u32::MAX / 2
 }
 

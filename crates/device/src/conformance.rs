@@ -7,6 +7,7 @@ mod batches;
 mod plans;
 mod queues;
 mod reference;
+mod residency;
 mod results;
 
 use std::fmt;
@@ -109,6 +110,13 @@ pub fn run(device: &dyn Device) -> Report {
     results::run(device, &mut report);
     queues::run(device, &mut report);
     batches::run(device, &mut report);
+    report
+}
+
+/// Tries on `device`, whose weights come and go, what that promises. Nothing else may use it meanwhile.
+pub fn run_residency(device: &dyn Device) -> Report {
+    let mut report = Report::default();
+    residency::run(device, &mut report);
     report
 }
 

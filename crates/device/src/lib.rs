@@ -6,6 +6,8 @@
 
 pub mod batch;
 pub mod conformance;
+pub mod paged;
+pub mod residency;
 pub mod sim;
 
 use std::any::Any;
@@ -136,6 +138,11 @@ pub trait Device: Send + Sync {
             queue.preempt();
         }
     }
+
+    /// What its memory is used for, if it keeps count.
+    fn memory_use(&self) -> Option<residency::MemoryUse> {
+        None
+    }
 }
 
 /// Turns plans into kernels. A GPU device is given one by whoever puts the parts together, and asks it
@@ -207,6 +214,10 @@ pub trait Program: Send + Sync {
         _batches: &[usize],
     ) -> Result<(), DeviceError> {
         Ok(())
+    }
+    /// Its weights, where they come and go; `None` when they are there for as long as the program is.
+    fn residency(&self) -> Option<Arc<dyn residency::Residency>> {
+        None
     }
 }
 

@@ -118,6 +118,8 @@ pub struct ModelConfig {
     pub timeout_ms: Option<u64>,
     /// The most requests that may wait.
     pub queue_capacity: usize,
+    /// Its weights stay on the device whatever else wants the memory.
+    pub pinned: bool,
     /// The largest batch a request may carry; 0 when the model says.
     pub max_batch_size: usize,
     /// Time within which requests shall be answered, in milliseconds: larger batches than fit are not made.
@@ -137,6 +139,7 @@ impl Default for ModelConfig {
             priority: 100,
             timeout_ms: None,
             queue_capacity: 1024,
+            pinned: false,
             max_batch_size: 0,
             slo_ms: None,
             batching: Batching::default(),

@@ -19,7 +19,6 @@ mod recovery;
 mod requests;
 mod residency;
 
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -36,7 +35,8 @@ use self::fair::FairQueue;
 use self::ready::ReadyHeap;
 pub use self::requests::RequestId;
 use self::requests::{Phase, RequestState, Requests};
-use self::residency::Weights;
+pub use self::residency::MemoryState;
+use self::residency::{Want, Weights};
 
 /// A model as the core knows it: a small dense number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -69,6 +69,20 @@ pub enum Event {
         kernels: Arc<[KernelProfile]>,
         /// Bytes of its weights, which are not on the device yet.
         weight_bytes: u64,
+    },
+    /// A model has so many bytes of weights, which come and go. Told again when there are more of them.
+    ModelWeights {
+        /// Its number.
+        model: ModelId,
+        /// Bytes on the device.
+        bytes: u64,
+        /// They are loaded at once and never evicted for others.
+        pinned: bool,
+    },
+    /// A model's weights are to be loaded if there is room for them.
+    Preload {
+        /// Its number.
+        model: ModelId,
     },
     /// A model takes no more requests. [`Action::FreeModel`] follows its last one.
     ModelRemoved {
@@ -132,6 +146,16 @@ pub enum Event {
     InputReady {
         /// Its number.
         request: RequestId,
+    },
+    /// A model's weights are arriving, and runs may start: the device holds each step until its weights are there.
+    LoadRunnable {
+        /// The model.
+        model: ModelId,
+    },
+    /// A model's weights could not be loaded; none of them are on the device.
+    LoadFailed {
+        /// The model.
+        model: ModelId,
     },
     /// A model's weights are on the device.
     LoadDone {
@@ -297,6 +321,13 @@ pub struct CoreOptions {
     pub copies: bool,
     /// Bytes for weights; `None` when nothing has to be loaded.
     pub memory_bytes: Option<u64>,
+    /// Loads that may be under way at once: they share one way to the device.
+    pub loads_at_once: usize,
+    /// How long a load waits before it takes the place of a model that has requests waiting.
+    pub load_patience: Nanos,
+    /// How long it waits then before a model that is always in use starts no more work; and how long a model that was just
+    /// loaded is spared.
+    pub close_after: Nanos,
     /// A segment that is not heard of for so long means that the device is to be reset.
     pub watchdog: Option<Nanos>,
     /// The device as padding sees it.
@@ -315,6 +346,9 @@ impl Default for CoreOptions {
             real_time_order: RealTimeOrder::EarliestDeadline,
             copies: false,
             memory_bytes: None,
+            loads_at_once: usize::MAX,
+            load_patience: Nanos::ZERO,
+            close_after: Nanos::from_millis(100),
             watchdog: None,
             room: Room { sms: 1, launch: Nanos::ZERO, gap: Nanos::ZERO, inside_tile: false },
             mutation: None,
@@ -386,7 +420,10 @@ pub struct Core {
     best_effort_credit: u64,
     /// Until then best effort has the device to itself.
     slice_until: Option<Nanos>,
-    load_queue: VecDeque<ModelId>,
+    /// Models to load, in no order.
+    wants: Vec<Want>,
+    /// When a load that waits for room may do more to get it.
+    load_timer: Option<Nanos>,
     /// Real-time requests whose inputs are on their way.
     real_time_copies: usize,
     slowdowns: Slowdowns,
@@ -428,7 +465,8 @@ impl Core {
             queues: queues.map(Slot::new).collect(),
             best_effort_credit: 0,
             slice_until: None,
-            load_queue: VecDeque::new(),
+            wants: Vec::new(),
+            load_timer: None,
             real_time_copies: 0,
             slowdowns: Slowdowns::default(),
             beside: 0,
@@ -459,7 +497,13 @@ impl Core {
     /// When [`Event::Timer`] is due, if ever.
     pub fn next_timer(&self) -> Option<Nanos> {
         let deadline = self.deadlines.peek().map(|(key, _)| Nanos(key.1));
-        let timers = [deadline, self.entitlement_end(), self.slice_until, self.watchdog_due()];
+        let timers = [
+            deadline,
+            self.entitlement_end(),
+            self.slice_until,
+            self.watchdog_due(),
+            self.load_timer,
+        ];
         timers.into_iter().flatten().min()
     }
 
@@ -499,6 +543,10 @@ impl Core {
                     state.lanes = lanes.max(1);
                 }
             }
+            Event::ModelWeights { model, bytes, pinned } => {
+                self.set_weights(now, model, bytes, pinned);
+            }
+            Event::Preload { model } => self.want(now, model, None),
             Event::ModelRemoved { model } => self.remove_model(model, actions),
             Event::Arrival { request, model, class, priority, deadline } => {
                 let state = RequestState {
@@ -517,7 +565,9 @@ impl Core {
             Event::Boarded { request, rows, deadline } => {
                 return self.board(request, rows, deadline);
             }
-            Event::InputReady { request } => self.input_ready(request),
+            Event::InputReady { request } => self.input_ready(now, request),
+            Event::LoadRunnable { model } => self.load_runnable(now, model),
+            Event::LoadFailed { model } => self.load_failed(now, model, actions),
             Event::LoadDone { model } => self.load_done(now, model),
             Event::StepReady { queue, step } => {
                 return self.step_ready(now, queue, step, actions);
@@ -539,7 +589,7 @@ impl Core {
                 self.expected_model = self.expected_model.filter(|_| self.expected > 0);
             }
             Event::DeviceLost => self.device_lost(actions),
-            Event::DeviceReady => self.device_ready(actions),
+            Event::DeviceReady => self.device_ready(now, actions),
             Event::Cancel { request } => self.give_up(request, End::Cancelled, actions),
             Event::Timer => self.expire(now, actions),
             Event::Drain => self.draining = true,
@@ -595,7 +645,7 @@ impl Core {
 
     fn free_if_unused(&mut self, model: ModelId, actions: &mut Vec<Action>) {
         if self.model(model).is_some_and(|state| state.removed && state.under_way == 0) {
-            self.unload(model, actions);
+            self.free_weights(model, actions);
             self.models[model.0 as usize] = None;
             actions.push(Action::FreeModel { model });
         }
@@ -633,7 +683,7 @@ impl Core {
             model.waiting += 1;
         }
         self.requests.insert(request, state);
-        self.prepare(request, actions);
+        self.prepare(now, request, actions);
     }
 
     /// A launched request computes so many rows and is of use until this deadline.

@@ -6,6 +6,6 @@ pub mod node;
 pub mod policy;
 
 pub use node::{
-    Contention, Leaving, ModelKey, ModelStats, Node, NodeError, NodeOptions, Observer, Preemption,
-    Preemptions, Rejection, Reply, ReplyResult, Request, RequestHandle, Timing,
+    Contention, Leaving, ModelKey, ModelStats, Node, NodeError, NodeMemory, NodeOptions, Observer,
+    Preemption, Preemptions, Rejection, Reply, ReplyResult, Request, RequestHandle, Swaps, Timing,
 };

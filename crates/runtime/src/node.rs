@@ -22,6 +22,7 @@ mod contention;
 mod layout;
 mod preemptions;
 mod submission;
+mod weights;
 
 use self::batcher::MemberId;
 use self::batches::{Batches, Intake, ModelBatcher, Preparer};
@@ -29,6 +30,8 @@ pub use self::contention::Contention;
 use self::contention::Waits;
 pub use self::preemptions::{LEAVE_BOUNDS_US, Leaving, Preemption, Preemptions};
 use self::preemptions::{OnQueue, Order, Record};
+use self::weights::{Discard, EntryWeights};
+pub use self::weights::{NodeMemory, Swaps};
 
 /// A loaded model of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -62,6 +65,8 @@ pub struct NodeOptions {
     pub best_effort_queues: usize,
     /// Preemptions that are remembered one by one.
     pub preemptions_kept: usize,
+    /// What weights may take of a device whose weights come and go; all it has when absent.
+    pub memory: Option<Bytes>,
     /// Told of everything the core takes in and decides.
     pub observer: Option<Arc<dyn Observer>>,
 }
@@ -76,6 +81,7 @@ impl Default for NodeOptions {
             real_time_queues: 4,
             best_effort_queues: 6,
             preemptions_kept: 1_024,
+            memory: None,
             observer: None,
         }
     }
@@ -259,7 +265,12 @@ impl Drop for Announcement<'_> {
 type ReplyFn = Box<dyn FnOnce(Reply) + Send>;
 
 struct Shared {
+    /// Itself, for those who tell it something later.
+    own: Weak<Shared>,
     device: Arc<dyn Device>,
+    /// What weights may take.
+    budget: Bytes,
+    discard: Discard,
     clock: Arc<dyn Clock>,
     observer: Option<Arc<dyn Observer>>,
     max_requests: usize,
@@ -288,6 +299,7 @@ struct State {
     batches: Batches,
     draining: bool,
     drain_told: bool,
+    swaps: Swaps,
     stopping: bool,
 }
 
@@ -327,6 +339,8 @@ impl Live {
 struct ModelEntry {
     generation: u64,
     program: Arc<dyn Program>,
+    /// Its weights, if they come and go.
+    weights: Option<EntryWeights>,
     defaults: Defaults,
     queue_capacity: usize,
     stats: ModelStats,
@@ -369,10 +383,15 @@ impl Node {
         let info = device.info();
         let queues = layout::layout(&rules, info.preemption, info.queues, &options);
         let opened: Vec<_> = layout::queue_options(&rules, queues).collect();
+        let budget = options.memory.unwrap_or(info.memory);
         let core = CoreOptions {
             queues,
             max_requests: options.max_requests,
             best_effort_share_percent: options.best_effort_share_percent,
+            memory_bytes: Some(budget.0),
+            loads_at_once: weights::LOADS_AT_ONCE,
+            load_patience: weights::PATIENCE,
+            close_after: weights::CLOSE_AFTER,
             ..CoreOptions::default()
         };
         let state = State {
@@ -386,9 +405,18 @@ impl Node {
             batches: Batches::default(),
             draining: false,
             drain_told: false,
+            swaps: Swaps::default(),
             stopping: false,
         };
-        let shared = Arc::new(Shared {
+        let no_thread = |device: &dyn Device, err: std::io::Error| DeviceError::Faulted {
+            device: device.info().name.clone(),
+            reason: format!("cannot start a thread of the node: {err}"),
+        };
+        let discard = Discard::start().map_err(|err| no_thread(&*device, err))?;
+        let shared = Arc::new_cyclic(|own| Shared {
+            own: own.clone(),
+            budget,
+            discard,
             device,
             clock,
             observer: options.observer,
@@ -408,16 +436,13 @@ impl Node {
             queues.push(shared.device.open_queue(options, sink.clone())?);
         }
         let _ = shared.queues.set(queues);
-        let no_thread = |err: std::io::Error| DeviceError::Faulted {
-            device: shared.device.info().name.clone(),
-            reason: format!("cannot start a thread of the node: {err}"),
-        };
-        let _ = shared.preparer.set(Preparer::start(Arc::downgrade(&shared)).map_err(no_thread)?);
+        let preparer = Preparer::start(Arc::downgrade(&shared));
+        let _ = shared.preparer.set(preparer.map_err(|err| no_thread(&*shared.device, err))?);
         let timed = shared.clone();
         let timer = std::thread::Builder::new()
             .name("node-timer".to_string())
             .spawn(move || timed.run_timer())
-            .map_err(no_thread)?;
+            .map_err(|err| no_thread(&*shared.device, err))?;
         Ok(Node { shared, timer: Some(timer) })
     }
 
@@ -460,6 +485,7 @@ impl Node {
             batch_timer: None,
             removed: false,
             removal_told: false,
+            weights: EntryWeights::of(&*program, config.pinned),
             program,
         };
         let model = ModelId(slot as u32);
@@ -473,8 +499,12 @@ impl Node {
         if slot == state.models.len() {
             state.models.push(None);
         }
+        let weights = entry.weights.as_ref().map(|weights| weights.event(ModelId(slot as u32)));
         state.models[slot] = Some(entry);
         self.shared.run(state, events);
+        if let Some(event) = weights {
+            self.shared.handle(event);
+        }
         let key = ModelKey { slot: slot as u32, generation };
         if let Some((program, batches, _)) = prepared {
             self.shared.prepare_batches(key, &program, batches);
@@ -787,19 +817,22 @@ impl Shared {
                     Some(live) if matches!(live.rider, Rider::Batch) => {
                         self.end_batch(state, now, (request, end), live, due);
                     }
-                    Some(live) => due.extend(finish(state, now, live, end)),
+                    Some(live) => due.extend(self.finish(state, now, live, end)),
                     None => {}
                 }
             }
-            Action::FreeModel { model } => state.models[model.0 as usize] = None,
-            // Orders to leave go out together. The device copies inputs and loads weights by itself, and a step there is not
-            // divided.
+            Action::FreeModel { model } => {
+                if let Some(entry) = state.models[model.0 as usize].take() {
+                    self.discard.discard(entry.program);
+                }
+            }
+            Action::Load { model } => self.start_load(state, now, model),
+            Action::Evict { model } => state.evict(model),
+            // Orders to leave go out together. The device copies inputs by itself, and a step there is not divided.
             Action::Preempt { .. }
             | Action::SetBudget { .. }
             | Action::Pad { .. }
             | Action::Copy { .. }
-            | Action::Load { .. }
-            | Action::Evict { .. }
             | Action::ResetDevice => {}
         }
     }
@@ -877,22 +910,37 @@ impl Shared {
     }
 }
 
-/// Turns the end of a request into its reply and counts it.
-fn finish(state: &mut State, now: Nanos, live: Live, end: End) -> Option<Due> {
-    let Live { model, outputs, failure, rider, mut timing, .. } = live;
-    let Rider::One(reply) = rider else { return None };
-    timing.finished = now;
-    let entry = state.models[model.0 as usize].as_mut();
-    let capacity = entry.as_ref().map_or(0, |entry| entry.queue_capacity);
-    let result = match (end, outputs) {
-        (End::Done, Some(outputs)) => Ok(outputs),
-        (end, _) => Err(rejected(end, failure, capacity)),
-    };
-    if let Some(entry) = entry {
-        entry.stats.executions += u64::from(end == End::Done);
-        entry.stats.count(&result, &timing);
+impl Shared {
+    /// Turns the end of a request into its reply and counts it.
+    fn finish(&self, state: &mut State, now: Nanos, live: Live, end: End) -> Option<Due> {
+        let Live { model, outputs, failure, rider, mut timing, .. } = live;
+        let Rider::One(reply) = rider else { return None };
+        timing.finished = now;
+        let failure = self.failure(state, model, end, failure);
+        let entry = state.models[model.0 as usize].as_mut();
+        let capacity = entry.as_ref().map_or(0, |entry| entry.queue_capacity);
+        let result = match (end, outputs) {
+            (End::Done, Some(outputs)) => Ok(outputs),
+            (end, _) => Err(rejected(end, failure, capacity)),
+        };
+        if let Some(entry) = entry {
+            entry.stats.executions += u64::from(end == End::Done);
+            entry.stats.count(&result, &timing);
+        }
+        Some((reply, Reply { result, timing }))
     }
-    Some((reply, Reply { result, timing }))
+
+    /// What went wrong; a request that failed without a word of the device found no room for its weights.
+    fn failure(
+        &self,
+        state: &State,
+        model: ModelId,
+        end: End,
+        told: Option<DeviceError>,
+    ) -> Option<DeviceError> {
+        let no_room = || state.memory_failure(model, &self.device.info().name, self.budget);
+        told.or_else(|| (end == End::Failed).then(no_room))
+    }
 }
 
 /// Why a request that ended so has no outputs.

@@ -119,6 +119,23 @@ impl LocalNode {
         Ok(failed)
     }
 
+    /// Brings weights to the device as long as there is room: of the models named here first, then of the others by name.
+    pub fn preload(&self, order: &[String]) {
+        let mut models = self.inner.catalogue.all();
+        let place = |served: &Served| order.iter().position(|name| **name == *served.name);
+        models.sort_by_key(|served| {
+            (place(served).unwrap_or(usize::MAX), served.name.clone(), served.version)
+        });
+        models.iter().for_each(|served| self.inner.node.preload(served.key));
+    }
+
+    /// How many inferences each model has done.
+    pub fn inference_counts(&self) -> Vec<(String, u64)> {
+        let models = self.inner.catalogue.all();
+        let count = |served: &Arc<Served>| served.counters.inferences.load(Ordering::Relaxed);
+        models.iter().map(|served| (served.name.to_string(), count(served))).collect()
+    }
+
     /// The node.
     pub fn node(&self) -> &Arc<Node> {
         &self.inner.node
@@ -264,9 +281,17 @@ impl Inner {
         match loaded {
             Ok(loaded) => {
                 let version = loaded.version;
+                if let Some(why) = self.node.cannot_fit(&*loaded.program) {
+                    return Err(self.too_large(&name, &why));
+                }
                 let (served, gone) =
                     Served::start(self.node.clone(), &name, version, loaded.program, loaded.config);
+                let key = served.key;
                 self.catalogue.finish_load(served, gone);
+                // At the start the owner says in which order.
+                if self.started.load(Ordering::SeqCst) {
+                    self.node.preload(key);
+                }
                 tracing::info!(model = name, version, "model ready");
                 Ok(version)
             }
@@ -278,6 +303,15 @@ impl Inner {
                 Err(ApiError { message: message.into(), ..error })
             }
         }
+    }
+
+    /// Notes that a model's weights can never be on the device.
+    fn too_large(&self, name: &str, why: &DeviceError) -> ApiError {
+        let help = "give weights more memory with --gpu-memory, or pin fewer models";
+        let why = format!("its weights do not fit: {why}; {help}");
+        tracing::warn!(model = name, why, "model not loaded");
+        self.catalogue.fail_load(name, why.clone(), true);
+        ApiError::unavailable(format!("cannot load model '{name}': {why}"))
     }
 
     async fn unload(self: Arc<Inner>, name: String) -> ApiResult<()> {

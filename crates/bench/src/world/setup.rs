@@ -157,6 +157,7 @@ fn core_of(
             inside_tile: gpu.preemption() == device::PreemptionLevel::InsideTile,
         },
         mutation: planted(PlantedBug::ExactlyOnce).then_some(Mutation::EndsTwice),
+        ..CoreOptions::default()
     };
     Core::with_policy(core, policy)
 }

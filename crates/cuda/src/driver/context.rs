@@ -88,6 +88,11 @@ impl Context {
         &self.facts
     }
 
+    /// The GPU's number as the driver counts.
+    pub(super) fn device(&self) -> CUdevice {
+        self.device
+    }
+
     /// The pool that device memory comes from.
     pub(super) fn pool(&self) -> CUmemoryPool {
         self.pool

@@ -47,6 +47,14 @@ impl Event {
         self.context.check("cuEventRecord", unsafe { sys::cuEventRecord(self.raw, stream.raw()) })
     }
 
+    /// What is queued on `stream` from now on begins after the point, which has been recorded.
+    pub(crate) fn hold(&self, stream: &Stream) -> Result<(), CudaError> {
+        self.context.enter()?;
+        // SAFETY: both handles are alive.
+        let code = unsafe { sys::cuStreamWaitEvent(stream.raw(), self.raw, 0) };
+        self.context.check("cuStreamWaitEvent", code)
+    }
+
     /// Waits for the point to be passed.
     pub(crate) fn wait(&self) -> Result<(), CudaError> {
         self.context.enter()?;

@@ -54,18 +54,6 @@ impl DeviceBuffer {
     pub(crate) fn address(&self) -> u64 {
         self.address
     }
-
-    pub(crate) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// Writes `data` at `offset` and waits for it.
-    pub(crate) fn write(&self, offset: u64, data: &[u8]) -> Result<(), CudaError> {
-        assert!(offset + data.len() as u64 <= self.bytes, "a write past the end of a buffer");
-        // SAFETY: in bounds by the line above, and `data` outlives the wait below.
-        unsafe { self.stream.copy_in(self.address + offset, data.as_ptr(), data.len()) }?;
-        self.stream.synchronize()
-    }
 }
 
 impl Drop for DeviceBuffer {

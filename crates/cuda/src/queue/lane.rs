@@ -117,6 +117,8 @@ struct Run {
     number: u32,
     /// The step behind its last.
     end: usize,
+    /// It is a whole run whose weights are there, so the time it takes, unless it leaves, says how long such runs take.
+    paced: bool,
     flight: Flight,
     stage: Stage,
 }
@@ -293,6 +295,7 @@ impl Lane {
             seat: None,
             number: 0,
             end: 0,
+            paced: false,
             flight: Flight::default(),
             stage: Stage::Flying,
         });
@@ -312,6 +315,8 @@ impl Lane {
         (run.seat, run.number, run.end) = (Some(seat), number, steps.end);
         run.flight = Flight::at(steps.start);
         let (lowered, first) = (task.lowered.clone(), steps.start);
+        let there = lowered.arrival().map_err(|err| failed(task, first, err))?.is_none();
+        run.paced = there && steps == (0..task.step_count());
         make_ready(&self.stream, task, &lowered, first, number)
             .map_err(|err| failed(task, first, err))?;
         self.fill()
@@ -395,6 +400,7 @@ impl Lane {
         let timed = task.is_timed();
         let eager = end == task.step_count() && has_small_outputs(&lowered);
         let (hub, stream) = (&self.hub, &self.stream);
+        let held = lowered.hold(stream, end)?;
         let (instance, staging) = task.memory()?;
         if timed {
             self.stamps.0.record(stream)?;
@@ -404,7 +410,7 @@ impl Lane {
         unsafe {
             match next {
                 Next::Step(index) => {
-                    let dependent = flight.behind_kernel && !timed;
+                    let dependent = flight.behind_kernel && !timed && !held;
                     let how = BestEffortLaunch { restored, dependent };
                     instance.launch_best_effort(hub, &lowered, index, how, stream)?;
                 }
@@ -508,7 +514,8 @@ impl Lane {
     /// Nothing is in flight: the segment ends where it got, once its outputs are on the host.
     fn conclude(&mut self) -> Result<Progress, DeviceError> {
         let Some(run) = &mut self.run else { return Ok(Progress::None) };
-        let (reached, end) = (run.flight.known, run.end);
+        let (reached, end, paced) = (run.flight.known, run.end, run.paced);
+        let started = run.started;
         let copied = matches!(run.stage, Stage::Copying { .. });
         let (task, _) = own_task(&self.hub, &mut run.segment)?;
         let lowered = task.lowered.clone();
@@ -525,6 +532,9 @@ impl Lane {
                 run.stage = Stage::Copying { mark };
             }
             return Ok(Progress::Some);
+        }
+        if paced && reached == end {
+            lowered.program.note_run(&lowered.parts, started.elapsed());
         }
         task.advance_to(reached);
         let outcome = match task.fault() {

@@ -63,14 +63,22 @@ struct Running {
     progress: Progress,
 }
 
+/// What was queued.
+struct Queued {
+    /// Steps before this one are done once the mark behind them is there.
+    end: usize,
+    events: Vec<Event>,
+    /// It is a whole run whose weights were there, so the time it takes says how long such runs take.
+    paced: bool,
+    /// Where the whole run begins and ends, for a timeline.
+    span: Option<(Event, Event)>,
+}
+
 enum Progress {
-    /// Steps before the second number are done once the mark is there.
+    /// Done once the mark is there.
     Marked {
         mark: u32,
-        end: usize,
-        events: Vec<Event>,
-        /// Where the whole run begins and ends, for a timeline.
-        span: Option<(Event, Event)>,
+        queued: Queued,
     },
     Left,
     Failed(DeviceError),
@@ -247,20 +255,15 @@ impl Shared {
         let (task, steps) = own_task(&self.hub, segment)?;
         task.hold_memory(self.priority)?;
         let begin = steps.start;
-        let (end, events, span) =
-            self.queue_steps(task, steps).map_err(|err| failed(task, begin, err))?;
+        let queued = self.queue_steps(task, steps).map_err(|err| failed(task, begin, err))?;
         *marks = marks.wrapping_add(1);
         // SAFETY: the word lives as long as this queue's thread, which waits for it.
         unsafe { self.stream.write_word(self.word.device_address(), *marks) }
             .map_err(|err| self.hub.error(err))?;
-        Ok(Progress::Marked { mark: *marks, end, events, span })
+        Ok(Progress::Marked { mark: *marks, queued })
     }
 
-    fn queue_steps(
-        &self,
-        task: &mut CudaTask,
-        steps: Range<usize>,
-    ) -> Result<(usize, Vec<Event>, Option<(Event, Event)>), CudaError> {
+    fn queue_steps(&self, task: &mut CudaTask, steps: Range<usize>) -> Result<Queued, CudaError> {
         let (hub, lowered) = (task.hub.clone(), task.lowered.clone());
         let (timed, uploaded) = (task.is_timed(), task.uploaded);
         let tried = task.words.used_to > steps.start;
@@ -273,6 +276,7 @@ impl Shared {
         }
         task.uploaded = true;
         let (instance, staging) = task.memory()?;
+        let arrival = lowered.arrival()?;
         let (mut events, mut span) = (Vec::new(), None);
         // SAFETY: instance, staging and plan belong to the task, which this queue holds until the mark behind them is
         // passed or the stream is drained; nobody else uses the instance.
@@ -284,14 +288,21 @@ impl Shared {
             hub.seats.send();
             if whole && !steps.is_empty() {
                 let began = hub.timeline.stamp(&hub, &self.stream)?;
-                instance.graph(&hub, &lowered, self.priority)?.launch(&self.stream)?;
+                match &arrival {
+                    None => instance.graph(&hub, &lowered, self.priority)?.launch(&self.stream)?,
+                    Some(arrival) => {
+                        let (priority, stream) = (self.priority, &self.stream);
+                        instance.launch_arriving(&hub, &lowered, arrival, priority, stream)?;
+                    }
+                }
                 span = began.zip(hub.timeline.stamp(&hub, &self.stream)?);
             } else {
                 for index in steps.clone() {
                     if timed {
                         events.push(stamp(&hub, &self.stream)?);
                     }
-                    let dependent = index > steps.start && !timed;
+                    let held = lowered.hold(&self.stream, index + 1)?;
+                    let dependent = index > steps.start && !timed && !held;
                     instance.launch_real_time(&hub, &lowered, index, dependent, &self.stream)?;
                 }
                 if timed {
@@ -302,18 +313,18 @@ impl Shared {
                 instance.copy_outputs(&lowered, staging, &self.stream)?;
             }
         }
-        Ok((steps.end, events, span))
+        Ok(Queued { end: steps.end, events, paced: whole && arrival.is_none(), span })
     }
 
     fn complete(&self, running: Running, waited: Result<(), CudaError>, busy: Nanos) {
         let Running { mut segment, progress, .. } = running;
         let outcome = match (progress, waited) {
             (Progress::Left, _) => Outcome::Left,
-            (Progress::Marked { end, events, span, .. }, Ok(())) => {
-                if let Some((from, to)) = &span {
+            (Progress::Marked { queued, .. }, Ok(())) => {
+                if let Some((from, to)) = &queued.span {
                     self.hub.timeline.add(from, to);
                 }
-                self.advance(&mut segment, end, &events)
+                self.advance(&mut segment, &queued, busy)
             }
             (Progress::Failed(err), Ok(())) => Outcome::Failed(err),
             (_, Err(err)) => Outcome::Failed(self.hub.error(err)),
@@ -327,18 +338,21 @@ impl Shared {
         self.sink.complete(Completion { queue: self.options.id, token, task, outcome, busy });
     }
 
-    fn advance(&self, segment: &mut Segment, end: usize, events: &[Event]) -> Outcome {
+    fn advance(&self, segment: &mut Segment, queued: &Queued, busy: Nanos) -> Outcome {
         let task = match own_task(&self.hub, segment) {
             Ok((task, _)) => task,
             Err(err) => return Outcome::Failed(err),
         };
-        for pair in events.windows(2) {
+        for pair in queued.events.windows(2) {
             match pair[1].micros_since(&pair[0]) {
                 Ok(micros) => task.push_time(micros),
                 Err(err) => return Outcome::Failed(self.hub.error(err)),
             }
         }
-        task.advance_to(end);
+        if queued.paced {
+            task.lowered.program.note_run(&task.lowered.parts, busy.into());
+        }
+        task.advance_to(queued.end);
         task.fault().map_or(Outcome::Done, Outcome::Failed)
     }
 }

@@ -34,14 +34,14 @@ impl Core {
         if self.lost {
             return;
         }
-        self.load_wanted(actions);
+        self.load_wanted(now, actions);
         if self.options.queues.shared > 0 {
             self.dispatch_shared(now, actions);
         } else {
             self.dispatch_split(now, actions);
         }
         // Whoever was sent back for weights that were evicted wants them loaded.
-        self.load_wanted(actions);
+        self.load_wanted(now, actions);
     }
 
     /// Whether best effort has anything to do.
@@ -50,34 +50,34 @@ impl Core {
         self.rules.best_effort && (!self.best_effort.is_empty() || self.queues.iter().any(running))
     }
 
-    fn pop_real_time(&mut self) -> Option<RequestId> {
+    fn pop_real_time(&mut self, now: Nanos) -> Option<RequestId> {
         loop {
             let request = self.real_time.pop()?;
-            if self.still_resident(request) {
+            if self.still_resident(now, request) {
                 return Some(request);
             }
         }
     }
 
-    fn pop_best_effort(&mut self) -> Option<RequestId> {
+    fn pop_best_effort(&mut self, now: Nanos) -> Option<RequestId> {
         if !self.rules.best_effort {
             return None;
         }
         loop {
             let request = self.best_effort.pop()?;
-            if self.still_resident(request) {
+            if self.still_resident(now, request) {
                 return Some(request);
             }
         }
     }
 
     /// Sends a request back to wait for weights that were evicted meanwhile.
-    fn still_resident(&mut self, request: RequestId) -> bool {
+    fn still_resident(&mut self, now: Nanos, request: RequestId) -> bool {
         let model = self.requests.get(request).map(|state| state.model);
         let resident =
-            model.and_then(|model| self.model(model)).is_some_and(|model| model.weights.resident());
+            model.and_then(|model| self.model(model)).is_some_and(|model| model.weights.usable());
         if !resident {
-            self.park(request);
+            self.park(now, request);
         }
         resident
     }
@@ -120,14 +120,14 @@ impl Core {
         let slice = self.options.best_effort_slice.0;
         let earned = slice > 0 && self.best_effort_credit >= slice;
         let owed = earned && !self.best_effort.is_empty();
-        if !owed && let Some(request) = self.pop_real_time() {
+        if !owed && let Some(request) = self.pop_real_time(now) {
             return Some((request, Nanos::ZERO));
         }
         // Whoever cannot be made to leave is not started in front of a real-time request that is on its way.
         if !owed && self.rules.leave.is_none() && self.real_time_copies > 0 {
             return None;
         }
-        let request = self.pop_best_effort()?;
+        let request = self.pop_best_effort(now)?;
         Some((request, if owed { now + Nanos(slice) } else { Nanos::ZERO }))
     }
 
@@ -139,7 +139,7 @@ impl Core {
         let coming = !held && (waits || self.expected > 0);
         if coming {
             if self.rules.beside == Beside::Companion {
-                self.choose_companion();
+                self.choose_companion(now);
             }
             // The word to leave goes out before the launch, on the same stream.
             if alone {
@@ -208,9 +208,9 @@ impl Core {
     }
 
     /// Decides who may stay beside the real-time task that starts next, if one can.
-    fn choose_companion(&mut self) {
+    fn choose_companion(&mut self, now: Nanos) {
         let idle = |slot: &Slot| slot.kind == Kind::RealTime && slot.running.is_none();
-        if !self.queues.iter().any(idle) || !self.lane_is_free() {
+        if !self.queues.iter().any(idle) || !self.lane_is_free(now) {
             return;
         }
         let Some(real_time) = self.next_real_time() else { return };
@@ -243,7 +243,7 @@ impl Core {
             let idle = |slot: &Slot| slot.kind == Kind::BestEffort && slot.running.is_none();
             let Some(queue) = self.queues.iter().position(idle) else { return };
             let Some(request) = self.best_effort.pop_of(companion) else { return };
-            if !self.still_resident(request) {
+            if !self.still_resident(now, request) {
                 return;
             }
             self.launch(now, queue, request, Nanos::ZERO, actions);
@@ -257,7 +257,7 @@ impl Core {
 
     /// Whether the next real-time request may start beside those that run: only with others of its own model, and not with
     /// more than that wants. Under a policy that runs everything side by side it always may.
-    fn lane_is_free(&mut self) -> bool {
+    fn lane_is_free(&mut self, now: Nanos) -> bool {
         if self.rules.streams == Streams::Many || self.real_time_slot().is_none() {
             return true;
         }
@@ -265,12 +265,12 @@ impl Core {
         while let Some((_, head)) = self.real_time.peek() {
             let model = self.requests.get(head).map(|state| state.model);
             let known = model.and_then(|model| self.model(model));
-            let Some((lanes, resident)) = known.map(|m| (m.lanes, m.weights.resident())) else {
+            let Some((lanes, usable)) = known.map(|m| (m.lanes, m.weights.usable())) else {
                 return false;
             };
-            if !resident {
+            if !usable {
                 self.real_time.pop();
-                self.park(head);
+                self.park(now, head);
                 continue;
             }
             let real_time = |slot: &&Slot| slot.kind == Kind::RealTime;
@@ -287,9 +287,9 @@ impl Core {
                 continue;
             }
             let next = match kind {
-                Kind::RealTime if self.lane_is_free() => self.pop_real_time(),
+                Kind::RealTime if self.lane_is_free(now) => self.pop_real_time(now),
                 Kind::RealTime => None,
-                _ => self.pop_best_effort(),
+                _ => self.pop_best_effort(now),
             };
             let Some(request) = next else { return };
             self.launch(now, queue, request, Nanos::ZERO, actions);
@@ -312,7 +312,7 @@ impl Core {
             if slot.kind != Kind::BestEffort || slot.running.is_some() {
                 continue;
             }
-            let Some(request) = self.pop_best_effort() else { return };
+            let Some(request) = self.pop_best_effort(now) else { return };
             self.queues[queue].padded = true;
             self.set_budget(queue, (0, 0), None, actions);
             self.launch(now, queue, request, Nanos::ZERO, actions);

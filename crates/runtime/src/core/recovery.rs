@@ -43,12 +43,13 @@ impl Core {
         for state in self.models.iter_mut().flatten() {
             state.weights.lose();
         }
-        self.load_queue.clear();
+        self.wants.clear();
     }
 
     /// The device is back, empty: every request that is under way is prepared anew, oldest first.
-    pub(super) fn device_ready(&mut self, actions: &mut Vec<Action>) {
+    pub(super) fn device_ready(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         self.lost = false;
+        self.want_pinned(now);
         for request in self.requests.ids() {
             if self.requests.get(request).is_some_and(|state| state.phase == Phase::Waiting) {
                 self.dequeue(request);
@@ -56,7 +57,7 @@ impl Core {
             if let Some(state) = self.requests.get_mut(request) {
                 state.phase = Phase::Preparing;
                 state.progress = Progress::default();
-                self.prepare(request, actions);
+                self.prepare(now, request, actions);
             }
         }
     }

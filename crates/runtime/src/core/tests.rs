@@ -1,7 +1,7 @@
 //! The core in virtual time, against a device that takes a fixed time per step and checkers that know
 //! nothing of the core's insides.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use base::Random;
 

@@ -369,8 +369,10 @@ impl Shared {
         if refused && !live.launched {
             // The core does not take such a job: whoever waits for it would wait for ever.
             let capacity = entry.queue_capacity;
-            for member in batcher.refuse(request) {
-                let why = rejected(end, None, capacity);
+            let refused = batcher.refuse(request);
+            let failure = self.failure(state, model, end, None);
+            for member in refused {
+                let why = rejected(end, failure.clone(), capacity);
                 due.push(state.answer(now, model, member, Timing::default(), Err(why)));
             }
             return;

@@ -84,6 +84,10 @@ impl Node {
             Err(err) => return self.submit_alone(asked, Err(err), None, reply),
         };
         let mut state = self.shared.lock();
+        if let Some(event) = state.grown(asked.model) {
+            self.shared.step(state, event);
+            state = self.shared.lock();
+        }
         match self.shared.admit(&mut state, incoming, reply) {
             Admission::Member(member) => {
                 self.shared.run(state, VecDeque::new());
@@ -127,6 +131,10 @@ impl Node {
             }
         };
         let mut state = shared.lock();
+        if let Some(event) = state.grown(key) {
+            shared.step(state, event);
+            state = shared.lock();
+        }
         if state.model(key).is_none() {
             drop(state);
             withdraw(withdrawn);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use runtime::node::LEAVE_BOUNDS_US;
-use runtime::{Leaving, Node};
+use runtime::{Leaving, Node, NodeMemory};
 
 use crate::metrics::{Exposition, Kind};
 
@@ -113,10 +113,38 @@ pub(super) fn write(text: &mut String, models: &[Arc<Served>], device: &str, nod
     write_leaving(&mut out, models, node);
     out.family("atoll_model_resident_bytes", Kind::Gauge, "Device memory a loaded model holds");
     for model in models {
-        out.sample("atoll_model_resident_bytes", &labels(model), model.resident.0);
+        let bytes = node.resident_of(model.key).unwrap_or_default().0;
+        out.sample("atoll_model_resident_bytes", &labels(model), bytes);
     }
     out.family("atoll_resident_bytes", Kind::Gauge, "Device memory all loaded models hold");
     out.sample("atoll_resident_bytes", &[("device", device)], node.resident().0);
+    write_memory(&mut out, device, &node.memory());
+}
+
+/// Weights that come and go: what there is room for, what is there, and what was moved.
+fn write_memory(out: &mut Exposition<'_>, device: &str, memory: &NodeMemory) {
+    let Some(used) = memory.device else { return };
+    let device = [("device", device)];
+    let mut one = |name: &'static str, kind: Kind, help: &'static str, value: u64| {
+        out.family(name, kind, help);
+        out.sample(name, &device, value);
+    };
+    let swaps = &memory.swaps;
+    one("atoll_weights_budget_bytes", Kind::Gauge, "What weights may take", memory.budget.0);
+    one("atoll_weights_bytes", Kind::Gauge, "Weights on the device or arriving", used.weights.0);
+    one("atoll_weights_pinned_bytes", Kind::Gauge, "Weights that stay", memory.pinned.0);
+    if let Some(system) = used.system {
+        let help = "Memory used on the device by everybody, as its own tools count";
+        one("atoll_device_used_bytes", Kind::Gauge, help, system.0);
+    }
+    let help = "Models that wait to be loaded";
+    one("atoll_loads_waiting", Kind::Gauge, help, memory.wanted as u64);
+    one("atoll_loads_total", Kind::Counter, "Times a model's weights were loaded", swaps.loads);
+    let help = "Bytes of weights that were loaded";
+    one("atoll_loaded_bytes_total", Kind::Counter, help, swaps.loaded.0);
+    let help = "Times the device had no room for weights after all";
+    one("atoll_loads_refused_total", Kind::Counter, help, swaps.refused);
+    one("atoll_evictions_total", Kind::Counter, "Times weights were evicted", swaps.evictions);
 }
 
 fn labels(model: &Served) -> [(&str, &str); 2] {

@@ -33,8 +33,6 @@ pub struct Served {
     pub counters: Arc<Counters>,
     /// Its key in the node.
     pub key: ModelKey,
-    /// Memory its program holds.
-    pub resident: base::Bytes,
     plan: Arc<LaunchPlan>,
     output_names: Vec<Arc<str>>,
     batched: bool,
@@ -61,7 +59,6 @@ impl Served {
         config: ModelConfig,
     ) -> (Arc<Served>, oneshot::Receiver<()>) {
         let plan = program.plan().clone();
-        let resident = program.resident();
         let device = node.device().info().name.clone();
         let key = node.add_model(program, &config);
         let batching = if node.is_batched(key) { config.batching.policy.as_str() } else { "none" };
@@ -78,7 +75,6 @@ impl Served {
             config,
             counters: Arc::default(),
             key,
-            resident,
             plan,
             device,
             node,
@@ -312,6 +308,7 @@ impl Served {
             ("atoll_batching".to_string(), value(self.batching.to_string())),
             ("atoll_class".to_string(), value(self.config.class.as_str().to_string())),
             ("atoll_priority".to_string(), value(self.config.priority.to_string())),
+            ("atoll_pinned".to_string(), value(self.config.pinned.to_string())),
             ("atoll_queue_capacity".to_string(), value(self.config.queue_capacity.to_string())),
         ]
         .into()

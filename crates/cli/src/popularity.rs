@@ -1,0 +1,89 @@
+//! How much models are asked for, kept from one run of the server to the next: what was asked for most has its weights on the device
+//! first.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// The most models that are remembered.
+const MODELS_MOST: usize = 100_000;
+
+/// Counts by model, as they are on disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Popularity {
+    inferences: BTreeMap<String, u64>,
+}
+
+impl Popularity {
+    /// The file in `folder`.
+    pub(crate) fn path(folder: &Path) -> PathBuf {
+        folder.join("popularity.json")
+    }
+
+    /// What `path` holds; nothing when there is none, or one that cannot be read, which is said.
+    pub(crate) fn read(path: &Path) -> Popularity {
+        let text = match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(err) if err.kind() == std::io::ErrorKind::NotFound => return Popularity::default(),
+            Err(err) => {
+                tracing::warn!("{}: {err}; models are preloaded by name", path.display());
+                return Popularity::default();
+            }
+        };
+        serde_json::from_str(&text).unwrap_or_else(|err| {
+            tracing::warn!("{}: {err}; models are preloaded by name", path.display());
+            Popularity::default()
+        })
+    }
+
+    /// Models, most asked for first.
+    pub(crate) fn order(&self) -> Vec<String> {
+        let mut models: Vec<(&String, &u64)> = self.inferences.iter().collect();
+        models.sort_by(|a, b| b.1.cmp(a.1).then(a.0.cmp(b.0)));
+        models.into_iter().map(|(name, _)| name.clone()).collect()
+    }
+
+    /// These counts of a run added to half of what was known before it, so that old favourites fade.
+    pub(crate) fn after(&self, counts: impl IntoIterator<Item = (String, u64)>) -> Popularity {
+        let mut inferences: BTreeMap<String, u64> =
+            self.inferences.iter().map(|(name, count)| (name.clone(), count / 2)).collect();
+        for (name, count) in counts {
+            if inferences.len() < MODELS_MOST || inferences.contains_key(&name) {
+                *inferences.entry(name).or_default() += count;
+            }
+        }
+        inferences.retain(|_, count| *count > 0);
+        Popularity { inferences }
+    }
+
+    /// Replaces the file as a whole.
+    pub(crate) fn write(&self, path: &Path) -> std::io::Result<()> {
+        let text = serde_json::to_string_pretty(self)? + "\n";
+        let fresh = path.with_extension("json.new");
+        std::fs::write(&fresh, text)?;
+        std::fs::rename(&fresh, path)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_asked_for_most_comes_first_and_fades() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = Popularity::path(folder.path());
+        assert_eq!(Popularity::read(&path), Popularity::default(), "none yet");
+        let counts = [("a", 10), ("b", 30), ("c", 0), ("d", 30)];
+        let first = Popularity::default().after(counts.map(|(name, n)| (name.to_string(), n)));
+        assert_eq!(first.order(), ["b", "d", "a"]);
+        first.write(&path).expect("it is written");
+        let read = Popularity::read(&path);
+        assert_eq!(read, first);
+        let second = read.after([("a".to_string(), 11), ("e".to_string(), 1)]);
+        assert_eq!(second.order(), ["a", "b", "d", "e"]);
+        std::fs::write(&path, "no json").expect("it is written");
+        assert_eq!(Popularity::read(&path), Popularity::default());
+    }
+}

@@ -1,0 +1,343 @@
+//! `atoll bench swap`: more models than memory on a real device.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use base::Random;
+use bench::swap::{Access, Case, Noise, Swap, SwapModel, SwapOptions, SwapReport, table, vary};
+use clap::Args;
+use cuda::CudaDevice;
+use device::Device;
+use device::paged::{Paged, PagedOptions};
+use model::LaunchPlan;
+use model::config::{Class, ModelConfig};
+
+use crate::args::{DeviceArgs, DeviceSettings};
+use crate::failure::Failure;
+use crate::sim_command::write;
+use crate::{binding, engine, soak, testbed};
+
+/// Tokens of a text where nothing else is said.
+const SEQUENCE: usize = 128;
+
+/// How long loading something beside a served model may take.
+const LOAD_LIMIT: std::time::Duration = std::time::Duration::from_secs(60);
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  atoll bench swap --device cuda:0 --models models --count 5,50 --room 4,20 --concurrency 1,64
+  atoll bench swap --device cuda:0 --models models --network resnet50 --count 50 --room 20 \\
+                   --access zipf --beside --big models/bert_large.onnx --json swap.json
+  atoll bench swap --device cpu --models models --network magika --count 5 --room 4 --seconds 2
+  atoll bench swap --device cpu --models models --network magika --soak 2000
+
+Models are copies of the networks in the folder, each with weights of its own; every answer is compared with that of the same
+model undisturbed. On the CPU, whose weights are always there, bringing them takes the time their bytes need at --link.")]
+pub(crate) struct SwapArgs {
+    /// Device: cuda:N, or cpu
+    #[arg(long, default_value = "cpu")]
+    pub(crate) device: String,
+
+    /// Folder of the networks
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) models: PathBuf,
+
+    /// Networks to make models of, in turn, by file name without .onnx
+    #[arg(long, value_delimiter = ',', default_value = "resnet50")]
+    pub(crate) network: Vec<String>,
+
+    /// How many models are asked for; several separated by commas
+    #[arg(long, value_delimiter = ',', default_value = "5", value_parser = clap::value_parser!(u16).range(1..=1000))]
+    pub(crate) count: Vec<u16>,
+
+    /// How many of them have room, as many numbers as for --count
+    #[arg(long, value_delimiter = ',', default_value = "4", value_parser = clap::value_parser!(u16).range(1..=1000))]
+    pub(crate) room: Vec<u16>,
+
+    /// Order in which they are asked for: sequential, uniform, zipf
+    #[arg(long, value_delimiter = ',', default_value = "sequential,uniform,zipf")]
+    pub(crate) access: Vec<String>,
+
+    /// Requests outstanding; several separated by commas
+    #[arg(long, value_delimiter = ',', default_value = "1,64", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub(crate) concurrency: Vec<u16>,
+
+    /// Seconds of each case
+    #[arg(long, default_value_t = 5.0)]
+    pub(crate) seconds: f64,
+
+    /// Class of requests: rt or be
+    #[arg(long, default_value = "rt")]
+    pub(crate) class: String,
+
+    /// Also ask one pinned model regularly, at half of what it can do, while others swap and load
+    #[arg(long)]
+    pub(crate) beside: bool,
+
+    /// A large model to load beside it
+    #[arg(long, value_name = "FILE.onnx")]
+    pub(crate) big: Option<PathBuf>,
+
+    /// Instead: so many random operations on a whole server, from 64 clients
+    #[arg(long, value_name = "OPERATIONS")]
+    pub(crate) soak: Option<u64>,
+
+    /// KiB of weights that are copied to a GPU at once
+    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u64).range(2048..=1048576))]
+    pub(crate) chunk_kib: u64,
+
+    /// How fast weights come to the CPU device, in MB/s
+    #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) link: u64,
+
+    /// Seed of orders and inputs
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+
+    /// Print as JSON, or write it to a file
+    #[arg(long, value_name = "FILE", num_args = 0..=1)]
+    pub(crate) json: Option<Option<PathBuf>>,
+
+    #[command(flatten)]
+    pub(crate) settings: DeviceSettings,
+}
+
+/// A device whose weights come and go.
+pub(crate) struct SwappingDevice {
+    pub(crate) device: Arc<dyn Device>,
+    gpu: Option<Arc<CudaDevice>>,
+    link: f64,
+}
+
+impl SwappingDevice {
+    pub(crate) fn open(args: &SwapArgs) -> Result<SwappingDevice, Failure> {
+        let named = DeviceArgs { device: args.device.clone(), settings: args.settings.clone() };
+        let link = args.link as f64 * 1e6;
+        if args.device.starts_with("cuda") {
+            let gpu = engine::open_gpu_with(&named, |options| {
+                options.weights_on_demand = true;
+                options.weights_chunk_bytes = args.chunk_kib << 10;
+            })?;
+            let gpu = Arc::new(gpu);
+            return Ok(SwappingDevice { device: gpu.clone(), gpu: Some(gpu), link });
+        }
+        let inner = engine::open_device(&named)?;
+        let options = PagedOptions {
+            memory: inner.info().memory,
+            bytes_per_second: args.link * 1_000_000,
+            runnable_percent: 100,
+            added: base::Bytes(0),
+        };
+        let device = Arc::new(Paged::new(inner, options).map_err(Failure::failed)?);
+        Ok(SwappingDevice { device, gpu: None, link })
+    }
+
+    /// Bytes per second.
+    fn speed(&self) -> Result<f64, Failure> {
+        match &self.gpu {
+            Some(gpu) => gpu.copy_speed().map_err(Failure::failed),
+            None => Ok(self.link),
+        }
+    }
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &SwapArgs) -> Result<(), Failure> {
+    let opened = SwappingDevice::open(args)?;
+    if let Some(operations) = args.soak {
+        return soak::run(args, &opened, operations);
+    }
+    let cases = cases(args)?;
+    let speed = opened.speed()?;
+    let models = load(args, &*opened.device)?;
+    let options = SwapOptions {
+        seconds: args.seconds,
+        class: class(&args.class)?,
+        seed: args.seed,
+        bytes_per_second: speed,
+    };
+    let swap = Swap::new(opened.device.clone(), models, options).map_err(Failure::failed)?;
+    let mut report = SwapReport {
+        device: opened.device.info().description.clone(),
+        driver: testbed::driver(&args.device),
+        date: testbed::today(),
+        command: testbed::command(),
+        network: args.network.join("+"),
+        model_bytes: swap.bytes().0,
+        distinct_answers: swap.distinct(),
+        copy_bytes_per_second: [speed, speed],
+        warm: swap.warm(),
+        rows: Vec::new(),
+        beside: Vec::new(),
+    };
+    for case in cases {
+        let row = swap.run(case).map_err(Failure::failed)?;
+        eprintln!(
+            "{} of {} {} x{}: {}/s, cold p50 {} us of {} us, {} errors",
+            row.room,
+            row.models,
+            row.access,
+            row.concurrency,
+            row.throughput_rps,
+            row.cold.p50_us,
+            row.bound_us,
+            row.errors + row.wrong
+        );
+        report.rows.push(row);
+        keep(args, &report)?;
+    }
+    if args.beside {
+        run_beside(args, &opened, &swap, &mut report)?;
+    }
+    report.copy_bytes_per_second[1] = opened.speed()?;
+    finish(args, &report)
+}
+
+fn class(name: &str) -> Result<Class, Failure> {
+    Class::parse(name)
+        .ok_or_else(|| Failure::usage(format!("there is no class '{name}'; there are: rt, be")))
+}
+
+fn cases(args: &SwapArgs) -> Result<Vec<Case>, Failure> {
+    if args.count.len() != args.room.len() {
+        return Err(Failure::usage("--count and --room need equally many numbers"));
+    }
+    let mut cases = Vec::new();
+    for (count, room) in args.count.iter().zip(&args.room) {
+        for access in &args.access {
+            let access = Access::parse(access.trim()).ok_or_else(|| {
+                Failure::usage(format!(
+                    "there is no access '{access}'; there are: sequential, uniform, zipf"
+                ))
+            })?;
+            for concurrency in &args.concurrency {
+                let (count, room) = (usize::from(*count), usize::from(*room));
+                cases.push(Case { count, room, access, concurrency: usize::from(*concurrency) });
+            }
+        }
+    }
+    Ok(cases)
+}
+
+/// As many models as the largest case needs.
+fn load(args: &SwapArgs, device: &dyn Device) -> Result<Vec<SwapModel>, Failure> {
+    let count = args.count.iter().copied().max().map_or(1, usize::from) + usize::from(args.beside);
+    let mut random = Random::new(args.seed);
+    let mut networks = Vec::new();
+    for name in &args.network {
+        let path = args.models.join(format!("{name}.onnx"));
+        let plan = engine::compile_file(&path)
+            .map_err(|err| Failure::failed(format!("{}: {err}", path.display())))?;
+        let inputs = inputs(&plan, &mut random).map_err(Failure::failed)?;
+        networks.push((name.clone(), plan, inputs));
+    }
+    let mut models = Vec::new();
+    for copy in 0..count {
+        let (name, plan, inputs) = &networks[copy % networks.len()];
+        let failed = |err| Failure::failed(format!("{name}: {err}"));
+        let program = device.load(Arc::new(vary(plan, copy))).map_err(failed)?;
+        models.push(SwapModel { name: format!("{name}#{copy}"), program, inputs: inputs.clone() });
+    }
+    eprintln!("{count} models are packed");
+    Ok(models)
+}
+
+pub(crate) fn inputs(plan: &LaunchPlan, random: &mut Random) -> Result<Vec<model::Tensor>, String> {
+    let mut bindings = binding::Bindings::new();
+    bindings.insert("sequence".to_string(), SEQUENCE);
+    let ids = plan.inputs.iter();
+    ids.map(|id| {
+        let info = plan.value(*id);
+        binding::random_tensor(info.dtype, binding::shape_of(info, &bindings), random)
+    })
+    .collect()
+}
+
+fn run_beside(
+    args: &SwapArgs,
+    opened: &SwappingDevice,
+    swap: &Swap,
+    report: &mut SwapReport,
+) -> Result<(), Failure> {
+    let count = args.count.iter().copied().max().map_or(1, usize::from);
+    let room = args.room.iter().copied().max().map_or(1, usize::from).min(count);
+    let big = args.big.as_deref().map(plan_of).transpose()?;
+    let load_big = |node: &runtime::Node| match &big {
+        Some(plan) => load_and_remove(&*opened.device, node, plan),
+        None => Ok(()),
+    };
+    let mut noises = vec![
+        Noise::Serving { count: room, clients: 2 },
+        Noise::Swapping { count, room: room.min(count - 1).max(1), clients: 2 },
+    ];
+    if let Some(path) = &args.big {
+        let stem = path.file_stem().map(|stem| stem.to_string_lossy().into_owned());
+        let name = format!("{} being compiled, loaded and removed", stem.unwrap_or_default());
+        noises.push(Noise::Other { name, round: &load_big });
+    }
+    for noise in noises {
+        let beside = swap.beside(&noise, 50.0, args.seconds * 3.0).map_err(Failure::failed)?;
+        eprintln!(
+            "beside {}: p99 {} us, {:+.2} %, {} errors {:?}",
+            beside.noise,
+            beside.noisy.p99_us,
+            beside.p99_change_pct,
+            beside.errors,
+            beside.first_error
+        );
+        report.beside.push(beside);
+        keep(args, report)?;
+    }
+    Ok(())
+}
+
+fn plan_of(path: &Path) -> Result<Arc<LaunchPlan>, Failure> {
+    let plan = engine::compile_file(path);
+    plan.map(Arc::new).map_err(|err| Failure::failed(format!("{}: {err}", path.display())))
+}
+
+/// Makes a program of `plan`, brings its weights to the device and takes everything away again.
+fn load_and_remove(
+    device: &dyn Device,
+    node: &runtime::Node,
+    plan: &Arc<LaunchPlan>,
+) -> Result<(), String> {
+    let program = device.load(plan.clone()).map_err(|err| err.to_string())?;
+    let key = node.add_model(program, &ModelConfig::default());
+    node.preload(key);
+    let since = std::time::Instant::now();
+    while !node.is_resident(key) {
+        if since.elapsed() > LOAD_LIMIT {
+            return Err("the model was not loaded in a minute".to_string());
+        }
+        std::thread::sleep(std::time::Duration::from_micros(200));
+    }
+    node.remove_model(key);
+    Ok(())
+}
+
+fn keep(args: &SwapArgs, report: &SwapReport) -> Result<(), Failure> {
+    // After every case: a run that is cut short leaves what it has.
+    match &args.json {
+        Some(Some(path)) => write(path, &to_json(report)?),
+        _ => Ok(()),
+    }
+}
+
+fn to_json(report: &SwapReport) -> Result<String, Failure> {
+    Ok(serde_json::to_string_pretty(report).map_err(Failure::failed)? + "\n")
+}
+
+fn finish(args: &SwapArgs, report: &SwapReport) -> Result<(), Failure> {
+    keep(args, report)?;
+    match &args.json {
+        Some(None) => print!("{}", to_json(report)?),
+        _ => print!("{}", table(report)),
+    }
+    let errors: u64 = report.rows.iter().map(|row| row.errors + row.wrong).sum::<u64>()
+        + report.beside.iter().map(|beside| beside.errors).sum::<u64>();
+    match errors {
+        0 => Ok(()),
+        count => Err(Failure::failed(format!("{count} requests failed or were answered wrong"))),
+    }
+}
