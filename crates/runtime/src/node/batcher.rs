@@ -476,10 +476,9 @@ impl<M> Batcher<M> {
 
     /// The device's time until `now`.
     fn count_time(&mut self, now: Nanos) -> Nanos {
-        let running = self.jobs.len() as u64;
-        if running > 0 {
-            self.device_time += Nanos(now.since(self.counted_until).0 / running);
-        }
+        let passed = now.since(self.counted_until).0;
+        let share = passed.checked_div(self.jobs.len() as u64);
+        self.device_time += Nanos(share.unwrap_or(0));
         self.counted_until = now;
         self.device_time
     }
