@@ -27,6 +27,8 @@ pub(crate) struct Hub {
     pub(crate) epoch: Epoch,
     /// Queues that run best-effort work.
     pub(crate) best_effort: AtomicUsize,
+    /// Real-time segments on the device: whoever makes calls that hold up others lets them pass.
+    pub(crate) real_time: Arc<AtomicUsize>,
     /// Orders allocations, frees and uploads.
     pub(crate) memory_stream: Arc<Stream>,
     /// Where graphs are recorded, one at a time: of high and of low priority, which their kernels take over.

@@ -57,9 +57,10 @@ pub(crate) struct Lowered {
     /// For each step, bytes of weights that must be there.
     needs: Vec<u64>,
     slabs: usize,
-    pub(crate) program: Arc<ProgramWeights>,
     instances: Mutex<Vec<Instance>>,
     staging: Mutex<Vec<PinnedBuffer>>,
+    /// Let go of last: with a program's weights goes what the driver keeps of its runs.
+    pub(crate) program: Arc<ProgramWeights>,
 }
 
 impl Lowered {
