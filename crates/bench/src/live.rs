@@ -6,7 +6,7 @@
 
 mod client;
 mod observer;
-mod report;
+pub(crate) mod report;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, mpsc};
@@ -15,7 +15,7 @@ use std::time::Duration;
 use base::{Clock, MonotonicClock, Nanos, Random};
 use device::{Device, Program};
 use model::Tensor;
-use model::config::{Class, ModelConfig};
+use model::config::{Batching, BatchingPolicy, Class, ModelConfig};
 use runtime::{ModelKey, Node, NodeError, NodeOptions, Rejection, Reply, Request};
 use thiserror::Error;
 
@@ -196,7 +196,9 @@ impl Live {
         };
         let node = Node::start(self.device.clone(), options, clock.clone())?;
         let used = self.models.iter().filter(|model| models.contains(&model.name.as_str()));
-        let config = ModelConfig::default();
+        // The benchmark's requests are batches of one.
+        let batching = Batching { policy: BatchingPolicy::None, ..Batching::default() };
+        let config = ModelConfig { batching, ..ModelConfig::default() };
         let models = used.map(|m| (m, node.add_model(m.program.clone(), &config))).collect();
         Ok(Stage { node, clock, models, recorder })
     }
@@ -307,7 +309,7 @@ impl Live {
 }
 
 /// Seconds of processor time this process has used; 0 where the system does not tell in a way we know.
-fn cpu_seconds() -> f64 {
+pub(crate) fn cpu_seconds() -> f64 {
     // The kernel counts in hundredths of a second for every architecture it tells user space about.
     let Ok(text) = std::fs::read_to_string("/proc/self/stat") else { return 0.0 };
     let after_name = text.rsplit_once(')').map_or("", |(_, rest)| rest);

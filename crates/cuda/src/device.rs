@@ -24,6 +24,7 @@ use crate::nvrtc::Nvrtc;
 use crate::program::{CudaProgram, unsupported_steps};
 use crate::queue::{BestEffortQueue, Dispatcher, Polling, RealTimeQueue};
 use crate::seats::Seats;
+use crate::timeline::Timeline;
 use crate::toolkit::Toolkit;
 use crate::tuning::{self, Tuning};
 use crate::weights::WeightMemory;
@@ -128,7 +129,9 @@ impl CudaDevice {
             quiet: Arc::default(),
             best_effort: AtomicUsize::new(0),
             memory_stream: Arc::new(Stream::new(&context, Priority::Low)?),
+            input_stream: Arc::new(high()?),
             capture_streams: Mutex::new([high()?, Stream::new(&context, Priority::Low)?]),
+            timeline: Timeline::default(),
             tuning: RwLock::default(),
             weights: Arc::new(WeightMemory::start(&context, options.weights_chunk_bytes)?),
             spares: Mutex::default(),

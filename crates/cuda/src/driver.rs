@@ -7,6 +7,7 @@ mod memory;
 mod module;
 mod pinned;
 mod stream;
+mod transfer;
 mod virtual_memory;
 
 pub(crate) use context::{Context, DriverFacts};

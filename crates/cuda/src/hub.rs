@@ -15,6 +15,7 @@ use crate::lowered::Lowered;
 use crate::queue::Dispatcher;
 use crate::quiet::Quiet;
 use crate::seats::Seats;
+use crate::timeline::Timeline;
 use crate::tuning::Tuning;
 use crate::weights::WeightMemory;
 
@@ -34,8 +35,11 @@ pub(crate) struct Hub {
     pub(crate) best_effort: AtomicUsize,
     /// Orders allocations, frees and uploads.
     pub(crate) memory_stream: Arc<Stream>,
+    /// Brings inputs to the device ahead of their batches.
+    pub(crate) input_stream: Arc<Stream>,
     /// Where graphs are recorded, one at a time: of high and of low priority, which their kernels take over.
     pub(crate) capture_streams: Mutex<[Stream; 2]>,
+    pub(crate) timeline: Timeline,
     pub(crate) tuning: RwLock<Tuning>,
     /// Where weights are put.
     pub(crate) weights: Arc<WeightMemory>,
@@ -67,6 +71,10 @@ impl Hub {
 
     pub(crate) fn memory_stream(&self) -> &Arc<Stream> {
         &self.memory_stream
+    }
+
+    pub(crate) fn input_stream(&self) -> &Arc<Stream> {
+        &self.input_stream
     }
 
     pub(crate) fn tuning(&self) -> RwLockReadGuard<'_, Tuning> {

@@ -118,6 +118,23 @@ impl Instance {
         unsafe { stream.copy_in(self.memory.address(), staging.as_ptr(), bytes) }
     }
 
+    /// Queues the copy of all that lies between inputs and outputs in staging, as [`Self::copy_inputs`] does along with them.
+    ///
+    /// # Safety
+    /// As there.
+    pub(crate) unsafe fn copy_behind_inputs(
+        &self,
+        lowered: &Lowered,
+        staging: &PinnedBuffer,
+        best_effort: bool,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        let at = lowered.layout.inputs_end();
+        let bytes = lowered.layout.copied_in(best_effort) - at as usize;
+        // SAFETY: they lie at the same place on both sides; the caller answers for the time.
+        unsafe { stream.copy_in(self.address() + at, staging.as_ptr().add(at as usize), bytes) }
+    }
+
     /// Queues the copy of the words of best-effort launches, which are zero in `staging` but for the run's own.
     ///
     /// # Safety

@@ -126,6 +126,11 @@ impl Layout {
         (if words { self.outputs_at } else { self.inputs_end }) as usize
     }
 
+    /// Where inputs end.
+    pub(crate) fn inputs_end(&self) -> u64 {
+        self.inputs_end
+    }
+
     /// The words of best effort: the run's own, and those of its launches.
     pub(crate) fn words(&self) -> std::ops::Range<u64> {
         self.run..self.controls.last().map_or(self.run + WATCHED, |control| control.end)

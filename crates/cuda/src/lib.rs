@@ -10,6 +10,8 @@
 //! their run's `seats::Seat` passes the number they carry. A step that was left is done again, a very long one from the tiles
 //! that are missing.
 
+mod batch;
+mod cargo;
 mod cubin_cache;
 mod device;
 mod driver;
@@ -23,6 +25,7 @@ mod layout;
 mod lowered;
 mod nvml;
 mod nvrtc;
+mod pool;
 mod probe;
 mod profile;
 mod program;
@@ -31,6 +34,7 @@ mod quiet;
 mod report;
 mod seats;
 mod task;
+mod timeline;
 mod toolkit;
 mod tuning;
 mod weights;

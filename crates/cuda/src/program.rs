@@ -5,10 +5,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use base::Bytes;
 use bytes::Bytes as RawBytes;
 use device::residency::Residency;
-use device::{DeviceError, KernelCompiler, Program, Task, check_inputs};
+use device::{DeviceError, KernelCompiler, Program, Staged, Task, check_inputs};
+use model::config::CopyTime;
 use model::gpu::{GpuPlan, GpuTarget};
 use model::{Dim, LaunchPlan, Tensor};
 
+use crate::batch::Gathered;
+use crate::cargo::Pools;
 use crate::driver::Priority;
 use crate::hub::Hub;
 use crate::kernels::Progress;
@@ -27,12 +30,14 @@ pub(crate) struct CudaProgram {
 /// What tasks hold of their program.
 pub(crate) struct Loaded {
     pub(crate) hub: Arc<Hub>,
-    plan: Arc<LaunchPlan>,
+    pub(crate) plan: Arc<LaunchPlan>,
     weights: Arc<ProgramWeights>,
     /// Most recently used last.
     plans: Mutex<Vec<(Sizes, Arc<Lowered>)>>,
     /// One lowering at a time: whoever waits finds it done.
     lowering: Mutex<()>,
+    /// Where inputs wait for their batch.
+    pub(crate) pools: Mutex<Pools>,
 }
 
 /// The steps of `plan` that have no kernel.
@@ -157,6 +162,7 @@ impl CudaProgram {
             plan,
             plans: Mutex::default(),
             lowering: Mutex::default(),
+            pools: Mutex::default(),
         });
         match example {
             Some((sizes, gpu)) => drop(shared.make_ready(sizes, gpu, progress)?),
@@ -169,7 +175,7 @@ impl CudaProgram {
 }
 
 impl Loaded {
-    fn plans(&self) -> MutexGuard<'_, Vec<(Sizes, Arc<Lowered>)>> {
+    pub(crate) fn plans(&self) -> MutexGuard<'_, Vec<(Sizes, Arc<Lowered>)>> {
         self.plans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -232,7 +238,7 @@ impl Program for CudaProgram {
     fn resident(&self) -> Bytes {
         let weights = self.shared.weights.resident_bytes();
         let runs: u64 = self.shared.plans().iter().map(|(_, plan)| plan.spare_bytes()).sum();
-        Bytes(weights + runs)
+        Bytes(weights + runs + self.shared.pool_bytes())
     }
 
     fn residency(&self) -> Option<Arc<dyn Residency>> {
@@ -256,9 +262,33 @@ impl Program for CudaProgram {
         let raw = inputs.iter().map(raw_bytes).collect::<Result<Vec<_>, _>>()?;
         Ok(Box::new(CudaTask::new(shared.hub.clone(), lowered, &raw, soon)?))
     }
+
+    fn stage(
+        &self,
+        inputs: Vec<Tensor>,
+        copy: CopyTime,
+        soon: &mut dyn FnMut(),
+    ) -> Result<Box<dyn Staged>, DeviceError> {
+        self.shared.stage(inputs, copy, soon)
+    }
+
+    fn gather(&self, staged: Vec<Box<dyn Staged>>) -> Result<Box<dyn Task>, DeviceError> {
+        match self.shared.gather(staged)? {
+            Gathered::Task(task) => Ok(task),
+            Gathered::Inputs(inputs) => self.prepare(inputs),
+        }
+    }
+
+    fn ready_batches(&self, sizes: &[(String, usize)]) -> Option<Vec<usize>> {
+        Some(self.shared.ready_batches(sizes))
+    }
+
+    fn make_ready(&self, sizes: &[(String, usize)], batches: &[usize]) -> Result<(), DeviceError> {
+        self.shared.make_batches_ready(sizes, batches)
+    }
 }
 
-fn raw_bytes(tensor: &Tensor) -> Result<&RawBytes, DeviceError> {
+pub(crate) fn raw_bytes(tensor: &Tensor) -> Result<&RawBytes, DeviceError> {
     tensor.raw().ok_or_else(|| {
         DeviceError::BadInput("a tensor of strings cannot be copied to a GPU".to_string())
     })

@@ -8,6 +8,7 @@ use bytes::Bytes;
 use device::{DeviceError, Task};
 use model::Tensor;
 
+use crate::cargo::Cargo;
 use crate::driver::{PinnedBuffer, Priority, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
@@ -16,13 +17,15 @@ use crate::lowered::Lowered;
 use crate::seats::Seat;
 
 /// Inputs that are still to be copied when a task is announced: what takes about as long as best effort to leave.
-const SOON_BYTES: usize = 256 << 10;
+pub(crate) const SOON_BYTES: usize = 256 << 10;
 
 /// A run: inputs on the host, device memory from its first step to its last, outputs on the host.
 pub(crate) struct CudaTask {
     pub(crate) hub: Arc<Hub>,
     pub(crate) lowered: Arc<Lowered>,
     staging: Option<PinnedBuffer>,
+    /// Where the inputs of a batch are; a run of its own has them in staging.
+    cargo: Option<Cargo>,
     instance: Option<Instance>,
     /// What the instance was taken for.
     priority: Priority,
@@ -76,12 +79,32 @@ impl CudaTask {
             target[at + early..at + raw.len()].copy_from_slice(&raw[early..]);
             left -= raw.len();
         }
+        Ok(CudaTask::with(hub, lowered, staging, None))
+    }
+
+    /// A run of the inputs of several requests.
+    pub(crate) fn of_batch(
+        hub: Arc<Hub>,
+        lowered: Arc<Lowered>,
+        staging: PinnedBuffer,
+        cargo: Cargo,
+    ) -> CudaTask {
+        CudaTask::with(hub, lowered, staging, Some(cargo))
+    }
+
+    fn with(
+        hub: Arc<Hub>,
+        lowered: Arc<Lowered>,
+        mut staging: PinnedBuffer,
+        cargo: Option<Cargo>,
+    ) -> CudaTask {
         let (faults, outputs) = (lowered.layout.faults_at, lowered.layout.outputs_at);
-        target[faults as usize..outputs as usize].fill(0);
-        Ok(CudaTask {
+        staging.as_mut_slice()[faults as usize..outputs as usize].fill(0);
+        CudaTask {
             hub,
             lowered,
             staging: Some(staging),
+            cargo,
             instance: None,
             priority: Priority::Low,
             next_step: 0,
@@ -89,7 +112,34 @@ impl CudaTask {
             words: ControlState::default(),
             step_times: None,
             unfinished: Nanos::ZERO,
-        })
+        }
+    }
+
+    /// Queues the copy of inputs, and of the words behind them that launches of that kind look at.
+    pub(crate) fn copy_in(&self, best_effort: bool, stream: &Stream) -> Result<(), CudaError> {
+        let (Some(instance), Some(staging)) = (&self.instance, &self.staging) else {
+            return Err(CudaError::Misuse("a run without memory was launched"));
+        };
+        // SAFETY: the task holds both sides and the cargo until the stream is drained or the mark behind is passed.
+        unsafe {
+            let Some(cargo) = &self.cargo else {
+                return instance.copy_inputs(&self.lowered, staging, best_effort, stream);
+            };
+            cargo.copy_in(&self.lowered, instance.address(), staging, stream)?;
+            instance.copy_behind_inputs(&self.lowered, staging, best_effort, stream)
+        }
+    }
+
+    /// Bytes and shape of an output: of a batch's rows only, not of those its plan has beyond.
+    fn output(&self, slot: &model::gpu::Slot) -> (usize, Vec<usize>) {
+        let (mut bytes, mut shape) = (slot.bytes as usize, slot.shape.clone());
+        if let (Some(cargo), Some(first)) = (&self.cargo, shape.first_mut())
+            && *first == cargo.plan_rows
+        {
+            bytes = bytes / cargo.plan_rows.max(1) * cargo.rows;
+            *first = cargo.rows;
+        }
+        (bytes, shape)
     }
 
     /// Takes device memory unless the run has it already; rather some that was last used at that priority.
@@ -119,14 +169,12 @@ impl CudaTask {
 
     /// Queues the copy of inputs and of fresh words for best-effort launches that carry `number`.
     pub(crate) fn upload(&mut self, number: u32, stream: &Stream) -> Result<(), CudaError> {
-        let lowered = self.lowered.clone();
-        let run = lowered.layout.run as usize;
-        let (Some(instance), Some(staging)) = (&mut self.instance, &mut self.staging) else {
+        let run = self.lowered.layout.run as usize;
+        let Some(staging) = &mut self.staging else {
             return Err(CudaError::Misuse("a run without memory was launched"));
         };
         staging.as_mut_slice()[run..run + 4].copy_from_slice(&number.to_le_bytes());
-        // SAFETY: the task holds both sides until the stream is drained.
-        unsafe { instance.copy_inputs(&lowered, staging, true, stream) }?;
+        self.copy_in(true, stream)?;
         self.uploaded = true;
         self.words = ControlState { cleared: true, ..ControlState::default() };
         Ok(())
@@ -213,8 +261,9 @@ impl Task for CudaTask {
         slots
             .map(|(index, slot)| {
                 let at = self.lowered.layout.output(index) as usize;
-                let raw = &staging.as_slice()[at..at + slot.bytes as usize];
-                Tensor::from_raw(slot.dtype, slot.shape.clone(), Bytes::copy_from_slice(raw))
+                let (bytes, shape) = self.output(slot);
+                let raw = &staging.as_slice()[at..at + bytes];
+                Tensor::from_raw(slot.dtype, shape, Bytes::copy_from_slice(raw))
                     .map_err(|err| DeviceError::BadPlan(format!("output '{}': {err}", slot.name)))
             })
             .collect()

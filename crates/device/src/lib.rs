@@ -4,6 +4,7 @@
 //! A device never decides what runs next. It reports what happened through a [`CompletionSink`], and
 //! the runtime's core decides.
 
+pub mod batch;
 pub mod conformance;
 pub mod paged;
 pub mod residency;
@@ -14,6 +15,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use base::{Bytes, Nanos};
+pub use batch::Staged;
+use model::config::CopyTime;
 use model::gpu::{GpuPlan, GpuTarget};
 use model::{DataType, LaunchPlan, Tensor};
 use thiserror::Error;
@@ -180,6 +183,38 @@ pub trait Program: Send + Sync {
         Ok(task)
     }
 
+    /// Checks the inputs of one request and lets them wait for others of the same sizes, on the device where it has room and
+    /// `copy` is early. The plan has a batch. Calls `soon` as [`Program::prepare_soon`] does.
+    fn stage(
+        &self,
+        inputs: Vec<Tensor>,
+        _copy: CopyTime,
+        soon: &mut dyn FnMut(),
+    ) -> Result<Box<dyn Staged>, DeviceError> {
+        check_inputs(self.plan(), &inputs)?;
+        soon();
+        Ok(Box::new(batch::HostStaged::new(inputs)))
+    }
+
+    /// One task of the rows of several requests that this program staged, in this order.
+    fn gather(&self, staged: Vec<Box<dyn Staged>>) -> Result<Box<dyn Task>, DeviceError> {
+        self.prepare(batch::join(staged)?)
+    }
+
+    /// Numbers of rows that run without further preparation when other symbols have `sizes`; `None` when all do. Others than
+    /// these may be gathered up to the largest of them.
+    fn ready_batches(&self, _sizes: &[(String, usize)]) -> Option<Vec<usize>> {
+        None
+    }
+
+    /// Prepares for batches of these numbers of rows, and for as many of the same at once as it is listed. May take long.
+    fn make_ready(
+        &self,
+        _sizes: &[(String, usize)],
+        _batches: &[usize],
+    ) -> Result<(), DeviceError> {
+        Ok(())
+    }
     /// Its weights, where they come and go; `None` when they are there for as long as the program is.
     fn residency(&self) -> Option<Arc<dyn residency::Residency>> {
         None

@@ -264,7 +264,8 @@ fn write_of((address, value): (u64, u32)) -> CUstreamBatchMemOpParams {
     let operation = CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WRITE_VALUE_32;
     let value = WrittenValue { value };
     let mut params = CUstreamBatchMemOpParams { pad: [0; 6] };
-    params.writeValue = WriteValue { operation, address, __bindgen_anon_1: value, flags: 0, alias: 0 };
+    params.writeValue =
+        WriteValue { operation, address, __bindgen_anon_1: value, flags: 0, alias: 0 };
     params
 }
 

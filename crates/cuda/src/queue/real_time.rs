@@ -70,6 +70,8 @@ struct Queued {
     events: Vec<Event>,
     /// It is a whole run whose weights were there, so the time it takes says how long such runs take.
     paced: bool,
+    /// Where the whole run begins and ends, for a timeline.
+    span: Option<(Event, Event)>,
 }
 
 enum Progress {
@@ -269,21 +271,23 @@ impl Shared {
         let last = steps.end == task.step_count();
         // What a best-effort try left of the next step is done anew.
         task.words.partly_done = false;
+        if !uploaded {
+            task.copy_in(false, &self.stream)?;
+        }
         task.uploaded = true;
         let (instance, staging) = task.memory()?;
         let arrival = lowered.arrival()?;
-        let mut events = Vec::new();
+        let (mut events, mut span) = (Vec::new(), None);
         // SAFETY: instance, staging and plan belong to the task, which this queue holds until the mark behind them is
         // passed or the stream is drained; nobody else uses the instance.
         unsafe {
-            if !uploaded {
-                instance.copy_inputs(&lowered, staging, false, &self.stream)?;
-            } else if tried {
+            if uploaded && tried {
                 instance.clear_faults(&lowered, steps.start, &self.stream)?;
             }
             // Whoever is to leave for this has been told by now, or is told here while the inputs are on their way.
             hub.seats.send();
             if whole && !steps.is_empty() {
+                let began = hub.timeline.stamp(&hub, &self.stream)?;
                 match &arrival {
                     None => instance.graph(&hub, &lowered, self.priority)?.launch(&self.stream)?,
                     Some(arrival) => {
@@ -291,6 +295,7 @@ impl Shared {
                         instance.launch_arriving(&hub, &lowered, arrival, priority, stream)?;
                     }
                 }
+                span = began.zip(hub.timeline.stamp(&hub, &self.stream)?);
             } else {
                 for index in steps.clone() {
                     if timed {
@@ -308,14 +313,19 @@ impl Shared {
                 instance.copy_outputs(&lowered, staging, &self.stream)?;
             }
         }
-        Ok(Queued { end: steps.end, events, paced: whole && arrival.is_none() })
+        Ok(Queued { end: steps.end, events, paced: whole && arrival.is_none(), span })
     }
 
     fn complete(&self, running: Running, waited: Result<(), CudaError>, busy: Nanos) {
         let Running { mut segment, progress, .. } = running;
         let outcome = match (progress, waited) {
             (Progress::Left, _) => Outcome::Left,
-            (Progress::Marked { queued, .. }, Ok(())) => self.advance(&mut segment, &queued, busy),
+            (Progress::Marked { queued, .. }, Ok(())) => {
+                if let Some((from, to)) = &queued.span {
+                    self.hub.timeline.add(from, to);
+                }
+                self.advance(&mut segment, &queued, busy)
+            }
             (Progress::Failed(err), Ok(())) => Outcome::Failed(err),
             (_, Err(err)) => Outcome::Failed(self.hub.error(err)),
         };
