@@ -117,6 +117,12 @@ def resnet50() -> Built:
     return _vision(models.resnet50)
 
 
+def resnet101() -> Built:
+    from torchvision import models
+
+    return _vision(models.resnet101)
+
+
 def resnet152() -> Built:
     from torchvision import models
 
@@ -127,6 +133,12 @@ def densenet201() -> Built:
     from torchvision import models
 
     return _vision(models.densenet201)
+
+
+def vgg16() -> Built:
+    from torchvision import models
+
+    return _vision(models.vgg16)
 
 
 def vgg19() -> Built:

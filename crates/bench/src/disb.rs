@@ -47,6 +47,27 @@ fn client(class: Class, model: &str, arrival: Arrival) -> Client {
 pub const SHARES_PERCENT: [(&str, f64); 6] =
     [("A", 44.0), ("B", 97.0), ("C", 44.0), ("D", 70.0), ("E", 70.0), ("REAL", 32.0)];
 
+/// The share of the real-time model of a pair: as often as not it has the device.
+const PAIR_SHARE_PERCENT: f64 = 50.0;
+
+/// The share of the device, in percent, that real time of workload `name` is to use at scaled rates.
+pub fn share_percent(name: &str) -> Option<f64> {
+    let published = SHARES_PERCENT.iter().find(|(other, _)| *other == name);
+    published.map(|(_, percent)| *percent).or_else(|| pair(name).map(|_| PAIR_SHARE_PERCENT))
+}
+
+/// The workloads of one real-time and one best-effort model each: `vgg19+resnet152`, and so on.
+pub fn pairs() -> Vec<String> {
+    let beside = |real_time: &str| MODELS.map(|best_effort| format!("{real_time}+{best_effort}"));
+    MODELS.iter().flat_map(|real_time| beside(real_time)).collect()
+}
+
+fn pair(name: &str) -> Option<(&str, &str)> {
+    let (real_time, best_effort) = name.split_once('+')?;
+    let known = MODELS.contains(&real_time) && MODELS.contains(&best_effort);
+    known.then_some((real_time, best_effort))
+}
+
 /// A bar of a figure: its name, and its value by workload where one was published.
 pub type Published = (&'static str, &'static [(&'static str, f64)]);
 
@@ -72,7 +93,7 @@ pub const PUBLISHED_LATENCIES: [Published; 3] = [
     ("GPUStreams, published", &[("A", 1.84), ("B", 1.70), ("REAL", 3.35)]),
 ];
 
-/// The clients of one of [`WORKLOADS`], at the published rates and not staggered.
+/// The clients of one of [`WORKLOADS`] at the published rates, not staggered, or of one of [`pairs`].
 pub fn clients(name: &str) -> Option<Vec<Client>> {
     let uniform = |rate: f64| Arrival::Uniform { rate, phase_us: 0 };
     let real_time: Vec<Client> = match name {
@@ -83,15 +104,19 @@ pub fn clients(name: &str) -> Option<Vec<Client>> {
             let arrival = || Arrival::Poisson { rate: 20.0 };
             MODELS.map(|model| client(Class::RealTime, model, arrival())).into()
         }
-        _ => return None,
+        name => vec![client(Class::RealTime, pair(name)?.0, uniform(100.0))],
     };
-    let best_effort: &[&str] = if matches!(name, "A" | "B") { &["resnet152"] } else { &MODELS };
+    let best_effort: &[&str] = match (name, pair(name)) {
+        ("A" | "B", _) => &["resnet152"],
+        (_, Some((_, best_effort))) => &[best_effort],
+        _ => &MODELS,
+    };
     let closed =
         |model: &&str| client(Class::BestEffort, model, Arrival::ClosedLoop { think_us: 0 });
     Some(real_time.into_iter().chain(best_effort.iter().map(closed)).collect())
 }
 
-/// One of [`WORKLOADS`].
+/// One of [`WORKLOADS`] or of [`pairs`].
 pub fn workload(name: &str, options: &DisbOptions) -> Option<Scenario> {
     let mut scenario = scenario(name, clients(name)?, options);
     if options.scaled {
@@ -246,5 +271,14 @@ mod tests {
         });
         assert_eq!(counts, [(1, 1), (1, 1), (1, 5), (5, 5), (5, 5)]);
         assert!(workload("F", &options).is_none());
+        assert!(workload("vgg19+nobody", &options).is_none());
+        let names: std::collections::BTreeSet<String> = pairs().into_iter().collect();
+        assert_eq!(names.len(), 25);
+        for name in names {
+            let clients = workload(&name, &options).unwrap().clients;
+            assert_eq!(format!("{}+{}", clients[0].model, clients[1].model), name);
+            assert_eq!((clients[0].class, clients[1].class), (Class::RealTime, Class::BestEffort));
+            assert_eq!(share_percent(&name), Some(50.0));
+        }
     }
 }

@@ -6,6 +6,7 @@ pub mod checker;
 pub mod disb;
 pub mod fleet;
 pub mod live;
+pub mod load;
 pub mod plot;
 pub mod preemption;
 pub mod random;

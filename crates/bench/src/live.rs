@@ -6,7 +6,7 @@
 
 mod client;
 mod observer;
-mod report;
+pub(crate) mod report;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, mpsc};
@@ -15,22 +15,22 @@ use std::time::Duration;
 use base::{Clock, MonotonicClock, Nanos, Random};
 use device::{Device, Program};
 use model::Tensor;
-use model::config::{Class, ModelConfig};
+use model::config::{Batching, BatchingPolicy, Class, ModelConfig};
 use runtime::{ModelKey, Node, NodeError, NodeOptions, Rejection, Reply, Request};
 use thiserror::Error;
 
-use self::client::{LiveClient, Tally, Target, Waiting, Window};
+use self::client::{Answer, LiveClient, Tally, Target, Waiting, Window};
 use self::observer::Recorder;
 use self::report::round;
 pub use self::report::{
-    Alone, BestEffortModel, Cell, Increase, Latency, LeftOut, LiveReport, Lock, Preempted,
+    Alone, BestEffortModel, Cell, Increase, Latency, LeftOut, LiveReport, Lock, Parts, Preempted,
     RealTimeModel, charts, table,
 };
 use crate::arrival::{Arrival, Clockwork};
-use crate::disb::{self, SHARES_PERCENT};
+use crate::disb;
 use crate::scenario::Client;
 
-/// Cores from which on clients look for their answers instead of sleeping.
+/// Cores from which on real-time clients look for their answers instead of sleeping.
 const CORES_TO_SPIN: usize = 8;
 
 /// How long requests may take to end after a cell.
@@ -196,7 +196,9 @@ impl Live {
         };
         let node = Node::start(self.device.clone(), options, clock.clone())?;
         let used = self.models.iter().filter(|model| models.contains(&model.name.as_str()));
-        let config = ModelConfig::default();
+        // The benchmark's requests are batches of one.
+        let batching = Batching { policy: BatchingPolicy::None, ..Batching::default() };
+        let config = ModelConfig { batching, ..ModelConfig::default() };
         let models = used.map(|m| (m, node.add_model(m.program.clone(), &config))).collect();
         Ok(Stage { node, clock, models, recorder })
     }
@@ -206,9 +208,9 @@ impl Live {
         let mut clients = workload.clients.clone();
         let mut seconds = workload.seconds;
         let used = self.share(&clients, seconds);
-        let share = SHARES_PERCENT.iter().find(|(name, _)| *name == workload.name);
+        let share = disb::share_percent(&workload.name);
         let mut now = used;
-        if let (Rates::Scaled, Some((_, percent))) = (rates, share)
+        if let (Rates::Scaled, Some(percent)) = (rates, share)
             && used > 0.0
         {
             let factor = percent / 100.0 / used;
@@ -278,9 +280,8 @@ impl Live {
                     node: &stage.node,
                     clock: stage.clock.clone(),
                     waiting: match (cores >= CORES_TO_SPIN, target.class) {
-                        (false, _) => Waiting::Park,
                         (true, Class::RealTime) => Waiting::Spin,
-                        (true, Class::BestEffort) => Waiting::Yield,
+                        _ => Waiting::Park,
                     },
                     target,
                     clockwork: Clockwork::new(client.arrival.clone(), seeds.next_u64()),
@@ -308,7 +309,7 @@ impl Live {
 }
 
 /// Seconds of processor time this process has used; 0 where the system does not tell in a way we know.
-fn cpu_seconds() -> f64 {
+pub(crate) fn cpu_seconds() -> f64 {
     // The kernel counts in hundredths of a second for every architecture it tells user space about.
     let Ok(text) = std::fs::read_to_string("/proc/self/stat") else { return 0.0 };
     let after_name = text.rsplit_once(')').map_or("", |(_, rest)| rest);
@@ -417,7 +418,7 @@ impl Outcome<'_> {
             dropped: tally.dropped,
         };
         let be_model = |(index, client, tally): (usize, &Client, &Tally)| {
-            let busy: u64 = tally.answers.iter().map(|answer| answer.busy.0).sum();
+            let busy: u64 = tally.answers.iter().map(|answer| answer.timing.busy.0).sum();
             BestEffortModel {
                 model: client.model.clone(),
                 rps: round(self.rps(tally)),
@@ -439,6 +440,8 @@ impl Outcome<'_> {
             rt_share_pct: 0.0,
             rt: Latency::of(&mut all),
             rt_increase: Increase::default(),
+            rt_parts: self.parts(1),
+            rt_slowest: self.parts(100),
             rt_rps: round(rt_rps),
             late: rt_models.iter().map(|model| model.late).sum(),
             dropped: rt_models.iter().map(|model| model.dropped).sum(),
@@ -458,6 +461,15 @@ impl Outcome<'_> {
         }
     }
 
+    /// Where the time of the slowest real-time answers went, one of so many.
+    fn parts(&self, of: usize) -> Parts {
+        let answers = self.of(Class::RealTime).flat_map(|(_, _, tally)| &tally.answers);
+        let mut answers: Vec<&Answer> = answers.collect();
+        answers.sort_unstable_by_key(|answer| std::cmp::Reverse(answer.latency));
+        let counted = answers.len().div_ceil(of);
+        Parts::of(&answers[..counted].iter().map(|answer| answer.parts()).collect::<Vec<_>>())
+    }
+
     fn lock(&self, stage: &Stage<'_>) -> Lock {
         let contention = stage.node.contention();
         let waits = contention.waits as f64;
@@ -474,7 +486,7 @@ impl Outcome<'_> {
         let counted: Vec<_> = counted.collect();
         let mut taken: Vec<Nanos> = counted.iter().map(|p| p.taken()).collect();
         let best_effort = self.of(Class::BestEffort).flat_map(|(_, _, tally)| &tally.answers);
-        let busy: u64 = best_effort.map(|answer| answer.busy.0).sum();
+        let busy: u64 = best_effort.map(|answer| answer.timing.busy.0).sum();
         let leaving: u64 = taken.iter().map(|span| span.0).sum();
         Preempted {
             count: counted.len() as u64,

@@ -221,6 +221,10 @@ pub(crate) struct ServeArgs {
     /// Share of time in percent that best effort keeps under saturating real-time load
     #[arg(long, env = "ATOLL_BEST_EFFORT_SHARE", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=90))]
     pub(crate) best_effort_share: u32,
+
+    /// Batches of a real-time model that may run side by side where the device has streams for it
+    #[arg(long, env = "ATOLL_REAL_TIME_LANES", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
+    pub(crate) real_time_lanes: u32,
 }
 
 #[derive(Clone, Debug, Args)]

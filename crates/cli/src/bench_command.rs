@@ -14,7 +14,7 @@ use crate::args::DeviceSettings;
 use crate::failure::Failure;
 use crate::sim_command::write;
 use crate::swap_command::SwapArgs;
-use crate::{disb_command, preempt_command, swap_command};
+use crate::{batching_command, disb_command, preempt_command, swap_command};
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct BenchArgs {
@@ -37,12 +37,82 @@ pub(crate) enum Which {
     },
     /// More models than memory: what swapping costs those who wait for it, and those who do not
     Swap(Box<SwapArgs>),
-    /// Batching policies: Nexus's drop curves and Ebird's step load
-    Batching {
-        /// Print as JSON
-        #[arg(long)]
-        json: bool,
-    },
+    /// Batching policies: Nexus's drop curves and Ebird's step load, in virtual time or on a real device
+    Batching(Box<BatchingArgs>),
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  atoll bench batching
+  atoll bench batching --device cuda:0 --models models --network resnet50,vgg19 --json batching.json --svg batching.svg
+  atoll bench batching --device cpu --models models --network resnet50 --policy window,auto --seconds 5
+
+On a real device each network gets a low and a high load under every policy, then rates are tried for the highest one with 99 of
+100 answers inside the objective. 'window' assembles batches of up to 32 as TensorFlow Serving does, with each of --waits; the
+best that waits is what others are compared with.")]
+pub(crate) struct BatchingArgs {
+    /// Device: sim for virtual time; cpu or cuda:N for real models in real time
+    #[arg(long, default_value = "sim")]
+    pub(crate) device: String,
+
+    /// Folder of the models, for a real device
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) models: Option<PathBuf>,
+
+    /// Networks, by file name without .onnx, separated by commas
+    #[arg(
+        long,
+        default_value = "resnet50,resnet101,resnet152,inception_v3,vgg16,vgg19",
+        value_delimiter = ','
+    )]
+    pub(crate) network: Vec<String>,
+
+    /// Policies, separated by commas
+    #[arg(long, default_value = "window,elastic,adaptive,auto", value_delimiter = ',')]
+    pub(crate) policy: Vec<String>,
+
+    /// Waits of the window in microseconds, separated by commas
+    #[arg(long, default_value = "0,1000,2000,5000", value_delimiter = ',')]
+    pub(crate) waits: Vec<u64>,
+
+    /// Seconds of each load
+    #[arg(long, default_value_t = 1.0)]
+    pub(crate) seconds: f64,
+
+    /// Rates tried for the highest inside the objective
+    #[arg(long, default_value_t = 6)]
+    pub(crate) probes: usize,
+
+    /// The objective in milliseconds; thrice a batch of 32 when absent
+    #[arg(long)]
+    pub(crate) slo_ms: Option<f64>,
+
+    /// Low load in percent of what the device can do
+    #[arg(long, default_value_t = 5.0)]
+    pub(crate) low: f64,
+
+    /// High load in percent of what the device can do
+    #[arg(long, default_value_t = 70.0)]
+    pub(crate) high: f64,
+
+    /// Batches that may run side by side
+    #[arg(long, default_value_t = 2)]
+    pub(crate) lanes: usize,
+
+    /// Seed of arrivals and inputs
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+
+    /// Print as JSON, or write it to a file
+    #[arg(long, value_name = "FILE", num_args = 0..=1)]
+    pub(crate) json: Option<Option<PathBuf>>,
+
+    /// Draw latencies and rates as bars
+    #[arg(long, alias = "plot", value_name = "FILE.svg")]
+    pub(crate) svg: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) settings: DeviceSettings,
 }
 
 #[derive(Clone, Debug, Args)]
@@ -65,7 +135,8 @@ pub(crate) struct DisbArgs {
     #[arg(long, value_name = "FOLDER")]
     pub(crate) models: Option<PathBuf>,
 
-    /// A, B, C, D, E, REAL, several of them separated by commas, or ALL
+    /// A, B, C, D, E, REAL, several of them separated by commas, ALL of these, or PAIRS: every real-time model beside
+    /// every best-effort one, alone (vgg19+resnet152 is one of them)
     #[arg(long, default_value = "ALL")]
     pub(crate) workload: String,
 
@@ -163,7 +234,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
         Which::Preempt(args) => preempt_command::run(args),
         Which::Cluster { json } => run_cluster(*json),
         Which::Swap(args) => swap_command::run(args),
-        Which::Batching { json } => run_batching(*json),
+        Which::Batching(args) if args.device == "sim" => run_batching(args.json.is_some()),
+        Which::Batching(args) => batching_command::run(args),
     }
 }
 
@@ -175,8 +247,10 @@ fn run_disb(args: &DisbArgs) -> Result<(), Failure> {
         "ALL" => NAMES.map(str::to_string).into(),
         list => list.split(',').map(|name| name.trim().to_string()).collect(),
     };
+    let pairs = disb::pairs();
     let mut workloads: Vec<&str> = match args.workload.as_str() {
         "ALL" => disb::WORKLOADS.into(),
+        "PAIRS" => pairs.iter().map(String::as_str).collect(),
         list => list.split(',').map(str::trim).collect(),
     };
     if args.workload == "ALL" && args.trace.is_some() {
@@ -215,7 +289,8 @@ fn scenario(args: &DisbArgs, workload: &str) -> Result<bench::scenario::Scenario
     }
     disb::workload(workload, &options).ok_or_else(|| {
         Failure::usage(format!(
-            "there is no workload '{workload}'; known: A, B, C, D, E, REAL, ALL"
+            "there is no workload '{workload}'; known: A, B, C, D, E, REAL, ALL, PAIRS, \
+             or one pair like vgg19+resnet152"
         ))
     })
 }

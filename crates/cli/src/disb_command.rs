@@ -129,9 +129,11 @@ fn rates(args: &DisbArgs) -> Result<Vec<Rates>, Failure> {
 }
 
 fn workloads(args: &DisbArgs) -> Result<Vec<Workload>, Failure> {
+    let pairs = disb::pairs();
     let names: Vec<&str> = match args.workload.as_str() {
         "ALL" if args.trace.is_some() => disb::WORKLOADS.into_iter().chain(["REAL"]).collect(),
         "ALL" => disb::WORKLOADS.into(),
+        "PAIRS" => pairs.iter().map(String::as_str).collect(),
         list => list.split(',').map(str::trim).collect(),
     };
     let workload = |name: &str| {
@@ -144,7 +146,8 @@ fn workloads(args: &DisbArgs) -> Result<Vec<Workload>, Failure> {
         }
         let clients = disb::clients(name).ok_or_else(|| {
             Failure::usage(format!(
-                "there is no workload '{name}'; known: A, B, C, D, E, REAL, ALL"
+                "there is no workload '{name}'; known: A, B, C, D, E, REAL, ALL, PAIRS, \
+                 or one pair like vgg19+resnet152"
             ))
         })?;
         Ok(Workload { name: name.to_string(), clients, seconds: None })
@@ -159,7 +162,7 @@ mod tests {
     #[test]
     fn real_time_alone_is_first_and_reef_is_refused() {
         let (all, left_out) = policies("ALL").unwrap();
-        assert_eq!((all[0].as_str(), all.len()), ("rt_only", 6));
+        assert_eq!((all[0].as_str(), all.len()), ("rt_only", 7));
         assert_eq!(left_out[0].policy, "reef");
         assert_eq!(policies("atoll").unwrap().0, ["rt_only", "atoll"]);
         assert!(policies("reef").is_err());

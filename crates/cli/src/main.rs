@@ -2,6 +2,7 @@
 
 mod apply_command;
 mod args;
+mod batching_command;
 mod bench_command;
 mod binding;
 mod check_command;

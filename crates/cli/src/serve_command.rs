@@ -141,6 +141,7 @@ async fn serve(
         policy: args.policy.clone(),
         max_requests: args.max_requests as usize,
         best_effort_share_percent: args.best_effort_share,
+        real_time_lanes: args.real_time_lanes as usize,
         memory: Some(weight_budget(args.gpu_memory, device.info().memory)?),
         ..NodeOptions::default()
     };

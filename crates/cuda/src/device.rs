@@ -13,7 +13,6 @@ use device::{
 use model::LaunchPlan;
 use model::gpu::{GpuTarget, Precision};
 
-use crate::control::Epoch;
 use crate::cubin_cache::CubinCache;
 use crate::driver::{Context, DriverFacts, Priority, Stream};
 use crate::error::OpenError;
@@ -23,7 +22,9 @@ use crate::kernels::{Kernels, Progress};
 use crate::nvml::{Health, Nvml};
 use crate::nvrtc::Nvrtc;
 use crate::program::{CudaProgram, unsupported_steps};
-use crate::queue::{BestEffortQueue, Polling, RealTimeQueue};
+use crate::queue::{BestEffortQueue, Dispatcher, Polling, RealTimeQueue};
+use crate::seats::Seats;
+use crate::timeline::Timeline;
 use crate::toolkit::Toolkit;
 use crate::tuning::{self, Tuning};
 use crate::weights::WeightMemory;
@@ -125,10 +126,14 @@ impl CudaDevice {
         let real_time = Arc::new(AtomicUsize::new(0));
         let hub = Hub {
             kernels: Kernels::new(context.clone(), nvrtc, cache),
-            epoch: Epoch::new(Arc::new(high()?))?,
+            seats: Arc::new(Seats::new(Arc::new(high()?), options.polling.pause.is_zero())?),
+            dispatcher: Dispatcher::default(),
+            quiet: Arc::default(),
             best_effort: AtomicUsize::new(0),
             memory_stream: memory_stream.clone(),
+            input_stream: Arc::new(high()?),
             capture_streams: Mutex::new([high()?, Stream::new(&context, Priority::Low)?]),
+            timeline: Timeline::default(),
             tuning: RwLock::default(),
             weights: Arc::new(WeightMemory::start(&memory_stream, &real_time, &options)?),
             real_time,
@@ -253,10 +258,14 @@ impl Device for CudaDevice {
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError> {
         self.hub.alive()?;
-        let hub = self.hub.clone();
         Ok(match options.preemptible {
-            true => Box::new(BestEffortQueue::open(hub, options, sink)?),
-            false => Box::new(RealTimeQueue::open(hub, options, sink)?),
+            true => Box::new(BestEffortQueue::open(&self.hub, options, sink)?),
+            false => Box::new(RealTimeQueue::open(self.hub.clone(), options, sink)?),
         })
+    }
+
+    fn preempt(&self, queues: &[&dyn Queue]) {
+        self.hub.quiet.expect_launch();
+        self.hub.seats.together(|| queues.iter().for_each(|queue| queue.preempt()));
     }
 }

@@ -5,13 +5,16 @@ mod event;
 mod graph;
 mod memory;
 mod module;
+mod pinned;
 mod stream;
+mod transfer;
 mod virtual_memory;
 
 pub(crate) use context::{Context, DriverFacts};
 pub(crate) use event::Event;
 pub(crate) use graph::Graph;
-pub(crate) use memory::{DeviceBuffer, PinnedBuffer, PinnedWord};
+pub(crate) use memory::DeviceBuffer;
 pub(crate) use module::{Function, Module};
+pub(crate) use pinned::{PinnedBuffer, PinnedWord};
 pub(crate) use stream::{LaunchShape, Priority, Stream};
 pub(crate) use virtual_memory::{AddressRange, Piece, granularity};

@@ -7,12 +7,15 @@ use base::Bytes;
 use device::{DeviceError, DeviceInfo, KernelCompiler};
 use model::gpu::GpuTarget;
 
-use crate::control::Epoch;
 use crate::device::CudaOptions;
 use crate::driver::{Context, Graph, Priority, Stream};
 use crate::error::CudaError;
 use crate::kernels::Kernels;
 use crate::lowered::Lowered;
+use crate::queue::Dispatcher;
+use crate::quiet::Quiet;
+use crate::seats::Seats;
+use crate::timeline::Timeline;
 use crate::tuning::Tuning;
 use crate::weights::WeightMemory;
 
@@ -24,15 +27,21 @@ pub(crate) struct Hub {
     pub(crate) options: CudaOptions,
     pub(crate) compiler: Arc<dyn KernelCompiler>,
     pub(crate) kernels: Kernels,
-    pub(crate) epoch: Epoch,
+    /// Orders to leave.
+    pub(crate) seats: Arc<Seats>,
+    pub(crate) dispatcher: Dispatcher,
+    pub(crate) quiet: Arc<Quiet>,
     /// Queues that run best-effort work.
     pub(crate) best_effort: AtomicUsize,
     /// Real-time segments on the device: whoever makes calls that hold up others lets them pass.
     pub(crate) real_time: Arc<AtomicUsize>,
     /// Orders allocations, frees and uploads.
     pub(crate) memory_stream: Arc<Stream>,
+    /// Brings inputs to the device ahead of their batches.
+    pub(crate) input_stream: Arc<Stream>,
     /// Where graphs are recorded, one at a time: of high and of low priority, which their kernels take over.
     pub(crate) capture_streams: Mutex<[Stream; 2]>,
+    pub(crate) timeline: Timeline,
     pub(crate) tuning: RwLock<Tuning>,
     /// Where weights are put.
     pub(crate) weights: Arc<WeightMemory>,
@@ -62,12 +71,12 @@ impl Hub {
         &self.kernels
     }
 
-    pub(crate) fn epoch(&self) -> &Epoch {
-        &self.epoch
-    }
-
     pub(crate) fn memory_stream(&self) -> &Arc<Stream> {
         &self.memory_stream
+    }
+
+    pub(crate) fn input_stream(&self) -> &Arc<Stream> {
+        &self.input_stream
     }
 
     pub(crate) fn tuning(&self) -> RwLockReadGuard<'_, Tuning> {

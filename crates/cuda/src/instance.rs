@@ -1,6 +1,7 @@
 //! The device memory of one run, with every launch's arguments ready.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use device::DeviceError;
 
@@ -10,6 +11,7 @@ use crate::form::best_effort_choice;
 use crate::hub::Hub;
 use crate::layout::Addresses;
 use crate::lowered::Lowered;
+use crate::seats::Seat;
 use crate::weights::Arrival;
 use crate::weights::arrival::Part;
 
@@ -26,6 +28,7 @@ pub(crate) struct Instance {
     /// The plan as real time of high priority in the parts that are launched while weights arrive, where that may happen.
     parts: Vec<Graph>,
     memory: DeviceBuffer,
+    seat: Arc<Seat>,
     real_time: Vec<Vec<u8>>,
     best_effort: Vec<Vec<u8>>,
 }
@@ -70,6 +73,7 @@ impl Instance {
     pub(crate) fn new(hub: &Hub, lowered: &Lowered) -> Result<Instance, DeviceError> {
         let memory = DeviceBuffer::zeroed(hub.memory_stream(), lowered.layout.bytes)
             .map_err(|err| hub.error(err))?;
+        let seat = Arc::new(hub.seats.take().map_err(|err| hub.error(err))?);
         let addresses = Addresses {
             block: memory.address(),
             layout: &lowered.layout,
@@ -84,12 +88,17 @@ impl Instance {
             best_effort.push(addresses.patch(be, layout.best_effort_own(index)).map_err(bad)?);
         }
         let chains = lowered.chains.iter().map(|_| None).collect();
-        let parts = Vec::new();
-        Ok(Instance { graphs: [None, None], chains, parts, memory, real_time, best_effort })
+        let (graphs, parts) = ([None, None], Vec::new());
+        Ok(Instance { graphs, chains, parts, memory, seat, real_time, best_effort })
     }
 
     pub(crate) fn address(&self) -> u64 {
         self.memory.address()
+    }
+
+    /// Where orders to leave are looked for.
+    pub(crate) fn seat(&self) -> &Arc<Seat> {
+        &self.seat
     }
 
     /// Queues the copy of all inputs, and of zeros to the fault words and, for best effort, to those of its launches.
@@ -107,6 +116,42 @@ impl Instance {
         debug_assert!(bytes <= staging.len(), "staging holds inputs and outputs");
         // SAFETY: they lie first on both sides, each at least this long; the caller answers for the time.
         unsafe { stream.copy_in(self.memory.address(), staging.as_ptr(), bytes) }
+    }
+
+    /// Queues the copy of all that lies between inputs and outputs in staging, as [`Self::copy_inputs`] does along with them.
+    ///
+    /// # Safety
+    /// As there.
+    pub(crate) unsafe fn copy_behind_inputs(
+        &self,
+        lowered: &Lowered,
+        staging: &PinnedBuffer,
+        best_effort: bool,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        let at = lowered.layout.inputs_end();
+        let bytes = lowered.layout.copied_in(best_effort) - at as usize;
+        // SAFETY: they lie at the same place on both sides; the caller answers for the time.
+        unsafe { stream.copy_in(self.address() + at, staging.as_ptr().add(at as usize), bytes) }
+    }
+
+    /// Queues the copy of the words of best-effort launches, which are zero in `staging` but for the run's own.
+    ///
+    /// # Safety
+    /// As for the inputs.
+    pub(crate) unsafe fn copy_words(
+        &self,
+        lowered: &Lowered,
+        staging: &PinnedBuffer,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        let words = lowered.layout.words();
+        let (at, bytes) = (words.start as usize, (words.end - words.start) as usize);
+        debug_assert!(at + bytes <= staging.len(), "staging holds the words");
+        // SAFETY: they lie at the same place on both sides; the caller answers for the time.
+        unsafe {
+            stream.copy_in(self.memory.address() + words.start, staging.as_ptr().add(at), bytes)
+        }
     }
 
     /// Queues the copy of all outputs and fault words.
@@ -166,7 +211,7 @@ impl Instance {
         }
     }
 
-    /// Queues step `index` as best effort, for the epoch in the run's word.
+    /// Queues step `index` as best effort, with the number in the run's word.
     ///
     /// # Safety
     /// As for real time; and the step's control words are zero, or those of this run's last try when `restored`.
@@ -190,11 +235,11 @@ impl Instance {
     fn control(&self, hub: &Hub, lowered: &Lowered, index: usize, restored: bool) -> ControlBlock {
         let control = &lowered.layout.controls[index];
         let run = match lowered.kernels[index].finishes {
-            true => hub.epoch().never_address(),
+            true => hub.seats.never_address(),
             false => self.address() + lowered.layout.run,
         };
         ControlBlock {
-            epoch: hub.epoch().address(),
+            epoch: self.seat.address(),
             run,
             left: self.address() + control.left,
             next: self.address() + control.next,
@@ -204,18 +249,18 @@ impl Instance {
         }
     }
 
-    /// Queues the epoch that best-effort launches behind it belong to.
+    /// Queues the number that best-effort launches behind it carry.
     ///
     /// # Safety
     /// This instance lives until it is done.
-    pub(crate) unsafe fn set_epoch(
+    pub(crate) unsafe fn set_number(
         &self,
         lowered: &Lowered,
-        epoch: u32,
+        number: u32,
         stream: &Stream,
     ) -> Result<(), CudaError> {
         // SAFETY: a word of this instance; the caller answers for the time.
-        unsafe { stream.fill(self.address() + lowered.layout.run, epoch, 1) }
+        unsafe { stream.fill(self.address() + lowered.layout.run, number, 1) }
     }
 
     /// Queues the steps of chain `number` as best effort, none of them begun before.

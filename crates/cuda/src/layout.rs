@@ -14,7 +14,7 @@ const WORD: u64 = 4;
 const WATCHED: u64 = 16;
 
 /// Offsets into a run's block of memory. What comes first lies the same way in host staging: inputs; the words of best-effort
-/// launches, which are always zero there but for the epoch, so that the copy of inputs clears them; fault words; outputs.
+/// launches, which are always zero there but for the run's own, so that the copy of inputs clears them; fault words; outputs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Layout {
     inputs: Vec<u64>,
@@ -30,7 +30,7 @@ pub(crate) struct Layout {
     pub(crate) staged_bytes: u64,
     arena: u64,
     workspace: u64,
-    /// The epoch that best-effort launches of the run belong to.
+    /// The number that best-effort launches of the run carry.
     pub(crate) run: u64,
     /// Arrival words of each step's real-time launch, always zero between launches.
     real_time_arrivals: Vec<u64>,
@@ -124,6 +124,16 @@ impl Layout {
     pub(crate) fn copied_in(&self, best_effort: bool) -> usize {
         let words = best_effort || !self.faults.is_empty();
         (if words { self.outputs_at } else { self.inputs_end }) as usize
+    }
+
+    /// Where inputs end.
+    pub(crate) fn inputs_end(&self) -> u64 {
+        self.inputs_end
+    }
+
+    /// The words of best effort: the run's own, and those of its launches.
+    pub(crate) fn words(&self) -> std::ops::Range<u64> {
+        self.run..self.controls.last().map_or(self.run + WATCHED, |control| control.end)
     }
 
     /// Offset of input `index`, on the device and in staging.

@@ -6,11 +6,12 @@
 //! The way of a model: a [`KernelCompiler`](device::KernelCompiler) turns a launch plan into a
 //! [`GpuPlan`](model::gpu::GpuPlan) for one set of sizes; NVRTC compiles its kernels (`kernels`), weights are put on the
 //! device once (`weights`), a run gets one block of memory with every address patched in (`layout`, `instance`). Queues whose
-//! work is never told to leave launch the whole plan as one graph; the others a chain of steps at a time, which leave when the
-//! `control::Epoch` passes the one they were launched in. A step that was left is done again, a very long one from the tiles
+//! work is never told to leave launch the whole plan as one graph; the others a chain of steps at a time, which leave when
+//! their run's `seats::Seat` passes the number they carry. A step that was left is done again, a very long one from the tiles
 //! that are missing.
 
-mod control;
+mod batch;
+mod cargo;
 mod cubin_cache;
 mod device;
 mod driver;
@@ -24,12 +25,16 @@ mod layout;
 mod lowered;
 mod nvml;
 mod nvrtc;
+mod pool;
 mod probe;
 mod profile;
 mod program;
 mod queue;
+mod quiet;
 mod report;
+mod seats;
 mod task;
+mod timeline;
 mod toolkit;
 mod tuning;
 mod weights;

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use device::DeviceError;
 use model::gpu::{GpuPlan, GpuStep, Launch, Leavable};
 
-use crate::driver::{LaunchShape, PinnedBuffer, Stream};
+use crate::driver::{LaunchShape, PinnedBuffer, Priority, Stream};
 use crate::error::CudaError;
 use crate::form::{BestEffortForm, best_effort_choice, form_of};
 use crate::hub::Hub;
@@ -57,7 +57,8 @@ pub(crate) struct Lowered {
     /// For each step, bytes of weights that must be there.
     needs: Vec<u64>,
     slabs: usize,
-    instances: Mutex<Vec<Instance>>,
+    /// Memory that waits for its next run, by the priority it was last used at: graphs are of one.
+    instances: Mutex<[Vec<Instance>; 2]>,
     staging: Mutex<Vec<PinnedBuffer>>,
     /// Let go of last: with a program's weights goes what the driver keeps of its runs.
     pub(crate) program: Arc<ProgramWeights>,
@@ -96,7 +97,7 @@ impl Lowered {
             weights: placed.addresses,
             chain_of: chains.iter().enumerate().flat_map(of).collect(),
             chains,
-            instances: Mutex::new(Vec::new()),
+            instances: Mutex::default(),
             staging: Mutex::new(Vec::new()),
         })
     }
@@ -115,7 +116,7 @@ impl Lowered {
         }
     }
 
-    fn instances(&self) -> MutexGuard<'_, Vec<Instance>> {
+    fn instances(&self) -> MutexGuard<'_, [Vec<Instance>; 2]> {
         self.instances.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -123,9 +124,18 @@ impl Lowered {
         self.staging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Device memory of a run; the one used last first, which is most likely in the cache.
-    pub(crate) fn take_instance(&self, hub: &Hub) -> Result<Instance, DeviceError> {
-        if let Some(spare) = self.instances().pop() {
+    /// Device memory of a run: what was used last, and rather at the same priority, since its graphs are there.
+    pub(crate) fn take_instance(
+        &self,
+        hub: &Hub,
+        priority: Priority,
+    ) -> Result<Instance, DeviceError> {
+        let spare = {
+            let [high, low] = &mut *self.instances();
+            let (own, other) = if priority == Priority::High { (high, low) } else { (low, high) };
+            own.pop().or_else(|| other.pop())
+        };
+        if let Some(spare) = spare {
             return Ok(spare);
         }
         match Instance::new(hub, self) {
@@ -137,14 +147,14 @@ impl Lowered {
 
     /// Lets go of memory that waits for the next run; whether there was any.
     pub(crate) fn drop_spares(&self) -> bool {
-        !std::mem::take(&mut *self.instances()).is_empty()
+        std::mem::take(&mut *self.instances()).iter().any(|spare| !spare.is_empty())
     }
 
     /// Takes memory back. Nothing queued may still use it.
-    pub(crate) fn give_instance(&self, instance: Instance) {
+    pub(crate) fn give_instance(&self, instance: Instance, priority: Priority) {
         let mut instances = self.instances();
-        if instances.len() < SPARE_INSTANCES {
-            instances.push(instance);
+        if instances.iter().map(Vec::len).sum::<usize>() < SPARE_INSTANCES {
+            instances[priority as usize].push(instance);
         }
     }
 
@@ -167,7 +177,7 @@ impl Lowered {
 
     /// Bytes of runs that wait for the next request.
     pub(crate) fn spare_bytes(&self) -> u64 {
-        self.instances().len() as u64 * self.layout.bytes
+        self.instances().iter().map(Vec::len).sum::<usize>() as u64 * self.layout.bytes
     }
 }
 

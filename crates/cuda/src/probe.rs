@@ -111,10 +111,10 @@ impl StartProbe {
         self.hub.alive()?;
         self.round += 1;
         let began = Instant::now();
-        for queue in queues {
-            queue.preempt();
-        }
+        let _call = self.hub.quiet.call();
+        self.hub.seats.together(|| queues.iter().for_each(|queue| queue.preempt()));
         self.launch().map_err(|err| self.hub.error(err))?;
+        self.hub.seats.send();
         let first = self.wait(&self.first, began)?;
         let all = self.wait(&self.all, began)?;
         Ok(Start { first, all })

@@ -5,10 +5,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use base::Bytes;
 use bytes::Bytes as RawBytes;
 use device::residency::Residency;
-use device::{DeviceError, KernelCompiler, Program, Task, check_inputs};
+use device::{DeviceError, KernelCompiler, Program, Staged, Task, check_inputs};
+use model::config::CopyTime;
 use model::gpu::{GpuPlan, GpuTarget};
 use model::{Dim, LaunchPlan, Tensor};
 
+use crate::batch::Gathered;
+use crate::cargo::Pools;
 use crate::driver::Priority;
 use crate::hub::Hub;
 use crate::kernels::Progress;
@@ -27,13 +30,15 @@ pub(crate) struct CudaProgram {
 /// What tasks hold of their program.
 pub(crate) struct Loaded {
     pub(crate) hub: Arc<Hub>,
-    plan: Arc<LaunchPlan>,
+    pub(crate) plan: Arc<LaunchPlan>,
     /// Most recently used last.
     plans: Mutex<Vec<(Sizes, Arc<Lowered>)>>,
     /// Behind the plans, so that their runs' memory is given back before.
     weights: Arc<ProgramWeights>,
     /// One lowering at a time: whoever waits finds it done.
     lowering: Mutex<()>,
+    /// Where inputs wait for their batch.
+    pub(crate) pools: Mutex<Pools>,
 }
 
 /// The steps of `plan` that have no kernel.
@@ -158,6 +163,7 @@ impl CudaProgram {
             plan,
             plans: Mutex::default(),
             lowering: Mutex::default(),
+            pools: Mutex::default(),
         });
         match example {
             Some((sizes, gpu)) => drop(shared.make_ready(sizes, gpu, progress)?),
@@ -170,7 +176,7 @@ impl CudaProgram {
 }
 
 impl Loaded {
-    fn plans(&self) -> MutexGuard<'_, Vec<(Sizes, Arc<Lowered>)>> {
+    pub(crate) fn plans(&self) -> MutexGuard<'_, Vec<(Sizes, Arc<Lowered>)>> {
         self.plans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -211,12 +217,12 @@ impl Loaded {
         let lowered = Arc::new(Lowered::new(hub, gpu, &self.weights, progress)?);
         hub.watch_spares(&lowered);
         // The first request shall find memory and graph in place.
-        let mut instance = lowered.take_instance(hub)?;
+        let mut instance = lowered.take_instance(hub, Priority::High)?;
         instance.graph(hub, &lowered, Priority::High).map_err(|err| hub.error(err))?;
         if self.weights.on_demand() {
             instance.make_parts(hub, &lowered).map_err(|err| hub.error(err))?;
         }
-        lowered.give_instance(instance);
+        lowered.give_instance(instance, Priority::High);
         let mut plans = self.plans();
         plans.push((sizes, lowered.clone()));
         let over = plans.len().saturating_sub(hub.options().plans_most.max(1));
@@ -233,7 +239,7 @@ impl Program for CudaProgram {
     fn resident(&self) -> Bytes {
         let weights = self.shared.weights.resident_bytes();
         let runs: u64 = self.shared.plans().iter().map(|(_, plan)| plan.spare_bytes()).sum();
-        Bytes(weights + runs)
+        Bytes(weights + runs + self.shared.pool_bytes())
     }
 
     fn residency(&self) -> Option<Arc<dyn Residency>> {
@@ -242,16 +248,48 @@ impl Program for CudaProgram {
     }
 
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
+        self.prepare_soon(inputs, &mut || {})
+    }
+
+    fn prepare_soon(
+        &self,
+        inputs: Vec<Tensor>,
+        soon: &mut dyn FnMut(),
+    ) -> Result<Box<dyn Task>, DeviceError> {
         let shared = &self.shared;
         shared.hub.alive()?;
         check_inputs(&shared.plan, &inputs)?;
         let lowered = shared.lowered(sizes_of(&shared.plan, &inputs), &|_, _| {})?;
         let raw = inputs.iter().map(raw_bytes).collect::<Result<Vec<_>, _>>()?;
-        Ok(Box::new(CudaTask::new(shared.hub.clone(), lowered, &raw)?))
+        Ok(Box::new(CudaTask::new(shared.hub.clone(), lowered, &raw, soon)?))
+    }
+
+    fn stage(
+        &self,
+        inputs: Vec<Tensor>,
+        copy: CopyTime,
+        soon: &mut dyn FnMut(),
+    ) -> Result<Box<dyn Staged>, DeviceError> {
+        self.shared.stage(inputs, copy, soon)
+    }
+
+    fn gather(&self, staged: Vec<Box<dyn Staged>>) -> Result<Box<dyn Task>, DeviceError> {
+        match self.shared.gather(staged)? {
+            Gathered::Task(task) => Ok(task),
+            Gathered::Inputs(inputs) => self.prepare(inputs),
+        }
+    }
+
+    fn ready_batches(&self, sizes: &[(String, usize)]) -> Option<Vec<usize>> {
+        Some(self.shared.ready_batches(sizes))
+    }
+
+    fn make_ready(&self, sizes: &[(String, usize)], batches: &[usize]) -> Result<(), DeviceError> {
+        self.shared.make_batches_ready(sizes, batches)
     }
 }
 
-fn raw_bytes(tensor: &Tensor) -> Result<&RawBytes, DeviceError> {
+pub(crate) fn raw_bytes(tensor: &Tensor) -> Result<&RawBytes, DeviceError> {
     tensor.raw().ok_or_else(|| {
         DeviceError::BadInput("a tensor of strings cannot be copied to a GPU".to_string())
     })

@@ -1,6 +1,8 @@
-//! Queues: real time launches whole graphs and never leaves; best effort launches step by step and does.
+//! Queues: real time launches whole graphs and never leaves; best effort launches chains of steps and does.
 
 mod best_effort;
+mod dispatcher;
+mod lane;
 mod real_time;
 
 use std::ops::Range;
@@ -10,6 +12,7 @@ use std::time::{Duration, Instant};
 use device::{DeviceError, Segment, Task};
 
 pub(crate) use best_effort::BestEffortQueue;
+pub(crate) use dispatcher::Dispatcher;
 pub(crate) use real_time::RealTimeQueue;
 
 use crate::driver::{PinnedWord, Stream};
@@ -31,28 +34,30 @@ pub struct Polling {
 impl Default for Polling {
     fn default() -> Polling {
         Polling {
-            spin: Duration::from_micros(200),
+            spin: Duration::from_millis(5),
             pause: Duration::ZERO,
-            idle: Duration::from_millis(2),
+            idle: Duration::from_millis(20),
         }
     }
 }
 
 /// Looks between two questions to the driver whether a kernel failed: a word that will never come looks like one that is
 /// late.
-const LOOKS_PER_QUERY: u32 = 1 << 14;
+const LOOKS_PER_QUERY: u32 = 1 << 18;
 
-/// Waits until the device has written `mark` or something later to `word`.
+/// Waits until the device has written `mark` or something later to `word`; calls `meanwhile` with every look.
 fn wait_for(
     word: &PinnedWord,
     mark: u32,
     stream: &Stream,
     polling: Polling,
+    meanwhile: impl Fn(),
 ) -> Result<(), CudaError> {
     let mut looks = 0u32;
     let mut spinning_since: Option<Instant> = None;
     while !is_reached(word.load(), mark) {
         looks = looks.wrapping_add(1);
+        meanwhile();
         // A pause makes looks rare, so each of them asks.
         let pausing = spinning_since.is_some_and(|since| since.elapsed() > polling.spin);
         if looks.is_multiple_of(LOOKS_PER_QUERY) || (pausing && !polling.pause.is_zero()) {

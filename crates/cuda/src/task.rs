@@ -8,18 +8,27 @@ use bytes::Bytes;
 use device::{DeviceError, Task};
 use model::Tensor;
 
-use crate::driver::{PinnedBuffer, Stream};
+use crate::cargo::Cargo;
+use crate::driver::{PinnedBuffer, Priority, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
 use crate::instance::Instance;
 use crate::lowered::Lowered;
+use crate::seats::Seat;
+
+/// Inputs that are still to be copied when a task is announced: what takes about as long as best effort to leave.
+pub(crate) const SOON_BYTES: usize = 256 << 10;
 
 /// A run: inputs on the host, device memory from its first step to its last, outputs on the host.
 pub(crate) struct CudaTask {
     pub(crate) hub: Arc<Hub>,
     pub(crate) lowered: Arc<Lowered>,
     staging: Option<PinnedBuffer>,
+    /// Where the inputs of a batch are; a run of its own has them in staging.
+    cargo: Option<Cargo>,
     instance: Option<Instance>,
+    /// What the instance was taken for.
+    priority: Priority,
     next_step: usize,
     /// Inputs are on the device.
     pub(crate) uploaded: bool,
@@ -45,37 +54,99 @@ impl CudaTask {
         hub: Arc<Hub>,
         lowered: Arc<Lowered>,
         inputs: &[&Bytes],
+        soon: &mut dyn FnMut(),
     ) -> Result<CudaTask, DeviceError> {
-        let mut staging = lowered.take_staging(&hub)?;
-        let target = staging.as_mut_slice();
-        for (index, (slot, raw)) in lowered.gpu.inputs.iter().zip(inputs).enumerate() {
+        for (slot, raw) in lowered.gpu.inputs.iter().zip(inputs) {
             if raw.len() as u64 != slot.bytes {
                 let (name, want, got) = (&slot.name, slot.bytes, raw.len());
                 let why = format!("input '{name}' has {got} bytes, the device expects {want}");
                 return Err(DeviceError::BadInput(why));
             }
-            let at = lowered.layout.input(index) as usize;
-            target[at..at + raw.len()].copy_from_slice(raw);
         }
+        let mut staging = lowered.take_staging(&hub)?;
+        let target = staging.as_mut_slice();
+        let mut left: usize = inputs.iter().map(|raw| raw.len()).sum();
+        let mut soon = Some(soon);
+        for (index, raw) in inputs.iter().enumerate() {
+            let at = lowered.layout.input(index) as usize;
+            let early = left.saturating_sub(SOON_BYTES).min(raw.len());
+            target[at..at + early].copy_from_slice(&raw[..early]);
+            if left - early <= SOON_BYTES
+                && let Some(soon) = soon.take()
+            {
+                soon();
+            }
+            target[at + early..at + raw.len()].copy_from_slice(&raw[early..]);
+            left -= raw.len();
+        }
+        Ok(CudaTask::with(hub, lowered, staging, None))
+    }
+
+    /// A run of the inputs of several requests.
+    pub(crate) fn of_batch(
+        hub: Arc<Hub>,
+        lowered: Arc<Lowered>,
+        staging: PinnedBuffer,
+        cargo: Cargo,
+    ) -> CudaTask {
+        CudaTask::with(hub, lowered, staging, Some(cargo))
+    }
+
+    fn with(
+        hub: Arc<Hub>,
+        lowered: Arc<Lowered>,
+        mut staging: PinnedBuffer,
+        cargo: Option<Cargo>,
+    ) -> CudaTask {
         let (faults, outputs) = (lowered.layout.faults_at, lowered.layout.outputs_at);
-        target[faults as usize..outputs as usize].fill(0);
-        Ok(CudaTask {
+        staging.as_mut_slice()[faults as usize..outputs as usize].fill(0);
+        CudaTask {
             hub,
             lowered,
             staging: Some(staging),
+            cargo,
             instance: None,
+            priority: Priority::Low,
             next_step: 0,
             uploaded: false,
             words: ControlState::default(),
             step_times: None,
             unfinished: Nanos::ZERO,
-        })
+        }
     }
 
-    /// Takes device memory unless the run has it already.
-    pub(crate) fn hold_memory(&mut self) -> Result<(), DeviceError> {
+    /// Queues the copy of inputs, and of the words behind them that launches of that kind look at.
+    pub(crate) fn copy_in(&self, best_effort: bool, stream: &Stream) -> Result<(), CudaError> {
+        let (Some(instance), Some(staging)) = (&self.instance, &self.staging) else {
+            return Err(CudaError::Misuse("a run without memory was launched"));
+        };
+        // SAFETY: the task holds both sides and the cargo until the stream is drained or the mark behind is passed.
+        unsafe {
+            let Some(cargo) = &self.cargo else {
+                return instance.copy_inputs(&self.lowered, staging, best_effort, stream);
+            };
+            cargo.copy_in(&self.lowered, instance.address(), staging, stream)?;
+            instance.copy_behind_inputs(&self.lowered, staging, best_effort, stream)
+        }
+    }
+
+    /// Bytes and shape of an output: of a batch's rows only, not of those its plan has beyond.
+    fn output(&self, slot: &model::gpu::Slot) -> (usize, Vec<usize>) {
+        let (mut bytes, mut shape) = (slot.bytes as usize, slot.shape.clone());
+        if let (Some(cargo), Some(first)) = (&self.cargo, shape.first_mut())
+            && *first == cargo.plan_rows
+        {
+            bytes = bytes / cargo.plan_rows.max(1) * cargo.rows;
+            *first = cargo.rows;
+        }
+        (bytes, shape)
+    }
+
+    /// Takes device memory unless the run has it already; rather some that was last used at that priority.
+    pub(crate) fn hold_memory(&mut self, priority: Priority) -> Result<(), DeviceError> {
         if self.instance.is_none() {
-            self.instance = Some(self.lowered.take_instance(&self.hub)?);
+            self.instance = Some(self.lowered.take_instance(&self.hub, priority)?);
+            self.priority = priority;
             self.uploaded = false;
         }
         Ok(())
@@ -89,19 +160,35 @@ impl CudaTask {
         }
     }
 
-    /// Queues the copy of inputs and of fresh words for best-effort launches of `epoch`.
-    pub(crate) fn upload(&mut self, epoch: u32, stream: &Stream) -> Result<(), CudaError> {
-        let lowered = self.lowered.clone();
-        let run = lowered.layout.run as usize;
-        let (Some(instance), Some(staging)) = (&mut self.instance, &mut self.staging) else {
+    /// Where the run looks for orders to leave.
+    pub(crate) fn seat(&self) -> Result<Arc<Seat>, CudaError> {
+        let instance = self.instance.as_ref();
+        let seat = instance.map(|instance| instance.seat().clone());
+        seat.ok_or(CudaError::Misuse("a run without memory has no seat"))
+    }
+
+    /// Queues the copy of inputs and of fresh words for best-effort launches that carry `number`.
+    pub(crate) fn upload(&mut self, number: u32, stream: &Stream) -> Result<(), CudaError> {
+        let run = self.lowered.layout.run as usize;
+        let Some(staging) = &mut self.staging else {
             return Err(CudaError::Misuse("a run without memory was launched"));
         };
-        staging.as_mut_slice()[run..run + 4].copy_from_slice(&epoch.to_le_bytes());
-        // SAFETY: the task holds both sides until the stream is drained.
-        unsafe { instance.copy_inputs(&lowered, staging, true, stream) }?;
+        staging.as_mut_slice()[run..run + 4].copy_from_slice(&number.to_le_bytes());
+        self.copy_in(true, stream)?;
         self.uploaded = true;
         self.words = ControlState { cleared: true, ..ControlState::default() };
         Ok(())
+    }
+
+    /// Queues the copy of fresh words alone, for launches that carry `number`.
+    pub(crate) fn upload_words(&mut self, number: u32, stream: &Stream) -> Result<(), CudaError> {
+        let (Some(instance), Some(staging)) = (&mut self.instance, &mut self.staging) else {
+            return Err(CudaError::Misuse("a run without memory was launched"));
+        };
+        let run = self.lowered.layout.run as usize;
+        staging.as_mut_slice()[run..run + 4].copy_from_slice(&number.to_le_bytes());
+        // SAFETY: the task holds both sides until the stream is drained.
+        unsafe { instance.copy_words(&self.lowered, staging, stream) }
     }
 
     /// Notes that steps before `step` are done; after the last, the device memory goes back. Nothing of this run may be
@@ -111,7 +198,7 @@ impl CudaTask {
         if step == self.step_count()
             && let Some(instance) = self.instance.take()
         {
-            self.lowered.give_instance(instance);
+            self.lowered.give_instance(instance, self.priority);
         }
     }
 
@@ -174,8 +261,9 @@ impl Task for CudaTask {
         slots
             .map(|(index, slot)| {
                 let at = self.lowered.layout.output(index) as usize;
-                let raw = &staging.as_slice()[at..at + slot.bytes as usize];
-                Tensor::from_raw(slot.dtype, slot.shape.clone(), Bytes::copy_from_slice(raw))
+                let (bytes, shape) = self.output(slot);
+                let raw = &staging.as_slice()[at..at + bytes];
+                Tensor::from_raw(slot.dtype, shape, Bytes::copy_from_slice(raw))
                     .map_err(|err| DeviceError::BadPlan(format!("output '{}': {err}", slot.name)))
             })
             .collect()
@@ -190,7 +278,7 @@ impl Drop for CudaTask {
     fn drop(&mut self) {
         // A run that ends early gives its memory back too: its completion said that nothing of it is queued any more.
         if let Some(instance) = self.instance.take() {
-            self.lowered.give_instance(instance);
+            self.lowered.give_instance(instance, self.priority);
         }
         if let Some(staging) = self.staging.take() {
             self.lowered.give_staging(staging);

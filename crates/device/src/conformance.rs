@@ -3,6 +3,7 @@
 //!
 //! A plan that a device refuses with a reason is skipped; one that it takes must run and be right.
 
+mod batches;
 mod plans;
 mod queues;
 mod reference;
@@ -108,6 +109,7 @@ pub fn run(device: &dyn Device) -> Report {
     let mut report = Report::default();
     results::run(device, &mut report);
     queues::run(device, &mut report);
+    batches::run(device, &mut report);
     report
 }
 

@@ -4,6 +4,7 @@
 //! A device never decides what runs next. It reports what happened through a [`CompletionSink`], and
 //! the runtime's core decides.
 
+pub mod batch;
 pub mod conformance;
 pub mod paged;
 pub mod residency;
@@ -14,6 +15,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use base::{Bytes, Nanos};
+pub use batch::Staged;
+use model::config::CopyTime;
 use model::gpu::{GpuPlan, GpuTarget};
 use model::{DataType, LaunchPlan, Tensor};
 use thiserror::Error;
@@ -128,6 +131,14 @@ pub trait Device: Send + Sync {
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError>;
 
+    /// Makes everything launched so far on all of `queues`, which are this device's, leave: at one go where that is cheaper
+    /// than one by one.
+    fn preempt(&self, queues: &[&dyn Queue]) {
+        for queue in queues {
+            queue.preempt();
+        }
+    }
+
     /// What its memory is used for, if it keeps count.
     fn memory_use(&self) -> Option<residency::MemoryUse> {
         None
@@ -160,6 +171,50 @@ pub trait Program: Send + Sync {
     /// Starts a task on `inputs`, one per plan input and in that order. Checks types and shapes.
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError>;
 
+    /// The same, and calls `soon` once when only a moment is left: so late that nothing is lost, and early enough for others
+    /// to have made room when the task is launched. Not called where the inputs are refused.
+    fn prepare_soon(
+        &self,
+        inputs: Vec<Tensor>,
+        soon: &mut dyn FnMut(),
+    ) -> Result<Box<dyn Task>, DeviceError> {
+        let task = self.prepare(inputs)?;
+        soon();
+        Ok(task)
+    }
+
+    /// Checks the inputs of one request and lets them wait for others of the same sizes, on the device where it has room and
+    /// `copy` is early. The plan has a batch. Calls `soon` as [`Program::prepare_soon`] does.
+    fn stage(
+        &self,
+        inputs: Vec<Tensor>,
+        _copy: CopyTime,
+        soon: &mut dyn FnMut(),
+    ) -> Result<Box<dyn Staged>, DeviceError> {
+        check_inputs(self.plan(), &inputs)?;
+        soon();
+        Ok(Box::new(batch::HostStaged::new(inputs)))
+    }
+
+    /// One task of the rows of several requests that this program staged, in this order.
+    fn gather(&self, staged: Vec<Box<dyn Staged>>) -> Result<Box<dyn Task>, DeviceError> {
+        self.prepare(batch::join(staged)?)
+    }
+
+    /// Numbers of rows that run without further preparation when other symbols have `sizes`; `None` when all do. Others than
+    /// these may be gathered up to the largest of them.
+    fn ready_batches(&self, _sizes: &[(String, usize)]) -> Option<Vec<usize>> {
+        None
+    }
+
+    /// Prepares for batches of these numbers of rows, and for as many of the same at once as it is listed. May take long.
+    fn make_ready(
+        &self,
+        _sizes: &[(String, usize)],
+        _batches: &[usize],
+    ) -> Result<(), DeviceError> {
+        Ok(())
+    }
     /// Its weights, where they come and go; `None` when they are there for as long as the program is.
     fn residency(&self) -> Option<Arc<dyn residency::Residency>> {
         None

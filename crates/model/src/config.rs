@@ -1,7 +1,9 @@
 //! What a user may say about a model. Everything has a default, so nothing has to be said.
 
+mod batching;
 pub mod pbtxt;
 
+pub use batching::{Batching, BatchingPolicy, CopyTime};
 use serde::{Deserialize, Serialize};
 
 /// How a request is treated against others on the same device.
@@ -120,6 +122,10 @@ pub struct ModelConfig {
     pub pinned: bool,
     /// The largest batch a request may carry; 0 when the model says.
     pub max_batch_size: usize,
+    /// Time within which requests shall be answered, in milliseconds: larger batches than fit are not made.
+    pub slo_ms: Option<u64>,
+    /// How requests are put together.
+    pub batching: Batching,
     /// Names of the classes a classifier tells apart, in the order of its scores.
     pub labels: Vec<String>,
     /// How `/classify` makes the input out of an image.
@@ -135,6 +141,8 @@ impl Default for ModelConfig {
             queue_capacity: 1024,
             pinned: false,
             max_batch_size: 0,
+            slo_ms: None,
+            batching: Batching::default(),
             labels: Vec::new(),
             preprocessing: None,
         }

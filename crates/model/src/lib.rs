@@ -7,6 +7,7 @@ pub mod gpu;
 pub mod op;
 pub mod plan;
 pub mod repository;
+pub mod rows;
 pub mod store;
 pub mod tensor;
 

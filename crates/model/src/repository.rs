@@ -167,16 +167,16 @@ fn read_text(path: &Path) -> Result<Option<String>, RepositoryError> {
 
 fn read_toml(path: &Path) -> Result<Option<ModelConfig>, RepositoryError> {
     let Some(text) = read_text(path)? else { return Ok(None) };
-    toml::from_str(&text).map(Some).map_err(|err| RepositoryError::BadConfig {
-        path: path.to_path_buf(),
-        reason: err.to_string(),
-    })
+    let bad = |reason: String| RepositoryError::BadConfig { path: path.to_path_buf(), reason };
+    let config: ModelConfig = toml::from_str(&text).map_err(|err| bad(err.to_string()))?;
+    config.batching.check().map_err(bad)?;
+    Ok(Some(config))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Class;
+    use crate::config::{BatchingPolicy, Class, CopyTime};
 
     fn write(root: &Path, path: &str, text: &str) {
         let path = root.join(path);
@@ -212,6 +212,24 @@ mod tests {
         write(root.path(), "m/atoll.toml", "timeout = 5");
         let entry = Repository::open(root.path()).unwrap().find("m", None).unwrap();
         assert!(entry.config().unwrap_err().to_string().contains("timeout"));
+    }
+
+    #[test]
+    fn batching_is_set_in_words() {
+        let root = tempfile::tempdir().unwrap();
+        write(root.path(), "m/1/model.onnx", "");
+        let config = |text: &str| {
+            write(root.path(), "m/atoll.toml", text);
+            Repository::open(root.path()).unwrap().find("m", None).unwrap().config()
+        };
+        let text =
+            "slo_ms = 25\nbatching = { policy = 'elastic', workers = [1, 2], copy = 'late' }";
+        let set = config(text).unwrap();
+        assert_eq!((set.slo_ms, set.batching.policy), (Some(25), BatchingPolicy::Elastic));
+        assert_eq!((set.batching.workers, set.batching.copy), (vec![1, 2], CopyTime::Late));
+        let none = config("[batching]\nworkers = [0]").unwrap_err().to_string();
+        assert!(none.contains("workers has 0"), "{none}");
+        assert!(config("[batching]\npolicy = 'never'").is_err());
     }
 
     #[test]

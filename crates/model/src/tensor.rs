@@ -170,6 +170,56 @@ impl Tensor {
         })
     }
 
+    /// The rows `rows` of the first dimension. Fixed-size elements are shared, not copied; `None` when there are no such rows.
+    pub fn rows(&self, rows: std::ops::Range<usize>) -> Option<Tensor> {
+        let (&count, rest) = self.shape.split_first()?;
+        if rows.start > rows.end || rows.end > count {
+            return None;
+        }
+        let shape = [&[rows.len()], rest].concat();
+        let each: usize = rest.iter().product();
+        let data = match &self.data {
+            TensorData::Raw(raw) => {
+                let bytes = each * self.dtype.size_bytes()?;
+                TensorData::Raw(raw.slice(rows.start * bytes..rows.end * bytes))
+            }
+            TensorData::Strings(strings) => {
+                TensorData::Strings(strings[rows.start * each..rows.end * each].to_vec())
+            }
+        };
+        Some(Tensor { dtype: self.dtype, shape, data })
+    }
+
+    /// One tensor of the rows of all `parts`, which must agree in type and in every other dimension.
+    pub fn of_rows(parts: &[&Tensor]) -> Option<Tensor> {
+        let first = *parts.first()?;
+        let (_, rest) = first.shape.split_first()?;
+        let agrees =
+            |part: &&Tensor| part.dtype == first.dtype && part.shape.get(1..) == Some(rest);
+        if !parts.iter().all(agrees) {
+            return None;
+        }
+        if parts.len() == 1 {
+            return Some(first.clone());
+        }
+        let shape = [&[parts.iter().map(|part| part.shape[0]).sum()], rest].concat();
+        let data = match first.data {
+            TensorData::Raw(_) => {
+                let mut raw = Vec::with_capacity(parts.iter().map(|part| part.size_bytes()).sum());
+                parts.iter().filter_map(|part| part.raw()).for_each(|part| raw.extend(part));
+                TensorData::Raw(Bytes::from(raw))
+            }
+            TensorData::Strings(_) => {
+                let strings = |part: &&Tensor| match &part.data {
+                    TensorData::Strings(strings) => strings.clone(),
+                    TensorData::Raw(_) => Vec::new(),
+                };
+                TensorData::Strings(parts.iter().flat_map(strings).collect())
+            }
+        };
+        Some(Tensor { dtype: first.dtype, shape, data })
+    }
+
     /// The same elements under another shape of equally many.
     pub fn with_shape(self, shape: Vec<usize>) -> Result<Tensor, TensorError> {
         let expected = element_count(&shape)?;
@@ -223,6 +273,23 @@ mod tests {
         let tensor = Tensor::from_raw(DataType::F32, vec![2], bytes).unwrap();
         assert_eq!(tensor.to_vec::<f32>(), Some(vec![1.0, 2.0]));
         assert_eq!(tensor.to_vec::<i32>(), None);
+    }
+
+    #[test]
+    fn rows_are_cut_and_joined() {
+        let all = Tensor::from_vec(vec![3, 2], vec![1i32, 2, 3, 4, 5, 6]).unwrap();
+        let (head, tail) = (all.rows(0..1).unwrap(), all.rows(1..3).unwrap());
+        assert_eq!((head.shape(), tail.to_vec()), ([1, 2].as_slice(), Some(vec![3i32, 4, 5, 6])));
+        assert_eq!(
+            Tensor::of_rows(&[&tail, &head]).unwrap().to_vec(),
+            Some(vec![3i32, 4, 5, 6, 1, 2])
+        );
+        assert_eq!(all.rows(2..4), None);
+        assert_eq!(Tensor::of_rows(&[&all, &all.clone().with_shape(vec![2, 3]).unwrap()]), None);
+        let words = [b"a".as_slice(), b"b"].map(Bytes::from_static).to_vec();
+        let words = Tensor::from_strings(vec![2], words).unwrap();
+        let turned = Tensor::of_rows(&[&words.rows(1..2).unwrap(), &words.rows(0..1).unwrap()]);
+        assert_eq!(turned.unwrap().rows(0..1), words.rows(1..2));
     }
 
     #[test]

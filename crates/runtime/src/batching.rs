@@ -5,6 +5,7 @@
 //! keeps no clock and touches no device, so the same code runs in production and in virtual time.
 
 mod adaptive;
+mod auto;
 mod deferred;
 mod early_drop;
 mod elastic;
@@ -18,6 +19,7 @@ use std::fmt::Debug;
 use base::Nanos;
 
 pub use adaptive::{Adaptive, AdaptiveOptions};
+pub use auto::Auto;
 pub use deferred::Deferred;
 pub use early_drop::EarlyDrop;
 pub use elastic::Elastic;

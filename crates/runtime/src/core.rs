@@ -54,6 +54,13 @@ pub enum Event {
         /// The most requests that may wait.
         queue_capacity: usize,
     },
+    /// So many requests of a model may run as real time at once, where there are queues for it; one unless this is said.
+    ModelLanes {
+        /// Its number.
+        model: ModelId,
+        /// The most at once.
+        lanes: usize,
+    },
     /// What a model costs is known: its kernels for padding, its weights for the memory budget.
     ModelProfiled {
         /// Its number.
@@ -95,6 +102,23 @@ pub enum Event {
         /// When the answer is of no more use.
         deadline: Nanos,
     },
+    /// Who rides on a request that has just been launched is settled.
+    Boarded {
+        /// Its number.
+        request: RequestId,
+        /// Rows it computes.
+        rows: usize,
+        /// When the answer is of no more use to any of them.
+        deadline: Nanos,
+    },
+    /// A real-time request is about to arrive: its inputs are nearly where the device takes them from. Best effort makes room
+    /// meanwhile. [`Event::Withdrawn`] follows, after the arrival where one comes.
+    Expected {
+        /// Its model.
+        model: ModelId,
+    },
+    /// A request that was expected has arrived, or never will.
+    Withdrawn,
     /// A segment did all its steps.
     SegmentDone {
         /// The queue it ran on.
@@ -338,6 +362,7 @@ struct ModelState {
     waiting: usize,
     under_way: usize,
     queue_capacity: usize,
+    lanes: usize,
     removed: bool,
     kernels: Arc<[KernelProfile]>,
     weights: Weights,
@@ -407,6 +432,11 @@ pub struct Core {
     companions: Companions,
     /// The best-effort model that may stay beside the real-time task that was started last.
     companion: Option<ModelId>,
+    /// The real-time model whose next task it was chosen for, until that starts.
+    companion_for: Option<ModelId>,
+    /// Real-time requests that are expected, and the model of the one announced last.
+    expected: usize,
+    expected_model: Option<ModelId>,
     lost: bool,
     draining: bool,
     candidates: Vec<Candidate>,
@@ -442,6 +472,9 @@ impl Core {
             beside: 0,
             companions: Companions::default(),
             companion: None,
+            companion_for: None,
+            expected: 0,
+            expected_model: None,
             lost: false,
             draining: false,
             candidates: Vec::new(),
@@ -484,9 +517,9 @@ impl Core {
         self.model(model).map_or((0, 0), |state| (state.waiting, state.under_way))
     }
 
-    /// The model of the real-time request that is to start next, if one waits.
+    /// The model of the real-time request that is to start next, if one waits or is expected.
     pub fn next_real_time(&self) -> Option<ModelId> {
-        let (_, request) = self.real_time.peek()?;
+        let Some((_, request)) = self.real_time.peek() else { return self.expected_model };
         self.requests.get(request).map(|state| state.model)
     }
 
@@ -505,6 +538,11 @@ impl Core {
             Event::ModelProfiled { model, kernels, weight_bytes } => {
                 self.profile_model(model, kernels, weight_bytes);
             }
+            Event::ModelLanes { model, lanes } => {
+                if let Some(state) = self.model_mut(model) {
+                    state.lanes = lanes.max(1);
+                }
+            }
             Event::ModelWeights { model, bytes, pinned } => {
                 self.set_weights(now, model, bytes, pinned);
             }
@@ -516,12 +554,16 @@ impl Core {
                     class,
                     priority,
                     deadline,
+                    rows: 1,
                     progress: Progress::default(),
                     losses: 0,
                     copying: false,
                     phase: Phase::Preparing,
                 };
                 self.arrive(now, request, state, actions);
+            }
+            Event::Boarded { request, rows, deadline } => {
+                return self.board(request, rows, deadline);
             }
             Event::InputReady { request } => self.input_ready(now, request),
             Event::LoadRunnable { model } => self.load_runnable(now, model),
@@ -538,6 +580,13 @@ impl Core {
                 if let Some(running) = self.release_queue(queue, busy) {
                     self.end(running.request, End::Failed, actions);
                 }
+            }
+            Event::Expected { model } => {
+                (self.expected, self.expected_model) = (self.expected + 1, Some(model));
+            }
+            Event::Withdrawn => {
+                self.expected = self.expected.saturating_sub(1);
+                self.expected_model = self.expected_model.filter(|_| self.expected > 0);
             }
             Event::DeviceLost => self.device_lost(actions),
             Event::DeviceReady => self.device_ready(now, actions),
@@ -566,6 +615,7 @@ impl Core {
             waiting: 0,
             under_way: 0,
             queue_capacity,
+            lanes: 1,
             removed: false,
             kernels: Arc::from([]),
             weights: Weights::default(),
@@ -636,6 +686,16 @@ impl Core {
         self.prepare(now, request, actions);
     }
 
+    /// A launched request computes so many rows and is of use until this deadline.
+    fn board(&mut self, request: RequestId, rows: usize, deadline: Nanos) {
+        let Some(state) = self.requests.get_mut(request) else { return };
+        (state.rows, state.deadline) = (rows, deadline);
+        self.deadlines.remove(request);
+        if deadline < Nanos::MAX {
+            self.deadlines.push((0, deadline.0, request.order()), request);
+        }
+    }
+
     /// Puts a waiting request into the queue of its class.
     fn enqueue(&mut self, request: RequestId) {
         let Some(state) = self.requests.get_mut(request) else { return };
@@ -676,7 +736,14 @@ impl Core {
         let running = slot.running.take()?;
         let split = slot.kind != Kind::Shared;
         let companion = slot.companion.take();
-        if slot.kind == Kind::RealTime && self.rules.beside == Beside::Companion {
+        // Runs of several rows, or beside others of their model, are not to be compared.
+        let plain = self.requests.get(running.request).is_none_or(|state| state.rows == 1)
+            && self.real_time_slot().is_none();
+        if split
+            && running.class == Class::RealTime
+            && plain
+            && self.rules.beside == Beside::Companion
+        {
             self.companions.record(running.model, companion, busy);
         }
         if let Some(model) = self.model_mut(running.model) {

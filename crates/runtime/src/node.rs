@@ -16,11 +16,16 @@ use thiserror::Error;
 use crate::core::{Action, Core, CoreOptions, End, Event, ModelId, RequestId};
 use crate::policy::{Left, Policy};
 
+mod batcher;
+mod batches;
 mod contention;
 mod layout;
 mod preemptions;
+mod submission;
 mod weights;
 
+use self::batcher::MemberId;
+use self::batches::{Batches, Intake, ModelBatcher, Preparer};
 pub use self::contention::Contention;
 use self::contention::Waits;
 pub use self::preemptions::{LEAVE_BOUNDS_US, Leaving, Preemption, Preemptions};
@@ -52,6 +57,8 @@ pub struct NodeOptions {
     pub max_requests: usize,
     /// Least share of time, in percent, that best effort gets under saturating real-time load.
     pub best_effort_share_percent: u32,
+    /// Real-time queues of a policy that runs real time on its own, for batches of one model side by side.
+    pub real_time_lanes: usize,
     /// Real-time queues of a policy that runs everything side by side.
     pub real_time_queues: usize,
     /// Best-effort queues of such a policy.
@@ -70,6 +77,7 @@ impl Default for NodeOptions {
             policy: "atoll".to_string(),
             max_requests: 65_536,
             best_effort_share_percent: 0,
+            real_time_lanes: 1,
             real_time_queues: 4,
             best_effort_queues: 6,
             preemptions_kept: 1_024,
@@ -144,14 +152,22 @@ pub enum Rejection {
 pub struct Timing {
     /// Taken in.
     pub arrived: Nanos,
+    /// Its inputs were where the device takes them from.
+    pub prepared: Nanos,
     /// First step began.
     pub started: Nanos,
+    /// The device had been told of all that was launched first.
+    pub launched: Nanos,
     /// Last step ended.
     pub finished: Nanos,
     /// Time spent on the device.
     pub busy: Nanos,
     /// Times it was made to leave for other work.
     pub preemptions: u32,
+    /// Rows of the batch it was in; 0 when it never ran in one.
+    pub rows: usize,
+    /// It is the first answer of its batch, or was none of one.
+    pub first: bool,
 }
 
 /// Outputs in the plan's order, or why there are none.
@@ -177,6 +193,8 @@ pub struct ModelStats {
     pub cancelled: u64,
     /// Requests the device failed.
     pub failed: u64,
+    /// Runs of the model on the device; a batch is one.
+    pub executions: u64,
     /// Requests waiting or running now.
     pub pending: u64,
     /// Times its work was made to leave for other work.
@@ -194,15 +212,52 @@ pub struct Node {
 /// A request under way. Dropping it does nothing; [`RequestHandle::cancel`] gives it up.
 pub struct RequestHandle {
     shared: Weak<Shared>,
-    request: Option<RequestId>,
+    place: Place,
+}
+
+/// Where a request is.
+#[derive(Clone, Copy)]
+enum Place {
+    Nowhere,
+    Core(RequestId),
+    Batcher(ModelKey, MemberId),
 }
 
 impl RequestHandle {
     /// Gives the request up: it leaves the queue, or the device at the next boundary. Its reply is
     /// still sent, once.
     pub fn cancel(&self) {
-        if let (Some(shared), Some(request)) = (self.shared.upgrade(), self.request) {
-            shared.handle(Event::Cancel { request });
+        let Some(shared) = self.shared.upgrade() else { return };
+        match self.place {
+            Place::Nowhere => {}
+            Place::Core(request) => shared.handle(Event::Cancel { request }),
+            Place::Batcher(model, member) => shared.cancel_member(model, member),
+        }
+    }
+}
+
+/// The word to the core that a real-time request is coming; taken back when it is dropped.
+struct Announcement<'a> {
+    shared: &'a Shared,
+    made: bool,
+}
+
+impl Announcement<'_> {
+    fn make(&mut self, model: ModelKey) {
+        self.made = true;
+        self.shared.handle(Event::Expected { model: ModelId(model.slot) });
+    }
+
+    /// What takes it back, to be told by whoever asks.
+    fn take(&mut self) -> Option<Event> {
+        std::mem::take(&mut self.made).then_some(Event::Withdrawn)
+    }
+}
+
+impl Drop for Announcement<'_> {
+    fn drop(&mut self) {
+        if let Some(event) = self.take() {
+            self.shared.handle(event);
         }
     }
 }
@@ -221,7 +276,10 @@ struct Shared {
     max_requests: usize,
     /// Whether the policy runs best effort at all.
     best_effort: bool,
+    /// Whether real time is announced, so that best effort has left when it starts.
+    announces: bool,
     queues: OnceLock<Vec<Box<dyn Queue>>>,
+    preparer: OnceLock<Preparer>,
     state: Mutex<State>,
     waits: Waits,
     /// The earliest timer moved forward, or the node stops.
@@ -238,6 +296,9 @@ struct State {
     next_generation: u64,
     armed_timer: Option<Nanos>,
     record: Record,
+    batches: Batches,
+    draining: bool,
+    drain_told: bool,
     swaps: Swaps,
     stopping: bool,
 }
@@ -249,9 +310,30 @@ struct Live {
     task: Option<Box<dyn Task>>,
     outputs: Option<Vec<Tensor>>,
     failure: Option<DeviceError>,
-    reply: ReplyFn,
+    rider: Rider,
+    rows: usize,
     timing: Timing,
     launched: bool,
+}
+
+/// Who waits for a request of the core.
+enum Rider {
+    One(ReplyFn),
+    /// Those whom the model's batcher knows.
+    Batch,
+}
+
+impl Live {
+    fn new(
+        model: ModelId,
+        class: Class,
+        task: Option<Box<dyn Task>>,
+        rider: Rider,
+        timing: Timing,
+    ) -> Live {
+        let (outputs, failure) = (None, None);
+        Live { model, class, task, outputs, failure, rider, rows: 0, timing, launched: false }
+    }
 }
 
 struct ModelEntry {
@@ -263,6 +345,12 @@ struct ModelEntry {
     queue_capacity: usize,
     stats: ModelStats,
     leaving: Leaving,
+    batching: Option<(ModelBatcher, Intake)>,
+    /// When the batcher wants to be asked.
+    batch_timer: Option<Nanos>,
+    /// No more requests are taken; the core hears of it when the batcher is empty.
+    removed: bool,
+    removal_told: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -314,6 +402,9 @@ impl Node {
             next_generation: 0,
             armed_timer: None,
             record: Record::new(opened.len(), options.preemptions_kept),
+            batches: Batches::default(),
+            draining: false,
+            drain_told: false,
             swaps: Swaps::default(),
             stopping: false,
         };
@@ -331,7 +422,9 @@ impl Node {
             observer: options.observer,
             max_requests: options.max_requests,
             best_effort: rules.best_effort,
+            announces: layout::announces(&rules, queues),
             queues: OnceLock::new(),
+            preparer: OnceLock::new(),
             state: Mutex::new(state),
             waits: Waits::default(),
             timer_changed: Condvar::new(),
@@ -343,6 +436,8 @@ impl Node {
             queues.push(shared.device.open_queue(options, sink.clone())?);
         }
         let _ = shared.queues.set(queues);
+        let preparer = Preparer::start(Arc::downgrade(&shared));
+        let _ = shared.preparer.set(preparer.map_err(|err| no_thread(&*shared.device, err))?);
         let timed = shared.clone();
         let timer = std::thread::Builder::new()
             .name("node-timer".to_string())
@@ -368,6 +463,10 @@ impl Node {
 
     /// Makes a loaded program known under a new key. Requests may come at once.
     pub fn add_model(&self, program: Arc<dyn Program>, config: &ModelConfig) -> ModelKey {
+        let batching = batches::batcher_of(program.plan(), config);
+        let prepared = batching.as_ref().map(|(batcher, _)| {
+            (program.clone(), batcher.rules().batches(), batcher.rules().workers.len())
+        });
         let mut state = self.shared.lock();
         state.next_generation += 1;
         let generation = state.next_generation;
@@ -382,112 +481,65 @@ impl Node {
             queue_capacity: config.queue_capacity,
             stats: ModelStats::default(),
             leaving: Leaving::default(),
+            batching,
+            batch_timer: None,
+            removed: false,
+            removal_told: false,
             weights: EntryWeights::of(&*program, config.pinned),
             program,
         };
-        let event = Event::ModelAdded {
-            model: ModelId(slot as u32),
-            steps: entry.program.plan().steps.len(),
-            queue_capacity: config.queue_capacity,
-        };
+        let model = ModelId(slot as u32);
+        let steps = entry.program.plan().steps.len();
+        // A batcher keeps to the bound itself, and has few jobs in the core.
+        let queue_capacity = if prepared.is_some() { usize::MAX } else { config.queue_capacity };
+        let mut events = VecDeque::from([Event::ModelAdded { model, steps, queue_capacity }]);
+        if let Some((_, _, lanes)) = prepared {
+            events.push_back(Event::ModelLanes { model, lanes });
+        }
         if slot == state.models.len() {
             state.models.push(None);
         }
         let weights = entry.weights.as_ref().map(|weights| weights.event(ModelId(slot as u32)));
         state.models[slot] = Some(entry);
-        self.shared.step(state, event);
+        self.shared.run(state, events);
         if let Some(event) = weights {
             self.shared.handle(event);
         }
-        ModelKey { slot: slot as u32, generation }
+        let key = ModelKey { slot: slot as u32, generation };
+        if let Some((program, batches, _)) = prepared {
+            self.shared.prepare_batches(key, &program, batches);
+        }
+        key
+    }
+
+    /// Whether requests of `model` are put together.
+    pub fn is_batched(&self, model: ModelKey) -> bool {
+        self.shared.lock().model(model).is_some_and(|entry| entry.batching.is_some())
     }
 
     /// Takes no more requests for `model`, lets those under way finish and frees it afterwards.
     /// `false` when there is no such model.
     pub fn remove_model(&self, model: ModelKey) -> bool {
-        let state = self.shared.lock();
-        if state.model(model).is_none() {
-            return false;
+        let mut state = self.shared.lock();
+        let Some(entry) = state.model_mut(model) else { return false };
+        entry.removed = true;
+        state.batches.due.push(ModelId(model.slot));
+        if state.model(model).is_some_and(|entry| entry.batching.is_none()) {
+            self.shared.step(state, Event::ModelRemoved { model: ModelId(model.slot) });
+        } else {
+            self.shared.run(state, VecDeque::new());
         }
-        self.shared.step(state, Event::ModelRemoved { model: ModelId(model.slot) });
         true
-    }
-
-    /// Takes a request in. `reply` is called exactly once, from any thread, also when the request is
-    /// refused at once.
-    pub fn submit(&self, request: Request, reply: ReplyFn) -> RequestHandle {
-        let shared = &self.shared;
-        let arrived = shared.clock.now();
-        let refused = |reply: ReplyFn, rejection: Rejection| {
-            let timing = Timing { arrived, finished: arrived, ..Timing::default() };
-            reply(Reply { result: Err(rejection), timing });
-            RequestHandle { shared: Weak::new(), request: None }
-        };
-        let found = shared.lock().model(request.model).map(|e| (e.program.clone(), e.defaults));
-        let Some((program, defaults)) = found else {
-            return refused(reply, Rejection::NoSuchModel);
-        };
-        let class = request.class.unwrap_or(defaults.class);
-        if class == Class::BestEffort && !shared.best_effort {
-            return refused(reply, Rejection::RealTimeOnly);
-        }
-        // The copy into the device's own memory happens on the caller's thread and outside the lock.
-        let task = match program.prepare(request.inputs) {
-            Ok(task) => task,
-            Err(err) => {
-                if let Some(entry) = shared.lock().model_mut(request.model) {
-                    entry.stats.failed += 1;
-                }
-                return refused(reply, Rejection::Device(err));
-            }
-        };
-        let mut state = shared.lock();
-        if let Some(event) = state.grown(request.model) {
-            shared.step(state, event);
-            state = shared.lock();
-        }
-        if state.model(request.model).is_none() {
-            drop(state);
-            return refused(reply, Rejection::NoSuchModel);
-        }
-        let Some(id) = state.core.next_request_id() else {
-            if let Some(entry) = state.model_mut(request.model) {
-                entry.stats.rejected += 1;
-            }
-            drop(state);
-            return refused(reply, Rejection::QueueFull { capacity: shared.max_requests });
-        };
-        let timeout = request.timeout.or(defaults.timeout);
-        let model = ModelId(request.model.slot);
-        state.keep(
-            id,
-            Live {
-                model,
-                class,
-                task: Some(task),
-                outputs: None,
-                failure: None,
-                reply,
-                timing: Timing { arrived, ..Timing::default() },
-                launched: false,
-            },
-        );
-        let event = Event::Arrival {
-            request: id,
-            model,
-            class,
-            priority: request.priority.unwrap_or(defaults.priority),
-            deadline: timeout.map_or(Nanos::MAX, |timeout| arrived + timeout),
-        };
-        shared.step(state, event);
-        RequestHandle { shared: Arc::downgrade(shared), request: Some(id) }
     }
 
     /// What `model` has done so far.
     pub fn stats(&self, model: ModelKey) -> Option<ModelStats> {
         let state = self.shared.lock();
         let mut stats = state.model(model)?.stats.clone();
-        stats.pending = state.core.load_of(ModelId(model.slot)).1 as u64;
+        let batcher = state.model(model)?.batching.as_ref().map(|(batcher, _)| batcher);
+        let (jobs, members) = batcher.map_or((0, 0), |b| (b.jobs(), b.under_way()));
+        let under_way = state.core.load_of(ModelId(model.slot)).1.saturating_sub(jobs);
+        stats.pending = (under_way + members) as u64;
         Some(stats)
     }
 
@@ -514,10 +566,14 @@ impl Node {
 
     /// Takes no more requests and returns when none is under way, or `false` after `limit`.
     pub fn drain(&self, limit: Duration) -> bool {
-        self.shared.handle(Event::Drain);
+        let mut state = self.shared.lock();
+        state.draining = true;
+        let mut events = VecDeque::new();
+        state.drain_if_empty(&mut events);
+        self.shared.run(state, events);
         let end = self.shared.clock.now() + Nanos::from(limit);
         let mut state = self.shared.lock();
-        while state.core.under_way() > 0 {
+        while state.core.under_way() + state.batches.members > 0 {
             let left = end - self.shared.clock.now();
             if left == Nanos::ZERO {
                 return false;
@@ -546,6 +602,11 @@ impl Drop for Node {
 }
 
 impl State {
+    /// When something is due that no device tells of.
+    fn next_timer(&self) -> Option<Nanos> {
+        self.core.next_timer().into_iter().chain(self.batch_timer()).min()
+    }
+
     fn model(&self, key: ModelKey) -> Option<&ModelEntry> {
         let entry = self.models.get(key.slot as usize)?.as_ref()?;
         (entry.generation == key.generation).then_some(entry)
@@ -641,10 +702,17 @@ impl Shared {
     }
 
     /// Feeds the core, carries out what it says and sends the replies that became due.
-    fn step(&self, mut state: MutexGuard<'_, State>, event: Event) {
+    fn step(&self, state: MutexGuard<'_, State>, event: Event) {
+        self.run(state, VecDeque::from([event]));
+    }
+
+    fn run(&self, mut state: MutexGuard<'_, State>, mut events: VecDeque<Event>) {
         let mut due: Vec<Due> = Vec::new();
-        let mut events = VecDeque::from([event]);
-        while let Some(event) = events.pop_front() {
+        loop {
+            if events.is_empty() {
+                self.tend_batches(&mut state, &mut events, &mut due);
+            }
+            let Some(event) = events.pop_front() else { break };
             let now = self.clock.now();
             if let Some(observer) = &self.observer {
                 observer.event(now, &event);
@@ -652,19 +720,37 @@ impl Shared {
             let mut actions = std::mem::take(&mut state.actions);
             state.core.step(now, event, &mut actions);
             self.note_orders(&mut state, now, &actions);
+            let mut told = Vec::new();
             for action in actions.drain(..) {
+                if let Action::Preempt { queue, .. } = action {
+                    told.push(queue);
+                    continue;
+                }
+                self.send_orders(&mut told);
                 self.act(&mut state, now, action, &mut events, &mut due);
             }
+            self.send_orders(&mut told);
             state.actions = actions;
         }
         self.rearm_timer(&mut state);
-        if state.core.under_way() == 0 {
+        if state.core.under_way() + state.batches.members == 0 {
             self.idle.notify_all();
         }
         drop(state);
         for (send, reply) in due {
             send(reply);
         }
+    }
+
+    /// Makes the work of all queues in `told` leave, at one go.
+    fn send_orders(&self, told: &mut Vec<usize>) {
+        if told.is_empty() {
+            return;
+        }
+        let queues = self.queues.get().map(Vec::as_slice).unwrap_or_default();
+        let told: Vec<&dyn Queue> =
+            told.drain(..).filter_map(|queue| queues.get(queue).map(|queue| &**queue)).collect();
+        self.device.preempt(&told);
     }
 
     fn note_orders(&self, state: &mut State, now: Nanos, actions: &[Action]) {
@@ -690,14 +776,19 @@ impl Shared {
     ) {
         match action {
             Action::Launch { queue, request, .. } => {
+                let boarded = self.board(state, now, request, events);
                 let Some(live) = state.live.get_mut(request.slot()).and_then(Option::as_mut) else {
                     return;
                 };
-                if !live.launched {
-                    live.launched = true;
+                let first = !std::mem::replace(&mut live.launched, true);
+                if first {
                     live.timing.started = now;
                 }
-                let Some(task) = live.task.take() else { return };
+                let Some(task) = live.task.take() else {
+                    live.failure = boarded.err();
+                    events.push_back(Event::SegmentFailed { queue, busy: Nanos::ZERO });
+                    return;
+                };
                 // The core counts the plan's steps; the device may have made more or fewer of them.
                 let steps = task.next_step()..task.step_count();
                 if let Some(slot) = state.record.queues.get_mut(queue) {
@@ -709,6 +800,9 @@ impl Shared {
                     Some(queue) => queue.launch(segment).is_ok(),
                     None => false,
                 };
+                if first {
+                    live.timing.launched = self.clock.now();
+                }
                 if !launched {
                     live.failure = Some(DeviceError::Faulted {
                         device: self.device.info().name.clone(),
@@ -717,14 +811,14 @@ impl Shared {
                     events.push_back(Event::SegmentFailed { queue, busy: Nanos::ZERO });
                 }
             }
-            Action::Preempt { queue, .. } => {
-                if let Some(queue) = self.queues.get().and_then(|queues| queues.get(queue)) {
-                    queue.preempt();
-                }
-            }
             Action::End { request, end } => {
-                if let Some(live) = state.live.get_mut(request.slot()).and_then(Option::take) {
-                    due.push(self.finish(state, now, live, end));
+                let live = state.live.get_mut(request.slot()).and_then(Option::take);
+                match live {
+                    Some(live) if matches!(live.rider, Rider::Batch) => {
+                        self.end_batch(state, now, (request, end), live, due);
+                    }
+                    Some(live) => due.extend(self.finish(state, now, live, end)),
+                    None => {}
                 }
             }
             Action::FreeModel { model } => {
@@ -734,8 +828,9 @@ impl Shared {
             }
             Action::Load { model } => self.start_load(state, now, model),
             Action::Evict { model } => state.evict(model),
-            // The device copies inputs by itself, and a step there is not divided.
-            Action::SetBudget { .. }
+            // Orders to leave go out together. The device copies inputs by itself, and a step there is not divided.
+            Action::Preempt { .. }
+            | Action::SetBudget { .. }
             | Action::Pad { .. }
             | Action::Copy { .. }
             | Action::ResetDevice => {}
@@ -743,7 +838,7 @@ impl Shared {
     }
 
     fn rearm_timer(&self, state: &mut State) {
-        let next = state.core.next_timer();
+        let next = state.next_timer();
         if next != state.armed_timer {
             let sooner = next.unwrap_or(Nanos::MAX) < state.armed_timer.unwrap_or(Nanos::MAX);
             state.armed_timer = next;
@@ -761,7 +856,7 @@ impl Shared {
                 return;
             }
             let now = self.clock.now();
-            match state.core.next_timer() {
+            match state.next_timer() {
                 Some(at) if at <= now => self.step(state, Event::Timer),
                 Some(at) => {
                     let wait = self.timer_changed.wait_timeout(state, (at - now).into());
@@ -817,44 +912,64 @@ impl Shared {
 
 impl Shared {
     /// Turns the end of a request into its reply and counts it.
-    fn finish(&self, state: &mut State, now: Nanos, live: Live, end: End) -> Due {
-        let Live { model, outputs, failure, reply, mut timing, .. } = live;
+    fn finish(&self, state: &mut State, now: Nanos, live: Live, end: End) -> Option<Due> {
+        let Live { model, outputs, failure, rider, mut timing, .. } = live;
+        let Rider::One(reply) = rider else { return None };
         timing.finished = now;
-        let failure = match end {
-            End::Failed => failure.or_else(|| {
-                Some(state.memory_failure(model, &self.device.info().name, self.budget))
-            }),
-            _ => failure,
-        };
+        let failure = self.failure(state, model, end, failure);
         let entry = state.models[model.0 as usize].as_mut();
         let capacity = entry.as_ref().map_or(0, |entry| entry.queue_capacity);
-        let result =
-            match end {
-                End::Done => outputs.ok_or_else(|| {
-                    Rejection::Device(DeviceError::BadPlan("done without outputs".to_string()))
-                }),
-                End::Failed => Err(Rejection::Device(failure.unwrap_or_else(|| {
-                    DeviceError::BadPlan("failed without a reason".to_string())
-                }))),
-                End::DeadlineExceeded => Err(Rejection::DeadlineExceeded),
-                End::Cancelled => Err(Rejection::Cancelled),
-                End::QueueFull => Err(Rejection::QueueFull { capacity }),
-                End::NoSuchModel => Err(Rejection::NoSuchModel),
-                End::ShuttingDown => Err(Rejection::ShuttingDown),
-            };
+        let result = match (end, outputs) {
+            (End::Done, Some(outputs)) => Ok(outputs),
+            (end, _) => Err(rejected(end, failure, capacity)),
+        };
         if let Some(entry) = entry {
-            let stats = &mut entry.stats;
-            match &result {
-                Ok(_) => {
-                    stats.success += 1;
-                    stats.latency.record(timing.finished - timing.arrived);
-                }
-                Err(Rejection::Device(_)) => stats.failed += 1,
-                Err(Rejection::Cancelled) => stats.cancelled += 1,
-                Err(_) => stats.rejected += 1,
-            }
+            entry.stats.executions += u64::from(end == End::Done);
+            entry.stats.count(&result, &timing);
         }
-        (reply, Reply { result, timing })
+        Some((reply, Reply { result, timing }))
+    }
+
+    /// What went wrong; a request that failed without a word of the device found no room for its weights.
+    fn failure(
+        &self,
+        state: &State,
+        model: ModelId,
+        end: End,
+        told: Option<DeviceError>,
+    ) -> Option<DeviceError> {
+        let no_room = || state.memory_failure(model, &self.device.info().name, self.budget);
+        told.or_else(|| (end == End::Failed).then(no_room))
+    }
+}
+
+/// Why a request that ended so has no outputs.
+fn rejected(end: End, failure: Option<DeviceError>, capacity: usize) -> Rejection {
+    let unknown = |why: &str| DeviceError::BadPlan(why.to_string());
+    match end {
+        End::Done => Rejection::Device(unknown("done without outputs")),
+        End::Failed => {
+            Rejection::Device(failure.unwrap_or_else(|| unknown("failed without a reason")))
+        }
+        End::DeadlineExceeded => Rejection::DeadlineExceeded,
+        End::Cancelled => Rejection::Cancelled,
+        End::QueueFull => Rejection::QueueFull { capacity },
+        End::NoSuchModel => Rejection::NoSuchModel,
+        End::ShuttingDown => Rejection::ShuttingDown,
+    }
+}
+
+impl ModelStats {
+    fn count(&mut self, result: &ReplyResult, timing: &Timing) {
+        match result {
+            Ok(_) => {
+                self.success += 1;
+                self.latency.record(timing.finished - timing.arrived);
+            }
+            Err(Rejection::Device(_)) => self.failed += 1,
+            Err(Rejection::Cancelled) => self.cancelled += 1,
+            Err(_) => self.rejected += 1,
+        }
     }
 }
 

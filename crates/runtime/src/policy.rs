@@ -4,6 +4,7 @@
 //! goes on, because that follows from what its way of leaving still knows.
 
 mod atoll;
+mod atoll_alone;
 mod free_streams;
 pub mod padding;
 mod priority_streams;
@@ -17,6 +18,7 @@ use std::fmt::Debug;
 use device::Leave;
 
 pub use self::atoll::Atoll;
+pub use self::atoll_alone::AtollAlone;
 pub use self::free_streams::FreeStreams;
 pub use self::padding::PaddingRules;
 pub use self::priority_streams::PriorityStreams;
@@ -117,13 +119,22 @@ pub trait Policy: Debug + Send {
 }
 
 /// Every policy's name, the product's own first.
-pub const NAMES: [&str; 7] =
-    ["atoll", "reef", "reef_n", "sequential", "free_streams", "priority_streams", "rt_only"];
+pub const NAMES: [&str; 8] = [
+    "atoll",
+    "atoll_alone",
+    "reef",
+    "reef_n",
+    "sequential",
+    "free_streams",
+    "priority_streams",
+    "rt_only",
+];
 
 /// The policy of that name. `queue_capacity` is how many kernels of a stream the hardware holds.
 pub fn by_name(name: &str, queue_capacity: usize) -> Option<Box<dyn Policy>> {
     Some(match name {
         "atoll" => Box::new(Atoll),
+        "atoll_alone" => Box::new(AtollAlone),
         "reef" => Box::new(Reef { queue_capacity }),
         "reef_n" => Box::new(ReefN),
         "sequential" => Box::new(Sequential),

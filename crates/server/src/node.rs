@@ -343,7 +343,7 @@ impl Inner {
                 version: served.version_text.to_string(),
                 last_inference: counters.last_ms.load(Ordering::Relaxed),
                 inference_count: counters.inferences.load(Ordering::Relaxed),
-                execution_count: counters.compute.read().count,
+                execution_count: counters.executions.load(Ordering::Relaxed),
                 inference_stats: counters.inference_stats(),
                 batch_stats: counters.batch_stats(),
             }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use base::{Clock, Nanos};
 use model::Tensor;
 use model::config::Class;
-use runtime::{ModelKey, Node, Reply, Request};
+use runtime::{ModelKey, Node, Reply, Request, Timing};
 
 use crate::arrival::Clockwork;
 
@@ -23,8 +23,6 @@ const ANSWERS_MOST: usize = 4_000_000;
 pub(super) enum Waiting {
     /// Looks without pause.
     Spin,
-    /// Looks, and lets other threads run in between.
-    Yield,
     /// Sleeps until woken.
     Park,
 }
@@ -46,8 +44,24 @@ pub(super) struct Answer {
     pub(super) asked: Nanos,
     /// From the question to the answer.
     pub(super) latency: Nanos,
-    /// Time the device spent on it.
-    pub(super) busy: Nanos,
+    /// When things happened to it in between.
+    pub(super) timing: Timing,
+}
+
+impl Answer {
+    /// Where its time went.
+    pub(super) fn parts(&self) -> [Nanos; 5] {
+        let Timing { arrived, prepared, started, launched, busy, .. } = self.timing;
+        let answered = self.asked + self.latency;
+        let given_back = started + busy;
+        [
+            prepared.since(arrived),
+            started.since(prepared),
+            launched.since(started),
+            given_back.since(launched),
+            answered.since(given_back),
+        ]
+    }
 }
 
 /// What became of a client's requests.
@@ -163,7 +177,7 @@ impl LiveClient<'_> {
                 tally.wrong += u64::from(!same(&outputs, &self.target.expected));
                 if tally.answers.len() < ANSWERS_MOST {
                     let latency = answered - asked;
-                    tally.answers.push(Answer { asked, latency, busy: reply.timing.busy });
+                    tally.answers.push(Answer { asked, latency, timing: reply.timing });
                 }
             }
             Err(why) => {
@@ -189,7 +203,6 @@ impl Mailbox {
         while !self.there.swap(false, Ordering::Acquire) {
             match waiting {
                 Waiting::Spin => std::hint::spin_loop(),
-                Waiting::Yield => std::thread::yield_now(),
                 Waiting::Park => std::thread::park(),
             }
         }

@@ -72,6 +72,38 @@ impl Increase {
     }
 }
 
+/// Where the time of answers went, on average.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Parts {
+    /// Inputs brought to where the device takes them from.
+    pub prepare_us: f64,
+    /// From then until its turn came: the node's lock, and others that ran.
+    pub wait_us: f64,
+    /// Telling the device.
+    pub launch_us: f64,
+    /// The device's work, until its thread saw the end.
+    pub device_us: f64,
+    /// From then until the client had the answer.
+    pub reply_us: f64,
+}
+
+impl Parts {
+    /// The mean of `answers`, each in the order of the fields.
+    pub fn of(answers: &[[Nanos; 5]]) -> Parts {
+        let count = answers.len().max(1) as f64;
+        let mean = |part: usize| {
+            round(answers.iter().map(|answer| answer[part].0 as f64).sum::<f64>() / count / 1e3)
+        };
+        Parts {
+            prepare_us: mean(0),
+            wait_us: mean(1),
+            launch_us: mean(2),
+            device_us: mean(3),
+            reply_us: mean(4),
+        }
+    }
+}
+
 /// A real-time model of a cell.
 #[derive(Clone, Debug, Serialize)]
 pub struct RealTimeModel {
@@ -145,6 +177,10 @@ pub struct Cell {
     pub rt: Latency,
     /// Over real time alone.
     pub rt_increase: Increase,
+    /// Where its time went.
+    pub rt_parts: Parts,
+    /// The same of the slowest of a hundred.
+    pub rt_slowest: Parts,
     /// Real-time answers a second.
     pub rt_rps: f64,
     /// Real-time questions asked late.

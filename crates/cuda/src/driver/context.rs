@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock};
 use base::Bytes;
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUmemoryPool, CUresult};
 
+use super::pinned::PinnedPool;
 use crate::error::{CudaError, OpenError, is_sticky};
 
 /// The oldest driver that has every function called here, as `cuDriverGetVersion` tells it.
@@ -36,6 +37,7 @@ pub(crate) struct Context {
     pool: CUmemoryPool,
     facts: DriverFacts,
     fault: OnceLock<String>,
+    pinned: PinnedPool,
 }
 
 // SAFETY: a context handle may be used from any thread, and each thread makes it current before its calls.
@@ -73,7 +75,8 @@ impl Context {
         })?;
         let pool: CUmemoryPool = std::ptr::null_mut();
         let number = OPENED.fetch_add(1, Ordering::Relaxed) + 1;
-        let mut context = Context { raw, number, device, pool, facts, fault: OnceLock::new() };
+        let (fault, pinned) = (OnceLock::new(), PinnedPool::default());
+        let mut context = Context { raw, number, device, pool, facts, fault, pinned };
         context.enter()?;
         // SAFETY: `device` came from the driver and `pool` is a place for its answer.
         let code = unsafe { sys::cuDeviceGetDefaultMemPool(&mut context.pool, device) };
@@ -93,6 +96,11 @@ impl Context {
     /// The pool that device memory comes from.
     pub(super) fn pool(&self) -> CUmemoryPool {
         self.pool
+    }
+
+    /// Host memory the device reaches.
+    pub(super) fn pinned(&self) -> &PinnedPool {
+        &self.pinned
     }
 
     /// Keeps up to `bytes` of freed memory for the next allocation.
@@ -161,6 +169,9 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
+        if self.enter().is_ok() {
+            self.pinned.release();
+        }
         // SAFETY: retained once in `open` and not used after this; an error has nobody to go to.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }

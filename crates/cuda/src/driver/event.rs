@@ -23,7 +23,7 @@ impl Event {
         Event::with_flags(context, 0)
     }
 
-    /// One that only orders: its time is not kept.
+    /// An event that tells nothing of time, which is cheaper to wait for.
     pub(crate) fn untimed(context: &Arc<Context>) -> Result<Event, CudaError> {
         Event::with_flags(context, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)
     }
@@ -34,6 +34,10 @@ impl Event {
         // SAFETY: `raw` is a place for the driver's answer; destroyed when this value is dropped.
         context.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags) })?;
         Ok(Event { raw, context: context.clone() })
+    }
+
+    pub(super) fn raw(&self) -> CUevent {
+        self.raw
     }
 
     /// The point after everything in `stream` so far.

@@ -6,11 +6,17 @@ use std::sync::Arc;
 use cudarc::driver::sys::{
     self, CUgraph, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
     CUlaunchAttributeValue_union__bindgen_ty_1 as ClusterDimension, CUlaunchConfig, CUresult,
-    CUstream, CUstream_flags, CUstreamCaptureMode,
+    CUstream, CUstream_flags, CUstreamBatchMemOpParams,
+    CUstreamBatchMemOpParams_union_CUstreamMemOpWriteValueParams_st as WriteValue,
+    CUstreamBatchMemOpParams_union_CUstreamMemOpWriteValueParams_st__bindgen_ty_1 as WrittenValue,
+    CUstreamBatchMemOpType, CUstreamCaptureMode,
 };
 
 use super::{Context, Function, Graph};
 use crate::error::CudaError;
+
+/// The most memory operations the driver takes at once.
+const WORDS_PER_CALL: usize = 256;
 
 /// Whose blocks go first where both wait for room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -160,6 +166,27 @@ impl Stream {
         self.context.check("cuStreamWriteValue32_v2", code)
     }
 
+    /// Writes several words as [`Self::write_word`] does, in as few calls as the driver allows.
+    ///
+    /// # Safety
+    /// The words are alive until they are written.
+    pub(crate) unsafe fn write_words(&self, words: &[(u64, u32)]) -> Result<(), CudaError> {
+        if let [(address, value)] = words {
+            // SAFETY: the caller answers for the word.
+            return unsafe { self.write_word(*address, *value) };
+        }
+        self.context.enter()?;
+        for some in words.chunks(WORDS_PER_CALL) {
+            let mut writes: Vec<_> = some.iter().map(|word| write_of(*word)).collect();
+            // SAFETY: `writes` lives through the call; the caller answers for the words.
+            let code = unsafe {
+                sys::cuStreamBatchMemOp_v2(self.raw, writes.len() as u32, writes.as_mut_ptr(), 0)
+            };
+            self.context.check("cuStreamBatchMemOp_v2", code)?;
+        }
+        Ok(())
+    }
+
     /// Queues a kernel. `params` are its arguments, as bytes that are copied during the call.
     ///
     /// # Safety
@@ -231,6 +258,15 @@ impl Drop for Stream {
             let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
         }
     }
+}
+
+fn write_of((address, value): (u64, u32)) -> CUstreamBatchMemOpParams {
+    let operation = CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WRITE_VALUE_32;
+    let value = WrittenValue { value };
+    let mut params = CUstreamBatchMemOpParams { pad: [0; 6] };
+    params.writeValue =
+        WriteValue { operation, address, __bindgen_anon_1: value, flags: 0, alias: 0 };
+    params
 }
 
 fn attribute_of_cluster(blocks: u32) -> CUlaunchAttribute {

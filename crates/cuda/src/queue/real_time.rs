@@ -1,6 +1,7 @@
-//! Real time: the caller's thread queues everything on the device at once, the queue's thread waits for it.
+//! Real time: the queue's thread queues everything on the device at once and waits for it.
 //!
-//! A whole task is a copy in, one graph, a copy out and a word. Nothing here ever leaves early; an order to leave concerns
+//! It looks for work without pause while some can come, so its caches hold the driver; where it sleeps, waking it would take
+//! longer than the caller needs to tell the device himself. A whole task is a copy in, one graph, a copy out and a word. Nothing here ever leaves early; an order to leave concerns
 //! segments that wait on the host.
 
 use std::collections::VecDeque;
@@ -15,10 +16,10 @@ use device::{
 };
 
 use super::{failed, own_task, wait_for};
-use crate::control::Orders;
 use crate::driver::{Event, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
+use crate::seats::Orders;
 use crate::task::CudaTask;
 
 /// Segments on the device at once: one that runs, and the next, so that the device does not wait for us.
@@ -41,11 +42,13 @@ struct Shared {
     wake: Condvar,
     /// Segments on the device, for a thread that looks without the lock.
     on_device: AtomicUsize,
+    /// Segments that wait for the thread, likewise.
+    called: AtomicUsize,
 }
 
 #[derive(Default)]
 struct State {
-    waiting: VecDeque<(Segment, u32)>,
+    waiting: VecDeque<(Segment, u64)>,
     running: VecDeque<Running>,
     marks: u32,
     closed: bool,
@@ -67,6 +70,8 @@ struct Queued {
     events: Vec<Event>,
     /// It is a whole run whose weights were there, so the time it takes says how long such runs take.
     paced: bool,
+    /// Where the whole run begins and ends, for a timeline.
+    span: Option<(Event, Event)>,
 }
 
 enum Progress {
@@ -98,6 +103,7 @@ impl RealTimeQueue {
             state: Mutex::default(),
             wake: Condvar::new(),
             on_device: AtomicUsize::new(0),
+            called: AtomicUsize::new(0),
             hub,
         });
         let worker = shared.clone();
@@ -115,28 +121,28 @@ impl RealTimeQueue {
 impl Queue for RealTimeQueue {
     fn launch(&self, segment: Segment) -> Result<(), Segment> {
         let shared = &self.shared;
-        let epoch = shared.hub.epoch().enter(&shared.orders);
+        let ticket = shared.orders.enter();
         let mut state = shared.lock();
-        if state.running.len() < ON_DEVICE && state.waiting.is_empty() {
+        if state.asleep && state.running.len() < ON_DEVICE && state.waiting.is_empty() {
             shared.start(&mut state, segment);
-            let asleep = state.asleep;
             drop(state);
-            if asleep {
-                shared.wake.notify_one();
-            }
+            shared.wake.notify_one();
             return Ok(());
         }
-        if state.waiting.len() >= shared.options.capacity.max(1) {
+        let room = ON_DEVICE.saturating_sub(state.running.len());
+        if state.waiting.len() >= shared.options.capacity.max(1) + room {
             return Err(segment);
         }
-        state.waiting.push_back((segment, epoch));
+        state.waiting.push_back((segment, ticket));
+        shared.called.store(state.waiting.len(), Ordering::Release);
+        if shared.priority == Priority::High {
+            shared.hub.quiet.expect_launch();
+        }
         Ok(())
     }
 
     fn preempt(&self) {
-        if let Err(err) = self.shared.hub.epoch().raise(&self.shared.orders) {
-            tracing::error!("an order to leave did not reach the device: {err}");
-        }
+        self.shared.orders.order();
     }
 }
 
@@ -157,7 +163,7 @@ impl Shared {
         let mut free_since = Instant::now();
         while let Some(mark) = self.next_mark() {
             let waited = match mark {
-                Some(mark) => wait_for(&self.word, mark, &self.stream, self.hub.options().polling),
+                Some(mark) => self.wait_for(mark),
                 // Whatever a failed segment had queued may still run.
                 None => self.stream.synchronize(),
             };
@@ -178,12 +184,23 @@ impl Shared {
         }
     }
 
+    /// Waits for `mark`, and queues meanwhile what there is room for.
+    fn wait_for(&self, mark: u32) -> Result<(), CudaError> {
+        wait_for(&self.word, mark, &self.stream, self.hub.options().polling, || {
+            let room = self.on_device.load(Ordering::Acquire) < ON_DEVICE;
+            if room && self.called.load(Ordering::Acquire) > 0 {
+                self.refill(&mut self.lock());
+            }
+        })
+    }
+
     /// The mark of the oldest segment on the device; `Some(None)` when it has none, `None` when there is nothing to do any
     /// more.
     fn next_mark(&self) -> Option<Option<u32>> {
         self.look_for_work();
         let mut state = self.lock();
         loop {
+            self.refill(&mut state);
             match state.running.front().map(|running| &running.progress) {
                 Some(Progress::Marked { mark, .. }) => return Some(Some(*mark)),
                 Some(_) => return Some(None),
@@ -199,11 +216,12 @@ impl Shared {
     /// Returns when there is work, or after a while.
     fn look_for_work(&self) {
         let since = Instant::now();
-        while self.on_device.load(Ordering::Acquire) == 0 {
+        let called = || self.called.load(Ordering::Acquire) > 0;
+        while self.on_device.load(Ordering::Acquire) == 0 && !called() {
             if since.elapsed() > self.hub.options().polling.idle {
                 return;
             }
-            for _ in 0..64 {
+            for _ in 0..8 {
                 std::hint::spin_loop();
             }
         }
@@ -211,8 +229,9 @@ impl Shared {
 
     fn refill(&self, state: &mut State) {
         while state.running.len() < ON_DEVICE {
-            let Some((segment, epoch)) = state.waiting.pop_front() else { return };
-            if self.orders.told(epoch) {
+            let Some((segment, ticket)) = state.waiting.pop_front() else { return };
+            self.called.store(state.waiting.len(), Ordering::Release);
+            if self.orders.told(ticket) {
                 let started = Instant::now();
                 state.running.push_back(Running { segment, started, progress: Progress::Left });
                 self.on_device.store(state.running.len(), Ordering::Release);
@@ -225,6 +244,7 @@ impl Shared {
     fn start(&self, state: &mut State, mut segment: Segment) {
         let started = Instant::now();
         self.hub.real_time.fetch_add(1, Ordering::Relaxed);
+        let _call = (self.priority == Priority::High).then(|| self.hub.quiet.call());
         let progress = match self.enqueue(&mut segment, &mut state.marks) {
             Ok(progress) => progress,
             Err(err) => Progress::Failed(err),
@@ -237,7 +257,7 @@ impl Shared {
     fn enqueue(&self, segment: &mut Segment, marks: &mut u32) -> Result<Progress, DeviceError> {
         self.hub.alive()?;
         let (task, steps) = own_task(&self.hub, segment)?;
-        task.hold_memory()?;
+        task.hold_memory(self.priority)?;
         let begin = steps.start;
         let queued = self.queue_steps(task, steps).map_err(|err| failed(task, begin, err))?;
         *marks = marks.wrapping_add(1);
@@ -255,19 +275,23 @@ impl Shared {
         let last = steps.end == task.step_count();
         // What a best-effort try left of the next step is done anew.
         task.words.partly_done = false;
+        if !uploaded {
+            task.copy_in(false, &self.stream)?;
+        }
         task.uploaded = true;
         let (instance, staging) = task.memory()?;
         let arrival = lowered.arrival()?;
-        let mut events = Vec::new();
+        let (mut events, mut span) = (Vec::new(), None);
         // SAFETY: instance, staging and plan belong to the task, which this queue holds until the mark behind them is
         // passed or the stream is drained; nobody else uses the instance.
         unsafe {
-            if !uploaded {
-                instance.copy_inputs(&lowered, staging, false, &self.stream)?;
-            } else if tried {
+            if uploaded && tried {
                 instance.clear_faults(&lowered, steps.start, &self.stream)?;
             }
+            // Whoever is to leave for this has been told by now, or is told here while the inputs are on their way.
+            hub.seats.send();
             if whole && !steps.is_empty() {
+                let began = hub.timeline.stamp(&hub, &self.stream)?;
                 match &arrival {
                     None => instance.graph(&hub, &lowered, self.priority)?.launch(&self.stream)?,
                     Some(arrival) => {
@@ -275,6 +299,7 @@ impl Shared {
                         instance.launch_arriving(&hub, &lowered, arrival, priority, stream)?;
                     }
                 }
+                span = began.zip(hub.timeline.stamp(&hub, &self.stream)?);
             } else {
                 for index in steps.clone() {
                     if timed {
@@ -292,14 +317,19 @@ impl Shared {
                 instance.copy_outputs(&lowered, staging, &self.stream)?;
             }
         }
-        Ok(Queued { end: steps.end, events, paced: whole && arrival.is_none() })
+        Ok(Queued { end: steps.end, events, paced: whole && arrival.is_none(), span })
     }
 
     fn complete(&self, running: Running, waited: Result<(), CudaError>, busy: Nanos) {
         let Running { mut segment, progress, .. } = running;
         let outcome = match (progress, waited) {
             (Progress::Left, _) => Outcome::Left,
-            (Progress::Marked { queued, .. }, Ok(())) => self.advance(&mut segment, &queued, busy),
+            (Progress::Marked { queued, .. }, Ok(())) => {
+                if let Some((from, to)) = &queued.span {
+                    self.hub.timeline.add(from, to);
+                }
+                self.advance(&mut segment, &queued, busy)
+            }
             (Progress::Failed(err), Ok(())) => Outcome::Failed(err),
             (_, Err(err)) => Outcome::Failed(self.hub.error(err)),
         };

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use thiserror::Error;
 
-use super::{Class, ModelConfig};
+use super::{BatchingPolicy, Class, ModelConfig};
 
 /// Why a `config.pbtxt` cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -85,6 +85,19 @@ fn apply_batching(config: &mut ModelConfig, value: &Value) -> Result<(), PbtxtEr
     if let Some(level) = find(value, "default_priority_level") {
         config.priority = number(level, "default_priority_level")? as u32;
     }
+    config.batching.policy = BatchingPolicy::Window;
+    config.batching.max_wait_us = match find(value, "max_queue_delay_microseconds") {
+        Some(micros) => number(micros, "max_queue_delay_microseconds")?,
+        None => 0,
+    };
+    if let Value::Message(fields) = value {
+        let preferred = fields.iter().filter(|(name, _)| name == "preferred_batch_size");
+        for (name, size) in preferred {
+            let size = usize::try_from(number(size, name)?).unwrap_or(usize::MAX);
+            config.batching.max_batch = config.batching.max_batch.max(size);
+        }
+    }
+    config.batching.check().map_err(PbtxtError::Unsupported)?;
     let Some(policy) = find(value, "default_queue_policy") else { return Ok(()) };
     if let Some(micros) = find(policy, "default_timeout_microseconds") {
         let micros = number(micros, "default_timeout_microseconds")?;
@@ -292,6 +305,8 @@ mod tests {
         dynamic_batching {
           priority_levels: 2
           default_priority_level: 1
+          preferred_batch_size: [ 4, 8 ]
+          max_queue_delay_microseconds: 700
           default_queue_policy { default_timeout_microseconds: 1500 max_queue_size: 7 }
         }
         parameters { key: "atoll_class" value: { string_value: "rt" } }
@@ -304,12 +319,21 @@ mod tests {
         assert_eq!(config.class, Class::RealTime);
         assert_eq!((config.max_batch_size, config.priority), (8, 1));
         assert_eq!((config.timeout_ms, config.queue_capacity), (Some(2), 7));
+        let batching = config.batching;
+        assert_eq!((batching.policy, batching.max_batch), (BatchingPolicy::Window, 8));
+        assert_eq!(batching.max_wait_us, 700);
+        let plain = parse("max_batch_size: 8", Path::new(".")).unwrap().batching;
+        assert_eq!(plain.policy, BatchingPolicy::Auto);
+        let at_once = parse("dynamic_batching { }", Path::new(".")).unwrap().batching;
+        assert_eq!((at_once.policy, at_once.max_wait_us), (BatchingPolicy::Window, 0));
     }
 
     #[test]
     fn what_cannot_be_served_is_refused() {
         let refused = |text: &str| parse(text, Path::new(".")).unwrap_err().to_string();
         assert!(refused("backend: \"python\"").contains("python"));
+        let huge = "dynamic_batching { preferred_batch_size: 9999 }";
+        assert!(refused(huge).contains("9999"));
         assert!(refused("sequence_batching { }").contains("sequence_batching"));
         assert!(refused("output { label_filename: \"../../etc/passwd\" }").contains("beside"));
     }

@@ -6,7 +6,7 @@ use model::config::Class;
 
 use super::{Action, Core, Kind, Phase, RequestId, Running, Slot};
 use crate::policy::padding::{self, Candidate, Grant, Host, Slowdowns};
-use crate::policy::{Beside, PaddingRules, Progress, Start};
+use crate::policy::{Beside, PaddingRules, Progress, Start, Streams};
 
 impl Slot {
     pub(super) fn new(kind: Kind) -> Slot {
@@ -135,23 +135,26 @@ impl Core {
         self.turn_slice(now);
         let held = self.slice_until.is_some();
         let alone = self.rules.beside != Beside::Everything;
-        if !held && !self.real_time.is_empty() {
+        let waits = !self.real_time.is_empty();
+        let coming = !held && (waits || self.expected > 0);
+        if coming {
             if self.rules.beside == Beside::Companion {
-                self.choose_companion();
+                self.choose_companion(now);
             }
             // The word to leave goes out before the launch, on the same stream.
             if alone {
                 self.evict_best_effort(actions);
             }
-            if self.rules.start == Start::AtOnce || self.clear() {
+            if waits && (self.rules.start == Start::AtOnce || self.clear()) {
+                self.companion_for = None;
                 self.fill(now, Kind::RealTime, actions);
                 self.announce(now, actions);
             }
         }
         let running = self.real_time_slot().is_some();
-        let active = alone && (running || (!held && !self.real_time.is_empty()));
+        let active = alone && (running || coming);
         if !active {
-            self.companion = None;
+            (self.companion, self.companion_for) = (None, None);
             self.lift_budgets(now, actions);
             self.fill(now, Kind::BestEffort, actions);
         } else if running && self.companion.is_some() {
@@ -176,7 +179,7 @@ impl Core {
         }
     }
 
-    fn real_time_slot(&self) -> Option<usize> {
+    pub(super) fn real_time_slot(&self) -> Option<usize> {
         let runs = |slot: &Slot| slot.kind == Kind::RealTime && slot.running.is_some();
         self.queues.iter().position(runs)
     }
@@ -205,12 +208,16 @@ impl Core {
     }
 
     /// Decides who may stay beside the real-time task that starts next, if one can.
-    fn choose_companion(&mut self) {
+    fn choose_companion(&mut self, now: Nanos) {
         let idle = |slot: &Slot| slot.kind == Kind::RealTime && slot.running.is_none();
-        if !self.queues.iter().any(idle) {
+        if !self.queues.iter().any(idle) || !self.lane_is_free(now) {
             return;
         }
         let Some(real_time) = self.next_real_time() else { return };
+        // It was chosen when the task was announced.
+        if self.companion_for.replace(real_time) == Some(real_time) {
+            return;
+        }
         let runs = |slot: &Slot| {
             let running = slot.running.filter(|running| !running.leaving)?;
             (slot.kind == Kind::BestEffort).then_some(running.model)
@@ -248,6 +255,31 @@ impl Core {
         }
     }
 
+    /// Whether the next real-time request may start beside those that run: only with others of its own model, and not with
+    /// more than that wants. Under a policy that runs everything side by side it always may.
+    fn lane_is_free(&mut self, now: Nanos) -> bool {
+        if self.rules.streams == Streams::Many || self.real_time_slot().is_none() {
+            return true;
+        }
+        // Whoever waits for weights is not next.
+        while let Some((_, head)) = self.real_time.peek() {
+            let model = self.requests.get(head).map(|state| state.model);
+            let known = model.and_then(|model| self.model(model));
+            let Some((lanes, usable)) = known.map(|m| (m.lanes, m.weights.usable())) else {
+                return false;
+            };
+            if !usable {
+                self.real_time.pop();
+                self.park(now, head);
+                continue;
+            }
+            let real_time = |slot: &&Slot| slot.kind == Kind::RealTime;
+            let mut running = self.queues.iter().filter(real_time).filter_map(|slot| slot.running);
+            return running.clone().count() < lanes && running.all(|r| Some(r.model) == model);
+        }
+        false
+    }
+
     fn fill(&mut self, now: Nanos, kind: Kind, actions: &mut Vec<Action>) {
         for queue in 0..self.queues.len() {
             let slot = &self.queues[queue];
@@ -255,7 +287,8 @@ impl Core {
                 continue;
             }
             let next = match kind {
-                Kind::RealTime => self.pop_real_time(now),
+                Kind::RealTime if self.lane_is_free(now) => self.pop_real_time(now),
+                Kind::RealTime => None,
                 _ => self.pop_best_effort(now),
             };
             let Some(request) = next else { return };

@@ -43,6 +43,8 @@ pub(super) struct RequestState {
     pub(super) class: Class,
     pub(super) priority: u32,
     pub(super) deadline: Nanos,
+    /// Rows it computes.
+    pub(super) rows: usize,
     pub(super) progress: Progress,
     /// Times the device fell over under it.
     pub(super) losses: u32,

@@ -477,3 +477,91 @@ fn real_time_keeps_the_companion_it_bears() {
     assert!(mild <= 120, "the mild one left {mild} times of 1600");
     assert!(harsh >= 1_590, "the harsh one left {harsh} times of 1600");
 }
+
+/// Launches and ends since the last look: queue or `None`, and the number of the request.
+fn seen(core: &mut Core, now: u64, event: Event) -> Vec<(Option<usize>, RequestId)> {
+    let mut actions = Vec::new();
+    core.step(Nanos(now), event, &mut actions);
+    let seen = |action: Action| match action {
+        Action::Launch { queue, request, .. } => Some((Some(queue), request)),
+        Action::End { request, .. } => Some((None, request)),
+        _ => None,
+    };
+    actions.into_iter().filter_map(seen).collect()
+}
+
+fn real_time(core: &mut Core, model: u32, deadline: u64) -> (RequestId, Event) {
+    let request = core.next_request_id().expect("room");
+    let (model, class, deadline) = (ModelId(model), Class::RealTime, Nanos(deadline));
+    (request, Event::Arrival { request, model, class, priority: 1, deadline })
+}
+
+#[test]
+fn only_real_time_of_one_model_runs_side_by_side() {
+    let queues = QueueLayout { shared: 0, real_time: 3, best_effort: 1 };
+    let mut core = Core::new(CoreOptions { queues, ..CoreOptions::default() });
+    for model in [0, 1].map(ModelId) {
+        seen(&mut core, 0, Event::ModelAdded { model, steps: 1, queue_capacity: 9 });
+    }
+    seen(&mut core, 0, Event::ModelLanes { model: ModelId(0), lanes: 2 });
+    let arrive = |core: &mut Core, model: u32| {
+        let (request, event) = real_time(core, model, u64::MAX);
+        (request, seen(core, 1, event))
+    };
+    let (one, launched) = arrive(&mut core, 0);
+    assert_eq!(launched, [(Some(0), one)]);
+    let (two, launched) = arrive(&mut core, 0);
+    assert_eq!(launched, [(Some(1), two)]);
+    let (three, launched) = arrive(&mut core, 0);
+    assert_eq!(launched, [], "two at once is what it wants");
+    let (other, launched) = arrive(&mut core, 1);
+    assert_eq!(launched, []);
+    let done = |queue| Event::SegmentDone { queue, busy: Nanos(1) };
+    assert_eq!(seen(&mut core, 2, done(0)), [(None, one), (Some(0), three)]);
+    assert_eq!(seen(&mut core, 3, done(1)), [(None, two)], "another model waits for the device");
+    assert_eq!(seen(&mut core, 4, done(0)), [(None, three), (Some(0), other)]);
+    let (last, launched) = arrive(&mut core, 1);
+    assert_eq!(launched, [], "one at a time unless it was said");
+    assert_eq!(seen(&mut core, 5, done(0)), [(None, other), (Some(0), last)]);
+}
+
+#[test]
+fn a_job_lives_as_long_as_those_who_got_on() {
+    let mut core = Core::new(CoreOptions::default());
+    let model = ModelId(0);
+    seen(&mut core, 0, Event::ModelAdded { model, steps: 1, queue_capacity: 9 });
+    let (job, event) = real_time(&mut core, 0, 100);
+    assert_eq!(seen(&mut core, 1, event), [(Some(0), job)]);
+    assert_eq!(core.next_timer(), Some(Nanos(100)));
+    let deadline = Nanos(300);
+    seen(&mut core, 2, Event::Boarded { request: job, rows: 4, deadline });
+    assert_eq!(core.next_timer(), Some(Nanos(300)));
+    assert_eq!(seen(&mut core, 150, Event::Timer), []);
+    let mut actions = Vec::new();
+    core.step(Nanos(200), Event::SegmentDone { queue: 0, busy: Nanos(199) }, &mut actions);
+    assert_eq!(actions, [Action::End { request: job, end: End::Done }]);
+    assert_eq!(core.next_timer(), None);
+}
+
+#[test]
+fn best_effort_makes_room_for_what_is_expected() {
+    let mut pair = Pair::new();
+    pair.step(Event::Expected { model: ModelId(0) });
+    assert_eq!((pair.running, pair.left), ([None; 2], [1, 1]), "both leave, and none starts");
+    // It never comes.
+    pair.step(Event::Withdrawn);
+    assert!(pair.running.iter().all(Option::is_some), "best effort goes on");
+    // Two are expected; the first comes, and is done before the second is there.
+    pair.step(Event::Expected { model: ModelId(0) });
+    pair.step(Event::Expected { model: ModelId(0) });
+    pair.arrive(0, Class::RealTime);
+    pair.step(Event::Withdrawn);
+    assert_eq!(pair.running, [None; 2]);
+    pair.step(Event::SegmentDone { queue: 0, busy: Nanos(1) });
+    assert_eq!(pair.running, [None; 2], "one is still to come");
+    pair.step(Event::Withdrawn);
+    assert!(pair.running.iter().all(Option::is_some));
+    // One too many changes nothing.
+    pair.step(Event::Withdrawn);
+    assert!(pair.running.iter().all(Option::is_some));
+}

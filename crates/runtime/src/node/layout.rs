@@ -45,8 +45,8 @@ pub(super) fn policy(name: &str) -> Result<Carried, NodeError> {
 /// What the queues of a device are for.
 ///
 /// Where work leaves only between steps, real time waits for the step that runs whichever queue it has, so all queues take
-/// anything. Where it leaves faster, one is kept for real time: the device lets its work go first, and that work never
-/// leaves for other. A policy that waits until best effort has left needs that queue on any device.
+/// anything. Where it leaves faster, one is kept for real time, or several for batches of one model: the device lets its work
+/// go first, and that work never leaves for other. A policy that waits until best effort has left needs that queue on any device.
 pub(super) fn layout(
     rules: &Rules,
     level: PreemptionLevel,
@@ -58,7 +58,8 @@ pub(super) fn layout(
     match rules.streams {
         Streams::One => QueueLayout { shared: 1, real_time: 0, best_effort: 0 },
         Streams::Split if apart => {
-            QueueLayout { shared: 0, real_time: 1, best_effort: (queues - 1).max(1) }
+            let real_time = options.real_time_lanes.max(1);
+            QueueLayout { shared: 0, real_time, best_effort: (queues - 1).max(1) }
         }
         Streams::Split => QueueLayout { shared: queues, real_time: 0, best_effort: 0 },
         Streams::Many => QueueLayout {
@@ -67,6 +68,12 @@ pub(super) fn layout(
             best_effort: options.best_effort_queues.max(1),
         },
     }
+}
+
+/// Whether best effort is made to leave when real time is announced: where it leaves at once and real time has a queue of its
+/// own.
+pub(super) fn announces(rules: &Rules, layout: QueueLayout) -> bool {
+    layout.shared == 0 && rules.leave.is_some() && rules.beside != Beside::Everything
 }
 
 /// The queues of `layout`, in its order. Only what a policy makes leave is opened as work that can; the rest runs in the

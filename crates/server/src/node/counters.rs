@@ -48,6 +48,8 @@ pub struct Counters {
     pub compute: Span,
     /// Inferences; a batch of n counts n.
     pub inferences: AtomicU64,
+    /// Runs on the device; a batch is one.
+    pub executions: AtomicU64,
     /// Requests taken in and not yet answered.
     pub pending: AtomicU64,
     /// Milliseconds since the epoch of the last answer.
@@ -82,6 +84,7 @@ impl Default for Counters {
             queue: Span::default(),
             compute: Span::default(),
             inferences: AtomicU64::default(),
+            executions: AtomicU64::default(),
             pending: AtomicU64::default(),
             last_ms: AtomicU64::default(),
             queue_full: AtomicU64::default(),
@@ -120,7 +123,12 @@ impl Counters {
             self.deadline_misses.fetch_add(1, Relaxed);
         }
         match &reply.result {
-            Ok(_) => self.succeed(total, timing.busy.min(total), batch),
+            Ok(_) => {
+                self.succeed(total, timing.busy.min(total), batch);
+                if timing.first {
+                    self.execute(timing.busy, timing.rows.max(batch));
+                }
+            }
             Err(rejection) => self.fail(total, rejection),
         }
     }
@@ -130,14 +138,18 @@ impl Counters {
         self.queue.add(total - busy);
         self.compute.add(busy);
         self.inferences.fetch_add(batch as u64, Relaxed);
-        if let Some(span) = batch.checked_sub(1).and_then(|index| self.batches.get(index)) {
-            span.add(busy);
-        }
         let micros = total.as_micros();
         let bucket = LATENCY_BOUNDS_US.partition_point(|&bound| bound < micros);
         self.latency[bucket].fetch_add(1, Relaxed);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         self.last_ms.store(now.as_millis() as u64, Relaxed);
+    }
+
+    fn execute(&self, busy: Nanos, rows: usize) {
+        self.executions.fetch_add(1, Relaxed);
+        if let Some(span) = rows.checked_sub(1).and_then(|index| self.batches.get(index)) {
+            span.add(busy);
+        }
     }
 
     fn fail(&self, total: Nanos, rejection: &Rejection) {
@@ -206,6 +218,7 @@ mod tests {
             arrived: Nanos(0),
             finished: Nanos(finished),
             busy: Nanos(busy),
+            first: true,
             ..Timing::default()
         };
         Reply { result, timing }
@@ -225,6 +238,21 @@ mod tests {
         assert_eq!(counters.batch_stats()[0].batch_size, 4);
         assert_eq!(counters.latency()[0], 0);
         assert_eq!(counters.latency()[1], 1);
+    }
+
+    #[test]
+    fn a_batch_is_one_execution_of_all_its_rows() {
+        let counters = Counters::default();
+        for first in [true, false, false] {
+            counters.begin();
+            let timing = Timing { busy: Nanos(100), rows: 3, first, ..Timing::default() };
+            counters.end(&Reply { result: Ok(vec![]), timing }, 1, None);
+        }
+        assert_eq!(counters.executions.load(Relaxed), 1);
+        assert_eq!(counters.inferences.load(Relaxed), 3);
+        let stats = counters.batch_stats();
+        assert_eq!((stats.len(), stats[0].batch_size), (1, 3));
+        assert_eq!(stats[0].compute_infer, DurationStat { count: 1, ns: 100 });
     }
 
     #[test]

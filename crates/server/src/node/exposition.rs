@@ -40,7 +40,7 @@ const FAMILIES: [PerModel; 12] = [
         name: "nv_inference_exec_count",
         kind: Kind::Counter,
         help: "Executions done; a batch counts once",
-        value: |c| c.compute.read().count,
+        value: |c| load(&c.executions),
     },
     PerModel {
         name: "nv_inference_pending_request_count",

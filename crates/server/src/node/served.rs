@@ -36,6 +36,8 @@ pub struct Served {
     plan: Arc<LaunchPlan>,
     output_names: Vec<Arc<str>>,
     batched: bool,
+    /// How requests are put together.
+    batching: &'static str,
     device: String,
     node: Arc<Node>,
     _gone: oneshot::Sender<()>,
@@ -59,6 +61,8 @@ impl Served {
         let plan = program.plan().clone();
         let device = node.device().info().name.clone();
         let key = node.add_model(program, &config);
+        let batching = if node.is_batched(key) { config.batching.policy.as_str() } else { "none" };
+        tracing::info!(model = name, batching, "how its requests are put together");
         let (gone, receiver) = oneshot::channel();
         let output_names = plan.outputs.iter().map(|id| Arc::from(&*plan.value(*id).name));
         let served = Served {
@@ -67,6 +71,7 @@ impl Served {
             version_text: version.to_string().into(),
             output_names: output_names.collect(),
             batched: is_batched(&plan),
+            batching,
             config,
             counters: Arc::default(),
             key,
@@ -264,6 +269,7 @@ impl Served {
             max_batch_size: i32::try_from(max_batch_size).unwrap_or(i32::MAX),
             input: self.plan.inputs.iter().map(input).collect(),
             output: self.plan.outputs.iter().map(output).collect(),
+            scheduling_choice: self.wire_batching(),
             instance_group: vec![self.instance_group()],
             default_model_filename: "model.onnx".to_string(),
             parameters: self.wire_parameters(),
@@ -271,6 +277,18 @@ impl Served {
             response_cache: Some(proto::ModelResponseCache { enable: false }),
             ..Default::default()
         }
+    }
+
+    fn wire_batching(&self) -> Option<proto::model_config::SchedulingChoice> {
+        let delay = match self.batching {
+            "none" => return None,
+            "window" => self.config.batching.max_wait_us,
+            _ => 0,
+        };
+        Some(proto::model_config::SchedulingChoice::DynamicBatching(proto::ModelDynamicBatching {
+            max_queue_delay_microseconds: delay,
+            ..Default::default()
+        }))
     }
 
     fn instance_group(&self) -> proto::ModelInstanceGroup {
@@ -287,6 +305,7 @@ impl Served {
     fn wire_parameters(&self) -> std::collections::BTreeMap<String, proto::ModelParameter> {
         let value = |string_value: String| proto::ModelParameter { string_value };
         [
+            ("atoll_batching".to_string(), value(self.batching.to_string())),
             ("atoll_class".to_string(), value(self.config.class.as_str().to_string())),
             ("atoll_priority".to_string(), value(self.config.priority.to_string())),
             ("atoll_pinned".to_string(), value(self.config.pinned.to_string())),

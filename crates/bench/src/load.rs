@@ -1,0 +1,235 @@
+//! Batching policies in real time: real models on a real device under open loads, one policy after another.
+//!
+//! Requests come at random times that do not wait for answers; a request that is asked late counts from when it was due. Each
+//! carries one of several inputs, and answers are compared with what that input gives on its own.
+
+mod generator;
+mod report;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::{Clock, MonotonicClock, Nanos};
+use device::{Device, Program};
+use model::Tensor;
+use model::config::{Batching, BatchingPolicy, Class, CopyTime, ModelConfig};
+use runtime::{Node, NodeOptions};
+
+use self::generator::{Generator, Phase};
+use self::report::idle_pct;
+pub use self::report::{Contender, LoadReport, Network, PhaseResult, charts, table};
+use crate::live::LiveError;
+
+/// How long requests may take to end after a phase.
+const DRAIN: Duration = Duration::from_secs(20);
+
+/// Requests that may wait, so that none is refused for it.
+const QUEUE: usize = 60_000;
+
+/// A model on the device, with inputs to ask with.
+pub struct LoadModel {
+    /// Its name.
+    pub name: String,
+    /// It.
+    pub program: Arc<dyn Program>,
+    /// Inputs of one row, each one tensor per input of the model.
+    pub inputs: Vec<Vec<Tensor>>,
+}
+
+/// How policies are compared.
+#[derive(Clone, Debug)]
+pub struct LoadOptions {
+    /// Seconds of a phase.
+    pub seconds: f64,
+    /// Seed of arrivals.
+    pub seed: u64,
+    /// Time within which 99 of 100 answers shall come; thrice a batch of 32 when absent.
+    pub slo_ms: Option<f64>,
+    /// Rates that are tried to find the highest under the objective.
+    pub probes: usize,
+    /// Low and high load as shares of what the device can do.
+    pub shares: (f64, f64),
+    /// Real-time queues.
+    pub lanes: usize,
+}
+
+/// A policy to compare.
+#[derive(Clone, Debug)]
+pub struct Setting {
+    /// Its name in reports.
+    pub name: String,
+    /// Its settings.
+    pub batching: Batching,
+}
+
+/// Policies by the names users give: `window` is one with each of several waits, as it has to be tuned.
+pub fn settings(name: &str, waits_us: &[u64]) -> Option<Vec<Setting>> {
+    let of = |policy| Batching { policy, ..Batching::default() };
+    let one = |batching| vec![Setting { name: name.to_string(), batching }];
+    Some(match name {
+        "auto" => one(of(BatchingPolicy::Auto)),
+        "elastic" => one(of(BatchingPolicy::Elastic)),
+        "adaptive" => one(of(BatchingPolicy::Adaptive)),
+        "none" => one(of(BatchingPolicy::None)),
+        "auto_late" => one(Batching { copy: CopyTime::Late, ..of(BatchingPolicy::Auto) }),
+        "window" => {
+            let window = |wait: &u64| Setting {
+                name: format!("window {wait} us"),
+                batching: Batching {
+                    max_wait_us: *wait,
+                    copy: CopyTime::Late,
+                    ..of(BatchingPolicy::Window)
+                },
+            };
+            waits_us.iter().map(window).collect()
+        }
+        _ => return None,
+    })
+}
+
+/// Names that [`settings`] knows.
+pub const NAMES: [&str; 6] = ["window", "elastic", "adaptive", "auto", "auto_late", "none"];
+
+/// Tells when runs began and ended on the device, in microseconds.
+pub struct Timeline {
+    /// From now on.
+    pub begin: Box<dyn Fn() -> bool>,
+    /// Until now.
+    pub end: Box<dyn Fn() -> Vec<(f64, f64)>>,
+}
+
+/// Compares policies on one device.
+pub struct Load {
+    device: Arc<dyn Device>,
+    options: LoadOptions,
+    timeline: Option<Timeline>,
+}
+
+/// A node with one model.
+struct Stage<'a> {
+    node: Node,
+    generator: Generator<'a>,
+}
+
+impl Load {
+    /// On `device`, whose `timeline` tells how long it is idle between batches.
+    pub fn new(device: Arc<dyn Device>, options: LoadOptions, timeline: Option<Timeline>) -> Load {
+        Load { device, options, timeline }
+    }
+
+    fn stage<'a>(&self, model: &'a LoadModel, batching: &Batching) -> Result<Stage<'a>, LiveError> {
+        let clock: Arc<dyn Clock> = Arc::new(MonotonicClock::new());
+        let options = NodeOptions { real_time_lanes: self.options.lanes, ..NodeOptions::default() };
+        let node = Node::start(self.device.clone(), options, clock.clone())?;
+        let config = ModelConfig {
+            class: Class::RealTime,
+            batching: batching.clone(),
+            queue_capacity: QUEUE,
+            ..ModelConfig::default()
+        };
+        let key = node.add_model(model.program.clone(), &config);
+        let generator = Generator::new(&node, key, model, clock)?;
+        Ok(Stage { node, generator })
+    }
+
+    /// All policies on one model, the report's comparisons included.
+    pub fn run(
+        &self,
+        model: &LoadModel,
+        settings: &[Setting],
+        mut told: impl FnMut(&Contender),
+    ) -> Result<Network, LiveError> {
+        let failed = |why| LiveError::Broken { model: model.name.clone(), why };
+        // What every policy needs is made before any of them is timed.
+        let sizes = [1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32];
+        model.program.make_ready(&[], &sizes).map_err(|err| failed(err.into()))?;
+        let stage = self.stage(model, &Batching::default())?;
+        let alone = stage.generator.alone(&stage.node, 100)?;
+        let full = stage.generator.batch_time(&*model.program, self.device.as_ref(), 32)?;
+        let capacity_rps = stage.generator.capacity(&stage.node, self.options.seconds)?;
+        drop(stage);
+        let slo_ms = self.options.slo_ms.unwrap_or(full.0 as f64 / 1e6 * 3.0);
+        let mut network = Network {
+            model: model.name.clone(),
+            alone_us: alone.0 as f64 / 1e3,
+            batch_32_us: full.0 as f64 / 1e3,
+            slo_ms,
+            capacity_rps: capacity_rps.round(),
+            low_rps: (capacity_rps * self.options.shares.0).round(),
+            high_rps: (capacity_rps * self.options.shares.1).round(),
+            ..Network::default()
+        };
+        for setting in settings {
+            let contender = self.contender(model, setting, &network)?;
+            told(&contender);
+            network.contenders.push(contender);
+        }
+        network.compare();
+        Ok(network)
+    }
+
+    fn contender(
+        &self,
+        model: &LoadModel,
+        setting: &Setting,
+        network: &Network,
+    ) -> Result<Contender, LiveError> {
+        let stage = self.stage(model, &setting.batching)?;
+        let mut seed = self.options.seed;
+        let mut phase = |rate: f64, seconds: f64| {
+            seed = seed.wrapping_add(1);
+            stage.phase(&setting.name, Phase { rate, seconds, seed })
+        };
+        // What is learned from load is learned before it counts.
+        phase(network.high_rps, self.options.seconds / 2.0)?;
+        let low = phase(network.low_rps, self.options.seconds)?;
+        let high = phase(network.high_rps, self.options.seconds)?;
+        let watched = self.timeline.as_ref().filter(|timeline| (timeline.begin)());
+        let runs = match watched {
+            Some(timeline) => {
+                phase(network.capacity_rps * 1.1, self.options.seconds.min(0.3))?;
+                (timeline.end)()
+            }
+            None => Vec::new(),
+        };
+        let (mut good, mut bad) = (0.0, network.capacity_rps * 1.5);
+        let mut best = PhaseResult::default();
+        let mut next = network.high_rps;
+        for _ in 0..self.options.probes {
+            let tried = phase(next, self.options.seconds)?;
+            if tried.latency.p99_us <= network.slo_ms * 1e3 && tried.answered_rps >= 0.95 * next {
+                (good, best) = (next, tried);
+            } else {
+                bad = next;
+            }
+            next = (good + bad) / 2.0;
+        }
+        Ok(Contender {
+            idle_pct: idle_pct(runs.clone()),
+            timeline_us: runs.iter().skip(runs.len() / 2).take(48).copied().collect(),
+            policy: setting.name.clone(),
+            low,
+            high,
+            best_rps: good,
+            best,
+            ..Contender::default()
+        })
+    }
+}
+
+impl Stage<'_> {
+    fn phase(&self, policy: &str, phase: Phase) -> Result<PhaseResult, LiveError> {
+        let result = self.generator.run(&self.node, phase);
+        let until = self.node.clock().now() + Nanos::from(DRAIN);
+        while self.generator.outstanding() > 0 {
+            if self.node.clock().now() > until {
+                return Err(LiveError::Stuck(
+                    self.generator.name().to_string(),
+                    policy.to_string(),
+                ));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(result.finish())
+    }
+}

@@ -1,0 +1,346 @@
+//! Random arrivals that wait for nobody.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::time::Duration;
+
+use base::{Clock, Nanos, Random};
+use device::{
+    Completion, CompletionSink, Device, DeviceError, Outcome, Program, QueueOptions, Segment,
+};
+use model::Tensor;
+use model::config::Class;
+use runtime::{ModelKey, Node, Rejection, Reply, Request};
+
+use super::LoadModel;
+use super::report::PhaseResult;
+use crate::live::LiveError;
+use crate::live::cpu_seconds;
+use crate::live::report::Latency;
+
+/// How long before its time a thread stops sleeping and looks at the clock instead.
+const LOOK_BEFORE: Duration = Duration::from_micros(120);
+
+/// How far an answer may be from that of the same input on its own, beside the largest of it: other kernels round otherwise.
+const TOLERANCE: f32 = 0.05;
+
+/// Threads that ask.
+fn threads() -> usize {
+    std::thread::available_parallelism().map_or(2, |cores| (cores.get() / 2).clamp(1, 8))
+}
+
+/// One load.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Phase {
+    pub(super) rate: f64,
+    pub(super) seconds: f64,
+    pub(super) seed: u64,
+}
+
+/// Asks one model.
+pub(super) struct Generator<'a> {
+    model: &'a LoadModel,
+    key: ModelKey,
+    clock: Arc<dyn Clock>,
+    expected: Arc<Vec<Vec<f32>>>,
+    outstanding: Arc<AtomicUsize>,
+}
+
+/// What answers bring.
+#[derive(Default)]
+struct Tally {
+    latencies: Mutex<Vec<Nanos>>,
+    rows: AtomicU64,
+    batches: AtomicU64,
+    in_time: AtomicU64,
+    wrong: AtomicU64,
+    errors: AtomicU64,
+}
+
+/// A phase whose last answers may be on their way.
+pub(super) struct Running {
+    tallies: Vec<Arc<Tally>>,
+    phase: Phase,
+    asked: u64,
+    cpu_cores: f64,
+}
+
+impl<'a> Generator<'a> {
+    /// Learns what each input gives on its own.
+    pub(super) fn new(
+        node: &Node,
+        key: ModelKey,
+        model: &'a LoadModel,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Generator<'a>, LiveError> {
+        let mut generator =
+            Generator { model, key, clock, expected: Arc::default(), outstanding: Arc::default() };
+        let mut expected = Vec::new();
+        for index in 0..model.inputs.len() {
+            expected.push(values(&generator.once(node, index)?.0));
+        }
+        generator.expected = Arc::new(expected);
+        Ok(generator)
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.model.name
+    }
+
+    pub(super) fn outstanding(&self) -> usize {
+        self.outstanding.load(Ordering::Acquire)
+    }
+
+    fn request(&self, index: usize) -> Request {
+        let inputs = self.model.inputs[index].clone();
+        let class = Some(Class::RealTime);
+        Request { model: self.key, inputs, class, priority: None, timeout: None }
+    }
+
+    fn once(&self, node: &Node, index: usize) -> Result<(Vec<Tensor>, Nanos), LiveError> {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        let asked = self.clock.now();
+        let reply = move |reply: Reply| {
+            // The receiver waits below.
+            let _ = sender.send(reply);
+        };
+        node.submit(self.request(index), Box::new(reply));
+        let broken = |why| LiveError::Broken { model: self.model.name.clone(), why };
+        let reply = receiver.recv().map_err(|_| broken(Rejection::ShuttingDown))?;
+        Ok((reply.result.map_err(broken)?, self.clock.now() - asked))
+    }
+
+    /// Median latency of requests one after another.
+    pub(super) fn alone(&self, node: &Node, count: usize) -> Result<Nanos, LiveError> {
+        let mut times = Vec::new();
+        for round in 0..count {
+            times.push(self.once(node, round % self.model.inputs.len())?.1);
+        }
+        times.sort_unstable();
+        Ok(times[times.len() / 2])
+    }
+
+    /// Time of one batch of `rows`, copies included.
+    pub(super) fn batch_time(
+        &self,
+        program: &dyn Program,
+        device: &dyn Device,
+        rows: usize,
+    ) -> Result<Nanos, LiveError> {
+        struct Sink(mpsc::Sender<Completion>);
+        impl CompletionSink for Sink {
+            fn complete(&self, completion: Completion) {
+                // The receiver waits below.
+                let _ = self.0.send(completion);
+            }
+        }
+        let failed = |err: DeviceError| LiveError::Broken {
+            model: self.model.name.clone(),
+            why: err.into(),
+        };
+        let (sender, receiver) = mpsc::channel();
+        let options = QueueOptions { id: 0, capacity: 1, high_priority: true, preemptible: false };
+        let queue = device.open_queue(options, Arc::new(Sink(sender))).map_err(failed)?;
+        let mut shortest = Nanos::MAX;
+        for _ in 0..5 {
+            let join = |input: usize| {
+                let parts: Vec<&Tensor> = (0..rows)
+                    .map(|row| &self.model.inputs[row % self.model.inputs.len()][input])
+                    .collect();
+                Tensor::of_rows(&parts)
+            };
+            let inputs = (0..self.model.inputs[0].len()).map(join).collect::<Option<Vec<_>>>();
+            let bad = || failed(DeviceError::BadInput("inputs have other sizes".to_string()));
+            let task = program.prepare(inputs.ok_or_else(bad)?).map_err(failed)?;
+            let steps = 0..task.step_count();
+            let began = self.clock.now();
+            let full = || failed(DeviceError::BadPlan("an idle queue is full".to_string()));
+            queue.launch(Segment { token: 0, task, steps }).map_err(|_| full())?;
+            let done = receiver.recv().map_err(|_| full())?;
+            if let Outcome::Failed(err) = done.outcome {
+                return Err(failed(err));
+            }
+            shortest = shortest.min(self.clock.now() - began);
+        }
+        Ok(shortest)
+    }
+
+    /// Answers a second when there is always more to do.
+    pub(super) fn capacity(&self, node: &Node, seconds: f64) -> Result<f64, LiveError> {
+        let end = self.clock.now() + Nanos((seconds * 1e9) as u64);
+        let began = self.clock.now();
+        let answered = AtomicU64::new(0);
+        let failed: Mutex<Option<LiveError>> = Mutex::new(None);
+        std::thread::scope(|scope| {
+            for _ in 0..threads() {
+                scope.spawn(|| {
+                    if let Err(err) = self.keep_busy(node, end, &answered) {
+                        *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(err);
+                    }
+                });
+            }
+        });
+        if let Some(err) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            return Err(err);
+        }
+        let spent = (self.clock.now() - began).0 as f64 / 1e9;
+        Ok(answered.load(Ordering::Relaxed) as f64 / spent)
+    }
+
+    /// Keeps a dozen requests under way until `end`.
+    fn keep_busy(&self, node: &Node, end: Nanos, answered: &AtomicU64) -> Result<(), LiveError> {
+        let (sender, receiver) = mpsc::channel();
+        let ask = |index: usize| {
+            let sender = sender.clone();
+            let reply = move |reply: Reply| {
+                let _ = sender.send(reply.result.map(|_| ()));
+            };
+            node.submit(self.request(index % self.model.inputs.len()), Box::new(reply));
+        };
+        let (mut index, mut left) = (0, 0);
+        while self.clock.now() < end || left > 0 {
+            while left < 12 && self.clock.now() < end {
+                ask(index);
+                (index, left) = (index + 1, left + 1);
+            }
+            let broken = |why| LiveError::Broken { model: self.model.name.clone(), why };
+            if let Ok(result) = receiver.recv() {
+                result.map_err(broken)?;
+                answered.fetch_add(1, Ordering::Relaxed);
+                left -= 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks at random times, `rate` a second on average.
+    pub(super) fn run(&self, node: &Node, phase: Phase) -> Running {
+        let (used, began) = (cpu_seconds(), self.clock.now());
+        let start = began + Nanos::from_millis(2);
+        let end = start + Nanos((phase.seconds * 1e9) as u64);
+        let count = threads();
+        let mut seeds = Random::new(phase.seed);
+        let (mut tallies, mut asked) = (Vec::new(), 0);
+        std::thread::scope(|scope| {
+            let mut handles = Vec::new();
+            for _ in 0..count {
+                let (tally, random) = (Arc::new(Tally::default()), Random::new(seeds.next_u64()));
+                tallies.push(tally.clone());
+                let mean = 1e9 * count as f64 / phase.rate.max(1.0);
+                handles.push(
+                    scope.spawn(move || self.ask_on_time(node, (start, end), mean, random, &tally)),
+                );
+            }
+            asked = handles.into_iter().map(|handle| handle.join().unwrap_or(0)).sum();
+        });
+        let wall = (self.clock.now() - began).0 as f64 / 1e9;
+        Running { tallies, phase, asked, cpu_cores: (cpu_seconds() - used) / wall }
+    }
+
+    fn ask_on_time(
+        &self,
+        node: &Node,
+        (start, end): (Nanos, Nanos),
+        mean_gap_ns: f64,
+        mut random: Random,
+        tally: &Arc<Tally>,
+    ) -> u64 {
+        let (mut at, mut asked) = (start, 0);
+        loop {
+            at += Nanos(random.exponential(mean_gap_ns) as u64);
+            if at >= end {
+                return asked;
+            }
+            wait_until(&*self.clock, at);
+            asked += 1;
+            let index = random.below(self.model.inputs.len() as u64) as usize;
+            let (tally, clock, expected) =
+                (tally.clone(), self.clock.clone(), self.expected.clone());
+            let outstanding = self.outstanding.clone();
+            outstanding.fetch_add(1, Ordering::AcqRel);
+            let check = asked.is_multiple_of(16);
+            let reply = move |reply: Reply| {
+                tally.take(reply, clock.now(), (at, end), check.then_some(&expected[index]));
+                outstanding.fetch_sub(1, Ordering::AcqRel);
+            };
+            node.submit(self.request(index), Box::new(reply));
+        }
+    }
+}
+
+impl Tally {
+    fn take(
+        &self,
+        reply: Reply,
+        now: Nanos,
+        (due, end): (Nanos, Nanos),
+        expected: Option<&Vec<f32>>,
+    ) {
+        let outputs = match reply.result {
+            Ok(outputs) => outputs,
+            Err(_) => {
+                self.errors.fetch_add(1, Ordering::Relaxed);
+                return;
+            }
+        };
+        if expected.is_some_and(|expected| !is_close(&values(&outputs), expected)) {
+            self.wrong.fetch_add(1, Ordering::Relaxed);
+        }
+        if reply.timing.first {
+            self.batches.fetch_add(1, Ordering::Relaxed);
+            self.rows.fetch_add(reply.timing.rows.max(1) as u64, Ordering::Relaxed);
+        }
+        self.in_time.fetch_add(u64::from(now <= end), Ordering::Relaxed);
+        self.latencies.lock().unwrap_or_else(PoisonError::into_inner).push(now - due);
+    }
+}
+
+impl Running {
+    /// What it came to; all answers are there.
+    pub(super) fn finish(self) -> PhaseResult {
+        let mut latencies = Vec::new();
+        for tally in &self.tallies {
+            latencies.append(&mut tally.latencies.lock().unwrap_or_else(PoisonError::into_inner));
+        }
+        let sum = |of: fn(&Tally) -> &AtomicU64| -> u64 {
+            self.tallies.iter().map(|tally| of(tally).load(Ordering::Relaxed)).sum()
+        };
+        let batches = sum(|tally| &tally.batches);
+        PhaseResult {
+            offered_rps: (self.asked as f64 / self.phase.seconds).round(),
+            answered_rps: (sum(|tally| &tally.in_time) as f64 / self.phase.seconds).round(),
+            latency: Latency::of(&mut latencies),
+            mean_batch: (sum(|tally| &tally.rows) as f64 / batches.max(1) as f64 * 100.0).round()
+                / 100.0,
+            batches,
+            wrong: sum(|tally| &tally.wrong),
+            errors: sum(|tally| &tally.errors),
+            cpu_cores: (self.cpu_cores * 100.0).round() / 100.0,
+        }
+    }
+}
+
+/// All numbers of the first output.
+fn values(outputs: &[Tensor]) -> Vec<f32> {
+    outputs.first().and_then(Tensor::to_vec::<f32>).unwrap_or_default()
+}
+
+fn is_close(got: &[f32], want: &[f32]) -> bool {
+    let largest = want.iter().fold(0f32, |most, value| most.max(value.abs())).max(1e-3);
+    got.len() == want.len()
+        && got.iter().zip(want).all(|(got, want)| (got - want).abs() <= TOLERANCE * largest)
+}
+
+/// Returns at `at`: sleeps for most of the time and looks at the clock for the rest.
+fn wait_until(clock: &dyn Clock, at: Nanos) {
+    loop {
+        let left = Duration::from(at - clock.now());
+        if left.is_zero() {
+            return;
+        }
+        match left.checked_sub(LOOK_BEFORE) {
+            Some(sleep) if !sleep.is_zero() => std::thread::sleep(sleep),
+            _ => std::hint::spin_loop(),
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! Batches of a loaded model: which plan they run on, and the pools their inputs wait in.
+
+use std::sync::{Arc, PoisonError};
+
+use device::batch::{HostStaged, join_rows, other_sizes, rows_of};
+use device::{DeviceError, Staged, Task, check_inputs};
+use model::config::CopyTime;
+use model::{Dim, LaunchPlan, Tensor};
+
+use crate::cargo::{Cargo, CudaStaged, Place, Unstaged, unstage};
+use crate::driver::Priority;
+use crate::lowered::Lowered;
+use crate::pool::Pool;
+use crate::program::{Loaded, Sizes, raw_bytes};
+use crate::task::CudaTask;
+
+/// Sizes of rows for which a model keeps pools.
+const POOLS_MOST: usize = 8;
+
+/// The symbol that every input begins with.
+fn leading_symbol(plan: &LaunchPlan) -> Option<&str> {
+    let first = |id: &model::ValueId| plan.value(*id).shape.as_ref()?.first();
+    let Some(Dim::Symbol(symbol)) = plan.inputs.first().and_then(first) else { return None };
+    let same =
+        |id: &model::ValueId| matches!(first(id), Some(Dim::Symbol(other)) if other == symbol);
+    plan.inputs.iter().all(same).then_some(symbol)
+}
+
+/// Sizes of all symbols of `plan`'s inputs; `None` when one is not said.
+fn sizes_with(
+    plan: &LaunchPlan,
+    batch: &str,
+    rows: usize,
+    others: &[(String, usize)],
+) -> Option<Sizes> {
+    let mut sizes = Sizes::new();
+    for dim in plan.inputs.iter().filter_map(|id| plan.value(*id).shape.as_ref()).flatten() {
+        let Dim::Symbol(symbol) = dim else { continue };
+        if sizes.iter().any(|(known, _)| known == symbol) {
+            continue;
+        }
+        let other = || others.iter().find(|(name, _)| name == symbol).map(|(_, size)| *size);
+        let size = if symbol == batch { Some(rows) } else { other() };
+        sizes.push((symbol.clone(), size?));
+    }
+    Some(sizes)
+}
+
+/// Rows of `sizes` when everything else is as `wanted` has it.
+fn rows_if_same(sizes: &Sizes, wanted: &Sizes, batch: &str) -> Option<usize> {
+    let same = |((name, size), (other, want)): (&(String, usize), &(String, usize))| {
+        name == other && (name == batch || size == want)
+    };
+    let fits = sizes.len() == wanted.len() && sizes.iter().zip(wanted).all(same);
+    sizes.iter().find(|(name, _)| name == batch).filter(|_| fits).map(|(_, rows)| *rows)
+}
+
+impl Loaded {
+    /// Rows of all plans that are ready when other symbols have these sizes.
+    pub(crate) fn ready_batches(&self, others: &[(String, usize)]) -> Vec<usize> {
+        let Some(batch) = leading_symbol(&self.plan) else { return Vec::new() };
+        let Some(wanted) = sizes_with(&self.plan, batch, 0, others) else { return Vec::new() };
+        let plans = self.plans();
+        let mut rows: Vec<usize> =
+            plans.iter().filter_map(|(sizes, _)| rows_if_same(sizes, &wanted, batch)).collect();
+        rows.sort_unstable();
+        rows
+    }
+
+    /// A plan for at least so many rows, and how many it has: the smallest that is ready, or one made now.
+    fn fitting(
+        &self,
+        batch: &str,
+        rows: usize,
+        others: &[(String, usize)],
+    ) -> Result<(Arc<Lowered>, usize), DeviceError> {
+        let ready = self.ready_batches(others);
+        let plan_rows = ready.into_iter().find(|ready| *ready >= rows).unwrap_or(rows);
+        let sizes = sizes_with(&self.plan, batch, plan_rows, others).ok_or_else(|| {
+            DeviceError::BadInput("a symbol of the model has no size".to_string())
+        })?;
+        Ok((self.lowered(sizes, &|_, _| {})?, plan_rows))
+    }
+
+    /// The pool for rows of these many bytes; `None` when there is none.
+    fn pool(&self, row_bytes: &[usize]) -> Option<Arc<Pool>> {
+        let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, pool)) = pools.iter().find(|(bytes, _)| bytes == row_bytes) {
+            return pool.clone();
+        }
+        if pools.len() >= POOLS_MOST {
+            return None;
+        }
+        let made = Pool::new(&self.hub, row_bytes.to_vec());
+        let pool = made.unwrap_or_else(|err| {
+            tracing::warn!("inputs are not copied ahead: {err}");
+            None
+        });
+        let pool = pool.map(Arc::new);
+        pools.push((row_bytes.to_vec(), pool.clone()));
+        pool
+    }
+
+    pub(crate) fn pool_bytes(&self) -> u64 {
+        let pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        pools.iter().filter_map(|(_, pool)| pool.as_ref()).map(|pool| pool.bytes()).sum()
+    }
+
+    pub(crate) fn stage(
+        &self,
+        inputs: Vec<Tensor>,
+        copy: CopyTime,
+        soon: &mut dyn FnMut(),
+    ) -> Result<Box<dyn Staged>, DeviceError> {
+        self.hub.alive()?;
+        check_inputs(&self.plan, &inputs)?;
+        let rows = rows_of(&inputs);
+        let Some(batch) = leading_symbol(&self.plan).filter(|_| rows > 0) else {
+            soon();
+            return Ok(Box::new(HostStaged::new(inputs)));
+        };
+        let sizes = other_sizes(&self.plan, batch, &inputs);
+        // Kernels that are not there yet are compiled while only this request waits.
+        self.fitting(batch, rows, &sizes)?;
+        let raw = inputs.iter().map(raw_bytes).collect::<Result<Vec<_>, _>>()?;
+        let row_bytes: Vec<usize> = raw.iter().map(|raw| raw.len() / rows).collect();
+        let berth = match self.pool(&row_bytes) {
+            Some(pool) => {
+                let raw: Vec<&[u8]> = raw.iter().map(|raw| raw.as_ref()).collect();
+                let early = copy == CopyTime::Early;
+                pool.take(&raw, rows, early, soon).map_err(|err| self.hub.error(err))?
+            }
+            None => None,
+        };
+        if berth.is_none() {
+            soon();
+        }
+        let place = berth.map_or(Place::Host(inputs), Place::Pool);
+        Ok(Box::new(CudaStaged { sizes, rows, place }))
+    }
+
+    pub(crate) fn gather(&self, staged: Vec<Box<dyn Staged>>) -> Result<Gathered, DeviceError> {
+        self.hub.alive()?;
+        let (mut own, mut plain) = (Vec::new(), Vec::new());
+        for staged in staged {
+            match unstage(staged)? {
+                Unstaged::Own(staged) => own.push(staged),
+                Unstaged::Plain(inputs) => plain.push(inputs),
+            }
+        }
+        let (Some(first), Some(batch)) = (own.first(), leading_symbol(&self.plan)) else {
+            return Ok(Gathered::Inputs(join_rows(&plain)?));
+        };
+        if !plain.is_empty() || own.iter().any(|staged| staged.sizes != first.sizes) {
+            return Err(DeviceError::BadInput(
+                "requests of other sizes are in one batch".to_string(),
+            ));
+        }
+        let rows = own.iter().map(|staged| staged.rows).sum();
+        let (lowered, plan_rows) = self.fitting(batch, rows, &first.sizes)?;
+        let mut staging = lowered.take_staging(&self.hub)?;
+        let cargo = match Cargo::new(&lowered, plan_rows, own, &mut staging) {
+            Ok(cargo) => cargo,
+            Err(err) => {
+                lowered.give_staging(staging);
+                return Err(err);
+            }
+        };
+        Ok(Gathered::Task(Box::new(CudaTask::of_batch(self.hub.clone(), lowered, staging, cargo))))
+    }
+
+    pub(crate) fn make_batches_ready(
+        &self,
+        others: &[(String, usize)],
+        batches: &[usize],
+    ) -> Result<(), DeviceError> {
+        let Some(batch) = leading_symbol(&self.plan) else { return Ok(()) };
+        let mut distinct = batches.to_vec();
+        distinct.sort_unstable();
+        distinct.dedup();
+        for rows in distinct {
+            let Some(sizes) = sizes_with(&self.plan, batch, rows, others) else { return Ok(()) };
+            let lowered = self.lowered(sizes, &|_, _| {})?;
+            let row_bytes = lowered.gpu.inputs.iter().map(|slot| slot.bytes as usize / rows.max(1));
+            self.pool(&row_bytes.collect::<Vec<_>>());
+            let count = batches.iter().filter(|other| **other == rows).count();
+            self.stock(&lowered, count)?;
+        }
+        Ok(())
+    }
+
+    /// Keeps memory for so many runs at once.
+    fn stock(&self, lowered: &Arc<Lowered>, count: usize) -> Result<(), DeviceError> {
+        let hub = &self.hub;
+        let (mut instances, mut staging) = (Vec::new(), Vec::new());
+        for _ in 0..count {
+            let mut instance = lowered.take_instance(hub, Priority::High)?;
+            instance.graph(hub, lowered, Priority::High).map_err(|err| hub.error(err))?;
+            instances.push(instance);
+            staging.push(lowered.take_staging(hub)?);
+        }
+        instances.into_iter().for_each(|instance| lowered.give_instance(instance));
+        staging.into_iter().for_each(|buffer| lowered.give_staging(buffer));
+        Ok(())
+    }
+}
+
+/// Requests put together: a task, or inputs of one.
+pub(crate) enum Gathered {
+    Task(Box<dyn Task>),
+    Inputs(Vec<Tensor>),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use model::{DataType, ValueId, ValueInfo};
+
+    fn plan(shapes: &[&[&str]]) -> LaunchPlan {
+        let dim = |word: &&str| match word.parse() {
+            Ok(size) => Dim::Fixed(size),
+            Err(_) => Dim::Symbol((*word).to_string()),
+        };
+        let value = |shape: &&[&str]| ValueInfo {
+            name: "x".to_string(),
+            dtype: DataType::F32,
+            shape: Some(shape.iter().map(dim).collect()),
+        };
+        LaunchPlan {
+            values: shapes.iter().map(value).collect(),
+            inputs: (0..shapes.len() as u32).map(ValueId).collect(),
+            ..LaunchPlan::default()
+        }
+    }
+
+    #[test]
+    fn sizes_follow_the_order_of_inputs() {
+        let tokens = plan(&[&["n", "tokens"], &["n", "3"]]);
+        assert_eq!(leading_symbol(&tokens), Some("n"));
+        let others = [("tokens".to_string(), 7)];
+        let sizes = sizes_with(&tokens, "n", 4, &others).expect("all are said");
+        assert_eq!(sizes, [("n".to_string(), 4), ("tokens".to_string(), 7)]);
+        assert_eq!(sizes_with(&tokens, "n", 4, &[]), None);
+        assert_eq!(leading_symbol(&plan(&[&["n", "3"], &["3", "n"]])), None);
+        assert_eq!(leading_symbol(&plan(&[&["1", "3"]])), None);
+    }
+
+    #[test]
+    fn plans_of_other_sizes_are_no_batches() {
+        let sizes = |n: usize, tokens: usize| -> Sizes {
+            vec![("n".to_string(), n), ("tokens".to_string(), tokens)]
+        };
+        assert_eq!(rows_if_same(&sizes(8, 7), &sizes(0, 7), "n"), Some(8));
+        assert_eq!(rows_if_same(&sizes(8, 9), &sizes(0, 7), "n"), None);
+    }
+}

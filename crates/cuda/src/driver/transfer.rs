@@ -1,0 +1,49 @@
+//! What moves inputs on the device, and makes one stream wait for another.
+
+use cudarc::driver::sys;
+
+use super::{Event, Stream};
+use crate::error::CudaError;
+
+impl Stream {
+    /// Lets what is queued from now on wait until `event` is passed.
+    pub(crate) fn wait_for(&self, event: &Event) -> Result<(), CudaError> {
+        self.context().enter()?;
+        // SAFETY: both handles are alive; the driver keeps what it needs of the event.
+        let code = unsafe { sys::cuStreamWaitEvent(self.raw(), event.raw(), 0) };
+        self.context().check("cuStreamWaitEvent", code)
+    }
+
+    /// Copies from one place on the device to another.
+    ///
+    /// # Safety
+    /// Both sides are `bytes` long, apart and alive, and nobody writes to them, until the copy is done.
+    pub(crate) unsafe fn copy_within(
+        &self,
+        to: u64,
+        from: u64,
+        bytes: usize,
+    ) -> Result<(), CudaError> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.context().enter()?;
+        // SAFETY: the caller answers for both sides.
+        let code = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.raw()) };
+        self.context().check("cuMemcpyDtoDAsync", code)
+    }
+
+    /// Writes zeros over `bytes`.
+    ///
+    /// # Safety
+    /// The bytes are alive until the write is done.
+    pub(crate) unsafe fn clear_bytes(&self, address: u64, bytes: usize) -> Result<(), CudaError> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.context().enter()?;
+        // SAFETY: the caller answers for the bytes.
+        let code = unsafe { sys::cuMemsetD8Async(address, 0, bytes, self.raw()) };
+        self.context().check("cuMemsetD8Async", code)
+    }
+}

@@ -1,0 +1,245 @@
+//! The input pool: rows of device memory in a ring, each with its place in pinned host memory and an event.
+//!
+//! Inputs are copied to the device the moment they arrive, on a stream of their own, while earlier batches compute. Rows that
+//! came one after another lie one after another, so a batch is one run of them, or two where the ring ends. Everything is
+//! made when the pool is; taking and giving back only changes who owns which rows.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::driver::{DeviceBuffer, Event, PinnedBuffer, Stream};
+use crate::error::CudaError;
+use crate::hub::Hub;
+use crate::task::SOON_BYTES;
+
+/// What a pool may take of the device, and as much again of the host.
+const BYTES_MOST: usize = 160 << 20;
+
+/// Rows of a pool at most.
+const ROWS_MOST: usize = 256;
+
+/// Rows below which a pool is not worth having.
+const ROWS_LEAST: usize = 8;
+
+/// Who owns which rows.
+#[derive(Debug)]
+struct Slots {
+    used: Vec<bool>,
+    /// Where the next rows are looked for: behind those that were taken last.
+    next: usize,
+    /// Copies that were queued.
+    copies: u64,
+}
+
+impl Slots {
+    fn new(count: usize) -> Slots {
+        Slots { used: vec![false; count], next: 0, copies: 0 }
+    }
+
+    /// `rows` side by side, if there are any.
+    fn take(&mut self, rows: usize) -> Option<usize> {
+        let fits = |first: &usize| {
+            self.used.get(*first..*first + rows).is_some_and(|run| !run.contains(&true))
+        };
+        let first = (self.next..self.used.len()).chain(0..self.next).find(fits)?;
+        self.used[first..first + rows].fill(true);
+        self.next = (first + rows) % self.used.len();
+        Some(first)
+    }
+
+    fn give(&mut self, first: usize, rows: usize) {
+        self.used[first..first + rows].fill(false);
+    }
+}
+
+/// The pool of one model for inputs whose rows have these sizes.
+pub(crate) struct Pool {
+    row_bytes: Vec<usize>,
+    rings: Vec<DeviceBuffer>,
+    host: Vec<PinnedBuffer>,
+    /// Of each row: the copy of rows that begin there is done.
+    events: Vec<Event>,
+    slots: Mutex<Slots>,
+    stream: Arc<Stream>,
+}
+
+/// Rows of a pool that are somebody's.
+pub(crate) struct Berth {
+    pool: Arc<Pool>,
+    first: usize,
+    rows: usize,
+    /// Number of the copy to the device; `None` when there was none.
+    copy: Option<u64>,
+}
+
+impl Pool {
+    /// A pool for rows of these many bytes, one number for each input; `None` when they are too large for one.
+    pub(crate) fn new(hub: &Hub, row_bytes: Vec<usize>) -> Result<Option<Pool>, CudaError> {
+        let row: usize = row_bytes.iter().sum();
+        let count = (BYTES_MOST / row.max(1)).min(ROWS_MOST);
+        if count < ROWS_LEAST || row == 0 {
+            return Ok(None);
+        }
+        let ring =
+            |bytes: &usize| DeviceBuffer::zeroed(hub.memory_stream(), (bytes * count) as u64);
+        let pinned = |bytes: &usize| PinnedBuffer::zeroed(hub.context(), bytes * count);
+        Ok(Some(Pool {
+            rings: row_bytes.iter().map(ring).collect::<Result<_, _>>()?,
+            host: row_bytes.iter().map(pinned).collect::<Result<_, _>>()?,
+            events: (0..count).map(|_| Event::untimed(hub.context())).collect::<Result<_, _>>()?,
+            slots: Mutex::new(Slots::new(count)),
+            stream: hub.input_stream().clone(),
+            row_bytes,
+        }))
+    }
+
+    /// Device memory it holds.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.rings.iter().map(DeviceBuffer::bytes).sum()
+    }
+
+    fn slots(&self) -> MutexGuard<'_, Slots> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes rows for `inputs`, which are as long as that, and copies them there: to pinned memory now, and when `early` on to
+    /// the device. `None` when there is no room.
+    pub(crate) fn take(
+        self: &Arc<Pool>,
+        inputs: &[&[u8]],
+        rows: usize,
+        early: bool,
+        soon: &mut dyn FnMut(),
+    ) -> Result<Option<Berth>, CudaError> {
+        let lengths = inputs.iter().map(|input| input.len());
+        if !lengths.eq(self.row_bytes.iter().map(|bytes| bytes * rows)) {
+            return Err(CudaError::Misuse("inputs do not fit their pool"));
+        }
+        let Some(first) = self.slots().take(rows) else { return Ok(None) };
+        let mut berth = Berth { pool: self.clone(), first, rows, copy: None };
+        let mut left: usize = inputs.iter().map(|input| input.len()).sum();
+        let mut soon = Some(soon);
+        for (index, input) in inputs.iter().enumerate() {
+            let (first, last) = input.split_at(left.saturating_sub(SOON_BYTES).min(input.len()));
+            // SAFETY: these rows lie inside the buffer and are the berth's alone; what an earlier owner had queued from them
+            // is of no use to anybody any more.
+            unsafe {
+                std::ptr::copy_nonoverlapping(first.as_ptr(), berth.host(index), first.len())
+            };
+            if left - first.len() <= SOON_BYTES
+                && let Some(soon) = soon.take()
+            {
+                soon();
+            }
+            // SAFETY: as above, behind the first part.
+            unsafe {
+                let target = berth.host(index).add(first.len());
+                std::ptr::copy_nonoverlapping(last.as_ptr(), target, last.len());
+            }
+            left -= input.len();
+        }
+        if early {
+            berth.copy_to_device()?;
+        }
+        Ok(Some(berth))
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        // Copies of berths that were given up may still be on their way.
+        let _ = self.stream.synchronize();
+    }
+}
+
+impl Berth {
+    fn copy_to_device(&mut self) -> Result<(), CudaError> {
+        let pool = &self.pool;
+        // Held over the calls, so that copies are numbered in the order of the stream.
+        let mut slots = pool.slots();
+        for (index, bytes) in pool.row_bytes.iter().enumerate() {
+            // SAFETY: both sides are this berth's rows, which nobody else writes; the pool waits for its stream at its end.
+            unsafe { pool.stream.copy_in(self.ring(index), self.host(index), bytes * self.rows) }?;
+        }
+        pool.events[self.first].record(&pool.stream)?;
+        slots.copies += 1;
+        self.copy = Some(slots.copies);
+        Ok(())
+    }
+
+    pub(crate) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Number of its copy, if it was queued.
+    pub(crate) fn copy(&self) -> Option<u64> {
+        self.copy
+    }
+
+    /// The point at which its copy is done.
+    pub(crate) fn copied(&self) -> &Event {
+        &self.pool.events[self.first]
+    }
+
+    /// Where its rows of input `index` lie on the device.
+    pub(crate) fn ring(&self, index: usize) -> u64 {
+        let pool = &self.pool;
+        pool.rings[index].address() + (self.first * pool.row_bytes[index]) as u64
+    }
+
+    /// Where its rows of input `index` lie on the host.
+    pub(crate) fn host(&self, index: usize) -> *mut u8 {
+        // SAFETY: the row lies inside the buffer.
+        unsafe { self.pool.host[index].as_ptr().add(self.first * self.pool.row_bytes[index]) }
+    }
+
+    /// Whether `next` lies right behind it, and both are on the device or neither is.
+    pub(crate) fn is_before(&self, next: &Berth) -> bool {
+        Arc::ptr_eq(&self.pool, &next.pool)
+            && self.first + self.rows == next.first
+            && self.copy.is_some() == next.copy.is_some()
+    }
+}
+
+impl Drop for Berth {
+    fn drop(&mut self) {
+        self.pool.slots().give(self.first, self.rows);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_follow_each_other_around_the_ring() {
+        let mut slots = Slots::new(5);
+        let taken: Vec<_> = (0..4).map(|_| slots.take(1)).collect();
+        assert_eq!(taken, [Some(0), Some(1), Some(2), Some(3)]);
+        assert_eq!(slots.take(2), None, "rows of one request are side by side");
+        slots.give(0, 1);
+        assert_eq!((slots.take(1), slots.take(1)), (Some(4), Some(0)));
+        assert_eq!(slots.take(1), None, "full");
+        slots.give(2, 1);
+        slots.give(1, 1);
+        assert_eq!(slots.take(2), Some(1), "what was given back out of turn is found");
+    }
+
+    #[test]
+    fn nobody_shares_rows() {
+        let mut random = base::Random::new(5);
+        let (mut slots, mut held) = (Slots::new(16), Vec::new());
+        for _ in 0..20_000 {
+            let rows = 1 + random.below(4) as usize;
+            if random.below(2) == 0 && !held.is_empty() {
+                let (first, rows) = held.swap_remove(random.below(held.len() as u64) as usize);
+                slots.give(first, rows);
+            } else if let Some(first) = slots.take(rows) {
+                let apart = |(other, count): &(usize, usize)| {
+                    first + rows <= *other || other + count <= first
+                };
+                assert!(first + rows <= 16 && held.iter().all(apart));
+                held.push((first, rows));
+            }
+        }
+    }
+}

@@ -1,0 +1,609 @@
+//! One best-effort queue as its thread sees it: work in flight, looked at without ever waiting.
+//!
+//! What is known of a step that ran: when the mark behind it is passed and its seat still has the number it was launched
+//! with, it cannot have left, so it is done. Otherwise the words are read back in which blocks that left said so. What is
+//! queued behind a step that left finds the order before it writes anything, so memory is as the step left it.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use base::Nanos;
+use device::{Completion, CompletionSink, DeviceError, Outcome, Segment, Task};
+
+use super::{LOOKS_PER_QUERY, failed, is_reached, own_task};
+use crate::driver::{Event, PinnedBuffer, PinnedWord, Priority, Stream};
+use crate::error::CudaError;
+use crate::hub::Hub;
+use crate::instance::BestEffortLaunch;
+use crate::lowered::Lowered;
+use crate::seats::{Orders, Seat};
+use crate::task::CudaTask;
+
+/// Launches, each with a mark behind it, that are in flight on a queue: one that runs and one to go on with.
+const LAUNCHES_IN_FLIGHT: usize = 2;
+
+/// Queues that run best effort from which on each has one launch in flight: the others keep the device busy while it hears of
+/// it, and real time has less to wait for.
+const MANY_QUEUES: usize = 3;
+
+/// Steps between two marks where a chain cannot be launched as a whole because a part of it is done.
+const STEPS_PER_MARK: usize = 4;
+
+/// Outputs up to this size are copied right behind the last step, wherever it got; larger ones only once it is known to be
+/// done, since the copy of a step that left would keep its queue busy.
+const EAGER_OUTPUT_BYTES: u64 = 128 << 10;
+
+/// What waits for a lane.
+pub(crate) struct Inbox {
+    waiting: Mutex<VecDeque<(Segment, u64)>>,
+    /// How many, for a look without the lock.
+    count: AtomicUsize,
+    capacity: usize,
+    closed: AtomicBool,
+    pub(crate) orders: Orders,
+}
+
+impl Inbox {
+    pub(crate) fn new(capacity: usize) -> Inbox {
+        Inbox {
+            waiting: Mutex::default(),
+            count: AtomicUsize::new(0),
+            capacity,
+            closed: AtomicBool::new(false),
+            orders: Orders::default(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, VecDeque<(Segment, u64)>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn put(&self, segment: Segment) -> Result<(), Segment> {
+        let mut waiting = self.lock();
+        if waiting.len() >= self.capacity {
+            return Err(segment);
+        }
+        waiting.push_back((segment, self.orders.enter()));
+        self.count.store(waiting.len(), Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn take(&self) -> Option<(Segment, u64)> {
+        if self.is_empty() {
+            return None;
+        }
+        let mut waiting = self.lock();
+        let first = waiting.pop_front();
+        self.count.store(waiting.len(), Ordering::SeqCst);
+        first
+    }
+
+    fn is_empty(&self) -> bool {
+        self.count.load(Ordering::SeqCst) == 0
+    }
+
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+    }
+}
+
+/// A queue's stream, and what runs on it.
+pub(crate) struct Lane {
+    id: u32,
+    hub: Arc<Hub>,
+    stream: Stream,
+    /// The last mark that was passed.
+    word: PinnedWord,
+    /// The last mark that was queued.
+    marks: u32,
+    /// Where words of launches are read to.
+    readback: PinnedBuffer,
+    stamps: (Event, Event),
+    inbox: Arc<Inbox>,
+    sink: Arc<dyn CompletionSink>,
+    run: Option<Run>,
+    /// Looks at a mark that was not passed yet.
+    looks: u32,
+}
+
+/// A segment under way.
+struct Run {
+    segment: Segment,
+    started: Instant,
+    seat: Option<Arc<Seat>>,
+    /// What its launches carry.
+    number: u32,
+    /// The step behind its last.
+    end: usize,
+    /// It is a whole run whose weights are there, so the time it takes, unless it leaves, says how long such runs take.
+    paced: bool,
+    flight: Flight,
+    stage: Stage,
+}
+
+/// What a run waits for.
+#[derive(Clone, Copy)]
+enum Stage {
+    /// Its oldest launch.
+    Flying,
+    /// Everything queued, and then the words that say how far it got.
+    Reading { mark: u32 },
+    /// Its outputs.
+    Copying { mark: u32 },
+}
+
+/// Launches in flight.
+#[derive(Default)]
+struct Flight {
+    /// Steps before this one are known to be done.
+    known: usize,
+    /// Steps before this one are queued.
+    launched: usize,
+    /// Marks, oldest first, with the step each stands before.
+    marks: VecDeque<(u32, usize)>,
+    /// What was queued last is a kernel.
+    behind_kernel: bool,
+}
+
+/// What is queued at once.
+#[derive(Clone, Copy)]
+enum Next {
+    /// One step by its index.
+    Step(usize),
+    /// A chain by its number.
+    Chain(usize),
+}
+
+impl Flight {
+    fn at(step: usize) -> Flight {
+        Flight { known: step, launched: step, ..Flight::default() }
+    }
+
+    fn marked(&self) -> usize {
+        self.marks.back().map_or(self.known, |(_, step)| *step)
+    }
+}
+
+impl Run {
+    fn is_told(&self) -> bool {
+        self.seat.as_ref().is_some_and(|seat| seat.number() != self.number)
+    }
+}
+
+impl Lane {
+    pub(crate) fn new(
+        hub: Arc<Hub>,
+        id: u32,
+        inbox: Arc<Inbox>,
+        sink: Arc<dyn CompletionSink>,
+    ) -> Result<Lane, CudaError> {
+        let context = hub.context();
+        Ok(Lane {
+            id,
+            stream: Stream::new(context, Priority::Low)?,
+            word: PinnedWord::new(context)?,
+            marks: 0,
+            readback: PinnedBuffer::zeroed(context, 4096)?,
+            stamps: (Event::new(context)?, Event::new(context)?),
+            hub,
+            inbox,
+            sink,
+            run: None,
+            looks: 0,
+        })
+    }
+
+    /// Whether it runs something.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.run.is_some()
+    }
+
+    /// Whether something waits for its thread.
+    pub(crate) fn is_called(&self) -> bool {
+        self.is_busy() || !self.inbox.is_empty() || self.inbox.closed.load(Ordering::SeqCst)
+    }
+
+    /// Whether nothing is to come and nothing is left.
+    pub(crate) fn is_over(&self) -> bool {
+        self.inbox.closed.load(Ordering::SeqCst) && !self.is_busy() && self.inbox.is_empty()
+    }
+
+    /// Does what can be done without waiting; false when that is nothing.
+    pub(crate) fn poll(&mut self) -> bool {
+        // A panic here is a defect, but it must cost its request and not the device's queues.
+        let polled = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.advance()));
+        let ended = match polled {
+            Ok(Ok(Progress::None)) => return false,
+            Ok(Ok(Progress::Some)) => return true,
+            Ok(Ok(Progress::Ended(outcome))) => outcome,
+            Ok(Err(err)) => Outcome::Failed(err),
+            Err(_) => Outcome::Failed(DeviceError::BadPlan("the queue panicked".to_string())),
+        };
+        self.finish(ended);
+        true
+    }
+
+    /// The next thing there is to do.
+    fn advance(&mut self) -> Result<Progress, DeviceError> {
+        let Some(run) = &self.run else {
+            return match self.inbox.take() {
+                Some((segment, ticket)) => self.begin(segment, ticket),
+                None => Ok(Progress::None),
+            };
+        };
+        let (stage, oldest) = (run.stage, run.flight.marks.front().copied());
+        let mark = match (stage, oldest) {
+            // Nothing is gained by waiting for the launch that leaves: the words can be asked for right behind it.
+            (Stage::Flying, _) if run.is_told() => return self.read_back(),
+            (Stage::Flying, Some((mark, _))) => mark,
+            (Stage::Flying, None) => {
+                return Err(DeviceError::BadPlan("nothing is in flight".to_string()));
+            }
+            (Stage::Reading { mark } | Stage::Copying { mark }, _) => mark,
+        };
+        if !self.is_passed(mark)? {
+            return Ok(Progress::None);
+        }
+        match (stage, oldest) {
+            (Stage::Flying, Some((_, step))) => self.land(step),
+            (Stage::Reading { .. }, _) => self.settle(),
+            _ => self.conclude(),
+        }
+    }
+
+    /// Whether the device has written `mark`; now and then asks the driver whether it ever will.
+    fn is_passed(&mut self, mark: u32) -> Result<bool, DeviceError> {
+        if is_reached(self.word.load(), mark) {
+            self.looks = 0;
+            return Ok(true);
+        }
+        self.looks = self.looks.wrapping_add(1);
+        let pausing = !self.hub.options().polling.pause.is_zero();
+        if pausing || self.looks.is_multiple_of(LOOKS_PER_QUERY) {
+            self.stream.is_idle().map_err(|err| self.hub.error(err))?;
+        }
+        Ok(false)
+    }
+
+    /// Tells the sink what became of the segment.
+    fn finish(&mut self, outcome: Outcome) {
+        self.inbox.orders.stand();
+        let Some(Run { mut segment, started, .. }) = self.run.take() else { return };
+        self.hub.best_effort.fetch_sub(1, Ordering::Relaxed);
+        if matches!(outcome, Outcome::Failed(_)) {
+            // What it had queued may still run.
+            if let Err(err) = self.stream.synchronize() {
+                tracing::debug!("after a failure: {err}");
+            }
+            if let Some(task) = segment.task.as_any_mut().downcast_mut::<CudaTask>() {
+                task.abandon();
+            }
+        }
+        let Segment { token, task, .. } = segment;
+        let busy = started.elapsed().into();
+        self.sink.complete(Completion { queue: self.id, token, task, outcome, busy });
+    }
+
+    /// Takes a segment up and queues its first launches.
+    fn begin(&mut self, segment: Segment, ticket: u64) -> Result<Progress, DeviceError> {
+        self.hub.best_effort.fetch_add(1, Ordering::Relaxed);
+        let run = self.run.insert(Run {
+            segment,
+            started: Instant::now(),
+            seat: None,
+            number: 0,
+            end: 0,
+            paced: false,
+            flight: Flight::default(),
+            stage: Stage::Flying,
+        });
+        self.hub.alive()?;
+        let (task, steps) = own_task(&self.hub, &mut run.segment)?;
+        if steps.is_empty() {
+            return Ok(Progress::Ended(Outcome::Done));
+        }
+        if self.inbox.orders.told(ticket) {
+            return Ok(Progress::Ended(Outcome::Left));
+        }
+        task.hold_memory(Priority::Low)?;
+        let seat = task.seat().map_err(|err| self.hub.error(err))?;
+        let Some(number) = self.inbox.orders.sit(ticket, &seat) else {
+            return Ok(Progress::Ended(Outcome::Left));
+        };
+        (run.seat, run.number, run.end) = (Some(seat), number, steps.end);
+        run.flight = Flight::at(steps.start);
+        let (lowered, first) = (task.lowered.clone(), steps.start);
+        let there = lowered.arrival().map_err(|err| failed(task, first, err))?.is_none();
+        run.paced = there && steps == (0..task.step_count());
+        make_ready(&self.stream, task, &lowered, first, number)
+            .map_err(|err| failed(task, first, err))?;
+        self.fill()
+    }
+
+    /// Queues what may be in flight.
+    fn fill(&mut self) -> Result<Progress, DeviceError> {
+        let Some(mut run) = self.run.take() else { return Ok(Progress::None) };
+        let filled = self.fill_run(&mut run);
+        let (known, launched) = (run.flight.known, run.flight.launched);
+        let at = self.run.insert(run);
+        if let Err(err) = filled {
+            let (task, _) = own_task(&self.hub, &mut at.segment)?;
+            return Err(failed(task, launched, err));
+        }
+        // Told to leave before anything was queued, or done.
+        if launched == known { self.conclude() } else { Ok(Progress::Some) }
+    }
+
+    fn fill_run(&mut self, run: &mut Run) -> Result<(), CudaError> {
+        let end = run.end;
+        while let Some(next) = self.next_launch(run)? {
+            let task = cuda_task(&mut run.segment)?;
+            self.launch(task, &mut run.flight, next)?;
+            let timed = cuda_task(&mut run.segment)?.is_timed();
+            let flight = &mut run.flight;
+            let whole = matches!(next, Next::Chain(_));
+            let due = whole || flight.launched - flight.marked() >= STEPS_PER_MARK;
+            if due || timed || flight.launched == end {
+                self.mark(flight)?;
+            }
+        }
+        let flight = &mut run.flight;
+        if flight.marks.is_empty() && flight.launched > flight.known {
+            self.mark(flight)?;
+        }
+        Ok(())
+    }
+
+    /// What may be queued now: the next step, or the chain that begins with it.
+    fn next_launch(&self, run: &mut Run) -> Result<Option<Next>, CudaError> {
+        let (told, end) = (run.is_told(), run.end);
+        let task = cuda_task(&mut run.segment)?;
+        let flight = &run.flight;
+        let many = self.hub.best_effort.load(Ordering::Relaxed) >= MANY_QUEUES;
+        let most = if many || task.is_timed() { 1 } else { LAUNCHES_IN_FLIGHT };
+        let (first, lowered) = (flight.launched, &task.lowered);
+        if first >= end || flight.marks.len() >= most || told {
+            return Ok(None);
+        }
+        // A step that runs to its end whatever happens must not start behind one that may have left, nor be waited for by
+        // others.
+        let stays = |step: usize| lowered.kernels[step].finishes;
+        if (stays(first) || (first > 0 && stays(first - 1))) && flight.known < first {
+            return Ok(None);
+        }
+        // A chain starts afresh and is done as a whole: a step that was left, is timed, or has others of its chain beyond
+        // this segment is launched alone.
+        let number = lowered.chain_of[first];
+        let chain = &lowered.chains[number];
+        let whole =
+            chain.start == first && chain.end <= end && !task.words.partly_done && !task.is_timed();
+        Ok(Some(if whole { Next::Chain(number) } else { Next::Step(first) }))
+    }
+
+    /// Queues `next`, and the copy of outputs behind the last step.
+    fn launch(
+        &self,
+        task: &mut CudaTask,
+        flight: &mut Flight,
+        next: Next,
+    ) -> Result<(), CudaError> {
+        let lowered = task.lowered.clone();
+        let restored = task.words.partly_done;
+        let end = match next {
+            Next::Step(index) => index + 1,
+            Next::Chain(number) => lowered.chains[number].end,
+        };
+        task.words.partly_done = false;
+        task.words.used_to = end;
+        let timed = task.is_timed();
+        let eager = end == task.step_count() && has_small_outputs(&lowered);
+        let (hub, stream) = (&self.hub, &self.stream);
+        let held = lowered.hold(stream, end)?;
+        let (instance, staging) = task.memory()?;
+        if timed {
+            self.stamps.0.record(stream)?;
+        }
+        // SAFETY: the task holds instance, staging and plan until the stream is drained, and its words are as
+        // `make_ready` left them.
+        unsafe {
+            match next {
+                Next::Step(index) => {
+                    let dependent = flight.behind_kernel && !timed && !held;
+                    let how = BestEffortLaunch { restored, dependent };
+                    instance.launch_best_effort(hub, &lowered, index, how, stream)?;
+                }
+                Next::Chain(number) => {
+                    instance.launch_chain(hub, &lowered, number, stream)?;
+                }
+            }
+            if timed {
+                self.stamps.1.record(stream)?;
+            }
+            if eager {
+                instance.copy_outputs(&lowered, staging, stream)?;
+            }
+        }
+        flight.launched = end;
+        flight.behind_kernel = !eager;
+        Ok(())
+    }
+
+    fn mark(&mut self, flight: &mut Flight) -> Result<(), CudaError> {
+        let mark = self.queue_mark()?;
+        flight.marks.push_back((mark, flight.launched));
+        flight.behind_kernel = false;
+        Ok(())
+    }
+
+    fn queue_mark(&mut self) -> Result<u32, CudaError> {
+        self.marks = self.marks.wrapping_add(1);
+        // SAFETY: the word lives as long as this lane, which waits for its stream before it goes.
+        unsafe { self.stream.write_word(self.word.device_address(), self.marks) }?;
+        Ok(self.marks)
+    }
+
+    /// The oldest launch in flight has ended, and nobody had told it to leave: steps before `step` are done.
+    fn land(&mut self, step: usize) -> Result<Progress, DeviceError> {
+        let Some(run) = &mut self.run else { return Ok(Progress::None) };
+        // The order may have come between the mark and this look.
+        if run.is_told() {
+            return self.read_back();
+        }
+        run.flight.marks.pop_front();
+        run.flight.known = step;
+        let (task, _) = own_task(&self.hub, &mut run.segment)?;
+        if task.is_timed() {
+            let micros = self.stamps.1.micros_since(&self.stamps.0);
+            task.push_time(micros.map_err(|err| self.hub.error(err))?);
+        }
+        self.fill()
+    }
+
+    /// Asks, behind everything in flight, for the words that say how far it got.
+    fn read_back(&mut self) -> Result<Progress, DeviceError> {
+        let Some(run) = &mut self.run else { return Ok(Progress::None) };
+        let (known, launched) = (run.flight.known, run.flight.launched);
+        let (task, _) = own_task(&self.hub, &mut run.segment)?;
+        let lowered = task.lowered.clone();
+        let (at, count) = lowered.layout.control_words(known..launched);
+        let mut ask = || {
+            if self.readback.len() < count * 4 {
+                self.readback = PinnedBuffer::zeroed(self.hub.context(), count * 4)?;
+            }
+            let (instance, _) = task.memory()?;
+            // SAFETY: the words are of the run's own memory; the buffer has room and is read only behind the mark.
+            unsafe {
+                self.stream.copy_out(self.readback.as_ptr(), instance.address() + at, count * 4)
+            }
+        };
+        let mark = ask().and_then(|()| self.queue_mark()).map_err(|err| self.hub.error(err))?;
+        if let Some(run) = &mut self.run {
+            run.stage = Stage::Reading { mark };
+        }
+        Ok(Progress::Some)
+    }
+
+    /// The words are there: finds the first step that a block has left.
+    fn settle(&mut self) -> Result<Progress, DeviceError> {
+        let Some(run) = &mut self.run else { return Ok(Progress::None) };
+        let (known, launched) = (run.flight.known, run.flight.launched);
+        let (task, _) = own_task(&self.hub, &mut run.segment)?;
+        let lowered = task.lowered.clone();
+        let (at, _) = lowered.layout.control_words(known..launched);
+        let words = self.readback.as_slice();
+        let is_left = |step: &usize| {
+            let place = (lowered.layout.controls[*step].left - at) as usize;
+            words[place..place + 4].iter().any(|byte| *byte != 0)
+        };
+        let done = (known..launched).find(is_left).unwrap_or(launched);
+        if task.is_timed() {
+            let micros = self.stamps.1.micros_since(&self.stamps.0);
+            let micros = micros.map_err(|err| self.hub.error(err))?;
+            match done > known {
+                true => task.push_time(micros),
+                false => task.unfinished += Nanos((micros * 1e3) as u64),
+            }
+        }
+        task.words.partly_done = done < launched && lowered.kernels[done].resumes;
+        run.flight = Flight::at(done);
+        self.conclude()
+    }
+
+    /// Nothing is in flight: the segment ends where it got, once its outputs are on the host.
+    fn conclude(&mut self) -> Result<Progress, DeviceError> {
+        let Some(run) = &mut self.run else { return Ok(Progress::None) };
+        let (reached, end, paced) = (run.flight.known, run.end, run.paced);
+        let started = run.started;
+        let copied = matches!(run.stage, Stage::Copying { .. });
+        let (task, _) = own_task(&self.hub, &mut run.segment)?;
+        let lowered = task.lowered.clone();
+        if reached == task.step_count() && !has_small_outputs(&lowered) && !copied {
+            let copy = |task: &mut CudaTask, stream: &Stream| {
+                let (instance, staging) = task.memory()?;
+                // SAFETY: the task holds both sides until the mark behind the copy is passed.
+                unsafe { instance.copy_outputs(&lowered, staging, stream) }
+            };
+            let copied = copy(task, &self.stream);
+            let mark =
+                copied.and_then(|()| self.queue_mark()).map_err(|err| self.hub.error(err))?;
+            if let Some(run) = &mut self.run {
+                run.stage = Stage::Copying { mark };
+            }
+            return Ok(Progress::Some);
+        }
+        if paced && reached == end {
+            lowered.program.note_run(&lowered.parts, started.elapsed());
+        }
+        task.advance_to(reached);
+        let outcome = match task.fault() {
+            _ if reached < end => Outcome::Left,
+            Some(err) => Outcome::Failed(err),
+            None => Outcome::Done,
+        };
+        Ok(Progress::Ended(outcome))
+    }
+}
+
+/// What a look at a lane came to.
+enum Progress {
+    None,
+    Some,
+    Ended(Outcome),
+}
+
+/// The task of a segment that was found to be this device's when it began.
+fn cuda_task(segment: &mut Segment) -> Result<&mut CudaTask, CudaError> {
+    let task = segment.task.as_any_mut().downcast_mut::<CudaTask>();
+    task.ok_or(CudaError::Misuse("the task belongs to another device"))
+}
+
+/// Queues what comes before the first launch: inputs, and the words of steps that start afresh.
+fn make_ready(
+    stream: &Stream,
+    task: &mut CudaTask,
+    lowered: &Lowered,
+    from: usize,
+    number: u32,
+) -> Result<(), CudaError> {
+    if !task.uploaded {
+        return task.upload(number, stream);
+    }
+    let words = task.words;
+    let (instance, _) = task.memory()?;
+    let block = instance.address();
+    let layout = &lowered.layout;
+    // A step that was left keeps its words along with the tiles it has done.
+    let first = from + usize::from(words.partly_done);
+    if words.used_to > from {
+        // SAFETY: words of this run's own memory, which it holds until the stream is drained.
+        unsafe { instance.clear_faults(lowered, first, stream) }?;
+    }
+    if words.cleared && words.partly_done {
+        let (at, count) = layout.control_words(first..words.used_to);
+        // SAFETY: as above. Done bits and arrivals of the try that left stay; tiles are counted anew by the two words side
+        // by side.
+        unsafe {
+            stream.clear(block + layout.controls[from].left, 2)?;
+            stream.clear(block + at, count)?;
+            instance.set_number(lowered, number, stream)?;
+        }
+    } else {
+        task.upload_words(number, stream)?;
+    }
+    task.words.cleared = true;
+    task.words.used_to = from;
+    Ok(())
+}
+
+fn has_small_outputs(lowered: &Lowered) -> bool {
+    lowered.layout.staged_bytes - lowered.layout.faults_at <= EAGER_OUTPUT_BYTES
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        // The words and buffers below must outlive what is queued.
+        let _ = self.stream.synchronize();
+    }
+}

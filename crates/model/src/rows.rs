@@ -1,0 +1,592 @@
+//! Whether the rows of a model's inputs can be computed together: each row of the outputs must come of the same row of the
+//! inputs alone, whatever stands in the others and however many there are.
+
+use crate::op::{Op, PoolKind};
+use crate::{Dim, LaunchPlan, Step, ValueId};
+
+/// The symbol that is the first dimension of every input and every output, and of no other one of theirs.
+pub fn batch_symbol(plan: &LaunchPlan) -> Option<&str> {
+    let dims = |id: &ValueId| plan.value(*id).shape.as_deref();
+    let Some([Dim::Symbol(batch), ..]) = plan.inputs.first().and_then(dims) else { return None };
+    let leads = |id: &ValueId| match dims(id) {
+        Some([Dim::Symbol(first), rest @ ..]) => {
+            first == batch && !rest.iter().any(|dim| mentions(dim, batch))
+        }
+        _ => false,
+    };
+    let all = plan.inputs.iter().chain(&plan.outputs).all(leads) && !plan.outputs.is_empty();
+    all.then_some(batch)
+}
+
+/// The first step after which rows are not known to be independent of each other, and of their number.
+pub fn mixing_step<'a>(plan: &'a LaunchPlan, batch: &str) -> Option<&'a Step> {
+    let mut known = Known { plan, batch, states: vec![State::Free; plan.values.len()] };
+    for id in &plan.inputs {
+        known.states[id.index()] = State::Rows(0);
+    }
+    for step in &plan.steps {
+        let Some(state) = known.after(step) else { return Some(step) };
+        for id in step.outputs.iter().flatten() {
+            known.states[id.index()] = state;
+        }
+    }
+    let rows = |id: &ValueId| known.state(*id) == State::Rows(0);
+    if plan.outputs.iter().all(rows) { None } else { plan.steps.last() }
+}
+
+/// Whether `dim` is an expression in which `symbol` occurs.
+fn mentions(dim: &Dim, symbol: &str) -> bool {
+    let word = |c: char| c.is_alphanumeric() || c == '_' || c == '.';
+    match dim {
+        Dim::Symbol(text) => text == symbol || text.split(|c| !word(c)).any(|part| part == symbol),
+        _ => false,
+    }
+}
+
+/// What a value has to do with rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// Nothing: it is the same whatever comes in.
+    Free,
+    /// It depends on how many there are, not on what is in them.
+    Count,
+    /// Its entries along this dimension belong to one row each, in order, equally many to each.
+    Rows(usize),
+}
+
+struct Known<'a> {
+    plan: &'a LaunchPlan,
+    batch: &'a str,
+    states: Vec<State>,
+}
+
+impl Known<'_> {
+    fn state(&self, id: ValueId) -> State {
+        self.states[id.index()]
+    }
+
+    fn dims(&self, id: ValueId) -> Option<&[Dim]> {
+        self.plan.value(id).shape.as_deref()
+    }
+
+    fn rank(&self, id: ValueId) -> Option<usize> {
+        self.dims(id).map(<[Dim]>::len)
+    }
+
+    /// A constant's integers.
+    fn numbers(&self, id: ValueId) -> Option<Vec<i64>> {
+        self.plan.constants.iter().find(|(constant, _)| *constant == id)?.1.to_vec::<i64>()
+    }
+
+    /// What the outputs of `step` have to do with rows; `None` when it may mix them.
+    fn after(&self, step: &Step) -> Option<State> {
+        let mut states = step.inputs.iter().flatten().map(|id| self.state(*id));
+        if states.all(|state| state == State::Free) {
+            return Some(State::Free);
+        }
+        let rows = |id: &ValueId| matches!(self.state(*id), State::Rows(_));
+        if step.inputs.iter().flatten().any(rows) {
+            self.of_rows(step)
+        } else {
+            self.of_count(step)
+        }
+    }
+
+    /// A step none of whose operands holds rows and one of which is their number.
+    fn of_count(&self, step: &Step) -> Option<State> {
+        match step.op {
+            Op::ConstantOfShape { .. } | Op::Expand => self.by_shape(step),
+            Op::Gather { .. } | Op::Concat { .. } | Op::Slice | Op::Squeeze | Op::Unsqueeze => {
+                Some(State::Count)
+            }
+            Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Cast(_) | Op::Identity => {
+                Some(State::Count)
+            }
+            Op::Where | Op::Reduce(_) | Op::Reshape { .. } => Some(State::Count),
+            _ => None,
+        }
+    }
+
+    /// All rows of the output are equal, if it has any.
+    fn by_shape(&self, step: &Step) -> Option<State> {
+        let output = first_output(step)?;
+        match self.row_axis(output)? {
+            Some(axis) => Some(State::Rows(axis)),
+            None => Some(State::Free),
+        }
+    }
+
+    /// The one dimension in which the number of rows occurs; `None` when that is not known.
+    fn row_axis(&self, id: ValueId) -> Option<Option<usize>> {
+        let dims = self.dims(id)?;
+        if dims.contains(&Dim::Unknown) {
+            return None;
+        }
+        let mut at = (0..dims.len()).filter(|axis| mentions(&dims[*axis], self.batch));
+        let first = at.next();
+        at.next().is_none().then_some(first)
+    }
+
+    fn of_rows(&self, step: &Step) -> Option<State> {
+        let x = input(step, 0)?;
+        match &step.op {
+            Op::Unary(_) | Op::Cast(_) | Op::Identity => Some(self.state(x)),
+            Op::Binary(_) | Op::Compare(_) | Op::Variadic(_) | Op::Where | Op::PRelu => {
+                self.broadcast(step)
+            }
+            Op::Clip | Op::QuantizeLinear { .. } | Op::DequantizeLinear { .. } => {
+                self.others_free(step, 1).then(|| self.state(x))
+            }
+            Op::MatMul(_)
+            | Op::MatMulInteger
+            | Op::QLinearMatMul
+            | Op::Gemm(_)
+            | Op::Attention { .. } => self.products(step, x),
+            Op::LayerNorm { .. }
+            | Op::RmsNorm { .. }
+            | Op::Softmax(_)
+            | Op::LpNorm { .. }
+            | Op::TopK { .. }
+            | Op::Split { .. }
+            | Op::Concat { .. }
+            | Op::ArgReduce(_)
+            | Op::Reduce(_)
+            | Op::Slice
+            | Op::Pad { .. }
+            | Op::Gather { .. } => self.along(step, x),
+            Op::Shape { .. }
+            | Op::Size
+            | Op::Transpose { .. }
+            | Op::Flatten { .. }
+            | Op::Squeeze
+            | Op::Unsqueeze
+            | Op::Reshape { .. }
+            | Op::Expand => self.rearranged(step, x),
+            _ => self.images(step, x),
+        }
+    }
+
+    /// Operators on pictures: each row by itself.
+    fn images(&self, step: &Step, x: ValueId) -> Option<State> {
+        let alone = self.state(x) == State::Rows(0) && self.others_free(step, 1);
+        let kept = match &step.op {
+            Op::Conv(_) => {
+                let residual = input(step, 3).is_none_or(|id| self.state(id) == State::Rows(0));
+                let operands = [1, 2].into_iter().filter_map(|index| input(step, index));
+                let free = operands.into_iter().all(|id| self.state(id) == State::Free);
+                self.state(x) == State::Rows(0) && residual && free
+            }
+            // Indices count from the first row.
+            Op::Pool(pool) if matches!(pool.kind, PoolKind::MaxWithIndices { .. }) => false,
+            Op::ConvTranspose(_) | Op::Pool(_) | Op::GlobalPool(_) | Op::BatchNorm { .. } => alone,
+            Op::InstanceNorm { .. } | Op::GroupNorm { .. } | Op::Lrn { .. } => alone,
+            Op::ScaleShift { .. } | Op::DepthToSpace { .. } | Op::SpaceToDepth { .. } => alone,
+            Op::ConvInteger(_) | Op::QLinearConv(_) => alone,
+            Op::Resize(_) => alone && self.row_axis(first_output(step)?)? == Some(0),
+            _ => false,
+        };
+        kept.then_some(State::Rows(0))
+    }
+
+    fn products(&self, step: &Step, x: ValueId) -> Option<State> {
+        match &step.op {
+            Op::MatMul(op) => self.product(step, op.transpose_a, op.transpose_b),
+            Op::MatMulInteger => self.product(step, false, false),
+            Op::QLinearMatMul => {
+                let last = self.rank(x)?.checked_sub(1)?;
+                let kept = self.state(x) != State::Rows(last) && self.others_free(step, 1);
+                kept.then(|| self.state(x))
+            }
+            Op::Gemm(op) => {
+                let rows = State::Rows(usize::from(op.transpose_a));
+                let fits = |c| self.same_for_all(c, 2) || self.state(c) == State::Rows(0);
+                let kept = self.state(x) == rows
+                    && self.state(input(step, 1)?) == State::Free
+                    && input(step, 2).is_none_or(fits);
+                kept.then_some(State::Rows(0))
+            }
+            _ => self.attention(step),
+        }
+    }
+
+    /// Operators along dimensions that must not be the rows'.
+    fn along(&self, step: &Step, x: ValueId) -> Option<State> {
+        match &step.op {
+            Op::LayerNorm { axis, .. } | Op::RmsNorm { axis, .. } => {
+                let from = self.axis(x, *axis)?;
+                (self.others_free(step, 1) && self.rows_of(x)? < from).then(|| self.state(x))
+            }
+            Op::Softmax(op) => {
+                let (at, rows) = (self.axis(x, op.axis)?, self.rows_of(x)?);
+                (if op.flatten { rows < at } else { rows != at }).then(|| self.state(x))
+            }
+            Op::LpNorm { axis, .. } | Op::TopK { axis, .. } | Op::Split { axis } => {
+                let kept = self.axis(x, *axis)? != self.rows_of(x)? && self.others_free(step, 1);
+                kept.then(|| self.state(x))
+            }
+            Op::Concat { axis } => {
+                let same = step.inputs.iter().flatten().all(|id| self.state(*id) == self.state(x));
+                (same && self.axis(x, *axis)? != self.rows_of(x)?).then(|| self.state(x))
+            }
+            Op::ArgReduce(op) => self.reduced(x, &[op.axis], op.keep_dims),
+            Op::Reduce(op) => {
+                let axes = input(step, 1).map(|axes| self.numbers(axes));
+                match axes {
+                    Some(axes) if !axes.as_ref()?.is_empty() => {
+                        self.reduced(x, &axes?, op.keep_dims)
+                    }
+                    _ => op.noop_with_empty_axes.then(|| self.state(x)),
+                }
+            }
+            Op::Slice => {
+                let axes = match input(step, 3) {
+                    Some(axes) => self.numbers(axes)?,
+                    None => (0..self.numbers(input(step, 1)?)?.len() as i64).collect(),
+                };
+                self.reduced(x, &axes, true).filter(|_| self.others_free(step, 1))
+            }
+            Op::Pad { .. } => {
+                let (rows, rank) = (self.rows_of(x)?, self.rank(x)?);
+                let pads = self.numbers(input(step, 1)?)?;
+                let none = pads.get(rows) == Some(&0) && pads.get(rank + rows) == Some(&0);
+                let kept = none && input(step, 3).is_none() && self.others_free(step, 1);
+                kept.then(|| self.state(x))
+            }
+            Op::Gather { axis } => self.gathered(x, input(step, 1)?, *axis),
+            _ => None,
+        }
+    }
+
+    /// Operators that put dimensions elsewhere.
+    fn rearranged(&self, step: &Step, x: ValueId) -> Option<State> {
+        match &step.op {
+            Op::Shape { .. } | Op::Size => Some(State::Count),
+            Op::Transpose { perm } => {
+                let (rank, rows) = (self.rank(x)?, self.rows_of(x)?);
+                let at = match perm {
+                    Some(perm) => perm.iter().position(|from| *from == rows)?,
+                    None => rank - 1 - rows,
+                };
+                Some(State::Rows(at))
+            }
+            Op::Flatten { axis } => {
+                let kept = self.axis_or_end(x, *axis)? > 0 && self.state(x) == State::Rows(0);
+                kept.then_some(State::Rows(0))
+            }
+            Op::Squeeze | Op::Unsqueeze => {
+                let at = self.row_axis(first_output(step)?)??;
+                self.others_free(step, 1).then_some(State::Rows(at))
+            }
+            Op::Reshape { .. } => {
+                let at = self.row_axis(first_output(step)?)??;
+                let kept = self.state(x) == State::Rows(0) && at == 0 && self.no_rows(step, 1);
+                kept.then_some(State::Rows(0))
+            }
+            Op::Expand => {
+                let output = first_output(step)?;
+                let aligned = self.rows_of(x)? + self.rank(output)?.checked_sub(self.rank(x)?)?;
+                let kept = self.row_axis(output)? == Some(aligned) && self.no_rows(step, 1);
+                kept.then_some(State::Rows(aligned))
+            }
+            _ => None,
+        }
+    }
+
+    fn rows_of(&self, id: ValueId) -> Option<usize> {
+        match self.state(id) {
+            State::Rows(axis) => Some(axis),
+            _ => None,
+        }
+    }
+
+    /// `axis` of `id`, counted from the front.
+    fn axis(&self, id: ValueId, axis: i64) -> Option<usize> {
+        self.axis_or_end(id, axis).filter(|at| Some(*at) < self.rank(id))
+    }
+
+    fn axis_or_end(&self, id: ValueId, axis: i64) -> Option<usize> {
+        let rank = i64::try_from(self.rank(id)?).ok()?;
+        let at = if axis < 0 { axis + rank } else { axis };
+        usize::try_from(at).ok().filter(|_| at <= rank)
+    }
+
+    /// Whether inputs from `first` on are the same whatever comes in.
+    fn others_free(&self, step: &Step, first: usize) -> bool {
+        let others = step.inputs.iter().skip(first).flatten();
+        others.into_iter().all(|id| self.state(*id) == State::Free)
+    }
+
+    /// Whether inputs from `first` on hold no rows; they may depend on how many there are.
+    fn no_rows(&self, step: &Step, first: usize) -> bool {
+        let others = step.inputs.iter().skip(first).flatten();
+        others.into_iter().all(|id| self.rows_of(*id).is_none())
+    }
+
+    /// Whether `id` is free and does not tell apart what lies along the dimension `from_end`, counted from 1 at the end.
+    fn same_for_all(&self, id: ValueId, from_end: usize) -> bool {
+        let Some(dims) = self.dims(id) else { return false };
+        let at = dims.len().checked_sub(from_end).map(|at| &dims[at]);
+        self.state(id) == State::Free && matches!(at, None | Some(Dim::Fixed(1)))
+    }
+
+    fn reduced(&self, x: ValueId, axes: &[i64], keep_dims: bool) -> Option<State> {
+        let rows = self.rows_of(x)?;
+        let axes = axes.iter().map(|axis| self.axis(x, *axis)).collect::<Option<Vec<_>>>()?;
+        if axes.contains(&rows) {
+            return None;
+        }
+        let before = axes.iter().filter(|axis| **axis < rows).count();
+        Some(State::Rows(if keep_dims { rows } else { rows - before }))
+    }
+
+    fn broadcast(&self, step: &Step) -> Option<State> {
+        let operands: Vec<ValueId> = step.inputs.iter().flatten().copied().collect();
+        let mut from_end = None;
+        for id in &operands {
+            let State::Rows(axis) = self.state(*id) else { continue };
+            let at = self.rank(*id)? - axis;
+            if from_end.is_some_and(|other| other != at) {
+                return None;
+            }
+            from_end = Some(at);
+        }
+        let from_end = from_end?;
+        let fits = |id: &ValueId| self.rows_of(*id).is_some() || self.same_for_all(*id, from_end);
+        let rank = self.rank(first_output(step)?)?;
+        operands.iter().all(fits).then_some(State::Rows(rank.checked_sub(from_end)?))
+    }
+
+    fn product(&self, step: &Step, transpose_a: bool, transpose_b: bool) -> Option<State> {
+        let (a, b, output) = (input(step, 0)?, input(step, 1)?, first_output(step)?);
+        let place = |id: ValueId, transposed: bool| -> Option<Option<usize>> {
+            let rank = self.rank(id).filter(|rank| *rank >= 2)?;
+            match self.state(id) {
+                State::Free => Some(None),
+                State::Count => None,
+                State::Rows(axis) => Some(Some(match (rank - axis, transposed) {
+                    (1, true) => 2,
+                    (2, true) => 1,
+                    (at, _) => at,
+                })),
+            }
+        };
+        let at = match (place(a, transpose_a)?, place(b, transpose_b)?) {
+            (Some(at), Some(other)) if at == other && at >= 3 => at,
+            (Some(2), None) => 2,
+            (Some(at), None) if at >= 3 && self.same_for_all(b, at) => at,
+            (None, Some(1)) => 1,
+            (None, Some(at)) if at >= 3 && self.same_for_all(a, at) => at,
+            _ => return None,
+        };
+        let rank = self.rank(output)?;
+        let aligned = |id: ValueId| {
+            let rows =
+                self.rows_of(id).zip(self.rank(id)).is_some_and(|(axis, rank)| rank - axis == at);
+            rows || self.same_for_all(id, at)
+        };
+        [2, 3]
+            .into_iter()
+            .filter_map(|index| input(step, index))
+            .all(aligned)
+            .then_some(State::Rows(rank.checked_sub(at)?))
+    }
+
+    fn attention(&self, step: &Step) -> Option<State> {
+        let q = step.inputs.first().copied().flatten()?;
+        let at = self.rank(q)? - self.rows_of(q)?;
+        let aligned = |id: &ValueId| {
+            let rows = self.rows_of(*id).zip(self.rank(*id));
+            rows.is_some_and(|(axis, rank)| rank - axis == at) || self.same_for_all(*id, at)
+        };
+        (at >= 3 && step.inputs.iter().flatten().all(aligned)).then(|| self.state(q))
+    }
+
+    fn gathered(&self, x: ValueId, indices: ValueId, axis: i64) -> Option<State> {
+        let axis = self.axis(x, axis)?;
+        match (self.state(x), self.state(indices)) {
+            (State::Free, State::Rows(rows)) => Some(State::Rows(axis + rows)),
+            (State::Rows(rows), State::Free) if rows < axis => Some(State::Rows(rows)),
+            (State::Rows(rows), State::Free) if rows > axis => {
+                Some(State::Rows(rows + self.rank(indices)? - 1))
+            }
+            _ => None,
+        }
+    }
+}
+
+fn input(step: &Step, index: usize) -> Option<ValueId> {
+    step.inputs.get(index).copied().flatten()
+}
+
+fn first_output(step: &Step) -> Option<ValueId> {
+    step.outputs.iter().flatten().next().copied()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::{
+        Activation, Binary, Conv, MatMul, Padding, Reduce, ReduceKind, Softmax, SoftmaxKind, Unary,
+        Window,
+    };
+    use crate::{DataType, Tensor, ValueInfo};
+
+    /// Dimensions in words: `n,3,?`.
+    fn shape(text: &str) -> Option<Vec<Dim>> {
+        let dim = |word: &str| match (word, word.parse()) {
+            ("?", _) => Dim::Unknown,
+            (_, Ok(size)) => Dim::Fixed(size),
+            (name, _) => Dim::Symbol(name.to_string()),
+        };
+        Some(text.split(',').map(dim).collect())
+    }
+
+    #[derive(Default)]
+    struct Maker(LaunchPlan);
+
+    impl Maker {
+        fn value(&mut self, dims: &str) -> ValueId {
+            let (name, dtype) = (format!("v{}", self.0.values.len()), DataType::F32);
+            self.0.values.push(ValueInfo { name, dtype, shape: shape(dims) });
+            ValueId(self.0.values.len() as u32 - 1)
+        }
+
+        fn input(&mut self, dims: &str) -> ValueId {
+            let id = self.value(dims);
+            self.0.inputs.push(id);
+            id
+        }
+
+        fn constant(&mut self, dims: &str, numbers: Vec<i64>) -> ValueId {
+            let id = self.value(dims);
+            let tensor = Tensor::from_vec(vec![numbers.len()], numbers).expect("a vector");
+            self.0.constants.push((id, tensor));
+            id
+        }
+
+        fn step(&mut self, op: Op, inputs: &[ValueId], dims: &str) -> ValueId {
+            let output = self.value(dims);
+            let inputs = inputs.iter().copied().map(Some).collect();
+            let name = op.name().to_lowercase();
+            self.0.steps.push(Step {
+                name,
+                op,
+                inputs,
+                outputs: vec![Some(output)],
+                last_uses: vec![],
+            });
+            output
+        }
+
+        /// The step that mixes rows, by its name.
+        fn mixes(mut self, output: ValueId) -> Option<String> {
+            self.0.outputs = vec![output];
+            mixing_step(&self.0, "n").map(|step| step.name.clone())
+        }
+    }
+
+    fn after(op: Op, dims: &str, out: &str) -> Option<String> {
+        let mut maker = Maker::default();
+        let x = maker.input(dims);
+        let y = maker.step(op, &[x], out);
+        maker.mixes(y)
+    }
+
+    fn softmax(axis: i64) -> Op {
+        Op::Softmax(Softmax { kind: SoftmaxKind::Softmax, axis, flatten: false })
+    }
+
+    #[test]
+    fn the_batch_leads_every_input_and_output_and_nothing_else() {
+        let symbol = |input: &str, output: &str| {
+            let mut maker = Maker::default();
+            let x = maker.input(input);
+            let y = maker.step(Op::Unary(Unary::Abs), &[x], output);
+            maker.0.outputs = vec![y];
+            batch_symbol(&maker.0).map(str::to_string)
+        };
+        assert_eq!(symbol("n,3", "n,3"), Some("n".to_string()));
+        assert_eq!(symbol("n,3", "m,3"), None);
+        assert_eq!(symbol("n,3", "3,n"), None);
+        assert_eq!(symbol("n,n", "n"), None);
+        assert_eq!(symbol("n,3", "n,2*n"), None);
+        assert_eq!(symbol("1,3", "1,3"), None);
+    }
+
+    #[test]
+    fn a_network_of_images_keeps_rows_apart() {
+        let mut maker = Maker::default();
+        let x = maker.input("n,3,8,8");
+        let weight = maker.constant("4,3,3,3", vec![0]);
+        let window = Window {
+            kernel: vec![3; 2],
+            strides: vec![1; 2],
+            dilations: vec![],
+            padding: Padding::Explicit(vec![1; 4]),
+        };
+        let conv = Conv { window, groups: 1, activation: Activation::None };
+        let y = maker.step(Op::Conv(conv), &[x, weight], "n,4,8,8");
+        let y = maker.step(Op::Flatten { axis: 1 }, &[y], "n,256");
+        let weight = maker.constant("256,10", vec![0]);
+        let y = maker.step(Op::MatMul(MatMul::default()), &[y, weight], "n,10");
+        let bias = maker.constant("10", vec![0]);
+        let y = maker.step(Op::Binary(Binary::Add), &[y, bias], "n,10");
+        let y = maker.step(softmax(-1), &[y], "n,10");
+        assert_eq!(maker.mixes(y), None);
+    }
+
+    #[test]
+    fn tokens_may_be_rows_of_a_matrix_for_a_while() {
+        let mut maker = Maker::default();
+        let ids = maker.input("n,tokens");
+        let table = maker.constant("100,8", vec![0]);
+        let x = maker.step(Op::Gather { axis: 0 }, &[table, ids], "n,tokens,8");
+        let whole = maker.step(Op::Shape { start: 0, end: None }, &[x], "3");
+        let flat = maker.constant("2", vec![-1, 8]);
+        let y = maker.step(Op::Reshape { allow_zero: false }, &[x, flat], "n*tokens,8");
+        let weight = maker.constant("8,8", vec![0]);
+        let y = maker.step(Op::MatMul(MatMul::default()), &[y, weight], "n*tokens,8");
+        let y = maker.step(Op::Reshape { allow_zero: false }, &[y, whole], "n,tokens,8");
+        let y = maker.step(Op::Transpose { perm: Some(vec![0, 2, 1]) }, &[y], "n,8,tokens");
+        assert_eq!(maker.mixes(y), None);
+    }
+
+    #[test]
+    fn steps_over_rows_are_found() {
+        assert_eq!(after(softmax(1), "n,5", "n,5"), None);
+        assert_eq!(after(softmax(0), "n,5", "n,5").as_deref(), Some("softmax"));
+        let perm = Op::Transpose { perm: Some(vec![1, 0]) };
+        assert_eq!(
+            after(perm, "n,5", "5,n").as_deref(),
+            Some("transpose"),
+            "rows must come out first"
+        );
+        assert_eq!(after(Op::NonZero, "n,5", "2,?").as_deref(), Some("nonzero"));
+        assert!(after(Op::DynamicQuantizeLinear, "n,5", "n,5").is_some());
+        let reduce = |axes: Vec<i64>| {
+            let mut maker = Maker::default();
+            let x = maker.input("n,5,7");
+            let axes = maker.constant("1", axes);
+            let op =
+                Reduce { kind: ReduceKind::Mean, keep_dims: false, noop_with_empty_axes: false };
+            let mean = maker.step(Op::Reduce(op), &[x, axes], "n,5");
+            maker.mixes(mean)
+        };
+        assert_eq!(reduce(vec![-1]), None);
+        assert_eq!(reduce(vec![0]).as_deref(), Some("reducemean"));
+    }
+
+    #[test]
+    fn what_depends_on_the_number_of_rows_is_found() {
+        let mut maker = Maker::default();
+        let x = maker.input("n,5");
+        let count = maker.step(Op::Size, &[x], "1");
+        let y = maker.step(Op::Binary(Binary::Div), &[x, count], "n,5");
+        assert_eq!(maker.mixes(y).as_deref(), Some("div"));
+        let mut maker = Maker::default();
+        let x = maker.input("n,5");
+        let weight = maker.constant("5,n", vec![0]);
+        let product = maker.step(Op::MatMul(MatMul::default()), &[weight, x], "5,5");
+        assert_eq!(maker.mixes(product).as_deref(), Some("matmul"));
+    }
+}

@@ -1,0 +1,80 @@
+//! What batches were seen to cost.
+
+use base::Nanos;
+
+use crate::batching::BatchProfile;
+
+/// The weight of a new time beside what is known.
+const NEW: f64 = 1.0 / 8.0;
+
+/// Mean times by batch size, forgetting slowly.
+#[derive(Clone, Debug)]
+pub(super) struct Learned {
+    /// By batch size less one; zero where none was seen.
+    means: Vec<f64>,
+    profile: BatchProfile,
+}
+
+impl Learned {
+    /// Nothing seen of batches up to `batch_max`.
+    pub(super) fn new(batch_max: usize) -> Learned {
+        let means = vec![0.0; batch_max.max(1)];
+        let profile = BatchProfile::linear(Nanos::ZERO, Nanos(1), batch_max);
+        Learned { means, profile }
+    }
+
+    /// What is known, and for other sizes what lies between; beyond the largest, its time.
+    pub(super) fn profile(&self) -> &BatchProfile {
+        &self.profile
+    }
+
+    /// A batch of `rows` took `time`.
+    pub(super) fn record(&mut self, rows: usize, time: Nanos) {
+        let Some(mean) = rows.checked_sub(1).and_then(|index| self.means.get_mut(index)) else {
+            return;
+        };
+        let time = (time.0 as f64).max(1.0);
+        *mean = if *mean == 0.0 { time } else { *mean + (time - *mean) * NEW };
+        let known: Vec<(usize, f64)> =
+            self.means.iter().copied().enumerate().filter(|(_, mean)| *mean > 0.0).collect();
+        let at = |index: usize| {
+            let after = known.partition_point(|(size, _)| *size < index);
+            match (after.checked_sub(1).map(|before| known[before]), known.get(after)) {
+                (Some((low, short)), Some((high, long))) => {
+                    let share = (index - low) as f64 / (high - low) as f64;
+                    short + (long - short) * share
+                }
+                (None, Some((_, mean))) => *mean,
+                (Some((_, mean)), None) => mean,
+                (None, None) => 1.0,
+            }
+        };
+        let latencies = (0..self.means.len()).map(|index| Nanos(at(index) as u64)).collect();
+        if let Some(profile) = BatchProfile::from_latencies(latencies) {
+            self.profile = profile;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_lie_between_what_was_seen() {
+        let mut learned = Learned::new(8);
+        learned.record(1, Nanos(100));
+        assert_eq!(
+            learned.profile().latency(8),
+            Nanos(100),
+            "what was not seen costs nothing more"
+        );
+        learned.record(5, Nanos(500));
+        assert_eq!(learned.profile().latency(3), Nanos(300));
+        learned.record(9, Nanos(1));
+        learned.record(0, Nanos(1));
+        assert_eq!(learned.profile().latency(8), Nanos(500));
+        (0..100).for_each(|_| learned.record(5, Nanos(300)));
+        assert!(learned.profile().latency(5) < Nanos(310));
+    }
+}

@@ -1,0 +1,122 @@
+//! A model's settings as the batcher follows them.
+
+use base::Nanos;
+use model::config::{Batching, BatchingPolicy, CopyTime, ModelConfig};
+
+use super::Member;
+use crate::batching::{
+    Adaptive, AdaptiveOptions, Auto, BatchPolicy, BatchProfile, Deferred, EarlyDrop, Elastic,
+    LazyDrop, Waiting, Window,
+};
+
+/// Workers of policies that run batches of any size: one that computes and one to go on with.
+const SIDE_BY_SIDE: usize = 2;
+
+/// How requests of a model are put together.
+#[derive(Clone, Debug)]
+pub(in crate::node) struct Rules {
+    policy: BatchingPolicy,
+    /// The largest batch of each worker.
+    pub(in crate::node) workers: Vec<usize>,
+    /// Workers run no other batch than theirs.
+    pub(in crate::node) exact: bool,
+    pub(in crate::node) copy: CopyTime,
+    max_wait: Nanos,
+    objective: Option<Nanos>,
+}
+
+impl Rules {
+    /// Those of `config`; `None` when requests run one by one.
+    pub(in crate::node) fn of(config: &ModelConfig) -> Option<Rules> {
+        let Batching { policy, ref workers, max_batch, max_wait_us, copy } = config.batching;
+        if policy == BatchingPolicy::None {
+            return None;
+        }
+        let most = if max_batch == 0 { Batching::MAX_BATCH } else { max_batch };
+        let most = if config.max_batch_size == 0 { most } else { most.min(config.max_batch_size) };
+        let exact = policy == BatchingPolicy::Elastic;
+        let own: Vec<usize> = match policy {
+            BatchingPolicy::Elastic => Elastic::WORKERS.to_vec(),
+            BatchingPolicy::Auto => vec![most; SIDE_BY_SIDE],
+            _ => vec![most],
+        };
+        let workers = if workers.is_empty() { own } else { workers.clone() };
+        let workers: Vec<usize> = workers.into_iter().filter(|batch| *batch <= most).collect();
+        let workers = if workers.is_empty() { vec![most] } else { workers };
+        Some(Rules {
+            policy,
+            workers,
+            exact,
+            copy,
+            max_wait: Nanos::from_micros(max_wait_us),
+            objective: config.slo_ms.map(Nanos::from_millis),
+        })
+    }
+
+    /// The largest batch.
+    pub(in crate::node) fn batch_max(&self) -> usize {
+        self.workers.iter().copied().max().unwrap_or(1)
+    }
+
+    /// Numbers of rows the device is to be prepared for, each as often as workers may run it at once.
+    pub(in crate::node) fn batches(&self) -> Vec<usize> {
+        if self.exact {
+            return self.workers.clone();
+        }
+        let sizes = Auto::new(self.batch_max(), None, 1).sizes;
+        let each = |size: usize| std::iter::repeat_n(size, self.workers.len());
+        sizes.into_iter().flat_map(each).collect()
+    }
+
+    /// Whether a batch that starts late simply takes everybody: asking the policy twice would count twice.
+    pub(super) fn takes_all(&self) -> bool {
+        self.policy == BatchingPolicy::Adaptive
+    }
+
+    /// The largest batch that fits the objective by what is known.
+    fn limit(&self, profile: &BatchProfile) -> usize {
+        self.objective.map_or(usize::MAX, |objective| profile.batch_for_objective(objective))
+    }
+
+    /// A request as policies see it: due when its answer is of no more use, or when it was promised.
+    pub(super) fn seen<M>(&self, member: &Member<M>) -> Waiting {
+        let promised = self.objective.map_or(Nanos::MAX, |objective| member.arrived + objective);
+        Waiting { arrived: member.arrived, deadline: member.deadline.min(promised) }
+    }
+
+    /// A fresh policy.
+    pub(super) fn policy(&self, profile: &BatchProfile) -> Box<dyn BatchPolicy> {
+        let batch_max = self.batch_max();
+        match self.policy {
+            BatchingPolicy::Auto | BatchingPolicy::None => {
+                Box::new(Auto::new(batch_max, self.objective, self.workers.len()))
+            }
+            BatchingPolicy::Elastic => {
+                Box::new(Elastic { inferences_max: self.workers.iter().sum() })
+            }
+            BatchingPolicy::Adaptive => Box::new(Adaptive::new(AdaptiveOptions {
+                threshold_max: batch_max as f64,
+                batch_max,
+                adapt_quantum: true,
+                ..AdaptiveOptions::default()
+            })),
+            BatchingPolicy::Window => Box::new(Window { batch_max, wait_max: self.max_wait }),
+            BatchingPolicy::LazyDrop => Box::new(LazyDrop { batch_max }),
+            BatchingPolicy::EarlyDrop => Box::new(EarlyDrop { batch: self.session(profile) }),
+            BatchingPolicy::Deferred => {
+                Box::new(Deferred { batch: self.session(profile), margin: Nanos::ZERO })
+            }
+        }
+    }
+
+    /// Follows what was learned, where a policy goes by a batch of its session.
+    pub(super) fn refresh(&self, policy: &mut Box<dyn BatchPolicy>, profile: &BatchProfile) {
+        if matches!(self.policy, BatchingPolicy::EarlyDrop | BatchingPolicy::Deferred) {
+            *policy = self.policy(profile);
+        }
+    }
+
+    fn session(&self, profile: &BatchProfile) -> usize {
+        self.limit(profile).min(self.batch_max())
+    }
+}

@@ -1,0 +1,367 @@
+//! The batcher in virtual time under random loads, beside a checker that knows nothing of its insides.
+
+use std::collections::HashMap;
+
+use base::Random;
+use model::config::{Batching, BatchingPolicy, ModelConfig};
+
+use super::*;
+use crate::core::{Core, CoreOptions};
+
+/// What the checker knows of a request.
+#[derive(Clone, Debug)]
+struct Request {
+    key: GroupKey,
+    rows: usize,
+    arrived: Nanos,
+    deadline: Nanos,
+    boarded: Option<RequestId>,
+    ended: bool,
+}
+
+/// Follows every request from its arrival to its end.
+#[derive(Default)]
+struct Checker {
+    requests: Vec<Request>,
+    waiting: Vec<usize>,
+}
+
+impl Checker {
+    fn arrived(&mut self, key: GroupKey, rows: usize, arrived: Nanos, deadline: Nanos) {
+        self.waiting.push(self.requests.len());
+        self.requests.push(Request { key, rows, arrived, deadline, boarded: None, ended: false });
+    }
+
+    /// A batch started with these.
+    fn boarded(&mut self, now: Nanos, job: RequestId, members: &[usize], batch_max: usize) {
+        let first = self.requests[members[0]].clone();
+        let rows: usize = members.iter().map(|index| self.requests[*index].rows).sum();
+        assert!(rows <= batch_max || members.len() == 1, "{rows} rows of at most {batch_max}");
+        for (place, index) in members.iter().enumerate() {
+            let request = &mut self.requests[*index];
+            assert_eq!(request.key, first.key, "strangers in one batch");
+            assert!(!request.ended && request.boarded.is_none(), "request {index} runs twice");
+            assert!(request.deadline >= now, "request {index} is late already");
+            request.boarded = Some(job);
+            let at = self.waiting.iter().position(|other| other == index).expect("it waited");
+            self.waiting.remove(at);
+            assert!(!members[..place].contains(index));
+        }
+        // Nobody of the same group who goes first was left behind.
+        let last = &self.requests[*members.last().expect("somebody")];
+        let order = |request: &Request| match request.key.class {
+            Class::RealTime => (request.deadline, request.arrived),
+            Class::BestEffort => (Nanos::ZERO, request.arrived),
+        };
+        for index in &self.waiting {
+            let other = &self.requests[*index];
+            let overtaken = other.key == first.key && order(other) < order(last);
+            assert!(!overtaken, "request {index} was overtaken");
+        }
+    }
+
+    fn ended(&mut self, index: usize) {
+        let request = &mut self.requests[index];
+        assert!(!std::mem::replace(&mut request.ended, true), "request {index} ended twice");
+        self.waiting.retain(|other| *other != index);
+    }
+
+    fn finish(&self) {
+        let open = self.requests.iter().find(|request| !request.ended);
+        assert!(open.is_none(), "never answered: {open:?}");
+    }
+}
+
+/// A device of a few lanes in virtual time, in the core's place.
+struct World {
+    now: Nanos,
+    batcher: Batcher<usize>,
+    ids: Core,
+    checker: Checker,
+    random: Random,
+    lanes: usize,
+    tickets: VecDeque<RequestId>,
+    running: Vec<(Nanos, RequestId)>,
+    members: HashMap<usize, MemberId>,
+    batch_max: usize,
+    largest: usize,
+    batches: usize,
+}
+
+fn config(policy: BatchingPolicy, random: &mut Random) -> ModelConfig {
+    let slo = [None, Some(1), Some(3)][random.below(3) as usize];
+    let batching = Batching { policy, max_wait_us: 200, ..Batching::default() };
+    ModelConfig { slo_ms: slo, batching, queue_capacity: 64, ..ModelConfig::default() }
+}
+
+impl World {
+    fn new(policy: BatchingPolicy, seed: u64) -> World {
+        let mut random = Random::new(seed);
+        let rules = Rules::of(&config(policy, &mut random)).expect("it batches");
+        World {
+            now: Nanos(0),
+            batch_max: rules.batch_max(),
+            batcher: Batcher::new(rules, 64),
+            ids: Core::new(CoreOptions::default()),
+            checker: Checker::default(),
+            lanes: 1 + random.below(3) as usize,
+            random,
+            tickets: VecDeque::new(),
+            running: Vec::new(),
+            members: HashMap::new(),
+            largest: 0,
+            batches: 0,
+        }
+    }
+
+    /// What a batch takes: much at once, little for each more.
+    fn time(rows: usize) -> Nanos {
+        Nanos::from_micros(100 + 10 * rows as u64)
+    }
+
+    fn arrive(&mut self, groups: u64) {
+        let pick = self.random.below(groups);
+        let key = GroupKey {
+            class: if pick.is_multiple_of(2) { Class::RealTime } else { Class::BestEffort },
+            priority: 1 + (pick / 4) as u32,
+            sizes: vec![("tokens".to_string(), 8 + (pick / 2 % 2) as usize)],
+        };
+        let rows = if self.random.below(4) == 0 { 1 + self.random.below(5) as usize } else { 1 };
+        let deadline = match self.random.below(3) {
+            0 => self.now + Nanos::from_micros(self.random.below(2_000)),
+            _ => Nanos::MAX,
+        };
+        let index = self.checker.requests.len();
+        let ready = if self.random.below(8) == 0 { Some(vec![1, 2]) } else { None };
+        let before = self.checker.waiting.len();
+        match self.batcher.arrive(self.now, key.clone(), (rows, deadline), index, || ready) {
+            Ok(id) => {
+                assert!(before < 64, "more wait than may");
+                self.checker.arrived(key, rows, self.now, deadline);
+                self.members.insert(index, id);
+            }
+            Err((Refusal::Full, back)) => assert_eq!((back, before), (index, 64)),
+            Err((Refusal::Alone, _)) => panic!("there are few groups"),
+        }
+    }
+
+    fn end(&mut self, members: Vec<Member<usize>>) {
+        for member in members {
+            self.members.remove(&member.cargo);
+            self.checker.ended(member.cargo);
+        }
+    }
+
+    /// Carries out what the batcher wants, as a node does.
+    fn tend(&mut self) {
+        loop {
+            let (mut late, mut idle) = (Vec::new(), Vec::new());
+            self.batcher.expire(self.now, &mut late, &mut idle);
+            assert!(late.iter().all(|member| member.deadline <= self.now), "too early");
+            let mut given_up = Vec::new();
+            let wanted = self.batcher.decide(self.now, &mut given_up);
+            late.extend(given_up);
+            self.end(late);
+            let freed = !idle.is_empty();
+            self.cancel_jobs(idle);
+            if let Some(wanted) = wanted {
+                let job = self.ids.next_request_id().expect("few are under way");
+                self.batcher.asked(wanted.group, Some(job));
+                self.tickets.push_back(job);
+            }
+            let started = self.start_some();
+            if wanted.is_none() && !started && !freed {
+                return;
+            }
+        }
+    }
+
+    fn cancel_jobs(&mut self, idle: Vec<RequestId>) {
+        for job in idle {
+            self.tickets.retain(|other| *other != job);
+            self.running.retain(|(_, other)| *other != job);
+            match self.batcher.finish(self.now, job, false) {
+                Ended::Unstarted => {}
+                Ended::Started { members, .. } => assert!(members.is_empty()),
+            }
+        }
+    }
+
+    fn start_some(&mut self) -> bool {
+        let mut started = false;
+        while self.running.len() < self.lanes
+            && let Some(job) = self.tickets.pop_front()
+        {
+            started = true;
+            if self.random.below(200) == 0 {
+                let refused = self.batcher.refuse(job);
+                self.end(refused);
+                continue;
+            }
+            let boarded = self.batcher.start(self.now, job);
+            let members: Vec<usize> = self.batcher.riders(job).map(|m| m.cargo).collect();
+            let latest = members.iter().map(|m| self.checker.requests[*m].deadline).max();
+            assert_eq!(Some(boarded.deadline), latest, "a job lives as long as any member");
+            self.checker.boarded(self.now, job, &members, self.batch_max);
+            self.largest = self.largest.max(boarded.rows);
+            self.batches += 1;
+            self.running.push((self.now + World::time(boarded.rows), job));
+        }
+        started
+    }
+
+    fn complete(&mut self) {
+        let over = |(at, _): &(Nanos, RequestId)| *at <= self.now;
+        let Some(at) = self.running.iter().position(over) else { return };
+        let (_, job) = self.running.swap_remove(at);
+        match self.batcher.finish(self.now, job, true) {
+            Ended::Unstarted => panic!("a job that ran was never started"),
+            Ended::Started { members, .. } => self.end(members),
+        }
+    }
+
+    fn cancel_somebody(&mut self) {
+        let mut known: Vec<_> = self.members.iter().map(|(index, id)| (*index, *id)).collect();
+        known.sort_unstable();
+        if let Some((_, id)) = known.get(self.random.below(known.len().max(1) as u64) as usize) {
+            let mut idle = Vec::new();
+            let gone = self.batcher.take(*id, &mut idle).expect("it is under way");
+            self.end(vec![gone]);
+            self.cancel_jobs(idle);
+        }
+    }
+
+    /// The next thing that happens by itself.
+    fn next(&self) -> Option<Nanos> {
+        let ends = self.running.iter().map(|(at, _)| *at);
+        ends.chain(self.batcher.next_timer()).min()
+    }
+
+    fn run(&mut self, arrivals: usize, gap_us: f64, groups: u64) {
+        for _ in 0..arrivals {
+            let at = self.now + Nanos((self.random.exponential(gap_us * 1e3)) as u64);
+            self.advance(at);
+            self.arrive(groups);
+            if self.random.below(20) == 0 {
+                self.cancel_somebody();
+            }
+            self.tend();
+        }
+        self.advance(Nanos::MAX);
+        self.checker.finish();
+        assert_eq!((self.batcher.under_way(), self.batcher.jobs()), (0, 0));
+    }
+
+    fn advance(&mut self, until: Nanos) {
+        for _ in 0..1_000_000 {
+            let Some(next) = self.next().filter(|next| *next <= until) else {
+                if until < Nanos::MAX {
+                    self.now = until;
+                }
+                return;
+            };
+            self.now = self.now.max(next);
+            self.complete();
+            self.tend();
+        }
+        panic!("time does not go on");
+    }
+}
+
+const POLICIES: [BatchingPolicy; 7] = [
+    BatchingPolicy::Auto,
+    BatchingPolicy::Elastic,
+    BatchingPolicy::Adaptive,
+    BatchingPolicy::Window,
+    BatchingPolicy::EarlyDrop,
+    BatchingPolicy::LazyDrop,
+    BatchingPolicy::Deferred,
+];
+
+#[test]
+fn every_request_ends_once_in_order_and_among_its_own() {
+    for policy in POLICIES {
+        for seed in 1..=40 {
+            println!("{policy:?} with seed {seed}");
+            let mut world = World::new(policy, seed);
+            let gap = [5.0, 40.0, 400.0][seed as usize % 3];
+            world.run(400, gap, 1 + seed % 8);
+        }
+    }
+}
+
+#[test]
+fn batches_grow_with_the_load() {
+    for policy in POLICIES {
+        let run = |gap_us: f64| {
+            let mut world = World::new(policy, 4);
+            (world.lanes, world.random) = (1, Random::new(9));
+            world.run(500, gap_us, 1);
+            (world.largest, world.batches)
+        };
+        let ((slow, many), (fast, few)) = (run(5_000.0), run(8.0));
+        assert!(fast > slow, "{policy:?}: {slow} rows at most, then {fast}");
+        assert!(few < many, "{policy:?}: {many} batches, then {few}");
+    }
+}
+
+#[test]
+fn nobody_waits_while_the_device_has_room() {
+    for policy in [BatchingPolicy::Auto, BatchingPolicy::Elastic] {
+        let mut world = World::new(policy, 3);
+        world.lanes = 2;
+        for _ in 0..200 {
+            let at = world.now + Nanos::from_micros(30);
+            world.advance(at);
+            world.arrive(1);
+            world.tend();
+            let idle = world.running.len() < world.lanes;
+            assert!(!idle || world.checker.waiting.is_empty(), "{policy:?}");
+        }
+    }
+}
+
+#[test]
+fn who_comes_while_the_device_is_busy_still_gets_a_seat() {
+    let config = ModelConfig::default();
+    let mut batcher: Batcher<u32> = Batcher::new(Rules::of(&config).expect("auto"), 64);
+    let mut ids = Core::new(CoreOptions::default());
+    let key = GroupKey { class: Class::BestEffort, priority: 1, sizes: Vec::new() };
+    let arrive = |batcher: &mut Batcher<u32>, at: u64, cargo: u32| {
+        let taken = batcher.arrive(Nanos(at), key.clone(), (1, Nanos::MAX), cargo, || None);
+        taken.expect("there is room");
+    };
+    arrive(&mut batcher, 0, 0);
+    let wanted = batcher.decide(Nanos(0), &mut Vec::new()).expect("a batch");
+    let job = ids.next_request_id().expect("an id");
+    batcher.asked(wanted.group, Some(job));
+    for cargo in 1..4 {
+        arrive(&mut batcher, u64::from(cargo), cargo);
+    }
+    assert_eq!(batcher.decide(Nanos(4), &mut Vec::new()), None, "one job waits already");
+    assert_eq!(batcher.start(Nanos(9), job).rows, 4);
+    assert_eq!(batcher.riders(job).map(|m| m.cargo).collect::<Vec<_>>(), [0, 1, 2, 3]);
+}
+
+#[test]
+fn workers_above_what_is_prepared_are_not_used() {
+    let batching = Batching { policy: BatchingPolicy::Elastic, ..Batching::default() };
+    let config = ModelConfig { batching, ..ModelConfig::default() };
+    let mut batcher: Batcher<u32> = Batcher::new(Rules::of(&config).expect("elastic"), 64);
+    let mut ids = Core::new(CoreOptions::default());
+    let key = GroupKey { class: Class::RealTime, priority: 1, sizes: Vec::new() };
+    for cargo in 0..8 {
+        let ready = || Some(vec![1, 2]);
+        assert!(batcher.arrive(Nanos(0), key.clone(), (1, Nanos::MAX), cargo, ready).is_ok());
+    }
+    let mut start = |batcher: &mut Batcher<u32>| {
+        let wanted = batcher.decide(Nanos(0), &mut Vec::new())?;
+        let job = ids.next_request_id()?;
+        batcher.asked(wanted.group, Some(job));
+        Some(batcher.start(Nanos(0), job).rows)
+    };
+    assert_eq!(start(&mut batcher), Some(2));
+    batcher.set_ready(&[], Some(&[1, 2, 4]));
+    let rest: Vec<_> = std::iter::from_fn(|| start(&mut batcher)).collect();
+    assert_eq!(rest, [1, 1, 4]);
+}

@@ -1,0 +1,453 @@
+//! Batches in a node: from requests to jobs of the core and back.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Arc, Weak};
+
+use base::Nanos;
+use device::batch::{other_sizes, rows_of, split};
+use device::{DeviceError, Program, Staged};
+use model::config::{BatchingPolicy, Class, CopyTime, ModelConfig};
+use model::rows::{batch_symbol, mixing_step};
+use model::{LaunchPlan, Tensor};
+
+use super::batcher::{Batcher, Ended, GroupKey, Member, MemberId, Refusal, Rules, Wanted};
+use super::submission::Asked;
+use super::{
+    Due, Live, ModelKey, Rejection, Reply, ReplyFn, ReplyResult, Rider, Shared, State, Timing,
+    rejected,
+};
+use crate::core::{End, Event, ModelId, RequestId};
+
+/// Preparations of a device that wait to be done.
+const PREPARATIONS_MOST: usize = 256;
+
+/// A request that waits for a batch or rides on one.
+pub(super) struct Cargo {
+    staged: Option<Box<dyn Staged>>,
+    reply: ReplyFn,
+}
+
+pub(super) type ModelBatcher = Batcher<Cargo>;
+
+/// What a caller's thread needs to know of a batched model.
+#[derive(Clone)]
+pub(super) struct Intake {
+    symbol: Arc<str>,
+    copy: CopyTime,
+    rows_most: usize,
+    /// What the device is to be prepared for.
+    batches: Arc<[usize]>,
+}
+
+/// Batches of all models.
+#[derive(Default)]
+pub(super) struct Batches {
+    /// Models whose batcher is to be asked.
+    pub(super) due: Vec<ModelId>,
+    /// When batchers want to be asked.
+    timers: BTreeSet<(Nanos, ModelId)>,
+    /// Requests of batchers that are not answered.
+    pub(super) members: usize,
+}
+
+/// Batches the device is to be prepared for.
+struct Preparation {
+    model: ModelKey,
+    program: Arc<dyn Program>,
+    sizes: Vec<(String, usize)>,
+    batches: Vec<usize>,
+}
+
+/// Prepares devices beside the request's way.
+pub(super) struct Preparer {
+    sender: SyncSender<Preparation>,
+}
+
+impl Preparer {
+    pub(super) fn start(shared: Weak<Shared>) -> std::io::Result<Preparer> {
+        let (sender, receiver) = sync_channel::<Preparation>(PREPARATIONS_MOST);
+        std::thread::Builder::new().name("node-batches".to_string()).spawn(move || {
+            while let Ok(wanted) = receiver.recv() {
+                if let Err(err) = wanted.program.make_ready(&wanted.sizes, &wanted.batches) {
+                    tracing::warn!(batches = ?wanted.batches, "batches stay smaller: {err}");
+                }
+                let Some(shared) = shared.upgrade() else { return };
+                shared.prepared(&wanted);
+            }
+        })?;
+        Ok(Preparer { sender })
+    }
+
+    fn ask(&self, preparation: Preparation) {
+        if self.sender.try_send(preparation).is_err() {
+            tracing::warn!("too many models are being prepared: batches of one stay small");
+        }
+    }
+}
+
+/// A model's batcher, when its requests can be put together and its settings do not forbid it.
+pub(super) fn batcher_of(
+    plan: &LaunchPlan,
+    config: &ModelConfig,
+) -> Option<(ModelBatcher, Intake)> {
+    let rules = Rules::of(config)?;
+    let asked = config.batching.policy != BatchingPolicy::Auto;
+    let Some(symbol) = batch_symbol(plan) else {
+        if asked {
+            tracing::warn!(
+                "not batched: inputs and outputs do not all begin with the same open dimension"
+            );
+        }
+        return None;
+    };
+    // Whoever sets a policy says that rows are independent, as with every server that batches. Otherwise it must be seen.
+    if !asked && let Some(step) = mixing_step(plan, symbol) {
+        tracing::info!(
+            step = step.name,
+            op = step.op.name(),
+            "not batched: rows may depend on each other here; if they do not, set batching.policy"
+        );
+        return None;
+    }
+    let (symbol, copy) = (symbol.into(), rules.copy);
+    let (rows_most, batches) = (rules.batch_max(), rules.batches().into());
+    let intake = Intake { symbol, copy, rows_most, batches };
+    Some((Batcher::new(rules, config.queue_capacity), intake))
+}
+
+impl Intake {
+    /// Whether inputs can be part of a batch.
+    pub(super) fn takes(&self, inputs: &[Tensor]) -> bool {
+        (1..=self.rows_most).contains(&rows_of(inputs))
+    }
+}
+
+/// A request on its way into a batcher.
+pub(super) struct Incoming {
+    asked: Asked,
+    sizes: Vec<(String, usize)>,
+    staged: Box<dyn Staged>,
+}
+
+impl Incoming {
+    /// Stages `inputs`, which may take a while.
+    pub(super) fn stage(
+        program: &dyn Program,
+        intake: &Intake,
+        inputs: Vec<Tensor>,
+        asked: Asked,
+        soon: &mut dyn FnMut(),
+    ) -> Result<Incoming, DeviceError> {
+        let sizes = other_sizes(program.plan(), &intake.symbol, &inputs);
+        let staged = program.stage(inputs, intake.copy, soon)?;
+        Ok(Incoming { asked, sizes, staged })
+    }
+}
+
+/// What became of a request that wanted to be part of a batch.
+pub(super) enum Admission {
+    Member(MemberId),
+    Refused(ReplyFn, Rejection),
+    /// It can be in no batch, but on its own.
+    Alone(ReplyFn, Box<dyn Staged>),
+}
+
+impl Shared {
+    /// Puts a request into its model's batcher.
+    pub(super) fn admit(&self, state: &mut State, incoming: Incoming, reply: ReplyFn) -> Admission {
+        let Incoming { asked, sizes, staged } = incoming;
+        let Asked { model, class, priority, arrived, deadline } = asked;
+        let busy = state.core.under_way() + state.batches.members >= self.max_requests;
+        let Some(entry) = state.model_mut(model) else {
+            return Admission::Refused(reply, Rejection::NoSuchModel);
+        };
+        let capacity = if busy { self.max_requests } else { entry.queue_capacity };
+        let Some((batcher, intake)) = entry.batching.as_mut().filter(|_| !busy) else {
+            entry.stats.rejected += 1;
+            return Admission::Refused(reply, Rejection::QueueFull { capacity });
+        };
+        let (program, preparer) = (&entry.program, self.preparer.get());
+        let key = GroupKey { class, priority, sizes: sizes.clone() };
+        let wanted = &intake.batches;
+        let ready = || {
+            let ready = program.ready_batches(&sizes)?;
+            if let Some(preparer) = preparer.filter(|_| wanted.iter().any(|b| !ready.contains(b))) {
+                let (program, sizes, batches) = (program.clone(), sizes.clone(), wanted.to_vec());
+                preparer.ask(Preparation { model, program, sizes, batches });
+            }
+            Some(ready)
+        };
+        let cargo = Cargo { staged: Some(staged), reply };
+        let rows = cargo.staged.as_ref().map_or(1, |staged| staged.rows());
+        match batcher.arrive(arrived, key, (rows, deadline), cargo, ready) {
+            Ok(id) => {
+                state.batches.members += 1;
+                state.batches.due.push(ModelId(model.slot));
+                Admission::Member(id)
+            }
+            Err((Refusal::Alone, Cargo { staged: Some(staged), reply })) => {
+                Admission::Alone(reply, staged)
+            }
+            Err((_, Cargo { reply, .. })) => {
+                entry.stats.rejected += 1;
+                Admission::Refused(reply, Rejection::QueueFull { capacity })
+            }
+        }
+    }
+
+    /// Prepares a new model for its batches, as far as its sizes are known.
+    pub(super) fn prepare_batches(
+        &self,
+        model: ModelKey,
+        program: &Arc<dyn Program>,
+        batches: Vec<usize>,
+    ) {
+        if let (Some(_), Some(preparer)) = (program.ready_batches(&[]), self.preparer.get()) {
+            preparer.ask(Preparation {
+                model,
+                program: program.clone(),
+                sizes: Vec::new(),
+                batches,
+            });
+        }
+    }
+
+    fn prepared(&self, done: &Preparation) {
+        let ready = done.program.ready_batches(&done.sizes);
+        let mut state = self.lock();
+        let Some(entry) = state.model_mut(done.model) else { return };
+        if let Some((batcher, _)) = &mut entry.batching {
+            batcher.set_ready(&done.sizes, ready.as_deref());
+            state.batches.due.push(ModelId(done.model.slot));
+            self.run(state, VecDeque::new());
+        }
+    }
+
+    /// Gives up a request of a batch.
+    pub(super) fn cancel_member(&self, model: ModelKey, member: MemberId) {
+        let now = self.clock.now();
+        let mut state = self.lock();
+        let mut idle = Vec::new();
+        let batcher = state.model_mut(model).and_then(|entry| entry.batching.as_mut());
+        let Some(gone) = batcher.and_then(|(batcher, _)| batcher.take(member, &mut idle)) else {
+            return;
+        };
+        let id = ModelId(model.slot);
+        state.batches.due.push(id);
+        let due = state.answer(now, id, gone, Timing::default(), Err(Rejection::Cancelled));
+        let events = idle.into_iter().map(|request| Event::Cancel { request }).collect();
+        self.run(state, events);
+        (due.0)(due.1);
+    }
+
+    /// Asks the batchers that something happened to, and puts what they want into `events`.
+    pub(super) fn tend_batches(
+        &self,
+        state: &mut State,
+        events: &mut VecDeque<Event>,
+        due: &mut Vec<Due>,
+    ) {
+        let now = self.clock.now();
+        while let Some((at, model)) = state.batches.timers.first().copied() {
+            if at > now {
+                break;
+            }
+            state.batches.timers.pop_first();
+            if let Some(entry) = &mut state.models[model.0 as usize] {
+                entry.batch_timer = None;
+            }
+            state.batches.due.push(model);
+        }
+        while let Some(model) = state.batches.due.pop() {
+            self.tend(state, now, model, events, due);
+        }
+    }
+
+    fn tend(
+        &self,
+        state: &mut State,
+        now: Nanos,
+        model: ModelId,
+        events: &mut VecDeque<Event>,
+        due: &mut Vec<Due>,
+    ) {
+        let Some(Some(entry)) = state.models.get_mut(model.0 as usize) else { return };
+        let Some((batcher, _)) = &mut entry.batching else { return };
+        let (mut late, mut idle) = (Vec::new(), Vec::new());
+        batcher.expire(now, &mut late, &mut idle);
+        events.extend(idle.into_iter().map(|request| Event::Cancel { request }));
+        // Each group asks for one batch at a time: the next one when that has started.
+        let wanted: Vec<Wanted> = std::iter::from_fn(|| batcher.decide(now, &mut late)).collect();
+        let timer = batcher.next_timer();
+        if timer != entry.batch_timer {
+            if let Some(old) = entry.batch_timer {
+                state.batches.timers.remove(&(old, model));
+            }
+            entry.batch_timer = timer;
+            state.batches.timers.extend(timer.map(|at| (at, model)));
+        }
+        for member in late {
+            due.push(state.answer(
+                now,
+                model,
+                member,
+                Timing::default(),
+                Err(Rejection::DeadlineExceeded),
+            ));
+        }
+        for wanted in wanted {
+            self.ask_core(state, model, wanted, events);
+        }
+        state.retire(model, events);
+    }
+
+    fn ask_core(
+        &self,
+        state: &mut State,
+        model: ModelId,
+        wanted: Wanted,
+        events: &mut VecDeque<Event>,
+    ) {
+        let Wanted { group, class, priority, deadline } = wanted;
+        let job = state.core.next_request_id();
+        if let Some(entry) = &mut state.models[model.0 as usize]
+            && let Some((batcher, _)) = &mut entry.batching
+        {
+            batcher.asked(group, job);
+        }
+        let Some(request) = job else { return };
+        let timing = Timing { arrived: self.clock.now(), ..Timing::default() };
+        state.keep(request, Live::new(model, class, None, Rider::Batch, timing));
+        events.push_back(Event::Arrival { request, model, class, priority, deadline });
+    }
+
+    /// Makes the task of a batch that starts.
+    pub(super) fn board(
+        &self,
+        state: &mut State,
+        now: Nanos,
+        request: RequestId,
+        events: &mut VecDeque<Event>,
+    ) -> Result<(), DeviceError> {
+        let Some(live) = state.live(request) else { return Ok(()) };
+        let model = live.model;
+        if live.task.is_some() || !matches!(live.rider, Rider::Batch) || live.launched {
+            return Ok(());
+        }
+        state.batches.due.push(model);
+        let Some(entry) = &mut state.models[model.0 as usize] else { return Ok(()) };
+        let Some((batcher, _)) = &mut entry.batching else { return Ok(()) };
+        let boarded = batcher.start(now, request);
+        if boarded.rows == 0 {
+            return Err(DeviceError::BadPlan("a batch of nobody".to_string()));
+        }
+        let (rows, deadline) = (boarded.rows, boarded.deadline);
+        events.push_back(Event::Boarded { request, rows, deadline });
+        let staged = batcher.riders(request).filter_map(|member| member.cargo.staged.take());
+        let task = entry.program.gather(staged.collect())?;
+        if let Some(live) = state.live.get_mut(request.slot()).and_then(Option::as_mut) {
+            (live.task, live.rows) = (Some(task), rows);
+        }
+        Ok(())
+    }
+
+    /// Ends everybody who rides on a job of the core.
+    pub(super) fn end_batch(
+        &self,
+        state: &mut State,
+        now: Nanos,
+        (request, end): (RequestId, End),
+        live: Live,
+        due: &mut Vec<Due>,
+    ) {
+        let model = live.model;
+        state.batches.due.push(model);
+        let Some(entry) = &mut state.models[model.0 as usize] else { return };
+        let Some((batcher, _)) = &mut entry.batching else { return };
+        let refused = !matches!(end, End::Done | End::DeadlineExceeded | End::Cancelled);
+        if refused && !live.launched {
+            // The core does not take such a job: whoever waits for it would wait for ever.
+            let capacity = entry.queue_capacity;
+            let refused = batcher.refuse(request);
+            let failure = self.failure(state, model, end, None);
+            for member in refused {
+                let why = rejected(end, failure.clone(), capacity);
+                due.push(state.answer(now, model, member, Timing::default(), Err(why)));
+            }
+            return;
+        }
+        let plain = end == End::Done && live.timing.preemptions == 0;
+        let Ended::Started { members, all } = batcher.finish(now, request, plain) else { return };
+        if end == End::Done {
+            entry.stats.executions += 1;
+        }
+        let rows: Vec<usize> = all.iter().map(|(_, rows)| *rows).collect();
+        let outcome = match (end, live.outputs) {
+            (End::Done, Some(outputs)) => split(&outputs, &rows).map_err(Rejection::Device),
+            (end, _) => Err(rejected(end, live.failure, entry.queue_capacity)),
+        };
+        let mut outputs = match outcome {
+            Ok(outputs) => Ok(outputs.into_iter().map(Some).collect::<Vec<_>>()),
+            Err(why) => Err(why),
+        };
+        let mut first = true;
+        for member in members {
+            let place = all.iter().position(|(id, _)| *id == member.id());
+            let result = match &mut outputs {
+                Ok(outputs) => place.and_then(|place| outputs[place].take()).ok_or_else(|| {
+                    Rejection::Device(DeviceError::BadPlan("a request's rows are lost".to_string()))
+                }),
+                Err(why) => Err(why.clone()),
+            };
+            let result =
+                if member.deadline <= now { Err(Rejection::DeadlineExceeded) } else { result };
+            let leads = result.is_ok() && std::mem::take(&mut first);
+            let timing = Timing { first: leads, rows: live.rows, ..live.timing };
+            due.push(state.answer(now, model, member, timing, result));
+        }
+    }
+}
+
+impl State {
+    /// The reply of a request of a batch, counted.
+    fn answer(
+        &mut self,
+        now: Nanos,
+        model: ModelId,
+        member: Member<Cargo>,
+        job: Timing,
+        result: ReplyResult,
+    ) -> Due {
+        self.batches.members -= 1;
+        let timing = Timing { arrived: member.arrived, finished: now, ..job };
+        if let Some(entry) = &mut self.models[model.0 as usize] {
+            entry.stats.count(&result, &timing);
+        }
+        (member.cargo.reply, Reply { result, timing })
+    }
+
+    /// Tells the core what had to wait for the batcher to be empty: that the model goes, that the node drains.
+    fn retire(&mut self, model: ModelId, events: &mut VecDeque<Event>) {
+        let Some(entry) = &mut self.models[model.0 as usize] else { return };
+        let empty = entry.batching.as_ref().is_none_or(|(batcher, _)| batcher.under_way() == 0);
+        if entry.removed && empty && !std::mem::replace(&mut entry.removal_told, true) {
+            events.push_back(Event::ModelRemoved { model });
+        }
+        self.drain_if_empty(events);
+    }
+
+    pub(super) fn drain_if_empty(&mut self, events: &mut VecDeque<Event>) {
+        if self.draining
+            && self.batches.members == 0
+            && !std::mem::replace(&mut self.drain_told, true)
+        {
+            events.push_back(Event::Drain);
+        }
+    }
+
+    /// The earliest time that a batcher wants to be asked.
+    pub(super) fn batch_timer(&self) -> Option<Nanos> {
+        self.batches.timers.first().map(|(at, _)| *at)
+    }
+}

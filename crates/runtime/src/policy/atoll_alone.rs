@@ -1,0 +1,17 @@
+//! Atoll's own policy without padding.
+
+use super::{Atoll, Beside, Policy, Rules};
+
+/// As [`Atoll`], but nothing of best effort goes on beside real time.
+#[derive(Clone, Copy, Debug)]
+pub struct AtollAlone;
+
+impl Policy for AtollAlone {
+    fn name(&self) -> &'static str {
+        "atoll_alone"
+    }
+
+    fn rules(&self) -> Rules {
+        Rules { beside: Beside::Nothing, ..Atoll.rules() }
+    }
+}
