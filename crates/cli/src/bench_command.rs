@@ -12,8 +12,9 @@ use runtime::policy::NAMES;
 
 use crate::args::DeviceSettings;
 use crate::failure::Failure;
+use crate::frontend_bench::FrontendBenchArgs;
 use crate::sim_command::write;
-use crate::{disb_command, preempt_command};
+use crate::{disb_command, frontend_bench, preempt_command};
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct BenchArgs {
@@ -34,6 +35,8 @@ pub(crate) enum Which {
         #[arg(long)]
         json: bool,
     },
+    /// What a frontend adds to a request, against the same request sent to the backend
+    Frontend(FrontendBenchArgs),
     /// Batching policies: Nexus's drop curves and Ebird's step load
     Batching {
         /// Print as JSON
@@ -159,6 +162,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
         Which::Preempt(args) if args.device == "sim" => run_preemption(args.json.is_some()),
         Which::Preempt(args) => preempt_command::run(args),
         Which::Cluster { json } => run_cluster(*json),
+        Which::Frontend(args) => frontend_bench::run(args),
         Which::Batching { json } => run_batching(*json),
     }
 }

@@ -24,7 +24,7 @@ use crate::serve_command::{Stop, listen, start_node, tokio_runtime};
 use crate::{engine, serve_command};
 
 const MODEL: &str = "digits";
-const DIGITS_ONNX: &[u8] = include_bytes!("../../../assets/digits.onnx");
+pub(crate) const DIGITS_ONNX: &[u8] = include_bytes!("../../../assets/digits.onnx");
 const SAMPLES_JSON: &str = include_str!("../../../assets/digits_samples.json");
 const IMAGE_ELEMENTS: usize = 64;
 
