@@ -258,16 +258,16 @@ impl Soak {
         while self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok() {
             let model = &self.models[random.below(self.models.len() as u64) as usize];
             match random.below(100) {
-                0..88 => {
+                0..94 => {
                     let answer = model.ask(&self.service).await;
                     tally.wrong +=
                         u64::from(answer.as_ref().is_ok_and(|got| *got != model.expected));
                     tally.note("infer", answer.map(|_| ()));
                 }
-                88..95 => {
+                94..97 => {
                     tally.note("load", self.service.load_model(&model.name).await.map(|_| ()))
                 }
-                95..98 => tally.note("unload", self.service.unload_model(&model.name).await),
+                97..99 => tally.note("unload", self.service.unload_model(&model.name).await),
                 _ => {
                     let onnx = RawBytes::from_static(DIGITS_ONNX);
                     let number = random.below(REGISTERED);

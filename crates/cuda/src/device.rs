@@ -122,18 +122,21 @@ impl CudaDevice {
             },
         };
         let high = || Stream::new(&context, Priority::High);
+        let memory_stream = Arc::new(Stream::new(&context, Priority::Low)?);
+        let real_time = Arc::new(AtomicUsize::new(0));
         let hub = Hub {
             kernels: Kernels::new(context.clone(), nvrtc, cache),
             seats: Arc::new(Seats::new(Arc::new(high()?), options.polling.pause.is_zero())?),
             dispatcher: Dispatcher::default(),
             quiet: Arc::default(),
             best_effort: AtomicUsize::new(0),
-            memory_stream: Arc::new(Stream::new(&context, Priority::Low)?),
+            memory_stream: memory_stream.clone(),
             input_stream: Arc::new(high()?),
             capture_streams: Mutex::new([high()?, Stream::new(&context, Priority::Low)?]),
             timeline: Timeline::default(),
             tuning: RwLock::default(),
-            weights: Arc::new(WeightMemory::start(&context, options.weights_chunk_bytes)?),
+            weights: Arc::new(WeightMemory::start(&memory_stream, &real_time, &options)?),
+            real_time,
             spares: Mutex::default(),
             context,
             info,

@@ -33,6 +33,8 @@ pub(crate) struct Hub {
     pub(crate) quiet: Arc<Quiet>,
     /// Queues that run best-effort work.
     pub(crate) best_effort: AtomicUsize,
+    /// Real-time segments on the device: whoever makes calls that hold up others lets them pass.
+    pub(crate) real_time: Arc<AtomicUsize>,
     /// Orders allocations, frees and uploads.
     pub(crate) memory_stream: Arc<Stream>,
     /// Brings inputs to the device ahead of their batches.

@@ -57,10 +57,11 @@ pub(crate) struct Lowered {
     /// For each step, bytes of weights that must be there.
     needs: Vec<u64>,
     slabs: usize,
-    pub(crate) program: Arc<ProgramWeights>,
     /// Memory that waits for its next run, by the priority it was last used at: graphs are of one.
     instances: Mutex<[Vec<Instance>; 2]>,
     staging: Mutex<Vec<PinnedBuffer>>,
+    /// Let go of last: with a program's weights goes what the driver keeps of its runs.
+    pub(crate) program: Arc<ProgramWeights>,
 }
 
 impl Lowered {

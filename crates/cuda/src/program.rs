@@ -31,9 +31,10 @@ pub(crate) struct CudaProgram {
 pub(crate) struct Loaded {
     pub(crate) hub: Arc<Hub>,
     pub(crate) plan: Arc<LaunchPlan>,
-    weights: Arc<ProgramWeights>,
     /// Most recently used last.
     plans: Mutex<Vec<(Sizes, Arc<Lowered>)>>,
+    /// Behind the plans, so that their runs' memory is given back before.
+    weights: Arc<ProgramWeights>,
     /// One lowering at a time: whoever waits finds it done.
     lowering: Mutex<()>,
     /// Where inputs wait for their batch.

@@ -29,6 +29,9 @@ use catalogue::Catalogue;
 use loader::{LoadError, ModelLoader};
 use served::Served;
 
+/// How long unloading waits for memory to come back.
+const DISCARD_LIMIT: Duration = Duration::from_secs(10);
+
 /// The extensions of the protocol that this service does.
 pub const EXTENSIONS: [&str; 8] = [
     "classification",
@@ -319,6 +322,9 @@ impl Inner {
         if let Some(gone) = self.catalogue.begin_unload(&name)? {
             // Fires with an error when the model drops its end, which is the message.
             let _ = gone.await;
+            let node = self.node.clone();
+            // Its memory is on its way back; who asked to unload wants it back.
+            let _ = tokio::task::spawn_blocking(move || node.wait_discarded(DISCARD_LIMIT)).await;
         }
         self.catalogue.finish_unload(&name);
         tracing::info!(model = name, "model unloaded");

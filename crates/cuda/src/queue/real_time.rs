@@ -175,6 +175,9 @@ impl Shared {
                 running
             };
             let Some(running) = running else { continue };
+            if !matches!(running.progress, Progress::Left) {
+                self.hub.real_time.fetch_sub(1, Ordering::Relaxed);
+            }
             let busy = running.started.max(free_since).elapsed().into();
             free_since = Instant::now();
             self.complete(running, waited, busy);
@@ -240,6 +243,7 @@ impl Shared {
 
     fn start(&self, state: &mut State, mut segment: Segment) {
         let started = Instant::now();
+        self.hub.real_time.fetch_add(1, Ordering::Relaxed);
         let _call = (self.priority == Priority::High).then(|| self.hub.quiet.call());
         let progress = match self.enqueue(&mut segment, &mut state.marks) {
             Ok(progress) => progress,

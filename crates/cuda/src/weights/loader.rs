@@ -4,7 +4,7 @@
 //! copies run. Nobody reads through them, since an evicted program is not run before it is loaded again.
 
 use std::collections::VecDeque;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -13,15 +13,23 @@ use base::Bytes;
 use device::residency::{LoadProgress, LoadReport, MemoryUse};
 
 use super::arrival::{group_ends, group_of};
-use super::pieces::{Counts, Pieces, sizes};
+use super::pieces::{Counts, Pieces};
 use super::{Gate, Mapped, ProgramWeights, Slab};
-use crate::driver::{Context, Event, PinnedWord, Priority, Stream, granularity};
+use crate::device::CudaOptions;
+use crate::driver::{Context, Event, Piece, PinnedWord, Priority, Stream, granularity};
 use crate::error::CudaError;
 use crate::hub::Hub;
 use crate::queue::is_reached;
 
 /// Speed that is assumed until one was measured, in bytes per second.
 const SPEED_GUESS: f64 = 20e9;
+
+/// How long the thread looks for orders before it sleeps: waking it costs the load that comes next.
+const IDLE: Duration = Duration::from_millis(10);
+
+/// How long real time on the device is let pass before memory is mapped, which somebody waits for, and before it is unmapped.
+const MAP_WAIT: Duration = Duration::from_micros(300);
+const UNMAP_WAIT: Duration = Duration::from_millis(1);
 
 /// How long nothing may arrive before the driver is asked whether anything still will.
 const SILENCE: Duration = Duration::from_millis(100);
@@ -45,8 +53,13 @@ pub(super) enum Order {
 }
 
 impl WeightMemory {
-    /// Starts the thread. Copies are made of at most `chunk` bytes at once, so that other copies get their turn.
-    pub(crate) fn start(context: &Arc<Context>, chunk: u64) -> Result<WeightMemory, CudaError> {
+    /// Starts the thread, which lets real-time segments on the device pass before it makes calls that hold them up.
+    pub(crate) fn start(
+        memory_stream: &Arc<Stream>,
+        real_time: &Arc<AtomicUsize>,
+        options: &CudaOptions,
+    ) -> Result<WeightMemory, CudaError> {
+        let context = memory_stream.context();
         let granularity = granularity(context)?;
         let counts = Arc::new(Counts::default());
         // One order to load and one to evict of each program at most, but for one that is removed on its way.
@@ -55,13 +68,15 @@ impl WeightMemory {
             stream: Stream::new(context, Priority::Low)?,
             word: Arc::new(PinnedWord::new(context)?),
             marks: 0,
-            pieces: Pieces::new(context.clone(), granularity, counts.clone()),
+            pieces: Pieces::new(context.clone(), counts.clone()),
+            memory_stream: memory_stream.clone(),
+            real_time: real_time.clone(),
             retired: VecDeque::new(),
             arriving: VecDeque::new(),
             speed: SPEED_GUESS,
             free_since: Instant::now(),
             asked: Instant::now(),
-            chunk: chunk.max(granularity).next_multiple_of(granularity),
+            chunk: options.weights_chunk_bytes.max(granularity).next_multiple_of(granularity),
             context: context.clone(),
         };
         std::thread::Builder::new()
@@ -136,6 +151,10 @@ struct Loader {
     word: Arc<PinnedWord>,
     marks: u32,
     pieces: Pieces,
+    /// Where memory of runs is freed.
+    memory_stream: Arc<Stream>,
+    /// Real-time segments on the device.
+    real_time: Arc<AtomicUsize>,
     /// Addresses of evicted weights under which memory still lies.
     retired: VecDeque<(Weak<ProgramWeights>, Arc<Slab>)>,
     /// Oldest first, which is the order of their copies.
@@ -151,12 +170,17 @@ struct Loader {
 
 impl Loader {
     fn run(mut self, receiver: &Receiver<Order>) {
+        let mut idle_since = Instant::now();
         loop {
             let busy = !self.arriving.is_empty() || !self.retired.is_empty();
             let order = match receiver.try_recv() {
                 Ok(order) => Some(order),
                 Err(TryRecvError::Disconnected) => return self.close(),
                 Err(TryRecvError::Empty) if busy => None,
+                Err(TryRecvError::Empty) if idle_since.elapsed() < IDLE => {
+                    std::hint::spin_loop();
+                    continue;
+                }
                 Err(TryRecvError::Empty) => match receiver.recv() {
                     Ok(order) => Some(order),
                     Err(_) => return self.close(),
@@ -168,6 +192,15 @@ impl Loader {
                 Some(Order::Discard(mapped)) => self.discard(mapped),
                 None => self.look_after(),
             }
+            idle_since = Instant::now();
+        }
+    }
+
+    /// Waits for real time to leave the device, or a little: a call that maps or unmaps memory holds up calls that launch.
+    fn let_pass(&self, most: Duration) {
+        let since = Instant::now();
+        while self.real_time.load(Ordering::Relaxed) > 0 && since.elapsed() < most {
+            std::hint::spin_loop();
         }
     }
 
@@ -182,7 +215,10 @@ impl Loader {
             }
         }
         match self.retired.pop_front() {
-            Some((_, slab)) => self.unmap(&slab),
+            Some((_, slab)) => {
+                self.let_pass(UNMAP_WAIT);
+                self.unmap(&slab);
+            }
             // Waking up costs some tens of microseconds, which a load that is about to be told has not.
             None if due > Duration::from_millis(1) => {
                 std::thread::sleep(Duration::from_micros(100))
@@ -291,29 +327,25 @@ impl Loader {
         arrival: &mut Arrival,
     ) -> Result<(), CudaError> {
         weights.mapped().ranges.push(slab.clone());
-        let (mut mapped, mut copied) = (0, 0);
-        let sizes: Vec<u64> = sizes(slab.range.bytes(), self.pieces.small()).collect();
+        let retired = &mut self.retired;
+        let mut unmap = || {
+            for (_, slab) in retired.drain(..) {
+                slab.range.unmap(0, slab.range.bytes())?;
+            }
+            Ok(())
+        };
+        let pieces = self.pieces.take(slab.range.bytes(), &mut unmap)?;
+        let sizes: Vec<u64> = pieces.iter().map(Piece::bytes).collect();
+        let first = weights.mapped().pieces.len();
+        weights.mapped().pieces.extend(pieces);
+        let mut at = 0;
         for (number, size) in sizes.iter().enumerate() {
-            let retired = &mut self.retired;
-            let mut unmap = || {
-                for (_, slab) in retired.drain(..) {
-                    slab.range.unmap(0, slab.range.bytes())?;
-                }
-                Ok(())
-            };
-            for piece in self.pieces.take(*size, &mut unmap)? {
-                let put = slab.range.map(mapped, &piece);
-                mapped += piece.bytes();
-                weights.mapped().pieces.push(piece);
-                put?;
-            }
-            // The first piece is filled while the others are put in place.
-            if number == 0 || number + 1 == sizes.len() {
-                let opened = copied;
-                slab.range.open(opened, mapped - opened)?;
-                self.copy(slab, copied, mapped.min(slab.used), arrival)?;
-                copied = mapped;
-            }
+            self.let_pass(MAP_WAIT);
+            slab.range.map(at, &weights.mapped().pieces[first + number])?;
+            slab.range.open(at, *size)?;
+            // What lies here is filled while the next piece is put in place.
+            self.copy(slab, at, (at + size).min(slab.used), arrival)?;
+            at += size;
         }
         Ok(())
     }
@@ -458,7 +490,10 @@ impl Loader {
         self.pieces.discard(pieces);
         // What it had until it was evicted, unless others took it over.
         self.unmap_retired();
-        if let Err(err) = self.pieces.release(u64::MAX, &mut || Ok(())) {
+        let released = self.pieces.release(u64::MAX, &mut || Ok(()));
+        // Its runs' memory went before it, into the driver's pool.
+        let trimmed = self.memory_stream.synchronize().and_then(|()| self.context.trim());
+        if let Err(err) = released.and(trimmed) {
             tracing::error!("memory is not given back: {err}");
         }
     }

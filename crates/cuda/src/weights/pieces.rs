@@ -1,4 +1,7 @@
-//! Device memory in pieces of two sizes, kept when weights leave so that the next ones find them.
+//! Device memory in pieces, kept when weights leave so that the next ones find them.
+//!
+//! A model's weights lie in one piece where that can be: each piece more is a call more when they come and when they go, and such
+//! calls hold up others. Models of other sizes are put together of what is there.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,9 +9,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::driver::{Context, Piece};
 use crate::error::CudaError;
 
-/// The large size. Fewer pieces mean fewer calls when weights come and go; the rest is made of pieces as small as the driver
-/// has them, so that no more is taken than needed.
-const LARGE: u64 = 16 << 20;
+/// Kept pieces that are put together for one slab; more calls than that cost more than a new piece.
+const TOGETHER_MOST: usize = 6;
+
+/// The largest piece that is made: copies begin when the first one is in place.
+const LARGEST: u64 = 256 << 20;
 
 /// How many bytes are in use and kept, for whoever asks.
 #[derive(Default)]
@@ -22,64 +27,65 @@ pub(crate) struct Counts {
 /// Pieces nobody uses.
 pub(crate) struct Pieces {
     context: Arc<Context>,
-    small: u64,
-    free_large: Vec<Piece>,
-    free_small: Vec<Piece>,
+    /// Smallest first.
+    free: Vec<Piece>,
     counts: Arc<Counts>,
 }
 
-/// How `bytes`, a multiple of `small`, are put together: large pieces first.
-pub(crate) fn sizes(bytes: u64, small: u64) -> impl Iterator<Item = u64> {
-    let large = if LARGE.is_multiple_of(small) { bytes / LARGE } else { 0 };
-    let rest = (bytes - large * LARGE) / small;
-    std::iter::repeat_n(LARGE, large as usize).chain(std::iter::repeat_n(small, rest as usize))
+/// Which of `kept` sizes, smallest first, go into `bytes`: the one that fills it, or large ones as long as they fit. Positions from
+/// the last to the first, and the bytes that are left over.
+fn choose(kept: &[u64], bytes: u64) -> (Vec<usize>, u64) {
+    let (mut chosen, mut left) = (Vec::new(), bytes);
+    for (at, size) in kept.iter().enumerate().rev() {
+        if *size <= left && chosen.len() < TOGETHER_MOST {
+            chosen.push(at);
+            left -= size;
+        }
+    }
+    (chosen, left)
+}
+
+/// Sizes of new pieces for `bytes`.
+fn new_sizes(bytes: u64) -> impl Iterator<Item = u64> {
+    let rest = bytes % LARGEST;
+    let whole = std::iter::repeat_n(LARGEST, (bytes / LARGEST) as usize);
+    whole.chain((rest > 0).then_some(rest))
 }
 
 impl Pieces {
-    pub(crate) fn new(context: Arc<Context>, small: u64, counts: Arc<Counts>) -> Pieces {
-        Pieces { context, small, free_large: Vec::new(), free_small: Vec::new(), counts }
-    }
-
-    pub(crate) fn small(&self) -> u64 {
-        self.small
-    }
-
-    fn kept(&self) -> u64 {
-        (self.free_large.len() as u64) * LARGE + self.free_small.len() as u64 * self.small
+    pub(crate) fn new(context: Arc<Context>, counts: Arc<Counts>) -> Pieces {
+        Pieces { context, free: Vec::new(), counts }
     }
 
     fn count(&self) {
-        self.counts.kept.store(self.kept(), Ordering::Relaxed);
+        let kept = self.free.iter().map(Piece::bytes).sum();
+        self.counts.kept.store(kept, Ordering::Relaxed);
     }
 
-    /// Pieces of `bytes` together, one of [`sizes`]: kept ones as they are or small ones for a large one.
-    /// `None` when a new one must be made.
-    fn reuse(&mut self, bytes: u64) -> Option<Vec<Piece>> {
-        if bytes == self.small {
-            return self.free_small.pop().map(|piece| vec![piece]);
-        }
-        if let Some(piece) = self.free_large.pop() {
-            return Some(vec![piece]);
-        }
-        let count = (bytes / self.small) as usize;
-        (self.free_small.len() >= count)
-            .then(|| self.free_small.split_off(self.free_small.len() - count))
-    }
-
-    /// Memory of `bytes`, one of [`sizes`]. `unmap` is called before kept pieces go back to the driver, which frees none that is
-    /// mapped somewhere. No more is held than before where kept pieces could go instead.
+    /// Memory of `bytes`, in whole pages. `unmap` is called before kept pieces go back to the driver, which frees none that is mapped
+    /// somewhere. No more is held than before where kept pieces could go instead.
     pub(crate) fn take(
         &mut self,
         bytes: u64,
         unmap: &mut dyn FnMut() -> Result<(), CudaError>,
     ) -> Result<Vec<Piece>, CudaError> {
-        let pieces = match self.reuse(bytes) {
-            Some(pieces) => pieces,
-            None => {
-                self.release(bytes, unmap)?;
-                vec![Piece::new(&self.context, bytes)?]
+        let kept: Vec<u64> = self.free.iter().map(Piece::bytes).collect();
+        let (chosen, left) = choose(&kept, bytes);
+        let mut pieces: Vec<Piece> = chosen.into_iter().map(|at| self.free.remove(at)).collect();
+        if left > 0 {
+            let made = self.release(left, unmap).and_then(|()| {
+                new_sizes(left)
+                    .map(|size| Piece::new(&self.context, size))
+                    .collect::<Result<Vec<_>, _>>()
+            });
+            match made {
+                Ok(made) => pieces.extend(made),
+                Err(err) => {
+                    self.keep(pieces);
+                    return Err(err);
+                }
             }
-        };
+        }
         let used = self.counts.used.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.counts.most_used.fetch_max(used, Ordering::Relaxed);
         self.count();
@@ -94,9 +100,7 @@ impl Pieces {
     ) -> Result<(), CudaError> {
         let mut released = 0;
         while released < bytes {
-            let Some(piece) = self.free_small.pop().or_else(|| self.free_large.pop()) else {
-                break;
-            };
+            let Some(piece) = self.free.pop() else { break };
             if released == 0 {
                 unmap()?;
             }
@@ -106,41 +110,60 @@ impl Pieces {
         Ok(())
     }
 
-    /// Takes pieces back, to keep them.
-    pub(crate) fn give(&mut self, pieces: impl IntoIterator<Item = Piece>) {
-        for piece in pieces {
-            self.counts.used.fetch_sub(piece.bytes(), Ordering::Relaxed);
-            match piece.bytes() == self.small {
-                true => self.free_small.push(piece),
-                false => self.free_large.push(piece),
-            }
-        }
+    fn keep(&mut self, pieces: impl IntoIterator<Item = Piece>) {
+        self.free.extend(pieces);
+        self.free.sort_by_key(Piece::bytes);
         self.count();
     }
 
+    /// Takes pieces back, to keep them.
+    pub(crate) fn give(&mut self, pieces: Vec<Piece>) {
+        let bytes: u64 = pieces.iter().map(Piece::bytes).sum();
+        self.counts.used.fetch_sub(bytes, Ordering::Relaxed);
+        self.keep(pieces);
+    }
+
     /// Takes pieces back that are not mapped anywhere, and gives them to the driver.
-    pub(crate) fn discard(&mut self, pieces: impl IntoIterator<Item = Piece>) {
-        for piece in pieces {
-            self.counts.used.fetch_sub(piece.bytes(), Ordering::Relaxed);
-        }
+    pub(crate) fn discard(&mut self, pieces: Vec<Piece>) {
+        let bytes: u64 = pieces.iter().map(Piece::bytes).sum();
+        self.counts.used.fetch_sub(bytes, Ordering::Relaxed);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use base::Random;
 
     #[test]
-    fn pieces_are_exactly_what_is_needed() {
-        let small = 2 << 20;
-        for count in [0, 1, 7, 8, 9, 25, 512] {
-            let bytes = count * small;
-            let all: Vec<u64> = sizes(bytes, small).collect();
-            assert_eq!(all.iter().sum::<u64>(), bytes);
-            assert!(all.len() as u64 <= bytes / LARGE + LARGE / small);
-            assert!(all.is_sorted_by(|a, b| a >= b), "large ones first");
+    fn a_piece_of_the_same_size_is_taken_alone() {
+        assert_eq!(choose(&[2, 10, 50, 50, 60], 50), (vec![3], 0));
+        assert_eq!(choose(&[], 50), (vec![], 50));
+        assert_eq!(choose(&[60], 50), (vec![], 50), "larger ones are of no use");
+    }
+
+    #[test]
+    fn what_is_chosen_fits_and_is_not_too_much_in_parts() {
+        let mut random = Random::new(3);
+        for _ in 0..1000 {
+            let mut kept: Vec<u64> = (0..random.below(20)).map(|_| 2 + random.below(40)).collect();
+            kept.sort_unstable();
+            let bytes = 1 + random.below(200);
+            let (chosen, left) = choose(&kept, bytes);
+            let sum: u64 = chosen.iter().map(|at| kept[*at]).sum();
+            assert_eq!(sum + left, bytes);
+            assert!(chosen.len() <= TOGETHER_MOST && chosen.is_sorted_by(|a, b| a > b));
+            if kept.contains(&bytes) {
+                assert_eq!((chosen.len(), left), (1, 0));
+            }
         }
-        // A driver whose pieces do not divide ours gets its own size only.
-        assert!(sizes(9 * (3 << 20), 3 << 20).all(|size| size == 3 << 20));
+    }
+
+    #[test]
+    fn new_pieces_are_exactly_what_is_needed() {
+        for bytes in [0, 1, LARGEST - 1, LARGEST, 5 * LARGEST + 7] {
+            assert_eq!(new_sizes(bytes).sum::<u64>(), bytes);
+            assert!(new_sizes(bytes).all(|size| size > 0 && size <= LARGEST));
+        }
     }
 }

@@ -1,7 +1,8 @@
 //! Weights that come and go: what the core decides about memory, carried out by the device.
 
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use base::{Bytes, Histogram, Nanos};
 use device::residency::{LoadProgress, MemoryUse, Residency};
@@ -108,6 +109,11 @@ impl Node {
         if state.model(model).is_some_and(|entry| entry.weights.is_some()) {
             self.shared.step(state, Event::Preload { model: ModelId(model.slot) });
         }
+    }
+
+    /// Waits until everything that was removed and has no request under way is taken apart; `false` after `limit`.
+    pub fn wait_discarded(&self, limit: Duration) -> bool {
+        self.shared.discard.wait(limit)
     }
 
     /// Memory that `model` holds on the device now.
@@ -217,22 +223,59 @@ impl Shared {
     }
 }
 
-/// Takes programs apart where nobody waits for it: that frees memory, which may take its time.
-pub(super) struct Discard(SyncSender<Arc<dyn Program>>);
+/// Takes programs apart on a thread of its own: that frees memory, which may take its time.
+pub(super) struct Discard {
+    programs: SyncSender<Arc<dyn Program>>,
+    pending: Arc<Pending>,
+}
+
+/// Programs that are not yet taken apart.
+#[derive(Default)]
+struct Pending {
+    count: Mutex<usize>,
+    none: Condvar,
+}
+
+impl Pending {
+    fn lock(&self) -> MutexGuard<'_, usize> {
+        self.count.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn finish(&self, program: Arc<dyn Program>) {
+        drop(program);
+        let mut count = self.lock();
+        *count -= 1;
+        if *count == 0 {
+            self.none.notify_all();
+        }
+    }
+}
 
 impl Discard {
     /// Starts its thread, which ends with the last program after this is dropped.
     pub(super) fn start() -> std::io::Result<Discard> {
-        let (sender, receiver): (_, Receiver<Arc<dyn Program>>) = sync_channel(DISCARDED_MOST);
+        let (programs, receiver): (_, Receiver<Arc<dyn Program>>) = sync_channel(DISCARDED_MOST);
+        let pending = Arc::new(Pending::default());
+        let theirs = pending.clone();
         std::thread::Builder::new()
             .name("node-discard".to_string())
-            .spawn(move || receiver.iter().for_each(drop))?;
-        Ok(Discard(sender))
+            .spawn(move || receiver.iter().for_each(|program| theirs.finish(program)))?;
+        Ok(Discard { programs, pending })
     }
 
     pub(super) fn discard(&self, program: Arc<dyn Program>) {
-        // A full channel gives it back, and it is dropped here.
-        let _ = self.0.try_send(program);
+        *self.pending.lock() += 1;
+        if let Err(TrySendError::Full(program) | TrySendError::Disconnected(program)) =
+            self.programs.try_send(program)
+        {
+            self.pending.finish(program);
+        }
+    }
+
+    fn wait(&self, limit: Duration) -> bool {
+        let waiting =
+            self.pending.none.wait_timeout_while(self.pending.lock(), limit, |count| *count > 0);
+        *waiting.unwrap_or_else(PoisonError::into_inner).0 == 0
     }
 }
 

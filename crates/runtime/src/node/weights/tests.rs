@@ -4,9 +4,9 @@ use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use base::{Bytes, MonotonicClock, Nanos, Random};
+use base::{Bytes, Clock, MonotonicClock, Nanos, Random};
 use device::paged::{Paged, PagedOptions};
 use device::{
     Completion, CompletionSink, Device, DeviceError, DeviceInfo, Outcome, PreemptionLevel, Program,
@@ -21,6 +21,9 @@ use crate::node::{ModelKey, Node, NodeOptions, Observer, Rejection, Request};
 const STEPS: usize = 4;
 const STEP: Duration = Duration::from_micros(50);
 const MIB: u64 = 1 << 20;
+
+/// How long anything may take.
+const LIMIT: Nanos = Nanos::from_millis(10_000);
 
 /// A device that sleeps.
 struct Sleeper(DeviceInfo);
@@ -61,9 +64,10 @@ impl Device for Sleeper {
 }
 
 fn work(queue: u32, segments: &Receiver<Segment>, told: &AtomicU64, sink: &dyn CompletionSink) {
+    let clock = MonotonicClock::new();
     let mut heard = 0;
     for Segment { token, mut task, steps } in segments {
-        let began = Instant::now();
+        let began = clock.now();
         let own = task.as_any_mut().downcast_mut::<SleeperTask>().expect("a task of this device");
         let mut outcome = Outcome::Done;
         while own.0 < steps.end {
@@ -76,7 +80,7 @@ fn work(queue: u32, segments: &Receiver<Segment>, told: &AtomicU64, sink: &dyn C
             std::thread::sleep(STEP);
             own.0 += 1;
         }
-        let busy = Nanos(began.elapsed().as_nanos() as u64);
+        let busy = clock.now() - began;
         sink.complete(Completion { queue, token, task, outcome, busy });
     }
 }
@@ -210,10 +214,10 @@ impl Scene {
         for model in models {
             self.node.remove_model(*model);
         }
-        let since = Instant::now();
+        let clock = MonotonicClock::new();
         let used = || self.device.memory_use().unwrap().weights;
         while used() > Bytes(0) || self.node.memory().held > Bytes(0) {
-            assert!(since.elapsed() < Duration::from_secs(10), "{} are still there", used());
+            assert!(clock.now() < LIMIT, "{} are still there", used());
             std::thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(self.device.violations(), 0);
@@ -293,9 +297,9 @@ fn preloading_stops_when_memory_is_full() {
     let scene = Scene::new(40, 64, PreemptionLevel::BetweenLaunches, 2);
     let models: Vec<ModelKey> = (0..6).map(|_| scene.add(12, &ModelConfig::default())).collect();
     models.iter().for_each(|model| scene.node.preload(*model));
-    let since = Instant::now();
+    let clock = MonotonicClock::new();
     while !models[..3].iter().all(|model| scene.node.is_resident(*model)) {
-        assert!(since.elapsed() < Duration::from_secs(10));
+        assert!(clock.now() < LIMIT, "they are not loaded");
         std::thread::sleep(Duration::from_millis(1));
     }
     assert!(!models[3..].iter().any(|model| scene.node.is_resident(*model)));
