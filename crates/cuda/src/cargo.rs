@@ -38,14 +38,14 @@ impl Staged for CudaStaged {
 
 /// What a device's own staging is, whichever way it was done.
 pub(crate) enum Unstaged {
-    Own(Box<CudaStaged>),
+    Own(CudaStaged),
     Plain(Vec<Tensor>),
 }
 
 pub(crate) fn unstage(staged: Box<dyn Staged>) -> Result<Unstaged, DeviceError> {
     let other = |_| DeviceError::BadPlan("staged inputs belong to another device".to_string());
     match staged.into_any().downcast::<CudaStaged>() {
-        Ok(own) => Ok(Unstaged::Own(own)),
+        Ok(own) => Ok(Unstaged::Own(*own)),
         Err(staged) => {
             let host = staged.downcast::<HostStaged>().map_err(other)?;
             Ok(Unstaged::Plain(host.into_inputs()))
@@ -88,7 +88,7 @@ impl Cargo {
     pub(crate) fn new(
         lowered: &Lowered,
         plan_rows: usize,
-        requests: Vec<Box<CudaStaged>>,
+        requests: Vec<CudaStaged>,
         staging: &mut PinnedBuffer,
     ) -> Result<Cargo, DeviceError> {
         let mut cargo = Cargo { parts: Vec::new(), rows: 0, plan_rows, berths: Vec::new() };
