@@ -17,7 +17,8 @@ pub mod trace;
 pub use error::{ApiError, ErrorKind};
 pub use infer::{InferOptions, InferRequest, InferResponse, Inputs, NamedTensor, RequestedOutput};
 pub use metadata::{
-    IndexEntry, ModelMetadata, ModelState, ModelStatistics, ServerMetadata, TensorMetadata,
+    IndexEntry, ModelMetadata, ModelState, ModelStatistics, QueryMetadata, QueryStageMetadata,
+    ServerMetadata, TensorMetadata,
 };
 pub use parameters::ParameterValue;
 pub use service::{

@@ -149,3 +149,51 @@ pub struct StatisticsResponse {
     /// One entry per model and version.
     pub model_stats: Vec<ModelStatistics>,
 }
+
+/// A stage of a query.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct QueryStageMetadata {
+    /// Its name.
+    pub name: String,
+    /// Its model.
+    pub model: String,
+    /// Whether somebody answers for the model.
+    pub ready: bool,
+    /// Its part of the objective in milliseconds, once that is decided.
+    pub budget_ms: Option<f64>,
+    /// Requests that a question makes of it.
+    pub fan_out: Option<f64>,
+    /// 99 of 100 recent questions spent at most this there, in milliseconds.
+    pub p99_ms: f64,
+}
+
+/// A query: models that feed each other, under one objective.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct QueryMetadata {
+    /// Its name.
+    pub name: String,
+    /// Its objective in milliseconds.
+    pub slo_ms: f64,
+    /// What it takes.
+    pub inputs: Vec<String>,
+    /// What it answers.
+    pub outputs: Vec<String>,
+    /// Its stages.
+    pub stages: Vec<QueryStageMetadata>,
+    /// Why the objective is only divided evenly, where that is so.
+    pub even_because: Option<String>,
+    /// Whether the split is proven best.
+    pub exact: bool,
+    /// Questions that came here.
+    pub requests: u64,
+    /// Questions answered.
+    pub answered: u64,
+    /// Of those, after the objective.
+    pub late: u64,
+    /// Questions refused or given up.
+    pub refused: u64,
+    /// 99 of 100 recent answers took at most this, in milliseconds.
+    pub p99_ms: f64,
+    /// Of that, outside of models.
+    pub between_p99_ms: f64,
+}

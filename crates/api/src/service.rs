@@ -8,9 +8,11 @@ use bytes::Bytes;
 use model::config::{Class, Preprocessing};
 use serde::Serialize;
 
-use crate::error::{ApiError, ApiResult};
+use crate::error::{ApiError, ApiResult, ErrorKind};
 use crate::infer::{InferRequest, InferResponse};
-use crate::metadata::{IndexEntry, ModelMetadata, ModelState, ModelStatistics, ServerMetadata};
+use crate::metadata::{
+    IndexEntry, ModelMetadata, ModelState, ModelStatistics, QueryMetadata, ServerMetadata,
+};
 use crate::proto;
 use crate::trace::TraceContext;
 
@@ -125,6 +127,12 @@ pub struct Classification {
 /// What a service call returns: a future that may be dropped, which gives the work up.
 pub type ServiceFuture<'a, T> = Pin<Box<dyn Future<Output = ApiResult<T>> + Send + 'a>>;
 
+/// The answer of a service that walks no stages.
+fn no_queries<'a, T: Send + 'a>() -> ServiceFuture<'a, T> {
+    let why = "queries are answered by frontends: start with atoll serve --cluster, or atoll cluster frontend";
+    Box::pin(std::future::ready(Err(ApiError::new(ErrorKind::Unsupported, why))))
+}
+
 /// Everything REST and gRPC offer.
 pub trait InferenceService: Send + Sync + 'static {
     /// Name, version and the extensions that work.
@@ -174,6 +182,40 @@ pub trait InferenceService: Send + Sync + 'static {
         request: ClassifyRequest,
         context: RequestContext,
     ) -> ServiceFuture<'_, Classification>;
+
+    /// Runs the models of a query once, one stage after another. Dropping the future gives the question up.
+    fn query_infer<'a>(
+        &'a self,
+        _query: &'a str,
+        _request: InferRequest,
+        _context: RequestContext,
+    ) -> ServiceFuture<'a, InferResponse> {
+        no_queries()
+    }
+
+    /// All queries.
+    fn queries(&self) -> ServiceFuture<'_, Vec<QueryMetadata>> {
+        no_queries()
+    }
+
+    /// One query: its stages, how its objective is split, what was seen of it.
+    fn query<'a>(&'a self, _query: &'a str) -> ServiceFuture<'a, QueryMetadata> {
+        no_queries()
+    }
+
+    /// Keeps a query, written in TOML or JSON.
+    fn put_query<'a>(
+        &'a self,
+        _query: &'a str,
+        _text: &'a str,
+    ) -> ServiceFuture<'a, QueryMetadata> {
+        no_queries()
+    }
+
+    /// Forgets a query.
+    fn delete_query<'a>(&'a self, _query: &'a str) -> ServiceFuture<'a, ()> {
+        no_queries()
+    }
 
     /// Appends its metrics in the Prometheus text format.
     fn write_metrics(&self, text: &mut String);

@@ -187,7 +187,7 @@ impl Load {
         let watched = self.timeline.as_ref().filter(|timeline| (timeline.begin)());
         let runs = match watched {
             Some(timeline) => {
-                phase(network.capacity_rps * 1.1, self.options.seconds.min(0.3))?;
+                stage.generator.capacity(&stage.node, self.options.seconds.min(0.3))?;
                 (timeline.end)()
             }
             None => Vec::new(),

@@ -218,6 +218,16 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "ATOLL_SERVE_CLUSTER")]
     pub(crate) cluster: bool,
 
+    /// Query to keep, with --cluster: a TOML or JSON file, under its own name; may be given several times
+    #[arg(
+        long,
+        env = "ATOLL_QUERY",
+        value_name = "FILE",
+        value_delimiter = ':',
+        requires = "cluster"
+    )]
+    pub(crate) query: Vec<PathBuf>,
+
     /// Share of time in percent that best effort keeps under saturating real-time load
     #[arg(long, env = "ATOLL_BEST_EFFORT_SHARE", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=90))]
     pub(crate) best_effort_share: u32,

@@ -12,9 +12,10 @@ use runtime::policy::NAMES;
 
 use crate::args::DeviceSettings;
 use crate::failure::Failure;
+use crate::frontend_bench::FrontendBenchArgs;
 use crate::sim_command::write;
 use crate::swap_command::SwapArgs;
-use crate::{batching_command, disb_command, preempt_command, swap_command};
+use crate::{batching_command, disb_command, frontend_bench, preempt_command, swap_command};
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct BenchArgs {
@@ -35,6 +36,8 @@ pub(crate) enum Which {
         #[arg(long)]
         json: bool,
     },
+    /// What a frontend adds to a request, against the same request sent to the backend
+    Frontend(FrontendBenchArgs),
     /// More models than memory: what swapping costs those who wait for it, and those who do not
     Swap(Box<SwapArgs>),
     /// Batching policies: Nexus's drop curves and Ebird's step load, in virtual time or on a real device
@@ -233,6 +236,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
         Which::Preempt(args) if args.device == "sim" => run_preemption(args.json.is_some()),
         Which::Preempt(args) => preempt_command::run(args),
         Which::Cluster { json } => run_cluster(*json),
+        Which::Frontend(args) => frontend_bench::run(args),
         Which::Swap(args) => swap_command::run(args),
         Which::Batching(args) if args.device == "sim" => run_batching(args.json.is_some()),
         Which::Batching(args) => batching_command::run(args),

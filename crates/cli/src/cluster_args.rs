@@ -104,7 +104,13 @@ pub(crate) struct SchedulerArgs {
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Examples:
   atoll cluster frontend --store etcd://127.0.0.1:2379
-  atoll cluster frontend --store etcd://127.0.0.1:2379 --host 0.0.0.0 --model-store /models")]
+  atoll cluster frontend --store etcd://127.0.0.1:2379 --host 0.0.0.0 --model-store /models
+  atoll cluster frontend --store etcd://127.0.0.1:2379 --query scenarios/ocr.toml
+  curl -T scenarios/ocr.toml localhost:8000/v2/atoll/queries/ocr            the same, while it runs
+  curl --data-binary @page.png -H 'Content-Type: image/png' localhost:8000/v2/atoll/queries/ocr/infer
+  curl localhost:8000/v2/atoll/queries/ocr                                  stages, budgets, times
+
+docs/CLUSTER.md says how a query is written.")]
 pub(crate) struct FrontendArgs {
     #[command(flatten)]
     pub(crate) store: StoreArgs,
@@ -115,6 +121,10 @@ pub(crate) struct FrontendArgs {
     /// Folder that all machines see, for models that are registered over POST /register
     #[arg(long, env = "ATOLL_MODEL_STORE", value_name = "FOLDER")]
     pub(crate) model_store: Option<PathBuf>,
+
+    /// Query to keep: a TOML or JSON file, under its own name; may be given several times
+    #[arg(long, env = "ATOLL_QUERY", value_name = "FILE", value_delimiter = ':')]
+    pub(crate) query: Vec<PathBuf>,
 
     /// Requests that may be under way at once
     #[arg(long, env = "ATOLL_MAX_REQUESTS", default_value_t = 16384, value_parser = clap::value_parser!(u32).range(1..))]

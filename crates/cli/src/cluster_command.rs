@@ -12,6 +12,7 @@ use base::{MonotonicClock, Nanos};
 use cluster::backend::{BackendAgent, Host, HostFuture, Shelf};
 use cluster::frontend::{Frontend, FrontendSettings};
 use cluster::library::{FileStore, Library, digest};
+use cluster::query::spec::QuerySpec;
 use cluster::record::{BackendRecord, FrontendRecord, Keys};
 use cluster::scheduler::SchedulerSettings;
 use cluster::scheduler::agent::SchedulerAgent;
@@ -41,7 +42,7 @@ use crate::serve_command::{Stop, address_text, listen, start_node, tokio_runtime
 /// Pause before an unreachable store is tried again at the start.
 const RETRY: Duration = Duration::from_millis(500);
 /// Time after which a request without a deadline is given up.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(300);
+pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Runs the role until a signal stops it.
 pub(crate) fn run(role: &Role) -> Result<(), Failure> {
@@ -55,7 +56,7 @@ pub(crate) fn run(role: &Role) -> Result<(), Failure> {
     }
 }
 
-fn clock() -> Arc<MonotonicClock> {
+pub(crate) fn clock() -> Arc<MonotonicClock> {
     Arc::new(MonotonicClock::new())
 }
 
@@ -146,7 +147,7 @@ async fn scheduler(args: &SchedulerArgs) -> Result<(), Failure> {
     }
 }
 
-fn server_metadata() -> ServerMetadata {
+pub(crate) fn server_metadata() -> ServerMetadata {
     ServerMetadata {
         name: "atoll".to_string(),
         version: env!("CARGO_PKG_VERSION").to_string(),
@@ -174,6 +175,7 @@ async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
         files: open_files(args.model_store.as_deref())?,
     };
     let name = settings.name.clone();
+    keep_queries(&Library::new(store.clone(), keys.clone()), &args.query).await?;
     let service =
         reach(|| Frontend::start(store.clone(), keys.clone(), clock(), settings.clone())).await?;
     let body = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
@@ -197,6 +199,23 @@ async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
         membership.leave().await;
     }
     given_up(done)
+}
+
+/// Keeps the queries of files under the files' names.
+async fn keep_queries(library: &Library, files: &[PathBuf]) -> Result<(), Failure> {
+    for path in files {
+        let fail = |why: String| Failure::usage(format!("--query {}: {why}", path.display()));
+        let name = path.file_stem().and_then(|name| name.to_str()).unwrap_or_default();
+        if !model::repository::is_valid_name(name) {
+            return Err(fail("its name is made of letters, digits, _ . and -".to_string()));
+        }
+        let text = std::fs::read_to_string(path).map_err(|error| fail(error.to_string()))?;
+        let query = QuerySpec::read(&text).and_then(QuerySpec::check);
+        let query = query.map_err(|error| fail(error.to_string()))?.spec;
+        reach(|| library.put_query(name, &query)).await?;
+        tracing::info!(query = name, "query kept");
+    }
+    Ok(())
 }
 
 fn given_up(done: bool) -> Result<(), Failure> {
@@ -306,30 +325,30 @@ fn find_models(repositories: &[PathBuf]) -> Result<Vec<Found>, Failure> {
 }
 
 /// What a backend needs beyond its flags.
-struct BackendParts<'a> {
-    store: Arc<dyn Store>,
-    keys: Keys,
-    name: String,
-    lease: Duration,
-    repositories: &'a [PathBuf],
-    files: Option<FileStore>,
-    device: Arc<dyn Device>,
-    options: NodeOptions,
-    listen: ServerOptions,
-    advertise: Option<String>,
-    kind: Option<String>,
-    memory_mib: Option<u64>,
+pub(crate) struct BackendParts<'a> {
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) keys: Keys,
+    pub(crate) name: String,
+    pub(crate) lease: Duration,
+    pub(crate) repositories: &'a [PathBuf],
+    pub(crate) files: Option<FileStore>,
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) options: NodeOptions,
+    pub(crate) listen: ServerOptions,
+    pub(crate) advertise: Option<String>,
+    pub(crate) kind: Option<String>,
+    pub(crate) memory_mib: Option<u64>,
 }
 
 /// A backend at work.
-struct RunningBackend {
-    server: RunningServer,
+pub(crate) struct RunningBackend {
+    pub(crate) server: RunningServer,
     stop: watch::Sender<bool>,
     work: tokio::task::JoinHandle<Result<(), StoreError>>,
 }
 
 impl RunningBackend {
-    async fn start(parts: BackendParts<'_>) -> Result<RunningBackend, Failure> {
+    pub(crate) async fn start(parts: BackendParts<'_>) -> Result<RunningBackend, Failure> {
         let models = find_models(parts.repositories)?;
         let shelf = Shelf::default();
         let loader = Arc::new(ClusterLoader {
@@ -388,7 +407,7 @@ impl RunningBackend {
     }
 
     /// Leaves the cluster, then finishes what is under way.
-    async fn shutdown(self, limit: Duration) -> bool {
+    pub(crate) async fn shutdown(self, limit: Duration) -> bool {
         let _ = self.stop.send(true);
         let _ = tokio::time::timeout(Duration::from_secs(2), self.work).await;
         self.server.shutdown(limit).await
@@ -496,6 +515,7 @@ async fn all_roles(args: &ServeArgs, device: Arc<dyn Device>) -> Result<(), Fail
         memory_mib: None,
     })
     .await?;
+    keep_queries(&Library::new(store.clone(), keys.clone()), &args.query).await?;
     let settings = FrontendSettings {
         name: "frontend".to_string(),
         lease,

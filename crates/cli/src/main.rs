@@ -13,6 +13,7 @@ mod demo_command;
 mod disb_command;
 mod engine;
 mod failure;
+mod frontend_bench;
 mod grid;
 mod lane;
 mod loader;

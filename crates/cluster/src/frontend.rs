@@ -24,12 +24,14 @@ use crate::store::mirror::{self, Image};
 use crate::store::{Store, StoreError};
 use crate::view::View;
 
+mod catalogue;
 mod classify;
 pub mod link;
 pub mod meter;
 mod raw;
 mod service;
 pub mod table;
+mod walk;
 
 use link::Links;
 use table::{Entry, Table, Target};
@@ -146,7 +148,8 @@ impl Frontend {
 
 /// What routing needs: most of what changes in a cluster is of no concern to it.
 fn relevant(image: &Image) -> Image {
-    let kinds = [Kind::Frontend, Kind::Model, Kind::Route].map(Kind::folder_prefix);
+    let kinds = [Kind::Frontend, Kind::Model, Kind::Route, Kind::Query, Kind::Split];
+    let kinds = kinds.map(Kind::folder_prefix);
     let mine = |key: &str| key == "plan" || kinds.iter().any(|prefix| key.starts_with(prefix));
     let mine = image.iter().filter(|(key, _)| mine(key));
     Arc::new(mine.map(|(key, value)| (key.clone(), value.clone())).collect())
@@ -190,7 +193,11 @@ impl Inner {
         let now = self.clock.now();
         let table = self.table();
         let models = table.models.iter();
-        LoadReport { models: models.map(|(name, e)| (name.clone(), e.meter.report(now))).collect() }
+        let queries = table.queries.iter();
+        LoadReport {
+            models: models.map(|(name, e)| (name.clone(), e.meter.report(now))).collect(),
+            queries: queries.map(|(name, q)| (name.clone(), q.meter.report(now))).collect(),
+        }
     }
 
     fn enter(&self) -> ApiResult<Inside<'_>> {
@@ -206,17 +213,36 @@ impl Inner {
     }
 
     async fn infer(&self, model: ModelRef<'_>, request: InferRequest) -> ApiResult<InferResponse> {
-        let arrived = self.clock.now();
         let table = self.table();
         let entry = table.serving(model)?;
-        entry.meter.arrive();
-        let answer = self.try_infer(model, request, arrived, &table, entry).await;
+        match self.enter() {
+            Ok(_inside) => self.dispatch(model, request, 1, &table, entry).await,
+            Err(error) => {
+                entry.meter.arrive(1);
+                entry.meter.refuse(1);
+                Err(error)
+            }
+        }
+    }
+
+    /// Sends a request that stands for `count` of the model's to where it is answered, and counts what comes of it.
+    async fn dispatch(
+        &self,
+        model: ModelRef<'_>,
+        request: InferRequest,
+        count: u64,
+        table: &Table,
+        entry: &Entry,
+    ) -> ApiResult<InferResponse> {
+        let arrived = self.clock.now();
+        entry.meter.arrive(count);
+        let answer = self.try_infer(model, request, count, arrived, table, entry).await;
         match &answer {
             Ok(_) => {
                 let objective = entry.record.config.timeout_ms.map(Nanos::from_millis);
-                entry.meter.answer(self.clock.now() - arrived, objective);
+                entry.meter.answer(self.clock.now() - arrived, objective, count);
             }
-            Err(error) if is_refusal(error.kind) => entry.meter.refuse(),
+            Err(error) if is_refusal(error.kind) => entry.meter.refuse(count),
             Err(_) => {}
         }
         answer
@@ -226,20 +252,22 @@ impl Inner {
         &self,
         model: ModelRef<'_>,
         mut request: InferRequest,
+        count: u64,
         arrived: Nanos,
         table: &Table,
         entry: &Entry,
     ) -> ApiResult<InferResponse> {
-        let _inside = self.enter()?;
         let default = entry.record.config.timeout_ms.map(Nanos::from_millis);
         let timeout = request.options.timeout.or(default);
         let deadline = timeout.map(|timeout| arrived + timeout);
-        let under_way =
-            || entry.targets.iter().map(|t| t.outstanding.load(Ordering::Relaxed)).sum();
         // Without a deadline nothing is too late, and the bound of the backends' queues holds.
-        if deadline.is_some()
-            && let Some(rate) = entry.rate_max
-            && !entry.limit.admit(arrived, rate / table.frontends as f64, under_way())
+        if let (Some(rate), Some(timeout)) = (entry.rate_max, timeout)
+            && !entry.limit.admit(
+                arrived,
+                rate / table.frontends as f64,
+                count,
+                entry.is_at_ease(timeout),
+            )
         {
             return Err(overloaded(model.name));
         }

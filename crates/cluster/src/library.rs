@@ -6,6 +6,7 @@ use std::sync::Arc;
 use model::ModelConfig;
 use sha2::{Digest, Sha256};
 
+use crate::query::spec::QuerySpec;
 use crate::record::{Keys, Kind, ModelRecord, decode, encode};
 use crate::store::{Store, StoreError};
 
@@ -149,6 +150,28 @@ impl Library {
             Some(ModelRecord { enabled, ..before.clone() })
         };
         self.change(name, change).await
+    }
+
+    /// Keeps a query under `name`, in place of one that is there.
+    pub async fn put_query(&self, name: &str, query: &QuerySpec) -> Result<(), StoreError> {
+        let key = self.keys.one(Kind::Query, name);
+        for _ in 0..ATTEMPTS {
+            let entry = self.store.get(&key).await?;
+            let value = encode(query);
+            if entry.as_ref().is_some_and(|entry| entry.value == value) {
+                return Ok(());
+            }
+            let revision = entry.map_or(0, |entry| entry.revision);
+            if self.store.compare_and_put(&key, revision, value, None).await?.is_some() {
+                return Ok(());
+            }
+        }
+        Err(StoreError::Unreachable(format!("the query '{name}' changes all the time")))
+    }
+
+    /// Forgets a query.
+    pub async fn delete_query(&self, name: &str) -> Result<(), StoreError> {
+        self.store.delete(&self.keys.one(Kind::Query, name)).await
     }
 
     /// Puts a record back, or removes it where there was none: a registration that failed leaves nothing.

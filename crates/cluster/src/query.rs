@@ -1,7 +1,14 @@
-//! Room for queries: pipelines of models under one objective.
+//! Queries: pipelines of models under one objective.
 //!
-//! A query's stages become demands of the scheduler, each with the budget that [`stage_demands`] gives it by the
-//! planner's split; the frontend will walk the stages and send each over the routes every request takes.
+//! A user writes one as a [`spec`]. The scheduler gives its stages their budgets by the planner's split ([`stage_demands`]),
+//! under the fan-outs that frontends measure; frontends walk the stages and send each over the routes every request takes.
+//! What happens between stages is here, without IO.
+
+pub mod picture;
+pub mod region;
+pub mod rows;
+pub mod spec;
+pub mod text;
 
 use planner::PlanError;
 use planner::query::{Split, Stage, split, split_evenly};
@@ -19,7 +26,7 @@ pub struct QueryStage {
     pub model: String,
     /// Requests a second it gets, with what the stages before it yield.
     pub rate: f64,
-    /// Milliseconds of each batch size.
+    /// Milliseconds of each batch size; none for one that takes no time.
     pub curve: Curve,
     /// Stages that take its output.
     pub next: Vec<usize>,
@@ -43,6 +50,9 @@ pub fn stage_demands(stages: &[QueryStage], slo_ms: f64, evenly: bool) -> Result
 
 /// What a request a second costs at each budget: a budget holds two turns of the batch it allows.
 fn costs(curve: &Curve) -> Vec<(f64, f64)> {
+    if curve.is_empty() {
+        return vec![(0.0, 0.0)];
+    }
     let mut costs: Vec<(f64, f64)> = Vec::new();
     for &(_, ms) in curve {
         let slo_ms = 2.0 * ms;

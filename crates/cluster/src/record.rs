@@ -64,6 +64,10 @@ pub enum Kind {
     Assignment,
     /// Where requests go ([`RouteRecord`]), by model.
     Route,
+    /// Queries ([`crate::query::spec::QuerySpec`]).
+    Query,
+    /// Budgets of queries' stages ([`SplitRecord`]), by query.
+    Split,
 }
 
 impl Kind {
@@ -78,6 +82,8 @@ impl Kind {
             Kind::Profile => "profiles/",
             Kind::Assignment => "assignments/",
             Kind::Route => "routes/",
+            Kind::Query => "queries/",
+            Kind::Split => "splits/",
         }
     }
 }
@@ -178,11 +184,61 @@ pub struct ModelLoad {
     pub p99_ms: f64,
 }
 
+/// What a frontend sees of one stage of a query.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StageLoad {
+    /// Requests a second over a longer time.
+    pub slow: f64,
+    /// 99 of 100 recent questions spent at most this here, in milliseconds.
+    pub p99_ms: f64,
+}
+
+/// What a frontend sees of one query.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct QueryLoad {
+    /// Questions, as requests of a model are seen.
+    pub questions: ModelLoad,
+    /// Questions a second that came through all stages, over a longer time: what fan-outs are measured against.
+    pub walked: f64,
+    /// 99 of 100 recent questions spent at most this between stages, in milliseconds.
+    pub between_ms: f64,
+    /// By stage.
+    pub stages: BTreeMap<String, StageLoad>,
+}
+
 /// What a frontend sees.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LoadReport {
     /// By model.
     pub models: BTreeMap<String, ModelLoad>,
+    /// By query.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub queries: BTreeMap<String, QueryLoad>,
+}
+
+/// A stage's part of its query's objective.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StageBudget {
+    /// Milliseconds it may take.
+    pub budget_ms: f64,
+    /// Milliseconds that stages after it need at the very least.
+    pub reserve_ms: f64,
+    /// Requests a question makes of it.
+    pub fan_out: f64,
+}
+
+/// How a query's objective is split.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct SplitRecord {
+    /// By stage.
+    pub stages: BTreeMap<String, StageBudget>,
+    /// Machines that a question a second takes, over all stages; 0 where unknown.
+    pub cost: f64,
+    /// Whether no other split at this resolution costs less.
+    pub exact: bool,
+    /// Why the objective is only divided evenly, where that is so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub even_because: Option<String>,
 }
 
 /// A model of the cluster.

@@ -9,7 +9,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use base::Nanos;
 use model::config::Class;
 
-use crate::record::{Assignment, Part, PlanRecord, RouteRecord, Share, Standing, TargetRecord};
+use crate::query::spec::QuerySpec;
+use crate::record::{
+    Assignment, Part, PlanRecord, RouteRecord, Share, SplitRecord, Standing, TargetRecord,
+};
 use crate::view::View;
 
 pub mod agent;
@@ -17,6 +20,7 @@ pub mod demand;
 pub mod deployment;
 pub mod packing;
 pub mod placement;
+pub mod splitting;
 
 use deployment::{ModelFacts, Situation, Step};
 use placement::{
@@ -68,6 +72,8 @@ pub struct Decision {
     pub assignments: BTreeMap<String, Assignment>,
     /// For every model that can be answered for.
     pub routes: BTreeMap<String, RouteRecord>,
+    /// For every query.
+    pub splits: BTreeMap<String, SplitRecord>,
     /// In short.
     pub plan: PlanRecord,
 }
@@ -75,14 +81,20 @@ pub struct Decision {
 /// Decides.
 pub struct Core {
     settings: SchedulerSettings,
+    /// What is in force: the plan, and machines that help out since.
     placement: Placement,
     /// Machines and rates the placement was made for.
     machines: BTreeSet<String>,
     rates: BTreeMap<String, f64>,
     /// Curves that were known then.
     measured: usize,
+    /// Queries, and their budgets of then.
+    queries: BTreeMap<String, QuerySpec>,
+    splits: BTreeMap<String, SplitRecord>,
     told: BTreeMap<String, BTreeSet<String>>,
     planned_at: Option<Nanos>,
+    /// Whether machines help out since then.
+    helped: bool,
     /// When most backends were last seen.
     seen_at: Nanos,
     plan: PlanRecord,
@@ -97,8 +109,11 @@ impl Core {
             machines: view.assignments.keys().cloned().collect(),
             rates: BTreeMap::new(),
             measured: 0,
+            queries: view.queries.clone(),
+            splits: view.splits.clone(),
             told: BTreeMap::new(),
             planned_at: None,
+            helped: false,
             seen_at: now,
             plan: view.plan.clone().unwrap_or_default(),
         };
@@ -136,10 +151,19 @@ impl Core {
             return None;
         }
         let machines = machines(view);
-        let demands = self.demands(view);
+        let mut demands = self.demands(view);
         let curves = curves(view);
-        if let Some(reason) = self.reason(now, lost, &machines, &demands, curves.len()) {
+        let reason = match self.queries != view.queries {
+            true => Some("queries changed"),
+            false => self.reason(now, lost, &machines, &demands, curves.len()),
+        };
+        if let Some(reason) = reason {
+            self.queries.clone_from(&view.queries);
+            self.splits = splitting::splits(view, &machines, &curves);
+            demands = self.demands(view);
             self.replan(now, reason, &machines, &demands, &curves);
+        } else if self.placement.slack(&demands) < 1.0 {
+            self.help(&machines, &demands, &curves);
         }
         Some(self.deploy(view, &machines, &demands, &curves))
     }
@@ -151,15 +175,20 @@ impl Core {
             .iter()
             .map(|((_, digest), profile)| (digest.as_str(), profile.memory_bytes))
             .collect();
+        let budgets = splitting::budgets(&self.queries, &self.splits);
         let enabled = view.models.iter().filter(|(_, model)| model.enabled);
         enabled
             .map(|(name, model)| {
                 let known = memory.get(model.digest.as_str()).copied().filter(|bytes| *bytes > 0);
+                let asked = budgets.get(name.as_str());
+                let own_ms = model.config.timeout_ms.map(|ms| ms as f64);
+                let objectives = own_ms.into_iter().chain(asked.map(|asked| asked.budget_ms));
                 Demand {
                     model: name.clone(),
                     rate: rates.get(name).copied().unwrap_or(0.0).max(self.settings.rate_least),
-                    slo_ms: model.config.timeout_ms.map_or(self.settings.slo_ms, |ms| ms as f64),
-                    real_time: model.config.class == Class::RealTime,
+                    slo_ms: objectives.reduce(f64::min).unwrap_or(self.settings.slo_ms),
+                    real_time: model.config.class == Class::RealTime
+                        || asked.is_some_and(|asked| asked.real_time),
                     memory_bytes: known.unwrap_or(model.bytes),
                 }
             })
@@ -197,7 +226,7 @@ impl Core {
             demand.rate > before * (1.0 + CHANGE)
         };
         let short = self.placement.slack(demands) < 1.0 && demands.iter().any(changed);
-        if short && age >= self.settings.spacing {
+        if (short || self.helped) && age >= self.settings.spacing {
             return Some("load rose");
         }
         (age >= self.settings.epoch).then_some("epoch")
@@ -213,36 +242,63 @@ impl Core {
     ) {
         let fresh =
             placement::place(machines, demands, curves, &self.told, &self.settings.placement);
-        let names: BTreeSet<String> = machines.iter().map(|machine| machine.name.clone()).collect();
-        if !self.keeps(&fresh, &names, machines, demands, reason) {
-            self.plan.moves += moves(&fresh, &self.told);
-            self.placement = fresh;
-        }
-        self.machines = names;
+        let bound = fresh.bound;
+        let mut chosen = self.kept(&fresh, machines, demands, curves, reason).unwrap_or(fresh);
+        chosen.bound = bound;
+        self.plan.moves += moves(&chosen, &self.told);
+        self.placement = chosen;
+        self.machines = machines.iter().map(|machine| machine.name.clone()).collect();
         self.rates = demands.iter().map(|demand| (demand.model.clone(), demand.rate)).collect();
         self.measured = curves.len();
         self.planned_at = Some(now);
+        self.helped = false;
         self.plan.epoch += 1;
         self.plan.reason = reason.to_string();
     }
 
-    /// Whether what stands is good enough that moving to `fresh` is not worth it.
-    fn keeps(
+    /// Machines without work help where load has outgrown the plan and the next one is not due: nothing that runs moves
+    /// for it.
+    fn help(&mut self, machines: &[Machine], demands: &[Demand], curves: &Curves) {
+        let risen = |demand: &&Demand| {
+            let before = self.rates.get(&demand.model).copied().unwrap_or(0.0);
+            demand.rate > before * (1.0 + CHANGE)
+        };
+        let risen: Vec<Demand> = demands.iter().filter(risen).cloned().collect();
+        let mut placement = self.placement.clone();
+        let settings = &self.settings.placement;
+        if placement::extend(&mut placement, machines, &risen, curves, &self.told, settings, 1.0) {
+            self.plan.moves += moves(&placement, &self.told);
+            self.placement = placement;
+            self.helped = true;
+        }
+    }
+
+    /// What stands, with repairs where machines came or went, if it is good enough that moving to `fresh` is not worth
+    /// it.
+    fn kept(
         &self,
         fresh: &Placement,
-        names: &BTreeSet<String>,
         machines: &[Machine],
         demands: &[Demand],
+        curves: &Curves,
         reason: &str,
-    ) -> bool {
-        let room = self.placement.slack(demands);
-        let same = *names == self.machines && self.placement.covers(machines, demands);
-        let enough = room >= 1.0 + self.settings.placement.headroom / 2.0;
-        let gains = match self.settings.placement.spread {
-            true => fresh.slack(demands) > room * WORTH_ROOM,
-            false => (fresh.used() as f64) < self.placement.used() as f64 * WORTH_FEWER,
+    ) -> Option<Placement> {
+        let settings = &self.settings.placement;
+        let stands = match reason {
+            // Objectives may have changed with these, not only rates.
+            "model measured" | "queries changed" => return None,
+            "backend lost" | "backend joined" => {
+                let placement = &self.placement;
+                placement::repair(placement, machines, demands, curves, &self.told, settings)?
+            }
+            _ => self.placement.clone(),
         };
-        same && enough && !gains && reason != "model measured"
+        let enough = stands.slack(demands) >= 1.0 + settings.headroom / 2.0;
+        let gains = match settings.spread {
+            true => fresh.slack(demands) > stands.slack(demands) * WORTH_ROOM,
+            false => (fresh.used() as f64) < stands.used() as f64 * WORTH_FEWER,
+        };
+        (enough && !gains && stands.covers(machines, demands)).then_some(stands)
     }
 
     fn deploy(
@@ -274,6 +330,7 @@ impl Core {
         let decision = Decision {
             assignments: self.assignments(&step, &models),
             routes: self.routes(view, &step, demands, curves),
+            splits: self.splits.clone(),
             plan: self.summary(view, machines.len(), demands),
         };
         self.told = step
@@ -314,11 +371,14 @@ impl Core {
         let planned = self.placement.rates();
         // A rate beyond the plan is the next plan's to serve; only what no plan can serve is held back.
         let short = self.placement.scale < 1.0;
+        let measured: BTreeSet<&str> = curves.keys().map(|(_, model)| model.as_str()).collect();
         let limits: BTreeMap<&str, f64> = demands
             .iter()
             .filter_map(|demand| {
                 let rate = planned.get(demand.model.as_str()).copied().unwrap_or(0.0);
-                (short && rate < demand.rate).then_some((demand.model.as_str(), rate))
+                // Nobody is held back by a guess.
+                let known = measured.contains(demand.model.as_str());
+                (short && known && rate < demand.rate).then_some((demand.model.as_str(), rate))
             })
             .collect();
         let route = |(model, targets): (&String, &Vec<(String, f64)>)| {

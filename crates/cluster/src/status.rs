@@ -5,7 +5,8 @@ use std::fmt::Write;
 
 use serde::Serialize;
 
-use crate::record::{ModelLoad, Part, PlanRecord, Standing};
+use crate::query::spec::{QuerySpec, StageSpec};
+use crate::record::{ModelLoad, Part, PlanRecord, QueryLoad, Standing};
 use crate::view::View;
 
 /// One backend.
@@ -78,6 +79,44 @@ pub struct Status {
     pub backends: Vec<BackendRow>,
     /// Models.
     pub models: Vec<ModelRow>,
+    /// Queries.
+    pub queries: Vec<QueryRow>,
+}
+
+/// A stage of a query.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct StageRow {
+    /// Its name.
+    pub name: String,
+    /// Its model.
+    pub model: String,
+    /// Its part of the objective in milliseconds.
+    pub budget_ms: f64,
+    /// Requests that a question makes of it.
+    pub fan_out: f64,
+    /// The worst frontend's 99th percentile in milliseconds.
+    pub p99_ms: f64,
+}
+
+/// One query.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct QueryRow {
+    /// Its name.
+    pub name: String,
+    /// Its objective in milliseconds.
+    pub slo_ms: f64,
+    /// Questions a second, all frontends.
+    pub rate: f64,
+    /// Questions that came.
+    pub arrived: u64,
+    /// Answers after the objective.
+    pub late: u64,
+    /// Questions refused or given up.
+    pub refused: u64,
+    /// The worst frontend's 99th percentile in milliseconds.
+    pub p99_ms: f64,
+    /// Its stages.
+    pub stages: Vec<StageRow>,
 }
 
 impl Status {
@@ -92,6 +131,7 @@ impl Status {
                 .collect(),
             backends: view.backends.keys().map(|name| backend_row(view, name)).collect(),
             models: view.models.keys().map(|name| model_row(view, name)).collect(),
+            queries: view.queries.iter().map(|(name, spec)| query_row(view, name, spec)).collect(),
         }
     }
 }
@@ -152,6 +192,35 @@ fn model_row(view: &View, name: &str) -> ModelRow {
         refused: sum.refused,
         retried: sum.retried,
         p99_ms: sum.p99_ms,
+    }
+}
+
+fn query_row(view: &View, name: &str, spec: &QuerySpec) -> QueryRow {
+    let loads: Vec<&QueryLoad> =
+        view.loads.values().filter_map(|report| report.queries.get(name)).collect();
+    let sum = |of: fn(&ModelLoad) -> u64| loads.iter().map(|load| of(&load.questions)).sum();
+    let worst = |times: &mut dyn Iterator<Item = f64>| times.fold(0.0, f64::max);
+    let split = view.splits.get(name);
+    let stage = |stage: &StageSpec| {
+        let budget = split.and_then(|split| split.stages.get(&stage.name));
+        let mut seen = loads.iter().filter_map(|load| Some(load.stages.get(&stage.name)?.p99_ms));
+        StageRow {
+            name: stage.name.clone(),
+            model: stage.model.clone(),
+            budget_ms: budget.map_or(0.0, |budget| budget.budget_ms),
+            fan_out: budget.map_or(0.0, |budget| budget.fan_out),
+            p99_ms: worst(&mut seen),
+        }
+    };
+    QueryRow {
+        name: name.to_string(),
+        slo_ms: spec.slo_ms,
+        rate: loads.iter().map(|load| load.questions.fast).sum(),
+        arrived: sum(|load| load.arrived),
+        late: sum(|load| load.late),
+        refused: sum(|load| load.refused),
+        p99_ms: worst(&mut loads.iter().map(|load| load.questions.p99_ms)),
+        stages: spec.stages.iter().map(stage).collect(),
     }
 }
 
@@ -226,6 +295,26 @@ pub fn picture(status: &Status) -> String {
             model.p99_ms,
             if model.enabled { model.backends.join(" ") } else { "unloaded".to_string() }
         );
+    }
+    for query in &status.queries {
+        let _ = writeln!(
+            text,
+            "query {}: {:.1}/s, {} came, {} late, {} refused, p99 {:.2} of {} ms",
+            query.name,
+            query.rate,
+            query.arrived,
+            query.late,
+            query.refused,
+            query.p99_ms,
+            query.slo_ms
+        );
+        for stage in &query.stages {
+            let _ = writeln!(
+                text,
+                "  {:<18} {:<20} x{:<7.2} p99 {:>9.2} of {:>9.2} ms",
+                stage.name, stage.model, stage.fan_out, stage.p99_ms, stage.budget_ms
+            );
+        }
     }
     text.push_str("+ standby, - shadow until others are ready, ~ loading, ! failed\n");
     text

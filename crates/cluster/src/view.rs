@@ -6,9 +6,10 @@ use bytes::Bytes;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::query::spec::QuerySpec;
 use crate::record::{
     Assignment, BackendRecord, BackendState, FrontendRecord, Kind, LoadReport, ModelRecord,
-    PlanRecord, ProfileRecord, RouteRecord, decode,
+    PlanRecord, ProfileRecord, RouteRecord, SplitRecord, decode,
 };
 
 /// The records, by name.
@@ -35,6 +36,10 @@ pub struct View {
     pub assignments: BTreeMap<String, Assignment>,
     /// Where requests go.
     pub routes: BTreeMap<String, RouteRecord>,
+    /// Queries.
+    pub queries: BTreeMap<String, QuerySpec>,
+    /// Their budgets.
+    pub splits: BTreeMap<String, SplitRecord>,
 }
 
 fn folder<T: DeserializeOwned>(image: &BTreeMap<String, Bytes>, kind: Kind) -> BTreeMap<String, T> {
@@ -52,6 +57,8 @@ impl View {
             frontends: folder(image, Kind::Frontend),
             models: folder(image, Kind::Model),
             routes: folder(image, Kind::Route),
+            queries: folder(image, Kind::Query),
+            splits: folder(image, Kind::Split),
             ..View::default()
         }
     }
@@ -74,6 +81,8 @@ impl View {
             profiles: profiles.into_iter().filter_map(split).collect(),
             assignments: folder(image, Kind::Assignment),
             routes: folder(image, Kind::Route),
+            queries: folder(image, Kind::Query),
+            splits: folder(image, Kind::Split),
         }
     }
 }

@@ -199,7 +199,7 @@ impl Loaded {
             instances.push(instance);
             staging.push(lowered.take_staging(hub)?);
         }
-        instances.into_iter().for_each(|instance| lowered.give_instance(instance));
+        instances.into_iter().for_each(|instance| lowered.give_instance(instance, Priority::High));
         staging.into_iter().for_each(|buffer| lowered.give_staging(buffer));
         Ok(())
     }

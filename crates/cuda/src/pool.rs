@@ -94,7 +94,7 @@ impl Pool {
 
     /// Device memory it holds.
     pub(crate) fn bytes(&self) -> u64 {
-        self.rings.iter().map(DeviceBuffer::bytes).sum()
+        (self.row_bytes.iter().sum::<usize>() * self.events.len()) as u64
     }
 
     fn slots(&self) -> MutexGuard<'_, Slots> {

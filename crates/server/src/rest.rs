@@ -5,7 +5,7 @@ use std::sync::Arc;
 use api::ModelRef;
 use axum::Router;
 use axum::extract::DefaultBodyLimit;
-use axum::routing::{any, get, post};
+use axum::routing::{any, delete, get, post, put};
 
 use http::{Method, Request, Response};
 use hyper::body::Incoming;
@@ -20,6 +20,7 @@ mod classify_api;
 mod health_api;
 mod infer_api;
 mod model_api;
+mod query_api;
 mod repository_api;
 mod statistics_api;
 
@@ -86,6 +87,11 @@ fn router(app: Arc<App>) -> Router {
         .route("/v2/atoll/register", post(classify_api::register).layer(models))
         .route("/classify", post(classify_api::classify).layer(images))
         .route("/v2/atoll/classify", post(classify_api::classify).layer(images))
+        .route("/v2/atoll/queries", get(query_api::list))
+        .route("/v2/atoll/queries/{query}", get(query_api::one))
+        .route("/v2/atoll/queries/{query}", put(query_api::put))
+        .route("/v2/atoll/queries/{query}", delete(query_api::delete))
+        .route("/v2/atoll/queries/{query}/infer", post(query_api::infer))
         .route("/v2/systemsharedmemory/{*rest}", any(answer::unsupported))
         .route("/v2/cudasharedmemory/{*rest}", any(answer::unsupported))
         .route("/v2/trace/setting", any(answer::unsupported))

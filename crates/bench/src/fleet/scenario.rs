@@ -301,7 +301,7 @@ impl World<'_> {
             |rate: f64| ModelLoad { fast: rate, slow: rate, window: 2.0, ..Default::default() };
         let loads = world.names.iter().zip(&world.base);
         let models = loads.map(|(name, (_, rate))| (name.clone(), known(*rate))).collect();
-        world.view.loads.insert("f".to_string(), LoadReport { models });
+        world.view.loads.insert("f".to_string(), LoadReport { models, ..LoadReport::default() });
         world
     }
 

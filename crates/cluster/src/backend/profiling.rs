@@ -17,6 +17,11 @@ const RUNS: usize = 3;
 /// Batches that take longer are of no use to anybody.
 const LONGEST_MS: f64 = 2000.0;
 
+/// What dimensions that a model leaves open are taken for, one after another until the model runs: of pictures, and of
+/// everything else. Requests may be of other sizes; a model is measured at one.
+const OPEN_PICTURE: [usize; 5] = [320, 224, 64, 32, 1];
+const OPEN: [usize; 5] = [128, 64, 32, 8, 1];
+
 /// Milliseconds by batch size, up to the first that takes longer than `limit_ms`. Models whose first dimension is
 /// not a batch are measured as they are.
 pub async fn measure(
@@ -31,20 +36,14 @@ pub async fn measure(
     let most = u32::try_from(config.max_batch_size).unwrap_or(0).max(1);
     let mut random = Random::new(1);
     let mut curve: Vec<(u32, f64)> = Vec::new();
+    let size = runnable_size(service, reference, &metadata.inputs, &mut random).await;
     for batch in BATCHES.into_iter().filter(|batch| *batch <= most) {
-        let inputs = metadata.inputs.iter().map(|input| tensor(input, batch, &mut random));
+        let inputs = metadata.inputs.iter().map(|input| tensor(input, batch, size, &mut random));
         let inputs = inputs.collect::<ApiResult<Vec<NamedTensor>>>()?;
         let mut best_ms = f64::INFINITY;
         for _ in 0..=RUNS {
-            let options = InferOptions { class: Some(Class::BestEffort), ..Default::default() };
-            let request = InferRequest {
-                id: String::new(),
-                options,
-                inputs: Inputs::Named(inputs.clone()),
-                outputs: Vec::new(),
-            };
             let start = clock.now();
-            match service.infer(reference, request, RequestContext::default()).await {
+            match run(service, reference, inputs.clone()).await {
                 Ok(_) => best_ms = best_ms.min((clock.now() - start).0 as f64 / 1e6),
                 // Larger batches may not fit; what was measured counts.
                 Err(_) if !curve.is_empty() => return Ok(curve),
@@ -64,11 +63,55 @@ pub async fn measure(
     Ok(curve)
 }
 
-/// Random values for an input; open dimensions are 1, the first one the batch.
-fn tensor(input: &TensorMetadata, batch: u32, random: &mut Random) -> ApiResult<NamedTensor> {
+async fn run(
+    service: &dyn InferenceService,
+    model: ModelRef<'_>,
+    inputs: Vec<NamedTensor>,
+) -> ApiResult<()> {
+    let request = InferRequest {
+        id: String::new(),
+        options: InferOptions { class: Some(Class::BestEffort), ..Default::default() },
+        inputs: Inputs::Named(inputs),
+        outputs: Vec::new(),
+    };
+    service.infer(model, request, RequestContext::default()).await.map(|_| ())
+}
+
+/// The first of the sizes for open dimensions with which the model runs, by its place in the lists; the last where none
+/// is needed or none does.
+async fn runnable_size(
+    service: &dyn InferenceService,
+    model: ModelRef<'_>,
+    inputs: &[TensorMetadata],
+    random: &mut Random,
+) -> usize {
+    let open = |input: &TensorMetadata| input.shape.iter().skip(1).any(|dim| *dim < 0);
+    let last = OPEN.len() - 1;
+    if !inputs.iter().any(open) {
+        return last;
+    }
+    for size in 0..last {
+        let tensors = inputs.iter().map(|input| tensor(input, 1, size, random));
+        if let Ok(tensors) = tensors.collect::<ApiResult<Vec<NamedTensor>>>()
+            && run(service, model, tensors).await.is_ok()
+        {
+            return size;
+        }
+    }
+    last
+}
+
+/// Random values for an input; of open dimensions the first one is the batch, others have the size at place `size`.
+fn tensor(
+    input: &TensorMetadata,
+    batch: u32,
+    size: usize,
+    random: &mut Random,
+) -> ApiResult<NamedTensor> {
     let dtype = DataType::from_wire_name(&input.datatype)
         .ok_or_else(|| ApiError::internal("a model has an unknown type"))?;
-    let open = |index: usize| if index == 0 { batch as usize } else { 1 };
+    let sizes = if input.shape.len() == 4 { OPEN_PICTURE } else { OPEN };
+    let open = |index: usize| if index == 0 { batch as usize } else { sizes[size] };
     let dims = input.shape.iter().enumerate();
     let shape: Vec<usize> =
         dims.map(|(index, &dim)| usize::try_from(dim).unwrap_or(open(index))).collect();

@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use base::{Histogram, Nanos};
 
-use crate::record::ModelLoad;
+use crate::record::{ModelLoad, QueryLoad, StageLoad};
 
 /// Seconds of the quick average.
 const FAST_SECONDS: f64 = 2.0;
@@ -62,32 +62,60 @@ pub struct Meter {
 #[derive(Debug, Default)]
 struct Recent {
     rates: Rates,
-    latency: Histogram,
+    latency: Times,
+}
+
+/// How long times count as recent.
+const RECENT: Nanos = Nanos::from_millis(10_000);
+
+/// Recent times.
+#[derive(Debug, Default)]
+struct Times {
+    current: Histogram,
     previous: Histogram,
     turned_at: Nanos,
 }
 
-/// How long latencies count as recent.
-const RECENT: Nanos = Nanos::from_millis(10_000);
-
-impl Meter {
-    /// A request came.
-    pub fn arrive(&self) {
-        self.arrived.fetch_add(1, Relaxed);
+impl Times {
+    fn record(&mut self, time: Nanos) {
+        self.current.record(time);
     }
 
-    /// A request was answered after `latency`; its objective was `objective`.
-    pub fn answer(&self, latency: Nanos, objective: Option<Nanos>) {
-        self.answered.fetch_add(1, Relaxed);
+    /// 99 of 100 recent ones were at most this, in milliseconds; 0 where there were none.
+    fn p99_ms(&mut self, now: Nanos) -> f64 {
+        let mut all = self.previous.clone();
+        all.merge(&self.current);
+        if now - self.turned_at > RECENT {
+            self.previous = std::mem::take(&mut self.current);
+            self.turned_at = now;
+        }
+        let ms = if all.count() > 0 { all.quantile(0.99).0 as f64 / 1e6 } else { 0.0 };
+        (ms * 100.0).round() / 100.0
+    }
+}
+
+fn tenths(rate: f64) -> f64 {
+    (rate * 10.0).round() / 10.0
+}
+
+impl Meter {
+    /// So many requests came.
+    pub fn arrive(&self, count: u64) {
+        self.arrived.fetch_add(count, Relaxed);
+    }
+
+    /// So many requests were answered together after `latency`; their objective was `objective`.
+    pub fn answer(&self, latency: Nanos, objective: Option<Nanos>, count: u64) {
+        self.answered.fetch_add(count, Relaxed);
         if objective.is_some_and(|objective| latency > objective) {
-            self.late.fetch_add(1, Relaxed);
+            self.late.fetch_add(count, Relaxed);
         }
         self.lock().latency.record(latency);
     }
 
-    /// A request was refused or given up.
-    pub fn refuse(&self) {
-        self.refused.fetch_add(1, Relaxed);
+    /// So many requests were refused or given up.
+    pub fn refuse(&self, count: u64) {
+        self.refused.fetch_add(count, Relaxed);
     }
 
     /// A request went to a second backend.
@@ -102,27 +130,111 @@ impl Meter {
     /// What to report at `now`.
     pub fn report(&self, now: Nanos) -> ModelLoad {
         let arrived = self.arrived.load(Relaxed);
-        let mut recent = self.lock();
-        let (fast, window, slow) = recent.rates.tick(now, arrived);
-        let mut latency = recent.previous.clone();
-        latency.merge(&recent.latency);
-        if now - recent.turned_at > RECENT {
-            recent.previous = std::mem::take(&mut recent.latency);
-            recent.turned_at = now;
-        }
-        drop(recent);
-        let tenths = |rate: f64| (rate * 10.0).round() / 10.0;
-        let p99_ms = if latency.count() > 0 { latency.quantile(0.99).0 as f64 / 1e6 } else { 0.0 };
+        let (fast, window, slow) = self.lock().rates.tick(now, arrived);
+        let rates = (tenths(fast), tenths(window), tenths(slow));
+        ModelLoad { fast: rates.0, window: rates.1, slow: rates.2, arrived, ..self.look(now) }
+    }
+
+    /// Counts and times at `now`, without rates.
+    pub fn look(&self, now: Nanos) -> ModelLoad {
+        let p99_ms = self.lock().latency.p99_ms(now);
         ModelLoad {
-            fast: tenths(fast),
-            window: tenths(window),
-            slow: tenths(slow),
-            arrived,
+            arrived: self.arrived.load(Relaxed),
             answered: self.answered.load(Relaxed),
             late: self.late.load(Relaxed),
             refused: self.refused.load(Relaxed),
             retried: self.retried.load(Relaxed),
-            p99_ms: (p99_ms * 100.0).round() / 100.0,
+            p99_ms,
+            ..ModelLoad::default()
+        }
+    }
+}
+
+/// Counts of one query.
+#[derive(Debug)]
+pub struct QueryMeter {
+    /// Its questions, as requests.
+    pub questions: Meter,
+    names: Vec<String>,
+    recent: Mutex<RecentQuery>,
+}
+
+#[derive(Debug, Default)]
+struct RecentQuery {
+    walked: u64,
+    walked_rates: Rates,
+    between: Times,
+    stages: Vec<RecentStage>,
+}
+
+#[derive(Debug, Default)]
+struct RecentStage {
+    requests: u64,
+    rates: Rates,
+    times: Times,
+}
+
+impl QueryMeter {
+    /// For a query whose stages have these names.
+    pub fn new(names: Vec<String>) -> QueryMeter {
+        let stages = names.iter().map(|_| RecentStage::default()).collect();
+        let recent = Mutex::new(RecentQuery { stages, ..RecentQuery::default() });
+        QueryMeter { questions: Meter::default(), names, recent }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, RecentQuery> {
+        self.recent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A question made so many requests of a stage, which together took `time`.
+    pub fn stage(&self, stage: usize, requests: u64, time: Nanos) {
+        if let Some(stage) = self.lock().stages.get_mut(stage) {
+            stage.requests += requests;
+            stage.times.record(time);
+        }
+    }
+
+    /// A question came through all stages and spent `between` outside of them.
+    pub fn walk(&self, between: Nanos) {
+        let mut recent = self.lock();
+        recent.walked += 1;
+        recent.between.record(between);
+    }
+
+    /// Counts and times at `now`, without rates: looking must not disturb what is reported.
+    pub fn look(&self, now: Nanos) -> QueryLoad {
+        let questions = self.questions.look(now);
+        let mut recent = self.lock();
+        let recent = &mut *recent;
+        let stage = |(name, stage): (&String, &mut RecentStage)| {
+            let load = StageLoad { p99_ms: stage.times.p99_ms(now), ..StageLoad::default() };
+            (name.clone(), load)
+        };
+        QueryLoad {
+            questions,
+            walked: 0.0,
+            between_ms: recent.between.p99_ms(now),
+            stages: self.names.iter().zip(&mut recent.stages).map(stage).collect(),
+        }
+    }
+
+    /// What to report at `now`.
+    pub fn report(&self, now: Nanos) -> QueryLoad {
+        let questions = self.questions.report(now);
+        let mut recent = self.lock();
+        let recent = &mut *recent;
+        let (_, _, walked) = recent.walked_rates.tick(now, recent.walked);
+        let stage = |(name, stage): (&String, &mut RecentStage)| {
+            let (_, _, slow) = stage.rates.tick(now, stage.requests);
+            // Ratios of rates are wanted, so small ones are not rounded away.
+            let load = StageLoad { slow, p99_ms: stage.times.p99_ms(now) };
+            (name.clone(), load)
+        };
+        QueryLoad {
+            questions,
+            walked,
+            between_ms: recent.between.p99_ms(now),
+            stages: self.names.iter().zip(&mut recent.stages).map(stage).collect(),
         }
     }
 }
@@ -137,17 +249,17 @@ pub struct RateLimit {
 const BURST_SECONDS: f64 = 0.1;
 
 impl RateLimit {
-    /// Whether one more may come at `now` under `rate` a second, when so many are `under_way`. Where none is, one may whatever the
+    /// Whether `count` more may come at `now` under `rate` a second. Where the backends are `at_ease` they may whatever the
     /// rate: a plan that is short of machines is no reason to leave those that are idle.
-    pub fn admit(&self, now: Nanos, rate: f64, under_way: usize) -> bool {
+    pub fn admit(&self, now: Nanos, rate: f64, count: u64, at_ease: bool) -> bool {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let (last, tokens) = *state;
         let gained = (now - last).0 as f64 / 1e9 * rate;
         let most = (rate * BURST_SECONDS).max(1.0);
         let tokens = (tokens + gained).min(most);
         let admitted = tokens >= 1.0;
-        *state = (now, if admitted { tokens - 1.0 } else { tokens });
-        admitted || under_way == 0
+        *state = (now, if admitted { tokens - count as f64 } else { tokens });
+        admitted || at_ease
     }
 }
 
@@ -172,18 +284,35 @@ mod tests {
     }
 
     #[test]
+    fn fan_outs_follow_from_what_was_walked() {
+        let meter = QueryMeter::new(vec!["find".to_string(), "read".to_string()]);
+        let mut last = QueryLoad::default();
+        for second in 0..20u64 {
+            for _ in 0..5 {
+                meter.stage(0, 1, Nanos::from_millis(2));
+                meter.stage(1, 7, Nanos::from_millis(3));
+                meter.walk(Nanos::from_millis(1));
+            }
+            last = meter.report(Nanos::from_millis(1000 * second));
+        }
+        assert!((last.stages["read"].slow / last.walked - 7.0).abs() < 1e-9, "{last:?}");
+        assert!((last.walked - 5.0).abs() < 0.01 && last.between_ms >= 1.0, "{last:?}");
+    }
+
+    #[test]
     fn the_limit_holds_over_time() {
         let limit = RateLimit::default();
-        let admitted =
-            (0..10_000u64).filter(|ms| limit.admit(Nanos::from_millis(*ms), 100.0, 1)).count();
+        let admitted = (0..10_000u64)
+            .filter(|ms| limit.admit(Nanos::from_millis(*ms), 100.0, 1, false))
+            .count();
         assert!((990..=1011).contains(&admitted), "{admitted}");
     }
 
     #[test]
-    fn whoever_asks_one_after_another_is_let_in_whatever_the_rate() {
+    fn backends_at_ease_are_asked_whatever_the_rate() {
         let limit = RateLimit::default();
         let now = Nanos::from_millis;
-        assert!((0..100u64).all(|ms| limit.admit(now(ms), 0.1, 0)));
-        assert!(!limit.admit(now(101), 0.1, 1));
+        assert!((0..100u64).all(|ms| limit.admit(now(ms), 0.1, 1, true)));
+        assert!(!limit.admit(now(101), 0.1, 1, false));
     }
 }

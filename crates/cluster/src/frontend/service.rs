@@ -10,14 +10,14 @@ use api::error::ApiResult;
 use api::metadata::{BatchStats, DurationStat};
 use api::{
     ApiError, Classification, ClassifyRequest, ErrorKind, IndexEntry, InferRequest, InferResponse,
-    InferenceService, ModelMetadata, ModelRef, ModelState, ModelStatistics, RegisterRequest,
-    Registered, RequestContext, ServerMetadata, ServiceFuture, proto,
+    InferenceService, ModelMetadata, ModelRef, ModelState, ModelStatistics, QueryMetadata,
+    RegisterRequest, Registered, RequestContext, ServerMetadata, ServiceFuture, proto,
 };
 use model::ModelConfig;
 
-use super::table::Entry;
+use super::table::{Entry, Table};
 use super::{Frontend, Inner, classify, late, nobody};
-use crate::record::ModelLoad;
+use crate::record::{LoadReport, ModelLoad};
 use crate::store::StoreError;
 
 /// Longest wait for backends to load or unload a model.
@@ -25,7 +25,7 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
 /// How often the end of a drain is looked for.
 const DRAIN_LOOK: Duration = Duration::from_millis(10);
 
-fn store_error(error: StoreError) -> ApiError {
+pub(super) fn store_error(error: StoreError) -> ApiError {
     match error {
         StoreError::Refused(why) => {
             ApiError::internal(format!("the cluster's store refuses: {why}"))
@@ -41,11 +41,27 @@ impl Inner {
         name: &str,
         done: impl Fn(Option<&Entry>) -> ApiResult<bool>,
     ) -> ApiResult<()> {
+        self.wait_while(name, |table| done(table.models.get(name).map(|entry| &**entry))).await
+    }
+
+    /// Waits until the table is as `done` says; `name` is what it is about.
+    pub(super) async fn wait_for_table(
+        &self,
+        name: &str,
+        done: impl Fn(&Table) -> bool,
+    ) -> ApiResult<()> {
+        self.wait_while(name, |table| Ok(done(table))).await
+    }
+
+    async fn wait_while(
+        &self,
+        name: &str,
+        done: impl Fn(&Table) -> ApiResult<bool>,
+    ) -> ApiResult<()> {
         let mut turned = self.turned.subscribe();
         let wait = async {
             loop {
-                let table = self.table();
-                if done(table.models.get(name).map(|entry| &**entry))? {
+                if done(&self.table())? {
                     return Ok(());
                 }
                 if turned.changed().await.is_err() {
@@ -53,8 +69,7 @@ impl Inner {
                 }
             }
         };
-        let slow =
-            || ApiError::unavailable(format!("model '{name}' takes too long")).retry_after(10);
+        let slow = || ApiError::unavailable(format!("'{name}' takes too long")).retry_after(10);
         tokio::time::timeout(LOAD_TIMEOUT, wait).await.unwrap_or_else(|_| Err(slow()))
     }
 
@@ -122,7 +137,7 @@ impl Inner {
         let model = ModelRef { name: &request.model, version: None };
         let entry = table.serving(model)?;
         let _inside = self.enter()?;
-        entry.meter.arrive();
+        entry.meter.arrive(1);
         let arrived = self.clock.now();
         let mut last = nobody(model.name);
         let mut tried: Option<String> = None;
@@ -132,7 +147,7 @@ impl Inner {
             let answer = classify::send(&target.http, &request);
             match tokio::time::timeout(self.settings.timeout, answer).await {
                 Ok(Ok(answer)) => {
-                    entry.meter.answer(self.clock.now() - arrived, None);
+                    entry.meter.answer(self.clock.now() - arrived, None, 1);
                     return Ok(answer);
                 }
                 Ok(Err(error)) if error.kind == ErrorKind::Unavailable => last = error,
@@ -141,7 +156,7 @@ impl Inner {
             }
             tried = Some(target.link.address.clone());
         }
-        entry.meter.refuse();
+        entry.meter.refuse(1);
         Err(last)
     }
 
@@ -196,6 +211,35 @@ impl Inner {
         rows.retain(|row| !only_ready || row.state == Some(ModelState::Ready));
         rows.sort_by(|a, b| a.name.cmp(&b.name));
         rows
+    }
+}
+
+fn write_query_metrics(text: &mut String, report: &LoadReport) {
+    let families: [Family; 5] = [
+        ("atoll_query_requests", "counter", "Questions that came", |l| l.arrived as f64),
+        ("atoll_query_success", "counter", "Questions answered", |l| l.answered as f64),
+        ("atoll_query_late", "counter", "Answers after the objective", |l| l.late as f64),
+        ("atoll_query_refused", "counter", "Questions refused or given up", |l| l.refused as f64),
+        ("atoll_query_p99_seconds", "gauge", "99th percentile of recent latencies", |l| {
+            l.p99_ms / 1e3
+        }),
+    ];
+    if report.queries.is_empty() {
+        return;
+    }
+    for (name, kind, help, value) in families {
+        let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
+        for (query, load) in &report.queries {
+            let _ = writeln!(text, "{name}{{query=\"{query}\"}} {}", value(&load.questions));
+        }
+    }
+    let name = "atoll_query_stage_p99_seconds";
+    let _ = writeln!(text, "# HELP {name} 99th percentile of a stage\n# TYPE {name} gauge");
+    for (query, load) in &report.queries {
+        for (stage, times) in &load.stages {
+            let seconds = times.p99_ms / 1e3;
+            let _ = writeln!(text, "{name}{{query=\"{query}\",stage=\"{stage}\"}} {seconds}");
+        }
     }
 }
 
@@ -336,6 +380,36 @@ impl InferenceService for Frontend {
         Box::pin(self.inner.classify(request))
     }
 
+    fn query_infer<'a>(
+        &'a self,
+        query: &'a str,
+        request: InferRequest,
+        _: RequestContext,
+    ) -> ServiceFuture<'a, InferResponse> {
+        Box::pin(self.inner.ask_query(query, request))
+    }
+
+    fn queries(&self) -> ServiceFuture<'_, Vec<QueryMetadata>> {
+        let table = self.inner.table();
+        let mut names: Vec<&String> = table.queries.keys().collect();
+        names.sort();
+        let all = names.into_iter().map(|name| self.inner.describe(&table, name)).collect();
+        Box::pin(std::future::ready(all))
+    }
+
+    fn query<'a>(&'a self, query: &'a str) -> ServiceFuture<'a, QueryMetadata> {
+        let described = self.inner.describe(&self.inner.table(), query);
+        Box::pin(std::future::ready(described))
+    }
+
+    fn put_query<'a>(&'a self, query: &'a str, text: &'a str) -> ServiceFuture<'a, QueryMetadata> {
+        Box::pin(self.inner.put_query(query, text))
+    }
+
+    fn delete_query<'a>(&'a self, query: &'a str) -> ServiceFuture<'a, ()> {
+        Box::pin(self.inner.delete_query(query))
+    }
+
     fn write_metrics(&self, text: &mut String) {
         let report = self.inner.report();
         let families: [Family; 7] = [
@@ -361,6 +435,7 @@ impl InferenceService for Frontend {
                 let _ = writeln!(text, "{name}{{model=\"{model}\"}} {}", value(load));
             }
         }
+        write_query_metrics(text, &report);
     }
 
     fn drain(&self, limit: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {

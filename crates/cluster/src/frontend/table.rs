@@ -2,14 +2,16 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use api::error::ApiResult;
 use api::{ApiError, ModelRef, ModelState};
+use base::Nanos;
 
 use super::link::{Link, Links};
-use super::meter::{Meter, RateLimit};
-use crate::record::{ModelRecord, RouteRecord};
+use super::meter::{Meter, QueryMeter, RateLimit};
+use crate::query::spec::{Checked, QuerySpec};
+use crate::record::{ModelRecord, RouteRecord, SplitRecord};
 use crate::view::View;
 
 /// A backend that answers for a model.
@@ -46,16 +48,43 @@ pub struct Entry {
     pub limit: Arc<RateLimit>,
 }
 
-/// All models.
+/// A query.
+pub struct QueryEntry {
+    /// What it is.
+    pub query: Arc<Checked>,
+    /// Its budgets, once the scheduler has made them.
+    pub split: Option<SplitRecord>,
+    /// Its counts.
+    pub meter: Arc<QueryMeter>,
+}
+
+/// All models and queries.
 #[derive(Default)]
 pub struct Table {
     /// By name.
     pub models: HashMap<String, Arc<Entry>>,
+    /// By name.
+    pub queries: HashMap<String, Arc<QueryEntry>>,
     /// Frontends that share the load.
     pub frontends: usize,
 }
 
+/// Share of a deadline that waiting may take before the planned rate counts.
+const AT_EASE: f64 = 0.5;
+
 impl Entry {
+    /// Whether a request with this much time would be through long before it is late, whatever the plan says: what
+    /// is under way leaves room, or nothing is.
+    pub fn is_at_ease(&self, timeout: Nanos) -> bool {
+        let sum = |of: fn(&Target) -> usize| self.targets.iter().map(of).sum::<usize>();
+        let under_way = sum(|target| target.outstanding.load(Relaxed));
+        let turn = sum(|target| target.batch as usize).max(1);
+        let turn_ms = |target: &Target| target.cycle_ms.max(target.batch_ms);
+        let turn_ms = self.targets.iter().map(turn_ms).fold(0.0, f64::max);
+        let wait_ms = (under_way / turn + 1) as f64 * turn_ms;
+        under_way == 0 || (turn_ms > 0.0 && wait_ms < AT_EASE * timeout.0 as f64 / 1e6)
+    }
+
     /// Where the model stands.
     pub fn state(&self) -> (ModelState, String) {
         match (&self.failure, self.record.enabled, self.targets.is_empty()) {
@@ -85,10 +114,23 @@ impl Table {
             };
             (name.clone(), Arc::new(entry))
         };
+        let query = |(name, spec): (&String, &QuerySpec)| {
+            let split = view.splits.get(name).cloned();
+            Some((name.clone(), Arc::new(query_entry(name, spec, split, before)?)))
+        };
         Table {
             models: view.models.iter().map(entry).collect(),
+            queries: view.queries.iter().filter_map(query).collect(),
             frontends: view.frontends.len().max(1),
         }
+    }
+
+    /// The query.
+    pub fn query(&self, name: &str) -> ApiResult<&Arc<QueryEntry>> {
+        self.queries.get(name).ok_or_else(|| {
+            let name: String = name.chars().take(128).collect();
+            ApiError::not_found(format!("there is no query '{name}'"))
+        })
     }
 
     /// The model, whatever its state.
@@ -122,6 +164,28 @@ impl Table {
             _ if reason.is_empty() => ApiError::unavailable(format!("model '{name}' is not ready")),
             _ => ApiError::unavailable(format!("model '{name}' is not ready: {reason}")),
         })
+    }
+}
+
+fn query_entry(
+    name: &str,
+    spec: &QuerySpec,
+    split: Option<SplitRecord>,
+    before: &Table,
+) -> Option<QueryEntry> {
+    if let Some(old) = before.queries.get(name).filter(|old| old.query.spec == *spec) {
+        return Some(QueryEntry { query: old.query.clone(), split, meter: old.meter.clone() });
+    }
+    match spec.clone().check() {
+        Ok(query) => {
+            let names = spec.stages.iter().map(|stage| stage.name.clone()).collect();
+            let meter = Arc::new(QueryMeter::new(names));
+            Some(QueryEntry { query: Arc::new(query), split, meter })
+        }
+        Err(error) => {
+            tracing::warn!(query = name, %error, "a query cannot be used");
+            None
+        }
     }
 }
 

@@ -134,6 +134,8 @@ impl SchedulerAgent {
         let mut writes = Vec::new();
         let wanted = decision.assignments.iter().map(|(name, a)| (name, encode(a))).collect();
         self.differences(seen, Kind::Assignment, wanted, &mut writes);
+        let wanted = decision.splits.iter().map(|(name, s)| (name, encode(s))).collect();
+        self.differences(seen, Kind::Split, wanted, &mut writes);
         let wanted = decision.routes.iter().map(|(name, r)| (name, encode(r))).collect();
         self.differences(seen, Kind::Route, wanted, &mut writes);
         let plan = encode(&decision.plan);

@@ -32,7 +32,7 @@ mod tests {
 
     fn report(fast: f64, slow: f64) -> LoadReport {
         let load = ModelLoad { fast, slow, window: 2.0, ..ModelLoad::default() };
-        LoadReport { models: [("m".to_string(), load)].into() }
+        LoadReport { models: [("m".to_string(), load)].into(), ..LoadReport::default() }
     }
 
     #[test]

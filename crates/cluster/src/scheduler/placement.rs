@@ -101,8 +101,10 @@ pub type Holdings = BTreeMap<String, BTreeSet<String>>;
 const SPREAD_MAX: f64 = 64.0;
 /// Steps of the search for the largest scale that fits.
 const SCALE_STEPS: usize = 12;
-/// A curve for models nobody has measured: a guess that only says where to load them first.
+/// A curve for models nobody has measured: a guess that only says where to load them first, in shares of the objective
+/// and at most in milliseconds.
 const GUESS_SHARE: f64 = 0.1;
+const GUESS_MOST_MS: f64 = 10.0;
 /// Share of an objective that waiting and computing together are planned to take; the rest is for chance.
 const SLO_SHARE: f64 = 0.9;
 /// An objective this much above twice the shortest run can be planned for.
@@ -156,7 +158,7 @@ fn sessions(
 ) -> Vec<Session> {
     let session = |demand: &Demand| {
         let key = (device.to_string(), demand.model.clone());
-        let guess = || vec![(1, demand.slo_ms * GUESS_SHARE)];
+        let guess = || vec![(1, (demand.slo_ms * GUESS_SHARE).min(GUESS_MOST_MS))];
         let curve = curves.get(&key).filter(|curve| !curve.is_empty()).cloned();
         let curve = curve.unwrap_or_else(guess);
         let least = curve.iter().map(|(_, ms)| *ms).fold(f64::INFINITY, f64::min) * ATTAINABLE;
@@ -213,6 +215,78 @@ pub fn place(
     add_standbys(machines, demands, curves, held, settings.copies, &mut placement);
     placement.unattainable = unattainable.into_iter().collect();
     placement
+}
+
+/// Gives machines without work to models whose planned rate is less than `least` times what is asked; what serves stays as
+/// it is. Machines that hold such a model already come first, so that the help is there at once. Returns whether any was
+/// given.
+pub fn extend(
+    placement: &mut Placement,
+    machines: &[Machine],
+    demands: &[Demand],
+    curves: &Curves,
+    held: &Holdings,
+    settings: &PlacementSettings,
+    least: f64,
+) -> bool {
+    let serves = |machine: &&Machine| {
+        let place = placement.places.get(&machine.name);
+        place.is_some_and(|place| place.parts.iter().any(|part| part.rate > 0.0))
+    };
+    let idle: Vec<&Machine> = machines.iter().filter(|machine| !serves(machine)).collect();
+    let planned = placement.rates();
+    let lacking = |demand: &Demand| {
+        let rate = planned.get(demand.model.as_str()).copied().unwrap_or(0.0);
+        let more = demand.rate * (1.0 + settings.headroom) - rate;
+        (rate < demand.rate * least).then(|| Demand { rate: more, ..demand.clone() })
+    };
+    let short: Vec<Demand> = demands.iter().filter_map(lacking).collect();
+    let Some(device) = idle.first().map(|machine| machine.device.clone()) else { return false };
+    let idle: Vec<&Machine> = idle.into_iter().filter(|m| m.device == device).collect();
+    let mut unattainable = BTreeSet::new();
+    let sessions = sessions(&device, &short, curves, &mut unattainable);
+    let Some(mut nodes) = pack(&sessions, Packer::Squishy, idle.len()) else { return false };
+    nodes.sort_by(|a, b| b.occupancy.total_cmp(&a.occupancy));
+    nodes.truncate(idle.len());
+    let mut more = Placement::default();
+    settle(&idle, &short, held, nodes, &mut more);
+    let any = !more.places.is_empty();
+    for (name, mut place) in more.places {
+        let taken: BTreeSet<String> = place.parts.iter().map(|part| part.model.clone()).collect();
+        let before = placement.places.remove(&name).unwrap_or_default();
+        place.parts.extend(before.parts.into_iter().filter(|part| !taken.contains(&part.model)));
+        place.parts.sort_by(|a, b| a.model.cmp(&b.model));
+        placement.places.insert(name, place);
+    }
+    any
+}
+
+/// What stands, made to fit these machines and demands with as little change as can be: what lost machines did and
+/// what outgrew its plan goes to machines without work. `None` where that is not enough.
+pub fn repair(
+    placement: &Placement,
+    machines: &[Machine],
+    demands: &[Demand],
+    curves: &Curves,
+    held: &Holdings,
+    settings: &PlacementSettings,
+) -> Option<Placement> {
+    if machines.is_empty() {
+        return None;
+    }
+    let known: BTreeSet<&str> = machines.iter().map(|machine| machine.name.as_str()).collect();
+    let wanted: BTreeSet<&str> = demands.iter().map(|demand| demand.model.as_str()).collect();
+    let mut repaired = placement.clone();
+    repaired.places.retain(|name, _| known.contains(name.as_str()));
+    for place in repaired.places.values_mut() {
+        place.parts.retain(|part| wanted.contains(part.model.as_str()));
+    }
+    repaired.places.retain(|_, place| !place.parts.is_empty());
+    let least = 1.0 + settings.headroom / 2.0;
+    extend(&mut repaired, machines, demands, curves, held, settings, least);
+    add_standbys(machines, demands, curves, held, settings.copies, &mut repaired);
+    let enough = repaired.slack(demands) >= least && repaired.covers(machines, demands);
+    enough.then_some(repaired)
 }
 
 /// GPUs that the rates of `nodes` take at the best batch of each session, however they are packed.

@@ -33,7 +33,7 @@ fn view(backends: usize, models: &[(&str, f64)]) -> View {
 fn ask(view: &mut View, models: &[(&str, f64)]) {
     let load = |rate| ModelLoad { fast: rate, slow: rate, window: 2.0, ..Default::default() };
     let models = models.iter().map(|(name, rate)| (name.to_string(), load(*rate))).collect();
-    view.loads.insert("f".to_string(), LoadReport { models });
+    view.loads.insert("f".to_string(), LoadReport { models, ..Default::default() });
 }
 
 /// Backends do what they are told.
@@ -150,4 +150,57 @@ fn a_disabled_model_goes() {
     assert!(!decision.routes.contains_key("a") && decision.routes.contains_key("b"));
     let held = decision.assignments.values().flat_map(|a| &a.shares);
     assert!(held.into_iter().all(|share| share.model != "a"));
+}
+
+#[test]
+fn a_rise_between_plans_is_met_at_once_by_machines_without_work() {
+    let mut settings = SchedulerSettings::default();
+    settings.placement.spread = false;
+    let mut view = view(6, &[("a", 300.0), ("b", 10.0)]);
+    let mut core = Core::resume(settings, Nanos::ZERO, &view);
+    settle(&mut core, Nanos::ZERO, &mut view);
+    let used = core.placement().used();
+    let before = core.placement().clone();
+    ask(&mut view, &[("a", 1500.0), ("b", 10.0)]);
+    let decision = core.step(seconds(3), &view).unwrap();
+    assert_eq!(decision.plan.epoch, 1, "no new plan is due yet");
+    assert!(core.placement().used() > used, "{:?}", core.placement());
+    assert!(core.placement().slack(&core.demands(&view)) >= 1.0);
+    for (name, place) in before.places.iter().filter(|(_, p)| p.parts.iter().any(|p| p.rate > 0.0))
+    {
+        assert_eq!(core.placement().places[name], *place, "what runs does not move");
+    }
+    let machines = machines(&view);
+    let wrong = placement::check(&machines, &core.demands(&view), &curves(&view), core.placement());
+    assert!(wrong.is_empty(), "{wrong:?}");
+    // Asked again, nothing more happens.
+    let after = core.placement().clone();
+    core.step(seconds(4), &view).unwrap();
+    assert_eq!(*core.placement(), after);
+}
+
+#[test]
+fn what_a_lost_backend_did_goes_to_idle_ones_and_nothing_else_moves() {
+    let mut settings = SchedulerSettings::default();
+    settings.placement.spread = false;
+    let mut view = view(8, &[("a", 1500.0), ("b", 700.0), ("c", 10.0)]);
+    let mut core = Core::resume(settings, Nanos::ZERO, &view);
+    settle(&mut core, Nanos::ZERO, &mut view);
+    let before = core.placement().clone();
+    let serves = |place: &Place| place.parts.iter().any(|part| part.rate > 0.0);
+    let lost = before.places.iter().find(|(_, place)| serves(place)).unwrap().0.clone();
+    view.backends.remove(&lost);
+    view.states.remove(&lost);
+    core.step(seconds(1), &view).unwrap();
+    let after = core.placement();
+    assert!(after.covers(&machines(&view), &core.demands(&view)));
+    assert!(after.slack(&core.demands(&view)) >= 1.0, "{after:?}");
+    for (name, place) in before.places.iter().filter(|(name, p)| **name != lost && serves(p)) {
+        let kept: Vec<&PlacedPart> =
+            after.places[name].parts.iter().filter(|p| p.rate > 0.0).collect();
+        let were: Vec<&PlacedPart> = place.parts.iter().filter(|p| p.rate > 0.0).collect();
+        assert_eq!(kept, were);
+    }
+    let wrong = placement::check(&machines(&view), &core.demands(&view), &curves(&view), after);
+    assert!(wrong.is_empty(), "{wrong:?}");
 }

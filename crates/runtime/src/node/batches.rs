@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use base::Nanos;
 use device::batch::{other_sizes, rows_of, split};
 use device::{DeviceError, Program, Staged};
-use model::config::{BatchingPolicy, Class, CopyTime, ModelConfig};
+use model::config::{BatchingPolicy, CopyTime, ModelConfig};
 use model::rows::{batch_symbol, mixing_step};
 use model::{LaunchPlan, Tensor};
 

@@ -5,10 +5,9 @@ use std::sync::{Arc, Weak};
 
 use base::Nanos;
 use device::{DeviceError, Program, Task};
-use model::Tensor;
 use model::config::Class;
 
-use super::batches::{Admission, Incoming, Intake};
+use super::batches::{Admission, Incoming};
 use super::{
     Announcement, Live, ModelEntry, ModelKey, Node, Place, Rejection, Reply, ReplyFn, Request,
     RequestHandle, Rider, Timing,

@@ -63,7 +63,7 @@ where
     let _pass = app.gate.enter()?;
     let body = body::read(headers, body, app.max_body_bytes).await?;
     let Decoded { request, encoding } = decode(headers, body).await?;
-    let context = RequestContext { trace: trace_context(headers) };
+    let context = context(headers);
     let span = span(model.name, &request.id, &context);
     let response = app.service.infer(model, request, context).instrument(span).await?;
     let mut answer = encode(headers, response, encoding).await?;
@@ -73,6 +73,11 @@ where
         answer.headers_mut().insert(TRACEPARENT, trace.clone());
     }
     Ok(answer)
+}
+
+/// What surrounds a request.
+pub(super) fn context(headers: &HeaderMap) -> RequestContext {
+    RequestContext { trace: trace_context(headers) }
 }
 
 /// The caller's place in a trace; a header that is not one is as good as none.
@@ -100,14 +105,14 @@ fn header_length(headers: &HeaderMap) -> ApiResult<Option<usize>> {
     length.map(Some).ok_or_else(|| ApiError::invalid(format!("{HEADER_LENGTH} is not a length")))
 }
 
-async fn decode(headers: &HeaderMap, body: Bytes) -> ApiResult<Decoded> {
+pub(super) async fn decode(headers: &HeaderMap, body: Bytes) -> ApiResult<Decoded> {
     let length = header_length(headers)?;
     // Only JSON takes time to read; binary tensors are slices.
     let json_bytes = length.unwrap_or(body.len());
     body::heavy(json_bytes, move || codec::decode(body, length)).await
 }
 
-async fn encode(
+pub(super) async fn encode(
     headers: &HeaderMap,
     response: InferResponse,
     encoding: codec::OutputEncoding,

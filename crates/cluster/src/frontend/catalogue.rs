@@ -1,0 +1,71 @@
+//! Queries kept, described and forgotten.
+
+use api::error::ApiResult;
+use api::{ApiError, ModelRef, QueryMetadata, QueryStageMetadata, check_model_name};
+
+use super::Inner;
+use super::service::store_error;
+use super::table::Table;
+use crate::query::spec::QuerySpec;
+
+/// The most bytes of a query's text.
+const TEXT_MAX: usize = 256 << 10;
+
+impl Inner {
+    /// What a query is, how its objective is split, and what this frontend has seen of it.
+    pub(super) fn describe(&self, table: &Table, name: &str) -> ApiResult<QueryMetadata> {
+        let entry = table.query(name)?;
+        let spec = &entry.query.spec;
+        let load = entry.meter.look(self.clock.now());
+        let stage = |stage: &crate::query::spec::StageSpec| {
+            let split = entry.split.as_ref();
+            let budget = split.and_then(|split| split.stages.get(&stage.name));
+            let model = ModelRef { name: &stage.model, version: None };
+            QueryStageMetadata {
+                name: stage.name.clone(),
+                model: stage.model.clone(),
+                ready: table.serving(model).is_ok(),
+                budget_ms: budget.map(|budget| budget.budget_ms),
+                fan_out: budget.map(|budget| budget.fan_out),
+                p99_ms: load.stages.get(&stage.name).map_or(0.0, |load| load.p99_ms),
+            }
+        };
+        Ok(QueryMetadata {
+            name: name.to_string(),
+            slo_ms: spec.slo_ms,
+            inputs: entry.query.inputs.iter().cloned().collect(),
+            outputs: spec.output.keys().cloned().collect(),
+            stages: spec.stages.iter().map(stage).collect(),
+            even_because: entry.split.as_ref().and_then(|split| split.even_because.clone()),
+            exact: entry.split.as_ref().is_some_and(|split| split.exact),
+            requests: load.questions.arrived,
+            answered: load.questions.answered,
+            late: load.questions.late,
+            refused: load.questions.refused,
+            p99_ms: load.questions.p99_ms,
+            between_p99_ms: load.between_ms,
+        })
+    }
+
+    /// Keeps a query; answers when this frontend knows it.
+    pub(super) async fn put_query(&self, name: &str, text: &str) -> ApiResult<QueryMetadata> {
+        check_model_name(name)?;
+        if text.len() > TEXT_MAX {
+            return Err(ApiError::invalid(format!("a query has at most {TEXT_MAX} bytes")));
+        }
+        let spec = QuerySpec::read(text).and_then(QuerySpec::check);
+        let spec = spec.map_err(|error| ApiError::invalid(error.to_string()))?.spec;
+        self.library.put_query(name, &spec).await.map_err(store_error)?;
+        let known =
+            |table: &Table| table.queries.get(name).is_some_and(|entry| entry.query.spec == spec);
+        self.wait_for_table(name, known).await?;
+        self.describe(&self.table(), name)
+    }
+
+    /// Forgets a query.
+    pub(super) async fn delete_query(&self, name: &str) -> ApiResult<()> {
+        self.table().query(name)?;
+        self.library.delete_query(name).await.map_err(store_error)?;
+        self.wait_for_table(name, |table| !table.queries.contains_key(name)).await
+    }
+}

@@ -1,0 +1,593 @@
+//! A question on its way through a query's stages.
+//!
+//! A stage starts when all it takes from is there, so branches run side by side; what one answer yields for the next
+//! stage travels together, in requests of up to the stage's batch. The first failure is the question's answer, and
+//! whatever else is under way for it is given up.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use api::error::ApiResult;
+use api::{
+    ApiError, ErrorKind, InferOptions, InferRequest, InferResponse, Inputs, ModelRef, NamedTensor,
+    RequestedOutput,
+};
+use base::Nanos;
+use bytes::Bytes;
+use futures_util::future::try_join_all;
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use model::{DataType, Tensor};
+
+use super::Inner;
+use super::table::{QueryEntry, Table};
+use crate::query::picture::{Corners, Picture};
+use crate::query::region::{self, RegionRules};
+use crate::query::spec::{Checked, ELEMENTS_MAX, Each, Feed, Reference};
+use crate::query::{rows, text};
+
+/// Tensors by name.
+type Values = BTreeMap<String, Tensor>;
+
+/// What a stage gave.
+#[derive(Debug, Default)]
+struct Answers {
+    /// For a stage that fans out: which element of the next outer fan-out each of its own belongs to.
+    above: Vec<usize>,
+    /// What the model and the stage itself gave, by element.
+    values: Vec<Values>,
+}
+
+/// What a stage asks its model, by element.
+#[derive(Default)]
+struct Asks {
+    above: Vec<usize>,
+    inputs: Vec<Values>,
+    /// Rectangles the elements were cut from, where they were.
+    regions: Vec<Corners>,
+}
+
+/// The question as stages see it. Shared with threads that prepare pictures.
+struct Question {
+    query: Arc<Checked>,
+    inputs: HashMap<String, Tensor>,
+    pictures: HashMap<String, Picture>,
+    options: InferOptions,
+}
+
+type Done = Vec<Option<Arc<Answers>>>;
+
+impl Inner {
+    pub(super) async fn ask_query(
+        &self,
+        name: &str,
+        request: InferRequest,
+    ) -> ApiResult<InferResponse> {
+        let arrived = self.clock.now();
+        let table = self.table();
+        let entry = table.query(name)?;
+        entry.meter.questions.arrive(1);
+        let objective = Nanos((entry.query.spec.slo_ms * 1e6) as u64);
+        let answer = self.walk_query(name, request, arrived, objective, &table, entry).await;
+        match &answer {
+            Ok(_) => {
+                entry.meter.questions.answer(self.clock.now() - arrived, Some(objective), 1);
+            }
+            Err(error) if super::is_refusal(error.kind) => entry.meter.questions.refuse(1),
+            Err(_) => {}
+        }
+        answer
+    }
+
+    async fn walk_query(
+        &self,
+        name: &str,
+        request: InferRequest,
+        arrived: Nanos,
+        objective: Nanos,
+        table: &Table,
+        entry: &QueryEntry,
+    ) -> ApiResult<InferResponse> {
+        let _inside = self.enter()?;
+        let query = &entry.query;
+        // A question that a later stage could not answer is not begun.
+        for stage in &query.spec.stages {
+            table.serving(ModelRef { name: &stage.model, version: None })?;
+        }
+        let deadline = arrived + request.options.timeout.unwrap_or(objective);
+        let (id, wanted) = (request.id.clone(), request.outputs.clone());
+        let question = Arc::new(begin(query.clone(), request).await?);
+        let walk = Walk { inner: self, table, entry, question, deadline, name };
+        let (done, in_stages) = walk.run().await?;
+        entry.meter.walk((self.clock.now() - arrived).since(in_stages));
+        let outputs = gather(query, &done, &wanted)?;
+        Ok(InferResponse { model_name: name.into(), model_version: "1".into(), id, outputs })
+    }
+}
+
+/// Checks what came and decodes pictures, away from the threads that serve connections.
+async fn begin(query: Arc<Checked>, request: InferRequest) -> ApiResult<Question> {
+    let named = match request.inputs {
+        Inputs::Named(tensors) => tensors,
+        Inputs::Raw(bytes) => vec![only_input(&query, bytes)?],
+    };
+    let mut inputs: HashMap<String, Tensor> =
+        named.into_iter().map(|input| (input.name.to_string(), input.tensor)).collect();
+    if let Some(unknown) = inputs.keys().find(|name| !query.inputs.contains(*name)) {
+        return Err(ApiError::invalid(format!("the query has no input '{unknown}'")));
+    }
+    if let Some(missing) = query.inputs.iter().find(|name| !inputs.contains_key(*name)) {
+        return Err(ApiError::invalid(format!("the query's input '{missing}' is missing")));
+    }
+    let mut names: Vec<String> = Vec::new();
+    for feed in query.spec.stages.iter().flat_map(|stage| stage.inputs.values()) {
+        if let Feed::Picture(picture) = feed
+            && !names.contains(&picture.of)
+        {
+            names.push(picture.of.clone());
+        }
+    }
+    let mut options = request.options;
+    options.class = options.class.or(query.spec.class);
+    let mut pictures = HashMap::new();
+    for name in names {
+        let tensor = inputs.remove(&name);
+        let missing = || ApiError::invalid(format!("the query's input '{name}' is missing"));
+        let tensor = tensor.ok_or_else(missing)?;
+        let title = name.clone();
+        let picture = aside(move || Picture::of(&title, &tensor)).await?;
+        pictures.insert(name, picture);
+    }
+    Ok(Question { query, inputs, pictures, options })
+}
+
+/// A body that says nothing about itself is the picture of a query that takes one and nothing else.
+fn only_input(query: &Checked, bytes: Bytes) -> ApiResult<NamedTensor> {
+    let mut names = query.inputs.iter();
+    match (names.next(), names.next()) {
+        (Some(name), None) => Ok(NamedTensor {
+            name: name.as_str().into(),
+            tensor: Tensor::from_strings(vec![1], vec![bytes])?,
+        }),
+        _ => Err(ApiError::invalid(format!(
+            "a raw body needs a query with one input, this one has {}",
+            query.inputs.len()
+        ))),
+    }
+}
+
+/// Runs what takes a while on a thread of its own.
+async fn aside<T: Send + 'static>(
+    work: impl FnOnce() -> ApiResult<T> + Send + 'static,
+) -> ApiResult<T> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .unwrap_or_else(|_| Err(ApiError::internal("work between two stages failed")))
+}
+
+/// One question's walk.
+struct Walk<'a> {
+    inner: &'a Inner,
+    table: &'a Table,
+    entry: &'a QueryEntry,
+    question: Arc<Question>,
+    deadline: Nanos,
+    name: &'a str,
+}
+
+impl Walk<'_> {
+    /// All stages' answers, and how long models were at work for at least one of them.
+    async fn run(&self) -> ApiResult<(Done, Nanos)> {
+        let query = &self.question.query;
+        let count = query.spec.stages.len();
+        let mut done: Done = vec![None; count];
+        let mut started = vec![false; count];
+        let mut running = FuturesUnordered::new();
+        let mut spans: Vec<(Nanos, Nanos)> = Vec::with_capacity(count);
+        loop {
+            for (stage, started) in started.iter_mut().enumerate() {
+                let ready = query.parents[stage].iter().all(|&parent| done[parent].is_some());
+                if ready && !*started {
+                    *started = true;
+                    running.push(self.stage(stage, done.clone()));
+                }
+            }
+            let Some(ended) = running.next().await else { break };
+            let (stage, answers, span) = ended.map_err(|error| self.named(error))?;
+            done[stage] = Some(Arc::new(answers));
+            spans.push(span);
+        }
+        Ok((done, covered(spans)))
+    }
+
+    fn named(&self, error: ApiError) -> ApiError {
+        let message = format!("query '{}': {}", self.name, error.message);
+        ApiError { message: message.into(), ..error }
+    }
+
+    async fn stage(&self, stage: usize, done: Done) -> ApiResult<(usize, Answers, (Nanos, Nanos))> {
+        let question = self.question.clone();
+        let spec = &question.query.spec.stages[stage];
+        let pictures = spec.inputs.values().any(|feed| matches!(feed, Feed::Picture(_)));
+        let asks = match pictures || spec.each.is_some() {
+            true => {
+                let question = question.clone();
+                aside(move || question.asks(stage, &done)).await?
+            }
+            false => question.asks(stage, &done)?,
+        };
+        let begun = self.inner.clock.now();
+        let groups = groups(&asks.inputs, spec.batch);
+        let calls = groups.iter().map(|group| self.call(stage, &asks.inputs, group));
+        let answered = try_join_all(calls).await?;
+        let mut values = vec![Values::new(); asks.inputs.len()];
+        for (group, answers) in groups.iter().zip(answered) {
+            for (&element, answer) in group.iter().zip(answers) {
+                values[element] = answer;
+            }
+        }
+        let ended = self.inner.clock.now();
+        self.entry.meter.stage(stage, asks.inputs.len() as u64, ended - begun);
+        for (value, corners) in values.iter_mut().zip(&asks.regions) {
+            let flat: Vec<f32> = corners.iter().flatten().copied().collect();
+            value.insert("region".to_string(), Tensor::from_vec(vec![1, 4, 2], flat)?);
+        }
+        Ok((stage, Answers { above: asks.above, values }, (begun, ended)))
+    }
+
+    /// Sends the elements of one group as one request and takes the answer apart again.
+    async fn call(
+        &self,
+        stage: usize,
+        inputs: &[Values],
+        group: &[usize],
+    ) -> ApiResult<Vec<Values>> {
+        let query = &self.question.query;
+        let spec = &query.spec.stages[stage];
+        let model = ModelRef { name: &spec.model, version: None };
+        let entry = self.table.serving(model)?;
+        let mut tensors = Vec::new();
+        let mut pieces: Vec<usize> = vec![1; group.len()];
+        for name in spec.inputs.keys() {
+            let own: Vec<&Tensor> =
+                group.iter().filter_map(|&element| inputs[element].get(name)).collect();
+            pieces = own.iter().map(|tensor| rows::count(tensor)).collect();
+            let tensor = rows::join(name, &own)?;
+            tensors.push(NamedTensor { name: name.as_str().into(), tensor });
+        }
+        let wanted = query.wanted(stage).into_iter();
+        let request = InferRequest {
+            id: String::new(),
+            options: InferOptions {
+                timeout: Some(self.left(stage)?),
+                binary_output: true,
+                ..self.question.options.clone()
+            },
+            inputs: Inputs::Named(tensors),
+            outputs: wanted.map(|name| RequestedOutput { name, classes: 0 }).collect(),
+        };
+        let count = group.len() as u64;
+        let answer = self.inner.dispatch(model, request, count, self.table, entry).await?;
+        let labels = &entry.record.config.labels;
+        let mut values = vec![Values::new(); group.len()];
+        let mut give = |name: &str, tensor: &Tensor, pieces: &[usize]| -> ApiResult<()> {
+            for (value, part) in values.iter_mut().zip(rows::part(name, tensor, pieces)?) {
+                value.insert(name.to_string(), part);
+            }
+            Ok(())
+        };
+        for NamedTensor { name, tensor } in answer.outputs {
+            if spec.text.as_deref() == Some(&*name) {
+                let (texts, scores) = text::read(&name, &tensor, labels)?;
+                give("text", &texts, &pieces)?;
+                give("score", &scores, &pieces)?;
+                continue;
+            }
+            give(&name, &tensor, &pieces)?;
+        }
+        Ok(values)
+    }
+
+    /// Time until it is too late for this stage: what later ones need at the very least is theirs.
+    fn left(&self, stage: usize) -> ApiResult<Nanos> {
+        let name = &self.question.query.spec.stages[stage].name;
+        let budget = self.entry.split.as_ref().and_then(|split| split.stages.get(name));
+        let reserve = Nanos((budget.map_or(0.0, |budget| budget.reserve_ms) * 1e6) as u64);
+        let left = self.deadline.since(self.inner.clock.now()).since(reserve);
+        match left > Nanos::ZERO {
+            true => Ok(left),
+            false => {
+                let message = format!("the deadline passed before stage '{name}'");
+                Err(ApiError::new(ErrorKind::DeadlineExceeded, message))
+            }
+        }
+    }
+}
+
+/// Time covered by spans that may overlap.
+fn covered(mut spans: Vec<(Nanos, Nanos)>) -> Nanos {
+    spans.sort();
+    let (mut total, mut until) = (Nanos::ZERO, Nanos::ZERO);
+    for (from, to) in spans {
+        let from = from.max(until);
+        total += to.since(from);
+        until = until.max(to);
+    }
+    total
+}
+
+/// Elements whose inputs can be put together, in groups of at most `batch`.
+fn groups(inputs: &[Values], batch: usize) -> Vec<Vec<usize>> {
+    let form = |values: &Values| -> Vec<(DataType, Vec<usize>)> {
+        let tail = |tensor: &Tensor| tensor.shape().get(1..).unwrap_or_default().to_vec();
+        values.values().map(|tensor| (tensor.dtype(), tail(tensor))).collect()
+    };
+    let mut alike: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+    for (index, values) in inputs.iter().enumerate() {
+        alike.entry(format!("{:?}", form(values))).or_default().push(index);
+    }
+    alike
+        .into_values()
+        .flat_map(|all| all.chunks(batch).map(<[usize]>::to_vec).collect::<Vec<_>>())
+        .collect()
+}
+
+impl Question {
+    /// The requests of a stage, from the answers of those it takes from.
+    fn asks(&self, stage: usize, done: &Done) -> ApiResult<Asks> {
+        let query = &self.query;
+        let chain = &query.chains[stage];
+        let fans = query.spec.stages[stage].each.is_some();
+        let outer = if fans { &chain[..chain.len() - 1] } else { &chain[..] };
+        let count = match outer.last() {
+            Some(&fan) => done[fan].as_ref().map_or(0, |answers| answers.values.len()),
+            None => 1,
+        };
+        let mut asks = Asks::default();
+        for element in 0..count {
+            let cuts = self.cuts(stage, done, outer, element)?;
+            for (own, corners) in cuts {
+                let inputs = self.inputs(stage, done, outer, element, own.as_ref(), &corners)?;
+                asks.inputs.push(inputs);
+                if fans {
+                    asks.above.push(element);
+                    asks.regions.extend(corners);
+                }
+            }
+            if asks.inputs.len() > ELEMENTS_MAX {
+                return Err(ApiError::invalid(format!(
+                    "stage '{}' would get more than {ELEMENTS_MAX} requests of one question",
+                    query.spec.stages[stage].name
+                )));
+            }
+        }
+        Ok(asks)
+    }
+
+    /// What an element of the outer fan-out becomes: its own values and rectangles. Exactly one where the stage does not
+    /// fan out.
+    fn cuts(
+        &self,
+        stage: usize,
+        done: &Done,
+        outer: &[usize],
+        element: usize,
+    ) -> ApiResult<Vec<(Option<Tensor>, Option<Corners>)>> {
+        let find = |name: &str| self.value(stage, done, outer, element, name);
+        match &self.query.spec.stages[stage].each {
+            None => Ok(vec![(None, None)]),
+            Some(Each::Rows { of, most }) => {
+                let tensor = find(of)?;
+                let count = tensor.shape().first().copied().ok_or_else(|| {
+                    ApiError::invalid(format!("'{of}' is a single value and has no rows"))
+                })?;
+                let rows = match count {
+                    0 => Vec::new(),
+                    1 => vec![tensor],
+                    _ => rows::part(of, &tensor, &vec![1; count])?,
+                };
+                Ok(rows.into_iter().take(*most).map(|row| (Some(row), None)).collect())
+            }
+            Some(Each::Boxes { of, scores, score_least, most }) => {
+                let scores = scores.as_ref().map(|name| find(name)).transpose()?;
+                let boxes = listed(of, &find(of)?, scores.as_ref(), *score_least, *most)?;
+                Ok(boxes.into_iter().map(|corners| (None, Some(corners))).collect())
+            }
+            Some(Each::Regions { map, threshold, score_least, grow, most }) => {
+                let rules = RegionRules {
+                    threshold: *threshold,
+                    score_least: *score_least,
+                    grow: *grow,
+                    most: *most,
+                };
+                let regions = self.regions(stage, map, &find(map)?, &rules)?;
+                Ok(regions.into_iter().map(|corners| (None, Some(corners))).collect())
+            }
+        }
+    }
+
+    /// Regions of a map in pixels of the picture that the stage cuts from.
+    fn regions(
+        &self,
+        stage: usize,
+        name: &str,
+        map: &Tensor,
+        rules: &RegionRules,
+    ) -> ApiResult<Vec<Corners>> {
+        let (&[.., height, width], Some(values)) = (map.shape(), map.to_vec::<f32>()) else {
+            return Err(ApiError::invalid(format!("'{name}' is no map of FP32")));
+        };
+        if width * height != values.len() || values.is_empty() {
+            return Err(ApiError::invalid(format!(
+                "'{name}' has shape {:?}; a map of regions is one picture",
+                map.shape()
+            )));
+        }
+        let mut found = region::find(&values, width, height, rules);
+        let feeds = self.query.spec.stages[stage].inputs.values();
+        let of = feeds.filter_map(|feed| match feed {
+            Feed::Picture(picture) if picture.crop => self.pictures.get(&picture.of),
+            _ => None,
+        });
+        if let Some(picture) = of.into_iter().next() {
+            let scale =
+                [picture.width as f32 / width as f32, picture.height as f32 / height as f32];
+            for corner in found.iter_mut().flatten() {
+                *corner = [corner[0] * scale[0], corner[1] * scale[1]];
+            }
+        }
+        Ok(found)
+    }
+
+    fn inputs(
+        &self,
+        stage: usize,
+        done: &Done,
+        outer: &[usize],
+        element: usize,
+        own: Option<&Tensor>,
+        corners: &Option<Corners>,
+    ) -> ApiResult<Values> {
+        let mut values = Values::new();
+        for (name, feed) in &self.query.spec.stages[stage].inputs {
+            let tensor = match feed {
+                Feed::Value(from) if from == "each" => {
+                    own.cloned().ok_or_else(|| ApiError::internal("a stage has no value"))?
+                }
+                Feed::Value(from) => self.value(stage, done, outer, element, from)?,
+                Feed::Picture(feed) => {
+                    let picture = self.pictures.get(&feed.of);
+                    let missing = || ApiError::internal(format!("no picture '{}'", feed.of));
+                    let picture = picture.ok_or_else(missing)?;
+                    let whole = picture.whole();
+                    let view = corners.as_ref().filter(|_| feed.crop).unwrap_or(&whole);
+                    picture.tensor(view, feed)?
+                }
+            };
+            values.insert(name.clone(), tensor);
+        }
+        Ok(values)
+    }
+
+    /// The value called `name` as element `element` of the fan-out `outer` sees it.
+    fn value(
+        &self,
+        stage: usize,
+        done: &Done,
+        outer: &[usize],
+        element: usize,
+        name: &str,
+    ) -> ApiResult<Tensor> {
+        let missing = || ApiError::invalid(format!("there is no value '{name}'"));
+        match self.query.spec.reference(stage, name) {
+            Ok(Reference::Input(input)) => self.inputs.get(input).cloned().ok_or_else(missing),
+            Ok(Reference::Output(from, output)) => {
+                let target = self.query.chains[from].len();
+                let mut at = element;
+                for &fan in outer[target..].iter().rev() {
+                    let above = done[fan].as_ref().and_then(|answers| answers.above.get(at));
+                    at = *above.ok_or_else(missing)?;
+                }
+                let answers = done[from].as_ref().ok_or_else(missing)?;
+                answers.values.get(at).and_then(|v| v.get(output)).cloned().ok_or_else(missing)
+            }
+            _ => Err(missing()),
+        }
+    }
+}
+
+/// Rectangles of a tensor of left, top, right, bottom; the best where there are too many.
+fn listed(
+    name: &str,
+    boxes: &Tensor,
+    scores: Option<&Tensor>,
+    score_least: f32,
+    most: usize,
+) -> ApiResult<Vec<Corners>> {
+    let refuse =
+        |why: &str| ApiError::invalid(format!("'{name}' has shape {:?}: {why}", boxes.shape()));
+    let values = boxes.to_vec::<f32>().ok_or_else(|| refuse("boxes are FP32"))?;
+    if boxes.shape().last() != Some(&4) {
+        return Err(refuse("boxes are rows of left, top, right, bottom"));
+    }
+    let count = values.len() / 4;
+    let scores = match scores {
+        None => vec![f32::INFINITY; count],
+        Some(scores) => scores.to_vec::<f32>().ok_or_else(|| refuse("scores are FP32"))?,
+    };
+    if scores.len() != count {
+        return Err(refuse("there is not one score for each box"));
+    }
+    let mut order: Vec<usize> = (0..count).filter(|&index| scores[index] >= score_least).collect();
+    if order.len() > most {
+        order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
+        order.truncate(most);
+        order.sort_unstable();
+    }
+    let corners = |index: usize| -> Corners {
+        let [left, top, right, bottom] = std::array::from_fn(|side| values[index * 4 + side]);
+        [[left, top], [right, top], [right, bottom], [left, bottom]]
+    };
+    Ok(order.into_iter().map(corners).collect())
+}
+
+/// What the query answers: values of all elements one after another.
+fn gather(query: &Checked, done: &Done, wanted: &[RequestedOutput]) -> ApiResult<Vec<NamedTensor>> {
+    let names: Vec<&String> = match wanted {
+        [] => query.spec.output.keys().collect(),
+        some => some.iter().map(|output| &output.name).collect(),
+    };
+    let mut outputs = Vec::with_capacity(names.len());
+    for name in names {
+        let from = query.spec.output.get(name);
+        let from =
+            from.ok_or_else(|| ApiError::invalid(format!("the query has no output '{name}'")))?;
+        let Ok(Reference::Output(stage, output)) =
+            query.spec.reference(query.spec.stages.len(), from)
+        else {
+            return Err(ApiError::internal(format!("output '{name}' comes from nowhere")));
+        };
+        let answers = done[stage].as_ref().map_or(&[][..], |answers| &answers.values[..]);
+        let own: Vec<&Tensor> = answers.iter().filter_map(|values| values.get(output)).collect();
+        if own.len() < answers.len() {
+            return Err(ApiError::invalid(format!("'{from}' is not among the model's outputs")));
+        }
+        let tensor = match own.is_empty() {
+            true if output == "text" => Tensor::from_strings(vec![0], Vec::new())?,
+            true => Tensor::from_vec::<f32>(vec![0], Vec::new())?,
+            false => rows::join(name, &own)?,
+        };
+        outputs.push(NamedTensor { name: name.as_str().into(), tensor });
+    }
+    Ok(outputs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn overlapping_spans_count_once() {
+        let span = |from: u64, to: u64| (Nanos(from), Nanos(to));
+        assert_eq!(covered(vec![span(5, 9), span(1, 3), span(2, 4)]), Nanos(7));
+        assert_eq!(covered(vec![span(1, 9), span(2, 3)]), Nanos(8));
+    }
+
+    #[test]
+    fn elements_that_fit_together_travel_together() {
+        let of = |width: usize| -> Values {
+            [("x".to_string(), Tensor::from_vec(vec![1, width], vec![0f32; width]).unwrap())].into()
+        };
+        let inputs: Vec<Values> = [2, 3, 2, 2, 3].into_iter().map(of).collect();
+        assert_eq!(groups(&inputs, 2), [vec![0, 2], vec![3], vec![1, 4]]);
+    }
+
+    #[test]
+    fn the_best_boxes_are_taken_in_their_order() {
+        let boxes = Tensor::from_vec(vec![1, 3, 4], (0..12).map(|v| v as f32).collect()).unwrap();
+        let scores = Tensor::from_vec(vec![3], vec![0.9f32, 0.2, 0.8]).unwrap();
+        let found = listed("b", &boxes, Some(&scores), 0.1, 2).unwrap();
+        assert_eq!(found.len(), 2);
+        assert_eq!((found[0][0], found[1][2]), ([0.0, 1.0], [10.0, 11.0]));
+        assert!(listed("b", &scores, None, 0.0, 9).is_err());
+    }
+}

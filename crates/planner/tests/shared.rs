@@ -1,0 +1,220 @@
+//! Plans with shared slices and their bound, against the fewest GPUs found by trying everything.
+
+use base::{MonotonicClock, Random};
+use planner::certified::{self, Solution};
+use planner::gpu::SliceKind;
+use planner::{GpuKind, Point, Problem, Profiles, Rules, Service, Sharing, Watch, check};
+
+/// A GPU that is one slice, whole.
+static WHOLE: GpuKind = GpuKind {
+    name: "whole",
+    gpcs: 1,
+    memory_slices: 1,
+    slices: &[SliceKind {
+        name: "whole",
+        profile_id: 0,
+        gpcs: 1,
+        memory_gb: 1 << 20,
+        memory_slices: 1,
+        starts: &[0],
+    }],
+};
+
+fn solve(problem: &Problem) -> Solution {
+    let clock = MonotonicClock::new();
+    let mut report = |_| true;
+    certified::plan(problem, &mut Watch::new(&clock, &mut report)).unwrap()
+}
+
+/// Services that need a part of a GPU each.
+fn random_problem(seed: u64, gpu: &'static GpuKind, count: usize) -> Problem {
+    let mut random = Random::new(seed);
+    let mut profiles = Profiles::default();
+    let mut services = Vec::new();
+    for index in 0..count {
+        let name = format!("s{index}");
+        let (alpha, beta) = (1.0 + 4.0 * random.unit_f64(), 4.0 + 16.0 * random.unit_f64());
+        let slo_ms = (2.0 + 6.0 * random.unit_f64()) * (4.0 * alpha + beta) * 2.0;
+        let mut best = 0.0f64;
+        let mut sizes: Vec<u8> = gpu.slices.iter().map(|slice| slice.gpcs).collect();
+        sizes.dedup();
+        for gpcs in sizes {
+            for batch in [1u32, 2, 4, 8] {
+                let speed = f64::from(gpcs) / f64::from(gpu.gpcs);
+                let latency_ms = alpha * f64::from(batch) / speed + beta;
+                let throughput = f64::from(batch) / latency_ms * 1000.0;
+                let memory_mib = Some(1);
+                let point = Point { gpcs, batch, processes: 1, throughput, latency_ms, memory_mib };
+                profiles.push(&name, point).unwrap();
+                if latency_ms < slo_ms / 2.0 {
+                    best = best.max(throughput);
+                }
+            }
+        }
+        let rate = best * (0.05 + 0.5 * random.unit_f64());
+        services.push(Service { name: name.clone(), model: name, rate, slo_ms });
+    }
+    let rules = Rules { slo_share: 1.0, sharing: Sharing::Time, ..Rules::default() };
+    Problem { gpu, services, profiles, rules }
+}
+
+/// Whether one slice of `kind` serves these services whole: alone, or by some choice of turns within a cycle.
+fn fits(problem: &Problem, group: &[usize], kind: usize) -> bool {
+    let gpcs = problem.gpu.slices[kind].gpcs;
+    let points = |service: usize| {
+        let model = &problem.services[service].model;
+        let all = problem.profiles.points(model).unwrap_or_default();
+        all.iter().filter(|point| point.gpcs == gpcs).collect::<Vec<_>>()
+    };
+    if let [only] = group {
+        let service = &problem.services[*only];
+        let alone =
+            |p: &&Point| problem.fits_alone(service, kind, p) && p.throughput >= service.rate;
+        if points(*only).into_iter().any(|point| alone(&point)) {
+            return true;
+        }
+    }
+    fn turns(
+        problem: &Problem,
+        rest: &[(usize, Vec<&Point>)],
+        cycle_ms: f64,
+        busy_ms: f64,
+    ) -> bool {
+        if busy_ms > cycle_ms * (1.0 + 1e-9) {
+            return false;
+        }
+        let Some(((service, points), rest)) = rest.split_first() else { return true };
+        let service = &problem.services[*service];
+        points.iter().any(|point| {
+            let gathers_ms = f64::from(point.batch) / service.rate * 1000.0;
+            let waits_ms = service.slo_ms - point.latency_ms;
+            let cycle_ms = cycle_ms.min(gathers_ms).min(waits_ms);
+            turns(problem, rest, cycle_ms, busy_ms + point.latency_ms)
+        })
+    }
+    let all: Vec<(usize, Vec<&Point>)> = group.iter().map(|&s| (s, points(s))).collect();
+    turns(problem, &all, f64::INFINITY, 0.0)
+}
+
+/// Fewest GPUs over all ways to put whole services together, nothing above `most`.
+fn brute_force(problem: &Problem, most: usize) -> Option<usize> {
+    let kinds = problem.gpu.slices.len();
+    let count = problem.services.len();
+    // Kinds that serve a set of services, by its bits.
+    let mut serving: Vec<Vec<usize>> = vec![Vec::new(); 1 << count];
+    for set in 1..1usize << count {
+        let group: Vec<usize> = (0..count).filter(|service| set >> service & 1 == 1).collect();
+        serving[set] = (0..kinds).filter(|&kind| fits(problem, &group, kind)).collect();
+    }
+    (1..=most).find(|&gpus| divide(problem, &serving, (1 << count) - 1, &mut Vec::new(), gpus))
+}
+
+/// Every division of the services that are left into sets, each with every kind that serves it.
+fn divide(
+    problem: &Problem,
+    serving: &[Vec<usize>],
+    left: usize,
+    slices: &mut Vec<usize>,
+    gpus: usize,
+) -> bool {
+    let gpcs: usize = slices.iter().map(|&k| usize::from(problem.gpu.slices[k].gpcs)).sum();
+    if gpcs > gpus * usize::from(problem.gpu.gpcs) {
+        return false;
+    }
+    if left == 0 {
+        let mut order = slices.clone();
+        order.sort_by_key(|&kind| std::cmp::Reverse(problem.gpu.slices[kind].memory_slices));
+        return place(problem, &order, &mut vec![0u16; gpus]);
+    }
+    // The first service that is left is in one of the sets.
+    let first = left & left.wrapping_neg();
+    let others = left ^ first;
+    let mut more = others;
+    loop {
+        for &kind in &serving[first | more] {
+            slices.push(kind);
+            if divide(problem, serving, others & !more, slices, gpus) {
+                return true;
+            }
+            slices.pop();
+        }
+        if more == 0 {
+            return false;
+        }
+        more = (more - 1) & others;
+    }
+}
+
+fn place(problem: &Problem, slices: &[usize], gpus: &mut Vec<u16>) -> bool {
+    let Some((&kind, rest)) = slices.split_first() else { return true };
+    let facts = &problem.gpu.slices[kind];
+    for gpu in 0..gpus.len() {
+        if gpu > 0 && gpus[gpu] == gpus[gpu - 1] {
+            continue;
+        }
+        for &start in facts.starts {
+            let mask = facts.mask(start);
+            if gpus[gpu] & mask == 0 {
+                gpus[gpu] |= mask;
+                if place(problem, rest, gpus) {
+                    return true;
+                }
+                gpus[gpu] &= !mask;
+            }
+        }
+    }
+    false
+}
+
+/// How plans and bounds stand against brute force: instances, plans with more GPUs, with fewer (services are divided there),
+/// bounds that say one GPU less than the best that is known, and GPUs of all.
+#[derive(Debug, Default)]
+struct Standing {
+    instances: usize,
+    above: usize,
+    below: usize,
+    bound_less: usize,
+    planned: usize,
+    best: usize,
+    bound: f64,
+}
+
+fn compare(gpu: &'static GpuKind, count: usize, seeds: std::ops::Range<u64>) -> Standing {
+    let mut standing = Standing::default();
+    for seed in seeds {
+        let problem = random_problem(seed, gpu, count);
+        let solution = solve(&problem);
+        let violations = check(&problem, &solution.plan);
+        assert!(violations.is_empty(), "seed {seed}: {violations:?}");
+        let planned = solution.plan.gpus.len();
+        let Some(best) = brute_force(&problem, count) else { panic!("seed {seed}: nothing fits") };
+        let least = planned.min(best);
+        assert!(solution.lower_bound <= least, "seed {seed}: {} {least}", solution.bound);
+        standing.instances += 1;
+        standing.above += usize::from(planned > best);
+        standing.below += usize::from(planned < best);
+        standing.bound_less += usize::from(solution.lower_bound < least);
+        standing.planned += planned;
+        standing.best += least;
+        standing.bound += solution.bound;
+    }
+    println!("{} with {count} services: {standing:?}", gpu.name);
+    standing
+}
+
+#[test]
+fn whole_gpus_are_shared_as_brute_force_shares_them() {
+    let few = compare(&WHOLE, 4, 0..200);
+    let more = compare(&WHOLE, 7, 200..300);
+    assert!(few.above == 0, "{few:?}");
+    assert!(more.above * 20 <= more.instances, "{more:?}");
+}
+
+#[test]
+fn slices_are_shared_as_brute_force_shares_them() {
+    let gpu = GpuKind::find("a30-24gb").unwrap();
+    let few = compare(gpu, 3, 0..150);
+    let more = compare(gpu, 5, 150..220);
+    assert!(few.above * 20 <= few.instances, "{few:?}");
+    assert!(more.above * 10 <= more.instances, "{more:?}");
+}
