@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use base::{Bytes, Clock, MonotonicClock, Nanos, Random};
 use device::{Device, DeviceError, Program};
-use model::config::{Class, ModelConfig};
+use model::config::{Batching, BatchingPolicy, Class, ModelConfig};
 use model::{DataType, LaunchPlan, Tensor};
 use runtime::{ModelKey, Node, NodeError, NodeOptions, Rejection, Reply, Request};
 use thiserror::Error;
@@ -248,7 +248,10 @@ impl Swap {
         let options = NodeOptions { memory, ..NodeOptions::default() };
         let node = Arc::new(Node::start(self.device.clone(), options, clock.clone())?);
         let keys = self.models[..count].iter().enumerate().map(|(index, model)| {
-            let config = ModelConfig { pinned: pinned == Some(index), ..ModelConfig::default() };
+            // Each on its own: answers are compared to the bit, and a batch rounds differently.
+            let batching = Batching { policy: BatchingPolicy::None, ..Batching::default() };
+            let pinned = pinned == Some(index);
+            let config = ModelConfig { pinned, batching, ..ModelConfig::default() };
             node.add_model(model.program.clone(), &config)
         });
         let keys = keys.collect();

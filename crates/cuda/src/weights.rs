@@ -80,6 +80,18 @@ struct Mapped {
     slabs: usize,
 }
 
+impl Mapped {
+    /// How much there is.
+    fn extent(&self) -> (usize, usize) {
+        (self.ranges.len(), self.pieces.len())
+    }
+
+    /// Takes out what came after there was as much as `before`.
+    fn split_off(&mut self, before: (usize, usize)) -> (Vec<Arc<Slab>>, Vec<Piece>) {
+        (self.ranges.split_off(before.0), self.pieces.split_off(before.1))
+    }
+}
+
 #[derive(Default)]
 struct Store {
     /// Address, place in the order of arrival, and size.

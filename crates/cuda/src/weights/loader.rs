@@ -251,9 +251,13 @@ impl Loader {
 
     fn load(&mut self, weights: Arc<ProgramWeights>, report: LoadReport) {
         let issued = Instant::now();
+        let before = weights.mapped().extent();
         let loaded = match self.issue(&weights) {
             // What runs keep for later is worth less than weights that somebody waits for.
-            Err(CudaError::OutOfMemory { .. }) if weights.drop_spares() => self.issue(&weights),
+            Err(CudaError::OutOfMemory { .. }) if weights.drop_spares() => {
+                self.take_back(&weights, before);
+                self.issue(&weights)
+            }
             loaded => loaded,
         };
         match loaded {
@@ -275,7 +279,7 @@ impl Loader {
                 });
             }
             Err(err) => {
-                self.take_back(&weights);
+                self.take_back(&weights, before);
                 tracing::warn!("weights are not loaded: {err}");
                 let err = weights.error(err);
                 report(LoadProgress::Failed(err));
@@ -283,14 +287,14 @@ impl Loader {
         }
     }
 
-    /// Undoes a load that failed halfway.
-    fn take_back(&mut self, weights: &Arc<ProgramWeights>) {
+    /// Undoes a load that failed halfway: what was there `before` stays.
+    fn take_back(&mut self, weights: &Arc<ProgramWeights>, before: (usize, usize)) {
         if let Err(err) = self.stream.synchronize() {
             tracing::error!("a load that failed may still be under way: {err}");
         }
-        weights.set_gate(Gate::Absent);
-        self.retire(weights);
-        self.unmap_retired();
+        let (ranges, pieces) = weights.mapped().split_off(before);
+        ranges.iter().for_each(|slab| self.unmap(slab));
+        self.pieces.give(pieces);
     }
 
     /// Puts memory under all that is not there and queues the copies.
