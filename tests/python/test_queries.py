@@ -86,7 +86,7 @@ def test_twenty_lines_travel_in_batches(ocr: Server) -> None:
     assert texts(ask(ocr, page(lines, columns=2))) == lines
     assert ocr.metric("nv_inference_request_success", model="rapidocr_rec") - before == 20
     stats = requests.get(f"{ocr.url}/v2/models/rapidocr_rec/stats", timeout=5).json()["model_stats"][0]
-    assert stats["execution_count"] < stats["inference_count"] or stats["inference_count"] >= 20, stats
+    assert stats["execution_count"] < stats["inference_count"], stats
 
 
 def test_tensors_work_as_pictures_do(ocr: Server) -> None:

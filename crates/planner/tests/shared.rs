@@ -102,9 +102,9 @@ fn brute_force(problem: &Problem, most: usize) -> Option<usize> {
     let count = problem.services.len();
     // Kinds that serve a set of services, by its bits.
     let mut serving: Vec<Vec<usize>> = vec![Vec::new(); 1 << count];
-    for set in 1..1usize << count {
+    for (set, kinds_of) in serving.iter_mut().enumerate().skip(1) {
         let group: Vec<usize> = (0..count).filter(|service| set >> service & 1 == 1).collect();
-        serving[set] = (0..kinds).filter(|&kind| fits(problem, &group, kind)).collect();
+        *kinds_of = (0..kinds).filter(|&kind| fits(problem, &group, kind)).collect();
     }
     (1..=most).find(|&gpus| divide(problem, &serving, (1 << count) - 1, &mut Vec::new(), gpus))
 }
