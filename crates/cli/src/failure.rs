@@ -1,7 +1,5 @@
 //! How a command fails: a message for people and an exit code for scripts.
 
-use std::process::ExitCode;
-
 /// The end of a command that did not do what it was asked to.
 #[derive(Debug)]
 pub(crate) struct Failure {
@@ -26,11 +24,11 @@ impl Failure {
     }
 
     /// Prints the message and gives the exit code.
-    pub(crate) fn report(&self) -> ExitCode {
+    pub(crate) fn report(&self) -> u8 {
         if !self.message.is_empty() {
             eprintln!("error: {}", self.message);
         }
-        ExitCode::from(self.code)
+        self.code
     }
 }
 

@@ -44,10 +44,12 @@ use crate::failure::Failure;
 fn main() -> ExitCode {
     end_quietly_without_a_reader();
     let cli = Cli::parse();
-    match start_logging(&cli).and_then(|()| run(cli.command)) {
-        Ok(()) => ExitCode::SUCCESS,
+    let code = match start_logging(&cli).and_then(|()| run(cli.command)) {
+        Ok(()) => 0,
         Err(failure) => failure.report(),
-    }
+    };
+    cuda::end_process(code);
+    ExitCode::from(code)
 }
 
 /// Whoever reads the answer may have seen enough (`atoll plan ... | head`): what is printed after that is nobody's, and no defect.

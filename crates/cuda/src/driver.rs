@@ -10,7 +10,7 @@ mod stream;
 mod transfer;
 mod virtual_memory;
 
-pub(crate) use context::{Context, DriverFacts};
+pub(crate) use context::{Context, DriverFacts, was_opened};
 pub(crate) use event::Event;
 pub(crate) use graph::Graph;
 pub(crate) use memory::DeviceBuffer;

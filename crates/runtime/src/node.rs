@@ -463,7 +463,8 @@ impl Node {
 
     /// Makes a loaded program known under a new key. Requests may come at once.
     pub fn add_model(&self, program: Arc<dyn Program>, config: &ModelConfig) -> ModelKey {
-        let batching = batches::batcher_of(program.plan(), config);
+        let level = self.shared.device.info().preemption;
+        let batching = batches::batcher_of(program.plan(), config, level);
         let prepared = batching.as_ref().map(|(batcher, _)| {
             (program.clone(), batcher.rules().batches(), batcher.rules().workers.len())
         });

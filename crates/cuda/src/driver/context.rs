@@ -50,6 +50,11 @@ thread_local! {
     static CURRENT: Cell<u64> = const { Cell::new(0) };
 }
 
+/// Whether a GPU was opened in this process.
+pub(crate) fn was_opened() -> bool {
+    OPENED.load(Ordering::Relaxed) > 0
+}
+
 /// Contexts opened so far. The driver may hand out the same handle twice, and a thread must not take the second for the
 /// first.
 static OPENED: AtomicU64 = AtomicU64::new(0);

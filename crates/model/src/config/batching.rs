@@ -12,7 +12,8 @@ const WORKERS_MOST: usize = 64;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BatchingPolicy {
-    /// As soon as the device has room, as many as were seen to be worth it.
+    /// As soon as the device has room, as many as were seen to be worth it; on a device that runs batches side by side, as
+    /// elastic.
     #[default]
     Auto,
     /// Ebird: workers of several sizes, each woken as soon as it can be filled.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 
 use base::Nanos;
 use device::batch::{other_sizes, rows_of, split};
-use device::{DeviceError, Program, Staged};
+use device::{DeviceError, PreemptionLevel, Program, Staged};
 use model::config::{BatchingPolicy, CopyTime, ModelConfig};
 use model::rows::{batch_symbol, mixing_step};
 use model::{LaunchPlan, Tensor};
@@ -90,8 +90,9 @@ impl Preparer {
 pub(super) fn batcher_of(
     plan: &LaunchPlan,
     config: &ModelConfig,
+    level: PreemptionLevel,
 ) -> Option<(ModelBatcher, Intake)> {
-    let rules = Rules::of(config)?;
+    let rules = Rules::of(config, level)?;
     let asked = config.batching.policy != BatchingPolicy::Auto;
     let Some(symbol) = batch_symbol(plan) else {
         if asked {

@@ -1,6 +1,7 @@
 //! A model's settings as the batcher follows them.
 
 use base::Nanos;
+use device::PreemptionLevel;
 use model::config::{Batching, BatchingPolicy, CopyTime, ModelConfig};
 
 use super::Member;
@@ -26,9 +27,15 @@ pub(in crate::node) struct Rules {
 }
 
 impl Rules {
-    /// Those of `config`; `None` when requests run one by one.
-    pub(in crate::node) fn of(config: &ModelConfig) -> Option<Rules> {
+    /// Those of `config` on a device of that level; `None` when requests run one by one.
+    pub(in crate::node) fn of(config: &ModelConfig, level: PreemptionLevel) -> Option<Rules> {
         let Batching { policy, ref workers, max_batch, max_wait_us, copy } = config.batching;
+        // Where batches run side by side, the times they take say little of what a larger one would: workers of fixed sizes
+        // do better there than a rule that goes by such times.
+        let policy = match (policy, level) {
+            (BatchingPolicy::Auto, PreemptionLevel::InsideTile) => BatchingPolicy::Elastic,
+            _ => policy,
+        };
         if policy == BatchingPolicy::None {
             return None;
         }

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use base::Random;
+use device::PreemptionLevel;
 use model::config::{Batching, BatchingPolicy, ModelConfig};
 
 use super::*;
@@ -97,7 +98,8 @@ fn config(policy: BatchingPolicy, random: &mut Random) -> ModelConfig {
 impl World {
     fn new(policy: BatchingPolicy, seed: u64) -> World {
         let mut random = Random::new(seed);
-        let rules = Rules::of(&config(policy, &mut random)).expect("it batches");
+        let rules = Rules::of(&config(policy, &mut random), PreemptionLevel::BetweenLaunches)
+            .expect("it batches");
         World {
             now: Nanos(0),
             batch_max: rules.batch_max(),
@@ -324,7 +326,8 @@ fn nobody_waits_while_the_device_has_room() {
 #[test]
 fn who_comes_while_the_device_is_busy_still_gets_a_seat() {
     let config = ModelConfig::default();
-    let mut batcher: Batcher<u32> = Batcher::new(Rules::of(&config).expect("auto"), 64);
+    let mut batcher: Batcher<u32> =
+        Batcher::new(Rules::of(&config, PreemptionLevel::BetweenLaunches).expect("auto"), 64);
     let mut ids = Core::new(CoreOptions::default());
     let key = GroupKey { class: Class::BestEffort, priority: 1, sizes: Vec::new() };
     let arrive = |batcher: &mut Batcher<u32>, at: u64, cargo: u32| {
@@ -347,7 +350,8 @@ fn who_comes_while_the_device_is_busy_still_gets_a_seat() {
 fn workers_above_what_is_prepared_are_not_used() {
     let batching = Batching { policy: BatchingPolicy::Elastic, ..Batching::default() };
     let config = ModelConfig { batching, ..ModelConfig::default() };
-    let mut batcher: Batcher<u32> = Batcher::new(Rules::of(&config).expect("elastic"), 64);
+    let mut batcher: Batcher<u32> =
+        Batcher::new(Rules::of(&config, PreemptionLevel::BetweenLaunches).expect("elastic"), 64);
     let mut ids = Core::new(CoreOptions::default());
     let key = GroupKey { class: Class::RealTime, priority: 1, sizes: Vec::new() };
     for cargo in 0..8 {
