@@ -4,7 +4,8 @@
     evidence.py RUN_DIR [--command "scripts/gpu.sh OUT"]
 
 Writes evidence/latency.json and evidence/conformance.json, evidence/disb.json of what scripts/gpu/disb.sh left and
-evidence/preempt.json of what `atoll bench preempt` wrote there, evidence/best_effort.json of scripts/gpu/best_effort.py; each where RUN_DIR has what it is made of. `cargo xtask evidence` says when they are stale, and prints the README's table.
+evidence/preempt.json of what `atoll bench preempt` wrote there, evidence/best_effort.json of scripts/gpu/best_effort.py,
+evidence/batching.json and evidence/swap.json of scripts/gpu/batching.sh and swap.sh; each where RUN_DIR has what it is made of. `cargo xtask evidence` says when they are stale, and prints the README's table.
 """
 
 from __future__ import annotations
@@ -90,6 +91,10 @@ def main() -> None:
     if (args.run / "best_effort.json").is_file():
         found = json.loads((args.run / "best_effort.json").read_text())
         write("best_effort.json", {**head, "command": "scripts/gpu/best_effort.py ATOLL MODELS OUT.json", **found})
+    for name in ("batching.json", "swap.json"):
+        if (args.run / name).is_file():
+            found = json.loads((args.run / name).read_text())
+            write(name, {**head, **{key: value for key, value in found.items() if key not in ("device", "driver")}})
 
 
 if __name__ == "__main__":

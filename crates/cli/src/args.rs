@@ -209,7 +209,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "ATOLL_GPU_MEMORY", value_name = "SIZE", value_parser = memory_arg::parse)]
     pub(crate) gpu_memory: Option<Bytes>,
 
-    /// How real time and best effort share the device: atoll, reef_n, sequential, free_streams,
+    /// How real time and best effort share the device: atoll, atoll_alone, reef_n, sequential, free_streams,
     /// priority_streams or rt_only
     #[arg(long, env = "ATOLL_POLICY", default_value = "atoll")]
     pub(crate) policy: String,
