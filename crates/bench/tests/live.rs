@@ -48,7 +48,7 @@ fn every_policy_answers_everybody_and_computes_the_same() {
             assert_eq!(cell.violations, Vec::<String>::new(), "{name} under {policy}");
             assert!(cell.rt.count > 0, "{cell:?}");
             assert_eq!(cell.be_models.is_empty(), policy == "rt_only");
-            let leaves = ["atoll", "reef_n"].contains(&policy);
+            let leaves = ["atoll", "atoll_alone", "reef_n"].contains(&policy);
             assert!(leaves || cell.preempted.count == 0, "{cell:?}");
             cells.push(cell);
         }
