@@ -1,6 +1,7 @@
 //! The node: the core, driven by a real device and a real clock.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -284,8 +285,12 @@ struct Shared {
     waits: Waits,
     /// The earliest timer moved forward, or the node stops.
     timer_changed: Condvar,
-    /// The last request under way ended.
+    /// The last request under way ended, or its reply was sent.
     idle: Condvar,
+    /// Replies that are due and not sent yet.
+    unsent: AtomicUsize,
+    /// Somebody waits until all are.
+    drains: AtomicBool,
 }
 
 struct State {
@@ -429,6 +434,8 @@ impl Node {
             waits: Waits::default(),
             timer_changed: Condvar::new(),
             idle: Condvar::new(),
+            unsent: AtomicUsize::new(0),
+            drains: AtomicBool::new(false),
         });
         let sink: Arc<dyn CompletionSink> = Arc::new(Sink(Arc::downgrade(&shared)));
         let mut queues = Vec::with_capacity(opened.len());
@@ -565,8 +572,9 @@ impl Node {
         Bytes(state.models.iter().flatten().map(|entry| entry.program.resident().0).sum())
     }
 
-    /// Takes no more requests and returns when none is under way, or `false` after `limit`.
+    /// Takes no more requests and returns when none is under way and every reply is sent, or `false` after `limit`.
     pub fn drain(&self, limit: Duration) -> bool {
+        self.shared.drains.store(true, Ordering::SeqCst);
         let mut state = self.shared.lock();
         state.draining = true;
         let mut events = VecDeque::new();
@@ -574,7 +582,8 @@ impl Node {
         self.shared.run(state, events);
         let end = self.shared.clock.now() + Nanos::from(limit);
         let mut state = self.shared.lock();
-        while state.core.under_way() + state.batches.members > 0 {
+        let unsent = || self.shared.unsent.load(Ordering::SeqCst);
+        while state.core.under_way() + state.batches.members + unsent() > 0 {
             let left = end - self.shared.clock.now();
             if left == Nanos::ZERO {
                 return false;
@@ -737,9 +746,20 @@ impl Shared {
         if state.core.under_way() + state.batches.members == 0 {
             self.idle.notify_all();
         }
+        self.unsent.fetch_add(due.len(), Ordering::SeqCst);
         drop(state);
         for (send, reply) in due {
-            send(reply);
+            self.send(send, reply);
+        }
+    }
+
+    /// Sends a reply that was counted as not sent.
+    fn send(&self, send: ReplyFn, reply: Reply) {
+        send(reply);
+        self.unsent.fetch_sub(1, Ordering::SeqCst);
+        if self.drains.load(Ordering::SeqCst) {
+            let _state = self.lock();
+            self.idle.notify_all();
         }
     }
 

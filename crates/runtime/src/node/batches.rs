@@ -1,6 +1,7 @@
 //! Batches in a node: from requests to jobs of the core and back.
 
 use std::collections::{BTreeSet, VecDeque};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Weak};
 
@@ -237,9 +238,10 @@ impl Shared {
         let id = ModelId(model.slot);
         state.batches.due.push(id);
         let due = state.answer(now, id, gone, Timing::default(), Err(Rejection::Cancelled));
+        self.unsent.fetch_add(1, Ordering::SeqCst);
         let events = idle.into_iter().map(|request| Event::Cancel { request }).collect();
         self.run(state, events);
-        (due.0)(due.1);
+        self.send(due.0, due.1);
     }
 
     /// Asks the batchers that something happened to, and puts what they want into `events`.
