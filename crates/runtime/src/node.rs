@@ -17,6 +17,7 @@ use thiserror::Error;
 use crate::core::{Action, Core, CoreOptions, End, Event, ModelId, RequestId};
 use crate::policy::{Left, Policy};
 
+mod announcement;
 mod batcher;
 mod batches;
 mod contention;
@@ -233,32 +234,6 @@ impl RequestHandle {
             Place::Nowhere => {}
             Place::Core(request) => shared.handle(Event::Cancel { request }),
             Place::Batcher(model, member) => shared.cancel_member(model, member),
-        }
-    }
-}
-
-/// The word to the core that a real-time request is coming; taken back when it is dropped.
-struct Announcement<'a> {
-    shared: &'a Shared,
-    made: bool,
-}
-
-impl Announcement<'_> {
-    fn make(&mut self, model: ModelKey) {
-        self.made = true;
-        self.shared.handle(Event::Expected { model: ModelId(model.slot) });
-    }
-
-    /// What takes it back, to be told by whoever asks.
-    fn take(&mut self) -> Option<Event> {
-        std::mem::take(&mut self.made).then_some(Event::Withdrawn)
-    }
-}
-
-impl Drop for Announcement<'_> {
-    fn drop(&mut self) {
-        if let Some(event) = self.take() {
-            self.shared.handle(event);
         }
     }
 }

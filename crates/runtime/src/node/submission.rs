@@ -7,10 +7,11 @@ use base::Nanos;
 use device::{DeviceError, Program, Task};
 use model::config::Class;
 
+use super::announcement::Announcement;
 use super::batches::{Admission, Incoming};
 use super::{
-    Announcement, Live, ModelEntry, ModelKey, Node, Place, Rejection, Reply, ReplyFn, Request,
-    RequestHandle, Rider, Timing,
+    Live, ModelEntry, ModelKey, Node, Place, Rejection, Reply, ReplyFn, Request, RequestHandle,
+    Rider, Timing,
 };
 use crate::core::{Event, ModelId};
 
