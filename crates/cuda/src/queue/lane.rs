@@ -325,9 +325,12 @@ impl Lane {
     /// Queues what may be in flight.
     fn fill(&mut self) -> Result<Progress, DeviceError> {
         let Some(mut run) = self.run.take() else { return Ok(Progress::None) };
-        let filled = self.fill_run(&mut run);
+        let fill = std::panic::AssertUnwindSafe(|| self.fill_run(&mut run));
+        let filled = std::panic::catch_unwind(fill);
         let (known, launched) = (run.flight.known, run.flight.launched);
+        // Back in its place first: whoever catches a panic answers for what it finds there.
         let at = self.run.insert(run);
+        let filled = filled.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         if let Err(err) = filled {
             let (task, _) = own_task(&self.hub, &mut at.segment)?;
             return Err(failed(task, launched, err));

@@ -245,9 +245,13 @@ impl Shared {
         let started = Instant::now();
         self.hub.real_time.fetch_add(1, Ordering::Relaxed);
         let _call = (self.priority == Priority::High).then(|| self.hub.quiet.call());
-        let progress = match self.enqueue(&mut segment, &mut state.marks) {
-            Ok(progress) => progress,
-            Err(err) => Progress::Failed(err),
+        // A panic here is a defect, but it must cost its request and not the queue.
+        let enqueue = || self.enqueue(&mut segment, &mut state.marks);
+        let enqueued = std::panic::catch_unwind(std::panic::AssertUnwindSafe(enqueue));
+        let progress = match enqueued {
+            Ok(Ok(progress)) => progress,
+            Ok(Err(err)) => Progress::Failed(err),
+            Err(_) => Progress::Failed(DeviceError::BadPlan("the queue panicked".to_string())),
         };
         state.running.push_back(Running { segment, started, progress });
         self.on_device.store(state.running.len(), Ordering::Release);
