@@ -34,6 +34,7 @@ use self::contention::Waits;
 pub use self::preemptions::{LEAVE_BOUNDS_US, Leaving, Preemption, Preemptions};
 use self::preemptions::{OnQueue, Order, Record};
 pub use self::request::{ModelStats, Rejection, Reply, ReplyResult, Request, Timing};
+pub(crate) use self::submission::refuse_at_once;
 use self::weights::{Discard, EntryWeights};
 pub use self::weights::{NodeMemory, Swaps};
 
