@@ -16,9 +16,7 @@ use device::{DeviceError, Program};
 use model::config::{BatchingPolicy, Class, ModelConfig};
 use model::{LaunchPlan, Tensor};
 
-use crate::node::{
-    Leaving, ModelKey, Node, Rejection, Reply, Request, RequestHandle, refuse_at_once,
-};
+use crate::node::{ModelKey, Node, Rejection, Reply, Request, RequestHandle, refuse_at_once};
 
 use self::router::{Change, Changes, Ended, FleetModel, ModelFacts, ReplicaView, Router, Ticket};
 
@@ -271,12 +269,6 @@ impl Fleet {
     pub fn is_batched(&self, model: FleetModel) -> bool {
         let mut replicas = self.replicas(model).into_iter();
         replicas.any(|(view, key)| self.shared.nodes[view.device].is_batched(key))
-    }
-
-    /// How long `model` took to leave for real time on `device`, and how often others left for it there.
-    pub fn leaving(&self, model: FleetModel, device: usize) -> Option<Leaving> {
-        let key = self.shared.lock().entry(model)?.keys[device]?;
-        self.shared.nodes[device].leaving(key)
     }
 
     /// Loads a model's weights at its devices if there is room for them.

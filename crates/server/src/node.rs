@@ -1,4 +1,4 @@
-//! The service of one node: a catalogue of models over a [`runtime::Node`].
+//! The service of one node: a catalogue of models over the devices of a [`runtime::Fleet`].
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use api::{
 use base::Nanos;
 use device::DeviceError;
 use model::Tensor;
-use runtime::{Node, Rejection, Request, RequestHandle};
+use runtime::{Asked, Fleet, Rejection, RequestHandle};
 use tokio::sync::oneshot;
 
 pub mod catalogue;
@@ -51,7 +51,7 @@ pub struct LocalNode {
 }
 
 struct Inner {
-    node: Arc<Node>,
+    fleet: Arc<Fleet>,
     loader: Arc<dyn ModelLoader>,
     catalogue: Catalogue,
     started: AtomicBool,
@@ -61,12 +61,12 @@ struct Inner {
 }
 
 impl LocalNode {
-    /// A service over `node` whose models come from `loader`. It is not ready before
+    /// A service over `fleet` whose models come from `loader`. It is not ready before
     /// [`LocalNode::set_started`].
-    pub fn new(node: Arc<Node>, loader: Arc<dyn ModelLoader>) -> LocalNode {
+    pub fn new(fleet: Arc<Fleet>, loader: Arc<dyn ModelLoader>) -> LocalNode {
         LocalNode {
             inner: Arc::new(Inner {
-                node,
+                fleet,
                 loader,
                 catalogue: Catalogue::default(),
                 started: AtomicBool::new(false),
@@ -129,7 +129,7 @@ impl LocalNode {
         models.sort_by_key(|served| {
             (place(served).unwrap_or(usize::MAX), served.name.clone(), served.version)
         });
-        models.iter().for_each(|served| self.inner.node.preload(served.key));
+        models.iter().for_each(|served| self.inner.fleet.preload(served.key));
     }
 
     /// How many inferences each model has done.
@@ -139,9 +139,9 @@ impl LocalNode {
         models.iter().map(|served| (served.name.to_string(), count(served))).collect()
     }
 
-    /// The node.
-    pub fn node(&self) -> &Arc<Node> {
-        &self.inner.node
+    /// The devices.
+    pub fn fleet(&self) -> &Arc<Fleet> {
+        &self.inner.fleet
     }
 }
 
@@ -202,18 +202,13 @@ impl Inner {
     ) -> ApiResult<Vec<Tensor>> {
         let default = served.config.timeout_ms.map(Nanos::from_millis);
         let timeout = options.timeout.or(default);
-        let request = Request {
-            model: served.key,
-            inputs,
-            class: options.class,
-            priority: options.priority,
-            timeout,
-        };
+        let asked = Asked { inputs, class: options.class, priority: options.priority, timeout };
         let (sender, receiver) = oneshot::channel();
         let counters = served.counters.clone();
         counters.begin();
-        let handle = self.node.submit(
-            request,
+        let handle = self.fleet.submit(
+            served.key,
+            asked,
             Box::new(move |reply| {
                 counters.end(&reply, batch, timeout);
                 // Nobody may listen any more, which is what cancelling is for.
@@ -284,16 +279,16 @@ impl Inner {
         match loaded {
             Ok(loaded) => {
                 let version = loaded.version;
-                if let Some(why) = self.node.cannot_fit(&*loaded.program) {
+                if let Some(why) = self.fleet.cannot_fit(&loaded.placed) {
                     return Err(self.too_large(&name, &why));
                 }
                 let (served, gone) =
-                    Served::start(self.node.clone(), &name, version, loaded.program, loaded.config);
+                    Served::start(self.fleet.clone(), &name, version, loaded.placed, loaded.config);
                 let key = served.key;
                 self.catalogue.finish_load(served, gone);
                 // At the start the owner says in which order.
                 if self.started.load(Ordering::SeqCst) {
-                    self.node.preload(key);
+                    self.fleet.preload(key);
                 }
                 tracing::info!(model = name, version, "model ready");
                 Ok(version)
@@ -322,9 +317,9 @@ impl Inner {
         if let Some(gone) = self.catalogue.begin_unload(&name)? {
             // Fires with an error when the model drops its end, which is the message.
             let _ = gone.await;
-            let node = self.node.clone();
+            let fleet = self.fleet.clone();
             // Its memory is on its way back; who asked to unload wants it back.
-            let _ = tokio::task::spawn_blocking(move || node.wait_discarded(DISCARD_LIMIT)).await;
+            let _ = tokio::task::spawn_blocking(move || fleet.wait_discarded(DISCARD_LIMIT)).await;
         }
         self.catalogue.finish_unload(&name);
         tracing::info!(model = name, "model unloaded");
@@ -459,15 +454,14 @@ impl InferenceService for LocalNode {
 
     fn write_metrics(&self, text: &mut String) {
         let models = self.inner.catalogue.all();
-        let device = &self.inner.node.device().info().name;
-        exposition::write(text, &models, device, &self.inner.node);
+        exposition::write(text, &models, &self.inner.fleet);
     }
 
     fn drain(&self, limit: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {
         self.inner.draining.store(true, Ordering::SeqCst);
-        let node = self.inner.node.clone();
+        let fleet = self.inner.fleet.clone();
         Box::pin(async move {
-            tokio::task::spawn_blocking(move || node.drain(limit)).await.unwrap_or(false)
+            tokio::task::spawn_blocking(move || fleet.drain(limit)).await.unwrap_or(false)
         })
     }
 }
