@@ -164,6 +164,7 @@ impl ModelLoader for DiskLoader {
             class: request.class.unwrap_or_default(),
             labels: request.labels,
             preprocessing: request.preprocessing,
+            slo_ms: request.slo_ms,
             ..ModelConfig::default()
         };
         let manifest = store.register(&request.name, &request.onnx, config).map_err(store_error)?;

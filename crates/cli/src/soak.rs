@@ -238,6 +238,7 @@ async fn register(service: &LocalNode, number: u64, onnx: RawBytes) -> Result<()
         labels: Vec::new(),
         preprocessing: None,
         class: None,
+        slo_ms: None,
     };
     service.register(request).await.map(|_| ())
 }

@@ -16,7 +16,9 @@ use device::{DeviceError, Program};
 use model::config::{BatchingPolicy, Class, ModelConfig};
 use model::{LaunchPlan, Tensor};
 
-use crate::node::{ModelKey, Node, Rejection, Reply, Request, RequestHandle, refuse_at_once};
+use crate::node::{
+    BatchTime, ModelKey, Node, Rejection, Reply, Request, RequestHandle, refuse_at_once,
+};
 
 use self::router::{Change, Changes, Ended, FleetModel, ModelFacts, ReplicaView, Router, Ticket};
 
@@ -105,6 +107,8 @@ struct Entry {
     config: ModelConfig,
     /// By device.
     keys: Vec<Option<ModelKey>>,
+    /// What batches were measured to take, and on what kind of device.
+    profile: Option<(String, Vec<BatchTime>)>,
 }
 
 impl Fleet {
@@ -196,7 +200,7 @@ impl Fleet {
         let model = state.router.add(device, bytes, facts);
         let mut keys = vec![None; self.shared.nodes.len()];
         keys[device] = Some(key);
-        let entry = Entry { model, plan, config: config.clone(), keys };
+        let entry = Entry { model, plan, config: config.clone(), keys, profile: None };
         if model.slot() >= state.entries.len() {
             state.entries.resize_with(model.slot() + 1, || None);
         }
@@ -263,6 +267,36 @@ impl Fleet {
     /// What was done about replicas so far.
     pub fn changes(&self) -> Changes {
         self.shared.lock().router.changes()
+    }
+
+    /// Measures what batches of `model` take, behind everybody else's requests, and lets all devices of the kind it was measured
+    /// on go by it. Takes about `limit` at most, and as long as better work goes first.
+    pub fn profile(&self, model: FleetModel, limit: Duration) -> Vec<BatchTime> {
+        let Some((view, key)) = self.replicas(model).into_iter().next() else { return Vec::new() };
+        let times = self.shared.nodes[view.device].profile(key, limit);
+        let kind = self.shared.kind(view.device);
+        if let Some(entry) = self.shared.lock().entry_mut(model) {
+            entry.profile = Some((kind.clone(), times.clone()));
+        }
+        for (other, key) in self.replicas(model) {
+            if other.device != view.device && self.shared.kind(other.device) == kind {
+                self.shared.nodes[other.device].set_profile(key, &times);
+            }
+        }
+        times
+    }
+
+    /// What batches of `model` were measured to take.
+    pub fn profile_of(&self, model: FleetModel) -> Vec<BatchTime> {
+        let state = self.shared.lock();
+        let profile = state.entry(model).and_then(|entry| entry.profile.clone());
+        profile.map(|(_, times)| times).unwrap_or_default()
+    }
+
+    /// The largest batch that is made of requests of `model`; `None` where there are none.
+    pub fn batch_most(&self, model: FleetModel) -> Option<usize> {
+        let mut replicas = self.replicas(model).into_iter();
+        replicas.find_map(|(view, key)| self.shared.nodes[view.device].batch_most(key))
     }
 
     /// Whether requests of `model` are put together.
@@ -455,13 +489,19 @@ impl Shared {
         }
     }
 
+    /// What kind of device it is: those of one kind are equally fast.
+    fn kind(&self, device: usize) -> String {
+        self.nodes[device].device().info().description.clone()
+    }
+
     fn make(&self, model: FleetModel, device: usize) {
         let found = {
             let state = self.lock();
-            state.entry(model).map(|entry| (entry.plan.clone(), entry.config.clone()))
+            let needed = |e: &Entry| (e.plan.clone(), e.config.clone(), e.profile.clone());
+            state.entry(model).map(needed)
         };
         // Removed meanwhile.
-        let Some((plan, config)) = found else { return };
+        let Some((plan, config, profile)) = found else { return };
         let node = &self.nodes[device];
         let made = node.device().load(plan).and_then(|program| match node.cannot_fit(&*program) {
             Some(why) => Err(why),
@@ -478,6 +518,9 @@ impl Shared {
         // What is promised to stay stays at its home; a replica makes way for others.
         let key = node.add_model(program, &ModelConfig { pinned: false, ..config });
         node.preload(key);
+        if let Some((_, times)) = profile.filter(|(kind, _)| *kind == self.kind(device)) {
+            node.set_profile(key, &times);
+        }
         let mut state = self.lock();
         let kept = match state.entry_mut(model) {
             Some(entry) => {

@@ -8,6 +8,7 @@ pub mod policy;
 
 pub use fleet::{Asked, Fleet, FleetOptions, Placed};
 pub use node::{
-    Contention, Leaving, ModelKey, ModelStats, Node, NodeError, NodeMemory, NodeOptions, Observer,
-    Preemption, Preemptions, Rejection, Reply, ReplyResult, Request, RequestHandle, Swaps, Timing,
+    BatchTime, Contention, Leaving, ModelKey, ModelStats, Node, NodeError, NodeMemory, NodeOptions,
+    Observer, Preemption, Preemptions, Rejection, Reply, ReplyResult, Request, RequestHandle,
+    Swaps, Timing,
 };

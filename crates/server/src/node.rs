@@ -14,8 +14,8 @@ use api::{
 use base::Nanos;
 use device::DeviceError;
 use model::Tensor;
-use runtime::{Asked, Fleet, Rejection, RequestHandle};
-use tokio::sync::oneshot;
+use runtime::{Asked, BatchTime, Fleet, Rejection, RequestHandle};
+use tokio::sync::{Semaphore, oneshot};
 
 pub mod catalogue;
 pub mod classification;
@@ -28,6 +28,9 @@ pub mod served;
 use catalogue::Catalogue;
 use loader::{LoadError, ModelLoader};
 use served::Served;
+
+/// How long measuring one model may take, of the time that is left to it.
+const PROFILE_LIMIT: Duration = Duration::from_secs(5);
 
 /// How long unloading waits for memory to come back.
 const DISCARD_LIMIT: Duration = Duration::from_secs(10);
@@ -58,6 +61,8 @@ struct Inner {
     draining: AtomicBool,
     /// Whether clients may load and unload models.
     control: AtomicBool,
+    /// Models are measured one at a time.
+    profiling: Arc<Semaphore>,
 }
 
 impl LocalNode {
@@ -72,6 +77,7 @@ impl LocalNode {
                 started: AtomicBool::new(false),
                 draining: AtomicBool::new(false),
                 control: AtomicBool::new(true),
+                profiling: Arc::new(Semaphore::new(1)),
             }),
         }
     }
@@ -143,6 +149,12 @@ impl LocalNode {
     pub fn fleet(&self) -> &Arc<Fleet> {
         &self.inner.fleet
     }
+}
+
+/// Microseconds by rows, as `1:130,2:200`.
+fn profile_text(times: &[BatchTime]) -> String {
+    let one = |(rows, time): &BatchTime| format!("{rows}:{}", time.as_micros());
+    times.iter().map(one).collect::<Vec<_>>().join(",")
 }
 
 /// Runs `work` on a thread that may wait.
@@ -285,7 +297,12 @@ impl Inner {
                 let (served, gone) =
                     Served::start(self.fleet.clone(), &name, version, loaded.placed, loaded.config);
                 let key = served.key;
+                let objective = served.config.slo_ms.is_some();
                 self.catalogue.finish_load(served, gone);
+                // Without an objective nothing is chosen by what is measured.
+                if objective {
+                    self.profile(name.clone());
+                }
                 // At the start the owner says in which order.
                 if self.started.load(Ordering::SeqCst) {
                     self.fleet.preload(key);
@@ -301,6 +318,27 @@ impl Inner {
                 Err(ApiError { message: message.into(), ..error })
             }
         }
+    }
+
+    /// Measures a model beside everything else, as best effort.
+    fn profile(self: &Arc<Inner>, name: String) {
+        let inner = self.clone();
+        tokio::spawn(async move {
+            let Ok(_turn) = inner.profiling.clone().acquire_owned().await else { return };
+            let Ok(served) = inner.catalogue.find(ModelRef { name: &name, version: None }) else {
+                return;
+            };
+            let (key, fleet) = (served.key, inner.fleet.clone());
+            // Whoever unloads the model meanwhile does not wait for this.
+            drop(served);
+            let measured = tokio::task::spawn_blocking(move || fleet.profile(key, PROFILE_LIMIT));
+            match measured.await {
+                Ok(times) if !times.is_empty() => {
+                    tracing::info!(model = name, times = profile_text(&times), "model measured");
+                }
+                _ => tracing::info!(model = name, "model not measured"),
+            }
+        });
     }
 
     /// Notes that a model's weights can never be on the device.
@@ -439,7 +477,8 @@ impl InferenceService for LocalNode {
             let name = request.name.clone();
             let loader = inner.loader.clone();
             blocking(move || loader.register(request)).await?;
-            let version = inner.load(name.clone()).await?;
+            let version = inner.clone().load(name.clone()).await?;
+            inner.profile(name.clone());
             Ok(Registered { name, version: version.to_string(), state: ModelState::Ready })
         }))
     }

@@ -298,6 +298,7 @@ async fn registered_models_classify_pictures() {
             labels: vec!["red".into()],
             preprocessing: Some(Default::default()),
             class: None,
+            slo_ms: None,
         })
         .await
         .unwrap();

@@ -106,7 +106,7 @@ impl Node {
     }
 
     /// Takes a request in that runs on its own. `withdrawn` takes back what was announced of it.
-    fn submit_alone(
+    pub(super) fn submit_alone(
         &self,
         asked: Asked,
         task: Result<Box<dyn Task>, DeviceError>,

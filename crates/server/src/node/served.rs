@@ -308,14 +308,18 @@ impl Served {
 
     fn wire_parameters(&self) -> std::collections::BTreeMap<String, proto::ModelParameter> {
         let value = |string_value: String| proto::ModelParameter { string_value };
-        [
-            ("atoll_batching".to_string(), value(self.batching.to_string())),
-            ("atoll_class".to_string(), value(self.config.class.as_str().to_string())),
-            ("atoll_priority".to_string(), value(self.config.priority.to_string())),
-            ("atoll_pinned".to_string(), value(self.config.pinned.to_string())),
-            ("atoll_queue_capacity".to_string(), value(self.config.queue_capacity.to_string())),
-        ]
-        .into()
+        let profile = super::profile_text(&self.fleet.profile_of(self.key));
+        let known = [
+            ("atoll_batching", Some(self.batching.to_string())),
+            ("atoll_batch_most", self.fleet.batch_most(self.key).map(|most| most.to_string())),
+            ("atoll_class", Some(self.config.class.as_str().to_string())),
+            ("atoll_priority", Some(self.config.priority.to_string())),
+            ("atoll_pinned", Some(self.config.pinned.to_string())),
+            ("atoll_queue_capacity", Some(self.config.queue_capacity.to_string())),
+            ("atoll_slo_ms", self.config.slo_ms.map(|millis| millis.to_string())),
+            ("atoll_profile_us", Some(profile).filter(|text| !text.is_empty())),
+        ];
+        known.into_iter().filter_map(|(key, text)| Some((key.to_string(), value(text?)))).collect()
     }
 }
 

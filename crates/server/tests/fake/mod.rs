@@ -234,6 +234,7 @@ impl ModelLoader for FakeLoader {
         let config = ModelConfig {
             labels: request.labels,
             preprocessing: request.preprocessing,
+            slo_ms: request.slo_ms,
             ..ModelConfig::default()
         };
         self.add(&request.name, 1, config);
