@@ -376,3 +376,58 @@ async fn several_devices_are_one_service() {
     assert!(infer(&node, "m", request(floats(&[1.0]))).await.is_ok());
     assert!(node.drain(Duration::from_secs(5)).await);
 }
+
+/// The settings of a model once it has been measured.
+async fn measured(node: &LocalNode, name: &str) -> impl Fn(&str) -> String + use<> {
+    loop {
+        let parameters = node.model_config(model(name)).await.unwrap().parameters;
+        if parameters.contains_key("atoll_profile_us") {
+            return move |key: &str| parameters[key].string_value.clone();
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn models_are_measured_beside_everything_else() {
+    let Fixture { node, loader } = start(Duration::from_millis(6), &[]).await;
+    let elastic = Batching { policy: BatchingPolicy::Elastic, ..Batching::default() };
+    let promised = |slo_ms| ModelConfig {
+        slo_ms: Some(slo_ms),
+        batching: elastic.clone(),
+        ..ModelConfig::default()
+    };
+    loader.add("hasty", 1, promised(10));
+    loader.add("patient", 1, promised(600_000));
+    node.load("hasty").await.unwrap();
+    node.load("patient").await.unwrap();
+    assert!(infer(&node, "patient", request(floats(&[1.0]))).await.is_ok(), "ready at once");
+    // A batch of any size takes six milliseconds here.
+    let hasty = measured(&node, "hasty").await;
+    assert_eq!(
+        hasty("atoll_batch_most"),
+        "1",
+        "two of six are more than ten: {}",
+        hasty("atoll_profile_us")
+    );
+    let patient = measured(&node, "patient").await;
+    assert_eq!(patient("atoll_batch_most"), "16");
+    assert_eq!(patient("atoll_profile_us").split(',').count(), 5);
+    let registered = RegisterRequest {
+        name: "new".into(),
+        onnx: Bytes::from_static(b"onnx"),
+        labels: vec![],
+        preprocessing: None,
+        class: None,
+        slo_ms: Some(600_000),
+    };
+    node.register(registered).await.unwrap();
+    assert_eq!(measured(&node, "new").await("atoll_slo_ms"), "600000");
+    let stats = node.statistics(None).await.unwrap();
+    let done: u64 = stats.iter().map(|stats| stats.inference_count).sum();
+    assert_eq!(done, 1, "what is measured is nobody's request");
+    // One that goes away while it is measured holds nobody up.
+    loader.add("brief", 1, promised(600_000));
+    node.load("brief").await.unwrap();
+    node.unload("brief").await.unwrap();
+}

@@ -1,4 +1,4 @@
-use super::world::{Load, Outcome, Plan, World};
+use super::world::{Bug, Load, Outcome, Plan, World};
 use super::*;
 use base::Random;
 
@@ -30,6 +30,7 @@ fn plan(devices: usize, models: &[(f64, u64)], loads: Vec<Load>, end: u64) -> Pl
         seed: 1,
         making: Nanos::from_millis(300),
         fails_every: 0,
+        planted: None,
     }
 }
 
@@ -91,7 +92,8 @@ fn random_plan(seed: u64) -> Plan {
     let fails_every = random.below(4);
     let making = Nanos::from_millis(random.below(1_000));
     let memory = (500 + random.below(1_000)) * MB;
-    Plan { devices, memory, models, loads, end: second(12), seed, making, fails_every }
+    let (end, planted) = (second(12), None);
+    Plan { devices, memory, models, loads, end, seed, making, fails_every, planted }
 }
 
 #[test]
@@ -102,6 +104,19 @@ fn whatever_comes_nothing_is_lost_and_no_rule_broken() {
         replicated += outcome.most_replicas.iter().filter(|most| **most > 1).count();
     }
     assert!(replicated > 5, "{replicated} models were ever replicated: nothing was tried");
+}
+
+#[test]
+fn the_checker_notices_what_is_wrong() {
+    let real_time = Load { model: 0, class: Class::RealTime, phases: vec![(second(6), 400.0)] };
+    let loads = vec![real_time, best_effort(1, &[(6, 20.0)])];
+    let sound = plan(3, &[(5.0, 100 * MB), (1.0, 100 * MB)], loads, 6);
+    assert!(run(sound.clone()).most_replicas[0] > 1);
+    for bug in [Bug::Elsewhere, Bug::Forgotten, Bug::Twice, Bug::Late] {
+        let plan = Plan { planted: Some(bug), ..sound.clone() };
+        let outcome = World::new(plan, FleetOptions::default()).finish();
+        assert!(!outcome.violations.is_empty(), "{bug:?} was not noticed");
+    }
 }
 
 #[test]

@@ -39,6 +39,21 @@ pub(super) struct Plan {
     pub(super) making: Nanos,
     /// Every so many replicas cannot be made; 0 for none.
     pub(super) fails_every: u64,
+    /// A bug that the checker must notice.
+    pub(super) planted: Option<Bug>,
+}
+
+/// A bug that the checker must notice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Bug {
+    /// Some requests go to a device that does not hold their model.
+    Elsewhere,
+    /// Some answers are forgotten.
+    Forgotten,
+    /// Some are given twice.
+    Twice,
+    /// Real time goes to the device that its router likes least.
+    Late,
 }
 
 /// What a run came to.
@@ -411,7 +426,12 @@ impl World {
             .collect();
         let ticket = self.router.route(self.now, self.keys[model], Some(class), resident);
         let ticket = ticket.expect("a model is always somewhere");
-        let device = ticket.device;
+        let odd = self.number.is_multiple_of(50);
+        let device = match self.plan.planted {
+            Some(Bug::Elsewhere) if odd => (ticket.device + 1) % self.devices.len(),
+            Some(Bug::Late) if class == Class::RealTime => self.fullest(model, ticket.device),
+            _ => ticket.device,
+        };
         self.checker.routed(self.now, self.number, (model, device), class, &there);
         self.note(format!("ask {model} {device}"));
         let id = self.devices[device].core.next_request_id().expect("few are under way");
@@ -427,6 +447,13 @@ impl World {
         self.devices[device].live.insert(id.slot(), live);
         let (model, deadline) = (ModelId(model as u32), Nanos::MAX);
         self.feed(device, Event::Arrival { request: id, model, class, priority: 1, deadline });
+    }
+
+    /// The device with most requests of those that hold `model`.
+    fn fullest(&self, model: usize, chosen: usize) -> usize {
+        let holds = |device: &usize| self.checker.holds.contains(&(model, *device));
+        let devices = (0..self.devices.len()).filter(holds);
+        devices.max_by_key(|device| self.devices[*device].live.len()).unwrap_or(chosen)
     }
 
     fn device_event(&mut self, device: usize, event: GpuEvent) {
@@ -499,7 +526,13 @@ impl World {
         if let Some(task) = live.task {
             place.gpu.drop_task(task);
         }
-        self.checker.answered(self.now, live.number);
+        let odd = live.number.is_multiple_of(50);
+        let times = match self.plan.planted {
+            Some(Bug::Forgotten) if odd => 0,
+            Some(Bug::Twice) if odd => 2,
+            _ => 1,
+        };
+        (0..times).for_each(|_| self.checker.answered(self.now, live.number));
         let told = match end {
             End::Done => {
                 self.outcome.done += 1;
