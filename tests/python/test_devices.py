@@ -10,11 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import requests
+import tritonclient.grpc as grpc_api
 import tritonclient.http as http_api
 
-from support import ASSETS, Server, fp32_body, infer_url, serve
+from support import ASSETS, Server, serve
 
 LIMIT_SECONDS = 60
+CLIENTS = 8
+# Rows of a request that a device works on for a while.
+ROWS = 400
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +26,7 @@ def pair(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     folder = tmp_path_factory.mktemp("devices")
     repository = folder / "models"
     for name, source, settings in (
-        ("slow", models / "slow.onnx", "batching = { policy = 'none' }\n"),
+        ("busy", ASSETS / "digits.onnx", "batching = { policy = 'none' }\n"),
         ("digits", ASSETS / "digits.onnx", "slo_ms = 600000\nbatching = { policy = 'elastic' }\n"),
         ("hasty", models / "slow.onnx", "slo_ms = 1\nbatching = { policy = 'elastic' }\n"),
     ):
@@ -53,33 +57,45 @@ def test_models_live_on_different_devices(pair: Server) -> None:
 
 
 def test_a_model_under_load_gets_the_other_device_too(pair: Server) -> None:
-    asked = 0
+    client = http_api.InferenceServerClient(pair.http)
+    # This one may be used by several threads.
+    shared = grpc_api.InferenceServerClient(pair.grpc)
+    metadata = client.get_model_metadata("busy")
+    shape = [ROWS, *metadata["inputs"][0]["shape"][1:]]
+    values = np.random.default_rng(1).random(shape, np.float32)
+    given = grpc_api.InferInput(metadata["inputs"][0]["name"], shape, "FP32")
+    given.set_data_from_numpy(values)
+    output = metadata["outputs"][0]["name"]
+    want = shared.infer("busy", [given]).as_numpy(output)
+    asked = 1
 
-    def ask(value: int) -> None:
-        answer = requests.post(infer_url(pair, "slow"), json=fp32_body(float(value)), timeout=60)
-        assert answer.json()["outputs"][0]["data"] == pytest.approx([float(value)])
-
-    def devices() -> set[str]:
-        lines = [line for line in pair.metrics().splitlines() if line.startswith("atoll_replica_requests_total{")]
-        used = [line for line in lines if 'model="slow"' in line and not line.endswith(" 0")]
-        return {line.split('device="')[1].split('"')[0] for line in used}
+    def ask(_: int) -> None:
+        got = shared.infer("busy", [given]).as_numpy(output)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
     end = time.monotonic() + LIMIT_SECONDS
-    with ThreadPoolExecutor(32) as pool:
-        while len(devices()) < 2:
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        while len(used_devices(pair, "busy")) < 2:
             assert time.monotonic() < end, pair.log_tail()
-            list(pool.map(ask, range(64)))
-            asked += 64
-    client = http_api.InferenceServerClient(pair.http)
-    (stats,) = client.get_inference_statistics("slow")["model_stats"]
-    assert stats["inference_count"] == asked
+            list(pool.map(ask, range(CLIENTS * 4)))
+            asked += CLIENTS * 4
+    (stats,) = client.get_inference_statistics("busy")["model_stats"]
+    assert stats["inference_count"] == asked * ROWS
     assert pair.metric("atoll_replica_changes_total", change="made") >= 1
-    client.unload_model("slow")
-    assert not client.is_model_ready("slow")
-    assert pair.metric("atoll_model_resident_bytes", model="slow") == 0
-    client.load_model("slow")
-    ask(3)
+    client.unload_model("busy")
+    assert not client.is_model_ready("busy")
+    assert pair.metric("atoll_model_resident_bytes", model="busy") == 0
+    client.load_model("busy")
+    ask(0)
     client.close()
+    shared.close()
+
+
+def used_devices(server: Server, model: str) -> set[str]:
+    """Devices that have answered requests of a model."""
+    lines = [line for line in server.metrics().splitlines() if line.startswith("atoll_replica_requests_total{")]
+    used = [line for line in lines if f'model="{model}"' in line and not line.endswith(" 0")]
+    return {line.split('device="')[1].split('"')[0] for line in used}
 
 
 def parameters(server: Server, model: str) -> dict[str, str]:

@@ -424,19 +424,28 @@ impl Router {
         let options = &self.options;
         for model in self.models.iter_mut().flatten() {
             let allowed = options.standing_wait + model.held_back;
-            let mut everywhere = true;
+            let (mut stands, mut drains) = (false, false);
             for (device, replica) in model.replicas.iter().enumerate() {
                 let Some(replica) = replica else { continue };
                 let load = &mut self.devices[device];
                 load.work += replica.interval.work;
-                let stands = replica.queue_stands(allowed, options.interval);
-                load.overloaded |= stands;
-                everywhere &= stands || replica.standing != Standing::Serving;
-                if stands && replica.interval.answered > 0 {
+                if replica.standing != Standing::Serving {
+                    continue;
+                }
+                let seen = replica.queue_stands(allowed, options.interval);
+                stands |= seen == Some(true);
+                drains |= seen == Some(false);
+                load.overloaded |= seen == Some(true);
+                if seen == Some(true) && replica.interval.answered > 0 {
                     model.limit = Some(replica.interval.answered);
                 }
             }
-            model.overloaded = if everywhere { model.overloaded.saturating_add(1) } else { 0 };
+            model.overloaded = match (drains, stands) {
+                (true, _) => 0,
+                (false, true) => model.overloaded.saturating_add(1),
+                // Requests that take longer than an interval say nothing until they end.
+                (false, false) => model.overloaded,
+            };
         }
     }
 
@@ -555,16 +564,15 @@ impl Replica {
     }
 
     /// Whether everybody waited in the interval that is over, or nobody got an answer although there was time for several.
-    fn queue_stands(&self, allowed: Nanos, interval: Nanos) -> bool {
-        if self.standing != Standing::Serving {
-            return false;
-        }
+    /// `None` when there was no time for an answer that would tell.
+    fn queue_stands(&self, allowed: Nanos, interval: Nanos) -> Option<bool> {
         match self.interval.least_wait {
             // A request that waits as long as it runs is not yet a reason to double its memory.
-            Some(wait) => wait > allowed.max(self.cost.unwrap_or_default()),
+            Some(wait) => Some(wait > allowed.max(self.cost.unwrap_or_default())),
+            None if !self.interval.busy => Some(false),
             None => {
-                self.interval.busy
-                    && self.cost.is_some_and(|cost| cost.0.saturating_mul(4) < interval.0)
+                let several = |cost: Nanos| cost.0.saturating_mul(4) < interval.0;
+                self.cost.is_some_and(several).then_some(true)
             }
         }
     }

@@ -50,6 +50,14 @@ fn a_model_gets_replicas_when_one_device_is_not_enough_and_loses_them_when_it_is
 }
 
 #[test]
+fn a_model_that_takes_longer_than_an_interval_gets_replicas_too() {
+    // Two seconds each, and one comes every second.
+    let loads = vec![best_effort(0, &[(60, 1.0)])];
+    let outcome = run(plan(3, &[(2_000.0, 100 * MB)], loads, 60));
+    assert!(outcome.most_replicas[0] >= 2, "{:?}", outcome.most_replicas);
+}
+
+#[test]
 fn what_one_device_serves_stays_on_one() {
     let loads = vec![best_effort(0, &[(20, 50.0)]), best_effort(1, &[(20, 50.0)])];
     let outcome = run(plan(2, &[(10.0, 100 * MB), (10.0, 100 * MB)], loads, 20));
