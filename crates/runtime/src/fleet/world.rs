@@ -355,7 +355,7 @@ impl World {
         self.making = rest;
         for (_, key, device) in due {
             self.makes += 1;
-            if self.plan.fails_every > 0 && self.makes % self.plan.fails_every == 0 {
+            if self.plan.fails_every > 0 && self.makes.is_multiple_of(self.plan.fails_every) {
                 self.router.not_made(now, key, device);
                 continue;
             }
