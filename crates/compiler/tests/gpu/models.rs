@@ -97,9 +97,9 @@ pub fn dense() -> LaunchPlan {
 /// small.
 pub fn stages() -> LaunchPlan {
     let mut b = Builder::default();
-    let mut x = b.input(&[8, 56, 56]);
-    let (mut channels, mut side) = (8, 56);
-    for to in [64, 128, 256, 512] {
+    let mut x = b.input(&[8, 112, 112]);
+    let (mut channels, mut side) = (8, 112);
+    for to in [64, 128, 256, 512, 512] {
         for _ in 0..2 {
             x = b.conv(x, [channels, side, side], to, 3, 1);
             channels = to;
