@@ -262,6 +262,7 @@ pub(crate) struct DemoArgs {
 #[command(after_help = "Examples:
   atoll profile model.onnx --device cuda:0
   atoll profile model.onnx --device cuda:0 --batches 1,8,32 --bind sequence=128 --json
+  atoll profile model.onnx --device cuda:0 --classes
   atoll profile model.onnx --grid --batches 1,4,16 --processes 1,2 --slices 1,2,7 --output profiles.csv
 
 The fastest variants are kept beside the compiled kernels; serve and run use them from then on.
@@ -283,6 +284,10 @@ pub(crate) struct ProfileArgs {
     /// Replays of the whole plan, for median and p99
     #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(10..=100_000))]
     pub(crate) replays: u32,
+
+    /// Only compare real time with best effort, with the variants in use: what being able to leave costs
+    #[arg(long, conflicts_with = "grid")]
+    pub(crate) classes: bool,
 
     /// Measure batch x processes x slice in processes of their own, for atoll plan
     #[arg(long)]

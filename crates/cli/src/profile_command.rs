@@ -1,13 +1,14 @@
 //! `atoll profile`: how long a model's steps take on a GPU, in every variant, and which to take.
 
-use cuda::{CudaDevice, PlanProfile, ProfileOptions, StepProfile};
+use cuda::{ClassTiming, CudaDevice, PlanProfile, ProfileOptions, StepProfile};
 use indicatif::{ProgressBar, ProgressStyle};
 use model::{Dim, LaunchPlan};
 use serde::Serialize;
 
 use crate::args::ProfileArgs;
+use crate::binding::{self, Bindings};
+use crate::engine;
 use crate::failure::Failure;
-use crate::{binding, engine};
 
 /// Bytes a second and operations a second that bound a step, measured on an H200 (see `crates/compiler/kernels/README.md`).
 const H200: Limits = Limits { bytes_per_us: 4.3e6, flops_per_us: 790e6, launch_us: 1.6 };
@@ -27,6 +28,20 @@ struct ProfileReport {
     plans: Vec<PlanReport>,
 }
 
+/// With `--classes`.
+#[derive(Debug, Serialize)]
+struct ClassesReport {
+    model: String,
+    device: String,
+    plans: Vec<BatchClasses>,
+}
+
+#[derive(Debug, Serialize)]
+struct BatchClasses {
+    batch: usize,
+    classes: ClassReport,
+}
+
 #[derive(Debug, Serialize)]
 struct PlanReport {
     batch: usize,
@@ -34,6 +49,8 @@ struct PlanReport {
     latency_us: LatencyReport,
     /// The same graph without dependent launches.
     plain_latency_us: LatencyReport,
+    /// Real time and best effort in turns, with nothing to leave for.
+    classes: ClassReport,
     weight_bytes: u64,
     run_bytes: u64,
     compile_seconds: f64,
@@ -44,6 +61,16 @@ struct PlanReport {
 struct LatencyReport {
     p50: f64,
     p99: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct ClassReport {
+    real_time_us: LatencyReport,
+    best_effort_us: LatencyReport,
+    best_effort_chains_us: LatencyReport,
+    /// Medians: what the kernels of best effort cost, and what they cost in the chains they are launched in.
+    ratio: f64,
+    chains_ratio: f64,
 }
 
 #[derive(Debug, Serialize)]
@@ -82,6 +109,15 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
     let plan = engine::compile_file(&args.model)
         .map_err(|err| Failure::failed(format!("{}: {err}", args.model.display())))?;
     binding::check_known(&plan, &bindings)?;
+    let batch_symbol = batch_symbol(&plan);
+    let batches = if batch_symbol.is_some() { args.batches.clone() } else { vec![1] };
+    let sizes = batches.into_iter().map(|batch| {
+        (batch, sizes_for(&plan, &bindings, batch_symbol.as_deref().map(|symbol| (symbol, batch))))
+    });
+    let sizes: Vec<(usize, Vec<(String, usize)>)> = sizes.collect();
+    if args.classes {
+        return compare_classes(args, &device, &plan, &sizes);
+    }
     let (driver, compiler) = device.versions();
     let mut report = ProfileReport {
         model: args.model.display().to_string(),
@@ -90,27 +126,58 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
         compiler,
         plans: Vec::new(),
     };
-    let batch_symbol = batch_symbol(&plan);
-    let batches = if batch_symbol.is_some() { args.batches.clone() } else { vec![1] };
-    for batch in batches {
-        let mut sizes: Vec<(String, usize)> =
-            bindings.iter().map(|(name, size)| (name.clone(), *size)).collect();
-        for symbol in symbols(&plan) {
-            if Some(&symbol) == batch_symbol.as_ref() {
-                sizes.retain(|(name, _)| *name != symbol);
-                sizes.push((symbol, batch));
-            } else if !sizes.iter().any(|(name, _)| *name == symbol) {
-                sizes.push((symbol, 1));
-            }
-        }
+    for (batch, sizes) in sizes {
         let profiled = profile(&device, &plan, &sizes, args)?;
-        device.set_choices(profiled.tuning()).map_err(Failure::failed)?;
-        report.plans.push(plan_report(batch, profiled));
+        device.set_choices(&profiled).map_err(Failure::failed)?;
+        let classes = device.time_classes(&plan, &sizes, args.replays as usize);
+        report.plans.push(plan_report(batch, profiled, classes.map_err(Failure::failed)?));
     }
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?);
     } else {
         print(&report);
+    }
+    Ok(())
+}
+
+/// A size for every symbol: the batch's, what the user bound, or one.
+fn sizes_for(
+    plan: &LaunchPlan,
+    bindings: &Bindings,
+    batch: Option<(&str, usize)>,
+) -> Vec<(String, usize)> {
+    let size = |symbol: &String| match batch {
+        Some((name, size)) if name == symbol => size,
+        _ => bindings.get(symbol).copied().unwrap_or(1),
+    };
+    symbols(plan).into_iter().map(|symbol| (symbol.clone(), size(&symbol))).collect()
+}
+
+fn compare_classes(
+    args: &ProfileArgs,
+    device: &CudaDevice,
+    plan: &LaunchPlan,
+    sizes: &[(usize, Vec<(String, usize)>)],
+) -> Result<(), Failure> {
+    let (model, device_name) = (args.model.display().to_string(), device.gpu_name().to_string());
+    let mut report = ClassesReport { model, device: device_name, plans: Vec::new() };
+    for (batch, sizes) in sizes {
+        let timing = device.time_classes(plan, sizes, args.replays as usize);
+        let classes = class_report(timing.map_err(Failure::failed)?);
+        if !args.json {
+            println!(
+                "batch {batch:>3}: real time {:.1} us, best effort {:.1} us ({:+.1} %), in chains {:.1} us ({:+.1} %)",
+                classes.real_time_us.p50,
+                classes.best_effort_us.p50,
+                (classes.ratio - 1.0) * 100.0,
+                classes.best_effort_chains_us.p50,
+                (classes.chains_ratio - 1.0) * 100.0,
+            );
+        }
+        report.plans.push(BatchClasses { batch: *batch, classes });
+    }
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?);
     }
     Ok(())
 }
@@ -159,14 +226,31 @@ fn symbols(plan: &LaunchPlan) -> Vec<String> {
     symbols
 }
 
-fn plan_report(batch: usize, profiled: PlanProfile) -> PlanReport {
-    let latency =
-        |timing: cuda::Timing| LatencyReport { p50: timing.median_us, p99: timing.p99_us };
+fn latency(timing: cuda::Timing) -> LatencyReport {
+    LatencyReport { p50: timing.median_us, p99: timing.p99_us }
+}
+
+fn class_report(timing: ClassTiming) -> ClassReport {
+    let over = |best_effort: cuda::Timing| match timing.real_time.median_us {
+        us if us > 0.0 => best_effort.median_us / us,
+        _ => 0.0,
+    };
+    ClassReport {
+        ratio: over(timing.best_effort),
+        chains_ratio: over(timing.best_effort_chains),
+        real_time_us: latency(timing.real_time),
+        best_effort_us: latency(timing.best_effort),
+        best_effort_chains_us: latency(timing.best_effort_chains),
+    }
+}
+
+fn plan_report(batch: usize, profiled: PlanProfile, classes: ClassTiming) -> PlanReport {
     PlanReport {
         batch,
         sizes: profiled.sizes,
         latency_us: latency(profiled.graph),
         plain_latency_us: latency(profiled.plain_graph),
+        classes: class_report(classes),
         weight_bytes: profiled.weight_bytes,
         run_bytes: profiled.run_bytes,
         compile_seconds: profiled.compile_seconds,
@@ -209,8 +293,9 @@ fn print(report: &ProfileReport) {
     for plan in &report.plans {
         let LatencyReport { p50, p99 } = plan.latency_us;
         println!(
-            "batch {:>3}: median {p50:.1} us, p99 {p99:.1} us; {} steps, weights {:.1} MB, a run {:.1} MB",
+            "batch {:>3}: median {p50:.1} us, p99 {p99:.1} us, best effort {:+.1} %; {} steps, weights {:.1} MB, a run {:.1} MB",
             plan.batch,
+            (plan.classes.chains_ratio - 1.0) * 100.0,
             plan.steps.len(),
             plan.weight_bytes as f64 / 1e6,
             plan.run_bytes as f64 / 1e6,

@@ -140,15 +140,17 @@ struct Attention {
         State s = {};
         s.top[0] = s.top[1] = -1e30f;
         gate.wait();
+        watch.look_for_block();
         copy_rows(queries, a.query + base + (size_t)first * a.stride, a.stride, kQueries, a.tokens - first);
         copy_keys(a, ring, base, 0);
         copy_commit();
-        watch.ask(); // behind what the first scores wait for
         for (int i = 0; i < blocks; ++i) {
             if (i + 1 < blocks) copy_keys(a, ring + (i + 1) % 2 * 2 * kBlock, base, i + 1);
             copy_commit();
             copy_wait<1>();
-            if (watch.template due<1>(i)) {
+            if (Watch::kLeaves && i == 0) {
+                if (watch.block_told()) return false;
+            } else if (watch.template due<1>(i)) {
                 if (watch.verdict()) return false;
             } else {
                 __syncthreads();

@@ -146,6 +146,8 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, bool valid)
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;"); }
 template <int Pending>
 __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(Pending)); }
+// Also for those that no group was made of.
+__device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // ---- tensor cores -----------------------------------------------------------------------------------------------------
 
@@ -185,16 +187,17 @@ struct NoGate {
 
 // ---- watches: when a tile must leave ----------------------------------------------------------------------------------
 
-// A tile looks twice. `look` or `ask` comes right behind the gate and starts loading the words; `told`, `verdict` or `last` comes
-// before anything is written and decides. So a launch that starts after the epoch has passed writes nothing at all: what is queued
-// behind a step that left cannot spoil what that step still reads or has finished, however memory is shared between them.
+// A tile looks at its run's seat right behind the gate, among the loads of its operands, and decides before anything is written. So a
+// launch that starts after the order writes nothing at all: what is queued behind a step that left cannot spoil what that step still
+// reads or has finished, however memory is shared between them.
 
 // Real-time work never leaves and carries no check.
 struct NoWatch {
     static constexpr bool kLeaves = false;
     __device__ __forceinline__ void look() const {}
     __device__ __forceinline__ bool told() const { return false; }
-    __device__ __forceinline__ void ask() const {}
+    __device__ __forceinline__ void look_for_block() const {}
+    __device__ __forceinline__ bool block_told() const { return false; }
     template <int Period>
     __device__ __forceinline__ bool due(int) const { return false; }
     __device__ __forceinline__ bool verdict() const { return false; }
@@ -207,32 +210,38 @@ struct NoWatch {
     __device__ __forceinline__ void finishing() const {}
 };
 
-__device__ __forceinline__ u32 load_word(const u32* p)
+// What a run has been ordered and what its launches carry: it leaves once the order has passed the number. Both are words of one
+// load, 16 bytes are its own (`EpochWatch::ask` copies so many).
+struct Seat {
+    u32 order;  // grows with every order to leave
+    u32 number; // of the run
+};
+
+__device__ __forceinline__ Seat load_seat(const Seat* p)
 {
-    u32 v;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
+    u64 v;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p));
+    return {(u32)v, (u32)(v >> 32)};
 }
 
-// Best-effort work leaves once the epoch passes the one its run was launched in.
+// Best-effort work leaves when it is told to.
 //
-// Tiles without a loop `look`: every thread loads the words among its operands and decides by itself before it stores; threads of
+// Tiles without a loop `look`: every thread loads the seat among its operands and decides by itself before it stores; threads of
 // a block may disagree, and the tile then counts as not done.
 //
-// Tiles with a loop `ask`: two threads copy the words into shared memory asynchronously, among the copies a pipeline makes
-// anyway, so no thread waits for them. Whatever has arrived when the next check is due decides, and a barrier the loop has
-// anyway makes the decision the same for the whole block. `cg` copies come from L2, where the host's writes land, and take
-// 16 bytes: each word is the first of an aligned group of four. Launches whose tiles are so short that looking all the way would cost
-// more than it gains look once when their first operands are there, which lets a queue of them drain fast, and before they write.
+// Tiles with a loop `look_for_block`: one thread does, and behind the barrier that the first operands need anyway the whole block
+// knows. That is all that short tiles do: a branch in the loop costs a small layer more than the rest of the tile. Long ones go on to `ask`: the
+// seat is copied into shared memory asynchronously, among the copies a pipeline makes anyway, so no thread waits for it. Whatever
+// has arrived when the next check is due decides, and a barrier the loop has anyway makes the decision the same for the whole block.
+// `cg` copies come from L2, where the host's writes land.
 template <bool Long>
 struct EpochWatch {
     static constexpr bool kLeaves = true;
-    const u32* epoch; // of the device
-    const u32* run;   // the epoch this run was launched in
-    uint4* words;     // shared memory: what was last seen of both; the third tells of a peer in the cluster that leaves
-    u32* next;        // the launch's tile counter; null when every block has one tile only
-    u32 number;       // what thread 0 was given by it
-    u32 seen[2];      // by `look`
+    const Seat* seat;
+    uint4* words; // shared memory: the seat as last seen; whether a peer in the cluster leaves
+    u32* next;    // the launch's tile counter; null when every block has one tile only
+    u32 number;   // what thread 0 was given by it
+    Seat seen;
 
     // A tile calls this once, when only its epilogue is left: the next tile's number is then on its way during the epilogue.
     // Asking earlier would hand out the last tiles by who started first, two to one SM and none to another.
@@ -241,48 +250,62 @@ struct EpochWatch {
         if (next && threadIdx.x == 0) number = atomicAdd(next, 1);
     }
 
-    // Before the first tile: nothing seen yet. A barrier follows before anything else is read.
+    // Before the first tile: nothing seen yet, and no order passes such a number, whichever half of a copy arrives first. A barrier follows
+    // before anything is read.
     __device__ __forceinline__ void start() const
     {
-        if (threadIdx.x < 3) words[threadIdx.x].x = threadIdx.x == 1 ? ~0u : 0;
+        if (threadIdx.x < 2) words[threadIdx.x] = make_uint4(0, ~0u, 0, 0);
     }
 
-    __device__ __forceinline__ void look()
+    __device__ __forceinline__ void look() { seen = load_seat(seat); }
+    __device__ __forceinline__ bool told() const { return seen.order > seen.number; }
+
+    __device__ __forceinline__ void look_for_block()
     {
-        seen[0] = load_word(epoch);
-        seen[1] = load_word(run);
+        seen = {0, 0};
+        if (threadIdx.x == 0) look();
     }
-    __device__ __forceinline__ bool told() const { return seen[0] > seen[1]; }
+    // A barrier; true, with nothing in flight, when the block must leave. The verdict is the same for all; said so that what follows stays
+    // uniform for the compiler.
+    __device__ __forceinline__ bool block_told() const
+    {
+        bool leave = __any_sync(~0u, __syncthreads_or(told()));
+        if (leave) copy_wait_all();
+        else if (Long) ask();
+        return leave;
+    }
 
     __device__ __forceinline__ void ask() const
     {
-        if (threadIdx.x < 2) copy_async<16>(shared_address(words + threadIdx.x), threadIdx.x ? run : epoch, true);
+        if (threadIdx.x == 0) copy_async<16>(shared_address(words), seat, true);
     }
     __device__ __forceinline__ bool arrived() const
     {
         const volatile uint4* w = words;
-        return w[0].x > w[1].x;
+        return w->x > w->y;
     }
-    // Whether step `step` checks: in long tiles every Period-th does, because a step of a small tile is too short to check each.
-    // The first never does: its barrier is what makes start() visible.
+    // Whether step `step` checks: every Period-th of a long tile, because a step of a small one is too short to check each.
     template <int Period>
-    __device__ __forceinline__ bool due(int step) const { return Long ? step > 0 && step % Period == 0 : step == 1; }
+    __device__ __forceinline__ bool due(int step) const { return Long && step > 0 && step % Period == 0; }
     // Stands in for the barrier of a step that checks; true, with nothing in flight, when the block must leave. Threads may have read different words,
     // so the verdict is what any of them saw.
     __device__ __forceinline__ bool verdict() const
     {
-        // The same for all; said so that the loop's other values stay uniform for the compiler.
         bool leave = __any_sync(~0u, __syncthreads_or(arrived()));
-        if (leave) copy_wait<0>();
+        if (leave) copy_wait_all();
         else ask();
         return leave;
     }
     // Behind the barrier of a cluster: whether any of its blocks leaves.
-    __device__ __forceinline__ bool peer_left() const { return ((const volatile uint4*)words)[2].x != 0; }
+    __device__ __forceinline__ bool peer_left() const { return ((const volatile uint4*)words)[1].x != 0; }
     // Stands in for the barrier before a tile is written, when all copies have arrived.
     __device__ __forceinline__ bool last() const
     {
-        copy_wait<0>();
+        if (!Long) {
+            __syncthreads();
+            return false;
+        }
+        copy_wait_all();
         return __any_sync(~0u, __syncthreads_or(arrived()));
     }
 };

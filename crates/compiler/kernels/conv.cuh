@@ -132,14 +132,15 @@ __device__ __forceinline__ bool accumulate(const ConvArgs& a, const ConvPlace& p
     if constexpr (C::kPre) load_pre<C>(a, p, (half*)pre);
     InputLoader<C, C::kWalk> input(a, p);
     gate.wait();
+    watch.look_for_block();
 #pragma unroll
     for (int s = 0; s < C::kStages - 1; ++s) {
         if (s < p.steps) input.load(a, ring + s * C::kStageBytes);
         copy_commit();
-        if (s == 0) watch.ask(); // behind the first stage, which then does not wait for it
     }
     FragmentPlace<C> at;
     int stage = 0;
+    if (watch.block_told()) return false;
     for (int step = 0; step < p.steps; ++step) {
         copy_wait<C::kStages - 2>();
         if (watch.template due<C::kWatchPeriod>(step)) {
@@ -268,7 +269,7 @@ __device__ __forceinline__ void tell_cluster(const Watch& watch, int splits)
     if constexpr (Watch::kLeaves) {
         if ((int)threadIdx.x >= splits) return;
         asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nst.shared::cluster.u32 [remote], %2;\n}"
-                     ::"r"(shared_address(watch.words + 2)), "r"(threadIdx.x), "r"(1u) : "memory");
+                     ::"r"(shared_address(watch.words + 1)), "r"(threadIdx.x), "r"(1u) : "memory");
     }
 #endif
 }

@@ -216,8 +216,9 @@ struct Product {
         Loader loader(a, place);
         float ra[kALoads], rb[kBLoads], sum[TM][TN] = {};
         gate.wait();
-        watch.ask();
+        watch.look_for_block();
         loader.load(0, ra, rb);
+        if (watch.block_told()) return false;
         int steps = (a.depth + BK - 1) / BK;
         for (int step = 0; step < steps; ++step) {
             stage(sa[step % 2], sb[step % 2], ra, rb);
@@ -226,7 +227,6 @@ struct Product {
             multiply(sa[step % 2], sb[step % 2], sum);
         }
         if constexpr (Watch::kLeaves) {
-            if (steps == 0) __syncthreads(); // what start() wrote
             if (watch.last()) return false;
         }
         watch.finishing();

@@ -27,8 +27,7 @@ __device__ __forceinline__ void run_real_time(const typename Op::Args& args)
 // split through the workspace, its `arrivals` belong to this launch alone and are zero before a fresh one: arrivals of another launch would announce
 // parts that this one has not computed.
 struct BeControl {
-    const u32* epoch; // grows with every real-time arrival; one word for the whole device (see EpochWatch for alignment)
-    const u32* run;   // the epoch this run was launched in; aligned alike. In memory, so that recorded launches serve every epoch
+    const Seat* seat; // of the run. In memory, so that recorded launches serve every number
     u32* left;        // not zero once a block has left: until then silence means that the launch is complete when it has ended
     u32* next;        // tiles handed out beyond the first one of each block
     u32* done;        // a bit a tile, kept like arrivals for a restore; loops only
@@ -72,16 +71,16 @@ struct TileSource {
     }
 };
 
-// Best effort: blocks take tiles until none is left or the epoch moves on; a restore computes the tiles that are not done. As many
+// Best effort: blocks take tiles until none is left or the run is told to leave; a restore computes the tiles that are not done. As many
 // blocks as were launched hold as many SMs at most, so a small grid leaves the rest of the device alone.
 template <class Op>
 __device__ __forceinline__ void run_best_effort(const typename Op::Args& args, const BeControl& control)
 {
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ uint4 words[3];
+    __shared__ uint4 words[2];
     __shared__ int slot;
     LaunchGate::release_next();
-    EpochWatch<true> watch = {control.epoch, control.run, words, (int)gridDim.x < control.tiles ? control.next : nullptr};
+    EpochWatch<true> watch = {control.seat, words, (int)gridDim.x < control.tiles ? control.next : nullptr};
     TileSource source = {control, &slot};
     watch.start();
     // What is done, and how many tiles were handed out, the previous step's end makes known.
@@ -102,36 +101,18 @@ template <class Op, bool Long>
 __device__ __forceinline__ void run_best_effort_grid(const typename Op::Args& args, const BeControl& control)
 {
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ uint4 words[3];
+    __shared__ uint4 words[2];
     LaunchGate::release_next();
-    EpochWatch<Long> watch = {control.epoch, control.run, words, nullptr};
+    EpochWatch<Long> watch = {control.seat, words, nullptr};
     watch.start();
     if (!Op::tile(args, (int)blockIdx.x, shared, watch, LaunchGate())) *control.left = 1;
 }
 
-// The same as kernels, for hosts that instantiate templates.
+// The same as a kernel, for hosts that instantiate templates.
 template <class Op>
 __global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) rt(const __grid_constant__ typename Op::Args args)
 {
     run_real_time<Op>(args);
-}
-template <class Op>
-__global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be(const __grid_constant__ typename Op::Args args,
-                                                                const __grid_constant__ BeControl control)
-{
-    run_best_effort<Op>(args, control);
-}
-template <class Op>
-__global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be_grid(const __grid_constant__ typename Op::Args args,
-                                                                     const __grid_constant__ BeControl control)
-{
-    run_best_effort_grid<Op, false>(args, control);
-}
-template <class Op>
-__global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be_long(const __grid_constant__ typename Op::Args args,
-                                                                     const __grid_constant__ BeControl control)
-{
-    run_best_effort_grid<Op, true>(args, control);
 }
 
 } // namespace tiles

@@ -21,6 +21,7 @@ use crate::kernel_text::architecture;
 use crate::kernels::{Kernels, Progress};
 use crate::nvml::{Health, Nvml};
 use crate::nvrtc::Nvrtc;
+use crate::profile::PlanProfile;
 use crate::program::{CudaProgram, unsupported_steps};
 use crate::queue::{BestEffortQueue, Dispatcher, Polling, RealTimeQueue};
 use crate::seats::Seats;
@@ -240,9 +241,9 @@ impl CudaDevice {
 
     /// Adds `tuning` to the variants in use, and keeps all of them on disk where there is a cache. Programs that are
     /// loaded already stay as they are.
-    pub fn set_choices(&self, tuning: Tuning) -> Result<(), String> {
+    pub fn set_choices(&self, profile: &PlanProfile) -> Result<(), String> {
         let mut all = self.tuning();
-        all.choices.extend(tuning.choices);
+        all.extend(profile.tuning(), &profile.pairs());
         if let Some(path) = self.tuning_path() {
             all.write(&path).map_err(|err| format!("{}: {err}", path.display()))?;
         }

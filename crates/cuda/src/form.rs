@@ -2,7 +2,7 @@
 
 use model::gpu::GpuStep;
 
-/// A best-effort step estimated to be shorter than this looks at the epoch at the beginning and the end of its tiles only.
+/// A best-effort step estimated to be shorter than this looks whether it shall leave at the beginning of its tiles only.
 const SHORT_STEP_US: f64 = 8.0;
 
 /// One estimated to be longer than this runs as a loop: counting and marking tiles costs less than doing all of them again when
@@ -12,11 +12,11 @@ const LONG_STEP_US: f64 = 120.0;
 /// The form of a best-effort launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BestEffortForm {
-    /// Blocks fetch tiles until none is left, and look at the epoch on the way; a restore computes the tiles that are missing.
+    /// Blocks fetch tiles until none is left, and look on the way whether they shall leave; a restore computes the tiles that are missing.
     Loop,
     /// A block a tile, which looks on the way; a restore computes all of them.
     LongGrid,
-    /// A block a tile, which looks when it begins and before it writes.
+    /// A block a tile, which looks when it begins.
     Grid,
 }
 

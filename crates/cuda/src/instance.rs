@@ -16,7 +16,7 @@ use crate::weights::Arrival;
 use crate::weights::arrival::Part;
 
 /// Bytes of `BeControl` in `wrap.cuh`.
-const CONTROL_BYTES: usize = 48;
+const CONTROL_BYTES: usize = 40;
 
 /// One run's memory.
 pub(crate) struct Instance {
@@ -36,8 +36,7 @@ pub(crate) struct Instance {
 /// What one best-effort launch is told beside its arguments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ControlBlock {
-    pub(crate) epoch: u64,
-    pub(crate) run: u64,
+    pub(crate) seat: u64,
     pub(crate) left: u64,
     pub(crate) next: u64,
     pub(crate) done: u64,
@@ -55,16 +54,15 @@ pub(crate) struct BestEffortLaunch {
 }
 
 impl ControlBlock {
-    /// As the kernel reads it: five addresses and two words.
+    /// As the kernel reads it: four addresses and two words.
     pub(crate) fn to_bytes(self) -> [u8; CONTROL_BYTES] {
         let mut bytes = [0; CONTROL_BYTES];
-        bytes[0..8].copy_from_slice(&self.epoch.to_le_bytes());
-        bytes[8..16].copy_from_slice(&self.run.to_le_bytes());
-        bytes[16..24].copy_from_slice(&self.left.to_le_bytes());
-        bytes[24..32].copy_from_slice(&self.next.to_le_bytes());
-        bytes[32..40].copy_from_slice(&self.done.to_le_bytes());
-        bytes[40..44].copy_from_slice(&self.tiles.to_le_bytes());
-        bytes[44..48].copy_from_slice(&u32::from(self.restored).to_le_bytes());
+        bytes[0..8].copy_from_slice(&self.seat.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.left.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.next.to_le_bytes());
+        bytes[24..32].copy_from_slice(&self.done.to_le_bytes());
+        bytes[32..36].copy_from_slice(&self.tiles.to_le_bytes());
+        bytes[36..40].copy_from_slice(&u32::from(self.restored).to_le_bytes());
         bytes
     }
 }
@@ -135,7 +133,7 @@ impl Instance {
         unsafe { stream.copy_in(self.address() + at, staging.as_ptr().add(at as usize), bytes) }
     }
 
-    /// Queues the copy of the words of best-effort launches, which are zero in `staging` but for the run's own.
+    /// Queues the copy of the words of best-effort launches, which are zero in `staging`.
     ///
     /// # Safety
     /// As for the inputs.
@@ -203,7 +201,8 @@ impl Instance {
     ) -> Result<(), CudaError> {
         let bound = &lowered.kernels[index].real_time;
         let mut shape = bound.shape;
-        shape.dependent = dependent && hub.has_dependent_launches();
+        let apart = lowered.kernels[index].apart;
+        shape.dependent = dependent && !apart && hub.has_dependent_launches();
         // SAFETY: the arguments were checked against the kernel's size, and every address in them is of this
         // instance or of weights that `lowered` holds.
         unsafe {
@@ -211,7 +210,7 @@ impl Instance {
         }
     }
 
-    /// Queues step `index` as best effort, with the number in the run's word.
+    /// Queues step `index` as best effort.
     ///
     /// # Safety
     /// As for real time; and the step's control words are zero, or those of this run's last try when `restored`.
@@ -227,40 +226,26 @@ impl Instance {
         let bound = &lowered.kernels[index].best_effort;
         let function = bound.kernel.function(bound.entry);
         let mut shape = bound.shape;
-        shape.dependent = how.dependent && hub.has_dependent_launches();
+        let apart = lowered.kernels[index].apart;
+        shape.dependent = how.dependent && !apart && hub.has_dependent_launches();
         // SAFETY: as for real time; the block has the layout of the kernel's second parameter.
         unsafe { stream.launch(function, shape, &[&self.best_effort[index], &block]) }
     }
 
     fn control(&self, hub: &Hub, lowered: &Lowered, index: usize, restored: bool) -> ControlBlock {
         let control = &lowered.layout.controls[index];
-        let run = match lowered.kernels[index].finishes {
+        let seat = match lowered.kernels[index].finishes {
             true => hub.seats.never_address(),
-            false => self.address() + lowered.layout.run,
+            false => self.seat.address(),
         };
         ControlBlock {
-            epoch: self.seat.address(),
-            run,
+            seat,
             left: self.address() + control.left,
             next: self.address() + control.next,
             done: self.address() + control.done,
             tiles: control.tiles,
             restored,
         }
-    }
-
-    /// Queues the number that best-effort launches behind it carry.
-    ///
-    /// # Safety
-    /// This instance lives until it is done.
-    pub(crate) unsafe fn set_number(
-        &self,
-        lowered: &Lowered,
-        number: u32,
-        stream: &Stream,
-    ) -> Result<(), CudaError> {
-        // SAFETY: a word of this instance; the caller answers for the time.
-        unsafe { stream.fill(self.address() + lowered.layout.run, number, 1) }
     }
 
     /// Queues the steps of chain `number` as best effort, none of them begun before.
@@ -367,8 +352,7 @@ mod tests {
     #[test]
     fn the_control_block_is_laid_out_as_the_kernel_reads_it() {
         let block = ControlBlock {
-            epoch: 0x1111,
-            run: 0x4444,
+            seat: 0x1111,
             left: 0x5555,
             next: 0x2222,
             done: 0x3333,
@@ -379,8 +363,8 @@ mod tests {
         let address =
             |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
         let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
-        let addresses = [0, 8, 16, 24, 32].map(address);
-        assert_eq!(addresses, [0x1111, 0x4444, 0x5555, 0x2222, 0x3333]);
-        assert_eq!([word(40), word(44)], [5, 1]);
+        let addresses = [0, 8, 16, 24].map(address);
+        assert_eq!(addresses, [0x1111, 0x5555, 0x2222, 0x3333]);
+        assert_eq!([word(32), word(36)], [5, 1]);
     }
 }

@@ -10,11 +10,8 @@ const ALIGN: u64 = 256;
 /// Bytes of a fault word.
 const WORD: u64 = 4;
 
-/// What a watch copies at once.
-const WATCHED: u64 = 16;
-
 /// Offsets into a run's block of memory. What comes first lies the same way in host staging: inputs; the words of best-effort
-/// launches, which are always zero there but for the run's own, so that the copy of inputs clears them; fault words; outputs.
+/// launches, which are always zero there, so that the copy of inputs clears them; fault words; outputs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Layout {
     inputs: Vec<u64>,
@@ -30,8 +27,6 @@ pub(crate) struct Layout {
     pub(crate) staged_bytes: u64,
     arena: u64,
     workspace: u64,
-    /// The number that best-effort launches of the run carry.
-    pub(crate) run: u64,
     /// Arrival words of each step's real-time launch, always zero between launches.
     real_time_arrivals: Vec<u64>,
     /// What each step's best-effort launch shares with its queue, side by side.
@@ -103,7 +98,7 @@ impl Layout {
         let mut room = Room(0);
         let inputs = plan.inputs.iter().map(|slot| room.take(slot.bytes, ALIGN)).collect();
         let inputs_end = room.0;
-        let run = room.take(WATCHED, ALIGN);
+        room.take(0, ALIGN);
         let words = |launch: &Launch| u64::from(launch.arrivals) * 4;
         let controls = plan
             .steps
@@ -143,7 +138,6 @@ impl Layout {
             staged_bytes,
             arena,
             workspace,
-            run,
             real_time_arrivals,
             controls,
             bytes,
@@ -161,9 +155,10 @@ impl Layout {
         self.inputs_end
     }
 
-    /// The words of best effort: the run's own, and those of its launches.
+    /// The words of best-effort launches.
     pub(crate) fn words(&self) -> std::ops::Range<u64> {
-        self.run..self.controls.last().map_or(self.run + WATCHED, |control| control.end)
+        let end = self.controls.last().map_or(self.inputs_end, |control| control.end);
+        self.controls.first().map_or(end, |control| control.left)..end
     }
 
     /// Offset of input `index`, on the device and in staging.
@@ -323,13 +318,13 @@ pub(crate) mod tests {
     fn pieces_are_aligned_and_apart() {
         let layout = Layout::new(&plan(), Choices::InUse);
         assert_eq!(layout.inputs, [0, 256]);
-        assert_eq!((layout.run, layout.outputs_at, layout.outputs[0]), (768, 1024, 1024));
+        assert_eq!((layout.outputs_at, layout.outputs[0]), (1024, 1024));
         assert_eq!(layout.staged_bytes, 1029);
         assert_eq!((layout.arena, layout.workspace), (1280, 2304));
         assert_eq!((layout.copied_in(false), layout.copied_in(true)), (556, 1024));
         assert!(layout.real_time_arrivals[0] >= 2304 + 64);
         let [first, second] = layout.controls[..] else { panic!("two steps") };
-        assert_eq!(first.left, layout.run + WATCHED);
+        assert_eq!((first.left, layout.words().start), (768, 768));
         // Whether it left, a counter, two words for 33 tiles, two arrivals; then the next step at once.
         assert_eq!((first.done - first.left, first.arrivals - first.left), (8, 16));
         assert_eq!(second.left, first.left + 24);

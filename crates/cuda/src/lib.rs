@@ -52,7 +52,7 @@ pub use layout::run_bytes;
 pub use nvml::Health;
 pub use probe::{Start, StartProbe};
 pub use process::end_process;
-pub use profile::{ChoiceProfile, PlanProfile, ProfileOptions, StepProfile, Timing};
+pub use profile::{ChoiceProfile, ClassTiming, PlanProfile, ProfileOptions, StepProfile, Timing};
 pub use queue::Polling;
 pub use report::{EntryFacts, KernelReport};
 pub use tuning::{Chosen, Tuning};

@@ -31,6 +31,8 @@ pub(crate) struct StepKernels {
     pub(crate) resumes: bool,
     /// The step may not be left inside a tile. No kernel looks between tiles alone, so it runs to its end.
     pub(crate) finishes: bool,
+    /// It starts only when the step before has ended.
+    pub(crate) apart: bool,
 }
 
 /// A kernel with its shape.
@@ -85,7 +87,10 @@ impl Lowered {
     ) -> Result<Lowered, DeviceError> {
         check(&gpu).map_err(DeviceError::BadPlan)?;
         hub.tuning().apply(&mut gpu);
-        let kernels = bind(hub, &gpu, progress)?;
+        let mut kernels = bind(hub, &gpu, progress)?;
+        for (step, apart) in kernels.iter_mut().zip(hub.tuning().apart(&gpu)) {
+            step.apart = apart;
+        }
         let placed = weights.place(&gpu).map_err(|err| match err {
             WeightError::Cuda(err) => hub.error(err),
             WeightError::Packed(why) => DeviceError::BadPlan(why),
@@ -241,6 +246,7 @@ fn bind(hub: &Hub, gpu: &GpuPlan, progress: Progress<'_>) -> Result<Vec<StepKern
                     .map_err(|err| hub.error(err))?,
                 resumes: form_of(step) == BestEffortForm::Loop,
                 finishes: finishes(step),
+                apart: false,
             })
         })
         .collect()

@@ -1,6 +1,9 @@
 //! Measuring a plan: every way to compute every step, and the whole as one graph.
 
-use std::collections::HashMap;
+mod classes;
+mod whole;
+
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -19,12 +22,21 @@ use crate::kernels::{LoadedKernel, Progress, Wanted};
 use crate::layout::{Addresses, Choices, run_bytes};
 use crate::lowered::{BoundKernel, Lowered, real_time};
 use crate::program::{first_of, lower};
-use crate::tuning::{Chosen, Tuning};
+use crate::tuning::{Chosen, Tuning, pair};
 use crate::weights::ProgramWeights;
+
+pub use classes::ClassTiming;
+use whole::WholePlan;
 
 /// Memory in which copies of a step find weights of their own, so that they come from memory as in a network larger than
 /// the cache.
 const WEIGHT_POOL: u64 = 256 << 20;
+
+/// Replays before any that counts.
+const WARM_UP: usize = 3;
+
+/// A choice that is this many times slower than the fastest so far while it warms up is not timed any further.
+const HOPELESS: f64 = 1.25;
 
 /// The time that copies of one launch should take together: long against what begins and ends a graph.
 const GRAPH_US: f64 = 200.0;
@@ -95,6 +107,10 @@ pub struct StepProfile {
     pub rt: usize,
     /// The fastest for best effort.
     pub be: usize,
+    /// It and the one before it, by their signatures.
+    pub pair: Option<String>,
+    /// It is better launched when the one before has ended.
+    pub apart: bool,
 }
 
 /// A plan, measured.
@@ -117,14 +133,21 @@ pub struct PlanProfile {
 }
 
 impl PlanProfile {
-    /// The fastest variants, for [`CudaDevice::set_choices`].
-    pub fn tuning(&self) -> Tuning {
+    /// Every two steps in a row.
+    pub(crate) fn pairs(&self) -> BTreeSet<String> {
+        self.steps.iter().filter_map(|step| step.pair.clone()).collect()
+    }
+
+    /// What was found to be the fastest.
+    pub(crate) fn tuning(&self) -> Tuning {
         let chosen = |step: &StepProfile| Chosen {
             rt: step.choices[step.rt].variant.clone(),
             be: step.choices[step.be].variant.clone(),
         };
         let choices = self.steps.iter().map(|step| (step.signature.clone(), chosen(step)));
-        Tuning { choices: choices.collect() }
+        let apart =
+            self.steps.iter().filter(|step| step.apart).filter_map(|step| step.pair.clone());
+        Tuning { choices: choices.collect(), apart: apart.collect() }
     }
 }
 
@@ -142,24 +165,6 @@ impl CudaDevice {
         hub.alive()?;
         let gpu = lower(hub, plan, sizes).map_err(first_of)?;
         Profiler::new(hub, gpu, options, progress)?.run(sizes)
-    }
-
-    /// Microseconds of `plan` for `sizes` as one graph with the variants in use, `replays` times in a row on warm clocks.
-    pub fn time_graph(
-        &self,
-        plan: &LaunchPlan,
-        sizes: &[(String, usize)],
-        replays: usize,
-    ) -> Result<Timing, DeviceError> {
-        let hub = self.hub();
-        hub.alive()?;
-        let gpu = lower(hub, plan, sizes).map_err(first_of)?;
-        let weights = ProgramWeights::new(hub, false);
-        let lowered = Lowered::new(hub, gpu, &weights, &|_, _| {})?;
-        let mut instance = Instance::new(hub, &lowered)?;
-        let stream = Stream::new(hub.context(), Priority::High).map_err(|err| hub.error(err))?;
-        let graph = instance.graph(hub, &lowered, Priority::High).map_err(|err| hub.error(err))?;
-        time(hub, graph, &stream, replays).map_err(|err| hub.error(err))
     }
 }
 
@@ -223,14 +228,15 @@ impl<'a> Profiler<'a> {
                 None => self.step(index, step)?,
             };
             known.insert(step.signature.clone(), profile.clone());
-            profiles.push(profile);
+            let before = index.checked_sub(1).map(|before| pair(&steps[before], step));
+            profiles.push(StepProfile { pair: before, ..profile });
             (self.progress)(index + 1, steps.len());
         }
         let mut chosen = self.lowered.gpu.clone();
         for (step, profile) in chosen.steps.iter_mut().zip(&profiles) {
             (step.rt, step.be) = (profile.rt, profile.be);
         }
-        let profile = PlanProfile {
+        let mut profile = PlanProfile {
             sizes: sizes.to_vec(),
             steps: profiles,
             graph: Timing::default(),
@@ -239,15 +245,25 @@ impl<'a> Profiler<'a> {
             run_bytes: run_bytes(&chosen),
             compile_seconds: self.compile_seconds,
         };
-        let graph = self.whole(&profile, true)?;
-        let plain_graph = self.whole(&profile, false)?;
+        let whole = WholePlan::new(&self, &profile)?;
+        let replays = self.options.plan_replays;
+        let apart = whole.best_apart(&profile).map_err(|err| self.hub.error(err))?;
+        for (step, apart) in profile.steps.iter_mut().zip(&apart) {
+            step.apart = *apart;
+        }
+        let time = |apart: &[bool]| whole.time(apart, replays).map_err(|err| self.hub.error(err));
+        let (graph, plain_graph) = (time(&apart)?, time(&vec![true; apart.len()])?);
+        drop(whole);
         Ok(PlanProfile { graph, plain_graph, ..profile })
     }
 
     fn step(&mut self, index: usize, step: &GpuStep) -> Result<StepProfile, DeviceError> {
         let mut choices = Vec::with_capacity(step.choices.len());
+        let mut fastest_us = f64::INFINITY;
         for choice in 0..step.choices.len() {
-            choices.push(self.choice(index, step, choice)?);
+            let timed = self.choice(index, step, choice, fastest_us * HOPELESS)?;
+            fastest_us = timed.time.map_or(fastest_us, |time| fastest_us.min(time.median_us));
+            choices.push(timed);
         }
         let fastest = |allowed: &dyn Fn(&ChoiceProfile) -> bool, fallback: usize| {
             let timed = choices.iter().enumerate().filter(|(_, choice)| allowed(choice));
@@ -265,6 +281,8 @@ impl<'a> Profiler<'a> {
             choices,
             rt,
             be,
+            pair: None,
+            apart: false,
         })
     }
 
@@ -280,10 +298,11 @@ impl<'a> Profiler<'a> {
         index: usize,
         step: &GpuStep,
         choice: usize,
+        hopeless_us: f64,
     ) -> Result<ChoiceProfile, DeviceError> {
         let launch = &step.choices[choice];
         let bound = self.bound(step, choice)?;
-        let time = match self.time_copies(index, step, choice, &bound) {
+        let time = match self.time_copies(index, step, choice, &bound, hopeless_us) {
             Ok(time) => Some(time),
             Err(err @ CudaError::Faulted(_)) => return Err(self.hub.error(err)),
             // A cluster that does not fit, say: the others remain.
@@ -313,6 +332,7 @@ impl<'a> Profiler<'a> {
         step: &GpuStep,
         choice: usize,
         bound: &BoundKernel,
+        hopeless_us: f64,
     ) -> Result<Timing, CudaError> {
         let guess = (step.flops as f64 / 200e6).max(step.bytes as f64 / 2e6).max(3.0);
         let copies = (GRAPH_US / guess).clamp(3.0, 24.0) as usize;
@@ -339,7 +359,8 @@ impl<'a> Profiler<'a> {
             }
             Ok(())
         })?;
-        let timing = time(self.hub, &graph, &self.stream, self.options.replays)?;
+        let hopeless_us = hopeless_us * copies as f64;
+        let timing = time(self.hub, &graph, &self.stream, self.options.replays, hopeless_us)?;
         let each = |micros: f64| micros / copies as f64;
         Ok(Timing { median_us: each(timing.median_us), p99_us: each(timing.p99_us) })
     }
@@ -357,54 +378,34 @@ impl<'a> Profiler<'a> {
         };
         places.iter().map(moved).collect()
     }
-
-    /// The whole plan with the choices of `profile`.
-    fn whole(&mut self, profile: &PlanProfile, dependent: bool) -> Result<Timing, DeviceError> {
-        let mut launches = Vec::with_capacity(profile.steps.len());
-        for (index, (step, chosen)) in self.lowered.gpu.steps.iter().zip(&profile.steps).enumerate()
-        {
-            let addresses = Addresses {
-                block: self.instance.address(),
-                layout: &self.lowered.layout,
-                weights: &self.lowered.weights,
-            };
-            let args = addresses
-                .patch(&step.choices[chosen.rt], self.lowered.layout.real_time_own(index))
-                .map_err(DeviceError::BadPlan)?;
-            launches.push((self.bound(step, chosen.rt)?, args));
-        }
-        let record = |stream: &Stream| {
-            for (index, (bound, args)) in launches.iter().enumerate() {
-                let mut shape = bound.shape;
-                shape.dependent = dependent && index > 0 && self.hub.has_dependent_launches();
-                // SAFETY: recorded only; the instance and the weights outlive the graph.
-                unsafe { stream.launch(bound.kernel.function(bound.entry), shape, &[args]) }?;
-            }
-            Ok(())
-        };
-        let measure = || {
-            let graph = self.hub.capture(Priority::High, record)?;
-            time(self.hub, &graph, &self.stream, self.options.plan_replays)
-        };
-        measure().map_err(|err| self.hub.error(err))
-    }
 }
 
-/// Microseconds of `graph`, replayed one at a time.
-fn time(hub: &Hub, graph: &Graph, stream: &Stream, replays: usize) -> Result<Timing, CudaError> {
+/// Microseconds of `graph`, replayed one at a time; few times when even the quickest takes longer than `hopeless_us`.
+fn time(
+    hub: &Hub,
+    graph: &Graph,
+    stream: &Stream,
+    replays: usize,
+    hopeless_us: f64,
+) -> Result<Timing, CudaError> {
     let (from, to) = (Event::new(hub.context())?, Event::new(hub.context())?);
-    let mut all = Vec::with_capacity(replays);
-    // The first ones find cold caches and clocks.
-    for replay in 0..replays + 3 {
+    let replay = || {
         from.record(stream)?;
         // SAFETY: the caller keeps what the graph points to, and each replay is waited for.
         unsafe { graph.launch(stream) }?;
         to.record(stream)?;
         to.wait()?;
-        if replay >= 3 {
-            all.push(to.micros_since(&from)?);
-        }
+        to.micros_since(&from)
+    };
+    // They find cold caches and clocks, but what is far too slow shows.
+    let mut quickest = f64::INFINITY;
+    for _ in 0..WARM_UP {
+        quickest = quickest.min(replay()?);
     }
+    if quickest > hopeless_us {
+        return Ok(Timing { median_us: quickest, p99_us: quickest });
+    }
+    let all = (0..replays).map(|_| replay()).collect::<Result<_, _>>()?;
     Ok(summary(all))
 }
 

@@ -1,6 +1,6 @@
-//! Orders to leave: every run has a seat, a word on the device that grows with every order to it.
+//! Orders to leave: every run has a seat, a word on the device that grows with every order to it, and beside it the number of the run.
 //!
-//! A best-effort launch carries the number it was launched with and leaves once its seat's word has passed it. There is no
+//! A best-effort launch leaves once the order has passed the number. There is no
 //! reset, so an order can neither be lost nor meet a launch that came after it. Orders to several runs go to the device in
 //! one call. The thread that looks after best effort makes it, since whoever gives an order is about to launch what it is
 //! given for; unless that thread is late, and the launch gets there first.
@@ -14,10 +14,13 @@ use crate::error::CudaError;
 /// A number that no order passes: a launch with it runs to its end.
 const NEVER: u32 = u32::MAX;
 
-/// Bytes from one word to the next: watches copy the sixteen that a word begins, and no two words share a sector.
+/// Bytes from one seat to the next: watches copy the sixteen it begins, and no two share a sector.
 const PITCH: u64 = 32;
 
-/// Words that are made at once.
+/// Where a seat's number is.
+const NUMBER_AT: u64 = 4;
+
+/// Seats that are made at once.
 const SLAB: u64 = 1024;
 
 /// All seats of a device.
@@ -34,8 +37,18 @@ pub(crate) struct Seats {
 
 struct Words {
     slabs: Vec<DeviceBuffer>,
-    /// Addresses nobody uses, each with the number it stands at.
-    free: Vec<(u64, u32)>,
+    /// Seats nobody uses.
+    free: Vec<FreeSeat>,
+}
+
+/// A seat nobody uses.
+#[derive(Clone, Copy)]
+struct FreeSeat {
+    address: u64,
+    /// What its order stands at.
+    order: u32,
+    /// What the device has for the number of its run.
+    armed: u32,
 }
 
 #[derive(Default)]
@@ -52,6 +65,8 @@ pub(crate) struct Seat {
     /// What the word is or is about to be; written before the device is told, so a launch found complete while this is still
     /// the number it was launched with cannot have left early.
     number: AtomicU32,
+    /// The number of its run as the device has it, or will when what is queued is done.
+    armed: AtomicU32,
 }
 
 impl Seats {
@@ -61,15 +76,15 @@ impl Seats {
         let mut words = Words { slabs: Vec::new(), free: Vec::new() };
         let first = words.grow(&stream)?;
         // SAFETY: the word is in the slab just made, which is dropped after the stream's work.
-        unsafe { stream.write_word(first, NEVER) }?;
+        unsafe { stream.write_word(first + NUMBER_AT, NEVER) }?;
         stream.synchronize()?;
-        // The first of all words stands for those that are never told.
-        words.free.retain(|(address, _)| *address != first);
+        // The first of all seats stands for those that are never told.
+        words.free.retain(|free| free.address != first);
         let (words, orders) = (Mutex::new(words), Mutex::default());
         Ok(Seats { stream, words, orders, given: AtomicBool::new(false), looked_after })
     }
 
-    /// Where the number lies of work that is never told to leave.
+    /// The seat of work that is never told to leave.
     pub(crate) fn never_address(&self) -> u64 {
         self.words().slabs[0].address()
     }
@@ -81,7 +96,8 @@ impl Seats {
             words.grow(&self.stream)?;
         }
         let free = words.free.pop().ok_or(CudaError::Misuse("a slab without seats was made"))?;
-        Ok(Seat { seats: self.clone(), address: free.0, number: AtomicU32::new(free.1) })
+        let (number, armed) = (AtomicU32::new(free.order), AtomicU32::new(free.armed));
+        Ok(Seat { seats: self.clone(), address: free.address, number, armed })
     }
 
     /// Gives all orders that `give` gives at one go.
@@ -144,7 +160,8 @@ impl Words {
     fn grow(&mut self, stream: &Arc<Stream>) -> Result<u64, CudaError> {
         let slab = DeviceBuffer::fixed(stream, SLAB * PITCH)?;
         let first = slab.address();
-        self.free.extend((0..SLAB).rev().map(|index| (first + index * PITCH, 0)));
+        let seat = |index| FreeSeat { address: first + index * PITCH, order: 0, armed: 0 };
+        self.free.extend((0..SLAB).rev().map(seat));
         self.slabs.push(slab);
         Ok(first)
     }
@@ -157,7 +174,7 @@ impl Drop for Seats {
 }
 
 impl Seat {
-    /// Where the word is.
+    /// Where it is on the device.
     pub(crate) fn address(&self) -> u64 {
         self.address
     }
@@ -165,6 +182,18 @@ impl Seat {
     /// What launches from now on carry.
     pub(crate) fn number(&self) -> u32 {
         self.number.load(Ordering::Acquire)
+    }
+
+    /// Lets what is queued on `stream` behind this carry `number`; nothing of another run that has this seat is queued any
+    /// more. Costs nothing while nobody is told to leave.
+    pub(crate) fn arm(&self, number: u32, stream: &Stream) -> Result<(), CudaError> {
+        if self.armed.load(Ordering::Acquire) == number {
+            return Ok(());
+        }
+        // SAFETY: a word of a slab, which lives as long as `seats`.
+        unsafe { stream.write_word(self.address + NUMBER_AT, number) }?;
+        self.armed.store(number, Ordering::Release);
+        Ok(())
     }
 
     /// Makes what was launched so far leave.
@@ -183,7 +212,8 @@ fn following(number: u32) -> u32 {
 
 impl Drop for Seat {
     fn drop(&mut self) {
-        self.seats.words().free.push((self.address, self.number()));
+        let (order, armed) = (self.number(), self.armed.load(Ordering::Acquire));
+        self.seats.words().free.push(FreeSeat { address: self.address, order, armed });
     }
 }
 

@@ -167,26 +167,19 @@ impl CudaTask {
         seat.ok_or(CudaError::Misuse("a run without memory has no seat"))
     }
 
-    /// Queues the copy of inputs and of fresh words for best-effort launches that carry `number`.
-    pub(crate) fn upload(&mut self, number: u32, stream: &Stream) -> Result<(), CudaError> {
-        let run = self.lowered.layout.run as usize;
-        let Some(staging) = &mut self.staging else {
-            return Err(CudaError::Misuse("a run without memory was launched"));
-        };
-        staging.as_mut_slice()[run..run + 4].copy_from_slice(&number.to_le_bytes());
+    /// Queues the copy of inputs and of fresh words for best-effort launches.
+    pub(crate) fn upload(&mut self, stream: &Stream) -> Result<(), CudaError> {
         self.copy_in(true, stream)?;
         self.uploaded = true;
         self.words = ControlState { cleared: true, ..ControlState::default() };
         Ok(())
     }
 
-    /// Queues the copy of fresh words alone, for launches that carry `number`.
-    pub(crate) fn upload_words(&mut self, number: u32, stream: &Stream) -> Result<(), CudaError> {
-        let (Some(instance), Some(staging)) = (&mut self.instance, &mut self.staging) else {
+    /// Queues the copy of fresh words alone.
+    pub(crate) fn upload_words(&mut self, stream: &Stream) -> Result<(), CudaError> {
+        let (Some(instance), Some(staging)) = (&self.instance, &self.staging) else {
             return Err(CudaError::Misuse("a run without memory was launched"));
         };
-        let run = self.lowered.layout.run as usize;
-        staging.as_mut_slice()[run..run + 4].copy_from_slice(&number.to_le_bytes());
         // SAFETY: the task holds both sides until the stream is drained.
         unsafe { instance.copy_words(&self.lowered, staging, stream) }
     }

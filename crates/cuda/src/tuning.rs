@@ -1,6 +1,6 @@
 //! Which launch of a step's choices was measured to be the fastest, kept per device, driver and precision.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -12,6 +12,15 @@ use serde::{Deserialize, Serialize};
 pub struct Tuning {
     /// Signature to variants.
     pub choices: BTreeMap<String, Chosen>,
+    /// Steps that are better launched when the one before has ended than beside it, by both signatures: blocks that wait beside
+    /// others are placed where there happens to be room, several to a multiprocessor, and stay there.
+    #[serde(default)]
+    pub apart: BTreeSet<String>,
+}
+
+/// Two steps in a row.
+pub(crate) fn pair(first: &GpuStep, second: &GpuStep) -> String {
+    format!("{} > {}", first.signature, second.signature)
 }
 
 /// The variants of one signature.
@@ -42,6 +51,20 @@ impl Tuning {
         file.sync_all()?;
         drop(file);
         std::fs::rename(&unfinished, path)
+    }
+
+    /// For each step of `plan`, whether it is launched only when the one before has ended.
+    pub(crate) fn apart(&self, plan: &GpuPlan) -> Vec<bool> {
+        let is_apart = |steps: &[GpuStep]| self.apart.contains(&pair(&steps[0], &steps[1]));
+        let first = plan.steps.first().map(|_| true);
+        first.into_iter().chain(plan.steps.windows(2).map(is_apart)).collect()
+    }
+
+    /// Takes over what `other` says: of its variants, and of all of `pairs` whether they are apart.
+    pub(crate) fn extend(&mut self, other: Tuning, pairs: &BTreeSet<String>) {
+        self.choices.extend(other.choices);
+        self.apart.retain(|pair| !pairs.contains(pair));
+        self.apart.extend(other.apart);
     }
 
     /// Sets the launches of `plan` that were chosen. Variants that are not there are left alone: the compiler may have
@@ -89,7 +112,7 @@ mod tests {
 
     fn tuning(rt: &str, be: &str) -> Tuning {
         let chosen = Chosen { rt: rt.to_string(), be: be.to_string() };
-        Tuning { choices: [("map".to_string(), chosen)].into() }
+        Tuning { choices: [("map".to_string(), chosen)].into(), apart: BTreeSet::new() }
     }
 
     #[test]
@@ -104,6 +127,22 @@ mod tests {
         let mut plan = plan();
         tuning("gone", "b").apply(&mut plan);
         assert_eq!((plan.steps[0].rt, plan.steps[0].be), (0, 0));
+    }
+
+    #[test]
+    fn pairs_are_apart_by_their_signatures() {
+        let mut plan = plan();
+        let other = GpuStep { signature: "other".to_string(), ..plan.steps[0].clone() };
+        plan.steps.extend([other, plan.steps[0].clone()]);
+        let mut all = Tuning::default();
+        assert_eq!(all.apart(&plan), [true, false, false]);
+        let one = Tuning { apart: ["other > map".to_string()].into(), ..Tuning::default() };
+        let both: BTreeSet<String> = ["map > other".to_string(), "other > map".to_string()].into();
+        all.extend(one, &both);
+        assert_eq!(all.apart(&plan), [true, false, true]);
+        all.extend(Tuning::default(), &both);
+        assert_eq!(all.apart(&plan), [true, false, false]);
+        assert!(all.apart(&GpuPlan::default()).is_empty());
     }
 
     #[test]

@@ -317,7 +317,9 @@ impl Lane {
         let (lowered, first) = (task.lowered.clone(), steps.start);
         let there = lowered.arrival().map_err(|err| failed(task, first, err))?.is_none();
         run.paced = there && steps == (0..task.step_count());
-        make_ready(&self.stream, task, &lowered, first, number)
+        let armed = task.seat().and_then(|seat| seat.arm(number, &self.stream));
+        armed
+            .and_then(|()| make_ready(&self.stream, task, &lowered, first))
             .map_err(|err| failed(task, first, err))?;
         self.fill()
     }
@@ -568,10 +570,9 @@ fn make_ready(
     task: &mut CudaTask,
     lowered: &Lowered,
     from: usize,
-    number: u32,
 ) -> Result<(), CudaError> {
     if !task.uploaded {
-        return task.upload(number, stream);
+        return task.upload(stream);
     }
     let words = task.words;
     let (instance, _) = task.memory()?;
@@ -590,10 +591,9 @@ fn make_ready(
         unsafe {
             stream.clear(block + layout.controls[from].left, 2)?;
             stream.clear(block + at, count)?;
-            instance.set_number(lowered, number, stream)?;
         }
     } else {
-        task.upload_words(number, stream)?;
+        task.upload_words(stream)?;
     }
     task.words.cleared = true;
     task.words.used_to = from;
