@@ -1,4 +1,4 @@
-//! The service of one node: a catalogue of models over a [`runtime::Node`].
+//! The service of one node: a catalogue of models over the devices of a [`runtime::Fleet`].
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -14,8 +14,8 @@ use api::{
 use base::Nanos;
 use device::DeviceError;
 use model::Tensor;
-use runtime::{Node, Rejection, Request, RequestHandle};
-use tokio::sync::oneshot;
+use runtime::{Asked, BatchTime, Fleet, Rejection, RequestHandle};
+use tokio::sync::{Semaphore, oneshot};
 
 pub mod catalogue;
 pub mod classification;
@@ -28,6 +28,9 @@ pub mod served;
 use catalogue::Catalogue;
 use loader::{LoadError, ModelLoader};
 use served::Served;
+
+/// How long measuring one model may take, of the time that is left to it.
+const PROFILE_LIMIT: Duration = Duration::from_secs(5);
 
 /// How long unloading waits for memory to come back.
 const DISCARD_LIMIT: Duration = Duration::from_secs(10);
@@ -51,27 +54,30 @@ pub struct LocalNode {
 }
 
 struct Inner {
-    node: Arc<Node>,
+    fleet: Arc<Fleet>,
     loader: Arc<dyn ModelLoader>,
     catalogue: Catalogue,
     started: AtomicBool,
     draining: AtomicBool,
     /// Whether clients may load and unload models.
     control: AtomicBool,
+    /// Models are measured one at a time.
+    profiling: Arc<Semaphore>,
 }
 
 impl LocalNode {
-    /// A service over `node` whose models come from `loader`. It is not ready before
+    /// A service over `fleet` whose models come from `loader`. It is not ready before
     /// [`LocalNode::set_started`].
-    pub fn new(node: Arc<Node>, loader: Arc<dyn ModelLoader>) -> LocalNode {
+    pub fn new(fleet: Arc<Fleet>, loader: Arc<dyn ModelLoader>) -> LocalNode {
         LocalNode {
             inner: Arc::new(Inner {
-                node,
+                fleet,
                 loader,
                 catalogue: Catalogue::default(),
                 started: AtomicBool::new(false),
                 draining: AtomicBool::new(false),
                 control: AtomicBool::new(true),
+                profiling: Arc::new(Semaphore::new(1)),
             }),
         }
     }
@@ -129,7 +135,7 @@ impl LocalNode {
         models.sort_by_key(|served| {
             (place(served).unwrap_or(usize::MAX), served.name.clone(), served.version)
         });
-        models.iter().for_each(|served| self.inner.node.preload(served.key));
+        models.iter().for_each(|served| self.inner.fleet.preload(served.key));
     }
 
     /// How many inferences each model has done.
@@ -139,10 +145,16 @@ impl LocalNode {
         models.iter().map(|served| (served.name.to_string(), count(served))).collect()
     }
 
-    /// The node.
-    pub fn node(&self) -> &Arc<Node> {
-        &self.inner.node
+    /// The devices.
+    pub fn fleet(&self) -> &Arc<Fleet> {
+        &self.inner.fleet
     }
+}
+
+/// Microseconds by rows, as `1:130,2:200`.
+fn profile_text(times: &[BatchTime]) -> String {
+    let one = |(rows, time): &BatchTime| format!("{rows}:{}", time.as_micros());
+    times.iter().map(one).collect::<Vec<_>>().join(",")
 }
 
 /// Runs `work` on a thread that may wait.
@@ -202,18 +214,13 @@ impl Inner {
     ) -> ApiResult<Vec<Tensor>> {
         let default = served.config.timeout_ms.map(Nanos::from_millis);
         let timeout = options.timeout.or(default);
-        let request = Request {
-            model: served.key,
-            inputs,
-            class: options.class,
-            priority: options.priority,
-            timeout,
-        };
+        let asked = Asked { inputs, class: options.class, priority: options.priority, timeout };
         let (sender, receiver) = oneshot::channel();
         let counters = served.counters.clone();
         counters.begin();
-        let handle = self.node.submit(
-            request,
+        let handle = self.fleet.submit(
+            served.key,
+            asked,
             Box::new(move |reply| {
                 counters.end(&reply, batch, timeout);
                 // Nobody may listen any more, which is what cancelling is for.
@@ -284,16 +291,21 @@ impl Inner {
         match loaded {
             Ok(loaded) => {
                 let version = loaded.version;
-                if let Some(why) = self.node.cannot_fit(&*loaded.program) {
+                if let Some(why) = self.fleet.cannot_fit(&loaded.placed) {
                     return Err(self.too_large(&name, &why));
                 }
                 let (served, gone) =
-                    Served::start(self.node.clone(), &name, version, loaded.program, loaded.config);
+                    Served::start(self.fleet.clone(), &name, version, loaded.placed, loaded.config);
                 let key = served.key;
+                let objective = served.config.slo_ms.is_some();
                 self.catalogue.finish_load(served, gone);
+                // Without an objective nothing is chosen by what is measured.
+                if objective {
+                    self.profile(name.clone());
+                }
                 // At the start the owner says in which order.
                 if self.started.load(Ordering::SeqCst) {
-                    self.node.preload(key);
+                    self.fleet.preload(key);
                 }
                 tracing::info!(model = name, version, "model ready");
                 Ok(version)
@@ -306,6 +318,27 @@ impl Inner {
                 Err(ApiError { message: message.into(), ..error })
             }
         }
+    }
+
+    /// Measures a model beside everything else, as best effort.
+    fn profile(self: &Arc<Inner>, name: String) {
+        let inner = self.clone();
+        tokio::spawn(async move {
+            let Ok(_turn) = inner.profiling.clone().acquire_owned().await else { return };
+            let Ok(served) = inner.catalogue.find(ModelRef { name: &name, version: None }) else {
+                return;
+            };
+            let (key, fleet) = (served.key, inner.fleet.clone());
+            // Whoever unloads the model meanwhile does not wait for this.
+            drop(served);
+            let measured = tokio::task::spawn_blocking(move || fleet.profile(key, PROFILE_LIMIT));
+            match measured.await {
+                Ok(times) if !times.is_empty() => {
+                    tracing::info!(model = name, times = profile_text(&times), "model measured");
+                }
+                _ => tracing::info!(model = name, "model not measured"),
+            }
+        });
     }
 
     /// Notes that a model's weights can never be on the device.
@@ -322,9 +355,9 @@ impl Inner {
         if let Some(gone) = self.catalogue.begin_unload(&name)? {
             // Fires with an error when the model drops its end, which is the message.
             let _ = gone.await;
-            let node = self.node.clone();
+            let fleet = self.fleet.clone();
             // Its memory is on its way back; who asked to unload wants it back.
-            let _ = tokio::task::spawn_blocking(move || node.wait_discarded(DISCARD_LIMIT)).await;
+            let _ = tokio::task::spawn_blocking(move || fleet.wait_discarded(DISCARD_LIMIT)).await;
         }
         self.catalogue.finish_unload(&name);
         tracing::info!(model = name, "model unloaded");
@@ -444,7 +477,8 @@ impl InferenceService for LocalNode {
             let name = request.name.clone();
             let loader = inner.loader.clone();
             blocking(move || loader.register(request)).await?;
-            let version = inner.load(name.clone()).await?;
+            let version = inner.clone().load(name.clone()).await?;
+            inner.profile(name.clone());
             Ok(Registered { name, version: version.to_string(), state: ModelState::Ready })
         }))
     }
@@ -459,15 +493,14 @@ impl InferenceService for LocalNode {
 
     fn write_metrics(&self, text: &mut String) {
         let models = self.inner.catalogue.all();
-        let device = &self.inner.node.device().info().name;
-        exposition::write(text, &models, device, &self.inner.node);
+        exposition::write(text, &models, &self.inner.fleet);
     }
 
     fn drain(&self, limit: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {
         self.inner.draining.store(true, Ordering::SeqCst);
-        let node = self.inner.node.clone();
+        let fleet = self.inner.fleet.clone();
         Box::pin(async move {
-            tokio::task::spawn_blocking(move || node.drain(limit)).await.unwrap_or(false)
+            tokio::task::spawn_blocking(move || fleet.drain(limit)).await.unwrap_or(false)
         })
     }
 }
