@@ -143,7 +143,9 @@ fn problem(args: &PlanArgs) -> Result<(Problem, Vec<PlanError>), Failure> {
         return Err(Failure::usage(format!("--headroom {} is not from 0 to 10", args.headroom)));
     }
     if args.from.is_some() && args.algorithm != Algorithm::Certified {
-        return Err(Failure::usage("--from changes today's plan by the certified planner; leave --algorithm out"));
+        return Err(Failure::usage(
+            "--from changes today's plan by the certified planner; leave --algorithm out",
+        ));
     }
     let gpu = GpuKind::find(&args.gpu).map_err(Failure::usage)?;
     let services = services(&args.services)?;

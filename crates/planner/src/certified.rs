@@ -221,7 +221,8 @@ impl<'a> Solver<'a> {
     fn fill_patterns(&self, sharer: &Sharer<'_>, best: &mut Outcome, watch: &mut Watch<'_>) {
         let patterns = self.useful_patterns();
         for gpus in (whole_gpus(best.bound)..best.gpus()).rev() {
-            let task = Task { sharer, demands: &self.demands, gpus };
+            let prices = best.prices;
+            let task = Task { sharer, demands: &self.demands, gpus, prices: &prices };
             if best.bound > HOPELESS * gpus as f64 {
                 break;
             }

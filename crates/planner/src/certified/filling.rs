@@ -1,20 +1,24 @@
 //! The last GPU of a small plan with shared slices: the slices are given, the question is what goes into them.
 //!
-//! Every choice of patterns for one GPU less is tried for a while, and those that leave the least unserved for longer.
+//! Choices of patterns for one GPU less are tried for a while, and those that leave the least unserved for longer.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use base::Random;
 
+use super::cover::Prices;
 use super::packing::{Packed, Packer};
 use super::sharing::{Bin, Sharer};
+use crate::gpu::Counts;
 use crate::problem::Demand;
 use crate::watch::Watch;
 
 /// Plans of more GPUs than this have too many choices of patterns to try them one by one.
 pub(crate) const GPUS_MAX: usize = 4;
 /// Rounds a choice gets, and how many choices go on to the next stage.
-const STAGES: [(usize, usize); 4] = [(10, 24), (60, 8), (400, 3), (3000, 1)];
+const STAGES: [(usize, usize); 4] = [(4, 12), (40, 4), (300, 2), (3000, 1)];
+/// Choices of patterns that are tried, those worth most first.
+const CHOICES_MAX: usize = 30;
 /// Parts of a service smaller than this share of its demand are not made.
 const PART: f64 = 0.02;
 /// What may stay unserved, as a share of the demand; well within the checker's tolerance.
@@ -36,6 +40,8 @@ pub(crate) struct Task<'a> {
     pub(crate) sharer: &'a Sharer<'a>,
     pub(crate) demands: &'a [Demand],
     pub(crate) gpus: usize,
+    /// Of slice kinds.
+    pub(crate) prices: &'a Prices,
 }
 
 impl Task<'_> {
@@ -51,6 +57,16 @@ impl Task<'_> {
         }
         let mut choices = Vec::new();
         combine(patterns, self.gpus, &mut vec![0; packer.patterns.len()], &mut choices);
+        // Patterns that prices leave no slack for are those of the relaxed optimum.
+        let worth = |packed: &Packed| -> f64 {
+            let of = |(pattern, &copies): (&Counts, &u32)| -> f64 {
+                let price = |(&count, price): (&u32, &f64)| f64::from(count * copies) * price;
+                pattern.iter().zip(self.prices).map(price).sum()
+            };
+            packer.patterns.iter().zip(packed).map(of).sum()
+        };
+        choices.sort_by(|a, b| worth(b).total_cmp(&worth(a)));
+        choices.truncate(CHOICES_MAX);
         let start = |(seed, packed)| Filling::new(self.sharer, self.demands, packer, packed, seed);
         let mut fillings: Vec<Filling<'_>> = (1..).zip(choices).map(start).collect();
         for (rounds, survivors) in STAGES {
@@ -203,9 +219,9 @@ impl<'a> Filling<'a> {
         }
         order.sort_by(|a, b| b.0.total_cmp(&a.0));
         for (_, service) in order {
-            while self.left[service] > self.demands[service].rate * CRUMB
-                && self.serve_one(service)
-            {}
+            while self.left[service] > self.demands[service].rate * CRUMB && self.serve_one(service)
+            {
+            }
         }
     }
 

@@ -19,7 +19,7 @@ use crate::plan::Share;
 use crate::problem::{Demand, Problem};
 
 /// Parts looked at as company.
-const COMPANY: usize = 160;
+const COMPANY: usize = 128;
 /// Steps of the search for the best company.
 const STEPS_MAX: usize = 80;
 /// With so many parts or more, two threads fill slices with half of them each, whatever the number of cores.
