@@ -22,6 +22,9 @@ use crate::failure::Failure;
 /// Faults that are named one by one.
 const FAULTS_MAX: usize = 10;
 
+/// Exit code of a command ended by Ctrl-C, as shells have it.
+const INTERRUPTED: i32 = 130;
+
 /// Names that a message lists.
 const NAMED_MAX: usize = 12;
 
@@ -266,7 +269,8 @@ fn unknown(name: &str, problem: &Problem) -> String {
     format!("no service '{name}' is planned; there are {}{more}", few.join(", "))
 }
 
-/// Set by Ctrl-C; the planner then ends with the best it has. Without a handler the search runs to its end.
+/// Set by Ctrl-C; the planner then ends with the best it has, and a second Ctrl-C ends it at once. Without a handler the
+/// search runs to its end.
 fn stop_on_interrupt() -> Arc<AtomicBool> {
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
@@ -276,6 +280,10 @@ fn stop_on_interrupt() -> Arc<AtomicBool> {
             && runtime.block_on(tokio::signal::ctrl_c()).is_ok()
         {
             flag.store(true, Ordering::Relaxed);
+            eprintln!("ending with the best plan so far; Ctrl-C again ends without one");
+            if runtime.block_on(tokio::signal::ctrl_c()).is_ok() {
+                std::process::exit(INTERRUPTED);
+            }
         }
     });
     stop
