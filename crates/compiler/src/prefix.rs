@@ -285,7 +285,8 @@ fn extract<'a>(
 fn close_symbols(plan: &LaunchPlan, part: &mut LaunchPlan) -> Option<()> {
     let symbols = |plan: &LaunchPlan| -> BTreeSet<String> {
         let dims = plan.inputs.iter().filter_map(|id| plan.value(*id).shape.as_ref()).flatten();
-        let symbol = |dim: &Dim| if let Dim::Symbol(name) = dim { Some(name.clone()) } else { None };
+        let symbol =
+            |dim: &Dim| if let Dim::Symbol(name) = dim { Some(name.clone()) } else { None };
         dims.filter_map(symbol).collect()
     };
     let known = symbols(plan);

@@ -23,7 +23,8 @@ pub fn subgraph_hashes(graph: &Graph) -> Vec<Hash> {
     let nodes = graph.nodes.iter();
     nodes
         .map(|node| {
-            let operation = Operation { op: &node.op, inputs: &node.inputs, outputs: &node.outputs };
+            let operation =
+                Operation { op: &node.op, inputs: &node.inputs, outputs: &node.outputs };
             operation.hash(&mut known, |id| graph.constant(id))
         })
         .collect()
@@ -58,7 +59,8 @@ pub fn plan_hashes(plan: &LaunchPlan) -> Vec<Hash> {
     let steps = plan.steps.iter();
     steps
         .map(|step| {
-            let operation = Operation { op: &step.op, inputs: &step.inputs, outputs: &step.outputs };
+            let operation =
+                Operation { op: &step.op, inputs: &step.inputs, outputs: &step.outputs };
             operation.hash(&mut known, |id| constants.get(&id).copied())
         })
         .collect()

@@ -14,18 +14,21 @@ use api::{
 use base::Nanos;
 use device::DeviceError;
 use model::Tensor;
-use runtime::{Node, Rejection, Request, RequestHandle};
+use runtime::{Node, Rejection, Reply, Request, RequestHandle};
 use tokio::sync::oneshot;
 
 pub mod catalogue;
 pub mod classification;
 pub mod counters;
 mod exposition;
+pub mod families;
 pub mod image;
 pub mod loader;
 pub mod served;
 
 use catalogue::Catalogue;
+use counters::Count;
+use families::Families;
 use loader::{LoadError, ModelLoader};
 use served::Served;
 
@@ -54,6 +57,7 @@ struct Inner {
     node: Arc<Node>,
     loader: Arc<dyn ModelLoader>,
     catalogue: Catalogue,
+    families: Families,
     started: AtomicBool,
     draining: AtomicBool,
     /// Whether clients may load and unload models.
@@ -69,6 +73,7 @@ impl LocalNode {
                 node,
                 loader,
                 catalogue: Catalogue::default(),
+                families: Families::default(),
                 started: AtomicBool::new(false),
                 draining: AtomicBool::new(false),
                 control: AtomicBool::new(true),
@@ -129,7 +134,13 @@ impl LocalNode {
         models.sort_by_key(|served| {
             (place(served).unwrap_or(usize::MAX), served.name.clone(), served.version)
         });
-        models.iter().for_each(|served| self.inner.node.preload(served.key));
+        models.iter().for_each(|served| self.inner.preload(served));
+    }
+
+    /// Steps that do much of a model's work and that others may have in common with it: hashes and shares.
+    pub async fn marks(&self, model: &str) -> ApiResult<Vec<(String, f64)>> {
+        let served = self.inner.catalogue.find(ModelRef { name: model, version: None })?;
+        blocking_api(move || Ok(served.fingerprint().marks())).await
     }
 
     /// How many inferences each model has done.
@@ -192,6 +203,14 @@ impl Inner {
         self.catalogue.find(model)
     }
 
+    /// Brings the weights of `served` to the device as long as there is room.
+    fn preload(&self, served: &Served) {
+        if let Some(split) = &served.split {
+            self.node.preload(split.trunk.key);
+        }
+        self.node.preload(served.key);
+    }
+
     /// Runs `served` once on inputs that fit it.
     async fn run(
         &self,
@@ -202,30 +221,55 @@ impl Inner {
     ) -> ApiResult<Vec<Tensor>> {
         let default = served.config.timeout_ms.map(Nanos::from_millis);
         let timeout = options.timeout.or(default);
-        let request = Request {
+        let count = Count::begin(served.counters.clone(), batch, timeout);
+        let mut request = Request {
             model: served.key,
             inputs,
             class: options.class,
             priority: options.priority,
             timeout,
         };
+        let Some(split) = &served.split else {
+            return self.submit(served, request, count).await.map(|(outputs, _)| outputs);
+        };
+        let start = self.node.clock().now();
+        let trunk = Request {
+            model: split.trunk.key,
+            inputs: request.inputs.clone(),
+            class: Some(options.class.unwrap_or(served.config.class)),
+            priority: Some(options.priority.unwrap_or(served.config.priority)),
+            timeout,
+        };
+        let (handed, count) = self.submit(served, trunk, count.of_two()).await?;
+        let lost = || ApiError::internal("a value is lost between two parts of a model");
+        request.inputs =
+            families::hand_over(&split.sources, &request.inputs, &handed).ok_or_else(lost)?;
+        request.timeout = timeout.map(|timeout| timeout - (self.node.clock().now() - start));
+        let count = count.ok_or_else(lost)?;
+        self.submit(served, request, count).await.map(|(outputs, _)| outputs)
+    }
+
+    /// One request of the node, cancelled when nobody waits any more. Of the first of two, what is to be counted goes on with
+    /// the second.
+    async fn submit(
+        &self,
+        served: &Served,
+        request: Request,
+        count: Count,
+    ) -> ApiResult<(Vec<Tensor>, Option<Count>)> {
         let (sender, receiver) = oneshot::channel();
-        let counters = served.counters.clone();
-        counters.begin();
-        let handle = self.node.submit(
-            request,
-            Box::new(move |reply| {
-                counters.end(&reply, batch, timeout);
-                // Nobody may listen any more, which is what cancelling is for.
-                let _ = sender.send(reply.result);
-            }),
-        );
+        let answer = move |reply: Reply| {
+            let (result, count) = count.reply(reply);
+            // Nobody may listen any more, which is what cancelling is for.
+            let _ = sender.send((result, count));
+        };
+        let handle = self.node.submit(request, Box::new(answer));
         let mut guard = CancelOnDrop(Some(handle));
         let result = receiver.await;
         guard.0 = None;
         match result {
-            Ok(Ok(outputs)) => Ok(outputs),
-            Ok(Err(why)) => Err(rejection(served, why)),
+            Ok((Ok(outputs), count)) => Ok((outputs, count)),
+            Ok((Err(why), _)) => Err(rejection(served, why)),
             Err(_) => Err(ApiError::internal("the node gave no answer")),
         }
     }
@@ -277,7 +321,7 @@ impl Inner {
         if name.is_empty() || name.starts_with('.') || name.contains(['/', '\\', '\0']) {
             return Err(ApiError::not_found("there is no model of this name"));
         }
-        let _turn = self.catalogue.turn(&name).await;
+        let turn = self.catalogue.turn(&name).await;
         self.catalogue.begin_load(&name);
         let (loader, wanted) = (self.loader.clone(), name.clone());
         let loaded = blocking(move || loader.load(&wanted, None)).await;
@@ -289,11 +333,15 @@ impl Inner {
                 }
                 let (served, gone) =
                     Served::start(self.node.clone(), &name, version, loaded.program, loaded.config);
-                let key = served.key;
-                self.catalogue.finish_load(served, gone);
+                self.catalogue.finish_load(served.clone(), gone);
+                // Finding its family takes the turns of others.
+                drop(turn);
+                self.families.join(&self.node, &self.catalogue, served).await;
                 // At the start the owner says in which order.
-                if self.started.load(Ordering::SeqCst) {
-                    self.node.preload(key);
+                if self.started.load(Ordering::SeqCst)
+                    && let Ok(served) = self.catalogue.find(ModelRef { name: &name, version: None })
+                {
+                    self.preload(&served);
                 }
                 tracing::info!(model = name, version, "model ready");
                 Ok(version)
@@ -460,7 +508,7 @@ impl InferenceService for LocalNode {
     fn write_metrics(&self, text: &mut String) {
         let models = self.inner.catalogue.all();
         let device = &self.inner.node.device().info().name;
-        exposition::write(text, &models, device, &self.inner.node);
+        exposition::write(text, &models, &self.inner.families.trunks(), device, &self.inner.node);
     }
 
     fn drain(&self, limit: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {

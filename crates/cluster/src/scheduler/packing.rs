@@ -5,6 +5,8 @@ use planner::gpu::SliceKind;
 use planner::squishy::{self, Node, Part, Session};
 use planner::{GpuKind, Point, Problem, Profiles, Rules, Service, Sharing, Watch, certified};
 
+use super::kinship::{self, Family};
+
 /// Who packs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Packer {
@@ -50,9 +52,22 @@ const CERTIFIED_MAX: usize = 200;
 /// Rounds after which the planner with a proof is content with what it has.
 const ROUNDS_MAX: u32 = 400;
 
-/// Nodes for all sessions; `None` when one cannot be packed at all. The greedy packer stops caring once there
-/// are more nodes than `machines`, so callers look at the number.
-pub(crate) fn pack(sessions: &[Session], packer: Packer, machines: usize) -> Option<Vec<Node>> {
+/// Nodes for all sessions, with families as one; `None` when one cannot be packed at all. The greedy packer stops caring once
+/// there are more nodes than `machines`, so callers look at the number.
+pub(crate) fn pack(
+    sessions: &[Session],
+    families: &[Option<Family>],
+    packer: Packer,
+    machines: usize,
+) -> Option<Vec<Node>> {
+    if families.iter().all(Option::is_none) {
+        return pack_each(sessions, packer, machines);
+    }
+    let merged = kinship::merge(sessions, families);
+    pack_each(&merged.sessions, packer, machines).map(|nodes| merged.expand(nodes))
+}
+
+fn pack_each(sessions: &[Session], packer: Packer, machines: usize) -> Option<Vec<Node>> {
     if packer == Packer::Oblivious {
         return oblivious(sessions);
     }
@@ -180,8 +195,8 @@ mod tests {
             curve: curve.clone(),
         };
         let sessions: Vec<Session> = (0..8).map(session).collect();
-        let greedy = pack(&sessions, Packer::Squishy, 100).unwrap();
-        let proven = pack(&sessions, Packer::Certified, 100).unwrap();
+        let greedy = pack(&sessions, &[], Packer::Squishy, 100).unwrap();
+        let proven = pack(&sessions, &[], Packer::Certified, 100).unwrap();
         assert!(proven.len() <= greedy.len());
         assert!(squishy::check(&sessions, &proven).is_empty());
         let bound = proven_bound(&sessions).unwrap();

@@ -35,8 +35,7 @@ impl Builder {
     }
 
     fn step(&mut self, op: Op, inputs: &[ValueId]) -> ValueId {
-        let output =
-            self.value(vec![Dim::Symbol(self.batch.to_string()), Dim::Fixed(WIDTH)]);
+        let output = self.value(vec![Dim::Symbol(self.batch.to_string()), Dim::Fixed(WIDTH)]);
         self.plan.steps.push(Step {
             name: format!("{}_step{}", self.batch, self.plan.steps.len()),
             op,

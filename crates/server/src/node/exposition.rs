@@ -9,6 +9,7 @@ use runtime::{Leaving, Node, NodeMemory};
 use crate::metrics::{Exposition, Kind};
 
 use super::counters::{Counters, LATENCY_BOUNDS_US};
+use super::families::Trunk;
 use super::served::Served;
 
 /// A family with one sample per model.
@@ -99,7 +100,13 @@ const FAMILIES: [PerModel; 12] = [
 ];
 
 /// Writes the metrics of `models` of `node` on `device`.
-pub(super) fn write(text: &mut String, models: &[Arc<Served>], device: &str, node: &Node) {
+pub(super) fn write(
+    text: &mut String,
+    models: &[Arc<Served>],
+    trunks: &[Arc<Trunk>],
+    device: &str,
+    node: &Node,
+) {
     let mut out = Exposition::new(text);
     for family in &FAMILIES {
         out.family(family.name, family.kind, family.help);
@@ -119,6 +126,18 @@ pub(super) fn write(text: &mut String, models: &[Arc<Served>], device: &str, nod
     out.family("atoll_resident_bytes", Kind::Gauge, "Device memory all loaded models hold");
     out.sample("atoll_resident_bytes", &[("device", device)], node.resident().0);
     write_memory(&mut out, device, &node.memory());
+    write_trunks(&mut out, trunks, node);
+}
+
+/// Beginnings that several models share.
+fn write_trunks(out: &mut Exposition<'_>, trunks: &[Arc<Trunk>], node: &Node) {
+    let stats: Vec<_> = trunks.iter().map(|t| (t, node.stats(t.key).unwrap_or_default())).collect();
+    let name = "atoll_trunk_requests_total";
+    out.family(name, Kind::Counter, "Requests that a beginning shared by models was run for");
+    stats.iter().for_each(|(t, stats)| out.sample(name, &[("trunk", &t.name)], stats.success));
+    let name = "atoll_trunk_executions_total";
+    out.family(name, Kind::Counter, "Executions of such a beginning; a batch counts once");
+    stats.iter().for_each(|(t, stats)| out.sample(name, &[("trunk", &t.name)], stats.executions));
 }
 
 /// Weights that come and go: what there is room for, what is there, and what was moved.

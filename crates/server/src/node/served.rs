@@ -11,8 +11,11 @@ use model::{DataType, Dim, LaunchPlan, Tensor, ValueId, ValueInfo};
 use runtime::{ModelKey, Node};
 use tokio::sync::oneshot;
 
+use compiler::prefix::{Fingerprint, Source};
+
 use super::classification;
 use super::counters::Counters;
+use super::families::{LazyFingerprint, Trunk};
 
 /// The batch size advertised for models that take any.
 const ANY_BATCH: usize = 128;
@@ -31,8 +34,11 @@ pub struct Served {
     pub config: ModelConfig,
     /// What it has done.
     pub counters: Arc<Counters>,
-    /// Its key in the node.
+    /// Its key in the node; of its own part, where it shares its beginning with others.
     pub key: ModelKey,
+    /// The beginning it shares with others.
+    pub split: Option<Split>,
+    fingerprint: LazyFingerprint,
     plan: Arc<LaunchPlan>,
     output_names: Vec<Arc<str>>,
     batched: bool,
@@ -41,6 +47,14 @@ pub struct Served {
     device: String,
     node: Arc<Node>,
     _gone: oneshot::Sender<()>,
+}
+
+/// A model's beginning that runs elsewhere.
+pub struct Split {
+    /// Where.
+    pub trunk: Arc<Trunk>,
+    /// Where the inputs of the model's own part come from.
+    pub sources: Vec<Source>,
 }
 
 impl Drop for Served {
@@ -59,7 +73,6 @@ impl Served {
         config: ModelConfig,
     ) -> (Arc<Served>, oneshot::Receiver<()>) {
         let plan = program.plan().clone();
-        let device = node.device().info().name.clone();
         let key = node.add_model(program, &config);
         let batching = if node.is_batched(key) { config.batching.policy.as_str() } else { "none" };
         tracing::info!(model = name, batching, "how its requests are put together");
@@ -75,12 +88,52 @@ impl Served {
             config,
             counters: Arc::default(),
             key,
+            split: None,
+            fingerprint: LazyFingerprint::new(),
             plan,
-            device,
+            device: node.device().info().name.clone(),
             node,
             _gone: gone,
         };
         (Arc::new(served), receiver)
+    }
+
+    /// The same model with its beginning elsewhere: `program` is its own part. Its counts go on.
+    pub fn start_apart(
+        whole: &Served,
+        program: Arc<dyn Program>,
+        split: Split,
+    ) -> (Arc<Served>, oneshot::Receiver<()>) {
+        let key = whole.node.add_model(program, &whole.config);
+        let (gone, receiver) = oneshot::channel();
+        let served = Served {
+            name: whole.name.clone(),
+            version: whole.version,
+            version_text: whole.version_text.clone(),
+            output_names: whole.output_names.clone(),
+            batched: whole.batched,
+            batching: whole.batching,
+            config: whole.config.clone(),
+            counters: whole.counters.clone(),
+            key,
+            split: Some(split),
+            fingerprint: whole.fingerprint.clone(),
+            plan: whole.plan.clone(),
+            device: whole.device.clone(),
+            node: whole.node.clone(),
+            _gone: gone,
+        };
+        (Arc::new(served), receiver)
+    }
+
+    /// Whether it shares its beginning with others.
+    pub fn is_apart(&self) -> bool {
+        self.split.is_some()
+    }
+
+    /// What its plan is compared by. Takes a while the first time.
+    pub fn fingerprint(&self) -> Arc<Fingerprint> {
+        self.fingerprint.get_or_init(|| Arc::new(Fingerprint::of(&self.plan))).clone()
     }
 
     /// The plan it runs.
@@ -304,7 +357,9 @@ impl Served {
 
     fn wire_parameters(&self) -> std::collections::BTreeMap<String, proto::ModelParameter> {
         let value = |string_value: String| proto::ModelParameter { string_value };
+        let trunk = self.split.as_ref().map(|split| split.trunk.name.clone());
         [
+            ("atoll_trunk".to_string(), value(trunk.unwrap_or_default())),
             ("atoll_batching".to_string(), value(self.batching.to_string())),
             ("atoll_class".to_string(), value(self.config.class.as_str().to_string())),
             ("atoll_priority".to_string(), value(self.config.priority.to_string())),
