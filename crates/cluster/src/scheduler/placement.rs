@@ -525,8 +525,8 @@ fn settle(
     }
 }
 
-/// Models that a machine without other work holds, so that it can help out at once.
-const WARM_MODELS: usize = 4;
+/// Models that a machine without other work holds at most, so that it can help out at once.
+const WARM_MODELS: usize = 16;
 
 /// How full machines are, and who holds what.
 struct Filling<'a> {
@@ -616,6 +616,8 @@ fn add_standbys(
     let idle: Vec<bool> =
         machines.iter().map(|machine| !placement.places.contains_key(&machine.name)).collect();
     let places = idle.iter().filter(|idle| **idle).count() * WARM_MODELS;
+    // Only these are looked at from here on: among thousands of others they would be hard to find.
+    filling.order.retain(|(_, machine)| idle[*machine]);
     let load = |demand: &Demand| {
         let key = (machines[0].device.clone(), demand.model.clone());
         let best = curves
