@@ -92,6 +92,9 @@ pub(super) struct Merged {
     batches: BTreeMap<(usize, u32), Vec<u32>>,
 }
 
+/// For every batch of a family those of its members.
+type MemberBatches = Vec<(u32, Vec<u32>)>;
+
 /// Milliseconds of one turn of a family with these batches: the beginning once, for all of them, and every rest.
 pub(super) fn turn_ms(share: f64, parts: &[(&Curve, u32)]) -> Option<f64> {
     let all: u32 = parts.iter().map(|(_, batch)| batch).sum();
@@ -139,11 +142,7 @@ pub(super) fn merge(sessions: &[Session], families: &[Option<Family>]) -> Merged
 
 /// A family as one session, and the batch of each member for every batch of it; nothing where it meets its objective at no
 /// batch that was measured.
-fn joined(
-    sessions: &[Session],
-    share: f64,
-    members: &[usize],
-) -> Option<(Session, Vec<(u32, Vec<u32>)>)> {
+fn joined(sessions: &[Session], share: f64, members: &[usize]) -> Option<(Session, MemberBatches)> {
     let first = &sessions[*members.first()?];
     let rate: f64 = members.iter().map(|&member| sessions[member].rate).sum();
     let slo_ms = members.iter().map(|&m| sessions[m].slo_ms).fold(f64::INFINITY, f64::min);

@@ -646,6 +646,9 @@ fn add_standbys(
     }
 }
 
+/// What a family does in one turn: the share of its beginning, and batches of its members.
+type Turn<'a> = (f64, Vec<(&'a Curve, u32)>);
+
 /// What is wrong with a placement; empty when nothing is. Knows nothing of how it was made.
 pub fn check(
     machines: &[Machine],
@@ -662,7 +665,7 @@ pub fn check(
             continue;
         };
         let (mut busy_ms, mut bytes) = (0.0, 0);
-        let mut turns: BTreeMap<&str, (f64, Vec<(&Curve, u32)>)> = BTreeMap::new();
+        let mut turns: BTreeMap<&str, Turn<'_>> = BTreeMap::new();
         for part in &place.parts {
             let Some(demand) = by_model.get(part.model.as_str()) else {
                 wrong.push(format!("{name}: nobody asks for '{}'", part.model));

@@ -143,7 +143,7 @@ impl Count {
     fn end(&mut self, reply: &mut Reply) {
         if let Some(before) = self.before {
             reply.timing.arrived = before.arrived;
-            reply.timing.busy = reply.timing.busy + before.busy;
+            reply.timing.busy += before.busy;
             reply.timing.preemptions += before.preemptions;
         }
         self.counters.end(reply, self.batch, self.timeout);
