@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""What being able to leave costs: each network as real time and as best effort with nothing to preempt, in turns.
+"""What being able to leave costs: each network as real time and as best effort with nothing to preempt.
 
     best_effort.py ATOLL MODELS_DIR OUT.json [--rounds 3] [--repeat 300]
 
-Times are from the call to the answer (`atoll run`), so they hold the way to the queue's thread and back too.
+On the device (`atoll profile --classes`, with the variants in use: both classes in turns, as one graph and in the chains best effort is launched
+in), and from the call to the answer (`atoll run`), which holds the way to the queue's thread and back too.
 """
 
 from __future__ import annotations
@@ -15,11 +16,19 @@ import subprocess
 from pathlib import Path
 
 
+def output_of(command: list[str]) -> dict:
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
 def run(atoll: str, model: Path, repeat: int, best_effort: bool) -> dict:
     command = [atoll, "run", str(model), "--device", "cuda:0", "--repeat", str(repeat), "--warmup", "30", "--json"]
-    command += ["--best-effort"] if best_effort else []
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout)["latency_us"]
+    return output_of(command + (["--best-effort"] if best_effort else []))["latency_us"]
+
+
+def on_device(atoll: str, model: Path, repeat: int) -> dict:
+    command = [atoll, "profile", str(model), "--device", "cuda:0", "--classes", "--batches", "1", "--replays", str(repeat), "--json"]
+    bind = ["--bind", "sequence=128"] if "bert" in model.stem else []
+    return output_of(command + bind)["plans"][0]["classes"]
 
 
 def main() -> None:
@@ -34,7 +43,8 @@ def main() -> None:
     for model in sorted(args.models.glob("*.onnx")):
         rounds = [[run(args.atoll, model, args.repeat, class_) for class_ in (False, True)] for _ in range(args.rounds)]
         middle = lambda class_, key: statistics.median(pair[class_][key] for pair in rounds)  # noqa: E731
-        row = {"model": model.stem, "real_time_us": middle(0, "p50"), "real_time_p99_us": middle(0, "p99"),
+        row = {"model": model.stem, "device": on_device(args.atoll, model, args.repeat),
+               "real_time_us": middle(0, "p50"), "real_time_p99_us": middle(0, "p99"),
                "best_effort_us": middle(1, "p50"), "best_effort_p99_us": middle(1, "p99")}
         row["ratio"] = round(row["best_effort_us"] / row["real_time_us"], 3)
         rows.append(row)

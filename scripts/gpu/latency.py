@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare atoll with PyTorch on one GPU, in one run: outputs and latency.
 
-    latency.py ATOLL OUT.json [--only resnet50,...] [--batches 1,8,32] [--compile NAME,...] [--models FOLDER]
+    latency.py ATOLL OUT.json [--only resnet50,...] [--batches 1,8,32] [--compile NAME,...] [--compile-batches 1,...] [--models FOLDER]
 
 Networks are made by scripts/modelzoo (random but calibrated weights), exported to ONNX, and run by both. Outputs are compared
 with PyTorch in single precision (no TF32) on fresh random inputs. Latency is the median of replays on a warm device: atoll's
@@ -58,6 +58,7 @@ def graph_us(module, inputs) -> float:
 
 
 def compiled_us(module, inputs) -> float:
+    torch._dynamo.reset()  # or a second size would be compiled for any size
     fast = torch.compile(module, mode="reduce-overhead")
     for _ in range(4):
         fast(*inputs)
@@ -160,7 +161,8 @@ def measure(name: str, args: argparse.Namespace, folder: Path) -> tuple[list[dic
         with torch.inference_mode():
             half = module(*half_inputs(fresh(built.samples, batch, args.seed + batch))).float().cpu().numpy()
             peer = graph_us(module, inputs)
-            compiled = compiled_us(module, inputs) if name in args.compile.split(",") and batch == 1 else None
+            wanted_too = name in args.compile.split(",") and str(batch) in args.compile_batches.split(",")
+            compiled = compiled_us(module, inputs) if wanted_too else None
         ours = plan["latency_us"]["p50"]
         row = {"model": name, "batch": batch, "precision": "f16", "atoll_us": ours, "atoll_p99_us": plan["latency_us"]["p99"],
                "torch_graph_us": peer, "torch_compile_us": compiled, "ratio": ours / min(peer, compiled or peer),
@@ -192,7 +194,8 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default=",".join(NETWORKS))
     parser.add_argument("--batches", default="1,8,32")
-    parser.add_argument("--compile", default="", help="networks to time with torch.compile too, at batch 1")
+    parser.add_argument("--compile", default="", help="networks to time with torch.compile too")
+    parser.add_argument("--compile-batches", default="1", help="at these batches")
     parser.add_argument("--models", type=Path, help="folder of models without a torch module")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()

@@ -78,6 +78,8 @@ pub struct RegisterRequest {
     pub preprocessing: Option<Preprocessing>,
     /// The class of its requests.
     pub class: Option<Class>,
+    /// Time within which its requests shall be answered, in milliseconds.
+    pub slo_ms: Option<u64>,
 }
 
 /// The answer to a [`RegisterRequest`].

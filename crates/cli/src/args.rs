@@ -66,7 +66,7 @@ pub(crate) enum Command {
 /// Where models run.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct DeviceArgs {
-    /// Device: cpu, or cuda:N for the N-th GPU
+    /// Device: cpu, or cuda:N for the N-th GPU. A server takes several, as cuda:0,cuda:1, and parts of a GPU, as cuda:0/2
     #[arg(long, env = "ATOLL_DEVICE", default_value = "cpu")]
     pub(crate) device: String,
 
@@ -204,7 +204,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "ATOLL_MAX_REQUESTS", default_value_t = 16384, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_requests: u32,
 
-    /// GPU memory for the weights of models, such as 8GiB. Models beyond it are kept on the host and brought when they are
+    /// GPU memory for the weights of models, such as 8GiB, of each device. Models beyond it are kept on the host and brought when they are
     /// asked for [default: what is free, less a tenth]
     #[arg(long, env = "ATOLL_GPU_MEMORY", value_name = "SIZE", value_parser = memory_arg::parse)]
     pub(crate) gpu_memory: Option<Bytes>,

@@ -2,10 +2,12 @@
 
 use std::path::PathBuf;
 
+use base::Bytes;
 use clap::{Args, Subcommand};
 use cluster::scheduler::packing::Packer;
 
 use crate::args::{DeviceArgs, ListenArgs};
+use crate::memory_arg;
 
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Examples:
@@ -159,6 +161,11 @@ pub(crate) struct BackendArgs {
 
     #[command(flatten)]
     pub(crate) device: DeviceArgs,
+
+    /// GPU memory for the weights of models, such as 8GiB, of each device. Models beyond it are kept on the host and brought when
+    /// they are asked for [default: what is free, less a tenth]
+    #[arg(long, env = "ATOLL_GPU_MEMORY", value_name = "SIZE", value_parser = memory_arg::parse)]
+    pub(crate) gpu_memory: Option<Bytes>,
 
     /// Kind of device, for profiles; backends of one kind are equally fast [default: the device's]
     #[arg(long, env = "ATOLL_DEVICE_KIND")]

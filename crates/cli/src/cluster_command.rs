@@ -20,9 +20,8 @@ use cluster::scheduler::placement::PlacementSettings;
 use cluster::status::{Status, picture};
 use cluster::store::{self, Store, StoreError};
 use cluster::view::View;
-use device::Device;
 use model::repository::Repository;
-use runtime::NodeOptions;
+use runtime::{Fleet, NodeOptions};
 use server::node::EXTENSIONS;
 use server::{
     LoadError, LoadedModel, LocalNode, ModelLoader, RepositoryEntry, RunningServer, Server,
@@ -34,10 +33,10 @@ use crate::args::ServeArgs;
 use crate::cluster_args::{
     BackendArgs, FrontendArgs, PlanningArgs, Role, SchedulerArgs, StatusArgs, StoreArgs, TopArgs,
 };
-use crate::engine;
+use crate::devices;
 use crate::failure::Failure;
 use crate::loader::load_file;
-use crate::serve_command::{Stop, address_text, listen, start_node, tokio_runtime};
+use crate::serve_command::{Stop, address_text, listen, node_options, tokio_runtime};
 
 /// Pause before an unreachable store is tried again at the start.
 const RETRY: Duration = Duration::from_millis(500);
@@ -227,7 +226,7 @@ fn given_up(done: bool) -> Result<(), Failure> {
 
 /// Models by their content, from repositories and from the folder all machines see.
 struct ClusterLoader {
-    device: Arc<dyn Device>,
+    fleet: Arc<Fleet>,
     shelf: Shelf,
     files: Option<FileStore>,
     repositories: HashMap<String, PathBuf>,
@@ -251,8 +250,8 @@ impl ModelLoader for ClusterLoader {
             return Err(LoadError::Invalid(message));
         }
         drop(bytes);
-        let program = load_file(&*self.device, &path)?;
-        Ok(LoadedModel { program, config: record.config, version: record.version })
+        let placed = load_file(&self.fleet, &path)?;
+        Ok(LoadedModel { placed, config: record.config, version: record.version })
     }
 
     fn index(&self) -> Result<Vec<RepositoryEntry>, LoadError> {
@@ -336,8 +335,7 @@ pub(crate) struct BackendParts<'a> {
     pub(crate) lease: Duration,
     pub(crate) repositories: &'a [PathBuf],
     pub(crate) files: Option<FileStore>,
-    pub(crate) device: Arc<dyn Device>,
-    pub(crate) options: NodeOptions,
+    pub(crate) fleet: Arc<Fleet>,
     pub(crate) listen: ServerOptions,
     pub(crate) advertise: Option<String>,
     pub(crate) kind: Option<String>,
@@ -356,13 +354,14 @@ impl RunningBackend {
         let models = find_models(parts.repositories)?;
         let shelf = Shelf::default();
         let loader = Arc::new(ClusterLoader {
-            device: parts.device.clone(),
+            fleet: parts.fleet.clone(),
             shelf: shelf.clone(),
             files: parts.files,
             repositories: models.iter().map(|m| (m.digest.clone(), m.path.clone())).collect(),
         });
-        let info = parts.device.info().clone();
-        let node = LocalNode::new(start_node(parts.device, parts.options)?, loader);
+        let fleet = parts.fleet;
+        let info = fleet.nodes()[0].device().info().clone();
+        let node = LocalNode::new(fleet.clone(), loader);
         node.forbid_control();
         node.set_started();
         let server = Server::start(parts.listen, Arc::new(node.clone())).await;
@@ -380,7 +379,9 @@ impl RunningBackend {
             true => info.description.replace(|c: char| !c.is_ascii_alphanumeric(), "-"),
             false => info.name.clone(),
         });
-        let default_mib = if gpu { info.memory.0 >> 20 } else { 0 };
+        // Weights come and go within each device's budget, so a plan may count on all of them.
+        let budgets: u64 = fleet.nodes().iter().map(|node| node.budget().0).sum();
+        let default_mib = if gpu { budgets >> 20 } else { 0 };
         let record = BackendRecord {
             grpc: reachable(server.grpc_addr),
             http: reachable(server.http_addr),
@@ -392,7 +393,7 @@ impl RunningBackend {
             http = record.http,
             grpc = record.grpc,
             metrics = address_text(server.metrics_addr),
-            device = info.description,
+            device = devices::describe(&fleet),
             "ready"
         );
         let agent = BackendAgent {
@@ -432,6 +433,11 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
         return Err(Failure::usage("name a --model-repository or a --model-store"));
     }
     let address = |port| Some(SocketAddr::new(args.host, port));
+    let options = NodeOptions {
+        max_requests: args.max_requests as usize,
+        best_effort_share_percent: args.best_effort_share,
+        ..NodeOptions::default()
+    };
     let running = RunningBackend::start(BackendParts {
         store: open_store(&args.store)?,
         keys: Keys::new(&args.store.cluster),
@@ -439,12 +445,7 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
         lease: Duration::from_millis(args.store.lease_ms),
         repositories: &args.model_repository,
         files: open_files(args.model_store.as_deref())?,
-        device: engine::open_device(&args.device)?,
-        options: NodeOptions {
-            max_requests: args.max_requests as usize,
-            best_effort_share_percent: args.best_effort_share,
-            ..NodeOptions::default()
-        },
+        fleet: devices::open_fleet(&args.device, args.gpu_memory, &options)?,
         listen: ServerOptions {
             http: address(args.http_port),
             grpc: address(args.grpc_port),
@@ -472,11 +473,11 @@ pub(crate) fn serve_all(args: &ServeArgs) -> Result<(), Failure> {
     if args.model_repository.is_empty() && args.data_dir.is_none() {
         return Err(Failure::usage("name a --model-repository or a --data-dir"));
     }
-    let device = engine::open_device(&args.device)?;
-    tokio_runtime()?.block_on(all_roles(args, device))
+    let fleet = devices::open_fleet(&args.device, args.gpu_memory, &node_options(args))?;
+    tokio_runtime()?.block_on(all_roles(args, fleet))
 }
 
-async fn all_roles(args: &ServeArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
+async fn all_roles(args: &ServeArgs, fleet: Arc<Fleet>) -> Result<(), Failure> {
     let stop = Stop::new()?;
     let store = store::open("memory", clock()).map_err(Failure::failed)?;
     let (keys, lease) = (Keys::new("default"), Duration::from_secs(5));
@@ -501,12 +502,7 @@ async fn all_roles(args: &ServeArgs, device: Arc<dyn Device>) -> Result<(), Fail
         lease,
         repositories: &args.model_repository,
         files: files.clone(),
-        device,
-        options: NodeOptions {
-            max_requests: args.max_requests as usize,
-            best_effort_share_percent: args.best_effort_share,
-            ..NodeOptions::default()
-        },
+        fleet,
         listen: ServerOptions {
             http: loopback,
             grpc: loopback,

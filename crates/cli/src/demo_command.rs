@@ -13,14 +13,15 @@ use base::{Histogram, Nanos};
 use device::{Device, DeviceError};
 use model::ModelConfig;
 use model::config::{ChannelOrder, Class, Preprocessing};
-use runtime::NodeOptions;
+use runtime::{Fleet, NodeOptions};
 use serde::{Deserialize, Serialize};
 use server::{LoadError, LoadedModel, LocalNode, ModelLoader, RepositoryEntry};
 use tonic::transport::Channel;
 
 use crate::args::DemoArgs;
+use crate::devices::fleet_on;
 use crate::failure::Failure;
-use crate::serve_command::{Stop, listen, start_node, tokio_runtime};
+use crate::serve_command::{Stop, listen, tokio_runtime};
 use crate::{engine, serve_command};
 
 const MODEL: &str = "digits";
@@ -81,8 +82,9 @@ pub(crate) fn run(args: &DemoArgs) -> Result<(), Failure> {
 async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
     let stop = Stop::new()?;
     let description = device.info().description.clone();
-    let loader = Arc::new(BuiltInLoader { device: device.clone() });
-    let service = LocalNode::new(start_node(device, NodeOptions::default())?, loader);
+    let fleet = fleet_on(device, NodeOptions::default())?;
+    let loader = Arc::new(BuiltInLoader { fleet: fleet.clone() });
+    let service = LocalNode::new(fleet, loader);
     let server = listen(&args.listen, 64 << 20, Arc::new(service.clone())).await?;
     service.load_model(MODEL).await.map_err(Failure::failed)?;
     service.set_started();
@@ -131,7 +133,7 @@ fn preemptions(service: &LocalNode) -> u64 {
 
 /// Serves the one model that is built in.
 struct BuiltInLoader {
-    device: Arc<dyn Device>,
+    fleet: Arc<Fleet>,
 }
 
 impl ModelLoader for BuiltInLoader {
@@ -141,8 +143,8 @@ impl ModelLoader for BuiltInLoader {
         }
         let plan = engine::compile_bytes(DIGITS_ONNX)
             .map_err(|err| LoadError::Internal(err.to_string()))?;
-        let program = self
-            .device
+        let placed = self
+            .fleet
             .load(Arc::new(plan))
             .map_err(|err: DeviceError| LoadError::Internal(err.to_string()))?;
         let preprocessing =
@@ -152,7 +154,7 @@ impl ModelLoader for BuiltInLoader {
             preprocessing: Some(preprocessing),
             ..ModelConfig::default()
         };
-        Ok(LoadedModel { program, config, version: 1 })
+        Ok(LoadedModel { placed, config, version: 1 })
     }
 
     fn index(&self) -> Result<Vec<RepositoryEntry>, LoadError> {

@@ -29,7 +29,7 @@ pub(crate) fn open_device(args: &DeviceArgs) -> Result<Arc<dyn Device>, Failure>
             Ok(Arc::new(CpuDevice::new(options)))
         }
         other => Err(Failure::usage(format!(
-            "there is no device '{other}'; there are: cpu, and cuda:N for the N-th GPU"
+            "there is no device '{other}'; there are: cpu, and cuda:N for the N-th GPU; several at once are for atoll serve"
         ))),
     }
 }
@@ -46,8 +46,22 @@ pub(crate) fn open_gpu_with(
 ) -> Result<CudaDevice, Failure> {
     let number = args.device.strip_prefix("cuda:").and_then(|number| number.parse().ok());
     let number: usize = number.ok_or_else(|| {
-        Failure::usage(format!("'{}' is no GPU; the first one is cuda:0", args.device))
+        Failure::usage(format!(
+            "'{}' is no GPU; the first one is cuda:0, and several or parts of one are for atoll serve",
+            args.device
+        ))
     })?;
+    let mut gpus = open_gpu_parts(args, number, 1, set)?;
+    gpus.pop().ok_or_else(|| Failure::failed("no GPU was opened"))
+}
+
+/// The GPU `ordinal` in so many parts, each a device of its own.
+pub(crate) fn open_gpu_parts(
+    args: &DeviceArgs,
+    ordinal: usize,
+    parts: usize,
+    set: impl FnOnce(&mut CudaOptions),
+) -> Result<Vec<CudaDevice>, Failure> {
     let settings = &args.settings;
     let mut options = CudaOptions {
         precision: match settings.precision {
@@ -61,9 +75,12 @@ pub(crate) fn open_gpu_with(
         ..CudaOptions::default()
     };
     set(&mut options);
-    let compiler = GpuCompiler::new(Some(Arc::new(CpuEvaluator)));
-    CudaDevice::open(number, options, Arc::new(compiler))
-        .map_err(|err| Failure::usage(format!("{}: {err}", args.device)))
+    let compiler = Arc::new(GpuCompiler::new(Some(Arc::new(CpuEvaluator))));
+    let refused = |err| Failure::usage(format!("cuda:{ordinal}: {err}"));
+    match parts {
+        1 => Ok(vec![CudaDevice::open(ordinal, options, compiler).map_err(refused)?]),
+        _ => CudaDevice::open_parts(ordinal, parts, options, compiler).map_err(refused),
+    }
 }
 
 /// `atoll` in the user's cache folder, where there is a user.

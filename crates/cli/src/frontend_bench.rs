@@ -14,6 +14,7 @@ use cluster::record::{FrontendRecord, Keys};
 use cluster::scheduler::SchedulerSettings;
 use cluster::scheduler::agent::SchedulerAgent;
 use cluster::store;
+use runtime::NodeOptions;
 use serde::Serialize;
 use server::{RunningServer, Server, ServerOptions};
 use tokio::runtime::Runtime;
@@ -25,6 +26,7 @@ use crate::cluster_command::{
     BackendParts, REQUEST_TIMEOUT, RunningBackend, clock, server_metadata,
 };
 use crate::demo_command::DIGITS_ONNX;
+use crate::devices::fleet_on;
 use crate::engine;
 use crate::failure::Failure;
 use crate::serve_command::{address_text, tokio_runtime};
@@ -130,8 +132,7 @@ impl Testbed {
             lease,
             repositories: &[model],
             files: None,
-            device,
-            options: runtime::NodeOptions::default(),
+            fleet: fleet_on(device, NodeOptions::default())?,
             listen: loopback(),
             advertise: None,
             kind: None,

@@ -7,32 +7,33 @@ use std::time::SystemTime;
 
 use api::RegisterRequest;
 use compiler::CompileError;
-use device::{Device, DeviceError, Program};
+use device::DeviceError;
 use graph::ImportError;
 use model::repository::{Repository, RepositoryError};
 use model::store::{Store, StoreError};
 use model::{LaunchPlan, ModelConfig};
+use runtime::{Fleet, Placed};
 use server::{LoadError, LoadedModel, ModelLoader, RepositoryEntry};
 
 use crate::engine;
 
-/// Models from disk, made ready on one device.
+/// Models from disk, made ready on the device where each had best live.
 pub(crate) struct DiskLoader {
-    device: Arc<dyn Device>,
+    fleet: Arc<Fleet>,
     repositories: Vec<Repository>,
     registry: Result<Store, String>,
     /// Programs that registration has made already, for the load that follows it.
-    prepared: Mutex<HashMap<(String, u64), Arc<dyn Program>>>,
+    prepared: Mutex<HashMap<(String, u64), Placed>>,
 }
 
 impl DiskLoader {
     /// A loader over `repositories` and a registry, or the reason why there is none.
     pub(crate) fn new(
-        device: Arc<dyn Device>,
+        fleet: Arc<Fleet>,
         repositories: Vec<Repository>,
         registry: Result<Store, String>,
     ) -> DiskLoader {
-        DiskLoader { device, repositories, registry, prepared: Mutex::default() }
+        DiskLoader { fleet, repositories, registry, prepared: Mutex::default() }
     }
 
     /// When each model of the repositories was last changed, for those who follow changes.
@@ -60,8 +61,8 @@ impl DiskLoader {
             };
             let config = entry.config().map_err(|err| LoadError::Invalid(err.to_string()))?;
             let plan = engine::compile_file(&entry.path).map_err(compile_error)?;
-            let program = self.make_program(plan)?;
-            return Ok(Some(LoadedModel { program, config, version: entry.version }));
+            let placed = make_program(&self.fleet, plan)?;
+            return Ok(Some(LoadedModel { placed, config, version: entry.version }));
         }
         Ok(None)
     }
@@ -77,23 +78,19 @@ impl DiskLoader {
         };
         let key = (manifest.name.clone(), manifest.version);
         let prepared = self.prepared.lock().unwrap_or_else(PoisonError::into_inner).remove(&key);
-        let program = match prepared {
-            Some(program) => program,
+        let placed = match prepared {
+            Some(placed) => placed,
             None => {
                 let onnx = store.read(&manifest).map_err(store_error)?;
-                self.make_program(engine::compile_bytes(&onnx).map_err(compile_error)?)?
+                make_program(&self.fleet, engine::compile_bytes(&onnx).map_err(compile_error)?)?
             }
         };
-        Ok(Some(LoadedModel { program, config: manifest.config, version: manifest.version }))
-    }
-
-    fn make_program(&self, plan: LaunchPlan) -> Result<Arc<dyn Program>, LoadError> {
-        make_program(&*self.device, plan)
+        Ok(Some(LoadedModel { placed, config: manifest.config, version: manifest.version }))
     }
 }
 
-fn make_program(device: &dyn Device, plan: LaunchPlan) -> Result<Arc<dyn Program>, LoadError> {
-    device.load(Arc::new(plan)).map_err(|err| match err {
+fn make_program(fleet: &Fleet, plan: LaunchPlan) -> Result<Placed, LoadError> {
+    fleet.load(Arc::new(plan)).map_err(|err| match err {
         DeviceError::Unsupported { .. } => LoadError::Unsupported(err.to_string()),
         DeviceError::OutOfMemory { .. } => LoadError::Unavailable(err.to_string()),
         DeviceError::Faulted { .. } => LoadError::Unavailable(err.to_string()),
@@ -101,9 +98,9 @@ fn make_program(device: &dyn Device, plan: LaunchPlan) -> Result<Arc<dyn Program
     })
 }
 
-/// The model in a file, made ready on `device`.
-pub(crate) fn load_file(device: &dyn Device, path: &Path) -> Result<Arc<dyn Program>, LoadError> {
-    make_program(device, engine::compile_file(path).map_err(compile_error)?)
+/// The model in a file, made ready on a device of `fleet`.
+pub(crate) fn load_file(fleet: &Fleet, path: &Path) -> Result<Placed, LoadError> {
+    make_program(fleet, engine::compile_file(path).map_err(compile_error)?)
 }
 
 fn compile_error(err: CompileError) -> LoadError {
@@ -162,17 +159,18 @@ impl ModelLoader for DiskLoader {
         }
         // What cannot run is refused before anything of it is kept.
         let plan = engine::compile_bytes(&request.onnx).map_err(compile_error)?;
-        let program = self.make_program(plan)?;
+        let placed = make_program(&self.fleet, plan)?;
         let config = ModelConfig {
             class: request.class.unwrap_or_default(),
             labels: request.labels,
             preprocessing: request.preprocessing,
+            slo_ms: request.slo_ms,
             ..ModelConfig::default()
         };
         let manifest = store.register(&request.name, &request.onnx, config).map_err(store_error)?;
         let key = (manifest.name, manifest.version);
         let version = manifest.version;
-        self.prepared.lock().unwrap_or_else(PoisonError::into_inner).insert(key, program);
+        self.prepared.lock().unwrap_or_else(PoisonError::into_inner).insert(key, placed);
         Ok(version)
     }
 }

@@ -10,6 +10,7 @@ mod cluster_args;
 mod cluster_command;
 mod conformance_command;
 mod demo_command;
+mod devices;
 mod disb_command;
 mod engine;
 mod failure;

@@ -22,11 +22,35 @@ use crate::failure::Failure;
 /// Faults that are named one by one.
 const FAULTS_MAX: usize = 10;
 
-/// The services file.
+/// Exit code of a command ended by Ctrl-C, as shells have it.
+const INTERRUPTED: i32 = 130;
+
+/// Names that a message lists.
+const NAMED_MAX: usize = 12;
+
+/// The services file. A key that is not known is more likely a slip than meant to be ignored.
 #[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct ServicesFile {
     #[serde(default)]
-    service: Vec<Service>,
+    service: Vec<ServiceEntry>,
+}
+
+/// A service in the file.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ServiceEntry {
+    name: String,
+    model: String,
+    rate: f64,
+    slo_ms: f64,
+}
+
+impl From<ServiceEntry> for Service {
+    fn from(entry: ServiceEntry) -> Service {
+        let ServiceEntry { name, model, rate, slo_ms } = entry;
+        Service { name, model, rate, slo_ms }
+    }
 }
 
 /// What `--json` prints, and `--from` and `atoll apply` read.
@@ -105,13 +129,29 @@ fn solve(args: &PlanArgs) -> Result<Outcome, Failure> {
     Ok(Outcome { problem, faults, answer, steps })
 }
 
+fn services(path: &Path) -> Result<Vec<Service>, Failure> {
+    let file: ServicesFile = toml::from_str(&read(path)?)
+        .map_err(|error| Failure::failed(format!("{}: {error}", path.display())))?;
+    if file.service.is_empty() {
+        return Err(Failure::failed(format!(
+            "{}: there are no services to plan; each is a [[service]] table with name, model, rate and slo_ms",
+            path.display()
+        )));
+    }
+    Ok(file.service.into_iter().map(Service::from).collect())
+}
+
 fn problem(args: &PlanArgs) -> Result<(Problem, Vec<PlanError>), Failure> {
     if !(0.0..=10.0).contains(&args.headroom) {
         return Err(Failure::usage(format!("--headroom {} is not from 0 to 10", args.headroom)));
     }
+    if args.from.is_some() && args.algorithm != Algorithm::Certified {
+        return Err(Failure::usage(
+            "--from changes today's plan by the certified planner; leave --algorithm out",
+        ));
+    }
     let gpu = GpuKind::find(&args.gpu).map_err(Failure::usage)?;
-    let services: ServicesFile = toml::from_str(&read(&args.services)?)
-        .map_err(|error| Failure::failed(format!("{}: {error}", args.services.display())))?;
+    let services = services(&args.services)?;
     let text = read(&args.profiles)?;
     let named = |error: String| Failure::failed(format!("{}: {error}", args.profiles.display()));
     let profiles = match args.profiles.extension().is_some_and(|name| name == "json") {
@@ -125,17 +165,22 @@ fn problem(args: &PlanArgs) -> Result<(Problem, Vec<PlanError>), Failure> {
         headroom: args.headroom,
         ..Rules::default()
     };
-    let problem = Problem { gpu, services: services.service, profiles, rules };
-    let (rest, faults) = problem.without_faults().map_err(Failure::failed)?;
-    if !faults.is_empty() && !args.keep_going {
-        let all: Vec<String> = faults.iter().take(FAULTS_MAX).map(PlanError::to_string).collect();
-        let more = match faults.len().saturating_sub(FAULTS_MAX) {
-            0 => String::new(),
-            count => format!("\n  and {count} more"),
-        };
-        let all = all.join("\n  ");
-        return Err(Failure::failed(format!("{all}{more}\n  --keep-going plans the others")));
+    let problem = Problem { gpu, services, profiles, rules };
+    let faults = problem.faults();
+    let nothing_left = faults.len() == problem.services.len();
+    if nothing_left || (!faults.is_empty() && !args.keep_going) {
+        let few = faults.iter().take(FAULTS_MAX);
+        let mut lines: Vec<String> = few.map(|(_, fault)| fault.to_string()).collect();
+        match faults.len().saturating_sub(FAULTS_MAX) {
+            0 => {}
+            count => lines.push(format!("and {count} more")),
+        }
+        if !nothing_left {
+            lines.push("--keep-going plans the others".to_string());
+        }
+        return Err(Failure::failed(lines.join("\n  ")));
     }
+    let (rest, faults) = problem.without_faults().map_err(Failure::failed)?;
     faults.iter().for_each(|fault| tracing::warn!("left out: {fault}"));
     Ok((rest, faults))
 }
@@ -145,8 +190,15 @@ fn from_current(
     path: &Path,
     watch: &mut Watch<'_>,
 ) -> Result<(Answer, Vec<Step>), Failure> {
-    let file: PlanFile = serde_json::from_str(&read(path)?)
-        .map_err(|error| Failure::failed(format!("{}: {error}", path.display())))?;
+    let file: PlanFile = serde_json::from_str(&read(path)?).map_err(|error| {
+        let path = path.display();
+        Failure::failed(format!("{path} is not a plan as atoll plan --json writes it: {error}"))
+    })?;
+    let kind = problem.gpu.name;
+    if !file.gpu_kind.is_empty() && file.gpu_kind != kind {
+        let (path, other) = (path.display(), &file.gpu_kind);
+        return Err(Failure::usage(format!("{path} is a plan for {other}, not for --gpu {kind}")));
+    }
     let current = Plan::from_file(problem, &file.plan).map_err(Failure::failed)?;
     let bound = certified::bound(problem, watch).map_err(Failure::failed)?;
     let next = replan(problem, &current, &bound.prices, Costs::default(), watch)
@@ -180,8 +232,7 @@ fn print_text(args: &PlanArgs, outcome: &Outcome) -> Result<(), Failure> {
     let solution = &answer.solution;
     if let Some(name) = &args.explain {
         let found = problem.services.iter().position(|service| service.name == *name);
-        let service =
-            found.ok_or_else(|| Failure::usage(format!("there is no service '{name}'")))?;
+        let service = found.ok_or_else(|| Failure::usage(unknown(name, problem)))?;
         print!("{}", render::explain(problem, &solution.plan, &solution.prices, service));
         return Ok(());
     }
@@ -193,18 +244,33 @@ fn print_text(args: &PlanArgs, outcome: &Outcome) -> Result<(), Failure> {
     if args.commands {
         print!("{}", render::commands(problem, &solution.plan));
     }
+    let gap = answer.gpus.saturating_sub(solution.lower_bound);
     println!(
-        "{} gpus, at least {} needed (bound {:.3}), {:.3} s{}",
+        "{} gpu{}, at least {} needed (bound {:.3}{}), {:.3} s{}",
         answer.gpus,
+        if answer.gpus == 1 { "" } else { "s" },
         solution.lower_bound,
         solution.bound,
+        if gap == 0 { ", proven best".to_string() } else { format!(", {gap} above it") },
         solution.seconds,
         if solution.stopped { ", stopped early" } else { "" }
     );
     Ok(())
 }
 
-/// Set by Ctrl-C; the planner then ends with the best it has. Without a handler the search runs to its end.
+/// That a service is not in the plan, and which are.
+fn unknown(name: &str, problem: &Problem) -> String {
+    let few: Vec<&str> =
+        problem.services.iter().take(NAMED_MAX).map(|service| service.name.as_str()).collect();
+    let more = match problem.services.len().saturating_sub(NAMED_MAX) {
+        0 => String::new(),
+        count => format!(" and {count} more"),
+    };
+    format!("no service '{name}' is planned; there are {}{more}", few.join(", "))
+}
+
+/// Set by Ctrl-C; the planner then ends with the best it has, and a second Ctrl-C ends it at once. Without a handler the
+/// search runs to its end.
 fn stop_on_interrupt() -> Arc<AtomicBool> {
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
@@ -214,6 +280,10 @@ fn stop_on_interrupt() -> Arc<AtomicBool> {
             && runtime.block_on(tokio::signal::ctrl_c()).is_ok()
         {
             flag.store(true, Ordering::Relaxed);
+            eprintln!("ending with the best plan so far; Ctrl-C again ends without one");
+            if runtime.block_on(tokio::signal::ctrl_c()).is_ok() {
+                std::process::exit(INTERRUPTED);
+            }
         }
     });
     stop

@@ -6,16 +6,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use api::InferenceService;
-use base::{Bytes, MonotonicClock};
-use device::Device;
 use model::repository::Repository;
 use model::store::Store;
-use runtime::{Node, NodeError, NodeOptions};
+use runtime::{Fleet, NodeOptions};
 use server::{LocalNode, RunningServer, Server, ServerOptions};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::args::{ListenArgs, ModelControlMode, ServeArgs};
-use crate::engine;
+use crate::devices;
 use crate::failure::Failure;
 use crate::loader::DiskLoader;
 use crate::popularity::Popularity;
@@ -34,34 +32,19 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     if repositories.is_empty() && registry.is_err() {
         return Err(Failure::usage("name a --model-repository or a --data-dir"));
     }
-    let device = open_device(args)?;
-    let loader = Arc::new(DiskLoader::new(device.clone(), repositories, registry));
-    tokio_runtime()?.block_on(serve(args, device, loader))
+    let fleet = devices::open_fleet(&args.device, args.gpu_memory, &node_options(args))?;
+    let loader = Arc::new(DiskLoader::new(fleet.clone(), repositories, registry));
+    tokio_runtime()?.block_on(serve(args, fleet, loader))
 }
 
-/// The device, with weights that come and go where it is a GPU.
-fn open_device(args: &ServeArgs) -> Result<Arc<dyn Device>, Failure> {
-    if args.device.device.starts_with("cuda") {
-        let gpu = engine::open_gpu_with(&args.device, |options| options.weights_on_demand = true)?;
-        return Ok(Arc::new(gpu));
-    }
-    if args.gpu_memory.is_some() {
-        return Err(Failure::usage(
-            "--gpu-memory is for a GPU (--device cuda:0); the CPU device computes in the host's own memory",
-        ));
-    }
-    engine::open_device(&args.device)
-}
-
-/// What weights may take: what was asked for, if the device has it, or most of what is free. The rest is for what runs and for
-/// kernels.
-fn weight_budget(asked: Option<Bytes>, free: Bytes) -> Result<Bytes, Failure> {
-    match asked {
-        Some(asked) if asked > free => {
-            Err(Failure::usage(format!("--gpu-memory {asked}: only {free} are free")))
-        }
-        Some(asked) => Ok(asked),
-        None => Ok(Bytes(free.0 - free.0 / 10)),
+/// What `args` say of each device's node.
+pub(crate) fn node_options(args: &ServeArgs) -> NodeOptions {
+    NodeOptions {
+        policy: args.policy.clone(),
+        max_requests: args.max_requests as usize,
+        best_effort_share_percent: args.best_effort_share,
+        real_time_lanes: args.real_time_lanes as usize,
+        ..NodeOptions::default()
     }
 }
 
@@ -100,18 +83,6 @@ fn user_data_folder() -> Option<PathBuf> {
     Some(base.join("atoll"))
 }
 
-/// A node on `device`.
-pub(crate) fn start_node(
-    device: Arc<dyn Device>,
-    options: NodeOptions,
-) -> Result<Arc<Node>, Failure> {
-    let clock = Arc::new(MonotonicClock::new());
-    Node::start(device, options, clock).map(Arc::new).map_err(|err| match err {
-        NodeError::Device(err) => Failure::failed(err),
-        other => Failure::usage(other),
-    })
-}
-
 /// Listens where `args` say.
 pub(crate) async fn listen(
     args: &ListenArgs,
@@ -131,22 +102,13 @@ pub(crate) async fn listen(
 
 async fn serve(
     args: &ServeArgs,
-    device: Arc<dyn Device>,
+    fleet: Arc<Fleet>,
     loader: Arc<DiskLoader>,
 ) -> Result<(), Failure> {
     let started = Instant::now();
     // The signals are taken over before anything can be seen from outside.
     let stop = Stop::new()?;
-    let options = NodeOptions {
-        policy: args.policy.clone(),
-        max_requests: args.max_requests as usize,
-        best_effort_share_percent: args.best_effort_share,
-        real_time_lanes: args.real_time_lanes as usize,
-        memory: Some(weight_budget(args.gpu_memory, device.info().memory)?),
-        ..NodeOptions::default()
-    };
-    let description = device.info().description.clone();
-    let service = LocalNode::new(start_node(device, options)?, loader.clone());
+    let service = LocalNode::new(fleet.clone(), loader.clone());
     let max_body_bytes = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
     let server = listen(&args.listen, max_body_bytes, Arc::new(service.clone())).await?;
     load_models(args, &service).await?;
@@ -159,8 +121,8 @@ async fn serve(
         http = address_text(server.http_addr),
         grpc = address_text(server.grpc_addr),
         metrics = address_text(server.metrics_addr),
-        device = description,
-        policy = service.node().policy(),
+        device = devices::describe(&fleet),
+        policy = args.policy,
         started_ms = started.elapsed().as_millis() as u64,
         "ready"
     );

@@ -23,9 +23,10 @@ use serde::Serialize;
 use server::LocalNode;
 
 use crate::demo_command::DIGITS_ONNX;
+use crate::devices::fleet_on;
 use crate::failure::Failure;
 use crate::loader::DiskLoader;
-use crate::serve_command::{start_node, tokio_runtime};
+use crate::serve_command::tokio_runtime;
 use crate::swap_command::{SwapArgs, SwappingDevice, inputs};
 use crate::{engine, sim_command};
 
@@ -114,11 +115,12 @@ pub(crate) fn run(
     let store = Store::open(folder.path()).map_err(Failure::failed)?;
     let repository = Repository::open(&args.models).map_err(Failure::usage)?;
     let device = opened.device.clone();
-    let loader = Arc::new(DiskLoader::new(device.clone(), vec![repository], Ok(store)));
     let room = args.room.first().copied().map_or(4, u64::from);
     let budget = largest(args, &*device)? * room;
     let options = NodeOptions { memory: Some(Bytes(budget)), ..NodeOptions::default() };
-    let service = LocalNode::new(start_node(device.clone(), options)?, loader);
+    let fleet = fleet_on(device.clone(), options)?;
+    let loader = Arc::new(DiskLoader::new(fleet.clone(), vec![repository], Ok(store)));
+    let service = LocalNode::new(fleet, loader);
     let report = tokio_runtime()?.block_on(soak(args, service, device, operations))?;
     let report = SoakReport { budget_bytes: budget, ..report };
     finish(args, &report)
@@ -173,7 +175,7 @@ async fn soak(
     report.seconds = began.elapsed().as_secs_f64();
     unload_all(&soak.service, &soak.models).await;
     settle(&*soak.device);
-    let swaps = soak.service.node().memory().swaps;
+    let swaps = soak.service.fleet().nodes()[0].memory().swaps;
     (report.loads, report.evictions) = (swaps.loads, swaps.evictions);
     report.most_held_bytes = soak.device.memory_use().map_or(0, |used| used.most_weights.0);
     let after = used(&*soak.device);
@@ -236,6 +238,7 @@ async fn register(service: &LocalNode, number: u64, onnx: RawBytes) -> Result<()
         labels: Vec::new(),
         preprocessing: None,
         class: None,
+        slo_ms: None,
     };
     service.register(request).await.map(|_| ())
 }

@@ -50,13 +50,14 @@ fn show(path: &Path, sizes: &[(String, usize)], quiet: bool, sources: Option<&Pa
                 );
             }
             println!(
-                "{}: {} steps, {} kernels, {} weights, arena {} KiB, workspace {} KiB",
+                "{}: {} steps, {} kernels, {} weights, arena {} KiB, workspace {} KiB at most, a run {} KiB",
                 path.display(),
                 gpu.steps.len(),
                 gpu.kernels.len(),
                 gpu.weights.len(),
                 gpu.arena_bytes >> 10,
-                gpu.workspace_bytes >> 10
+                gpu.workspace_bytes >> 10,
+                cuda::run_bytes(&gpu) >> 10
             );
         }
     }

@@ -228,6 +228,7 @@ fn step(
         tiles: draft.tiles as u32,
         cluster: draft.cluster as u32,
         arrivals: draft.arrivals as u32,
+        workspace_bytes: draft.workspace_bytes as u64,
         args: draft.args.0.clone(),
         patches: draft
             .args

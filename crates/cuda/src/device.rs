@@ -95,10 +95,39 @@ impl CudaDevice {
         compiler: Arc<dyn KernelCompiler>,
     ) -> Result<CudaDevice, OpenError> {
         let context = Context::open(ordinal)?;
+        let memory = context.free_memory()?;
+        CudaDevice::open_on(context, format!("cuda:{ordinal}"), memory, options, compiler)
+    }
+
+    /// The GPU `ordinal` as several devices, each with as many multiprocessors of its own and an equal share of the memory that
+    /// is free now.
+    pub fn open_parts(
+        ordinal: usize,
+        parts: usize,
+        options: CudaOptions,
+        compiler: Arc<dyn KernelCompiler>,
+    ) -> Result<Vec<CudaDevice>, OpenError> {
+        let contexts = Context::open_parts(ordinal, parts)?;
+        let Some(first) = contexts.first() else { return Ok(Vec::new()) };
+        let memory = Bytes(first.free_memory()?.0 / parts as u64);
+        let open = |(index, context)| {
+            let name = format!("cuda:{ordinal}/{parts}.{index}");
+            CudaDevice::open_on(context, name, memory, options.clone(), compiler.clone())
+        };
+        contexts.into_iter().enumerate().map(open).collect()
+    }
+
+    fn open_on(
+        context: Arc<Context>,
+        name: String,
+        memory: Bytes,
+        options: CudaOptions,
+        compiler: Arc<dyn KernelCompiler>,
+    ) -> Result<CudaDevice, OpenError> {
         let facts = context.facts().clone();
         if facts.capability < CAPABILITY_NEEDED {
             let (capability, needed) = (facts.capability, CAPABILITY_NEEDED);
-            return Err(OpenError::OldDevice { ordinal, capability, needed });
+            return Err(OpenError::OldDevice { device: name, capability, needed });
         }
         context.keep_freed(options.spare_bytes)?;
         let toolkit = Toolkit::find(options.toolkit.as_deref())?;
@@ -111,10 +140,10 @@ impl CudaDevice {
             precision: options.precision,
         };
         let info = DeviceInfo {
-            name: format!("cuda:{ordinal}"),
+            name,
             description: describe(&facts, options.precision),
             preemption: PreemptionLevel::InsideTile,
-            memory: context.free_memory()?,
+            memory,
             queues: options.queues.max(1),
             rounding: match options.precision {
                 Precision::F16 => 1.0 / 2048.0,

@@ -5,6 +5,7 @@ mod event;
 mod graph;
 mod memory;
 mod module;
+mod partition;
 mod pinned;
 mod stream;
 mod transfer;

@@ -30,16 +30,26 @@ pub enum OpenError {
         count: usize,
     },
     /// The GPU is too old for the kernels.
-    #[error(
-        "cuda:{ordinal} has compute capability {capability}, the kernels need {needed} or higher"
-    )]
+    #[error("{device} has compute capability {capability}, the kernels need {needed} or higher")]
     OldDevice {
         /// What was asked for.
-        ordinal: usize,
+        device: String,
         /// What it can, 75 for 7.5.
         capability: u32,
         /// The least.
         needed: u32,
+    },
+    /// A GPU cannot be divided like that.
+    #[error(
+        "{multiprocessors} multiprocessors do not make {parts} parts of at least {group}; ask for fewer parts"
+    )]
+    Parts {
+        /// What was asked for.
+        parts: usize,
+        /// What there is.
+        multiprocessors: u32,
+        /// They come in groups of so many.
+        group: u32,
     },
     /// The run-time compiler or its headers are missing.
     #[error("{0}")]

@@ -1,6 +1,6 @@
 //! Where everything of one run lies: one block of device memory per run, addresses patched into arguments.
 
-use model::gpu::{GpuPlan, Launch, Patch, Place};
+use model::gpu::{GpuPlan, GpuStep, Launch, Patch, Place};
 
 use crate::form::best_effort_choice;
 
@@ -63,8 +63,38 @@ impl Room {
     }
 }
 
+/// Which launches of a plan a run's memory is made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Choices {
+    /// Those that runs take.
+    InUse,
+    /// Any, for who compares them.
+    All,
+}
+
+impl Choices {
+    /// The launches of `step` that may run.
+    fn of(self, step: &GpuStep) -> Vec<&Launch> {
+        match self {
+            Choices::InUse => vec![&step.choices[step.rt], &step.choices[best_effort_choice(step)]],
+            Choices::All => step.choices.iter().collect(),
+        }
+    }
+
+    /// What of the workspace they use. A choice that nobody takes may want more than all activations together.
+    fn workspace_bytes(self, plan: &GpuPlan) -> u64 {
+        let launches = plan.steps.iter().flat_map(|step| self.of(step));
+        launches.map(|launch| launch.workspace_bytes).max().unwrap_or(0)
+    }
+}
+
+/// Device memory of one run of `plan` with the choices that are set in it.
+pub fn run_bytes(plan: &GpuPlan) -> u64 {
+    Layout::new(plan, Choices::InUse).bytes
+}
+
 impl Layout {
-    pub(crate) fn new(plan: &GpuPlan) -> Layout {
+    pub(crate) fn new(plan: &GpuPlan, choices: Choices) -> Layout {
         let mut room = Room(0);
         let inputs = plan.inputs.iter().map(|slot| room.take(slot.bytes, ALIGN)).collect();
         let inputs_end = room.0;
@@ -90,12 +120,12 @@ impl Layout {
         let outputs = plan.outputs.iter().map(|slot| room.take(slot.bytes, ALIGN)).collect();
         let staged_bytes = room.0;
         let arena = room.take(plan.arena_bytes, ALIGN);
-        let workspace = room.take(plan.workspace_bytes, ALIGN);
+        let workspace = room.take(choices.workspace_bytes(plan), ALIGN);
         room.take(0, ALIGN);
         let real_time_arrivals = plan
             .steps
             .iter()
-            .map(|step| room.take(step.choices.iter().map(words).max().unwrap_or(0), 16))
+            .map(|step| room.take(choices.of(step).into_iter().map(words).max().unwrap_or(0), 16))
             .collect();
         let bytes = room.take(0, ALIGN);
         Layout {
@@ -251,6 +281,7 @@ pub(crate) mod tests {
             tiles,
             cluster: 1,
             arrivals,
+            workspace_bytes: 0,
             args: vec![0; 24],
             patches: vec![],
         }
@@ -276,16 +307,16 @@ pub(crate) mod tests {
         GpuPlan {
             inputs: vec![slot(10), slot(300)],
             outputs: vec![slot(5)],
-            steps: vec![step(launch(33, 2)), step(launch(1, 0))],
+            steps: vec![step(Launch { workspace_bytes: 64, ..launch(33, 2) }), step(launch(1, 0))],
             arena_bytes: 1000,
-            workspace_bytes: 64,
+            workspace_bytes: 4096,
             ..GpuPlan::default()
         }
     }
 
     #[test]
     fn pieces_are_aligned_and_apart() {
-        let layout = Layout::new(&plan());
+        let layout = Layout::new(&plan(), Choices::InUse);
         assert_eq!(layout.inputs, [0, 256]);
         assert_eq!((layout.outputs_at, layout.outputs[0]), (1024, 1024));
         assert_eq!(layout.staged_bytes, 1029);
@@ -304,9 +335,28 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn only_choices_that_are_taken_have_a_workspace() {
+        let split = Launch { workspace_bytes: 4096, ..launch(33, 300) };
+        let mut plan = plan();
+        plan.steps[1].choices.push(split);
+        let room = |plan: &GpuPlan, choices| Layout::new(plan, choices).bytes;
+        let plain = room(&plan, Choices::InUse);
+        assert_eq!(plain, run_bytes(&plan));
+        // Workspaces of 4096 and of 64 bytes, 8 and 1200 bytes of arrivals or only 8, each rounded up.
+        assert_eq!(room(&plan, Choices::All) - plain, (4096 - 256) + (1280 - 256));
+        // As real time it is taken; best effort of a short step takes the same.
+        plan.steps[1].rt = 1;
+        assert!(room(&plan, Choices::InUse) >= room(&plan, Choices::All));
+        (plan.steps[1].rt, plan.steps[1].be) = (0, 1);
+        assert_eq!(room(&plan, Choices::InUse), plain, "a short step is no loop");
+        plan.steps[1].flops = 60_000_000_000;
+        assert!(room(&plan, Choices::InUse) > plain + 4000, "a long one is");
+    }
+
+    #[test]
     fn addresses_go_where_the_plan_says() {
         let plan = plan();
-        let layout = Layout::new(&plan);
+        let layout = Layout::new(&plan, Choices::InUse);
         let weights = [(0x5000, 100)];
         let addresses = Addresses { block: 0x10_0000, layout: &layout, weights: &weights };
         let own = Own { arrivals: 4096, fault: None };
@@ -333,7 +383,8 @@ pub(crate) mod tests {
 
     #[test]
     fn fault_words_lie_between_inputs_and_outputs() {
-        let (without, layout) = (Layout::new(&plan()), Layout::new(&faulting()));
+        let (without, layout) =
+            (Layout::new(&plan(), Choices::InUse), Layout::new(&faulting(), Choices::InUse));
         assert_eq!(without.faults_at, without.outputs_at, "nothing is copied for nothing");
         assert_eq!((layout.inputs[1], layout.faults_at, layout.outputs_at), (256, 1024, 1280));
         for own in [Layout::real_time_own, Layout::best_effort_own] {
@@ -351,7 +402,7 @@ pub(crate) mod tests {
 
     #[test]
     fn the_first_step_that_faulted_is_told() {
-        let layout = Layout::new(&faulting());
+        let layout = Layout::new(&faulting(), Choices::InUse);
         let mut staging = vec![0; layout.staged_bytes as usize];
         // What is before and behind the words says nothing.
         staging[..1024].fill(0xff);
@@ -361,14 +412,14 @@ pub(crate) mod tests {
         assert_eq!(layout.faulted(&staging), Some(3));
         staging[1024] = 1;
         assert_eq!(layout.faulted(&staging), Some(1));
-        let without = Layout::new(&plan());
+        let without = Layout::new(&plan(), Choices::InUse);
         assert_eq!(without.faulted(&vec![0xff; without.staged_bytes as usize]), None);
     }
 
     #[test]
     fn places_that_do_not_exist_are_refused() {
         let plan = plan();
-        let layout = Layout::new(&plan);
+        let layout = Layout::new(&plan, Choices::InUse);
         let addresses = Addresses { block: 0, layout: &layout, weights: &[(0, 8)] };
         let refuse = |patch: Patch| {
             let launch = Launch { patches: vec![patch], ..launch(1, 0) };

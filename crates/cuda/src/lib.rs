@@ -48,6 +48,7 @@ mod toy;
 pub use crate::device::{CudaDevice, CudaOptions};
 pub use error::{CudaError, OpenError};
 pub use kernels::Progress;
+pub use layout::run_bytes;
 pub use nvml::Health;
 pub use probe::{Start, StartProbe};
 pub use process::end_process;

@@ -13,7 +13,7 @@ use crate::hub::Hub;
 use crate::instance::Instance;
 use crate::kernel_text::Flavour;
 use crate::kernels::{LoadedKernel, Progress, Wanted};
-use crate::layout::Layout;
+use crate::layout::{Choices, Layout};
 use crate::weights::arrival::{self, Part};
 use crate::weights::{Arrival, ProgramWeights, WeightError};
 
@@ -70,8 +70,19 @@ impl Lowered {
     /// Compiles and loads what `gpu` names and puts its weights in place.
     pub(crate) fn new(
         hub: &Hub,
+        gpu: GpuPlan,
+        weights: &Arc<ProgramWeights>,
+        progress: Progress<'_>,
+    ) -> Result<Lowered, DeviceError> {
+        Lowered::with(hub, gpu, weights, Choices::InUse, progress)
+    }
+
+    /// The same with memory for these choices.
+    pub(crate) fn with(
+        hub: &Hub,
         mut gpu: GpuPlan,
         weights: &Arc<ProgramWeights>,
+        choices: Choices,
         progress: Progress<'_>,
     ) -> Result<Lowered, DeviceError> {
         check(&gpu).map_err(DeviceError::BadPlan)?;
@@ -92,7 +103,7 @@ impl Lowered {
         let chains = chains(&finishing, hub.options().chain_length.max(1));
         let of = |(number, steps): (usize, &Range<usize>)| vec![number; steps.len()];
         Ok(Lowered {
-            layout: Layout::new(&gpu),
+            layout: Layout::new(&gpu, choices),
             parts: arrival::parts(&gpu.steps, &needs),
             needs,
             slabs: placed.slabs,

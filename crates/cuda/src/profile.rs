@@ -19,7 +19,7 @@ use crate::hub::Hub;
 use crate::instance::Instance;
 use crate::kernel_text::Flavour;
 use crate::kernels::{LoadedKernel, Progress, Wanted};
-use crate::layout::Addresses;
+use crate::layout::{Addresses, Choices, run_bytes};
 use crate::lowered::{BoundKernel, Lowered, real_time};
 use crate::program::{first_of, lower};
 use crate::tuning::{Chosen, Tuning, pair};
@@ -200,7 +200,7 @@ impl<'a> Profiler<'a> {
         let kernels = hub.kernels().obtain(&wanted, progress)?;
         let compile_seconds = started.elapsed().as_secs_f64();
         let weights = ProgramWeights::new(hub, false);
-        let lowered = Lowered::new(hub, gpu, &weights, &|_, _| {})?;
+        let lowered = Lowered::with(hub, gpu, &weights, Choices::All, &|_, _| {})?;
         let instance = Instance::new(hub, &lowered)?;
         let pool = DeviceBuffer::zeroed(hub.memory_stream(), WEIGHT_POOL).map_err(cuda)?;
         let stream = Stream::new(hub.context(), Priority::High).map_err(cuda)?;
@@ -232,13 +232,17 @@ impl<'a> Profiler<'a> {
             profiles.push(StepProfile { pair: before, ..profile });
             (self.progress)(index + 1, steps.len());
         }
+        let mut chosen = self.lowered.gpu.clone();
+        for (step, profile) in chosen.steps.iter_mut().zip(&profiles) {
+            (step.rt, step.be) = (profile.rt, profile.be);
+        }
         let mut profile = PlanProfile {
             sizes: sizes.to_vec(),
             steps: profiles,
             graph: Timing::default(),
             plain_graph: Timing::default(),
             weight_bytes: self.weights.bytes(),
-            run_bytes: self.lowered.layout.bytes,
+            run_bytes: run_bytes(&chosen),
             compile_seconds: self.compile_seconds,
         };
         let whole = WholePlan::new(&self, &profile)?;

@@ -33,12 +33,12 @@ pub(crate) struct Loaded {
     pub(crate) plan: Arc<LaunchPlan>,
     /// Most recently used last.
     plans: Mutex<Vec<(Sizes, Arc<Lowered>)>>,
-    /// Behind the plans, so that their runs' memory is given back before.
+    /// Where inputs wait for their batch.
+    pub(crate) pools: Mutex<Pools>,
+    /// Behind plans and pools, so that all other memory is given back before: with it goes what the driver keeps.
     weights: Arc<ProgramWeights>,
     /// One lowering at a time: whoever waits finds it done.
     lowering: Mutex<()>,
-    /// Where inputs wait for their batch.
-    pub(crate) pools: Mutex<Pools>,
 }
 
 /// The steps of `plan` that have no kernel.

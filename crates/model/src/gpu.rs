@@ -46,7 +46,7 @@ pub struct GpuPlan {
     pub steps: Vec<GpuStep>,
     /// Memory for intermediate values.
     pub arena_bytes: u64,
-    /// Memory for the parts of split products; what it holds is worth nothing after its step.
+    /// Memory for the parts of split products, enough for any choice; what it holds is worth nothing after its step.
     pub workspace_bytes: u64,
 }
 
@@ -162,6 +162,8 @@ pub struct Launch {
     pub cluster: u32,
     /// Words that must be zero before the launch and are zero after it: arrivals of split products.
     pub arrivals: u32,
+    /// How much of the workspace it uses.
+    pub workspace_bytes: u64,
     /// The argument struct, with zeros where addresses go.
     pub args: Vec<u8>,
     /// Where addresses go.

@@ -23,9 +23,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         compare(&format!("S{number}"), &profiles, &scenario::services(number))?;
     }
     compare("S5 x 10", &profiles, &scenario::services_times(5, 10))?;
-    let growth = grow(&profiles)?;
+    let (whole, shared) = grow(&profiles)?;
     if let Some(path) = std::env::args().nth(2) {
-        std::fs::write(path, plot(&growth))?;
+        std::fs::write(
+            path,
+            plot(&[("whole slices", "teal", &whole), ("shared", "darkorange", &shared)]),
+        )?;
     }
     change_one_percent(&profiles)?;
     sessions()?;
@@ -77,8 +80,12 @@ fn compare(name: &str, profiles: &Profiles, services: &[Service]) -> Result<(), 
     Ok(())
 }
 
-fn grow(profiles: &Profiles) -> Result<Vec<(usize, f64)>, String> {
-    let mut growth = Vec::new();
+/// Services against seconds.
+type Growth = Vec<(usize, f64)>;
+
+/// Without and with shared slices.
+fn grow(profiles: &Profiles) -> Result<(Growth, Growth), String> {
+    let (mut growth, mut shared) = (Vec::new(), Vec::new());
     for count in [11, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000] {
         let services = random_services(count, 1);
         let problem = problem(profiles, &services, Rules::default())?;
@@ -93,13 +100,16 @@ fn grow(profiles: &Profiles) -> Result<Vec<(usize, f64)>, String> {
             let name = count.to_string();
             let (seconds, _) = row(&name, "certified, shared", &problem, Algorithm::Certified);
             verdict(count, seconds);
+            if headroom == 0.0 {
+                shared.push((count, seconds));
+            }
         }
     }
     for (count, seconds) in &growth {
         let length = ((seconds * 1e4).max(1.0).log10() * 12.0) as usize;
         println!("{count:>8} {} {seconds:.4} s", "#".repeat(length));
     }
-    Ok(growth)
+    Ok((growth, shared))
 }
 
 fn verdict(count: usize, seconds: f64) {
@@ -109,8 +119,8 @@ fn verdict(count: usize, seconds: f64) {
     }
 }
 
-/// Services against seconds, both logarithmic.
-fn plot(growth: &[(usize, f64)]) -> String {
+/// Curves of services against seconds, both logarithmic, with the targets as dots.
+fn plot(curves: &[(&str, &str, &Growth)]) -> String {
     let x = |count: f64| 60.0 + (count.log10() - 1.0) * 130.0;
     let y = |seconds: f64| 260.0 - (seconds.max(1e-4).log10() + 4.0) * 42.0;
     let mut text = String::from(
@@ -130,12 +140,16 @@ fn plot(growth: &[(usize, f64)]) -> String {
         );
     }
     let point = |(count, seconds): &(usize, f64)| format!("{},{}", x(*count as f64), y(*seconds));
-    let points: Vec<String> = growth.iter().map(point).collect();
-    let _ = writeln!(
-        text,
-        "<polyline fill=\"none\" stroke=\"teal\" stroke-width=\"2\" points=\"{}\"/>",
-        points.join(" ")
-    );
+    for (at, (name, colour, growth)) in curves.iter().enumerate() {
+        let points: Vec<String> = growth.iter().map(point).collect();
+        let _ = writeln!(
+            text,
+            "<polyline fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\" points=\"{}\"/>\
+             <text x=\"70\" y=\"{}\" fill=\"{colour}\">{name}</text>",
+            points.join(" "),
+            20 + 14 * at
+        );
+    }
     for (size, target) in TARGETS {
         let (cx, cy) = (x(size as f64), y(target));
         let _ = writeln!(text, "<circle cx=\"{cx}\" cy=\"{cy}\" r=\"4\" fill=\"crimson\"/>");

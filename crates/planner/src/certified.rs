@@ -11,8 +11,6 @@ mod rounding;
 mod search;
 mod sharing;
 
-use base::Random;
-
 use self::assembly::{Unit, assemble, units_of};
 use self::cover::{Prices, cheapest};
 use self::dual::{Bound, Groups, ROWS, Rows, Usage, maximise, slice_prices};
@@ -221,14 +219,14 @@ impl<'a> Solver<'a> {
 
     /// With few GPUs, filling given patterns can save another.
     fn fill_patterns(&self, sharer: &Sharer<'_>, best: &mut Outcome, watch: &mut Watch<'_>) {
-        let mut random = Random::new(1);
         let patterns = self.useful_patterns();
         for gpus in (whole_gpus(best.bound)..best.gpus()).rev() {
-            let task = Task { sharer, demands: &self.demands, gpus };
+            let prices = best.prices;
+            let task = Task { sharer, demands: &self.demands, gpus, prices: &prices };
             if best.bound > HOPELESS * gpus as f64 {
                 break;
             }
-            let found = task.fill(&self.packer, &patterns, &mut random, watch);
+            let found = task.fill(&self.packer, &patterns, watch);
             let Some((packed, bins)) = found else { break };
             (best.packed, best.units) = (packed, Some(sharer.units(&bins)));
         }

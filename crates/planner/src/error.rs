@@ -12,12 +12,24 @@ pub enum PlanError {
         known: String,
     },
     /// No profile of the service's model.
-    #[error("service '{service}': there is no profile of model '{model}'")]
+    #[error("service '{service}': there is no profile of model '{model}'; there are {known}")]
     NoProfile {
         /// The service.
         service: String,
         /// Its model.
         model: String,
+        /// Models with a profile.
+        known: String,
+    },
+    /// The model's profile has no point that a slice of this GPU has the size and memory for.
+    #[error("service '{service}': no profile point of model '{model}' is for a slice of {gpu}")]
+    NoPoint {
+        /// The service.
+        service: String,
+        /// Its model.
+        model: String,
+        /// The GPU kind.
+        gpu: &'static str,
     },
     /// A rate that is zero, negative, not a number or beyond reason.
     #[error("service '{service}': rate {rate} is not between 0.001 and 1e9 requests a second")]

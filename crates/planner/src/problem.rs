@@ -109,7 +109,8 @@ impl Problem {
             return Some(PlanError::BadSlo { service: name, slo_ms: service.slo_ms });
         }
         let Some(points) = self.profiles.points(&service.model) else {
-            return Some(PlanError::NoProfile { service: name, model: service.model.clone() });
+            let (model, known) = (service.model.clone(), self.profiles.names());
+            return Some(PlanError::NoProfile { service: name, model, known });
         };
         let kinds = 0..self.gpu.slices.len();
         if kinds.clone().any(|kind| points.iter().any(|p| self.fits_alone(service, kind, p))) {
@@ -122,7 +123,8 @@ impl Problem {
             .map(|point| point.latency_ms)
             .fold(f64::INFINITY, f64::min);
         if fastest.is_infinite() {
-            return Some(PlanError::NoProfile { service: name, model: service.model.clone() });
+            let (model, gpu) = (service.model.clone(), self.gpu.name);
+            return Some(PlanError::NoPoint { service: name, model, gpu });
         }
         // The limit is strict, so the nearest SLO lies one step of a tenth above the exact quotient.
         let nearest_ms = ((fastest * 2.0 / self.rules.slo_share) * 10.0).floor() / 10.0 + 0.1;

@@ -45,6 +45,9 @@ pub struct Profiles {
     models: BTreeMap<String, Vec<Point>>,
 }
 
+/// Models that a message names.
+const NAMED_MAX: usize = 12;
+
 const COLUMNS: [&str; 6] =
     ["model", "mig_gpcs", "batch", "procs", "throughput_total_rps", "latency_ms"];
 
@@ -121,6 +124,16 @@ impl Profiles {
     /// The models, by name.
     pub fn models(&self) -> impl Iterator<Item = &str> {
         self.models.keys().map(String::as_str)
+    }
+
+    /// The models' names for a message; the first few where there are many.
+    pub(crate) fn names(&self) -> String {
+        let few: Vec<&str> = self.models().take(NAMED_MAX).collect();
+        match self.models.len().saturating_sub(NAMED_MAX) {
+            _ if few.is_empty() => "none".to_string(),
+            0 => few.join(", "),
+            more => format!("{} and {more} more", few.join(", ")),
+        }
     }
 
     /// An upper limit of a point's memory in MiB. Where memory was not measured, the limit follows from what ran: if

@@ -20,10 +20,29 @@ static WHOLE: GpuKind = GpuKind {
     }],
 };
 
+/// Copies of an instance whose bound is compared with as many times the best plan of one.
+const COPIES: usize = 16;
+
 fn solve(problem: &Problem) -> Solution {
     let clock = MonotonicClock::new();
     let mut report = |_| true;
     certified::plan(problem, &mut Watch::new(&clock, &mut report)).unwrap()
+}
+
+/// The bound of so many copies of every service, without a plan.
+fn bound_of_copies(problem: &Problem, copies: usize) -> usize {
+    let copy = |copy: usize| {
+        let of = move |service: &Service| {
+            let name = format!("{}-{copy}", service.name);
+            Service { name, ..service.clone() }
+        };
+        problem.services.iter().map(of)
+    };
+    let services = (0..copies).flat_map(copy).collect();
+    let problem = Problem { services, ..problem.clone() };
+    let clock = MonotonicClock::new();
+    let mut report = |_| true;
+    certified::bound(&problem, &mut Watch::new(&clock, &mut report)).unwrap().lower_bound
 }
 
 /// Services that need a part of a GPU each.
@@ -190,6 +209,9 @@ fn compare(gpu: &'static GpuKind, count: usize, seeds: std::ops::Range<u64>) -> 
         let Some(best) = brute_force(&problem, count) else { panic!("seed {seed}: nothing fits") };
         let least = planned.min(best);
         assert!(solution.lower_bound <= least, "seed {seed}: {} {least}", solution.bound);
+        // Copies of a plan serve copies of the services: this sees what rounding to whole GPUs hides.
+        let of_copies = bound_of_copies(&problem, COPIES);
+        assert!(of_copies <= COPIES * least, "seed {seed}: {of_copies}, {COPIES} times {least}");
         standing.instances += 1;
         standing.above += usize::from(planned > best);
         standing.below += usize::from(planned < best);

@@ -2,10 +2,13 @@
 
 pub mod batching;
 pub mod core;
+pub mod fleet;
 pub mod node;
 pub mod policy;
 
+pub use fleet::{Asked, Fleet, FleetOptions, Placed};
 pub use node::{
-    Contention, Leaving, ModelKey, ModelStats, Node, NodeError, NodeMemory, NodeOptions, Observer,
-    Preemption, Preemptions, Rejection, Reply, ReplyResult, Request, RequestHandle, Swaps, Timing,
+    BatchTime, Contention, Leaving, ModelKey, ModelStats, Node, NodeError, NodeMemory, NodeOptions,
+    Observer, Preemption, Preemptions, Rejection, Reply, ReplyResult, Request, RequestHandle,
+    Swaps, Timing,
 };

@@ -23,6 +23,7 @@ mod batches;
 mod contention;
 mod layout;
 mod preemptions;
+mod profiling;
 mod request;
 mod submission;
 mod weights;
@@ -33,7 +34,9 @@ pub use self::contention::Contention;
 use self::contention::Waits;
 pub use self::preemptions::{LEAVE_BOUNDS_US, Leaving, Preemption, Preemptions};
 use self::preemptions::{OnQueue, Order, Record};
+pub use self::profiling::BatchTime;
 pub use self::request::{ModelStats, Rejection, Reply, ReplyResult, Request, Timing};
+pub(crate) use self::submission::refuse_at_once;
 use self::weights::{Discard, EntryWeights};
 pub use self::weights::{NodeMemory, Swaps};
 

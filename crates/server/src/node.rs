@@ -1,4 +1,4 @@
-//! The service of one node: a catalogue of models over a [`runtime::Node`].
+//! The service of one node: a catalogue of models over the devices of a [`runtime::Fleet`].
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -14,8 +14,9 @@ use api::{
 use base::Nanos;
 use device::DeviceError;
 use model::Tensor;
-use runtime::{Node, Rejection, Reply, Request, RequestHandle};
-use tokio::sync::oneshot;
+use runtime::fleet::router::FleetModel;
+use runtime::{Asked, BatchTime, Fleet, Rejection, Reply, RequestHandle};
+use tokio::sync::{Semaphore, oneshot};
 
 pub mod catalogue;
 pub mod classification;
@@ -31,6 +32,9 @@ use counters::Count;
 use families::Families;
 use loader::{LoadError, ModelLoader};
 use served::Served;
+
+/// How long measuring one model may take, of the time that is left to it.
+const PROFILE_LIMIT: Duration = Duration::from_secs(5);
 
 /// How long unloading waits for memory to come back.
 const DISCARD_LIMIT: Duration = Duration::from_secs(10);
@@ -54,7 +58,7 @@ pub struct LocalNode {
 }
 
 struct Inner {
-    node: Arc<Node>,
+    fleet: Arc<Fleet>,
     loader: Arc<dyn ModelLoader>,
     catalogue: Catalogue,
     families: Families,
@@ -62,21 +66,24 @@ struct Inner {
     draining: AtomicBool,
     /// Whether clients may load and unload models.
     control: AtomicBool,
+    /// Models are measured one at a time.
+    profiling: Arc<Semaphore>,
 }
 
 impl LocalNode {
-    /// A service over `node` whose models come from `loader`. It is not ready before
+    /// A service over `fleet` whose models come from `loader`. It is not ready before
     /// [`LocalNode::set_started`].
-    pub fn new(node: Arc<Node>, loader: Arc<dyn ModelLoader>) -> LocalNode {
+    pub fn new(fleet: Arc<Fleet>, loader: Arc<dyn ModelLoader>) -> LocalNode {
         LocalNode {
             inner: Arc::new(Inner {
-                node,
+                fleet,
                 loader,
                 catalogue: Catalogue::default(),
                 families: Families::default(),
                 started: AtomicBool::new(false),
                 draining: AtomicBool::new(false),
                 control: AtomicBool::new(true),
+                profiling: Arc::new(Semaphore::new(1)),
             }),
         }
     }
@@ -150,10 +157,16 @@ impl LocalNode {
         models.iter().map(|served| (served.name.to_string(), count(served))).collect()
     }
 
-    /// The node.
-    pub fn node(&self) -> &Arc<Node> {
-        &self.inner.node
+    /// The devices.
+    pub fn fleet(&self) -> &Arc<Fleet> {
+        &self.inner.fleet
     }
+}
+
+/// Microseconds by rows, as `1:130,2:200`.
+fn profile_text(times: &[BatchTime]) -> String {
+    let one = |(rows, time): &BatchTime| format!("{rows}:{}", time.as_micros());
+    times.iter().map(one).collect::<Vec<_>>().join(",")
 }
 
 /// Runs `work` on a thread that may wait.
@@ -206,9 +219,9 @@ impl Inner {
     /// Brings the weights of `served` to the device as long as there is room.
     fn preload(&self, served: &Served) {
         if let Some(split) = &served.split {
-            self.node.preload(split.trunk.key);
+            self.fleet.preload(split.trunk.key);
         }
-        self.node.preload(served.key);
+        self.fleet.preload(served.key);
     }
 
     /// Runs `served` once on inputs that fit it.
@@ -222,39 +235,31 @@ impl Inner {
         let default = served.config.timeout_ms.map(Nanos::from_millis);
         let timeout = options.timeout.or(default);
         let count = Count::begin(served.counters.clone(), batch, timeout);
-        let mut request = Request {
-            model: served.key,
-            inputs,
-            class: options.class,
-            priority: options.priority,
-            timeout,
-        };
         let Some(split) = &served.split else {
-            return self.submit(served, request, count).await.map(|(outputs, _)| outputs);
+            let asked = Asked { inputs, class: options.class, priority: options.priority, timeout };
+            return self.submit(served, served.key, asked, count).await.map(|(outputs, _)| outputs);
         };
-        let start = self.node.clock().now();
-        let trunk = Request {
-            model: split.trunk.key,
-            inputs: request.inputs.clone(),
-            class: Some(options.class.unwrap_or(served.config.class)),
-            priority: Some(options.priority.unwrap_or(served.config.priority)),
-            timeout,
-        };
-        let (handed, count) = self.submit(served, trunk, count.of_two()).await?;
+        let clock = self.fleet.nodes()[0].clock().clone();
+        let start = clock.now();
+        let class = Some(options.class.unwrap_or(served.config.class));
+        let priority = Some(options.priority.unwrap_or(served.config.priority));
+        let trunk = Asked { inputs: inputs.clone(), class, priority, timeout };
+        let (handed, count) = self.submit(served, split.trunk.key, trunk, count.of_two()).await?;
         let lost = || ApiError::internal("a value is lost between two parts of a model");
-        request.inputs =
-            families::hand_over(&split.sources, &request.inputs, &handed).ok_or_else(lost)?;
-        request.timeout = timeout.map(|timeout| timeout - (self.node.clock().now() - start));
+        let inputs = families::hand_over(&split.sources, &inputs, &handed).ok_or_else(lost)?;
+        let timeout = timeout.map(|timeout| timeout - (clock.now() - start));
+        let asked = Asked { inputs, class: options.class, priority: options.priority, timeout };
         let count = count.ok_or_else(lost)?;
-        self.submit(served, request, count).await.map(|(outputs, _)| outputs)
+        self.submit(served, served.key, asked, count).await.map(|(outputs, _)| outputs)
     }
 
-    /// One request of the node, cancelled when nobody waits any more. Of the first of two, what is to be counted goes on with
+    /// One request of the fleet, cancelled when nobody waits any more. Of the first of two, what is to be counted goes on with
     /// the second.
     async fn submit(
         &self,
         served: &Served,
-        request: Request,
+        key: FleetModel,
+        asked: Asked,
         count: Count,
     ) -> ApiResult<(Vec<Tensor>, Option<Count>)> {
         let (sender, receiver) = oneshot::channel();
@@ -263,7 +268,7 @@ impl Inner {
             // Nobody may listen any more, which is what cancelling is for.
             let _ = sender.send((result, count));
         };
-        let handle = self.node.submit(request, Box::new(answer));
+        let handle = self.fleet.submit(key, asked, Box::new(answer));
         let mut guard = CancelOnDrop(Some(handle));
         let result = receiver.await;
         guard.0 = None;
@@ -328,15 +333,20 @@ impl Inner {
         match loaded {
             Ok(loaded) => {
                 let version = loaded.version;
-                if let Some(why) = self.node.cannot_fit(&*loaded.program) {
+                if let Some(why) = self.fleet.cannot_fit(&loaded.placed) {
                     return Err(self.too_large(&name, &why));
                 }
                 let (served, gone) =
-                    Served::start(self.node.clone(), &name, version, loaded.program, loaded.config);
+                    Served::start(self.fleet.clone(), &name, version, loaded.placed, loaded.config);
+                let objective = served.config.slo_ms.is_some();
                 self.catalogue.finish_load(served.clone(), gone);
                 // Finding its family takes the turns of others.
                 drop(turn);
-                self.families.join(&self.node, &self.catalogue, served).await;
+                self.families.join(&self.fleet, &self.catalogue, served).await;
+                // Without an objective nothing is chosen by what is measured.
+                if objective {
+                    self.profile(name.clone());
+                }
                 // At the start the owner says in which order.
                 if self.started.load(Ordering::SeqCst)
                     && let Ok(served) = self.catalogue.find(ModelRef { name: &name, version: None })
@@ -356,6 +366,27 @@ impl Inner {
         }
     }
 
+    /// Measures a model beside everything else, as best effort.
+    fn profile(self: &Arc<Inner>, name: String) {
+        let inner = self.clone();
+        tokio::spawn(async move {
+            let Ok(_turn) = inner.profiling.clone().acquire_owned().await else { return };
+            let Ok(served) = inner.catalogue.find(ModelRef { name: &name, version: None }) else {
+                return;
+            };
+            let (key, fleet) = (served.key, inner.fleet.clone());
+            // Whoever unloads the model meanwhile does not wait for this.
+            drop(served);
+            let measured = tokio::task::spawn_blocking(move || fleet.profile(key, PROFILE_LIMIT));
+            match measured.await {
+                Ok(times) if !times.is_empty() => {
+                    tracing::info!(model = name, times = profile_text(&times), "model measured");
+                }
+                _ => tracing::info!(model = name, "model not measured"),
+            }
+        });
+    }
+
     /// Notes that a model's weights can never be on the device.
     fn too_large(&self, name: &str, why: &DeviceError) -> ApiError {
         let help = "give weights more memory with --gpu-memory, or pin fewer models";
@@ -370,9 +401,9 @@ impl Inner {
         if let Some(gone) = self.catalogue.begin_unload(&name)? {
             // Fires with an error when the model drops its end, which is the message.
             let _ = gone.await;
-            let node = self.node.clone();
+            let fleet = self.fleet.clone();
             // Its memory is on its way back; who asked to unload wants it back.
-            let _ = tokio::task::spawn_blocking(move || node.wait_discarded(DISCARD_LIMIT)).await;
+            let _ = tokio::task::spawn_blocking(move || fleet.wait_discarded(DISCARD_LIMIT)).await;
         }
         self.catalogue.finish_unload(&name);
         tracing::info!(model = name, "model unloaded");
@@ -492,7 +523,8 @@ impl InferenceService for LocalNode {
             let name = request.name.clone();
             let loader = inner.loader.clone();
             blocking(move || loader.register(request)).await?;
-            let version = inner.load(name.clone()).await?;
+            let version = inner.clone().load(name.clone()).await?;
+            inner.profile(name.clone());
             Ok(Registered { name, version: version.to_string(), state: ModelState::Ready })
         }))
     }
@@ -507,15 +539,14 @@ impl InferenceService for LocalNode {
 
     fn write_metrics(&self, text: &mut String) {
         let models = self.inner.catalogue.all();
-        let device = &self.inner.node.device().info().name;
-        exposition::write(text, &models, &self.inner.families.trunks(), device, &self.inner.node);
+        exposition::write(text, &models, &self.inner.families.trunks(), &self.inner.fleet);
     }
 
     fn drain(&self, limit: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {
         self.inner.draining.store(true, Ordering::SeqCst);
-        let node = self.inner.node.clone();
+        let fleet = self.inner.fleet.clone();
         Box::pin(async move {
-            tokio::task::spawn_blocking(move || node.drain(limit)).await.unwrap_or(false)
+            tokio::task::spawn_blocking(move || fleet.drain(limit)).await.unwrap_or(false)
         })
     }
 }

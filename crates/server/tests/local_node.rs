@@ -11,8 +11,8 @@ use api::*;
 use base::{MonotonicClock, Nanos};
 use bytes::Bytes;
 use model::Tensor;
-use model::config::{Class, ModelConfig};
-use runtime::{Node, NodeOptions};
+use model::config::{Batching, BatchingPolicy, Class, ModelConfig};
+use runtime::{Fleet, FleetOptions, Node, NodeOptions};
 use server::LocalNode;
 
 mod fake;
@@ -31,7 +31,7 @@ async fn start(delay: Duration, names: &[&str]) -> Fixture {
     let node = Node::start(device.clone(), NodeOptions::default(), clock).unwrap();
     let loader = Arc::new(FakeLoader::new(device));
     names.iter().for_each(|name| loader.add(name, 1, ModelConfig::default()));
-    let node = LocalNode::new(Arc::new(node), loader.clone());
+    let node = LocalNode::new(Arc::new(Fleet::of(Arc::new(node)).unwrap()), loader.clone());
     assert!(node.load_all().await.unwrap().is_empty());
     node.set_started();
     Fixture { node, loader }
@@ -273,10 +273,12 @@ async fn leaving_for_real_time_is_counted() {
     let text = metrics(&node);
     let has = |line: &str| assert!(text.contains(line), "{line} is not in:\n{text}");
     has("atoll_preemptions_total{model=\"slow\",version=\"1\"} 1\n");
-    has("atoll_preemption_leave_seconds_count{model=\"slow\",version=\"1\"} 1\n");
-    has("atoll_preemption_leave_seconds_bucket{model=\"slow\",version=\"1\",le=\"+Inf\"} 1\n");
-    has("atoll_preemption_leave_seconds_count{model=\"fast\",version=\"1\"} 0\n");
-    has("atoll_preemptions_caused_total{model=\"fast\",version=\"1\"} 1\n");
+    has("atoll_preemption_leave_seconds_count{model=\"slow\",version=\"1\",device=\"fake\"} 1\n");
+    has(
+        "atoll_preemption_leave_seconds_bucket{model=\"slow\",version=\"1\",device=\"fake\",le=\"+Inf\"} 1\n",
+    );
+    has("atoll_preemption_leave_seconds_count{model=\"fast\",version=\"1\",device=\"fake\"} 0\n");
+    has("atoll_preemptions_caused_total{model=\"fast\",version=\"1\",device=\"fake\"} 1\n");
 }
 
 fn picture() -> Bytes {
@@ -296,6 +298,7 @@ async fn registered_models_classify_pictures() {
             labels: vec!["red".into()],
             preprocessing: Some(Default::default()),
             class: None,
+            slo_ms: None,
         })
         .await
         .unwrap();
@@ -319,4 +322,112 @@ async fn a_drained_node_says_so() {
     assert!(!node.ready());
     let error = infer(&node, "m", request(floats(&[1.0]))).await.unwrap_err();
     assert_eq!(error.message, "the server is shutting down");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn several_devices_are_one_service() {
+    let clock = Arc::new(MonotonicClock::new());
+    let node = || {
+        let device = FakeDevice::new(Duration::from_millis(3));
+        Arc::new(Node::start(device, NodeOptions::default(), clock.clone()).unwrap())
+    };
+    let options = FleetOptions {
+        interval: Nanos::from_millis(50),
+        calm_intervals: 4,
+        ..FleetOptions::default()
+    };
+    let fleet = Arc::new(Fleet::start(vec![node(), node()], options).unwrap());
+    let loader = Arc::new(FakeLoader::new(FakeDevice::new(INSTANT)));
+    let alone = Batching { policy: BatchingPolicy::None, ..Batching::default() };
+    loader.add("m", 1, ModelConfig { batching: alone, ..ModelConfig::default() });
+    let node = LocalNode::new(fleet, loader);
+    assert!(node.load_all().await.unwrap().is_empty());
+    node.set_started();
+    let has = |line: &str| metrics(&node).contains(line);
+    assert!(!has("device=\"fake#1\"} 1000"), "one device is enough until there is load");
+    // More than one device does at once, until the other helps.
+    let mut asked = 0;
+    while !has("atoll_replica_ready{model=\"m\",version=\"1\",device=\"fake#1\"} 1") {
+        let many = (0..64).map(|_| infer(&node, "m", request(floats(&[1.0]))));
+        let answers = futures_util::future::join_all(many).await;
+        assert!(answers.iter().all(Result::is_ok));
+        asked += answers.len() as u64;
+        assert!(asked < 1_000_000, "nobody helps");
+    }
+    let many = (0..64).map(|_| infer(&node, "m", request(floats(&[1.0]))));
+    assert!(futures_util::future::join_all(many).await.iter().all(Result::is_ok));
+    asked += 64;
+    assert!(!has("atoll_replica_requests_total{model=\"m\",version=\"1\",device=\"fake#1\"} 0"));
+    assert_eq!(node.statistics(None).await.unwrap()[0].inference_count, asked);
+    assert!(has("atoll_replica_changes_total{change=\"made\"} 1"));
+    assert_eq!(node.model_config(model("m")).await.unwrap().instance_group[0].count, 2);
+    // Nobody asks any more: one is enough again.
+    while has("atoll_replica_ready{model=\"m\",version=\"1\",device=\"fake#1\"}") {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    assert!(infer(&node, "m", request(floats(&[1.0]))).await.is_ok());
+    node.unload("m").await.unwrap();
+    assert_eq!(
+        infer(&node, "m", request(floats(&[1.0]))).await.unwrap_err().kind,
+        ErrorKind::Unavailable
+    );
+    assert!(node.model_ready(model("m")).await.is_ok_and(|ready| !ready));
+    node.load("m").await.unwrap();
+    assert!(infer(&node, "m", request(floats(&[1.0]))).await.is_ok());
+    assert!(node.drain(Duration::from_secs(5)).await);
+}
+
+/// The settings of a model once it has been measured.
+async fn measured(node: &LocalNode, name: &str) -> impl Fn(&str) -> String + use<> {
+    loop {
+        let parameters = node.model_config(model(name)).await.unwrap().parameters;
+        if parameters.contains_key("atoll_profile_us") {
+            return move |key: &str| parameters[key].string_value.clone();
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn models_are_measured_beside_everything_else() {
+    let Fixture { node, loader } = start(Duration::from_millis(6), &[]).await;
+    let elastic = Batching { policy: BatchingPolicy::Elastic, ..Batching::default() };
+    let promised = |slo_ms| ModelConfig {
+        slo_ms: Some(slo_ms),
+        batching: elastic.clone(),
+        ..ModelConfig::default()
+    };
+    loader.add("hasty", 1, promised(10));
+    loader.add("patient", 1, promised(600_000));
+    node.load("hasty").await.unwrap();
+    node.load("patient").await.unwrap();
+    assert!(infer(&node, "patient", request(floats(&[1.0]))).await.is_ok(), "ready at once");
+    // A batch of any size takes six milliseconds here.
+    let hasty = measured(&node, "hasty").await;
+    assert_eq!(
+        hasty("atoll_batch_most"),
+        "1",
+        "two of six are more than ten: {}",
+        hasty("atoll_profile_us")
+    );
+    let patient = measured(&node, "patient").await;
+    assert_eq!(patient("atoll_batch_most"), "16");
+    assert_eq!(patient("atoll_profile_us").split(',').count(), 5);
+    let registered = RegisterRequest {
+        name: "new".into(),
+        onnx: Bytes::from_static(b"onnx"),
+        labels: vec![],
+        preprocessing: None,
+        class: None,
+        slo_ms: Some(600_000),
+    };
+    node.register(registered).await.unwrap();
+    assert_eq!(measured(&node, "new").await("atoll_slo_ms"), "600000");
+    let stats = node.statistics(None).await.unwrap();
+    let done: u64 = stats.iter().map(|stats| stats.inference_count).sum();
+    assert_eq!(done, 1, "what is measured is nobody's request");
+    // One that goes away while it is measured holds nobody up.
+    loader.add("brief", 1, promised(600_000));
+    node.load("brief").await.unwrap();
+    node.unload("brief").await.unwrap();
 }

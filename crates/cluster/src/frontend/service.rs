@@ -110,11 +110,12 @@ impl Inner {
                 "no model can be registered: start the frontend with --model-store",
             )
         })?;
-        let RegisterRequest { name, onnx, labels, preprocessing, class } = request;
+        let RegisterRequest { name, onnx, labels, preprocessing, class, slo_ms } = request;
         let config = ModelConfig {
             class: class.unwrap_or_default(),
             labels,
             preprocessing,
+            slo_ms,
             ..ModelConfig::default()
         };
         let bytes = onnx.len() as u64;

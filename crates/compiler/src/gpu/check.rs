@@ -67,7 +67,12 @@ fn check_launch(plan: &GpuPlan, launch: &Launch, fault: &mut impl FnMut(String))
         if patch.at as usize + 8 > launch.args.len() || patch.at % 8 != 0 {
             fault(format!("{}: an address at byte {}", launch.variant, patch.at));
         }
-        if !is_inside(plan, &Span { place: patch.to, bytes: 1 }) {
+        // Of the workspace a device gives only what launches say they use.
+        let bytes = match patch.to {
+            Place::Workspace(_) => launch.workspace_bytes,
+            _ => 1,
+        };
+        if !is_inside(plan, &Span { place: patch.to, bytes }) {
             fault(format!("{}: {:?} does not exist", launch.variant, patch.to));
         }
     }

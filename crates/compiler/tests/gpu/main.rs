@@ -11,7 +11,7 @@ use compiler::gpu::{GpuCompiler, check};
 use device::KernelCompiler;
 use model::LaunchPlan;
 use model::gpu::{GpuPlan, GpuTarget, Precision};
-use models::{dense, encoder, odd};
+use models::{dense, encoder, odd, stages};
 
 fn lower(plan: &LaunchPlan, batch: usize) -> GpuPlan {
     lower_for(plan, batch, 90)
@@ -34,6 +34,20 @@ fn plans_are_sound_at_every_size() {
             assert_eq!(check::faults(&lower(&plan, batch)), Vec::<String>::new(), "{name} {batch}");
         }
     }
+}
+
+#[test]
+fn six_workers_take_little_more_memory_than_one() {
+    let plan = stages();
+    let weights: u64 = lower(&plan, 1).weights.iter().map(|weight| weight.bytes).sum();
+    let run = |batch| cuda::run_bytes(&lower(&plan, batch));
+    let (six, one) = ([1, 1, 2, 4, 8, 16].map(run).iter().sum::<u64>(), run(32));
+    assert!(
+        (weights + six) * 100 <= (weights + one) * 110,
+        "weights {weights}, six {six}, one {one}"
+    );
+    let all = lower(&plan, 4);
+    assert!(all.workspace_bytes > run(4), "choices that nobody takes would cost more than a run");
 }
 
 #[test]

@@ -93,6 +93,26 @@ pub fn dense() -> LaunchPlan {
     b.finish(whole)
 }
 
+/// Fewer pixels and more channels from stage to stage, as pictures are classified: the last products are split where a batch is
+/// small.
+pub fn stages() -> LaunchPlan {
+    let mut b = Builder::default();
+    let mut x = b.input(&[8, 112, 112]);
+    let (mut channels, mut side) = (8, 112);
+    for to in [64, 128, 256, 512, 512] {
+        for _ in 0..2 {
+            x = b.conv(x, [channels, side, side], to, 3, 1);
+            channels = to;
+        }
+        let padding = Padding::Explicit(vec![]);
+        let window = Window { kernel: vec![2, 2], strides: vec![2, 2], dilations: vec![], padding };
+        let op = Op::Pool(Pool { kind: PoolKind::Max, window, ceil_mode: false });
+        side /= 2;
+        x = b.step(op, &[Some(x)], &[channels, side, side]);
+    }
+    b.finish(x)
+}
+
 /// Odd channels, depthwise filters, pooling, and a chain of element operators with a branch.
 pub fn odd() -> LaunchPlan {
     let mut b = Builder::default();

@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock};
 use base::Bytes;
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUmemoryPool, CUresult};
 
+use super::partition::{self, Part};
 use super::pinned::PinnedPool;
 use crate::error::{CudaError, OpenError, is_sticky};
 
@@ -38,6 +39,7 @@ pub(crate) struct Context {
     facts: DriverFacts,
     fault: OnceLock<String>,
     pinned: PinnedPool,
+    part: Option<Part>,
 }
 
 // SAFETY: a context handle may be used from any thread, and each thread makes it current before its calls.
@@ -62,31 +64,46 @@ static OPENED: AtomicU64 = AtomicU64::new(0);
 impl Context {
     /// Holds the GPU `ordinal`.
     pub(crate) fn open(ordinal: usize) -> Result<Arc<Context>, OpenError> {
-        start_driver()?;
-        let count = device_count()?;
-        let no_such = OpenError::NoSuchDevice { ordinal, count };
-        let number = c_int::try_from(ordinal).map_err(|_| no_such.clone())?;
-        if ordinal >= count {
-            return Err(no_such);
-        }
-        let mut device: CUdevice = 0;
-        // SAFETY: the driver is started and `device` is a place for its answer.
-        check("cuDeviceGet", unsafe { sys::cuDeviceGet(&mut device, number) })?;
+        let device = find_device(ordinal)?;
+        let raw = retain(device)?;
+        Context::hold(device, read_facts(device)?, raw, None)
+    }
+
+    /// Holds the GPU `ordinal` in `parts` parts of as many multiprocessors each; some may be left over.
+    pub(crate) fn open_parts(ordinal: usize, parts: usize) -> Result<Vec<Arc<Context>>, OpenError> {
+        let device = find_device(ordinal)?;
         let facts = read_facts(device)?;
-        let mut raw: CUcontext = std::ptr::null_mut();
-        // SAFETY: `device` came from the driver; the context is released when this value is dropped.
-        check("cuDevicePrimaryCtxRetain", unsafe {
-            sys::cuDevicePrimaryCtxRetain(&mut raw, device)
-        })?;
+        let mut contexts = Vec::with_capacity(parts);
+        for resource in partition::split(device, &facts, parts)? {
+            // Held along with the part, so that memory and kernels outlive any of them.
+            retain(device)?;
+            let part = Part::open(device, resource)?;
+            let facts = DriverFacts { multiprocessors: part.multiprocessors(), ..facts.clone() };
+            contexts.push(Context::hold(device, facts, part.context()?, Some(part))?);
+        }
+        Ok(contexts)
+    }
+
+    fn hold(
+        device: CUdevice,
+        facts: DriverFacts,
+        raw: CUcontext,
+        part: Option<Part>,
+    ) -> Result<Arc<Context>, OpenError> {
         let pool: CUmemoryPool = std::ptr::null_mut();
         let number = OPENED.fetch_add(1, Ordering::Relaxed) + 1;
         let (fault, pinned) = (OnceLock::new(), PinnedPool::default());
-        let mut context = Context { raw, number, device, pool, facts, fault, pinned };
+        let mut context = Context { raw, number, device, pool, facts, fault, pinned, part };
         context.enter()?;
         // SAFETY: `device` came from the driver and `pool` is a place for its answer.
         let code = unsafe { sys::cuDeviceGetDefaultMemPool(&mut context.pool, device) };
         context.check("cuDeviceGetDefaultMemPool", code)?;
         Ok(Arc::new(context))
+    }
+
+    /// The part of the GPU it is, if not all of it.
+    pub(super) fn part(&self) -> Option<&Part> {
+        self.part.as_ref()
     }
 
     pub(crate) fn facts(&self) -> &DriverFacts {
@@ -177,7 +194,9 @@ impl Drop for Context {
         if self.enter().is_ok() {
             self.pinned.release();
         }
-        // SAFETY: retained once in `open` and not used after this; an error has nobody to go to.
+        // Streams and memory of the part are gone: they hold this context.
+        drop(self.part.take());
+        // SAFETY: retained once when it was opened and not used after this; an error has nobody to go to.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
@@ -205,7 +224,7 @@ fn static_text(text: *const c_char) -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
-fn check(call: &'static str, code: CUresult) -> Result<(), CudaError> {
+pub(super) fn check(call: &'static str, code: CUresult) -> Result<(), CudaError> {
     if code == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(describe(call, code)) }
 }
 
@@ -235,6 +254,30 @@ fn start_driver() -> Result<(), OpenError> {
 /// 13.0 for 13000.
 fn version_text(version: i32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
+}
+
+/// The GPU of that number, with the driver started.
+fn find_device(ordinal: usize) -> Result<CUdevice, OpenError> {
+    start_driver()?;
+    let count = device_count()?;
+    let no_such = OpenError::NoSuchDevice { ordinal, count };
+    let number = c_int::try_from(ordinal).map_err(|_| no_such.clone())?;
+    if ordinal >= count {
+        return Err(no_such);
+    }
+    let mut device: CUdevice = 0;
+    // SAFETY: the driver is started and `device` is a place for its answer.
+    check("cuDeviceGet", unsafe { sys::cuDeviceGet(&mut device, number) })?;
+    Ok(device)
+}
+
+/// The GPU's primary context, held once more.
+fn retain(device: CUdevice) -> Result<CUcontext, OpenError> {
+    let mut raw: CUcontext = std::ptr::null_mut();
+    // SAFETY: `device` came from the driver; a [`Context`] releases it when it is dropped.
+    let code = unsafe { sys::cuDevicePrimaryCtxRetain(&mut raw, device) };
+    check("cuDevicePrimaryCtxRetain", code)?;
+    Ok(raw)
 }
 
 fn device_count() -> Result<usize, OpenError> {

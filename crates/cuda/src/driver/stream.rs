@@ -56,6 +56,9 @@ impl Stream {
         let code = unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) };
         context.check("cuCtxGetStreamPriorityRange", code)?;
         let number = if priority == Priority::High { greatest } else { least };
+        if let Some(part) = context.part() {
+            return Ok(Stream { raw: part.stream(number)?, context: context.clone() });
+        }
         let mut raw: CUstream = std::ptr::null_mut();
         let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: `raw` is a place for the answer; destroyed when this value is dropped.

@@ -126,9 +126,10 @@ impl<'a> Bench<'a> {
         // SAFETY: both sides live until the event behind is waited for.
         unsafe { self.instance.copy_words(self.lowered, &self.fresh, &self.stream) }?;
         self.from.record(&self.stream)?;
-        // SAFETY: the instance is this bench's with fresh words, and each launch is waited for.
         match form {
+            // SAFETY: the instance is this bench's with fresh words, and the launch is waited for.
             Form::RealTime => unsafe { self.real_time.launch(&self.stream) }?,
+            // SAFETY: as above.
             Form::BestEffort => unsafe { self.best_effort.launch(&self.stream) }?,
             Form::Chains => self.launch_chains()?,
         }

@@ -223,6 +223,7 @@ fn launch(chain: &Chain, index: usize, count: usize, from: Place, to: Place) -> 
         tiles: count.div_ceil(TILE) as u32,
         cluster: 1,
         arrivals: 0,
+        workspace_bytes: 0,
         args,
         patches: vec![
             Patch { at: 0, to: from },

@@ -114,17 +114,25 @@ fn apply_batching(config: &mut ModelConfig, value: &Value) -> Result<(), PbtxtEr
 
 fn apply_parameter(config: &mut ModelConfig, value: &Value) -> Result<(), PbtxtError> {
     let Some(Value::Scalar(key)) = find(value, "key") else { return Ok(()) };
-    if key != "atoll_class" {
-        return Ok(());
-    }
-    let class = find(value, "value").and_then(|value| find(value, "string_value"));
-    match class {
-        Some(Value::Scalar(text)) if Class::parse(text).is_some() => {
-            config.class = Class::parse(text).unwrap_or_default();
-            Ok(())
+    let wrong = |what: &str| PbtxtError::Unsupported(format!("parameter {key} is {what}"));
+    let text = match find(value, "value").and_then(|value| find(value, "string_value")) {
+        Some(Value::Scalar(text)) => text.as_str(),
+        _ => "",
+    };
+    match key.as_str() {
+        "atoll_class" => {
+            config.class = Class::parse(text).ok_or_else(|| wrong("'rt' or 'be'"))?;
         }
-        _ => Err(PbtxtError::Unsupported("parameter atoll_class is 'rt' or 'be'".to_string())),
+        "atoll_pinned" => {
+            config.pinned = text.parse().map_err(|_| wrong("'true' or 'false'"))?;
+        }
+        "atoll_slo_ms" => {
+            let millis = text.parse().ok().filter(|millis| *millis > 0);
+            config.slo_ms = Some(millis.ok_or_else(|| wrong("a number of milliseconds"))?);
+        }
+        _ => {}
     }
+    Ok(())
 }
 
 fn read_labels(path: &Path, name: &str) -> Result<Vec<String>, PbtxtError> {
@@ -310,6 +318,8 @@ mod tests {
           default_queue_policy { default_timeout_microseconds: 1500 max_queue_size: 7 }
         }
         parameters { key: "atoll_class" value: { string_value: "rt" } }
+        parameters [ { key: "atoll_pinned" value: { string_value: "true" } },
+                     { key: "atoll_slo_ms" value: { string_value: "25" } } ]
         instance_group [ { kind: KIND_CPU } ]
     "#;
 
@@ -317,6 +327,10 @@ mod tests {
     fn known_settings_are_taken() {
         let config = parse(EXAMPLE, Path::new(".")).unwrap();
         assert_eq!(config.class, Class::RealTime);
+        assert_eq!((config.pinned, config.slo_ms), (true, Some(25)));
+        let refused = |text: &str| parse(text, Path::new(".")).unwrap_err().to_string();
+        let pinned = refused("parameters { key: 'atoll_pinned' value: { string_value: 'yes' } }");
+        assert_eq!(pinned, "parameter atoll_pinned is 'true' or 'false'");
         assert_eq!((config.max_batch_size, config.priority), (8, 1));
         assert_eq!((config.timeout_ms, config.queue_capacity), (Some(2), 7));
         let batching = config.batching;

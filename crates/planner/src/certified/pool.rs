@@ -19,11 +19,11 @@ use crate::plan::Share;
 use crate::problem::{Demand, Problem};
 
 /// Parts looked at as company.
-const COMPANY: usize = 96;
+const COMPANY: usize = 128;
 /// Steps of the search for the best company.
 const STEPS_MAX: usize = 80;
 /// With so many parts or more, two threads fill slices with half of them each, whatever the number of cores.
-const PARALLEL_FROM: usize = 4000;
+const PARALLEL_FROM: usize = 400;
 /// Parts in one slice.
 const PARTS_MAX: usize = 12;
 /// Relative slack of comparisons, well below the checker's.

@@ -143,6 +143,10 @@ pub(super) struct Batcher<M> {
     /// ran beside it.
     device_time: Nanos,
     counted_until: Nanos,
+    /// What batches took when the model was measured.
+    measured: Vec<(usize, Nanos)>,
+    /// The largest batch that fits the objective by that.
+    fitting: usize,
 }
 
 impl<M> Batcher<M> {
@@ -160,7 +164,31 @@ impl<M> Batcher<M> {
             clock: 0,
             device_time: Nanos::ZERO,
             counted_until: Nanos::ZERO,
+            measured: Vec::new(),
+            fitting: usize::MAX,
         }
+    }
+
+    /// Goes by what batches took when the model was measured: as what is known before any was seen, and for the choice of
+    /// workers where there is an objective.
+    pub(super) fn set_profile(&mut self, times: &[(usize, Nanos)]) {
+        self.measured = times.to_vec();
+        for group in &mut self.groups {
+            group.learned.seed(times);
+            self.rules.refresh(&mut group.policy, group.learned.profile());
+        }
+        let mut measured = Learned::new(self.rules.batch_max());
+        measured.seed(times);
+        self.fitting = match times.is_empty() {
+            true => usize::MAX,
+            false => self.rules.fitting(measured.profile()),
+        };
+    }
+
+    /// The largest batch that is made.
+    pub(super) fn batch_most(&self) -> usize {
+        let batches = self.workers.iter().map(|worker| worker.batch);
+        batches.filter(|batch| *batch <= self.fitting).max().unwrap_or(1)
     }
 
     /// The settings it follows.
@@ -233,7 +261,8 @@ impl<M> Batcher<M> {
         if let Some(index) = self.groups.iter().position(|group| group.key == key) {
             return Some(index);
         }
-        let learned = Learned::new(self.rules.batch_max());
+        let mut learned = Learned::new(self.rules.batch_max());
+        learned.seed(&self.measured);
         let group = Group {
             policy: self.rules.policy(learned.profile()),
             ready: ready(),
@@ -376,10 +405,11 @@ impl<M> Batcher<M> {
         }
     }
 
-    /// Workers as the policy of a group sees them: with no larger batches than the device is prepared for.
+    /// Workers as the policy of a group sees them: with no larger batches than the device is prepared for, or than fit the
+    /// objective.
     fn offered(&self, index: usize) -> Vec<Worker> {
         let ready = self.groups[index].ready.as_ref().and_then(|ready| ready.iter().max());
-        let most = ready.copied().unwrap_or(usize::MAX);
+        let most = ready.copied().unwrap_or(usize::MAX).min(self.fitting);
         let offered = |worker: &Seats| Worker {
             batch: worker.batch.min(most),
             busy: worker.running > 0 || (self.rules.exact && worker.batch > most),

@@ -28,14 +28,14 @@ impl Node {
             found.map(|e| (e.program.clone(), e.defaults, intake(e), state.draining))
         };
         let Some((program, defaults, intake, draining)) = found else {
-            return refused(arrived, reply, Rejection::NoSuchModel);
+            return refuse_at_once(arrived, reply, Rejection::NoSuchModel);
         };
         let class = request.class.unwrap_or(defaults.class);
         if class == Class::BestEffort && !shared.best_effort {
-            return refused(arrived, reply, Rejection::RealTimeOnly);
+            return refuse_at_once(arrived, reply, Rejection::RealTimeOnly);
         }
         if draining {
-            return refused(arrived, reply, Rejection::ShuttingDown);
+            return refuse_at_once(arrived, reply, Rejection::ShuttingDown);
         }
         let timeout = request.timeout.or(defaults.timeout);
         let asked = Asked {
@@ -96,7 +96,7 @@ impl Node {
             }
             Admission::Refused(reply, why) => {
                 drop(state);
-                refused(asked.arrived, reply, why)
+                refuse_at_once(asked.arrived, reply, why)
             }
             Admission::Alone(reply, staged) => {
                 drop(state);
@@ -106,7 +106,7 @@ impl Node {
     }
 
     /// Takes a request in that runs on its own. `withdrawn` takes back what was announced of it.
-    fn submit_alone(
+    pub(super) fn submit_alone(
         &self,
         asked: Asked,
         task: Result<Box<dyn Task>, DeviceError>,
@@ -127,7 +127,7 @@ impl Node {
                     entry.stats.failed += 1;
                 }
                 withdraw(withdrawn);
-                return refused(arrived, reply, Rejection::Device(err));
+                return refuse_at_once(arrived, reply, Rejection::Device(err));
             }
         };
         let mut state = shared.lock();
@@ -138,7 +138,7 @@ impl Node {
         if state.model(key).is_none() {
             drop(state);
             withdraw(withdrawn);
-            return refused(arrived, reply, Rejection::NoSuchModel);
+            return refuse_at_once(arrived, reply, Rejection::NoSuchModel);
         }
         let full = state.core.under_way() + state.batches.members >= shared.max_requests;
         let id = if full { None } else { state.core.next_request_id() };
@@ -148,7 +148,11 @@ impl Node {
             }
             drop(state);
             withdraw(withdrawn);
-            return refused(arrived, reply, Rejection::QueueFull { capacity: shared.max_requests });
+            return refuse_at_once(
+                arrived,
+                reply,
+                Rejection::QueueFull { capacity: shared.max_requests },
+            );
         };
         let model = ModelId(key.slot);
         let timing = Timing { arrived, prepared, first: true, ..Timing::default() };
@@ -170,7 +174,7 @@ pub(super) struct Asked {
 }
 
 /// Answers a request that is not taken in.
-fn refused(arrived: Nanos, reply: ReplyFn, why: Rejection) -> RequestHandle {
+pub(crate) fn refuse_at_once(arrived: Nanos, reply: ReplyFn, why: Rejection) -> RequestHandle {
     let timing = Timing { arrived, finished: arrived, ..Timing::default() };
     reply(Reply { result: Err(why), timing });
     RequestHandle { shared: Weak::new(), place: Place::Nowhere }

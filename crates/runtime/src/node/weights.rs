@@ -122,6 +122,18 @@ impl Node {
         Some(program.resident())
     }
 
+    /// What weights may take.
+    pub fn budget(&self) -> Bytes {
+        self.shared.budget
+    }
+
+    /// What the weights of `model` take when they are there; 0 where they do not come and go.
+    pub fn weight_bytes(&self, model: ModelKey) -> Option<Bytes> {
+        let state = self.shared.lock();
+        state.model(model)?;
+        state.core.weights_of(ModelId(model.slot)).map(|(bytes, _)| Bytes(bytes))
+    }
+
     /// Whether all weights of `model` are on the device.
     pub fn is_resident(&self, model: ModelKey) -> bool {
         let state = self.shared.lock();

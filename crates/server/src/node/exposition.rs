@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use runtime::fleet::router::Standing;
 use runtime::node::LEAVE_BOUNDS_US;
-use runtime::{Leaving, Node, NodeMemory};
+use runtime::{Fleet, Leaving, NodeMemory};
 
 use crate::metrics::{Exposition, Kind};
 
@@ -99,13 +100,12 @@ const FAMILIES: [PerModel; 12] = [
     },
 ];
 
-/// Writes the metrics of `models` of `node` on `device`.
+/// Writes the metrics of `models` and of the beginnings they share, of `fleet`.
 pub(super) fn write(
     text: &mut String,
     models: &[Arc<Served>],
     trunks: &[Arc<Trunk>],
-    device: &str,
-    node: &Node,
+    fleet: &Fleet,
 ) {
     let mut out = Exposition::new(text);
     for family in &FAMILIES {
@@ -117,53 +117,134 @@ pub(super) fn write(
     write_failures(&mut out, models);
     write_drops(&mut out, models);
     write_latency(&mut out, models);
-    write_leaving(&mut out, models, node);
-    out.family("atoll_model_resident_bytes", Kind::Gauge, "Device memory a loaded model holds");
-    for model in models {
-        let bytes = node.resident_of(model.key).unwrap_or_default().0;
-        out.sample("atoll_model_resident_bytes", &labels(model), bytes);
-    }
+    write_leaving(&mut out, models, fleet);
+    write_replicas(&mut out, models, fleet);
     out.family("atoll_resident_bytes", Kind::Gauge, "Device memory all loaded models hold");
-    out.sample("atoll_resident_bytes", &[("device", device)], node.resident().0);
-    write_memory(&mut out, device, &node.memory());
-    write_trunks(&mut out, trunks, node);
+    for (node, device) in fleet.nodes().iter().zip(fleet.names()) {
+        out.sample("atoll_resident_bytes", &[("device", device)], node.resident().0);
+    }
+    write_memory(&mut out, fleet);
+    write_trunks(&mut out, trunks, fleet);
 }
 
 /// Beginnings that several models share.
-fn write_trunks(out: &mut Exposition<'_>, trunks: &[Arc<Trunk>], node: &Node) {
-    let stats: Vec<_> = trunks.iter().map(|t| (t, node.stats(t.key).unwrap_or_default())).collect();
+fn write_trunks(out: &mut Exposition<'_>, trunks: &[Arc<Trunk>], fleet: &Fleet) {
+    let stats = |trunk: &Arc<Trunk>| {
+        let (mut success, mut executions) = (0, 0);
+        for (view, key) in fleet.replicas(trunk.key) {
+            let stats = fleet.nodes()[view.device].stats(key).unwrap_or_default();
+            success += stats.success;
+            executions += stats.executions;
+        }
+        (success, executions)
+    };
+    let stats: Vec<_> = trunks.iter().map(|trunk| (trunk, stats(trunk))).collect();
     let name = "atoll_trunk_requests_total";
     out.family(name, Kind::Counter, "Requests that a beginning shared by models was run for");
-    stats.iter().for_each(|(t, stats)| out.sample(name, &[("trunk", &t.name)], stats.success));
+    stats.iter().for_each(|(t, (success, _))| out.sample(name, &[("trunk", &t.name)], *success));
     let name = "atoll_trunk_executions_total";
     out.family(name, Kind::Counter, "Executions of such a beginning; a batch counts once");
-    stats.iter().for_each(|(t, stats)| out.sample(name, &[("trunk", &t.name)], stats.executions));
+    stats.iter().for_each(|(t, (_, runs))| out.sample(name, &[("trunk", &t.name)], *runs));
 }
 
-/// Weights that come and go: what there is room for, what is there, and what was moved.
-fn write_memory(out: &mut Exposition<'_>, device: &str, memory: &NodeMemory) {
-    let Some(used) = memory.device else { return };
-    let device = [("device", device)];
-    let mut one = |name: &'static str, kind: Kind, help: &'static str, value: u64| {
-        out.family(name, kind, help);
-        out.sample(name, &device, value);
-    };
-    let swaps = &memory.swaps;
-    one("atoll_weights_budget_bytes", Kind::Gauge, "What weights may take", memory.budget.0);
-    one("atoll_weights_bytes", Kind::Gauge, "Weights on the device or arriving", used.weights.0);
-    one("atoll_weights_pinned_bytes", Kind::Gauge, "Weights that stay", memory.pinned.0);
-    if let Some(system) = used.system {
-        let help = "Memory used on the device by everybody, as its own tools count";
-        one("atoll_device_used_bytes", Kind::Gauge, help, system.0);
+/// Where models are, and what each device does of them.
+fn write_replicas(out: &mut Exposition<'_>, models: &[Arc<Served>], fleet: &Fleet) {
+    let name = "atoll_model_resident_bytes";
+    out.family(name, Kind::Gauge, "Device memory a loaded model holds");
+    let replicas: Vec<_> = models
+        .iter()
+        .flat_map(|model| fleet.replicas(model.key).into_iter().map(move |held| (model, held)))
+        .collect();
+    for (model, (view, key)) in &replicas {
+        let bytes = fleet.nodes()[view.device].resident_of(*key).unwrap_or_default().0;
+        out.sample(name, &with(model, "device", &fleet.names()[view.device]), bytes);
     }
-    let help = "Models that wait to be loaded";
-    one("atoll_loads_waiting", Kind::Gauge, help, memory.wanted as u64);
-    one("atoll_loads_total", Kind::Counter, "Times a model's weights were loaded", swaps.loads);
-    let help = "Bytes of weights that were loaded";
-    one("atoll_loaded_bytes_total", Kind::Counter, help, swaps.loaded.0);
-    let help = "Times the device had no room for weights after all";
-    one("atoll_loads_refused_total", Kind::Counter, help, swaps.refused);
-    one("atoll_evictions_total", Kind::Counter, "Times weights were evicted", swaps.evictions);
+    if fleet.nodes().len() == 1 {
+        return;
+    }
+    let name = "atoll_replica_ready";
+    out.family(
+        name,
+        Kind::Gauge,
+        "1 where a device takes requests of a model, 0 while it lets it go",
+    );
+    for (model, (view, _)) in &replicas {
+        let ready = u8::from(view.standing == Standing::Serving);
+        out.sample(name, &with(model, "device", &fleet.names()[view.device]), ready);
+    }
+    let name = "atoll_replica_requests_total";
+    out.family(name, Kind::Counter, "Requests answered with outputs, by device");
+    for (model, (view, _)) in &replicas {
+        out.sample(name, &with(model, "device", &fleet.names()[view.device]), view.answered);
+    }
+    let name = "atoll_replica_pending";
+    out.family(name, Kind::Gauge, "Requests waiting or running, by device");
+    for (model, (view, _)) in &replicas {
+        out.sample(name, &with(model, "device", &fleet.names()[view.device]), view.under_way);
+    }
+    let changes = fleet.changes();
+    let name = "atoll_replica_changes_total";
+    out.family(name, Kind::Counter, "Replicas made for load, taken away, and refused by a device");
+    for (what, count) in
+        [("made", changes.made), ("taken", changes.taken), ("refused", changes.refused)]
+    {
+        out.sample(name, &[("change", what)], count);
+    }
+}
+
+/// A family with one sample per device.
+type PerDevice = (&'static str, Kind, &'static str, fn(&NodeMemory) -> Option<u64>);
+
+const MEMORY: [PerDevice; 9] = [
+    ("atoll_weights_budget_bytes", Kind::Gauge, "What weights may take", |m| Some(m.budget.0)),
+    ("atoll_weights_bytes", Kind::Gauge, "Weights on the device or arriving", |m| {
+        Some(m.device?.weights.0)
+    }),
+    ("atoll_weights_pinned_bytes", Kind::Gauge, "Weights that stay", |m| Some(m.pinned.0)),
+    (
+        "atoll_device_used_bytes",
+        Kind::Gauge,
+        "Memory used on the device by everybody, as its own tools count",
+        |m| Some(m.device?.system?.0),
+    ),
+    ("atoll_loads_waiting", Kind::Gauge, "Models that wait to be loaded", |m| {
+        Some(m.wanted as u64)
+    }),
+    ("atoll_loads_total", Kind::Counter, "Times a model's weights were loaded", |m| {
+        Some(m.swaps.loads)
+    }),
+    ("atoll_loaded_bytes_total", Kind::Counter, "Bytes of weights that were loaded", |m| {
+        Some(m.swaps.loaded.0)
+    }),
+    (
+        "atoll_loads_refused_total",
+        Kind::Counter,
+        "Times the device had no room for weights after all",
+        |m| Some(m.swaps.refused),
+    ),
+    ("atoll_evictions_total", Kind::Counter, "Times weights were evicted", |m| {
+        Some(m.swaps.evictions)
+    }),
+];
+
+/// Weights that come and go: what there is room for, what is there, and what was moved.
+fn write_memory(out: &mut Exposition<'_>, fleet: &Fleet) {
+    let devices = fleet.nodes().iter().zip(fleet.names());
+    let memories: Vec<(NodeMemory, &String)> = devices
+        .map(|(node, name)| (node.memory(), name))
+        .filter(|(memory, _)| memory.device.is_some())
+        .collect();
+    for (name, kind, help, value) in MEMORY {
+        let samples: Vec<_> =
+            memories.iter().filter_map(|(memory, device)| Some((device, value(memory)?))).collect();
+        if samples.is_empty() {
+            continue;
+        }
+        out.family(name, kind, help);
+        for (device, value) in samples {
+            out.sample(name, &[("device", device.as_str())], value);
+        }
+    }
 }
 
 fn labels(model: &Served) -> [(&str, &str); 2] {
@@ -226,10 +307,15 @@ fn write_latency(out: &mut Exposition<'_>, models: &[Arc<Served>]) {
 
 /// How long models took to leave for real time, and for whom others left. Until the device had given the work back: the
 /// multiprocessors are free sooner.
-fn write_leaving(out: &mut Exposition<'_>, models: &[Arc<Served>], node: &Node) {
+fn write_leaving(out: &mut Exposition<'_>, models: &[Arc<Served>], fleet: &Fleet) {
     const NAME: &str = "atoll_preemption_leave_seconds";
-    let leaving: Vec<Leaving> =
-        models.iter().map(|model| node.leaving(model.key).unwrap_or_default()).collect();
+    let mut leaving: Vec<(&Served, &str, Leaving)> = Vec::new();
+    for model in models {
+        for (view, key) in fleet.replicas(model.key) {
+            let seen = fleet.nodes()[view.device].leaving(key).unwrap_or_default();
+            leaving.push((model, &fleet.names()[view.device], seen));
+        }
+    }
     out.family(
         NAME,
         Kind::Histogram,
@@ -237,21 +323,22 @@ fn write_leaving(out: &mut Exposition<'_>, models: &[Arc<Served>], node: &Node) 
     );
     let (bucket, sum, count) =
         (format!("{NAME}_bucket"), format!("{NAME}_sum"), format!("{NAME}_count"));
-    for (model, leaving) in models.iter().zip(&leaving) {
+    for (model, device, leaving) in &leaving {
+        let [name, version, device] = with(model, "device", device);
         let mut so_far = 0;
         for (bound, times) in LEAVE_BOUNDS_US.iter().zip(leaving.counts) {
             so_far += times;
             let seconds = (*bound as f64 / 1e6).to_string();
-            out.sample(&bucket, &with(model, "le", &seconds), so_far);
+            out.sample(&bucket, &[name, version, device, ("le", &seconds)], so_far);
         }
         let all: u64 = leaving.counts.iter().sum();
-        out.sample(&bucket, &with(model, "le", "+Inf"), all);
-        out.sample(&sum, &labels(model), leaving.sum.0 as f64 / 1e9);
-        out.sample(&count, &labels(model), all);
+        out.sample(&bucket, &[name, version, device, ("le", "+Inf")], all);
+        out.sample(&sum, &[name, version, device], leaving.sum.0 as f64 / 1e9);
+        out.sample(&count, &[name, version, device], all);
     }
     let name = "atoll_preemptions_caused_total";
     out.family(name, Kind::Counter, "Times other work left for real-time requests of the model");
-    for (model, leaving) in models.iter().zip(&leaving) {
-        out.sample(name, &labels(model), leaving.caused);
+    for (model, device, leaving) in &leaving {
+        out.sample(name, &with(model, "device", device), leaving.caused);
     }
 }

@@ -6,28 +6,29 @@
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use compiler::prefix::{Cut, Fingerprint, Source};
-use device::{DeviceError, Program};
+use device::DeviceError;
 use model::LaunchPlan;
 use model::config::{Batching, BatchingPolicy, Class, ModelConfig};
-use runtime::{ModelKey, Node};
+use runtime::Fleet;
+use runtime::fleet::router::FleetModel;
 
 use super::catalogue::Catalogue;
 use super::served::{Served, Split};
 
-/// The common beginning of several models, in service. When its last model lets go, the node drops it.
+/// The common beginning of several models, in service. When its last model lets go, the fleet drops it.
 pub struct Trunk {
     /// Its name: the same for the same steps.
     pub name: String,
-    /// Its key in the node.
-    pub key: ModelKey,
+    /// Its key in the fleet.
+    pub key: FleetModel,
     cut: Cut,
     habits: Habits,
-    node: Arc<Node>,
+    fleet: Arc<Fleet>,
 }
 
 impl Drop for Trunk {
     fn drop(&mut self) {
-        self.node.remove_model(self.key);
+        self.fleet.remove_model(self.key);
     }
 }
 
@@ -54,7 +55,7 @@ impl Habits {
     }
 }
 
-/// The trunks of a node.
+/// The trunks of a fleet.
 #[derive(Default)]
 pub struct Families {
     /// One model at a time finds its family.
@@ -86,10 +87,10 @@ impl Families {
 
     /// Finds the family of `served`, which has just been loaded, and lets all of it run that way. What goes wrong is said and
     /// leaves models whole.
-    pub async fn join(&self, node: &Arc<Node>, catalogue: &Catalogue, served: Arc<Served>) {
+    pub async fn join(&self, fleet: &Arc<Fleet>, catalogue: &Catalogue, served: Arc<Served>) {
         let _turn = self.turn.lock().await;
         let (trunks, others) = (self.trunks(), catalogue.all());
-        let (own, name) = (node.clone(), served.name.clone());
+        let (own, name) = (fleet.clone(), served.name.clone());
         let found = tokio::task::spawn_blocking(move || find(&own, &trunks, &others, served)).await;
         let found = match found {
             Ok(Ok(Some(found))) => found,
@@ -102,24 +103,24 @@ impl Families {
         };
         self.keep(&found.trunk);
         for model in found.models {
-            part(node, catalogue, &found.trunk, model).await;
+            part(fleet, catalogue, &found.trunk, model).await;
         }
     }
 }
 
 /// Puts the parts of `model` in its place, unless it has been replaced or unloaded since.
-async fn part(node: &Arc<Node>, catalogue: &Catalogue, trunk: &Arc<Trunk>, model: Arc<Served>) {
+async fn part(fleet: &Arc<Fleet>, catalogue: &Catalogue, trunk: &Arc<Trunk>, model: Arc<Served>) {
     let _turn = catalogue.turn(&model.name).await;
     if !catalogue.holds(&model) {
         return;
     }
-    let (device, cut, whole) = (node.device().clone(), trunk.cut.clone(), model.clone());
+    let (devices, cut, whole) = (fleet.clone(), trunk.cut.clone(), model.clone());
     let parted = tokio::task::spawn_blocking(move || {
         let plan = whole.plan();
         let suffix = cut.suffix(plan, &whole.fingerprint())?;
-        Some(device.load(Arc::new(suffix.plan)).map(|program| (program, suffix.sources)))
+        Some(devices.load(Arc::new(suffix.plan)).map(|placed| (placed, suffix.sources)))
     });
-    let (program, sources) = match parted.await {
+    let (placed, sources) = match parted.await {
         Ok(Some(Ok(parts))) => parts,
         Ok(Some(Err(error))) => {
             tracing::warn!(model = &*model.name, %error, "served whole: its own part does not load");
@@ -127,19 +128,19 @@ async fn part(node: &Arc<Node>, catalogue: &Catalogue, trunk: &Arc<Trunk>, model
         }
         _ => return,
     };
-    if let Some(why) = node.cannot_fit(&*program) {
+    if let Some(why) = fleet.cannot_fit(&placed) {
         tracing::warn!(model = &*model.name, %why, "served whole: no room for its own part");
         return;
     }
     tracing::info!(model = &*model.name, trunk = trunk.name, "shares its beginning");
     let split = Split { trunk: trunk.clone(), sources };
-    let (served, gone) = Served::start_apart(&model, program, split);
+    let (served, gone) = Served::start_apart(&model, placed, split);
     catalogue.finish_load(served, gone);
 }
 
 /// A trunk that `served` fits, or one of it and of another model.
 fn find(
-    node: &Arc<Node>,
+    fleet: &Arc<Fleet>,
     trunks: &[Arc<Trunk>],
     others: &[Arc<Served>],
     served: Arc<Served>,
@@ -161,7 +162,7 @@ fn find(
         let Some(cut) = Cut::between(pair.0, pair.1) else { continue };
         let Some(plan) = cut.trunk(served.plan(), &of) else { continue };
         let models = vec![other.clone(), served.clone()];
-        match start(node, cut, plan, &models, habits.clone())? {
+        match start(fleet, cut, plan, &models, habits.clone())? {
             Some(trunk) => return Ok(Some(Match { trunk, models })),
             None => continue,
         }
@@ -171,14 +172,14 @@ fn find(
 
 /// Puts a trunk in service; nothing where its rows cannot share a batch, for then it has no use.
 fn start(
-    node: &Arc<Node>,
+    fleet: &Arc<Fleet>,
     cut: Cut,
     plan: LaunchPlan,
     models: &[Arc<Served>],
     habits: Habits,
 ) -> Result<Option<Arc<Trunk>>, DeviceError> {
-    let program: Arc<dyn Program> = node.device().load(Arc::new(plan))?;
-    if let Some(why) = node.cannot_fit(&*program) {
+    let placed = fleet.load(Arc::new(plan))?;
+    if let Some(why) = fleet.cannot_fit(&placed) {
         return Err(why);
     }
     let Some(first) = models.first() else { return Ok(None) };
@@ -188,9 +189,9 @@ fn start(
         timeout_ms: None,
         ..first.config.clone()
     };
-    let key = node.add_model(program, &config);
-    let trunk = Trunk { name: cut.name(), key, cut, habits, node: node.clone() };
-    if !node.is_batched(key) {
+    let key = fleet.add_model(placed, &config);
+    let trunk = Trunk { name: cut.name(), key, cut, habits, fleet: fleet.clone() };
+    if !fleet.is_batched(key) {
         tracing::info!(trunk = trunk.name, "a common beginning whose rows are not independent");
         return Ok(None);
     }

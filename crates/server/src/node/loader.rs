@@ -1,16 +1,14 @@
 //! Where a node's models come from.
 
-use std::sync::Arc;
-
 use api::{ApiError, RegisterRequest};
-use device::Program;
 use model::config::ModelConfig;
+use runtime::Placed;
 use thiserror::Error;
 
 /// A model that is ready to run.
 pub struct LoadedModel {
-    /// The program on its device.
-    pub program: Arc<dyn Program>,
+    /// The program, on the device that was chosen for it.
+    pub placed: Placed,
     /// What its user says of it.
     pub config: ModelConfig,
     /// The version that was loaded.

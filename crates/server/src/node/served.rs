@@ -5,10 +5,10 @@ use std::sync::Arc;
 use api::error::ApiResult;
 use api::{ApiError, Inputs, ModelMetadata, NamedTensor, RequestedOutput, TensorMetadata, proto};
 use bytes::Bytes;
-use device::Program;
 use model::config::ModelConfig;
 use model::{DataType, Dim, LaunchPlan, Tensor, ValueId, ValueInfo};
-use runtime::{ModelKey, Node};
+use runtime::fleet::router::FleetModel;
+use runtime::{Fleet, Placed};
 use tokio::sync::oneshot;
 
 use compiler::prefix::{Fingerprint, Source};
@@ -34,8 +34,8 @@ pub struct Served {
     pub config: ModelConfig,
     /// What it has done.
     pub counters: Arc<Counters>,
-    /// Its key in the node; of its own part, where it shares its beginning with others.
-    pub key: ModelKey,
+    /// Its key in the fleet; of its own part, where it shares its beginning with others.
+    pub key: FleetModel,
     /// The beginning it shares with others.
     pub split: Option<Split>,
     fingerprint: LazyFingerprint,
@@ -44,8 +44,7 @@ pub struct Served {
     batched: bool,
     /// How requests are put together.
     batching: &'static str,
-    device: String,
-    node: Arc<Node>,
+    fleet: Arc<Fleet>,
     _gone: oneshot::Sender<()>,
 }
 
@@ -59,22 +58,22 @@ pub struct Split {
 
 impl Drop for Served {
     fn drop(&mut self) {
-        self.node.remove_model(self.key);
+        self.fleet.remove_model(self.key);
     }
 }
 
 impl Served {
-    /// Puts `program` in service. The receiver fires once nobody uses it any more.
+    /// Puts a program in service. The receiver fires once nobody uses it any more.
     pub fn start(
-        node: Arc<Node>,
+        fleet: Arc<Fleet>,
         name: &str,
         version: u64,
-        program: Arc<dyn Program>,
+        placed: Placed,
         config: ModelConfig,
     ) -> (Arc<Served>, oneshot::Receiver<()>) {
-        let plan = program.plan().clone();
-        let key = node.add_model(program, &config);
-        let batching = if node.is_batched(key) { config.batching.policy.as_str() } else { "none" };
+        let plan = placed.program.plan().clone();
+        let key = fleet.add_model(placed, &config);
+        let batching = if fleet.is_batched(key) { config.batching.policy.as_str() } else { "none" };
         tracing::info!(model = name, batching, "how its requests are put together");
         let (gone, receiver) = oneshot::channel();
         let output_names = plan.outputs.iter().map(|id| Arc::from(&*plan.value(*id).name));
@@ -91,20 +90,19 @@ impl Served {
             split: None,
             fingerprint: LazyFingerprint::new(),
             plan,
-            device: node.device().info().name.clone(),
-            node,
+            fleet,
             _gone: gone,
         };
         (Arc::new(served), receiver)
     }
 
-    /// The same model with its beginning elsewhere: `program` is its own part. Its counts go on.
+    /// The same model with its beginning elsewhere: `placed` is its own part. Its counts go on.
     pub fn start_apart(
         whole: &Served,
-        program: Arc<dyn Program>,
+        placed: Placed,
         split: Split,
     ) -> (Arc<Served>, oneshot::Receiver<()>) {
-        let key = whole.node.add_model(program, &whole.config);
+        let key = whole.fleet.add_model(placed, &whole.config);
         let (gone, receiver) = oneshot::channel();
         let served = Served {
             name: whole.name.clone(),
@@ -119,8 +117,7 @@ impl Served {
             split: Some(split),
             fingerprint: whole.fingerprint.clone(),
             plan: whole.plan.clone(),
-            device: whole.device.clone(),
-            node: whole.node.clone(),
+            fleet: whole.fleet.clone(),
             _gone: gone,
         };
         (Arc::new(served), receiver)
@@ -323,7 +320,7 @@ impl Served {
             input: self.plan.inputs.iter().map(input).collect(),
             output: self.plan.outputs.iter().map(output).collect(),
             scheduling_choice: self.wire_batching(),
-            instance_group: vec![self.instance_group()],
+            instance_group: self.instance_groups(),
             default_model_filename: "model.onnx".to_string(),
             parameters: self.wire_parameters(),
             model_transaction_policy: Some(proto::ModelTransactionPolicy { decoupled: false }),
@@ -344,30 +341,47 @@ impl Served {
         }))
     }
 
-    fn instance_group(&self) -> proto::ModelInstanceGroup {
+    /// An instance for each device that holds it; those of GPUs and of the CPU are groups of their own.
+    fn instance_groups(&self) -> Vec<proto::ModelInstanceGroup> {
         use proto::model_instance_group::Kind;
-        let gpu = self.device.strip_prefix("cuda:").and_then(|number| number.parse().ok());
-        proto::ModelInstanceGroup {
+        let replicas = self.fleet.replicas(self.key);
+        let names = replicas.iter().map(|(view, _)| self.fleet.names()[view.device].as_str());
+        let gpus: Vec<i32> = names.filter_map(gpu_number).collect();
+        let on_cpu = replicas.len() - gpus.len();
+        let group = |count: usize, gpus: Vec<i32>, kind: Kind| proto::ModelInstanceGroup {
             name: self.name.to_string(),
-            count: 1,
-            gpus: gpu.into_iter().collect(),
-            kind: if gpu.is_some() { Kind::Gpu } else { Kind::Cpu } as i32,
-        }
+            count: i32::try_from(count).unwrap_or(i32::MAX),
+            gpus,
+            kind: kind as i32,
+        };
+        let gpus = (!gpus.is_empty()).then(|| group(1, gpus, Kind::Gpu));
+        let cpu = (on_cpu > 0).then(|| group(on_cpu, Vec::new(), Kind::Cpu));
+        gpus.into_iter().chain(cpu).collect()
     }
 
     fn wire_parameters(&self) -> std::collections::BTreeMap<String, proto::ModelParameter> {
         let value = |string_value: String| proto::ModelParameter { string_value };
+        let profile = super::profile_text(&self.fleet.profile_of(self.key));
         let trunk = self.split.as_ref().map(|split| split.trunk.name.clone());
-        [
-            ("atoll_trunk".to_string(), value(trunk.unwrap_or_default())),
-            ("atoll_batching".to_string(), value(self.batching.to_string())),
-            ("atoll_class".to_string(), value(self.config.class.as_str().to_string())),
-            ("atoll_priority".to_string(), value(self.config.priority.to_string())),
-            ("atoll_pinned".to_string(), value(self.config.pinned.to_string())),
-            ("atoll_queue_capacity".to_string(), value(self.config.queue_capacity.to_string())),
-        ]
-        .into()
+        let known = [
+            ("atoll_trunk", trunk),
+            ("atoll_batching", Some(self.batching.to_string())),
+            ("atoll_batch_most", self.fleet.batch_most(self.key).map(|most| most.to_string())),
+            ("atoll_class", Some(self.config.class.as_str().to_string())),
+            ("atoll_priority", Some(self.config.priority.to_string())),
+            ("atoll_pinned", Some(self.config.pinned.to_string())),
+            ("atoll_queue_capacity", Some(self.config.queue_capacity.to_string())),
+            ("atoll_slo_ms", self.config.slo_ms.map(|millis| millis.to_string())),
+            ("atoll_profile_us", Some(profile).filter(|text| !text.is_empty())),
+        ];
+        known.into_iter().filter_map(|(key, text)| Some((key.to_string(), value(text?)))).collect()
     }
+}
+
+/// The GPU that a device is, or is a part of.
+fn gpu_number(device: &str) -> Option<i32> {
+    let number = device.strip_prefix("cuda:")?;
+    number.split(['/', '#']).next()?.parse().ok()
 }
 
 fn latest_policy() -> proto::ModelVersionPolicy {

@@ -64,7 +64,7 @@ async fn text_of(field: Field<'_>) -> ApiResult<String> {
 }
 
 async fn read_registration(mut form: Multipart) -> ApiResult<RegisterRequest> {
-    let (mut name, mut onnx, mut class) = (None, None, None);
+    let (mut name, mut onnx, mut class, mut slo_ms) = (None, None, None, None);
     let (mut labels, mut preprocessing) = (Vec::new(), None);
     while let Some(field) = form.next_field().await.map_err(form_error)? {
         match field.name().unwrap_or_default() {
@@ -73,7 +73,11 @@ async fn read_registration(mut form: Multipart) -> ApiResult<RegisterRequest> {
             "labels" => labels = read_labels(&text_of(field).await?)?,
             "preprocessing" => preprocessing = read_preprocessing(&text_of(field).await?)?,
             "class" => class = read_class(&text_of(field).await?)?,
-            other => return Err(unknown_field(other, "name, model, labels, preprocessing, class")),
+            "slo_ms" => slo_ms = read_objective(&text_of(field).await?)?,
+            other => {
+                let known = "name, model, labels, preprocessing, class, slo_ms";
+                return Err(unknown_field(other, known));
+            }
         }
     }
     let name = name.ok_or_else(|| ApiError::invalid("the form has no field 'name'"))?;
@@ -82,7 +86,7 @@ async fn read_registration(mut form: Multipart) -> ApiResult<RegisterRequest> {
     if onnx.is_empty() {
         return Err(ApiError::invalid("the field 'model' is empty; it must be an ONNX file"));
     }
-    Ok(RegisterRequest { name, onnx, labels, preprocessing, class })
+    Ok(RegisterRequest { name, onnx, labels, preprocessing, class, slo_ms })
 }
 
 fn unknown_field(name: &str, known: &str) -> ApiError {
@@ -106,6 +110,15 @@ fn read_preprocessing(text: &str) -> ApiResult<Option<Preprocessing>> {
         .map_err(|error| ApiError::invalid(format!("the field 'preprocessing': {error}")))?;
     crate::node::image::check(&preprocessing)?;
     Ok(Some(preprocessing))
+}
+
+fn read_objective(text: &str) -> ApiResult<Option<u64>> {
+    match text.trim() {
+        "" => Ok(None),
+        text => text.parse().ok().filter(|millis| *millis > 0).map(Some).ok_or_else(|| {
+            ApiError::invalid("the field 'slo_ms' must be a whole number of milliseconds")
+        }),
+    }
 }
 
 fn read_class(text: &str) -> ApiResult<Option<Class>> {

@@ -13,6 +13,7 @@ use device::*;
 use model::config::ModelConfig;
 use model::op::{Op, Unary};
 use model::{DataType, Dim, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
+use runtime::Placed;
 use server::{LoadError, LoadedModel, ModelLoader, RepositoryEntry};
 
 /// A device on which every segment takes the same time.
@@ -216,7 +217,8 @@ impl ModelLoader for FakeLoader {
         self.programs_alive.fetch_add(1, Ordering::SeqCst);
         let program = FakeProgram { plan: plan(&dims).into(), alive: self.programs_alive.clone() };
         let config = models[key].clone();
-        Ok(LoadedModel { program: Arc::new(program), config, version: key.1 })
+        let placed = Placed { device: 0, program: Arc::new(program) };
+        Ok(LoadedModel { placed, config, version: key.1 })
     }
 
     fn index(&self) -> Result<Vec<RepositoryEntry>, LoadError> {
@@ -232,6 +234,7 @@ impl ModelLoader for FakeLoader {
         let config = ModelConfig {
             labels: request.labels,
             preprocessing: request.preprocessing,
+            slo_ms: request.slo_ms,
             ..ModelConfig::default()
         };
         self.add(&request.name, 1, config);

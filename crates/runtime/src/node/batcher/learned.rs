@@ -28,6 +28,16 @@ impl Learned {
         &self.profile
     }
 
+    /// What was measured, for sizes of which nothing was seen.
+    pub(super) fn seed(&mut self, measured: &[(usize, Nanos)]) {
+        for (rows, time) in measured {
+            let seen = rows.checked_sub(1).and_then(|index| self.means.get(index));
+            if seen.is_some_and(|mean| *mean == 0.0) {
+                self.record(*rows, *time);
+            }
+        }
+    }
+
     /// A batch of `rows` took `time`.
     pub(super) fn record(&mut self, rows: usize, time: Nanos) {
         let Some(mean) = rows.checked_sub(1).and_then(|index| self.means.get_mut(index)) else {

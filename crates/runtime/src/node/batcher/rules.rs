@@ -24,6 +24,8 @@ pub(in crate::node) struct Rules {
     pub(in crate::node) copy: CopyTime,
     max_wait: Nanos,
     objective: Option<Nanos>,
+    /// Nobody set the workers: they may be chosen.
+    chosen: bool,
 }
 
 impl Rules {
@@ -47,7 +49,8 @@ impl Rules {
             BatchingPolicy::Auto => vec![most; SIDE_BY_SIDE],
             _ => vec![most],
         };
-        let workers = if workers.is_empty() { own } else { workers.clone() };
+        let chosen = workers.is_empty();
+        let workers = if chosen { own } else { workers.clone() };
         let workers: Vec<usize> = workers.into_iter().filter(|batch| *batch <= most).collect();
         let workers = if workers.is_empty() { vec![most] } else { workers };
         Some(Rules {
@@ -57,6 +60,7 @@ impl Rules {
             copy,
             max_wait: Nanos::from_micros(max_wait_us),
             objective: config.slo_ms.map(Nanos::from_millis),
+            chosen,
         })
     }
 
@@ -78,6 +82,17 @@ impl Rules {
     /// Whether a batch that starts late simply takes everybody: asking the policy twice would count twice.
     pub(super) fn takes_all(&self) -> bool {
         self.policy == BatchingPolicy::Adaptive
+    }
+
+    /// Time within which requests shall be answered.
+    pub(in crate::node) fn objective(&self) -> Option<Nanos> {
+        self.objective
+    }
+
+    /// The largest batch of workers of fixed sizes by what was measured, if they are not set by hand. A request that just misses
+    /// a batch waits for it and runs in the next, so two of them fit the objective. Other policies go by the objective themselves.
+    pub(super) fn fitting(&self, measured: &BatchProfile) -> usize {
+        if self.exact && self.chosen { self.limit(measured) } else { usize::MAX }
     }
 
     /// The largest batch that fits the objective by what is known.

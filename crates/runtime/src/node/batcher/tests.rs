@@ -247,6 +247,11 @@ impl World {
             if self.random.below(20) == 0 {
                 self.cancel_somebody();
             }
+            if self.random.below(100) == 0 {
+                let slow = 1 + self.random.below(20);
+                let time = |rows: usize| Nanos(World::time(rows).0 * slow);
+                self.batcher.set_profile(&[1, 2, 4, 8, 16].map(|rows| (rows, time(rows))));
+            }
             self.tend();
         }
         self.advance(Nanos::MAX);
@@ -290,6 +295,26 @@ fn every_request_ends_once_in_order_and_among_its_own() {
             world.run(400, gap, 1 + seed % 8);
         }
     }
+}
+
+#[test]
+fn workers_are_chosen_by_what_was_measured_and_promised() {
+    let measured = [1, 2, 4, 8, 16].map(|rows| (rows, Nanos::from_micros(100 * rows as u64)));
+    let most = |slo_ms, workers: &[usize], policy| {
+        let batching = Batching { policy, workers: workers.to_vec(), ..Batching::default() };
+        let config = ModelConfig { slo_ms, batching, ..ModelConfig::default() };
+        let rules = Rules::of(&config, PreemptionLevel::InsideTile).expect("it batches");
+        let mut batcher: Batcher<usize> = Batcher::new(rules, 64);
+        let before = batcher.batch_most();
+        batcher.set_profile(&measured);
+        (before, batcher.batch_most())
+    };
+    // Half of the objective is for the batch that was just missed: 500 us are five rows.
+    assert_eq!(most(Some(1), &[], BatchingPolicy::Elastic), (16, 4));
+    assert_eq!(most(Some(1), &[], BatchingPolicy::Auto), (16, 4), "elastic on such a device");
+    assert_eq!(most(None, &[], BatchingPolicy::Elastic), (16, 16), "nothing was promised");
+    assert_eq!(most(Some(1), &[8], BatchingPolicy::Elastic), (8, 8), "set by hand");
+    assert_eq!(most(Some(1), &[], BatchingPolicy::Window), (32, 32), "one that has its own rule");
 }
 
 #[test]

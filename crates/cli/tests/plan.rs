@@ -1,0 +1,102 @@
+//! `atoll plan` by its binary: what a newcomer gets wrong is named, with what would help.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+const PROFILES: &str = "model,mig_gpcs,batch,procs,throughput_total_rps,latency_ms\n\
+                        net,1,4,1,100,40\nnet,2,4,1,210,19\nnet,7,4,1,700,6\n";
+const SERVICES: &str = "[[service]]\nname = \"a\"\nmodel = \"net\"\nrate = 150\nslo_ms = 200\n\
+     [[service]]\nname = \"b\"\nmodel = \"net\"\nrate = 90\nslo_ms = 300\n";
+
+struct Folder(tempfile::TempDir);
+
+impl Folder {
+    fn new() -> Folder {
+        let folder = Folder(tempfile::tempdir().unwrap());
+        folder.write("profiles.csv", PROFILES);
+        folder.write("services.toml", SERVICES);
+        folder
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        std::fs::write(self.path(name), text).unwrap();
+    }
+
+    fn plan(&self, services: &str, more: &[&str]) -> Output {
+        let named = |name: &str| Path::new(&self.path(name)).display().to_string();
+        Command::new(env!("CARGO_BIN_EXE_atoll"))
+            .current_dir(self.0.path())
+            .args(["plan", "--services", &named(services), "--profiles", &named("profiles.csv")])
+            .args(more)
+            .output()
+            .unwrap()
+    }
+
+    /// The exit code and what is said about it.
+    fn refused(&self, services: &str, more: &[&str]) -> (i32, String) {
+        let output = self.plan(services, more);
+        (output.status.code().unwrap(), String::from_utf8(output.stderr).unwrap())
+    }
+}
+
+#[test]
+fn a_plan_says_how_good_it_is() {
+    let output = Folder::new().plan("services.toml", &[]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success());
+    assert!(text.contains("1 gpu, at least 1 needed") && text.contains("proven best"), "{text}");
+}
+
+#[test]
+fn slips_in_the_services_file_are_named() {
+    let folder = Folder::new();
+    folder.write("table.toml", &SERVICES.replace("[[service]]", "[[services]]"));
+    let (code, said) = folder.refused("table.toml", &[]);
+    assert!(code == 1 && said.contains("unknown field `services`"), "{said}");
+    folder.write("key.toml", &SERVICES.replace("rate = 90", "rate = 90\nslo = 5"));
+    let (code, said) = folder.refused("key.toml", &[]);
+    assert!(code == 1 && said.contains("unknown field `slo`"), "{said}");
+    folder.write("empty.toml", "");
+    let (code, said) = folder.refused("empty.toml", &[]);
+    assert!(code == 1 && said.contains("empty.toml") && said.contains("[[service]]"), "{said}");
+}
+
+#[test]
+fn every_faulty_service_is_named_and_the_others_can_be_planned() {
+    let folder = Folder::new();
+    let faulty = SERVICES.replace("slo_ms = 200", "slo_ms = 1");
+    folder.write("one.toml", &faulty);
+    let (code, said) = folder.refused("one.toml", &[]);
+    assert!(code == 1 && said.contains("nearest") && said.contains("--keep-going"), "{said}");
+    assert!(folder.plan("one.toml", &["--keep-going"]).status.success());
+    let (_, said) = folder.refused("one.toml", &["--keep-going", "--explain", "a"]);
+    assert!(said.contains("no service 'a' is planned; there are b"), "{said}");
+    folder.write(
+        "all.toml",
+        &faulty.replace("model = \"net\"\nrate = 90", "model = \"x\"\nrate = 90"),
+    );
+    let (code, said) = folder.refused("all.toml", &["--keep-going"]);
+    assert!(code == 1 && said.contains("service 'a'") && said.contains("there are net"), "{said}");
+    assert!(!said.contains("--keep-going"), "{said}");
+}
+
+#[test]
+fn a_current_plan_must_be_one_and_of_the_same_gpu() {
+    let folder = Folder::new();
+    let (code, said) = folder.refused("services.toml", &["--from", "services.toml"]);
+    assert!(code == 1 && said.contains("is not a plan"), "{said}");
+    let current = folder.plan("services.toml", &["--json"]).stdout;
+    folder.write("current.json", &String::from_utf8(current).unwrap());
+    let from = ["--from", "current.json"];
+    assert!(folder.plan("services.toml", &from).status.success());
+    let other = ["--from", "current.json", "--gpu", "h100-80gb"];
+    let (code, said) = folder.refused("services.toml", &other);
+    assert!(code == 2 && said.contains("a100-80gb"), "{said}");
+    let greedy = ["--from", "current.json", "--algorithm", "parvagpu"];
+    let (code, said) = folder.refused("services.toml", &greedy);
+    assert!(code == 2 && said.contains("--algorithm"), "{said}");
+}

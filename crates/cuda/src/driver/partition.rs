@@ -1,0 +1,116 @@
+//! Parts of a GPU: green contexts, each with multiprocessors that no other part uses. Memory, its bandwidth and the caches behind
+//! the multiprocessors stay common to all.
+
+use cudarc::driver::sys::{
+    self, CUcontext, CUdevResource, CUdevResourceDesc, CUdevResourceType, CUdevice, CUgreenCtx,
+    CUgreenCtxCreate_flags, CUstream, CUstream_flags,
+};
+
+use super::context::{DriverFacts, check};
+use crate::error::{CudaError, OpenError};
+
+/// Multiprocessors come in groups of so many from compute capability 9.0 on, and the driver rounds a smaller wish up.
+const GROUP: u32 = 8;
+
+/// Multiprocessors of each of `parts` parts: as many as all of them can have alike.
+fn share(multiprocessors: u32, parts: usize) -> Option<u32> {
+    let each = multiprocessors.checked_div(u32::try_from(parts).ok()?)?;
+    Some(each - each % GROUP).filter(|share| *share > 0)
+}
+
+/// Divides the GPU into `parts` parts that have no multiprocessor in common.
+pub(super) fn split(
+    device: CUdevice,
+    facts: &DriverFacts,
+    parts: usize,
+) -> Result<Vec<CUdevResource>, OpenError> {
+    let all = facts.multiprocessors;
+    let too_many = OpenError::Parts { parts, multiprocessors: all, group: GROUP };
+    let least = share(all, parts).ok_or_else(|| too_many.clone())?;
+    // SAFETY: plain numbers, for which zeros are valid; the driver fills them in.
+    let mut whole: CUdevResource = unsafe { std::mem::zeroed() };
+    let kind = CUdevResourceType::CU_DEV_RESOURCE_TYPE_SM;
+    // SAFETY: `device` came from the driver and `whole` is a place for its answer.
+    let code = unsafe { sys::cuDeviceGetDevResource(device, &mut whole, kind) };
+    check("cuDeviceGetDevResource", code)?;
+    // SAFETY: as above.
+    let mut groups: Vec<CUdevResource> = vec![unsafe { std::mem::zeroed() }; parts];
+    let mut count = u32::try_from(parts).map_err(|_| too_many.clone())?;
+    let rest = std::ptr::null_mut();
+    // SAFETY: `groups` has room for `count` answers, and the rest may be absent.
+    let code = unsafe {
+        sys::cuDevSmResourceSplitByCount(groups.as_mut_ptr(), &mut count, &whole, rest, 0, least)
+    };
+    check("cuDevSmResourceSplitByCount", code)?;
+    match count as usize == parts {
+        true => Ok(groups),
+        false => Err(too_many),
+    }
+}
+
+/// One part.
+pub(super) struct Part {
+    raw: CUgreenCtx,
+    multiprocessors: u32,
+}
+
+impl Part {
+    pub(super) fn open(device: CUdevice, mut resource: CUdevResource) -> Result<Part, OpenError> {
+        // SAFETY: it came from a split of multiprocessors, so this is the field that is set.
+        let multiprocessors = unsafe { resource.__bindgen_anon_1.sm.smCount };
+        let mut desc: CUdevResourceDesc = std::ptr::null_mut();
+        // SAFETY: one resource of the driver's own, and a place for its answer.
+        let code = unsafe { sys::cuDevResourceGenerateDesc(&mut desc, &mut resource, 1) };
+        check("cuDevResourceGenerateDesc", code)?;
+        let mut raw: CUgreenCtx = std::ptr::null_mut();
+        let flags = CUgreenCtxCreate_flags::CU_GREEN_CTX_DEFAULT_STREAM as u32;
+        // SAFETY: the description is of this device; destroyed when this value is dropped.
+        let code = unsafe { sys::cuGreenCtxCreate(&mut raw, desc, device, flags) };
+        check("cuGreenCtxCreate", code)?;
+        Ok(Part { raw, multiprocessors })
+    }
+
+    pub(super) fn multiprocessors(&self) -> u32 {
+        self.multiprocessors
+    }
+
+    /// The context that threads make current to work on this part.
+    pub(super) fn context(&self) -> Result<CUcontext, OpenError> {
+        let mut context: CUcontext = std::ptr::null_mut();
+        // SAFETY: the part is alive and `context` is a place for the answer.
+        let code = unsafe { sys::cuCtxFromGreenCtx(&mut context, self.raw) };
+        check("cuCtxFromGreenCtx", code)?;
+        Ok(context)
+    }
+
+    /// A stream whose kernels run on this part only.
+    pub(super) fn stream(&self, priority: i32) -> Result<CUstream, CudaError> {
+        let mut stream: CUstream = std::ptr::null_mut();
+        let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: the part is alive and `stream` is a place for the answer, which its owner destroys.
+        let code = unsafe { sys::cuGreenCtxStreamCreate(&mut stream, self.raw, flags, priority) };
+        check("cuGreenCtxStreamCreate", code)?;
+        Ok(stream)
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        // SAFETY: made in `open` and not used after this; an error has nobody to go to.
+        let _ = unsafe { sys::cuGreenCtxDestroy(self.raw) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_of_whole_groups() {
+        assert_eq!(share(132, 2), Some(64));
+        assert_eq!(share(132, 3), Some(40));
+        assert_eq!(share(132, 16), Some(8));
+        assert_eq!(share(132, 17), None, "less than a group each");
+        assert_eq!(share(132, 0), None);
+    }
+}

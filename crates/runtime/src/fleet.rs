@@ -1,0 +1,563 @@
+//! Several devices in one node: a [`Node`] each, one router above them.
+//!
+//! A device decides alone what it runs and when, exactly as if it were the only one. The fleet decides where a request goes and
+//! which devices hold a model ([`router`]); making a replica ready happens on a thread of the fleet, beside every request.
+
+pub mod router;
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use base::{Clock, Nanos};
+use device::batch::rows_of;
+use device::{DeviceError, Program};
+use model::config::{BatchingPolicy, Class, ModelConfig};
+use model::{LaunchPlan, Tensor};
+
+use crate::node::{
+    BatchTime, ModelKey, Node, Rejection, Reply, Request, RequestHandle, refuse_at_once,
+};
+
+use self::router::{Change, Changes, Ended, FleetModel, ModelFacts, ReplicaView, Router, Ticket};
+
+/// How a fleet judges load.
+#[derive(Clone, Copy, Debug)]
+pub struct FleetOptions {
+    /// The time over which load is judged.
+    pub interval: Nanos,
+    /// If every answer of an interval waited longer, a queue stands.
+    pub standing_wait: Nanos,
+    /// Intervals in a row with a standing queue before a model gets another replica.
+    pub overloaded_intervals: u32,
+    /// Intervals in a row in which one replica less would do before it goes.
+    pub calm_intervals: u32,
+    /// One less would do when the rate is below so many percent of what they served at their limit.
+    pub calm_percent: u32,
+    /// How long a device that said it is broken is asked last.
+    pub avoid: Nanos,
+    /// What a request takes before anything is known of its model.
+    pub unknown_cost: Nanos,
+    /// What loads are expected to bring in a second before any was seen.
+    pub bytes_per_second: u64,
+}
+
+impl Default for FleetOptions {
+    fn default() -> Self {
+        FleetOptions {
+            interval: Nanos::from_millis(500),
+            standing_wait: Nanos::from_millis(2),
+            overloaded_intervals: 2,
+            calm_intervals: 20,
+            calm_percent: 60,
+            avoid: Nanos::from_millis(5_000),
+            unknown_cost: Nanos::from_millis(1),
+            bytes_per_second: 10_000_000_000,
+        }
+    }
+}
+
+/// A program on the device that was chosen for it.
+pub struct Placed {
+    /// The device's place in the fleet.
+    pub device: usize,
+    /// The program there.
+    pub program: Arc<dyn Program>,
+}
+
+/// An inference to do, wherever its model is.
+pub struct Asked {
+    /// One tensor per plan input, in the plan's order.
+    pub inputs: Vec<Tensor>,
+    /// Class; the model's default when absent.
+    pub class: Option<Class>,
+    /// Priority, 1 is the highest; the model's default when absent.
+    pub priority: Option<u32>,
+    /// Time from now until the answer is of no use; the model's default when absent.
+    pub timeout: Option<Nanos>,
+}
+
+/// The devices of a node.
+pub struct Fleet {
+    shared: Arc<Shared>,
+    keeper: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    nodes: Vec<Arc<Node>>,
+    names: Vec<String>,
+    clock: Arc<dyn Clock>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    router: Router,
+    /// By the slot of their key.
+    entries: Vec<Option<Entry>>,
+    due: VecDeque<Change>,
+    stopping: bool,
+}
+
+/// What is needed to make a model ready on another device.
+struct Entry {
+    model: FleetModel,
+    plan: Arc<LaunchPlan>,
+    config: ModelConfig,
+    /// By device.
+    keys: Vec<Option<ModelKey>>,
+    /// What batches were measured to take, and on what kind of device.
+    profile: Option<(String, Vec<BatchTime>)>,
+}
+
+impl Fleet {
+    /// A fleet of one device or several. All nodes go by one clock.
+    pub fn start(nodes: Vec<Arc<Node>>, options: FleetOptions) -> Result<Fleet, DeviceError> {
+        let Some(first) = nodes.first() else {
+            return Err(DeviceError::BadPlan("a fleet of no device".to_string()));
+        };
+        let clock = first.clock().clone();
+        let budgets: Vec<u64> = nodes.iter().map(|node| node.budget().0).collect();
+        let router = Router::new(options, &budgets);
+        let (entries, due) = (Vec::new(), VecDeque::new());
+        let state = State { router, entries, due, stopping: false };
+        let shared = Arc::new(Shared {
+            names: names(&nodes),
+            nodes,
+            clock,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        });
+        // One device has nobody to share with.
+        let keeper = match shared.nodes.len() {
+            1 => None,
+            _ => {
+                let kept = shared.clone();
+                let spawned = std::thread::Builder::new()
+                    .name("fleet".to_string())
+                    .spawn(move || kept.keep());
+                Some(spawned.map_err(|err| DeviceError::Faulted {
+                    device: shared.names[0].clone(),
+                    reason: format!("cannot start a thread of the fleet: {err}"),
+                })?)
+            }
+        };
+        Ok(Fleet { shared, keeper })
+    }
+
+    /// The fleet of this node alone.
+    pub fn of(node: Arc<Node>) -> Result<Fleet, DeviceError> {
+        Fleet::start(vec![node], FleetOptions::default())
+    }
+
+    /// Its nodes, one for each device.
+    pub fn nodes(&self) -> &[Arc<Node>] {
+        &self.shared.nodes
+    }
+
+    /// What its devices are called, each by a name of its own.
+    pub fn names(&self) -> &[String] {
+        &self.shared.names
+    }
+
+    /// Makes `plan` ready on the device where it had best live. May take long.
+    pub fn load(&self, plan: Arc<LaunchPlan>) -> Result<Placed, DeviceError> {
+        // About what they will take, before any device has packed them.
+        let bytes = plan.constant_bytes();
+        let home = {
+            let state = self.shared.lock();
+            let home = state.router.home_for(self.shared.clock.now(), bytes);
+            // What it takes there is known when it is there; its node refuses what can never fit.
+            home.or_else(|| state.router.home_for(self.shared.clock.now(), 0))
+        };
+        let device = home.unwrap_or(0);
+        let program = self.shared.nodes[device].device().load(plan)?;
+        Ok(Placed { device, program })
+    }
+
+    /// Why a model could never run where it was placed; `None` when it could.
+    pub fn cannot_fit(&self, placed: &Placed) -> Option<DeviceError> {
+        self.shared.nodes[placed.device].cannot_fit(&*placed.program)
+    }
+
+    /// Makes a placed program known. Requests may come at once.
+    pub fn add_model(&self, placed: Placed, config: &ModelConfig) -> FleetModel {
+        let Placed { device, program } = placed;
+        let (plan, bytes) = (program.plan().clone(), program_bytes(&*program));
+        let key = self.shared.nodes[device].add_model(program, config);
+        let facts = ModelFacts {
+            class: config.class,
+            pinned: config.pinned,
+            held_back: match config.batching.policy {
+                BatchingPolicy::Window => Nanos::from_micros(config.batching.max_wait_us),
+                // Waits on purpose as long as its objective lets it.
+                BatchingPolicy::Deferred => Nanos::from_millis(config.slo_ms.unwrap_or(0)),
+                _ => Nanos::ZERO,
+            },
+        };
+        let mut state = self.shared.lock();
+        let model = state.router.add(device, bytes, facts);
+        let mut keys = vec![None; self.shared.nodes.len()];
+        keys[device] = Some(key);
+        let entry = Entry { model, plan, config: config.clone(), keys, profile: None };
+        if model.slot() >= state.entries.len() {
+            state.entries.resize_with(model.slot() + 1, || None);
+        }
+        state.entries[model.slot()] = Some(entry);
+        model
+    }
+
+    /// Takes no more requests for `model`, lets those under way finish and frees it afterwards, everywhere. `false` when there
+    /// is no such model.
+    pub fn remove_model(&self, model: FleetModel) -> bool {
+        let keys = {
+            let mut state = self.shared.lock();
+            if state.entry(model).is_none() {
+                return false;
+            }
+            state.router.remove(model);
+            let entry = state.entries[model.slot()].take();
+            entry.map(|entry| entry.keys).unwrap_or_default()
+        };
+        for (node, key) in self.shared.nodes.iter().zip(keys) {
+            if let Some(key) = key {
+                node.remove_model(key);
+            }
+        }
+        true
+    }
+
+    /// Takes a request in, at the device where it starts soonest. `reply` is called exactly once, from any thread, also when the
+    /// request is refused at once.
+    pub fn submit(
+        &self,
+        model: FleetModel,
+        asked: Asked,
+        reply: Box<dyn FnOnce(Reply) + Send>,
+    ) -> RequestHandle {
+        let shared = &self.shared;
+        let Asked { inputs, class, priority, timeout } = asked;
+        let now = shared.clock.now();
+        let routed = shared.lock().route(shared, now, model, class);
+        let Some((ticket, key)) = routed else {
+            return refuse_at_once(now, reply, Rejection::NoSuchModel);
+        };
+        let rows = rows_of(&inputs);
+        let request = Request { model: key, inputs, class, priority, timeout };
+        let Some(ticket) = ticket else { return shared.nodes[0].submit(request, reply) };
+        let fleet = Arc::downgrade(shared);
+        let counted = move |answer: Reply| {
+            if let Some(fleet) = fleet.upgrade() {
+                fleet.ended(ticket, &answer, rows);
+            }
+            reply(answer);
+        };
+        shared.nodes[ticket.device].submit(request, Box::new(counted))
+    }
+
+    /// Where `model` is, and its key there.
+    pub fn replicas(&self, model: FleetModel) -> Vec<(ReplicaView, ModelKey)> {
+        let state = self.shared.lock();
+        let Some(entry) = state.entry(model) else { return Vec::new() };
+        let views = state.router.replicas(model).into_iter();
+        views.filter_map(|view| Some((view, entry.keys[view.device]?))).collect()
+    }
+
+    /// What was done about replicas so far.
+    pub fn changes(&self) -> Changes {
+        self.shared.lock().router.changes()
+    }
+
+    /// Measures what batches of `model` take, behind everybody else's requests, and lets all devices of the kind it was measured
+    /// on go by it. Takes about `limit` at most, and as long as better work goes first.
+    pub fn profile(&self, model: FleetModel, limit: Duration) -> Vec<BatchTime> {
+        let Some((view, key)) = self.replicas(model).into_iter().next() else { return Vec::new() };
+        let times = self.shared.nodes[view.device].profile(key, limit);
+        let kind = self.shared.kind(view.device);
+        if let Some(entry) = self.shared.lock().entry_mut(model) {
+            entry.profile = Some((kind.clone(), times.clone()));
+        }
+        for (other, key) in self.replicas(model) {
+            if other.device != view.device && self.shared.kind(other.device) == kind {
+                self.shared.nodes[other.device].set_profile(key, &times);
+            }
+        }
+        times
+    }
+
+    /// What batches of `model` were measured to take.
+    pub fn profile_of(&self, model: FleetModel) -> Vec<BatchTime> {
+        let state = self.shared.lock();
+        let profile = state.entry(model).and_then(|entry| entry.profile.clone());
+        profile.map(|(_, times)| times).unwrap_or_default()
+    }
+
+    /// The largest batch that is made of requests of `model`; `None` where there are none.
+    pub fn batch_most(&self, model: FleetModel) -> Option<usize> {
+        let mut replicas = self.replicas(model).into_iter();
+        replicas.find_map(|(view, key)| self.shared.nodes[view.device].batch_most(key))
+    }
+
+    /// Whether requests of `model` are put together.
+    pub fn is_batched(&self, model: FleetModel) -> bool {
+        let mut replicas = self.replicas(model).into_iter();
+        replicas.any(|(view, key)| self.shared.nodes[view.device].is_batched(key))
+    }
+
+    /// Loads a model's weights at its devices if there is room for them.
+    pub fn preload(&self, model: FleetModel) {
+        for (view, key) in self.replicas(model) {
+            self.shared.nodes[view.device].preload(key);
+        }
+    }
+
+    /// Takes no more requests and returns when none is under way and every reply is sent, or `false` after `limit`.
+    pub fn drain(&self, limit: Duration) -> bool {
+        let end = self.shared.clock.now() + Nanos::from(limit);
+        // Each of them is told before any is waited for.
+        let told =
+            self.shared.nodes.iter().map(|node| node.drain(Duration::ZERO)).collect::<Vec<_>>();
+        self.shared
+            .nodes
+            .iter()
+            .zip(told)
+            .all(|(node, done)| done || node.drain((end - self.shared.clock.now()).into()))
+    }
+
+    /// Waits until everything that was removed and has no request under way is taken apart; `false` after `limit`.
+    pub fn wait_discarded(&self, limit: Duration) -> bool {
+        let end = self.shared.clock.now() + Nanos::from(limit);
+        let left = || (end - self.shared.clock.now()).into();
+        self.shared.nodes.iter().all(|node| node.wait_discarded(left()))
+    }
+}
+
+impl Drop for Fleet {
+    fn drop(&mut self) {
+        self.shared.lock().stopping = true;
+        self.shared.changed.notify_all();
+        if let Some(keeper) = self.keeper.take() {
+            // A panic there has been reported already.
+            let _ = keeper.join();
+        }
+    }
+}
+
+/// What a model's weights take on a device.
+fn program_bytes(program: &dyn Program) -> u64 {
+    match program.residency() {
+        Some(residency) => residency.bytes().0,
+        None => program.resident().0,
+    }
+}
+
+/// The devices' names; those of the same name are numbered.
+fn names(nodes: &[Arc<Node>]) -> Vec<String> {
+    let name = |node: &Arc<Node>| node.device().info().name.clone();
+    let all: Vec<String> = nodes.iter().map(name).collect();
+    let numbered = |(index, name): (usize, &String)| match all.iter().filter(|n| *n == name).count()
+    {
+        1 => name.clone(),
+        _ => format!("{name}#{}", all[..index].iter().filter(|n| *n == name).count()),
+    };
+    all.iter().enumerate().map(numbered).collect()
+}
+
+impl State {
+    fn entry(&self, model: FleetModel) -> Option<&Entry> {
+        self.entries.get(model.slot())?.as_ref().filter(|entry| entry.model == model)
+    }
+
+    fn entry_mut(&mut self, model: FleetModel) -> Option<&mut Entry> {
+        self.entries.get_mut(model.slot())?.as_mut().filter(|entry| entry.model == model)
+    }
+
+    /// The key of `model` where a request of it goes; without a ticket where there is nothing to choose.
+    fn route(
+        &mut self,
+        shared: &Shared,
+        now: Nanos,
+        model: FleetModel,
+        class: Option<Class>,
+    ) -> Option<(Option<Ticket>, ModelKey)> {
+        let entry =
+            self.entries.get(model.slot())?.as_ref().filter(|entry| entry.model == model)?;
+        if let [_] = shared.nodes[..] {
+            return Some((None, entry.keys[0]?));
+        }
+        let resident = |device: usize| {
+            entry.keys[device].is_some_and(|key| shared.nodes[device].is_resident(key))
+        };
+        let ticket = self.router.route(now, model, class, resident)?;
+        let Some(key) = entry.keys[ticket.device] else {
+            self.router.ended(now, ticket, Ended::Refused);
+            return None;
+        };
+        Some((Some(ticket), key))
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Every change to the router is made by one call of it, so a panic leaves nothing half done.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ended(&self, ticket: Ticket, answer: &Reply, rows: usize) {
+        let timing = &answer.timing;
+        let end = match &answer.result {
+            Ok(_) => {
+                let wait = (timing.finished - timing.arrived) - timing.busy;
+                let shared = timing.rows.max(rows).max(1) as u64;
+                let own = if timing.rows == 0 { shared } else { rows.max(1) as u64 };
+                Ended::Done { wait, cost: Nanos(timing.busy.0 / shared * own.min(shared)) }
+            }
+            Err(Rejection::Device(DeviceError::Faulted { .. })) => Ended::Faulted,
+            Err(_) => Ended::Refused,
+        };
+        let mut state = self.lock();
+        if let Some(change) = state.router.ended(timing.finished, ticket, end) {
+            state.due.push_back(change);
+            self.changed.notify_one();
+        }
+    }
+
+    /// Judges load, and does what follows from it.
+    fn keep(&self) {
+        let mut state = self.lock();
+        loop {
+            if state.stopping {
+                return;
+            }
+            let now = self.clock.now();
+            if now >= state.router.next_judgement() {
+                drop(state);
+                let seen = self.look();
+                state = self.lock();
+                state.update(&seen);
+                let changes = state.router.judge(now);
+                state.due.extend(changes);
+            }
+            if let Some(change) = state.due.pop_front() {
+                drop(state);
+                self.carry_out(change);
+                state = self.lock();
+                continue;
+            }
+            let wait: Duration = (state.router.next_judgement() - now).into();
+            let waited = self.changed.wait_timeout(state, wait);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// How fast weights were seen to arrive, and what models take by now.
+    fn look(&self) -> Seen {
+        let speed = |node: &Arc<Node>| {
+            let swaps = node.memory().swaps;
+            let nanos = u128::from(swaps.load_times.mean().0) * u128::from(swaps.loads);
+            let speed = u128::from(swaps.loaded.0) * 1_000_000_000 / nanos.max(1);
+            (swaps.loads > 0).then_some(u64::try_from(speed).unwrap_or(u64::MAX))
+        };
+        let keys: Vec<(FleetModel, Vec<Option<ModelKey>>)> = {
+            let state = self.lock();
+            state.entries.iter().flatten().map(|entry| (entry.model, entry.keys.clone())).collect()
+        };
+        let bytes = |(model, keys): (FleetModel, Vec<Option<ModelKey>>)| {
+            let known =
+                self.nodes.iter().zip(keys).filter_map(|(node, key)| node.weight_bytes(key?));
+            Some((model, known.max()?.0)).filter(|(_, bytes)| *bytes > 0)
+        };
+        Seen {
+            speeds: self.nodes.iter().map(speed).collect(),
+            bytes: keys.into_iter().filter_map(bytes).collect(),
+        }
+    }
+
+    fn carry_out(&self, change: Change) {
+        match change {
+            Change::Make(model, device) => self.make(model, device),
+            Change::Take(model, device) => {
+                let mut state = self.lock();
+                let key = state.entry_mut(model).and_then(|entry| entry.keys[device].take());
+                drop(state);
+                if let Some(key) = key {
+                    tracing::info!(device = self.names[device], "a replica is not needed any more");
+                    self.nodes[device].remove_model(key);
+                }
+            }
+        }
+    }
+
+    /// What kind of device it is: those of one kind are equally fast.
+    fn kind(&self, device: usize) -> String {
+        self.nodes[device].device().info().description.clone()
+    }
+
+    fn make(&self, model: FleetModel, device: usize) {
+        let found = {
+            let state = self.lock();
+            let needed = |e: &Entry| (e.plan.clone(), e.config.clone(), e.profile.clone());
+            state.entry(model).map(needed)
+        };
+        // Removed meanwhile.
+        let Some((plan, config, profile)) = found else { return };
+        let node = &self.nodes[device];
+        let made = node.device().load(plan).and_then(|program| match node.cannot_fit(&*program) {
+            Some(why) => Err(why),
+            None => Ok(program),
+        });
+        let program = match made {
+            Ok(program) => program,
+            Err(why) => {
+                tracing::warn!(device = self.names[device], %why, "no replica could be made");
+                self.lock().router.not_made(self.clock.now(), model, device);
+                return;
+            }
+        };
+        // What is promised to stay stays at its home; a replica makes way for others.
+        let key = node.add_model(program, &ModelConfig { pinned: false, ..config });
+        node.preload(key);
+        if let Some((_, times)) = profile.filter(|(kind, _)| *kind == self.kind(device)) {
+            node.set_profile(key, &times);
+        }
+        let mut state = self.lock();
+        let kept = match state.entry_mut(model) {
+            Some(entry) => {
+                entry.keys[device] = Some(key);
+                state.router.made(model, device)
+            }
+            None => false,
+        };
+        drop(state);
+        match kept {
+            true => tracing::info!(device = self.names[device], "a model got a replica"),
+            false => drop(node.remove_model(key)),
+        }
+    }
+}
+
+/// What the nodes know better than the router.
+struct Seen {
+    /// Bytes in a second that loads brought, by device; `None` where there was none.
+    speeds: Vec<Option<u64>>,
+    bytes: Vec<(FleetModel, u64)>,
+}
+
+impl State {
+    fn update(&mut self, seen: &Seen) {
+        for (device, speed) in seen.speeds.iter().enumerate() {
+            if let Some(speed) = speed {
+                self.router.set_speed(device, *speed);
+            }
+        }
+        for (model, bytes) in &seen.bytes {
+            self.router.resize(*model, *bytes);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
+#[cfg(test)]
+mod world;

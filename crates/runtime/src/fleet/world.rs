@@ -1,0 +1,553 @@
+//! Fleets in virtual time: the real router, a real core for every device, simulated GPUs, clients by seed, and a checker that
+//! knows nothing of how any of them decides.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use base::{Nanos, Random};
+use device::sim::{
+    Gpu, GpuEvent, GpuProfile, KernelProfile, ModelProfile, Segment, StreamOptions, TaskId,
+};
+use model::config::Class;
+
+use super::FleetOptions;
+use super::router::{Change, Ended, FleetModel, ModelFacts, Router, Standing, Ticket};
+use crate::core::{Action, Core, CoreOptions, End, Event, ModelId, QueueLayout, RequestId};
+use crate::policy::padding::Room;
+use crate::policy::{Left, by_name};
+
+/// Requests of one model: a rate that changes.
+#[derive(Clone, Debug)]
+pub(super) struct Load {
+    pub(super) model: usize,
+    pub(super) class: Class,
+    /// Until when, and how many in a second.
+    pub(super) phases: Vec<(Nanos, f64)>,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Plan {
+    pub(super) devices: usize,
+    /// Bytes for weights of each device.
+    pub(super) memory: u64,
+    /// Milliseconds of a request on a whole device, and bytes of weights.
+    pub(super) models: Vec<(f64, u64)>,
+    pub(super) loads: Vec<Load>,
+    pub(super) end: Nanos,
+    pub(super) seed: u64,
+    /// Time a replica takes to be made.
+    pub(super) making: Nanos,
+    /// Every so many replicas cannot be made; 0 for none.
+    pub(super) fails_every: u64,
+    /// A bug that the checker must notice.
+    pub(super) planted: Option<Bug>,
+}
+
+/// A bug that the checker must notice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Bug {
+    /// Some requests go to a device that does not hold their model.
+    Elsewhere,
+    /// Some answers are forgotten.
+    Forgotten,
+    /// Some are given twice.
+    Twice,
+    /// Real time goes to the device that its router likes least.
+    Late,
+}
+
+/// What a run came to.
+#[derive(Debug, Default)]
+pub(super) struct Outcome {
+    pub(super) asked: u64,
+    pub(super) done: u64,
+    pub(super) refused: u64,
+    /// Done by device.
+    pub(super) by_device: Vec<u64>,
+    /// The most replicas a model had at once, and how many at the end.
+    pub(super) most_replicas: Vec<usize>,
+    pub(super) last_replicas: Vec<usize>,
+    /// Longest waits of real time, of each model.
+    pub(super) latencies: Vec<Vec<Nanos>>,
+    pub(super) violations: Vec<String>,
+    /// Everything that was decided, to compare two runs.
+    pub(super) trace: String,
+}
+
+struct Live {
+    id: RequestId,
+    number: u64,
+    model: usize,
+    ticket: Ticket,
+    arrived: Nanos,
+    busy: Nanos,
+    task: Option<TaskId>,
+}
+
+struct Device {
+    core: Core,
+    gpu: Gpu,
+    live: BTreeMap<usize, Live>,
+}
+
+/// Looks on. Keeps its own account of who holds what.
+#[derive(Default)]
+struct Checker {
+    holds: BTreeSet<(usize, usize)>,
+    open: BTreeMap<u64, (usize, usize, Class)>,
+    answered: BTreeSet<u64>,
+    violations: Vec<String>,
+}
+
+impl Checker {
+    fn fault(&mut self, now: Nanos, what: String) {
+        if self.violations.len() < 20 {
+            self.violations.push(format!("{}: {what}", now.0));
+        }
+    }
+
+    fn routed(
+        &mut self,
+        now: Nanos,
+        number: u64,
+        (model, device): (usize, usize),
+        class: Class,
+        there: &[usize],
+    ) {
+        if !self.holds.contains(&(model, device)) {
+            self.fault(
+                now,
+                format!("request {number} of {model} went to {device}, which does not hold it"),
+            );
+        }
+        let ahead = |place: usize| {
+            self.open
+                .values()
+                .filter(|(_, device, class)| *device == place && *class == Class::RealTime)
+                .count()
+        };
+        let idle = there.iter().find(|place| ahead(**place) == 0);
+        if class == Class::RealTime
+            && there.contains(&device)
+            && ahead(device) > 0
+            && let Some(idle) = idle
+        {
+            self.fault(
+                now,
+                format!("request {number} waits on {device} while {idle} has no real time"),
+            );
+        }
+        if self.open.insert(number, (model, device, class)).is_some() {
+            self.fault(now, format!("request {number} was routed twice"));
+        }
+    }
+
+    fn answered(&mut self, now: Nanos, number: u64) {
+        if self.open.remove(&number).is_none() || !self.answered.insert(number) {
+            self.fault(now, format!("request {number} was answered twice"));
+        }
+    }
+
+    fn gone(&mut self, now: Nanos, model: usize, device: usize) {
+        if !self.holds.remove(&(model, device)) {
+            self.fault(now, format!("{model} was taken from {device}, where it was not"));
+        }
+        let left = self.open.values().filter(|(m, d, _)| (*m, *d) == (model, device)).count();
+        if left > 0 {
+            self.fault(now, format!("{model} was taken from {device} under {left} requests"));
+        }
+    }
+
+    fn memory(&mut self, now: Nanos, device: usize, held: u64, budget: u64) {
+        if held > budget {
+            self.fault(now, format!("{held} bytes on {device}, which has {budget}"));
+        }
+    }
+}
+
+pub(super) struct World {
+    plan: Plan,
+    router: Router,
+    devices: Vec<Device>,
+    keys: Vec<FleetModel>,
+    profiles: Vec<Arc<ModelProfile>>,
+    /// When each load asks next.
+    next: Vec<Option<Nanos>>,
+    random: Random,
+    making: Vec<(Nanos, FleetModel, usize)>,
+    makes: u64,
+    number: u64,
+    now: Nanos,
+    checker: Checker,
+    outcome: Outcome,
+}
+
+fn gpu_profile(memory_bytes: u64) -> GpuProfile {
+    GpuProfile { memory_bytes, ..device::sim::builtin::h200().gpu }
+}
+
+/// A model that fills a device for so long.
+fn profile(index: usize, (millis, weight_bytes): (f64, u64), gpu: &GpuProfile) -> ModelProfile {
+    let kernel = KernelProfile {
+        blocks: gpu.sms,
+        block_ns: (millis * 1e6 / 4.0) as u64,
+        occupancy: 1,
+        memory_share: 0.1,
+        idempotent: true,
+    };
+    ModelProfile {
+        name: format!("m{index}"),
+        kernels: vec![kernel; 4],
+        input_bytes: 1_000,
+        weight_bytes,
+    }
+}
+
+const QUEUES: QueueLayout = QueueLayout { shared: 0, real_time: 1, best_effort: 2 };
+
+impl World {
+    pub(super) fn new(plan: Plan, options: FleetOptions) -> World {
+        let gpu = gpu_profile(plan.memory);
+        let profiles: Vec<Arc<ModelProfile>> = plan
+            .models
+            .iter()
+            .enumerate()
+            .map(|(index, facts)| Arc::new(profile(index, *facts, &gpu)))
+            .collect();
+        let stream = |index: usize| StreamOptions { high_priority: index == 0, capacity: 1 };
+        let streams: Vec<StreamOptions> = (0..3).map(stream).collect();
+        let device = |_| Device {
+            core: Core::with_policy(
+                CoreOptions {
+                    queues: QUEUES,
+                    memory_bytes: Some(plan.memory),
+                    loads_at_once: 2,
+                    load_patience: Nanos::from_millis(5),
+                    close_after: Nanos::from_millis(50),
+                    room: Room {
+                        sms: gpu.sms,
+                        launch: Nanos(gpu.launch_ns),
+                        gap: Nanos(gpu.gap_ns),
+                        inside_tile: true,
+                    },
+                    ..CoreOptions::default()
+                },
+                by_name("atoll", 4).expect("our own"),
+            ),
+            gpu: Gpu::new(gpu.clone(), profiles.clone(), &streams, Vec::new()),
+            live: BTreeMap::new(),
+        };
+        let router = Router::new(options, &vec![plan.memory; plan.devices]);
+        let mut world = World {
+            devices: (0..plan.devices).map(device).collect(),
+            next: vec![None; plan.loads.len()],
+            random: Random::new(plan.seed),
+            outcome: Outcome {
+                by_device: vec![0; plan.devices],
+                most_replicas: vec![0; plan.models.len()],
+                latencies: vec![Vec::new(); plan.models.len()],
+                ..Outcome::default()
+            },
+            plan,
+            router,
+            keys: Vec::new(),
+            profiles,
+            making: Vec::new(),
+            makes: 0,
+            number: 0,
+            now: Nanos::ZERO,
+            checker: Checker::default(),
+        };
+        world.place_models();
+        (0..world.next.len()).for_each(|load| world.next[load] = world.next_ask(load, Nanos::ZERO));
+        world
+    }
+
+    fn place_models(&mut self) {
+        for model in 0..self.profiles.len() {
+            let bytes = self.profiles[model].weight_bytes;
+            let home = self.router.home_for(Nanos::ZERO, bytes).expect("it fits");
+            let facts =
+                ModelFacts { class: Class::BestEffort, pinned: false, held_back: Nanos::ZERO };
+            let key = self.router.add(home, bytes, facts);
+            assert_eq!(key.slot(), model);
+            self.keys.push(key);
+            self.hold(model, home);
+        }
+    }
+
+    /// The device takes a model in.
+    fn hold(&mut self, model: usize, device: usize) {
+        self.checker.holds.insert((model, device));
+        let id = ModelId(model as u32);
+        let steps = self.profiles[model].kernels.len();
+        self.feed(device, Event::ModelAdded { model: id, steps, queue_capacity: 100_000 });
+        let kernels = Arc::from(self.profiles[model].kernels.as_slice());
+        let weight_bytes = self.profiles[model].weight_bytes;
+        self.feed(device, Event::ModelProfiled { model: id, kernels, weight_bytes });
+        self.feed(device, Event::Preload { model: id });
+    }
+
+    fn next_ask(&mut self, load: usize, after: Nanos) -> Option<Nanos> {
+        let mut at = after;
+        loop {
+            let phases = &self.plan.loads[load].phases;
+            let (until, rate) = *phases.iter().find(|(until, _)| *until > at)?;
+            if rate <= 0.0 {
+                at = until;
+                continue;
+            }
+            let gap = -(1.0 - self.random.unit_f64()).ln() / rate;
+            let asked = at + Nanos((gap * 1e9) as u64);
+            if asked <= until {
+                return Some(asked);
+            }
+            at = until;
+        }
+    }
+
+    pub(super) fn finish(mut self) -> Outcome {
+        let last = self.plan.end + Nanos::from_millis(60_000);
+        while let Some(next) = self.next_time().filter(|next| *next <= last) {
+            self.now = self.now.max(next);
+            for device in 0..self.devices.len() {
+                let mut events = Vec::new();
+                self.devices[device].gpu.advance(self.now, &mut events);
+                for (_, event) in events {
+                    self.device_event(device, event);
+                }
+                let timer = self.devices[device].core.next_timer();
+                if timer.is_some_and(|timer| timer <= self.now) {
+                    self.feed(device, Event::Timer);
+                }
+            }
+            self.replicas_due();
+            self.clients_due();
+            for device in 0..self.devices.len() {
+                let held = self.devices[device].gpu.resident_bytes();
+                self.checker.memory(self.now, device, held, self.plan.memory);
+            }
+        }
+        let open: Vec<u64> = self.checker.open.keys().copied().collect();
+        if !open.is_empty() {
+            self.checker.fault(self.now, format!("requests without an answer: {open:?}"));
+        }
+        self.outcome.last_replicas =
+            self.keys.iter().map(|key| self.router.replicas(*key).len()).collect();
+        self.outcome.violations = self.checker.violations;
+        self.outcome
+    }
+
+    fn next_time(&self) -> Option<Nanos> {
+        let devices = self.devices.iter();
+        let busy = devices.clone().any(|device| !device.live.is_empty());
+        let due = devices.flat_map(|d| d.gpu.next_event().into_iter().chain(d.core.next_timer()));
+        let asks = self.next.iter().flatten().copied();
+        let making = self.making.iter().map(|(at, _, _)| *at);
+        let judged = Some(self.router.next_judgement());
+        let judged = judged.filter(|_| busy || self.now < self.plan.end);
+        due.chain(asks).chain(making).chain(judged).min()
+    }
+
+    fn replicas_due(&mut self) {
+        let now = self.now;
+        let (due, rest): (Vec<_>, Vec<_>) = self.making.iter().partition(|(at, _, _)| *at <= now);
+        self.making = rest;
+        for (_, key, device) in due {
+            self.makes += 1;
+            if self.plan.fails_every > 0 && self.makes.is_multiple_of(self.plan.fails_every) {
+                self.router.not_made(now, key, device);
+                continue;
+            }
+            self.hold(key.slot(), device);
+            assert!(self.router.made(key, device), "models stay");
+            self.note(format!("made {} {device}", key.slot()));
+        }
+        if self.router.next_judgement() <= now {
+            for change in self.router.judge(now) {
+                self.change(change);
+            }
+            for (model, key) in self.keys.iter().enumerate() {
+                let views = self.router.replicas(*key);
+                let most = &mut self.outcome.most_replicas[model];
+                *most = views.len().max(*most);
+            }
+        }
+    }
+
+    fn change(&mut self, change: Change) {
+        match change {
+            Change::Make(key, device) => {
+                self.note(format!("make {} {device}", key.slot()));
+                let bytes = self.profiles[key.slot()].weight_bytes;
+                if bytes > self.plan.memory || self.checker.holds.contains(&(key.slot(), device)) {
+                    self.checker.fault(self.now, format!("a replica that cannot be: {change:?}"));
+                }
+                self.making.push((self.now + self.plan.making, key, device));
+            }
+            Change::Take(key, device) => {
+                self.note(format!("take {} {device}", key.slot()));
+                self.checker.gone(self.now, key.slot(), device);
+                self.feed(device, Event::ModelRemoved { model: ModelId(key.slot() as u32) });
+            }
+        }
+    }
+
+    fn note(&mut self, what: String) {
+        self.outcome.trace.push_str(&format!("{} {what}\n", self.now.0));
+    }
+
+    fn clients_due(&mut self) {
+        for load in 0..self.next.len() {
+            while let Some(at) = self.next[load].filter(|at| *at <= self.now && *at < self.plan.end)
+            {
+                self.next[load] = self.next_ask(load, at);
+                self.ask(load);
+            }
+            self.next[load] = self.next[load].filter(|at| *at < self.plan.end);
+        }
+    }
+
+    fn ask(&mut self, load: usize) {
+        let Load { model, class, .. } = self.plan.loads[load];
+        self.number += 1;
+        self.outcome.asked += 1;
+        let devices = &self.devices;
+        let resident = |device: usize| {
+            let weights = devices[device].core.weights_of(ModelId(model as u32));
+            weights.is_some_and(|(_, there)| there)
+        };
+        let there: Vec<usize> = (0..devices.len())
+            .filter(|device| self.checker.holds.contains(&(model, *device)) && resident(*device))
+            .filter(|device| {
+                let views = self.router.replicas(self.keys[model]);
+                views.iter().any(|v| v.device == *device && v.standing == Standing::Serving)
+            })
+            .collect();
+        let ticket = self.router.route(self.now, self.keys[model], Some(class), resident);
+        let ticket = ticket.expect("a model is always somewhere");
+        let odd = self.number.is_multiple_of(50);
+        let device = match self.plan.planted {
+            Some(Bug::Elsewhere) if odd => (ticket.device + 1) % self.devices.len(),
+            Some(Bug::Late) if class == Class::RealTime => self.fullest(model, ticket.device),
+            _ => ticket.device,
+        };
+        self.checker.routed(self.now, self.number, (model, device), class, &there);
+        self.note(format!("ask {model} {device}"));
+        let id = self.devices[device].core.next_request_id().expect("few are under way");
+        let live = Live {
+            id,
+            number: self.number,
+            model,
+            ticket,
+            arrived: self.now,
+            busy: Nanos::ZERO,
+            task: None,
+        };
+        self.devices[device].live.insert(id.slot(), live);
+        let (model, deadline) = (ModelId(model as u32), Nanos::MAX);
+        self.feed(device, Event::Arrival { request: id, model, class, priority: 1, deadline });
+    }
+
+    /// The device with most requests of those that hold `model`.
+    fn fullest(&self, model: usize, chosen: usize) -> usize {
+        let holds = |device: &usize| self.checker.holds.contains(&(model, *device));
+        let devices = (0..self.devices.len()).filter(holds);
+        devices.max_by_key(|device| self.devices[*device].live.len()).unwrap_or(chosen)
+    }
+
+    fn device_event(&mut self, device: usize, event: GpuEvent) {
+        let mut count = |token: u64, busy: Nanos| {
+            if let Some(live) = self.devices[device].live.get_mut(&(token as usize)) {
+                live.busy += busy;
+            }
+        };
+        match event {
+            GpuEvent::Done { stream, token, busy } => {
+                count(token, busy);
+                self.feed(device, Event::SegmentDone { queue: stream, busy });
+            }
+            GpuEvent::Left { stream, token, step, tile, transmitted, busy } => {
+                count(token, busy);
+                let left = Left { step, tile, transmitted };
+                self.feed(device, Event::SegmentLeft { queue: stream, left, busy });
+            }
+            GpuEvent::StepReady { stream, step } => {
+                self.feed(device, Event::StepReady { queue: stream, step });
+            }
+            GpuEvent::Loaded { model } => {
+                self.feed(device, Event::LoadDone { model: ModelId(model as u32) });
+            }
+            _ => {}
+        }
+    }
+
+    fn feed(&mut self, device: usize, event: Event) {
+        let mut actions = Vec::new();
+        self.devices[device].core.step(self.now, event, &mut actions);
+        for action in actions {
+            self.act(device, action);
+        }
+    }
+
+    fn act(&mut self, device: usize, action: Action) {
+        let (now, place) = (self.now, &mut self.devices[device]);
+        match action {
+            Action::Launch { queue, request, steps, tile } => {
+                let live = place.live.get_mut(&request.slot()).expect("it is under way");
+                assert_eq!(live.id, request);
+                let model = live.model;
+                let create = || place.gpu.create_task(model, request.order());
+                let task = *live.task.get_or_insert_with(create);
+                let segment = Segment { token: request.slot() as u64, task, model, steps, tile };
+                assert!(place.gpu.enqueue(now, queue, segment).is_ok(), "a queue takes one");
+            }
+            Action::Preempt { queue, how } => place.gpu.leave(now, queue, how),
+            Action::SetBudget { queue, hold, take, expiry } => {
+                place.gpu.set_budget(now, queue, hold, take, expiry);
+            }
+            Action::Pad { queue, step, sms, blocks } => {
+                place.gpu.pad(now, queue, step, sms, blocks);
+            }
+            Action::Load { model } => place.gpu.load(now, model.0 as usize),
+            Action::Evict { model } => place.gpu.evict(model.0 as usize),
+            Action::FreeModel { model } => place.gpu.evict(model.0 as usize),
+            Action::End { request, end } => self.ended(device, request, end),
+            _ => {}
+        }
+    }
+
+    fn ended(&mut self, device: usize, request: RequestId, end: End) {
+        let place = &mut self.devices[device];
+        let Some(live) = place.live.remove(&request.slot()) else {
+            self.checker.fault(self.now, "the end of nothing".to_string());
+            return;
+        };
+        if let Some(task) = live.task {
+            place.gpu.drop_task(task);
+        }
+        let odd = live.number.is_multiple_of(50);
+        let times = match self.plan.planted {
+            Some(Bug::Forgotten) if odd => 0,
+            Some(Bug::Twice) if odd => 2,
+            _ => 1,
+        };
+        (0..times).for_each(|_| self.checker.answered(self.now, live.number));
+        let told = match end {
+            End::Done => {
+                self.outcome.done += 1;
+                self.outcome.by_device[device] += 1;
+                self.outcome.latencies[live.model].push(self.now - live.arrived);
+                let wait = (self.now - live.arrived) - live.busy;
+                Ended::Done { wait, cost: live.busy }
+            }
+            _ => {
+                self.outcome.refused += 1;
+                Ended::Refused
+            }
+        };
+        if let Some(change) = self.router.ended(self.now, live.ticket, told) {
+            self.change(change);
+        }
+    }
+}

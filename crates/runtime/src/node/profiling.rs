@@ -1,0 +1,194 @@
+//! What batches of a model take, measured behind everybody else's requests.
+
+use std::sync::mpsc::sync_channel;
+use std::time::Duration;
+
+use base::{Nanos, Random};
+use device::Program;
+use half::{bf16, f16};
+use model::config::Class;
+use model::rows::batch_symbol;
+use model::tensor::{TensorError, element_count};
+use model::{DataType, Dim, LaunchPlan, Tensor, ValueInfo};
+
+use super::submission::Asked;
+use super::{ModelKey, Node, Rejection, Reply};
+
+/// Runs of each batch; the shortest counts, since others may run beside it.
+const RUNS: usize = 3;
+
+/// What dimensions that a model leaves open are taken for, one after another until the model runs: of pictures, and of
+/// everything else. Requests may be of other sizes; a model is measured at one.
+const OPEN_PICTURE: [usize; 5] = [320, 224, 64, 32, 1];
+const OPEN: [usize; 5] = [128, 64, 32, 8, 1];
+
+/// Rows of a batch, and the time it takes.
+pub type BatchTime = (usize, Nanos);
+
+impl Node {
+    /// Measures what batches of `model` take, one after another as best effort, up to the first that takes longer than its
+    /// objective or `limit` in all, and lets its batcher go by it. Waits for all that. Nothing comes of it where the policy runs
+    /// no best effort, or when the model goes meanwhile.
+    pub fn profile(&self, model: ModelKey, limit: Duration) -> Vec<BatchTime> {
+        let found = {
+            let state = self.shared.lock();
+            state.model(model).map(|entry| {
+                let batcher = entry.batching.as_ref().map(|(batcher, _)| batcher.rules());
+                let batches = batcher.map_or_else(|| vec![1], |rules| rules.batches());
+                (entry.program.clone(), batches, batcher.and_then(|rules| rules.objective()))
+            })
+        };
+        let Some((program, mut batches, objective)) = found else { return Vec::new() };
+        if !self.shared.best_effort {
+            return Vec::new();
+        }
+        batches.sort_unstable();
+        batches.dedup();
+        let end = self.clock().now() + Nanos::from(limit);
+        let longest = objective.unwrap_or(Nanos::MAX);
+        let times = self.measure(model, &*program, &batches, (longest, end));
+        self.set_profile(model, &times);
+        times
+    }
+
+    /// Lets the batcher of `model` go by what was measured, here or on a device like this one.
+    pub fn set_profile(&self, model: ModelKey, times: &[BatchTime]) {
+        if let Some(entry) = self.shared.lock().model_mut(model)
+            && let Some((batcher, _)) = &mut entry.batching
+        {
+            batcher.set_profile(times);
+        }
+    }
+
+    /// The largest batch that is made of requests of `model`; `None` where there are none.
+    pub fn batch_most(&self, model: ModelKey) -> Option<usize> {
+        let state = self.shared.lock();
+        state.model(model)?.batching.as_ref().map(|(batcher, _)| batcher.batch_most())
+    }
+
+    fn measure(
+        &self,
+        model: ModelKey,
+        program: &dyn Program,
+        batches: &[usize],
+        (longest, end): (Nanos, Nanos),
+    ) -> Vec<BatchTime> {
+        let plan = program.plan();
+        let mut random = Random::new(1);
+        let fits = |size: &usize| {
+            let inputs = inputs(plan, 1, *size, &mut random).ok()?;
+            self.run_behind(model, program, inputs).map(|_| *size)
+        };
+        let Some(size) = (0..OPEN.len()).collect::<Vec<_>>().iter().find_map(fits) else {
+            return Vec::new();
+        };
+        let mut times: Vec<BatchTime> = Vec::new();
+        for rows in batches {
+            let mut best = None;
+            for _ in 0..RUNS {
+                let Ok(inputs) = inputs(plan, *rows, size, &mut random) else { return times };
+                // Larger batches may not fit; what was measured counts.
+                let Some(time) = self.run_behind(model, program, inputs) else { return times };
+                best = Some(best.map_or(time, |best: Nanos| best.min(time)));
+                if self.clock().now() >= end {
+                    break;
+                }
+            }
+            let Some(best) = best else { return times };
+            times.push((*rows, best));
+            if best > longest || self.clock().now() >= end {
+                return times;
+            }
+        }
+        times
+    }
+
+    /// One run as best effort; its time on the device if it went well.
+    fn run_behind(
+        &self,
+        model: ModelKey,
+        program: &dyn Program,
+        inputs: Vec<Tensor>,
+    ) -> Option<Nanos> {
+        let task = program.prepare(inputs).ok()?;
+        let asked = Asked {
+            model,
+            class: Class::BestEffort,
+            priority: u32::MAX,
+            arrived: self.clock().now(),
+            deadline: Nanos::MAX,
+        };
+        let (sender, receiver) = sync_channel::<Reply>(1);
+        let reply = Box::new(move |reply| {
+            // Whoever asked waits for it below.
+            let _ = sender.send(reply);
+        });
+        self.submit_alone(asked, Ok(task), None, reply);
+        match receiver.recv() {
+            Ok(Reply { result: Ok(_), timing }) => Some(timing.busy),
+            Ok(Reply { result: Err(Rejection::Device(why)), .. }) => {
+                tracing::debug!(%why, "not measured");
+                None
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Random inputs with so many rows; other open dimensions have the size at place `size`.
+fn inputs(
+    plan: &LaunchPlan,
+    rows: usize,
+    size: usize,
+    random: &mut Random,
+) -> Result<Vec<Tensor>, TensorError> {
+    let batch = batch_symbol(plan);
+    plan.inputs.iter().map(|id| input(plan.value(*id), batch, rows, size, random)).collect()
+}
+
+fn input(
+    info: &ValueInfo,
+    batch: Option<&str>,
+    rows: usize,
+    size: usize,
+    random: &mut Random,
+) -> Result<Tensor, TensorError> {
+    let dims = info.shape.as_deref().unwrap_or_default();
+    let sizes = if dims.len() == 4 { OPEN_PICTURE } else { OPEN };
+    let extent = |dim: &Dim| match dim {
+        Dim::Fixed(extent) => *extent,
+        Dim::Symbol(symbol) if Some(symbol.as_str()) == batch => rows,
+        Dim::Symbol(_) | Dim::Unknown => sizes[size],
+    };
+    let shape: Vec<usize> = dims.iter().map(extent).collect();
+    let count = element_count(&shape)?;
+    macro_rules! whole {
+        ($rust:ty) => {
+            Tensor::from_vec(shape, (0..count).map(|_| random.below(2) as $rust).collect())
+        };
+    }
+    macro_rules! real {
+        ($convert:expr) => {
+            Tensor::from_vec(shape, (0..count).map(|_| $convert(random.symmetric_f32())).collect())
+        };
+    }
+    match info.dtype {
+        DataType::F32 => real!(|x: f32| x),
+        DataType::F64 => real!(f64::from),
+        DataType::F16 => real!(f16::from_f32),
+        DataType::BF16 => real!(bf16::from_f32),
+        DataType::U8 => whole!(u8),
+        DataType::U16 => whole!(u16),
+        DataType::U32 => whole!(u32),
+        DataType::U64 => whole!(u64),
+        DataType::I8 => whole!(i8),
+        DataType::I16 => whole!(i16),
+        DataType::I32 => whole!(i32),
+        DataType::I64 => whole!(i64),
+        DataType::Bool => {
+            let bytes: Vec<u8> = (0..count).map(|_| random.below(2) as u8).collect();
+            Tensor::from_raw(DataType::Bool, shape, bytes.into())
+        }
+        DataType::String => Tensor::from_strings(shape, vec![bytes::Bytes::new(); count]),
+    }
+}
