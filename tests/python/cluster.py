@@ -45,13 +45,13 @@ class Process:
 class Cluster:
     """etcd and the roles, each a process of its own."""
 
-    def __init__(self, folder: Path, models: Path) -> None:
+    def __init__(self, folder: Path, models: Path, host: str = "127.0.0.1") -> None:
         self.folder, self.models = folder, models
         self.parts: dict[str, Process] = {}
         self.frontends: dict[str, Server] = {}
         client, peer = free_ports(2)
-        self.store = f"etcd://127.0.0.1:{client}"
-        urls = [f"http://127.0.0.1:{port}" for port in (client, peer)]
+        self.store = f"etcd://{host}:{client}"
+        urls = [f"http://{host}:{client}", f"http://127.0.0.1:{peer}"]
         command = ["etcd", "--name", "e", "--data-dir", str(folder / "etcd"), "--unsafe-no-fsync"]
         command += ["--listen-client-urls", urls[0], "--advertise-client-urls", urls[0]]
         command += ["--listen-peer-urls", urls[1], "--initial-advertise-peer-urls", urls[1]]
@@ -60,15 +60,17 @@ class Cluster:
     def add(self, name: str, command: list[str]) -> None:
         self.parts[name] = Process(command, self.folder / f"{name}.log").start()
 
-    def role(self, role: str, name: str, *flags: str) -> None:
-        command = [str(BINARY), "cluster", role, "--store", self.store, "--name", name]
+    def role(self, role: str, name: str, *flags: str, inside: tuple[str, ...] = ()) -> None:
+        command = [*inside, str(BINARY), "cluster", role, "--store", self.store, "--name", name]
         self.add(name, [*command, "--lease-ms", str(LEASE_MS), *flags])
 
     def scheduler(self, name: str) -> None:
         self.role("scheduler", name, "--epoch-ms", "5000", "--spacing-ms", "2000")
 
-    def backend(self, name: str) -> None:
-        self.role("backend", name, "--model-repository", str(self.models), "--threads", "1")
+    def backend(self, name: str, *flags: str, inside: tuple[str, ...] = ()) -> None:
+        """A backend; `inside` is a command that runs it somewhere else, such as in a namespace."""
+        repository = ["--model-repository", str(self.models), "--threads", "1"]
+        self.role("backend", name, *repository, *flags, inside=inside)
 
     def frontend(self, name: str) -> Server:
         ports = free_ports(3)

@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
 
 use base::{Nanos, Random};
-use cluster::balance::{Candidate, choose, depth};
+use cluster::balance::{Candidate, choose, depth, spare};
 use runtime::batching::{
     BatchPolicy, BatchProfile, Decision, EarlyDrop, LazyDrop, ModelView, Waiting, Worker,
 };
@@ -366,12 +366,39 @@ impl Fleet {
     fn drop_first(&mut self, gpu: usize, index: usize, count: usize) {
         let slot = &mut self.gpus[gpu].slots[index];
         let session = slot.session;
-        slot.waiting.drain(..count);
+        let waiting: Vec<Waiting> = slot.waiting.drain(..count).collect();
         let dropped: Vec<Task> = slot.tasks.drain(..count).collect();
-        for task in dropped {
+        for (waiting, task) in waiting.into_iter().zip(dropped) {
             self.settle_out(session, gpu);
-            self.close(task, false);
+            if !self.second_chance(session, gpu, task, waiting) {
+                self.close(task, false);
+            }
         }
+    }
+
+    /// Sends what a GPU gave up in time to one without anything to do, as a frontend does; whether there is one.
+    fn second_chance(&mut self, session: usize, from: usize, task: Task, waiting: Waiting) -> bool {
+        let least = self.sessions[session].profile.latency(1);
+        if self.lazy || self.now + least > waiting.deadline {
+            return false;
+        }
+        let route = &mut self.routes[session];
+        let others: Vec<usize> =
+            (0..route.gpus.len()).filter(|&place| route.gpus[place] != from).collect();
+        let candidates: Vec<Candidate> =
+            others.iter().map(|&place| route.candidates[place]).collect();
+        let busy = |index: usize| self.gpus[route.gpus[others[index]]].requests();
+        let Some(chosen) = spare(&candidates, busy) else { return false };
+        let gpu = route.gpus[others[chosen]];
+        let slots = &mut self.gpus[gpu].slots;
+        let Some(slot) = slots.iter_mut().find(|slot| slot.session == session) else {
+            return false;
+        };
+        slot.waiting.push_back(waiting);
+        slot.tasks.push_back(task);
+        route.candidates[others[chosen]].outstanding += 1;
+        self.start(gpu);
+        true
     }
 
     fn launch(&mut self, gpu: usize, index: usize, count: usize) {

@@ -276,6 +276,10 @@ impl Host for NodeHost {
         Box::pin(self.0.unload_model(model))
     }
 
+    fn marks<'a>(&'a self, model: &'a str) -> HostFuture<'a, Vec<(String, f64)>> {
+        Box::pin(self.0.marks(model))
+    }
+
     fn service(&self) -> Arc<dyn InferenceService> {
         Arc::new(self.0.clone())
     }

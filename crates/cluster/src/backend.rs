@@ -33,6 +33,9 @@ pub trait Host: Send + Sync + 'static {
     /// Takes a model out of service.
     fn unload<'a>(&'a self, model: &'a str) -> HostFuture<'a, ()>;
 
+    /// What of the model's work others may have in common with it: see [`ProfileRecord::marks`].
+    fn marks<'a>(&'a self, model: &'a str) -> HostFuture<'a, Vec<(String, f64)>>;
+
     /// What it answers with.
     fn service(&self) -> Arc<dyn InferenceService>;
 }
@@ -215,7 +218,8 @@ impl BackendAgent {
                     }
                 };
                 tracing::info!(model = share.model, ?curve, "measured");
-                let profile = ProfileRecord { curve, memory_bytes: record.bytes };
+                let marks = self.host.marks(&share.model).await.unwrap_or_default();
+                let profile = ProfileRecord { curve, memory_bytes: record.bytes, marks };
                 if self.store.compare_and_put(&key, 0, encode(&profile), None).await.is_err() {
                     return;
                 }

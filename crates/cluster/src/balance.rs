@@ -54,6 +54,12 @@ pub fn choose(
         .or_else(|| least_loaded(candidates, |_| true, random))
 }
 
+/// A candidate without anything to do, for a request that another one gave up while there was still time: on its own it may
+/// be answered yet. The caller leaves out who gave it up.
+pub fn spare(candidates: &[Candidate], busy: impl Fn(usize) -> usize) -> Option<usize> {
+    (0..candidates.len()).find(|&index| !candidates[index].down && busy(index) == 0)
+}
+
 fn least_loaded(
     candidates: &[Candidate],
     fits: impl Fn(&Candidate) -> bool,
@@ -98,6 +104,15 @@ fn draw(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_second_chance_is_for_who_has_nothing_to_do() {
+        let up = Candidate { weight: 0.0, outstanding: 0, depth: 4, down: false };
+        let list = [up, Candidate { down: true, ..up }, up];
+        assert_eq!(spare(&list, |index| [1, 0, 0][index]), Some(2));
+        assert_eq!(spare(&list, |index| [1, 0, 1][index]), None);
+        assert_eq!(spare(&[], |_| 0), None);
+    }
 
     fn candidate(weight: f64, outstanding: usize, down: bool) -> Candidate {
         Candidate { weight, outstanding, depth: 60, down }

@@ -16,7 +16,7 @@ use api::{
 use base::{Clock, Nanos, Random};
 use tokio::sync::watch;
 
-use crate::balance::{Candidate, choose, depth};
+use crate::balance::{Candidate, choose, depth, spare};
 use crate::library::{FileStore, Library};
 use crate::membership::Membership;
 use crate::record::{FrontendRecord, Keys, Kind, LoadReport, encode};
@@ -32,6 +32,7 @@ mod raw;
 mod service;
 pub mod table;
 mod walk;
+pub mod wire;
 
 use link::Links;
 use table::{Entry, Table, Target};
@@ -173,6 +174,8 @@ enum Attempt {
     Done(Box<proto::ModelInferResponse>),
     /// Another backend may do better.
     Elsewhere(ApiError),
+    /// The backend gave it up, to keep time for others; one without anything to do may still answer.
+    GivenUp(ApiError),
     Final(ApiError),
 }
 
@@ -291,11 +294,13 @@ impl Inner {
     ) -> ApiResult<proto::ModelInferResponse> {
         let first = self.choose(entry, None).ok_or_else(|| nobody(model))?;
         self.check_wait(model, entry, first, deadline)?;
-        let error = match self.attempt(&entry.targets[first], message.clone(), deadline).await {
-            Attempt::Done(answer) => return Ok(*answer),
-            Attempt::Final(error) => return Err(error),
-            Attempt::Elsewhere(error) => error,
-        };
+        let (error, given_up) =
+            match self.attempt(&entry.targets[first], message.clone(), deadline).await {
+                Attempt::Done(answer) => return Ok(*answer),
+                Attempt::Final(error) => return Err(error),
+                Attempt::Elsewhere(error) => (error, false),
+                Attempt::GivenUp(error) => (error, true),
+            };
         let now = self.clock.now();
         let left = deadline.map(|deadline| Nanos(deadline.0.saturating_sub(now.0)));
         if left.is_some_and(|left| left < RETRY_LEAST) {
@@ -305,35 +310,53 @@ impl Inner {
         let table = self.table();
         let fresh = table.models.get(model).map_or(entry, |entry| entry);
         let tried = &entry.targets[first].link.address;
-        let Some(second) = self.choose(fresh, Some(tried)) else { return Err(error) };
+        let second = match given_up {
+            true => self.spare(fresh, tried),
+            false => self.choose(fresh, Some(tried)),
+        };
+        let Some(second) = second else { return Err(error) };
         entry.meter.retry();
         if let Some(left) = left {
             set_deadline(&mut message, left);
         }
         match self.attempt(&fresh.targets[second], message, deadline).await {
             Attempt::Done(answer) => Ok(*answer),
-            Attempt::Elsewhere(error) | Attempt::Final(error) => Err(error),
+            Attempt::Elsewhere(error) | Attempt::GivenUp(error) | Attempt::Final(error) => {
+                Err(error)
+            }
         }
     }
 
-    fn choose(&self, entry: &Entry, tried: Option<&str>) -> Option<usize> {
+    /// The model's backends but the one that was tried, as a choice sees them.
+    fn candidates(&self, entry: &Entry, tried: Option<&str>) -> (Vec<usize>, Vec<Candidate>) {
         let now = self.clock.now();
         // Other frontends send their part.
         let frontends = self.table().frontends;
         let depth = |target: &Target| depth(target.batch as usize).div_ceil(frontends);
         let untried = |(_, target): &(usize, &Target)| tried != Some(target.link.address.as_str());
-        let open: Vec<(usize, &Target)> =
-            entry.targets.iter().enumerate().filter(untried).collect();
-        let candidate = |(_, target): &(usize, &Target)| Candidate {
-            weight: target.weight,
-            outstanding: target.outstanding.load(Ordering::Relaxed),
-            depth: depth(target),
-            down: target.link.is_down(now),
+        let candidate = |(place, target): (usize, &Target)| {
+            let candidate = Candidate {
+                weight: target.weight,
+                outstanding: target.outstanding.load(Ordering::Relaxed),
+                depth: depth(target),
+                down: target.link.is_down(now),
+            };
+            (place, candidate)
         };
-        let candidates: Vec<Candidate> = open.iter().map(candidate).collect();
+        entry.targets.iter().enumerate().filter(untried).map(candidate).unzip()
+    }
+
+    fn choose(&self, entry: &Entry, tried: Option<&str>) -> Option<usize> {
+        let (places, candidates) = self.candidates(entry, tried);
+        let busy = |index: usize| entry.busy(places[index]);
         let mut random = self.random.lock().unwrap_or_else(PoisonError::into_inner);
-        let busy = |index: usize| open[index].1.link.outstanding.load(Ordering::Relaxed);
-        choose(&candidates, busy, &mut random).map(|chosen| open[chosen].0)
+        choose(&candidates, busy, &mut random).map(|chosen| places[chosen])
+    }
+
+    /// A backend that this frontend has sent nothing to do.
+    fn spare(&self, entry: &Entry, tried: &str) -> Option<usize> {
+        let (places, candidates) = self.candidates(entry, Some(tried));
+        spare(&candidates, |index| entry.busy(places[index])).map(|chosen| places[chosen])
     }
 
     /// Refuses at once what would wait beyond its deadline behind what this frontend sent already.
@@ -391,6 +414,7 @@ impl Inner {
             ErrorKind::Unavailable | ErrorKind::NotFound => {
                 Attempt::Elsewhere(ApiError { kind: ErrorKind::Unavailable, ..error })
             }
+            ErrorKind::DeadlineExceeded => Attempt::GivenUp(error),
             _ => Attempt::Final(error),
         }
     }
@@ -441,9 +465,7 @@ impl Inner {
     }
 }
 
-type Client = api::proto::grpc_inference_service_client::GrpcInferenceServiceClient<
-    tonic::transport::Channel,
->;
+type Client = api::proto::grpc_inference_service_client::GrpcInferenceServiceClient<wire::Wire>;
 
 fn is_refusal(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Unavailable | ErrorKind::DeadlineExceeded | ErrorKind::Internal)

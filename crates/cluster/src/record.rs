@@ -265,6 +265,10 @@ pub struct ProfileRecord {
     /// Memory it takes, 0 when unknown.
     #[serde(default)]
     pub memory_bytes: u64,
+    /// Steps that do much of its work, in order: hashes of all that each is computed from, and shares of the work. Models
+    /// with the same ones begin alike.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub marks: Vec<(String, f64)>,
 }
 
 /// Why a backend holds a model.
@@ -355,6 +359,9 @@ pub struct PlanRecord {
     pub moves: u64,
     /// Models whose objective no batch meets.
     pub unattainable: Vec<String>,
+    /// Models that begin alike and are planned as one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub families: Vec<Vec<String>>,
     /// Models that every backend failed to load, and why.
     pub failed: BTreeMap<String, String>,
     /// Milliseconds that planning took.

@@ -18,6 +18,7 @@ use crate::view::View;
 pub mod agent;
 pub mod demand;
 pub mod deployment;
+pub mod kinship;
 pub mod packing;
 pub mod placement;
 pub mod splitting;
@@ -177,7 +178,7 @@ impl Core {
             .collect();
         let budgets = splitting::budgets(&self.queries, &self.splits);
         let enabled = view.models.iter().filter(|(_, model)| model.enabled);
-        enabled
+        let mut demands: Vec<Demand> = enabled
             .map(|(name, model)| {
                 let known = memory.get(model.digest.as_str()).copied().filter(|bytes| *bytes > 0);
                 let asked = budgets.get(name.as_str());
@@ -190,9 +191,12 @@ impl Core {
                     real_time: model.config.class == Class::RealTime
                         || asked.is_some_and(|asked| asked.real_time),
                     memory_bytes: known.unwrap_or(model.bytes),
+                    family: None,
                 }
             })
-            .collect()
+            .collect();
+        assign_families(view, &mut demands);
+        demands
     }
 
     /// Why to plan now, if there is a reason.
@@ -417,6 +421,13 @@ impl Core {
                 failed.insert(model.clone(), reason.clone());
             }
         }
+        let mut families: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+        for demand in demands {
+            if let Some(family) = &demand.family {
+                families.entry(&family.name).or_default().push(demand.model.clone());
+            }
+        }
+        self.plan.families = families.into_values().collect();
         let slack = self.placement.slack(demands);
         self.plan.used = self.placement.used();
         self.plan.backends = backends;
@@ -435,6 +446,38 @@ fn machines(view: &View) -> Vec<Machine> {
         memory_bytes: record.memory_bytes,
     };
     view.backends.iter().map(machine).collect()
+}
+
+fn assign_families(view: &View, demands: &mut [Demand]) {
+    let by_digest: BTreeMap<&str, &[(String, f64)]> = view
+        .profiles
+        .iter()
+        .filter(|(_, profile)| !profile.marks.is_empty())
+        .map(|((_, digest), profile)| (digest.as_str(), profile.marks.as_slice()))
+        .collect();
+    if by_digest.is_empty() {
+        return;
+    }
+    let marks: BTreeMap<&str, &[(String, f64)]> = view
+        .models
+        .iter()
+        .filter_map(|(name, model)| Some((name.as_str(), *by_digest.get(model.digest.as_str())?)))
+        .collect();
+    // As nodes have it: who shares batches must want them made in the same way.
+    let alike = |a: &str, b: &str| match (view.models.get(a), view.models.get(b)) {
+        (Some(a), Some(b)) => {
+            let (a, b) = (&a.config, &b.config);
+            let whole = a.batching.policy == model::config::BatchingPolicy::None
+                || (a.class == Class::RealTime && a.slo_ms.is_none() && a.timeout_ms.is_none());
+            !whole
+                && a.class == b.class
+                && a.timeout_ms.is_none() == b.timeout_ms.is_none()
+                && (&a.batching, a.slo_ms, a.max_batch_size)
+                    == (&b.batching, b.slo_ms, b.max_batch_size)
+        }
+        _ => false,
+    };
+    kinship::assign(demands, &marks, alike);
 }
 
 fn curves(view: &View) -> Curves {

@@ -3,6 +3,7 @@
 pub mod gpu;
 pub mod lower;
 pub mod memory;
+pub mod prefix;
 
 use std::path::Path;
 

@@ -2,48 +2,115 @@
 
 use std::collections::HashMap;
 
-use model::{Tensor, TensorData, ValueId};
+use model::op::Op;
+use model::{Dim, LaunchPlan, Tensor, TensorData, ValueId};
 use sha2::{Digest, Sha256};
 
 use crate::dim::shape_text;
 use crate::ir::Graph;
 
+/// A hash of all that a value is computed from.
+pub type Hash = [u8; 32];
+
 /// For every node the hash of all it computes its first output from: operators, attributes, constants
 /// and the types of the model's inputs. Equal hashes mean equal computations, whatever the names.
-pub fn subgraph_hashes(graph: &Graph) -> Vec<[u8; 32]> {
-    let mut known: HashMap<ValueId, [u8; 32]> = HashMap::new();
-    for (position, id) in graph.inputs.iter().enumerate() {
+pub fn subgraph_hashes(graph: &Graph) -> Vec<Hash> {
+    let inputs = graph.inputs.iter().map(|id| {
         let value = graph.value(*id);
-        let text = format!("input {position} {} {}", value.dtype, rank_text(graph, *id));
-        known.insert(*id, Sha256::digest(text).into());
+        (*id, format!("{} {}", value.dtype, rank_text(graph, *id)))
+    });
+    let mut known = input_hashes(inputs);
+    let nodes = graph.nodes.iter();
+    nodes
+        .map(|node| {
+            let operation =
+                Operation { op: &node.op, inputs: &node.inputs, outputs: &node.outputs };
+            operation.hash(&mut known, |id| graph.constant(id))
+        })
+        .collect()
+}
+
+/// The same for the steps of a plan. Hashes of plans and of graphs are not comparable with each other.
+pub fn plan_hashes(plan: &LaunchPlan) -> Vec<Hash> {
+    let mut symbols: Vec<&str> = Vec::new();
+    let mut inputs = Vec::with_capacity(plan.inputs.len());
+    for id in &plan.inputs {
+        let info = plan.value(*id);
+        let mut text = format!("{}", info.dtype);
+        for dim in info.shape.iter().flatten() {
+            match dim {
+                Dim::Symbol(name) => {
+                    let place = symbols.iter().position(|known| known == name);
+                    let place = place.unwrap_or_else(|| {
+                        symbols.push(name);
+                        symbols.len() - 1
+                    });
+                    text.push_str(&format!(" ${place}"));
+                }
+                dim => text.push_str(&format!(" {dim}")),
+            }
+        }
+        text.push_str(if info.shape.is_some() { "" } else { " any" });
+        inputs.push((*id, text));
     }
-    let mut hashes = Vec::with_capacity(graph.nodes.len());
-    for node in &graph.nodes {
+    let mut known = input_hashes(inputs.into_iter());
+    let constants: HashMap<ValueId, &Tensor> =
+        plan.constants.iter().map(|(id, tensor)| (*id, tensor)).collect();
+    let steps = plan.steps.iter();
+    steps
+        .map(|step| {
+            let operation =
+                Operation { op: &step.op, inputs: &step.inputs, outputs: &step.outputs };
+            operation.hash(&mut known, |id| constants.get(&id).copied())
+        })
+        .collect()
+}
+
+fn input_hashes(inputs: impl Iterator<Item = (ValueId, String)>) -> HashMap<ValueId, Hash> {
+    let hash = |(position, (id, text)): (usize, (ValueId, String))| {
+        (id, Sha256::digest(format!("input {position} {text}")).into())
+    };
+    inputs.enumerate().map(hash).collect()
+}
+
+/// An operator at work, in a graph or in a plan.
+struct Operation<'a> {
+    op: &'a Op,
+    inputs: &'a [Option<ValueId>],
+    outputs: &'a [Option<ValueId>],
+}
+
+impl Operation<'_> {
+    /// Its hash; those of its outputs become known.
+    fn hash<'c>(
+        &self,
+        known: &mut HashMap<ValueId, Hash>,
+        constant: impl Fn(ValueId) -> Option<&'c Tensor>,
+    ) -> Hash {
         let mut hasher = Sha256::new();
-        hasher.update(format!("{:?}", node.op));
-        hasher.update((node.inputs.len() as u64).to_le_bytes());
-        for input in &node.inputs {
+        hasher.update(format!("{:?}", self.op));
+        hasher.update((self.inputs.len() as u64).to_le_bytes());
+        for input in self.inputs {
             let Some(id) = input else {
                 hasher.update([0]);
                 continue;
             };
             hasher.update([1]);
-            let hash = *known.entry(*id).or_insert_with(|| match graph.constant(*id) {
+            let hash = *known.entry(*id).or_insert_with(|| match constant(*id) {
                 Some(tensor) => tensor_hash(tensor),
                 None => [0; 32],
             });
             hasher.update(hash);
         }
-        let hash: [u8; 32] = hasher.finalize().into();
-        for (position, output) in node.outputs.iter().enumerate() {
+        let hash: Hash = hasher.finalize().into();
+        for (position, output) in self.outputs.iter().enumerate() {
             if let Some(id) = output {
                 let own = Sha256::new().chain_update(hash).chain_update([position as u8]);
                 known.insert(*id, own.finalize().into());
             }
         }
-        hashes.push(hash);
+        hash
     }
-    hashes
 }
 
 /// The shape with symbols numbered in order of appearance, since their names do not matter either.
@@ -63,7 +130,7 @@ fn rank_text(graph: &Graph, id: ValueId) -> String {
     text
 }
 
-fn tensor_hash(tensor: &Tensor) -> [u8; 32] {
+fn tensor_hash(tensor: &Tensor) -> Hash {
     let mut hasher = Sha256::new();
     hasher.update(format!("{} {:?}", tensor.dtype(), tensor.shape()));
     match tensor.data() {

@@ -12,7 +12,7 @@ pub mod pass;
 
 pub use bind::bind;
 pub use dim::SymDim;
-pub use hash::subgraph_hashes;
+pub use hash::{plan_hashes, subgraph_hashes};
 pub use ir::{Graph, Node, Value};
 pub use onnx::{ExternalData, ImportError, Limits, import, import_file, parse_tensor_proto};
 pub use pass::{Evaluator, Report, optimize};

@@ -65,19 +65,15 @@ impl Session {
         self.saturating().map(|(batch, ms)| f64::from(batch) / ms * 1000.0)
     }
 
-    /// The largest batch for a rate below a GPU's, and the cycle that gathers it.
+    /// The batch for a rate below a GPU's that takes the least of it, and the cycle that gathers it. A batch that is not
+    /// gathered in time runs part-filled, where that is still cheaper than a smaller one or the only way.
     fn residual(&self, rate: f64) -> Option<(u32, f64, f64)> {
-        let gather = |batch: u32| f64::from(batch) / rate * 1000.0;
-        let within = |&(batch, ms): &(u32, f64)| ms + gather(batch) <= self.slo_ms * (1.0 + SLACK);
-        match self.curve.iter().copied().rfind(within) {
-            Some((batch, ms)) => Some((batch, ms, gather(batch))),
-            // So rare that a batch of the smallest size is not gathered in time: it runs part-filled.
-            None => self
-                .curve
-                .first()
-                .map(|&(batch, ms)| (batch, ms, (self.slo_ms - ms).min(gather(batch))))
-                .filter(|(_, ms, cycle)| ms <= cycle),
-        }
+        let option = |&(batch, ms): &(u32, f64)| {
+            let cycle = (f64::from(batch) / rate * 1000.0).min(self.slo_ms - ms);
+            (ms <= cycle * (1.0 + SLACK)).then_some((batch, ms, cycle))
+        };
+        let options = self.curve.iter().filter_map(option);
+        options.min_by(|a, b| (a.1 / a.2).total_cmp(&(b.1 / b.2)))
     }
 }
 

@@ -14,18 +14,22 @@ use api::{
 use base::Nanos;
 use device::DeviceError;
 use model::Tensor;
-use runtime::{Asked, BatchTime, Fleet, Rejection, RequestHandle};
+use runtime::fleet::router::FleetModel;
+use runtime::{Asked, BatchTime, Fleet, Rejection, Reply, RequestHandle};
 use tokio::sync::{Semaphore, oneshot};
 
 pub mod catalogue;
 pub mod classification;
 pub mod counters;
 mod exposition;
+pub mod families;
 pub mod image;
 pub mod loader;
 pub mod served;
 
 use catalogue::Catalogue;
+use counters::Count;
+use families::Families;
 use loader::{LoadError, ModelLoader};
 use served::Served;
 
@@ -57,6 +61,7 @@ struct Inner {
     fleet: Arc<Fleet>,
     loader: Arc<dyn ModelLoader>,
     catalogue: Catalogue,
+    families: Families,
     started: AtomicBool,
     draining: AtomicBool,
     /// Whether clients may load and unload models.
@@ -74,6 +79,7 @@ impl LocalNode {
                 fleet,
                 loader,
                 catalogue: Catalogue::default(),
+                families: Families::default(),
                 started: AtomicBool::new(false),
                 draining: AtomicBool::new(false),
                 control: AtomicBool::new(true),
@@ -135,7 +141,13 @@ impl LocalNode {
         models.sort_by_key(|served| {
             (place(served).unwrap_or(usize::MAX), served.name.clone(), served.version)
         });
-        models.iter().for_each(|served| self.inner.fleet.preload(served.key));
+        models.iter().for_each(|served| self.inner.preload(served));
+    }
+
+    /// Steps that do much of a model's work and that others may have in common with it: hashes and shares.
+    pub async fn marks(&self, model: &str) -> ApiResult<Vec<(String, f64)>> {
+        let served = self.inner.catalogue.find(ModelRef { name: model, version: None })?;
+        blocking_api(move || Ok(served.fingerprint().marks())).await
     }
 
     /// How many inferences each model has done.
@@ -204,6 +216,14 @@ impl Inner {
         self.catalogue.find(model)
     }
 
+    /// Brings the weights of `served` to the device as long as there is room.
+    fn preload(&self, served: &Served) {
+        if let Some(split) = &served.split {
+            self.fleet.preload(split.trunk.key);
+        }
+        self.fleet.preload(served.key);
+    }
+
     /// Runs `served` once on inputs that fit it.
     async fn run(
         &self,
@@ -214,25 +234,47 @@ impl Inner {
     ) -> ApiResult<Vec<Tensor>> {
         let default = served.config.timeout_ms.map(Nanos::from_millis);
         let timeout = options.timeout.or(default);
+        let count = Count::begin(served.counters.clone(), batch, timeout);
+        let Some(split) = &served.split else {
+            let asked = Asked { inputs, class: options.class, priority: options.priority, timeout };
+            return self.submit(served, served.key, asked, count).await.map(|(outputs, _)| outputs);
+        };
+        let clock = self.fleet.nodes()[0].clock().clone();
+        let start = clock.now();
+        let class = Some(options.class.unwrap_or(served.config.class));
+        let priority = Some(options.priority.unwrap_or(served.config.priority));
+        let trunk = Asked { inputs: inputs.clone(), class, priority, timeout };
+        let (handed, count) = self.submit(served, split.trunk.key, trunk, count.of_two()).await?;
+        let lost = || ApiError::internal("a value is lost between two parts of a model");
+        let inputs = families::hand_over(&split.sources, &inputs, &handed).ok_or_else(lost)?;
+        let timeout = timeout.map(|timeout| timeout - (clock.now() - start));
         let asked = Asked { inputs, class: options.class, priority: options.priority, timeout };
+        let count = count.ok_or_else(lost)?;
+        self.submit(served, served.key, asked, count).await.map(|(outputs, _)| outputs)
+    }
+
+    /// One request of the fleet, cancelled when nobody waits any more. Of the first of two, what is to be counted goes on with
+    /// the second.
+    async fn submit(
+        &self,
+        served: &Served,
+        key: FleetModel,
+        asked: Asked,
+        count: Count,
+    ) -> ApiResult<(Vec<Tensor>, Option<Count>)> {
         let (sender, receiver) = oneshot::channel();
-        let counters = served.counters.clone();
-        counters.begin();
-        let handle = self.fleet.submit(
-            served.key,
-            asked,
-            Box::new(move |reply| {
-                counters.end(&reply, batch, timeout);
-                // Nobody may listen any more, which is what cancelling is for.
-                let _ = sender.send(reply.result);
-            }),
-        );
+        let answer = move |reply: Reply| {
+            let (result, count) = count.reply(reply);
+            // Nobody may listen any more, which is what cancelling is for.
+            let _ = sender.send((result, count));
+        };
+        let handle = self.fleet.submit(key, asked, Box::new(answer));
         let mut guard = CancelOnDrop(Some(handle));
         let result = receiver.await;
         guard.0 = None;
         match result {
-            Ok(Ok(outputs)) => Ok(outputs),
-            Ok(Err(why)) => Err(rejection(served, why)),
+            Ok((Ok(outputs), count)) => Ok((outputs, count)),
+            Ok((Err(why), _)) => Err(rejection(served, why)),
             Err(_) => Err(ApiError::internal("the node gave no answer")),
         }
     }
@@ -284,7 +326,7 @@ impl Inner {
         if name.is_empty() || name.starts_with('.') || name.contains(['/', '\\', '\0']) {
             return Err(ApiError::not_found("there is no model of this name"));
         }
-        let _turn = self.catalogue.turn(&name).await;
+        let turn = self.catalogue.turn(&name).await;
         self.catalogue.begin_load(&name);
         let (loader, wanted) = (self.loader.clone(), name.clone());
         let loaded = blocking(move || loader.load(&wanted, None)).await;
@@ -296,16 +338,20 @@ impl Inner {
                 }
                 let (served, gone) =
                     Served::start(self.fleet.clone(), &name, version, loaded.placed, loaded.config);
-                let key = served.key;
                 let objective = served.config.slo_ms.is_some();
-                self.catalogue.finish_load(served, gone);
+                self.catalogue.finish_load(served.clone(), gone);
+                // Finding its family takes the turns of others.
+                drop(turn);
+                self.families.join(&self.fleet, &self.catalogue, served).await;
                 // Without an objective nothing is chosen by what is measured.
                 if objective {
                     self.profile(name.clone());
                 }
                 // At the start the owner says in which order.
-                if self.started.load(Ordering::SeqCst) {
-                    self.fleet.preload(key);
+                if self.started.load(Ordering::SeqCst)
+                    && let Ok(served) = self.catalogue.find(ModelRef { name: &name, version: None })
+                {
+                    self.preload(&served);
                 }
                 tracing::info!(model = name, version, "model ready");
                 Ok(version)
@@ -493,7 +539,7 @@ impl InferenceService for LocalNode {
 
     fn write_metrics(&self, text: &mut String) {
         let models = self.inner.catalogue.all();
-        exposition::write(text, &models, &self.inner.fleet);
+        exposition::write(text, &models, &self.inner.families.trunks(), &self.inner.fleet);
     }
 
     fn drain(&self, limit: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {

@@ -255,7 +255,7 @@ impl World<'_> {
                 ModelRecord { version: 1, digest: digest.clone(), bytes: 0, enabled: true, config };
             view.models.insert(session_name(index), record);
             let curve = (1..=group.batch_max).map(|batch| (batch, ms(batch))).collect();
-            let profile = ProfileRecord { curve, memory_bytes: 0 };
+            let profile = ProfileRecord { curve, memory_bytes: 0, marks: Vec::new() };
             view.profiles.insert(("gpu".to_string(), digest), profile);
             let nanos = |ms: f64| Nanos((ms * 1e6) as u64);
             sessions.push(FleetSession {

@@ -102,6 +102,7 @@ fn good_share(setup: Setup, techniques: Techniques) -> f64 {
             slo_ms: *slo_ms,
             real_time: true,
             memory_bytes: 0,
+            family: None,
         });
     }
     let packer = if techniques.squishy { Packer::Certified } else { Packer::Oblivious };

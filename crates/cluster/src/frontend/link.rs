@@ -3,26 +3,24 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use api::proto::grpc_inference_service_client::GrpcInferenceServiceClient;
 use base::Nanos;
-use tonic::transport::{Channel, Endpoint};
+use http::Uri;
 
-/// Longest wait for a connection.
-const CONNECT: Duration = Duration::from_millis(500);
-/// A connection that is silent this long is asked whether it lives, and has as long to answer.
-const PING: Duration = Duration::from_millis(500);
+use super::wire::Wire;
+
 /// How long a backend that failed is left alone.
 const PAUSE: Nanos = Nanos::from_millis(500);
 /// Connections to one backend; each carries many requests.
-const CHANNELS: usize = 2;
+const WIRES: usize = 2;
 
 /// A backend.
 pub struct Link {
     /// Where it listens.
     pub address: String,
-    channels: Vec<Channel>,
+    origin: Uri,
+    wires: Vec<Wire>,
     turn: AtomicUsize,
     down_until: AtomicU64,
     /// Requests sent and not answered, of all models.
@@ -31,18 +29,13 @@ pub struct Link {
 
 impl Link {
     fn new(address: &str) -> Result<Link, String> {
-        let endpoint = Endpoint::from_shared(format!("http://{address}"))
-            .map_err(|error| format!("backend address '{address}': {error}"))?
-            .connect_timeout(CONNECT)
-            .http2_keep_alive_interval(PING)
-            .keep_alive_timeout(PING)
-            .keep_alive_while_idle(true)
-            .initial_stream_window_size(1 << 20)
-            .initial_connection_window_size(4 << 20)
-            .tcp_nodelay(true);
+        let origin: Uri = format!("http://{address}")
+            .parse()
+            .map_err(|error| format!("backend address '{address}': {error}"))?;
         Ok(Link {
             address: address.to_string(),
-            channels: (0..CHANNELS).map(|_| endpoint.connect_lazy()).collect(),
+            origin,
+            wires: (0..WIRES).map(|_| Wire::new(address)).collect(),
             turn: AtomicUsize::new(0),
             down_until: AtomicU64::new(0),
             outstanding: AtomicUsize::new(0),
@@ -50,9 +43,9 @@ impl Link {
     }
 
     /// A client over one of its connections.
-    pub fn client(&self) -> GrpcInferenceServiceClient<Channel> {
-        let turn = self.turn.fetch_add(1, Relaxed) % self.channels.len();
-        GrpcInferenceServiceClient::new(self.channels[turn].clone())
+    pub fn client(&self) -> GrpcInferenceServiceClient<Wire> {
+        let turn = self.turn.fetch_add(1, Relaxed) % self.wires.len();
+        GrpcInferenceServiceClient::with_origin(self.wires[turn].clone(), self.origin.clone())
             .max_decoding_message_size(usize::MAX)
             .max_encoding_message_size(usize::MAX)
     }

@@ -73,6 +73,11 @@ pub struct Table {
 const AT_EASE: f64 = 0.5;
 
 impl Entry {
+    /// Requests that this frontend sent to a target's backend, for all models, and that are not answered.
+    pub fn busy(&self, target: usize) -> usize {
+        self.targets.get(target).map_or(0, |target| target.link.outstanding.load(Relaxed))
+    }
+
     /// Whether a request with this much time would be through long before it is late, whatever the plan says: what
     /// is under way leaves room, or nothing is.
     pub fn is_at_ease(&self, timeout: Nanos) -> bool {

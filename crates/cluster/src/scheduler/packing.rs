@@ -5,6 +5,8 @@ use planner::gpu::SliceKind;
 use planner::squishy::{self, Node, Part, Session};
 use planner::{GpuKind, Point, Problem, Profiles, Rules, Service, Sharing, Watch, certified};
 
+use super::kinship::{self, Family};
+
 /// Who packs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Packer {
@@ -50,9 +52,22 @@ const CERTIFIED_MAX: usize = 200;
 /// Rounds after which the planner with a proof is content with what it has.
 const ROUNDS_MAX: u32 = 400;
 
-/// Nodes for all sessions; `None` when one cannot be packed at all. The greedy packer stops caring once there
-/// are more nodes than `machines`, so callers look at the number.
-pub(crate) fn pack(sessions: &[Session], packer: Packer, machines: usize) -> Option<Vec<Node>> {
+/// Nodes for all sessions, with families as one; `None` when one cannot be packed at all. The greedy packer stops caring once
+/// there are more nodes than `machines`, so callers look at the number.
+pub(crate) fn pack(
+    sessions: &[Session],
+    families: &[Option<Family>],
+    packer: Packer,
+    machines: usize,
+) -> Option<Vec<Node>> {
+    if families.iter().all(Option::is_none) {
+        return pack_each(sessions, packer, machines);
+    }
+    let merged = kinship::merge(sessions, families);
+    pack_each(&merged.sessions, packer, machines).map(|nodes| merged.expand(nodes))
+}
+
+fn pack_each(sessions: &[Session], packer: Packer, machines: usize) -> Option<Vec<Node>> {
     if packer == Packer::Oblivious {
         return oblivious(sessions);
     }
@@ -180,11 +195,55 @@ mod tests {
             curve: curve.clone(),
         };
         let sessions: Vec<Session> = (0..8).map(session).collect();
-        let greedy = pack(&sessions, Packer::Squishy, 100).unwrap();
-        let proven = pack(&sessions, Packer::Certified, 100).unwrap();
+        let greedy = pack(&sessions, &[], Packer::Squishy, 100).unwrap();
+        let proven = pack(&sessions, &[], Packer::Certified, 100).unwrap();
         assert!(proven.len() <= greedy.len());
         assert!(squishy::check(&sessions, &proven).is_empty());
         let bound = proven_bound(&sessions).unwrap();
         assert!(bound <= proven.len() as f64 + 1e-6, "{bound}: {proven:?}");
+    }
+
+    /// Sessions of three kinds with rates that fall off as a Zipf distribution: 100 of them, as in `cluster-100.toml`.
+    fn mixed() -> Vec<Session> {
+        let kinds: [(usize, f64, f64, u32, f64, f64, f64); 3] = [
+            (50, 1.2, 5.0, 48, 50.0, 9000.0, 0.9),
+            (20, 22.0, 25.0, 16, 345.0, 700.0, 0.5),
+            (30, 3.2, 3.2, 64, 200.0, 2500.0, 0.9),
+        ];
+        let mut sessions = Vec::new();
+        for (count, alpha, beta, most, slo_ms, rate, zipf) in kinds {
+            let weight = |rank: usize| 1.0 / ((rank + 1) as f64).powf(zipf);
+            let total: f64 = (0..count).map(weight).sum();
+            for rank in 0..count {
+                let curve = (1..=most).map(|b| (b, alpha * f64::from(b) + beta)).collect();
+                let rate = rate * weight(rank) / total;
+                sessions.push(Session {
+                    name: format!("s{}", sessions.len()),
+                    rate,
+                    slo_ms,
+                    curve,
+                });
+            }
+        }
+        sessions
+    }
+
+    #[test]
+    fn packings_of_a_hundred_sessions_are_legal_and_near_the_bound() {
+        let sessions = mixed();
+        let greedy = pack(&sessions, &[], Packer::Squishy, 1000).unwrap();
+        assert!(squishy::check(&sessions, &greedy).is_empty());
+        let proven = pack(&sessions, &[], Packer::Certified, 1000).unwrap();
+        assert!(squishy::check(&sessions, &proven).is_empty());
+        let share =
+            |session: &Session| session.rate / session.throughput().unwrap_or(f64::INFINITY);
+        let full: f64 = sessions.iter().map(share).sum();
+        let bound = proven_bound(&sessions).unwrap();
+        let (squishy, certified) = (greedy.len(), proven.len());
+        println!(
+            "{full:.2} full machines, bound {bound:.2}; squishy {squishy}, certified {certified}"
+        );
+        assert!(bound <= certified as f64 + 1e-6);
+        assert!(proven.len() <= greedy.len() && full <= proven.len() as f64);
     }
 }

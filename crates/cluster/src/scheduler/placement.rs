@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use planner::squishy::{self, Node, Session};
 
+use super::kinship::{self, Family};
 use super::packing::{Packer, pack};
 
 /// A machine.
@@ -22,7 +23,7 @@ pub struct Machine {
 }
 
 /// A model with what is asked of it.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Demand {
     /// The model.
     pub model: String,
@@ -34,6 +35,8 @@ pub struct Demand {
     pub real_time: bool,
     /// Memory it takes.
     pub memory_bytes: u64,
+    /// Models it begins alike with.
+    pub family: Option<Family>,
 }
 
 /// How placements are made.
@@ -148,6 +151,7 @@ impl Placement {
 struct Group<'a> {
     machines: Vec<&'a Machine>,
     sessions: Vec<Session>,
+    families: &'a [Option<Family>],
 }
 
 fn sessions(
@@ -175,6 +179,10 @@ fn sessions(
     demands.iter().map(session).collect()
 }
 
+fn families(demands: &[Demand]) -> Vec<Option<Family>> {
+    demands.iter().map(|demand| demand.family.clone()).collect()
+}
+
 /// Places `demands` on `machines`, near to what they hold now.
 pub fn place(
     machines: &[Machine],
@@ -190,11 +198,13 @@ pub fn place(
     let mut unattainable = BTreeSet::new();
     let mut kinds: BTreeMap<&str, Vec<&Machine>> = BTreeMap::new();
     machines.iter().for_each(|machine| kinds.entry(&machine.device).or_default().push(machine));
+    let families = families(demands);
     let mut groups: Vec<Group<'_>> = kinds
         .into_iter()
         .map(|(device, machines)| Group {
             machines,
             sessions: sessions(device, demands, curves, &mut unattainable),
+            families: &families,
         })
         .collect();
     // The kind with most machines is filled first; what it cannot take goes to the next.
@@ -208,7 +218,7 @@ pub fn place(
         placement.scale = shares.fold(1.0, f64::min);
     }
     for (group, nodes) in groups.iter().zip(packed) {
-        placement.bound += bound(&group.sessions, &nodes);
+        placement.bound += bound(group, &nodes);
         let nodes = split_by_memory(&group.machines, demands, &group.sessions, nodes);
         settle(&group.machines, demands, held, nodes, &mut placement);
     }
@@ -245,7 +255,9 @@ pub fn extend(
     let idle: Vec<&Machine> = idle.into_iter().filter(|m| m.device == device).collect();
     let mut unattainable = BTreeSet::new();
     let sessions = sessions(&device, &short, curves, &mut unattainable);
-    let Some(mut nodes) = pack(&sessions, Packer::Squishy, idle.len()) else { return false };
+    let families = families(&short);
+    let packed = pack(&sessions, &families, Packer::Squishy, idle.len());
+    let Some(mut nodes) = packed else { return false };
     nodes.sort_by(|a, b| b.occupancy.total_cmp(&a.occupancy));
     nodes.truncate(idle.len());
     let mut more = Placement::default();
@@ -290,12 +302,13 @@ pub fn repair(
 }
 
 /// GPUs that the rates of `nodes` take at the best batch of each session, however they are packed.
-fn bound(sessions: &[Session], nodes: &[Node]) -> f64 {
-    let mut rates = vec![0.0; sessions.len()];
+fn bound(group: &Group<'_>, nodes: &[Node]) -> f64 {
+    let mut rates = vec![0.0; group.sessions.len()];
     nodes.iter().flat_map(|node| &node.parts).for_each(|part| rates[part.session] += part.rate);
+    let merged = kinship::merge(&group.sessions, group.families);
     let share =
         |(session, rate): (&Session, f64)| rate / session.throughput().unwrap_or(f64::INFINITY);
-    sessions.iter().zip(rates).map(share).sum()
+    merged.sessions.iter().zip(merged.rates(&rates)).map(share).sum()
 }
 
 /// Packs at the largest scale that fits the machines: real time keeps its whole rate where best effort can
@@ -403,7 +416,9 @@ fn spill(groups: &[Group<'_>], scales: &[f64], packer: Packer) -> Option<Vec<Vec
             .iter()
             .map(|&index| Session { rate: left[index], ..group.sessions[index].clone() })
             .collect();
-        let mut nodes = pack(&sessions, packer, group.machines.len())?;
+        let families: Vec<Option<Family>> =
+            open.iter().map(|&index| group.families[index].clone()).collect();
+        let mut nodes = pack(&sessions, &families, packer, group.machines.len())?;
         nodes.iter_mut().flat_map(|node| &mut node.parts).for_each(|p| p.session = open[p.session]);
         if nodes.len() > group.machines.len() {
             nodes.sort_by(|a, b| b.occupancy.total_cmp(&a.occupancy));
@@ -510,8 +525,8 @@ fn settle(
     }
 }
 
-/// Models that a machine without other work holds, so that it can help out at once.
-const WARM_MODELS: usize = 4;
+/// Models that a machine without other work holds at most, so that it can help out at once.
+const WARM_MODELS: usize = 16;
 
 /// How full machines are, and who holds what.
 struct Filling<'a> {
@@ -601,6 +616,8 @@ fn add_standbys(
     let idle: Vec<bool> =
         machines.iter().map(|machine| !placement.places.contains_key(&machine.name)).collect();
     let places = idle.iter().filter(|idle| **idle).count() * WARM_MODELS;
+    // Only these are looked at from here on: among thousands of others they would be hard to find.
+    filling.order.retain(|(_, machine)| idle[*machine]);
     let load = |demand: &Demand| {
         let key = (machines[0].device.clone(), demand.model.clone());
         let best = curves
@@ -629,6 +646,9 @@ fn add_standbys(
     }
 }
 
+/// What a family does in one turn: the share of its beginning, and batches of its members.
+type Turn<'a> = (f64, Vec<(&'a Curve, u32)>);
+
 /// What is wrong with a placement; empty when nothing is. Knows nothing of how it was made.
 pub fn check(
     machines: &[Machine],
@@ -645,6 +665,7 @@ pub fn check(
             continue;
         };
         let (mut busy_ms, mut bytes) = (0.0, 0);
+        let mut turns: BTreeMap<&str, Turn<'_>> = BTreeMap::new();
         for part in &place.parts {
             let Some(demand) = by_model.get(part.model.as_str()) else {
                 wrong.push(format!("{name}: nobody asks for '{}'", part.model));
@@ -658,13 +679,25 @@ pub fn check(
                 wrong.push(format!("{name}: batch {} was not measured", part.batch));
                 continue;
             };
-            busy_ms += ms;
+            match &demand.family {
+                Some(family) => {
+                    let turn = turns.entry(&family.name).or_insert((family.share, Vec::new()));
+                    turn.1.push((curve, part.batch));
+                }
+                None => busy_ms += ms,
+            }
             let attainable = !placement.unattainable.contains(&part.model);
             if attainable && place.cycle_ms + ms > demand.slo_ms * (1.0 + 1e-6) {
                 wrong.push(format!("{name}: '{}' misses its objective", part.model));
             }
             if part.rate * place.cycle_ms / 1000.0 > f64::from(part.batch) * (1.0 + 1e-6) {
                 wrong.push(format!("{name}: '{}' outgrows its batch", part.model));
+            }
+        }
+        for (share, parts) in turns.into_values() {
+            match kinship::turn_ms(share, &parts) {
+                Some(ms) => busy_ms += ms,
+                None => wrong.push(format!("{name}: a family's batch was not measured")),
             }
         }
         if busy_ms > place.cycle_ms * (1.0 + 1e-6) {

@@ -12,7 +12,8 @@ fn machines(count: usize, memory_bytes: u64) -> Vec<Machine> {
 }
 
 fn demand(model: &str, rate: f64, real_time: bool) -> Demand {
-    Demand { model: model.to_string(), rate, slo_ms: 100.0, real_time, memory_bytes: 10 }
+    let model = model.to_string();
+    Demand { model, rate, slo_ms: 100.0, real_time, memory_bytes: 10, family: None }
 }
 
 fn curves(models: &[Demand]) -> Curves {

@@ -23,7 +23,7 @@ fn view(backends: usize, models: &[(&str, f64)]) -> View {
             ModelRecord { version: 1, digest: digest.clone(), bytes: 1, enabled: true, config };
         view.models.insert(name.to_string(), record);
         let curve = vec![(1, 5.0), (4, 8.0), (16, 20.0)];
-        let profile = ProfileRecord { curve, memory_bytes: 1 };
+        let profile = ProfileRecord { curve, memory_bytes: 1, marks: Vec::new() };
         view.profiles.insert(("cpu".to_string(), digest), profile);
     }
     ask(&mut view, models);
@@ -203,4 +203,36 @@ fn what_a_lost_backend_did_goes_to_idle_ones_and_nothing_else_moves() {
     }
     let wrong = placement::check(&machines(&view), &core.demands(&view), &curves(&view), after);
     assert!(wrong.is_empty(), "{wrong:?}");
+}
+
+#[test]
+fn models_that_begin_alike_are_planned_as_one_and_held_together() {
+    let names = ["a", "b", "c", "d"];
+    let rates: Vec<(&str, f64)> = names.iter().map(|name| (*name, 50.0)).collect();
+    let used = |alike: bool| {
+        let mut view = view(12, &rates);
+        for profile in view.profiles.values_mut() {
+            profile.curve = vec![(1, 20.0), (4, 21.0), (16, 24.0)];
+            profile.marks = if alike { vec![("trunk".to_string(), 0.95)] } else { Vec::new() };
+        }
+        let placement = PlacementSettings { spread: false, copies: 1, ..Default::default() };
+        let settings = SchedulerSettings { placement, ..Default::default() };
+        let mut core = Core::resume(settings, seconds(0), &view);
+        let decision = settle(&mut core, seconds(0), &mut view);
+        let (machines, demands, curves) = (machines(&view), core.demands(&view), curves(&view));
+        let wrong = placement::check(&machines, &demands, &curves, core.placement());
+        assert!(wrong.is_empty(), "{wrong:?}");
+        assert!(core.placement().slack(&demands) >= 1.0);
+        (decision.plan.used, decision.plan.families.clone(), decision)
+    };
+    let (apart, none, _) = used(false);
+    let (together, families, decision) = used(true);
+    assert!(none.is_empty());
+    assert_eq!(families, [names.map(str::to_string).to_vec()]);
+    assert!(together < apart, "{together} and {apart}");
+    let serving = decision.assignments.values().filter(|a| a.shares.iter().any(|s| s.rate > 0.0));
+    for assignment in serving {
+        let held: Vec<&str> = assignment.shares.iter().map(|share| share.model.as_str()).collect();
+        assert_eq!(held, names, "a machine of the family holds all of it");
+    }
 }

@@ -73,6 +73,13 @@ impl Catalogue {
         }
     }
 
+    /// Whether exactly this one is in service.
+    pub fn holds(&self, served: &Arc<Served>) -> bool {
+        let slots = self.read();
+        let slot = slots.get(&*served.name).and_then(|slot| slot.served.as_ref());
+        slot.is_some_and(|held| Arc::ptr_eq(held, served))
+    }
+
     /// Every model in service, by name.
     pub fn all(&self) -> Vec<Arc<Served>> {
         let mut all: Vec<_> = self.read().values().filter_map(|slot| slot.served.clone()).collect();

@@ -1,11 +1,12 @@
 //! What a model has done, counted with atomics from the replies of the node.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use api::metadata::{BatchStats, DurationStat, InferenceStats};
 use base::Nanos;
-use runtime::{Rejection, Reply};
+use runtime::{Rejection, Reply, ReplyResult, Timing};
 
 /// Upper bounds of the latency histogram, in microseconds.
 pub const LATENCY_BOUNDS_US: [u64; 14] = [
@@ -99,6 +100,62 @@ impl Default for Counters {
             latency: Default::default(),
             batches: [const { Span { count: AtomicU64::new(0), ns: AtomicU64::new(0) } };
                 BATCH_SIZES],
+        }
+    }
+}
+
+/// A request that is counted once, when it ends: with an answer, or given up on its way.
+pub(super) struct Count {
+    counters: Arc<Counters>,
+    batch: usize,
+    timeout: Option<Nanos>,
+    /// What the first of two parts took.
+    before: Option<Timing>,
+    /// Whether another part comes.
+    more: bool,
+    open: bool,
+}
+
+impl Count {
+    /// A request of `batch` inferences that has `timeout` begins.
+    pub(super) fn begin(counters: Arc<Counters>, batch: usize, timeout: Option<Nanos>) -> Count {
+        counters.begin();
+        Count { counters, batch, timeout, before: None, more: false, open: true }
+    }
+
+    /// The next reply is that of the first of two parts.
+    pub(super) fn of_two(mut self) -> Count {
+        self.more = true;
+        self
+    }
+
+    /// The node answered. Where another part comes, the count goes on with it.
+    pub(super) fn reply(mut self, mut reply: Reply) -> (ReplyResult, Option<Count>) {
+        if self.more && reply.result.is_ok() {
+            self.before = Some(reply.timing);
+            self.more = false;
+            return (reply.result, Some(self));
+        }
+        self.end(&mut reply);
+        (reply.result, None)
+    }
+
+    fn end(&mut self, reply: &mut Reply) {
+        if let Some(before) = self.before {
+            reply.timing.arrived = before.arrived;
+            reply.timing.busy += before.busy;
+            reply.timing.preemptions += before.preemptions;
+        }
+        self.counters.end(reply, self.batch, self.timeout);
+        self.open = false;
+    }
+}
+
+impl Drop for Count {
+    fn drop(&mut self) {
+        if self.open {
+            let timing = self.before.unwrap_or_default();
+            self.end(&mut Reply { result: Err(Rejection::Cancelled), timing });
         }
     }
 }

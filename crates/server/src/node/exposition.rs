@@ -10,6 +10,7 @@ use runtime::{Fleet, Leaving, NodeMemory};
 use crate::metrics::{Exposition, Kind};
 
 use super::counters::{Counters, LATENCY_BOUNDS_US};
+use super::families::Trunk;
 use super::served::Served;
 
 /// A family with one sample per model.
@@ -99,8 +100,13 @@ const FAMILIES: [PerModel; 12] = [
     },
 ];
 
-/// Writes the metrics of `models` of `fleet`.
-pub(super) fn write(text: &mut String, models: &[Arc<Served>], fleet: &Fleet) {
+/// Writes the metrics of `models` and of the beginnings they share, of `fleet`.
+pub(super) fn write(
+    text: &mut String,
+    models: &[Arc<Served>],
+    trunks: &[Arc<Trunk>],
+    fleet: &Fleet,
+) {
     let mut out = Exposition::new(text);
     for family in &FAMILIES {
         out.family(family.name, family.kind, family.help);
@@ -118,6 +124,27 @@ pub(super) fn write(text: &mut String, models: &[Arc<Served>], fleet: &Fleet) {
         out.sample("atoll_resident_bytes", &[("device", device)], node.resident().0);
     }
     write_memory(&mut out, fleet);
+    write_trunks(&mut out, trunks, fleet);
+}
+
+/// Beginnings that several models share.
+fn write_trunks(out: &mut Exposition<'_>, trunks: &[Arc<Trunk>], fleet: &Fleet) {
+    let stats = |trunk: &Arc<Trunk>| {
+        let (mut success, mut executions) = (0, 0);
+        for (view, key) in fleet.replicas(trunk.key) {
+            let stats = fleet.nodes()[view.device].stats(key).unwrap_or_default();
+            success += stats.success;
+            executions += stats.executions;
+        }
+        (success, executions)
+    };
+    let stats: Vec<_> = trunks.iter().map(|trunk| (trunk, stats(trunk))).collect();
+    let name = "atoll_trunk_requests_total";
+    out.family(name, Kind::Counter, "Requests that a beginning shared by models was run for");
+    stats.iter().for_each(|(t, (success, _))| out.sample(name, &[("trunk", &t.name)], *success));
+    let name = "atoll_trunk_executions_total";
+    out.family(name, Kind::Counter, "Executions of such a beginning; a batch counts once");
+    stats.iter().for_each(|(t, (_, runs))| out.sample(name, &[("trunk", &t.name)], *runs));
 }
 
 /// Where models are, and what each device does of them.

@@ -11,8 +11,11 @@ use runtime::fleet::router::FleetModel;
 use runtime::{Fleet, Placed};
 use tokio::sync::oneshot;
 
+use compiler::prefix::{Fingerprint, Source};
+
 use super::classification;
 use super::counters::Counters;
+use super::families::{LazyFingerprint, Trunk};
 
 /// The batch size advertised for models that take any.
 const ANY_BATCH: usize = 128;
@@ -31,8 +34,11 @@ pub struct Served {
     pub config: ModelConfig,
     /// What it has done.
     pub counters: Arc<Counters>,
-    /// Its key in the fleet.
+    /// Its key in the fleet; of its own part, where it shares its beginning with others.
     pub key: FleetModel,
+    /// The beginning it shares with others.
+    pub split: Option<Split>,
+    fingerprint: LazyFingerprint,
     plan: Arc<LaunchPlan>,
     output_names: Vec<Arc<str>>,
     batched: bool,
@@ -40,6 +46,14 @@ pub struct Served {
     batching: &'static str,
     fleet: Arc<Fleet>,
     _gone: oneshot::Sender<()>,
+}
+
+/// A model's beginning that runs elsewhere.
+pub struct Split {
+    /// Where.
+    pub trunk: Arc<Trunk>,
+    /// Where the inputs of the model's own part come from.
+    pub sources: Vec<Source>,
 }
 
 impl Drop for Served {
@@ -73,11 +87,50 @@ impl Served {
             config,
             counters: Arc::default(),
             key,
+            split: None,
+            fingerprint: LazyFingerprint::new(),
             plan,
             fleet,
             _gone: gone,
         };
         (Arc::new(served), receiver)
+    }
+
+    /// The same model with its beginning elsewhere: `placed` is its own part. Its counts go on.
+    pub fn start_apart(
+        whole: &Served,
+        placed: Placed,
+        split: Split,
+    ) -> (Arc<Served>, oneshot::Receiver<()>) {
+        let key = whole.fleet.add_model(placed, &whole.config);
+        let (gone, receiver) = oneshot::channel();
+        let served = Served {
+            name: whole.name.clone(),
+            version: whole.version,
+            version_text: whole.version_text.clone(),
+            output_names: whole.output_names.clone(),
+            batched: whole.batched,
+            batching: whole.batching,
+            config: whole.config.clone(),
+            counters: whole.counters.clone(),
+            key,
+            split: Some(split),
+            fingerprint: whole.fingerprint.clone(),
+            plan: whole.plan.clone(),
+            fleet: whole.fleet.clone(),
+            _gone: gone,
+        };
+        (Arc::new(served), receiver)
+    }
+
+    /// Whether it shares its beginning with others.
+    pub fn is_apart(&self) -> bool {
+        self.split.is_some()
+    }
+
+    /// What its plan is compared by. Takes a while the first time.
+    pub fn fingerprint(&self) -> Arc<Fingerprint> {
+        self.fingerprint.get_or_init(|| Arc::new(Fingerprint::of(&self.plan))).clone()
     }
 
     /// The plan it runs.
@@ -309,7 +362,9 @@ impl Served {
     fn wire_parameters(&self) -> std::collections::BTreeMap<String, proto::ModelParameter> {
         let value = |string_value: String| proto::ModelParameter { string_value };
         let profile = super::profile_text(&self.fleet.profile_of(self.key));
+        let trunk = self.split.as_ref().map(|split| split.trunk.name.clone());
         let known = [
+            ("atoll_trunk", trunk),
             ("atoll_batching", Some(self.batching.to_string())),
             ("atoll_batch_most", self.fleet.batch_most(self.key).map(|most| most.to_string())),
             ("atoll_class", Some(self.config.class.as_str().to_string())),

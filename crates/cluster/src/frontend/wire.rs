@@ -1,0 +1,292 @@
+//! HTTP/2 to one backend, as directly as can be: who sends writes the frames himself and is woken by the task that reads the
+//! socket. Between the two stands no task, queue or buffer of its own, for every one of them is another wake on a request's
+//! way.
+
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::Bytes;
+use h2::client::SendRequest;
+use h2::{Ping, PingPong, RecvStream};
+use http::{Request, Response};
+use http_body_util::BodyExt;
+use hyper::body::{Body, Frame, SizeHint};
+use thiserror::Error;
+use tokio::net::TcpStream;
+use tower::Service;
+
+/// Longest wait for a connection.
+const CONNECT: Duration = Duration::from_millis(500);
+/// How often a connection is asked whether it lives; it has as long to answer.
+const PING: Duration = Duration::from_millis(500);
+/// Bytes that a backend may send ahead, of one answer and of all.
+const STREAM_WINDOW: u32 = 1 << 20;
+const CONNECTION_WINDOW: u32 = 4 << 20;
+
+/// Why a backend gave no answer.
+#[derive(Debug, Error)]
+pub enum WireError {
+    /// There is no connection.
+    #[error("cannot connect to {address}: {reason}")]
+    Connect {
+        /// To whom.
+        address: String,
+        /// Why.
+        reason: String,
+    },
+    /// The connection broke, or the stream.
+    #[error("the connection broke: {0}")]
+    Broken(#[from] h2::Error),
+    /// What was to be sent could not be made.
+    #[error("the request could not be sent: {0}")]
+    Request(String),
+}
+
+/// A connection to a backend, made when it is first used and again when it broke. Cloning shares it.
+#[derive(Clone)]
+pub struct Wire {
+    state: Arc<State>,
+}
+
+struct State {
+    address: String,
+    open: Mutex<Option<SendRequest<Bytes>>>,
+    /// One connects, others wait.
+    connecting: tokio::sync::Mutex<()>,
+}
+
+impl Wire {
+    /// To `address`, `HOST:PORT`.
+    pub fn new(address: &str) -> Wire {
+        let (open, connecting) = (Mutex::default(), tokio::sync::Mutex::default());
+        Wire { state: Arc::new(State { address: address.to_string(), open, connecting }) }
+    }
+}
+
+impl State {
+    fn current(&self) -> Option<SendRequest<Bytes>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// A sender whose connection takes one more stream.
+    async fn sender(&self) -> Result<SendRequest<Bytes>, WireError> {
+        if let Some(sender) = self.current()
+            && let Ok(sender) = sender.ready().await
+        {
+            return Ok(sender);
+        }
+        let _turn = self.connecting.lock().await;
+        // Somebody else may have connected meanwhile.
+        if let Some(sender) = self.current()
+            && let Ok(sender) = sender.ready().await
+        {
+            return Ok(sender);
+        }
+        let sender = self.connect().await?;
+        *self.open.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender.clone());
+        Ok(sender.ready().await?)
+    }
+
+    async fn connect(&self) -> Result<SendRequest<Bytes>, WireError> {
+        let fail = |reason: String| WireError::Connect { address: self.address.clone(), reason };
+        let connect = async {
+            let stream =
+                TcpStream::connect(&self.address).await.map_err(|e| fail(e.to_string()))?;
+            stream.set_nodelay(true).map_err(|error| fail(error.to_string()))?;
+            let mut builder = h2::client::Builder::new();
+            builder
+                .initial_window_size(STREAM_WINDOW)
+                .initial_connection_window_size(CONNECTION_WINDOW)
+                .enable_push(false);
+            builder.handshake(stream).await.map_err(|error| fail(error.to_string()))
+        };
+        let late = |_| fail("it takes too long".to_string());
+        let (sender, mut connection) =
+            tokio::time::timeout(CONNECT, connect).await.map_err(late)??;
+        let pings = connection.ping_pong();
+        tokio::spawn(async move {
+            // Whichever ends first ends the connection, and every request on it with an error. Who uses it next sees that.
+            tokio::select! {
+                _ = connection => {}
+                () = watch(pings) => {}
+            }
+        });
+        Ok(sender)
+    }
+}
+
+/// Returns when a ping was not answered in time.
+async fn watch(pings: Option<PingPong>) {
+    let Some(mut pings) = pings else { return std::future::pending().await };
+    loop {
+        tokio::time::sleep(PING).await;
+        match tokio::time::timeout(PING, pings.ping(Ping::opaque())).await {
+            Ok(Ok(_)) => {}
+            _ => return,
+        }
+    }
+}
+
+impl<B> Service<Request<B>> for Wire
+where
+    B: Body<Data = Bytes> + Send + Unpin + 'static,
+    B::Error: std::fmt::Display,
+{
+    type Response = Response<Answer>;
+    type Error = WireError;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<Answer>, WireError>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), WireError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        let state = self.state.clone();
+        Box::pin(async move {
+            let mut sender = state.sender().await?;
+            let (head, mut body) = request.into_parts();
+            let empty = body.is_end_stream();
+            let (answer, mut stream) = sender.send_request(Request::from_parts(head, ()), empty)?;
+            let mut last: Option<Bytes> = None;
+            while let Some(frame) = body.frame().await {
+                let frame = frame.map_err(|error| WireError::Request(error.to_string()))?;
+                if let Ok(data) = frame.into_data()
+                    && let Some(before) = last.replace(data)
+                {
+                    stream.send_data(before, false)?;
+                }
+            }
+            if !empty {
+                // The end travels with the last bytes.
+                stream.send_data(last.unwrap_or_default(), true)?;
+            }
+            Ok(answer.await?.map(Answer))
+        })
+    }
+}
+
+/// The body of an answer.
+pub struct Answer(RecvStream);
+
+impl Body for Answer {
+    type Data = Bytes;
+    type Error = WireError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, WireError>>> {
+        let stream = &mut self.get_mut().0;
+        if let Some(data) = ready!(stream.poll_data(context)) {
+            let data = data?;
+            stream.flow_control().release_capacity(data.len())?;
+            return Poll::Ready(Some(Ok(Frame::data(data))));
+        }
+        let trailers = ready!(stream.poll_trailers(context))?;
+        Poll::Ready(trailers.map(|trailers| Ok(Frame::trailers(trailers))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http_body_util::Full;
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    /// Answers every request with its own body and a trailer, on one connection after another, `each` requests on each.
+    async fn echo(listener: TcpListener, each: usize) {
+        while let Ok((stream, _)) = listener.accept().await {
+            let mut connection = h2::server::handshake(stream).await.unwrap();
+            for _ in 0..each {
+                let Some(Ok((request, mut respond))) = connection.accept().await else { break };
+                let mut body = request.into_body();
+                let answer = async {
+                    let mut got = Vec::new();
+                    while let Some(data) = body.data().await {
+                        let data = data.unwrap();
+                        body.flow_control().release_capacity(data.len()).unwrap();
+                        got.extend_from_slice(&data);
+                    }
+                    let mut send = respond.send_response(Response::new(()), false).unwrap();
+                    send.send_data(got.into(), false).unwrap();
+                    let trailers = http::HeaderMap::from_iter([(
+                        http::HeaderName::from_static("grpc-status"),
+                        http::HeaderValue::from_static("0"),
+                    )]);
+                    send.send_trailers(trailers).unwrap();
+                };
+                // Frames move only while the connection is polled.
+                let closed = async { while connection.accept().await.is_some() {} };
+                tokio::select! { () = answer => {}, () = closed => {} }
+                let _ = tokio::time::timeout(Duration::from_millis(50), async {
+                    std::future::poll_fn(|context| connection.poll_closed(context)).await
+                })
+                .await;
+            }
+        }
+    }
+
+    async fn ask(wire: &Wire, address: &str, text: Bytes) -> Result<(Bytes, bool), WireError> {
+        let request = Request::post(format!("http://{address}/")).body(Full::new(text)).unwrap();
+        let answer = wire.clone().call(request).await?;
+        let body = answer.into_body().collect().await?;
+        let trailed = body.trailers().is_some_and(|trailers| trailers.contains_key("grpc-status"));
+        Ok((body.to_bytes(), trailed))
+    }
+
+    #[tokio::test]
+    async fn bodies_larger_than_a_window_come_back_whole() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        tokio::spawn(echo(listener, 1));
+        let wire = Wire::new(&address);
+        for size in [0, 5, 3 << 20] {
+            // Every connection ends after one request: the next one connects again.
+            let text = Bytes::from(vec![7u8; size]);
+            let mut answer = ask(&wire, &address, text.clone()).await;
+            for _ in 0..20 {
+                if answer.is_ok() {
+                    break;
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+                answer = ask(&wire, &address, text.clone()).await;
+            }
+            let (got, trailed) = answer.unwrap();
+            assert!(got == text && trailed, "{size}");
+        }
+    }
+
+    #[tokio::test]
+    async fn nobody_there_is_an_error() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        drop(listener);
+        let error = ask(&Wire::new(&address), &address, Bytes::new()).await.unwrap_err();
+        assert!(matches!(error, WireError::Connect { .. }), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_backend_that_falls_silent_is_given_up() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        tokio::spawn(async move {
+            let (stream, _) = listener.accept().await.unwrap();
+            let _connection = h2::server::handshake(stream).await.unwrap();
+            // Nobody reads the socket any more.
+            std::future::pending::<()>().await;
+        });
+        let error = ask(&Wire::new(&address), &address, Bytes::from("x")).await.unwrap_err();
+        assert!(matches!(error, WireError::Broken(_)), "{error}");
+    }
+}
