@@ -22,29 +22,18 @@ struct Scale {
         float scale = __ldg(a.weight), shift = __ldg(a.weight + 1);
         int i = t * kThreads + threadIdx.x;
         gate.wait();
-        watch.ask();
+        watch.look_for_block();
         float v = i < a.count ? __ldcg(a.input + i) : 0.f;
+        if (watch.block_told()) return false;
         float noise = v;
         for (int round = 0; round < a.rounds; ++round) {
             for (int k = 0; k < 64; ++k) noise = fmaf(noise, 0.9990234375f, 0.25f);
-            if (Watch::kLeaves && watch.template due<4>(round)) {
-                tiles::copy_commit();
-                tiles::copy_wait<0>();
-                if (watch.verdict()) {
-                    tiles::copy_commit();
-                    tiles::copy_wait<0>();
-                    return false;
-                }
-            } else if (round == 0) {
-                __syncthreads();
+            if (watch.template due<4>(round)) {
+                tiles::copy_wait_all();
+                if (watch.verdict()) return false;
             }
         }
-        if (Watch::kLeaves) {
-            if (a.rounds == 0) __syncthreads();
-            tiles::copy_commit();
-            tiles::copy_wait<0>();
-            if (watch.last()) return false;
-        }
+        if (Watch::kLeaves && watch.last()) return false;
         watch.finishing();
         // The work must not be removed, and must not change the result beyond what the host can follow.
         if (i < a.count) a.output[i] = fmaf(v, scale, shift) + (noise > 1e30f ? 1.f : 0.f);
