@@ -599,10 +599,11 @@ impl ModelState {
             self.replicas.iter().enumerate().filter_map(serving).collect();
         let answered: u64 = serving.iter().map(|(_, answered)| answered).sum();
         let others = serving.len().saturating_sub(1) as u64;
-        let enough = self.limit.unwrap_or(0) * others * u64::from(options.calm_percent) / 100;
+        // Not divided: of a model with one answer in an interval nothing would be left.
+        let enough = self.limit.unwrap_or(0) * others * u64::from(options.calm_percent);
         let well = devices[self.home].avoided_until <= now;
         // Without a limit it is there because its home was broken, and goes when that is well again.
-        let calm = others > 0 && well && (answered < enough || self.limit.is_none());
+        let calm = others > 0 && well && (answered * 100 < enough || self.limit.is_none());
         self.calm = if calm { self.calm.saturating_add(1) } else { 0 };
         if self.calm < options.calm_intervals {
             return None;

@@ -50,11 +50,12 @@ fn a_model_gets_replicas_when_one_device_is_not_enough_and_loses_them_when_it_is
 }
 
 #[test]
-fn a_model_that_takes_longer_than_an_interval_gets_replicas_too() {
-    // Two seconds each, and one comes every second.
-    let loads = vec![best_effort(0, &[(60, 1.0)])];
-    let outcome = run(plan(3, &[(2_000.0, 100 * MB)], loads, 60));
+fn a_model_that_takes_longer_than_an_interval_gets_replicas_too_and_loses_them() {
+    // Two seconds each, and one comes every second; later hardly any.
+    let loads = vec![best_effort(0, &[(60, 1.0), (200, 0.02)])];
+    let outcome = run(plan(3, &[(2_000.0, 100 * MB)], loads, 200));
     assert!(outcome.most_replicas[0] >= 2, "{:?}", outcome.most_replicas);
+    assert_eq!(outcome.last_replicas, [1]);
 }
 
 #[test]
