@@ -364,7 +364,7 @@ impl Served {
         let profile = super::profile_text(&self.fleet.profile_of(self.key));
         let trunk = self.split.as_ref().map(|split| split.trunk.name.clone());
         let known = [
-            ("atoll_trunk", trunk),
+            ("atoll_trunk", Some(trunk.unwrap_or_default())),
             ("atoll_batching", Some(self.batching.to_string())),
             ("atoll_batch_most", self.fleet.batch_most(self.key).map(|most| most.to_string())),
             ("atoll_class", Some(self.config.class.as_str().to_string())),
