@@ -5,9 +5,10 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
 
 use base::{Nanos, Random};
+use cluster::balance::pace::Turn;
 use cluster::balance::{Candidate, choose, depth, spare};
 use runtime::batching::{
-    BatchPolicy, BatchProfile, Decision, EarlyDrop, LazyDrop, ModelView, Waiting, Worker,
+    BatchPolicy, BatchProfile, Decision, EarlyDrop, Gathered, LazyDrop, ModelView, Waiting, Worker,
 };
 
 pub mod scenario;
@@ -28,6 +29,8 @@ pub struct FleetSession {
 #[derive(Clone, Copy, Debug)]
 struct Task {
     question: u32,
+    /// Who sends it.
+    frontend: usize,
 }
 
 /// What a client asked.
@@ -42,6 +45,10 @@ struct Question {
 struct Slot {
     session: usize,
     batch: usize,
+    /// Requests that a turn begins with before the first one has to go.
+    least: usize,
+    /// It is to go once all that wait are answered.
+    leaving: bool,
     waiting: VecDeque<Waiting>,
     tasks: VecDeque<Task>,
 }
@@ -68,14 +75,27 @@ impl Gpu {
 enum Event {
     Arrive { source: usize },
     Done { gpu: usize, run: u64 },
+    Wake { gpu: usize },
 }
 
 /// Where a session's requests go.
 #[derive(Default)]
 struct Route {
     gpus: Vec<usize>,
-    candidates: Vec<Candidate>,
+    /// As each frontend sees them.
+    candidates: Vec<Vec<Candidate>>,
     place: HashMap<usize, usize>,
+}
+
+/// One of those a session's requests go to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Target {
+    /// The GPU.
+    pub gpu: usize,
+    /// Its part; 0 for one that only helps out.
+    pub weight: f64,
+    /// Requests that its turns begin with, where it is one of a pool; else 0.
+    pub least: usize,
 }
 
 /// Who asks: at a rate, for some sessions at once.
@@ -111,6 +131,9 @@ pub struct Fleet {
     random: Random,
     now: Nanos,
     lazy: bool,
+    /// Frontends that questions come to by turns; each sees only what it sent itself.
+    frontends: usize,
+    asked: usize,
     /// By second.
     tallies: Vec<Tally>,
     /// Requests that came, by session.
@@ -138,6 +161,8 @@ impl Fleet {
             random: Random::new(seed),
             now: Nanos::ZERO,
             lazy,
+            frontends: 1,
+            asked: 0,
             tallies: Vec::new(),
             sources,
         };
@@ -148,6 +173,11 @@ impl Fleet {
             fleet.schedule(first, Event::Arrive { source });
         }
         fleet
+    }
+
+    /// Several frontends instead of one; before routes are given.
+    pub fn set_frontends(&mut self, frontends: usize) {
+        self.frontends = frontends.max(1);
     }
 
     /// Requests that came for each session.
@@ -170,32 +200,42 @@ impl Fleet {
         self.events.push(Reverse((at, self.sequence, event)));
     }
 
-    /// What a GPU holds from now on, with batch sizes; waiting requests of sessions that stay go on, others fail.
+    /// What a GPU holds from now on, with batch sizes; what waits there for others is still answered.
     pub fn hold(&mut self, gpu: usize, wanted: &[(usize, usize)]) {
         let mut old = std::mem::take(&mut self.gpus[gpu].slots);
         let mut slots = Vec::with_capacity(wanted.len());
         for &(session, batch) in wanted {
+            let full = self.sessions[session].profile.latency(batch);
+            let share = batch.div_ceil(self.frontends);
+            let depth = depth(batch).div_ceil(self.frontends);
             let route = &mut self.routes[session];
             if let Some(&place) = route.place.get(&gpu) {
-                route.candidates[place].depth = depth(batch);
+                for candidates in &mut route.candidates {
+                    let candidate = &mut candidates[place];
+                    candidate.depth = depth;
+                    candidate.pace = candidate.pace.map(|(pace, turn)| {
+                        let least = turn.least.min(share);
+                        (pace, Turn { batch: share, least, full })
+                    });
+                }
             }
             match old.iter().position(|slot| slot.session == session) {
-                Some(index) => slots.push(Slot { batch, ..old.swap_remove(index) }),
+                Some(index) => {
+                    slots.push(Slot { batch, leaving: false, ..old.swap_remove(index) });
+                }
                 None => slots.push(Slot {
                     session,
                     batch,
+                    least: 0,
+                    leaving: false,
                     waiting: VecDeque::new(),
                     tasks: VecDeque::new(),
                 }),
             }
         }
-        for slot in old {
-            // A backend answers what it has before it lets a model go: elsewhere there is a route for it.
-            for task in slot.tasks {
-                self.settle_out(slot.session, gpu);
-                self.send(slot.session, task, self.now + self.sessions[slot.session].budget);
-            }
-        }
+        // A backend answers what it has before it lets a model go; new requests go elsewhere.
+        old.retain(|slot| !slot.waiting.is_empty());
+        slots.extend(old.into_iter().map(|slot| Slot { leaving: true, least: 0, ..slot }));
         let gpu = &mut self.gpus[gpu];
         gpu.slots = slots;
         gpu.next = 0;
@@ -216,31 +256,58 @@ impl Fleet {
         let all: Vec<(usize, Waiting, Task)> = running.chain(waiting).collect();
         for route in &mut self.routes {
             if let Some(&place) = route.place.get(&gpu) {
-                route.candidates[place].down = true;
+                route.candidates.iter_mut().for_each(|candidates| candidates[place].down = true);
             }
         }
         // The frontend sees the connection break and tries one more backend.
         for (session, waiting, task) in all {
-            self.settle_out(session, gpu);
+            self.settle_out(session, gpu, task, false);
             self.send(session, task, waiting.deadline);
         }
     }
 
-    /// Where requests of a session go: GPUs with their parts.
-    pub fn route(&mut self, session: usize, targets: &[(usize, f64)]) {
+    /// Where requests of a session go.
+    pub fn route(&mut self, session: usize, targets: &[Target]) {
         let old = std::mem::take(&mut self.routes[session]);
-        let mut route = Route::default();
-        for &(gpu, weight) in targets {
-            let before = old.place.get(&gpu).map(|&place| old.candidates[place]);
-            let outstanding = before.map_or(0, |candidate| candidate.outstanding);
-            let down = before.is_some_and(|candidate| candidate.down);
-            route.place.insert(gpu, route.gpus.len());
-            route.gpus.push(gpu);
-            let slot = self.gpus[gpu].slots.iter().find(|slot| slot.session == session);
-            let depth = slot.map_or(0, |slot| depth(slot.batch));
-            route.candidates.push(Candidate { weight, outstanding, depth, down });
+        let mut route = Route {
+            gpus: targets.iter().map(|target| target.gpu).collect(),
+            place: targets.iter().enumerate().map(|(place, target)| (target.gpu, place)).collect(),
+            candidates: Vec::with_capacity(self.frontends),
+        };
+        for frontend in 0..self.frontends {
+            let candidate = |target: &Target| {
+                let place = old.place.get(&target.gpu);
+                let before = place.map(|&place| old.candidates[frontend][place]);
+                let slots = &self.gpus[target.gpu].slots;
+                let slot = slots.iter().find(|slot| slot.session == session);
+                let batch = slot.map_or(0, |slot| slot.batch);
+                let pace = before.and_then(|before| before.pace).map(|(pace, _)| pace);
+                Candidate {
+                    weight: target.weight,
+                    outstanding: before.map_or(0, |before| before.outstanding),
+                    depth: depth(batch).div_ceil(self.frontends),
+                    down: before.is_some_and(|before| before.down),
+                    pace: (target.least > 0 && batch > 0).then(|| {
+                        (pace.unwrap_or_default(), self.turn(session, batch, target.least))
+                    }),
+                }
+            };
+            route.candidates.push(targets.iter().map(candidate).collect());
         }
         self.routes[session] = route;
+        for target in targets {
+            let slots = &mut self.gpus[target.gpu].slots;
+            if let Some(slot) = slots.iter_mut().find(|slot| slot.session == session) {
+                slot.least = target.least;
+            }
+        }
+    }
+
+    /// A turn as one frontend sees it.
+    fn turn(&self, session: usize, batch: usize, least: usize) -> Turn {
+        let full = self.sessions[session].profile.latency(batch);
+        let share = |requests: usize| requests.div_ceil(self.frontends);
+        Turn { batch: share(batch), least: share(least.min(batch)), full }
     }
 
     /// Runs until `end`.
@@ -254,6 +321,8 @@ impl Fleet {
             match event {
                 Event::Arrive { source } => self.arrive(source),
                 Event::Done { gpu, run } => self.finish(gpu, run),
+                Event::Wake { gpu } if self.gpus[gpu].running.is_none() => self.start(gpu),
+                Event::Wake { .. } => {}
             }
         }
         self.now = end;
@@ -268,11 +337,13 @@ impl Fleet {
         let asks = self.sources[source].asks.clone();
         let open: u32 = asks.iter().map(|(_, count)| *count).sum();
         let question = self.ask(open);
+        self.asked += 1;
+        let task = Task { question, frontend: self.asked % self.frontends };
         for (session, count) in asks {
             for _ in 0..count {
                 self.arrived[session] += 1;
                 let deadline = self.now + self.sessions[session].budget;
-                self.send(session, Task { question }, deadline);
+                self.send(session, task, deadline);
             }
         }
     }
@@ -312,7 +383,8 @@ impl Fleet {
     fn send(&mut self, session: usize, task: Task, deadline: Nanos) {
         let route = &mut self.routes[session];
         let busy = |index: usize| self.gpus[route.gpus[index]].requests();
-        let Some(chosen) = choose(&route.candidates, busy, &mut self.random) else {
+        let candidates = route.candidates.get_mut(task.frontend).map_or(&mut [][..], |list| list);
+        let Some(chosen) = choose(candidates, self.now, busy, &mut self.random) else {
             return self.close(task, false);
         };
         let gpu = route.gpus[chosen];
@@ -320,17 +392,22 @@ impl Fleet {
         let Some(slot) = slot else { return self.close(task, false) };
         slot.waiting.push_back(Waiting { arrived: self.now, deadline });
         slot.tasks.push_back(task);
-        route.candidates[chosen].outstanding += 1;
+        sent(&mut candidates[chosen], self.now);
         if self.gpus[gpu].running.is_none() {
             self.start(gpu);
         }
     }
 
-    fn settle_out(&mut self, session: usize, gpu: usize) {
+    /// A request has left a GPU: answered, or given up before its turn.
+    fn settle_out(&mut self, session: usize, gpu: usize, task: Task, given_up: bool) {
         let route = &mut self.routes[session];
-        if let Some(&place) = route.place.get(&gpu) {
-            let outstanding = &mut route.candidates[place].outstanding;
-            *outstanding = outstanding.saturating_sub(1);
+        let Some(&place) = route.place.get(&gpu) else { return };
+        let candidate = &mut route.candidates[task.frontend][place];
+        candidate.outstanding = candidate.outstanding.saturating_sub(1);
+        match &mut candidate.pace {
+            Some((pace, turn)) if given_up => pace.dropped(self.now, *turn),
+            Some((pace, turn)) => pace.answered(self.now, *turn),
+            None => {}
         }
     }
 
@@ -338,6 +415,7 @@ impl Fleet {
     fn start(&mut self, gpu: usize) {
         let count = self.gpus[gpu].slots.len();
         let mut decisions = Vec::new();
+        let mut wake: Option<Nanos> = None;
         for turn in 0..count {
             let index = (self.gpus[gpu].next + turn) % count;
             let slot = &self.gpus[gpu].slots[index];
@@ -349,17 +427,25 @@ impl Fleet {
             let profile = &self.sessions[session].profile;
             let view = ModelView { waiting: &slot.waiting, workers: &workers, profile, running: 0 };
             decisions.clear();
-            match self.lazy {
-                true => LazyDrop { batch_max: slot.batch }.decide(self.now, &view, &mut decisions),
-                false => EarlyDrop { batch: slot.batch }.decide(self.now, &view, &mut decisions),
+            let (now, batch, least) = (self.now, slot.batch, slot.least);
+            match (self.lazy, least > 1) {
+                (true, _) => LazyDrop { batch_max: batch }.decide(now, &view, &mut decisions),
+                (false, false) => EarlyDrop { batch }.decide(now, &view, &mut decisions),
+                (false, true) => {
+                    let turn = runtime::batching::Turn { batch, least };
+                    Gathered { turn }.decide(now, &view, &mut decisions);
+                }
             }
             for decision in &decisions {
                 match *decision {
                     Decision::Drop { count } => self.drop_first(gpu, index, count),
                     Decision::Launch { count, .. } => return self.launch(gpu, index, count),
-                    Decision::WakeAt(_) => {}
+                    Decision::WakeAt(at) => wake = Some(wake.map_or(at, |wake| wake.min(at))),
                 }
             }
+        }
+        if let Some(at) = wake {
+            self.schedule(at, Event::Wake { gpu });
         }
     }
 
@@ -369,7 +455,7 @@ impl Fleet {
         let waiting: Vec<Waiting> = slot.waiting.drain(..count).collect();
         let dropped: Vec<Task> = slot.tasks.drain(..count).collect();
         for (waiting, task) in waiting.into_iter().zip(dropped) {
-            self.settle_out(session, gpu);
+            self.settle_out(session, gpu, task, true);
             if !self.second_chance(session, gpu, task, waiting) {
                 self.close(task, false);
             }
@@ -385,8 +471,8 @@ impl Fleet {
         let route = &mut self.routes[session];
         let others: Vec<usize> =
             (0..route.gpus.len()).filter(|&place| route.gpus[place] != from).collect();
-        let candidates: Vec<Candidate> =
-            others.iter().map(|&place| route.candidates[place]).collect();
+        let mine = &mut route.candidates[task.frontend];
+        let candidates: Vec<Candidate> = others.iter().map(|&place| mine[place]).collect();
         let busy = |index: usize| self.gpus[route.gpus[others[index]]].requests();
         let Some(chosen) = spare(&candidates, busy) else { return false };
         let gpu = route.gpus[others[chosen]];
@@ -396,7 +482,7 @@ impl Fleet {
         };
         slot.waiting.push_back(waiting);
         slot.tasks.push_back(task);
-        route.candidates[others[chosen]].outstanding += 1;
+        sent(&mut mine[others[chosen]], self.now);
         self.start(gpu);
         true
     }
@@ -420,13 +506,14 @@ impl Fleet {
         }
         let Some((session, batch)) = self.gpus[gpu].running.take() else { return };
         for (waiting, task) in batch {
-            self.settle_out(session, gpu);
+            self.settle_out(session, gpu, task, false);
             let good = self.now <= waiting.deadline;
             if good {
                 self.feed(session, task, waiting.deadline);
             }
             self.close(task, good);
         }
+        self.gpus[gpu].slots.retain(|slot| !slot.leaving || !slot.waiting.is_empty());
         self.start(gpu);
     }
 
@@ -447,6 +534,13 @@ impl Fleet {
     }
 }
 
+fn sent(candidate: &mut Candidate, now: Nanos) {
+    candidate.outstanding += 1;
+    if let Some((pace, turn)) = &mut candidate.pace {
+        pace.sent(now, *turn);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -461,7 +555,8 @@ mod tests {
         let mut fleet = Fleet::new(vec![session], 2, vec![source], 1, lazy);
         fleet.hold(0, &[(0, 32)]);
         fleet.hold(1, &[(0, 32)]);
-        fleet.route(0, &[(0, 1.0), (1, 1.0)]);
+        let target = |gpu| Target { gpu, weight: 1.0, least: 0 };
+        fleet.route(0, &[target(0), target(1)]);
         fleet
     }
 

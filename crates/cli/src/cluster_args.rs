@@ -84,6 +84,10 @@ pub(crate) struct PlanningArgs {
     #[arg(long, env = "ATOLL_COMPACT")]
     pub(crate) compact: bool,
 
+    /// Let every backend gather its own batches: those that do nothing but one model do not share its requests turn by turn
+    #[arg(long, env = "ATOLL_APART")]
+    pub(crate) apart: bool,
+
     /// Latency objective in milliseconds of models whose settings name none
     #[arg(long, env = "ATOLL_SLO_MS", default_value_t = 1000.0)]
     pub(crate) slo_ms: f64,

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use api::{InferenceService, RegisterRequest, ServerMetadata};
 use base::{MonotonicClock, Nanos};
-use cluster::backend::{BackendAgent, Host, HostFuture, Shelf};
+use cluster::backend::{BackendAgent, Host, HostFuture, Shelf, Turn};
 use cluster::frontend::{Frontend, FrontendSettings};
 use cluster::library::{FileStore, Library, digest};
 use cluster::query::spec::QuerySpec;
@@ -117,6 +117,7 @@ fn planning(args: &PlanningArgs, lease: Duration) -> Result<SchedulerSettings, F
             copies: usize::from(args.copies),
             spread: !args.compact,
             packer: args.packer,
+            pooled: !args.apart,
         },
     })
 }
@@ -274,6 +275,12 @@ impl Host for NodeHost {
 
     fn unload<'a>(&'a self, model: &'a str) -> HostFuture<'a, ()> {
         Box::pin(self.0.unload_model(model))
+    }
+
+    fn set_turn(&self, model: &str, turn: Option<Turn>) {
+        let turn =
+            turn.map(|turn| runtime::batching::Turn { batch: turn.batch, least: turn.least });
+        self.0.set_turn(model, turn);
     }
 
     fn marks<'a>(&'a self, model: &'a str) -> HostFuture<'a, Vec<(String, f64)>> {

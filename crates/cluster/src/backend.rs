@@ -25,6 +25,15 @@ pub mod profiling;
 /// A call to the node.
 pub type HostFuture<'a, T> = Pin<Box<dyn Future<Output = ApiResult<T>> + Send + 'a>>;
 
+/// What batches of a model are made of on a backend that shares its requests with others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Turn {
+    /// Requests of a batch at most.
+    pub batch: usize,
+    /// Requests that let one begin before it has to.
+    pub least: usize,
+}
+
 /// The node that runs models.
 pub trait Host: Send + Sync + 'static {
     /// Makes the model of this name ready, as the [`Shelf`] has it.
@@ -32,6 +41,9 @@ pub trait Host: Send + Sync + 'static {
 
     /// Takes a model out of service.
     fn unload<'a>(&'a self, model: &'a str) -> HostFuture<'a, ()>;
+
+    /// Makes batches of `turn` of requests for the model, or as its settings say.
+    fn set_turn(&self, model: &str, turn: Option<Turn>);
 
     /// What of the model's work others may have in common with it: see [`ProfileRecord::marks`].
     fn marks<'a>(&'a self, model: &'a str) -> HostFuture<'a, Vec<(String, f64)>>;
@@ -145,6 +157,9 @@ impl BackendAgent {
         let mut settled = true;
         for share in &assignment.shares {
             settled &= self.load(share, held, membership).await;
+            let gathers = share.least > 1;
+            let turn = Turn { batch: share.batch as usize, least: share.least as usize };
+            self.host.set_turn(&share.model, gathers.then_some(turn));
         }
         for share in &assignment.shares {
             self.measure(share, held).await;

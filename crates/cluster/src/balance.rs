@@ -1,6 +1,12 @@
 //! Which of a model's backends gets a request. Pure, so that the simulator routes as production does.
 
-use base::Random;
+pub mod pace;
+
+use std::cmp::Reverse;
+
+use base::{Nanos, Random};
+
+use self::pace::{Pace, Turn};
 
 /// A backend as a choice sees it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -13,6 +19,8 @@ pub struct Candidate {
     pub depth: usize,
     /// Whether it did not answer lately.
     pub down: bool,
+    /// How far it is with its turns, where it has nothing else to do.
+    pub pace: Option<(Pace, Turn)>,
 }
 
 /// Requests that a backend with turns of `batch` can have at once: one turn under way, and half of the next gathered.
@@ -23,7 +31,14 @@ pub fn depth(batch: usize) -> usize {
 
 impl Candidate {
     fn is_full(&self) -> bool {
-        self.depth > 0 && self.outstanding >= self.depth
+        match self.pace {
+            Some((pace, turn)) => pace.gathered() >= turn.batch.max(1),
+            None => self.depth > 0 && self.outstanding >= self.depth,
+        }
+    }
+
+    fn serves(&self) -> bool {
+        !self.down && self.weight > 0.0
     }
 }
 
@@ -34,14 +49,26 @@ const ALL: usize = 4;
 /// it can answer in time, one that helps out and has room; else of those that help out; else of those that were down,
 /// for they may be back. `None` when there are none at all.
 ///
+/// Those that have nothing else to do are one pool: they count as one, and of them the one whose next turn begins soonest gets
+/// requests until that turn is full. A request then waits for the next turn of all of them instead of for that of one.
+///
 /// Whoever helps out may do so for several models: `busy` says what a candidate was sent for all of them together.
 pub fn choose(
     candidates: &[Candidate],
+    now: Nanos,
     busy: impl Fn(usize) -> usize,
     random: &mut Random,
 ) -> Option<usize> {
-    let serving = |candidate: &Candidate| !candidate.down && candidate.weight > 0.0;
-    let chosen = least_loaded(candidates, serving, random);
+    let single = least_loaded(candidates, |c| c.serves() && c.pace.is_none(), random);
+    let chosen = match (single, Pool::of(candidates, now)) {
+        (single, None) => single,
+        (None, Some(pool)) => Some(pool.next),
+        (Some(single), Some(pool)) => {
+            let pooled = load(pool.outstanding, pool.weight);
+            let alone = load(candidates[single].outstanding, candidates[single].weight);
+            Some(if alone < pooled { single } else { pool.next })
+        }
+    };
     if let Some(chosen) = chosen.filter(|chosen| candidates[*chosen].is_full()) {
         let helps = |c: &Candidate| !c.down && c.weight <= 0.0;
         let helpers = candidates.iter().enumerate().filter(|(_, candidate)| helps(candidate));
@@ -60,15 +87,44 @@ pub fn spare(candidates: &[Candidate], busy: impl Fn(usize) -> usize) -> Option<
     (0..candidates.len()).find(|&index| !candidates[index].down && busy(index) == 0)
 }
 
+/// Seconds until one more request is through, after all that are under way.
+fn load(outstanding: usize, weight: f64) -> f64 {
+    (outstanding + 1) as f64 / weight.max(1e-9)
+}
+
+/// The candidates that serve and have nothing else to do.
+struct Pool {
+    weight: f64,
+    outstanding: usize,
+    /// Who gets the next request: the first with room to begin a turn, else the first of all.
+    next: usize,
+}
+
+impl Pool {
+    fn of(candidates: &[Candidate], now: Nanos) -> Option<Pool> {
+        let mut pool = Pool { weight: 0.0, outstanding: 0, next: 0 };
+        let mut best: Option<(bool, Nanos, Reverse<usize>)> = None;
+        for (index, candidate) in candidates.iter().enumerate() {
+            let Some((pace, turn)) = candidate.pace.filter(|_| candidate.serves()) else {
+                continue;
+            };
+            pool.weight += candidate.weight;
+            pool.outstanding += candidate.outstanding;
+            let key = (candidate.is_full(), pace.opens(now, turn), Reverse(pace.gathered()));
+            if best.is_none_or(|best| key < best) {
+                (best, pool.next) = (Some(key), index);
+            }
+        }
+        best.map(|_| pool)
+    }
+}
+
 fn least_loaded(
     candidates: &[Candidate],
     fits: impl Fn(&Candidate) -> bool,
     random: &mut Random,
 ) -> Option<usize> {
-    let load = |index: usize| {
-        let candidate = &candidates[index];
-        (candidate.outstanding + 1) as f64 / candidate.weight.max(1e-9)
-    };
+    let load = |index: usize| load(candidates[index].outstanding, candidates[index].weight);
     if candidates.len() > ALL {
         let first = draw(candidates, &fits, random)?;
         let second = draw(candidates, &fits, random)?;
@@ -107,7 +163,7 @@ mod tests {
 
     #[test]
     fn a_second_chance_is_for_who_has_nothing_to_do() {
-        let up = Candidate { weight: 0.0, outstanding: 0, depth: 4, down: false };
+        let up = Candidate { weight: 0.0, outstanding: 0, depth: 4, down: false, pace: None };
         let list = [up, Candidate { down: true, ..up }, up];
         assert_eq!(spare(&list, |index| [1, 0, 0][index]), Some(2));
         assert_eq!(spare(&list, |index| [1, 0, 1][index]), None);
@@ -115,14 +171,15 @@ mod tests {
     }
 
     fn candidate(weight: f64, outstanding: usize, down: bool) -> Candidate {
-        Candidate { weight, outstanding, depth: 60, down }
+        Candidate { weight, outstanding, depth: 60, down, pace: None }
     }
 
     #[test]
     fn those_that_serve_go_first_then_helpers_then_the_lost() {
         let mut random = Random::new(1);
-        let mut pick =
-            |list: &[Candidate]| choose(list, |index| list[index].outstanding, &mut random);
+        let mut pick = |list: &[Candidate]| {
+            choose(list, Nanos(0), |index| list[index].outstanding, &mut random)
+        };
         assert_eq!(pick(&[]), None);
         assert_eq!(pick(&[candidate(0.0, 0, false), candidate(1.0, 50, false)]), Some(1));
         assert_eq!(pick(&[candidate(0.0, 0, false), candidate(1.0, 0, true)]), Some(0));
@@ -130,6 +187,42 @@ mod tests {
         assert_eq!(pick(&[candidate(1.0, 3, false), candidate(1.0, 1, false)]), Some(1));
         assert_eq!(pick(&[candidate(0.0, 5, false), candidate(1.0, 60, false)]), Some(0));
         assert_eq!(pick(&[candidate(0.0, 60, false), candidate(1.0, 60, false)]), Some(1));
+    }
+
+    /// Four machines in a pool, full turns of 40: each is filled before the next gets anything, and those that run are taken in
+    /// the order in which they end.
+    #[test]
+    fn a_pool_is_filled_one_turn_after_the_other() {
+        let turn = Turn { batch: 8, least: 4, full: Nanos(40) };
+        let idle = Candidate { pace: Some((Pace::default(), turn)), ..candidate(1.0, 0, false) };
+        let mut list = [idle; 4];
+        let mut random = Random::new(3);
+        let mut order = Vec::new();
+        for at in 0..20 {
+            let now = Nanos(at);
+            let chosen = choose(&list, now, |_| 0, &mut random).unwrap();
+            list[chosen].outstanding += 1;
+            list[chosen].pace.as_mut().unwrap().0.sent(now, turn);
+            order.push(chosen);
+        }
+        assert_eq!(order, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 0, 0, 0, 0]);
+        list[0].down = true;
+        assert_eq!(choose(&list, Nanos(20), |_| 0, &mut random), Some(1));
+        list.iter_mut().for_each(|candidate| candidate.weight = 0.0);
+        assert_ne!(choose(&list, Nanos(20), |_| 0, &mut random), Some(0));
+    }
+
+    #[test]
+    fn a_pool_and_one_that_does_more_share_by_weight() {
+        let turn = Turn { batch: 8, least: 1, full: Nanos(40) };
+        let pooled = Candidate { pace: Some((Pace::default(), turn)), ..candidate(1.0, 0, false) };
+        let mut list = [pooled, pooled, pooled, candidate(1.0, 0, false)];
+        let mut random = Random::new(3);
+        for at in 0..400 {
+            let chosen = choose(&list, Nanos(at), |_| 0, &mut random).unwrap();
+            list[chosen].outstanding += 1;
+        }
+        assert_eq!(list[3].outstanding, 100);
     }
 
     #[test]
@@ -140,7 +233,7 @@ mod tests {
                 (0..count).map(|i| candidate(1.0 + (i % 2) as f64 * 2.0, 0, false)).collect();
             list.iter_mut().for_each(|candidate| candidate.depth = 0);
             for _ in 0..40_000 {
-                let chosen = choose(&list, |_| 0, &mut random).unwrap();
+                let chosen = choose(&list, Nanos(0), |_| 0, &mut random).unwrap();
                 list[chosen].outstanding += 1;
             }
             let odd: usize = list.iter().skip(1).step_by(2).map(|c| c.outstanding).sum();

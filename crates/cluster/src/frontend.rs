@@ -16,6 +16,7 @@ use api::{
 use base::{Clock, Nanos, Random};
 use tokio::sync::watch;
 
+use crate::balance::pace::Turn;
 use crate::balance::{Candidate, choose, depth, spare};
 use crate::library::{FileStore, Library};
 use crate::membership::Membership;
@@ -91,6 +92,28 @@ struct Inside<'a>(&'a AtomicUsize);
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// One request at a backend; over when it goes, however that comes about.
+struct Sent<'a> {
+    target: &'a Target,
+    turn: Turn,
+    clock: &'a dyn Clock,
+    given_up: bool,
+}
+
+impl<'a> Sent<'a> {
+    fn new(target: &'a Target, frontends: usize, clock: &'a dyn Clock) -> Sent<'a> {
+        let turn = target.turn(frontends);
+        target.traffic.send(clock.now(), turn);
+        Sent { target, turn, clock, given_up: false }
+    }
+}
+
+impl Drop for Sent<'_> {
+    fn drop(&mut self) {
+        self.target.traffic.settle(self.clock.now(), self.turn, self.given_up);
     }
 }
 
@@ -337,9 +360,10 @@ impl Inner {
         let candidate = |(place, target): (usize, &Target)| {
             let candidate = Candidate {
                 weight: target.weight,
-                outstanding: target.outstanding.load(Ordering::Relaxed),
+                outstanding: target.traffic.outstanding(),
                 depth: depth(target),
                 down: target.link.is_down(now),
+                pace: target.pace(frontends),
             };
             (place, candidate)
         };
@@ -350,7 +374,7 @@ impl Inner {
         let (places, candidates) = self.candidates(entry, tried);
         let busy = |index: usize| entry.busy(places[index]);
         let mut random = self.random.lock().unwrap_or_else(PoisonError::into_inner);
-        choose(&candidates, busy, &mut random).map(|chosen| places[chosen])
+        choose(&candidates, self.clock.now(), busy, &mut random).map(|chosen| places[chosen])
     }
 
     /// A backend that this frontend has sent nothing to do.
@@ -369,7 +393,7 @@ impl Inner {
     ) -> ApiResult<()> {
         let Some(deadline) = deadline else { return Ok(()) };
         let target = &entry.targets[chosen];
-        let turns = target.outstanding.load(Ordering::Relaxed) / target.batch.max(1) as usize;
+        let turns = target.traffic.outstanding() / target.batch.max(1) as usize;
         let cycle_ms = target.cycle_ms.max(target.batch_ms);
         let wait_ms = turns as f64 * cycle_ms;
         let left_ms = deadline.0.saturating_sub(self.clock.now().0) as f64 / 1e6;
@@ -385,9 +409,9 @@ impl Inner {
         message: proto::ModelInferRequest,
         deadline: Option<Nanos>,
     ) -> Attempt {
-        target.outstanding.fetch_add(1, Ordering::Relaxed);
         target.link.outstanding.fetch_add(1, Ordering::Relaxed);
-        let _sent = (Inside(&target.outstanding), Inside(&target.link.outstanding));
+        let _sent = Inside(&target.link.outstanding);
+        let mut turn = Sent::new(target, self.table().frontends, self.clock.as_ref());
         let now = self.clock.now();
         let left = match deadline {
             Some(deadline) => Duration::from(Nanos(deadline.0.saturating_sub(now.0))) + GRACE,
@@ -414,7 +438,10 @@ impl Inner {
             ErrorKind::Unavailable | ErrorKind::NotFound => {
                 Attempt::Elsewhere(ApiError { kind: ErrorKind::Unavailable, ..error })
             }
-            ErrorKind::DeadlineExceeded => Attempt::GivenUp(error),
+            ErrorKind::DeadlineExceeded => {
+                turn.given_up = true;
+                Attempt::GivenUp(error)
+            }
             _ => Attempt::Final(error),
         }
     }

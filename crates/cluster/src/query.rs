@@ -12,9 +12,9 @@ pub mod text;
 
 use planner::PlanError;
 use planner::query::{Split, Stage, split, split_evenly};
-use planner::squishy::Session;
 
-use crate::scheduler::placement::Curve;
+use crate::scheduler::placement::{Curve, SLO_SHARE};
+use crate::scheduler::pooling;
 
 /// Pieces an objective is split into.
 const PIECES: usize = 200;
@@ -33,12 +33,18 @@ pub struct QueryStage {
 }
 
 /// The budgets of a query's stages in milliseconds: split so that all stages together take the fewest machines, or
-/// evenly, as the baseline of Nexus's evaluation does.
-pub fn stage_demands(stages: &[QueryStage], slo_ms: f64, evenly: bool) -> Result<Split, PlanError> {
+/// evenly, as the baseline of Nexus's evaluation does. With `pooled`, rates are those of all machines together and a stage
+/// that fills several of them needs less time for a batch.
+pub fn stage_demands(
+    stages: &[QueryStage],
+    slo_ms: f64,
+    evenly: bool,
+    pooled: bool,
+) -> Result<Split, PlanError> {
     let stage = |stage: &QueryStage| Stage {
         name: stage.model.clone(),
         rate: stage.rate,
-        curve: costs(&stage.curve),
+        curve: costs(&stage.curve, if pooled { stage.rate } else { 0.0 }),
         next: stage.next.clone(),
     };
     let stages: Vec<Stage> = stages.iter().map(stage).collect();
@@ -48,18 +54,17 @@ pub fn stage_demands(stages: &[QueryStage], slo_ms: f64, evenly: bool) -> Result
     }
 }
 
-/// What a request a second costs at each budget: a budget holds two turns of the batch it allows.
-fn costs(curve: &Curve) -> Vec<(f64, f64)> {
+/// What a request a second costs at each budget: one holds a turn of the batch it allows and the wait for it, which is as
+/// long again where the rate fills no pool of machines.
+fn costs(curve: &Curve, rate: f64) -> Vec<(f64, f64)> {
     if curve.is_empty() {
         return vec![(0.0, 0.0)];
     }
     let mut costs: Vec<(f64, f64)> = Vec::new();
-    for &(_, ms) in curve {
-        let slo_ms = 2.0 * ms;
-        let session = Session { name: String::new(), rate: 1.0, slo_ms, curve: curve.clone() };
-        let Some(throughput) = session.throughput() else { continue };
-        if costs.last().is_none_or(|(_, cost)| 1.0 / throughput < *cost) {
-            costs.push((slo_ms, 1.0 / throughput));
+    for &(batch, ms) in curve {
+        let cost = ms / f64::from(batch) / 1000.0;
+        if costs.last().is_none_or(|(_, least)| cost < *least) {
+            costs.push((pooling::budget_ms(rate, batch, ms) / SLO_SHARE, cost));
         }
     }
     costs
@@ -79,8 +84,8 @@ mod tests {
         };
         let stages =
             [stage("detector", 30.0, 12.0, vec![1]), stage("recogniser", 3.0, 1.0, vec![])];
-        let best = stage_demands(&stages, 400.0, false).unwrap();
-        let even = stage_demands(&stages, 400.0, true).unwrap();
+        let best = stage_demands(&stages, 400.0, false, false).unwrap();
+        let even = stage_demands(&stages, 400.0, true, false).unwrap();
         assert!(best.budgets_ms[0] > best.budgets_ms[1], "{best:?}");
         assert!(best.cost <= even.cost && best.budgets_ms.iter().sum::<f64>() <= 400.0 + 1e-6);
     }

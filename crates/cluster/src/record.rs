@@ -296,6 +296,13 @@ pub struct Share {
     pub batch: u32,
     /// Requests a second that are planned to come.
     pub rate: f64,
+    /// Requests that a turn begins with, where the backend is one of a pool; else 0.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub least: u32,
+}
+
+fn is_zero(value: &u32) -> bool {
+    *value == 0
 }
 
 /// What a backend is to hold.
@@ -326,6 +333,9 @@ pub struct TargetRecord {
     pub batch_ms: f64,
     /// Length of its duty cycle in milliseconds.
     pub cycle_ms: f64,
+    /// Requests that a turn begins with, where it is one of a pool that does nothing else; else 0.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub least: u32,
 }
 
 /// Where requests for a model go.

@@ -21,12 +21,14 @@ pub mod deployment;
 pub mod kinship;
 pub mod packing;
 pub mod placement;
+pub mod pooling;
 pub mod splitting;
 
 use deployment::{ModelFacts, Situation, Step};
 use placement::{
     Curves, Demand, Holdings, Machine, Place, PlacedPart, Placement, PlacementSettings,
 };
+use pooling::{Paces, Pools};
 
 /// How the scheduler works.
 #[derive(Clone, Debug, PartialEq)]
@@ -98,6 +100,7 @@ pub struct Core {
     helped: bool,
     /// When most backends were last seen.
     seen_at: Nanos,
+    paces: Paces,
     plan: PlanRecord,
 }
 
@@ -116,6 +119,7 @@ impl Core {
             planned_at: None,
             helped: false,
             seen_at: now,
+            paces: Paces::default(),
             plan: view.plan.clone().unwrap_or_default(),
         };
         core.placement.scale = core.plan.scale;
@@ -331,9 +335,13 @@ impl Core {
         for model in &step.forced {
             tracing::warn!(model, "no room for a shadow: requests may be refused for a moment");
         }
+        let pools = match self.settings.placement.pooled {
+            true => self.paces.pools(&self.placement, machines, demands, curves),
+            false => Pools::default(),
+        };
         let decision = Decision {
-            assignments: self.assignments(&step, &models),
-            routes: self.routes(view, &step, demands, curves),
+            assignments: self.assignments(&step, &models, &pools),
+            routes: self.routes(view, &step, demands, curves, &pools),
             splits: self.splits.clone(),
             plan: self.summary(view, machines.len(), demands),
         };
@@ -349,6 +357,7 @@ impl Core {
         &self,
         step: &Step,
         models: &BTreeMap<String, ModelFacts>,
+        pools: &Pools,
     ) -> BTreeMap<String, Assignment> {
         let assignment = |(backend, told): (&String, &deployment::Told)| {
             let share = |(model, (part, batch, rate)): (&String, &(Part, u32, f64))| Share {
@@ -357,6 +366,7 @@ impl Core {
                 part: *part,
                 batch: *batch,
                 rate: *rate,
+                least: pools.least(backend, model),
             };
             let cycle_ms = self.placement.places.get(backend).map_or(0.0, |place| place.cycle_ms);
             let shares = told.iter().map(share).collect();
@@ -371,6 +381,7 @@ impl Core {
         step: &Step,
         demands: &[Demand],
         curves: &Curves,
+        pools: &Pools,
     ) -> BTreeMap<String, RouteRecord> {
         let planned = self.placement.rates();
         // A rate beyond the plan is the next plan's to serve; only what no plan can serve is held back.
@@ -389,6 +400,7 @@ impl Core {
             let target = |(backend, weight): &(String, f64)| {
                 let record = view.backends.get(backend)?;
                 let told = step.told.get(backend)?.get(model)?;
+                let place = self.placement.places.get(backend);
                 let curve = curves.get(&(record.device.clone(), model.clone()));
                 let time = curve.and_then(|c| c.iter().find(|(batch, _)| *batch >= told.1));
                 Some(TargetRecord {
@@ -398,7 +410,8 @@ impl Core {
                     weight: *weight,
                     batch: told.1,
                     batch_ms: time.map_or(0.0, |(_, ms)| *ms),
-                    cycle_ms: self.placement.places.get(backend).map_or(0.0, |p| p.cycle_ms),
+                    cycle_ms: place.map_or(0.0, |place| place.cycle_ms),
+                    least: pools.least(backend, model),
                 })
             };
             let targets = targets.iter().filter_map(target).collect();

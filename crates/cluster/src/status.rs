@@ -330,8 +330,14 @@ mod tests {
         let mut view = View::default();
         let record = BackendRecord { device: "cpu".to_string(), ..Default::default() };
         view.backends.insert("b1".to_string(), record);
-        let share =
-            Share { model: "m".to_string(), version: 1, part: Part::Serving, batch: 4, rate: 30.0 };
+        let share = Share {
+            model: "m".to_string(),
+            version: 1,
+            part: Part::Serving,
+            batch: 4,
+            rate: 30.0,
+            least: 0,
+        };
         let assignment = Assignment { epoch: 1, cycle_ms: 50.0, shares: vec![share] };
         view.assignments.insert("b1".to_string(), assignment);
         let text = picture(&Status::of(&view));

@@ -9,6 +9,7 @@ mod auto;
 mod deferred;
 mod early_drop;
 mod elastic;
+mod gathered;
 mod lazy_drop;
 mod profile;
 mod window;
@@ -23,9 +24,19 @@ pub use auto::Auto;
 pub use deferred::Deferred;
 pub use early_drop::EarlyDrop;
 pub use elastic::Elastic;
+pub use gathered::Gathered;
 pub use lazy_drop::LazyDrop;
 pub use profile::BatchProfile;
 pub use window::Window;
+
+/// What batches of a model are made of on a machine that shares its requests with others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Turn {
+    /// Requests of a batch at most.
+    pub batch: usize,
+    /// Requests that let one begin before it has to.
+    pub least: usize,
+}
 
 /// A request that waits, as a policy sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

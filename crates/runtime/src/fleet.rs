@@ -16,6 +16,7 @@ use device::{DeviceError, Program};
 use model::config::{BatchingPolicy, Class, ModelConfig};
 use model::{LaunchPlan, Tensor};
 
+use crate::batching::Turn;
 use crate::node::{
     BatchTime, ModelKey, Node, Rejection, Reply, Request, RequestHandle, refuse_at_once,
 };
@@ -291,6 +292,15 @@ impl Fleet {
         let state = self.shared.lock();
         let profile = state.entry(model).and_then(|entry| entry.profile.clone());
         profile.map(|(_, times)| times).unwrap_or_default()
+    }
+
+    /// Makes batches of `turn` of requests for `model`, or as its settings say. Several devices are filled by the fleet's own
+    /// rule instead.
+    pub fn set_turn(&self, model: FleetModel, turn: Option<Turn>) {
+        for (view, key) in self.replicas(model).into_iter().filter(|_| self.shared.nodes.len() == 1)
+        {
+            self.shared.nodes[view.device].set_turn(key, turn);
+        }
     }
 
     /// The largest batch that is made of requests of `model`; `None` where there are none.

@@ -14,6 +14,7 @@ use api::{
 use base::Nanos;
 use device::DeviceError;
 use model::Tensor;
+use runtime::batching::Turn;
 use runtime::fleet::router::FleetModel;
 use runtime::{Asked, BatchTime, Fleet, Rejection, Reply, RequestHandle};
 use tokio::sync::{Semaphore, oneshot};
@@ -148,6 +149,16 @@ impl LocalNode {
     pub async fn marks(&self, model: &str) -> ApiResult<Vec<(String, f64)>> {
         let served = self.inner.catalogue.find(ModelRef { name: model, version: None })?;
         blocking_api(move || Ok(served.fingerprint().marks())).await
+    }
+
+    /// Makes batches of `turn` of requests for a model, or as its settings say. One that shares its beginning with others is left
+    /// as it is.
+    pub fn set_turn(&self, model: &str, turn: Option<Turn>) {
+        let all = self.inner.catalogue.all();
+        let served = all.iter().find(|served| &*served.name == model && served.split.is_none());
+        if let Some(served) = served {
+            self.inner.fleet.set_turn(served.key, turn);
+        }
     }
 
     /// How many inferences each model has done.

@@ -8,7 +8,7 @@ use base::{Nanos, Random};
 use cluster::frontend::meter::Rates;
 use cluster::record::{
     BackendRecord, BackendState, LoadReport, ModelLoad, ModelRecord, ProfileRecord, Standing,
-    decode, encode,
+    TargetRecord, decode, encode,
 };
 use cluster::scheduler::packing::Packer;
 use cluster::scheduler::placement::PlacementSettings;
@@ -17,7 +17,7 @@ use cluster::view::View;
 use runtime::batching::BatchProfile;
 use serde::{Deserialize, Serialize};
 
-use super::{Fleet, FleetSession, Source};
+use super::{Fleet, FleetSession, Source, Target};
 use crate::scenario::ScenarioError;
 
 /// Sessions of one kind.
@@ -94,6 +94,10 @@ pub struct FleetScenario {
     pub load_ms: u64,
     /// `squishy` or `certified`.
     pub packer: String,
+    /// Whether machines of one session share its requests turn by turn.
+    pub pooled: bool,
+    /// Frontends, each of which knows only what it sent itself.
+    pub frontends: usize,
     /// Sessions.
     pub sessions: Vec<SessionGroup>,
     /// Changes of load.
@@ -122,6 +126,8 @@ impl Default for FleetScenario {
             lease_ms: 3000,
             load_ms: 1000,
             packer: "squishy".to_string(),
+            pooled: true,
+            frontends: 1,
             sessions: Vec::new(),
             steps: Vec::new(),
             losses: Vec::new(),
@@ -278,12 +284,15 @@ impl World<'_> {
                 copies: 2,
                 spread: false,
                 packer,
+                pooled: scenario.pooled,
             },
             ..SchedulerSettings::default()
         };
         let core = Core::resume(settings, Nanos::ZERO, &view);
+        let mut fleet = Fleet::new(sessions, scenario.gpus, sources, scenario.seed, false);
+        fleet.set_frontends(scenario.frontends);
         let mut world = World {
-            fleet: Fleet::new(sessions, scenario.gpus, sources, scenario.seed, false),
+            fleet,
             core,
             meters: base.iter().map(|_| Rates::default()).collect(),
             events: Vec::new(),
@@ -424,8 +433,14 @@ impl World<'_> {
             let session = key.strip_prefix("route/").and_then(index_of);
             if let (Some(route), Some(session)) = (route, session) {
                 let targets = route.targets.iter();
-                let targets: Vec<(usize, f64)> =
-                    targets.filter_map(|t| Some((index_of(&t.backend)?, t.weight))).collect();
+                let target = |t: &TargetRecord| {
+                    Some(Target {
+                        gpu: index_of(&t.backend)?,
+                        weight: t.weight,
+                        least: t.least as usize,
+                    })
+                };
+                let targets: Vec<Target> = targets.filter_map(target).collect();
                 self.fleet.route(session, &targets);
             }
         }

@@ -12,14 +12,17 @@ use cluster::scheduler::packing::Packer;
 use cluster::scheduler::placement::{
     Curve, Curves, Demand, Holdings, Machine, PlacementSettings, place,
 };
+use cluster::scheduler::pooling::{self, Pools};
 use runtime::batching::BatchProfile;
 use serde::Serialize;
 
-use super::{Fleet, FleetSession, Source};
+use super::{Fleet, FleetSession, Source, Target};
 
 /// Techniques that are on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Techniques {
+    /// Machines of one model share its requests turn by turn; not in the paper.
+    pub pools: bool,
     /// Prefix batching: specialised versions of a model run as one.
     pub prefix: bool,
     /// The query's objective is split for the fewest GPUs; else evenly.
@@ -33,8 +36,14 @@ pub struct Techniques {
 }
 
 /// All on.
-pub const FULL: Techniques =
-    Techniques { prefix: true, split: true, squishy: true, early: true, overlap: true };
+pub const FULL: Techniques = Techniques {
+    pools: true,
+    prefix: true,
+    split: true,
+    squishy: true,
+    early: true,
+    overlap: true,
+};
 
 /// A row of the table.
 #[derive(Clone, Debug, Serialize)]
@@ -106,7 +115,13 @@ fn good_share(setup: Setup, techniques: Techniques) -> f64 {
         });
     }
     let packer = if techniques.squishy { Packer::Certified } else { Packer::Oblivious };
-    let settings = PlacementSettings { headroom: 0.0, copies: 1, spread: true, packer };
+    let settings = PlacementSettings {
+        headroom: 0.0,
+        copies: 1,
+        spread: true,
+        packer,
+        pooled: techniques.pools,
+    };
     let placement = place(&machines, &demands, &curves, &Holdings::new(), &settings);
     let sessions = setup.stages.iter().zip(&setup.feeds).map(|((_, slo_ms, curve), feeds)| {
         let latencies = curve.iter().map(|(_, ms)| Nanos((ms * 1e6) as u64)).collect();
@@ -119,13 +134,21 @@ fn good_share(setup: Setup, techniques: Techniques) -> f64 {
     });
     let mut fleet = Fleet::new(sessions.collect(), GPUS, setup.sources, 1, !techniques.early);
     let index: HashMap<String, usize> = (0..demands.len()).map(|i| (name(i), i)).collect();
-    let mut routes: Vec<Vec<(usize, f64)>> = vec![Vec::new(); demands.len()];
+    let devices = machines.iter().map(|m| (m.name.clone(), m.device.clone())).collect();
+    let pools = match techniques.pools {
+        true => pooling::pools(&placement, &devices, &demands, &curves, |_| 1.0 / placement.scale),
+        false => Pools::default(),
+    };
+    let mut routes: Vec<Vec<Target>> = vec![Vec::new(); demands.len()];
     for (gpu, machine) in machines.iter().enumerate() {
         let Some(place) = placement.places.get(&machine.name) else { continue };
         let held: Vec<(usize, usize)> =
             place.parts.iter().map(|part| (index[&part.model], part.batch as usize)).collect();
         fleet.hold(gpu, &held);
-        place.parts.iter().for_each(|part| routes[index[&part.model]].push((gpu, part.rate)));
+        for part in &place.parts {
+            let least = pools.least(&machine.name, &part.model) as usize;
+            routes[index[&part.model]].push(Target { gpu, weight: part.rate, least });
+        }
     }
     routes.iter().enumerate().for_each(|(session, targets)| fleet.route(session, targets));
     fleet.run_until(Nanos::from_millis((SECONDS + 1) * 1000));
@@ -192,7 +215,8 @@ fn traffic(rate: f64, techniques: Techniques, rush: bool) -> Option<Setup> {
         })
         .collect();
     let prepare = if techniques.overlap { ssd.prepare_ms + face.prepare_ms } else { 0.0 };
-    let split = stage_demands(&stages, SLO_MS - prepare, !techniques.split).ok()?;
+    let split =
+        stage_demands(&stages, SLO_MS - prepare, !techniques.split, techniques.pools).ok()?;
     let mut setup = Setup { stages: Vec::new(), feeds: Vec::new(), sources: Vec::new() };
     for (index, stage) in stages.into_iter().enumerate() {
         setup.stages.push((stage.rate, split.budgets_ms[index], stage.curve));
@@ -207,20 +231,17 @@ fn traffic(rate: f64, techniques: Techniques, rush: bool) -> Option<Setup> {
 
 /// Figure 10.
 pub fn figure_10() -> Vec<StudyRow> {
-    let rows: [(&'static str, Techniques, Option<f64>); 6] = [
-        ("full", FULL, Some(4120.0)),
-        ("-PB", Techniques { prefix: false, ..FULL }, None),
-        ("-PB -SS", Techniques { prefix: false, squishy: false, ..FULL }, None),
-        (
-            "-PB -SS -ED",
-            Techniques { prefix: false, squishy: false, early: false, ..FULL },
-            Some(2143.0),
-        ),
-        (
-            "-PB -SS -ED -OL",
-            Techniques { prefix: false, squishy: false, early: false, overlap: false, ..FULL },
-            Some(2143.0 / 7.4),
-        ),
+    let nexus = Techniques { pools: false, ..FULL };
+    let separate = Techniques { prefix: false, ..nexus };
+    let oblivious = Techniques { squishy: false, ..separate };
+    let lazy = Techniques { early: false, ..oblivious };
+    let rows: [(&'static str, Techniques, Option<f64>); 7] = [
+        ("full", FULL, None),
+        ("-PO", nexus, Some(4120.0)),
+        ("-PO -PB", separate, None),
+        ("-PO -PB -SS", oblivious, None),
+        ("-PO -PB -SS -ED", lazy, Some(2143.0)),
+        ("-PO -PB -SS -ED -OL", Techniques { overlap: false, ..lazy }, Some(2143.0 / 7.4)),
         ("TF Serving (paper)", FULL, Some(4120.0 / 12.7)),
     ];
     study(&rows, game, 20_000.0)
@@ -229,13 +250,17 @@ pub fn figure_10() -> Vec<StudyRow> {
 /// Figure 11, outside rush hour, or figure 12's other half.
 pub fn figure_11(rush: bool) -> Vec<StudyRow> {
     let paper = |normal: f64, rush_hour: Option<f64>| if rush { rush_hour } else { Some(normal) };
-    let off = Techniques { split: false, squishy: false, early: false, ..FULL };
-    let rows: [(&'static str, Techniques, Option<f64>); 6] = [
-        ("full", FULL, paper(534.0, Some(264.0))),
-        ("-QA", Techniques { split: false, ..FULL }, paper(433.0, None)),
-        ("-QA -SS", Techniques { split: false, squishy: false, ..FULL }, None),
-        ("-QA -SS -ED", off, paper(326.0, None)),
-        ("-QA -SS -ED -OL", Techniques { overlap: false, ..off }, paper(216.0, None)),
+    let nexus = Techniques { pools: false, ..FULL };
+    let even = Techniques { split: false, ..nexus };
+    let oblivious = Techniques { squishy: false, ..even };
+    let lazy = Techniques { early: false, ..oblivious };
+    let rows: [(&'static str, Techniques, Option<f64>); 7] = [
+        ("full", FULL, None),
+        ("-PO", nexus, paper(534.0, Some(264.0))),
+        ("-PO -QA", even, paper(433.0, None)),
+        ("-PO -QA -SS", oblivious, None),
+        ("-PO -QA -SS -ED", lazy, paper(326.0, None)),
+        ("-PO -QA -SS -ED -OL", Techniques { overlap: false, ..lazy }, paper(216.0, None)),
         ("TF Serving (paper)", FULL, paper(227.0, Some(146.0))),
     ];
     study(&rows, |rate, techniques| traffic(rate, techniques, rush), 3000.0)

@@ -1,8 +1,8 @@
 //! The routing table a frontend holds: models, and who answers for each.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use api::error::ApiResult;
 use api::{ApiError, ModelRef, ModelState};
@@ -10,6 +10,7 @@ use base::Nanos;
 
 use super::link::{Link, Links};
 use super::meter::{Meter, QueryMeter, RateLimit};
+use crate::balance::pace::{Pace, Turn};
 use crate::query::spec::{Checked, QuerySpec};
 use crate::record::{ModelRecord, RouteRecord, SplitRecord};
 use crate::view::View;
@@ -28,8 +29,60 @@ pub struct Target {
     pub batch_ms: f64,
     /// Length of its duty cycle in milliseconds.
     pub cycle_ms: f64,
-    /// Requests for this model that this frontend sent and that are not answered.
-    pub outstanding: Arc<AtomicUsize>,
+    /// Requests that a turn begins with, where it is one of a pool that does nothing else; else 0.
+    pub least: u32,
+    /// What this frontend has under way there for this model.
+    pub traffic: Arc<Traffic>,
+}
+
+/// Requests of one frontend for one model at one backend.
+#[derive(Default)]
+pub struct Traffic {
+    outstanding: AtomicUsize,
+    pace: Mutex<Pace>,
+}
+
+impl Traffic {
+    /// Requests that were sent and are not answered.
+    pub fn outstanding(&self) -> usize {
+        self.outstanding.load(Relaxed)
+    }
+
+    /// How far the backend is with its turns.
+    pub fn pace(&self) -> Pace {
+        *self.pace.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A request goes out.
+    pub fn send(&self, now: Nanos, turn: Turn) {
+        self.outstanding.fetch_add(1, Relaxed);
+        self.pace.lock().unwrap_or_else(PoisonError::into_inner).sent(now, turn);
+    }
+
+    /// A request is over: answered, or given up before its turn.
+    pub fn settle(&self, now: Nanos, turn: Turn, given_up: bool) {
+        self.outstanding.fetch_sub(1, Relaxed);
+        let mut pace = self.pace.lock().unwrap_or_else(PoisonError::into_inner);
+        match given_up {
+            true => pace.dropped(now, turn),
+            false => pace.answered(now, turn),
+        }
+    }
+}
+
+impl Target {
+    /// A turn, as far as one of `frontends` fills it.
+    pub fn turn(&self, frontends: usize) -> Turn {
+        let share = |requests: u32| (requests as usize).div_ceil(frontends.max(1));
+        let full = Nanos((self.batch_ms * 1e6) as u64);
+        Turn { batch: share(self.batch), least: share(self.least), full }
+    }
+
+    /// How far it is with its turns, where it is one of a pool and a turn's time is known.
+    pub fn pace(&self, frontends: usize) -> Option<(Pace, Turn)> {
+        let known = self.least > 0 && self.batch_ms > 0.0;
+        known.then(|| (self.traffic.pace(), self.turn(frontends)))
+    }
 }
 
 /// A model.
@@ -82,7 +135,7 @@ impl Entry {
     /// is under way leaves room, or nothing is.
     pub fn is_at_ease(&self, timeout: Nanos) -> bool {
         let sum = |of: fn(&Target) -> usize| self.targets.iter().map(of).sum::<usize>();
-        let under_way = sum(|target| target.outstanding.load(Relaxed));
+        let under_way = sum(|target| target.traffic.outstanding());
         let turn = sum(|target| target.batch as usize).max(1);
         let turn_ms = |target: &Target| target.cycle_ms.max(target.batch_ms);
         let turn_ms = self.targets.iter().map(turn_ms).fold(0.0, f64::max);
@@ -212,7 +265,8 @@ fn targets(route: &RouteRecord, old: Option<&Arc<Entry>>, links: &Links) -> Vec<
             batch: record.batch,
             batch_ms: record.batch_ms,
             cycle_ms: record.cycle_ms,
-            outstanding: before.map(|target| target.outstanding.clone()).unwrap_or_default(),
+            least: record.least,
+            traffic: before.map(|target| target.traffic.clone()).unwrap_or_default(),
         })
     };
     route.targets.iter().filter_map(target).collect()

@@ -8,7 +8,8 @@ use crate::record::LoadReport;
 const SURPRISE: f64 = 3.0;
 
 /// Requests a second by model, over all frontends. A rise counts at once where it is too large for chance; a fall
-/// only as the longer average follows.
+/// only as the longer average follows. What all models together rise by is seen sooner than what each does, so a rise up to
+/// that is believed of each as it is seen.
 pub fn rates<'a>(reports: impl Iterator<Item = &'a LoadReport>) -> BTreeMap<String, f64> {
     let mut sums: BTreeMap<String, (f64, f64, f64)> = BTreeMap::new();
     for (model, load) in reports.flat_map(|report| &report.models) {
@@ -17,10 +18,16 @@ pub fn rates<'a>(reports: impl Iterator<Item = &'a LoadReport>) -> BTreeMap<Stri
         *slow += load.slow;
         *window = window.max(load.window);
     }
-    let rate = |(fast, slow, window): (f64, f64, f64)| {
-        // Arrivals of a Poisson process spread by the root of their number.
-        let spread = (fast.max(slow) / window.max(1e-3)).sqrt();
-        slow.max(fast - SURPRISE * spread)
+    // Arrivals of a Poisson process spread by the root of their number.
+    let surely = |(fast, slow, window): (f64, f64, f64)| {
+        fast - SURPRISE * (fast.max(slow) / window.max(1e-3)).sqrt()
+    };
+    let add = |a: (f64, f64, f64), b: &(f64, f64, f64)| (a.0 + b.0, a.1 + b.1, a.2.max(b.2));
+    let all = sums.values().fold((0.0, 0.0, 0.0), add);
+    let growth = surely(all) / all.1.max(1e-9);
+    let rate = |sum: (f64, f64, f64)| {
+        let (fast, slow, _) = sum;
+        slow.max(fast.min(slow * growth)).max(surely(sum))
     };
     sums.into_iter().map(|(model, sum)| (model, rate(sum))).collect()
 }
@@ -41,6 +48,19 @@ mod tests {
         assert_eq!(rate(12.0, 10.0), 10.0);
         assert!(rate(2000.0, 1000.0) > 1900.0);
         assert_eq!(rate(0.0, 50.0), 50.0);
+    }
+
+    #[test]
+    fn what_all_rise_by_is_believed_of_each() {
+        let load = |fast| ModelLoad { fast, slow: 10.0, window: 2.0, ..ModelLoad::default() };
+        let models = |fast: f64| (0..100).map(|i| (format!("m{i}"), load(fast))).collect();
+        let rate = |fast| rates([LoadReport { models: models(fast), ..Default::default() }].iter());
+        assert!(rate(15.0)["m7"] > 14.0);
+        assert_eq!(rate(10.0)["m7"], 10.0);
+        // One that did not rise with the others is not thought to have.
+        let mut one = LoadReport { models: models(15.0), ..Default::default() };
+        one.models.insert("m7".to_string(), load(9.0));
+        assert_eq!(rates([one].iter())["m7"], 10.0);
     }
 
     #[test]

@@ -171,6 +171,11 @@ impl Merged {
         self.members.push(members);
     }
 
+    /// Whether a session is one model's.
+    pub(super) fn is_apart(&self, session: usize) -> bool {
+        self.members[session].len() == 1
+    }
+
     /// Nodes of models again.
     pub(super) fn expand(&self, nodes: Vec<Node>) -> Vec<Node> {
         let expanded = |part: &Part| -> Vec<Part> {

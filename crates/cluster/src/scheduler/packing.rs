@@ -6,6 +6,7 @@ use planner::squishy::{self, Node, Part, Session};
 use planner::{GpuKind, Point, Problem, Profiles, Rules, Service, Sharing, Watch, certified};
 
 use super::kinship::{self, Family};
+use super::pooling;
 
 /// Who packs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -53,18 +54,41 @@ const CERTIFIED_MAX: usize = 200;
 const ROUNDS_MAX: u32 = 400;
 
 /// Nodes for all sessions, with families as one; `None` when one cannot be packed at all. The greedy packer stops caring once
-/// there are more nodes than `machines`, so callers look at the number.
+/// there are more nodes than `machines`, so callers look at the number. With `pooled`, machines of one session share its requests.
 pub(crate) fn pack(
     sessions: &[Session],
     families: &[Option<Family>],
     packer: Packer,
+    pooled: bool,
     machines: usize,
 ) -> Option<Vec<Node>> {
     if families.iter().all(Option::is_none) {
-        return pack_each(sessions, packer, machines);
+        return pack_pooled(sessions, packer, machines, |_| pooled);
     }
     let merged = kinship::merge(sessions, families);
-    pack_each(&merged.sessions, packer, machines).map(|nodes| merged.expand(nodes))
+    let apart = |session: usize| pooled && merged.is_apart(session);
+    pack_pooled(&merged.sessions, packer, machines, apart).map(|nodes| merged.expand(nodes))
+}
+
+/// Pools first; what is left of each session is packed with the others'.
+fn pack_pooled(
+    sessions: &[Session],
+    packer: Packer,
+    machines: usize,
+    apart: impl Fn(usize) -> bool,
+) -> Option<Vec<Node>> {
+    let (mut nodes, rest) =
+        pooling::fill(sessions, |session| packer != Packer::Oblivious && apart(session));
+    if nodes.len() > machines {
+        return Some(nodes);
+    }
+    let open: Vec<usize> =
+        (0..rest.len()).filter(|&index| rest[index].rate > sessions[index].rate * 1e-9).collect();
+    let left: Vec<Session> = open.iter().map(|&index| rest[index].clone()).collect();
+    let mut others = pack_each(&left, packer, machines - nodes.len())?;
+    others.iter_mut().flat_map(|node| &mut node.parts).for_each(|p| p.session = open[p.session]);
+    nodes.extend(others);
+    Some(nodes)
 }
 
 fn pack_each(sessions: &[Session], packer: Packer, machines: usize) -> Option<Vec<Node>> {
@@ -195,8 +219,8 @@ mod tests {
             curve: curve.clone(),
         };
         let sessions: Vec<Session> = (0..8).map(session).collect();
-        let greedy = pack(&sessions, &[], Packer::Squishy, 100).unwrap();
-        let proven = pack(&sessions, &[], Packer::Certified, 100).unwrap();
+        let greedy = pack(&sessions, &[], Packer::Squishy, false, 100).unwrap();
+        let proven = pack(&sessions, &[], Packer::Certified, false, 100).unwrap();
         assert!(proven.len() <= greedy.len());
         assert!(squishy::check(&sessions, &proven).is_empty());
         let bound = proven_bound(&sessions).unwrap();
@@ -231,18 +255,21 @@ mod tests {
     #[test]
     fn packings_of_a_hundred_sessions_are_legal_and_near_the_bound() {
         let sessions = mixed();
-        let greedy = pack(&sessions, &[], Packer::Squishy, 1000).unwrap();
+        let greedy = pack(&sessions, &[], Packer::Squishy, false, 1000).unwrap();
         assert!(squishy::check(&sessions, &greedy).is_empty());
-        let proven = pack(&sessions, &[], Packer::Certified, 1000).unwrap();
+        let proven = pack(&sessions, &[], Packer::Certified, false, 1000).unwrap();
         assert!(squishy::check(&sessions, &proven).is_empty());
         let share =
             |session: &Session| session.rate / session.throughput().unwrap_or(f64::INFINITY);
         let full: f64 = sessions.iter().map(share).sum();
         let bound = proven_bound(&sessions).unwrap();
+        let pooled = pack(&sessions, &[], Packer::Certified, true, 1000).unwrap().len();
         let (squishy, certified) = (greedy.len(), proven.len());
         println!(
-            "{full:.2} full machines, bound {bound:.2}; squishy {squishy}, certified {certified}"
+            "{full:.2} full machines, bound {bound:.2}; squishy {squishy}, certified {certified}, \
+             in pools {pooled}"
         );
+        assert!(pooled <= squishy);
         assert!(bound <= certified as f64 + 1e-6);
         assert!(proven.len() <= greedy.len() && full <= proven.len() as f64);
     }

@@ -33,7 +33,11 @@ fn random_clusters_get_legal_placements() {
         let machines = machines(1 + random.below(12) as usize, 400);
         let demands: Vec<Demand> = (0..1 + random.below(15))
             .map(|index| {
-                demand(&format!("d{index}"), 1.0 + random.unit_f64() * 300.0, index % 2 == 0)
+                // Some fill several machines.
+                let rate = if random.below(4) == 0 { 4000.0 } else { 300.0 };
+                let rate = 1.0 + random.unit_f64() * rate;
+                let slo_ms = if random.below(2) == 0 { 100.0 } else { 36.0 };
+                Demand { slo_ms, ..demand(&format!("d{index}"), rate, index % 2 == 0) }
             })
             .collect();
         let curves = curves(&demands);

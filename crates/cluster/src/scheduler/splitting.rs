@@ -112,7 +112,7 @@ fn split<'a>(
             let why = format!("model '{}' is not measured yet", stage.model);
             (evenly(query, slo_ms), 0.0, false, Some(why))
         }
-        None => match best(query, &fan_outs, &known, slo_ms) {
+        None => match best(query, questions(loads), &fan_outs, &known, slo_ms) {
             Ok((budgets_ms, cost, exact)) => (budgets_ms, cost, exact, None),
             Err(why) => (evenly(query, slo_ms), 0.0, false, Some(why)),
         },
@@ -149,9 +149,16 @@ fn evenly(query: &Checked, slo_ms: f64) -> Vec<f64> {
     vec![slo_ms / longest as f64; count]
 }
 
+/// Questions a second, to a power of two: budgets are to stay where they are while the rate moves a little.
+fn questions(loads: &[&QueryLoad]) -> f64 {
+    let rate: f64 = loads.iter().map(|load| load.walked).sum();
+    if rate > 1.0 { rate.log2().floor().exp2() } else { 1.0 }
+}
+
 /// The split that takes the fewest machines.
 fn best(
     query: &Checked,
+    questions: f64,
     fan_outs: &[f64],
     curves: &[Option<&Curve>],
     slo_ms: f64,
@@ -168,13 +175,13 @@ fn best(
     for (index, stage) in query.spec.stages.iter().enumerate() {
         stages.push(QueryStage {
             model: stage.model.clone(),
-            rate: fan_outs[index],
+            rate: questions * fan_outs[index],
             curve: curves[index].cloned().unwrap_or_default(),
             next: query.next(index).into_iter().map(|next| next + 1).collect(),
         });
     }
-    let split = stage_demands(&stages, slo_ms, false).map_err(|error| error.to_string())?;
-    Ok((split.budgets_ms[1..].to_vec(), split.cost, split.exact))
+    let split = stage_demands(&stages, slo_ms, false, true).map_err(|error| error.to_string())?;
+    Ok((split.budgets_ms[1..].to_vec(), split.cost / questions, split.exact))
 }
 
 #[cfg(test)]
@@ -225,17 +232,20 @@ mod tests {
         QueryLoad { walked: 10.0, stages, ..QueryLoad::default() }
     }
 
+    /// What a budget has to be for a turn of gathering and one of running to be planned in it.
+    const TWO_TURNS: f64 = 2.0 / 0.9;
+
     /// Machines of one stage within a budget, from the rule alone: a budget holds a turn of gathering and one of
     /// running, and a machine then does a batch in each turn.
     fn machines(curve: &Curve, rate: f64, budget_ms: f64) -> f64 {
-        let fits = curve.iter().filter(|(_, ms)| 2.0 * ms <= budget_ms * (1.0 + 1e-9));
+        let fits = curve.iter().filter(|(_, ms)| TWO_TURNS * ms <= budget_ms * (1.0 + 1e-9));
         let cost = fits.map(|(batch, ms)| rate * ms / 1000.0 / f64::from(*batch));
         cost.fold(f64::INFINITY, f64::min)
     }
 
     /// The least cost over all budgets at which some batch begins to fit, by trying every combination.
     fn brute(curves: &[Curve; 4], rates: &[f64; 4], slo_ms: f64) -> f64 {
-        let choices = |index: usize| curves[index].iter().map(|(_, ms)| 2.0 * ms);
+        let choices = |index: usize| curves[index].iter().map(|(_, ms)| TWO_TURNS * ms);
         let mut best = f64::INFINITY;
         for find in choices(0) {
             for faces in choices(1).filter(|faces| find + faces <= slo_ms) {

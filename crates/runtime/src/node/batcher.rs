@@ -13,7 +13,7 @@ use std::collections::{BTreeSet, VecDeque};
 use base::Nanos;
 use model::config::Class;
 
-use crate::batching::{BatchPolicy, Decision, ModelView, Waiting, Worker};
+use crate::batching::{BatchPolicy, Decision, ModelView, Turn, Waiting, Worker};
 use crate::core::RequestId;
 
 use self::learned::Learned;
@@ -183,6 +183,16 @@ impl<M> Batcher<M> {
             true => usize::MAX,
             false => self.rules.fitting(measured.profile()),
         };
+    }
+
+    /// Makes batches of `turn` from now on, or as its rules say.
+    pub(super) fn set_turn(&mut self, turn: Option<Turn>) {
+        self.rules.set_turn(turn);
+        for group in &mut self.groups {
+            group.policy = self.rules.policy(group.learned.profile());
+        }
+        let measured = std::mem::take(&mut self.measured);
+        self.set_profile(&measured);
     }
 
     /// The largest batch that is made.

@@ -13,6 +13,8 @@ use model::{DataType, Dim, LaunchPlan, Tensor, ValueInfo};
 
 use super::submission::Asked;
 use super::{ModelKey, Node, Rejection, Reply};
+use crate::batching::Turn;
+use crate::core::ModelId;
 
 /// Runs of each batch; the shortest counts, since others may run beside it.
 const RUNS: usize = 3;
@@ -57,6 +59,18 @@ impl Node {
             && let Some((batcher, _)) = &mut entry.batching
         {
             batcher.set_profile(times);
+        }
+    }
+
+    /// Makes batches of `turn` of requests for `model` from now on, or as its settings say. Nothing where those set a policy.
+    pub fn set_turn(&self, model: ModelKey, turn: Option<Turn>) {
+        let mut state = self.shared.lock();
+        if let Some(entry) = state.model_mut(model)
+            && let Some((batcher, _)) = &mut entry.batching
+        {
+            batcher.set_turn(turn);
+            // Who waits may be due now.
+            state.batches.due.push(ModelId(model.slot));
         }
     }
 

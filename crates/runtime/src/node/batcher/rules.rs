@@ -7,7 +7,7 @@ use model::config::{Batching, BatchingPolicy, CopyTime, ModelConfig};
 use super::Member;
 use crate::batching::{
     Adaptive, AdaptiveOptions, Auto, BatchPolicy, BatchProfile, Deferred, EarlyDrop, Elastic,
-    LazyDrop, Waiting, Window,
+    Gathered, LazyDrop, Turn, Waiting, Window,
 };
 
 /// Workers of policies that run batches of any size: one that computes and one to go on with.
@@ -26,6 +26,10 @@ pub(in crate::node) struct Rules {
     objective: Option<Nanos>,
     /// Nobody set the workers: they may be chosen.
     chosen: bool,
+    /// Nobody set the policy: it may be chosen.
+    auto: bool,
+    /// What batches are made of, where somebody else decides that.
+    turn: Option<Turn>,
 }
 
 impl Rules {
@@ -61,7 +65,15 @@ impl Rules {
             max_wait: Nanos::from_micros(max_wait_us),
             objective: config.slo_ms.map(Nanos::from_millis),
             chosen,
+            auto: config.batching.policy == BatchingPolicy::Auto,
+            turn: None,
         })
+    }
+
+    /// Makes batches of `turn`, or as before; not where a policy was set.
+    pub(super) fn set_turn(&mut self, turn: Option<Turn>) {
+        let within = |turn: Turn| Turn { batch: turn.batch.clamp(1, self.batch_max()), ..turn };
+        self.turn = turn.filter(|_| self.auto).map(within);
     }
 
     /// The largest batch.
@@ -92,7 +104,10 @@ impl Rules {
     /// The largest batch of workers of fixed sizes by what was measured, if they are not set by hand. A request that just misses
     /// a batch waits for it and runs in the next, so two of them fit the objective. Other policies go by the objective themselves.
     pub(super) fn fitting(&self, measured: &BatchProfile) -> usize {
-        if self.exact && self.chosen { self.limit(measured) } else { usize::MAX }
+        match self.turn {
+            None if self.exact && self.chosen => self.limit(measured),
+            _ => usize::MAX,
+        }
     }
 
     /// The largest batch that fits the objective by what is known.
@@ -109,6 +124,9 @@ impl Rules {
     /// A fresh policy.
     pub(super) fn policy(&self, profile: &BatchProfile) -> Box<dyn BatchPolicy> {
         let batch_max = self.batch_max();
+        if let Some(turn) = self.turn {
+            return Box::new(Gathered { turn });
+        }
         match self.policy {
             BatchingPolicy::Auto | BatchingPolicy::None => {
                 Box::new(Auto::new(batch_max, self.objective, self.workers.len()))

@@ -252,6 +252,12 @@ impl World {
                 let time = |rows: usize| Nanos(World::time(rows).0 * slow);
                 self.batcher.set_profile(&[1, 2, 4, 8, 16].map(|rows| (rows, time(rows))));
             }
+            if self.random.below(50) == 0 {
+                let (batch, least) = (1 + self.random.below(40), 1 + self.random.below(20));
+                let turn = Turn { batch: batch as usize, least: least as usize };
+                let turn = Some(turn).filter(|_| self.random.below(3) > 0);
+                self.batcher.set_turn(turn);
+            }
             self.tend();
         }
         self.advance(Nanos::MAX);
