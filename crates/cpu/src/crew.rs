@@ -9,7 +9,7 @@ use base::Nanos;
 use device::{DeviceError, Outcome, Segment};
 use rten::BufferPool;
 
-use crate::line::{By, Line};
+use crate::line::Line;
 use crate::program::{Begin, CpuTask, Run};
 use crate::standing::Shared;
 use crate::watch::Watch;
@@ -40,7 +40,7 @@ pub(crate) struct Crew {
     job: Mutex<Option<Job>>,
     watch: Arc<Watch>,
     shared: Arc<Shared>,
-    /// Whether its threads stand behind all others of the machine.
+    /// Whether its threads give way to real time's.
     pub(crate) behind: bool,
     /// Time it stood since it was made.
     stood: AtomicU64,
@@ -98,7 +98,7 @@ impl Crew {
             .start_handler(move |worker| {
                 posted.post(worker);
                 if behind {
-                    crate::standing::step_behind();
+                    crate::standing::give_way();
                 }
             })
             .build()
@@ -138,11 +138,6 @@ impl Crew {
         self.arrived.notify_one();
     }
 
-    /// Who tells how its work ended.
-    pub(crate) fn by(&self) -> By {
-        if self.behind { By::Clerk } else { By::Caller }
-    }
-
     /// Tells it to leave what it does for `line`.
     pub(crate) fn order(&self, line: &Line) {
         let job = lock(&self.job);
@@ -170,7 +165,7 @@ impl Crew {
             task.stand(Standing { crew: crew.clone(), resumed: false });
         }
         let line = job.line.clone();
-        line.complete(job, Outcome::Left, crew.by());
+        line.complete(job, Outcome::Left);
         line.free(crew);
     }
 
@@ -236,7 +231,7 @@ impl Crew {
             self.shared.left_between.fetch_add(1, Ordering::Relaxed);
         }
         let line = job.line.clone();
-        line.complete(job, outcome, self.by());
+        line.complete(job, outcome);
         line.next(self)
     }
 

@@ -48,13 +48,6 @@ enum Turn {
     Over(Segment, Outcome),
 }
 
-/// Who hands completions over: the calling thread, or the clerk where that must not wait for locks or holds some.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum By {
-    Caller,
-    Clerk,
-}
-
 impl Line {
     pub(crate) fn open(
         options: QueueOptions,
@@ -83,7 +76,7 @@ impl Line {
         self.epoch.load(Ordering::Acquire)
     }
 
-    /// Whether its threads are to stand behind others: where real time has a queue that goes before this one.
+    /// Whether its threads are to give way: where real time has a queue that goes before this one.
     fn stands_behind(&self) -> bool {
         !self.options.high_priority && self.shared.real_time.load(Ordering::Relaxed)
     }
@@ -109,7 +102,7 @@ impl Line {
         if let Some((segment, outcome)) = self.start(&mut state) {
             drop(state);
             // The caller may hold what whoever hears of it needs.
-            self.report(segment, outcome, Nanos::ZERO, By::Clerk);
+            self.shared.tell_later(self.completion(segment, outcome, Nanos::ZERO), &self.sink);
         }
         Ok(())
     }
@@ -148,14 +141,14 @@ impl Line {
     }
 
     /// Reports how a job ended.
-    pub(crate) fn complete(&self, job: Job, outcome: Outcome, by: By) {
-        self.report(job.segment, outcome, job.started.elapsed().into(), by);
+    pub(crate) fn complete(&self, job: Job, outcome: Outcome) {
+        let busy = job.started.elapsed().into();
+        self.sink.complete(self.completion(job.segment, outcome, busy));
     }
 
-    fn report(&self, segment: Segment, outcome: Outcome, busy: Nanos, by: By) {
+    fn completion(&self, segment: Segment, outcome: Outcome, busy: Nanos) -> Completion {
         let Segment { token, task, .. } = segment;
-        let completion = Completion { queue: self.options.id, token, task, outcome, busy };
-        self.shared.complete(completion, &self.sink, by == By::Clerk);
+        Completion { queue: self.options.id, token, task, outcome, busy }
     }
 
     /// What is next, for `crew`, which has just finished; it is idle when that is nothing.
@@ -177,7 +170,7 @@ impl Line {
                     // Nothing else begins before this is told.
                     state.running = Some(crew.clone());
                     drop(state);
-                    self.report(segment, outcome, Nanos::ZERO, crew.by());
+                    self.sink.complete(self.completion(segment, outcome, Nanos::ZERO));
                     state = self.lock();
                 }
             }
@@ -196,7 +189,7 @@ impl Line {
                 Some((segment, outcome)) => {
                     state.running = Some(crew.clone());
                     drop(state);
-                    self.report(segment, outcome, Nanos::ZERO, crew.by());
+                    self.sink.complete(self.completion(segment, outcome, Nanos::ZERO));
                     state = self.lock();
                 }
             }
@@ -271,5 +264,12 @@ impl Line {
             Begin::With(run) => Turn::New(Box::new((job, run))),
             Begin::Resume(standing) => Turn::Resumed(standing.resume(job)),
         }
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        // Crews may have come to rest here after the queue was closed.
+        self.close();
     }
 }

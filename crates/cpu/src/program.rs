@@ -149,6 +149,16 @@ impl CpuTask {
         }
     }
 
+    /// Runs the next step on the calling thread.
+    #[cfg(test)]
+    pub(crate) fn run_step(&mut self, pool: &BufferPool) -> Result<(), DeviceError> {
+        if let Place::Here(run) = &mut self.place {
+            run.step(self.next_step, pool)?;
+            self.next_step += 1;
+        }
+        Ok(())
+    }
+
     /// Takes the values back.
     pub(crate) fn end(&mut self, run: Run) {
         self.place = Place::Here(run);

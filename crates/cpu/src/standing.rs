@@ -1,4 +1,4 @@
-//! What the queues of one CPU share: who goes before whom, and how many tasks stand.
+//! What the queues of one CPU share: whether real time is there, and how many tasks stand.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -10,8 +10,12 @@ use device::{Completion, CompletionSink};
 /// them leaves between steps.
 pub(crate) const STANDING_MOST: usize = 4;
 
-/// Completions on their way to whoever wants them. More than there are queues and segments in them.
-const COMPLETIONS_MOST: usize = 4096;
+/// Completions that may wait for their thread.
+const COMPLETIONS_MOST: usize = 1024;
+
+/// How much nicer threads are that give way. Enough that whoever wakes gets their core at once, and little enough that they
+/// keep a share of a machine that has other things to do.
+const NICER: i32 = 5;
 
 type Told = (Completion, Arc<dyn CompletionSink>);
 
@@ -25,54 +29,41 @@ pub(crate) struct Shared {
     /// Times a task left inside a step, and between two.
     pub(crate) left_inside: AtomicU64,
     pub(crate) left_between: AtomicU64,
-    clerk: OnceLock<Option<SyncSender<Told>>>,
+    later: OnceLock<Option<SyncSender<Told>>>,
 }
 
 impl Shared {
-    /// Hands `completion` to `sink`. Threads that stand behind all others must not do so themselves: while they hold a lock of
-    /// the node, everybody would wait for them. `behind` says that the caller is one.
-    pub(crate) fn complete(
-        &self,
-        completion: Completion,
-        sink: &Arc<dyn CompletionSink>,
-        behind: bool,
-    ) {
-        let clerk = if behind { self.clerk.get_or_init(start_clerk).as_ref() } else { None };
-        match clerk {
-            None => sink.complete(completion),
-            Some(clerk) => {
-                if let Err(refused) = clerk.send((completion, sink.clone())) {
-                    let (completion, sink) = refused.0;
-                    sink.complete(completion);
-                }
-            }
+    /// Hands `completion` to `sink` on another thread, for callers who may hold locks.
+    pub(crate) fn tell_later(&self, completion: Completion, sink: &Arc<dyn CompletionSink>) {
+        let told = (completion, sink.clone());
+        let refused = match self.later.get_or_init(start_teller) {
+            Some(later) => later.try_send(told).err().map(|err| match err {
+                std::sync::mpsc::TrySendError::Full(told)
+                | std::sync::mpsc::TrySendError::Disconnected(told) => told,
+            }),
+            None => Some(told),
+        };
+        // Without a thread to be had, saying it here is the only way to say it.
+        if let Some((completion, sink)) = refused {
+            sink.complete(completion);
         }
     }
 }
 
-/// A thread of ordinary standing that hands completions over; `None` when there is none to be had.
-fn start_clerk() -> Option<SyncSender<Told>> {
+fn start_teller() -> Option<SyncSender<Told>> {
     let (sender, receiver) = sync_channel::<Told>(COMPLETIONS_MOST);
-    let deliver = move || {
+    let tell = move || {
         while let Ok((completion, sink)) = receiver.recv() {
             sink.complete(completion);
         }
     };
-    std::thread::Builder::new().name("cpu-clerk".to_string()).spawn(deliver).ok().map(|_| sender)
+    std::thread::Builder::new().name("cpu-teller".to_string()).spawn(tell).ok().map(|_| sender)
 }
 
-/// Puts the calling thread behind all others of the machine, so that whoever wakes takes its core at once. Where the system
-/// does not have that, work leaves by looking alone.
-pub(crate) fn step_behind() {
+/// Makes the calling thread give way to others. Where the system does not have that for single threads, work leaves by looking
+/// alone.
+pub(crate) fn give_way() {
+    // Refused only where a sandbox forbids it; the thread then stays as it is.
     #[cfg(target_os = "linux")]
-    {
-        use thread_priority::unix::{
-            NormalThreadSchedulePolicy, ThreadSchedulePolicy, set_thread_priority_and_policy,
-            thread_native_id,
-        };
-        let policy = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
-        let least = thread_priority::ThreadPriority::Min;
-        // Refused only where a sandbox forbids it; the thread then stays as it is.
-        let _ = set_thread_priority_and_policy(thread_native_id(), least, policy);
-    }
+    let _ = rustix::process::nice(NICER);
 }

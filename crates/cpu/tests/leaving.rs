@@ -59,7 +59,12 @@ impl Lane {
     }
 
     /// Runs `task` with orders to leave at random moments, no further apart than `most`.
-    fn disturbed(&self, mut task: Box<dyn Task>, random: &mut Random, most: Duration) -> Vec<Tensor> {
+    fn disturbed(
+        &self,
+        mut task: Box<dyn Task>,
+        random: &mut Random,
+        most: Duration,
+    ) -> Vec<Tensor> {
         loop {
             self.launch(task);
             std::thread::sleep(most.mul_f64(random.unit_f64()));
@@ -264,7 +269,10 @@ fn network(device: &CpuDevice, random: &mut Random) -> Arc<dyn Program> {
     for layer in 0..3 {
         let channels = if layer == 0 { 4 } else { 24 };
         let conv = Conv { window: window(3, 1, 1), groups: 1, activation: Activation::None };
-        steps.push((Op::Conv(conv), vec![noise(random, &[24, channels, 3, 3]), noise(random, &[24])]));
+        steps.push((
+            Op::Conv(conv),
+            vec![noise(random, &[24, channels, 3, 3]), noise(random, &[24])],
+        ));
         steps.push((Op::Unary(Unary::Tanh), vec![]));
         steps.push((Op::Binary(Binary::Mul), vec![noise(random, &[24, 1, 1])]));
     }
@@ -285,9 +293,9 @@ fn many_tasks_stand_and_go_on_anywhere() {
     let program = network(&device, &mut random);
     let inputs: Vec<Tensor> = (0..9).map(|_| image(&mut random)).collect();
     let prepare = |input: &Tensor| program.prepare(vec![input.clone()]).expect("it fits");
-    let wants: Vec<Vec<Tensor>> = inputs.iter().map(|input| first.outputs(prepare(input))).collect();
-    let mut open: Vec<(usize, Box<dyn Task>)> =
-        inputs.iter().map(prepare).enumerate().collect();
+    let wants: Vec<Vec<Tensor>> =
+        inputs.iter().map(|input| first.outputs(prepare(input))).collect();
+    let mut open: Vec<(usize, Box<dyn Task>)> = inputs.iter().map(prepare).enumerate().collect();
     while !open.is_empty() {
         let chosen = random.below(open.len() as u64) as usize;
         let (number, task) = open.swap_remove(chosen);
