@@ -19,7 +19,7 @@ use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Runs of an operator before it counts as one that is never left inside.
-const ATTEMPTS: usize = 40;
+const ATTEMPTS: usize = 100;
 
 struct Inbox(Sender<Completion>);
 
@@ -58,23 +58,35 @@ impl Lane {
         outputs(self.wait())
     }
 
-    /// Runs `task` with orders to leave at random moments, no further apart than `most`.
+    /// Runs `task` with orders to leave at random moments, no further apart than `most`. The outputs, and how long leaving took
+    /// each time.
     fn disturbed(
         &self,
         mut task: Box<dyn Task>,
         random: &mut Random,
         most: Duration,
-    ) -> Vec<Tensor> {
+    ) -> (Vec<Tensor>, Vec<Duration>) {
+        let mut taken = Vec::new();
         loop {
             self.launch(task);
-            std::thread::sleep(most.mul_f64(random.unit_f64()));
+            pause(most.mul_f64(random.unit_f64()));
+            let ordered = Instant::now();
             self.queue.preempt();
             let completion = self.wait();
             if completion.outcome != Outcome::Left {
-                return outputs(completion);
+                return (outputs(completion), taken);
             }
+            taken.push(ordered.elapsed());
             task = completion.task;
         }
+    }
+}
+
+/// Lets `span` pass, to the microsecond: a sleep is too coarse for short operators.
+fn pause(span: Duration) {
+    let began = Instant::now();
+    while began.elapsed() < span {
+        std::thread::yield_now();
     }
 }
 
@@ -90,7 +102,7 @@ fn noise(random: &mut Random, shape: &[usize]) -> Tensor {
 }
 
 /// A plan of `steps` in a row: each is an operator with the constants after its first operand.
-fn chain(random: &mut Random, steps: Vec<(Op, Vec<Tensor>)>) -> LaunchPlan {
+fn chain(steps: Vec<(Op, Vec<Tensor>)>) -> LaunchPlan {
     let mut plan = LaunchPlan::default();
     let value = |plan: &mut LaunchPlan, dtype| {
         let id = ValueId(plan.values.len() as u32);
@@ -112,7 +124,6 @@ fn chain(random: &mut Random, steps: Vec<(Op, Vec<Tensor>)>) -> LaunchPlan {
         x = y;
     }
     plan.outputs = vec![x];
-    let _ = random;
     plan
 }
 
@@ -195,7 +206,12 @@ fn others(random: &mut Random) -> Vec<Case> {
     vec![
         plain("largest of windows", pool(PoolKind::Max)),
         plain("mean of windows", pool(PoolKind::Average { count_include_pad: false })),
-        plain("mean of planes", Op::GlobalPool(GlobalPool::Average)),
+        Case {
+            name: "mean of planes",
+            shape: vec![128, 64, 32, 32],
+            op: Op::GlobalPool(GlobalPool::Average),
+            constants: Vec::new(),
+        },
         plain("function of each", Op::Unary(Unary::Erf)),
         plain("slow function of each", Op::Unary(Unary::Softplus)),
         plain("softmax", Op::Softmax(softmax)),
@@ -221,9 +237,9 @@ fn others(random: &mut Random) -> Vec<Case> {
 fn check(device: &CpuDevice, lane: &Lane, cases: Vec<Case>, random: &mut Random) {
     for case in cases {
         let Case { name, shape, op, constants } = case;
-        let plan = chain(random, vec![(op, constants)]);
+        let plan = chain(vec![(op, constants)]);
         let program = device.load(Arc::new(plan)).expect("the CPU runs it");
-        let mut attempts = 0;
+        let (mut attempts, mut taken) = (0, Vec::new());
         let before = device.leaves().inside;
         loop {
             let input = noise(random, &shape);
@@ -231,7 +247,8 @@ fn check(device: &CpuDevice, lane: &Lane, cases: Vec<Case>, random: &mut Random)
             let began = Instant::now();
             let want = lane.outputs(prepare());
             let took = began.elapsed();
-            let got = lane.disturbed(prepare(), random, took / 2);
+            let (got, left) = lane.disturbed(prepare(), random, took / 4);
+            taken.extend(left);
             assert!(got == want, "{name}: the bits differ");
             attempts += 1;
             if device.leaves().inside >= before + 3 {
@@ -239,6 +256,14 @@ fn check(device: &CpuDevice, lane: &Lane, cases: Vec<Case>, random: &mut Random)
             }
             assert!(attempts < ATTEMPTS, "{name} was never left inside");
         }
+        // Told and not judged: it depends on what else the machine does.
+        taken.sort();
+        println!(
+            "{name}: left {} times in {:?} to {:?}",
+            taken.len(),
+            taken[0],
+            taken[taken.len() - 1]
+        );
     }
 }
 
@@ -276,7 +301,7 @@ fn network(device: &CpuDevice, random: &mut Random) -> Arc<dyn Program> {
         steps.push((Op::Unary(Unary::Tanh), vec![]));
         steps.push((Op::Binary(Binary::Mul), vec![noise(random, &[24, 1, 1])]));
     }
-    device.load(Arc::new(chain(random, steps))).expect("the CPU runs it")
+    device.load(Arc::new(chain(steps))).expect("the CPU runs it")
 }
 
 fn image(random: &mut Random) -> Tensor {
@@ -336,10 +361,10 @@ fn what_stands_may_be_given_up() {
     let input = image(&mut random);
     let prepare = || program.prepare(vec![input.clone()]).expect("it fits");
     let want = lane.outputs(prepare());
-    assert!(lane.disturbed(prepare(), &mut random, Duration::from_millis(2)) == want);
+    assert!(lane.disturbed(prepare(), &mut random, Duration::from_millis(2)).0 == want);
 }
 
-/// Both at once: a queue is closed while a task of its stands, which another queue finishes.
+/// A queue is closed while a task of its stands, which another queue finishes.
 #[test]
 fn a_task_outlives_its_queue() {
     let mut random = Random::new(75);
