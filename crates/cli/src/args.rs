@@ -93,11 +93,11 @@ pub(crate) struct DeviceSettings {
     #[arg(long, env = "ATOLL_CHAIN", value_name = "STEPS", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) best_effort_chain: u16,
 
-    /// Threads a CPU queue computes with; 0 for all cores divided by the queues
+    /// Threads a CPU queue computes with; 0 for all cores divided by the queues, and all of them for real time
     #[arg(long, env = "ATOLL_THREADS", default_value_t = 0)]
     pub(crate) threads: usize,
 
-    /// CPU queues that run requests side by side
+    /// CPU queues that run best-effort requests side by side; real time has one of its own
     #[arg(long, env = "ATOLL_CPU_QUEUES", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(crate) cpu_queues: u16,
 }

@@ -100,7 +100,7 @@ async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
         println!("  metrics http://{}/metrics", serve_command::address_text(server.metrics_addr));
         println!("load for {seconds} s: real time alone, then beside best effort ...");
     }
-    let load = Load::connect(&format!("http://{grpc}")).await?;
+    let load = Load::new(&format!("http://{grpc}"))?;
     let outcome = tokio::select! {
         outcome = load.run(Duration::from_secs(seconds)) => outcome?,
         () = Stop::new()?.wait() => return finish(server).await,
@@ -168,9 +168,9 @@ impl ModelLoader for BuiltInLoader {
 
 type Client = GrpcInferenceServiceClient<Channel>;
 
-/// Clients of both classes.
+/// Clients of both classes, each with a connection of its own as clients on other machines would have.
 struct Load {
-    client: Client,
+    address: String,
     samples: Arc<Samples>,
 }
 
@@ -184,25 +184,32 @@ struct Seen {
 }
 
 impl Load {
-    async fn connect(address: &str) -> Result<Load, Failure> {
+    fn new(address: &str) -> Result<Load, Failure> {
         let samples: Samples = serde_json::from_str(SAMPLES_JSON).map_err(Failure::failed)?;
-        let client = Client::connect(address.to_string()).await.map_err(Failure::failed)?;
-        let client = client.max_decoding_message_size(64 << 20);
-        Ok(Load { client, samples: Arc::new(samples) })
+        Ok(Load { address: address.to_string(), samples: Arc::new(samples) })
+    }
+
+    async fn client(&self) -> Result<Client, Failure> {
+        let client = Client::connect(self.address.clone()).await.map_err(Failure::failed)?;
+        Ok(client.max_decoding_message_size(64 << 20))
     }
 
     /// Half of the time real time alone, half beside best effort.
     async fn run(&self, span: Duration) -> Result<DemoReport, Failure> {
         let half = span / 2;
         let started = Instant::now();
-        let alone = self.real_time(half).await;
+        let alone = self.real_time(half).await?;
         let stop = Arc::new(AtomicBool::new(false));
-        let best_effort: Vec<_> = (0..BEST_EFFORT_CLIENTS)
-            .map(|_| {
-                tokio::spawn(best_effort(self.client.clone(), self.samples.clone(), stop.clone()))
-            })
-            .collect();
-        let beside = self.real_time(half).await;
+        let mut best_effort = Vec::with_capacity(BEST_EFFORT_CLIENTS);
+        for _ in 0..BEST_EFFORT_CLIENTS {
+            let client = self.client().await?;
+            best_effort.push(tokio::spawn(ask_in_batches(
+                client,
+                self.samples.clone(),
+                stop.clone(),
+            )));
+        }
+        let beside = self.real_time(half).await?;
         stop.store(true, Ordering::Relaxed);
         let mut rest = Seen::default();
         for client in best_effort {
@@ -222,8 +229,8 @@ impl Load {
     }
 
     /// One image at a time, at a fixed distance.
-    async fn real_time(&self, span: Duration) -> Seen {
-        let mut client = self.client.clone();
+    async fn real_time(&self, span: Duration) -> Result<Seen, Failure> {
+        let mut client = self.client().await?;
         let mut seen = Seen::default();
         let mut ticks = tokio::time::interval(REAL_TIME_PERIOD);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Skip);
@@ -231,18 +238,21 @@ impl Load {
         let mut next = 0;
         while Instant::now() < end {
             ticks.tick().await;
-            seen.ask(&mut client, &self.samples, next, 1, Class::RealTime).await;
+            let asked = request(&self.samples, next, 1, Class::RealTime);
+            seen.ask(&mut client, asked, &self.samples, next, 1).await;
             next += 1;
         }
-        seen
+        Ok(seen)
     }
 }
 
 /// Large batches, the next one as soon as the last is answered.
-async fn best_effort(mut client: Client, samples: Arc<Samples>, stop: Arc<AtomicBool>) -> Seen {
+async fn ask_in_batches(mut client: Client, samples: Arc<Samples>, stop: Arc<AtomicBool>) -> Seen {
     let mut seen = Seen::default();
+    // Made once: what a client does before it asks is no work of the server's.
+    let asked = request(&samples, 0, BEST_EFFORT_BATCH, Class::BestEffort);
     while !stop.load(Ordering::Relaxed) {
-        seen.ask(&mut client, &samples, 0, BEST_EFFORT_BATCH, Class::BestEffort).await;
+        seen.ask(&mut client, asked.clone(), &samples, 0, BEST_EFFORT_BATCH).await;
     }
     seen
 }
@@ -251,12 +261,11 @@ impl Seen {
     async fn ask(
         &mut self,
         client: &mut Client,
+        request: ModelInferRequest,
         samples: &Samples,
         first: usize,
         count: usize,
-        class: Class,
     ) {
-        let request = request(samples, first, count, class);
         let started = Instant::now();
         match client.model_infer(request).await {
             Ok(answer) => {

@@ -1,6 +1,7 @@
 //! The CPU as a [`Device`].
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use base::Bytes;
 use device::{
@@ -10,13 +11,15 @@ use model::LaunchPlan;
 
 use crate::program::CpuProgram;
 use crate::queue::CpuQueue;
+use crate::standing::Shared;
 
 /// How much of the machine the device may use.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuOptions {
-    /// Threads a queue computes with; all cores divided by the queues when 0.
+    /// Threads a queue computes with. When 0, all cores divided by the queues; all of them for a queue of high priority, which
+    /// the others leave for.
     pub threads: usize,
-    /// Queues that run side by side; one when 0.
+    /// Queues that run side by side, beside one of high priority; one when 0.
     pub queues: usize,
 }
 
@@ -24,6 +27,17 @@ pub struct CpuOptions {
 pub struct CpuDevice {
     info: DeviceInfo,
     threads: usize,
+    most_threads: usize,
+    shared: Arc<Shared>,
+}
+
+/// How often tasks left when they were told to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Leaves {
+    /// In the middle of a step.
+    pub inside: u64,
+    /// Between two steps.
+    pub between: u64,
 }
 
 impl CpuDevice {
@@ -32,19 +46,31 @@ impl CpuDevice {
         let available = std::thread::available_parallelism().map_or(1, usize::from);
         let queues = options.queues.max(1);
         let fair_share = (available / queues).max(1);
-        let threads = if options.threads == 0 { fair_share } else { options.threads };
+        let (threads, most_threads) = match options.threads {
+            0 => (fair_share, available),
+            threads => (threads, threads),
+        };
         let info = DeviceInfo {
             name: "cpu".to_string(),
             description: format!(
                 "{} with {available} cores, {queues} x {threads} threads",
                 std::env::consts::ARCH
             ),
-            preemption: PreemptionLevel::BetweenLaunches,
+            preemption: PreemptionLevel::TileBoundaries,
             memory: physical_memory(),
-            queues,
+            // One more than asked for: real time's own, which takes the place of the others.
+            queues: queues + 1,
             rounding: 0.0,
         };
-        CpuDevice { info, threads }
+        CpuDevice { info, threads, most_threads, shared: Arc::default() }
+    }
+
+    /// How often tasks have left so far.
+    pub fn leaves(&self) -> Leaves {
+        Leaves {
+            inside: self.shared.left_inside.load(Ordering::Relaxed),
+            between: self.shared.left_between.load(Ordering::Relaxed),
+        }
     }
 }
 
@@ -75,7 +101,8 @@ impl Device for CpuDevice {
         options: QueueOptions,
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError> {
-        CpuQueue::open(options, self.threads, sink)
+        let threads = if options.high_priority { self.most_threads } else { self.threads };
+        CpuQueue::open(options, threads, sink, self.shared.clone())
             .map(|queue| Box::new(queue) as Box<dyn Queue>)
             .map_err(|reason| DeviceError::Faulted { device: self.info.name.clone(), reason })
     }

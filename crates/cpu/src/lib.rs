@@ -1,13 +1,17 @@
-//! The CPU device: a plan's steps on rten's kernels and a few of our own, one step after another, so
-//! that work can be left between any two of them.
+//! The CPU device: a plan's steps on rten's kernels and many of our own, one step after another. Work is left
+//! between two steps or, where a kernel looks, inside one: its threads stand still there until it goes on.
 
+mod crew;
 mod device;
 mod evaluate;
 mod kernel;
+mod line;
 mod program;
 mod queue;
 mod spare;
+mod standing;
 mod value;
+mod watch;
 
-pub use device::{CpuDevice, CpuOptions};
+pub use device::{CpuDevice, CpuOptions, Leaves};
 pub use evaluate::evaluate;

@@ -2,13 +2,13 @@
 
 use std::any::Any;
 use std::sync::Arc;
-use std::time::Instant;
 
 use base::{Bytes, Nanos};
 use device::{DeviceError, Program, Task, check_inputs};
 use model::{LaunchPlan, Step, Tensor};
 use rten::BufferPool;
 
+use crate::crew::Standing;
 use crate::kernel::{self, Context, Inputs, Kernel, Operand, StepFacts};
 use crate::value::Value;
 
@@ -106,33 +106,93 @@ impl Program for CpuProgram {
         for (id, tensor) in plan.inputs.iter().zip(&inputs) {
             slots[id.index()] = Some(Value::from_host(tensor).map_err(DeviceError::BadInput)?);
         }
+        let run = Run { program: self.shared.clone(), slots };
         Ok(Box::new(CpuTask {
             program: self.shared.clone(),
-            slots,
+            place: Place::Here(run),
             next_step: 0,
             step_times: None,
         }))
     }
 }
 
-/// One run: the values so far.
+/// One run as its owner sees it.
 pub(crate) struct CpuTask {
     program: Arc<Loaded>,
-    slots: Vec<Option<Value>>,
+    place: Place,
     next_step: usize,
     step_times: Option<Vec<Nanos>>,
 }
 
+/// Where a run's values are.
+enum Place {
+    Here(Run),
+    /// On the stacks of threads that stand in the middle of a step.
+    Standing(Standing),
+    /// With the threads that work on it.
+    AtWork,
+}
+
+/// What goes on with a task that is launched.
+pub(crate) enum Begin {
+    With(Run),
+    Resume(Standing),
+}
+
 impl CpuTask {
-    /// Runs the next step.
+    /// Hands the values out to whoever runs steps; `None` when somebody has them.
+    pub(crate) fn begin(&mut self) -> Option<Begin> {
+        match std::mem::replace(&mut self.place, Place::AtWork) {
+            Place::Here(run) => Some(Begin::With(run)),
+            Place::Standing(standing) => Some(Begin::Resume(standing)),
+            Place::AtWork => None,
+        }
+    }
+
+    /// Runs the next step on the calling thread.
+    #[cfg(test)]
     pub(crate) fn run_step(&mut self, pool: &BufferPool) -> Result<(), DeviceError> {
+        if let Place::Here(run) = &mut self.place {
+            run.step(self.next_step, pool)?;
+            self.next_step += 1;
+        }
+        Ok(())
+    }
+
+    /// Takes the values back.
+    pub(crate) fn end(&mut self, run: Run) {
+        self.place = Place::Here(run);
+    }
+
+    /// Notes who holds the values in the middle of a step.
+    pub(crate) fn stand(&mut self, standing: Standing) {
+        self.place = Place::Standing(standing);
+    }
+
+    /// Counts a step that took `time`.
+    pub(crate) fn advance(&mut self, time: Nanos) {
+        self.next_step += 1;
+        if let Some(times) = &mut self.step_times {
+            times.push(time);
+        }
+    }
+}
+
+/// The values so far.
+pub(crate) struct Run {
+    program: Arc<Loaded>,
+    slots: Vec<Option<Value>>,
+}
+
+impl Run {
+    /// Runs step `index`, which is the next one.
+    pub(crate) fn step(&mut self, index: usize, pool: &BufferPool) -> Result<(), DeviceError> {
         let program = self.program.clone();
         let (Some(step), Some(kernel)) =
-            (program.plan.steps.get(self.next_step), program.kernels.get(self.next_step))
+            (program.plan.steps.get(index), program.kernels.get(index))
         else {
             return Err(DeviceError::BadPlan("a segment goes past the last step".to_string()));
         };
-        let started = self.step_times.is_some().then(Instant::now);
         let outputs = {
             let inputs = self.operands(&program, step);
             (kernel.run)(&Context { pool }, inputs)
@@ -152,10 +212,6 @@ impl CpuTask {
                 value.recycle(pool);
             }
         }
-        if let (Some(times), Some(started)) = (&mut self.step_times, started) {
-            times.push(started.elapsed().into());
-        }
-        self.next_step += 1;
         Ok(())
     }
 
@@ -199,17 +255,20 @@ impl Task for CpuTask {
         self.step_times.as_deref()
     }
 
-    fn into_outputs(mut self: Box<Self>) -> Result<Vec<Tensor>, DeviceError> {
+    fn into_outputs(self: Box<Self>) -> Result<Vec<Tensor>, DeviceError> {
         if self.next_step < self.step_count() {
             return Err(DeviceError::BadPlan("outputs were asked for before the end".to_string()));
         }
         let program = self.program.clone();
+        let Place::Here(mut run) = self.place else {
+            return Err(DeviceError::BadPlan("outputs were asked for while it runs".to_string()));
+        };
         let ids = &program.plan.outputs;
         let mut outputs = Vec::with_capacity(ids.len());
         for (position, id) in ids.iter().enumerate() {
             // An output that is listed twice is moved out only for its last mention.
             let again = ids[position + 1..].contains(id);
-            let slot = &mut self.slots[id.index()];
+            let slot = &mut run.slots[id.index()];
             let value = if again { slot.clone() } else { slot.take() };
             let value = value
                 .or_else(|| program.constants[id.index()].clone())

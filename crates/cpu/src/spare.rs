@@ -5,6 +5,8 @@ use std::cell::RefCell;
 
 use rten::BufferPool;
 
+use crate::watch;
+
 /// Buffers kept per thread.
 const MAX_BUFFERS: usize = 24;
 
@@ -41,7 +43,7 @@ pub(crate) fn take(pool: &BufferPool, count: usize) -> Vec<f32> {
         Some(buffers.swap_remove(best))
     });
     let mut buffer = found.unwrap_or_else(|| pool.alloc(count));
-    buffer.resize(count, 0.0);
+    watch::resize(&mut buffer, count, 0.0);
     // What a kernel fails to overwrite must not go unnoticed.
     #[cfg(test)]
     buffer.fill(f32::NAN);

@@ -10,6 +10,7 @@ use super::gemm::{self, Epilogue, Left, Matrix, Right};
 use super::matmul::Plain;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::value::Value;
+use crate::watch;
 
 /// Queries whose scores are held at a time.
 const QUERY_BLOCK: usize = 128;
@@ -216,7 +217,8 @@ where
         parts.extend(blocks.map(|(block, out)| (index, block, out)));
     }
     debug_assert_eq!(parts.len() % blocks, 0);
-    parts.into_par_iter().with_max_len(1).try_for_each(|(index, block, out)| {
+    let parts = parts.into_par_iter().with_max_len(1);
+    parts.try_for_each_init(watch::at_work, |_, (index, block, out)| {
         let first = block * QUERY_BLOCK;
         let count = out.len() / extents.value_width;
         let part = |data: &'_ [T], operand: usize, rows: usize, width: usize| {
@@ -232,6 +234,7 @@ where
                 mask.add(row, index, first + offset);
             }
             T::softmax(row, false);
+            watch::did(keys);
         }
         T::weigh(out, &scores, &v[part(&v, 2, keys, extents.value_width)], keys)
     })?;

@@ -22,6 +22,7 @@ use super::gemm::{self, Epilogue, Image, Left, Matrix, PackedLeft, Right};
 use super::matmul::Plain;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::spare;
+use crate::watch;
 
 pub(crate) fn build(facts: &StepFacts, conv: &Conv) -> Result<Kernel, String> {
     match facts.input_dtype(0) {
@@ -186,7 +187,8 @@ impl Job<'_> {
         if count < 2 * rayon::current_num_threads() {
             out.chunks_exact_mut(out_size).enumerate().try_for_each(|item| one(item, true))
         } else {
-            out.par_chunks_exact_mut(out_size).enumerate().try_for_each(|item| one(item, false))
+            let items = out.par_chunks_exact_mut(out_size).enumerate();
+            items.try_for_each_init(watch::at_work, |_, item| one(item, false))
         }
     }
 
@@ -197,7 +199,8 @@ impl Job<'_> {
         let (in_plane, out_plane) = (shapes.geometry.input_size(), shapes.geometry.output_size());
         let outputs = shapes.groups * shapes.group_outputs;
         let taps = shapes.geometry.taps();
-        out.par_chunks_exact_mut(out_plane).enumerate().for_each(|(index, out)| {
+        let planes = out.par_chunks_exact_mut(out_plane).enumerate();
+        planes.for_each_init(watch::at_work, |_, (index, out)| {
             let channel = index % outputs;
             let input =
                 (index / outputs * shapes.groups + channel / shapes.group_outputs) * in_plane;

@@ -13,6 +13,7 @@ use super::geometry::{Geometry, covered, steps, three};
 use super::matmul::{Plain, row_major};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::spare;
+use crate::watch;
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     let Op::ConvTranspose(conv) = facts.step.op.clone() else {
@@ -152,10 +153,12 @@ fn add_shares<T: Plain>(out: &mut [T], shares: &[T], g: &Geometry, parallel: boo
                 tap % g.kernel[2],
             ];
             add_tap(out, share, g, tap);
+            watch::did(windows);
         }
     };
     if parallel {
-        out.par_chunks_exact_mut(plane).zip(shares.par_chunks_exact(taps * windows)).for_each(add);
+        let planes = out.par_chunks_exact_mut(plane).zip(shares.par_chunks_exact(taps * windows));
+        planes.for_each_init(watch::at_work, |_, plane| add(plane));
     } else {
         out.chunks_exact_mut(plane).zip(shares.chunks_exact(taps * windows)).for_each(add);
     }

@@ -15,6 +15,7 @@ use smallvec::SmallVec;
 
 use super::{Context, Inputs, Kernel, KernelResult, Operand, Outputs, StepFacts, activation};
 use crate::value::{Typed, Value};
+use crate::watch;
 
 /// The elements of `tensor` in row-major order; copied only where they do not lie so.
 pub(super) fn elements<T: Clone>(tensor: &Tensor<T>) -> Cow<'_, [T]> {
@@ -32,7 +33,7 @@ pub(super) fn count(shape: &[usize]) -> Result<usize, String> {
 /// A buffer of `count` copies of `value`, from memory that is no longer needed if there is any.
 pub(super) fn filled<T: Copy>(pool: &BufferPool, count: usize, value: T) -> Vec<T> {
     let mut buffer = pool.alloc(count);
-    buffer.resize(count, value);
+    watch::resize(&mut buffer, count, value);
     buffer
 }
 
@@ -232,6 +233,9 @@ impl Real for f64 {
     }
 }
 
+/// Multiplications that are added up before they are told.
+const TOLD_TOGETHER: usize = 4096;
+
 /// `out += a @ b` for row-major `m x k` and `k x n` matrices, in any arithmetic.
 pub(super) fn plain_product<T, F>(out: &mut [T], a: &[T], b: &[T], n: usize, multiply_add: F)
 where
@@ -242,11 +246,17 @@ where
         return;
     }
     let k = b.len() / n;
+    let mut multiplied = 0;
     for (row, out_row) in out.chunks_exact_mut(n).enumerate() {
         for depth in 0..k {
             let factor = a[row * k + depth];
             for (y, &x) in out_row.iter_mut().zip(&b[depth * n..(depth + 1) * n]) {
                 *y = multiply_add(factor, x, *y);
+            }
+            multiplied += n;
+            if multiplied >= TOLD_TOGETHER {
+                watch::did(multiplied);
+                multiplied = 0;
             }
         }
     }

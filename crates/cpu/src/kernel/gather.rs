@@ -12,6 +12,7 @@ use super::operand::{
     around, dtype_of, filled, integers, one, output_len, resolve_axis, resolve_index, row_strides,
 };
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::watch;
 
 /// Outputs with fewer elements are gathered by one thread.
 const PARALLEL: usize = 1 << 15;
@@ -51,20 +52,26 @@ fn runs<T: Clone + Default + Send + Sync>(
     if count < PARALLEL || rayon::current_num_threads() == 1 {
         let mut out = pool.alloc(count);
         match length {
-            1 => out.extend(starts.iter().map(|&start| data[start].clone())),
-            _ => starts.iter().for_each(|&start| out.extend_from_slice(&data[start..][..length])),
+            1 => starts.chunks(PARALLEL / 2).for_each(|starts| {
+                watch::look();
+                out.extend(starts.iter().map(|&start| data[start].clone()));
+            }),
+            _ => starts.iter().for_each(|&start| {
+                out.extend_from_slice(&data[start..][..length]);
+                watch::did(length);
+            }),
         }
         return out;
     }
     let mut out = filled(pool, count, T::default());
     let per_piece = (PARALLEL / 2).div_ceil(length);
-    out.par_chunks_mut(per_piece * length).zip(starts.par_chunks(per_piece)).for_each(
-        |(piece, starts)| {
-            for (target, &start) in piece.chunks_mut(length).zip(starts) {
-                target.clone_from_slice(&data[start..][..length]);
-            }
-        },
-    );
+    let pieces = out.par_chunks_mut(per_piece * length).zip(starts.par_chunks(per_piece));
+    pieces.for_each_init(watch::at_work, |_, (piece, starts)| {
+        watch::did(piece.len());
+        for (target, &start) in piece.chunks_mut(length).zip(starts) {
+            target.clone_from_slice(&data[start..][..length]);
+        }
+    });
     out
 }
 

@@ -18,6 +18,7 @@ pub(super) use pack::{IMAGE_GUARD, Image, Matrix, PackedLeft, PackedRight};
 use tile::{Block, Finish};
 
 use super::activation;
+use crate::watch;
 
 /// Vectors across a panel of the right operand.
 pub(super) const PANEL_VECTORS: usize = 3;
@@ -252,7 +253,8 @@ impl Job<'_> {
             self.block(&mut rows, 0..self.rows, bounds[task]..bounds[task + 1], left, None);
         };
         if self.threads > 1 {
-            segments.into_par_iter().enumerate().with_max_len(1).for_each(run);
+            let tasks = segments.into_par_iter().enumerate().with_max_len(1);
+            tasks.for_each_init(watch::at_work, |_, task| run(task));
         } else {
             segments.into_iter().enumerate().for_each(run);
         }
@@ -296,7 +298,8 @@ impl Job<'_> {
             }
         };
         if self.threads > 1 {
-            out.par_chunks_mut(per_task * self.columns).enumerate().with_max_len(1).for_each(run);
+            let tasks = out.par_chunks_mut(per_task * self.columns).enumerate().with_max_len(1);
+            tasks.for_each_init(watch::at_work, |_, task| run(task));
         } else {
             out.chunks_mut(per_task * self.columns).enumerate().for_each(run);
         }

@@ -11,6 +11,7 @@ use super::gemm::{self, Epilogue, Left, Matrix, PackedRight, Right};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, activation, no_kernel};
 use crate::spare;
 use crate::value::{Typed, Value};
+use crate::watch;
 
 /// The two operators as one: `activation(alpha * a @ b + beta * bias + residual)`.
 #[derive(Clone, Copy)]
@@ -265,7 +266,8 @@ fn batched<'b>(
     if out.len() / size < rayon::current_num_threads() {
         out.chunks_exact_mut(size).enumerate().try_for_each(|item| one(item, true))
     } else {
-        out.par_chunks_exact_mut(size).enumerate().try_for_each(|item| one(item, false))
+        let items = out.par_chunks_exact_mut(size).enumerate();
+        items.try_for_each_init(watch::at_work, |_, item| one(item, false))
     }
 }
 
@@ -400,7 +402,8 @@ fn multiply<T: Plain>(
     if !out.is_empty() && k > 0 {
         let a_index = dense::broadcast_indices(&extents.a_batch, &extents.batch);
         let b_index = dense::broadcast_indices(&extents.b_batch, &extents.batch);
-        out.par_chunks_exact_mut(m * n).enumerate().for_each(|(index, out)| {
+        let items = out.par_chunks_exact_mut(m * n).enumerate();
+        items.for_each_init(watch::at_work, |_, (index, out)| {
             let left = &a[a_index[index] * m * k..][..m * k];
             let right = &b[b_index[index] * k * n..][..k * n];
             let left = row_major(left, m, k, product.transpose_a && a_shape.len() > 1);

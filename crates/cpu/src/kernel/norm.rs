@@ -10,6 +10,7 @@ use rten_vecmath::{Normalize, NormalizeOptions, Sum, SumSquare, SumSquareSub};
 use super::dense::{self, Real, elements};
 use super::{Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
 use crate::value::Value;
+use crate::watch;
 
 /// Elements that one task normalises at least.
 const TASK_ELEMENTS: usize = 8 * 1024;
@@ -183,13 +184,17 @@ where
     }
     let plane: usize = shape.iter().skip(2).product();
     let planes = (TASK_ELEMENTS / plane).max(1);
-    data.par_chunks_mut(plane * planes).enumerate().for_each(|(chunk, block)| {
-        for (index, row) in block.chunks_exact_mut(plane).enumerate() {
-            let channel = (chunk * planes + index) % channels;
-            T::scale_shift(row, scale[channel], shift[channel]);
-            T::activate(activation, row);
-        }
-    });
+    data.par_chunks_mut(plane * planes).enumerate().for_each_init(
+        watch::at_work,
+        |_, (chunk, block)| {
+            watch::did(block.len());
+            for (index, row) in block.chunks_exact_mut(plane).enumerate() {
+                let channel = (chunk * planes + index) % channels;
+                T::scale_shift(row, scale[channel], shift[channel]);
+                T::activate(activation, row);
+            }
+        },
+    );
     Ok(())
 }
 
@@ -256,7 +261,8 @@ where
     if let Some(per_task) = TASK_ELEMENTS.checked_div(width) {
         let per_task = per_task.max(1);
         let tasks = data.par_chunks_mut(width * per_task).zip(statistics.par_chunks_mut(per_task));
-        tasks.enumerate().for_each(|(task, (block, statistics))| {
+        tasks.enumerate().for_each_init(watch::at_work, |_, (task, (block, statistics))| {
+            watch::did(block.len());
             let rows = block.chunks_exact_mut(width).zip(statistics).enumerate();
             for (index, (row, statistic)) in rows {
                 let number = task * per_task + index;
@@ -298,7 +304,9 @@ where
     }
     let epsilon = T::from_f32(epsilon);
     let per_task = (TASK_ELEMENTS / width).max(1);
-    data.par_chunks_mut(width * per_task).enumerate().for_each(|(task, block)| {
+    let tasks = data.par_chunks_mut(width * per_task).enumerate();
+    tasks.for_each_init(watch::at_work, |_, (task, block)| {
+        watch::did(block.len());
         for (index, row) in block.chunks_exact_mut(width).enumerate() {
             let factor = T::one() / (T::mean_square(row) + epsilon).sqrt();
             let scale = part(&scale, width, task * per_task + index);
@@ -332,13 +340,16 @@ where
     let plane: usize = shape.iter().skip(2).product();
     let per_group = channels / groups;
     let epsilon = T::from_f32(epsilon);
-    data.par_chunks_mut(plane * per_group).enumerate().for_each(|(index, block)| {
+    let blocks = data.par_chunks_mut(plane * per_group).enumerate();
+    blocks.for_each_init(watch::at_work, |_, (index, block)| {
+        watch::did(block.len() / 2);
         let (mean, variance) = T::moments(block);
         let factor = T::one() / (variance + epsilon).sqrt();
         let first = index % groups * per_group;
         for (offset, row) in block.chunks_exact_mut(plane).enumerate() {
             let gain = factor * scale[first + offset];
             T::scale_shift(row, gain, bias[first + offset] - mean * gain);
+            watch::did(plane / 4);
         }
     });
     Ok(())
@@ -365,11 +376,12 @@ where
     }
     let alpha = alpha / T::from(size).unwrap_or_else(T::one);
     let (before, after) = ((size - 1) / 2, size / 2);
-    out.par_chunks_mut(plane).enumerate().for_each(|(index, row)| {
+    out.par_chunks_mut(plane).enumerate().for_each_init(watch::at_work, |_, (index, row)| {
         let (image, channel) = (index / channels, index % channels);
         let first = channel.saturating_sub(before);
         let last = (channel.saturating_add(after)).min(channels - 1);
         for (position, x) in row.iter_mut().enumerate() {
+            watch::did(20 + size);
             let mut sum = T::zero();
             for other in first..=last {
                 let neighbour = data[(image * channels + other) * plane + position];
@@ -389,8 +401,9 @@ where
     if data.is_empty() {
         return;
     }
-    data.par_chunks_mut(width * inner).for_each(|block| {
+    data.par_chunks_mut(width * inner).for_each_init(watch::at_work, |_, block| {
         for column in 0..inner {
+            watch::did(width * 2);
             let values = block[column..].iter().step_by(inner);
             let norm = match p {
                 1 => values.fold(T::zero(), |sum, x| sum + x.abs()),

@@ -13,6 +13,7 @@ use rten_tensor::prelude::*;
 
 use super::{Context, Inputs, Kernel, KernelResult, Operand, Outputs};
 use crate::value::{Typed, Value};
+use crate::watch;
 
 /// The most bytes an output may have that is larger than what it is computed from.
 const MAX_OUTPUT_BYTES: usize = 4 << 30;
@@ -67,7 +68,7 @@ pub(crate) fn flat<T: Clone>(tensor: &Tensor<T>) -> Cow<'_, [T]> {
 /// A vector of `count` times `value`, from the pool where it has one.
 pub(crate) fn filled<T: Clone>(pool: &BufferPool, count: usize, value: T) -> Vec<T> {
     let mut data = pool.alloc(count);
-    data.resize(count, value);
+    watch::resize(&mut data, count, value);
     data
 }
 

@@ -12,6 +12,7 @@ use super::geometry::Geometry;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::spare;
 use crate::value::{Typed, Value};
+use crate::watch;
 
 mod rows;
 
@@ -153,11 +154,13 @@ where
     let mut out = dense::filled(context.pool, count, T::LOWEST);
     let mut indices = dense::filled(context.pool, count, 0i64);
     let (plane, out_plane) = (geometry.input_size(), geometry.output_size());
+    let taps = geometry.taps();
     if count > 0 {
         let planes = out.par_chunks_mut(out_plane).zip(indices.par_chunks_mut(out_plane));
-        planes.enumerate().for_each(|(number, (out, indices))| {
+        planes.enumerate().for_each_init(watch::at_work, |_, (number, (out, indices))| {
             let input = &data[number * plane..(number + 1) * plane];
             for (position, (y, index)) in out.iter_mut().zip(indices).enumerate() {
+                watch::did(taps * 2);
                 let mut best: Option<[usize; 3]> = None;
                 visit_window(&geometry, window_position(&geometry, position), |at| {
                     let x = input[(at[0] * height + at[1]) * width + at[2]];
@@ -207,11 +210,14 @@ where
     let [_, height, width] = geometry.input;
     let mut out = dense::filled(context.pool, count, T::zero());
     let (plane, out_plane) = (geometry.input_size(), geometry.output_size());
+    let taps = geometry.taps();
     if count > 0 {
-        out.par_chunks_mut(out_plane).enumerate().for_each(|(number, out)| {
+        let planes = out.par_chunks_mut(out_plane).enumerate();
+        planes.for_each_init(watch::at_work, |_, (number, out)| {
             let input = &data[number * plane..(number + 1) * plane];
             for (index, y) in out.iter_mut().enumerate() {
                 let position = window_position(&geometry, index);
+                watch::did(taps * 2);
                 let mut values = Accumulator::new(pool.kind);
                 visit_window(&geometry, position, |at| {
                     values.add(input[(at[0] * height + at[1]) * width + at[2]]);
@@ -272,7 +278,9 @@ where
     let mut out = vec![T::zero(); dense::count(&[*images, *channels])?];
     let data = elements(x);
     if plane > 0 {
-        out.par_iter_mut().zip(data.par_chunks(plane)).with_min_len(64).for_each(|(y, row)| {
+        let planes = out.par_iter_mut().zip(data.par_chunks(plane)).with_min_len(64);
+        planes.for_each_init(watch::at_work, |_, (y, row)| {
+            watch::did(plane / 4);
             *y = match kind {
                 GlobalPool::Average => T::sum(row) / T::from(plane).unwrap_or_else(T::one),
                 GlobalPool::Max => {

@@ -12,6 +12,7 @@ use self::cell::{Cell, Functions};
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, PackedRight, Right};
 use super::{Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
+use crate::watch;
 
 pub(crate) fn build(facts: &StepFacts, rnn: &Rnn) -> Result<Kernel, String> {
     let dtype = facts.input_dtype(0);
@@ -275,6 +276,7 @@ impl Layer {
             };
             cell.advance(&mut buffers, &mut h, &mut c, candidate, input)?;
             for item in (0..extents.batch).filter(|&item| moving(item)) {
+                watch::did(rows * 2);
                 let to = if self.rnn.batch_first {
                     (item * extents.time + time(item)) * self.functions.len() + direction
                 } else {

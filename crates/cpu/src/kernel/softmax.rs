@@ -8,6 +8,7 @@ use rten_tensor::Tensor;
 use super::dense::{self, Real};
 use super::{Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::value::Value;
+use crate::watch;
 
 /// Elements that one task normalises at least.
 const TASK_ELEMENTS: usize = 8 * 1024;
@@ -57,18 +58,20 @@ where
 {
     if inner == 1 {
         let rows = (TASK_ELEMENTS / width).max(1);
-        data.par_chunks_mut(width * rows).for_each(|chunk| {
+        data.par_chunks_mut(width * rows).for_each_init(watch::at_work, |_, chunk| {
+            watch::did(chunk.len());
             chunk.chunks_exact_mut(width).for_each(|row| normalise(kind, row));
         });
         return;
     }
-    data.par_chunks_mut(width * inner).for_each(|block| {
+    data.par_chunks_mut(width * inner).for_each_init(watch::at_work, |_, block| {
         let mut row = vec![T::zero(); width];
         for column in 0..inner {
             for (x, y) in row.iter_mut().zip(block[column..].iter().step_by(inner)) {
                 *x = *y;
             }
             normalise(kind, &mut row);
+            watch::did(width * 2);
             for (y, x) in block[column..].iter_mut().step_by(inner).zip(&row) {
                 *y = *x;
             }

@@ -5,9 +5,16 @@ use rten_simd::{Isa, SimdOp};
 use smallvec::SmallVec;
 
 use super::operand::{Element, row_strides};
+use crate::watch;
 
 /// Outputs with fewer elements are computed by one thread.
 const PARALLEL: usize = 1 << 15;
+
+/// Simple elements between two looks: few enough for the slowest functions.
+const PART: usize = 1 << 13;
+
+/// Elements of a part at least, however much each costs: runs of memory must not become too short.
+const LEAST_PART: usize = 512;
 
 /// Runs `body` over pieces of `out`, on all threads of the pool when it is large. `body` gets the
 /// position of its piece.
@@ -44,12 +51,33 @@ fn pieces<T: Send>(
     let threads = rayon::current_num_threads();
     let work = out.len().saturating_mul(weight.max(1));
     if work < PARALLEL || threads == 1 || out.len() <= unit {
-        body(0, out);
+        in_turn(out, 0, unit, weight, body);
         return;
     }
     let least = (PARALLEL / 2 / weight.max(1)).max(1);
     let piece = out.len().div_ceil(threads * 4).max(least).next_multiple_of(unit.max(1));
-    out.par_chunks_mut(piece).enumerate().for_each(|(index, chunk)| body(index * piece, chunk));
+    out.par_chunks_mut(piece).enumerate().for_each_init(watch::at_work, |_, (index, chunk)| {
+        in_turn(chunk, index * piece, unit, weight, body);
+    });
+}
+
+/// Runs `body` over small parts of a piece that begins at `start`, with a look before each.
+fn in_turn<T>(
+    piece: &mut [T],
+    start: usize,
+    unit: usize,
+    weight: usize,
+    body: &(dyn Fn(usize, &mut [T]) + Sync),
+) {
+    if piece.is_empty() {
+        body(start, piece);
+        return;
+    }
+    let part = (PART / weight.max(1)).max(LEAST_PART).next_multiple_of(unit.max(1));
+    for (index, part_of) in piece.chunks_mut(part).enumerate() {
+        watch::look();
+        body(start + index * part, part_of);
+    }
 }
 
 /// The shape that operands of these shapes broadcast to.

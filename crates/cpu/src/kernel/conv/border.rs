@@ -4,6 +4,10 @@ use rayon::prelude::*;
 
 use super::super::gemm::IMAGE_GUARD;
 use super::super::geometry::Geometry;
+use crate::watch;
+
+/// Elements of rows that are added up before they are told.
+const TELL_AFTER: usize = 4096;
 
 /// How a bordered image is laid out.
 ///
@@ -89,7 +93,9 @@ impl<'a> Border<'a> {
                 .par_chunks_exact_mut(size)
                 .zip(input.par_chunks_exact(plane))
                 .with_min_len(4)
-                .for_each(|(target, input)| self.copy_channel(target, input));
+                .for_each_init(watch::at_work, |_, (target, input)| {
+                    self.copy_channel(target, input)
+                });
         } else {
             channels
                 .chunks_exact_mut(size)
@@ -102,6 +108,7 @@ impl<'a> Border<'a> {
         let g = self.geometry;
         let [_, height, width] = g.input;
         let row_size = self.phase * g.strides[2];
+        let mut told = 0;
         for (index, row) in target.chunks_exact_mut(row_size).enumerate() {
             let (z, y) = (index / self.extent[1], index % self.extent[1]);
             let inside = |position: usize, axis: usize| {
@@ -113,6 +120,11 @@ impl<'a> Border<'a> {
             };
             let source = &input[(z * height + y) * width..(z * height + y + 1) * width];
             self.copy_row(row, source);
+            told += row_size;
+            if told >= TELL_AFTER {
+                watch::did(told / 2);
+                told = 0;
+            }
         }
     }
 

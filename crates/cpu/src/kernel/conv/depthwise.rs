@@ -6,9 +6,13 @@ use rten_simd::{Isa, Simd, SimdOp};
 
 use super::super::activation;
 use super::super::gemm::IMAGE_GUARD;
+use crate::watch;
 
 /// Vectors of the result that are summed up side by side, so that one's latency hides behind others.
 const SIDE_BY_SIDE: usize = 8;
+
+/// Multiplications that are added up before they are told.
+const LOOK_AFTER: usize = 64 * 1024;
 
 /// One plane of the result and what it is made of.
 pub(super) struct Plane<'a> {
@@ -53,7 +57,7 @@ impl<'a> SimdOp for Plane<'a> {
             let (row, column) = (index / per_row, index % per_row * lanes);
             (row * self.width + column, self.rows[row] + column, (self.width - column).min(lanes))
         };
-        let mut start = 0;
+        let (mut start, mut multiplied) = (0, 0);
         while start < total {
             // What is past the end repeats the last vector and is not written.
             let places: [_; SIDE_BY_SIDE] =
@@ -77,7 +81,13 @@ impl<'a> SimdOp for Plane<'a> {
                 }
             }
             start += SIDE_BY_SIDE;
+            multiplied += self.taps.len() * SIDE_BY_SIDE * lanes;
+            if multiplied >= LOOK_AFTER {
+                watch::multiplied(multiplied);
+                multiplied = 0;
+            }
         }
+        watch::multiplied(multiplied);
         self.out
     }
 }

@@ -6,6 +6,7 @@ use rayon::prelude::*;
 use super::super::dense;
 use super::super::geometry::Geometry;
 use super::super::matmul::Plain;
+use crate::watch;
 
 /// What a convolution's operands are, once they are known to fit.
 pub(crate) struct Shapes {
@@ -76,7 +77,8 @@ pub(crate) fn convolve<T: Plain>(x: &[T], weight: &[T], shapes: &Shapes) -> Resu
     }
     dense::count(&[depth, columns])?;
     let in_size = shapes.group_inputs * geometry.input_size();
-    out.par_chunks_exact_mut(out_size).enumerate().for_each(|(index, out)| {
+    let items = out.par_chunks_exact_mut(out_size).enumerate();
+    items.for_each_init(watch::at_work, |_, (index, out)| {
         let group = index % shapes.groups;
         let windows = windows(&x[index * in_size..(index + 1) * in_size], geometry);
         let rows = shapes.group_outputs * depth;
@@ -92,6 +94,7 @@ fn windows<T: Plain>(input: &[T], g: &Geometry) -> Vec<T> {
     let channels = input.len().checked_div(plane).unwrap_or(0);
     let mut matrix = vec![T::zero(); channels * taps * columns];
     for (index, row) in matrix.chunks_exact_mut(columns).enumerate() {
+        watch::did(columns * 4);
         let (channel, tap) = (index / taps, index % taps);
         let tap =
             [tap / (g.kernel[1] * g.kernel[2]), tap / g.kernel[2] % g.kernel[1], tap % g.kernel[2]];

@@ -8,6 +8,7 @@ use rten_simd::{Isa, SimdOp};
 
 use super::tile::{self, packed_rows, panel_rows, panel_width};
 use super::{PANEL_VECTORS, Right};
+use crate::watch;
 
 /// A matrix in memory.
 #[derive(Clone, Copy)]
@@ -137,10 +138,12 @@ pub(super) fn pack_left(target: &mut [f32], matrix: Matrix, parallel: bool) {
             2 => pack_rows::<2>(target, matrix, first, used),
             _ => pack_rows::<1>(target, matrix, first, used),
         }
+        watch::did(used * matrix.columns / 2);
     };
     let size = height * matrix.columns;
     if parallel {
-        target.par_chunks_mut(size).enumerate().for_each(pack);
+        let panels = target.par_chunks_mut(size).enumerate();
+        panels.for_each_init(watch::at_work, |_, panel| pack(panel));
     } else {
         target.chunks_mut(size).enumerate().for_each(pack);
     }
@@ -213,9 +216,11 @@ pub(super) fn pack_right(target: &mut [f32], source: Right, range: Range<usize>,
             Right::Image(image) => PackImage { target, image, columns }.dispatch(),
             Right::Packed(_) => {}
         }
+        watch::did(width * depth / 2);
     };
     if parallel {
-        target.par_chunks_mut(width * depth).enumerate().for_each(pack);
+        let panels = target.par_chunks_mut(width * depth).enumerate();
+        panels.for_each_init(watch::at_work, |_, panel| pack(panel));
     } else {
         target.chunks_mut(width * depth).enumerate().for_each(pack);
     }

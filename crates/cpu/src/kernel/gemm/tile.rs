@@ -7,6 +7,10 @@ use rten_simd::ops::{BitOps, NumOps};
 use rten_simd::{Isa, Simd, SimdOp};
 
 use super::{MAX_ROWS, PANEL_VECTORS, finish_rows};
+use crate::watch;
+
+/// Multiplications that are added up before they are told: what one tile takes is too little to say.
+const LOOK_AFTER: usize = 128 * 1024;
 
 /// Columns of a panel of the right operand.
 pub(super) fn panel_width() -> usize {
@@ -80,6 +84,7 @@ impl SimdOp for Block<'_, '_> {
         let width = lanes * PANEL_VECTORS;
         let columns = self.out.first().map_or(0, |row| row.len());
         let steps = self.depth.div_ceil(self.max_depth).max(1);
+        let mut multiplied = 0;
         // A step's part of the right operand stays in the cache while all rows pass over it.
         for step in 0..steps {
             let from = step * self.max_depth;
@@ -96,12 +101,18 @@ impl SimdOp for Block<'_, '_> {
                     let right = &self.right[start * self.depth..][from * used..to * used];
                     tile.column = start;
                     tile.compute(isa, packed, vectors, left, right, add, last);
+                    multiplied += packed * used * (to - from);
+                    if multiplied >= LOOK_AFTER {
+                        watch::multiplied(multiplied);
+                        multiplied = 0;
+                    }
                 }
                 if last {
                     finish_rows(self.activation, rows);
                 }
             }
         }
+        watch::multiplied(multiplied);
     }
 }
 

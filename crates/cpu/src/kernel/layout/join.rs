@@ -10,6 +10,7 @@ use crate::kernel::operand::{
 };
 use crate::kernel::{Context, Inputs, KernelResult, StepFacts, no_kernel};
 use crate::value::with_value;
+use crate::watch;
 
 /// Joins with fewer elements are made by one thread.
 const PARALLEL: usize = 1 << 16;
@@ -69,11 +70,13 @@ fn join<T: Element>(
             for part in &rows {
                 let length = part.len() / outer;
                 out.extend_from_slice(&part[row * length..][..length]);
+                watch::did(length / 2);
             }
         }
     } else {
         out.resize(count, T::default());
-        out.par_chunks_mut(along * inner).enumerate().for_each(|(row, mut target)| {
+        let targets = out.par_chunks_mut(along * inner).enumerate();
+        targets.for_each(|(row, mut target)| {
             let mut pieces = Vec::with_capacity(rows.len());
             for part in &rows {
                 let length = part.len() / outer;
@@ -81,7 +84,7 @@ fn join<T: Element>(
                 pieces.push((piece, &part[row * length..][..length]));
                 target = rest;
             }
-            pieces.into_par_iter().for_each(|(to, from)| copy(to, from));
+            pieces.into_par_iter().for_each_init(watch::at_work, |_, (to, from)| copy(to, from));
         });
     }
     one(T::wrap(shape, out))
@@ -91,11 +94,16 @@ fn join<T: Element>(
 fn copy<T: Clone + Send + Sync>(to: &mut [T], from: &[T]) {
     if to.len() < PARALLEL {
         to.clone_from_slice(from);
+        watch::did(to.len() / 2);
         return;
     }
-    to.par_chunks_mut(PARALLEL)
-        .zip(from.par_chunks(PARALLEL))
-        .for_each(|(to, from)| to.clone_from_slice(from));
+    to.par_chunks_mut(PARALLEL).zip(from.par_chunks(PARALLEL)).for_each_init(
+        watch::at_work,
+        |_, (to, from)| {
+            to.clone_from_slice(from);
+            watch::did(to.len() / 2);
+        },
+    );
 }
 
 pub(super) fn tile(context: &Context, mut inputs: Inputs) -> KernelResult {

@@ -10,6 +10,7 @@ use crate::kernel::operand::{filled, one, row_strides};
 use crate::kernel::walk::Walk;
 use crate::kernel::{Context, Inputs, KernelResult};
 use crate::value::Value;
+use crate::watch;
 
 /// Edge of the tiles in which a matrix is transposed: two of them fit in the first cache.
 const TILE: usize = 32;
@@ -113,7 +114,8 @@ fn transpose_planes<T: Clone + Send + Sync>(
         false => TILE,
     };
     out.par_chunks_mut(rows * columns).enumerate().for_each(|(index, plane)| {
-        plane.par_chunks_mut(per_band * columns).enumerate().for_each(|(number, target)| {
+        let bands = plane.par_chunks_mut(per_band * columns).enumerate();
+        bands.for_each_init(watch::at_work, |_, (number, target)| {
             band(index * rows + number * per_band, target);
         });
     });
@@ -125,6 +127,7 @@ fn transpose_band<T: Clone>(data: &[T], target: &mut [T], columns: usize, stride
     for first_row in (0..rows).step_by(TILE) {
         let row_end = (first_row + TILE).min(rows);
         for first_column in (0..columns).step_by(TILE) {
+            watch::did((row_end - first_row) * TILE.min(columns - first_column));
             let column_end = (first_column + TILE).min(columns);
             for row in first_row..row_end {
                 let line = &mut target[row * columns..][first_column..column_end];

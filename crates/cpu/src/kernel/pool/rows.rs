@@ -3,6 +3,10 @@
 use rayon::prelude::*;
 
 use super::super::geometry::Geometry;
+use crate::watch;
+
+/// Elements of rows that are added up before they are told.
+const TELL_AFTER: usize = 4096;
 
 /// Whether the window is one this file computes.
 pub(super) fn handles(g: &Geometry) -> bool {
@@ -48,21 +52,14 @@ fn each_row(
 ) {
     let (plane, out_plane, width) = (g.input_size(), g.output_size(), g.input[2]);
     let columns = column_ranges(g);
-    out.par_chunks_mut(out_plane).zip(data.par_chunks(plane)).with_min_len(4).for_each(
-        |(out, input)| {
-            let mut folded = vec![initial; width];
+    let planes = out.par_chunks_mut(out_plane).zip(data.par_chunks(plane)).with_min_len(4);
+    planes.for_each_init(
+        || (watch::at_work(), vec![initial; width]),
+        |(_, folded), (out, input)| {
+            let mut told = 0;
             for (row, out_row) in out.chunks_exact_mut(g.output[2]).enumerate() {
                 let (taps, first) = g.inside(1, row);
-                fold_rows(
-                    &mut folded,
-                    input,
-                    width,
-                    first,
-                    g.dilations[1],
-                    taps.len(),
-                    initial,
-                    &fold,
-                );
+                fold_rows(folded, input, width, first, g.dilations[1], taps.len(), initial, &fold);
                 out_row.fill(initial);
                 for (range, start) in &columns {
                     let stride = g.strides[2];
@@ -76,7 +73,13 @@ fn each_row(
                     }
                 }
                 finish(row, out_row);
+                told += width * taps.len();
+                if told >= TELL_AFTER {
+                    watch::did(told / 2);
+                    told = 0;
+                }
             }
+            watch::did(told / 2);
         },
     );
 }

@@ -10,6 +10,7 @@ use crate::kernel::operand::{Element, filled, flat, one};
 use crate::kernel::walk::in_weighted_pieces;
 use crate::kernel::{Context, KernelResult};
 use crate::value::Value;
+use crate::watch;
 
 /// Independent sums of a row: as many as the widest vector has lanes, twice.
 const LANES: usize = 32;
@@ -72,6 +73,9 @@ fn by_kind<T: Number>(data: &[T], extents: [usize; 3], kind: ReduceKind, out: &m
     }
 }
 
+/// Elements of columns that are added up before they are told.
+const TELL_AFTER: usize = 4096;
+
 /// Folds `f` over `map` of the middle dimension and applies `last`.
 fn fold<T: Number>(
     data: &[T],
@@ -117,6 +121,7 @@ fn fold_row<T: Number>(
     f: impl Fn(T, T) -> T + Copy,
 ) -> T {
     if row.len() <= BLOCK {
+        watch::did(row.len());
         return run(RowFold { row, start, map, f });
     }
     let (left, right) = row.split_at((row.len() / 2).next_multiple_of(LANES));
@@ -199,7 +204,13 @@ impl<T: Number, M: Fn(T) -> T, F: Fn(T, T) -> T> SimdOp for ColumnFold<'_, T, M,
     fn eval<I: Isa>(self, _: I) {
         let (map, f) = (self.map, self.f);
         self.target.fill(self.start);
+        let mut told = 0;
         for step in 0..self.along {
+            told += self.target.len();
+            if told >= TELL_AFTER {
+                watch::did(told / 2);
+                told = 0;
+            }
             let row = &self.source[step * self.inner..][..self.target.len()];
             for (slot, &x) in self.target.iter_mut().zip(row) {
                 *slot = f(*slot, map(x));
@@ -214,6 +225,7 @@ fn log_sum_exp<T: Number>(data: &[T], [_, along, inner]: [usize; 3], out: &mut [
         for (number, slot) in piece.iter_mut().enumerate() {
             let (row, column) = ((first + number) / inner, (first + number) % inner);
             let at = |step: usize| data[(row * along + step) * inner + column].to_f64();
+            watch::did(along * 8);
             let top = (0..along).map(at).fold(f64::NEG_INFINITY, Number::larger);
             // An infinite top would make the differences meaningless.
             let shift = if top.is_finite() { top } else { 0.0 };

@@ -7,6 +7,7 @@ use crate::kernel::operand::{Element, around, flat, integer_scalar, one, resolve
 use crate::kernel::walk::in_weighted_pieces;
 use crate::kernel::{Inputs, KernelResult};
 use crate::value::Value;
+use crate::watch;
 
 /// Calls `$body` with the typed tensor in `$value`, half precision excluded.
 macro_rules! with_full {
@@ -68,6 +69,7 @@ fn positions<T: Number>(
             let (row, column) = ((first + number) / inner, (first + number) % inner);
             let lane = &data[row * along * inner + column..];
             let mut best = 0;
+            watch::did(along * 2);
             for step in 1..along {
                 if beats(lane[step * inner], lane[best * inner]) {
                     best = step;
@@ -104,6 +106,7 @@ fn running<T: Number>(
     for rows in data.chunks_mut(block) {
         for column in 0..inner {
             let mut sum = T::default();
+            watch::did(along);
             for step in 0..along {
                 let step = if reverse { along - 1 - step } else { step };
                 let slot = &mut rows[step * inner + column];

@@ -10,6 +10,7 @@ use crate::kernel::operand::{flat, one, output_len};
 use crate::kernel::unary::Real;
 use crate::kernel::{Inputs, KernelResult};
 use crate::value::Value;
+use crate::watch;
 
 /// Coefficient of the cubic filter.
 const CUBIC: f64 = -0.75;
@@ -141,6 +142,7 @@ pub(super) fn sample<F: Real>(inputs: &Inputs, sampler: Sampler) -> KernelResult
         for point in 0..points {
             let at = &grid[(image * points + point) * spatial..][..spatial];
             let taps = point_taps(sampler, at, &shape[2..]);
+            watch::did(100 + channels * taps.len());
             for channel in 0..channels {
                 let plane = &x[(image * channels + channel) * picture..][..picture];
                 let sum = taps.iter().fold(0.0, |sum, &(offset, weight)| {

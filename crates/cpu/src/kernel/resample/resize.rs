@@ -15,6 +15,7 @@ use crate::kernel::unary::Real;
 use crate::kernel::walk::in_weighted_pieces;
 use crate::kernel::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::value::Value;
+use crate::watch;
 
 /// The most taps a shrunk dimension may have in all: hostile sizes shrink absurdly much.
 const MAX_TAPS: f64 = (1u64 << 28) as f64;
@@ -185,11 +186,13 @@ fn pick<T: Clone + Default + Send + Sync>(
                     let from =
                         &current[(start / block + number) * along * inner..][..along * inner];
                     if inner == 1 {
+                        watch::did(target.len());
                         for (slot, &source) in target.iter_mut().zip(sources) {
                             slot.clone_from(&from[source]);
                         }
                     } else {
                         for (run, &source) in target.chunks_mut(inner).zip(sources) {
+                            watch::did(inner);
                             run.clone_from_slice(&from[source * inner..][..inner]);
                         }
                     }
@@ -239,6 +242,7 @@ fn blend<F: Real>(
     let width = taps.width;
     in_weighted_pieces(&mut out, inner, width, |start, piece| {
         for (number, run) in piece.chunks_mut(inner).enumerate() {
+            watch::did(inner * width);
             let (row, position) =
                 ((start / inner + number) / length, (start / inner + number) % length);
             if taps.outside[position] {

@@ -1,0 +1,388 @@
+//! Work leaves in the middle of its steps, goes on from there, and comes to the same bits.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use base::Random;
+use cpu::{CpuDevice, CpuOptions};
+use device::{
+    Completion, CompletionSink, Device, Outcome, Program, Queue, QueueOptions, Segment, Task,
+};
+use model::op::{
+    Activation, Binary, Conv, GlobalPool, MatMul, Op, Padding, Pool, PoolKind, Reduce, ReduceKind,
+    Softmax, SoftmaxKind, Unary, Window,
+};
+use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
+
+/// How long anything may take before it counts as hung.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+struct Inbox(Sender<Completion>);
+
+impl CompletionSink for Inbox {
+    fn complete(&self, completion: Completion) {
+        // Nobody listens any more when a test has ended early.
+        let _ = self.0.send(completion);
+    }
+}
+
+struct Lane {
+    queue: Box<dyn Queue>,
+    completions: Receiver<Completion>,
+}
+
+impl Lane {
+    fn open(device: &CpuDevice, id: u32, high_priority: bool) -> Lane {
+        let (sender, completions) = channel();
+        let preemptible = !high_priority;
+        let options = QueueOptions { id, capacity: 2, high_priority, preemptible };
+        let queue = device.open_queue(options, Arc::new(Inbox(sender))).expect("threads");
+        Lane { queue, completions }
+    }
+
+    fn launch(&self, task: Box<dyn Task>) {
+        let steps = task.next_step()..task.step_count();
+        assert!(self.queue.launch(Segment { token: 1, task, steps }).is_ok(), "there is room");
+    }
+
+    fn wait(&self) -> Completion {
+        self.completions.recv_timeout(PATIENCE).expect("what is launched completes")
+    }
+
+    fn outputs(&self, task: Box<dyn Task>) -> Vec<Tensor> {
+        self.launch(task);
+        outputs(self.wait())
+    }
+
+    /// Runs `task` with orders to leave at random moments, no further apart than `most`. The outputs, and how long leaving took
+    /// each time.
+    fn disturbed(
+        &self,
+        mut task: Box<dyn Task>,
+        random: &mut Random,
+        most: Duration,
+    ) -> (Vec<Tensor>, Vec<Duration>) {
+        let mut taken = Vec::new();
+        loop {
+            self.launch(task);
+            pause(most.mul_f64(random.unit_f64()));
+            let ordered = Instant::now();
+            self.queue.preempt();
+            let completion = self.wait();
+            if completion.outcome != Outcome::Left {
+                return (outputs(completion), taken);
+            }
+            taken.push(ordered.elapsed());
+            task = completion.task;
+        }
+    }
+}
+
+/// Lets `span` pass, to the microsecond: a sleep is too coarse for short operators.
+fn pause(span: Duration) {
+    let began = Instant::now();
+    while began.elapsed() < span {
+        std::thread::yield_now();
+    }
+}
+
+fn outputs(completion: Completion) -> Vec<Tensor> {
+    assert_eq!(completion.outcome, Outcome::Done);
+    completion.task.into_outputs().expect("all steps are done")
+}
+
+fn noise(random: &mut Random, shape: &[usize]) -> Tensor {
+    let count = shape.iter().product();
+    let values: Vec<f32> = (0..count).map(|_| random.symmetric_f32()).collect();
+    Tensor::from_vec(shape.to_vec(), values).expect("shape and count agree")
+}
+
+/// A plan of `steps` in a row: each is an operator with the constants after its first operand.
+fn chain(steps: Vec<(Op, Vec<Tensor>)>) -> LaunchPlan {
+    let mut plan = LaunchPlan::default();
+    let value = |plan: &mut LaunchPlan, dtype| {
+        let id = ValueId(plan.values.len() as u32);
+        plan.values.push(ValueInfo { name: format!("v{}", id.0), dtype, shape: None });
+        id
+    };
+    let mut x = value(&mut plan, DataType::F32);
+    plan.inputs = vec![x];
+    for (op, constants) in steps {
+        let mut inputs = vec![Some(x)];
+        for tensor in constants {
+            let id = value(&mut plan, tensor.dtype());
+            plan.constants.push((id, tensor));
+            inputs.push(Some(id));
+        }
+        let y = value(&mut plan, DataType::F32);
+        let name = op.name();
+        plan.steps.push(Step { name, op, inputs, outputs: vec![Some(y)], last_uses: vec![x] });
+        x = y;
+    }
+    plan.outputs = vec![x];
+    plan
+}
+
+fn window(kernel: usize, stride: usize, pad: usize) -> Window {
+    Window {
+        kernel: vec![kernel; 2],
+        strides: vec![stride; 2],
+        dilations: Vec::new(),
+        padding: Padding::Explicit(vec![pad; 4]),
+    }
+}
+
+/// An operator that looks, the shape of its input and its constants; each takes milliseconds.
+struct Case {
+    name: &'static str,
+    shape: Vec<usize>,
+    op: Op,
+    constants: Vec<Tensor>,
+}
+
+fn convolutions(random: &mut Random) -> Vec<Case> {
+    let conv = |groups| {
+        let activation = Activation::Relu;
+        Op::Conv(Conv { window: window(3, 1, 1), groups, activation })
+    };
+    vec![
+        Case {
+            name: "convolution of many images",
+            shape: vec![512, 16, 8, 8],
+            op: conv(1),
+            constants: vec![noise(random, &[32, 16, 3, 3]), noise(random, &[32])],
+        },
+        Case {
+            name: "convolution of one image",
+            shape: vec![1, 64, 64, 64],
+            op: conv(1),
+            constants: vec![noise(random, &[64, 64, 3, 3]), noise(random, &[64])],
+        },
+        Case {
+            name: "depthwise convolution",
+            shape: vec![8, 64, 48, 48],
+            op: conv(64),
+            constants: vec![noise(random, &[64, 1, 3, 3]), noise(random, &[64])],
+        },
+    ]
+}
+
+fn products(random: &mut Random) -> Vec<Case> {
+    let op = || Op::MatMul(MatMul::default());
+    vec![
+        Case {
+            name: "product of many rows",
+            shape: vec![2048, 300],
+            op: op(),
+            constants: vec![noise(random, &[300, 301])],
+        },
+        Case {
+            name: "deep product of few rows",
+            shape: vec![9, 3000],
+            op: op(),
+            constants: vec![noise(random, &[3000, 2000])],
+        },
+        Case {
+            name: "products side by side",
+            shape: vec![40, 64, 100],
+            op: op(),
+            constants: vec![noise(random, &[40, 100, 120])],
+        },
+    ]
+}
+
+fn others(random: &mut Random) -> Vec<Case> {
+    let large = vec![64, 32, 32, 32];
+    let pool = |kind| Op::Pool(Pool { kind, window: window(3, 2, 1), ceil_mode: false });
+    let softmax = Softmax { kind: SoftmaxKind::Softmax, axis: -1, flatten: false };
+    let mean = Reduce { kind: ReduceKind::Mean, keep_dims: true, noop_with_empty_axes: false };
+    let axes = |axes: Vec<i64>| Tensor::from_vec(vec![axes.len()], axes).expect("they agree");
+    let plain = |name, op| Case { name, shape: large.clone(), op, constants: Vec::new() };
+    let with = |name, op, constants| Case { name, shape: large.clone(), op, constants };
+    vec![
+        plain("largest of windows", pool(PoolKind::Max)),
+        plain("mean of windows", pool(PoolKind::Average { count_include_pad: false })),
+        Case {
+            name: "mean of planes",
+            shape: vec![128, 64, 32, 32],
+            op: Op::GlobalPool(GlobalPool::Average),
+            constants: Vec::new(),
+        },
+        plain("function of each", Op::Unary(Unary::Erf)),
+        plain("slow function of each", Op::Unary(Unary::Softplus)),
+        plain("softmax", Op::Softmax(softmax)),
+        plain("transposition", Op::Transpose { perm: Some(vec![0, 2, 3, 1]) }),
+        with("sum with a broadcast", Op::Binary(Binary::Add), vec![noise(random, &[32, 1, 32])]),
+        with("power", Op::Binary(Binary::Pow), vec![noise(random, &[32])]),
+        with("mean along columns", Op::Reduce(mean), vec![axes(vec![1])]),
+        with(
+            "layer norm",
+            Op::LayerNorm { axis: -1, epsilon: 1e-5 },
+            vec![noise(random, &[32]), noise(random, &[32])],
+        ),
+        with(
+            "scale and shift",
+            Op::ScaleShift { activation: Activation::Gelu { tanh: false } },
+            vec![noise(random, &[32]), noise(random, &[32])],
+        ),
+        with("local response", Op::Lrn { alpha: 0.1, beta: 0.75, bias: 1.0, size: 5 }, vec![]),
+    ]
+}
+
+/// Disturbs runs of each case until one of its steps was left inside, and compares every result.
+fn check(device: &CpuDevice, lane: &Lane, cases: Vec<Case>, random: &mut Random) {
+    for case in cases {
+        let Case { name, shape, op, constants } = case;
+        let plan = chain(vec![(op, constants)]);
+        let program = device.load(Arc::new(plan)).expect("the CPU runs it");
+        let mut taken = Vec::new();
+        // Orders are spread over the fastest run seen: others show what else the machine did.
+        let mut fastest = Duration::MAX;
+        let (began, before) = (Instant::now(), device.leaves().inside);
+        while device.leaves().inside < before + 2 {
+            assert!(began.elapsed() < PATIENCE, "{name} was never left inside");
+            let input = noise(random, &shape);
+            let prepare = || program.prepare(vec![input.clone()]).expect("it fits");
+            let launched = Instant::now();
+            let want = lane.outputs(prepare());
+            fastest = fastest.min(launched.elapsed());
+            for _ in 0..4 {
+                let (got, left) = lane.disturbed(prepare(), random, fastest);
+                taken.extend(left);
+                assert!(got == want, "{name}: the bits differ");
+            }
+        }
+        // Told and not judged: it depends on what else the machine does.
+        taken.sort();
+        println!(
+            "{name}: left {} times in {:?} to {:?}",
+            taken.len(),
+            taken[0],
+            taken[taken.len() - 1]
+        );
+    }
+}
+
+fn all(threads: usize, seed: u64) {
+    let mut random = Random::new(seed);
+    let device = CpuDevice::new(CpuOptions { threads, queues: 1 });
+    let lane = Lane::open(&device, 0, false);
+    let cases = [convolutions, products, others];
+    for cases in cases {
+        let cases = cases(&mut random);
+        check(&device, &lane, cases, &mut random);
+    }
+}
+
+#[test]
+fn every_operator_that_looks_is_left_inside_on_one_thread() {
+    all(1, 71);
+}
+
+#[test]
+fn every_operator_that_looks_is_left_inside_on_several_threads() {
+    all(3, 72);
+}
+
+/// Convolutions with functions between them, some in place.
+fn network(device: &CpuDevice, random: &mut Random) -> Arc<dyn Program> {
+    let mut steps = Vec::new();
+    for layer in 0..3 {
+        let channels = if layer == 0 { 4 } else { 24 };
+        let conv = Conv { window: window(3, 1, 1), groups: 1, activation: Activation::None };
+        steps.push((
+            Op::Conv(conv),
+            vec![noise(random, &[24, channels, 3, 3]), noise(random, &[24])],
+        ));
+        steps.push((Op::Unary(Unary::Tanh), vec![]));
+        steps.push((Op::Binary(Binary::Mul), vec![noise(random, &[24, 1, 1])]));
+    }
+    device.load(Arc::new(chain(steps))).expect("the CPU runs it")
+}
+
+fn image(random: &mut Random) -> Tensor {
+    noise(random, &[96, 4, 12, 12])
+}
+
+/// More tasks than may stand at once, on two queues, in any order, beside others that run undisturbed before them.
+#[test]
+fn many_tasks_stand_and_go_on_anywhere() {
+    let mut random = Random::new(73);
+    let device = CpuDevice::new(CpuOptions { threads: 2, queues: 2 });
+    let lanes = [Lane::open(&device, 0, false), Lane::open(&device, 1, false)];
+    let first = Lane::open(&device, 2, true);
+    let program = network(&device, &mut random);
+    let inputs: Vec<Tensor> = (0..9).map(|_| image(&mut random)).collect();
+    let prepare = |input: &Tensor| program.prepare(vec![input.clone()]).expect("it fits");
+    let wants: Vec<Vec<Tensor>> =
+        inputs.iter().map(|input| first.outputs(prepare(input))).collect();
+    let mut open: Vec<(usize, Box<dyn Task>)> = inputs.iter().map(prepare).enumerate().collect();
+    while !open.is_empty() {
+        let chosen = random.below(open.len() as u64) as usize;
+        let (number, task) = open.swap_remove(chosen);
+        let lane = &lanes[random.below(2) as usize];
+        lane.launch(task);
+        std::thread::sleep(Duration::from_micros(random.below(3_000)));
+        // Whoever goes before is served meanwhile, and rightly.
+        lane.queue.preempt();
+        assert_eq!(first.outputs(prepare(&inputs[0])), wants[0]);
+        let completion = lane.wait();
+        match completion.outcome {
+            Outcome::Left => open.push((number, completion.task)),
+            _ => assert!(outputs(completion) == wants[number], "task {number}: the bits differ"),
+        }
+    }
+    assert!(device.leaves().inside > 4, "{:?}", device.leaves());
+}
+
+/// Tasks that nobody wants any more give their threads back: others are left inside as before.
+#[test]
+fn what_stands_may_be_given_up() {
+    let mut random = Random::new(74);
+    let device = CpuDevice::new(CpuOptions { threads: 2, queues: 1 });
+    let lane = Lane::open(&device, 0, false);
+    let program = network(&device, &mut random);
+    let mut given_up = 0;
+    let began = Instant::now();
+    while given_up < 20 {
+        assert!(began.elapsed() < PATIENCE, "only {given_up} stood");
+        let input = image(&mut random);
+        let before = device.leaves().inside;
+        lane.launch(program.prepare(vec![input]).expect("it fits"));
+        std::thread::sleep(Duration::from_micros(random.below(3_000)));
+        lane.queue.preempt();
+        drop(lane.wait());
+        given_up += device.leaves().inside - before;
+    }
+    let input = image(&mut random);
+    let prepare = || program.prepare(vec![input.clone()]).expect("it fits");
+    let want = lane.outputs(prepare());
+    assert!(lane.disturbed(prepare(), &mut random, Duration::from_millis(2)).0 == want);
+}
+
+/// A queue is closed while a task of its stands, which another queue finishes.
+#[test]
+fn a_task_outlives_its_queue() {
+    let mut random = Random::new(75);
+    let device = CpuDevice::new(CpuOptions { threads: 2, queues: 2 });
+    let program = network(&device, &mut random);
+    let input = image(&mut random);
+    let prepare = || program.prepare(vec![input.clone()]).expect("it fits");
+    let other = Lane::open(&device, 1, false);
+    let want = other.outputs(prepare());
+    let began = Instant::now();
+    while device.leaves().inside == 0 {
+        assert!(began.elapsed() < PATIENCE, "nothing stood");
+        let lane = Lane::open(&device, 0, false);
+        lane.launch(prepare());
+        std::thread::sleep(Duration::from_micros(random.below(3_000)));
+        lane.queue.preempt();
+        let completion = lane.wait();
+        drop(lane);
+        match completion.outcome {
+            Outcome::Left => assert!(other.outputs(completion.task) == want, "the bits differ"),
+            _ => assert!(outputs(completion) == want, "the bits differ"),
+        }
+    }
+}
