@@ -18,6 +18,8 @@ from support import ASSETS, BINARY, REPOSITORY, lay_out, serve
 
 # What recovery may take beyond the lease.
 MARGIN_SECONDS = 2.0
+# How long the store is away: short in every run of the tests.
+ETCD_DOWN_S = float(os.environ.get("ATOLL_TEST_ETCD_DOWN_S", "4"))
 MODELS = [f"m{number}" for number in range(10)]
 BODY = {"inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}]}
 
@@ -113,7 +115,7 @@ def test_faults_under_load(cluster: Cluster) -> None:
         time.sleep(2)
         faults.append((load.now(), kill_backend(cluster)))
         faults.append((load.now(), kill_leader(cluster)))
-        faults.append((load.now(), kill_etcd(cluster, 4)))
+        faults.append((load.now(), kill_etcd(cluster, ETCD_DOWN_S)))
         faults.append((load.now(), kill_frontend(cluster)))
         time.sleep(2)
     finally:

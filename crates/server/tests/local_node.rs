@@ -12,6 +12,7 @@ use base::{MonotonicClock, Nanos};
 use bytes::Bytes;
 use model::Tensor;
 use model::config::{Batching, BatchingPolicy, Class, ModelConfig};
+use runtime::batching::Turn;
 use runtime::{Fleet, FleetOptions, Node, NodeOptions};
 use server::LocalNode;
 
@@ -375,6 +376,30 @@ async fn several_devices_are_one_service() {
     node.load("m").await.unwrap();
     assert!(infer(&node, "m", request(floats(&[1.0]))).await.is_ok());
     assert!(node.drain(Duration::from_secs(5)).await);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_turn_waits_for_what_it_begins_with() {
+    let Fixture { node, .. } = start(Duration::from_millis(50), &["m"]).await;
+    let executions = async || {
+        let stats = node.statistics(Some(model("m"))).await.unwrap();
+        (stats[0].inference_count, stats[0].execution_count)
+    };
+    let ask = || async { infer(&node, "m", request(floats(&[1.0]))).await.unwrap() };
+    measured(&node, "m").await;
+    node.set_turn("m", Some(Turn { batch: 8, least: 3 }));
+    let before = executions().await;
+    tokio::join!(ask(), ask(), ask());
+    let after = executions().await;
+    assert_eq!((after.0 - before.0, after.1 - before.1), (3, 1));
+    // One that stays alone is not kept for ever.
+    let started = Instant::now();
+    ask().await;
+    assert!(started.elapsed() >= Duration::from_millis(95), "{:?}", started.elapsed());
+    node.set_turn("m", None);
+    node.set_turn("nobody", None);
+    ask().await;
+    assert_eq!(executions().await.0, after.0 + 2);
 }
 
 /// The settings of a model once it has been measured.
