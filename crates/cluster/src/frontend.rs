@@ -17,7 +17,7 @@ use base::{Clock, Nanos, Random};
 use tokio::sync::watch;
 
 use crate::balance::{Candidate, choose, depth, spare};
-use crate::library::{FileStore, Library};
+use crate::library::{Library, ModelStore};
 use crate::membership::Membership;
 use crate::record::{FrontendRecord, Keys, Kind, LoadReport, encode};
 use crate::store::mirror::{self, Image};
@@ -60,7 +60,7 @@ pub struct FrontendSettings {
     /// Time after which a request without a deadline is given up.
     pub timeout: Duration,
     /// Where models that are registered are kept; without it, none can be.
-    pub files: Option<FileStore>,
+    pub files: Option<ModelStore>,
 }
 
 /// A frontend, as a service. Cloning shares it.
