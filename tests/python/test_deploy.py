@@ -203,8 +203,9 @@ def may(source: str, account: str) -> set[tuple[str, str, str, str]]:
     }
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_answers_that_are_replayed_are_what_kubernetes_says(version: str) -> None:
+def test_answers_that_are_replayed_are_what_kubernetes_says() -> None:
+    # Servers of the newer release: a pod has more to say there.
+    version = VERSIONS[-1]
     paths = sorted((REPOSITORY / "crates" / "cluster" / "tests" / "kubernetes").glob("*.json"))
     kinds = Counter()
     for path in paths:
