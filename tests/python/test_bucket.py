@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import requests
 
 from bucket import BucketServer
 from cluster import Cluster
-from support import ASSETS, BINARY
+from support import ASSETS
 
 BODY = {"inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}]}
 STORE = "s3://models/atoll"
@@ -32,8 +31,17 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketSe
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, bucket: BucketServer) -> Iterator[Cluster]:
-    running = Cluster(tmp_path, tmp_path / "none")
+def repository(models: Path, tmp_path: Path) -> Path:
+    """A model that is there from the start: without any, a frontend is not ready."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    shutil.copy(models / "identity_fp32.onnx", folder)
+    return folder
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, bucket: BucketServer, repository: Path) -> Iterator[Cluster]:
+    running = Cluster(tmp_path, repository)
     running.scheduler("s1")
     running.model_store = ["--model-store", STORE, "--model-cache", str(tmp_path / "frontend-cache")]
     running.frontend("f1")
@@ -44,7 +52,7 @@ def cluster(tmp_path: Path, bucket: BucketServer) -> Iterator[Cluster]:
 
 def start_backend(cluster: Cluster, name: str) -> None:
     cache = cluster.folder / f"{name}-cache"
-    cluster.role("backend", name, "--model-store", STORE, "--model-cache", str(cache), "--threads", "1")
+    cluster.backend(name, "--model-store", STORE, "--model-cache", str(cache))
 
 
 def register(cluster: Cluster, name: str, content: bytes) -> requests.Response:
@@ -109,20 +117,15 @@ def refused_by_a_backend_that_has_to_bring_it(cluster: Cluster, digest: str) -> 
 
 def stored_reasons(cluster: Cluster) -> list[str]:
     """Why models cannot be loaded, as backends say in the store."""
-    command = [str(BINARY), "cluster", "status", "--store", cluster.store, "--json"]
-    assert subprocess.run(command, capture_output=True, check=False, timeout=30).returncode == 0
-    return [
-        held["reason"]
-        for row in cluster.status()["backends"]
-        for held in row["models"]
-        if held.get("reason")
-    ]
+    rows = cluster.status()["backends"]
+    return [held["reason"] for row in rows for held in row["models"] if held.get("reason")]
 
 
-def test_a_bucket_that_is_not_there_is_named(bucket: BucketServer, tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, tmp_path / "none")
+def test_a_bucket_that_is_not_there_is_named(bucket: BucketServer, repository: Path, tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, repository)
     try:
         cluster.scheduler("s1")
+        cluster.backend("b1")
         cluster.model_store = ["--model-store", "s3://no-such-bucket", "--model-cache", str(tmp_path / "cache")]
         cluster.frontend("f1")
         cluster.wait_ready()

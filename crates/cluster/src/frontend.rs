@@ -147,11 +147,13 @@ impl Frontend {
     }
 }
 
-/// What routing needs: most of what changes in a cluster is of no concern to it.
+/// What routing and metrics need: most of what changes in a cluster is of no concern to a frontend.
 fn relevant(image: &Image) -> Image {
     let kinds = [Kind::Frontend, Kind::Model, Kind::Route, Kind::Query, Kind::Split];
     let kinds = kinds.map(Kind::folder_prefix);
-    let mine = |key: &str| key == "plan" || kinds.iter().any(|prefix| key.starts_with(prefix));
+    let mine = |key: &str| {
+        matches!(key, "plan" | "scaling") || kinds.iter().any(|prefix| key.starts_with(prefix))
+    };
     let mine = image.iter().filter(|(key, _)| mine(key));
     Arc::new(mine.map(|(key, value)| (key.clone(), value.clone())).collect())
 }

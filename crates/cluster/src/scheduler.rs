@@ -4,6 +4,7 @@
 //! [`agent`] carries it between the store and the core, in whichever process leads; the simulator drives the same
 //! core in virtual time.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 use base::Nanos;
@@ -184,14 +185,7 @@ impl Core {
             return None;
         }
         let present = machines(view);
-        let machines: Vec<Machine> = match present.iter().all(|m| self.draining.contains(&m.name)) {
-            // Somebody has to serve.
-            true => present.clone(),
-            false => {
-                let stays = |machine: &&Machine| !self.draining.contains(&machine.name);
-                present.iter().filter(stays).cloned().collect()
-            }
-        };
+        let machines = self.staying(&present);
         let mut demands = self.demands(view);
         let curves = curves(view);
         let reason = match self.queries != view.queries {
@@ -207,6 +201,15 @@ impl Core {
             self.help(&machines, &demands, &curves);
         }
         Some(self.deploy(view, &present, &demands, &curves))
+    }
+
+    /// Those that are not to be left with nothing; all, where that would be nobody: somebody has to serve.
+    fn staying<'a>(&self, present: &'a [Machine]) -> Cow<'a, [Machine]> {
+        let stays = |machine: &&Machine| !self.draining.contains(&machine.name);
+        match self.draining.is_empty() || !present.iter().any(|machine| stays(&machine)) {
+            true => Cow::Borrowed(present),
+            false => present.iter().filter(stays).cloned().collect(),
+        }
     }
 
     fn demands(&self, view: &View) -> Vec<Demand> {
