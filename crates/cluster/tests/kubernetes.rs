@@ -373,7 +373,7 @@ async fn only_who_leads_scales() {
         "metadata": {"resourceVersion": "481290"},
         "spec": {"replicas": kept.wanted.min(3 + 4)},
     });
-    assert_eq!(first.patches(), [patch.clone()], "one change, then a pause");
+    assert_eq!(first.patches(), std::slice::from_ref(&patch), "one change, then a pause");
     assert!(second.asked().is_empty(), "who waits asks for nothing: {:?}", second.methods());
     stop_first.send(true).unwrap();
     leads.await.unwrap().unwrap();
