@@ -49,6 +49,7 @@ class Cluster:
         self.folder, self.models = folder, models
         self.parts: dict[str, Process] = {}
         self.frontends: dict[str, Server] = {}
+        self.model_store = ["--model-store", str(folder / "model-store")]
         client, peer = free_ports(2)
         self.store = f"etcd://{host}:{client}"
         urls = [f"http://{host}:{client}", f"http://127.0.0.1:{peer}"]
@@ -75,8 +76,7 @@ class Cluster:
     def frontend(self, name: str) -> Server:
         ports = free_ports(3)
         flags = zip(("--http-port", "--grpc-port", "--metrics-port"), map(str, ports), strict=True)
-        store = ["--model-store", str(self.folder / "model-store")]
-        self.role("frontend", name, *store, *(part for pair in flags for part in pair))
+        self.role("frontend", name, *self.model_store, *(part for pair in flags for part in pair))
         self.frontends[name] = Server(ports)
         return self.frontends[name]
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use base::Bytes;
 use clap::{Args, Subcommand};
+use cluster::scaling::kubernetes::WorkloadName;
 use cluster::scheduler::packing::Packer;
 
 use crate::args::{DeviceArgs, ListenArgs};
@@ -93,10 +94,62 @@ pub(crate) struct PlanningArgs {
     pub(crate) slo_ms: f64,
 }
 
+/// How many backends there are.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct ScalingArgs {
+    /// Scale the backends through the Kubernetes API while leading: deployment/NAME or statefulset/NAME, whose pods are
+    /// backends under the pods' names
+    #[arg(long, env = "ATOLL_KUBERNETES_SCALE", value_name = "KIND/NAME")]
+    pub(crate) kubernetes_scale: Option<WorkloadName>,
+
+    /// Its namespace [default: the service account's, or the kubeconfig's]
+    #[arg(long, env = "ATOLL_KUBERNETES_NAMESPACE", requires = "kubernetes_scale")]
+    pub(crate) kubernetes_namespace: Option<String>,
+
+    /// Replicas there are at least
+    #[arg(long, env = "ATOLL_REPLICAS_MIN", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub(crate) replicas_min: u32,
+
+    /// Replicas there are at most
+    #[arg(long, env = "ATOLL_REPLICAS_MAX", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub(crate) replicas_max: u32,
+
+    /// Replicas that one change adds at most
+    #[arg(long, env = "ATOLL_SCALE_UP_STEP", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) scale_up_step: u32,
+
+    /// Replicas that one change takes away at most
+    #[arg(long, env = "ATOLL_SCALE_DOWN_STEP", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) scale_down_step: u32,
+
+    /// Seconds without need for a replica before it goes
+    #[arg(long, env = "ATOLL_SCALE_DOWN_AFTER_SECS", default_value_t = 300)]
+    pub(crate) scale_down_after_secs: u64,
+
+    /// Least seconds between two changes
+    #[arg(long, env = "ATOLL_SCALE_COOLDOWN_SECS", default_value_t = 30)]
+    pub(crate) scale_cooldown_secs: u64,
+}
+
+/// Where the models' files are.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct ModelStoreArgs {
+    /// Models named by their content, for all machines: a folder they mount, or s3://BUCKET/PREFIX. POST /register at a
+    /// frontend writes there. For S3 the environment says more, under AWS's names: AWS_ACCESS_KEY_ID,
+    /// AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL
+    #[arg(long, env = "ATOLL_MODEL_STORE", value_name = "FOLDER|URL")]
+    pub(crate) model_store: Option<String>,
+
+    /// Folder for copies of what is in S3; may be cleared at any time [default: atoll/model-cache in the user's data folder]
+    #[arg(long, env = "ATOLL_MODEL_CACHE", value_name = "FOLDER")]
+    pub(crate) model_cache: Option<PathBuf>,
+}
+
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Examples:
   atoll cluster scheduler --store etcd://127.0.0.1:2379
   atoll cluster scheduler --store etcd://a:2379,b:2379,c:2379 --lease-ms 3000 --copies 3
+  atoll cluster scheduler --store etcd://etcd:2379 --kubernetes-scale deployment/atoll-backend --replicas-max 20
 
 Start two or more: one leads, the others take over within the lease.")]
 pub(crate) struct SchedulerArgs {
@@ -105,12 +158,16 @@ pub(crate) struct SchedulerArgs {
 
     #[command(flatten)]
     pub(crate) planning: PlanningArgs,
+
+    #[command(flatten)]
+    pub(crate) scaling: ScalingArgs,
 }
 
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Examples:
   atoll cluster frontend --store etcd://127.0.0.1:2379
   atoll cluster frontend --store etcd://127.0.0.1:2379 --host 0.0.0.0 --model-store /models
+  AWS_ENDPOINT_URL=http://minio:9000 atoll cluster frontend --store etcd://etcd:2379 --model-store s3://models/atoll
   atoll cluster frontend --store etcd://127.0.0.1:2379 --query scenarios/ocr.toml
   curl -T scenarios/ocr.toml localhost:8000/v2/atoll/queries/ocr            the same, while it runs
   curl --data-binary @page.png -H 'Content-Type: image/png' localhost:8000/v2/atoll/queries/ocr/infer
@@ -124,9 +181,8 @@ pub(crate) struct FrontendArgs {
     #[command(flatten)]
     pub(crate) listen: ListenArgs,
 
-    /// Folder that all machines see, for models that are registered over POST /register
-    #[arg(long, env = "ATOLL_MODEL_STORE", value_name = "FOLDER")]
-    pub(crate) model_store: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) models: ModelStoreArgs,
 
     /// Query to keep: a TOML or JSON file, under its own name; may be given several times
     #[arg(long, env = "ATOLL_QUERY", value_name = "FILE", value_delimiter = ':')]
@@ -149,6 +205,7 @@ pub(crate) struct FrontendArgs {
 #[command(after_help = "Examples:
   atoll cluster backend --store etcd://127.0.0.1:2379 --model-repository models
   atoll cluster backend --store etcd://etcd:2379 --model-store /models --device cuda:0 --host 0.0.0.0 --advertise 10.0.0.7
+  atoll cluster backend --store etcd://etcd:2379 --model-store s3://models/atoll --model-cache /var/cache/atoll
 
 Models of --model-repository become models of the cluster. Ports are free ones unless given.")]
 pub(crate) struct BackendArgs {
@@ -159,9 +216,8 @@ pub(crate) struct BackendArgs {
     #[arg(long, env = "ATOLL_MODEL_REPOSITORY", value_delimiter = ':')]
     pub(crate) model_repository: Vec<PathBuf>,
 
-    /// Folder that all machines see, with models named by their content
-    #[arg(long, env = "ATOLL_MODEL_STORE", value_name = "FOLDER")]
-    pub(crate) model_store: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) models: ModelStoreArgs,
 
     #[command(flatten)]
     pub(crate) device: DeviceArgs,

@@ -11,9 +11,13 @@ use api::{InferenceService, RegisterRequest, ServerMetadata};
 use base::{MonotonicClock, Nanos};
 use cluster::backend::{BackendAgent, Host, HostFuture, Shelf, Turn};
 use cluster::frontend::{Frontend, FrontendSettings};
-use cluster::library::{FileStore, Library, digest};
+use cluster::library::bucket::BucketStore;
+use cluster::library::{FileStore, Library, ModelStore, ModelStoreError, digest};
 use cluster::query::spec::QuerySpec;
-use cluster::record::{BackendRecord, FrontendRecord, Keys};
+use cluster::record::{BackendRecord, FrontendRecord, Keys, ModelRecord};
+use cluster::scaling::driver::Scaling;
+use cluster::scaling::kubernetes::KubernetesTarget;
+use cluster::scaling::scaler::ScalingSettings;
 use cluster::scheduler::SchedulerSettings;
 use cluster::scheduler::agent::SchedulerAgent;
 use cluster::scheduler::placement::PlacementSettings;
@@ -31,12 +35,15 @@ use tokio::sync::watch;
 
 use crate::args::ServeArgs;
 use crate::cluster_args::{
-    BackendArgs, FrontendArgs, PlanningArgs, Role, SchedulerArgs, StatusArgs, StoreArgs, TopArgs,
+    BackendArgs, FrontendArgs, ModelStoreArgs, PlanningArgs, Role, ScalingArgs, SchedulerArgs,
+    StatusArgs, StoreArgs, TopArgs,
 };
 use crate::devices;
 use crate::failure::Failure;
 use crate::loader::load_file;
-use crate::serve_command::{Stop, address_text, listen, node_options, tokio_runtime};
+use crate::serve_command::{
+    Stop, address_text, listen, node_options, tokio_runtime, user_data_folder,
+};
 
 /// Pause before an unreachable store is tried again at the start.
 const RETRY: Duration = Duration::from_millis(500);
@@ -122,6 +129,25 @@ fn planning(args: &PlanningArgs, lease: Duration) -> Result<SchedulerSettings, F
     })
 }
 
+async fn scaling(args: &ScalingArgs) -> Result<Option<Scaling>, Failure> {
+    let Some(workload) = args.kubernetes_scale.clone() else { return Ok(None) };
+    if args.replicas_min > args.replicas_max {
+        return Err(Failure::usage("--replicas-min is more than --replicas-max"));
+    }
+    let settings = ScalingSettings {
+        replicas_least: args.replicas_min,
+        replicas_most: args.replicas_max,
+        step_up: args.scale_up_step,
+        step_down: args.scale_down_step,
+        window: Duration::from_secs(args.scale_down_after_secs).into(),
+        cooldown: Duration::from_secs(args.scale_cooldown_secs).into(),
+        ..ScalingSettings::default()
+    };
+    let namespace = args.kubernetes_namespace.clone();
+    let target = KubernetesTarget::connect(workload, namespace).await.map_err(Failure::usage)?;
+    Ok(Some(Scaling::new(Arc::new(target), settings)))
+}
+
 async fn scheduler(args: &SchedulerArgs) -> Result<(), Failure> {
     let stop = Stop::new()?;
     let lease = Duration::from_millis(args.store.lease_ms);
@@ -131,6 +157,7 @@ async fn scheduler(args: &SchedulerArgs) -> Result<(), Failure> {
         name: name_of(&args.store, "scheduler")?,
         lease,
         settings: planning(&args.planning, lease)?,
+        scaling: scaling(&args.scaling).await?,
         clock: clock(),
     };
     tracing::info!(name = agent.name, store = args.store.store, "ready");
@@ -155,12 +182,24 @@ pub(crate) fn server_metadata() -> ServerMetadata {
     }
 }
 
-fn open_files(folder: Option<&Path>) -> Result<Option<FileStore>, Failure> {
-    let open = |folder: &Path| {
-        FileStore::open(folder)
-            .map_err(|err| Failure::usage(format!("--model-store {}: {err}", folder.display())))
-    };
-    folder.map(open).transpose()
+fn open_files(args: &ModelStoreArgs) -> Result<Option<ModelStore>, Failure> {
+    let Some(place) = args.model_store.as_deref() else { return Ok(None) };
+    if !place.contains("://") {
+        return open_folder(Path::new(place)).map(Some);
+    }
+    let cache = args.model_cache.clone();
+    let cache = cache.or_else(|| Some(user_data_folder()?.join("model-cache")));
+    let cache =
+        cache.ok_or_else(|| Failure::usage("there is no data folder: name a --model-cache"))?;
+    let bucket = BucketStore::open(place, &cache)
+        .map_err(|why| Failure::usage(format!("--model-store {why}")))?;
+    Ok(Some(ModelStore::Bucket(bucket)))
+}
+
+fn open_folder(folder: &Path) -> Result<ModelStore, Failure> {
+    let files = FileStore::open(folder)
+        .map_err(|err| Failure::usage(format!("--model-store {}: {err}", folder.display())))?;
+    Ok(ModelStore::Folder(files))
 }
 
 async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
@@ -172,7 +211,7 @@ async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
         metadata: server_metadata(),
         requests_max: args.max_requests as usize,
         timeout: REQUEST_TIMEOUT,
-        files: open_files(args.model_store.as_deref())?,
+        files: open_files(&args.models)?,
     };
     let name = settings.name.clone();
     keep_queries(&Library::new(store.clone(), keys.clone()), &args.query).await?;
@@ -225,28 +264,49 @@ fn given_up(done: bool) -> Result<(), Failure> {
     }
 }
 
-/// Models by their content, from repositories and from the folder all machines see.
+/// Models by their content, from repositories and from the store of all machines.
 struct ClusterLoader {
     fleet: Arc<Fleet>,
     shelf: Shelf,
-    files: Option<FileStore>,
+    files: Option<ModelStore>,
     repositories: HashMap<String, PathBuf>,
+    /// Where a store's network is waited for.
+    threads: tokio::runtime::Handle,
+}
+
+impl ClusterLoader {
+    /// The file with a model's content. Loads run on threads of their own, so this may wait.
+    fn file(&self, record: &ModelRecord) -> Result<PathBuf, LoadError> {
+        if let Some(path) = self.repositories.get(&record.digest) {
+            return Ok(path.clone());
+        }
+        let files = self.files.as_ref().ok_or_else(|| {
+            LoadError::NotFound(format!(
+                "no --model-repository of this backend has {}, and it has no --model-store",
+                record.digest
+            ))
+        })?;
+        let fetched = self.threads.block_on(files.fetch(&record.digest, record.bytes));
+        fetched.map_err(|error| match error {
+            ModelStoreError::Missing(why) => LoadError::NotFound(format!(
+                "no --model-repository of this backend has it, and {why}"
+            )),
+            ModelStoreError::Damaged(why) => LoadError::Invalid(why),
+            ModelStoreError::Unavailable(why) => LoadError::Unavailable(why),
+        })
+    }
 }
 
 impl ModelLoader for ClusterLoader {
     fn load(&self, name: &str, _: Option<u64>) -> Result<LoadedModel, LoadError> {
         let unknown = || LoadError::NotFound(format!("the cluster has no model '{name}'"));
         let record = self.shelf.find(name).ok_or_else(unknown)?;
-        let stored = || self.files.as_ref().and_then(|files| files.path(&record.digest));
-        let path = self.repositories.get(&record.digest).cloned().or_else(stored);
-        let path = path.ok_or_else(|| {
-            LoadError::NotFound(format!(
-                "neither --model-repository nor --model-store of this backend has {}",
-                record.digest
-            ))
-        })?;
+        let path = self.file(&record)?;
         let bytes = std::fs::read(&path).map_err(|err| LoadError::Internal(err.to_string()))?;
         if digest(&bytes) != record.digest {
+            if let Some(files) = &self.files {
+                files.discard(&record.digest);
+            }
             let message = format!("{} is not what was registered any more", path.display());
             return Err(LoadError::Invalid(message));
         }
@@ -341,7 +401,7 @@ pub(crate) struct BackendParts<'a> {
     pub(crate) name: String,
     pub(crate) lease: Duration,
     pub(crate) repositories: &'a [PathBuf],
-    pub(crate) files: Option<FileStore>,
+    pub(crate) files: Option<ModelStore>,
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) listen: ServerOptions,
     pub(crate) advertise: Option<String>,
@@ -365,6 +425,7 @@ impl RunningBackend {
             shelf: shelf.clone(),
             files: parts.files,
             repositories: models.iter().map(|m| (m.digest.clone(), m.path.clone())).collect(),
+            threads: tokio::runtime::Handle::current(),
         });
         let fleet = parts.fleet;
         let info = fleet.nodes()[0].device().info().clone();
@@ -436,7 +497,7 @@ async fn join(agent: BackendAgent, stopped: watch::Receiver<bool>) -> Result<(),
 
 async fn backend(args: &BackendArgs) -> Result<(), Failure> {
     let stop = Stop::new()?;
-    if args.model_repository.is_empty() && args.model_store.is_none() {
+    if args.model_repository.is_empty() && args.models.model_store.is_none() {
         return Err(Failure::usage("name a --model-repository or a --model-store"));
     }
     let address = |port| Some(SocketAddr::new(args.host, port));
@@ -451,7 +512,7 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
         name: name_of(&args.store, "backend")?,
         lease: Duration::from_millis(args.store.lease_ms),
         repositories: &args.model_repository,
-        files: open_files(args.model_store.as_deref())?,
+        files: open_files(&args.models)?,
         fleet: devices::open_fleet(&args.device, args.gpu_memory, &options)?,
         listen: ServerOptions {
             http: address(args.http_port),
@@ -488,7 +549,7 @@ async fn all_roles(args: &ServeArgs, fleet: Arc<Fleet>) -> Result<(), Failure> {
     let stop = Stop::new()?;
     let store = store::open("memory", clock()).map_err(Failure::failed)?;
     let (keys, lease) = (Keys::new("default"), Duration::from_secs(5));
-    let files = open_files(args.data_dir.as_deref())?;
+    let files = args.data_dir.as_deref().map(open_folder).transpose()?;
     let settings = SchedulerSettings::default();
     let (_stopping, stopped) = watch::channel(false);
     let agent = SchedulerAgent {
@@ -497,6 +558,7 @@ async fn all_roles(args: &ServeArgs, fleet: Arc<Fleet>) -> Result<(), Failure> {
         name: "scheduler".to_string(),
         lease,
         settings,
+        scaling: None,
         clock: clock(),
     };
     let _scheduler = tokio::spawn(agent.run(stopped));

@@ -122,6 +122,7 @@ impl Testbed {
             name: "scheduler".to_string(),
             lease,
             settings: SchedulerSettings::default(),
+            scaling: None,
             clock: clock(),
         };
         backend_threads.spawn(scheduler.run(stopped));

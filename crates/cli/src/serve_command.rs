@@ -75,7 +75,7 @@ fn open_registry(named: Option<&Path>) -> Result<Result<Store, String>, Failure>
     Ok(opened)
 }
 
-fn user_data_folder() -> Option<PathBuf> {
+pub(crate) fn user_data_folder() -> Option<PathBuf> {
     let absolute =
         |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
     let base =

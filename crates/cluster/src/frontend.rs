@@ -18,7 +18,7 @@ use tokio::sync::watch;
 
 use crate::balance::pace::Turn;
 use crate::balance::{Candidate, choose, depth, spare};
-use crate::library::{FileStore, Library};
+use crate::library::{Library, ModelStore};
 use crate::membership::Membership;
 use crate::record::{FrontendRecord, Keys, Kind, LoadReport, encode};
 use crate::store::mirror::{self, Image};
@@ -61,7 +61,7 @@ pub struct FrontendSettings {
     /// Time after which a request without a deadline is given up.
     pub timeout: Duration,
     /// Where models that are registered are kept; without it, none can be.
-    pub files: Option<FileStore>,
+    pub files: Option<ModelStore>,
 }
 
 /// A frontend, as a service. Cloning shares it.
@@ -170,11 +170,13 @@ impl Frontend {
     }
 }
 
-/// What routing needs: most of what changes in a cluster is of no concern to it.
+/// What routing and metrics need: most of what changes in a cluster is of no concern to a frontend.
 fn relevant(image: &Image) -> Image {
     let kinds = [Kind::Frontend, Kind::Model, Kind::Route, Kind::Query, Kind::Split];
     let kinds = kinds.map(Kind::folder_prefix);
-    let mine = |key: &str| key == "plan" || kinds.iter().any(|prefix| key.starts_with(prefix));
+    let mine = |key: &str| {
+        matches!(key, "plan" | "scaling") || kinds.iter().any(|prefix| key.starts_with(prefix))
+    };
     let mine = image.iter().filter(|(key, _)| mine(key));
     Arc::new(mine.map(|(key, value)| (key.clone(), value.clone())).collect())
 }

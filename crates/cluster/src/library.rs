@@ -1,22 +1,94 @@
-//! The models of a cluster: records in the store, files in a folder that all machines see, named by their content.
+//! The models of a cluster: records in the store, files in a folder that all machines see or in a bucket, named by their
+//! content.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use bytes::Bytes;
 use model::ModelConfig;
 use sha2::{Digest, Sha256};
+use thiserror::Error;
+
+use bucket::BucketStore;
 
 use crate::query::spec::QuerySpec;
 use crate::record::{Keys, Kind, ModelRecord, decode, encode};
 use crate::store::{Store, StoreError};
+
+pub mod bucket;
 
 /// Attempts to change a record that others change too.
 const ATTEMPTS: usize = 16;
 
 /// The name of a content.
 pub fn digest(bytes: &[u8]) -> String {
-    let hash = Sha256::digest(bytes);
+    hexadecimal(&Sha256::digest(bytes))
+}
+
+fn hexadecimal(hash: &[u8]) -> String {
     hash.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Whether this can be the name of a content.
+fn is_digest(name: &str) -> bool {
+    name.len() == 64 && name.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+/// Where the models' files are, for all machines.
+#[derive(Clone, Debug)]
+pub enum ModelStore {
+    /// A folder that all machines see.
+    Folder(FileStore),
+    /// A bucket that all machines reach.
+    Bucket(BucketStore),
+}
+
+/// Why a model's file cannot be had or kept.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum ModelStoreError {
+    /// It is not there.
+    #[error("{0}")]
+    Missing(String),
+    /// It is there and is not what its name says.
+    #[error("{0}")]
+    Damaged(String),
+    /// The store cannot be used, or not now.
+    #[error("{0}")]
+    Unavailable(String),
+}
+
+impl ModelStore {
+    /// The content with this name and of this many bytes, as a file of this machine. What a bucket holds is compared with
+    /// its name when it is brought; whoever reads the file later compares again.
+    pub async fn fetch(&self, digest: &str, bytes: u64) -> Result<PathBuf, ModelStoreError> {
+        match self {
+            ModelStore::Folder(files) => files.path(digest).ok_or_else(|| {
+                let folder = files.folder.display();
+                ModelStoreError::Missing(format!("{folder} has no {digest}"))
+            }),
+            ModelStore::Bucket(bucket) => bucket.fetch(digest, bytes).await,
+        }
+    }
+
+    /// Keeps a content and returns its name.
+    pub async fn put(&self, bytes: Bytes) -> Result<String, ModelStoreError> {
+        match self {
+            ModelStore::Folder(files) => {
+                let files = files.clone();
+                let fail = |why: String| ModelStoreError::Unavailable(why);
+                let work = tokio::task::spawn_blocking(move || files.put(&bytes));
+                work.await.map_err(|e| fail(e.to_string()))?.map_err(|e| fail(e.to_string()))
+            }
+            ModelStore::Bucket(bucket) => bucket.put(bytes).await,
+        }
+    }
+
+    /// Says that a file that [`ModelStore::fetch`] gave was found to be damaged: a copy of it is brought anew.
+    pub fn discard(&self, digest: &str) {
+        if let ModelStore::Bucket(bucket) = self {
+            bucket.discard(digest);
+        }
+    }
 }
 
 /// A folder of files named by their content.
@@ -34,9 +106,8 @@ impl FileStore {
 
     /// Where the content with this name is.
     pub fn path(&self, digest: &str) -> Option<PathBuf> {
-        let plain = digest.len() == 64 && digest.bytes().all(|byte| byte.is_ascii_hexdigit());
         let path = self.folder.join(digest);
-        (plain && path.is_file()).then_some(path)
+        (is_digest(digest) && path.is_file()).then_some(path)
     }
 
     /// Keeps a content and returns its name. A file appears whole or not at all.

@@ -34,6 +34,11 @@ impl Keys {
         format!("{}plan", self.root)
     }
 
+    /// How many backends there are to be.
+    pub fn scaling(&self) -> String {
+        format!("{}scaling", self.root)
+    }
+
     /// All keys of one kind.
     pub fn of(&self, kind: Kind) -> String {
         format!("{}{}", self.root, kind.folder_prefix())
@@ -348,6 +353,27 @@ pub struct RouteRecord {
     /// Requests a second that all frontends together let in, where the cluster is too small for all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate_max: Option<f64>,
+}
+
+/// How many backends there are to be, and who sees to it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ScalingRecord {
+    /// What is scaled, such as `deployment/atoll-backend`.
+    pub target: String,
+    /// Replicas that the load takes, within the bounds.
+    pub wanted: u32,
+    /// Replicas asked for.
+    pub replicas: u32,
+    /// Replicas that are backends of the cluster.
+    pub present: usize,
+    /// Backends that are being emptied so that they can go.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub draining: Vec<String>,
+    /// Failures to read or change it, under all leaders.
+    pub errors: u64,
+    /// The latest one, while it lasts, and what to do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
 }
 
 /// The plan in short.

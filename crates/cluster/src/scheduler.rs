@@ -4,6 +4,7 @@
 //! [`agent`] carries it between the store and the core, in whichever process leads; the simulator drives the same
 //! core in virtual time.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 use base::Nanos;
@@ -13,6 +14,7 @@ use crate::query::spec::QuerySpec;
 use crate::record::{
     Assignment, Part, PlanRecord, RouteRecord, Share, SplitRecord, Standing, TargetRecord,
 };
+use crate::scaling::need::{Duty, Outlook};
 use crate::view::View;
 
 pub mod agent;
@@ -95,6 +97,8 @@ pub struct Core {
     queries: BTreeMap<String, QuerySpec>,
     splits: BTreeMap<String, SplitRecord>,
     told: BTreeMap<String, BTreeSet<String>>,
+    /// Backends that are to be left with nothing.
+    draining: BTreeSet<String>,
     planned_at: Option<Nanos>,
     /// Whether machines help out since then.
     helped: bool,
@@ -116,6 +120,7 @@ impl Core {
             queries: view.queries.clone(),
             splits: view.splits.clone(),
             told: BTreeMap::new(),
+            draining: BTreeSet::new(),
             planned_at: None,
             helped: false,
             seen_at: now,
@@ -147,6 +152,34 @@ impl Core {
         &self.placement
     }
 
+    /// Plans without these backends from the next step on: what they hold goes to others, in order.
+    pub fn drain(&mut self, backends: BTreeSet<String>) {
+        self.draining = backends;
+    }
+
+    /// What scaling has to know.
+    pub fn outlook(&self, view: &View) -> Outlook {
+        let curves = curves(view);
+        let duty = |(name, record): (&String, &crate::record::BackendRecord)| {
+            let told = self.told.get(name).is_none_or(BTreeSet::is_empty);
+            let holds = view.states.get(name).is_none_or(|state| state.models.is_empty());
+            // One that is not being emptied may be told something the next moment.
+            let empty = told && holds && self.draining.contains(name);
+            let place = self.placement.places.get(name);
+            let busy = place.map_or(0.0, |place| busy(place, &record.device, &curves));
+            (name.clone(), Duty { empty, busy })
+        };
+        Outlook {
+            machines: machines(view),
+            demands: self.demands(view),
+            placement: self.settings.placement.clone(),
+            rate_least: self.settings.rate_least,
+            reported: !view.loads.is_empty(),
+            duties: view.backends.iter().map(duty).collect(),
+            curves,
+        }
+    }
+
     /// What is to be in the store now; nothing while it is unclear who is there.
     pub fn step(&mut self, now: Nanos, view: &View) -> Option<Decision> {
         let lost = self.machines.iter().filter(|name| !view.backends.contains_key(*name)).count();
@@ -155,7 +188,8 @@ impl Core {
         } else if now - self.seen_at < self.settings.grace {
             return None;
         }
-        let machines = machines(view);
+        let present = machines(view);
+        let machines = self.staying(&present);
         let mut demands = self.demands(view);
         let curves = curves(view);
         let reason = match self.queries != view.queries {
@@ -170,7 +204,16 @@ impl Core {
         } else if self.placement.slack(&demands) < 1.0 {
             self.help(&machines, &demands, &curves);
         }
-        Some(self.deploy(view, &machines, &demands, &curves))
+        Some(self.deploy(view, &present, &demands, &curves))
+    }
+
+    /// Those that are not to be left with nothing; all, where that would be nobody: somebody has to serve.
+    fn staying<'a>(&self, present: &'a [Machine]) -> Cow<'a, [Machine]> {
+        let stays = |machine: &&Machine| !self.draining.contains(&machine.name);
+        match self.draining.is_empty() || !present.iter().any(|machine| stays(&machine)) {
+            true => Cow::Borrowed(present),
+            false => present.iter().filter(stays).cloned().collect(),
+        }
     }
 
     fn demands(&self, view: &View) -> Vec<Demand> {
@@ -216,6 +259,11 @@ impl Core {
         let age = now - planned_at;
         if lost > 0 {
             return Some("backend lost");
+        }
+        let stays = |name: &String| machines.iter().any(|machine| machine.name == *name);
+        if self.draining.iter().any(|name| self.placement.places.contains_key(name) && !stays(name))
+        {
+            return Some("backend drained");
         }
         if !self.placement.covers(machines, demands) {
             return Some("models changed");
@@ -295,7 +343,7 @@ impl Core {
         let stands = match reason {
             // Objectives may have changed with these, not only rates.
             "model measured" | "queries changed" => return None,
-            "backend lost" | "backend joined" => {
+            "backend lost" | "backend joined" | "backend drained" => {
                 let placement = &self.placement;
                 placement::repair(placement, machines, demands, curves, &self.told, settings)?
             }
@@ -450,6 +498,17 @@ impl Core {
         self.plan.failed = failed;
         self.plan.clone()
     }
+}
+
+/// Share of a machine's time that its turns take.
+fn busy(place: &Place, device: &str, curves: &Curves) -> f64 {
+    let serving = place.parts.iter().filter(|part| part.rate > 0.0);
+    let turn_ms = |part: &PlacedPart| {
+        let curve = curves.get(&(device.to_string(), part.model.clone()))?;
+        curve.iter().find(|(batch, _)| *batch >= part.batch).map(|(_, ms)| *ms)
+    };
+    let sum_ms: f64 = serving.filter_map(turn_ms).sum();
+    if place.cycle_ms > 0.0 { sum_ms / place.cycle_ms } else { 0.0 }
 }
 
 fn machines(view: &View) -> Vec<Machine> {

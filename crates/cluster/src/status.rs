@@ -6,7 +6,7 @@ use std::fmt::Write;
 use serde::Serialize;
 
 use crate::query::spec::{QuerySpec, StageSpec};
-use crate::record::{ModelLoad, Part, PlanRecord, QueryLoad, Standing};
+use crate::record::{ModelLoad, Part, PlanRecord, QueryLoad, ScalingRecord, Standing};
 use crate::view::View;
 
 /// One backend.
@@ -39,6 +39,9 @@ pub struct HeldRow {
     pub rate: f64,
     /// Where it stands.
     pub state: &'static str,
+    /// Why it failed, where it did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
 }
 
 /// One model.
@@ -73,6 +76,9 @@ pub struct Status {
     pub leader: Option<String>,
     /// The plan in short.
     pub plan: Option<PlanRecord>,
+    /// How many backends there are to be, where the scheduler sees to it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub scaling: Option<ScalingRecord>,
     /// Frontends, with where their REST listens.
     pub frontends: BTreeMap<String, String>,
     /// Backends.
@@ -126,6 +132,7 @@ impl Status {
         Status {
             leader: view.leader.clone(),
             plan: view.plan.clone(),
+            scaling: view.scaling.clone(),
             frontends: frontends
                 .map(|(name, record)| (name.clone(), record.http.clone()))
                 .collect(),
@@ -153,6 +160,10 @@ fn backend_row(view: &View, name: &str) -> BackendRow {
             Some(Standing::Loading) => "loading",
             Some(Standing::Failed { .. }) => "failed",
             None => "waiting",
+        },
+        reason: match state.models.get(&share.model) {
+            Some(Standing::Failed { reason, .. }) => Some(reason.clone()),
+            _ => None,
         },
         model: share.model,
         part: share.part,
@@ -252,6 +263,9 @@ pub fn picture(status: &Status) -> String {
             let _ = writeln!(text, "  '{model}' cannot be loaded: {why}");
         }
     }
+    if let Some(scaling) = &status.scaling {
+        write_scaling(&mut text, scaling);
+    }
     for backend in &status.backends {
         let filled = ((backend.occupancy * BAR as f64).round() as usize).min(BAR);
         let bar = format!("{}{}", "#".repeat(filled), ".".repeat(BAR - filled));
@@ -276,6 +290,11 @@ pub fn picture(status: &Status) -> String {
             };
         }
         text.push('\n');
+        for held in &backend.models {
+            if let Some(why) = &held.reason {
+                let _ = writeln!(text, "  '{}' failed here: {why}", held.model);
+            }
+        }
     }
     let _ = writeln!(
         text,
@@ -320,6 +339,21 @@ pub fn picture(status: &Status) -> String {
     text
 }
 
+fn write_scaling(text: &mut String, scaling: &ScalingRecord) {
+    let ScalingRecord { target, wanted, replicas, present, errors, .. } = scaling;
+    let _ = write!(text, "{target}: {wanted} wanted, {replicas} asked for, {present} present");
+    if !scaling.draining.is_empty() {
+        let _ = write!(text, ", emptied to go: {}", scaling.draining.join(" "));
+    }
+    if *errors > 0 {
+        let _ = write!(text, ", {errors} errors");
+    }
+    text.push('\n');
+    if let Some(error) = &scaling.error {
+        let _ = writeln!(text, "  {error}");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -340,7 +374,18 @@ mod tests {
         };
         let assignment = Assignment { epoch: 1, cycle_ms: 50.0, shares: vec![share] };
         view.assignments.insert("b1".to_string(), assignment);
+        view.scaling = Some(ScalingRecord {
+            target: "deployment/b".to_string(),
+            wanted: 3,
+            replicas: 2,
+            present: 1,
+            draining: vec!["b1".to_string()],
+            errors: 4,
+            error: Some("not allowed: x".to_string()),
+        });
         let text = picture(&Status::of(&view));
+        let scaling = "deployment/b: 3 wanted, 2 asked for, 1 present, emptied to go: b1, 4 errors";
+        assert!(text.contains(scaling) && text.contains("  not allowed: x"), "{text}");
         assert!(text.contains("b1") && text.contains("~mx4@30"), "{text}");
     }
 }

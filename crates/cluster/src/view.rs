@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 use crate::query::spec::QuerySpec;
 use crate::record::{
     Assignment, BackendRecord, BackendState, FrontendRecord, Kind, LoadReport, ModelRecord,
-    PlanRecord, ProfileRecord, RouteRecord, SplitRecord, decode,
+    PlanRecord, ProfileRecord, RouteRecord, ScalingRecord, SplitRecord, decode,
 };
 
 /// The records, by name.
@@ -19,6 +19,8 @@ pub struct View {
     pub leader: Option<String>,
     /// The plan in short.
     pub plan: Option<PlanRecord>,
+    /// How many backends there are to be, where somebody sees to it.
+    pub scaling: Option<ScalingRecord>,
     /// Backends that are there.
     pub backends: BTreeMap<String, BackendRecord>,
     /// What they hold.
@@ -54,6 +56,7 @@ impl View {
     pub fn read_routes(image: &BTreeMap<String, Bytes>) -> View {
         View {
             plan: image.get("plan").and_then(|value| decode("plan", value)),
+            scaling: image.get("scaling").and_then(|value| decode("scaling", value)),
             frontends: folder(image, Kind::Frontend),
             models: folder(image, Kind::Model),
             routes: folder(image, Kind::Route),
@@ -73,6 +76,7 @@ impl View {
         View {
             leader: image.get("leader").map(|name| String::from_utf8_lossy(name).into_owned()),
             plan: image.get("plan").and_then(|value| decode("plan", value)),
+            scaling: image.get("scaling").and_then(|value| decode("scaling", value)),
             backends: folder(image, Kind::Backend),
             states: folder(image, Kind::State),
             frontends: folder(image, Kind::Frontend),

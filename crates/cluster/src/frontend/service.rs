@@ -17,7 +17,7 @@ use model::ModelConfig;
 
 use super::table::{Entry, Table};
 use super::{Frontend, Inner, classify, late, nobody};
-use crate::record::{LoadReport, ModelLoad};
+use crate::record::{LoadReport, ModelLoad, ScalingRecord};
 use crate::store::StoreError;
 
 /// Longest wait for backends to load or unload a model.
@@ -119,10 +119,9 @@ impl Inner {
             ..ModelConfig::default()
         };
         let bytes = onnx.len() as u64;
-        let digest = tokio::task::spawn_blocking(move || files.put(&onnx)).await;
-        let digest = digest
-            .map_err(|_| ApiError::internal("the model could not be kept"))?
-            .map_err(|error| ApiError::internal(format!("the model could not be kept: {error}")))?;
+        let digest = files.put(onnx).await.map_err(|error| {
+            ApiError::unavailable(format!("the model could not be kept: {error}"))
+        })?;
         let before = self.table().models.get(&name).map(|entry| entry.record.clone());
         let version =
             self.library.register(&name, &digest, bytes, &config).await.map_err(store_error)?;
@@ -212,6 +211,21 @@ impl Inner {
         rows.retain(|row| !only_ready || row.state == Some(ModelState::Ready));
         rows.sort_by(|a, b| a.name.cmp(&b.name));
         rows
+    }
+}
+
+/// What the leading scheduler says about backends, where it scales them; every frontend says the same.
+fn write_scaling_metrics(text: &mut String, scaling: Option<&ScalingRecord>) {
+    let Some(scaling) = scaling else { return };
+    let (wanted, present) = (f64::from(scaling.wanted), scaling.present as f64);
+    let values = [
+        ("backends_wanted", "gauge", "Backends that the load takes", wanted),
+        ("backends_present", "gauge", "Scaled backends that are there", present),
+        ("scale_errors_total", "counter", "Failures to scale backends", scaling.errors as f64),
+    ];
+    for (name, kind, help, value) in values {
+        let name = format!("atoll_cluster_{name}");
+        let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}\n{name} {value}");
     }
 }
 
@@ -437,6 +451,7 @@ impl InferenceService for Frontend {
             }
         }
         write_query_metrics(text, &report);
+        write_scaling_metrics(text, self.inner.table().scaling.as_ref());
     }
 
     fn drain(&self, limit: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {

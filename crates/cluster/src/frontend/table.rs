@@ -12,7 +12,7 @@ use super::link::{Link, Links};
 use super::meter::{Meter, QueryMeter, RateLimit};
 use crate::balance::pace::{Pace, Turn};
 use crate::query::spec::{Checked, QuerySpec};
-use crate::record::{ModelRecord, RouteRecord, SplitRecord};
+use crate::record::{ModelRecord, RouteRecord, ScalingRecord, SplitRecord};
 use crate::view::View;
 
 /// A backend that answers for a model.
@@ -120,6 +120,8 @@ pub struct Table {
     pub queries: HashMap<String, Arc<QueryEntry>>,
     /// Frontends that share the load.
     pub frontends: usize,
+    /// How many backends there are to be, where the scheduler sees to it.
+    pub scaling: Option<ScalingRecord>,
 }
 
 /// Share of a deadline that waiting may take before the planned rate counts.
@@ -180,6 +182,7 @@ impl Table {
             models: view.models.iter().map(entry).collect(),
             queries: view.queries.iter().filter_map(query).collect(),
             frontends: view.frontends.len().max(1),
+            scaling: view.scaling.clone(),
         }
     }
 

@@ -7,10 +7,13 @@ use std::time::Duration;
 use base::Clock;
 use bytes::Bytes;
 use tokio::sync::watch;
+use tokio::task::JoinSet;
 
 use super::{Core, Decision, SchedulerSettings};
 use crate::election::{Candidate, Leader};
 use crate::record::{Keys, Kind, encode};
+use crate::scaling::driver::{Driver, Scaling, ScalingReport};
+use crate::scaling::need::Outlook;
 use crate::store::mirror::{self, Image};
 use crate::store::{Store, StoreError, Write};
 use crate::view::View;
@@ -34,8 +37,29 @@ pub struct SchedulerAgent {
     pub lease: Duration,
     /// How it plans.
     pub settings: SchedulerSettings,
+    /// What it scales while it leads.
+    pub scaling: Option<Scaling>,
     /// Time.
     pub clock: Arc<dyn Clock>,
+}
+
+/// The driver of scaling while this scheduler leads, as the scheduler sees it.
+struct ScalingLink {
+    outlook: watch::Sender<Option<Arc<Outlook>>>,
+    report: watch::Receiver<ScalingReport>,
+    /// Ends with this.
+    _task: JoinSet<()>,
+}
+
+impl ScalingLink {
+    /// Waits for news.
+    async fn changed(link: Option<&mut ScalingLink>) {
+        let Some(link) = link else { return std::future::pending().await };
+        if link.report.changed().await.is_err() {
+            // The driver is gone, which only a fault of ours explains; plans go on.
+            std::future::pending().await
+        }
+    }
 }
 
 /// Returns when `stop` turns true, or nobody is left to turn it.
@@ -75,33 +99,30 @@ impl SchedulerAgent {
         let mut image = mirror::follow(self.store.clone(), self.keys.all()).await?;
         let first = View::read(&image.borrow_and_update());
         let mut core = Core::resume(self.settings.clone(), self.clock.now(), &first);
+        let mut link = self.scaling.clone().map(|scaling| self.start_scaling(scaling, &first));
         loop {
             let seen: Image = image.borrow_and_update().clone();
-            let now = self.clock.now();
+            let report = link.as_mut().map(|link| link.report.borrow_and_update().clone());
+            if let Some(report) = &report {
+                core.drain(report.draining.clone());
+            }
             // Plans of large clusters take long; leases and watches go on meanwhile.
-            let clock = self.clock.clone();
-            let decided = tokio::task::spawn_blocking(move || {
-                let view = View::read(&seen);
-                let epoch = core.plan.epoch;
-                let decision = core.step(now, &view).map(|mut decision| {
-                    if decision.plan.epoch != epoch {
-                        core.plan.plan_ms = (clock.now() - now).0 as f64 / 1e6;
-                        decision.plan.plan_ms = core.plan.plan_ms;
-                    }
-                    decision
-                });
-                (core, decision, seen)
-            });
-            let (back, decision, seen) = match decided.await {
-                Ok(result) => result,
+            let (clock, scales) = (self.clock.clone(), link.is_some());
+            let look = move || look(core, seen, &*clock, scales);
+            let looked = match tokio::task::spawn_blocking(look).await {
+                Ok(looked) => looked,
                 Err(error) => {
                     tracing::error!(%error, "a plan failed");
                     return Ok(false);
                 }
             };
-            core = back;
-            if let Some(decision) = decision {
-                let writes = self.writes(&seen, &decision);
+            core = looked.core;
+            if let (Some(link), Some(outlook)) = (&link, looked.outlook) {
+                link.outlook.send_replace(Some(Arc::new(outlook)));
+            }
+            if let Some(decision) = looked.decision {
+                let mut writes = self.writes(&looked.seen, &decision);
+                self.write_scaling(&looked.seen, report, &mut writes);
                 match leader.write(writes).await {
                     Ok(true) => {}
                     Ok(false) => return Ok(false),
@@ -124,8 +145,37 @@ impl SchedulerAgent {
                     }
                     tokio::time::sleep(GATHER).await;
                 }
+                () = ScalingLink::changed(link.as_mut()) => {}
                 () = tokio::time::sleep(TICK) => {}
             }
+        }
+    }
+
+    fn start_scaling(&self, scaling: Scaling, view: &View) -> ScalingLink {
+        let (outlook, seen) = watch::channel(None);
+        let (told, report) = watch::channel(ScalingReport::default());
+        let driver = Driver::new(scaling, self.clock.clone(), view.scaling.clone());
+        let mut task = JoinSet::new();
+        task.spawn(driver.run(seen, told));
+        ScalingLink { outlook, report, _task: task }
+    }
+
+    /// What is known of scaling; nothing stays of a leader that did while this one does not.
+    fn write_scaling(&self, seen: &Image, report: Option<ScalingReport>, writes: &mut Vec<Write>) {
+        let record = report.map(|report| report.record);
+        match record {
+            Some(Some(record)) => {
+                let value = encode(&record);
+                if seen.get("scaling") != Some(&value) {
+                    writes.push(Write::put(self.keys.scaling(), value));
+                }
+            }
+            // It has not looked yet.
+            Some(None) => {}
+            None if seen.contains_key("scaling") => {
+                writes.push(Write::delete(self.keys.scaling()));
+            }
+            None => {}
         }
     }
 
@@ -164,4 +214,28 @@ impl SchedulerAgent {
             }
         }
     }
+}
+
+/// What came of a look at the store.
+struct Looked {
+    core: Core,
+    seen: Image,
+    decision: Option<Decision>,
+    /// For scaling; nothing while it is unclear who is there.
+    outlook: Option<Outlook>,
+}
+
+fn look(mut core: Core, seen: Image, clock: &dyn Clock, scales: bool) -> Looked {
+    let now = clock.now();
+    let view = View::read(&seen);
+    let epoch = core.plan.epoch;
+    let decision = core.step(now, &view).map(|mut decision| {
+        if decision.plan.epoch != epoch {
+            core.plan.plan_ms = (clock.now() - now).0 as f64 / 1e6;
+            decision.plan.plan_ms = core.plan.plan_ms;
+        }
+        decision
+    });
+    let outlook = (scales && decision.is_some()).then(|| core.outlook(&view));
+    Looked { core, seen, decision, outlook }
 }

@@ -236,3 +236,52 @@ fn models_that_begin_alike_are_planned_as_one_and_held_together() {
         assert_eq!(held, names, "a machine of the family holds all of it");
     }
 }
+
+#[test]
+fn a_backend_is_emptied_in_order_before_it_goes() {
+    let mut view = view(4, &[("a", 300.0), ("b", 100.0), ("c", 1.0)]);
+    let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &view);
+    settle(&mut core, Nanos::ZERO, &mut view);
+    let held = |core: &Core, view: &View| core.outlook(view).duties["b1"];
+    assert!(!held(&core, &view).empty && held(&core, &view).busy > 0.0);
+    core.drain(["b1".to_string()].into());
+    let mut decision = core.step(seconds(2), &view).unwrap();
+    assert_eq!(decision.plan.reason, "backend drained");
+    for _ in 0..10 {
+        for model in ["a", "b", "c"] {
+            let ready = |target: &TargetRecord| {
+                let standing = view.states[&target.backend].models.get(model);
+                matches!(standing, Some(Standing::Ready { .. }))
+            };
+            assert!(decision.routes[model].targets.iter().any(ready), "{model}: {decision:?}");
+        }
+        obey(&mut view, &decision);
+        decision = core.step(seconds(2), &view).unwrap();
+    }
+    assert!(decision.assignments["b1"].shares.is_empty(), "{decision:?}");
+    assert!(held(&core, &view).empty);
+    // It is no loss when it goes, and no gain when one that is still drained stays.
+    let epoch = decision.plan.epoch;
+    assert_eq!(core.step(seconds(4), &view).unwrap().plan.epoch, epoch);
+    view.backends.remove("b1");
+    view.states.remove("b1");
+    assert_eq!(core.step(seconds(5), &view).unwrap().plan.epoch, epoch);
+}
+
+#[test]
+fn a_backend_that_stays_after_all_is_used_again() {
+    let mut view = view(3, &[("a", 300.0), ("b", 100.0)]);
+    let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &view);
+    settle(&mut core, Nanos::ZERO, &mut view);
+    core.drain(["b0".to_string()].into());
+    settle(&mut core, seconds(2), &mut view);
+    assert!(!core.placement().places.contains_key("b0"));
+    core.drain(BTreeSet::new());
+    let decision = settle(&mut core, seconds(4), &mut view);
+    assert_eq!(decision.plan.reason, "backend joined");
+    assert!(!core.outlook(&view).duties["b0"].empty);
+    // All at once cannot go.
+    core.drain(["b0", "b1", "b2"].map(str::to_string).into());
+    let decision = settle(&mut core, seconds(6), &mut view);
+    assert!(decision.routes.values().all(|route| !route.targets.is_empty()));
+}

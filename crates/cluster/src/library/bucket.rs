@@ -1,0 +1,386 @@
+//! Models in an S3-like store, brought to a folder of this machine when they are needed.
+//!
+//! Objects are named `PREFIX/sha256/DIGEST`, as files of a model store's folder are. What is brought is a file of the cache
+//! only when all of it has come and is what its name says.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::StreamExt;
+use object_store::aws::{AmazonS3Builder, Checksum};
+use object_store::path::Path as Key;
+use object_store::{
+    BackoffConfig, ClientOptions, Error, ObjectStore, ObjectStoreExt, PutMode, PutOptions,
+    RetryConfig,
+};
+use sha2::{Digest, Sha256};
+use tokio::io::AsyncWriteExt;
+use tokio::sync::Semaphore;
+
+use super::{ModelStoreError, digest, hexadecimal, is_digest};
+
+/// Models that are brought at once.
+const DOWNLOADS_MOST: usize = 4;
+/// A store that sends nothing for so long has failed.
+const SILENCE_MOST: Duration = Duration::from_secs(30);
+/// An upload may take this, and what its size takes at [`UPLOAD_LEAST`].
+const UPLOAD_MOST: Duration = Duration::from_secs(60);
+/// Bytes a second that an upload has at least.
+const UPLOAD_LEAST: u64 = 1 << 20;
+/// S3 takes no more in one request.
+const OBJECT_MOST: u64 = 5 << 30;
+
+/// A bucket, or a part of one, with a cache.
+#[derive(Clone)]
+pub struct BucketStore {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    store: Arc<dyn ObjectStore>,
+    /// As the user named it.
+    url: String,
+    prefix: Key,
+    cache: PathBuf,
+    permits: Semaphore,
+    /// Those being brought: who comes second waits for the first.
+    flights: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
+    parts: AtomicU64,
+}
+
+impl std::fmt::Debug for BucketStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "BucketStore({})", self.inner.url)
+    }
+}
+
+impl BucketStore {
+    /// The store at `s3://BUCKET[/PREFIX]`, with credentials, region and endpoint from the environment under AWS's own
+    /// names, and its cache in `cache`, which is made where it is not there.
+    pub fn open(url: &str, cache: &Path) -> Result<BucketStore, String> {
+        let rest = url.strip_prefix("s3://").ok_or_else(|| format!("{url} is no s3:// address"))?;
+        let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
+        if bucket.is_empty() {
+            return Err(format!("{url} names no bucket: s3://BUCKET/PREFIX"));
+        }
+        crate::tls::choose();
+        let options = ClientOptions::new()
+            .with_timeout_disabled()
+            .with_read_timeout(SILENCE_MOST)
+            .with_connect_timeout(Duration::from_secs(5))
+            // An endpoint without TLS is used only where the environment says so in its address.
+            .with_allow_http(endpoint().is_some_and(|endpoint| endpoint.starts_with("http://")));
+        let retry = RetryConfig {
+            backoff: BackoffConfig::default(),
+            max_retries: 4,
+            retry_timeout: Duration::from_secs(30),
+        };
+        let store = AmazonS3Builder::from_env()
+            .with_client_options(options)
+            .with_bucket_name(bucket)
+            .with_checksum_algorithm(Checksum::SHA256)
+            .with_retry(retry)
+            .build()
+            .map_err(|error| format!("{url}: {error}"))?;
+        BucketStore::with_store(Arc::new(store), url, prefix, cache)
+    }
+
+    /// A part of any store, named `url` in messages.
+    pub fn with_store(
+        store: Arc<dyn ObjectStore>,
+        url: &str,
+        prefix: &str,
+        cache: &Path,
+    ) -> Result<BucketStore, String> {
+        let prefix =
+            Key::parse(prefix.trim_end_matches('/')).map_err(|error| format!("{url}: {error}"))?;
+        let cache = cache.join("sha256");
+        std::fs::create_dir_all(&cache)
+            .map_err(|error| format!("the model cache {}: {error}", cache.display()))?;
+        let url = url.trim_end_matches('/').to_string();
+        let inner = Inner {
+            store,
+            url,
+            prefix,
+            cache,
+            permits: Semaphore::new(DOWNLOADS_MOST),
+            flights: Mutex::default(),
+            parts: AtomicU64::new(0),
+        };
+        Ok(BucketStore { inner: Arc::new(inner) })
+    }
+
+    /// See [`super::ModelStore::fetch`]. Of several who want one content, one brings it.
+    pub async fn fetch(&self, name: &str, bytes: u64) -> Result<PathBuf, ModelStoreError> {
+        if !is_digest(name) {
+            return Err(ModelStoreError::Missing(format!("'{name}' is no name of a content")));
+        }
+        if let Some(path) = self.cached(name) {
+            return Ok(path);
+        }
+        let flight = {
+            let mut flights = self.inner.flights.lock().unwrap_or_else(PoisonError::into_inner);
+            flights.entry(name.to_string()).or_default().clone()
+        };
+        let landed = {
+            let _alone = flight.lock().await;
+            match self.cached(name) {
+                Some(path) => Ok(path),
+                None => self.download(name, bytes).await,
+            }
+        };
+        let mut flights = self.inner.flights.lock().unwrap_or_else(PoisonError::into_inner);
+        // Whoever else holds it waits for the lock, and has to meet those who come later.
+        if flights.get(name).is_some_and(|kept| Arc::strong_count(kept) <= 2) {
+            flights.remove(name);
+        }
+        landed
+    }
+
+    fn cached(&self, name: &str) -> Option<PathBuf> {
+        let path = self.inner.cache.join(name);
+        path.is_file().then_some(path)
+    }
+
+    /// Removes a content from the cache.
+    pub fn discard(&self, name: &str) {
+        if let Some(path) = is_digest(name).then(|| self.cached(name)).flatten() {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+
+    fn key(&self, name: &str) -> Key {
+        self.inner.prefix.clone().join("sha256").join(name)
+    }
+
+    fn address(&self, name: &str) -> String {
+        format!("{}/sha256/{name}", self.inner.url)
+    }
+
+    async fn download(&self, name: &str, bytes: u64) -> Result<PathBuf, ModelStoreError> {
+        let _permit = self.inner.permits.acquire().await;
+        let part = self.part(name);
+        let done = self.stream(name, bytes, &part).await;
+        let path = self.inner.cache.join(name);
+        let landed = match done {
+            Ok(()) => tokio::fs::rename(&part, &path).await.map_err(|error| self.disk(error)),
+            Err(error) => Err(error),
+        };
+        if landed.is_err() {
+            let _ = tokio::fs::remove_file(&part).await;
+        }
+        landed.map(|()| path)
+    }
+
+    /// Brings an object into a file, as far as it is what it should be.
+    async fn stream(&self, name: &str, bytes: u64, part: &Path) -> Result<(), ModelStoreError> {
+        let fail = |error| self.failure(name, error);
+        let found = self.inner.store.get(&self.key(name)).await.map_err(fail)?;
+        let size = found.meta.size;
+        if size != bytes {
+            return Err(self.damaged(name, &format!("it has {size} bytes instead of {bytes}")));
+        }
+        let mut file = tokio::fs::File::create(part).await.map_err(|error| self.disk(error))?;
+        let (mut hash, mut left) = (Sha256::new(), bytes);
+        let mut stream = found.into_stream();
+        while let Some(chunk) = stream.next().await {
+            let chunk = chunk.map_err(fail)?;
+            left = left
+                .checked_sub(chunk.len() as u64)
+                .ok_or_else(|| self.damaged(name, &format!("it has more than {bytes} bytes")))?;
+            hash.update(&chunk);
+            file.write_all(&chunk).await.map_err(|error| self.disk(error))?;
+        }
+        if left > 0 {
+            let why = format!("{} ended {left} bytes early; try again", self.address(name));
+            return Err(ModelStoreError::Unavailable(why));
+        }
+        file.sync_all().await.map_err(|error| self.disk(error))?;
+        let found = hexadecimal(&hash.finalize());
+        match found == name {
+            true => Ok(()),
+            false => Err(self.damaged(name, &format!("its SHA-256 is {found}"))),
+        }
+    }
+
+    /// A name for a file that nobody takes for a model.
+    fn part(&self, name: &str) -> PathBuf {
+        let number = self.inner.parts.fetch_add(1, Ordering::Relaxed);
+        self.inner.cache.join(format!(".{name}.{}.{number}", std::process::id()))
+    }
+
+    /// See [`super::ModelStore::put`]. What is there already is read and compared; where it is not what its name says it
+    /// is put right.
+    pub async fn put(&self, bytes: Bytes) -> Result<String, ModelStoreError> {
+        let (content, size) = (bytes.clone(), bytes.len() as u64);
+        let name = tokio::task::spawn_blocking(move || digest(&content)).await;
+        let name = name.map_err(|error| ModelStoreError::Unavailable(error.to_string()))?;
+        if size > OBJECT_MOST {
+            let why = format!(
+                "{size} bytes are more than one request may carry to S3 (5 GiB): copy the file to {} yourself",
+                self.address(&name)
+            );
+            return Err(ModelStoreError::Unavailable(why));
+        }
+        match self.upload(&name, bytes.clone(), PutMode::Create).await {
+            Ok(()) => {}
+            Err(Error::AlreadyExists { .. } | Error::Precondition { .. }) => {
+                self.discard(&name);
+                match self.fetch(&name, size).await {
+                    Ok(_) => return Ok(name),
+                    Err(ModelStoreError::Damaged(why)) => {
+                        tracing::warn!(why, "put right by what was registered now");
+                        let again = self.upload(&name, bytes, PutMode::Overwrite).await;
+                        again.map_err(|error| self.failure(&name, error))?;
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            Err(error) => return Err(self.failure(&name, error)),
+        }
+        let kept = self.inner.store.head(&self.key(&name)).await;
+        let kept = kept.map_err(|error| self.failure(&name, error))?;
+        match kept.size == size {
+            true => Ok(name),
+            false => Err(self.damaged(&name, &format!("{} of {size} bytes arrived", kept.size))),
+        }
+    }
+
+    async fn upload(&self, name: &str, bytes: Bytes, mode: PutMode) -> Result<(), Error> {
+        let limit = UPLOAD_MOST + Duration::from_secs(bytes.len() as u64 / UPLOAD_LEAST);
+        let options = PutOptions { mode, ..PutOptions::default() };
+        let key = self.key(name);
+        let put = self.inner.store.put_opts(&key, bytes.into(), options);
+        match tokio::time::timeout(limit, put).await {
+            Ok(done) => done.map(|_| ()),
+            Err(late) => Err(Error::Generic { store: "S3", source: Box::new(late) }),
+        }
+    }
+
+    fn damaged(&self, name: &str, how: &str) -> ModelStoreError {
+        ModelStoreError::Damaged(format!(
+            "{} is not what was registered: {how}; register the model again, or put the object back",
+            self.address(name)
+        ))
+    }
+
+    fn disk(&self, error: std::io::Error) -> ModelStoreError {
+        let cache = self.inner.cache.display();
+        ModelStoreError::Unavailable(format!(
+            "the model cache {cache} cannot be written: {error}; --model-cache names another folder"
+        ))
+    }
+
+    fn failure(&self, name: &str, error: Error) -> ModelStoreError {
+        let address = self.address(name);
+        match error {
+            Error::NotFound { .. } => ModelStoreError::Missing(format!(
+                "{address} is not there; check --model-store, or register the model again"
+            )),
+            Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => {
+                ModelStoreError::Unavailable(format!(
+                    "{address}: access is denied; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role that may get and put objects there"
+                ))
+            }
+            error => ModelStoreError::Unavailable(format!(
+                "{address}: {error}; check AWS_ENDPOINT_URL ({}) and AWS_REGION",
+                endpoint().unwrap_or_else(|| "not set: Amazon's".to_string())
+            )),
+        }
+    }
+}
+
+fn endpoint() -> Option<String> {
+    let named = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
+    named("AWS_ENDPOINT_URL_S3").or_else(|| named("AWS_ENDPOINT_URL"))
+}
+
+#[cfg(test)]
+mod tests {
+    use object_store::memory::InMemory;
+
+    use super::*;
+
+    fn bucket(store: &Arc<InMemory>) -> (BucketStore, tempfile::TempDir) {
+        let cache = tempfile::tempdir().unwrap();
+        let store: Arc<dyn ObjectStore> = store.clone();
+        let bucket = BucketStore::with_store(store, "s3://b/p", "p", cache.path()).unwrap();
+        (bucket, cache)
+    }
+
+    fn files(cache: &tempfile::TempDir) -> Vec<String> {
+        let entries = std::fs::read_dir(cache.path().join("sha256")).unwrap();
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    }
+
+    #[tokio::test]
+    async fn what_one_machine_keeps_another_one_gets() {
+        let store = Arc::new(InMemory::new());
+        let (here, there) = (bucket(&store), bucket(&store));
+        let name = here.0.put(Bytes::from_static(b"model")).await.unwrap();
+        assert_eq!(name, digest(b"model"));
+        let path = there.0.fetch(&name, 5).await.unwrap();
+        assert_eq!(std::fs::read(path).unwrap(), b"model");
+        assert_eq!(files(&there.1), std::slice::from_ref(&name));
+        // From now on without the bucket.
+        store.delete(&here.0.key(&name)).await.unwrap();
+        assert!(there.0.fetch(&name, 5).await.is_ok());
+        there.0.discard(&name);
+        let error = there.0.fetch(&name, 5).await.unwrap_err();
+        assert!(matches!(&error, ModelStoreError::Missing(why) if why.contains(&name)), "{error}");
+        assert!(files(&there.1).is_empty());
+    }
+
+    #[tokio::test]
+    async fn what_was_changed_in_the_bucket_is_refused_and_leaves_nothing() {
+        let store = Arc::new(InMemory::new());
+        let (bucket, cache) = bucket(&store);
+        let name = bucket.put(Bytes::from_static(b"model")).await.unwrap();
+        for (wrong, why) in [(&b"mOdel"[..], "SHA-256"), (b"longer than it was", "18 bytes")] {
+            store.put(&bucket.key(&name), Bytes::from_static(wrong).into()).await.unwrap();
+            let error = bucket.fetch(&name, 5).await.unwrap_err();
+            let said = matches!(&error, ModelStoreError::Damaged(text) if text.contains(why));
+            assert!(said, "{error}");
+            assert!(files(&cache).is_empty(), "{:?}", files(&cache));
+        }
+        // Registered again it is put right.
+        assert_eq!(bucket.put(Bytes::from_static(b"model")).await.unwrap(), name);
+        assert!(bucket.fetch(&name, 5).await.is_ok());
+        // And what is right stays as it is.
+        let before = store.head(&bucket.key(&name)).await.unwrap().e_tag;
+        bucket.put(Bytes::from_static(b"model")).await.unwrap();
+        assert_eq!(store.head(&bucket.key(&name)).await.unwrap().e_tag, before);
+    }
+
+    #[tokio::test]
+    async fn nothing_but_contents_is_asked_for() {
+        let (bucket, cache) = bucket(&Arc::new(InMemory::new()));
+        for bad in ["", "../secret", &"/".repeat(64), &"G".repeat(64)] {
+            assert!(bucket.fetch(bad, 1).await.is_err(), "{bad}");
+        }
+        for bad in ["s3://", "s3:///p", "http://x/y"] {
+            assert!(BucketStore::open(bad, cache.path()).is_err(), "{bad}");
+        }
+        // A client with TLS and no credentials can be made; what it lacks is said when it is used.
+        let opened = BucketStore::open("s3://bucket/some/prefix/", cache.path()).unwrap();
+        assert_eq!(opened.key("x").as_ref(), "some/prefix/sha256/x");
+        assert_eq!(opened.address("x"), "s3://bucket/some/prefix/sha256/x");
+    }
+
+    #[tokio::test]
+    async fn many_who_want_one_content_bring_it_once() {
+        let (bucket, cache) = bucket(&Arc::new(InMemory::new()));
+        let content = Bytes::from(vec![7; 100_000]);
+        let name = bucket.put(content.clone()).await.unwrap();
+        let want = || bucket.fetch(&name, content.len() as u64);
+        let got = futures_util::future::join_all((0..32).map(|_| want())).await;
+        assert!(got.iter().all(Result::is_ok), "{got:?}");
+        assert_eq!(bucket.inner.parts.load(Ordering::Relaxed), 1);
+        assert!(bucket.inner.flights.lock().unwrap().is_empty());
+        assert_eq!(files(&cache), [name]);
+    }
+}

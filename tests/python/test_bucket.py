@@ -1,0 +1,136 @@
+"""Models in a bucket: registered at a frontend, brought by a backend, refused when they were changed there."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from bucket import BucketServer
+from cluster import Cluster
+from support import ASSETS
+
+BODY = {"inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}]}
+STORE = "s3://models/atoll"
+
+pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
+    server = BucketServer(tmp_path, "models")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def repository(models: Path, tmp_path: Path) -> Path:
+    """A model that is there from the start: without any, a frontend is not ready."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    shutil.copy(models / "identity_fp32.onnx", folder)
+    return folder
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, bucket: BucketServer, repository: Path) -> Iterator[Cluster]:
+    running = Cluster(tmp_path, repository)
+    running.scheduler("s1")
+    running.model_store = ["--model-store", STORE, "--model-cache", str(tmp_path / "frontend-cache")]
+    running.frontend("f1")
+    start_backend(running, "b1")
+    yield running
+    running.stop()
+
+
+def start_backend(cluster: Cluster, name: str) -> None:
+    cache = cluster.folder / f"{name}-cache"
+    cluster.backend(name, "--model-store", STORE, "--model-cache", str(cache))
+
+
+def register(cluster: Cluster, name: str, content: bytes) -> requests.Response:
+    url = cluster.frontends["f1"].url
+    return requests.post(f"{url}/register", files={"name": (None, name), "model": content}, timeout=60)
+
+
+def infer(cluster: Cluster, name: str) -> requests.Response:
+    return requests.post(f"{cluster.frontends['f1'].url}/v2/models/{name}/infer", json=BODY, timeout=10)
+
+
+def test_a_model_goes_through_the_bucket(cluster: Cluster, bucket: BucketServer) -> None:
+    cluster.wait_ready()
+    cluster.wait_status(lambda status: len(status["backends"]) == 1, 15)
+    model = (ASSETS / "digits.onnx").read_bytes()
+    digest = hashlib.sha256(model).hexdigest()
+    key = f"atoll/sha256/{digest}"
+    answer = register(cluster, "mine", model)
+    assert answer.status_code == 200, f"{answer.text}\n{cluster.logs()}"
+    assert bucket.keys() == [key]
+    assert bucket.read(key) == model
+    answer = infer(cluster, "mine")
+    assert answer.status_code == 200, answer.text
+    cache = cluster.folder / "b1-cache" / "sha256"
+    assert [path.name for path in cache.iterdir()] == [digest]
+    assert (cache / digest).read_bytes() == model
+    # The same content under another name is the same object.
+    assert register(cluster, "again", model).status_code == 200
+    assert bucket.keys() == [key]
+
+    changed = bytearray(model)
+    changed[len(changed) // 2] ^= 1
+    bucket.write(key, bytes(changed))
+    refused_by_a_backend_that_has_to_bring_it(cluster, digest)
+    # Who has it goes on with it.
+    assert infer(cluster, "mine").status_code == 200
+    # Registered again, the object is put right, and who refused it gets it.
+    answer = register(cluster, "mine", model)
+    assert answer.status_code == 200, answer.text
+    assert bucket.read(key) == model
+    ready = lambda status: all(len(m["backends"]) == 2 for m in status["models"])  # noqa: E731
+    cluster.wait_status(ready, 30)
+    assert [path.name for path in (cluster.folder / "b2-cache" / "sha256").iterdir()] == [digest]
+
+
+def refused_by_a_backend_that_has_to_bring_it(cluster: Cluster, digest: str) -> None:
+    start_backend(cluster, "b2")
+    failed = lambda status: any(  # noqa: E731
+        held["state"] == "failed" for row in status["backends"] if row["name"] == "b2" for held in row["models"]
+    )
+    cluster.wait_status(failed, 30)
+    cache = cluster.folder / "b2-cache" / "sha256"
+    for _ in range(100):
+        if not list(cache.iterdir()):
+            break
+        time.sleep(0.05)
+    assert list(cache.iterdir()) == [], "nothing of it stays"
+    reasons = stored_reasons(cluster)
+    assert any(f"{STORE}/sha256/{digest} is not what was registered: its SHA-256 is" in why for why in reasons), reasons
+    assert any("register the model again" in why for why in reasons), reasons
+
+
+def stored_reasons(cluster: Cluster) -> list[str]:
+    """Why models cannot be loaded, as backends say in the store."""
+    rows = cluster.status()["backends"]
+    return [held["reason"] for row in rows for held in row["models"] if held.get("reason")]
+
+
+def test_a_bucket_that_is_not_there_is_named(bucket: BucketServer, repository: Path, tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, repository)
+    try:
+        cluster.scheduler("s1")
+        cluster.backend("b1")
+        cluster.model_store = ["--model-store", "s3://no-such-bucket", "--model-cache", str(tmp_path / "cache")]
+        cluster.frontend("f1")
+        cluster.wait_ready()
+        answer = register(cluster, "mine", (ASSETS / "digits.onnx").read_bytes())
+        assert answer.status_code in (503, 404), answer.text
+        assert "s3://no-such-bucket" in answer.text and "--model-store" in answer.text, answer.text
+    finally:
+        cluster.stop()
