@@ -325,3 +325,19 @@ fn a_replica_on_its_way_out_is_left_out_of_the_plan() {
     let orders = scaler.step(Nanos::ZERO, &situation);
     assert_eq!(orders.draining.into_iter().collect::<Vec<_>>(), ["a"]);
 }
+
+#[test]
+fn nobody_goes_while_there_are_more_than_asked_for() {
+    let mut scaler = Scaler::new(settings(), Nanos::ZERO);
+    let mut members = [member("a", 0.5), member("b", 0.6), member("c", 0.7), member("d", 0.8)];
+    members[0].empty = true;
+    for now in (0..200).step_by(5) {
+        let situation =
+            Situation { replicas: 3, need: Some(2), removal: Removal::Marked, members: &members };
+        let orders = scaler.step(seconds(now), &situation);
+        assert_eq!((orders.replicas, orders.draining.len()), (None, 0), "at {now}");
+    }
+    let situation =
+        Situation { replicas: 3, need: Some(2), removal: Removal::Marked, members: &members[..3] };
+    assert_eq!(scaler.step(seconds(200), &situation).replicas, Some(2));
+}
