@@ -386,7 +386,7 @@ async fn a_turn_waits_for_what_it_begins_with() {
         (stats[0].inference_count, stats[0].execution_count)
     };
     let ask = || async { infer(&node, "m", request(floats(&[1.0]))).await.unwrap() };
-    measured(&node, "m").await;
+    let _settings = measured(&node, "m").await;
     node.set_turn("m", Some(Turn { batch: 8, least: 3 }));
     let before = executions().await;
     tokio::join!(ask(), ask(), ask());
