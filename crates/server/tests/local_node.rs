@@ -386,7 +386,8 @@ async fn a_turn_waits_for_what_it_begins_with() {
         (stats[0].inference_count, stats[0].execution_count)
     };
     let ask = || async { infer(&node, "m", request(floats(&[1.0]))).await.unwrap() };
-    let _settings = measured(&node, "m").await;
+    // What a batch takes is seen before anything waits for one.
+    infer(&node, "m", request(floats(&[1.0; 8]))).await.unwrap();
     node.set_turn("m", Some(Turn { batch: 8, least: 3 }));
     let before = executions().await;
     tokio::join!(ask(), ask(), ask());
