@@ -191,11 +191,14 @@ impl Scaler {
 
     fn shrink(&mut self, now: Nanos, floor: u32, situation: &Situation<'_>, orders: &mut Orders) {
         let surplus = situation.replicas.saturating_sub(floor).min(self.settings.step_down);
-        let staying: Vec<&Member> = situation
-            .members
-            .iter()
-            .filter(|member| !member.ending && !self.leaving.contains_key(&member.name))
-            .collect();
+        let left = |member: &Member| match situation.removal {
+            Removal::Marked => self.leaving.contains_key(&member.name),
+            // Ordinals are used again: a name that went may be somebody else's by now.
+            Removal::Ordinal => false,
+        };
+        let members = situation.members.iter();
+        let staying: Vec<&Member> =
+            members.filter(|member| !member.ending && !left(member)).collect();
         // While more are there than were asked for, it is not known who goes.
         let caught_up = staying.len() <= situation.replicas as usize;
         if surplus == 0 || !caught_up {
