@@ -135,6 +135,10 @@ impl Scaler {
         let mut orders = Orders { wanted, ..Orders::default() };
         if wanted > situation.replicas {
             self.draining.clear();
+            if situation.removal == Removal::Ordinal {
+                // Those that come next have these names.
+                self.leaving.clear();
+            }
             let most = situation.replicas.saturating_add(self.settings.step_up);
             orders.replicas = self.is_rested(now).then(|| wanted.min(most));
         } else {
