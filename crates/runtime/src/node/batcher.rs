@@ -187,7 +187,10 @@ impl<M> Batcher<M> {
 
     /// Makes batches of `turn` from now on, or as its rules say.
     pub(super) fn set_turn(&mut self, turn: Option<Turn>) {
-        self.rules.set_turn(turn);
+        // What a policy has learned stays where nothing changes.
+        if !self.rules.set_turn(turn) {
+            return;
+        }
         for group in &mut self.groups {
             group.policy = self.rules.policy(group.learned.profile());
         }

@@ -70,10 +70,11 @@ impl Rules {
         })
     }
 
-    /// Makes batches of `turn`, or as before; not where a policy was set.
-    pub(super) fn set_turn(&mut self, turn: Option<Turn>) {
+    /// Makes batches of `turn`, or as before; not where a policy was set. Whether that is a change.
+    pub(super) fn set_turn(&mut self, turn: Option<Turn>) -> bool {
         let within = |turn: Turn| Turn { batch: turn.batch.clamp(1, self.batch_max()), ..turn };
-        self.turn = turn.filter(|_| self.auto).map(within);
+        let turn = turn.filter(|_| self.auto).map(within);
+        std::mem::replace(&mut self.turn, turn) != turn
     }
 
     /// The largest batch.
