@@ -88,6 +88,8 @@ pub struct LiveOptions {
     pub warm_seconds: f64,
     /// Seed of random arrivals.
     pub seed: u64,
+    /// How much longer real time may take beside best effort, in percent, where a policy goes by it.
+    pub bearable_percent: f64,
 }
 
 /// Why a cell cannot run.
@@ -191,6 +193,7 @@ impl Live {
             real_time_queues: real_time,
             best_effort_queues: best_effort,
             preemptions_kept: PREEMPTIONS_KEPT,
+            bearable_percent: self.options.bearable_percent,
             observer: Some(recorder.clone()),
             ..NodeOptions::default()
         };

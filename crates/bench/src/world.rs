@@ -307,6 +307,8 @@ impl World {
                 }
                 self.gpu.leave(now, queue, how);
             }
+            // The simulated device divides steps instead.
+            Action::Confine { .. } => {}
             Action::SetBudget { queue, hold, take, expiry } => {
                 self.gpu.set_budget(now, queue, hold, take, expiry);
             }

@@ -93,6 +93,10 @@ pub(crate) struct DeviceSettings {
     #[arg(long, env = "ATOLL_CHAIN", value_name = "STEPS", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) best_effort_chain: u16,
 
+    /// Multiprocessors of a GPU to which best effort is held while it goes on beside real time, in eights; 0 for all of them
+    #[arg(long, env = "ATOLL_CORNER", value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u32).range(0..=64))]
+    pub(crate) corner: u32,
+
     /// Threads a CPU queue computes with; 0 for all cores divided by the queues, and all of them for real time
     #[arg(long, env = "ATOLL_THREADS", default_value_t = 0)]
     pub(crate) threads: usize,
@@ -232,9 +236,27 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "ATOLL_BEST_EFFORT_SHARE", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=90))]
     pub(crate) best_effort_share: u32,
 
+    /// How much longer, in percent, real time may take so that best effort goes on beside it; 0 makes all of it leave
+    #[arg(long, env = "ATOLL_BEARABLE", value_name = "PERCENT", default_value_t = 1.0, value_parser = bearable)]
+    pub(crate) bearable: f64,
+
+    /// Let real time leave for real time of a higher priority whose deadline that helps; what may have to leave runs in a
+    /// slightly slower form
+    #[arg(long, env = "ATOLL_PREEMPT_REAL_TIME")]
+    pub(crate) preempt_real_time: bool,
+
     /// Batches of a real-time model that may run side by side where the device has streams for it
     #[arg(long, env = "ATOLL_REAL_TIME_LANES", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
     pub(crate) real_time_lanes: u32,
+}
+
+/// Reads a share that real time may lose.
+pub(crate) fn bearable(text: &str) -> Result<f64, String> {
+    let percent: f64 = text.parse().map_err(|_| "a number of percent".to_string())?;
+    match (0.0..=100.0).contains(&percent) {
+        true => Ok(percent),
+        false => Err("0 to 100 percent".to_string()),
+    }
 }
 
 #[derive(Clone, Debug, Args)]

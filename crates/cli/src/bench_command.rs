@@ -155,6 +155,14 @@ pub(crate) struct DisbArgs {
     #[arg(long, default_value_t = 60.0)]
     pub(crate) seconds: f64,
 
+    /// On a real device: seconds of load before each of them, and of each model on its own
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.4)]
+    pub(crate) warm_seconds: f64,
+
+    /// On a real device: how much longer, in percent, real time may take so that best effort goes on beside it
+    #[arg(long, value_name = "PERCENT", default_value_t = 1.0, value_parser = crate::args::bearable)]
+    pub(crate) bearable: f64,
+
     /// Seed of random arrivals
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,

@@ -267,6 +267,10 @@ pub(crate) struct BackendArgs {
     #[arg(long, env = "ATOLL_BEST_EFFORT_SHARE", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=90))]
     pub(crate) best_effort_share: u32,
 
+    /// How much longer, in percent, real time may take so that best effort goes on beside it; 0 makes all of it leave
+    #[arg(long, env = "ATOLL_BEARABLE", value_name = "PERCENT", default_value_t = 1.0, value_parser = crate::args::bearable)]
+    pub(crate) bearable: f64,
+
     /// Seconds running requests may take to finish after SIGTERM or Ctrl-C
     #[arg(long, env = "ATOLL_EXIT_TIMEOUT_SECS", default_value_t = 30)]
     pub(crate) exit_timeout_secs: u64,

@@ -504,6 +504,7 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
     let options = NodeOptions {
         max_requests: args.max_requests as usize,
         best_effort_share_percent: args.best_effort_share,
+        bearable_percent: args.bearable,
         ..NodeOptions::default()
     };
     let running = RunningBackend::start(BackendParts {

@@ -11,9 +11,6 @@ use crate::failure::Failure;
 use crate::sim_command::write;
 use crate::{engine, testbed};
 
-/// Seconds of load before each cell, and of each model on its own.
-const WARM_SECONDS: f64 = 0.4;
-
 /// Why `reef` is left out of ALL.
 const REEF: &str =
     "it kills and fuses kernels, which no device here can; it runs with --device sim";
@@ -29,8 +26,12 @@ pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
     names.sort_unstable();
     names.dedup();
     let models = testbed::load(args.models.as_deref(), args.seed, device.as_ref(), &names)?;
-    let options =
-        LiveOptions { seconds: args.seconds, warm_seconds: WARM_SECONDS, seed: args.seed };
+    let options = LiveOptions {
+        seconds: args.seconds,
+        warm_seconds: args.warm_seconds,
+        seed: args.seed,
+        bearable_percent: args.bearable,
+    };
     let description = device.info().description.clone();
     let live = Live::new(device, models, options).map_err(Failure::failed)?;
     for alone in live.alone() {

@@ -43,6 +43,8 @@ pub(crate) fn node_options(args: &ServeArgs) -> NodeOptions {
         policy: args.policy.clone(),
         max_requests: args.max_requests as usize,
         best_effort_share_percent: args.best_effort_share,
+        bearable_percent: args.bearable,
+        preempt_real_time: args.preempt_real_time,
         real_time_lanes: args.real_time_lanes as usize,
         ..NodeOptions::default()
     }

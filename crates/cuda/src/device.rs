@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use base::Bytes;
 use device::residency::MemoryUse;
 use device::{
-    CompletionSink, Device, DeviceError, DeviceInfo, KernelCompiler, PreemptionLevel, Program,
-    Queue, QueueOptions,
+    CompletionSink, Device, DeviceError, DeviceInfo, KernelCompiler, Order, PreemptionLevel,
+    Program, Queue, QueueOptions,
 };
 use model::LaunchPlan;
 use model::gpu::{GpuTarget, Precision};
@@ -16,7 +16,7 @@ use model::gpu::{GpuTarget, Precision};
 use crate::cubin_cache::CubinCache;
 use crate::driver::{Context, DriverFacts, Priority, Stream};
 use crate::error::OpenError;
-use crate::hub::Hub;
+use crate::hub::{CaptureStreams, Hub};
 use crate::kernel_text::architecture;
 use crate::kernels::{Kernels, Progress};
 use crate::nvml::{Health, Nvml};
@@ -61,6 +61,8 @@ pub struct CudaOptions {
     pub weights_chunk_bytes: u64,
     /// How queues wait for the device.
     pub polling: Polling,
+    /// Multiprocessors of the corner to which best effort is held that goes on beside real time; none for 0.
+    pub corner_multiprocessors: u32,
 }
 
 impl Default for CudaOptions {
@@ -77,6 +79,7 @@ impl Default for CudaOptions {
             weights_on_demand: false,
             weights_chunk_bytes: 2 << 20,
             polling: Polling::default(),
+            corner_multiprocessors: 16,
         }
     }
 }
@@ -151,7 +154,16 @@ impl CudaDevice {
                 Precision::F32 => 0.0,
             },
         };
+        let corner = context.corner(options.corner_multiprocessors)?;
         let high = || Stream::new(&context, Priority::High);
+        let capture_streams = CaptureStreams {
+            high: high()?,
+            low: Stream::new(&context, Priority::Low)?,
+            corner: match &corner {
+                Some(corner) => Some(Stream::in_corner(&context, corner)?),
+                None => None,
+            },
+        };
         let memory_stream = Arc::new(Stream::new(&context, Priority::Low)?);
         let real_time = Arc::new(AtomicUsize::new(0));
         let hub = Hub {
@@ -162,7 +174,8 @@ impl CudaDevice {
             best_effort: AtomicUsize::new(0),
             memory_stream: memory_stream.clone(),
             input_stream: Arc::new(high()?),
-            capture_streams: Mutex::new([high()?, Stream::new(&context, Priority::Low)?]),
+            corner,
+            capture_streams: Mutex::new(capture_streams),
             timeline: Timeline::default(),
             tuning: RwLock::default(),
             weights: Arc::new(WeightMemory::start(&memory_stream, &real_time, &options)?),
@@ -294,8 +307,16 @@ impl Device for CudaDevice {
         })
     }
 
-    fn preempt(&self, queues: &[&dyn Queue]) {
-        self.hub.quiet.expect_launch();
-        self.hub.seats.together(|| queues.iter().for_each(|queue| queue.preempt()));
+    fn corner(&self) -> Option<u32> {
+        self.hub.corner.as_ref().map(|corner| corner.multiprocessors())
+    }
+
+    fn order(&self, orders: &[(&dyn Queue, Order)]) {
+        // Whoever is let out makes room for nobody.
+        if orders.iter().any(|(_, order)| *order != Order::Confine(false)) {
+            self.hub.quiet.expect_launch();
+        }
+        let give = || orders.iter().for_each(|(queue, order)| queue.order(*order));
+        self.hub.seats.together(give);
     }
 }

@@ -16,6 +16,7 @@ pub(crate) use event::Event;
 pub(crate) use graph::Graph;
 pub(crate) use memory::DeviceBuffer;
 pub(crate) use module::{Function, Module};
+pub(crate) use partition::Part;
 pub(crate) use pinned::{PinnedBuffer, PinnedWord};
 pub(crate) use stream::{LaunchShape, Priority, Stream};
 pub(crate) use virtual_memory::{AddressRange, Piece, granularity};

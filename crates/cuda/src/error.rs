@@ -51,6 +51,14 @@ pub enum OpenError {
         /// They come in groups of so many.
         group: u32,
     },
+    /// The GPU has no room for a corner of that size.
+    #[error(
+        "the GPU has no corner of {multiprocessors} multiprocessors; ask for fewer, or for none with 0"
+    )]
+    Corner {
+        /// What was asked for.
+        multiprocessors: u32,
+    },
     /// The run-time compiler or its headers are missing.
     #[error("{0}")]
     NoCompiler(String),

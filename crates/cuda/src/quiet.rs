@@ -38,6 +38,11 @@ impl Quiet {
         self.expected_until.store(until, Ordering::Release);
     }
 
+    /// The launch that was expected is left to the one who keeps quiet.
+    pub(crate) fn end(&self) {
+        self.expected_until.store(0, Ordering::Release);
+    }
+
     /// The launch is made as long as the answer lives.
     pub(crate) fn call(&self) -> Call<'_> {
         self.callers.fetch_add(1, Ordering::AcqRel);
@@ -56,7 +61,7 @@ impl Quiet {
 
 impl Drop for Call<'_> {
     fn drop(&mut self) {
-        self.0.expected_until.store(0, Ordering::Release);
+        self.0.end();
         self.0.callers.fetch_sub(1, Ordering::AcqRel);
     }
 }

@@ -231,6 +231,19 @@ struct OrderState {
     ordered: u64,
     /// The seat of the work that runs, with its ticket.
     running: Option<(u64, Arc<Seat>)>,
+    /// Work is held to the corner.
+    confined: bool,
+    /// The work that runs is there.
+    cornered: bool,
+}
+
+/// What work is launched with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Seating {
+    /// The number its launches carry.
+    pub(crate) number: u32,
+    /// Whether they go to the corner.
+    pub(crate) cornered: bool,
 }
 
 impl Orders {
@@ -261,19 +274,45 @@ impl Orders {
         ticket <= self.lock().ordered
     }
 
-    /// Work takes its seat; the number its launches carry, or `None` when it was told to leave.
-    pub(crate) fn sit(&self, ticket: u64, seat: &Arc<Seat>) -> Option<u32> {
+    /// Work takes its seat, or goes on from it after it was sent to another place; `None` when it was told to leave.
+    pub(crate) fn sit(&self, ticket: u64, seat: &Arc<Seat>) -> Option<Seating> {
         let mut state = self.lock();
         if ticket <= state.ordered {
             return None;
         }
         state.running = Some((ticket, seat.clone()));
-        Some(seat.number())
+        state.cornered = state.confined;
+        Some(Seating { number: seat.number(), cornered: state.cornered })
     }
 
     /// The work that ran has ended.
     pub(crate) fn stand(&self) {
         self.lock().running = None;
+    }
+
+    /// Holds work to the corner, or no more. What runs in the wrong place is made to leave, and finds when it has that it was
+    /// not told to go.
+    pub(crate) fn confine(&self, confined: bool) {
+        let mut state = self.lock();
+        state.confined = confined;
+        let elsewhere = confined != state.cornered;
+        let runs = |(ticket, _): &&(u64, Arc<Seat>)| elsewhere && *ticket > state.ordered;
+        if let Some((_, seat)) = state.running.as_ref().filter(runs) {
+            seat.raise();
+        }
+    }
+
+    /// Whether work is held to the corner.
+    pub(crate) fn is_confined(&self) -> bool {
+        self.lock().confined
+    }
+
+    /// The work that runs has nothing on the device any more and launches from here on where it is held to; whether that is
+    /// the corner.
+    pub(crate) fn move_over(&self) -> bool {
+        let mut state = self.lock();
+        state.cornered = state.confined;
+        state.cornered
     }
 }
 

@@ -131,11 +131,15 @@ pub trait Device: Send + Sync {
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError>;
 
-    /// Makes everything launched so far on all of `queues`, which are this device's, leave: at one go where that is cheaper
-    /// than one by one.
-    fn preempt(&self, queues: &[&dyn Queue]) {
-        for queue in queues {
-            queue.preempt();
+    /// Multiprocessors of the corner that queues can be held to, if it has one.
+    fn corner(&self) -> Option<u32> {
+        None
+    }
+
+    /// Gives `orders` to queues, which are this device's: at one go where that is cheaper than one by one.
+    fn order(&self, orders: &[(&dyn Queue, Order)]) {
+        for (queue, order) in orders {
+            queue.order(*order);
         }
     }
 
@@ -267,6 +271,15 @@ pub struct Segment {
     pub steps: Range<usize>,
 }
 
+/// What a queue can be told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// See [`Queue::preempt`].
+    Leave,
+    /// See [`Queue::confine`].
+    Confine(bool),
+}
+
 /// Runs segments in order.
 pub trait Queue: Send + Sync {
     /// Enqueues `segment` without waiting. A full queue gives it back.
@@ -276,6 +289,18 @@ pub trait Queue: Send + Sync {
     /// afterwards is not concerned. Segments that left come back as [`Outcome::Left`]. On a queue that is not
     /// preemptible only segments leave that have not begun.
     fn preempt(&self);
+
+    /// Holds the queue's work to the device's corner, or lets it out. What runs elsewhere leaves and goes on there by itself.
+    /// Nothing happens where there is no [`Device::corner`], or on a queue that is not preemptible.
+    fn confine(&self, _confined: bool) {}
+
+    /// Carries out an order.
+    fn order(&self, order: Order) {
+        match order {
+            Order::Leave => self.preempt(),
+            Order::Confine(confined) => self.confine(confined),
+        }
+    }
 }
 
 /// How a segment ended.

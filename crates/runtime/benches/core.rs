@@ -23,7 +23,7 @@ struct Loaded {
 
 impl Loaded {
     fn new(waiting: usize) -> Loaded {
-        let queues = QueueLayout { shared: 0, real_time: 1, best_effort: 4 };
+        let queues = QueueLayout { shared: 0, real_time: 1, best_effort: 4, yielding: 0 };
         let mut core = Core::new(CoreOptions { queues, ..CoreOptions::default() });
         let mut actions = Vec::new();
         let kernels: Arc<[KernelProfile]> = builtin::mi50().models[2].kernels.as_slice().into();

@@ -14,6 +14,7 @@
 mod companions;
 mod dispatch;
 mod fair;
+mod rank;
 mod ready;
 mod recovery;
 mod requests;
@@ -205,6 +206,13 @@ pub enum Action {
         /// How finely.
         how: Leave,
     },
+    /// Hold a queue to the device's corner, or no more: its work goes on.
+    Confine {
+        /// The queue.
+        queue: usize,
+        /// Whether it is held.
+        confined: bool,
+    },
     /// Let a queue hold at most so many multiprocessors, and place new blocks only up to `take`.
     SetBudget {
         /// The queue.
@@ -293,8 +301,10 @@ pub struct QueueLayout {
     pub shared: usize,
     /// Queues of real time; numbered next.
     pub real_time: usize,
-    /// Queues of best effort; numbered last.
+    /// Queues of best effort; numbered next.
     pub best_effort: usize,
+    /// Queues of real time that leaves for real time of a higher priority; numbered last.
+    pub yielding: usize,
 }
 
 /// A bug that tests plant to see whether their checkers notice it.
@@ -332,6 +342,10 @@ pub struct CoreOptions {
     pub watchdog: Option<Nanos>,
     /// The device as padding sees it.
     pub room: Room,
+    /// Whether a companion is held to a corner of the device.
+    pub corner: bool,
+    /// How much longer real time may take beside a companion, as a share of what it takes alone.
+    pub bearable: f64,
     /// Never set but by tests.
     pub mutation: Option<Mutation>,
 }
@@ -339,7 +353,7 @@ pub struct CoreOptions {
 impl Default for CoreOptions {
     fn default() -> Self {
         CoreOptions {
-            queues: QueueLayout { shared: 1, real_time: 0, best_effort: 0 },
+            queues: QueueLayout { shared: 1, real_time: 0, best_effort: 0, yielding: 0 },
             max_requests: 65_536,
             best_effort_share_percent: 0,
             best_effort_slice: Nanos::from_millis(10),
@@ -351,6 +365,8 @@ impl Default for CoreOptions {
             close_after: Nanos::from_millis(100),
             watchdog: None,
             room: Room { sms: 1, launch: Nanos::ZERO, gap: Nanos::ZERO, inside_tile: false },
+            corner: false,
+            bearable: companions::BEARABLE,
             mutation: None,
         }
     }
@@ -379,9 +395,13 @@ enum Kind {
 #[derive(Clone, Debug)]
 struct Slot {
     kind: Kind,
+    /// Its real-time work leaves for other.
+    yields: bool,
     running: Option<Running>,
     /// Whether the device holds it to a budget.
     padded: bool,
+    /// Whether it is held to the device's corner.
+    confined: bool,
     hold: u32,
     take: u32,
     expiry: Option<(Nanos, u32)>,
@@ -437,6 +457,8 @@ pub struct Core {
     /// Real-time requests that are expected, and the model of the one announced last.
     expected: usize,
     expected_model: Option<ModelId>,
+    /// The highest real-time priority that was seen; the smallest number.
+    foremost: u32,
     lost: bool,
     draining: bool,
     candidates: Vec<Candidate>,
@@ -451,10 +473,12 @@ impl Core {
 
     /// A core with nothing to do.
     pub fn with_policy(options: CoreOptions, policy: Box<dyn Policy>) -> Core {
-        let QueueLayout { shared, real_time, best_effort } = options.queues;
-        let kinds =
-            [(Kind::Shared, shared), (Kind::RealTime, real_time), (Kind::BestEffort, best_effort)];
-        let queues = kinds.into_iter().flat_map(|(kind, count)| std::iter::repeat_n(kind, count));
+        let QueueLayout { shared, real_time, best_effort, yielding } = options.queues;
+        let slots = |kind, yields, count| std::iter::repeat_n(Slot::new(kind, yields), count);
+        let queues = slots(Kind::Shared, false, shared)
+            .chain(slots(Kind::RealTime, false, real_time))
+            .chain(slots(Kind::BestEffort, false, best_effort))
+            .chain(slots(Kind::RealTime, true, yielding));
         Core {
             rules: policy.rules(),
             models: Vec::new(),
@@ -462,7 +486,7 @@ impl Core {
             real_time: ReadyHeap::default(),
             best_effort: FairQueue::default(),
             deadlines: ReadyHeap::default(),
-            queues: queues.map(Slot::new).collect(),
+            queues: queues.collect(),
             best_effort_credit: 0,
             slice_until: None,
             wants: Vec::new(),
@@ -470,11 +494,12 @@ impl Core {
             real_time_copies: 0,
             slowdowns: Slowdowns::default(),
             beside: 0,
-            companions: Companions::default(),
+            companions: Companions::new(options.bearable, options.corner),
             companion: None,
             companion_for: None,
             expected: 0,
             expected_model: None,
+            foremost: u32::MAX,
             lost: false,
             draining: false,
             candidates: Vec::new(),
@@ -701,6 +726,8 @@ impl Core {
         let Some(state) = self.requests.get_mut(request) else { return };
         state.phase = Phase::Waiting;
         let (model, class, priority) = (state.model, state.class, state.priority);
+        self.note_rank(class, priority);
+        let Some(state) = self.requests.get(request) else { return };
         let deadline = match self.options.real_time_order {
             RealTimeOrder::EarliestDeadline => state.deadline.0,
             RealTimeOrder::Fifo => 0,
@@ -732,20 +759,9 @@ impl Core {
     /// Frees a queue and books the time its segment took.
     fn release_queue(&mut self, queue: usize, busy: Nanos) -> Option<Running> {
         let slot = self.queues.get_mut(queue)?;
-        slot.step = None;
+        (slot.step, slot.companion) = (None, None);
         let running = slot.running.take()?;
         let split = slot.kind != Kind::Shared;
-        let companion = slot.companion.take();
-        // Runs of several rows, or beside others of their model, are not to be compared.
-        let plain = self.requests.get(running.request).is_none_or(|state| state.rows == 1)
-            && self.real_time_slot().is_none();
-        if split
-            && running.class == Class::RealTime
-            && plain
-            && self.rules.beside == Beside::Companion
-        {
-            self.companions.record(running.model, companion, busy);
-        }
         if let Some(model) = self.model_mut(running.model) {
             model.weights.users -= 1;
         }
@@ -772,7 +788,23 @@ impl Core {
         Some(running)
     }
 
+    /// Learns from a real-time run that is done how long such runs take beside what ran beside it.
+    fn note_run(&mut self, queue: usize, busy: Nanos) {
+        let Some(slot) = self.queues.get(queue) else { return };
+        let Some(running) = slot.running.filter(|_| slot.kind == Kind::RealTime) else { return };
+        let request = self.requests.get(running.request);
+        // Runs of several rows, in parts, or beside others of their model, are not to be compared.
+        let plain =
+            request.is_none_or(|state| state.rows == 1 && state.progress == Progress::default());
+        let sole = self.queues.iter().filter(|slot| slot.kind == Kind::RealTime);
+        let sole = sole.filter(|slot| slot.running.is_some()).count() == 1;
+        if plain && sole && self.rules.beside == Beside::Companion {
+            self.companions.record(running.model, slot.companion, busy);
+        }
+    }
+
     fn segment_done(&mut self, now: Nanos, queue: usize, busy: Nanos, actions: &mut Vec<Action>) {
+        self.note_run(queue, busy);
         let Some(running) = self.release_queue(queue, busy) else { return };
         let end = match self.requests.get(running.request) {
             None => return,

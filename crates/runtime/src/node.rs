@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use base::{Bytes, Clock, Nanos};
 use device::{
-    Completion, CompletionSink, Device, DeviceError, Outcome, Program, Queue, Segment, Task,
+    Completion, CompletionSink, Device, DeviceError, Order as QueueOrder, Outcome, Program, Queue,
+    Segment, Task,
 };
 use model::Tensor;
 use model::config::{Class, ModelConfig};
@@ -70,6 +71,11 @@ pub struct NodeOptions {
     pub real_time_queues: usize,
     /// Best-effort queues of such a policy.
     pub best_effort_queues: usize,
+    /// Whether real time leaves for real time of a higher priority whose deadline that helps, where the device lets work leave
+    /// inside steps. What may have to leave runs in a slower form.
+    pub preempt_real_time: bool,
+    /// How much longer real time may take beside best effort that goes on in a corner of the device, in percent.
+    pub bearable_percent: f64,
     /// Preemptions that are remembered one by one.
     pub preemptions_kept: usize,
     /// What weights may take of a device whose weights come and go; all it has when absent.
@@ -87,6 +93,8 @@ impl Default for NodeOptions {
             real_time_lanes: 1,
             real_time_queues: 4,
             best_effort_queues: 6,
+            preempt_real_time: false,
+            bearable_percent: 1.0,
             preemptions_kept: 1_024,
             memory: None,
             observer: None,
@@ -278,6 +286,8 @@ impl Node {
             loads_at_once: weights::LOADS_AT_ONCE,
             load_patience: weights::PATIENCE,
             close_after: weights::CLOSE_AFTER,
+            corner: device.corner().is_some(),
+            bearable: options.bearable_percent / 100.0,
             ..CoreOptions::default()
         };
         let state = State {
@@ -611,16 +621,20 @@ impl Shared {
             let mut actions = std::mem::take(&mut state.actions);
             state.core.step(now, event, &mut actions);
             self.note_orders(&mut state, now, &actions);
-            let mut told = Vec::new();
+            let mut orders = Vec::new();
             for action in actions.drain(..) {
-                if let Action::Preempt { queue, .. } = action {
-                    told.push(queue);
-                    continue;
+                match action {
+                    Action::Preempt { queue, .. } => orders.push((queue, QueueOrder::Leave)),
+                    Action::Confine { queue, confined } => {
+                        orders.push((queue, QueueOrder::Confine(confined)));
+                    }
+                    action => {
+                        self.send_orders(&mut orders);
+                        self.act(&mut state, now, action, &mut events, &mut due);
+                    }
                 }
-                self.send_orders(&mut told);
-                self.act(&mut state, now, action, &mut events, &mut due);
             }
-            self.send_orders(&mut told);
+            self.send_orders(&mut orders);
             state.actions = actions;
         }
         self.rearm_timer(&mut state);
@@ -644,15 +658,15 @@ impl Shared {
         }
     }
 
-    /// Makes the work of all queues in `told` leave, at one go.
-    fn send_orders(&self, told: &mut Vec<usize>) {
-        if told.is_empty() {
+    /// Gives all `orders` to their queues at one go.
+    fn send_orders(&self, orders: &mut Vec<(usize, QueueOrder)>) {
+        if orders.is_empty() {
             return;
         }
         let queues = self.queues.get().map(Vec::as_slice).unwrap_or_default();
-        let told: Vec<&dyn Queue> =
-            told.drain(..).filter_map(|queue| queues.get(queue).map(|queue| &**queue)).collect();
-        self.device.preempt(&told);
+        let to = |(queue, order): (usize, QueueOrder)| Some((&**queues.get(queue)?, order));
+        let orders: Vec<(&dyn Queue, QueueOrder)> = orders.drain(..).filter_map(to).collect();
+        self.device.order(&orders);
     }
 
     fn note_orders(&self, state: &mut State, now: Nanos, actions: &[Action]) {
@@ -730,8 +744,9 @@ impl Shared {
             }
             Action::Load { model } => self.start_load(state, now, model),
             Action::Evict { model } => state.evict(model),
-            // Orders to leave go out together. The device copies inputs by itself, and a step there is not divided.
+            // Orders go out together. The device copies inputs by itself, and a step there is not divided.
             Action::Preempt { .. }
+            | Action::Confine { .. }
             | Action::SetBudget { .. }
             | Action::Pad { .. }
             | Action::Copy { .. }

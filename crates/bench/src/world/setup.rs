@@ -121,9 +121,9 @@ fn layout(scenario: &Scenario, streams: Streams) -> QueueLayout {
     };
     let real_time = of(Class::RealTime).clamp(1, 16);
     match streams {
-        Streams::One => QueueLayout { shared: 1, real_time: 0, best_effort: 0 },
-        Streams::Split => QueueLayout { shared: 0, real_time: 1, best_effort },
-        Streams::Many => QueueLayout { shared: 0, real_time, best_effort },
+        Streams::One => QueueLayout { shared: 1, real_time: 0, best_effort: 0, yielding: 0 },
+        Streams::Split => QueueLayout { shared: 0, real_time: 1, best_effort, yielding: 0 },
+        Streams::Many => QueueLayout { shared: 0, real_time, best_effort, yielding: 0 },
     }
 }
 

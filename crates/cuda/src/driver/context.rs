@@ -101,6 +101,15 @@ impl Context {
         Ok(Arc::new(context))
     }
 
+    /// A part of at least so many multiprocessors that streams can be held to, unless this is a part itself.
+    pub(crate) fn corner(&self, least: u32) -> Result<Option<Arc<Part>>, OpenError> {
+        if self.part.is_some() || least == 0 {
+            return Ok(None);
+        }
+        self.enter()?;
+        Ok(Some(Arc::new(partition::corner(self.device, least)?)))
+    }
+
     /// The part of the GPU it is, if not all of it.
     pub(super) fn part(&self) -> Option<&Part> {
         self.part.as_ref()

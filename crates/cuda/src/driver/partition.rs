@@ -18,6 +18,13 @@ fn share(multiprocessors: u32, parts: usize) -> Option<u32> {
     Some(each - each % GROUP).filter(|share| *share > 0)
 }
 
+/// A part of at least `least` multiprocessors, which the rest of the GPU uses as well.
+pub(super) fn corner(device: CUdevice, least: u32) -> Result<Part, OpenError> {
+    let groups = groups(device, 1, least)?;
+    let none = OpenError::Corner { multiprocessors: least };
+    Part::open(device, *groups.first().ok_or(none)?)
+}
+
 /// Divides the GPU into `parts` parts that have no multiprocessor in common.
 pub(super) fn split(
     device: CUdevice,
@@ -27,6 +34,15 @@ pub(super) fn split(
     let all = facts.multiprocessors;
     let too_many = OpenError::Parts { parts, multiprocessors: all, group: GROUP };
     let least = share(all, parts).ok_or_else(|| too_many.clone())?;
+    let groups = groups(device, parts, least)?;
+    match groups.len() == parts {
+        true => Ok(groups),
+        false => Err(too_many),
+    }
+}
+
+/// Up to `most` disjoint groups of at least `least` multiprocessors.
+fn groups(device: CUdevice, most: usize, least: u32) -> Result<Vec<CUdevResource>, OpenError> {
     // SAFETY: plain numbers, for which zeros are valid; the driver fills them in.
     let mut whole: CUdevResource = unsafe { std::mem::zeroed() };
     let kind = CUdevResourceType::CU_DEV_RESOURCE_TYPE_SM;
@@ -34,25 +50,28 @@ pub(super) fn split(
     let code = unsafe { sys::cuDeviceGetDevResource(device, &mut whole, kind) };
     check("cuDeviceGetDevResource", code)?;
     // SAFETY: as above.
-    let mut groups: Vec<CUdevResource> = vec![unsafe { std::mem::zeroed() }; parts];
-    let mut count = u32::try_from(parts).map_err(|_| too_many.clone())?;
+    let mut groups: Vec<CUdevResource> = vec![unsafe { std::mem::zeroed() }; most];
+    let mut count = u32::try_from(most).unwrap_or(u32::MAX);
     let rest = std::ptr::null_mut();
     // SAFETY: `groups` has room for `count` answers, and the rest may be absent.
     let code = unsafe {
         sys::cuDevSmResourceSplitByCount(groups.as_mut_ptr(), &mut count, &whole, rest, 0, least)
     };
     check("cuDevSmResourceSplitByCount", code)?;
-    match count as usize == parts {
-        true => Ok(groups),
-        false => Err(too_many),
-    }
+    groups.truncate(count as usize);
+    Ok(groups)
 }
 
 /// One part.
-pub(super) struct Part {
+pub(crate) struct Part {
     raw: CUgreenCtx,
     multiprocessors: u32,
 }
+
+// SAFETY: the handle of a green context may be used from any thread.
+unsafe impl Send for Part {}
+// SAFETY: as above; the driver locks its own state.
+unsafe impl Sync for Part {}
 
 impl Part {
     pub(super) fn open(device: CUdevice, mut resource: CUdevResource) -> Result<Part, OpenError> {
@@ -70,7 +89,7 @@ impl Part {
         Ok(Part { raw, multiprocessors })
     }
 
-    pub(super) fn multiprocessors(&self) -> u32 {
+    pub(crate) fn multiprocessors(&self) -> u32 {
         self.multiprocessors
     }
 

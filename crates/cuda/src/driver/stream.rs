@@ -12,7 +12,7 @@ use cudarc::driver::sys::{
     CUstreamBatchMemOpType, CUstreamCaptureMode,
 };
 
-use super::{Context, Function, Graph};
+use super::{Context, Function, Graph, Part};
 use crate::error::CudaError;
 
 /// The most memory operations the driver takes at once.
@@ -41,6 +41,8 @@ pub(crate) struct LaunchShape {
 pub(crate) struct Stream {
     raw: CUstream,
     context: Arc<Context>,
+    /// What its kernels are held to, if not to all that the context has.
+    _corner: Option<Arc<Part>>,
 }
 
 // SAFETY: a stream handle may be used from any thread.
@@ -50,21 +52,26 @@ unsafe impl Sync for Stream {}
 
 impl Stream {
     pub(crate) fn new(context: &Arc<Context>, priority: Priority) -> Result<Stream, CudaError> {
-        context.enter()?;
-        let (mut least, mut greatest) = (0, 0);
-        // SAFETY: both are places for the answer.
-        let code = unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) };
-        context.check("cuCtxGetStreamPriorityRange", code)?;
-        let number = if priority == Priority::High { greatest } else { least };
+        let number = number_of(context, priority)?;
+        let own = |raw| Stream { raw, context: context.clone(), _corner: None };
         if let Some(part) = context.part() {
-            return Ok(Stream { raw: part.stream(number)?, context: context.clone() });
+            return part.stream(number).map(own);
         }
         let mut raw: CUstream = std::ptr::null_mut();
         let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: `raw` is a place for the answer; destroyed when this value is dropped.
         let code = unsafe { sys::cuStreamCreateWithPriority(&mut raw, flags, number) };
         context.check("cuStreamCreateWithPriority", code)?;
-        Ok(Stream { raw, context: context.clone() })
+        Ok(own(raw))
+    }
+
+    /// A stream of low priority whose kernels run in `corner` only, which is a part of the same GPU.
+    pub(crate) fn in_corner(
+        context: &Arc<Context>,
+        corner: &Arc<Part>,
+    ) -> Result<Stream, CudaError> {
+        let raw = corner.stream(number_of(context, Priority::Low)?)?;
+        Ok(Stream { raw, context: context.clone(), _corner: Some(corner.clone()) })
     }
 
     pub(crate) fn context(&self) -> &Arc<Context> {
@@ -261,6 +268,16 @@ impl Drop for Stream {
             let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
         }
     }
+}
+
+/// What the driver calls `priority`.
+fn number_of(context: &Arc<Context>, priority: Priority) -> Result<i32, CudaError> {
+    context.enter()?;
+    let (mut least, mut greatest) = (0, 0);
+    // SAFETY: both are places for the answer.
+    let code = unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) };
+    context.check("cuCtxGetStreamPriorityRange", code)?;
+    Ok(if priority == Priority::High { greatest } else { least })
 }
 
 fn write_of((address, value): (u64, u32)) -> CUstreamBatchMemOpParams {

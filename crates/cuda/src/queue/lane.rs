@@ -15,10 +15,10 @@ use device::{Completion, CompletionSink, DeviceError, Outcome, Segment, Task};
 use super::{LOOKS_PER_QUERY, failed, is_reached, own_task};
 use crate::driver::{Event, PinnedBuffer, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
-use crate::hub::Hub;
+use crate::hub::{Hub, Place};
 use crate::instance::BestEffortLaunch;
 use crate::lowered::Lowered;
-use crate::seats::{Orders, Seat};
+use crate::seats::{Orders, Seat, Seating};
 use crate::task::CudaTask;
 
 /// Launches, each with a mark behind it, that are in flight on a queue: one that runs and one to go on with.
@@ -89,11 +89,11 @@ impl Inbox {
     }
 }
 
-/// A queue's stream, and what runs on it.
+/// A queue's streams, and what runs on one of them.
 pub(crate) struct Lane {
     id: u32,
     hub: Arc<Hub>,
-    stream: Stream,
+    streams: Streams,
     /// The last mark that was passed.
     word: PinnedWord,
     /// The last mark that was queued.
@@ -108,9 +108,48 @@ pub(crate) struct Lane {
     looks: u32,
 }
 
+/// Where a lane's work is queued: on one of two streams at a time.
+struct Streams {
+    priority: Priority,
+    anywhere: Stream,
+    corner: Option<Stream>,
+    /// The work is in the corner.
+    cornered: bool,
+}
+
+impl Streams {
+    fn new(hub: &Hub, priority: Priority) -> Result<Streams, CudaError> {
+        let context = hub.context();
+        let corner = hub.corner.as_ref().filter(|_| priority == Priority::Low);
+        let corner = corner.map(|corner| Stream::in_corner(context, corner)).transpose()?;
+        let anywhere = Stream::new(context, priority)?;
+        Ok(Streams { priority, anywhere, corner, cornered: false })
+    }
+
+    fn current(&self) -> &Stream {
+        match &self.corner {
+            Some(corner) if self.cornered => corner,
+            _ => &self.anywhere,
+        }
+    }
+
+    fn place(&self) -> Place {
+        if self.cornered { Place::Corner } else { self.priority.into() }
+    }
+}
+
+impl Drop for Streams {
+    fn drop(&mut self) {
+        // The words and buffers of their lane must outlive what is queued.
+        let _ = self.anywhere.synchronize();
+        let _ = self.corner.as_ref().map(Stream::synchronize);
+    }
+}
+
 /// A segment under way.
 struct Run {
     segment: Segment,
+    ticket: u64,
     started: Instant,
     seat: Option<Arc<Seat>>,
     /// What its launches carry.
@@ -120,6 +159,8 @@ struct Run {
     /// It is a whole run whose weights are there, so the time it takes, unless it leaves, says how long such runs take.
     paced: bool,
     flight: Flight,
+    /// What was queued before its first launch is known to be done.
+    settled: bool,
     stage: Stage,
 }
 
@@ -176,13 +217,14 @@ impl Lane {
     pub(crate) fn new(
         hub: Arc<Hub>,
         id: u32,
+        priority: Priority,
         inbox: Arc<Inbox>,
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Lane, CudaError> {
         let context = hub.context();
         Ok(Lane {
             id,
-            stream: Stream::new(context, Priority::Low)?,
+            streams: Streams::new(&hub, priority)?,
             word: PinnedWord::new(context)?,
             marks: 0,
             readback: PinnedBuffer::zeroed(context, 4096)?,
@@ -193,6 +235,14 @@ impl Lane {
             run: None,
             looks: 0,
         })
+    }
+
+    /// How many run what it runs.
+    fn running(&self) -> &AtomicUsize {
+        match self.streams.priority {
+            Priority::High => &self.hub.real_time,
+            Priority::Low => &self.hub.best_effort,
+        }
     }
 
     /// Whether it runs something.
@@ -262,7 +312,7 @@ impl Lane {
         self.looks = self.looks.wrapping_add(1);
         let pausing = !self.hub.options().polling.pause.is_zero();
         if pausing || self.looks.is_multiple_of(LOOKS_PER_QUERY) {
-            self.stream.is_idle().map_err(|err| self.hub.error(err))?;
+            self.streams.current().is_idle().map_err(|err| self.hub.error(err))?;
         }
         Ok(false)
     }
@@ -271,10 +321,10 @@ impl Lane {
     fn finish(&mut self, outcome: Outcome) {
         self.inbox.orders.stand();
         let Some(Run { mut segment, started, .. }) = self.run.take() else { return };
-        self.hub.best_effort.fetch_sub(1, Ordering::Relaxed);
+        self.running().fetch_sub(1, Ordering::Relaxed);
         if matches!(outcome, Outcome::Failed(_)) {
             // What it had queued may still run.
-            if let Err(err) = self.stream.synchronize() {
+            if let Err(err) = self.streams.current().synchronize() {
                 tracing::debug!("after a failure: {err}");
             }
             if let Some(task) = segment.task.as_any_mut().downcast_mut::<CudaTask>() {
@@ -288,15 +338,17 @@ impl Lane {
 
     /// Takes a segment up and queues its first launches.
     fn begin(&mut self, segment: Segment, ticket: u64) -> Result<Progress, DeviceError> {
-        self.hub.best_effort.fetch_add(1, Ordering::Relaxed);
+        self.running().fetch_add(1, Ordering::Relaxed);
         let run = self.run.insert(Run {
             segment,
+            ticket,
             started: Instant::now(),
             seat: None,
             number: 0,
             end: 0,
             paced: false,
             flight: Flight::default(),
+            settled: false,
             stage: Stage::Flying,
         });
         self.hub.alive()?;
@@ -309,18 +361,32 @@ impl Lane {
         }
         task.hold_memory(Priority::Low)?;
         let seat = task.seat().map_err(|err| self.hub.error(err))?;
-        let Some(number) = self.inbox.orders.sit(ticket, &seat) else {
-            return Ok(Progress::Ended(Outcome::Left));
-        };
-        (run.seat, run.number, run.end) = (Some(seat), number, steps.end);
-        run.flight = Flight::at(steps.start);
-        let (lowered, first) = (task.lowered.clone(), steps.start);
-        let there = lowered.arrival().map_err(|err| failed(task, first, err))?.is_none();
+        let first = steps.start;
+        let there = task.lowered.arrival().map_err(|err| failed(task, first, err))?.is_none();
         run.paced = there && steps == (0..task.step_count());
-        let armed = task.seat().and_then(|seat| seat.arm(number, &self.stream));
-        armed
-            .and_then(|()| make_ready(&self.stream, task, &lowered, first))
-            .map_err(|err| failed(task, first, err))?;
+        (run.seat, run.end) = (Some(seat.clone()), steps.end);
+        match self.inbox.orders.sit(ticket, &seat) {
+            Some(seating) => self.start(seating, first),
+            None => Ok(Progress::Ended(Outcome::Left)),
+        }
+    }
+
+    /// Queues the first launches from step `first` on, which is the task's next, where the run is seated.
+    fn start(&mut self, seating: Seating, first: usize) -> Result<Progress, DeviceError> {
+        self.streams.cornered = seating.cornered;
+        let Some(mut run) = self.run.take() else { return Ok(Progress::None) };
+        (run.number, run.stage, run.settled) = (seating.number, Stage::Flying, false);
+        run.flight = Flight::at(first);
+        let stream = self.streams.current();
+        let ready = cuda_task(&mut run.segment).and_then(|task| {
+            task.seat()?.arm(seating.number, stream)?;
+            make_ready(stream, task, &task.lowered.clone(), first)
+        });
+        let run = self.run.insert(run);
+        if let Err(err) = ready {
+            let (task, _) = own_task(&self.hub, &mut run.segment)?;
+            return Err(failed(task, first, err));
+        }
         self.fill()
     }
 
@@ -337,12 +403,18 @@ impl Lane {
             let (task, _) = own_task(&self.hub, &mut at.segment)?;
             return Err(failed(task, launched, err));
         }
-        // Told to leave before anything was queued, or done.
-        if launched == known { self.conclude() } else { Ok(Progress::Some) }
+        if launched > known {
+            return Ok(Progress::Some);
+        }
+        // Done; or told before anything was launched, when what made it ready may still be on its way.
+        if known == at.end { self.conclude() } else { self.read_back() }
     }
 
     fn fill_run(&mut self, run: &mut Run) -> Result<(), CudaError> {
         let end = run.end;
+        if !self.move_over(run) {
+            return Ok(());
+        }
         while let Some(next) = self.next_launch(run)? {
             let task = cuda_task(&mut run.segment)?;
             self.launch(task, &mut run.flight, next)?;
@@ -359,6 +431,21 @@ impl Lane {
             self.mark(flight)?;
         }
         Ok(())
+    }
+
+    /// Goes to where the queue is held to as soon as nothing is in flight, and false until then: launches on two streams
+    /// would not wait for each other.
+    fn move_over(&mut self, run: &Run) -> bool {
+        if self.inbox.orders.is_confined() == self.streams.cornered {
+            return true;
+        }
+        if !run.flight.marks.is_empty() {
+            return false;
+        }
+        if run.settled {
+            self.streams.cornered = self.inbox.orders.move_over();
+        }
+        true
     }
 
     /// What may be queued now: the next step, or the chain that begins with it.
@@ -404,7 +491,7 @@ impl Lane {
         task.words.used_to = end;
         let timed = task.is_timed();
         let eager = end == task.step_count() && has_small_outputs(&lowered);
-        let (hub, stream) = (&self.hub, &self.stream);
+        let (hub, stream) = (&self.hub, self.streams.current());
         let held = lowered.hold(stream, end)?;
         let (instance, staging) = task.memory()?;
         if timed {
@@ -420,7 +507,7 @@ impl Lane {
                     instance.launch_best_effort(hub, &lowered, index, how, stream)?;
                 }
                 Next::Chain(number) => {
-                    instance.launch_chain(hub, &lowered, number, stream)?;
+                    instance.launch_chain(hub, &lowered, number, self.streams.place(), stream)?;
                 }
             }
             if timed {
@@ -445,7 +532,7 @@ impl Lane {
     fn queue_mark(&mut self) -> Result<u32, CudaError> {
         self.marks = self.marks.wrapping_add(1);
         // SAFETY: the word lives as long as this lane, which waits for its stream before it goes.
-        unsafe { self.stream.write_word(self.word.device_address(), self.marks) }?;
+        unsafe { self.streams.current().write_word(self.word.device_address(), self.marks) }?;
         Ok(self.marks)
     }
 
@@ -457,7 +544,7 @@ impl Lane {
             return self.read_back();
         }
         run.flight.marks.pop_front();
-        run.flight.known = step;
+        (run.flight.known, run.settled) = (step, true);
         let (task, _) = own_task(&self.hub, &mut run.segment)?;
         if task.is_timed() {
             let micros = self.stamps.1.micros_since(&self.stamps.0);
@@ -478,10 +565,9 @@ impl Lane {
                 self.readback = PinnedBuffer::zeroed(self.hub.context(), count * 4)?;
             }
             let (instance, _) = task.memory()?;
+            let (stream, target) = (self.streams.current(), self.readback.as_ptr());
             // SAFETY: the words are of the run's own memory; the buffer has room and is read only behind the mark.
-            unsafe {
-                self.stream.copy_out(self.readback.as_ptr(), instance.address() + at, count * 4)
-            }
+            unsafe { stream.copy_out(target, instance.address() + at, count * 4) }
         };
         let mark = ask().and_then(|()| self.queue_mark()).map_err(|err| self.hub.error(err))?;
         if let Some(run) = &mut self.run {
@@ -511,9 +597,23 @@ impl Lane {
                 false => task.unfinished += Nanos((micros * 1e3) as u64),
             }
         }
-        task.words.partly_done = done < launched && lowered.kernels[done].resumes;
+        if launched > known {
+            task.words.partly_done = done < launched && lowered.kernels[done].resumes;
+        }
         run.flight = Flight::at(done);
-        self.conclude()
+        if done < run.end { self.move_on(done) } else { self.conclude() }
+    }
+
+    /// The run has left before step `next`: it goes on from there, unless it was told to go.
+    fn move_on(&mut self, next: usize) -> Result<Progress, DeviceError> {
+        let Some(run) = &mut self.run else { return Ok(Progress::None) };
+        let seat = run.seat.clone().filter(|_| !self.inbox.orders.told(run.ticket));
+        let seating = seat.and_then(|seat| self.inbox.orders.sit(run.ticket, &seat));
+        let Some(seating) = seating else { return self.conclude() };
+        let (task, _) = own_task(&self.hub, &mut run.segment)?;
+        task.advance_to(next);
+        (run.segment.steps.start, run.paced) = (next, false);
+        self.start(seating, next)
     }
 
     /// Nothing is in flight: the segment ends where it got, once its outputs are on the host.
@@ -530,7 +630,7 @@ impl Lane {
                 // SAFETY: the task holds both sides until the mark behind the copy is passed.
                 unsafe { instance.copy_outputs(&lowered, staging, stream) }
             };
-            let copied = copy(task, &self.stream);
+            let copied = copy(task, self.streams.current());
             let mark =
                 copied.and_then(|()| self.queue_mark()).map_err(|err| self.hub.error(err))?;
             if let Some(run) = &mut self.run {
@@ -602,11 +702,4 @@ fn make_ready(
 
 fn has_small_outputs(lowered: &Lowered) -> bool {
     lowered.layout.staged_bytes - lowered.layout.faults_at <= EAGER_OUTPUT_BYTES
-}
-
-impl Drop for Lane {
-    fn drop(&mut self) {
-        // The words and buffers below must outlive what is queued.
-        let _ = self.stream.synchronize();
-    }
 }

@@ -1,6 +1,7 @@
 //! Segments, queues, preemption and memory.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use base::Random;
 use model::op::{Binary, MatMul, Op, Unary};
@@ -27,6 +28,8 @@ pub(super) fn run(device: &dyn Device, report: &mut Report) {
     report.add("every launched segment completes once", all_complete(device));
     report.add("preempted work leaves and resumes with the same bits", preemption(device));
     report.add("what is launched after preemption runs", after_preemption(device));
+    report.add("work that is held to a corner goes on with the same bits", confinement(device));
+    report.add("an order to leave finds work on its way to a corner", confined_leaves(device));
     report.add("a failed step does not stop its queue", failure(device));
     report.add("queues run side by side", side_by_side(device));
     report.add("programs give their memory back", memory(device));
@@ -171,6 +174,61 @@ fn after_preemption(device: &dyn Device) -> Result<(), Stop> {
         lane.queue.preempt();
     }
     finished(lane.run(start(&program, 1)?, 0..2 * PRODUCTS)?).map(drop)
+}
+
+/// Orders come at other moments with every attempt; what was sent to and fro is never told to go, so it always ends.
+fn confinement(device: &dyn Device) -> Result<(), Stop> {
+    let program = load(device, long_plan())?;
+    let lane = Lane::open(device, 0, 2)?;
+    let want = lane.outputs(start(&program, 5)?)?;
+    let mut random = Random::new(6);
+    for _ in 0..2 * ATTEMPTS {
+        lane.queue.launch(segment(start(&program, 5)?, 1)).map_err(|_| "an idle queue is full")?;
+        for confined in [true, true, false, true, false] {
+            pause_us(random.below(300));
+            lane.queue.confine(confined);
+        }
+        same_bits(&finished(lane.wait()?)?, &want)?;
+    }
+    // Begun in the corner, and a queue that was let out.
+    for confined in [true, false] {
+        lane.queue.confine(confined);
+        same_bits(&lane.outputs(start(&program, 5)?)?, &want)?;
+    }
+    Ok(())
+}
+
+fn confined_leaves(device: &dyn Device) -> Result<(), Stop> {
+    let program = load(device, long_plan())?;
+    let lane = Lane::open(device, 0, 2)?;
+    let want = lane.outputs(start(&program, 7)?)?;
+    let mut random = Random::new(8);
+    for round in 0..2 * ATTEMPTS {
+        lane.queue.launch(segment(start(&program, 7)?, 1)).map_err(|_| "an idle queue is full")?;
+        pause_us(random.below(300));
+        lane.queue.confine(true);
+        pause_us(random.below(200));
+        lane.queue.preempt();
+        if round % 2 == 0 {
+            lane.queue.confine(false);
+        }
+        let mut completion = lane.wait()?;
+        if completion.outcome == Outcome::Left {
+            let steps = completion.task.next_step()..completion.task.step_count();
+            completion = lane.run(completion.task, steps)?;
+        }
+        same_bits(&finished(completion)?, &want)?;
+        lane.queue.confine(false);
+    }
+    Ok(())
+}
+
+/// Sleeping would take longer than a step.
+fn pause_us(micros: u64) {
+    let since = Instant::now();
+    while since.elapsed() < Duration::from_micros(micros) {
+        std::hint::spin_loop();
+    }
 }
 
 fn failure(device: &dyn Device) -> Result<(), Stop> {

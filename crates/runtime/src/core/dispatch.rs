@@ -9,11 +9,13 @@ use crate::policy::padding::{self, Candidate, Grant, Host, Slowdowns};
 use crate::policy::{Beside, PaddingRules, Progress, Start, Streams};
 
 impl Slot {
-    pub(super) fn new(kind: Kind) -> Slot {
+    pub(super) fn new(kind: Kind, yields: bool) -> Slot {
         Slot {
             kind,
+            yields,
             running: None,
             padded: false,
+            confined: false,
             hold: u32::MAX,
             take: u32::MAX,
             expiry: None,
@@ -24,7 +26,8 @@ impl Slot {
     }
 
     pub(super) fn forget_budget(&mut self) {
-        (self.padded, self.hold, self.take, self.expiry) = (false, u32::MAX, u32::MAX, None);
+        (self.padded, self.confined) = (false, false);
+        (self.hold, self.take, self.expiry) = (u32::MAX, u32::MAX, None);
     }
 }
 
@@ -146,6 +149,7 @@ impl Core {
                 self.evict_best_effort(actions);
             }
             if waits && (self.rules.start == Start::AtOnce || self.clear()) {
+                self.outrank(now, actions);
                 self.companion_for = None;
                 self.fill(now, Kind::RealTime, actions);
                 self.announce(now, actions);
@@ -201,7 +205,9 @@ impl Core {
         for queue in 0..self.queues.len() {
             let slot = &self.queues[queue];
             let free = slot.kind == Kind::BestEffort && slot.running.is_some() && !slot.padded;
-            if free && Some(queue) != stays {
+            if free && Some(queue) == stays {
+                self.confine(queue, true, actions);
+            } else if free {
                 self.preempt(queue, how, actions);
             }
         }
@@ -224,7 +230,7 @@ impl Core {
         };
         let running = self.queues.iter().filter_map(runs);
         let candidates = running.chain(self.best_effort.waiting_models());
-        self.companion = self.companions.choose(real_time, candidates);
+        self.companion = self.companions.choose(real_time, self.companion, candidates);
     }
 
     /// The queue on which the companion runs.
@@ -246,6 +252,7 @@ impl Core {
             if !self.still_resident(now, request) {
                 return;
             }
+            self.confine(queue, true, actions);
             self.launch(now, queue, request, Nanos::ZERO, actions);
         }
         for slot in &mut self.queues {
@@ -258,7 +265,7 @@ impl Core {
     /// Whether the next real-time request may start beside those that run: only with others of its own model, and not with
     /// more than that wants. Under a policy that runs everything side by side it always may.
     fn lane_is_free(&mut self, now: Nanos) -> bool {
-        if self.rules.streams == Streams::Many || self.real_time_slot().is_none() {
+        if self.rules.streams == Streams::Many || self.real_time_running().next().is_none() {
             return true;
         }
         // Whoever waits for weights is not next.
@@ -273,8 +280,7 @@ impl Core {
                 self.park(now, head);
                 continue;
             }
-            let real_time = |slot: &&Slot| slot.kind == Kind::RealTime;
-            let mut running = self.queues.iter().filter(real_time).filter_map(|slot| slot.running);
+            let mut running = self.real_time_running();
             return running.clone().count() < lanes && running.all(|r| Some(r.model) == model);
         }
         false
@@ -283,7 +289,8 @@ impl Core {
     fn fill(&mut self, now: Nanos, kind: Kind, actions: &mut Vec<Action>) {
         for queue in 0..self.queues.len() {
             let slot = &self.queues[queue];
-            if slot.kind != kind || slot.running.is_some() {
+            let suits = kind != Kind::RealTime || self.suits(queue);
+            if slot.kind != kind || slot.running.is_some() || !suits {
                 continue;
             }
             let next = match kind {
@@ -319,8 +326,17 @@ impl Core {
         }
     }
 
+    /// Holds a queue to the corner where the device has one, or no more.
+    fn confine(&mut self, queue: usize, confined: bool, actions: &mut Vec<Action>) {
+        if self.options.corner && self.queues[queue].confined != confined {
+            self.queues[queue].confined = confined;
+            actions.push(Action::Confine { queue, confined });
+        }
+    }
+
     fn lift_budgets(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         for queue in 0..self.queues.len() {
+            self.confine(queue, false, actions);
             if self.queues[queue].padded {
                 self.queues[queue].padded = false;
                 self.set_budget(queue, (u32::MAX, u32::MAX), None, actions);

@@ -325,7 +325,12 @@ fn saturating_real_time_leaves_best_effort_its_share() {
 fn random_load(seed: u64) {
     let mut random = Random::new(seed);
     let options = CoreOptions {
-        queues: QueueLayout { shared: 1 + random.below(3) as usize, real_time: 0, best_effort: 0 },
+        queues: QueueLayout {
+            shared: 1 + random.below(3) as usize,
+            real_time: 0,
+            best_effort: 0,
+            yielding: 0,
+        },
         max_requests: 50,
         best_effort_share_percent: [0, 0, 10, 50][random.below(4) as usize],
         best_effort_slice: Nanos(50_000),
@@ -390,6 +395,9 @@ struct Pair {
     /// Orders to leave that the mild model and the harsh one got.
     left: [usize; 2],
     model_of: HashMap<RequestId, usize>,
+    /// By queue, whether it is held to the corner.
+    confined: [bool; 2],
+    corner: bool,
 }
 
 const MILD: usize = 1;
@@ -397,13 +405,19 @@ const HARSH: usize = 2;
 
 impl Pair {
     fn new() -> Pair {
-        let queues = QueueLayout { shared: 0, real_time: 1, best_effort: 2 };
-        let options = CoreOptions { queues, ..CoreOptions::default() };
+        Pair::with(CoreOptions::default())
+    }
+
+    fn with(options: CoreOptions) -> Pair {
+        let queues = QueueLayout { shared: 0, real_time: 1, best_effort: 2, yielding: 0 };
+        let options = CoreOptions { queues, ..options };
         let mut pair = Pair {
-            core: Core::with_policy(options, Box::new(Accompanied)),
+            core: Core::with_policy(options.clone(), Box::new(Accompanied)),
             now: Nanos::ZERO,
             running: [None; 2],
             left: [0; 2],
+            confined: [false; 2],
+            corner: options.corner,
             model_of: HashMap::new(),
         };
         for model in 0..3 {
@@ -433,6 +447,10 @@ impl Pair {
                     Action::Launch { queue, request, .. } if queue > 0 => {
                         assert_eq!(self.running[queue - 1].replace(request), None);
                     }
+                    Action::Confine { queue, confined } => {
+                        let before = std::mem::replace(&mut self.confined[queue - 1], confined);
+                        assert_ne!(before, confined, "nothing is said twice");
+                    }
                     Action::Preempt { queue, .. } => {
                         let request = self.running[queue - 1].take().expect("it runs");
                         self.left[self.model_of[&request] - 1] += 1;
@@ -451,6 +469,11 @@ impl Pair {
         let beside: Vec<usize> =
             self.running.iter().flatten().map(|request| self.model_of[request]).collect();
         assert!(beside.len() <= 1, "at most one stays: {beside:?}");
+        if self.corner {
+            let free = |(run, confined): (&Option<RequestId>, &bool)| run.is_some() && !confined;
+            let free = self.running.iter().zip(&self.confined).any(free);
+            assert!(!free, "who stays is in the corner");
+        }
         let busy = match beside[..] {
             [] => 100_000,
             [MILD] => 100_500,
@@ -459,6 +482,7 @@ impl Pair {
         self.now += Nanos(busy);
         self.step(Event::SegmentDone { queue: 0, busy: Nanos(busy) });
         assert!(self.running.iter().all(Option::is_some), "best effort goes on afterwards");
+        assert_eq!(self.confined, [false; 2], "and has all of the device");
         self.now += Nanos(50_000);
     }
 }
@@ -476,6 +500,31 @@ fn real_time_keeps_the_companion_it_bears() {
     let [mild, harsh] = pair.left;
     assert!(mild <= 120, "the mild one left {mild} times of 1600");
     assert!(harsh >= 1_590, "the harsh one left {harsh} times of 1600");
+}
+
+#[test]
+fn a_companion_is_held_to_the_corner_and_let_out() {
+    let mut pair = Pair::with(CoreOptions { corner: true, ..CoreOptions::default() });
+    for _ in 0..4_000 {
+        pair.real_time();
+    }
+    pair.left = [0; 2];
+    for _ in 0..1_600 {
+        pair.real_time();
+    }
+    let [mild, harsh] = pair.left;
+    assert!(mild <= 120, "the mild one left {mild} times of 1600");
+    assert!(harsh >= 1_590, "the harsh one left {harsh} times of 1600");
+}
+
+#[test]
+fn nobody_stays_where_nothing_is_bearable() {
+    let options = CoreOptions { corner: true, bearable: 0.0, ..CoreOptions::default() };
+    let mut pair = Pair::with(options);
+    for round in 1..2_000 {
+        pair.real_time();
+        assert_eq!(pair.left, [round; 2]);
+    }
 }
 
 /// Launches and ends since the last look: queue or `None`, and the number of the request.
@@ -498,7 +547,7 @@ fn real_time(core: &mut Core, model: u32, deadline: u64) -> (RequestId, Event) {
 
 #[test]
 fn only_real_time_of_one_model_runs_side_by_side() {
-    let queues = QueueLayout { shared: 0, real_time: 3, best_effort: 1 };
+    let queues = QueueLayout { shared: 0, real_time: 3, best_effort: 1, yielding: 0 };
     let mut core = Core::new(CoreOptions { queues, ..CoreOptions::default() });
     for model in [0, 1].map(ModelId) {
         seen(&mut core, 0, Event::ModelAdded { model, steps: 1, queue_capacity: 9 });
@@ -564,4 +613,178 @@ fn best_effort_makes_room_for_what_is_expected() {
     // One too many changes nothing.
     pair.step(Event::Withdrawn);
     assert!(pair.running.iter().all(Option::is_some));
+}
+
+/// One fast real-time queue, one of best effort and one whose real time leaves, with a device that lets work leave after a
+/// while.
+struct Ranked {
+    core: Core,
+    now: Nanos,
+    /// By queue: the request, what is left of its run, and whether it was told to leave.
+    running: [Option<(RequestId, u64, bool)>; 3],
+    /// What is left of every request that is under way.
+    rest: HashMap<RequestId, u64>,
+    ended: Vec<(RequestId, End, Nanos)>,
+}
+
+/// Of a run, and of leaving one.
+const RUN: u64 = 1_000;
+const LEAVE: u64 = 20;
+
+impl Ranked {
+    fn new() -> Ranked {
+        let queues = QueueLayout { shared: 0, real_time: 1, best_effort: 1, yielding: 1 };
+        let options = CoreOptions { queues, ..CoreOptions::default() };
+        let mut ranked = Ranked {
+            core: Core::with_policy(options, Box::new(Accompanied)),
+            now: Nanos::ZERO,
+            running: [None; 3],
+            rest: HashMap::new(),
+            ended: Vec::new(),
+        };
+        for model in [0, 1].map(ModelId) {
+            ranked.step(Event::ModelAdded { model, steps: 4, queue_capacity: 1_000 });
+        }
+        ranked
+    }
+
+    fn arrive(&mut self, model: u32, priority: u32, deadline: u64) -> RequestId {
+        let request = self.core.next_request_id().expect("room");
+        self.rest.insert(request, RUN);
+        let (model, class, deadline) = (ModelId(model), Class::RealTime, Nanos(deadline));
+        self.step(Event::Arrival { request, model, class, priority, deadline });
+        request
+    }
+
+    fn step(&mut self, event: Event) {
+        let mut actions = Vec::new();
+        self.core.step(self.now, event, &mut actions);
+        for action in actions {
+            match action {
+                Action::Launch { queue, request, .. } => {
+                    let rest = self.rest[&request];
+                    assert!(self.running[queue].replace((request, rest, false)).is_none());
+                }
+                Action::Preempt { queue, .. } => {
+                    assert_eq!(queue, 2, "only what runs in the form for it leaves");
+                    let running = self.running[queue].as_mut().expect("it runs");
+                    (running.1, running.2) = (running.1.min(LEAVE), true);
+                }
+                Action::End { request, end } => {
+                    self.rest.remove(&request);
+                    self.ended.push((request, end, self.now));
+                }
+                _ => {}
+            }
+        }
+        let staying = self.running.iter().flatten().filter(|(_, _, told)| !told).count();
+        assert!(staying <= 1, "real time runs on its own");
+    }
+
+    /// Runs what is on the device until `until` or until nothing is; what left keeps what it has done.
+    fn run(&mut self, until: u64) {
+        loop {
+            let left = |queue: &usize| self.running[*queue].map(|(_, rest, _)| rest);
+            let soonest = (0..3).filter(|queue| left(queue).is_some()).min_by_key(left);
+            let Some(queue) = soonest else { break };
+            let (request, rest, told) = self.running[queue].expect("it runs");
+            let slack = Nanos(until) - self.now;
+            let passed = rest.min(slack.0);
+            self.now += Nanos(passed);
+            for running in self.running.iter_mut().flatten() {
+                running.1 -= passed;
+                if let Some(rest) = self.rest.get_mut(&running.0) {
+                    *rest -= passed.min(*rest);
+                }
+            }
+            if passed < rest {
+                return;
+            }
+            self.running[queue] = None;
+            let busy = Nanos(RUN);
+            match told && self.rest.get(&request).is_some_and(|rest| *rest > 0) {
+                true => self.step(Event::SegmentLeft { queue, left: Left::before(1), busy }),
+                false => self.step(Event::SegmentDone { queue, busy }),
+            }
+        }
+        self.now =
+            Nanos(until.max(self.now.0).min(if until == u64::MAX { self.now.0 } else { until }));
+    }
+
+    fn end_of(&self, request: RequestId) -> (End, u64) {
+        let of = self.ended.iter().find(|(ended, ..)| *ended == request);
+        of.map(|(_, end, at)| (*end, at.0)).expect("it has ended")
+    }
+}
+
+#[test]
+fn real_time_leaves_for_real_time_of_a_higher_priority() {
+    let mut ranked = Ranked::new();
+    // Until a higher one is seen, a priority is the foremost.
+    let first = ranked.arrive(0, 5, u64::MAX);
+    assert!(ranked.running[0].is_some());
+    let urgent = ranked.arrive(1, 1, u64::MAX);
+    ranked.run(u64::MAX);
+    assert_eq!((ranked.end_of(first).1, ranked.end_of(urgent).1), (RUN, 2 * RUN));
+    let at = ranked.now.0;
+    let low = ranked.arrive(0, 5, u64::MAX);
+    assert!(ranked.running[2].is_some(), "it may have to leave");
+    ranked.run(at + 100);
+    let urgent = ranked.arrive(1, 1, u64::MAX);
+    ranked.run(u64::MAX);
+    assert_eq!(ranked.end_of(urgent), (End::Done, at + 100 + RUN), "it starts at once");
+    let redone = RUN - 100 - LEAVE;
+    assert_eq!(ranked.end_of(low), (End::Done, at + 100 + RUN + redone), "none of it is lost");
+}
+
+#[test]
+fn real_time_leaves_only_where_a_deadline_is_helped() {
+    let mut ranked = Ranked::new();
+    for model in [0, 1] {
+        for _ in 0..40 {
+            ranked.arrive(model, 1, u64::MAX);
+            ranked.run(u64::MAX);
+        }
+    }
+    let mut asked = |slack: u64| {
+        let at = ranked.now.0;
+        let low = ranked.arrive(0, 5, u64::MAX);
+        ranked.run(at + 100);
+        let urgent = ranked.arrive(1, 1, at + 100 + slack);
+        let stays = ranked.running[2].is_some_and(|(_, _, told)| !told);
+        ranked.run(u64::MAX);
+        assert_eq!(ranked.end_of(low).0, End::Done);
+        (stays, ranked.end_of(urgent).0)
+    };
+    assert_eq!(asked(3 * RUN), (true, End::Done), "there is time to wait");
+    assert_eq!(asked(RUN + 200), (false, End::Done), "it would be late behind the other");
+    let (stays, _) = asked(RUN / 2);
+    assert!(stays, "it is late in any case");
+}
+
+#[test]
+fn nobody_is_lost_among_priorities() {
+    for seed in 0..40 {
+        let mut random = Random::new(seed);
+        let mut ranked = Ranked::new();
+        let mut asked = Vec::new();
+        for _ in 0..200 {
+            let deadline = match random.below(3) {
+                0 => ranked.now.0 + RUN / 2 + random.below(6 * RUN),
+                _ => u64::MAX,
+            };
+            let (model, priority) = (random.below(2) as u32, 1 + random.below(3) as u32);
+            asked.push((ranked.arrive(model, priority, deadline), deadline));
+            let until = ranked.now.0 + random.below(2 * RUN);
+            ranked.run(until);
+        }
+        ranked.run(u64::MAX);
+        for (request, deadline) in asked {
+            let ends = ranked.ended.iter().filter(|(ended, ..)| *ended == request).count();
+            assert_eq!(ends, 1, "seed {seed}: every request ends once");
+            let (end, at) = ranked.end_of(request);
+            assert!(end == End::Done || at >= deadline, "seed {seed}: {end:?} at {at}");
+        }
+        assert!(ranked.rest.is_empty() && ranked.running == [None; 3], "seed {seed}");
+    }
 }

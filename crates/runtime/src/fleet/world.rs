@@ -203,7 +203,7 @@ fn profile(index: usize, (millis, weight_bytes): (f64, u64), gpu: &GpuProfile) -
     }
 }
 
-const QUEUES: QueueLayout = QueueLayout { shared: 0, real_time: 1, best_effort: 2 };
+const QUEUES: QueueLayout = QueueLayout { shared: 0, real_time: 1, best_effort: 2, yielding: 0 };
 
 impl World {
     pub(super) fn new(plan: Plan, options: FleetOptions) -> World {
@@ -503,6 +503,8 @@ impl World {
                 assert!(place.gpu.enqueue(now, queue, segment).is_ok(), "a queue takes one");
             }
             Action::Preempt { queue, how } => place.gpu.leave(now, queue, how),
+            // The simulated device divides steps instead.
+            Action::Confine { .. } => {}
             Action::SetBudget { queue, hold, take, expiry } => {
                 place.gpu.set_budget(now, queue, hold, take, expiry);
             }

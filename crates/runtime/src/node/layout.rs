@@ -56,16 +56,18 @@ pub(super) fn layout(
     let queues = queues.max(1);
     let apart = level > PreemptionLevel::BetweenLaunches || rules.start == Start::WhenClear;
     match rules.streams {
-        Streams::One => QueueLayout { shared: 1, real_time: 0, best_effort: 0 },
+        Streams::One => QueueLayout { shared: 1, real_time: 0, best_effort: 0, yielding: 0 },
         Streams::Split if apart => {
             let real_time = options.real_time_lanes.max(1);
-            QueueLayout { shared: 0, real_time, best_effort: (queues - 1).max(1) }
+            let yielding = usize::from(options.preempt_real_time && rules.leave.is_some());
+            QueueLayout { shared: 0, real_time, best_effort: (queues - 1).max(1), yielding }
         }
-        Streams::Split => QueueLayout { shared: queues, real_time: 0, best_effort: 0 },
+        Streams::Split => QueueLayout { shared: queues, real_time: 0, best_effort: 0, yielding: 0 },
         Streams::Many => QueueLayout {
             shared: 0,
             real_time: options.real_time_queues.max(1),
             best_effort: options.best_effort_queues.max(1),
+            yielding: 0,
         },
     }
 }
@@ -84,11 +86,11 @@ pub(super) fn queue_options(
 ) -> impl Iterator<Item = QueueOptions> {
     let real_time = layout.shared..layout.shared + layout.real_time;
     let (high_priority, leaves) = (rules.high_priority, rules.leave.is_some());
-    let count = layout.shared + layout.real_time + layout.best_effort;
-    (0..count).map(move |queue| QueueOptions {
+    let yielding = real_time.end + layout.best_effort;
+    (0..yielding + layout.yielding).map(move |queue| QueueOptions {
         id: queue as u32,
         capacity: 1,
-        high_priority: high_priority && real_time.contains(&queue),
+        high_priority: high_priority && (real_time.contains(&queue) || queue >= yielding),
         preemptible: leaves && !real_time.contains(&queue),
     })
 }

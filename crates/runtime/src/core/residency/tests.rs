@@ -286,9 +286,9 @@ impl World {
 
 fn layouts(seed: u64) -> QueueLayout {
     match seed % 3 {
-        0 => QueueLayout { shared: 1, real_time: 0, best_effort: 0 },
-        1 => QueueLayout { shared: 4, real_time: 0, best_effort: 0 },
-        _ => QueueLayout { shared: 0, real_time: 1, best_effort: 3 },
+        0 => QueueLayout { shared: 1, real_time: 0, best_effort: 0, yielding: 0 },
+        1 => QueueLayout { shared: 4, real_time: 0, best_effort: 0, yielding: 0 },
+        _ => QueueLayout { shared: 0, real_time: 1, best_effort: 3, yielding: 0 },
     }
 }
 
