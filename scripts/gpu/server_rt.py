@@ -2,11 +2,12 @@
 """What best effort costs a real-time client through the server: p99 with best-effort clients over p99 without, in one run.
 
     server_rt.py ATOLL MODELS_FOLDER OUT.json [--device cuda:0] [--rt vgg19] [--be resnet152,distilbert] [--rate 100]
-                 [--seconds 5] [--rounds 3] [--policy atoll]
+                 [--seconds 5] [--rounds 3] [--policy atoll] [--others be] [--serve='--preempt-real-time']
 
 Starts `atoll serve` on the models of MODELS_FOLDER (NAME.onnx, with NAME.npz for inputs where it is there), on loopback. One client asks
 for the real-time model at a fixed rate; each best-effort client asks for its model again as soon as it is answered. Every client
-is a process of its own. Stretches without and with best effort take turns, so that drift concerns both. Speaks gRPC through
+is a process of its own. With `--others rt:5` the others are real time of priority 5, the first being of priority 1; `--serve` is handed to the
+server. Stretches without and with best effort take turns, so that drift concerns both. Speaks gRPC through
 tritonclient where it is installed, HTTP with binary tensors elsewhere; the JSON says which.
 """
 
@@ -37,18 +38,25 @@ TOKENS = 128
 START_SECONDS = 600
 
 
+def parameters_of(kind: str) -> dict:
+    """What a request says of itself: its class, and the priority where one is named behind a colon."""
+    name, _, priority = kind.partition(":")
+    return {"atoll_class": name} | ({"priority": int(priority)} if priority else {})
+
+
 class GrpcClient:
     """One connection that asks for one model."""
 
     def __init__(self, ports: list[int], model: str, arrays: dict[str, np.ndarray], kind: str) -> None:
         self.client = triton.InferenceServerClient(f"127.0.0.1:{ports[1]}")
-        self.model, self.parameters, self.inputs = model, {"atoll_class": kind}, []
+        self.model, self.parameters, self.inputs = model, parameters_of(kind), []
         for name, value in arrays.items():
             self.inputs.append(triton.InferInput(name, list(value.shape), KINDS[str(value.dtype)]))
             self.inputs[-1].set_data_from_numpy(value)
 
     def ask(self) -> None:
-        self.client.infer(self.model, self.inputs, parameters=self.parameters)
+        parameters = {key: value for key, value in self.parameters.items() if key != "priority"}
+        self.client.infer(self.model, self.inputs, parameters=parameters, priority=self.parameters.get("priority", 0))
 
 
 class HttpClient:
@@ -59,7 +67,7 @@ class HttpClient:
         self.path = f"/v2/models/{model}/infer"
         entries = [{"name": name, "shape": list(value.shape), "datatype": KINDS[str(value.dtype)],
                     "parameters": {"binary_data_size": value.nbytes}} for name, value in arrays.items()]
-        head = json.dumps({"inputs": entries, "parameters": {"atoll_class": kind, "binary_data_output": True}}).encode()
+        head = json.dumps({"inputs": entries, "parameters": parameters_of(kind) | {"binary_data_output": True}}).encode()
         self.body = head + b"".join(np.ascontiguousarray(value).tobytes() for value in arrays.values())
         self.headers = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
         self.connection.connect()
@@ -79,7 +87,7 @@ def connect(*arguments):
 
 def real_time(ports, model, arrays, rate: float, seconds: float, pipe) -> None:
     """Asks `rate` times a second; a time that has passed is dropped. Sends microseconds, drops and errors."""
-    client = connect(ports, model, arrays, "rt")
+    client = connect(ports, model, arrays, "rt:1")
     for _ in range(20):
         client.ask()
     taken, dropped, errors = [], 0, []
@@ -105,9 +113,9 @@ def real_time(ports, model, arrays, rate: float, seconds: float, pipe) -> None:
     pipe.send((taken, dropped, errors))
 
 
-def best_effort(ports, model, arrays, stop, pipe) -> None:
+def best_effort(ports, model, arrays, kind, stop, pipe) -> None:
     """Asks again as soon as it is answered, until told to stop. Sends answers, seconds and errors."""
-    client = connect(ports, model, arrays, "be")
+    client = connect(ports, model, arrays, kind)
     answered, errors, start = 0, [], time.perf_counter()
     while not stop.is_set():
         try:
@@ -126,7 +134,7 @@ def stretch(args, ports, inputs, with_best_effort: bool) -> dict:
     stop, running = multiprocessing.Event(), []
     for model in args.be.split(",") if with_best_effort else []:
         here, there = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.Process(target=best_effort, args=(ports, model, inputs[model], stop, there))
+        process = multiprocessing.Process(target=best_effort, args=(ports, model, inputs[model], args.others, stop, there))
         process.start()
         running.append((model, process, here))
     if running:
@@ -222,13 +230,15 @@ def main() -> int:
     parser.add_argument("--rt", default="vgg19")
     parser.add_argument("--be", default="resnet152,inception_v3,distilbert")
     parser.add_argument("--rate", type=float, default=100.0)
+    parser.add_argument("--others", default="be")
+    parser.add_argument("--serve", default="")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     names = sorted({args.rt, *args.be.split(",")})
     ports = free_ports(3)
     command = [args.atoll, "serve", "--model-repository", str(args.models), "--device", args.device, "--policy", args.policy,
-               "--model-control-mode", "explicit", "--load-model", ",".join(names), "--log", "warn"]
+               "--model-control-mode", "explicit", "--load-model", ",".join(names), "--log", "warn", *args.serve.split()]
     for flag, port in zip(("http", "grpc", "metrics"), ports, strict=True):
         command += [f"--{flag}-port", str(port)]
     server = subprocess.Popen(command)

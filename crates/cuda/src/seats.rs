@@ -290,12 +290,12 @@ impl Orders {
         self.lock().running = None;
     }
 
-    /// Holds work to the corner, or no more. What runs in the wrong place is made to leave, and finds when it has that it was
-    /// not told to go.
+    /// Holds work to the corner, or no more. What runs elsewhere is made to leave, and finds when it has that it was not told
+    /// to go; what is in the corner comes out when it next launches, since nobody waits for that.
     pub(crate) fn confine(&self, confined: bool) {
         let mut state = self.lock();
         state.confined = confined;
-        let elsewhere = confined != state.cornered;
+        let elsewhere = confined && !state.cornered;
         let runs = |(ticket, _): &&(u64, Arc<Seat>)| elsewhere && *ticket > state.ordered;
         if let Some((_, seat)) = state.running.as_ref().filter(runs) {
             seat.raise();

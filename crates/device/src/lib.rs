@@ -290,8 +290,9 @@ pub trait Queue: Send + Sync {
     /// preemptible only segments leave that have not begun.
     fn preempt(&self);
 
-    /// Holds the queue's work to the device's corner, or lets it out. What runs elsewhere leaves and goes on there by itself.
-    /// Nothing happens where there is no [`Device::corner`], or on a queue that is not preemptible.
+    /// Holds the queue's work to the device's corner, or lets it out. What runs elsewhere leaves and goes on in the corner by
+    /// itself; what runs in the corner comes out when it next can without leaving. Nothing happens where there is no
+    /// [`Device::corner`], or on a queue that is not preemptible.
     fn confine(&self, _confined: bool) {}
 
     /// Carries out an order.
