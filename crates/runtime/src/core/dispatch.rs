@@ -160,7 +160,7 @@ impl Core {
         if !active {
             (self.companion, self.companion_for) = (None, None);
             self.lift_budgets(now, actions);
-            self.fill_best_effort(now, actions);
+            self.fill(now, Kind::BestEffort, actions);
         } else if running && self.companion.is_some() {
             self.accompany(now, actions);
         } else if running && self.pads() && self.clear() {
@@ -334,23 +334,9 @@ impl Core {
         }
     }
 
-    /// Starts best effort on all of the device. Who is in the corner stays there while others use the rest, having nothing to
-    /// leave then when real time comes back; on its own it is let out.
-    fn fill_best_effort(&mut self, now: Nanos, actions: &mut Vec<Action>) {
-        for queue in 0..self.queues.len() {
-            if self.queues[queue].running.is_none() {
-                self.confine(queue, false, actions);
-            }
-        }
-        self.fill(now, Kind::BestEffort, actions);
-        let runs = |slot: &&Slot| slot.kind == Kind::BestEffort && slot.running.is_some();
-        if self.queues.iter().filter(runs).count() == 1 {
-            (0..self.queues.len()).for_each(|queue| self.confine(queue, false, actions));
-        }
-    }
-
     fn lift_budgets(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         for queue in 0..self.queues.len() {
+            self.confine(queue, false, actions);
             if self.queues[queue].padded {
                 self.queues[queue].padded = false;
                 self.set_budget(queue, (u32::MAX, u32::MAX), None, actions);
