@@ -248,6 +248,10 @@ pub(crate) struct ServeArgs {
     /// Batches of a real-time model that may run side by side where the device has streams for it
     #[arg(long, env = "ATOLL_REAL_TIME_LANES", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
     pub(crate) real_time_lanes: u32,
+
+    /// Stop when standard input ends, for those who start a server that must not outlive them
+    #[arg(long, hide = true)]
+    pub(crate) until_input_ends: bool,
 }
 
 /// Reads a share that real time may lose.

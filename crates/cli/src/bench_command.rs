@@ -13,9 +13,12 @@ use runtime::policy::NAMES;
 use crate::args::DeviceSettings;
 use crate::failure::Failure;
 use crate::frontend_bench::FrontendBenchArgs;
+use crate::server_bench::ServerBenchArgs;
 use crate::sim_command::write;
 use crate::swap_command::SwapArgs;
-use crate::{batching_command, disb_command, frontend_bench, preempt_command, swap_command};
+use crate::{
+    batching_command, disb_command, frontend_bench, preempt_command, server_bench, swap_command,
+};
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct BenchArgs {
@@ -38,6 +41,8 @@ pub(crate) enum Which {
     },
     /// What a frontend adds to a request, against the same request sent to the backend
     Frontend(FrontendBenchArgs),
+    /// What of the engine's rate is left over gRPC and REST, and how many cores that takes
+    Server(Box<ServerBenchArgs>),
     /// More models than memory: what swapping costs those who wait for it, and those who do not
     Swap(Box<SwapArgs>),
     /// Batching policies: Nexus's drop curves and Ebird's step load, in virtual time or on a real device
@@ -245,6 +250,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
         Which::Preempt(args) => preempt_command::run(args),
         Which::Cluster { json } => run_cluster(*json),
         Which::Frontend(args) => frontend_bench::run(args),
+        Which::Server(args) => server_bench::run(args),
         Which::Swap(args) => swap_command::run(args),
         Which::Batching(args) if args.device == "sim" => run_batching(args.json.is_some()),
         Which::Batching(args) => batching_command::run(args),

@@ -28,6 +28,7 @@ mod preempt_command;
 mod profile_command;
 mod run_command;
 mod serve_command;
+mod server_bench;
 mod sim_command;
 mod soak;
 mod swap_command;

@@ -11,6 +11,7 @@ use model::store::Store;
 use runtime::{Fleet, NodeOptions};
 use server::{LocalNode, RunningServer, Server, ServerOptions};
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::oneshot;
 
 use crate::args::{ListenArgs, ModelControlMode, ServeArgs};
 use crate::devices;
@@ -109,7 +110,7 @@ async fn serve(
 ) -> Result<(), Failure> {
     let started = Instant::now();
     // The signals are taken over before anything can be seen from outside.
-    let stop = Stop::new()?;
+    let stop = if args.until_input_ends { Stop::with_input()? } else { Stop::new()? };
     let service = LocalNode::new(fleet.clone(), loader.clone());
     let max_body_bytes = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
     let server = listen(&args.listen, max_body_bytes, Arc::new(service.clone())).await?;
@@ -225,10 +226,11 @@ async fn follow_changes(service: LocalNode, loader: Arc<DiskLoader>, period: Dur
     }
 }
 
-/// SIGTERM and Ctrl-C.
+/// SIGTERM and Ctrl-C, and the end of standard input for those who want it.
 pub(crate) struct Stop {
     terminate: tokio::signal::unix::Signal,
     interrupt: tokio::signal::unix::Signal,
+    input: Option<oneshot::Receiver<()>>,
 }
 
 impl Stop {
@@ -238,14 +240,36 @@ impl Stop {
         Ok(Stop {
             terminate: take(SignalKind::terminate())?,
             interrupt: take(SignalKind::interrupt())?,
+            input: None,
         })
+    }
+
+    /// The same, or when standard input ends.
+    pub(crate) fn with_input() -> Result<Stop, Failure> {
+        let (sender, ended) = oneshot::channel::<()>();
+        let read_to_the_end = move || {
+            // An error is an end as well, and the sender goes with the thread.
+            let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+            drop(sender);
+        };
+        let thread = std::thread::Builder::new().name("input".to_string());
+        thread.spawn(read_to_the_end).map_err(Failure::failed)?;
+        Ok(Stop { input: Some(ended), ..Stop::new()? })
     }
 
     /// Returns when one of them came.
     pub(crate) async fn wait(mut self) {
+        let input = async {
+            match self.input.take() {
+                // Fires with an error when the thread drops its end, which is the message.
+                Some(ended) => drop(ended.await),
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
             _ = self.terminate.recv() => {}
             _ = self.interrupt.recv() => {}
+            () = input => {}
         }
     }
 }

@@ -10,17 +10,27 @@ use api::proto::grpc_inference_service_server::{GrpcInferenceService, GrpcInfere
 use api::trace::TRACEPARENT;
 use api::{ApiError, ModelRef, RequestContext, TraceContext, proto};
 use futures_util::{FutureExt, Stream, StreamExt};
+use http::HeaderMap;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tonic::codec::CompressionEncoding;
+use tonic::metadata::MetadataMap;
 use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status, Streaming};
 use tonic_health::server::HealthReporter;
 use tracing::Instrument;
 
+mod inference;
+
+use self::inference::Inference;
 use crate::listener;
 use crate::rest::{check_load_parameters, infer_span};
 use crate::server::{App, ServerError};
+
+/// Bytes that a client may send ahead on one connection, so that many requests come at once.
+const CONNECTION_WINDOW: u32 = 16 << 20;
+/// The longest frame a client may send: an image in one frame is read from the socket to where it stays.
+const FRAME_BYTES: u32 = 1 << 20;
 
 type Service = GrpcInferenceServiceServer<Handler>;
 type Reply<T> = Result<Response<T>, Status>;
@@ -50,15 +60,16 @@ pub(crate) async fn serve(
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
     let limit = app.max_body_bytes;
-    let service = GrpcInferenceServiceServer::new(Handler { app })
+    let service = GrpcInferenceServiceServer::new(Handler { app: app.clone() })
         .max_decoding_message_size(limit)
         .max_encoding_message_size(usize::MAX)
         .accept_compressed(CompressionEncoding::Gzip)
         .accept_compressed(CompressionEncoding::Deflate);
     let router = tonic::transport::Server::builder()
         .initial_stream_window_size(1 << 20)
-        .initial_connection_window_size(4 << 20)
-        .add_service(service)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_frame_size(FRAME_BYTES)
+        .add_service(Inference { app, others: service })
         .add_service(health)
         .add_service(reflection().build_v1().map_err(broken)?)
         .add_service(reflection().build_v1alpha().map_err(broken)?);
@@ -102,19 +113,17 @@ async fn try_infer(
     Ok(encode_infer(response))
 }
 
-fn context_of<T>(request: &Request<T>) -> RequestContext {
-    let header = request.metadata().get(TRACEPARENT).and_then(|value| value.to_str().ok());
+fn context_of(headers: &HeaderMap) -> RequestContext {
+    let header = headers.get(TRACEPARENT).and_then(|value| value.to_str().ok());
     RequestContext { trace: header.and_then(TraceContext::parse) }
 }
 
-fn with_trace<T>(message: T, context: RequestContext) -> Response<T> {
-    let mut response = Response::new(message);
+fn with_trace(headers: &mut HeaderMap, context: RequestContext) {
     if let Some(trace) = context.trace
         && let Ok(value) = trace.to_string().parse()
     {
-        response.metadata_mut().insert(TRACEPARENT, value);
+        headers.insert(TRACEPARENT, value);
     }
-    response
 }
 
 fn stream_answer(
@@ -194,16 +203,18 @@ impl GrpcInferenceService for Handler {
         &self,
         request: Request<proto::ModelInferRequest>,
     ) -> Reply<proto::ModelInferResponse> {
-        let context = context_of(&request);
+        let context = context_of(request.metadata().as_ref());
         let response = infer(&self.app, request.into_inner(), context).await?;
-        Ok(with_trace(response, context))
+        let mut headers = HeaderMap::new();
+        with_trace(&mut headers, context);
+        Ok(Response::from_parts(MetadataMap::from_headers(headers), response, Default::default()))
     }
 
     async fn model_stream_infer(
         &self,
         request: Request<Streaming<proto::ModelInferRequest>>,
     ) -> Reply<Self::ModelStreamInferStream> {
-        let context = context_of(&request);
+        let context = context_of(request.metadata().as_ref());
         let app = self.app.clone();
         let answers = request.into_inner().then(move |message| {
             let app = app.clone();

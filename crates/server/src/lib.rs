@@ -3,6 +3,7 @@
 //! Handlers only translate: what is read is checked by `api`, what is done is done by an
 //! [`api::InferenceService`].
 
+mod buffers;
 pub mod gate;
 mod grpc;
 mod listener;

@@ -11,6 +11,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
+use crate::buffers::Buffers;
 use crate::gate::Gate;
 use crate::{grpc, listener, metrics, rest};
 
@@ -67,6 +68,7 @@ pub(crate) struct App {
     pub(crate) gate: Gate,
     pub(crate) max_body_bytes: usize,
     pub(crate) max_model_bytes: usize,
+    pub(crate) buffers: Arc<Buffers>,
 }
 
 impl App {
@@ -89,6 +91,7 @@ impl Server {
             gate: Gate::default(),
             max_body_bytes: options.max_body_bytes,
             max_model_bytes: options.max_model_bytes,
+            buffers: Arc::default(),
         });
         let (stop, stopped) = watch::channel(false);
         let mut server = RunningServer {

@@ -58,6 +58,28 @@ async fn tensors_come_back_raw() {
 }
 
 #[tokio::test]
+async fn tensors_of_many_frames_come_back_whole() {
+    let (_server, mut client) = start().await;
+    client = client.max_decoding_message_size(usize::MAX);
+    let raw: Vec<u8> = (0..5_000_000u32).map(|index| (index * 31) as u8).collect();
+    for length in [40_000, 602_112, 5_000_000] {
+        let mut large = request("identity", "");
+        large.inputs[0].shape = vec![length / 4];
+        large.raw_input_contents = vec![raw[..length as usize].to_vec().into()];
+        // Several at once, so that buffers are taken while others are in use.
+        let ask = |message: ModelInferRequest| {
+            let mut client = client.clone();
+            async move { client.model_infer(message).await }
+        };
+        let answers = futures_util::future::join_all((0..8).map(|_| ask(large.clone()))).await;
+        for answer in answers {
+            let answer = answer.unwrap().into_inner();
+            assert!(answer.raw_output_contents[0] == raw[..length as usize], "{length}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn errors_have_their_codes() {
     let (_server, mut client) = start().await;
     for (model, code) in [

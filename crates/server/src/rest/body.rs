@@ -13,6 +13,9 @@ use http::HeaderMap;
 use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 
+use crate::buffers::Buffer;
+use crate::server::App;
+
 /// Work on bodies above this size leaves the threads that serve connections.
 pub(crate) const LARGE_BYTES: usize = 1 << 20;
 
@@ -41,7 +44,12 @@ impl Coding {
 }
 
 /// Reads a whole body of at most `limit` bytes, before and after decompression.
-pub(crate) async fn read<B>(headers: &HeaderMap, body: B, limit: usize) -> ApiResult<Bytes>
+pub(crate) async fn read<B>(
+    app: &App,
+    headers: &HeaderMap,
+    body: B,
+    limit: usize,
+) -> ApiResult<Bytes>
 where
     B: hyper::body::Body<Data = Bytes>,
     B::Error: Into<BoxError>,
@@ -50,15 +58,40 @@ where
     if claimed.is_some_and(|claimed: u64| claimed > limit as u64) {
         return Err(too_large(limit));
     }
-    let bytes = match Limited::new(body, limit).collect().await {
-        Ok(collected) => collected.to_bytes(),
-        Err(error) if error.is::<LengthLimitError>() => return Err(too_large(limit)),
-        Err(_) => return Err(ApiError::new(ErrorKind::Cancelled, "the body ended early")),
-    };
+    let claimed = claimed.map_or(0, |claimed| claimed as usize);
+    let bytes = gather(app, Limited::new(body, limit), claimed).await.map_err(|error| {
+        match error.is::<LengthLimitError>() {
+            true => too_large(limit),
+            false => ApiError::new(ErrorKind::Cancelled, "the body ended early"),
+        }
+    })?;
     match request_coding(headers)? {
         None => Ok(bytes),
         Some(coding) => heavy(bytes.len(), move || decompress(&bytes, coding, limit)).await,
     }
+}
+
+/// Puts a body together in memory that is used again; one that came in one piece is taken as it is.
+async fn gather<B>(app: &App, body: B, claimed: usize) -> Result<Bytes, BoxError>
+where
+    B: hyper::body::Body<Data = Bytes, Error = BoxError>,
+{
+    let mut body = std::pin::pin!(body);
+    let (mut first, mut all): (Option<Bytes>, Option<Buffer>) = (None, None);
+    while let Some(frame) = body.frame().await {
+        let Ok(data) = frame?.into_data() else { continue };
+        match (&mut first, &mut all) {
+            (_, Some(all)) => all.extend(&data),
+            (None, None) => first = Some(data),
+            (Some(first), None) => {
+                let mut buffer = app.buffers.take(claimed.max(first.len() + data.len()));
+                buffer.extend(first);
+                buffer.extend(&data);
+                all = Some(buffer);
+            }
+        }
+    }
+    Ok(all.map(Buffer::freeze).or(first).unwrap_or_default())
 }
 
 /// Runs `work`, off the serving threads when it concerns many bytes.

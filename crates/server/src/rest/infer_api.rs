@@ -61,7 +61,7 @@ where
     B::Error: Into<BoxError>,
 {
     let _pass = app.gate.enter()?;
-    let body = body::read(headers, body, app.max_body_bytes).await?;
+    let body = body::read(app, headers, body, app.max_body_bytes).await?;
     let Decoded { request, encoding } = decode(headers, body).await?;
     let context = context(headers);
     let span = span(model.name, &request.id, &context);

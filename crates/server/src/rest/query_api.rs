@@ -33,7 +33,7 @@ pub(super) async fn put(
     body: Body,
 ) -> Answer {
     let _pass = app.gate.enter()?;
-    let text = body::read(&headers, body, TEXT_MAX).await?;
+    let text = body::read(&app, &headers, body, TEXT_MAX).await?;
     let text = std::str::from_utf8(&text)
         .map_err(|_| ApiError::invalid("a query is text: TOML or JSON"))?;
     answer::json(&app.service.put_query(&query, text).await?)
@@ -53,7 +53,7 @@ pub(super) async fn infer(
     body: Body,
 ) -> Answer {
     let _pass = app.gate.enter()?;
-    let body: Bytes = body::read(&headers, body, app.max_body_bytes).await?;
+    let body: Bytes = body::read(&app, &headers, body, app.max_body_bytes).await?;
     if is_picture(&headers) {
         headers.insert(HEADER_LENGTH, HeaderValue::from_static("0"));
     }

@@ -31,8 +31,12 @@ struct LoadRequest {
     parameters: Map<String, Value>,
 }
 
-async fn settings<T: Default + DeserializeOwned>(headers: &HeaderMap, body: Body) -> ApiResult<T> {
-    let bytes = body::read(headers, body, MAX_SETTINGS_BYTES).await?;
+async fn settings<T: Default + DeserializeOwned>(
+    app: &App,
+    headers: &HeaderMap,
+    body: Body,
+) -> ApiResult<T> {
+    let bytes = body::read(app, headers, body, MAX_SETTINGS_BYTES).await?;
     if bytes.iter().all(u8::is_ascii_whitespace) {
         return Ok(T::default());
     }
@@ -41,7 +45,7 @@ async fn settings<T: Default + DeserializeOwned>(headers: &HeaderMap, body: Body
 }
 
 pub(super) async fn index(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Answer {
-    let request: IndexRequest = settings(&headers, body).await?;
+    let request: IndexRequest = settings(&app, &headers, body).await?;
     answer::json(&app.service.index(request.ready).await?)
 }
 
@@ -51,7 +55,7 @@ pub(super) async fn load(
     headers: HeaderMap,
     body: Body,
 ) -> Answer {
-    let request: LoadRequest = settings(&headers, body).await?;
+    let request: LoadRequest = settings(&app, &headers, body).await?;
     check_load_parameters(request.parameters.keys().map(String::as_str))?;
     let _pass = app.gate.enter()?;
     app.service.load(path.name()).await?;
@@ -78,7 +82,7 @@ pub(super) async fn unload(
     headers: HeaderMap,
     body: Body,
 ) -> Answer {
-    let _: LoadRequest = settings(&headers, body).await?;
+    let _: LoadRequest = settings(&app, &headers, body).await?;
     app.service.unload(path.name()).await?;
     Ok(answer::empty(StatusCode::OK))
 }

@@ -1,0 +1,103 @@
+//! `atoll bench server` with a real server on the CPU.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+fn model() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/digits.onnx")
+}
+
+fn bench(model: &Path, more: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_atoll"));
+    command.env("ATOLL_LOG", "warn").args(["bench", "server", "--threads", "1", "--model"]);
+    command
+        .arg(model)
+        .args(["--clients", "6", "--connections", "2", "--engine-threads", "1"])
+        .args(more);
+    command
+}
+
+fn said(output: &Output) -> String {
+    let both = [&output.stdout[..], &output.stderr[..]].concat();
+    String::from_utf8_lossy(&both).into_owned()
+}
+
+#[test]
+fn engine_and_server_are_measured_in_turns() {
+    let short = ["--seconds", "0.2", "--rounds", "2", "--warm-secs", "0", "--json"];
+    let output = bench(&model(), &short).output().unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["inputs"], serde_json::json!(["FP32[1, 1, 8, 8]"]));
+    let rounds = report["rounds"].as_array().unwrap();
+    assert_eq!(rounds.len(), 2);
+    for round in rounds {
+        let servers = round["servers"].as_array().unwrap();
+        for one in servers.iter().chain([&round["engine"]]) {
+            assert!(one["rps"].as_f64().unwrap() > 0.0, "{one}");
+            assert!(one["checked"].as_u64().unwrap() > 0 && one["wrong"] == 0, "{one}");
+            assert!(one["mean_batch"].as_f64().unwrap() >= 1.0, "{one}");
+        }
+        // Ten numbers came back for 64, whatever describes them.
+        let bytes = |wire: usize, field: &str| servers[wire][field].as_u64().unwrap();
+        for wire in [0, 1] {
+            assert!((256..1024).contains(&bytes(wire, "request_bytes")), "{round}");
+            assert!((40..1024).contains(&bytes(wire, "answer_bytes")), "{round}");
+        }
+    }
+    let names: Vec<_> =
+        report["summaries"].as_array().unwrap().iter().map(|s| &s["name"]).collect();
+    assert_eq!(names, ["engine", "gRPC", "REST"]);
+}
+
+#[test]
+fn what_cannot_be_measured_is_said() {
+    let missing = bench(Path::new("missing.onnx"), &[]).output().unwrap();
+    assert_eq!(missing.status.code(), Some(2), "{}", said(&missing));
+    assert!(said(&missing).contains("missing.onnx"), "{}", said(&missing));
+    let cluster = bench(&model(), &["--", "--cluster"]).output().unwrap();
+    assert!(said(&cluster).contains("without --cluster"), "{}", said(&cluster));
+    // A server that does not start is no hang: its own words come back.
+    let fails = bench(&model(), &["--", "--http-port", "99999"]).output().unwrap();
+    assert_eq!(fails.status.code(), Some(2), "{}", said(&fails));
+}
+
+#[test]
+fn the_server_ends_with_who_started_it() {
+    let long = ["--seconds", "60", "--warm-secs", "0", "--protocols", "grpc"];
+    let mut owner =
+        bench(&model(), &long).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let until = Instant::now() + Duration::from_secs(60);
+    let child = loop {
+        if let Some(child) = child_of(owner.id()) {
+            break child;
+        }
+        assert!(Instant::now() < until, "no server was started");
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    // Killed, it can clean nothing up.
+    owner.kill().unwrap();
+    owner.wait().unwrap();
+    while is_alive(child) {
+        assert!(Instant::now() < until, "the server is still there");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// State and parent of a process, if there is one.
+fn state_of(pid: u32) -> Option<(String, u32)> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let mut fields = text.rsplit_once(')')?.1.split_whitespace();
+    Some((fields.next()?.to_string(), fields.next()?.parse().ok()?))
+}
+
+fn is_alive(pid: u32) -> bool {
+    state_of(pid).is_some_and(|(state, _)| state != "Z")
+}
+
+fn child_of(owner: u32) -> Option<u32> {
+    let all = std::fs::read_dir("/proc").ok()?;
+    let pids = all.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    pids.into_iter().find(|pid| state_of(*pid).is_some_and(|(_, parent)| parent == owner))
+}
