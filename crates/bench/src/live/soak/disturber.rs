@@ -28,6 +28,9 @@ const RELOAD_OF: u64 = 4;
 /// The least pause between two loads, so that somebody sees the device without them.
 const PAUSE_LEAST: Duration = Duration::from_millis(30);
 
+/// How long a device may take to give memory back behind a program that is no more.
+const GIVE_BACK: Duration = Duration::from_millis(20);
+
 /// A model that can be disturbed.
 pub(super) struct Subject<'a> {
     pub(super) model: &'a KeptModel,
@@ -114,6 +117,7 @@ impl Disturber<'_> {
                 let words = "a model that was removed is not taken apart";
                 locked(&self.done).note(false, "discard", words);
             }
+            std::thread::sleep(GIVE_BACK);
         }
     }
 
