@@ -216,7 +216,7 @@ mod tests {
     #[test]
     fn what_registrations_made_is_taken_or_dropped() {
         let mut prepared = Prepared::default();
-        let keep = |prepared: &mut Prepared<&str>, version, made| {
+        let keep = |prepared: &mut Prepared<&'static str>, version, made: &'static str| {
             prepared.keep("m".to_string(), version, made)
         };
         // Two registrations of one name before either is loaded: the older is of no use.

@@ -47,6 +47,9 @@ const WARM_OF: u64 = 10;
 /// How long one order may take.
 const LIMIT: Duration = Duration::from_secs(120);
 
+/// How often a client that finds no model in service looks again.
+const WAIT: Duration = Duration::from_millis(1);
+
 /// How long memory may take to come back.
 const SETTLE: Duration = Duration::from_secs(10);
 
@@ -251,13 +254,17 @@ async fn timed<T>(
 }
 
 impl Soak {
-    /// So many operations from all clients; then everything is unloaded.
+    /// So many operations from all clients, on top of loading every network; then everything is unloaded.
     async fn round(self: Arc<Self>, seed: u64, operations: u64) -> Result<Tally, Failure> {
         self.left.store(operations, Ordering::Release);
+        let mut all = Tally::default();
+        let mut random = Random::new(seed);
+        for _ in &self.networks {
+            self.load(&mut random, &mut all).await;
+        }
         let clients: Vec<_> = (0..CLIENTS)
             .map(|client| tokio::spawn(self.clone().client(seed ^ ((client + 1) << 32))))
             .collect();
-        let mut all = Tally::default();
         for client in clients {
             all.merge(client.await.map_err(Failure::failed)?);
         }
@@ -278,7 +285,7 @@ impl Soak {
                 94..96 => self.load(&mut random, &mut tally).await,
                 96..98 => match self.roster.begin_unload(&mut random) {
                     Some(model) => self.unload(&model, &mut tally).await,
-                    None => self.load(&mut random, &mut tally).await,
+                    None => self.ask_loaded(&mut random, &mut tally).await,
                 },
                 _ => self.register(&mut random, &mut tally).await,
             }
@@ -295,8 +302,16 @@ impl Soak {
 
     /// A question for a model in service; somebody may unload it on the way.
     async fn ask_loaded(&self, random: &mut Random, tally: &mut Tally) {
-        let Some(model) = self.roster.loaded(random) else {
-            return self.load(random, tally).await;
+        let began = Instant::now();
+        let model = loop {
+            if let Some(model) = self.roster.loaded(random) {
+                break model;
+            }
+            if began.elapsed() > LIMIT {
+                let none = ApiError::internal("no model came into service");
+                return tally.note("wait", Due::Done, began.elapsed().into(), Err(none));
+            }
+            tokio::time::sleep(WAIT).await;
         };
         let known = self.known(model.origin);
         let (took, answer) = timed(known.ask(&self.service, &model.name)).await;
@@ -319,7 +334,7 @@ impl Soak {
     async fn load(&self, random: &mut Random, tally: &mut Tally) {
         let Some((model, fresh)) = self.roster.begin_load(random) else {
             // All of them are on their way.
-            return self.ask_absent(random, tally).await;
+            return self.ask_loaded(random, tally).await;
         };
         let (took, result) = timed(self.service.load_model(&model.name)).await;
         if fresh {
@@ -340,10 +355,50 @@ impl Soak {
         let model = match self.roster.begin_register() {
             Ok(model) => model,
             Err(Some(oldest)) => return self.unload(&oldest, tally).await,
-            Err(None) => return self.ask_absent(random, tally).await,
+            Err(None) => return self.ask_loaded(random, tally).await,
         };
         let (took, result) = timed(register(&self.service, &model.name)).await;
         self.roster.finish(&model, result.is_ok());
         tally.note("register", Due::Done, took, result);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        swap: SwapArgs,
+    }
+
+    #[test]
+    fn a_small_server_takes_every_kind_of_order_and_gives_all_memory_back() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["one", "other"] {
+            std::fs::write(folder.path().join(format!("{name}.onnx")), DIGITS_ONNX).unwrap();
+        }
+        let (models, json) = (folder.path(), folder.path().join("soak.json"));
+        let (models, json) = (models.to_str().unwrap(), json.to_str().unwrap());
+        let line = ["swap", "--models", models, "--network", "one,other", "--room", "1"];
+        let line = line.into_iter().chain(["--threads", "1", "--json", json]);
+        let args = Line::parse_from(line).swap;
+        let opened = SwappingDevice::open(&args).unwrap_or_else(|err| panic!("{}", err.message()));
+        run(&args, &opened, 1_000).unwrap_or_else(|err| panic!("{}", err.message()));
+        let report: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(json).unwrap()).unwrap();
+        let kinds = report["kinds"].as_object().unwrap();
+        let done = |what: &str| kinds[what]["done"].as_u64().unwrap();
+        let asked = |what: &str| kinds[what]["asked"].as_u64().unwrap();
+        assert!(done("infer of a loaded model") > 500, "{report:#}");
+        for what in ["load", "unload", "register"] {
+            assert!(done(what) > 0 && done(what) == asked(what), "{report:#}");
+        }
+        for what in ["infer of an unloaded model", "infer of a model that never was"] {
+            assert!(asked(what) > 0 && done(what) == 0, "{report:#}");
+        }
+        assert_eq!(report["rests"].as_array().unwrap().len(), 7, "{report:#}");
     }
 }
