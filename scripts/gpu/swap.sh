@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # More models than memory on a GPU: cold and warm requests by access pattern, a real-time model beside others that swap and beside a large one
-# that is loaded, and random orders to a whole server. Leaves swap.json, load.json and soak.json in OUT_DIR, within 100 seconds.
+# that is loaded, and random orders to a whole server. Leaves swap.json, big.json, load.json and soak.json in OUT_DIR, within 180 seconds.
 #   scripts/gpu/swap.sh OUT_DIR MODELS_DIR
 # MODELS_DIR holds resnet50.onnx and mobilenet_v2.onnx, and bert_large.onnx for the large one (left out without it), as scripts/gpu/models.py
 # writes them. ATOLL names the binary (default: target/release/atoll), ATOLL_DEVICE the device (default: cuda:0).
@@ -22,6 +22,7 @@ run 45 swap --network resnet50 --count 5,50 --room 4,20 --concurrency 1,64 --sec
 if [ -f "$models/bert_large.onnx" ]; then
     run 35 load --network resnet50 --count 2 --room 2 --access sequential --concurrency 1 --seconds 2 --beside --big "$models/bert_large.onnx"
 fi
-run 30 soak --network resnet50,mobilenet_v2 --room 1 --soak 2000
+run 60 big --network resnet50 --big --seconds 4
+run 60 soak --network resnet50,mobilenet_v2 --room 1 --soak 2000
 [ ! -f "$out/soak.json" ] || cat "$out/soak.json"
 exit $failed

@@ -15,6 +15,9 @@ use crate::scenario::Scenario;
 /// Under a share, a best-effort request that is not started for so long starves.
 const STARVED: Nanos = Nanos::from_millis(2_000);
 
+/// Requests that ended which are remembered, to tell one that ends twice from one that never came.
+const ENDED_KEPT: usize = 1 << 16;
+
 /// What the promises come to on this device, under this policy.
 #[derive(Clone, Debug)]
 pub struct Limits {
@@ -115,6 +118,7 @@ struct Seen {
 pub struct Checker {
     limits: Limits,
     open: BTreeMap<u64, Seen>,
+    /// Those that ended last.
     ended: BTreeSet<u64>,
     loaded: Vec<bool>,
     /// Whether weights come and go.
@@ -268,6 +272,9 @@ impl Checker {
             self.report(now, format!("request {order} ended {twice}"));
         }
         self.ended.insert(order);
+        if self.ended.len() > ENDED_KEPT {
+            self.ended.pop_first();
+        }
         if self.running_rt.is_some_and(|(running, _)| running == order) {
             self.running_rt = None;
         }

@@ -164,6 +164,21 @@ pub fn speed_up(clients: &mut [Client], factor: f64) {
     }
 }
 
+/// Plays traces of `period_s` seconds again from their start whenever they end, until `seconds` have passed.
+pub fn repeat(clients: &mut [Client], period_s: f64, seconds: f64) {
+    if period_s <= 0.0 {
+        return;
+    }
+    for client in clients {
+        let Arrival::Trace { times_ms } = &mut client.arrival else { continue };
+        // What comes after the end of the workload belongs to no repetition.
+        let once: Vec<f64> = times_ms.iter().copied().filter(|ms| *ms < period_s * 1e3).collect();
+        let rounds = (0..(seconds / period_s).ceil() as u64).map(|round| round as f64 * period_s);
+        let later = |start_s: f64| once.iter().map(move |ms| ms + start_s * 1e3);
+        *times_ms = rounds.flat_map(later).filter(|ms| *ms < seconds * 1e3).collect();
+    }
+}
+
 fn stagger(scenario: &mut Scenario) {
     let Ok(set) = scenario.profiles() else { return };
     let alone_us = |model: &str| set.model(model).map_or(0, |m| m.alone(&set.gpu).as_micros());
@@ -260,6 +275,16 @@ pub fn compare(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_trace_is_played_again_from_its_start() {
+        let arrival = Arrival::Trace { times_ms: vec![0.0, 500.0, 1_999.0, 2_500.0] };
+        let mut clients = vec![client(Class::RealTime, "vgg19", arrival)];
+        repeat(&mut clients, 2.0, 5.0);
+        let Arrival::Trace { times_ms } = &clients[0].arrival else { panic!("no trace") };
+        let want = [0.0, 500.0, 1_999.0, 2_000.0, 2_500.0, 3_999.0, 4_000.0, 4_500.0];
+        assert_eq!(*times_ms, want);
+    }
 
     #[test]
     fn workloads_have_the_published_clients() {

@@ -7,25 +7,27 @@
 mod client;
 mod observer;
 pub(crate) mod report;
+mod soak;
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Barrier, mpsc};
+use std::sync::{Arc, Barrier, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
 use base::{Clock, MonotonicClock, Nanos, Random};
 use device::{Device, Program};
-use model::Tensor;
 use model::config::{Batching, BatchingPolicy, Class, ModelConfig};
+use model::{LaunchPlan, Tensor};
 use runtime::{ModelKey, Node, NodeError, NodeOptions, Rejection, Reply, Request};
 use thiserror::Error;
 
-use self::client::{Answer, LiveClient, Tally, Target, Waiting, Window};
+use self::client::{Answer, CurrentKey, Ledger, LiveClient, Tally, Target, Waiting, Window};
 use self::observer::Recorder;
 use self::report::round;
 pub use self::report::{
     Alone, BestEffortModel, Cell, Increase, Latency, LeftOut, LiveReport, Lock, Parts, Preempted,
     RealTimeModel, charts, table,
 };
+pub use self::soak::{Growth, SoakOptions, SoakReport};
 use crate::arrival::{Arrival, Clockwork};
 use crate::disb;
 use crate::scenario::Client;
@@ -122,17 +124,77 @@ pub enum LiveError {
 /// Runs cells on one device.
 pub struct Live {
     device: Arc<dyn Device>,
-    models: Vec<LiveModel>,
+    models: Vec<KeptModel>,
     options: LiveOptions,
     alone: Vec<Alone>,
+}
+
+/// A model between cells.
+struct KeptModel {
+    name: String,
+    inputs: Vec<Tensor>,
+    plan: Arc<LaunchPlan>,
+    /// Gone where a node alone shall hold it.
+    program: Mutex<Option<Arc<dyn Program>>>,
+}
+
+impl From<LiveModel> for KeptModel {
+    fn from(model: LiveModel) -> KeptModel {
+        let LiveModel { name, program, inputs } = model;
+        let plan = program.plan().clone();
+        KeptModel { name, inputs, plan, program: Mutex::new(Some(program)) }
+    }
+}
+
+impl KeptModel {
+    fn program(&self) -> Option<Arc<dyn Program>> {
+        self.program.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Leaves the program to those who have it.
+    fn let_go(&self) {
+        let program = self.program.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(program);
+    }
 }
 
 /// A node with the models of a workload.
 struct Stage<'a> {
     node: Node,
     clock: Arc<dyn Clock>,
-    models: Vec<(&'a LiveModel, ModelKey)>,
+    models: Vec<(&'a KeptModel, CurrentKey)>,
     recorder: Arc<Recorder>,
+}
+
+/// What a node of the benchmark is to be like.
+#[derive(Clone, Copy)]
+struct StageOptions {
+    real_time_queues: usize,
+    best_effort_queues: usize,
+    /// Preemptions that are remembered one by one.
+    preemptions_kept: usize,
+}
+
+impl StageOptions {
+    /// As a policy that runs everything side by side needs them for `clients`.
+    fn of(clients: &[Client], preemptions_kept: usize) -> StageOptions {
+        let count = |class| clients.iter().filter(|client| client.class == class).count();
+        let (real_time, best_effort) = (count(Class::RealTime), count(Class::BestEffort));
+        StageOptions {
+            real_time_queues: real_time,
+            best_effort_queues: best_effort,
+            preemptions_kept,
+        }
+    }
+}
+
+/// A workload's clients at some rates.
+struct Asking {
+    clients: Vec<Client>,
+    /// Seconds its trace takes at these rates.
+    trace_seconds: Option<f64>,
+    /// Share of the device that real time uses on its own.
+    share: f64,
 }
 
 impl Live {
@@ -142,6 +204,7 @@ impl Live {
         models: Vec<LiveModel>,
         options: LiveOptions,
     ) -> Result<Live, LiveError> {
+        let models = models.into_iter().map(KeptModel::from).collect();
         let mut live = Live { device, models, options, alone: Vec::new() };
         live.alone = live.measure_alone()?;
         Ok(live)
@@ -154,14 +217,16 @@ impl Live {
 
     fn measure_alone(&self) -> Result<Vec<Alone>, LiveError> {
         let names: Vec<&str> = self.models.iter().map(|model| model.name.as_str()).collect();
-        let stage = self.stage("rt_only", &names, (1, 1))?;
+        let options = StageOptions::of(&[], PREEMPTIONS_KEPT);
+        let options = StageOptions { real_time_queues: 1, best_effort_queues: 1, ..options };
+        let stage = self.stage("rt_only", &names, options)?;
         let span = Nanos((self.options.warm_seconds * 1e9) as u64);
         let mut alone = Vec::new();
         for (model, key) in &stage.models {
             let run = |until: Nanos, samples: &mut Vec<Nanos>| {
                 while stage.clock.now() < until || samples.is_empty() {
                     let asked = stage.clock.now();
-                    stage.once(model, *key, Class::RealTime)?;
+                    stage.once(model, *key.hold(), Class::RealTime)?;
                     samples.push(stage.clock.now() - asked);
                 }
                 Ok::<(), LiveError>(())
@@ -184,46 +249,42 @@ impl Live {
         &self,
         policy: &str,
         models: &[&str],
-        (real_time, best_effort): (usize, usize),
+        asked: StageOptions,
     ) -> Result<Stage<'_>, LiveError> {
         let clock: Arc<dyn Clock> = Arc::new(MonotonicClock::new());
         let recorder = Arc::new(Recorder::default());
         let options = NodeOptions {
             policy: policy.to_string(),
-            real_time_queues: real_time,
-            best_effort_queues: best_effort,
-            preemptions_kept: PREEMPTIONS_KEPT,
+            real_time_queues: asked.real_time_queues,
+            best_effort_queues: asked.best_effort_queues,
+            preemptions_kept: asked.preemptions_kept,
             bearable_percent: self.options.bearable_percent,
             observer: Some(recorder.clone()),
             ..NodeOptions::default()
         };
         let node = Node::start(self.device.clone(), options, clock.clone())?;
         let used = self.models.iter().filter(|model| models.contains(&model.name.as_str()));
-        // The benchmark's requests are batches of one.
-        let batching = Batching { policy: BatchingPolicy::None, ..Batching::default() };
-        let config = ModelConfig { batching, ..ModelConfig::default() };
-        let models = used.map(|m| (m, node.add_model(m.program.clone(), &config))).collect();
+        let config = config();
+        let add = |program| CurrentKey::new(node.add_model(program, &config));
+        let models = used.filter_map(|m| Some((m, add(m.program()?)))).collect();
         Ok(Stage { node, clock, models, recorder })
     }
 
-    /// The clients of `workload` at these rates, and for how many seconds they ask.
-    fn clients(&self, workload: &Workload, rates: Rates) -> (Vec<Client>, f64, f64) {
+    /// The clients of `workload` at these rates.
+    fn clients(&self, workload: &Workload, rates: Rates) -> Asking {
         let mut clients = workload.clients.clone();
-        let mut seconds = workload.seconds;
-        let used = self.share(&clients, seconds);
-        let share = disb::share_percent(&workload.name);
-        let mut now = used;
-        if let (Rates::Scaled, Some(percent)) = (rates, share)
-            && used > 0.0
+        let mut trace_seconds = workload.seconds;
+        let mut share = self.share(&clients, trace_seconds);
+        if let (Rates::Scaled, Some(percent)) = (rates, disb::share_percent(&workload.name))
+            && share > 0.0
         {
-            let factor = percent / 100.0 / used;
+            let factor = percent / 100.0 / share;
             disb::speed_up(&mut clients, factor);
-            seconds = seconds.map(|seconds| seconds / factor);
-            now = percent / 100.0;
+            trace_seconds = trace_seconds.map(|seconds| seconds / factor);
+            share = percent / 100.0;
         }
         disb::stagger_by(&mut clients, |model| self.alone_us(model) as u64);
-        let seconds = seconds.map_or(self.options.seconds, |s| s.min(self.options.seconds));
-        (clients, seconds, now)
+        Asking { clients, trace_seconds, share }
     }
 
     /// Share of the device that real time uses when nobody else does.
@@ -234,25 +295,19 @@ impl Live {
 
     /// Runs one policy on one workload. Comparisons are left to [`Live::finish`].
     pub fn run(&self, workload: &Workload, rates: Rates, policy: &str) -> Result<Cell, LiveError> {
-        let (mut clients, seconds, share) = self.clients(workload, rates);
+        let Asking { mut clients, trace_seconds, share } = self.clients(workload, rates);
+        let longest = self.options.seconds;
+        let seconds = trace_seconds.map_or(longest, |seconds| seconds.min(longest));
         let offered: Vec<f64> = clients.iter().map(|c| rate_of(c, Some(seconds))).collect();
         if policy == "rt_only" {
             clients.retain(|client| client.class == Class::RealTime);
         }
-        let count = |class| clients.iter().filter(|client| client.class == class).count();
         let names: Vec<&str> = clients.iter().map(|client| client.model.as_str()).collect();
-        let queues = (count(Class::RealTime), count(Class::BestEffort));
-        let stage = self.stage(policy, &names, queues)?;
+        let stage = self.stage(policy, &names, StageOptions::of(&clients, PREEMPTIONS_KEPT))?;
         let targets = stage.targets(&workload.name, &clients)?;
         let alone_busy: Vec<Nanos> = targets.iter().map(|(_, busy)| *busy).collect();
-        let window = Window {
-            warm: Barrier::new(clients.len() + 1),
-            set: Barrier::new(clients.len() + 1),
-            start: AtomicU64::new(0),
-            warm_until: stage.clock.now() + Nanos((self.options.warm_seconds * 1e9) as u64),
-            length: Nanos((seconds * 1e9) as u64),
-        };
-        let (tallies, cpu_cores) = self.drive(&stage, &clients, targets, &window);
+        let window = self.window(&stage, clients.len(), seconds);
+        let (tallies, cpu_cores) = self.drive(&stage, &clients, targets, &window, &|_| {});
         if !stage.node.drain(DRAIN) {
             return Err(LiveError::Stuck(workload.name.clone(), policy.to_string()));
         }
@@ -266,14 +321,26 @@ impl Live {
         Ok(cell)
     }
 
-    /// Lets the clients run, and says how many cores that kept busy.
-    fn drive(
+    /// When a cell of so many clients begins and ends.
+    fn window(&self, stage: &Stage<'_>, clients: usize, seconds: f64) -> Window {
+        Window {
+            warm: Barrier::new(clients + 1),
+            set: Barrier::new(clients + 1),
+            start: AtomicU64::new(0),
+            warm_until: stage.clock.now() + Nanos((self.options.warm_seconds * 1e9) as u64),
+            length: Nanos((seconds * 1e9) as u64),
+        }
+    }
+
+    /// Lets the clients run, and says how many cores that kept busy. `meanwhile` is called when they begin, with that time.
+    fn drive<L: Ledger + Send>(
         &self,
         stage: &Stage<'_>,
         clients: &[Client],
         targets: Vec<(Target, Nanos)>,
         window: &Window,
-    ) -> (Vec<Tally>, f64) {
+        meanwhile: &dyn Fn(Nanos),
+    ) -> (Vec<L>, f64) {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let mut seeds = Random::new(self.options.seed);
         std::thread::scope(|scope| {
@@ -296,7 +363,8 @@ impl Live {
             window.start.store(start.0, Ordering::Release);
             let (used, began) = (cpu_seconds(), stage.clock.now());
             window.set.wait();
-            let tally = |thread: std::thread::ScopedJoinHandle<'_, Tally>| {
+            meanwhile(start);
+            let tally = |thread: std::thread::ScopedJoinHandle<'_, L>| {
                 thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
             };
             let tallies = threads.into_iter().map(tally).collect();
@@ -332,9 +400,15 @@ fn rate_of(client: &Client, seconds: Option<f64>) -> f64 {
     }
 }
 
+/// The benchmark's requests are batches of one.
+fn config() -> ModelConfig {
+    let batching = Batching { policy: BatchingPolicy::None, ..Batching::default() };
+    ModelConfig { batching, ..ModelConfig::default() }
+}
+
 impl Stage<'_> {
     /// One request, from question to answer.
-    fn once(&self, model: &LiveModel, key: ModelKey, class: Class) -> Result<Answered, LiveError> {
+    fn once(&self, model: &KeptModel, key: ModelKey, class: Class) -> Result<Answered, LiveError> {
         let (sender, receiver) = mpsc::sync_channel(1);
         let request = Request {
             model: key,
@@ -362,7 +436,7 @@ impl Stage<'_> {
     ) -> Result<Vec<(Target, Nanos)>, LiveError> {
         let target = |client: &Client| {
             let found = self.models.iter().find(|(model, _)| model.name == client.model);
-            let (model, key) = *found.ok_or_else(|| LiveError::NoModel {
+            let (model, key) = found.ok_or_else(|| LiveError::NoModel {
                 workload: workload.to_string(),
                 model: client.model.clone(),
             })?;
@@ -370,12 +444,13 @@ impl Stage<'_> {
             let mut expected = Vec::new();
             // The first run prepares what later ones find.
             for _ in 0..5 {
-                let answered = self.once(model, key, client.class)?;
+                let answered = self.once(model, *key.hold(), client.class)?;
                 busy = busy.min(answered.busy);
                 expected = answered.outputs;
             }
             let inputs = model.inputs.clone();
             let expected = Arc::new(expected);
+            let key = key.clone();
             Ok((Target { key, class: client.class, inputs, expected }, busy))
         };
         clients.iter().map(target).collect()

@@ -215,7 +215,7 @@ impl Swap {
     }
 
     fn measure_warm(&self) -> Result<(Vec<Vec<Tensor>>, Latency), SwapError> {
-        let stage = self.stage(self.models.len(), self.models.len(), None)?;
+        let stage = self.stage(self.models.len(), self.room_for(self.models.len()), None)?;
         let (mut expected, mut samples) = (Vec::new(), Vec::new());
         for (index, model) in self.models.iter().enumerate() {
             let broken = |why| SwapError::Broken { model: model.name.clone(), why };
@@ -234,18 +234,22 @@ impl Swap {
         Ok((expected, Latency::of(&mut samples)))
     }
 
+    /// Memory that so many models need.
+    fn room_for(&self, models: usize) -> Bytes {
+        Bytes(self.bytes * models as u64)
+    }
+
     fn stage(
         &self,
         count: usize,
-        room: usize,
+        memory: Bytes,
         pinned: Option<usize>,
     ) -> Result<Stage<'_>, SwapError> {
         if count > self.models.len() {
             return Err(SwapError::TooFew(count, self.models.len()));
         }
         let clock: Arc<dyn Clock> = Arc::new(MonotonicClock::new());
-        let memory = Some(Bytes(self.bytes * room as u64));
-        let options = NodeOptions { memory, ..NodeOptions::default() };
+        let options = NodeOptions { memory: Some(memory), ..NodeOptions::default() };
         let node = Arc::new(Node::start(self.device.clone(), options, clock.clone())?);
         let keys = self.models[..count].iter().enumerate().map(|(index, model)| {
             // Each on its own: answers are compared to the bit, and a batch rounds differently.
@@ -260,7 +264,7 @@ impl Swap {
 
     /// Runs one case.
     pub fn run(&self, case: Case) -> Result<Row, SwapError> {
-        let stage = self.stage(case.count, case.room, None)?;
+        let stage = self.stage(case.count, self.room_for(case.room), None)?;
         let plan = Plan::new(case, self.options.seed);
         let end = stage.clock.now() + Nanos((self.options.seconds * 1e9) as u64);
         let began = Instant::now();

@@ -2,8 +2,11 @@
 
 use std::sync::Arc;
 
+use bench::arrival::Arrival;
 use bench::disb;
-use bench::live::{Live, LiveError, LiveModel, LiveOptions, Rates, Workload, charts, table};
+use bench::live::{
+    Live, LiveError, LiveModel, LiveOptions, Rates, SoakOptions, Workload, charts, table,
+};
 use cpu::{CpuDevice, CpuOptions};
 use device::Device;
 use model::Tensor;
@@ -82,4 +85,28 @@ fn what_cannot_run_is_refused() {
     other.clients[0].model = "nobody".to_string();
     let refused = live.run(&other, Rates::Literal, "atoll").unwrap_err().to_string();
     assert!(refused.contains("nobody"), "{refused}");
+}
+
+#[test]
+fn a_disturbed_workload_answers_everybody_and_its_trace_is_played_again() {
+    let mut real = workload("D");
+    for client in real.clients.iter_mut().take(5) {
+        client.arrival = Arrival::Trace { times_ms: (0..10).map(|n| n as f64 * 20.0).collect() };
+    }
+    (real.name, real.seconds) = ("REAL".to_string(), Some(0.2));
+    let options = SoakOptions { seconds: 2.0, policy: "atoll".to_string(), seed: 3 };
+    let report = live().soak(&real, Rates::Literal, &options, &|_| {}).unwrap();
+    println!("{}", serde_json::to_string_pretty(&report).unwrap());
+    assert!(report.unexpected_errors.is_empty(), "{report:?}");
+    assert_eq!((report.wrong_outputs, report.violations.len()), (0, 0), "{report:?}");
+    assert_eq!(report.trace_repetitions, Some(10.0));
+    // More than one trace alone has.
+    assert!(report.rt_answers + report.rt_dropped > 50, "{report:?}");
+    assert!(report.be_answers > 0 && report.checked_entries > 0, "{report:?}");
+    assert!(report.loads > 0 && report.loads == report.unloads, "{report:?}");
+    assert!(report.reloads > 0 && report.cancellations > 0, "{report:?}");
+    assert_eq!(report.expected_errors.get("unloaded"), Some(&report.unloads), "{report:?}");
+    assert!(report.rt_first_tenth.count > 0 && report.rt_last_tenth.count > 0, "{report:?}");
+    let read: Vec<&str> = report.memory.iter().map(|growth| growth.what).collect();
+    assert_eq!(read, ["process bytes", "threads", "open files"], "{report:?}");
 }

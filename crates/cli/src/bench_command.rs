@@ -131,6 +131,16 @@ pub(crate) struct BatchingArgs {
   atoll bench disb --device sim --gpu h200 --scaled --workload C --policy ALL
   atoll bench disb --device cuda:0 --models models --workload A,D --policy ALL --rates scaled \\
                    --seconds 10 --json disb.json --svg disb.svg
+  atoll bench disb --device cuda:0 --models models --workload REAL --trace REAL.json --rates scaled \\
+                   --soak 480 --json soak.json
+
+With --soak one workload runs for so many seconds under one policy (atoll unless --policy says otherwise), its trace played
+again whenever it ends. Beside it, at random, further best-effort copies of the networks are loaded, asked and unloaded,
+models in use are replaced, and requests are given up as by clients that disconnect. Every answer is compared bit by bit
+with an undisturbed run's. The checkers go over the recorded trace as it comes, four times a second, and what they have seen
+is forgotten. Memory of the device and of the process, threads and open files are read about every second, when no copy is
+there; the first tenth is warm-up, the second is what the last is compared with. The command fails when the median of the last
+is more by 2 % and 16 MiB on the device, by 5 % and 64 MiB in the process, by 8 threads or by 16 files.
 
 On a real device the folder holds resnet152.onnx, densenet201.onnx, vgg19.onnx, inception_v3.onnx and
 distilbert.onnx, as far as the workloads need them; real time alone always runs first.")]
@@ -168,7 +178,11 @@ pub(crate) struct DisbArgs {
     #[arg(long, value_name = "PERCENT", default_value_t = 1.0, value_parser = crate::args::bearable)]
     pub(crate) bearable: f64,
 
-    /// Seed of random arrivals
+    /// Instead: one workload for so many seconds on a real device, disturbed all the time; does anything break or grow?
+    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["seconds", "plot"], value_parser = soak_seconds)]
+    pub(crate) soak: Option<f64>,
+
+    /// Seed of random arrivals, and of what disturbs with --soak
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
 
@@ -257,9 +271,21 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     }
 }
 
+/// Between a second and a week.
+fn soak_seconds(text: &str) -> Result<f64, String> {
+    let seconds: f64 = text.parse().map_err(|_| format!("'{text}' is no number of seconds"))?;
+    match (1.0..=604_800.0).contains(&seconds) {
+        true => Ok(seconds),
+        false => Err("a soak takes between 1 and 604800 seconds".to_string()),
+    }
+}
+
 fn run_disb(args: &DisbArgs) -> Result<(), Failure> {
     if args.device != "sim" {
         return disb_command::run(args);
+    }
+    if args.soak.is_some() {
+        return Err(Failure::usage("--soak needs a real device: --device cpu or cuda:N"));
     }
     let policies: Vec<String> = match args.policy.as_str() {
         "ALL" => NAMES.map(str::to_string).into(),

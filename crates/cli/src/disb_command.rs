@@ -1,9 +1,12 @@
 //! `atoll bench disb` on a real device: loads the benchmark's models and runs every policy in real time.
 
 use bench::disb;
-use bench::live::{LeftOut, Live, LiveOptions, LiveReport, Rates, Workload, charts, table};
+use bench::live::{
+    LeftOut, Live, LiveOptions, LiveReport, Rates, SoakOptions, SoakReport, Workload, charts, table,
+};
 use bench::plot;
 use runtime::policy::NAMES;
+use serde::Serialize;
 
 use crate::args::DeviceArgs;
 use crate::bench_command::DisbArgs;
@@ -17,27 +20,12 @@ const REEF: &str =
 
 /// Runs the command on the device that `args` name.
 pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
+    if let Some(seconds) = args.soak {
+        return soak(args, seconds);
+    }
     let (policies, left_out) = policies(&args.policy)?;
     let workloads = workloads(args)?;
-    let named = DeviceArgs { device: args.device.clone(), settings: args.settings.clone() };
-    let device = engine::open_device(&named)?;
-    let mut names: Vec<&str> =
-        workloads.iter().flat_map(|w| &w.clients).map(|client| client.model.as_str()).collect();
-    names.sort_unstable();
-    names.dedup();
-    let models = testbed::load(args.models.as_deref(), args.seed, device.as_ref(), &names)?;
-    let options = LiveOptions {
-        seconds: args.seconds,
-        warm_seconds: args.warm_seconds,
-        seed: args.seed,
-        bearable_percent: args.bearable,
-    };
-    let description = device.info().description.clone();
-    let live = Live::new(device, models, options).map_err(Failure::failed)?;
-    for alone in live.alone() {
-        let latency = &alone.latency;
-        eprintln!("{} alone: mean {} us, p99 {} us", alone.model, latency.mean_us, latency.p99_us);
-    }
+    let (live, description) = open(args, &workloads)?;
     let mut report = LiveReport {
         device: description,
         driver: testbed::driver(&args.device),
@@ -71,6 +59,94 @@ pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
         }
     }
     finish(args, &report)
+}
+
+/// The models of `workloads` on the device that `args` name, each measured alone, and the device in words.
+fn open(args: &DisbArgs, workloads: &[Workload]) -> Result<(Live, String), Failure> {
+    let named = DeviceArgs { device: args.device.clone(), settings: args.settings.clone() };
+    let device = engine::open_device(&named)?;
+    let mut names: Vec<&str> =
+        workloads.iter().flat_map(|w| &w.clients).map(|client| client.model.as_str()).collect();
+    names.sort_unstable();
+    names.dedup();
+    let models = testbed::load(args.models.as_deref(), args.seed, device.as_ref(), &names)?;
+    let options = LiveOptions {
+        seconds: args.seconds,
+        warm_seconds: args.warm_seconds,
+        seed: args.seed,
+        bearable_percent: args.bearable,
+    };
+    let description = device.info().description.clone();
+    let live = Live::new(device, models, options).map_err(Failure::failed)?;
+    for alone in live.alone() {
+        let latency = &alone.latency;
+        eprintln!("{} alone: mean {} us, p99 {} us", alone.model, latency.mean_us, latency.p99_us);
+    }
+    Ok((live, description))
+}
+
+/// A soak, with where and when it was.
+#[derive(Serialize)]
+struct SoakFile {
+    device: String,
+    driver: Option<String>,
+    date: String,
+    command: String,
+    seed: u64,
+    #[serde(flatten)]
+    soak: SoakReport,
+    /// Why it did not hold; empty when it did.
+    failures: Vec<String>,
+}
+
+/// One workload for a long time under one policy.
+fn soak(args: &DisbArgs, seconds: f64) -> Result<(), Failure> {
+    let policy = soak_policy(&args.policy)?;
+    let workloads = workloads(args)?;
+    let [workload] = &workloads[..] else {
+        return Err(Failure::usage("--soak runs one workload: name it with --workload"));
+    };
+    let [rates] = rates(args)?[..] else {
+        return Err(Failure::usage("--soak runs at one kind of rates: literal or scaled"));
+    };
+    let (live, device) = open(args, &workloads)?;
+    let options = SoakOptions { seconds, policy: policy.to_string(), seed: args.seed };
+    let soak = live
+        .soak(workload, rates, &options, &|line| eprintln!("{line}"))
+        .map_err(Failure::failed)?;
+    let failures = soak.failures();
+    let file = SoakFile {
+        device,
+        driver: testbed::driver(&args.device),
+        date: testbed::today(),
+        command: testbed::command(),
+        seed: args.seed,
+        soak,
+        failures,
+    };
+    let text = serde_json::to_string_pretty(&file).map_err(Failure::failed)? + "\n";
+    match &args.json {
+        Some(Some(path)) => write(path, &text)?,
+        _ => print!("{text}"),
+    }
+    match file.failures.is_empty() {
+        true => Ok(()),
+        false => Err(Failure::failed(file.failures.join("; "))),
+    }
+}
+
+/// The one policy of a soak: one that runs best effort, which is what is disturbed.
+fn soak_policy(asked: &str) -> Result<&str, Failure> {
+    let policy = if asked == "ALL" { "atoll" } else { asked };
+    match policy {
+        "reef" => Err(Failure::usage(format!("policy 'reef' cannot be run here: {REEF}"))),
+        "rt_only" => Err(Failure::usage("--soak disturbs best effort, which rt_only does not run")),
+        name if NAMES.contains(&name) => Ok(name),
+        other => {
+            let known = NAMES.join(", ");
+            Err(Failure::usage(format!("--soak runs one policy, not '{other}'; known: {known}")))
+        }
+    }
 }
 
 fn finish(args: &DisbArgs, report: &LiveReport) -> Result<(), Failure> {
@@ -168,5 +244,9 @@ mod tests {
         assert_eq!(policies("atoll").unwrap().0, ["rt_only", "atoll"]);
         assert!(policies("reef").is_err());
         assert!(policies("atoll,nobody").is_err());
+        assert_eq!(soak_policy("ALL").unwrap(), "atoll");
+        for refused in ["reef", "rt_only", "nobody", "atoll,reef_n"] {
+            assert!(soak_policy(refused).is_err(), "{refused}");
+        }
     }
 }

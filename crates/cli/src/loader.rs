@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use api::RegisterRequest;
@@ -23,7 +23,36 @@ pub(crate) struct DiskLoader {
     repositories: Vec<Repository>,
     registry: Result<Store, String>,
     /// Programs that registration has made already, for the load that follows it.
-    prepared: Mutex<HashMap<(String, u64), Placed>>,
+    prepared: Mutex<Prepared<Placed>>,
+}
+
+/// What registrations have made ready, one version of a name at most: a load takes the newest, and what is older waits for nobody.
+struct Prepared<T> {
+    by_name: HashMap<String, (u64, T)>,
+}
+
+impl<T> Default for Prepared<T> {
+    fn default() -> Prepared<T> {
+        Prepared { by_name: HashMap::new() }
+    }
+}
+
+impl<T> Prepared<T> {
+    /// Keeps `made` unless a newer version is kept; what is not needed any more comes back.
+    fn keep(&mut self, name: String, version: u64, made: T) -> Option<T> {
+        match self.by_name.get(&name) {
+            Some((newer, _)) if *newer > version => Some(made),
+            _ => self.by_name.insert(name, (version, made)).map(|(_, older)| older),
+        }
+    }
+
+    /// Takes what is kept for a load of `version` out, or of an older one which nobody will load; the version it is of.
+    fn take(&mut self, name: &str, version: u64) -> Option<(u64, T)> {
+        match self.by_name.get(name) {
+            Some((kept, _)) if *kept <= version => self.by_name.remove(name),
+            _ => None,
+        }
+    }
 }
 
 impl DiskLoader {
@@ -46,6 +75,10 @@ impl DiskLoader {
             prints.entry(entry.name).or_default().push((entry.version, changed));
         }
         prints
+    }
+
+    fn prepared(&self) -> MutexGuard<'_, Prepared<Placed>> {
+        self.prepared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn load_from_repository(
@@ -76,11 +109,12 @@ impl DiskLoader {
         let Some(manifest) = store.find(name, version).map_err(store_error)? else {
             return Ok(None);
         };
-        let key = (manifest.name.clone(), manifest.version);
-        let prepared = self.prepared.lock().unwrap_or_else(PoisonError::into_inner).remove(&key);
-        let placed = match prepared {
-            Some(placed) => placed,
-            None => {
+        let taken = self.prepared().take(&manifest.name, manifest.version);
+        let placed = match taken {
+            Some((version, placed)) if version == manifest.version => placed,
+            older => {
+                // Its memory is free for the one that is made.
+                drop(older);
                 let onnx = store.read(&manifest).map_err(store_error)?;
                 make_program(&self.fleet, engine::compile_bytes(&onnx).map_err(compile_error)?)?
             }
@@ -168,9 +202,36 @@ impl ModelLoader for DiskLoader {
             ..ModelConfig::default()
         };
         let manifest = store.register(&request.name, &request.onnx, config).map_err(store_error)?;
-        let key = (manifest.name, manifest.version);
-        let version = manifest.version;
-        self.prepared.lock().unwrap_or_else(PoisonError::into_inner).insert(key, placed);
-        Ok(version)
+        let superseded = self.prepared().keep(manifest.name, manifest.version, placed);
+        // Behind the lock: taking a program apart frees memory, which may take its time.
+        drop(superseded);
+        Ok(manifest.version)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_registrations_made_is_taken_or_dropped() {
+        let mut prepared = Prepared::default();
+        let keep = |prepared: &mut Prepared<&'static str>, version, made: &'static str| {
+            prepared.keep("m".to_string(), version, made)
+        };
+        // Two registrations of one name before either is loaded: the older is of no use.
+        assert_eq!(keep(&mut prepared, 1, "one"), None);
+        assert_eq!(keep(&mut prepared, 2, "two"), Some("one"));
+        assert_eq!(prepared.take("m", 2), Some((2, "two")));
+        assert_eq!(prepared.take("m", 2), None);
+        // One that comes late stays until the next load of the name, whatever its version.
+        assert_eq!(keep(&mut prepared, 1, "late"), None);
+        assert_eq!(prepared.take("m", 2), Some((1, "late")));
+        // A load that has seen less leaves the newer for the one that follows.
+        assert_eq!(keep(&mut prepared, 4, "four"), None);
+        assert_eq!(keep(&mut prepared, 3, "three"), Some("three"));
+        assert_eq!(prepared.take("m", 3), None);
+        assert_eq!(prepared.take("m", 4), Some((4, "four")));
+        assert!(prepared.by_name.is_empty());
     }
 }

@@ -4,6 +4,7 @@ mod apply_command;
 mod args;
 mod batching_command;
 mod bench_command;
+mod big_model;
 mod binding;
 mod check_command;
 mod cluster_args;

@@ -1,9 +1,13 @@
 //! `atoll bench swap --soak N`: a whole server under random orders, and whether everything comes back.
 //!
-//! Clients load, unload, register and ask at random, models that others just unloaded included. An order may be answered with the
-//! errors that say so; anything else is a failure. In the end every model is unloaded and memory must be as it was.
+//! Clients load, unload, register and ask at random. Whoever loads or registers waits until the model is in service, and most
+//! questions are for models that are; the others are for models that are not, and must be refused with the error that says so.
+//! After every round all is unloaded, and what the device holds then is put down by kind: what grows from one to the next is a
+//! leak.
 
-use std::collections::BTreeMap;
+mod report;
+mod roster;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -12,97 +16,55 @@ use api::{
     ApiError, ErrorKind, InferOptions, InferRequest, InferenceService, Inputs, ModelRef,
     NamedTensor, RegisterRequest, RequestContext,
 };
-use base::{Bytes, Random};
+use base::{Bytes, Nanos, Random};
 use bytes::Bytes as RawBytes;
 use device::Device;
 use model::Tensor;
 use model::repository::Repository;
 use model::store::Store;
 use runtime::NodeOptions;
-use serde::Serialize;
 use server::LocalNode;
 
+use self::report::{Due, Rest, SoakReport, Tally};
+use self::roster::{Named, Origin, Roster};
 use crate::demo_command::DIGITS_ONNX;
 use crate::devices::fleet_on;
 use crate::failure::Failure;
 use crate::loader::DiskLoader;
 use crate::serve_command::tokio_runtime;
 use crate::swap_command::{SwapArgs, SwappingDevice, inputs};
-use crate::{engine, sim_command};
+use crate::{engine, sim_command, testbed};
 
 /// Clients at once.
 const CLIENTS: u64 = 64;
 
-/// Names that clients register under.
-const REGISTERED: u64 = 4;
+/// Rounds after each of which everything is unloaded.
+const ROUNDS: u64 = 4;
+
+/// Of so many operations one is done before anything is compared: what is made only once is made then.
+const WARM_OF: u64 = 10;
+
+/// How long one order may take.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// How often a client that finds no model in service looks again.
+const WAIT: Duration = Duration::from_millis(1);
 
 /// How long memory may take to come back.
 const SETTLE: Duration = Duration::from_secs(10);
 
-/// What the driver itself may hold more of after than before: it frees in pages of its own, and kernels stay loaded.
-const SYSTEM_SLACK: u64 = 64 << 20;
-
-/// What became of it.
-#[derive(Debug, Default, Serialize)]
-struct SoakReport {
-    operations: u64,
-    seconds: f64,
-    /// Operations by kind that were done.
-    done: BTreeMap<&'static str, u64>,
-    /// Answers that say that a model is not there at the moment.
-    documented_errors: BTreeMap<String, u64>,
-    /// All other errors.
-    failures: u64,
-    first_failure: Option<String>,
-    /// Answers that differ from those of the same model undisturbed.
-    wrong: u64,
-    budget_bytes: u64,
-    most_held_bytes: u64,
-    loads: u64,
-    evictions: u64,
-    /// Weights on the device before and after.
-    weights_bytes: [u64; 2],
-    /// Memory used by everybody as the GPU's own tools count, before and after.
-    system_bytes: [Option<u64>; 2],
-}
-
-/// A model of the repository and what it answers.
+/// A model and what it answers.
 struct Known {
-    name: String,
     inputs: Vec<NamedTensor>,
     expected: Vec<Tensor>,
 }
 
 struct Soak {
     service: LocalNode,
-    device: Arc<dyn Device>,
-    models: Vec<Known>,
+    networks: Vec<Known>,
+    digits: Known,
+    roster: Roster,
     left: AtomicU64,
-}
-
-#[derive(Default)]
-struct Tally {
-    done: BTreeMap<&'static str, u64>,
-    documented: BTreeMap<String, u64>,
-    failures: u64,
-    first_failure: Option<String>,
-    wrong: u64,
-}
-
-impl Tally {
-    fn note(&mut self, what: &'static str, result: Result<(), ApiError>) {
-        match result {
-            Ok(()) => *self.done.entry(what).or_default() += 1,
-            Err(err) if matches!(err.kind, ErrorKind::NotFound | ErrorKind::Unavailable) => {
-                let kind = format!("{what}: {:?}", err.kind);
-                *self.documented.entry(kind).or_default() += 1;
-            }
-            Err(err) => {
-                self.failures += 1;
-                self.first_failure.get_or_insert_with(|| format!("{what}: {err}"));
-            }
-        }
-    }
 }
 
 /// Runs `operations` and says what became of them.
@@ -111,6 +73,7 @@ pub(crate) fn run(
     opened: &SwappingDevice,
     operations: u64,
 ) -> Result<(), Failure> {
+    let start = rest(opened, "at the start");
     let folder = tempfile::tempdir().map_err(Failure::failed)?;
     let store = Store::open(folder.path()).map_err(Failure::failed)?;
     let repository = Repository::open(&args.models).map_err(Failure::usage)?;
@@ -118,12 +81,27 @@ pub(crate) fn run(
     let room = args.room.first().copied().map_or(4, u64::from);
     let budget = largest(args, &*device)? * room;
     let options = NodeOptions { memory: Some(Bytes(budget)), ..NodeOptions::default() };
-    let fleet = fleet_on(device.clone(), options)?;
+    let fleet = fleet_on(device, options)?;
     let loader = Arc::new(DiskLoader::new(fleet.clone(), vec![repository], Ok(store)));
     let service = LocalNode::new(fleet, loader);
-    let report = tokio_runtime()?.block_on(soak(args, service, device, operations))?;
-    let report = SoakReport { budget_bytes: budget, ..report };
-    finish(args, &report)
+    let mut report = SoakReport {
+        device: opened.device.info().description.clone(),
+        driver: testbed::driver(&args.device),
+        date: testbed::today(),
+        command: testbed::command(),
+        operations,
+        clients: CLIENTS,
+        budget_bytes: budget,
+        rests: vec![start],
+        ..SoakReport::default()
+    };
+    tokio_runtime()?.block_on(soak(args, opened, service, &mut report))?;
+    let text = serde_json::to_string_pretty(&report).map_err(Failure::failed)? + "\n";
+    match &args.json {
+        Some(Some(path)) => sim_command::write(path, &text)?,
+        _ => print!("{text}"),
+    }
+    report.verdict().map_err(Failure::failed)
 }
 
 /// Bytes of the largest model's weights.
@@ -141,64 +119,69 @@ fn largest(args: &SwapArgs, device: &dyn Device) -> Result<u64, Failure> {
 
 async fn soak(
     args: &SwapArgs,
+    opened: &SwappingDevice,
     service: LocalNode,
-    device: Arc<dyn Device>,
-    operations: u64,
-) -> Result<SoakReport, Failure> {
+    report: &mut SoakReport,
+) -> Result<(), Failure> {
     service.set_started();
     let mut random = Random::new(args.seed);
-    let mut models = Vec::new();
+    let mut networks = Vec::new();
     for name in &args.network {
-        models.push(known(args, &service, name, &mut random).await?);
+        let path = args.models.join(format!("{name}.onnx"));
+        let plan = engine::compile_file(&path).map_err(Failure::failed)?;
+        service.load_model(name).await.map_err(Failure::failed)?;
+        networks.push(Known::of(&service, name, &plan, &mut random).await?);
+        service.unload_model(name).await.map_err(Failure::failed)?;
     }
-    // Once round before anything is counted: what is made only once is made now.
-    let first = RawBytes::from_static(DIGITS_ONNX);
-    register(&service, 0, first).await.map_err(Failure::failed)?;
-    unload_all(&service, &models).await;
-    settle(&*device);
-    let before = used(&*device);
-    let soak = Arc::new(Soak { service, device, models, left: AtomicU64::new(operations) });
+    let plan = engine::compile_bytes(DIGITS_ONNX).map_err(Failure::failed)?;
+    register(&service, "registered-0").await.map_err(Failure::failed)?;
+    let digits = Known::of(&service, "registered-0", &plan, &mut random).await?;
+    service.unload_model("registered-0").await.map_err(Failure::failed)?;
+    let roster = Roster::new(&args.network);
+    let soak = Arc::new(Soak { service, networks, digits, roster, left: AtomicU64::new(0) });
+    let mut all = Tally::default();
     let began = Instant::now();
-    let clients: Vec<_> = (0..CLIENTS)
-        .map(|client| tokio::spawn(soak.clone().client(args.seed ^ (client << 32))))
-        .collect();
-    let mut report = SoakReport { operations, ..SoakReport::default() };
-    for client in clients {
-        let tally = client.await.map_err(Failure::failed)?;
-        tally.done.into_iter().for_each(|(k, n)| *report.done.entry(k).or_default() += n);
-        let documented = &mut report.documented_errors;
-        tally.documented.into_iter().for_each(|(k, n)| *documented.entry(k).or_default() += n);
-        report.failures += tally.failures;
-        report.wrong += tally.wrong;
-        report.first_failure = report.first_failure.or(tally.first_failure);
+    let warm = report.operations / WARM_OF;
+    for round in 0..=ROUNDS {
+        let done = warm + (report.operations - warm) * round / ROUNDS;
+        let before =
+            if round == 0 { 0 } else { warm + (report.operations - warm) * (round - 1) / ROUNDS };
+        all.merge(soak.clone().round(args.seed ^ (round << 16), done - before).await?);
+        let when = match round {
+            0 => format!("after {done} operations of warm-up"),
+            _ => format!("after {done} operations"),
+        };
+        report.rests.push(rest(opened, &when));
+        eprintln!("{when}: {:.0} s, {} wrong", began.elapsed().as_secs_f64(), all.wrong);
     }
     report.seconds = began.elapsed().as_secs_f64();
-    unload_all(&soak.service, &soak.models).await;
-    settle(&*soak.device);
+    report.add(all);
     let swaps = soak.service.fleet().nodes()[0].memory().swaps;
     (report.loads, report.evictions) = (swaps.loads, swaps.evictions);
-    report.most_held_bytes = soak.device.memory_use().map_or(0, |used| used.most_weights.0);
-    let after = used(&*soak.device);
-    report.weights_bytes = [before.0, after.0];
-    report.system_bytes = [before.1, after.1];
-    Ok(report)
+    report.most_held_bytes = opened.device.memory_use().map_or(0, |used| used.most_weights.0);
+    report.most_registered = soak.roster.most_registered();
+    opened.trim()?;
+    report.rests.push(rest(opened, "after what was kept for later was given back"));
+    Ok(())
 }
 
-async fn known(
-    args: &SwapArgs,
-    service: &LocalNode,
-    name: &str,
-    random: &mut Random,
-) -> Result<Known, Failure> {
-    let path = args.models.join(format!("{name}.onnx"));
-    let plan = engine::compile_file(&path).map_err(Failure::failed)?;
-    let tensors = inputs(&plan, random).map_err(Failure::failed)?;
-    let names = plan.inputs.iter().map(|id| plan.value(*id).name.as_str().into());
-    let inputs = names.zip(tensors).map(|(name, tensor)| NamedTensor { name, tensor }).collect();
-    service.load_model(name).await.map_err(Failure::failed)?;
-    let mut known = Known { name: name.to_string(), inputs, expected: Vec::new() };
-    known.expected = known.ask(service).await.map_err(Failure::failed)?;
-    Ok(known)
+/// What is held now that nothing is in service: waits for memory to come back, since models are taken apart behind the last
+/// answer.
+fn rest(opened: &SwappingDevice, when: &str) -> Rest {
+    let used = || opened.device.memory_use().unwrap_or_default();
+    let since = Instant::now();
+    while used().weights > Bytes(0) && since.elapsed() < SETTLE {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // What was unmapped is released a moment later.
+    std::thread::sleep(Duration::from_millis(200));
+    Rest {
+        when: when.to_string(),
+        weights_bytes: used().weights.0,
+        system_bytes: used().system.map(|bytes| bytes.0),
+        process_bytes: testbed::process_bytes(),
+        holdings: opened.holdings(),
+    }
 }
 
 /// How far an answer may be from that of the same model undisturbed, as a share of its size: requests that run together round
@@ -218,23 +201,39 @@ fn is_close(got: &[Tensor], want: &[Tensor]) -> bool {
 }
 
 impl Known {
-    async fn ask(&self, service: &LocalNode) -> Result<Vec<Tensor>, ApiError> {
+    /// What the model of this name, which is in service, answers.
+    async fn of(
+        service: &LocalNode,
+        name: &str,
+        plan: &model::LaunchPlan,
+        random: &mut Random,
+    ) -> Result<Known, Failure> {
+        let tensors = inputs(plan, random).map_err(Failure::failed)?;
+        let names = plan.inputs.iter().map(|id| plan.value(*id).name.as_str().into());
+        let inputs =
+            names.zip(tensors).map(|(name, tensor)| NamedTensor { name, tensor }).collect();
+        let mut known = Known { inputs, expected: Vec::new() };
+        known.expected = known.ask(service, name).await.map_err(Failure::failed)?;
+        Ok(known)
+    }
+
+    async fn ask(&self, service: &LocalNode, name: &str) -> Result<Vec<Tensor>, ApiError> {
         let request = InferRequest {
             id: String::new(),
             options: InferOptions::default(),
             inputs: Inputs::Named(self.inputs.clone()),
             outputs: Vec::new(),
         };
-        let model = ModelRef { name: &self.name, version: None };
+        let model = ModelRef { name, version: None };
         let response = service.infer(model, request, RequestContext::default()).await?;
         Ok(response.outputs.into_iter().map(|output| output.tensor).collect())
     }
 }
 
-async fn register(service: &LocalNode, number: u64, onnx: RawBytes) -> Result<(), ApiError> {
+async fn register(service: &LocalNode, name: &str) -> Result<(), ApiError> {
     let request = RegisterRequest {
-        name: format!("registered-{number}"),
-        onnx,
+        name: name.to_string(),
+        onnx: RawBytes::from_static(DIGITS_ONNX),
         labels: Vec::new(),
         preprocessing: None,
         class: None,
@@ -243,85 +242,163 @@ async fn register(service: &LocalNode, number: u64, onnx: RawBytes) -> Result<()
     service.register(request).await.map(|_| ())
 }
 
-async fn unload_all(service: &LocalNode, models: &[Known]) {
-    for model in models {
-        // One that is not loaded is what is wanted.
-        let _ = service.unload_model(&model.name).await;
-    }
-    for number in 0..REGISTERED {
-        let _ = service.unload_model(&format!("registered-{number}")).await;
-    }
-}
-
-/// Weights on the device, and what its own tools say.
-fn used(device: &dyn Device) -> (u64, Option<u64>) {
-    let used = device.memory_use().unwrap_or_default();
-    (used.weights.0, used.system.map(|bytes| bytes.0))
-}
-
-/// Waits for memory to come back: models are taken apart behind the last answer.
-fn settle(device: &dyn Device) {
-    let since = Instant::now();
-    while used(device).0 > 0 && since.elapsed() < SETTLE {
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    // What was unmapped is released a moment later.
-    std::thread::sleep(Duration::from_millis(200));
+/// Does `order` within the limit, and says how long it took.
+async fn timed<T>(
+    order: impl Future<Output = Result<T, ApiError>>,
+) -> (Nanos, Result<T, ApiError>) {
+    let began = Instant::now();
+    let result = tokio::time::timeout(LIMIT, order).await.unwrap_or_else(|_| {
+        Err(ApiError::internal(format!("no answer in {} seconds", LIMIT.as_secs())))
+    });
+    (Nanos::from(began.elapsed()), result)
 }
 
 impl Soak {
+    /// So many operations from all clients, on top of loading every network; then everything is unloaded.
+    async fn round(self: Arc<Self>, seed: u64, operations: u64) -> Result<Tally, Failure> {
+        self.left.store(operations, Ordering::Release);
+        let mut all = Tally::default();
+        let mut random = Random::new(seed);
+        for _ in &self.networks {
+            self.load(&mut random, &mut all).await;
+        }
+        let clients: Vec<_> = (0..CLIENTS)
+            .map(|client| tokio::spawn(self.clone().client(seed ^ ((client + 1) << 32))))
+            .collect();
+        for client in clients {
+            all.merge(client.await.map_err(Failure::failed)?);
+        }
+        for model in self.roster.take_all() {
+            self.unload(&model, &mut all).await;
+        }
+        Ok(all)
+    }
+
     async fn client(self: Arc<Self>, seed: u64) -> Tally {
         let mut random = Random::new(seed);
         let mut tally = Tally::default();
         let take = |left: u64| left.checked_sub(1);
-        while self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok() {
-            let model = &self.models[random.below(self.models.len() as u64) as usize];
+        while self.left.fetch_update(Ordering::AcqRel, Ordering::Acquire, take).is_ok() {
             match random.below(100) {
-                0..94 => {
-                    let answer = model.ask(&self.service).await;
-                    tally.wrong +=
-                        u64::from(answer.as_ref().is_ok_and(|got| !is_close(got, &model.expected)));
-                    tally.note("infer", answer.map(|_| ()));
-                }
-                94..97 => {
-                    tally.note("load", self.service.load_model(&model.name).await.map(|_| ()))
-                }
-                97..99 => tally.note("unload", self.service.unload_model(&model.name).await),
-                _ => {
-                    let onnx = RawBytes::from_static(DIGITS_ONNX);
-                    let number = random.below(REGISTERED);
-                    tally.note("register", register(&self.service, number, onnx).await);
-                }
+                0..85 => self.ask_loaded(&mut random, &mut tally).await,
+                85..94 => self.ask_absent(&mut random, &mut tally).await,
+                94..96 => self.load(&mut random, &mut tally).await,
+                96..98 => match self.roster.begin_unload(&mut random) {
+                    Some(model) => self.unload(&model, &mut tally).await,
+                    None => self.ask_loaded(&mut random, &mut tally).await,
+                },
+                _ => self.register(&mut random, &mut tally).await,
             }
         }
         tally
     }
+
+    fn known(&self, origin: Origin) -> &Known {
+        match origin {
+            Origin::Network(index) => &self.networks[index],
+            Origin::Registered => &self.digits,
+        }
+    }
+
+    /// A question for a model in service; somebody may unload it on the way.
+    async fn ask_loaded(&self, random: &mut Random, tally: &mut Tally) {
+        let began = Instant::now();
+        let model = loop {
+            if let Some(model) = self.roster.loaded(random) {
+                break model;
+            }
+            if began.elapsed() > LIMIT {
+                let none = ApiError::internal("no model came into service");
+                return tally.note("wait", Due::Done, began.elapsed().into(), Err(none));
+            }
+            tokio::time::sleep(WAIT).await;
+        };
+        let known = self.known(model.origin);
+        let (took, answer) = timed(known.ask(&self.service, &model.name)).await;
+        tally.wrong += u64::from(answer.as_ref().is_ok_and(|got| !is_close(got, &known.expected)));
+        tally.note("infer of a loaded model", Due::Done, took, answer.map(|_| ()));
+    }
+
+    /// A question that must be refused.
+    async fn ask_absent(&self, random: &mut Random, tally: &mut Tally) {
+        let (name, never) = self.roster.absent(random);
+        let (what, kind) = match never {
+            true => ("infer of a model that never was", ErrorKind::NotFound),
+            false => ("infer of an unloaded model", ErrorKind::Unavailable),
+        };
+        let (took, answer) = timed(self.digits.ask(&self.service, &name)).await;
+        tally.note(what, Due::Refused(kind), took, answer.map(|_| ()));
+    }
+
+    /// Loads a network that is not in service, or else one that is once more; returns when it is ready.
+    async fn load(&self, random: &mut Random, tally: &mut Tally) {
+        let Some((model, fresh)) = self.roster.begin_load(random) else {
+            // All of them are on their way.
+            return self.ask_loaded(random, tally).await;
+        };
+        let (took, result) = timed(self.service.load_model(&model.name)).await;
+        if fresh {
+            self.roster.finish(&model, result.is_ok());
+        }
+        tally.note("load", Due::Done, took, result.map(|_| ()));
+    }
+
+    /// Unloads a model and waits until its last request is answered and its memory is back.
+    async fn unload(&self, model: &Named, tally: &mut Tally) {
+        let (took, result) = timed(self.service.unload_model(&model.name)).await;
+        self.roster.finish(model, false);
+        tally.note("unload", Due::Done, took, result);
+    }
+
+    /// Registers a model under a new name, after another has made room where there are as many as may be.
+    async fn register(&self, random: &mut Random, tally: &mut Tally) {
+        let model = match self.roster.begin_register() {
+            Ok(model) => model,
+            Err(Some(oldest)) => return self.unload(&oldest, tally).await,
+            Err(None) => return self.ask_loaded(random, tally).await,
+        };
+        let (took, result) = timed(register(&self.service, &model.name)).await;
+        self.roster.finish(&model, result.is_ok());
+        tally.note("register", Due::Done, took, result);
+    }
 }
 
-fn finish(args: &SwapArgs, report: &SoakReport) -> Result<(), Failure> {
-    let text = serde_json::to_string_pretty(report).map_err(Failure::failed)? + "\n";
-    match &args.json {
-        Some(Some(path)) => sim_command::write(path, &text)?,
-        _ => print!("{text}"),
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        swap: SwapArgs,
     }
-    let SoakReport { failures, wrong, first_failure, .. } = report;
-    if *failures + *wrong > 0 {
-        let why = first_failure.as_deref().unwrap_or("answers differ");
-        return Err(Failure::failed(format!("{failures} failures, {wrong} wrong answers: {why}")));
-    }
-    if report.most_held_bytes > report.budget_bytes {
-        let (most, budget) = (Bytes(report.most_held_bytes), Bytes(report.budget_bytes));
-        return Err(Failure::failed(format!("{most} of weights were held, {budget} are allowed")));
-    }
-    if report.weights_bytes[1] != report.weights_bytes[0] {
-        let left = Bytes(report.weights_bytes[1]);
-        return Err(Failure::failed(format!("{left} of weights did not come back")));
-    }
-    match report.system_bytes {
-        [Some(before), Some(after)] if after > before + SYSTEM_SLACK => {
-            let more = Bytes(after - before);
-            Err(Failure::failed(format!("the GPU's tools count {more} more than before")))
+
+    #[test]
+    fn a_small_server_takes_every_kind_of_order_and_gives_all_memory_back() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["one", "other"] {
+            std::fs::write(folder.path().join(format!("{name}.onnx")), DIGITS_ONNX).unwrap();
         }
-        _ => Ok(()),
+        let (models, json) = (folder.path(), folder.path().join("soak.json"));
+        let (models, json) = (models.to_str().unwrap(), json.to_str().unwrap());
+        let line = ["swap", "--models", models, "--network", "one,other", "--room", "1"];
+        let line = line.into_iter().chain(["--threads", "1", "--json", json]);
+        let args = Line::parse_from(line).swap;
+        let opened = SwappingDevice::open(&args).unwrap_or_else(|err| panic!("{}", err.message()));
+        run(&args, &opened, 1_000).unwrap_or_else(|err| panic!("{}", err.message()));
+        let report: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(json).unwrap()).unwrap();
+        let kinds = report["kinds"].as_object().unwrap();
+        let done = |what: &str| kinds[what]["done"].as_u64().unwrap();
+        let asked = |what: &str| kinds[what]["asked"].as_u64().unwrap();
+        assert!(done("infer of a loaded model") > 500, "{report:#}");
+        for what in ["load", "unload", "register"] {
+            assert!(done(what) > 0 && done(what) == asked(what), "{report:#}");
+        }
+        for what in ["infer of an unloaded model", "infer of a model that never was"] {
+            assert!(asked(what) > 0 && done(what) == 0, "{report:#}");
+        }
+        assert_eq!(report["rests"].as_array().unwrap().len(), 7, "{report:#}");
     }
 }

@@ -68,6 +68,13 @@ pub(crate) fn driver(device: &str) -> Option<String> {
     text.lines().next()?.split_whitespace().find(numbered).map(str::to_string)
 }
 
+/// Memory of this process, where the system tells.
+pub(crate) fn process_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    Some(line.split_whitespace().next()?.parse::<u64>().ok()? << 10)
+}
+
 /// The command line, wherever the binary lies.
 pub(crate) fn command() -> String {
     ["atoll".to_string()].into_iter().chain(std::env::args().skip(1)).collect::<Vec<_>>().join(" ")

@@ -219,6 +219,11 @@ impl CudaDevice {
         self.nvml().map(Nvml::health)
     }
 
+    /// Memory used on the GPU by everybody, as NVML counts.
+    pub(crate) fn memory_used(&self) -> Option<u64> {
+        self.nvml().ok().and_then(Nvml::memory_used)
+    }
+
     fn nvml(&self) -> Result<&Nvml, String> {
         let open = || Nvml::open(&self.hub.context.facts().pci_bus_id);
         self.nvml.get_or_init(open).as_ref().map_err(Clone::clone)
@@ -283,7 +288,7 @@ impl Device for CudaDevice {
     }
 
     fn memory_use(&self) -> Option<MemoryUse> {
-        let system = self.nvml().ok().and_then(Nvml::memory_used).map(Bytes);
+        let system = self.memory_used().map(Bytes);
         Some(MemoryUse { system, ..self.hub.weights.memory_use() })
     }
 

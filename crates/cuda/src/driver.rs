@@ -1,5 +1,6 @@
 //! The driver's objects with their lifetimes, and every call's code looked at.
 
+mod census;
 mod context;
 mod event;
 mod graph;
@@ -11,6 +12,7 @@ mod stream;
 mod transfer;
 mod virtual_memory;
 
+pub(crate) use census::{Counted, Held};
 pub(crate) use context::{Context, DriverFacts, was_opened};
 pub(crate) use event::Event;
 pub(crate) use graph::Graph;

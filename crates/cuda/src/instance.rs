@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use device::DeviceError;
 
-use crate::driver::{DeviceBuffer, Graph, PinnedBuffer, Priority, Stream};
+use crate::driver::{Counted, DeviceBuffer, Graph, Held, PinnedBuffer, Priority, Stream};
 use crate::error::CudaError;
 use crate::form::best_effort_choice;
 use crate::hub::Hub;
@@ -31,6 +31,7 @@ pub(crate) struct Instance {
     seat: Arc<Seat>,
     real_time: Vec<Vec<u8>>,
     best_effort: Vec<Vec<u8>>,
+    _counted: Counted,
 }
 
 /// What one best-effort launch is told beside its arguments.
@@ -87,7 +88,17 @@ impl Instance {
         }
         let chains = lowered.chains.iter().map(|_| [None, None]).collect();
         let (graphs, parts) = ([None, None], Vec::new());
-        Ok(Instance { graphs, chains, parts, memory, seat, real_time, best_effort })
+        let counted = hub.context().census().count(Held::Instance, lowered.layout.bytes);
+        Ok(Instance {
+            graphs,
+            chains,
+            parts,
+            memory,
+            seat,
+            real_time,
+            best_effort,
+            _counted: counted,
+        })
     }
 
     pub(crate) fn address(&self) -> u64 {

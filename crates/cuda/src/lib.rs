@@ -17,6 +17,7 @@ mod device;
 mod driver;
 mod error;
 mod form;
+mod holdings;
 mod hub;
 mod instance;
 mod kernel_text;
@@ -47,6 +48,7 @@ mod toy;
 
 pub use crate::device::{CudaDevice, CudaOptions};
 pub use error::{CudaError, OpenError};
+pub use holdings::Holdings;
 pub use kernels::Progress;
 pub use layout::run_bytes;
 pub use nvml::Health;

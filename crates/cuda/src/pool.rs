@@ -6,7 +6,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::driver::{DeviceBuffer, Event, PinnedBuffer, Stream};
+use crate::driver::{Counted, DeviceBuffer, Event, Held, PinnedBuffer, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
 use crate::task::SOON_BYTES;
@@ -60,6 +60,7 @@ pub(crate) struct Pool {
     events: Vec<Event>,
     slots: Mutex<Slots>,
     stream: Arc<Stream>,
+    _counted: Counted,
 }
 
 /// Rows of a pool that are somebody's.
@@ -88,6 +89,7 @@ impl Pool {
             events: (0..count).map(|_| Event::untimed(hub.context())).collect::<Result<_, _>>()?,
             slots: Mutex::new(Slots::new(count)),
             stream: hub.input_stream().clone(),
+            _counted: hub.context().census().count(Held::InputPool, (row * count) as u64),
             row_bytes,
         }))
     }

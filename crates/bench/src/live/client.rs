@@ -1,14 +1,14 @@
 //! Clients as threads: they ask at the very instant they are to, and never have more than one request outstanding.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Barrier, Mutex, PoisonError};
+use std::sync::{Arc, Barrier, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::thread::Thread;
 use std::time::Duration;
 
 use base::{Clock, Nanos};
 use model::Tensor;
 use model::config::Class;
-use runtime::{ModelKey, Node, Reply, Request, Timing};
+use runtime::{ModelKey, Node, Rejection, Reply, Request, Timing};
 
 use crate::arrival::Clockwork;
 
@@ -27,10 +27,30 @@ pub(super) enum Waiting {
     Park,
 }
 
+/// Under which key a node knows a model, for all who ask for it: another copy may take its place.
+#[derive(Clone)]
+pub(super) struct CurrentKey(Arc<RwLock<ModelKey>>);
+
+impl CurrentKey {
+    pub(super) fn new(key: ModelKey) -> CurrentKey {
+        CurrentKey(Arc::new(RwLock::new(key)))
+    }
+
+    /// The key, which stays the model's for as long as this is held: a request is submitted meanwhile.
+    pub(super) fn hold(&self) -> RwLockReadGuard<'_, ModelKey> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Puts `key` in its place; nobody submits with the former one, which is returned, from here on.
+    pub(super) fn replace(&self, key: ModelKey) -> ModelKey {
+        std::mem::replace(&mut *self.0.write().unwrap_or_else(PoisonError::into_inner), key)
+    }
+}
+
 /// A model as a client asks for it.
 #[derive(Clone)]
 pub(super) struct Target {
-    pub(super) key: ModelKey,
+    pub(super) key: CurrentKey,
     pub(super) class: Class,
     pub(super) inputs: Vec<Tensor>,
     /// What an undisturbed run of this class computes.
@@ -64,7 +84,21 @@ impl Answer {
     }
 }
 
-/// What became of a client's requests.
+/// Who books what became of a client's requests.
+pub(super) trait Ledger: Default {
+    /// Goes on behind the warm-up, whose errors count, with a window that begins at `start`.
+    fn begin(warm: Self, start: Nanos, length: Nanos) -> Self;
+    /// An answer came, which is that of an undisturbed run or is not.
+    fn answered(&mut self, answer: Answer, right: bool);
+    /// There was no answer.
+    fn refused(&mut self, why: &Rejection);
+    /// A question was asked late.
+    fn late(&mut self);
+    /// A time was dropped.
+    fn dropped(&mut self);
+}
+
+/// What became of a client's requests, each of them.
 #[derive(Debug, Default)]
 pub(super) struct Tally {
     /// Answers to what was asked inside the window.
@@ -77,6 +111,32 @@ pub(super) struct Tally {
     pub(super) first_error: Option<String>,
     /// Answers that differ from those of an undisturbed run.
     pub(super) wrong: u64,
+}
+
+impl Ledger for Tally {
+    fn begin(warm: Tally, _: Nanos, _: Nanos) -> Tally {
+        Tally { errors: warm.errors, first_error: warm.first_error, ..Tally::default() }
+    }
+
+    fn answered(&mut self, answer: Answer, right: bool) {
+        self.wrong += u64::from(!right);
+        if self.answers.len() < ANSWERS_MOST {
+            self.answers.push(answer);
+        }
+    }
+
+    fn refused(&mut self, why: &Rejection) {
+        self.errors += 1;
+        self.first_error.get_or_insert_with(|| why.to_string());
+    }
+
+    fn late(&mut self) {
+        self.late += 1;
+    }
+
+    fn dropped(&mut self) {
+        self.dropped += 1;
+    }
 }
 
 /// When a cell begins and ends, agreed on by all of its threads.
@@ -108,18 +168,17 @@ pub(super) struct LiveClient<'a> {
 
 impl LiveClient<'_> {
     /// Warms up in a closed loop, then asks as its arrivals say until the window ends.
-    pub(super) fn run(mut self, window: &Window) -> Tally {
+    pub(super) fn run<L: Ledger>(mut self, window: &Window) -> L {
         let mailbox = Arc::new(Mailbox::default());
-        let mut ignored = Tally::default();
+        let mut warm = L::default();
         while self.clock.now() < window.warm_until {
-            self.ask(&mailbox, &mut ignored);
+            self.ask(&mailbox, &mut warm);
         }
         window.warm.wait();
         window.set.wait();
         let start = Nanos(window.start.load(Ordering::Acquire));
         let end = start + window.length;
-        let mut tally =
-            Tally { errors: ignored.errors, first_error: ignored.first_error, ..Tally::default() };
+        let mut tally = L::begin(warm, start, window.length);
         if self.clockwork.is_closed() {
             wait_until(&*self.clock, start);
             while self.clock.now() < end {
@@ -131,7 +190,13 @@ impl LiveClient<'_> {
         tally
     }
 
-    fn run_open(&mut self, start: Nanos, end: Nanos, mailbox: &Arc<Mailbox>, tally: &mut Tally) {
+    fn run_open<L: Ledger>(
+        &mut self,
+        start: Nanos,
+        end: Nanos,
+        mailbox: &Arc<Mailbox>,
+        tally: &mut L,
+    ) {
         let mut next = self.clockwork.next(Nanos::ZERO);
         while let Some(at) = next.map(|at| start + at)
             && at < end
@@ -141,13 +206,15 @@ impl LiveClient<'_> {
             if at < now {
                 // Of several times that have passed only the newest counts.
                 while let Some(later) = next.filter(|later| start + *later <= now) {
-                    tally.dropped += u64::from(start + later < end);
+                    if start + later < end {
+                        tally.dropped();
+                    }
                     next = self.clockwork.next(Nanos::ZERO);
                 }
                 if now >= end {
                     return;
                 }
-                tally.late += 1;
+                tally.late();
             } else {
                 wait_until(&*self.clock, at);
             }
@@ -156,33 +223,31 @@ impl LiveClient<'_> {
     }
 
     /// Asks once and waits for the answer.
-    fn ask(&self, mailbox: &Arc<Mailbox>, tally: &mut Tally) {
+    fn ask<L: Ledger>(&self, mailbox: &Arc<Mailbox>, tally: &mut L) {
         let asked = self.clock.now();
         let (slot, clock, asker) = (
             mailbox.clone(),
             self.clock.clone(),
             (self.waiting == Waiting::Park).then(std::thread::current),
         );
+        let key = self.target.key.hold();
         let request = Request {
-            model: self.target.key,
+            model: *key,
             inputs: self.target.inputs.clone(),
             class: Some(self.target.class),
             priority: None,
             timeout: None,
         };
         self.node.submit(request, Box::new(move |reply| slot.put(clock.now(), reply, asker)));
+        drop(key);
         let Some((answered, reply)) = mailbox.take(self.waiting) else { return };
         match reply.result {
             Ok(outputs) => {
-                tally.wrong += u64::from(!same(&outputs, &self.target.expected));
-                if tally.answers.len() < ANSWERS_MOST {
-                    let latency = answered - asked;
-                    tally.answers.push(Answer { asked, latency, timing: reply.timing });
-                }
+                let answer = Answer { asked, latency: answered - asked, timing: reply.timing };
+                tally.answered(answer, same(&outputs, &self.target.expected));
             }
             Err(why) => {
-                tally.errors += 1;
-                tally.first_error.get_or_insert_with(|| why.to_string());
+                tally.refused(&why);
                 // A device that refuses at once would be asked in a tight loop.
                 std::thread::sleep(Duration::from_millis(1));
             }

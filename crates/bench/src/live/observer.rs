@@ -3,15 +3,17 @@
 use std::sync::{Mutex, PoisonError};
 
 use base::Nanos;
+use model::config::Class;
 use runtime::Observer;
 use runtime::core::{Action, Event};
 
 use crate::checker::{Checker, Limits};
 
-/// Entries kept; a cell that has more is checked as far as they go.
+/// Entries kept until somebody takes them; of a trace that has more at once, what comes later is not checked.
 const ENTRIES_MOST: usize = 4_000_000;
 
-enum Entry {
+/// One line of a trace.
+pub(super) enum Entry {
     In(Nanos, Event),
     Out(Nanos, Action),
 }
@@ -30,12 +32,32 @@ impl Recorder {
         }
     }
 
-    /// What the checkers find in the trace of a node with so many models: requests that ended twice, never or without
-    /// having come, and real time that was overtaken. Times are not judged.
+    /// What was recorded since it was last taken.
+    pub(super) fn take(&self) -> Vec<Entry> {
+        std::mem::take(&mut *self.entries.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// What the checkers find in the trace of a node with so many models.
     pub(super) fn check(&self, models: usize) -> Vec<String> {
-        let entries =
-            std::mem::take(&mut *self.entries.lock().unwrap_or_else(PoisonError::into_inner));
-        let whole = entries.len() < ENTRIES_MOST;
+        let mut check = TraceCheck::new(models);
+        check.feed(self.take());
+        if check.is_whole() { check.finish() } else { Vec::new() }
+    }
+}
+
+/// The checkers over a trace that comes in slices: requests that ended twice, never or without having come, and real time that
+/// was overtaken. Times are not judged. A slice is forgotten when it is checked; what is kept are the requests under way.
+pub(super) struct TraceCheck {
+    checker: Checker,
+    last: Nanos,
+    whole: bool,
+    entries: u64,
+    arrivals: [u64; 2],
+}
+
+impl TraceCheck {
+    /// For a node with at most so many models at once.
+    pub(super) fn new(models: usize) -> TraceCheck {
         let limits = Limits {
             wait: None,
             grace: None,
@@ -47,23 +69,50 @@ impl Recorder {
             streams: 0,
             needs: Vec::new(),
         };
-        let mut checker = Checker::new(limits, models, false);
-        let mut last = Nanos::ZERO;
-        for entry in entries {
+        let checker = Checker::new(limits, models, false);
+        TraceCheck { checker, last: Nanos::ZERO, whole: true, entries: 0, arrivals: [0; 2] }
+    }
+
+    /// Goes on with the next slice.
+    pub(super) fn feed(&mut self, slice: Vec<Entry>) {
+        let checker = &mut self.checker;
+        self.whole &= slice.len() < ENTRIES_MOST;
+        self.entries += slice.len() as u64;
+        for entry in slice {
             match entry {
                 Entry::In(now, Event::Arrival { request, model, class, priority, deadline }) => {
                     checker.arrived(now, request, model.0 as usize, class, priority, deadline);
                     checker.input_ready(now, request);
+                    self.arrivals[usize::from(class == Class::BestEffort)] += 1;
                 }
                 Entry::Out(now, Action::Launch { request, .. }) => checker.launched(now, request),
                 Entry::Out(now, Action::End { request, end }) => {
                     checker.ended(now, request, end);
-                    last = now;
+                    self.last = now;
                 }
                 _ => {}
             }
         }
-        if whole { checker.finish(last) } else { Vec::new() }
+    }
+
+    /// Whether all of the trace came: a slice that is too long is cut.
+    pub(super) fn is_whole(&self) -> bool {
+        self.whole
+    }
+
+    /// Entries that were checked.
+    pub(super) fn entries(&self) -> u64 {
+        self.entries
+    }
+
+    /// Requests that came, of real time and of best effort.
+    pub(super) fn arrivals(&self) -> [u64; 2] {
+        self.arrivals
+    }
+
+    /// What was found, the requests that never ended included.
+    pub(super) fn finish(&mut self) -> Vec<String> {
+        self.checker.finish(self.last)
     }
 }
 
@@ -83,7 +132,6 @@ impl Observer for Recorder {
 
 #[cfg(test)]
 mod tests {
-    use model::config::Class;
     use runtime::core::{Core, CoreOptions, End, ModelId, RequestId};
 
     use super::*;
@@ -131,5 +179,25 @@ mod tests {
             recorder.action(Nanos(4), &end(one));
         });
         assert!(overtaken[0].contains("overtook"), "{overtaken:?}");
+    }
+
+    #[test]
+    fn a_trace_in_slices_is_checked_like_a_whole_one() {
+        let mut core = Core::new(CoreOptions::default());
+        let (one, other) = (core.next_request_id().unwrap(), core.next_request_id().unwrap());
+        let end = |request| Action::End { request, end: End::Done };
+        let recorder = Recorder::default();
+        let mut check = TraceCheck::new(1);
+        arrive(&recorder, one, Class::RealTime);
+        check.feed(recorder.take());
+        recorder.action(Nanos(2), &end(one));
+        check.feed(recorder.take());
+        arrive(&recorder, other, Class::RealTime);
+        recorder.action(Nanos(3), &end(one));
+        check.feed(recorder.take());
+        assert_eq!((check.entries(), check.is_whole()), (4, true));
+        let found = check.finish();
+        assert!(found.len() == 2 && found[0].contains("twice"), "{found:?}");
+        assert!(found[1].contains("never"), "{found:?}");
     }
 }

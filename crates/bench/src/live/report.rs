@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use base::Nanos;
+use base::{Histogram, Nanos};
 use serde::Serialize;
 
 use crate::disb::{PUBLISHED_GAINS, PUBLISHED_LATENCIES, Published};
@@ -40,6 +40,21 @@ impl Latency {
             p50_us: rank(0.5),
             p99_us: rank(0.99),
             max_us: us(*longest),
+        }
+    }
+
+    /// Of spans that were only counted.
+    pub(crate) fn counted(histogram: &Histogram) -> Latency {
+        if histogram.count() == 0 {
+            return Latency::default();
+        }
+        let us = |nanos: Nanos| round(nanos.0 as f64 / 1e3);
+        Latency {
+            count: histogram.count(),
+            mean_us: us(histogram.mean()),
+            p50_us: us(histogram.quantile(0.5)),
+            p99_us: us(histogram.quantile(0.99)),
+            max_us: us(histogram.max()),
         }
     }
 }

@@ -1,18 +1,25 @@
 //! A real-time model that is asked for regularly, with and without something beside it that loads.
 //!
-//! Quiet and noisy stretches take turns, so that whatever drifts drifts for both.
+//! Quiet and noisy stretches take turns, so that whatever drifts drifts for both. A noisy stretch ends when the last of what
+//! began in it is over, and the quiet one behind it lasts as long.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-use base::Nanos;
+use base::{Bytes, Nanos};
 use model::config::Class;
 use serde::Serialize;
 
 use super::{Stage, Swap, SwapError, report};
 use crate::live::Latency;
 
-/// Length of a stretch, quiet or noisy.
+/// Least length of a stretch, quiet or noisy.
 const STRETCH: Nanos = Nanos::from_millis(500);
+
+/// The longest quiet stretch.
+const QUIET_MOST: Nanos = Nanos::from_millis(5_000);
+
+/// How long behind the beginning of a stretch requests still feel the one before.
+const SETTLING: Nanos = Nanos(STRETCH.0 / 10);
 
 /// What goes on beside the real-time model.
 pub enum Noise<'a> {
@@ -32,12 +39,14 @@ pub enum Noise<'a> {
         /// Clients.
         clients: usize,
     },
-    /// Something else, again and again; says when it went wrong.
+    /// Something else, again and again.
     Other {
         /// What it is, for the report.
         name: String,
-        /// One round of it.
-        round: &'a (dyn Fn(&runtime::Node) -> Result<(), String> + Sync),
+        /// One round of it: the bytes of weights it brought, or what went wrong.
+        round: &'a (dyn Fn(&runtime::Node) -> Result<u64, String> + Sync),
+        /// Bytes of weights that it needs room for.
+        room: u64,
     },
 }
 
@@ -56,20 +65,32 @@ pub struct Beside {
     pub p50_change_pct: f64,
     /// By how much the 99th percentile differs.
     pub p99_change_pct: f64,
+    /// Noisy over quiet 99th percentile.
+    pub p99_ratio: f64,
     /// Requests or rounds of the noise.
     pub events: u64,
-    /// Weights loaded in the noisy stretches.
+    /// Weights the node loaded in the noisy stretches.
     pub loads: u64,
+    /// Seconds of quiet and of noisy stretches.
+    pub seconds: [f64; 2],
+    /// Weights brought in the noisy stretches, over their time.
+    pub gigabytes_per_second: f64,
+    /// Periods of the real-time model that had passed and were dropped.
+    pub dropped: u64,
     /// Requests without an answer, and rounds that went wrong.
     pub errors: u64,
     /// What the first of them said.
     pub first_error: Option<String>,
 }
 
+#[derive(Default)]
 struct Counters {
     on: AtomicBool,
     stop: AtomicBool,
+    /// Rounds of the noise under way.
+    busy: AtomicUsize,
     events: AtomicU64,
+    bytes: AtomicU64,
     errors: AtomicU64,
     first_error: std::sync::Mutex<Option<String>>,
 }
@@ -90,26 +111,22 @@ impl Swap {
         load_pct: f64,
         seconds: f64,
     ) -> Result<Beside, SwapError> {
-        let (name, count, room) = match noise {
+        let (name, count, room, more) = match noise {
             Noise::Swapping { count, room, clients } => (
                 format!("{clients} clients swapping {count} models, room for {room}"),
                 *count,
                 *room,
+                0,
             ),
             Noise::Serving { count, clients } => {
-                (format!("{clients} clients of {count} models that are there"), *count, *count)
+                (format!("{clients} clients of {count} models that are there"), *count, *count, 0)
             }
-            Noise::Other { name, .. } => (name.clone(), 0, self.models.len()),
+            Noise::Other { name, room, .. } => (name.clone(), 0, self.models.len(), *room),
         };
-        let stage = self.stage(count + 1, room + 1, Some(0))?;
-        let counters = Counters {
-            on: AtomicBool::new(false),
-            stop: AtomicBool::new(false),
-            events: AtomicU64::new(0),
-            errors: AtomicU64::new(0),
-            first_error: std::sync::Mutex::default(),
-        };
-        let (mut quiet, mut noisy) = std::thread::scope(|scope| {
+        let memory = Bytes(self.bytes * (room as u64 + 1) + more);
+        let stage = self.stage(count + 1, memory, Some(0))?;
+        let counters = Counters::default();
+        let mut served = std::thread::scope(|scope| {
             match noise {
                 Noise::Swapping { clients, .. } | Noise::Serving { clients, .. } => {
                     for client in 0..*clients {
@@ -128,9 +145,11 @@ impl Swap {
             counters.stop.store(true, Ordering::Release);
             samples
         });
-        let loads = stage.node.memory().swaps.loads;
+        let swaps = stage.node.memory().swaps;
         stage.end()?;
-        let (quiet, noisy) = (Latency::of(&mut quiet), Latency::of(&mut noisy));
+        let bytes = counters.bytes.into_inner().max(swaps.loaded.0);
+        let (quiet, noisy) = (Latency::of(&mut served.quiet), Latency::of(&mut served.noisy));
+        let [_, noisy_seconds] = served.seconds;
         let change =
             |noisy: f64, quiet: f64| report::round((noisy / quiet.max(1e-9) - 1.0) * 100.0);
         Ok(Beside {
@@ -140,8 +159,12 @@ impl Swap {
             noisy,
             p50_change_pct: change(noisy.p50_us, quiet.p50_us),
             p99_change_pct: change(noisy.p99_us, quiet.p99_us),
+            p99_ratio: report::round(noisy.p99_us / quiet.p99_us.max(1e-9)),
             events: counters.events.into_inner(),
-            loads,
+            loads: swaps.loads,
+            seconds: served.seconds.map(report::round),
+            gigabytes_per_second: report::round(bytes as f64 / noisy_seconds.max(1e-9) / 1e9),
+            dropped: served.dropped,
             errors: counters.errors.into_inner(),
             first_error: counters.first_error.into_inner().unwrap_or_default(),
         })
@@ -149,17 +172,22 @@ impl Swap {
 }
 
 impl Counters {
-    /// Does `round` again and again in the noisy stretches.
-    fn while_on(&self, mut round: impl FnMut(u64) -> Result<(), String>) {
+    /// Does `round` again and again in the noisy stretches; it says how many bytes it brought.
+    fn while_on(&self, mut round: impl FnMut(u64) -> Result<u64, String>) {
         let mut number = 0;
         while !self.stop.load(Ordering::Acquire) {
-            if !self.on.load(Ordering::Acquire) {
+            // Said before it is looked: whoever sees nobody busy after having said stop sees no one begin.
+            self.busy.fetch_add(1, Ordering::SeqCst);
+            if !self.on.load(Ordering::SeqCst) {
+                self.busy.fetch_sub(1, Ordering::SeqCst);
                 std::thread::sleep(std::time::Duration::from_micros(200));
                 continue;
             }
-            if let Err(why) = round(number) {
-                self.failed(why);
+            match round(number) {
+                Ok(bytes) => drop(self.bytes.fetch_add(bytes, Ordering::Relaxed)),
+                Err(why) => self.failed(why),
             }
+            self.busy.fetch_sub(1, Ordering::SeqCst);
             number += 1;
             self.events.fetch_add(1, Ordering::Relaxed);
         }
@@ -173,52 +201,128 @@ impl Stage<'_> {
             let answer =
                 self.ask(model, Class::BestEffort, false).map_err(|why| why.to_string())?;
             match answer.outputs == self.swap.expected[model] {
-                true => Ok(()),
+                true => Ok(0),
                 false => Err(format!("an answer of model {model} is wrong")),
             }
         });
     }
 
-    /// Latencies of the first model in quiet and in noisy stretches.
-    fn real_time(
-        &self,
-        counters: &Counters,
-        load_pct: f64,
-        seconds: f64,
-    ) -> (Vec<Nanos>, Vec<Nanos>) {
+    /// The first model in quiet and in noisy stretches.
+    fn real_time(&self, counters: &Counters, load_pct: f64, seconds: f64) -> Served {
         let period = Nanos((self.swap.warm.p50_us * 1e3 / (load_pct / 100.0)) as u64);
         let start = self.clock.now();
         let end = start + Nanos((seconds * 1e9) as u64);
-        let (mut quiet, mut noisy) = (Vec::new(), Vec::new());
+        let mut served = Served::default();
+        let mut turns = Turns::new(start);
         let mut next = start;
         while next < end {
             while self.clock.now() < next {
                 std::hint::spin_loop();
             }
-            let stretch = (next - start).0 / STRETCH.0;
-            let loud = stretch % 2 == 1;
-            counters.on.store(loud, Ordering::Release);
+            if turns.look(next, || counters.busy.load(Ordering::SeqCst)) {
+                counters.on.store(turns.on, Ordering::SeqCst);
+            }
             match self.ask(0, Class::RealTime, true) {
                 Ok(answer) => {
                     if answer.outputs != self.swap.expected[0] {
                         counters.failed("an answer of the real-time model is wrong".to_string());
                     }
-                    // The first requests of a stretch still feel the one before.
-                    let settled = (next - start).0 % STRETCH.0 > STRETCH.0 / 10;
-                    if settled && stretch > 1 {
-                        let kind = if loud { &mut noisy } else { &mut quiet };
+                    // What is made only once is made in the first two stretches.
+                    if turns.number > 1 && next - turns.since > SETTLING {
+                        let noisy = turns.is_noisy();
+                        let kind = if noisy { &mut served.noisy } else { &mut served.quiet };
                         kind.push(answer.latency);
                     }
                 }
                 Err(why) => counters.failed(why.to_string()),
             }
+            let last = next;
             // A period that has passed is dropped.
             next += period;
             let now = self.clock.now();
             if next < now {
+                served.dropped += (now - next).0 / period.0.max(1);
                 next = now;
             }
+            served.seconds[usize::from(turns.is_noisy())] += (next - last).0 as f64 / 1e9;
         }
-        (quiet, noisy)
+        counters.on.store(false, Ordering::SeqCst);
+        served
+    }
+}
+
+/// What became of the real-time model's requests.
+#[derive(Default)]
+struct Served {
+    quiet: Vec<Nanos>,
+    noisy: Vec<Nanos>,
+    dropped: u64,
+    /// Of quiet and of noisy stretches.
+    seconds: [f64; 2],
+}
+
+/// Whose turn it is.
+struct Turns {
+    /// The noise may begin something.
+    on: bool,
+    /// It may not any more, and what it began goes on.
+    ending: bool,
+    since: Nanos,
+    /// How long this stretch lasts at least.
+    length: Nanos,
+    number: u64,
+}
+
+impl Turns {
+    /// Quiet first.
+    fn new(now: Nanos) -> Turns {
+        Turns { on: false, ending: false, since: now, length: STRETCH, number: 0 }
+    }
+
+    fn is_noisy(&self) -> bool {
+        self.on || self.ending
+    }
+
+    /// Goes on to the next stretch when it is time; whether `on` may have changed.
+    fn look(&mut self, now: Nanos, busy: impl Fn() -> usize) -> bool {
+        if now - self.since < self.length {
+            return false;
+        }
+        if self.on {
+            (self.on, self.ending) = (false, true);
+            return true;
+        }
+        if self.ending && busy() > 0 {
+            return false;
+        }
+        let lasted = now - self.since;
+        self.number += 1;
+        (self.on, self.since) = (!self.ending, now);
+        self.length = match self.ending {
+            true => lasted.min(QUIET_MOST),
+            false => STRETCH,
+        };
+        self.ending = false;
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_noisy_stretch_lasts_until_the_noise_is_over_and_the_quiet_one_as_long() {
+        let at = Nanos::from_millis;
+        let mut turns = Turns::new(at(0));
+        assert!(!turns.look(at(499), || 0) && !turns.is_noisy());
+        assert!(turns.look(at(500), || 0) && turns.on);
+        assert!(!turns.look(at(900), || 1));
+        assert!(turns.look(at(1_000), || 1) && !turns.on && turns.is_noisy());
+        assert!(!turns.look(at(1_700), || 1) && turns.is_noisy(), "it still goes on");
+        assert!(turns.look(at(1_800), || 0) && !turns.is_noisy());
+        assert!(!turns.look(at(3_000), || 0), "quiet for 1.3 seconds, too");
+        assert!(turns.look(at(3_100), || 0) && turns.on);
+        assert_eq!(turns.number, 3);
     }
 }

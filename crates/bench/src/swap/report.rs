@@ -73,6 +73,8 @@ pub struct SwapReport {
     pub copy_bytes_per_second: [f64; 2],
     /// A request whose model is there.
     pub warm: Latency,
+    /// Bytes of the large model's weights on the device, where one is loaded.
+    pub big_bytes: Option<u64>,
     /// By case.
     pub rows: Vec<Row>,
     /// A real-time model beside something that loads.
@@ -139,7 +141,7 @@ pub fn table(report: &SwapReport) -> String {
     for beside in &report.beside {
         let _ = writeln!(
             text,
-            "real time at {:.0} % load beside {}: p50 {} us ({:+.2} %), p99 {} us ({:+.2} %), {} times; without: p50 {} us, p99 {} us",
+            "real time at {:.0} % load beside {}: p50 {} us ({:+.2} %), p99 {} us ({:+.2} %), {} times, {} GB/s; without: p50 {} us, p99 {} us",
             beside.load_pct,
             beside.noise,
             beside.noisy.p50_us,
@@ -147,6 +149,7 @@ pub fn table(report: &SwapReport) -> String {
             beside.noisy.p99_us,
             beside.p99_change_pct,
             beside.events,
+            beside.gigabytes_per_second,
             beside.quiet.p50_us,
             beside.quiet.p99_us
         );

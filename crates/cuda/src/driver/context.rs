@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock};
 use base::Bytes;
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUmemoryPool, CUresult};
 
+use super::census::Census;
 use super::partition::{self, Part};
 use super::pinned::PinnedPool;
 use crate::error::{CudaError, OpenError, is_sticky};
@@ -39,6 +40,7 @@ pub(crate) struct Context {
     facts: DriverFacts,
     fault: OnceLock<String>,
     pinned: PinnedPool,
+    census: Arc<Census>,
     part: Option<Part>,
 }
 
@@ -93,7 +95,8 @@ impl Context {
         let pool: CUmemoryPool = std::ptr::null_mut();
         let number = OPENED.fetch_add(1, Ordering::Relaxed) + 1;
         let (fault, pinned) = (OnceLock::new(), PinnedPool::default());
-        let mut context = Context { raw, number, device, pool, facts, fault, pinned, part };
+        let census = Arc::new(Census::default());
+        let mut context = Context { raw, number, device, pool, facts, fault, pinned, census, part };
         context.enter()?;
         // SAFETY: `device` came from the driver and `pool` is a place for its answer.
         let code = unsafe { sys::cuDeviceGetDefaultMemPool(&mut context.pool, device) };
@@ -132,6 +135,27 @@ impl Context {
     /// Host memory the device reaches.
     pub(super) fn pinned(&self) -> &PinnedPool {
         &self.pinned
+    }
+
+    /// What is held of it.
+    pub(crate) fn census(&self) -> &Arc<Census> {
+        &self.census
+    }
+
+    /// What the pool has handed out, and what it has of the device.
+    pub(crate) fn pool_bytes(&self) -> Result<(u64, u64), CudaError> {
+        self.enter()?;
+        let read = |attribute| {
+            let mut bytes = 0u64;
+            // SAFETY: both attributes are 64-bit numbers, and `bytes` is a place for the answer.
+            let code = unsafe {
+                sys::cuMemPoolGetAttribute(self.pool, attribute, (&raw mut bytes).cast())
+            };
+            self.check("cuMemPoolGetAttribute", code).map(|()| bytes)
+        };
+        use sys::CUmemPool_attribute as A;
+        let used = read(A::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?;
+        Ok((used, read(A::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?))
     }
 
     /// Keeps up to `bytes` of freed memory for the next allocation.
@@ -190,11 +214,20 @@ impl Context {
 
     /// Free memory of the device.
     pub(crate) fn free_memory(&self) -> Result<Bytes, CudaError> {
+        self.memory().map(|(free, _)| free)
+    }
+
+    /// Memory of the device that somebody uses.
+    pub(crate) fn used_memory(&self) -> Result<Bytes, CudaError> {
+        self.memory().map(|(free, total)| Bytes(total.0.saturating_sub(free.0)))
+    }
+
+    fn memory(&self) -> Result<(Bytes, Bytes), CudaError> {
         self.enter()?;
         let (mut free, mut total) = (0usize, 0usize);
         // SAFETY: both are places for the driver's answer.
         self.check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
-        Ok(Bytes(free as u64))
+        Ok((Bytes(free as u64), Bytes(total as u64)))
     }
 }
 

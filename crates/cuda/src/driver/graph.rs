@@ -4,13 +4,14 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUgraph, CUgraphExec};
 
-use super::{Context, Stream};
+use super::{Context, Counted, Held, Stream};
 use crate::error::CudaError;
 
 /// A recorded chain of launches. What its kernels point to must outlive it.
 pub(crate) struct Graph {
     exec: CUgraphExec,
     context: Arc<Context>,
+    _counted: Counted,
 }
 
 // SAFETY: an executable graph may be launched from any thread; only one at a time does (`launch` takes `&self` of a value
@@ -32,7 +33,8 @@ impl Graph {
         // SAFETY: the executable graph does not need the one it is made of.
         let freed = context.check("cuGraphDestroy", unsafe { sys::cuGraphDestroy(captured) });
         made?;
-        let graph = Graph { exec, context: context.clone() };
+        let counted = context.census().count(Held::Graph, 0);
+        let graph = Graph { exec, context: context.clone(), _counted: counted };
         freed?;
         // SAFETY: both handles are alive.
         context.check("cuGraphUpload", unsafe { sys::cuGraphUpload(graph.exec, stream.raw()) })?;

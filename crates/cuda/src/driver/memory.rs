@@ -5,7 +5,7 @@ use std::sync::Arc;
 use base::Bytes;
 use cudarc::driver::sys::{self, CUdeviceptr};
 
-use super::Stream;
+use super::{Counted, Held, Stream};
 use crate::error::CudaError;
 
 /// Device memory from the device's pool. Freeing does not wait for the device, as a plain free would.
@@ -15,6 +15,7 @@ pub(crate) struct DeviceBuffer {
     /// Allocations and frees are ordered by this stream alone; users wait before they let go of a buffer.
     stream: Arc<Stream>,
     pooled: bool,
+    _counted: Counted,
 }
 
 impl DeviceBuffer {
@@ -29,7 +30,9 @@ impl DeviceBuffer {
             sys::cuMemAllocFromPoolAsync(&mut address, size, context.pool(), stream.raw())
         };
         context.check("cuMemAllocFromPoolAsync", code).map_err(|err| sized(err, bytes))?;
-        DeviceBuffer { address, bytes, stream: stream.clone(), pooled: true }.cleared(size)
+        let counted = context.census().count(Held::Buffer, size as u64);
+        let stream = stream.clone();
+        DeviceBuffer { address, bytes, stream, pooled: true, _counted: counted }.cleared(size)
     }
 
     /// The same outside of the pool, for words that the driver itself writes on request.
@@ -41,7 +44,9 @@ impl DeviceBuffer {
         // SAFETY: `address` is a place for the answer; freed when this value is dropped.
         let code = unsafe { sys::cuMemAlloc_v2(&mut address, size) };
         context.check("cuMemAlloc", code).map_err(|err| sized(err, bytes))?;
-        DeviceBuffer { address, bytes, stream: stream.clone(), pooled: false }.cleared(size)
+        let counted = context.census().count(Held::FixedBuffer, size as u64);
+        let stream = stream.clone();
+        DeviceBuffer { address, bytes, stream, pooled: false, _counted: counted }.cleared(size)
     }
 
     fn cleared(self, size: usize) -> Result<DeviceBuffer, CudaError> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUfunction, CUfunction_attribute, CUmodule};
 
-use super::Context;
+use super::{Context, Counted, Held};
 use crate::error::CudaError;
 
 /// The largest cluster every GPU with clusters takes; beyond it a kernel must say that it dares.
@@ -15,6 +15,7 @@ const PORTABLE_CLUSTER: u32 = 8;
 pub(crate) struct Module {
     raw: CUmodule,
     context: Arc<Context>,
+    _counted: Counted,
 }
 
 // SAFETY: a module handle may be used from any thread.
@@ -46,7 +47,8 @@ impl Module {
         // SAFETY: `image` is a cubin as NVRTC made it (the cache checks its digest); the driver copies it.
         let code = unsafe { sys::cuModuleLoadData(&mut raw, image.as_ptr().cast()) };
         context.check("cuModuleLoadData", code)?;
-        Ok(Module { raw, context: context.clone() })
+        let counted = context.census().count(Held::Module, image.len() as u64);
+        Ok(Module { raw, context: context.clone(), _counted: counted })
     }
 
     /// The kernel `name` for blocks of `threads` with `shared` bytes of dynamic shared memory.
@@ -87,10 +89,12 @@ impl Module {
             )
         };
         context.check("cuOccupancyMaxActiveBlocksPerMultiprocessor", code)?;
+        let local_bytes = read(A::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?;
+        context.census().note_local(local_bytes);
         Ok(Function {
             raw,
             registers: read(A::CU_FUNC_ATTRIBUTE_NUM_REGS)?,
-            local_bytes: read(A::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?,
+            local_bytes,
             blocks: u32::try_from(blocks).unwrap_or(0),
         })
     }

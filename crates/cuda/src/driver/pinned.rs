@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cudarc::driver::sys::{self, CUdeviceptr};
 
 use super::Context;
+use super::census::{Counted, Held};
 use super::memory::sized;
 use crate::error::CudaError;
 
@@ -31,7 +32,7 @@ pub(crate) struct PinnedPool {
 
 #[derive(Default)]
 struct PoolState {
-    slabs: Vec<Address>,
+    slabs: Vec<(Address, Counted)>,
     /// Bytes of the last slab that were never handed out.
     left: usize,
     /// Pieces nobody uses, by size.
@@ -57,10 +58,11 @@ impl PinnedPool {
         }
         if state.left < size {
             let slab = allocate(context, SLAB_BYTES)?;
-            state.slabs.push(Address(slab));
+            let counted = context.census().count(Held::PinnedSlab, SLAB_BYTES as u64);
+            state.slabs.push((Address(slab), counted));
             state.left = SLAB_BYTES;
         }
-        let slab = state.slabs.last().ok_or(CudaError::Misuse("a pool without memory"))?;
+        let (slab, _) = state.slabs.last().ok_or(CudaError::Misuse("a pool without memory"))?;
         // SAFETY: `left` is at most the slab's size, so this lies in it.
         let piece = unsafe { slab.0.add(SLAB_BYTES - state.left) };
         state.left -= size;
@@ -73,7 +75,7 @@ impl PinnedPool {
 
     /// Gives everything back to the driver; nothing of it is in use any more.
     pub(super) fn release(&self) {
-        for slab in std::mem::take(&mut *self.lock()).slabs {
+        for (slab, _) in std::mem::take(&mut *self.lock()).slabs {
             free(slab.0);
         }
     }
@@ -105,6 +107,8 @@ pub(crate) struct PinnedBuffer {
     address: *mut u8,
     bytes: usize,
     context: Arc<Context>,
+    /// Where it is not a piece of something that is counted.
+    _counted: Option<Counted>,
 }
 
 // SAFETY: plain memory with one owner.
@@ -121,7 +125,9 @@ impl PinnedBuffer {
         };
         // SAFETY: just handed out with at least this size.
         unsafe { address.write_bytes(0, bytes) };
-        Ok(PinnedBuffer { address, bytes, context: context.clone() })
+        let counted =
+            (bytes > PIECE_MOST).then(|| context.census().count(Held::Pinned, bytes as u64));
+        Ok(PinnedBuffer { address, bytes, context: context.clone(), _counted: counted })
     }
 
     pub(crate) fn len(&self) -> usize {

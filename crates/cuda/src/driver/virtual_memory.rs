@@ -10,7 +10,7 @@ use cudarc::driver::sys::{
     CUmemLocationType,
 };
 
-use super::Context;
+use super::{Context, Counted, Held};
 use crate::error::CudaError;
 
 /// Where the memory of `context`'s GPU lies.
@@ -43,6 +43,7 @@ pub(crate) struct Piece {
     handle: CUmemGenericAllocationHandle,
     bytes: u64,
     context: Arc<Context>,
+    _counted: Counted,
 }
 
 impl Piece {
@@ -59,7 +60,8 @@ impl Piece {
             }
             other => other,
         })?;
-        Ok(Piece { handle, bytes, context: context.clone() })
+        let counted = context.census().count(Held::Piece, bytes);
+        Ok(Piece { handle, bytes, context: context.clone(), _counted: counted })
     }
 
     pub(crate) fn bytes(&self) -> u64 {
@@ -83,6 +85,7 @@ pub(crate) struct AddressRange {
     /// Offsets and sizes of what is mapped, in no order.
     mapped: Mutex<Vec<(u64, u64)>>,
     context: Arc<Context>,
+    _counted: Counted,
 }
 
 impl AddressRange {
@@ -94,7 +97,9 @@ impl AddressRange {
         // SAFETY: `address` is a place for the answer; freed when this value is dropped.
         let code = unsafe { sys::cuMemAddressReserve(&mut address, size, 0, 0, 0) };
         context.check("cuMemAddressReserve", code)?;
-        Ok(AddressRange { address, bytes, mapped: Mutex::default(), context: context.clone() })
+        let (mapped, context) = (Mutex::default(), context.clone());
+        let counted = context.census().count(Held::Range, bytes);
+        Ok(AddressRange { address, bytes, mapped, context, _counted: counted })
     }
 
     pub(crate) fn address(&self) -> u64 {

@@ -86,9 +86,13 @@ impl Families {
     }
 
     /// Finds the family of `served`, which has just been loaded, and lets all of it run that way. What goes wrong is said and
-    /// leaves models whole.
+    /// leaves models whole. Nobody is kept in service by those who wait here for a turn: an unload has its model's turn until
+    /// the last one has let go.
     pub async fn join(&self, fleet: &Arc<Fleet>, catalogue: &Catalogue, served: Arc<Served>) {
+        let waiting = Arc::downgrade(&served);
+        drop(served);
         let _turn = self.turn.lock().await;
+        let Some(served) = waiting.upgrade() else { return };
         let (trunks, others) = (self.trunks(), catalogue.all());
         let (own, name) = (fleet.clone(), served.name.clone());
         let found = tokio::task::spawn_blocking(move || find(&own, &trunks, &others, served)).await;
@@ -101,19 +105,26 @@ impl Families {
             }
             Err(_) => return,
         };
-        self.keep(&found.trunk);
-        for model in found.models {
-            part(fleet, catalogue, &found.trunk, model).await;
+        let Match { trunk, models } = found;
+        self.keep(&trunk);
+        let waiting: Vec<_> =
+            models.iter().map(|model| (model.name.clone(), Arc::downgrade(model))).collect();
+        drop(models);
+        for (name, model) in waiting {
+            part(fleet, catalogue, &trunk, (&name, model)).await;
         }
     }
 }
 
 /// Puts the parts of `model` in its place, unless it has been replaced or unloaded since.
-async fn part(fleet: &Arc<Fleet>, catalogue: &Catalogue, trunk: &Arc<Trunk>, model: Arc<Served>) {
-    let _turn = catalogue.turn(&model.name).await;
-    if !catalogue.holds(&model) {
-        return;
-    }
+async fn part(
+    fleet: &Arc<Fleet>,
+    catalogue: &Catalogue,
+    trunk: &Arc<Trunk>,
+    (name, model): (&str, Weak<Served>),
+) {
+    let _turn = catalogue.turn(name).await;
+    let Some(model) = model.upgrade().filter(|model| catalogue.holds(model)) else { return };
     let (devices, cut, whole) = (fleet.clone(), trunk.cut.clone(), model.clone());
     let parted = tokio::task::spawn_blocking(move || {
         let plan = whole.plan();

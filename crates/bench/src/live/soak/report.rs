@@ -1,0 +1,200 @@
+//! What a soak came to.
+
+use std::collections::BTreeMap;
+
+use base::{Bytes, Histogram};
+use model::config::Class;
+use serde::Serialize;
+
+use super::disturber::Disturbance;
+use super::memory::{Growth, Series};
+use super::{Booked, Watched};
+use crate::live::observer::TraceCheck;
+use crate::live::report::Latency;
+
+/// A workload that ran for long, disturbed all the time.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct SoakReport {
+    /// The workload.
+    pub workload: String,
+    /// `literal` or `scaled`.
+    pub rates: String,
+    /// The execution policy.
+    pub policy: String,
+    /// How long it ran.
+    pub seconds: f64,
+    /// How often its trace was played; `None` where it has none.
+    pub trace_repetitions: Option<f64>,
+    /// Share of the device, in percent, that real time alone is to use.
+    pub rt_share_pct: f64,
+    /// Real-time answers.
+    pub rt_answers: u64,
+    /// Best-effort answers to the workload's clients and to those who disturb.
+    pub be_answers: u64,
+    /// Real-time questions asked late.
+    pub rt_late: u64,
+    /// Real-time periods dropped.
+    pub rt_dropped: u64,
+    /// Times that work was made to leave.
+    pub preemptions: u64,
+    /// Models that came in addition.
+    pub loads: u64,
+    /// Of these, models that went again.
+    pub unloads: u64,
+    /// Models in use that another copy took the place of.
+    pub reloads: u64,
+    /// Requests that were given up.
+    pub cancellations: u64,
+    /// Rejections that were asked for, by kind: of requests that were given up, and of those that came after an unload.
+    pub expected_errors: BTreeMap<String, u64>,
+    /// All other failures, by kind.
+    pub unexpected_errors: BTreeMap<String, u64>,
+    /// What the first of them said.
+    pub first_unexpected: Option<String>,
+    /// Answers whose bits differ from those of an undisturbed run.
+    pub wrong_outputs: u64,
+    /// Events and actions that were checked.
+    pub checked_entries: u64,
+    /// What the checkers found in them.
+    pub violations: Vec<String>,
+    /// Real-time latency of all of it.
+    pub rt: Latency,
+    /// Of what was asked in the first tenth.
+    pub rt_first_tenth: Latency,
+    /// Of what was asked in the last tenth.
+    pub rt_last_tenth: Latency,
+    /// What was held, read between loads, and whether it grew.
+    pub memory: Vec<Growth>,
+    #[serde(skip)]
+    tenths: [Histogram; 3],
+}
+
+impl SoakReport {
+    pub(super) fn new(series: &Series) -> SoakReport {
+        SoakReport { memory: series.growth(), ..SoakReport::default() }
+    }
+
+    /// Adds what a client saw.
+    pub(super) fn book(&mut self, class: Class, ledger: &Booked) {
+        if class == Class::RealTime {
+            self.rt_answers += ledger.all.count();
+            self.rt_late += ledger.late;
+            self.rt_dropped += ledger.dropped;
+            let parts = [&ledger.all, &ledger.first, &ledger.last];
+            self.tenths.iter_mut().zip(parts).for_each(|(all, part)| all.merge(part));
+            [self.rt, self.rt_first_tenth, self.rt_last_tenth] =
+                [0, 1, 2].map(|at| Latency::counted(&self.tenths[at]));
+        } else {
+            self.be_answers += ledger.all.count();
+        }
+        self.wrong_outputs += ledger.wrong;
+        for (kind, count) in &ledger.errors {
+            *self.unexpected_errors.entry((*kind).to_string()).or_default() += count;
+        }
+        if self.first_unexpected.is_none() {
+            self.first_unexpected.clone_from(&ledger.first_error);
+        }
+    }
+
+    /// Adds what those saw who disturbed.
+    pub(super) fn disturbed(&mut self, done: Disturbance) {
+        (self.loads, self.unloads, self.reloads) = (done.loads, done.unloads, done.reloads);
+        self.cancellations = done.cancellations;
+        self.be_answers += done.answers;
+        self.wrong_outputs += done.wrong;
+        for (kind, count) in done.expected {
+            *self.expected_errors.entry(kind.to_string()).or_default() += count;
+        }
+        for (kind, count) in done.unexpected {
+            *self.unexpected_errors.entry(kind.to_string()).or_default() += count;
+        }
+        self.first_unexpected = self.first_unexpected.take().or(done.first_unexpected);
+    }
+
+    /// Adds what the checkers found.
+    pub(super) fn checked(&mut self, check: &mut TraceCheck) {
+        self.checked_entries = check.entries();
+        self.violations = check.finish();
+        if !check.is_whole() {
+            self.violations.push("the trace came faster than it could be checked".to_string());
+        }
+    }
+
+    /// Why the soak did not hold; empty when it did.
+    pub fn failures(&self) -> Vec<String> {
+        let mut failures = Vec::new();
+        if !self.unexpected_errors.is_empty() {
+            let first = self.first_unexpected.as_deref().unwrap_or("no reason was given");
+            failures.push(format!("errors {:?}, the first: {first}", self.unexpected_errors));
+        }
+        if self.wrong_outputs > 0 {
+            failures
+                .push(format!("{} outputs differ from an undisturbed run's", self.wrong_outputs));
+        }
+        if !self.violations.is_empty() {
+            failures.push(format!("the checkers found {:?}", self.violations));
+        }
+        for growth in &self.memory {
+            let Growth { what, warm_tenth, last_tenth, allowed, .. } = growth;
+            match growth.grown {
+                Some(false) => {}
+                Some(true) => failures.push(format!(
+                    "{what} grew from {warm_tenth} after the warm-up to {last_tenth} at the end, {allowed} are allowed"
+                )),
+                None => failures.push(format!("{what} were read too rarely to tell whether they grew")),
+            }
+        }
+        failures
+    }
+}
+
+/// How it is going, in a line.
+pub(super) fn line(elapsed: f64, watched: &Watched, done: &Disturbance) -> String {
+    let held = |what: &str| {
+        watched.series.latest(what).map_or("-".to_string(), |bytes| Bytes(bytes).to_string())
+    };
+    let [real_time, best_effort] = watched.check.arrivals();
+    format!(
+        "{elapsed:.0} s: {real_time} real-time and {best_effort} best-effort requests, {} loads, {} reloads, {} cancelled, \
+         {} wrong, {} errors; device {}, process {}",
+        done.loads,
+        done.reloads,
+        done.cancellations,
+        done.wrong,
+        done.unexpected.values().sum::<u64>(),
+        held("device bytes"),
+        held("process bytes"),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_soak_fails_for_every_reason_it_may() {
+        let growth = |grown| Growth {
+            what: "device bytes",
+            samples: 9,
+            first_tenth: 1,
+            warm_tenth: 1,
+            last_tenth: 9,
+            most: 9,
+            allowed: 2,
+            grown,
+        };
+        let good = SoakReport { memory: vec![growth(Some(false))], ..SoakReport::default() };
+        assert!(good.failures().is_empty());
+        let fails = |report: SoakReport, word: &str| {
+            let failures = report.failures();
+            assert!(failures.len() == 1 && failures[0].contains(word), "{failures:?}");
+        };
+        fails(SoakReport { memory: vec![growth(Some(true))], ..good.clone() }, "grew");
+        fails(SoakReport { memory: vec![growth(None)], ..good.clone() }, "rarely");
+        fails(SoakReport { wrong_outputs: 1, ..good.clone() }, "differ");
+        fails(SoakReport { violations: vec!["x".to_string()], ..good.clone() }, "checkers");
+        let errors = BTreeMap::from([("unloaded".to_string(), 2)]);
+        fails(SoakReport { unexpected_errors: errors.clone(), ..good.clone() }, "unloaded");
+        assert!(SoakReport { expected_errors: errors, ..good }.failures().is_empty());
+    }
+}

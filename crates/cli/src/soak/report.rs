@@ -1,0 +1,218 @@
+//! What became of a soak's orders, and what was held whenever nothing was loaded.
+
+use std::collections::BTreeMap;
+
+use api::{ApiError, ErrorKind};
+use base::{Bytes, Histogram, Nanos};
+use serde::Serialize;
+
+/// What the driver itself may hold more of after than before: it frees in pages of its own.
+const SYSTEM_SLACK: u64 = 64 << 20;
+
+/// What became of one kind of order.
+#[derive(Debug, Default, Serialize)]
+pub(super) struct Outcomes {
+    pub(super) asked: u64,
+    pub(super) done: u64,
+    /// Answers that say that a model is not there at the moment, by kind.
+    pub(super) documented: BTreeMap<String, u64>,
+    pub(super) failed: u64,
+    pub(super) p50_ms: f64,
+    pub(super) p99_ms: f64,
+    pub(super) max_ms: f64,
+    #[serde(skip)]
+    times: Histogram,
+}
+
+/// What clients saw.
+#[derive(Debug, Default)]
+pub(super) struct Tally {
+    pub(super) kinds: BTreeMap<&'static str, Outcomes>,
+    pub(super) first_failure: Option<String>,
+    pub(super) wrong: u64,
+}
+
+/// What an order is to come to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Due {
+    /// It is carried out, or the model is not there at the moment.
+    Done,
+    /// It is refused with exactly this: there is no such model in service.
+    Refused(ErrorKind),
+}
+
+impl Tally {
+    pub(super) fn note(
+        &mut self,
+        what: &'static str,
+        due: Due,
+        took: Nanos,
+        result: Result<(), ApiError>,
+    ) {
+        let outcomes = self.kinds.entry(what).or_default();
+        outcomes.asked += 1;
+        outcomes.times.record(took);
+        let failure = match (due, result) {
+            (Due::Done, Ok(())) => {
+                outcomes.done += 1;
+                return;
+            }
+            (Due::Done, Err(err))
+                if matches!(err.kind, ErrorKind::NotFound | ErrorKind::Unavailable) =>
+            {
+                *outcomes.documented.entry(format!("{:?}", err.kind)).or_default() += 1;
+                return;
+            }
+            (Due::Refused(kind), Err(err)) if err.kind == kind => {
+                *outcomes.documented.entry(format!("{kind:?}")).or_default() += 1;
+                return;
+            }
+            (Due::Refused(kind), Ok(())) => format!("{what}: done, though {kind:?} was due"),
+            (_, Err(err)) => format!("{what}: {:?}: {err}", err.kind),
+        };
+        outcomes.failed += 1;
+        self.first_failure.get_or_insert(failure);
+    }
+
+    pub(super) fn merge(&mut self, other: Tally) {
+        for (what, outcomes) in other.kinds {
+            let mine = self.kinds.entry(what).or_default();
+            mine.asked += outcomes.asked;
+            mine.done += outcomes.done;
+            mine.failed += outcomes.failed;
+            mine.times.merge(&outcomes.times);
+            for (kind, count) in outcomes.documented {
+                *mine.documented.entry(kind).or_default() += count;
+            }
+        }
+        self.first_failure = self.first_failure.take().or(other.first_failure);
+        self.wrong += other.wrong;
+    }
+
+    /// Fills in the times.
+    pub(super) fn time(&mut self) {
+        let ms = |nanos: Nanos| (nanos.0 as f64 / 1e4).round() / 100.0;
+        for outcomes in self.kinds.values_mut() {
+            outcomes.p50_ms = ms(outcomes.times.quantile(0.5));
+            outcomes.p99_ms = ms(outcomes.times.quantile(0.99));
+            outcomes.max_ms = ms(outcomes.times.max());
+        }
+    }
+}
+
+/// What is held while no model is in service.
+#[derive(Debug, Default, Serialize)]
+pub(super) struct Rest {
+    pub(super) when: String,
+    /// Weights on the device, by its own count.
+    pub(super) weights_bytes: u64,
+    /// Memory used by everybody, as the GPU's own tools count.
+    pub(super) system_bytes: Option<u64>,
+    /// Memory of this process.
+    pub(super) process_bytes: Option<u64>,
+    /// What a GPU's memory is used for, as far as we can know.
+    pub(super) holdings: Option<cuda::Holdings>,
+}
+
+/// A whole soak.
+#[derive(Debug, Default, Serialize)]
+pub(super) struct SoakReport {
+    pub(super) device: String,
+    pub(super) driver: Option<String>,
+    pub(super) date: String,
+    pub(super) command: String,
+    pub(super) operations: u64,
+    pub(super) clients: u64,
+    pub(super) seconds: f64,
+    /// By kind of order.
+    pub(super) kinds: BTreeMap<&'static str, Outcomes>,
+    pub(super) failures: u64,
+    pub(super) first_failure: Option<String>,
+    /// Answers that differ from those of the same model undisturbed.
+    pub(super) wrong: u64,
+    pub(super) most_registered: usize,
+    pub(super) budget_bytes: u64,
+    pub(super) most_held_bytes: u64,
+    pub(super) loads: u64,
+    pub(super) evictions: u64,
+    /// At the start, after the warm-up, after each round, and after what is kept for later is given back.
+    pub(super) rests: Vec<Rest>,
+}
+
+impl SoakReport {
+    pub(super) fn add(&mut self, mut tally: Tally) {
+        tally.time();
+        self.failures = tally.kinds.values().map(|outcomes| outcomes.failed).sum();
+        self.first_failure = tally.first_failure;
+        self.wrong = tally.wrong;
+        self.kinds = tally.kinds;
+    }
+
+    /// Why it did not hold, if so.
+    pub(super) fn verdict(&self) -> Result<(), String> {
+        let SoakReport { failures, wrong, first_failure, .. } = self;
+        if *failures + *wrong > 0 {
+            let why = first_failure.as_deref().unwrap_or("answers differ");
+            return Err(format!("{failures} failures, {wrong} wrong answers: {why}"));
+        }
+        if self.most_held_bytes > self.budget_bytes {
+            let (most, budget) = (Bytes(self.most_held_bytes), Bytes(self.budget_bytes));
+            return Err(format!("{most} of weights were held, {budget} are allowed"));
+        }
+        if let Some(rest) = self.rests.iter().find(|rest| rest.weights_bytes > 0) {
+            let (left, when) = (Bytes(rest.weights_bytes), &rest.when);
+            return Err(format!("{left} of weights did not come back {when}"));
+        }
+        let (Some(warm), Some(last)) = (self.rests.get(1), self.rests.last()) else {
+            return Err("nothing was measured".to_string());
+        };
+        match (warm.system_bytes, last.system_bytes) {
+            (Some(before), Some(after)) if after > before + SYSTEM_SLACK => {
+                let more = Bytes(after - before);
+                Err(format!("the GPU's tools count {more} more than after the warm-up"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal(kind: ErrorKind) -> Result<(), ApiError> {
+        Err(ApiError::new(kind, "no"))
+    }
+
+    #[test]
+    fn only_documented_errors_are_no_failures() {
+        let mut tally = Tally::default();
+        let mut note = |due, result| tally.note("infer", due, Nanos(1), result);
+        note(Due::Done, Ok(()));
+        note(Due::Done, refusal(ErrorKind::Unavailable));
+        note(Due::Refused(ErrorKind::NotFound), refusal(ErrorKind::NotFound));
+        note(Due::Refused(ErrorKind::NotFound), refusal(ErrorKind::Unavailable));
+        note(Due::Refused(ErrorKind::NotFound), Ok(()));
+        note(Due::Done, refusal(ErrorKind::Internal));
+        let outcomes = &tally.kinds["infer"];
+        assert_eq!((outcomes.asked, outcomes.done, outcomes.failed), (6, 1, 3));
+        assert_eq!(outcomes.documented.values().sum::<u64>(), 2);
+        let mut report = SoakReport { budget_bytes: 1, ..SoakReport::default() };
+        report.add(tally);
+        assert!(report.verdict().unwrap_err().contains("3 failures"));
+    }
+
+    #[test]
+    fn what_stays_on_the_device_fails() {
+        let rest = |weights_bytes, system: u64| Rest {
+            weights_bytes,
+            system_bytes: Some(system << 20),
+            ..Rest::default()
+        };
+        let report = |rests| SoakReport { budget_bytes: 1, rests, ..SoakReport::default() };
+        assert!(report(vec![]).verdict().is_err());
+        assert_eq!(report(vec![rest(0, 1), rest(0, 500), rest(0, 540)]).verdict(), Ok(()));
+        assert!(report(vec![rest(0, 1), rest(0, 500), rest(0, 700)]).verdict().is_err());
+        assert!(report(vec![rest(0, 1), rest(4, 1), rest(0, 1)]).verdict().is_err());
+    }
+}
