@@ -103,9 +103,12 @@ impl Roster {
         pick(&places.all, random, again).map(|at| (places.all[at].named(), false))
     }
 
-    /// One in service that the caller is to unload; rather one that was registered.
+    /// One in service that the caller is to unload, rather one that was registered; never the last, which others ask.
     pub(super) fn begin_unload(&self, random: &mut Random) -> Option<Named> {
         let mut places = self.lock();
+        if places.all.iter().filter(|place| place.state == State::Loaded).count() < 2 {
+            return None;
+        }
         let network = random.below(3) == 0;
         let wanted = |place: &Place| place.state == State::Loaded && place.is_network() == network;
         let at = pick(&places.all, random, wanted)
@@ -203,6 +206,7 @@ mod tests {
         assert_eq!(roster.begin_load(&mut random), None, "both are on their way");
         roster.finish(&one, true);
         assert_eq!(roster.loaded(&mut random), Some(one.clone()));
+        assert_eq!(roster.begin_unload(&mut random), None, "it is the last one");
         assert_eq!(roster.begin_load(&mut random), Some((one, false)));
         for _ in 0..REGISTERED_MOST {
             let named = roster.begin_register().unwrap();
