@@ -9,6 +9,7 @@ use model::Tensor;
 
 use crate::driver::{PinnedBuffer, Stream};
 use crate::error::CudaError;
+use crate::hub::Hub;
 use crate::lowered::Lowered;
 use crate::pool::Berth;
 use crate::program::Sizes;
@@ -131,6 +132,7 @@ impl Cargo {
     /// The block, `staging` and this cargo live until it is done, and the block belongs to this run alone.
     pub(crate) unsafe fn copy_in(
         &self,
+        hub: &Hub,
         lowered: &Lowered,
         block: u64,
         staging: &PinnedBuffer,
@@ -154,11 +156,11 @@ impl Cargo {
                             stream.copy_within(to, self.berths[berth].ring(index), bytes)
                         }
                         From::Pinned(berth) => {
-                            stream.copy_in(to, self.berths[berth].host(index), bytes)
+                            hub.carrier.copy_in(stream, to, self.berths[berth].host(index), bytes)
                         }
                         From::Staging => {
                             let at = offset as usize + part.at * row;
-                            stream.copy_in(to, staging.as_ptr().add(at), bytes)
+                            hub.carrier.copy_in(stream, to, staging.as_ptr().add(at), bytes)
                         }
                     }
                 }?;

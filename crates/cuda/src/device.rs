@@ -13,6 +13,7 @@ use device::{
 use model::LaunchPlan;
 use model::gpu::{GpuTarget, Precision};
 
+use crate::carrier::Carrier;
 use crate::cubin_cache::CubinCache;
 use crate::driver::{Context, DriverFacts, Priority, Stream};
 use crate::error::OpenError;
@@ -158,8 +159,12 @@ impl CudaDevice {
         let high = || Stream::new(&context, Priority::High);
         let memory_stream = Arc::new(Stream::new(&context, Priority::Low)?);
         let real_time = Arc::new(AtomicUsize::new(0));
+        let weights = Arc::new(WeightMemory::start(&memory_stream, &real_time, &options)?);
+        let kernels = Kernels::new(context.clone(), nvrtc, cache);
+        let carrier = Carrier::new(&kernels, weights.loads(), options.weights_on_demand);
         let hub = Hub {
-            kernels: Kernels::new(context.clone(), nvrtc, cache),
+            kernels,
+            carrier: Arc::new(carrier.map_err(|err| OpenError::NoCompiler(err.to_string()))?),
             seats: Arc::new(Seats::new(Arc::new(high()?), options.polling.pause.is_zero())?),
             dispatcher: Dispatcher::default(),
             quiet: Arc::default(),
@@ -170,7 +175,7 @@ impl CudaDevice {
             capture_streams: Mutex::new([high()?, Stream::new(&context, Priority::Low)?]),
             timeline: Timeline::default(),
             tuning: RwLock::default(),
-            weights: Arc::new(WeightMemory::start(&memory_stream, &real_time, &options)?),
+            weights,
             real_time,
             spares: Mutex::default(),
             context,

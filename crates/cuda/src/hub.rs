@@ -7,6 +7,7 @@ use base::Bytes;
 use device::{DeviceError, DeviceInfo, KernelCompiler};
 use model::gpu::GpuTarget;
 
+use crate::carrier::Carrier;
 use crate::device::CudaOptions;
 use crate::driver::{Context, Graph, Part, Priority, Stream};
 use crate::error::CudaError;
@@ -37,6 +38,8 @@ pub(crate) struct Hub {
     pub(crate) real_time: Arc<AtomicUsize>,
     /// Orders allocations, frees and uploads.
     pub(crate) memory_stream: Arc<Stream>,
+    /// Brings inputs past weights that are on their way.
+    pub(crate) carrier: Arc<Carrier>,
     /// Brings inputs to the device ahead of their batches.
     pub(crate) input_stream: Arc<Stream>,
     /// Multiprocessors that best effort can be held to.

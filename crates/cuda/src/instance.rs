@@ -116,6 +116,7 @@ impl Instance {
     /// `staging` and this instance live until it is done, and `staging` is not written.
     pub(crate) unsafe fn copy_inputs(
         &self,
+        hub: &Hub,
         lowered: &Lowered,
         staging: &PinnedBuffer,
         best_effort: bool,
@@ -124,7 +125,7 @@ impl Instance {
         let bytes = lowered.layout.copied_in(best_effort);
         debug_assert!(bytes <= staging.len(), "staging holds inputs and outputs");
         // SAFETY: they lie first on both sides, each at least this long; the caller answers for the time.
-        unsafe { stream.copy_in(self.memory.address(), staging.as_ptr(), bytes) }
+        unsafe { hub.carrier.copy_in(stream, self.memory.address(), staging.as_ptr(), bytes) }
     }
 
     /// Queues the copy of all that lies between inputs and outputs in staging, as [`Self::copy_inputs`] does along with them.
@@ -133,6 +134,7 @@ impl Instance {
     /// As there.
     pub(crate) unsafe fn copy_behind_inputs(
         &self,
+        hub: &Hub,
         lowered: &Lowered,
         staging: &PinnedBuffer,
         best_effort: bool,
@@ -141,7 +143,10 @@ impl Instance {
         let at = lowered.layout.inputs_end();
         let bytes = lowered.layout.copied_in(best_effort) - at as usize;
         // SAFETY: they lie at the same place on both sides; the caller answers for the time.
-        unsafe { stream.copy_in(self.address() + at, staging.as_ptr().add(at as usize), bytes) }
+        unsafe {
+            let from = staging.as_ptr().add(at as usize);
+            hub.carrier.copy_in(stream, self.address() + at, from, bytes)
+        }
     }
 
     /// Queues the copy of the words of best-effort launches, which are zero in `staging`.

@@ -12,6 +12,7 @@
 
 mod batch;
 mod cargo;
+mod carrier;
 mod cubin_cache;
 mod device;
 mod driver;

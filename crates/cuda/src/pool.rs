@@ -6,6 +6,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::carrier::Carrier;
 use crate::driver::{Counted, DeviceBuffer, Event, Held, PinnedBuffer, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
@@ -60,6 +61,7 @@ pub(crate) struct Pool {
     events: Vec<Event>,
     slots: Mutex<Slots>,
     stream: Arc<Stream>,
+    carrier: Arc<Carrier>,
     _counted: Counted,
 }
 
@@ -89,6 +91,7 @@ impl Pool {
             events: (0..count).map(|_| Event::untimed(hub.context())).collect::<Result<_, _>>()?,
             slots: Mutex::new(Slots::new(count)),
             stream: hub.input_stream().clone(),
+            carrier: hub.carrier.clone(),
             _counted: hub.context().census().count(Held::InputPool, (row * count) as u64),
             row_bytes,
         }))
@@ -160,7 +163,10 @@ impl Berth {
         let mut slots = pool.slots();
         for (index, bytes) in pool.row_bytes.iter().enumerate() {
             // SAFETY: both sides are this berth's rows, which nobody else writes; the pool waits for its stream at its end.
-            unsafe { pool.stream.copy_in(self.ring(index), self.host(index), bytes * self.rows) }?;
+            unsafe {
+                let (to, from) = (self.ring(index), self.host(index));
+                pool.carrier.copy_in(&pool.stream, to, from, bytes * self.rows)
+            }?;
         }
         pool.events[self.first].record(&pool.stream)?;
         slots.copies += 1;

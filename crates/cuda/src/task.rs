@@ -123,10 +123,16 @@ impl CudaTask {
         // SAFETY: the task holds both sides and the cargo until the stream is drained or the mark behind is passed.
         unsafe {
             let Some(cargo) = &self.cargo else {
-                return instance.copy_inputs(&self.lowered, staging, best_effort, stream);
+                return instance.copy_inputs(
+                    &self.hub,
+                    &self.lowered,
+                    staging,
+                    best_effort,
+                    stream,
+                );
             };
-            cargo.copy_in(&self.lowered, instance.address(), staging, stream)?;
-            instance.copy_behind_inputs(&self.lowered, staging, best_effort, stream)
+            cargo.copy_in(&self.hub, &self.lowered, instance.address(), staging, stream)?;
+            instance.copy_behind_inputs(&self.hub, &self.lowered, staging, best_effort, stream)
         }
     }
 

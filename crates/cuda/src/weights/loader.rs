@@ -43,6 +43,7 @@ pub(crate) struct WeightMemory {
     counts: Arc<Counts>,
     /// What sizes are multiples of.
     pub(crate) granularity: u64,
+    loads: Arc<AtomicUsize>,
 }
 
 pub(super) enum Order {
@@ -62,6 +63,7 @@ impl WeightMemory {
         let context = memory_stream.context();
         let granularity = granularity(context)?;
         let counts = Arc::new(Counts::default());
+        let loads = Arc::new(AtomicUsize::new(0));
         // One order to load and one to evict of each program at most, but for one that is removed on its way.
         let (orders, receiver) = channel();
         let loader = Loader {
@@ -73,6 +75,7 @@ impl WeightMemory {
             real_time: real_time.clone(),
             retired: VecDeque::new(),
             arriving: VecDeque::new(),
+            loads: loads.clone(),
             speed: SPEED_GUESS,
             free_since: Instant::now(),
             asked: Instant::now(),
@@ -83,7 +86,12 @@ impl WeightMemory {
             .name("cuda-weights".to_string())
             .spawn(move || loader.run(&receiver))
             .map_err(|_| CudaError::Misuse("the thread that loads weights does not start"))?;
-        Ok(WeightMemory { orders, counts, granularity })
+        Ok(WeightMemory { orders, counts, granularity, loads })
+    }
+
+    /// How many loads are under way.
+    pub(crate) fn loads(&self) -> Arc<AtomicUsize> {
+        self.loads.clone()
     }
 
     pub(super) fn order(&self, order: Order) {
@@ -159,6 +167,8 @@ struct Loader {
     retired: VecDeque<(Weak<ProgramWeights>, Arc<Slab>)>,
     /// Oldest first, which is the order of their copies.
     arriving: VecDeque<Arriving>,
+    /// How many those are, for others to see.
+    loads: Arc<AtomicUsize>,
     /// Bytes per second.
     speed: f64,
     /// When the last load was over.
@@ -192,6 +202,7 @@ impl Loader {
                 Some(Order::Discard(mapped)) => self.discard(mapped),
                 None => self.look_after(),
             }
+            self.loads.store(self.arriving.len(), Ordering::Relaxed);
             idle_since = Instant::now();
         }
     }
@@ -251,6 +262,7 @@ impl Loader {
 
     fn load(&mut self, weights: Arc<ProgramWeights>, report: LoadReport) {
         let issued = Instant::now();
+        self.loads.store(self.arriving.len() + 1, Ordering::Relaxed);
         let before = weights.mapped().extent();
         let loaded = match self.issue(&weights) {
             // What runs keep for later is worth less than weights that somebody waits for.

@@ -30,7 +30,7 @@ impl Slab {
         let range = AddressRange::reserve(context, used.max(1).next_multiple_of(granularity))?;
         let mut host = Vec::new();
         for at in (0..used).step_by(BLOCK as usize) {
-            host.push(PinnedBuffer::zeroed(context, (used - at).min(BLOCK) as usize)?);
+            host.push(PinnedBuffer::fetched(context, (used - at).min(BLOCK) as usize)?);
         }
         Ok(Slab { range, begins, used, host: Mutex::new(host) })
     }
