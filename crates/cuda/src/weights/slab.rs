@@ -7,7 +7,7 @@ use crate::driver::{AddressRange, Context, PinnedBuffer};
 use crate::error::CudaError;
 
 /// Host memory is pinned in blocks of this size: a call that pins much at once holds up other threads' calls.
-pub(crate) const BLOCK: u64 = 16 << 20;
+pub(crate) const BLOCK: u64 = 2 << 20;
 
 /// Weights of one plan that no earlier plan had.
 pub(crate) struct Slab {

@@ -55,7 +55,8 @@ pub(super) struct Batches {
 /// Batches the device is to be prepared for.
 struct Preparation {
     model: ModelKey,
-    program: Arc<dyn Program>,
+    /// Not kept by waiting here: a model that is removed meanwhile gives its memory back.
+    program: Weak<dyn Program>,
     sizes: Vec<(String, usize)>,
     batches: Vec<usize>,
 }
@@ -70,11 +71,12 @@ impl Preparer {
         let (sender, receiver) = sync_channel::<Preparation>(PREPARATIONS_MOST);
         std::thread::Builder::new().name("node-batches".to_string()).spawn(move || {
             while let Ok(wanted) = receiver.recv() {
-                if let Err(err) = wanted.program.make_ready(&wanted.sizes, &wanted.batches) {
+                let Some(program) = wanted.program.upgrade() else { continue };
+                if let Err(err) = program.make_ready(&wanted.sizes, &wanted.batches) {
                     tracing::warn!(batches = ?wanted.batches, "batches stay smaller: {err}");
                 }
                 let Some(shared) = shared.upgrade() else { return };
-                shared.prepared(&wanted);
+                shared.prepared(&wanted, &*program);
             }
         })?;
         Ok(Preparer { sender })
@@ -175,7 +177,8 @@ impl Shared {
         let ready = || {
             let ready = program.ready_batches(&sizes)?;
             if let Some(preparer) = preparer.filter(|_| wanted.iter().any(|b| !ready.contains(b))) {
-                let (program, sizes, batches) = (program.clone(), sizes.clone(), wanted.to_vec());
+                let (program, sizes, batches) =
+                    (Arc::downgrade(program), sizes.clone(), wanted.to_vec());
                 preparer.ask(Preparation { model, program, sizes, batches });
             }
             Some(ready)
@@ -208,15 +211,15 @@ impl Shared {
         if let (Some(_), Some(preparer)) = (program.ready_batches(&[]), self.preparer.get()) {
             preparer.ask(Preparation {
                 model,
-                program: program.clone(),
+                program: Arc::downgrade(program),
                 sizes: Vec::new(),
                 batches,
             });
         }
     }
 
-    fn prepared(&self, done: &Preparation) {
-        let ready = done.program.ready_batches(&done.sizes);
+    fn prepared(&self, done: &Preparation, program: &dyn Program) {
+        let ready = program.ready_batches(&done.sizes);
         let mut state = self.lock();
         let Some(entry) = state.model_mut(done.model) else { return };
         if let Some((batcher, _)) = &mut entry.batching {
