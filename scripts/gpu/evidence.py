@@ -5,7 +5,8 @@
 
 Writes evidence/latency.json and evidence/conformance.json, evidence/disb.json of what scripts/gpu/disb.sh left and
 evidence/preempt.json of what `atoll bench preempt` wrote there, evidence/best_effort.json of scripts/gpu/best_effort.py,
-evidence/batching.json and evidence/swap.json of scripts/gpu/batching.sh and swap.sh; each where RUN_DIR has what it is made of. `cargo xtask evidence` says when they are stale, and prints the README's table.
+evidence/batching.json, evidence/swap.json and evidence/big.json of scripts/gpu/batching.sh and swap.sh, evidence/server.json of `atoll bench
+server`, evidence/pairs.json and evidence/corner.json of `atoll bench disb` with other workloads and settings; each where RUN_DIR has what it is made of. `cargo xtask evidence` says when they are stale, and prints the README's table.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def main() -> None:
     if (args.run / "best_effort.json").is_file():
         found = json.loads((args.run / "best_effort.json").read_text())
         write("best_effort.json", {**head, "command": "scripts/gpu/best_effort.py ATOLL MODELS OUT.json", **found})
-    for name in ("batching.json", "swap.json"):
+    for name in ("batching.json", "swap.json", "big.json", "server.json", "pairs.json", "corner.json"):
         if (args.run / name).is_file():
             found = json.loads((args.run / name).read_text())
             write(name, {**head, **{key: value for key, value in found.items() if key not in ("device", "driver")}})
