@@ -17,7 +17,7 @@ use crate::carrier::Carrier;
 use crate::cubin_cache::CubinCache;
 use crate::driver::{Context, DriverFacts, Priority, Stream};
 use crate::error::OpenError;
-use crate::hub::Hub;
+use crate::hub::{CaptureStreams, Hub};
 use crate::kernel_text::architecture;
 use crate::kernels::{Kernels, Progress};
 use crate::nvml::{Health, Nvml};
@@ -157,6 +157,14 @@ impl CudaDevice {
         };
         let corner = context.corner(options.corner_multiprocessors)?;
         let high = || Stream::new(&context, Priority::High);
+        let capture_streams = CaptureStreams {
+            high: high()?,
+            low: Stream::new(&context, Priority::Low)?,
+            corner: match &corner {
+                Some(corner) => Some(Stream::in_corner(&context, corner)?),
+                None => None,
+            },
+        };
         let memory_stream = Arc::new(Stream::new(&context, Priority::Low)?);
         let real_time = Arc::new(AtomicUsize::new(0));
         let weights = Arc::new(WeightMemory::start(&memory_stream, &real_time, &options)?);
@@ -172,7 +180,7 @@ impl CudaDevice {
             memory_stream: memory_stream.clone(),
             input_stream: Arc::new(high()?),
             corner,
-            capture_streams: Mutex::new([high()?, Stream::new(&context, Priority::Low)?]),
+            capture_streams: Mutex::new(capture_streams),
             timeline: Timeline::default(),
             tuning: RwLock::default(),
             weights,

@@ -20,6 +20,33 @@ use crate::timeline::Timeline;
 use crate::tuning::Tuning;
 use crate::weights::WeightMemory;
 
+/// Where on the device a launch runs, and who goes first there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// Anywhere, before others.
+    High,
+    /// Anywhere, behind others.
+    Low,
+    /// In the device's corner, behind others.
+    Corner,
+}
+
+impl From<Priority> for Place {
+    fn from(priority: Priority) -> Place {
+        match priority {
+            Priority::High => Place::High,
+            Priority::Low => Place::Low,
+        }
+    }
+}
+
+/// The streams that graphs are recorded on, by [`Place`]: kernels take priority and corner over from them.
+pub(crate) struct CaptureStreams {
+    pub(crate) high: Stream,
+    pub(crate) low: Stream,
+    pub(crate) corner: Option<Stream>,
+}
+
 /// A device's parts.
 pub(crate) struct Hub {
     pub(crate) context: Arc<Context>,
@@ -44,8 +71,8 @@ pub(crate) struct Hub {
     pub(crate) input_stream: Arc<Stream>,
     /// Multiprocessors that best effort can be held to.
     pub(crate) corner: Option<Arc<Part>>,
-    /// Where graphs are recorded, one at a time: of high and of low priority, which their kernels take over.
-    pub(crate) capture_streams: Mutex<[Stream; 2]>,
+    /// Where graphs are recorded, one at a time.
+    pub(crate) capture_streams: Mutex<CaptureStreams>,
     pub(crate) timeline: Timeline,
     pub(crate) tuning: RwLock<Tuning>,
     /// Where weights are put.
@@ -136,13 +163,20 @@ impl Hub {
         }
     }
 
-    /// What `record` queues, as a graph of that priority.
+    /// What `record` queues, as a graph for that place.
     pub(crate) fn capture(
         &self,
-        priority: Priority,
+        place: Place,
         record: impl FnOnce(&Stream) -> Result<(), CudaError>,
     ) -> Result<Graph, CudaError> {
         let streams = self.capture_streams.lock().unwrap_or_else(PoisonError::into_inner);
-        streams[priority as usize].capture(record)
+        let stream = match place {
+            Place::High => &streams.high,
+            Place::Low => &streams.low,
+            Place::Corner => {
+                streams.corner.as_ref().ok_or(CudaError::Misuse("the device has no corner"))?
+            }
+        };
+        stream.capture(record)
     }
 }

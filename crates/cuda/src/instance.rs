@@ -8,7 +8,7 @@ use device::DeviceError;
 use crate::driver::{Counted, DeviceBuffer, Graph, Held, PinnedBuffer, Priority, Stream};
 use crate::error::CudaError;
 use crate::form::best_effort_choice;
-use crate::hub::Hub;
+use crate::hub::{Hub, Place};
 use crate::layout::Addresses;
 use crate::lowered::Lowered;
 use crate::seats::Seat;
@@ -23,8 +23,8 @@ pub(crate) struct Instance {
     /// The whole plan as real time, of high and of low priority; before the memory they point to, so that they are dropped
     /// first.
     graphs: [Option<Graph>; 2],
-    /// Best-effort steps that are launched as one, of high and of low priority, as far as they have been asked for.
-    chains: Vec<[Option<Graph>; 2]>,
+    /// Best-effort steps that are launched as one, by place, as far as they have been asked for.
+    chains: Vec<[Option<Graph>; 3]>,
     /// The plan as real time of high priority in the parts that are launched while weights arrive, where that may happen.
     parts: Vec<Graph>,
     memory: DeviceBuffer,
@@ -86,7 +86,7 @@ impl Instance {
             real_time.push(addresses.patch(rt, layout.real_time_own(index)).map_err(bad)?);
             best_effort.push(addresses.patch(be, layout.best_effort_own(index)).map_err(bad)?);
         }
-        let chains = lowered.chains.iter().map(|_| [None, None]).collect();
+        let chains = lowered.chains.iter().map(|_| [const { None }; 3]).collect();
         let (graphs, parts) = ([None, None], Vec::new());
         let counted = hub.context().census().count(Held::Instance, lowered.layout.bytes);
         Ok(Instance {
@@ -264,7 +264,7 @@ impl Instance {
         }
     }
 
-    /// Queues the steps of chain `number` as best effort on a stream of that priority, none of them begun before.
+    /// Queues the steps of chain `number` as best effort on a stream of `place`, none of them begun before.
     ///
     /// # Safety
     /// As for one step.
@@ -273,27 +273,43 @@ impl Instance {
         hub: &Hub,
         lowered: &Lowered,
         number: usize,
-        priority: Priority,
+        place: Place,
         stream: &Stream,
     ) -> Result<(), CudaError> {
-        let place = priority as usize;
-        if self.chains[number][place].is_none() {
-            let steps = lowered.chains[number].clone();
-            let graph = hub.capture(priority, |stream| {
-                for index in steps.clone() {
-                    let how = BestEffortLaunch { restored: false, dependent: index > steps.start };
-                    // SAFETY: only recorded here; the launch below answers for the time.
-                    unsafe { self.launch_best_effort(hub, lowered, index, how, stream) }?;
-                }
-                Ok(())
-            })?;
-            self.chains[number][place] = Some(graph);
+        self.record_chain(hub, lowered, number, place)?;
+        // Recording takes long, and whoever is sent to the corner is not alone on the device.
+        if place == Place::Low && hub.corner.is_some() {
+            self.record_chain(hub, lowered, number, Place::Corner)?;
         }
-        match &self.chains[number][place] {
+        match &self.chains[number][place as usize] {
             // SAFETY: every address in the arguments is of this instance or of weights that `lowered` holds.
             Some(graph) => unsafe { graph.launch(stream) },
             None => Err(CudaError::Misuse("a chain was not made")),
         }
+    }
+
+    /// Makes chain `number` for `place`, unless it is there.
+    fn record_chain(
+        &mut self,
+        hub: &Hub,
+        lowered: &Lowered,
+        number: usize,
+        place: Place,
+    ) -> Result<(), CudaError> {
+        if self.chains[number][place as usize].is_some() {
+            return Ok(());
+        }
+        let steps = lowered.chains[number].clone();
+        let graph = hub.capture(place, |stream| {
+            for index in steps.clone() {
+                let how = BestEffortLaunch { restored: false, dependent: index > steps.start };
+                // SAFETY: only recorded here; whoever launches the graph answers for the time.
+                unsafe { self.launch_best_effort(hub, lowered, index, how, stream) }?;
+            }
+            Ok(())
+        })?;
+        self.chains[number][place as usize] = Some(graph);
+        Ok(())
     }
 
     /// The whole plan as real time in one launch of that priority; made when it is first asked for.
@@ -320,7 +336,7 @@ impl Instance {
         priority: Priority,
     ) -> Result<Graph, CudaError> {
         let first = steps.start;
-        hub.capture(priority, |stream| {
+        hub.capture(priority.into(), |stream| {
             for index in steps {
                 // SAFETY: only recorded here; whoever launches the graph answers for the time.
                 unsafe { self.launch_real_time(hub, lowered, index, index > first, stream) }?;

@@ -15,7 +15,7 @@ use serde::Serialize;
 use crate::device::CudaDevice;
 use crate::driver::{DeviceBuffer, Event, Graph, Priority, Stream};
 use crate::error::CudaError;
-use crate::hub::Hub;
+use crate::hub::{Hub, Place};
 use crate::instance::Instance;
 use crate::kernel_text::Flavour;
 use crate::kernels::{LoadedKernel, Progress, Wanted};
@@ -350,7 +350,7 @@ impl<'a> Profiler<'a> {
                 .map_err(|_| CudaError::Misuse("a launch points outside of its plan"))?;
             all.push(args);
         }
-        let graph = self.hub.capture(Priority::High, |stream| {
+        let graph = self.hub.capture(Place::High, |stream| {
             for (copy, args) in all.iter().enumerate() {
                 let mut shape = bound.shape;
                 shape.dependent = copy > 0 && self.hub.has_dependent_launches();

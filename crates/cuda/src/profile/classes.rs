@@ -8,7 +8,7 @@ use super::{Timing, summary};
 use crate::device::CudaDevice;
 use crate::driver::{Event, Graph, PinnedBuffer, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
-use crate::hub::Hub;
+use crate::hub::{Hub, Place};
 use crate::instance::{BestEffortLaunch, Instance};
 use crate::lowered::Lowered;
 use crate::program::{first_of, lower};
@@ -75,14 +75,14 @@ impl<'a> Bench<'a> {
     fn new(hub: &'a Hub, lowered: &'a Lowered, instance: Instance) -> Result<Bench<'a>, CudaError> {
         let context = hub.context();
         let steps = 0..lowered.kernels.len();
-        let real_time = hub.capture(Priority::High, |stream| {
+        let real_time = hub.capture(Place::High, |stream| {
             for index in steps.clone() {
                 // SAFETY: recorded only; the instance outlives the graph.
                 unsafe { instance.launch_real_time(hub, lowered, index, index > 0, stream) }?;
             }
             Ok(())
         })?;
-        let best_effort = hub.capture(Priority::High, |stream| {
+        let best_effort = hub.capture(Place::High, |stream| {
             for index in steps.clone() {
                 let how = BestEffortLaunch { restored: false, dependent: index > 0 };
                 // SAFETY: as above.
@@ -146,7 +146,7 @@ impl<'a> Bench<'a> {
                     self.hub,
                     self.lowered,
                     number,
-                    Priority::Low,
+                    Place::Low,
                     &self.stream,
                 )?;
                 self.stream.write_word(self.mark.device_address(), number as u32 + 1)?;

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use device::DeviceError;
 
 use super::{PlanProfile, Profiler, Timing, time};
-use crate::driver::Priority;
 use crate::error::CudaError;
+use crate::hub::Place;
 use crate::layout::Addresses;
 use crate::lowered::BoundKernel;
 
@@ -46,7 +46,7 @@ impl<'a> WholePlan<'a> {
     /// The plan as one graph, in which steps start beside the one before unless they are `apart`.
     pub(super) fn time(&self, apart: &[bool], replays: usize) -> Result<Timing, CudaError> {
         let Profiler { hub, stream, .. } = self.profiler;
-        let graph = hub.capture(Priority::High, |stream| {
+        let graph = hub.capture(Place::High, |stream| {
             for (index, (bound, args)) in self.launches.iter().enumerate() {
                 let mut shape = bound.shape;
                 shape.dependent = index > 0 && !apart[index] && hub.has_dependent_launches();

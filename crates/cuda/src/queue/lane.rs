@@ -15,7 +15,7 @@ use device::{Completion, CompletionSink, DeviceError, Outcome, Segment, Task};
 use super::{LOOKS_PER_QUERY, failed, is_reached, own_task};
 use crate::driver::{Event, PinnedBuffer, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
-use crate::hub::Hub;
+use crate::hub::{Hub, Place};
 use crate::instance::BestEffortLaunch;
 use crate::lowered::Lowered;
 use crate::seats::{Orders, Seat, Seating};
@@ -131,6 +131,10 @@ impl Streams {
             Some(corner) if self.cornered => corner,
             _ => &self.anywhere,
         }
+    }
+
+    fn place(&self) -> Place {
+        if self.cornered { Place::Corner } else { self.priority.into() }
     }
 }
 
@@ -462,12 +466,11 @@ impl Lane {
             return Ok(None);
         }
         // A chain starts afresh and is done as a whole: a step that was left, is timed, or has others of its chain beyond
-        // this segment is launched alone. So are those in the corner, which take so long there that launching them costs
-        // nothing, and come out of it the sooner.
+        // this segment is launched alone.
         let number = lowered.chain_of[first];
         let chain = &lowered.chains[number];
-        let alone = task.words.partly_done || task.is_timed() || self.streams.cornered;
-        let whole = chain.start == first && chain.end <= end && !alone;
+        let whole =
+            chain.start == first && chain.end <= end && !task.words.partly_done && !task.is_timed();
         Ok(Some(if whole { Next::Chain(number) } else { Next::Step(first) }))
     }
 
@@ -504,7 +507,7 @@ impl Lane {
                     instance.launch_best_effort(hub, &lowered, index, how, stream)?;
                 }
                 Next::Chain(number) => {
-                    instance.launch_chain(hub, &lowered, number, self.streams.priority, stream)?;
+                    instance.launch_chain(hub, &lowered, number, self.streams.place(), stream)?;
                 }
             }
             if timed {
