@@ -457,3 +457,67 @@ impl State {
         self.batches.timers.first().map(|(at, _)| *at)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use base::Bytes;
+    use device::{DeviceError, Task};
+    use model::Tensor;
+
+    use super::*;
+
+    /// A program that takes as long to be made ready as it is told to.
+    struct Slow {
+        plan: Arc<LaunchPlan>,
+        begun: std::sync::mpsc::Sender<()>,
+        go_on: std::sync::Mutex<std::sync::mpsc::Receiver<()>>,
+    }
+
+    impl Program for Slow {
+        fn plan(&self) -> &Arc<LaunchPlan> {
+            &self.plan
+        }
+
+        fn resident(&self) -> Bytes {
+            Bytes(0)
+        }
+
+        fn prepare(&self, _: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
+            Err(DeviceError::BadPlan("it is only made ready".to_string()))
+        }
+
+        fn make_ready(&self, _: &[(String, usize)], _: &[usize]) -> Result<(), DeviceError> {
+            self.begun.send(()).expect("the test listens");
+            let _ = self.go_on.lock().expect("one thread").recv();
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_model_that_waits_to_be_prepared_can_go() {
+        let preparer = Preparer::start(Weak::new()).expect("a thread");
+        let (begun, begins) = channel();
+        let slow = || {
+            let (go, go_on) = channel();
+            let plan = Arc::new(LaunchPlan::default());
+            let (begun, go_on) = (begun.clone(), std::sync::Mutex::new(go_on));
+            (Arc::new(Slow { plan, begun, go_on }) as Arc<dyn Program>, go)
+        };
+        let ask = |program: &Arc<dyn Program>| {
+            let (model, sizes) = (ModelKey { slot: 0, generation: 0 }, Vec::new());
+            let (program, batches) = (Arc::downgrade(program), vec![1]);
+            preparer.ask(Preparation { model, program, sizes, batches });
+        };
+        let ((first, go), (second, _)) = (slow(), slow());
+        ask(&first);
+        begins.recv().expect("the first is under way");
+        ask(&second);
+        let waiting = Arc::downgrade(&second);
+        drop(second);
+        assert_eq!(waiting.strong_count(), 0, "the one that waits is not kept");
+        drop(first);
+        go.send(()).expect("the first is still being made ready");
+    }
+}

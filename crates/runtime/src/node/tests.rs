@@ -327,6 +327,12 @@ fn queues_follow_from_policy_and_device() {
     assert_eq!(slow("rt_only"), [plain, plain]);
     assert_eq!(slow("reef_n"), [first, leaves]);
     assert_eq!(slow("sequential"), [plain]);
+    let yields = |level| {
+        let options = NodeOptions { preempt_real_time: true, ..NodeOptions::default() };
+        queues(&Bench::with(level, 2, options))
+    };
+    assert_eq!(yields(PreemptionLevel::InsideTile), [first, leaves, (true, true)]);
+    assert_eq!(yields(PreemptionLevel::BetweenLaunches), [leaves, leaves]);
 }
 
 #[test]
