@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import requests
 import tritonclient.grpc as grpc_api
 from tritonclient.utils import InferenceServerException
 
-from support import Server, fp32_body, infer_url
+from support import Server, fp32_body, infer_url, serve
 
 
 def run_slow(server: Server, **extra: object) -> requests.Response:
@@ -129,3 +130,33 @@ def test_urgent_slow_request_overtakes(server: Server, alone: float) -> None:
         for thread in threads:
             thread.join()
     assert took < 2.5 * alone + 0.2, f"{took:.2f} s against {alone:.2f} s alone"
+
+
+def test_real_time_leaves_for_a_higher_priority_where_that_is_set(models: Path, tmp_path: Path, alone: float) -> None:
+    """A small urgent request does not wait for real time of a lower priority, which goes on from where it left."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    for name in ("slow", "identity_fp32"):
+        (folder / f"{name}.onnx").write_bytes((models / f"{name}.onnx").read_bytes())
+    server = serve(folder, tmp_path / "server.log", "--preempt-real-time")
+    try:
+        lower = {"atoll_class": "rt", "priority": 5}
+        urgent = fp32_body(1.0, parameters={"priority": 1})
+
+        def ask() -> requests.Response:
+            return requests.post(infer_url(server, "identity_fp32"), json=urgent, timeout=60)
+
+        assert ask().status_code == 200
+        undisturbed = run_slow(server, parameters=lower).json()["outputs"]
+        answers: list[requests.Response] = []
+        slow = threading.Thread(target=lambda: answers.append(run_slow(server, parameters=lower)))
+        slow.start()
+        time.sleep(0.2 * alone)
+        took = timed(lambda: [ask().raise_for_status() for _ in range(3)])
+        during = not answers
+        slow.join()
+        assert during, f"three urgent ones took {took:.2f} s, longer than the slow one"
+        assert answers[0].json()["outputs"] == undisturbed
+        assert server.metric("atoll_preemptions_total", model="slow") >= 1
+    finally:
+        server.stop()
