@@ -574,6 +574,7 @@ impl Core {
             Event::Preload { model } => self.want(now, model, None),
             Event::ModelRemoved { model } => self.remove_model(model, actions),
             Event::Arrival { request, model, class, priority, deadline } => {
+                self.note_rank(class, priority);
                 let state = RequestState {
                     model,
                     class,
@@ -726,8 +727,6 @@ impl Core {
         let Some(state) = self.requests.get_mut(request) else { return };
         state.phase = Phase::Waiting;
         let (model, class, priority) = (state.model, state.class, state.priority);
-        self.note_rank(class, priority);
-        let Some(state) = self.requests.get(request) else { return };
         let deadline = match self.options.real_time_order {
             RealTimeOrder::EarliestDeadline => state.deadline.0,
             RealTimeOrder::Fifo => 0,

@@ -463,6 +463,16 @@ impl Pair {
         }
     }
 
+    /// After so many real-time requests the mild model stays beside them and the harsh one does not.
+    fn learns_within(mut self, requests: usize) {
+        (0..requests).for_each(|_| self.real_time());
+        self.left = [0; 2];
+        (0..1_600).for_each(|_| self.real_time());
+        let [mild, harsh] = self.left;
+        assert!(mild <= 120, "the mild one left {mild} times of 1600");
+        assert!(harsh >= 1_590, "the harsh one left {harsh} times of 1600");
+    }
+
     /// One real-time request, which takes as long as what runs beside it makes it take.
     fn real_time(&mut self) {
         self.arrive(0, Class::RealTime);
@@ -489,32 +499,12 @@ impl Pair {
 
 #[test]
 fn real_time_keeps_the_companion_it_bears() {
-    let mut pair = Pair::new();
-    for _ in 0..20_000 {
-        pair.real_time();
-    }
-    pair.left = [0; 2];
-    for _ in 0..1_600 {
-        pair.real_time();
-    }
-    let [mild, harsh] = pair.left;
-    assert!(mild <= 120, "the mild one left {mild} times of 1600");
-    assert!(harsh >= 1_590, "the harsh one left {harsh} times of 1600");
+    Pair::new().learns_within(20_000);
 }
 
 #[test]
 fn a_companion_is_held_to_the_corner_and_let_out() {
-    let mut pair = Pair::with(CoreOptions { corner: true, ..CoreOptions::default() });
-    for _ in 0..4_000 {
-        pair.real_time();
-    }
-    pair.left = [0; 2];
-    for _ in 0..1_600 {
-        pair.real_time();
-    }
-    let [mild, harsh] = pair.left;
-    assert!(mild <= 120, "the mild one left {mild} times of 1600");
-    assert!(harsh >= 1_590, "the harsh one left {harsh} times of 1600");
+    Pair::with(CoreOptions { corner: true, ..CoreOptions::default() }).learns_within(4_000);
 }
 
 #[test]
@@ -707,8 +697,9 @@ impl Ranked {
                 false => self.step(Event::SegmentDone { queue, busy }),
             }
         }
-        self.now =
-            Nanos(until.max(self.now.0).min(if until == u64::MAX { self.now.0 } else { until }));
+        if until < u64::MAX {
+            self.now = Nanos(until);
+        }
     }
 
     fn end_of(&self, request: RequestId) -> (End, u64) {
