@@ -376,6 +376,8 @@ impl Lane {
         self.streams.cornered = seating.cornered;
         let Some(mut run) = self.run.take() else { return Ok(Progress::None) };
         (run.number, run.stage, run.settled) = (seating.number, Stage::Flying, false);
+        // How long a run takes in the corner says nothing about others.
+        run.paced &= !seating.cornered;
         run.flight = Flight::at(first);
         let stream = self.streams.current();
         let ready = cuda_task(&mut run.segment).and_then(|task| {
