@@ -16,11 +16,13 @@ const STEPS: usize = 10;
 enum Call {
     Launch { queue: u32, class: Class, steps: Range<usize> },
     Preempt { queue: u32 },
+    Confine { queue: u32, confined: bool },
 }
 
 /// A device that notes what it is asked and completes a segment when the test says so.
 struct Recorder {
     info: DeviceInfo,
+    corner: Option<u32>,
     book: Arc<Mutex<Book>>,
 }
 
@@ -57,6 +59,10 @@ impl Device for Recorder {
         Err(DeviceError::BadPlan("programs are made by hand".to_string()))
     }
 
+    fn corner(&self) -> Option<u32> {
+        self.corner
+    }
+
     fn open_queue(
         &self,
         options: QueueOptions,
@@ -84,6 +90,10 @@ impl Queue for RecordedQueue {
 
     fn preempt(&self) {
         self.1.lock().unwrap().calls.push(Call::Preempt { queue: self.0 });
+    }
+
+    fn confine(&self, confined: bool) {
+        self.1.lock().unwrap().calls.push(Call::Confine { queue: self.0, confined });
     }
 }
 
@@ -152,6 +162,15 @@ impl Bench {
     }
 
     fn with(preemption: PreemptionLevel, queues: usize, options: NodeOptions) -> Bench {
+        Bench::over(preemption, queues, None, options)
+    }
+
+    fn over(
+        preemption: PreemptionLevel,
+        queues: usize,
+        corner: Option<u32>,
+        options: NodeOptions,
+    ) -> Bench {
         let info = DeviceInfo {
             name: "recorder".to_string(),
             description: String::new(),
@@ -161,7 +180,7 @@ impl Bench {
             rounding: 0.0,
         };
         let book = Arc::new(Mutex::new(Book::default()));
-        let device = Arc::new(Recorder { info, book: book.clone() });
+        let device = Arc::new(Recorder { info, corner, book: book.clone() });
         let clock = Arc::new(MonotonicClock::new());
         let node = Node::start(device, options, clock).unwrap();
         let models = [Class::RealTime, Class::BestEffort].map(|class| {
@@ -249,6 +268,42 @@ fn real_time_makes_best_effort_leave_and_go_on_afterwards() {
     }
 }
 
+/// One real-time request beside best effort that never ends; what the queues were told meanwhile.
+fn beside_best_effort(bench: &Bench) -> Vec<Call> {
+    let reply = bench.submit(Class::RealTime);
+    let mut calls = bench.calls();
+    if calls.contains(&Call::Preempt { queue: 1 }) {
+        bench.complete(1, 0);
+    }
+    bench.complete(0, STEPS);
+    assert_eq!(reply.try_recv().unwrap().result, Ok(Vec::new()));
+    calls.extend(bench.calls());
+    calls
+}
+
+#[test]
+fn what_real_time_bears_is_sent_to_the_corner_and_let_out() {
+    let real_time = launch(0, Class::RealTime, 0);
+    for corner in [Some(16), None] {
+        let bench = Bench::over(PreemptionLevel::InsideTile, 2, corner, NodeOptions::default());
+        let _best_effort = bench.submit(Class::BestEffort);
+        bench.calls();
+        // Runs take as long with it as without, so it is borne once it is known.
+        let rounds: Vec<_> = (0..10_000).map(|_| beside_best_effort(&bench)).collect();
+        let confine = |confined| Call::Confine { queue: 1, confined };
+        let stays = match corner {
+            Some(_) => vec![confine(true), real_time.clone(), confine(false)],
+            None => vec![real_time.clone()],
+        };
+        let leaves =
+            [Call::Preempt { queue: 1 }, real_time.clone(), launch(1, Class::BestEffort, 0)];
+        assert!(rounds.iter().all(|calls| *calls == stays || *calls == leaves));
+        assert!(rounds[..32].iter().all(|calls| *calls == leaves), "nothing is known of it yet");
+        let borne = rounds[8_000..].iter().filter(|calls| **calls == stays).count();
+        assert!(borne > 1_800, "{borne} of the last 2000 with {corner:?}");
+    }
+}
+
 #[test]
 fn classes_never_share_a_queue() {
     for seed in 0..50 {
@@ -298,6 +353,7 @@ fn check_calls(bench: &Bench) {
                 assert_eq!(queue == 0, class == Class::RealTime, "{class:?} on queue {queue}");
             }
             Call::Preempt { queue } => assert_ne!(queue, 0, "real time is not made to leave"),
+            Call::Confine { .. } => panic!("the device has no corner"),
         }
     }
     let book = bench.book.lock().unwrap();
