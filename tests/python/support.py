@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import requests
@@ -23,16 +25,26 @@ START_SECONDS = 30
 STOP_SECONDS = 30
 
 
+def ports_of_nobody() -> Iterator[int]:
+    """Every port once, below those the system gives to connections and to whoever asks for any port."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = list(range(10_000, max(first_given, 20_000)))
+    random.shuffle(ports)
+    yield from ports
+
+
+PORTS = ports_of_nobody()
+
+
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on; all are held until all are known, so that they differ."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+    """Ports nobody listens on, never the same twice."""
+    found: list[int] = []
+    while len(found) < count:
+        port = next(PORTS)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                found.append(port)
+    return found
 
 
 def make_models(folder: Path, names: list[str]) -> None:

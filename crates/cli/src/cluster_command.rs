@@ -42,7 +42,7 @@ use crate::devices;
 use crate::failure::Failure;
 use crate::loader::load_file;
 use crate::serve_command::{
-    Stop, address_text, listen, node_options, tokio_runtime, user_data_folder,
+    Stop, address_text, bind, listen, node_options, tokio_runtime, user_data_folder,
 };
 
 /// Pause before an unreachable store is tried again at the start.
@@ -548,6 +548,9 @@ pub(crate) fn serve_all(args: &ServeArgs) -> Result<(), Failure> {
 
 async fn all_roles(args: &ServeArgs, fleet: Arc<Fleet>) -> Result<(), Failure> {
     let stop = Stop::new()?;
+    let body = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
+    // First of all: the backend takes any free port, which must not be one of these.
+    let bound = bind(&args.listen, body).await?;
     let store = store::open("memory", clock()).map_err(Failure::failed)?;
     let (keys, lease) = (Keys::new("default"), Duration::from_secs(5));
     let files = args.data_dir.as_deref().map(open_folder).transpose()?;
@@ -563,7 +566,6 @@ async fn all_roles(args: &ServeArgs, fleet: Arc<Fleet>) -> Result<(), Failure> {
         clock: clock(),
     };
     let _scheduler = tokio::spawn(agent.run(stopped));
-    let body = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
     let loopback = Some(SocketAddr::from(([127, 0, 0, 1], 0)));
     let backend = RunningBackend::start(BackendParts {
         store: store.clone(),
@@ -596,7 +598,7 @@ async fn all_roles(args: &ServeArgs, fleet: Arc<Fleet>) -> Result<(), Failure> {
     };
     let service = Frontend::start(store.clone(), keys.clone(), clock(), settings).await;
     let service = service.map_err(Failure::failed)?;
-    let server = listen(&args.listen, body, Arc::new(service.clone())).await?;
+    let server = bound.serve(Arc::new(service.clone())).await.map_err(Failure::failed)?;
     let record = FrontendRecord {
         grpc: address_text(server.grpc_addr),
         http: address_text(server.http_addr),

@@ -9,7 +9,7 @@ use api::InferenceService;
 use model::repository::Repository;
 use model::store::Store;
 use runtime::{Fleet, NodeOptions};
-use server::{LocalNode, RunningServer, Server, ServerOptions};
+use server::{BoundServer, LocalNode, RunningServer, Server, ServerOptions};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
@@ -92,6 +92,11 @@ pub(crate) async fn listen(
     max_body_bytes: usize,
     service: Arc<dyn InferenceService>,
 ) -> Result<RunningServer, Failure> {
+    bind(args, max_body_bytes).await?.serve(service).await.map_err(Failure::failed)
+}
+
+/// Takes the addresses in `args` for a service that is still to come.
+pub(crate) async fn bind(args: &ListenArgs, max_body_bytes: usize) -> Result<BoundServer, Failure> {
     let address = |port| Some(SocketAddr::new(args.host, port));
     let options = ServerOptions {
         http: address(args.http_port),
@@ -100,7 +105,7 @@ pub(crate) async fn listen(
         max_body_bytes,
         ..ServerOptions::default()
     };
-    Server::start(options, service).await.map_err(Failure::failed)
+    Server::bind(options).await.map_err(Failure::failed)
 }
 
 async fn serve(

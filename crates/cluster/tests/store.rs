@@ -4,6 +4,7 @@
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use base::MonotonicClock;
@@ -11,8 +12,18 @@ use cluster::store::etcd::EtcdStore;
 use cluster::store::memory::MemoryStore;
 use cluster::store::{Store, conformance, mirror};
 
+/// A port nobody listens on, below those the system gives to connections: it must still be free
+/// when etcd takes it, and again when etcd comes back.
 fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    static TRIED: AtomicU32 = AtomicU32::new(0);
+    let of_this_process = std::process::id().wrapping_mul(97);
+    loop {
+        let next = of_this_process.wrapping_add(TRIED.fetch_add(1, Ordering::Relaxed));
+        let port = 10_000 + u16::try_from(next % 20_000).unwrap();
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
 }
 
 struct Etcd {

@@ -14,4 +14,4 @@ pub mod server;
 
 pub use node::LocalNode;
 pub use node::loader::{LoadError, LoadedModel, ModelLoader, RepositoryEntry};
-pub use server::{RunningServer, Server, ServerError, ServerOptions};
+pub use server::{BoundServer, RunningServer, Server, ServerError, ServerOptions};

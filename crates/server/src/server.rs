@@ -86,11 +86,39 @@ impl Server {
         options: ServerOptions,
         service: Arc<dyn InferenceService>,
     ) -> Result<RunningServer, ServerError> {
+        Server::bind(options).await?.serve(service).await
+    }
+
+    /// Takes the addresses in `options`, for a service that is not there yet: who connects waits.
+    pub async fn bind(options: ServerOptions) -> Result<BoundServer, ServerError> {
+        Ok(BoundServer {
+            http: bind(options.http).await?,
+            metrics: bind(options.metrics).await?,
+            grpc: bind(options.grpc).await?,
+            options,
+        })
+    }
+}
+
+/// A server whose addresses are taken and that answers nobody yet.
+pub struct BoundServer {
+    http: Option<Bound>,
+    metrics: Option<Bound>,
+    grpc: Option<Bound>,
+    options: ServerOptions,
+}
+
+impl BoundServer {
+    /// Answers with `service`.
+    pub async fn serve(
+        self,
+        service: Arc<dyn InferenceService>,
+    ) -> Result<RunningServer, ServerError> {
         let app = Arc::new(App {
             service,
             gate: Gate::default(),
-            max_body_bytes: options.max_body_bytes,
-            max_model_bytes: options.max_model_bytes,
+            max_body_bytes: self.options.max_body_bytes,
+            max_model_bytes: self.options.max_model_bytes,
             buffers: Arc::default(),
         });
         let (stop, stopped) = watch::channel(false);
@@ -103,20 +131,20 @@ impl Server {
             stop,
             tasks: Vec::new(),
         };
-        let connections = options.max_connections;
-        if let Some((listener, address)) = bind(options.http).await? {
+        let connections = self.options.max_connections;
+        if let Some((listener, address)) = self.http {
             server.http_addr = Some(address);
             let rest = rest::Rest::new(app.clone());
             let task = listener::serve(listener, rest, connections, stopped.clone());
             server.tasks.push(tokio::spawn(task));
         }
-        if let Some((listener, address)) = bind(options.metrics).await? {
+        if let Some((listener, address)) = self.metrics {
             server.metrics_addr = Some(address);
             let router = metrics::router(app.clone());
             let task = listener::serve(listener, router, connections, stopped.clone());
             server.tasks.push(tokio::spawn(task));
         }
-        if let Some((listener, address)) = bind(options.grpc).await? {
+        if let Some((listener, address)) = self.grpc {
             server.grpc_addr = Some(address);
             let (health, task) = grpc::serve(listener, app, stopped).await?;
             server.health = Some(health);
@@ -126,9 +154,9 @@ impl Server {
     }
 }
 
-async fn bind(
-    address: Option<SocketAddr>,
-) -> Result<Option<(TcpListener, SocketAddr)>, ServerError> {
+type Bound = (TcpListener, SocketAddr);
+
+async fn bind(address: Option<SocketAddr>) -> Result<Option<Bound>, ServerError> {
     let Some(address) = address else { return Ok(None) };
     let failed = |source| ServerError::Bind { address, source };
     let listener = TcpListener::bind(address).await.map_err(failed)?;
