@@ -140,6 +140,11 @@ pub trait InferenceService: Send + Sync + 'static {
     /// Name, version and the extensions that work.
     fn server_metadata(&self) -> ServerMetadata;
 
+    /// Lends memory for the bodies of requests, where some is better than other.
+    fn lender(&self) -> Option<std::sync::Arc<dyn model::Lender>> {
+        None
+    }
+
     /// Whether inference requests are taken.
     fn ready(&self) -> bool;
 

@@ -41,7 +41,7 @@ pub(crate) fn run(args: &BatchingArgs) -> Result<(), Failure> {
     };
     let load = Load::new(device.clone(), options, timeline);
     for name in &args.network {
-        let (plan, inputs) = read(args, name)?;
+        let (plan, inputs) = read(args, &*device, name)?;
         let memory = memory(&*device, &plan)?;
         let program = device.load(plan).map_err(|err| Failure::failed(format!("{name}: {err}")))?;
         let model = LoadModel { name: name.clone(), program, inputs };
@@ -105,7 +105,11 @@ fn settings(args: &BatchingArgs) -> Result<Vec<Setting>, Failure> {
 
 type Inputs = Vec<Vec<model::Tensor>>;
 
-fn read(args: &BatchingArgs, name: &str) -> Result<(Arc<LaunchPlan>, Inputs), Failure> {
+fn read(
+    args: &BatchingArgs,
+    device: &dyn Device,
+    name: &str,
+) -> Result<(Arc<LaunchPlan>, Inputs), Failure> {
     let folder = args.models.as_ref().ok_or_else(|| {
         Failure::usage("a real device runs real models: name their folder with --models")
     })?;
@@ -119,12 +123,8 @@ fn read(args: &BatchingArgs, name: &str) -> Result<(Arc<LaunchPlan>, Inputs), Fa
     }
     let mut random = Random::new(args.seed);
     let mut one = |_| {
-        let tensor = |id: &model::ValueId| {
-            let info = plan.value(*id);
-            let shape = binding::shape_of(info, &binding::Bindings::new());
-            binding::random_tensor(info.dtype, shape, &mut random).map_err(failed)
-        };
-        plan.inputs.iter().map(tensor).collect::<Result<Vec<_>, _>>()
+        let inputs = binding::random_inputs(&plan, &binding::Bindings::new(), &mut random);
+        inputs.map(|inputs| binding::settled(device.lender(), inputs)).map_err(failed)
     };
     let inputs = (0..INPUTS).map(&mut one).collect::<Result<Vec<_>, _>>()?;
     Ok((Arc::new(plan), inputs))

@@ -1,9 +1,11 @@
 //! Sizes for symbolic dimensions, and inputs made up to fit.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use base::Random;
-use model::{DataType, Dim, LaunchPlan, Tensor, ValueInfo};
+use model::sample::random_tensor;
+use model::{Dim, LaunchPlan, Lender, Tensor, ValueInfo};
 
 use crate::failure::Failure;
 
@@ -53,7 +55,7 @@ pub(crate) fn check_known(plan: &LaunchPlan, bindings: &Bindings) -> Result<(), 
 }
 
 /// The shape of an input under `bindings`; whatever nobody bound is 1.
-pub(crate) fn shape_of(info: &ValueInfo, bindings: &Bindings) -> Vec<usize> {
+fn shape_of(info: &ValueInfo, bindings: &Bindings) -> Vec<usize> {
     let size = |dim: &Dim| match dim {
         Dim::Fixed(size) => *size,
         Dim::Symbol(symbol) => bindings.get(symbol).copied().unwrap_or(1),
@@ -62,46 +64,28 @@ pub(crate) fn shape_of(info: &ValueInfo, bindings: &Bindings) -> Vec<usize> {
     info.shape.as_deref().unwrap_or_default().iter().map(size).collect()
 }
 
-/// A random tensor for an input. Whole numbers are 0 or 1, which any vocabulary has.
-pub(crate) fn random_tensor(
-    dtype: DataType,
-    shape: Vec<usize>,
+/// Random values for an input.
+pub(crate) fn random_input(
+    info: &ValueInfo,
+    bindings: &Bindings,
     random: &mut Random,
 ) -> Result<Tensor, String> {
-    let count = model::tensor::element_count(&shape).map_err(|err| err.to_string())?;
-    macro_rules! whole {
-        ($rust:ty) => {
-            Tensor::from_vec(shape, (0..count).map(|_| random.below(2) as $rust).collect())
-        };
-    }
-    macro_rules! real {
-        ($convert:expr) => {{
-            let values = (0..count).map(|_| $convert(random.symmetric_f32())).collect::<Vec<_>>();
-            Tensor::from_vec(shape, values)
-        }};
-    }
-    match dtype {
-        DataType::F32 => real!(|x: f32| x),
-        DataType::F64 => real!(f64::from),
-        DataType::F16 => real!(half::f16::from_f32),
-        DataType::BF16 => real!(half::bf16::from_f32),
-        DataType::U8 => whole!(u8),
-        DataType::U16 => whole!(u16),
-        DataType::U32 => whole!(u32),
-        DataType::U64 => whole!(u64),
-        DataType::I8 => whole!(i8),
-        DataType::I16 => whole!(i16),
-        DataType::I32 => whole!(i32),
-        DataType::I64 => whole!(i64),
-        DataType::Bool => {
-            let bytes: Vec<u8> = (0..count).map(|_| random.below(2) as u8).collect();
-            Tensor::from_raw(DataType::Bool, shape, bytes.into())
-        }
-        DataType::String => {
-            Tensor::from_strings(shape, vec![bytes::Bytes::from_static(b"text"); count])
-        }
-    }
-    .map_err(|err| err.to_string())
+    random_tensor(info.dtype, shape_of(info, bindings), random).map_err(|err| err.to_string())
+}
+
+/// Random values for all inputs of `plan`.
+pub(crate) fn random_inputs(
+    plan: &LaunchPlan,
+    bindings: &Bindings,
+    random: &mut Random,
+) -> Result<Vec<Tensor>, String> {
+    plan.inputs.iter().map(|id| random_input(plan.value(*id), bindings, random)).collect()
+}
+
+/// The same inputs in memory of `lender`, as a server's requests are; those it has no room for stay where they are.
+pub(crate) fn settled(lender: Option<Arc<dyn Lender>>, inputs: Vec<Tensor>) -> Vec<Tensor> {
+    let Some(lender) = lender else { return inputs };
+    inputs.into_iter().map(|tensor| tensor.lent_by(&*lender).unwrap_or(tensor)).collect()
 }
 
 #[cfg(test)]
@@ -114,14 +98,5 @@ mod tests {
         assert_eq!(bindings["batch"], 4);
         assert!(parse(&["batch".to_string()]).is_err());
         assert!(parse(&["batch=x".to_string()]).is_err());
-    }
-
-    #[test]
-    fn every_type_has_random_values() {
-        for dtype in DataType::ALL {
-            let tensor = random_tensor(dtype, vec![2, 3], &mut Random::new(1)).unwrap();
-            assert_eq!((tensor.dtype(), tensor.len()), (dtype, 6));
-        }
-        assert!(random_tensor(DataType::F32, vec![usize::MAX, 3], &mut Random::new(1)).is_err());
     }
 }

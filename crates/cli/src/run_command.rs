@@ -95,10 +95,7 @@ fn inputs(
         let info = plan.value(*id);
         inputs.push(match given.remove(info.name.as_str()) {
             Some(tensor) => tensor,
-            None => {
-                let shape = binding::shape_of(info, bindings);
-                binding::random_tensor(info.dtype, shape, &mut random)?
-            }
+            None => binding::random_input(info, bindings, &mut random)?,
         });
     }
     match given.keys().next() {

@@ -258,6 +258,7 @@ fn load(args: &SwapArgs, device: &dyn Device) -> Result<Vec<SwapModel>, Failure>
         let plan = engine::compile_file(&path)
             .map_err(|err| Failure::failed(format!("{}: {err}", path.display())))?;
         let inputs = inputs(&plan, &mut random).map_err(Failure::failed)?;
+        let inputs = binding::settled(device.lender(), inputs);
         networks.push((name.clone(), plan, inputs));
     }
     let mut models = Vec::new();
@@ -274,12 +275,7 @@ fn load(args: &SwapArgs, device: &dyn Device) -> Result<Vec<SwapModel>, Failure>
 pub(crate) fn inputs(plan: &LaunchPlan, random: &mut Random) -> Result<Vec<model::Tensor>, String> {
     let mut bindings = binding::Bindings::new();
     bindings.insert("sequence".to_string(), SEQUENCE);
-    let ids = plan.inputs.iter();
-    ids.map(|id| {
-        let info = plan.value(*id);
-        binding::random_tensor(info.dtype, binding::shape_of(info, &bindings), random)
-    })
-    .collect()
+    binding::random_inputs(plan, &bindings, random)
 }
 
 fn run_beside(

@@ -31,15 +31,8 @@ pub(crate) fn load(
         let plan = engine::compile_file(&path).map_err(|err| failed(err.to_string()))?;
         let mut bindings = binding::Bindings::new();
         bindings.insert("sequence".to_string(), SEQUENCE);
-        let inputs = plan
-            .inputs
-            .iter()
-            .map(|id| {
-                let info = plan.value(*id);
-                let shape = binding::shape_of(info, &bindings);
-                binding::random_tensor(info.dtype, shape, &mut random).map_err(failed)
-            })
-            .collect::<Result<Vec<_>, _>>()?;
+        let inputs = binding::random_inputs(&plan, &bindings, &mut random).map_err(failed)?;
+        let inputs = binding::settled(device.lender(), inputs);
         let program = device.load(Arc::new(plan)).map_err(|err| failed(err.to_string()))?;
         eprintln!("{name}: loaded, {} on the device", program.resident());
         Ok(LiveModel { name: (*name).to_string(), program, inputs })

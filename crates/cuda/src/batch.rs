@@ -126,9 +126,8 @@ impl Loaded {
         let row_bytes: Vec<usize> = raw.iter().map(|raw| raw.len() / rows).collect();
         let berth = match self.pool(&row_bytes) {
             Some(pool) => {
-                let raw: Vec<&[u8]> = raw.iter().map(|raw| raw.as_ref()).collect();
-                let early = copy == CopyTime::Early;
-                pool.take(&raw, rows, early, soon).map_err(|err| self.hub.error(err))?
+                let how = (copy == CopyTime::Early, self.hub.takes_as_they_lie(&raw));
+                pool.take(&raw, rows, how, soon).map_err(|err| self.hub.error(err))?
             }
             None => None,
         };

@@ -91,6 +91,16 @@ impl Carrier {
         Ok(Carrier { kernel: made.remove(&wanted), loads })
     }
 
+    /// Whether weights are on their way now.
+    fn is_wanted(&self) -> bool {
+        self.loads.load(Ordering::Relaxed) > 0
+    }
+
+    /// Whether these bytes would come as soon from where they lie as from any other pinned memory.
+    pub(crate) fn brings(&self, bytes: &[u8]) -> bool {
+        !self.is_wanted() || suits(0, bytes.as_ptr() as u64, bytes.len().max(1))
+    }
+
     /// Queues a copy to the device from memory that the device reaches.
     ///
     /// # Safety
@@ -102,7 +112,7 @@ impl Carrier {
         from: *const u8,
         bytes: usize,
     ) -> Result<(), CudaError> {
-        let kernel = self.kernel.as_ref().filter(|_| self.loads.load(Ordering::Relaxed) > 0);
+        let kernel = self.kernel.as_ref().filter(|_| self.is_wanted());
         let Some(kernel) = kernel.filter(|_| suits(to, from as u64, bytes)) else {
             // SAFETY: the caller answers for both sides.
             return unsafe { stream.copy_in(to, from, bytes) };

@@ -175,6 +175,7 @@ impl CudaDevice {
             carrier: Arc::new(carrier.map_err(|err| OpenError::NoCompiler(err.to_string()))?),
             seats: Arc::new(Seats::new(Arc::new(high()?), options.polling.pause.is_zero())?),
             dispatcher: Dispatcher::default(),
+            lending: OnceLock::new(),
             quiet: Arc::default(),
             best_effort: AtomicUsize::new(0),
             memory_stream: memory_stream.clone(),
@@ -298,6 +299,11 @@ impl Device for CudaDevice {
 
     fn load(&self, plan: Arc<LaunchPlan>) -> Result<Arc<dyn Program>, DeviceError> {
         self.load_with(plan, &|_, _| {})
+    }
+
+    fn lender(&self) -> Option<Arc<dyn model::Lender>> {
+        let lending = self.hub.lending()?;
+        Some(lending.clone())
     }
 
     fn memory_use(&self) -> Option<MemoryUse> {

@@ -1,9 +1,10 @@
 //! What the parts of one device share.
 
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, Weak};
 
 use base::Bytes;
+use bytes::Bytes as RawBytes;
 use device::{DeviceError, DeviceInfo, KernelCompiler};
 use model::gpu::GpuTarget;
 
@@ -12,6 +13,7 @@ use crate::device::CudaOptions;
 use crate::driver::{Context, Graph, Part, Priority, Stream};
 use crate::error::CudaError;
 use crate::kernels::Kernels;
+use crate::lending::Lending;
 use crate::lowered::Lowered;
 use crate::queue::Dispatcher;
 use crate::quiet::Quiet;
@@ -65,6 +67,8 @@ pub(crate) struct Hub {
     pub(crate) real_time: Arc<AtomicUsize>,
     /// Orders allocations, frees and uploads.
     pub(crate) memory_stream: Arc<Stream>,
+    /// Memory for inputs, once somebody asked for it.
+    pub(crate) lending: OnceLock<Option<Arc<Lending>>>,
     /// Brings inputs past weights that are on their way.
     pub(crate) carrier: Arc<Carrier>,
     /// Brings inputs to the device ahead of their batches.
@@ -82,6 +86,24 @@ pub(crate) struct Hub {
 }
 
 impl Hub {
+    /// Whether inputs need not be copied to pinned memory first: they are in some that was lent.
+    pub(crate) fn takes_as_they_lie(&self, inputs: &[&RawBytes]) -> bool {
+        let Some(Some(lending)) = self.lending.get() else { return false };
+        inputs.iter().all(|raw| lending.holds(raw) && self.carrier.brings(raw))
+    }
+
+    /// The memory it lends; `None` when the driver has none.
+    pub(crate) fn lending(&self) -> Option<&Arc<Lending>> {
+        let made = || match Lending::new(&self.context) {
+            Ok(lending) => Some(Arc::new(lending)),
+            Err(err) => {
+                tracing::warn!("inputs are copied once more on the host: {err}");
+                None
+            }
+        };
+        self.lending.get_or_init(made).as_ref()
+    }
+
     pub(crate) fn context(&self) -> &Arc<Context> {
         &self.context
     }

@@ -24,6 +24,7 @@ mod instance;
 mod kernel_text;
 mod kernels;
 mod layout;
+mod lending;
 mod lowered;
 mod nvml;
 mod nvrtc;

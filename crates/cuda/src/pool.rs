@@ -2,15 +2,18 @@
 //!
 //! Inputs are copied to the device the moment they arrive, on a stream of their own, while earlier batches compute. Rows that
 //! came one after another lie one after another, so a batch is one run of them, or two where the ring ends. Everything is
-//! made when the pool is; taking and giving back only changes who owns which rows.
+//! made when the pool is; taking and giving back only changes who owns which rows. Inputs in memory that was lent are copied from
+//! there, all others through the rows' own.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use bytes::Bytes;
 
 use crate::carrier::Carrier;
 use crate::driver::{Counted, DeviceBuffer, Event, Held, PinnedBuffer, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
-use crate::task::SOON_BYTES;
+use crate::task::write_inputs;
 
 /// What a pool may take of the device, and as much again of the host.
 const BYTES_MOST: usize = 160 << 20;
@@ -72,6 +75,8 @@ pub(crate) struct Berth {
     rows: usize,
     /// Number of the copy to the device; `None` when there was none.
     copy: Option<u64>,
+    /// The inputs, where they lie in memory that was lent; else they are in the rows' own.
+    lent: Vec<Bytes>,
 }
 
 impl Pool {
@@ -106,13 +111,13 @@ impl Pool {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes rows for `inputs`, which are as long as that, and copies them there: to pinned memory now, and when `early` on to
-    /// the device. `None` when there is no room.
+    /// Takes rows for `inputs`, which are as long as that, and copies them there: to pinned memory now unless they are in some
+    /// (`lent`), and when `early` on to the device. `None` when there is no room.
     pub(crate) fn take(
         self: &Arc<Pool>,
-        inputs: &[&[u8]],
+        inputs: &[&Bytes],
         rows: usize,
-        early: bool,
+        (early, lent): (bool, bool),
         soon: &mut dyn FnMut(),
     ) -> Result<Option<Berth>, CudaError> {
         let lengths = inputs.iter().map(|input| input.len());
@@ -120,27 +125,13 @@ impl Pool {
             return Err(CudaError::Misuse("inputs do not fit their pool"));
         }
         let Some(first) = self.slots().take(rows) else { return Ok(None) };
-        let mut berth = Berth { pool: self.clone(), first, rows, copy: None };
-        let mut left: usize = inputs.iter().map(|input| input.len()).sum();
-        let mut soon = Some(soon);
-        for (index, input) in inputs.iter().enumerate() {
-            let (first, last) = input.split_at(left.saturating_sub(SOON_BYTES).min(input.len()));
-            // SAFETY: these rows lie inside the buffer and are the berth's alone; what an earlier owner had queued from them
-            // is of no use to anybody any more.
-            unsafe {
-                std::ptr::copy_nonoverlapping(first.as_ptr(), berth.host(index), first.len())
-            };
-            if left - first.len() <= SOON_BYTES
-                && let Some(soon) = soon.take()
-            {
+        let mut berth = Berth { pool: self.clone(), first, rows, copy: None, lent: Vec::new() };
+        match lent {
+            true => {
                 soon();
+                berth.lent = inputs.iter().copied().cloned().collect();
             }
-            // SAFETY: as above, behind the first part.
-            unsafe {
-                let target = berth.host(index).add(first.len());
-                std::ptr::copy_nonoverlapping(last.as_ptr(), target, last.len());
-            }
-            left -= input.len();
+            false => berth.fill(inputs, soon),
         }
         if early {
             berth.copy_to_device()?;
@@ -157,6 +148,18 @@ impl Drop for Pool {
 }
 
 impl Berth {
+    /// Copies `inputs` to the rows' own memory.
+    fn fill(&mut self, inputs: &[&Bytes], soon: &mut dyn FnMut()) {
+        let write = |index: usize, at: usize, part: &[u8]| {
+            // SAFETY: these rows lie inside the buffer and are the berth's alone; what an earlier owner had queued from them
+            // is of no use to anybody any more.
+            unsafe {
+                std::ptr::copy_nonoverlapping(part.as_ptr(), self.row(index).add(at), part.len())
+            };
+        };
+        write_inputs(inputs, write, soon);
+    }
+
     fn copy_to_device(&mut self) -> Result<(), CudaError> {
         let pool = &self.pool;
         // Held over the calls, so that copies are numbered in the order of the stream.
@@ -195,16 +198,24 @@ impl Berth {
     }
 
     /// Where its rows of input `index` lie on the host.
-    pub(crate) fn host(&self, index: usize) -> *mut u8 {
+    pub(crate) fn host(&self, index: usize) -> *const u8 {
+        self.lent.get(index).map_or_else(|| self.row(index).cast_const(), |raw| raw.as_ptr())
+    }
+
+    /// The rows' own memory for input `index`.
+    fn row(&self, index: usize) -> *mut u8 {
         // SAFETY: the row lies inside the buffer.
         unsafe { self.pool.host[index].as_ptr().add(self.first * self.pool.row_bytes[index]) }
     }
 
     /// Whether `next` lies right behind it, and both are on the device or neither is.
     pub(crate) fn is_before(&self, next: &Berth) -> bool {
-        Arc::ptr_eq(&self.pool, &next.pool)
-            && self.first + self.rows == next.first
-            && self.copy.is_some() == next.copy.is_some()
+        let together = match (self.copy, next.copy) {
+            (Some(_), Some(_)) => true,
+            (None, None) => self.lent.is_empty() && next.lent.is_empty(),
+            _ => false,
+        };
+        together && Arc::ptr_eq(&self.pool, &next.pool) && self.first + self.rows == next.first
     }
 }
 

@@ -17,15 +17,14 @@ use crate::lowered::Lowered;
 use crate::seats::Seat;
 
 /// Inputs that are still to be copied when a task is announced: what takes about as long as best effort to leave.
-pub(crate) const SOON_BYTES: usize = 256 << 10;
+const SOON_BYTES: usize = 256 << 10;
 
 /// A run: inputs on the host, device memory from its first step to its last, outputs on the host.
 pub(crate) struct CudaTask {
     pub(crate) hub: Arc<Hub>,
     pub(crate) lowered: Arc<Lowered>,
     staging: Option<PinnedBuffer>,
-    /// Where the inputs of a batch are; a run of its own has them in staging.
-    cargo: Option<Cargo>,
+    inputs: Inputs,
     instance: Option<Instance>,
     /// What the instance was taken for.
     priority: Priority,
@@ -36,6 +35,16 @@ pub(crate) struct CudaTask {
     step_times: Option<Vec<Nanos>>,
     /// Time spent on the next step by tries that left.
     pub(crate) unfinished: Nanos,
+}
+
+/// Where the inputs of a run are, until it is over.
+enum Inputs {
+    /// In its staging buffer.
+    Staged,
+    /// In memory the device has lent.
+    Lent(Vec<Bytes>),
+    /// Several requests' of a batch.
+    Batch(Cargo),
 }
 
 /// What is in the words that best-effort launches share with their queue.
@@ -64,22 +73,18 @@ impl CudaTask {
             }
         }
         let mut staging = lowered.take_staging(&hub)?;
-        let target = staging.as_mut_slice();
-        let mut left: usize = inputs.iter().map(|raw| raw.len()).sum();
-        let mut soon = Some(soon);
-        for (index, raw) in inputs.iter().enumerate() {
-            let at = lowered.layout.input(index) as usize;
-            let early = left.saturating_sub(SOON_BYTES).min(raw.len());
-            target[at..at + early].copy_from_slice(&raw[..early]);
-            if left - early <= SOON_BYTES
-                && let Some(soon) = soon.take()
-            {
-                soon();
-            }
-            target[at + early..at + raw.len()].copy_from_slice(&raw[early..]);
-            left -= raw.len();
+        if hub.takes_as_they_lie(inputs) {
+            soon();
+            let inputs = inputs.iter().copied().cloned().collect();
+            return Ok(CudaTask::with(hub, lowered, staging, Inputs::Lent(inputs)));
         }
-        Ok(CudaTask::with(hub, lowered, staging, None))
+        let target = staging.as_mut_slice();
+        let write = |index: usize, at: usize, part: &[u8]| {
+            let at = lowered.layout.input(index) as usize + at;
+            target[at..at + part.len()].copy_from_slice(part);
+        };
+        write_inputs(inputs, write, soon);
+        Ok(CudaTask::with(hub, lowered, staging, Inputs::Staged))
     }
 
     /// A run of the inputs of several requests.
@@ -89,14 +94,14 @@ impl CudaTask {
         staging: PinnedBuffer,
         cargo: Cargo,
     ) -> CudaTask {
-        CudaTask::with(hub, lowered, staging, Some(cargo))
+        CudaTask::with(hub, lowered, staging, Inputs::Batch(cargo))
     }
 
     fn with(
         hub: Arc<Hub>,
         lowered: Arc<Lowered>,
         mut staging: PinnedBuffer,
-        cargo: Option<Cargo>,
+        inputs: Inputs,
     ) -> CudaTask {
         let (faults, outputs) = (lowered.layout.faults_at, lowered.layout.outputs_at);
         staging.as_mut_slice()[faults as usize..outputs as usize].fill(0);
@@ -104,7 +109,7 @@ impl CudaTask {
             hub,
             lowered,
             staging: Some(staging),
-            cargo,
+            inputs,
             instance: None,
             priority: Priority::Low,
             next_step: 0,
@@ -120,26 +125,31 @@ impl CudaTask {
         let (Some(instance), Some(staging)) = (&self.instance, &self.staging) else {
             return Err(CudaError::Misuse("a run without memory was launched"));
         };
-        // SAFETY: the task holds both sides and the cargo until the stream is drained or the mark behind is passed.
+        let (hub, lowered) = (&self.hub, &self.lowered);
+        // SAFETY: the task holds both sides and all inputs until the stream is drained or the mark behind is passed.
         unsafe {
-            let Some(cargo) = &self.cargo else {
-                return instance.copy_inputs(
-                    &self.hub,
-                    &self.lowered,
-                    staging,
-                    best_effort,
-                    stream,
-                );
-            };
-            cargo.copy_in(&self.hub, &self.lowered, instance.address(), staging, stream)?;
-            instance.copy_behind_inputs(&self.hub, &self.lowered, staging, best_effort, stream)
+            match &self.inputs {
+                Inputs::Staged => {
+                    return instance.copy_inputs(hub, lowered, staging, best_effort, stream);
+                }
+                Inputs::Lent(inputs) => {
+                    for (index, raw) in inputs.iter().enumerate() {
+                        let to = instance.address() + lowered.layout.input(index);
+                        hub.carrier.copy_in(stream, to, raw.as_ptr(), raw.len())?;
+                    }
+                }
+                Inputs::Batch(cargo) => {
+                    cargo.copy_in(hub, lowered, instance.address(), staging, stream)?;
+                }
+            }
+            instance.copy_behind_inputs(hub, lowered, staging, best_effort, stream)
         }
     }
 
     /// Bytes and shape of an output: of a batch's rows only, not of those its plan has beyond.
     fn output(&self, slot: &model::gpu::Slot) -> (usize, Vec<usize>) {
         let (mut bytes, mut shape) = (slot.bytes as usize, slot.shape.clone());
-        if let (Some(cargo), Some(first)) = (&self.cargo, shape.first_mut())
+        if let (Inputs::Batch(cargo), Some(first)) = (&self.inputs, shape.first_mut())
             && *first == cargo.plan_rows
         {
             bytes = bytes / cargo.plan_rows.max(1) * cargo.rows;
@@ -281,6 +291,57 @@ impl Drop for CudaTask {
         }
         if let Some(staging) = self.staging.take() {
             self.lowered.give_staging(staging);
+        }
+    }
+}
+
+/// Hands all bytes of `inputs` to `write`, with the input's number and where in it they begin, and calls `soon` when only a moment
+/// of that is left.
+pub(crate) fn write_inputs(
+    inputs: &[&Bytes],
+    mut write: impl FnMut(usize, usize, &[u8]),
+    soon: &mut dyn FnMut(),
+) {
+    let mut left: usize = inputs.iter().map(|raw| raw.len()).sum();
+    let mut soon = Some(soon);
+    for (index, raw) in inputs.iter().enumerate() {
+        let (first, last) = raw.split_at(left.saturating_sub(SOON_BYTES).min(raw.len()));
+        write(index, 0, first);
+        if left - first.len() <= SOON_BYTES
+            && let Some(soon) = soon.take()
+        {
+            soon();
+        }
+        write(index, first.len(), last);
+        left -= raw.len();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn inputs_are_written_whole_and_announced_once_near_the_end() {
+        for lengths in [&[0][..], &[1000], &[SOON_BYTES + 7], &[600_000, 5, 0, 300_000]] {
+            let mut random = base::Random::new(3);
+            let mut bytes =
+                |length: &usize| (0..*length).map(|_| random.below(256) as u8).collect();
+            let inputs: Vec<Bytes> = lengths.iter().map(&mut bytes).map(Vec::<u8>::into).collect();
+            let written = std::cell::RefCell::new(vec![Vec::new(); inputs.len()]);
+            let mut announced = Vec::new();
+            write_inputs(
+                &inputs.iter().collect::<Vec<_>>(),
+                |index, at, part| {
+                    let mut written = written.borrow_mut();
+                    assert_eq!(written[index].len(), at);
+                    written[index].extend_from_slice(part);
+                },
+                &mut || announced.push(written.borrow().iter().map(Vec::len).sum::<usize>()),
+            );
+            assert_eq!(written.into_inner(), inputs);
+            let all: usize = lengths.iter().sum();
+            assert_eq!(announced, [all.saturating_sub(SOON_BYTES)]);
         }
     }
 }

@@ -143,6 +143,11 @@ pub trait Device: Send + Sync {
         }
     }
 
+    /// Lends memory on the host from which the device takes inputs as they lie, without a copy of them before.
+    fn lender(&self) -> Option<Arc<dyn model::Lender>> {
+        None
+    }
+
     /// What its memory is used for, if it keeps count.
     fn memory_use(&self) -> Option<residency::MemoryUse> {
         None

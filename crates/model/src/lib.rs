@@ -4,14 +4,17 @@
 pub mod config;
 pub mod dtype;
 pub mod gpu;
+pub mod lending;
 pub mod op;
 pub mod plan;
 pub mod repository;
 pub mod rows;
+pub mod sample;
 pub mod store;
 pub mod tensor;
 
 pub use config::ModelConfig;
 pub use dtype::DataType;
+pub use lending::{Lender, Loan};
 pub use plan::{Dim, LaunchPlan, PlanError, Step, ValueId, ValueInfo};
 pub use tensor::{Tensor, TensorData, TensorError};

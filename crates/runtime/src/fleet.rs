@@ -157,6 +157,11 @@ impl Fleet {
         &self.shared.nodes
     }
 
+    /// Lends memory for inputs: the first of its devices that does. The others copy from there as from any other memory.
+    pub fn lender(&self) -> Option<Arc<dyn model::Lender>> {
+        self.nodes().iter().find_map(|node| node.device().lender())
+    }
+
     /// What its devices are called, each by a name of its own.
     pub fn names(&self) -> &[String] {
         &self.shared.names

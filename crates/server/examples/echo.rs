@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use server::{Server, ServerOptions};
 
+// What only tests look at is left alone here.
+#[allow(dead_code)]
 #[path = "../tests/support/mod.rs"]
 mod support;
 

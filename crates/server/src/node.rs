@@ -471,6 +471,10 @@ impl InferenceService for LocalNode {
         }
     }
 
+    fn lender(&self) -> Option<Arc<dyn model::Lender>> {
+        self.inner.fleet.lender()
+    }
+
     fn ready(&self) -> bool {
         self.inner.started.load(Ordering::SeqCst) && !self.inner.draining.load(Ordering::SeqCst)
     }

@@ -115,11 +115,11 @@ impl BoundServer {
         service: Arc<dyn InferenceService>,
     ) -> Result<RunningServer, ServerError> {
         let app = Arc::new(App {
+            buffers: Arc::new(Buffers::new(service.lender())),
             service,
             gate: Gate::default(),
             max_body_bytes: self.options.max_body_bytes,
             max_model_bytes: self.options.max_model_bytes,
-            buffers: Arc::default(),
         });
         let (stop, stopped) = watch::channel(false);
         let mut server = RunningServer {

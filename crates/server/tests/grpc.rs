@@ -3,6 +3,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use api::proto::grpc_inference_service_client::GrpcInferenceServiceClient;
@@ -15,13 +16,19 @@ use tonic::transport::Channel;
 mod support;
 
 async fn start() -> (RunningServer, GrpcInferenceServiceClient<Channel>) {
+    start_with(Arc::default()).await
+}
+
+async fn start_with(
+    echo: Arc<support::Echo>,
+) -> (RunningServer, GrpcInferenceServiceClient<Channel>) {
     let options = ServerOptions {
         http: None,
         grpc: Some(SocketAddr::from(([127, 0, 0, 1], 0))),
         metrics: None,
         ..ServerOptions::default()
     };
-    let server = Server::start(options, Arc::new(support::Echo::default())).await.unwrap();
+    let server = Server::start(options, echo).await.unwrap();
     let url = format!("http://{}", server.grpc_addr.unwrap());
     let client = GrpcInferenceServiceClient::connect(url).await.unwrap();
     (server, client)
@@ -41,6 +48,26 @@ fn request(model: &str, id: &str) -> ModelInferRequest {
         raw_input_contents: vec![1.5f32.to_le_bytes().to_vec().into()],
         ..Default::default()
     }
+}
+
+#[tokio::test]
+async fn tensors_of_several_frames_are_read_into_lent_memory() {
+    let echo = Arc::new(support::Echo::lending());
+    let (_server, mut client) = start_with(echo.clone()).await;
+    let shelf = echo.shelf.clone().unwrap();
+    // Longer than a frame may be.
+    for count in [400_000, 700_000] {
+        let mut large = request("identity", "");
+        large.inputs[0].shape = vec![count];
+        let bytes: Vec<u8> = (0..count * 4).map(|at| (at % 251) as u8).collect();
+        large.raw_input_contents = vec![bytes.clone().into()];
+        let answer = client.model_infer(large).await.unwrap().into_inner();
+        assert_eq!(answer.raw_output_contents[0], bytes);
+    }
+    assert_eq!(shelf.found.load(Ordering::SeqCst), 2);
+    client.model_infer(request("identity", "")).await.unwrap();
+    assert_eq!(shelf.found.load(Ordering::SeqCst), 2, "a single frame is left where it is");
+    assert_eq!(shelf.lent(), 0, "all went back");
 }
 
 #[tokio::test]

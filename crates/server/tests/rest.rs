@@ -26,6 +26,10 @@ struct Fixture {
 }
 
 async fn start() -> Fixture {
+    start_with(Echo::default()).await
+}
+
+async fn start_with(echo: Echo) -> Fixture {
     let any = Some(SocketAddr::from(([127, 0, 0, 1], 0)));
     let options = ServerOptions {
         http: any,
@@ -35,7 +39,7 @@ async fn start() -> Fixture {
         max_model_bytes: 200_000,
         ..ServerOptions::default()
     };
-    let echo = Arc::new(Echo::default());
+    let echo = Arc::new(echo);
     let server = Server::start(options, echo.clone()).await.unwrap();
     let client = Client::connect(server.http_addr.unwrap()).await;
     Fixture { server, client, echo }
@@ -96,7 +100,7 @@ async fn errors_are_json_with_the_right_code() {
 
 #[tokio::test]
 async fn json_and_binary_tensors_come_back() {
-    let Fixture { server: _server, mut client, .. } = start().await;
+    let Fixture { server: _server, mut client, echo } = start_with(Echo::lending()).await;
     let reply = client.post(IDENTITY, FLOATS).await;
     assert_eq!(reply.header("content-type"), Some("application/json"));
     assert_eq!(reply.json()["id"], "7");
@@ -110,6 +114,9 @@ async fn json_and_binary_tensors_come_back() {
     let split: usize = reply.header("inference-header-content-length").unwrap().parse().unwrap();
     assert_eq!(reply.header("content-type"), Some("application/octet-stream"));
     assert_eq!(reply.body[split..], tensor);
+    let shelf = echo.shelf.as_ref().unwrap();
+    assert_eq!(shelf.found.load(Ordering::SeqCst), 1, "read into memory that was lent");
+    assert_eq!(shelf.lent(), 0, "which went back");
 }
 
 #[tokio::test]

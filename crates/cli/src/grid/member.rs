@@ -61,11 +61,7 @@ fn prepare(args: &ProfileArgs, batch: usize) -> Result<Bench, Failure> {
         bindings.insert(symbol, batch);
     }
     let mut random = Random::new(0);
-    let input = |id: &model::ValueId| {
-        let info = plan.value(*id);
-        binding::random_tensor(info.dtype, binding::shape_of(info, &bindings), &mut random)
-    };
-    let inputs = plan.inputs.iter().map(input).collect::<Result<Vec<_>, _>>()?;
+    let inputs = binding::random_inputs(&plan, &bindings, &mut random)?;
     Bench::open(device.as_ref(), Arc::new(plan), inputs, false)
 }
 

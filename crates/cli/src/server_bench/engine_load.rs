@@ -15,7 +15,7 @@ use super::report::{Stretch, Tally, process_seconds};
 use super::subject::Subject;
 use crate::args::ServeArgs;
 use crate::failure::Failure;
-use crate::{devices, loader, serve_command};
+use crate::{binding, devices, loader, serve_command};
 
 /// One answer in so many is compared.
 const SAMPLE: usize = 16;
@@ -51,6 +51,11 @@ impl Engine {
 
     pub(super) fn description(&self) -> String {
         devices::describe(&self.fleet)
+    }
+
+    /// The same inputs where the server would put them.
+    pub(super) fn settled(&self, inputs: Vec<Tensor>) -> Vec<Tensor> {
+        binding::settled(self.fleet.lender(), inputs)
     }
 
     fn submit(&self, inputs: &[Tensor], reply: Box<dyn FnOnce(Reply) + Send>) {

@@ -33,12 +33,8 @@ impl Subject {
         binding::check_known(plan, &bindings)?;
         let mut random = Random::new(seed);
         let mut one = |_| {
-            let tensor = |id: &model::ValueId| {
-                let info = plan.value(*id);
-                let shape = binding::shape_of(info, &bindings);
-                binding::random_tensor(info.dtype, shape, &mut random).map_err(Failure::failed)
-            };
-            plan.inputs.iter().map(tensor).collect::<Result<Vec<_>, _>>()
+            let inputs = binding::random_inputs(plan, &bindings, &mut random);
+            inputs.map(|inputs| engine.settled(inputs)).map_err(Failure::failed)
         };
         let inputs = (0..INPUTS).map(&mut one).collect::<Result<Vec<_>, _>>()?;
         if inputs.iter().flatten().any(|tensor| tensor.raw().is_none()) {

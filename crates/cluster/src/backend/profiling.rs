@@ -6,9 +6,9 @@ use api::{
     RequestContext, TensorMetadata,
 };
 use base::{Clock, Random};
-use half::{bf16, f16};
+use model::DataType;
 use model::config::Class;
-use model::{DataType, Tensor};
+use model::sample::random_tensor;
 
 /// Batch sizes that are tried.
 const BATCHES: [u32; 6] = [1, 2, 4, 8, 16, 32];
@@ -115,37 +115,6 @@ fn tensor(
     let dims = input.shape.iter().enumerate();
     let shape: Vec<usize> =
         dims.map(|(index, &dim)| usize::try_from(dim).unwrap_or(open(index))).collect();
-    let count = model::tensor::element_count(&shape)?;
-    macro_rules! whole {
-        ($rust:ty) => {
-            Tensor::from_vec(shape, (0..count).map(|_| random.below(2) as $rust).collect())
-        };
-    }
-    macro_rules! real {
-        ($convert:expr) => {
-            Tensor::from_vec(shape, (0..count).map(|_| $convert(random.symmetric_f32())).collect())
-        };
-    }
-    let tensor = match dtype {
-        DataType::F32 => real!(|x: f32| x),
-        DataType::F64 => real!(f64::from),
-        DataType::F16 => real!(f16::from_f32),
-        DataType::BF16 => real!(bf16::from_f32),
-        DataType::U8 => whole!(u8),
-        DataType::U16 => whole!(u16),
-        DataType::U32 => whole!(u32),
-        DataType::U64 => whole!(u64),
-        DataType::I8 => whole!(i8),
-        DataType::I16 => whole!(i16),
-        DataType::I32 => whole!(i32),
-        DataType::I64 => whole!(i64),
-        DataType::Bool => {
-            let bytes: Vec<u8> = (0..count).map(|_| random.below(2) as u8).collect();
-            Tensor::from_raw(dtype, shape, bytes.into())
-        }
-        DataType::String => {
-            Tensor::from_strings(shape, vec![bytes::Bytes::from_static(b"text"); count])
-        }
-    }?;
+    let tensor = random_tensor(dtype, shape, random)?;
     Ok(NamedTensor { name: input.name.as_str().into(), tensor })
 }

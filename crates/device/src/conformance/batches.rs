@@ -31,6 +31,10 @@ pub(super) fn run(device: &dyn Device, report: &mut Report) {
             report.add(&format!("a batch of {what}, copied {name}"), case(rows)());
         }
     }
+    for (name, copy) in [("early", CopyTime::Early), ("late", CopyTime::Late)] {
+        let what = format!("inputs in memory the device lent, alone and in a batch copied {name}");
+        report.add(&what, lent(device, copy));
+    }
     report.add("staged inputs are checked", checked(device));
     report.add("more requests wait than a pool holds", many(device));
     report.add("requests that are given up leave the others right", given_up(device));
@@ -105,6 +109,34 @@ fn together(device: &dyn Device, copy: CopyTime, rows: &[usize]) -> Result<(), S
         let staged = requests.iter().map(|inputs| stage(&*program, inputs, copy));
         let staged = staged.collect::<Result<Vec<_>, _>>()?;
         compare(device, &*program, &requests, staged)?;
+    }
+    Ok(())
+}
+
+/// Some inputs in memory the device lent, at any place in it, beside some that are not.
+fn lent(device: &dyn Device, copy: CopyTime) -> Result<(), Stop> {
+    let lender = device.lender();
+    let lender = lender.ok_or_else(|| Stop::Unsupported("it lends no memory".to_string()))?;
+    let program = program(device)?;
+    let lane = Lane::open(device, 0, 1)?;
+    let mut random = Random::new(11);
+    for _ in 0..20 {
+        let plain = request(&mut random, 4);
+        let move_over = |tensor: &Tensor| tensor.lent_by(&*lender);
+        let moved: Vec<Tensor> = plain.iter().filter_map(move_over).collect();
+        ensure(moved == plain, "lent memory does not hold what was put there")?;
+        let row = |request: &[Tensor], row: usize| -> Vec<Tensor> {
+            request.iter().filter_map(|tensor| tensor.rows(row..row + 1)).collect()
+        };
+        let requests: Vec<_> =
+            (0..4).map(|at| row(if at == 1 { &plain } else { &moved }, at)).collect();
+        let staged = requests.iter().map(|inputs| stage(&*program, inputs, copy));
+        compare(device, &*program, &requests, staged.collect::<Result<Vec<_>, _>>()?)?;
+        let [got, want] = [moved, plain].map(|inputs| {
+            let task = program.prepare(inputs).map_err(|err| err.to_string())?;
+            lane.outputs(task)
+        });
+        ensure(got? == want?, "the same inputs elsewhere give something else")?;
     }
     Ok(())
 }

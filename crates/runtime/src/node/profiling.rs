@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use base::{Nanos, Random};
 use device::Program;
-use half::{bf16, f16};
 use model::config::Class;
 use model::rows::batch_symbol;
-use model::tensor::{TensorError, element_count};
-use model::{DataType, Dim, LaunchPlan, Tensor, ValueInfo};
+use model::sample::random_tensor;
+use model::tensor::TensorError;
+use model::{Dim, LaunchPlan, Tensor, ValueInfo};
 
 use super::submission::Asked;
 use super::{ModelKey, Node, Rejection, Reply};
@@ -174,35 +174,6 @@ fn input(
         Dim::Symbol(symbol) if Some(symbol.as_str()) == batch => rows,
         Dim::Symbol(_) | Dim::Unknown => sizes[size],
     };
-    let shape: Vec<usize> = dims.iter().map(extent).collect();
-    let count = element_count(&shape)?;
-    macro_rules! whole {
-        ($rust:ty) => {
-            Tensor::from_vec(shape, (0..count).map(|_| random.below(2) as $rust).collect())
-        };
-    }
-    macro_rules! real {
-        ($convert:expr) => {
-            Tensor::from_vec(shape, (0..count).map(|_| $convert(random.symmetric_f32())).collect())
-        };
-    }
-    match info.dtype {
-        DataType::F32 => real!(|x: f32| x),
-        DataType::F64 => real!(f64::from),
-        DataType::F16 => real!(f16::from_f32),
-        DataType::BF16 => real!(bf16::from_f32),
-        DataType::U8 => whole!(u8),
-        DataType::U16 => whole!(u16),
-        DataType::U32 => whole!(u32),
-        DataType::U64 => whole!(u64),
-        DataType::I8 => whole!(i8),
-        DataType::I16 => whole!(i16),
-        DataType::I32 => whole!(i32),
-        DataType::I64 => whole!(i64),
-        DataType::Bool => {
-            let bytes: Vec<u8> = (0..count).map(|_| random.below(2) as u8).collect();
-            Tensor::from_raw(DataType::Bool, shape, bytes.into())
-        }
-        DataType::String => Tensor::from_strings(shape, vec![bytes::Bytes::new(); count]),
-    }
+    let shape = dims.iter().map(extent).collect();
+    random_tensor(info.dtype, shape, random)
 }

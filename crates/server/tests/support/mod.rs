@@ -1,12 +1,15 @@
 //! A service that answers with what it was sent, for tests of the wires.
 
 use std::future::Future;
+use std::ops::Range;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use api::error::ApiResult;
 use api::*;
+use model::{Lender, Loan};
 use server::node::classification;
 
 /// Echoes inputs as outputs: `INPUT0` becomes `OUTPUT0`, other names stay.
@@ -16,6 +19,76 @@ pub struct Echo {
     pub given_up: AtomicUsize,
     /// Requests answered.
     pub answered: AtomicUsize,
+    /// Memory it lends for bodies.
+    pub shelf: Option<Arc<Shelf>>,
+}
+
+impl Echo {
+    /// One that lends memory.
+    pub fn lending() -> Echo {
+        Echo { shelf: Some(Arc::default()), ..Echo::default() }
+    }
+}
+
+/// Lends memory and knows where it is.
+#[derive(Default)]
+pub struct Shelf {
+    out: Arc<Mutex<Vec<Range<usize>>>>,
+    /// Tensors that were found in lent memory.
+    pub found: AtomicUsize,
+}
+
+struct Piece(Vec<u8>, Arc<Mutex<Vec<Range<usize>>>>);
+
+impl Piece {
+    fn place(&self) -> Range<usize> {
+        let place = self.0.as_ptr_range();
+        place.start as usize..place.end as usize
+    }
+}
+
+impl AsRef<[u8]> for Piece {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl AsMut<[u8]> for Piece {
+    fn as_mut(&mut self) -> &mut [u8] {
+        &mut self.0
+    }
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        let place = self.place();
+        self.1.lock().unwrap().retain(|out| *out != place);
+    }
+}
+
+impl Lender for Shelf {
+    fn lend(&self, bytes: usize) -> Option<Box<dyn Loan>> {
+        let piece = Piece(vec![0xab; bytes], self.out.clone());
+        self.out.lock().unwrap().push(piece.place());
+        Some(Box::new(piece))
+    }
+}
+
+impl Shelf {
+    /// Pieces that are out.
+    pub fn lent(&self) -> usize {
+        self.out.lock().unwrap().len()
+    }
+
+    /// Counts the inputs that lie in lent memory up to its very end.
+    fn look(&self, inputs: &Inputs) {
+        let Inputs::Named(inputs) = inputs else { return };
+        let out = self.out.lock().unwrap();
+        let raws = inputs.iter().filter_map(|input| input.tensor.raw());
+        let ends = raws.map(|raw| raw.as_ptr_range().end as usize);
+        let found = ends.filter(|end| out.iter().any(|out| out.end == *end)).count();
+        self.found.fetch_add(found, Ordering::SeqCst);
+    }
 }
 
 struct Unfinished<'a>(&'a AtomicUsize);
@@ -66,6 +139,10 @@ impl InferenceService for Echo {
     fn server_metadata(&self) -> ServerMetadata {
         let extensions = server::node::EXTENSIONS.map(str::to_string).to_vec();
         ServerMetadata { name: "echo".into(), version: "0".into(), extensions }
+    }
+
+    fn lender(&self) -> Option<Arc<dyn Lender>> {
+        Some(self.shelf.clone()?)
     }
 
     fn ready(&self) -> bool {
@@ -124,6 +201,9 @@ impl InferenceService for Echo {
     ) -> ServiceFuture<'a, InferResponse> {
         Box::pin(async move {
             known(model)?;
+            if let Some(shelf) = &self.shelf {
+                shelf.look(&request.inputs);
+            }
             match model.name {
                 "slow" => {
                     let unfinished = Unfinished(&self.given_up);

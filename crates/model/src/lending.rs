@@ -1,0 +1,96 @@
+//! Memory on loan for tensors: from a device that takes its inputs from there as they lie, to whoever reads them from a wire.
+
+use bytes::Bytes;
+
+use crate::Tensor;
+
+/// Bytes somebody was lent. They go back when it is dropped.
+pub trait Loan: AsRef<[u8]> + AsMut<[u8]> + Send + Sync {}
+
+impl<T: AsRef<[u8]> + AsMut<[u8]> + Send + Sync> Loan for T {}
+
+/// Who lends memory.
+pub trait Lender: Send + Sync {
+    /// So many bytes, with anything in them; `None` when they are not to be had at the moment. Never waits for anybody.
+    fn lend(&self, bytes: usize) -> Option<Box<dyn Loan>>;
+}
+
+/// Lent memory that is only read from now on.
+struct Borrowed(Box<dyn Loan>);
+
+impl AsRef<[u8]> for Borrowed {
+    fn as_ref(&self) -> &[u8] {
+        (*self.0).as_ref()
+    }
+}
+
+impl Tensor {
+    /// The same tensor in memory of `lender`; `None` when it has none for it, and for strings.
+    pub fn lent_by(&self, lender: &dyn Lender) -> Option<Tensor> {
+        let raw = self.raw()?;
+        let mut loan = lender.lend(raw.len())?;
+        (*loan).as_mut().get_mut(..raw.len())?.copy_from_slice(raw);
+        let raw = Bytes::from_owner(Borrowed(loan)).slice(..raw.len());
+        Tensor::from_raw(self.dtype(), self.shape().to_vec(), raw).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    /// Lends so many times, and counts what is out.
+    struct Counting {
+        most: usize,
+        out: Arc<AtomicUsize>,
+    }
+
+    struct Counted(Vec<u8>, Arc<AtomicUsize>);
+
+    impl AsRef<[u8]> for Counted {
+        fn as_ref(&self) -> &[u8] {
+            &self.0
+        }
+    }
+
+    impl AsMut<[u8]> for Counted {
+        fn as_mut(&mut self) -> &mut [u8] {
+            &mut self.0
+        }
+    }
+
+    impl Drop for Counted {
+        fn drop(&mut self) {
+            self.1.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    impl Lender for Counting {
+        fn lend(&self, bytes: usize) -> Option<Box<dyn Loan>> {
+            if self.out.load(Ordering::Relaxed) == self.most {
+                return None;
+            }
+            self.out.fetch_add(1, Ordering::Relaxed);
+            Some(Box::new(Counted(vec![7; bytes + 5], self.out.clone())))
+        }
+    }
+
+    #[test]
+    fn a_tensor_is_the_same_in_lent_memory_and_gives_it_back() {
+        let lender = Counting { most: 1, out: Arc::default() };
+        let tensor = Tensor::from_vec(vec![2, 2], vec![1.0f32, 2.0, 3.0, 4.0]).unwrap();
+        let lent = tensor.lent_by(&lender).unwrap();
+        assert_eq!(lent, tensor);
+        assert!(tensor.lent_by(&lender).is_none(), "all is lent");
+        let part = lent.rows(1..2);
+        drop(lent);
+        assert_eq!(lender.out.load(Ordering::Relaxed), 1, "a part is still held");
+        drop(part);
+        assert_eq!(lender.out.load(Ordering::Relaxed), 0);
+        let text = Tensor::from_strings(vec![1], vec!["text".into()]).unwrap();
+        assert!(text.lent_by(&lender).is_none());
+    }
+}

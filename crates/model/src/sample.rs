@@ -1,0 +1,60 @@
+//! Tensors of random values, for whoever runs a model to see how it does.
+
+use base::Random;
+use bytes::Bytes;
+use half::{bf16, f16};
+
+use crate::tensor::{TensorError, element_count};
+use crate::{DataType, Tensor};
+
+/// A tensor of random values. Real numbers lie between -1 and 1; whole ones are 0 or 1, which any vocabulary has.
+pub fn random_tensor(
+    dtype: DataType,
+    shape: Vec<usize>,
+    random: &mut Random,
+) -> Result<Tensor, TensorError> {
+    let count = element_count(&shape)?;
+    macro_rules! whole {
+        ($rust:ty) => {
+            Tensor::from_vec(shape, (0..count).map(|_| random.below(2) as $rust).collect())
+        };
+    }
+    macro_rules! real {
+        ($convert:expr) => {
+            Tensor::from_vec(shape, (0..count).map(|_| $convert(random.symmetric_f32())).collect())
+        };
+    }
+    match dtype {
+        DataType::F32 => real!(|x: f32| x),
+        DataType::F64 => real!(f64::from),
+        DataType::F16 => real!(f16::from_f32),
+        DataType::BF16 => real!(bf16::from_f32),
+        DataType::U8 => whole!(u8),
+        DataType::U16 => whole!(u16),
+        DataType::U32 => whole!(u32),
+        DataType::U64 => whole!(u64),
+        DataType::I8 => whole!(i8),
+        DataType::I16 => whole!(i16),
+        DataType::I32 => whole!(i32),
+        DataType::I64 => whole!(i64),
+        DataType::Bool => {
+            let bytes: Vec<u8> = (0..count).map(|_| random.below(2) as u8).collect();
+            Tensor::from_raw(DataType::Bool, shape, bytes.into())
+        }
+        DataType::String => Tensor::from_strings(shape, vec![Bytes::from_static(b"text"); count]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_type_has_random_values() {
+        for dtype in DataType::ALL {
+            let tensor = random_tensor(dtype, vec![2, 3], &mut Random::new(1)).unwrap();
+            assert_eq!((tensor.dtype(), tensor.len()), (dtype, 6));
+        }
+        assert!(random_tensor(DataType::F32, vec![usize::MAX, 3], &mut Random::new(1)).is_err());
+    }
+}
