@@ -62,6 +62,16 @@ struct Carry {
 };
 "#;
 
+pub(crate) fn kernel() -> Kernel {
+    Kernel {
+        source: format!("#include \"base.cuh\"\nusing namespace tiles;\n{SOURCE}"),
+        expression: "Carry".to_string(),
+        threads: THREADS,
+        shared_bytes: 0,
+        args_bytes: ARGS_BYTES as u32,
+    }
+}
+
 /// A device's way for inputs.
 pub(crate) struct Carrier {
     kernel: Option<Arc<LoadedKernel>>,
@@ -79,16 +89,14 @@ impl Carrier {
         if !weights_on_demand {
             return Ok(Carrier { kernel: None, loads });
         }
-        let kernel = Kernel {
-            source: format!("#include \"base.cuh\"\nusing namespace tiles;\n{SOURCE}"),
-            expression: "Carry".to_string(),
-            threads: THREADS,
-            shared_bytes: 0,
-            args_bytes: ARGS_BYTES as u32,
-        };
-        let wanted = (kernel, Flavour::RealTime);
+        let wanted = (kernel(), Flavour::RealTime);
         let mut made = kernels.obtain(std::slice::from_ref(&wanted), &|_, _| {})?;
         Ok(Carrier { kernel: made.remove(&wanted), loads })
+    }
+
+    /// One that brings whatever it can, as if weights were always on their way.
+    pub(crate) fn always(kernels: &Kernels) -> Result<Carrier, DeviceError> {
+        Carrier::new(kernels, Arc::new(AtomicUsize::new(1)), true)
     }
 
     /// Whether weights are on their way now.

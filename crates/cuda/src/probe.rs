@@ -48,6 +48,16 @@ struct Probe {
 };
 "#;
 
+pub(crate) fn kernel() -> Kernel {
+    Kernel {
+        source: format!("#include \"base.cuh\"\nusing namespace tiles;\n{SOURCE}"),
+        expression: "Probe".to_string(),
+        threads: 128,
+        shared_bytes: SHARED_BYTES,
+        args_bytes: ARGS_BYTES as u32,
+    }
+}
+
 /// When the blocks of one probe ran, from the moment the order to leave was given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Start {
@@ -77,14 +87,7 @@ impl CudaDevice {
 
 impl StartProbe {
     fn new(hub: &Arc<Hub>) -> Result<StartProbe, DeviceError> {
-        let kernel = Kernel {
-            source: format!("#include \"base.cuh\"\nusing namespace tiles;\n{SOURCE}"),
-            expression: "Probe".to_string(),
-            threads: 128,
-            shared_bytes: SHARED_BYTES,
-            args_bytes: ARGS_BYTES as u32,
-        };
-        let wanted = (kernel, Flavour::RealTime);
+        let wanted = (kernel(), Flavour::RealTime);
         let mut kernels = hub.kernels().obtain(std::slice::from_ref(&wanted), &|_, _| {})?;
         let kernel = kernels
             .remove(&wanted)

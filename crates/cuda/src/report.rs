@@ -8,6 +8,7 @@ use crate::error::OpenError;
 use crate::kernel_text::{Flavour, architecture, module_text};
 use crate::nvrtc::Nvrtc;
 use crate::toolkit::Toolkit;
+use crate::{carrier, probe, promises};
 
 /// What one entry point of a kernel's module needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,6 +19,11 @@ pub struct EntryFacts {
     pub registers: u32,
     /// Bytes a thread spills.
     pub spilled_bytes: u32,
+}
+
+/// The kernels that are the device's own and of no plan.
+pub fn own_kernels() -> Vec<Kernel> {
+    vec![carrier::kernel(), probe::kernel(), promises::kernel()]
 }
 
 /// Compiles kernels and keeps nothing.

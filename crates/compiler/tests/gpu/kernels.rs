@@ -127,7 +127,8 @@ fn kernels_compile_and_need_the_registers_in_the_table() {
             }
             Err(err) => panic!("{err}"),
         };
-        for (expression, facts) in facts(&report, &kernels(capability)) {
+        let all = [kernels(capability), cuda::own_kernels()].concat();
+        for (expression, facts) in facts(&report, &all) {
             for EntryFacts { entry, registers, spilled_bytes } in facts {
                 let _ = writeln!(
                     table,
