@@ -7,7 +7,7 @@ use device::{DeviceError, Staged, Task, check_inputs};
 use model::config::CopyTime;
 use model::{Dim, LaunchPlan, Tensor};
 
-use crate::cargo::{Cargo, CudaStaged, Place, Unstaged, unstage};
+use crate::cargo::{Cargo, CudaStaged, Storage, Unstaged, unstage};
 use crate::driver::Priority;
 use crate::lowered::Lowered;
 use crate::pool::Pool;
@@ -134,8 +134,8 @@ impl Loaded {
         if berth.is_none() {
             soon();
         }
-        let place = berth.map_or(Place::Host(inputs), Place::Pool);
-        Ok(Box::new(CudaStaged { sizes, rows, place }))
+        let storage = berth.map_or(Storage::Host(inputs), Storage::Pool);
+        Ok(Box::new(CudaStaged { sizes, rows, storage }))
     }
 
     pub(crate) fn gather(&self, staged: Vec<Box<dyn Staged>>) -> Result<Gathered, DeviceError> {

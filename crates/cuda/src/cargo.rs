@@ -19,10 +19,10 @@ pub(crate) struct CudaStaged {
     /// Sizes of all symbols but the batch.
     pub(crate) sizes: Sizes,
     pub(crate) rows: usize,
-    pub(crate) place: Place,
+    pub(crate) storage: Storage,
 }
 
-pub(crate) enum Place {
+pub(crate) enum Storage {
     Pool(Berth),
     Host(Vec<Tensor>),
 }
@@ -96,9 +96,9 @@ impl Cargo {
         for request in requests {
             let (at, rows) = (cargo.rows, request.rows);
             cargo.rows += rows;
-            match request.place {
-                Place::Pool(berth) => cargo.add(at, berth),
-                Place::Host(inputs) => {
+            match request.storage {
+                Storage::Pool(berth) => cargo.add(at, berth),
+                Storage::Host(inputs) => {
                     write(lowered, plan_rows, (at, rows), &inputs, staging)?;
                     cargo.parts.push(Part { at, rows, from: From::Staging });
                 }

@@ -1,6 +1,6 @@
 //! Lowers ONNX models to GPU kernels and says what became of them.
 //!
-//! `kernels FILE SYMBOL=SIZE...` prints every step with its first choice; `--quiet` only the totals;
+//! `modules FILE SYMBOL=SIZE...` prints every step with its first choice; `--quiet` only the totals;
 //! `--sources=FOLDER` writes the text of every kernel there.
 
 use std::hash::{Hash, Hasher};
