@@ -5,6 +5,7 @@ use std::path::Path;
 use model::gpu::Kernel;
 
 use crate::error::OpenError;
+use crate::fused::fuse;
 use crate::kernel_text::{Flavour, architecture, module_text};
 use crate::nvrtc::Nvrtc;
 use crate::toolkit::Toolkit;
@@ -12,7 +13,7 @@ use crate::toolkit::Toolkit;
 /// What one entry point of a kernel's module needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EntryFacts {
-    /// `rt`, `be`, `be_grid` or `be_long`.
+    /// `rt`, `be`, `be_grid`, `be_long` or `dkp`.
     pub entry: String,
     /// Registers of a thread.
     pub registers: u32,
@@ -47,6 +48,16 @@ impl KernelReport {
             facts.extend(parse(&compiled.log));
         }
         Ok(facts)
+    }
+
+    /// The kernel that does tiles of `real_time` and of `best_effort`; the error is the compiler's own words.
+    pub fn fused_facts(
+        &self,
+        real_time: &Kernel,
+        best_effort: &Kernel,
+    ) -> Result<Vec<EntryFacts>, String> {
+        let text = module_text(&fuse(real_time, best_effort), Flavour::Fused);
+        Ok(parse(&self.nvrtc.compile(&text)?.log))
     }
 }
 

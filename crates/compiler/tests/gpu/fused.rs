@@ -1,0 +1,75 @@
+//! Kernels of two operators each compile, whatever names both define, and need about the registers of the hungrier.
+
+use compiler::gpu::GpuCompiler;
+use cuda::{EntryFacts, KernelReport};
+use device::KernelCompiler;
+use model::gpu::{GpuPlan, Kernel};
+
+use crate::{kernels, lower_for, models};
+
+/// The kernels that plans of several kinds use at batch 1.
+fn plans() -> Vec<GpuPlan> {
+    let plans = [kernels::layers(), models::dense(), models::odd(), models::encoder()];
+    plans.iter().map(|plan| lower_for(plan, 1, 90)).collect()
+}
+
+/// The first kernel of those that `wanted` takes, behind `skip` of them.
+fn kernel(plans: &[GpuPlan], skip: usize, wanted: impl Fn(&Kernel) -> bool) -> Kernel {
+    let mut all: Vec<&Kernel> =
+        plans.iter().flat_map(|plan| &plan.kernels).filter(|k| wanted(k)).collect();
+    all.dedup();
+    all[skip].clone()
+}
+
+#[test]
+fn fused_pairs_compile() {
+    let report = match KernelReport::new(None, 90, GpuCompiler::default().headers()) {
+        Ok(report) => report,
+        Err(err) if std::env::var_os("ATOLL_REQUIRE_NVRTC").is_none() => {
+            return println!("kernels were not compiled: {err}");
+        }
+        Err(err) => panic!("{err}"),
+    };
+    let plans = plans();
+    let named = |word: &'static str| move |kernel: &Kernel| kernel.expression.contains(word);
+    let narrow = kernel(&plans, 0, |k| k.expression.contains("ConvConfig") && k.threads == 128);
+    let wide = kernel(&plans, 0, |k| k.expression.contains("ConvConfig") && k.threads == 256);
+    let pool = kernel(&plans, 0, named("Pool"));
+    let attention = kernel(&plans, 0, named("Attention"));
+    let (one, other) = (kernel(&plans, 0, named("Function")), kernel(&plans, 1, named("Function")));
+    assert!(one.source != other.source, "two functions of one name");
+    let pairs = [
+        (&narrow, &wide),
+        (&wide, &narrow),
+        (&narrow, &pool),
+        (&pool, &narrow),
+        (&narrow, &narrow),
+        (&attention, &narrow),
+        (&one, &other),
+        (&one, &one),
+    ];
+    for (real_time, best_effort) in pairs {
+        check(&report, real_time, best_effort);
+    }
+}
+
+fn check(report: &KernelReport, real_time: &Kernel, best_effort: &Kernel) {
+    let name = format!("{} + {}", real_time.expression, best_effort.expression);
+    let facts = report.fused_facts(real_time, best_effort);
+    let facts = facts.unwrap_or_else(|err| panic!("{name}: {err}"));
+    let alone = |kernel: &Kernel| {
+        let facts = report.facts(kernel).unwrap_or_else(|err| panic!("{err}"));
+        facts.into_iter().find(|facts| facts.entry == "rt").unwrap()
+    };
+    let [EntryFacts { entry, registers, spilled_bytes }] = &facts[..] else {
+        panic!("{name}: {facts:?}");
+    };
+    let (rt, be) = (alone(real_time), alone(best_effort));
+    println!(
+        "{registers} registers ({} and {}), {spilled_bytes} spilled: {name}",
+        rt.registers, be.registers
+    );
+    assert_eq!(entry, "dkp");
+    // Whoever is not there would need none.
+    assert!(*registers + 16 >= rt.registers, "{name}: {registers} of {}", rt.registers);
+}
