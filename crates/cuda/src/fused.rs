@@ -6,32 +6,46 @@
 
 use model::gpu::Kernel;
 
-/// Registers of a multiprocessor, and thus of all blocks it holds, are shared by threads: a block that is larger than real
-/// time's own gets along with as many registers a thread when fewer blocks are asked for.
+/// What a block does. A block that is larger than real time's own needs as many registers a thread all the same, so fewer of them are asked
+/// for at once: registers of a multiprocessor are shared by threads.
+const FUSED: &str = r#"
+struct Fused {
+    static constexpr int kThreads = RealTime::kThreads > BestEffort::kThreads ? RealTime::kThreads : BestEffort::kThreads;
+    static constexpr int kShared = RealTime::kShared > BestEffort::kShared ? RealTime::kShared : BestEffort::kShared;
+    static constexpr int kAsked = RealTime::kBlocks * RealTime::kThreads / kThreads;
+    static constexpr int kBlocks = kAsked > 0 ? kAsked : 1;
+    static_assert(RealTime::kThreads % 32 == 0 && BestEffort::kThreads % 32 == 0, "whole warps leave");
+
+    // Threads beyond an operator's own leave before its first barrier, which waits for none that are gone.
+    template <class Op, class Gate>
+    static __device__ __forceinline__ void tile(const typename Op::Args& args, int number, unsigned char* shared, const Gate& gate)
+    {
+        if ((int)threadIdx.x >= Op::kThreads) return;
+        tiles::NoWatch watch;
+        Op::tile(args, number, shared, watch, gate);
+    }
+    template <class Gate>
+    static __device__ __forceinline__ void block(const RealTime::Args& real_time, const BestEffort::Args& best_effort,
+                                                 int real_time_blocks, int first_tile, unsigned char* shared, const Gate& gate)
+    {
+        int number = (int)blockIdx.x;
+        if (number < real_time_blocks)
+            tile<RealTime>(real_time, number, shared, gate);
+        else
+            tile<BestEffort>(best_effort, first_tile + number - real_time_blocks, shared, gate);
+    }
+};
+"#;
+
+/// The kernel made of it. As in real time, the next launch's blocks may come as soon as all of these have started.
 const ENTRY: &str = r#"
-constexpr int kFusedThreads = RealTime::kThreads > BestEffort::kThreads ? RealTime::kThreads : BestEffort::kThreads;
-constexpr int kFusedBlocks = RealTime::kBlocks * RealTime::kThreads / kFusedThreads;
-static_assert(RealTime::kThreads % 32 == 0 && BestEffort::kThreads % 32 == 0, "whole warps leave");
-
-// Threads beyond an operator's own leave before its first barrier, which waits for none that are gone.
-template <class Op>
-__device__ __forceinline__ void run_fused(const typename Op::Args& args, int tile)
-{
-    extern __shared__ __align__(128) unsigned char shared[];
-    tiles::LaunchGate::release_next();
-    if ((int)threadIdx.x >= Op::kThreads) return;
-    tiles::NoWatch watch;
-    Op::tile(args, tile, shared, watch, tiles::LaunchGate());
-}
-
-extern "C" __global__ void __launch_bounds__(kFusedThreads, kFusedBlocks > 0 ? kFusedBlocks : 1) dkp(
+extern "C" __global__ void __launch_bounds__(Fused::kThreads, Fused::kBlocks) dkp(
     const __grid_constant__ RealTime::Args real_time, const __grid_constant__ BestEffort::Args best_effort,
     const int real_time_blocks, const int first_tile)
 {
-    if ((int)blockIdx.x < real_time_blocks)
-        run_fused<RealTime>(real_time, (int)blockIdx.x);
-    else
-        run_fused<BestEffort>(best_effort, first_tile + (int)blockIdx.x - real_time_blocks);
+    extern __shared__ __align__(128) unsigned char shared[];
+    tiles::LaunchGate::release_next();
+    Fused::block(real_time, best_effort, real_time_blocks, first_tile, shared, tiles::LaunchGate());
 }
 "#;
 
@@ -39,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(kFusedThreads, kFusedBlocks > 0 ? k
 /// real time's tiles, and the first tile of best effort's.
 pub(crate) fn fuse(real_time: &Kernel, best_effort: &Kernel) -> Kernel {
     Kernel {
-        source: text(real_time, best_effort),
+        source: fused_operators(real_time, best_effort) + ENTRY,
         expression: format!("{} + {}", real_time.expression, best_effort.expression),
         threads: real_time.threads.max(best_effort.threads),
         shared_bytes: real_time.shared_bytes.max(best_effort.shared_bytes),
@@ -47,8 +61,8 @@ pub(crate) fn fuse(real_time: &Kernel, best_effort: &Kernel) -> Kernel {
     }
 }
 
-/// The module: headers of both, each operator in a namespace of its own, the entry point.
-fn text(real_time: &Kernel, best_effort: &Kernel) -> String {
+/// A module without its entry point: headers of both, each operator in a namespace of its own, and `Fused`, a block of either.
+pub fn fused_operators(real_time: &Kernel, best_effort: &Kernel) -> String {
     let mut text = String::new();
     let directives = || {
         let of = |kernel: &'_ Kernel| {
@@ -71,7 +85,7 @@ fn text(real_time: &Kernel, best_effort: &Kernel) -> String {
     {
         text += &operator(space, name, kernel);
     }
-    text + ENTRY
+    text + FUSED
 }
 
 /// Definitions and headers; pragmas belong to the lines below them.

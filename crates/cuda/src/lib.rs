@@ -50,6 +50,7 @@ mod toy;
 
 pub use crate::device::{CudaDevice, CudaOptions};
 pub use error::{CudaError, OpenError};
+pub use fused::fused_operators;
 pub use holdings::Holdings;
 pub use kernels::Progress;
 pub use layout::run_bytes;

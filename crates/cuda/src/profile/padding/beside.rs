@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use super::PaddingWay;
 use super::network::Network;
-use crate::driver::{Event, Graph, Part, Priority, Stream};
+use crate::driver::{Graph, Part, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
 
 /// Runs that are queued: one that is under way, and one to go on with while we hear of it.
-const IN_FLIGHT: usize = 2;
+const IN_FLIGHT: u32 = 2;
 
 /// How long best effort may take for a run before it counts as stuck.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -21,6 +21,8 @@ pub(super) struct Beside {
     /// Before the stream it was recorded on.
     graph: Graph,
     stream: Stream,
+    /// Runs that have ended, as the stream counts them.
+    mark: PinnedWord,
     /// Of the corner, where it is held to one.
     pub(super) multiprocessors: Option<u32>,
 }
@@ -76,7 +78,8 @@ impl Beside {
             }
             Ok(())
         })?;
-        Ok(Some(Beside { graph, stream, multiprocessors }))
+        let mark = PinnedWord::new(hub.context())?;
+        Ok(Some(Beside { graph, stream, mark, multiprocessors }))
     }
 
     /// Replays real time for `span` at least and until a run of best effort has ended, with best effort beside it all the time.
@@ -105,24 +108,32 @@ impl Beside {
     }
 
     fn launch_on(&mut self, hub: &Hub, stop: &AtomicBool, ends: &Ends) -> Result<(), CudaError> {
-        let event = || Event::untimed(hub.context());
-        let events = (0..IN_FLIGHT).map(|_| event()).collect::<Result<Vec<_>, _>>()?;
-        for number in 0.. {
-            let end = &events[number % IN_FLIGHT];
-            if number >= IN_FLIGHT {
-                end.wait()?;
-                ends.add();
-            }
-            if stop.load(Ordering::Acquire) {
-                break;
-            }
+        // A word and no event: the stream of a corner is of another context.
+        let (before, mut launched, mut ended) = (self.mark.load(), 0, 0);
+        let mut heard = Instant::now();
+        while !stop.load(Ordering::Acquire) {
             // As best effort does anywhere: real time's calls to the driver come first.
-            while hub.quiet.is_wanted() {
-                std::hint::spin_loop();
+            if launched < ended + IN_FLIGHT && !hub.quiet.is_wanted() {
+                launched += 1;
+                let mark = before.wrapping_add(launched);
+                // SAFETY: the network and the word live until the stream is waited for, and this stream alone uses the
+                // network as best effort.
+                unsafe {
+                    self.graph.launch(&self.stream)?;
+                    self.stream.write_word(self.mark.device_address(), mark)?;
+                }
             }
-            // SAFETY: the network lives until the stream is waited for, and this stream alone uses it as best effort.
-            unsafe { self.graph.launch(&self.stream) }?;
-            end.record(&self.stream)?;
+            let now = self.mark.load().wrapping_sub(before);
+            if now != ended {
+                (ended..now).for_each(|_| ends.add());
+                (ended, heard) = (now, Instant::now());
+            }
+            // A kernel that failed leaves no mark, and the driver says why.
+            if heard.elapsed() > PATIENCE {
+                self.stream.is_idle()?;
+                return Err(CudaError::Misuse("best effort beside real time stands still"));
+            }
+            std::hint::spin_loop();
         }
         Ok(())
     }
