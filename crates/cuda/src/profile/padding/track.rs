@@ -15,6 +15,9 @@ use crate::hub::{Hub, Place};
 /// Replays at the beginning of a turn that do not count: what ran before has the caches.
 const WARM_UP: usize = 3;
 
+/// Before the first turn the device is kept busy so long: its clocks fell while graphs were recorded.
+const WARM_CLOCKS: Duration = Duration::from_millis(50);
+
 /// Replays of best effort alone in each turn.
 const ALONE_REPLAYS: usize = 20;
 
@@ -209,6 +212,10 @@ impl<'a> Contest<'a> {
     pub(super) fn run(mut self, options: &PaddingOptions) -> Result<PairTiming, CudaError> {
         let mut alone = Vec::new();
         let mut tracks = std::mem::take(&mut self.tracks);
+        let began = Instant::now();
+        while began.elapsed() < WARM_CLOCKS {
+            self.replay(&self.best_effort_alone)?;
+        }
         for _ in 0..options.turns.max(1) {
             self.best_effort_turn(&mut alone)?;
             for track in &mut tracks {
