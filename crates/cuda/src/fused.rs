@@ -17,22 +17,24 @@ struct Fused {
     static_assert(RealTime::kThreads % 32 == 0 && BestEffort::kThreads % 32 == 0, "whole warps leave");
 
     // Threads beyond an operator's own leave before its first barrier, which waits for none that are gone.
-    template <class Op, class Gate>
-    static __device__ __forceinline__ void tile(const typename Op::Args& args, int number, unsigned char* shared, const Gate& gate)
+    template <class Op, class Watch, class Gate>
+    static __device__ __forceinline__ void tile(const typename Op::Args& args, int number, unsigned char* shared)
     {
         if ((int)threadIdx.x >= Op::kThreads) return;
-        tiles::NoWatch watch;
-        Op::tile(args, number, shared, watch, gate);
+        Watch watch;
+        Op::tile(args, number, shared, watch, Gate());
     }
-    template <class Gate>
+    // Each has a watch and a gate of its own headers, by which functions are looked up.
+    template <class RealTimeGate, class BestEffortGate>
     static __device__ __forceinline__ void block(const RealTime::Args& real_time, const BestEffort::Args& best_effort,
-                                                 int real_time_blocks, int first_tile, unsigned char* shared, const Gate& gate)
+                                                 int real_time_blocks, int first_tile, unsigned char* shared)
     {
         int number = (int)blockIdx.x;
         if (number < real_time_blocks)
-            tile<RealTime>(real_time, number, shared, gate);
+            tile<RealTime, tiles::NoWatch, RealTimeGate>(real_time, number, shared);
         else
-            tile<BestEffort>(best_effort, first_tile + number - real_time_blocks, shared, gate);
+            tile<BestEffort, ::best_effort::tiles::NoWatch, BestEffortGate>(
+                best_effort, first_tile + number - real_time_blocks, shared);
     }
 };
 "#;
@@ -45,15 +47,18 @@ extern "C" __global__ void __launch_bounds__(Fused::kThreads, Fused::kBlocks) dk
 {
     extern __shared__ __align__(128) unsigned char shared[];
     tiles::LaunchGate::release_next();
-    Fused::block(real_time, best_effort, real_time_blocks, first_tile, shared, tiles::LaunchGate());
+    Fused::block<tiles::LaunchGate, ::best_effort::tiles::LaunchGate>(real_time, best_effort, real_time_blocks, first_tile, shared);
 }
 "#;
 
+/// Headers by their names.
+pub(crate) type Headers<'a> = &'a [(&'a str, &'a str)];
+
 /// The kernel that does tiles of both; its parameters are the arguments of the one, those of the other, the number of blocks that do
 /// real time's tiles, and the first tile of best effort's.
-pub(crate) fn fuse(real_time: &Kernel, best_effort: &Kernel) -> Kernel {
+pub(crate) fn fuse(real_time: &Kernel, best_effort: &Kernel, headers: Headers<'_>) -> Kernel {
     Kernel {
-        source: fused_operators(real_time, best_effort) + ENTRY,
+        source: fused_operators(real_time, best_effort, headers) + ENTRY,
         expression: format!("{} + {}", real_time.expression, best_effort.expression),
         threads: real_time.threads.max(best_effort.threads),
         shared_bytes: real_time.shared_bytes.max(best_effort.shared_bytes),
@@ -61,52 +66,67 @@ pub(crate) fn fuse(real_time: &Kernel, best_effort: &Kernel) -> Kernel {
     }
 }
 
-/// A module without its entry point: headers of both, each operator in a namespace of its own, and `Fused`, a block of either.
-pub fn fused_operators(real_time: &Kernel, best_effort: &Kernel) -> String {
-    let mut text = String::new();
-    let directives = || {
-        let of = |kernel: &'_ Kernel| {
-            kernel.source.lines().filter(is_directive).map(str::to_string).collect::<Vec<_>>()
-        };
-        of(real_time).into_iter().chain(of(best_effort))
-    };
-    // What headers hold may depend on definitions, so all of them come before the first header.
-    let mut seen: Vec<String> = Vec::new();
-    let defines = directives().filter(|line| line.starts_with("#define"));
-    let includes = directives().filter(|line| !line.starts_with("#define"));
-    for line in defines.chain(["#include \"entry.cuh\"".to_string()]).chain(includes) {
-        if !seen.contains(&line) {
-            text += &format!("{line}\n");
-            seen.push(line);
+/// A module without its entry point: both operators, and `Fused`, a block of either.
+///
+/// Not all headers can stand beside each other, and two generated operators have one name. So best effort has all that it includes
+/// once more, in a namespace of its own.
+pub fn fused_operators(
+    real_time: &Kernel,
+    best_effort: &Kernel,
+    headers: &[(&str, &str)],
+) -> String {
+    let mut guest = String::new();
+    let source = format!("#include \"base.cuh\"\n{}", best_effort.source);
+    expand(&source, headers, &mut Vec::new(), &mut guest);
+    format!(
+        "#include \"entry.cuh\"\n{}\nusing RealTime = {};\n{}namespace {SPACE} {{\n{guest}\nusing Operator = {};\n}}\n\
+         using BestEffort = {SPACE}::Operator;\n{}{FUSED}",
+        real_time.source,
+        real_time.expression,
+        expected("RealTime", real_time),
+        best_effort.expression,
+        expected("BestEffort", best_effort),
+    )
+}
+
+/// Where best effort's operator and its headers are.
+const SPACE: &str = "best_effort";
+
+/// What the plan believes of the operator `name`, checked by the compiler.
+fn expected(name: &str, kernel: &Kernel) -> String {
+    let Kernel { threads, shared_bytes, args_bytes, .. } = kernel;
+    format!("TILES_EXPECT({name}, {threads}, {shared_bytes}, {args_bytes});\n")
+}
+
+/// Writes `text` to `to` with headers in place of their names, each once. Those of CUDA are no part of any namespace.
+fn expand<'a>(text: &str, headers: Headers<'a>, seen: &mut Vec<&'a str>, to: &mut String) {
+    for line in text.lines() {
+        let included = line.strip_prefix("#include \"").and_then(|rest| rest.split('"').next());
+        let header = headers.iter().find(|(name, _)| included == Some(*name));
+        match header {
+            Some((name, _)) if seen.contains(name) => {}
+            Some((name, body)) => {
+                seen.push(name);
+                expand(body, headers, seen, to);
+            }
+            None if line.starts_with("#pragma once") => {}
+            None if line.starts_with("#include") => {
+                *to += &format!("}}\n{line}\nnamespace {SPACE} {{\n");
+            }
+            None => *to += &format!("{line}\n"),
         }
     }
-    for (space, name, kernel) in
-        [("real_time", "RealTime", real_time), ("best_effort", "BestEffort", best_effort)]
-    {
-        text += &operator(space, name, kernel);
-    }
-    text + FUSED
-}
-
-/// Definitions and headers; pragmas belong to the lines below them.
-fn is_directive(line: &&str) -> bool {
-    line.starts_with("#define") || line.starts_with("#include")
-}
-
-/// What `kernel` defines and its operator as `name`. Its own `tiles` is found first, then that of the headers.
-fn operator(space: &str, name: &str, kernel: &Kernel) -> String {
-    let Kernel { source, expression, threads, shared_bytes, args_bytes } = kernel;
-    let body: Vec<&str> = source.lines().filter(|line| !is_directive(line)).collect();
-    let body = body.join("\n");
-    format!(
-        "namespace {space} {{\nnamespace tiles {{\nusing namespace ::tiles;\n}}\n{body}\nusing Operator = {expression};\n}}\n\
-         using {name} = {space}::Operator;\nTILES_EXPECT({name}, {threads}, {shared_bytes}, {args_bytes});\n"
-    )
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const HEADERS: Headers<'static> = &[
+        ("base.cuh", "#pragma once\n#include <cuda_fp16.h>\nint base;\n"),
+        ("one.cuh", "#pragma once\n#include \"base.cuh\"\n#include \"two.cuh\"\nint one;\n"),
+        ("two.cuh", "#pragma once\n#include \"base.cuh\"\nint two;\n"),
+    ];
 
     fn kernel(source: &str, expression: &str, threads: u32) -> Kernel {
         let (source, expression) = (source.to_string(), expression.to_string());
@@ -115,25 +135,21 @@ mod tests {
 
     #[test]
     fn a_fused_kernel_has_room_for_either() {
-        let fused = fuse(&kernel("", "A", 128), &kernel("", "B", 256));
+        let fused = fuse(&kernel("", "A", 128), &kernel("", "B", 256), HEADERS);
         assert_eq!((fused.threads, fused.shared_bytes, fused.args_bytes), (256, 2048, 56));
         assert_eq!(fused.expression, "A + B");
     }
 
     #[test]
-    fn headers_come_once_and_before_names_that_both_define() {
-        let one =
-            "#include \"chain.cuh\"\nnamespace tiles {\nstruct Function {\n#pragma unroll\n};\n}\n";
-        let other = format!("#define TILES_BF16\n{one}");
-        let text =
-            fuse(&kernel(one, "tiles::Chain<tiles::Function>", 128), &kernel(&other, "B", 128))
-                .source;
-        let at = |what: &str| text.find(what).unwrap_or_else(|| panic!("no {what} in\n{text}"));
-        assert_eq!(text.matches("#include \"chain.cuh\"").count(), 1);
-        assert!(at("#define TILES_BF16") < at("#include \"entry.cuh\""));
-        assert!(at("#include \"chain.cuh\"") < at("namespace real_time {"));
-        assert_eq!(text.matches("struct Function").count(), 2);
-        assert_eq!(text.matches("#pragma unroll").count(), 2, "pragmas stay where they are");
-        assert!(at("struct Function") < at("namespace best_effort {"));
+    fn best_effort_has_its_headers_in_a_namespace_of_its_own() {
+        let source = "#define X\n#include \"one.cuh\"\n#include \"two.cuh\"\nstruct B {\n#pragma unroll\n};\n";
+        let (host, guest) = (kernel("#include \"one.cuh\"", "A", 32), kernel(source, "B", 32));
+        let text = fuse(&host, &guest, HEADERS).source;
+        let (before, inside) = text.split_once("namespace best_effort {\n").expect("a namespace");
+        assert!(before.contains("#include \"one.cuh\"\nusing RealTime = A;\n"), "{before}");
+        let (inside, _) = inside.split_once("using BestEffort").expect("an end");
+        let want = "}\n#include <cuda_fp16.h>\nnamespace best_effort {\nint base;\n#define X\nint two;\nint one;\n\
+                    struct B {\n#pragma unroll\n};\n\nusing Operator = B;\n}\n";
+        assert_eq!(inside, want);
     }
 }

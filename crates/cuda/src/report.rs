@@ -24,6 +24,7 @@ pub struct EntryFacts {
 /// Compiles kernels and keeps nothing.
 pub struct KernelReport {
     nvrtc: Nvrtc,
+    headers: Vec<(String, String)>,
 }
 
 impl KernelReport {
@@ -37,7 +38,8 @@ impl KernelReport {
         let nvrtc = Nvrtc::new(&toolkit, architecture(capability), headers)
             .and_then(|nvrtc| nvrtc.with_option("--ptxas-options=-v"))
             .map_err(OpenError::NoCompiler)?;
-        Ok(KernelReport { nvrtc })
+        let owned = |(name, text): &(&str, &str)| ((*name).to_string(), (*text).to_string());
+        Ok(KernelReport { nvrtc, headers: headers.iter().map(owned).collect() })
     }
 
     /// Both flavours of `kernel`; the error is the compiler's own words.
@@ -56,7 +58,9 @@ impl KernelReport {
         real_time: &Kernel,
         best_effort: &Kernel,
     ) -> Result<Vec<EntryFacts>, String> {
-        let text = module_text(&fuse(real_time, best_effort), Flavour::Fused);
+        let headers: Vec<(&str, &str)> =
+            self.headers.iter().map(|(name, text)| (name.as_str(), text.as_str())).collect();
+        let text = module_text(&fuse(real_time, best_effort, &headers), Flavour::Fused);
         Ok(parse(&self.nvrtc.compile(&text)?.log))
     }
 }

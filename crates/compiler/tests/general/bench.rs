@@ -3,9 +3,11 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use compiler::gpu::GpuCompiler;
 use compiler::gpu::args::Address;
 use compiler::gpu::draft::{Draft, Work};
 use compiler::gpu::view::{BufferId, Element, View};
+use device::KernelCompiler;
 use half::{bf16, f16};
 use model::gpu::{Kernel, Place};
 use model::{DataType, Tensor};
@@ -77,6 +79,8 @@ pub struct Bench {
     kernels: Vec<Kernel>,
     launches: Vec<Launch>,
     checks: Vec<Check>,
+    /// Two operators that are one kernel, where there are such.
+    fused: String,
 }
 
 impl Bench {
@@ -196,7 +200,9 @@ impl Bench {
             second.tiles > 1 && drafts.iter().all(|draft| draft.args.0.len() % 8 == 0),
             "{name}"
         );
-        self.kernels.push(fused(&first.kernel, &second.kernel));
+        let (text, both) = fused(&first.kernel, &second.kernel);
+        self.fused = text;
+        self.kernels.push(both);
         let kernel = self.kernels.len() - 1;
         let some = second.tiles / 2;
         for (blocks, first_tile, tiles) in [(first.tiles, 0, some), (0, some, second.tiles - some)]
@@ -286,6 +292,7 @@ impl Bench {
         headers.sort_unstable();
         headers.dedup();
         headers.iter().for_each(|header| text += &format!("{header}\n"));
+        text += &self.fused;
         let mut table = String::new();
         for (number, kernel) in self.kernels.iter().enumerate() {
             let body: Vec<&str> = kernel
@@ -368,8 +375,8 @@ impl Bench {
 }
 
 /// Both kernels as one, as an operator of the host's machine: what a GPU gets, without the entry point.
-fn fused(first: &Kernel, second: &Kernel) -> Kernel {
-    let text = cuda::fused_operators(first, second);
+fn fused(first: &Kernel, second: &Kernel) -> (String, Kernel) {
+    let text = cuda::fused_operators(first, second, GpuCompiler::default().headers());
     // Entry points are of CUDA alone; what they check, the program checks of the whole.
     let is_kept =
         |line: &&str| !line.contains("\"entry.cuh\"") && !line.starts_with("TILES_EXPECT");
@@ -379,20 +386,21 @@ struct FusedOp {
     static constexpr int kThreads = Fused::kThreads, kShared = Fused::kShared;
     struct Args { RealTime::Args real_time; BestEffort::Args best_effort; int blocks, first_tile; };
     template <class Watch, class Gate>
-    static bool tile(const Args& a, int, unsigned char* shared, Watch&, const Gate& gate)
+    static bool tile(const Args& a, int, unsigned char* shared, Watch&, const Gate&)
     {
         if (Watch::kLeaves) return false;
-        Fused::block(a.real_time, a.best_effort, a.blocks, a.first_tile, shared, gate);
+        Fused::block<tiles::NoGate, best_effort::tiles::NoGate>(a.real_time, a.best_effort, a.blocks, a.first_tile, shared);
         return true;
     }
 };";
-    Kernel {
-        source: text.join("\n") + operator,
+    let kernel = Kernel {
+        source: String::new(),
         expression: "FusedOp".to_string(),
         threads: first.threads.max(second.threads),
         shared_bytes: first.shared_bytes.max(second.shared_bytes),
         args_bytes: first.args_bytes + second.args_bytes + 8,
-    }
+    };
+    (text.join("\n") + operator + "\n", kernel)
 }
 
 /// False where there is no compiler: the same text is then only compiled for GPUs.

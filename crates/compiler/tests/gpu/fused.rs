@@ -45,6 +45,8 @@ fn fused_pairs_compile() {
         (&pool, &narrow),
         (&narrow, &narrow),
         (&attention, &narrow),
+        (&narrow, &one),
+        (&one, &narrow),
         (&one, &other),
         (&one, &one),
     ];

@@ -218,9 +218,10 @@ impl PaddingBench {
     ) -> Result<(), DeviceError> {
         self.hub.alive()?;
         let unknown = || DeviceError::BadPlan("a pair of kernels that are not there".to_string());
+        let headers = self.hub.compiler.headers();
         let wanted = |&(rt, be): &(usize, usize)| -> Result<Wanted, DeviceError> {
             let kernel = |number: usize| self.kernels.get(number).ok_or_else(unknown);
-            Ok((fuse(kernel(rt)?, kernel(be)?), Flavour::Fused))
+            Ok((fuse(kernel(rt)?, kernel(be)?, headers), Flavour::Fused))
         };
         let all = pairs.iter().map(wanted).collect::<Result<Vec<_>, _>>()?;
         let made = self.hub.kernels().obtain(&all, progress)?;
