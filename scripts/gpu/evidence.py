@@ -6,7 +6,7 @@
 Writes evidence/latency.json and evidence/conformance.json, evidence/disb.json of what scripts/gpu/disb.sh left and
 evidence/preempt.json of what `atoll bench preempt` wrote there, evidence/best_effort.json of scripts/gpu/best_effort.py,
 evidence/batching.json, evidence/swap.json and evidence/big.json of scripts/gpu/batching.sh and swap.sh, evidence/server.json of `atoll bench
-server`, evidence/pairs.json and evidence/corner.json of `atoll bench disb` with other workloads and settings; each where RUN_DIR has what it is made of. `cargo xtask evidence` says when they are stale, and prints the README's table.
+server`, evidence/pairs.json and evidence/corner.json of `atoll bench disb` with other workloads and settings, evidence/padding.json of `atoll bench padding`; each where RUN_DIR has what it is made of. `cargo xtask evidence` says when they are stale, and prints the README's table.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KERNELS = ROOT / "crates" / "compiler" / "kernels"
+FUSED = "crates/cuda/src/fused.rs"
 
 
 def header(folder: Path, command: str) -> dict:
@@ -71,6 +72,21 @@ def write_disb(run: Path, head: dict) -> None:
     write("disb.json", {**head, "date": found["date"], "command": found["command"], **kept})
 
 
+def write_padding(run: Path, head: dict) -> None:
+    """Pairs as they are, with their fused kernels counted; bound to the text that fuses as well."""
+    found = json.loads((run / "padding.json").read_text())
+    for pair in found["pairs"]:
+        if fused := pair["fused"]:
+            fused["kernels"] = {
+                "count": len(fused["kernels"]),
+                "spilling": sum(kernel["spilled_bytes"] > 0 for kernel in fused["kernels"]),
+                "most_registers": max((kernel["registers"][0] for kernel in fused["kernels"]), default=0),
+            }
+    hashes = {**head["sha256"], FUSED: hashlib.sha256((ROOT / FUSED).read_bytes()).hexdigest()}
+    kept = {key: value for key, value in found.items() if key not in ("device", "driver")}
+    write("padding.json", {**head, "sha256": hashes, **kept})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
@@ -96,6 +112,8 @@ def main() -> None:
         if (args.run / name).is_file():
             found = json.loads((args.run / name).read_text())
             write(name, {**head, **{key: value for key, value in found.items() if key not in ("device", "driver")}})
+    if (args.run / "padding.json").is_file():
+        write_padding(args.run, head)
 
 
 if __name__ == "__main__":

@@ -93,3 +93,20 @@ def test_demo_ends_by_itself() -> None:
     done = atoll("demo", "--seconds", "2", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
     assert done.returncode == 0, done.stderr
     assert "preempt" in (done.stdout + done.stderr).lower()
+
+
+def test_padding_says_what_it_needs() -> None:
+    listed = atoll("bench", "padding", "--help").stdout
+    for word in ("fused", "corner", "--pairs", "Examples"):
+        assert word in listed
+    for args, word in [
+        (["--pairs", "vgg19"], "vgg19+resnet152"),
+        (["--ways", "fused,sideways"], "sideways"),
+        (["--corners", "8,8"], "twice"),
+        (["--corners", "4"], "4"),
+        (["--seconds", "0"], "seconds"),
+        (["--device", "cpu"], "cuda:0"),
+    ]:
+        done = atoll("bench", "padding", *args)
+        assert done.returncode == 2, done.stderr
+        assert word in done.stderr

@@ -5,7 +5,7 @@ use std::path::Path;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-/// Where the sources lie that evidence names by file name alone.
+/// Where the sources lie that evidence names by file name alone; others it names by their path.
 const KERNELS: &str = "crates/compiler/kernels";
 
 /// Every evidence file with what is stale about it; nothing when it is fresh.
@@ -32,8 +32,11 @@ fn stale_sources(root: &Path, text: &str) -> Result<Vec<String>, String> {
     let Some(sources) = sources else {
         return Ok(vec!["it names no sources ('sha256')".to_string()]);
     };
-    let stale = |(file, hash): (&String, &Value)| match std::fs::read(root.join(KERNELS).join(file))
-    {
+    let place = |file: &str| match file.contains('/') {
+        true => root.join(file),
+        false => root.join(KERNELS).join(file),
+    };
+    let stale = |(file, hash): (&String, &Value)| match std::fs::read(place(file)) {
         Err(_) => Some(format!("{file} is gone")),
         Ok(bytes) if Some(hex(&Sha256::digest(&bytes)).as_str()) == hash.as_str() => None,
         Ok(_) => Some(format!("{file} has changed")),
@@ -107,6 +110,9 @@ mod tests {
         let stale = |text| stale_sources(&root, text).unwrap();
         assert_eq!(stale(r#"{"sha256":{"base.cuh":"00"}}"#), ["base.cuh has changed"]);
         assert_eq!(stale(r#"{"sha256":{"nothing.cuh":"00"}}"#), ["nothing.cuh is gone"]);
+        let fused = "crates/cuda/src/fused.rs";
+        let by_path = format!(r#"{{"sha256":{{"{fused}":"00"}}}}"#);
+        assert_eq!(stale(&by_path), [format!("{fused} has changed")]);
         assert_eq!(stale("{}").len(), 1);
     }
 }

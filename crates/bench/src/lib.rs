@@ -7,6 +7,7 @@ pub mod disb;
 pub mod fleet;
 pub mod live;
 pub mod load;
+pub mod padding;
 pub mod plot;
 pub mod preemption;
 pub mod random;

@@ -13,11 +13,13 @@ use runtime::policy::NAMES;
 use crate::args::DeviceSettings;
 use crate::failure::Failure;
 use crate::frontend_bench::FrontendBenchArgs;
+use crate::padding_command::PaddingArgs;
 use crate::server_bench::ServerBenchArgs;
 use crate::sim_command::write;
 use crate::swap_command::SwapArgs;
 use crate::{
-    batching_command, disb_command, frontend_bench, preempt_command, server_bench, swap_command,
+    batching_command, disb_command, frontend_bench, padding_command, preempt_command, server_bench,
+    swap_command,
 };
 
 #[derive(Clone, Debug, Args)]
@@ -47,6 +49,8 @@ pub(crate) enum Which {
     Swap(Box<SwapArgs>),
     /// Batching policies: Nexus's drop curves and Ebird's step load, in virtual time or on a real device
     Batching(Box<BatchingArgs>),
+    /// Padding: what best effort gets beside real time and costs it, fused into its launches, in streams, in a corner
+    Padding(Box<PaddingArgs>),
 }
 
 #[derive(Clone, Debug, Args)]
@@ -268,6 +272,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
         Which::Swap(args) => swap_command::run(args),
         Which::Batching(args) if args.device == "sim" => run_batching(args.json.is_some()),
         Which::Batching(args) => batching_command::run(args),
+        Which::Padding(args) => padding_command::run(args),
     }
 }
 

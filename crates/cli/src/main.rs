@@ -23,6 +23,7 @@ mod memory_arg;
 mod models_command;
 mod npy;
 mod nvidia;
+mod padding_command;
 mod plan_command;
 mod popularity;
 mod preempt_command;

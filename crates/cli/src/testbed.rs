@@ -7,6 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use base::Random;
 use bench::live::LiveModel;
 use device::Device;
+use model::{LaunchPlan, Tensor};
 
 use crate::failure::Failure;
 use crate::{binding, engine};
@@ -21,23 +22,34 @@ pub(crate) fn load(
     device: &dyn Device,
     names: &[&str],
 ) -> Result<Vec<LiveModel>, Failure> {
-    let folder = folder.ok_or_else(|| {
-        Failure::usage("a real device runs real models: name their folder with --models")
-    })?;
     let mut random = Random::new(seed);
     let mut one = |name: &&str| {
-        let path = file(folder, name)?;
-        let failed = |err: String| Failure::failed(format!("{}: {err}", path.display()));
-        let plan = engine::compile_file(&path).map_err(|err| failed(err.to_string()))?;
-        let mut bindings = binding::Bindings::new();
-        bindings.insert("sequence".to_string(), SEQUENCE);
-        let inputs = binding::random_inputs(&plan, &bindings, &mut random).map_err(failed)?;
+        let (plan, inputs) = read(folder, name, &mut random)?;
+        let failed = |err| Failure::failed(format!("{name}: {err}"));
         let inputs = binding::settled(device.lender(), inputs);
-        let program = device.load(Arc::new(plan)).map_err(|err| failed(err.to_string()))?;
+        let program = device.load(Arc::new(plan)).map_err(failed)?;
         eprintln!("{name}: loaded, {} on the device", program.resident());
         Ok(LiveModel { name: (*name).to_string(), program, inputs })
     };
     names.iter().map(&mut one).collect()
+}
+
+/// The launch plan of the model of this name from the folder that was given, and inputs made up for it.
+pub(crate) fn read(
+    folder: Option<&Path>,
+    name: &str,
+    random: &mut Random,
+) -> Result<(LaunchPlan, Vec<Tensor>), Failure> {
+    let folder = folder.ok_or_else(|| {
+        Failure::usage("a real device runs real models: name their folder with --models")
+    })?;
+    let path = file(folder, name)?;
+    let failed = |err: String| Failure::failed(format!("{}: {err}", path.display()));
+    let plan = engine::compile_file(&path).map_err(|err| failed(err.to_string()))?;
+    let mut bindings = binding::Bindings::new();
+    bindings.insert("sequence".to_string(), SEQUENCE);
+    let inputs = binding::random_inputs(&plan, &bindings, random).map_err(failed)?;
+    Ok((plan, inputs))
 }
 
 /// The benchmark and the model zoo spell one name differently.

@@ -11,6 +11,8 @@ pub(crate) enum Flavour {
     RealTime,
     /// Leaves when told to; the entry points are `be`, `be_grid` and `be_long`.
     BestEffort,
+    /// Made of two by [`crate::fused`], a module as it is; the entry point is `dkp`.
+    Fused,
 }
 
 impl Flavour {
@@ -19,6 +21,7 @@ impl Flavour {
         match self {
             Flavour::RealTime => &[c"rt"],
             Flavour::BestEffort => &[c"be", c"be_grid", c"be_long"],
+            Flavour::Fused => &[c"dkp"],
         }
     }
 }
@@ -29,6 +32,7 @@ pub(crate) fn module_text(kernel: &Kernel, flavour: Flavour) -> String {
     let entry = match flavour {
         Flavour::RealTime => "TILES_REAL_TIME",
         Flavour::BestEffort => "TILES_BEST_EFFORT",
+        Flavour::Fused => return source.clone(),
     };
     format!(
         "#include \"entry.cuh\"\n{source}\nusing Op = {expression};\nTILES_EXPECT(Op, {threads}, {shared_bytes}, {args_bytes});\n{entry}(Op)\n"

@@ -18,6 +18,7 @@ mod device;
 mod driver;
 mod error;
 mod form;
+mod fused;
 mod holdings;
 mod hub;
 mod instance;
@@ -51,13 +52,18 @@ mod toy;
 
 pub use crate::device::{CudaDevice, CudaOptions};
 pub use error::{CudaError, OpenError};
+pub use fused::fused_operators;
 pub use holdings::Holdings;
 pub use kernels::Progress;
 pub use layout::run_bytes;
 pub use nvml::Health;
 pub use probe::{Start, StartProbe};
 pub use process::end_process;
-pub use profile::{ChoiceProfile, ClassTiming, PlanProfile, ProfileOptions, StepProfile, Timing};
+pub use profile::{
+    ChoiceProfile, ClassTiming, PaddingBench, PaddingKernel, PaddingLaunch, PaddingOptions,
+    PaddingPair, PaddingSlice, PaddingStep, PaddingTiming, PaddingWay, PairTiming, PlanProfile,
+    ProfileOptions, StepProfile, Timing, WayTiming,
+};
 pub use queue::Polling;
 pub use report::{EntryFacts, KernelReport, own_kernels};
 pub use tuning::{Chosen, Tuning};

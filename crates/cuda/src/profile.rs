@@ -1,6 +1,7 @@
 //! Measuring a plan: every way to compute every step, and the whole as one graph.
 
 mod classes;
+mod padding;
 mod whole;
 
 use std::collections::{BTreeSet, HashMap};
@@ -26,6 +27,10 @@ use crate::tuning::{Chosen, Tuning, pair};
 use crate::weights::ProgramWeights;
 
 pub use classes::ClassTiming;
+pub use padding::{
+    PaddingBench, PaddingKernel, PaddingLaunch, PaddingOptions, PaddingPair, PaddingSlice,
+    PaddingStep, PaddingTiming, PaddingWay, PairTiming, WayTiming,
+};
 use whole::WholePlan;
 
 /// Memory in which copies of a step find weights of their own, so that they come from memory as in a network larger than
@@ -219,19 +224,7 @@ impl<'a> Profiler<'a> {
     }
 
     fn run(mut self, sizes: &[(String, usize)]) -> Result<PlanProfile, DeviceError> {
-        let mut known: HashMap<String, StepProfile> = HashMap::new();
-        let steps = self.lowered.gpu.steps.clone();
-        let mut profiles = Vec::with_capacity(steps.len());
-        for (index, step) in steps.iter().enumerate() {
-            let profile = match known.get(&step.signature) {
-                Some(same) => StepProfile { name: step.name.clone(), ..same.clone() },
-                None => self.step(index, step)?,
-            };
-            known.insert(step.signature.clone(), profile.clone());
-            let before = index.checked_sub(1).map(|before| pair(&steps[before], step));
-            profiles.push(StepProfile { pair: before, ..profile });
-            (self.progress)(index + 1, steps.len());
-        }
+        let profiles = self.steps()?;
         let mut chosen = self.lowered.gpu.clone();
         for (step, profile) in chosen.steps.iter_mut().zip(&profiles) {
             (step.rt, step.be) = (profile.rt, profile.be);
@@ -255,6 +248,24 @@ impl<'a> Profiler<'a> {
         let (graph, plain_graph) = (time(&apart)?, time(&vec![true; apart.len()])?);
         drop(whole);
         Ok(PlanProfile { graph, plain_graph, ..profile })
+    }
+
+    /// Every step with all its choices timed; steps of one signature once.
+    fn steps(&mut self) -> Result<Vec<StepProfile>, DeviceError> {
+        let mut known: HashMap<String, StepProfile> = HashMap::new();
+        let steps = self.lowered.gpu.steps.clone();
+        let mut profiles = Vec::with_capacity(steps.len());
+        for (index, step) in steps.iter().enumerate() {
+            let profile = match known.get(&step.signature) {
+                Some(same) => StepProfile { name: step.name.clone(), ..same.clone() },
+                None => self.step(index, step)?,
+            };
+            known.insert(step.signature.clone(), profile.clone());
+            let before = index.checked_sub(1).map(|before| pair(&steps[before], step));
+            profiles.push(StepProfile { pair: before, ..profile });
+            (self.progress)(index + 1, steps.len());
+        }
+        Ok(profiles)
     }
 
     fn step(&mut self, index: usize, step: &GpuStep) -> Result<StepProfile, DeviceError> {

@@ -132,7 +132,7 @@ fn example_sizes(plan: &LaunchPlan, set: &[(String, usize)]) -> (Vec<Sizes>, boo
 }
 
 /// The symbols of `plan`'s inputs as `inputs` bind them; they have been checked against the plan.
-fn sizes_of(plan: &LaunchPlan, inputs: &[Tensor]) -> Sizes {
+pub(crate) fn sizes_of(plan: &LaunchPlan, inputs: &[Tensor]) -> Sizes {
     let mut sizes = Sizes::new();
     for (id, tensor) in plan.inputs.iter().zip(inputs) {
         for (dim, size) in plan.value(*id).shape.iter().flatten().zip(tensor.shape()) {

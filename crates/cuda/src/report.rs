@@ -5,6 +5,7 @@ use std::path::Path;
 use model::gpu::Kernel;
 
 use crate::error::OpenError;
+use crate::fused::fuse;
 use crate::kernel_text::{Flavour, architecture, module_text};
 use crate::nvrtc::Nvrtc;
 use crate::toolkit::Toolkit;
@@ -13,7 +14,7 @@ use crate::{carrier, probe, promises};
 /// What one entry point of a kernel's module needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EntryFacts {
-    /// `rt`, `be`, `be_grid` or `be_long`.
+    /// `rt`, `be`, `be_grid`, `be_long` or `dkp`.
     pub entry: String,
     /// Registers of a thread.
     pub registers: u32,
@@ -29,6 +30,7 @@ pub fn own_kernels() -> Vec<Kernel> {
 /// Compiles kernels and keeps nothing.
 pub struct KernelReport {
     nvrtc: Nvrtc,
+    headers: Vec<(String, String)>,
 }
 
 impl KernelReport {
@@ -42,7 +44,8 @@ impl KernelReport {
         let nvrtc = Nvrtc::new(&toolkit, architecture(capability), headers)
             .and_then(|nvrtc| nvrtc.with_option("--ptxas-options=-v"))
             .map_err(OpenError::NoCompiler)?;
-        Ok(KernelReport { nvrtc })
+        let owned = |(name, text): &(&str, &str)| ((*name).to_string(), (*text).to_string());
+        Ok(KernelReport { nvrtc, headers: headers.iter().map(owned).collect() })
     }
 
     /// Both flavours of `kernel`; the error is the compiler's own words.
@@ -53,6 +56,18 @@ impl KernelReport {
             facts.extend(parse(&compiled.log));
         }
         Ok(facts)
+    }
+
+    /// The kernel that does tiles of `real_time` and of `best_effort`; the error is the compiler's own words.
+    pub fn fused_facts(
+        &self,
+        real_time: &Kernel,
+        best_effort: &Kernel,
+    ) -> Result<Vec<EntryFacts>, String> {
+        let headers: Vec<(&str, &str)> =
+            self.headers.iter().map(|(name, text)| (name.as_str(), text.as_str())).collect();
+        let text = module_text(&fuse(real_time, best_effort, &headers), Flavour::Fused);
+        Ok(parse(&self.nvrtc.compile(&text)?.log))
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod bench;
 mod elementwise;
+mod fused;
 mod golden;
 mod index;
 mod product;

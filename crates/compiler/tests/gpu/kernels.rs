@@ -16,7 +16,7 @@ use crate::lower_for;
 use crate::models::{self, Builder};
 
 /// Layers of many sizes side by side: between them and the batch sizes below, every tile shape has a layer it suits.
-fn layers() -> LaunchPlan {
+pub(crate) fn layers() -> LaunchPlan {
     let mut b = Builder::default();
     let mut outputs = Vec::new();
     for (channels, edge) in [(64, 56), (256, 14), (512, 7), (128, 28)] {
