@@ -6,7 +6,8 @@
 Writes evidence/latency.json and evidence/conformance.json, evidence/disb.json of what scripts/gpu/disb.sh left and
 evidence/preempt.json of what `atoll bench preempt` wrote there, evidence/best_effort.json of scripts/gpu/best_effort.py,
 evidence/batching.json, evidence/swap.json and evidence/big.json of scripts/gpu/batching.sh and swap.sh, evidence/server.json of `atoll bench
-server`, evidence/pairs.json and evidence/corner.json of `atoll bench disb` with other workloads and settings, evidence/padding.json of `atoll bench padding`; each where RUN_DIR has what it is made of. `cargo xtask evidence` says when they are stale, and prints the README's table.
+server`, evidence/pairs.json and evidence/corner.json of `atoll bench disb` with other workloads and settings, evidence/padding.json of `atoll bench padding`,
+evidence/soak_swap.json and evidence/soak_real.json of `atoll bench swap --soak` and `atoll bench disb --soak`; each where RUN_DIR has what it is made of. `cargo xtask evidence` says when they are stale, and prints the README's table.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def main() -> None:
     if (args.run / "best_effort.json").is_file():
         found = json.loads((args.run / "best_effort.json").read_text())
         write("best_effort.json", {**head, "command": "scripts/gpu/best_effort.py ATOLL MODELS OUT.json", **found})
-    for name in ("batching.json", "swap.json", "big.json", "server.json", "pairs.json", "corner.json"):
+    for name in ("batching.json", "swap.json", "big.json", "server.json", "pairs.json", "corner.json", "soak_swap.json", "soak_real.json"):
         if (args.run / name).is_file():
             found = json.loads((args.run / name).read_text())
             write(name, {**head, **{key: value for key, value in found.items() if key not in ("device", "driver")}})
