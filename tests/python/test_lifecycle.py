@@ -75,6 +75,17 @@ def test_port_in_use_is_an_error(repository: Path, tmp_path: Path) -> None:
     assert "panicked" not in str(raised.value)
 
 
+def test_all_roles_take_their_own_ports_before_anything_else(repository: Path, tmp_path: Path) -> None:
+    """The backend inside takes any free port, so those that were asked for must be taken by then."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(AssertionError, match=f"cannot listen on 127.0.0.1:{port}") as raised:
+            serve(repository, tmp_path / "log", "--cluster", ports=[*free_ports(2), port])
+    assert "cluster_command: ready" not in str(raised.value), "the backend was there first"
+
+
 def test_missing_repository_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="left with"):
         serve(tmp_path / "nowhere", tmp_path / "log")
