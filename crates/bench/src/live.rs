@@ -518,8 +518,9 @@ impl Outcome<'_> {
             rt_share_pct: 0.0,
             rt: Latency::of(&mut all),
             rt_increase: Increase::default(),
-            rt_parts: self.parts(1),
-            rt_slowest: self.parts(100),
+            rt_parts: Parts::of(&self.slowest(1)),
+            rt_slowest: Parts::of(&self.slowest(100)),
+            rt_longest: Parts::longest(&self.slowest(1)),
             rt_rps: round(rt_rps),
             late: rt_models.iter().map(|model| model.late).sum(),
             dropped: rt_models.iter().map(|model| model.dropped).sum(),
@@ -539,13 +540,13 @@ impl Outcome<'_> {
         }
     }
 
-    /// Where the time of the slowest real-time answers went, one of so many.
-    fn parts(&self, of: usize) -> Parts {
+    /// Parts of the slowest real-time answers, one of so many.
+    fn slowest(&self, of: usize) -> Vec<[Nanos; 5]> {
         let answers = self.of(Class::RealTime).flat_map(|(_, _, tally)| &tally.answers);
         let mut answers: Vec<&Answer> = answers.collect();
         answers.sort_unstable_by_key(|answer| std::cmp::Reverse(answer.latency));
         let counted = answers.len().div_ceil(of);
-        Parts::of(&answers[..counted].iter().map(|answer| answer.parts()).collect::<Vec<_>>())
+        answers[..counted].iter().map(|answer| answer.parts()).collect()
     }
 
     fn lock(&self, stage: &Stage<'_>) -> Lock {

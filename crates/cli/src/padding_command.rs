@@ -37,6 +37,7 @@ Of a pair the first network is real time, replayed without pause as one graph; t
   fused   launches of real time that also do tiles of best effort (REEF, section 5), as many as end in time by its rules
   free    best effort without end in a stream of low priority
   corner  the same on so many multiprocessors, one way for each of --corners
+  apart   the same, and real time on all other multiprocessors only
 
 Ways take turns. Best effort is the same launches in all of them, without clusters and without leaving. What it gets done is
 a share of what it does alone in the same time. Outputs of both networks are compared bit by bit with those alone, and the
@@ -55,7 +56,7 @@ pub(crate) struct PaddingArgs {
     pub(crate) pairs: String,
 
     /// Ways, separated by commas
-    #[arg(long, default_value = "alone,fused,free,corner", value_delimiter = ',')]
+    #[arg(long, default_value = "alone,fused,free,corner,apart", value_delimiter = ',')]
     pub(crate) ways: Vec<String>,
 
     /// Multiprocessors of corners, in eights, separated by commas
@@ -163,9 +164,10 @@ fn ways(asked: &[String], corners: &[u32]) -> Result<Vec<PaddingWay>, Failure> {
             "fused" => ways.push(PaddingWay::Fused),
             "free" => ways.push(PaddingWay::Free),
             "corner" => ways.extend(corners.iter().copied().map(PaddingWay::Corner)),
+            "apart" => ways.extend(corners.iter().copied().map(PaddingWay::Apart)),
             other => {
                 return Err(Failure::usage(format!(
-                    "there is no way '{other}'; known: alone, fused, free, corner"
+                    "there is no way '{other}'; known: alone, fused, free, corner, apart"
                 )));
             }
         }
@@ -356,6 +358,7 @@ fn way_name(way: PaddingWay) -> String {
         PaddingWay::Fused => "fused".to_string(),
         PaddingWay::Free => "free".to_string(),
         PaddingWay::Corner(count) => format!("corner {count}"),
+        PaddingWay::Apart(count) => format!("apart {count}"),
     }
 }
 

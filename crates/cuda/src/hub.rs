@@ -2,6 +2,7 @@
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, Weak};
+use std::time::Instant;
 
 use base::Bytes;
 use bytes::Bytes as RawBytes;
@@ -191,6 +192,7 @@ impl Hub {
         place: Place,
         record: impl FnOnce(&Stream) -> Result<(), CudaError>,
     ) -> Result<Graph, CudaError> {
+        let began = Instant::now();
         let streams = self.capture_streams.lock().unwrap_or_else(PoisonError::into_inner);
         let stream = match place {
             Place::High => &streams.high,
@@ -199,6 +201,8 @@ impl Hub {
                 streams.corner.as_ref().ok_or(CudaError::Misuse("the device has no corner"))?
             }
         };
-        stream.capture(record)
+        let graph = stream.capture(record);
+        tracing::debug!(?place, took = ?began.elapsed(), "launches were recorded");
+        graph
     }
 }

@@ -1,5 +1,6 @@
 //! The device memory of one run, with every launch's arguments ready.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -23,8 +24,9 @@ pub(crate) struct Instance {
     /// The whole plan as real time, of high and of low priority; before the memory they point to, so that they are dropped
     /// first.
     graphs: [Option<Graph>; 2],
-    /// Best-effort steps that are launched as one, by place, as far as they have been asked for.
-    chains: Vec<[Option<Graph>; 3]>,
+    /// Best-effort steps that are launched as one, by the first of them and the one behind, and by place, as far as they have been
+    /// asked for.
+    chains: BTreeMap<(usize, usize), [Option<Graph>; 3]>,
     /// The plan as real time of high priority in the parts that are launched while weights arrive, where that may happen.
     parts: Vec<Graph>,
     memory: DeviceBuffer,
@@ -86,9 +88,9 @@ impl Instance {
             real_time.push(addresses.patch(rt, layout.real_time_own(index)).map_err(bad)?);
             best_effort.push(addresses.patch(be, layout.best_effort_own(index)).map_err(bad)?);
         }
-        let chains = lowered.chains.iter().map(|_| [const { None }; 3]).collect();
-        let (graphs, parts) = ([None, None], Vec::new());
+        let (graphs, chains, parts) = ([None, None], BTreeMap::new(), Vec::new());
         let counted = hub.context().census().count(Held::Instance, lowered.layout.bytes);
+        tracing::debug!(bytes = lowered.layout.bytes, "memory for one more run was taken");
         Ok(Instance {
             graphs,
             chains,
@@ -264,7 +266,7 @@ impl Instance {
         }
     }
 
-    /// Queues the steps of chain `number` as best effort on a stream of `place`, none of them begun before.
+    /// Queues `steps` as best effort in one launch on a stream of `place`, none of them begun before.
     ///
     /// # Safety
     /// As for one step.
@@ -272,34 +274,35 @@ impl Instance {
         &mut self,
         hub: &Hub,
         lowered: &Lowered,
-        number: usize,
+        steps: &Range<usize>,
         place: Place,
         stream: &Stream,
     ) -> Result<(), CudaError> {
-        self.record_chain(hub, lowered, number, place)?;
+        self.record_chain(hub, lowered, steps, place)?;
         // Recording takes long, and whoever is sent to the corner is not alone on the device.
         if place == Place::Low && hub.corner.is_some() {
-            self.record_chain(hub, lowered, number, Place::Corner)?;
+            self.record_chain(hub, lowered, steps, Place::Corner)?;
         }
-        match &self.chains[number][place as usize] {
+        let chain = self.chains.get(&(steps.start, steps.end));
+        match chain.and_then(|places| places[place as usize].as_ref()) {
             // SAFETY: every address in the arguments is of this instance or of weights that `lowered` holds.
             Some(graph) => unsafe { graph.launch(stream) },
             None => Err(CudaError::Misuse("a chain was not made")),
         }
     }
 
-    /// Makes chain `number` for `place`, unless it is there.
+    /// Makes the launch of `steps` for `place`, unless it is there.
     fn record_chain(
         &mut self,
         hub: &Hub,
         lowered: &Lowered,
-        number: usize,
+        steps: &Range<usize>,
         place: Place,
     ) -> Result<(), CudaError> {
-        if self.chains[number][place as usize].is_some() {
+        let key = (steps.start, steps.end);
+        if self.chains.get(&key).is_some_and(|places| places[place as usize].is_some()) {
             return Ok(());
         }
-        let steps = lowered.chains[number].clone();
         let graph = hub.capture(place, |stream| {
             for index in steps.clone() {
                 let how = BestEffortLaunch { restored: false, dependent: index > steps.start };
@@ -308,7 +311,7 @@ impl Instance {
             }
             Ok(())
         })?;
-        self.chains[number][place as usize] = Some(graph);
+        self.chains.entry(key).or_default()[place as usize] = Some(graph);
         Ok(())
     }
 

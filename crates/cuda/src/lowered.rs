@@ -53,7 +53,7 @@ pub(crate) struct Lowered {
     /// Best-effort steps that are launched as one; together they are all steps, in order.
     pub(crate) chains: Vec<Range<usize>>,
     /// For each step, the chain it is in.
-    pub(crate) chain_of: Vec<usize>,
+    chain_of: Vec<usize>,
     /// What is launched at once while weights arrive; together they are all steps, in order.
     pub(crate) parts: Vec<Part>,
     /// For each step, bytes of weights that must be there.
@@ -116,6 +116,11 @@ impl Lowered {
             instances: Mutex::default(),
             staging: Mutex::new(Vec::new()),
         })
+    }
+
+    /// The chain that `step` is in.
+    pub(crate) fn chain_of(&self, step: usize) -> &Range<usize> {
+        &self.chains[self.chain_of[step]]
     }
 
     /// What a run must wait for on its stream; an error when its weights are not on the device.
@@ -320,6 +325,15 @@ fn chains(finishing: &[bool], length: usize) -> Vec<Range<usize>> {
     chains
 }
 
+/// What of `chain` is launched as one from its step `first` on: all of it, or, where it was left, the longest stretch of a power of
+/// two that begins at a multiple of itself. So the rest of any chain is a few launches, and few graphs are ever made of it.
+pub(crate) fn stretch(chain: &Range<usize>, first: usize) -> Range<usize> {
+    match first - chain.start {
+        0 => chain.clone(),
+        offset => first..chain.end.min(first + (1 << offset.trailing_zeros())),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -356,6 +370,22 @@ mod tests {
         assert_eq!(chains(&[false, false, true, false, false], 4), [0..2, 2..3, 3..5]);
         assert_eq!(chains(&[true, true], 4), [0..1, 1..2]);
         assert_eq!(chains(&[], 4), []);
+    }
+
+    #[test]
+    fn the_rest_of_a_chain_is_a_few_stretches() {
+        let chain = 32..48;
+        assert_eq!(stretch(&chain, 32), chain);
+        for first in 33..48 {
+            let (mut at, mut launches) = (first, 0);
+            while at < chain.end {
+                let next = stretch(&chain, at);
+                assert!(next.start == at && next.end > at && next.end <= chain.end, "{next:?}");
+                (at, launches) = (next.end, launches + 1);
+            }
+            assert!(launches <= 4, "{launches} from {first}");
+        }
+        assert_eq!(stretch(&(0..11), 8), 8..11, "a chain may be shorter");
     }
 
     #[test]

@@ -370,8 +370,8 @@ fn fused_chains(device: &CudaDevice) -> (PaddingBench, PaddingPair) {
 fn networks_beside_each_other_compute_what_each_does_alone() {
     let Some(device) = open() else { return };
     let (mut bench, pair) = fused_chains(&device);
-    use PaddingWay::{Alone, Corner, Free, Fused};
-    let ways = vec![Alone, Fused, Free, Corner(8), Corner(16)];
+    use PaddingWay::{Alone, Apart, Corner, Free, Fused};
+    let ways = vec![Alone, Fused, Free, Corner(8), Corner(16), Apart(16)];
     let options = PaddingOptions { ways, turns: 2, turn: Duration::from_millis(20) };
     let timed = bench.measure(&pair, &options).expect("a measurement");
     for way in &timed.ways {

@@ -87,7 +87,7 @@ impl Increase {
     }
 }
 
-/// Where the time of answers went, on average.
+/// Where the time of answers went.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Parts {
     /// Inputs brought to where the device takes them from.
@@ -106,15 +106,27 @@ impl Parts {
     /// The mean of `answers`, each in the order of the fields.
     pub fn of(answers: &[[Nanos; 5]]) -> Parts {
         let count = answers.len().max(1) as f64;
-        let mean = |part: usize| {
-            round(answers.iter().map(|answer| answer[part].0 as f64).sum::<f64>() / count / 1e3)
-        };
+        Parts::each(|part| {
+            answers.iter().map(|answer| answer[part].0 as f64).sum::<f64>() / count / 1e3
+        })
+    }
+
+    /// The longest of each part, of whichever answer.
+    pub fn longest(answers: &[[Nanos; 5]]) -> Parts {
+        Parts::each(|part| {
+            let longest = answers.iter().map(|answer| answer[part]).max().unwrap_or_default();
+            longest.0 as f64 / 1e3
+        })
+    }
+
+    fn each(micros: impl Fn(usize) -> f64) -> Parts {
+        let part = |index| round(micros(index));
         Parts {
-            prepare_us: mean(0),
-            wait_us: mean(1),
-            launch_us: mean(2),
-            device_us: mean(3),
-            reply_us: mean(4),
+            prepare_us: part(0),
+            wait_us: part(1),
+            launch_us: part(2),
+            device_us: part(3),
+            reply_us: part(4),
         }
     }
 }
@@ -192,10 +204,12 @@ pub struct Cell {
     pub rt: Latency,
     /// Over real time alone.
     pub rt_increase: Increase,
-    /// Where its time went.
+    /// Where its time went, on average.
     pub rt_parts: Parts,
     /// The same of the slowest of a hundred.
     pub rt_slowest: Parts,
+    /// The longest of each part, of whichever answer: what held up one answer holds up those behind it only by waiting.
+    pub rt_longest: Parts,
     /// Real-time answers a second.
     pub rt_rps: f64,
     /// Real-time questions asked late.

@@ -46,7 +46,7 @@ impl Ratios {
 /// A pair of networks in one way.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct WayReport {
-    /// `alone`, `fused`, `free`, `corner 16`.
+    /// `alone`, `fused`, `free`, `corner 16`, `apart 16`.
     pub way: String,
     /// Multiprocessors of the corner, as the driver made it.
     pub multiprocessors: Option<u32>,

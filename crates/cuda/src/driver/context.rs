@@ -113,6 +113,16 @@ impl Context {
         Ok(Some(Arc::new(partition::corner(self.device, least)?)))
     }
 
+    /// The same, and a part of all other multiprocessors.
+    pub(crate) fn apart(&self, least: u32) -> Result<Option<(Arc<Part>, Arc<Part>)>, OpenError> {
+        if self.part.is_some() {
+            return Ok(None);
+        }
+        self.enter()?;
+        let (corner, rest) = partition::apart(self.device, least)?;
+        Ok(Some((Arc::new(corner), Arc::new(rest))))
+    }
+
     /// The part of the GPU it is, if not all of it.
     pub(super) fn part(&self) -> Option<&Part> {
         self.part.as_ref()

@@ -20,9 +20,17 @@ fn share(multiprocessors: u32, parts: usize) -> Option<u32> {
 
 /// A part of at least `least` multiprocessors, which the rest of the GPU uses as well.
 pub(super) fn corner(device: CUdevice, least: u32) -> Result<Part, OpenError> {
-    let groups = groups(device, 1, least)?;
+    let (groups, _) = divide(device, 1, least)?;
     let none = OpenError::Corner { multiprocessors: least };
     Part::open(device, *groups.first().ok_or(none)?)
+}
+
+/// A part of at least `least` multiprocessors, and one of all others.
+pub(super) fn apart(device: CUdevice, least: u32) -> Result<(Part, Part), OpenError> {
+    let (groups, rest) = divide(device, 1, least)?;
+    let none = OpenError::Corner { multiprocessors: least };
+    let first = *groups.first().ok_or(none)?;
+    Ok((Part::open(device, first)?, Part::open(device, rest)?))
 }
 
 /// Divides the GPU into `parts` parts that have no multiprocessor in common.
@@ -34,15 +42,19 @@ pub(super) fn split(
     let all = facts.multiprocessors;
     let too_many = OpenError::Parts { parts, multiprocessors: all, group: GROUP };
     let least = share(all, parts).ok_or_else(|| too_many.clone())?;
-    let groups = groups(device, parts, least)?;
+    let (groups, _) = divide(device, parts, least)?;
     match groups.len() == parts {
         true => Ok(groups),
         false => Err(too_many),
     }
 }
 
-/// Up to `most` disjoint groups of at least `least` multiprocessors.
-fn groups(device: CUdevice, most: usize, least: u32) -> Result<Vec<CUdevResource>, OpenError> {
+/// Up to `most` disjoint groups of at least `least` multiprocessors, and what is left.
+fn divide(
+    device: CUdevice,
+    most: usize,
+    least: u32,
+) -> Result<(Vec<CUdevResource>, CUdevResource), OpenError> {
     // SAFETY: plain numbers, for which zeros are valid; the driver fills them in.
     let mut whole: CUdevResource = unsafe { std::mem::zeroed() };
     let kind = CUdevResourceType::CU_DEV_RESOURCE_TYPE_SM;
@@ -52,14 +64,16 @@ fn groups(device: CUdevice, most: usize, least: u32) -> Result<Vec<CUdevResource
     // SAFETY: as above.
     let mut groups: Vec<CUdevResource> = vec![unsafe { std::mem::zeroed() }; most];
     let mut count = u32::try_from(most).unwrap_or(u32::MAX);
-    let rest = std::ptr::null_mut();
-    // SAFETY: `groups` has room for `count` answers, and the rest may be absent.
+    // SAFETY: as above.
+    let mut rest: CUdevResource = unsafe { std::mem::zeroed() };
+    // SAFETY: `groups` has room for `count` answers, and `rest` for one.
     let code = unsafe {
-        sys::cuDevSmResourceSplitByCount(groups.as_mut_ptr(), &mut count, &whole, rest, 0, least)
+        let groups = groups.as_mut_ptr();
+        sys::cuDevSmResourceSplitByCount(groups, &mut count, &whole, &mut rest, 0, least)
     };
     check("cuDevSmResourceSplitByCount", code)?;
     groups.truncate(count as usize);
-    Ok(groups)
+    Ok((groups, rest))
 }
 
 /// One part.

@@ -42,7 +42,7 @@ pub(crate) struct Stream {
     raw: CUstream,
     context: Arc<Context>,
     /// What its kernels are held to, if not to all that the context has.
-    _corner: Option<Arc<Part>>,
+    _part: Option<Arc<Part>>,
 }
 
 // SAFETY: a stream handle may be used from any thread.
@@ -53,7 +53,7 @@ unsafe impl Sync for Stream {}
 impl Stream {
     pub(crate) fn new(context: &Arc<Context>, priority: Priority) -> Result<Stream, CudaError> {
         let number = number_of(context, priority)?;
-        let own = |raw| Stream { raw, context: context.clone(), _corner: None };
+        let own = |raw| Stream { raw, context: context.clone(), _part: None };
         if let Some(part) = context.part() {
             return part.stream(number).map(own);
         }
@@ -70,8 +70,17 @@ impl Stream {
         context: &Arc<Context>,
         corner: &Arc<Part>,
     ) -> Result<Stream, CudaError> {
-        let raw = corner.stream(number_of(context, Priority::Low)?)?;
-        Ok(Stream { raw, context: context.clone(), _corner: Some(corner.clone()) })
+        Stream::in_part(context, corner, Priority::Low)
+    }
+
+    /// A stream whose kernels run in `part` only, which is of the same GPU.
+    pub(crate) fn in_part(
+        context: &Arc<Context>,
+        part: &Arc<Part>,
+        priority: Priority,
+    ) -> Result<Stream, CudaError> {
+        let raw = part.stream(number_of(context, priority)?)?;
+        Ok(Stream { raw, context: context.clone(), _part: Some(part.clone()) })
     }
 
     pub(crate) fn context(&self) -> &Arc<Context> {

@@ -139,13 +139,13 @@ impl<'a> Bench<'a> {
     }
 
     fn launch_chains(&mut self) -> Result<(), CudaError> {
-        for number in 0..self.lowered.chains.len() {
+        for (number, steps) in self.lowered.chains.iter().enumerate() {
             // SAFETY: as above; the word lives as long as this bench.
             unsafe {
                 self.instance.launch_chain(
                     self.hub,
                     self.lowered,
-                    number,
+                    steps,
                     Place::Low,
                     &self.stream,
                 )?;

@@ -93,6 +93,8 @@ pub enum PaddingWay {
     Free,
     /// The same on so many multiprocessors only.
     Corner(u32),
+    /// The same, and real time on all others only.
+    Apart(u32),
 }
 
 /// How to measure.
@@ -168,8 +170,15 @@ pub struct PaddingBench {
     kernels: Vec<Kernel>,
     /// Kernels made of two of them.
     fused: HashMap<(usize, usize), Arc<LoadedKernel>>,
-    /// Corners by the multiprocessors that were asked for.
-    corners: Vec<(u32, Arc<Part>)>,
+    /// Parts of the device by the way that needs them.
+    corners: Vec<(PaddingWay, Corner)>,
+}
+
+/// Where best effort is held to some multiprocessors.
+struct Corner {
+    part: Arc<Part>,
+    /// Where real time is held to all others.
+    rest: Option<Arc<Part>>,
 }
 
 impl CudaDevice {
@@ -265,8 +274,8 @@ impl PaddingBench {
 impl PaddingBench {
     /// Makes the corner of `way`, unless it needs none or it is there.
     fn open_corner(&mut self, way: PaddingWay) -> Result<(), DeviceError> {
-        let PaddingWay::Corner(count) = way else { return Ok(()) };
-        if self.corners.iter().any(|(known, _)| *known == count) {
+        let (PaddingWay::Corner(count) | PaddingWay::Apart(count)) = way else { return Ok(()) };
+        if self.corner(way).is_some() {
             return Ok(());
         }
         let refused = |reason: String| DeviceError::Unsupported {
@@ -274,10 +283,22 @@ impl PaddingBench {
             op: "corner".to_string(),
             reason,
         };
-        let corner = self.hub.context().corner(count).map_err(|err| refused(err.to_string()))?;
+        let context = self.hub.context();
+        let made = match way {
+            PaddingWay::Apart(_) => context
+                .apart(count)
+                .map(|made| made.map(|(part, rest)| Corner { part, rest: Some(rest) })),
+            _ => context.corner(count).map(|made| made.map(|part| Corner { part, rest: None })),
+        };
         let none = || refused("the device is itself a part of a GPU".to_string());
-        self.corners.push((count, corner.ok_or_else(none)?));
+        let corner = made.map_err(|err| refused(err.to_string()))?.ok_or_else(none)?;
+        self.corners.push((way, corner));
         Ok(())
+    }
+
+    /// The parts that were made for `way`.
+    fn corner(&self, way: PaddingWay) -> Option<&Corner> {
+        self.corners.iter().find(|(known, _)| *known == way).map(|(_, corner)| corner)
     }
 }
 

@@ -5,6 +5,7 @@
 //! queued behind a step that left finds the order before it writes anything, so memory is as the step left it.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -17,7 +18,7 @@ use crate::driver::{Event, PinnedBuffer, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
 use crate::hub::{Hub, Place};
 use crate::instance::BestEffortLaunch;
-use crate::lowered::Lowered;
+use crate::lowered::{Lowered, stretch};
 use crate::seats::{Orders, Seat, Seating};
 use crate::task::CudaTask;
 
@@ -27,9 +28,6 @@ const LAUNCHES_IN_FLIGHT: usize = 2;
 /// Queues that run best effort from which on each has one launch in flight: the others keep the device busy while it hears of
 /// it, and real time has less to wait for.
 const MANY_QUEUES: usize = 3;
-
-/// Steps between two marks where a chain cannot be launched as a whole because a part of it is done.
-const STEPS_PER_MARK: usize = 4;
 
 /// Outputs up to this size are copied right behind the last step, wherever it got; larger ones only once it is known to be
 /// done, since the copy of a step that left would keep its queue busy.
@@ -189,12 +187,11 @@ struct Flight {
 }
 
 /// What is queued at once.
-#[derive(Clone, Copy)]
 enum Next {
     /// One step by its index.
     Step(usize),
-    /// A chain by its number.
-    Chain(usize),
+    /// Several, none of them begun.
+    Stretch(Range<usize>),
 }
 
 impl Flight {
@@ -202,8 +199,10 @@ impl Flight {
         Flight { known: step, launched: step, ..Flight::default() }
     }
 
-    fn marked(&self) -> usize {
-        self.marks.back().map_or(self.known, |(_, step)| *step)
+    /// Whether a mark is due: behind every chain, however many launches it took.
+    fn is_due(&self, lowered: &Lowered) -> bool {
+        let last = self.launched.checked_sub(1);
+        last.is_some_and(|last| lowered.chain_of(last).end == self.launched)
     }
 }
 
@@ -420,11 +419,8 @@ impl Lane {
         while let Some(next) = self.next_launch(run)? {
             let task = cuda_task(&mut run.segment)?;
             self.launch(task, &mut run.flight, next)?;
-            let timed = cuda_task(&mut run.segment)?.is_timed();
-            let flight = &mut run.flight;
-            let whole = matches!(next, Next::Chain(_));
-            let due = whole || flight.launched - flight.marked() >= STEPS_PER_MARK;
-            if due || timed || flight.launched == end {
+            let (timed, flight) = (task.is_timed(), &mut run.flight);
+            if timed || flight.launched == end || flight.is_due(&task.lowered) {
                 self.mark(flight)?;
             }
         }
@@ -450,7 +446,7 @@ impl Lane {
         true
     }
 
-    /// What may be queued now: the next step, or the chain that begins with it.
+    /// What may be queued now: the next step, or as much of its chain as is launched with it.
     fn next_launch(&self, run: &mut Run) -> Result<Option<Next>, CudaError> {
         let (told, end) = (run.is_told(), run.end);
         let task = cuda_task(&mut run.segment)?;
@@ -467,13 +463,11 @@ impl Lane {
         if (stays(first) || (first > 0 && stays(first - 1))) && flight.known < first {
             return Ok(None);
         }
-        // A chain starts afresh and is done as a whole: a step that was left, is timed, or has others of its chain beyond
-        // this segment is launched alone.
-        let number = lowered.chain_of[first];
-        let chain = &lowered.chains[number];
-        let whole =
-            chain.start == first && chain.end <= end && !task.words.partly_done && !task.is_timed();
-        Ok(Some(if whole { Next::Chain(number) } else { Next::Step(first) }))
+        // What is recorded starts afresh and is done as a whole: a step of which tiles are done, or that is timed, or has others
+        // beyond this segment, is launched alone.
+        let steps = stretch(lowered.chain_of(first), first);
+        let alone = steps.len() == 1 || task.words.partly_done || task.is_timed();
+        Ok(Some(if alone || steps.end > end { Next::Step(first) } else { Next::Stretch(steps) }))
     }
 
     /// Queues `next`, and the copy of outputs behind the last step.
@@ -485,9 +479,9 @@ impl Lane {
     ) -> Result<(), CudaError> {
         let lowered = task.lowered.clone();
         let restored = task.words.partly_done;
-        let end = match next {
+        let end = match &next {
             Next::Step(index) => index + 1,
-            Next::Chain(number) => lowered.chains[number].end,
+            Next::Stretch(steps) => steps.end,
         };
         task.words.partly_done = false;
         task.words.used_to = end;
@@ -508,8 +502,8 @@ impl Lane {
                     let how = BestEffortLaunch { restored, dependent };
                     instance.launch_best_effort(hub, &lowered, index, how, stream)?;
                 }
-                Next::Chain(number) => {
-                    instance.launch_chain(hub, &lowered, number, self.streams.place(), stream)?;
+                Next::Stretch(steps) => {
+                    instance.launch_chain(hub, &lowered, &steps, self.streams.place(), stream)?;
                 }
             }
             if timed {

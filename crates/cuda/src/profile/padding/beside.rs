@@ -1,12 +1,12 @@
 //! Best effort that runs without end beside real time.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::PaddingWay;
 use super::network::Network;
-use crate::driver::{Graph, Part, PinnedWord, Priority, Stream};
+use super::{Corner, PaddingWay};
+use crate::driver::{Graph, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
 
@@ -59,16 +59,15 @@ impl Beside {
         hub: &Hub,
         network: &Network,
         way: PaddingWay,
-        corners: &[(u32, Arc<Part>)],
+        corner: Option<&Corner>,
     ) -> Result<Option<Beside>, CudaError> {
         let (stream, multiprocessors) = match way {
             PaddingWay::Alone | PaddingWay::Fused => return Ok(None),
             PaddingWay::Free => (Stream::new(hub.context(), Priority::Low)?, None),
-            PaddingWay::Corner(count) => {
-                let corner = corners.iter().find(|(wished, _)| *wished == count);
-                let (_, corner) = corner.ok_or(CudaError::Misuse("a corner was not opened"))?;
-                let stream = Stream::in_corner(hub.context(), corner)?;
-                (stream, Some(corner.multiprocessors()))
+            PaddingWay::Corner(_) | PaddingWay::Apart(_) => {
+                let corner = corner.ok_or(CudaError::Misuse("a corner was not opened"))?;
+                let stream = Stream::in_corner(hub.context(), &corner.part)?;
+                (stream, Some(corner.part.multiprocessors()))
             }
         };
         let graph = stream.capture(|stream| {

@@ -117,10 +117,13 @@ impl<'a> Contest<'a> {
         let unfinished = self.pair.unfinished.filter(|_| fused);
         Ok(Track {
             way,
-            graphs: replays.iter().map(|replay| self.record(replay)).collect::<Result<_, _>>()?,
+            graphs: replays
+                .iter()
+                .map(|replay| self.record(replay, way))
+                .collect::<Result<_, _>>()?,
             progress,
             closing: unfinished.map(|slice| self.record_rest(slice)).transpose()?,
-            beside: Beside::new(self.hub(), self.best_effort, way, &self.bench.corners)?,
+            beside: Beside::new(self.hub(), self.best_effort, way, self.bench.corner(way))?,
             micros: Vec::new(),
             runs: 0.0,
             seconds: 0.0,
@@ -130,12 +133,13 @@ impl<'a> Contest<'a> {
         })
     }
 
-    /// Real time in one graph, its steps with `slices` of best effort.
-    fn record(&self, slices: &[Option<PaddingSlice>]) -> Result<Graph, CudaError> {
+    /// Real time in one graph for `way`, its steps with `slices` of best effort.
+    fn record(&self, slices: &[Option<PaddingSlice>], way: PaddingWay) -> Result<Graph, CudaError> {
         if slices.len() != self.real_time.steps.len() {
             return Err(CudaError::Misuse("slices for another number of steps"));
         }
-        self.hub().capture(Place::High, |stream| {
+        let rest = self.bench.corner(way).and_then(|corner| corner.rest.as_ref());
+        let record = |stream: &Stream| {
             for (index, slice) in slices.iter().enumerate() {
                 match slice {
                     // SAFETY: recorded only; the network outlives the graph.
@@ -144,7 +148,14 @@ impl<'a> Contest<'a> {
                 }
             }
             Ok(())
-        })
+        };
+        match rest {
+            None => self.hub().capture(Place::High, record),
+            // Kernels keep to the part of the stream they were recorded on, wherever the graph is launched.
+            Some(rest) => {
+                Stream::in_part(self.hub().context(), rest, Priority::High)?.capture(record)
+            }
+        }
     }
 
     /// What of best effort is missing from `slice` on, without real time.
