@@ -114,13 +114,12 @@ impl Context {
     }
 
     /// The same, and a part of all other multiprocessors.
-    pub(crate) fn apart(&self, least: u32) -> Result<Option<(Arc<Part>, Arc<Part>)>, OpenError> {
+    pub(crate) fn apart(&self, least: u32) -> Result<Option<[Arc<Part>; 2]>, OpenError> {
         if self.part.is_some() {
             return Ok(None);
         }
         self.enter()?;
-        let (corner, rest) = partition::apart(self.device, least)?;
-        Ok(Some((Arc::new(corner), Arc::new(rest))))
+        Ok(Some(partition::apart(self.device, least)?.map(Arc::new)))
     }
 
     /// The part of the GPU it is, if not all of it.

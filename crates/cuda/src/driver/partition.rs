@@ -26,11 +26,11 @@ pub(super) fn corner(device: CUdevice, least: u32) -> Result<Part, OpenError> {
 }
 
 /// A part of at least `least` multiprocessors, and one of all others.
-pub(super) fn apart(device: CUdevice, least: u32) -> Result<(Part, Part), OpenError> {
+pub(super) fn apart(device: CUdevice, least: u32) -> Result<[Part; 2], OpenError> {
     let (groups, rest) = divide(device, 1, least)?;
     let none = OpenError::Corner { multiprocessors: least };
     let first = *groups.first().ok_or(none)?;
-    Ok((Part::open(device, first)?, Part::open(device, rest)?))
+    Ok([Part::open(device, first)?, Part::open(device, rest)?])
 }
 
 /// Divides the GPU into `parts` parts that have no multiprocessor in common.

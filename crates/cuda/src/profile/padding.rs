@@ -287,7 +287,7 @@ impl PaddingBench {
         let made = match way {
             PaddingWay::Apart(_) => context
                 .apart(count)
-                .map(|made| made.map(|(part, rest)| Corner { part, rest: Some(rest) })),
+                .map(|made| made.map(|[part, rest]| Corner { part, rest: Some(rest) })),
             _ => context.corner(count).map(|made| made.map(|part| Corner { part, rest: None })),
         };
         let none = || refused("the device is itself a part of a GPU".to_string());
