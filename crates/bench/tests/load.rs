@@ -5,7 +5,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use base::{MonotonicClock, Nanos, Random};
-use bench::load::{Load, LoadModel, LoadOptions, charts, settings, table};
+use bench::load::{Load, LoadModel, LoadOptions, PhaseResult, charts, settings, table};
 use cpu::{CpuDevice, CpuOptions};
 use device::{Device, Program};
 use model::Tensor;
@@ -184,7 +184,10 @@ fn policies_are_compared_under_load() {
     for c in &network.contenders {
         let wrong = [&c.low, &c.high, &c.best].map(|phase| phase.wrong + phase.errors);
         assert_eq!(wrong, [0; 3], "{}", c.policy);
-        assert!(c.low.latency.count > 0 && c.high.batches > 0, "{c:?}");
+        // On a machine that stood still while its rate was measured, a load can be of no request at all.
+        let answered = |phase: &PhaseResult| phase.latency.count > 0 && phase.batches > 0;
+        let mut asked = [&c.low, &c.high].into_iter().filter(|phase| phase.offered_rps > 0.0);
+        assert!(asked.all(answered), "{c:?}");
     }
     assert_eq!(network.tuned.as_deref(), Some("window 500 us"));
     print!("{}", table(std::slice::from_ref(&network)));
