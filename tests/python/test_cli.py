@@ -7,8 +7,10 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
+from onnx import helper
 
 from support import ASSETS, BINARY
 
@@ -93,6 +95,27 @@ def test_demo_ends_by_itself() -> None:
     done = atoll("demo", "--seconds", "2", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
     assert done.returncode == 0, done.stderr
     assert "preempt" in (done.stdout + done.stderr).lower()
+
+
+def test_memory_of_models_that_come_and_go_is_the_systems_again(tmp_path: Path) -> None:
+    side, x = 1500, "x"
+    layers, nodes = [], []
+    for index in range(3):
+        weight = np.random.default_rng(index).standard_normal((side, side), np.float32) / 40
+        layers.append(onnx.numpy_helper.from_array(weight, f"w{index}"))
+        nodes.append(helper.make_node("MatMul", [x, f"w{index}"], [f"y{index}"]))
+        x = f"y{index}"
+    inputs, outputs = ([helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", side])] for name in ("x", x))
+    graph = helper.make_graph(nodes, "layers", inputs, outputs, layers)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), tmp_path / "layers.onnx")
+    report = tmp_path / "soak.json"
+    options = ["--room", "1", "--soak", "300", "--threads", "1", "--link", "20000", "--json", report]
+    done = atoll("bench", "swap", "--models", tmp_path, "--network", "layers", *options)
+    assert done.returncode == 0, done.stderr
+    rests = json.loads(report.read_text())["rests"]
+    # The C library left to itself keeps about ten times the model's size here.
+    model = (tmp_path / "layers.onnx").stat().st_size
+    assert all(rest["process_bytes"] < 4 * model for rest in rests), rests
 
 
 def test_padding_says_what_it_needs() -> None:

@@ -58,7 +58,7 @@ pub use kernels::Progress;
 pub use layout::run_bytes;
 pub use nvml::Health;
 pub use probe::{Start, StartProbe};
-pub use process::end_process;
+pub use process::{end_process, return_large_pieces};
 pub use profile::{
     ChoiceProfile, ClassTiming, PaddingBench, PaddingKernel, PaddingLaunch, PaddingOptions,
     PaddingPair, PaddingSlice, PaddingStep, PaddingTiming, PaddingWay, PairTiming, PlanProfile,

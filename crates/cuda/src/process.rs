@@ -1,8 +1,23 @@
-//! The end of a process that used a GPU.
+//! What concerns the process as a whole.
 
 use std::io::Write;
 
 use crate::driver::was_opened;
+
+/// Pieces of memory from this size on are the system's again as soon as they are freed.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+const LARGE_BYTES: libc::c_int = 4 << 20;
+
+/// Has large pieces given back when they are freed, weights of models above all. Left to itself the C library takes every
+/// large piece that is freed as a sign that more will come, keeps up to 32 MiB of each arena's for them, and a server whose
+/// models come and go grows to many times what it holds. To be called before the first thread is started.
+pub fn return_large_pieces() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: sets a number of the allocator's; no other thread allocates yet.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE_BYTES);
+    }
+}
 
 /// Ends the process with `code` where a GPU was opened; returns where none was. Threads may be inside the driver or its compiler at
 /// that moment, and the libraries' own exit handlers would take from under them what they use, so those are not run. Whatever

@@ -198,6 +198,8 @@ pub enum Action {
         steps: Range<usize>,
         /// Tile of the first step to begin at.
         tile: u32,
+        /// It begins by itself once the real time that runs now is done.
+        behind: bool,
     },
     /// Make the segment on this queue leave: bump its epoch, or reset it.
     Preempt {
@@ -344,6 +346,8 @@ pub struct CoreOptions {
     pub room: Room,
     /// Whether a companion is held to a corner of the device.
     pub corner: bool,
+    /// Whether the device takes best effort that begins when the real time that runs there is done.
+    pub behind: bool,
     /// How much longer real time may take beside a companion, as a share of what it takes alone.
     pub bearable: f64,
     /// Never set but by tests.
@@ -366,6 +370,7 @@ impl Default for CoreOptions {
             watchdog: None,
             room: Room { sms: 1, launch: Nanos::ZERO, gap: Nanos::ZERO, inside_tile: false },
             corner: false,
+            behind: false,
             bearable: companions::BEARABLE,
             mutation: None,
         }
