@@ -510,6 +510,7 @@ impl Outcome<'_> {
         let mut all: Vec<Nanos> =
             self.of(Class::RealTime).flat_map(|(_, _, tally)| latencies(tally)).collect();
         let rt_models: Vec<RealTimeModel> = self.of(Class::RealTime).map(rt_model).collect();
+        let parts = self.parts();
         Cell {
             workload: String::new(),
             rates: String::new(),
@@ -518,9 +519,9 @@ impl Outcome<'_> {
             rt_share_pct: 0.0,
             rt: Latency::of(&mut all),
             rt_increase: Increase::default(),
-            rt_parts: Parts::of(&self.slowest(1)),
-            rt_slowest: Parts::of(&self.slowest(100)),
-            rt_longest: Parts::longest(&self.slowest(1)),
+            rt_parts: Parts::of(&parts),
+            rt_slowest: Parts::of(&parts[..parts.len().div_ceil(100)]),
+            rt_longest: Parts::longest(&parts),
             rt_rps: round(rt_rps),
             late: rt_models.iter().map(|model| model.late).sum(),
             dropped: rt_models.iter().map(|model| model.dropped).sum(),
@@ -540,13 +541,12 @@ impl Outcome<'_> {
         }
     }
 
-    /// Parts of the slowest real-time answers, one of so many.
-    fn slowest(&self, of: usize) -> Vec<[Nanos; 5]> {
+    /// Parts of real-time answers, the slowest first.
+    fn parts(&self) -> Vec<[Nanos; 5]> {
         let answers = self.of(Class::RealTime).flat_map(|(_, _, tally)| &tally.answers);
         let mut answers: Vec<&Answer> = answers.collect();
         answers.sort_unstable_by_key(|answer| std::cmp::Reverse(answer.latency));
-        let counted = answers.len().div_ceil(of);
-        answers[..counted].iter().map(|answer| answer.parts()).collect()
+        answers.into_iter().map(Answer::parts).collect()
     }
 
     fn lock(&self, stage: &Stage<'_>) -> Lock {

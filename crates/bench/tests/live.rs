@@ -5,7 +5,8 @@ use std::sync::Arc;
 use bench::arrival::Arrival;
 use bench::disb;
 use bench::live::{
-    Live, LiveError, LiveModel, LiveOptions, Rates, SoakOptions, Workload, charts, table,
+    Cell, Live, LiveError, LiveModel, LiveOptions, Rates, SoakOptions, SoakReport, Workload,
+    charts, table,
 };
 use cpu::{CpuDevice, CpuOptions};
 use device::Device;
@@ -40,16 +41,29 @@ fn workload(name: &str) -> Workload {
     Workload { name: name.to_string(), clients: disb::clients(name).unwrap(), seconds: None }
 }
 
+/// Times a run is tried in which too little may come about on a machine that stands still.
+const ATTEMPTS: usize = 5;
+
+/// A cell in which real time was answered; nobody was answered wrongly in those before it.
+fn answered(live: &Live, name: &str, rates: Rates, policy: &str) -> Cell {
+    for _ in 0..ATTEMPTS {
+        let cell = live.run(&workload(name), rates, policy).unwrap();
+        assert_eq!((cell.errors, cell.wrong_outputs), (0, 0), "{cell:?}");
+        assert_eq!(cell.violations, Vec::<String>::new(), "{name} under {policy}");
+        if cell.rt.count > 0 && cell.throughput_rps > 0.0 {
+            return cell;
+        }
+    }
+    panic!("{name} under {policy}: nobody is answered");
+}
+
 #[test]
 fn every_policy_answers_everybody_and_computes_the_same() {
     let live = live();
     let mut cells = Vec::new();
     for (name, rates) in [("A", Rates::Literal), ("E", Rates::Scaled)] {
         for policy in NAMES.into_iter().rev().filter(|policy| *policy != "reef") {
-            let cell = live.run(&workload(name), rates, policy).unwrap();
-            assert_eq!((cell.errors, cell.wrong_outputs), (0, 0), "{cell:?}");
-            assert_eq!(cell.violations, Vec::<String>::new(), "{name} under {policy}");
-            assert!(cell.rt.count > 0, "{cell:?}");
+            let cell = answered(&live, name, rates, policy);
             assert_eq!(cell.be_models.is_empty(), policy == "rt_only");
             let leaves = ["atoll", "atoll_alone", "reef_n"].contains(&policy);
             assert!(leaves || cell.preempted.count == 0, "{cell:?}");
@@ -73,7 +87,9 @@ fn scaled_rates_come_to_the_published_share() {
     let of = |name: &str| live.alone().iter().find(|a| a.model == name).unwrap().latency.mean_us;
     let used: f64 =
         cell.rt_models.iter().map(|model| model.offered_rps * of(&model.model) / 1e6).sum();
-    assert!((used - 0.7).abs() < 1e-3, "{used}");
+    // Rates are reported in hundredths.
+    let rounding: f64 = cell.rt_models.iter().map(|model| 0.005 * of(&model.model) / 1e6).sum();
+    assert!((used - 0.7).abs() < 1e-3 + rounding, "{used}");
 }
 
 #[test]
@@ -95,18 +111,30 @@ fn a_disturbed_workload_answers_everybody_and_its_trace_is_played_again() {
     }
     (real.name, real.seconds) = ("REAL".to_string(), Some(0.2));
     let options = SoakOptions { seconds: 2.0, policy: "atoll".to_string(), seed: 3 };
-    let report = live().soak(&real, Rates::Literal, &options, &|_| {}).unwrap();
-    println!("{}", serde_json::to_string_pretty(&report).unwrap());
+    let full = (0..ATTEMPTS).any(|_| {
+        let report = live().soak(&real, Rates::Literal, &options, &|_| {}).unwrap();
+        println!("{}", serde_json::to_string_pretty(&report).unwrap());
+        check(&report);
+        let tenths = [&report.rt_first_tenth, &report.rt_last_tenth];
+        // More than one trace alone has.
+        report.rt_answers + report.rt_dropped > 50
+            && report.be_answers > 0
+            && report.loads > 0
+            && report.reloads > 0
+            && report.cancellations > 0
+            && tenths.iter().all(|tenth| tenth.count > 0)
+    });
+    assert!(full, "not everything came about");
+}
+
+/// What holds however much came about.
+fn check(report: &SoakReport) {
     assert!(report.unexpected_errors.is_empty(), "{report:?}");
     assert_eq!((report.wrong_outputs, report.violations.len()), (0, 0), "{report:?}");
     assert_eq!(report.trace_repetitions, Some(10.0));
-    // More than one trace alone has.
-    assert!(report.rt_answers + report.rt_dropped > 50, "{report:?}");
-    assert!(report.be_answers > 0 && report.checked_entries > 0, "{report:?}");
-    assert!(report.loads > 0 && report.loads == report.unloads, "{report:?}");
-    assert!(report.reloads > 0 && report.cancellations > 0, "{report:?}");
-    assert_eq!(report.expected_errors.get("unloaded"), Some(&report.unloads), "{report:?}");
-    assert!(report.rt_first_tenth.count > 0 && report.rt_last_tenth.count > 0, "{report:?}");
+    assert!(report.checked_entries > 0 && report.loads == report.unloads, "{report:?}");
+    let unloaded = report.expected_errors.get("unloaded").copied().unwrap_or(0);
+    assert_eq!(unloaded, report.unloads, "{report:?}");
     let read: Vec<&str> = report.memory.iter().map(|growth| growth.what).collect();
     assert_eq!(read, ["process bytes", "threads", "open files"], "{report:?}");
 }

@@ -68,7 +68,7 @@ fn window(max_batch: usize, wait_us: u64) -> Batching {
 
 #[test]
 fn each_request_of_a_batch_gets_its_own_answer() {
-    let bench = Bench::new(window(16, 50_000), 1024);
+    let bench = Bench::new(window(16, 500_000), 1024);
     assert!(bench.node.is_batched(bench.key));
     let single = Bench::new(Batching { policy: BatchingPolicy::None, ..Batching::default() }, 1024);
     assert!(!single.node.is_batched(single.key));
@@ -136,7 +136,7 @@ fn requests_that_are_given_up_are_answered_once_and_leave_the_others_alone() {
 
 #[test]
 fn the_queue_is_bounded_and_a_removed_model_finishes_what_it_has() {
-    let bench = Bench::new(window(32, 300_000), 10);
+    let bench = Bench::new(window(32, 3_000_000), 10);
     let mut random = Random::new(3);
     let (sender, receiver) = mpsc::channel();
     for _ in 0..14 {
@@ -156,7 +156,7 @@ fn the_queue_is_bounded_and_a_removed_model_finishes_what_it_has() {
     bench.ask(inputs, None, move |reply| late.send(reply.result.map(|_| ())).unwrap());
     assert_eq!(receiver.recv().unwrap(), Err(Rejection::NoSuchModel));
     assert!((0..10).all(|_| receiver.recv().unwrap().is_ok()));
-    assert!(bench.node.drain(Duration::from_secs(10)));
+    assert!(bench.node.drain(Duration::from_secs(60)));
     assert!(bench.node.stats(bench.key).is_none(), "the model is gone");
 }
 

@@ -25,19 +25,22 @@ fn said(output: &Output) -> String {
 
 #[test]
 fn engine_and_server_are_measured_in_turns() {
-    let short = ["--seconds", "0.2", "--rounds", "2", "--warm-secs", "0", "--json"];
+    let short = ["--seconds", "0.5", "--rounds", "3", "--warm-secs", "0", "--json"];
     let output = bench(&model(), &short).output().unwrap();
     assert!(output.status.success(), "{}", said(&output));
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["inputs"], serde_json::json!(["FP32[1, 1, 8, 8]"]));
     let rounds = report["rounds"].as_array().unwrap();
-    assert_eq!(rounds.len(), 2);
+    assert_eq!(rounds.len(), 3);
+    // A machine that stands still may answer nothing in one round, but not in all of them.
+    let mut answered = [0u32; 3];
     for round in rounds {
         let servers = round["servers"].as_array().unwrap();
-        for one in servers.iter().chain([&round["engine"]]) {
-            assert!(one["rps"].as_f64().unwrap() > 0.0, "{one}");
-            assert!(one["checked"].as_u64().unwrap() > 0 && one["wrong"] == 0, "{one}");
-            assert!(one["mean_batch"].as_f64().unwrap() >= 1.0, "{one}");
+        for (one, answered) in servers.iter().chain([&round["engine"]]).zip(&mut answered) {
+            assert_eq!(one["wrong"], 0, "{one}");
+            assert!(one["mean_batch"].as_f64().is_none_or(|batch| batch >= 1.0), "{one}");
+            let checked = one["checked"].as_u64().unwrap();
+            *answered += u32::from(one["rps"].as_f64().unwrap() > 0.0 && checked > 0);
         }
         // Ten numbers came back for 64, whatever describes them.
         let bytes = |wire: usize, field: &str| servers[wire][field].as_u64().unwrap();
@@ -46,6 +49,7 @@ fn engine_and_server_are_measured_in_turns() {
             assert!((40..1024).contains(&bytes(wire, "answer_bytes")), "{round}");
         }
     }
+    assert!(answered.iter().all(|rounds| *rounds > 0), "{report}");
     let names: Vec<_> =
         report["summaries"].as_array().unwrap().iter().map(|s| &s["name"]).collect();
     assert_eq!(names, ["engine", "gRPC", "REST"]);

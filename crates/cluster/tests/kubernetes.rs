@@ -313,7 +313,7 @@ async fn agent(store: &Arc<dyn Store>, keys: &Keys, name: &str, server: &Replay)
         store: store.clone(),
         keys: keys.clone(),
         name: name.to_string(),
-        lease: Duration::from_secs(2),
+        lease: Duration::from_secs(60),
         settings: SchedulerSettings::default(),
         scaling: Some(Scaling { look, ..Scaling::new(Arc::new(target), settings) }),
         clock: Arc::new(MonotonicClock::new()),
@@ -330,7 +330,7 @@ fn by_path(method: &str, path: &str) -> (u16, &'static str) {
 
 /// Waits until `holds`, or long enough to say that it does not.
 async fn eventually(what: &str, holds: impl AsyncFn() -> bool) {
-    for _ in 0..400 {
+    for _ in 0..2400 {
         if holds().await {
             return;
         }

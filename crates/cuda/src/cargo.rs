@@ -141,7 +141,7 @@ impl Cargo {
         // One stream copies all inputs in order: whoever was copied last is there last.
         let copied = self.berths.iter().filter(|berth| berth.copy().is_some());
         if let Some(last) = copied.max_by_key(|berth| berth.copy()) {
-            stream.wait_for(last.copied())?;
+            last.copied().hold(stream)?;
         }
         for (index, slot) in lowered.gpu.inputs.iter().enumerate() {
             let row = slot.bytes as usize / self.plan_rows.max(1);

@@ -12,6 +12,8 @@ const LAUNCH_FOLLOWS: Duration = Duration::from_micros(60);
 /// Who wants quiet.
 pub(crate) struct Quiet {
     origin: Instant,
+    /// How long an expected launch is waited for.
+    span: Duration,
     /// Real-time threads inside the driver.
     callers: AtomicUsize,
     /// Until then a launch is expected, in nanoseconds since `origin`; zero when none is.
@@ -25,6 +27,7 @@ impl Default for Quiet {
     fn default() -> Quiet {
         Quiet {
             origin: Instant::now(),
+            span: LAUNCH_FOLLOWS,
             callers: AtomicUsize::new(0),
             expected_until: AtomicU64::new(0),
         }
@@ -34,7 +37,7 @@ impl Default for Quiet {
 impl Quiet {
     /// A launch follows soon.
     pub(crate) fn expect_launch(&self) {
-        let until = (self.origin.elapsed() + LAUNCH_FOLLOWS).as_nanos() as u64;
+        let until = (self.origin.elapsed() + self.span).as_nanos() as u64;
         self.expected_until.store(until, Ordering::Release);
     }
 
@@ -72,7 +75,7 @@ mod tests {
 
     #[test]
     fn quiet_ends_with_the_launch_or_when_none_comes() {
-        let quiet = Quiet::default();
+        let quiet = Quiet { span: Duration::from_secs(3600), ..Quiet::default() };
         assert!(!quiet.is_wanted());
         quiet.expect_launch();
         assert!(quiet.is_wanted());
@@ -80,6 +83,7 @@ mod tests {
         assert!(quiet.is_wanted());
         drop(call);
         assert!(!quiet.is_wanted());
+        let quiet = Quiet::default();
         quiet.expect_launch();
         std::thread::sleep(LAUNCH_FOLLOWS * 2);
         assert!(!quiet.is_wanted());

@@ -170,7 +170,8 @@ async fn streams_answer_in_order_and_survive_errors() {
 async fn a_drain_is_seen_by_health_and_by_requests() {
     use tonic_health::pb::health_client::HealthClient;
     use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus};
-    let (server, mut client) = start().await;
+    let echo = Arc::new(support::Echo::default());
+    let (server, mut client) = start_with(echo.clone()).await;
     let url = format!("http://{}", server.grpc_addr.unwrap());
     let channel = Channel::from_shared(url).unwrap().connect().await.unwrap();
     let mut health = HealthClient::new(channel);
@@ -183,12 +184,16 @@ async fn a_drain_is_seen_by_health_and_by_requests() {
     while server.in_flight() == 0 {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    let shutdown = tokio::spawn(server.shutdown(Duration::from_secs(5)));
-    tokio::time::sleep(Duration::from_millis(50)).await;
-    let status = health.check(check).await.unwrap().into_inner().status();
+    let shutdown = tokio::spawn(server.shutdown(Duration::from_secs(60)));
+    let mut status = ServingStatus::Serving;
+    while status == ServingStatus::Serving {
+        status = health.check(check.clone()).await.unwrap().into_inner().status();
+    }
     assert_eq!(status, ServingStatus::NotServing);
     let refused = client.model_infer(request("identity", "")).await.unwrap_err();
     assert_eq!(refused.message(), "the server is shutting down");
+    assert!(!slow.is_finished() && !shutdown.is_finished(), "what runs is waited for");
+    echo.slow.open();
     assert!(slow.await.unwrap().is_ok());
     assert!(shutdown.await.unwrap());
 }

@@ -237,19 +237,23 @@ async fn a_client_that_leaves_gives_its_request_up() {
 
 #[tokio::test]
 async fn a_drain_finishes_what_runs_and_refuses_the_rest() {
-    let Fixture { server, mut client, .. } = start().await;
+    let Fixture { server, mut client, echo } = start().await;
     let mut other = Client::connect(server.http_addr.unwrap()).await;
     let address = server.http_addr.unwrap();
     client.send("POST", "/v2/models/slow/infer", &[], FLOATS.as_bytes()).await;
     while server.in_flight() == 0 {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    let shutdown = tokio::spawn(server.shutdown(Duration::from_secs(5)));
-    tokio::time::sleep(Duration::from_millis(50)).await;
+    let shutdown = tokio::spawn(server.shutdown(Duration::from_secs(60)));
+    while other.get("/v2/health/ready").await.status == 200 {
+        tokio::task::yield_now().await;
+    }
     assert_eq!(other.get("/v2/health/ready").await.status, 503);
     assert_eq!(other.get("/v2/health/live").await.status, 200);
     let refused = other.post(IDENTITY, FLOATS).await.error(503);
     assert_eq!(refused, "the server is shutting down");
+    assert!(!shutdown.is_finished(), "it waits for what runs");
+    echo.slow.open();
     assert_eq!(client.receive().await.status, 200);
     assert!(shutdown.await.unwrap());
     assert!(tokio::net::TcpStream::connect(address).await.is_err());

@@ -36,10 +36,6 @@ impl Event {
         Ok(Event { raw, context: context.clone() })
     }
 
-    pub(super) fn raw(&self) -> CUevent {
-        self.raw
-    }
-
     /// The point after everything in `stream` so far.
     pub(crate) fn record(&self, stream: &Stream) -> Result<(), CudaError> {
         self.context.enter()?;
@@ -50,7 +46,7 @@ impl Event {
     /// What is queued on `stream` from now on begins after the point, which has been recorded.
     pub(crate) fn hold(&self, stream: &Stream) -> Result<(), CudaError> {
         self.context.enter()?;
-        // SAFETY: both handles are alive.
+        // SAFETY: both handles are alive; the driver keeps what it needs of the event.
         let code = unsafe { sys::cuStreamWaitEvent(stream.raw(), self.raw, 0) };
         self.context.check("cuStreamWaitEvent", code)
     }

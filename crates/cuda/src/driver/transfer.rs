@@ -1,19 +1,11 @@
-//! What moves inputs on the device, and makes one stream wait for another.
+//! What moves inputs on the device.
 
 use cudarc::driver::sys;
 
-use super::{Event, Stream};
+use super::Stream;
 use crate::error::CudaError;
 
 impl Stream {
-    /// Lets what is queued from now on wait until `event` is passed.
-    pub(crate) fn wait_for(&self, event: &Event) -> Result<(), CudaError> {
-        self.context().enter()?;
-        // SAFETY: both handles are alive; the driver keeps what it needs of the event.
-        let code = unsafe { sys::cuStreamWaitEvent(self.raw(), event.raw(), 0) };
-        self.context().check("cuStreamWaitEvent", code)
-    }
-
     /// Copies from one place on the device to another.
     ///
     /// # Safety

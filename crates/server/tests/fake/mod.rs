@@ -1,8 +1,8 @@
-//! A device whose programs return their inputs after a while, and a repository of such programs.
+//! A device whose programs return their inputs after a while or when they may, and a repository of such programs.
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -16,10 +16,12 @@ use model::{DataType, Dim, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
 use runtime::Placed;
 use server::{LoadError, LoadedModel, ModelLoader, RepositoryEntry};
 
-/// A device on which every segment takes the same time.
+/// A device on which every segment takes the same time, and does not end before it may.
 pub struct FakeDevice {
     info: DeviceInfo,
     delay: Duration,
+    /// Whether segments may end.
+    open: Arc<AtomicBool>,
 }
 
 impl FakeDevice {
@@ -32,7 +34,19 @@ impl FakeDevice {
             queues: 2,
             rounding: 0.0,
         };
-        Arc::new(FakeDevice { info, delay })
+        Arc::new(FakeDevice { info, delay, open: Arc::new(AtomicBool::new(true)) })
+    }
+
+    /// One on which nothing ends, unless it is told to leave, until [`FakeDevice::open`] is called.
+    pub fn closed() -> Arc<FakeDevice> {
+        let device = FakeDevice::new(Duration::ZERO);
+        device.open.store(false, Ordering::SeqCst);
+        device
+    }
+
+    /// Lets segments end.
+    pub fn open(&self) {
+        self.open.store(true, Ordering::SeqCst);
     }
 }
 
@@ -56,8 +70,8 @@ impl Device for FakeDevice {
     ) -> Result<Box<dyn Queue>, DeviceError> {
         let (sender, receiver) = sync_channel(options.capacity.max(1));
         let preempted = Arc::new(AtomicU64::new(0));
-        let (seen, delay) = (preempted.clone(), self.delay);
-        std::thread::spawn(move || work(receiver, options.id, delay, seen, sink));
+        let end = End { delay: self.delay, open: self.open.clone(), preempted: preempted.clone() };
+        std::thread::spawn(move || work(receiver, options.id, &end, sink));
         Ok(Box::new(FakeQueue { sender, preempted }))
     }
 }
@@ -82,20 +96,22 @@ impl Queue for FakeQueue {
     }
 }
 
-fn work(
-    receiver: Receiver<Launched>,
-    queue: u32,
+/// What a segment's end depends on.
+struct End {
     delay: Duration,
+    open: Arc<AtomicBool>,
     preempted: Arc<AtomicU64>,
-    sink: Arc<dyn CompletionSink>,
-) {
+}
+
+fn work(receiver: Receiver<Launched>, queue: u32, end: &End, sink: Arc<dyn CompletionSink>) {
     for (epoch, Segment { token, mut task, steps }) in receiver {
         let started = Instant::now();
-        let left = || preempted.load(Ordering::SeqCst) != epoch;
-        while started.elapsed() < delay && !left() {
+        let left = || end.preempted.load(Ordering::SeqCst) != epoch;
+        let over = || started.elapsed() >= end.delay && end.open.load(Ordering::SeqCst);
+        while !over() && !left() {
             std::thread::sleep(Duration::from_micros(200));
         }
-        let done = started.elapsed() >= delay;
+        let done = over();
         if done && let Some(task) = task.as_any_mut().downcast_mut::<FakeTask>() {
             task.next = steps.end;
         }
@@ -181,16 +197,22 @@ fn plan(dims: &[Dim]) -> LaunchPlan {
     }
 }
 
-/// A repository in memory. `broken` never loads, `slow_to_load` takes its time, `image` takes images.
+/// A repository in memory. `broken` never loads, `slow_to_load` not before it may, `image` takes images.
 pub struct FakeLoader {
     models: Mutex<BTreeMap<(String, u64), ModelConfig>>,
     /// Programs that still hold memory.
     pub programs_alive: Arc<AtomicUsize>,
+    /// Whether `slow_to_load` may be loaded.
+    pub open: AtomicBool,
 }
 
 impl FakeLoader {
     pub fn new(_: Arc<FakeDevice>) -> FakeLoader {
-        FakeLoader { models: Mutex::default(), programs_alive: Arc::default() }
+        FakeLoader {
+            models: Mutex::default(),
+            programs_alive: Arc::default(),
+            open: AtomicBool::new(false),
+        }
     }
 
     pub fn add(&self, name: &str, version: u64, config: ModelConfig) {
@@ -207,8 +229,8 @@ impl ModelLoader for FakeLoader {
         if name == "broken" {
             return Err(LoadError::Invalid("it is broken".into()));
         }
-        if name == "slow_to_load" {
-            std::thread::sleep(Duration::from_millis(150));
+        while name == "slow_to_load" && !self.open.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(1));
         }
         let dims = match name {
             "image" => [1, 3, 2, 2].map(Dim::Fixed).to_vec(),

@@ -17,10 +17,32 @@ use server::node::classification;
 pub struct Echo {
     /// Requests whose future was dropped before its end.
     pub given_up: AtomicUsize,
+    /// Lets requests of `slow` end, one for each permit.
+    pub slow: Gate,
     /// Requests answered.
     pub answered: AtomicUsize,
     /// Memory it lends for bodies.
     pub shelf: Option<Arc<Shelf>>,
+}
+
+/// Closed until the test opens it.
+pub struct Gate(tokio::sync::Semaphore);
+
+impl Default for Gate {
+    fn default() -> Gate {
+        Gate(tokio::sync::Semaphore::new(0))
+    }
+}
+
+impl Gate {
+    /// Lets one pass.
+    pub fn open(&self) {
+        self.0.add_permits(1);
+    }
+
+    async fn pass(&self) {
+        self.0.acquire().await.unwrap().forget();
+    }
 }
 
 impl Echo {
@@ -207,7 +229,7 @@ impl InferenceService for Echo {
             match model.name {
                 "slow" => {
                     let unfinished = Unfinished(&self.given_up);
-                    tokio::time::sleep(Duration::from_millis(400)).await;
+                    self.slow.pass().await;
                     std::mem::forget(unfinished);
                 }
                 "full" => return Err(ApiError::unavailable("the queue is full").retry_after(1)),

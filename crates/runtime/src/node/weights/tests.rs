@@ -253,9 +253,15 @@ fn many_models_share_little_memory() {
         });
         assert_eq!(done.into_inner(), 800);
         assert!(scene.device.most_held() <= Bytes(40 * MIB), "{}", scene.device.most_held());
+        // The last weights may still be on their way: a run begins before all of them are there.
+        let clock = MonotonicClock::new();
+        let orders = scene.orders.0.lock().unwrap().0;
+        while scene.node.memory().swaps.loads < orders && clock.now() < LIMIT {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         let memory = scene.node.memory();
         assert!(memory.swaps.loads > 20 && memory.swaps.evictions > 10, "{:?}", memory.swaps);
-        assert_eq!(memory.swaps.loads, scene.orders.0.lock().unwrap().0);
+        assert_eq!(memory.swaps.loads, orders);
         assert_eq!(memory.held, scene.device.memory_use().unwrap().weights);
         scene.finish(&models);
     }
@@ -321,7 +327,7 @@ fn a_model_is_removed_while_its_weights_arrive() {
                 inputs: Vec::new(),
                 class: None,
                 priority: None,
-                timeout: Some(Nanos::from_millis(2_000)),
+                timeout: Some(Nanos::from_millis(120_000)),
             };
             let handle =
                 scene.node.submit(request, Box::new(move |reply| sender.send(reply).unwrap()));
