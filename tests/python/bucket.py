@@ -12,7 +12,7 @@ import boto3
 import requests
 from botocore.config import Config
 
-from support import START_SECONDS, free_ports
+from support import START_SECONDS, STOP_SECONDS, free_ports
 
 
 class BucketServer:
@@ -64,4 +64,4 @@ class BucketServer:
 
     def stop(self) -> None:
         self.process.terminate()
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=STOP_SECONDS)

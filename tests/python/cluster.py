@@ -9,12 +9,19 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import requests
 
-from support import BINARY, Server, free_ports
+from support import BINARY, LOST, STOP_SECONDS, Server, free_ports, wait_for
 
-LEASE_MS = 2000
+# Nobody is thought gone because a machine stands still for a while; and where somebody is to be missed, soon.
+LEASE_MS = 20_000
+SHORT_LEASE_MS = 2000
+# How long a cluster gets to be as a test wants it: only one that never gets there takes so long.
+WAIT_SECONDS = 120
+# Why frontends refuse what models are asked while their backends go or change, and nothing is wrong but that.
+REASONS = (LOST, "no backend answers for model", "is loading", "is not ready: unloaded")
 
 
 class Process:
@@ -33,7 +40,7 @@ class Process:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(how)
             try:
-                self.process.wait(timeout=10)
+                self.process.wait(timeout=STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -45,8 +52,8 @@ class Process:
 class Cluster:
     """etcd and the roles, each a process of its own."""
 
-    def __init__(self, folder: Path, models: Path, host: str = "127.0.0.1") -> None:
-        self.folder, self.models = folder, models
+    def __init__(self, folder: Path, models: Path, host: str = "127.0.0.1", lease_ms: int = LEASE_MS) -> None:
+        self.folder, self.models, self.lease_ms = folder, models, lease_ms
         self.parts: dict[str, Process] = {}
         self.frontends: dict[str, Server] = {}
         self.model_store = ["--model-store", str(folder / "model-store")]
@@ -63,7 +70,7 @@ class Cluster:
 
     def role(self, role: str, name: str, *flags: str, inside: tuple[str, ...] = ()) -> None:
         command = [*inside, str(BINARY), "cluster", role, "--store", self.store, "--name", name]
-        self.add(name, [*command, "--lease-ms", str(LEASE_MS), *flags])
+        self.add(name, [*command, "--lease-ms", str(self.lease_ms), *flags])
 
     def scheduler(self, name: str) -> None:
         self.role("scheduler", name, "--epoch-ms", "5000", "--spacing-ms", "2000")
@@ -89,18 +96,18 @@ class Cluster:
 
     def status(self) -> dict:
         command = [str(BINARY), "cluster", "status", "--store", self.store, "--json"]
-        answer = subprocess.run(command, capture_output=True, check=False, timeout=30)
+        answer = subprocess.run(command, capture_output=True, check=False, timeout=WAIT_SECONDS)
         return json.loads(answer.stdout) if answer.stdout else {}
 
-    def wait_status(self, holds, seconds: float) -> float:
+    def wait_status(self, holds) -> float:
         """Waits until the status is as wanted and returns how long that took."""
         started = time.monotonic()
-        while time.monotonic() - started < seconds:
+        while time.monotonic() - started < WAIT_SECONDS:
             status = self.status()
             if status and holds(status):
                 return time.monotonic() - started
             time.sleep(0.05)
-        raise AssertionError(f"after {seconds} s the cluster is {self.status()}\n{self.logs()}")
+        raise AssertionError(f"after {WAIT_SECONDS} s the cluster is {self.status()}\n{self.logs()}")
 
     def logs(self) -> str:
         return "\n".join(f"--- {name}\n{part.text()[-1500:]}" for name, part in self.parts.items() if name != "etcd")
@@ -112,6 +119,16 @@ class Cluster:
         self.parts["etcd"].kill()
 
 
+class Answer(NamedTuple):
+    """What a client was told: when it asked, what, with which outcome, after how long."""
+
+    at: float
+    identity: str
+    code: int
+    took: float
+    error: str
+
+
 class Load:
     """Clients that ask at a steady pace. A connection that breaks is no answer: the same request goes to the next
     frontend, as a load balancer would send it."""
@@ -119,7 +136,7 @@ class Load:
     def __init__(self, cluster: Cluster, models: list[str], body: dict, clients: int = 4, pause: float = 0.02) -> None:
         self.urls = [server.url for server in cluster.frontends.values()]
         self.models, self.body, self.pause = models, body, pause
-        self.answers: list[tuple[float, str, int, float]] = []
+        self.answers: list[Answer] = []
         self.twice: list[str] = []
         self.lost: list[str] = []
         self.stopping = threading.Event()
@@ -143,21 +160,32 @@ class Load:
 
     def ask(self, session: requests.Session, turn: int, identity: str, model: str) -> None:
         started = time.monotonic()
+        body = {**self.body, "id": identity}
         for attempt in range(40):
-            url = self.urls[(turn + attempt) % len(self.urls)]
+            url = f"{self.urls[(turn + attempt) % len(self.urls)]}/v2/models/{model}/infer"
             try:
-                answer = session.post(f"{url}/v2/models/{model}/infer", json={**self.body, "id": identity}, timeout=20)
-            except requests.ConnectionError:
+                answer = session.post(url, json=body, timeout=WAIT_SECONDS)
+            except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
                 time.sleep(0.05)
                 continue
+            except requests.RequestException:
+                break
             if answer.status_code == 200 and answer.json()["id"] != identity:
                 self.twice.append(identity)
-            self.answers.append((started - self.began, identity, answer.status_code, time.monotonic() - started))
+            error = "" if answer.status_code == 200 else answer.text
+            took = time.monotonic() - started
+            self.answers.append(Answer(started - self.began, identity, answer.status_code, took, error))
             return
         self.lost.append(identity)
 
     def now(self) -> float:
         return time.monotonic() - self.began
+
+    def wait_more(self, count: int) -> None:
+        """Waits until so many more requests were answered."""
+        wanted = len(self.answers) + count
+        came = wait_for(lambda: len(self.answers) >= wanted, WAIT_SECONDS)
+        assert came, f"only {len(self.answers)} of {wanted} answers"
 
     def stop(self) -> None:
         self.stopping.set()
@@ -165,4 +193,26 @@ class Load:
             thread.join()
 
     def codes(self) -> Counter:
-        return Counter(code for _, _, code, _ in self.answers)
+        return Counter(answer.code for answer in self.answers)
+
+    def refused(self) -> list[Answer]:
+        return [answer for answer in self.answers if answer.code != 200]
+
+    def doubts(self, faults: list[tuple[float, float]], limit: float) -> list[str]:
+        """What a machine with time to spare would not show, of faults and how long each took: a report, not a bar."""
+        refused = [answer.at for answer in self.refused()]
+        apart = [at for at in refused if not any(fault - 1 <= at <= fault + took + 2 for fault, took in faults)]
+        found = {
+            "recovered late": any(took > limit for _, took in faults),
+            "more than 1 % refused": len(refused) > len(self.answers) / 100,
+            "refused while nothing was wrong": bool(apart),
+        }
+        return [text for text, true in found.items() if true]
+
+    def check(self, report: str, reasons: tuple[str, ...] = REASONS) -> None:
+        """Each request got exactly one answer, and where that is a refusal, for one of these reasons."""
+        assert self.lost == [] and self.twice == [], f"{report}, lost {self.lost}, twice {self.twice}"
+        identities = [answer.identity for answer in self.answers]
+        assert len(set(identities)) == len(identities), report
+        for answer in self.refused():
+            assert answer.code == 503 and any(reason in answer.error for reason in reasons), f"{report}: {answer}"

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import requests
@@ -21,8 +21,10 @@ BINARY = Path(os.environ.get("ATOLL_BIN", REPOSITORY / "target" / "release" / "a
 SCRIPTS = REPOSITORY / "scripts"
 ASSETS = REPOSITORY / "assets"
 CACHE = REPOSITORY / ".cache"
-START_SECONDS = 30
-STOP_SECONDS = 30
+# No test goes by how fast a machine is: these are far beyond what a slow one needs, and only end what would never end.
+PATIENCE_SECONDS = 60
+START_SECONDS = 120
+STOP_SECONDS = 120
 
 
 def ports_of_nobody() -> Iterator[int]:
@@ -45,6 +47,16 @@ def free_ports(count: int) -> list[int]:
             if probe.connect_ex(("127.0.0.1", port)) != 0:
                 found.append(port)
     return found
+
+
+def wait_for(what: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> bool:
+    """Whether something became true."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def make_models(folder: Path, names: list[str]) -> None:
@@ -104,7 +116,7 @@ class Server:
         if self.process is not None:
             assert self.process.poll() is None, f"the server is gone:\n{self.log_tail()}"
             assert "panicked" not in self.log_text(), self.log_tail()
-        answer = requests.get(f"{self.url}/v2/health/live", timeout=5)
+        answer = requests.get(f"{self.url}/v2/health/live", timeout=PATIENCE_SECONDS)
         assert answer.status_code == 200
 
     def terminate(self) -> None:
@@ -132,7 +144,7 @@ class Server:
         return self.log_text()[-3000:]
 
     def metrics(self) -> str:
-        answer = requests.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5)
+        answer = requests.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=PATIENCE_SECONDS)
         assert answer.status_code == 200
         return answer.text
 
@@ -178,6 +190,22 @@ def fp32_body(*values: float, **extra: object) -> dict[str, object]:
     """A JSON request for identity_fp32 (and for slow, which has the same signature)."""
     tensor = {"name": "INPUT0", "shape": [len(values), 1], "datatype": "FP32", "data": list(values)}
     return {"inputs": [tensor], **extra}
+
+
+# What a frontend says when a backend that it asked went away, or was silent for so long that it seemed to.
+LOST = "its backend was lost"
+
+
+def patiently(ask: Callable[[], requests.Response]) -> requests.Response:
+    """Asks a cluster of one backend again while that is lost to it: a second in which nothing runs is enough."""
+    answers: list[requests.Response] = []
+
+    def found() -> bool:
+        answers.append(ask())
+        return answers[-1].status_code != 503 or LOST not in answers[-1].text
+
+    wait_for(found)
+    return answers[-1]
 
 
 def fetch_wheel(package: str, version: str) -> Path:

@@ -109,8 +109,8 @@ def test_k_has_a_default_and_a_limit(home: Server) -> None:
 
 
 def test_registered_model_is_served_by_v2_too(home: Server) -> None:
-    assert requests.get(f"{home.url}/v2/models/digits/ready", timeout=5).status_code == 200
-    metadata = requests.get(f"{home.url}/v2/models/digits", timeout=5).json()
+    assert requests.get(f"{home.url}/v2/models/digits/ready", timeout=60).status_code == 200
+    metadata = requests.get(f"{home.url}/v2/models/digits", timeout=60).json()
     assert metadata["inputs"] == [{"name": "image", "datatype": "FP32", "shape": [-1, 1, 8, 8]}]
 
 
@@ -157,16 +157,16 @@ def test_bad_image(home: Server, kind: str) -> None:
 
 def test_missing_fields(home: Server) -> None:
     image = digit_samples()[0][1]
-    assert_error(home, requests.post(f"{home.url}/classify", files={"image": ("p", image)}, timeout=5), 400)
-    assert_error(home, requests.post(f"{home.url}/classify", files={"name": (None, "digits")}, timeout=5), 400)
-    assert_error(home, requests.post(f"{home.url}/register", files={"name": (None, "x")}, timeout=5), 400)
-    assert_error(home, requests.post(f"{home.url}/classify", data=b"{}", timeout=5), 400, 415)
+    assert_error(home, requests.post(f"{home.url}/classify", files={"image": ("p", image)}, timeout=60), 400)
+    assert_error(home, requests.post(f"{home.url}/classify", files={"name": (None, "digits")}, timeout=60), 400)
+    assert_error(home, requests.post(f"{home.url}/register", files={"name": (None, "x")}, timeout=60), 400)
+    assert_error(home, requests.post(f"{home.url}/classify", data=b"{}", timeout=60), 400, 415)
 
 
 def test_multipart_that_is_none(home: Server) -> None:
     headers = {"Content-Type": "multipart/form-data; boundary=xyz"}
     for body in (b"", b"--xyz\r\n", b"--abc--", b"--xyz\r\nContent-Disposition: form-data\r\n\r\n"):
-        assert_error(home, requests.post(f"{home.url}/classify", data=body, headers=headers, timeout=5), 400)
+        assert_error(home, requests.post(f"{home.url}/classify", data=body, headers=headers, timeout=60), 400)
 
 
 @pytest.mark.parametrize("name", ["", "..", "../x", "a/b", "x" * 5000, "a\x00b"])
@@ -194,7 +194,7 @@ def test_bad_preprocessing(home: Server, preprocessing: dict[str, object]) -> No
 
 def test_a_failed_register_leaves_nothing(home: Server) -> None:
     assert_error(home, register(home, "never", b"garbage", DIGIT_NAMES, DIGITS_PREPROCESSING), 400)
-    assert requests.get(f"{home.url}/v2/models/never", timeout=5).status_code == 404
+    assert requests.get(f"{home.url}/v2/models/never", timeout=60).status_code == 404
 
 
 def foolbox_pictures() -> list[tuple[int, bytes]]:

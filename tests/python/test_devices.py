@@ -99,7 +99,7 @@ def used_devices(server: Server, model: str) -> set[str]:
 
 
 def parameters(server: Server, model: str) -> dict[str, str]:
-    config = requests.get(f"{server.url}/v2/models/{model}/config", timeout=5).json()
+    config = requests.get(f"{server.url}/v2/models/{model}/config", timeout=60).json()
     return {key: value["string_value"] for key, value in config["parameters"].items()}
 
 
@@ -113,7 +113,7 @@ def test_workers_are_chosen_by_profile_and_objective(pair: Server) -> None:
 def test_a_registered_model_is_measured_and_answers_meanwhile(pair: Server) -> None:
     onnx = (ASSETS / "digits.onnx").read_bytes()
     form = {"name": (None, "fresh"), "model": onnx, "slo_ms": (None, "600000")}
-    assert requests.post(f"{pair.url}/register", files=form, timeout=30).status_code in (200, 201)
+    assert requests.post(f"{pair.url}/register", files=form, timeout=60).status_code in (200, 201)
     client = http_api.InferenceServerClient(pair.http)
     (tensor,) = client.get_model_metadata("fresh")["inputs"]
     shape = [max(1, size) for size in tensor["shape"]]

@@ -40,7 +40,7 @@ def one_input(**change: object) -> dict[str, object]:
 )
 def test_not_found(server: Server, method: str, path: str) -> None:
     body = fp32_body(1.0) if method == "POST" else None
-    assert_error(server, requests.request(method, server.url + path, json=body, timeout=5), 404)
+    assert_error(server, requests.request(method, server.url + path, json=body, timeout=60), 404)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_not_found(server: Server, method: str, path: str) -> None:
     ],
 )
 def test_wrong_method(server: Server, method: str, path: str) -> None:
-    assert_error(server, requests.request(method, server.url + path, timeout=5), 405)
+    assert_error(server, requests.request(method, server.url + path, timeout=60), 405)
 
 
 BAD_BODIES = {
@@ -96,12 +96,12 @@ def test_bad_body(server: Server, kind: str) -> None:
     body = BAD_BODIES[kind]
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
-    assert_error(server, requests.post(infer_url(server, "identity_fp32"), data=data, headers=headers, timeout=10), 400)
+    assert_error(server, requests.post(infer_url(server, "identity_fp32"), data=data, headers=headers, timeout=60), 400)
 
 
 def test_missing_input(server: Server) -> None:
     tensor = {"name": "INPUT0", "shape": [1, 16], "datatype": "INT32", "data": list(range(16))}
-    assert_error(server, requests.post(infer_url(server, "add_sub"), json={"inputs": [tensor]}, timeout=5), 400)
+    assert_error(server, requests.post(infer_url(server, "add_sub"), json={"inputs": [tensor]}, timeout=60), 400)
 
 
 def post_binary(
@@ -112,7 +112,7 @@ def post_binary(
     head = json.dumps({"inputs": [tensor]}).encode()
     length = how.get("header_length", len(head))
     headers = {"Inference-Header-Content-Length": str(length), "Content-Type": "application/octet-stream"}
-    return requests.post(infer_url(server, model), data=head + tail, headers=headers, timeout=10)
+    return requests.post(infer_url(server, model), data=head + tail, headers=headers, timeout=60)
 
 
 def test_binary_request_is_well_formed(server: Server) -> None:
@@ -159,11 +159,11 @@ def test_lying_string_length(server: Server, element: bytes) -> None:
 def test_bad_compression(server: Server) -> None:
     for encoding, data in (("gzip", b"no gzip at all"), ("deflate", b"\xff" * 20), ("quantum", b"{}")):
         headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
-        answer = requests.post(infer_url(server, "identity_fp32"), data=data, headers=headers, timeout=5)
+        answer = requests.post(infer_url(server, "identity_fp32"), data=data, headers=headers, timeout=60)
         assert_error(server, answer, 400, 415)
 
 
-def exchange(server: Server, head: bytes, body: bytes = b"", seconds: float = 10) -> bytes:
+def exchange(server: Server, head: bytes, body: bytes = b"", seconds: float = 60) -> bytes:
     """Sends bytes as they are and reads until the server has said something or closed."""
     with socket.create_connection(("127.0.0.1", server.http_port), timeout=seconds) as link:
         link.sendall(head + body)
@@ -189,6 +189,6 @@ def test_nonsense_instead_of_http(server: Server) -> None:
 
 def test_body_that_stops_short(server: Server) -> None:
     head = "POST /v2/models/identity_fp32/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.http_port), timeout=5) as link:
+    with socket.create_connection(("127.0.0.1", server.http_port), timeout=60) as link:
         link.sendall(head.encode() + b'{"inputs"')
     server.assert_alive()

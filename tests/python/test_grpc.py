@@ -96,7 +96,7 @@ def test_id_version_priority_and_timeout(grpc: Client) -> None:
         model_version="1",
         request_id="request-7",
         priority=1,
-        timeout=5_000_000,
+        timeout=60_000_000,
     )
     assert result.get_response().id == "request-7"
 
@@ -117,7 +117,7 @@ def test_typed_contents(server: Server) -> None:
             request = service_pb2.ModelInferRequest(model_name=model)
             given = request.inputs.add(name="INPUT0", datatype=datatype, shape=[2, 1])
             getattr(given.contents, field).extend(values)
-            answer = infer(request, timeout=10)
+            answer = infer(request, timeout=60)
             if answer.raw_output_contents:
                 got = np.frombuffer(answer.raw_output_contents[0], dtype).tolist()
             else:
@@ -130,7 +130,7 @@ def test_async_infer(grpc: Client) -> None:
     given = [tensor("INPUT0", *VALUES["identity_fp32"])]
     for _ in range(8):
         grpc.async_infer("identity_fp32", given, lambda result, error: answers.put(error or result))
-    kinds = [type(answers.get(timeout=10)).__name__ for _ in range(8)]
+    kinds = [type(answers.get(timeout=60)).__name__ for _ in range(8)]
     assert kinds == ["InferResult"] * 8
 
 
@@ -184,7 +184,7 @@ def raw_infer(server: Server, request: service_pb2.ModelInferRequest) -> None:
             "/inference.GRPCInferenceService/ModelInfer",
             request_serializer=service_pb2.ModelInferRequest.SerializeToString,
             response_deserializer=service_pb2.ModelInferResponse.FromString,
-        )(request, timeout=10)
+        )(request, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -213,10 +213,10 @@ def test_health_service(server: Server) -> None:
     with grpc_core.insecure_channel(server.grpc) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for service in ("", "inference.GRPCInferenceService"):
-            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc_core.RpcError) as raised:
-            stub.Check(health_pb2.HealthCheckRequest(service="no.such.Service"), timeout=5)
+            stub.Check(health_pb2.HealthCheckRequest(service="no.such.Service"), timeout=60)
         assert raised.value.code() == grpc_core.StatusCode.NOT_FOUND
 
 

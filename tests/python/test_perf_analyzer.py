@@ -64,7 +64,7 @@ def sweep(analyzer: Path, model: str, protocol: str, address: str, result: Path,
     # be good, and one in which the machine did something else is a bad one: without trials to spare it ends the sweep early.
     command += ["--max-trials", "30", "-s", "999", "-f", str(result), *more]
     env = {**os.environ, "LD_LIBRARY_PATH": str(FOLDER)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     with result.open() as lines:
         rows = {int(row["Concurrency"]): row for row in csv.DictReader(lines)}
@@ -74,7 +74,7 @@ def sweep(analyzer: Path, model: str, protocol: str, address: str, result: Path,
 
 def shape_flags(server: Server) -> list[str]:
     """Free dimensions have to be given; without a batch size the batch is one of them."""
-    config = requests.get(f"{server.url}/v2/models/add_sub/config", timeout=5).json()
+    config = requests.get(f"{server.url}/v2/models/add_sub/config", timeout=60).json()
     if config["max_batch_size"] > 0:
         return []
     return ["--shape", "INPUT0:1,16", "--shape", "INPUT1:1,16"]

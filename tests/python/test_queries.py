@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import requests
 from PIL import Image, ImageDraw, ImageFont
 
-from support import CACHE, REPOSITORY, SCRIPTS, Server, serve
+from support import CACHE, REPOSITORY, SCRIPTS, Server, patiently, serve, wait_for
 
 sys.path.append(str(SCRIPTS))
 
@@ -50,9 +49,22 @@ def ocr(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.stop()
 
 
-def ask(server: Server, picture: bytes, **extra: object) -> requests.Response:
-    url = f"{server.url}/v2/atoll/queries/ocr/infer"
-    return requests.post(url, data=picture, headers={"Content-Type": "image/png"}, timeout=60, **extra)
+# Questions that were refused and asked again.
+REFUSED: list[requests.Response] = []
+
+
+def post(server: Server, **what: object) -> requests.Response:
+    def once() -> requests.Response:
+        answer = requests.post(f"{server.url}/v2/atoll/queries/ocr/infer", timeout=60, **what)
+        if answer.status_code == 503:
+            REFUSED.append(answer)
+        return answer
+
+    return patiently(once)
+
+
+def ask(server: Server, picture: bytes) -> requests.Response:
+    return post(server, data=picture, headers={"Content-Type": "image/png"})
 
 
 def texts(answer: requests.Response) -> list[str]:
@@ -85,7 +97,7 @@ def test_twenty_lines_travel_in_batches(ocr: Server) -> None:
     before = ocr.metric("nv_inference_request_success", model="rapidocr_rec")
     assert texts(ask(ocr, page(lines, columns=2))) == lines
     assert ocr.metric("nv_inference_request_success", model="rapidocr_rec") - before == 20
-    stats = requests.get(f"{ocr.url}/v2/models/rapidocr_rec/stats", timeout=5).json()["model_stats"][0]
+    stats = requests.get(f"{ocr.url}/v2/models/rapidocr_rec/stats", timeout=60).json()["model_stats"][0]
     assert stats["execution_count"] < stats["inference_count"], stats
 
 
@@ -98,7 +110,7 @@ def test_tensors_work_as_pictures_do(ocr: Server) -> None:
         "data": list(picture.tobytes()),
     }
     body = {"id": "7", "inputs": [tensor], "outputs": [{"name": "text"}]}
-    answer = requests.post(f"{ocr.url}/v2/atoll/queries/ocr/infer", json=body, timeout=60).json()
+    answer = post(ocr, json=body).json()
     assert (answer["id"], answer["model_name"]) == ("7", "ocr")
     assert [output["name"] for output in answer["outputs"]] == ["text"]
     assert answer["outputs"][0]["data"] == LINES
@@ -110,50 +122,47 @@ def test_the_split_follows_what_is_measured(ocr: Server) -> None:
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda _: ask(ocr, picture), range(12)))
     assert all(texts(answer) == LINES for answer in answers)
-    deadline = time.monotonic() + 60
-    while True:
-        query = requests.get(f"{ocr.url}/v2/atoll/queries/ocr", timeout=5).json()
-        if query["even_because"] is None or time.monotonic() > deadline:
-            break
-        time.sleep(0.5)
+    look = lambda: requests.get(f"{ocr.url}/v2/atoll/queries/ocr", timeout=60).json()  # noqa: E731
+    wait_for(lambda: look()["even_because"] is None)
+    query = look()
     print(query)
     assert query["even_because"] is None and query["exact"], query
     budgets = {stage["name"]: stage["budget_ms"] for stage in query["stages"]}
     assert 0 < budgets["find"] and 0 < budgets["read"], query
     assert budgets["find"] + budgets["read"] <= query["slo_ms"] + 1e-3, query
-    assert query["answered"] >= 12 and query["refused"] == 0, query
+    assert query["answered"] >= 12 and query["refused"] == len(REFUSED), query
 
 
 def test_what_is_wrong_is_said(ocr: Server) -> None:
     url = f"{ocr.url}/v2/atoll/queries"
-    assert requests.post(f"{url}/none/infer", json={"inputs": []}, timeout=5).status_code == 404
+    assert requests.post(f"{url}/none/infer", json={"inputs": []}, timeout=60).status_code == 404
     assert ask(ocr, b"no picture").status_code == 400
-    empty = requests.post(f"{url}/ocr/infer", json={"inputs": []}, timeout=5)
+    empty = requests.post(f"{url}/ocr/infer", json={"inputs": []}, timeout=60)
     assert empty.status_code == 400 and "'image' is missing" in empty.text
     late = {"inputs": [{"name": "image", "shape": [8, 8, 3], "datatype": "UINT8", "data": [0] * 192}]}
     late["parameters"] = {"timeout": 1}
-    assert requests.post(f"{url}/ocr/infer", json=late, timeout=5).status_code in (503, 504)
-    bad = requests.put(f"{url}/bad", data="slo_ms = 5", timeout=5)
+    assert requests.post(f"{url}/ocr/infer", json=late, timeout=60).status_code in (503, 504)
+    bad = requests.put(f"{url}/bad", data="slo_ms = 5", timeout=60)
     assert bad.status_code == 400 and "stage" in bad.text
 
 
 def test_queries_come_and_go(ocr: Server) -> None:
     url = f"{ocr.url}/v2/atoll/queries"
     text = OCR.read_text().replace("rapidocr_rec", "nobody")
-    kept = requests.put(f"{url}/lost", data=text.encode(), timeout=30)
+    kept = requests.put(f"{url}/lost", data=text.encode(), timeout=60)
     assert kept.status_code == 200, kept.text
     assert [stage["ready"] for stage in kept.json()["stages"]] == [True, False]
-    answer = requests.post(f"{url}/lost/infer", data=page([]), headers={"Content-Type": "image/png"}, timeout=5)
+    answer = requests.post(f"{url}/lost/infer", data=page([]), headers={"Content-Type": "image/png"}, timeout=60)
     assert answer.status_code == 404 and "nobody" in answer.text
-    assert {query["name"] for query in requests.get(url, timeout=5).json()} == {"lost", "ocr"}
-    assert requests.delete(f"{url}/lost", timeout=30).status_code == 200
-    assert requests.get(f"{url}/lost", timeout=5).status_code == 404
+    assert {query["name"] for query in requests.get(url, timeout=60).json()} == {"lost", "ocr"}
+    assert requests.delete(f"{url}/lost", timeout=60).status_code == 200
+    assert requests.get(f"{url}/lost", timeout=60).status_code == 404
 
 
 def test_one_node_says_who_answers_queries(models: Path, tmp_path: Path) -> None:
     server = serve(models / "add_sub.onnx", tmp_path / "server.log")
     try:
-        answer = requests.get(f"{server.url}/v2/atoll/queries", timeout=5)
+        answer = requests.get(f"{server.url}/v2/atoll/queries", timeout=60)
         assert answer.status_code == 501 and "serve --cluster" in answer.text
     finally:
         server.stop()

@@ -30,7 +30,7 @@ def explicit(folder: Path) -> Iterator[Server]:
 
 
 def test_index_of_a_plain_server(server: Server) -> None:
-    answer = requests.post(f"{server.url}/v2/repository/index", json={}, timeout=5)
+    answer = requests.post(f"{server.url}/v2/repository/index", json={}, timeout=60)
     assert answer.status_code == 200
     index = {entry["name"]: entry for entry in answer.json()}
     assert {"identity_fp32", "identity_int64", "identity_bytes", "add_sub"} <= set(index)
@@ -43,7 +43,7 @@ def test_explicit_start(explicit: Server) -> None:
     states = {entry["name"]: entry.get("state", "") for entry in client.get_model_repository_index()}
     assert states["identity_fp32"] == "READY"
     assert states.get("add_sub", "") != "READY"
-    ready = requests.post(f"{explicit.url}/v2/repository/index", json={"ready": True}, timeout=5).json()
+    ready = requests.post(f"{explicit.url}/v2/repository/index", json={"ready": True}, timeout=60).json()
     assert "add_sub" not in {entry["name"] for entry in ready}
 
 
@@ -85,7 +85,7 @@ def test_unload_leaves_others_alone(explicit: Server) -> None:
     client = http_api.InferenceServerClient(explicit.http)
     client.load_model("add_sub")
     client.unload_model("add_sub")
-    answer = requests.post(infer_url(explicit, "identity_fp32"), json=fp32_body(1.0), timeout=5)
+    answer = requests.post(infer_url(explicit, "identity_fp32"), json=fp32_body(1.0), timeout=60)
     assert answer.status_code == 200
 
 
@@ -96,7 +96,7 @@ def test_load_of_what_is_not_there(explicit: Server) -> None:
     with pytest.raises(InferenceServerException):
         grpc_api.InferenceServerClient(explicit.grpc).load_model("no_such_model")
     for name in ("..%2F..%2Fetc", "%2e%2e", "a%2Fb"):
-        answer = requests.post(f"{explicit.url}/v2/repository/models/{name}/load", json={}, timeout=5)
+        answer = requests.post(f"{explicit.url}/v2/repository/models/{name}/load", json={}, timeout=60)
         assert answer.status_code in (400, 404), name
     explicit.assert_alive()
 
