@@ -43,16 +43,12 @@ def add_sub() -> Built:
     )
 
 
-def slow() -> Built:
-    """About a second of work on two cores, in some hundred steps, behind a one-float input.
-
-    Drain, cancel, time-out and preemption tests need a request that is certainly still running.
-    """
-    side, steps = 640, 120
+def chain(side: int, steps: int) -> Built:
+    """Matrix products one behind the other, each a step, behind a one-float input."""
     rng = np.random.default_rng(1)
     # An orthogonal matrix keeps every product at the same scale however long the chain is.
     turn, _ = np.linalg.qr(rng.normal(size=(side, side)))
-    graph = Graph("slow")
+    graph = Graph("chain")
     graph.input("INPUT0", FLOAT, ["batch", 1])
     graph.constant("turn", turn.astype(np.float32))
     graph.constant("start", rng.normal(size=(1, side, side)).astype(np.float32))
@@ -65,3 +61,11 @@ def slow() -> Built:
     graph.node("Squeeze", [x, "axis"], "OUTPUT0")
     graph.output("OUTPUT0", FLOAT, ["batch", 1])
     return Built(graph.finish(), {"INPUT0": np.array([[1.0]], np.float32)})
+
+
+def slow() -> Built:
+    """About a second of work on two cores, in some hundred steps.
+
+    Drain, cancel, time-out and preemption tests need a request that is certainly still running.
+    """
+    return chain(side=640, steps=120)

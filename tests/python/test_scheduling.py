@@ -21,7 +21,7 @@ from support import PATIENCE_SECONDS, SCRIPTS, Server, fp32_body, infer_url, ser
 
 sys.path.append(str(SCRIPTS))
 
-from modelzoo.graph import FLOAT, Graph  # noqa: E402
+from modelzoo import tiny  # noqa: E402
 
 # Rows of a request that takes one thread minutes on any machine, longer than anybody here waits. One takes a moment.
 ROWS = 1000
@@ -30,32 +30,14 @@ SETTINGS = {"chain": "", "batched": "batching = { max_batch = 1024 }\n"}
 both_ways = pytest.mark.parametrize("model", list(SETTINGS))
 
 
-def chain() -> onnx.ModelProto:
-    """Many small matrix products behind a one-float input: long work in little memory."""
-    side, steps = 192, 1500
-    rng = np.random.default_rng(1)
-    # An orthogonal matrix keeps every product at the same scale however long the chain is.
-    turn, _ = np.linalg.qr(rng.normal(size=(side, side)))
-    graph = Graph("chain")
-    graph.input("INPUT0", FLOAT, ["batch", 1])
-    graph.constant("turn", turn.astype(np.float32))
-    graph.constant("start", rng.normal(size=(1, side, side)).astype(np.float32))
-    graph.constant("axis", np.array([2], np.int64))
-    x = graph.node("Mul", [graph.node("Unsqueeze", ["INPUT0", "axis"]), "start"])
-    for _ in range(steps):
-        x = graph.node("MatMul", [x, "turn"])
-    x = graph.node("ReduceMax", [x], axes=[1, 2], keepdims=1)
-    graph.node("Squeeze", [x, "axis"], "OUTPUT0")
-    graph.output("OUTPUT0", FLOAT, ["batch", 1])
-    return graph.finish()
-
-
 @pytest.fixture(scope="module")
 def repository(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scheduling") / "models"
+    # Many small products: long work in little memory.
+    chain = tiny.chain(side=192, steps=1500).model
     for name, settings in SETTINGS.items():
         (folder / name / "1").mkdir(parents=True)
-        onnx.save(chain(), folder / name / "1" / "model.onnx")
+        onnx.save(chain, folder / name / "1" / "model.onnx")
         (folder / name / "atoll.toml").write_text(settings)
     (folder / "identity_fp32.onnx").write_bytes((models / "identity_fp32.onnx").read_bytes())
     return folder

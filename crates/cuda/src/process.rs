@@ -8,9 +8,9 @@ use crate::driver::was_opened;
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 const LARGE_BYTES: libc::c_int = 4 << 20;
 
-/// Has large pieces given back when they are freed, weights of models above all. Left to itself the C library takes every
-/// large piece that is freed as a sign that more will come, keeps up to 32 MiB of each arena's for them, and a server whose
-/// models come and go grows to many times what it holds. To be called before the first thread is started.
+/// Has large pieces given back when they are freed, weights of models above all. Left to itself the C library
+/// takes every large piece that is freed as a sign that more such pieces will come, has them in its arenas from then on, which
+/// keep them, and a server whose models come and go grows to many times what it holds. To be called before the first thread is started.
 pub fn return_large_pieces() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: sets a number of the allocator's; no other thread allocates yet.
