@@ -297,7 +297,7 @@ impl World {
         self.note(format_args!("{action:?}"));
         let now = self.now;
         match action {
-            Action::Launch { queue, request, steps, tile, .. } => {
+            Action::Launch { queue, request, steps, tile } => {
                 self.launch(queue, request, steps, tile)
             }
             Action::Preempt { queue, how } => {

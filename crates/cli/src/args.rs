@@ -97,10 +97,6 @@ pub(crate) struct DeviceSettings {
     #[arg(long, env = "ATOLL_CORNER", value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u32).range(0..=64))]
     pub(crate) corner: u32,
 
-    /// Give best effort to a GPU while real time runs there, to begin as soon as that is done
-    #[arg(long, env = "ATOLL_QUEUE_BEHIND")]
-    pub(crate) queue_behind: bool,
-
     /// Threads a CPU queue computes with; 0 for all cores divided by the queues, and all of them for real time
     #[arg(long, env = "ATOLL_THREADS", default_value_t = 0)]
     pub(crate) threads: usize,

@@ -73,7 +73,6 @@ pub(crate) fn open_gpu_parts(
         toolkit: settings.cuda_toolkit.clone(),
         chain_length: usize::from(settings.best_effort_chain),
         corner_multiprocessors: settings.corner,
-        queue_behind: settings.queue_behind,
         ..CudaOptions::default()
     };
     set(&mut options);

@@ -64,8 +64,6 @@ pub struct CudaOptions {
     pub polling: Polling,
     /// Multiprocessors of the corner to which best effort is held that goes on beside real time; none for 0.
     pub corner_multiprocessors: u32,
-    /// Best effort that waits for real time waits on the device, so that it begins without a word from the host.
-    pub queue_behind: bool,
 }
 
 impl Default for CudaOptions {
@@ -83,7 +81,6 @@ impl Default for CudaOptions {
             weights_chunk_bytes: 2 << 20,
             polling: Polling::default(),
             corner_multiprocessors: 16,
-            queue_behind: false,
         }
     }
 }
@@ -180,7 +177,6 @@ impl CudaDevice {
             dispatcher: Dispatcher::default(),
             lending: OnceLock::new(),
             quiet: Arc::default(),
-            end_points: Arc::default(),
             best_effort: AtomicUsize::new(0),
             memory_stream: memory_stream.clone(),
             input_stream: Arc::new(high()?),
@@ -329,10 +325,6 @@ impl Device for CudaDevice {
 
     fn corner(&self) -> Option<u32> {
         self.hub.corner.as_ref().map(|corner| corner.multiprocessors())
-    }
-
-    fn queues_behind(&self) -> bool {
-        self.hub.options.queue_behind
     }
 
     fn order(&self, orders: &[(&dyn Queue, Order)]) {

@@ -16,7 +16,7 @@ use crate::error::CudaError;
 use crate::kernels::Kernels;
 use crate::lending::Lending;
 use crate::lowered::Lowered;
-use crate::queue::{Dispatcher, EndPoints};
+use crate::queue::Dispatcher;
 use crate::quiet::Quiet;
 use crate::seats::Seats;
 use crate::timeline::Timeline;
@@ -62,8 +62,6 @@ pub(crate) struct Hub {
     pub(crate) seats: Arc<Seats>,
     pub(crate) dispatcher: Dispatcher,
     pub(crate) quiet: Arc<Quiet>,
-    /// Where real time ends, for best effort that is queued behind it.
-    pub(crate) end_points: Arc<EndPoints>,
     /// Queues that run best-effort work.
     pub(crate) best_effort: AtomicUsize,
     /// Real-time segments on the device: whoever makes calls that hold up others lets them pass.

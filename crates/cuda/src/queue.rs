@@ -2,7 +2,6 @@
 
 mod best_effort;
 mod dispatcher;
-mod end_points;
 mod lane;
 mod real_time;
 
@@ -14,7 +13,6 @@ use device::{DeviceError, Segment, Task};
 
 pub(crate) use best_effort::BestEffortQueue;
 pub(crate) use dispatcher::Dispatcher;
-pub(crate) use end_points::EndPoints;
 pub(crate) use real_time::RealTimeQueue;
 
 use crate::driver::{PinnedWord, Stream};

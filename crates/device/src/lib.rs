@@ -136,11 +136,6 @@ pub trait Device: Send + Sync {
         None
     }
 
-    /// Whether work can be queued on the device behind what runs there at high priority ([`Queue::launch_behind`]).
-    fn queues_behind(&self) -> bool {
-        false
-    }
-
     /// Gives `orders` to queues, which are this device's: at one go where that is cheaper than one by one.
     fn order(&self, orders: &[(&dyn Queue, Order)]) {
         for (queue, order) in orders {
@@ -294,12 +289,6 @@ pub enum Order {
 pub trait Queue: Send + Sync {
     /// Enqueues `segment` without waiting. A full queue gives it back.
     fn launch(&self, segment: Segment) -> Result<(), Segment>;
-
-    /// The same for work that begins on the device by itself once everything is done that was launched on its other queues of
-    /// high priority before. Only where the device [`queues behind`](Device::queues_behind); elsewhere it begins at once.
-    fn launch_behind(&self, segment: Segment) -> Result<(), Segment> {
-        self.launch(segment)
-    }
 
     /// Makes everything launched so far leave as soon as the device's level allows. What is launched
     /// afterwards is not concerned. Segments that left come back as [`Outcome::Left`]. On a queue that is not

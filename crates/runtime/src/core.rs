@@ -103,8 +103,6 @@ pub struct CoreOptions {
     pub room: Room,
     /// Whether a companion is held to a corner of the device.
     pub corner: bool,
-    /// Whether the device takes best effort that begins when the real time that runs there is done.
-    pub behind: bool,
     /// How much longer real time may take beside a companion, as a share of what it takes alone.
     pub bearable: f64,
     /// Never set but by tests.
@@ -127,7 +125,6 @@ impl Default for CoreOptions {
             watchdog: None,
             room: Room { sms: 1, launch: Nanos::ZERO, gap: Nanos::ZERO, inside_tile: false },
             corner: false,
-            behind: false,
             bearable: companions::BEARABLE,
             mutation: None,
         }

@@ -287,7 +287,6 @@ impl Node {
             load_patience: weights::PATIENCE,
             close_after: weights::CLOSE_AFTER,
             corner: device.corner().is_some(),
-            behind: device.queues_behind() && queues.yielding == 0,
             bearable: options.bearable_percent / 100.0,
             ..CoreOptions::default()
         };
@@ -692,7 +691,7 @@ impl Shared {
         due: &mut Vec<Due>,
     ) {
         match action {
-            Action::Launch { queue, request, behind, .. } => {
+            Action::Launch { queue, request, .. } => {
                 let boarded = self.board(state, now, request, events);
                 let Some(live) = state.live.get_mut(request.slot()).and_then(Option::as_mut) else {
                     return;
@@ -714,7 +713,6 @@ impl Shared {
                 let segment = Segment { token: request.slot() as u64, task, steps };
                 let queues = self.queues.get().map(Vec::as_slice).unwrap_or_default();
                 let launched = match queues.get(queue) {
-                    Some(queue) if behind => queue.launch_behind(segment).is_ok(),
                     Some(queue) => queue.launch(segment).is_ok(),
                     None => false,
                 };

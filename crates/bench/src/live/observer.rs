@@ -153,8 +153,7 @@ mod tests {
     #[test]
     fn what_is_wrong_with_a_trace_is_found() {
         let end = |request| Action::End { request, end: End::Done };
-        let launch =
-            |request| Action::Launch { queue: 0, request, steps: 0..1, tile: 0, behind: false };
+        let launch = |request| Action::Launch { queue: 0, request, steps: 0..1, tile: 0 };
         let fine = found(|recorder, one, other| {
             arrive(recorder, one, Class::RealTime);
             arrive(recorder, other, Class::RealTime);

@@ -15,7 +15,6 @@ pub(crate) struct BestEffortQueue {
     inbox: Arc<Inbox>,
     waker: Waker,
     has_corner: bool,
-    queues_behind: bool,
     /// Wanted for launches elsewhere, where this queue's are not among those that others keep quiet for.
     quiet: Option<Arc<Quiet>>,
 }
@@ -43,7 +42,6 @@ impl BestEffortQueue {
         Ok(BestEffortQueue {
             inbox,
             waker: hub.dispatcher.waker(),
-            queues_behind: hub.options().queue_behind && priority == Priority::Low,
             has_corner: hub.corner.is_some() && priority == Priority::Low,
             quiet: (priority == Priority::High).then(|| hub.quiet.clone()),
         })
@@ -52,11 +50,12 @@ impl BestEffortQueue {
 
 impl Queue for BestEffortQueue {
     fn launch(&self, segment: Segment) -> Result<(), Segment> {
-        self.put(segment, false)
-    }
-
-    fn launch_behind(&self, segment: Segment) -> Result<(), Segment> {
-        self.put(segment, self.queues_behind)
+        self.inbox.put(segment)?;
+        if let Some(quiet) = &self.quiet {
+            quiet.end();
+        }
+        self.waker.wake();
+        Ok(())
     }
 
     fn preempt(&self) {
@@ -67,17 +66,6 @@ impl Queue for BestEffortQueue {
         if self.has_corner {
             self.inbox.orders.confine(confined);
         }
-    }
-}
-
-impl BestEffortQueue {
-    fn put(&self, segment: Segment, behind: bool) -> Result<(), Segment> {
-        self.inbox.put(segment, behind)?;
-        if let Some(quiet) = &self.quiet {
-            quiet.end();
-        }
-        self.waker.wake();
-        Ok(())
     }
 }
 

@@ -13,7 +13,7 @@ use std::time::Instant;
 use base::Nanos;
 use device::{Completion, CompletionSink, DeviceError, Outcome, Segment, Task};
 
-use super::{EndPoints, LOOKS_PER_QUERY, failed, is_reached, own_task};
+use super::{LOOKS_PER_QUERY, failed, is_reached, own_task};
 use crate::driver::{Event, PinnedBuffer, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
 use crate::hub::{Hub, Place};
@@ -33,17 +33,9 @@ const MANY_QUEUES: usize = 3;
 /// done, since the copy of a step that left would keep its queue busy.
 const EAGER_OUTPUT_BYTES: u64 = 128 << 10;
 
-/// A segment that waits for its lane.
-struct Waiting {
-    segment: Segment,
-    ticket: u64,
-    /// It begins once the real time before it is done.
-    behind: bool,
-}
-
 /// What waits for a lane.
 pub(crate) struct Inbox {
-    waiting: Mutex<VecDeque<Waiting>>,
+    waiting: Mutex<VecDeque<(Segment, u64)>>,
     /// How many, for a look without the lock.
     count: AtomicUsize,
     capacity: usize,
@@ -62,27 +54,26 @@ impl Inbox {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Waiting>> {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<(Segment, u64)>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn put(&self, segment: Segment, behind: bool) -> Result<(), Segment> {
+    pub(crate) fn put(&self, segment: Segment) -> Result<(), Segment> {
         let mut waiting = self.lock();
         if waiting.len() >= self.capacity {
             return Err(segment);
         }
-        waiting.push_back(Waiting { segment, ticket: self.orders.enter(), behind });
+        waiting.push_back((segment, self.orders.enter()));
         self.count.store(waiting.len(), Ordering::SeqCst);
         Ok(())
     }
 
-    /// The next segment, unless it is to wait for real time that is not on the device yet.
-    fn take(&self, ends: &EndPoints) -> Option<Waiting> {
+    fn take(&self) -> Option<(Segment, u64)> {
         if self.is_empty() {
             return None;
         }
         let mut waiting = self.lock();
-        let first = waiting.pop_front_if(|first| !first.behind || ends.are_known());
+        let first = waiting.pop_front();
         self.count.store(waiting.len(), Ordering::SeqCst);
         first
     }
@@ -165,10 +156,6 @@ struct Run {
     end: usize,
     /// It is a whole run whose weights are there, so the time it takes, unless it leaves, says how long such runs take.
     paced: bool,
-    /// It is still to be queued behind real time.
-    behind: bool,
-    /// It was.
-    waited: bool,
     flight: Flight,
     /// What was queued before its first launch is known to be done.
     settled: bool,
@@ -290,8 +277,8 @@ impl Lane {
     /// The next thing there is to do.
     fn advance(&mut self) -> Result<Progress, DeviceError> {
         let Some(run) = &self.run else {
-            return match self.inbox.take(&self.hub.end_points) {
-                Some(waiting) => self.begin(waiting),
+            return match self.inbox.take() {
+                Some((segment, ticket)) => self.begin(segment, ticket),
                 None => Ok(Progress::None),
             };
         };
@@ -332,7 +319,7 @@ impl Lane {
     /// Tells the sink what became of the segment.
     fn finish(&mut self, outcome: Outcome) {
         self.inbox.orders.stand();
-        let Some(Run { mut segment, started, waited, .. }) = self.run.take() else { return };
+        let Some(Run { mut segment, started, .. }) = self.run.take() else { return };
         self.running().fetch_sub(1, Ordering::Relaxed);
         if matches!(outcome, Outcome::Failed(_)) {
             // What it had queued may still run.
@@ -344,19 +331,12 @@ impl Lane {
             }
         }
         let Segment { token, task, .. } = segment;
-        let began = match waited {
-            true => self.hub.end_points.begun_since(started),
-            false => Some(started),
-        };
-        let busy = began.map_or(Nanos::ZERO, |began| began.elapsed().into());
+        let busy = started.elapsed().into();
         self.sink.complete(Completion { queue: self.id, token, task, outcome, busy });
     }
 
     /// Takes a segment up and queues its first launches.
-    fn begin(
-        &mut self,
-        Waiting { segment, ticket, behind }: Waiting,
-    ) -> Result<Progress, DeviceError> {
+    fn begin(&mut self, segment: Segment, ticket: u64) -> Result<Progress, DeviceError> {
         self.running().fetch_add(1, Ordering::Relaxed);
         let run = self.run.insert(Run {
             segment,
@@ -366,8 +346,6 @@ impl Lane {
             number: 0,
             end: 0,
             paced: false,
-            behind,
-            waited: false,
             flight: Flight::default(),
             settled: false,
             stage: Stage::Flying,
@@ -401,15 +379,7 @@ impl Lane {
         run.paced &= !seating.cornered;
         run.flight = Flight::at(first);
         let stream = self.streams.current();
-        // In the corner it goes on beside real time.
-        let behind = std::mem::take(&mut run.behind) && !seating.cornered;
-        // Whoever has seen the last of real time has noted before when that was.
-        run.waited = behind && self.hub.real_time.load(Ordering::SeqCst) > 0;
-        run.paced &= !run.waited;
         let ready = cuda_task(&mut run.segment).and_then(|task| {
-            if run.waited {
-                self.hub.end_points.hold(stream)?;
-            }
             task.seat()?.arm(seating.number, stream)?;
             make_ready(stream, task, &task.lowered.clone(), first)
         });

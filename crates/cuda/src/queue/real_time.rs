@@ -15,7 +15,6 @@ use device::{
     Completion, CompletionSink, DeviceError, Outcome, Queue, QueueOptions, Segment, Task,
 };
 
-use super::end_points::Unplaced;
 use super::{failed, own_task, wait_for};
 use crate::driver::{Event, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
@@ -37,8 +36,6 @@ struct Shared {
     stream: Stream,
     priority: Priority,
     word: PinnedWord,
-    /// Behind everything queued so far, where best effort is queued behind real time.
-    end: Option<Arc<Event>>,
     sink: Arc<dyn CompletionSink>,
     orders: Orders,
     state: Mutex<State>,
@@ -51,19 +48,12 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    waiting: VecDeque<Waiting>,
+    waiting: VecDeque<(Segment, u64)>,
     running: VecDeque<Running>,
     marks: u32,
     closed: bool,
     /// The queue's thread sleeps and must be woken.
     asleep: bool,
-}
-
-/// A segment that waits for the thread.
-struct Waiting {
-    segment: Segment,
-    ticket: u64,
-    unplaced: Option<Unplaced>,
 }
 
 /// A segment whose work is on the device, or that ended before.
@@ -103,13 +93,8 @@ impl RealTimeQueue {
         let priority = if options.high_priority { Priority::High } else { Priority::Low };
         let stream = Stream::new(hub.context(), priority).map_err(|err| hub.error(err))?;
         let word = PinnedWord::new(hub.context()).map_err(|err| hub.error(err))?;
-        let behind = hub.options().queue_behind && priority == Priority::High;
-        let end = behind.then(|| Event::untimed(hub.context()).map(Arc::new)).transpose();
-        let end = end.map_err(|err| hub.error(err))?;
-        end.iter().for_each(|end| hub.end_points.add(end));
         let shared = Arc::new(Shared {
             options,
-            end,
             stream,
             priority,
             word,
@@ -137,10 +122,9 @@ impl Queue for RealTimeQueue {
     fn launch(&self, segment: Segment) -> Result<(), Segment> {
         let shared = &self.shared;
         let ticket = shared.orders.enter();
-        let unplaced = shared.end.as_ref().map(|_| shared.hub.end_points.give());
         let mut state = shared.lock();
         if state.asleep && state.running.len() < ON_DEVICE && state.waiting.is_empty() {
-            shared.start(&mut state, segment, unplaced);
+            shared.start(&mut state, segment);
             drop(state);
             shared.wake.notify_one();
             return Ok(());
@@ -149,7 +133,7 @@ impl Queue for RealTimeQueue {
         if state.waiting.len() >= shared.options.capacity.max(1) + room {
             return Err(segment);
         }
-        state.waiting.push_back(Waiting { segment, ticket, unplaced });
+        state.waiting.push_back((segment, ticket));
         shared.called.store(state.waiting.len(), Ordering::Release);
         if shared.priority == Priority::High {
             shared.hub.quiet.expect_launch();
@@ -191,9 +175,6 @@ impl Shared {
                 running
             };
             let Some(running) = running else { continue };
-            if self.end.is_some() {
-                self.hub.end_points.pass();
-            }
             if !matches!(running.progress, Progress::Left) {
                 self.hub.real_time.fetch_sub(1, Ordering::Relaxed);
             }
@@ -248,20 +229,19 @@ impl Shared {
 
     fn refill(&self, state: &mut State) {
         while state.running.len() < ON_DEVICE {
-            let Some(waiting) = state.waiting.pop_front() else { return };
-            let Waiting { segment, ticket, unplaced } = waiting;
+            let Some((segment, ticket)) = state.waiting.pop_front() else { return };
             self.called.store(state.waiting.len(), Ordering::Release);
             if self.orders.told(ticket) {
                 let started = Instant::now();
                 state.running.push_back(Running { segment, started, progress: Progress::Left });
                 self.on_device.store(state.running.len(), Ordering::Release);
             } else {
-                self.start(state, segment, unplaced);
+                self.start(state, segment);
             }
         }
     }
 
-    fn start(&self, state: &mut State, mut segment: Segment, unplaced: Option<Unplaced>) {
+    fn start(&self, state: &mut State, mut segment: Segment) {
         let started = Instant::now();
         self.hub.real_time.fetch_add(1, Ordering::Relaxed);
         let _call = (self.priority == Priority::High).then(|| self.hub.quiet.call());
@@ -273,7 +253,6 @@ impl Shared {
             Ok(Err(err)) => Progress::Failed(err),
             Err(_) => Progress::Failed(DeviceError::BadPlan("the queue panicked".to_string())),
         };
-        drop(unplaced);
         state.running.push_back(Running { segment, started, progress });
         self.on_device.store(state.running.len(), Ordering::Release);
     }
@@ -289,9 +268,6 @@ impl Shared {
         // SAFETY: the word lives as long as this queue's thread, which waits for it.
         unsafe { self.stream.write_word(self.word.device_address(), *marks) }
             .map_err(|err| self.hub.error(err))?;
-        if let Some(end) = &self.end {
-            end.record(&self.stream).map_err(|err| self.hub.error(err))?;
-        }
         Ok(Progress::Marked { mark: *marks, queued })
     }
 

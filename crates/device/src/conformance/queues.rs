@@ -1,7 +1,6 @@
 //! Segments, queues, preemption and memory.
 
 use std::sync::Arc;
-use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use base::Random;
@@ -9,10 +8,8 @@ use model::op::{Binary, MatMul, Op, Unary};
 use model::{DataType, LaunchPlan, Tensor};
 
 use super::plans::{Builder, integers, noise, reals};
-use super::{Inbox, Lane, PATIENCE, Report, Stop, ensure, finished, load};
-use crate::{
-    Completion, Device, DeviceError, Outcome, PreemptionLevel, Program, QueueOptions, Segment, Task,
-};
+use super::{Lane, Report, Stop, ensure, finished, load};
+use crate::{Completion, Device, DeviceError, Outcome, PreemptionLevel, Program, Segment, Task};
 
 /// Side of the matrices that keep a device busy.
 const SIDE: usize = 192;
@@ -33,7 +30,6 @@ pub(super) fn run(device: &dyn Device, report: &mut Report) {
     report.add("what is launched after preemption runs", after_preemption(device));
     report.add("work that is held to a corner goes on with the same bits", confinement(device));
     report.add("an order to leave finds work on its way to a corner", confined_leaves(device));
-    report.add("work behind real time waits for it, or leaves", behind(device));
     report.add("a failed step does not stop its queue", failure(device));
     report.add("queues run side by side", side_by_side(device));
     report.add("programs give their memory back", memory(device));
@@ -223,45 +219,6 @@ fn confined_leaves(device: &dyn Device) -> Result<(), Stop> {
         }
         same_bits(&finished(completion)?, &want)?;
         lane.queue.confine(false);
-    }
-    Ok(())
-}
-
-/// Real time, and best effort that is to begin behind it. Every other time that is told to leave, wherever it is by then.
-fn behind(device: &dyn Device) -> Result<(), Stop> {
-    let program = load(device, long_plan())?;
-    let want = Lane::open(device, 0, 1)?.outputs(start(&program, 5)?)?;
-    let (sender, completions) = channel();
-    let open = |id, real_time: bool| {
-        let (high_priority, preemptible) = (real_time, !real_time);
-        let options = QueueOptions { id, capacity: 2, high_priority, preemptible };
-        let queue = device.open_queue(options, Arc::new(Inbox(sender.clone())));
-        queue.map_err(|err| Stop::Wrong(format!("no queue: {err}")))
-    };
-    let (real_time, best_effort) = (open(0, true)?, open(1, false)?);
-    let wait = || {
-        let completion = completions.recv_timeout(PATIENCE);
-        completion.map_err(|err| Stop::Wrong(format!("a launched segment did not complete: {err}")))
-    };
-    let full = |_| Stop::from("an idle queue gave a segment back");
-    for round in 0..2 * ATTEMPTS {
-        let leaves = round % 2 == 1;
-        real_time.launch(segment(start(&program, 6)?, 1)).map_err(full)?;
-        best_effort.launch_behind(segment(start(&program, 5)?, 2)).map_err(full)?;
-        if leaves {
-            best_effort.preempt();
-        }
-        let mut both = [wait()?, wait()?];
-        let in_order = both[0].queue == 0 && both[1].queue == 1;
-        ensure(in_order || leaves || !device.queues_behind(), "it did not wait for real time")?;
-        both.sort_by_key(|completion| completion.queue);
-        let [first, mut second] = both;
-        finished(first)?;
-        if leaves && second.outcome == Outcome::Left {
-            best_effort.launch_behind(segment(second.task, 2)).map_err(full)?;
-            second = wait()?;
-        }
-        same_bits(&finished(second)?, &want)?;
     }
     Ok(())
 }

@@ -8,15 +8,6 @@ use super::{Action, Core, Kind, Phase, RequestId, Running, Slot};
 use crate::policy::padding::{self, Candidate, Grant, Host, Slowdowns};
 use crate::policy::{Beside, PaddingRules, Progress, Start, Streams};
 
-/// How a request is launched.
-#[derive(Clone, Copy, Default)]
-struct Launch {
-    /// Until when real time may not make it leave.
-    entitled_until: Nanos,
-    /// It begins once the real time that runs is done.
-    behind: bool,
-}
-
 impl Slot {
     pub(super) fn new(kind: Kind, yields: bool) -> Slot {
         Slot {
@@ -99,8 +90,7 @@ impl Core {
             if self.queues[queue].running.is_none()
                 && let Some((request, entitled_until)) = self.pick(now)
             {
-                let how = Launch { entitled_until, ..Launch::default() };
-                self.launch(now, queue, request, how, actions);
+                self.launch(now, queue, request, entitled_until, actions);
             }
         }
         for running in self.queues.iter_mut().filter_map(|slot| slot.running.as_mut()) {
@@ -175,16 +165,7 @@ impl Core {
             self.accompany(now, actions);
         } else if running && self.pads() && self.clear() {
             self.fill_padded(now, actions);
-        } else if running && self.queues_behind() {
-            self.fill_behind(now, actions);
         }
-    }
-
-    /// Whether best effort is given to the device before real time is done: there, where no real time is to come that it
-    /// would have to leave for at once.
-    fn queues_behind(&self) -> bool {
-        let at_once = self.rules.start == Start::AtOnce;
-        self.options.behind && at_once && self.real_time.is_empty() && self.expected == 0
     }
 
     /// Begins a stretch that best effort has earned, when no real-time task is in the middle of its work,
@@ -272,7 +253,7 @@ impl Core {
                 return;
             }
             self.confine(queue, true, actions);
-            self.launch(now, queue, request, Launch::default(), actions);
+            self.launch(now, queue, request, Nanos::ZERO, actions);
         }
         for slot in &mut self.queues {
             if slot.kind == Kind::RealTime && slot.running.is_some() {
@@ -318,21 +299,7 @@ impl Core {
                 _ => self.pop_best_effort(now),
             };
             let Some(request) = next else { return };
-            self.launch(now, queue, request, Launch::default(), actions);
-        }
-    }
-
-    /// Best effort that begins once the real time that runs is done, without a word from here.
-    fn fill_behind(&mut self, now: Nanos, actions: &mut Vec<Action>) {
-        for queue in 0..self.queues.len() {
-            let slot = &self.queues[queue];
-            if slot.kind != Kind::BestEffort || slot.running.is_some() {
-                continue;
-            }
-            let Some(request) = self.pop_best_effort(now) else { return };
-            self.confine(queue, false, actions);
-            let how = Launch { behind: true, ..Launch::default() };
-            self.launch(now, queue, request, how, actions);
+            self.launch(now, queue, request, Nanos::ZERO, actions);
         }
     }
 
@@ -355,7 +322,7 @@ impl Core {
             let Some(request) = self.pop_best_effort(now) else { return };
             self.queues[queue].padded = true;
             self.set_budget(queue, (0, 0), None, actions);
-            self.launch(now, queue, request, Launch::default(), actions);
+            self.launch(now, queue, request, Nanos::ZERO, actions);
         }
     }
 
@@ -414,7 +381,7 @@ impl Core {
         now: Nanos,
         queue: usize,
         request: RequestId,
-        Launch { entitled_until, behind }: Launch,
+        entitled_until: Nanos,
         actions: &mut Vec<Action>,
     ) {
         let Some(state) = self.requests.get_mut(request) else { return };
@@ -427,7 +394,7 @@ impl Core {
             model.waiting -= 1;
             model.weights.touch(now);
             let steps = progress.step..model.steps;
-            actions.push(Action::Launch { queue, request, steps, tile: progress.tile, behind });
+            actions.push(Action::Launch { queue, request, steps, tile: progress.tile });
         }
     }
 

@@ -166,8 +166,6 @@ pub enum Action {
         steps: Range<usize>,
         /// Tile of the first step to begin at.
         tile: u32,
-        /// It begins by itself once the real time that runs now is done.
-        behind: bool,
     },
     /// Make the segment on this queue leave: bump its epoch, or reset it.
     Preempt {

@@ -398,8 +398,6 @@ struct Pair {
     /// By queue, whether it is held to the corner.
     confined: [bool; 2],
     corner: bool,
-    /// By queue, whether what runs there was launched to begin after real time.
-    behind: [bool; 2],
 }
 
 const MILD: usize = 1;
@@ -420,7 +418,6 @@ impl Pair {
             left: [0; 2],
             confined: [false; 2],
             corner: options.corner,
-            behind: [false; 2],
             model_of: HashMap::new(),
         };
         for model in 0..3 {
@@ -447,9 +444,8 @@ impl Pair {
             self.core.step(self.now, event, &mut actions);
             for action in actions {
                 match action {
-                    Action::Launch { queue, request, behind, .. } if queue > 0 => {
+                    Action::Launch { queue, request, .. } if queue > 0 => {
                         assert_eq!(self.running[queue - 1].replace(request), None);
-                        self.behind[queue - 1] = behind;
                     }
                     Action::Confine { queue, confined } => {
                         let before = std::mem::replace(&mut self.confined[queue - 1], confined);
@@ -519,37 +515,6 @@ fn nobody_stays_where_nothing_is_bearable() {
         pair.real_time();
         assert_eq!(pair.left, [round; 2]);
     }
-}
-
-#[test]
-fn best_effort_is_queued_behind_real_time_that_runs() {
-    let options = CoreOptions { behind: true, bearable: 0.0, ..CoreOptions::default() };
-    let mut pair = Pair::with(options);
-    assert_eq!(pair.behind, [false; 2], "nothing to wait for");
-    let done = || Event::SegmentDone { queue: 0, busy: Nanos(100) };
-    for round in 0..10 {
-        pair.arrive(0, Class::RealTime);
-        assert_eq!(pair.left, [2 * round + 1; 2], "both leave");
-        assert!(pair.running.iter().all(Option::is_some), "and are queued again");
-        assert_eq!(pair.behind, [true; 2], "but begin when it is done");
-
-        pair.arrive(0, Class::RealTime);
-        assert_eq!(pair.left, [2 * round + 2; 2], "they leave for the next before they began");
-        assert_eq!(pair.running, [None; 2], "and are not queued in front of it");
-
-        pair.step(done());
-        assert!(pair.running.iter().all(Option::is_some) && pair.behind == [true; 2]);
-        let queued = pair.running;
-        pair.step(done());
-        assert_eq!(pair.running, queued, "what is on the device is not launched again");
-    }
-}
-
-#[test]
-fn nothing_is_queued_behind_real_time_where_the_device_cannot() {
-    let mut pair = Pair::with(CoreOptions { bearable: 0.0, ..CoreOptions::default() });
-    pair.arrive(0, Class::RealTime);
-    assert_eq!(pair.running, [None; 2]);
 }
 
 /// Launches and ends since the last look: queue or `None`, and the number of the request.

@@ -493,7 +493,7 @@ impl World {
     fn act(&mut self, device: usize, action: Action) {
         let (now, place) = (self.now, &mut self.devices[device]);
         match action {
-            Action::Launch { queue, request, steps, tile, .. } => {
+            Action::Launch { queue, request, steps, tile } => {
                 let live = place.live.get_mut(&request.slot()).expect("it is under way");
                 assert_eq!(live.id, request);
                 let model = live.model;
