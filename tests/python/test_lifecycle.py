@@ -1,15 +1,19 @@
-"""Start, drain and size of the binary."""
+"""Start, drain, size and memory of the binary."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import threading
 import warnings
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 import requests
+from onnx import helper
 
 from support import ASSETS, BINARY, Server, fp32_body, free_ports, infer_url, serve, wait_for
 
@@ -122,3 +126,36 @@ def test_one_broken_model_does_not_stop_the_others(models: Path, tmp_path: Path)
         assert broken["reason"]
     finally:
         server.stop()
+
+
+def test_requests_find_their_memory_where_the_last_ones_left_it(tmp_path: Path) -> None:
+    """Pages that a request's tensors are on are not given back and fetched again for the next."""
+    width = 150_528
+    inputs, outputs = ([helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", width])] for name in "xy")
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "relu", inputs, outputs)
+    (tmp_path / "models").mkdir()
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    onnx.save(model, tmp_path / "models" / "relu.onnx")
+    data = np.ones(width, np.float32).tobytes()
+    tensor = {"name": "x", "shape": [1, width], "datatype": "FP32", "parameters": {"binary_data_size": len(data)}}
+    head = json.dumps({"inputs": [tensor], "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
+    server = serve(tmp_path / "models", tmp_path / "log")
+    try:
+        assert server.process is not None
+        faults = []
+        for _ in range(5):
+            before = page_faults(server.process.pid)
+            for _ in range(100):
+                headers = {"Inference-Header-Content-Length": str(len(head))}
+                answer = requests.post(infer_url(server, "relu"), data=head + data, headers=headers, timeout=60)
+                assert answer.status_code == 200, answer.text
+            faults.append((page_faults(server.process.pid) - before) / 100)
+        # The body alone is on 147 pages.
+        assert min(faults) < 30, faults
+    finally:
+        server.stop()
+
+
+def page_faults(pid: int) -> int:
+    """Pages that the process found not to be there, but in memory."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[7])

@@ -321,7 +321,7 @@ impl World {
                     self.gpu.copy(now, World::token(request), bytes);
                 }
             }
-            Action::Load { model } => {
+            Action::Load { model, .. } => {
                 self.gpu.load(now, model.0 as usize);
                 if let Some(checker) = &mut self.checker {
                     checker.memory(now, self.gpu.resident_bytes());

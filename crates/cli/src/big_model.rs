@@ -75,10 +75,13 @@ impl BigModel {
     /// Brings its weights, which are packed on the host, and takes them away again; how many bytes that were.
     pub(crate) fn bring(&self) -> Result<u64, String> {
         let (sender, receiver) = mpsc::channel();
-        self.weights.load(Box::new(move |progress| {
-            // Whoever waits may have lost patience.
-            let _ = sender.send(progress);
-        }));
+        self.weights.load(
+            false,
+            Box::new(move |progress| {
+                // Whoever waits may have lost patience.
+                let _ = sender.send(progress);
+            }),
+        );
         let until = Instant::now() + LIMIT;
         loop {
             match receiver.recv_timeout(until.saturating_duration_since(Instant::now())) {

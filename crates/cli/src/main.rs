@@ -46,7 +46,7 @@ use crate::args::{Cli, Command};
 use crate::failure::Failure;
 
 fn main() -> ExitCode {
-    cuda::return_large_pieces();
+    cuda::tune_allocator();
     end_quietly_without_a_reader();
     let cli = Cli::parse();
     let code = match start_logging(&cli).and_then(|()| run(cli.command)) {

@@ -25,9 +25,11 @@ use crate::nvrtc::Nvrtc;
 use crate::profile::PlanProfile;
 use crate::program::{CudaProgram, unsupported_steps};
 use crate::queue::{BestEffortQueue, Dispatcher, Polling, RealTimeQueue};
+use crate::quiet::Quiet;
 use crate::seats::Seats;
 use crate::timeline::Timeline;
 use crate::toolkit::Toolkit;
+use crate::traffic::Traffic;
 use crate::tuning::{self, Tuning};
 use crate::weights::WeightMemory;
 
@@ -166,8 +168,8 @@ impl CudaDevice {
             },
         };
         let memory_stream = Arc::new(Stream::new(&context, Priority::Low)?);
-        let real_time = Arc::new(AtomicUsize::new(0));
-        let weights = Arc::new(WeightMemory::start(&memory_stream, &real_time, &options)?);
+        let (traffic, quiet) = (Arc::<Traffic>::default(), Arc::<Quiet>::default());
+        let weights = Arc::new(WeightMemory::start(&memory_stream, &traffic, &quiet, &options)?);
         let kernels = Kernels::new(context.clone(), nvrtc, cache);
         let carrier = Carrier::new(&kernels, weights.loads(), options.weights_on_demand);
         let hub = Hub {
@@ -176,7 +178,7 @@ impl CudaDevice {
             seats: Arc::new(Seats::new(Arc::new(high()?), options.polling.pause.is_zero())?),
             dispatcher: Dispatcher::default(),
             lending: OnceLock::new(),
-            quiet: Arc::default(),
+            quiet,
             best_effort: AtomicUsize::new(0),
             memory_stream: memory_stream.clone(),
             input_stream: Arc::new(high()?),
@@ -185,7 +187,7 @@ impl CudaDevice {
             timeline: Timeline::default(),
             tuning: RwLock::default(),
             weights,
-            real_time,
+            traffic,
             spares: Mutex::default(),
             context,
             info,

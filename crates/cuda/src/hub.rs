@@ -20,6 +20,7 @@ use crate::queue::Dispatcher;
 use crate::quiet::Quiet;
 use crate::seats::Seats;
 use crate::timeline::Timeline;
+use crate::traffic::Traffic;
 use crate::tuning::Tuning;
 use crate::weights::WeightMemory;
 
@@ -64,8 +65,8 @@ pub(crate) struct Hub {
     pub(crate) quiet: Arc<Quiet>,
     /// Queues that run best-effort work.
     pub(crate) best_effort: AtomicUsize,
-    /// Real-time segments on the device: whoever makes calls that hold up others lets them pass.
-    pub(crate) real_time: Arc<AtomicUsize>,
+    /// Real time, for whoever makes calls that hold it up.
+    pub(crate) traffic: Arc<Traffic>,
     /// Orders allocations, frees and uploads.
     pub(crate) memory_stream: Arc<Stream>,
     /// Memory for inputs, once somebody asked for it.

@@ -42,6 +42,7 @@ mod seats;
 mod task;
 mod timeline;
 mod toolkit;
+mod traffic;
 mod tuning;
 mod weights;
 
@@ -58,7 +59,7 @@ pub use kernels::Progress;
 pub use layout::run_bytes;
 pub use nvml::Health;
 pub use probe::{Start, StartProbe};
-pub use process::{end_process, return_large_pieces};
+pub use process::{end_process, tune_allocator};
 pub use profile::{
     ChoiceProfile, ClassTiming, PaddingBench, PaddingKernel, PaddingLaunch, PaddingOptions,
     PaddingPair, PaddingSlice, PaddingStep, PaddingTiming, PaddingWay, PairTiming, PlanProfile,

@@ -52,6 +52,14 @@ impl Quiet {
         Call(self)
     }
 
+    /// Waits while it is wanted, for `most`.
+    pub(crate) fn keep(&self, most: Duration) {
+        let since = Instant::now();
+        while self.is_wanted() && since.elapsed() < most {
+            std::hint::spin_loop();
+        }
+    }
+
     /// Whether best effort shall keep quiet.
     pub(crate) fn is_wanted(&self) -> bool {
         if self.callers.load(Ordering::Acquire) > 0 {

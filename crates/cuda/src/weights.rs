@@ -241,7 +241,7 @@ impl ProgramWeights {
         fresh: &[(&Weight, u64)],
     ) -> Result<Arc<Slab>, WeightError> {
         let hub = self.hub.upgrade().ok_or(CudaError::Misuse("the device is gone"))?;
-        let slab = Slab::new(hub.context(), begins, room, self.memory.granularity)?;
+        let slab = Slab::new(hub.context(), &hub.traffic, begins, room, self.memory.granularity)?;
         fill(&slab, fresh)?;
         let slab = Arc::new(slab);
         locked(&self.slabs).push(slab.clone());
@@ -260,7 +260,8 @@ impl ProgramWeights {
             // Nobody listens any more once the last word was said.
             let _ = sender.send(progress);
         };
-        self.memory.order(Order::Load(self.clone(), Box::new(report)));
+        let (weights, report) = (self.clone(), Box::new(report));
+        self.memory.order(Order::Load { weights, urgent: false, report });
         loop {
             match receiver.recv() {
                 Ok(LoadProgress::Runnable) => {}
@@ -290,8 +291,8 @@ impl Residency for Resident {
         Bytes(self.0.bytes())
     }
 
-    fn load(&self, report: LoadReport) {
-        self.0.memory.order(Order::Load(self.0.clone(), report));
+    fn load(&self, urgent: bool, report: LoadReport) {
+        self.0.memory.order(Order::Load { weights: self.0.clone(), urgent, report });
     }
 
     fn evict(&self) {

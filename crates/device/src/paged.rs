@@ -265,7 +265,7 @@ impl Residency for Handle {
         self.0.bytes
     }
 
-    fn load(&self, report: LoadReport) {
+    fn load(&self, _urgent: bool, report: LoadReport) {
         self.0.pager.order(Order::Load(self.0.clone(), report));
     }
 

@@ -31,8 +31,8 @@ pub trait Residency: Send + Sync {
     fn bytes(&self) -> Bytes;
 
     /// Begins to bring them and returns at once. [`LoadProgress::Runnable`] comes at most once, then either of the others
-    /// exactly once.
-    fn load(&self, report: LoadReport);
+    /// exactly once. Real time waits for what is `urgent`; anything else goes slower where it would hold up real time that runs.
+    fn load(&self, urgent: bool, report: LoadReport);
 
     /// Gives their memory back, and returns at once. No run of the program may be under way.
     fn evict(&self);

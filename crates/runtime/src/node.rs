@@ -742,7 +742,7 @@ impl Shared {
                     self.discard.discard(entry.program);
                 }
             }
-            Action::Load { model } => self.start_load(state, now, model),
+            Action::Load { model, urgent } => self.start_load(state, now, model, urgent),
             Action::Evict { model } => state.evict(model),
             // Orders go out together. The device copies inputs by itself, and a step there is not divided.
             Action::Preempt { .. }

@@ -3,7 +3,6 @@
 //! Asking the driver for such memory takes milliseconds and holds up every other call, so it is asked for much at once.
 //! Buffers are pieces of that, and what is let go waits for the next of its size.
 
-use std::alloc::Layout;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -21,9 +20,6 @@ const SLAB_BYTES: usize = 16 << 20;
 
 /// Larger buffers are asked for one by one.
 const PIECE_MOST: usize = 4 << 20;
-
-/// Bytes of a page, or a part of them.
-const PAGE: usize = 4096;
 
 /// The least piece, so that no two share a cache line.
 const PIECE_LEAST: usize = 256;
@@ -113,8 +109,6 @@ enum Origin {
     Pool,
     /// The driver.
     Driver,
-    /// The allocator; pinned afterwards.
-    Allocator(Layout),
 }
 
 /// Host memory the device copies from and to.
@@ -146,33 +140,6 @@ impl PinnedBuffer {
         Ok(PinnedBuffer { address, bytes, origin, context: context.clone(), _counted: counted })
     }
 
-    /// The same, of memory whose pages are fetched and cleared before the driver pins them: that holds up other calls for a
-    /// fraction of the time. For copies only, since a kernel may see it under another address.
-    pub(crate) fn fetched(context: &Arc<Context>, bytes: usize) -> Result<PinnedBuffer, CudaError> {
-        let layout = Layout::from_size_align(bytes.max(1), PAGE)
-            .map_err(|_| CudaError::Misuse("a buffer larger than memory can be"))?;
-        context.enter()?;
-        // SAFETY: the layout's size is not zero.
-        let address = unsafe { std::alloc::alloc_zeroed(layout) };
-        if address.is_null() {
-            return Err(CudaError::OutOfMemory { call: "alloc", bytes: base::Bytes(bytes as u64) });
-        }
-        for at in (0..bytes).step_by(PAGE) {
-            // SAFETY: inside the memory just allocated. Volatile, or nothing would be fetched.
-            unsafe { address.add(at).write_volatile(0) };
-        }
-        // SAFETY: memory of our own, which stays until it is given back to the driver again.
-        let code = unsafe { sys::cuMemHostRegister_v2(address.cast(), layout.size(), 0) };
-        if let Err(err) = context.check("cuMemHostRegister", code) {
-            // SAFETY: allocated above with this layout, and nobody has it.
-            unsafe { std::alloc::dealloc(address, layout) };
-            return Err(sized(err, bytes as u64));
-        }
-        let counted = Some(context.census().count(Held::Pinned, bytes as u64));
-        let (origin, context) = (Origin::Allocator(layout), context.clone());
-        Ok(PinnedBuffer { address, bytes, origin, context, _counted: counted })
-    }
-
     pub(crate) fn len(&self) -> usize {
         self.bytes
     }
@@ -199,16 +166,8 @@ impl Drop for PinnedBuffer {
         match self.origin {
             Origin::Pool => self.context.pinned().give(self.address, piece_size(self.bytes)),
             Origin::Driver if self.context.enter().is_ok() => free(self.address),
-            Origin::Allocator(layout) if self.context.enter().is_ok() => {
-                // SAFETY: pinned in `fetched`, and nothing the device does to it is in flight.
-                let code = unsafe { sys::cuMemHostUnregister(self.address.cast()) };
-                if self.context.check("cuMemHostUnregister", code).is_ok() {
-                    // SAFETY: allocated there with this layout, and not used after this.
-                    unsafe { std::alloc::dealloc(self.address, layout) };
-                }
-            }
             // A context that is lost may still have the device write to it.
-            Origin::Driver | Origin::Allocator(_) => {}
+            Origin::Driver => {}
         }
     }
 }

@@ -236,11 +236,14 @@ impl Lane {
         })
     }
 
-    /// How many run what it runs.
-    fn running(&self) -> &AtomicUsize {
-        match self.streams.priority {
-            Priority::High => &self.hub.real_time,
-            Priority::Low => &self.hub.best_effort,
+    /// Counts what it takes up, or is done with.
+    fn count(&self, begun: bool) {
+        let Hub { traffic, best_effort, .. } = &*self.hub;
+        match (self.streams.priority, begun) {
+            (Priority::High, true) => traffic.enter(),
+            (Priority::High, false) => traffic.leave(),
+            (Priority::Low, true) => drop(best_effort.fetch_add(1, Ordering::Relaxed)),
+            (Priority::Low, false) => drop(best_effort.fetch_sub(1, Ordering::Relaxed)),
         }
     }
 
@@ -320,7 +323,7 @@ impl Lane {
     fn finish(&mut self, outcome: Outcome) {
         self.inbox.orders.stand();
         let Some(Run { mut segment, started, .. }) = self.run.take() else { return };
-        self.running().fetch_sub(1, Ordering::Relaxed);
+        self.count(false);
         if matches!(outcome, Outcome::Failed(_)) {
             // What it had queued may still run.
             if let Err(err) = self.streams.current().synchronize() {
@@ -337,7 +340,7 @@ impl Lane {
 
     /// Takes a segment up and queues its first launches.
     fn begin(&mut self, segment: Segment, ticket: u64) -> Result<Progress, DeviceError> {
-        self.running().fetch_add(1, Ordering::Relaxed);
+        self.count(true);
         let run = self.run.insert(Run {
             segment,
             ticket,

@@ -176,7 +176,7 @@ impl Shared {
             };
             let Some(running) = running else { continue };
             if !matches!(running.progress, Progress::Left) {
-                self.hub.real_time.fetch_sub(1, Ordering::Relaxed);
+                self.hub.traffic.leave();
             }
             let busy = running.started.max(free_since).elapsed().into();
             free_since = Instant::now();
@@ -243,7 +243,7 @@ impl Shared {
 
     fn start(&self, state: &mut State, mut segment: Segment) {
         let started = Instant::now();
-        self.hub.real_time.fetch_add(1, Ordering::Relaxed);
+        self.hub.traffic.enter();
         let _call = (self.priority == Priority::High).then(|| self.hub.quiet.call());
         // A panic here is a defect, but it must cost its request and not the queue.
         let enqueue = || self.enqueue(&mut segment, &mut state.marks);

@@ -20,6 +20,8 @@ use crate::driver::{Context, Event, Piece, PinnedWord, Priority, Stream, granula
 use crate::error::CudaError;
 use crate::hub::Hub;
 use crate::queue::is_reached;
+use crate::quiet::Quiet;
+use crate::traffic::Traffic;
 
 /// Speed that is assumed until one was measured, in bytes per second.
 const SPEED_GUESS: f64 = 20e9;
@@ -27,12 +29,20 @@ const SPEED_GUESS: f64 = 20e9;
 /// How long the thread looks for orders before it sleeps: waking it costs the load that comes next.
 const IDLE: Duration = Duration::from_millis(10);
 
-/// How long real time on the device is let pass before memory is mapped, which somebody waits for, and before it is unmapped.
+/// How long real time on the device is let pass before memory is mapped that other real time waits for.
 const MAP_WAIT: Duration = Duration::from_micros(300);
-const UNMAP_WAIT: Duration = Duration::from_millis(1);
+
+/// How long a gap in real time is waited for before memory is mapped or unmapped otherwise.
+const GAP_WAIT: Duration = Duration::from_millis(1);
+
+/// How long a copy waits for real time to be out of the driver.
+const QUIET_WAIT: Duration = Duration::from_micros(100);
 
 /// How long nothing may arrive before the driver is asked whether anything still will.
 const SILENCE: Duration = Duration::from_millis(100);
+
+/// Bytes that are copied at once beside real time: its inputs come over the same wires, and small copies leave room between them.
+const BESIDE: u64 = 256 << 10;
 
 /// Loads smaller than this say nothing about speed.
 const MEASURED: u64 = 8 << 20;
@@ -47,17 +57,22 @@ pub(crate) struct WeightMemory {
 }
 
 pub(super) enum Order {
-    Load(Arc<ProgramWeights>, LoadReport),
+    Load {
+        weights: Arc<ProgramWeights>,
+        urgent: bool,
+        report: LoadReport,
+    },
     Evict(Arc<ProgramWeights>),
     /// Memory of a program that is no more.
     Discard(Mapped),
 }
 
 impl WeightMemory {
-    /// Starts the thread, which lets real-time segments on the device pass before it makes calls that hold them up.
+    /// Starts the thread, which makes its calls when they do not hold up real time.
     pub(crate) fn start(
         memory_stream: &Arc<Stream>,
-        real_time: &Arc<AtomicUsize>,
+        traffic: &Arc<Traffic>,
+        quiet: &Arc<Quiet>,
         options: &CudaOptions,
     ) -> Result<WeightMemory, CudaError> {
         let context = memory_stream.context();
@@ -72,7 +87,8 @@ impl WeightMemory {
             marks: 0,
             pieces: Pieces::new(context.clone(), counts.clone()),
             memory_stream: memory_stream.clone(),
-            real_time: real_time.clone(),
+            traffic: traffic.clone(),
+            quiet: quiet.clone(),
             retired: VecDeque::new(),
             arriving: VecDeque::new(),
             loads: loads.clone(),
@@ -80,6 +96,7 @@ impl WeightMemory {
             free_since: Instant::now(),
             asked: Instant::now(),
             chunk: options.weights_chunk_bytes.max(granularity).next_multiple_of(granularity),
+            urgent: false,
             context: context.clone(),
         };
         std::thread::Builder::new()
@@ -161,8 +178,10 @@ struct Loader {
     pieces: Pieces,
     /// Where memory of runs is freed.
     memory_stream: Arc<Stream>,
-    /// Real-time segments on the device.
-    real_time: Arc<AtomicUsize>,
+    /// Real time, which calls that map and unmap memory hold up.
+    traffic: Arc<Traffic>,
+    /// Wanted while real time is inside the driver.
+    quiet: Arc<Quiet>,
     /// Addresses of evicted weights under which memory still lies.
     retired: VecDeque<(Weak<ProgramWeights>, Arc<Slab>)>,
     /// Oldest first, which is the order of their copies.
@@ -175,7 +194,10 @@ struct Loader {
     free_since: Instant,
     /// When the driver was asked last whether copies go on.
     asked: Instant,
+    /// Bytes that are copied at once where nothing is held up by it.
     chunk: u64,
+    /// Real time waits for the load that is begun.
+    urgent: bool,
 }
 
 impl Loader {
@@ -197,21 +219,13 @@ impl Loader {
                 },
             };
             match order {
-                Some(Order::Load(weights, report)) => self.load(weights, report),
+                Some(Order::Load { weights, urgent, report }) => self.load(weights, urgent, report),
                 Some(Order::Evict(weights)) => self.evict(&weights),
                 Some(Order::Discard(mapped)) => self.discard(mapped),
                 None => self.look_after(),
             }
             self.loads.store(self.arriving.len(), Ordering::Relaxed);
             idle_since = Instant::now();
-        }
-    }
-
-    /// Waits for real time to leave the device, or a little: a call that maps or unmaps memory holds up calls that launch.
-    fn let_pass(&self, most: Duration) {
-        let since = Instant::now();
-        while self.real_time.load(Ordering::Relaxed) > 0 && since.elapsed() < most {
-            std::hint::spin_loop();
         }
     }
 
@@ -227,7 +241,7 @@ impl Loader {
         }
         match self.retired.pop_front() {
             Some((_, slab)) => {
-                self.let_pass(UNMAP_WAIT);
+                self.traffic.wait_for_gap(GAP_WAIT.min(due / 2));
                 self.unmap(&slab);
             }
             // Waking up costs some tens of microseconds, which a load that is about to be told has not.
@@ -250,6 +264,7 @@ impl Loader {
 
     fn unmap_retired(&mut self) {
         while let Some((_, slab)) = self.retired.pop_front() {
+            self.traffic.wait_for_gap(GAP_WAIT);
             self.unmap(&slab);
         }
     }
@@ -260,8 +275,9 @@ impl Loader {
         self.unmap_retired();
     }
 
-    fn load(&mut self, weights: Arc<ProgramWeights>, report: LoadReport) {
+    fn load(&mut self, weights: Arc<ProgramWeights>, urgent: bool, report: LoadReport) {
         let issued = Instant::now();
+        self.urgent = urgent;
         self.loads.store(self.arriving.len() + 1, Ordering::Relaxed);
         let before = weights.mapped().extent();
         let loaded = match self.issue(&weights) {
@@ -356,7 +372,10 @@ impl Loader {
         weights.mapped().pieces.extend(pieces);
         let mut at = 0;
         for (number, size) in sizes.iter().enumerate() {
-            self.let_pass(MAP_WAIT);
+            match self.urgent {
+                true => self.traffic.let_pass(MAP_WAIT),
+                false => self.traffic.wait_for_gap(GAP_WAIT),
+            }
             slab.range.map(at, &weights.mapped().pieces[first + number])?;
             slab.range.open(at, *size)?;
             // What lies here is filled while the next piece is put in place.
@@ -366,7 +385,7 @@ impl Loader {
         Ok(())
     }
 
-    /// Queues copies of the bytes between two places of `slab`, chunk by chunk.
+    /// Queues copies of the bytes between two places of `slab`, some at once.
     fn copy(
         &mut self,
         slab: &Slab,
@@ -376,8 +395,11 @@ impl Loader {
     ) -> Result<(), CudaError> {
         let mut at = from;
         while at < to {
-            let count = (to - at).min(self.chunk - at % self.chunk);
+            let beside = !self.urgent && self.traffic.is_near();
+            let at_once = if beside { BESIDE } else { self.chunk };
+            let count = (to - at).min(at_once - at % at_once);
             for (source, bytes, target) in slab.sources(at, count) {
+                self.quiet.keep(QUIET_WAIT);
                 // SAFETY: the target is mapped and open; the host's copy is not written again and stays until the program is
                 // gone, which waits for this stream.
                 unsafe { self.stream.copy_in(target, source, bytes as usize) }?;
@@ -501,8 +523,10 @@ impl Loader {
     fn discard(&mut self, mapped: Mapped) {
         let Mapped { pieces, ranges, .. } = mapped;
         for slab in &ranges {
+            self.traffic.wait_for_gap(GAP_WAIT);
             self.unmap(slab);
         }
+        self.traffic.wait_for_gap(GAP_WAIT);
         self.pieces.discard(pieces);
         // What it had until it was evicted, unless others took it over.
         self.unmap_retired();

@@ -2,12 +2,17 @@
 //! somebody says so.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use crate::driver::{AddressRange, Context, PinnedBuffer};
+use crate::driver::{AddressRange, BLOCK, Context, PinnedBlocks};
 use crate::error::CudaError;
+use crate::traffic::Traffic;
 
-/// Host memory is pinned in blocks of this size: a call that pins much at once holds up other threads' calls.
-pub(crate) const BLOCK: u64 = 2 << 20;
+/// How long a gap in real time is waited for before a block is pinned or given back.
+const GAP_WAIT: Duration = Duration::from_millis(5);
+
+/// What passes between two blocks that are given back, so that others get into the driver.
+const APART: Duration = Duration::from_micros(50);
 
 /// Weights of one plan that no earlier plan had.
 pub(crate) struct Slab {
@@ -16,69 +21,70 @@ pub(crate) struct Slab {
     pub(crate) begins: u64,
     /// Bytes that mean something; the range is rounded up to whole pieces.
     pub(crate) used: u64,
-    host: Mutex<Vec<PinnedBuffer>>,
+    host: Mutex<Option<PinnedBlocks>>,
+    traffic: Arc<Traffic>,
 }
 
 impl Slab {
     /// Room for `used` bytes.
     pub(crate) fn new(
         context: &Arc<Context>,
+        traffic: &Arc<Traffic>,
         begins: u64,
         used: u64,
         granularity: u64,
     ) -> Result<Slab, CudaError> {
         let range = AddressRange::reserve(context, used.max(1).next_multiple_of(granularity))?;
-        let mut host = Vec::new();
-        for at in (0..used).step_by(BLOCK as usize) {
-            host.push(PinnedBuffer::fetched(context, (used - at).min(BLOCK) as usize)?);
-        }
-        Ok(Slab { range, begins, used, host: Mutex::new(host) })
+        let wait = || traffic.wait_for_gap(GAP_WAIT);
+        let host = Mutex::new(Some(PinnedBlocks::new(context, used as usize, wait)?));
+        Ok(Slab { range, begins, used, host, traffic: traffic.clone() })
     }
 
-    fn host(&self) -> MutexGuard<'_, Vec<PinnedBuffer>> {
+    fn host(&self) -> MutexGuard<'_, Option<PinnedBlocks>> {
         self.host.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts `data` at `at` of the host's copy. Nothing of it may be on its way to the device.
+    /// Puts `data` at `at` of the host's copy, while there is one. Nothing of it may be on its way to the device.
     pub(crate) fn write(&self, at: u64, data: &[u8]) {
-        let mut host = self.host();
-        for (block, within, span) in spans(at, data.len() as u64) {
-            let part = &data[span.start as usize..span.end as usize];
-            host[block].as_mut_slice()[within as usize..within as usize + part.len()]
-                .copy_from_slice(part);
+        if let Some(host) = &mut *self.host() {
+            host.as_mut_slice()[at as usize..][..data.len()].copy_from_slice(data);
         }
     }
 
     /// Host addresses of `bytes` at `at`, piece by piece: where, how many, and where they go. Alive as long as the slab and
     /// its host copy.
     pub(crate) fn sources(&self, at: u64, bytes: u64) -> Vec<(*const u8, u64, u64)> {
-        let host = self.host();
+        let Some(host) = self.host().as_ref().map(PinnedBlocks::as_ptr) else { return Vec::new() };
         let address = self.range.address();
-        spans(at, bytes)
-            .filter_map(|(block, within, span)| {
-                let block = host.get(block)?;
-                // A span never leaves its block, so this stays inside or at the end of the buffer.
-                let from = block.as_ptr().wrapping_add(within as usize).cast_const();
-                Some((from, span.end - span.start, address + at + span.start))
-            })
-            .collect()
+        let source = |(at, bytes)| (host.wrapping_add(at as usize), bytes, address + at);
+        pieces(at, bytes).map(source).collect()
     }
 
     /// Lets go of the host's copy. Nothing of it may be on its way to the device.
     pub(crate) fn forget_host(&self) {
-        self.host().clear();
+        let host = self.host().take();
+        if let Some(host) = host {
+            host.release(|| {
+                std::thread::sleep(APART);
+                self.traffic.wait_for_gap(GAP_WAIT);
+            });
+        }
     }
 }
 
-/// `bytes` at `at` as block, offset within it, and the range of the bytes that lie there.
-fn spans(at: u64, bytes: u64) -> impl Iterator<Item = (usize, u64, std::ops::Range<u64>)> {
-    let mut done = 0;
+impl Drop for Slab {
+    fn drop(&mut self) {
+        self.forget_host();
+    }
+}
+
+/// Begins and sizes of pieces of `bytes` at `at`, none of which is in two blocks.
+fn pieces(at: u64, bytes: u64) -> impl Iterator<Item = (u64, u64)> {
+    let (mut at, end, block) = (at, at + bytes, BLOCK as u64);
     std::iter::from_fn(move || {
-        let (block, within) = ((at + done) / BLOCK, (at + done) % BLOCK);
-        let count = (bytes - done).min(BLOCK - within);
-        let span = (block as usize, within, done..done + count);
-        done += count;
-        (count > 0).then_some(span)
+        let piece = (at, (end - at).min(block - at % block));
+        at += piece.1;
+        (piece.1 > 0).then_some(piece)
     })
 }
 
@@ -87,13 +93,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn spans_stay_in_their_blocks() {
-        let all: Vec<_> = spans(BLOCK - 10, BLOCK + 30).collect();
-        assert_eq!(
-            all,
-            [(0, BLOCK - 10, 0..10), (1, 0, 10..BLOCK + 10), (2, 0, BLOCK + 10..BLOCK + 30)]
-        );
-        assert_eq!(spans(5, 0).count(), 0);
-        assert_eq!(spans(BLOCK, 1).collect::<Vec<_>>(), [(1, 0, 0..1)]);
+    fn pieces_stay_in_their_blocks() {
+        let block = BLOCK as u64;
+        let all: Vec<_> = pieces(block - 10, block + 30).collect();
+        assert_eq!(all, [(block - 10, 10), (block, block), (2 * block, 20)]);
+        assert_eq!(pieces(5, 0).count(), 0);
+        assert_eq!(pieces(block, 1).collect::<Vec<_>>(), [(block, 1)]);
     }
 }

@@ -56,10 +56,13 @@ impl Subject {
     /// Gives the order to load.
     fn order(&self) -> Receiver<LoadProgress> {
         let (sender, receiver) = channel();
-        self.weights.load(Box::new(move |progress| {
-            // Nobody listens any more when a case has ended early.
-            let _ = sender.send(progress);
-        }));
+        self.weights.load(
+            false,
+            Box::new(move |progress| {
+                // Nobody listens any more when a case has ended early.
+                let _ = sender.send(progress);
+            }),
+        );
         receiver
     }
 

@@ -212,6 +212,8 @@ pub enum Action {
     Load {
         /// The model.
         model: ModelId,
+        /// Real time waits for them.
+        urgent: bool,
     },
     /// Free a model's weights on the device.
     Evict {

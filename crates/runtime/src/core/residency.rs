@@ -345,7 +345,8 @@ impl Core {
                 self.wants.swap_remove(at);
                 if let Some(state) = self.model_mut(want.model) {
                     state.weights.place = Place::Loading;
-                    actions.push(Action::Load { model: want.model });
+                    let (model, urgent) = (want.model, want.real_time);
+                    actions.push(Action::Load { model, urgent });
                 }
                 continue;
             }

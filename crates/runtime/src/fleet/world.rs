@@ -511,7 +511,7 @@ impl World {
             Action::Pad { queue, step, sms, blocks } => {
                 place.gpu.pad(now, queue, step, sms, blocks);
             }
-            Action::Load { model } => place.gpu.load(now, model.0 as usize),
+            Action::Load { model, .. } => place.gpu.load(now, model.0 as usize),
             Action::Evict { model } => place.gpu.evict(model.0 as usize),
             Action::FreeModel { model } => place.gpu.evict(model.0 as usize),
             Action::End { request, end } => self.ended(device, request, end),

@@ -194,7 +194,7 @@ impl State {
 }
 
 impl Shared {
-    pub(super) fn start_load(&self, state: &mut State, now: Nanos, model: ModelId) {
+    pub(super) fn start_load(&self, state: &mut State, now: Nanos, model: ModelId, urgent: bool) {
         let Some(entry) = state.models.get_mut(model.0 as usize).and_then(Option::as_mut) else {
             return;
         };
@@ -203,11 +203,12 @@ impl Shared {
         weights.number += 1;
         (weights.since, weights.failure) = (now, None);
         let (node, number) = (self.own.clone(), weights.number);
-        weights.residency.load(Box::new(move |progress| {
+        let report = move |progress| {
             if let Some(shared) = node.upgrade() {
                 shared.load_progressed(key, number, progress);
             }
-        }));
+        };
+        weights.residency.load(urgent, Box::new(report));
     }
 
     fn load_progressed(&self, key: ModelKey, number: u64, progress: LoadProgress) {

@@ -85,6 +85,7 @@ struct World {
     longest: Nanos,
     refuse_percent: u64,
     loads: usize,
+    urgent_loads: usize,
     step_time: Nanos,
 }
 
@@ -115,6 +116,7 @@ impl World {
             longest: Nanos::ZERO,
             refuse_percent: 0,
             loads: 0,
+            urgent_loads: 0,
             step_time: Nanos::from_micros(200),
         }
     }
@@ -149,7 +151,10 @@ impl World {
 
     fn act(&mut self, action: Action) {
         match action {
-            Action::Load { model } => self.load(model),
+            Action::Load { model, urgent } => {
+                self.urgent_loads += usize::from(urgent);
+                self.load(model);
+            }
             Action::Evict { model } => {
                 self.checker.evict(model);
                 *self.orders.entry(model.0).or_default() += 1;
@@ -468,6 +473,21 @@ fn preloading_fills_room_and_evicts_nobody() {
         (0..5).map(|model| world.core.weights_of(ModelId(model)).is_some_and(|w| w.1)).collect();
     assert_eq!(there, [true, true, true, false, false]);
     assert_eq!(world.loads, 3);
+}
+
+#[test]
+fn a_load_is_urgent_where_real_time_waits_for_it() {
+    let mut world = World::new(8, layouts(1));
+    for model in 0..3 {
+        world.add(model, 300, false);
+    }
+    world.feed(Event::Preload { model: ModelId(0) });
+    world.ask(1, Class::BestEffort, Nanos::MAX);
+    world.finish();
+    assert_eq!((world.loads, world.urgent_loads), (2, 0));
+    world.ask(2, Class::RealTime, Nanos::MAX);
+    world.finish();
+    assert_eq!((world.loads, world.urgent_loads), (3, 1));
 }
 
 #[test]
