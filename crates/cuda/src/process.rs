@@ -17,7 +17,7 @@ const KEPT_BYTES: libc::c_int = 32 << 20;
 ///
 /// Left to itself the C library takes every large piece that is freed as a sign that more such pieces will come, has them in its
 /// arenas from then on, which keep them, and a server whose models come and go grows to many times what it holds. Told from
-/// where on pieces are large, and nothing else, it gives back all but the last of what is free at an arena's end, and every
+/// where on pieces are large, and nothing else, it gives back all but a little of what is free at an arena's end, and every
 /// request's tensors are on pages that have to be fetched and cleared first.
 pub fn tune_allocator() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
