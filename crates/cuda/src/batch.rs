@@ -188,13 +188,15 @@ impl Loaded {
         Ok(())
     }
 
-    /// Keeps memory for so many runs at once.
-    fn stock(&self, lowered: &Arc<Lowered>, count: usize) -> Result<(), DeviceError> {
+    /// Keeps memory for so many runs at once, with all they launch.
+    pub(crate) fn stock(&self, lowered: &Arc<Lowered>, count: usize) -> Result<(), DeviceError> {
         let hub = &self.hub;
         let (mut instances, mut staging) = (Vec::new(), Vec::new());
         for _ in 0..count {
             let mut instance = lowered.take_instance(hub, Priority::High)?;
-            instance.graph(hub, lowered, Priority::High).map_err(|err| hub.error(err))?;
+            let made = instance.make_graph(hub, lowered);
+            let made = made.and_then(|()| instance.make_chains(hub, lowered));
+            made.map_err(|err| hub.error(err))?;
             instances.push(instance);
             staging.push(lowered.take_staging(hub)?);
         }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use device::DeviceError;
 
@@ -18,6 +19,9 @@ use crate::weights::arrival::Part;
 
 /// Bytes of `BeControl` in `wrap.cuh`.
 const CONTROL_BYTES: usize = 40;
+
+/// For how long a gap in real time is waited for before a graph is made.
+const GAP_WAIT: Duration = Duration::from_millis(5);
 
 /// One run's memory.
 pub(crate) struct Instance {
@@ -266,32 +270,48 @@ impl Instance {
         }
     }
 
-    /// Queues `steps` as best effort in one launch on a stream of `place`, none of them begun before.
+    /// Queues `steps` as best effort in one launch on a stream of `place`, for which it is ready; none of them was begun before.
     ///
     /// # Safety
     /// As for one step.
     pub(crate) unsafe fn launch_chain(
-        &mut self,
-        hub: &Hub,
-        lowered: &Lowered,
+        &self,
         steps: &Range<usize>,
         place: Place,
         stream: &Stream,
     ) -> Result<(), CudaError> {
-        self.record_chain(hub, lowered, steps, place)?;
-        // Recording takes long, and whoever is sent to the corner is not alone on the device.
-        if place == Place::Low && hub.corner.is_some() {
-            self.record_chain(hub, lowered, steps, Place::Corner)?;
-        }
-        let chain = self.chains.get(&(steps.start, steps.end));
-        match chain.and_then(|places| places[place as usize].as_ref()) {
+        match self.chain(steps, place) {
             // SAFETY: every address in the arguments is of this instance or of weights that `lowered` holds.
             Some(graph) => unsafe { graph.launch(stream) },
             None => Err(CudaError::Misuse("a chain was not made")),
         }
     }
 
-    /// Makes the launch of `steps` for `place`, unless it is there.
+    fn chain(&self, steps: &Range<usize>, place: Place) -> Option<&Graph> {
+        let places = self.chains.get(&(steps.start, steps.end));
+        places.and_then(|places| places[place as usize].as_ref())
+    }
+
+    /// Makes the launch of `steps` for `place`, unless it is there or real time does not leave the time for it; whether it is there
+    /// then.
+    pub(crate) fn ready_chain(
+        &mut self,
+        hub: &Hub,
+        lowered: &Lowered,
+        steps: &Range<usize>,
+        place: Place,
+    ) -> Result<bool, CudaError> {
+        // Who is sent to the corner is not alone on the device any more.
+        let corner = (place == Place::Low && hub.corner.is_some()).then_some(Place::Corner);
+        for place in [Some(place), corner].into_iter().flatten() {
+            let missing = self.chain(steps, place).is_none();
+            if missing && (place == Place::High || hub.traffic.admits_recording()) {
+                self.record_chain(hub, lowered, steps, place)?;
+            }
+        }
+        Ok(self.chain(steps, place).is_some())
+    }
+
     fn record_chain(
         &mut self,
         hub: &Hub,
@@ -299,10 +319,6 @@ impl Instance {
         steps: &Range<usize>,
         place: Place,
     ) -> Result<(), CudaError> {
-        let key = (steps.start, steps.end);
-        if self.chains.get(&key).is_some_and(|places| places[place as usize].is_some()) {
-            return Ok(());
-        }
         let graph = hub.capture(place, |stream| {
             for index in steps.clone() {
                 let how = BestEffortLaunch { restored: false, dependent: index > steps.start };
@@ -311,7 +327,8 @@ impl Instance {
             }
             Ok(())
         })?;
-        self.chains.entry(key).or_default()[place as usize] = Some(graph);
+        let places = self.chains.entry((steps.start, steps.end)).or_default();
+        places[place as usize] = Some(graph);
         Ok(())
     }
 
@@ -348,9 +365,32 @@ impl Instance {
         })
     }
 
-    /// Makes what [`Instance::launch_arriving`] launches.
+    /// Makes what real time launches before anybody asks for it, in a gap of others.
+    pub(crate) fn make_graph(&mut self, hub: &Hub, lowered: &Lowered) -> Result<(), CudaError> {
+        hub.traffic.wait_for_gap(GAP_WAIT);
+        self.graph(hub, lowered, Priority::High).map(drop)
+    }
+
+    /// Makes what best effort launches, in gaps too.
+    pub(crate) fn make_chains(&mut self, hub: &Hub, lowered: &Lowered) -> Result<(), CudaError> {
+        let corner = hub.corner.as_ref().map(|_| Place::Corner);
+        for steps in lowered.stretches() {
+            for place in [Some(Place::Low), corner].into_iter().flatten() {
+                if self.chain(&steps, place).is_none() {
+                    hub.traffic.wait_for_gap(GAP_WAIT);
+                    self.record_chain(hub, lowered, &steps, place)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes what [`Instance::launch_arriving`] launches, in gaps too.
     pub(crate) fn make_parts(&mut self, hub: &Hub, lowered: &Lowered) -> Result<(), CudaError> {
-        let record = |part: &Part| self.record(hub, lowered, part.steps.clone(), Priority::High);
+        let record = |part: &Part| {
+            hub.traffic.wait_for_gap(GAP_WAIT);
+            self.record(hub, lowered, part.steps.clone(), Priority::High)
+        };
         self.parts = lowered.parts.iter().map(record).collect::<Result<_, _>>()?;
         Ok(())
     }

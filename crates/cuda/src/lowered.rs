@@ -20,6 +20,9 @@ use crate::weights::{Arrival, ProgramWeights, WeightError};
 /// Runs whose memory is kept for the next ones.
 const SPARE_INSTANCES: usize = 8;
 
+/// Steps below which a recorded launch is not worth having: it keeps others out of the driver while it is made.
+const RECORDED_LEAST: usize = 4;
+
 /// Host buffers kept for the next requests.
 const SPARE_STAGING: usize = 64;
 
@@ -121,6 +124,17 @@ impl Lowered {
     /// The chain that `step` is in.
     pub(crate) fn chain_of(&self, step: usize) -> &Range<usize> {
         &self.chains[self.chain_of[step]]
+    }
+
+    /// What is launched as one from step `first` on; `None` when that is too little.
+    pub(crate) fn stretch(&self, first: usize) -> Option<Range<usize>> {
+        let steps = stretch(self.chain_of(first), first);
+        (steps.len() >= RECORDED_LEAST).then_some(steps)
+    }
+
+    /// All that is ever launched as one.
+    pub(crate) fn stretches(&self) -> impl Iterator<Item = Range<usize>> {
+        (0..self.chain_of.len()).filter_map(|first| self.stretch(first))
     }
 
     /// What a run must wait for on its stream; an error when its weights are not on the device.
@@ -327,7 +341,7 @@ fn chains(finishing: &[bool], length: usize) -> Vec<Range<usize>> {
 
 /// What of `chain` is launched as one from its step `first` on: all of it, or, where it was left, the longest stretch of a power of
 /// two that begins at a multiple of itself. So the rest of any chain is a few launches, and few graphs are ever made of it.
-pub(crate) fn stretch(chain: &Range<usize>, first: usize) -> Range<usize> {
+fn stretch(chain: &Range<usize>, first: usize) -> Range<usize> {
     match first - chain.start {
         0 => chain.clone(),
         offset => first..chain.end.min(first + (1 << offset.trailing_zeros())),

@@ -148,7 +148,7 @@ pub(crate) fn sizes_of(plan: &LaunchPlan, inputs: &[Tensor]) -> Sizes {
 
 impl CudaProgram {
     /// Makes `plan` ready for the sizes of the settings, or for others that it makes sense for: kernels, weights, and one run's
-    /// memory with its graph. Where none is known, the first request brings sizes and waits for all that.
+    /// memory with its graphs. Where none is known, the first request brings sizes and waits for all that.
     pub(crate) fn load(
         hub: Arc<Hub>,
         plan: Arc<LaunchPlan>,
@@ -166,7 +166,10 @@ impl CudaProgram {
             pools: Mutex::default(),
         });
         match example {
-            Some((sizes, gpu)) => drop(shared.make_ready(sizes, gpu, progress)?),
+            Some((sizes, gpu)) => {
+                let lowered = shared.make_ready(sizes, gpu, progress)?;
+                shared.stock(&lowered, 1)?;
+            }
             None => tracing::warn!(
                 "no sizes are known that the model makes sense for: whether it can run shows with its first request"
             ),
@@ -218,7 +221,7 @@ impl Loaded {
         hub.watch_spares(&lowered);
         // The first request shall find memory and graph in place.
         let mut instance = lowered.take_instance(hub, Priority::High)?;
-        instance.graph(hub, &lowered, Priority::High).map_err(|err| hub.error(err))?;
+        instance.make_graph(hub, &lowered).map_err(|err| hub.error(err))?;
         if self.weights.on_demand() {
             instance.make_parts(hub, &lowered).map_err(|err| hub.error(err))?;
         }

@@ -1,13 +1,19 @@
 //! Real time on its way over the device, for those whose calls to the driver would hold it up.
 //!
-//! Calls that pin, unpin, map and unmap memory keep all others out of the driver while they last. And the driver lets in who
-//! asks next, not who waits longest: a row of such calls keeps a thread out for as long as the row is.
+//! Calls that pin, unpin, map and unmap memory, or make a graph ready, keep all others out of the driver while they last. And the
+//! driver lets in who asks next, not who waits longest: a row of such calls keeps a thread out for as long as the row is.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// How long one of those calls takes, about.
 const CALL: Duration = Duration::from_micros(150);
+
+/// How long making a graph ready takes at worst, about: mostly it is no longer than others, but now and then the driver fetches memory.
+const RECORDING: Duration = Duration::from_millis(1);
+
+/// Where gaps are shorter than that, one graph is made in so much time, so that few requests ever meet one that takes long.
+const RECORDING_EVERY: Duration = Duration::from_millis(20);
 
 /// So soon after real time has left, a call is over before the next comes, or nothing would help.
 const JUST_LEFT: Duration = Duration::from_micros(20);
@@ -24,6 +30,8 @@ pub(crate) struct Traffic {
     left: AtomicU64,
     /// How long it was empty before the last ones came.
     gap: AtomicU64,
+    /// When a graph was last made in a gap that may have been too short, in nanoseconds since `origin`.
+    recorded: AtomicU64,
 }
 
 impl Default for Traffic {
@@ -33,6 +41,7 @@ impl Default for Traffic {
             segments: AtomicUsize::new(0),
             left: AtomicU64::new(0),
             gap: AtomicU64::new(0),
+            recorded: AtomicU64::new(0),
         }
     }
 }
@@ -74,13 +83,32 @@ impl Traffic {
         }
     }
 
-    /// Whether a call would be over before the next segment comes, if the gap is as long as the last.
-    fn is_clear(&self) -> bool {
+    /// Whether what takes `span` would be over before the next segment comes, if the gap is as long as the last.
+    fn has_room_for(&self, span: Duration) -> bool {
         let gap = Duration::from_nanos(self.gap.load(Ordering::Relaxed));
         match self.empty_for() {
-            Some(empty) => empty < JUST_LEFT || empty + CALL < gap || empty > NEAR,
+            Some(empty) => empty + span < gap || empty > NEAR,
             None => self.segments.load(Ordering::Relaxed) == 0,
         }
+    }
+
+    /// Whether now is the time for a call.
+    fn is_clear(&self) -> bool {
+        self.empty_for().is_some_and(|empty| empty < JUST_LEFT) || self.has_room_for(CALL)
+    }
+
+    /// Whether a graph may be made ready now that best effort can do without; who hears so makes one.
+    pub(crate) fn admits_recording(&self) -> bool {
+        if self.has_room_for(RECORDING) {
+            return true;
+        }
+        let (now, every) = (self.now(), RECORDING_EVERY.as_nanos() as u64);
+        let due = now.saturating_sub(self.recorded.load(Ordering::Relaxed)) >= every;
+        let admitted = due && self.is_clear();
+        if admitted {
+            self.recorded.store(now, Ordering::Relaxed);
+        }
+        admitted
     }
 
     /// Waits until none is there, or for `most`: for a call that somebody waits for.
@@ -137,6 +165,21 @@ mod tests {
         assert!(!busy.is_clear() && busy.is_near());
         assert!(busy.gap.load(Ordering::Relaxed) >= ms(5).as_nanos() as u64, "it was noted");
         assert!(busy.gap.load(Ordering::Relaxed) < second.as_nanos() as u64 / 2);
+    }
+
+    #[test]
+    fn graphs_are_made_in_long_gaps_and_now_and_then_in_short_ones() {
+        let (ms, us) = (Duration::from_millis, Duration::from_micros);
+        let long = after(us(100), Duration::from_secs(1));
+        assert!(long.admits_recording() && long.admits_recording());
+        let short = after(us(10), us(500));
+        assert!(short.admits_recording(), "the first");
+        assert!(!short.admits_recording(), "the next is not due");
+        assert!(!after(ms(5), ms(4)).admits_recording(), "real time is due");
+        let busy = Traffic::default();
+        assert!(busy.admits_recording());
+        busy.enter();
+        assert!(!busy.admits_recording());
     }
 
     #[test]

@@ -140,15 +140,10 @@ impl<'a> Bench<'a> {
 
     fn launch_chains(&mut self) -> Result<(), CudaError> {
         for (number, steps) in self.lowered.chains.iter().enumerate() {
+            self.instance.ready_chain(self.hub, self.lowered, steps, Place::Low)?;
             // SAFETY: as above; the word lives as long as this bench.
             unsafe {
-                self.instance.launch_chain(
-                    self.hub,
-                    self.lowered,
-                    steps,
-                    Place::Low,
-                    &self.stream,
-                )?;
+                self.instance.launch_chain(steps, Place::Low, &self.stream)?;
                 self.stream.write_word(self.mark.device_address(), number as u32 + 1)?;
             }
         }

@@ -18,7 +18,7 @@ use crate::driver::{Event, PinnedBuffer, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
 use crate::hub::{Hub, Place};
 use crate::instance::BestEffortLaunch;
-use crate::lowered::{Lowered, stretch};
+use crate::lowered::Lowered;
 use crate::seats::{Orders, Seat, Seating};
 use crate::task::CudaTask;
 
@@ -468,9 +468,12 @@ impl Lane {
         }
         // What is recorded starts afresh and is done as a whole: a step of which tiles are done, or that is timed, or has others
         // beyond this segment, is launched alone.
-        let steps = stretch(lowered.chain_of(first), first);
-        let alone = steps.len() == 1 || task.words.partly_done || task.is_timed();
-        Ok(Some(if alone || steps.end > end { Next::Step(first) } else { Next::Stretch(steps) }))
+        let alone = task.words.partly_done || task.is_timed();
+        let steps = lowered.stretch(first).filter(|steps| !alone && steps.end <= end);
+        let Some(steps) = steps else { return Ok(Some(Next::Step(first))) };
+        let (lowered, place) = (lowered.clone(), self.streams.place());
+        let ready = task.memory()?.0.ready_chain(&self.hub, &lowered, &steps, place)?;
+        Ok(Some(if ready { Next::Stretch(steps) } else { Next::Step(first) }))
     }
 
     /// Queues `next`, and the copy of outputs behind the last step.
@@ -506,7 +509,7 @@ impl Lane {
                     instance.launch_best_effort(hub, &lowered, index, how, stream)?;
                 }
                 Next::Stretch(steps) => {
-                    instance.launch_chain(hub, &lowered, &steps, self.streams.place(), stream)?;
+                    instance.launch_chain(&steps, self.streams.place(), stream)?;
                 }
             }
             if timed {
