@@ -26,6 +26,9 @@ const RATE: f64 = 200.0;
 /// Time best effort runs undisturbed, to compare with.
 const CALM: Duration = Duration::from_millis(600);
 
+/// So long after the order to leave, best effort is gone, and the device has been idle for a while.
+const GONE: Duration = Duration::from_millis(1);
+
 /// Rows of products that take about 10 us, 100 us, 1 ms and 10 ms on a large GPU.
 const PRODUCT_ROWS: [usize; 4] = [128, 1_024, 10_240, 81_920];
 
@@ -61,6 +64,9 @@ struct Case {
     /// Over the model alone, in percent.
     real_time_mean_increase_pct: f64,
     real_time_p99_increase_pct: f64,
+    /// The same when best effort was made to leave so early that it was gone: what a device costs that has just run something else.
+    real_time_after: Spread,
+    real_time_after_mean_increase_pct: f64,
     preemptions: u64,
     runs: u64,
     wrong_outputs: u64,
@@ -110,7 +116,7 @@ pub(crate) fn run(args: &PreemptArgs) -> Result<(), Failure> {
         alone: Spread::default(),
     };
     let idle = bench.probe_idle()?;
-    bench.alone = bench.real_time(&real_time, None)?;
+    bench.alone = bench.real_time(&real_time, None, Duration::ZERO)?;
     let mut report = Report {
         device: device.info().description.clone(),
         driver: testbed::driver(&args.device),
@@ -150,7 +156,7 @@ impl Report {
     fn add(&mut self, case: Case) {
         eprintln!(
             "{}: first block p50 {} p99 {} us, everywhere p50 {} p99 {}, left p50 {} p99 {}; real time {:+.1} % mean, \
-             {:+.1} % p99; {:.1} us lost a preemption",
+             {:+.1} % p99, {:+.1} % mean when it was gone before; {:.1} us lost a preemption",
             case.best_effort,
             case.probe.first_block.p50,
             case.probe.first_block.p99,
@@ -160,6 +166,7 @@ impl Report {
             case.left.p99,
             case.real_time_mean_increase_pct,
             case.real_time_p99_increase_pct,
+            case.real_time_after_mean_increase_pct,
             case.lost_us_per_preemption,
         );
         self.cases.push(case);
@@ -187,11 +194,7 @@ impl Bench {
     /// Waits for about a period, so that preemptions fall anywhere in a run.
     fn pause(&mut self) {
         let micros = (1e6 / RATE * (0.5 + self.random.unit_f64())) as u64;
-        let until = Instant::now() + Duration::from_micros(micros);
-        // Without sleep: whoever orders is awake, as a dispatcher is.
-        while Instant::now() < until {
-            std::hint::spin_loop();
-        }
+        spin_until(Instant::now() + Duration::from_micros(micros));
     }
 
     fn probe_idle(&mut self) -> Result<Probed, Failure> {
@@ -215,15 +218,24 @@ impl Bench {
         Ok(Probed { first_block: Spread::of(first), all_blocks: Spread::of(all) })
     }
 
-    /// Requests of the real-time model, for each of which `load` is kept off the device.
-    fn real_time(&mut self, model: &LiveModel, load: Option<&Load>) -> Result<Spread, Failure> {
+    /// Requests of the real-time model, for each of which `load` is kept off the device from `ahead` before it on.
+    fn real_time(
+        &mut self,
+        model: &LiveModel,
+        load: Option<&Load>,
+        ahead: Duration,
+    ) -> Result<Spread, Failure> {
         let mut taken = Vec::new();
         for round in 0..self.rounds + 20 {
             self.pause();
             let task = model.program.prepare(model.inputs.clone()).map_err(Failure::failed)?;
-            let began = Instant::now();
+            let mut began = Instant::now();
             if let Some(load) = load {
                 load.hold();
+            }
+            if !ahead.is_zero() {
+                spin_until(began + ahead);
+                began = Instant::now();
             }
             let completion = self.lane.run(task)?;
             if let Some(load) = load {
@@ -268,8 +280,9 @@ impl Bench {
             runs: load.finished() - began.1,
             preemptions: load.preemptions() - began.2,
         };
-        let spread = self.real_time(real_time, Some(load))?;
-        Ok(Measured { calm_runs, disturbed, probe, real_time: spread })
+        let spread = self.real_time(real_time, Some(load), Duration::ZERO)?;
+        let after = self.real_time(real_time, Some(load), GONE)?;
+        Ok(Measured { calm_runs, disturbed, probe, real_time: spread, after })
     }
 
     fn case_of(&self, model: &LiveModel, load: &Load, measured: Measured) -> Case {
@@ -286,11 +299,20 @@ impl Bench {
             real_time: measured.real_time,
             real_time_mean_increase_pct: increase(measured.real_time.mean, self.alone.mean),
             real_time_p99_increase_pct: increase(measured.real_time.p99, self.alone.p99),
+            real_time_after: measured.after,
+            real_time_after_mean_increase_pct: increase(measured.after.mean, self.alone.mean),
             preemptions: load.preemptions() as u64,
             runs: load.finished() as u64,
             wrong_outputs: load.wrong.load(Ordering::Acquire),
             lost_us_per_preemption: lost_seconds * 1e6 / preemptions.max(1.0),
         }
+    }
+}
+
+/// Without sleep: whoever orders is awake, as a dispatcher is.
+fn spin_until(until: Instant) {
+    while Instant::now() < until {
+        std::hint::spin_loop();
     }
 }
 
@@ -300,6 +322,7 @@ struct Measured {
     disturbed: Disturbed,
     probe: Probed,
     real_time: Spread,
+    after: Spread,
 }
 
 /// A stretch of time with preemptions.
