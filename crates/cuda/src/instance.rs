@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use device::DeviceError;
 
@@ -22,6 +22,9 @@ const CONTROL_BYTES: usize = 40;
 
 /// For how long a gap in real time is waited for before a graph is made.
 const GAP_WAIT: Duration = Duration::from_millis(5);
+
+/// For how long gaps are waited for in all before the launches of best effort are left to be recorded when they are needed.
+const CHAINS_WAIT: Duration = Duration::from_millis(100);
 
 /// One run's memory.
 pub(crate) struct Instance {
@@ -371,15 +374,19 @@ impl Instance {
         self.graph(hub, lowered, Priority::High).map(drop)
     }
 
-    /// Makes what best effort launches, in gaps too.
+    /// Makes what best effort launches, in gaps too, or as much of it as there are gaps for.
     pub(crate) fn make_chains(&mut self, hub: &Hub, lowered: &Lowered) -> Result<(), CudaError> {
+        let began = Instant::now();
         let corner = hub.corner.as_ref().map(|_| Place::Corner);
         for steps in lowered.stretches() {
             for place in [Some(Place::Low), corner].into_iter().flatten() {
-                if self.chain(&steps, place).is_none() {
-                    hub.traffic.wait_for_gap(GAP_WAIT);
-                    self.record_chain(hub, lowered, &steps, place)?;
+                if self.chain(&steps, place).is_some() {
+                    continue;
                 }
+                if !hub.traffic.wait_for_gap(GAP_WAIT) && began.elapsed() > CHAINS_WAIT {
+                    return Ok(());
+                }
+                self.record_chain(hub, lowered, &steps, place)?;
             }
         }
         Ok(())

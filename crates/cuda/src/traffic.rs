@@ -119,10 +119,15 @@ impl Traffic {
         }
     }
 
-    /// Waits for a gap in which a call is over before the next segment comes, or for `most`: for one of a row of calls.
-    pub(crate) fn wait_for_gap(&self, most: Duration) {
+    /// Waits for a gap in which a call is over before the next segment comes, or for `most`: for one of a row of calls. Whether
+    /// there is one.
+    pub(crate) fn wait_for_gap(&self, most: Duration) -> bool {
         let since = Instant::now();
-        while !self.is_clear() && since.elapsed() < most {
+        loop {
+            let clear = self.is_clear();
+            if clear || since.elapsed() >= most {
+                return clear;
+            }
             std::thread::yield_now();
         }
     }
@@ -186,7 +191,7 @@ mod tests {
     fn nobody_waits_for_ever() {
         let traffic = Traffic::default();
         traffic.enter();
-        traffic.wait_for_gap(Duration::from_millis(1));
+        assert!(!traffic.wait_for_gap(Duration::from_millis(1)), "there is none");
         traffic.let_pass(Duration::from_millis(1));
     }
 }

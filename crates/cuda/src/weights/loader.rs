@@ -372,9 +372,10 @@ impl Loader {
         weights.mapped().pieces.extend(pieces);
         let mut at = 0;
         for (number, size) in sizes.iter().enumerate() {
-            match self.urgent {
-                true => self.traffic.let_pass(MAP_WAIT),
-                false => self.traffic.wait_for_gap(GAP_WAIT),
+            if self.urgent {
+                self.traffic.let_pass(MAP_WAIT);
+            } else {
+                self.traffic.wait_for_gap(GAP_WAIT);
             }
             slab.range.map(at, &weights.mapped().pieces[first + number])?;
             slab.range.open(at, *size)?;

@@ -35,7 +35,9 @@ impl Slab {
         granularity: u64,
     ) -> Result<Slab, CudaError> {
         let range = AddressRange::reserve(context, used.max(1).next_multiple_of(granularity))?;
-        let wait = || traffic.wait_for_gap(GAP_WAIT);
+        let wait = || {
+            traffic.wait_for_gap(GAP_WAIT);
+        };
         let host = Mutex::new(Some(PinnedBlocks::new(context, used as usize, wait)?));
         Ok(Slab { range, begins, used, host, traffic: traffic.clone() })
     }
