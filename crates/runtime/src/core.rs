@@ -105,6 +105,8 @@ pub struct CoreOptions {
     pub corner: bool,
     /// How much longer real time may take beside a companion, as a share of what it takes alone.
     pub bearable: f64,
+    /// Whether best effort is started only once the answer of the real-time request that ended is out ([`Core::is_answering`]).
+    pub answers_first: bool,
     /// Never set but by tests.
     pub mutation: Option<Mutation>,
 }
@@ -126,6 +128,7 @@ impl Default for CoreOptions {
             room: Room { sms: 1, launch: Nanos::ZERO, gap: Nanos::ZERO, inside_tile: false },
             corner: false,
             bearable: companions::BEARABLE,
+            answers_first: false,
             mutation: None,
         }
     }
@@ -218,6 +221,8 @@ pub struct Core {
     expected_model: Option<ModelId>,
     /// The highest real-time priority that was seen; the smallest number.
     foremost: u32,
+    /// Best effort waits for an answer of real time to be out.
+    answering: bool,
     lost: bool,
     draining: bool,
     candidates: Vec<Candidate>,
@@ -259,6 +264,7 @@ impl Core {
             expected: 0,
             expected_model: None,
             foremost: u32::MAX,
+            answering: false,
             lost: false,
             draining: false,
             candidates: Vec::new(),
@@ -313,8 +319,15 @@ impl Core {
         matches!(phase, Some(Phase::GivenUp(_)))
     }
 
+    /// Whether best effort that could be started waits for answers that the last event brought about. [`Event::Answered`] is due when
+    /// they are out; any other event starts it as well.
+    pub fn is_answering(&self) -> bool {
+        self.answering
+    }
+
     /// Takes `event` in at time `now` and appends what is to be done.
     pub fn step(&mut self, now: Nanos, event: Event, actions: &mut Vec<Action>) {
+        self.answering = false;
         match event {
             Event::ModelAdded { model, steps, queue_capacity } => {
                 self.add_model(model, steps, queue_capacity);
@@ -357,7 +370,12 @@ impl Core {
             Event::StepReady { queue, step } => {
                 return self.step_ready(now, queue, step, actions);
             }
-            Event::SegmentDone { queue, busy } => self.segment_done(now, queue, busy, actions),
+            Event::SegmentDone { queue, busy } => {
+                self.segment_done(now, queue, busy, actions);
+                let kind = self.queues.get(queue).map(|slot| slot.kind);
+                self.answering = self.options.answers_first && kind == Some(Kind::RealTime);
+            }
+            Event::Answered => {}
             Event::SegmentLeft { queue, left, busy } => {
                 self.segment_left(now, queue, left, busy, actions);
             }

@@ -262,8 +262,20 @@ struct SegmentEnd {
     busy: Nanos,
 }
 
+/// How often a thread looks whether the node's lock is free before it sleeps.
+const LOOKS_AT_LOCK: usize = 500;
+
 /// A reply that is due, to be sent once the lock is free.
 type Due = (ReplyFn, Reply);
+
+/// Lets best effort go on when the answers it waits for are out, whatever became of them.
+struct Resume<'a>(&'a Shared);
+
+impl Drop for Resume<'_> {
+    fn drop(&mut self) {
+        self.0.handle(Event::Answered);
+    }
+}
 
 impl Node {
     /// Starts the node on `device`.
@@ -288,6 +300,7 @@ impl Node {
             close_after: weights::CLOSE_AFTER,
             corner: device.corner().is_some(),
             bearable: options.bearable_percent / 100.0,
+            answers_first: true,
             ..CoreOptions::default()
         };
         let state = State {
@@ -586,16 +599,25 @@ impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         // A panic under the lock leaves the core in a state it can go on from: every change to it is
         // made by one call of `Core::step`.
-        match self.state.try_lock() {
-            Ok(state) => state,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => {
-                let began = self.clock.now();
-                let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-                self.waits.count(self.clock.now() - began);
-                state
-            }
+        let look = || match self.state.try_lock() {
+            Ok(state) => Some(state),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        };
+        if let Some(state) = look() {
+            return state;
         }
+        let began = self.clock.now();
+        // It is held for microseconds, and a thread that sleeps is woken after tens of them.
+        let again = || {
+            std::hint::spin_loop();
+            look()
+        };
+        let state = (0..LOOKS_AT_LOCK).find_map(|_| again());
+        let state =
+            state.unwrap_or_else(|| self.state.lock().unwrap_or_else(PoisonError::into_inner));
+        self.waits.count(self.clock.now() - began);
+        state
     }
 
     fn handle(&self, event: Event) {
@@ -641,11 +663,13 @@ impl Shared {
         if state.core.under_way() + state.batches.members == 0 {
             self.idle.notify_all();
         }
+        let resume = state.core.is_answering().then(|| Resume(self));
         self.unsent.fetch_add(due.len(), Ordering::SeqCst);
         drop(state);
         for (send, reply) in due {
             self.send(send, reply);
         }
+        drop(resume);
     }
 
     /// Sends a reply that was counted as not sent.

@@ -157,6 +157,10 @@ impl Core {
         }
         let running = self.real_time_slot().is_some();
         let active = alone && (running || coming);
+        self.answering &= !active && !self.best_effort.is_empty();
+        if self.answering {
+            return;
+        }
         if !active {
             (self.companion, self.companion_for) = (None, None);
             self.lift_budgets(now, actions);

@@ -95,6 +95,8 @@ pub enum Event {
         /// Time it took.
         busy: Nanos,
     },
+    /// The answers of real time are out for which best effort was kept waiting.
+    Answered,
     /// A segment left early.
     SegmentLeft {
         /// The queue it ran on.

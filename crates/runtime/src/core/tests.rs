@@ -605,6 +605,38 @@ fn best_effort_makes_room_for_what_is_expected() {
     assert!(pair.running.iter().all(Option::is_some));
 }
 
+#[test]
+fn best_effort_waits_until_answers_of_real_time_are_out() {
+    let queues = QueueLayout { shared: 0, real_time: 1, best_effort: 1, yielding: 0 };
+    let model = ModelId(0);
+    let done = |queue| Event::SegmentDone { queue, busy: Nanos(1) };
+    for answered in [Event::Answered, Event::Timer] {
+        let options = CoreOptions { queues, answers_first: true, ..CoreOptions::default() };
+        let mut core = Core::with_policy(options, Box::new(Accompanied));
+        seen(&mut core, 0, Event::ModelAdded { model, steps: 1, queue_capacity: 9 });
+        let (one, event) = real_time(&mut core, 0, u64::MAX);
+        assert_eq!(seen(&mut core, 1, event), [(Some(0), one)]);
+        let (two, event) = real_time(&mut core, 0, u64::MAX);
+        assert_eq!(seen(&mut core, 2, event), []);
+        let waits = core.next_request_id().expect("room");
+        let (class, deadline) = (Class::BestEffort, Nanos::MAX);
+        let event = Event::Arrival { request: waits, model, class, priority: 1, deadline };
+        assert_eq!(seen(&mut core, 3, event), []);
+        assert_eq!(seen(&mut core, 4, done(0)), [(None, one), (Some(0), two)]);
+        assert!(!core.is_answering(), "real time goes on, and best effort waits for that");
+        assert_eq!(seen(&mut core, 5, done(0)), [(None, two)]);
+        assert!(core.is_answering());
+        assert_eq!(seen(&mut core, 6, answered), [(Some(1), waits)]);
+        assert!(!core.is_answering());
+        assert_eq!(seen(&mut core, 7, done(1)), [(None, waits)]);
+        assert!(!core.is_answering(), "best effort has nobody to wait for");
+        let (last, event) = real_time(&mut core, 0, u64::MAX);
+        assert_eq!(seen(&mut core, 8, event), [(Some(0), last)]);
+        assert_eq!(seen(&mut core, 9, done(0)), [(None, last)]);
+        assert!(!core.is_answering(), "nothing waits");
+    }
+}
+
 /// One fast real-time queue, one of best effort and one whose real time leaves, with a device that lets work leave after a
 /// while.
 struct Ranked {

@@ -268,6 +268,29 @@ fn real_time_makes_best_effort_leave_and_go_on_afterwards() {
     }
 }
 
+#[test]
+fn real_time_is_answered_before_best_effort_goes_on() {
+    for broken in [false, true] {
+        let bench = Bench::new(PreemptionLevel::InsideTile, 3);
+        let _best_effort = bench.submit(Class::BestEffort);
+        let (sender, before) = channel();
+        let (model, book) = (bench.models[0].1, bench.book.clone());
+        let request =
+            Request { model, inputs: Vec::new(), class: None, priority: None, timeout: None };
+        let reply = move |_| {
+            sender.send(std::mem::take(&mut book.lock().unwrap().calls)).unwrap();
+            assert!(!broken, "whoever is answered may break");
+        };
+        bench.node.submit(request, Box::new(reply));
+        bench.complete(1, 4);
+        bench.calls();
+        let complete = std::panic::AssertUnwindSafe(|| bench.complete(0, STEPS));
+        assert_eq!(std::panic::catch_unwind(complete).is_err(), broken);
+        assert_eq!(before.try_recv().unwrap(), [], "nothing was started before");
+        assert_eq!(bench.calls(), [launch(1, Class::BestEffort, 4)], "and then it was");
+    }
+}
+
 /// One real-time request beside best effort that never ends; what the queues were told meanwhile.
 fn beside_best_effort(bench: &Bench) -> Vec<Call> {
     let reply = bench.submit(Class::RealTime);
