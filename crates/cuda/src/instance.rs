@@ -32,7 +32,7 @@ pub(crate) struct Instance {
     /// first.
     graphs: [Option<Graph>; 2],
     /// Best-effort steps that are launched as one, by the first of them and the one behind, and by place, as far as they have been
-    /// asked for.
+    /// made.
     chains: BTreeMap<(usize, usize), [Option<Graph>; 3]>,
     /// The plan as real time of high priority in the parts that are launched while weights arrive, where that may happen.
     parts: Vec<Graph>,
