@@ -2,25 +2,25 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use base::{Bytes, Clock, Nanos};
 use device::{
-    Completion, CompletionSink, Device, DeviceError, Order as QueueOrder, Outcome, Program, Queue,
-    Segment, Task,
+    CompletionSink, Device, DeviceError, Order as QueueOrder, Program, Queue, Segment, Task,
 };
 use model::Tensor;
 use model::config::{Class, ModelConfig};
 use thiserror::Error;
 
-use crate::core::{Action, Core, CoreOptions, End, Event, ModelId, RequestId};
-use crate::policy::{Left, Policy};
+use crate::core::{Action, Core, CoreOptions, Event, ModelId, RequestId};
+use crate::policy::Policy;
 
 mod announcement;
 mod batcher;
 mod batches;
+mod completion;
 mod contention;
 mod layout;
 mod preemptions;
@@ -31,10 +31,11 @@ mod weights;
 
 use self::batcher::MemberId;
 use self::batches::{Batches, Intake, ModelBatcher, Preparer};
+use self::completion::Sink;
 pub use self::contention::Contention;
 use self::contention::Waits;
 pub use self::preemptions::{LEAVE_BOUNDS_US, Leaving, Preemption, Preemptions};
-use self::preemptions::{OnQueue, Order, Record};
+use self::preemptions::{OnQueue, Record};
 pub use self::profiling::BatchTime;
 pub use self::request::{ModelStats, Rejection, Reply, ReplyResult, Request, Timing};
 pub(crate) use self::submission::refuse_at_once;
@@ -253,17 +254,6 @@ struct Defaults {
     priority: u32,
     timeout: Option<Nanos>,
 }
-
-/// How a segment came back.
-struct SegmentEnd {
-    next_step: usize,
-    step_count: usize,
-    finished: bool,
-    busy: Nanos,
-}
-
-/// How often a thread looks whether the node's lock is free before it sleeps.
-const LOOKS_AT_LOCK: usize = 500;
 
 /// A reply that is due, to be sent once the lock is free.
 type Due = (ReplyFn, Reply);
@@ -540,53 +530,6 @@ impl State {
         self.live.get(request.slot())?.as_ref()
     }
 
-    /// The real-time model for which `actions` make work leave: of the request that starts among them, or else of the one
-    /// that waits first.
-    fn cause(&self, actions: &[Action]) -> Option<ModelKey> {
-        let started = actions.iter().find_map(|action| match action {
-            Action::Launch { request, .. } => {
-                self.live(*request).filter(|live| live.class == Class::RealTime)
-            }
-            _ => None,
-        });
-        self.key(started.map(|live| live.model).or_else(|| self.core.next_real_time())?)
-    }
-
-    /// Notes that the work on `queue` was told to leave.
-    fn note_order(&mut self, now: Nanos, queue: usize, cause: Option<ModelKey>) {
-        let Some(Some(on_queue)) = self.record.queues.get_mut(queue) else { return };
-        let caused_by = cause.filter(|_| !self.core.is_given_up(on_queue.request));
-        on_queue.order = Some(Order { at: now, caused_by });
-    }
-
-    /// Books that `queue` is free again; whether its work had been told to leave for real time and did.
-    fn note_left(&mut self, now: Nanos, queue: usize, end: &SegmentEnd) -> bool {
-        let Some(on_queue) = self.record.queues.get_mut(queue).and_then(Option::take) else {
-            return false;
-        };
-        let model = self.live(on_queue.request).map(|live| live.model);
-        let (Some(order), Some(model)) = (on_queue.order, model) else { return false };
-        let Some(key) = self.key(model) else { return false };
-        let preemption = Preemption {
-            ordered: order.at,
-            left: now,
-            caused_by: order.caused_by,
-            model: key,
-            queue,
-            steps: on_queue.first_step..end.next_step,
-            step_count: end.step_count,
-            finished: end.finished,
-            busy: end.busy,
-        };
-        if let Some(causer) = order.caused_by.and_then(|key| self.model_mut(key)) {
-            causer.leaving.caused += 1;
-        }
-        if let Some(entry) = &mut self.models[model.0 as usize] {
-            self.record.add(preemption, &mut entry.leaving);
-        }
-        order.caused_by.is_some() && !end.finished
-    }
-
     fn keep(&mut self, id: RequestId, live: Live) {
         if id.slot() >= self.live.len() {
             self.live.resize_with(id.slot() + 1, || None);
@@ -596,30 +539,6 @@ impl State {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic under the lock leaves the core in a state it can go on from: every change to it is
-        // made by one call of `Core::step`.
-        let look = || match self.state.try_lock() {
-            Ok(state) => Some(state),
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        };
-        if let Some(state) = look() {
-            return state;
-        }
-        let began = self.clock.now();
-        // It is held for microseconds, and a thread that sleeps is woken after tens of them.
-        let again = || {
-            std::hint::spin_loop();
-            look()
-        };
-        let state = (0..LOOKS_AT_LOCK).find_map(|_| again());
-        let state =
-            state.unwrap_or_else(|| self.state.lock().unwrap_or_else(PoisonError::into_inner));
-        self.waits.count(self.clock.now() - began);
-        state
-    }
-
     fn handle(&self, event: Event) {
         self.step(self.lock(), event);
     }
@@ -691,19 +610,6 @@ impl Shared {
         let to = |(queue, order): (usize, QueueOrder)| Some((&**queues.get(queue)?, order));
         let orders: Vec<(&dyn Queue, QueueOrder)> = orders.drain(..).filter_map(to).collect();
         self.device.order(&orders);
-    }
-
-    fn note_orders(&self, state: &mut State, now: Nanos, actions: &[Action]) {
-        if let Some(observer) = &self.observer {
-            actions.iter().for_each(|action| observer.action(now, action));
-        }
-        let mut cause = None;
-        for action in actions {
-            if let Action::Preempt { queue, .. } = action {
-                let cause = *cause.get_or_insert_with(|| state.cause(actions));
-                state.note_order(now, *queue, cause);
-            }
-        }
     }
 
     fn act(
@@ -808,105 +714,6 @@ impl Shared {
                     drop(wait.unwrap_or_else(PoisonError::into_inner));
                 }
             }
-        }
-    }
-
-    /// Takes a segment back from the device.
-    fn complete(&self, completion: Completion) {
-        let Completion { queue, token, task, outcome, busy } = completion;
-        let queue = queue as usize;
-        let next_step = task.next_step();
-        let end = SegmentEnd {
-            next_step,
-            step_count: task.step_count(),
-            finished: outcome == Outcome::Done,
-            busy,
-        };
-        let (event, task, outputs, failure) = match outcome {
-            Outcome::Left => {
-                let left = Left::before(next_step);
-                (Event::SegmentLeft { queue, left, busy }, Some(task), None, None)
-            }
-            Outcome::Failed(err) => (Event::SegmentFailed { queue, busy }, None, None, Some(err)),
-            // Outputs are made on the device's thread, outside the lock.
-            Outcome::Done => match task.into_outputs() {
-                Ok(outputs) => (Event::SegmentDone { queue, busy }, None, Some(outputs), None),
-                Err(err) => (Event::SegmentFailed { queue, busy }, None, None, Some(err)),
-            },
-        };
-        let mut state = self.lock();
-        let left = state.note_left(self.clock.now(), queue, &end);
-        if let Some(live) = state.live.get_mut(token as usize).and_then(Option::as_mut) {
-            live.task = task;
-            live.outputs = outputs;
-            live.failure = failure;
-            live.timing.busy += busy;
-            live.timing.preemptions += u32::from(left);
-            let model = live.model;
-            if let Some(entry) = &mut state.models[model.0 as usize] {
-                entry.stats.preemptions += u64::from(left);
-            }
-        }
-        self.step(state, event);
-    }
-}
-
-impl Shared {
-    /// Turns the end of a request into its reply and counts it.
-    fn finish(&self, state: &mut State, now: Nanos, live: Live, end: End) -> Option<Due> {
-        let Live { model, outputs, failure, rider, mut timing, .. } = live;
-        let Rider::One(reply) = rider else { return None };
-        timing.finished = now;
-        let failure = self.failure(state, model, end, failure);
-        let entry = state.models[model.0 as usize].as_mut();
-        let capacity = entry.as_ref().map_or(0, |entry| entry.queue_capacity);
-        let result = match (end, outputs) {
-            (End::Done, Some(outputs)) => Ok(outputs),
-            (end, _) => Err(rejected(end, failure, capacity)),
-        };
-        if let Some(entry) = entry {
-            entry.stats.executions += u64::from(end == End::Done);
-            entry.stats.count(&result, &timing);
-        }
-        Some((reply, Reply { result, timing }))
-    }
-
-    /// What went wrong; a request that failed without a word of the device found no room for its weights.
-    fn failure(
-        &self,
-        state: &State,
-        model: ModelId,
-        end: End,
-        told: Option<DeviceError>,
-    ) -> Option<DeviceError> {
-        let no_room = || state.memory_failure(model, &self.device.info().name, self.budget);
-        told.or_else(|| (end == End::Failed).then(no_room))
-    }
-}
-
-/// Why a request that ended so has no outputs.
-fn rejected(end: End, failure: Option<DeviceError>, capacity: usize) -> Rejection {
-    let unknown = |why: &str| DeviceError::BadPlan(why.to_string());
-    match end {
-        End::Done => Rejection::Device(unknown("done without outputs")),
-        End::Failed => {
-            Rejection::Device(failure.unwrap_or_else(|| unknown("failed without a reason")))
-        }
-        End::DeadlineExceeded => Rejection::DeadlineExceeded,
-        End::Cancelled => Rejection::Cancelled,
-        End::QueueFull => Rejection::QueueFull { capacity },
-        End::NoSuchModel => Rejection::NoSuchModel,
-        End::ShuttingDown => Rejection::ShuttingDown,
-    }
-}
-
-/// Hands completions to the node as long as it is there.
-struct Sink(Weak<Shared>);
-
-impl CompletionSink for Sink {
-    fn complete(&self, completion: Completion) {
-        if let Some(shared) = self.0.upgrade() {
-            shared.complete(completion);
         }
     }
 }

@@ -13,10 +13,10 @@ use model::rows::{batch_symbol, mixing_step};
 use model::{LaunchPlan, Tensor};
 
 use super::batcher::{Batcher, Ended, GroupKey, Member, MemberId, Refusal, Rules, Wanted};
+use super::completion::rejected;
 use super::submission::Asked;
 use super::{
     Due, Live, ModelKey, Rejection, Reply, ReplyFn, ReplyResult, Rider, Shared, State, Timing,
-    rejected,
 };
 use crate::core::{End, Event, ModelId, RequestId};
 

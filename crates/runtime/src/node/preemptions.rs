@@ -4,9 +4,11 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use base::Nanos;
+use model::config::Class;
 
-use super::ModelKey;
-use crate::core::RequestId;
+use super::completion::SegmentEnd;
+use super::{ModelKey, Shared, State};
+use crate::core::{Action, RequestId};
 
 /// Upper bounds of the buckets that leaving is counted in, in microseconds.
 pub const LEAVE_BOUNDS_US: [u64; 14] =
@@ -114,5 +116,69 @@ impl Record {
 
     pub(super) fn snapshot(&self) -> Preemptions {
         Preemptions { total: self.total, recent: self.recent.iter().cloned().collect() }
+    }
+}
+
+impl State {
+    /// The real-time model for which `actions` make work leave: of the request that starts among them, or else of the one
+    /// that waits first.
+    pub(super) fn cause(&self, actions: &[Action]) -> Option<ModelKey> {
+        let started = actions.iter().find_map(|action| match action {
+            Action::Launch { request, .. } => {
+                self.live(*request).filter(|live| live.class == Class::RealTime)
+            }
+            _ => None,
+        });
+        self.key(started.map(|live| live.model).or_else(|| self.core.next_real_time())?)
+    }
+
+    /// Notes that the work on `queue` was told to leave.
+    pub(super) fn note_order(&mut self, now: Nanos, queue: usize, cause: Option<ModelKey>) {
+        let Some(Some(on_queue)) = self.record.queues.get_mut(queue) else { return };
+        let caused_by = cause.filter(|_| !self.core.is_given_up(on_queue.request));
+        on_queue.order = Some(Order { at: now, caused_by });
+    }
+
+    /// Books that `queue` is free again; whether its work had been told to leave for real time and did.
+    pub(super) fn note_left(&mut self, now: Nanos, queue: usize, end: &SegmentEnd) -> bool {
+        let Some(on_queue) = self.record.queues.get_mut(queue).and_then(Option::take) else {
+            return false;
+        };
+        let model = self.live(on_queue.request).map(|live| live.model);
+        let (Some(order), Some(model)) = (on_queue.order, model) else { return false };
+        let Some(key) = self.key(model) else { return false };
+        let preemption = Preemption {
+            ordered: order.at,
+            left: now,
+            caused_by: order.caused_by,
+            model: key,
+            queue,
+            steps: on_queue.first_step..end.next_step,
+            step_count: end.step_count,
+            finished: end.finished,
+            busy: end.busy,
+        };
+        if let Some(causer) = order.caused_by.and_then(|key| self.model_mut(key)) {
+            causer.leaving.caused += 1;
+        }
+        if let Some(entry) = &mut self.models[model.0 as usize] {
+            self.record.add(preemption, &mut entry.leaving);
+        }
+        order.caused_by.is_some() && !end.finished
+    }
+}
+
+impl Shared {
+    pub(super) fn note_orders(&self, state: &mut State, now: Nanos, actions: &[Action]) {
+        if let Some(observer) = &self.observer {
+            actions.iter().for_each(|action| observer.action(now, action));
+        }
+        let mut cause = None;
+        for action in actions {
+            if let Action::Preempt { queue, .. } = action {
+                let cause = *cause.get_or_insert_with(|| state.cause(actions));
+                state.note_order(now, *queue, cause);
+            }
+        }
     }
 }

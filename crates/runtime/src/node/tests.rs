@@ -6,7 +6,7 @@ use base::{MonotonicClock, Random};
 use model::LaunchPlan;
 
 use super::*;
-use device::{DeviceInfo, PreemptionLevel, QueueOptions};
+use device::{Completion, DeviceInfo, Outcome, PreemptionLevel, QueueOptions};
 
 /// Steps of a task; the plan it is of has none, as if the device had made steps of its own.
 const STEPS: usize = 10;
