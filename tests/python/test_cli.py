@@ -120,13 +120,13 @@ def test_memory_of_models_that_come_and_go_is_the_systems_again(tmp_path: Path) 
 
 def test_padding_says_what_it_needs() -> None:
     listed = atoll("bench", "padding", "--help").stdout
-    for word in ("fused", "corner", "--pairs", "Examples"):
+    for word in ("fused", "partition", "--pairs", "Examples"):
         assert word in listed
     for args, word in [
         (["--pairs", "vgg19"], "vgg19+resnet152"),
         (["--ways", "fused,sideways"], "sideways"),
-        (["--corners", "8,8"], "twice"),
-        (["--corners", "4"], "4"),
+        (["--partition-sms", "8,8"], "twice"),
+        (["--partition-sms", "4"], "4"),
         (["--seconds", "0"], "seconds"),
         (["--device", "cpu"], "cuda:0"),
     ]:

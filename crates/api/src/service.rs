@@ -141,7 +141,7 @@ pub trait InferenceService: Send + Sync + 'static {
     fn server_metadata(&self) -> ServerMetadata;
 
     /// Lends memory for the bodies of requests, where some is better than other.
-    fn lender(&self) -> Option<std::sync::Arc<dyn model::Lender>> {
+    fn host_pool(&self) -> Option<std::sync::Arc<dyn model::HostPool>> {
         None
     }
 

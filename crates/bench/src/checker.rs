@@ -5,10 +5,10 @@ use std::ops::Range;
 
 use base::Nanos;
 use device::sim::{FaultKind, Gpu, ProfileSet};
-use device::{Leave, PreemptionLevel};
+use device::{PreemptMode, PreemptionLevel};
 use model::config::Class;
 use runtime::core::{End, RealTimeOrder, RequestId};
-use runtime::policy::{Beside, Rules, Start, Streams};
+use runtime::policy::{CoRun, Rules, Start, Streams};
 
 use crate::scenario::Scenario;
 
@@ -65,12 +65,12 @@ impl Limits {
         let fragile = kernels().any(|kernel| !kernel.idempotent);
         let evict = Nanos(gpu.evict_ns * (gpu.queue_capacity as u64 + 1));
         let resets = Nanos((gpu.host_reset_ns + gpu.kill_ns) * streams as u64);
-        let left = match rules.leave {
+        let left = match rules.preempt {
             None => None,
             Some(_) if fragile => Some(kernel),
-            Some(Leave::Kill) if gpu.kills => Some(resets),
-            Some(Leave::Kill | Leave::BetweenLaunches) => Some(kernel),
-            Some(Leave::InsideTile | Leave::TileBoundary) => match gpu.preemption() {
+            Some(PreemptMode::Kill) if gpu.kills => Some(resets),
+            Some(PreemptMode::Kill | PreemptMode::BetweenLaunches) => Some(kernel),
+            Some(PreemptMode::InsideTile | PreemptMode::TileBoundary) => match gpu.preemption() {
                 PreemptionLevel::None => None,
                 PreemptionLevel::BetweenLaunches => Some(kernel),
                 PreemptionLevel::TileBoundaries => Some(block),
@@ -79,7 +79,7 @@ impl Limits {
         };
         // Real time waits until the queues are empty, or the dispatcher turns to it from theirs.
         let queues = match rules.start {
-            Start::WhenClear => evict,
+            Start::AfterPreemption => evict,
             Start::AtOnce => Nanos(gpu.switch_ns[1]),
         };
         let silent = scenario.faults.iter().any(|fault| fault.kind == FaultKind::LostCompletion);
@@ -88,7 +88,7 @@ impl Limits {
         let promised = left.filter(|_| split && scenario.best_effort_share_percent == 0);
         Limits {
             wait: promised.map(|left| left + queues + silence + Nanos(gpu.launch_ns + 1_000)),
-            grace: left.filter(|_| split && rules.beside != Beside::Everything),
+            grace: left.filter(|_| split && rules.co_run != CoRun::All),
             memory: gpu.memory_bytes,
             sms: gpu.sms,
             earliest_deadline_first: scenario.order() == RealTimeOrder::EarliestDeadline,

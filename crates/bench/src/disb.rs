@@ -9,7 +9,7 @@ use serde::Deserialize;
 use crate::arrival::Arrival;
 use crate::report::Report;
 use crate::scenario::{Client, Scenario, ScenarioError};
-use crate::world::{self, WorldOptions};
+use crate::simulation::{self, SimulationOptions};
 
 /// The five models, in the paper's order.
 pub const MODELS: [&str; 5] = ["resnet152", "densenet201", "vgg19", "inceptionv3", "distilbert"];
@@ -261,12 +261,12 @@ pub fn compare(
     scenario: &Scenario,
     policies: &[String],
 ) -> Result<Vec<Report>, ScenarioError> {
-    let options = WorldOptions::default();
-    let alone = world::run(&scenario.real_time_alone(), options)?;
+    let options = SimulationOptions::default();
+    let alone = simulation::run(&scenario.real_time_alone(), options)?;
     let run = |policy: &String| {
         let mut scenario = scenario.clone();
         scenario.policy.clone_from(policy);
-        let outcome = world::run(&scenario, options)?;
+        let outcome = simulation::run(&scenario, options)?;
         Ok(Report::new(workload, policy, &outcome, &alone))
     };
     policies.iter().map(run).collect()

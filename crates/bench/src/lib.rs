@@ -3,8 +3,8 @@
 pub mod arrival;
 pub mod batching;
 pub mod checker;
+pub mod cluster_sim;
 pub mod disb;
-pub mod fleet;
 pub mod live;
 pub mod load;
 pub mod padding;
@@ -13,6 +13,6 @@ pub mod preemption;
 pub mod random;
 pub mod report;
 pub mod scenario;
+pub mod simulation;
 pub mod swap;
 pub mod timeline;
-pub mod world;

@@ -91,7 +91,7 @@ pub struct LiveOptions {
     /// Seed of random arrivals.
     pub seed: u64,
     /// How much longer real time may take beside best effort, in percent, where a policy goes by it.
-    pub bearable_percent: f64,
+    pub max_rt_slowdown_percent: f64,
 }
 
 /// Why a cell cannot run.
@@ -258,7 +258,7 @@ impl Live {
             real_time_queues: asked.real_time_queues,
             best_effort_queues: asked.best_effort_queues,
             preemptions_kept: asked.preemptions_kept,
-            bearable_percent: self.options.bearable_percent,
+            max_rt_slowdown_percent: self.options.max_rt_slowdown_percent,
             observer: Some(recorder.clone()),
             ..NodeOptions::default()
         };

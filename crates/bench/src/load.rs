@@ -142,7 +142,7 @@ impl Load {
         let failed = |why| LiveError::Broken { model: model.name.clone(), why };
         // What every policy needs is made before any of them is timed.
         let sizes = [1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32];
-        model.program.make_ready(&[], &sizes).map_err(|err| failed(err.into()))?;
+        model.program.prepare_batches(&[], &sizes).map_err(|err| failed(err.into()))?;
         let stage = self.stage(model, &Batching::default())?;
         let alone = stage.generator.alone(&stage.node, 100)?;
         let full = stage.generator.batch_time(&*model.program, self.device.as_ref(), 32)?;

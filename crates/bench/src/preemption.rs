@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::arrival::Arrival;
 use crate::scenario::{Client, Scenario, ScenarioError};
-use crate::world::{World, WorldOptions};
+use crate::simulation::{Simulation, SimulationOptions};
 
 /// A measured point. Latencies are mean microseconds from the word to leave to the first real-time block.
 #[derive(Clone, Debug, Serialize)]
@@ -83,7 +83,8 @@ fn point(set: &ProfileSet, name: &str, best_effort: ModelProfile) -> Result<Poin
             ],
             ..Scenario::default()
         };
-        let outcome = World::with_profiles(&scenario, set, WorldOptions::default())?.finish();
+        let outcome =
+            Simulation::with_profiles(&scenario, set, SimulationOptions::default())?.finish();
         Ok((outcome.preempt_latency.mean().0 as f64 / 100.0).round() / 10.0)
     };
     Ok(Point {

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use crate::world::Outcome;
+use crate::simulation::Outcome;
 
 /// What a policy came to on a workload. Latencies are microseconds.
 #[derive(Clone, Debug, Serialize)]

@@ -2,18 +2,18 @@
 
 use bench::random;
 use bench::scenario::Scenario;
-use bench::world::{Outcome, PlantedBug, World, WorldOptions};
+use bench::simulation::{Outcome, PlantedBug, Simulation, SimulationOptions};
 
-fn run(seed: u64, policy: Option<&str>, options: WorldOptions) -> Outcome {
+fn run(seed: u64, policy: Option<&str>, options: SimulationOptions) -> Outcome {
     let (mut scenario, set) = random::scenario(seed);
     if let Some(policy) = policy {
         scenario.policy = policy.to_string();
     }
-    World::with_profiles(&scenario, &set, options).unwrap().finish()
+    Simulation::with_profiles(&scenario, &set, options).unwrap().finish()
 }
 
-const CHECKED: WorldOptions =
-    WorldOptions { check: true, trace: false, spans: false, planted: None };
+const CHECKED: SimulationOptions =
+    SimulationOptions { check: true, trace: false, spans: false, planted: None };
 
 #[test]
 fn a_thousand_random_scenarios_keep_every_promise() {
@@ -38,7 +38,7 @@ fn a_thousand_random_scenarios_keep_every_promise() {
 
 /// How many of the first hundred scenarios a planted bug is found in.
 fn found(bug: PlantedBug, policy: Option<&str>, word: &str) -> usize {
-    let options = WorldOptions { planted: Some(bug), ..CHECKED };
+    let options = SimulationOptions { planted: Some(bug), ..CHECKED };
     let caught = |seed: &u64| {
         let outcome = run(*seed, policy, options);
         outcome.violations.iter().any(|violation| violation.contains(word))
@@ -57,7 +57,7 @@ fn planted_bugs_are_found() {
 
 #[test]
 fn the_same_seed_gives_the_same_trace() {
-    let options = WorldOptions { trace: true, ..CHECKED };
+    let options = SimulationOptions { trace: true, ..CHECKED };
     for seed in 0..20 {
         let (first, second) = (run(seed, None, options), run(seed, None, options));
         assert!(first.trace.len() > 1_000, "seed {seed}: {} bytes", first.trace.len());
@@ -77,7 +77,7 @@ fn best_effort_gets_its_share_under_saturating_real_time() {
                 arrival = {{ kind = 'closed_loop' }}"
             );
             let scenario: Scenario = toml::from_str(&text).unwrap();
-            let outcome = bench::world::run(&scenario, CHECKED).unwrap();
+            let outcome = bench::simulation::run(&scenario, CHECKED).unwrap();
             assert_eq!(outcome.violations, Vec::<String>::new(), "{policy}");
             outcome.be_in_time
         };

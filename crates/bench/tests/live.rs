@@ -33,7 +33,8 @@ fn live() -> Live {
         program: program.clone(),
         inputs: inputs.clone(),
     };
-    let options = LiveOptions { seconds: 0.3, warm_seconds: 0.05, seed: 1, bearable_percent: 1.0 };
+    let options =
+        LiveOptions { seconds: 0.3, warm_seconds: 0.05, seed: 1, max_rt_slowdown_percent: 1.0 };
     Live::new(device, disb::MODELS.map(model).into(), options).unwrap()
 }
 

@@ -94,8 +94,8 @@ pub(crate) struct DeviceSettings {
     pub(crate) best_effort_chain: u16,
 
     /// Multiprocessors of a GPU to which best effort is held while it goes on beside real time, in eights; 0 for all of them
-    #[arg(long, env = "ATOLL_CORNER", value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u32).range(0..=64))]
-    pub(crate) corner: u32,
+    #[arg(long, alias = "corner", env = "ATOLL_BEST_EFFORT_SMS", value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u32).range(0..=64))]
+    pub(crate) best_effort_sms: u32,
 
     /// Threads a CPU queue computes with; 0 for all cores divided by the queues, and all of them for real time
     #[arg(long, env = "ATOLL_THREADS", default_value_t = 0)]
@@ -237,8 +237,8 @@ pub(crate) struct ServeArgs {
     pub(crate) best_effort_share: u32,
 
     /// How much longer, in percent, real time may take so that best effort goes on beside it; 0 makes all of it leave
-    #[arg(long, env = "ATOLL_BEARABLE", value_name = "PERCENT", default_value_t = 1.0, value_parser = bearable)]
-    pub(crate) bearable: f64,
+    #[arg(long, alias = "bearable", env = "ATOLL_MAX_RT_SLOWDOWN", value_name = "PERCENT", default_value_t = 1.0, value_parser = max_rt_slowdown)]
+    pub(crate) max_rt_slowdown: f64,
 
     /// Let real time leave for real time of a higher priority whose deadline that helps; what may have to leave runs in a
     /// slightly slower form
@@ -255,7 +255,7 @@ pub(crate) struct ServeArgs {
 }
 
 /// Reads a share that real time may lose.
-pub(crate) fn bearable(text: &str) -> Result<f64, String> {
+pub(crate) fn max_rt_slowdown(text: &str) -> Result<f64, String> {
     let percent: f64 = text.parse().map_err(|_| "a number of percent".to_string())?;
     match (0.0..=100.0).contains(&percent) {
         true => Ok(percent),

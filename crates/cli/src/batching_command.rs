@@ -124,7 +124,7 @@ fn read(
     let mut random = Random::new(args.seed);
     let mut one = |_| {
         let inputs = binding::random_inputs(&plan, &binding::Bindings::new(), &mut random);
-        inputs.map(|inputs| binding::settled(device.lender(), inputs)).map_err(failed)
+        inputs.map(|inputs| binding::settled(device.host_pool(), inputs)).map_err(failed)
     };
     let inputs = (0..INPUTS).map(&mut one).collect::<Result<Vec<_>, _>>()?;
     Ok((Arc::new(plan), inputs))
@@ -134,7 +134,7 @@ fn read(
 fn memory(device: &dyn Device, plan: &Arc<LaunchPlan>) -> Result<(u64, u64), Failure> {
     let with = |batches: &[usize]| {
         let program = device.load(plan.clone()).map_err(Failure::failed)?;
-        program.make_ready(&[], batches).map_err(Failure::failed)?;
+        program.prepare_batches(&[], batches).map_err(Failure::failed)?;
         Ok::<u64, Failure>(program.resident().0)
     };
     Ok((with(&[32])?, with(&[1, 1, 2, 4, 8, 16])?))

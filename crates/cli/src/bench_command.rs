@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
+use bench::cluster_sim::study;
 use bench::disb::{self, DisbOptions};
-use bench::fleet::study;
 use bench::plot::{self, Chart};
 use bench::report::{Report, table};
 use bench::{batching, preemption};
@@ -49,7 +49,7 @@ pub(crate) enum Which {
     Swap(Box<SwapArgs>),
     /// Batching policies: Nexus's drop curves and Ebird's step load, in virtual time or on a real device
     Batching(Box<BatchingArgs>),
-    /// Padding: what best effort gets beside real time and costs it, fused into its launches, in streams, in a corner
+    /// Padding: what best effort gets beside real time and costs it, fused into its launches, in streams, in a partition
     Padding(Box<PaddingArgs>),
 }
 
@@ -179,8 +179,8 @@ pub(crate) struct DisbArgs {
     pub(crate) warm_seconds: f64,
 
     /// On a real device: how much longer, in percent, real time may take so that best effort goes on beside it
-    #[arg(long, value_name = "PERCENT", default_value_t = 1.0, value_parser = crate::args::bearable)]
-    pub(crate) bearable: f64,
+    #[arg(long, alias = "bearable", value_name = "PERCENT", default_value_t = 1.0, value_parser = crate::args::max_rt_slowdown)]
+    pub(crate) max_rt_slowdown: f64,
 
     /// Instead: one workload for so many seconds on a real device, disturbed all the time; does anything break or grow?
     #[arg(long, value_name = "SECONDS", conflicts_with_all = ["seconds", "plot"], value_parser = soak_seconds)]

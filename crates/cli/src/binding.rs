@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use base::Random;
 use model::sample::random_tensor;
-use model::{Dim, LaunchPlan, Lender, Tensor, ValueInfo};
+use model::{Dim, HostPool, LaunchPlan, Tensor, ValueInfo};
 
 use crate::failure::Failure;
 
@@ -82,10 +82,10 @@ pub(crate) fn random_inputs(
     plan.inputs.iter().map(|id| random_input(plan.value(*id), bindings, random)).collect()
 }
 
-/// The same inputs in memory of `lender`, as a server's requests are; those it has no room for stay where they are.
-pub(crate) fn settled(lender: Option<Arc<dyn Lender>>, inputs: Vec<Tensor>) -> Vec<Tensor> {
-    let Some(lender) = lender else { return inputs };
-    inputs.into_iter().map(|tensor| tensor.lent_by(&*lender).unwrap_or(tensor)).collect()
+/// The same inputs in memory of `host_pool`, as a server's requests are; those it has no room for stay where they are.
+pub(crate) fn settled(host_pool: Option<Arc<dyn HostPool>>, inputs: Vec<Tensor>) -> Vec<Tensor> {
+    let Some(host_pool) = host_pool else { return inputs };
+    inputs.into_iter().map(|tensor| tensor.lent_by(&*host_pool).unwrap_or(tensor)).collect()
 }
 
 #[cfg(test)]

@@ -268,8 +268,8 @@ pub(crate) struct BackendArgs {
     pub(crate) best_effort_share: u32,
 
     /// How much longer, in percent, real time may take so that best effort goes on beside it; 0 makes all of it leave
-    #[arg(long, env = "ATOLL_BEARABLE", value_name = "PERCENT", default_value_t = 1.0, value_parser = crate::args::bearable)]
-    pub(crate) bearable: f64,
+    #[arg(long, alias = "bearable", env = "ATOLL_MAX_RT_SLOWDOWN", value_name = "PERCENT", default_value_t = 1.0, value_parser = crate::args::max_rt_slowdown)]
+    pub(crate) max_rt_slowdown: f64,
 
     /// Seconds running requests may take to finish after SIGTERM or Ctrl-C
     #[arg(long, env = "ATOLL_EXIT_TIMEOUT_SECS", default_value_t = 30)]

@@ -25,7 +25,7 @@ use cluster::status::{Status, picture};
 use cluster::store::{self, Store, StoreError};
 use cluster::view::View;
 use model::repository::Repository;
-use runtime::{Fleet, NodeOptions};
+use runtime::{DeviceGroup, NodeOptions};
 use server::node::EXTENSIONS;
 use server::{
     LoadError, LoadedModel, LocalNode, ModelLoader, RepositoryEntry, RunningServer, Server,
@@ -266,7 +266,7 @@ fn given_up(done: bool) -> Result<(), Failure> {
 
 /// Models by their content, from repositories and from the store of all machines.
 struct ClusterLoader {
-    fleet: Arc<Fleet>,
+    device_group: Arc<DeviceGroup>,
     shelf: Shelf,
     files: Option<ModelStore>,
     repositories: HashMap<String, PathBuf>,
@@ -311,7 +311,7 @@ impl ModelLoader for ClusterLoader {
             return Err(LoadError::Invalid(message));
         }
         drop(bytes);
-        let placed = load_file(&self.fleet, &path)?;
+        let placed = load_file(&self.device_group, &path)?;
         Ok(LoadedModel { placed, config: record.config, version: record.version })
     }
 
@@ -402,7 +402,7 @@ pub(crate) struct BackendParts<'a> {
     pub(crate) lease: Duration,
     pub(crate) repositories: &'a [PathBuf],
     pub(crate) files: Option<ModelStore>,
-    pub(crate) fleet: Arc<Fleet>,
+    pub(crate) device_group: Arc<DeviceGroup>,
     pub(crate) listen: ServerOptions,
     pub(crate) advertise: Option<String>,
     pub(crate) kind: Option<String>,
@@ -421,15 +421,15 @@ impl RunningBackend {
         let models = find_models(parts.repositories)?;
         let shelf = Shelf::default();
         let loader = Arc::new(ClusterLoader {
-            fleet: parts.fleet.clone(),
+            device_group: parts.device_group.clone(),
             shelf: shelf.clone(),
             files: parts.files,
             repositories: models.iter().map(|m| (m.digest.clone(), m.path.clone())).collect(),
             threads: tokio::runtime::Handle::current(),
         });
-        let fleet = parts.fleet;
-        let info = fleet.nodes()[0].device().info().clone();
-        let node = LocalNode::new(fleet.clone(), loader);
+        let device_group = parts.device_group;
+        let info = device_group.nodes()[0].device().info().clone();
+        let node = LocalNode::new(device_group.clone(), loader);
         node.forbid_control();
         node.set_started();
         let server = Server::start(parts.listen, Arc::new(node.clone())).await;
@@ -448,7 +448,7 @@ impl RunningBackend {
             false => info.name.clone(),
         });
         // Weights come and go within each device's budget, so a plan may count on all of them.
-        let budgets: u64 = fleet.nodes().iter().map(|node| node.budget().0).sum();
+        let budgets: u64 = device_group.nodes().iter().map(|node| node.budget().0).sum();
         let default_mib = if gpu { budgets >> 20 } else { 0 };
         let record = BackendRecord {
             grpc: reachable(server.grpc_addr),
@@ -461,7 +461,7 @@ impl RunningBackend {
             http = record.http,
             grpc = record.grpc,
             metrics = address_text(server.metrics_addr),
-            device = devices::describe(&fleet),
+            device = devices::describe(&device_group),
             "ready"
         );
         let agent = BackendAgent {
@@ -504,7 +504,7 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
     let options = NodeOptions {
         max_requests: args.max_requests as usize,
         best_effort_share_percent: args.best_effort_share,
-        bearable_percent: args.bearable,
+        max_rt_slowdown_percent: args.max_rt_slowdown,
         ..NodeOptions::default()
     };
     let running = RunningBackend::start(BackendParts {
@@ -514,7 +514,7 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
         lease: Duration::from_millis(args.store.lease_ms),
         repositories: &args.model_repository,
         files: open_files(&args.models)?,
-        fleet: devices::open_fleet(&args.device, args.gpu_memory, &options)?,
+        device_group: devices::open_device_group(&args.device, args.gpu_memory, &options)?,
         listen: ServerOptions {
             http: address(args.http_port),
             grpc: address(args.grpc_port),
@@ -542,11 +542,12 @@ pub(crate) fn serve_all(args: &ServeArgs) -> Result<(), Failure> {
     if args.model_repository.is_empty() && args.data_dir.is_none() {
         return Err(Failure::usage("name a --model-repository or a --data-dir"));
     }
-    let fleet = devices::open_fleet(&args.device, args.gpu_memory, &node_options(args))?;
-    tokio_runtime()?.block_on(all_roles(args, fleet))
+    let device_group =
+        devices::open_device_group(&args.device, args.gpu_memory, &node_options(args))?;
+    tokio_runtime()?.block_on(all_roles(args, device_group))
 }
 
-async fn all_roles(args: &ServeArgs, fleet: Arc<Fleet>) -> Result<(), Failure> {
+async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(), Failure> {
     let stop = Stop::new()?;
     let body = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
     // First of all: the backend takes any free port, which must not be one of these.
@@ -574,7 +575,7 @@ async fn all_roles(args: &ServeArgs, fleet: Arc<Fleet>) -> Result<(), Failure> {
         lease,
         repositories: &args.model_repository,
         files: files.clone(),
-        fleet,
+        device_group,
         listen: ServerOptions {
             http: loopback,
             grpc: loopback,

@@ -13,13 +13,13 @@ use base::{Histogram, Nanos};
 use device::{Device, DeviceError};
 use model::ModelConfig;
 use model::config::{ChannelOrder, Class, Preprocessing};
-use runtime::{Fleet, NodeOptions};
+use runtime::{DeviceGroup, NodeOptions};
 use serde::{Deserialize, Serialize};
 use server::{LoadError, LoadedModel, LocalNode, ModelLoader, RepositoryEntry};
 use tonic::transport::Channel;
 
 use crate::args::DemoArgs;
-use crate::devices::fleet_on;
+use crate::devices::device_group_on;
 use crate::failure::Failure;
 use crate::serve_command::{Stop, listen, tokio_runtime};
 use crate::{engine, serve_command};
@@ -82,9 +82,9 @@ pub(crate) fn run(args: &DemoArgs) -> Result<(), Failure> {
 async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
     let stop = Stop::new()?;
     let description = device.info().description.clone();
-    let fleet = fleet_on(device, NodeOptions::default())?;
-    let loader = Arc::new(BuiltInLoader { fleet: fleet.clone() });
-    let service = LocalNode::new(fleet, loader);
+    let device_group = device_group_on(device, NodeOptions::default())?;
+    let loader = Arc::new(BuiltInLoader { device_group: device_group.clone() });
+    let service = LocalNode::new(device_group, loader);
     let server = listen(&args.listen, 64 << 20, Arc::new(service.clone())).await?;
     service.load_model(MODEL).await.map_err(Failure::failed)?;
     service.set_started();
@@ -133,7 +133,7 @@ fn preemptions(service: &LocalNode) -> u64 {
 
 /// Serves the one model that is built in.
 struct BuiltInLoader {
-    fleet: Arc<Fleet>,
+    device_group: Arc<DeviceGroup>,
 }
 
 impl ModelLoader for BuiltInLoader {
@@ -144,7 +144,7 @@ impl ModelLoader for BuiltInLoader {
         let plan = engine::compile_bytes(DIGITS_ONNX)
             .map_err(|err| LoadError::Internal(err.to_string()))?;
         let placed = self
-            .fleet
+            .device_group
             .load(Arc::new(plan))
             .map_err(|err: DeviceError| LoadError::Internal(err.to_string()))?;
         let preprocessing =

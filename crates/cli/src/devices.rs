@@ -1,11 +1,11 @@
-//! The devices that `--device` names, and the fleet over them.
+//! The devices that `--device` names, and the device_group over them.
 
 use std::sync::Arc;
 
 use base::{Bytes, MonotonicClock};
 use cpu::{CpuDevice, CpuOptions};
 use device::Device;
-use runtime::{Fleet, FleetOptions, Node, NodeError, NodeOptions};
+use runtime::{DeviceGroup, DeviceGroupOptions, Node, NodeError, NodeOptions};
 
 use crate::args::DeviceArgs;
 use crate::engine;
@@ -90,11 +90,11 @@ struct Opened {
 
 /// Opens all devices that `args` name and starts a node on each. Weights come and go on GPUs. `memory` bounds what weights may
 /// take of each device.
-pub(crate) fn open_fleet(
+pub(crate) fn open_device_group(
     args: &DeviceArgs,
     memory: Option<Bytes>,
     options: &NodeOptions,
-) -> Result<Arc<Fleet>, Failure> {
+) -> Result<Arc<DeviceGroup>, Failure> {
     let named = parse(&args.device).map_err(Failure::usage)?;
     let cpus = named.iter().filter(|one| **one == Named::Cpu).count();
     if memory.is_some() && cpus == named.len() {
@@ -114,7 +114,7 @@ pub(crate) fn open_fleet(
             nodes.push(Arc::new(start(device, options, clock.clone())?));
         }
     }
-    fleet_of(nodes)
+    device_group_of(nodes)
 }
 
 /// One of `count` CPU devices: cores and memory are divided among them.
@@ -170,22 +170,22 @@ fn start(
     })
 }
 
-fn fleet_of(nodes: Vec<Arc<Node>>) -> Result<Arc<Fleet>, Failure> {
-    Fleet::start(nodes, FleetOptions::default()).map(Arc::new).map_err(Failure::failed)
+fn device_group_of(nodes: Vec<Arc<Node>>) -> Result<Arc<DeviceGroup>, Failure> {
+    DeviceGroup::start(nodes, DeviceGroupOptions::default()).map(Arc::new).map_err(Failure::failed)
 }
 
-/// The fleet of one device that is open already.
-pub(crate) fn fleet_on(
+/// The device_group of one device that is open already.
+pub(crate) fn device_group_on(
     device: Arc<dyn Device>,
     options: NodeOptions,
-) -> Result<Arc<Fleet>, Failure> {
-    fleet_of(vec![Arc::new(start(device, options, Arc::new(MonotonicClock::new()))?)])
+) -> Result<Arc<DeviceGroup>, Failure> {
+    device_group_of(vec![Arc::new(start(device, options, Arc::new(MonotonicClock::new()))?)])
 }
 
-/// What the devices of a fleet are, in words.
-pub(crate) fn describe(fleet: &Fleet) -> String {
+/// What the devices of a device_group are, in words.
+pub(crate) fn describe(device_group: &DeviceGroup) -> String {
     let one = |node: &Arc<Node>| node.device().info().description.clone();
-    fleet.nodes().iter().map(one).collect::<Vec<_>>().join("; ")
+    device_group.nodes().iter().map(one).collect::<Vec<_>>().join("; ")
 }
 
 #[cfg(test)]

@@ -74,7 +74,7 @@ fn open(args: &DisbArgs, workloads: &[Workload]) -> Result<(Live, String), Failu
         seconds: args.seconds,
         warm_seconds: args.warm_seconds,
         seed: args.seed,
-        bearable_percent: args.bearable,
+        max_rt_slowdown_percent: args.max_rt_slowdown,
     };
     let description = device.info().description.clone();
     let live = Live::new(device, models, options).map_err(Failure::failed)?;

@@ -72,7 +72,7 @@ pub(crate) fn open_gpu_parts(
         cache_dir: settings.kernel_cache.clone().or_else(default_cache),
         toolkit: settings.cuda_toolkit.clone(),
         chain_length: usize::from(settings.best_effort_chain),
-        corner_multiprocessors: settings.corner,
+        partition_multiprocessors: settings.best_effort_sms,
         ..CudaOptions::default()
     };
     set(&mut options);

@@ -26,7 +26,7 @@ use crate::cluster_command::{
     BackendParts, REQUEST_TIMEOUT, RunningBackend, clock, server_metadata,
 };
 use crate::demo_command::DIGITS_ONNX;
-use crate::devices::fleet_on;
+use crate::devices::device_group_on;
 use crate::engine;
 use crate::failure::Failure;
 use crate::serve_command::{address_text, tokio_runtime};
@@ -133,7 +133,7 @@ impl Testbed {
             lease,
             repositories: &[model],
             files: None,
-            fleet: fleet_on(device, NodeOptions::default())?,
+            device_group: device_group_on(device, NodeOptions::default())?,
             listen: loopback(),
             advertise: None,
             kind: None,

@@ -12,14 +12,14 @@ use graph::ImportError;
 use model::repository::{Repository, RepositoryError};
 use model::store::{Store, StoreError};
 use model::{LaunchPlan, ModelConfig};
-use runtime::{Fleet, Placed};
+use runtime::{DeviceGroup, Placed};
 use server::{LoadError, LoadedModel, ModelLoader, RepositoryEntry};
 
 use crate::engine;
 
 /// Models from disk, made ready on the device where each had best live.
 pub(crate) struct DiskLoader {
-    fleet: Arc<Fleet>,
+    device_group: Arc<DeviceGroup>,
     repositories: Vec<Repository>,
     registry: Result<Store, String>,
     /// Programs that registration has made already, for the load that follows it.
@@ -58,11 +58,11 @@ impl<T> Prepared<T> {
 impl DiskLoader {
     /// A loader over `repositories` and a registry, or the reason why there is none.
     pub(crate) fn new(
-        fleet: Arc<Fleet>,
+        device_group: Arc<DeviceGroup>,
         repositories: Vec<Repository>,
         registry: Result<Store, String>,
     ) -> DiskLoader {
-        DiskLoader { fleet, repositories, registry, prepared: Mutex::default() }
+        DiskLoader { device_group, repositories, registry, prepared: Mutex::default() }
     }
 
     /// When each model of the repositories was last changed, for those who follow changes.
@@ -94,7 +94,7 @@ impl DiskLoader {
             };
             let config = entry.config().map_err(|err| LoadError::Invalid(err.to_string()))?;
             let plan = engine::compile_file(&entry.path).map_err(compile_error)?;
-            let placed = make_program(&self.fleet, plan)?;
+            let placed = make_program(&self.device_group, plan)?;
             return Ok(Some(LoadedModel { placed, config, version: entry.version }));
         }
         Ok(None)
@@ -116,15 +116,18 @@ impl DiskLoader {
                 // Its memory is free for the one that is made.
                 drop(older);
                 let onnx = store.read(&manifest).map_err(store_error)?;
-                make_program(&self.fleet, engine::compile_bytes(&onnx).map_err(compile_error)?)?
+                make_program(
+                    &self.device_group,
+                    engine::compile_bytes(&onnx).map_err(compile_error)?,
+                )?
             }
         };
         Ok(Some(LoadedModel { placed, config: manifest.config, version: manifest.version }))
     }
 }
 
-fn make_program(fleet: &Fleet, plan: LaunchPlan) -> Result<Placed, LoadError> {
-    fleet.load(Arc::new(plan)).map_err(|err| match err {
+fn make_program(device_group: &DeviceGroup, plan: LaunchPlan) -> Result<Placed, LoadError> {
+    device_group.load(Arc::new(plan)).map_err(|err| match err {
         DeviceError::Unsupported { .. } => LoadError::Unsupported(err.to_string()),
         DeviceError::OutOfMemory { .. } => LoadError::Unavailable(err.to_string()),
         DeviceError::Faulted { .. } => LoadError::Unavailable(err.to_string()),
@@ -132,9 +135,9 @@ fn make_program(fleet: &Fleet, plan: LaunchPlan) -> Result<Placed, LoadError> {
     })
 }
 
-/// The model in a file, made ready on a device of `fleet`.
-pub(crate) fn load_file(fleet: &Fleet, path: &Path) -> Result<Placed, LoadError> {
-    make_program(fleet, engine::compile_file(path).map_err(compile_error)?)
+/// The model in a file, made ready on a device of `device_group`.
+pub(crate) fn load_file(device_group: &DeviceGroup, path: &Path) -> Result<Placed, LoadError> {
+    make_program(device_group, engine::compile_file(path).map_err(compile_error)?)
 }
 
 fn compile_error(err: CompileError) -> LoadError {
@@ -193,7 +196,7 @@ impl ModelLoader for DiskLoader {
         }
         // What cannot run is refused before anything of it is kept.
         let plan = engine::compile_bytes(&request.onnx).map_err(compile_error)?;
-        let placed = make_program(&self.fleet, plan)?;
+        let placed = make_program(&self.device_group, plan)?;
         let config = ModelConfig {
             class: request.class.unwrap_or_default(),
             labels: request.labels,

@@ -30,13 +30,13 @@ const TURNS: usize = 3;
 #[command(after_help = "Examples:
   atoll bench padding --device cuda:0 --models models --json padding.json
   atoll bench padding --device cuda:0 --models models --pairs vgg19+resnet152,distilbert+vgg19 --seconds 1
-  atoll bench padding --device cuda:0 --models models --ways alone,corner --corners 8,24
+  atoll bench padding --device cuda:0 --models models --ways alone,partition --partition-sms 8,24
 
 Of a pair the first network is real time, replayed without pause as one graph; the second is best effort. Ways:
   alone   real time only; always there, since all others are compared with it
   fused   launches of real time that also do tiles of best effort (REEF, section 5), as many as end in time by its rules
   free    best effort without end in a stream of low priority
-  corner  the same on so many multiprocessors, one way for each of --corners
+  partition  the same on so many multiprocessors, one way for each of --partition-sms
   apart   the same, and real time on all other multiprocessors only
 
 Ways take turns. Best effort is the same launches in all of them, without clusters and without leaving. What it gets done is
@@ -56,12 +56,12 @@ pub(crate) struct PaddingArgs {
     pub(crate) pairs: String,
 
     /// Ways, separated by commas
-    #[arg(long, default_value = "alone,fused,free,corner,apart", value_delimiter = ',')]
+    #[arg(long, default_value = "alone,fused,free,partition,apart", value_delimiter = ',')]
     pub(crate) ways: Vec<String>,
 
-    /// Multiprocessors of corners, in eights, separated by commas
-    #[arg(long, default_value = "8,16,32,64", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(8..=128))]
-    pub(crate) corners: Vec<u32>,
+    /// Multiprocessors of partitions, in eights, separated by commas
+    #[arg(long, alias = "corners", default_value = "8,16,32,64", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(8..=128))]
+    pub(crate) partition_sms: Vec<u32>,
 
     /// Seconds of each way of a pair
     #[arg(long, default_value_t = 0.2, value_parser = seconds)]
@@ -98,9 +98,9 @@ fn seconds(text: &str) -> Result<f64, String> {
 
 /// Runs the command.
 pub(crate) fn run(args: &PaddingArgs) -> Result<(), Failure> {
-    let (pairs, ways) = (pairs(&args.pairs)?, ways(&args.ways, &args.corners)?);
+    let (pairs, ways) = (pairs(&args.pairs)?, ways(&args.ways, &args.partition_sms)?);
     let named = DeviceArgs { device: args.device.clone(), settings: args.settings.clone() };
-    let device = engine::open_gpu_with(&named, |options| options.corner_multiprocessors = 0)?;
+    let device = engine::open_gpu_with(&named, |options| options.partition_multiprocessors = 0)?;
     let mut table = Table::load(args, &device, &pairs)?;
     let fused = ways.contains(&PaddingWay::Fused);
     let rounds: Vec<Round> = match fused {
@@ -155,26 +155,28 @@ fn pairs(asked: &str) -> Result<Vec<Pair>, Failure> {
     names.iter().map(pair).collect()
 }
 
-/// The ways to measure, alone first, each corner one of its own.
-fn ways(asked: &[String], corners: &[u32]) -> Result<Vec<PaddingWay>, Failure> {
+/// The ways to measure, alone first, each partition one of its own.
+fn ways(asked: &[String], partitions: &[u32]) -> Result<Vec<PaddingWay>, Failure> {
     let mut ways = vec![PaddingWay::Alone];
     for name in asked {
         match name.trim() {
             "alone" => {}
             "fused" => ways.push(PaddingWay::Fused),
             "free" => ways.push(PaddingWay::Free),
-            "corner" => ways.extend(corners.iter().copied().map(PaddingWay::Corner)),
-            "apart" => ways.extend(corners.iter().copied().map(PaddingWay::Apart)),
+            "partition" | "corner" => {
+                ways.extend(partitions.iter().copied().map(PaddingWay::Partition))
+            }
+            "apart" => ways.extend(partitions.iter().copied().map(PaddingWay::Apart)),
             other => {
                 return Err(Failure::usage(format!(
-                    "there is no way '{other}'; known: alone, fused, free, corner, apart"
+                    "there is no way '{other}'; known: alone, fused, free, partition, apart"
                 )));
             }
         }
     }
     let twice = |(at, way): (usize, &PaddingWay)| ways[..at].contains(way);
     match ways.iter().enumerate().any(twice) {
-        true => Err(Failure::usage("a way or a corner is named twice")),
+        true => Err(Failure::usage("a way or a partition is named twice")),
         false => Ok(ways),
     }
 }
@@ -357,7 +359,7 @@ fn way_name(way: PaddingWay) -> String {
         PaddingWay::Alone => "alone".to_string(),
         PaddingWay::Fused => "fused".to_string(),
         PaddingWay::Free => "free".to_string(),
-        PaddingWay::Corner(count) => format!("corner {count}"),
+        PaddingWay::Partition(count) => format!("partition {count}"),
         PaddingWay::Apart(count) => format!("apart {count}"),
     }
 }
@@ -429,14 +431,14 @@ mod tests {
     }
 
     #[test]
-    fn alone_is_first_and_every_corner_is_a_way() {
+    fn alone_is_first_and_every_partition_is_a_way() {
         let named = |list: &str| -> Vec<String> { list.split(',').map(str::to_string).collect() };
-        let all = ways(&named("corner,fused,alone"), &[8, 16]).unwrap();
-        use PaddingWay::{Alone, Corner, Fused};
-        assert_eq!(all, [Alone, Corner(8), Corner(16), Fused]);
+        let all = ways(&named("partition,fused,alone"), &[8, 16]).unwrap();
+        use PaddingWay::{Alone, Fused, Partition};
+        assert_eq!(all, [Alone, Partition(8), Partition(16), Fused]);
         assert!(ways(&named("fused,nobody"), &[]).is_err());
         assert!(ways(&named("fused,fused"), &[]).is_err());
-        assert!(ways(&named("corner"), &[8, 8]).is_err());
+        assert!(ways(&named("partition"), &[8, 8]).is_err());
         assert!(seconds("0").is_err() && seconds("x").is_err() && seconds("0.5") == Ok(0.5));
     }
 

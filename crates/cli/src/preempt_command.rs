@@ -390,7 +390,7 @@ impl<'a> Load<'a> {
                 let done = completion.task.next_step() - before;
                 self.steps_done.fetch_add(done as u64, Ordering::AcqRel);
                 match completion.outcome {
-                    Outcome::Left => {
+                    Outcome::Preempted => {
                         self.note_left();
                         task = completion.task;
                     }

@@ -177,7 +177,7 @@ impl Bench {
         let completion = self.lane.run(task)?;
         match completion.outcome {
             Outcome::Done => {}
-            Outcome::Left => return Err(Failure::failed("the run was interrupted")),
+            Outcome::Preempted => return Err(Failure::failed("the run was interrupted")),
             Outcome::Failed(err) => return Err(Failure::failed(err)),
         }
         let times = completion.task.step_times().unwrap_or_default().to_vec();

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use api::InferenceService;
 use model::repository::Repository;
 use model::store::Store;
-use runtime::{Fleet, NodeOptions};
+use runtime::{DeviceGroup, NodeOptions};
 use server::{BoundServer, LocalNode, RunningServer, Server, ServerOptions};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
@@ -33,9 +33,10 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     if repositories.is_empty() && registry.is_err() {
         return Err(Failure::usage("name a --model-repository or a --data-dir"));
     }
-    let fleet = devices::open_fleet(&args.device, args.gpu_memory, &node_options(args))?;
-    let loader = Arc::new(DiskLoader::new(fleet.clone(), repositories, registry));
-    tokio_runtime()?.block_on(serve(args, fleet, loader))
+    let device_group =
+        devices::open_device_group(&args.device, args.gpu_memory, &node_options(args))?;
+    let loader = Arc::new(DiskLoader::new(device_group.clone(), repositories, registry));
+    tokio_runtime()?.block_on(serve(args, device_group, loader))
 }
 
 /// What `args` say of each device's node.
@@ -44,7 +45,7 @@ pub(crate) fn node_options(args: &ServeArgs) -> NodeOptions {
         policy: args.policy.clone(),
         max_requests: args.max_requests as usize,
         best_effort_share_percent: args.best_effort_share,
-        bearable_percent: args.bearable,
+        max_rt_slowdown_percent: args.max_rt_slowdown,
         preempt_real_time: args.preempt_real_time,
         real_time_lanes: args.real_time_lanes as usize,
         ..NodeOptions::default()
@@ -110,13 +111,13 @@ pub(crate) async fn bind(args: &ListenArgs, max_body_bytes: usize) -> Result<Bou
 
 async fn serve(
     args: &ServeArgs,
-    fleet: Arc<Fleet>,
+    device_group: Arc<DeviceGroup>,
     loader: Arc<DiskLoader>,
 ) -> Result<(), Failure> {
     let started = Instant::now();
     // The signals are taken over before anything can be seen from outside.
     let stop = if args.until_input_ends { Stop::with_input()? } else { Stop::new()? };
-    let service = LocalNode::new(fleet.clone(), loader.clone());
+    let service = LocalNode::new(device_group.clone(), loader.clone());
     let max_body_bytes = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
     let server = listen(&args.listen, max_body_bytes, Arc::new(service.clone())).await?;
     load_models(args, &service).await?;
@@ -129,7 +130,7 @@ async fn serve(
         http = address_text(server.http_addr),
         grpc = address_text(server.grpc_addr),
         metrics = address_text(server.metrics_addr),
-        device = devices::describe(&fleet),
+        device = devices::describe(&device_group),
         policy = args.policy,
         started_ms = started.elapsed().as_millis() as u64,
         "ready"

@@ -3,11 +3,11 @@
 use std::path::PathBuf;
 
 use base::Nanos;
-use bench::fleet::scenario::{self as fleet, FleetScenario};
+use bench::cluster_sim::scenario::{self as device_group, ClusterScenario};
 use bench::report::{Report, table};
 use bench::scenario::Scenario;
+use bench::simulation::{self, Simulation, SimulationOptions};
 use bench::timeline;
-use bench::world::{self, World, WorldOptions};
 use clap::Args;
 
 use crate::failure::Failure;
@@ -56,23 +56,23 @@ pub(crate) struct SimArgs {
 /// Runs the command.
 pub(crate) fn run(args: &SimArgs) -> Result<(), Failure> {
     let text = std::fs::read_to_string(&args.scenario).unwrap_or_default();
-    if FleetScenario::is_one(&text) {
-        return run_fleet(args);
+    if ClusterScenario::is_one(&text) {
+        return run_device_group(args);
     }
     let mut scenario = Scenario::read(&args.scenario).map_err(Failure::usage)?;
     scenario.seed = args.seed.unwrap_or(scenario.seed);
     if let Some(policy) = &args.policy {
         scenario.policy.clone_from(policy);
     }
-    let options = WorldOptions {
+    let options = SimulationOptions {
         check: true,
         trace: args.trace.is_some(),
         spans: args.timeline.is_some(),
         planted: None,
     };
-    let alone = WorldOptions::default();
-    let alone = world::run(&scenario.real_time_alone(), alone).map_err(Failure::usage)?;
-    let world = World::new(&scenario, options).map_err(Failure::usage)?;
+    let alone = SimulationOptions::default();
+    let alone = simulation::run(&scenario.real_time_alone(), alone).map_err(Failure::usage)?;
+    let world = Simulation::new(&scenario, options).map_err(Failure::usage)?;
     let (outcome, gpu, real_time) = world.finish_with_gpu();
     let report = Report::new(&scenario.name, &scenario.policy, &outcome, &alone);
     if let Some(path) = &args.trace {
@@ -96,17 +96,17 @@ pub(crate) fn run(args: &SimArgs) -> Result<(), Failure> {
 }
 
 /// A cluster's scenario: the real scheduler over simulated GPUs.
-fn run_fleet(args: &SimArgs) -> Result<(), Failure> {
+fn run_device_group(args: &SimArgs) -> Result<(), Failure> {
     if args.policy.is_some() || args.trace.is_some() || args.timeline.is_some() {
         let message = "--policy, --trace and --timeline are of scenarios of one GPU";
         return Err(Failure::usage(message));
     }
-    let mut scenario = FleetScenario::read(&args.scenario).map_err(Failure::usage)?;
+    let mut scenario = ClusterScenario::read(&args.scenario).map_err(Failure::usage)?;
     scenario.seed = args.seed.unwrap_or(scenario.seed);
-    let report = fleet::run(&scenario).map_err(Failure::usage)?;
+    let report = device_group::run(&scenario).map_err(Failure::usage)?;
     match args.json {
         true => println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?),
-        false => print!("{}", fleet::text(&report)),
+        false => print!("{}", device_group::text(&report)),
     }
     match report.violations.first() {
         None => Ok(()),

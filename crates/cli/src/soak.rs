@@ -28,7 +28,7 @@ use server::LocalNode;
 use self::report::{Due, Rest, SoakReport, Tally};
 use self::roster::{Named, Origin, Roster};
 use crate::demo_command::DIGITS_ONNX;
-use crate::devices::fleet_on;
+use crate::devices::device_group_on;
 use crate::failure::Failure;
 use crate::loader::DiskLoader;
 use crate::serve_command::tokio_runtime;
@@ -81,9 +81,9 @@ pub(crate) fn run(
     let room = args.room.first().copied().map_or(4, u64::from);
     let budget = largest(args, &*device)? * room;
     let options = NodeOptions { memory: Some(Bytes(budget)), ..NodeOptions::default() };
-    let fleet = fleet_on(device, options)?;
-    let loader = Arc::new(DiskLoader::new(fleet.clone(), vec![repository], Ok(store)));
-    let service = LocalNode::new(fleet, loader);
+    let device_group = device_group_on(device, options)?;
+    let loader = Arc::new(DiskLoader::new(device_group.clone(), vec![repository], Ok(store)));
+    let service = LocalNode::new(device_group, loader);
     let mut report = SoakReport {
         device: opened.device.info().description.clone(),
         driver: testbed::driver(&args.device),
@@ -156,7 +156,7 @@ async fn soak(
     }
     report.seconds = began.elapsed().as_secs_f64();
     report.add(all);
-    let swaps = soak.service.fleet().nodes()[0].memory().swaps;
+    let swaps = soak.service.device_group().nodes()[0].memory().swaps;
     (report.loads, report.evictions) = (swaps.loads, swaps.evictions);
     report.most_held_bytes = opened.device.memory_use().map_or(0, |used| used.most_weights.0);
     report.most_registered = soak.roster.most_registered();

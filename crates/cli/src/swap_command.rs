@@ -258,7 +258,7 @@ fn load(args: &SwapArgs, device: &dyn Device) -> Result<Vec<SwapModel>, Failure>
         let plan = engine::compile_file(&path)
             .map_err(|err| Failure::failed(format!("{}: {err}", path.display())))?;
         let inputs = inputs(&plan, &mut random).map_err(Failure::failed)?;
-        let inputs = binding::settled(device.lender(), inputs);
+        let inputs = binding::settled(device.host_pool(), inputs);
         networks.push((name.clone(), plan, inputs));
     }
     let mut models = Vec::new();

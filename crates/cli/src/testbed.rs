@@ -26,7 +26,7 @@ pub(crate) fn load(
     let mut one = |name: &&str| {
         let (plan, inputs) = read(folder, name, &mut random)?;
         let failed = |err| Failure::failed(format!("{name}: {err}"));
-        let inputs = binding::settled(device.lender(), inputs);
+        let inputs = binding::settled(device.host_pool(), inputs);
         let program = device.load(Arc::new(plan)).map_err(failed)?;
         eprintln!("{name}: loaded, {} on the device", program.resident());
         Ok(LiveModel { name: (*name).to_string(), program, inputs })

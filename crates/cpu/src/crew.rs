@@ -165,7 +165,7 @@ impl Crew {
             task.stand(Standing { crew: crew.clone(), resumed: false });
         }
         let line = job.line.clone();
-        line.complete(job, Outcome::Left);
+        line.complete(job, Outcome::Preempted);
         line.free(crew);
     }
 
@@ -227,7 +227,7 @@ impl Crew {
         if let Some(task) = job.task() {
             task.end(run);
         }
-        if outcome == Outcome::Left {
+        if outcome == Outcome::Preempted {
             self.shared.left_between.fetch_add(1, Ordering::Relaxed);
         }
         let line = job.line.clone();
@@ -240,13 +240,13 @@ impl Crew {
         loop {
             let step = {
                 let mut job = lock(&self.job);
-                let Some(job) = job.as_mut() else { return Outcome::Left };
+                let Some(job) = job.as_mut() else { return Outcome::Preempted };
                 let step = job.segment.task.next_step();
                 if step >= job.segment.steps.end {
                     return Outcome::Done;
                 }
                 if job.line.epoch() > job.epoch {
-                    return Outcome::Left;
+                    return Outcome::Preempted;
                 }
                 step
             };

@@ -252,7 +252,7 @@ impl Line {
     fn turn(self: &Arc<Line>, launched: Launched) -> Turn {
         let Launched { mut segment, epoch } = launched;
         if self.epoch() > epoch {
-            return Turn::Over(segment, Outcome::Left);
+            return Turn::Over(segment, Outcome::Preempted);
         }
         let begin = match crew::begin(&mut segment) {
             Ok(begin) => begin,

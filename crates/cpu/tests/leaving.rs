@@ -70,7 +70,7 @@ impl Lane {
             let ordered = Instant::now();
             self.queue.preempt();
             let completion = self.wait();
-            if completion.outcome != Outcome::Left {
+            if completion.outcome != Outcome::Preempted {
                 return (outputs(completion), taken);
             }
             taken.push(ordered.elapsed());
@@ -335,7 +335,7 @@ fn many_tasks_stand_and_go_on_anywhere() {
         assert_eq!(first.outputs(prepare(&inputs[0])), wants[0]);
         let completion = lane.wait();
         match completion.outcome {
-            Outcome::Left => open.push((number, completion.task)),
+            Outcome::Preempted => open.push((number, completion.task)),
             _ => assert!(outputs(completion) == wants[number], "task {number}: the bits differ"),
         }
     }
@@ -386,7 +386,9 @@ fn a_task_outlives_its_queue() {
         let completion = lane.wait();
         drop(lane);
         match completion.outcome {
-            Outcome::Left => assert!(other.outputs(completion.task) == want, "the bits differ"),
+            Outcome::Preempted => {
+                assert!(other.outputs(completion.task) == want, "the bits differ")
+            }
             _ => assert!(outputs(completion) == want, "the bits differ"),
         }
     }

@@ -57,7 +57,7 @@ fn rows_if_same(sizes: &Sizes, wanted: &Sizes, batch: &str) -> Option<usize> {
 
 impl Loaded {
     /// Rows of all plans that are ready when other symbols have these sizes.
-    pub(crate) fn ready_batches(&self, others: &[(String, usize)]) -> Vec<usize> {
+    pub(crate) fn prepared_batches(&self, others: &[(String, usize)]) -> Vec<usize> {
         let Some(batch) = leading_symbol(&self.plan) else { return Vec::new() };
         let Some(wanted) = sizes_with(&self.plan, batch, 0, others) else { return Vec::new() };
         let plans = self.plans();
@@ -74,7 +74,7 @@ impl Loaded {
         rows: usize,
         others: &[(String, usize)],
     ) -> Result<(Arc<Lowered>, usize), DeviceError> {
-        let ready = self.ready_batches(others);
+        let ready = self.prepared_batches(others);
         let plan_rows = ready.into_iter().find(|ready| *ready >= rows).unwrap_or(rows);
         let sizes = sizes_with(&self.plan, batch, plan_rows, others).ok_or_else(|| {
             DeviceError::BadInput("a symbol of the model has no size".to_string())
@@ -110,13 +110,13 @@ impl Loaded {
         &self,
         inputs: Vec<Tensor>,
         copy: CopyTime,
-        soon: &mut dyn FnMut(),
+        notify: &mut dyn FnMut(),
     ) -> Result<Box<dyn Staged>, DeviceError> {
         self.hub.alive()?;
         check_inputs(&self.plan, &inputs)?;
         let rows = rows_of(&inputs);
         let Some(batch) = leading_symbol(&self.plan).filter(|_| rows > 0) else {
-            soon();
+            notify();
             return Ok(Box::new(HostStaged::new(inputs)));
         };
         let sizes = other_sizes(&self.plan, batch, &inputs);
@@ -127,12 +127,12 @@ impl Loaded {
         let berth = match self.pool(&row_bytes) {
             Some(pool) => {
                 let how = (copy == CopyTime::Early, self.hub.takes_as_they_lie(&raw));
-                pool.take(&raw, rows, how, soon).map_err(|err| self.hub.error(err))?
+                pool.take(&raw, rows, how, notify).map_err(|err| self.hub.error(err))?
             }
             None => None,
         };
         if berth.is_none() {
-            soon();
+            notify();
         }
         let storage = berth.map_or(Storage::Host(inputs), Storage::Pool);
         Ok(Box::new(CudaStaged { sizes, rows, storage }))

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use base::Bytes;
 use device::residency::MemoryUse;
 use device::{
-    CompletionSink, Device, DeviceError, DeviceInfo, KernelCompiler, Order, PreemptionLevel,
-    Program, Queue, QueueOptions,
+    CompletionSink, Device, DeviceError, DeviceInfo, KernelCompiler, PreemptionLevel, Program,
+    Queue, QueueCommand, QueueOptions,
 };
 use model::LaunchPlan;
 use model::gpu::{GpuTarget, Precision};
@@ -64,8 +64,8 @@ pub struct CudaOptions {
     pub weights_chunk_bytes: u64,
     /// How queues wait for the device.
     pub polling: Polling,
-    /// Multiprocessors of the corner to which best effort is held that goes on beside real time; none for 0.
-    pub corner_multiprocessors: u32,
+    /// Multiprocessors of the partition to which best effort is held that goes on beside real time; none for 0.
+    pub partition_multiprocessors: u32,
 }
 
 impl Default for CudaOptions {
@@ -82,7 +82,7 @@ impl Default for CudaOptions {
             weights_on_demand: false,
             weights_chunk_bytes: 2 << 20,
             polling: Polling::default(),
-            corner_multiprocessors: 16,
+            partition_multiprocessors: 16,
         }
     }
 }
@@ -157,13 +157,13 @@ impl CudaDevice {
                 Precision::F32 => 0.0,
             },
         };
-        let corner = context.corner(options.corner_multiprocessors)?;
+        let partition = context.partition(options.partition_multiprocessors)?;
         let high = || Stream::new(&context, Priority::High);
         let capture_streams = CaptureStreams {
             high: high()?,
             low: Stream::new(&context, Priority::Low)?,
-            corner: match &corner {
-                Some(corner) => Some(Stream::in_corner(&context, corner)?),
+            partition: match &partition {
+                Some(partition) => Some(Stream::in_partition(&context, partition)?),
                 None => None,
             },
         };
@@ -182,7 +182,7 @@ impl CudaDevice {
             best_effort: AtomicUsize::new(0),
             memory_stream: memory_stream.clone(),
             input_stream: Arc::new(high()?),
-            corner,
+            partition,
             capture_streams: Mutex::new(capture_streams),
             timeline: Timeline::default(),
             tuning: RwLock::default(),
@@ -303,7 +303,7 @@ impl Device for CudaDevice {
         self.load_with(plan, &|_, _| {})
     }
 
-    fn lender(&self) -> Option<Arc<dyn model::Lender>> {
+    fn host_pool(&self) -> Option<Arc<dyn model::HostPool>> {
         let lending = self.hub.lending()?;
         Some(lending.clone())
     }
@@ -325,16 +325,16 @@ impl Device for CudaDevice {
         })
     }
 
-    fn corner(&self) -> Option<u32> {
-        self.hub.corner.as_ref().map(|corner| corner.multiprocessors())
+    fn best_effort_sms(&self) -> Option<u32> {
+        self.hub.partition.as_ref().map(|partition| partition.multiprocessors())
     }
 
-    fn order(&self, orders: &[(&dyn Queue, Order)]) {
+    fn command(&self, commands: &[(&dyn Queue, QueueCommand)]) {
         // Whoever is let out makes room for nobody.
-        if orders.iter().any(|(_, order)| *order != Order::Confine(false)) {
+        if commands.iter().any(|(_, command)| *command != QueueCommand::Confine(false)) {
             self.hub.quiet.expect_launch();
         }
-        let give = || orders.iter().for_each(|(queue, order)| queue.order(*order));
+        let give = || commands.iter().for_each(|(queue, command)| queue.command(*command));
         self.hub.seats.together(give);
     }
 }

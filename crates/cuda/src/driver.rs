@@ -19,7 +19,7 @@ pub(crate) use event::Event;
 pub(crate) use graph::Graph;
 pub(crate) use memory::DeviceBuffer;
 pub(crate) use module::{Function, Module};
-pub(crate) use partition::Part;
+pub(crate) use partition::SmPartition;
 pub(crate) use pinned::{PinnedBuffer, PinnedWord};
 pub(crate) use pinned_blocks::{BLOCK, PinnedBlocks};
 pub(crate) use stream::{LaunchShape, Priority, Stream};

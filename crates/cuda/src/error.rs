@@ -51,11 +51,11 @@ pub enum OpenError {
         /// They come in groups of so many.
         group: u32,
     },
-    /// The GPU has no room for a corner of that size.
+    /// The GPU has no room for a partition of that size.
     #[error(
-        "the GPU has no corner of {multiprocessors} multiprocessors; ask for fewer, or for none with 0"
+        "the GPU has no partition of {multiprocessors} multiprocessors; ask for fewer, or for none with 0"
     )]
-    Corner {
+    Partition {
         /// What was asked for.
         multiprocessors: u32,
     },

@@ -11,7 +11,7 @@ use model::gpu::GpuTarget;
 
 use crate::carrier::Carrier;
 use crate::device::CudaOptions;
-use crate::driver::{Context, Graph, Part, Priority, Stream};
+use crate::driver::{Context, Graph, Priority, SmPartition, Stream};
 use crate::error::CudaError;
 use crate::kernels::Kernels;
 use crate::lending::Lending;
@@ -31,8 +31,8 @@ pub(crate) enum Place {
     High,
     /// Anywhere, behind others.
     Low,
-    /// In the device's corner, behind others.
-    Corner,
+    /// In the device's partition, behind others.
+    Partition,
 }
 
 impl From<Priority> for Place {
@@ -44,11 +44,11 @@ impl From<Priority> for Place {
     }
 }
 
-/// The streams that graphs are recorded on, by [`Place`]: kernels take priority and corner over from them.
+/// The streams that graphs are recorded on, by [`Place`]: kernels take priority and partition over from them.
 pub(crate) struct CaptureStreams {
     pub(crate) high: Stream,
     pub(crate) low: Stream,
-    pub(crate) corner: Option<Stream>,
+    pub(crate) partition: Option<Stream>,
 }
 
 /// A device's parts.
@@ -76,7 +76,7 @@ pub(crate) struct Hub {
     /// Brings inputs to the device ahead of their batches.
     pub(crate) input_stream: Arc<Stream>,
     /// Multiprocessors that best effort can be held to.
-    pub(crate) corner: Option<Arc<Part>>,
+    pub(crate) partition: Option<Arc<SmPartition>>,
     /// Where graphs are recorded, one at a time.
     pub(crate) capture_streams: Mutex<CaptureStreams>,
     pub(crate) timeline: Timeline,
@@ -198,9 +198,10 @@ impl Hub {
         let stream = match place {
             Place::High => &streams.high,
             Place::Low => &streams.low,
-            Place::Corner => {
-                streams.corner.as_ref().ok_or(CudaError::Misuse("the device has no corner"))?
-            }
+            Place::Partition => streams
+                .partition
+                .as_ref()
+                .ok_or(CudaError::Misuse("the device has no partition"))?,
         };
         let graph = stream.capture(record);
         tracing::debug!(?place, took = ?began.elapsed(), "launches were recorded");

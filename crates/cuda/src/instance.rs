@@ -304,9 +304,10 @@ impl Instance {
         steps: &Range<usize>,
         place: Place,
     ) -> Result<bool, CudaError> {
-        // Who is sent to the corner is not alone on the device any more.
-        let corner = (place == Place::Low && hub.corner.is_some()).then_some(Place::Corner);
-        for place in [Some(place), corner].into_iter().flatten() {
+        // Who is sent to the partition is not alone on the device any more.
+        let partition =
+            (place == Place::Low && hub.partition.is_some()).then_some(Place::Partition);
+        for place in [Some(place), partition].into_iter().flatten() {
             let missing = self.chain(steps, place).is_none();
             if missing && (place == Place::High || hub.traffic.admits_recording()) {
                 self.record_chain(hub, lowered, steps, place)?;
@@ -379,9 +380,9 @@ impl Instance {
     /// Makes what best effort launches, in gaps too, or as much of it as there are gaps for.
     pub(crate) fn make_chains(&mut self, hub: &Hub, lowered: &Lowered) -> Result<(), CudaError> {
         let began = Instant::now();
-        let corner = hub.corner.as_ref().map(|_| Place::Corner);
+        let partition = hub.partition.as_ref().map(|_| Place::Partition);
         for steps in lowered.stretches() {
-            for place in [Some(Place::Low), corner].into_iter().flatten() {
+            for place in [Some(Place::Low), partition].into_iter().flatten() {
                 if self.chain(&steps, place).is_some() {
                     continue;
                 }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use model::{Lender, Loan};
+use model::{HostPool, HostPoolBuffer};
 
 use crate::driver::{Context, PinnedBuffer};
 use crate::error::CudaError;
@@ -42,8 +42,8 @@ impl Lending {
     }
 }
 
-impl Lender for Lending {
-    fn lend(&self, bytes: usize) -> Option<Box<dyn Loan>> {
+impl HostPool for Lending {
+    fn lend(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>> {
         let first = self.stock.free().take(bytes.checked_next_multiple_of(GRAIN)?)?;
         Some(Box::new(Lent { stock: self.stock.clone(), place: first..first + bytes }))
     }

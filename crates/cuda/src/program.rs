@@ -167,7 +167,7 @@ impl CudaProgram {
         });
         match example {
             Some((sizes, gpu)) => {
-                let lowered = shared.make_ready(sizes, gpu, progress)?;
+                let lowered = shared.prepare_batches(sizes, gpu, progress)?;
                 shared.stock(&lowered, 1)?;
             }
             None => tracing::warn!(
@@ -206,11 +206,11 @@ impl Loaded {
             return Ok(lowered);
         }
         let gpu = lower(&self.hub, &self.plan, &sizes).map_err(first_of)?;
-        self.make_ready(sizes, gpu, progress)
+        self.prepare_batches(sizes, gpu, progress)
     }
 
     /// Keeps `gpu` as the plan for `sizes`, with everything it needs in place.
-    fn make_ready(
+    fn prepare_batches(
         &self,
         sizes: Sizes,
         gpu: GpuPlan,
@@ -251,29 +251,29 @@ impl Program for CudaProgram {
     }
 
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
-        self.prepare_soon(inputs, &mut || {})
+        self.prepare_with_notice(inputs, &mut || {})
     }
 
-    fn prepare_soon(
+    fn prepare_with_notice(
         &self,
         inputs: Vec<Tensor>,
-        soon: &mut dyn FnMut(),
+        notify: &mut dyn FnMut(),
     ) -> Result<Box<dyn Task>, DeviceError> {
         let shared = &self.shared;
         shared.hub.alive()?;
         check_inputs(&shared.plan, &inputs)?;
         let lowered = shared.lowered(sizes_of(&shared.plan, &inputs), &|_, _| {})?;
         let raw = inputs.iter().map(raw_bytes).collect::<Result<Vec<_>, _>>()?;
-        Ok(Box::new(CudaTask::new(shared.hub.clone(), lowered, &raw, soon)?))
+        Ok(Box::new(CudaTask::new(shared.hub.clone(), lowered, &raw, notify)?))
     }
 
     fn stage(
         &self,
         inputs: Vec<Tensor>,
         copy: CopyTime,
-        soon: &mut dyn FnMut(),
+        notify: &mut dyn FnMut(),
     ) -> Result<Box<dyn Staged>, DeviceError> {
-        self.shared.stage(inputs, copy, soon)
+        self.shared.stage(inputs, copy, notify)
     }
 
     fn gather(&self, staged: Vec<Box<dyn Staged>>) -> Result<Box<dyn Task>, DeviceError> {
@@ -283,11 +283,15 @@ impl Program for CudaProgram {
         }
     }
 
-    fn ready_batches(&self, sizes: &[(String, usize)]) -> Option<Vec<usize>> {
-        Some(self.shared.ready_batches(sizes))
+    fn prepared_batches(&self, sizes: &[(String, usize)]) -> Option<Vec<usize>> {
+        Some(self.shared.prepared_batches(sizes))
     }
 
-    fn make_ready(&self, sizes: &[(String, usize)], batches: &[usize]) -> Result<(), DeviceError> {
+    fn prepare_batches(
+        &self,
+        sizes: &[(String, usize)],
+        batches: &[usize],
+    ) -> Result<(), DeviceError> {
         self.shared.make_batches_ready(sizes, batches)
     }
 }

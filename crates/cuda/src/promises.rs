@@ -1,5 +1,5 @@
 //! What this device promises beyond what every device does, tried on the GPU at hand: that the kernel for inputs copies as the engine
-//! does, and that the corner keeps to its multiprocessors.
+//! does, and that the partition keeps to its multiprocessors.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -63,7 +63,7 @@ impl CudaDevice {
         };
         vec![
             case("the kernel for inputs copies what the copy engine does", carries(hub)),
-            case("work in the corner keeps to its multiprocessors", keeps_to_the_corner(hub)),
+            case("work in the partition keeps to its multiprocessors", keeps_to_the_partition(hub)),
         ]
     }
 }
@@ -99,18 +99,18 @@ fn carries(hub: &Arc<Hub>) -> Result<Option<String>, String> {
     Ok(None)
 }
 
-fn keeps_to_the_corner(hub: &Arc<Hub>) -> Result<Option<String>, String> {
-    let Some(corner) = &hub.corner else {
-        return Ok(Some("it was opened without a corner".to_string()));
+fn keeps_to_the_partition(hub: &Arc<Hub>) -> Result<Option<String>, String> {
+    let Some(partition) = &hub.partition else {
+        return Ok(Some("it was opened without a partition".to_string()));
     };
     let words = |err: CudaError| err.to_string();
     let kernel = loaded_kernel(hub)?;
     let high = Stream::new(hub.context(), Priority::High).map_err(words)?;
-    let inside = Stream::in_corner(hub.context(), corner).map_err(words)?;
+    let inside = Stream::in_partition(hub.context(), partition).map_err(words)?;
     let everywhere = seen_from(hub, &kernel, &high).map_err(words)?;
-    let (all, allowed) = (everywhere.len(), corner.multiprocessors() as usize);
+    let (all, allowed) = (everywhere.len(), partition.multiprocessors() as usize);
     if all <= allowed {
-        return Err(format!("{all} multiprocessors were used outside of a corner of {allowed}"));
+        return Err(format!("{all} multiprocessors were used outside of a partition of {allowed}"));
     }
     let mut used = BTreeSet::new();
     for _ in 0..10 {

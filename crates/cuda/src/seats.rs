@@ -231,10 +231,10 @@ struct OrderState {
     ordered: u64,
     /// The seat of the work that runs, with its ticket.
     running: Option<(u64, Arc<Seat>)>,
-    /// Work is held to the corner.
+    /// Work is held to the partition.
     confined: bool,
     /// The work that runs is there.
-    cornered: bool,
+    in_partition: bool,
 }
 
 /// What work is launched with.
@@ -242,8 +242,8 @@ struct OrderState {
 pub(crate) struct Seating {
     /// The number its launches carry.
     pub(crate) number: u32,
-    /// Whether they go to the corner.
-    pub(crate) cornered: bool,
+    /// Whether they go to the partition.
+    pub(crate) in_partition: bool,
 }
 
 impl Orders {
@@ -281,8 +281,8 @@ impl Orders {
             return None;
         }
         state.running = Some((ticket, seat.clone()));
-        state.cornered = state.confined;
-        Some(Seating { number: seat.number(), cornered: state.cornered })
+        state.in_partition = state.confined;
+        Some(Seating { number: seat.number(), in_partition: state.in_partition })
     }
 
     /// The work that ran has ended.
@@ -290,29 +290,29 @@ impl Orders {
         self.lock().running = None;
     }
 
-    /// Holds work to the corner, or no more. What runs elsewhere is made to leave, and finds when it has that it was not told
-    /// to go; what is in the corner comes out when it next launches, since nobody waits for that.
+    /// Holds work to the partition, or no more. What runs elsewhere is made to leave, and finds when it has that it was not told
+    /// to go; what is in the partition comes out when it next launches, since nobody waits for that.
     pub(crate) fn confine(&self, confined: bool) {
         let mut state = self.lock();
         state.confined = confined;
-        let elsewhere = confined && !state.cornered;
+        let elsewhere = confined && !state.in_partition;
         let runs = |(ticket, _): &&(u64, Arc<Seat>)| elsewhere && *ticket > state.ordered;
         if let Some((_, seat)) = state.running.as_ref().filter(runs) {
             seat.raise();
         }
     }
 
-    /// Whether work is held to the corner.
+    /// Whether work is held to the partition.
     pub(crate) fn is_confined(&self) -> bool {
         self.lock().confined
     }
 
     /// The work that runs has nothing on the device any more and launches from here on where it is held to; whether that is
-    /// the corner.
+    /// the partition.
     pub(crate) fn move_over(&self) -> bool {
         let mut state = self.lock();
-        state.cornered = state.confined;
-        state.cornered
+        state.in_partition = state.confined;
+        state.in_partition
     }
 }
 

@@ -63,7 +63,7 @@ impl CudaTask {
         hub: Arc<Hub>,
         lowered: Arc<Lowered>,
         inputs: &[&Bytes],
-        soon: &mut dyn FnMut(),
+        notify: &mut dyn FnMut(),
     ) -> Result<CudaTask, DeviceError> {
         for (slot, raw) in lowered.gpu.inputs.iter().zip(inputs) {
             if raw.len() as u64 != slot.bytes {
@@ -74,7 +74,7 @@ impl CudaTask {
         }
         let mut staging = lowered.take_staging(&hub)?;
         if hub.takes_as_they_lie(inputs) {
-            soon();
+            notify();
             let inputs = inputs.iter().copied().cloned().collect();
             return Ok(CudaTask::with(hub, lowered, staging, Inputs::Lent(inputs)));
         }
@@ -83,7 +83,7 @@ impl CudaTask {
             let at = lowered.layout.input(index) as usize + at;
             target[at..at + part.len()].copy_from_slice(part);
         };
-        write_inputs(inputs, write, soon);
+        write_inputs(inputs, write, notify);
         Ok(CudaTask::with(hub, lowered, staging, Inputs::Staged))
     }
 
@@ -295,22 +295,22 @@ impl Drop for CudaTask {
     }
 }
 
-/// Hands all bytes of `inputs` to `write`, with the input's number and where in it they begin, and calls `soon` when only a moment
+/// Hands all bytes of `inputs` to `write`, with the input's number and where in it they begin, and calls `notify` when only a moment
 /// of that is left.
 pub(crate) fn write_inputs(
     inputs: &[&Bytes],
     mut write: impl FnMut(usize, usize, &[u8]),
-    soon: &mut dyn FnMut(),
+    notify: &mut dyn FnMut(),
 ) {
     let mut left: usize = inputs.iter().map(|raw| raw.len()).sum();
-    let mut soon = Some(soon);
+    let mut notify = Some(notify);
     for (index, raw) in inputs.iter().enumerate() {
         let (first, last) = raw.split_at(left.saturating_sub(SOON_BYTES).min(raw.len()));
         write(index, 0, first);
         if left - first.len() <= SOON_BYTES
-            && let Some(soon) = soon.take()
+            && let Some(notify) = notify.take()
         {
-            soon();
+            notify();
         }
         write(index, first.len(), last);
         left -= raw.len();

@@ -94,7 +94,7 @@ fn evict(device: &CudaDevice, chain: &Chain, count: usize, rounds: usize) -> (us
                 assert!(outputs(completion) == want, "other bits after being left");
                 break;
             }
-            assert_eq!(completion.outcome, Outcome::Left);
+            assert_eq!(completion.outcome, Outcome::Preempted);
             gone.push(ordered.elapsed().as_secs_f64() * 1e6);
             left += 1;
             assert!(completion.task.next_step() >= before);
@@ -141,7 +141,7 @@ fn only_the_queue_that_is_told_leaves() {
         told.queue.preempt();
         assert!(outputs(other.wait()) == want, "the other queue's work");
         let completion = told.wait();
-        assert!(matches!(completion.outcome, Outcome::Done | Outcome::Left));
+        assert!(matches!(completion.outcome, Outcome::Done | Outcome::Preempted));
     }
 }
 
@@ -256,7 +256,7 @@ fn run_for_ever(
         }
         let completion = lane.wait();
         task = match completion.outcome {
-            Outcome::Left => completion.task,
+            Outcome::Preempted => completion.task,
             _ => {
                 assert!(outputs(completion) == want, "best effort computed other bits");
                 start(program, x)
@@ -370,8 +370,8 @@ fn fused_chains(device: &CudaDevice) -> (PaddingBench, PaddingPair) {
 fn networks_beside_each_other_compute_what_each_does_alone() {
     let Some(device) = open() else { return };
     let (mut bench, pair) = fused_chains(&device);
-    use PaddingWay::{Alone, Apart, Corner, Free, Fused};
-    let ways = vec![Alone, Fused, Free, Corner(8), Corner(16), Apart(16)];
+    use PaddingWay::{Alone, Apart, Free, Fused, Partition};
+    let ways = vec![Alone, Fused, Free, Partition(8), Partition(16), Apart(16)];
     let options = PaddingOptions { ways, turns: 2, turn: Duration::from_millis(20) };
     let timed = bench.measure(&pair, &options).expect("a measurement");
     for way in &timed.ways {

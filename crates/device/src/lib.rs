@@ -36,7 +36,7 @@ pub enum PreemptionLevel {
 
 /// How work is made to leave a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Leave {
+pub enum PreemptMode {
     /// A flag at kernel entry: what runs finishes, what is queued exits at once.
     BetweenLaunches,
     /// Running blocks finish, no new one starts.
@@ -131,20 +131,20 @@ pub trait Device: Send + Sync {
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError>;
 
-    /// Multiprocessors of the corner that queues can be held to, if it has one.
-    fn corner(&self) -> Option<u32> {
+    /// Multiprocessors of the partition that queues can be held to, if it has one.
+    fn best_effort_sms(&self) -> Option<u32> {
         None
     }
 
     /// Gives `orders` to queues, which are this device's: at one go where that is cheaper than one by one.
-    fn order(&self, orders: &[(&dyn Queue, Order)]) {
-        for (queue, order) in orders {
-            queue.order(*order);
+    fn command(&self, commands: &[(&dyn Queue, QueueCommand)]) {
+        for (queue, command) in commands {
+            queue.command(*command);
         }
     }
 
     /// Lends memory on the host from which the device takes inputs as they lie, without a copy of them before.
-    fn lender(&self) -> Option<Arc<dyn model::Lender>> {
+    fn host_pool(&self) -> Option<Arc<dyn model::HostPool>> {
         None
     }
 
@@ -180,28 +180,28 @@ pub trait Program: Send + Sync {
     /// Starts a task on `inputs`, one per plan input and in that order. Checks types and shapes.
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError>;
 
-    /// The same, and calls `soon` once when only a moment is left: so late that nothing is lost, and early enough for others
+    /// The same, and calls `notify` once when only a moment is left: so late that nothing is lost, and early enough for others
     /// to have made room when the task is launched. Not called where the inputs are refused.
-    fn prepare_soon(
+    fn prepare_with_notice(
         &self,
         inputs: Vec<Tensor>,
-        soon: &mut dyn FnMut(),
+        notify: &mut dyn FnMut(),
     ) -> Result<Box<dyn Task>, DeviceError> {
         let task = self.prepare(inputs)?;
-        soon();
+        notify();
         Ok(task)
     }
 
     /// Checks the inputs of one request and lets them wait for others of the same sizes, on the device where it has room and
-    /// `copy` is early. The plan has a batch. Calls `soon` as [`Program::prepare_soon`] does.
+    /// `copy` is early. The plan has a batch. Calls `notify` as [`Program::prepare_with_notice`] does.
     fn stage(
         &self,
         inputs: Vec<Tensor>,
         _copy: CopyTime,
-        soon: &mut dyn FnMut(),
+        notify: &mut dyn FnMut(),
     ) -> Result<Box<dyn Staged>, DeviceError> {
         check_inputs(self.plan(), &inputs)?;
-        soon();
+        notify();
         Ok(Box::new(batch::HostStaged::new(inputs)))
     }
 
@@ -212,12 +212,12 @@ pub trait Program: Send + Sync {
 
     /// Numbers of rows that run without further preparation when other symbols have `sizes`; `None` when all do. Others than
     /// these may be gathered up to the largest of them.
-    fn ready_batches(&self, _sizes: &[(String, usize)]) -> Option<Vec<usize>> {
+    fn prepared_batches(&self, _sizes: &[(String, usize)]) -> Option<Vec<usize>> {
         None
     }
 
     /// Prepares for batches of these numbers of rows, and for as many of the same at once as it is listed. May take long.
-    fn make_ready(
+    fn prepare_batches(
         &self,
         _sizes: &[(String, usize)],
         _batches: &[usize],
@@ -278,9 +278,9 @@ pub struct Segment {
 
 /// What a queue can be told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
+pub enum QueueCommand {
     /// See [`Queue::preempt`].
-    Leave,
+    Preempt,
     /// See [`Queue::confine`].
     Confine(bool),
 }
@@ -291,20 +291,20 @@ pub trait Queue: Send + Sync {
     fn launch(&self, segment: Segment) -> Result<(), Segment>;
 
     /// Makes everything launched so far leave as soon as the device's level allows. What is launched
-    /// afterwards is not concerned. Segments that left come back as [`Outcome::Left`]. On a queue that is not
+    /// afterwards is not concerned. Segments that left come back as [`Outcome::Preempted`]. On a queue that is not
     /// preemptible only segments leave that have not begun.
     fn preempt(&self);
 
-    /// Holds the queue's work to the device's corner, or lets it out. What runs elsewhere leaves and goes on in the corner by
-    /// itself; what runs in the corner comes out when it next can without leaving. Nothing happens where there is no
-    /// [`Device::corner`], or on a queue that is not preemptible.
+    /// Holds the queue's work to the device's partition, or lets it out. What runs elsewhere leaves and goes on in the partition by
+    /// itself; what runs in the partition comes out when it next can without leaving. Nothing happens where there is no
+    /// [`Device::best_effort_sms`], or on a queue that is not preemptible.
     fn confine(&self, _confined: bool) {}
 
     /// Carries out an order.
-    fn order(&self, order: Order) {
-        match order {
-            Order::Leave => self.preempt(),
-            Order::Confine(confined) => self.confine(confined),
+    fn command(&self, command: QueueCommand) {
+        match command {
+            QueueCommand::Preempt => self.preempt(),
+            QueueCommand::Confine(confined) => self.confine(confined),
         }
     }
 }
@@ -315,7 +315,7 @@ pub enum Outcome {
     /// All of its steps are done.
     Done,
     /// Left early; the task's next step says where.
-    Left,
+    Preempted,
     /// A step failed; the task is of no further use.
     Failed(DeviceError),
 }

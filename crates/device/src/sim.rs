@@ -23,7 +23,7 @@ pub use self::stream::StreamWork;
 use self::stream::{Group, Head, Kernel, Stream, UNITS_PER_SM};
 use self::task::TaskMemory;
 pub use self::task::reference_output;
-use crate::{Leave, PreemptionLevel};
+use crate::{PreemptMode, PreemptionLevel};
 
 /// A task's buffers on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -80,7 +80,7 @@ pub enum GpuEvent {
         busy: Nanos,
     },
     /// A segment left before its end.
-    Left {
+    Preempted {
         /// The stream.
         stream: usize,
         /// The segment.
@@ -283,7 +283,7 @@ impl Gpu {
     }
 
     /// Makes everything on a stream leave, as finely as asked for and as the device can.
-    pub fn leave(&mut self, now: Nanos, stream: usize, how: Leave) {
+    pub fn leave(&mut self, now: Nanos, stream: usize, how: PreemptMode) {
         self.touch(stream);
         self.now = self.now.max(now);
         let Some(how) = self.possible(stream, how) else { return };
@@ -300,13 +300,13 @@ impl Gpu {
         let running = state.kernel.as_ref().is_some_and(|kernel| !kernel.groups.is_empty());
         let started = state.kernel.as_ref().is_some_and(Kernel::started);
         match how {
-            Leave::Kill => {
+            PreemptMode::Kill => {
                 self.host_free = reset_done;
                 state.abort_at = Some(reset_done + evict + Nanos(kill_ns));
             }
-            Leave::InsideTile if running => state.abort_at = Some(now + Nanos(leave_ns)),
-            Leave::TileBoundary if running => {}
-            Leave::BetweenLaunches if started => {}
+            PreemptMode::InsideTile if running => state.abort_at = Some(now + Nanos(leave_ns)),
+            PreemptMode::TileBoundary if running => {}
+            PreemptMode::BetweenLaunches if started => {}
             _ => state.left_at = Some(now + evict),
         }
     }
@@ -485,23 +485,23 @@ impl Gpu {
     }
 
     /// What of `how` the device and the running kernel allow.
-    fn possible(&self, stream: usize, how: Leave) -> Option<Leave> {
+    fn possible(&self, stream: usize, how: PreemptMode) -> Option<PreemptMode> {
         let level = self.profile.preemption();
         let finest = match level {
             PreemptionLevel::None => return None,
-            PreemptionLevel::BetweenLaunches => Leave::BetweenLaunches,
-            PreemptionLevel::TileBoundaries => Leave::TileBoundary,
-            PreemptionLevel::InsideTile => Leave::InsideTile,
+            PreemptionLevel::BetweenLaunches => PreemptMode::BetweenLaunches,
+            PreemptionLevel::TileBoundaries => PreemptMode::TileBoundary,
+            PreemptionLevel::InsideTile => PreemptMode::InsideTile,
         };
         let kernel = self.streams[stream].kernel.as_ref();
         // A kernel that must not run twice finishes.
         if kernel.is_some_and(|kernel| !kernel.idempotent) {
-            return Some(Leave::BetweenLaunches);
+            return Some(PreemptMode::BetweenLaunches);
         }
         Some(match how {
-            Leave::Kill if !self.profile.kills => Leave::BetweenLaunches,
-            Leave::InsideTile => finest,
-            Leave::TileBoundary if level == PreemptionLevel::BetweenLaunches => finest,
+            PreemptMode::Kill if !self.profile.kills => PreemptMode::BetweenLaunches,
+            PreemptMode::InsideTile => finest,
+            PreemptMode::TileBoundary if level == PreemptionLevel::BetweenLaunches => finest,
             how => how,
         })
     }
@@ -595,7 +595,7 @@ impl Gpu {
         state.work.used += used / UNITS_PER_SM as f64;
         if complete {
             self.kernel_done(stream);
-        } else if drained && state.leaving == Some(Leave::TileBoundary) {
+        } else if drained && state.leaving == Some(PreemptMode::TileBoundary) {
             let left_at = now + self.eviction(stream);
             self.keep_progress(stream);
             self.streams[stream].left_at = Some(left_at);
@@ -647,7 +647,7 @@ impl Gpu {
 
     fn kernel_done(&mut self, stream: usize) {
         self.streams[stream].abort_at = match self.streams[stream].leaving {
-            Some(Leave::Kill) => self.streams[stream].abort_at,
+            Some(PreemptMode::Kill) => self.streams[stream].abort_at,
             _ => None,
         };
         self.keep_progress(stream);
@@ -702,7 +702,7 @@ impl Gpu {
         if head.step < head.segment.steps.end {
             match state.leaving {
                 None => state.dispatch_at = Some(now + gap),
-                Some(Leave::Kill) => {}
+                Some(PreemptMode::Kill) => {}
                 Some(_) => state.left_at = Some(now + eviction),
             }
             return;
@@ -729,7 +729,7 @@ impl Gpu {
         let eviction = self.eviction(stream);
         let state = &mut self.streams[stream];
         let keep = if state.leaving.is_some() { 0 } else { state.hold };
-        let killed = state.leaving == Some(Leave::Kill);
+        let killed = state.leaving == Some(PreemptMode::Kill);
         if let Some(kernel) = &mut state.kernel {
             let (mut used, mut thrown) = (0.0, 0.0);
             while kernel.held > keep
@@ -749,7 +749,7 @@ impl Gpu {
             state.work.redone += thrown / UNITS_PER_SM as f64;
         }
         match state.leaving {
-            Some(Leave::Kill) => {
+            Some(PreemptMode::Kill) => {
                 self.keep_progress(stream);
                 let state = &mut self.streams[stream];
                 if let Some(head) = state.segments.front_mut() {
@@ -776,7 +776,7 @@ impl Gpu {
         }
         let capacity = self.profile.queue_capacity;
         let state = &mut self.streams[stream];
-        let killed = state.leaving.take() == Some(Leave::Kill);
+        let killed = state.leaving.take() == Some(PreemptMode::Kill);
         state.kernel = None;
         state.abort_at = None;
         while let Some(head) = state.segments.pop_front() {
@@ -784,7 +784,7 @@ impl Gpu {
             let fill = head.segment.token.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ self.now.0;
             let fill = (fill >> 7) as usize % (capacity + 1);
             let last = head.segment.steps.end - 1;
-            self.events.push(GpuEvent::Left {
+            self.events.push(GpuEvent::Preempted {
                 stream,
                 token: head.segment.token,
                 step: head.step,

@@ -4,7 +4,7 @@
 pub mod config;
 pub mod dtype;
 pub mod gpu;
-pub mod lending;
+pub mod host_pool;
 pub mod op;
 pub mod plan;
 pub mod repository;
@@ -15,6 +15,6 @@ pub mod tensor;
 
 pub use config::ModelConfig;
 pub use dtype::DataType;
-pub use lending::{Lender, Loan};
+pub use host_pool::{HostPool, HostPoolBuffer};
 pub use plan::{Dim, LaunchPlan, PlanError, Step, ValueId, ValueInfo};
 pub use tensor::{Tensor, TensorData, TensorError};

@@ -9,7 +9,7 @@ use device::sim::{KernelProfile, builtin};
 use model::config::Class;
 use runtime::core::{Action, Core, CoreOptions, Event, ModelId, QueueLayout};
 use runtime::policy::padding::{self, Candidate, Host, Room, Slowdowns};
-use runtime::policy::{Left, PaddingRules};
+use runtime::policy::{PaddingRules, PreemptionPoint};
 
 const MODELS: u32 = 64;
 
@@ -57,10 +57,10 @@ impl Loaded {
         while let Some(action) = self.actions.pop() {
             ended |= matches!(action, Action::End { .. });
             if let Action::Preempt { queue, .. } = action {
-                let left = Left::before(1);
+                let left = PreemptionPoint::before(1);
                 self.core.step(
                     self.now,
-                    Event::SegmentLeft { queue, left, busy: Nanos(500) },
+                    Event::SegmentPreempted { queue, left, busy: Nanos(500) },
                     &mut self.actions,
                 );
             }

@@ -11,7 +11,7 @@
 //!   leave before it has used up what it earned.
 //! - Every request ends exactly once: done, failed, refused, late or cancelled.
 
-mod companions;
+mod co_run;
 mod dispatch;
 mod fair;
 mod messages;
@@ -24,14 +24,14 @@ mod residency;
 use std::sync::Arc;
 
 use base::Nanos;
-use device::Leave;
+use device::PreemptMode;
 use device::sim::KernelProfile;
 use model::config::Class;
 
 use crate::policy::padding::{Candidate, Grant, Room, Slowdowns};
-use crate::policy::{Atoll, Beside, Left, Policy, Progress, Rules};
+use crate::policy::{Atoll, CoRun, Policy, PreemptionPoint, Progress, Rules};
 
-use self::companions::Companions;
+use self::co_run::CoRunAdmission;
 use self::fair::FairQueue;
 pub use self::messages::{Action, End, Event};
 use self::ready::ReadyHeap;
@@ -101,10 +101,10 @@ pub struct CoreOptions {
     pub watchdog: Option<Nanos>,
     /// The device as padding sees it.
     pub room: Room,
-    /// Whether a companion is held to a corner of the device.
-    pub corner: bool,
-    /// How much longer real time may take beside a companion, as a share of what it takes alone.
-    pub bearable: f64,
+    /// Whether a co_runner is held to a partition of the device.
+    pub partition: bool,
+    /// How much longer real time may take beside a co_runner, as a share of what it takes alone.
+    pub max_rt_slowdown: f64,
     /// Whether best effort is started only once the answer of the real-time request that ended is out ([`Core::is_answering`]).
     pub answers_first: bool,
     /// Never set but by tests.
@@ -126,8 +126,8 @@ impl Default for CoreOptions {
             close_after: Nanos::from_millis(100),
             watchdog: None,
             room: Room { sms: 1, launch: Nanos::ZERO, gap: Nanos::ZERO, inside_tile: false },
-            corner: false,
-            bearable: companions::BEARABLE,
+            partition: false,
+            max_rt_slowdown: co_run::MAX_RT_SLOWDOWN,
             answers_first: false,
             mutation: None,
         }
@@ -162,7 +162,7 @@ struct Slot {
     running: Option<Running>,
     /// Whether the device holds it to a budget.
     padded: bool,
-    /// Whether it is held to the device's corner.
+    /// Whether it is held to the device's partition.
     confined: bool,
     hold: u32,
     take: u32,
@@ -171,7 +171,7 @@ struct Slot {
     step: Option<usize>,
     step_since: Nanos,
     /// The best-effort model that runs beside the real-time task on it.
-    companion: Option<ModelId>,
+    co_runner: Option<ModelId>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -211,9 +211,9 @@ pub struct Core {
     slowdowns: Slowdowns,
     /// Best-effort models beside the running real-time kernel, as bits.
     beside: u64,
-    companions: Companions,
+    co_run: CoRunAdmission,
     /// The best-effort model that may stay beside the real-time task that was started last.
-    companion: Option<ModelId>,
+    co_runner: Option<ModelId>,
     /// The real-time model whose next task it was chosen for, until that starts.
     companion_for: Option<ModelId>,
     /// Real-time requests that are expected, and the model of the one announced last.
@@ -258,8 +258,8 @@ impl Core {
             real_time_copies: 0,
             slowdowns: Slowdowns::default(),
             beside: 0,
-            companions: Companions::new(options.bearable, options.corner),
-            companion: None,
+            co_run: CoRunAdmission::new(options.max_rt_slowdown, options.partition),
+            co_runner: None,
             companion_for: None,
             expected: 0,
             expected_model: None,
@@ -319,7 +319,7 @@ impl Core {
         matches!(phase, Some(Phase::GivenUp(_)))
     }
 
-    /// Whether best effort that could be started waits for answers that the last event brought about. [`Event::Answered`] is due when
+    /// Whether best effort that could be started waits for answers that the last event brought about. [`Event::RepliesSent`] is due when
     /// they are out; any other event starts it as well.
     pub fn is_answering(&self) -> bool {
         self.answering
@@ -335,7 +335,7 @@ impl Core {
             Event::ModelProfiled { model, kernels, weight_bytes } => {
                 self.profile_model(model, kernels, weight_bytes);
             }
-            Event::ModelLanes { model, lanes } => {
+            Event::ModelConcurrency { model, lanes } => {
                 if let Some(state) = self.model_mut(model) {
                     state.lanes = lanes.max(1);
                 }
@@ -360,7 +360,7 @@ impl Core {
                 };
                 self.arrive(now, request, state, actions);
             }
-            Event::Boarded { request, rows, deadline } => {
+            Event::BatchFormed { request, rows, deadline } => {
                 return self.board(request, rows, deadline);
             }
             Event::InputReady { request } => self.input_ready(now, request),
@@ -375,8 +375,8 @@ impl Core {
                 let kind = self.queues.get(queue).map(|slot| slot.kind);
                 self.answering = self.options.answers_first && kind == Some(Kind::RealTime);
             }
-            Event::Answered => {}
-            Event::SegmentLeft { queue, left, busy } => {
+            Event::RepliesSent => {}
+            Event::SegmentPreempted { queue, left, busy } => {
                 self.segment_left(now, queue, left, busy, actions);
             }
             Event::SegmentFailed { queue, busy } => {
@@ -384,10 +384,10 @@ impl Core {
                     self.end(running.request, End::Failed, actions);
                 }
             }
-            Event::Expected { model } => {
+            Event::ArrivalExpected { model } => {
                 (self.expected, self.expected_model) = (self.expected + 1, Some(model));
             }
-            Event::Withdrawn => {
+            Event::ExpectationEnded => {
                 self.expected = self.expected.saturating_sub(1);
                 self.expected_model = self.expected_model.filter(|_| self.expected > 0);
             }
@@ -425,7 +425,7 @@ impl Core {
         };
         self.models[index] = Some(fresh);
         self.best_effort.ensure(model);
-        self.companions.forget(model);
+        self.co_run.forget(model);
     }
 
     fn profile_model(&mut self, model: ModelId, kernels: Arc<[KernelProfile]>, weight_bytes: u64) {
@@ -535,7 +535,7 @@ impl Core {
     /// Frees a queue and books the time its segment took.
     fn release_queue(&mut self, queue: usize, busy: Nanos) -> Option<Running> {
         let slot = self.queues.get_mut(queue)?;
-        (slot.step, slot.companion) = (None, None);
+        (slot.step, slot.co_runner) = (None, None);
         let running = slot.running.take()?;
         let split = slot.kind != Kind::Shared;
         if let Some(model) = self.model_mut(running.model) {
@@ -574,8 +574,8 @@ impl Core {
             request.is_none_or(|state| state.rows == 1 && state.progress == Progress::default());
         let sole = self.queues.iter().filter(|slot| slot.kind == Kind::RealTime);
         let sole = sole.filter(|slot| slot.running.is_some()).count() == 1;
-        if plain && sole && self.rules.beside == Beside::Companion {
-            self.companions.record(running.model, slot.companion, busy);
+        if plain && sole && self.rules.co_run == CoRun::AdmittedPair {
+            self.co_run.record(running.model, slot.co_runner, busy);
         }
     }
 
@@ -597,7 +597,7 @@ impl Core {
         &mut self,
         now: Nanos,
         queue: usize,
-        left: Left,
+        left: PreemptionPoint,
         busy: Nanos,
         actions: &mut Vec<Action>,
     ) {
@@ -632,7 +632,7 @@ impl Core {
                 if self.options.mutation == Some(Mutation::EndsTwice) {
                     actions.push(Action::End { request, end });
                 }
-                let how = self.rules.leave.unwrap_or(Leave::BetweenLaunches);
+                let how = self.rules.preempt.unwrap_or(PreemptMode::BetweenLaunches);
                 self.preempt(queue, how, actions);
             }
         }

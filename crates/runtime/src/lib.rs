@@ -2,11 +2,11 @@
 
 pub mod batching;
 pub mod core;
-pub mod fleet;
+pub mod device_group;
 pub mod node;
 pub mod policy;
 
-pub use fleet::{Asked, Fleet, FleetOptions, Placed};
+pub use device_group::{Asked, DeviceGroup, DeviceGroupOptions, Placed};
 pub use node::{
     BatchTime, Contention, Leaving, ModelKey, ModelStats, Node, NodeError, NodeMemory, NodeOptions,
     Observer, Preemption, Preemptions, Rejection, Reply, ReplyResult, Request, RequestHandle,

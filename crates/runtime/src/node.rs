@@ -7,9 +7,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use base::{Bytes, Clock, Nanos};
-use device::{
-    CompletionSink, Device, DeviceError, Order as QueueOrder, Program, Queue, Segment, Task,
-};
+use device::{CompletionSink, Device, DeviceError, Program, Queue, QueueCommand, Segment, Task};
 use model::Tensor;
 use model::config::{Class, ModelConfig};
 use thiserror::Error;
@@ -75,8 +73,8 @@ pub struct NodeOptions {
     /// Whether real time leaves for real time of a higher priority whose deadline that helps, where the device lets work leave
     /// inside steps. What may have to leave runs in a slower form.
     pub preempt_real_time: bool,
-    /// How much longer real time may take beside best effort that goes on in a corner of the device, in percent.
-    pub bearable_percent: f64,
+    /// How much longer real time may take beside best effort that goes on in a partition of the device, in percent.
+    pub max_rt_slowdown_percent: f64,
     /// Preemptions that are remembered one by one.
     pub preemptions_kept: usize,
     /// What weights may take of a device whose weights come and go; all it has when absent.
@@ -95,7 +93,7 @@ impl Default for NodeOptions {
             real_time_queues: 4,
             best_effort_queues: 6,
             preempt_real_time: false,
-            bearable_percent: 1.0,
+            max_rt_slowdown_percent: 1.0,
             preemptions_kept: 1_024,
             memory: None,
             observer: None,
@@ -263,7 +261,7 @@ struct Resume<'a>(&'a Shared);
 
 impl Drop for Resume<'_> {
     fn drop(&mut self) {
-        self.0.handle(Event::Answered);
+        self.0.handle(Event::RepliesSent);
     }
 }
 
@@ -288,8 +286,8 @@ impl Node {
             loads_at_once: weights::LOADS_AT_ONCE,
             load_patience: weights::PATIENCE,
             close_after: weights::CLOSE_AFTER,
-            corner: device.corner().is_some(),
-            bearable: options.bearable_percent / 100.0,
+            partition: device.best_effort_sms().is_some(),
+            max_rt_slowdown: options.max_rt_slowdown_percent / 100.0,
             answers_first: true,
             ..CoreOptions::default()
         };
@@ -396,7 +394,7 @@ impl Node {
         let queue_capacity = if prepared.is_some() { usize::MAX } else { config.queue_capacity };
         let mut events = VecDeque::from([Event::ModelAdded { model, steps, queue_capacity }]);
         if let Some((_, _, lanes)) = prepared {
-            events.push_back(Event::ModelLanes { model, lanes });
+            events.push_back(Event::ModelConcurrency { model, lanes });
         }
         if slot == state.models.len() {
             state.models.push(None);
@@ -565,17 +563,17 @@ impl Shared {
             let mut orders = Vec::new();
             for action in actions.drain(..) {
                 match action {
-                    Action::Preempt { queue, .. } => orders.push((queue, QueueOrder::Leave)),
+                    Action::Preempt { queue, .. } => orders.push((queue, QueueCommand::Preempt)),
                     Action::Confine { queue, confined } => {
-                        orders.push((queue, QueueOrder::Confine(confined)));
+                        orders.push((queue, QueueCommand::Confine(confined)));
                     }
                     action => {
-                        self.send_orders(&mut orders);
+                        self.send_commands(&mut orders);
                         self.act(&mut state, now, action, &mut events, &mut due);
                     }
                 }
             }
-            self.send_orders(&mut orders);
+            self.send_commands(&mut orders);
             state.actions = actions;
         }
         self.rearm_timer(&mut state);
@@ -602,14 +600,14 @@ impl Shared {
     }
 
     /// Gives all `orders` to their queues at one go.
-    fn send_orders(&self, orders: &mut Vec<(usize, QueueOrder)>) {
+    fn send_commands(&self, orders: &mut Vec<(usize, QueueCommand)>) {
         if orders.is_empty() {
             return;
         }
         let queues = self.queues.get().map(Vec::as_slice).unwrap_or_default();
-        let to = |(queue, order): (usize, QueueOrder)| Some((&**queues.get(queue)?, order));
-        let orders: Vec<(&dyn Queue, QueueOrder)> = orders.drain(..).filter_map(to).collect();
-        self.device.order(&orders);
+        let to = |(queue, order): (usize, QueueCommand)| Some((&**queues.get(queue)?, order));
+        let commands: Vec<(&dyn Queue, QueueCommand)> = orders.drain(..).filter_map(to).collect();
+        self.device.command(&commands);
     }
 
     fn act(

@@ -15,7 +15,7 @@ mod sequential;
 
 use std::fmt::Debug;
 
-use device::Leave;
+use device::PreemptMode;
 
 pub use self::atoll::Atoll;
 pub use self::atoll_alone::AtollAlone;
@@ -38,7 +38,7 @@ pub struct Progress {
 
 /// What is known of a segment that left.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Left {
+pub struct PreemptionPoint {
     /// The first kernel that is not complete.
     pub step: usize,
     /// Tiles of it that are done, where the device can tell; 0 elsewhere.
@@ -47,10 +47,10 @@ pub struct Left {
     pub transmitted: usize,
 }
 
-impl Left {
-    /// Left between two steps.
-    pub fn before(step: usize) -> Left {
-        Left { step, tile: 0, transmitted: step }
+impl PreemptionPoint {
+    /// PreemptionPoint between two steps.
+    pub fn before(step: usize) -> PreemptionPoint {
+        PreemptionPoint { step, tile: 0, transmitted: step }
     }
 }
 
@@ -71,20 +71,20 @@ pub enum Start {
     /// At once; what best effort frees goes to it.
     AtOnce,
     /// When best effort has left.
-    WhenClear,
+    AfterPreemption,
 }
 
 /// What best effort may do while real time runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Beside {
+pub enum CoRun {
     /// Nothing.
-    Nothing,
+    None,
     /// Chosen kernels on what real time leaves.
     Padding(PaddingRules),
     /// One task of a model that real time was seen to bear.
-    Companion,
+    AdmittedPair,
     /// Everything.
-    Everything,
+    All,
 }
 
 /// What the core does under a policy.
@@ -93,11 +93,11 @@ pub struct Rules {
     /// Streams in use.
     pub streams: Streams,
     /// How best effort is made to leave for real time; `None` when it is not.
-    pub leave: Option<Leave>,
+    pub preempt: Option<PreemptMode>,
     /// When real time starts.
     pub start: Start,
     /// What runs beside it.
-    pub beside: Beside,
+    pub co_run: CoRun,
     /// Whether the streams of real time have priority on the device.
     pub high_priority: bool,
     /// Whether best effort runs at all.
@@ -113,7 +113,7 @@ pub trait Policy: Debug + Send {
     fn rules(&self) -> Rules;
 
     /// Where a task that left goes on. All before `known` is done for certain.
-    fn restore(&self, left: Left, _known: Progress) -> Progress {
+    fn restore(&self, left: PreemptionPoint, _known: Progress) -> Progress {
         Progress { step: left.step, tile: left.tile }
     }
 }

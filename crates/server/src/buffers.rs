@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
-use model::{Lender, Loan};
+use model::{HostPool, HostPoolBuffer};
 
 /// What is kept at most while nobody uses it.
 const KEPT_BYTES: usize = 128 << 20;
@@ -22,7 +22,7 @@ const ALIGNED_BYTES: usize = 64;
 /// Buffers nobody uses at the moment, and where others are to be had.
 #[derive(Default)]
 pub(crate) struct Buffers {
-    lender: Option<Arc<dyn Lender>>,
+    host_pool: Option<Arc<dyn HostPool>>,
     free: Mutex<Free>,
 }
 
@@ -43,7 +43,7 @@ enum Memory {
     /// The allocator's.
     Own(Vec<u8>),
     /// The service's, used from `first` to `end`.
-    Lent { loan: Box<dyn Loan>, first: usize, end: usize },
+    Lent { loan: Box<dyn HostPoolBuffer>, first: usize, end: usize },
 }
 
 impl fmt::Debug for Buffer {
@@ -53,8 +53,8 @@ impl fmt::Debug for Buffer {
 }
 
 impl Buffers {
-    pub(crate) fn new(lender: Option<Arc<dyn Lender>>) -> Buffers {
-        Buffers { lender, free: Mutex::default() }
+    pub(crate) fn new(host_pool: Option<Arc<dyn HostPool>>) -> Buffers {
+        Buffers { host_pool, free: Mutex::default() }
     }
 
     /// An empty buffer for about `length` bytes.
@@ -65,12 +65,12 @@ impl Buffers {
 
     /// Nobody is lent more on his word than is made at once for others.
     fn lent(&self, length: usize) -> Option<Memory> {
-        let lender = self.lender.as_ref()?;
+        let host_pool = self.host_pool.as_ref()?;
         if !(LEAST_BYTES..=FIRST_BYTES).contains(&length) {
             return None;
         }
         let first = length.next_multiple_of(ALIGNED_BYTES) - length;
-        let loan = lender.lend(first + length)?;
+        let loan = host_pool.lend(first + length)?;
         Some(Memory::Lent { loan, first, end: first })
     }
 
@@ -217,8 +217,8 @@ mod tests {
         }
     }
 
-    impl Lender for Few {
-        fn lend(&self, bytes: usize) -> Option<Box<dyn Loan>> {
+    impl HostPool for Few {
+        fn lend(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>> {
             self.left
                 .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1))
                 .ok()?;

@@ -13,7 +13,7 @@ pub struct Gate {
     left: Notify,
 }
 
-/// Leave to work; given back when dropped.
+/// PreemptMode to work; given back when dropped.
 #[derive(Debug)]
 pub struct Pass<'a>(&'a Gate);
 

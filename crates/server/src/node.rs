@@ -1,4 +1,4 @@
-//! The service of one node: a catalogue of models over the devices of a [`runtime::Fleet`].
+//! The service of one node: a catalogue of models over the devices of a [`runtime::DeviceGroup`].
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -15,8 +15,8 @@ use base::Nanos;
 use device::DeviceError;
 use model::Tensor;
 use runtime::batching::Turn;
-use runtime::fleet::router::FleetModel;
-use runtime::{Asked, BatchTime, Fleet, Rejection, Reply, RequestHandle};
+use runtime::device_group::router::GroupModelId;
+use runtime::{Asked, BatchTime, DeviceGroup, Rejection, Reply, RequestHandle};
 use tokio::sync::{Semaphore, oneshot};
 
 pub mod catalogue;
@@ -59,7 +59,7 @@ pub struct LocalNode {
 }
 
 struct Inner {
-    fleet: Arc<Fleet>,
+    device_group: Arc<DeviceGroup>,
     loader: Arc<dyn ModelLoader>,
     catalogue: Catalogue,
     families: Families,
@@ -72,12 +72,12 @@ struct Inner {
 }
 
 impl LocalNode {
-    /// A service over `fleet` whose models come from `loader`. It is not ready before
+    /// A service over `device_group` whose models come from `loader`. It is not ready before
     /// [`LocalNode::set_started`].
-    pub fn new(fleet: Arc<Fleet>, loader: Arc<dyn ModelLoader>) -> LocalNode {
+    pub fn new(device_group: Arc<DeviceGroup>, loader: Arc<dyn ModelLoader>) -> LocalNode {
         LocalNode {
             inner: Arc::new(Inner {
-                fleet,
+                device_group,
                 loader,
                 catalogue: Catalogue::default(),
                 families: Families::default(),
@@ -157,7 +157,7 @@ impl LocalNode {
         let all = self.inner.catalogue.all();
         let served = all.iter().find(|served| &*served.name == model && served.split.is_none());
         if let Some(served) = served {
-            self.inner.fleet.set_turn(served.key, turn);
+            self.inner.device_group.set_turn(served.key, turn);
         }
     }
 
@@ -169,8 +169,8 @@ impl LocalNode {
     }
 
     /// The devices.
-    pub fn fleet(&self) -> &Arc<Fleet> {
-        &self.inner.fleet
+    pub fn device_group(&self) -> &Arc<DeviceGroup> {
+        &self.inner.device_group
     }
 }
 
@@ -230,9 +230,9 @@ impl Inner {
     /// Brings the weights of `served` to the device as long as there is room.
     fn preload(&self, served: &Served) {
         if let Some(split) = &served.split {
-            self.fleet.preload(split.trunk.key);
+            self.device_group.preload(split.trunk.key);
         }
-        self.fleet.preload(served.key);
+        self.device_group.preload(served.key);
     }
 
     /// Runs `served` once on inputs that fit it.
@@ -250,7 +250,7 @@ impl Inner {
             let asked = Asked { inputs, class: options.class, priority: options.priority, timeout };
             return self.submit(served, served.key, asked, count).await.map(|(outputs, _)| outputs);
         };
-        let clock = self.fleet.nodes()[0].clock().clone();
+        let clock = self.device_group.nodes()[0].clock().clone();
         let start = clock.now();
         let class = Some(options.class.unwrap_or(served.config.class));
         let priority = Some(options.priority.unwrap_or(served.config.priority));
@@ -264,12 +264,12 @@ impl Inner {
         self.submit(served, served.key, asked, count).await.map(|(outputs, _)| outputs)
     }
 
-    /// One request of the fleet, cancelled when nobody waits any more. Of the first of two, what is to be counted goes on with
+    /// One request of the device_group, cancelled when nobody waits any more. Of the first of two, what is to be counted goes on with
     /// the second.
     async fn submit(
         &self,
         served: &Served,
-        key: FleetModel,
+        key: GroupModelId,
         asked: Asked,
         count: Count,
     ) -> ApiResult<(Vec<Tensor>, Option<Count>)> {
@@ -279,7 +279,7 @@ impl Inner {
             // Nobody may listen any more, which is what cancelling is for.
             let _ = sender.send((result, count));
         };
-        let handle = self.fleet.submit(key, asked, Box::new(answer));
+        let handle = self.device_group.submit(key, asked, Box::new(answer));
         let mut guard = CancelOnDrop(Some(handle));
         let result = receiver.await;
         guard.0 = None;
@@ -344,16 +344,21 @@ impl Inner {
         match loaded {
             Ok(loaded) => {
                 let version = loaded.version;
-                if let Some(why) = self.fleet.cannot_fit(&loaded.placed) {
+                if let Some(why) = self.device_group.cannot_fit(&loaded.placed) {
                     return Err(self.too_large(&name, &why));
                 }
-                let (served, gone) =
-                    Served::start(self.fleet.clone(), &name, version, loaded.placed, loaded.config);
+                let (served, gone) = Served::start(
+                    self.device_group.clone(),
+                    &name,
+                    version,
+                    loaded.placed,
+                    loaded.config,
+                );
                 let objective = served.config.slo_ms.is_some();
                 self.catalogue.finish_load(served.clone(), gone);
                 // Finding its family takes the turns of others.
                 drop(turn);
-                self.families.join(&self.fleet, &self.catalogue, served).await;
+                self.families.join(&self.device_group, &self.catalogue, served).await;
                 // Without an objective nothing is chosen by what is measured.
                 if objective {
                     self.profile(name.clone());
@@ -385,10 +390,11 @@ impl Inner {
             let Ok(served) = inner.catalogue.find(ModelRef { name: &name, version: None }) else {
                 return;
             };
-            let (key, fleet) = (served.key, inner.fleet.clone());
+            let (key, device_group) = (served.key, inner.device_group.clone());
             // Whoever unloads the model meanwhile does not wait for this.
             drop(served);
-            let measured = tokio::task::spawn_blocking(move || fleet.profile(key, PROFILE_LIMIT));
+            let measured =
+                tokio::task::spawn_blocking(move || device_group.profile(key, PROFILE_LIMIT));
             match measured.await {
                 Ok(times) if !times.is_empty() => {
                     tracing::info!(model = name, times = profile_text(&times), "model measured");
@@ -412,9 +418,10 @@ impl Inner {
         if let Some(gone) = self.catalogue.begin_unload(&name)? {
             // Fires with an error when the model drops its end, which is the message.
             let _ = gone.await;
-            let fleet = self.fleet.clone();
+            let device_group = self.device_group.clone();
             // Its memory is on its way back; who asked to unload wants it back.
-            let _ = tokio::task::spawn_blocking(move || fleet.wait_discarded(DISCARD_LIMIT)).await;
+            let _ = tokio::task::spawn_blocking(move || device_group.wait_discarded(DISCARD_LIMIT))
+                .await;
         }
         self.catalogue.finish_unload(&name);
         tracing::info!(model = name, "model unloaded");
@@ -471,8 +478,8 @@ impl InferenceService for LocalNode {
         }
     }
 
-    fn lender(&self) -> Option<Arc<dyn model::Lender>> {
-        self.inner.fleet.lender()
+    fn host_pool(&self) -> Option<Arc<dyn model::HostPool>> {
+        self.inner.device_group.host_pool()
     }
 
     fn ready(&self) -> bool {
@@ -554,14 +561,14 @@ impl InferenceService for LocalNode {
 
     fn write_metrics(&self, text: &mut String) {
         let models = self.inner.catalogue.all();
-        exposition::write(text, &models, &self.inner.families.trunks(), &self.inner.fleet);
+        exposition::write(text, &models, &self.inner.families.trunks(), &self.inner.device_group);
     }
 
     fn drain(&self, limit: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {
         self.inner.draining.store(true, Ordering::SeqCst);
-        let fleet = self.inner.fleet.clone();
+        let device_group = self.inner.device_group.clone();
         Box::pin(async move {
-            tokio::task::spawn_blocking(move || fleet.drain(limit)).await.unwrap_or(false)
+            tokio::task::spawn_blocking(move || device_group.drain(limit)).await.unwrap_or(false)
         })
     }
 }

@@ -115,7 +115,7 @@ impl BoundServer {
         service: Arc<dyn InferenceService>,
     ) -> Result<RunningServer, ServerError> {
         let app = Arc::new(App {
-            buffers: Arc::new(Buffers::new(service.lender())),
+            buffers: Arc::new(Buffers::new(service.host_pool())),
             service,
             gate: Gate::default(),
             max_body_bytes: self.options.max_body_bytes,

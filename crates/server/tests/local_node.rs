@@ -13,7 +13,7 @@ use bytes::Bytes;
 use model::Tensor;
 use model::config::{Batching, BatchingPolicy, Class, ModelConfig};
 use runtime::batching::Turn;
-use runtime::{Fleet, FleetOptions, Node, NodeOptions};
+use runtime::{DeviceGroup, DeviceGroupOptions, Node, NodeOptions};
 use server::LocalNode;
 
 mod fake;
@@ -37,7 +37,7 @@ async fn start_on(device: Arc<FakeDevice>, names: &[&str]) -> Fixture {
     let node = Node::start(device.clone(), NodeOptions::default(), clock).unwrap();
     let loader = Arc::new(FakeLoader::new(device.clone()));
     names.iter().for_each(|name| loader.add(name, 1, ModelConfig::default()));
-    let node = LocalNode::new(Arc::new(Fleet::of(Arc::new(node)).unwrap()), loader.clone());
+    let node = LocalNode::new(Arc::new(DeviceGroup::of(Arc::new(node)).unwrap()), loader.clone());
     assert!(node.load_all().await.unwrap().is_empty());
     node.set_started();
     Fixture { node, loader, device }
@@ -368,16 +368,16 @@ async fn several_devices_are_one_service() {
         let device = FakeDevice::new(Duration::from_millis(3));
         Arc::new(Node::start(device, NodeOptions::default(), clock.clone()).unwrap())
     };
-    let options = FleetOptions {
+    let options = DeviceGroupOptions {
         interval: Nanos::from_millis(50),
         calm_intervals: 60,
-        ..FleetOptions::default()
+        ..DeviceGroupOptions::default()
     };
-    let fleet = Arc::new(Fleet::start(vec![node(), node()], options).unwrap());
+    let device_group = Arc::new(DeviceGroup::start(vec![node(), node()], options).unwrap());
     let loader = Arc::new(FakeLoader::new(FakeDevice::new(INSTANT)));
     let alone = Batching { policy: BatchingPolicy::None, ..Batching::default() };
     loader.add("m", 1, ModelConfig { batching: alone, ..ModelConfig::default() });
-    let node = LocalNode::new(fleet, loader);
+    let node = LocalNode::new(device_group, loader);
     assert!(node.load_all().await.unwrap().is_empty());
     node.set_started();
     let has = |line: &str| metrics(&node).contains(line);

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use serde::Serialize;
 
 /// Real time may take so much longer and still counts as undisturbed.
-const BEARABLE: f64 = 1.01;
+const MAX_RT_SLOWDOWN: f64 = 1.01;
 
 /// Microseconds of one network over many replays.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
@@ -46,9 +46,9 @@ impl Ratios {
 /// A pair of networks in one way.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct WayReport {
-    /// `alone`, `fused`, `free`, `corner 16`, `apart 16`.
+    /// `alone`, `fused`, `free`, `partition 16`, `apart 16`.
     pub way: String,
-    /// Multiprocessors of the corner, as the driver made it.
+    /// Multiprocessors of the partition, as the driver made it.
     pub multiprocessors: Option<u32>,
     /// The real-time network.
     pub real_time: Spread,
@@ -205,7 +205,7 @@ fn summary(name: &str, pairs: &[PairReport]) -> Option<Summary> {
         count => Some(values.iter().sum::<f64>() / count as f64),
     };
     let all = |of: fn(&WayReport) -> f64| cells.iter().map(|(_, way)| of(way)).collect::<Vec<_>>();
-    let calm = cells.iter().filter(|(_, way)| way.ratio.median <= BEARABLE);
+    let calm = cells.iter().filter(|(_, way)| way.ratio.median <= MAX_RT_SLOWDOWN);
     let calm: Vec<f64> = calm.map(|(_, way)| way.best_effort_share).collect();
     let shares = all(|way| way.best_effort_share);
     Some(Summary {

@@ -1,4 +1,4 @@
-//! The engine alone: the server's fleet in this process, asked by threads with tensors in memory.
+//! The engine alone: the server's device_group in this process, asked by threads with tensors in memory.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use model::repository::Repository;
 use model::{LaunchPlan, Tensor};
-use runtime::fleet::router::FleetModel;
-use runtime::{Asked, Fleet, Reply};
+use runtime::device_group::router::GroupModelId;
+use runtime::{Asked, DeviceGroup, Reply};
 
 use super::Window;
 use super::report::{Stretch, Tally, process_seconds};
@@ -23,8 +23,8 @@ const SAMPLE: usize = 16;
 /// A model on the devices that a server would open.
 pub(super) struct Engine {
     pub(super) name: String,
-    fleet: Arc<Fleet>,
-    key: FleetModel,
+    device_group: Arc<DeviceGroup>,
+    key: GroupModelId,
     plan: Arc<LaunchPlan>,
 }
 
@@ -37,12 +37,12 @@ impl Engine {
         let entry = entry.ok_or_else(|| Failure::usage("there is no model in this file"))?;
         let config = entry.config().map_err(Failure::usage)?;
         let options = serve_command::node_options(args);
-        let fleet = devices::open_fleet(&args.device, args.gpu_memory, &options)?;
-        let placed = loader::load_file(&fleet, path).map_err(Failure::failed)?;
+        let device_group = devices::open_device_group(&args.device, args.gpu_memory, &options)?;
+        let placed = loader::load_file(&device_group, path).map_err(Failure::failed)?;
         let plan = placed.program.plan().clone();
-        let key = fleet.add_model(placed, &config);
-        fleet.preload(key);
-        Ok(Engine { name: entry.name, fleet, key, plan })
+        let key = device_group.add_model(placed, &config);
+        device_group.preload(key);
+        Ok(Engine { name: entry.name, device_group, key, plan })
     }
 
     pub(super) fn plan(&self) -> &LaunchPlan {
@@ -50,18 +50,18 @@ impl Engine {
     }
 
     pub(super) fn description(&self) -> String {
-        devices::describe(&self.fleet)
+        devices::describe(&self.device_group)
     }
 
     /// The same inputs where the server would put them.
     pub(super) fn settled(&self, inputs: Vec<Tensor>) -> Vec<Tensor> {
-        binding::settled(self.fleet.lender(), inputs)
+        binding::settled(self.device_group.host_pool(), inputs)
     }
 
     fn submit(&self, inputs: &[Tensor], reply: Box<dyn FnOnce(Reply) + Send>) {
         let inputs = inputs.to_vec();
         let asked = Asked { inputs, class: None, priority: None, timeout: None };
-        self.fleet.submit(self.key, asked, reply);
+        self.device_group.submit(self.key, asked, reply);
     }
 
     /// The outputs of one request on its own.

@@ -9,7 +9,7 @@ use base::Bytes;
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUmemoryPool, CUresult};
 
 use super::census::Census;
-use super::partition::{self, Part};
+use super::partition::{self, SmPartition};
 use super::pinned::PinnedPool;
 use crate::error::{CudaError, OpenError, is_sticky};
 
@@ -41,7 +41,7 @@ pub(crate) struct Context {
     fault: OnceLock<String>,
     pinned: PinnedPool,
     census: Arc<Census>,
-    part: Option<Part>,
+    part: Option<SmPartition>,
 }
 
 // SAFETY: a context handle may be used from any thread, and each thread makes it current before its calls.
@@ -79,7 +79,7 @@ impl Context {
         for resource in partition::split(device, &facts, parts)? {
             // Held along with the part, so that memory and kernels outlive any of them.
             retain(device)?;
-            let part = Part::open(device, resource)?;
+            let part = SmPartition::open(device, resource)?;
             let facts = DriverFacts { multiprocessors: part.multiprocessors(), ..facts.clone() };
             contexts.push(Context::hold(device, facts, part.context()?, Some(part))?);
         }
@@ -90,7 +90,7 @@ impl Context {
         device: CUdevice,
         facts: DriverFacts,
         raw: CUcontext,
-        part: Option<Part>,
+        part: Option<SmPartition>,
     ) -> Result<Arc<Context>, OpenError> {
         let pool: CUmemoryPool = std::ptr::null_mut();
         let number = OPENED.fetch_add(1, Ordering::Relaxed) + 1;
@@ -105,16 +105,16 @@ impl Context {
     }
 
     /// A part of at least so many multiprocessors that streams can be held to, unless this is a part itself.
-    pub(crate) fn corner(&self, least: u32) -> Result<Option<Arc<Part>>, OpenError> {
+    pub(crate) fn partition(&self, least: u32) -> Result<Option<Arc<SmPartition>>, OpenError> {
         if self.part.is_some() || least == 0 {
             return Ok(None);
         }
         self.enter()?;
-        Ok(Some(Arc::new(partition::corner(self.device, least)?)))
+        Ok(Some(Arc::new(partition::partition(self.device, least)?)))
     }
 
     /// The same, and a part of all other multiprocessors.
-    pub(crate) fn apart(&self, least: u32) -> Result<Option<[Arc<Part>; 2]>, OpenError> {
+    pub(crate) fn apart(&self, least: u32) -> Result<Option<[Arc<SmPartition>; 2]>, OpenError> {
         if self.part.is_some() {
             return Ok(None);
         }
@@ -123,7 +123,7 @@ impl Context {
     }
 
     /// The part of the GPU it is, if not all of it.
-    pub(super) fn part(&self) -> Option<&Part> {
+    pub(super) fn part(&self) -> Option<&SmPartition> {
         self.part.as_ref()
     }
 

@@ -19,18 +19,18 @@ fn share(multiprocessors: u32, parts: usize) -> Option<u32> {
 }
 
 /// A part of at least `least` multiprocessors, which the rest of the GPU uses as well.
-pub(super) fn corner(device: CUdevice, least: u32) -> Result<Part, OpenError> {
+pub(super) fn partition(device: CUdevice, least: u32) -> Result<SmPartition, OpenError> {
     let (groups, _) = divide(device, 1, least)?;
-    let none = OpenError::Corner { multiprocessors: least };
-    Part::open(device, *groups.first().ok_or(none)?)
+    let none = OpenError::Partition { multiprocessors: least };
+    SmPartition::open(device, *groups.first().ok_or(none)?)
 }
 
 /// A part of at least `least` multiprocessors, and one of all others.
-pub(super) fn apart(device: CUdevice, least: u32) -> Result<[Part; 2], OpenError> {
+pub(super) fn apart(device: CUdevice, least: u32) -> Result<[SmPartition; 2], OpenError> {
     let (groups, rest) = divide(device, 1, least)?;
-    let none = OpenError::Corner { multiprocessors: least };
+    let none = OpenError::Partition { multiprocessors: least };
     let first = *groups.first().ok_or(none)?;
-    Ok([Part::open(device, first)?, Part::open(device, rest)?])
+    Ok([SmPartition::open(device, first)?, SmPartition::open(device, rest)?])
 }
 
 /// Divides the GPU into `parts` parts that have no multiprocessor in common.
@@ -77,18 +77,21 @@ fn divide(
 }
 
 /// One part.
-pub(crate) struct Part {
+pub(crate) struct SmPartition {
     raw: CUgreenCtx,
     multiprocessors: u32,
 }
 
 // SAFETY: the handle of a green context may be used from any thread.
-unsafe impl Send for Part {}
+unsafe impl Send for SmPartition {}
 // SAFETY: as above; the driver locks its own state.
-unsafe impl Sync for Part {}
+unsafe impl Sync for SmPartition {}
 
-impl Part {
-    pub(super) fn open(device: CUdevice, mut resource: CUdevResource) -> Result<Part, OpenError> {
+impl SmPartition {
+    pub(super) fn open(
+        device: CUdevice,
+        mut resource: CUdevResource,
+    ) -> Result<SmPartition, OpenError> {
         // SAFETY: it came from a split of multiprocessors, so this is the field that is set.
         let multiprocessors = unsafe { resource.__bindgen_anon_1.sm.smCount };
         let mut desc: CUdevResourceDesc = std::ptr::null_mut();
@@ -100,7 +103,7 @@ impl Part {
         // SAFETY: the description is of this device; destroyed when this value is dropped.
         let code = unsafe { sys::cuGreenCtxCreate(&mut raw, desc, device, flags) };
         check("cuGreenCtxCreate", code)?;
-        Ok(Part { raw, multiprocessors })
+        Ok(SmPartition { raw, multiprocessors })
     }
 
     pub(crate) fn multiprocessors(&self) -> u32 {
@@ -127,7 +130,7 @@ impl Part {
     }
 }
 
-impl Drop for Part {
+impl Drop for SmPartition {
     fn drop(&mut self) {
         // SAFETY: made in `open` and not used after this; an error has nobody to go to.
         let _ = unsafe { sys::cuGreenCtxDestroy(self.raw) };

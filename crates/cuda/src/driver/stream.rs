@@ -12,7 +12,7 @@ use cudarc::driver::sys::{
     CUstreamBatchMemOpType, CUstreamCaptureMode,
 };
 
-use super::{Context, Function, Graph, Part};
+use super::{Context, Function, Graph, SmPartition};
 use crate::error::CudaError;
 
 /// The most memory operations the driver takes at once.
@@ -42,7 +42,7 @@ pub(crate) struct Stream {
     raw: CUstream,
     context: Arc<Context>,
     /// What its kernels are held to, if not to all that the context has.
-    _part: Option<Arc<Part>>,
+    _part: Option<Arc<SmPartition>>,
 }
 
 // SAFETY: a stream handle may be used from any thread.
@@ -65,18 +65,18 @@ impl Stream {
         Ok(own(raw))
     }
 
-    /// A stream of low priority whose kernels run in `corner` only, which is a part of the same GPU.
-    pub(crate) fn in_corner(
+    /// A stream of low priority whose kernels run in `partition` only, which is a part of the same GPU.
+    pub(crate) fn in_partition(
         context: &Arc<Context>,
-        corner: &Arc<Part>,
+        partition: &Arc<SmPartition>,
     ) -> Result<Stream, CudaError> {
-        Stream::in_part(context, corner, Priority::Low)
+        Stream::in_part(context, partition, Priority::Low)
     }
 
     /// A stream whose kernels run in `part` only, which is of the same GPU.
     pub(crate) fn in_part(
         context: &Arc<Context>,
-        part: &Arc<Part>,
+        part: &Arc<SmPartition>,
         priority: Priority,
     ) -> Result<Stream, CudaError> {
         let raw = part.stream(number_of(context, priority)?)?;

@@ -1,5 +1,5 @@
 //! Real time beside best effort on the device, by every way of running both: fused into common launches as REEF does, in streams of
-//! two priorities, in a corner of the multiprocessors.
+//! two priorities, in a partition of the multiprocessors.
 //!
 //! Best effort is the same in every way, so that ways differ in where it runs and not in what: the launches a step has as best
 //! effort, without clusters, that never look whether they shall leave. Who is fused with whom is decided elsewhere, from the
@@ -18,7 +18,7 @@ use model::gpu::Kernel;
 use model::{LaunchPlan, Tensor};
 
 use crate::device::CudaDevice;
-use crate::driver::Part;
+use crate::driver::SmPartition;
 use crate::fused::fuse;
 use crate::hub::Hub;
 use crate::kernel_text::Flavour;
@@ -92,7 +92,7 @@ pub enum PaddingWay {
     /// Best effort without end in a stream of low priority.
     Free,
     /// The same on so many multiprocessors only.
-    Corner(u32),
+    Partition(u32),
     /// The same, and real time on all others only.
     Apart(u32),
 }
@@ -126,7 +126,7 @@ pub struct PaddingTiming {
 pub struct WayTiming {
     /// The way.
     pub way: PaddingWay,
-    /// Multiprocessors of the corner, as the driver made it.
+    /// Multiprocessors of the partition, as the driver made it.
     pub multiprocessors: Option<u32>,
     /// Real time.
     pub real_time: PaddingTiming,
@@ -171,22 +171,22 @@ pub struct PaddingBench {
     /// Kernels made of two of them.
     fused: HashMap<(usize, usize), Arc<LoadedKernel>>,
     /// Parts of the device by the way that needs them.
-    corners: Vec<(PaddingWay, Corner)>,
+    partitions: Vec<(PaddingWay, Partition)>,
 }
 
 /// Where best effort is held to some multiprocessors.
-struct Corner {
-    part: Arc<Part>,
+struct Partition {
+    part: Arc<SmPartition>,
     /// Where real time is held to all others.
-    rest: Option<Arc<Part>>,
+    rest: Option<Arc<SmPartition>>,
 }
 
 impl CudaDevice {
     /// A bench without networks. Needs the device for itself to mean anything.
     pub fn padding_bench(&self) -> PaddingBench {
         let hub = self.hub().clone();
-        let (networks, kernels, corners) = (Vec::new(), Vec::new(), Vec::new());
-        PaddingBench { hub, networks, kernels, fused: HashMap::new(), corners }
+        let (networks, kernels, partitions) = (Vec::new(), Vec::new(), Vec::new());
+        PaddingBench { hub, networks, kernels, fused: HashMap::new(), partitions }
     }
 }
 
@@ -264,7 +264,7 @@ impl PaddingBench {
     ) -> Result<PairTiming, DeviceError> {
         self.hub.alive()?;
         for way in &options.ways {
-            self.open_corner(*way)?;
+            self.open_partition(*way)?;
         }
         let error = |err| self.hub.error(err);
         Contest::new(self, pair, options).map_err(error)?.run(options).map_err(error)
@@ -272,33 +272,35 @@ impl PaddingBench {
 }
 
 impl PaddingBench {
-    /// Makes the corner of `way`, unless it needs none or it is there.
-    fn open_corner(&mut self, way: PaddingWay) -> Result<(), DeviceError> {
-        let (PaddingWay::Corner(count) | PaddingWay::Apart(count)) = way else { return Ok(()) };
-        if self.corner(way).is_some() {
+    /// Makes the partition of `way`, unless it needs none or it is there.
+    fn open_partition(&mut self, way: PaddingWay) -> Result<(), DeviceError> {
+        let (PaddingWay::Partition(count) | PaddingWay::Apart(count)) = way else { return Ok(()) };
+        if self.partition(way).is_some() {
             return Ok(());
         }
         let refused = |reason: String| DeviceError::Unsupported {
-            step: format!("a corner of {count} multiprocessors"),
-            op: "corner".to_string(),
+            step: format!("a partition of {count} multiprocessors"),
+            op: "partition".to_string(),
             reason,
         };
         let context = self.hub.context();
         let made = match way {
             PaddingWay::Apart(_) => context
                 .apart(count)
-                .map(|made| made.map(|[part, rest]| Corner { part, rest: Some(rest) })),
-            _ => context.corner(count).map(|made| made.map(|part| Corner { part, rest: None })),
+                .map(|made| made.map(|[part, rest]| Partition { part, rest: Some(rest) })),
+            _ => {
+                context.partition(count).map(|made| made.map(|part| Partition { part, rest: None }))
+            }
         };
         let none = || refused("the device is itself a part of a GPU".to_string());
-        let corner = made.map_err(|err| refused(err.to_string()))?.ok_or_else(none)?;
-        self.corners.push((way, corner));
+        let partition = made.map_err(|err| refused(err.to_string()))?.ok_or_else(none)?;
+        self.partitions.push((way, partition));
         Ok(())
     }
 
     /// The parts that were made for `way`.
-    fn corner(&self, way: PaddingWay) -> Option<&Corner> {
-        self.corners.iter().find(|(known, _)| *known == way).map(|(_, corner)| corner)
+    fn partition(&self, way: PaddingWay) -> Option<&Partition> {
+        self.partitions.iter().find(|(known, _)| *known == way).map(|(_, partition)| partition)
     }
 }
 

@@ -14,7 +14,7 @@ use crate::quiet::Quiet;
 pub(crate) struct BestEffortQueue {
     inbox: Arc<Inbox>,
     waker: Waker,
-    has_corner: bool,
+    has_partition: bool,
     /// Wanted for launches elsewhere, where this queue's are not among those that others keep quiet for.
     quiet: Option<Arc<Quiet>>,
 }
@@ -42,7 +42,7 @@ impl BestEffortQueue {
         Ok(BestEffortQueue {
             inbox,
             waker: hub.dispatcher.waker(),
-            has_corner: hub.corner.is_some() && priority == Priority::Low,
+            has_partition: hub.partition.is_some() && priority == Priority::Low,
             quiet: (priority == Priority::High).then(|| hub.quiet.clone()),
         })
     }
@@ -63,7 +63,7 @@ impl Queue for BestEffortQueue {
     }
 
     fn confine(&self, confined: bool) {
-        if self.has_corner {
+        if self.has_partition {
             self.inbox.orders.confine(confined);
         }
     }

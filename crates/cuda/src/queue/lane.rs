@@ -110,29 +110,30 @@ pub(crate) struct Lane {
 struct Streams {
     priority: Priority,
     anywhere: Stream,
-    corner: Option<Stream>,
-    /// The work is in the corner.
-    cornered: bool,
+    partition: Option<Stream>,
+    /// The work is in the partition.
+    in_partition: bool,
 }
 
 impl Streams {
     fn new(hub: &Hub, priority: Priority) -> Result<Streams, CudaError> {
         let context = hub.context();
-        let corner = hub.corner.as_ref().filter(|_| priority == Priority::Low);
-        let corner = corner.map(|corner| Stream::in_corner(context, corner)).transpose()?;
+        let partition = hub.partition.as_ref().filter(|_| priority == Priority::Low);
+        let partition =
+            partition.map(|partition| Stream::in_partition(context, partition)).transpose()?;
         let anywhere = Stream::new(context, priority)?;
-        Ok(Streams { priority, anywhere, corner, cornered: false })
+        Ok(Streams { priority, anywhere, partition, in_partition: false })
     }
 
     fn current(&self) -> &Stream {
-        match &self.corner {
-            Some(corner) if self.cornered => corner,
+        match &self.partition {
+            Some(partition) if self.in_partition => partition,
             _ => &self.anywhere,
         }
     }
 
     fn place(&self) -> Place {
-        if self.cornered { Place::Corner } else { self.priority.into() }
+        if self.in_partition { Place::Partition } else { self.priority.into() }
     }
 }
 
@@ -140,7 +141,7 @@ impl Drop for Streams {
     fn drop(&mut self) {
         // The words and buffers of their lane must outlive what is queued.
         let _ = self.anywhere.synchronize();
-        let _ = self.corner.as_ref().map(Stream::synchronize);
+        let _ = self.partition.as_ref().map(Stream::synchronize);
     }
 }
 
@@ -359,7 +360,7 @@ impl Lane {
             return Ok(Progress::Ended(Outcome::Done));
         }
         if self.inbox.orders.told(ticket) {
-            return Ok(Progress::Ended(Outcome::Left));
+            return Ok(Progress::Ended(Outcome::Preempted));
         }
         task.hold_memory(Priority::Low)?;
         let seat = task.seat().map_err(|err| self.hub.error(err))?;
@@ -369,22 +370,22 @@ impl Lane {
         (run.seat, run.end) = (Some(seat.clone()), steps.end);
         match self.inbox.orders.sit(ticket, &seat) {
             Some(seating) => self.start(seating, first),
-            None => Ok(Progress::Ended(Outcome::Left)),
+            None => Ok(Progress::Ended(Outcome::Preempted)),
         }
     }
 
     /// Queues the first launches from step `first` on, which is the task's next, where the run is seated.
     fn start(&mut self, seating: Seating, first: usize) -> Result<Progress, DeviceError> {
-        self.streams.cornered = seating.cornered;
+        self.streams.in_partition = seating.in_partition;
         let Some(mut run) = self.run.take() else { return Ok(Progress::None) };
         (run.number, run.stage, run.settled) = (seating.number, Stage::Flying, false);
-        // How long a run takes in the corner says nothing about others.
-        run.paced &= !seating.cornered;
+        // How long a run takes in the partition says nothing about others.
+        run.paced &= !seating.in_partition;
         run.flight = Flight::at(first);
         let stream = self.streams.current();
         let ready = cuda_task(&mut run.segment).and_then(|task| {
             task.seat()?.arm(seating.number, stream)?;
-            make_ready(stream, task, &task.lowered.clone(), first)
+            prepare_batches(stream, task, &task.lowered.clone(), first)
         });
         let run = self.run.insert(run);
         if let Err(err) = ready {
@@ -437,14 +438,14 @@ impl Lane {
     /// Goes to where the queue is held to as soon as nothing is in flight, and false until then: launches on two streams
     /// would not wait for each other.
     fn move_over(&mut self, run: &Run) -> bool {
-        if self.inbox.orders.is_confined() == self.streams.cornered {
+        if self.inbox.orders.is_confined() == self.streams.in_partition {
             return true;
         }
         if !run.flight.marks.is_empty() {
             return false;
         }
         if run.settled {
-            self.streams.cornered = self.inbox.orders.move_over();
+            self.streams.in_partition = self.inbox.orders.move_over();
         }
         true
     }
@@ -500,7 +501,7 @@ impl Lane {
             self.stamps.0.record(stream)?;
         }
         // SAFETY: the task holds instance, staging and plan until the stream is drained, and its words are as
-        // `make_ready` left them.
+        // `prepare_batches` left them.
         unsafe {
             match next {
                 Next::Step(index) => {
@@ -645,7 +646,7 @@ impl Lane {
         }
         task.advance_to(reached);
         let outcome = match task.fault() {
-            _ if reached < end => Outcome::Left,
+            _ if reached < end => Outcome::Preempted,
             Some(err) => Outcome::Failed(err),
             None => Outcome::Done,
         };
@@ -667,7 +668,7 @@ fn cuda_task(segment: &mut Segment) -> Result<&mut CudaTask, CudaError> {
 }
 
 /// Queues what comes before the first launch: inputs, and the words of steps that start afresh.
-fn make_ready(
+fn prepare_batches(
     stream: &Stream,
     task: &mut CudaTask,
     lowered: &Lowered,

@@ -327,7 +327,7 @@ impl Shared {
     fn complete(&self, running: Running, waited: Result<(), CudaError>, busy: Nanos) {
         let Running { mut segment, progress, .. } = running;
         let outcome = match (progress, waited) {
-            (Progress::Left, _) => Outcome::Left,
+            (Progress::Left, _) => Outcome::Preempted,
             (Progress::Marked { queued, .. }, Ok(())) => {
                 if let Some((from, to)) = &queued.span {
                     self.hub.timeline.add(from, to);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use base::Random;
 use model::config::CopyTime;
 use model::op::{Binary, MatMul, Op, Unary};
-use model::{DataType, Dim, Lender, Tensor};
+use model::{DataType, Dim, HostPool, Tensor};
 
 use super::plans::{Builder, noise, reals};
 use super::{Lane, Report, Stop, ensure, load};
@@ -31,11 +31,11 @@ pub(super) fn run(device: &dyn Device, report: &mut Report) {
             report.add(&format!("a batch of {what}, copied {name}"), case(rows)());
         }
     }
-    if let Some(lender) = device.lender() {
+    if let Some(host_pool) = device.host_pool() {
         for (name, copy) in [("early", CopyTime::Early), ("late", CopyTime::Late)] {
             let what =
                 format!("inputs in memory the device lent, alone and in a batch copied {name}");
-            report.add(&what, lent(device, &*lender, copy));
+            report.add(&what, lent(device, &*host_pool, copy));
         }
     }
     report.add("staged inputs are checked", checked(device));
@@ -117,13 +117,13 @@ fn together(device: &dyn Device, copy: CopyTime, rows: &[usize]) -> Result<(), S
 }
 
 /// Some inputs in memory the device lent, at any place in it, beside some that are not.
-fn lent(device: &dyn Device, lender: &dyn Lender, copy: CopyTime) -> Result<(), Stop> {
+fn lent(device: &dyn Device, host_pool: &dyn HostPool, copy: CopyTime) -> Result<(), Stop> {
     let program = program(device)?;
     let lane = Lane::open(device, 0, 1)?;
     let mut random = Random::new(11);
     for _ in 0..20 {
         let plain = request(&mut random, 4);
-        let move_over = |tensor: &Tensor| tensor.lent_by(lender);
+        let move_over = |tensor: &Tensor| tensor.lent_by(host_pool);
         let moved: Vec<Tensor> = plain.iter().filter_map(move_over).collect();
         ensure(moved == plain, "lent memory does not hold what was put there")?;
         let row = |request: &[Tensor], row: usize| -> Vec<Tensor> {
@@ -192,8 +192,8 @@ fn given_up(device: &dyn Device) -> Result<(), Stop> {
 
 fn made_ready(device: &dyn Device) -> Result<(), Stop> {
     let program = program(device)?;
-    program.make_ready(&[], &[1, 2, 2, 4]).map_err(|err| format!("not made ready: {err}"))?;
-    let ready = program.ready_batches(&[]);
+    program.prepare_batches(&[], &[1, 2, 2, 4]).map_err(|err| format!("not made ready: {err}"))?;
+    let ready = program.prepared_batches(&[]);
     let all = ready.as_ref().is_none_or(|ready| [1, 2, 4].iter().all(|size| ready.contains(size)));
     ensure(all, format!("ready are {ready:?} after 1, 2 and 4 were asked for"))?;
     // Three rows on a plan of four, whose last row was somebody else's.

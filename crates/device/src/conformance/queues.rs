@@ -31,8 +31,8 @@ pub(super) fn run(device: &dyn Device, report: &mut Report) {
     report.add("every launched segment completes once", all_complete(device));
     report.add("preempted work leaves and resumes with the same bits", preemption(device));
     report.add("what is launched after preemption runs", after_preemption(device));
-    report.add("work that is held to a corner goes on with the same bits", confinement(device));
-    report.add("an order to leave finds work on its way to a corner", confined_leaves(device));
+    report.add("work that is held to a partition goes on with the same bits", confinement(device));
+    report.add("an order to leave finds work on its way to a partition", confined_leaves(device));
     report.add("a failed step does not stop its queue", failure(device));
     report.add("queues run side by side", side_by_side(device));
     report.add("programs give their memory back", memory(device));
@@ -167,7 +167,7 @@ fn preemption(device: &dyn Device) -> Result<(), Stop> {
         // Both come back before either is launched again.
         for (token, mut completion) in [(1, lane.wait()?), (2, lane.wait()?)] {
             ensure(completion.token == token, "segments overtook each other")?;
-            if completion.outcome == Outcome::Left {
+            if completion.outcome == Outcome::Preempted {
                 let (done, steps) = (completion.task.next_step(), completion.task.step_count());
                 ensure(done < steps, "left with nothing to do")?;
                 left_early = true;
@@ -205,7 +205,7 @@ fn confinement(device: &dyn Device) -> Result<(), Stop> {
         }
         same_bits(&finished(lane.wait()?)?, &want)?;
     }
-    // Begun in the corner, and a queue that was let out.
+    // Begun in the partition, and a queue that was let out.
     for confined in [true, false] {
         lane.queue.confine(confined);
         same_bits(&lane.outputs(start(&program, 5)?)?, &want)?;
@@ -228,7 +228,7 @@ fn confined_leaves(device: &dyn Device) -> Result<(), Stop> {
             lane.queue.confine(false);
         }
         let mut completion = lane.wait()?;
-        if completion.outcome == Outcome::Left {
+        if completion.outcome == Outcome::Preempted {
             let steps = completion.task.next_step()..completion.task.step_count();
             completion = lane.run(completion.task, steps)?;
         }

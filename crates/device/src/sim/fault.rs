@@ -72,8 +72,9 @@ impl Gpu {
         }
         let stuck = self.streams[stream].stuck;
         if stuck {
-            self.events
-                .retain(|event| !matches!(event, GpuEvent::Left { stream: s, .. } if *s == stream));
+            self.events.retain(
+                |event| !matches!(event, GpuEvent::Preempted { stream: s, .. } if *s == stream),
+            );
         }
         stuck
     }

@@ -6,7 +6,7 @@ use base::Nanos;
 
 use super::Segment;
 use super::profile::{GpuProfile, KernelProfile};
-use crate::Leave;
+use crate::PreemptMode;
 
 /// Units one multiprocessor is divided into; every occupancy from 1 to 10 divides it.
 pub(super) const UNITS_PER_SM: u64 = 2_520;
@@ -226,7 +226,7 @@ pub(super) struct Stream {
     pub(super) dispatch_at: Option<Nanos>,
     /// The dispatcher is on its way to it from another stream.
     pub(super) switching: bool,
-    pub(super) leaving: Option<Leave>,
+    pub(super) leaving: Option<PreemptMode>,
     pub(super) abort_at: Option<Nanos>,
     pub(super) left_at: Option<Nanos>,
     /// Units it may hold; what is above leaves as finely as the device allows.
@@ -303,7 +303,7 @@ impl Stream {
         let goes_on = match self.leaving {
             None => true,
             // The flag is looked at when a kernel begins, not afterwards.
-            Some(Leave::BetweenLaunches) => kernel.started(),
+            Some(PreemptMode::BetweenLaunches) => kernel.started(),
             Some(_) => false,
         };
         let allowed = self.granted.is_none_or(|tiles| tiles > 0);

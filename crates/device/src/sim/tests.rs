@@ -75,7 +75,7 @@ fn two_memory_bound_kernels_slow_each_other() {
 }
 
 /// Leaves at 150 in each way and runs the rest from where the device says.
-fn leave_and_restore(how: Leave) -> (Vec<(u64, GpuEvent)>, bool, f64) {
+fn leave_and_restore(how: PreemptMode) -> (Vec<(u64, GpuEvent)>, bool, f64) {
     let kernels = vec![kernel(4, 10, 1, 0.1), kernel(40, 100, 1, 0.1), kernel(4, 10, 1, 0.1)];
     let profile =
         GpuProfile { evict_ns: 5, leave_ns: 3, host_reset_ns: 7, kill_ns: 2, ..small_gpu() };
@@ -84,7 +84,7 @@ fn leave_and_restore(how: Leave) -> (Vec<(u64, GpuEvent)>, bool, f64) {
     run_to(&mut gpu, 150);
     gpu.leave(Nanos(150), 1, how);
     let events = run_to(&mut gpu, 2_000);
-    let GpuEvent::Left { step, tile, .. } = events[0].1 else { panic!("{events:?}") };
+    let GpuEvent::Preempted { step, tile, .. } = events[0].1 else { panic!("{events:?}") };
     let segment = Segment { token: 9, task, model: 0, steps: step..3, tile };
     gpu.enqueue(Nanos(2_000), 1, segment).unwrap();
     run_to(&mut gpu, 10_000);
@@ -96,14 +96,14 @@ fn leave_and_restore(how: Leave) -> (Vec<(u64, GpuEvent)>, bool, f64) {
 fn work_leaves_as_finely_as_asked_and_goes_on_where_it_was() {
     // The second kernel runs its second wave of ten from 110 to 210.
     let cases = [
-        (Leave::InsideTile, 153 + 5, (1, 4), 4.0 * 43.0),
-        (Leave::TileBoundary, 210 + 5, (1, 8), 0.0),
-        (Leave::BetweenLaunches, 1_010 + 5, (2, 0), 0.0),
-        (Leave::Kill, 150 + 7 + 5 + 2, (1, 0), 4.0 * 54.0 + 400.0),
+        (PreemptMode::InsideTile, 153 + 5, (1, 4), 4.0 * 43.0),
+        (PreemptMode::TileBoundary, 210 + 5, (1, 8), 0.0),
+        (PreemptMode::BetweenLaunches, 1_010 + 5, (2, 0), 0.0),
+        (PreemptMode::Kill, 150 + 7 + 5 + 2, (1, 0), 4.0 * 54.0 + 400.0),
     ];
     for (how, at, place, redone) in cases {
         let (events, right, seen) = leave_and_restore(how);
-        let GpuEvent::Left { step, tile, .. } = events[0].1 else { panic!() };
+        let GpuEvent::Preempted { step, tile, .. } = events[0].1 else { panic!() };
         assert_eq!((events[0].0, (step, tile)), (at, place), "{how:?}");
         assert!(right, "{how:?} computed something else");
         assert_eq!(seen, redone, "{how:?}");
@@ -133,10 +133,10 @@ fn what_leaves_inside_loses_at_most_a_tile_a_block() {
     let mut gpu = open(profile, models, vec![]);
     let task = launch(&mut gpu, 0, 1, 0);
     run_to(&mut gpu, 72);
-    gpu.leave(Nanos(72), 1, Leave::InsideTile);
+    gpu.leave(Nanos(72), 1, PreemptMode::InsideTile);
     let events = run_to(&mut gpu, 80);
     // Gone at 75, in the middle of the eighth of ten tiles of each of the eight blocks.
-    assert!(matches!(events[0], (75, GpuEvent::Left { step: 0, tile: 56, .. })), "{events:?}");
+    assert!(matches!(events[0], (75, GpuEvent::Preempted { step: 0, tile: 56, .. })), "{events:?}");
     assert!((gpu.work(1).redone - 4.0 * 5.0).abs() < 1e-9, "{:?}", gpu.work(1));
     let segment = Segment { token: 1, task, model: 0, steps: 0..1, tile: 56 };
     gpu.enqueue(Nanos(100), 1, segment).unwrap();
@@ -220,9 +220,9 @@ fn kernels_that_must_not_run_twice_finish() {
     let mut gpu = open(small_gpu(), vec![model("a", vec![fragile, fragile])], vec![]);
     launch(&mut gpu, 0, 1, 0);
     run_to(&mut gpu, 50);
-    gpu.leave(Nanos(50), 1, Leave::InsideTile);
+    gpu.leave(Nanos(50), 1, PreemptMode::InsideTile);
     let events = run_to(&mut gpu, 100_000);
-    assert!(matches!(events[0].1, GpuEvent::Left { step: 1, tile: 0, .. }), "{events:?}");
+    assert!(matches!(events[0].1, GpuEvent::Preempted { step: 1, tile: 0, .. }), "{events:?}");
 }
 
 #[test]

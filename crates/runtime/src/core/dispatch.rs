@@ -1,12 +1,12 @@
 //! Who runs next on which queue, who leaves for it, and what pads it.
 
 use base::Nanos;
-use device::Leave;
+use device::PreemptMode;
 use model::config::Class;
 
 use super::{Action, Core, Kind, Phase, RequestId, Running, Slot};
 use crate::policy::padding::{self, Candidate, Grant, Host, Slowdowns};
-use crate::policy::{Beside, PaddingRules, Progress, Start, Streams};
+use crate::policy::{CoRun, PaddingRules, Progress, Start, Streams};
 
 impl Slot {
     pub(super) fn new(kind: Kind, yields: bool) -> Slot {
@@ -21,7 +21,7 @@ impl Slot {
             expiry: None,
             step: None,
             step_since: Nanos::ZERO,
-            companion: None,
+            co_runner: None,
         }
     }
 
@@ -98,7 +98,7 @@ impl Core {
                 running.entitled_until = Nanos::ZERO;
             }
         }
-        let Some(how) = self.rules.leave else { return };
+        let Some(how) = self.rules.preempt else { return };
         let running = self.queues.iter().filter_map(|slot| slot.running);
         let leaving = running.filter(|running| running.leaving).count();
         let mut unserved = self.real_time.len().saturating_sub(leaving);
@@ -127,7 +127,7 @@ impl Core {
             return Some((request, Nanos::ZERO));
         }
         // Whoever cannot be made to leave is not started in front of a real-time request that is on its way.
-        if !owed && self.rules.leave.is_none() && self.real_time_copies > 0 {
+        if !owed && self.rules.preempt.is_none() && self.real_time_copies > 0 {
             return None;
         }
         let request = self.pop_best_effort(now)?;
@@ -137,11 +137,11 @@ impl Core {
     fn dispatch_split(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         self.turn_slice(now);
         let held = self.slice_until.is_some();
-        let alone = self.rules.beside != Beside::Everything;
+        let alone = self.rules.co_run != CoRun::All;
         let waits = !self.real_time.is_empty();
         let coming = !held && (waits || self.expected > 0);
         if coming {
-            if self.rules.beside == Beside::Companion {
+            if self.rules.co_run == CoRun::AdmittedPair {
                 self.choose_companion(now);
             }
             // The word to leave goes out before the launch, on the same stream.
@@ -162,10 +162,10 @@ impl Core {
             return;
         }
         if !active {
-            (self.companion, self.companion_for) = (None, None);
+            (self.co_runner, self.companion_for) = (None, None);
             self.lift_budgets(now, actions);
             self.fill(now, Kind::BestEffort, actions);
-        } else if running && self.companion.is_some() {
+        } else if running && self.co_runner.is_some() {
             self.accompany(now, actions);
         } else if running && self.pads() && self.clear() {
             self.fill_padded(now, actions);
@@ -193,7 +193,7 @@ impl Core {
     }
 
     fn pads(&self) -> bool {
-        matches!(self.rules.beside, Beside::Padding(_))
+        matches!(self.rules.co_run, CoRun::Padding(_))
     }
 
     /// Whether no best effort runs that is not held to a budget.
@@ -204,7 +204,7 @@ impl Core {
     }
 
     fn evict_best_effort(&mut self, actions: &mut Vec<Action>) {
-        let Some(how) = self.rules.leave else { return };
+        let Some(how) = self.rules.preempt else { return };
         let stays = self.companion_queue();
         for queue in 0..self.queues.len() {
             let slot = &self.queues[queue];
@@ -234,25 +234,25 @@ impl Core {
         };
         let running = self.queues.iter().filter_map(runs);
         let candidates = running.chain(self.best_effort.waiting_models());
-        self.companion = self.companions.choose(real_time, self.companion, candidates);
+        self.co_runner = self.co_run.choose(real_time, self.co_runner, candidates);
     }
 
-    /// The queue on which the companion runs.
+    /// The queue on which the co_runner runs.
     fn companion_queue(&self) -> Option<usize> {
-        let companion = self.companion?;
+        let co_runner = self.co_runner?;
         self.queues.iter().position(|slot| {
-            let runs = |running: Running| !running.leaving && running.model == companion;
+            let runs = |running: Running| !running.leaving && running.model == co_runner;
             slot.kind == Kind::BestEffort && slot.running.is_some_and(runs)
         })
     }
 
-    /// Starts the companion's next task unless one runs, and notes beside whom it is.
+    /// Starts the co_runner's next task unless one runs, and notes beside whom it is.
     fn accompany(&mut self, now: Nanos, actions: &mut Vec<Action>) {
-        let Some(companion) = self.companion else { return };
+        let Some(co_runner) = self.co_runner else { return };
         if self.companion_queue().is_none() {
             let idle = |slot: &Slot| slot.kind == Kind::BestEffort && slot.running.is_none();
             let Some(queue) = self.queues.iter().position(idle) else { return };
-            let Some(request) = self.best_effort.pop_of(companion) else { return };
+            let Some(request) = self.best_effort.pop_of(co_runner) else { return };
             if !self.still_resident(now, request) {
                 return;
             }
@@ -261,7 +261,7 @@ impl Core {
         }
         for slot in &mut self.queues {
             if slot.kind == Kind::RealTime && slot.running.is_some() {
-                slot.companion = Some(companion);
+                slot.co_runner = Some(co_runner);
             }
         }
     }
@@ -309,7 +309,7 @@ impl Core {
 
     /// Best effort that still runs beside the real-time task before hears of the next one's first kernel.
     fn announce(&mut self, now: Nanos, actions: &mut Vec<Action>) {
-        if let Beside::Padding(rules) = self.rules.beside
+        if let CoRun::Padding(rules) = self.rules.co_run
             && !rules.fused
         {
             self.pad(now, rules, actions);
@@ -330,9 +330,9 @@ impl Core {
         }
     }
 
-    /// Holds a queue to the corner where the device has one, or no more.
+    /// Holds a queue to the partition where the device has one, or no more.
     fn confine(&mut self, queue: usize, confined: bool, actions: &mut Vec<Action>) {
-        if self.options.corner && self.queues[queue].confined != confined {
+        if self.options.partition && self.queues[queue].confined != confined {
             self.queues[queue].confined = confined;
             actions.push(Action::Confine { queue, confined });
         }
@@ -371,7 +371,7 @@ impl Core {
         }
     }
 
-    pub(super) fn preempt(&mut self, queue: usize, how: Leave, actions: &mut Vec<Action>) {
+    pub(super) fn preempt(&mut self, queue: usize, how: PreemptMode, actions: &mut Vec<Action>) {
         if let Some(running) = &mut self.queues[queue].running
             && !running.leaving
         {
@@ -422,7 +422,7 @@ impl Core {
         step: usize,
         actions: &mut Vec<Action>,
     ) {
-        let Beside::Padding(rules) = self.rules.beside else { return };
+        let CoRun::Padding(rules) = self.rules.co_run else { return };
         let Some(slot) = self.queues.get(queue).filter(|slot| slot.running.is_some()) else {
             return;
         };

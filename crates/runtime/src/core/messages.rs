@@ -4,12 +4,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use base::Nanos;
-use device::Leave;
+use device::PreemptMode;
 use device::sim::KernelProfile;
 use model::config::Class;
 
 use super::{ModelId, RequestId};
-use crate::policy::Left;
+use crate::policy::PreemptionPoint;
 
 /// What happened.
 #[derive(Clone, Debug, PartialEq)]
@@ -24,7 +24,7 @@ pub enum Event {
         queue_capacity: usize,
     },
     /// So many requests of a model may run as real time at once, where there are queues for it; one unless this is said.
-    ModelLanes {
+    ModelConcurrency {
         /// Its number.
         model: ModelId,
         /// The most at once.
@@ -72,7 +72,7 @@ pub enum Event {
         deadline: Nanos,
     },
     /// Who rides on a request that has just been launched is settled.
-    Boarded {
+    BatchFormed {
         /// Its number.
         request: RequestId,
         /// Rows it computes.
@@ -81,13 +81,13 @@ pub enum Event {
         deadline: Nanos,
     },
     /// A real-time request is about to arrive: its inputs are nearly where the device takes them from. Best effort makes room
-    /// meanwhile. [`Event::Withdrawn`] follows, after the arrival where one comes.
-    Expected {
+    /// meanwhile. [`Event::ExpectationEnded`] follows, after the arrival where one comes.
+    ArrivalExpected {
         /// Its model.
         model: ModelId,
     },
     /// A request that was expected has arrived, or never will.
-    Withdrawn,
+    ExpectationEnded,
     /// A segment did all its steps.
     SegmentDone {
         /// The queue it ran on.
@@ -96,13 +96,13 @@ pub enum Event {
         busy: Nanos,
     },
     /// The answers of real time are out for which best effort was kept waiting.
-    Answered,
+    RepliesSent,
     /// A segment left early.
-    SegmentLeft {
+    SegmentPreempted {
         /// The queue it ran on.
         queue: usize,
         /// How far it got.
-        left: Left,
+        left: PreemptionPoint,
         /// Time it took.
         busy: Nanos,
     },
@@ -174,9 +174,9 @@ pub enum Action {
         /// The queue.
         queue: usize,
         /// How finely.
-        how: Leave,
+        how: PreemptMode,
     },
-    /// Hold a queue to the device's corner, or no more: its work goes on.
+    /// Hold a queue to the device's partition, or no more: its work goes on.
     Confine {
         /// The queue.
         queue: usize,

@@ -38,7 +38,7 @@ impl Core {
 
     /// Makes real time leave for the request that waits first, where that has a higher priority and is helped by it.
     pub(super) fn outrank(&mut self, now: Nanos, actions: &mut Vec<Action>) {
-        let Some(how) = self.rules.leave.filter(|_| self.ranks()) else { return };
+        let Some(how) = self.rules.preempt.filter(|_| self.ranks()) else { return };
         let Some(((urgent, ..), request)) = self.real_time.peek() else { return };
         for queue in 0..self.queues.len() {
             let slot = &self.queues[queue];
@@ -61,8 +61,7 @@ impl Core {
         if !usable || state.deadline == Nanos::MAX {
             return usable;
         }
-        let (own, other) =
-            (self.companions.alone(state.model), self.companions.alone(running.model));
+        let (own, other) = (self.co_run.alone(state.model), self.co_run.alone(running.model));
         let (Some(own), Some(other)) = (own, other) else { return true };
         let rest = Nanos(other.0.saturating_sub((now - running.since).0));
         now + own <= state.deadline && now + rest + own > state.deadline

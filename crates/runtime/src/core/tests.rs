@@ -211,7 +211,11 @@ impl World {
             self.event(Event::SegmentDone { queue, busy });
         } else if on_queue.leave {
             self.queues[queue] = None;
-            self.event(Event::SegmentLeft { queue, left: Left::before(on_queue.next_step), busy });
+            self.event(Event::SegmentPreempted {
+                queue,
+                left: PreemptionPoint::before(on_queue.next_step),
+                busy,
+            });
         } else {
             on_queue.step_ends = self.now + STEP[on_queue.model];
             self.queues[queue] = Some(on_queue);
@@ -382,7 +386,7 @@ impl Policy for Accompanied {
     }
 
     fn rules(&self) -> Rules {
-        Rules { beside: Beside::Companion, ..Atoll.rules() }
+        Rules { co_run: CoRun::AdmittedPair, ..Atoll.rules() }
     }
 }
 
@@ -395,9 +399,9 @@ struct Pair {
     /// Orders to leave that the mild model and the harsh one got.
     left: [usize; 2],
     model_of: HashMap<RequestId, usize>,
-    /// By queue, whether it is held to the corner.
+    /// By queue, whether it is held to the partition.
     confined: [bool; 2],
-    corner: bool,
+    partition: bool,
 }
 
 const MILD: usize = 1;
@@ -417,7 +421,7 @@ impl Pair {
             running: [None; 2],
             left: [0; 2],
             confined: [false; 2],
-            corner: options.corner,
+            partition: options.partition,
             model_of: HashMap::new(),
         };
         for model in 0..3 {
@@ -454,8 +458,8 @@ impl Pair {
                     Action::Preempt { queue, .. } => {
                         let request = self.running[queue - 1].take().expect("it runs");
                         self.left[self.model_of[&request] - 1] += 1;
-                        let (left, busy) = (Left::before(0), Nanos(1));
-                        events.push_back(Event::SegmentLeft { queue, left, busy });
+                        let (left, busy) = (PreemptionPoint::before(0), Nanos(1));
+                        events.push_back(Event::SegmentPreempted { queue, left, busy });
                     }
                     _ => {}
                 }
@@ -479,10 +483,10 @@ impl Pair {
         let beside: Vec<usize> =
             self.running.iter().flatten().map(|request| self.model_of[request]).collect();
         assert!(beside.len() <= 1, "at most one stays: {beside:?}");
-        if self.corner {
+        if self.partition {
             let free = |(run, confined): (&Option<RequestId>, &bool)| run.is_some() && !confined;
             let free = self.running.iter().zip(&self.confined).any(free);
-            assert!(!free, "who stays is in the corner");
+            assert!(!free, "who stays is in the partition");
         }
         let busy = match beside[..] {
             [] => 100_000,
@@ -503,13 +507,13 @@ fn real_time_keeps_the_companion_it_bears() {
 }
 
 #[test]
-fn a_companion_is_held_to_the_corner_and_let_out() {
-    Pair::with(CoreOptions { corner: true, ..CoreOptions::default() }).learns_within(4_000);
+fn a_companion_is_held_to_the_partition_and_let_out() {
+    Pair::with(CoreOptions { partition: true, ..CoreOptions::default() }).learns_within(4_000);
 }
 
 #[test]
-fn nobody_stays_where_nothing_is_bearable() {
-    let options = CoreOptions { corner: true, bearable: 0.0, ..CoreOptions::default() };
+fn nobody_stays_where_nothing_is_max_rt_slowdown() {
+    let options = CoreOptions { partition: true, max_rt_slowdown: 0.0, ..CoreOptions::default() };
     let mut pair = Pair::with(options);
     for round in 1..2_000 {
         pair.real_time();
@@ -542,7 +546,7 @@ fn only_real_time_of_one_model_runs_side_by_side() {
     for model in [0, 1].map(ModelId) {
         seen(&mut core, 0, Event::ModelAdded { model, steps: 1, queue_capacity: 9 });
     }
-    seen(&mut core, 0, Event::ModelLanes { model: ModelId(0), lanes: 2 });
+    seen(&mut core, 0, Event::ModelConcurrency { model: ModelId(0), lanes: 2 });
     let arrive = |core: &mut Core, model: u32| {
         let (request, event) = real_time(core, model, u64::MAX);
         (request, seen(core, 1, event))
@@ -573,7 +577,7 @@ fn a_job_lives_as_long_as_those_who_got_on() {
     assert_eq!(seen(&mut core, 1, event), [(Some(0), job)]);
     assert_eq!(core.next_timer(), Some(Nanos(100)));
     let deadline = Nanos(300);
-    seen(&mut core, 2, Event::Boarded { request: job, rows: 4, deadline });
+    seen(&mut core, 2, Event::BatchFormed { request: job, rows: 4, deadline });
     assert_eq!(core.next_timer(), Some(Nanos(300)));
     assert_eq!(seen(&mut core, 150, Event::Timer), []);
     let mut actions = Vec::new();
@@ -585,23 +589,23 @@ fn a_job_lives_as_long_as_those_who_got_on() {
 #[test]
 fn best_effort_makes_room_for_what_is_expected() {
     let mut pair = Pair::new();
-    pair.step(Event::Expected { model: ModelId(0) });
+    pair.step(Event::ArrivalExpected { model: ModelId(0) });
     assert_eq!((pair.running, pair.left), ([None; 2], [1, 1]), "both leave, and none starts");
     // It never comes.
-    pair.step(Event::Withdrawn);
+    pair.step(Event::ExpectationEnded);
     assert!(pair.running.iter().all(Option::is_some), "best effort goes on");
     // Two are expected; the first comes, and is done before the second is there.
-    pair.step(Event::Expected { model: ModelId(0) });
-    pair.step(Event::Expected { model: ModelId(0) });
+    pair.step(Event::ArrivalExpected { model: ModelId(0) });
+    pair.step(Event::ArrivalExpected { model: ModelId(0) });
     pair.arrive(0, Class::RealTime);
-    pair.step(Event::Withdrawn);
+    pair.step(Event::ExpectationEnded);
     assert_eq!(pair.running, [None; 2]);
     pair.step(Event::SegmentDone { queue: 0, busy: Nanos(1) });
     assert_eq!(pair.running, [None; 2], "one is still to come");
-    pair.step(Event::Withdrawn);
+    pair.step(Event::ExpectationEnded);
     assert!(pair.running.iter().all(Option::is_some));
     // One too many changes nothing.
-    pair.step(Event::Withdrawn);
+    pair.step(Event::ExpectationEnded);
     assert!(pair.running.iter().all(Option::is_some));
 }
 
@@ -610,7 +614,7 @@ fn best_effort_waits_until_answers_of_real_time_are_out() {
     let queues = QueueLayout { shared: 0, real_time: 1, best_effort: 1, yielding: 0 };
     let model = ModelId(0);
     let done = |queue| Event::SegmentDone { queue, busy: Nanos(1) };
-    for answered in [Event::Answered, Event::Timer] {
+    for answered in [Event::RepliesSent, Event::Timer] {
         let options = CoreOptions { queues, answers_first: true, ..CoreOptions::default() };
         let mut core = Core::with_policy(options, Box::new(Accompanied));
         seen(&mut core, 0, Event::ModelAdded { model, steps: 1, queue_capacity: 9 });
@@ -725,7 +729,11 @@ impl Ranked {
             self.running[queue] = None;
             let busy = Nanos(RUN);
             match told && self.rest.get(&request).is_some_and(|rest| *rest > 0) {
-                true => self.step(Event::SegmentLeft { queue, left: Left::before(1), busy }),
+                true => self.step(Event::SegmentPreempted {
+                    queue,
+                    left: PreemptionPoint::before(1),
+                    busy,
+                }),
                 false => self.step(Event::SegmentDone { queue, busy }),
             }
         }

@@ -12,12 +12,12 @@ pub(super) struct Announcement<'a> {
 impl Announcement<'_> {
     pub(super) fn make(&mut self, model: ModelKey) {
         self.made = true;
-        self.shared.handle(Event::Expected { model: ModelId(model.slot) });
+        self.shared.handle(Event::ArrivalExpected { model: ModelId(model.slot) });
     }
 
     /// What takes it back, to be told by whoever asks.
     pub(super) fn take(&mut self) -> Option<Event> {
-        std::mem::take(&mut self.made).then_some(Event::Withdrawn)
+        std::mem::take(&mut self.made).then_some(Event::ExpectationEnded)
     }
 }
 

@@ -72,7 +72,7 @@ impl Preparer {
         std::thread::Builder::new().name("node-batches".to_string()).spawn(move || {
             while let Ok(wanted) = receiver.recv() {
                 let Some(program) = wanted.program.upgrade() else { continue };
-                if let Err(err) = program.make_ready(&wanted.sizes, &wanted.batches) {
+                if let Err(err) = program.prepare_batches(&wanted.sizes, &wanted.batches) {
                     tracing::warn!(batches = ?wanted.batches, "batches stay smaller: {err}");
                 }
                 let Some(shared) = shared.upgrade() else { return };
@@ -175,7 +175,7 @@ impl Shared {
         let key = GroupKey { class, priority, sizes: sizes.clone() };
         let wanted = &intake.batches;
         let ready = || {
-            let ready = program.ready_batches(&sizes)?;
+            let ready = program.prepared_batches(&sizes)?;
             if let Some(preparer) = preparer.filter(|_| wanted.iter().any(|b| !ready.contains(b))) {
                 let (program, sizes, batches) =
                     (Arc::downgrade(program), sizes.clone(), wanted.to_vec());
@@ -208,7 +208,7 @@ impl Shared {
         program: &Arc<dyn Program>,
         batches: Vec<usize>,
     ) {
-        if let (Some(_), Some(preparer)) = (program.ready_batches(&[]), self.preparer.get()) {
+        if let (Some(_), Some(preparer)) = (program.prepared_batches(&[]), self.preparer.get()) {
             preparer.ask(Preparation {
                 model,
                 program: Arc::downgrade(program),
@@ -219,7 +219,7 @@ impl Shared {
     }
 
     fn prepared(&self, done: &Preparation, program: &dyn Program) {
-        let ready = program.ready_batches(&done.sizes);
+        let ready = program.prepared_batches(&done.sizes);
         let mut state = self.lock();
         let Some(entry) = state.model_mut(done.model) else { return };
         if let Some((batcher, _)) = &mut entry.batching {
@@ -349,7 +349,7 @@ impl Shared {
             return Err(DeviceError::BadPlan("a batch of nobody".to_string()));
         }
         let (rows, deadline) = (boarded.rows, boarded.deadline);
-        events.push_back(Event::Boarded { request, rows, deadline });
+        events.push_back(Event::BatchFormed { request, rows, deadline });
         let staged = batcher.riders(request).filter_map(|member| member.cargo.staged.take());
         let task = entry.program.gather(staged.collect())?;
         if let Some(live) = state.live.get_mut(request.slot()).and_then(Option::as_mut) {
@@ -488,7 +488,7 @@ mod tests {
             Err(DeviceError::BadPlan("it is only made ready".to_string()))
         }
 
-        fn make_ready(&self, _: &[(String, usize)], _: &[usize]) -> Result<(), DeviceError> {
+        fn prepare_batches(&self, _: &[(String, usize)], _: &[usize]) -> Result<(), DeviceError> {
             self.begun.send(()).expect("the test listens");
             let _ = self.go_on.lock().expect("one thread").recv();
             Ok(())

@@ -7,7 +7,7 @@ use device::{Completion, CompletionSink, DeviceError, Outcome};
 
 use super::{Due, Live, Rejection, Reply, Rider, Shared, State};
 use crate::core::{End, Event, ModelId};
-use crate::policy::Left;
+use crate::policy::PreemptionPoint;
 
 /// How a segment came back.
 pub(super) struct SegmentEnd {
@@ -30,9 +30,9 @@ impl Shared {
             busy,
         };
         let (event, task, outputs, failure) = match outcome {
-            Outcome::Left => {
-                let left = Left::before(next_step);
-                (Event::SegmentLeft { queue, left, busy }, Some(task), None, None)
+            Outcome::Preempted => {
+                let left = PreemptionPoint::before(next_step);
+                (Event::SegmentPreempted { queue, left, busy }, Some(task), None, None)
             }
             Outcome::Failed(err) => (Event::SegmentFailed { queue, busy }, None, None, Some(err)),
             // Outputs are made on the device's thread, outside the lock.

@@ -1,15 +1,15 @@
 //! Which queues a policy needs of a device, and what of a policy devices carry out.
 
-use device::{Leave, PreemptionLevel, QueueOptions};
+use device::{PreemptMode, PreemptionLevel, QueueOptions};
 
 use super::{NodeError, NodeOptions};
 use crate::core::QueueLayout;
-use crate::policy::{self, Beside, Left, NAMES, Policy, Progress, Rules, Start, Streams};
+use crate::policy::{self, CoRun, NAMES, Policy, PreemptionPoint, Progress, Rules, Start, Streams};
 
 /// Kernels of a stream that hardware holds, for policies that go by it.
 const QUEUE_CAPACITY: usize = 4;
 
-/// A policy as far as devices carry it out: none of them holds a queue to a budget, so what pads real time is a companion as a
+/// A policy as far as devices carry it out: none of them holds a queue to a budget, so what pads real time is a co_runner as a
 /// whole.
 #[derive(Debug)]
 pub(super) struct Carried(Box<dyn Policy>);
@@ -21,13 +21,13 @@ impl Policy for Carried {
 
     fn rules(&self) -> Rules {
         let rules = self.0.rules();
-        match rules.beside {
-            Beside::Padding(_) => Rules { beside: Beside::Companion, ..rules },
+        match rules.co_run {
+            CoRun::Padding(_) => Rules { co_run: CoRun::AdmittedPair, ..rules },
             _ => rules,
         }
     }
 
-    fn restore(&self, left: Left, known: Progress) -> Progress {
+    fn restore(&self, left: PreemptionPoint, known: Progress) -> Progress {
         self.0.restore(left, known)
     }
 }
@@ -36,7 +36,7 @@ impl Policy for Carried {
 pub(super) fn policy(name: &str) -> Result<Carried, NodeError> {
     let policy = policy::by_name(name, QUEUE_CAPACITY)
         .ok_or_else(|| NodeError::UnknownPolicy(name.to_string(), NAMES.join(", ")))?;
-    if policy.rules().leave == Some(Leave::Kill) {
+    if policy.rules().preempt == Some(PreemptMode::Kill) {
         return Err(NodeError::NotCarriedOut(name.to_string()));
     }
     Ok(Carried(policy))
@@ -54,12 +54,12 @@ pub(super) fn layout(
     options: &NodeOptions,
 ) -> QueueLayout {
     let queues = queues.max(1);
-    let apart = level > PreemptionLevel::BetweenLaunches || rules.start == Start::WhenClear;
+    let apart = level > PreemptionLevel::BetweenLaunches || rules.start == Start::AfterPreemption;
     match rules.streams {
         Streams::One => QueueLayout { shared: 1, real_time: 0, best_effort: 0, yielding: 0 },
         Streams::Split if apart => {
             let real_time = options.real_time_lanes.max(1);
-            let yielding = usize::from(options.preempt_real_time && rules.leave.is_some());
+            let yielding = usize::from(options.preempt_real_time && rules.preempt.is_some());
             QueueLayout { shared: 0, real_time, best_effort: (queues - 1).max(1), yielding }
         }
         Streams::Split => QueueLayout { shared: queues, real_time: 0, best_effort: 0, yielding: 0 },
@@ -75,7 +75,7 @@ pub(super) fn layout(
 /// Whether best effort is made to leave when real time is announced: where it leaves at once and real time has a queue of its
 /// own.
 pub(super) fn announces(rules: &Rules, layout: QueueLayout) -> bool {
-    layout.shared == 0 && rules.leave.is_some() && rules.beside != Beside::Everything
+    layout.shared == 0 && rules.preempt.is_some() && rules.co_run != CoRun::All
 }
 
 /// The queues of `layout`, in its order. Only what a policy makes leave is opened as work that can; the rest runs in the
@@ -85,7 +85,7 @@ pub(super) fn queue_options(
     layout: QueueLayout,
 ) -> impl Iterator<Item = QueueOptions> {
     let real_time = layout.shared..layout.shared + layout.real_time;
-    let (high_priority, leaves) = (rules.high_priority, rules.leave.is_some());
+    let (high_priority, leaves) = (rules.high_priority, rules.preempt.is_some());
     let yielding = real_time.end + layout.best_effort;
     (0..yielding + layout.yielding).map(move |queue| QueueOptions {
         id: queue as u32,

@@ -63,7 +63,7 @@ impl Node {
             }
             None => {
                 let task = match announced {
-                    true => program.prepare_soon(request.inputs, &mut soon),
+                    true => program.prepare_with_notice(request.inputs, &mut soon),
                     false => program.prepare(request.inputs),
                 };
                 self.submit_alone(asked, task, announcement.take(), reply)

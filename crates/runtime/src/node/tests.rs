@@ -22,7 +22,7 @@ enum Call {
 /// A device that notes what it is asked and completes a segment when the test says so.
 struct Recorder {
     info: DeviceInfo,
-    corner: Option<u32>,
+    partition: Option<u32>,
     book: Arc<Mutex<Book>>,
 }
 
@@ -59,8 +59,8 @@ impl Device for Recorder {
         Err(DeviceError::BadPlan("programs are made by hand".to_string()))
     }
 
-    fn corner(&self) -> Option<u32> {
-        self.corner
+    fn best_effort_sms(&self) -> Option<u32> {
+        self.partition
     }
 
     fn open_queue(
@@ -168,7 +168,7 @@ impl Bench {
     fn over(
         preemption: PreemptionLevel,
         queues: usize,
-        corner: Option<u32>,
+        partition: Option<u32>,
         options: NodeOptions,
     ) -> Bench {
         let info = DeviceInfo {
@@ -180,7 +180,7 @@ impl Bench {
             rounding: 0.0,
         };
         let book = Arc::new(Mutex::new(Book::default()));
-        let device = Arc::new(Recorder { info, corner, book: book.clone() });
+        let device = Arc::new(Recorder { info, partition, book: book.clone() });
         let clock = Arc::new(MonotonicClock::new());
         let node = Node::start(device, options, clock).unwrap();
         let models = [Class::RealTime, Class::BestEffort].map(|class| {
@@ -213,7 +213,7 @@ impl Bench {
         };
         let Segment { token, mut task, .. } = segment;
         task.as_any_mut().downcast_mut::<RecordedTask>().unwrap().next_step = at;
-        let outcome = if at == STEPS { Outcome::Done } else { Outcome::Left };
+        let outcome = if at == STEPS { Outcome::Done } else { Outcome::Preempted };
         sink.complete(Completion { queue, token, task, outcome, busy: Nanos::from_micros(10) });
     }
 }
@@ -305,16 +305,16 @@ fn beside_best_effort(bench: &Bench) -> Vec<Call> {
 }
 
 #[test]
-fn what_real_time_bears_is_sent_to_the_corner_and_let_out() {
+fn what_real_time_bears_is_sent_to_the_partition_and_let_out() {
     let real_time = launch(0, Class::RealTime, 0);
-    for corner in [Some(16), None] {
-        let bench = Bench::over(PreemptionLevel::InsideTile, 2, corner, NodeOptions::default());
+    for partition in [Some(16), None] {
+        let bench = Bench::over(PreemptionLevel::InsideTile, 2, partition, NodeOptions::default());
         let _best_effort = bench.submit(Class::BestEffort);
         bench.calls();
         // Runs take as long with it as without, so it is borne once it is known.
         let rounds: Vec<_> = (0..10_000).map(|_| beside_best_effort(&bench)).collect();
         let confine = |confined| Call::Confine { queue: 1, confined };
-        let stays = match corner {
+        let stays = match partition {
             Some(_) => vec![confine(true), real_time.clone(), confine(false)],
             None => vec![real_time.clone()],
         };
@@ -323,7 +323,7 @@ fn what_real_time_bears_is_sent_to_the_corner_and_let_out() {
         assert!(rounds.iter().all(|calls| *calls == stays || *calls == leaves));
         assert!(rounds[..32].iter().all(|calls| *calls == leaves), "nothing is known of it yet");
         let borne = rounds[8_000..].iter().filter(|calls| **calls == stays).count();
-        assert!(borne > 1_800, "{borne} of the last 2000 with {corner:?}");
+        assert!(borne > 1_800, "{borne} of the last 2000 with {partition:?}");
     }
 }
 
@@ -376,7 +376,7 @@ fn check_calls(bench: &Bench) {
                 assert_eq!(queue == 0, class == Class::RealTime, "{class:?} on queue {queue}");
             }
             Call::Preempt { queue } => assert_ne!(queue, 0, "real time is not made to leave"),
-            Call::Confine { .. } => panic!("the device has no corner"),
+            Call::Confine { .. } => panic!("the device has no partition"),
         }
     }
     let book = bench.book.lock().unwrap();

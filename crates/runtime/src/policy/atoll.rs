@@ -1,8 +1,8 @@
 //! Atoll's own policy.
 
-use device::Leave;
+use device::PreemptMode;
 
-use super::{Beside, PaddingRules, Policy, Rules, Start, Streams};
+use super::{CoRun, PaddingRules, Policy, Rules, Start, Streams};
 
 /// An epoch makes best effort leave inside its tiles while real time is already on its way; it goes on from the
 /// very tile, and meanwhile pads what real time leaves.
@@ -17,9 +17,9 @@ impl Policy for Atoll {
     fn rules(&self) -> Rules {
         Rules {
             streams: Streams::Split,
-            leave: Some(Leave::InsideTile),
+            preempt: Some(PreemptMode::InsideTile),
             start: Start::AtOnce,
-            beside: Beside::Padding(PaddingRules::ATOLL),
+            co_run: CoRun::Padding(PaddingRules::ATOLL),
             high_priority: true,
             best_effort: true,
         }

@@ -1,6 +1,6 @@
 //! Atoll's own policy without padding.
 
-use super::{Atoll, Beside, Policy, Rules};
+use super::{Atoll, CoRun, Policy, Rules};
 
 /// As [`Atoll`], but nothing of best effort goes on beside real time.
 #[derive(Clone, Copy, Debug)]
@@ -12,6 +12,6 @@ impl Policy for AtollAlone {
     }
 
     fn rules(&self) -> Rules {
-        Rules { beside: Beside::Nothing, ..Atoll.rules() }
+        Rules { co_run: CoRun::None, ..Atoll.rules() }
     }
 }

@@ -1,6 +1,6 @@
 //! Everything at once on streams of its own, as TensorRT runs them.
 
-use super::{Beside, Policy, Rules, Start, Streams};
+use super::{CoRun, Policy, Rules, Start, Streams};
 
 /// Nobody waits for anybody, and the hardware shares as it likes.
 #[derive(Clone, Copy, Debug)]
@@ -14,9 +14,9 @@ impl Policy for FreeStreams {
     fn rules(&self) -> Rules {
         Rules {
             streams: Streams::Many,
-            leave: None,
+            preempt: None,
             start: Start::AtOnce,
-            beside: Beside::Everything,
+            co_run: CoRun::All,
             high_priority: false,
             best_effort: true,
         }

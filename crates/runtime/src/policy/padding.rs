@@ -235,14 +235,14 @@ impl Slowdowns {
         self.rows[model] = vec![1.0; steps * MODELS];
     }
 
-    /// Kernel `step` of `host` took `ratio` times as long as alone beside the models in the bit set `beside`.
-    pub fn record(&mut self, host: usize, step: usize, beside: u64, ratio: f32) {
+    /// Kernel `step` of `host` took `ratio` times as long as alone beside the models in the bit set `co_run`.
+    pub fn record(&mut self, host: usize, step: usize, co_run: u64, ratio: f32) {
         let Some(row) = self.rows.get_mut(host) else { return };
         let Some(cells) = row.get_mut(step * MODELS..(step + 1) * MODELS) else { return };
         // One stray measurement is not enough for a ban.
         let ratio = ratio.clamp(1.0, 1.03);
         for (model, cell) in cells.iter_mut().enumerate() {
-            if beside & (1 << model) != 0 {
+            if co_run & (1 << model) != 0 {
                 *cell = 0.7 * *cell + 0.3 * ratio;
             }
         }

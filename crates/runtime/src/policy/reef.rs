@@ -1,8 +1,8 @@
 //! REEF: reset-based preemption and dynamic kernel padding.
 
-use device::Leave;
+use device::PreemptMode;
 
-use super::{Beside, Left, PaddingRules, Policy, Progress, Rules, Start, Streams};
+use super::{CoRun, PaddingRules, Policy, PreemptionPoint, Progress, Rules, Start, Streams};
 
 /// Queues are reset and running kernels killed, then real time starts; chosen best-effort kernels are fused
 /// with its own.
@@ -20,9 +20,9 @@ impl Policy for Reef {
     fn rules(&self) -> Rules {
         Rules {
             streams: Streams::Split,
-            leave: Some(Leave::Kill),
-            start: Start::WhenClear,
-            beside: Beside::Padding(PaddingRules::REEF),
+            preempt: Some(PreemptMode::Kill),
+            start: Start::AfterPreemption,
+            co_run: CoRun::Padding(PaddingRules::REEF),
             high_priority: true,
             best_effort: true,
         }
@@ -30,7 +30,7 @@ impl Policy for Reef {
 
     /// Nobody knows which kernel was killed, only that it is at most a queue's length before the last one that
     /// was handed over, and not before the one the launch began with.
-    fn restore(&self, left: Left, known: Progress) -> Progress {
+    fn restore(&self, left: PreemptionPoint, known: Progress) -> Progress {
         let step = left.transmitted.saturating_sub(self.queue_capacity).max(known.step);
         Progress { step, tile: 0 }
     }

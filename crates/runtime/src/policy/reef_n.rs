@@ -1,8 +1,8 @@
 //! REEF-N: what of REEF works on a closed driver.
 
-use device::Leave;
+use device::PreemptMode;
 
-use super::{Beside, Policy, Rules, Start, Streams};
+use super::{CoRun, Policy, Rules, Start, Streams};
 
 /// A flag at kernel entry empties the capped queues; real time waits for what runs.
 #[derive(Clone, Copy, Debug)]
@@ -16,9 +16,9 @@ impl Policy for ReefN {
     fn rules(&self) -> Rules {
         Rules {
             streams: Streams::Split,
-            leave: Some(Leave::BetweenLaunches),
-            start: Start::WhenClear,
-            beside: Beside::Nothing,
+            preempt: Some(PreemptMode::BetweenLaunches),
+            start: Start::AfterPreemption,
+            co_run: CoRun::None,
             high_priority: true,
             best_effort: true,
         }

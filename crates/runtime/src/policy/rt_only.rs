@@ -1,6 +1,6 @@
 //! The device for real time alone: what every other policy's latency is measured against.
 
-use super::{Beside, Policy, Rules, Start, Streams};
+use super::{CoRun, Policy, Rules, Start, Streams};
 
 /// Best effort never runs.
 #[derive(Clone, Copy, Debug)]
@@ -14,9 +14,9 @@ impl Policy for RtOnly {
     fn rules(&self) -> Rules {
         Rules {
             streams: Streams::Split,
-            leave: None,
+            preempt: None,
             start: Start::AtOnce,
-            beside: Beside::Nothing,
+            co_run: CoRun::None,
             high_priority: true,
             best_effort: false,
         }

@@ -1,6 +1,6 @@
 //! One task at a time, as Clockwork runs them.
 
-use super::{Beside, Policy, Rules, Start, Streams};
+use super::{CoRun, Policy, Rules, Start, Streams};
 
 /// Real time goes first but waits for the task that runs.
 #[derive(Clone, Copy, Debug)]
@@ -14,9 +14,9 @@ impl Policy for Sequential {
     fn rules(&self) -> Rules {
         Rules {
             streams: Streams::One,
-            leave: None,
-            start: Start::WhenClear,
-            beside: Beside::Nothing,
+            preempt: None,
+            start: Start::AfterPreemption,
+            co_run: CoRun::None,
             high_priority: false,
             best_effort: true,
         }

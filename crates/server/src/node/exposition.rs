@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use runtime::fleet::router::Standing;
+use runtime::device_group::router::Standing;
 use runtime::node::LEAVE_BOUNDS_US;
-use runtime::{Fleet, Leaving, NodeMemory};
+use runtime::{DeviceGroup, Leaving, NodeMemory};
 
 use crate::metrics::{Exposition, Kind};
 
@@ -100,12 +100,12 @@ const FAMILIES: [PerModel; 12] = [
     },
 ];
 
-/// Writes the metrics of `models` and of the beginnings they share, of `fleet`.
+/// Writes the metrics of `models` and of the beginnings they share, of `device_group`.
 pub(super) fn write(
     text: &mut String,
     models: &[Arc<Served>],
     trunks: &[Arc<Trunk>],
-    fleet: &Fleet,
+    device_group: &DeviceGroup,
 ) {
     let mut out = Exposition::new(text);
     for family in &FAMILIES {
@@ -117,22 +117,22 @@ pub(super) fn write(
     write_failures(&mut out, models);
     write_drops(&mut out, models);
     write_latency(&mut out, models);
-    write_leaving(&mut out, models, fleet);
-    write_replicas(&mut out, models, fleet);
+    write_leaving(&mut out, models, device_group);
+    write_replicas(&mut out, models, device_group);
     out.family("atoll_resident_bytes", Kind::Gauge, "Device memory all loaded models hold");
-    for (node, device) in fleet.nodes().iter().zip(fleet.names()) {
+    for (node, device) in device_group.nodes().iter().zip(device_group.names()) {
         out.sample("atoll_resident_bytes", &[("device", device)], node.resident().0);
     }
-    write_memory(&mut out, fleet);
-    write_trunks(&mut out, trunks, fleet);
+    write_memory(&mut out, device_group);
+    write_trunks(&mut out, trunks, device_group);
 }
 
 /// Beginnings that several models share.
-fn write_trunks(out: &mut Exposition<'_>, trunks: &[Arc<Trunk>], fleet: &Fleet) {
+fn write_trunks(out: &mut Exposition<'_>, trunks: &[Arc<Trunk>], device_group: &DeviceGroup) {
     let stats = |trunk: &Arc<Trunk>| {
         let (mut success, mut executions) = (0, 0);
-        for (view, key) in fleet.replicas(trunk.key) {
-            let stats = fleet.nodes()[view.device].stats(key).unwrap_or_default();
+        for (view, key) in device_group.replicas(trunk.key) {
+            let stats = device_group.nodes()[view.device].stats(key).unwrap_or_default();
             success += stats.success;
             executions += stats.executions;
         }
@@ -148,18 +148,20 @@ fn write_trunks(out: &mut Exposition<'_>, trunks: &[Arc<Trunk>], fleet: &Fleet) 
 }
 
 /// Where models are, and what each device does of them.
-fn write_replicas(out: &mut Exposition<'_>, models: &[Arc<Served>], fleet: &Fleet) {
+fn write_replicas(out: &mut Exposition<'_>, models: &[Arc<Served>], device_group: &DeviceGroup) {
     let name = "atoll_model_resident_bytes";
     out.family(name, Kind::Gauge, "Device memory a loaded model holds");
     let replicas: Vec<_> = models
         .iter()
-        .flat_map(|model| fleet.replicas(model.key).into_iter().map(move |held| (model, held)))
+        .flat_map(|model| {
+            device_group.replicas(model.key).into_iter().map(move |held| (model, held))
+        })
         .collect();
     for (model, (view, key)) in &replicas {
-        let bytes = fleet.nodes()[view.device].resident_of(*key).unwrap_or_default().0;
-        out.sample(name, &with(model, "device", &fleet.names()[view.device]), bytes);
+        let bytes = device_group.nodes()[view.device].resident_of(*key).unwrap_or_default().0;
+        out.sample(name, &with(model, "device", &device_group.names()[view.device]), bytes);
     }
-    if fleet.nodes().len() == 1 {
+    if device_group.nodes().len() == 1 {
         return;
     }
     let name = "atoll_replica_ready";
@@ -170,19 +172,23 @@ fn write_replicas(out: &mut Exposition<'_>, models: &[Arc<Served>], fleet: &Flee
     );
     for (model, (view, _)) in &replicas {
         let ready = u8::from(view.standing == Standing::Serving);
-        out.sample(name, &with(model, "device", &fleet.names()[view.device]), ready);
+        out.sample(name, &with(model, "device", &device_group.names()[view.device]), ready);
     }
     let name = "atoll_replica_requests_total";
     out.family(name, Kind::Counter, "Requests answered with outputs, by device");
     for (model, (view, _)) in &replicas {
-        out.sample(name, &with(model, "device", &fleet.names()[view.device]), view.answered);
+        out.sample(name, &with(model, "device", &device_group.names()[view.device]), view.answered);
     }
     let name = "atoll_replica_pending";
     out.family(name, Kind::Gauge, "Requests waiting or running, by device");
     for (model, (view, _)) in &replicas {
-        out.sample(name, &with(model, "device", &fleet.names()[view.device]), view.under_way);
+        out.sample(
+            name,
+            &with(model, "device", &device_group.names()[view.device]),
+            view.under_way,
+        );
     }
-    let changes = fleet.changes();
+    let changes = device_group.changes();
     let name = "atoll_replica_changes_total";
     out.family(name, Kind::Counter, "Replicas made for load, taken away, and refused by a device");
     for (what, count) in
@@ -228,8 +234,8 @@ const MEMORY: [PerDevice; 9] = [
 ];
 
 /// Weights that come and go: what there is room for, what is there, and what was moved.
-fn write_memory(out: &mut Exposition<'_>, fleet: &Fleet) {
-    let devices = fleet.nodes().iter().zip(fleet.names());
+fn write_memory(out: &mut Exposition<'_>, device_group: &DeviceGroup) {
+    let devices = device_group.nodes().iter().zip(device_group.names());
     let memories: Vec<(NodeMemory, &String)> = devices
         .map(|(node, name)| (node.memory(), name))
         .filter(|(memory, _)| memory.device.is_some())
@@ -307,13 +313,13 @@ fn write_latency(out: &mut Exposition<'_>, models: &[Arc<Served>]) {
 
 /// How long models took to leave for real time, and for whom others left. Until the device had given the work back: the
 /// multiprocessors are free sooner.
-fn write_leaving(out: &mut Exposition<'_>, models: &[Arc<Served>], fleet: &Fleet) {
+fn write_leaving(out: &mut Exposition<'_>, models: &[Arc<Served>], device_group: &DeviceGroup) {
     const NAME: &str = "atoll_preemption_leave_seconds";
     let mut leaving: Vec<(&Served, &str, Leaving)> = Vec::new();
     for model in models {
-        for (view, key) in fleet.replicas(model.key) {
-            let seen = fleet.nodes()[view.device].leaving(key).unwrap_or_default();
-            leaving.push((model, &fleet.names()[view.device], seen));
+        for (view, key) in device_group.replicas(model.key) {
+            let seen = device_group.nodes()[view.device].leaving(key).unwrap_or_default();
+            leaving.push((model, &device_group.names()[view.device], seen));
         }
     }
     out.family(

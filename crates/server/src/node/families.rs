@@ -9,26 +9,26 @@ use compiler::prefix::{Cut, Fingerprint, Source};
 use device::DeviceError;
 use model::LaunchPlan;
 use model::config::{Batching, BatchingPolicy, Class, ModelConfig};
-use runtime::Fleet;
-use runtime::fleet::router::FleetModel;
+use runtime::DeviceGroup;
+use runtime::device_group::router::GroupModelId;
 
 use super::catalogue::Catalogue;
 use super::served::{Served, Split};
 
-/// The common beginning of several models, in service. When its last model lets go, the fleet drops it.
+/// The common beginning of several models, in service. When its last model lets go, the device_group drops it.
 pub struct Trunk {
     /// Its name: the same for the same steps.
     pub name: String,
-    /// Its key in the fleet.
-    pub key: FleetModel,
+    /// Its key in the device_group.
+    pub key: GroupModelId,
     cut: Cut,
     habits: Habits,
-    fleet: Arc<Fleet>,
+    device_group: Arc<DeviceGroup>,
 }
 
 impl Drop for Trunk {
     fn drop(&mut self) {
-        self.fleet.remove_model(self.key);
+        self.device_group.remove_model(self.key);
     }
 }
 
@@ -55,7 +55,7 @@ impl Habits {
     }
 }
 
-/// The trunks of a fleet.
+/// The trunks of a device_group.
 #[derive(Default)]
 pub struct Families {
     /// One model at a time finds its family.
@@ -88,13 +88,18 @@ impl Families {
     /// Finds the family of `served`, which has just been loaded, and lets all of it run that way. What goes wrong is said and
     /// leaves models whole. Nobody is kept in service by those who wait here for a turn: an unload has its model's turn until
     /// the last one has let go.
-    pub async fn join(&self, fleet: &Arc<Fleet>, catalogue: &Catalogue, served: Arc<Served>) {
+    pub async fn join(
+        &self,
+        device_group: &Arc<DeviceGroup>,
+        catalogue: &Catalogue,
+        served: Arc<Served>,
+    ) {
         let waiting = Arc::downgrade(&served);
         drop(served);
         let _turn = self.turn.lock().await;
         let Some(served) = waiting.upgrade() else { return };
         let (trunks, others) = (self.trunks(), catalogue.all());
-        let (own, name) = (fleet.clone(), served.name.clone());
+        let (own, name) = (device_group.clone(), served.name.clone());
         let found = tokio::task::spawn_blocking(move || find(&own, &trunks, &others, served)).await;
         let found = match found {
             Ok(Ok(Some(found))) => found,
@@ -111,21 +116,21 @@ impl Families {
             models.iter().map(|model| (model.name.clone(), Arc::downgrade(model))).collect();
         drop(models);
         for (name, model) in waiting {
-            part(fleet, catalogue, &trunk, (&name, model)).await;
+            part(device_group, catalogue, &trunk, (&name, model)).await;
         }
     }
 }
 
 /// Puts the parts of `model` in its place, unless it has been replaced or unloaded since.
 async fn part(
-    fleet: &Arc<Fleet>,
+    device_group: &Arc<DeviceGroup>,
     catalogue: &Catalogue,
     trunk: &Arc<Trunk>,
     (name, model): (&str, Weak<Served>),
 ) {
     let _turn = catalogue.turn(name).await;
     let Some(model) = model.upgrade().filter(|model| catalogue.holds(model)) else { return };
-    let (devices, cut, whole) = (fleet.clone(), trunk.cut.clone(), model.clone());
+    let (devices, cut, whole) = (device_group.clone(), trunk.cut.clone(), model.clone());
     let parted = tokio::task::spawn_blocking(move || {
         let plan = whole.plan();
         let suffix = cut.suffix(plan, &whole.fingerprint())?;
@@ -139,7 +144,7 @@ async fn part(
         }
         _ => return,
     };
-    if let Some(why) = fleet.cannot_fit(&placed) {
+    if let Some(why) = device_group.cannot_fit(&placed) {
         tracing::warn!(model = &*model.name, %why, "served whole: no room for its own part");
         return;
     }
@@ -151,7 +156,7 @@ async fn part(
 
 /// A trunk that `served` fits, or one of it and of another model.
 fn find(
-    fleet: &Arc<Fleet>,
+    device_group: &Arc<DeviceGroup>,
     trunks: &[Arc<Trunk>],
     others: &[Arc<Served>],
     served: Arc<Served>,
@@ -173,7 +178,7 @@ fn find(
         let Some(cut) = Cut::between(pair.0, pair.1) else { continue };
         let Some(plan) = cut.trunk(served.plan(), &of) else { continue };
         let models = vec![other.clone(), served.clone()];
-        match start(fleet, cut, plan, &models, habits.clone())? {
+        match start(device_group, cut, plan, &models, habits.clone())? {
             Some(trunk) => return Ok(Some(Match { trunk, models })),
             None => continue,
         }
@@ -183,14 +188,14 @@ fn find(
 
 /// Puts a trunk in service; nothing where its rows cannot share a batch, for then it has no use.
 fn start(
-    fleet: &Arc<Fleet>,
+    device_group: &Arc<DeviceGroup>,
     cut: Cut,
     plan: LaunchPlan,
     models: &[Arc<Served>],
     habits: Habits,
 ) -> Result<Option<Arc<Trunk>>, DeviceError> {
-    let placed = fleet.load(Arc::new(plan))?;
-    if let Some(why) = fleet.cannot_fit(&placed) {
+    let placed = device_group.load(Arc::new(plan))?;
+    if let Some(why) = device_group.cannot_fit(&placed) {
         return Err(why);
     }
     let Some(first) = models.first() else { return Ok(None) };
@@ -200,9 +205,9 @@ fn start(
         timeout_ms: None,
         ..first.config.clone()
     };
-    let key = fleet.add_model(placed, &config);
-    let trunk = Trunk { name: cut.name(), key, cut, habits, fleet: fleet.clone() };
-    if !fleet.is_batched(key) {
+    let key = device_group.add_model(placed, &config);
+    let trunk = Trunk { name: cut.name(), key, cut, habits, device_group: device_group.clone() };
+    if !device_group.is_batched(key) {
         tracing::info!(trunk = trunk.name, "a common beginning whose rows are not independent");
         return Ok(None);
     }

@@ -7,8 +7,8 @@ use api::{ApiError, Inputs, ModelMetadata, NamedTensor, RequestedOutput, TensorM
 use bytes::Bytes;
 use model::config::ModelConfig;
 use model::{DataType, Dim, LaunchPlan, Tensor, ValueId, ValueInfo};
-use runtime::fleet::router::FleetModel;
-use runtime::{Fleet, Placed};
+use runtime::device_group::router::GroupModelId;
+use runtime::{DeviceGroup, Placed};
 use tokio::sync::oneshot;
 
 use compiler::prefix::{Fingerprint, Source};
@@ -34,8 +34,8 @@ pub struct Served {
     pub config: ModelConfig,
     /// What it has done.
     pub counters: Arc<Counters>,
-    /// Its key in the fleet; of its own part, where it shares its beginning with others.
-    pub key: FleetModel,
+    /// Its key in the device_group; of its own part, where it shares its beginning with others.
+    pub key: GroupModelId,
     /// The beginning it shares with others.
     pub split: Option<Split>,
     fingerprint: LazyFingerprint,
@@ -44,7 +44,7 @@ pub struct Served {
     batched: bool,
     /// How requests are put together.
     batching: &'static str,
-    fleet: Arc<Fleet>,
+    device_group: Arc<DeviceGroup>,
     _gone: oneshot::Sender<()>,
 }
 
@@ -58,22 +58,23 @@ pub struct Split {
 
 impl Drop for Served {
     fn drop(&mut self) {
-        self.fleet.remove_model(self.key);
+        self.device_group.remove_model(self.key);
     }
 }
 
 impl Served {
     /// Puts a program in service. The receiver fires once nobody uses it any more.
     pub fn start(
-        fleet: Arc<Fleet>,
+        device_group: Arc<DeviceGroup>,
         name: &str,
         version: u64,
         placed: Placed,
         config: ModelConfig,
     ) -> (Arc<Served>, oneshot::Receiver<()>) {
         let plan = placed.program.plan().clone();
-        let key = fleet.add_model(placed, &config);
-        let batching = if fleet.is_batched(key) { config.batching.policy.as_str() } else { "none" };
+        let key = device_group.add_model(placed, &config);
+        let batching =
+            if device_group.is_batched(key) { config.batching.policy.as_str() } else { "none" };
         tracing::info!(model = name, batching, "how its requests are put together");
         let (gone, receiver) = oneshot::channel();
         let output_names = plan.outputs.iter().map(|id| Arc::from(&*plan.value(*id).name));
@@ -90,7 +91,7 @@ impl Served {
             split: None,
             fingerprint: LazyFingerprint::new(),
             plan,
-            fleet,
+            device_group,
             _gone: gone,
         };
         (Arc::new(served), receiver)
@@ -102,7 +103,7 @@ impl Served {
         placed: Placed,
         split: Split,
     ) -> (Arc<Served>, oneshot::Receiver<()>) {
-        let key = whole.fleet.add_model(placed, &whole.config);
+        let key = whole.device_group.add_model(placed, &whole.config);
         let (gone, receiver) = oneshot::channel();
         let served = Served {
             name: whole.name.clone(),
@@ -117,7 +118,7 @@ impl Served {
             split: Some(split),
             fingerprint: whole.fingerprint.clone(),
             plan: whole.plan.clone(),
-            fleet: whole.fleet.clone(),
+            device_group: whole.device_group.clone(),
             _gone: gone,
         };
         (Arc::new(served), receiver)
@@ -344,8 +345,9 @@ impl Served {
     /// An instance for each device that holds it; those of GPUs and of the CPU are groups of their own.
     fn instance_groups(&self) -> Vec<proto::ModelInstanceGroup> {
         use proto::model_instance_group::Kind;
-        let replicas = self.fleet.replicas(self.key);
-        let names = replicas.iter().map(|(view, _)| self.fleet.names()[view.device].as_str());
+        let replicas = self.device_group.replicas(self.key);
+        let names =
+            replicas.iter().map(|(view, _)| self.device_group.names()[view.device].as_str());
         let gpus: Vec<i32> = names.filter_map(gpu_number).collect();
         let on_cpu = replicas.len() - gpus.len();
         let group = |count: usize, gpus: Vec<i32>, kind: Kind| proto::ModelInstanceGroup {
@@ -361,12 +363,15 @@ impl Served {
 
     fn wire_parameters(&self) -> std::collections::BTreeMap<String, proto::ModelParameter> {
         let value = |string_value: String| proto::ModelParameter { string_value };
-        let profile = super::profile_text(&self.fleet.profile_of(self.key));
+        let profile = super::profile_text(&self.device_group.profile_of(self.key));
         let trunk = self.split.as_ref().map(|split| split.trunk.name.clone());
         let known = [
             ("atoll_trunk", Some(trunk.unwrap_or_default())),
             ("atoll_batching", Some(self.batching.to_string())),
-            ("atoll_batch_most", self.fleet.batch_most(self.key).map(|most| most.to_string())),
+            (
+                "atoll_batch_most",
+                self.device_group.batch_most(self.key).map(|most| most.to_string()),
+            ),
             ("atoll_class", Some(self.config.class.as_str().to_string())),
             ("atoll_priority", Some(self.config.priority.to_string())),
             ("atoll_pinned", Some(self.config.pinned.to_string())),

@@ -115,7 +115,7 @@ fn work(receiver: Receiver<Launched>, queue: u32, end: &End, sink: Arc<dyn Compl
         if done && let Some(task) = task.as_any_mut().downcast_mut::<FakeTask>() {
             task.next = steps.end;
         }
-        let outcome = if done { Outcome::Done } else { Outcome::Left };
+        let outcome = if done { Outcome::Done } else { Outcome::Preempted };
         let busy = Nanos::from(started.elapsed());
         sink.complete(Completion { queue, token, task, outcome, busy });
     }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use api::error::ApiResult;
 use api::*;
-use model::{Lender, Loan};
+use model::{HostPool, HostPoolBuffer};
 use server::node::classification;
 
 /// Echoes inputs as outputs: `INPUT0` becomes `OUTPUT0`, other names stay.
@@ -88,8 +88,8 @@ impl Drop for Piece {
     }
 }
 
-impl Lender for Shelf {
-    fn lend(&self, bytes: usize) -> Option<Box<dyn Loan>> {
+impl HostPool for Shelf {
+    fn lend(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>> {
         let piece = Piece(vec![0xab; bytes], self.out.clone());
         self.out.lock().unwrap().push(piece.place());
         Some(Box::new(piece))
@@ -163,7 +163,7 @@ impl InferenceService for Echo {
         ServerMetadata { name: "echo".into(), version: "0".into(), extensions }
     }
 
-    fn lender(&self) -> Option<Arc<dyn Lender>> {
+    fn host_pool(&self) -> Option<Arc<dyn HostPool>> {
         Some(self.shelf.clone()?)
     }
 

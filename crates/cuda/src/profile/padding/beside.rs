@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::network::Network;
-use super::{Corner, PaddingWay};
+use super::{PaddingWay, Partition};
 use crate::driver::{Graph, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
@@ -23,7 +23,7 @@ pub(super) struct Beside {
     stream: Stream,
     /// Runs that have ended, as the stream counts them.
     mark: PinnedWord,
-    /// Of the corner, where it is held to one.
+    /// Of the partition, where it is held to one.
     pub(super) multiprocessors: Option<u32>,
 }
 
@@ -59,15 +59,15 @@ impl Beside {
         hub: &Hub,
         network: &Network,
         way: PaddingWay,
-        corner: Option<&Corner>,
+        partition: Option<&Partition>,
     ) -> Result<Option<Beside>, CudaError> {
         let (stream, multiprocessors) = match way {
             PaddingWay::Alone | PaddingWay::Fused => return Ok(None),
             PaddingWay::Free => (Stream::new(hub.context(), Priority::Low)?, None),
-            PaddingWay::Corner(_) | PaddingWay::Apart(_) => {
-                let corner = corner.ok_or(CudaError::Misuse("a corner was not opened"))?;
-                let stream = Stream::in_corner(hub.context(), &corner.part)?;
-                (stream, Some(corner.part.multiprocessors()))
+            PaddingWay::Partition(_) | PaddingWay::Apart(_) => {
+                let partition = partition.ok_or(CudaError::Misuse("a partition was not opened"))?;
+                let stream = Stream::in_partition(hub.context(), &partition.part)?;
+                (stream, Some(partition.part.multiprocessors()))
             }
         };
         let graph = stream.capture(|stream| {
@@ -107,7 +107,7 @@ impl Beside {
     }
 
     fn launch_on(&mut self, hub: &Hub, stop: &AtomicBool, ends: &Ends) -> Result<(), CudaError> {
-        // A word and no event: the stream of a corner is of another context.
+        // A word and no event: the stream of a partition is of another context.
         let (before, mut launched, mut ended) = (self.mark.load(), 0, 0);
         let mut heard = Instant::now();
         while !stop.load(Ordering::Acquire) {

@@ -123,7 +123,7 @@ impl<'a> Contest<'a> {
                 .collect::<Result<_, _>>()?,
             progress,
             closing: unfinished.map(|slice| self.record_rest(slice)).transpose()?,
-            beside: Beside::new(self.hub(), self.best_effort, way, self.bench.corner(way))?,
+            beside: Beside::new(self.hub(), self.best_effort, way, self.bench.partition(way))?,
             micros: Vec::new(),
             runs: 0.0,
             seconds: 0.0,
@@ -138,7 +138,7 @@ impl<'a> Contest<'a> {
         if slices.len() != self.real_time.steps.len() {
             return Err(CudaError::Misuse("slices for another number of steps"));
         }
-        let rest = self.bench.corner(way).and_then(|corner| corner.rest.as_ref());
+        let rest = self.bench.partition(way).and_then(|partition| partition.rest.as_ref());
         let record = |stream: &Stream| {
             for (index, slice) in slices.iter().enumerate() {
                 match slice {

@@ -7,7 +7,7 @@ use base::{Nanos, Random};
 use model::config::Class;
 
 use crate::core::{Action, Core, CoreOptions, End, Event, ModelId, QueueLayout, RequestId};
-use crate::policy::Left;
+use crate::policy::PreemptionPoint;
 
 const STEPS: usize = 10;
 const MEMORY: u64 = 1_000;
@@ -257,8 +257,9 @@ impl World {
                 let left = self.random.below(4) == 0;
                 match left {
                     true => {
-                        let left = Left::before(self.random.below(STEPS as u64) as usize);
-                        self.feed(Event::SegmentLeft { queue, left, busy: Nanos(busy.0 / 2) });
+                        let left =
+                            PreemptionPoint::before(self.random.below(STEPS as u64) as usize);
+                        self.feed(Event::SegmentPreempted { queue, left, busy: Nanos(busy.0 / 2) });
                     }
                     false => self.feed(Event::SegmentDone { queue, busy }),
                 }

@@ -74,7 +74,7 @@ fn work(queue: u32, segments: &Receiver<Segment>, told: &AtomicU64, sink: &dyn C
             let now = told.load(Ordering::SeqCst);
             if now != heard {
                 heard = now;
-                outcome = Outcome::Left;
+                outcome = Outcome::Preempted;
                 break;
             }
             std::thread::sleep(STEP);

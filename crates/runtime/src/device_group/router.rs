@@ -9,16 +9,16 @@
 use base::Nanos;
 use model::config::Class;
 
-use super::FleetOptions;
+use super::DeviceGroupOptions;
 
-/// A model of a fleet.
+/// A model of a device_group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct FleetModel {
+pub struct GroupModelId {
     slot: u32,
     generation: u64,
 }
 
-impl FleetModel {
+impl GroupModelId {
     /// Its place among the models there are; used again when it is gone.
     pub fn slot(self) -> usize {
         self.slot as usize
@@ -29,16 +29,16 @@ impl FleetModel {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     /// Make the model ready on the device, then say [`Router::made`] or [`Router::not_made`].
-    Make(FleetModel, usize),
+    Make(GroupModelId, usize),
     /// Nobody uses the model on this device any more, and nobody will: take it away.
-    Take(FleetModel, usize),
+    Take(GroupModelId, usize),
 }
 
 /// A request that was routed; given back when it ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ticket {
     /// Its model.
-    pub model: FleetModel,
+    pub model: GroupModelId,
     /// Where it went.
     pub device: usize,
     class: Class,
@@ -155,7 +155,7 @@ pub struct Changes {
 /// The state machine.
 #[derive(Debug)]
 pub struct Router {
-    options: FleetOptions,
+    options: DeviceGroupOptions,
     devices: Vec<DeviceState>,
     models: Vec<Option<ModelState>>,
     next_generation: u64,
@@ -167,7 +167,7 @@ pub struct Router {
 
 impl Router {
     /// A router over devices whose weights may take these many bytes.
-    pub fn new(options: FleetOptions, budgets: &[u64]) -> Router {
+    pub fn new(options: DeviceGroupOptions, budgets: &[u64]) -> Router {
         let device = |budget: &u64| DeviceState { budget: *budget, ..DeviceState::default() };
         Router {
             devices: budgets.iter().map(device).collect(),
@@ -230,7 +230,7 @@ impl Router {
     }
 
     /// A model that is ready on `home`.
-    pub fn add(&mut self, home: usize, bytes: u64, facts: ModelFacts) -> FleetModel {
+    pub fn add(&mut self, home: usize, bytes: u64, facts: ModelFacts) -> GroupModelId {
         self.next_generation += 1;
         let generation = self.next_generation;
         let mut replicas: Vec<_> = self.devices.iter().map(|_| None).collect();
@@ -254,11 +254,11 @@ impl Router {
             self.models.push(None);
         }
         self.models[slot] = Some(state);
-        FleetModel { slot: slot as u32, generation }
+        GroupModelId { slot: slot as u32, generation }
     }
 
     /// Forgets a model and returns where it was ready. What is under way may still be told as ended.
-    pub fn remove(&mut self, model: FleetModel) -> Vec<usize> {
+    pub fn remove(&mut self, model: GroupModelId) -> Vec<usize> {
         if self.model(model).is_none() {
             return Vec::new();
         }
@@ -270,7 +270,7 @@ impl Router {
     }
 
     /// A model's weights turned out to be of other size.
-    pub fn resize(&mut self, model: FleetModel, bytes: u64) {
+    pub fn resize(&mut self, model: GroupModelId, bytes: u64) {
         if let Some(state) = self.model_mut(model) {
             state.bytes = bytes;
         }
@@ -286,7 +286,7 @@ impl Router {
     pub fn route(
         &mut self,
         now: Nanos,
-        model: FleetModel,
+        model: GroupModelId,
         class: Option<Class>,
         resident: impl Fn(usize) -> bool,
     ) -> Option<Ticket> {
@@ -371,14 +371,14 @@ impl Router {
         left.then(|| self.take(model, device)).flatten()
     }
 
-    fn take(&mut self, model: FleetModel, device: usize) -> Option<Change> {
+    fn take(&mut self, model: GroupModelId, device: usize) -> Option<Change> {
         self.model_mut(model)?.replicas[device] = None;
         self.changes.taken += 1;
         Some(Change::Take(model, device))
     }
 
     /// A replica is ready. `false` when the model is gone meanwhile.
-    pub fn made(&mut self, model: FleetModel, device: usize) -> bool {
+    pub fn made(&mut self, model: GroupModelId, device: usize) -> bool {
         let Some(state) = self.model_mut(model) else { return false };
         let Some(replica) = state.replicas[device].as_mut() else { return false };
         replica.standing = Standing::Serving;
@@ -387,7 +387,7 @@ impl Router {
     }
 
     /// A replica could not be made; another is tried later.
-    pub fn not_made(&mut self, now: Nanos, model: FleetModel, device: usize) {
+    pub fn not_made(&mut self, now: Nanos, model: GroupModelId, device: usize) {
         let pause = Nanos(self.options.interval.0 * u64::from(self.options.calm_intervals));
         self.changes.refused += 1;
         if let Some(state) = self.model_mut(model) {
@@ -476,7 +476,7 @@ impl Router {
         state.replicas[device] = Some(Replica::new(Standing::Making));
         (state.overloaded, state.calm) = (0, 0);
         let generation = state.generation;
-        Some(Change::Make(FleetModel { slot: slot as u32, generation }, device))
+        Some(Change::Make(GroupModelId { slot: slot as u32, generation }, device))
     }
 
     /// The device that a replica of `model` had best be on: with room beside what is in use, and without a queue.
@@ -500,7 +500,7 @@ impl Router {
         for slot in 0..self.models.len() {
             let Some(state) = &mut self.models[slot] else { continue };
             let Some(device) = state.spare(&self.options, &self.devices, now) else { continue };
-            let model = FleetModel { slot: slot as u32, generation: state.generation };
+            let model = GroupModelId { slot: slot as u32, generation: state.generation };
             let Some(replica) = &mut state.replicas[device] else { continue };
             replica.standing = Standing::Leaving;
             let unused = replica.under_way == 0;
@@ -510,7 +510,7 @@ impl Router {
     }
 
     /// Where `model` is.
-    pub fn replicas(&self, model: FleetModel) -> Vec<ReplicaView> {
+    pub fn replicas(&self, model: GroupModelId) -> Vec<ReplicaView> {
         let Some(state) = self.model(model) else { return Vec::new() };
         let view = |(device, replica): (usize, &Option<Replica>)| {
             let Replica { standing, under_way, answered, .. } = *replica.as_ref()?;
@@ -524,12 +524,12 @@ impl Router {
         self.changes
     }
 
-    fn model(&self, model: FleetModel) -> Option<&ModelState> {
+    fn model(&self, model: GroupModelId) -> Option<&ModelState> {
         let state = self.models.get(model.slot())?.as_ref()?;
         (state.generation == model.generation).then_some(state)
     }
 
-    fn model_mut(&mut self, model: FleetModel) -> Option<&mut ModelState> {
+    fn model_mut(&mut self, model: GroupModelId) -> Option<&mut ModelState> {
         let state = self.models.get_mut(model.slot())?.as_mut()?;
         (state.generation == model.generation).then_some(state)
     }
@@ -587,7 +587,7 @@ impl ModelState {
     /// The device whose replica is not needed any more, if there is one.
     fn spare(
         &mut self,
-        options: &FleetOptions,
+        options: &DeviceGroupOptions,
         devices: &[DeviceState],
         now: Nanos,
     ) -> Option<usize> {

@@ -9,7 +9,7 @@ fn second(seconds: u64) -> Nanos {
 }
 
 fn run(plan: Plan) -> Outcome {
-    let outcome = World::new(plan, FleetOptions::default()).finish();
+    let outcome = World::new(plan, DeviceGroupOptions::default()).finish();
     assert_eq!(outcome.violations, Vec::<String>::new());
     assert_eq!(outcome.asked, outcome.done + outcome.refused);
     outcome
@@ -123,7 +123,7 @@ fn the_checker_notices_what_is_wrong() {
     assert!(run(sound.clone()).most_replicas[0] > 1);
     for bug in [Bug::Elsewhere, Bug::Forgotten, Bug::Twice, Bug::Late] {
         let plan = Plan { planted: Some(bug), ..sound.clone() };
-        let outcome = World::new(plan, FleetOptions::default()).finish();
+        let outcome = World::new(plan, DeviceGroupOptions::default()).finish();
         assert!(!outcome.violations.is_empty(), "{bug:?} was not noticed");
     }
 }
@@ -159,8 +159,8 @@ mod routing {
     }
 
     /// A model on both of two devices, its home being the first.
-    fn twice() -> (Router, super::super::router::FleetModel) {
-        let mut router = Router::new(FleetOptions::default(), &[1_000, 1_000]);
+    fn twice() -> (Router, super::super::router::GroupModelId) {
+        let mut router = Router::new(DeviceGroupOptions::default(), &[1_000, 1_000]);
         let model = router.add(0, 100, facts());
         for interval in 1..=2 {
             for _ in 0..50 {
@@ -206,7 +206,7 @@ mod routing {
 
     #[test]
     fn a_model_whose_only_device_broke_gets_another() {
-        let mut router = Router::new(FleetOptions::default(), &[1_000, 1_000]);
+        let mut router = Router::new(DeviceGroupOptions::default(), &[1_000, 1_000]);
         let model = router.add(0, 100, facts());
         let ticket = router.route(Nanos::ZERO, model, None, |_| true).expect("there");
         router.ended(Nanos::ZERO, ticket, Ended::Faulted);
@@ -234,7 +234,7 @@ mod routing {
 
     #[test]
     fn homes_have_room_and_nothing_is_placed_where_it_can_never_be() {
-        let mut router = Router::new(FleetOptions::default(), &[1_000, 600]);
+        let mut router = Router::new(DeviceGroupOptions::default(), &[1_000, 600]);
         let pinned = ModelFacts { pinned: true, ..facts() };
         assert_eq!(router.home_for(Nanos::ZERO, 700), Some(0));
         router.add(0, 700, pinned);

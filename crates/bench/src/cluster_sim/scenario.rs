@@ -17,7 +17,7 @@ use cluster::view::View;
 use runtime::batching::BatchProfile;
 use serde::{Deserialize, Serialize};
 
-use super::{Fleet, FleetSession, Source, Target};
+use super::{ClusterSession, ClusterSim, Source, Target};
 use crate::scenario::ScenarioError;
 
 /// Sessions of one kind.
@@ -71,7 +71,7 @@ pub struct Loss {
 /// The whole of it.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct FleetScenario {
+pub struct ClusterScenario {
     /// Its name.
     pub name: String,
     /// `cluster`.
@@ -112,9 +112,9 @@ pub struct FleetScenario {
     pub bad_percent_max: f64,
 }
 
-impl Default for FleetScenario {
+impl Default for ClusterScenario {
     fn default() -> Self {
-        FleetScenario {
+        ClusterScenario {
             name: String::new(),
             kind: "cluster".to_string(),
             gpus: 100,
@@ -140,7 +140,7 @@ impl Default for FleetScenario {
 
 /// What a run came to.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct FleetReport {
+pub struct ClusterReport {
     /// The scenario.
     pub name: String,
     /// Requests.
@@ -171,9 +171,9 @@ pub struct FleetReport {
     pub violations: Vec<String>,
 }
 
-impl FleetScenario {
+impl ClusterScenario {
     /// Reads a TOML file.
-    pub fn read(path: &Path) -> Result<FleetScenario, ScenarioError> {
+    pub fn read(path: &Path) -> Result<ClusterScenario, ScenarioError> {
         let name = path.display().to_string();
         let text =
             std::fs::read_to_string(path).map_err(|err| ScenarioError::Read(name.clone(), err))?;
@@ -199,9 +199,9 @@ impl FleetScenario {
     }
 }
 
-struct World<'a> {
-    scenario: &'a FleetScenario,
-    fleet: Fleet,
+struct Simulation<'a> {
+    scenario: &'a ClusterScenario,
+    fleet: ClusterSim,
     view: View,
     core: Core,
     meters: Vec<Rates>,
@@ -212,7 +212,7 @@ struct World<'a> {
     loading: BTreeMap<(usize, usize), Nanos>,
     /// What was last written under a key.
     written: BTreeMap<String, Vec<u8>>,
-    report: FleetReport,
+    report: ClusterReport,
     random: Random,
     names: Vec<String>,
     lost: BTreeSet<usize>,
@@ -227,9 +227,9 @@ fn session_name(index: usize) -> String {
 }
 
 /// Runs a scenario.
-pub fn run(scenario: &FleetScenario) -> Result<FleetReport, String> {
+pub fn run(scenario: &ClusterScenario) -> Result<ClusterReport, String> {
     let packer: Packer = scenario.packer.parse()?;
-    let mut world = World::new(scenario, packer);
+    let mut world = Simulation::new(scenario, packer);
     // The first plan's models are there before the load begins.
     for _ in 0..4 {
         world.decide(Nanos::ZERO);
@@ -242,8 +242,8 @@ pub fn run(scenario: &FleetScenario) -> Result<FleetReport, String> {
     Ok(world.finish())
 }
 
-impl World<'_> {
-    fn new(scenario: &FleetScenario, packer: Packer) -> World<'_> {
+impl Simulation<'_> {
+    fn new(scenario: &ClusterScenario, packer: Packer) -> Simulation<'_> {
         let base = scenario.rates();
         let (mut view, mut sessions, mut sources) = (View::default(), Vec::new(), Vec::new());
         for gpu in 0..scenario.gpus {
@@ -264,7 +264,7 @@ impl World<'_> {
             let profile = ProfileRecord { curve, memory_bytes: 0, marks: Vec::new() };
             view.profiles.insert(("gpu".to_string(), digest), profile);
             let nanos = |ms: f64| Nanos((ms * 1e6) as u64);
-            sessions.push(FleetSession {
+            sessions.push(ClusterSession {
                 profile: BatchProfile::linear(
                     nanos(group.alpha_ms),
                     nanos(group.beta_ms),
@@ -289,16 +289,16 @@ impl World<'_> {
             ..SchedulerSettings::default()
         };
         let core = Core::resume(settings, Nanos::ZERO, &view);
-        let mut fleet = Fleet::new(sessions, scenario.gpus, sources, scenario.seed, false);
+        let mut fleet = ClusterSim::new(sessions, scenario.gpus, sources, scenario.seed, false);
         fleet.set_frontends(scenario.frontends);
-        let mut world = World {
+        let mut world = Simulation {
             fleet,
             core,
             meters: base.iter().map(|_| Rates::default()).collect(),
             events: Vec::new(),
             loading: BTreeMap::new(),
             written: BTreeMap::new(),
-            report: FleetReport { name: scenario.name.clone(), ..FleetReport::default() },
+            report: ClusterReport { name: scenario.name.clone(), ..ClusterReport::default() },
             random: Random::new(scenario.seed + 1),
             names: (0..base.len()).map(session_name).collect(),
             lost: BTreeSet::new(),
@@ -509,7 +509,7 @@ impl World<'_> {
         }
     }
 
-    fn finish(mut self) -> FleetReport {
+    fn finish(mut self) -> ClusterReport {
         // What was asked in the last moments is still to be answered.
         let end = Nanos::from_millis((self.scenario.seconds + 2) * 1000);
         for source in 0..self.base.len() {
@@ -540,7 +540,7 @@ fn index_of(name: &str) -> Option<usize> {
 }
 
 /// The report for a terminal.
-pub fn text(report: &FleetReport) -> String {
+pub fn text(report: &ClusterReport) -> String {
     let used = |f: fn(usize, usize) -> usize| report.used.iter().copied().reduce(f).unwrap_or(0);
     let worst = report.seconds.iter().map(|(_, bad)| *bad).fold(0.0, f64::max);
     format!(
@@ -567,7 +567,7 @@ pub fn text(report: &FleetReport) -> String {
 mod tests {
     use super::*;
 
-    fn scenario() -> FleetScenario {
+    fn scenario() -> ClusterScenario {
         let text = "
             kind = 'cluster'
             gpus = 12
@@ -589,7 +589,7 @@ mod tests {
             gpus = 1
             for_s = 5
         ";
-        assert!(FleetScenario::is_one(text));
+        assert!(ClusterScenario::is_one(text));
         toml::from_str(text).unwrap()
     }
 

@@ -9,7 +9,7 @@ use runtime::core::{Core, CoreOptions, Event, ModelId, Mutation, QueueLayout, Re
 use runtime::policy::padding::Room;
 use runtime::policy::{NAMES, Policy, Streams, by_name};
 
-use super::{BrokenRestore, ClientState, Outcome, PlantedBug, World, WorldOptions};
+use super::{BrokenRestore, ClientState, Outcome, PlantedBug, Simulation, SimulationOptions};
 use crate::arrival::Clockwork;
 use crate::checker::{Checker, Limits};
 use crate::scenario::{Scenario, ScenarioError};
@@ -17,18 +17,21 @@ use crate::scenario::{Scenario, ScenarioError};
 /// A segment that is not heard of for so long means a reset.
 const WATCHDOG: Nanos = Nanos::from_millis(5_000);
 
-impl World {
+impl Simulation {
     /// A world at time zero.
-    pub fn new(scenario: &Scenario, options: WorldOptions) -> Result<World, ScenarioError> {
-        World::with_profiles(scenario, &scenario.profiles()?, options)
+    pub fn new(
+        scenario: &Scenario,
+        options: SimulationOptions,
+    ) -> Result<Simulation, ScenarioError> {
+        Simulation::with_profiles(scenario, &scenario.profiles()?, options)
     }
 
     /// A world at time zero on profiles of the caller's.
     pub fn with_profiles(
         scenario: &Scenario,
         set: &ProfileSet,
-        options: WorldOptions,
-    ) -> Result<World, ScenarioError> {
+        options: SimulationOptions,
+    ) -> Result<Simulation, ScenarioError> {
         let models: Vec<Arc<ModelProfile>> = set.models.iter().cloned().map(Arc::new).collect();
         for client in &scenario.clients {
             if set.model(&client.model).is_none() {
@@ -59,7 +62,7 @@ impl World {
         let managed = weights > set.gpu.memory_bytes;
         let core = core_of(scenario, &set.gpu, layout, policy, options, managed);
         let limits = Limits::new(scenario, set, &rules, rt_streams.clone(), streams, WATCHDOG);
-        let mut world = World {
+        let mut world = Simulation {
             core,
             gpu,
             rules,
@@ -99,7 +102,7 @@ impl World {
 fn policy_of(
     scenario: &Scenario,
     queue_capacity: usize,
-    options: WorldOptions,
+    options: SimulationOptions,
 ) -> Result<Box<dyn Policy>, ScenarioError> {
     let policy =
         by_name(&scenario.policy, queue_capacity).ok_or_else(|| ScenarioError::Unknown {
@@ -132,7 +135,7 @@ fn core_of(
     gpu: &device::sim::GpuProfile,
     queues: QueueLayout,
     policy: Box<dyn Policy>,
-    options: WorldOptions,
+    options: SimulationOptions,
     managed: bool,
 ) -> Core {
     let planted = |bug| options.planted == Some(bug);

@@ -1,37 +1,37 @@
 //! Which best-effort model may go on beside which real-time model, learned from how long real time takes.
 //!
 //! Kernels of small batches leave much of a large device idle, and some pairs of models hardly meet. A pair is tried now and
-//! then; as long as real time takes no longer with it than after making everything leave, within what is bearable, that one
+//! then; as long as real time takes no longer with it than after making everything leave, within what is max_rt_slowdown, that one
 //! best-effort task stays while the others leave.
 
 use base::Nanos;
 
 use super::ModelId;
 
-/// How much longer real time may take beside a companion, where nothing else is said.
-pub(super) const BEARABLE: f64 = 0.01;
+/// How much longer real time may take beside a co_runner, where nothing else is said.
+pub(super) const MAX_RT_SLOWDOWN: f64 = 0.01;
 
-/// Runs without a companion before the first is tried.
+/// Runs without a co_runner before the first is tried.
 const KNOWN_ALONE: u32 = 32;
 
-/// Runs with a companion before it can be judged to be borne.
+/// Runs with a co_runner before it can be judged to be borne.
 const KNOWN_PAIR: u32 = 24;
 
-/// Runs with a companion before it can be judged to be too much; half as many when it plainly is.
+/// Runs with a co_runner before it can be judged to be too much; half as many when it plainly is.
 const KNOWN_ENOUGH: u32 = 8;
 
-/// What is plainly too much, beyond what is bearable.
+/// What is plainly too much, beyond what is max_rt_slowdown.
 const PLAINLY: f64 = 0.09;
 
-/// Of so many runs one is without a companion, so that what is compared with is of now.
+/// Of so many runs one is without a co_runner, so that what is compared with is of now.
 const ALONE_EVERY: u64 = 16;
 
 /// Of so many runs one tries the pair that is known least: so few that what they suffer stays beyond the ninety-ninth of a
 /// hundred.
 const TRY_EVERY: u64 = 200;
 
-/// The same where companions are held to a corner: hardly any of them is harsh, and what is not known is not used.
-const TRY_EVERY_IN_CORNER: u64 = 4;
+/// The same where co_run are held to a partition: hardly any of them is harsh, and what is not known is not used.
+const TRY_EVERY_IN_PARTITION: u64 = 4;
 
 /// After so many runs a pair that was too much is thought of anew.
 const RETRY_EVERY: u64 = 20_000;
@@ -79,7 +79,7 @@ enum Judgement {
     /// Not known well enough.
     #[default]
     Open,
-    /// Real time bears the companion.
+    /// Real time bears the co_runner.
     Borne,
     /// It does not.
     TooMuch,
@@ -95,7 +95,7 @@ struct Pair {
 
 impl Pair {
     /// Thinks of the pair once more. What is borne stays so until the contrary is certain: a doubt alone is no reason to part.
-    fn judge(&mut self, alone: &Estimate, bearable: f64) {
+    fn judge(&mut self, alone: &Estimate, max_rt_slowdown: f64) {
         if alone.count < KNOWN_ALONE || alone.mean_ns <= 0.0 {
             return;
         }
@@ -104,11 +104,11 @@ impl Pair {
         let error = (self.time.uncertainty() + alone.uncertainty()).sqrt() / alone.mean_ns;
         // Who has run for so long will not become known any better.
         let doubt = if f64::from(count) < MEMORY { error } else { 0.0 };
-        if count >= KNOWN_ENOUGH / 2 && cost > bearable + PLAINLY {
+        if count >= KNOWN_ENOUGH / 2 && cost > max_rt_slowdown + PLAINLY {
             self.judgement = Judgement::FarTooMuch;
-        } else if count >= KNOWN_ENOUGH && cost - ERRORS * error > bearable {
+        } else if count >= KNOWN_ENOUGH && cost - ERRORS * error > max_rt_slowdown {
             self.judgement = Judgement::TooMuch;
-        } else if count >= KNOWN_PAIR && cost + doubt <= bearable {
+        } else if count >= KNOWN_PAIR && cost + doubt <= max_rt_slowdown {
             self.judgement = Judgement::Borne;
         }
     }
@@ -124,8 +124,8 @@ struct Known {
 }
 
 impl Known {
-    fn with(&self, companion: ModelId) -> Pair {
-        self.with.get(companion.0 as usize).copied().unwrap_or_default()
+    fn with(&self, co_runner: ModelId) -> Pair {
+        self.with.get(co_runner.0 as usize).copied().unwrap_or_default()
     }
 
     /// Forgets, when it is time, what was given up.
@@ -140,24 +140,24 @@ impl Known {
         }
     }
 
-    fn is(&self, companion: ModelId, judgement: Judgement) -> bool {
-        self.with(companion).judgement == judgement
+    fn is(&self, co_runner: ModelId, judgement: Judgement) -> bool {
+        self.with(co_runner).judgement == judgement
     }
 }
 
 /// All that is known.
 #[derive(Clone, Debug)]
-pub(super) struct Companions {
+pub(super) struct CoRunAdmission {
     known: Vec<Known>,
-    bearable: f64,
+    max_rt_slowdown: f64,
     try_every: u64,
 }
 
-impl Companions {
-    /// Nothing is known. Real time may take longer by a share of `bearable`.
-    pub(super) fn new(bearable: f64, corner: bool) -> Companions {
-        let try_every = if corner { TRY_EVERY_IN_CORNER } else { TRY_EVERY };
-        Companions { known: Vec::new(), bearable, try_every }
+impl CoRunAdmission {
+    /// Nothing is known. Real time may take longer by a share of `max_rt_slowdown`.
+    pub(super) fn new(max_rt_slowdown: f64, partition: bool) -> CoRunAdmission {
+        let try_every = if partition { TRY_EVERY_IN_PARTITION } else { TRY_EVERY };
+        CoRunAdmission { known: Vec::new(), max_rt_slowdown, try_every }
     }
 
     /// Forgets what a model of that number was like before.
@@ -174,21 +174,21 @@ impl Companions {
         }
     }
 
-    /// Books a run of `real_time` that had `companion` beside it.
-    pub(super) fn record(&mut self, real_time: ModelId, companion: Option<ModelId>, time: Nanos) {
+    /// Books a run of `real_time` that had `co_runner` beside it.
+    pub(super) fn record(&mut self, real_time: ModelId, co_runner: Option<ModelId>, time: Nanos) {
         let Some(known) = self.known.get_mut(real_time.0 as usize) else { return };
-        match companion {
+        match co_runner {
             None => {
                 let usual_ns = if known.alone.count < KNOWN_ENOUGH { f64::INFINITY } else { 0.0 };
                 known.alone.record(time, usual_ns);
             }
-            Some(companion) => {
-                let index = companion.0 as usize;
+            Some(co_runner) => {
+                let index = co_runner.0 as usize;
                 if index >= known.with.len() {
                     known.with.resize(index + 1, Pair::default());
                 }
                 known.with[index].time.record(time, known.alone.mean_ns);
-                known.with[index].judge(&known.alone, self.bearable);
+                known.with[index].judge(&known.alone, self.max_rt_slowdown);
             }
         }
     }
@@ -210,7 +210,7 @@ impl Companions {
         known.turn += 1;
         let turn = known.turn;
         known.reopen();
-        if self.bearable <= 0.0
+        if self.max_rt_slowdown <= 0.0
             || known.alone.count < KNOWN_ALONE
             || turn.is_multiple_of(ALONE_EVERY)
         {
@@ -240,10 +240,10 @@ mod tests {
     const REAL_TIME: ModelId = ModelId(0);
     const ROUNDS: usize = 40_000;
 
-    fn companions(corner: bool, models: u32) -> Companions {
-        let mut companions = Companions::new(BEARABLE, corner);
-        (0..=models).for_each(|model| companions.forget(ModelId(model)));
-        companions
+    fn co_run(partition: bool, models: u32) -> CoRunAdmission {
+        let mut co_run = CoRunAdmission::new(MAX_RT_SLOWDOWN, partition);
+        (0..=models).for_each(|model| co_run.forget(ModelId(model)));
+        co_run
     }
 
     /// How long a run takes: a twentieth more or less, and one in a hundred is held up by something else.
@@ -255,16 +255,16 @@ mod tests {
 
     /// Runs of a model beside others that cost it these shares of its time; how often each was chosen in the second half,
     /// nobody first.
-    fn chosen(costs: &[f64], corner: bool, seed: u64) -> Vec<usize> {
+    fn chosen(costs: &[f64], partition: bool, seed: u64) -> Vec<usize> {
         let mut random = Random::new(seed);
-        let mut companions = companions(corner, costs.len() as u32);
+        let mut co_run = co_run(partition, costs.len() as u32);
         let mut counts = vec![0; costs.len() + 1];
         for round in 0..ROUNDS {
             let candidates = (1..=costs.len() as u32).map(ModelId);
-            let companion = companions.choose(REAL_TIME, None, candidates);
-            let index = companion.map_or(0, |model| model.0 as usize);
+            let co_runner = co_run.choose(REAL_TIME, None, candidates);
+            let index = co_runner.map_or(0, |model| model.0 as usize);
             let cost = index.checked_sub(1).map_or(0.0, |index| costs[index]);
-            companions.record(REAL_TIME, companion, noisy(&mut random, 1e6 * (1.0 + cost)));
+            co_run.record(REAL_TIME, co_runner, noisy(&mut random, 1e6 * (1.0 + cost)));
             counts[index] += usize::from(round * 2 >= ROUNDS);
         }
         counts
@@ -273,8 +273,8 @@ mod tests {
     #[test]
     fn who_is_borne_stays_however_noisy_runs_are() {
         for seed in 0..20 {
-            for corner in [false, true] {
-                let counts = chosen(&[0.002, 0.4], corner, seed);
+            for partition in [false, true] {
+                let counts = chosen(&[0.002, 0.4], partition, seed);
                 assert!(counts[1] > 18_000, "{counts:?} of 20000, seed {seed}");
                 assert!(counts[2] <= 8, "{counts:?} of 20000, seed {seed}");
                 assert!(counts[0] >= 20_000 / ALONE_EVERY as usize, "{counts:?}");
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn who_costs_more_than_is_bearable_leaves() {
+    fn who_costs_more_than_is_max_rt_slowdown_leaves() {
         for seed in 0..20 {
             let counts = chosen(&[0.025, 0.06, 0.4], true, seed);
             assert!(counts[1] < 1_000, "{counts:?} of 20000, seed {seed}");
@@ -292,15 +292,15 @@ mod tests {
     }
 
     #[test]
-    fn pairs_are_known_soon_in_a_corner() {
+    fn pairs_are_known_soon_in_a_partition() {
         for seed in 0..20 {
             let mut random = Random::new(seed);
-            let mut companions = companions(true, 5);
+            let mut co_run = co_run(true, 5);
             let mut beside = 0;
             for round in 0..1_500 {
-                let companion = companions.choose(REAL_TIME, None, (1..=5).map(ModelId));
-                companions.record(REAL_TIME, companion, noisy(&mut random, 1e6));
-                beside += usize::from(round >= 1_000 && companion.is_some());
+                let co_runner = co_run.choose(REAL_TIME, None, (1..=5).map(ModelId));
+                co_run.record(REAL_TIME, co_runner, noisy(&mut random, 1e6));
+                beside += usize::from(round >= 1_000 && co_runner.is_some());
             }
             assert!(beside > 400, "{beside} of 500, seed {seed}");
         }
@@ -309,15 +309,15 @@ mod tests {
     #[test]
     fn who_becomes_too_much_leaves_and_is_thought_of_anew() {
         let mut random = Random::new(1);
-        let mut companions = companions(true, 1);
-        // The companion is mild, then harsh, then mild again.
+        let mut co_run = co_run(true, 1);
+        // The co_runner is mild, then harsh, then mild again.
         let mut phase = |cost: f64, rounds: u64| {
             let mut beside = 0;
             for round in 0..rounds {
-                let companion = companions.choose(REAL_TIME, None, [ModelId(1)].into_iter());
-                let share = if companion.is_some() { 1.0 + cost } else { 1.0 };
-                companions.record(REAL_TIME, companion, noisy(&mut random, 1e6 * share));
-                beside += u64::from(companion.is_some() && round * 2 >= rounds);
+                let co_runner = co_run.choose(REAL_TIME, None, [ModelId(1)].into_iter());
+                let share = if co_runner.is_some() { 1.0 + cost } else { 1.0 };
+                co_run.record(REAL_TIME, co_runner, noisy(&mut random, 1e6 * share));
+                beside += u64::from(co_runner.is_some() && round * 2 >= rounds);
             }
             beside
         };
@@ -328,18 +328,18 @@ mod tests {
 
     #[test]
     fn a_model_of_the_same_number_is_tried_anew() {
-        let mut companions = companions(false, 1);
+        let mut co_run = co_run(false, 1);
         let mild = ModelId(1);
         for _ in 0..KNOWN_ALONE {
-            companions.record(REAL_TIME, None, Nanos(100));
+            co_run.record(REAL_TIME, None, Nanos(100));
         }
         for _ in 0..KNOWN_PAIR {
-            companions.record(REAL_TIME, Some(mild), Nanos(100));
+            co_run.record(REAL_TIME, Some(mild), Nanos(100));
         }
         // The first turn tries whoever is not known.
-        assert_eq!(companions.choose(REAL_TIME, None, [mild].into_iter()), Some(mild));
-        assert_eq!(companions.choose(REAL_TIME, None, [mild].into_iter()), Some(mild));
-        companions.forget(mild);
-        assert_eq!(companions.choose(REAL_TIME, None, [mild].into_iter()), None);
+        assert_eq!(co_run.choose(REAL_TIME, None, [mild].into_iter()), Some(mild));
+        assert_eq!(co_run.choose(REAL_TIME, None, [mild].into_iter()), Some(mild));
+        co_run.forget(mild);
+        assert_eq!(co_run.choose(REAL_TIME, None, [mild].into_iter()), None);
     }
 }

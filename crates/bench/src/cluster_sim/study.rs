@@ -16,7 +16,7 @@ use cluster::scheduler::pooling::{self, Pools};
 use runtime::batching::BatchProfile;
 use serde::Serialize;
 
-use super::{Fleet, FleetSession, Source, Target};
+use super::{ClusterSession, ClusterSim, Source, Target};
 
 /// Techniques that are on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -125,14 +125,14 @@ fn good_share(setup: Setup, techniques: Techniques) -> f64 {
     let placement = place(&machines, &demands, &curves, &Holdings::new(), &settings);
     let sessions = setup.stages.iter().zip(&setup.feeds).map(|((_, slo_ms, curve), feeds)| {
         let latencies = curve.iter().map(|(_, ms)| Nanos((ms * 1e6) as u64)).collect();
-        FleetSession {
+        ClusterSession {
             profile: BatchProfile::from_latencies(latencies)
                 .unwrap_or_else(|| BatchProfile::linear(Nanos(1), Nanos(1), 1)),
             budget: Nanos((slo_ms * 1e6) as u64),
             feeds: feeds.clone(),
         }
     });
-    let mut fleet = Fleet::new(sessions.collect(), GPUS, setup.sources, 1, !techniques.early);
+    let mut fleet = ClusterSim::new(sessions.collect(), GPUS, setup.sources, 1, !techniques.early);
     let index: HashMap<String, usize> = (0..demands.len()).map(|i| (name(i), i)).collect();
     let devices = machines.iter().map(|m| (m.name.clone(), m.device.clone())).collect();
     let pools = match techniques.pools {

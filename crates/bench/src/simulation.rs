@@ -8,7 +8,7 @@ use base::{Histogram, Nanos, Random};
 use device::sim::{Gpu, GpuEvent, ModelProfile, Segment, TaskId, reference_output};
 use model::config::Class;
 use runtime::core::{Action, Core, End, Event, ModelId, RequestId};
-use runtime::policy::{Beside, Left, Policy, Progress, Rules};
+use runtime::policy::{CoRun, Policy, PreemptionPoint, Progress, Rules};
 use std::sync::Arc;
 
 use crate::arrival::Clockwork;
@@ -20,7 +20,7 @@ const DRAIN: Nanos = Nanos::from_millis(20_000);
 
 /// What is kept beside the figures.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct WorldOptions {
+pub struct SimulationOptions {
     /// Whether the checkers watch.
     pub check: bool,
     /// Whether every event and action is written down.
@@ -101,13 +101,13 @@ pub struct Outcome {
 }
 
 /// The run itself.
-pub struct World {
+pub struct Simulation {
     core: Core,
     gpu: Gpu,
     rules: Rules,
     models: Vec<Arc<ModelProfile>>,
     scenario: Scenario,
-    options: WorldOptions,
+    options: SimulationOptions,
     clients: Vec<ClientState>,
     live: Vec<Option<Live>>,
     cancels: Vec<(Nanos, RequestId)>,
@@ -123,11 +123,11 @@ pub struct World {
 }
 
 /// Runs a scenario under its own policy.
-pub fn run(scenario: &Scenario, options: WorldOptions) -> Result<Outcome, ScenarioError> {
-    Ok(World::new(scenario, options)?.finish())
+pub fn run(scenario: &Scenario, options: SimulationOptions) -> Result<Outcome, ScenarioError> {
+    Ok(Simulation::new(scenario, options)?.finish())
 }
 
-impl World {
+impl Simulation {
     /// Runs to the end.
     pub fn finish(mut self) -> Outcome {
         self.run_all();
@@ -196,7 +196,7 @@ impl World {
         self.note(format_args!("{event:?}"));
         match event {
             GpuEvent::StepReady { stream, step } => {
-                if matches!(self.rules.beside, Beside::Padding(_)) {
+                if matches!(self.rules.co_run, CoRun::Padding(_)) {
                     self.feed(Event::StepReady { queue: stream, step });
                 }
             }
@@ -208,9 +208,9 @@ impl World {
                 }
                 self.feed(Event::SegmentDone { queue: stream, busy });
             }
-            GpuEvent::Left { stream, step, tile, transmitted, busy, .. } => {
-                let left = Left { step, tile, transmitted };
-                self.feed(Event::SegmentLeft { queue: stream, left, busy });
+            GpuEvent::Preempted { stream, step, tile, transmitted, busy, .. } => {
+                let left = PreemptionPoint { step, tile, transmitted };
+                self.feed(Event::SegmentPreempted { queue: stream, left, busy });
             }
             GpuEvent::Copied { token } => {
                 if let Some(request) = self.request_of(token) {
@@ -244,7 +244,7 @@ impl World {
 
     fn request_of(&self, token: u64) -> Option<RequestId> {
         let live = self.live.get((token & 0xF_FFFF) as usize)?.as_ref()?;
-        (World::token(live.id) == token).then_some(live.id)
+        (Simulation::token(live.id) == token).then_some(live.id)
     }
 
     fn live_of(&self, token: u64) -> Option<&Live> {
@@ -318,7 +318,7 @@ impl World {
             Action::Copy { request } => {
                 if let Some(live) = self.live[request.slot()].as_ref() {
                     let bytes = self.models[live.model].input_bytes;
-                    self.gpu.copy(now, World::token(request), bytes);
+                    self.gpu.copy(now, Simulation::token(request), bytes);
                 }
             }
             Action::Load { model, .. } => {
@@ -361,7 +361,7 @@ impl World {
             None => self.gpu.create_task(model, request.order()),
         };
         live.task = Some(task);
-        let segment = Segment { token: World::token(request), task, model, steps, tile };
+        let segment = Segment { token: Simulation::token(request), task, model, steps, tile };
         if self.gpu.enqueue(now, queue, segment).is_err() {
             self.feed(Event::SegmentFailed { queue, busy: Nanos::ZERO });
         }
@@ -511,7 +511,7 @@ impl Policy for BrokenRestore {
         self.0.rules()
     }
 
-    fn restore(&self, left: Left, known: Progress) -> Progress {
+    fn restore(&self, left: PreemptionPoint, known: Progress) -> Progress {
         let right = self.0.restore(left, known);
         Progress { tile: right.tile + 1, ..right }
     }

@@ -1,7 +1,7 @@
 //! Several devices in one node: a [`Node`] each, one router above them.
 //!
-//! A device decides alone what it runs and when, exactly as if it were the only one. The fleet decides where a request goes and
-//! which devices hold a model ([`router`]); making a replica ready happens on a thread of the fleet, beside every request.
+//! A device decides alone what it runs and when, exactly as if it were the only one. The device_group decides where a request goes and
+//! which devices hold a model ([`router`]); making a replica ready happens on a thread of the device_group, beside every request.
 
 pub mod router;
 
@@ -21,11 +21,11 @@ use crate::node::{
     BatchTime, ModelKey, Node, Rejection, Reply, Request, RequestHandle, refuse_at_once,
 };
 
-use self::router::{Change, Changes, Ended, FleetModel, ModelFacts, ReplicaView, Router, Ticket};
+use self::router::{Change, Changes, Ended, GroupModelId, ModelFacts, ReplicaView, Router, Ticket};
 
-/// How a fleet judges load.
+/// How a device_group judges load.
 #[derive(Clone, Copy, Debug)]
-pub struct FleetOptions {
+pub struct DeviceGroupOptions {
     /// The time over which load is judged.
     pub interval: Nanos,
     /// If every answer of an interval waited longer, a queue stands.
@@ -44,9 +44,9 @@ pub struct FleetOptions {
     pub bytes_per_second: u64,
 }
 
-impl Default for FleetOptions {
+impl Default for DeviceGroupOptions {
     fn default() -> Self {
-        FleetOptions {
+        DeviceGroupOptions {
             interval: Nanos::from_millis(500),
             standing_wait: Nanos::from_millis(2),
             overloaded_intervals: 2,
@@ -61,7 +61,7 @@ impl Default for FleetOptions {
 
 /// A program on the device that was chosen for it.
 pub struct Placed {
-    /// The device's place in the fleet.
+    /// The device's place in the device_group.
     pub device: usize,
     /// The program there.
     pub program: Arc<dyn Program>,
@@ -80,7 +80,7 @@ pub struct Asked {
 }
 
 /// The devices of a node.
-pub struct Fleet {
+pub struct DeviceGroup {
     shared: Arc<Shared>,
     keeper: Option<JoinHandle<()>>,
 }
@@ -103,7 +103,7 @@ struct State {
 
 /// What is needed to make a model ready on another device.
 struct Entry {
-    model: FleetModel,
+    model: GroupModelId,
     plan: Arc<LaunchPlan>,
     config: ModelConfig,
     /// By device.
@@ -112,11 +112,14 @@ struct Entry {
     profile: Option<(String, Vec<BatchTime>)>,
 }
 
-impl Fleet {
-    /// A fleet of one device or several. All nodes go by one clock.
-    pub fn start(nodes: Vec<Arc<Node>>, options: FleetOptions) -> Result<Fleet, DeviceError> {
+impl DeviceGroup {
+    /// A device_group of one device or several. All nodes go by one clock.
+    pub fn start(
+        nodes: Vec<Arc<Node>>,
+        options: DeviceGroupOptions,
+    ) -> Result<DeviceGroup, DeviceError> {
         let Some(first) = nodes.first() else {
-            return Err(DeviceError::BadPlan("a fleet of no device".to_string()));
+            return Err(DeviceError::BadPlan("a device_group of no device".to_string()));
         };
         let clock = first.clock().clone();
         let budgets: Vec<u64> = nodes.iter().map(|node| node.budget().0).collect();
@@ -136,20 +139,20 @@ impl Fleet {
             _ => {
                 let kept = shared.clone();
                 let spawned = std::thread::Builder::new()
-                    .name("fleet".to_string())
+                    .name("device_group".to_string())
                     .spawn(move || kept.keep());
                 Some(spawned.map_err(|err| DeviceError::Faulted {
                     device: shared.names[0].clone(),
-                    reason: format!("cannot start a thread of the fleet: {err}"),
+                    reason: format!("cannot start a thread of the device_group: {err}"),
                 })?)
             }
         };
-        Ok(Fleet { shared, keeper })
+        Ok(DeviceGroup { shared, keeper })
     }
 
-    /// The fleet of this node alone.
-    pub fn of(node: Arc<Node>) -> Result<Fleet, DeviceError> {
-        Fleet::start(vec![node], FleetOptions::default())
+    /// The device_group of this node alone.
+    pub fn of(node: Arc<Node>) -> Result<DeviceGroup, DeviceError> {
+        DeviceGroup::start(vec![node], DeviceGroupOptions::default())
     }
 
     /// Its nodes, one for each device.
@@ -158,8 +161,8 @@ impl Fleet {
     }
 
     /// Lends memory for inputs: the first of its devices that does. The others copy from there as from any other memory.
-    pub fn lender(&self) -> Option<Arc<dyn model::Lender>> {
-        self.nodes().iter().find_map(|node| node.device().lender())
+    pub fn host_pool(&self) -> Option<Arc<dyn model::HostPool>> {
+        self.nodes().iter().find_map(|node| node.device().host_pool())
     }
 
     /// What its devices are called, each by a name of its own.
@@ -188,7 +191,7 @@ impl Fleet {
     }
 
     /// Makes a placed program known. Requests may come at once.
-    pub fn add_model(&self, placed: Placed, config: &ModelConfig) -> FleetModel {
+    pub fn add_model(&self, placed: Placed, config: &ModelConfig) -> GroupModelId {
         let Placed { device, program } = placed;
         let (plan, bytes) = (program.plan().clone(), program_bytes(&*program));
         let key = self.shared.nodes[device].add_model(program, config);
@@ -216,7 +219,7 @@ impl Fleet {
 
     /// Takes no more requests for `model`, lets those under way finish and frees it afterwards, everywhere. `false` when there
     /// is no such model.
-    pub fn remove_model(&self, model: FleetModel) -> bool {
+    pub fn remove_model(&self, model: GroupModelId) -> bool {
         let keys = {
             let mut state = self.shared.lock();
             if state.entry(model).is_none() {
@@ -238,7 +241,7 @@ impl Fleet {
     /// request is refused at once.
     pub fn submit(
         &self,
-        model: FleetModel,
+        model: GroupModelId,
         asked: Asked,
         reply: Box<dyn FnOnce(Reply) + Send>,
     ) -> RequestHandle {
@@ -252,10 +255,10 @@ impl Fleet {
         let rows = rows_of(&inputs);
         let request = Request { model: key, inputs, class, priority, timeout };
         let Some(ticket) = ticket else { return shared.nodes[0].submit(request, reply) };
-        let fleet = Arc::downgrade(shared);
+        let device_group = Arc::downgrade(shared);
         let counted = move |answer: Reply| {
-            if let Some(fleet) = fleet.upgrade() {
-                fleet.ended(ticket, &answer, rows);
+            if let Some(device_group) = device_group.upgrade() {
+                device_group.ended(ticket, &answer, rows);
             }
             reply(answer);
         };
@@ -263,7 +266,7 @@ impl Fleet {
     }
 
     /// Where `model` is, and its key there.
-    pub fn replicas(&self, model: FleetModel) -> Vec<(ReplicaView, ModelKey)> {
+    pub fn replicas(&self, model: GroupModelId) -> Vec<(ReplicaView, ModelKey)> {
         let state = self.shared.lock();
         let Some(entry) = state.entry(model) else { return Vec::new() };
         let views = state.router.replicas(model).into_iter();
@@ -277,7 +280,7 @@ impl Fleet {
 
     /// Measures what batches of `model` take, behind everybody else's requests, and lets all devices of the kind it was measured
     /// on go by it. Takes about `limit` at most, and as long as better work goes first.
-    pub fn profile(&self, model: FleetModel, limit: Duration) -> Vec<BatchTime> {
+    pub fn profile(&self, model: GroupModelId, limit: Duration) -> Vec<BatchTime> {
         let Some((view, key)) = self.replicas(model).into_iter().next() else { return Vec::new() };
         let times = self.shared.nodes[view.device].profile(key, limit);
         let kind = self.shared.kind(view.device);
@@ -293,15 +296,15 @@ impl Fleet {
     }
 
     /// What batches of `model` were measured to take.
-    pub fn profile_of(&self, model: FleetModel) -> Vec<BatchTime> {
+    pub fn profile_of(&self, model: GroupModelId) -> Vec<BatchTime> {
         let state = self.shared.lock();
         let profile = state.entry(model).and_then(|entry| entry.profile.clone());
         profile.map(|(_, times)| times).unwrap_or_default()
     }
 
-    /// Makes batches of `turn` of requests for `model`, or as its settings say. Several devices are filled by the fleet's own
+    /// Makes batches of `turn` of requests for `model`, or as its settings say. Several devices are filled by the device_group's own
     /// rule instead.
-    pub fn set_turn(&self, model: FleetModel, turn: Option<Turn>) {
+    pub fn set_turn(&self, model: GroupModelId, turn: Option<Turn>) {
         for (view, key) in self.replicas(model).into_iter().filter(|_| self.shared.nodes.len() == 1)
         {
             self.shared.nodes[view.device].set_turn(key, turn);
@@ -309,19 +312,19 @@ impl Fleet {
     }
 
     /// The largest batch that is made of requests of `model`; `None` where there are none.
-    pub fn batch_most(&self, model: FleetModel) -> Option<usize> {
+    pub fn batch_most(&self, model: GroupModelId) -> Option<usize> {
         let mut replicas = self.replicas(model).into_iter();
         replicas.find_map(|(view, key)| self.shared.nodes[view.device].batch_most(key))
     }
 
     /// Whether requests of `model` are put together.
-    pub fn is_batched(&self, model: FleetModel) -> bool {
+    pub fn is_batched(&self, model: GroupModelId) -> bool {
         let mut replicas = self.replicas(model).into_iter();
         replicas.any(|(view, key)| self.shared.nodes[view.device].is_batched(key))
     }
 
     /// Loads a model's weights at its devices if there is room for them.
-    pub fn preload(&self, model: FleetModel) {
+    pub fn preload(&self, model: GroupModelId) {
         for (view, key) in self.replicas(model) {
             self.shared.nodes[view.device].preload(key);
         }
@@ -348,7 +351,7 @@ impl Fleet {
     }
 }
 
-impl Drop for Fleet {
+impl Drop for DeviceGroup {
     fn drop(&mut self) {
         self.shared.lock().stopping = true;
         self.shared.changed.notify_all();
@@ -380,11 +383,11 @@ fn names(nodes: &[Arc<Node>]) -> Vec<String> {
 }
 
 impl State {
-    fn entry(&self, model: FleetModel) -> Option<&Entry> {
+    fn entry(&self, model: GroupModelId) -> Option<&Entry> {
         self.entries.get(model.slot())?.as_ref().filter(|entry| entry.model == model)
     }
 
-    fn entry_mut(&mut self, model: FleetModel) -> Option<&mut Entry> {
+    fn entry_mut(&mut self, model: GroupModelId) -> Option<&mut Entry> {
         self.entries.get_mut(model.slot())?.as_mut().filter(|entry| entry.model == model)
     }
 
@@ -393,7 +396,7 @@ impl State {
         &mut self,
         shared: &Shared,
         now: Nanos,
-        model: FleetModel,
+        model: GroupModelId,
         class: Option<Class>,
     ) -> Option<(Option<Ticket>, ModelKey)> {
         let entry =
@@ -474,11 +477,11 @@ impl Shared {
             let speed = u128::from(swaps.loaded.0) * 1_000_000_000 / nanos.max(1);
             (swaps.loads > 0).then_some(u64::try_from(speed).unwrap_or(u64::MAX))
         };
-        let keys: Vec<(FleetModel, Vec<Option<ModelKey>>)> = {
+        let keys: Vec<(GroupModelId, Vec<Option<ModelKey>>)> = {
             let state = self.lock();
             state.entries.iter().flatten().map(|entry| (entry.model, entry.keys.clone())).collect()
         };
-        let bytes = |(model, keys): (FleetModel, Vec<Option<ModelKey>>)| {
+        let bytes = |(model, keys): (GroupModelId, Vec<Option<ModelKey>>)| {
             let known =
                 self.nodes.iter().zip(keys).filter_map(|(node, key)| node.weight_bytes(key?));
             Some((model, known.max()?.0)).filter(|(_, bytes)| *bytes > 0)
@@ -509,7 +512,7 @@ impl Shared {
         self.nodes[device].device().info().description.clone()
     }
 
-    fn make(&self, model: FleetModel, device: usize) {
+    fn make(&self, model: GroupModelId, device: usize) {
         let found = {
             let state = self.lock();
             let needed = |e: &Entry| (e.plan.clone(), e.config.clone(), e.profile.clone());
@@ -556,7 +559,7 @@ impl Shared {
 struct Seen {
     /// Bytes in a second that loads brought, by device; `None` where there was none.
     speeds: Vec<Option<u64>>,
-    bytes: Vec<(FleetModel, u64)>,
+    bytes: Vec<(GroupModelId, u64)>,
 }
 
 impl State {

@@ -10,11 +10,11 @@ use device::sim::{
 };
 use model::config::Class;
 
-use super::FleetOptions;
-use super::router::{Change, Ended, FleetModel, ModelFacts, Router, Standing, Ticket};
+use super::DeviceGroupOptions;
+use super::router::{Change, Ended, GroupModelId, ModelFacts, Router, Standing, Ticket};
 use crate::core::{Action, Core, CoreOptions, End, Event, ModelId, QueueLayout, RequestId};
 use crate::policy::padding::Room;
-use crate::policy::{Left, by_name};
+use crate::policy::{PreemptionPoint, by_name};
 
 /// Requests of one model: a rate that changes.
 #[derive(Clone, Debug)]
@@ -169,12 +169,12 @@ pub(super) struct World {
     plan: Plan,
     router: Router,
     devices: Vec<Device>,
-    keys: Vec<FleetModel>,
+    keys: Vec<GroupModelId>,
     profiles: Vec<Arc<ModelProfile>>,
     /// When each load asks next.
     next: Vec<Option<Nanos>>,
     random: Random,
-    making: Vec<(Nanos, FleetModel, usize)>,
+    making: Vec<(Nanos, GroupModelId, usize)>,
     makes: u64,
     number: u64,
     now: Nanos,
@@ -206,7 +206,7 @@ fn profile(index: usize, (millis, weight_bytes): (f64, u64), gpu: &GpuProfile) -
 const QUEUES: QueueLayout = QueueLayout { shared: 0, real_time: 1, best_effort: 2, yielding: 0 };
 
 impl World {
-    pub(super) fn new(plan: Plan, options: FleetOptions) -> World {
+    pub(super) fn new(plan: Plan, options: DeviceGroupOptions) -> World {
         let gpu = gpu_profile(plan.memory);
         let profiles: Vec<Arc<ModelProfile>> = plan
             .models
@@ -467,10 +467,10 @@ impl World {
                 count(token, busy);
                 self.feed(device, Event::SegmentDone { queue: stream, busy });
             }
-            GpuEvent::Left { stream, token, step, tile, transmitted, busy } => {
+            GpuEvent::Preempted { stream, token, step, tile, transmitted, busy } => {
                 count(token, busy);
-                let left = Left { step, tile, transmitted };
-                self.feed(device, Event::SegmentLeft { queue: stream, left, busy });
+                let left = PreemptionPoint { step, tile, transmitted };
+                self.feed(device, Event::SegmentPreempted { queue: stream, left, busy });
             }
             GpuEvent::StepReady { stream, step } => {
                 self.feed(device, Event::StepReady { queue: stream, step });

@@ -5,18 +5,18 @@ use bytes::Bytes;
 use crate::Tensor;
 
 /// Bytes somebody was lent. They go back when it is dropped.
-pub trait Loan: AsRef<[u8]> + AsMut<[u8]> + Send + Sync {}
+pub trait HostPoolBuffer: AsRef<[u8]> + AsMut<[u8]> + Send + Sync {}
 
-impl<T: AsRef<[u8]> + AsMut<[u8]> + Send + Sync> Loan for T {}
+impl<T: AsRef<[u8]> + AsMut<[u8]> + Send + Sync> HostPoolBuffer for T {}
 
 /// Who lends memory.
-pub trait Lender: Send + Sync {
+pub trait HostPool: Send + Sync {
     /// So many bytes, with anything in them; `None` when they are not to be had at the moment. Never waits for anybody.
-    fn lend(&self, bytes: usize) -> Option<Box<dyn Loan>>;
+    fn lend(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>>;
 }
 
 /// Lent memory that is only read from now on.
-struct Borrowed(Box<dyn Loan>);
+struct Borrowed(Box<dyn HostPoolBuffer>);
 
 impl AsRef<[u8]> for Borrowed {
     fn as_ref(&self) -> &[u8] {
@@ -25,10 +25,10 @@ impl AsRef<[u8]> for Borrowed {
 }
 
 impl Tensor {
-    /// The same tensor in memory of `lender`; `None` when it has none for it, and for strings.
-    pub fn lent_by(&self, lender: &dyn Lender) -> Option<Tensor> {
+    /// The same tensor in memory of `host_pool`; `None` when it has none for it, and for strings.
+    pub fn lent_by(&self, host_pool: &dyn HostPool) -> Option<Tensor> {
         let raw = self.raw()?;
-        let mut loan = lender.lend(raw.len())?;
+        let mut loan = host_pool.lend(raw.len())?;
         (*loan).as_mut().get_mut(..raw.len())?.copy_from_slice(raw);
         let raw = Bytes::from_owner(Borrowed(loan)).slice(..raw.len());
         Tensor::from_raw(self.dtype(), self.shape().to_vec(), raw).ok()
@@ -68,8 +68,8 @@ mod tests {
         }
     }
 
-    impl Lender for Counting {
-        fn lend(&self, bytes: usize) -> Option<Box<dyn Loan>> {
+    impl HostPool for Counting {
+        fn lend(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>> {
             if self.out.load(Ordering::Relaxed) == self.most {
                 return None;
             }
@@ -80,17 +80,17 @@ mod tests {
 
     #[test]
     fn a_tensor_is_the_same_in_lent_memory_and_gives_it_back() {
-        let lender = Counting { most: 1, out: Arc::default() };
+        let host_pool = Counting { most: 1, out: Arc::default() };
         let tensor = Tensor::from_vec(vec![2, 2], vec![1.0f32, 2.0, 3.0, 4.0]).unwrap();
-        let lent = tensor.lent_by(&lender).unwrap();
+        let lent = tensor.lent_by(&host_pool).unwrap();
         assert_eq!(lent, tensor);
-        assert!(tensor.lent_by(&lender).is_none(), "all is lent");
+        assert!(tensor.lent_by(&host_pool).is_none(), "all is lent");
         let part = lent.rows(1..2);
         drop(lent);
-        assert_eq!(lender.out.load(Ordering::Relaxed), 1, "a part is still held");
+        assert_eq!(host_pool.out.load(Ordering::Relaxed), 1, "a part is still held");
         drop(part);
-        assert_eq!(lender.out.load(Ordering::Relaxed), 0);
+        assert_eq!(host_pool.out.load(Ordering::Relaxed), 0);
         let text = Tensor::from_strings(vec![1], vec!["text".into()]).unwrap();
-        assert!(text.lent_by(&lender).is_none());
+        assert!(text.lent_by(&host_pool).is_none());
     }
 }

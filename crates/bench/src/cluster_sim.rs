@@ -16,7 +16,7 @@ pub mod study;
 
 /// Requests for one model under one objective.
 #[derive(Clone, Debug)]
-pub struct FleetSession {
+pub struct ClusterSession {
     /// Time of batches on a GPU.
     pub profile: BatchProfile,
     /// Time from arrival at the GPU until an answer is of no more use.
@@ -119,8 +119,8 @@ pub struct Tally {
 }
 
 /// A cluster in virtual time.
-pub struct Fleet {
-    sessions: Vec<FleetSession>,
+pub struct ClusterSim {
+    sessions: Vec<ClusterSession>,
     gpus: Vec<Gpu>,
     routes: Vec<Route>,
     sources: Vec<Source>,
@@ -140,16 +140,16 @@ pub struct Fleet {
     arrived: Vec<u64>,
 }
 
-impl Fleet {
+impl ClusterSim {
     /// `gpus` GPUs without work. With `lazy`, requests are dropped only once they are late.
     pub fn new(
-        sessions: Vec<FleetSession>,
+        sessions: Vec<ClusterSession>,
         gpus: usize,
         sources: Vec<Source>,
         seed: u64,
         lazy: bool,
-    ) -> Fleet {
-        let mut fleet = Fleet {
+    ) -> ClusterSim {
+        let mut fleet = ClusterSim {
             gpus: (0..gpus).map(|_| Gpu::default()).collect(),
             routes: sessions.iter().map(|_| Route::default()).collect(),
             arrived: vec![0; sessions.len()],
@@ -545,14 +545,14 @@ fn sent(candidate: &mut Candidate, now: Nanos) {
 mod tests {
     use super::*;
 
-    fn fleet(rate: f64, lazy: bool) -> Fleet {
-        let session = FleetSession {
+    fn fleet(rate: f64, lazy: bool) -> ClusterSim {
+        let session = ClusterSession {
             profile: BatchProfile::linear(Nanos::from_millis(1), Nanos::from_millis(10), 32),
             budget: Nanos::from_millis(100),
             feeds: Vec::new(),
         };
         let source = Source { rate, asks: vec![(0, 1)], poisson: true };
-        let mut fleet = Fleet::new(vec![session], 2, vec![source], 1, lazy);
+        let mut fleet = ClusterSim::new(vec![session], 2, vec![source], 1, lazy);
         fleet.hold(0, &[(0, 32)]);
         fleet.hold(1, &[(0, 32)]);
         let target = |gpu| Target { gpu, weight: 1.0, least: 0 };
@@ -560,7 +560,7 @@ mod tests {
         fleet
     }
 
-    fn bad(fleet: &Fleet) -> f64 {
+    fn bad(fleet: &ClusterSim) -> f64 {
         let sum = fleet.tallies().iter().fold((0, 0), |(a, b), t| (a + t.asked, b + t.bad));
         sum.1 as f64 / sum.0 as f64
     }
