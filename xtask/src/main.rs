@@ -1,6 +1,7 @@
-//! The project's own tools: `cargo xtask tidy` checks that the house is as `docs/ARCHITECTURE.md` says,
-//! `cargo xtask evidence` that measured figures belong to the sources.
+//! The project's own tools: `cargo xtask tidy` checks the rules of the workspace, `cargo xtask
+//! evidence` that measured figures belong to the sources, `cargo xtask book` builds the book.
 
+mod book;
 mod evidence;
 mod tidy;
 
@@ -11,9 +12,11 @@ const HELP: &str = "\
 usage: cargo xtask COMMAND
 
 commands:
-  tidy      check crate edges, unsafe code, clocks, file lengths and documented dependencies
+  tidy      check crate edges, banned words, public names, import cycles, unsafe code, clocks,
+            line and file lengths and documented dependencies
   evidence  say whether the figures in evidence/ belong to the sources that are there now;
-            --table prints the README's table of GPU latencies
+            --table prints the book's table of GPU latencies
+  book      check the links of all documents and build the book into target/book
   help      print this text";
 
 fn main() -> ExitCode {
@@ -21,6 +24,7 @@ fn main() -> ExitCode {
         Some("tidy") => report(&tidy::check(&root())),
         Some("evidence") if std::env::args().any(|argument| argument == "--table") => print_table(),
         Some("evidence") => report_evidence(),
+        Some("book") => build_book(),
         Some("help" | "--help" | "-h") => {
             println!("{HELP}");
             ExitCode::SUCCESS
@@ -40,10 +44,23 @@ fn root() -> PathBuf {
 fn report(problems: &[String]) -> ExitCode {
     problems.iter().for_each(|problem| eprintln!("tidy: {problem}"));
     if problems.is_empty() {
-        println!("tidy: the house is in order");
+        println!("tidy: no problem found");
         return ExitCode::SUCCESS;
     }
     ExitCode::FAILURE
+}
+
+fn build_book() -> ExitCode {
+    match book::build(&root()) {
+        Ok(page) => {
+            println!("book: {}", page.display());
+            ExitCode::SUCCESS
+        }
+        Err(problem) => {
+            eprintln!("book: {problem}");
+            ExitCode::FAILURE
+        }
+    }
 }
 
 fn print_table() -> ExitCode {
