@@ -1,11 +1,15 @@
 //! Whether the figures in `evidence/` were measured on the sources that are there now.
+//!
+//! A source is bound by the hash of what the compiler sees: comments and layout do not count, so
+//! that rewording a comment does not ask for hours of measurements. `scripts/gpu/evidence.py`
+//! computes the same hash where the figures are measured.
 
 use std::path::Path;
 
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-/// Where the sources lie that evidence names by file name alone; others it names by their path.
+/// Folder of the sources that evidence names by file name alone; it names others by their path.
 const KERNELS: &str = "crates/compiler/kernels";
 
 /// Every evidence file with what is stale about it; nothing when it is fresh.
@@ -32,19 +36,32 @@ fn stale_sources(root: &Path, text: &str) -> Result<Vec<String>, String> {
     let Some(sources) = sources else {
         return Ok(vec!["it names no sources ('sha256')".to_string()]);
     };
-    let place = |file: &str| match file.contains('/') {
+    let path_of = |file: &str| match file.contains('/') {
         true => root.join(file),
         false => root.join(KERNELS).join(file),
     };
-    let stale = |(file, hash): (&String, &Value)| match std::fs::read(place(file)) {
+    let stale = |(file, hash): (&String, &Value)| match std::fs::read(path_of(file)) {
         Err(_) => Some(format!("{file} is gone")),
-        Ok(bytes) if Some(hex(&Sha256::digest(&bytes)).as_str()) == hash.as_str() => None,
+        Ok(bytes) if Some(source_hash(&bytes).as_str()) == hash.as_str() => None,
         Ok(_) => Some(format!("{file} has changed")),
     };
     Ok(sources.iter().filter_map(stale).collect())
 }
 
-/// GPU latencies as the README shows them.
+/// The hash of a source without its comments and layout.
+fn source_hash(bytes: &[u8]) -> String {
+    let text = String::from_utf8_lossy(bytes);
+    hex(&Sha256::digest(without_comments(&text).as_bytes()))
+}
+
+/// `source` without line comments, with every run of white space as one space. No source that is
+/// hashed has a block comment, or `//` inside a string; `evidence.py` refuses those that have.
+fn without_comments(source: &str) -> String {
+    let lines = source.lines().map(|line| line.split("//").next().unwrap_or_default());
+    lines.flat_map(str::split_whitespace).collect::<Vec<_>>().join(" ")
+}
+
+/// GPU latencies as the book shows them.
 pub(crate) fn latency_table(root: &Path) -> Result<String, String> {
     let path = root.join("evidence/latency.json");
     let text =
@@ -88,6 +105,9 @@ fn hex(bytes: &[u8]) -> String {
 mod tests {
     use super::*;
 
+    /// The page with the table of latencies.
+    const LATENCY_PAGE: &str = "docs/book/src/benchmarks.md";
+
     #[test]
     fn evidence_is_fresh() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
@@ -97,11 +117,29 @@ mod tests {
     }
 
     #[test]
-    fn the_readme_shows_what_was_measured() {
+    fn the_book_shows_what_was_measured() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-        let readme = std::fs::read_to_string(root.join("README.md")).unwrap();
+        let page = std::fs::read_to_string(root.join(LATENCY_PAGE)).unwrap();
         let table = latency_table(&root).unwrap();
-        assert!(readme.contains(&table), "put this into README.md:\n{table}");
+        assert!(page.contains(&table), "put this into {LATENCY_PAGE}:\n{table}");
+    }
+
+    #[test]
+    fn comments_and_layout_do_not_count() {
+        let hash = |text: &str| source_hash(text.as_bytes());
+        assert_eq!(hash("int a; // one\n\n  int b;"), hash("// two\nint a;\nint b;"));
+        assert_ne!(hash("int a;"), hash("int b;"));
+        assert_ne!(hash("int a;"), hash("inta;"));
+    }
+
+    #[test]
+    fn kernels_have_no_comments_that_the_hash_would_miss() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(KERNELS);
+        for entry in std::fs::read_dir(folder).unwrap().flatten() {
+            let text = std::fs::read_to_string(entry.path()).unwrap();
+            let kernel = entry.path().extension().is_some_and(|end| end == "cuh");
+            assert!(!kernel || !text.contains("/*"), "{:?} has a block comment", entry.path());
+        }
     }
 
     #[test]
@@ -110,9 +148,9 @@ mod tests {
         let stale = |text| stale_sources(&root, text).unwrap();
         assert_eq!(stale(r#"{"sha256":{"base.cuh":"00"}}"#), ["base.cuh has changed"]);
         assert_eq!(stale(r#"{"sha256":{"nothing.cuh":"00"}}"#), ["nothing.cuh is gone"]);
-        let fused = "crates/cuda/src/fused.rs";
-        let by_path = format!(r#"{{"sha256":{{"{fused}":"00"}}}}"#);
-        assert_eq!(stale(&by_path), [format!("{fused} has changed")]);
+        let library = "crates/cuda/src/lib.rs";
+        let by_path = format!(r#"{{"sha256":{{"{library}":"00"}}}}"#);
+        assert_eq!(stale(&by_path), [format!("{library} has changed")]);
         assert_eq!(stale("{}").len(), 1);
     }
 }
