@@ -74,16 +74,15 @@ fn broken_links(root: &Path, page: &Path, text: &str) -> Vec<String> {
     let mut problems = Vec::new();
     for (line, target) in links(text) {
         let (file, anchor) = target.split_once('#').unwrap_or((target, ""));
-        let to = if file.is_empty() { page.to_path_buf() } else { normalize(&folder.join(file)) };
+        let to = normalize(&folder.join(file));
         let at = format!("{}:{line}", page.display());
-        match std::fs::metadata(root.join(&to)) {
-            Err(_) => problems.push(format!("{at}: the link to '{target}' leads nowhere")),
-            Ok(_) if anchor.is_empty() => {}
-            Ok(_) => {
-                let text = std::fs::read_to_string(root.join(&to)).unwrap_or_default();
-                if !anchors(&text).contains(anchor) {
-                    problems.push(format!("{at}: {} has no heading '#{anchor}'", to.display()));
-                }
+        if !file.is_empty() && !root.join(&to).exists() {
+            problems.push(format!("{at}: the link to '{target}' leads nowhere"));
+        } else if !anchor.is_empty() {
+            let other = std::fs::read_to_string(root.join(&to)).unwrap_or_default();
+            let target_text = if file.is_empty() { text } else { &other };
+            if !anchors(target_text).contains(anchor) {
+                problems.push(format!("{at}: '{target}' has no heading '#{anchor}'"));
             }
         }
     }

@@ -73,7 +73,7 @@ fn resolve<'a>(
     modules.get(&at).copied()
 }
 
-/// The paths of all `use` items in front of the file's tests.
+/// The paths of all `use` items, and paths from the crate's root, in front of the file's tests.
 fn imports_of(source: &str) -> Vec<Vec<String>> {
     let code = source.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
     let mut found = Vec::new();
@@ -85,7 +85,10 @@ fn imports_of(source: &str) -> Vec<Vec<String>> {
         match begin {
             Some(rest) => statement = rest.to_string(),
             None if !statement.is_empty() => statement.push_str(line),
-            None => continue,
+            None => {
+                found.extend(inline_paths(line));
+                continue;
+            }
         }
         if statement.ends_with(';') {
             expand(statement.trim_end_matches(';'), &[], &mut found);
@@ -93,6 +96,15 @@ fn imports_of(source: &str) -> Vec<Vec<String>> {
         }
     }
     found
+}
+
+/// The paths `crate::a::b` inside a line.
+fn inline_paths(line: &str) -> impl Iterator<Item = Vec<String>> {
+    line.match_indices("crate::").map(|(at, _)| {
+        let path = &line[at..];
+        let end = path.find(|c: char| !c.is_alphanumeric() && c != '_' && c != ':');
+        path[..end.unwrap_or(path.len())].split("::").map(str::to_string).collect()
+    })
 }
 
 /// `a::{b, c::d}` as `a::b` and `a::c::d`.
@@ -177,10 +189,12 @@ mod tests {
             ("b.rs", "use crate::c::{inner::C, D};"),
             ("c.rs", "pub use self::inner::C;"),
             ("c/inner.rs", "use super::super::d::X;"),
-            ("d.rs", "// use crate::a::A;"),
+            ("d.rs", "// crate::a::A"),
         ];
         assert!(check("x", &files(&list)).is_empty());
         list[5] = ("d.rs", "use crate::{\n    a::A,\n};");
+        let inline = [&list[..5], &[("d.rs", "fn f(x: crate::a::A) {}")]].concat();
+        assert_eq!(check("x", &files(&inline)).len(), 1);
         let found = check("x", &files(&list));
         assert_eq!(found.len(), 1);
         assert!(found[0].contains("5 files"), "{found:?}");
