@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use base::{Histogram, Nanos, Random};
 use runtime::batching::{
     BatchPolicy, BatchProfile, Decision, Deferred, EarlyDrop, Elastic, LazyDrop, ModelView,
-    Waiting, Window, Worker,
+    WaitingRequest, Window, Worker,
 };
 use serde::Serialize;
 
@@ -49,7 +49,7 @@ pub fn simulate(
         bench.finish_batches(now);
         while arrivals.get(next).is_some_and(|at| *at <= now) {
             let arrived = arrivals[next];
-            bench.waiting.push_back(Waiting { arrived, deadline: arrived + objective });
+            bench.waiting.push_back(WaitingRequest { arrived, deadline: arrived + objective });
             next += 1;
         }
         let running = bench.ends.iter().flatten().map(|(_, batch)| batch.len()).sum();
@@ -65,8 +65,8 @@ pub fn simulate(
 
 struct BatchBench {
     workers: Vec<Worker>,
-    ends: Vec<Option<(Nanos, Vec<Waiting>)>>,
-    waiting: VecDeque<Waiting>,
+    ends: Vec<Option<(Nanos, Vec<WaitingRequest>)>>,
+    waiting: VecDeque<WaitingRequest>,
     wake: Option<Nanos>,
     outcome: BatchOutcome,
 }

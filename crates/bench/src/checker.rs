@@ -8,7 +8,7 @@ use device::sim::{FaultKind, Gpu, ProfileSet};
 use device::{PreemptMode, PreemptionLevel};
 use model::config::Class;
 use runtime::core::{End, RealTimeOrder, RequestId};
-use runtime::policy::{CoRun, Rules, Start, Streams};
+use runtime::policy::{CoRun, RealTimeStart, Rules, Streams};
 
 use crate::scenario::Scenario;
 
@@ -74,13 +74,13 @@ impl Limits {
                 PreemptionLevel::None => None,
                 PreemptionLevel::BetweenLaunches => Some(kernel),
                 PreemptionLevel::TileBoundaries => Some(block),
-                PreemptionLevel::InsideTile => Some(Nanos(gpu.leave_ns)),
+                PreemptionLevel::InsideTile => Some(Nanos(gpu.preempt_ns)),
             },
         };
         // Real time waits until the queues are empty, or the dispatcher turns to it from theirs.
         let queues = match rules.start {
-            Start::AfterPreemption => evict,
-            Start::AtOnce => Nanos(gpu.switch_ns[1]),
+            RealTimeStart::AfterPreemption => evict,
+            RealTimeStart::AtOnce => Nanos(gpu.switch_ns[1]),
         };
         let silent = scenario.faults.iter().any(|fault| fault.kind == FaultKind::LostCompletion);
         let silence = if silent { watchdog } else { Nanos::ZERO };

@@ -8,7 +8,8 @@ use base::{Nanos, Random};
 use cluster::balance::pace::Turn;
 use cluster::balance::{Candidate, choose, depth, spare};
 use runtime::batching::{
-    BatchPolicy, BatchProfile, Decision, EarlyDrop, Gathered, LazyDrop, ModelView, Waiting, Worker,
+    BatchPolicy, BatchProfile, Decision, EarlyDrop, LazyDrop, ModelView, Staggered, WaitingRequest,
+    Worker,
 };
 
 pub mod scenario;
@@ -49,7 +50,7 @@ struct Slot {
     least: usize,
     /// It is to go once all that wait are answered.
     leaving: bool,
-    waiting: VecDeque<Waiting>,
+    waiting: VecDeque<WaitingRequest>,
     tasks: VecDeque<Task>,
 }
 
@@ -58,7 +59,7 @@ struct Slot {
 struct Gpu {
     slots: Vec<Slot>,
     next: usize,
-    running: Option<(usize, Vec<(Waiting, Task)>)>,
+    running: Option<(usize, Vec<(WaitingRequest, Task)>)>,
     /// Counts runs, so that the end of one that a fault cut short means nothing.
     run: u64,
 }
@@ -253,7 +254,7 @@ impl ClusterSim {
             let session = slot.session;
             slot.waiting.into_iter().zip(slot.tasks).map(move |(w, t)| (session, w, t))
         });
-        let all: Vec<(usize, Waiting, Task)> = running.chain(waiting).collect();
+        let all: Vec<(usize, WaitingRequest, Task)> = running.chain(waiting).collect();
         for route in &mut self.routes {
             if let Some(&place) = route.place.get(&gpu) {
                 route.candidates.iter_mut().for_each(|candidates| candidates[place].down = true);
@@ -390,7 +391,7 @@ impl ClusterSim {
         let gpu = route.gpus[chosen];
         let slot = self.gpus[gpu].slots.iter_mut().find(|slot| slot.session == session);
         let Some(slot) = slot else { return self.close(task, false) };
-        slot.waiting.push_back(Waiting { arrived: self.now, deadline });
+        slot.waiting.push_back(WaitingRequest { arrived: self.now, deadline });
         slot.tasks.push_back(task);
         sent(&mut candidates[chosen], self.now);
         if self.gpus[gpu].running.is_none() {
@@ -432,8 +433,8 @@ impl ClusterSim {
                 (true, _) => LazyDrop { batch_max: batch }.decide(now, &view, &mut decisions),
                 (false, false) => EarlyDrop { batch }.decide(now, &view, &mut decisions),
                 (false, true) => {
-                    let turn = runtime::batching::Turn { batch, least };
-                    Gathered { turn }.decide(now, &view, &mut decisions);
+                    let batches = runtime::batching::StaggeredBatch { batch, least };
+                    Staggered { batches }.decide(now, &view, &mut decisions);
                 }
             }
             for decision in &decisions {
@@ -452,7 +453,7 @@ impl ClusterSim {
     fn drop_first(&mut self, gpu: usize, index: usize, count: usize) {
         let slot = &mut self.gpus[gpu].slots[index];
         let session = slot.session;
-        let waiting: Vec<Waiting> = slot.waiting.drain(..count).collect();
+        let waiting: Vec<WaitingRequest> = slot.waiting.drain(..count).collect();
         let dropped: Vec<Task> = slot.tasks.drain(..count).collect();
         for (waiting, task) in waiting.into_iter().zip(dropped) {
             self.settle_out(session, gpu, task, true);
@@ -463,7 +464,13 @@ impl ClusterSim {
     }
 
     /// Sends what a GPU gave up in time to one without anything to do, as a frontend does; whether there is one.
-    fn second_chance(&mut self, session: usize, from: usize, task: Task, waiting: Waiting) -> bool {
+    fn second_chance(
+        &mut self,
+        session: usize,
+        from: usize,
+        task: Task,
+        waiting: WaitingRequest,
+    ) -> bool {
         let least = self.sessions[session].profile.latency(1);
         if self.lazy || self.now + least > waiting.deadline {
             return false;

@@ -561,9 +561,10 @@ impl Outcome<'_> {
 
     fn preempted(&self, stage: &Stage<'_>) -> Preempted {
         let recent = stage.node.preemptions().recent;
-        let counted = recent.iter().filter(|p| p.ordered >= self.start && p.caused_by.is_some());
+        let counted =
+            recent.iter().filter(|p| p.requested_at >= self.start && p.caused_by.is_some());
         let counted: Vec<_> = counted.collect();
-        let mut taken: Vec<Nanos> = counted.iter().map(|p| p.taken()).collect();
+        let mut taken: Vec<Nanos> = counted.iter().map(|p| p.latency()).collect();
         let best_effort = self.of(Class::BestEffort).flat_map(|(_, _, tally)| &tally.answers);
         let busy: u64 = best_effort.map(|answer| answer.timing.busy.0).sum();
         let leaving: u64 = taken.iter().map(|span| span.0).sum();

@@ -119,7 +119,8 @@ impl Load {
 
     fn stage<'a>(&self, model: &'a LoadModel, batching: &Batching) -> Result<Stage<'a>, LiveError> {
         let clock: Arc<dyn Clock> = Arc::new(MonotonicClock::new());
-        let options = NodeOptions { real_time_lanes: self.options.lanes, ..NodeOptions::default() };
+        let options =
+            NodeOptions { concurrent_rt_batches: self.options.lanes, ..NodeOptions::default() };
         let node = Node::start(self.device.clone(), options, clock.clone())?;
         let config = ModelConfig {
             class: Class::RealTime,

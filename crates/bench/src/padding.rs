@@ -9,7 +9,9 @@ use std::collections::BTreeSet;
 
 use base::Nanos;
 use device::sim::KernelProfile;
-use runtime::policy::padding::{Candidate, Host, PaddingRules, Room, Slowdowns, select};
+use runtime::policy::padding::{
+    PaddedTask, PaddingCandidate, PaddingDevice, PaddingRules, PairSlowdowns, select,
+};
 
 pub use report::{
     FusedFacts, KernelFacts, PaddingReport, PairReport, Ratios, Spread, Summary, WayReport,
@@ -152,12 +154,12 @@ impl Padder<'_> {
     /// Tiles of `guest` that the node's policy would give, of which `left` are to be done.
     fn choose(&self, step: usize, guest: &MeasuredStep, left: u32) -> u32 {
         let (sms, none) = (self.limits.multiprocessors, Nanos(0));
-        let room = Room { sms, launch: none, gap: none, inside_tile: false };
-        let host = Host { model: 0, kernels: &self.hosts, step, ready: true, elapsed: none };
+        let room = PaddingDevice { sms, launch: none, gap: none, inside_tile: false };
+        let host = PaddedTask { model: 0, kernels: &self.hosts, step, ready: true, elapsed: none };
         let kernel = profile(guest, left, self.limits);
-        let candidate = Candidate { queue: 0, model: 1, kernel, taken: 0 };
+        let candidate = PaddingCandidate { queue: 0, model: 1, kernel, taken: 0 };
         let mut grants = Vec::with_capacity(1);
-        let known = Slowdowns::default();
+        let known = PairSlowdowns::default();
         select(PaddingRules::REEF, room, host, &[candidate], &known, &mut grants);
         grants.first().map_or(0, |grant| grant.blocks)
     }

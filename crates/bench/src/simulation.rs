@@ -169,7 +169,7 @@ impl Simulation {
 
     fn next_time(&self) -> Option<Nanos> {
         let asking = self.now < self.end;
-        if !asking && (self.core.under_way() == 0 || self.now >= self.end + DRAIN) {
+        if !asking && (self.core.pending() == 0 || self.now >= self.end + DRAIN) {
             return None;
         }
         let clients = self.clients.iter().filter_map(|client| client.next);
@@ -305,7 +305,7 @@ impl Simulation {
                     self.outcome.preemptions += 1;
                     self.episode.get_or_insert(now);
                 }
-                self.gpu.leave(now, queue, how);
+                self.gpu.preempt(now, queue, how);
             }
             // The simulated device divides steps instead.
             Action::Confine { .. } => {}
@@ -473,7 +473,7 @@ impl Simulation {
         let model = ModelId(model as u32);
         self.feed(Event::Arrival { request, model, class, priority, deadline });
         if let Some(checker) = &mut self.checker {
-            let waiting = self.core.load_of(model).0;
+            let waiting = self.core.request_counts(model).0;
             checker.queue_length(now, waiting, self.scenario.queue_capacity + self.streams);
         }
     }

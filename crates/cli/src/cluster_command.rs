@@ -338,8 +338,8 @@ impl Host for NodeHost {
     }
 
     fn set_turn(&self, model: &str, turn: Option<Turn>) {
-        let turn =
-            turn.map(|turn| runtime::batching::Turn { batch: turn.batch, least: turn.least });
+        let turn = turn
+            .map(|turn| runtime::batching::StaggeredBatch { batch: turn.batch, least: turn.least });
         self.0.set_turn(model, turn);
     }
 

@@ -12,7 +12,7 @@ use graph::ImportError;
 use model::repository::{Repository, RepositoryError};
 use model::store::{Store, StoreError};
 use model::{LaunchPlan, ModelConfig};
-use runtime::{DeviceGroup, Placed};
+use runtime::{DeviceGroup, PlacedProgram};
 use server::{LoadError, LoadedModel, ModelLoader, RepositoryEntry};
 
 use crate::engine;
@@ -23,7 +23,7 @@ pub(crate) struct DiskLoader {
     repositories: Vec<Repository>,
     registry: Result<Store, String>,
     /// Programs that registration has made already, for the load that follows it.
-    prepared: Mutex<Prepared<Placed>>,
+    prepared: Mutex<Prepared<PlacedProgram>>,
 }
 
 /// What registrations have made ready, one version of a name at most: a load takes the newest, and what is older waits for nobody.
@@ -77,7 +77,7 @@ impl DiskLoader {
         prints
     }
 
-    fn prepared(&self) -> MutexGuard<'_, Prepared<Placed>> {
+    fn prepared(&self) -> MutexGuard<'_, Prepared<PlacedProgram>> {
         self.prepared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -126,7 +126,7 @@ impl DiskLoader {
     }
 }
 
-fn make_program(device_group: &DeviceGroup, plan: LaunchPlan) -> Result<Placed, LoadError> {
+fn make_program(device_group: &DeviceGroup, plan: LaunchPlan) -> Result<PlacedProgram, LoadError> {
     device_group.load(Arc::new(plan)).map_err(|err| match err {
         DeviceError::Unsupported { .. } => LoadError::Unsupported(err.to_string()),
         DeviceError::OutOfMemory { .. } => LoadError::Unavailable(err.to_string()),
@@ -136,7 +136,10 @@ fn make_program(device_group: &DeviceGroup, plan: LaunchPlan) -> Result<Placed, 
 }
 
 /// The model in a file, made ready on a device of `device_group`.
-pub(crate) fn load_file(device_group: &DeviceGroup, path: &Path) -> Result<Placed, LoadError> {
+pub(crate) fn load_file(
+    device_group: &DeviceGroup,
+    path: &Path,
+) -> Result<PlacedProgram, LoadError> {
     make_program(device_group, engine::compile_file(path).map_err(compile_error)?)
 }
 

@@ -47,7 +47,7 @@ pub(crate) fn node_options(args: &ServeArgs) -> NodeOptions {
         best_effort_share_percent: args.best_effort_share,
         max_rt_slowdown_percent: args.max_rt_slowdown,
         preempt_real_time: args.preempt_real_time,
-        real_time_lanes: args.real_time_lanes as usize,
+        concurrent_rt_batches: args.real_time_lanes as usize,
         ..NodeOptions::default()
     }
 }

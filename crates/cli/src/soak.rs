@@ -158,7 +158,7 @@ async fn soak(
     report.add(all);
     let swaps = soak.service.device_group().nodes()[0].memory().swaps;
     (report.loads, report.evictions) = (swaps.loads, swaps.evictions);
-    report.most_held_bytes = opened.device.memory_use().map_or(0, |used| used.most_weights.0);
+    report.most_held_bytes = opened.device.memory_use().map_or(0, |used| used.max_weights.0);
     report.most_registered = soak.roster.most_registered();
     opened.trim()?;
     report.rests.push(rest(opened, "after what was kept for later was given back"));

@@ -8,7 +8,7 @@ use bench::swap::{Access, Case, Noise, Swap, SwapModel, SwapOptions, SwapReport,
 use clap::Args;
 use cuda::CudaDevice;
 use device::Device;
-use device::paged::{Paged, PagedOptions};
+use device::paged::{PagedDevice, PagedDeviceOptions};
 use model::LaunchPlan;
 use model::config::Class;
 
@@ -134,13 +134,13 @@ impl SwappingDevice {
             return Ok(SwappingDevice { device: gpu.clone(), gpu: Some(gpu), link });
         }
         let inner = engine::open_device(&named)?;
-        let options = PagedOptions {
+        let options = PagedDeviceOptions {
             memory: inner.info().memory,
             bytes_per_second: args.link * 1_000_000,
             runnable_percent: 100,
             added: base::Bytes(0),
         };
-        let device = Arc::new(Paged::new(inner, options).map_err(Failure::failed)?);
+        let device = Arc::new(PagedDevice::new(inner, options).map_err(Failure::failed)?);
         Ok(SwappingDevice { device, gpu: None, link })
     }
 

@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, PoisonError};
 
-use device::batch::{HostStaged, join_rows, other_sizes, rows_of};
-use device::{DeviceError, Staged, Task, check_inputs};
+use device::batch::{HostStagedInputs, join_rows, other_sizes, rows_of};
+use device::{DeviceError, StagedInputs, Task, check_inputs};
 use model::config::CopyTime;
 use model::{Dim, LaunchPlan, Tensor};
 
@@ -111,13 +111,13 @@ impl Loaded {
         inputs: Vec<Tensor>,
         copy: CopyTime,
         notify: &mut dyn FnMut(),
-    ) -> Result<Box<dyn Staged>, DeviceError> {
+    ) -> Result<Box<dyn StagedInputs>, DeviceError> {
         self.hub.alive()?;
         check_inputs(&self.plan, &inputs)?;
         let rows = rows_of(&inputs);
         let Some(batch) = leading_symbol(&self.plan).filter(|_| rows > 0) else {
             notify();
-            return Ok(Box::new(HostStaged::new(inputs)));
+            return Ok(Box::new(HostStagedInputs::new(inputs)));
         };
         let sizes = other_sizes(&self.plan, batch, &inputs);
         // Kernels that are not there yet are compiled while only this request waits.
@@ -138,7 +138,10 @@ impl Loaded {
         Ok(Box::new(CudaStaged { sizes, rows, storage }))
     }
 
-    pub(crate) fn gather(&self, staged: Vec<Box<dyn Staged>>) -> Result<Gathered, DeviceError> {
+    pub(crate) fn gather(
+        &self,
+        staged: Vec<Box<dyn StagedInputs>>,
+    ) -> Result<Gathered, DeviceError> {
         self.hub.alive()?;
         let (mut own, mut plain) = (Vec::new(), Vec::new());
         for staged in staged {

@@ -3,8 +3,8 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use device::batch::HostStaged;
-use device::{DeviceError, Staged};
+use device::batch::HostStagedInputs;
+use device::{DeviceError, StagedInputs};
 use model::Tensor;
 
 use crate::driver::{PinnedBuffer, Stream};
@@ -27,7 +27,7 @@ pub(crate) enum Storage {
     Host(Vec<Tensor>),
 }
 
-impl Staged for CudaStaged {
+impl StagedInputs for CudaStaged {
     fn rows(&self) -> usize {
         self.rows
     }
@@ -43,12 +43,12 @@ pub(crate) enum Unstaged {
     Plain(Vec<Tensor>),
 }
 
-pub(crate) fn unstage(staged: Box<dyn Staged>) -> Result<Unstaged, DeviceError> {
+pub(crate) fn unstage(staged: Box<dyn StagedInputs>) -> Result<Unstaged, DeviceError> {
     let other = |_| DeviceError::BadPlan("staged inputs belong to another device".to_string());
     match staged.into_any().downcast::<CudaStaged>() {
         Ok(own) => Ok(Unstaged::Own(*own)),
         Err(staged) => {
-            let host = staged.downcast::<HostStaged>().map_err(other)?;
+            let host = staged.downcast::<HostStagedInputs>().map_err(other)?;
             Ok(Unstaged::Plain(host.into_inputs()))
         }
     }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use base::Bytes;
 use bytes::Bytes as RawBytes;
 use device::residency::Residency;
-use device::{DeviceError, KernelCompiler, Program, Staged, Task, check_inputs};
+use device::{DeviceError, KernelCompiler, Program, StagedInputs, Task, check_inputs};
 use model::config::CopyTime;
 use model::gpu::{GpuPlan, GpuTarget};
 use model::{Dim, LaunchPlan, Tensor};
@@ -272,11 +272,11 @@ impl Program for CudaProgram {
         inputs: Vec<Tensor>,
         copy: CopyTime,
         notify: &mut dyn FnMut(),
-    ) -> Result<Box<dyn Staged>, DeviceError> {
+    ) -> Result<Box<dyn StagedInputs>, DeviceError> {
         self.shared.stage(inputs, copy, notify)
     }
 
-    fn gather(&self, staged: Vec<Box<dyn Staged>>) -> Result<Box<dyn Task>, DeviceError> {
+    fn gather(&self, staged: Vec<Box<dyn StagedInputs>>) -> Result<Box<dyn Task>, DeviceError> {
         match self.shared.gather(staged)? {
             Gathered::Task(task) => Ok(task),
             Gathered::Inputs(inputs) => self.prepare(inputs),

@@ -7,7 +7,7 @@ use model::{Dim, LaunchPlan, Tensor};
 use crate::DeviceError;
 
 /// The inputs of one request, checked and on their way to the device. Dropping them gives them up.
-pub trait Staged: Send {
+pub trait StagedInputs: Send {
     /// Rows they have.
     fn rows(&self) -> usize;
 
@@ -16,16 +16,16 @@ pub trait Staged: Send {
 }
 
 /// Inputs that wait in host memory as they came.
-pub struct HostStaged {
+pub struct HostStagedInputs {
     inputs: Vec<Tensor>,
     rows: usize,
 }
 
-impl HostStaged {
+impl HostStagedInputs {
     /// `inputs`, which have been checked against a plan with a batch.
-    pub fn new(inputs: Vec<Tensor>) -> HostStaged {
+    pub fn new(inputs: Vec<Tensor>) -> HostStagedInputs {
         let rows = rows_of(&inputs);
-        HostStaged { inputs, rows }
+        HostStagedInputs { inputs, rows }
     }
 
     /// What was staged.
@@ -34,7 +34,7 @@ impl HostStaged {
     }
 }
 
-impl Staged for HostStaged {
+impl StagedInputs for HostStagedInputs {
     fn rows(&self) -> usize {
         self.rows
     }
@@ -66,10 +66,10 @@ pub fn other_sizes(plan: &LaunchPlan, batch: &str, inputs: &[Tensor]) -> Vec<(St
 }
 
 /// The rows of all requests one after another, input by input.
-pub(crate) fn join(staged: Vec<Box<dyn Staged>>) -> Result<Vec<Tensor>, DeviceError> {
+pub(crate) fn join(staged: Vec<Box<dyn StagedInputs>>) -> Result<Vec<Tensor>, DeviceError> {
     let mut requests = Vec::with_capacity(staged.len());
     for staged in staged {
-        let host = staged.into_any().downcast::<HostStaged>().map_err(|_| {
+        let host = staged.into_any().downcast::<HostStagedInputs>().map_err(|_| {
             DeviceError::BadPlan("staged inputs belong to another device".to_string())
         })?;
         requests.push(host.into_inputs());

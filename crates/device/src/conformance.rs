@@ -131,19 +131,19 @@ impl CompletionSink for Inbox {
 }
 
 /// A queue and its completions.
-struct Lane {
+struct TestQueue {
     queue: Box<dyn Queue>,
     completions: Receiver<Completion>,
 }
 
-impl Lane {
-    fn open(device: &dyn Device, id: u32, capacity: usize) -> Result<Lane, Stop> {
+impl TestQueue {
+    fn open(device: &dyn Device, id: u32, capacity: usize) -> Result<TestQueue, Stop> {
         let (sender, completions) = channel();
         let options = QueueOptions { id, capacity, high_priority: false, preemptible: true };
         let queue = device
             .open_queue(options, Arc::new(Inbox(sender)))
             .map_err(|err| format!("no queue: {err}"))?;
-        Ok(Lane { queue, completions })
+        Ok(TestQueue { queue, completions })
     }
 
     /// The next completion.

@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use base::{Bytes, Nanos};
-pub use batch::Staged;
+pub use batch::StagedInputs;
 use model::config::CopyTime;
 use model::gpu::{GpuPlan, GpuTarget};
 use model::{DataType, LaunchPlan, Tensor};
@@ -199,14 +199,14 @@ pub trait Program: Send + Sync {
         inputs: Vec<Tensor>,
         _copy: CopyTime,
         notify: &mut dyn FnMut(),
-    ) -> Result<Box<dyn Staged>, DeviceError> {
+    ) -> Result<Box<dyn StagedInputs>, DeviceError> {
         check_inputs(self.plan(), &inputs)?;
         notify();
-        Ok(Box::new(batch::HostStaged::new(inputs)))
+        Ok(Box::new(batch::HostStagedInputs::new(inputs)))
     }
 
     /// One task of the rows of several requests that this program staged, in this order.
-    fn gather(&self, staged: Vec<Box<dyn Staged>>) -> Result<Box<dyn Task>, DeviceError> {
+    fn gather(&self, staged: Vec<Box<dyn StagedInputs>>) -> Result<Box<dyn Task>, DeviceError> {
         self.prepare(batch::join(staged)?)
     }
 
@@ -296,7 +296,7 @@ pub trait Queue: Send + Sync {
     fn preempt(&self);
 
     /// Holds the queue's work to the device's partition, or lets it out. What runs elsewhere leaves and goes on in the partition by
-    /// itself; what runs in the partition comes out when it next can without leaving. Nothing happens where there is no
+    /// itself; what runs in the partition comes out when it next can without preempting. Nothing happens where there is no
     /// [`Device::best_effort_sms`], or on a queue that is not preemptible.
     fn confine(&self, _confined: bool) {}
 

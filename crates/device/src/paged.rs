@@ -1,7 +1,7 @@
 //! Weights that come and go on a device that needs no such thing: what a node does about memory can be tried, timed and tested
 //! without a GPU.
 //!
-//! Programs of the device below are wrapped. Bringing their weights takes the time their bytes need at a given speed. A run
+//! Programs of the device below are wrapped. Bringing their weights takes the time their bytes need at a command_sent speed. A run
 //! without them fails, and so does everything that breaks the rules of [`Residency`]; each such case is counted.
 
 use std::any::Any;
@@ -21,7 +21,7 @@ use crate::{
 
 /// How the memory behaves.
 #[derive(Clone, Copy, Debug)]
-pub struct PagedOptions {
+pub struct PagedDeviceOptions {
     /// What there is for weights; a load beyond it fails.
     pub memory: Bytes,
     /// How fast weights are brought, in bytes per second; 0 for no time at all.
@@ -33,26 +33,29 @@ pub struct PagedOptions {
 }
 
 /// A device whose programs' weights come and go.
-pub struct Paged {
+pub struct PagedDevice {
     inner: Arc<dyn Device>,
     pager: Arc<Pager>,
 }
 
-impl Paged {
+impl PagedDevice {
     /// `inner` with memory that behaves like `options`.
-    pub fn new(inner: Arc<dyn Device>, options: PagedOptions) -> std::io::Result<Paged> {
+    pub fn new(
+        inner: Arc<dyn Device>,
+        options: PagedDeviceOptions,
+    ) -> std::io::Result<PagedDevice> {
         let pager = Arc::new(Pager {
             options,
             device: inner.info().name.clone(),
-            orders: Mutex::default(),
-            given: Condvar::new(),
+            commands: Mutex::default(),
+            command_sent: Condvar::new(),
             held: AtomicU64::new(0),
-            most_held: AtomicU64::new(0),
+            max_held: AtomicU64::new(0),
             violations: AtomicU64::new(0),
         });
         let worker = pager.clone();
         std::thread::Builder::new().name("paged".to_string()).spawn(move || worker.run())?;
-        Ok(Paged { inner, pager })
+        Ok(PagedDevice { inner, pager })
     }
 
     /// `program` of the device below with weights of `bytes` that come and go.
@@ -67,19 +70,19 @@ impl Paged {
     }
 
     /// The most bytes of weights that were there at once.
-    pub fn most_held(&self) -> Bytes {
-        Bytes(self.pager.most_held.load(Ordering::SeqCst))
+    pub fn max_held(&self) -> Bytes {
+        Bytes(self.pager.max_held.load(Ordering::SeqCst))
     }
 }
 
-impl Drop for Paged {
+impl Drop for PagedDevice {
     fn drop(&mut self) {
         self.pager.lock().closed = true;
-        self.pager.given.notify_all();
+        self.pager.command_sent.notify_all();
     }
 }
 
-impl Device for Paged {
+impl Device for PagedDevice {
     fn info(&self) -> &DeviceInfo {
         self.inner.info()
     }
@@ -99,37 +102,38 @@ impl Device for Paged {
         options: QueueOptions,
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError> {
-        let shells = Arc::new(Shells { sink, pager: self.pager.clone(), out: Mutex::default() });
-        let inner = self.inner.open_queue(options, shells.clone())?;
-        Ok(Box::new(PagedQueue { inner, shells, id: options.id }))
+        let wrappers =
+            Arc::new(TaskWrappers { sink, pager: self.pager.clone(), running: Mutex::default() });
+        let inner = self.inner.open_queue(options, wrappers.clone())?;
+        Ok(Box::new(PagedQueue { inner, wrappers, id: options.id }))
     }
 
     fn memory_use(&self) -> Option<MemoryUse> {
         let weights = Bytes(self.pager.held.load(Ordering::SeqCst));
-        let most_weights = self.most_held();
-        Some(MemoryUse { weights, most_weights, ..MemoryUse::default() })
+        let max_weights = self.max_held();
+        Some(MemoryUse { weights, max_weights, ..MemoryUse::default() })
     }
 }
 
-/// Carries orders out, one after another.
+/// Carries commands running, one after another.
 struct Pager {
-    options: PagedOptions,
+    options: PagedDeviceOptions,
     device: String,
-    orders: Mutex<Orders>,
-    given: Condvar,
+    commands: Mutex<CommandQueue>,
+    command_sent: Condvar,
     held: AtomicU64,
-    most_held: AtomicU64,
+    max_held: AtomicU64,
     violations: AtomicU64,
 }
 
 /// At most a load, an eviction and a load again of each program, and one refusal of each queue.
 #[derive(Default)]
-struct Orders {
-    waiting: VecDeque<Order>,
+struct CommandQueue {
+    waiting: VecDeque<PagerCommand>,
     closed: bool,
 }
 
-enum Order {
+enum PagerCommand {
     Load(Arc<Weights>, LoadReport),
     Evict(Arc<Weights>),
     /// Give a segment back that may not run.
@@ -137,18 +141,18 @@ enum Order {
 }
 
 impl Pager {
-    fn lock(&self) -> MutexGuard<'_, Orders> {
-        self.orders.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, CommandQueue> {
+        self.commands.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn order(&self, order: Order) {
-        let mut orders = self.lock();
-        if orders.closed {
+    fn send(&self, command: PagerCommand) {
+        let mut commands = self.lock();
+        if commands.closed {
             return;
         }
-        orders.waiting.push_back(order);
-        drop(orders);
-        self.given.notify_one();
+        commands.waiting.push_back(command);
+        drop(commands);
+        self.command_sent.notify_one();
     }
 
     fn fault(&self, reason: &str) -> DeviceError {
@@ -163,21 +167,24 @@ impl Pager {
 
     fn run(&self) {
         loop {
-            let mut orders = self.lock();
-            let order = loop {
-                match orders.waiting.pop_front() {
-                    Some(order) => break order,
-                    None if orders.closed => return,
+            let mut commands = self.lock();
+            let command = loop {
+                match commands.waiting.pop_front() {
+                    Some(command) => break command,
+                    None if commands.closed => return,
                     None => {
-                        orders = self.given.wait(orders).unwrap_or_else(PoisonError::into_inner);
+                        commands = self
+                            .command_sent
+                            .wait(commands)
+                            .unwrap_or_else(PoisonError::into_inner);
                     }
                 }
             };
-            drop(orders);
-            match order {
-                Order::Load(weights, report) => self.load(&weights, &report),
-                Order::Evict(weights) => self.evict(&weights),
-                Order::Refuse(sink, completion) => sink.complete(completion),
+            drop(commands);
+            match command {
+                PagerCommand::Load(weights, report) => self.load(&weights, &report),
+                PagerCommand::Evict(weights) => self.evict(&weights),
+                PagerCommand::Refuse(sink, completion) => sink.complete(completion),
             }
         }
     }
@@ -193,16 +200,16 @@ impl Pager {
         }
         {
             let mut state = weights.lock();
-            if state.place != Place::Absent {
+            if state.location != WeightState::Absent {
                 self.violation("weights are loaded that are there");
             }
-            state.place = Place::Arriving;
+            state.location = WeightState::Loading;
         }
         let held = self.held.fetch_add(bytes, Ordering::SeqCst) + bytes;
-        self.most_held.fetch_max(held, Ordering::SeqCst);
+        self.max_held.fetch_max(held, Ordering::SeqCst);
         let first = u64::from(self.options.runnable_percent.min(100));
         self.transfer(bytes / 100 * first);
-        weights.lock().place = Place::There;
+        weights.lock().location = WeightState::Resident;
         if first < 100 {
             report(LoadProgress::Runnable);
             self.transfer(bytes - bytes / 100 * first);
@@ -223,24 +230,24 @@ impl Pager {
         if state.users > 0 {
             self.violation("weights are evicted under a run");
         }
-        if state.place != Place::Absent {
-            state.place = Place::Absent;
+        if state.location != WeightState::Absent {
+            state.location = WeightState::Absent;
             self.held.fetch_sub(weights.bytes.0, Ordering::SeqCst);
         }
     }
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Place {
+enum WeightState {
     #[default]
     Absent,
-    Arriving,
-    There,
+    Loading,
+    Resident,
 }
 
 #[derive(Default)]
 struct WeightsState {
-    place: Place,
+    location: WeightState,
     /// Segments that run.
     users: usize,
 }
@@ -258,19 +265,19 @@ impl Weights {
 }
 
 /// What a program shows of its weights.
-struct Handle(Arc<Weights>);
+struct PagedResidency(Arc<Weights>);
 
-impl Residency for Handle {
+impl Residency for PagedResidency {
     fn bytes(&self) -> Bytes {
         self.0.bytes
     }
 
     fn load(&self, _urgent: bool, report: LoadReport) {
-        self.0.pager.order(Order::Load(self.0.clone(), report));
+        self.0.pager.send(PagerCommand::Load(self.0.clone(), report));
     }
 
     fn evict(&self) {
-        self.0.pager.order(Order::Evict(self.0.clone()));
+        self.0.pager.send(PagerCommand::Evict(self.0.clone()));
     }
 }
 
@@ -281,7 +288,7 @@ struct PagedProgram {
 
 impl Drop for PagedProgram {
     fn drop(&mut self) {
-        self.weights.pager.order(Order::Evict(self.weights.clone()));
+        self.weights.pager.send(PagerCommand::Evict(self.weights.clone()));
     }
 }
 
@@ -291,9 +298,9 @@ impl Program for PagedProgram {
     }
 
     fn resident(&self) -> Bytes {
-        match self.weights.lock().place {
-            Place::Absent => Bytes(0),
-            Place::Arriving | Place::There => self.weights.bytes,
+        match self.weights.lock().location {
+            WeightState::Absent => Bytes(0),
+            WeightState::Loading | WeightState::Resident => self.weights.bytes,
         }
     }
 
@@ -303,7 +310,7 @@ impl Program for PagedProgram {
     }
 
     fn residency(&self) -> Option<Arc<dyn Residency>> {
-        Some(Arc::new(Handle(self.weights.clone())))
+        Some(Arc::new(PagedResidency(self.weights.clone())))
     }
 }
 
@@ -346,43 +353,43 @@ impl Task for PagedTask {
 
 struct PagedQueue {
     inner: Box<dyn Queue>,
-    shells: Arc<Shells>,
+    wrappers: Arc<TaskWrappers>,
     id: u32,
 }
 
 /// The wrappers of tasks that run below, by the tickets they run under.
-struct Shells {
+struct TaskWrappers {
     sink: Arc<dyn CompletionSink>,
     pager: Arc<Pager>,
-    out: Mutex<Out>,
+    running: Mutex<RunningTasks>,
 }
 
 #[derive(Default)]
-struct Out {
+struct RunningTasks {
     next: u64,
-    shells: HashMap<u64, (u64, Box<dyn Task>)>,
+    wrappers: HashMap<u64, (u64, Box<dyn Task>)>,
 }
 
-impl Shells {
-    fn lock(&self) -> MutexGuard<'_, Out> {
-        self.out.lock().unwrap_or_else(PoisonError::into_inner)
+impl TaskWrappers {
+    fn lock(&self) -> MutexGuard<'_, RunningTasks> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Puts a task back into its wrapper; the wrapper's token and the wrapper.
-    fn unpack(&self, ticket: u64, inner: Box<dyn Task>) -> Option<(u64, Box<dyn Task>)> {
-        let (token, mut shell) = self.lock().shells.remove(&ticket)?;
-        if let Some(own) = shell.as_any_mut().downcast_mut::<PagedTask>() {
+    fn take_wrapper(&self, inner_token: u64, inner: Box<dyn Task>) -> Option<(u64, Box<dyn Task>)> {
+        let (token, mut wrapper) = self.lock().wrappers.remove(&inner_token)?;
+        if let Some(own) = wrapper.as_any_mut().downcast_mut::<PagedTask>() {
             own.inner = Some(inner);
             own.weights.lock().users -= 1;
         }
-        Some((token, shell))
+        Some((token, wrapper))
     }
 }
 
-impl CompletionSink for Shells {
+impl CompletionSink for TaskWrappers {
     fn complete(&self, completion: Completion) {
         let Completion { queue, token, task, outcome, busy } = completion;
-        if let Some((token, task)) = self.unpack(token, task) {
+        if let Some((token, task)) = self.take_wrapper(token, task) {
             self.sink.complete(Completion { queue, token, task, outcome, busy });
         }
     }
@@ -390,43 +397,43 @@ impl CompletionSink for Shells {
 
 impl Queue for PagedQueue {
     fn launch(&self, segment: Segment) -> Result<(), Segment> {
-        let Segment { token, task: mut shell, steps } = segment;
-        let pager = &self.shells.pager;
-        let Some(own) = shell.as_any_mut().downcast_mut::<PagedTask>() else {
+        let Segment { token, task: mut wrapper, steps } = segment;
+        let pager = &self.wrappers.pager;
+        let Some(own) = wrapper.as_any_mut().downcast_mut::<PagedTask>() else {
             let err = DeviceError::BadPlan("the task belongs to another device".to_string());
             let outcome = Outcome::Failed(err);
             let refusal =
-                Completion { queue: self.id, token, task: shell, outcome, busy: Nanos::ZERO };
-            pager.order(Order::Refuse(self.shells.sink.clone(), refusal));
+                Completion { queue: self.id, token, task: wrapper, outcome, busy: Nanos::ZERO };
+            pager.send(PagerCommand::Refuse(self.wrappers.sink.clone(), refusal));
             return Ok(());
         };
         let weights = own.weights.clone();
         let mut state = weights.lock();
-        let inner = own.inner.take().filter(|_| state.place == Place::There);
+        let inner = own.inner.take().filter(|_| state.location == WeightState::Resident);
         let Some(inner) = inner else {
             drop(state);
             pager.violation("a run starts without its weights");
             let outcome = Outcome::Failed(pager.fault("the weights are not there"));
             let refusal =
-                Completion { queue: self.id, token, task: shell, outcome, busy: Nanos::ZERO };
-            pager.order(Order::Refuse(self.shells.sink.clone(), refusal));
+                Completion { queue: self.id, token, task: wrapper, outcome, busy: Nanos::ZERO };
+            pager.send(PagerCommand::Refuse(self.wrappers.sink.clone(), refusal));
             return Ok(());
         };
         state.users += 1;
         drop(state);
-        let ticket = {
-            let mut out = self.shells.lock();
-            out.next += 1;
-            let ticket = out.next;
-            out.shells.insert(ticket, (token, shell));
-            ticket
+        let inner_token = {
+            let mut running = self.wrappers.lock();
+            running.next += 1;
+            let inner_token = running.next;
+            running.wrappers.insert(inner_token, (token, wrapper));
+            inner_token
         };
-        match self.inner.launch(Segment { token: ticket, task: inner, steps }) {
+        match self.inner.launch(Segment { token: inner_token, task: inner, steps }) {
             Ok(()) => Ok(()),
-            Err(Segment { token: ticket, task, steps }) => {
-                match self.shells.unpack(ticket, task) {
+            Err(Segment { token: inner_token, task, steps }) => {
+                match self.wrappers.take_wrapper(inner_token, task) {
                     Some((token, task)) => Err(Segment { token, task, steps }),
-                    // Only a completion takes a wrapper out, so the segment was not refused after all.
+                    // Only a completion takes a wrapper running, so the segment was not refused after all.
                     None => Ok(()),
                 }
             }

@@ -44,7 +44,7 @@ pub struct MemoryUse {
     /// Weights that are on the device or arriving.
     pub weights: Bytes,
     /// The most of them that were there at once so far.
-    pub most_weights: Bytes,
+    pub max_weights: Bytes,
     /// Held to put weights into, and empty.
     pub spare: Bytes,
     /// Used by everybody, as the device's own tools count; `None` where they do not tell.

@@ -283,19 +283,19 @@ impl Gpu {
     }
 
     /// Makes everything on a stream leave, as finely as asked for and as the device can.
-    pub fn leave(&mut self, now: Nanos, stream: usize, how: PreemptMode) {
+    pub fn preempt(&mut self, now: Nanos, stream: usize, how: PreemptMode) {
         self.touch(stream);
         self.now = self.now.max(now);
         let Some(how) = self.possible(stream, how) else { return };
         let queued = self.queued_kernels(stream);
-        let (leave_ns, kill_ns) = (self.profile.leave_ns, self.profile.kill_ns);
+        let (preempt_ns, kill_ns) = (self.profile.preempt_ns, self.profile.kill_ns);
         let evict = Nanos(self.profile.evict_ns * queued);
         let reset_done = self.host_free.max(now) + Nanos(self.profile.host_reset_ns);
         let state = &mut self.streams[stream];
-        if state.segments.is_empty() || state.leaving.is_some() {
+        if state.segments.is_empty() || state.preempting.is_some() {
             return;
         }
-        state.leaving = Some(how);
+        state.preempting = Some(how);
         (state.dispatch_at, state.expiry) = (None, None);
         let running = state.kernel.as_ref().is_some_and(|kernel| !kernel.groups.is_empty());
         let started = state.kernel.as_ref().is_some_and(Kernel::started);
@@ -304,10 +304,10 @@ impl Gpu {
                 self.host_free = reset_done;
                 state.abort_at = Some(reset_done + evict + Nanos(kill_ns));
             }
-            PreemptMode::InsideTile if running => state.abort_at = Some(now + Nanos(leave_ns)),
+            PreemptMode::InsideTile if running => state.abort_at = Some(now + Nanos(preempt_ns)),
             PreemptMode::TileBoundary if running => {}
             PreemptMode::BetweenLaunches if started => {}
-            _ => state.left_at = Some(now + evict),
+            _ => state.preempted_at = Some(now + evict),
         }
     }
 
@@ -333,9 +333,9 @@ impl Gpu {
         state.granted = None;
         state.expiry = expiry.map(|(at, sms)| (at, units(sms)));
         let idempotent = state.kernel.as_ref().is_some_and(|kernel| kernel.idempotent);
-        if state.leaving.is_none() {
+        if state.preempting.is_none() {
             let over = inside && idempotent && state.held() > state.hold;
-            state.abort_at = over.then_some(now + Nanos(self.profile.leave_ns));
+            state.abort_at = over.then_some(now + Nanos(self.profile.preempt_ns));
         }
         self.place();
     }
@@ -531,9 +531,9 @@ impl Gpu {
             self.streams[stream].abort_at = None;
             self.abort(stream);
         }
-        if self.streams[stream].left_at.is_some_and(|at| at <= now) {
-            self.streams[stream].left_at = None;
-            self.report_left(stream);
+        if self.streams[stream].preempted_at.is_some_and(|at| at <= now) {
+            self.streams[stream].preempted_at = None;
+            self.report_preempted(stream);
         }
     }
 
@@ -595,10 +595,10 @@ impl Gpu {
         state.work.used += used / UNITS_PER_SM as f64;
         if complete {
             self.kernel_done(stream);
-        } else if drained && state.leaving == Some(PreemptMode::TileBoundary) {
-            let left_at = now + self.eviction(stream);
+        } else if drained && state.preempting == Some(PreemptMode::TileBoundary) {
+            let preempted_at = now + self.eviction(stream);
             self.keep_progress(stream);
-            self.streams[stream].left_at = Some(left_at);
+            self.streams[stream].preempted_at = Some(preempted_at);
         } else if drained && state.granted == Some(0) {
             state.revoke();
             self.release_fused();
@@ -646,7 +646,7 @@ impl Gpu {
     }
 
     fn kernel_done(&mut self, stream: usize) {
-        self.streams[stream].abort_at = match self.streams[stream].leaving {
+        self.streams[stream].abort_at = match self.streams[stream].preempting {
             Some(PreemptMode::Kill) => self.streams[stream].abort_at,
             _ => None,
         };
@@ -700,10 +700,10 @@ impl Gpu {
         let state = &mut self.streams[stream];
         let Some(head) = state.segments.front() else { return };
         if head.step < head.segment.steps.end {
-            match state.leaving {
+            match state.preempting {
                 None => state.dispatch_at = Some(now + gap),
                 Some(PreemptMode::Kill) => {}
-                Some(_) => state.left_at = Some(now + eviction),
+                Some(_) => state.preempted_at = Some(now + eviction),
             }
             return;
         }
@@ -715,9 +715,9 @@ impl Gpu {
         state.segments.pop_front();
         self.events.push(GpuEvent::Done { stream, token, busy });
         if state.segments.is_empty() {
-            (state.leaving, state.abort_at) = (None, None);
-        } else if state.leaving.is_some() {
-            state.left_at = Some(now);
+            (state.preempting, state.abort_at) = (None, None);
+        } else if state.preempting.is_some() {
+            state.preempted_at = Some(now);
         } else {
             state.dispatch_at = Some(now + gap);
         }
@@ -728,8 +728,8 @@ impl Gpu {
         let now = self.now;
         let eviction = self.eviction(stream);
         let state = &mut self.streams[stream];
-        let keep = if state.leaving.is_some() { 0 } else { state.hold };
-        let killed = state.leaving == Some(PreemptMode::Kill);
+        let keep = if state.preempting.is_some() { 0 } else { state.hold };
+        let killed = state.preempting == Some(PreemptMode::Kill);
         if let Some(kernel) = &mut state.kernel {
             let (mut used, mut thrown) = (0.0, 0.0);
             while kernel.held > keep
@@ -748,7 +748,7 @@ impl Gpu {
             state.work.used += used / UNITS_PER_SM as f64;
             state.work.redone += thrown / UNITS_PER_SM as f64;
         }
-        match state.leaving {
+        match state.preempting {
             Some(PreemptMode::Kill) => {
                 self.keep_progress(stream);
                 let state = &mut self.streams[stream];
@@ -758,11 +758,11 @@ impl Gpu {
                         task.forget();
                     }
                 }
-                state.left_at = Some(now);
+                state.preempted_at = Some(now);
             }
             Some(_) => {
                 self.keep_progress(stream);
-                self.streams[stream].left_at = Some(now + eviction);
+                self.streams[stream].preempted_at = Some(now + eviction);
             }
             None => {}
         }
@@ -770,13 +770,13 @@ impl Gpu {
     }
 
     /// Everything on the stream has left.
-    fn report_left(&mut self, stream: usize) {
+    fn report_preempted(&mut self, stream: usize) {
         if self.completion_is_lost(stream) {
             return;
         }
         let capacity = self.profile.queue_capacity;
         let state = &mut self.streams[stream];
-        let killed = state.leaving.take() == Some(PreemptMode::Kill);
+        let killed = state.preempting.take() == Some(PreemptMode::Kill);
         state.kernel = None;
         state.abort_at = None;
         while let Some(head) = state.segments.pop_front() {

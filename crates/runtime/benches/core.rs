@@ -8,7 +8,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use device::sim::{KernelProfile, builtin};
 use model::config::Class;
 use runtime::core::{Action, Core, CoreOptions, Event, ModelId, QueueLayout};
-use runtime::policy::padding::{self, Candidate, Host, Room, Slowdowns};
+use runtime::policy::padding::{self, PaddedTask, PaddingCandidate, PaddingDevice, PairSlowdowns};
 use runtime::policy::{PaddingRules, PreemptionPoint};
 
 const MODELS: u32 = 64;
@@ -95,17 +95,18 @@ fn steps(c: &mut Criterion) {
 
 fn selection(c: &mut Criterion) {
     let set = builtin::mi50();
-    let mut slowdowns = Slowdowns::default();
+    let mut slowdowns = PairSlowdowns::default();
     slowdowns.ensure(0, set.models[2].kernels.len());
-    let candidates: Vec<Candidate> = (0..10)
-        .map(|queue| Candidate {
+    let candidates: Vec<PaddingCandidate> = (0..10)
+        .map(|queue| PaddingCandidate {
             queue,
             model: queue,
             kernel: set.models[queue % 5].kernels[queue * 3],
             taken: 4,
         })
         .collect();
-    let room = Room { sms: 60, launch: Nanos(20_000), gap: Nanos(1_000), inside_tile: true };
+    let room =
+        PaddingDevice { sms: 60, launch: Nanos(20_000), gap: Nanos(1_000), inside_tile: true };
     let mut grants = Vec::with_capacity(10);
     for (name, rules) in [("atoll", PaddingRules::ATOLL), ("reef", PaddingRules::REEF)] {
         let mut step = 0;
@@ -114,7 +115,8 @@ fn selection(c: &mut Criterion) {
                 grants.clear();
                 step = (step + 1) % 50;
                 let kernels = &set.models[2].kernels;
-                let host = Host { model: 0, kernels, step, ready: true, elapsed: Nanos::ZERO };
+                let host =
+                    PaddedTask { model: 0, kernels, step, ready: true, elapsed: Nanos::ZERO };
                 padding::select(rules, room, host, &candidates, &slowdowns, &mut grants);
                 black_box(&grants);
             });

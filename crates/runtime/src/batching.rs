@@ -9,9 +9,9 @@ mod auto;
 mod deferred;
 mod early_drop;
 mod elastic;
-mod gathered;
 mod lazy_drop;
 mod profile;
+mod staggered;
 mod window;
 
 use std::collections::VecDeque;
@@ -24,14 +24,14 @@ pub use auto::Auto;
 pub use deferred::Deferred;
 pub use early_drop::EarlyDrop;
 pub use elastic::Elastic;
-pub use gathered::Gathered;
 pub use lazy_drop::LazyDrop;
 pub use profile::BatchProfile;
+pub use staggered::Staggered;
 pub use window::Window;
 
 /// What batches of a model are made of on a machine that shares its requests with others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Turn {
+pub struct StaggeredBatch {
     /// Requests of a batch at most.
     pub batch: usize,
     /// Requests that let one begin before it has to.
@@ -40,7 +40,7 @@ pub struct Turn {
 
 /// A request that waits, as a policy sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Waiting {
+pub struct WaitingRequest {
     /// When it came.
     pub arrived: Nanos,
     /// When its answer is of no more use.
@@ -60,7 +60,7 @@ pub struct Worker {
 #[derive(Debug)]
 pub struct ModelView<'a> {
     /// Who waits, earliest deadline first.
-    pub waiting: &'a VecDeque<Waiting>,
+    pub waiting: &'a VecDeque<WaitingRequest>,
     /// Who could run it, in the order the owner prefers.
     pub workers: &'a [Worker],
     /// What a batch costs.

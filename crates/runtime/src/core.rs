@@ -15,7 +15,7 @@ mod co_run;
 mod dispatch;
 mod fair;
 mod messages;
-mod rank;
+mod priority;
 mod ready;
 mod recovery;
 mod requests;
@@ -28,7 +28,7 @@ use device::PreemptMode;
 use device::sim::KernelProfile;
 use model::config::Class;
 
-use crate::policy::padding::{Candidate, Grant, Room, Slowdowns};
+use crate::policy::padding::{PaddingCandidate, PaddingDevice, PaddingGrant, PairSlowdowns};
 use crate::policy::{Atoll, CoRun, Policy, PreemptionPoint, Progress, Rules};
 
 use self::co_run::CoRunAdmission;
@@ -38,7 +38,7 @@ use self::ready::ReadyHeap;
 pub use self::requests::RequestId;
 use self::requests::{Phase, RequestState, Requests};
 pub use self::residency::MemoryState;
-use self::residency::{Want, Weights};
+use self::residency::{LoadRequest, Weights};
 
 /// A model as the core knows it: a small dense number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -91,22 +91,22 @@ pub struct CoreOptions {
     /// Bytes for weights; `None` when nothing has to be loaded.
     pub memory_bytes: Option<u64>,
     /// Loads that may be under way at once: they share one way to the device.
-    pub loads_at_once: usize,
+    pub max_concurrent_loads: usize,
     /// How long a load waits before it takes the place of a model that has requests waiting.
     pub load_patience: Nanos,
     /// How long it waits then before a model that is always in use starts no more work; and how long a model that was just
     /// loaded is spared.
-    pub close_after: Nanos,
+    pub drain_after: Nanos,
     /// A segment that is not heard of for so long means that the device is to be reset.
     pub watchdog: Option<Nanos>,
     /// The device as padding sees it.
-    pub room: Room,
+    pub room: PaddingDevice,
     /// Whether a co_runner is held to a partition of the device.
     pub partition: bool,
     /// How much longer real time may take beside a co_runner, as a share of what it takes alone.
     pub max_rt_slowdown: f64,
-    /// Whether best effort is started only once the answer of the real-time request that ended is out ([`Core::is_answering`]).
-    pub answers_first: bool,
+    /// Whether best effort is started only once the answer of the real-time request that ended is out ([`Core::awaits_replies`]).
+    pub reply_before_best_effort: bool,
     /// Never set but by tests.
     pub mutation: Option<Mutation>,
 }
@@ -121,14 +121,19 @@ impl Default for CoreOptions {
             real_time_order: RealTimeOrder::EarliestDeadline,
             copies: false,
             memory_bytes: None,
-            loads_at_once: usize::MAX,
+            max_concurrent_loads: usize::MAX,
             load_patience: Nanos::ZERO,
-            close_after: Nanos::from_millis(100),
+            drain_after: Nanos::from_millis(100),
             watchdog: None,
-            room: Room { sms: 1, launch: Nanos::ZERO, gap: Nanos::ZERO, inside_tile: false },
+            room: PaddingDevice {
+                sms: 1,
+                launch: Nanos::ZERO,
+                gap: Nanos::ZERO,
+                inside_tile: false,
+            },
             partition: false,
             max_rt_slowdown: co_run::MAX_RT_SLOWDOWN,
-            answers_first: false,
+            reply_before_best_effort: false,
             mutation: None,
         }
     }
@@ -138,9 +143,9 @@ impl Default for CoreOptions {
 struct ModelState {
     steps: usize,
     waiting: usize,
-    under_way: usize,
+    pending: usize,
     queue_capacity: usize,
-    lanes: usize,
+    max_running: usize,
     removed: bool,
     kernels: Arc<[KernelProfile]>,
     weights: Weights,
@@ -148,15 +153,15 @@ struct ModelState {
 
 /// What a queue of the device is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum QueueKind {
     Shared,
     RealTime,
     BestEffort,
 }
 
 #[derive(Clone, Debug)]
-struct Slot {
-    kind: Kind,
+struct QueueState {
+    kind: QueueKind,
     /// Its real-time work leaves for other.
     yields: bool,
     running: Option<Running>,
@@ -179,7 +184,7 @@ struct Running {
     request: RequestId,
     model: ModelId,
     class: Class,
-    leaving: bool,
+    preempting: bool,
     /// Until then real time does not make it leave; zero when it may.
     entitled_until: Nanos,
     /// Since when the watchdog counts.
@@ -197,36 +202,36 @@ pub struct Core {
     real_time: ReadyHeap,
     best_effort: FairQueue,
     deadlines: ReadyHeap,
-    queues: Vec<Slot>,
+    queues: Vec<QueueState>,
     /// Time best effort has earned and not yet used, in nanoseconds.
     best_effort_credit: u64,
     /// Until then best effort has the device to itself.
     slice_until: Option<Nanos>,
     /// Models to load, in no order.
-    wants: Vec<Want>,
+    load_requests: Vec<LoadRequest>,
     /// When a load that waits for room may do more to get it.
     load_timer: Option<Nanos>,
     /// Real-time requests whose inputs are on their way.
     real_time_copies: usize,
-    slowdowns: Slowdowns,
+    slowdowns: PairSlowdowns,
     /// Best-effort models beside the running real-time kernel, as bits.
-    beside: u64,
+    padding_models: u64,
     co_run: CoRunAdmission,
     /// The best-effort model that may stay beside the real-time task that was started last.
     co_runner: Option<ModelId>,
     /// The real-time model whose next task it was chosen for, until that starts.
-    companion_for: Option<ModelId>,
+    co_runner_for: Option<ModelId>,
     /// Real-time requests that are expected, and the model of the one announced last.
     expected: usize,
     expected_model: Option<ModelId>,
     /// The highest real-time priority that was seen; the smallest number.
-    foremost: u32,
+    highest_priority: u32,
     /// Best effort waits for an answer of real time to be out.
-    answering: bool,
+    awaiting_replies: bool,
     lost: bool,
     draining: bool,
-    candidates: Vec<Candidate>,
-    grants: Vec<Grant>,
+    candidates: Vec<PaddingCandidate>,
+    grants: Vec<PaddingGrant>,
 }
 
 impl Core {
@@ -238,11 +243,11 @@ impl Core {
     /// A core with nothing to do.
     pub fn with_policy(options: CoreOptions, policy: Box<dyn Policy>) -> Core {
         let QueueLayout { shared, real_time, best_effort, yielding } = options.queues;
-        let slots = |kind, yields, count| std::iter::repeat_n(Slot::new(kind, yields), count);
-        let queues = slots(Kind::Shared, false, shared)
-            .chain(slots(Kind::RealTime, false, real_time))
-            .chain(slots(Kind::BestEffort, false, best_effort))
-            .chain(slots(Kind::RealTime, true, yielding));
+        let slots = |kind, yields, count| std::iter::repeat_n(QueueState::new(kind, yields), count);
+        let queues = slots(QueueKind::Shared, false, shared)
+            .chain(slots(QueueKind::RealTime, false, real_time))
+            .chain(slots(QueueKind::BestEffort, false, best_effort))
+            .chain(slots(QueueKind::RealTime, true, yielding));
         Core {
             rules: policy.rules(),
             models: Vec::new(),
@@ -253,18 +258,18 @@ impl Core {
             queues: queues.collect(),
             best_effort_credit: 0,
             slice_until: None,
-            wants: Vec::new(),
+            load_requests: Vec::new(),
             load_timer: None,
             real_time_copies: 0,
-            slowdowns: Slowdowns::default(),
-            beside: 0,
+            slowdowns: PairSlowdowns::default(),
+            padding_models: 0,
             co_run: CoRunAdmission::new(options.max_rt_slowdown, options.partition),
             co_runner: None,
-            companion_for: None,
+            co_runner_for: None,
             expected: 0,
             expected_model: None,
-            foremost: u32::MAX,
-            answering: false,
+            highest_priority: u32::MAX,
+            awaiting_replies: false,
             lost: false,
             draining: false,
             candidates: Vec::new(),
@@ -298,13 +303,13 @@ impl Core {
     }
 
     /// How many requests are under way.
-    pub fn under_way(&self) -> usize {
+    pub fn pending(&self) -> usize {
         self.requests.len()
     }
 
     /// Requests of `model` that wait, and all that are under way.
-    pub fn load_of(&self, model: ModelId) -> (usize, usize) {
-        self.model(model).map_or((0, 0), |state| (state.waiting, state.under_way))
+    pub fn request_counts(&self, model: ModelId) -> (usize, usize) {
+        self.model(model).map_or((0, 0), |state| (state.waiting, state.pending))
     }
 
     /// The model of the real-time request that is to start next, if one waits or is expected.
@@ -316,18 +321,18 @@ impl Core {
     /// Whether nobody waits for the answer of a request that still runs.
     pub fn is_given_up(&self, request: RequestId) -> bool {
         let phase = self.requests.get(request).map(|state| state.phase);
-        matches!(phase, Some(Phase::GivenUp(_)))
+        matches!(phase, Some(Phase::Abandoned(_)))
     }
 
     /// Whether best effort that could be started waits for answers that the last event brought about. [`Event::RepliesSent`] is due when
     /// they are out; any other event starts it as well.
-    pub fn is_answering(&self) -> bool {
-        self.answering
+    pub fn awaits_replies(&self) -> bool {
+        self.awaiting_replies
     }
 
     /// Takes `event` in at time `now` and appends what is to be done.
     pub fn step(&mut self, now: Nanos, event: Event, actions: &mut Vec<Action>) {
-        self.answering = false;
+        self.awaiting_replies = false;
         match event {
             Event::ModelAdded { model, steps, queue_capacity } => {
                 self.add_model(model, steps, queue_capacity);
@@ -335,18 +340,18 @@ impl Core {
             Event::ModelProfiled { model, kernels, weight_bytes } => {
                 self.profile_model(model, kernels, weight_bytes);
             }
-            Event::ModelConcurrency { model, lanes } => {
+            Event::ModelConcurrency { model, max_running } => {
                 if let Some(state) = self.model_mut(model) {
-                    state.lanes = lanes.max(1);
+                    state.max_running = max_running.max(1);
                 }
             }
             Event::ModelWeights { model, bytes, pinned } => {
                 self.set_weights(now, model, bytes, pinned);
             }
-            Event::Preload { model } => self.want(now, model, None),
+            Event::Preload { model } => self.request_load(now, model, None),
             Event::ModelRemoved { model } => self.remove_model(model, actions),
             Event::Arrival { request, model, class, priority, deadline } => {
-                self.note_rank(class, priority);
+                self.note_priority(class, priority);
                 let state = RequestState {
                     model,
                     class,
@@ -361,7 +366,7 @@ impl Core {
                 self.arrive(now, request, state, actions);
             }
             Event::BatchFormed { request, rows, deadline } => {
-                return self.board(request, rows, deadline);
+                return self.set_batch(request, rows, deadline);
             }
             Event::InputReady { request } => self.input_ready(now, request),
             Event::LoadRunnable { model } => self.load_runnable(now, model),
@@ -373,11 +378,12 @@ impl Core {
             Event::SegmentDone { queue, busy } => {
                 self.segment_done(now, queue, busy, actions);
                 let kind = self.queues.get(queue).map(|slot| slot.kind);
-                self.answering = self.options.answers_first && kind == Some(Kind::RealTime);
+                self.awaiting_replies =
+                    self.options.reply_before_best_effort && kind == Some(QueueKind::RealTime);
             }
             Event::RepliesSent => {}
             Event::SegmentPreempted { queue, left, busy } => {
-                self.segment_left(now, queue, left, busy, actions);
+                self.segment_preempted(now, queue, left, busy, actions);
             }
             Event::SegmentFailed { queue, busy } => {
                 if let Some(running) = self.release_queue(queue, busy) {
@@ -393,7 +399,7 @@ impl Core {
             }
             Event::DeviceLost => self.device_lost(actions),
             Event::DeviceReady => self.device_ready(now, actions),
-            Event::Cancel { request } => self.give_up(request, End::Cancelled, actions),
+            Event::Cancel { request } => self.abandon(request, End::Cancelled, actions),
             Event::Timer => self.expire(now, actions),
             Event::Drain => self.draining = true,
         }
@@ -416,9 +422,9 @@ impl Core {
         let fresh = ModelState {
             steps,
             waiting: 0,
-            under_way: 0,
+            pending: 0,
             queue_capacity,
-            lanes: 1,
+            max_running: 1,
             removed: false,
             kernels: Arc::from([]),
             weights: Weights::default(),
@@ -447,7 +453,7 @@ impl Core {
     }
 
     fn free_if_unused(&mut self, model: ModelId, actions: &mut Vec<Action>) {
-        if self.model(model).is_some_and(|state| state.removed && state.under_way == 0) {
+        if self.model(model).is_some_and(|state| state.removed && state.pending == 0) {
             self.free_weights(model, actions);
             self.models[model.0 as usize] = None;
             actions.push(Action::FreeModel { model });
@@ -482,7 +488,7 @@ impl Core {
             self.deadlines.push((0, state.deadline.0, request.order()), request);
         }
         if let Some(model) = self.model_mut(state.model) {
-            model.under_way += 1;
+            model.pending += 1;
             model.waiting += 1;
         }
         self.requests.insert(request, state);
@@ -490,7 +496,7 @@ impl Core {
     }
 
     /// A launched request computes so many rows and is of use until this deadline.
-    fn board(&mut self, request: RequestId, rows: usize, deadline: Nanos) {
+    fn set_batch(&mut self, request: RequestId, rows: usize, deadline: Nanos) {
         let Some(state) = self.requests.get_mut(request) else { return };
         (state.rows, state.deadline) = (rows, deadline);
         self.deadlines.remove(request);
@@ -537,7 +543,7 @@ impl Core {
         let slot = self.queues.get_mut(queue)?;
         (slot.step, slot.co_runner) = (None, None);
         let running = slot.running.take()?;
-        let split = slot.kind != Kind::Shared;
+        let split = slot.kind != QueueKind::Shared;
         if let Some(model) = self.model_mut(running.model) {
             model.weights.users -= 1;
         }
@@ -548,7 +554,7 @@ impl Core {
                 // could have used long ago is no claim on the future.
                 let limit = self.options.best_effort_slice.0.saturating_mul(2);
                 let earned = busy.0.saturating_mul(share) / (100 - share);
-                if self.best_effort_wants() {
+                if self.has_best_effort_work() {
                     self.best_effort_credit = (self.best_effort_credit + earned).min(limit);
                 }
             }
@@ -564,15 +570,17 @@ impl Core {
         Some(running)
     }
 
-    /// Learns from a real-time run that is done how long such runs take beside what ran beside it.
-    fn note_run(&mut self, queue: usize, busy: Nanos) {
+    /// Learns from a real-time run that is done how long such runs take beside what ran padding_models it.
+    fn record_run(&mut self, queue: usize, busy: Nanos) {
         let Some(slot) = self.queues.get(queue) else { return };
-        let Some(running) = slot.running.filter(|_| slot.kind == Kind::RealTime) else { return };
+        let Some(running) = slot.running.filter(|_| slot.kind == QueueKind::RealTime) else {
+            return;
+        };
         let request = self.requests.get(running.request);
         // Runs of several rows, in parts, or beside others of their model, are not to be compared.
         let plain =
             request.is_none_or(|state| state.rows == 1 && state.progress == Progress::default());
-        let sole = self.queues.iter().filter(|slot| slot.kind == Kind::RealTime);
+        let sole = self.queues.iter().filter(|slot| slot.kind == QueueKind::RealTime);
         let sole = sole.filter(|slot| slot.running.is_some()).count() == 1;
         if plain && sole && self.rules.co_run == CoRun::AdmittedPair {
             self.co_run.record(running.model, slot.co_runner, busy);
@@ -580,12 +588,12 @@ impl Core {
     }
 
     fn segment_done(&mut self, now: Nanos, queue: usize, busy: Nanos, actions: &mut Vec<Action>) {
-        self.note_run(queue, busy);
+        self.record_run(queue, busy);
         let Some(running) = self.release_queue(queue, busy) else { return };
         let end = match self.requests.get(running.request) {
             None => return,
             Some(state) => match state.phase {
-                Phase::GivenUp(end) => end,
+                Phase::Abandoned(end) => end,
                 _ if state.deadline <= now => End::DeadlineExceeded,
                 _ => End::Done,
             },
@@ -593,7 +601,7 @@ impl Core {
         self.end(running.request, end, actions);
     }
 
-    fn segment_left(
+    fn segment_preempted(
         &mut self,
         now: Nanos,
         queue: usize,
@@ -605,7 +613,7 @@ impl Core {
         let Some(state) = self.requests.get_mut(running.request) else { return };
         state.progress = self.policy.restore(left, state.progress);
         match state.phase {
-            Phase::GivenUp(end) => self.end(running.request, end, actions),
+            Phase::Abandoned(end) => self.end(running.request, end, actions),
             _ if state.deadline <= now => {
                 self.end(running.request, End::DeadlineExceeded, actions);
             }
@@ -617,9 +625,9 @@ impl Core {
     }
 
     /// Ends a request that waits, or marks one that runs so that it ends when it leaves.
-    fn give_up(&mut self, request: RequestId, end: End, actions: &mut Vec<Action>) {
+    fn abandon(&mut self, request: RequestId, end: End, actions: &mut Vec<Action>) {
         match self.requests.get(request).map(|state| state.phase) {
-            None | Some(Phase::GivenUp(_)) => {}
+            None | Some(Phase::Abandoned(_)) => {}
             Some(Phase::Waiting) => {
                 self.dequeue(request);
                 self.end_waiting(request, end, actions);
@@ -627,7 +635,7 @@ impl Core {
             Some(Phase::Preparing) => self.end_waiting(request, end, actions),
             Some(Phase::Running { queue }) => {
                 if let Some(state) = self.requests.get_mut(request) {
-                    state.phase = Phase::GivenUp(end);
+                    state.phase = Phase::Abandoned(end);
                 }
                 if self.options.mutation == Some(Mutation::EndsTwice) {
                     actions.push(Action::End { request, end });
@@ -651,7 +659,7 @@ impl Core {
         self.deadlines.remove(request);
         actions.push(Action::End { request, end });
         if let Some(model) = self.model_mut(state.model) {
-            model.under_way -= 1;
+            model.pending -= 1;
         }
         self.free_if_unused(state.model, actions);
     }
@@ -663,7 +671,7 @@ impl Core {
                 break;
             }
             self.deadlines.remove(request);
-            self.give_up(request, End::DeadlineExceeded, actions);
+            self.abandon(request, End::DeadlineExceeded, actions);
         }
         if self.watchdog_due().is_some_and(|due| due <= now) {
             self.lost = true;

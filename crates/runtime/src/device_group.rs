@@ -16,21 +16,24 @@ use device::{DeviceError, Program};
 use model::config::{BatchingPolicy, Class, ModelConfig};
 use model::{LaunchPlan, Tensor};
 
-use crate::batching::Turn;
+use crate::batching::StaggeredBatch;
 use crate::node::{
     BatchTime, ModelKey, Node, Rejection, Reply, Request, RequestHandle, refuse_at_once,
 };
 
-use self::router::{Change, Changes, Ended, GroupModelId, ModelFacts, ReplicaView, Router, Ticket};
+use self::router::{
+    GroupModelId, ModelFacts, ReplicaChange, ReplicaCounts, ReplicaStatus, RequestEnd,
+    RoutedRequest, Router,
+};
 
 /// How a device_group judges load.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceGroupOptions {
-    /// The time over which load is judged.
+    /// The time over which load is evaluated_at.
     pub interval: Nanos,
     /// If every answer of an interval waited longer, a queue stands.
     pub standing_wait: Nanos,
-    /// Intervals in a row with a standing queue before a model gets another replica.
+    /// Intervals in a row with a state queue before a model gets another replica.
     pub overloaded_intervals: u32,
     /// Intervals in a row in which one replica less would do before it goes.
     pub calm_intervals: u32,
@@ -40,7 +43,7 @@ pub struct DeviceGroupOptions {
     pub avoid: Nanos,
     /// What a request takes before anything is known of its model.
     pub unknown_cost: Nanos,
-    /// What loads are expected to bring in a second before any was seen.
+    /// What loads are expected to bring in a second before any was measured.
     pub bytes_per_second: u64,
 }
 
@@ -60,7 +63,7 @@ impl Default for DeviceGroupOptions {
 }
 
 /// A program on the device that was chosen for it.
-pub struct Placed {
+pub struct PlacedProgram {
     /// The device's place in the device_group.
     pub device: usize,
     /// The program there.
@@ -82,7 +85,7 @@ pub struct Asked {
 /// The devices of a node.
 pub struct DeviceGroup {
     shared: Arc<Shared>,
-    keeper: Option<JoinHandle<()>>,
+    balancer: Option<JoinHandle<()>>,
 }
 
 struct Shared {
@@ -97,7 +100,7 @@ struct State {
     router: Router,
     /// By the slot of their key.
     entries: Vec<Option<Entry>>,
-    due: VecDeque<Change>,
+    due: VecDeque<ReplicaChange>,
     stopping: bool,
 }
 
@@ -134,7 +137,7 @@ impl DeviceGroup {
             changed: Condvar::new(),
         });
         // One device has nobody to share with.
-        let keeper = match shared.nodes.len() {
+        let balancer = match shared.nodes.len() {
             1 => None,
             _ => {
                 let kept = shared.clone();
@@ -147,7 +150,7 @@ impl DeviceGroup {
                 })?)
             }
         };
-        Ok(DeviceGroup { shared, keeper })
+        Ok(DeviceGroup { shared, balancer })
     }
 
     /// The device_group of this node alone.
@@ -171,7 +174,7 @@ impl DeviceGroup {
     }
 
     /// Makes `plan` ready on the device where it had best live. May take long.
-    pub fn load(&self, plan: Arc<LaunchPlan>) -> Result<Placed, DeviceError> {
+    pub fn load(&self, plan: Arc<LaunchPlan>) -> Result<PlacedProgram, DeviceError> {
         // About what they will take, before any device has packed them.
         let bytes = plan.constant_bytes();
         let home = {
@@ -182,17 +185,17 @@ impl DeviceGroup {
         };
         let device = home.unwrap_or(0);
         let program = self.shared.nodes[device].device().load(plan)?;
-        Ok(Placed { device, program })
+        Ok(PlacedProgram { device, program })
     }
 
     /// Why a model could never run where it was placed; `None` when it could.
-    pub fn cannot_fit(&self, placed: &Placed) -> Option<DeviceError> {
+    pub fn cannot_fit(&self, placed: &PlacedProgram) -> Option<DeviceError> {
         self.shared.nodes[placed.device].cannot_fit(&*placed.program)
     }
 
     /// Makes a placed program known. Requests may come at once.
-    pub fn add_model(&self, placed: Placed, config: &ModelConfig) -> GroupModelId {
-        let Placed { device, program } = placed;
+    pub fn add_model(&self, placed: PlacedProgram, config: &ModelConfig) -> GroupModelId {
+        let PlacedProgram { device, program } = placed;
         let (plan, bytes) = (program.plan().clone(), program_bytes(&*program));
         let key = self.shared.nodes[device].add_model(program, config);
         let facts = ModelFacts {
@@ -249,24 +252,24 @@ impl DeviceGroup {
         let Asked { inputs, class, priority, timeout } = asked;
         let now = shared.clock.now();
         let routed = shared.lock().route(shared, now, model, class);
-        let Some((ticket, key)) = routed else {
+        let Some((routed, key)) = routed else {
             return refuse_at_once(now, reply, Rejection::NoSuchModel);
         };
         let rows = rows_of(&inputs);
         let request = Request { model: key, inputs, class, priority, timeout };
-        let Some(ticket) = ticket else { return shared.nodes[0].submit(request, reply) };
+        let Some(routed) = routed else { return shared.nodes[0].submit(request, reply) };
         let device_group = Arc::downgrade(shared);
         let counted = move |answer: Reply| {
             if let Some(device_group) = device_group.upgrade() {
-                device_group.ended(ticket, &answer, rows);
+                device_group.ended(routed, &answer, rows);
             }
             reply(answer);
         };
-        shared.nodes[ticket.device].submit(request, Box::new(counted))
+        shared.nodes[routed.device].submit(request, Box::new(counted))
     }
 
     /// Where `model` is, and its key there.
-    pub fn replicas(&self, model: GroupModelId) -> Vec<(ReplicaView, ModelKey)> {
+    pub fn replicas(&self, model: GroupModelId) -> Vec<(ReplicaStatus, ModelKey)> {
         let state = self.shared.lock();
         let Some(entry) = state.entry(model) else { return Vec::new() };
         let views = state.router.replicas(model).into_iter();
@@ -274,7 +277,7 @@ impl DeviceGroup {
     }
 
     /// What was done about replicas so far.
-    pub fn changes(&self) -> Changes {
+    pub fn changes(&self) -> ReplicaCounts {
         self.shared.lock().router.changes()
     }
 
@@ -302,19 +305,19 @@ impl DeviceGroup {
         profile.map(|(_, times)| times).unwrap_or_default()
     }
 
-    /// Makes batches of `turn` of requests for `model`, or as its settings say. Several devices are filled by the device_group's own
+    /// Makes batches of `staggered` of requests for `model`, or as its settings say. Several devices are filled by the device_group's own
     /// rule instead.
-    pub fn set_turn(&self, model: GroupModelId, turn: Option<Turn>) {
+    pub fn set_staggered_batch(&self, model: GroupModelId, staggered: Option<StaggeredBatch>) {
         for (view, key) in self.replicas(model).into_iter().filter(|_| self.shared.nodes.len() == 1)
         {
-            self.shared.nodes[view.device].set_turn(key, turn);
+            self.shared.nodes[view.device].set_staggered_batch(key, staggered);
         }
     }
 
     /// The largest batch that is made of requests of `model`; `None` where there are none.
-    pub fn batch_most(&self, model: GroupModelId) -> Option<usize> {
+    pub fn max_batch(&self, model: GroupModelId) -> Option<usize> {
         let mut replicas = self.replicas(model).into_iter();
-        replicas.find_map(|(view, key)| self.shared.nodes[view.device].batch_most(key))
+        replicas.find_map(|(view, key)| self.shared.nodes[view.device].max_batch(key))
     }
 
     /// Whether requests of `model` are put together.
@@ -355,9 +358,9 @@ impl Drop for DeviceGroup {
     fn drop(&mut self) {
         self.shared.lock().stopping = true;
         self.shared.changed.notify_all();
-        if let Some(keeper) = self.keeper.take() {
+        if let Some(balancer) = self.balancer.take() {
             // A panic there has been reported already.
-            let _ = keeper.join();
+            let _ = balancer.join();
         }
     }
 }
@@ -391,14 +394,14 @@ impl State {
         self.entries.get_mut(model.slot())?.as_mut().filter(|entry| entry.model == model)
     }
 
-    /// The key of `model` where a request of it goes; without a ticket where there is nothing to choose.
+    /// The key of `model` where a request of it goes; without a routed where there is nothing to choose.
     fn route(
         &mut self,
         shared: &Shared,
         now: Nanos,
         model: GroupModelId,
         class: Option<Class>,
-    ) -> Option<(Option<Ticket>, ModelKey)> {
+    ) -> Option<(Option<RoutedRequest>, ModelKey)> {
         let entry =
             self.entries.get(model.slot())?.as_ref().filter(|entry| entry.model == model)?;
         if let [_] = shared.nodes[..] {
@@ -407,12 +410,12 @@ impl State {
         let resident = |device: usize| {
             entry.keys[device].is_some_and(|key| shared.nodes[device].is_resident(key))
         };
-        let ticket = self.router.route(now, model, class, resident)?;
-        let Some(key) = entry.keys[ticket.device] else {
-            self.router.ended(now, ticket, Ended::Refused);
+        let routed = self.router.route(now, model, class, resident)?;
+        let Some(key) = entry.keys[routed.device] else {
+            self.router.ended(now, routed, RequestEnd::Refused);
             return None;
         };
-        Some((Some(ticket), key))
+        Some((Some(routed), key))
     }
 }
 
@@ -422,20 +425,20 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn ended(&self, ticket: Ticket, answer: &Reply, rows: usize) {
+    fn ended(&self, routed: RoutedRequest, answer: &Reply, rows: usize) {
         let timing = &answer.timing;
         let end = match &answer.result {
             Ok(_) => {
                 let wait = (timing.finished - timing.arrived) - timing.busy;
                 let shared = timing.rows.max(rows).max(1) as u64;
                 let own = if timing.rows == 0 { shared } else { rows.max(1) as u64 };
-                Ended::Done { wait, cost: Nanos(timing.busy.0 / shared * own.min(shared)) }
+                RequestEnd::Done { wait, cost: Nanos(timing.busy.0 / shared * own.min(shared)) }
             }
-            Err(Rejection::Device(DeviceError::Faulted { .. })) => Ended::Faulted,
-            Err(_) => Ended::Refused,
+            Err(Rejection::Device(DeviceError::Faulted { .. })) => RequestEnd::Faulted,
+            Err(_) => RequestEnd::Refused,
         };
         let mut state = self.lock();
-        if let Some(change) = state.router.ended(timing.finished, ticket, end) {
+        if let Some(change) = state.router.ended(timing.finished, routed, end) {
             state.due.push_back(change);
             self.changed.notify_one();
         }
@@ -449,12 +452,12 @@ impl Shared {
                 return;
             }
             let now = self.clock.now();
-            if now >= state.router.next_judgement() {
+            if now >= state.router.next_evaluation() {
                 drop(state);
-                let seen = self.look();
+                let measured = self.measure();
                 state = self.lock();
-                state.update(&seen);
-                let changes = state.router.judge(now);
+                state.update(&measured);
+                let changes = state.router.evaluate(now);
                 state.due.extend(changes);
             }
             if let Some(change) = state.due.pop_front() {
@@ -463,14 +466,14 @@ impl Shared {
                 state = self.lock();
                 continue;
             }
-            let wait: Duration = (state.router.next_judgement() - now).into();
+            let wait: Duration = (state.router.next_evaluation() - now).into();
             let waited = self.changed.wait_timeout(state, wait);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
-    /// How fast weights were seen to arrive, and what models take by now.
-    fn look(&self) -> Seen {
+    /// How fast weights were measured to arrive, and what models take by now.
+    fn measure(&self) -> Measurements {
         let speed = |node: &Arc<Node>| {
             let swaps = node.memory().swaps;
             let nanos = u128::from(swaps.load_times.mean().0) * u128::from(swaps.loads);
@@ -486,16 +489,16 @@ impl Shared {
                 self.nodes.iter().zip(keys).filter_map(|(node, key)| node.weight_bytes(key?));
             Some((model, known.max()?.0)).filter(|(_, bytes)| *bytes > 0)
         };
-        Seen {
+        Measurements {
             speeds: self.nodes.iter().map(speed).collect(),
             bytes: keys.into_iter().filter_map(bytes).collect(),
         }
     }
 
-    fn carry_out(&self, change: Change) {
+    fn carry_out(&self, change: ReplicaChange) {
         match change {
-            Change::Make(model, device) => self.make(model, device),
-            Change::Take(model, device) => {
+            ReplicaChange::Add(model, device) => self.make(model, device),
+            ReplicaChange::Remove(model, device) => {
                 let mut state = self.lock();
                 let key = state.entry_mut(model).and_then(|entry| entry.keys[device].take());
                 drop(state);
@@ -556,26 +559,26 @@ impl Shared {
 }
 
 /// What the nodes know better than the router.
-struct Seen {
+struct Measurements {
     /// Bytes in a second that loads brought, by device; `None` where there was none.
     speeds: Vec<Option<u64>>,
     bytes: Vec<(GroupModelId, u64)>,
 }
 
 impl State {
-    fn update(&mut self, seen: &Seen) {
-        for (device, speed) in seen.speeds.iter().enumerate() {
+    fn update(&mut self, measured: &Measurements) {
+        for (device, speed) in measured.speeds.iter().enumerate() {
             if let Some(speed) = speed {
                 self.router.set_speed(device, *speed);
             }
         }
-        for (model, bytes) in &seen.bytes {
+        for (model, bytes) in &measured.bytes {
             self.router.resize(*model, *bytes);
         }
     }
 }
 
 #[cfg(test)]
-mod tests;
+mod simulation;
 #[cfg(test)]
-mod world;
+mod tests;

@@ -6,9 +6,9 @@ pub mod device_group;
 pub mod node;
 pub mod policy;
 
-pub use device_group::{Asked, DeviceGroup, DeviceGroupOptions, Placed};
+pub use device_group::{Asked, DeviceGroup, DeviceGroupOptions, PlacedProgram};
 pub use node::{
-    BatchTime, Contention, Leaving, ModelKey, ModelStats, Node, NodeError, NodeMemory, NodeOptions,
-    Observer, Preemption, Preemptions, Rejection, Reply, ReplyResult, Request, RequestHandle,
-    Swaps, Timing,
+    BatchTime, LockContention, ModelKey, ModelStats, Node, NodeError, NodeMemory, NodeOptions,
+    Observer, Preemption, PreemptionLog, PreemptionStats, Rejection, Reply, ReplyResult, Request,
+    RequestHandle, SwapStats, Timing,
 };

@@ -16,29 +16,29 @@ use crate::core::{Action, Core, CoreOptions, Event, ModelId, RequestId};
 use crate::policy::Policy;
 
 mod announcement;
+mod batch_jobs;
 mod batcher;
-mod batches;
 mod completion;
-mod contention;
 mod layout;
+mod lock;
 mod preemptions;
 mod profiling;
 mod request;
 mod submission;
 mod weights;
 
+use self::batch_jobs::{BatchIntake, Batches, ModelBatcher, Preparer};
 use self::batcher::MemberId;
-use self::batches::{Batches, Intake, ModelBatcher, Preparer};
 use self::completion::Sink;
-pub use self::contention::Contention;
-use self::contention::Waits;
-pub use self::preemptions::{LEAVE_BOUNDS_US, Leaving, Preemption, Preemptions};
-use self::preemptions::{OnQueue, Record};
+pub use self::lock::LockContention;
+use self::lock::LockWaits;
+pub use self::preemptions::{PREEMPTION_BOUNDS_US, Preemption, PreemptionLog, PreemptionStats};
+use self::preemptions::{PreemptionRecord, QueueJob};
 pub use self::profiling::BatchTime;
 pub use self::request::{ModelStats, Rejection, Reply, ReplyResult, Request, Timing};
 pub(crate) use self::submission::refuse_at_once;
 use self::weights::{Discard, EntryWeights};
-pub use self::weights::{NodeMemory, Swaps};
+pub use self::weights::{NodeMemory, SwapStats};
 
 /// A loaded model of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -65,7 +65,7 @@ pub struct NodeOptions {
     /// Least share of time, in percent, that best effort gets under saturating real-time load.
     pub best_effort_share_percent: u32,
     /// Real-time queues of a policy that runs real time on its own, for batches of one model side by side.
-    pub real_time_lanes: usize,
+    pub concurrent_rt_batches: usize,
     /// Real-time queues of a policy that runs everything side by side.
     pub real_time_queues: usize,
     /// Best-effort queues of such a policy.
@@ -75,7 +75,7 @@ pub struct NodeOptions {
     pub preempt_real_time: bool,
     /// How much longer real time may take beside best effort that goes on in a partition of the device, in percent.
     pub max_rt_slowdown_percent: f64,
-    /// Preemptions that are remembered one by one.
+    /// PreemptionLog that are remembered one by one.
     pub preemptions_kept: usize,
     /// What weights may take of a device whose weights come and go; all it has when absent.
     pub memory: Option<Bytes>,
@@ -89,7 +89,7 @@ impl Default for NodeOptions {
             policy: "atoll".to_string(),
             max_requests: 65_536,
             best_effort_share_percent: 0,
-            real_time_lanes: 1,
+            concurrent_rt_batches: 1,
             real_time_queues: 4,
             best_effort_queues: 6,
             preempt_real_time: false,
@@ -127,13 +127,13 @@ pub struct Node {
 /// A request under way. Dropping it does nothing; [`RequestHandle::cancel`] gives it up.
 pub struct RequestHandle {
     shared: Weak<Shared>,
-    place: Place,
+    place: RequestLocation,
 }
 
 /// Where a request is.
 #[derive(Clone, Copy)]
-enum Place {
-    Nowhere,
+enum RequestLocation {
+    Ended,
     Core(RequestId),
     Batcher(ModelKey, MemberId),
 }
@@ -144,9 +144,9 @@ impl RequestHandle {
     pub fn cancel(&self) {
         let Some(shared) = self.shared.upgrade() else { return };
         match self.place {
-            Place::Nowhere => {}
-            Place::Core(request) => shared.handle(Event::Cancel { request }),
-            Place::Batcher(model, member) => shared.cancel_member(model, member),
+            RequestLocation::Ended => {}
+            RequestLocation::Core(request) => shared.handle(Event::Cancel { request }),
+            RequestLocation::Batcher(model, member) => shared.cancel_member(model, member),
         }
     }
 }
@@ -166,11 +166,11 @@ struct Shared {
     /// Whether the policy runs best effort at all.
     best_effort: bool,
     /// Whether real time is announced, so that best effort has left when it starts.
-    announces: bool,
+    announces_arrivals: bool,
     queues: OnceLock<Vec<Box<dyn Queue>>>,
     preparer: OnceLock<Preparer>,
     state: Mutex<State>,
-    waits: Waits,
+    lock_waits: LockWaits,
     /// The earliest timer moved forward, or the node stops.
     timer_changed: Condvar,
     /// The last request under way ended, or its reply was sent.
@@ -178,54 +178,54 @@ struct Shared {
     /// Replies that are due and not sent yet.
     unsent: AtomicUsize,
     /// Somebody waits until all are.
-    drains: AtomicBool,
+    draining_thread_waits: AtomicBool,
 }
 
 struct State {
     core: Core,
     actions: Vec<Action>,
-    live: Vec<Option<Live>>,
+    job: Vec<Option<Job>>,
     models: Vec<Option<ModelEntry>>,
     next_generation: u64,
     armed_timer: Option<Nanos>,
-    record: Record,
+    record: PreemptionRecord,
     batches: Batches,
     draining: bool,
-    drain_told: bool,
-    swaps: Swaps,
+    drain_sent: bool,
+    swaps: SwapStats,
     stopping: bool,
 }
 
 /// What the node keeps of a request while the core decides about it.
-struct Live {
+struct Job {
     model: ModelId,
     class: Class,
     task: Option<Box<dyn Task>>,
     outputs: Option<Vec<Tensor>>,
     failure: Option<DeviceError>,
-    rider: Rider,
+    reply_to: ReplyTarget,
     rows: usize,
     timing: Timing,
     launched: bool,
 }
 
 /// Who waits for a request of the core.
-enum Rider {
-    One(ReplyFn),
+enum ReplyTarget {
+    Request(ReplyFn),
     /// Those whom the model's batcher knows.
-    Batch,
+    Members,
 }
 
-impl Live {
+impl Job {
     fn new(
         model: ModelId,
         class: Class,
         task: Option<Box<dyn Task>>,
-        rider: Rider,
+        reply_to: ReplyTarget,
         timing: Timing,
-    ) -> Live {
+    ) -> Job {
         let (outputs, failure) = (None, None);
-        Live { model, class, task, outputs, failure, rider, rows: 0, timing, launched: false }
+        Job { model, class, task, outputs, failure, reply_to, rows: 0, timing, launched: false }
     }
 }
 
@@ -237,13 +237,13 @@ struct ModelEntry {
     defaults: Defaults,
     queue_capacity: usize,
     stats: ModelStats,
-    leaving: Leaving,
-    batching: Option<(ModelBatcher, Intake)>,
+    preemption_stats: PreemptionStats,
+    batching: Option<(ModelBatcher, BatchIntake)>,
     /// When the batcher wants to be asked.
     batch_timer: Option<Nanos>,
     /// No more requests are taken; the core hears of it when the batcher is empty.
     removed: bool,
-    removal_told: bool,
+    removal_sent: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -254,12 +254,12 @@ struct Defaults {
 }
 
 /// A reply that is due, to be sent once the lock is free.
-type Due = (ReplyFn, Reply);
+type DueReply = (ReplyFn, Reply);
 
 /// Lets best effort go on when the answers it waits for are out, whatever became of them.
-struct Resume<'a>(&'a Shared);
+struct ResumeBestEffort<'a>(&'a Shared);
 
-impl Drop for Resume<'_> {
+impl Drop for ResumeBestEffort<'_> {
     fn drop(&mut self) {
         self.0.handle(Event::RepliesSent);
     }
@@ -283,26 +283,26 @@ impl Node {
             max_requests: options.max_requests,
             best_effort_share_percent: options.best_effort_share_percent,
             memory_bytes: Some(budget.0),
-            loads_at_once: weights::LOADS_AT_ONCE,
-            load_patience: weights::PATIENCE,
-            close_after: weights::CLOSE_AFTER,
+            max_concurrent_loads: weights::MAX_CONCURRENT_LOADS,
+            load_patience: weights::LOAD_PATIENCE,
+            drain_after: weights::DRAIN_AFTER,
             partition: device.best_effort_sms().is_some(),
             max_rt_slowdown: options.max_rt_slowdown_percent / 100.0,
-            answers_first: true,
+            reply_before_best_effort: true,
             ..CoreOptions::default()
         };
         let state = State {
             core: Core::with_policy(core, Box::new(policy)),
             actions: Vec::new(),
-            live: Vec::new(),
+            job: Vec::new(),
             models: Vec::new(),
             next_generation: 0,
             armed_timer: None,
-            record: Record::new(opened.len(), options.preemptions_kept),
+            record: PreemptionRecord::new(opened.len(), options.preemptions_kept),
             batches: Batches::default(),
             draining: false,
-            drain_told: false,
-            swaps: Swaps::default(),
+            drain_sent: false,
+            swaps: SwapStats::default(),
             stopping: false,
         };
         let no_thread = |device: &dyn Device, err: std::io::Error| DeviceError::Faulted {
@@ -319,15 +319,15 @@ impl Node {
             observer: options.observer,
             max_requests: options.max_requests,
             best_effort: rules.best_effort,
-            announces: layout::announces(&rules, queues),
+            announces_arrivals: layout::announces_arrivals(&rules, queues),
             queues: OnceLock::new(),
             preparer: OnceLock::new(),
             state: Mutex::new(state),
-            waits: Waits::default(),
+            lock_waits: LockWaits::default(),
             timer_changed: Condvar::new(),
             idle: Condvar::new(),
             unsent: AtomicUsize::new(0),
-            drains: AtomicBool::new(false),
+            draining_thread_waits: AtomicBool::new(false),
         });
         let sink: Arc<dyn CompletionSink> = Arc::new(Sink(Arc::downgrade(&shared)));
         let mut queues = Vec::with_capacity(opened.len());
@@ -363,7 +363,7 @@ impl Node {
     /// Makes a loaded program known under a new key. Requests may come at once.
     pub fn add_model(&self, program: Arc<dyn Program>, config: &ModelConfig) -> ModelKey {
         let level = self.shared.device.info().preemption;
-        let batching = batches::batcher_of(program.plan(), config, level);
+        let batching = batch_jobs::batcher_of(program.plan(), config, level);
         let prepared = batching.as_ref().map(|(batcher, _)| {
             (program.clone(), batcher.rules().batches(), batcher.rules().workers.len())
         });
@@ -380,11 +380,11 @@ impl Node {
             },
             queue_capacity: config.queue_capacity,
             stats: ModelStats::default(),
-            leaving: Leaving::default(),
+            preemption_stats: PreemptionStats::default(),
             batching,
             batch_timer: None,
             removed: false,
-            removal_told: false,
+            removal_sent: false,
             weights: EntryWeights::of(&*program, config.pinned),
             program,
         };
@@ -393,8 +393,8 @@ impl Node {
         // A batcher keeps to the bound itself, and has few jobs in the core.
         let queue_capacity = if prepared.is_some() { usize::MAX } else { config.queue_capacity };
         let mut events = VecDeque::from([Event::ModelAdded { model, steps, queue_capacity }]);
-        if let Some((_, _, lanes)) = prepared {
-            events.push_back(Event::ModelConcurrency { model, lanes });
+        if let Some((_, _, max_running)) = prepared {
+            events.push_back(Event::ModelConcurrency { model, max_running });
         }
         if slot == state.models.len() {
             state.models.push(None);
@@ -437,25 +437,25 @@ impl Node {
         let state = self.shared.lock();
         let mut stats = state.model(model)?.stats.clone();
         let batcher = state.model(model)?.batching.as_ref().map(|(batcher, _)| batcher);
-        let (jobs, members) = batcher.map_or((0, 0), |b| (b.jobs(), b.under_way()));
-        let under_way = state.core.load_of(ModelId(model.slot)).1.saturating_sub(jobs);
-        stats.pending = (under_way + members) as u64;
+        let (jobs, members) = batcher.map_or((0, 0), |b| (b.jobs(), b.pending()));
+        let pending = state.core.request_counts(ModelId(model.slot)).1.saturating_sub(jobs);
+        stats.pending = (pending + members) as u64;
         Some(stats)
     }
 
     /// How long `model` took to leave for real time, and how often others left for it.
-    pub fn leaving(&self, model: ModelKey) -> Option<Leaving> {
-        Some(self.shared.lock().model(model)?.leaving.clone())
+    pub fn preemption_stats(&self, model: ModelKey) -> Option<PreemptionStats> {
+        Some(self.shared.lock().model(model)?.preemption_stats.clone())
     }
 
     /// The latest times that work was made to leave.
-    pub fn preemptions(&self) -> Preemptions {
+    pub fn preemptions(&self) -> PreemptionLog {
         self.shared.lock().record.snapshot()
     }
 
     /// How often and how long threads waited for each other inside the node.
-    pub fn contention(&self) -> Contention {
-        self.shared.waits.read()
+    pub fn contention(&self) -> LockContention {
+        self.shared.lock_waits.read()
     }
 
     /// Memory its loaded programs hold.
@@ -466,7 +466,7 @@ impl Node {
 
     /// Takes no more requests and returns when none is under way and every reply is sent, or `false` after `limit`.
     pub fn drain(&self, limit: Duration) -> bool {
-        self.shared.drains.store(true, Ordering::SeqCst);
+        self.shared.draining_thread_waits.store(true, Ordering::SeqCst);
         let mut state = self.shared.lock();
         state.draining = true;
         let mut events = VecDeque::new();
@@ -475,7 +475,7 @@ impl Node {
         let end = self.shared.clock.now() + Nanos::from(limit);
         let mut state = self.shared.lock();
         let unsent = || self.shared.unsent.load(Ordering::SeqCst);
-        while state.core.under_way() + state.batches.members + unsent() > 0 {
+        while state.core.pending() + state.batches.members + unsent() > 0 {
             let left = end - self.shared.clock.now();
             if left == Nanos::ZERO {
                 return false;
@@ -524,15 +524,15 @@ impl State {
         Some(ModelKey { slot: model.0, generation: entry.generation })
     }
 
-    fn live(&self, request: RequestId) -> Option<&Live> {
-        self.live.get(request.slot())?.as_ref()
+    fn job(&self, request: RequestId) -> Option<&Job> {
+        self.job.get(request.slot())?.as_ref()
     }
 
-    fn keep(&mut self, id: RequestId, live: Live) {
-        if id.slot() >= self.live.len() {
-            self.live.resize_with(id.slot() + 1, || None);
+    fn keep(&mut self, id: RequestId, job: Job) {
+        if id.slot() >= self.job.len() {
+            self.job.resize_with(id.slot() + 1, || None);
         }
-        self.live[id.slot()] = Some(live);
+        self.job[id.slot()] = Some(job);
     }
 }
 
@@ -547,10 +547,10 @@ impl Shared {
     }
 
     fn run(&self, mut state: MutexGuard<'_, State>, mut events: VecDeque<Event>) {
-        let mut due: Vec<Due> = Vec::new();
+        let mut due: Vec<DueReply> = Vec::new();
         loop {
             if events.is_empty() {
-                self.tend_batches(&mut state, &mut events, &mut due);
+                self.update_batchers(&mut state, &mut events, &mut due);
             }
             let Some(event) = events.pop_front() else { break };
             let now = self.clock.now();
@@ -559,28 +559,28 @@ impl Shared {
             }
             let mut actions = std::mem::take(&mut state.actions);
             state.core.step(now, event, &mut actions);
-            self.note_orders(&mut state, now, &actions);
-            let mut orders = Vec::new();
+            self.record_actions(&mut state, now, &actions);
+            let mut commands = Vec::new();
             for action in actions.drain(..) {
                 match action {
-                    Action::Preempt { queue, .. } => orders.push((queue, QueueCommand::Preempt)),
+                    Action::Preempt { queue, .. } => commands.push((queue, QueueCommand::Preempt)),
                     Action::Confine { queue, confined } => {
-                        orders.push((queue, QueueCommand::Confine(confined)));
+                        commands.push((queue, QueueCommand::Confine(confined)));
                     }
                     action => {
-                        self.send_commands(&mut orders);
+                        self.send_commands(&mut commands);
                         self.act(&mut state, now, action, &mut events, &mut due);
                     }
                 }
             }
-            self.send_commands(&mut orders);
+            self.send_commands(&mut commands);
             state.actions = actions;
         }
         self.rearm_timer(&mut state);
-        if state.core.under_way() + state.batches.members == 0 {
+        if state.core.pending() + state.batches.members == 0 {
             self.idle.notify_all();
         }
-        let resume = state.core.is_answering().then(|| Resume(self));
+        let resume = state.core.awaits_replies().then(|| ResumeBestEffort(self));
         self.unsent.fetch_add(due.len(), Ordering::SeqCst);
         drop(state);
         for (send, reply) in due {
@@ -593,20 +593,20 @@ impl Shared {
     fn send(&self, send: ReplyFn, reply: Reply) {
         send(reply);
         self.unsent.fetch_sub(1, Ordering::SeqCst);
-        if self.drains.load(Ordering::SeqCst) {
+        if self.draining_thread_waits.load(Ordering::SeqCst) {
             let _state = self.lock();
             self.idle.notify_all();
         }
     }
 
-    /// Gives all `orders` to their queues at one go.
-    fn send_commands(&self, orders: &mut Vec<(usize, QueueCommand)>) {
-        if orders.is_empty() {
+    /// Gives all `commands` to their queues at one go.
+    fn send_commands(&self, commands: &mut Vec<(usize, QueueCommand)>) {
+        if commands.is_empty() {
             return;
         }
         let queues = self.queues.get().map(Vec::as_slice).unwrap_or_default();
-        let to = |(queue, order): (usize, QueueCommand)| Some((&**queues.get(queue)?, order));
-        let commands: Vec<(&dyn Queue, QueueCommand)> = orders.drain(..).filter_map(to).collect();
+        let to = |(queue, command): (usize, QueueCommand)| Some((&**queues.get(queue)?, command));
+        let commands: Vec<(&dyn Queue, QueueCommand)> = commands.drain(..).filter_map(to).collect();
         self.device.command(&commands);
     }
 
@@ -616,27 +616,28 @@ impl Shared {
         now: Nanos,
         action: Action,
         events: &mut VecDeque<Event>,
-        due: &mut Vec<Due>,
+        due: &mut Vec<DueReply>,
     ) {
         match action {
             Action::Launch { queue, request, .. } => {
-                let boarded = self.board(state, now, request, events);
-                let Some(live) = state.live.get_mut(request.slot()).and_then(Option::as_mut) else {
+                let formed = self.form_batch(state, now, request, events);
+                let Some(job) = state.job.get_mut(request.slot()).and_then(Option::as_mut) else {
                     return;
                 };
-                let first = !std::mem::replace(&mut live.launched, true);
+                let first = !std::mem::replace(&mut job.launched, true);
                 if first {
-                    live.timing.started = now;
+                    job.timing.started = now;
                 }
-                let Some(task) = live.task.take() else {
-                    live.failure = boarded.err();
+                let Some(task) = job.task.take() else {
+                    job.failure = formed.err();
                     events.push_back(Event::SegmentFailed { queue, busy: Nanos::ZERO });
                     return;
                 };
                 // The core counts the plan's steps; the device may have made more or fewer of them.
                 let steps = task.next_step()..task.step_count();
                 if let Some(slot) = state.record.queues.get_mut(queue) {
-                    *slot = Some(OnQueue { request, first_step: steps.start, order: None });
+                    *slot =
+                        Some(QueueJob { request, first_step: steps.start, preempt_request: None });
                 }
                 let segment = Segment { token: request.slot() as u64, task, steps };
                 let queues = self.queues.get().map(Vec::as_slice).unwrap_or_default();
@@ -645,10 +646,10 @@ impl Shared {
                     None => false,
                 };
                 if first {
-                    live.timing.launched = self.clock.now();
+                    job.timing.launched = self.clock.now();
                 }
                 if !launched {
-                    live.failure = Some(DeviceError::Faulted {
+                    job.failure = Some(DeviceError::Faulted {
                         device: self.device.info().name.clone(),
                         reason: "a queue takes no work".to_string(),
                     });
@@ -656,12 +657,12 @@ impl Shared {
                 }
             }
             Action::End { request, end } => {
-                let live = state.live.get_mut(request.slot()).and_then(Option::take);
-                match live {
-                    Some(live) if matches!(live.rider, Rider::Batch) => {
-                        self.end_batch(state, now, (request, end), live, due);
+                let job = state.job.get_mut(request.slot()).and_then(Option::take);
+                match job {
+                    Some(job) if matches!(job.reply_to, ReplyTarget::Members) => {
+                        self.end_batch(state, now, (request, end), job, due);
                     }
-                    Some(live) => due.extend(self.finish(state, now, live, end)),
+                    Some(job) => due.extend(self.finish(state, now, job, end)),
                     None => {}
                 }
             }

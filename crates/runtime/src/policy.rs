@@ -67,7 +67,7 @@ pub enum Streams {
 
 /// When a real-time task may start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Start {
+pub enum RealTimeStart {
     /// At once; what best effort frees goes to it.
     AtOnce,
     /// When best effort has left.
@@ -95,7 +95,7 @@ pub struct Rules {
     /// How best effort is made to leave for real time; `None` when it is not.
     pub preempt: Option<PreemptMode>,
     /// When real time starts.
-    pub start: Start,
+    pub start: RealTimeStart,
     /// What runs beside it.
     pub co_run: CoRun,
     /// Whether the streams of real time have priority on the device.

@@ -14,7 +14,7 @@ use api::{
 use base::Nanos;
 use device::DeviceError;
 use model::Tensor;
-use runtime::batching::Turn;
+use runtime::batching::StaggeredBatch;
 use runtime::device_group::router::GroupModelId;
 use runtime::{Asked, BatchTime, DeviceGroup, Rejection, Reply, RequestHandle};
 use tokio::sync::{Semaphore, oneshot};
@@ -153,11 +153,11 @@ impl LocalNode {
 
     /// Makes batches of `turn` of requests for a model, or as its settings say. One that shares its beginning with others is left
     /// as it is.
-    pub fn set_turn(&self, model: &str, turn: Option<Turn>) {
+    pub fn set_turn(&self, model: &str, turn: Option<StaggeredBatch>) {
         let all = self.inner.catalogue.all();
         let served = all.iter().find(|served| &*served.name == model && served.split.is_none());
         if let Some(served) = served {
-            self.inner.device_group.set_turn(served.key, turn);
+            self.inner.device_group.set_staggered_batch(served.key, turn);
         }
     }
 

@@ -12,7 +12,7 @@ use base::{MonotonicClock, Nanos};
 use bytes::Bytes;
 use model::Tensor;
 use model::config::{Batching, BatchingPolicy, Class, ModelConfig};
-use runtime::batching::Turn;
+use runtime::batching::StaggeredBatch;
 use runtime::{DeviceGroup, DeviceGroupOptions, Node, NodeOptions};
 use server::LocalNode;
 
@@ -424,7 +424,7 @@ async fn a_turn_waits_for_what_it_begins_with() {
     let ask = || async { infer(&node, "m", request(floats(&[1.0]))).await.unwrap() };
     // What a batch takes is seen before anything waits for one.
     infer(&node, "m", request(floats(&[1.0; 8]))).await.unwrap();
-    node.set_turn("m", Some(Turn { batch: 8, least: 3 }));
+    node.set_turn("m", Some(StaggeredBatch { batch: 8, least: 3 }));
     // They run together, unless one of them is held up for as long as the others wait.
     let mut rounds = 0;
     let after = loop {

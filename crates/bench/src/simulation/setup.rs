@@ -6,7 +6,7 @@ use base::{Nanos, Random};
 use device::sim::{Gpu, ModelProfile, ProfileSet, StreamOptions};
 use model::config::Class;
 use runtime::core::{Core, CoreOptions, Event, ModelId, Mutation, QueueLayout, RealTimeOrder};
-use runtime::policy::padding::Room;
+use runtime::policy::padding::PaddingDevice;
 use runtime::policy::{NAMES, Policy, Streams, by_name};
 
 use super::{BrokenRestore, ClientState, Outcome, PlantedBug, Simulation, SimulationOptions};
@@ -153,7 +153,7 @@ fn core_of(
         copies: true,
         memory_bytes: managed.then_some(gpu.memory_bytes),
         watchdog: Some(WATCHDOG),
-        room: Room {
+        room: PaddingDevice {
             sms,
             launch: Nanos(gpu.launch_ns),
             gap: Nanos(gpu.gap_ns),

@@ -120,7 +120,7 @@ impl WeightMemory {
     pub(crate) fn memory_use(&self) -> MemoryUse {
         MemoryUse {
             weights: Bytes(self.counts.used.load(Ordering::Relaxed)),
-            most_weights: Bytes(self.counts.most_used.load(Ordering::Relaxed)),
+            max_weights: Bytes(self.counts.most_used.load(Ordering::Relaxed)),
             spare: Bytes(self.counts.kept.load(Ordering::Relaxed)),
             system: None,
         }

@@ -8,9 +8,9 @@ use model::op::{Binary, MatMul, Op, Unary};
 use model::{DataType, Dim, HostPool, Tensor};
 
 use super::plans::{Builder, noise, reals};
-use super::{Lane, Report, Stop, ensure, load};
+use super::{Report, Stop, TestQueue, ensure, load};
 use crate::batch::split;
-use crate::{Device, DeviceError, Program, Staged};
+use crate::{Device, DeviceError, Program, StagedInputs};
 
 /// Columns of an input.
 const WIDTH: usize = 33;
@@ -64,7 +64,7 @@ fn stage(
     program: &dyn Program,
     inputs: &[Tensor],
     copy: CopyTime,
-) -> Result<Box<dyn Staged>, Stop> {
+) -> Result<Box<dyn StagedInputs>, Stop> {
     let staged = program
         .stage(inputs.to_vec(), copy, &mut || {})
         .map_err(|err| format!("not staged: {err}"))?;
@@ -78,9 +78,9 @@ fn compare(
     device: &dyn Device,
     program: &dyn Program,
     requests: &[Vec<Tensor>],
-    staged: Vec<Box<dyn Staged>>,
+    staged: Vec<Box<dyn StagedInputs>>,
 ) -> Result<(), Stop> {
-    let lane = Lane::open(device, 0, 1)?;
+    let lane = TestQueue::open(device, 0, 1)?;
     let task = program.gather(staged).map_err(|err| format!("not gathered: {err}"))?;
     let outputs = lane.outputs(task)?;
     let rows: Vec<usize> = requests.iter().map(|request| request[0].shape()[0]).collect();
@@ -119,7 +119,7 @@ fn together(device: &dyn Device, copy: CopyTime, rows: &[usize]) -> Result<(), S
 /// Some inputs in memory the device lent, at any place in it, beside some that are not.
 fn lent(device: &dyn Device, host_pool: &dyn HostPool, copy: CopyTime) -> Result<(), Stop> {
     let program = program(device)?;
-    let lane = Lane::open(device, 0, 1)?;
+    let lane = TestQueue::open(device, 0, 1)?;
     let mut random = Random::new(11);
     for _ in 0..20 {
         let plain = request(&mut random, 4);

@@ -8,7 +8,7 @@ use model::op::{Binary, MatMul, Op, Unary};
 use model::{DataType, LaunchPlan, Tensor};
 
 use super::plans::{Builder, integers, noise, reals};
-use super::{Lane, Report, Stop, ensure, finished, load};
+use super::{Report, Stop, TestQueue, ensure, finished, load};
 use crate::{Completion, Device, DeviceError, Outcome, PreemptionLevel, Program, Segment, Task};
 
 /// Side of the matrices that keep a device busy.
@@ -61,7 +61,7 @@ fn same_bits(got: &[Tensor], want: &[Tensor]) -> Result<(), Stop> {
 
 fn one_by_one(device: &dyn Device) -> Result<(), Stop> {
     let program = load(device, long_plan())?;
-    let lane = Lane::open(device, 0, 1)?;
+    let lane = TestQueue::open(device, 0, 1)?;
     let want = lane.outputs(start(&program, 2)?)?;
     let mut task = start(&program, 2)?;
     while task.next_step() + 1 < task.step_count() {
@@ -77,7 +77,7 @@ fn one_by_one(device: &dyn Device) -> Result<(), Stop> {
 
 fn early_outputs(device: &dyn Device) -> Result<(), Stop> {
     let program = load(device, long_plan())?;
-    let lane = Lane::open(device, 0, 1)?;
+    let lane = TestQueue::open(device, 0, 1)?;
     let completion = lane.run(start(&program, 2)?, 0..3)?;
     ensure(completion.task.into_outputs().is_err(), "outputs came before the end")
 }
@@ -88,7 +88,7 @@ fn step_times(device: &dyn Device) -> Result<(), Stop> {
     ensure(task.step_times().is_none(), "times were kept unasked")?;
     task.record_step_times();
     let steps = task.step_count();
-    let completion = Lane::open(device, 0, 1)?.run(task, 0..steps)?;
+    let completion = TestQueue::open(device, 0, 1)?.run(task, 0..steps)?;
     let kept = completion.task.step_times().map(<[_]>::len);
     ensure(kept == Some(steps), format!("{kept:?} times of {steps} steps"))
 }
@@ -100,7 +100,7 @@ fn segment(task: Box<dyn Task>, token: u64) -> Segment {
 
 fn full_queue(device: &dyn Device) -> Result<(), Stop> {
     let program = load(device, long_plan())?;
-    let lane = Lane::open(device, 0, 2)?;
+    let lane = TestQueue::open(device, 0, 2)?;
     // One runs, two wait; a device that takes many more has no bound, unless they were done while this thread was kept from
     // bringing the next.
     let mut refused = false;
@@ -116,7 +116,7 @@ fn full_queue(device: &dyn Device) -> Result<(), Stop> {
 }
 
 /// Brings segments until one comes back; how many did not, all of which have ended since.
-fn fill(lane: &Lane, program: &Arc<dyn Program>) -> Result<u64, Stop> {
+fn fill(lane: &TestQueue, program: &Arc<dyn Program>) -> Result<u64, Stop> {
     let tasks: Result<Vec<_>, Stop> = (0..FLOOD).map(|token| start(program, token)).collect();
     let mut launched = 0;
     for (token, task) in (0..FLOOD).zip(tasks?) {
@@ -135,7 +135,7 @@ fn fill(lane: &Lane, program: &Arc<dyn Program>) -> Result<u64, Stop> {
 
 fn all_complete(device: &dyn Device) -> Result<(), Stop> {
     let program = load(device, long_plan())?;
-    let lane = Lane::open(device, 7, 32)?;
+    let lane = TestQueue::open(device, 7, 32)?;
     for token in 0..12 {
         let mut segment = segment(start(&program, token)?, token);
         segment.steps = 0..4;
@@ -155,7 +155,7 @@ fn all_complete(device: &dyn Device) -> Result<(), Stop> {
 
 fn preemption(device: &dyn Device) -> Result<(), Stop> {
     let program = load(device, long_plan())?;
-    let lane = Lane::open(device, 0, 2)?;
+    let lane = TestQueue::open(device, 0, 2)?;
     let want = lane.outputs(start(&program, 3)?)?;
     let level = device.info().preemption;
     let mut left_early = false;
@@ -184,7 +184,7 @@ fn preemption(device: &dyn Device) -> Result<(), Stop> {
 
 fn after_preemption(device: &dyn Device) -> Result<(), Stop> {
     let program = load(device, long_plan())?;
-    let lane = Lane::open(device, 0, 2)?;
+    let lane = TestQueue::open(device, 0, 2)?;
     for _ in 0..3 {
         lane.queue.preempt();
     }
@@ -194,7 +194,7 @@ fn after_preemption(device: &dyn Device) -> Result<(), Stop> {
 /// Orders come at other moments with every attempt; what was sent to and fro is never told to go, so it always ends.
 fn confinement(device: &dyn Device) -> Result<(), Stop> {
     let program = load(device, long_plan())?;
-    let lane = Lane::open(device, 0, 2)?;
+    let lane = TestQueue::open(device, 0, 2)?;
     let want = lane.outputs(start(&program, 5)?)?;
     let mut random = Random::new(6);
     for _ in 0..2 * ATTEMPTS {
@@ -215,7 +215,7 @@ fn confinement(device: &dyn Device) -> Result<(), Stop> {
 
 fn confined_leaves(device: &dyn Device) -> Result<(), Stop> {
     let program = load(device, long_plan())?;
-    let lane = Lane::open(device, 0, 2)?;
+    let lane = TestQueue::open(device, 0, 2)?;
     let want = lane.outputs(start(&program, 7)?)?;
     let mut random = Random::new(8);
     for round in 0..2 * ATTEMPTS {
@@ -252,7 +252,7 @@ fn failure(device: &dyn Device) -> Result<(), Stop> {
     let index = builder.input(DataType::I64, &[1]);
     let y = builder.real(Op::Gather { axis: 0 }, &[table, index]);
     let program = load(device, builder.finish(&[y]))?;
-    let lane = Lane::open(device, 0, 1)?;
+    let lane = TestQueue::open(device, 0, 1)?;
     let prepare = |index: i64| {
         program.prepare(vec![integers(&[index])]).map_err(|err| Stop::Wrong(err.to_string()))
     };
@@ -277,8 +277,8 @@ fn failure(device: &dyn Device) -> Result<(), Stop> {
 
 fn side_by_side(device: &dyn Device) -> Result<(), Stop> {
     let program = load(device, long_plan())?;
-    let want = Lane::open(device, 0, 1)?.outputs(start(&program, 4)?)?;
-    let lanes = (0..3).map(|id| Lane::open(device, id, 2)).collect::<Result<Vec<_>, _>>()?;
+    let want = TestQueue::open(device, 0, 1)?.outputs(start(&program, 4)?)?;
+    let lanes = (0..3).map(|id| TestQueue::open(device, id, 2)).collect::<Result<Vec<_>, _>>()?;
     for lane in &lanes {
         lane.queue.launch(segment(start(&program, 4)?, 1)).map_err(|_| "an idle queue is full")?;
         lane.queue.launch(segment(start(&program, 4)?, 2)).map_err(|_| "a queue of two is full")?;

@@ -10,7 +10,7 @@ use model::{DataType, LaunchPlan, Tensor};
 
 use super::plans::{Builder, noise};
 use super::reference::{Grid, matmul};
-use super::{Lane, PATIENCE, Report, Stop, ensure, load};
+use super::{PATIENCE, Report, Stop, TestQueue, ensure, load};
 use crate::residency::{LoadProgress, Residency};
 use crate::{Device, Outcome, Program, Task};
 
@@ -70,7 +70,7 @@ impl Subject {
         wait_loaded(&self.order())
     }
 
-    fn check(&self, device: &dyn Device, lane: &Lane) -> Result<(), Stop> {
+    fn check(&self, device: &dyn Device, lane: &TestQueue) -> Result<(), Stop> {
         self.compare(device, &lane.outputs(self.task()?)?)
     }
 
@@ -131,7 +131,7 @@ fn wait_for_bytes(device: &dyn Device, bytes: Bytes) -> Result<(), Stop> {
 
 fn again(device: &dyn Device) -> Result<(), Stop> {
     let (first, second) = (Subject::new(device, 1)?, Subject::new(device, 2)?);
-    let lane = Lane::open(device, 0, 1)?;
+    let lane = TestQueue::open(device, 0, 1)?;
     for subject in [&first, &second, &first, &first, &second] {
         subject.load()?;
         subject.check(device, &lane)?;
@@ -143,7 +143,7 @@ fn again(device: &dyn Device) -> Result<(), Stop> {
 
 fn refused(device: &dyn Device) -> Result<(), Stop> {
     let subject = Subject::new(device, 3)?;
-    let lane = Lane::open(device, 0, 1)?;
+    let lane = TestQueue::open(device, 0, 1)?;
     let steps = |task: &dyn Task| 0..task.step_count();
     for _ in 0..2 {
         let task = subject.task()?;
@@ -161,7 +161,7 @@ fn refused(device: &dyn Device) -> Result<(), Stop> {
 
 fn early(device: &dyn Device) -> Result<(), Stop> {
     let subject = Subject::new(device, 4)?;
-    let lane = Lane::open(device, 0, 1)?;
+    let lane = TestQueue::open(device, 0, 1)?;
     for _ in 0..8 {
         let progress = subject.order();
         match progress.recv_timeout(PATIENCE) {
@@ -180,7 +180,7 @@ fn early(device: &dyn Device) -> Result<(), Stop> {
 
 fn in_order(device: &dyn Device) -> Result<(), Stop> {
     let (first, second) = (Subject::new(device, 5)?, Subject::new(device, 6)?);
-    let lane = Lane::open(device, 0, 1)?;
+    let lane = TestQueue::open(device, 0, 1)?;
     let loads = [first.order(), second.order()];
     first.weights.evict();
     second.weights.evict();

@@ -9,7 +9,7 @@ use model::{DataType, Dim, LaunchPlan, Tensor};
 
 use super::plans::{Builder, integers, noise, reals};
 use super::reference::{Grid, conv, matmul, pool, rows};
-use super::{Lane, Report, Stop, ensure, load};
+use super::{Report, Stop, TestQueue, ensure, load};
 use crate::{Device, DeviceError};
 
 /// How far an output may be from the reference, beside its magnitude.
@@ -57,7 +57,7 @@ fn cases() -> Vec<(&'static str, Make)> {
 fn compare(device: &dyn Device, example: Example) -> Result<(), Stop> {
     let program = load(device, example.plan)?;
     let task = program.prepare(example.inputs).map_err(|err| format!("not prepared: {err}"))?;
-    let outputs = Lane::open(device, 0, 1)?.outputs(task)?;
+    let outputs = TestQueue::open(device, 0, 1)?.outputs(task)?;
     let [output] = outputs.as_slice() else {
         return Err(format!("{} outputs instead of one", outputs.len()).into());
     };
@@ -123,7 +123,7 @@ fn exact_integers(device: &dyn Device) -> Result<(), Stop> {
     let program = load(device, builder.finish(&[y]))?;
     let big = (1i64 << 53) + 2;
     let task = program.prepare(vec![integers(&[big, -big])]).map_err(|err| err.to_string())?;
-    let outputs = Lane::open(device, 0, 1)?.outputs(task)?;
+    let outputs = TestQueue::open(device, 0, 1)?.outputs(task)?;
     let got = outputs.first().and_then(Tensor::to_vec::<i64>);
     ensure(
         got == Some(vec![big + 1, 1 - big]),
@@ -138,7 +138,7 @@ fn odd_outputs(device: &dyn Device) -> Result<(), Stop> {
     let y = builder.real(Op::Binary(Binary::Mul), &[x, weight]);
     let program = load(device, builder.finish(&[y, x, weight, y]))?;
     let task = program.prepare(vec![reals(&[2], vec![1.0, 2.0])]).map_err(|err| err.to_string())?;
-    let outputs = Lane::open(device, 0, 1)?.outputs(task)?;
+    let outputs = TestQueue::open(device, 0, 1)?.outputs(task)?;
     let got: Vec<Option<Vec<f32>>> = outputs.iter().map(Tensor::to_vec).collect();
     let want = [vec![4.0, 8.0], vec![1.0, 2.0], vec![4.0], vec![4.0, 8.0]].map(Some);
     ensure(got == want, format!("{got:?} instead of {want:?}"))

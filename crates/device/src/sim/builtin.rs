@@ -7,8 +7,8 @@ use base::Random;
 
 use super::profile::{GpuProfile, KernelProfile, ModelProfile, ProfileSet};
 
-/// What is known of a model.
-struct Known {
+/// What is published of a model.
+struct PublishedModel {
     name: &'static str,
     kernels: usize,
     /// Latency on the MI50 and on the H200.
@@ -34,8 +34,8 @@ const ANY: &[u32] = &[2, 2, 4, 4, 6, 8];
 /// REEF's Table 1, but for ResNet: beside REEF's queues it takes 12.3 ms (figure 15a), which is also what its
 /// throughput in figure 11 comes to. VGG uses between 6.7 and 86.7 % of the GPU (figure 3b), and most models may pad
 /// it (section 7.2), so its occupancy is the lowest. The shares of Inception and Bert are those of figure 17.
-const MODELS: [Known; 5] = [
-    Known {
+const MODELS: [PublishedModel; 5] = [
+    PublishedModel {
         name: "resnet152",
         kernels: 307,
         latency_us: [12_300, 2_430],
@@ -44,7 +44,7 @@ const MODELS: [Known; 5] = [
         weight_mb: 241,
         input_kb: 602,
     },
-    Known {
+    PublishedModel {
         name: "densenet201",
         kernels: 207,
         latency_us: [3_500, 3_560],
@@ -53,7 +53,7 @@ const MODELS: [Known; 5] = [
         weight_mb: 80,
         input_kb: 602,
     },
-    Known {
+    PublishedModel {
         name: "vgg19",
         kernels: 55,
         latency_us: [4_400, 490],
@@ -62,7 +62,7 @@ const MODELS: [Known; 5] = [
         weight_mb: 575,
         input_kb: 602,
     },
-    Known {
+    PublishedModel {
         name: "inceptionv3",
         kernels: 146,
         latency_us: [8_300, 1_720],
@@ -71,7 +71,7 @@ const MODELS: [Known; 5] = [
         weight_mb: 95,
         input_kb: 1_073,
     },
-    Known {
+    PublishedModel {
         name: "distilbert",
         kernels: 205,
         latency_us: [5_400, 585],
@@ -93,7 +93,7 @@ pub fn mi50() -> ProfileSet {
         gap_ns: 1_000,
         // The delay between streams of its section 5.
         switch_ns: [20_000, 40_000],
-        leave_ns: 2_000,
+        preempt_ns: 2_000,
         tile_ns: 5_000,
         queue_capacity: 4,
         evict_ns: 7_750,
@@ -117,7 +117,7 @@ pub fn h200() -> ProfileSet {
         launch_ns: 7_000,
         gap_ns: 560,
         switch_ns: [0, 0],
-        leave_ns: 3_000,
+        preempt_ns: 3_000,
         tile_ns: 2_000,
         queue_capacity: 4,
         evict_ns: 3_400,
@@ -141,35 +141,36 @@ pub fn by_name(name: &str) -> Option<ProfileSet> {
 }
 
 fn assemble(gpu: GpuProfile, column: usize) -> ProfileSet {
-    let models = MODELS.iter().map(|known| draw_model(known, column, &gpu)).collect();
+    let models = MODELS.iter().map(|published| draw_model(published, column, &gpu)).collect();
     ProfileSet { gpu, models }
 }
 
-fn draw_model(known: &Known, column: usize, gpu: &GpuProfile) -> ModelProfile {
-    let seed = known.name.bytes().fold(7, |seed: u64, byte| seed * 31 + u64::from(byte));
+fn draw_model(published: &PublishedModel, column: usize, gpu: &GpuProfile) -> ModelProfile {
+    let seed = published.name.bytes().fold(7, |seed: u64, byte| seed * 31 + u64::from(byte));
     let mut random = Random::new(seed);
-    let gaps = gpu.launch_ns + gpu.gap_ns * (known.kernels as u64 - 1);
-    let target = (known.latency_us[column] * 1_000 - gaps) as f64;
+    let gaps = gpu.launch_ns + gpu.gap_ns * (published.kernels as u64 - 1);
+    let target = (published.latency_us[column] * 1_000 - gaps) as f64;
     // Kernel times spread over a factor of 25 around their middle, as in the paper's figure 10.
-    let weights: Vec<f64> = (0..known.kernels).map(|_| 25f64.powf(random.unit_f64())).collect();
+    let weights: Vec<f64> = (0..published.kernels).map(|_| 25f64.powf(random.unit_f64())).collect();
     let total: f64 = weights.iter().sum();
-    let mut draw = |weight: &f64| draw_kernel(known, weight / total * target, gpu, &mut random);
+    let mut draw = |weight: &f64| draw_kernel(published, weight / total * target, gpu, &mut random);
     ModelProfile {
-        name: known.name.to_string(),
+        name: published.name.to_string(),
         kernels: weights.iter().map(&mut draw).collect(),
-        input_bytes: known.input_kb * 1_000,
-        weight_bytes: known.weight_mb * 1_000_000,
+        input_bytes: published.input_kb * 1_000,
+        weight_bytes: published.weight_mb * 1_000_000,
     }
 }
 
 fn draw_kernel(
-    known: &Known,
+    published: &PublishedModel,
     time_ns: f64,
     gpu: &GpuProfile,
     random: &mut Random,
 ) -> KernelProfile {
-    let occupancy = known.occupancies[random.below(known.occupancies.len() as u64) as usize];
-    let (blocks, waves) = draw_blocks(&known.usage, occupancy, gpu, random);
+    let occupancy =
+        published.occupancies[random.below(published.occupancies.len() as u64) as usize];
+    let (blocks, waves) = draw_blocks(&published.usage, occupancy, gpu, random);
     let memory_bound = random.below(5) == 0;
     let low = random.unit_f64() as f32 * 0.3;
     KernelProfile {

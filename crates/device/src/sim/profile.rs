@@ -24,7 +24,7 @@ pub struct GpuProfile {
     #[serde(default)]
     pub switch_ns: [u64; 2],
     /// From the word to leave to the moment the blocks are gone, for kernels left inside a tile.
-    pub leave_ns: u64,
+    pub preempt_ns: u64,
     /// A block of a kernel that can be left inside is a loop over tiles of about this length; those it has
     /// finished stay finished.
     pub tile_ns: u64,

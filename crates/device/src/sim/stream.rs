@@ -226,9 +226,9 @@ pub(super) struct Stream {
     pub(super) dispatch_at: Option<Nanos>,
     /// The dispatcher is on its way to it from another stream.
     pub(super) switching: bool,
-    pub(super) leaving: Option<PreemptMode>,
+    pub(super) preempting: Option<PreemptMode>,
     pub(super) abort_at: Option<Nanos>,
-    pub(super) left_at: Option<Nanos>,
+    pub(super) preempted_at: Option<Nanos>,
     /// Units it may hold; what is above leaves as finely as the device allows.
     pub(super) hold: u64,
     /// Units up to which it may place new blocks.
@@ -261,9 +261,9 @@ impl Stream {
             segments: VecDeque::with_capacity(segment_capacity),
             kernel: None,
             dispatch_at: None,
-            leaving: None,
+            preempting: None,
             abort_at: None,
-            left_at: None,
+            preempted_at: None,
             hold: u64::MAX,
             take: u64::MAX,
             expiry: None,
@@ -283,7 +283,7 @@ impl Stream {
     pub(super) fn next_event(&self) -> Option<Nanos> {
         let end = self.kernel.as_ref().and_then(Kernel::next_end);
         let expiry = self.expiry.map(|(at, _)| at);
-        let timers = [end, self.dispatch_at, self.abort_at, self.left_at, expiry];
+        let timers = [end, self.dispatch_at, self.abort_at, self.preempted_at, expiry];
         let first =
             timers.into_iter().fold(Nanos::MAX, |first, at| first.min(at.unwrap_or(Nanos::MAX)));
         (first < Nanos::MAX).then_some(first)
@@ -300,7 +300,7 @@ impl Stream {
     /// Whether new blocks of its kernel may be placed.
     pub(super) fn may_place(&self) -> bool {
         let Some(kernel) = &self.kernel else { return false };
-        let goes_on = match self.leaving {
+        let goes_on = match self.preempting {
             None => true,
             // The flag is looked at when a kernel begins, not afterwards.
             Some(PreemptMode::BetweenLaunches) => kernel.started(),
@@ -331,8 +331,8 @@ impl Stream {
     pub(super) fn clear(&mut self) {
         self.segments.clear();
         self.kernel = None;
-        (self.dispatch_at, self.abort_at, self.left_at) = (None, None, None);
-        (self.leaving, self.granted, self.expiry) = (None, None, None);
+        (self.dispatch_at, self.abort_at, self.preempted_at) = (None, None, None);
+        (self.preempting, self.granted, self.expiry) = (None, None, None);
         (self.switching, self.fused, self.stuck) = (false, false, false);
     }
 }

@@ -78,11 +78,11 @@ fn two_memory_bound_kernels_slow_each_other() {
 fn leave_and_restore(how: PreemptMode) -> (Vec<(u64, GpuEvent)>, bool, f64) {
     let kernels = vec![kernel(4, 10, 1, 0.1), kernel(40, 100, 1, 0.1), kernel(4, 10, 1, 0.1)];
     let profile =
-        GpuProfile { evict_ns: 5, leave_ns: 3, host_reset_ns: 7, kill_ns: 2, ..small_gpu() };
+        GpuProfile { evict_ns: 5, preempt_ns: 3, host_reset_ns: 7, kill_ns: 2, ..small_gpu() };
     let mut gpu = open(profile, vec![model("a", kernels)], vec![]);
     let task = launch(&mut gpu, 0, 1, 0);
     run_to(&mut gpu, 150);
-    gpu.leave(Nanos(150), 1, how);
+    gpu.preempt(Nanos(150), 1, how);
     let events = run_to(&mut gpu, 2_000);
     let GpuEvent::Preempted { step, tile, .. } = events[0].1 else { panic!("{events:?}") };
     let segment = Segment { token: 9, task, model: 0, steps: step..3, tile };
@@ -128,12 +128,12 @@ fn a_budget_is_kept_and_what_is_above_leaves() {
 
 #[test]
 fn what_leaves_inside_loses_at_most_a_tile_a_block() {
-    let profile = GpuProfile { tile_ns: 10, leave_ns: 3, evict_ns: 0, ..small_gpu() };
+    let profile = GpuProfile { tile_ns: 10, preempt_ns: 3, evict_ns: 0, ..small_gpu() };
     let models = vec![model("a", vec![kernel(8, 100, 2, 0.1)])];
     let mut gpu = open(profile, models, vec![]);
     let task = launch(&mut gpu, 0, 1, 0);
     run_to(&mut gpu, 72);
-    gpu.leave(Nanos(72), 1, PreemptMode::InsideTile);
+    gpu.preempt(Nanos(72), 1, PreemptMode::InsideTile);
     let events = run_to(&mut gpu, 80);
     // Gone at 75, in the middle of the eighth of ten tiles of each of the eight blocks.
     assert!(matches!(events[0], (75, GpuEvent::Preempted { step: 0, tile: 56, .. })), "{events:?}");
@@ -220,7 +220,7 @@ fn kernels_that_must_not_run_twice_finish() {
     let mut gpu = open(small_gpu(), vec![model("a", vec![fragile, fragile])], vec![]);
     launch(&mut gpu, 0, 1, 0);
     run_to(&mut gpu, 50);
-    gpu.leave(Nanos(50), 1, PreemptMode::InsideTile);
+    gpu.preempt(Nanos(50), 1, PreemptMode::InsideTile);
     let events = run_to(&mut gpu, 100_000);
     assert!(matches!(events[0].1, GpuEvent::Preempted { step: 1, tile: 0, .. }), "{events:?}");
 }

@@ -81,10 +81,11 @@ impl BatchPolicy for Auto {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::batching::{Waiting, Worker};
+    use crate::batching::{WaitingRequest, Worker};
 
     fn counts(profile: &BatchProfile, waiting: usize, objective: Option<Nanos>) -> Vec<usize> {
-        let waiting = vec![Waiting { arrived: Nanos(0), deadline: Nanos::MAX }; waiting].into();
+        let waiting =
+            vec![WaitingRequest { arrived: Nanos(0), deadline: Nanos::MAX }; waiting].into();
         let workers = [Worker { batch: 32, busy: false }; 2];
         let view = ModelView { waiting: &waiting, workers: &workers, profile, running: 0 };
         let mut decisions = Vec::new();
@@ -117,7 +118,7 @@ mod tests {
     #[test]
     fn what_was_not_worth_it_is_tried_again() {
         let steep = BatchProfile::linear(Nanos(1_000), Nanos(10), 32);
-        let waiting = vec![Waiting { arrived: Nanos(0), deadline: Nanos::MAX }; 8].into();
+        let waiting = vec![WaitingRequest { arrived: Nanos(0), deadline: Nanos::MAX }; 8].into();
         let workers = [Worker { batch: 32, busy: false }];
         let view = ModelView { waiting: &waiting, workers: &workers, profile: &steep, running: 0 };
         let (mut policy, mut decisions) = (Auto::new(32, None, 1), Vec::new());

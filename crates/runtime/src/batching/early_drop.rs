@@ -2,7 +2,7 @@
 
 use base::Nanos;
 
-use super::{BatchPolicy, Decision, ModelView, Waiting};
+use super::{BatchPolicy, Decision, ModelView, WaitingRequest};
 
 /// Slides a window of the session's batch size over the queue, stops at the first request with time
 /// for the whole window, and drops all before it.
@@ -16,7 +16,7 @@ impl EarlyDrop {
     /// How many requests go before the window, and the window's length; `None` when nobody has time.
     pub(super) fn window(&self, now: Nanos, model: &ModelView<'_>) -> Option<(usize, usize)> {
         let waiting = model.waiting.len();
-        let fits = |(skipped, first): (usize, &Waiting)| {
+        let fits = |(skipped, first): (usize, &WaitingRequest)| {
             let count = self.batch.min(waiting - skipped);
             (now + model.profile.latency(count) <= first.deadline).then_some((skipped, count))
         };

@@ -31,8 +31,8 @@ fn simulate(
 ) -> Outcome {
     let mut workers: Vec<Worker> =
         worker_batches.iter().map(|batch| Worker { batch: *batch, busy: false }).collect();
-    let mut ends: Vec<Option<(Nanos, Vec<Waiting>)>> = vec![None; workers.len()];
-    let mut waiting: VecDeque<Waiting> = VecDeque::new();
+    let mut ends: Vec<Option<(Nanos, Vec<WaitingRequest>)>> = vec![None; workers.len()];
+    let mut waiting: VecDeque<WaitingRequest> = VecDeque::new();
     let mut outcome = Outcome { requests: arrivals.len(), ..Outcome::default() };
     let mut next = 0;
     let mut wake: Option<Nanos> = None;
@@ -52,7 +52,7 @@ fn simulate(
             }
         }
         while arrivals.get(next).is_some_and(|at| *at <= now) {
-            waiting.push_back(Waiting {
+            waiting.push_back(WaitingRequest {
                 arrived: arrivals[next],
                 deadline: arrivals[next] + objective,
             });
@@ -73,7 +73,7 @@ fn simulate(
                     assert!(!workers[worker].busy, "a worker that is busy");
                     assert!(count <= workers[worker].batch, "more than the worker takes");
                     workers[worker].busy = true;
-                    let batch: Vec<Waiting> = waiting.drain(..count).collect();
+                    let batch: Vec<WaitingRequest> = waiting.drain(..count).collect();
                     ends[worker] = Some((now + profile.latency(count), batch));
                 }
                 Decision::WakeAt(at) => {
@@ -173,8 +173,8 @@ fn elastic_fills_the_largest_workers_first() {
     let profile = BatchProfile::linear(Nanos(1), Nanos(10), 32);
     let workers: Vec<Worker> =
         Elastic::WORKERS.iter().map(|batch| Worker { batch: *batch, busy: false }).collect();
-    let waiting: VecDeque<Waiting> =
-        (0..13).map(|i| Waiting { arrived: Nanos(i), deadline: Nanos::MAX }).collect();
+    let waiting: VecDeque<WaitingRequest> =
+        (0..13).map(|i| WaitingRequest { arrived: Nanos(i), deadline: Nanos::MAX }).collect();
     let view = ModelView { waiting: &waiting, workers: &workers, profile: &profile, running: 0 };
     let mut decisions = Vec::new();
     Elastic { inferences_max: 32 }.decide(Nanos(20), &view, &mut decisions);
@@ -211,8 +211,8 @@ fn the_adaptive_threshold_grows_slowly_and_falls_fast() {
     let workers = [Worker { batch: 128, busy: true }];
     let mut now = Nanos::from_millis(5);
     let mut look = |policy: &mut Adaptive, came: u64| {
-        let waiting: VecDeque<Waiting> =
-            (0..came).map(|_| Waiting { arrived: now, deadline: Nanos::MAX }).collect();
+        let waiting: VecDeque<WaitingRequest> =
+            (0..came).map(|_| WaitingRequest { arrived: now, deadline: Nanos::MAX }).collect();
         let view =
             ModelView { waiting: &waiting, workers: &workers, profile: &profile, running: 0 };
         policy.decide(now, &view, &mut Vec::new());

@@ -12,25 +12,25 @@ use super::ModelId;
 pub(super) const MAX_RT_SLOWDOWN: f64 = 0.01;
 
 /// Runs without a co_runner before the first is tried.
-const KNOWN_ALONE: u32 = 32;
+const MIN_RUNS_ALONE: u32 = 32;
 
-/// Runs with a co_runner before it can be judged to be borne.
-const KNOWN_PAIR: u32 = 24;
+/// Runs with a co_runner before it can be judged to be admitted.
+const MIN_RUNS_ADMIT: u32 = 24;
 
 /// Runs with a co_runner before it can be judged to be too much; half as many when it plainly is.
-const KNOWN_ENOUGH: u32 = 8;
+const MIN_RUNS_REJECT: u32 = 8;
 
 /// What is plainly too much, beyond what is max_rt_slowdown.
-const PLAINLY: f64 = 0.09;
+const CLEAR_MARGIN: f64 = 0.09;
 
 /// Of so many runs one is without a co_runner, so that what is compared with is of now.
 const ALONE_EVERY: u64 = 16;
 
-/// Of so many runs one tries the pair that is known least: so few that what they suffer stays beyond the ninety-ninth of a
+/// Of so many runs one tries the pair that is models least: so few that what they suffer stays beyond the ninety-ninth of a
 /// hundred.
 const TRY_EVERY: u64 = 200;
 
-/// The same where co_run are held to a partition: hardly any of them is harsh, and what is not known is not used.
+/// The same where co_run are held to a partition: hardly any of them is harsh, and what is not models is not used.
 const TRY_EVERY_IN_PARTITION: u64 = 4;
 
 /// After so many runs a pair that was too much is thought of anew.
@@ -40,13 +40,13 @@ const RETRY_EVERY: u64 = 20_000;
 const RETRY_MILD_EVERY: u64 = 2_000;
 
 /// Runs a mean goes back.
-const MEMORY: f64 = 256.0;
+const WINDOW_RUNS: f64 = 256.0;
 
 /// A run that takes so many times what is usual was held up by something else, and counts as this.
-const HELD_UP: f64 = 1.2;
+const OUTLIER_FACTOR: f64 = 1.2;
 
 /// Errors of a difference within which nothing is certain.
-const ERRORS: f64 = 3.0;
+const CERTAIN_ERRORS: f64 = 3.0;
 
 /// A mean that forgets, and how far single runs are from it.
 #[derive(Clone, Copy, Debug, Default)]
@@ -57,118 +57,118 @@ struct Estimate {
 }
 
 impl Estimate {
-    /// Books a run, of which is known that one usually takes about `usual_ns`.
+    /// Books a run, of which is models that one usually takes about `usual_ns`.
     fn record(&mut self, time: Nanos, usual_ns: f64) {
-        let ns = (time.0 as f64).min(self.mean_ns.max(usual_ns) * HELD_UP);
+        let ns = (time.0 as f64).min(self.mean_ns.max(usual_ns) * OUTLIER_FACTOR);
         self.count = self.count.saturating_add(1);
-        let weight = (1.0 / f64::from(self.count)).max(1.0 / MEMORY);
-        let off = ns - self.mean_ns;
-        self.mean_ns += off * weight;
-        self.variance = (1.0 - weight) * (self.variance + weight * off * off);
+        let weight = (1.0 / f64::from(self.count)).max(1.0 / WINDOW_RUNS);
+        let deviation = ns - self.mean_ns;
+        self.mean_ns += deviation * weight;
+        self.variance = (1.0 - weight) * (self.variance + weight * deviation * deviation);
     }
 
     /// The variance of the mean itself. One that forgets stands on twice the runs it goes back.
     fn uncertainty(&self) -> f64 {
-        self.variance / f64::from(self.count).clamp(1.0, 2.0 * MEMORY)
+        self.variance / f64::from(self.count).clamp(1.0, 2.0 * WINDOW_RUNS)
     }
 }
 
 /// What is thought of a pair.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Judgement {
-    /// Not known well enough.
+enum PairStatus {
+    /// Not models well enough.
     #[default]
-    Open,
+    Undecided,
     /// Real time bears the co_runner.
-    Borne,
+    Admitted,
     /// It does not.
-    TooMuch,
+    Rejected,
     /// By far not.
-    FarTooMuch,
+    ClearlyRejected,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Pair {
     time: Estimate,
-    judgement: Judgement,
+    status: PairStatus,
 }
 
 impl Pair {
-    /// Thinks of the pair once more. What is borne stays so until the contrary is certain: a doubt alone is no reason to part.
-    fn judge(&mut self, alone: &Estimate, max_rt_slowdown: f64) {
-        if alone.count < KNOWN_ALONE || alone.mean_ns <= 0.0 {
+    /// Thinks of the pair once more. What is admitted stays so until the contrary is certain: a doubt alone is no reason to part.
+    fn update_status(&mut self, alone: &Estimate, max_rt_slowdown: f64) {
+        if alone.count < MIN_RUNS_ALONE || alone.mean_ns <= 0.0 {
             return;
         }
         let count = self.time.count;
         let cost = self.time.mean_ns / alone.mean_ns - 1.0;
         let error = (self.time.uncertainty() + alone.uncertainty()).sqrt() / alone.mean_ns;
-        // Who has run for so long will not become known any better.
-        let doubt = if f64::from(count) < MEMORY { error } else { 0.0 };
-        if count >= KNOWN_ENOUGH / 2 && cost > max_rt_slowdown + PLAINLY {
-            self.judgement = Judgement::FarTooMuch;
-        } else if count >= KNOWN_ENOUGH && cost - ERRORS * error > max_rt_slowdown {
-            self.judgement = Judgement::TooMuch;
-        } else if count >= KNOWN_PAIR && cost + doubt <= max_rt_slowdown {
-            self.judgement = Judgement::Borne;
+        // Who has run for so long will not become models any better.
+        let doubt = if f64::from(count) < WINDOW_RUNS { error } else { 0.0 };
+        if count >= MIN_RUNS_REJECT / 2 && cost > max_rt_slowdown + CLEAR_MARGIN {
+            self.status = PairStatus::ClearlyRejected;
+        } else if count >= MIN_RUNS_REJECT && cost - CERTAIN_ERRORS * error > max_rt_slowdown {
+            self.status = PairStatus::Rejected;
+        } else if count >= MIN_RUNS_ADMIT && cost + doubt <= max_rt_slowdown {
+            self.status = PairStatus::Admitted;
         }
     }
 }
 
-/// What is known of one real-time model.
+/// What is models of one real-time model.
 #[derive(Clone, Debug, Default)]
-struct Known {
+struct RealTimeRuns {
     alone: Estimate,
     /// By best-effort model.
     with: Vec<Pair>,
-    turn: u64,
+    runs: u64,
 }
 
-impl Known {
+impl RealTimeRuns {
     fn with(&self, co_runner: ModelId) -> Pair {
         self.with.get(co_runner.0 as usize).copied().unwrap_or_default()
     }
 
     /// Forgets, when it is time, what was given up.
     fn reopen(&mut self) {
-        let due = |pair: &Pair| match pair.judgement {
-            Judgement::TooMuch => self.turn.is_multiple_of(RETRY_MILD_EVERY),
-            Judgement::FarTooMuch => self.turn.is_multiple_of(RETRY_EVERY),
-            Judgement::Open | Judgement::Borne => false,
+        let due = |pair: &Pair| match pair.status {
+            PairStatus::Rejected => self.runs.is_multiple_of(RETRY_MILD_EVERY),
+            PairStatus::ClearlyRejected => self.runs.is_multiple_of(RETRY_EVERY),
+            PairStatus::Undecided | PairStatus::Admitted => false,
         };
         for pair in self.with.iter_mut().filter(|pair| due(pair)) {
             *pair = Pair::default();
         }
     }
 
-    fn is(&self, co_runner: ModelId, judgement: Judgement) -> bool {
-        self.with(co_runner).judgement == judgement
+    fn is(&self, co_runner: ModelId, status: PairStatus) -> bool {
+        self.with(co_runner).status == status
     }
 }
 
-/// All that is known.
+/// All that is models.
 #[derive(Clone, Debug)]
 pub(super) struct CoRunAdmission {
-    known: Vec<Known>,
+    models: Vec<RealTimeRuns>,
     max_rt_slowdown: f64,
     try_every: u64,
 }
 
 impl CoRunAdmission {
-    /// Nothing is known. Real time may take longer by a share of `max_rt_slowdown`.
+    /// Nothing is models. Real time may take longer by a share of `max_rt_slowdown`.
     pub(super) fn new(max_rt_slowdown: f64, partition: bool) -> CoRunAdmission {
         let try_every = if partition { TRY_EVERY_IN_PARTITION } else { TRY_EVERY };
-        CoRunAdmission { known: Vec::new(), max_rt_slowdown, try_every }
+        CoRunAdmission { models: Vec::new(), max_rt_slowdown, try_every }
     }
 
     /// Forgets what a model of that number was like before.
     pub(super) fn forget(&mut self, model: ModelId) {
         let index = model.0 as usize;
-        if index >= self.known.len() {
-            self.known.resize_with(index + 1, Known::default);
+        if index >= self.models.len() {
+            self.models.resize_with(index + 1, RealTimeRuns::default);
         }
-        self.known[index] = Known::default();
-        for known in &mut self.known {
-            if let Some(pair) = known.with.get_mut(index) {
+        self.models[index] = RealTimeRuns::default();
+        for models in &mut self.models {
+            if let Some(pair) = models.with.get_mut(index) {
                 *pair = Pair::default();
             }
         }
@@ -176,27 +176,28 @@ impl CoRunAdmission {
 
     /// Books a run of `real_time` that had `co_runner` beside it.
     pub(super) fn record(&mut self, real_time: ModelId, co_runner: Option<ModelId>, time: Nanos) {
-        let Some(known) = self.known.get_mut(real_time.0 as usize) else { return };
+        let Some(models) = self.models.get_mut(real_time.0 as usize) else { return };
         match co_runner {
             None => {
-                let usual_ns = if known.alone.count < KNOWN_ENOUGH { f64::INFINITY } else { 0.0 };
-                known.alone.record(time, usual_ns);
+                let usual_ns =
+                    if models.alone.count < MIN_RUNS_REJECT { f64::INFINITY } else { 0.0 };
+                models.alone.record(time, usual_ns);
             }
             Some(co_runner) => {
                 let index = co_runner.0 as usize;
-                if index >= known.with.len() {
-                    known.with.resize(index + 1, Pair::default());
+                if index >= models.with.len() {
+                    models.with.resize(index + 1, Pair::default());
                 }
-                known.with[index].time.record(time, known.alone.mean_ns);
-                known.with[index].judge(&known.alone, self.max_rt_slowdown);
+                models.with[index].time.record(time, models.alone.mean_ns);
+                models.with[index].update_status(&models.alone, self.max_rt_slowdown);
             }
         }
     }
 
-    /// How long a run of `real_time` takes with nobody beside it, once that is known.
+    /// How long a run of `real_time` takes with nobody beside it, once that is models.
     pub(super) fn alone(&self, real_time: ModelId) -> Option<Nanos> {
-        let alone = self.known.get(real_time.0 as usize)?.alone;
-        (alone.count >= KNOWN_ENOUGH).then_some(Nanos(alone.mean_ns as u64))
+        let alone = self.models.get(real_time.0 as usize)?.alone;
+        (alone.count >= MIN_RUNS_REJECT).then_some(Nanos(alone.mean_ns as u64))
     }
 
     /// Who of `candidates` may stay for the next run of `real_time`; rather the `present` one, who would have to leave.
@@ -206,28 +207,28 @@ impl CoRunAdmission {
         present: Option<ModelId>,
         candidates: impl Iterator<Item = ModelId> + Clone,
     ) -> Option<ModelId> {
-        let known = self.known.get_mut(real_time.0 as usize)?;
-        known.turn += 1;
-        let turn = known.turn;
-        known.reopen();
+        let models = self.models.get_mut(real_time.0 as usize)?;
+        models.runs += 1;
+        let runs = models.runs;
+        models.reopen();
         if self.max_rt_slowdown <= 0.0
-            || known.alone.count < KNOWN_ALONE
-            || turn.is_multiple_of(ALONE_EVERY)
+            || models.alone.count < MIN_RUNS_ALONE
+            || runs.is_multiple_of(ALONE_EVERY)
         {
             return None;
         }
-        if turn % self.try_every == 1 {
-            let open = candidates.clone().filter(|model| known.is(*model, Judgement::Open));
-            if let Some(least) = open.min_by_key(|model| known.with(*model).time.count) {
+        if runs % self.try_every == 1 {
+            let open = candidates.clone().filter(|model| models.is(*model, PairStatus::Undecided));
+            if let Some(least) = open.min_by_key(|model| models.with(*model).time.count) {
                 return Some(least);
             }
         }
-        let borne = candidates.filter(|model| known.is(*model, Judgement::Borne));
-        if present.is_some_and(|present| borne.clone().any(|model| model == present)) {
+        let admitted = candidates.filter(|model| models.is(*model, PairStatus::Admitted));
+        if present.is_some_and(|present| admitted.clone().any(|model| model == present)) {
             return present;
         }
-        let time = |model: &ModelId| known.with(*model).time.mean_ns;
-        borne.min_by(|a, b| time(a).total_cmp(&time(b)))
+        let time = |model: &ModelId| models.with(*model).time.mean_ns;
+        admitted.min_by(|a, b| time(a).total_cmp(&time(b)))
     }
 }
 
@@ -330,13 +331,13 @@ mod tests {
     fn a_model_of_the_same_number_is_tried_anew() {
         let mut co_run = co_run(false, 1);
         let mild = ModelId(1);
-        for _ in 0..KNOWN_ALONE {
+        for _ in 0..MIN_RUNS_ALONE {
             co_run.record(REAL_TIME, None, Nanos(100));
         }
-        for _ in 0..KNOWN_PAIR {
+        for _ in 0..MIN_RUNS_ADMIT {
             co_run.record(REAL_TIME, Some(mild), Nanos(100));
         }
-        // The first turn tries whoever is not known.
+        // The first runs tries whoever is not models.
         assert_eq!(co_run.choose(REAL_TIME, None, [mild].into_iter()), Some(mild));
         assert_eq!(co_run.choose(REAL_TIME, None, [mild].into_iter()), Some(mild));
         co_run.forget(mild);

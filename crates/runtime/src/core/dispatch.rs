@@ -4,13 +4,13 @@ use base::Nanos;
 use device::PreemptMode;
 use model::config::Class;
 
-use super::{Action, Core, Kind, Phase, RequestId, Running, Slot};
-use crate::policy::padding::{self, Candidate, Grant, Host, Slowdowns};
-use crate::policy::{CoRun, PaddingRules, Progress, Start, Streams};
+use super::{Action, Core, Phase, QueueKind, QueueState, RequestId, Running};
+use crate::policy::padding::{self, PaddedTask, PaddingCandidate, PaddingGrant, PairSlowdowns};
+use crate::policy::{CoRun, PaddingRules, Progress, RealTimeStart, Streams};
 
-impl Slot {
-    pub(super) fn new(kind: Kind, yields: bool) -> Slot {
-        Slot {
+impl QueueState {
+    pub(super) fn new(kind: QueueKind, yields: bool) -> QueueState {
+        QueueState {
             kind,
             yields,
             running: None,
@@ -37,19 +37,20 @@ impl Core {
         if self.lost {
             return;
         }
-        self.load_wanted(now, actions);
+        self.start_loads(now, actions);
         if self.options.queues.shared > 0 {
             self.dispatch_shared(now, actions);
         } else {
             self.dispatch_split(now, actions);
         }
-        // Whoever was sent back for weights that were evicted wants them loaded.
-        self.load_wanted(now, actions);
+        // Whoever was sent back for weights that were evicted load_requests them loaded.
+        self.start_loads(now, actions);
     }
 
     /// Whether best effort has anything to do.
-    pub(super) fn best_effort_wants(&self) -> bool {
-        let running = |slot: &Slot| slot.running.is_some_and(|r| r.class == Class::BestEffort);
+    pub(super) fn has_best_effort_work(&self) -> bool {
+        let running =
+            |slot: &QueueState| slot.running.is_some_and(|r| r.class == Class::BestEffort);
         self.rules.best_effort && (!self.best_effort.is_empty() || self.queues.iter().any(running))
     }
 
@@ -80,7 +81,7 @@ impl Core {
         let resident =
             model.and_then(|model| self.model(model)).is_some_and(|model| model.weights.usable());
         if !resident {
-            self.park(now, request);
+            self.wait_for_weights(now, request);
         }
         resident
     }
@@ -100,15 +101,15 @@ impl Core {
         }
         let Some(how) = self.rules.preempt else { return };
         let running = self.queues.iter().filter_map(|slot| slot.running);
-        let leaving = running.filter(|running| running.leaving).count();
-        let mut unserved = self.real_time.len().saturating_sub(leaving);
+        let preempting = running.filter(|running| running.preempting).count();
+        let mut unserved = self.real_time.len().saturating_sub(preempting);
         for queue in 0..self.queues.len() {
             if unserved == 0 {
                 break;
             }
             let may_leave = self.queues[queue].running.is_some_and(|running| {
                 running.class == Class::BestEffort
-                    && !running.leaving
+                    && !running.preempting
                     && running.entitled_until == Nanos::ZERO
             });
             if may_leave {
@@ -135,38 +136,38 @@ impl Core {
     }
 
     fn dispatch_split(&mut self, now: Nanos, actions: &mut Vec<Action>) {
-        self.turn_slice(now);
+        self.update_slice(now);
         let held = self.slice_until.is_some();
         let alone = self.rules.co_run != CoRun::All;
         let waits = !self.real_time.is_empty();
         let coming = !held && (waits || self.expected > 0);
         if coming {
             if self.rules.co_run == CoRun::AdmittedPair {
-                self.choose_companion(now);
+                self.choose_co_runner(now);
             }
             // The word to leave goes out before the launch, on the same stream.
             if alone {
-                self.evict_best_effort(actions);
+                self.preempt_best_effort(actions);
             }
-            if waits && (self.rules.start == Start::AtOnce || self.clear()) {
-                self.outrank(now, actions);
-                self.companion_for = None;
-                self.fill(now, Kind::RealTime, actions);
-                self.announce(now, actions);
+            if waits && (self.rules.start == RealTimeStart::AtOnce || self.clear()) {
+                self.preempt_lower_priority(now, actions);
+                self.co_runner_for = None;
+                self.fill(now, QueueKind::RealTime, actions);
+                self.pad_first_kernel(now, actions);
             }
         }
         let running = self.real_time_slot().is_some();
         let active = alone && (running || coming);
-        self.answering &= !active && !self.best_effort.is_empty();
-        if self.answering {
+        self.awaiting_replies &= !active && !self.best_effort.is_empty();
+        if self.awaiting_replies {
             return;
         }
         if !active {
-            (self.co_runner, self.companion_for) = (None, None);
-            self.lift_budgets(now, actions);
-            self.fill(now, Kind::BestEffort, actions);
+            (self.co_runner, self.co_runner_for) = (None, None);
+            self.lift_restrictions(now, actions);
+            self.fill(now, QueueKind::BestEffort, actions);
         } else if running && self.co_runner.is_some() {
-            self.accompany(now, actions);
+            self.start_co_runner(now, actions);
         } else if running && self.pads() && self.clear() {
             self.fill_padded(now, actions);
         }
@@ -174,13 +175,13 @@ impl Core {
 
     /// Begins a stretch that best effort has earned, when no real-time task is in the middle of its work,
     /// and ends one that is over.
-    fn turn_slice(&mut self, now: Nanos) {
+    fn update_slice(&mut self, now: Nanos) {
         if self.slice_until.is_some_and(|until| until <= now || self.real_time.is_empty()) {
             self.slice_until = None;
         }
         let slice = self.options.best_effort_slice.0;
         let earned = slice > 0 && self.best_effort_credit >= slice;
-        let due = earned && !self.real_time.is_empty() && self.best_effort_wants();
+        let due = earned && !self.real_time.is_empty() && self.has_best_effort_work();
         if self.slice_until.is_none() && due && self.real_time_slot().is_none() {
             self.best_effort_credit -= slice;
             self.slice_until = Some(now + Nanos(slice));
@@ -188,7 +189,7 @@ impl Core {
     }
 
     pub(super) fn real_time_slot(&self) -> Option<usize> {
-        let runs = |slot: &Slot| slot.kind == Kind::RealTime && slot.running.is_some();
+        let runs = |slot: &QueueState| slot.kind == QueueKind::RealTime && slot.running.is_some();
         self.queues.iter().position(runs)
     }
 
@@ -198,17 +199,18 @@ impl Core {
 
     /// Whether no best effort runs that is not held to a budget.
     fn clear(&self) -> bool {
-        let free =
-            |slot: &Slot| slot.kind == Kind::BestEffort && slot.running.is_some() && !slot.padded;
+        let free = |slot: &QueueState| {
+            slot.kind == QueueKind::BestEffort && slot.running.is_some() && !slot.padded
+        };
         !self.queues.iter().any(free)
     }
 
-    fn evict_best_effort(&mut self, actions: &mut Vec<Action>) {
+    fn preempt_best_effort(&mut self, actions: &mut Vec<Action>) {
         let Some(how) = self.rules.preempt else { return };
-        let stays = self.companion_queue();
+        let stays = self.co_runner_queue();
         for queue in 0..self.queues.len() {
             let slot = &self.queues[queue];
-            let free = slot.kind == Kind::BestEffort && slot.running.is_some() && !slot.padded;
+            let free = slot.kind == QueueKind::BestEffort && slot.running.is_some() && !slot.padded;
             if free && Some(queue) == stays {
                 self.confine(queue, true, actions);
             } else if free {
@@ -218,19 +220,19 @@ impl Core {
     }
 
     /// Decides who may stay beside the real-time task that starts next, if one can.
-    fn choose_companion(&mut self, now: Nanos) {
-        let idle = |slot: &Slot| slot.kind == Kind::RealTime && slot.running.is_none();
-        if !self.queues.iter().any(idle) || !self.lane_is_free(now) {
+    fn choose_co_runner(&mut self, now: Nanos) {
+        let idle = |slot: &QueueState| slot.kind == QueueKind::RealTime && slot.running.is_none();
+        if !self.queues.iter().any(idle) || !self.may_run_beside(now) {
             return;
         }
         let Some(real_time) = self.next_real_time() else { return };
         // It was chosen when the task was announced.
-        if self.companion_for.replace(real_time) == Some(real_time) {
+        if self.co_runner_for.replace(real_time) == Some(real_time) {
             return;
         }
-        let runs = |slot: &Slot| {
-            let running = slot.running.filter(|running| !running.leaving)?;
-            (slot.kind == Kind::BestEffort).then_some(running.model)
+        let runs = |slot: &QueueState| {
+            let running = slot.running.filter(|running| !running.preempting)?;
+            (slot.kind == QueueKind::BestEffort).then_some(running.model)
         };
         let running = self.queues.iter().filter_map(runs);
         let candidates = running.chain(self.best_effort.waiting_models());
@@ -238,19 +240,20 @@ impl Core {
     }
 
     /// The queue on which the co_runner runs.
-    fn companion_queue(&self) -> Option<usize> {
+    fn co_runner_queue(&self) -> Option<usize> {
         let co_runner = self.co_runner?;
         self.queues.iter().position(|slot| {
-            let runs = |running: Running| !running.leaving && running.model == co_runner;
-            slot.kind == Kind::BestEffort && slot.running.is_some_and(runs)
+            let runs = |running: Running| !running.preempting && running.model == co_runner;
+            slot.kind == QueueKind::BestEffort && slot.running.is_some_and(runs)
         })
     }
 
     /// Starts the co_runner's next task unless one runs, and notes beside whom it is.
-    fn accompany(&mut self, now: Nanos, actions: &mut Vec<Action>) {
+    fn start_co_runner(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         let Some(co_runner) = self.co_runner else { return };
-        if self.companion_queue().is_none() {
-            let idle = |slot: &Slot| slot.kind == Kind::BestEffort && slot.running.is_none();
+        if self.co_runner_queue().is_none() {
+            let idle =
+                |slot: &QueueState| slot.kind == QueueKind::BestEffort && slot.running.is_none();
             let Some(queue) = self.queues.iter().position(idle) else { return };
             let Some(request) = self.best_effort.pop_of(co_runner) else { return };
             if !self.still_resident(now, request) {
@@ -260,15 +263,15 @@ impl Core {
             self.launch(now, queue, request, Nanos::ZERO, actions);
         }
         for slot in &mut self.queues {
-            if slot.kind == Kind::RealTime && slot.running.is_some() {
+            if slot.kind == QueueKind::RealTime && slot.running.is_some() {
                 slot.co_runner = Some(co_runner);
             }
         }
     }
 
     /// Whether the next real-time request may start beside those that run: only with others of its own model, and not with
-    /// more than that wants. Under a policy that runs everything side by side it always may.
-    fn lane_is_free(&mut self, now: Nanos) -> bool {
+    /// more than that load_requests. Under a policy that runs everything side by side it always may.
+    fn may_run_beside(&mut self, now: Nanos) -> bool {
         if self.rules.streams == Streams::Many || self.real_time_running().next().is_none() {
             return true;
         }
@@ -276,30 +279,32 @@ impl Core {
         while let Some((_, head)) = self.real_time.peek() {
             let model = self.requests.get(head).map(|state| state.model);
             let known = model.and_then(|model| self.model(model));
-            let Some((lanes, usable)) = known.map(|m| (m.lanes, m.weights.usable())) else {
+            let Some((max_running, usable)) = known.map(|m| (m.max_running, m.weights.usable()))
+            else {
                 return false;
             };
             if !usable {
                 self.real_time.pop();
-                self.park(now, head);
+                self.wait_for_weights(now, head);
                 continue;
             }
             let mut running = self.real_time_running();
-            return running.clone().count() < lanes && running.all(|r| Some(r.model) == model);
+            return running.clone().count() < max_running
+                && running.all(|r| Some(r.model) == model);
         }
         false
     }
 
-    fn fill(&mut self, now: Nanos, kind: Kind, actions: &mut Vec<Action>) {
+    fn fill(&mut self, now: Nanos, kind: QueueKind, actions: &mut Vec<Action>) {
         for queue in 0..self.queues.len() {
             let slot = &self.queues[queue];
-            let suits = kind != Kind::RealTime || self.suits(queue);
-            if slot.kind != kind || slot.running.is_some() || !suits {
+            let fits_queue = kind != QueueKind::RealTime || self.fits_queue(queue);
+            if slot.kind != kind || slot.running.is_some() || !fits_queue {
                 continue;
             }
             let next = match kind {
-                Kind::RealTime if self.lane_is_free(now) => self.pop_real_time(now),
-                Kind::RealTime => None,
+                QueueKind::RealTime if self.may_run_beside(now) => self.pop_real_time(now),
+                QueueKind::RealTime => None,
                 _ => self.pop_best_effort(now),
             };
             let Some(request) = next else { return };
@@ -308,7 +313,7 @@ impl Core {
     }
 
     /// Best effort that still runs beside the real-time task before hears of the next one's first kernel.
-    fn announce(&mut self, now: Nanos, actions: &mut Vec<Action>) {
+    fn pad_first_kernel(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         if let CoRun::Padding(rules) = self.rules.co_run
             && !rules.fused
         {
@@ -320,7 +325,7 @@ impl Core {
     fn fill_padded(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         for queue in 0..self.queues.len() {
             let slot = &self.queues[queue];
-            if slot.kind != Kind::BestEffort || slot.running.is_some() {
+            if slot.kind != QueueKind::BestEffort || slot.running.is_some() {
                 continue;
             }
             let Some(request) = self.pop_best_effort(now) else { return };
@@ -338,7 +343,7 @@ impl Core {
         }
     }
 
-    fn lift_budgets(&mut self, now: Nanos, actions: &mut Vec<Action>) {
+    fn lift_restrictions(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         for queue in 0..self.queues.len() {
             self.confine(queue, false, actions);
             if self.queues[queue].padded {
@@ -373,9 +378,9 @@ impl Core {
 
     pub(super) fn preempt(&mut self, queue: usize, how: PreemptMode, actions: &mut Vec<Action>) {
         if let Some(running) = &mut self.queues[queue].running
-            && !running.leaving
+            && !running.preempting
         {
-            running.leaving = true;
+            running.preempting = true;
             actions.push(Action::Preempt { queue, how });
         }
     }
@@ -391,7 +396,8 @@ impl Core {
         let Some(state) = self.requests.get_mut(request) else { return };
         state.phase = Phase::Running { queue };
         let (model, class, progress) = (state.model, state.class, state.progress);
-        let running = Running { request, model, class, leaving: false, entitled_until, since: now };
+        let running =
+            Running { request, model, class, preempting: false, entitled_until, since: now };
         self.queues[queue].running = Some(running);
         self.queues[queue].step = None;
         if let Some(model) = self.model_mut(model) {
@@ -409,7 +415,7 @@ impl Core {
         }
         let running = self.queues.iter().filter_map(|slot| slot.running);
         running
-            .filter(|running| !running.leaving && running.entitled_until > Nanos::ZERO)
+            .filter(|running| !running.preempting && running.entitled_until > Nanos::ZERO)
             .map(|running| running.entitled_until)
             .min()
     }
@@ -427,25 +433,25 @@ impl Core {
             return;
         };
         let (kind, padded) = (slot.kind, slot.padded);
-        if kind == Kind::RealTime {
-            self.learn(now, queue);
+        if kind == QueueKind::RealTime {
+            self.record_slowdown(now, queue);
         }
         let slot = &mut self.queues[queue];
         (slot.step, slot.step_since) = (Some(step), now);
         match kind {
-            Kind::RealTime => self.pad(now, rules, actions),
+            QueueKind::RealTime => self.pad(now, rules, actions),
             // A fused kernel is chosen once; a budget follows what best effort comes to.
-            Kind::BestEffort if padded && !rules.fused => self.pad(now, rules, actions),
+            QueueKind::BestEffort if padded && !rules.fused => self.pad(now, rules, actions),
             _ => {}
         }
     }
 
     /// Books how long the real-time kernel took that was at its turn before.
-    fn learn(&mut self, now: Nanos, queue: usize) {
+    fn record_slowdown(&mut self, now: Nanos, queue: usize) {
         let slot = &self.queues[queue];
-        let beside = std::mem::take(&mut self.beside);
+        let padding_models = std::mem::take(&mut self.padding_models);
         let (Some(step), Some(running)) = (slot.step, slot.running) else { return };
-        if beside == 0 {
+        if padding_models == 0 {
             return;
         }
         let taken = now - slot.step_since;
@@ -454,7 +460,7 @@ impl Core {
         };
         let alone = kernel.time_on(self.options.room.sms) + self.options.room.gap;
         let ratio = taken.0 as f32 / alone.0.max(1) as f32;
-        self.slowdowns.record(running.model.0 as usize, step, beside, ratio);
+        self.slowdowns.record(running.model.0 as usize, step, padding_models, ratio);
     }
 
     fn pad(&mut self, now: Nanos, rules: PaddingRules, actions: &mut Vec<Action>) {
@@ -466,7 +472,7 @@ impl Core {
         let ready = step.is_some();
         let elapsed = now - if ready { slot.step_since } else { running.since };
         let (model, step) = (running.model.0 as usize, step.unwrap_or(0));
-        let host = Host { model, kernels: &kernels, step, ready, elapsed };
+        let host = PaddedTask { model, kernels: &kernels, step, ready, elapsed };
         let mut candidates = std::mem::take(&mut self.candidates);
         let mut grants = std::mem::take(&mut self.grants);
         candidates.clear();
@@ -476,27 +482,27 @@ impl Core {
         padding::select(rules, self.options.room, host, &candidates, &self.slowdowns, &mut grants);
         for (grant, candidate) in grants.iter().zip(&candidates) {
             if grant.hold > 0 && ready {
-                self.beside |= Slowdowns::bit(candidate.model);
+                self.padding_models |= PairSlowdowns::bit(candidate.model);
             }
             if !rules.fused {
                 let expiry = grant.expiry.map(|(after, sms)| (now + after, sms));
                 self.set_budget(grant.queue, (grant.hold, grant.take), expiry, actions);
             } else if let Some(step) = self.queues[grant.queue].step.filter(|_| grant.take > 0) {
-                let Grant { queue, take: sms, blocks, .. } = *grant;
+                let PaddingGrant { queue, take: sms, blocks, .. } = *grant;
                 actions.push(Action::Pad { queue, step, sms, blocks });
             }
         }
         (self.candidates, self.grants) = (candidates, grants);
     }
 
-    fn candidate(&self, now: Nanos, queue: usize, ready: bool) -> Option<Candidate> {
+    fn candidate(&self, now: Nanos, queue: usize, ready: bool) -> Option<PaddingCandidate> {
         let slot = &self.queues[queue];
-        let running = slot.running.filter(|running| slot.padded && !running.leaving)?;
+        let running = slot.running.filter(|running| slot.padded && !running.preempting)?;
         let kernel = *self.model(running.model)?.kernels.get(slot.step?)?;
         let model = running.model.0 as usize;
         // A kernel that is only now ready has nothing to lose, and a budget that has expired is gone.
         let kept = slot.expiry.filter(|(at, _)| *at <= now).map_or(slot.take, |(_, keep)| keep);
         let taken = if ready && slot.step_since == now { 0 } else { kept };
-        Some(Candidate { queue, model, kernel, taken })
+        Some(PaddingCandidate { queue, model, kernel, taken })
     }
 }

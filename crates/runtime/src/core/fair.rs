@@ -11,7 +11,7 @@ use super::{ModelId, RequestId};
 const QUANTUM_NS: i64 = 1_000_000;
 
 #[derive(Debug, Default)]
-struct Lane {
+struct ModelQueue {
     /// By priority, then arrival; work that was made to leave is older than what came since.
     waiting: ReadyHeap,
     /// Time the model may still use in this round; negative when it used more.
@@ -22,7 +22,7 @@ struct Lane {
 /// A queue per model, and whose turn it is.
 #[derive(Debug, Default)]
 pub(super) struct FairQueue {
-    lanes: Vec<Lane>,
+    queues: Vec<ModelQueue>,
     round: VecDeque<ModelId>,
     waiting: usize,
 }
@@ -35,34 +35,34 @@ impl FairQueue {
     /// Makes room for `model`.
     pub(super) fn ensure(&mut self, model: ModelId) {
         let index = model.0 as usize;
-        if index >= self.lanes.len() {
-            self.lanes.resize_with(index + 1, Lane::default);
+        if index >= self.queues.len() {
+            self.queues.resize_with(index + 1, ModelQueue::default);
         }
-        self.lanes[index].deficit_ns = 0;
+        self.queues[index].deficit_ns = 0;
     }
 
     pub(super) fn push(&mut self, model: ModelId, key: Key, request: RequestId) {
-        self.lanes[model.0 as usize].waiting.push(key, request);
-        self.joined(model);
+        self.queues[model.0 as usize].waiting.push(key, request);
+        self.enter_round(model);
     }
 
-    fn joined(&mut self, model: ModelId) {
+    fn enter_round(&mut self, model: ModelId) {
         self.waiting += 1;
-        let lane = &mut self.lanes[model.0 as usize];
-        if !lane.in_round {
-            lane.in_round = true;
+        let queue = &mut self.queues[model.0 as usize];
+        if !queue.in_round {
+            queue.in_round = true;
             self.round.push_back(model);
         }
     }
 
     /// Models of which requests wait.
     pub(super) fn waiting_models(&self) -> impl Iterator<Item = ModelId> + Clone {
-        self.round.iter().copied().filter(|model| !self.lanes[model.0 as usize].waiting.is_empty())
+        self.round.iter().copied().filter(|model| !self.queues[model.0 as usize].waiting.is_empty())
     }
 
     /// The first request of `model`, whoever's turn it is; what it uses is charged all the same.
     pub(super) fn pop_of(&mut self, model: ModelId) -> Option<RequestId> {
-        let request = self.lanes.get_mut(model.0 as usize)?.waiting.pop()?;
+        let request = self.queues.get_mut(model.0 as usize)?.waiting.pop()?;
         self.waiting -= 1;
         Some(request)
     }
@@ -72,20 +72,20 @@ impl FairQueue {
         // Each turn of the loop drops an idle model or tops one up, so it ends: a model's debt is at
         // most one segment's time, and only models with waiting work stay in the round.
         while let Some(&model) = self.round.front() {
-            let lane = &mut self.lanes[model.0 as usize];
-            if lane.waiting.is_empty() {
+            let queue = &mut self.queues[model.0 as usize];
+            if queue.waiting.is_empty() {
                 // A model that has nothing to do saves nothing up.
-                lane.deficit_ns = lane.deficit_ns.min(0);
-                lane.in_round = false;
+                queue.deficit_ns = queue.deficit_ns.min(0);
+                queue.in_round = false;
                 self.round.pop_front();
                 continue;
             }
-            if lane.deficit_ns <= 0 {
+            if queue.deficit_ns <= 0 {
                 self.top_up();
                 continue;
             }
             self.waiting -= 1;
-            return lane.waiting.pop();
+            return queue.waiting.pop();
         }
         None
     }
@@ -94,13 +94,13 @@ impl FairQueue {
     /// get as many quanta as the least indebted needs, at once.
     fn top_up(&mut self) {
         let best =
-            self.round.iter().map(|m| self.lanes[m.0 as usize].deficit_ns).max().unwrap_or(0);
+            self.round.iter().map(|m| self.queues[m.0 as usize].deficit_ns).max().unwrap_or(0);
         let rounds = if best <= 0 { 1 + best.unsigned_abs() / QUANTUM_NS as u64 } else { 0 };
         if rounds > 0 {
             for model in &self.round {
-                let lane = &mut self.lanes[model.0 as usize];
+                let queue = &mut self.queues[model.0 as usize];
                 let grant = i64::try_from(rounds).unwrap_or(i64::MAX).saturating_mul(QUANTUM_NS);
-                lane.deficit_ns = lane.deficit_ns.saturating_add(grant);
+                queue.deficit_ns = queue.deficit_ns.saturating_add(grant);
             }
         }
         self.round.rotate_left(1);
@@ -108,15 +108,15 @@ impl FairQueue {
 
     /// Books time that `model` used.
     pub(super) fn charge(&mut self, model: ModelId, busy: Nanos) {
-        if let Some(lane) = self.lanes.get_mut(model.0 as usize) {
+        if let Some(queue) = self.queues.get_mut(model.0 as usize) {
             let busy = i64::try_from(busy.0).unwrap_or(i64::MAX);
-            lane.deficit_ns = lane.deficit_ns.saturating_sub(busy);
+            queue.deficit_ns = queue.deficit_ns.saturating_sub(busy);
         }
     }
 
     /// Takes a waiting `request` out of the middle.
     pub(super) fn remove(&mut self, model: ModelId, request: RequestId) {
-        self.lanes[model.0 as usize].waiting.remove(request);
+        self.queues[model.0 as usize].waiting.remove(request);
         self.waiting -= 1;
     }
 }

@@ -28,7 +28,7 @@ pub enum Event {
         /// Its number.
         model: ModelId,
         /// The most at once.
-        lanes: usize,
+        max_running: usize,
     },
     /// What a model costs is known: its kernels for padding, its weights for the memory budget.
     ModelProfiled {

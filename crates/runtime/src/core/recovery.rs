@@ -30,7 +30,7 @@ impl Core {
             {
                 state.losses += 1;
                 let end = match state.phase {
-                    Phase::GivenUp(end) => Some(end),
+                    Phase::Abandoned(end) => Some(end),
                     _ => (state.losses >= LOSSES_MAX).then_some(End::Failed),
                 };
                 state.phase = Phase::Preparing;
@@ -43,13 +43,13 @@ impl Core {
         for state in self.models.iter_mut().flatten() {
             state.weights.lose();
         }
-        self.wants.clear();
+        self.load_requests.clear();
     }
 
     /// The device is back, empty: every request that is under way is prepared anew, oldest first.
     pub(super) fn device_ready(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         self.lost = false;
-        self.want_pinned(now);
+        self.request_pinned_loads(now);
         for request in self.requests.ids() {
             if self.requests.get(request).is_some_and(|state| state.phase == Phase::Waiting) {
                 self.dequeue(request);

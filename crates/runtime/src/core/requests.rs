@@ -34,7 +34,7 @@ pub(super) enum Phase {
     /// On a queue of the device.
     Running { queue: usize },
     /// On a queue of the device, to end this way when it leaves.
-    GivenUp(End),
+    Abandoned(End),
 }
 
 #[derive(Clone, Debug)]
@@ -54,7 +54,7 @@ pub(super) struct RequestState {
 }
 
 #[derive(Debug)]
-struct Slot {
+struct RequestSlot {
     generation: u64,
     state: Option<RequestState>,
 }
@@ -62,7 +62,7 @@ struct Slot {
 /// A slab with a bound.
 #[derive(Debug)]
 pub(super) struct Requests {
-    slots: Vec<Slot>,
+    slots: Vec<RequestSlot>,
     free: Vec<u32>,
     limit: usize,
     next_generation: u64,
@@ -80,7 +80,7 @@ impl Requests {
 
     /// All requests under way, the earliest arrival first.
     pub(super) fn ids(&self) -> Vec<RequestId> {
-        let live = |(slot, entry): (usize, &Slot)| {
+        let live = |(slot, entry): (usize, &RequestSlot)| {
             let id = RequestId { slot: slot as u32, generation: entry.generation };
             entry.state.is_some().then_some(id)
         };
@@ -94,7 +94,7 @@ impl Requests {
         let slot = match self.free.pop() {
             Some(slot) => slot,
             None if self.slots.len() < self.limit => {
-                self.slots.push(Slot { generation: 0, state: None });
+                self.slots.push(RequestSlot { generation: 0, state: None });
                 (self.slots.len() - 1) as u32
             }
             None => return None,
@@ -139,7 +139,7 @@ impl Requests {
         self.slot_mut(id)?.state.as_mut()
     }
 
-    fn slot_mut(&mut self, id: RequestId) -> Option<&mut Slot> {
+    fn slot_mut(&mut self, id: RequestId) -> Option<&mut RequestSlot> {
         self.slots.get_mut(id.slot()).filter(|slot| slot.generation == id.generation)
     }
 }

@@ -1,7 +1,7 @@
 //! What has to be on the device before a request can run: its inputs and its model's weights.
 //!
-//! Weights are kept within a budget of exact bytes. A model that is asked for and not there is *wanted*; wants are served one
-//! after another, real time first, and a want that waited long counts as real time. Room is made by evicting what was used
+//! Weights are kept within a budget of exact bytes. A model that is asked for and not there is *pending_loads*; load_requests are served one
+//! after another, real time first, and a load that waited long counts as real time. PaddingDevice is made by evicting what was used
 //! least recently: at once what nobody asks for, after some patience also what has requests waiting, and when even that is
 //! always in use, the one used least recently starts no more work until it can go. Pinned weights stay. Nothing that runs
 //! loses its weights.
@@ -11,17 +11,17 @@ use base::Nanos;
 use super::{Action, Core, End, ModelId, ModelState, Phase, RequestId};
 use model::config::Class;
 
-/// A want of best effort that waited so long goes by its age among those of real time.
-const AGED: Nanos = Nanos::from_millis(1_000);
+/// A load of best effort that waited so long goes by its age among those of real time.
+const AGING: Nanos = Nanos::from_millis(1_000);
 
 /// How long a load that the device refused waits before it is tried again, while others hold memory.
 const RETRY_AFTER: Nanos = Nanos::from_millis(10);
 
 /// Tries of a load that the device refuses before the requests that wait for it fail.
-const TRIES_MOST: u32 = 200;
+const MAX_TRIES: u32 = 200;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Place {
+enum WeightState {
     /// On the device, or nothing has to be there.
     #[default]
     Resident,
@@ -35,7 +35,7 @@ enum Place {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Weights {
     bytes: u64,
-    place: Place,
+    state: WeightState,
     /// Never evicted for others.
     pinned: bool,
     last_used: Nanos,
@@ -44,18 +44,18 @@ pub(super) struct Weights {
     /// Loaded and not yet used.
     fresh: bool,
     /// To be evicted once nothing runs with them: for others, or because there are more of them now.
-    closing: bool,
+    draining: bool,
     /// How many bytes there are meanwhile, if it is more than were loaded.
     grown: Option<u64>,
     /// Tries that the device refused.
     refused: u32,
     /// Requests that wait for them.
-    parked: Vec<RequestId>,
+    waiting_requests: Vec<RequestId>,
 }
 
 /// A model that is to be loaded.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Want {
+pub(super) struct LoadRequest {
     model: ModelId,
     since: Nanos,
     real_time: bool,
@@ -66,45 +66,45 @@ pub(super) struct Want {
 }
 
 /// How room can be made.
-enum MakeRoom {
+enum Reclaim {
     /// By evicting this one now.
     Evict(ModelId),
     /// By letting this one start no more work.
-    Close(ModelId),
+    Drain(ModelId),
     /// By waiting, if a time is given at most until then.
     Wait(Option<Nanos>),
 }
 
 impl Weights {
     pub(super) fn absent(bytes: u64) -> Weights {
-        Weights { bytes, place: Place::Absent, ..Weights::default() }
+        Weights { bytes, state: WeightState::Absent, ..Weights::default() }
     }
 
     /// The device lost them, if they are of the kind that is loaded.
     pub(super) fn lose(&mut self) {
         if self.bytes > 0 {
-            self.leave_device();
+            self.set_absent();
         }
-        self.parked.clear();
+        self.waiting_requests.clear();
     }
 
     /// None of them is on the device any more.
-    fn leave_device(&mut self) {
-        (self.place, self.fresh, self.closing) = (Place::Absent, false, false);
+    fn set_absent(&mut self) {
+        (self.state, self.fresh, self.draining) = (WeightState::Absent, false, false);
         self.bytes = self.grown.take().unwrap_or(self.bytes);
     }
 
     /// Whether work may start with them.
     pub(super) fn usable(&self) -> bool {
-        matches!(self.place, Place::Resident | Place::Runnable) && !self.closing
+        matches!(self.state, WeightState::Resident | WeightState::Runnable) && !self.draining
     }
 
     fn held(&self) -> u64 {
-        if self.place == Place::Absent { 0 } else { self.bytes }
+        if self.state == WeightState::Absent { 0 } else { self.bytes }
     }
 
     fn arriving(&self) -> bool {
-        matches!(self.place, Place::Loading | Place::Runnable)
+        matches!(self.state, WeightState::Loading | WeightState::Runnable)
     }
 
     pub(super) fn touch(&mut self, now: Nanos) {
@@ -121,7 +121,7 @@ pub struct MemoryState {
     /// Bytes of these that are pinned.
     pub pinned: u64,
     /// Models that are to be loaded and wait for room or their turn.
-    pub wanted: usize,
+    pub pending_loads: usize,
 }
 
 impl Core {
@@ -140,13 +140,13 @@ impl Core {
     /// How memory for weights stands.
     pub fn memory(&self) -> MemoryState {
         let held = self.models.iter().flatten().map(|model| model.weights.held()).sum();
-        MemoryState { held, pinned: self.pinned_bytes(), wanted: self.wants.len() }
+        MemoryState { held, pinned: self.pinned_bytes(), pending_loads: self.load_requests.len() }
     }
 
     /// Bytes of a model's weights, and whether they are on the device as a whole.
     pub fn weights_of(&self, model: ModelId) -> Option<(u64, bool)> {
         let weights = &self.model(model)?.weights;
-        Some((weights.bytes, weights.place == Place::Resident))
+        Some((weights.bytes, weights.state == WeightState::Resident))
     }
 
     /// A model's weights are known, or there are more of them than before.
@@ -157,44 +157,50 @@ impl Core {
         let Some(weights) = self.model_mut(model).map(|model| &mut model.weights) else { return };
         weights.pinned = pinned;
         if weights.bytes != bytes {
-            if weights.bytes == 0 || weights.place == Place::Absent {
-                (weights.bytes, weights.place) = (bytes, Place::Absent);
+            if weights.bytes == 0 || weights.state == WeightState::Absent {
+                (weights.bytes, weights.state) = (bytes, WeightState::Absent);
             } else {
                 // What is there is let go of as soon as nothing runs with it, and all is loaded anew. Until then its bytes
                 // count as they were.
-                (weights.grown, weights.closing) = (Some(bytes), true);
+                (weights.grown, weights.draining) = (Some(bytes), true);
             }
         }
         if pinned && bytes > 0 {
-            self.want(now, model, Some(Class::RealTime));
+            self.request_load(now, model, Some(Class::RealTime));
         }
     }
 
     /// Wants all that is pinned, after the device lost it.
-    pub(super) fn want_pinned(&mut self, now: Nanos) {
+    pub(super) fn request_pinned_loads(&mut self, now: Nanos) {
         for index in 0..self.models.len() {
             let pinned = |state: &ModelState| state.weights.pinned && state.weights.bytes > 0;
             if self.models[index].as_ref().is_some_and(pinned) {
-                self.want(now, ModelId(index as u32), Some(Class::RealTime));
+                self.request_load(now, ModelId(index as u32), Some(Class::RealTime));
             }
         }
     }
 
     /// Wants `model` loaded, if it is not there; without a class only if there is room.
-    pub(super) fn want(&mut self, now: Nanos, model: ModelId, class: Option<Class>) {
-        let absent = |state: &ModelState| state.weights.place == Place::Absent;
+    pub(super) fn request_load(&mut self, now: Nanos, model: ModelId, class: Option<Class>) {
+        let absent = |state: &ModelState| state.weights.state == WeightState::Absent;
         if !self.model(model).is_some_and(absent) {
             return;
         }
         let (real_time, idle) = (class == Some(Class::RealTime), class.is_none());
-        match self.wants.iter_mut().find(|want| want.model == model) {
-            Some(want) => {
-                want.real_time |= real_time;
-                want.idle &= idle;
+        match self.load_requests.iter_mut().find(|load| load.model == model) {
+            Some(load) => {
+                load.real_time |= real_time;
+                load.idle &= idle;
             }
             None => {
                 let not_before = Nanos::ZERO;
-                self.wants.push(Want { model, since: now, real_time, idle, not_before });
+                self.load_requests.push(LoadRequest {
+                    model,
+                    since: now,
+                    real_time,
+                    idle,
+                    not_before,
+                });
             }
         }
     }
@@ -241,24 +247,24 @@ impl Core {
         if self.model(state.model).is_some_and(|model| model.weights.usable()) {
             self.enqueue(request);
         } else {
-            self.park(now, request);
+            self.wait_for_weights(now, request);
         }
     }
 
     /// Makes a request wait until its model is loaded.
-    pub(super) fn park(&mut self, now: Nanos, request: RequestId) {
+    pub(super) fn wait_for_weights(&mut self, now: Nanos, request: RequestId) {
         let Some(state) = self.requests.get_mut(request) else { return };
         state.phase = Phase::Preparing;
         let (model, class) = (state.model, state.class);
         let Some(weights) = self.model_mut(model).map(|model| &mut model.weights) else { return };
-        weights.parked.push(request);
-        self.want(now, model, Some(class));
+        weights.waiting_requests.push(request);
+        self.request_load(now, model, Some(class));
     }
 
     /// Those who wait for `model` wait for their turn now.
-    fn unpark(&mut self, model: ModelId) {
+    fn weights_arrived(&mut self, model: ModelId) {
         let Some(weights) = self.model_mut(model).map(|model| &mut model.weights) else { return };
-        for request in std::mem::take(&mut weights.parked) {
+        for request in std::mem::take(&mut weights.waiting_requests) {
             let waits = |state: &super::RequestState| state.phase == Phase::Preparing;
             if self.requests.get(request).is_some_and(waits) {
                 self.enqueue(request);
@@ -269,46 +275,46 @@ impl Core {
     /// Enough of a model's weights is there for runs to start.
     pub(super) fn load_runnable(&mut self, now: Nanos, model: ModelId) {
         let Some(weights) = self.model_mut(model).map(|model| &mut model.weights) else { return };
-        if weights.place == Place::Loading {
-            (weights.place, weights.fresh, weights.last_used) = (Place::Runnable, true, now);
-            self.unpark(model);
+        if weights.state == WeightState::Loading {
+            (weights.state, weights.fresh, weights.last_used) = (WeightState::Runnable, true, now);
+            self.weights_arrived(model);
         }
     }
 
     pub(super) fn load_done(&mut self, now: Nanos, model: ModelId) {
         self.load_runnable(now, model);
         let Some(weights) = self.model_mut(model).map(|model| &mut model.weights) else { return };
-        if weights.place == Place::Runnable {
-            (weights.place, weights.refused) = (Place::Resident, 0);
+        if weights.state == WeightState::Runnable {
+            (weights.state, weights.refused) = (WeightState::Resident, 0);
         }
     }
 
-    /// The device had no room after all. Room is made as long as there is something to make it of.
+    /// The device had no room after all. PaddingDevice is made as long as there is something to make it of.
     pub(super) fn load_failed(&mut self, now: Nanos, model: ModelId, actions: &mut Vec<Action>) {
         let Some(weights) = self.model_mut(model).map(|model| &mut model.weights) else { return };
         if !weights.arriving() {
             return;
         }
-        weights.leave_device();
+        weights.set_absent();
         weights.refused += 1;
-        let tried_enough = weights.refused >= TRIES_MOST;
+        let tried_enough = weights.refused >= MAX_TRIES;
         let others = self.models.iter().flatten().any(|other| other.weights.held() > 0);
         if tried_enough || !others {
-            return self.fail_parked(model, actions);
+            return self.fail_waiting(model, actions);
         }
         if let Some(victim) = self.victim(|weights, _| weights.users == 0 && !weights.pinned) {
-            self.unload(now, victim, actions);
+            self.evict(now, victim, actions);
         }
-        self.want(now, model, Some(Class::RealTime));
-        if let Some(want) = self.wants.iter_mut().find(|want| want.model == model) {
-            want.not_before = now + RETRY_AFTER;
+        self.request_load(now, model, Some(Class::RealTime));
+        if let Some(load) = self.load_requests.iter_mut().find(|load| load.model == model) {
+            load.not_before = now + RETRY_AFTER;
         }
     }
 
-    fn fail_parked(&mut self, model: ModelId, actions: &mut Vec<Action>) {
+    fn fail_waiting(&mut self, model: ModelId, actions: &mut Vec<Action>) {
         let Some(weights) = self.model_mut(model).map(|model| &mut model.weights) else { return };
         weights.refused = 0;
-        for request in std::mem::take(&mut weights.parked) {
+        for request in std::mem::take(&mut weights.waiting_requests) {
             let waits = |state: &super::RequestState| state.phase == Phase::Preparing;
             if self.requests.get(request).is_some_and(waits) {
                 self.end_waiting(request, End::Failed, actions);
@@ -317,108 +323,109 @@ impl Core {
     }
 
     /// Starts the loads there is memory for, and makes memory where nobody uses it.
-    pub(super) fn load_wanted(&mut self, now: Nanos, actions: &mut Vec<Action>) {
+    pub(super) fn start_loads(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         self.load_timer = None;
         let Some(memory) = self.options.memory_bytes else { return };
-        self.let_go(now, actions);
-        while let Some(at) = self.next_want(now) {
-            let want = self.wants[at];
-            let Some(state) = self.model(want.model).filter(|state| wants_still(state, want))
+        self.evict_drained(now, actions);
+        while let Some(at) = self.next_load_request(now) {
+            let load = self.load_requests[at];
+            let Some(state) = self.model(load.model).filter(|state| is_still_needed(state, load))
             else {
-                self.wants.swap_remove(at);
+                self.load_requests.swap_remove(at);
                 continue;
             };
             if !self.can_ever_load(state) {
-                self.wants.swap_remove(at);
-                self.fail_parked(want.model, actions);
+                self.load_requests.swap_remove(at);
+                self.fail_waiting(load.model, actions);
                 continue;
             }
             let need = state.weights.bytes;
             let states = || self.models.iter().flatten();
             if states().filter(|state| state.weights.arriving()).count()
-                >= self.options.loads_at_once.max(1)
+                >= self.options.max_concurrent_loads.max(1)
             {
                 return;
             }
             let held: u64 = states().map(|state| state.weights.held()).sum();
             if held + need <= memory {
-                self.wants.swap_remove(at);
-                if let Some(state) = self.model_mut(want.model) {
-                    state.weights.place = Place::Loading;
-                    let (model, urgent) = (want.model, want.real_time);
+                self.load_requests.swap_remove(at);
+                if let Some(state) = self.model_mut(load.model) {
+                    state.weights.state = WeightState::Loading;
+                    let (model, urgent) = (load.model, load.real_time);
                     actions.push(Action::Load { model, urgent });
                 }
                 continue;
             }
-            if want.idle {
-                self.wants.swap_remove(at);
+            if load.idle {
+                self.load_requests.swap_remove(at);
                 continue;
             }
-            match self.make_room(now, want) {
-                MakeRoom::Evict(victim) => self.unload(now, victim, actions),
-                MakeRoom::Close(victim) => {
+            match self.reclaim(now, load) {
+                Reclaim::Evict(victim) => self.evict(now, victim, actions),
+                Reclaim::Drain(victim) => {
                     if let Some(state) = self.model_mut(victim) {
-                        state.weights.closing = true;
+                        state.weights.draining = true;
                     }
                     return;
                 }
-                MakeRoom::Wait(until) => {
+                Reclaim::Wait(until) => {
                     self.load_timer = until;
                     return;
                 }
             }
         }
-        self.reopen();
-        self.load_timer = self.wants.iter().map(|want| want.not_before).min();
+        self.stop_draining();
+        self.load_timer = self.load_requests.iter().map(|load| load.not_before).min();
     }
 
-    /// The want to serve next: real time and what waited long, then the rest, each by age; last what only fills room.
-    fn next_want(&self, now: Nanos) -> Option<usize> {
-        let rank = |want: &Want| {
-            let urgent = want.real_time || want.since + AGED <= now;
-            (want.idle, !urgent, want.since, want.model)
+    /// The load to serve next: real time and what waited long, then the rest, each by age; last what only fills room.
+    fn next_load_request(&self, now: Nanos) -> Option<usize> {
+        let rank = |load: &LoadRequest| {
+            let urgent = load.real_time || load.since + AGING <= now;
+            (load.idle, !urgent, load.since, load.model)
         };
-        let due = self.wants.iter().enumerate().filter(|(_, want)| want.not_before <= now);
-        due.min_by_key(|(_, want)| rank(want)).map(|(at, _)| at)
+        let due = self.load_requests.iter().enumerate().filter(|(_, load)| load.not_before <= now);
+        due.min_by_key(|(_, load)| rank(load)).map(|(at, _)| at)
     }
 
-    fn make_room(&self, now: Nanos, want: Want) -> MakeRoom {
-        let closing = |weights: &Weights, _: usize| weights.closing;
-        if self.victim(closing).is_some() {
-            return MakeRoom::Wait(None);
+    fn reclaim(&self, now: Nanos, load: LoadRequest) -> Reclaim {
+        let draining = |weights: &Weights, _: usize| weights.draining;
+        if self.victim(draining).is_some() {
+            return Reclaim::Wait(None);
         }
         let (patient, close) = (
-            want.since + self.options.load_patience,
-            want.since + self.options.load_patience + self.options.close_after,
+            load.since + self.options.load_patience,
+            load.since + self.options.load_patience + self.options.drain_after,
         );
         let unwanted = |weights: &Weights, asked: usize| asked == 0 && weights.users == 0;
         if let Some(victim) =
             self.victim(|weights, asked| unwanted(weights, asked) && !weights.pinned)
         {
-            return MakeRoom::Evict(victim);
+            return Reclaim::Evict(victim);
         }
         // What was just loaded is left alone for a while, so that a load is not in vain.
-        let spared = |weights: &Weights, asked: usize| {
+        let protected = |weights: &Weights, asked: usize| {
             weights.pinned
                 || (weights.fresh
                     && asked > 0
-                    && now < weights.last_used + self.options.close_after)
+                    && now < weights.last_used + self.options.drain_after)
         };
-        let idle = |weights: &Weights, asked: usize| weights.users == 0 && !spared(weights, asked);
+        let idle =
+            |weights: &Weights, asked: usize| weights.users == 0 && !protected(weights, asked);
         if now < patient {
-            return MakeRoom::Wait(Some(patient));
+            return Reclaim::Wait(Some(patient));
         }
         if let Some(victim) = self.victim(idle) {
-            return MakeRoom::Evict(victim);
+            return Reclaim::Evict(victim);
         }
         if now < close {
-            return MakeRoom::Wait(Some(close));
+            return Reclaim::Wait(Some(close));
         }
-        match self.victim(|weights, asked| !spared(weights, asked)) {
-            Some(victim) => MakeRoom::Close(victim),
-            // A spared one's time may end without anything else happening.
-            None => MakeRoom::Wait(
-                (self.options.close_after > Nanos::ZERO).then_some(now + self.options.close_after),
+        match self.victim(|weights, asked| !protected(weights, asked)) {
+            Some(victim) => Reclaim::Drain(victim),
+            // A protected one's time may end without anything else happening.
+            None => Reclaim::Wait(
+                (self.options.drain_after > Nanos::ZERO).then_some(now + self.options.drain_after),
             ),
         }
     }
@@ -430,39 +437,39 @@ impl Core {
         let present = present.filter_map(|(index, state)| Some((index, state.as_ref()?)));
         let candidates = present.filter(|(_, state)| {
             let weights = &state.weights;
-            let there = weights.place == Place::Resident && weights.bytes > 0;
-            there && fits(weights, state.under_way)
+            let there = weights.state == WeightState::Resident && weights.bytes > 0;
+            there && fits(weights, state.pending)
         });
-        let age = |state: &ModelState| (state.under_way > 0, state.weights.last_used);
+        let age = |state: &ModelState| (state.pending > 0, state.weights.last_used);
         let oldest = candidates.min_by_key(|(_, state)| age(state))?;
         Some(ModelId(oldest.0 as u32))
     }
 
     /// Evicts what was only waiting for its last run.
-    fn let_go(&mut self, now: Nanos, actions: &mut Vec<Action>) {
-        while let Some(model) = self.victim(|weights, _| weights.closing && weights.users == 0) {
-            self.unload(now, model, actions);
+    fn evict_drained(&mut self, now: Nanos, actions: &mut Vec<Action>) {
+        while let Some(model) = self.victim(|weights, _| weights.draining && weights.users == 0) {
+            self.evict(now, model, actions);
         }
     }
 
     /// Nobody needs room any more: what was closed for it may go on.
-    fn reopen(&mut self) {
+    fn stop_draining(&mut self) {
         for index in 0..self.models.len() {
             let Some(state) = &mut self.models[index] else { continue };
-            if state.weights.closing && state.weights.grown.is_none() {
-                state.weights.closing = false;
-                self.unpark(ModelId(index as u32));
+            if state.weights.draining && state.weights.grown.is_none() {
+                state.weights.draining = false;
+                self.weights_arrived(ModelId(index as u32));
             }
         }
     }
 
     /// Evicts a model's weights; who waits for them waits for the next load.
-    fn unload(&mut self, now: Nanos, model: ModelId, actions: &mut Vec<Action>) {
+    fn evict(&mut self, now: Nanos, model: ModelId, actions: &mut Vec<Action>) {
         self.free_weights(model, actions);
         let Some(weights) = self.model_mut(model).map(|model| &mut model.weights) else { return };
-        for request in std::mem::take(&mut weights.parked) {
+        for request in std::mem::take(&mut weights.waiting_requests) {
             if self.requests.get(request).is_some_and(|state| state.phase == Phase::Preparing) {
-                self.park(now, request);
+                self.wait_for_weights(now, request);
             }
         }
     }
@@ -470,17 +477,17 @@ impl Core {
     /// Frees a model's weights, if it has any on the device.
     pub(super) fn free_weights(&mut self, model: ModelId, actions: &mut Vec<Action>) {
         let Some(weights) = self.model_mut(model).map(|model| &mut model.weights) else { return };
-        if weights.bytes > 0 && weights.place != Place::Absent {
-            weights.leave_device();
+        if weights.bytes > 0 && weights.state != WeightState::Absent {
+            weights.set_absent();
             actions.push(Action::Evict { model });
         }
     }
 }
 
-/// Whether what was wanted is still to be loaded: it is not there, and somebody asks for it.
-fn wants_still(state: &ModelState, want: Want) -> bool {
-    let asked = state.under_way > 0 || state.weights.pinned || want.idle;
-    state.weights.place == Place::Absent && asked
+/// Whether what was pending_loads is still to be loaded: it is not there, and somebody asks for it.
+fn is_still_needed(state: &ModelState, load: LoadRequest) -> bool {
+    let asked = state.pending > 0 || state.weights.pinned || load.idle;
+    state.weights.state == WeightState::Absent && asked
 }
 
 #[cfg(test)]

@@ -34,7 +34,7 @@ struct Seen {
 }
 
 /// A device with level-1 preemption in virtual time, and the record of what happened.
-struct World {
+struct Simulation {
     core: Core,
     now: Nanos,
     queues: Vec<Option<OnQueue>>,
@@ -44,10 +44,10 @@ struct World {
     actions: Vec<Action>,
 }
 
-impl World {
-    fn new(options: CoreOptions, queue_capacity: usize) -> World {
+impl Simulation {
+    fn new(options: CoreOptions, queue_capacity: usize) -> Simulation {
         let queues = vec![None; options.queues.shared];
-        let mut world = World {
+        let mut simulation = Simulation {
             core: Core::new(options),
             now: Nanos::ZERO,
             queues,
@@ -58,9 +58,9 @@ impl World {
         };
         for (index, steps) in STEPS.into_iter().enumerate() {
             let model = ModelId(index as u32);
-            world.event(Event::ModelAdded { model, steps, queue_capacity });
+            simulation.event(Event::ModelAdded { model, steps, queue_capacity });
         }
-        world
+        simulation
     }
 
     fn event(&mut self, event: Event) {
@@ -127,14 +127,17 @@ impl World {
         if waiting.is_empty() {
             return;
         }
-        assert!(self.queues.iter().all(Option::is_some), "real time waits beside an idle queue");
+        assert!(
+            self.queues.iter().all(Option::is_some),
+            "real time waits beside an idle queue"
+        );
         if self.core.options.best_effort_share_percent == 0 {
             let staying = self.queues.iter().flatten().filter(|on_queue| {
                 !on_queue.leave && self.seen[&on_queue.request].class == Class::BestEffort
             });
-            let leaving = self.queues.iter().flatten().filter(|on_queue| on_queue.leave).count();
+            let preempting = self.queues.iter().flatten().filter(|on_queue| on_queue.leave).count();
             assert!(
-                staying.count() == 0 || leaving >= waiting.len(),
+                staying.count() == 0 || preempting >= waiting.len(),
                 "best effort stays while real time waits"
             );
         }
@@ -233,74 +236,75 @@ impl World {
 
 #[test]
 fn real_time_waits_at_most_one_step_of_best_effort() {
-    let mut world = World::new(CoreOptions::default(), 64);
-    world.arrive(2, Class::BestEffort, 1, Nanos::MAX);
-    world.run_until(Nanos(3_000));
-    let request = world.arrive(0, Class::RealTime, 1, Nanos::MAX).unwrap();
-    world.run_until(Nanos(10_000_000));
-    let (ended, end) = world.seen[&request].end.unwrap();
+    let mut simulation = Simulation::new(CoreOptions::default(), 64);
+    simulation.arrive(2, Class::BestEffort, 1, Nanos::MAX);
+    simulation.run_until(Nanos(3_000));
+    let request = simulation.arrive(0, Class::RealTime, 1, Nanos::MAX).unwrap();
+    simulation.run_until(Nanos(10_000_000));
+    let (ended, end) = simulation.seen[&request].end.unwrap();
     assert_eq!(end, End::Done);
     // Best effort is inside its first step until 20,000; then the four steps of real time follow.
     assert_eq!(ended, Nanos(20_000 + 4_000));
-    assert_eq!(world.preemptions, 1);
-    assert_eq!(world.ends(), BTreeMap::from([("Some(Done)".to_string(), 2)]));
+    assert_eq!(simulation.preemptions, 1);
+    assert_eq!(simulation.ends(), BTreeMap::from([("Some(Done)".to_string(), 2)]));
 }
 
 #[test]
 fn earliest_deadline_goes_first_inside_a_priority() {
-    let mut world = World::new(CoreOptions::default(), 64);
+    let mut simulation = Simulation::new(CoreOptions::default(), 64);
     let order =
         [(2, 900_000), (1, 800_000), (1, 100_000), (1, 500_000)].map(|(priority, timeout)| {
-            world.arrive(0, Class::RealTime, priority, Nanos(timeout)).unwrap()
+            simulation.arrive(0, Class::RealTime, priority, Nanos(timeout)).unwrap()
         });
-    world.run_until(Nanos(1_000_000));
-    let ended = order.map(|request| world.seen[&request].end.unwrap().0);
+    simulation.run_until(Nanos(1_000_000));
+    let ended = order.map(|request| simulation.seen[&request].end.unwrap().0);
     // The first was alone when it came; then priority 1 by deadline.
     assert_eq!(ended, [Nanos(4_000), Nanos(16_000), Nanos(8_000), Nanos(12_000)]);
 }
 
 #[test]
 fn late_work_ends_while_something_else_runs() {
-    let mut world = World::new(CoreOptions::default(), 64);
-    world.arrive(2, Class::RealTime, 1, Nanos::MAX);
-    let late = world.arrive(0, Class::RealTime, 1, Nanos(7_000)).unwrap();
-    world.run_until(Nanos(2_000_000));
-    assert_eq!(world.seen[&late].end, Some((Nanos(7_000), End::DeadlineExceeded)));
+    let mut simulation = Simulation::new(CoreOptions::default(), 64);
+    simulation.arrive(2, Class::RealTime, 1, Nanos::MAX);
+    let late = simulation.arrive(0, Class::RealTime, 1, Nanos(7_000)).unwrap();
+    simulation.run_until(Nanos(2_000_000));
+    assert_eq!(simulation.seen[&late].end, Some((Nanos(7_000), End::DeadlineExceeded)));
 }
 
 #[test]
 fn bounds_are_kept() {
     let options = CoreOptions { max_requests: 4, ..CoreOptions::default() };
-    let mut world = World::new(options, 2);
-    let ids: Vec<_> = (0..4).map(|_| world.arrive(1, Class::BestEffort, 1, Nanos::MAX)).collect();
+    let mut simulation = Simulation::new(options, 2);
+    let ids: Vec<_> =
+        (0..4).map(|_| simulation.arrive(1, Class::BestEffort, 1, Nanos::MAX)).collect();
     // One runs, two wait, the fourth finds the model's queue full and ends at once.
-    assert_eq!(world.seen[&ids[3].unwrap()].end, Some((Nanos::ZERO, End::QueueFull)));
-    assert!(world.core.next_request_id().is_some());
-    assert!(world.core.next_request_id().is_none(), "the global bound holds");
+    assert_eq!(simulation.seen[&ids[3].unwrap()].end, Some((Nanos::ZERO, End::QueueFull)));
+    assert!(simulation.core.next_request_id().is_some());
+    assert!(simulation.core.next_request_id().is_none(), "the global bound holds");
 }
 
 #[test]
 fn a_removed_model_is_freed_after_its_last_request() {
-    let mut world = World::new(CoreOptions::default(), 64);
-    world.arrive(1, Class::BestEffort, 1, Nanos::MAX);
-    world.event(Event::ModelRemoved { model: ModelId(1) });
-    assert!(world.freed.is_empty());
-    let refused = world.arrive(1, Class::BestEffort, 1, Nanos::MAX).unwrap();
-    assert_eq!(world.seen[&refused].end.unwrap().1, End::NoSuchModel);
-    world.run_until(Nanos(1_000_000));
-    assert_eq!(world.freed, vec![ModelId(1)]);
+    let mut simulation = Simulation::new(CoreOptions::default(), 64);
+    simulation.arrive(1, Class::BestEffort, 1, Nanos::MAX);
+    simulation.event(Event::ModelRemoved { model: ModelId(1) });
+    assert!(simulation.freed.is_empty());
+    let refused = simulation.arrive(1, Class::BestEffort, 1, Nanos::MAX).unwrap();
+    assert_eq!(simulation.seen[&refused].end.unwrap().1, End::NoSuchModel);
+    simulation.run_until(Nanos(1_000_000));
+    assert_eq!(simulation.freed, vec![ModelId(1)]);
 }
 
 #[test]
 fn best_effort_models_share_the_time() {
-    let mut world = World::new(CoreOptions::default(), 4096);
+    let mut simulation = Simulation::new(CoreOptions::default(), 4096);
     for _ in 0..2000 {
-        world.arrive(1, Class::BestEffort, 1, Nanos::MAX);
-        world.arrive(2, Class::BestEffort, 1, Nanos::MAX);
+        simulation.arrive(1, Class::BestEffort, 1, Nanos::MAX);
+        simulation.arrive(2, Class::BestEffort, 1, Nanos::MAX);
     }
-    world.run_until(Nanos(80_000_000));
+    simulation.run_until(Nanos(80_000_000));
     let used = |model| -> u64 {
-        world.seen.values().filter(|seen| seen.model == model).map(|seen| seen.busy.0).sum()
+        simulation.seen.values().filter(|seen| seen.model == model).map(|seen| seen.busy.0).sum()
     };
     let ratio = used(1) as f64 / used(2) as f64;
     assert!((0.9..1.1).contains(&ratio), "time used differs by {ratio}");
@@ -313,19 +317,19 @@ fn saturating_real_time_leaves_best_effort_its_share() {
         best_effort_slice: Nanos(100_000),
         ..CoreOptions::default()
     };
-    let mut world = World::new(options, 1_000_000);
+    let mut simulation = Simulation::new(options, 1_000_000);
     for _ in 0..4000 {
-        world.arrive(1, Class::RealTime, 1, Nanos::MAX);
-        world.arrive(2, Class::BestEffort, 1, Nanos::MAX);
+        simulation.arrive(1, Class::RealTime, 1, Nanos::MAX);
+        simulation.arrive(2, Class::BestEffort, 1, Nanos::MAX);
     }
-    world.run_until(Nanos(100_000_000));
+    simulation.run_until(Nanos(100_000_000));
     let used: u64 =
-        world.seen.values().filter(|seen| seen.model == 2).map(|seen| seen.busy.0).sum();
+        simulation.seen.values().filter(|seen| seen.model == 2).map(|seen| seen.busy.0).sum();
     let share = used as f64 / 100_000_000.0;
     assert!((0.17..0.25).contains(&share), "best effort got {share}");
 }
 
-/// Random loads with cancellations, removals and a drain; the checkers in [`World`] watch every step.
+/// Random loads with cancellations, removals and a drain; the checkers in [`Simulation`] watch every step.
 fn random_load(seed: u64) {
     let mut random = Random::new(seed);
     let options = CoreOptions {
@@ -340,16 +344,16 @@ fn random_load(seed: u64) {
         best_effort_slice: Nanos(50_000),
         ..CoreOptions::default()
     };
-    let mut world = World::new(options, 1 + random.below(20) as usize);
+    let mut simulation = Simulation::new(options, 1 + random.below(20) as usize);
     let mut ids = Vec::new();
     for _ in 0..300 {
         match random.below(20) {
             0 if !ids.is_empty() => {
                 let index = random.below(ids.len() as u64) as usize;
-                world.event(Event::Cancel { request: ids[index] });
+                simulation.event(Event::Cancel { request: ids[index] });
             }
-            1 if world.now > Nanos(3_000_000) => {
-                world.event(Event::ModelRemoved { model: ModelId(random.below(3) as u32) });
+            1 if simulation.now > Nanos(3_000_000) => {
+                simulation.event(Event::ModelRemoved { model: ModelId(random.below(3) as u32) });
             }
             _ => {
                 let model = random.below(3) as usize;
@@ -358,17 +362,17 @@ fn random_load(seed: u64) {
                     0 => Nanos::MAX,
                     _ => Nanos(random.below(2_000_000)),
                 };
-                ids.extend(world.arrive(model, class, 1 + random.below(3) as u32, timeout));
+                ids.extend(simulation.arrive(model, class, 1 + random.below(3) as u32, timeout));
             }
         }
         let pause = Nanos(random.below(100_000));
-        world.run_until(world.now + pause);
+        simulation.run_until(simulation.now + pause);
     }
-    world.event(Event::Drain);
-    world.run_until(world.now + Nanos(1_000_000_000));
-    assert_eq!(world.core.under_way(), 0, "seed {seed}: something never ended");
-    let unfinished = world.seen.values().filter(|seen| seen.end.is_none()).count();
-    assert_eq!(unfinished, 0, "seed {seed}: {:?}", world.ends());
+    simulation.event(Event::Drain);
+    simulation.run_until(simulation.now + Nanos(1_000_000_000));
+    assert_eq!(simulation.core.pending(), 0, "seed {seed}: something never ended");
+    let unfinished = simulation.seen.values().filter(|seen| seen.end.is_none()).count();
+    assert_eq!(unfinished, 0, "seed {seed}: {:?}", simulation.ends());
 }
 
 #[test]
@@ -378,9 +382,9 @@ fn every_request_ends_exactly_once() {
 
 /// Atoll's policy where the device pads with whole tasks.
 #[derive(Debug)]
-struct Accompanied;
+struct AdmittedPairPolicy;
 
-impl Policy for Accompanied {
+impl Policy for AdmittedPairPolicy {
     fn name(&self) -> &'static str {
         "accompanied"
     }
@@ -416,7 +420,7 @@ impl Pair {
         let queues = QueueLayout { shared: 0, real_time: 1, best_effort: 2, yielding: 0 };
         let options = CoreOptions { queues, ..options };
         let mut pair = Pair {
-            core: Core::with_policy(options.clone(), Box::new(Accompanied)),
+            core: Core::with_policy(options.clone(), Box::new(AdmittedPairPolicy)),
             now: Nanos::ZERO,
             running: [None; 2],
             left: [0; 2],
@@ -480,15 +484,15 @@ impl Pair {
     /// One real-time request, which takes as long as what runs beside it makes it take.
     fn real_time(&mut self) {
         self.arrive(0, Class::RealTime);
-        let beside: Vec<usize> =
+        let padding_models: Vec<usize> =
             self.running.iter().flatten().map(|request| self.model_of[request]).collect();
-        assert!(beside.len() <= 1, "at most one stays: {beside:?}");
+        assert!(beside.len() <= 1, "at most one stays: {padding_models:?}");
         if self.partition {
             let free = |(run, confined): (&Option<RequestId>, &bool)| run.is_some() && !confined;
             let free = self.running.iter().zip(&self.confined).any(free);
             assert!(!free, "who stays is in the partition");
         }
-        let busy = match beside[..] {
+        let busy = match padding_models[..] {
             [] => 100_000,
             [MILD] => 100_500,
             _ => 150_000,
@@ -546,7 +550,7 @@ fn only_real_time_of_one_model_runs_side_by_side() {
     for model in [0, 1].map(ModelId) {
         seen(&mut core, 0, Event::ModelAdded { model, steps: 1, queue_capacity: 9 });
     }
-    seen(&mut core, 0, Event::ModelConcurrency { model: ModelId(0), lanes: 2 });
+    seen(&mut core, 0, Event::ModelConcurrency { model: ModelId(0), max_running: 2 });
     let arrive = |core: &mut Core, model: u32| {
         let (request, event) = real_time(core, model, u64::MAX);
         (request, seen(core, 1, event))
@@ -556,7 +560,7 @@ fn only_real_time_of_one_model_runs_side_by_side() {
     let (two, launched) = arrive(&mut core, 0);
     assert_eq!(launched, [(Some(1), two)]);
     let (three, launched) = arrive(&mut core, 0);
-    assert_eq!(launched, [], "two at once is what it wants");
+    assert_eq!(launched, [], "two at once is what it load_requests");
     let (other, launched) = arrive(&mut core, 1);
     assert_eq!(launched, []);
     let done = |queue| Event::SegmentDone { queue, busy: Nanos(1) };
@@ -615,8 +619,9 @@ fn best_effort_waits_until_answers_of_real_time_are_out() {
     let model = ModelId(0);
     let done = |queue| Event::SegmentDone { queue, busy: Nanos(1) };
     for answered in [Event::RepliesSent, Event::Timer] {
-        let options = CoreOptions { queues, answers_first: true, ..CoreOptions::default() };
-        let mut core = Core::with_policy(options, Box::new(Accompanied));
+        let options =
+            CoreOptions { queues, reply_before_best_effort: true, ..CoreOptions::default() };
+        let mut core = Core::with_policy(options, Box::new(AdmittedPairPolicy));
         seen(&mut core, 0, Event::ModelAdded { model, steps: 1, queue_capacity: 9 });
         let (one, event) = real_time(&mut core, 0, u64::MAX);
         assert_eq!(seen(&mut core, 1, event), [(Some(0), one)]);
@@ -627,23 +632,23 @@ fn best_effort_waits_until_answers_of_real_time_are_out() {
         let event = Event::Arrival { request: waits, model, class, priority: 1, deadline };
         assert_eq!(seen(&mut core, 3, event), []);
         assert_eq!(seen(&mut core, 4, done(0)), [(None, one), (Some(0), two)]);
-        assert!(!core.is_answering(), "real time goes on, and best effort waits for that");
+        assert!(!core.awaits_replies(), "real time goes on, and best effort waits for that");
         assert_eq!(seen(&mut core, 5, done(0)), [(None, two)]);
-        assert!(core.is_answering());
+        assert!(core.awaits_replies());
         assert_eq!(seen(&mut core, 6, answered), [(Some(1), waits)]);
-        assert!(!core.is_answering());
+        assert!(!core.awaits_replies());
         assert_eq!(seen(&mut core, 7, done(1)), [(None, waits)]);
-        assert!(!core.is_answering(), "best effort has nobody to wait for");
+        assert!(!core.awaits_replies(), "best effort has nobody to wait for");
         let (last, event) = real_time(&mut core, 0, u64::MAX);
         assert_eq!(seen(&mut core, 8, event), [(Some(0), last)]);
         assert_eq!(seen(&mut core, 9, done(0)), [(None, last)]);
-        assert!(!core.is_answering(), "nothing waits");
+        assert!(!core.awaits_replies(), "nothing waits");
     }
 }
 
 /// One fast real-time queue, one of best effort and one whose real time leaves, with a device that lets work leave after a
 /// while.
-struct Ranked {
+struct PriorityHarness {
     core: Core,
     now: Nanos,
     /// By queue: the request, what is left of its run, and whether it was told to leave.
@@ -653,16 +658,16 @@ struct Ranked {
     ended: Vec<(RequestId, End, Nanos)>,
 }
 
-/// Of a run, and of leaving one.
+/// Of a run, and of preempting one.
 const RUN: u64 = 1_000;
 const LEAVE: u64 = 20;
 
-impl Ranked {
-    fn new() -> Ranked {
+impl PriorityHarness {
+    fn new() -> PriorityHarness {
         let queues = QueueLayout { shared: 0, real_time: 1, best_effort: 1, yielding: 1 };
         let options = CoreOptions { queues, ..CoreOptions::default() };
-        let mut ranked = Ranked {
-            core: Core::with_policy(options, Box::new(Accompanied)),
+        let mut ranked = PriorityHarness {
+            core: Core::with_policy(options, Box::new(AdmittedPairPolicy)),
             now: Nanos::ZERO,
             running: [None; 3],
             rest: HashMap::new(),
@@ -750,8 +755,8 @@ impl Ranked {
 
 #[test]
 fn real_time_leaves_for_real_time_of_a_higher_priority() {
-    let mut ranked = Ranked::new();
-    // Until a higher one is seen, a priority is the foremost.
+    let mut ranked = PriorityHarness::new();
+    // Until a higher one is seen, a priority is the highest_priority.
     let first = ranked.arrive(0, 5, u64::MAX);
     assert!(ranked.running[0].is_some());
     let urgent = ranked.arrive(1, 1, u64::MAX);
@@ -770,7 +775,7 @@ fn real_time_leaves_for_real_time_of_a_higher_priority() {
 
 #[test]
 fn real_time_leaves_only_where_a_deadline_is_helped() {
-    let mut ranked = Ranked::new();
+    let mut ranked = PriorityHarness::new();
     for model in [0, 1] {
         for _ in 0..40 {
             ranked.arrive(model, 1, u64::MAX);
@@ -797,7 +802,7 @@ fn real_time_leaves_only_where_a_deadline_is_helped() {
 fn nobody_is_lost_among_priorities() {
     for seed in 0..40 {
         let mut random = Random::new(seed);
-        let mut ranked = Ranked::new();
+        let mut ranked = PriorityHarness::new();
         let mut asked = Vec::new();
         for _ in 0..200 {
             let deadline = match random.below(3) {

@@ -1,9 +1,9 @@
 //! Which device a request goes to, and which devices hold a model: a state machine without clock, thread or device.
 //!
 //! Every model has a home, and replicas on other devices while one is not enough. A request goes to the replica where it
-//! starts soonest by what is known: the work ahead of it, and the time its weights would take to arrive. Load is judged interval
+//! starts soonest by what is known: the work ahead of it, and the time its weights would take to arrive. Load is evaluated_at interval
 //! by interval, by the shortest wait of any answer in it: if even the luckiest request waited, a queue stands, whatever the
-//! device does side by side and however large its batches are. A model whose replicas all have a standing queue gets another;
+//! device does side by side and however large its batches are. A model whose replicas all have a state queue gets another;
 //! when its rate has long been what fewer of them served at their limit, one goes.
 
 use base::Nanos;
@@ -27,16 +27,16 @@ impl GroupModelId {
 
 /// What is to be done about replicas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Change {
+pub enum ReplicaChange {
     /// Make the model ready on the device, then say [`Router::made`] or [`Router::not_made`].
-    Make(GroupModelId, usize),
+    Add(GroupModelId, usize),
     /// Nobody uses the model on this device any more, and nobody will: take it away.
-    Take(GroupModelId, usize),
+    Remove(GroupModelId, usize),
 }
 
 /// A request that was routed; given back when it ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ticket {
+pub struct RoutedRequest {
     /// Its model.
     pub model: GroupModelId,
     /// Where it went.
@@ -47,7 +47,7 @@ pub struct Ticket {
 
 /// How a routed request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ended {
+pub enum RequestEnd {
     /// With outputs, after so much time off the device, and so much of the device's time for itself.
     Done {
         /// From its arrival to its answer, less what it ran.
@@ -63,42 +63,42 @@ pub enum Ended {
 
 /// How a model stands on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Standing {
+pub enum ReplicaState {
     /// It is being made ready.
-    Making,
+    Loading,
     /// It takes requests.
     Serving,
     /// It takes no more; those under way finish.
-    Leaving,
+    Draining,
 }
 
 /// A model on a device, for those who look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ReplicaView {
+pub struct ReplicaStatus {
     /// The device.
     pub device: usize,
     /// How it stands.
-    pub standing: Standing,
+    pub state: ReplicaState,
     /// Requests routed there and not answered.
-    pub under_way: usize,
+    pub pending: usize,
     /// Requests answered with outputs so far.
-    pub answered: u64,
+    pub completed: u64,
 }
 
 #[derive(Debug)]
 struct Replica {
-    standing: Standing,
-    under_way: usize,
-    answered: u64,
+    state: ReplicaState,
+    pending: usize,
+    completed: u64,
     /// What a request takes of the device; `None` before the first answer.
     cost: Option<Nanos>,
     interval: Interval,
 }
 
-/// What happened since load was judged last.
+/// What happened since load was evaluated_at last.
 #[derive(Clone, Copy, Debug, Default)]
 struct Interval {
-    answered: u64,
+    completed: u64,
     /// Device time of the answers.
     work: Nanos,
     least_wait: Option<Nanos>,
@@ -117,11 +117,11 @@ struct ModelState {
     home: usize,
     /// By device.
     replicas: Vec<Option<Replica>>,
-    /// Intervals in a row in which every replica had a standing queue.
+    /// Intervals in a row in which every replica had a state queue.
     overloaded: u32,
     /// Intervals in a row in which one replica less would have done.
-    calm: u32,
-    /// Answers in an interval that a replica gave at its limit, as seen last.
+    underused: u32,
+    /// Answers in an interval that a replica gave at its limit, as measured last.
     limit: Option<u64>,
     /// No replica is tried before.
     not_before: Nanos,
@@ -143,13 +143,13 @@ struct DeviceState {
 
 /// How often replicas were made and taken away.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Changes {
+pub struct ReplicaCounts {
     /// Replicas beside a model's home that were made.
-    pub made: u64,
+    pub added: u64,
     /// Those that could not be made.
-    pub refused: u64,
+    pub failed: u64,
     /// Those that were taken away.
-    pub taken: u64,
+    pub removed: u64,
 }
 
 /// The state machine.
@@ -159,8 +159,8 @@ pub struct Router {
     devices: Vec<DeviceState>,
     models: Vec<Option<ModelState>>,
     next_generation: u64,
-    judged: Nanos,
-    changes: Changes,
+    evaluated_at: Nanos,
+    changes: ReplicaCounts,
     /// What a load is expected to bring in a second, by device.
     speeds: Vec<u64>,
 }
@@ -175,8 +175,8 @@ impl Router {
             options,
             models: Vec::new(),
             next_generation: 0,
-            judged: Nanos::ZERO,
-            changes: Changes::default(),
+            evaluated_at: Nanos::ZERO,
+            changes: ReplicaCounts::default(),
         }
     }
 
@@ -221,9 +221,9 @@ impl Router {
     /// Bytes of those models that were in use in the last interval.
     fn used(&self, device: usize) -> u64 {
         let in_use = |replica: &Replica| {
-            replica.under_way > 0
-                || replica.interval.answered > 0
-                || replica.standing == Standing::Making
+            replica.pending > 0
+                || replica.interval.completed > 0
+                || replica.state == ReplicaState::Loading
         };
         let here = |model: &&ModelState| model.replicas[device].as_ref().is_some_and(in_use);
         self.models.iter().flatten().filter(here).map(|model| model.bytes).sum()
@@ -234,7 +234,7 @@ impl Router {
         self.next_generation += 1;
         let generation = self.next_generation;
         let mut replicas: Vec<_> = self.devices.iter().map(|_| None).collect();
-        replicas[home] = Some(Replica::new(Standing::Serving));
+        replicas[home] = Some(Replica::new(ReplicaState::Serving));
         let ModelFacts { class, pinned, held_back } = facts;
         let state = ModelState {
             generation,
@@ -245,7 +245,7 @@ impl Router {
             home,
             replicas,
             overloaded: 0,
-            calm: 0,
+            underused: 0,
             limit: None,
             not_before: Nanos::ZERO,
         };
@@ -264,7 +264,10 @@ impl Router {
         }
         let Some(state) = self.models[model.slot()].take() else { return Vec::new() };
         let ready = |(device, replica): (usize, &Option<Replica>)| {
-            replica.as_ref().filter(|replica| replica.standing != Standing::Making).map(|_| device)
+            replica
+                .as_ref()
+                .filter(|replica| replica.state != ReplicaState::Loading)
+                .map(|_| device)
         };
         state.replicas.iter().enumerate().filter_map(ready).collect()
     }
@@ -276,7 +279,7 @@ impl Router {
         }
     }
 
-    /// What loads were seen to bring in a second on `device`.
+    /// What loads were measured to bring in a second on `device`.
     pub fn set_speed(&mut self, device: usize, bytes_per_second: u64) {
         self.speeds[device] = bytes_per_second.max(1);
     }
@@ -289,11 +292,14 @@ impl Router {
         model: GroupModelId,
         class: Option<Class>,
         resident: impl Fn(usize) -> bool,
-    ) -> Option<Ticket> {
+    ) -> Option<RoutedRequest> {
         let state = self.model(model)?;
         let class = class.unwrap_or(state.class);
         let serving = |(device, replica): (usize, &Option<Replica>)| {
-            replica.as_ref().filter(|replica| replica.standing == Standing::Serving).map(|_| device)
+            replica
+                .as_ref()
+                .filter(|replica| replica.state == ReplicaState::Serving)
+                .map(|_| device)
         };
         let mut serving: Vec<usize> =
             state.replicas.iter().enumerate().filter_map(serving).collect();
@@ -308,8 +314,8 @@ impl Router {
             load.real_time += cost;
         }
         let replica = self.models[model.slot()].as_mut()?.replicas[device].as_mut()?;
-        replica.under_way += 1;
-        Some(Ticket { model, device, class, cost })
+        replica.pending += 1;
+        Some(RoutedRequest { model, device, class, cost })
     }
 
     /// By what a request chooses among devices: the sooner it starts, the smaller. Real time goes before best effort, so only
@@ -348,70 +354,75 @@ impl Router {
     }
 
     /// A routed request ended. The replica that nobody uses any more, if it was the last one of a leaving replica.
-    pub fn ended(&mut self, now: Nanos, ticket: Ticket, end: Ended) -> Option<Change> {
-        let Ticket { model, device, class, cost } = ticket;
+    pub fn ended(
+        &mut self,
+        now: Nanos,
+        routed: RoutedRequest,
+        end: RequestEnd,
+    ) -> Option<ReplicaChange> {
+        let RoutedRequest { model, device, class, cost } = routed;
         let load = &mut self.devices[device];
         load.all = load.all - cost;
         if class == Class::RealTime {
             load.real_time = load.real_time - cost;
         }
-        if end == Ended::Faulted {
+        if end == RequestEnd::Faulted {
             load.avoided_until = now + self.options.avoid;
         }
         let replica = self.model_mut(model)?.replicas[device].as_mut()?;
-        replica.under_way = replica.under_way.saturating_sub(1);
-        if let Ended::Done { wait, cost } = end {
+        replica.pending = replica.pending.saturating_sub(1);
+        if let RequestEnd::Done { wait, cost } = end {
             replica.done(wait, cost);
         }
-        if replica.under_way > 0 {
+        if replica.pending > 0 {
             return None;
         }
         replica.interval.busy = false;
-        let left = replica.standing == Standing::Leaving;
+        let left = replica.state == ReplicaState::Draining;
         left.then(|| self.take(model, device)).flatten()
     }
 
-    fn take(&mut self, model: GroupModelId, device: usize) -> Option<Change> {
+    fn take(&mut self, model: GroupModelId, device: usize) -> Option<ReplicaChange> {
         self.model_mut(model)?.replicas[device] = None;
-        self.changes.taken += 1;
-        Some(Change::Take(model, device))
+        self.changes.removed += 1;
+        Some(ReplicaChange::Remove(model, device))
     }
 
     /// A replica is ready. `false` when the model is gone meanwhile.
     pub fn made(&mut self, model: GroupModelId, device: usize) -> bool {
         let Some(state) = self.model_mut(model) else { return false };
         let Some(replica) = state.replicas[device].as_mut() else { return false };
-        replica.standing = Standing::Serving;
-        self.changes.made += 1;
+        replica.state = ReplicaState::Serving;
+        self.changes.added += 1;
         true
     }
 
     /// A replica could not be made; another is tried later.
     pub fn not_made(&mut self, now: Nanos, model: GroupModelId, device: usize) {
         let pause = Nanos(self.options.interval.0 * u64::from(self.options.calm_intervals));
-        self.changes.refused += 1;
+        self.changes.failed += 1;
         if let Some(state) = self.model_mut(model) {
             state.replicas[device] = None;
             state.not_before = now + pause;
         }
     }
 
-    /// When load is to be judged next.
-    pub fn next_judgement(&self) -> Nanos {
-        self.judged + self.options.interval
+    /// When load is to be evaluated_at next.
+    pub fn next_evaluation(&self) -> Nanos {
+        self.evaluated_at + self.options.interval
     }
 
     /// Judges the interval that is over and says what is to be done.
-    pub fn judge(&mut self, now: Nanos) -> Vec<Change> {
-        self.judged = now;
+    pub fn evaluate(&mut self, now: Nanos) -> Vec<ReplicaChange> {
+        self.evaluated_at = now;
         self.see_load();
-        let mut changes: Vec<Change> = Vec::new();
+        let mut changes: Vec<ReplicaChange> = Vec::new();
         changes.extend(self.add_replica(now));
         changes.extend(self.drop_replicas(now));
         for replica in
             self.models.iter_mut().flatten().flat_map(|m| m.replicas.iter_mut()).flatten()
         {
-            replica.interval = Interval { busy: replica.under_way > 0, ..Interval::default() };
+            replica.interval = Interval { busy: replica.pending > 0, ..Interval::default() };
         }
         changes
     }
@@ -429,15 +440,15 @@ impl Router {
                 let Some(replica) = replica else { continue };
                 let load = &mut self.devices[device];
                 load.work += replica.interval.work;
-                if replica.standing != Standing::Serving {
+                if replica.state != ReplicaState::Serving {
                     continue;
                 }
-                let seen = replica.queue_stands(allowed, options.interval);
-                stands |= seen == Some(true);
-                drains |= seen == Some(false);
-                load.overloaded |= seen == Some(true);
-                if seen == Some(true) && replica.interval.answered > 0 {
-                    model.limit = Some(replica.interval.answered);
+                let measured = replica.queue_stands(allowed, options.interval);
+                stands |= measured == Some(true);
+                drains |= measured == Some(false);
+                load.overloaded |= measured == Some(true);
+                if measured == Some(true) && replica.interval.completed > 0 {
+                    model.limit = Some(replica.interval.completed);
                 }
             }
             model.overloaded = match (drains, stands) {
@@ -450,9 +461,9 @@ impl Router {
     }
 
     /// A replica for the model that needs one most, if there is a device for it.
-    fn add_replica(&mut self, now: Nanos) -> Option<Change> {
+    fn add_replica(&mut self, now: Nanos) -> Option<ReplicaChange> {
         let wanting = |state: &&(usize, &ModelState)| {
-            let making = |replica: &Replica| replica.standing == Standing::Making;
+            let making = |replica: &Replica| replica.state == ReplicaState::Loading;
             let broken = |(device, _): (usize, &Replica)| self.devices[device].avoided_until > now;
             let mut there = state
                 .1
@@ -473,10 +484,10 @@ impl Router {
             .iter()
             .find_map(|(slot, model)| self.target(now, model).map(|device| (*slot, device)))?;
         let state = self.models[slot].as_mut()?;
-        state.replicas[device] = Some(Replica::new(Standing::Making));
-        (state.overloaded, state.calm) = (0, 0);
+        state.replicas[device] = Some(Replica::new(ReplicaState::Loading));
+        (state.overloaded, state.underused) = (0, 0);
         let generation = state.generation;
-        Some(Change::Make(GroupModelId { slot: slot as u32, generation }, device))
+        Some(ReplicaChange::Add(GroupModelId { slot: slot as u32, generation }, device))
     }
 
     /// The device that a replica of `model` had best be on: with room beside what is in use, and without a queue.
@@ -495,32 +506,32 @@ impl Router {
     }
 
     /// Lets replicas go that are not needed any more.
-    fn drop_replicas(&mut self, now: Nanos) -> Vec<Change> {
+    fn drop_replicas(&mut self, now: Nanos) -> Vec<ReplicaChange> {
         let mut gone = Vec::new();
         for slot in 0..self.models.len() {
             let Some(state) = &mut self.models[slot] else { continue };
             let Some(device) = state.spare(&self.options, &self.devices, now) else { continue };
             let model = GroupModelId { slot: slot as u32, generation: state.generation };
             let Some(replica) = &mut state.replicas[device] else { continue };
-            replica.standing = Standing::Leaving;
-            let unused = replica.under_way == 0;
+            replica.state = ReplicaState::Draining;
+            let unused = replica.pending == 0;
             gone.extend(unused.then(|| self.take(model, device)).flatten());
         }
         gone
     }
 
     /// Where `model` is.
-    pub fn replicas(&self, model: GroupModelId) -> Vec<ReplicaView> {
+    pub fn replicas(&self, model: GroupModelId) -> Vec<ReplicaStatus> {
         let Some(state) = self.model(model) else { return Vec::new() };
         let view = |(device, replica): (usize, &Option<Replica>)| {
-            let Replica { standing, under_way, answered, .. } = *replica.as_ref()?;
-            Some(ReplicaView { device, standing, under_way, answered })
+            let Replica { state, pending, completed, .. } = *replica.as_ref()?;
+            Some(ReplicaStatus { device, state, pending, completed })
         };
         state.replicas.iter().enumerate().filter_map(view).collect()
     }
 
     /// What was done about replicas so far.
-    pub fn changes(&self) -> Changes {
+    pub fn changes(&self) -> ReplicaCounts {
         self.changes
     }
 
@@ -547,15 +558,15 @@ pub struct ModelFacts {
 }
 
 impl Replica {
-    fn new(standing: Standing) -> Replica {
+    fn new(state: ReplicaState) -> Replica {
         let interval = Interval::default();
-        Replica { standing, under_way: 0, answered: 0, cost: None, interval }
+        Replica { state, pending: 0, completed: 0, cost: None, interval }
     }
 
     fn done(&mut self, wait: Nanos, cost: Nanos) {
-        self.answered += 1;
+        self.completed += 1;
         let interval = &mut self.interval;
-        interval.answered += 1;
+        interval.completed += 1;
         interval.work += cost;
         interval.least_wait = Some(interval.least_wait.map_or(wait, |least| least.min(wait)));
         // An eighth of what is new: one odd run hardly counts.
@@ -593,23 +604,23 @@ impl ModelState {
     ) -> Option<usize> {
         let serving = |(device, replica): (usize, &Option<Replica>)| {
             let replica = replica.as_ref()?;
-            (replica.standing == Standing::Serving).then_some((device, replica.interval.answered))
+            (replica.state == ReplicaState::Serving).then_some((device, replica.interval.completed))
         };
         let serving: Vec<(usize, u64)> =
             self.replicas.iter().enumerate().filter_map(serving).collect();
-        let answered: u64 = serving.iter().map(|(_, answered)| answered).sum();
+        let completed: u64 = serving.iter().map(|(_, completed)| completed).sum();
         let others = serving.len().saturating_sub(1) as u64;
         // Not divided: of a model with one answer in an interval nothing would be left.
         let enough = self.limit.unwrap_or(0) * others * u64::from(options.calm_percent);
         let well = devices[self.home].avoided_until <= now;
         // Without a limit it is there because its home was broken, and goes when that is well again.
-        let calm = others > 0 && well && (answered * 100 < enough || self.limit.is_none());
-        self.calm = if calm { self.calm.saturating_add(1) } else { 0 };
-        if self.calm < options.calm_intervals {
+        let underused = others > 0 && well && (completed * 100 < enough || self.limit.is_none());
+        self.underused = if underused { self.underused.saturating_add(1) } else { 0 };
+        if self.underused < options.calm_intervals {
             return None;
         }
-        self.calm = 0;
+        self.underused = 0;
         let away = serving.into_iter().filter(|(device, _)| *device != self.home);
-        away.min_by_key(|(device, answered)| (*answered, *device)).map(|(device, _)| device)
+        away.min_by_key(|(device, completed)| (*completed, *device)).map(|(device, _)| device)
     }
 }

@@ -1,4 +1,4 @@
-use super::world::{Bug, Load, Outcome, Plan, World};
+use super::simulation::{Bug, Load, Outcome, Plan, Simulation};
 use super::*;
 use base::Random;
 
@@ -9,7 +9,7 @@ fn second(seconds: u64) -> Nanos {
 }
 
 fn run(plan: Plan) -> Outcome {
-    let outcome = World::new(plan, DeviceGroupOptions::default()).finish();
+    let outcome = Simulation::new(plan, DeviceGroupOptions::default()).finish();
     assert_eq!(outcome.violations, Vec::<String>::new());
     assert_eq!(outcome.asked, outcome.done + outcome.refused);
     outcome
@@ -123,7 +123,7 @@ fn the_checker_notices_what_is_wrong() {
     assert!(run(sound.clone()).most_replicas[0] > 1);
     for bug in [Bug::Elsewhere, Bug::Forgotten, Bug::Twice, Bug::Late] {
         let plan = Plan { planted: Some(bug), ..sound.clone() };
-        let outcome = World::new(plan, DeviceGroupOptions::default()).finish();
+        let outcome = Simulation::new(plan, DeviceGroupOptions::default()).finish();
         assert!(!outcome.violations.is_empty(), "{bug:?} was not noticed");
     }
 }
@@ -147,15 +147,15 @@ fn real_time_is_as_fast_beside_a_flood_as_alone() {
 }
 
 mod routing {
-    use super::super::router::{Change, Ended, ModelFacts, Router, Standing};
+    use super::super::router::{ModelFacts, ReplicaChange, ReplicaState, RequestEnd, Router};
     use super::*;
 
     fn facts() -> ModelFacts {
         ModelFacts { class: Class::BestEffort, pinned: false, held_back: Nanos::ZERO }
     }
 
-    fn done(wait_ms: u64, cost_ms: u64) -> Ended {
-        Ended::Done { wait: Nanos::from_millis(wait_ms), cost: Nanos::from_millis(cost_ms) }
+    fn done(wait_ms: u64, cost_ms: u64) -> RequestEnd {
+        RequestEnd::Done { wait: Nanos::from_millis(wait_ms), cost: Nanos::from_millis(cost_ms) }
     }
 
     /// A model on both of two devices, its home being the first.
@@ -164,12 +164,12 @@ mod routing {
         let model = router.add(0, 100, facts());
         for interval in 1..=2 {
             for _ in 0..50 {
-                let ticket = router.route(Nanos::ZERO, model, None, |_| true).expect("it is there");
-                assert_eq!(ticket.device, 0, "its home is the only place");
-                router.ended(Nanos::ZERO, ticket, done(50, 10));
+                let routed = router.route(Nanos::ZERO, model, None, |_| true).expect("it is there");
+                assert_eq!(routed.device, 0, "its home is the only place");
+                router.ended(Nanos::ZERO, routed, done(50, 10));
             }
-            let changes = router.judge(Nanos::from_millis(500 * interval));
-            let made = vec![Change::Make(model, 1)];
+            let changes = router.evaluate(Nanos::from_millis(500 * interval));
+            let made = vec![ReplicaChange::Add(model, 1)];
             assert_eq!(changes, if interval == 2 { made } else { vec![] });
         }
         assert!(router.made(model, 1));
@@ -193,9 +193,9 @@ mod routing {
     #[test]
     fn a_broken_device_is_asked_last_and_again_later() {
         let (mut router, model) = twice();
-        let ticket = router.route(Nanos::ZERO, model, None, |_| true).expect("there");
-        assert_eq!(ticket.device, 0);
-        router.ended(Nanos::ZERO, ticket, Ended::Faulted);
+        let routed = router.route(Nanos::ZERO, model, None, |_| true).expect("there");
+        assert_eq!(routed.device, 0);
+        router.ended(Nanos::ZERO, routed, RequestEnd::Faulted);
         for _ in 0..5 {
             let other = router.route(Nanos::ZERO, model, None, |_| true).expect("there");
             assert_eq!(other.device, 1);
@@ -208,9 +208,9 @@ mod routing {
     fn a_model_whose_only_device_broke_gets_another() {
         let mut router = Router::new(DeviceGroupOptions::default(), &[1_000, 1_000]);
         let model = router.add(0, 100, facts());
-        let ticket = router.route(Nanos::ZERO, model, None, |_| true).expect("there");
-        router.ended(Nanos::ZERO, ticket, Ended::Faulted);
-        assert_eq!(router.judge(Nanos::from_millis(500)), [Change::Make(model, 1)]);
+        let routed = router.route(Nanos::ZERO, model, None, |_| true).expect("there");
+        router.ended(Nanos::ZERO, routed, RequestEnd::Faulted);
+        assert_eq!(router.evaluate(Nanos::from_millis(500)), [ReplicaChange::Add(model, 1)]);
     }
 
     #[test]
@@ -221,15 +221,15 @@ mod routing {
         assert_eq!((first.device, second.device), (0, 1));
         router.ended(Nanos::ZERO, first, done(0, 10));
         for interval in 3..30 {
-            assert_eq!(router.judge(Nanos::from_millis(500 * interval)), []);
+            assert_eq!(router.evaluate(Nanos::from_millis(500 * interval)), []);
         }
-        let standing: Vec<_> = router.replicas(model).iter().map(|view| view.standing).collect();
-        assert_eq!(standing, [Standing::Serving, Standing::Leaving]);
+        let state: Vec<_> = router.replicas(model).iter().map(|view| view.state).collect();
+        assert_eq!(state, [ReplicaState::Serving, ReplicaState::Draining]);
         let third = router.route(Nanos::ZERO, model, None, |_| true).expect("there");
         assert_eq!(third.device, 0, "a leaving replica takes no more");
         let gone = router.ended(Nanos::ZERO, second, done(0, 10));
-        assert_eq!(gone, Some(Change::Take(model, 1)));
-        assert_eq!(router.changes().taken, 1);
+        assert_eq!(gone, Some(ReplicaChange::Remove(model, 1)));
+        assert_eq!(router.changes().removed, 1);
     }
 
     #[test]
@@ -249,10 +249,10 @@ mod routing {
     #[test]
     fn a_removed_model_is_not_routed_and_its_tickets_still_end() {
         let (mut router, model) = twice();
-        let ticket = router.route(Nanos::ZERO, model, None, |_| true).expect("there");
+        let routed = router.route(Nanos::ZERO, model, None, |_| true).expect("there");
         assert_eq!(router.remove(model), [0, 1]);
         assert_eq!(router.route(Nanos::ZERO, model, None, |_| true), None);
-        assert_eq!(router.ended(Nanos::ZERO, ticket, done(0, 10)), None);
+        assert_eq!(router.ended(Nanos::ZERO, routed, done(0, 10)), None);
         let next = router.add(1, 100, facts());
         assert_ne!(next, model);
         assert_eq!(router.route(Nanos::ZERO, next, None, |_| true).map(|t| t.device), Some(1));

@@ -1,11 +1,11 @@
 //! Which requests of one model go to the device together: a state machine without clock, thread or device.
 //!
 //! Requests wait here, in groups that may share a batch: of one class, one priority and the same sizes of everything but the
-//! batch. When a group's policy wants a batch, the core gets one job for it, a ticket. Who rides on it is settled when the
+//! batch. When a group's policy wants a batch, the core gets one job for it, a slot. Who rides on it is settled when the
 //! core starts it, so that whoever comes while the device is busy still gets a seat. A job that ends ends all who ride on it;
 //! each request is handed back exactly once.
 
-mod learned;
+mod learned_profile;
 mod rules;
 
 use std::collections::{BTreeSet, VecDeque};
@@ -13,14 +13,14 @@ use std::collections::{BTreeSet, VecDeque};
 use base::Nanos;
 use model::config::Class;
 
-use crate::batching::{BatchPolicy, Decision, ModelView, Turn, Waiting, Worker};
+use crate::batching::{BatchPolicy, Decision, ModelView, StaggeredBatch, WaitingRequest, Worker};
 use crate::core::RequestId;
 
-use self::learned::Learned;
+use self::learned_profile::LearnedProfile;
 pub(super) use self::rules::Rules;
 
 /// Groups of a model that are kept apart at once.
-const GROUPS_MOST: usize = 64;
+const MAX_GROUPS: usize = 64;
 
 /// Who may share a batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,12 +42,12 @@ pub(super) struct Member<M> {
     pub(super) rows: usize,
     pub(super) arrived: Nanos,
     pub(super) deadline: Nanos,
-    pub(super) cargo: M,
+    pub(super) payload: M,
 }
 
 /// A batch that the core is to be asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Wanted {
+pub(super) struct SlotRequest {
     pub(super) group: usize,
     pub(super) class: Class,
     pub(super) priority: u32,
@@ -57,7 +57,7 @@ pub(super) struct Wanted {
 
 /// A batch that starts.
 #[derive(Debug)]
-pub(super) struct Boarded {
+pub(super) struct FormedBatch {
     /// Rows in all; none when nobody waits any more.
     pub(super) rows: usize,
     /// When it is of no more use to any of them.
@@ -75,7 +75,7 @@ pub(super) enum Refusal {
 
 /// What a job that ended leaves behind.
 #[derive(Debug)]
-pub(super) enum Ended<M> {
+pub(super) enum BatchEnd<M> {
     /// It was never started: whoever waits goes on waiting.
     Unstarted,
     /// It had been started with these, whose answers are still due. `rows` of all that rode on it.
@@ -85,11 +85,11 @@ pub(super) enum Ended<M> {
 struct Group<M> {
     key: GroupKey,
     policy: Box<dyn BatchPolicy>,
-    learned: Learned,
+    learned: LearnedProfile,
     members: VecDeque<Member<M>>,
     /// The same row by row, as policies see it.
-    rows: VecDeque<Waiting>,
-    ticket: Option<Ticket>,
+    rows: VecDeque<WaitingRequest>,
+    slot: Option<BatchSlot>,
     /// Batches that were decided and not asked for yet.
     planned: VecDeque<(usize, usize)>,
     wake: Option<Nanos>,
@@ -101,14 +101,14 @@ struct Group<M> {
 
 /// A batch that the core has been asked for.
 #[derive(Clone, Copy, Debug)]
-struct Ticket {
+struct BatchSlot {
     job: Option<RequestId>,
     worker: usize,
     count: usize,
     asked: Nanos,
 }
 
-struct Job<M> {
+struct StartedBatch<M> {
     id: RequestId,
     group: usize,
     worker: usize,
@@ -122,7 +122,7 @@ struct Job<M> {
 
 /// A worker. Batches of several groups may have been asked for it at once, and then run on it at once.
 #[derive(Clone, Copy, Debug)]
-struct Seats {
+struct WorkerState {
     batch: usize,
     running: usize,
 }
@@ -132,9 +132,9 @@ pub(super) struct Batcher<M> {
     rules: Rules,
     /// The most requests that may wait.
     capacity: usize,
-    workers: Vec<Seats>,
+    workers: Vec<WorkerState>,
     groups: Vec<Group<M>>,
-    jobs: Vec<Job<M>>,
+    jobs: Vec<StartedBatch<M>>,
     deadlines: BTreeSet<(Nanos, MemberId)>,
     waiting: usize,
     next_id: u64,
@@ -146,12 +146,12 @@ pub(super) struct Batcher<M> {
     /// What batches took when the model was measured.
     measured: Vec<(usize, Nanos)>,
     /// The largest batch that fits the objective by that.
-    fitting: usize,
+    max_fitting: usize,
 }
 
 impl<M> Batcher<M> {
     pub(super) fn new(rules: Rules, capacity: usize) -> Batcher<M> {
-        let worker = |batch: &usize| Seats { batch: *batch, running: 0 };
+        let worker = |batch: &usize| WorkerState { batch: *batch, running: 0 };
         Batcher {
             workers: rules.workers.iter().map(worker).collect(),
             rules,
@@ -165,7 +165,7 @@ impl<M> Batcher<M> {
             device_time: Nanos::ZERO,
             counted_until: Nanos::ZERO,
             measured: Vec::new(),
-            fitting: usize::MAX,
+            max_fitting: usize::MAX,
         }
     }
 
@@ -177,18 +177,18 @@ impl<M> Batcher<M> {
             group.learned.seed(times);
             self.rules.refresh(&mut group.policy, group.learned.profile());
         }
-        let mut measured = Learned::new(self.rules.batch_max());
+        let mut measured = LearnedProfile::new(self.rules.batch_max());
         measured.seed(times);
-        self.fitting = match times.is_empty() {
+        self.max_fitting = match times.is_empty() {
             true => usize::MAX,
-            false => self.rules.fitting(measured.profile()),
+            false => self.rules.max_fitting(measured.profile()),
         };
     }
 
-    /// Makes batches of `turn` from now on, or as its rules say.
-    pub(super) fn set_turn(&mut self, turn: Option<Turn>) {
+    /// Makes batches of `staggered` from now on, or as its rules say.
+    pub(super) fn set_staggered_batch(&mut self, staggered: Option<StaggeredBatch>) {
         // What a policy has learned stays where nothing changes.
-        if !self.rules.set_turn(turn) {
+        if !self.rules.set_staggered_batch(staggered) {
             return;
         }
         for group in &mut self.groups {
@@ -199,9 +199,9 @@ impl<M> Batcher<M> {
     }
 
     /// The largest batch that is made.
-    pub(super) fn batch_most(&self) -> usize {
+    pub(super) fn max_batch(&self) -> usize {
         let batches = self.workers.iter().map(|worker| worker.batch);
-        batches.filter(|batch| *batch <= self.fitting).max().unwrap_or(1)
+        batches.filter(|batch| *batch <= self.max_fitting).max().unwrap_or(1)
     }
 
     /// The settings it follows.
@@ -210,13 +210,13 @@ impl<M> Batcher<M> {
     }
 
     /// Requests that are not answered yet.
-    pub(super) fn under_way(&self) -> usize {
+    pub(super) fn pending(&self) -> usize {
         self.waiting + self.jobs.iter().map(|job| job.members.len()).sum::<usize>()
     }
 
     /// Jobs that the core holds for it.
     pub(super) fn jobs(&self) -> usize {
-        let asked = |group: &&Group<M>| group.ticket.is_some_and(|ticket| ticket.job.is_some());
+        let asked = |group: &&Group<M>| group.slot.is_some_and(|slot| slot.job.is_some());
         self.jobs.len() + self.groups.iter().filter(asked).count()
     }
 
@@ -233,13 +233,13 @@ impl<M> Batcher<M> {
         now: Nanos,
         key: GroupKey,
         (rows, deadline): (usize, Nanos),
-        cargo: M,
+        payload: M,
         ready: impl FnOnce() -> Option<Vec<usize>>,
     ) -> Result<MemberId, (Refusal, M)> {
         if self.waiting >= self.capacity {
-            return Err((Refusal::Full, cargo));
+            return Err((Refusal::Full, payload));
         }
-        let Some(index) = self.group_of(key, ready) else { return Err((Refusal::Alone, cargo)) };
+        let Some(index) = self.group_of(key, ready) else { return Err((Refusal::Alone, payload)) };
         self.next_id += 1;
         self.clock += 1;
         let id = MemberId(self.next_id);
@@ -249,7 +249,7 @@ impl<M> Batcher<M> {
         self.waiting += 1;
         let group = &mut self.groups[index];
         group.used = self.clock;
-        let member = Member { id, rows, arrived: now, deadline, cargo };
+        let member = Member { id, rows, arrived: now, deadline, payload };
         // Real time goes by deadline, as in the core; best effort by arrival.
         let behind =
             |other: &Member<M>| group.key.class == Class::BestEffort || other.deadline <= deadline;
@@ -274,7 +274,7 @@ impl<M> Batcher<M> {
         if let Some(index) = self.groups.iter().position(|group| group.key == key) {
             return Some(index);
         }
-        let mut learned = Learned::new(self.rules.batch_max());
+        let mut learned = LearnedProfile::new(self.rules.batch_max());
         learned.seed(&self.measured);
         let group = Group {
             policy: self.rules.policy(learned.profile()),
@@ -283,13 +283,13 @@ impl<M> Batcher<M> {
             learned,
             members: VecDeque::new(),
             rows: VecDeque::new(),
-            ticket: None,
+            slot: None,
             planned: VecDeque::new(),
             wake: None,
             running: 0,
             used: self.clock,
         };
-        if self.groups.len() < GROUPS_MOST {
+        if self.groups.len() < MAX_GROUPS {
             self.groups.push(group);
             return Some(self.groups.len() - 1);
         }
@@ -335,7 +335,7 @@ impl<M> Batcher<M> {
                 self.deadlines.remove(&(member.deadline, id));
                 if group.members.is_empty() {
                     group.planned.clear();
-                    idle.extend(group.ticket.and_then(|ticket| ticket.job));
+                    idle.extend(group.slot.and_then(|slot| slot.job));
                 }
                 return Some(member);
             }
@@ -355,7 +355,11 @@ impl<M> Batcher<M> {
 
     /// The next batch to ask the core for, if one is due; [`Batcher::asked`] must follow. `given_up` are those whose policy
     /// does not see them answered in time.
-    pub(super) fn decide(&mut self, now: Nanos, given_up: &mut Vec<Member<M>>) -> Option<Wanted> {
+    pub(super) fn decide(
+        &mut self,
+        now: Nanos,
+        given_up: &mut Vec<Member<M>>,
+    ) -> Option<SlotRequest> {
         (0..self.groups.len()).find_map(|index| self.decide_group(now, index, given_up))
     }
 
@@ -364,9 +368,9 @@ impl<M> Batcher<M> {
         now: Nanos,
         index: usize,
         given_up: &mut Vec<Member<M>>,
-    ) -> Option<Wanted> {
+    ) -> Option<SlotRequest> {
         let group = &mut self.groups[index];
-        if group.ticket.is_some() {
+        if group.slot.is_some() {
             return None;
         }
         if group.members.is_empty() {
@@ -381,10 +385,10 @@ impl<M> Batcher<M> {
             if self.workers[worker].running > 0 || group.members.is_empty() {
                 continue;
             }
-            group.ticket = Some(Ticket { job: None, worker, count, asked: now });
+            group.slot = Some(BatchSlot { job: None, worker, count, asked: now });
             let deadline = group.members.iter().map(|member| member.deadline).min();
             let GroupKey { class, priority, .. } = group.key;
-            return Some(Wanted {
+            return Some(SlotRequest {
                 group: index,
                 class,
                 priority,
@@ -422,8 +426,8 @@ impl<M> Batcher<M> {
     /// objective.
     fn offered(&self, index: usize) -> Vec<Worker> {
         let ready = self.groups[index].ready.as_ref().and_then(|ready| ready.iter().max());
-        let most = ready.copied().unwrap_or(usize::MAX).min(self.fitting);
-        let offered = |worker: &Seats| Worker {
+        let most = ready.copied().unwrap_or(usize::MAX).min(self.max_fitting);
+        let offered = |worker: &WorkerState| Worker {
             batch: worker.batch.min(most),
             busy: worker.running > 0 || (self.rules.exact && worker.batch > most),
         };
@@ -455,22 +459,22 @@ impl<M> Batcher<M> {
     /// The core took the batch in as `job`; or did not.
     pub(super) fn asked(&mut self, group: usize, job: Option<RequestId>) {
         let group = &mut self.groups[group];
-        match (job, &mut group.ticket) {
-            (Some(job), Some(ticket)) => ticket.job = Some(job),
-            _ => group.ticket = None,
+        match (job, &mut group.slot) {
+            (Some(job), Some(slot)) => slot.job = Some(job),
+            _ => group.slot = None,
         }
     }
 
     /// The core starts `job`: who waits gets on as far as there are seats.
-    pub(super) fn start(&mut self, now: Nanos, job: RequestId) -> Boarded {
-        let holds = |group: &Group<M>| group.ticket.is_some_and(|ticket| ticket.job == Some(job));
+    pub(super) fn start(&mut self, now: Nanos, job: RequestId) -> FormedBatch {
+        let holds = |group: &Group<M>| group.slot.is_some_and(|slot| slot.job == Some(job));
         let Some(index) = self.groups.iter().position(holds) else {
-            return Boarded { rows: 0, deadline: Nanos::MAX };
+            return FormedBatch { rows: 0, deadline: Nanos::MAX };
         };
-        let Some(ticket) = self.groups[index].ticket.take() else {
-            return Boarded { rows: 0, deadline: Nanos::MAX };
+        let Some(slot) = self.groups[index].slot.take() else {
+            return FormedBatch { rows: 0, deadline: Nanos::MAX };
         };
-        let (worker, count) = self.seats(now, index, ticket);
+        let (worker, count) = self.worker_and_rows(now, index, slot);
         let group = &mut self.groups[index];
         let mut members = Vec::new();
         let mut rows = 0;
@@ -489,31 +493,31 @@ impl<M> Batcher<M> {
         let deadline = members.iter().map(|member| member.deadline).max().unwrap_or(Nanos::MAX);
         let all = members.iter().map(|member| (member.id, member.rows)).collect();
         let began = self.count_time(now);
-        self.jobs.push(Job { id: job, group: index, worker, began, all, members });
-        Boarded { rows, deadline }
+        self.jobs.push(StartedBatch { id: job, group: index, worker, began, all, members });
+        FormedBatch { rows, deadline }
     }
 
     /// The worker and the rows of a batch that starts now. For one that had to wait the policy is asked again: more may have
     /// come meanwhile.
-    fn seats(&mut self, now: Nanos, index: usize, ticket: Ticket) -> (usize, usize) {
-        if now <= ticket.asked {
-            return (ticket.worker, ticket.count);
+    fn worker_and_rows(&mut self, now: Nanos, index: usize, slot: BatchSlot) -> (usize, usize) {
+        if now <= slot.asked {
+            return (slot.worker, slot.count);
         }
         let workers = self.offered(index);
-        if self.rules.takes_all() {
-            let all = self.groups[index].rows.len().min(workers[ticket.worker].batch);
-            return (ticket.worker, all.max(ticket.count));
+        if self.rules.takes_all_waiting() {
+            let all = self.groups[index].rows.len().min(workers[slot.worker].batch);
+            return (slot.worker, all.max(slot.count));
         }
         match self.ask(now, index, &workers).first() {
             Some(Decision::Launch { worker, count }) if *worker < workers.len() => {
                 (*worker, (*count).min(workers[*worker].batch))
             }
-            _ => (ticket.worker, ticket.count),
+            _ => (slot.worker, slot.count),
         }
     }
 
     /// Those who ride on `job`, in the batch's order.
-    pub(super) fn riders(&mut self, job: RequestId) -> impl Iterator<Item = &mut Member<M>> {
+    pub(super) fn members_of(&mut self, job: RequestId) -> impl Iterator<Item = &mut Member<M>> {
         self.jobs.iter_mut().filter(move |other| other.id == job).flat_map(|job| &mut job.members)
     }
 
@@ -527,17 +531,17 @@ impl<M> Batcher<M> {
     }
 
     /// `job` is over; `plain` says that its time tells what such a batch takes.
-    pub(super) fn finish(&mut self, now: Nanos, job: RequestId, plain: bool) -> Ended<M> {
+    pub(super) fn finish(&mut self, now: Nanos, job: RequestId, plain: bool) -> BatchEnd<M> {
         let over = self.count_time(now);
         let Some(at) = self.jobs.iter().position(|other| other.id == job) else {
             let holds =
-                |group: &&mut Group<M>| group.ticket.is_some_and(|ticket| ticket.job == Some(job));
+                |group: &&mut Group<M>| group.slot.is_some_and(|slot| slot.job == Some(job));
             if let Some(group) = self.groups.iter_mut().find(holds) {
-                group.ticket = None;
+                group.slot = None;
             }
-            return Ended::Unstarted;
+            return BatchEnd::Unstarted;
         };
-        let Job { group, worker, began, all, members, .. } = self.jobs.swap_remove(at);
+        let StartedBatch { group, worker, began, all, members, .. } = self.jobs.swap_remove(at);
         self.workers[worker].running -= 1;
         let rows: usize = all.iter().map(|(_, rows)| rows).sum();
         let group = &mut self.groups[group];
@@ -549,14 +553,14 @@ impl<M> Batcher<M> {
         for member in &members {
             self.deadlines.remove(&(member.deadline, member.id));
         }
-        Ended::Started { members, all }
+        BatchEnd::Started { members, all }
     }
 
     /// Everybody of the group that waits for `job`, for whom it cannot be had.
     pub(super) fn refuse(&mut self, job: RequestId) -> Vec<Member<M>> {
-        let holds = |group: &Group<M>| group.ticket.is_some_and(|ticket| ticket.job == Some(job));
+        let holds = |group: &Group<M>| group.slot.is_some_and(|slot| slot.job == Some(job));
         let Some(index) = self.groups.iter().position(holds) else { return Vec::new() };
-        self.groups[index].ticket = None;
+        self.groups[index].slot = None;
         let mut members = Vec::new();
         self.give_up(index, usize::MAX, &mut members);
         members
@@ -565,7 +569,7 @@ impl<M> Batcher<M> {
 
 impl<M> Group<M> {
     fn is_idle(&self) -> bool {
-        self.members.is_empty() && self.ticket.is_none() && self.running == 0
+        self.members.is_empty() && self.slot.is_none() && self.running == 0
     }
 
     fn recount(&mut self, rules: &Rules) {

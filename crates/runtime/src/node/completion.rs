@@ -5,7 +5,7 @@ use std::sync::Weak;
 use base::Nanos;
 use device::{Completion, CompletionSink, DeviceError, Outcome};
 
-use super::{Due, Live, Rejection, Reply, Rider, Shared, State};
+use super::{DueReply, Job, Rejection, Reply, ReplyTarget, Shared, State};
 use crate::core::{End, Event, ModelId};
 use crate::policy::PreemptionPoint;
 
@@ -42,14 +42,14 @@ impl Shared {
             },
         };
         let mut state = self.lock();
-        let left = state.note_left(self.clock.now(), queue, &end);
-        if let Some(live) = state.live.get_mut(token as usize).and_then(Option::as_mut) {
-            live.task = task;
-            live.outputs = outputs;
-            live.failure = failure;
-            live.timing.busy += busy;
-            live.timing.preemptions += u32::from(left);
-            let model = live.model;
+        let left = state.record_queue_free(self.clock.now(), queue, &end);
+        if let Some(job) = state.job.get_mut(token as usize).and_then(Option::as_mut) {
+            job.task = task;
+            job.outputs = outputs;
+            job.failure = failure;
+            job.timing.busy += busy;
+            job.timing.preemptions += u32::from(left);
+            let model = job.model;
             if let Some(entry) = &mut state.models[model.0 as usize] {
                 entry.stats.preemptions += u64::from(left);
             }
@@ -62,11 +62,11 @@ impl Shared {
         &self,
         state: &mut State,
         now: Nanos,
-        live: Live,
+        job: Job,
         end: End,
-    ) -> Option<Due> {
-        let Live { model, outputs, failure, rider, mut timing, .. } = live;
-        let Rider::One(reply) = rider else { return None };
+    ) -> Option<DueReply> {
+        let Job { model, outputs, failure, reply_to, mut timing, .. } = job;
+        let ReplyTarget::Request(reply) = reply_to else { return None };
         timing.finished = now;
         let failure = self.failure(state, model, end, failure);
         let entry = state.models[model.0 as usize].as_mut();

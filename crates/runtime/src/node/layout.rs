@@ -4,7 +4,9 @@ use device::{PreemptMode, PreemptionLevel, QueueOptions};
 
 use super::{NodeError, NodeOptions};
 use crate::core::QueueLayout;
-use crate::policy::{self, CoRun, NAMES, Policy, PreemptionPoint, Progress, Rules, Start, Streams};
+use crate::policy::{
+    self, CoRun, NAMES, Policy, PreemptionPoint, Progress, RealTimeStart, Rules, Streams,
+};
 
 /// Kernels of a stream that hardware holds, for policies that go by it.
 const QUEUE_CAPACITY: usize = 4;
@@ -54,11 +56,12 @@ pub(super) fn layout(
     options: &NodeOptions,
 ) -> QueueLayout {
     let queues = queues.max(1);
-    let apart = level > PreemptionLevel::BetweenLaunches || rules.start == Start::AfterPreemption;
+    let apart =
+        level > PreemptionLevel::BetweenLaunches || rules.start == RealTimeStart::AfterPreemption;
     match rules.streams {
         Streams::One => QueueLayout { shared: 1, real_time: 0, best_effort: 0, yielding: 0 },
         Streams::Split if apart => {
-            let real_time = options.real_time_lanes.max(1);
+            let real_time = options.concurrent_rt_batches.max(1);
             let yielding = usize::from(options.preempt_real_time && rules.preempt.is_some());
             QueueLayout { shared: 0, real_time, best_effort: (queues - 1).max(1), yielding }
         }
@@ -74,7 +77,7 @@ pub(super) fn layout(
 
 /// Whether best effort is made to leave when real time is announced: where it leaves at once and real time has a queue of its
 /// own.
-pub(super) fn announces(rules: &Rules, layout: QueueLayout) -> bool {
+pub(super) fn announces_arrivals(rules: &Rules, layout: QueueLayout) -> bool {
     layout.shared == 0 && rules.preempt.is_some() && rules.co_run != CoRun::All
 }
 

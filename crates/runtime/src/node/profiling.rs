@@ -13,7 +13,7 @@ use model::{Dim, LaunchPlan, Tensor, ValueInfo};
 
 use super::submission::Asked;
 use super::{ModelKey, Node, Rejection, Reply};
-use crate::batching::Turn;
+use crate::batching::StaggeredBatch;
 use crate::core::ModelId;
 
 /// Runs of each batch; the shortest counts, since others may run beside it.
@@ -29,7 +29,7 @@ pub type BatchTime = (usize, Nanos);
 
 impl Node {
     /// Measures what batches of `model` take, one after another as best effort, up to the first that takes longer than its
-    /// objective or `limit` in all, and lets its batcher go by it. Waits for all that. Nothing comes of it where the policy runs
+    /// objective or `limit` in all, and lets its batcher go by it. LockWaits for all that. Nothing comes of it where the policy runs
     /// no best effort, or when the model goes meanwhile.
     pub fn profile(&self, model: ModelKey, limit: Duration) -> Vec<BatchTime> {
         let found = {
@@ -62,22 +62,22 @@ impl Node {
         }
     }
 
-    /// Makes batches of `turn` of requests for `model` from now on, or as its settings say. Nothing where those set a policy.
-    pub fn set_turn(&self, model: ModelKey, turn: Option<Turn>) {
+    /// Makes batches of `staggered` of requests for `model` from now on, or as its settings say. Nothing where those set a policy.
+    pub fn set_staggered_batch(&self, model: ModelKey, staggered: Option<StaggeredBatch>) {
         let mut state = self.shared.lock();
         if let Some(entry) = state.model_mut(model)
             && let Some((batcher, _)) = &mut entry.batching
         {
-            batcher.set_turn(turn);
+            batcher.set_staggered_batch(staggered);
             // Who waits may be due now.
             state.batches.due.push(ModelId(model.slot));
         }
     }
 
     /// The largest batch that is made of requests of `model`; `None` where there are none.
-    pub fn batch_most(&self, model: ModelKey) -> Option<usize> {
+    pub fn max_batch(&self, model: ModelKey) -> Option<usize> {
         let state = self.shared.lock();
-        state.model(model)?.batching.as_ref().map(|(batcher, _)| batcher.batch_most())
+        state.model(model)?.batching.as_ref().map(|(batcher, _)| batcher.max_batch())
     }
 
     fn measure(

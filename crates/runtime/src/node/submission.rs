@@ -8,10 +8,10 @@ use device::{DeviceError, Program, Task};
 use model::config::Class;
 
 use super::announcement::Announcement;
-use super::batches::{Admission, Incoming};
+use super::batch_jobs::{Admission, Incoming};
 use super::{
-    Live, ModelEntry, ModelKey, Node, Place, Rejection, Reply, ReplyFn, Request, RequestHandle,
-    Rider, Timing,
+    Job, ModelEntry, ModelKey, Node, Rejection, Reply, ReplyFn, ReplyTarget, Request,
+    RequestHandle, RequestLocation, Timing,
 };
 use crate::core::{Event, ModelId};
 
@@ -24,10 +24,10 @@ impl Node {
         let found = {
             let state = shared.lock();
             let found = state.model(request.model).filter(|entry| !entry.removed);
-            let intake = |entry: &ModelEntry| entry.batching.as_ref().map(|(_, i)| i.clone());
-            found.map(|e| (e.program.clone(), e.defaults, intake(e), state.draining))
+            let batch_intake = |entry: &ModelEntry| entry.batching.as_ref().map(|(_, i)| i.clone());
+            found.map(|e| (e.program.clone(), e.defaults, batch_intake(e), state.draining))
         };
-        let Some((program, defaults, intake, draining)) = found else {
+        let Some((program, defaults, batch_intake, draining)) = found else {
             return refuse_at_once(arrived, reply, Rejection::NoSuchModel);
         };
         let class = request.class.unwrap_or(defaults.class);
@@ -45,7 +45,7 @@ impl Node {
             arrived,
             deadline: timeout.map_or(Nanos::MAX, |timeout| arrived + timeout),
         };
-        let announced = class == Class::RealTime && shared.announces;
+        let announced = class == Class::RealTime && shared.announces_arrivals;
         let mut announcement = Announcement { shared, made: false };
         let mut soon = || {
             if announced {
@@ -53,9 +53,10 @@ impl Node {
             }
         };
         // The copy into the device's own memory happens on the caller's thread and outside the lock.
-        match intake.filter(|intake| intake.takes(&request.inputs)) {
-            Some(intake) => {
-                let staged = Incoming::stage(&*program, &intake, request.inputs, asked, &mut soon);
+        match batch_intake.filter(|batch_intake| batch_intake.takes(&request.inputs)) {
+            Some(batch_intake) => {
+                let staged =
+                    Incoming::stage(&*program, &batch_intake, request.inputs, asked, &mut soon);
                 // What was announced is taken back when its job is in the core.
                 let handle = self.submit_member(&program, asked, staged, reply);
                 drop(announcement);
@@ -91,7 +92,7 @@ impl Node {
         match self.shared.admit(&mut state, incoming, reply) {
             Admission::Member(member) => {
                 self.shared.run(state, VecDeque::new());
-                let place = Place::Batcher(asked.model, member);
+                let place = RequestLocation::Batcher(asked.model, member);
                 RequestHandle { shared: Arc::downgrade(&self.shared), place }
             }
             Admission::Refused(reply, why) => {
@@ -140,7 +141,7 @@ impl Node {
             withdraw(withdrawn);
             return refuse_at_once(arrived, reply, Rejection::NoSuchModel);
         }
-        let full = state.core.under_way() + state.batches.members >= shared.max_requests;
+        let full = state.core.pending() + state.batches.members >= shared.max_requests;
         let id = if full { None } else { state.core.next_request_id() };
         let Some(id) = id else {
             if let Some(entry) = state.model_mut(key) {
@@ -156,10 +157,10 @@ impl Node {
         };
         let model = ModelId(key.slot);
         let timing = Timing { arrived, prepared, first: true, ..Timing::default() };
-        state.keep(id, Live::new(model, class, Some(task), Rider::One(reply), timing));
+        state.keep(id, Job::new(model, class, Some(task), ReplyTarget::Request(reply), timing));
         let arrival = Event::Arrival { request: id, model, class, priority, deadline };
         shared.run(state, [Some(arrival), withdrawn].into_iter().flatten().collect());
-        RequestHandle { shared: Arc::downgrade(shared), place: Place::Core(id) }
+        RequestHandle { shared: Arc::downgrade(shared), place: RequestLocation::Core(id) }
     }
 }
 
@@ -177,5 +178,5 @@ pub(super) struct Asked {
 pub(crate) fn refuse_at_once(arrived: Nanos, reply: ReplyFn, why: Rejection) -> RequestHandle {
     let timing = Timing { arrived, finished: arrived, ..Timing::default() };
     reply(Reply { result: Err(why), timing });
-    RequestHandle { shared: Weak::new(), place: Place::Nowhere }
+    RequestHandle { shared: Weak::new(), place: RequestLocation::Ended }
 }

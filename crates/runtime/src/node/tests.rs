@@ -489,10 +489,10 @@ fn preemptions_are_recorded() {
     let [left, done] = &record.recent[..] else { unreachable!() };
     assert_eq!((left.caused_by, left.model, left.queue), (Some(rt), be, 1));
     assert_eq!((left.steps.clone(), left.step_count, left.finished), (0..4, STEPS, false));
-    assert!(left.ordered <= left.left && left.left <= done.left);
+    assert!(left.requested_at <= left.preempted_at && left.preempted_at <= done.preempted_at);
     assert!(done.finished && done.steps == (0..STEPS));
-    assert_eq!(bench.node.leaving(be).unwrap().counts.iter().sum::<u64>(), 2);
-    assert_eq!(bench.node.leaving(rt).unwrap().caused, 2);
+    assert_eq!(bench.node.preemption_stats(be).unwrap().counts.iter().sum::<u64>(), 2);
+    assert_eq!(bench.node.preemption_stats(rt).unwrap().caused, 2);
     assert_eq!(bench.node.stats(be).unwrap().preemptions, 1, "one left, the other was done");
 
     // A client that goes away is no preemption by real time, and the ring forgets what is oldest.
@@ -508,5 +508,5 @@ fn preemptions_are_recorded() {
     let record = bench.node.preemptions();
     assert_eq!((record.total, record.recent.len()), (3, 2));
     assert_eq!(record.recent[1].caused_by, None);
-    assert_eq!(bench.node.leaving(be).unwrap().counts.iter().sum::<u64>(), 2);
+    assert_eq!(bench.node.preemption_stats(be).unwrap().counts.iter().sum::<u64>(), 2);
 }

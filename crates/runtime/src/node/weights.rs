@@ -12,16 +12,16 @@ use super::{ModelKey, Node, Shared, State};
 use crate::core::{Event, ModelId};
 
 /// Loads under way at once: one that arrives, and the next whose memory is made ready meanwhile.
-pub(super) const LOADS_AT_ONCE: usize = 2;
+pub(super) const MAX_CONCURRENT_LOADS: usize = 2;
 
 /// How long a load waits before it takes the place of a model that has requests waiting.
-pub(super) const PATIENCE: Nanos = Nanos::from_millis(5);
+pub(super) const LOAD_PATIENCE: Nanos = Nanos::from_millis(5);
 
 /// How long it waits then before a model that is always in use starts no more work.
-pub(super) const CLOSE_AFTER: Nanos = Nanos::from_millis(50);
+pub(super) const DRAIN_AFTER: Nanos = Nanos::from_millis(50);
 
 /// Programs that wait to be taken apart; whoever has one more does it itself.
-const DISCARDED_MOST: usize = 1_024;
+const MAX_DISCARDED: usize = 1_024;
 
 /// A model's weights as the node knows them.
 pub(super) struct EntryWeights {
@@ -57,7 +57,7 @@ impl EntryWeights {
 
 /// What was done about memory so far.
 #[derive(Clone, Debug, Default)]
-pub struct Swaps {
+pub struct SwapStats {
     /// Loads that ended well.
     pub loads: u64,
     /// Loads the device refused.
@@ -80,11 +80,11 @@ pub struct NodeMemory {
     /// What of it is pinned.
     pub pinned: Bytes,
     /// Models that wait to be loaded.
-    pub wanted: usize,
+    pub pending_loads: usize,
     /// The device's own count.
     pub device: Option<MemoryUse>,
     /// What was done so far.
-    pub swaps: Swaps,
+    pub swaps: SwapStats,
 }
 
 impl Node {
@@ -97,7 +97,7 @@ impl Node {
             budget: self.shared.budget,
             held: Bytes(memory.held),
             pinned: Bytes(memory.pinned),
-            wanted: memory.wanted,
+            pending_loads: memory.pending_loads,
             device,
             swaps: state.swaps.clone(),
         }
@@ -111,7 +111,7 @@ impl Node {
         }
     }
 
-    /// Waits until everything that was removed and has no request under way is taken apart; `false` after `limit`.
+    /// LockWaits until everything that was removed and has no request under way is taken apart; `false` after `limit`.
     pub fn wait_discarded(&self, limit: Duration) -> bool {
         self.shared.discard.wait(limit)
     }
@@ -267,7 +267,7 @@ impl Pending {
 impl Discard {
     /// Starts its thread, which ends with the last program after this is dropped.
     pub(super) fn start() -> std::io::Result<Discard> {
-        let (programs, receiver): (_, Receiver<Arc<dyn Program>>) = sync_channel(DISCARDED_MOST);
+        let (programs, receiver): (_, Receiver<Arc<dyn Program>>) = sync_channel(MAX_DISCARDED);
         let pending = Arc::new(Pending::default());
         let theirs = pending.clone();
         std::thread::Builder::new()

@@ -2,7 +2,7 @@
 
 use device::PreemptMode;
 
-use super::{CoRun, PaddingRules, Policy, Rules, Start, Streams};
+use super::{CoRun, PaddingRules, Policy, RealTimeStart, Rules, Streams};
 
 /// An epoch makes best effort leave inside its tiles while real time is already on its way; it goes on from the
 /// very tile, and meanwhile pads what real time leaves.
@@ -18,7 +18,7 @@ impl Policy for Atoll {
         Rules {
             streams: Streams::Split,
             preempt: Some(PreemptMode::InsideTile),
-            start: Start::AtOnce,
+            start: RealTimeStart::AtOnce,
             co_run: CoRun::Padding(PaddingRules::ATOLL),
             high_priority: true,
             best_effort: true,

@@ -1,6 +1,6 @@
 //! Everything at once on streams of its own, as TensorRT runs them.
 
-use super::{CoRun, Policy, Rules, Start, Streams};
+use super::{CoRun, Policy, RealTimeStart, Rules, Streams};
 
 /// Nobody waits for anybody, and the hardware shares as it likes.
 #[derive(Clone, Copy, Debug)]
@@ -15,7 +15,7 @@ impl Policy for FreeStreams {
         Rules {
             streams: Streams::Many,
             preempt: None,
-            start: Start::AtOnce,
+            start: RealTimeStart::AtOnce,
             co_run: CoRun::All,
             high_priority: false,
             best_effort: true,

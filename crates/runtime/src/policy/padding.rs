@@ -36,7 +36,7 @@ impl PaddingRules {
 
 /// The device as padding sees it.
 #[derive(Clone, Copy, Debug)]
-pub struct Room {
+pub struct PaddingDevice {
     /// Multiprocessors.
     pub sms: u32,
     /// From a launch to its first kernel.
@@ -49,7 +49,7 @@ pub struct Room {
 
 /// The real-time task.
 #[derive(Clone, Copy, Debug)]
-pub struct Host<'a> {
+pub struct PaddedTask<'a> {
     /// Its model.
     pub model: usize,
     /// Its kernels.
@@ -64,7 +64,7 @@ pub struct Host<'a> {
 
 /// A best-effort kernel that could run beside it.
 #[derive(Clone, Copy, Debug)]
-pub struct Candidate {
+pub struct PaddingCandidate {
     /// Its queue.
     pub queue: usize,
     /// Its model.
@@ -77,7 +77,7 @@ pub struct Candidate {
 
 /// What a queue is given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Grant {
+pub struct PaddingGrant {
     /// The queue.
     pub queue: usize,
     /// Multiprocessors it may hold.
@@ -90,20 +90,20 @@ pub struct Grant {
     pub expiry: Option<(Nanos, u32)>,
 }
 
-impl Grant {
-    fn none(queue: usize) -> Grant {
-        Grant { queue, hold: 0, take: 0, blocks: 0, expiry: None }
+impl PaddingGrant {
+    fn none(queue: usize) -> PaddingGrant {
+        PaddingGrant { queue, hold: 0, take: 0, blocks: 0, expiry: None }
     }
 }
 
 /// Chooses for one real-time kernel. Appends one grant per candidate.
 pub fn select(
     rules: PaddingRules,
-    room: Room,
-    host: Host<'_>,
-    candidates: &[Candidate],
-    slowdowns: &Slowdowns,
-    grants: &mut Vec<Grant>,
+    room: PaddingDevice,
+    host: PaddedTask<'_>,
+    candidates: &[PaddingCandidate],
+    slowdowns: &PairSlowdowns,
+    grants: &mut Vec<PaddingGrant>,
 ) {
     let Some(real_time) = host.kernels.get(host.step) else { return };
     if rules.fused {
@@ -119,9 +119,9 @@ pub fn select(
     let first = grants.len();
     // Until a budget is made of them, `blocks` holds the multiprocessors a candidate can use.
     let usable = |kernel: &KernelProfile| kernel.sms().clamp(1, room.sms.max(1));
-    grants.extend(candidates.iter().map(|candidate| Grant {
+    grants.extend(candidates.iter().map(|candidate| PaddingGrant {
         blocks: usable(&candidate.kernel),
-        ..Grant::none(candidate.queue)
+        ..PaddingGrant::none(candidate.queue)
     }));
     let grants = &mut grants[first..];
     let beside = |step: usize| {
@@ -162,7 +162,7 @@ struct Space<'a> {
 }
 
 impl<'a> Space<'a> {
-    fn beside(kernel: &KernelProfile, room: Room, seen: &'a [f32]) -> Space<'a> {
+    fn beside(kernel: &KernelProfile, room: PaddingDevice, seen: &'a [f32]) -> Space<'a> {
         Space {
             sms: room.sms.saturating_sub(kernel.sms()),
             bandwidth: MEMORY_MAX - kernel.memory_share,
@@ -173,7 +173,7 @@ impl<'a> Space<'a> {
 
     /// Raises what a candidate is given to at most `most` multiprocessors. What it draws from memory goes with how
     /// many it runs on: `each` on every one.
-    fn give(&mut self, candidate: &Candidate, each: f32, most: u32, given: &mut u32) {
+    fn give(&mut self, candidate: &PaddingCandidate, each: f32, most: u32, given: &mut u32) {
         let both = self.memory_bound && candidate.kernel.memory_share >= MEMORY_BOUND;
         if self.sms == 0 || both || banned(self.seen, candidate.model) {
             return;
@@ -190,22 +190,33 @@ impl<'a> Space<'a> {
 
 /// Rules 1 and 2: as many rounds of blocks as end before the real-time kernel does, of a kernel that needs no
 /// more registers.
-fn fused(room: Room, real_time: &KernelProfile, candidate: &Candidate, left: u32) -> Grant {
+fn fused(
+    room: PaddingDevice,
+    real_time: &KernelProfile,
+    candidate: &PaddingCandidate,
+    left: u32,
+) -> PaddingGrant {
     let kernel = &candidate.kernel;
     let rounds = real_time.time_on(room.sms).0 / kernel.block_ns.max(1);
     let blocks_each = u32::try_from(rounds).unwrap_or(u32::MAX).saturating_mul(kernel.occupancy);
     if blocks_each == 0 || kernel.occupancy < real_time.occupancy {
-        return Grant::none(candidate.queue);
+        return PaddingGrant::none(candidate.queue);
     }
     let sms = kernel.blocks.div_ceil(blocks_each).min(left);
     let blocks = sms.saturating_mul(blocks_each).min(kernel.blocks);
-    Grant { queue: candidate.queue, hold: sms, take: sms, blocks, expiry: None }
+    PaddingGrant { queue: candidate.queue, hold: sms, take: sms, blocks, expiry: None }
 }
 
 /// From what there is room for now (`take`) and beside the next real-time kernel (`hold`) to a budget: all of the
 /// first until that kernel comes, then the second. Before real time begins, everybody keeps what he has. Where blocks cannot stop in the middle, only those begin that
 /// end in time, and those that run stay while there is room.
-fn budget(room: Room, host: Host<'_>, candidate: &Candidate, remaining: Nanos, grant: &mut Grant) {
+fn budget(
+    room: PaddingDevice,
+    host: PaddedTask<'_>,
+    candidate: &PaddingCandidate,
+    remaining: Nanos,
+    grant: &mut PaddingGrant,
+) {
     let coming = grant.hold;
     let left = if host.ready { grant.take } else { candidate.taken };
     grant.blocks = u32::MAX;
@@ -221,12 +232,12 @@ fn budget(room: Room, host: Host<'_>, candidate: &Candidate, remaining: Nanos, g
 
 /// How much slower real-time kernels were seen to run beside which models.
 #[derive(Clone, Debug, Default)]
-pub struct Slowdowns {
+pub struct PairSlowdowns {
     /// By real-time model, then kernel and best-effort model; averages that start at 1.
     rows: Vec<Vec<f32>>,
 }
 
-impl Slowdowns {
+impl PairSlowdowns {
     /// Makes room for a model of `steps` kernels, with nothing known of it.
     pub fn ensure(&mut self, model: usize, steps: usize) {
         if model >= self.rows.len() {
@@ -259,7 +270,7 @@ impl Slowdowns {
         banned(self.row(host, step), model)
     }
 
-    /// The bit that stands for a model in [`Slowdowns::record`].
+    /// The bit that stands for a model in [`PairSlowdowns::record`].
     pub fn bit(model: usize) -> u64 {
         1 << (model % MODELS)
     }
@@ -273,7 +284,8 @@ fn banned(row: &[f32], model: usize) -> bool {
 mod tests {
     use super::*;
 
-    const ROOM: Room = Room { sms: 60, launch: Nanos(20), gap: Nanos(0), inside_tile: true };
+    const ROOM: PaddingDevice =
+        PaddingDevice { sms: 60, launch: Nanos(20), gap: Nanos(0), inside_tile: true };
 
     fn kernel(sms: u32, block_ns: u64, occupancy: u32, memory_share: f32) -> KernelProfile {
         let blocks = sms * occupancy;
@@ -282,23 +294,23 @@ mod tests {
 
     fn choose(
         rules: PaddingRules,
-        host: Host<'_>,
+        host: PaddedTask<'_>,
         best_effort: &[(KernelProfile, u32)],
-    ) -> Vec<Grant> {
-        let of = |(queue, (kernel, taken)): (usize, &(KernelProfile, u32))| Candidate {
+    ) -> Vec<PaddingGrant> {
+        let of = |(queue, (kernel, taken)): (usize, &(KernelProfile, u32))| PaddingCandidate {
             queue,
             model: 1 + queue,
             kernel: *kernel,
             taken: *taken,
         };
-        let candidates: Vec<Candidate> = best_effort.iter().enumerate().map(of).collect();
+        let candidates: Vec<PaddingCandidate> = best_effort.iter().enumerate().map(of).collect();
         let mut grants = Vec::new();
-        select(rules, ROOM, host, &candidates, &Slowdowns::default(), &mut grants);
+        select(rules, ROOM, host, &candidates, &PairSlowdowns::default(), &mut grants);
         grants
     }
 
-    fn running(kernels: &[KernelProfile]) -> Host<'_> {
-        Host { model: 0, kernels, step: 0, ready: true, elapsed: Nanos(40) }
+    fn running(kernels: &[KernelProfile]) -> PaddedTask<'_> {
+        PaddedTask { model: 0, kernels, step: 0, ready: true, elapsed: Nanos(40) }
     }
 
     #[test]
@@ -341,18 +353,18 @@ mod tests {
     #[test]
     fn before_real_time_begins_budgets_end_with_its_launch() {
         let real_time = [kernel(50, 100, 4, 0.1)];
-        let host = Host { ready: false, elapsed: Nanos(5), ..running(&real_time) };
+        let host = PaddedTask { ready: false, elapsed: Nanos(5), ..running(&real_time) };
         let grants = choose(PaddingRules::ATOLL, host, &[(kernel(30, 100, 4, 0.1), 25)]);
         assert_eq!((grants[0].take, grants[0].expiry), (25, Some((Nanos(15), 10))));
     }
 
     #[test]
     fn pairs_that_cost_real_time_are_banned() {
-        let mut slowdowns = Slowdowns::default();
+        let mut slowdowns = PairSlowdowns::default();
         slowdowns.ensure(0, 3);
-        slowdowns.record(0, 2, Slowdowns::bit(7), 40.0);
+        slowdowns.record(0, 2, PairSlowdowns::bit(7), 40.0);
         assert!(!slowdowns.banned(0, 2, 7), "one stray measurement");
-        slowdowns.record(0, 2, Slowdowns::bit(7), 1.5);
+        slowdowns.record(0, 2, PairSlowdowns::bit(7), 1.5);
         assert!(slowdowns.banned(0, 2, 7));
         assert!(!slowdowns.banned(0, 1, 7) && !slowdowns.banned(0, 2, 8));
     }

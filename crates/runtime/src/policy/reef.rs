@@ -2,7 +2,9 @@
 
 use device::PreemptMode;
 
-use super::{CoRun, PaddingRules, Policy, PreemptionPoint, Progress, Rules, Start, Streams};
+use super::{
+    CoRun, PaddingRules, Policy, PreemptionPoint, Progress, RealTimeStart, Rules, Streams,
+};
 
 /// Queues are reset and running kernels killed, then real time starts; chosen best-effort kernels are fused
 /// with its own.
@@ -21,7 +23,7 @@ impl Policy for Reef {
         Rules {
             streams: Streams::Split,
             preempt: Some(PreemptMode::Kill),
-            start: Start::AfterPreemption,
+            start: RealTimeStart::AfterPreemption,
             co_run: CoRun::Padding(PaddingRules::REEF),
             high_priority: true,
             best_effort: true,

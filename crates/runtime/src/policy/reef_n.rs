@@ -2,7 +2,7 @@
 
 use device::PreemptMode;
 
-use super::{CoRun, Policy, Rules, Start, Streams};
+use super::{CoRun, Policy, RealTimeStart, Rules, Streams};
 
 /// A flag at kernel entry empties the capped queues; real time waits for what runs.
 #[derive(Clone, Copy, Debug)]
@@ -17,7 +17,7 @@ impl Policy for ReefN {
         Rules {
             streams: Streams::Split,
             preempt: Some(PreemptMode::BetweenLaunches),
-            start: Start::AfterPreemption,
+            start: RealTimeStart::AfterPreemption,
             co_run: CoRun::None,
             high_priority: true,
             best_effort: true,

@@ -1,6 +1,6 @@
 //! The device for real time alone: what every other policy's latency is measured against.
 
-use super::{CoRun, Policy, Rules, Start, Streams};
+use super::{CoRun, Policy, RealTimeStart, Rules, Streams};
 
 /// Best effort never runs.
 #[derive(Clone, Copy, Debug)]
@@ -15,7 +15,7 @@ impl Policy for RtOnly {
         Rules {
             streams: Streams::Split,
             preempt: None,
-            start: Start::AtOnce,
+            start: RealTimeStart::AtOnce,
             co_run: CoRun::None,
             high_priority: true,
             best_effort: false,

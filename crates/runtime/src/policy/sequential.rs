@@ -1,6 +1,6 @@
 //! One task at a time, as Clockwork runs them.
 
-use super::{CoRun, Policy, Rules, Start, Streams};
+use super::{CoRun, Policy, RealTimeStart, Rules, Streams};
 
 /// Real time goes first but waits for the task that runs.
 #[derive(Clone, Copy, Debug)]
@@ -15,7 +15,7 @@ impl Policy for Sequential {
         Rules {
             streams: Streams::One,
             preempt: None,
-            start: Start::AfterPreemption,
+            start: RealTimeStart::AfterPreemption,
             co_run: CoRun::None,
             high_priority: false,
             best_effort: true,

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use runtime::device_group::router::Standing;
-use runtime::node::LEAVE_BOUNDS_US;
-use runtime::{DeviceGroup, Leaving, NodeMemory};
+use runtime::device_group::router::ReplicaState;
+use runtime::node::PREEMPTION_BOUNDS_US;
+use runtime::{DeviceGroup, NodeMemory, PreemptionStats};
 
 use crate::metrics::{Exposition, Kind};
 
@@ -171,28 +171,24 @@ fn write_replicas(out: &mut Exposition<'_>, models: &[Arc<Served>], device_group
         "1 where a device takes requests of a model, 0 while it lets it go",
     );
     for (model, (view, _)) in &replicas {
-        let ready = u8::from(view.standing == Standing::Serving);
+        let ready = u8::from(view.state == ReplicaState::Serving);
         out.sample(name, &with(model, "device", &device_group.names()[view.device]), ready);
     }
     let name = "atoll_replica_requests_total";
     out.family(name, Kind::Counter, "Requests answered with outputs, by device");
     for (model, (view, _)) in &replicas {
-        out.sample(name, &with(model, "device", &device_group.names()[view.device]), view.answered);
+        out.sample(name, &with(model, "device", &device_group.names()[view.device]), view.completed);
     }
     let name = "atoll_replica_pending";
     out.family(name, Kind::Gauge, "Requests waiting or running, by device");
     for (model, (view, _)) in &replicas {
-        out.sample(
-            name,
-            &with(model, "device", &device_group.names()[view.device]),
-            view.under_way,
-        );
+        out.sample(name, &with(model, "device", &device_group.names()[view.device]), view.pending);
     }
     let changes = device_group.changes();
     let name = "atoll_replica_changes_total";
     out.family(name, Kind::Counter, "Replicas made for load, taken away, and refused by a device");
     for (what, count) in
-        [("made", changes.made), ("taken", changes.taken), ("refused", changes.refused)]
+        [("made", changes.added), ("taken", changes.removed), ("refused", changes.failed)]
     {
         out.sample(name, &[("change", what)], count);
     }
@@ -214,7 +210,7 @@ const MEMORY: [PerDevice; 9] = [
         |m| Some(m.device?.system?.0),
     ),
     ("atoll_loads_waiting", Kind::Gauge, "Models that wait to be loaded", |m| {
-        Some(m.wanted as u64)
+        Some(m.pending_loads as u64)
     }),
     ("atoll_loads_total", Kind::Counter, "Times a model's weights were loaded", |m| {
         Some(m.swaps.loads)
@@ -315,10 +311,10 @@ fn write_latency(out: &mut Exposition<'_>, models: &[Arc<Served>]) {
 /// multiprocessors are free sooner.
 fn write_leaving(out: &mut Exposition<'_>, models: &[Arc<Served>], device_group: &DeviceGroup) {
     const NAME: &str = "atoll_preemption_leave_seconds";
-    let mut leaving: Vec<(&Served, &str, Leaving)> = Vec::new();
+    let mut leaving: Vec<(&Served, &str, PreemptionStats)> = Vec::new();
     for model in models {
         for (view, key) in device_group.replicas(model.key) {
-            let seen = device_group.nodes()[view.device].leaving(key).unwrap_or_default();
+            let seen = device_group.nodes()[view.device].preemption_stats(key).unwrap_or_default();
             leaving.push((model, &device_group.names()[view.device], seen));
         }
     }
@@ -332,7 +328,7 @@ fn write_leaving(out: &mut Exposition<'_>, models: &[Arc<Served>], device_group:
     for (model, device, leaving) in &leaving {
         let [name, version, device] = with(model, "device", device);
         let mut so_far = 0;
-        for (bound, times) in LEAVE_BOUNDS_US.iter().zip(leaving.counts) {
+        for (bound, times) in PREEMPTION_BOUNDS_US.iter().zip(leaving.counts) {
             so_far += times;
             let seconds = (*bound as f64 / 1e6).to_string();
             out.sample(&bucket, &[name, version, device, ("le", &seconds)], so_far);

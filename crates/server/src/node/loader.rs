@@ -2,13 +2,13 @@
 
 use api::{ApiError, RegisterRequest};
 use model::config::ModelConfig;
-use runtime::Placed;
+use runtime::PlacedProgram;
 use thiserror::Error;
 
 /// A model that is ready to run.
 pub struct LoadedModel {
     /// The program, on the device that was chosen for it.
-    pub placed: Placed,
+    pub placed: PlacedProgram,
     /// What its user says of it.
     pub config: ModelConfig,
     /// The version that was loaded.

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use model::config::ModelConfig;
 use model::{DataType, Dim, LaunchPlan, Tensor, ValueId, ValueInfo};
 use runtime::device_group::router::GroupModelId;
-use runtime::{DeviceGroup, Placed};
+use runtime::{DeviceGroup, PlacedProgram};
 use tokio::sync::oneshot;
 
 use compiler::prefix::{Fingerprint, Source};
@@ -68,7 +68,7 @@ impl Served {
         device_group: Arc<DeviceGroup>,
         name: &str,
         version: u64,
-        placed: Placed,
+        placed: PlacedProgram,
         config: ModelConfig,
     ) -> (Arc<Served>, oneshot::Receiver<()>) {
         let plan = placed.program.plan().clone();
@@ -100,7 +100,7 @@ impl Served {
     /// The same model with its beginning elsewhere: `placed` is its own part. Its counts go on.
     pub fn start_apart(
         whole: &Served,
-        placed: Placed,
+        placed: PlacedProgram,
         split: Split,
     ) -> (Arc<Served>, oneshot::Receiver<()>) {
         let key = whole.device_group.add_model(placed, &whole.config);
@@ -370,7 +370,7 @@ impl Served {
             ("atoll_batching", Some(self.batching.to_string())),
             (
                 "atoll_batch_most",
-                self.device_group.batch_most(self.key).map(|most| most.to_string()),
+                self.device_group.max_batch(self.key).map(|most| most.to_string()),
             ),
             ("atoll_class", Some(self.config.class.as_str().to_string())),
             ("atoll_priority", Some(self.config.priority.to_string())),

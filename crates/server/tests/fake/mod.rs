@@ -13,7 +13,7 @@ use device::*;
 use model::config::ModelConfig;
 use model::op::{Op, Unary};
 use model::{DataType, Dim, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
-use runtime::Placed;
+use runtime::PlacedProgram;
 use server::{LoadError, LoadedModel, ModelLoader, RepositoryEntry};
 
 /// A device on which every segment takes the same time, and does not end before it may.
@@ -239,7 +239,7 @@ impl ModelLoader for FakeLoader {
         self.programs_alive.fetch_add(1, Ordering::SeqCst);
         let program = FakeProgram { plan: plan(&dims).into(), alive: self.programs_alive.clone() };
         let config = models[key].clone();
-        let placed = Placed { device: 0, program: Arc::new(program) };
+        let placed = PlacedProgram { device: 0, program: Arc::new(program) };
         Ok(LoadedModel { placed, config, version: key.1 })
     }
 

@@ -30,7 +30,7 @@ struct Known {
 #[derive(Default)]
 struct Checker {
     models: BTreeMap<u32, Known>,
-    most_held: u64,
+    max_held: u64,
 }
 
 impl Checker {
@@ -42,7 +42,7 @@ impl Checker {
         let known = self.models.get_mut(&model.0).expect("loads a model there is");
         assert_eq!(known.held, 0, "{model:?} is loaded twice");
         (known.held, known.runnable, known.grown) = (known.bytes, false, false);
-        self.most_held = self.most_held.max(self.held());
+        self.max_held = self.max_held.max(self.held());
         assert!(self.held() <= MEMORY, "{} of {MEMORY} bytes are held", self.held());
     }
 
@@ -68,7 +68,7 @@ enum Due {
     Ends(usize, u64),
 }
 
-struct World {
+struct Simulation {
     core: Core,
     now: Nanos,
     random: Random,
@@ -89,19 +89,19 @@ struct World {
     step_time: Nanos,
 }
 
-impl World {
-    fn new(seed: u64, queues: QueueLayout) -> World {
+impl Simulation {
+    fn new(seed: u64, queues: QueueLayout) -> Simulation {
         let options = CoreOptions {
             queues,
             max_requests: 4_096,
             memory_bytes: Some(MEMORY),
-            loads_at_once: 2,
+            max_concurrent_loads: 2,
             load_patience: Nanos::from_millis(5),
-            close_after: Nanos::from_millis(50),
+            drain_after: Nanos::from_millis(50),
             ..CoreOptions::default()
         };
         let count = queues.shared + queues.real_time + queues.best_effort;
-        World {
+        Simulation {
             core: Core::new(options),
             now: Nanos::ZERO,
             random: Random::new(seed),
@@ -303,34 +303,34 @@ fn class(random: &mut Random) -> Class {
 }
 
 /// Random models, requests, cancellations, removals, growth and refusals.
-fn random_run(seed: u64) -> World {
-    let mut world = World::new(seed, layouts(seed));
+fn random_run(seed: u64) -> Simulation {
+    let mut simulation = Simulation::new(seed, layouts(seed));
     let mut random = Random::new(seed ^ 0x5eed);
     let models = 3 + random.below(12) as u32;
-    world.refuse_percent = if seed.is_multiple_of(4) { 20 } else { 0 };
+    simulation.refuse_percent = if seed.is_multiple_of(4) { 20 } else { 0 };
     for model in 0..models {
         let pinned = model == 0 && random.below(2) == 0;
-        world.add(model, 50 + random.below(250), pinned);
+        simulation.add(model, 50 + random.below(250), pinned);
     }
     let mut asked: Vec<RequestId> = Vec::new();
     let mut next = models;
     for _ in 0..400 {
         let pause = Nanos(random.below(3_000_000));
-        let until = world.now + pause;
-        world.run_until(until);
-        let there: Vec<u32> = world.checker.models.keys().copied().collect();
+        let until = simulation.now + pause;
+        simulation.run_until(until);
+        let there: Vec<u32> = simulation.checker.models.keys().copied().collect();
         let any = |random: &mut Random| there[random.below(there.len() as u64) as usize];
         match random.below(40) {
             0 => {
                 let model = any(&mut random);
-                world.checker.models.get_mut(&model).expect("it is there").removed = true;
-                world.feed(Event::ModelRemoved { model: ModelId(model) });
-                world.add(next, 50 + random.below(250), false);
+                simulation.checker.models.get_mut(&model).expect("it is there").removed = true;
+                simulation.feed(Event::ModelRemoved { model: ModelId(model) });
+                simulation.add(next, 50 + random.below(250), false);
                 next += 1;
             }
             1 => {
                 let model = any(&mut random);
-                let known = world.checker.models.get_mut(&model).expect("it is there");
+                let known = simulation.checker.models.get_mut(&model).expect("it is there");
                 if !known.removed && known.bytes < 300 {
                     known.bytes += 20;
                     known.grown = known.held > 0;
@@ -339,27 +339,28 @@ fn random_run(seed: u64) -> World {
                         bytes: known.bytes,
                         pinned: known.pinned,
                     };
-                    world.feed(event);
+                    simulation.feed(event);
                 }
             }
             2 => {
                 let model = ModelId(any(&mut random));
-                world.feed(Event::Preload { model });
+                simulation.feed(Event::Preload { model });
             }
             3 if !asked.is_empty() => {
                 let request = asked[random.below(asked.len() as u64) as usize];
-                world.feed(Event::Cancel { request });
+                simulation.feed(Event::Cancel { request });
             }
             _ => {
                 let late = random.below(10) == 0;
-                let deadline = if late { world.now + Nanos::from_millis(20) } else { Nanos::MAX };
+                let deadline =
+                    if late { simulation.now + Nanos::from_millis(20) } else { Nanos::MAX };
                 let class = class(&mut random);
-                asked.extend(world.ask(any(&mut random), class, deadline));
+                asked.extend(simulation.ask(any(&mut random), class, deadline));
             }
         }
     }
-    world.finish();
-    world
+    simulation.finish();
+    simulation
 }
 
 #[test]
@@ -367,14 +368,18 @@ fn memory_is_kept_to_whatever_happens() {
     let mut loads = 0;
     let mut done = 0;
     for seed in 0..400 {
-        let world = random_run(seed);
-        loads += world.loads;
-        done += world.ended.get(&End::Done).copied().unwrap_or(0);
-        let failed = world.ended.get(&End::Failed).copied().unwrap_or(0);
-        if world.refuse_percent == 0 {
+        let simulation = random_run(seed);
+        loads += simulation.loads;
+        done += simulation.ended.get(&End::Done).copied().unwrap_or(0);
+        let failed = simulation.ended.get(&End::Failed).copied().unwrap_or(0);
+        if simulation.refuse_percent == 0 {
             assert_eq!(failed, 0, "seed {seed}: requests fail though everything fits one by one");
         }
-        assert!(world.longest < Nanos::from_millis(20_000), "seed {seed}: {}", world.longest);
+        assert!(
+            simulation.longest < Nanos::from_millis(20_000),
+            "seed {seed}: {}",
+            simulation.longest
+        );
     }
     assert!(loads > 10_000 && done > 50_000, "{loads} loads and {done} requests try little");
 }
@@ -382,34 +387,34 @@ fn memory_is_kept_to_whatever_happens() {
 #[test]
 fn equal_seeds_decide_equally() {
     let trace = |seed| {
-        let world = random_run(seed);
+        let simulation = random_run(seed);
         let mut ended: Vec<_> =
-            world.ended.iter().map(|(end, n)| (format!("{end:?}"), *n)).collect();
+            simulation.ended.iter().map(|(end, n)| (format!("{end:?}"), *n)).collect();
         ended.sort();
-        (world.loads, world.now, world.longest, ended)
+        (simulation.loads, simulation.now, simulation.longest, ended)
     };
     assert_eq!(trace(17), trace(17));
 }
 
 /// `resident` is asked for without end on every queue; the time until one request of another model is done.
 fn wait_beside_a_busy_model(queues: QueueLayout, class: Class) -> Nanos {
-    let mut world = World::new(1, queues);
-    world.add(0, 700, false);
-    world.add(1, 700, false);
+    let mut simulation = Simulation::new(1, queues);
+    simulation.add(0, 700, false);
+    simulation.add(1, 700, false);
     for _ in 0..16 {
-        world.ask(0, Class::BestEffort, Nanos::MAX);
+        simulation.ask(0, Class::BestEffort, Nanos::MAX);
     }
-    world.run_until(Nanos::from_millis(100));
-    let asked = world.now;
-    let request = world.ask(1, class, Nanos::MAX).expect("room for a request");
-    while world.open.contains_key(&request) {
-        assert!(world.now < asked + Nanos::from_millis(10_000), "it starves");
-        while world.open.len() < 16 {
-            world.ask(0, Class::BestEffort, Nanos::MAX);
+    simulation.run_until(Nanos::from_millis(100));
+    let asked = simulation.now;
+    let request = simulation.ask(1, class, Nanos::MAX).expect("room for a request");
+    while simulation.open.contains_key(&request) {
+        assert!(simulation.now < asked + Nanos::from_millis(10_000), "it starves");
+        while simulation.open.len() < 16 {
+            simulation.ask(0, Class::BestEffort, Nanos::MAX);
         }
-        assert!(world.step());
+        assert!(simulation.step());
     }
-    world.now - asked
+    simulation.now - asked
 }
 
 #[test]
@@ -424,105 +429,107 @@ fn nobody_starves_beside_a_model_that_is_always_in_use() {
 
 #[test]
 fn best_effort_is_loaded_under_real_time_that_swaps_without_end() {
-    let mut world = World::new(3, layouts(2));
+    let mut simulation = Simulation::new(3, layouts(2));
     for model in 0..4 {
-        world.add(model, 600, false);
+        simulation.add(model, 600, false);
     }
-    let request = world.ask(3, Class::BestEffort, Nanos::MAX).expect("room for a request");
+    let request = simulation.ask(3, Class::BestEffort, Nanos::MAX).expect("room for a request");
     let mut model = 0;
-    while world.open.contains_key(&request) {
-        assert!(world.now < Nanos::from_millis(10_000), "it starves");
-        while world.open.len() < 4 {
-            world.ask(model % 3, Class::RealTime, Nanos::MAX);
+    while simulation.open.contains_key(&request) {
+        assert!(simulation.now < Nanos::from_millis(10_000), "it starves");
+        while simulation.open.len() < 4 {
+            simulation.ask(model % 3, Class::RealTime, Nanos::MAX);
             model += 1;
         }
-        assert!(world.step());
+        assert!(simulation.step());
     }
 }
 
 #[test]
 fn pinned_models_are_there_at_once_and_stay() {
-    let mut world = World::new(5, layouts(1));
-    world.add(0, 600, true);
-    world.run_until(Nanos::from_millis(50));
-    assert!(world.core.weights_of(ModelId(0)).is_some_and(|(_, there)| there));
-    world.add(1, 300, false);
-    world.add(2, 300, false);
+    let mut simulation = Simulation::new(5, layouts(1));
+    simulation.add(0, 600, true);
+    simulation.run_until(Nanos::from_millis(50));
+    assert!(simulation.core.weights_of(ModelId(0)).is_some_and(|(_, there)| there));
+    simulation.add(1, 300, false);
+    simulation.add(2, 300, false);
     // Too large beside what is pinned: refused at once rather than never answered.
-    world.add(3, 500, false);
+    simulation.add(3, 500, false);
     for round in 0..20 {
-        world.ask(1 + round % 2, Class::BestEffort, Nanos::MAX);
-        let now = world.now;
-        world.run_until(now + Nanos::from_millis(20));
+        simulation.ask(1 + round % 2, Class::BestEffort, Nanos::MAX);
+        let now = simulation.now;
+        simulation.run_until(now + Nanos::from_millis(20));
     }
-    world.ask(3, Class::RealTime, Nanos::MAX);
-    world.finish();
-    assert_eq!(world.ended.get(&End::Failed), Some(&1));
-    assert_eq!(world.ended.get(&End::Done), Some(&20));
-    assert!(world.core.weights_of(ModelId(0)).is_some_and(|(_, there)| there));
+    simulation.ask(3, Class::RealTime, Nanos::MAX);
+    simulation.finish();
+    assert_eq!(simulation.ended.get(&End::Failed), Some(&1));
+    assert_eq!(simulation.ended.get(&End::Done), Some(&20));
+    assert!(simulation.core.weights_of(ModelId(0)).is_some_and(|(_, there)| there));
 }
 
 #[test]
 fn preloading_fills_room_and_evicts_nobody() {
-    let mut world = World::new(7, layouts(1));
+    let mut simulation = Simulation::new(7, layouts(1));
     for model in 0..5 {
-        world.add(model, 300, false);
-        world.feed(Event::Preload { model: ModelId(model) });
+        simulation.add(model, 300, false);
+        simulation.feed(Event::Preload { model: ModelId(model) });
     }
-    world.run_until(Nanos::from_millis(100));
-    let there: Vec<bool> =
-        (0..5).map(|model| world.core.weights_of(ModelId(model)).is_some_and(|w| w.1)).collect();
+    simulation.run_until(Nanos::from_millis(100));
+    let there: Vec<bool> = (0..5)
+        .map(|model| simulation.core.weights_of(ModelId(model)).is_some_and(|w| w.1))
+        .collect();
     assert_eq!(there, [true, true, true, false, false]);
-    assert_eq!(world.loads, 3);
+    assert_eq!(simulation.loads, 3);
 }
 
 #[test]
 fn a_load_is_urgent_where_real_time_waits_for_it() {
-    let mut world = World::new(8, layouts(1));
+    let mut simulation = Simulation::new(8, layouts(1));
     for model in 0..3 {
-        world.add(model, 300, false);
+        simulation.add(model, 300, false);
     }
-    world.feed(Event::Preload { model: ModelId(0) });
-    world.ask(1, Class::BestEffort, Nanos::MAX);
-    world.finish();
-    assert_eq!((world.loads, world.urgent_loads), (2, 0));
-    world.ask(2, Class::RealTime, Nanos::MAX);
-    world.finish();
-    assert_eq!((world.loads, world.urgent_loads), (3, 1));
+    simulation.feed(Event::Preload { model: ModelId(0) });
+    simulation.ask(1, Class::BestEffort, Nanos::MAX);
+    simulation.finish();
+    assert_eq!((simulation.loads, simulation.urgent_loads), (2, 0));
+    simulation.ask(2, Class::RealTime, Nanos::MAX);
+    simulation.finish();
+    assert_eq!((simulation.loads, simulation.urgent_loads), (3, 1));
 }
 
 #[test]
 fn the_least_recently_used_goes_first() {
-    let mut world = World::new(9, layouts(0));
+    let mut simulation = Simulation::new(9, layouts(0));
     for model in 0..4 {
-        world.add(model, 300, false);
+        simulation.add(model, 300, false);
     }
     for model in [0, 1, 2, 0, 3] {
-        world.ask(model, Class::BestEffort, Nanos::MAX);
-        world.finish();
+        simulation.ask(model, Class::BestEffort, Nanos::MAX);
+        simulation.finish();
     }
-    let there: Vec<bool> =
-        (0..4).map(|model| world.core.weights_of(ModelId(model)).is_some_and(|w| w.1)).collect();
+    let there: Vec<bool> = (0..4)
+        .map(|model| simulation.core.weights_of(ModelId(model)).is_some_and(|w| w.1))
+        .collect();
     assert_eq!(there, [true, false, true, true]);
 }
 
 #[test]
 fn a_device_without_room_is_asked_again_while_others_hold_some() {
-    let mut world = World::new(11, layouts(1));
-    world.add(0, 300, false);
-    world.add(1, 300, false);
-    world.ask(0, Class::BestEffort, Nanos::MAX);
-    world.finish();
-    world.refuse_percent = 100;
-    let request = world.ask(1, Class::BestEffort, Nanos::MAX).expect("room for a request");
-    let now = world.now;
-    world.run_until(now + Nanos::from_millis(30));
+    let mut simulation = Simulation::new(11, layouts(1));
+    simulation.add(0, 300, false);
+    simulation.add(1, 300, false);
+    simulation.ask(0, Class::BestEffort, Nanos::MAX);
+    simulation.finish();
+    simulation.refuse_percent = 100;
+    let request = simulation.ask(1, Class::BestEffort, Nanos::MAX).expect("room for a request");
+    let now = simulation.now;
+    simulation.run_until(now + Nanos::from_millis(30));
     // The other was evicted for it; with nobody left to evict, it fails with the device's reason.
-    assert!(!world.open.contains_key(&request));
-    assert_eq!(world.ended.get(&End::Failed), Some(&1));
-    world.refuse_percent = 0;
-    world.ask(1, Class::BestEffort, Nanos::MAX);
-    world.ask(0, Class::BestEffort, Nanos::MAX);
-    world.finish();
-    assert_eq!(world.ended.get(&End::Done), Some(&3));
+    assert!(!simulation.open.contains_key(&request));
+    assert_eq!(simulation.ended.get(&End::Failed), Some(&1));
+    simulation.refuse_percent = 0;
+    simulation.ask(1, Class::BestEffort, Nanos::MAX);
+    simulation.ask(0, Class::BestEffort, Nanos::MAX);
+    simulation.finish();
+    assert_eq!(simulation.ended.get(&End::Done), Some(&3));
 }

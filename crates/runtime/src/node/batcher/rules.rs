@@ -7,11 +7,11 @@ use model::config::{Batching, BatchingPolicy, CopyTime, ModelConfig};
 use super::Member;
 use crate::batching::{
     Adaptive, AdaptiveOptions, Auto, BatchPolicy, BatchProfile, Deferred, EarlyDrop, Elastic,
-    Gathered, LazyDrop, Turn, Waiting, Window,
+    LazyDrop, Staggered, StaggeredBatch, WaitingRequest, Window,
 };
 
 /// Workers of policies that run batches of any size: one that computes and one to go on with.
-const SIDE_BY_SIDE: usize = 2;
+const WORKERS: usize = 2;
 
 /// How requests of a model are put together.
 #[derive(Clone, Debug)]
@@ -29,7 +29,7 @@ pub(in crate::node) struct Rules {
     /// Nobody set the policy: it may be chosen.
     auto: bool,
     /// What batches are made of, where somebody else decides that.
-    turn: Option<Turn>,
+    staggered: Option<StaggeredBatch>,
 }
 
 impl Rules {
@@ -50,7 +50,7 @@ impl Rules {
         let exact = policy == BatchingPolicy::Elastic;
         let own: Vec<usize> = match policy {
             BatchingPolicy::Elastic => Elastic::WORKERS.to_vec(),
-            BatchingPolicy::Auto => vec![most; SIDE_BY_SIDE],
+            BatchingPolicy::Auto => vec![most; WORKERS],
             _ => vec![most],
         };
         let chosen = workers.is_empty();
@@ -66,15 +66,18 @@ impl Rules {
             objective: config.slo_ms.map(Nanos::from_millis),
             chosen,
             auto: config.batching.policy == BatchingPolicy::Auto,
-            turn: None,
+            staggered: None,
         })
     }
 
-    /// Makes batches of `turn`, or as before; not where a policy was set. Whether that is a change.
-    pub(super) fn set_turn(&mut self, turn: Option<Turn>) -> bool {
-        let within = |turn: Turn| Turn { batch: turn.batch.clamp(1, self.batch_max()), ..turn };
-        let turn = turn.filter(|_| self.auto).map(within);
-        std::mem::replace(&mut self.turn, turn) != turn
+    /// Makes batches of `staggered`, or as before; not where a policy was set. Whether that is a change.
+    pub(super) fn set_staggered_batch(&mut self, staggered: Option<StaggeredBatch>) -> bool {
+        let within = |staggered: StaggeredBatch| StaggeredBatch {
+            batch: staggered.batch.clamp(1, self.batch_max()),
+            ..staggered
+        };
+        let staggered = staggered.filter(|_| self.auto).map(within);
+        std::mem::replace(&mut self.staggered, staggered) != staggered
     }
 
     /// The largest batch.
@@ -93,7 +96,7 @@ impl Rules {
     }
 
     /// Whether a batch that starts late simply takes everybody: asking the policy twice would count twice.
-    pub(super) fn takes_all(&self) -> bool {
+    pub(super) fn takes_all_waiting(&self) -> bool {
         self.policy == BatchingPolicy::Adaptive
     }
 
@@ -104,8 +107,8 @@ impl Rules {
 
     /// The largest batch of workers of fixed sizes by what was measured, if they are not set by hand. A request that just misses
     /// a batch waits for it and runs in the next, so two of them fit the objective. Other policies go by the objective themselves.
-    pub(super) fn fitting(&self, measured: &BatchProfile) -> usize {
-        match self.turn {
+    pub(super) fn max_fitting(&self, measured: &BatchProfile) -> usize {
+        match self.staggered {
             None if self.exact && self.chosen => self.limit(measured),
             _ => usize::MAX,
         }
@@ -117,16 +120,16 @@ impl Rules {
     }
 
     /// A request as policies see it: due when its answer is of no more use, or when it was promised.
-    pub(super) fn seen<M>(&self, member: &Member<M>) -> Waiting {
+    pub(super) fn seen<M>(&self, member: &Member<M>) -> WaitingRequest {
         let promised = self.objective.map_or(Nanos::MAX, |objective| member.arrived + objective);
-        Waiting { arrived: member.arrived, deadline: member.deadline.min(promised) }
+        WaitingRequest { arrived: member.arrived, deadline: member.deadline.min(promised) }
     }
 
     /// A fresh policy.
     pub(super) fn policy(&self, profile: &BatchProfile) -> Box<dyn BatchPolicy> {
         let batch_max = self.batch_max();
-        if let Some(turn) = self.turn {
-            return Box::new(Gathered { turn });
+        if let Some(staggered) = self.staggered {
+            return Box::new(Staggered { batches: staggered });
         }
         match self.policy {
             BatchingPolicy::Auto | BatchingPolicy::None => {

@@ -16,7 +16,7 @@ struct Request {
     rows: usize,
     arrived: Nanos,
     deadline: Nanos,
-    boarded: Option<RequestId>,
+    formed: Option<RequestId>,
     ended: bool,
 }
 
@@ -30,20 +30,20 @@ struct Checker {
 impl Checker {
     fn arrived(&mut self, key: GroupKey, rows: usize, arrived: Nanos, deadline: Nanos) {
         self.waiting.push(self.requests.len());
-        self.requests.push(Request { key, rows, arrived, deadline, boarded: None, ended: false });
+        self.requests.push(Request { key, rows, arrived, deadline, formed: None, ended: false });
     }
 
     /// A batch started with these.
-    fn boarded(&mut self, now: Nanos, job: RequestId, members: &[usize], batch_max: usize) {
+    fn formed(&mut self, now: Nanos, job: RequestId, members: &[usize], batch_max: usize) {
         let first = self.requests[members[0]].clone();
         let rows: usize = members.iter().map(|index| self.requests[*index].rows).sum();
         assert!(rows <= batch_max || members.len() == 1, "{rows} rows of at most {batch_max}");
         for (place, index) in members.iter().enumerate() {
             let request = &mut self.requests[*index];
             assert_eq!(request.key, first.key, "strangers in one batch");
-            assert!(!request.ended && request.boarded.is_none(), "request {index} runs twice");
+            assert!(!request.ended && request.formed.is_none(), "request {index} runs twice");
             assert!(request.deadline >= now, "request {index} is late already");
-            request.boarded = Some(job);
+            request.formed = Some(job);
             let at = self.waiting.iter().position(|other| other == index).expect("it waited");
             self.waiting.remove(at);
             assert!(!members[..place].contains(index));
@@ -73,14 +73,14 @@ impl Checker {
     }
 }
 
-/// A device of a few lanes in virtual time, in the core's place.
-struct World {
+/// A device of a few max_running in virtual time, in the core's place.
+struct Simulation {
     now: Nanos,
     batcher: Batcher<usize>,
     ids: Core,
     checker: Checker,
     random: Random,
-    lanes: usize,
+    max_running: usize,
     tickets: VecDeque<RequestId>,
     running: Vec<(Nanos, RequestId)>,
     members: HashMap<usize, MemberId>,
@@ -95,18 +95,18 @@ fn config(policy: BatchingPolicy, random: &mut Random) -> ModelConfig {
     ModelConfig { slo_ms: slo, batching, queue_capacity: 64, ..ModelConfig::default() }
 }
 
-impl World {
-    fn new(policy: BatchingPolicy, seed: u64) -> World {
+impl Simulation {
+    fn new(policy: BatchingPolicy, seed: u64) -> Simulation {
         let mut random = Random::new(seed);
         let rules = Rules::of(&config(policy, &mut random), PreemptionLevel::BetweenLaunches)
             .expect("it batches");
-        World {
+        Simulation {
             now: Nanos(0),
             batch_max: rules.batch_max(),
             batcher: Batcher::new(rules, 64),
             ids: Core::new(CoreOptions::default()),
             checker: Checker::default(),
-            lanes: 1 + random.below(3) as usize,
+            max_running: 1 + random.below(3) as usize,
             random,
             tickets: VecDeque::new(),
             running: Vec::new(),
@@ -149,13 +149,13 @@ impl World {
 
     fn end(&mut self, members: Vec<Member<usize>>) {
         for member in members {
-            self.members.remove(&member.cargo);
-            self.checker.ended(member.cargo);
+            self.members.remove(&member.payload);
+            self.checker.ended(member.payload);
         }
     }
 
     /// Carries out what the batcher wants, as a node does.
-    fn tend(&mut self) {
+    fn update_batcher(&mut self) {
         loop {
             let (mut late, mut idle) = (Vec::new(), Vec::new());
             self.batcher.expire(self.now, &mut late, &mut idle);
@@ -183,15 +183,15 @@ impl World {
             self.tickets.retain(|other| *other != job);
             self.running.retain(|(_, other)| *other != job);
             match self.batcher.finish(self.now, job, false) {
-                Ended::Unstarted => {}
-                Ended::Started { members, .. } => assert!(members.is_empty()),
+                BatchEnd::Unstarted => {}
+                BatchEnd::Started { members, .. } => assert!(members.is_empty()),
             }
         }
     }
 
     fn start_some(&mut self) -> bool {
         let mut started = false;
-        while self.running.len() < self.lanes
+        while self.running.len() < self.max_running
             && let Some(job) = self.tickets.pop_front()
         {
             started = true;
@@ -200,14 +200,14 @@ impl World {
                 self.end(refused);
                 continue;
             }
-            let boarded = self.batcher.start(self.now, job);
-            let members: Vec<usize> = self.batcher.riders(job).map(|m| m.cargo).collect();
+            let formed = self.batcher.start(self.now, job);
+            let members: Vec<usize> = self.batcher.members_of(job).map(|m| m.payload).collect();
             let latest = members.iter().map(|m| self.checker.requests[*m].deadline).max();
-            assert_eq!(Some(boarded.deadline), latest, "a job lives as long as any member");
-            self.checker.boarded(self.now, job, &members, self.batch_max);
-            self.largest = self.largest.max(boarded.rows);
+            assert_eq!(Some(formed.deadline), latest, "a job lives as long as any member");
+            self.checker.formed(self.now, job, &members, self.batch_max);
+            self.largest = self.largest.max(formed.rows);
             self.batches += 1;
-            self.running.push((self.now + World::time(boarded.rows), job));
+            self.running.push((self.now + Simulation::time(formed.rows), job));
         }
         started
     }
@@ -217,8 +217,8 @@ impl World {
         let Some(at) = self.running.iter().position(over) else { return };
         let (_, job) = self.running.swap_remove(at);
         match self.batcher.finish(self.now, job, true) {
-            Ended::Unstarted => panic!("a job that ran was never started"),
-            Ended::Started { members, .. } => self.end(members),
+            BatchEnd::Unstarted => panic!("a job that ran was never started"),
+            BatchEnd::Started { members, .. } => self.end(members),
         }
     }
 
@@ -249,20 +249,20 @@ impl World {
             }
             if self.random.below(100) == 0 {
                 let slow = 1 + self.random.below(20);
-                let time = |rows: usize| Nanos(World::time(rows).0 * slow);
+                let time = |rows: usize| Nanos(Simulation::time(rows).0 * slow);
                 self.batcher.set_profile(&[1, 2, 4, 8, 16].map(|rows| (rows, time(rows))));
             }
             if self.random.below(50) == 0 {
                 let (batch, least) = (1 + self.random.below(40), 1 + self.random.below(20));
-                let turn = Turn { batch: batch as usize, least: least as usize };
-                let turn = Some(turn).filter(|_| self.random.below(3) > 0);
-                self.batcher.set_turn(turn);
+                let staggered = StaggeredBatch { batch: batch as usize, least: least as usize };
+                let staggered = Some(staggered).filter(|_| self.random.below(3) > 0);
+                self.batcher.set_staggered_batch(staggered);
             }
-            self.tend();
+            self.update_batcher();
         }
         self.advance(Nanos::MAX);
         self.checker.finish();
-        assert_eq!((self.batcher.under_way(), self.batcher.jobs()), (0, 0));
+        assert_eq!((self.batcher.pending(), self.batcher.jobs()), (0, 0));
     }
 
     fn advance(&mut self, until: Nanos) {
@@ -275,7 +275,7 @@ impl World {
             };
             self.now = self.now.max(next);
             self.complete();
-            self.tend();
+            self.update_batcher();
         }
         panic!("time does not go on");
     }
@@ -296,9 +296,9 @@ fn every_request_ends_once_in_order_and_among_its_own() {
     for policy in POLICIES {
         for seed in 1..=40 {
             println!("{policy:?} with seed {seed}");
-            let mut world = World::new(policy, seed);
+            let mut simulation = Simulation::new(policy, seed);
             let gap = [5.0, 40.0, 400.0][seed as usize % 3];
-            world.run(400, gap, 1 + seed % 8);
+            simulation.run(400, gap, 1 + seed % 8);
         }
     }
 }
@@ -311,9 +311,9 @@ fn workers_are_chosen_by_what_was_measured_and_promised() {
         let config = ModelConfig { slo_ms, batching, ..ModelConfig::default() };
         let rules = Rules::of(&config, PreemptionLevel::InsideTile).expect("it batches");
         let mut batcher: Batcher<usize> = Batcher::new(rules, 64);
-        let before = batcher.batch_most();
+        let before = batcher.max_batch();
         batcher.set_profile(&measured);
-        (before, batcher.batch_most())
+        (before, batcher.max_batch())
     };
     // Half of the objective is for the batch that was just missed: 500 us are five rows.
     assert_eq!(most(Some(1), &[], BatchingPolicy::Elastic), (16, 4));
@@ -327,10 +327,10 @@ fn workers_are_chosen_by_what_was_measured_and_promised() {
 fn batches_grow_with_the_load() {
     for policy in POLICIES {
         let run = |gap_us: f64| {
-            let mut world = World::new(policy, 4);
-            (world.lanes, world.random) = (1, Random::new(9));
-            world.run(500, gap_us, 1);
-            (world.largest, world.batches)
+            let mut simulation = Simulation::new(policy, 4);
+            (simulation.max_running, simulation.random) = (1, Random::new(9));
+            simulation.run(500, gap_us, 1);
+            (simulation.largest, simulation.batches)
         };
         let ((slow, many), (fast, few)) = (run(5_000.0), run(8.0));
         assert!(fast > slow, "{policy:?}: {slow} rows at most, then {fast}");
@@ -341,15 +341,15 @@ fn batches_grow_with_the_load() {
 #[test]
 fn nobody_waits_while_the_device_has_room() {
     for policy in [BatchingPolicy::Auto, BatchingPolicy::Elastic] {
-        let mut world = World::new(policy, 3);
-        world.lanes = 2;
+        let mut simulation = Simulation::new(policy, 3);
+        simulation.max_running = 2;
         for _ in 0..200 {
-            let at = world.now + Nanos::from_micros(30);
-            world.advance(at);
-            world.arrive(1);
-            world.tend();
-            let idle = world.running.len() < world.lanes;
-            assert!(!idle || world.checker.waiting.is_empty(), "{policy:?}");
+            let at = simulation.now + Nanos::from_micros(30);
+            simulation.advance(at);
+            simulation.arrive(1);
+            simulation.update_batcher();
+            let idle = simulation.running.len() < simulation.max_running;
+            assert!(!idle || simulation.checker.waiting.is_empty(), "{policy:?}");
         }
     }
 }
@@ -361,20 +361,20 @@ fn who_comes_while_the_device_is_busy_still_gets_a_seat() {
         Batcher::new(Rules::of(&config, PreemptionLevel::BetweenLaunches).expect("auto"), 64);
     let mut ids = Core::new(CoreOptions::default());
     let key = GroupKey { class: Class::BestEffort, priority: 1, sizes: Vec::new() };
-    let arrive = |batcher: &mut Batcher<u32>, at: u64, cargo: u32| {
-        let taken = batcher.arrive(Nanos(at), key.clone(), (1, Nanos::MAX), cargo, || None);
+    let arrive = |batcher: &mut Batcher<u32>, at: u64, payload: u32| {
+        let taken = batcher.arrive(Nanos(at), key.clone(), (1, Nanos::MAX), payload, || None);
         taken.expect("there is room");
     };
     arrive(&mut batcher, 0, 0);
     let wanted = batcher.decide(Nanos(0), &mut Vec::new()).expect("a batch");
     let job = ids.next_request_id().expect("an id");
     batcher.asked(wanted.group, Some(job));
-    for cargo in 1..4 {
-        arrive(&mut batcher, u64::from(cargo), cargo);
+    for payload in 1..4 {
+        arrive(&mut batcher, u64::from(payload), payload);
     }
     assert_eq!(batcher.decide(Nanos(4), &mut Vec::new()), None, "one job waits already");
     assert_eq!(batcher.start(Nanos(9), job).rows, 4);
-    assert_eq!(batcher.riders(job).map(|m| m.cargo).collect::<Vec<_>>(), [0, 1, 2, 3]);
+    assert_eq!(batcher.members_of(job).map(|m| m.payload).collect::<Vec<_>>(), [0, 1, 2, 3]);
 }
 
 #[test]
@@ -385,9 +385,9 @@ fn workers_above_what_is_prepared_are_not_used() {
         Batcher::new(Rules::of(&config, PreemptionLevel::BetweenLaunches).expect("elastic"), 64);
     let mut ids = Core::new(CoreOptions::default());
     let key = GroupKey { class: Class::RealTime, priority: 1, sizes: Vec::new() };
-    for cargo in 0..8 {
+    for payload in 0..8 {
         let ready = || Some(vec![1, 2]);
-        assert!(batcher.arrive(Nanos(0), key.clone(), (1, Nanos::MAX), cargo, ready).is_ok());
+        assert!(batcher.arrive(Nanos(0), key.clone(), (1, Nanos::MAX), payload, ready).is_ok());
     }
     let mut start = |batcher: &mut Batcher<u32>| {
         let wanted = batcher.decide(Nanos(0), &mut Vec::new())?;

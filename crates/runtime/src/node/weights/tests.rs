@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use base::{Bytes, Clock, MonotonicClock, Nanos, Random};
-use device::paged::{Paged, PagedOptions};
+use device::paged::{PagedDevice, PagedDeviceOptions};
 use device::{
     Completion, CompletionSink, Device, DeviceError, DeviceInfo, Outcome, PreemptionLevel, Program,
     Queue, QueueOptions, Segment, Task,
@@ -157,7 +157,7 @@ impl Observer for Orders {
 }
 
 struct Scene {
-    device: Arc<Paged>,
+    device: Arc<PagedDevice>,
     node: Node,
     orders: Arc<Orders>,
 }
@@ -173,13 +173,13 @@ impl Scene {
             queues,
             rounding: 0.0,
         };
-        let options = PagedOptions {
+        let options = PagedDeviceOptions {
             memory: Bytes(memory * MIB),
             bytes_per_second: 20_000 * MIB,
             runnable_percent: 50,
             added: Bytes(0),
         };
-        let device = Arc::new(Paged::new(Arc::new(Sleeper(info)), options).unwrap());
+        let device = Arc::new(PagedDevice::new(Arc::new(Sleeper(info)), options).unwrap());
         let orders = Arc::new(Orders::default());
         let node_options = NodeOptions {
             memory: Some(Bytes(budget * MIB)),
@@ -252,7 +252,7 @@ fn many_models_share_little_memory() {
             }
         });
         assert_eq!(done.into_inner(), 800);
-        assert!(scene.device.most_held() <= Bytes(40 * MIB), "{}", scene.device.most_held());
+        assert!(scene.device.max_held() <= Bytes(40 * MIB), "{}", scene.device.max_held());
         // The last weights may still be on their way: a run begins before all of them are there.
         let clock = MonotonicClock::new();
         let orders = scene.orders.0.lock().unwrap().0;

@@ -9,18 +9,18 @@ const NEW: f64 = 1.0 / 8.0;
 
 /// Mean times by batch size, forgetting slowly.
 #[derive(Clone, Debug)]
-pub(super) struct Learned {
+pub(super) struct LearnedProfile {
     /// By batch size less one; zero where none was seen.
     means: Vec<f64>,
     profile: BatchProfile,
 }
 
-impl Learned {
+impl LearnedProfile {
     /// Nothing seen of batches up to `batch_max`.
-    pub(super) fn new(batch_max: usize) -> Learned {
+    pub(super) fn new(batch_max: usize) -> LearnedProfile {
         let means = vec![0.0; batch_max.max(1)];
         let profile = BatchProfile::linear(Nanos::ZERO, Nanos(1), batch_max);
-        Learned { means, profile }
+        LearnedProfile { means, profile }
     }
 
     /// What is known, and for other sizes what lies between; beyond the largest, its time.
@@ -72,7 +72,7 @@ mod tests {
 
     #[test]
     fn times_lie_between_what_was_seen() {
-        let mut learned = Learned::new(8);
+        let mut learned = LearnedProfile::new(8);
         learned.record(1, Nanos(100));
         assert_eq!(
             learned.profile().latency(8),

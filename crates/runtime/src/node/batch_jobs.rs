@@ -7,36 +7,37 @@ use std::sync::{Arc, Weak};
 
 use base::Nanos;
 use device::batch::{other_sizes, rows_of, split};
-use device::{DeviceError, PreemptionLevel, Program, Staged};
+use device::{DeviceError, PreemptionLevel, Program, StagedInputs};
 use model::config::{BatchingPolicy, CopyTime, ModelConfig};
 use model::rows::{batch_symbol, mixing_step};
 use model::{LaunchPlan, Tensor};
 
-use super::batcher::{Batcher, Ended, GroupKey, Member, MemberId, Refusal, Rules, Wanted};
+use super::batcher::{BatchEnd, Batcher, GroupKey, Member, MemberId, Refusal, Rules, SlotRequest};
 use super::completion::rejected;
 use super::submission::Asked;
 use super::{
-    Due, Live, ModelKey, Rejection, Reply, ReplyFn, ReplyResult, Rider, Shared, State, Timing,
+    DueReply, Job, ModelKey, Rejection, Reply, ReplyFn, ReplyResult, ReplyTarget, Shared, State,
+    Timing,
 };
 use crate::core::{End, Event, ModelId, RequestId};
 
 /// Preparations of a device that wait to be done.
-const PREPARATIONS_MOST: usize = 256;
+const MAX_PREPARATIONS: usize = 256;
 
 /// A request that waits for a batch or rides on one.
-pub(super) struct Cargo {
-    staged: Option<Box<dyn Staged>>,
+pub(super) struct MemberPayload {
+    staged: Option<Box<dyn StagedInputs>>,
     reply: ReplyFn,
 }
 
-pub(super) type ModelBatcher = Batcher<Cargo>;
+pub(super) type ModelBatcher = Batcher<MemberPayload>;
 
 /// What a caller's thread needs to know of a batched model.
 #[derive(Clone)]
-pub(super) struct Intake {
+pub(super) struct BatchIntake {
     symbol: Arc<str>,
     copy: CopyTime,
-    rows_most: usize,
+    max_rows: usize,
     /// What the device is to be prepared for.
     batches: Arc<[usize]>,
 }
@@ -68,7 +69,7 @@ pub(super) struct Preparer {
 
 impl Preparer {
     pub(super) fn start(shared: Weak<Shared>) -> std::io::Result<Preparer> {
-        let (sender, receiver) = sync_channel::<Preparation>(PREPARATIONS_MOST);
+        let (sender, receiver) = sync_channel::<Preparation>(MAX_PREPARATIONS);
         std::thread::Builder::new().name("node-batches".to_string()).spawn(move || {
             while let Ok(wanted) = receiver.recv() {
                 let Some(program) = wanted.program.upgrade() else { continue };
@@ -94,7 +95,7 @@ pub(super) fn batcher_of(
     plan: &LaunchPlan,
     config: &ModelConfig,
     level: PreemptionLevel,
-) -> Option<(ModelBatcher, Intake)> {
+) -> Option<(ModelBatcher, BatchIntake)> {
     let rules = Rules::of(config, level)?;
     let asked = config.batching.policy != BatchingPolicy::Auto;
     let Some(symbol) = batch_symbol(plan) else {
@@ -115,15 +116,15 @@ pub(super) fn batcher_of(
         return None;
     }
     let (symbol, copy) = (symbol.into(), rules.copy);
-    let (rows_most, batches) = (rules.batch_max(), rules.batches().into());
-    let intake = Intake { symbol, copy, rows_most, batches };
-    Some((Batcher::new(rules, config.queue_capacity), intake))
+    let (max_rows, batches) = (rules.batch_max(), rules.batches().into());
+    let batch_intake = BatchIntake { symbol, copy, max_rows, batches };
+    Some((Batcher::new(rules, config.queue_capacity), batch_intake))
 }
 
-impl Intake {
+impl BatchIntake {
     /// Whether inputs can be part of a batch.
     pub(super) fn takes(&self, inputs: &[Tensor]) -> bool {
-        (1..=self.rows_most).contains(&rows_of(inputs))
+        (1..=self.max_rows).contains(&rows_of(inputs))
     }
 }
 
@@ -131,20 +132,20 @@ impl Intake {
 pub(super) struct Incoming {
     asked: Asked,
     sizes: Vec<(String, usize)>,
-    staged: Box<dyn Staged>,
+    staged: Box<dyn StagedInputs>,
 }
 
 impl Incoming {
     /// Stages `inputs`, which may take a while.
     pub(super) fn stage(
         program: &dyn Program,
-        intake: &Intake,
+        batch_intake: &BatchIntake,
         inputs: Vec<Tensor>,
         asked: Asked,
         soon: &mut dyn FnMut(),
     ) -> Result<Incoming, DeviceError> {
-        let sizes = other_sizes(program.plan(), &intake.symbol, &inputs);
-        let staged = program.stage(inputs, intake.copy, soon)?;
+        let sizes = other_sizes(program.plan(), &batch_intake.symbol, &inputs);
+        let staged = program.stage(inputs, batch_intake.copy, soon)?;
         Ok(Incoming { asked, sizes, staged })
     }
 }
@@ -154,7 +155,7 @@ pub(super) enum Admission {
     Member(MemberId),
     Refused(ReplyFn, Rejection),
     /// It can be in no batch, but on its own.
-    Alone(ReplyFn, Box<dyn Staged>),
+    Alone(ReplyFn, Box<dyn StagedInputs>),
 }
 
 impl Shared {
@@ -162,18 +163,18 @@ impl Shared {
     pub(super) fn admit(&self, state: &mut State, incoming: Incoming, reply: ReplyFn) -> Admission {
         let Incoming { asked, sizes, staged } = incoming;
         let Asked { model, class, priority, arrived, deadline } = asked;
-        let busy = state.core.under_way() + state.batches.members >= self.max_requests;
+        let busy = state.core.pending() + state.batches.members >= self.max_requests;
         let Some(entry) = state.model_mut(model) else {
             return Admission::Refused(reply, Rejection::NoSuchModel);
         };
         let capacity = if busy { self.max_requests } else { entry.queue_capacity };
-        let Some((batcher, intake)) = entry.batching.as_mut().filter(|_| !busy) else {
+        let Some((batcher, batch_intake)) = entry.batching.as_mut().filter(|_| !busy) else {
             entry.stats.rejected += 1;
             return Admission::Refused(reply, Rejection::QueueFull { capacity });
         };
         let (program, preparer) = (&entry.program, self.preparer.get());
         let key = GroupKey { class, priority, sizes: sizes.clone() };
-        let wanted = &intake.batches;
+        let wanted = &batch_intake.batches;
         let ready = || {
             let ready = program.prepared_batches(&sizes)?;
             if let Some(preparer) = preparer.filter(|_| wanted.iter().any(|b| !ready.contains(b))) {
@@ -183,18 +184,18 @@ impl Shared {
             }
             Some(ready)
         };
-        let cargo = Cargo { staged: Some(staged), reply };
-        let rows = cargo.staged.as_ref().map_or(1, |staged| staged.rows());
-        match batcher.arrive(arrived, key, (rows, deadline), cargo, ready) {
+        let payload = MemberPayload { staged: Some(staged), reply };
+        let rows = payload.staged.as_ref().map_or(1, |staged| staged.rows());
+        match batcher.arrive(arrived, key, (rows, deadline), payload, ready) {
             Ok(id) => {
                 state.batches.members += 1;
                 state.batches.due.push(ModelId(model.slot));
                 Admission::Member(id)
             }
-            Err((Refusal::Alone, Cargo { staged: Some(staged), reply })) => {
+            Err((Refusal::Alone, MemberPayload { staged: Some(staged), reply })) => {
                 Admission::Alone(reply, staged)
             }
-            Err((_, Cargo { reply, .. })) => {
+            Err((_, MemberPayload { reply, .. })) => {
                 entry.stats.rejected += 1;
                 Admission::Refused(reply, Rejection::QueueFull { capacity })
             }
@@ -248,11 +249,11 @@ impl Shared {
     }
 
     /// Asks the batchers that something happened to, and puts what they want into `events`.
-    pub(super) fn tend_batches(
+    pub(super) fn update_batchers(
         &self,
         state: &mut State,
         events: &mut VecDeque<Event>,
-        due: &mut Vec<Due>,
+        due: &mut Vec<DueReply>,
     ) {
         let now = self.clock.now();
         while let Some((at, model)) = state.batches.timers.first().copied() {
@@ -266,17 +267,17 @@ impl Shared {
             state.batches.due.push(model);
         }
         while let Some(model) = state.batches.due.pop() {
-            self.tend(state, now, model, events, due);
+            self.update_batcher(state, now, model, events, due);
         }
     }
 
-    fn tend(
+    fn update_batcher(
         &self,
         state: &mut State,
         now: Nanos,
         model: ModelId,
         events: &mut VecDeque<Event>,
-        due: &mut Vec<Due>,
+        due: &mut Vec<DueReply>,
     ) {
         let Some(Some(entry)) = state.models.get_mut(model.0 as usize) else { return };
         let Some((batcher, _)) = &mut entry.batching else { return };
@@ -284,7 +285,8 @@ impl Shared {
         batcher.expire(now, &mut late, &mut idle);
         events.extend(idle.into_iter().map(|request| Event::Cancel { request }));
         // Each group asks for one batch at a time: the next one when that has started.
-        let wanted: Vec<Wanted> = std::iter::from_fn(|| batcher.decide(now, &mut late)).collect();
+        let wanted: Vec<SlotRequest> =
+            std::iter::from_fn(|| batcher.decide(now, &mut late)).collect();
         let timer = batcher.next_timer();
         if timer != entry.batch_timer {
             if let Some(old) = entry.batch_timer {
@@ -303,19 +305,19 @@ impl Shared {
             ));
         }
         for wanted in wanted {
-            self.ask_core(state, model, wanted, events);
+            self.open_slot(state, model, wanted, events);
         }
         state.retire(model, events);
     }
 
-    fn ask_core(
+    fn open_slot(
         &self,
         state: &mut State,
         model: ModelId,
-        wanted: Wanted,
+        wanted: SlotRequest,
         events: &mut VecDeque<Event>,
     ) {
-        let Wanted { group, class, priority, deadline } = wanted;
+        let SlotRequest { group, class, priority, deadline } = wanted;
         let job = state.core.next_request_id();
         if let Some(entry) = &mut state.models[model.0 as usize]
             && let Some((batcher, _)) = &mut entry.batching
@@ -324,36 +326,36 @@ impl Shared {
         }
         let Some(request) = job else { return };
         let timing = Timing { arrived: self.clock.now(), ..Timing::default() };
-        state.keep(request, Live::new(model, class, None, Rider::Batch, timing));
+        state.keep(request, Job::new(model, class, None, ReplyTarget::Members, timing));
         events.push_back(Event::Arrival { request, model, class, priority, deadline });
     }
 
     /// Makes the task of a batch that starts.
-    pub(super) fn board(
+    pub(super) fn form_batch(
         &self,
         state: &mut State,
         now: Nanos,
         request: RequestId,
         events: &mut VecDeque<Event>,
     ) -> Result<(), DeviceError> {
-        let Some(live) = state.live(request) else { return Ok(()) };
-        let model = live.model;
-        if live.task.is_some() || !matches!(live.rider, Rider::Batch) || live.launched {
+        let Some(job) = state.job(request) else { return Ok(()) };
+        let model = job.model;
+        if job.task.is_some() || !matches!(job.reply_to, ReplyTarget::Members) || job.launched {
             return Ok(());
         }
         state.batches.due.push(model);
         let Some(entry) = &mut state.models[model.0 as usize] else { return Ok(()) };
         let Some((batcher, _)) = &mut entry.batching else { return Ok(()) };
-        let boarded = batcher.start(now, request);
-        if boarded.rows == 0 {
+        let formed = batcher.start(now, request);
+        if formed.rows == 0 {
             return Err(DeviceError::BadPlan("a batch of nobody".to_string()));
         }
-        let (rows, deadline) = (boarded.rows, boarded.deadline);
+        let (rows, deadline) = (formed.rows, formed.deadline);
         events.push_back(Event::BatchFormed { request, rows, deadline });
-        let staged = batcher.riders(request).filter_map(|member| member.cargo.staged.take());
+        let staged = batcher.members_of(request).filter_map(|member| member.payload.staged.take());
         let task = entry.program.gather(staged.collect())?;
-        if let Some(live) = state.live.get_mut(request.slot()).and_then(Option::as_mut) {
-            (live.task, live.rows) = (Some(task), rows);
+        if let Some(job) = state.job.get_mut(request.slot()).and_then(Option::as_mut) {
+            (job.task, job.rows) = (Some(task), rows);
         }
         Ok(())
     }
@@ -364,15 +366,15 @@ impl Shared {
         state: &mut State,
         now: Nanos,
         (request, end): (RequestId, End),
-        live: Live,
-        due: &mut Vec<Due>,
+        job: Job,
+        due: &mut Vec<DueReply>,
     ) {
-        let model = live.model;
+        let model = job.model;
         state.batches.due.push(model);
         let Some(entry) = &mut state.models[model.0 as usize] else { return };
         let Some((batcher, _)) = &mut entry.batching else { return };
         let refused = !matches!(end, End::Done | End::DeadlineExceeded | End::Cancelled);
-        if refused && !live.launched {
+        if refused && !job.launched {
             // The core does not take such a job: whoever waits for it would wait for ever.
             let capacity = entry.queue_capacity;
             let refused = batcher.refuse(request);
@@ -383,15 +385,17 @@ impl Shared {
             }
             return;
         }
-        let plain = end == End::Done && live.timing.preemptions == 0;
-        let Ended::Started { members, all } = batcher.finish(now, request, plain) else { return };
+        let plain = end == End::Done && job.timing.preemptions == 0;
+        let BatchEnd::Started { members, all } = batcher.finish(now, request, plain) else {
+            return;
+        };
         if end == End::Done {
             entry.stats.executions += 1;
         }
         let rows: Vec<usize> = all.iter().map(|(_, rows)| *rows).collect();
-        let outcome = match (end, live.outputs) {
+        let outcome = match (end, job.outputs) {
             (End::Done, Some(outputs)) => split(&outputs, &rows).map_err(Rejection::Device),
-            (end, _) => Err(rejected(end, live.failure, entry.queue_capacity)),
+            (end, _) => Err(rejected(end, job.failure, entry.queue_capacity)),
         };
         let mut outputs = match outcome {
             Ok(outputs) => Ok(outputs.into_iter().map(Some).collect::<Vec<_>>()),
@@ -409,7 +413,7 @@ impl Shared {
             let result =
                 if member.deadline <= now { Err(Rejection::DeadlineExceeded) } else { result };
             let leads = result.is_ok() && std::mem::take(&mut first);
-            let timing = Timing { first: leads, rows: live.rows, ..live.timing };
+            let timing = Timing { first: leads, rows: job.rows, ..job.timing };
             due.push(state.answer(now, model, member, timing, result));
         }
     }
@@ -421,23 +425,23 @@ impl State {
         &mut self,
         now: Nanos,
         model: ModelId,
-        member: Member<Cargo>,
+        member: Member<MemberPayload>,
         job: Timing,
         result: ReplyResult,
-    ) -> Due {
+    ) -> DueReply {
         self.batches.members -= 1;
         let timing = Timing { arrived: member.arrived, finished: now, ..job };
         if let Some(entry) = &mut self.models[model.0 as usize] {
             entry.stats.count(&result, &timing);
         }
-        (member.cargo.reply, Reply { result, timing })
+        (member.payload.reply, Reply { result, timing })
     }
 
-    /// Tells the core what had to wait for the batcher to be empty: that the model goes, that the node drains.
+    /// Tells the core what had to wait for the batcher to be empty: that the model goes, that the node draining_thread_waits.
     fn retire(&mut self, model: ModelId, events: &mut VecDeque<Event>) {
         let Some(entry) = &mut self.models[model.0 as usize] else { return };
-        let empty = entry.batching.as_ref().is_none_or(|(batcher, _)| batcher.under_way() == 0);
-        if entry.removed && empty && !std::mem::replace(&mut entry.removal_told, true) {
+        let empty = entry.batching.as_ref().is_none_or(|(batcher, _)| batcher.pending() == 0);
+        if entry.removed && empty && !std::mem::replace(&mut entry.removal_sent, true) {
             events.push_back(Event::ModelRemoved { model });
         }
         self.drain_if_empty(events);
@@ -446,7 +450,7 @@ impl State {
     pub(super) fn drain_if_empty(&mut self, events: &mut VecDeque<Event>) {
         if self.draining
             && self.batches.members == 0
-            && !std::mem::replace(&mut self.drain_told, true)
+            && !std::mem::replace(&mut self.drain_sent, true)
         {
             events.push_back(Event::Drain);
         }

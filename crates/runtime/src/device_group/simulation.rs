@@ -11,9 +11,11 @@ use device::sim::{
 use model::config::Class;
 
 use super::DeviceGroupOptions;
-use super::router::{Change, Ended, GroupModelId, ModelFacts, Router, Standing, Ticket};
+use super::router::{
+    GroupModelId, ModelFacts, ReplicaChange, ReplicaState, RequestEnd, RoutedRequest, Router,
+};
 use crate::core::{Action, Core, CoreOptions, End, Event, ModelId, QueueLayout, RequestId};
-use crate::policy::padding::Room;
+use crate::policy::padding::PaddingDevice;
 use crate::policy::{PreemptionPoint, by_name};
 
 /// Requests of one model: a rate that changes.
@@ -78,7 +80,7 @@ struct Live {
     id: RequestId,
     number: u64,
     model: usize,
-    ticket: Ticket,
+    routed: RoutedRequest,
     arrived: Nanos,
     busy: Nanos,
     task: Option<TaskId>,
@@ -95,7 +97,7 @@ struct Device {
 struct Checker {
     holds: BTreeSet<(usize, usize)>,
     open: BTreeMap<u64, (usize, usize, Class)>,
-    answered: BTreeSet<u64>,
+    completed: BTreeSet<u64>,
     violations: Vec<String>,
 }
 
@@ -143,7 +145,7 @@ impl Checker {
     }
 
     fn answered(&mut self, now: Nanos, number: u64) {
-        if self.open.remove(&number).is_none() || !self.answered.insert(number) {
+        if self.open.remove(&number).is_none() || !self.completed.insert(number) {
             self.fault(now, format!("request {number} was answered twice"));
         }
     }
@@ -165,7 +167,7 @@ impl Checker {
     }
 }
 
-pub(super) struct World {
+pub(super) struct Simulation {
     plan: Plan,
     router: Router,
     devices: Vec<Device>,
@@ -205,8 +207,8 @@ fn profile(index: usize, (millis, weight_bytes): (f64, u64), gpu: &GpuProfile) -
 
 const QUEUES: QueueLayout = QueueLayout { shared: 0, real_time: 1, best_effort: 2, yielding: 0 };
 
-impl World {
-    pub(super) fn new(plan: Plan, options: DeviceGroupOptions) -> World {
+impl Simulation {
+    pub(super) fn new(plan: Plan, options: DeviceGroupOptions) -> Simulation {
         let gpu = gpu_profile(plan.memory);
         let profiles: Vec<Arc<ModelProfile>> = plan
             .models
@@ -221,10 +223,10 @@ impl World {
                 CoreOptions {
                     queues: QUEUES,
                     memory_bytes: Some(plan.memory),
-                    loads_at_once: 2,
+                    max_concurrent_loads: 2,
                     load_patience: Nanos::from_millis(5),
-                    close_after: Nanos::from_millis(50),
-                    room: Room {
+                    drain_after: Nanos::from_millis(50),
+                    room: PaddingDevice {
                         sms: gpu.sms,
                         launch: Nanos(gpu.launch_ns),
                         gap: Nanos(gpu.gap_ns),
@@ -238,7 +240,7 @@ impl World {
             live: BTreeMap::new(),
         };
         let router = Router::new(options, &vec![plan.memory; plan.devices]);
-        let mut world = World {
+        let mut simulation = Simulation {
             devices: (0..plan.devices).map(device).collect(),
             next: vec![None; plan.loads.len()],
             random: Random::new(plan.seed),
@@ -258,9 +260,10 @@ impl World {
             now: Nanos::ZERO,
             checker: Checker::default(),
         };
-        world.place_models();
-        (0..world.next.len()).for_each(|load| world.next[load] = world.next_ask(load, Nanos::ZERO));
-        world
+        simulation.place_models();
+        (0..simulation.next.len())
+            .for_each(|load| simulation.next[load] = simulation.next_ask(load, Nanos::ZERO));
+        simulation
     }
 
     fn place_models(&mut self) {
@@ -344,9 +347,9 @@ impl World {
         let due = devices.flat_map(|d| d.gpu.next_event().into_iter().chain(d.core.next_timer()));
         let asks = self.next.iter().flatten().copied();
         let making = self.making.iter().map(|(at, _, _)| *at);
-        let judged = Some(self.router.next_judgement());
-        let judged = judged.filter(|_| busy || self.now < self.plan.end);
-        due.chain(asks).chain(making).chain(judged).min()
+        let evaluated_at = Some(self.router.next_evaluation());
+        let evaluated_at = evaluated_at.filter(|_| busy || self.now < self.plan.end);
+        due.chain(asks).chain(making).chain(evaluated_at).min()
     }
 
     fn replicas_due(&mut self) {
@@ -363,8 +366,8 @@ impl World {
             assert!(self.router.made(key, device), "models stay");
             self.note(format!("made {} {device}", key.slot()));
         }
-        if self.router.next_judgement() <= now {
-            for change in self.router.judge(now) {
+        if self.router.next_evaluation() <= now {
+            for change in self.router.evaluate(now) {
                 self.change(change);
             }
             for (model, key) in self.keys.iter().enumerate() {
@@ -375,9 +378,9 @@ impl World {
         }
     }
 
-    fn change(&mut self, change: Change) {
+    fn change(&mut self, change: ReplicaChange) {
         match change {
-            Change::Make(key, device) => {
+            ReplicaChange::Add(key, device) => {
                 self.note(format!("make {} {device}", key.slot()));
                 let bytes = self.profiles[key.slot()].weight_bytes;
                 if bytes > self.plan.memory || self.checker.holds.contains(&(key.slot(), device)) {
@@ -385,7 +388,7 @@ impl World {
                 }
                 self.making.push((self.now + self.plan.making, key, device));
             }
-            Change::Take(key, device) => {
+            ReplicaChange::Remove(key, device) => {
                 self.note(format!("take {} {device}", key.slot()));
                 self.checker.gone(self.now, key.slot(), device);
                 self.feed(device, Event::ModelRemoved { model: ModelId(key.slot() as u32) });
@@ -421,16 +424,16 @@ impl World {
             .filter(|device| self.checker.holds.contains(&(model, *device)) && resident(*device))
             .filter(|device| {
                 let views = self.router.replicas(self.keys[model]);
-                views.iter().any(|v| v.device == *device && v.standing == Standing::Serving)
+                views.iter().any(|v| v.device == *device && v.state == ReplicaState::Serving)
             })
             .collect();
-        let ticket = self.router.route(self.now, self.keys[model], Some(class), resident);
-        let ticket = ticket.expect("a model is always somewhere");
+        let routed = self.router.route(self.now, self.keys[model], Some(class), resident);
+        let routed = routed.expect("a model is always somewhere");
         let odd = self.number.is_multiple_of(50);
         let device = match self.plan.planted {
-            Some(Bug::Elsewhere) if odd => (ticket.device + 1) % self.devices.len(),
-            Some(Bug::Late) if class == Class::RealTime => self.fullest(model, ticket.device),
-            _ => ticket.device,
+            Some(Bug::Elsewhere) if odd => (routed.device + 1) % self.devices.len(),
+            Some(Bug::Late) if class == Class::RealTime => self.fullest(model, routed.device),
+            _ => routed.device,
         };
         self.checker.routed(self.now, self.number, (model, device), class, &there);
         self.note(format!("ask {model} {device}"));
@@ -439,7 +442,7 @@ impl World {
             id,
             number: self.number,
             model,
-            ticket,
+            routed,
             arrived: self.now,
             busy: Nanos::ZERO,
             task: None,
@@ -502,7 +505,7 @@ impl World {
                 let segment = Segment { token: request.slot() as u64, task, model, steps, tile };
                 assert!(place.gpu.enqueue(now, queue, segment).is_ok(), "a queue takes one");
             }
-            Action::Preempt { queue, how } => place.gpu.leave(now, queue, how),
+            Action::Preempt { queue, how } => place.gpu.preempt(now, queue, how),
             // The simulated device divides steps instead.
             Action::Confine { .. } => {}
             Action::SetBudget { queue, hold, take, expiry } => {
@@ -541,14 +544,14 @@ impl World {
                 self.outcome.by_device[device] += 1;
                 self.outcome.latencies[live.model].push(self.now - live.arrived);
                 let wait = (self.now - live.arrived) - live.busy;
-                Ended::Done { wait, cost: live.busy }
+                RequestEnd::Done { wait, cost: live.busy }
             }
             _ => {
                 self.outcome.refused += 1;
-                Ended::Refused
+                RequestEnd::Refused
             }
         };
-        if let Some(change) = self.router.ended(self.now, live.ticket, told) {
+        if let Some(change) = self.router.ended(self.now, live.routed, told) {
             self.change(change);
         }
     }

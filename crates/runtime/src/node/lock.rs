@@ -8,11 +8,11 @@ use base::Nanos;
 use super::{Shared, State};
 
 /// How often a thread looks whether the node's lock is free before it sleeps.
-const LOOKS_AT_LOCK: usize = 500;
+const SPINS_BEFORE_SLEEP: usize = 500;
 
-/// Waits for the node's lock since it started.
+/// LockWaits for the node's lock since it started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Contention {
+pub struct LockContention {
     /// Times somebody else held it.
     pub waits: u64,
     /// All waits together.
@@ -22,21 +22,21 @@ pub struct Contention {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Waits {
+pub(super) struct LockWaits {
     waits: AtomicU64,
     waited: AtomicU64,
     longest: AtomicU64,
 }
 
-impl Waits {
+impl LockWaits {
     pub(super) fn count(&self, span: Nanos) {
         self.waits.fetch_add(1, Relaxed);
         self.waited.fetch_add(span.0, Relaxed);
         self.longest.fetch_max(span.0, Relaxed);
     }
 
-    pub(super) fn read(&self) -> Contention {
-        Contention {
+    pub(super) fn read(&self) -> LockContention {
+        LockContention {
             waits: self.waits.load(Relaxed),
             waited: Nanos(self.waited.load(Relaxed)),
             longest: Nanos(self.longest.load(Relaxed)),
@@ -63,10 +63,10 @@ impl Shared {
             std::hint::spin_loop();
             look()
         };
-        let state = (0..LOOKS_AT_LOCK).find_map(|_| again());
+        let state = (0..SPINS_BEFORE_SLEEP).find_map(|_| again());
         let state =
             state.unwrap_or_else(|| self.state.lock().unwrap_or_else(PoisonError::into_inner));
-        self.waits.count(self.clock.now() - began);
+        self.lock_waits.count(self.clock.now() - began);
         state
     }
 }

@@ -1,52 +1,53 @@
 //! Real time that makes real time of a lower priority leave.
 //!
-//! Work that may have to leave runs in the device's form for that, on a queue of its own; the foremost priority never has to
+//! Work that may have to leave runs in the device's form for that, on a queue of its own; the highest_priority priority never has to
 //! and runs in the faster form. Priorities are known from the requests that have come so far.
 
 use base::Nanos;
 use model::config::Class;
 
-use super::{Action, Core, Kind, RequestId, Running, Slot};
+use super::{Action, Core, QueueKind, QueueState, RequestId, Running};
 
 impl Core {
     /// Whether the device has a queue for real time that leaves.
-    fn ranks(&self) -> bool {
+    fn preempts_real_time(&self) -> bool {
         self.options.queues.yielding > 0
     }
 
     /// Notes that real time of that priority exists.
-    pub(super) fn note_rank(&mut self, class: Class, priority: u32) {
+    pub(super) fn note_priority(&mut self, class: Class, priority: u32) {
         if class == Class::RealTime {
-            self.foremost = self.foremost.min(priority);
+            self.highest_priority = self.highest_priority.min(priority);
         }
     }
 
     /// Whether the next real-time request belongs on a real-time queue like `queue`.
-    pub(super) fn suits(&self, queue: usize) -> bool {
+    pub(super) fn fits_queue(&self, queue: usize) -> bool {
         let Some(((priority, ..), _)) = self.real_time.peek() else { return false };
-        !self.ranks() || self.queues[queue].yields == (priority > self.foremost)
+        !self.preempts_real_time()
+            || self.queues[queue].yields == (priority > self.highest_priority)
     }
 
     /// Real-time work that runs and is not about to leave for other.
     pub(super) fn real_time_running(&self) -> impl Iterator<Item = Running> + Clone + '_ {
-        let runs = |slot: &Slot| {
-            let running = slot.running.filter(|_| slot.kind == Kind::RealTime)?;
-            (!slot.yields || !running.leaving).then_some(running)
+        let runs = |slot: &QueueState| {
+            let running = slot.running.filter(|_| slot.kind == QueueKind::RealTime)?;
+            (!slot.yields || !running.preempting).then_some(running)
         };
         self.queues.iter().filter_map(runs)
     }
 
     /// Makes real time leave for the request that waits first, where that has a higher priority and is helped by it.
-    pub(super) fn outrank(&mut self, now: Nanos, actions: &mut Vec<Action>) {
-        let Some(how) = self.rules.preempt.filter(|_| self.ranks()) else { return };
+    pub(super) fn preempt_lower_priority(&mut self, now: Nanos, actions: &mut Vec<Action>) {
+        let Some(how) = self.rules.preempt.filter(|_| self.preempts_real_time()) else { return };
         let Some(((urgent, ..), request)) = self.real_time.peek() else { return };
         for queue in 0..self.queues.len() {
             let slot = &self.queues[queue];
-            let running = slot.running.filter(|running| slot.yields && !running.leaving);
+            let running = slot.running.filter(|running| slot.yields && !running.preempting);
             let Some(running) = running else { continue };
             let priority = self.requests.get(running.request).map(|state| state.priority);
             if priority.is_some_and(|priority| urgent < priority)
-                && self.is_helped(now, request, running)
+                && self.saves_deadline(now, request, running)
             {
                 self.preempt(queue, how, actions);
             }
@@ -55,7 +56,7 @@ impl Core {
 
     /// Whether `request` would be late behind `running` and in time without it, as far as is known how long they take. Without
     /// a deadline, sooner is better.
-    fn is_helped(&self, now: Nanos, request: RequestId, running: Running) -> bool {
+    fn saves_deadline(&self, now: Nanos, request: RequestId, running: Running) -> bool {
         let Some(state) = self.requests.get(request) else { return false };
         let usable = self.model(state.model).is_some_and(|model| model.weights.usable());
         if !usable || state.deadline == Nanos::MAX {

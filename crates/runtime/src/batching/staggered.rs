@@ -2,26 +2,26 @@
 
 use base::Nanos;
 
-use super::{BatchPolicy, Decision, EarlyDrop, ModelView, Turn};
+use super::{BatchPolicy, Decision, EarlyDrop, ModelView, StaggeredBatch};
 
 /// One batch at a time. It begins once `least` requests are there, or when the first of them can wait no longer: those who
 /// send fill one machine after the other, and a machine that began with less would be busy when it is to be filled.
 #[derive(Clone, Copy, Debug)]
-pub struct Gathered {
+pub struct Staggered {
     /// What a batch is made of.
-    pub turn: Turn,
+    pub batches: StaggeredBatch,
 }
 
-impl BatchPolicy for Gathered {
+impl BatchPolicy for Staggered {
     fn name(&self) -> &'static str {
-        "gathered"
+        "staggered"
     }
 
     fn decide(&mut self, now: Nanos, model: &ModelView<'_>, decisions: &mut Vec<Decision>) {
         if model.running > 0 || model.waiting.is_empty() {
             return;
         }
-        let rule = EarlyDrop { batch: self.turn.batch };
+        let rule = EarlyDrop { batch: self.batches.batch };
         let (dropped, count) = rule.window(now, model).unwrap_or((model.waiting.len(), 0));
         if dropped > 0 {
             decisions.push(Decision::Drop { count: dropped });
@@ -29,8 +29,8 @@ impl BatchPolicy for Gathered {
         let Some(first) = model.waiting.get(dropped) else { return };
         // Where nothing is promised, waiting is worth a turn at most.
         let last = first.deadline - model.profile.latency(count + 1);
-        let start_by = last.min(first.arrived + model.profile.latency(self.turn.batch));
-        if count < self.turn.least && now < start_by {
+        let start_by = last.min(first.arrived + model.profile.latency(self.batches.batch));
+        if count < self.batches.least && now < start_by {
             decisions.push(Decision::WakeAt(start_by));
             return;
         }
@@ -49,13 +49,13 @@ impl BatchPolicy for Gathered {
 mod tests {
     use std::collections::VecDeque;
 
-    use super::super::{BatchProfile, Waiting, Worker};
+    use super::super::{BatchProfile, WaitingRequest, Worker};
     use super::*;
 
     fn decide(now: u64, waiting: &[(u64, u64)], running: usize) -> Vec<Decision> {
-        let waiting: VecDeque<Waiting> = waiting
+        let waiting: VecDeque<WaitingRequest> = waiting
             .iter()
-            .map(|&(arrived, deadline)| Waiting {
+            .map(|&(arrived, deadline)| WaitingRequest {
                 arrived: Nanos(arrived),
                 deadline: Nanos(deadline),
             })
@@ -65,8 +65,8 @@ mod tests {
         let workers = [1, 1, 2, 4, 8].map(worker);
         let view = ModelView { waiting: &waiting, workers: &workers, profile: &profile, running };
         let mut decisions = Vec::new();
-        let turn = Turn { batch: 8, least: 3 };
-        Gathered { turn }.decide(Nanos(now), &view, &mut decisions);
+        let batches = StaggeredBatch { batch: 8, least: 3 };
+        Staggered { batches }.decide(Nanos(now), &view, &mut decisions);
         decisions
     }
 
