@@ -124,7 +124,9 @@ def print_row(row: Row) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default = os.environ.get("ATOLL_BIN", str(REPOSITORY / "target" / "release" / "atoll"))
     parser.add_argument(
         "folders",
@@ -134,18 +136,30 @@ def parse_args() -> argparse.Namespace:
         help="folders of .onnx files (default: models)",
     )
     parser.add_argument(
-        "--atoll", type=Path, default=Path(default), help="the binary (default: $ATOLL_BIN or target/release/atoll)"
+        "--atoll",
+        type=Path,
+        default=Path(default),
+        help="the binary (default: $ATOLL_BIN or target/release/atoll)",
     )
     parser.add_argument("--only", metavar="NAME,...", help="only these models")
     parser.add_argument(
-        "--threads", type=int, default=os.cpu_count() or 1, help="threads of both sides (default: all cores)"
+        "--threads",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="threads of both sides (default: all cores)",
     )
     parser.add_argument("--batch", type=int, default=1, help="batch size (default: 1)")
     parser.add_argument("--rounds", type=int, default=3, help="alternations (default: 3)")
     parser.add_argument("--repeat", type=int, default=10, help="counted runs a round (default: 10)")
     parser.add_argument("--warmup", type=int, default=2, help="uncounted runs a round (default: 2)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default: 0)")
-    parser.add_argument("--limit", type=float, help="exit 1 when a model is slower than this many times ONNX Runtime")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the random inputs (default: 0)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        help="exit 1 when a model is slower than this many times ONNX Runtime",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
     return parser.parse_args()
 
@@ -158,7 +172,9 @@ def main() -> int:
     if not models:
         raise SystemExit("no models there; make some with: python scripts/models.py")
     print(f"{args.threads} threads, milliseconds\n")
-    print("| model | batch | ort p50 | ort p99 | atoll p50 | atoll p99 | ratio | atoll's slowest op |")
+    print(
+        "| model | batch | ort p50 | ort p99 | atoll p50 | atoll p99 | ratio | atoll's slowest op |"
+    )
     print("|---|---:|---:|---:|---:|---:|---:|---|")
     rows: list[Row] = []
     failed = 0
@@ -168,9 +184,15 @@ def main() -> int:
             print_row(rows[-1])
         except (RuntimeError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
             failed += 1
-            print(f"| {path.stem} | {args.batch} | | | | | | failed: {' '.join(str(error).split())} |", flush=True)
+            print(
+                f"| {path.stem} | {args.batch} | | | | | | failed: {' '.join(str(error).split())} |",
+                flush=True,
+            )
     if args.json:
-        args.json.write_text(json.dumps({"threads": args.threads, "rows": [asdict(r) for r in rows]}, indent=2) + "\n")
+        args.json.write_text(
+            json.dumps({"threads": args.threads, "rows": [asdict(r) for r in rows]}, indent=2)
+            + "\n"
+        )
     slow = [row.model for row in rows if args.limit and row.ratio > args.limit]
     if slow:
         print(f"\nslower than {args.limit}x ONNX Runtime: {', '.join(slow)}")

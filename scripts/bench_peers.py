@@ -39,7 +39,9 @@ PACKAGES = ["mosec==0.9.8", "numpy==1.26.4", "onnx==1.17.0"]
 # pytriton's own requirements are not needed to run the server it carries.
 PACKAGES_ALONE = ["nvidia-pytriton==0.7.0"]
 START_SECONDS = 60
-BODY = json.dumps({"inputs": [{"name": "INPUT0", "shape": [1, 1], "datatype": "FP32", "data": [1.5]}]})
+BODY = json.dumps(
+    {"inputs": [{"name": "INPUT0", "shape": [1, 1], "datatype": "FP32", "data": [1.5]}]}
+)
 
 TRITON_CONFIG = """\
 name: "identity_fp32"
@@ -154,12 +156,19 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def running(name: str, command: list[str], url: str, folder: Path, env: dict[str, str]) -> Iterator[Target]:
+def running(
+    name: str, command: list[str], url: str, folder: Path, env: dict[str, str]
+) -> Iterator[Target]:
     """Runs a server in a process group of its own, which is ended on the way out."""
     log = folder / f"{name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=output, env={**os.environ, **env}, cwd=folder, start_new_session=True
+            command,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **env},
+            cwd=folder,
+            start_new_session=True,
         )
     try:
         wait_until_serving(name, url, process, log)
@@ -171,14 +180,23 @@ def running(name: str, command: list[str], url: str, folder: Path, env: dict[str
 def atoll(folder: Path, binary: Path) -> AbstractContextManager[Target]:
     models = folder / "atoll-models"
     subprocess.run(
-        [venv_python(), str(REPOSITORY / "scripts/models.py"), "--only", "identity_fp32", "--out", str(models)],
+        [
+            venv_python(),
+            str(REPOSITORY / "scripts/models.py"),
+            "--only",
+            "identity_fp32",
+            "--out",
+            str(models),
+        ],
         check=True,
         stdout=subprocess.DEVNULL,
     )
     http, grpc, metrics = free_port(), free_port(), free_port()
     command = [str(binary), "serve", "--model-repository", str(models), "--host", "127.0.0.1"]
     command += ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
-    return running("atoll", command, f"http://127.0.0.1:{http}/v2/models/identity_fp32/infer", folder, {})
+    return running(
+        "atoll", command, f"http://127.0.0.1:{http}/v2/models/identity_fp32/infer", folder, {}
+    )
 
 
 def triton(folder: Path) -> AbstractContextManager[Target]:
@@ -192,17 +210,25 @@ def triton(folder: Path) -> AbstractContextManager[Target]:
     backends = folder / "triton-backends"
     shutil.copytree(server / "backends" / "python", backends / "python", dirs_exist_ok=True)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    shutil.copytree(server / "python_backend_stubs" / version, backends / "python", dirs_exist_ok=True)
+    shutil.copytree(
+        server / "python_backend_stubs" / version, backends / "python", dirs_exist_ok=True
+    )
     http, grpc, metrics = free_port(), free_port(), free_port()
     command = [str(server / "bin" / "tritonserver"), f"--model-repository={model.parent}"]
-    command += [f"--backend-directory={backends}", "--allow-gpu-metrics=false", "--http-address=127.0.0.1"]
+    command += [
+        f"--backend-directory={backends}",
+        "--allow-gpu-metrics=false",
+        "--http-address=127.0.0.1",
+    ]
     command += [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
     env = {
         "LD_LIBRARY_PATH": str(site / "nvidia_pytriton.libs"),
         "PYTHONPATH": str(site),
         "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}",
     }
-    return running("triton", command, f"http://127.0.0.1:{http}/v2/models/identity_fp32/infer", folder, env)
+    return running(
+        "triton", command, f"http://127.0.0.1:{http}/v2/models/identity_fp32/infer", folder, env
+    )
 
 
 def mosec(folder: Path) -> AbstractContextManager[Target]:
@@ -239,7 +265,9 @@ def require_wrk() -> str:
     """Finds wrk, or installs Debian's package where that is possible."""
     if shutil.which("wrk") is None and os.geteuid() == 0 and shutil.which("apt-get"):
         subprocess.run(["apt-get", "update", "-qq"], check=True, stdout=subprocess.DEVNULL)
-        subprocess.run(["apt-get", "install", "-y", "-qq", "wrk"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            ["apt-get", "install", "-y", "-qq", "wrk"], check=True, stdout=subprocess.DEVNULL
+        )
     found = shutil.which("wrk")
     if found is None:
         raise SystemExit("wrk is missing; run: apt-get install wrk")
@@ -247,7 +275,17 @@ def require_wrk() -> str:
 
 
 def measure(wrk: str, script: Path, target: Target, concurrency: int, seconds: int) -> Round:
-    command = [wrk, "-t1", f"-c{concurrency}", f"-d{seconds}s", "--timeout", "10s", "-s", str(script), target.url]
+    command = [
+        wrk,
+        "-t1",
+        f"-c{concurrency}",
+        f"-d{seconds}s",
+        "--timeout",
+        "10s",
+        "-s",
+        str(script),
+        target.url,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = [line[2:] for line in done.stdout.splitlines() if line.startswith("@@")]
     if not found:
@@ -291,25 +329,40 @@ def table(rows: list[dict[str, object]]) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default = os.environ.get("ATOLL_BIN", str(REPOSITORY / "target" / "release" / "atoll"))
     parser.add_argument(
-        "--atoll", type=Path, default=Path(default), help="the binary (default: $ATOLL_BIN or target/release/atoll)"
+        "--atoll",
+        type=Path,
+        default=Path(default),
+        help="the binary (default: $ATOLL_BIN or target/release/atoll)",
     )
-    parser.add_argument("--servers", default="atoll,triton,mosec", help="which to run (default: all three)")
-    parser.add_argument("--concurrency", default="1,32", help="open connections, comma-separated (default: 1,32)")
+    parser.add_argument(
+        "--servers", default="atoll,triton,mosec", help="which to run (default: all three)"
+    )
+    parser.add_argument(
+        "--concurrency", default="1,32", help="open connections, comma-separated (default: 1,32)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: 5)")
-    parser.add_argument("--seconds", type=int, default=4, help="length of one measurement (default: 4)")
+    parser.add_argument(
+        "--seconds", type=int, default=4, help="length of one measurement (default: 4)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and rounds as JSON")
     parser.add_argument(
-        "--check", action="store_true", help="exit 1 unless atoll answers more requests/s than every other"
+        "--check",
+        action="store_true",
+        help="exit 1 unless atoll answers more requests/s than every other",
     )
     return parser.parse_args()
 
 
 def atoll_wins(rows: list[dict[str, object]]) -> bool:
     ours = {r["concurrency"]: r["requests_per_second"] for r in rows if r["server"] == "atoll"}
-    return bool(ours) and all(r["requests_per_second"] < ours[r["concurrency"]] for r in rows if r["server"] != "atoll")
+    return bool(ours) and all(
+        r["requests_per_second"] < ours[r["concurrency"]] for r in rows if r["server"] != "atoll"
+    )
 
 
 def main() -> int:
@@ -339,10 +392,16 @@ def main() -> int:
                     rounds.append(measure(wrk, script, target, concurrency, args.seconds))
             print(f"round {number + 1}/{args.rounds} done", file=sys.stderr)
 
-    rows = [summarize(rounds, server, concurrency) for concurrency in concurrencies for server in servers]
+    rows = [
+        summarize(rounds, server, concurrency)
+        for concurrency in concurrencies
+        for server in servers
+    ]
     print(table(rows))
     if args.json:
-        args.json.write_text(json.dumps({"rows": rows, "rounds": [asdict(r) for r in rounds]}, indent=2) + "\n")
+        args.json.write_text(
+            json.dumps({"rows": rows, "rounds": [asdict(r) for r in rounds]}, indent=2) + "\n"
+        )
     return 1 if args.check and not atoll_wins(rows) else 0
 
 

@@ -65,7 +65,9 @@ def run_atoll(
             command += ["--input", f"{key}={folder / f'in{index}.npy'}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS)
         if done.returncode != 0:
-            raise RuntimeError(f"exit {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}")
+            raise RuntimeError(
+                f"exit {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}"
+            )
         return {key: np.load(folder / "out" / f"{key.replace('/', '_')}.npy") for key in outputs}
 
 
@@ -87,7 +89,9 @@ def compare_model(binary: Path, path: Path, batch: int, seed: int, extra: list[s
     try:
         ours = run_atoll(binary, path, inputs, list(theirs), extra)
     except (RuntimeError, OSError, ValueError, subprocess.TimeoutExpired) as error:
-        return [Row(path.stem, batch, "-", float("nan"), float("nan"), " ".join(str(error).split()))]
+        return [
+            Row(path.stem, batch, "-", float("nan"), float("nan"), " ".join(str(error).split()))
+        ]
     return [compare(path.stem, batch, name, ours[name], theirs[name]) for name in theirs]
 
 
@@ -100,7 +104,9 @@ def print_row(row: Row, limit: float) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default = os.environ.get("ATOLL_BIN", str(REPOSITORY / "target" / "release" / "atoll"))
     parser.add_argument(
         "folders",
@@ -110,14 +116,27 @@ def parse_args() -> argparse.Namespace:
         help="folders of .onnx files (default: models)",
     )
     parser.add_argument(
-        "--atoll", type=Path, default=Path(default), help="the binary (default: $ATOLL_BIN or target/release/atoll)"
+        "--atoll",
+        type=Path,
+        default=Path(default),
+        help="the binary (default: $ATOLL_BIN or target/release/atoll)",
     )
     parser.add_argument("--only", metavar="NAME,...", help="only these models")
-    parser.add_argument("--batches", default="1,4", help="batch sizes, comma-separated (default: 1,4)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default: 0)")
-    parser.add_argument("--limit", type=float, default=1e-3, help="largest accepted relative error (default: 1e-3)")
     parser.add_argument(
-        "--run-arg", action="append", default=[], metavar="ARG", help="passed on to `atoll run`; may repeat"
+        "--batches", default="1,4", help="batch sizes, comma-separated (default: 1,4)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the random inputs (default: 0)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=1e-3, help="largest accepted relative error (default: 1e-3)"
+    )
+    parser.add_argument(
+        "--run-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="passed on to `atoll run`; may repeat",
     )
     return parser.parse_args()
 

@@ -84,14 +84,18 @@ def check(path: Path) -> str:
         import numpy as np
         import onnxruntime
     except ModuleNotFoundError as error:
-        raise ModelError(f"--check needs {error.name}; run: {sys.executable} -m pip install onnxruntime") from error
+        raise ModelError(
+            f"--check needs {error.name}; run: {sys.executable} -m pip install onnxruntime"
+        ) from error
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     samples = dict(np.load(path.with_suffix(".npz")))
     parts = []
     for batch in (1, 4):
         feed = {
-            name: np.repeat(value, batch, axis=0).astype(object if value.dtype.kind == "U" else value.dtype)
+            name: np.repeat(value, batch, axis=0).astype(
+                object if value.dtype.kind == "U" else value.dtype
+            )
             for name, value in samples.items()
         }
         for meta, value in zip(session.get_outputs(), session.run(None, feed), strict=True):
@@ -113,13 +117,22 @@ def choose(only: str | None, small: bool) -> list[str]:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "models", help="folder to write to (default: models)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=REPOSITORY / "models",
+        help="folder to write to (default: models)",
+    )
     parser.add_argument("--only", metavar="NAME,...", help="make only these")
     parser.add_argument("--small", action="store_true", help="leave out what needs torch")
     parser.add_argument("--list", action="store_true", help="list the models and leave")
     parser.add_argument("--force", action="store_true", help="make a model even if it is there")
-    parser.add_argument("--check", action="store_true", help="run each with ONNX Runtime at batch 1 and 4")
+    parser.add_argument(
+        "--check", action="store_true", help="run each with ONNX Runtime at batch 1 and 4"
+    )
     return parser.parse_args()
 
 

@@ -77,7 +77,9 @@ def columns_of(x: np.ndarray) -> np.ndarray:
     return windows.transpose(0, 2, 3, 1, 4, 5).reshape(n * height * width, channels * 9)
 
 
-def conv_forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def conv_forward(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     n, _, height, width = x.shape
     columns = columns_of(x)
     y = columns @ weight.reshape(len(weight), -1).T + bias
@@ -115,7 +117,9 @@ def forward(params: Params, x: np.ndarray) -> tuple[np.ndarray, dict[str, np.nda
     kept: dict[str, np.ndarray] = {}
 
     def conv(name: str, value: np.ndarray) -> np.ndarray:
-        y, kept[f"{name}.columns"] = conv_forward(value, params[f"{name}.weight"], params[f"{name}.bias"])
+        y, kept[f"{name}.columns"] = conv_forward(
+            value, params[f"{name}.weight"], params[f"{name}.bias"]
+        )
         return y
 
     def relu(name: str, value: np.ndarray) -> np.ndarray:
@@ -195,7 +199,9 @@ def train(images: np.ndarray, labels: np.ndarray, epochs: int, seed: int) -> Par
                 spread = np.sqrt(second[name] / (1 - 0.999**step)) + 1e-8
                 params[name] = (params[name] - rate * mean / spread).astype(np.float32)
         if epoch % 10 == 9 or epoch == epochs - 1:
-            print(f"epoch {epoch + 1:3d}  loss {total / (len(labels) // batch):.4f}", file=sys.stderr)
+            print(
+                f"epoch {epoch + 1:3d}  loss {total / (len(labels) // batch):.4f}", file=sys.stderr
+            )
     return params
 
 
@@ -256,12 +262,30 @@ def write_samples(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "assets", help="folder to write to (default: assets)")
-    parser.add_argument("--epochs", type=int, default=40, help="passes over the training set (default: 40)")
-    parser.add_argument("--seed", type=int, default=7, help="seed of the split, the weights and the order (default: 7)")
-    parser.add_argument("--held-out", type=int, default=360, help="images kept for the accuracy (default: 360)")
-    parser.add_argument("--samples", type=int, default=64, help="held-out samples to write (default: 64)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=REPOSITORY / "assets",
+        help="folder to write to (default: assets)",
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=40, help="passes over the training set (default: 40)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=7,
+        help="seed of the split, the weights and the order (default: 7)",
+    )
+    parser.add_argument(
+        "--held-out", type=int, default=360, help="images kept for the accuracy (default: 360)"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=64, help="held-out samples to write (default: 64)"
+    )
     args = parser.parse_args()
 
     train_x, train_y, test_x, test_y = load_split(args.seed, args.held_out)

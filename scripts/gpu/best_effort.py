@@ -21,18 +21,43 @@ def output_of(command: list[str]) -> dict:
 
 
 def run(atoll: str, model: Path, repeat: int, best_effort: bool) -> dict:
-    command = [atoll, "run", str(model), "--device", "cuda:0", "--repeat", str(repeat), "--warmup", "30", "--json"]
+    command = [
+        atoll,
+        "run",
+        str(model),
+        "--device",
+        "cuda:0",
+        "--repeat",
+        str(repeat),
+        "--warmup",
+        "30",
+        "--json",
+    ]
     return output_of(command + (["--best-effort"] if best_effort else []))["latency_us"]
 
 
 def on_device(atoll: str, model: Path, repeat: int) -> dict:
-    command = [atoll, "profile", str(model), "--device", "cuda:0", "--classes", "--batches", "1", "--replays", str(repeat), "--json"]
+    command = [
+        atoll,
+        "profile",
+        str(model),
+        "--device",
+        "cuda:0",
+        "--classes",
+        "--batches",
+        "1",
+        "--replays",
+        str(repeat),
+        "--json",
+    ]
     bind = ["--bind", "sequence=128"] if "bert" in model.stem else []
     return output_of(command + bind)["plans"][0]["classes"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("atoll")
     parser.add_argument("models", type=Path)
     parser.add_argument("out", type=Path)
@@ -41,15 +66,25 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for model in sorted(args.models.glob("*.onnx")):
-        rounds = [[run(args.atoll, model, args.repeat, class_) for class_ in (False, True)] for _ in range(args.rounds)]
+        rounds = [
+            [run(args.atoll, model, args.repeat, class_) for class_ in (False, True)]
+            for _ in range(args.rounds)
+        ]
         middle = lambda class_, key: statistics.median(pair[class_][key] for pair in rounds)  # noqa: E731
-        row = {"model": model.stem, "device": on_device(args.atoll, model, args.repeat),
-               "real_time_us": middle(0, "p50"), "real_time_p99_us": middle(0, "p99"),
-               "best_effort_us": middle(1, "p50"), "best_effort_p99_us": middle(1, "p99")}
+        row = {
+            "model": model.stem,
+            "device": on_device(args.atoll, model, args.repeat),
+            "real_time_us": middle(0, "p50"),
+            "real_time_p99_us": middle(0, "p99"),
+            "best_effort_us": middle(1, "p50"),
+            "best_effort_p99_us": middle(1, "p99"),
+        }
         row["ratio"] = round(row["best_effort_us"] / row["real_time_us"], 3)
         rows.append(row)
         print(row, flush=True)
-    args.out.write_text(json.dumps({"rounds": args.rounds, "repeat": args.repeat, "rows": rows}, indent=1) + "\n")
+    args.out.write_text(
+        json.dumps({"rounds": args.rounds, "repeat": args.repeat, "rows": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Export the networks of scripts/modelzoo with PyTorch, side by side.
 
-    models.py FOLDER [NAME ...]      the five networks of DISB unless named
+models.py FOLDER [NAME ...]      the five networks of DISB unless named
 """
 
 from __future__ import annotations

@@ -32,7 +32,15 @@ try:
 except ImportError:
     triton = None
 
-KINDS = {"float32": "FP32", "float16": "FP16", "float64": "FP64", "int64": "INT64", "int32": "INT32", "uint8": "UINT8", "bool": "BOOL"}
+KINDS = {
+    "float32": "FP32",
+    "float16": "FP16",
+    "float64": "FP64",
+    "int64": "INT64",
+    "int32": "INT32",
+    "uint8": "UINT8",
+    "bool": "BOOL",
+}
 NUMPY = {kind: name for name, kind in KINDS.items()}
 TOKENS = 128
 START_SECONDS = 600
@@ -47,7 +55,9 @@ def parameters_of(kind: str) -> dict:
 class GrpcClient:
     """One connection that asks for one model."""
 
-    def __init__(self, ports: list[int], model: str, arrays: dict[str, np.ndarray], kind: str) -> None:
+    def __init__(
+        self, ports: list[int], model: str, arrays: dict[str, np.ndarray], kind: str
+    ) -> None:
         self.client = triton.InferenceServerClient(f"127.0.0.1:{ports[1]}")
         self.model, self.parameters, self.inputs = model, parameters_of(kind), []
         for name, value in arrays.items():
@@ -56,20 +66,41 @@ class GrpcClient:
 
     def ask(self) -> None:
         parameters = {key: value for key, value in self.parameters.items() if key != "priority"}
-        self.client.infer(self.model, self.inputs, parameters=parameters, priority=self.parameters.get("priority", 0))
+        self.client.infer(
+            self.model,
+            self.inputs,
+            parameters=parameters,
+            priority=self.parameters.get("priority", 0),
+        )
 
 
 class HttpClient:
     """The same over HTTP, with nothing but the standard library."""
 
-    def __init__(self, ports: list[int], model: str, arrays: dict[str, np.ndarray], kind: str) -> None:
+    def __init__(
+        self, ports: list[int], model: str, arrays: dict[str, np.ndarray], kind: str
+    ) -> None:
         self.connection = http.client.HTTPConnection("127.0.0.1", ports[0])
         self.path = f"/v2/models/{model}/infer"
-        entries = [{"name": name, "shape": list(value.shape), "datatype": KINDS[str(value.dtype)],
-                    "parameters": {"binary_data_size": value.nbytes}} for name, value in arrays.items()]
-        head = json.dumps({"inputs": entries, "parameters": parameters_of(kind) | {"binary_data_output": True}}).encode()
-        self.body = head + b"".join(np.ascontiguousarray(value).tobytes() for value in arrays.values())
-        self.headers = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
+        entries = [
+            {
+                "name": name,
+                "shape": list(value.shape),
+                "datatype": KINDS[str(value.dtype)],
+                "parameters": {"binary_data_size": value.nbytes},
+            }
+            for name, value in arrays.items()
+        ]
+        head = json.dumps(
+            {"inputs": entries, "parameters": parameters_of(kind) | {"binary_data_output": True}}
+        ).encode()
+        self.body = head + b"".join(
+            np.ascontiguousarray(value).tobytes() for value in arrays.values()
+        )
+        self.headers = {
+            "Inference-Header-Content-Length": str(len(head)),
+            "Content-Type": "application/octet-stream",
+        }
         self.connection.connect()
         self.connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -134,13 +165,17 @@ def stretch(args, ports, inputs, with_best_effort: bool) -> dict:
     stop, running = multiprocessing.Event(), []
     for model in args.be.split(",") if with_best_effort else []:
         here, there = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.Process(target=best_effort, args=(ports, model, inputs[model], args.others, stop, there))
+        process = multiprocessing.Process(
+            target=best_effort, args=(ports, model, inputs[model], args.others, stop, there)
+        )
         process.start()
         running.append((model, process, here))
     if running:
         time.sleep(0.5)
     here, there = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.Process(target=real_time, args=(ports, args.rt, inputs[args.rt], args.rate, args.seconds, there))
+    process = multiprocessing.Process(
+        target=real_time, args=(ports, args.rt, inputs[args.rt], args.rate, args.seconds, there)
+    )
     process.start()
     taken, dropped, errors = here.recv()
     process.join()
@@ -158,12 +193,23 @@ def summary(stretches: list[dict]) -> dict:
     taken = np.array([sample for entry in stretches for sample in entry["taken"]])
     errors = [error for entry in stretches for error in entry["errors"]]
     rates = [entry["best_effort_rps"] for entry in stretches]
-    found = {"count": len(taken), "dropped": sum(entry["dropped"] for entry in stretches), "errors": len(errors), "first_errors": errors[:3],
-             "best_effort_rps": {model: round(float(np.mean([rate[model] for rate in rates])), 1) for model in rates[0]}}
+    found = {
+        "count": len(taken),
+        "dropped": sum(entry["dropped"] for entry in stretches),
+        "errors": len(errors),
+        "first_errors": errors[:3],
+        "best_effort_rps": {
+            model: round(float(np.mean([rate[model] for rate in rates])), 1) for model in rates[0]
+        },
+    }
     if len(taken):
         p50, p99 = np.percentile(taken, [50, 99], method="higher")
-        found |= {"mean_us": round(float(taken.mean()), 1), "p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1),
-                  "max_us": round(float(taken.max()), 1)}
+        found |= {
+            "mean_us": round(float(taken.mean()), 1),
+            "p50_us": round(float(p50), 1),
+            "p99_us": round(float(p99), 1),
+            "max_us": round(float(taken.max()), 1),
+        }
     return found
 
 
@@ -208,7 +254,9 @@ def inputs_of(port: int, folder: Path, model: str) -> dict[str, np.ndarray]:
     made = {}
     for entry in json.loads(text)["inputs"]:
         sizes = [int(size) for size in entry["shape"]]
-        shape = [size if size > 0 else (1 if axis == 0 else TOKENS) for axis, size in enumerate(sizes)]
+        shape = [
+            size if size > 0 else (1 if axis == 0 else TOKENS) for axis, size in enumerate(sizes)
+        ]
         made[entry["name"]] = np.zeros(shape, NUMPY[entry["datatype"]])
     return made
 
@@ -216,12 +264,22 @@ def inputs_of(port: int, folder: Path, model: str) -> dict[str, np.ndarray]:
 def preemptions(port: int) -> dict[str, float]:
     """What the server itself counted."""
     lines = get(port, "/metrics")[1].decode().splitlines()
-    kept = ("atoll_preemptions_total", "atoll_preemptions_caused_total", "atoll_preemption_leave_seconds_sum")
-    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(kept)}
+    kept = (
+        "atoll_preemptions_total",
+        "atoll_preemptions_caused_total",
+        "atoll_preemption_leave_seconds_sum",
+    )
+    return {
+        line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith(kept)
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("atoll")
     parser.add_argument("models", type=Path)
     parser.add_argument("out", type=Path)
@@ -237,8 +295,23 @@ def main() -> int:
     args = parser.parse_args()
     names = sorted({args.rt, *args.be.split(",")})
     ports = free_ports(3)
-    command = [args.atoll, "serve", "--model-repository", str(args.models), "--device", args.device, "--policy", args.policy,
-               "--model-control-mode", "explicit", "--load-model", ",".join(names), "--log", "warn", *args.serve.split()]
+    command = [
+        args.atoll,
+        "serve",
+        "--model-repository",
+        str(args.models),
+        "--device",
+        args.device,
+        "--policy",
+        args.policy,
+        "--model-control-mode",
+        "explicit",
+        "--load-model",
+        ",".join(names),
+        "--log",
+        "warn",
+        *args.serve.split(),
+    ]
     for flag, port in zip(("http", "grpc", "metrics"), ports, strict=True):
         command += [f"--{flag}-port", str(port)]
     server = subprocess.Popen(command)
@@ -254,14 +327,36 @@ def main() -> int:
     finally:
         server.terminate()
         server.wait()
-    report = {"date": datetime.date.today().isoformat(), "command": " ".join(sys.argv), "device": args.device, "policy": args.policy,
-              "wire": "grpc" if triton else "http", "cores": os.cpu_count(), "real_time": args.rt, "rate": args.rate,
-              "without": summary(without), "with_best_effort": summary(beside), "counted_by_server": counted}
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(sys.argv),
+        "device": args.device,
+        "policy": args.policy,
+        "wire": "grpc" if triton else "http",
+        "cores": os.cpu_count(),
+        "real_time": args.rt,
+        "rate": args.rate,
+        "without": summary(without),
+        "with_best_effort": summary(beside),
+        "counted_by_server": counted,
+    }
     a, b = report["without"], report["with_best_effort"]
-    report["p99_ratio"] = round(b["p99_us"] / a["p99_us"], 3) if "p99_us" in a and "p99_us" in b else None
-    report["p50_ratio"] = round(b["p50_us"] / a["p50_us"], 3) if "p50_us" in a and "p50_us" in b else None
+    report["p99_ratio"] = (
+        round(b["p99_us"] / a["p99_us"], 3) if "p99_us" in a and "p99_us" in b else None
+    )
+    report["p50_ratio"] = (
+        round(b["p50_us"] / a["p50_us"], 3) if "p50_us" in a and "p50_us" in b else None
+    )
     args.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({key: report[key] for key in ("wire", "without", "with_best_effort", "p50_ratio", "p99_ratio")}, indent=1))
+    print(
+        json.dumps(
+            {
+                key: report[key]
+                for key in ("wire", "without", "with_best_effort", "p50_ratio", "p99_ratio")
+            },
+            indent=1,
+        )
+    )
     return 1 if a["errors"] or b["errors"] else 0
 
 

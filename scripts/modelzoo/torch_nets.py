@@ -27,7 +27,9 @@ TOKENS = 128
 def _pictures(batch: int, side: int) -> torch.Tensor:
     """Noise with large-scale structure: white noise averages out before the deep layers see it."""
     coarse = torch.randn(batch, 3, 8, 8)
-    smooth = nn.functional.interpolate(coarse, size=(side, side), mode="bilinear", align_corners=False)
+    smooth = nn.functional.interpolate(
+        coarse, size=(side, side), mode="bilinear", align_corners=False
+    )
     return smooth + 0.3 * torch.randn(batch, 3, side, side)
 
 

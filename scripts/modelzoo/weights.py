@@ -30,7 +30,9 @@ class _Storage:
 class _Tensor:
     """A view into a storage, as torch pickles it."""
 
-    def __init__(self, storage: _Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    def __init__(
+        self, storage: _Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> None:
         self.storage, self.offset, self.shape, self.stride = storage, offset, shape, stride
 
     def array(self) -> np.ndarray:

@@ -29,7 +29,9 @@ class BucketServer:
         }
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         with (folder / "moto.log").open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **self.environment})
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, **self.environment}
+            )
         self.wait()
         self.client = boto3.client(
             "s3",

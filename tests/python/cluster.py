@@ -52,7 +52,9 @@ class Process:
 class Cluster:
     """etcd and the roles, each a process of its own."""
 
-    def __init__(self, folder: Path, models: Path, host: str = "127.0.0.1", lease_ms: int = LEASE_MS) -> None:
+    def __init__(
+        self, folder: Path, models: Path, host: str = "127.0.0.1", lease_ms: int = LEASE_MS
+    ) -> None:
         self.folder, self.models, self.lease_ms = folder, models, lease_ms
         self.parts: dict[str, Process] = {}
         self.frontends: dict[str, Server] = {}
@@ -107,10 +109,16 @@ class Cluster:
             if status and holds(status):
                 return time.monotonic() - started
             time.sleep(0.05)
-        raise AssertionError(f"after {WAIT_SECONDS} s the cluster is {self.status()}\n{self.logs()}")
+        raise AssertionError(
+            f"after {WAIT_SECONDS} s the cluster is {self.status()}\n{self.logs()}"
+        )
 
     def logs(self) -> str:
-        return "\n".join(f"--- {name}\n{part.text()[-1500:]}" for name, part in self.parts.items() if name != "etcd")
+        return "\n".join(
+            f"--- {name}\n{part.text()[-1500:]}"
+            for name, part in self.parts.items()
+            if name != "etcd"
+        )
 
     def stop(self) -> None:
         for name, part in self.parts.items():
@@ -133,14 +141,18 @@ class Load:
     """Clients that ask at a steady pace. A connection that breaks is no answer: the same request goes to the next
     frontend, as a load balancer would send it."""
 
-    def __init__(self, cluster: Cluster, models: list[str], body: dict, clients: int = 4, pause: float = 0.02) -> None:
+    def __init__(
+        self, cluster: Cluster, models: list[str], body: dict, clients: int = 4, pause: float = 0.02
+    ) -> None:
         self.urls = [server.url for server in cluster.frontends.values()]
         self.models, self.body, self.pause = models, body, pause
         self.answers: list[Answer] = []
         self.twice: list[str] = []
         self.lost: list[str] = []
         self.stopping = threading.Event()
-        self.threads = [threading.Thread(target=self.run, args=(number,)) for number in range(clients)]
+        self.threads = [
+            threading.Thread(target=self.run, args=(number,)) for number in range(clients)
+        ]
 
     def start(self) -> Load:
         self.began = time.monotonic()
@@ -174,7 +186,9 @@ class Load:
                 self.twice.append(identity)
             error = "" if answer.status_code == 200 else answer.text
             took = time.monotonic() - started
-            self.answers.append(Answer(started - self.began, identity, answer.status_code, took, error))
+            self.answers.append(
+                Answer(started - self.began, identity, answer.status_code, took, error)
+            )
             return
         self.lost.append(identity)
 
@@ -201,7 +215,11 @@ class Load:
     def doubts(self, faults: list[tuple[float, float]], limit: float) -> list[str]:
         """What a machine with time to spare would not show, of faults and how long each took: a report, not a bar."""
         refused = [answer.at for answer in self.refused()]
-        apart = [at for at in refused if not any(fault - 1 <= at <= fault + took + 2 for fault, took in faults)]
+        apart = [
+            at
+            for at in refused
+            if not any(fault - 1 <= at <= fault + took + 2 for fault, took in faults)
+        ]
         found = {
             "recovered late": any(took > limit for _, took in faults),
             "more than 1 % refused": len(refused) > len(self.answers) / 100,
@@ -211,8 +229,12 @@ class Load:
 
     def check(self, report: str, reasons: tuple[str, ...] = REASONS) -> None:
         """Each request got exactly one answer, and where that is a refusal, for one of these reasons."""
-        assert self.lost == [] and self.twice == [], f"{report}, lost {self.lost}, twice {self.twice}"
+        assert self.lost == [] and self.twice == [], (
+            f"{report}, lost {self.lost}, twice {self.twice}"
+        )
         identities = [answer.identity for answer in self.answers]
         assert len(set(identities)) == len(identities), report
         for answer in self.refused():
-            assert answer.code == 503 and any(reason in answer.error for reason in reasons), f"{report}: {answer}"
+            assert answer.code == 503 and any(reason in answer.error for reason in reasons), (
+                f"{report}: {answer}"
+            )

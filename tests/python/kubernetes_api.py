@@ -51,7 +51,9 @@ class KubernetesApi:
             "current-context": "c",
             "clusters": [{"name": "c", "cluster": cluster}],
             "users": [{"name": "u", "user": {"token": "t"}}],
-            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u", "namespace": "sea"}}],
+            "contexts": [
+                {"name": "c", "context": {"cluster": "c", "user": "u", "namespace": "sea"}}
+            ],
         }
         path.write_text(json.dumps(document))
         return path
@@ -89,7 +91,12 @@ class KubernetesApi:
         return {**kind, "metadata": metadata, "spec": {"replicas": self.replicas}, "status": status}
 
     def pod(self, name: str) -> dict:
-        metadata = {"name": name, "namespace": "sea", "annotations": self.pods[name], "labels": {"app": "reef"}}
+        metadata = {
+            "name": name,
+            "namespace": "sea",
+            "annotations": self.pods[name],
+            "labels": {"app": "reef"},
+        }
         ready = {"type": "Ready", "status": "True"}
         return {"metadata": metadata, "status": {"phase": "Running", "conditions": [ready]}}
 

@@ -21,7 +21,9 @@ from support import ASSETS
 
 HERE, THERE = "10.77.0.1", "10.77.0.2"
 MODELS = [f"m{number}" for number in range(4)]
-BODY = {"inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}]}
+BODY = {
+    "inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}]
+}
 # What recovery takes at most where there is time to spare: leases end up to a second late.
 RECOVERY_SECONDS = SHORT_LEASE_MS / 1000 + 4
 # How a line begins that is to be a warning of the test.
@@ -54,7 +56,9 @@ def holds(status: dict, backend: str) -> bool:
 
 
 def everybody(status: dict) -> bool:
-    return status["plan"]["backends"] == 3 and all(len(model["backends"]) >= 2 for model in status["models"])
+    return status["plan"]["backends"] == 3 and all(
+        len(model["backends"]) >= 2 for model in status["models"]
+    )
 
 
 def run(folder: Path) -> str:
@@ -80,7 +84,9 @@ def run(folder: Path) -> str:
         cut = load.now()
         # The far end: on this side everything stays as it was, but nothing comes through.
         ip("link", "set", "far", "down", inside=inside)
-        missed = cluster.wait_status(lambda status: not holds(status, "far") and len(status["models"]) == 4)
+        missed = cluster.wait_status(
+            lambda status: not holds(status, "far") and len(status["models"]) == 4
+        )
         load.wait_more(100)
         whole = load.now()
         ip("link", "set", "far", "up", inside=inside)

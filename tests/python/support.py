@@ -61,14 +61,23 @@ def wait_for(what: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> boo
 
 def make_models(folder: Path, names: list[str]) -> None:
     """Makes test models with the project's own script; those already there are kept."""
-    command = [sys.executable, str(SCRIPTS / "models.py"), "--only", ",".join(names), "--out", str(folder)]
+    command = [
+        sys.executable,
+        str(SCRIPTS / "models.py"),
+        "--only",
+        ",".join(names),
+        "--out",
+        str(folder),
+    ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 class Server:
     """An `atoll serve` process, or a server that runs already when no command is given."""
 
-    def __init__(self, ports: list[int], command: list[str] | None = None, log: Path | None = None) -> None:
+    def __init__(
+        self, ports: list[int], command: list[str] | None = None, log: Path | None = None
+    ) -> None:
         self.http_port, self.grpc_port, self.metrics_port = ports
         self.command = command
         self.log = log
@@ -97,7 +106,9 @@ class Server:
                 self.process = subprocess.Popen(self.command, stdout=output, stderr=output, env=env)
         while time.monotonic() - started < START_SECONDS:
             if self.process is not None and self.process.poll() is not None:
-                raise AssertionError(f"atoll left with {self.process.returncode}:\n{self.log_tail()}")
+                raise AssertionError(
+                    f"atoll left with {self.process.returncode}:\n{self.log_tail()}"
+                )
             if self.is_ready():
                 self.seconds_to_ready = time.monotonic() - started
                 return self
@@ -144,7 +155,9 @@ class Server:
         return self.log_text()[-3000:]
 
     def metrics(self) -> str:
-        answer = requests.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=PATIENCE_SECONDS)
+        answer = requests.get(
+            f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=PATIENCE_SECONDS
+        )
         assert answer.status_code == 200
         return answer.text
 

@@ -35,7 +35,9 @@ def batching(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         ("auto", "identity_fp32", ("atoll.toml", "")),
     ):
         (repository / name / "1").mkdir(parents=True)
-        (repository / name / "1" / "model.onnx").write_bytes((models / f"{source}.onnx").read_bytes())
+        (repository / name / "1" / "model.onnx").write_bytes(
+            (models / f"{source}.onnx").read_bytes()
+        )
         (repository / name / settings[0]).write_text(settings[1])
     running = serve(repository, folder / "server.log")
     yield running
@@ -66,7 +68,9 @@ def together(server: Server, model: str, rows: int = 1) -> None:
     def one(number: int) -> None:
         for turn in range(ROUNDS):
             start = 1000 * number + 10 * turn
-            ask_identity(client, model, np.arange(start, start + rows, dtype=np.float32).reshape(rows, 1))
+            ask_identity(
+                client, model, np.arange(start, start + rows, dtype=np.float32).reshape(rows, 1)
+            )
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         list(pool.map(one, range(CLIENTS)))
@@ -142,7 +146,11 @@ def test_nothing_needs_to_be_set(batching: Server) -> None:
     inferences, executions, _ = counts(batching, "auto")
     assert inferences == CLIENTS * ROUNDS and 0 < executions <= inferences
     client = http_api.InferenceServerClient(batching.http)
-    configs = {name: client.get_model_config(name)["parameters"] for name in ("auto", "single", "window")}
+    configs = {
+        name: client.get_model_config(name)["parameters"] for name in ("auto", "single", "window")
+    }
     client.close()
-    said = {name: parameters["atoll_batching"]["string_value"] for name, parameters in configs.items()}
+    said = {
+        name: parameters["atoll_batching"]["string_value"] for name, parameters in configs.items()
+    }
     assert said == {"auto": "auto", "single": "none", "window": "window"}

@@ -14,7 +14,9 @@ from bucket import BucketServer
 from cluster import Cluster
 from support import ASSETS, patiently, wait_for
 
-BODY = {"inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}]}
+BODY = {
+    "inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}]
+}
 STORE = "s3://models/atoll"
 
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
@@ -42,7 +44,12 @@ def repository(models: Path, tmp_path: Path) -> Path:
 def cluster(tmp_path: Path, bucket: BucketServer, repository: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path, repository)
     running.scheduler("s1")
-    running.model_store = ["--model-store", STORE, "--model-cache", str(tmp_path / "frontend-cache")]
+    running.model_store = [
+        "--model-store",
+        STORE,
+        "--model-cache",
+        str(tmp_path / "frontend-cache"),
+    ]
     running.frontend("f1")
     start_backend(running, "b1")
     yield running
@@ -56,7 +63,9 @@ def start_backend(cluster: Cluster, name: str) -> None:
 
 def register(cluster: Cluster, name: str, content: bytes) -> requests.Response:
     url = cluster.frontends["f1"].url
-    return requests.post(f"{url}/register", files={"name": (None, name), "model": content}, timeout=60)
+    return requests.post(
+        f"{url}/register", files={"name": (None, name), "model": content}, timeout=60
+    )
 
 
 def infer(cluster: Cluster, name: str) -> requests.Response:
@@ -101,8 +110,13 @@ def test_a_model_goes_through_the_bucket(cluster: Cluster, bucket: BucketServer)
 def refused_by_a_backend_that_has_to_bring_it(cluster: Cluster, digest: str) -> None:
     start_backend(cluster, "b2")
     # It is tried again and again, so both come and go: what it says of the model, and what it has of it.
-    wanted = (f"{STORE}/sha256/{digest} is not what was registered: its SHA-256 is", "register the model again")
-    cluster.wait_status(lambda status: any(all(text in why for text in wanted) for why in reasons(status, "b2")))
+    wanted = (
+        f"{STORE}/sha256/{digest} is not what was registered: its SHA-256 is",
+        "register the model again",
+    )
+    cluster.wait_status(
+        lambda status: any(all(text in why for text in wanted) for why in reasons(status, "b2"))
+    )
     cache = cluster.folder / "b2-cache" / "sha256"
     assert wait_for(lambda: list(cache.iterdir()) == []), "nothing of it stays"
 
@@ -114,12 +128,19 @@ def reasons(status: dict, backend: str) -> list[str]:
     return [held["reason"] for held in failed]
 
 
-def test_a_bucket_that_is_not_there_is_named(bucket: BucketServer, repository: Path, tmp_path: Path) -> None:
+def test_a_bucket_that_is_not_there_is_named(
+    bucket: BucketServer, repository: Path, tmp_path: Path
+) -> None:
     cluster = Cluster(tmp_path, repository)
     try:
         cluster.scheduler("s1")
         cluster.backend("b1")
-        cluster.model_store = ["--model-store", "s3://no-such-bucket", "--model-cache", str(tmp_path / "cache")]
+        cluster.model_store = [
+            "--model-store",
+            "s3://no-such-bucket",
+            "--model-cache",
+            str(tmp_path / "cache"),
+        ]
         cluster.frontend("f1")
         cluster.wait_ready()
         answer = register(cluster, "mine", (ASSETS / "digits.onnx").read_bytes())

@@ -60,7 +60,9 @@ def register(
     )
 
 
-def classify(server: Server, name: str, image: bytes, k: int | str | None = None) -> requests.Response:
+def classify(
+    server: Server, name: str, image: bytes, k: int | str | None = None
+) -> requests.Response:
     files = {"name": (None, name), "image": ("picture", image, "application/octet-stream")}
     if k is not None:
         files["k"] = (None, str(k))
@@ -157,21 +159,33 @@ def test_bad_image(home: Server, kind: str) -> None:
 
 def test_missing_fields(home: Server) -> None:
     image = digit_samples()[0][1]
-    assert_error(home, requests.post(f"{home.url}/classify", files={"image": ("p", image)}, timeout=60), 400)
-    assert_error(home, requests.post(f"{home.url}/classify", files={"name": (None, "digits")}, timeout=60), 400)
-    assert_error(home, requests.post(f"{home.url}/register", files={"name": (None, "x")}, timeout=60), 400)
+    assert_error(
+        home, requests.post(f"{home.url}/classify", files={"image": ("p", image)}, timeout=60), 400
+    )
+    assert_error(
+        home,
+        requests.post(f"{home.url}/classify", files={"name": (None, "digits")}, timeout=60),
+        400,
+    )
+    assert_error(
+        home, requests.post(f"{home.url}/register", files={"name": (None, "x")}, timeout=60), 400
+    )
     assert_error(home, requests.post(f"{home.url}/classify", data=b"{}", timeout=60), 400, 415)
 
 
 def test_multipart_that_is_none(home: Server) -> None:
     headers = {"Content-Type": "multipart/form-data; boundary=xyz"}
     for body in (b"", b"--xyz\r\n", b"--abc--", b"--xyz\r\nContent-Disposition: form-data\r\n\r\n"):
-        assert_error(home, requests.post(f"{home.url}/classify", data=body, headers=headers, timeout=60), 400)
+        assert_error(
+            home, requests.post(f"{home.url}/classify", data=body, headers=headers, timeout=60), 400
+        )
 
 
 @pytest.mark.parametrize("name", ["", "..", "../x", "a/b", "x" * 5000, "a\x00b"])
 def test_bad_name(home: Server, name: str) -> None:
-    answer = register(home, name, (ASSETS / "digits.onnx").read_bytes(), DIGIT_NAMES, DIGITS_PREPROCESSING)
+    answer = register(
+        home, name, (ASSETS / "digits.onnx").read_bytes(), DIGIT_NAMES, DIGITS_PREPROCESSING
+    )
     assert_error(home, answer, 400)
 
 

@@ -18,7 +18,9 @@ DIGITS = ASSETS / "digits.onnx"
 
 
 def atoll(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(BINARY), *map(str, args)], capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [str(BINARY), *map(str, args)], capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.mark.parametrize("command", [[], ["serve"], ["demo"], ["check"], ["run"], ["models"]])
@@ -34,7 +36,9 @@ def test_version() -> None:
 
 @pytest.mark.parametrize("command", [["completions", "bash"], ["sim", "--help"]])
 def test_a_reader_that_goes_away_is_no_error(command: list[str]) -> None:
-    with subprocess.Popen([BINARY, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [BINARY, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         process.stdout.close()
         assert "panicked" not in process.stderr.read()
         assert process.wait(60) == 0
@@ -53,7 +57,9 @@ def test_check() -> None:
 
 @pytest.mark.parametrize(("flags", "kind"), [([], "rt"), (["--best-effort"], "be")])
 def test_run_reports_latency(flags: list[str], kind: str) -> None:
-    done = atoll("run", DIGITS, "--repeat", "5", "--warmup", "1", "--threads", "2", "--json", *flags)
+    done = atoll(
+        "run", DIGITS, "--repeat", "5", "--warmup", "1", "--threads", "2", "--json", *flags
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["class"] == kind
@@ -69,10 +75,20 @@ def test_run_reports_latency(flags: list[str], kind: str) -> None:
 def test_run_saves_outputs(tmp_path: Path, batch: int) -> None:
     image = np.random.default_rng(0).random((batch, 1, 8, 8), np.float32)
     np.save(tmp_path / "image.npy", image)
-    done = atoll("run", DIGITS, "--input", f"image={tmp_path / 'image.npy'}", "--save", tmp_path / "out", "--json")
+    done = atoll(
+        "run",
+        DIGITS,
+        "--input",
+        f"image={tmp_path / 'image.npy'}",
+        "--save",
+        tmp_path / "out",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     (wanted,) = onnxruntime.InferenceSession(DIGITS).run(None, {"image": image})
-    np.testing.assert_allclose(np.load(tmp_path / "out" / "logits.npy"), wanted, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        np.load(tmp_path / "out" / "logits.npy"), wanted, rtol=1e-3, atol=1e-4
+    )
 
 
 def test_run_errors(tmp_path: Path) -> None:
@@ -92,7 +108,9 @@ def test_run_errors(tmp_path: Path) -> None:
 
 
 def test_demo_ends_by_itself() -> None:
-    done = atoll("demo", "--seconds", "2", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+    done = atoll(
+        "demo", "--seconds", "2", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"
+    )
     assert done.returncode == 0, done.stderr
     assert "preempt" in (done.stdout + done.stderr).lower()
 
@@ -105,11 +123,28 @@ def test_memory_of_models_that_come_and_go_is_the_systems_again(tmp_path: Path) 
         layers.append(onnx.numpy_helper.from_array(weight, f"w{index}"))
         nodes.append(helper.make_node("MatMul", [x, f"w{index}"], [f"y{index}"]))
         x = f"y{index}"
-    inputs, outputs = ([helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", side])] for name in ("x", x))
+    inputs, outputs = (
+        [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", side])]
+        for name in ("x", x)
+    )
     graph = helper.make_graph(nodes, "layers", inputs, outputs, layers)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), tmp_path / "layers.onnx")
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10),
+        tmp_path / "layers.onnx",
+    )
     report = tmp_path / "soak.json"
-    options = ["--room", "1", "--soak", "300", "--threads", "1", "--link", "20000", "--json", report]
+    options = [
+        "--room",
+        "1",
+        "--soak",
+        "300",
+        "--threads",
+        "1",
+        "--link",
+        "20000",
+        "--json",
+        report,
+    ]
     done = atoll("bench", "swap", "--models", tmp_path, "--network", "layers", *options)
     assert done.returncode == 0, done.stderr
     rests = json.loads(report.read_text())["rests"]

@@ -22,7 +22,9 @@ RECOVERY_SECONDS = SHORT_LEASE_MS / 1000 + 4
 # How long the store is away: short in every run of the tests.
 ETCD_DOWN_S = float(os.environ.get("ATOLL_TEST_ETCD_DOWN_S", "4"))
 MODELS = [f"m{number}" for number in range(10)]
-BODY = {"inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}]}
+BODY = {
+    "inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}]
+}
 
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
 
@@ -32,7 +34,9 @@ def run_protocol_tests(ports: list[int]) -> None:
     files = [f"tests/python/test_{name}.py" for name in ("http", "grpc", "errors")]
     env = {**os.environ, "ATOLL_TEST_SERVER": ",".join(map(str, ports))}
     command = [sys.executable, "-m", "pytest", "--quiet", "-x", "-p", "no:cacheprovider", *files]
-    answer = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
+    answer = subprocess.run(
+        command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False
+    )
     assert answer.returncode == 0, answer.stdout[-4000:]
     assert " passed" in answer.stdout
 
@@ -74,11 +78,15 @@ def load_and_unload(url: str) -> None:
 
 def register_and_classify(url: str) -> None:
     model = (ASSETS / "digits.onnx").read_bytes()
-    answer = requests.post(f"{url}/register", files={"name": (None, "mine"), "model": model}, timeout=60)
+    answer = requests.post(
+        f"{url}/register", files={"name": (None, "mine"), "model": model}, timeout=60
+    )
     assert answer.status_code == 200, answer.text
     answer = patiently(lambda: requests.post(f"{url}/v2/models/mine/infer", json=BODY, timeout=60))
     assert answer.status_code == 200, answer.text
-    broken = requests.post(f"{url}/register", files={"name": (None, "bad"), "model": b"no model"}, timeout=60)
+    broken = requests.post(
+        f"{url}/register", files={"name": (None, "bad"), "model": b"no model"}, timeout=60
+    )
     assert broken.status_code == 400, broken.text
     assert requests.get(f"{url}/v2/models/bad", timeout=60).status_code == 404
 
@@ -86,7 +94,9 @@ def register_and_classify(url: str) -> None:
 def test_all_roles_in_one_process(models: Path, tmp_path: Path) -> None:
     server = serve(lay_out(models, tmp_path / "models"), tmp_path / "server.log", "--cluster")
     try:
-        answer = patiently(lambda: requests.post(f"{server.url}/v2/models/digits/infer", json=BODY, timeout=60))
+        answer = patiently(
+            lambda: requests.post(f"{server.url}/v2/models/digits/infer", json=BODY, timeout=60)
+        )
         assert answer.status_code == 200, answer.text
         server.assert_alive()
     finally:
@@ -135,12 +145,19 @@ def assert_all_answer(server: Server) -> None:
 
     def answers(model: str) -> bool:
         try:
-            return requests.post(f"{server.url}/v2/models/{model}/infer", json=BODY, timeout=60).status_code == 200
+            return (
+                requests.post(
+                    f"{server.url}/v2/models/{model}/infer", json=BODY, timeout=60
+                ).status_code
+                == 200
+            )
         except requests.ConnectionError:
             return False
 
     for model in MODELS:
-        assert wait_for(lambda model=model: answers(model), WAIT_SECONDS), f"{model} is not answered any more"
+        assert wait_for(lambda model=model: answers(model), WAIT_SECONDS), (
+            f"{model} is not answered any more"
+        )
 
 
 def routed(status: dict) -> bool:

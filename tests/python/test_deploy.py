@@ -37,13 +37,21 @@ StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, no_
 
 
 # The manifests, and the chart with values that reach all its branches.
-S3 = "models.store=s3://bucket/atoll,models.secret=aws,models.env.AWS_ENDPOINT_URL=http://minio:9000"
+S3 = (
+    "models.store=s3://bucket/atoll,models.secret=aws,models.env.AWS_ENDPOINT_URL=http://minio:9000"
+)
 SOURCES = {
     "manifests": None,
     "chart": (),
     "chart-hpa": ("--set", "scaling=hpa"),
     "chart-none": ("--set", "scaling=none"),
-    "chart-s3": ("--set", S3, "--set", "backend.gpu=2,backend.args={--best-effort-share=10}", "--is-upgrade"),
+    "chart-s3": (
+        "--set",
+        S3,
+        "--set",
+        "backend.gpu=2,backend.args={--best-effort-share=10}",
+        "--is-upgrade",
+    ),
 }
 every_source = pytest.mark.parametrize("source", SOURCES)
 
@@ -78,7 +86,9 @@ def containers(source: str) -> list[dict]:
 
 @cache
 def help_of(role: str) -> str:
-    return subprocess.run([str(BINARY), "cluster", role, "--help"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [str(BINARY), "cluster", role, "--help"], capture_output=True, text=True, check=True
+    ).stdout
 
 
 @every_source
@@ -106,7 +116,11 @@ def test_the_chart_passes_helms_own_checks_and_refuses_what_it_does_not_know() -
 
 @every_source
 def test_containers_are_started_with_flags_there_are(source: str) -> None:
-    assert {container["args"][1] for container in containers(source)} == {"scheduler", "frontend", "backend"}
+    assert {container["args"][1] for container in containers(source)} == {
+        "scheduler",
+        "frontend",
+        "backend",
+    }
     for container in containers(source):
         command, role, *rest = container["args"]
         text = help_of(role)
@@ -114,7 +128,11 @@ def test_containers_are_started_with_flags_there_are(source: str) -> None:
         for flag in (word.split("=")[0] for word in rest if word.startswith("--")):
             assert re.search(rf"{flag}\b", text), f"{role} has no {flag}"
         names = [entry["name"] for entry in container["env"]]
-        maps = [entry["configMapRef"] for entry in container.get("envFrom", []) if "configMapRef" in entry]
+        maps = [
+            entry["configMapRef"]
+            for entry in container.get("envFrom", [])
+            if "configMapRef" in entry
+        ]
         names += [name for reference in maps for name in config(source, reference["name"])]
         for name in names:
             # What all commands have stands in the help of the program itself.
@@ -123,14 +141,19 @@ def test_containers_are_started_with_flags_there_are(source: str) -> None:
 
 
 def config(source: str, name: str) -> dict:
-    (found,) = [document for document in of_kind(source, "ConfigMap") if document["metadata"]["name"] == name]
+    (found,) = [
+        document
+        for document in of_kind(source, "ConfigMap")
+        if document["metadata"]["name"] == name
+    ]
     return found["data"]
 
 
 @every_source
 def test_what_names_others_names_some_that_are_there(source: str) -> None:
     deployments = {
-        d["metadata"]["name"]: d["spec"]["template"]["metadata"]["labels"] for d in of_kind(source, "Deployment")
+        d["metadata"]["name"]: d["spec"]["template"]["metadata"]["labels"]
+        for d in of_kind(source, "Deployment")
     }
     selects = lambda labels: any(labels.items() <= own.items() for own in deployments.values())  # noqa: E731
     for deployment in of_kind(source, "Deployment"):
@@ -138,15 +161,23 @@ def test_what_names_others_names_some_that_are_there(source: str) -> None:
         assert deployment["spec"]["selector"]["matchLabels"].items() <= own.items()
     for service in of_kind(source, "Service"):
         assert selects(service["spec"]["selector"])
-        ports = {port["name"] for container in containers(source) for port in container.get("ports", [])}
+        ports = {
+            port["name"] for container in containers(source) for port in container.get("ports", [])
+        }
         assert all(port["targetPort"] in ports for port in service["spec"]["ports"])
     for budget in of_kind(source, "PodDisruptionBudget"):
         assert selects(budget["spec"]["selector"]["matchLabels"])
     for scaler in of_kind(source, "HorizontalPodAutoscaler"):
         assert scaler["spec"]["scaleTargetRef"]["name"] in deployments
-    claims = {claim["metadata"]["name"] for claim in of_kind(source, "PersistentVolumeClaim")} or {"atoll-models"}
+    claims = {claim["metadata"]["name"] for claim in of_kind(source, "PersistentVolumeClaim")} or {
+        "atoll-models"
+    }
     for spec in pod_specs(source):
-        mounted = {mount["name"] for container in spec["containers"] for mount in container.get("volumeMounts", [])}
+        mounted = {
+            mount["name"]
+            for container in spec["containers"]
+            for mount in container.get("volumeMounts", [])
+        }
         assert mounted == {volume["name"] for volume in spec.get("volumes", [])}
         for volume in spec.get("volumes", []):
             assert "emptyDir" in volume or volume["persistentVolumeClaim"]["claimName"] in claims
@@ -164,13 +195,20 @@ def test_gpus_and_probes_are_asked_for(source: str) -> None:
 @every_source
 def test_exactly_one_decides_how_many_backends_there_are(source: str) -> None:
     """The scheduler, an autoscaler or nobody; whoever does not is not given the means, and no manifest resets who does."""
-    (backend,) = [d for d in of_kind(source, "Deployment") if d["metadata"]["name"].endswith("-backend")]
-    (scheduler,) = [d for d in of_kind(source, "Deployment") if d["metadata"]["name"].endswith("-scheduler")]
+    (backend,) = [
+        d for d in of_kind(source, "Deployment") if d["metadata"]["name"].endswith("-backend")
+    ]
+    (scheduler,) = [
+        d for d in of_kind(source, "Deployment") if d["metadata"]["name"].endswith("-scheduler")
+    ]
     name = backend["metadata"]["name"]
     spec = scheduler["spec"]["template"]["spec"]
     words = [word for argument in spec["containers"][0]["args"] for word in argument.split("=")]
     by_atoll = "--kubernetes-scale" in words
-    by_hpa = any(s["spec"]["scaleTargetRef"]["name"] == name for s in of_kind(source, "HorizontalPodAutoscaler"))
+    by_hpa = any(
+        s["spec"]["scaleTargetRef"]["name"] == name
+        for s in of_kind(source, "HorizontalPodAutoscaler")
+    )
     fixed = "replicas" in backend["spec"]
     assert [by_atoll, by_hpa, fixed].count(True) == 1
     assert fixed == (source == "chart-none") and by_hpa == (source == "chart-hpa")
@@ -180,7 +218,9 @@ def test_exactly_one_decides_how_many_backends_there_are(source: str) -> None:
         assert f"deployment/{name}" in words
         allowed = may(source, spec["serviceAccountName"])
         scale = ("apps", "deployments/scale", name)
-        assert allowed == {(*scale, "get"), (*scale, "patch")} | {("", "pods", "*", verb) for verb in POD_VERBS}
+        assert allowed == {(*scale, "get"), (*scale, "patch")} | {
+            ("", "pods", "*", verb) for verb in POD_VERBS
+        }
 
 
 # What the scheduler asks of pods: crates/cluster/tests/kubernetes.rs sees it do so.
@@ -190,9 +230,18 @@ POD_VERBS = ("get", "list", "patch")
 def may(source: str, account: str) -> set[tuple[str, str, str, str]]:
     """What a service account is allowed, by group, resource, name and verb."""
     assert account in {a["metadata"]["name"] for a in of_kind(source, "ServiceAccount")}
-    bound = [b for b in of_kind(source, "RoleBinding") if account in {subject["name"] for subject in b["subjects"]}]
+    bound = [
+        b
+        for b in of_kind(source, "RoleBinding")
+        if account in {subject["name"] for subject in b["subjects"]}
+    ]
     names = {binding["roleRef"]["name"] for binding in bound}
-    rules = [rule for role in of_kind(source, "Role") if role["metadata"]["name"] in names for rule in role["rules"]]
+    rules = [
+        rule
+        for role in of_kind(source, "Role")
+        if role["metadata"]["name"] in names
+        for rule in role["rules"]
+    ]
     return {
         (group, resource, name, verb)
         for rule in rules
@@ -213,9 +262,16 @@ def test_answers_that_are_replayed_are_what_kubernetes_says() -> None:
         kinds[answer["kind"]] += 1
         if answer["kind"] == "PodList":
             for pod in answer["items"]:
-                kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **pod}, version, strict=True)
+                kubernetes_validate.validate(
+                    {"apiVersion": "v1", "kind": "Pod", **pod}, version, strict=True
+                )
         elif answer["kind"] == "Scale":
             kubernetes_validate.validate(answer, version, strict=True)
         elif answer["kind"] == "Status":
-            assert answer["status"] == "Failure" and answer["reason"] and answer["message"] and answer["code"] >= 400
+            assert (
+                answer["status"] == "Failure"
+                and answer["reason"]
+                and answer["message"]
+                and answer["code"] >= 400
+            )
     assert kinds["Scale"] >= 3 and kinds["PodList"] >= 3 and kinds["Status"] >= 4

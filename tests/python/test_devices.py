@@ -93,7 +93,11 @@ def test_a_model_under_load_gets_the_other_device_too(pair: Server) -> None:
 
 def used_devices(server: Server, model: str) -> set[str]:
     """Devices that have answered requests of a model."""
-    lines = [line for line in server.metrics().splitlines() if line.startswith("atoll_replica_requests_total{")]
+    lines = [
+        line
+        for line in server.metrics().splitlines()
+        if line.startswith("atoll_replica_requests_total{")
+    ]
     used = [line for line in lines if f'model="{model}"' in line and not line.endswith(" 0")]
     return {line.split('device="')[1].split('"')[0] for line in used}
 
@@ -105,7 +109,9 @@ def parameters(server: Server, model: str) -> dict[str, str]:
 
 def test_workers_are_chosen_by_profile_and_objective(pair: Server) -> None:
     for model, most in (("digits", "16"), ("hasty", "1")):
-        wait_for(lambda model=model: "atoll_profile_us" in parameters(pair, model), f"measuring {model}")
+        wait_for(
+            lambda model=model: "atoll_profile_us" in parameters(pair, model), f"measuring {model}"
+        )
         known = parameters(pair, model)
         assert known["atoll_batch_most"] == most, known
 
@@ -119,7 +125,12 @@ def test_a_registered_model_is_measured_and_answers_meanwhile(pair: Server) -> N
     shape = [max(1, size) for size in tensor["shape"]]
     given = http_api.InferInput(tensor["name"], shape, tensor["datatype"])
     given.set_data_from_numpy(np.zeros(shape, np.float32))
-    assert client.infer("fresh", [given]).as_numpy(client.get_model_metadata("fresh")["outputs"][0]["name"]) is not None
+    assert (
+        client.infer("fresh", [given]).as_numpy(
+            client.get_model_metadata("fresh")["outputs"][0]["name"]
+        )
+        is not None
+    )
     wait_for(lambda: "atoll_profile_us" in parameters(pair, "fresh"), "measuring")
     (stats,) = client.get_inference_statistics("fresh")["model_stats"]
     assert stats["inference_count"] == 1, "what is measured is nobody's request"

@@ -85,7 +85,10 @@ BAD_BODIES = {
     "data-text": one_input(data=["one"]),
     "data-null": one_input(data=[None]),
     "extra-input": {
-        "inputs": [*fp32_body(1.0)["inputs"], {"name": "X", "shape": [1], "datatype": "FP32", "data": [1]}]
+        "inputs": [
+            *fp32_body(1.0)["inputs"],
+            {"name": "X", "shape": [1], "datatype": "FP32", "data": [1]},
+        ]
     },
     "output-unknown": fp32_body(1.0, outputs=[{"name": "WRONG"}]),
 }
@@ -96,22 +99,38 @@ def test_bad_body(server: Server, kind: str) -> None:
     body = BAD_BODIES[kind]
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
-    assert_error(server, requests.post(infer_url(server, "identity_fp32"), data=data, headers=headers, timeout=60), 400)
+    assert_error(
+        server,
+        requests.post(infer_url(server, "identity_fp32"), data=data, headers=headers, timeout=60),
+        400,
+    )
 
 
 def test_missing_input(server: Server) -> None:
     tensor = {"name": "INPUT0", "shape": [1, 16], "datatype": "INT32", "data": list(range(16))}
-    assert_error(server, requests.post(infer_url(server, "add_sub"), json={"inputs": [tensor]}, timeout=60), 400)
+    assert_error(
+        server,
+        requests.post(infer_url(server, "add_sub"), json={"inputs": [tensor]}, timeout=60),
+        400,
+    )
 
 
 def post_binary(
     server: Server, model: str, datatype: str, size: object, tail: bytes, **how: object
 ) -> requests.Response:
     """A binary request whose parts need not agree."""
-    tensor = {"name": "INPUT0", "shape": [1, 1], "datatype": datatype, "parameters": {"binary_data_size": size}}
+    tensor = {
+        "name": "INPUT0",
+        "shape": [1, 1],
+        "datatype": datatype,
+        "parameters": {"binary_data_size": size},
+    }
     head = json.dumps({"inputs": [tensor]}).encode()
     length = how.get("header_length", len(head))
-    headers = {"Inference-Header-Content-Length": str(length), "Content-Type": "application/octet-stream"}
+    headers = {
+        "Inference-Header-Content-Length": str(length),
+        "Content-Type": "application/octet-stream",
+    }
     return requests.post(infer_url(server, model), data=head + tail, headers=headers, timeout=60)
 
 
@@ -135,7 +154,18 @@ def test_binary_request_is_well_formed(server: Server) -> None:
         (8, b"\x00" * 8),
         (4, b""),
     ],
-    ids=["past-the-end", "2^63", "2GB", "less", "zero", "negative", "text", "fraction", "more-than-shape", "no-data"],
+    ids=[
+        "past-the-end",
+        "2^63",
+        "2GB",
+        "less",
+        "zero",
+        "negative",
+        "text",
+        "fraction",
+        "more-than-shape",
+        "no-data",
+    ],
 )
 def test_lying_binary_size(server: Server, size: object, tail: bytes) -> None:
     assert_error(server, post_binary(server, "identity_fp32", "FP32", size, tail), 400)
@@ -149,7 +179,12 @@ def test_lying_header_length(server: Server, length: object) -> None:
 
 @pytest.mark.parametrize(
     "element",
-    [struct.pack("<I", 100) + b"abc", struct.pack("<I", 0xFFFFFFFF), b"\x01\x00", struct.pack("<I", 1) + b"ab"],
+    [
+        struct.pack("<I", 100) + b"abc",
+        struct.pack("<I", 0xFFFFFFFF),
+        b"\x01\x00",
+        struct.pack("<I", 1) + b"ab",
+    ],
     ids=["past-the-end", "4GB", "half-a-length", "rest"],
 )
 def test_lying_string_length(server: Server, element: bytes) -> None:
@@ -157,9 +192,15 @@ def test_lying_string_length(server: Server, element: bytes) -> None:
 
 
 def test_bad_compression(server: Server) -> None:
-    for encoding, data in (("gzip", b"no gzip at all"), ("deflate", b"\xff" * 20), ("quantum", b"{}")):
+    for encoding, data in (
+        ("gzip", b"no gzip at all"),
+        ("deflate", b"\xff" * 20),
+        ("quantum", b"{}"),
+    ):
         headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
-        answer = requests.post(infer_url(server, "identity_fp32"), data=data, headers=headers, timeout=60)
+        answer = requests.post(
+            infer_url(server, "identity_fp32"), data=data, headers=headers, timeout=60
+        )
         assert_error(server, answer, 400, 415)
 
 

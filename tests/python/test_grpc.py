@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc as client_api
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
@@ -71,7 +73,9 @@ def test_model_config(grpc: Client) -> None:
 def test_infer(grpc: Client, model: str) -> None:
     datatype, value = VALUES[model]
     result = grpc.infer(
-        model, [tensor("INPUT0", datatype, value)], outputs=[client_api.InferRequestedOutput("OUTPUT0")]
+        model,
+        [tensor("INPUT0", datatype, value)],
+        outputs=[client_api.InferRequestedOutput("OUTPUT0")],
     )
     got = result.as_numpy("OUTPUT0")
     assert got.shape == value.shape
@@ -163,7 +167,9 @@ def test_repository_index(grpc: Client) -> None:
     ],
     ids=["model", "version", "datatype", "shape", "rank", "name"],
 )
-def test_errors(server: Server, grpc: Client, model: str, version: str, given: tuple, wanted: str) -> None:
+def test_errors(
+    server: Server, grpc: Client, model: str, version: str, given: tuple, wanted: str
+) -> None:
     with pytest.raises(InferenceServerException) as raised:
         grpc.infer(model, [tensor(*given)], model_version=version)
     assert code(raised.value) == wanted
@@ -188,7 +194,9 @@ def raw_infer(server: Server, request: service_pb2.ModelInferRequest) -> None:
 
 
 @pytest.mark.parametrize(
-    "raw", [[], [b"\x00" * 3], [b"\x00" * 8], [b"\x00" * 4] * 2], ids=["none", "short", "long", "two"]
+    "raw",
+    [[], [b"\x00" * 3], [b"\x00" * 8], [b"\x00" * 4] * 2],
+    ids=["none", "short", "long", "two"],
 )
 def test_raw_contents_that_do_not_fit(server: Server, raw: list[bytes]) -> None:
     request = service_pb2.ModelInferRequest(model_name="identity_fp32", raw_input_contents=raw)
@@ -201,7 +209,9 @@ def test_raw_contents_that_do_not_fit(server: Server, raw: list[bytes]) -> None:
 
 def test_hostile_shapes(server: Server) -> None:
     for shape in ([-1, 1], [2**62, 4], [1 << 40, 1]):
-        request = service_pb2.ModelInferRequest(model_name="identity_fp32", raw_input_contents=[b"\x00" * 4])
+        request = service_pb2.ModelInferRequest(
+            model_name="identity_fp32", raw_input_contents=[b"\x00" * 4]
+        )
         request.inputs.add(name="INPUT0", datatype="FP32", shape=shape)
         with pytest.raises(grpc_core.RpcError) as raised:
             raw_infer(server, request)
@@ -226,7 +236,22 @@ def test_reflection(server: Server) -> None:
         services = set(database.get_services())
         assert {"inference.GRPCInferenceService", "grpc.health.v1.Health"} <= services
         described = database.FindFileContainingSymbol("inference.GRPCInferenceService")
-        methods = {m.name for s in described.service if s.name == "GRPCInferenceService" for m in s.method}
-    wanted = {"ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer"}
-    wanted |= {"ModelConfig", "ModelStatistics", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload"}
+        methods = {
+            m.name for s in described.service if s.name == "GRPCInferenceService" for m in s.method
+        }
+    wanted = {
+        "ServerLive",
+        "ServerReady",
+        "ModelReady",
+        "ServerMetadata",
+        "ModelMetadata",
+        "ModelInfer",
+    }
+    wanted |= {
+        "ModelConfig",
+        "ModelStatistics",
+        "RepositoryIndex",
+        "RepositoryModelLoad",
+        "RepositoryModelUnload",
+    }
     assert wanted <= methods

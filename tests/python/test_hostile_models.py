@@ -37,7 +37,9 @@ def good() -> bytes:
 
 
 def cycle() -> bytes:
-    return model([node("Add", ["x", "b"], ["a"]), node("Relu", ["a"], ["b"]), node("Relu", ["b"], ["y"])])
+    return model(
+        [node("Add", ["x", "b"], ["a"]), node("Relu", ["a"], ["b"]), node("Relu", ["b"], ["y"])]
+    )
 
 
 def missing_value() -> bytes:
@@ -77,7 +79,9 @@ def negative_weight() -> bytes:
 def huge_fill() -> bytes:
     """Folding this constant would take 4 TB."""
     shape = numpy_helper.from_array(np.array([2**40], np.int64), "s")
-    return model([node("ConstantOfShape", ["s"], ["c"]), node("Add", ["x", "c"], ["y"])], weights=[shape])
+    return model(
+        [node("ConstantOfShape", ["s"], ["c"]), node("Add", ["x", "c"], ["y"])], weights=[shape]
+    )
 
 
 def unknown_operator() -> bytes:
@@ -97,7 +101,9 @@ def wrong_shapes() -> bytes:
 
 def escaping_external_data() -> bytes:
     """External data that names a file outside the model's folder."""
-    weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
+    weight = TensorProto(
+        name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL
+    )
     weight.external_data.add(key="location", value="../../../../etc/passwd")
     return model([node("Add", ["x", "w"], ["y"])], weights=[weight])
 
@@ -147,7 +153,9 @@ def test_register_refuses(server: Server, kind: str) -> None:
 def test_check_refuses(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(FILES[kind]())
-    done = subprocess.run([str(BINARY), "check", str(path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [str(BINARY), "check", str(path)], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode not in (0, 101) and done.returncode > 0, done
     assert "panicked" not in done.stderr
     assert (done.stdout + done.stderr).strip()
@@ -156,7 +164,9 @@ def test_check_refuses(tmp_path: Path, kind: str) -> None:
 def test_unsupported_operator_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(unknown_operator())
-    done = subprocess.run([str(BINARY), "check", str(path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [str(BINARY), "check", str(path)], capture_output=True, text=True, timeout=60
+    )
     told = done.stdout + done.stderr
     assert "Frobnicate" in told
     assert "the_frobnicate" in told

@@ -24,7 +24,9 @@ VALUES = {
 TEXT = np.array([["grün"], [""]], object)
 
 
-def tensor(name: str, datatype: str, value: np.ndarray, binary: bool = True) -> client_api.InferInput:
+def tensor(
+    name: str, datatype: str, value: np.ndarray, binary: bool = True
+) -> client_api.InferInput:
     result = client_api.InferInput(name, list(value.shape), datatype)
     result.set_data_from_numpy(value, binary_data=binary)
     return result
@@ -48,7 +50,13 @@ def test_server_metadata(http: Client) -> None:
     metadata = http.get_server_metadata()
     assert metadata["name"]
     assert metadata["version"]
-    wanted = {"binary_tensor_data", "model_repository", "model_configuration", "statistics", "parameters"}
+    wanted = {
+        "binary_tensor_data",
+        "model_repository",
+        "model_configuration",
+        "statistics",
+        "parameters",
+    }
     assert wanted <= set(metadata["extensions"])
 
 
@@ -66,7 +74,11 @@ def test_model_metadata(http: Client) -> None:
 
 @pytest.mark.parametrize(
     ("model", "datatype"),
-    [("identity_fp32", "TYPE_FP32"), ("identity_int64", "TYPE_INT64"), ("identity_bytes", "TYPE_STRING")],
+    [
+        ("identity_fp32", "TYPE_FP32"),
+        ("identity_int64", "TYPE_INT64"),
+        ("identity_bytes", "TYPE_STRING"),
+    ],
 )
 def test_model_config(http: Client, model: str, datatype: str) -> None:
     config = http.get_model_config(model)
@@ -91,7 +103,9 @@ def test_infer(http: Client, model: str, binary_in: bool, binary_out: bool) -> N
     got = result.as_numpy("OUTPUT0")
     assert got.shape == value.shape
     if datatype == "BYTES":
-        as_bytes = [[v.encode() if isinstance(v, str) else v for v in row] for row in value.tolist()]
+        as_bytes = [
+            [v.encode() if isinstance(v, str) else v for v in row] for row in value.tolist()
+        ]
         got_bytes = [[v.encode() if isinstance(v, str) else v for v in row] for row in got.tolist()]
         assert got_bytes == as_bytes
     else:
@@ -147,7 +161,10 @@ def test_id_version_priority_and_timeout(http: Client) -> None:
 def test_compressed_bodies(http: Client, algorithm: str) -> None:
     inputs, a, b = add_sub_inputs(64)
     result = http.infer(
-        "add_sub", inputs, request_compression_algorithm=algorithm, response_compression_algorithm=algorithm
+        "add_sub",
+        inputs,
+        request_compression_algorithm=algorithm,
+        response_compression_algorithm=algorithm,
     )
     np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), a + b)
 
@@ -160,7 +177,9 @@ def test_async_infer(http: Client) -> None:
 
 def test_plain_json(server: Server) -> None:
     """What a person sends with curl: nested data, no outputs, no id."""
-    body = {"inputs": [{"name": "INPUT0", "shape": [2, 1], "datatype": "FP32", "data": [[1], [2.5]]}]}
+    body = {
+        "inputs": [{"name": "INPUT0", "shape": [2, 1], "datatype": "FP32", "data": [[1], [2.5]]}]
+    }
     answer = requests.post(infer_url(server, "identity_fp32"), json=body, timeout=60)
     assert answer.status_code == 200
     assert answer.headers["Content-Type"].startswith("application/json")
@@ -181,7 +200,10 @@ def test_raw_body(server: Server) -> None:
     answer = requests.post(
         infer_url(server, "identity_fp32"),
         data=struct.pack("<f", 6.5),
-        headers={"Inference-Header-Content-Length": "0", "Content-Type": "application/octet-stream"},
+        headers={
+            "Inference-Header-Content-Length": "0",
+            "Content-Type": "application/octet-stream",
+        },
         timeout=60,
     )
     assert answer.status_code == 200, answer.text
@@ -202,11 +224,23 @@ def test_statistics(http: Client) -> None:
         http.infer("identity_int64", [tensor("INPUT0", *VALUES["identity_int64"])])
     after = read()
     assert (after["name"], after["version"]) == ("identity_int64", "1")
-    assert after["inference_stats"]["success"]["count"] - before["inference_stats"]["success"]["count"] == 3
+    assert (
+        after["inference_stats"]["success"]["count"] - before["inference_stats"]["success"]["count"]
+        == 3
+    )
     # The batch of each request counts, executions do not.
     assert after["inference_count"] - before["inference_count"] in (3, 6)
     assert after["execution_count"] > before["execution_count"]
-    names = {"success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss"}
+    names = {
+        "success",
+        "fail",
+        "queue",
+        "compute_input",
+        "compute_infer",
+        "compute_output",
+        "cache_hit",
+        "cache_miss",
+    }
     assert names <= set(after["inference_stats"])
     assert all(set(after["inference_stats"][name]) == {"count", "ns"} for name in names)
     every = {stats["name"] for stats in http.get_inference_statistics()["model_stats"]}

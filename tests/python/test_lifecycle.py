@@ -48,7 +48,9 @@ def test_idle_server_leaves_at_once(repository: Path, tmp_path: Path) -> None:
 def test_drain(repository: Path, tmp_path: Path) -> None:
     """After SIGTERM: not ready at once, the running request is answered, then exit status 0."""
     # Where a machine stood still for as long as the request ran, nothing was seen: then with one that runs longer.
-    assert any(drains(repository, tmp_path / f"{rows}.log", rows) for rows in (2, 4, 8, 16, 32)), "ready to the end"
+    assert any(drains(repository, tmp_path / f"{rows}.log", rows) for rows in (2, 4, 8, 16, 32)), (
+        "ready to the end"
+    )
 
 
 def drains(repository: Path, log: Path, rows: int) -> bool:
@@ -57,7 +59,9 @@ def drains(repository: Path, log: Path, rows: int) -> bool:
     answers: list[requests.Response] = []
 
     def ask() -> None:
-        answers.append(requests.post(infer_url(server, "slow"), json=fp32_body(*[1.0] * rows), timeout=600))
+        answers.append(
+            requests.post(infer_url(server, "slow"), json=fp32_body(*[1.0] * rows), timeout=600)
+        )
 
     thread = threading.Thread(target=ask)
     try:
@@ -95,7 +99,9 @@ def test_port_in_use_is_an_error(repository: Path, tmp_path: Path) -> None:
     assert "panicked" not in str(raised.value)
 
 
-def test_all_roles_take_their_own_ports_before_anything_else(repository: Path, tmp_path: Path) -> None:
+def test_all_roles_take_their_own_ports_before_anything_else(
+    repository: Path, tmp_path: Path
+) -> None:
     """The backend inside takes any free port, so those that were asked for must be taken by then."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -131,14 +137,23 @@ def test_one_broken_model_does_not_stop_the_others(models: Path, tmp_path: Path)
 def test_requests_find_their_memory_where_the_last_ones_left_it(tmp_path: Path) -> None:
     """Pages that a request's tensors are on are not given back and fetched again for the next."""
     width = 150_528
-    inputs, outputs = ([helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", width])] for name in "xy")
+    inputs, outputs = (
+        [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", width])] for name in "xy"
+    )
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "relu", inputs, outputs)
     (tmp_path / "models").mkdir()
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
     onnx.save(model, tmp_path / "models" / "relu.onnx")
     data = np.ones(width, np.float32).tobytes()
-    tensor = {"name": "x", "shape": [1, width], "datatype": "FP32", "parameters": {"binary_data_size": len(data)}}
-    head = json.dumps({"inputs": [tensor], "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
+    tensor = {
+        "name": "x",
+        "shape": [1, width],
+        "datatype": "FP32",
+        "parameters": {"binary_data_size": len(data)},
+    }
+    head = json.dumps(
+        {"inputs": [tensor], "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}
+    ).encode()
     server = serve(tmp_path / "models", tmp_path / "log")
     try:
         assert server.process is not None
@@ -147,7 +162,9 @@ def test_requests_find_their_memory_where_the_last_ones_left_it(tmp_path: Path) 
             before = page_faults(server.process.pid)
             for _ in range(100):
                 headers = {"Inference-Header-Content-Length": str(len(head))}
-                answer = requests.post(infer_url(server, "relu"), data=head + data, headers=headers, timeout=60)
+                answer = requests.post(
+                    infer_url(server, "relu"), data=head + data, headers=headers, timeout=60
+                )
                 assert answer.status_code == 200, answer.text
             faults.append((page_faults(server.process.pid) - before) / 100)
         # The body alone is on 147 pages.

@@ -33,7 +33,9 @@ def test_page_is_prometheus_text(server: Server) -> None:
     answer = requests.get(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=60)
     assert answer.headers["Content-Type"].startswith("text/plain")
     for line in answer.text.splitlines():
-        assert not line or line.startswith(("# HELP ", "# TYPE ", "# EOF")) or SAMPLE.fullmatch(line), line
+        assert (
+            not line or line.startswith(("# HELP ", "# TYPE ", "# EOF")) or SAMPLE.fullmatch(line)
+        ), line
 
 
 @pytest.mark.parametrize("name", COUNTERS)
@@ -47,7 +49,12 @@ def test_leaving_for_real_time_is_a_histogram(server: Server) -> None:
     text = server.metrics()
     name = "atoll_preemption_leave_seconds"
     assert f"# TYPE {name} histogram" in text
-    counts = [int(count) for count in re.findall(rf'^{name}_bucket\{{model="identity_fp32".* (\d+)$', text, re.MULTILINE)]
+    counts = [
+        int(count)
+        for count in re.findall(
+            rf'^{name}_bucket\{{model="identity_fp32".* (\d+)$', text, re.MULTILINE
+        )
+    ]
     assert counts and counts == sorted(counts)
     assert server.metric(f"{name}_count", model="identity_fp32", version="1") == counts[-1]
     assert "# TYPE atoll_preemptions_caused_total counter" in text
@@ -59,7 +66,11 @@ def test_pending_is_a_gauge(server: Server) -> None:
 
 def test_counts(server: Server) -> None:
     labels = {"model": "identity_fp32", "version": "1"}
-    names = ("nv_inference_request_success", "nv_inference_count", "nv_inference_request_duration_us")
+    names = (
+        "nv_inference_request_success",
+        "nv_inference_count",
+        "nv_inference_request_duration_us",
+    )
     before = [server.metric(name, **labels) for name in names]
     infer(server, 1.0, 2.0, 3.0)
     infer(server, 4.0)

@@ -26,7 +26,11 @@ SMALL = [
 ]
 LIMIT = 1e-3
 # The big networks are opt-in: made by scripts/models.py with torch.
-FOUND = sorted(p for p in (REPOSITORY / "models").glob("*.onnx") if p.stem not in SMALL and p.stem != "identity_bytes")
+FOUND = sorted(
+    p
+    for p in (REPOSITORY / "models").glob("*.onnx")
+    if p.stem not in SMALL and p.stem != "identity_bytes"
+)
 
 
 def assert_agrees(path: Path, batch: int) -> None:

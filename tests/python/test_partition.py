@@ -27,8 +27,14 @@ def namespaces() -> tuple[list[str], str]:
     command = ["unshare", *user, "--net"]
     # Making one is not enough: a sandbox may forbid devices in it.
     attempt = "ip link set lo up && ip link add near type veth peer name far"
-    tried = subprocess.run([*command, "sh", "-c", attempt], capture_output=True, text=True, check=False)
-    return (command, "") if tried.returncode == 0 else ([], f"not allowed here: {tried.stderr.strip()}")
+    tried = subprocess.run(
+        [*command, "sh", "-c", attempt], capture_output=True, text=True, check=False
+    )
+    return (
+        (command, "")
+        if tried.returncode == 0
+        else ([], f"not allowed here: {tried.stderr.strip()}")
+    )
 
 
 def test_a_backend_that_is_cut_off_costs_no_request(tmp_path: Path) -> None:

@@ -42,7 +42,9 @@ def provide_libb64() -> None:
         return
     if shutil.which("apt-get") is None:
         pytest.fail("perf_analyzer needs libb64.so.0d; install Debian's libb64-0d")
-    subprocess.run(["apt-get", "download", "libb64-0d"], cwd=FOLDER, check=True, capture_output=True)
+    subprocess.run(
+        ["apt-get", "download", "libb64-0d"], cwd=FOLDER, check=True, capture_output=True
+    )
     package = next(FOLDER.glob("libb64-0d_*.deb"))
     subprocess.run(["dpkg", "-x", package.name, "unpacked"], cwd=FOLDER, check=True)
     shutil.copy(next(FOLDER.glob("unpacked/usr/lib/*/libb64.so.0d")), FOLDER)
@@ -56,9 +58,21 @@ def analyzer() -> Path:
     return binary
 
 
-def sweep(analyzer: Path, model: str, protocol: str, address: str, result: Path, *more: str) -> dict[int, dict[str, str]]:
+def sweep(
+    analyzer: Path, model: str, protocol: str, address: str, result: Path, *more: str
+) -> dict[int, dict[str, str]]:
     """The rows of a sweep over one to four requests at a time, by their number."""
-    command = [str(analyzer), "-m", model, "-i", protocol, "-u", address, "--concurrency-range", "1:4:1"]
+    command = [
+        str(analyzer),
+        "-m",
+        model,
+        "-i",
+        protocol,
+        "-u",
+        address,
+        "--concurrency-range",
+        "1:4:1",
+    ]
     command += ["--measurement-mode", "count_windows", "--measurement-request-count", "100"]
     # A busy machine never gets stable: the sweep has to complete, its figures do not matter here. Three windows in a row have to
     # be good, and one in which the machine did something else is a bad one: without trials to spare it ends the sweep early.
@@ -83,7 +97,9 @@ def shape_flags(server: Server) -> list[str]:
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_sweep(server: Server, analyzer: Path, protocol: str, tmp_path: Path) -> None:
     address = server.http if protocol == "http" else server.grpc
-    rows = sweep(analyzer, "add_sub", protocol, address, tmp_path / "result.csv", *shape_flags(server))
+    rows = sweep(
+        analyzer, "add_sub", protocol, address, tmp_path / "result.csv", *shape_flags(server)
+    )
     for row in rows.values():
         assert float(row["Inferences/Second"]) > 0
     server.assert_alive()

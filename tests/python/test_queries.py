@@ -29,9 +29,16 @@ def page(lines: list[str], columns: int = 1, angle: float = 0.0) -> bytes:
     picture = Image.new("RGB", (60 + 420 * columns, 60 + 64 * rows), "white")
     draw = ImageDraw.Draw(picture)
     for index, line in enumerate(lines):
-        draw.text((40 + 420 * (index % columns), 40 + 64 * (index // columns)), line, fill="black", font=font)
+        draw.text(
+            (40 + 420 * (index % columns), 40 + 64 * (index // columns)),
+            line,
+            fill="black",
+            font=font,
+        )
     if angle:
-        picture = picture.rotate(angle, expand=True, fillcolor="white", resample=Image.Resampling.BICUBIC)
+        picture = picture.rotate(
+            angle, expand=True, fillcolor="white", resample=Image.Resampling.BICUBIC
+        )
     file = io.BytesIO()
     picture.save(file, "PNG")
     return file.getvalue()
@@ -43,7 +50,9 @@ def ocr(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     # A busy machine is no reason to fail: the objective is of the example, not of these tests.
     patient = folder / "ocr.toml"
     patient.write_text(OCR.read_text().replace("slo_ms = 3000", "slo_ms = 60000"))
-    server = serve(lay_out(CACHE / "ocr-models"), folder / "server.log", "--cluster", "--query", str(patient))
+    server = serve(
+        lay_out(CACHE / "ocr-models"), folder / "server.log", "--cluster", "--query", str(patient)
+    )
     yield server
     server.assert_alive()
     server.stop()
@@ -79,7 +88,9 @@ def texts(answer: requests.Response) -> list[str]:
 def test_text_is_read_in_order(ocr: Server) -> None:
     answer = ask(ocr, page(LINES))
     assert texts(answer) == LINES
-    corners = next(output for output in answer.json()["outputs"] if output["name"] == "corners")["data"]
+    corners = next(output for output in answer.json()["outputs"] if output["name"] == "corners")[
+        "data"
+    ]
     # The first line begins near where it was written.
     assert abs(corners[0] - 40) < 15 and abs(corners[1] - 44) < 15, corners[:8]
 
@@ -97,7 +108,9 @@ def test_twenty_lines_travel_in_batches(ocr: Server) -> None:
     before = ocr.metric("nv_inference_request_success", model="rapidocr_rec")
     assert texts(ask(ocr, page(lines, columns=2))) == lines
     assert ocr.metric("nv_inference_request_success", model="rapidocr_rec") - before == 20
-    stats = requests.get(f"{ocr.url}/v2/models/rapidocr_rec/stats", timeout=60).json()["model_stats"][0]
+    stats = requests.get(f"{ocr.url}/v2/models/rapidocr_rec/stats", timeout=60).json()[
+        "model_stats"
+    ][0]
     assert stats["execution_count"] < stats["inference_count"], stats
 
 
@@ -145,7 +158,9 @@ def test_what_is_wrong_is_said(ocr: Server) -> None:
     assert ask(ocr, b"no picture").status_code == 400
     empty = requests.post(f"{url}/ocr/infer", json={"inputs": []}, timeout=60)
     assert empty.status_code == 400 and "'image' is missing" in empty.text
-    late = {"inputs": [{"name": "image", "shape": [8, 8, 3], "datatype": "UINT8", "data": [0] * 192}]}
+    late = {
+        "inputs": [{"name": "image", "shape": [8, 8, 3], "datatype": "UINT8", "data": [0] * 192}]
+    }
     late["parameters"] = {"timeout": 1}
     assert requests.post(f"{url}/ocr/infer", json=late, timeout=60).status_code in (503, 504)
     bad = requests.put(f"{url}/bad", data="slo_ms = 5", timeout=60)
@@ -158,7 +173,9 @@ def test_queries_come_and_go(ocr: Server) -> None:
     kept = requests.put(f"{url}/lost", data=text.encode(), timeout=60)
     assert kept.status_code == 200, kept.text
     assert [stage["ready"] for stage in kept.json()["stages"]] == [True, False]
-    answer = requests.post(f"{url}/lost/infer", data=page([]), headers={"Content-Type": "image/png"}, timeout=60)
+    answer = requests.post(
+        f"{url}/lost/infer", data=page([]), headers={"Content-Type": "image/png"}, timeout=60
+    )
     assert answer.status_code == 404 and "nobody" in answer.text
     assert {query["name"] for query in requests.get(url, timeout=60).json()} == {"lost", "ocr"}
     assert requests.delete(f"{url}/lost", timeout=60).status_code == 200

@@ -40,14 +40,20 @@ def test_index_of_a_plain_server(server: Server) -> None:
 
 def test_explicit_start(explicit: Server) -> None:
     client = http_api.InferenceServerClient(explicit.http)
-    states = {entry["name"]: entry.get("state", "") for entry in client.get_model_repository_index()}
+    states = {
+        entry["name"]: entry.get("state", "") for entry in client.get_model_repository_index()
+    }
     assert states["identity_fp32"] == "READY"
     assert states.get("add_sub", "") != "READY"
-    ready = requests.post(f"{explicit.url}/v2/repository/index", json={"ready": True}, timeout=60).json()
+    ready = requests.post(
+        f"{explicit.url}/v2/repository/index", json={"ready": True}, timeout=60
+    ).json()
     assert "add_sub" not in {entry["name"] for entry in ready}
 
 
-def check_load_and_unload(client: http_api.InferenceServerClient | grpc_api.InferenceServerClient, model: str) -> None:
+def check_load_and_unload(
+    client: http_api.InferenceServerClient | grpc_api.InferenceServerClient, model: str
+) -> None:
     assert not client.is_model_ready(model)
     client.load_model(model)
     assert client.is_model_ready(model)
@@ -96,7 +102,9 @@ def test_load_of_what_is_not_there(explicit: Server) -> None:
     with pytest.raises(InferenceServerException):
         grpc_api.InferenceServerClient(explicit.grpc).load_model("no_such_model")
     for name in ("..%2F..%2Fetc", "%2e%2e", "a%2Fb"):
-        answer = requests.post(f"{explicit.url}/v2/repository/models/{name}/load", json={}, timeout=60)
+        answer = requests.post(
+            f"{explicit.url}/v2/repository/models/{name}/load", json={}, timeout=60
+        )
         assert answer.status_code in (400, 404), name
     explicit.assert_alive()
 

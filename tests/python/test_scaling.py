@@ -16,7 +16,9 @@ from cluster import Cluster, Load
 from kubernetes_api import COST, KubernetesApi
 from support import ASSETS, BINARY, LOST, wait_for
 
-BODY = {"inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}]}
+BODY = {
+    "inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}]
+}
 POD = "/api/v1/namespaces/sea/pods/"
 SCALE = "/apis/apps/v1/namespaces/sea/deployments/reef/scale"
 # A frontend may hear later than a backend that a model has moved: both then mean a backend that has it no more.
@@ -32,7 +34,9 @@ def api() -> Iterator[KubernetesApi]:
     server.stop()
 
 
-def test_a_backend_goes_when_it_is_empty(tmp_path: Path, api: KubernetesApi, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_goes_when_it_is_empty(
+    tmp_path: Path, api: KubernetesApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path / "kubeconfig")))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     models = tmp_path / "models"
@@ -57,7 +61,9 @@ def test_a_backend_goes_when_it_is_empty(tmp_path: Path, api: KubernetesApi, mon
         try:
             cluster.wait_status(lambda status: (status.get("scaling") or {}).get("replicas") == 1)
             gone = goes(cluster, api)
-            cluster.wait_status(lambda status: gone not in [row["name"] for row in status["backends"]])
+            cluster.wait_status(
+                lambda status: gone not in [row["name"] for row in status["backends"]]
+            )
             load.wait_more(20)
         finally:
             load.stop()
@@ -66,12 +72,18 @@ def test_a_backend_goes_when_it_is_empty(tmp_path: Path, api: KubernetesApi, mon
             warnings.warn(f"refused: {load.refused()}", stacklevel=1)
         moved_in_order(cluster, gone)
         status = cluster.status()
-        assert status["scaling"]["wanted"] == 1 and status["scaling"]["errors"] == 0, status["scaling"]
+        assert status["scaling"]["wanted"] == 1 and status["scaling"]["errors"] == 0, status[
+            "scaling"
+        ]
         assert gone not in {backend for model in status["models"] for backend in model["backends"]}
-        assert wait_for(lambda: frontend.metric("atoll_cluster_backends_wanted") == 1), frontend.metrics()
+        assert wait_for(lambda: frontend.metric("atoll_cluster_backends_wanted") == 1), (
+            frontend.metrics()
+        )
         assert frontend.metric("atoll_cluster_backends_present") in (1, 2)
         command = [str(BINARY), "cluster", "status", "--store", cluster.store]
-        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        text = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=60
+        ).stdout
         assert "deployment/reef: 1 wanted, 1 asked for" in text, text
     finally:
         cluster.stop()
@@ -80,10 +92,17 @@ def test_a_backend_goes_when_it_is_empty(tmp_path: Path, api: KubernetesApi, mon
 def goes(cluster: Cluster, api: KubernetesApi) -> str:
     """Ends the pod that Kubernetes would, which is the one that was marked before there were fewer replicas, and empty."""
     with api.lock:
-        writes, marked = list(api.writes), [name for name, notes in api.pods.items() if COST in notes]
+        writes, marked = (
+            list(api.writes),
+            [name for name, notes in api.pods.items() if COST in notes],
+        )
     replicas = [2, *(body["spec"]["replicas"] for path, body in writes if path == SCALE)]
     assert replicas[-1] == 1, writes
-    fewer = next(index for index, (path, body) in enumerate(writes) if path == SCALE and body["spec"]["replicas"] < 2)
+    fewer = next(
+        index
+        for index, (path, body) in enumerate(writes)
+        if path == SCALE and body["spec"]["replicas"] < 2
+    )
     (gone,) = marked
     assert (POD + gone, {"metadata": {"annotations": {COST: "-1000"}}}) in writes[:fewer], writes
     (row,) = [row for row in cluster.status()["backends"] if row["name"] == gone]
@@ -103,4 +122,6 @@ def moved_in_order(cluster: Cluster, gone: str) -> None:
     assert left, f"it never had a model\n{cluster.logs()}"
     for at, model in left:
         before = [what for when, what, name in events[other] if name == model and when < at]
-        assert before[-1:] == ["ready"], f"{model} left {gone} before {other} had it\n{cluster.logs()}"
+        assert before[-1:] == ["ready"], (
+            f"{model} left {gone} before {other} had it\n{cluster.logs()}"
+        )

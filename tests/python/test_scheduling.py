@@ -54,7 +54,9 @@ def server(repository: Path) -> Iterator[Server]:
 
 def ask(server: Server, model: str, rows: int = 1, **extra: object) -> requests.Response:
     """An answer that has to come before work of `ROWS` could be done."""
-    return requests.post(infer_url(server, model), json=fp32_body(*[1.0] * rows, **extra), timeout=PATIENCE_SECONDS)
+    return requests.post(
+        infer_url(server, model), json=fp32_body(*[1.0] * rows, **extra), timeout=PATIENCE_SECONDS
+    )
 
 
 def pending(server: Server, model: str) -> float:
@@ -72,7 +74,9 @@ def long_requests(server: Server, model: str, count: int) -> Iterator[None]:
     head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with ExitStack() as links:
         for _ in range(count):
-            link = links.enter_context(socket.create_connection(("127.0.0.1", server.http_port), PATIENCE_SECONDS))
+            link = links.enter_context(
+                socket.create_connection(("127.0.0.1", server.http_port), PATIENCE_SECONDS)
+            )
             link.sendall(head + body)
         assert wait_for(lambda: pending(server, model) == count), "not all of them came in"
         yield
@@ -99,10 +103,15 @@ def long_input() -> grpc_api.InferInput:
     return given
 
 
-def test_timeout_ends_a_running_request_grpc(server: Server, grpc: grpc_api.InferenceServerClient) -> None:
+def test_timeout_ends_a_running_request_grpc(
+    server: Server, grpc: grpc_api.InferenceServerClient
+) -> None:
     with pytest.raises(InferenceServerException) as raised:
         grpc.infer("chain", [long_input()], timeout=200_000, client_timeout=PATIENCE_SECONDS)
-    assert str(raised.value.status()).removeprefix("StatusCode.") in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+    assert str(raised.value.status()).removeprefix("StatusCode.") in (
+        "UNAVAILABLE",
+        "DEADLINE_EXCEEDED",
+    )
     assert "'chain'" in raised.value.message(), "the client gave up, not the server"
     assert wait_for(lambda: pending(server, "chain") == 0), "still counted"
 
@@ -119,7 +128,9 @@ def test_a_client_that_hangs_up_is_forgotten(server: Server, model: str) -> None
 def test_grpc_cancel(server: Server, grpc: grpc_api.InferenceServerClient) -> None:
     before = canceled(server, "chain")
     outcome: list[object] = []
-    call = grpc.async_infer("chain", [long_input()], lambda result, error: outcome.append(error or result))
+    call = grpc.async_infer(
+        "chain", [long_input()], lambda result, error: outcome.append(error or result)
+    )
     assert wait_for(lambda: pending(server, "chain") == 1)
     call.cancel()
     assert wait_for(lambda: bool(outcome))
@@ -143,7 +154,9 @@ def test_urgent_slow_request_overtakes(server: Server, model: str) -> None:
         assert pending(server, model) == 4, "one that came earlier was answered first"
 
 
-def test_real_time_leaves_for_a_higher_priority_where_that_is_set(repository: Path, tmp_path: Path) -> None:
+def test_real_time_leaves_for_a_higher_priority_where_that_is_set(
+    repository: Path, tmp_path: Path
+) -> None:
     """A small urgent request does not wait for real time of a lower priority, which goes on from where it left."""
     server = serve(repository, tmp_path / "server.log", "--preempt-real-time", "--threads", "1")
     try:
@@ -163,10 +176,14 @@ def left_and_went_on(server: Server, undisturbed: list[dict]) -> bool:
     """Whether three urgent requests were answered during a slow one that left for them; its answer is right anyway."""
     answers: list[requests.Response] = []
     before = server.metric("atoll_preemptions_total", model="chain")
-    slow = threading.Thread(target=lambda: answers.append(ask(server, "chain", 3, parameters=LOWER)))
+    slow = threading.Thread(
+        target=lambda: answers.append(ask(server, "chain", 3, parameters=LOWER))
+    )
     slow.start()
     wait_for(lambda: pending(server, "chain") == 1 or bool(answers))
-    urgent = [ask(server, "identity_fp32", parameters={"priority": 1}).status_code for _ in range(3)]
+    urgent = [
+        ask(server, "identity_fp32", parameters={"priority": 1}).status_code for _ in range(3)
+    ]
     during = not answers
     slow.join()
     assert urgent == [200] * 3
