@@ -28,7 +28,7 @@ def labels(model: onnx.ModelProto) -> list[str]:
     return ["", *found[0].splitlines(), " "]
 
 
-def lay_out(folder: Path) -> Path:
+def make_repository(folder: Path) -> Path:
     """Writes the repository; what is there already is kept."""
     for name, file in FILES.items():
         path = folder / name / "1" / "model.onnx"
@@ -48,7 +48,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="where the repository goes")
-    print(lay_out(parser.parse_args().folder))
+    print(make_repository(parser.parse_args().folder))
 
 
 if __name__ == "__main__":
