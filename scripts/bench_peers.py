@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Server overhead: a one-float identity model behind atoll, Triton and mosec, on loopback.
+"""Measure server overhead: a one-float identity model on atoll, Triton and mosec, on loopback.
 
 One client (wrk, one thread) sends the same JSON body to every server, at each concurrency, in
-interleaved rounds, so that a noisy machine treats all alike; medians over the rounds are printed.
-All servers are up during the whole run, and only one is under load at a time.
+interleaved rounds, so that noise affects all servers alike. Prints medians over the rounds. All
+servers run all the time, and one at a time is under load.
 
 Triton 2.51 comes from PyPI's nvidia-pytriton (python backend), mosec from PyPI; both are installed
 into .venv-peers on first use. wrk is Debian's package.
@@ -36,7 +36,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 VENV = REPOSITORY / ".venv-peers"
 # The python backend of Triton 2.51 misreads arrays of numpy 2; onnx is for scripts/models.py.
 PACKAGES = ["mosec==0.9.8", "numpy==1.26.4", "onnx==1.17.0"]
-# pytriton's own requirements are not needed to run the server it carries.
+# Running the bundled server does not need the requirements of pytriton.
 PACKAGES_ALONE = ["nvidia-pytriton==0.7.0"]
 START_SECONDS = 60
 BODY = json.dumps(
@@ -59,9 +59,10 @@ class TritonPythonModel:
     def execute(self, requests):
         return [
             pb_utils.InferenceResponse(
-                [pb_utils.Tensor("OUTPUT0", pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy())]
+                [pb_utils.Tensor("OUTPUT0", tensor.as_numpy())]
             )
             for request in requests
+            for tensor in [pb_utils.get_input_tensor_by_name(request, "INPUT0")]
         ]
 """
 MOSEC_SERVER = """\
@@ -108,7 +109,7 @@ class Round:
 
 @dataclass
 class Target:
-    """A running server and the address that answers an inference."""
+    """A running server and the URL of its inference endpoint."""
 
     name: str
     url: str
@@ -120,24 +121,24 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def ask(url: str) -> bytes:
+def infer(url: str) -> bytes:
     request = urllib.request.Request(url, BODY.encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=5) as answer:
-        return answer.read()
+    with urllib.request.urlopen(request, timeout=5) as reply:
+        return reply.read()
 
 
 def wait_until_serving(name: str, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Waits until an inference gives the right answer: ready is not enough for a benchmark."""
+    """Waits until an inference returns the right value; being ready is not enough."""
     deadline = time.monotonic() + START_SECONDS
     last = ""
     while time.monotonic() < deadline:
         if process.poll() is not None:
             break
         try:
-            answer = json.loads(ask(url))
-            if answer["outputs"][0]["data"] == [1.5]:
+            reply = json.loads(infer(url))
+            if reply["outputs"][0]["data"] == [1.5]:
                 return
-            last = f"answered {answer}"
+            last = f"replied {reply}"
         except (OSError, ValueError, KeyError) as error:
             last = str(error)
         time.sleep(0.1)
@@ -145,7 +146,7 @@ def wait_until_serving(name: str, url: str, process: subprocess.Popen[bytes], lo
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the server and whatever it started; a server that is gone already is no error."""
+    """Ends the server and its children; a server that already exited is no error."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         try:
@@ -159,7 +160,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def running(
     name: str, command: list[str], url: str, folder: Path, env: dict[str, str]
 ) -> Iterator[Target]:
-    """Runs a server in a process group of its own, which is ended on the way out."""
+    """Runs a server in its own process group, which ends with the context."""
     log = folder / f"{name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -206,7 +207,7 @@ def triton(folder: Path) -> AbstractContextManager[Target]:
     (model / "1").mkdir(parents=True)
     (model / "config.pbtxt").write_text(TRITON_CONFIG)
     (model / "1" / "model.py").write_text(TRITON_MODEL)
-    # The backend looks for its stub beside itself; the wheel keeps one stub per Python version apart.
+    # The backend expects its stub beside itself; the wheel has one folder per Python version.
     backends = folder / "triton-backends"
     shutil.copytree(server / "backends" / "python", backends / "python", dirs_exist_ok=True)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -248,7 +249,7 @@ def site_packages() -> Path:
 
 
 def prepare_venv() -> None:
-    """Installs the peers once; the stamp is written last, so a broken install is done again."""
+    """Installs the peers once; a stamp written last makes a failed installation repeat."""
     stamp = VENV / "installed"
     wanted = "\n".join(PACKAGES + PACKAGES_ALONE)
     if stamp.exists() and stamp.read_text() == wanted:
@@ -262,7 +263,7 @@ def prepare_venv() -> None:
 
 
 def require_wrk() -> str:
-    """Finds wrk, or installs Debian's package where that is possible."""
+    """Finds wrk, or installs the Debian package."""
     if shutil.which("wrk") is None and os.geteuid() == 0 and shutil.which("apt-get"):
         subprocess.run(["apt-get", "update", "-qq"], check=True, stdout=subprocess.DEVNULL)
         subprocess.run(
@@ -321,9 +322,8 @@ def table(rows: list[dict[str, object]]) -> str:
     ]
     for row in rows:
         lines.append(
-            "| {server} | {concurrency} | {requests_per_second} | {p50_us:.0f} | {p99_us:.0f} | {errors} |".format(
-                **row
-            )
+            "| {server} | {concurrency} | {requests_per_second} "
+            "| {p50_us:.0f} | {p99_us:.0f} | {errors} |".format(**row)
         )
     return "\n".join(lines)
 

@@ -42,7 +42,7 @@ class Row:
     note: str = ""
 
     def bad(self, limit: float) -> bool:
-        # Written so that NaN is bad.
+        # NaN must count as bad.
         return bool(self.note) or not self.relative <= limit
 
 
@@ -98,7 +98,8 @@ def compare_model(binary: Path, path: Path, batch: int, seed: int, extra: list[s
 def print_row(row: Row, limit: float) -> None:
     verdict = "FAIL" if row.bad(limit) else "ok"
     print(
-        f"| {row.model} | {row.batch} | {row.output} | {row.relative:.2e} | {row.largest:.2e} | {verdict} {row.note}|",
+        f"| {row.model} | {row.batch} | {row.output} | {row.relative:.2e} "
+        f"| {row.largest:.2e} | {verdict} {row.note}|",
         flush=True,
     )
 
@@ -147,7 +148,7 @@ def main() -> int:
         raise SystemExit(f"{args.atoll} is missing; build it with: cargo build --release")
     models = chosen_models(args.folders, args.only)
     if not models:
-        raise SystemExit("no models there; make some with: python scripts/models.py --small")
+        raise SystemExit("no models found; make some with: python scripts/models.py --small")
     print("| model | batch | output | relative error | largest | |\n|---|---:|---|---:|---:|---|")
     bad = 0
     for path in models:

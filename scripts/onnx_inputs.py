@@ -1,4 +1,4 @@
-"""Inputs for a model: fresh random values in the shapes and ranges of its NAME.npz sample."""
+"""Inputs for a model: random values in the shapes and ranges of its sample in NAME.npz."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ FREE_DIMENSION = 16
 
 
 def has_strings(path: Path) -> bool:
-    """Whether an input is of type STRING, which no .npy file holds without pickle."""
+    """Whether an input has type STRING, which .npy files cannot hold without pickle."""
     model = onnx.load(path, load_external_data=False)
     return any(v.type.tensor_type.elem_type == TensorProto.STRING for v in model.graph.input)
 
 
 def random_inputs(path: Path, batch: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """One random array per input; the first dimension is `batch` wherever it is free."""
+    """One random array per input; a symbolic first dimension becomes `batch`."""
     model = onnx.load(path, load_external_data=False)
     weights = {tensor.name for tensor in model.graph.initializer}
     sample_path = path.with_suffix(".npz")
@@ -64,7 +64,7 @@ def _shape(value: onnx.ValueInfoProto, sample: np.ndarray | None, batch: int) ->
 
 
 def chosen_models(folders: list[Path], only: str | None) -> list[Path]:
-    """The .onnx files of some folders, smallest first, so that a table starts early."""
+    """The .onnx files of some folders, smallest first, so that the first rows come early."""
     wanted = set(only.split(",")) if only else None
     found = [
         path

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Ask a server on a GPU and one on the CPU the same thing with unmodified Triton clients, and compare.
+"""Compare a server on a GPU with one on the CPU through unmodified Triton clients.
 
     clients.py ATOLL MODELS_FOLDER NAME [DEVICE,DEVICE]
 
-The devices are cpu and cuda:0 unless given. MODELS_FOLDER holds NAME.onnx and NAME.npz as scripts/models.py writes them. Needs tritonclient[grpc,http]. Prints, for each
-wire, whether the largest output agrees, the relative error, and the median and p99 of 200 requests in microseconds.
+The default devices are cpu and cuda:0. MODELS_FOLDER holds NAME.onnx and NAME.npz as
+scripts/models.py writes them. Needs tritonclient[grpc,http]. Prints for each protocol whether the
+index of the largest output agrees, the relative error, and the median and p99 of 200 requests in
+microseconds.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ def wait_until_ready(client, name: str) -> None:
         try:
             if client.is_model_ready(name):
                 return
-        except Exception:  # nobody listens yet
+        except Exception:  # the server does not listen yet
             pass
         time.sleep(0.1)
     raise SystemExit(f"{name} was not ready after a minute")
 
 
-def ask(atoll: str, model: Path, device: str, port: int) -> dict:
+def serve_and_measure(atoll: str, model: Path, device: str, port: int) -> dict:
     command = [atoll, "serve", "--model-repository", str(model), "--device", device]
     ports = [
         "--http-port",
@@ -79,7 +81,8 @@ def main() -> None:
     atoll, model = sys.argv[1], Path(sys.argv[2]) / f"{sys.argv[3]}.onnx"
     devices = sys.argv[4].split(",") if len(sys.argv) > 4 else ["cpu", "cuda:0"]
     wanted, got = (
-        ask(atoll, model, device, port) for device, port in zip(devices, (9100, 9200), strict=True)
+        serve_and_measure(atoll, model, device, port)
+        for device, port in zip(devices, (9100, 9200), strict=True)
     )
     for wire in ("http", "grpc"):
         a, b = got[wire][0], wanted[wire][0]

@@ -1,13 +1,22 @@
 #!/usr/bin/env python3
-"""Turn what scripts/gpu.sh left into evidence that is bound to the sources it was measured on.
+"""Turn the results of a run into evidence, bound to the sources that were measured.
 
     evidence.py RUN_DIR [--command "scripts/gpu.sh OUT"]
 
-Writes evidence/latency.json and evidence/conformance.json, evidence/disb.json of what scripts/gpu/disb.sh left and
-evidence/preempt.json of what `atoll bench preempt` wrote there, evidence/best_effort.json of scripts/gpu/best_effort.py,
-evidence/batching.json, evidence/swap.json and evidence/big.json of scripts/gpu/batching.sh and swap.sh, evidence/server.json of `atoll bench
-server`, evidence/pairs.json and evidence/corner.json of `atoll bench disb` with other workloads and settings, evidence/padding.json of `atoll bench padding`,
-evidence/soak_swap.json and evidence/soak_real.json of `atoll bench swap --soak` and `atoll bench disb --soak`; each where RUN_DIR has what it is made of. `cargo xtask evidence` says when they are stale, and prints the README's table.
+Writes these files of evidence/, each if RUN_DIR has the results it is made from:
+
+    latency, conformance      scripts/gpu.sh
+    disb                      scripts/gpu/disb.sh
+    preempt                   atoll bench preempt
+    best_effort               scripts/gpu/best_effort.py
+    batching                  scripts/gpu/batching.sh
+    swap, big                 scripts/gpu/swap.sh
+    server                    atoll bench server
+    pairs, corner             atoll bench disb with other workloads and settings
+    padding                   atoll bench padding
+    soak_swap, soak_real      atoll bench swap --soak, atoll bench disb --soak
+
+`cargo xtask evidence` reports which of them are stale.
 """
 
 from __future__ import annotations
@@ -39,7 +48,7 @@ def header(folder: Path, command: str) -> dict:
 
 
 def steps(plan: dict) -> list[dict]:
-    """The steps of a plan, equal ones counted."""
+    """The steps of a plan; equal ones are counted."""
     kept = (
         "op",
         "problem",
@@ -68,7 +77,7 @@ def steps(plan: dict) -> list[dict]:
 
 
 def joined(runs: list[dict]) -> dict:
-    """Several calls of latency.py as one."""
+    """Joins the results of several calls of latency.py."""
     whole = {**runs[0], "rows": [], "files": [], "failed": [], "profiles": {}}
     for run in runs:
         for key in ("rows", "files", "failed"):
@@ -111,14 +120,14 @@ def write_latency(run: Path, head: dict) -> None:
 
 
 def write_disb(run: Path, head: dict) -> None:
-    """The cells as they are; the sources' hashes, the device and its driver from the header."""
+    """Keeps the cells; hashes, device and driver come from the header."""
     found = json.loads((run / "disb.json").read_text())
     kept = {key: found[key] for key in ("seed", "alone", "left_out", "cells")}
     write("disb.json", {**head, "date": found["date"], "command": found["command"], **kept})
 
 
 def write_padding(run: Path, head: dict) -> None:
-    """Pairs as they are, with their fused kernels counted; bound to the text that fuses as well."""
+    """Keeps the pairs and summarizes their fused kernels; also bound to the source that fuses."""
     found = json.loads((run / "padding.json").read_text())
     for pair in found["pairs"]:
         if fused := pair["fused"]:
@@ -180,17 +189,8 @@ def main() -> None:
     ):
         if (args.run / name).is_file():
             found = json.loads((args.run / name).read_text())
-            write(
-                name,
-                {
-                    **head,
-                    **{
-                        key: value
-                        for key, value in found.items()
-                        if key not in ("device", "driver")
-                    },
-                },
-            )
+            kept = {key: found[key] for key in found if key not in ("device", "driver")}
+            write(name, {**head, **kept})
     if (args.run / "padding.json").is_file():
         write_padding(args.run, head)
 

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Compare atoll with PyTorch on one GPU, in one run: outputs and latency.
 
-    latency.py ATOLL OUT.json [--only resnet50,...] [--batches 1,8,32] [--compile NAME,...] [--compile-batches 1,...] [--models FOLDER]
+    latency.py ATOLL OUT.json [--only resnet50,...] [--batches 1,8,32] [--models FOLDER]
+               [--compile NAME,...] [--compile-batches 1,...]
 
-Networks are made by scripts/modelzoo (random but calibrated weights), exported to ONNX, and run by both. Outputs are compared
-with PyTorch in single precision (no TF32) on fresh random inputs. Latency is the median of replays on a warm device: atoll's
-CUDA graph against PyTorch's (half precision, channels last, cuDNN picks by timing) and torch.compile(mode="reduce-overhead").
-Models without a torch module (real weights, from FOLDER) are compared with atoll's CPU device.
+scripts/modelzoo makes the networks (random but calibrated weights) and exports them to ONNX; both
+systems run them. Outputs are compared with PyTorch in single precision (no TF32) on fresh random
+inputs. Latency is the median of replays on a warm device: atoll's CUDA graph against PyTorch's
+(half precision, channels last, cuDNN autotuning) and torch.compile(mode="reduce-overhead"). Models
+without a torch module (real weights, from FOLDER) are compared with atoll's CPU device.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def graph_us(module, inputs) -> float:
 
 
 def compiled_us(module, inputs) -> float:
-    torch._dynamo.reset()  # or a second size would be compiled for any size
+    torch._dynamo.reset()  # otherwise a second size is compiled for dynamic sizes
     fast = torch.compile(module, mode="reduce-overhead")
     for _ in range(4):
         fast(*inputs)
@@ -88,7 +90,7 @@ def half_inputs(samples: dict[str, np.ndarray]) -> list[torch.Tensor]:
 
 
 def fresh(samples: dict[str, np.ndarray], batch: int, seed: int) -> dict[str, np.ndarray]:
-    """Inputs like the samples, new each time: pictures with structure, other tokens, masks as they are."""
+    """New inputs like the samples: structured images, other tokens, unchanged masks."""
     random = np.random.default_rng(seed)
     made = {}
     for name, value in samples.items():
@@ -111,20 +113,8 @@ def atoll_outputs(
     atoll: str, model: Path, inputs: dict[str, np.ndarray], device: str, precision: str
 ) -> list[np.ndarray]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            atoll,
-            "run",
-            str(model),
-            "--device",
-            device,
-            "--repeat",
-            "1",
-            "--warmup",
-            "0",
-            "--save",
-            folder,
-            "--json",
-        ]
+        command = [atoll, "run", str(model), "--device", device, "--save", folder, "--json"]
+        command += ["--repeat", "1", "--warmup", "0"]
         if device != "cpu":
             command += ["--precision", precision]
         for number, (name, value) in enumerate(inputs.items()):
@@ -139,7 +129,7 @@ def atoll_outputs(
 
 
 def relative_error(got: list[np.ndarray], wanted: list[np.ndarray]) -> float:
-    """The norm of the difference over the norm of what is wanted, of the worst output."""
+    """The norm of the difference over the norm of the reference, of the worst output."""
     worst = 0.0
     for a, b in zip(got, wanted, strict=True):
         if a.shape != b.shape or not np.isfinite(a).all():
@@ -158,17 +148,8 @@ def largest_error(got: list[np.ndarray], wanted: list[np.ndarray]) -> float:
 
 
 def profile(atoll: str, model: Path, batches: list[int], precision: str, extra: list[str]) -> dict:
-    command = [
-        atoll,
-        "profile",
-        str(model),
-        "--device",
-        "cuda:0",
-        "--precision",
-        precision,
-        "--json",
-    ]
-    command += ["--batches", ",".join(map(str, batches)), *extra]
+    command = [atoll, "profile", str(model), "--device", "cuda:0", "--precision", precision]
+    command += ["--json", "--batches", ",".join(map(str, batches)), *extra]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(done.stderr.strip()[-800:])
@@ -245,7 +226,8 @@ def measure(name: str, args: argparse.Namespace, folder: Path) -> tuple[list[dic
 
 
 def measure_file(path: Path, args: argparse.Namespace) -> dict:
-    """A model with real weights against atoll's own CPU device, which is compared with ONNX Runtime elsewhere."""
+    """Compares a model with real weights with atoll's CPU device, which other tests compare with
+    ONNX Runtime."""
     samples = dict(np.load(path.with_suffix(".npz")))
     errors = {}
     wanted = atoll_outputs(args.atoll, path, samples, "cpu", "f32")
@@ -281,7 +263,7 @@ def main() -> int:
     rows, files, steps, failed = [], [], {}, []
 
     def write() -> None:
-        """After every network: a run that is cut short leaves what it has."""
+        """Called after every network, so that an interrupted run keeps its results."""
         report = {
             "torch": torch.__version__,
             "cudnn": torch.backends.cudnn.version(),
@@ -299,9 +281,7 @@ def main() -> int:
                 found, profiled = measure(name, args, Path(folder))
                 rows += found
                 steps[name] = profiled
-            except (
-                Exception
-            ) as error:  # one network's failure must not cost the others their minutes
+            except Exception as error:  # a failure must not stop the other networks
                 failed.append({"model": name, "error": str(error)})
                 print(f"{name}: {error}", flush=True)
             write()

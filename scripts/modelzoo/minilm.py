@@ -16,7 +16,7 @@ SENTENCE = "the quick brown fox jumps over the lazy dog"
 
 
 class _Encoder:
-    """BERT's encoder under the checkpoint's own names."""
+    """The encoder of BERT under the names of the checkpoint."""
 
     def __init__(self, state: dict[str, np.ndarray], config: dict[str, int]) -> None:
         self.graph = Graph("minilm")
