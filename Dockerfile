@@ -19,9 +19,9 @@ RUN --mount=type=cache,target=/usr/local/cargo/registry \
 
 # NVRTC and the headers of kernels, in the versions that the tests use.
 FROM python:3.13-slim-bookworm AS nvrtc
-COPY tests/python/requirements.txt .
-RUN grep '^nvidia-cuda-' requirements.txt > cuda.txt \
-    && pip install --no-cache-dir --no-deps --target /wheels -r cuda.txt \
+COPY tests/python/requirements.txt /tmp/
+RUN grep '^nvidia-cuda-' /tmp/requirements.txt > /tmp/cuda.txt \
+    && pip install --no-cache-dir --no-deps --target /wheels -r /tmp/cuda.txt \
     && mkdir -p /cuda/lib \
     && cp -r /wheels/nvidia/cu13/include /cuda/include \
     && cp /wheels/nvidia/cu13/lib/libnvrtc.so.* /wheels/nvidia/cu13/lib/libnvrtc-builtins.so.* \
