@@ -29,8 +29,8 @@ RUN grep '^nvidia-cuda-' /tmp/requirements.txt > /tmp/cuda.txt \
 
 FROM gcr.io/distroless/cc-debian12:nonroot AS cpu
 COPY --from=build /usr/local/bin/atoll /usr/local/bin/atoll
-# Compiled kernels and tuning results: $XDG_CACHE_HOME/atoll, the only folder that is written to
-# unless a flag names another. As a volume it stays writable under a read-only root.
+# Compiled kernels and tuning results go to $XDG_CACHE_HOME/atoll. As a volume it stays writable
+# under a read-only root. `atoll serve` keeps registered models only with --data-dir on a volume.
 ENV XDG_CACHE_HOME=/var/cache
 COPY --from=build --chown=65532:65532 /empty /var/cache/atoll
 VOLUME /var/cache/atoll
