@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Latency on the CPU: ONNX Runtime and atoll on the same models, in the same run, alternating.
+"""Measure latency on the CPU: ONNX Runtime and atoll alternate on the same models in one run.
 
     python scripts/bench_cpu.py models --threads 2     # needs numpy, onnx, onnxruntime
 
-Each round times ONNX Runtime and then atoll, so that both see the same noise; medians over all
-rounds are printed as a markdown table with atoll's slowest operator.
+Each round times ONNX Runtime and then atoll, so that both see the same noise. Prints medians over
+all rounds as a Markdown table, with atoll's slowest operator.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RUN_SECONDS = 900
 
 @dataclass
 class Row:
-    """One model: microseconds of both sides."""
+    """One model: microseconds of both runtimes."""
 
     model: str
     batch: int
@@ -62,7 +62,7 @@ def time_ort(
 def ort_session(path: Path, threads: int) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    # Waiting ONNX Runtime threads spin by default and would eat atoll's turn between rounds.
+    # Idle ONNX Runtime threads spin by default and would slow atoll down.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
@@ -118,13 +118,16 @@ def bench(path: Path, args: argparse.Namespace) -> Row:
 def print_row(row: Row) -> None:
     print(
         f"| {row.model} | {row.batch} | {row.ort_p50_us / 1e3:.2f} | {row.ort_p99_us / 1e3:.2f} "
-        f"| {row.atoll_p50_us / 1e3:.2f} | {row.atoll_p99_us / 1e3:.2f} | {row.ratio:.2f} | {row.slowest_op} |",
+        f"| {row.atoll_p50_us / 1e3:.2f} | {row.atoll_p99_us / 1e3:.2f} "
+        f"| {row.ratio:.2f} | {row.slowest_op} |",
         flush=True,
     )
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default = os.environ.get("ATOLL_BIN", str(REPOSITORY / "target" / "release" / "atoll"))
     parser.add_argument(
         "folders",
@@ -134,18 +137,30 @@ def parse_args() -> argparse.Namespace:
         help="folders of .onnx files (default: models)",
     )
     parser.add_argument(
-        "--atoll", type=Path, default=Path(default), help="the binary (default: $ATOLL_BIN or target/release/atoll)"
+        "--atoll",
+        type=Path,
+        default=Path(default),
+        help="the binary (default: $ATOLL_BIN or target/release/atoll)",
     )
     parser.add_argument("--only", metavar="NAME,...", help="only these models")
     parser.add_argument(
-        "--threads", type=int, default=os.cpu_count() or 1, help="threads of both sides (default: all cores)"
+        "--threads",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="threads of both runtimes (default: all cores)",
     )
     parser.add_argument("--batch", type=int, default=1, help="batch size (default: 1)")
     parser.add_argument("--rounds", type=int, default=3, help="alternations (default: 3)")
     parser.add_argument("--repeat", type=int, default=10, help="counted runs a round (default: 10)")
     parser.add_argument("--warmup", type=int, default=2, help="uncounted runs a round (default: 2)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default: 0)")
-    parser.add_argument("--limit", type=float, help="exit 1 when a model is slower than this many times ONNX Runtime")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the random inputs (default: 0)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        help="exit 1 when a model is slower than this many times ONNX Runtime",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
     return parser.parse_args()
 
@@ -156,9 +171,11 @@ def main() -> int:
         raise SystemExit(f"{args.atoll} is missing; build it with: cargo build --release")
     models = [path for path in chosen_models(args.folders, args.only) if not has_strings(path)]
     if not models:
-        raise SystemExit("no models there; make some with: python scripts/models.py")
+        raise SystemExit("no models found; make some with: python scripts/models.py")
     print(f"{args.threads} threads, milliseconds\n")
-    print("| model | batch | ort p50 | ort p99 | atoll p50 | atoll p99 | ratio | atoll's slowest op |")
+    print(
+        "| model | batch | ort p50 | ort p99 | atoll p50 | atoll p99 | ratio | atoll's slowest op |"
+    )
     print("|---|---:|---:|---:|---:|---:|---:|---|")
     rows: list[Row] = []
     failed = 0
@@ -168,9 +185,13 @@ def main() -> int:
             print_row(rows[-1])
         except (RuntimeError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
             failed += 1
-            print(f"| {path.stem} | {args.batch} | | | | | | failed: {' '.join(str(error).split())} |", flush=True)
+            reason = " ".join(str(error).split())
+            print(f"| {path.stem} | {args.batch} | | | | | | failed: {reason} |", flush=True)
     if args.json:
-        args.json.write_text(json.dumps({"threads": args.threads, "rows": [asdict(r) for r in rows]}, indent=2) + "\n")
+        args.json.write_text(
+            json.dumps({"threads": args.threads, "rows": [asdict(r) for r in rows]}, indent=2)
+            + "\n"
+        )
     slow = [row.model for row in rows if args.limit and row.ratio > args.limit]
     if slow:
         print(f"\nslower than {args.limit}x ONNX Runtime: {', '.join(slow)}")

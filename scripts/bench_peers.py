@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Server overhead: a one-float identity model behind atoll, Triton and mosec, on loopback.
+"""Measure server overhead: a one-float identity model on atoll, Triton and mosec, on loopback.
 
 One client (wrk, one thread) sends the same JSON body to every server, at each concurrency, in
-interleaved rounds, so that a noisy machine treats all alike; medians over the rounds are printed.
-All servers are up during the whole run, and only one is under load at a time.
+interleaved rounds, so that noise affects all servers alike. Prints medians over the rounds. All
+servers run all the time, and one at a time is under load.
 
 Triton 2.51 comes from PyPI's nvidia-pytriton (python backend), mosec from PyPI; both are installed
 into .venv-peers on first use. wrk is Debian's package.
@@ -36,10 +36,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 VENV = REPOSITORY / ".venv-peers"
 # The python backend of Triton 2.51 misreads arrays of numpy 2; onnx is for scripts/models.py.
 PACKAGES = ["mosec==0.9.8", "numpy==1.26.4", "onnx==1.17.0"]
-# pytriton's own requirements are not needed to run the server it carries.
+# Running the bundled server does not need the requirements of pytriton.
 PACKAGES_ALONE = ["nvidia-pytriton==0.7.0"]
 START_SECONDS = 60
-BODY = json.dumps({"inputs": [{"name": "INPUT0", "shape": [1, 1], "datatype": "FP32", "data": [1.5]}]})
+BODY = json.dumps(
+    {"inputs": [{"name": "INPUT0", "shape": [1, 1], "datatype": "FP32", "data": [1.5]}]}
+)
 
 TRITON_CONFIG = """\
 name: "identity_fp32"
@@ -57,9 +59,10 @@ class TritonPythonModel:
     def execute(self, requests):
         return [
             pb_utils.InferenceResponse(
-                [pb_utils.Tensor("OUTPUT0", pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy())]
+                [pb_utils.Tensor("OUTPUT0", tensor.as_numpy())]
             )
             for request in requests
+            for tensor in [pb_utils.get_input_tensor_by_name(request, "INPUT0")]
         ]
 """
 MOSEC_SERVER = """\
@@ -106,7 +109,7 @@ class Round:
 
 @dataclass
 class Target:
-    """A running server and the address that answers an inference."""
+    """A running server and the URL of its inference endpoint."""
 
     name: str
     url: str
@@ -118,24 +121,24 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def ask(url: str) -> bytes:
+def infer(url: str) -> bytes:
     request = urllib.request.Request(url, BODY.encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=5) as answer:
-        return answer.read()
+    with urllib.request.urlopen(request, timeout=5) as reply:
+        return reply.read()
 
 
 def wait_until_serving(name: str, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Waits until an inference gives the right answer: ready is not enough for a benchmark."""
+    """Waits until an inference returns the right value; being ready is not enough."""
     deadline = time.monotonic() + START_SECONDS
     last = ""
     while time.monotonic() < deadline:
         if process.poll() is not None:
             break
         try:
-            answer = json.loads(ask(url))
-            if answer["outputs"][0]["data"] == [1.5]:
+            reply = json.loads(infer(url))
+            if reply["outputs"][0]["data"] == [1.5]:
                 return
-            last = f"answered {answer}"
+            last = f"replied {reply}"
         except (OSError, ValueError, KeyError) as error:
             last = str(error)
         time.sleep(0.1)
@@ -143,7 +146,7 @@ def wait_until_serving(name: str, url: str, process: subprocess.Popen[bytes], lo
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the server and whatever it started; a server that is gone already is no error."""
+    """Ends the server and its children; a server that already exited is no error."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         try:
@@ -154,12 +157,19 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def running(name: str, command: list[str], url: str, folder: Path, env: dict[str, str]) -> Iterator[Target]:
-    """Runs a server in a process group of its own, which is ended on the way out."""
+def running(
+    name: str, command: list[str], url: str, folder: Path, env: dict[str, str]
+) -> Iterator[Target]:
+    """Runs a server in its own process group, which ends with the context."""
     log = folder / f"{name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=output, env={**os.environ, **env}, cwd=folder, start_new_session=True
+            command,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **env},
+            cwd=folder,
+            start_new_session=True,
         )
     try:
         wait_until_serving(name, url, process, log)
@@ -171,14 +181,23 @@ def running(name: str, command: list[str], url: str, folder: Path, env: dict[str
 def atoll(folder: Path, binary: Path) -> AbstractContextManager[Target]:
     models = folder / "atoll-models"
     subprocess.run(
-        [venv_python(), str(REPOSITORY / "scripts/models.py"), "--only", "identity_fp32", "--out", str(models)],
+        [
+            venv_python(),
+            str(REPOSITORY / "scripts/models.py"),
+            "--only",
+            "identity_fp32",
+            "--out",
+            str(models),
+        ],
         check=True,
         stdout=subprocess.DEVNULL,
     )
     http, grpc, metrics = free_port(), free_port(), free_port()
     command = [str(binary), "serve", "--model-repository", str(models), "--host", "127.0.0.1"]
     command += ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
-    return running("atoll", command, f"http://127.0.0.1:{http}/v2/models/identity_fp32/infer", folder, {})
+    return running(
+        "atoll", command, f"http://127.0.0.1:{http}/v2/models/identity_fp32/infer", folder, {}
+    )
 
 
 def triton(folder: Path) -> AbstractContextManager[Target]:
@@ -188,21 +207,29 @@ def triton(folder: Path) -> AbstractContextManager[Target]:
     (model / "1").mkdir(parents=True)
     (model / "config.pbtxt").write_text(TRITON_CONFIG)
     (model / "1" / "model.py").write_text(TRITON_MODEL)
-    # The backend looks for its stub beside itself; the wheel keeps one stub per Python version apart.
+    # The backend expects its stub beside itself; the wheel has one folder per Python version.
     backends = folder / "triton-backends"
     shutil.copytree(server / "backends" / "python", backends / "python", dirs_exist_ok=True)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    shutil.copytree(server / "python_backend_stubs" / version, backends / "python", dirs_exist_ok=True)
+    shutil.copytree(
+        server / "python_backend_stubs" / version, backends / "python", dirs_exist_ok=True
+    )
     http, grpc, metrics = free_port(), free_port(), free_port()
     command = [str(server / "bin" / "tritonserver"), f"--model-repository={model.parent}"]
-    command += [f"--backend-directory={backends}", "--allow-gpu-metrics=false", "--http-address=127.0.0.1"]
+    command += [
+        f"--backend-directory={backends}",
+        "--allow-gpu-metrics=false",
+        "--http-address=127.0.0.1",
+    ]
     command += [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
     env = {
         "LD_LIBRARY_PATH": str(site / "nvidia_pytriton.libs"),
         "PYTHONPATH": str(site),
         "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}",
     }
-    return running("triton", command, f"http://127.0.0.1:{http}/v2/models/identity_fp32/infer", folder, env)
+    return running(
+        "triton", command, f"http://127.0.0.1:{http}/v2/models/identity_fp32/infer", folder, env
+    )
 
 
 def mosec(folder: Path) -> AbstractContextManager[Target]:
@@ -222,7 +249,7 @@ def site_packages() -> Path:
 
 
 def prepare_venv() -> None:
-    """Installs the peers once; the stamp is written last, so a broken install is done again."""
+    """Installs the peers once; a stamp written last makes a failed installation repeat."""
     stamp = VENV / "installed"
     wanted = "\n".join(PACKAGES + PACKAGES_ALONE)
     if stamp.exists() and stamp.read_text() == wanted:
@@ -236,10 +263,12 @@ def prepare_venv() -> None:
 
 
 def require_wrk() -> str:
-    """Finds wrk, or installs Debian's package where that is possible."""
+    """Finds wrk, or installs the Debian package."""
     if shutil.which("wrk") is None and os.geteuid() == 0 and shutil.which("apt-get"):
         subprocess.run(["apt-get", "update", "-qq"], check=True, stdout=subprocess.DEVNULL)
-        subprocess.run(["apt-get", "install", "-y", "-qq", "wrk"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            ["apt-get", "install", "-y", "-qq", "wrk"], check=True, stdout=subprocess.DEVNULL
+        )
     found = shutil.which("wrk")
     if found is None:
         raise SystemExit("wrk is missing; run: apt-get install wrk")
@@ -247,7 +276,17 @@ def require_wrk() -> str:
 
 
 def measure(wrk: str, script: Path, target: Target, concurrency: int, seconds: int) -> Round:
-    command = [wrk, "-t1", f"-c{concurrency}", f"-d{seconds}s", "--timeout", "10s", "-s", str(script), target.url]
+    command = [
+        wrk,
+        "-t1",
+        f"-c{concurrency}",
+        f"-d{seconds}s",
+        "--timeout",
+        "10s",
+        "-s",
+        str(script),
+        target.url,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = [line[2:] for line in done.stdout.splitlines() if line.startswith("@@")]
     if not found:
@@ -283,33 +322,47 @@ def table(rows: list[dict[str, object]]) -> str:
     ]
     for row in rows:
         lines.append(
-            "| {server} | {concurrency} | {requests_per_second} | {p50_us:.0f} | {p99_us:.0f} | {errors} |".format(
-                **row
-            )
+            "| {server} | {concurrency} | {requests_per_second} "
+            "| {p50_us:.0f} | {p99_us:.0f} | {errors} |".format(**row)
         )
     return "\n".join(lines)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default = os.environ.get("ATOLL_BIN", str(REPOSITORY / "target" / "release" / "atoll"))
     parser.add_argument(
-        "--atoll", type=Path, default=Path(default), help="the binary (default: $ATOLL_BIN or target/release/atoll)"
+        "--atoll",
+        type=Path,
+        default=Path(default),
+        help="the binary (default: $ATOLL_BIN or target/release/atoll)",
     )
-    parser.add_argument("--servers", default="atoll,triton,mosec", help="which to run (default: all three)")
-    parser.add_argument("--concurrency", default="1,32", help="open connections, comma-separated (default: 1,32)")
+    parser.add_argument(
+        "--servers", default="atoll,triton,mosec", help="which to run (default: all three)"
+    )
+    parser.add_argument(
+        "--concurrency", default="1,32", help="open connections, comma-separated (default: 1,32)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: 5)")
-    parser.add_argument("--seconds", type=int, default=4, help="length of one measurement (default: 4)")
+    parser.add_argument(
+        "--seconds", type=int, default=4, help="length of one measurement (default: 4)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and rounds as JSON")
     parser.add_argument(
-        "--check", action="store_true", help="exit 1 unless atoll answers more requests/s than every other"
+        "--check",
+        action="store_true",
+        help="exit 1 unless atoll answers more requests/s than every other",
     )
     return parser.parse_args()
 
 
 def atoll_wins(rows: list[dict[str, object]]) -> bool:
     ours = {r["concurrency"]: r["requests_per_second"] for r in rows if r["server"] == "atoll"}
-    return bool(ours) and all(r["requests_per_second"] < ours[r["concurrency"]] for r in rows if r["server"] != "atoll")
+    return bool(ours) and all(
+        r["requests_per_second"] < ours[r["concurrency"]] for r in rows if r["server"] != "atoll"
+    )
 
 
 def main() -> int:
@@ -339,10 +392,16 @@ def main() -> int:
                     rounds.append(measure(wrk, script, target, concurrency, args.seconds))
             print(f"round {number + 1}/{args.rounds} done", file=sys.stderr)
 
-    rows = [summarize(rounds, server, concurrency) for concurrency in concurrencies for server in servers]
+    rows = [
+        summarize(rounds, server, concurrency)
+        for concurrency in concurrencies
+        for server in servers
+    ]
     print(table(rows))
     if args.json:
-        args.json.write_text(json.dumps({"rows": rows, "rounds": [asdict(r) for r in rounds]}, indent=2) + "\n")
+        args.json.write_text(
+            json.dumps({"rows": rows, "rounds": [asdict(r) for r in rounds]}, indent=2) + "\n"
+        )
     return 1 if args.check and not atoll_wins(rows) else 0
 
 

@@ -42,7 +42,7 @@ class Row:
     note: str = ""
 
     def bad(self, limit: float) -> bool:
-        # Written so that NaN is bad.
+        # NaN must count as bad.
         return bool(self.note) or not self.relative <= limit
 
 
@@ -65,7 +65,9 @@ def run_atoll(
             command += ["--input", f"{key}={folder / f'in{index}.npy'}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS)
         if done.returncode != 0:
-            raise RuntimeError(f"exit {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}")
+            raise RuntimeError(
+                f"exit {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}"
+            )
         return {key: np.load(folder / "out" / f"{key.replace('/', '_')}.npy") for key in outputs}
 
 
@@ -87,20 +89,25 @@ def compare_model(binary: Path, path: Path, batch: int, seed: int, extra: list[s
     try:
         ours = run_atoll(binary, path, inputs, list(theirs), extra)
     except (RuntimeError, OSError, ValueError, subprocess.TimeoutExpired) as error:
-        return [Row(path.stem, batch, "-", float("nan"), float("nan"), " ".join(str(error).split()))]
+        return [
+            Row(path.stem, batch, "-", float("nan"), float("nan"), " ".join(str(error).split()))
+        ]
     return [compare(path.stem, batch, name, ours[name], theirs[name]) for name in theirs]
 
 
 def print_row(row: Row, limit: float) -> None:
     verdict = "FAIL" if row.bad(limit) else "ok"
     print(
-        f"| {row.model} | {row.batch} | {row.output} | {row.relative:.2e} | {row.largest:.2e} | {verdict} {row.note}|",
+        f"| {row.model} | {row.batch} | {row.output} | {row.relative:.2e} "
+        f"| {row.largest:.2e} | {verdict} {row.note}|",
         flush=True,
     )
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default = os.environ.get("ATOLL_BIN", str(REPOSITORY / "target" / "release" / "atoll"))
     parser.add_argument(
         "folders",
@@ -110,14 +117,27 @@ def parse_args() -> argparse.Namespace:
         help="folders of .onnx files (default: models)",
     )
     parser.add_argument(
-        "--atoll", type=Path, default=Path(default), help="the binary (default: $ATOLL_BIN or target/release/atoll)"
+        "--atoll",
+        type=Path,
+        default=Path(default),
+        help="the binary (default: $ATOLL_BIN or target/release/atoll)",
     )
     parser.add_argument("--only", metavar="NAME,...", help="only these models")
-    parser.add_argument("--batches", default="1,4", help="batch sizes, comma-separated (default: 1,4)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default: 0)")
-    parser.add_argument("--limit", type=float, default=1e-3, help="largest accepted relative error (default: 1e-3)")
     parser.add_argument(
-        "--run-arg", action="append", default=[], metavar="ARG", help="passed on to `atoll run`; may repeat"
+        "--batches", default="1,4", help="batch sizes, comma-separated (default: 1,4)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the random inputs (default: 0)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=1e-3, help="largest accepted relative error (default: 1e-3)"
+    )
+    parser.add_argument(
+        "--run-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="passed on to `atoll run`; may repeat",
     )
     return parser.parse_args()
 
@@ -128,7 +148,7 @@ def main() -> int:
         raise SystemExit(f"{args.atoll} is missing; build it with: cargo build --release")
     models = chosen_models(args.folders, args.only)
     if not models:
-        raise SystemExit("no models there; make some with: python scripts/models.py --small")
+        raise SystemExit("no models found; make some with: python scripts/models.py --small")
     print("| model | batch | output | relative error | largest | |\n|---|---:|---|---:|---:|---|")
     bad = 0
     for path in models:

@@ -6,8 +6,8 @@
     python scripts/models.py                         # all; needs torch, torchvision, transformers
 
 Weights are random but calibrated for the torch networks and real for efficientnet_lite0, minilm
-and rapidocr_*. The batch dimension is dynamic everywhere. A model that is already there is kept
-unless --force is given.
+and rapidocr_*. The batch dimension is dynamic everywhere. Existing models are kept unless --force
+is given.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a model's builder lives and what it needs."""
+    """The module of a model's builder and what it needs."""
 
     module: str
     about: str
@@ -36,7 +36,7 @@ class Entry:
 
 
 class ModelError(Exception):
-    """A model that could not be made or does not run; the others still can."""
+    """A model could not be made or does not run; the script continues with the next one."""
 
 
 MODELS: dict[str, Entry] = {
@@ -48,7 +48,7 @@ MODELS: dict[str, Entry] = {
     "efficientnet_lite0": Entry("efficientnet", "real ImageNet weights, with labels"),
     "rapidocr_det": Entry("rapidocr", "real weights, text detector"),
     "rapidocr_cls": Entry("rapidocr", "real weights, text direction"),
-    "rapidocr_rec": Entry("rapidocr", "real weights, text recogniser"),
+    "rapidocr_rec": Entry("rapidocr", "real weights, text recognizer"),
     "minilm": Entry("minilm", "real weights, sentence embedding"),
     "resnet50": Entry("torch_nets", "random weights", torch=True),
     "resnet101": Entry("torch_nets", "random weights", torch=True),
@@ -79,19 +79,23 @@ def make(name: str, folder: Path) -> Path:
 
 
 def check(path: Path) -> str:
-    """Runs the model with ONNX Runtime at batch 1 and 4; tells the largest magnitude of each output."""
+    """Runs the model with ONNX Runtime at batch 1 and 4; returns the range of each output."""
     try:
         import numpy as np
         import onnxruntime
     except ModuleNotFoundError as error:
-        raise ModelError(f"--check needs {error.name}; run: {sys.executable} -m pip install onnxruntime") from error
+        raise ModelError(
+            f"--check needs {error.name}; run: {sys.executable} -m pip install onnxruntime"
+        ) from error
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     samples = dict(np.load(path.with_suffix(".npz")))
     parts = []
     for batch in (1, 4):
         feed = {
-            name: np.repeat(value, batch, axis=0).astype(object if value.dtype.kind == "U" else value.dtype)
+            name: np.repeat(value, batch, axis=0).astype(
+                object if value.dtype.kind == "U" else value.dtype
+            )
             for name, value in samples.items()
         }
         for meta, value in zip(session.get_outputs(), session.run(None, feed), strict=True):
@@ -113,13 +117,22 @@ def choose(only: str | None, small: bool) -> list[str]:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "models", help="folder to write to (default: models)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=REPOSITORY / "models",
+        help="folder to write to (default: models)",
+    )
     parser.add_argument("--only", metavar="NAME,...", help="make only these")
-    parser.add_argument("--small", action="store_true", help="leave out what needs torch")
-    parser.add_argument("--list", action="store_true", help="list the models and leave")
-    parser.add_argument("--force", action="store_true", help="make a model even if it is there")
-    parser.add_argument("--check", action="store_true", help="run each with ONNX Runtime at batch 1 and 4")
+    parser.add_argument("--small", action="store_true", help="skip models that need torch")
+    parser.add_argument("--list", action="store_true", help="list the models and exit")
+    parser.add_argument("--force", action="store_true", help="replace existing models")
+    parser.add_argument(
+        "--check", action="store_true", help="run each with ONNX Runtime at batch 1 and 4"
+    )
     return parser.parse_args()
 
 
@@ -143,7 +156,7 @@ def main() -> int:
 
 
 def make_and_check(name: str, args: argparse.Namespace) -> str:
-    """Makes one model unless it is there, and tells what came out."""
+    """Makes one model unless it exists, and describes it."""
     started = time.monotonic()
     path = args.out / f"{name}.onnx"
     made = args.force or not path.exists()

@@ -1,4 +1,4 @@
-"""Inputs for a model: fresh random values in the shapes and ranges of its NAME.npz sample."""
+"""Inputs for a model: random values in the shapes and ranges of its sample in NAME.npz."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ FREE_DIMENSION = 16
 
 
 def has_strings(path: Path) -> bool:
-    """Whether an input is of type STRING, which no .npy file holds without pickle."""
+    """Whether an input has type STRING, which .npy files cannot hold without pickle."""
     model = onnx.load(path, load_external_data=False)
     return any(v.type.tensor_type.elem_type == TensorProto.STRING for v in model.graph.input)
 
 
 def random_inputs(path: Path, batch: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """One random array per input; the first dimension is `batch` wherever it is free."""
+    """One random array per input; a symbolic first dimension becomes `batch`."""
     model = onnx.load(path, load_external_data=False)
     weights = {tensor.name for tensor in model.graph.initializer}
     sample_path = path.with_suffix(".npz")
@@ -31,7 +31,9 @@ def random_inputs(path: Path, batch: int, rng: np.random.Generator) -> dict[str,
     }
 
 
-def _random(value: onnx.ValueInfoProto, sample: np.ndarray | None, batch: int, rng: np.random.Generator) -> np.ndarray:
+def _random(
+    value: onnx.ValueInfoProto, sample: np.ndarray | None, batch: int, rng: np.random.Generator
+) -> np.ndarray:
     dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
     shape = _shape(value, sample, batch)
     if value.name == "attention_mask":
@@ -39,7 +41,9 @@ def _random(value: onnx.ValueInfoProto, sample: np.ndarray | None, batch: int, r
         lengths = rng.integers(max(1, shape[1] // 2), shape[1] + 1, shape[0])
         return (np.arange(shape[1])[None, :] < lengths[:, None]).astype(dtype)
     if dtype.kind == "f":
-        spread, middle = (float(sample.std()), float(sample.mean())) if sample is not None else (1.0, 0.0)
+        spread, middle = (
+            (float(sample.std()), float(sample.mean())) if sample is not None else (1.0, 0.0)
+        )
         return rng.normal(middle, spread or 1.0, shape).astype(dtype)
     if dtype.kind == "b":
         return rng.integers(0, 2, shape).astype(dtype)
@@ -60,7 +64,12 @@ def _shape(value: onnx.ValueInfoProto, sample: np.ndarray | None, batch: int) ->
 
 
 def chosen_models(folders: list[Path], only: str | None) -> list[Path]:
-    """The .onnx files of some folders, smallest first, so that a table starts early."""
+    """The .onnx files of some folders, smallest first, so that the first rows come early."""
     wanted = set(only.split(",")) if only else None
-    found = [path for folder in folders for path in folder.glob("*.onnx") if wanted is None or path.stem in wanted]
+    found = [
+        path
+        for folder in folders
+        for path in folder.glob("*.onnx")
+        if wanted is None or path.stem in wanted
+    ]
     return sorted(found, key=lambda path: (path.stat().st_size, path.name))

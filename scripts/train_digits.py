@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 """Train the demo model: a small convolutional digits classifier, in plain numpy.
 
-The data is scikit-learn's digits set (1,797 images of 8x8 pixels), which comes with the
-package, so nothing is downloaded. The result is assets/digits.onnx and a few held-out
-samples that `atoll demo` sends as load.
+The data is the digits set of scikit-learn (1,797 images of 8x8 pixels), which is part of the
+package. The result is assets/digits.onnx and a few held-out samples that `atoll demo` sends.
 
     python scripts/train_digits.py            # needs numpy, scikit-learn, onnx
 """
@@ -26,7 +25,7 @@ except ImportError as error:
 REPOSITORY = Path(__file__).resolve().parent.parent
 CLASSES = 10
 SIDE = 8
-# Old enough for every runtime in use; nothing here needs a newer operator set.
+# Supported by every current runtime; the model needs no newer operator.
 OPSET = 17
 IR_VERSION = 8
 
@@ -77,7 +76,9 @@ def columns_of(x: np.ndarray) -> np.ndarray:
     return windows.transpose(0, 2, 3, 1, 4, 5).reshape(n * height * width, channels * 9)
 
 
-def conv_forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def conv_forward(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     n, _, height, width = x.shape
     columns = columns_of(x)
     y = columns @ weight.reshape(len(weight), -1).T + bias
@@ -90,23 +91,24 @@ def conv_backward(
     """Returns gradients of (input, weight, bias)."""
     flat = grad.transpose(0, 2, 3, 1).reshape(-1, grad.shape[1])
     weight_grad = (flat.T @ columns).reshape(weight.shape)
-    # The input gradient of a same-padded convolution is one with the kernel turned by 180 degrees.
-    turned = np.ascontiguousarray(weight[:, :, ::-1, ::-1].transpose(1, 0, 2, 3))
-    input_grad, _ = conv_forward(grad, turned, np.zeros(len(turned), np.float32))
+    # The input gradient of a same-padded convolution is one with the kernel rotated by 180
+    # degrees.
+    rotated = np.ascontiguousarray(weight[:, :, ::-1, ::-1].transpose(1, 0, 2, 3))
+    input_grad, _ = conv_forward(grad, rotated, np.zeros(len(rotated), np.float32))
     return input_grad, weight_grad, flat.sum(axis=0)
 
 
 def pool_forward(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """2x2 max pooling; the second value marks the winners for the way back."""
+    """2x2 max pooling; the second value marks the maxima for the backward pass."""
     n, channels, height, width = x.shape
     blocks = x.reshape(n, channels, height // 2, 2, width // 2, 2)
     y = blocks.max(axis=(3, 5))
     return y, blocks == y[:, :, :, None, :, None]
 
 
-def pool_backward(grad: np.ndarray, winners: np.ndarray) -> np.ndarray:
+def pool_backward(grad: np.ndarray, maxima: np.ndarray) -> np.ndarray:
     n, channels, height, width = grad.shape
-    spread = winners * grad[:, :, :, None, :, None]
+    spread = maxima * grad[:, :, :, None, :, None]
     return spread.reshape(n, channels, height * 2, width * 2)
 
 
@@ -115,7 +117,9 @@ def forward(params: Params, x: np.ndarray) -> tuple[np.ndarray, dict[str, np.nda
     kept: dict[str, np.ndarray] = {}
 
     def conv(name: str, value: np.ndarray) -> np.ndarray:
-        y, kept[f"{name}.columns"] = conv_forward(value, params[f"{name}.weight"], params[f"{name}.bias"])
+        y, kept[f"{name}.columns"] = conv_forward(
+            value, params[f"{name}.weight"], params[f"{name}.bias"]
+        )
         return y
 
     def relu(name: str, value: np.ndarray) -> np.ndarray:
@@ -163,14 +167,14 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def shifted(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Moves the whole batch by up to one pixel: the cheapest augmentation that still helps."""
+    """Shifts the whole batch by up to one pixel, a cheap augmentation."""
     down, right = rng.integers(-1, 2, 2)
     padded = np.pad(images, ((0, 0), (0, 0), (1, 1), (1, 1)))
     return padded[:, :, 1 + down : 1 + down + SIDE, 1 + right : 1 + right + SIDE]
 
 
 def train(images: np.ndarray, labels: np.ndarray, epochs: int, seed: int) -> Params:
-    """Adam with a linearly falling rate."""
+    """Adam with a linearly decreasing rate."""
     rng = np.random.default_rng(seed)
     params = initial_params(rng)
     first = {k: np.zeros_like(v) for k, v in params.items()}
@@ -195,7 +199,9 @@ def train(images: np.ndarray, labels: np.ndarray, epochs: int, seed: int) -> Par
                 spread = np.sqrt(second[name] / (1 - 0.999**step)) + 1e-8
                 params[name] = (params[name] - rate * mean / spread).astype(np.float32)
         if epoch % 10 == 9 or epoch == epochs - 1:
-            print(f"epoch {epoch + 1:3d}  loss {total / (len(labels) // batch):.4f}", file=sys.stderr)
+            print(
+                f"epoch {epoch + 1:3d}  loss {total / (len(labels) // batch):.4f}", file=sys.stderr
+            )
     return params
 
 
@@ -243,7 +249,7 @@ def to_onnx(params: Params) -> onnx.ModelProto:
 
 
 def write_samples(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
-    """Held-out pictures as the set has them (16 grey levels), so that the file stays small and readable.
+    """Writes held-out images in 16 gray levels, as in the set, which keeps the file small.
 
     A sample's input to the model is `pixels / 16`.
     """
@@ -256,12 +262,30 @@ def write_samples(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "assets", help="folder to write to (default: assets)")
-    parser.add_argument("--epochs", type=int, default=40, help="passes over the training set (default: 40)")
-    parser.add_argument("--seed", type=int, default=7, help="seed of the split, the weights and the order (default: 7)")
-    parser.add_argument("--held-out", type=int, default=360, help="images kept for the accuracy (default: 360)")
-    parser.add_argument("--samples", type=int, default=64, help="held-out samples to write (default: 64)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=REPOSITORY / "assets",
+        help="folder to write to (default: assets)",
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=40, help="passes over the training set (default: 40)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=7,
+        help="seed of the split, the weights and the order (default: 7)",
+    )
+    parser.add_argument(
+        "--held-out", type=int, default=360, help="images kept for the accuracy (default: 360)"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=64, help="held-out samples to write (default: 64)"
+    )
     args = parser.parse_args()
 
     train_x, train_y, test_x, test_y = load_split(args.seed, args.held_out)

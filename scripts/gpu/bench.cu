@@ -1,20 +1,19 @@
-// Checks and times every tile-function variant on the layers of real networks, then the networks themselves.
+// Checks and times every kernel variant on the layers of real networks, then the networks.
 //   bench OUT.json [--quick] [network ...]
-// A layer is timed in a graph of launches whose weights lie in different places, so that weights come from memory as they do in
-// a network larger than the L2 cache, while activations stay where the previous layer left them.
-#include "mega.cuh"
+// A layer is timed in a graph of launches whose weights have different addresses, so that weights
+// come from memory, as in a network larger than the L2 cache, while activations stay in the cache.
 #include "networks.cuh"
 
 using namespace harness;
 
 constexpr double kTolerance = 1e-2;
-constexpr double kBandwidth = 4.3e12, kRate = 790e12; // ceilings measured on the device
+constexpr double kBandwidth = 4.3e12, kRate = 790e12; // limits measured on the device
 
 struct Choice {
-    Variant best, plain, mega;      // the fastest of all; without clusters; of those the persistent kernel holds
-    double us = 1e30, plain_us = 1e30, mega_us = 1e30, error = 0;
+    Variant best, plain; // the fastest of all; the fastest without clusters
+    double us = 1e30, plain_us = 1e30, error = 0;
     int tried = 0, wrong = 0;
-    std::string table; // every variant's time, for the record
+    std::string table; // the times of all variants
 };
 
 class Tuner {
@@ -31,7 +30,7 @@ public:
         auto found = known_.find(step.key());
         if (found != known_.end()) return found->second;
         Choice& c = known_[step.key()];
-        Step s = aim(step, 0);
+        Step s = bind(step, 0);
         reference(s, want_, s.columns);
         for (const Variant& v : variants(s)) consider(step, v, c);
         if (c.us > 1e29) {
@@ -48,13 +47,14 @@ public:
 private:
     static constexpr size_t kPool = 256 << 20; // halves
 
-    // The step over the tuner's own buffers; `turn` picks the place of the weights.
-    Step aim(const Step& step, int turn) const
+    // The step on the buffers of the tuner; `copy` selects the address of the weights.
+    Step bind(const Step& step, int copy) const
     {
         Step s = step;
         size_t size = ((size_t)(s.weight_bytes / 2) + 127) & ~(size_t)127;
-        size_t places = std::max<size_t>(1, kPool / std::max<size_t>(size, 1 << 16));
-        const half* w = weight_ + turn % places * std::max<size_t>(size, 1 << 16);
+        size_t step_size = std::max<size_t>(size, 1 << 16);
+        size_t copies = std::max<size_t>(1, kPool / step_size);
+        const half* w = weight_ + copy % copies * step_size;
         switch (s.kind) {
         case Kind::Conv:
             s.conv.input = input_, s.conv.weight = w, s.conv.bias = bias_, s.conv.output = output_;
@@ -62,7 +62,8 @@ private:
             if (s.pre) s.conv.pre = pre_;
             break;
         case Kind::Depthwise:
-            s.depthwise.input = input_, s.depthwise.weight = w, s.depthwise.bias = bias_, s.depthwise.output = output_;
+            s.depthwise.input = input_, s.depthwise.weight = w, s.depthwise.bias = bias_,
+            s.depthwise.output = output_;
             break;
         case Kind::MaxPool:
         case Kind::AveragePool: s.pool.input = input_, s.pool.output = output_; break;
@@ -71,7 +72,8 @@ private:
         case Kind::Embed: s.norm.output = output_; break;
         case Kind::Attention: {
             int width = s.attention.heads * 64;
-            s.attention.query = input_, s.attention.key = input_ + width, s.attention.value = input_ + 2 * width;
+            s.attention.query = input_, s.attention.key = input_ + width,
+            s.attention.value = input_ + 2 * width;
             s.attention.output = output_;
             break;
         }
@@ -81,7 +83,7 @@ private:
     }
     double check(const Step& step, const Variant& v)
     {
-        Step s = aim(step, 0);
+        Step s = bind(step, 0);
         poison(output_, (size_t)s.rows * s.stride);
         prepare(s, v).enqueue(stream_, false);
         CHECK(cudaStreamSynchronize(stream_));
@@ -92,7 +94,7 @@ private:
         double guess = std::max({3e-6, step.flops / 200e12, step.bytes / 2e12});
         int copies = (int)std::clamp(200e-6 / guess, 3.0, 24.0);
         Graph graph(stream_, [&](cudaStream_t s) {
-            for (int i = 0; i < copies; ++i) prepare(aim(step, i), v).enqueue(s, true);
+            for (int i = 0; i < copies; ++i) prepare(bind(step, i), v).enqueue(s, true);
         });
         return (steady ? graph.median(times) : graph.minimum(times)) / copies;
     }
@@ -106,26 +108,28 @@ private:
         config.gridDim = l.grid, config.blockDim = l.threads, config.dynamicSmemBytes = l.shared;
         config.attrs = &attribute, config.numAttrs = 1;
         int clusters = 0;
-        bool fine = cudaOccupancyMaxActiveClusters(&clusters, l.kernel, &config) == cudaSuccess && clusters > 0;
+        bool fine = cudaOccupancyMaxActiveClusters(&clusters, l.kernel, &config) == cudaSuccess &&
+                    clusters > 0;
         cudaGetLastError();
         return fine;
     }
     void consider(const Step& step, const Variant& v, Choice& c)
     {
-        if (!launchable(prepare(aim(step, 0), v))) return;
+        if (!launchable(prepare(bind(step, 0), v))) return;
         double error = check(step, v);
         ++c.tried, ++total_;
         if (!(error <= kTolerance)) {
             ++c.wrong, ++wrong_;
-            printf("WRONG %s %s error %.3g\n", step.key().c_str(), v.name(step.kind).c_str(), error);
+            printf("WRONG %s %s error %.3g\n", step.key().c_str(), v.name(step.kind).c_str(),
+                   error);
             return;
         }
         worst_ = std::max(worst_, error), c.error = std::max(c.error, error);
         double us = time(step, v, 3, false);
-        c.table += format("%s\"%s\":%.2f", c.table.empty() ? "" : ",", v.name(step.kind).c_str(), us);
+        c.table +=
+            format("%s\"%s\":%.2f", c.table.empty() ? "" : ",", v.name(step.kind).c_str(), us);
         if (us < c.us) c.us = us, c.best = v;
         if (v.reduce != kCluster && us < c.plain_us) c.plain_us = us, c.plain = v;
-        if (fits_mega(step, v) && us < c.mega_us) c.mega_us = us, c.mega = v;
     }
 
     cudaStream_t stream_;
@@ -141,15 +145,17 @@ private:
 };
 
 // Microseconds of the whole network as one graph.
-double time_network(const Net& net, const std::vector<Variant>& choice, bool dependent, cudaStream_t stream)
+double time_network(const Net& net, const std::vector<Variant>& choice, bool dependent,
+                    cudaStream_t stream)
 {
     Graph graph(stream, [&](cudaStream_t s) {
-        for (size_t i = 0; i < net.steps.size(); ++i) prepare(net.steps[i], choice[i]).enqueue(s, dependent);
+        for (size_t i = 0; i < net.steps.size(); ++i)
+            prepare(net.steps[i], choice[i]).enqueue(s, dependent);
     });
     return graph.median(50);
 }
 
-// The network's output computed by references alone, every step on the output of the previous one.
+// The output of the network computed by the references, each step on the previous output.
 std::vector<half> reference_output(const Net& net)
 {
     for (const Step& s : net.steps) reference(s, output_of(s), s.stride);
@@ -177,29 +183,36 @@ struct Report {
     void layer(const Net& net, const Step& s, const Choice& c, int count)
     {
         double floor_us = std::max(s.flops / kRate, s.bytes / kBandwidth) * 1e6;
-        fprintf(file, "%s\n{\"net\":\"%s\",\"batch\":%d,\"name\":\"%s\",\"key\":\"%s\",\"kind\":%d,\"count\":%d,", first ? "" : ",",
-                net.name.c_str(), net.batch, s.name.c_str(), s.key().c_str(), (int)s.kind, count);
-        fprintf(file, "\"in\":[%d,%d,%d],\"out_c\":%d,\"ker\":[%d,%d],\"stride\":%d,\"pad\":[%d,%d],\"res\":%d,\"pre\":%d,\"act\":%d,",
-                s.conv.in_h, s.conv.in_w, s.conv.in_c, s.columns, s.conv.ker_h, s.conv.ker_w, s.conv.stride_h, s.conv.pad_h, s.conv.pad_w,
-                s.conv.residual != nullptr, (int)s.pre, s.conv.act);
-        fprintf(file, "\"best\":\"%s\",\"us\":%.3f,\"plain\":\"%s\",\"plain_us\":%.3f,", c.best.name(s.kind).c_str(), c.us,
-                c.plain.name(s.kind).c_str(), c.plain_us);
-        fprintf(file, "\"tflops\":%.2f,\"gbs\":%.1f,\"floor_us\":%.3f,\"error\":%.2e,\"tried\":%d,\"wrong\":%d,\"all\":{%s}}",
-                s.flops / c.us * 1e-6, s.bytes / c.us * 1e-3, floor_us, c.error, c.tried, c.wrong, c.table.c_str());
+        fprintf(file, "%s\n{\"net\":\"%s\",\"batch\":%d,\"name\":\"%s\",\"key\":\"%s\",",
+                first ? "" : ",", net.name.c_str(), net.batch, s.name.c_str(), s.key().c_str());
+        fprintf(file, "\"kind\":%d,\"count\":%d,", (int)s.kind, count);
+        fprintf(file,
+                "\"in\":[%d,%d,%d],\"out_c\":%d,\"ker\":[%d,%d],\"stride\":%d,\"pad\":[%d,%d],",
+                s.conv.in_h, s.conv.in_w, s.conv.in_c, s.columns, s.conv.ker_h, s.conv.ker_w,
+                s.conv.stride_h, s.conv.pad_h, s.conv.pad_w);
+        fprintf(file, "\"res\":%d,\"pre\":%d,\"act\":%d,", s.conv.residual != nullptr, (int)s.pre,
+                s.conv.act);
+        fprintf(file, "\"best\":\"%s\",\"us\":%.3f,\"plain\":\"%s\",\"plain_us\":%.3f,",
+                c.best.name(s.kind).c_str(), c.us, c.plain.name(s.kind).c_str(), c.plain_us);
+        fprintf(file, "\"tflops\":%.2f,\"gbs\":%.1f,\"floor_us\":%.3f,", s.flops / c.us * 1e-6,
+                s.bytes / c.us * 1e-3, floor_us);
+        fprintf(file, "\"error\":%.2e,\"tried\":%d,\"wrong\":%d,\"all\":{%s}}", c.error, c.tried,
+                c.wrong, c.table.c_str());
         first = false;
     }
 };
 
-void run_network(const std::string& name, int batch, Tuner& tuner, Report& report, std::string& nets, cudaStream_t stream)
+void run_network(const std::string& name, int batch, Tuner& tuner, Report& report,
+                 std::string& nets, cudaStream_t stream)
 {
     auto net = make_network(name, batch);
-    std::vector<Variant> best, plain, persistent;
+    std::vector<Variant> best, plain;
     std::map<std::string, int> count;
     double sum = 0, floor_us = 0;
     for (const Step& s : net->steps) ++count[s.key()];
     for (const Step& s : net->steps) {
         const Choice& c = tuner.choose(s);
-        best.push_back(c.best), plain.push_back(c.plain), persistent.push_back(c.mega);
+        best.push_back(c.best), plain.push_back(c.plain);
         sum += c.us;
         floor_us += std::max(s.flops / kRate, s.bytes / kBandwidth) * 1e6;
         if (count[s.key()]) report.layer(*net, s, c, count[s.key()]);
@@ -209,23 +222,20 @@ void run_network(const std::string& name, int batch, Tuner& tuner, Report& repor
     double chain = time_network(*net, best, false, stream);
     poison(net->output.data, want.size());
     double pdl = time_network(*net, best, true, stream), error = output_error(*net, want);
-    double no_cluster = time_network(*net, plain, true, stream), no_cluster_chain = time_network(*net, plain, false, stream);
-    double mega1 = -1, mega2 = -1, mega_error = -1;
-    if (batch == 1) {
-        poison(net->output.data, want.size());
-        mega1 = time_mega(net->steps, persistent, 1, stream);
-        mega2 = time_mega(net->steps, persistent, 2, stream);
-        if (mega1 > 0) mega_error = output_error(*net, want);
-    }
-    nets += format("%s\n{\"net\":\"%s\",\"batch\":%d,\"steps\":%zu,\"weights_mb\":%.1f,\"layer_sum_us\":%.1f,\"floor_us\":%.1f,"
-                   "\"graph_us\":%.1f,\"pdl_us\":%.1f,\"plain_pdl_us\":%.1f,\"plain_graph_us\":%.1f,\"mega1_us\":%.1f,"
-                   "\"mega2_us\":%.1f,\"error\":%.2e,\"mega_error\":%.2e}",
-                   nets.empty() ? "" : ",", name.c_str(), batch, net->steps.size(), net->weight_bytes() / 1e6, sum, floor_us, chain,
-                   pdl, no_cluster, no_cluster_chain, mega1, mega2, error, mega_error);
-    printf("%-13s b%-2d %3zu steps  layers %7.1f  graph %7.1f  pdl %7.1f  no-cluster graph %7.1f pdl %7.1f  mega %7.1f %7.1f  "
-           "floor %6.1f  error %.1e %.1e\n",
-           name.c_str(), batch, net->steps.size(), sum, chain, pdl, no_cluster_chain, no_cluster, mega1, mega2, floor_us, error,
-           mega_error);
+    double no_cluster = time_network(*net, plain, true, stream),
+           no_cluster_chain = time_network(*net, plain, false, stream);
+    nets += format(
+        "%s\n{\"net\":\"%s\",\"batch\":%d,\"steps\":%zu,\"weights_mb\":%.1f,"
+        "\"layer_sum_us\":%.1f,\"floor_us\":%.1f,"
+        "\"graph_us\":%.1f,\"pdl_us\":%.1f,\"plain_pdl_us\":%.1f,\"plain_graph_us\":%.1f,"
+        "\"error\":%.2e}",
+        nets.empty() ? "" : ",", name.c_str(), batch, net->steps.size(), net->weight_bytes() / 1e6,
+        sum, floor_us, chain, pdl, no_cluster, no_cluster_chain, error);
+    printf(
+        "%-13s b%-2d %3zu steps  layers %7.1f  graph %7.1f  pdl %7.1f  "
+        "no-cluster graph %7.1f pdl %7.1f  floor %6.1f  error %.1e\n",
+        name.c_str(), batch, net->steps.size(), sum, chain, pdl, no_cluster_chain, no_cluster,
+        floor_us, error);
     fflush(stdout);
 }
 
@@ -239,7 +249,8 @@ int main(int argc, char** argv)
             batches = {1};
         else
             names.push_back(argv[i]);
-    if (names.empty()) names = {"resnet50", "resnet152", "vgg19", "densenet201", "mobilenet_v2", "distilbert"};
+    if (names.empty())
+        names = {"resnet50", "resnet152", "vgg19", "densenet201", "mobilenet_v2", "distilbert"};
     cudaStream_t stream;
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     Tuner tuner(stream);
@@ -249,9 +260,12 @@ int main(int argc, char** argv)
     fprintf(report.file, "{\"layers\":[");
     for (const std::string& name : names)
         for (int batch : batches) run_network(name, batch, tuner, report, nets, stream);
-    fprintf(report.file, "],\n\"networks\":[%s],\n\"variants_checked\":%d,\"variants_wrong\":%d,\"worst_error\":%.2e}\n",
-            nets.c_str(), tuner.total_tried(), tuner.total_wrong(), tuner.worst());
+    fprintf(report.file, "],\n\"networks\":[%s],\n\"variants_checked\":%d,", nets.c_str(),
+            tuner.total_tried());
+    fprintf(report.file, "\"variants_wrong\":%d,\"worst_error\":%.2e}\n", tuner.total_wrong(),
+            tuner.worst());
     fclose(report.file);
-    printf("checked %d variants, %d wrong, worst relative error %.2e\n", tuner.total_tried(), tuner.total_wrong(), tuner.worst());
+    printf("checked %d variants, %d wrong, worst relative error %.2e\n", tuner.total_tried(),
+           tuner.total_wrong(), tuner.worst());
     return tuner.total_wrong() != 0;
 }

@@ -1,5 +1,6 @@
-// Checks what the networks of bench do not reach: softmax, element maps, the general walk (dilation, odd filters, channels that
-// are no multiple of 64), general depthwise filters, padded averages, attention with a mask and a ragged number of tokens.
+// Checks what the networks of bench do not cover: softmax, elementwise maps, general input loading
+// (dilation, odd filters, channels that are no multiple of 64), general depthwise filters, padded
+// averages, attention with a mask and a number of tokens that is no multiple of the tile.
 #define HARNESS_CHECK
 #include "networks.cuh"
 
@@ -8,7 +9,8 @@ using namespace harness;
 static int g_wrong = 0;
 
 template <class Reference>
-void expect(const char* what, const Launch& launch, half* out, size_t rows, int columns, int stride, const Reference& reference)
+void expect(const char* what, const Launch& launch, half* out, size_t rows, int columns, int stride,
+            const Reference& reference)
 {
     float* want = device_alloc<float>(rows * columns);
     reference(want);
@@ -22,15 +24,16 @@ void expect(const char* what, const Launch& launch, half* out, size_t rows, int 
     CHECK(cudaFree(want));
 }
 
-static void check_conv(const char* what, int size, int in_c, int out_c, int ker_h, int ker_w, int stride, int dilation)
+static void check_conv(const char* what, int size, int in_c, int out_c, int ker_h, int ker_w,
+                       int stride, int dilation)
 {
     Net net(what, 2, 64 << 20, 64 << 20);
     Tensor in = net.alloc(size, size, in_c);
     fill(in.data, (size_t)2 * size * size * in_c, 1.f);
-    int reach_h = (ker_h - 1) * dilation + 1, reach_w = (ker_w - 1) * dilation + 1;
-    net.conv(what, in, out_c, {reach_h, reach_w, stride, reach_h / 2, reach_w / 2}, kSilu);
+    int extent_h = (ker_h - 1) * dilation + 1, extent_w = (ker_w - 1) * dilation + 1;
+    net.conv(what, in, out_c, {extent_h, extent_w, stride, extent_h / 2, extent_w / 2}, kSilu);
     Step s = net.steps.back();
-    // The same output size, with the taps of the dilated filter instead of a dense one of its reach.
+    // The same output size, with a dilated filter instead of a dense one of its extent.
     s.conv.ker_h = ker_h, s.conv.ker_w = ker_w, s.conv.dil_h = s.conv.dil_w = dilation;
     s.conv.depth = s.conv.weight_stride = ker_h * ker_w * in_c;
     s.conv.by_ker_w = FastDiv::of(ker_w);
@@ -51,12 +54,26 @@ static void check_rows()
     float* scale = device_alloc<float>(width);
     fill(in, rows * width, 4.f), fill(other, rows * width, 1.f), fill(scale, width, 1.f);
     SoftmaxArgs soft = {in, out, rows, width};
-    expect("softmax 77x1000", op_launch<Softmax<4>>(soft, ceil_div(rows, 4)), out, rows, width, width,
-           [&](float* want) { softmax_reference<float><<<rows, 1>>>(soft, want); });
+    expect("softmax 77x1000", op_launch<Softmax<4>>(soft, ceil_div(rows, 4)), out, rows, width,
+           width, [&](float* want) { softmax_reference<float><<<rows, 1>>>(soft, want); });
     for (int act : {kLinear, kRelu, kRelu6, kGelu, kSilu, kSigmoid, kTanh}) {
-        MapArgs map = {in, other, scale, scale, out, width, width, width, rows * width / 8, act, FastDiv::of(width / 8)};
-        expect(format("map, activation %d", act).c_str(), op_launch<Map>(map, ceil_div(map.items, 128)), out, rows, width, width,
-               [&](float* want) { map_reference<float><<<ceil_div(rows * width, 256), 256>>>(map, rows, width, want, width); });
+        MapArgs map = {in,
+                       other,
+                       scale,
+                       scale,
+                       out,
+                       width,
+                       width,
+                       width,
+                       rows * width / 8,
+                       act,
+                       FastDiv::of(width / 8)};
+        expect(format("map, activation %d", act).c_str(),
+               op_launch<Map>(map, ceil_div(map.items, 128)), out, rows, width, width,
+               [&](float* want) {
+                   map_reference<float>
+                       <<<ceil_div(rows * width, 256), 256>>>(map, rows, width, want, width);
+               });
     }
 }
 
@@ -74,8 +91,9 @@ static void check_windows()
             a.weight = net.random<half>(25 * 48, 0.3f);
             a.out_w = 10, a.by_out_h = FastDiv::of(10), s.rows = 200;
         }
-        expect(s.kind == Kind::Depthwise ? "depthwise 5x5 stride 2" : "average 3x3, padded", prepare(s, {1}), output_of(s), s.rows,
-               s.columns, s.stride, [&](float* want) { reference(s, want, s.columns); });
+        expect(s.kind == Kind::Depthwise ? "depthwise 5x5 stride 2" : "average 3x3, padded",
+               prepare(s, {1}), output_of(s), s.rows, s.columns, s.stride,
+               [&](float* want) { reference(s, want, s.columns); });
     }
 }
 
@@ -88,10 +106,12 @@ static void check_attention()
     fill(qkv, batch * tokens * 3 * width, 1.5f), fill(mask, batch * tokens, 5.f);
     Step s;
     s.kind = Kind::Attention, s.batch = batch;
-    s.attention = {qkv, qkv + width, qkv + 2 * width, out, mask, tokens, heads, 3 * width, width, {}, FastDiv::of(heads)};
+    s.attention = {qkv,   qkv + width, qkv + 2 * width,   out, mask, tokens, heads, 3 * width,
+                   width, {},          FastDiv::of(heads)};
     for (int warps : {1, 2, 4})
-        expect(format("attention, 100 tokens, mask, %d warps", warps).c_str(), attention_launch(s, warps), out, batch * tokens, width,
-               width, [&](float* want) { reference(s, want, width); });
+        expect(format("attention, 100 tokens, mask, %d warps", warps).c_str(),
+               attention_launch(s, warps), out, batch * tokens, width, width,
+               [&](float* want) { reference(s, want, width); });
 }
 
 int main()

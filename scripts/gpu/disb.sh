@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# DISB on a GPU: every policy that runs there, on real models in real time; leaves disb.json, disb.svg and device.txt in OUT_DIR.
-#   scripts/gpu/disb.sh OUT_DIR MODELS_DIR [SECONDS_A_CELL]   (4 unless given: all of it takes less than four minutes)
-# MODELS_DIR holds resnet152.onnx, densenet201.onnx, vgg19.onnx, inception_v3.onnx and distilbert.onnx as scripts/models.py writes
-# them. ATOLL names the binary (default: target/release/atoll), ATOLL_DISB_REAL DISB's REAL.json (REAL is left out without it),
-# ATOLL_DEVICE the device (default: cuda:0). scripts/gpu/evidence.py turns OUT_DIR into evidence/disb.json.
+# DISB on a GPU: every policy of the device, on real models in real time. Writes disb.json, disb.svg
+# and device.txt to OUT_DIR.
+#   scripts/gpu/disb.sh OUT_DIR MODELS_DIR [SECONDS_PER_CELL]
+# The default of 4 seconds per cell takes less than four minutes. MODELS_DIR holds resnet152.onnx,
+# densenet201.onnx, vgg19.onnx, inception_v3.onnx and distilbert.onnx as scripts/models.py writes
+# them. ATOLL names the binary (default: target/release/atoll), ATOLL_DISB_REAL the REAL.json of
+# DISB (without it REAL is skipped), ATOLL_DEVICE the device (default: cuda:0).
+# scripts/gpu/evidence.py turns OUT_DIR into evidence/disb.json.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=$1
@@ -17,8 +20,9 @@ if command -v nvidia-smi >/dev/null; then
     nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee "$out/device.txt"
 fi
 run() { # RATES WORKLOADS
-    "$atoll" bench disb --device "$device" --models "$models" --workload "$2" --policy "$policies" --rates "$1" \
-        --seconds "$seconds" --seed 1 --json "$out/disb_$1.json" --svg "$out/disb_$1.svg"
+    "$atoll" bench disb --device "$device" --models "$models" --workload "$2" \
+        --policy "$policies" --rates "$1" --seconds "$seconds" --seed 1 \
+        --json "$out/disb_$1.json" --svg "$out/disb_$1.svg"
 }
 real=
 [ -z "${ATOLL_DISB_REAL:-}" ] || real=,REAL
@@ -28,7 +32,9 @@ python3 - "$out" <<'PYTHON'
 import json, sys
 from pathlib import Path
 out = Path(sys.argv[1])
-scaled, literal = (json.loads((out / f"disb_{rates}.json").read_text()) for rates in ("scaled", "literal"))
-whole = {**scaled, "command": [scaled["command"], literal["command"]], "cells": scaled["cells"] + literal["cells"]}
+scaled = json.loads((out / "disb_scaled.json").read_text())
+literal = json.loads((out / "disb_literal.json").read_text())
+commands = [scaled["command"], literal["command"]]
+whole = {**scaled, "command": commands, "cells": scaled["cells"] + literal["cells"]}
 (out / "disb.json").write_text(json.dumps(whole, indent=1) + "\n")
 PYTHON

@@ -1,10 +1,12 @@
-// Element operators that no product could absorb, and the conversion of an image to what the first convolution reads.
+// Elementwise operators that are not fused into a product, and the conversion of an image to the
+// layout that the first convolution reads.
 #pragma once
 #include "base.cuh"
 
 namespace tiles {
 
-// y = act(a * scale[c] + shift[c] + b); scale/shift and b are optional. Rows may be slices of wider buffers.
+// y = act(a * scale[c] + shift[c] + b); scale/shift and b are optional. Rows may be slices of wider
+// buffers.
 struct MapArgs {
     const half* a;
     const half* b;
@@ -22,7 +24,8 @@ struct Map {
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
     template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch,
+                                                const Gate& gate)
     {
         watch.finishing();
         int item = t * kThreads + threadIdx.x, chunk;
@@ -33,7 +36,8 @@ struct Map {
         unpack(load_activations(a.a + (size_t)row * a.a_stride + chunk * 8), v);
         if (a.scale) {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) v[i] = fmaf(v[i], a.scale[chunk * 8 + i], a.shift[chunk * 8 + i]);
+            for (int i = 0; i < 8; ++i)
+                v[i] = fmaf(v[i], a.scale[chunk * 8 + i], a.shift[chunk * 8 + i]);
         }
         if (a.b) {
             unpack(load_activations(a.b + (size_t)row * a.b_stride + chunk * 8), w);
@@ -59,7 +63,8 @@ struct Image {
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
     template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch,
+                                                const Gate& gate)
     {
         watch.finishing();
         int i = t * kThreads + threadIdx.x, at;
@@ -68,7 +73,8 @@ struct Image {
         gate.wait();
         if (i >= a.pixels) return true;
         const float* p = a.input + (size_t)image * 3 * plane + at;
-        half2 lo = __floats2half2_rn(__ldcg(p), __ldcg(p + plane)), hi = __floats2half2_rn(__ldcg(p + 2 * plane), 0.f);
+        half2 lo = __floats2half2_rn(__ldcg(p), __ldcg(p + plane)),
+              hi = __floats2half2_rn(__ldcg(p + 2 * plane), 0.f);
         *(uint2*)(a.output + (size_t)i * 4) = make_uint2(*(u32*)&lo, *(u32*)&hi);
         return true;
     }

@@ -1,13 +1,22 @@
 #!/usr/bin/env python3
-"""Turn what scripts/gpu.sh left into evidence that is bound to the sources it was measured on.
+"""Turn the results of a run into evidence, bound to the sources that were measured.
 
     evidence.py RUN_DIR [--command "scripts/gpu.sh OUT"]
 
-Writes evidence/latency.json and evidence/conformance.json, evidence/disb.json of what scripts/gpu/disb.sh left and
-evidence/preempt.json of what `atoll bench preempt` wrote there, evidence/best_effort.json of scripts/gpu/best_effort.py,
-evidence/batching.json, evidence/swap.json and evidence/big.json of scripts/gpu/batching.sh and swap.sh, evidence/server.json of `atoll bench
-server`, evidence/pairs.json and evidence/corner.json of `atoll bench disb` with other workloads and settings, evidence/padding.json of `atoll bench padding`,
-evidence/soak_swap.json and evidence/soak_real.json of `atoll bench swap --soak` and `atoll bench disb --soak`; each where RUN_DIR has what it is made of. `cargo xtask evidence` says when they are stale, and prints the README's table.
+Writes these files of evidence/, each if RUN_DIR has the results it is made from:
+
+    latency, conformance      scripts/gpu.sh
+    disb                      scripts/gpu/disb.sh
+    preempt                   atoll bench preempt
+    best_effort               scripts/gpu/best_effort.py
+    batching                  scripts/gpu/batching.sh
+    swap, big                 scripts/gpu/swap.sh
+    server                    atoll bench server
+    pairs, corner             atoll bench disb with other workloads and settings
+    padding                   atoll bench padding
+    soak_swap, soak_real      atoll bench swap --soak, atoll bench disb --soak
+
+`cargo xtask evidence` reports which of them are stale.
 """
 
 from __future__ import annotations
@@ -25,23 +34,50 @@ FUSED = "crates/cuda/src/fused.rs"
 
 def header(folder: Path, command: str) -> dict:
     device, driver = (folder / "device.txt").read_text().strip().split(", ")
-    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(KERNELS.glob("*.cuh"))}
-    return {"device": device, "driver": driver, "date": datetime.date.today().isoformat(), "command": command, "sha256": hashes}
+    hashes = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(KERNELS.glob("*.cuh"))
+    }
+    return {
+        "device": device,
+        "driver": driver,
+        "date": datetime.date.today().isoformat(),
+        "command": command,
+        "sha256": hashes,
+    }
 
 
 def steps(plan: dict) -> list[dict]:
-    """The steps of a plan, equal ones counted."""
-    kept = ("op", "problem", "variant", "us", "registers", "tflops", "gb_per_s", "bound", "share_of_limit")
+    """The steps of a plan; equal ones are counted."""
+    kept = (
+        "op",
+        "problem",
+        "variant",
+        "us",
+        "registers",
+        "tflops",
+        "gb_per_s",
+        "bound",
+        "share_of_limit",
+    )
     counted: dict[str, dict] = {}
     for step in plan["steps"]:
-        entry = counted.setdefault(step["problem"], {"times": 0, **{key: step[key] for key in kept}})
+        entry = counted.setdefault(
+            step["problem"], {"times": 0, **{key: step[key] for key in kept}}
+        )
         entry["times"] += 1
-    rounded = [{key: round(value, 3) if isinstance(value, float) else value for key, value in entry.items()} for entry in counted.values()]
+    rounded = [
+        {
+            key: round(value, 3) if isinstance(value, float) else value
+            for key, value in entry.items()
+        }
+        for entry in counted.values()
+    ]
     return sorted(rounded, key=lambda entry: -entry["us"] * entry["times"])
 
 
 def joined(runs: list[dict]) -> dict:
-    """Several calls of latency.py as one."""
+    """Joins the results of several calls of latency.py."""
     whole = {**runs[0], "rows": [], "files": [], "failed": [], "profiles": {}}
     for run in runs:
         for key in ("rows", "files", "failed"):
@@ -57,31 +93,50 @@ def write(name: str, content: dict) -> None:
 def write_latency(run: Path, head: dict) -> None:
     found = joined([json.loads(path.read_text()) for path in sorted(run.glob("latency*.json"))])
     profiles = {
-        name: [{"batch": plan["batch"], "weight_bytes": plan["weight_bytes"], "run_bytes": plan["run_bytes"],
-                "plain_graph_us": plan["plain_latency_us"]["p50"], "steps": steps(plan) if plan["batch"] == 1 else []}
-               for plan in profile["plans"]]
+        name: [
+            {
+                "batch": plan["batch"],
+                "weight_bytes": plan["weight_bytes"],
+                "run_bytes": plan["run_bytes"],
+                "plain_graph_us": plan["plain_latency_us"]["p50"],
+                "steps": steps(plan) if plan["batch"] == 1 else [],
+            }
+            for plan in profile["plans"]
+        ]
         for name, profile in found["profiles"].items()
     }
-    write("latency.json", {**head, "torch": found["torch"], "cudnn": found["cudnn"], "rows": found["rows"],
-                           "files": found["files"], "failed": found["failed"], "profiles": profiles})
+    write(
+        "latency.json",
+        {
+            **head,
+            "torch": found["torch"],
+            "cudnn": found["cudnn"],
+            "rows": found["rows"],
+            "files": found["files"],
+            "failed": found["failed"],
+            "profiles": profiles,
+        },
+    )
 
 
 def write_disb(run: Path, head: dict) -> None:
-    """The cells as they are; the sources' hashes, the device and its driver from the header."""
+    """Keeps the cells; hashes, device and driver come from the header."""
     found = json.loads((run / "disb.json").read_text())
     kept = {key: found[key] for key in ("seed", "alone", "left_out", "cells")}
     write("disb.json", {**head, "date": found["date"], "command": found["command"], **kept})
 
 
 def write_padding(run: Path, head: dict) -> None:
-    """Pairs as they are, with their fused kernels counted; bound to the text that fuses as well."""
+    """Keeps the pairs and summarizes their fused kernels; also bound to the source that fuses."""
     found = json.loads((run / "padding.json").read_text())
     for pair in found["pairs"]:
         if fused := pair["fused"]:
             fused["kernels"] = {
                 "count": len(fused["kernels"]),
                 "spilling": sum(kernel["spilled_bytes"] > 0 for kernel in fused["kernels"]),
-                "most_registers": max((kernel["registers"][0] for kernel in fused["kernels"]), default=0),
+                "most_registers": max(
+                    (kernel["registers"][0] for kernel in fused["kernels"]), default=0
+                ),
             }
     hashes = {**head["sha256"], FUSED: hashlib.sha256((ROOT / FUSED).read_bytes()).hexdigest()}
     kept = {key: value for key, value in found.items() if key not in ("device", "driver")}
@@ -89,30 +144,53 @@ def write_padding(run: Path, head: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("--command", default="scripts/gpu.sh OUT")
     args = parser.parse_args()
     head = header(args.run, args.command)
     if any(args.run.glob("latency*.json")):
         write_latency(args.run, head)
-    precisions = [name for name in ("f32", "f16", "bf16") if (args.run / f"conformance_{name}.json").is_file()]
+    precisions = [
+        name for name in ("f32", "f16", "bf16") if (args.run / f"conformance_{name}.json").is_file()
+    ]
     if precisions:
-        conformance = {name: json.loads((args.run / f"conformance_{name}.json").read_text()) for name in precisions}
+        conformance = {
+            name: json.loads((args.run / f"conformance_{name}.json").read_text())
+            for name in precisions
+        }
         write("conformance.json", {**head, "precisions": conformance})
     if (args.run / "disb.json").is_file():
         write_disb(args.run, head)
     if (args.run / "preempt.json").is_file():
         found = json.loads((args.run / "preempt.json").read_text())
-        kept = {key: found[key] for key in ("date", "command", "rounds", "idle", "real_time_alone", "cases")}
+        kept = {
+            key: found[key]
+            for key in ("date", "command", "rounds", "idle", "real_time_alone", "cases")
+        }
         write("preempt.json", {**head, **kept})
     if (args.run / "best_effort.json").is_file():
         found = json.loads((args.run / "best_effort.json").read_text())
-        write("best_effort.json", {**head, "command": "scripts/gpu/best_effort.py ATOLL MODELS OUT.json", **found})
-    for name in ("batching.json", "swap.json", "big.json", "server.json", "pairs.json", "corner.json", "soak_swap.json", "soak_real.json"):
+        write(
+            "best_effort.json",
+            {**head, "command": "scripts/gpu/best_effort.py ATOLL MODELS OUT.json", **found},
+        )
+    for name in (
+        "batching.json",
+        "swap.json",
+        "big.json",
+        "server.json",
+        "pairs.json",
+        "corner.json",
+        "soak_swap.json",
+        "soak_real.json",
+    ):
         if (args.run / name).is_file():
             found = json.loads((args.run / name).read_text())
-            write(name, {**head, **{key: value for key, value in found.items() if key not in ("device", "driver")}})
+            kept = {key: found[key] for key in found if key not in ("device", "driver")}
+            write(name, {**head, **kept})
     if (args.run / "padding.json").is_file():
         write_padding(args.run, head)
 

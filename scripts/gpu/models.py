@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Export the networks of scripts/modelzoo with PyTorch, side by side.
+"""Export networks of scripts/modelzoo with PyTorch, in parallel.
 
-    models.py FOLDER [NAME ...]      the five networks of DISB unless named
+models.py FOLDER [NAME ...]      (default: the five networks of DISB)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DISB = ["vgg19", "resnet152", "inception_v3", "densenet201", "distilbert"]
 
 
 def export(name: str, folder: str) -> str:
-    """Writes one network; its path."""
+    """Writes one network and returns its path."""
     import torch
 
     from modelzoo import target, torch_nets

@@ -1,5 +1,6 @@
-// The networks of the harness, layer by layer with their real shapes and random weights. Batch normalization is folded where it
-// follows a convolution, as the compiler folds it; where it precedes one (DenseNet) the convolution applies it to its input.
+// The networks of the harness, layer by layer, with their real shapes and random weights. Batch
+// normalization after a convolution is folded, as the compiler does; before one (DenseNet) the
+// convolution applies it to its input.
 #pragma once
 #include "steps.cuh"
 
@@ -26,8 +27,8 @@ public:
     Tensor output;
 
     Net(std::string n, int b, size_t weight_bytes, size_t arena_bytes)
-        : name(std::move(n)), batch(b), weights_(device_alloc<char>(weight_bytes)), arena_(device_alloc<char>(arena_bytes)),
-          weight_limit_(weight_bytes)
+        : name(std::move(n)), batch(b), weights_(device_alloc<char>(weight_bytes)),
+          arena_(device_alloc<char>(arena_bytes)), weight_limit_(weight_bytes)
     {
         free_.push_back({0, arena_bytes});
     }
@@ -39,7 +40,7 @@ public:
     }
     size_t weight_bytes() const { return used_; }
 
-    // First fit over a sorted free list, so that a network's activations stay in a small part of memory.
+    // First fit over a sorted free list, so that activations stay in a small part of memory.
     Tensor alloc(int h, int w, int c)
     {
         Tensor t;
@@ -93,7 +94,8 @@ public:
     Tensor conv(const char* layer, const Tensor& in, int channels, Filter f, int act, Extras e)
     {
         Step s;
-        int oh = (in.h + 2 * f.pad_h - f.h) / f.stride + 1, ow = (in.w + 2 * f.pad_w - f.w) / f.stride + 1;
+        int oh = (in.h + 2 * f.pad_h - f.h) / f.stride + 1,
+            ow = (in.w + 2 * f.pad_w - f.w) / f.stride + 1;
         Tensor out = e.into ? *e.into : alloc(oh, ow, channels);
         describe(s, Kind::Conv, layer, out, batch * oh * ow, channels);
         ConvArgs& a = s.conv;
@@ -101,9 +103,11 @@ public:
         a.input = in.data, a.output = out.data, a.act = act;
         a.in_h = in.h, a.in_w = in.w, a.in_c = in.c, a.in_stride = in.stride;
         a.out_c = channels, a.out_stride = out.stride;
-        a.ker_h = f.h, a.ker_w = f.w, a.stride_h = a.stride_w = f.stride, a.pad_h = f.pad_h, a.pad_w = f.pad_w, a.dil_h = a.dil_w = 1;
+        a.ker_h = f.h, a.ker_w = f.w, a.stride_h = a.stride_w = f.stride, a.pad_h = f.pad_h,
+        a.pad_w = f.pad_w, a.dil_h = a.dil_w = 1;
         a.rows = s.rows, a.depth = f.h * f.w * in.c, a.weight_stride = (a.depth + 7) / 8 * 8;
-        a.weight = random<half>((size_t)channels * a.weight_stride, e.gain * sqrtf(3.f / (float)a.depth));
+        a.weight =
+            random<half>((size_t)channels * a.weight_stride, e.gain * sqrtf(3.f / (float)a.depth));
         a.bias = random<float>(channels, 0.1f);
         if (e.residual) a.residual = e.residual->data, a.residual_stride = e.residual->stride;
         if (e.pre) a.pre = random<half>(2 * a.depth, 0.5f, 0.5f);
@@ -111,11 +115,15 @@ public:
         a.by_in_c = FastDiv::of(in.c), a.by_ker_w = FastDiv::of(f.w);
         s.flops = 2.0 * s.rows * channels * a.depth;
         s.weight_bytes = 2.0 * channels * a.weight_stride;
-        s.bytes = s.weight_bytes + 2.0 * batch * in.h * in.w * in.c + 2.0 * s.rows * channels * (e.residual ? 2 : 1);
+        s.bytes = s.weight_bytes + 2.0 * batch * in.h * in.w * in.c +
+                  2.0 * s.rows * channels * (e.residual ? 2 : 1);
         steps.push_back(s);
         return out;
     }
-    Tensor conv(const char* layer, const Tensor& in, int channels, Filter f, int act) { return conv(layer, in, channels, f, act, Extras()); }
+    Tensor conv(const char* layer, const Tensor& in, int channels, Filter f, int act)
+    {
+        return conv(layer, in, channels, f, act, Extras());
+    }
     Tensor depthwise(const char* layer, const Tensor& in, int stride, int act)
     {
         Step s;
@@ -124,8 +132,10 @@ public:
         describe(s, Kind::Depthwise, layer, out, batch * oh * ow, in.c);
         DepthwiseArgs& a = s.depthwise;
         a.input = in.data, a.output = out.data, a.act = act;
-        a.in_h = in.h, a.in_w = in.w, a.in_stride = in.stride, a.out_w = ow, a.out_stride = out.stride;
-        a.ker_h = a.ker_w = 3, a.stride_h = a.stride_w = stride, a.pad_h = a.pad_w = 1, a.dil_h = a.dil_w = 1;
+        a.in_h = in.h, a.in_w = in.w, a.in_stride = in.stride, a.out_w = ow,
+        a.out_stride = out.stride;
+        a.ker_h = a.ker_w = 3, a.stride_h = a.stride_w = stride, a.pad_h = a.pad_w = 1,
+        a.dil_h = a.dil_w = 1;
         a.weight = random<half>(9 * in.c, 0.8f);
         a.bias = random<float>(in.c, 0.1f);
         a.by_chunks = FastDiv::of(in.c / 8), a.by_out_h = FastDiv::of(oh);
@@ -134,17 +144,22 @@ public:
         steps.push_back(s);
         return out;
     }
-    Tensor pool(const char* layer, const Tensor& in, bool max, Filter f, const Tensor* into = nullptr)
+    Tensor pool(const char* layer, const Tensor& in, bool max, Filter f,
+                const Tensor* into = nullptr)
     {
         Step s;
-        int oh = (in.h + 2 * f.pad_h - f.h) / f.stride + 1, ow = (in.w + 2 * f.pad_w - f.w) / f.stride + 1;
+        int oh = (in.h + 2 * f.pad_h - f.h) / f.stride + 1,
+            ow = (in.w + 2 * f.pad_w - f.w) / f.stride + 1;
         Tensor out = into ? *into : alloc(oh, ow, in.c);
         describe(s, max ? Kind::MaxPool : Kind::AveragePool, layer, out, batch * oh * ow, in.c);
         PoolArgs& a = s.pool;
-        a.input = in.data, a.output = out.data, a.in_h = in.h, a.in_w = in.w, a.in_stride = in.stride, a.out_stride = out.stride;
-        a.ker_h = f.h, a.ker_h = f.h, a.ker_w = f.w, a.stride_h = a.stride_w = f.stride, a.pad_h = f.pad_h, a.pad_w = f.pad_w;
+        a.input = in.data, a.output = out.data, a.in_h = in.h, a.in_w = in.w,
+        a.in_stride = in.stride, a.out_stride = out.stride;
+        a.ker_h = f.h, a.ker_h = f.h, a.ker_w = f.w, a.stride_h = a.stride_w = f.stride,
+        a.pad_h = f.pad_h, a.pad_w = f.pad_w;
         a.items = s.rows * in.c / 8;
-        a.by_chunks = FastDiv::of(in.c / 8), a.by_out_w = FastDiv::of(ow), a.by_out_h = FastDiv::of(oh);
+        a.by_chunks = FastDiv::of(in.c / 8), a.by_out_w = FastDiv::of(ow),
+        a.by_out_h = FastDiv::of(oh);
         s.bytes = 2.0 * batch * in.h * in.w * in.c + 2.0 * s.rows * in.c;
         steps.push_back(s);
         return out;
@@ -154,7 +169,13 @@ public:
         Step s;
         Tensor out = alloc(1, 1, in.c);
         describe(s, Kind::GlobalPool, layer, out, batch, in.c);
-        s.global = {in.data, out.data, pre ? random<half>(2 * in.c, 0.5f, 0.5f) : nullptr, in.h * in.w, in.stride, out.stride, in.c,
+        s.global = {in.data,
+                    out.data,
+                    pre ? random<half>(2 * in.c, 0.5f, 0.5f) : nullptr,
+                    in.h * in.w,
+                    in.stride,
+                    out.stride,
+                    in.c,
                     FastDiv::of(ceil_div(in.c, 64))};
         s.bytes = 2.0 * batch * in.h * in.w * in.c;
         steps.push_back(s);
@@ -165,7 +186,8 @@ public:
         Step s;
         Tensor out = alloc(size, size, 4);
         describe(s, Kind::Image, "image", out, batch * size * size, 4);
-        s.image = {random<float>((size_t)batch * 3 * size * size, 1.7f), out.data, s.rows, FastDiv::of(size * size)};
+        s.image = {random<float>((size_t)batch * 3 * size * size, 1.7f), out.data, s.rows,
+                   FastDiv::of(size * size)};
         s.bytes = s.rows * 20.0;
         steps.push_back(s);
         return out;
@@ -176,7 +198,8 @@ public:
         Tensor out = alloc(1, tokens, width);
         describe(s, in ? Kind::Norm : Kind::Embed, layer, out, batch * tokens, width);
         NormArgs& a = s.norm;
-        a.input = in ? in->data : nullptr, a.output = out.data, a.rows = s.rows, a.width = width, a.epsilon = 1e-12f;
+        a.input = in ? in->data : nullptr, a.output = out.data, a.rows = s.rows, a.width = width,
+        a.epsilon = 1e-12f;
         a.gamma = random<float>(width, 0.3f, 1.f), a.beta = random<float>(width, 0.3f);
         a.by_tokens = FastDiv::of(tokens);
         if (!in) {
@@ -184,7 +207,8 @@ public:
             for (int i = 0; i < s.rows; ++i) token[i] = (int)((u64)i * 7919 % 30522);
             int* t = random<int>(s.rows, 0.f);
             CHECK(cudaMemcpy(t, token.data(), token.size() * 4, cudaMemcpyHostToDevice));
-            a.token = t, a.word = random<half>((size_t)30522 * width, 1.f), a.position = random<half>((size_t)512 * width, 1.f);
+            a.token = t, a.word = random<half>((size_t)30522 * width, 1.f),
+            a.position = random<half>((size_t)512 * width, 1.f);
         }
         s.bytes = 4.0 * s.rows * width;
         steps.push_back(s);
@@ -195,8 +219,17 @@ public:
         Step s;
         Tensor out = alloc(1, qkv.w, heads * 64);
         describe(s, Kind::Attention, layer, out, batch * qkv.w, heads * 64);
-        s.attention = {qkv.data, qkv.data + heads * 64, qkv.data + 2 * heads * 64, out.data, nullptr, qkv.w, heads, qkv.stride,
-                       out.stride, {}, FastDiv::of(heads)};
+        s.attention = {qkv.data,
+                       qkv.data + heads * 64,
+                       qkv.data + 2 * heads * 64,
+                       out.data,
+                       nullptr,
+                       qkv.w,
+                       heads,
+                       qkv.stride,
+                       out.stride,
+                       {},
+                       FastDiv::of(heads)};
         s.flops = 4.0 * batch * heads * qkv.w * qkv.w * 64;
         s.bytes = 8.0 * s.rows * heads * 64;
         steps.push_back(s);
@@ -206,7 +239,8 @@ public:
 private:
     void describe(Step& s, Kind kind, const char* layer, const Tensor& out, int rows, int columns)
     {
-        s.kind = kind, s.name = layer, s.batch = batch, s.rows = rows, s.columns = columns, s.stride = out.stride;
+        s.kind = kind, s.name = layer, s.batch = batch, s.rows = rows, s.columns = columns,
+        s.stride = out.stride;
     }
     char* weights_;
     char* arena_;
@@ -214,7 +248,7 @@ private:
     std::vector<std::pair<size_t, size_t>> free_; // (offset, size), sorted
 };
 
-constexpr size_t kMega = 1 << 20;
+constexpr size_t kMebibyte = 1 << 20;
 
 inline void resnet(Net& net, const std::vector<int>& depths)
 {
@@ -226,7 +260,9 @@ inline void resnet(Net& net, const std::vector<int>& depths)
     for (int stage = 0; stage < 4; ++stage)
         for (int i = 0; i < depths[stage]; ++i) {
             int width = 64 << stage, stride = stage > 0 && i == 0 ? 2 : 1;
-            Tensor shortcut = i ? x : net.conv("shortcut", x, width * 4, {1, 1, stride}, kLinear, {nullptr, nullptr, false, 1.f});
+            Tensor shortcut = i ? x
+                                : net.conv("shortcut", x, width * 4, {1, 1, stride}, kLinear,
+                                           {nullptr, nullptr, false, 1.f});
             Tensor a = net.conv("reduce", x, width, {}, kRelu);
             Tensor b = net.conv("spatial", a, width, {3, 3, stride, 1, 1}, kRelu);
             net.release(a);
@@ -276,7 +312,8 @@ inline void densenet201(Net& net)
         net.release(y);
         block = next;
         for (int i = 0; i < depths[stage]; ++i, channels += 32) {
-            Tensor a = net.conv("bottleneck", block.slice(0, channels), 128, {}, kRelu, {nullptr, nullptr, true});
+            Tensor a = net.conv("bottleneck", block.slice(0, channels), 128, {}, kRelu,
+                                {nullptr, nullptr, true});
             Tensor grown = block.slice(channels, 32);
             net.conv("grow", a, 32, {3, 3, 1, 1, 1}, kLinear, {nullptr, &grown});
             net.release(a);
@@ -291,7 +328,8 @@ inline void densenet201(Net& net)
 
 inline void mobilenet_v2(Net& net)
 {
-    const int table[7][4] = {{1, 16, 1, 1}, {6, 24, 2, 2}, {6, 32, 3, 2}, {6, 64, 4, 2}, {6, 96, 3, 1}, {6, 160, 3, 2}, {6, 320, 1, 1}};
+    const int table[7][4] = {{1, 16, 1, 1}, {6, 24, 2, 2},  {6, 32, 3, 2}, {6, 64, 4, 2},
+                             {6, 96, 3, 1}, {6, 160, 3, 2}, {6, 320, 1, 1}};
     Tensor x = net.conv("stem", net.image(224), 32, {3, 3, 2, 1, 1}, kRelu6);
     for (auto [expand, channels, count, stride] : table)
         for (int i = 0; i < count; ++i) {
@@ -299,7 +337,8 @@ inline void mobilenet_v2(Net& net)
             bool keeps = step == 1 && x.c == channels;
             Tensor a = expand == 1 ? x : net.conv("expand", x, x.c * expand, {}, kRelu6);
             Tensor b = net.depthwise("depthwise", a, step, kRelu6);
-            Tensor y = net.conv("project", b, channels, {}, kLinear, {keeps ? &x : nullptr, nullptr, false, 0.7f});
+            Tensor y = net.conv("project", b, channels, {}, kLinear,
+                                {keeps ? &x : nullptr, nullptr, false, 0.7f});
             net.release(b);
             if (expand != 1) net.release(a);
             net.release(x);
@@ -330,9 +369,13 @@ inline void distilbert(Net& net)
 
 inline std::unique_ptr<Net> make_network(const std::string& name, int batch)
 {
-    size_t weights = name == "vgg19" ? 340 : name == "resnet152" ? 160 : name == "distilbert" ? 160 : 100;
+    size_t weights = name == "vgg19"        ? 340
+                     : name == "resnet152"  ? 160
+                     : name == "distilbert" ? 160
+                                            : 100;
     size_t arena = name == "vgg19" ? 20 * batch : name == "mobilenet_v2" ? 12 * batch : 12 * batch;
-    auto net = std::make_unique<Net>(name, batch, (weights + batch) * kMega, (arena + 4) * kMega);
+    auto net =
+        std::make_unique<Net>(name, batch, (weights + batch) * kMebibyte, (arena + 4) * kMebibyte);
     if (name == "resnet50") resnet(*net, {3, 4, 6, 3});
     if (name == "resnet152") resnet(*net, {3, 8, 36, 3});
     if (name == "vgg19") vgg19(*net);

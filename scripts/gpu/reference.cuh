@@ -1,5 +1,5 @@
-// The same operators, one thread an output element and no cleverness, taking the tile functions' own argument structs. They
-// share no code with them beyond the structs and the activation.
+// Reference operators: one thread per output element, no optimization. They take the argument
+// structs of the kernels and share no other code with them except the activation.
 #pragma once
 #include "attention.cuh"
 #include "depthwise.cuh"
@@ -43,11 +43,13 @@ __global__ void depthwise_reference(DepthwiseArgs a, int rows, int channels, T* 
     size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
     if (i >= (size_t)rows * channels) return;
     int c = (int)(i % channels), m = (int)(i / channels);
-    int out_h = (int)a.by_out_h.divisor, x = m % a.out_w, y = m / a.out_w % out_h, image = m / a.out_w / out_h;
+    int out_h = (int)a.by_out_h.divisor, x = m % a.out_w, y = m / a.out_w % out_h,
+        image = m / a.out_w / out_h;
     float sum = a.bias ? a.bias[c] : 0.f;
     for (int ky = 0; ky < a.ker_h; ++ky)
         for (int kx = 0; kx < a.ker_w; ++kx) {
-            int iy = y * a.stride_h - a.pad_h + ky * a.dil_h, ix = x * a.stride_w - a.pad_w + kx * a.dil_w;
+            int iy = y * a.stride_h - a.pad_h + ky * a.dil_h,
+                ix = x * a.stride_w - a.pad_w + kx * a.dil_w;
             if (iy < 0 || iy >= a.in_h || ix < 0 || ix >= a.in_w) continue;
             sum += (float)a.input[(size_t)((image * a.in_h + iy) * a.in_w + ix) * a.in_stride + c] *
                    (float)a.weight[(ky * a.ker_w + kx) * channels + c];
@@ -61,18 +63,21 @@ __global__ void pool_reference(PoolArgs a, bool max, int rows, int channels, T* 
 {
     size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
     if (i >= (size_t)rows * channels) return;
-    int c = (int)(i % channels), m = (int)(i / channels), out_w = (int)a.by_out_w.divisor, out_h = (int)a.by_out_h.divisor;
+    int c = (int)(i % channels), m = (int)(i / channels), out_w = (int)a.by_out_w.divisor,
+        out_h = (int)a.by_out_h.divisor;
     int x = m % out_w, y = m / out_w % out_h, image = m / out_w / out_h, inside = 0;
     float best = max ? -1e30f : 0.f;
     for (int ky = 0; ky < a.ker_h; ++ky)
         for (int kx = 0; kx < a.ker_w; ++kx) {
             int iy = y * a.stride_h - a.pad_h + ky, ix = x * a.stride_w - a.pad_w + kx;
             if (iy < 0 || iy >= a.in_h || ix < 0 || ix >= a.in_w) continue;
-            float v = (float)a.input[(size_t)((image * a.in_h + iy) * a.in_w + ix) * a.in_stride + c];
+            float v =
+                (float)a.input[(size_t)((image * a.in_h + iy) * a.in_w + ix) * a.in_stride + c];
             best = max ? fmaxf(best, v) : best + v;
             ++inside;
         }
-    out[(size_t)m * stride + c] = (T)(max ? best : best / (float)(a.count_padding ? a.ker_h * a.ker_w : inside));
+    out[(size_t)m * stride + c] =
+        (T)(max ? best : best / (float)(a.count_padding ? a.ker_h * a.ker_w : inside));
 }
 
 template <class T>
@@ -89,13 +94,14 @@ __global__ void global_pool_reference(GlobalPoolArgs a, int images, T* out, int 
     out[(size_t)image * stride + c] = (T)(sum / (float)a.pixels);
 }
 
-// One block of one thread a row.
+// One block of one thread per row.
 template <class T>
 __global__ void norm_reference(NormArgs a, bool embed, T* out)
 {
     int row = blockIdx.x, position = row % (int)a.by_tokens.divisor;
     auto value = [&](int c) {
-        return embed ? (float)a.word[(size_t)a.token[row] * a.width + c] + (float)a.position[(size_t)position * a.width + c]
+        return embed ? (float)a.word[(size_t)a.token[row] * a.width + c] +
+                           (float)a.position[(size_t)position * a.width + c]
                      : (float)a.input[(size_t)row * a.width + c];
     };
     float mean = 0.f, square = 0.f;
@@ -114,20 +120,24 @@ __global__ void softmax_reference(SoftmaxArgs a, T* out)
     float top = -1e30f, sum = 0.f;
     for (int c = 0; c < a.width; ++c) top = fmaxf(top, (float)in[c]);
     for (int c = 0; c < a.width; ++c) sum += expf((float)in[c] - top);
-    for (int c = 0; c < a.width; ++c) out[(size_t)blockIdx.x * a.width + c] = (T)(expf((float)in[c] - top) / sum);
+    for (int c = 0; c < a.width; ++c)
+        out[(size_t)blockIdx.x * a.width + c] = (T)(expf((float)in[c] - top) / sum);
 }
 
-// One block of 64 threads a (sequence, head, query): scores in shared memory, then a thread a dimension.
+// One block of 64 threads per (sequence, head, query): scores in shared memory, then one thread per
+// dimension.
 template <class T>
 __global__ void attention_reference(AttentionArgs a, T* out)
 {
     extern __shared__ float score[];
-    int query = blockIdx.x % a.tokens, head = blockIdx.x / a.tokens % a.heads, image = blockIdx.x / a.tokens / a.heads;
+    int query = blockIdx.x % a.tokens, head = blockIdx.x / a.tokens % a.heads,
+        image = blockIdx.x / a.tokens / a.heads;
     size_t base = (size_t)image * a.tokens * a.stride + head * 64;
     for (int k = threadIdx.x; k < a.tokens; k += 64) {
         float s = 0.f;
         for (int d = 0; d < 64; ++d)
-            s += (float)a.query[base + (size_t)query * a.stride + d] * (float)a.key[base + (size_t)k * a.stride + d];
+            s += (float)a.query[base + (size_t)query * a.stride + d] *
+                 (float)a.key[base + (size_t)k * a.stride + d];
         score[k] = s / 8.f + (a.mask ? (float)a.mask[image * a.tokens + k] : 0.f);
     }
     __syncthreads();
@@ -138,7 +148,8 @@ __global__ void attention_reference(AttentionArgs a, T* out)
         sum += p;
         value += p * (float)a.value[base + (size_t)k * a.stride + threadIdx.x];
     }
-    out[((size_t)image * a.tokens + query) * a.out_stride + head * 64 + threadIdx.x] = (T)(value / sum);
+    out[((size_t)image * a.tokens + query) * a.out_stride + head * 64 + threadIdx.x] =
+        (T)(value / sum);
 }
 
 template <class T>
@@ -159,7 +170,8 @@ __global__ void image_reference(ImageArgs a, T* out)
     int i = blockIdx.x * blockDim.x + threadIdx.x, plane = (int)a.by_plane.divisor;
     if (i >= a.pixels) return;
     for (int c = 0; c < 4; ++c)
-        out[(size_t)i * 4 + c] = c < 3 ? (T)a.input[((size_t)(i / plane) * 3 + c) * plane + i % plane] : (T)0.f;
+        out[(size_t)i * 4 + c] =
+            c < 3 ? (T)a.input[((size_t)(i / plane) * 3 + c) * plane + i % plane] : (T)0.f;
 }
 
 } // namespace harness

@@ -1,11 +1,13 @@
-// A step of a network as the harness sees it: arguments, the variants that could compute it, and its reference.
+// A step of a network: its arguments, the variants that could compute it, and its reference.
 #pragma once
 #include "reference.cuh"
 #include "wrap.cuh"
 
 namespace harness {
 
-enum class Kind { Conv, Depthwise, MaxPool, AveragePool, GlobalPool, Norm, Embed, Attention, Image };
+enum class Kind {
+    Conv, Depthwise, MaxPool, AveragePool, GlobalPool, Norm, Embed, Attention, Image
+};
 
 struct Step {
     Kind kind;
@@ -25,16 +27,19 @@ struct Step {
     std::string key() const
     {
         if (kind == Kind::Conv)
-            return format("conv b%d %dx%dx%d/%d->%d/%d k%dx%d s%d p%d%d d%d%s%s a%d", batch, conv.in_h, conv.in_w, conv.in_c,
-                          conv.in_stride, conv.out_c, conv.out_stride, conv.ker_h, conv.ker_w, conv.stride_h, conv.pad_h, conv.pad_w,
-                          conv.dil_h, pre ? " pre" : "", conv.residual ? " res" : "", conv.act);
+            return format("conv b%d %dx%dx%d/%d->%d/%d k%dx%d s%d p%d%d d%d%s%s a%d", batch,
+                          conv.in_h, conv.in_w, conv.in_c, conv.in_stride, conv.out_c,
+                          conv.out_stride, conv.ker_h, conv.ker_w, conv.stride_h, conv.pad_h,
+                          conv.pad_w, conv.dil_h, pre ? " pre" : "", conv.residual ? " res" : "",
+                          conv.act);
         if (kind == Kind::Depthwise)
-            return format("depthwise b%d %dx%d x%d s%d", batch, depthwise.in_h, depthwise.in_w, columns, depthwise.stride_h);
+            return format("depthwise b%d %dx%d x%d s%d", batch, depthwise.in_h, depthwise.in_w,
+                          columns, depthwise.stride_h);
         return format("%s b%d rows%d columns%d", name.c_str(), batch, rows, columns);
     }
 };
 
-// ---- convolution variants ---------------------------------------------------------------------------------------------
+// ---- convolution variants ----------------------------------------------------------------------
 
 struct ConvKernel {
     const char* name;
@@ -46,7 +51,8 @@ struct ConvKernel {
 template <class C>
 ConvKernel conv_kernel(const char* name)
 {
-    ConvKernel k = {name, C::BM, C::BN, C::BK, C::WK, C::kThreads, C::kShared, C::kWalk, C::kVec, C::kPre, (const void*)rt<Conv<C>>};
+    ConvKernel k = {name, C::BM, C::BN, C::BK, C::WK, C::kThreads, C::kShared, C::kWalk, C::kVec,
+                    C::kPre, (const void*)rt<Conv<C>>};
     CHECK(cudaFuncSetAttribute(k.rt, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared));
     CHECK(cudaFuncSetAttribute(k.rt, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     return k;
@@ -114,8 +120,8 @@ inline const std::vector<ConvKernel>& conv_kernels()
     return all;
 }
 
-// Whether a kernel's walk can go over a layer's input; a general one is only timed where no better one fits.
-inline bool walks(const ConvKernel& k, const ConvArgs& a)
+// Whether a kernel can load the input of a layer; a general kernel is timed only if no other fits.
+inline bool can_load(const ConvKernel& k, const ConvArgs& a)
 {
     bool point = a.ker_h == 1 && a.ker_w == 1 && a.pad_h == 0 && a.pad_w == 0;
     bool taps = a.in_c % 64 == 0 && a.dil_h == 1 && a.dil_w == 1;
@@ -125,7 +131,8 @@ inline bool walks(const ConvKernel& k, const ConvArgs& a)
 }
 
 struct Variant {
-    int kernel = -1; // Conv: index into conv_kernels(); Depthwise: pixels a thread; Attention: warps
+    // Conv: index into conv_kernels(); Depthwise: pixels per thread; Attention: warps.
+    int kernel = -1;
     int splits = 1, reduce = kWhole;
 
     std::string name(Kind kind) const
@@ -134,7 +141,8 @@ struct Variant {
         if (kind == Kind::Attention) return format("warps%d", kernel);
         if (kind != Kind::Conv) return "only";
         const char* how = reduce == kCluster ? "c" : "w";
-        return conv_kernels()[kernel].name + (splits > 1 ? format("/%s%d", how, splits) : std::string());
+        return conv_kernels()[kernel].name +
+               (splits > 1 ? format("/%s%d", how, splits) : std::string());
     }
 };
 
@@ -177,7 +185,7 @@ inline Launch conv_launch(const Step& s, const Variant& v)
     return l;
 }
 
-// Shapes worth timing: tiles not much larger than the problem, splits only while multiprocessors would idle.
+// Shapes worth timing: tiles not much larger than the problem, splits only while SMs would idle.
 inline std::vector<Variant> conv_variants(const Step& s)
 {
     std::vector<Variant> out;
@@ -185,8 +193,9 @@ inline std::vector<Variant> conv_variants(const Step& s)
     int vec = a.in_c % 8 ? 4 : 8, sms = multiprocessors();
     for (int i = 0; i < (int)conv_kernels().size(); ++i) {
         const ConvKernel& k = conv_kernels()[i];
-        if (k.vec != vec || k.pre != s.pre || !walks(k, a)) continue;
-        int tiles = ceil_div(a.rows, k.bm) * ceil_div(a.out_c, k.bn), steps = ceil_div(a.depth, k.bk);
+        if (k.vec != vec || k.pre != s.pre || !can_load(k, a)) continue;
+        int tiles = ceil_div(a.rows, k.bm) * ceil_div(a.out_c, k.bn),
+            steps = ceil_div(a.depth, k.bk);
         double waste = (double)tiles * k.bm * k.bn / ((double)a.rows * a.out_c);
         if (waste > 2.5 && k.bm * k.bn > 16 * 64 && !(a.rows < 16 && k.bm == 16)) continue;
         if (vec == 8 && (tiles > 48 * sms || (tiles > 8 * sms && k.bm * k.bn <= 2048))) continue;
@@ -194,20 +203,23 @@ inline std::vector<Variant> conv_variants(const Step& s)
         for (int splits : {2, 3, 4, 6, 8, 12, 16}) {
             if (tiles * splits > 4 * sms || steps < splits * 2) break;
             out.push_back({i, splits, kCluster});
-            bool fits = (size_t)tiles * splits * k.wk * k.bm * (k.bn + 8) <= kWorkspaceFloats && tiles <= kArrivals;
-            if (fits && (splits == 2 || splits == 4 || splits == 8 || splits == 16)) out.push_back({i, splits, kWorkspace});
+            bool fits = (size_t)tiles * splits * k.wk * k.bm * (k.bn + 8) <= kWorkspaceFloats &&
+                        tiles <= kArrivals;
+            if (fits && (splits == 2 || splits == 4 || splits == 8 || splits == 16))
+                out.push_back({i, splits, kWorkspace});
         }
     }
     return out;
 }
 
-// ---- the other operators ----------------------------------------------------------------------------------------------
+// ---- the other operators -----------------------------------------------------------------------
 
 template <class Op>
 Launch op_launch(const typename Op::Args& a, int tiles)
 {
     Launch l;
-    l.kernel = (const void*)rt<Op>, l.grid = tiles, l.threads = Op::kThreads, l.shared = Op::kShared;
+    l.kernel = (const void*)rt<Op>, l.grid = tiles, l.threads = Op::kThreads,
+    l.shared = Op::kShared;
     CHECK(cudaFuncSetAttribute(l.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Op::kShared));
     l.set(a);
     return l;
@@ -222,11 +234,13 @@ inline Launch depthwise_launch(const Step& s, int wide)
     int tiles = ceil_div(a.items, 128);
     bool three = a.ker_h == 3 && a.ker_w == 3 && a.dil_h == 1 && a.dil_w == 1;
     if (three && a.stride_h == 1)
-        return wide == 4 ? op_launch<Depthwise<3, 1, 4>>(a, tiles) : wide == 2 ? op_launch<Depthwise<3, 1, 2>>(a, tiles)
-                                                                              : op_launch<Depthwise<3, 1, 1>>(a, tiles);
+        return wide == 4   ? op_launch<Depthwise<3, 1, 4>>(a, tiles)
+               : wide == 2 ? op_launch<Depthwise<3, 1, 2>>(a, tiles)
+                           : op_launch<Depthwise<3, 1, 1>>(a, tiles);
     if (three && a.stride_h == 2)
-        return wide == 4 ? op_launch<Depthwise<3, 2, 4>>(a, tiles) : wide == 2 ? op_launch<Depthwise<3, 2, 2>>(a, tiles)
-                                                                              : op_launch<Depthwise<3, 2, 1>>(a, tiles);
+        return wide == 4   ? op_launch<Depthwise<3, 2, 4>>(a, tiles)
+               : wide == 2 ? op_launch<Depthwise<3, 2, 2>>(a, tiles)
+                           : op_launch<Depthwise<3, 2, 1>>(a, tiles);
     return op_launch<Depthwise<0, 0, 1>>(a, tiles);
 }
 
@@ -236,8 +250,9 @@ inline Launch attention_launch(const Step& s, int warps)
     int blocks = ceil_div(a.tokens, warps * 16);
     a.by_blocks = FastDiv::of(blocks);
     int tiles = s.batch * a.heads * blocks;
-    return warps == 1 ? op_launch<Attention<1>>(a, tiles) : warps == 2 ? op_launch<Attention<2>>(a, tiles)
-                                                                       : op_launch<Attention<4>>(a, tiles);
+    return warps == 1   ? op_launch<Attention<1>>(a, tiles)
+           : warps == 2 ? op_launch<Attention<2>>(a, tiles)
+                        : op_launch<Attention<4>>(a, tiles);
 }
 
 inline Launch prepare(const Step& s, const Variant& v)
@@ -247,7 +262,8 @@ inline Launch prepare(const Step& s, const Variant& v)
     case Kind::Depthwise: return depthwise_launch(s, v.kernel);
     case Kind::MaxPool: return op_launch<Pool<true>>(s.pool, ceil_div(s.pool.items, 128));
     case Kind::AveragePool: return op_launch<Pool<false>>(s.pool, ceil_div(s.pool.items, 128));
-    case Kind::GlobalPool: return op_launch<GlobalPool>(s.global, s.batch * (int)s.global.by_groups.divisor);
+    case Kind::GlobalPool:
+        return op_launch<GlobalPool>(s.global, s.batch * (int)s.global.by_groups.divisor);
     case Kind::Norm: return op_launch<LayerNorm<false, 3>>(s.norm, ceil_div(s.rows, 4));
     case Kind::Embed: return op_launch<LayerNorm<true, 3>>(s.norm, ceil_div(s.rows, 4));
     case Kind::Attention: return attention_launch(s, v.kernel);
@@ -279,7 +295,7 @@ inline half* output_of(const Step& s)
     return nullptr;
 }
 
-// Computes the step's reference into `out` (rows of `stride` values).
+// Computes the reference of the step into `out` (rows of `stride` values).
 template <class T>
 void reference(const Step& s, T* out, int stride)
 {
@@ -287,16 +303,28 @@ void reference(const Step& s, T* out, int stride)
     u32 grid = (u32)((count + 255) / 256);
     switch (s.kind) {
     case Kind::Conv: conv_reference<T><<<grid, 256>>>(s.conv, s.pre, out, stride); break;
-    case Kind::Depthwise: depthwise_reference<T><<<grid, 256>>>(s.depthwise, s.rows, s.columns, out, stride); break;
-    case Kind::MaxPool: pool_reference<T><<<grid, 256>>>(s.pool, true, s.rows, s.columns, out, stride); break;
-    case Kind::AveragePool: pool_reference<T><<<grid, 256>>>(s.pool, false, s.rows, s.columns, out, stride); break;
-    case Kind::GlobalPool: global_pool_reference<T><<<grid, 256>>>(s.global, s.batch, out, stride); break;
+    case Kind::Depthwise:
+        depthwise_reference<T><<<grid, 256>>>(s.depthwise, s.rows, s.columns, out, stride);
+        break;
+    case Kind::MaxPool:
+        pool_reference<T><<<grid, 256>>>(s.pool, true, s.rows, s.columns, out, stride);
+        break;
+    case Kind::AveragePool:
+        pool_reference<T><<<grid, 256>>>(s.pool, false, s.rows, s.columns, out, stride);
+        break;
+    case Kind::GlobalPool:
+        global_pool_reference<T><<<grid, 256>>>(s.global, s.batch, out, stride);
+        break;
     case Kind::Norm: norm_reference<T><<<s.rows, 1>>>(s.norm, false, out); break;
     case Kind::Embed: norm_reference<T><<<s.rows, 1>>>(s.norm, true, out); break;
     case Kind::Attention:
-        attention_reference<T><<<s.batch * s.attention.heads * s.attention.tokens, 64, s.attention.tokens * 4>>>(s.attention, out);
+        attention_reference<T>
+            <<<s.batch * s.attention.heads * s.attention.tokens, 64, s.attention.tokens * 4>>>(
+                s.attention, out);
         break;
-    case Kind::Image: image_reference<T><<<(s.image.pixels + 127) / 128, 128>>>(s.image, out); break;
+    case Kind::Image:
+        image_reference<T><<<(s.image.pixels + 127) / 128, 128>>>(s.image, out);
+        break;
     }
     CHECK(cudaGetLastError());
 }

@@ -1,4 +1,4 @@
-// Host-side support of the kernel harness: error checks, random data, comparison with a reference, and timing by replay.
+// Host side of the kernel harness: error checks, random data, comparison with a reference, timing.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -20,13 +20,14 @@ namespace harness {
 
 using namespace tiles;
 
-#define CHECK(call)                                                                                   \
-    do {                                                                                              \
-        cudaError_t status = (call);                                                                  \
-        if (status != cudaSuccess) {                                                                  \
-            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(status)); \
-            exit(1);                                                                                  \
-        }                                                                                             \
+#define CHECK(call)                                                                                \
+    do {                                                                                           \
+        cudaError_t status = (call);                                                               \
+        if (status != cudaSuccess) {                                                               \
+            const char* why = cudaGetErrorString(status);                                          \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, why);                    \
+            exit(1);                                                                               \
+        }                                                                                          \
     } while (0)
 
 template <class T>
@@ -37,7 +38,7 @@ T* device_alloc(size_t count)
     return p;
 }
 
-// ---- random data ------------------------------------------------------------------------------------------------------
+// ---- random data -------------------------------------------------------------------------------
 
 __device__ inline float hashed(u64 i, u32 seed)
 {
@@ -51,7 +52,8 @@ __device__ inline float hashed(u64 i, u32 seed)
 template <class T>
 __global__ void fill_kernel(T* to, size_t count, float scale, float offset, u32 seed)
 {
-    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count; i += (size_t)gridDim.x * blockDim.x)
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count;
+         i += (size_t)gridDim.x * blockDim.x)
         to[i] = (T)(offset + scale * hashed(i, seed));
 }
 
@@ -63,9 +65,9 @@ void fill(T* to, size_t count, float scale, float offset = 0.f)
     CHECK(cudaGetLastError());
 }
 
-// ---- comparison -------------------------------------------------------------------------------------------------------
+// ---- comparison --------------------------------------------------------------------------------
 
-constexpr unsigned short kPoison = 0xfe5a; // a NaN no kernel computes
+constexpr unsigned short kPoison = 0xfe5a; // a NaN that no kernel computes
 
 struct Difference {
     double error, norm;
@@ -73,17 +75,20 @@ struct Difference {
 };
 
 template <class T>
-__global__ void compare_kernel(const half* got, const T* want, size_t rows, int columns, int stride, Difference* out)
+__global__ void compare_kernel(const half* got, const T* want, size_t rows, int columns, int stride,
+                               Difference* out)
 {
     double error = 0, norm = 0;
     u64 bad = 0;
     size_t count = rows * (size_t)stride;
-    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count; i += (size_t)gridDim.x * blockDim.x) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count;
+         i += (size_t)gridDim.x * blockDim.x) {
         if ((int)(i % stride) >= columns) {
             bad += __half_as_ushort(got[i]) != kPoison;
             continue;
         }
-        double g = (double)(float)got[i], w = (double)(float)want[i / stride * columns + i % stride];
+        double g = (double)(float)got[i],
+               w = (double)(float)want[i / stride * columns + i % stride];
         bad += isnan(g) || isnan(w);
         error += (g - w) * (g - w);
         norm += w * w;
@@ -107,10 +112,12 @@ inline void poison(half* p, size_t count)
     CHECK(cudaMemcpy(p, block.data(), done * 2, cudaMemcpyHostToDevice));
     for (; done < count; done += std::min(done, count - done))
         CHECK(cudaMemcpy(p + done, p, std::min(done, count - done) * 2, cudaMemcpyDeviceToDevice));
-    CHECK(cudaDeviceSynchronize()); // a copy on the device does not wait, and kernels run in a stream of their own
+    // Device copies are asynchronous, and kernels run in another stream.
+    CHECK(cudaDeviceSynchronize());
 }
 
-// Relative error in the Euclidean norm of a slice against a dense reference; infinite when a value is missing, not a number or outside its slice.
+// Relative error, in the Euclidean norm, of a slice against a dense reference; 1e30 if a value is
+// missing, NaN or outside its slice.
 template <class T>
 double relative_error(const half* got, const T* want, size_t rows, int columns, int stride)
 {
@@ -122,9 +129,9 @@ double relative_error(const half* got, const T* want, size_t rows, int columns, 
     return h.bad || !(h.norm > 0) ? 1e30 : sqrt(h.error / h.norm);
 }
 
-// ---- launches and graphs ----------------------------------------------------------------------------------------------
+// ---- launches and graphs -----------------------------------------------------------------------
 
-// A kernel with everything it needs; the argument structs are kept as bytes.
+// A kernel with its launch parameters; the argument struct is kept as bytes.
 struct Launch {
     const void* kernel = nullptr;
     u32 grid = 0, threads = 0, shared = 0, cluster = 1;
@@ -137,7 +144,8 @@ struct Launch {
     {
         cudaLaunchAttribute attribute[2];
         cudaLaunchConfig_t config = {};
-        config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = shared, config.stream = stream;
+        config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = shared,
+        config.stream = stream;
         config.attrs = attribute;
         if (cluster > 1) {
             attribute[config.numAttrs].id = cudaLaunchAttributeClusterDimension;

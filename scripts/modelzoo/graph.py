@@ -30,12 +30,14 @@ class Graph:
         self.outputs.append(helper.make_tensor_value_info(name, dtype, shape))
 
     def constant(self, name: str, value: np.ndarray) -> str:
-        """An initializer; a name that is already there is shared."""
+        """Adds an initializer; an existing name is shared."""
         if name not in self.initializers:
             self.initializers[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
         return name
 
-    def node(self, op: str, inputs: list[str], output: str | None = None, **attributes: object) -> str:
+    def node(
+        self, op: str, inputs: list[str], output: str | None = None, **attributes: object
+    ) -> str:
         """Adds a node with one output and returns the output's name."""
         if output is None:
             self._count += 1
@@ -44,7 +46,9 @@ class Graph:
         return output
 
     def finish(self) -> onnx.ModelProto:
-        graph = helper.make_graph(self.nodes, self.name, self.inputs, self.outputs, list(self.initializers.values()))
+        graph = helper.make_graph(
+            self.nodes, self.name, self.inputs, self.outputs, list(self.initializers.values())
+        )
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)])
         model.ir_version = IR_VERSION
         model.producer_name = "atoll"

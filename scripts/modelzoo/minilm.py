@@ -16,7 +16,7 @@ SENTENCE = "the quick brown fox jumps over the lazy dog"
 
 
 class _Encoder:
-    """BERT's encoder under the checkpoint's own names."""
+    """The encoder of BERT under the names of the checkpoint."""
 
     def __init__(self, state: dict[str, np.ndarray], config: dict[str, int]) -> None:
         self.graph = Graph("minilm")
@@ -38,15 +38,23 @@ class _Encoder:
     def norm(self, x: str, name: str) -> str:
         scale = self.graph.constant(f"{name}.weight", self.state[f"{name}.weight"])
         bias = self.graph.constant(f"{name}.bias", self.state[f"{name}.bias"])
-        return self.graph.node("LayerNormalization", [x, scale, bias], name, axis=-1, epsilon=self.epsilon)
+        return self.graph.node(
+            "LayerNormalization", [x, scale, bias], name, axis=-1, epsilon=self.epsilon
+        )
 
     def gelu(self, x: str) -> str:
-        inner = self.graph.node("Erf", [self.graph.node("Div", [x, self.scalar("sqrt_two", np.sqrt(2.0))])])
+        inner = self.graph.node(
+            "Erf", [self.graph.node("Div", [x, self.scalar("sqrt_two", np.sqrt(2.0))])]
+        )
         inner = self.graph.node("Add", [inner, self.scalar("one", 1.0)])
-        return self.graph.node("Mul", [self.graph.node("Mul", [x, inner]), self.scalar("half", 0.5)])
+        return self.graph.node(
+            "Mul", [self.graph.node("Mul", [x, inner]), self.scalar("half", 0.5)]
+        )
 
     def split_heads(self, x: str, order: list[int]) -> str:
-        shape = self.graph.constant("split_shape", np.array([0, 0, self.heads, self.hidden // self.heads], np.int64))
+        shape = self.graph.constant(
+            "split_shape", np.array([0, 0, self.heads, self.hidden // self.heads], np.int64)
+        )
         return self.graph.node("Transpose", [self.graph.node("Reshape", [x, shape])], perm=order)
 
     def attention(self, x: str, mask: str, prefix: str) -> str:
@@ -54,9 +62,13 @@ class _Encoder:
         key = self.split_heads(self.linear(x, f"{prefix}.self.key"), [0, 2, 3, 1])
         value = self.split_heads(self.linear(x, f"{prefix}.self.value"), [0, 2, 1, 3])
         scores = self.graph.node("MatMul", [query, key])
-        scores = self.graph.node("Div", [scores, self.scalar("head_scale", np.sqrt(self.hidden / self.heads))])
+        scores = self.graph.node(
+            "Div", [scores, self.scalar("head_scale", np.sqrt(self.hidden / self.heads))]
+        )
         scores = self.graph.node("Softmax", [self.graph.node("Add", [scores, mask])], axis=-1)
-        mixed = self.graph.node("Transpose", [self.graph.node("MatMul", [scores, value])], perm=[0, 2, 1, 3])
+        mixed = self.graph.node(
+            "Transpose", [self.graph.node("MatMul", [scores, value])], perm=[0, 2, 1, 3]
+        )
         merged = self.graph.constant("merge_shape", np.array([0, 0, self.hidden], np.int64))
         return self.linear(self.graph.node("Reshape", [mixed, merged]), f"{prefix}.output.dense")
 
@@ -75,9 +87,12 @@ class _Encoder:
 
         words = graph.node("Gather", [table("word_embeddings"), ids])
         kinds = graph.node("Gather", [table("token_type_embeddings"), types])
-        length = graph.node("Slice", [graph.node("Shape", [ids]), self.ints("one_i", 1), self.ints("two_i", 2)])
+        length = graph.node(
+            "Slice", [graph.node("Shape", [ids]), self.ints("one_i", 1), self.ints("two_i", 2)]
+        )
         places = graph.node(
-            "Slice", [table("position_embeddings"), self.ints("zero_i", 0), length, self.ints("zero_i", 0)]
+            "Slice",
+            [table("position_embeddings"), self.ints("zero_i", 0), length, self.ints("zero_i", 0)],
         )
         total = graph.node("Add", [graph.node("Add", [words, kinds]), places])
         return self.norm(total, "embeddings.LayerNorm")
@@ -95,8 +110,12 @@ class _Encoder:
     def pool(self, x: str, mask: str) -> None:
         """The sentence embedding: the mean over the real tokens, scaled to length one."""
         graph = self.graph
-        weight = graph.node("Unsqueeze", [graph.node("Cast", [mask], to=FLOAT), self.ints("two_i", 2)])
-        total = graph.node("ReduceSum", [graph.node("Mul", [x, weight]), self.ints("one_i", 1)], keepdims=0)
+        weight = graph.node(
+            "Unsqueeze", [graph.node("Cast", [mask], to=FLOAT), self.ints("two_i", 2)]
+        )
+        total = graph.node(
+            "ReduceSum", [graph.node("Mul", [x, weight]), self.ints("one_i", 1)], keepdims=0
+        )
         count = graph.node("ReduceSum", [weight, self.ints("one_i", 1)], keepdims=0)
         mean = graph.node("Div", [total, count])
         length = graph.node("ReduceL2", [mean], axes=[1], keepdims=1)
@@ -127,5 +146,9 @@ def minilm() -> Built:
     tokens = _tokens(wheels.read(*PACKAGE, f"{FOLDER}/vocab.txt").decode().splitlines(), SENTENCE)
     return Built(
         graph.finish(),
-        {"input_ids": tokens, "attention_mask": np.ones_like(tokens), "token_type_ids": np.zeros_like(tokens)},
+        {
+            "input_ids": tokens,
+            "attention_mask": np.ones_like(tokens),
+            "token_type_ids": np.zeros_like(tokens),
+        },
     )

@@ -1,4 +1,4 @@
-"""RapidOCR's three networks, as the wheel carries them: detector, classifier, recogniser."""
+"""The three networks in the wheel of RapidOCR: detector, classifier, recognizer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def rapidocr_det() -> Built:
 
 
 def rapidocr_cls() -> Built:
-    """Tells upright text from text turned by 180 degrees."""
+    """Distinguishes upright text from text rotated by 180 degrees."""
     return _carried("ch_ppocr_mobile_v2.0_cls_mobile.onnx", 48, 192)
 
 
 def rapidocr_rec() -> Built:
-    """Reads one line of text; the width is free."""
+    """Reads one line of text; the width is symbolic."""
     return _carried("PP-OCRv6_rec_small.onnx", 48, 320)

@@ -8,23 +8,23 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-# Old enough for every runtime in use, new enough for LayerNormalization.
+# Supported by every current runtime, and has LayerNormalization.
 OPSET = 17
 IR_VERSION = 8
 
 
 @dataclass
 class Built:
-    """A finished model: the graph, one sample of every input, and what belongs to it."""
+    """A finished model: the graph, one sample of every input, and side files."""
 
     model: onnx.ModelProto
     samples: dict[str, np.ndarray]
     side_files: dict[str, str] = field(default_factory=dict)
-    module: object | None = None  # the torch module it was exported from, where there is one
+    module: object | None = None  # the torch module it was exported from, if any
 
 
 def write(built: Built, name: str, folder: Path) -> Path:
-    """Writes the model last, so that NAME.onnx is there only when everything else is."""
+    """Writes NAME.onnx last, so that it exists only if all other files do."""
     folder.mkdir(parents=True, exist_ok=True)
     # Object arrays (strings) would need pickle; fixed-width unicode does not.
     samples = {k: v.astype(str) if v.dtype == object else v for k, v in built.samples.items()}

@@ -1,4 +1,4 @@
-"""Models of a few nodes: protocol tests and overhead benchmarks need nothing bigger."""
+"""Models of a few nodes for protocol tests and overhead benchmarks."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def add_sub() -> Built:
 
 
 def chain(side: int, steps: int) -> Built:
-    """Matrix products one behind the other, each a step, behind a one-float input."""
+    """A chain of matrix products, each a step, after a one-float input."""
     rng = np.random.default_rng(1)
-    # An orthogonal matrix keeps every product at the same scale however long the chain is.
+    # An orthogonal matrix keeps every product at the same scale.
     turn, _ = np.linalg.qr(rng.normal(size=(side, side)))
     graph = Graph("chain")
     graph.input("INPUT0", FLOAT, ["batch", 1])
@@ -66,6 +66,6 @@ def chain(side: int, steps: int) -> Built:
 def slow() -> Built:
     """About a second of work on two cores, in some hundred steps.
 
-    Drain, cancel, time-out and preemption tests need a request that is certainly still running.
+    Tests of drain, cancellation, timeout and preemption need a request that still runs.
     """
     return chain(side=640, steps=120)

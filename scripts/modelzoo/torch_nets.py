@@ -1,8 +1,8 @@
 """Well-known networks with random weights, exported by torch.
 
 Weights that come straight from an initializer let activations grow layer by layer (a random
-ResNet-152 reaches logits of 1e8), which says nothing about fp16 kernels. So every network is
-calibrated: batch norms get the statistics of random pictures, layers without a norm are scaled to
+ResNet-152 reaches logits of 1e8), which does not test fp16 kernels. So every network is
+calibrated: batch norms get the statistics of random images, layers without a norm are scaled to
 unit output, and the last layer to logits of a few units.
 """
 
@@ -27,7 +27,9 @@ TOKENS = 128
 def _pictures(batch: int, side: int) -> torch.Tensor:
     """Noise with large-scale structure: white noise averages out before the deep layers see it."""
     coarse = torch.randn(batch, 3, 8, 8)
-    smooth = nn.functional.interpolate(coarse, size=(side, side), mode="bilinear", align_corners=False)
+    smooth = nn.functional.interpolate(
+        coarse, size=(side, side), mode="bilinear", align_corners=False
+    )
     return smooth + 0.3 * torch.randn(batch, 3, side, side)
 
 
@@ -79,7 +81,7 @@ def _export(
     output: str,
     axes: dict[int, str],
 ) -> onnx.ModelProto:
-    """Exports through TorchScript, whose graphs are the plain ones most files in the wild have."""
+    """Exports through TorchScript, like most published ONNX files."""
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -150,7 +152,7 @@ def vgg19() -> Built:
 def inception_v3() -> Built:
     from torchvision import models
 
-    # The auxiliary head exists for training only, and the truncated-normal initializer takes minutes.
+    # The auxiliary head is for training only, and the default initializer takes minutes.
     return _vision(models.inception_v3, side=299, aux_logits=False, init_weights=False)
 
 
@@ -183,8 +185,8 @@ def additive_mask(mask: torch.Tensor) -> torch.Tensor:
 def takes_additive_mask(encoder: nn.Module) -> bool:
     """Whether this release of transformers takes a 4-D additive mask as it is.
 
-    Where it does, the machinery that builds masks stays out of the graph. Releases differ, and one
-    that reads such a mask as 0/1 gives wrong values without a word, so the two ways are compared.
+    If it does, the graph has no nodes that build masks. Some releases silently read such a mask as
+    0/1 and give wrong values, so both forms are compared.
     """
     ids = torch.arange(12).reshape(2, 6)
     mask = torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])

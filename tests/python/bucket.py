@@ -1,4 +1,4 @@
-"""An S3 server on loopback: moto's, as a process of its own, spoken to over HTTP like any other."""
+"""An S3 server on loopback: moto's server as a separate process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support import START_SECONDS, STOP_SECONDS, free_ports
 
 
 class BucketServer:
-    """The server, one bucket in it, and a client that is not ours."""
+    """The server with one bucket, and a boto3 client."""
 
     def __init__(self, folder: Path, bucket: str) -> None:
         (port,) = free_ports(1)
@@ -29,7 +29,9 @@ class BucketServer:
         }
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         with (folder / "moto.log").open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **self.environment})
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, **self.environment}
+            )
         self.wait()
         self.client = boto3.client(
             "s3",
@@ -39,8 +41,8 @@ class BucketServer:
             region_name="eu-central-1",
             config=Config(s3={"addressing_style": "path"}),
         )
-        place = {"LocationConstraint": "eu-central-1"}
-        self.client.create_bucket(Bucket=bucket, CreateBucketConfiguration=place)
+        location = {"LocationConstraint": "eu-central-1"}
+        self.client.create_bucket(Bucket=bucket, CreateBucketConfiguration=location)
 
     def wait(self) -> None:
         for _ in range(START_SECONDS * 10):
@@ -50,7 +52,7 @@ class BucketServer:
                 time.sleep(0.1)
             else:
                 return
-        raise AssertionError("the S3 server does not start")
+        raise AssertionError("the S3 server did not start")
 
     def keys(self) -> list[str]:
         listing = self.client.list_objects_v2(Bucket=self.bucket)

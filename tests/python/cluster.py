@@ -1,4 +1,5 @@
-"""A cluster of real processes on loopback: etcd, schedulers, frontends, backends, and a load that counts answers."""
+"""A cluster of real processes on loopback: etcd, schedulers, frontends, backends, and a load
+that records every reply."""
 
 from __future__ import annotations
 
@@ -15,17 +16,18 @@ import requests
 
 from support import BINARY, LOST, STOP_SECONDS, Server, free_ports, wait_for
 
-# Nobody is thought gone because a machine stands still for a while; and where somebody is to be missed, soon.
+# Long enough that a machine which stalls for a while loses no lease; the short one is for tests
+# that wait until a lease expires.
 LEASE_MS = 20_000
 SHORT_LEASE_MS = 2000
-# How long a cluster gets to be as a test wants it: only one that never gets there takes so long.
+# How long a test waits for a state of the cluster; only a state that never comes takes so long.
 WAIT_SECONDS = 120
-# Why frontends refuse what models are asked while their backends go or change, and nothing is wrong but that.
+# Reasons for which frontends may refuse requests while backends stop or change.
 REASONS = (LOST, "no backend answers for model", "is loading", "is not ready: unloaded")
 
 
 class Process:
-    """A process with a log, which can be killed and started again."""
+    """A process with a log that can be killed and restarted."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         self.command, self.log = command, log
@@ -36,9 +38,9 @@ class Process:
             self.process = subprocess.Popen(self.command, stdout=output, stderr=output)
         return self
 
-    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+    def kill(self, with_signal: signal.Signals = signal.SIGKILL) -> None:
         if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(how)
+            self.process.send_signal(with_signal)
             try:
                 self.process.wait(timeout=STOP_SECONDS)
             except subprocess.TimeoutExpired:
@@ -50,11 +52,13 @@ class Process:
 
 
 class Cluster:
-    """etcd and the roles, each a process of its own."""
+    """etcd and the roles of a cluster, each in its own process."""
 
-    def __init__(self, folder: Path, models: Path, host: str = "127.0.0.1", lease_ms: int = LEASE_MS) -> None:
+    def __init__(
+        self, folder: Path, models: Path, host: str = "127.0.0.1", lease_ms: int = LEASE_MS
+    ) -> None:
         self.folder, self.models, self.lease_ms = folder, models, lease_ms
-        self.parts: dict[str, Process] = {}
+        self.processes: dict[str, Process] = {}
         self.frontends: dict[str, Server] = {}
         self.model_store = ["--model-store", str(folder / "model-store")]
         client, peer = free_ports(2)
@@ -66,7 +70,7 @@ class Cluster:
         self.add("etcd", [*command, "--initial-cluster", f"e={urls[1]}"])
 
     def add(self, name: str, command: list[str]) -> None:
-        self.parts[name] = Process(command, self.folder / f"{name}.log").start()
+        self.processes[name] = Process(command, self.folder / f"{name}.log").start()
 
     def role(self, role: str, name: str, *flags: str, inside: tuple[str, ...] = ()) -> None:
         command = [*inside, str(BINARY), "cluster", role, "--store", self.store, "--name", name]
@@ -76,14 +80,14 @@ class Cluster:
         self.role("scheduler", name, "--epoch-ms", "5000", "--spacing-ms", "2000")
 
     def backend(self, name: str, *flags: str, inside: tuple[str, ...] = ()) -> None:
-        """A backend; `inside` is a command that runs it somewhere else, such as in a namespace."""
+        """Starts a backend; `inside` is a command prefix, such as one that enters a namespace."""
         repository = ["--model-repository", str(self.models), "--threads", "1"]
         self.role("backend", name, *repository, *flags, inside=inside)
 
     def frontend(self, name: str) -> Server:
         ports = free_ports(3)
         flags = zip(("--http-port", "--grpc-port", "--metrics-port"), map(str, ports), strict=True)
-        self.role("frontend", name, *self.model_store, *(part for pair in flags for part in pair))
+        self.role("frontend", name, *self.model_store, *(word for pair in flags for word in pair))
         self.frontends[name] = Server(ports)
         return self.frontends[name]
 
@@ -96,31 +100,37 @@ class Cluster:
 
     def status(self) -> dict:
         command = [str(BINARY), "cluster", "status", "--store", self.store, "--json"]
-        answer = subprocess.run(command, capture_output=True, check=False, timeout=WAIT_SECONDS)
-        return json.loads(answer.stdout) if answer.stdout else {}
+        reply = subprocess.run(command, capture_output=True, check=False, timeout=WAIT_SECONDS)
+        return json.loads(reply.stdout) if reply.stdout else {}
 
     def wait_status(self, holds) -> float:
-        """Waits until the status is as wanted and returns how long that took."""
+        """Waits until `holds(status)` and returns the seconds it took."""
         started = time.monotonic()
         while time.monotonic() - started < WAIT_SECONDS:
             status = self.status()
             if status and holds(status):
                 return time.monotonic() - started
             time.sleep(0.05)
-        raise AssertionError(f"after {WAIT_SECONDS} s the cluster is {self.status()}\n{self.logs()}")
+        raise AssertionError(
+            f"after {WAIT_SECONDS} s the cluster is {self.status()}\n{self.logs()}"
+        )
 
     def logs(self) -> str:
-        return "\n".join(f"--- {name}\n{part.text()[-1500:]}" for name, part in self.parts.items() if name != "etcd")
+        return "\n".join(
+            f"--- {name}\n{process.text()[-1500:]}"
+            for name, process in self.processes.items()
+            if name != "etcd"
+        )
 
     def stop(self) -> None:
-        for name, part in self.parts.items():
+        for name, process in self.processes.items():
             if name != "etcd":
-                part.kill(signal.SIGTERM)
-        self.parts["etcd"].kill()
+                process.kill(signal.SIGTERM)
+        self.processes["etcd"].kill()
 
 
-class Answer(NamedTuple):
-    """What a client was told: when it asked, what, with which outcome, after how long."""
+class Reply(NamedTuple):
+    """One reply: when the request was sent, its id, status code, seconds and error text."""
 
     at: float
     identity: str
@@ -130,17 +140,21 @@ class Answer(NamedTuple):
 
 
 class Load:
-    """Clients that ask at a steady pace. A connection that breaks is no answer: the same request goes to the next
-    frontend, as a load balancer would send it."""
+    """Clients that send requests at a steady rate. When a connection breaks, the same request goes
+    to the next frontend, as a load balancer would do."""
 
-    def __init__(self, cluster: Cluster, models: list[str], body: dict, clients: int = 4, pause: float = 0.02) -> None:
+    def __init__(
+        self, cluster: Cluster, models: list[str], body: dict, clients: int = 4, pause: float = 0.02
+    ) -> None:
         self.urls = [server.url for server in cluster.frontends.values()]
         self.models, self.body, self.pause = models, body, pause
-        self.answers: list[Answer] = []
-        self.twice: list[str] = []
+        self.replies: list[Reply] = []
+        self.mixed_up: list[str] = []
         self.lost: list[str] = []
         self.stopping = threading.Event()
-        self.threads = [threading.Thread(target=self.run, args=(number,)) for number in range(clients)]
+        self.threads = [
+            threading.Thread(target=self.run, args=(number,)) for number in range(clients)
+        ]
 
     def start(self) -> Load:
         self.began = time.monotonic()
@@ -154,27 +168,29 @@ class Load:
         while not self.stopping.is_set():
             identity = f"{number}-{count}"
             model = self.models[count % len(self.models)]
-            self.ask(session, number + count, identity, model)
+            self.send(session, number + count, identity, model)
             count += 1
             time.sleep(self.pause)
 
-    def ask(self, session: requests.Session, turn: int, identity: str, model: str) -> None:
+    def send(self, session: requests.Session, offset: int, identity: str, model: str) -> None:
         started = time.monotonic()
         body = {**self.body, "id": identity}
         for attempt in range(40):
-            url = f"{self.urls[(turn + attempt) % len(self.urls)]}/v2/models/{model}/infer"
+            url = f"{self.urls[(offset + attempt) % len(self.urls)]}/v2/models/{model}/infer"
             try:
-                answer = session.post(url, json=body, timeout=WAIT_SECONDS)
+                reply = session.post(url, json=body, timeout=WAIT_SECONDS)
             except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
                 time.sleep(0.05)
                 continue
             except requests.RequestException:
                 break
-            if answer.status_code == 200 and answer.json()["id"] != identity:
-                self.twice.append(identity)
-            error = "" if answer.status_code == 200 else answer.text
+            if reply.status_code == 200 and reply.json()["id"] != identity:
+                self.mixed_up.append(identity)
+            error = "" if reply.status_code == 200 else reply.text
             took = time.monotonic() - started
-            self.answers.append(Answer(started - self.began, identity, answer.status_code, took, error))
+            self.replies.append(
+                Reply(started - self.began, identity, reply.status_code, took, error)
+            )
             return
         self.lost.append(identity)
 
@@ -182,10 +198,10 @@ class Load:
         return time.monotonic() - self.began
 
     def wait_more(self, count: int) -> None:
-        """Waits until so many more requests were answered."""
-        wanted = len(self.answers) + count
-        came = wait_for(lambda: len(self.answers) >= wanted, WAIT_SECONDS)
-        assert came, f"only {len(self.answers)} of {wanted} answers"
+        """Waits for `count` more replies."""
+        wanted = len(self.replies) + count
+        came = wait_for(lambda: len(self.replies) >= wanted, WAIT_SECONDS)
+        assert came, f"only {len(self.replies)} of {wanted} replies"
 
     def stop(self) -> None:
         self.stopping.set()
@@ -193,26 +209,35 @@ class Load:
             thread.join()
 
     def codes(self) -> Counter:
-        return Counter(answer.code for answer in self.answers)
+        return Counter(reply.code for reply in self.replies)
 
-    def refused(self) -> list[Answer]:
-        return [answer for answer in self.answers if answer.code != 200]
+    def refused(self) -> list[Reply]:
+        return [reply for reply in self.replies if reply.code != 200]
 
-    def doubts(self, faults: list[tuple[float, float]], limit: float) -> list[str]:
-        """What a machine with time to spare would not show, of faults and how long each took: a report, not a bar."""
-        refused = [answer.at for answer in self.refused()]
-        apart = [at for at in refused if not any(fault - 1 <= at <= fault + took + 2 for fault, took in faults)]
+    def anomalies(self, faults: list[tuple[float, float]], limit: float) -> list[str]:
+        """What an idle machine would not show, given faults as (time, seconds to recover). Tests
+        report these as warnings: a busy machine is no failure."""
+        refused = [reply.at for reply in self.refused()]
+        unexplained = [
+            at
+            for at in refused
+            if not any(fault - 1 <= at <= fault + took + 2 for fault, took in faults)
+        ]
         found = {
             "recovered late": any(took > limit for _, took in faults),
-            "more than 1 % refused": len(refused) > len(self.answers) / 100,
-            "refused while nothing was wrong": bool(apart),
+            "more than 1 % refused": len(refused) > len(self.replies) / 100,
+            "refused without a fault": bool(unexplained),
         }
-        return [text for text, true in found.items() if true]
+        return [text for text, holds in found.items() if holds]
 
     def check(self, report: str, reasons: tuple[str, ...] = REASONS) -> None:
-        """Each request got exactly one answer, and where that is a refusal, for one of these reasons."""
-        assert self.lost == [] and self.twice == [], f"{report}, lost {self.lost}, twice {self.twice}"
-        identities = [answer.identity for answer in self.answers]
+        """Asserts that each request got one reply, and each refusal is for one of `reasons`."""
+        assert self.lost == [] and self.mixed_up == [], (
+            f"{report}, lost {self.lost}, mixed up {self.mixed_up}"
+        )
+        identities = [reply.identity for reply in self.replies]
         assert len(set(identities)) == len(identities), report
-        for answer in self.refused():
-            assert answer.code == 503 and any(reason in answer.error for reason in reasons), f"{report}: {answer}"
+        for reply in self.refused():
+            assert reply.code == 503 and any(reason in reply.error for reason in reasons), (
+                f"{report}: {reply}"
+            )

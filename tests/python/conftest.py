@@ -1,7 +1,8 @@
 """Fixtures: the models, and one server for the whole run.
 
-ATOLL_BIN names the binary (default target/release/atoll). ATOLL_TEST_SERVER=HTTP,GRPC,METRICS ports
-points the protocol tests at a server that runs already, Triton for one, to check the tests themselves.
+ATOLL_BIN names the binary (default target/release/atoll). ATOLL_TEST_SERVER=HTTP,GRPC,METRICS
+(ports) runs the protocol tests against a server that is already running, such as Triton, to check
+the tests themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 
-from support import BINARY, CACHE, Server, lay_out, make_models, serve
+from support import BINARY, CACHE, Server, make_repository, make_models, serve
 
 TINY = ["identity_fp32", "identity_int64", "identity_bytes", "add_sub", "slow"]
 
@@ -34,8 +35,8 @@ def models() -> Path:
 
 @pytest.fixture
 def repository(models: Path, tmp_path: Path) -> Path:
-    """A model repository of the test's own."""
-    return lay_out(models, tmp_path / "models")
+    """A model repository that belongs to one test."""
+    return make_repository(models, tmp_path / "models")
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +46,7 @@ def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield Server([int(port) for port in given.split(",")]).start()
         return
     folder = tmp_path_factory.mktemp("server")
-    running = serve(lay_out(models, folder / "models"), folder / "server.log")
+    running = serve(make_repository(models, folder / "models"), folder / "server.log")
     yield running
     running.stop()
 

@@ -1,4 +1,5 @@
-"""As much of a Kubernetes API server as scaling asks for: the scale of one Deployment, and its pods."""
+"""The part of a Kubernetes API server that scaling uses: the scale of one Deployment and its
+pods."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ COST = "controller.kubernetes.io/pod-deletion-cost"
 
 
 class KubernetesApi:
-    """Holds replicas and pods, and keeps what was asked. Which pods go is for the test to say."""
+    """Holds replicas and pods, and records writes. The test itself removes pods."""
 
     def __init__(self, replicas: int, pods: list[str]) -> None:
         self.replicas, self.version = replicas, 100
@@ -23,13 +24,13 @@ class KubernetesApi:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:  # noqa: N802
-                self.answer(*api.get(urlsplit(self.path).path))
+                self.send(*api.get(urlsplit(self.path).path))
 
             def do_PATCH(self) -> None:  # noqa: N802
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                self.answer(*api.patch(urlsplit(self.path).path, body))
+                self.send(*api.patch(urlsplit(self.path).path, body))
 
-            def answer(self, status: int, document: dict) -> None:
+            def send(self, status: int, document: dict) -> None:
                 content = json.dumps(document).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
@@ -51,7 +52,9 @@ class KubernetesApi:
             "current-context": "c",
             "clusters": [{"name": "c", "cluster": cluster}],
             "users": [{"name": "u", "user": {"token": "t"}}],
-            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u", "namespace": "sea"}}],
+            "contexts": [
+                {"name": "c", "context": {"cluster": "c", "user": "u", "namespace": "sea"}}
+            ],
         }
         path.write_text(json.dumps(document))
         return path
@@ -89,7 +92,12 @@ class KubernetesApi:
         return {**kind, "metadata": metadata, "spec": {"replicas": self.replicas}, "status": status}
 
     def pod(self, name: str) -> dict:
-        metadata = {"name": name, "namespace": "sea", "annotations": self.pods[name], "labels": {"app": "reef"}}
+        metadata = {
+            "name": name,
+            "namespace": "sea",
+            "annotations": self.pods[name],
+            "labels": {"app": "reef"},
+        }
         ready = {"type": "Ready", "status": "True"}
         return {"metadata": metadata, "status": {"phase": "Running", "conditions": [ready]}}
 

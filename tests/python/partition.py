@@ -1,10 +1,12 @@
-"""A backend is cut off from the rest by the network, not killed. Run by test_partition.py in a network namespace of its own:
+"""Cuts a backend off the network instead of killing it. test_partition.py runs this script in a
+network namespace:
 
     unshare --net python partition.py FOLDER              (as root)
     unshare --map-root-user --net python partition.py FOLDER
 
-The backend lives in a second namespace behind a pair of virtual devices. One of them goes down: nothing is refused or reset,
-packets only stop, which is what a partition is. Nothing outside the namespaces is touched, and all of it ends with them.
+The backend runs in a second namespace behind a pair of virtual Ethernet devices. The test takes one
+of them down: connections are neither refused nor reset, packets just stop. Nothing outside the
+namespaces changes, and everything ends with them.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ from support import ASSETS
 
 HERE, THERE = "10.77.0.1", "10.77.0.2"
 MODELS = [f"m{number}" for number in range(4)]
-BODY = {"inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}]}
-# What recovery takes at most where there is time to spare: leases end up to a second late.
+BODY = {
+    "inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}]
+}
+# The longest recovery on an idle machine: leases expire up to a second late.
 RECOVERY_SECONDS = SHORT_LEASE_MS / 1000 + 4
-# How a line begins that is to be a warning of the test.
-DOUBT = "doubtful: "
+# The test turns output lines with this prefix into warnings.
+WARNING = "warning: "
 
 
 def ip(*words: str, inside: tuple[str, ...] = ()) -> None:
@@ -33,7 +37,8 @@ def ip(*words: str, inside: tuple[str, ...] = ()) -> None:
 
 
 def far_namespace() -> tuple[subprocess.Popen[bytes], tuple[str, ...]]:
-    """A process that holds a second namespace, connected with this one, and the command to run something in it."""
+    """A process that keeps a second namespace, connected to this one, and the command prefix that
+    runs a program in it."""
     holder = subprocess.Popen(["unshare", "--net", "sleep", "3600"])
     mine = os.readlink("/proc/self/ns/net")
     while os.readlink(f"/proc/{holder.pid}/ns/net") == mine:
@@ -53,8 +58,10 @@ def holds(status: dict, backend: str) -> bool:
     return any(backend in model["backends"] for model in status["models"])
 
 
-def everybody(status: dict) -> bool:
-    return status["plan"]["backends"] == 3 and all(len(model["backends"]) >= 2 for model in status["models"])
+def is_complete(status: dict) -> bool:
+    return status["plan"]["backends"] == 3 and all(
+        len(model["backends"]) >= 2 for model in status["models"]
+    )
 
 
 def run(folder: Path) -> str:
@@ -69,25 +76,27 @@ def run(folder: Path) -> str:
         cluster.scheduler("s1")
         cluster.backend("b1")
         cluster.backend("b2")
-        # In the other namespace this side's loopback does not exist: frontends reach it only over the pair.
+        # The other namespace has its own loopback: frontends reach this backend over the pair only.
         cluster.backend("far", "--host", THERE, inside=inside)
         cluster.frontend("f1")
         cluster.frontend("f2")
         cluster.wait_ready()
-        cluster.wait_status(lambda status: everybody(status) and holds(status, "far"))
+        cluster.wait_status(lambda status: is_complete(status) and holds(status, "far"))
         load = Load(cluster, MODELS, BODY, clients=6, pause=0.005).start()
         load.wait_more(100)
         cut = load.now()
-        # The far end: on this side everything stays as it was, but nothing comes through.
+        # Taking the far end down leaves this side unchanged, but no packet arrives.
         ip("link", "set", "far", "down", inside=inside)
-        missed = cluster.wait_status(lambda status: not holds(status, "far") and len(status["models"]) == 4)
+        missed = cluster.wait_status(
+            lambda status: not holds(status, "far") and len(status["models"]) == 4
+        )
         load.wait_more(100)
         whole = load.now()
         ip("link", "set", "far", "up", inside=inside)
-        back = cluster.wait_status(lambda status: everybody(status) and holds(status, "far"))
+        back = cluster.wait_status(lambda status: is_complete(status) and holds(status, "far"))
         load.wait_more(100)
         load.stop()
-        return judge(cluster, load, [(cut, missed), (whole, back)])
+        return evaluate(cluster, load, [(cut, missed), (whole, back)])
     except BaseException:
         print(cluster.logs())
         raise
@@ -98,17 +107,18 @@ def run(folder: Path) -> str:
         holder.kill()
 
 
-def judge(cluster: Cluster, load: Load, faults: list[tuple[float, float]]) -> str:
-    slowest = max(answer.took for answer in load.answers)
+def evaluate(cluster: Cluster, load: Load, faults: list[tuple[float, float]]) -> str:
+    slowest = max(reply.took for reply in load.replies)
     report = (
-        f"{len(load.answers)} answers, {dict(load.codes())}, slowest {slowest:.2f} s; missed after {faults[0][1]:.1f} s, "
-        f"back after {faults[1][1]:.1f} s; refused {load.refused()[:10]}"
+        f"{len(load.replies)} replies, {dict(load.codes())}, slowest {slowest:.2f} s; "
+        f"missed after {faults[0][1]:.1f} s, back after {faults[1][1]:.1f} s; "
+        f"refused {load.refused()[:10]}"
     )
     load.check(report)
-    for doubt in load.doubts(faults, RECOVERY_SECONDS):
-        print(f"{DOUBT}{doubt}")
-    for name, part in cluster.parts.items():
-        assert "panicked" not in part.text(), f"{name}\n{part.text()[-2000:]}"
+    for anomaly in load.anomalies(faults, RECOVERY_SECONDS):
+        print(f"{WARNING}{anomaly}")
+    for name, process in cluster.processes.items():
+        assert "panicked" not in process.text(), f"{name}\n{process.text()[-2000:]}"
     return report
 
 

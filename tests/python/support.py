@@ -1,4 +1,4 @@
-"""What the tests share: paths, free ports, and a server under test."""
+"""Shared by the tests: paths, free ports, and the server under test."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ BINARY = Path(os.environ.get("ATOLL_BIN", REPOSITORY / "target" / "release" / "a
 SCRIPTS = REPOSITORY / "scripts"
 ASSETS = REPOSITORY / "assets"
 CACHE = REPOSITORY / ".cache"
-# No test goes by how fast a machine is: these are far beyond what a slow one needs, and only end what would never end.
+# No test depends on the speed of the machine: these limits only end what would never end.
 PATIENCE_SECONDS = 60
 START_SECONDS = 120
 STOP_SECONDS = 120
 
 
-def ports_of_nobody() -> Iterator[int]:
-    """Every port once, below those the system gives to connections and to whoever asks for any port."""
+def unused_ports() -> Iterator[int]:
+    """Every port once, below the range that the system assigns to connections and to port 0."""
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = list(range(10_000, max(first_given, 20_000)))
     random.shuffle(ports)
     yield from ports
 
 
-PORTS = ports_of_nobody()
+PORTS = unused_ports()
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on, never the same twice."""
+    """Ports without a listener, never the same twice."""
     found: list[int] = []
     while len(found) < count:
         port = next(PORTS)
@@ -49,10 +49,10 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
-def wait_for(what: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> bool:
-    """Whether something became true."""
+def wait_for(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> bool:
+    """Whether `condition` became true within `seconds`."""
     deadline = time.monotonic() + seconds
-    while not what():
+    while not condition():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
@@ -60,15 +60,24 @@ def wait_for(what: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> boo
 
 
 def make_models(folder: Path, names: list[str]) -> None:
-    """Makes test models with the project's own script; those already there are kept."""
-    command = [sys.executable, str(SCRIPTS / "models.py"), "--only", ",".join(names), "--out", str(folder)]
+    """Makes test models with scripts/models.py; existing ones are kept."""
+    command = [
+        sys.executable,
+        str(SCRIPTS / "models.py"),
+        "--only",
+        ",".join(names),
+        "--out",
+        str(folder),
+    ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 class Server:
-    """An `atoll serve` process, or a server that runs already when no command is given."""
+    """An `atoll serve` process, or without a command a server that is already running."""
 
-    def __init__(self, ports: list[int], command: list[str] | None = None, log: Path | None = None) -> None:
+    def __init__(
+        self, ports: list[int], command: list[str] | None = None, log: Path | None = None
+    ) -> None:
         self.http_port, self.grpc_port, self.metrics_port = ports
         self.command = command
         self.log = log
@@ -91,13 +100,15 @@ class Server:
         started = time.monotonic()
         if self.command:
             assert self.log is not None
-            # The registry stays with the server's log, so that servers never share one.
+            # The registry is beside the log, so that servers never share one.
             env = {**os.environ, "ATOLL_DATA_DIR": str(self.log.parent / "data")}
             with self.log.open("ab") as output:
                 self.process = subprocess.Popen(self.command, stdout=output, stderr=output, env=env)
         while time.monotonic() - started < START_SECONDS:
             if self.process is not None and self.process.poll() is not None:
-                raise AssertionError(f"atoll left with {self.process.returncode}:\n{self.log_tail()}")
+                raise AssertionError(
+                    f"atoll exited with {self.process.returncode}:\n{self.log_tail()}"
+                )
             if self.is_ready():
                 self.seconds_to_ready = time.monotonic() - started
                 return self
@@ -112,12 +123,12 @@ class Server:
             return False
 
     def assert_alive(self) -> None:
-        """The server still runs, answers, and never panicked."""
+        """Asserts that the server runs, replies, and never panicked."""
         if self.process is not None:
-            assert self.process.poll() is None, f"the server is gone:\n{self.log_tail()}"
+            assert self.process.poll() is None, f"the server exited:\n{self.log_tail()}"
             assert "panicked" not in self.log_text(), self.log_tail()
-        answer = requests.get(f"{self.url}/v2/health/live", timeout=PATIENCE_SECONDS)
-        assert answer.status_code == 200
+        reply = requests.get(f"{self.url}/v2/health/live", timeout=PATIENCE_SECONDS)
+        assert reply.status_code == 200
 
     def terminate(self) -> None:
         assert self.process is not None
@@ -144,9 +155,11 @@ class Server:
         return self.log_text()[-3000:]
 
     def metrics(self) -> str:
-        answer = requests.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=PATIENCE_SECONDS)
-        assert answer.status_code == 200
-        return answer.text
+        reply = requests.get(
+            f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=PATIENCE_SECONDS
+        )
+        assert reply.status_code == 200
+        return reply.text
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples whose labels include `labels`; 0 when there is none."""
@@ -162,7 +175,7 @@ class Server:
 
 
 def serve(folder: Path, log: Path, *flags: str, ports: list[int] | None = None) -> Server:
-    """Starts a server over a model repository, on ports of its own unless some are given."""
+    """Starts a server on a model repository, on free ports unless `ports` are given."""
     ports = ports or free_ports(3)
     command = [str(BINARY), "serve", "--model-repository", str(folder), "--host", "127.0.0.1"]
     for flag, port in zip(("--http-port", "--grpc-port", "--metrics-port"), ports, strict=True):
@@ -170,8 +183,8 @@ def serve(folder: Path, log: Path, *flags: str, ports: list[int] | None = None) 
     return Server(ports, [*command, *flags], log).start()
 
 
-def lay_out(models: Path, folder: Path) -> Path:
-    """A repository in both forms a user may have: MODEL/1/model.onnx and a bare MODEL.onnx."""
+def make_repository(models: Path, folder: Path) -> Path:
+    """A repository with both layouts a user may have: MODEL/1/model.onnx and MODEL.onnx."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("identity_fp32", "identity_bytes"):
         (folder / name / "1").mkdir(parents=True)
@@ -192,20 +205,21 @@ def fp32_body(*values: float, **extra: object) -> dict[str, object]:
     return {"inputs": [tensor], **extra}
 
 
-# What a frontend says when a backend that it asked went away, or was silent for so long that it seemed to.
+# What a frontend replies when a backend stopped, or did not respond for so long that it seems to.
 LOST = "its backend was lost"
 
 
-def patiently(ask: Callable[[], requests.Response]) -> requests.Response:
-    """Asks a cluster of one backend again while that is lost to it: a second in which nothing runs is enough."""
-    answers: list[requests.Response] = []
+def retry_while_lost(send: Callable[[], requests.Response]) -> requests.Response:
+    """Repeats a request while the only backend of a cluster counts as lost, which a stall of the
+    machine of one second can cause."""
+    replies: list[requests.Response] = []
 
     def found() -> bool:
-        answers.append(ask())
-        return answers[-1].status_code != 503 or LOST not in answers[-1].text
+        replies.append(send())
+        return replies[-1].status_code != 503 or LOST not in replies[-1].text
 
     wait_for(found)
-    return answers[-1]
+    return replies[-1]
 
 
 def fetch_wheel(package: str, version: str) -> Path:

@@ -1,4 +1,4 @@
-"""The binary's other commands, as a person or a script calls them."""
+"""The other commands of the binary."""
 
 from __future__ import annotations
 
@@ -18,23 +18,27 @@ DIGITS = ASSETS / "digits.onnx"
 
 
 def atoll(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(BINARY), *map(str, args)], capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [str(BINARY), *map(str, args)], capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.mark.parametrize("command", [[], ["serve"], ["demo"], ["check"], ["run"], ["models"]])
-def test_help(command: list[str]) -> None:
+def test_every_command_has_help(command: list[str]) -> None:
     done = atoll(*command, "--help")
     assert done.returncode == 0
     assert "Usage" in done.stdout
 
 
-def test_version() -> None:
+def test_version_is_printed() -> None:
     assert atoll("--version").stdout.startswith("atoll ")
 
 
 @pytest.mark.parametrize("command", [["completions", "bash"], ["sim", "--help"]])
-def test_a_reader_that_goes_away_is_no_error(command: list[str]) -> None:
-    with subprocess.Popen([BINARY, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+def test_a_closed_pipe_is_no_error(command: list[str]) -> None:
+    with subprocess.Popen(
+        [BINARY, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         process.stdout.close()
         assert "panicked" not in process.stderr.read()
         assert process.wait(60) == 0
@@ -44,7 +48,7 @@ def test_unknown_flag_is_a_usage_error() -> None:
     assert atoll("serve", "--no-such-flag").returncode == 2
 
 
-def test_check() -> None:
+def test_check_lists_inputs_and_outputs() -> None:
     done = atoll("check", DIGITS)
     assert done.returncode == 0, done.stderr
     for word in ("image", "logits", "batch"):
@@ -53,7 +57,9 @@ def test_check() -> None:
 
 @pytest.mark.parametrize(("flags", "kind"), [([], "rt"), (["--best-effort"], "be")])
 def test_run_reports_latency(flags: list[str], kind: str) -> None:
-    done = atoll("run", DIGITS, "--repeat", "5", "--warmup", "1", "--threads", "2", "--json", *flags)
+    done = atoll(
+        "run", DIGITS, "--repeat", "5", "--warmup", "1", "--threads", "2", "--json", *flags
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["class"] == kind
@@ -69,13 +75,16 @@ def test_run_reports_latency(flags: list[str], kind: str) -> None:
 def test_run_saves_outputs(tmp_path: Path, batch: int) -> None:
     image = np.random.default_rng(0).random((batch, 1, 8, 8), np.float32)
     np.save(tmp_path / "image.npy", image)
-    done = atoll("run", DIGITS, "--input", f"image={tmp_path / 'image.npy'}", "--save", tmp_path / "out", "--json")
+    given = ["--input", f"image={tmp_path / 'image.npy'}"]
+    done = atoll("run", DIGITS, *given, "--save", tmp_path / "out", "--json")
     assert done.returncode == 0, done.stderr
     (wanted,) = onnxruntime.InferenceSession(DIGITS).run(None, {"image": image})
-    np.testing.assert_allclose(np.load(tmp_path / "out" / "logits.npy"), wanted, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        np.load(tmp_path / "out" / "logits.npy"), wanted, rtol=1e-3, atol=1e-4
+    )
 
 
-def test_run_errors(tmp_path: Path) -> None:
+def test_run_reports_bad_inputs(tmp_path: Path) -> None:
     np.save(tmp_path / "bad.npy", np.zeros((1, 2, 3), np.float32))
     (tmp_path / "text.npy").write_text("no array")
     for given in (
@@ -91,13 +100,15 @@ def test_run_errors(tmp_path: Path) -> None:
     assert atoll("run", tmp_path / "nowhere.onnx").returncode not in (0, 101)
 
 
-def test_demo_ends_by_itself() -> None:
-    done = atoll("demo", "--seconds", "2", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+def test_demo_ends_after_its_seconds() -> None:
+    done = atoll(
+        "demo", "--seconds", "2", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"
+    )
     assert done.returncode == 0, done.stderr
     assert "preempt" in (done.stdout + done.stderr).lower()
 
 
-def test_memory_of_models_that_come_and_go_is_the_systems_again(tmp_path: Path) -> None:
+def test_evicted_models_return_their_memory_to_the_system(tmp_path: Path) -> None:
     side, x = 1500, "x"
     layers, nodes = [], []
     for index in range(3):
@@ -105,20 +116,28 @@ def test_memory_of_models_that_come_and_go_is_the_systems_again(tmp_path: Path) 
         layers.append(onnx.numpy_helper.from_array(weight, f"w{index}"))
         nodes.append(helper.make_node("MatMul", [x, f"w{index}"], [f"y{index}"]))
         x = f"y{index}"
-    inputs, outputs = ([helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", side])] for name in ("x", x))
+    inputs, outputs = (
+        [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", side])]
+        for name in ("x", x)
+    )
     graph = helper.make_graph(nodes, "layers", inputs, outputs, layers)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), tmp_path / "layers.onnx")
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10),
+        tmp_path / "layers.onnx",
+    )
     report = tmp_path / "soak.json"
-    options = ["--room", "1", "--soak", "300", "--threads", "1", "--link", "20000", "--json", report]
-    done = atoll("bench", "swap", "--models", tmp_path, "--network", "layers", *options)
+    options = ["--room", "1", "--soak", "300", "--threads", "1", "--link", "20000"]
+    done = atoll(
+        "bench", "swap", "--models", tmp_path, "--network", "layers", *options, "--json", report
+    )
     assert done.returncode == 0, done.stderr
     rests = json.loads(report.read_text())["rests"]
-    # The C library left to itself keeps about ten times the model's size here.
+    # By default the C library keeps about ten times the size of the model here.
     model = (tmp_path / "layers.onnx").stat().st_size
     assert all(rest["process_bytes"] < 4 * model for rest in rests), rests
 
 
-def test_padding_says_what_it_needs() -> None:
+def test_bench_padding_explains_bad_flags() -> None:
     listed = atoll("bench", "padding", "--help").stdout
     for word in ("fused", "partition", "--pairs", "Examples"):
         assert word in listed

@@ -1,4 +1,4 @@
-"""Bad requests over HTTP: the right code, an error in JSON, and a server that goes on."""
+"""Bad requests over HTTP get the right status code and a JSON error; the server keeps running."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import requests
 from support import Server, fp32_body, infer_url
 
 
-def assert_error(server: Server, answer: requests.Response, *codes: int) -> None:
-    assert answer.status_code in codes, f"{answer.status_code}: {answer.text[:300]}"
-    assert isinstance(answer.json()["error"], str)
-    assert answer.json()["error"]
+def assert_error(server: Server, reply: requests.Response, *codes: int) -> None:
+    assert reply.status_code in codes, f"{reply.status_code}: {reply.text[:300]}"
+    assert isinstance(reply.json()["error"], str)
+    assert reply.json()["error"]
     server.assert_alive()
 
 
@@ -38,7 +38,7 @@ def one_input(**change: object) -> dict[str, object]:
         ("GET", "/no_such_route"),
     ],
 )
-def test_not_found(server: Server, method: str, path: str) -> None:
+def test_unknown_paths_are_not_found(server: Server, method: str, path: str) -> None:
     body = fp32_body(1.0) if method == "POST" else None
     assert_error(server, requests.request(method, server.url + path, json=body, timeout=60), 404)
 
@@ -55,7 +55,7 @@ def test_not_found(server: Server, method: str, path: str) -> None:
         ("GET", "/register"),
     ],
 )
-def test_wrong_method(server: Server, method: str, path: str) -> None:
+def test_wrong_methods_are_refused(server: Server, method: str, path: str) -> None:
     assert_error(server, requests.request(method, server.url + path, timeout=60), 405)
 
 
@@ -85,40 +85,59 @@ BAD_BODIES = {
     "data-text": one_input(data=["one"]),
     "data-null": one_input(data=[None]),
     "extra-input": {
-        "inputs": [*fp32_body(1.0)["inputs"], {"name": "X", "shape": [1], "datatype": "FP32", "data": [1]}]
+        "inputs": [
+            *fp32_body(1.0)["inputs"],
+            {"name": "X", "shape": [1], "datatype": "FP32", "data": [1]},
+        ]
     },
     "output-unknown": fp32_body(1.0, outputs=[{"name": "WRONG"}]),
 }
 
 
 @pytest.mark.parametrize("kind", list(BAD_BODIES))
-def test_bad_body(server: Server, kind: str) -> None:
+def test_bad_bodies_are_refused(server: Server, kind: str) -> None:
     body = BAD_BODIES[kind]
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
-    assert_error(server, requests.post(infer_url(server, "identity_fp32"), data=data, headers=headers, timeout=60), 400)
+    assert_error(
+        server,
+        requests.post(infer_url(server, "identity_fp32"), data=data, headers=headers, timeout=60),
+        400,
+    )
 
 
-def test_missing_input(server: Server) -> None:
+def test_a_missing_input_is_refused(server: Server) -> None:
     tensor = {"name": "INPUT0", "shape": [1, 16], "datatype": "INT32", "data": list(range(16))}
-    assert_error(server, requests.post(infer_url(server, "add_sub"), json={"inputs": [tensor]}, timeout=60), 400)
+    assert_error(
+        server,
+        requests.post(infer_url(server, "add_sub"), json={"inputs": [tensor]}, timeout=60),
+        400,
+    )
 
 
 def post_binary(
-    server: Server, model: str, datatype: str, size: object, tail: bytes, **how: object
+    server: Server, model: str, datatype: str, size: object, tail: bytes, **options: object
 ) -> requests.Response:
-    """A binary request whose parts need not agree."""
-    tensor = {"name": "INPUT0", "shape": [1, 1], "datatype": datatype, "parameters": {"binary_data_size": size}}
+    """Sends a binary request whose sizes may contradict each other."""
+    tensor = {
+        "name": "INPUT0",
+        "shape": [1, 1],
+        "datatype": datatype,
+        "parameters": {"binary_data_size": size},
+    }
     head = json.dumps({"inputs": [tensor]}).encode()
-    length = how.get("header_length", len(head))
-    headers = {"Inference-Header-Content-Length": str(length), "Content-Type": "application/octet-stream"}
+    length = options.get("header_length", len(head))
+    headers = {
+        "Inference-Header-Content-Length": str(length),
+        "Content-Type": "application/octet-stream",
+    }
     return requests.post(infer_url(server, model), data=head + tail, headers=headers, timeout=60)
 
 
 def test_binary_request_is_well_formed(server: Server) -> None:
-    """The helper's honest form works, so the tests below fail for their own reason."""
-    answer = post_binary(server, "identity_fp32", "FP32", 4, struct.pack("<f", 2.0))
-    assert answer.status_code == 200, answer.text
+    """`post_binary` with correct sizes succeeds, so the tests below fail for their own reason."""
+    reply = post_binary(server, "identity_fp32", "FP32", 4, struct.pack("<f", 2.0))
+    assert reply.status_code == 200, reply.text
 
 
 @pytest.mark.parametrize(
@@ -135,36 +154,58 @@ def test_binary_request_is_well_formed(server: Server) -> None:
         (8, b"\x00" * 8),
         (4, b""),
     ],
-    ids=["past-the-end", "2^63", "2GB", "less", "zero", "negative", "text", "fraction", "more-than-shape", "no-data"],
+    ids=[
+        "past-the-end",
+        "2^63",
+        "2GB",
+        "less",
+        "zero",
+        "negative",
+        "text",
+        "fraction",
+        "more-than-shape",
+        "no-data",
+    ],
 )
-def test_lying_binary_size(server: Server, size: object, tail: bytes) -> None:
+def test_a_wrong_binary_size_is_refused(server: Server, size: object, tail: bytes) -> None:
     assert_error(server, post_binary(server, "identity_fp32", "FP32", size, tail), 400)
 
 
 @pytest.mark.parametrize("length", [10**6, -1, "many", 5, 2**70])
-def test_lying_header_length(server: Server, length: object) -> None:
-    answer = post_binary(server, "identity_fp32", "FP32", 4, b"\x00" * 4, header_length=length)
-    assert_error(server, answer, 400)
+def test_a_wrong_header_length_is_refused(server: Server, length: object) -> None:
+    reply = post_binary(server, "identity_fp32", "FP32", 4, b"\x00" * 4, header_length=length)
+    assert_error(server, reply, 400)
 
 
 @pytest.mark.parametrize(
     "element",
-    [struct.pack("<I", 100) + b"abc", struct.pack("<I", 0xFFFFFFFF), b"\x01\x00", struct.pack("<I", 1) + b"ab"],
+    [
+        struct.pack("<I", 100) + b"abc",
+        struct.pack("<I", 0xFFFFFFFF),
+        b"\x01\x00",
+        struct.pack("<I", 1) + b"ab",
+    ],
     ids=["past-the-end", "4GB", "half-a-length", "rest"],
 )
-def test_lying_string_length(server: Server, element: bytes) -> None:
+def test_a_wrong_string_length_is_refused(server: Server, element: bytes) -> None:
     assert_error(server, post_binary(server, "identity_bytes", "BYTES", len(element), element), 400)
 
 
-def test_bad_compression(server: Server) -> None:
-    for encoding, data in (("gzip", b"no gzip at all"), ("deflate", b"\xff" * 20), ("quantum", b"{}")):
+def test_bad_compression_is_refused(server: Server) -> None:
+    for encoding, data in (
+        ("gzip", b"no gzip at all"),
+        ("deflate", b"\xff" * 20),
+        ("quantum", b"{}"),
+    ):
         headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
-        answer = requests.post(infer_url(server, "identity_fp32"), data=data, headers=headers, timeout=60)
-        assert_error(server, answer, 400, 415)
+        reply = requests.post(
+            infer_url(server, "identity_fp32"), data=data, headers=headers, timeout=60
+        )
+        assert_error(server, reply, 400, 415)
 
 
 def exchange(server: Server, head: bytes, body: bytes = b"", seconds: float = 60) -> bytes:
-    """Sends bytes as they are and reads until the server has said something or closed."""
+    """Sends raw bytes and reads until the server replies or closes the connection."""
     with socket.create_connection(("127.0.0.1", server.http_port), timeout=seconds) as link:
         link.sendall(head + body)
         try:
@@ -173,21 +214,22 @@ def exchange(server: Server, head: bytes, body: bytes = b"", seconds: float = 60
             return b""
 
 
-def test_huge_content_length(server: Server) -> None:
-    """Ten terabytes are announced: refused at once, with nothing allocated for them."""
+def test_a_huge_content_length_is_refused(server: Server) -> None:
+    """A body of ten terabytes is refused at once, without allocating memory for it."""
     path = "/v2/models/identity_fp32/infer"
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {10**13}\r\n\r\n"
-    answer = exchange(server, head.encode(), b"{")
-    assert answer.split(b" ")[1] in (b"400", b"413"), answer[:200]
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {10**13}\r\n\r\n"
+    reply = exchange(server, head.encode(), b"{")
+    assert reply.split(b" ")[1] in (b"400", b"413"), reply[:200]
     server.assert_alive()
 
 
-def test_nonsense_instead_of_http(server: Server) -> None:
+def test_bytes_that_are_not_http_do_no_harm(server: Server) -> None:
     exchange(server, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 64 + b"\r\n\r\n")
     server.assert_alive()
 
 
-def test_body_that_stops_short(server: Server) -> None:
+def test_an_incomplete_body_does_no_harm(server: Server) -> None:
     head = "POST /v2/models/identity_fp32/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.http_port), timeout=60) as link:
         link.sendall(head.encode() + b'{"inputs"')

@@ -1,4 +1,4 @@
-"""ONNX files that are broken on purpose: a clear error, no panic, no memory taken on their word."""
+"""Deliberately broken ONNX files cause a clear error, no panic and no large allocation."""
 
 from __future__ import annotations
 
@@ -37,23 +37,25 @@ def good() -> bytes:
 
 
 def cycle() -> bytes:
-    return model([node("Add", ["x", "b"], ["a"]), node("Relu", ["a"], ["b"]), node("Relu", ["b"], ["y"])])
+    return model(
+        [node("Add", ["x", "b"], ["a"]), node("Relu", ["a"], ["b"]), node("Relu", ["b"], ["y"])]
+    )
 
 
 def missing_value() -> bytes:
     return model([node("Add", ["x", "nowhere"], ["y"])])
 
 
-def unmade_output() -> bytes:
+def missing_output() -> bytes:
     return model([node("Relu", ["x"], ["z"])])
 
 
-def twice_made() -> bytes:
+def duplicate_output() -> bytes:
     return model([node("Relu", ["x"], ["y"]), node("Neg", ["x"], ["y"])])
 
 
 def huge_claim() -> bytes:
-    """A weight of 2 GB by its shape and of four bytes by its content."""
+    """A weight whose shape claims 2 GB and whose content is four bytes."""
     weight = numpy_helper.from_array(np.zeros(1, np.float32), "w")
     del weight.dims[:]
     weight.dims.extend([2**29])
@@ -75,9 +77,11 @@ def negative_weight() -> bytes:
 
 
 def huge_fill() -> bytes:
-    """Folding this constant would take 4 TB."""
+    """Folding this constant would need 4 TB."""
     shape = numpy_helper.from_array(np.array([2**40], np.int64), "s")
-    return model([node("ConstantOfShape", ["s"], ["c"]), node("Add", ["x", "c"], ["y"])], weights=[shape])
+    return model(
+        [node("ConstantOfShape", ["s"], ["c"]), node("Add", ["x", "c"], ["y"])], weights=[shape]
+    )
 
 
 def unknown_operator() -> bytes:
@@ -97,7 +101,9 @@ def wrong_shapes() -> bytes:
 
 def escaping_external_data() -> bytes:
     """External data that names a file outside the model's folder."""
-    weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
+    weight = TensorProto(
+        name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL
+    )
     weight.external_data.add(key="location", value="../../../../etc/passwd")
     return model([node("Add", ["x", "w"], ["y"])], weights=[weight])
 
@@ -114,8 +120,8 @@ FILES: dict[str, Callable[[], bytes]] = {
         for f in (
             cycle,
             missing_value,
-            unmade_output,
-            twice_made,
+            missing_output,
+            duplicate_output,
             huge_claim,
             overflowing_claim,
             negative_weight,
@@ -130,33 +136,37 @@ FILES: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", list(FILES))
-def test_register_refuses(server: Server, kind: str) -> None:
+def test_register_refuses_broken_models(server: Server, kind: str) -> None:
     files = {
         "name": (None, f"hostile_{kind.replace('-', '_')}"),
         "model": ("model.onnx", FILES[kind](), "application/octet-stream"),
         "labels": ("labels.txt", "a\nb\n", "text/plain"),
         "preprocessing": (None, "{}", "application/json"),
     }
-    answer = requests.post(f"{server.url}/register", files=files, timeout=60)
-    assert answer.status_code in (400, 501), f"{answer.status_code}: {answer.text[:300]}"
-    assert answer.json()["error"]
+    reply = requests.post(f"{server.url}/register", files=files, timeout=60)
+    assert reply.status_code in (400, 501), f"{reply.status_code}: {reply.text[:300]}"
+    assert reply.json()["error"]
     server.assert_alive()
 
 
 @pytest.mark.parametrize("kind", list(FILES))
-def test_check_refuses(tmp_path: Path, kind: str) -> None:
+def test_check_refuses_broken_models(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(FILES[kind]())
-    done = subprocess.run([str(BINARY), "check", str(path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [str(BINARY), "check", str(path)], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode not in (0, 101) and done.returncode > 0, done
     assert "panicked" not in done.stderr
     assert (done.stdout + done.stderr).strip()
 
 
-def test_unsupported_operator_is_named(tmp_path: Path) -> None:
+def test_the_error_names_an_unsupported_operator(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(unknown_operator())
-    done = subprocess.run([str(BINARY), "check", str(path)], capture_output=True, text=True, timeout=60)
-    told = done.stdout + done.stderr
-    assert "Frobnicate" in told
-    assert "the_frobnicate" in told
+    done = subprocess.run(
+        [str(BINARY), "check", str(path)], capture_output=True, text=True, timeout=60
+    )
+    output = done.stdout + done.stderr
+    assert "Frobnicate" in output
+    assert "the_frobnicate" in output

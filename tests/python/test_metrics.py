@@ -1,4 +1,4 @@
-"""The metrics page: Triton's names, labels, and values that move."""
+"""The metrics page: Triton's names and labels, and values that change."""
 
 from __future__ import annotations
 
@@ -24,53 +24,64 @@ SAMPLE = re.compile(r'[a-zA-Z_:][\w:]*(\{(\w+="(\\.|[^"\\])*",?)*\})? \S+( \d+)?
 
 
 def infer(server: Server, *values: float) -> None:
-    answer = requests.post(infer_url(server, "identity_fp32"), json=fp32_body(*values), timeout=60)
-    assert answer.status_code == 200
+    reply = requests.post(infer_url(server, "identity_fp32"), json=fp32_body(*values), timeout=60)
+    assert reply.status_code == 200
 
 
-def test_page_is_prometheus_text(server: Server) -> None:
+def test_the_page_is_prometheus_text(server: Server) -> None:
     infer(server, 1.0)
-    answer = requests.get(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=60)
-    assert answer.headers["Content-Type"].startswith("text/plain")
-    for line in answer.text.splitlines():
-        assert not line or line.startswith(("# HELP ", "# TYPE ", "# EOF")) or SAMPLE.fullmatch(line), line
+    reply = requests.get(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=60)
+    assert reply.headers["Content-Type"].startswith("text/plain")
+    for line in reply.text.splitlines():
+        assert (
+            not line or line.startswith(("# HELP ", "# TYPE ", "# EOF")) or SAMPLE.fullmatch(line)
+        ), line
 
 
 @pytest.mark.parametrize("name", COUNTERS)
-def test_name(server: Server, name: str) -> None:
+def test_triton_counters_are_exported(server: Server, name: str) -> None:
     infer(server, 1.0)
     assert re.search(rf'^{name}\{{[^}}]*model="identity_fp32"', server.metrics(), re.MULTILINE)
     assert re.search(rf"^# TYPE {name} counter$", server.metrics(), re.MULTILINE)
 
 
-def test_leaving_for_real_time_is_a_histogram(server: Server) -> None:
+def test_preemption_time_is_a_histogram(server: Server) -> None:
     text = server.metrics()
     name = "atoll_preemption_leave_seconds"
     assert f"# TYPE {name} histogram" in text
-    counts = [int(count) for count in re.findall(rf'^{name}_bucket\{{model="identity_fp32".* (\d+)$', text, re.MULTILINE)]
+    counts = [
+        int(count)
+        for count in re.findall(
+            rf'^{name}_bucket\{{model="identity_fp32".* (\d+)$', text, re.MULTILINE
+        )
+    ]
     assert counts and counts == sorted(counts)
     assert server.metric(f"{name}_count", model="identity_fp32", version="1") == counts[-1]
     assert "# TYPE atoll_preemptions_caused_total counter" in text
 
 
-def test_pending_is_a_gauge(server: Server) -> None:
+def test_pending_requests_are_a_gauge(server: Server) -> None:
     assert "# TYPE nv_inference_pending_request_count gauge" in server.metrics()
 
 
-def test_counts(server: Server) -> None:
+def test_requests_are_counted(server: Server) -> None:
     labels = {"model": "identity_fp32", "version": "1"}
-    names = ("nv_inference_request_success", "nv_inference_count", "nv_inference_request_duration_us")
+    names = (
+        "nv_inference_request_success",
+        "nv_inference_count",
+        "nv_inference_request_duration_us",
+    )
     before = [server.metric(name, **labels) for name in names]
     infer(server, 1.0, 2.0, 3.0)
     infer(server, 4.0)
     after = [server.metric(name, **labels) for name in names]
     assert after[0] - before[0] == 2
-    assert after[1] - before[1] in (2, 4)  # a server that knows the batch dimension counts its rows
+    assert after[1] - before[1] in (2, 4)  # rows, if the batch is known
     assert after[2] > before[2]
 
 
 def test_failures_are_counted(server: Server) -> None:
-    """A request that runs out of time is a failure of its model."""
+    """A request that exceeds its timeout counts as a failure of its model."""
     before = server.metric("nv_inference_request_failure", model="slow")
     body = fp32_body(1.0, parameters={"timeout": 1000})
     assert requests.post(infer_url(server, "slow"), json=body, timeout=60).status_code in (503, 504)

@@ -1,4 +1,4 @@
-"""Outputs agree with ONNX Runtime's at batch 1 and 4: the small models, and what ./models has."""
+"""Outputs agree with ONNX Runtime at batch 1 and 4, for small models and those in ./models."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ SMALL = [
     "minilm",
 ]
 LIMIT = 1e-3
-# The big networks are opt-in: made by scripts/models.py with torch.
-FOUND = sorted(p for p in (REPOSITORY / "models").glob("*.onnx") if p.stem not in SMALL and p.stem != "identity_bytes")
+# Large networks are optional: scripts/models.py makes them with torch.
+FOUND = sorted(
+    p
+    for p in (REPOSITORY / "models").glob("*.onnx")
+    if p.stem not in SMALL and p.stem != "identity_bytes"
+)
 
 
 def assert_agrees(path: Path, batch: int) -> None:
@@ -36,13 +40,13 @@ def assert_agrees(path: Path, batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_digits(batch: int) -> None:
+def test_digits_agrees(batch: int) -> None:
     assert_agrees(ASSETS / "digits.onnx", batch)
 
 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("name", SMALL)
-def test_small(name: str, batch: int) -> None:
+def test_small_models_agree(name: str, batch: int) -> None:
     folder = CACHE / "test-models"
     make_models(folder, [name])
     assert_agrees(folder / f"{name}.onnx", batch)
@@ -50,5 +54,5 @@ def test_small(name: str, batch: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
-def test_found(path: Path, batch: int) -> None:
+def test_models_in_the_folder_agree(path: Path, batch: int) -> None:
     assert_agrees(path, batch)

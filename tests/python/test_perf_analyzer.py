@@ -1,4 +1,4 @@
-"""Triton's own load generator, unmodified, completes a concurrency sweep over both protocols."""
+"""Triton's unmodified perf_analyzer completes a concurrency sweep over both protocols."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def unpack(package: str, version: str, member: str) -> Path:
 
 
 def provide_libb64() -> None:
-    """Debian's libb64-0d: the installed one, or the package unpacked beside the binary."""
+    """Finds Debian's libb64-0d, or unpacks its package beside the binary."""
     try:
         ctypes.CDLL("libb64.so.0d")
         return
@@ -42,7 +42,9 @@ def provide_libb64() -> None:
         return
     if shutil.which("apt-get") is None:
         pytest.fail("perf_analyzer needs libb64.so.0d; install Debian's libb64-0d")
-    subprocess.run(["apt-get", "download", "libb64-0d"], cwd=FOLDER, check=True, capture_output=True)
+    subprocess.run(
+        ["apt-get", "download", "libb64-0d"], cwd=FOLDER, check=True, capture_output=True
+    )
     package = next(FOLDER.glob("libb64-0d_*.deb"))
     subprocess.run(["dpkg", "-x", package.name, "unpacked"], cwd=FOLDER, check=True)
     shutil.copy(next(FOLDER.glob("unpacked/usr/lib/*/libb64.so.0d")), FOLDER)
@@ -56,12 +58,15 @@ def analyzer() -> Path:
     return binary
 
 
-def sweep(analyzer: Path, model: str, protocol: str, address: str, result: Path, *more: str) -> dict[int, dict[str, str]]:
-    """The rows of a sweep over one to four requests at a time, by their number."""
-    command = [str(analyzer), "-m", model, "-i", protocol, "-u", address, "--concurrency-range", "1:4:1"]
+def sweep(
+    analyzer: Path, model: str, protocol: str, address: str, result: Path, *more: str
+) -> dict[int, dict[str, str]]:
+    """The rows of a sweep over one to four concurrent requests, by concurrency."""
+    command = [str(analyzer), "-m", model, "-i", protocol, "-u", address]
+    command += ["--concurrency-range", "1:4:1"]
     command += ["--measurement-mode", "count_windows", "--measurement-request-count", "100"]
-    # A busy machine never gets stable: the sweep has to complete, its figures do not matter here. Three windows in a row have to
-    # be good, and one in which the machine did something else is a bad one: without trials to spare it ends the sweep early.
+    # The sweep must complete; its figures do not matter. perf_analyzer wants three stable windows
+    # in a row, and a busy machine disturbs some: with few trials the sweep would end early.
     command += ["--max-trials", "30", "-s", "999", "-f", str(result), *more]
     env = {**os.environ, "LD_LIBRARY_PATH": str(FOLDER)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
@@ -73,7 +78,7 @@ def sweep(analyzer: Path, model: str, protocol: str, address: str, result: Path,
 
 
 def shape_flags(server: Server) -> list[str]:
-    """Free dimensions have to be given; without a batch size the batch is one of them."""
+    """perf_analyzer needs symbolic dimensions; without a batch size the batch is one."""
     config = requests.get(f"{server.url}/v2/models/add_sub/config", timeout=60).json()
     if config["max_batch_size"] > 0:
         return []
@@ -81,9 +86,13 @@ def shape_flags(server: Server) -> list[str]:
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_sweep(server: Server, analyzer: Path, protocol: str, tmp_path: Path) -> None:
+def test_a_concurrency_sweep_completes(
+    server: Server, analyzer: Path, protocol: str, tmp_path: Path
+) -> None:
     address = server.http if protocol == "http" else server.grpc
-    rows = sweep(analyzer, "add_sub", protocol, address, tmp_path / "result.csv", *shape_flags(server))
+    rows = sweep(
+        analyzer, "add_sub", protocol, address, tmp_path / "result.csv", *shape_flags(server)
+    )
     for row in rows.values():
         assert float(row["Inferences/Second"]) > 0
     server.assert_alive()
