@@ -1,7 +1,6 @@
 //! Times typical layers: `kernels [PATTERN [THREADS]]` runs those whose name contains the pattern.
 //!
-//! Each line has the time of one run, the rate of its arithmetic, and the time of rten's own kernel
-//! for the same layer where there is one.
+//! Each line has the shortest time of one run and the rate of its arithmetic.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -12,8 +11,6 @@ use cpu::{CpuDevice, CpuOptions};
 use device::{Completion, CompletionSink, Device, Outcome, Queue, QueueOptions, Segment};
 use model::op::{Activation, Conv, MatMul, Op, Padding, Window};
 use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
-use rten::BufferPool;
-use rten_tensor::prelude::*;
 
 struct Sink(Sender<Completion>);
 
@@ -28,7 +25,6 @@ struct Bench {
     queue: Box<dyn Queue>,
     completions: Receiver<Completion>,
     pattern: String,
-    threads: usize,
 }
 
 /// A layer to time: an operator, its input's shape, and its constants' shapes.
@@ -88,7 +84,7 @@ impl Bench {
         }
         let program = self.device.load(Arc::new(plan(layer))).expect("the layer loads");
         let input = random(&layer.input);
-        let ours = least(|| {
+        let time = least(|| {
             let mut task = program.prepare(vec![input.clone()]).expect("the input fits");
             task.record_step_times();
             let segment = Segment { token: 0, task, steps: 0..1 };
@@ -97,53 +93,9 @@ impl Bench {
             assert_eq!(done.outcome, Outcome::Done);
             Duration::from(done.task.step_times().expect("times were asked for")[0])
         });
-        let rate = layer.flops / ours.as_secs_f64() / 1e9;
-        let theirs = rten_time(layer, self.threads)
-            .map_or(String::new(), |time| format!("{:9.3} ms", time.as_secs_f64() * 1e3));
-        println!(
-            "{:34} {:9.3} ms {rate:7.1} GFLOP/s {theirs}",
-            layer.name,
-            ours.as_secs_f64() * 1e3
-        );
+        let rate = layer.flops / time.as_secs_f64() / 1e9;
+        println!("{:34} {:9.3} ms {rate:7.1} GFLOP/s", layer.name, time.as_secs_f64() * 1e3);
     }
-}
-
-/// The time rten's kernel takes.
-fn rten_time(layer: &Layer, threads: usize) -> Option<Duration> {
-    let tensor = |shape: &[usize]| {
-        let data: Vec<f32> = random(shape).to_vec()?;
-        Some(rten_tensor::Tensor::from_data(shape, data))
-    };
-    let (x, w) = (tensor(&layer.input)?, tensor(&layer.constants[0])?);
-    let pool = BufferPool::new();
-    let threads = rayon::ThreadPoolBuilder::new().num_threads(threads).build().ok()?;
-    threads.install(|| match &layer.op {
-        Op::Conv(conv) => Some(least(|| {
-            let Padding::Explicit(pads) = &conv.window.padding else { return Duration::ZERO };
-            let started = Instant::now();
-            let out = rten::ops::conv::<f32, f32, f32>(
-                &pool,
-                x.view(),
-                w.view(),
-                None,
-                pads.as_slice().into(),
-                conv.groups,
-                &conv.window.strides,
-                &conv.window.dilations,
-            );
-            let elapsed = started.elapsed();
-            pool.add(out.expect("rten runs").into_data());
-            elapsed
-        })),
-        Op::MatMul(_) => Some(least(|| {
-            let started = Instant::now();
-            let out = rten::ops::matmul::<f32, f32, f32>(&pool, x.view(), w.view(), None);
-            let elapsed = started.elapsed();
-            pool.add(out.expect("rten runs").into_data());
-            elapsed
-        })),
-        _ => None,
-    })
 }
 
 fn conv(
@@ -189,7 +141,7 @@ fn main() {
     let device = CpuDevice::new(CpuOptions { threads, ..CpuOptions::default() });
     let options = QueueOptions { id: 0, capacity: 1, high_priority: false, preemptible: true };
     let queue = device.open_queue(options, Arc::new(Sink(sender))).expect("the queue opens");
-    let bench = Bench { device, queue, completions, pattern, threads };
+    let bench = Bench { device, queue, completions, pattern };
     for layer in [
         conv(3, 64, 224, 7, 2, 1),
         conv(64, 64, 56, 1, 1, 1),

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use crate::buffer_pool::BufferPool;
 use base::Nanos;
 use device::{DeviceError, Outcome, Segment};
-use rten::BufferPool;
 
 use crate::line::Line;
 use crate::program::{Begin, CpuTask, Run};

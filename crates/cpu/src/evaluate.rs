@@ -2,9 +2,9 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use crate::buffer_pool::BufferPool;
 use model::op::Op;
 use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
-use rten::BufferPool;
 use smallvec::SmallVec;
 
 use crate::kernel::{self, Context, Inputs, Operand, StepFacts};

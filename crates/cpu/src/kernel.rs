@@ -35,9 +35,9 @@ mod testing_dense;
 mod unary;
 mod walk;
 
+use crate::buffer_pool::BufferPool;
 use model::op::Op;
 use model::{DataType, LaunchPlan, Step};
-use rten::BufferPool;
 use rten_tensor::Tensor;
 use smallvec::SmallVec;
 

@@ -3,10 +3,10 @@
 use std::any::Any;
 use std::sync::Arc;
 
+use crate::buffer_pool::BufferPool;
 use base::{Bytes, Nanos};
 use device::{DeviceError, Program, Task, check_inputs};
 use model::{LaunchPlan, Step, Tensor};
-use rten::BufferPool;
 
 use crate::crew::Standing;
 use crate::kernel::{self, Context, Inputs, Kernel, Operand, StepFacts};

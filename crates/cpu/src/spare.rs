@@ -3,7 +3,7 @@
 
 use std::cell::RefCell;
 
-use rten::BufferPool;
+use crate::buffer_pool::BufferPool;
 
 use crate::watch;
 

@@ -1,9 +1,9 @@
 //! Values while a plan runs: rten tensors of every element type.
 
+use crate::buffer_pool::BufferPool;
 use bytes::Bytes;
 use half::{bf16, f16};
 use model::{DataType, Tensor as HostTensor, TensorData};
-use rten::{BufferPool, ExtractBuffer};
 use rten_tensor::Tensor;
 use rten_tensor::prelude::*;
 
@@ -108,9 +108,7 @@ impl Value {
         if let Value::F32(tensor) = self {
             return spare::give(tensor.into_non_contiguous_data(), pool);
         }
-        with_copy!(self, tensor => if let Some(buffer) = tensor.extract_buffer() {
-            pool.add(buffer);
-        }, _ => {});
+        with_copy!(self, tensor => pool.add(tensor.into_non_contiguous_data()), _ => {});
     }
 
     /// The value as it leaves the device. Takes the memory over where it can.

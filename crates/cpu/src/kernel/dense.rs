@@ -2,11 +2,11 @@
 
 use std::borrow::Cow;
 
+use crate::buffer_pool::{BufferPool, Pooled};
 use half::{bf16, f16};
 use model::DataType;
 use model::op::Activation;
 use num_traits::Float;
-use rten::BufferPool;
 use rten_simd::SimdOp;
 use rten_tensor::Tensor;
 use rten_tensor::prelude::*;
@@ -31,7 +31,7 @@ pub(super) fn count(shape: &[usize]) -> Result<usize, String> {
 }
 
 /// A buffer of `count` copies of `value`, from memory that is no longer needed if there is any.
-pub(super) fn filled<T: Copy>(pool: &BufferPool, count: usize, value: T) -> Vec<T> {
+pub(super) fn filled<T: Pooled>(pool: &BufferPool, count: usize, value: T) -> Vec<T> {
     let mut buffer = pool.alloc(count);
     watch::resize(&mut buffer, count, value);
     buffer
@@ -175,7 +175,7 @@ fn narrowed(value: Value, dtype: Option<DataType>) -> Value {
 }
 
 /// The floating-point types that kernels compute in.
-pub(super) trait Real: Float + Default + Send + Sync + Typed + 'static
+pub(super) trait Real: Float + Default + Pooled + Typed
 where
     Tensor<Self>: Into<Value>,
 {

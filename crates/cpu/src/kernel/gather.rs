@@ -2,10 +2,10 @@
 
 mod scatter;
 
+use crate::buffer_pool::{BufferPool, Pooled};
 use model::DataType;
 use model::op::Op;
 use rayon::prelude::*;
-use rten::BufferPool;
 
 use super::layout::rearrange;
 use super::operand::{
@@ -42,7 +42,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
 }
 
 /// Runs of `length` elements of `data` that begin at `starts`.
-fn runs<T: Clone + Default + Send + Sync>(
+fn runs<T: Pooled + Default>(
     pool: &BufferPool,
     data: &[T],
     starts: &[usize],

@@ -1,8 +1,8 @@
 //! Tensors made of little: ranges, fills, unit vectors and identities.
 
+use crate::buffer_pool::{BufferPool, Pooled};
 use model::DataType;
 use model::op::Op;
-use rten::BufferPool;
 use rten_tensor::Tensor;
 
 use super::binary::{Number, with_type};
@@ -72,7 +72,7 @@ fn one_hot(context: &Context, inputs: &Inputs, axis: i64) -> KernelResult {
 }
 
 /// `count` times the first of `pair`, with the second at the indices.
-fn hot<T: Clone>(
+fn hot<T: Pooled>(
     pool: &BufferPool,
     pair: &[T],
     indices: &[i64],

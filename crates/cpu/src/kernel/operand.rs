@@ -3,11 +3,11 @@
 
 use std::borrow::Cow;
 
+use crate::buffer_pool::{BufferPool, Pooled};
 use bytes::Bytes;
 use half::{bf16, f16};
 use model::DataType;
 use model::tensor::element_count;
-use rten::BufferPool;
 use rten_tensor::Tensor;
 use rten_tensor::prelude::*;
 
@@ -19,9 +19,7 @@ use crate::watch;
 const MAX_OUTPUT_BYTES: usize = 4 << 30;
 
 /// An element type of a [`Value`].
-pub(crate) trait Element:
-    Typed + Clone + Default + PartialEq + Send + Sync + 'static
-{
+pub(crate) trait Element: Typed + Pooled + Default + PartialEq {
     /// Whether loops over it are worth compiling for the processor's widest vectors.
     const WIDE: bool = false;
 
@@ -66,7 +64,7 @@ pub(crate) fn flat<T: Clone>(tensor: &Tensor<T>) -> Cow<'_, [T]> {
 }
 
 /// A vector of `count` times `value`, from the pool where it has one.
-pub(crate) fn filled<T: Clone>(pool: &BufferPool, count: usize, value: T) -> Vec<T> {
+pub(crate) fn filled<T: Pooled>(pool: &BufferPool, count: usize, value: T) -> Vec<T> {
     let mut data = pool.alloc(count);
     watch::resize(&mut data, count, value);
     data

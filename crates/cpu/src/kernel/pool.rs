@@ -10,6 +10,7 @@ use rten_vecmath::Sum;
 use super::dense::{self, Real, elements};
 use super::geometry::Geometry;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::buffer_pool::Pooled;
 use crate::spare;
 use crate::value::{Typed, Value};
 use crate::watch;
@@ -102,7 +103,7 @@ fn dims<T>(tensor: &Tensor<T>) -> &[usize] {
 }
 
 /// What the largest element of a window starts from.
-trait Lowest: Copy + PartialOrd + Send + Sync + Typed + 'static {
+trait Lowest: Copy + PartialOrd + Pooled + Typed {
     const LOWEST: Self;
 }
 

@@ -5,9 +5,9 @@ mod scan;
 
 pub(crate) use scan::with_full;
 
+use crate::buffer_pool::BufferPool;
 use model::DataType;
 use model::op::{Op, Reduce, ReduceKind};
-use rten::BufferPool;
 
 use super::layout::{reshaped, transposed};
 use super::operand::{dtype_of, is_half, one, optional_integers, resolve_axes, through_f32};

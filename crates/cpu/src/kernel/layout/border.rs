@@ -1,7 +1,7 @@
 //! Borders around a tensor, or cut off it.
 
+use crate::buffer_pool::{BufferPool, Pooled};
 use model::op::PadMode;
-use rten::BufferPool;
 
 use crate::kernel::operand::{
     filled, flat, integer_list, one, optional_integers, output_len, resolve_axes, row_strides,
@@ -110,7 +110,7 @@ impl AxisMap {
     }
 }
 
-fn padded<T: Clone + Send + Sync>(
+fn padded<T: Pooled>(
     pool: &BufferPool,
     data: &[T],
     strides: &[usize],

@@ -1,7 +1,7 @@
 //! Joins and repetitions.
 
+use crate::buffer_pool::{BufferPool, Pooled};
 use rayon::prelude::*;
-use rten::BufferPool;
 
 use super::rearrange;
 use super::reshape::reshaped;
@@ -125,7 +125,7 @@ pub(super) fn tile(context: &Context, mut inputs: Inputs) -> KernelResult {
 }
 
 /// Repeats `data` along every dimension, innermost first: what is repeated next is then one run.
-fn tiled<T: Clone>(pool: &BufferPool, data: &[T], shape: &[usize], repeats: &[usize]) -> Vec<T> {
+fn tiled<T: Pooled>(pool: &BufferPool, data: &[T], shape: &[usize], repeats: &[usize]) -> Vec<T> {
     if repeats.contains(&0) || data.is_empty() {
         return Vec::new();
     }

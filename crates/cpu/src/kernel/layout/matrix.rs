@@ -1,6 +1,6 @@
 //! Triangles of matrices, and sequences turned around.
 
-use rten::BufferPool;
+use crate::buffer_pool::{BufferPool, Pooled};
 
 use super::rearrange;
 use crate::kernel::operand::{filled, integer_list, integer_scalar, one};
@@ -21,7 +21,7 @@ pub(super) fn trilu(context: &Context, inputs: &Inputs, upper: bool) -> KernelRe
     }))
 }
 
-fn triangle<T: Clone + Default + Send + Sync>(
+fn triangle<T: Pooled + Default>(
     pool: &BufferPool,
     data: &[T],
     rows: usize,

@@ -1,7 +1,7 @@
 //! Permutations of dimensions.
 
+use crate::buffer_pool::{BufferPool, Pooled};
 use rayon::prelude::*;
-use rten::BufferPool;
 use smallvec::SmallVec;
 
 use super::rearrange;
@@ -56,11 +56,7 @@ pub(crate) fn transposed(pool: &BufferPool, value: &Value, perm: &[usize]) -> Va
 }
 
 /// The elements of `data` in the row-major order of `dims`, extents with their strides in `data`.
-fn permuted<T: Clone + Default + Send + Sync>(
-    pool: &BufferPool,
-    data: &[T],
-    dims: &[(usize, usize)],
-) -> Vec<T> {
+fn permuted<T: Pooled + Default>(pool: &BufferPool, data: &[T], dims: &[(usize, usize)]) -> Vec<T> {
     let mut out = filled(pool, data.len(), T::default());
     if data.is_empty() {
         return out;

@@ -1,6 +1,6 @@
 //! Cuts out of a tensor, and its repetition by broadcast.
 
-use rten::BufferPool;
+use crate::buffer_pool::{BufferPool, Pooled};
 
 use super::rearrange;
 use super::reshape::reshaped;
@@ -13,7 +13,7 @@ use crate::kernel::{Context, Inputs, KernelResult, Outputs};
 use crate::value::Value;
 
 /// The elements of `data` along `walk`.
-fn walked<T: Clone + Default + Send + Sync>(
+fn walked<T: Pooled + Default>(
     pool: &BufferPool,
     data: &[T],
     walk: &Walk<1>,

@@ -1,8 +1,8 @@
 //! Resizing, one dimension after the other.
 
+use crate::buffer_pool::{BufferPool, Pooled};
 use model::DataType;
 use model::op::{AspectPolicy, CoordinateMode, Resize, ResizeMode};
-use rten::BufferPool;
 use rten_tensor::prelude::*;
 
 use super::taps::{Axis, Taps};
@@ -168,7 +168,7 @@ fn nearest(context: &Context, mut inputs: Inputs, resize: &Resize) -> KernelResu
 }
 
 /// Takes positions `picks` of one dimension after the other.
-fn pick<T: Clone + Default + Send + Sync>(
+fn pick<T: Pooled + Default>(
     pool: &BufferPool,
     data: &[T],
     shape: &[usize],
