@@ -67,8 +67,8 @@ fn plan(layer: &Layer) -> LaunchPlan {
     plan
 }
 
-/// The least of the times `run` gives, over about a third of a second.
-fn least(mut run: impl FnMut() -> Duration) -> Duration {
+/// The shortest time that `run` returns in about a third of a second.
+fn shortest(mut run: impl FnMut() -> Duration) -> Duration {
     let started = Instant::now();
     let mut best = run();
     while started.elapsed() < Duration::from_millis(300) {
@@ -84,14 +84,14 @@ impl Bench {
         }
         let program = self.device.load(Arc::new(plan(layer))).expect("the layer loads");
         let input = random(&layer.input);
-        let time = least(|| {
+        let time = shortest(|| {
             let mut task = program.prepare(vec![input.clone()]).expect("the input fits");
             task.record_step_times();
             let segment = Segment { token: 0, task, steps: 0..1 };
             assert!(self.queue.launch(segment).is_ok());
-            let done = self.completions.recv().expect("the queue lives");
+            let done = self.completions.recv().expect("the queue is open");
             assert_eq!(done.outcome, Outcome::Done);
-            Duration::from(done.task.step_times().expect("times were asked for")[0])
+            Duration::from(done.task.step_times().expect("times are recorded")[0])
         });
         let rate = layer.flops / time.as_secs_f64() / 1e9;
         println!("{:34} {:9.3} ms {rate:7.1} GFLOP/s", layer.name, time.as_secs_f64() * 1e3);

@@ -1,4 +1,4 @@
-//! Values while a plan runs: rten tensors of every element type.
+//! Tensors of every element type.
 
 use crate::buffer_pool::BufferPool;
 use bytes::Bytes;
@@ -7,7 +7,7 @@ use model::{DataType, Tensor as HostTensor, TensorData};
 use rten_tensor::Tensor;
 use rten_tensor::prelude::*;
 
-use crate::spare;
+use crate::spare_buffers;
 
 /// A tensor of any element type.
 #[derive(Clone, Debug)]
@@ -71,7 +71,7 @@ macro_rules! with_number {
     };
 }
 
-#[allow(unused_imports)] // Not every family has need of each.
+#[allow(unused_imports)] // Not every kernel needs each.
 pub(crate) use {with_copy, with_number, with_value};
 
 impl Value {
@@ -103,34 +103,34 @@ impl Value {
         count * self.dtype().size_bytes().unwrap_or(size_of::<Bytes>())
     }
 
-    /// Gives the memory back for the next step's outputs.
+    /// Keeps the memory for the outputs of later steps.
     pub(crate) fn recycle(self, pool: &BufferPool) {
         if let Value::F32(tensor) = self {
-            return spare::give(tensor.into_non_contiguous_data(), pool);
+            return spare_buffers::keep(into_elements(tensor), pool);
         }
-        with_copy!(self, tensor => pool.add(tensor.into_non_contiguous_data()), _ => {});
+        with_copy!(self, tensor => pool.add(into_elements(tensor)), _ => {});
     }
 
-    /// The value as it leaves the device. Takes the memory over where it can.
+    /// The value as a tensor of the host, in the same memory where possible.
     pub(crate) fn into_host(self) -> Result<HostTensor, String> {
         let shape = self.shape().to_vec();
         let text = |err: model::TensorError| err.to_string();
         match self {
             Value::Bool(tensor) => {
-                let bytes: Vec<u8> = tensor.iter().map(|&b| u8::from(b)).collect();
+                let bytes: Vec<u8> = elements(&tensor).iter().map(|&b| u8::from(b)).collect();
                 HostTensor::from_raw(DataType::Bool, shape, bytes.into()).map_err(text)
             }
             Value::String(tensor) => {
-                let strings = tensor.iter().cloned().collect();
+                let strings = into_elements(tensor);
                 HostTensor::from_strings(shape, strings).map_err(text)
             }
             other => with_number!(other, tensor => {
-                HostTensor::from_vec(shape, tensor.into_data()).map_err(text)
+                HostTensor::from_vec(shape, into_elements(tensor)).map_err(text)
             }, _ => Err("not a number".to_string())),
         }
     }
 
-    /// A copy of a tensor from outside.
+    /// A copy of a tensor of the host.
     pub(crate) fn from_host(tensor: &HostTensor) -> Result<Value, String> {
         let shape = tensor.shape();
         macro_rules! numbers {
@@ -195,6 +195,17 @@ macro_rules! conversions {
             }
         )+
     };
+}
+
+/// The elements of `tensor` in row-major order. Kernels make only contiguous tensors.
+pub(crate) fn elements<T>(tensor: &Tensor<T>) -> &[T] {
+    tensor.data().expect("values are contiguous")
+}
+
+/// Like [`elements`], without a copy.
+pub(crate) fn into_elements<T>(tensor: Tensor<T>) -> Vec<T> {
+    debug_assert!(tensor.is_contiguous());
+    tensor.into_non_contiguous_data()
 }
 
 /// Access to the typed tensor inside a [`Value`].

@@ -31,7 +31,7 @@ pub(crate) fn build(facts: &StepFacts, equation: &str) -> Result<Kernel, String>
     }
 }
 
-/// A dimension's name: a letter, or its position from the end of what `...` stands for.
+/// A dimension's name: a letter, or its position from the end of the dimensions of `...`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Label {
     Letter(char),
@@ -105,7 +105,7 @@ impl<T: Plain> Labelled<T> {
         self.labels.iter().position(|&other| other == label).map(|axis| self.dims[axis])
     }
 
-    /// The same elements with the dimensions `order`; one that is not there is of extent 1.
+    /// The same elements with the dimensions `order`; missing ones have extent 1.
     fn arranged(&self, order: &[Label]) -> Vec<T> {
         let (mut dims, mut strides) = (Vec::new(), Vec::new());
         for label in order {
@@ -138,7 +138,7 @@ impl<T: Plain> Labelled<T> {
     }
 }
 
-/// The elements that `dims` and `strides` visit, in row-major order.
+/// The elements of a tensor of `dims` and `strides`, in row-major order.
 fn gather<T: Copy>(data: &[T], dims: &[usize], strides: &[usize]) -> Vec<T> {
     let count: usize = dims.iter().product();
     let mut index = vec![0usize; dims.len()];
@@ -159,7 +159,7 @@ fn gather<T: Copy>(data: &[T], dims: &[usize], strides: &[usize]) -> Vec<T> {
     gathered
 }
 
-/// Repeats `operand`'s dimensions of extent 1 where `other` has more, as broadcasting asks for.
+/// Repeats `operand`'s dimensions of extent 1 where `other` has more, as broadcasting requires.
 fn stretched<T: Plain>(operand: Labelled<T>, other: &Labelled<T>) -> Result<Labelled<T>, String> {
     let mut dims = operand.dims.clone();
     let mut strides: Vec<usize> =
@@ -189,7 +189,8 @@ fn contracted<T: Contract>(
     b: Labelled<T>,
     keep: &[Label],
 ) -> Result<Labelled<T>, String> {
-    // What only one operand has and nobody needs is summed before it multiplies the work.
+    // A dimension of only one operand that the result lacks is summed first, so that it does not
+    // multiply the work.
     let needed =
         |other: &Labelled<T>| -> Vec<Label> { keep.iter().chain(&other.labels).copied().collect() };
     let (a_needed, b_needed) = (needed(&b), needed(&a));

@@ -1,4 +1,4 @@
-//! Products and convolutions of 8-bit integers, with 32-bit sums or requantised results.
+//! Products and convolutions of 8-bit integers, with 32-bit sums or requantized results.
 
 use std::borrow::Cow;
 
@@ -46,7 +46,7 @@ fn integers(value: &Value) -> Result<Vec<i32>, String> {
     }
 }
 
-/// `value` less its zero point, which is one for all, or has a shape that broadcasts.
+/// `value` minus its zero point, which is one number or has a shape that broadcasts.
 fn centred(value: &Value, zero: Option<&Value>, zero_shape: &[usize]) -> Result<Vec<i32>, String> {
     let mut data = integers(value)?;
     let Some(zero) = zero else { return Ok(data) };
@@ -80,7 +80,7 @@ fn per_channel(shape: &[usize], rank: usize) -> Vec<usize> {
     all
 }
 
-/// `a @ b` of the centred operands; shape and sums.
+/// The shape and sums of `a @ b`, each minus its zero point.
 fn centred_matmul(
     a: &Value,
     a_zero: Option<&Value>,
@@ -100,7 +100,7 @@ fn matmul_integer(inputs: &Inputs) -> KernelResult {
     dense::output(&shape, sums)
 }
 
-/// The convolution of the centred operands.
+/// The convolution of the operands minus their zero points.
 fn centred_conv(
     x: &Value,
     x_zero: Option<&Value>,
@@ -125,14 +125,14 @@ fn conv_integer(inputs: &Inputs, conv: &Conv) -> KernelResult {
 
 /// The one element of a scale.
 fn scalar(inputs: &Inputs, index: usize) -> Result<f32, String> {
-    match elements(inputs.typed::<f32>(index)?).as_ref() {
+    match elements(inputs.typed::<f32>(index)?) {
         [scale] => Ok(*scale),
         other => Err(format!("operand {index} has {} elements instead of one", other.len())),
     }
 }
 
 /// Sums as the result's bytes: scaled, rounded to even, shifted and saturated.
-fn requantised(shape: &[usize], sums: &[i32], factors: &[f32], zero: &Value) -> KernelResult {
+fn requantized(shape: &[usize], sums: &[i32], factors: &[f32], zero: &Value) -> KernelResult {
     let shift = match integers(zero)?.as_slice() {
         [zero] => *zero as f32,
         other => return Err(format!("an output zero point of {} elements", other.len())),
@@ -156,7 +156,7 @@ fn linear_matmul(inputs: &Inputs) -> KernelResult {
     let (a_scale, b_scale) = (inputs.typed::<f32>(1)?, inputs.typed::<f32>(4)?);
     let y_scale = scalar(inputs, 6)?;
     let spread = |tensor: &Tensor<f32>, rows: bool| -> Result<Cow<[f32]>, String> {
-        let data = elements(tensor).into_owned();
+        let data = elements(tensor).to_vec();
         if data.len() == 1 {
             return Ok(data.into());
         }
@@ -171,7 +171,7 @@ fn linear_matmul(inputs: &Inputs) -> KernelResult {
     let count = if a_scale.len() == 1 && b_scale.len() == 1 { 1 } else { sums.len() };
     let factors: Vec<f32> =
         (0..count).map(|i| at(&a_scale, i) * at(&b_scale, i) / y_scale).collect();
-    requantised(&shape, &sums, &factors, inputs.get(7)?)
+    requantized(&shape, &sums, &factors, inputs.get(7)?)
 }
 
 fn linear_conv(inputs: &Inputs, conv: &Conv) -> KernelResult {
@@ -197,7 +197,7 @@ fn linear_conv(inputs: &Inputs, conv: &Conv) -> KernelResult {
     } else {
         (0..sums.len()).map(|index| factor(weight_scale[index / plane % outputs])).collect()
     };
-    requantised(&shapes.output, &sums, &factors, inputs.get(7)?)
+    requantized(&shapes.output, &sums, &factors, inputs.get(7)?)
 }
 
 #[cfg(test)]

@@ -1,18 +1,18 @@
-//! Normalisations, and the per-channel scale and shift they often reduce to.
+//! Normalizations, and the per-channel scale and shift they often reduce to.
 
 use model::DataType;
 use model::op::{Activation, Op};
-use rayon::prelude::*;
 use rten_simd::SimdOp;
 use rten_tensor::Tensor;
 use rten_vecmath::{Normalize, NormalizeOptions, Sum, SumSquare, SumSquareSub};
 
 use super::dense::{self, Real, elements};
+use super::parallel::{for_each, in_chunks};
 use super::{Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
-use crate::value::Value;
-use crate::watch;
+use crate::value::{Value, into_elements};
+use crate::yield_point;
 
-/// Elements that one task normalises at least.
+/// Minimum elements per task.
 const TASK_ELEMENTS: usize = 8 * 1024;
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
@@ -33,7 +33,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     }
 }
 
-/// What the rows of a normalisation are made of.
+/// Element types of a normalization.
 pub(super) trait Row: Real
 where
     Tensor<Self>: Into<Value>,
@@ -43,7 +43,7 @@ where
     /// Mean of the squares.
     fn mean_square(row: &[Self]) -> Self;
     /// `(x - mean) * factor * scale + shift` in place, with a scale and shift per element.
-    fn normalise(
+    fn normalize(
         row: &mut [Self],
         mean: Self,
         factor: Self,
@@ -65,7 +65,7 @@ impl Row for f32 {
         SumSquare::new(row).dispatch() / row.len() as f32
     }
 
-    fn normalise(row: &mut [f32], mean: f32, factor: f32, scale: &[f32], shift: Option<&[f32]>) {
+    fn normalize(row: &mut [f32], mean: f32, factor: f32, scale: &[f32], shift: Option<&[f32]>) {
         let options = NormalizeOptions {
             pre_scale_bias: mean,
             scale: factor,
@@ -99,7 +99,7 @@ impl Row for f64 {
         row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64
     }
 
-    fn normalise(row: &mut [f64], mean: f64, factor: f64, scale: &[f64], shift: Option<&[f64]>) {
+    fn normalize(row: &mut [f64], mean: f64, factor: f64, scale: &[f64], shift: Option<&[f64]>) {
         for (index, x) in row.iter_mut().enumerate() {
             *x = (*x - mean) * factor * scale[index] + shift.map_or(0.0, |shift| shift[index]);
         }
@@ -117,11 +117,11 @@ where
     let value = inputs.take(0)?;
     let shape = value.shape().to_vec();
     let tensor = T::take(value).map_err(|value| format!("operand 0 is {}", value.dtype()))?;
-    let mut data = tensor.into_data();
+    let mut data = into_elements(tensor);
     match op {
         Op::ScaleShift { activation } => {
             let (scale, shift) = (inputs.typed(1)?, inputs.typed(2)?);
-            scale_shift(&mut data, &shape, &elements(scale), &elements(shift), *activation)?;
+            scale_shift(&mut data, &shape, elements(scale), elements(shift), *activation)?;
         }
         Op::BatchNorm { epsilon } => batch_norm::<T>(&mut data, &shape, &inputs, *epsilon)?,
         Op::LayerNorm { axis, epsilon } => {
@@ -144,7 +144,7 @@ where
             let axis = dense::resolve_axis(*axis, shape.len())?;
             power_norm(&mut data, shape[axis], shape[axis + 1..].iter().product(), *p);
         }
-        other => return Err(format!("{} is no normalisation", other.name())),
+        other => return Err(format!("{} is no normalization", other.name())),
     }
     dense::output(&shape, data)
 }
@@ -184,17 +184,14 @@ where
     }
     let plane: usize = shape.iter().skip(2).product();
     let planes = (TASK_ELEMENTS / plane).max(1);
-    data.par_chunks_mut(plane * planes).enumerate().for_each_init(
-        watch::at_work,
-        |_, (chunk, block)| {
-            watch::did(block.len());
-            for (index, row) in block.chunks_exact_mut(plane).enumerate() {
-                let channel = (chunk * planes + index) % channels;
-                T::scale_shift(row, scale[channel], shift[channel]);
-                T::activate(activation, row);
-            }
-        },
-    );
+    in_chunks(data, plane * planes, &|chunk: usize, block: &mut [T]| {
+        yield_point::did_work(block.len());
+        for (index, row) in block.chunks_exact_mut(plane).enumerate() {
+            let channel = (chunk * planes + index) % channels;
+            T::scale_shift(row, scale[channel], shift[channel]);
+            T::activate(activation, row);
+        }
+    });
     Ok(())
 }
 
@@ -223,8 +220,8 @@ where
     scale_shift(data, shape, &factor, &shift, Activation::None)
 }
 
-/// A scale or shift for the rows of a normalisation over the dimensions from `axis` on: one row's
-/// worth when all rows share it, otherwise as many elements as the data.
+/// A scale or shift for the rows of a normalization over the dimensions from `axis` on: one row
+/// if all rows share it, otherwise as many elements as the data.
 fn row_parameter<T: Row>(tensor: &Tensor<T>, shape: &[usize], axis: usize) -> Result<Vec<T>, String>
 where
     Tensor<T>: Into<Value>,
@@ -260,16 +257,17 @@ where
     let mut statistics = vec![(T::nan(), T::nan()); rows];
     if let Some(per_task) = TASK_ELEMENTS.checked_div(width) {
         let per_task = per_task.max(1);
-        let tasks = data.par_chunks_mut(width * per_task).zip(statistics.par_chunks_mut(per_task));
-        tasks.enumerate().for_each_init(watch::at_work, |_, (task, (block, statistics))| {
-            watch::did(block.len());
+        let tasks = data.chunks_mut(width * per_task).zip(statistics.chunks_mut(per_task));
+        type Task<'a, T> = (usize, (&'a mut [T], &'a mut [(T, T)]));
+        for_each(tasks.enumerate(), &|(task, (block, statistics)): Task<T>| {
+            yield_point::did_work(block.len());
             let rows = block.chunks_exact_mut(width).zip(statistics).enumerate();
             for (index, (row, statistic)) in rows {
                 let number = task * per_task + index;
                 let (mean, variance) = T::moments(row);
                 let factor = T::one() / (variance + epsilon).sqrt();
                 let shift = shift.as_deref().map(|shift| part(shift, width, number));
-                T::normalise(row, mean, factor, part(&scale, width, number), shift);
+                T::normalize(row, mean, factor, part(&scale, width, number), shift);
                 *statistic = (mean, factor);
             }
         });
@@ -304,19 +302,18 @@ where
     }
     let epsilon = T::from_f32(epsilon);
     let per_task = (TASK_ELEMENTS / width).max(1);
-    let tasks = data.par_chunks_mut(width * per_task).enumerate();
-    tasks.for_each_init(watch::at_work, |_, (task, block)| {
-        watch::did(block.len());
+    in_chunks(data, width * per_task, &|task: usize, block: &mut [T]| {
+        yield_point::did_work(block.len());
         for (index, row) in block.chunks_exact_mut(width).enumerate() {
             let factor = T::one() / (T::mean_square(row) + epsilon).sqrt();
             let scale = part(&scale, width, task * per_task + index);
-            T::normalise(row, T::zero(), factor, scale, None);
+            T::normalize(row, T::zero(), factor, scale, None);
         }
     });
     Ok(())
 }
 
-/// Normalises each of `groups` groups of channels per image; an instance norm has one channel each.
+/// Normalizes each of `groups` groups of channels per image; an instance norm has one channel each.
 fn group_norm<T: Row>(
     data: &mut [T],
     shape: &[usize],
@@ -340,22 +337,21 @@ where
     let plane: usize = shape.iter().skip(2).product();
     let per_group = channels / groups;
     let epsilon = T::from_f32(epsilon);
-    let blocks = data.par_chunks_mut(plane * per_group).enumerate();
-    blocks.for_each_init(watch::at_work, |_, (index, block)| {
-        watch::did(block.len() / 2);
+    in_chunks(data, plane * per_group, &|index: usize, block: &mut [T]| {
+        yield_point::did_work(block.len() / 2);
         let (mean, variance) = T::moments(block);
         let factor = T::one() / (variance + epsilon).sqrt();
         let first = index % groups * per_group;
         for (offset, row) in block.chunks_exact_mut(plane).enumerate() {
             let gain = factor * scale[first + offset];
             T::scale_shift(row, gain, bias[first + offset] - mean * gain);
-            watch::did(plane / 4);
+            yield_point::did_work(plane / 4);
         }
     });
     Ok(())
 }
 
-/// Local response normalisation over a window of `size` channels.
+/// Local response normalization over a window of `size` channels.
 fn response_norm<T: Row>(
     data: &[T],
     shape: &[usize],
@@ -376,12 +372,12 @@ where
     }
     let alpha = alpha / T::from(size).unwrap_or_else(T::one);
     let (before, after) = ((size - 1) / 2, size / 2);
-    out.par_chunks_mut(plane).enumerate().for_each_init(watch::at_work, |_, (index, row)| {
+    in_chunks(&mut out, plane, &|index: usize, row: &mut [T]| {
         let (image, channel) = (index / channels, index % channels);
         let first = channel.saturating_sub(before);
         let last = (channel.saturating_add(after)).min(channels - 1);
         for (position, x) in row.iter_mut().enumerate() {
-            watch::did(20 + size);
+            yield_point::did_work(20 + size);
             let mut sum = T::zero();
             for other in first..=last {
                 let neighbour = data[(image * channels + other) * plane + position];
@@ -401,9 +397,9 @@ where
     if data.is_empty() {
         return;
     }
-    data.par_chunks_mut(width * inner).for_each_init(watch::at_work, |_, block| {
+    in_chunks(data, width * inner, &|_: usize, block: &mut [T]| {
         for column in 0..inner {
-            watch::did(width * 2);
+            yield_point::did_work(width * 2);
             let values = block[column..].iter().step_by(inner);
             let norm = match p {
                 1 => values.fold(T::zero(), |sum, x| sum + x.abs()),

@@ -1,5 +1,5 @@
-//! Recurrent layers. The products with the inputs of all times are one; those with the state follow
-//! time.
+//! Recurrent layers. One product covers the inputs of all time steps; the products with the state
+//! are computed step by step.
 
 mod cell;
 
@@ -12,7 +12,7 @@ use self::cell::{Cell, Functions};
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, PackedRight, Right};
 use super::{Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
-use crate::watch;
+use crate::yield_point;
 
 pub(crate) fn build(facts: &StepFacts, rnn: &Rnn) -> Result<Kernel, String> {
     let dtype = facts.input_dtype(0);
@@ -51,7 +51,7 @@ fn build_f32(facts: &StepFacts, rnn: &Rnn) -> Result<Kernel, String> {
     Ok(Kernel { run: Box::new(run), resident_bytes, packed_inputs })
 }
 
-/// A layer as it was built.
+/// A layer bound to its operator.
 struct Layer {
     rnn: Rnn,
     gates: usize,
@@ -63,7 +63,7 @@ struct Layer {
 /// The weights of one layer, packed, per direction.
 struct Weights {
     input: Vec<PackedRight>,
-    /// For a GRU the first two gates; for others all.
+    /// For a GRU the first two gates; for other cells all.
     state: Vec<PackedRight>,
     /// For a GRU the last gate.
     candidate: Vec<PackedRight>,
@@ -113,7 +113,7 @@ impl Weights {
 struct Extents {
     time: usize,
     batch: usize,
-    /// Steps that count, per batch item.
+    /// Number of valid time steps per batch item.
     lengths: Vec<usize>,
 }
 
@@ -164,7 +164,7 @@ impl Layer {
         }
     }
 
-    /// The first state of one direction: zeros unless operand `index` says otherwise.
+    /// The initial state of one direction: operand `index`, or zeros.
     fn first_state(
         &self,
         inputs: &Inputs,
@@ -276,7 +276,7 @@ impl Layer {
             };
             cell.advance(&mut buffers, &mut h, &mut c, candidate, input)?;
             for item in (0..extents.batch).filter(|&item| moving(item)) {
-                watch::did(rows * 2);
+                yield_point::did_work(rows * 2);
                 let to = if self.rnn.batch_first {
                     (item * extents.time + time(item)) * self.functions.len() + direction
                 } else {

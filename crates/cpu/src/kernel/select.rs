@@ -1,8 +1,6 @@
-//! Selection: the largest elements, those that are not zero, those a mask keeps, and boxes.
+//! Selection: TopK, NonZero, Compress and NonMaxSuppression.
 
 mod boxes;
-
-use std::cmp::Ordering;
 
 use model::DataType;
 use model::op::Op;
@@ -11,7 +9,7 @@ use rten_tensor::Tensor;
 use super::binary::Number;
 use super::layout::rearrange;
 use super::operand::{
-    Element, around, dtype_of, flat, integer_scalar, is_half, one, output_len, resolve_axis,
+    Element, around, dtype_of, elements, integer_scalar, is_half, one, output_len, resolve_axis,
     through_f32,
 };
 use super::reduce::with_full;
@@ -47,15 +45,9 @@ fn top_k(inputs: &Inputs, axis: i64, largest: bool) -> KernelResult {
     let mut shape = value.shape().to_vec();
     shape[axis] = k;
     with_full!(value, tensor => {
-        let (values, indices) = top_lanes(&flat(tensor), extents, k, largest);
+        let (values, indices) = top_lanes(elements(tensor), extents, k, largest);
         Ok(Outputs::from_iter([Element::wrap(&shape, values), i64::wrap(&shape, indices)]))
     })
-}
-
-/// An order of all numbers in which NaN is the largest.
-fn order<T: Number>(a: T, b: T) -> Ordering {
-    let is_nan = |x: T| x.partial_cmp(&x).is_none();
-    a.partial_cmp(&b).unwrap_or_else(|| is_nan(a).cmp(&is_nan(b)))
 }
 
 fn top_lanes<T: Number>(
@@ -66,28 +58,33 @@ fn top_lanes<T: Number>(
 ) -> (Vec<T>, Vec<i64>) {
     let mut values = vec![T::default(); outer * k * inner];
     let mut indices = vec![0i64; outer * k * inner];
-    let mut lane: Vec<(T, usize)> = Vec::with_capacity(along);
-    let compare = |a: &(T, usize), b: &(T, usize)| {
-        let by_value = if largest { order(b.0, a.0) } else { order(a.0, b.0) };
-        by_value.then(a.1.cmp(&b.1))
-    };
+    let mut lane: Vec<(u64, usize)> = Vec::with_capacity(along);
     for row in 0..if k == 0 { 0 } else { outer } {
         for column in 0..inner {
+            let at = |step: usize| (row * along + step) * inner + column;
             lane.clear();
-            lane.extend((0..along).map(|step| (data[(row * along + step) * inner + column], step)));
-            if k < along {
-                lane.select_nth_unstable_by(k - 1, compare);
-                lane.truncate(k);
-            }
-            lane.sort_unstable_by(compare);
-            for (rank, &(value, step)) in lane.iter().enumerate() {
+            lane.extend((0..along).map(|step| {
+                let key = data[at(step)].sort_key();
+                (if largest { !key } else { key }, step)
+            }));
+            sort_first(&mut lane, k);
+            for (rank, &(_, step)) in lane.iter().enumerate() {
                 let target = (row * k + rank) * inner + column;
-                values[target] = value;
+                values[target] = data[at(step)];
                 indices[target] = step as i64;
             }
         }
     }
     (values, indices)
+}
+
+/// Keeps the `k` lowest entries, which is at least one, in ascending order.
+fn sort_first(lane: &mut Vec<(u64, usize)>, k: usize) {
+    if k < lane.len() {
+        lane.select_nth_unstable(k - 1);
+        lane.truncate(k);
+    }
+    lane.sort_unstable();
 }
 
 /// The positions of elements that are not zero, one row per dimension.
@@ -111,8 +108,8 @@ fn non_zero(inputs: &Inputs) -> KernelResult {
 
 fn positions<T: Element>(tensor: &Tensor<T>) -> Vec<usize> {
     let zero = T::default();
-    let flat = flat(tensor);
-    flat.iter().enumerate().filter(|(_, x)| **x != zero).map(|(position, _)| position).collect()
+    let data = elements(tensor);
+    data.iter().enumerate().filter(|(_, x)| **x != zero).map(|(position, _)| position).collect()
 }
 
 fn compress(inputs: &Inputs, axis: Option<i64>) -> KernelResult {
@@ -129,7 +126,7 @@ fn compress(inputs: &Inputs, axis: Option<i64>) -> KernelResult {
         }
     };
     let (outer, along, inner) = extents;
-    // What the condition does not reach is not kept.
+    // Positions past the end of the condition are dropped.
     let kept: Vec<usize> = positions(condition);
     if let Some(far) = kept.iter().find(|&&position| position >= along) {
         return Err(format!("the condition keeps position {far} of {along}"));
@@ -153,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_largest_come_first() {
+    fn top_k_orders_by_value_then_index() {
         let x = floats(&[2, 4], &[1.0, 3.0, 3.0, f32::NAN, 8.0, 6.0, 7.0, 5.0]);
         let on = |axis, largest, k| {
             let op = Op::TopK { axis, largest, sorted: true };
@@ -171,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_zero() {
+    fn non_zero_returns_positions() {
         let x = floats(&[2, 2], &[1.0, 0.0, 3.0, 4.0]);
         assert_eq!(run(Op::NonZero, &[x])[0], integers(&[2, 3], &[0, 1, 1, 0, 0, 1]));
         assert_eq!(run(Op::NonZero, &[bools(&[], &[true])])[0].shape(), [0, 1]);

@@ -1,12 +1,12 @@
-//! Borders around a tensor, or cut off it.
+//! Padding, positive and negative.
 
 use crate::buffer_pool::{BufferPool, Pooled};
 use model::op::PadMode;
 
 use crate::kernel::operand::{
-    filled, flat, integer_list, one, optional_integers, output_len, resolve_axes, row_strides,
+    elements, filled, integer_list, one, optional_integers, output_len, resolve_axes, row_strides,
 };
-use crate::kernel::walk::in_aligned_pieces;
+use crate::kernel::parallel::in_aligned_pieces;
 use crate::kernel::{Context, Inputs, KernelResult};
 use crate::value::{Value, with_value};
 
@@ -40,7 +40,7 @@ pub(super) fn pad(context: &Context, inputs: Inputs, mode: PadMode) -> KernelRes
             None => Default::default(),
             Some(fill) => first_like(tensor, fill)?,
         };
-        let data = padded(context.pool, &flat(tensor), &row_strides(shape), &out, &maps, fill);
+        let data = padded(context.pool, elements(tensor), &row_strides(shape), &out, &maps, fill);
         one(Value::from(rten_tensor::Tensor::from_data(&out, data)))
     })
 }
@@ -51,7 +51,7 @@ fn first_like<T: crate::value::Typed + Clone>(
     fill: &Value,
 ) -> Result<T, String> {
     let fill = T::get(fill).ok_or("the fill has another type")?;
-    match flat(fill).as_ref() {
+    match elements(fill) {
         [only] => Ok(only.clone()),
         many => Err(format!("the fill must be one element, has {}", many.len())),
     }
@@ -74,11 +74,11 @@ fn all_pads(inputs: &Inputs, rank: usize) -> Result<Vec<(i64, i64)>, String> {
     Ok(all)
 }
 
-/// Where each position of an output dimension comes from.
+/// The source of each position of an output dimension.
 struct AxisMap {
     /// Input positions; `None` is the fill.
     from: Vec<Option<usize>>,
-    /// Output positions `.0..` that are `.1` input positions in a row.
+    /// Start and length of the output positions that are consecutive input positions.
     run: (usize, usize),
 }
 
@@ -126,7 +126,7 @@ fn padded<T: Pooled>(
     if count == 0 {
         return out;
     }
-    in_aligned_pieces(&mut out, width, |start, piece| {
+    in_aligned_pieces(&mut out, width, &|start: usize, piece: &mut [T]| {
         for (number, row) in piece.chunks_mut(width).enumerate() {
             let mut rest = start / width + number;
             let mut base = Some(0);
@@ -143,7 +143,7 @@ fn padded<T: Pooled>(
     out
 }
 
-/// One innermost row: the run in the middle at once, the borders one by one.
+/// One innermost row: the middle as one copy, the borders element by element.
 fn pad_row<T: Clone>(data: &[T], row: &mut [T], map: &AxisMap) {
     let (start, length) = map.run;
     let each = |range: std::ops::Range<usize>, row: &mut [T]| {
