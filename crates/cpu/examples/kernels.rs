@@ -9,7 +9,10 @@ use std::time::{Duration, Instant};
 use base::Random;
 use cpu::{CpuDevice, CpuOptions};
 use device::{Completion, CompletionSink, Device, Outcome, Queue, QueueOptions, Segment};
-use model::op::{Activation, Conv, MatMul, Op, Padding, Window};
+use model::op::{
+    Activation, Binary, Cast, Compare, Conv, MatMul, Op, Padding, Softmax, SoftmaxKind, Unary,
+    Variadic, Window,
+};
 use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
 
 struct Sink(Sender<Completion>);
@@ -34,6 +37,8 @@ struct Layer {
     input: Vec<usize>,
     constants: Vec<Vec<usize>>,
     flops: f64,
+    /// The input is needed later, so that the step cannot overwrite it.
+    keeps_input: bool,
 }
 
 fn random(shape: &[usize]) -> Tensor {
@@ -56,6 +61,9 @@ fn plan(layer: &Layer) -> LaunchPlan {
     }
     let output = ValueId(count as u32 - 1);
     plan.outputs = vec![output];
+    if layer.keeps_input {
+        plan.outputs.push(ValueId(0));
+    }
     plan.steps.push(Step {
         name: layer.name.clone(),
         op: layer.op.clone(),
@@ -121,6 +129,7 @@ fn conv(
         input: vec![1, channels, size, size],
         constants: vec![vec![outputs, channels / groups, kernel, kernel], vec![outputs]],
         flops: 2.0 * (outputs * taps * out * out) as f64,
+        keeps_input: true,
     }
 }
 
@@ -131,7 +140,51 @@ fn matmul(rows: usize, depth: usize, columns: usize) -> Layer {
         input: vec![1, rows, depth],
         constants: vec![vec![depth, columns], vec![columns]],
         flops: 2.0 * (rows * depth * columns) as f64,
+        keeps_input: true,
     }
+}
+
+/// An operator on `shape`, with one operation per element; constants follow the input.
+fn elementwise(name: &str, op: Op, shape: &[usize], constants: &[&[usize]]) -> [Layer; 2] {
+    [true, false].map(|keeps_input| Layer {
+        name: format!("{name} {shape:?}{}", if keeps_input { "" } else { " in place" }),
+        op: op.clone(),
+        input: shape.to_vec(),
+        constants: constants.iter().map(|shape| shape.to_vec()).collect(),
+        flops: shape.iter().product::<usize>() as f64,
+        keeps_input,
+    })
+}
+
+/// Operators that memory bounds.
+fn elementwise_layers() -> Vec<Layer> {
+    let image: &[usize] = &[1, 64, 112, 112];
+    let softmax = Softmax { kind: SoftmaxKind::Softmax, axis: -1, flatten: false };
+    [
+        elementwise("add", Op::Binary(Binary::Add), image, &[image]),
+        elementwise("add channels", Op::Binary(Binary::Add), image, &[&[64, 1, 1]]),
+        elementwise("subtract scalar", Op::Binary(Binary::Sub), image, &[&[]]),
+        elementwise("add row", Op::Binary(Binary::Add), &[4096, 96], &[&[96]]),
+        elementwise("remainder", Op::Binary(Binary::Fmod), image, &[&[]]),
+        elementwise("less", Op::Compare(Compare::Less), image, &[&[64, 1, 1]]),
+        elementwise("maximum", Op::Variadic(Variadic::Max), image, &[image]),
+        elementwise("relu", Op::Unary(Unary::Relu), image, &[]),
+        elementwise("sqrt", Op::Unary(Unary::Sqrt), image, &[]),
+        elementwise("sin", Op::Unary(Unary::Sin), image, &[]),
+        elementwise("erf", Op::Unary(Unary::Erf), image, &[]),
+        elementwise("softmax", Op::Softmax(softmax), &[12, 128, 128], &[]),
+        elementwise("transpose", Op::Transpose { perm: Some(vec![0, 2, 3, 1]) }, image, &[]),
+        elementwise(
+            "layer norm",
+            Op::LayerNorm { axis: -1, epsilon: 1e-5 },
+            &[128, 768],
+            &[&[768], &[768]],
+        ),
+        elementwise("cast", Op::Cast(Cast { to: DataType::I64 }), image, &[]),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 fn main() {
@@ -177,6 +230,9 @@ fn main() {
         matmul(1, 2048, 1000),
         matmul(1, 25088, 4096),
     ] {
+        bench.time(&layer);
+    }
+    for layer in elementwise_layers() {
         bench.time(&layer);
     }
 }

@@ -34,7 +34,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     }
 }
 
-/// The first `k` of every lane in descending or ascending order, earlier ones first among equals.
+/// The first `k` elements along `axis` in descending or ascending order; equal ones by position.
 fn top_k(inputs: &Inputs, axis: i64, largest: bool) -> KernelResult {
     let k = integer_scalar(inputs, 1)?;
     let value = inputs.get(0)?;
@@ -45,12 +45,12 @@ fn top_k(inputs: &Inputs, axis: i64, largest: bool) -> KernelResult {
     let mut shape = value.shape().to_vec();
     shape[axis] = k;
     with_full!(value, tensor => {
-        let (values, indices) = top_lanes(elements(tensor), extents, k, largest);
+        let (values, indices) = first_along(elements(tensor), extents, k, largest);
         Ok(Outputs::from_iter([Element::wrap(&shape, values), i64::wrap(&shape, indices)]))
     })
 }
 
-fn top_lanes<T: Number>(
+fn first_along<T: Number>(
     data: &[T],
     (outer, along, inner): (usize, usize, usize),
     k: usize,
@@ -58,17 +58,17 @@ fn top_lanes<T: Number>(
 ) -> (Vec<T>, Vec<i64>) {
     let mut values = vec![T::default(); outer * k * inner];
     let mut indices = vec![0i64; outer * k * inner];
-    let mut lane: Vec<(u64, usize)> = Vec::with_capacity(along);
+    let mut entries: Vec<(u64, usize)> = Vec::with_capacity(along);
     for row in 0..if k == 0 { 0 } else { outer } {
         for column in 0..inner {
             let at = |step: usize| (row * along + step) * inner + column;
-            lane.clear();
-            lane.extend((0..along).map(|step| {
+            entries.clear();
+            entries.extend((0..along).map(|step| {
                 let key = data[at(step)].sort_key();
                 (if largest { !key } else { key }, step)
             }));
-            sort_first(&mut lane, k);
-            for (rank, &(_, step)) in lane.iter().enumerate() {
+            sort_first(&mut entries, k);
+            for (rank, &(_, step)) in entries.iter().enumerate() {
                 let target = (row * k + rank) * inner + column;
                 values[target] = data[at(step)];
                 indices[target] = step as i64;
@@ -79,12 +79,12 @@ fn top_lanes<T: Number>(
 }
 
 /// Keeps the `k` lowest entries, which is at least one, in ascending order.
-fn sort_first(lane: &mut Vec<(u64, usize)>, k: usize) {
-    if k < lane.len() {
-        lane.select_nth_unstable(k - 1);
-        lane.truncate(k);
+fn sort_first(entries: &mut Vec<(u64, usize)>, k: usize) {
+    if k < entries.len() {
+        entries.select_nth_unstable(k - 1);
+        entries.truncate(k);
     }
-    lane.sort_unstable();
+    entries.sort_unstable();
 }
 
 /// The positions of elements that are not zero, one row per dimension.

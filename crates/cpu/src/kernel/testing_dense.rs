@@ -82,7 +82,7 @@ pub(crate) fn random(random: &mut Random, shape: &[usize]) -> Tensor {
 }
 
 /// An input or a constant, at random.
-pub(crate) fn given(random: &mut Random, tensor: &Tensor) -> TestOperand {
+pub(crate) fn input_or_constant(random: &mut Random, tensor: &Tensor) -> TestOperand {
     if random.below(2) == 0 {
         TestOperand::Input(tensor.clone())
     } else {

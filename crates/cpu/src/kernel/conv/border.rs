@@ -7,7 +7,7 @@ use super::super::geometry::Geometry;
 use crate::yield_point;
 
 /// Elements of rows that are added up before their work is reported.
-const TELL_AFTER: usize = 4096;
+const REPORT_AFTER: usize = 4096;
 
 /// How a bordered image is laid out.
 ///
@@ -108,7 +108,7 @@ impl<'a> Border<'a> {
         let g = self.geometry;
         let [_, height, width] = g.input;
         let row_size = self.phase * g.strides[2];
-        let mut told = 0;
+        let mut unreported = 0;
         for (index, row) in target.chunks_exact_mut(row_size).enumerate() {
             let (z, y) = (index / self.extent[1], index % self.extent[1]);
             let inside = |position: usize, axis: usize| {
@@ -120,10 +120,10 @@ impl<'a> Border<'a> {
             };
             let source = &input[(z * height + y) * width..(z * height + y + 1) * width];
             self.copy_row(row, source);
-            told += row_size;
-            if told >= TELL_AFTER {
-                yield_point::did_work(told / 2);
-                told = 0;
+            unreported += row_size;
+            if unreported >= REPORT_AFTER {
+                yield_point::did_work(unreported / 2);
+                unreported = 0;
             }
         }
     }

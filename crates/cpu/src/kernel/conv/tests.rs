@@ -5,7 +5,8 @@ use model::Tensor;
 use model::op::{Activation, Op, Padding, Window};
 
 use super::super::testing_dense::{
-    TestOperand, assert_close, assert_close_f64, between, given, random, run, run_f32, wide,
+    TestOperand, assert_close, assert_close_f64, between, input_or_constant, random, run, run_f32,
+    wide,
 };
 use super::*;
 
@@ -120,11 +121,15 @@ fn random_geometries_match_the_reference() {
         let (mut conv, x_shape, w_shape) = random_conv(&mut source, rank);
         let (x, w) = (random(&mut source, &x_shape), random(&mut source, &w_shape));
         let (shape, mut expected) = reference(&x, &w, &conv);
-        let mut operands = vec![TestOperand::Input(x), given(&mut source, &w)];
+        let mut operands = vec![TestOperand::Input(x), input_or_constant(&mut source, &w)];
         let plane: usize = shape[2..].iter().product();
         let bias = random(&mut source, &[shape[1]]);
         let with_bias = source.below(2) == 0;
-        operands.push(if with_bias { given(&mut source, &bias) } else { TestOperand::Absent });
+        operands.push(if with_bias {
+            input_or_constant(&mut source, &bias)
+        } else {
+            TestOperand::Absent
+        });
         if with_bias {
             let bias = wide(&bias);
             expected.iter_mut().enumerate().for_each(|(i, y)| *y += bias[i / plane % bias.len()]);
@@ -132,7 +137,7 @@ fn random_geometries_match_the_reference() {
         if source.below(2) == 0 {
             let residual = random(&mut source, &shape);
             expected.iter_mut().zip(wide(&residual)).for_each(|(y, x)| *y += x);
-            operands.push(given(&mut source, &residual));
+            operands.push(input_or_constant(&mut source, &residual));
         }
         if source.below(2) == 0 {
             conv.activation = Activation::Relu;

@@ -4,7 +4,8 @@ use base::Random;
 use model::Tensor as Host;
 
 use super::super::testing_dense::{
-    TestOperand, assert_close, assert_close_f64, between, given, random, run, run_f32, wide,
+    TestOperand, assert_close, assert_close_f64, between, input_or_constant, random, run, run_f32,
+    wide,
 };
 use super::*;
 
@@ -97,13 +98,14 @@ fn random_products_match_the_reference() {
         expected.iter_mut().for_each(|y| *y *= 0.5);
         let stored_a = if op.transpose_a { swapped(&a) } else { a.clone() };
         let stored_b = if op.transpose_b { swapped(&b) } else { b.clone() };
-        let mut operands = vec![TestOperand::Input(stored_a), given(&mut source, &stored_b)];
+        let mut operands =
+            vec![TestOperand::Input(stored_a), input_or_constant(&mut source, &stored_b)];
         operands.push(TestOperand::Absent);
         if !b_vector && source.below(2) == 0 {
             let bias = random(&mut source, &[n]);
             let values = wide(&bias);
             expected.iter_mut().enumerate().for_each(|(i, y)| *y += values[i % n]);
-            operands[2] = given(&mut source, &bias);
+            operands[2] = input_or_constant(&mut source, &bias);
         }
         if source.below(2) == 0 {
             let residual = random(&mut source, &shape);

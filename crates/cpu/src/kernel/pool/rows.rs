@@ -6,7 +6,7 @@ use super::super::geometry::Geometry;
 use crate::yield_point;
 
 /// Elements of rows that are added up before their work is reported.
-const TELL_AFTER: usize = 4096;
+const REPORT_AFTER: usize = 4096;
 
 /// Whether this module supports the window.
 pub(super) fn handles(g: &Geometry) -> bool {
@@ -56,7 +56,7 @@ fn each_row(
     planes.for_each_init(
         || (yield_point::start_work(), vec![initial; width]),
         |(_, folded), (out, input)| {
-            let mut told = 0;
+            let mut unreported = 0;
             for (row, out_row) in out.chunks_exact_mut(g.output[2]).enumerate() {
                 let (taps, first) = g.inside(1, row);
                 fold_rows(folded, input, width, first, g.dilations[1], taps.len(), initial, &fold);
@@ -73,13 +73,13 @@ fn each_row(
                     }
                 }
                 finish(row, out_row);
-                told += width * taps.len();
-                if told >= TELL_AFTER {
-                    yield_point::did_work(told / 2);
-                    told = 0;
+                unreported += width * taps.len();
+                if unreported >= REPORT_AFTER {
+                    yield_point::did_work(unreported / 2);
+                    unreported = 0;
                 }
             }
-            yield_point::did_work(told / 2);
+            yield_point::did_work(unreported / 2);
         },
     );
 }

@@ -24,7 +24,7 @@ pub(super) struct Sampler {
 }
 
 /// The taps along one dimension: weights, and positions unless they are outside.
-type Line = Vec<(Option<usize>, f64)>;
+type AxisTaps = Vec<(Option<usize>, f64)>;
 
 impl Sampler {
     pub(super) fn new(mode: ResizeMode, padding: GridPadding, align_corners: bool) -> Sampler {
@@ -50,7 +50,7 @@ impl Sampler {
     }
 
     /// The taps that make up the point at grid coordinate `x` of a dimension of `size`.
-    fn line(&self, x: f64, size: usize) -> Line {
+    fn axis_taps(&self, x: f64, size: usize) -> AxisTaps {
         let (low, high) = self.borders(size);
         let mut x = self.coordinate(x, size);
         if self.mode == ResizeMode::Nearest {
@@ -159,11 +159,11 @@ pub(super) fn sample<F: Real>(inputs: &Inputs, sampler: Sampler) -> KernelResult
 fn point_taps(sampler: Sampler, at: &[f64], sizes: &[usize]) -> Vec<(usize, f64)> {
     let mut taps = vec![(0, 1.0)];
     for (axis, &size) in sizes.iter().enumerate() {
-        let line = sampler.line(at[sizes.len() - 1 - axis], size);
+        let axis_taps = sampler.axis_taps(at[sizes.len() - 1 - axis], size);
         taps = taps
             .iter()
             .flat_map(|&(offset, weight)| {
-                line.iter().filter_map(move |&(pixel, tap)| {
+                axis_taps.iter().filter_map(move |&(pixel, tap)| {
                     pixel.map(|pixel| (offset * size + pixel, weight * tap))
                 })
             })

@@ -4,7 +4,9 @@ use base::Random;
 use model::Tensor as Host;
 use model::op::Op;
 
-use super::super::testing_dense::{TestOperand, assert_close, between, given, random, run, wide};
+use super::super::testing_dense::{
+    TestOperand, assert_close, between, input_or_constant, random, run, wide,
+};
 use super::*;
 
 struct Case {
@@ -160,14 +162,14 @@ fn random_layers_match_the_reference() {
         let steps: Vec<i32> = case.lengths.iter().map(|&n| n as i32).collect();
         let mut operands = vec![
             TestOperand::Input(swap(&x)),
-            given(&mut source, &w),
-            given(&mut source, &r),
-            given(&mut source, &b),
+            input_or_constant(&mut source, &w),
+            input_or_constant(&mut source, &r),
+            input_or_constant(&mut source, &b),
             TestOperand::Input(Host::from_vec(vec![batch], steps).unwrap()),
             TestOperand::Input(swap(&h)),
         ];
         if lstm {
-            operands.extend([TestOperand::Input(swap(&c)), given(&mut source, &peep)]);
+            operands.extend([TestOperand::Input(swap(&c)), input_or_constant(&mut source, &peep)]);
         }
         let dtypes = vec![DataType::F32; if lstm { 3 } else { 2 }];
         let out = run(Op::Rnn(rnn.clone()), &operands, &dtypes).unwrap();
