@@ -148,7 +148,9 @@ where
         DataType::BF16 => all::<W, bf16>(value, |x| bf16::from_f64(double(x))),
         DataType::F32 => all::<W, f32>(value, |x| x.as_()),
         DataType::F64 => all::<W, f64>(value, |x| x.as_()),
-        DataType::Bool | DataType::String => Err(format!("numbers do not become {to} here")),
+        DataType::Bool | DataType::String => {
+            Err(format!("numbers cannot be converted to {to} here"))
+        }
     }
 }
 

@@ -17,7 +17,7 @@ use crate::yield_point;
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     let Op::ConvTranspose(conv) = facts.step.op.clone() else {
-        return Err(format!("{} is no transposed convolution", facts.step.op.name()));
+        return Err(format!("{} is not a transposed convolution", facts.step.op.name()));
     };
     match facts.input_dtype(0) {
         Some(DataType::F32) if dense::all_of_type(facts, DataType::F32) => {
@@ -132,7 +132,7 @@ fn transposed(
             }
             None => full
                 .checked_sub(g.begin[axis].saturating_add(g.end[axis]))
-                .ok_or_else(|| format!("the padding leaves nothing of an output of {full}"))?,
+                .ok_or_else(|| format!("the padding exceeds an output of {full}"))?,
         };
     }
     Ok(g)

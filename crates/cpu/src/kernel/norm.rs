@@ -144,7 +144,7 @@ where
             let axis = dense::resolve_axis(*axis, shape.len())?;
             power_norm(&mut data, shape[axis], shape[axis + 1..].iter().product(), *p);
         }
-        other => return Err(format!("{} is no normalization", other.name())),
+        other => return Err(format!("{} is not a normalization", other.name())),
     }
     dense::output(&shape, data)
 }

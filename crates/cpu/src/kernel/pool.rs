@@ -44,7 +44,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
             }
             _ => Err(no_kernel(facts)),
         },
-        other => Err(format!("{} is no pooling", other.name())),
+        other => Err(format!("{} is not a pooling operator", other.name())),
     }
 }
 

@@ -132,11 +132,11 @@ impl Layer {
     fn extents(&self, inputs: &Inputs, input_size: usize) -> Result<Extents, String> {
         let shape = inputs.typed::<f32>(0)?.shape();
         let &[first, second, width] = shape else {
-            return Err(format!("an input of shape {shape:?} is no sequence"));
+            return Err(format!("an input of shape {shape:?} is not a sequence"));
         };
         let (time, batch) = if self.rnn.batch_first { (second, first) } else { (first, second) };
         if width != input_size {
-            return Err(format!("inputs of width {width} meet weights for {input_size}"));
+            return Err(format!("inputs of width {width} do not fit weights for {input_size}"));
         }
         let lengths = match inputs.optional_typed::<i32>(4)? {
             None => vec![time; batch],

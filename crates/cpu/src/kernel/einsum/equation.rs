@@ -26,7 +26,7 @@ impl Equation {
                 let known = label.is_none() || terms.iter().any(|term| term.contains(label));
                 if !known || output[..index].contains(label) {
                     return Err(format!(
-                        "'{text}' has an output subscript twice or out of nowhere"
+                        "'{text}' repeats an output subscript or has one that no operand has"
                     ));
                 }
             }

@@ -25,7 +25,7 @@ macro_rules! with_full {
             Value::I64($tensor) => $body,
             Value::F32($tensor) => $body,
             Value::F64($tensor) => $body,
-            other => Err(format!("{} is not a full number", other.dtype())),
+            other => Err(format!("{} is not a number of full precision", other.dtype())),
         }
     };
 }
