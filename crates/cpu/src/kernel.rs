@@ -38,9 +38,9 @@ mod testing_dense;
 mod unary;
 
 use crate::buffer_pool::BufferPool;
+use crate::value::TypedTensor;
 use model::op::Op;
 use model::{DataType, LaunchPlan, Step};
-use rten_tensor::Tensor;
 use smallvec::SmallVec;
 
 use crate::value::{Typed, Value};
@@ -128,7 +128,7 @@ impl<'a> Inputs<'a> {
     }
 
     /// Operand `index` as a tensor of `T`.
-    pub(crate) fn typed<T: Typed>(&self, index: usize) -> Result<&Tensor<T>, String> {
+    pub(crate) fn typed<T: Typed>(&self, index: usize) -> Result<&TypedTensor<T>, String> {
         let value = self.get(index)?;
         T::get(value).ok_or_else(|| format!("operand {index} is {}", value.dtype()))
     }
@@ -137,7 +137,7 @@ impl<'a> Inputs<'a> {
     pub(crate) fn optional_typed<T: Typed>(
         &self,
         index: usize,
-    ) -> Result<Option<&Tensor<T>>, String> {
+    ) -> Result<Option<&TypedTensor<T>>, String> {
         self.optional(index).map(|_| self.typed(index)).transpose()
     }
 

@@ -1,9 +1,8 @@
 //! Scaled dot-product attention, a block of queries at a time so that all scores stay in the cache.
 
+use crate::value::TypedTensor;
 use model::DataType;
 use rayon::prelude::*;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 use super::dense::{self, Real, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, Right};
@@ -83,7 +82,7 @@ struct Mask<T> {
 
 impl<T: Real> Mask<T>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     fn new(value: &Value, extents: &Extents) -> Result<Mask<T>, String> {
         let shape = value.shape();
@@ -129,7 +128,7 @@ where
 /// Operations that differ between the element types.
 trait Scores: Real + Plain
 where
-    Tensor<Self>: Into<Value>,
+    TypedTensor<Self>: Into<Value>,
 {
     /// `scale * q @ k^T` for row-major `q` and `k`.
     fn score(
@@ -190,7 +189,7 @@ impl Scores for f64 {
 
 fn run<T: Scores>(context: &Context, inputs: &Inputs, scale: f32) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let [q, k, v] = [inputs.typed::<T>(0)?, inputs.typed::<T>(1)?, inputs.typed::<T>(2)?];
     let extents = Extents::new(q.shape(), k.shape(), v.shape())?;
@@ -226,9 +225,9 @@ where
             start..(start + rows * width).min(data.len())
         };
         let (keys, width) = (extents.keys, extents.width);
-        let queries = &q[part(&q, 0, extents.queries, width)][first * width..][..count * width];
+        let queries = &q[part(q, 0, extents.queries, width)][first * width..][..count * width];
         let mut scores = vec![<T as Plain>::zero(); count * keys];
-        T::score(&mut scores, queries, &k[part(&k, 1, keys, width)], width, scale)?;
+        T::score(&mut scores, queries, &k[part(k, 1, keys, width)], width, scale)?;
         for (offset, row) in scores.chunks_exact_mut(keys).enumerate() {
             if let Some(mask) = &mask {
                 mask.add(row, index, first + offset);
@@ -236,7 +235,7 @@ where
             T::softmax(row, false);
             yield_point::did_work(keys);
         }
-        T::weigh(out, &scores, &v[part(&v, 2, keys, extents.value_width)], keys)
+        T::weigh(out, &scores, &v[part(v, 2, keys, extents.value_width)], keys)
     })?;
     dense::output(&shape, out)
 }

@@ -6,7 +6,6 @@ mod ternary;
 
 use model::DataType;
 use model::op::{Binary, Compare, Op, Variadic};
-use rten_tensor::prelude::*;
 
 pub(crate) use number::Number;
 

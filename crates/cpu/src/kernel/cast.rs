@@ -1,11 +1,10 @@
 //! Conversion of elements to another type.
 
+use crate::value::TypedTensor;
 use bytes::Bytes;
 use half::{bf16, f16};
 use model::DataType;
 use num_traits::AsPrimitive;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 use super::elementwise;
 use super::operand::{Element, dtype_of, elements, one};
@@ -97,7 +96,7 @@ fn number(value: &Value, to: DataType) -> Result<Value, String> {
 }
 
 fn direct<T: Element + Copy, U: Element>(
-    tensor: &Tensor<T>,
+    tensor: &TypedTensor<T>,
     f: impl Fn(T) -> U + Sync + Copy,
 ) -> Result<Value, String> {
     let mut out = vec![U::default(); tensor.len()];
@@ -155,12 +154,12 @@ where
 }
 
 /// Whether each element differs from zero.
-fn truth<T: Element>(tensor: &Tensor<T>) -> Value {
+fn truth<T: Element>(tensor: &TypedTensor<T>) -> Value {
     let zero = T::default();
     bool::wrap(tensor.shape(), elements(tensor).iter().map(|x| *x != zero).collect())
 }
 
-fn texts<T>(tensor: &Tensor<T>, f: impl Fn(&T) -> String) -> Value {
+fn texts<T>(tensor: &TypedTensor<T>, f: impl Fn(&T) -> String) -> Value {
     Bytes::wrap(tensor.shape(), elements(tensor).iter().map(|x| Bytes::from(f(x))).collect())
 }
 
@@ -204,7 +203,7 @@ fn float_text(wide: f64, exact: &(impl std::fmt::Display + std::fmt::LowerExp)) 
     if text.contains('.') { text } else { format!("{text}.0") }
 }
 
-fn parse(tensor: &Tensor<Bytes>, to: DataType) -> Result<Value, String> {
+fn parse(tensor: &TypedTensor<Bytes>, to: DataType) -> Result<Value, String> {
     macro_rules! all {
         ($rust:ty, $parse:expr) => {{
             let mut data: Vec<$rust> = Vec::with_capacity(tensor.len());

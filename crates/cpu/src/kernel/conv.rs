@@ -10,11 +10,10 @@ mod plain;
 
 use std::borrow::Cow;
 
+use crate::value::TypedTensor;
 use model::DataType;
 use model::op::Conv;
 use rayon::prelude::*;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 pub(super) use plain::{Shapes, convolve};
 
@@ -57,7 +56,7 @@ enum Form {
 }
 
 impl Weights {
-    fn new(weight: &Tensor<f32>, groups: usize) -> Result<Weights, String> {
+    fn new(weight: &TypedTensor<f32>, groups: usize) -> Result<Weights, String> {
         let shape = weight.shape().to_vec();
         let [outputs, per_group, ..] = shape.as_slice() else {
             return Err(format!("weights of shape {shape:?} have no channels"));

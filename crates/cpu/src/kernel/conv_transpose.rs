@@ -1,11 +1,10 @@
 //! Transposed convolutions: a product that computes every tap's contribution of every window, then
 //! a sum of the contributions where windows overlap.
 
+use crate::value::TypedTensor;
 use model::DataType;
 use model::op::{ConvTranspose, Op, Padding};
 use rayon::prelude::*;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, PackedLeft, Right};
@@ -193,7 +192,7 @@ struct Weights {
 }
 
 impl Weights {
-    fn new(weight: &Tensor<f32>, groups: usize) -> Result<Weights, String> {
+    fn new(weight: &TypedTensor<f32>, groups: usize) -> Result<Weights, String> {
         let shape = weight.shape().to_vec();
         let inputs = shape.first().copied().unwrap_or(0);
         if groups == 0 || inputs % groups != 0 {

@@ -3,13 +3,12 @@
 use std::borrow::Cow;
 
 use crate::buffer_pool::{BufferPool, Pooled};
+use crate::value::TypedTensor;
 use half::{bf16, f16};
 use model::DataType;
 use model::op::Activation;
 use num_traits::Float;
 use rten_simd::SimdOp;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 use rten_vecmath::{LogSoftmax, Softmax};
 use smallvec::SmallVec;
 
@@ -34,7 +33,7 @@ pub(super) fn filled<T: Pooled>(pool: &BufferPool, count: usize, value: T) -> Ve
 /// One output of `shape`.
 pub(super) fn output<T>(shape: &[usize], data: Vec<T>) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let mut outputs = Outputs::new();
     outputs.push(tensor(shape, data)?);
@@ -44,9 +43,10 @@ where
 /// A value of `shape`.
 pub(super) fn tensor<T>(shape: &[usize], data: Vec<T>) -> Result<Value, String>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
-    let tensor = Tensor::try_from_data(shape, data).map_err(|_| "an output has a wrong size")?;
+    let tensor =
+        TypedTensor::try_from_data(shape, data).map_err(|_| "an output has a wrong size")?;
     Ok(tensor.into())
 }
 
@@ -60,7 +60,10 @@ pub(super) fn resolve_axis(axis: i64, rank: usize) -> Result<usize, String> {
 }
 
 /// The elements of `tensor` broadcast to `shape`, in row-major order.
-pub(super) fn broadcast<T: Clone>(tensor: &Tensor<T>, shape: &[usize]) -> Result<Vec<T>, String> {
+pub(super) fn broadcast<T: Clone>(
+    tensor: &TypedTensor<T>,
+    shape: &[usize],
+) -> Result<Vec<T>, String> {
     if broadcast_shape(&[tensor.shape(), shape]).as_deref() != Ok(shape) {
         return Err(format!("shape {:?} does not broadcast to {shape:?}", tensor.shape()));
     }
@@ -128,19 +131,22 @@ pub(super) fn all_of_type(facts: &StepFacts, dtype: DataType) -> bool {
 }
 
 /// The constant that operand `index` is, as `f32`; converted from a narrower type.
-pub(super) fn constant_f32<'a>(facts: &'a StepFacts, index: usize) -> Option<Cow<'a, Tensor<f32>>> {
+pub(super) fn constant_f32<'a>(
+    facts: &'a StepFacts,
+    index: usize,
+) -> Option<Cow<'a, TypedTensor<f32>>> {
     match facts.constant(index)? {
         Value::F32(tensor) => Some(Cow::Borrowed(tensor)),
         value => widened(value).map(Cow::Owned),
     }
 }
 
-fn mapped<T, U>(tensor: &Tensor<T>, f: impl Fn(&T) -> U) -> Tensor<U> {
-    Tensor::from_data(tensor.shape(), elements(tensor).iter().map(f).collect::<Vec<U>>())
+fn mapped<T, U>(tensor: &TypedTensor<T>, f: impl Fn(&T) -> U) -> TypedTensor<U> {
+    TypedTensor::from_data(tensor.shape(), elements(tensor).iter().map(f).collect::<Vec<U>>())
 }
 
 /// A tensor of half precision as `f32`.
-fn widened(value: &Value) -> Option<Tensor<f32>> {
+fn widened(value: &Value) -> Option<TypedTensor<f32>> {
     match value {
         Value::F16(tensor) => Some(mapped(tensor, |x| x.to_f32())),
         Value::BF16(tensor) => Some(mapped(tensor, |x| x.to_f32())),
@@ -186,7 +192,7 @@ fn narrowed(value: Value, dtype: Option<DataType>) -> Value {
 /// The floating-point types that kernels compute in.
 pub(super) trait Real: Float + Default + Pooled + Typed
 where
-    Tensor<Self>: Into<Value>,
+    TypedTensor<Self>: Into<Value>,
 {
     /// From an attribute.
     fn from_f32(value: f32) -> Self;

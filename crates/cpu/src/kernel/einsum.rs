@@ -1,8 +1,7 @@
 //! Einstein summation: operands are contracted two at a time, each contraction a batched product.
 
+use crate::value::TypedTensor;
 use model::DataType;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, Right};
@@ -75,7 +74,7 @@ impl Contract for f32 {
 
 impl<T: Plain> Labelled<T> {
     /// Names the dimensions of `tensor`; a name that occurs twice takes the diagonal.
-    fn new(tensor: &Tensor<T>, labels: Vec<Label>) -> Result<Labelled<T>, String> {
+    fn new(tensor: &TypedTensor<T>, labels: Vec<Label>) -> Result<Labelled<T>, String> {
         let shape = tensor.shape();
         if labels.len() != shape.len() {
             return Err(format!("an operand of shape {shape:?} has {} subscripts", labels.len()));
@@ -97,7 +96,7 @@ impl<T: Plain> Labelled<T> {
         let data = elements(tensor);
         let dims: Vec<usize> = unique.iter().map(|other| other.1).collect();
         let strides: Vec<usize> = unique.iter().map(|other| other.2).collect();
-        let gathered = gather(&data, &dims, &strides);
+        let gathered = gather(data, &dims, &strides);
         Ok(Labelled { labels: unique.iter().map(|other| other.0).collect(), dims, data: gathered })
     }
 
@@ -228,7 +227,7 @@ fn contracted<T: Contract>(
 
 fn run<T: Contract>(inputs: &Inputs, equation: &Equation) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let ranks: Vec<usize> = (0..inputs.len())
         .map(|index| Ok(inputs.get(index)?.shape().len()))

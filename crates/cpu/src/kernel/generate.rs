@@ -1,9 +1,9 @@
 //! Generated tensors: ranges, constants, one-hot vectors and identities.
 
 use crate::buffer_pool::{BufferPool, Pooled};
+use crate::value::TypedTensor;
 use model::DataType;
 use model::op::Op;
-use rten_tensor::Tensor;
 
 use super::binary::{Number, with_type};
 use super::cast::convert;
@@ -67,7 +67,7 @@ fn one_hot(context: &Context, inputs: &Inputs, axis: i64) -> KernelResult {
     let values = inputs.get(2)?;
     with_value!(values, tensor => {
         let data = hot(context.pool, elements(tensor), &indices, count, depth, inner)?;
-        one(Value::from(Tensor::from_data(&out, data)))
+        one(Value::from(TypedTensor::from_data(&out, data)))
     })
 }
 

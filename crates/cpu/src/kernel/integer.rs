@@ -2,9 +2,9 @@
 
 use std::borrow::Cow;
 
+use crate::value::TypedTensor;
 use model::DataType;
 use model::op::{Conv, Op};
-use rten_tensor::Tensor;
 
 use super::conv::{Shapes, convolve};
 use super::dense::{self, elements};
@@ -55,7 +55,7 @@ fn centred(value: &Value, zero: Option<&Value>, zero_shape: &[usize]) -> Result<
         data.iter_mut().for_each(|x| *x -= zero);
         return Ok(data);
     }
-    let zero = Tensor::try_from_data(zero_shape, zero)
+    let zero = TypedTensor::try_from_data(zero_shape, zero)
         .map_err(|_| "a zero point of a wrong size".to_string())?;
     for (x, zero) in data.iter_mut().zip(dense::broadcast(&zero, value.shape())?) {
         *x -= zero;
@@ -155,14 +155,14 @@ fn linear_matmul(inputs: &Inputs) -> KernelResult {
     let (shape, sums) = centred_matmul(a, inputs.optional(2), b, inputs.optional(5))?;
     let (a_scale, b_scale) = (inputs.typed::<f32>(1)?, inputs.typed::<f32>(4)?);
     let y_scale = scalar(inputs, 6)?;
-    let spread = |tensor: &Tensor<f32>, rows: bool| -> Result<Cow<[f32]>, String> {
+    let spread = |tensor: &TypedTensor<f32>, rows: bool| -> Result<Cow<[f32]>, String> {
         let data = elements(tensor).to_vec();
         if data.len() == 1 {
             return Ok(data.into());
         }
         let value = Value::F32(tensor.clone());
         let dims = if rows { per_row(value.shape()) } else { value.shape().to_vec() };
-        let tensor = Tensor::try_from_data(dims.as_slice(), data)
+        let tensor = TypedTensor::try_from_data(dims.as_slice(), data)
             .map_err(|_| "a scale of a wrong size".to_string())?;
         Ok(dense::broadcast(&tensor, &shape)?.into())
     };

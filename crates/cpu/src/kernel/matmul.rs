@@ -2,11 +2,10 @@
 
 use std::borrow::Cow;
 
+use crate::value::TypedTensor;
 use model::DataType;
 use model::op::{Activation, Gemm, MatMul, Op};
 use rayon::prelude::*;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, PackedRight, Right};
@@ -69,9 +68,10 @@ struct Weights {
 }
 
 fn build_f32(facts: &StepFacts, product: Product) -> Kernel {
-    let weights = dense::constant_f32(facts, 1).filter(|b| b.ndim() == 2).map(|b| {
+    let weights = dense::constant_f32(facts, 1).filter(|b| b.shape().len() == 2).map(|b| {
         let data = elements(&b);
-        let matrix = Matrix::new(&data, b.size(0), b.size(1)).transposed_if(product.transpose_b);
+        let matrix =
+            Matrix::new(data, b.shape()[0], b.shape()[1]).transposed_if(product.transpose_b);
         Weights { shape: b.shape().to_vec(), packed: PackedRight::new(matrix) }
     });
     let resident_bytes = weights.as_ref().map_or(0, |weights| weights.packed.size_bytes());
@@ -223,10 +223,10 @@ fn run_f32(
     let flat = extents.is_flat(&product);
     if flat || extents.batch.iter().product::<usize>() == 1 {
         let rows = if flat { out.len() / extents.n } else { extents.m };
-        let left = left_matrix(&a_data, rows, &extents, &product, a.ndim());
+        let left = left_matrix(a_data, rows, &extents, &product, a.shape().len());
         gemm::product(&mut out, Left::Plain(left), right(0), epilogue)?;
     } else {
-        batched(&mut out, &a_data, &extents, &product, a.ndim(), right, epilogue)?;
+        batched(&mut out, a_data, &extents, &product, a.shape().len(), right, epilogue)?;
     }
     let shape = extents.shape.clone();
     dense::output(&shape, out)
@@ -368,12 +368,12 @@ plain_integers!(i32, i64, u32, u64);
 
 fn run_plain<T: Plain>(inputs: &Inputs, product: Product) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let (a, b) = (inputs.typed::<T>(0)?, inputs.typed::<T>(1)?);
     let a = (a.shape(), elements(a));
     let b = (b.shape(), elements(b));
-    let (shape, mut out) = multiply((a.0, &a.1), (b.0, &b.1), product)?;
+    let (shape, mut out) = multiply(a, b, product)?;
     out.iter_mut().for_each(|x| *x = x.scaled(product.alpha));
     for index in [2, 3] {
         let Some(addend) = inputs.optional_typed::<T>(index)? else { continue };

@@ -1,9 +1,9 @@
 //! Normalizations, and the per-channel scale and shift they often reduce to.
 
+use crate::value::TypedTensor;
 use model::DataType;
 use model::op::{Activation, Op};
 use rten_simd::SimdOp;
-use rten_tensor::Tensor;
 use rten_vecmath::{Normalize, NormalizeOptions, Sum, SumSquare, SumSquareSub};
 
 use super::dense::{self, Real, elements};
@@ -36,7 +36,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
 /// Element types of a normalization.
 pub(super) trait Row: Real
 where
-    Tensor<Self>: Into<Value>,
+    TypedTensor<Self>: Into<Value>,
 {
     /// Mean and mean squared deviation.
     fn moments(row: &[Self]) -> (Self, Self);
@@ -112,7 +112,7 @@ impl Row for f64 {
 
 fn run<T: Row>(op: &Op, mut inputs: Inputs, outputs: usize) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let value = inputs.take(0)?;
     let shape = value.shape().to_vec();
@@ -174,7 +174,7 @@ fn scale_shift<T: Row>(
     activation: Activation,
 ) -> Result<(), String>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let channels = channels(shape)?;
     check_channels("the scale", scale.len(), channels)?;
@@ -202,7 +202,7 @@ fn batch_norm<T: Row>(
     epsilon: f32,
 ) -> Result<(), String>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let channels = channels(shape)?;
     let mut parameters = Vec::with_capacity(4);
@@ -222,9 +222,13 @@ where
 
 /// A scale or shift for the rows of a normalization over the dimensions from `axis` on: one row
 /// if all rows share it, otherwise as many elements as the data.
-fn row_parameter<T: Row>(tensor: &Tensor<T>, shape: &[usize], axis: usize) -> Result<Vec<T>, String>
+fn row_parameter<T: Row>(
+    tensor: &TypedTensor<T>,
+    shape: &[usize],
+    axis: usize,
+) -> Result<Vec<T>, String>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     dense::broadcast(tensor, &shape[axis..]).or_else(|_| dense::broadcast(tensor, shape))
 }
@@ -243,7 +247,7 @@ fn layer_norm<T: Row>(
     outputs: usize,
 ) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let axis = dense::resolve_axis(axis, shape.len())?;
     let scale = row_parameter(inputs.typed::<T>(1)?, shape, axis)?;
@@ -292,7 +296,7 @@ fn rms_norm<T: Row>(
     epsilon: f32,
 ) -> Result<(), String>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let axis = dense::resolve_axis(axis, shape.len())?;
     let scale = row_parameter(inputs.typed::<T>(1)?, shape, axis)?;
@@ -322,7 +326,7 @@ fn group_norm<T: Row>(
     epsilon: f32,
 ) -> Result<(), String>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let channels = channels(shape)?;
     let (scale, bias) = (elements(inputs.typed::<T>(1)?), elements(inputs.typed::<T>(2)?));
@@ -359,7 +363,7 @@ fn response_norm<T: Row>(
     size: usize,
 ) -> Result<Vec<T>, String>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let channels = channels(shape)?;
     if size == 0 {
@@ -392,7 +396,7 @@ where
 /// Divides by the 1- or 2-norm along the middle one of the dimensions `.. x width x inner`.
 fn power_norm<T: Row>(data: &mut [T], width: usize, inner: usize, p: u8)
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     if data.is_empty() {
         return;

@@ -4,12 +4,11 @@
 use std::borrow::Cow;
 
 use crate::buffer_pool::{BufferPool, Pooled};
+use crate::value::TypedTensor;
 use bytes::Bytes;
 use half::{bf16, f16};
 use model::DataType;
 use model::tensor::element_count;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 use super::{Context, Inputs, Kernel, KernelResult, Operand, Outputs};
 pub(crate) use crate::value::elements;
@@ -32,7 +31,7 @@ macro_rules! impl_element {
     ($($variant:ident($rust:ty)),+ $(,)?) => {
         $(impl Element for $rust {
             fn wrap(shape: &[usize], data: Vec<Self>) -> Value {
-                Value::$variant(Tensor::from_data(shape, data))
+                Value::$variant(TypedTensor::from_data(shape, data))
             }
         })+
     };
@@ -47,7 +46,7 @@ impl Element for f32 {
     const WIDE: bool = true;
 
     fn wrap(shape: &[usize], data: Vec<Self>) -> Value {
-        Value::F32(Tensor::from_data(shape, data))
+        Value::F32(TypedTensor::from_data(shape, data))
     }
 }
 

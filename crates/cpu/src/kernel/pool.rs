@@ -1,9 +1,9 @@
 //! Pooling over windows and over whole planes.
 
+use crate::value::TypedTensor;
 use model::DataType;
 use model::op::{GlobalPool, Op, Pool, PoolKind};
 use rten_simd::SimdOp;
-use rten_tensor::Tensor;
 use rten_vecmath::Sum;
 
 use super::dense::{self, Real, elements};
@@ -100,8 +100,7 @@ fn mean_pool_f32(context: &Context, inputs: &Inputs, pool: &Pool) -> KernelResul
     dense::output(&out_shape, out)
 }
 
-fn dims<T>(tensor: &Tensor<T>) -> &[usize] {
-    use rten_tensor::prelude::*;
+fn dims<T>(tensor: &TypedTensor<T>) -> &[usize] {
     tensor.shape()
 }
 
@@ -147,7 +146,7 @@ fn window_position(g: &Geometry, index: usize) -> [usize; 3] {
 
 fn max_pool<T: Lowest>(context: &Context, inputs: &Inputs, pool: &Pool) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let x = inputs.typed::<T>(0)?;
     let (geometry, out_shape) = resolve(pool, dims(x))?;
@@ -185,7 +184,7 @@ where
     }
     let mut outputs = dense::output(&out_shape, out)?;
     if matches!(pool.kind, PoolKind::MaxWithIndices { .. }) {
-        outputs.push(Value::I64(Tensor::from_data(out_shape.as_slice(), indices)));
+        outputs.push(Value::I64(TypedTensor::from_data(out_shape.as_slice(), indices)));
     }
     Ok(outputs)
 }
@@ -206,7 +205,7 @@ fn divisor(g: &Geometry, position: [usize; 3], include_pad: bool) -> usize {
 /// Average and p-norm pooling.
 fn mean_pool<T: Real>(context: &Context, inputs: &Inputs, pool: &Pool) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let x = inputs.typed::<T>(0)?;
     let (geometry, out_shape) = resolve(pool, dims(x))?;
@@ -241,7 +240,7 @@ struct Accumulator<T> {
 
 impl<T: Real> Accumulator<T>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     fn new(kind: PoolKind) -> Self {
         Accumulator { kind, sum: T::zero() }
@@ -272,7 +271,7 @@ where
 /// One plane of a global pooling.
 fn pooled_plane<T: Whole + Real>(row: &[T], kind: GlobalPool) -> T
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     match kind {
         GlobalPool::Average => T::sum(row) / T::from(row.len()).unwrap_or_else(T::one),
@@ -286,7 +285,7 @@ where
 
 fn global<T: Real + Whole>(inputs: &Inputs, kind: GlobalPool) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let x = inputs.typed::<T>(0)?;
     let shape = dims(x);

@@ -1,9 +1,8 @@
 //! Conversion between real and quantized numbers.
 
+use crate::value::TypedTensor;
 use model::DataType;
 use model::op::Op;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 use super::cast::convert;
 use super::elementwise;
@@ -187,7 +186,7 @@ fn dequantize<T: Quantized>(
     axis: i64,
 ) -> Result<Value, String> {
     let (scales, zeros) = parameters::<T>(inputs)?;
-    let x: &Tensor<T> = inputs.typed(0)?;
+    let x: &TypedTensor<T> = inputs.typed(0)?;
     let groups = Groups::new(x.shape(), inputs.get(1)?.shape(), axis)?;
     let data = elements(x);
     let mut out = filled(context.pool, data.len(), 0f32);

@@ -3,10 +3,9 @@
 
 mod cell;
 
+use crate::value::TypedTensor;
 use model::DataType;
 use model::op::{Rnn, RnnCell, RnnDirection};
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 use self::cell::{Cell, Functions};
 use super::dense::{self, elements};
@@ -71,7 +70,7 @@ struct Weights {
 }
 
 impl Weights {
-    fn new(layer: &Layer, w: &Tensor<f32>, r: &Tensor<f32>) -> Result<Weights, String> {
+    fn new(layer: &Layer, w: &TypedTensor<f32>, r: &TypedTensor<f32>) -> Result<Weights, String> {
         let (hidden, rows) = (layer.rnn.hidden_size, layer.gates * layer.rnn.hidden_size);
         let directions = layer.functions.len();
         let (&[w_directions, w_rows, input_size], r_shape) = (w.shape(), r.shape()) else {
@@ -96,9 +95,9 @@ impl Weights {
                 .collect()
         };
         Ok(Weights {
-            input: each(&w, 0, rows, input_size),
-            state: each(&r, 0, early, hidden),
-            candidate: if early < rows { each(&r, early, rows, hidden) } else { vec![] },
+            input: each(w, 0, rows, input_size),
+            state: each(r, 0, early, hidden),
+            candidate: if early < rows { each(r, early, rows, hidden) } else { vec![] },
             input_size,
         })
     }
@@ -252,7 +251,7 @@ impl Layer {
         let mut c = self.first_state(inputs, 6, extents, direction)?;
         let x = elements(inputs.typed::<f32>(0)?);
         let mut from_input = vec![0.0; extents.time * extents.batch * rows];
-        let left = Left::Plain(Matrix::new(&x, extents.time * extents.batch, weights.input_size));
+        let left = Left::Plain(Matrix::new(x, extents.time * extents.batch, weights.input_size));
         let epilogue = Epilogue { column_bias: cell.input_bias(), ..Epilogue::default() };
         gemm::product(&mut from_input, left, Right::Packed(&weights.input[direction]), epilogue)?;
         let backward = match self.rnn.direction {

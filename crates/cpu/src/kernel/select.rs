@@ -2,9 +2,9 @@
 
 mod boxes;
 
+use crate::value::TypedTensor;
 use model::DataType;
 use model::op::Op;
-use rten_tensor::Tensor;
 
 use super::binary::Number;
 use super::layout::rearrange;
@@ -106,7 +106,7 @@ fn non_zero(inputs: &Inputs) -> KernelResult {
     one(i64::wrap(&[shape.len(), hits.len()], out))
 }
 
-fn positions<T: Element>(tensor: &Tensor<T>) -> Vec<usize> {
+fn positions<T: Element>(tensor: &TypedTensor<T>) -> Vec<usize> {
     let zero = T::default();
     let data = elements(tensor);
     data.iter().enumerate().filter(|(_, x)| **x != zero).map(|(position, _)| position).collect()

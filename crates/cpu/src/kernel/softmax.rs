@@ -1,8 +1,8 @@
 //! Softmax, its logarithm and hardmax.
 
+use crate::value::TypedTensor;
 use model::DataType;
 use model::op::{Softmax, SoftmaxKind};
-use rten_tensor::Tensor;
 
 use super::dense::{self, Real};
 use super::parallel::in_chunks;
@@ -27,7 +27,7 @@ pub(crate) fn build(facts: &StepFacts, softmax: Softmax) -> Result<Kernel, Strin
 
 fn run<T: Real>(mut inputs: Inputs, softmax: Softmax) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let value = inputs.take(0)?;
     let shape = value.shape().to_vec();
@@ -54,7 +54,7 @@ where
 /// Normalizes along the middle one of the dimensions `.. x width x inner`.
 fn normalize_all<T: Real>(kind: SoftmaxKind, data: &mut [T], width: usize, inner: usize)
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     if inner == 1 {
         let rows = (TASK_ELEMENTS / width).max(1);
@@ -81,7 +81,7 @@ where
 
 fn normalize<T: Real>(kind: SoftmaxKind, row: &mut [T])
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     match kind {
         SoftmaxKind::Softmax => T::softmax(row, false),

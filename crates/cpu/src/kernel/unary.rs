@@ -5,7 +5,6 @@ mod real;
 use model::DataType;
 use model::op::Unary;
 use rten_simd::SimdUnaryOp;
-use rten_tensor::prelude::*;
 
 pub(crate) use real::Real;
 use real::{Erf, Gelu};

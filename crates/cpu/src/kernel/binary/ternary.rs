@@ -1,7 +1,6 @@
 //! Selection between two operands, and clamping.
 
 use model::DataType;
-use rten_tensor::prelude::*;
 
 use super::{Number, with_type};
 use crate::kernel::elementwise::MapFn;
@@ -10,7 +9,7 @@ use crate::kernel::parallel::in_pieces;
 use crate::kernel::strided::{StridedLoop, broadcast_shape};
 use crate::kernel::unary::apply;
 use crate::kernel::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::value::{Value, with_value};
+use crate::value::{TypedTensor, Value, with_value};
 
 pub(super) fn where_kernel(facts: &StepFacts) -> Result<Kernel, String> {
     let (condition, a, b) = (dtype_of(facts, 0)?, dtype_of(facts, 1)?, dtype_of(facts, 2)?);
@@ -28,8 +27,8 @@ pub(super) fn where_kernel(facts: &StepFacts) -> Result<Kernel, String> {
 
 fn select<T: Element>(
     context: &Context,
-    condition: &rten_tensor::Tensor<bool>,
-    a: &rten_tensor::Tensor<T>,
+    condition: &TypedTensor<bool>,
+    a: &TypedTensor<T>,
     b: &Value,
 ) -> KernelResult {
     let b = T::get(b).ok_or("the operands differ in type")?;

@@ -1,9 +1,9 @@
 //! Writing at positions given by a tensor of indices.
 
+use crate::value::TypedTensor;
 use half::{bf16, f16};
 use model::DataType;
 use model::op::ScatterReduction;
-use rten_tensor::Tensor;
 
 use super::{element_offsets, tuple_offsets};
 use crate::kernel::binary::Number;
@@ -63,7 +63,7 @@ fn write(
 }
 
 fn put<T: Update>(
-    tensor: Tensor<T>,
+    tensor: TypedTensor<T>,
     updates: &Value,
     shape: &[usize],
     offsets: &[usize],

@@ -8,7 +8,7 @@ use crate::kernel::operand::{
 };
 use crate::kernel::parallel::in_aligned_pieces;
 use crate::kernel::{Context, Inputs, KernelResult};
-use crate::value::{Value, with_value};
+use crate::value::{TypedTensor, Value, with_value};
 
 pub(super) fn pad(context: &Context, inputs: Inputs, mode: PadMode) -> KernelResult {
     let value = inputs.get(0)?;
@@ -41,13 +41,13 @@ pub(super) fn pad(context: &Context, inputs: Inputs, mode: PadMode) -> KernelRes
             Some(fill) => first_like(tensor, fill)?,
         };
         let data = padded(context.pool, elements(tensor), &row_strides(shape), &out, &maps, fill);
-        one(Value::from(rten_tensor::Tensor::from_data(&out, data)))
+        one(Value::from(TypedTensor::from_data(&out, data)))
     })
 }
 
 /// The only element of `fill`, which has the type of `_like`.
 fn first_like<T: crate::value::Typed + Clone>(
-    _like: &rten_tensor::Tensor<T>,
+    _like: &TypedTensor<T>,
     fill: &Value,
 ) -> Result<T, String> {
     let fill = T::get(fill).ok_or("the fill has another type")?;

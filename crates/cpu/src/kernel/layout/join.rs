@@ -8,7 +8,7 @@ use crate::kernel::operand::{
 };
 use crate::kernel::parallel;
 use crate::kernel::{Context, Inputs, KernelResult, StepFacts, no_kernel};
-use crate::value::with_value;
+use crate::value::{TypedTensor, with_value};
 use crate::yield_point;
 
 /// Outputs with fewer elements are copied by one thread.
@@ -54,7 +54,7 @@ fn joined_shape(inputs: &Inputs, axis: usize) -> Result<Vec<usize>, String> {
 fn join<T: Element>(
     context: &Context,
     inputs: &Inputs,
-    _first: &rten_tensor::Tensor<T>,
+    _first: &TypedTensor<T>,
     axis: usize,
     shape: &[usize],
 ) -> KernelResult {

@@ -1,6 +1,6 @@
 //! Changes of shape that do not move elements.
 
-use rten_tensor::Tensor;
+use crate::value::TypedTensor;
 
 use crate::kernel::operand::{
     Element, integer_list, one, optional_integers, resolve_axes, resolve_axis,
@@ -14,7 +14,9 @@ pub(crate) fn reshaped(value: Value, shape: &[usize]) -> Result<Value, String> {
     if model::tensor::element_count(shape).ok() != Some(have) {
         return Err(format!("shape {:?} cannot become {shape:?}", value.shape()));
     }
-    Ok(with_value!(value, tensor => Value::from(Tensor::from_data(shape, into_elements(tensor)))))
+    Ok(
+        with_value!(value, tensor => Value::from(TypedTensor::from_data(shape, into_elements(tensor)))),
+    )
 }
 
 pub(super) fn shape(inputs: &Inputs, start: i64, end: Option<i64>) -> KernelResult {

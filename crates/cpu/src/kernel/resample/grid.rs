@@ -2,7 +2,6 @@
 
 use model::DataType;
 use model::op::{GridPadding, ResizeMode};
-use rten_tensor::prelude::*;
 
 use super::taps::cubic;
 use crate::kernel::cast::convert;

@@ -3,7 +3,6 @@
 use crate::buffer_pool::{BufferPool, Pooled};
 use model::DataType;
 use model::op::{AspectPolicy, CoordinateMode, Resize, ResizeMode};
-use rten_tensor::prelude::*;
 
 use super::taps::{Axis, Taps};
 use crate::kernel::cast::convert;
@@ -14,7 +13,7 @@ use crate::kernel::operand::{
 use crate::kernel::parallel::in_weighted_pieces;
 use crate::kernel::unary::Real;
 use crate::kernel::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::value::{Value, into_elements};
+use crate::value::{TypedTensor, Value, into_elements};
 use crate::yield_point;
 
 /// Maximum taps of a dimension in all, against hostile sizes.
@@ -277,8 +276,8 @@ fn rounded(
     inputs.replace(0, wide);
     match real::<f64>(context, inputs, resize)?.pop() {
         Some(Value::F64(tensor)) => {
-            let data: Vec<f64> = tensor.iter().map(|x| x.round_ties_even()).collect();
-            let rounded = rten_tensor::Tensor::from_data(tensor.shape(), data);
+            let data: Vec<f64> = elements(&tensor).iter().map(|x| x.round_ties_even()).collect();
+            let rounded = TypedTensor::from_data(tensor.shape(), data);
             one(convert(&Value::F64(rounded), dtype)?)
         }
         _ => Err("no result".to_string()),

@@ -1,7 +1,5 @@
 //! Non-maximum suppression of boxes.
 
-use rten_tensor::prelude::*;
-
 use crate::kernel::operand::{Element, elements, integers, one};
 use crate::kernel::{Inputs, KernelResult};
 
