@@ -2,11 +2,11 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use crate::buffer_pool::BufferPool;
 use model::op::Op;
 use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
 use smallvec::SmallVec;
 
+use crate::buffer_pool::BufferPool;
 use crate::kernel::{self, Context, Inputs, Operand, StepFacts};
 use crate::value::Value;
 

@@ -37,13 +37,12 @@ mod testing;
 mod testing_dense;
 mod unary;
 
-use crate::buffer_pool::BufferPool;
-use crate::value::TypedTensor;
 use model::op::Op;
 use model::{DataType, LaunchPlan, Step};
 use smallvec::SmallVec;
 
-use crate::value::{Typed, Value};
+use crate::buffer_pool::BufferPool;
+use crate::value::{Typed, TypedTensor, Value};
 
 /// The outputs of a kernel in the operator's order, or the reason why it failed.
 pub(crate) type KernelResult = Result<Outputs, String>;

@@ -3,11 +3,11 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use crate::buffer_pool::BufferPool;
 use base::{Bytes, Nanos};
 use device::{DeviceError, Program, Task, check_inputs};
 use model::{LaunchPlan, Step, Tensor};
 
+use crate::buffer_pool::BufferPool;
 use crate::kernel::{self, Context, Inputs, Kernel, Operand, StepFacts};
 use crate::suspended_task::SuspendedTask;
 use crate::value::Value;

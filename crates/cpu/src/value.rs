@@ -1,11 +1,11 @@
 //! Tensors of every element type.
 
-use crate::buffer_pool::BufferPool;
 use bytes::Bytes;
 use half::{bf16, f16};
 use model::{DataType, Tensor as HostTensor, TensorData};
 use smallvec::SmallVec;
 
+use crate::buffer_pool::BufferPool;
 use crate::spare_buffers;
 
 /// A contiguous tensor in row-major order.

@@ -1,6 +1,5 @@
 //! Scaled dot-product attention, a block of queries at a time so that all scores stay in the cache.
 
-use crate::value::TypedTensor;
 use model::DataType;
 use rayon::prelude::*;
 
@@ -8,7 +7,7 @@ use super::dense::{self, Real, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, Right};
 use super::matmul::Plain;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::value::Value;
+use crate::value::{TypedTensor, Value};
 use crate::yield_point;
 
 /// Queries whose scores are held at a time.

@@ -1,6 +1,5 @@
 //! Conversion of elements to another type.
 
-use crate::value::TypedTensor;
 use bytes::Bytes;
 use half::{bf16, f16};
 use model::DataType;
@@ -10,7 +9,7 @@ use super::elementwise;
 use super::operand::{Element, dtype_of, elements, one};
 use super::parallel::in_pieces;
 use super::{Kernel, StepFacts};
-use crate::value::{Value, with_number};
+use crate::value::{TypedTensor, Value, with_number};
 
 pub(crate) fn build(facts: &StepFacts, to: DataType) -> Result<Kernel, String> {
     if dtype_of(facts, 0)? == to {

@@ -10,7 +10,6 @@ mod plain;
 
 use std::borrow::Cow;
 
-use crate::value::TypedTensor;
 use model::DataType;
 use model::op::Conv;
 use rayon::prelude::*;
@@ -23,7 +22,7 @@ use super::gemm::{self, Epilogue, Image, Left, Matrix, PackedLeft, Right};
 use super::matmul::Plain;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::spare_buffers;
-use crate::value::{Value, into_elements};
+use crate::value::{TypedTensor, Value, into_elements};
 use crate::yield_point;
 
 pub(crate) fn build(facts: &StepFacts, conv: &Conv) -> Result<Kernel, String> {

@@ -1,7 +1,6 @@
 //! Transposed convolutions: a product that computes every tap's contribution of every window, then
 //! a sum of the contributions where windows overlap.
 
-use crate::value::TypedTensor;
 use model::DataType;
 use model::op::{ConvTranspose, Op, Padding};
 use rayon::prelude::*;
@@ -12,6 +11,7 @@ use super::geometry::{Geometry, covered, steps, three};
 use super::matmul::{Plain, row_major};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::spare_buffers;
+use crate::value::TypedTensor;
 use crate::yield_point;
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {

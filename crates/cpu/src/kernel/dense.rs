@@ -2,8 +2,6 @@
 
 use std::borrow::Cow;
 
-use crate::buffer_pool::{BufferPool, Pooled};
-use crate::value::TypedTensor;
 use half::{bf16, f16};
 use model::DataType;
 use model::op::Activation;
@@ -14,8 +12,9 @@ use smallvec::SmallVec;
 
 use super::strided::{StridedLoop, broadcast_shape};
 use super::{Context, Inputs, Kernel, KernelResult, Operand, Outputs, StepFacts, activation};
+use crate::buffer_pool::{BufferPool, Pooled};
 pub(super) use crate::value::elements;
-use crate::value::{Typed, Value};
+use crate::value::{Typed, TypedTensor, Value};
 use crate::yield_point;
 
 /// The number of elements of `shape`; an error if it overflows.

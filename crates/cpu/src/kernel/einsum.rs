@@ -1,13 +1,12 @@
 //! Einstein summation: operands are contracted two at a time, each contraction a batched product.
 
-use crate::value::TypedTensor;
 use model::DataType;
 
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, Right};
 use super::matmul::Plain;
 use super::{Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::value::Value;
+use crate::value::{TypedTensor, Value};
 
 mod equation;
 

@@ -1,7 +1,5 @@
 //! Generated tensors: ranges, constants, one-hot vectors and identities.
 
-use crate::buffer_pool::{BufferPool, Pooled};
-use crate::value::TypedTensor;
 use model::DataType;
 use model::op::Op;
 
@@ -12,7 +10,8 @@ use super::operand::{
     sizes, through_f32,
 };
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::value::{Value, into_elements, with_value};
+use crate::buffer_pool::{BufferPool, Pooled};
+use crate::value::{TypedTensor, Value, into_elements, with_value};
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     match facts.step.op {

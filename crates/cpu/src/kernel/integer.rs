@@ -2,7 +2,6 @@
 
 use std::borrow::Cow;
 
-use crate::value::TypedTensor;
 use model::DataType;
 use model::op::{Conv, Op};
 
@@ -10,7 +9,7 @@ use super::conv::{Shapes, convolve};
 use super::dense::{self, elements};
 use super::matmul::plain_matmul;
 use super::{Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::value::Value;
+use crate::value::{TypedTensor, Value};
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     let is_byte = |index: usize| {

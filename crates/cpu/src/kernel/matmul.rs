@@ -2,7 +2,6 @@
 
 use std::borrow::Cow;
 
-use crate::value::TypedTensor;
 use model::DataType;
 use model::op::{Activation, Gemm, MatMul, Op};
 use rayon::prelude::*;
@@ -12,7 +11,7 @@ use super::gemm::{self, Epilogue, Left, Matrix, PackedRight, Right};
 use super::parallel::in_chunks;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, activation, no_kernel};
 use crate::spare_buffers;
-use crate::value::{Typed, Value};
+use crate::value::{Typed, TypedTensor, Value};
 use crate::yield_point;
 
 /// The two operators as one: `activation(alpha * a @ b + beta * bias + residual)`.

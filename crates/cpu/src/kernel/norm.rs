@@ -1,6 +1,5 @@
 //! Normalizations, and the per-channel scale and shift they often reduce to.
 
-use crate::value::TypedTensor;
 use model::DataType;
 use model::op::{Activation, Op};
 use rten_simd::SimdOp;
@@ -9,7 +8,7 @@ use rten_vecmath::{Normalize, NormalizeOptions, Sum, SumSquare, SumSquareSub};
 use super::dense::{self, Real, elements};
 use super::parallel::{for_each, in_chunks};
 use super::{Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
-use crate::value::{Value, into_elements};
+use crate::value::{TypedTensor, Value, into_elements};
 use crate::yield_point;
 
 /// Minimum elements per task.

@@ -3,16 +3,15 @@
 
 use std::borrow::Cow;
 
-use crate::buffer_pool::{BufferPool, Pooled};
-use crate::value::TypedTensor;
 use bytes::Bytes;
 use half::{bf16, f16};
 use model::DataType;
 use model::tensor::element_count;
 
 use super::{Context, Inputs, Kernel, KernelResult, Operand, Outputs};
+use crate::buffer_pool::{BufferPool, Pooled};
 pub(crate) use crate::value::elements;
-use crate::value::{Typed, Value};
+use crate::value::{Typed, TypedTensor, Value};
 use crate::yield_point;
 
 /// Maximum bytes of an output that is larger than its operands.

@@ -1,6 +1,5 @@
 //! Pooling over windows and over whole planes.
 
-use crate::value::TypedTensor;
 use model::DataType;
 use model::op::{GlobalPool, Op, Pool, PoolKind};
 use rten_simd::SimdOp;
@@ -12,7 +11,7 @@ use super::parallel::{for_each, in_chunks};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::buffer_pool::Pooled;
 use crate::spare_buffers;
-use crate::value::{Typed, Value};
+use crate::value::{Typed, TypedTensor, Value};
 use crate::yield_point;
 
 mod rows;

@@ -1,6 +1,5 @@
 //! Conversion between real and quantized numbers.
 
-use crate::value::TypedTensor;
 use model::DataType;
 use model::op::Op;
 
@@ -11,7 +10,7 @@ use super::operand::{
 };
 use super::parallel::in_pieces;
 use super::{Context, Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
-use crate::value::Value;
+use crate::value::{TypedTensor, Value};
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     let dtype = dtype_of(facts, 0)?;

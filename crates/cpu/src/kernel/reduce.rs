@@ -5,13 +5,13 @@ mod scan;
 
 pub(crate) use scan::with_full;
 
-use crate::buffer_pool::BufferPool;
 use model::DataType;
 use model::op::{Op, Reduce, ReduceKind};
 
 use super::layout::{reshaped, transposed};
 use super::operand::{dtype_of, is_half, one, optional_integers, resolve_axes, through_f32};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::buffer_pool::BufferPool;
 use crate::value::Value;
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {

@@ -3,7 +3,6 @@
 
 mod cell;
 
-use crate::value::TypedTensor;
 use model::DataType;
 use model::op::{Rnn, RnnCell, RnnDirection};
 
@@ -11,6 +10,7 @@ use self::cell::{Cell, Functions};
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, PackedRight, Right};
 use super::{Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
+use crate::value::TypedTensor;
 use crate::yield_point;
 
 pub(crate) fn build(facts: &StepFacts, rnn: &Rnn) -> Result<Kernel, String> {

@@ -2,7 +2,6 @@
 
 mod boxes;
 
-use crate::value::TypedTensor;
 use model::DataType;
 use model::op::Op;
 
@@ -14,7 +13,7 @@ use super::operand::{
 };
 use super::reduce::with_full;
 use super::{Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
-use crate::value::{Value, with_number};
+use crate::value::{TypedTensor, Value, with_number};
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     let dtype = dtype_of(facts, 0)?;

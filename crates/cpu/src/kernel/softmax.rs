@@ -1,13 +1,12 @@
 //! Softmax, its logarithm and hardmax.
 
-use crate::value::TypedTensor;
 use model::DataType;
 use model::op::{Softmax, SoftmaxKind};
 
 use super::dense::{self, Real};
 use super::parallel::in_chunks;
 use super::{Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::value::{Value, into_elements};
+use crate::value::{TypedTensor, Value, into_elements};
 use crate::yield_point;
 
 /// Minimum elements per task.

@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use crate::buffer_pool::BufferPool;
 use base::Random;
 use device::Program;
 use model::op::Op;
 use model::tensor::Element;
 use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
 
+use crate::buffer_pool::BufferPool;
 use crate::program::{CpuProgram, CpuTask};
 
 /// A plan whose only step is `op`; inputs that are `None` are missing.

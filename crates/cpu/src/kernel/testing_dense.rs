@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use crate::buffer_pool::BufferPool;
 use base::Random;
 use device::Program;
 use model::op::Op;
 use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
 
+use crate::buffer_pool::BufferPool;
 use crate::program::{CpuProgram, CpuTask};
 
 /// An operand of a test: missing, an input of the plan, or a constant.

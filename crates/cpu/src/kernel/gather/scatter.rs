@@ -1,6 +1,5 @@
 //! Writing at positions given by a tensor of indices.
 
-use crate::value::TypedTensor;
 use half::{bf16, f16};
 use model::DataType;
 use model::op::ScatterReduction;
@@ -9,7 +8,7 @@ use super::{element_offsets, tuple_offsets};
 use crate::kernel::binary::Number;
 use crate::kernel::operand::{Element, dtype_of, elements, integers, one, resolve_axis};
 use crate::kernel::{Inputs, KernelResult, StepFacts, no_kernel};
-use crate::value::{Value, into_elements, with_value};
+use crate::value::{TypedTensor, Value, into_elements, with_value};
 
 /// An error for updates of another type and for reductions of elements that cannot be added.
 pub(super) fn check_types(facts: &StepFacts, reduction: ScatterReduction) -> Result<(), String> {

@@ -1,8 +1,8 @@
 //! Padding, positive and negative.
 
-use crate::buffer_pool::{BufferPool, Pooled};
 use model::op::PadMode;
 
+use crate::buffer_pool::{BufferPool, Pooled};
 use crate::kernel::operand::{
     elements, filled, integer_list, one, optional_integers, output_len, resolve_axes, row_strides,
 };

@@ -1,12 +1,11 @@
 //! Changes of shape that do not move elements.
 
-use crate::value::TypedTensor;
+use crate::value::{TypedTensor, Value, into_elements, with_value};
 
 use crate::kernel::operand::{
     Element, integer_list, one, optional_integers, resolve_axes, resolve_axis,
 };
 use crate::kernel::{Inputs, KernelResult};
-use crate::value::{Value, into_elements, with_value};
 
 /// `value` with `shape`, which must have as many elements.
 pub(crate) fn reshaped(value: Value, shape: &[usize]) -> Result<Value, String> {

@@ -1,10 +1,10 @@
 //! Resizing, one dimension after the other.
 
-use crate::buffer_pool::{BufferPool, Pooled};
 use model::DataType;
 use model::op::{AspectPolicy, CoordinateMode, Resize, ResizeMode};
 
 use super::taps::{Axis, Taps};
+use crate::buffer_pool::{BufferPool, Pooled};
 use crate::kernel::cast::convert;
 use crate::kernel::layout::rearrange;
 use crate::kernel::operand::{
