@@ -1,4 +1,4 @@
-//! Time as something that is handed in, so that schedulers run in virtual time under test.
+//! Clocks as parameters, so that schedulers run in virtual time under test.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -36,7 +36,7 @@ impl Clock for MonotonicClock {
     }
 }
 
-/// A clock that stands still until it is told otherwise.
+/// A clock that only [`ManualClock::advance`] moves: virtual time.
 #[derive(Debug, Default)]
 pub struct ManualClock {
     now: AtomicU64,
@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn manual_time_moves_only_when_told() {
+    fn manual_clock_moves_only_when_advanced() {
         let clock = ManualClock::default();
         assert_eq!(clock.now(), Nanos::ZERO);
         clock.advance(Nanos(7));

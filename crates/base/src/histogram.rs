@@ -8,22 +8,22 @@ pub struct Histogram {
     inner: hdrhistogram::Histogram<u64>,
 }
 
-const LONGEST_NS: u64 = 3_600_000_000_000;
+const MAX_NS: u64 = 3_600_000_000_000;
 
 impl Histogram {
     /// An empty histogram.
     pub fn new() -> Histogram {
-        let inner = hdrhistogram::Histogram::new_with_bounds(1, LONGEST_NS, 3)
+        let inner = hdrhistogram::Histogram::new_with_bounds(1, MAX_NS, 3)
             .expect("constant bounds are valid");
         Histogram { inner }
     }
 
-    /// Counts one span; a longer one than an hour counts as an hour.
+    /// Counts one span; spans longer than an hour count as an hour.
     pub fn record(&mut self, span: Nanos) {
         self.inner.saturating_record(span.0.max(1));
     }
 
-    /// Adds everything `other` has counted.
+    /// Adds all counts of `other`.
     pub fn merge(&mut self, other: &Histogram) {
         self.inner.add(&other.inner).expect("all histograms share one range");
     }

@@ -1,6 +1,6 @@
-//! The substrate every other crate stands on: units, time, randomness, bounds and histograms.
+//! Basics that all other crates use: units, clocks, random numbers, bounded queues and histograms.
 //!
-//! Nothing here knows of models, devices or requests.
+//! Nothing here depends on models, devices or requests.
 
 pub mod clock;
 pub mod histogram;

@@ -1,4 +1,4 @@
-//! A queue that knows its bound and hands back what does not fit.
+//! A bounded queue that returns items that do not fit.
 
 use std::collections::VecDeque;
 
@@ -15,7 +15,7 @@ impl<T> BoundedQueue<T> {
         BoundedQueue { items: VecDeque::with_capacity(capacity), capacity }
     }
 
-    /// Appends `item`, or gives it back when the queue is full.
+    /// Appends `item`, or returns it if the queue is full.
     pub fn push(&mut self, item: T) -> Result<(), T> {
         if self.items.len() >= self.capacity {
             return Err(item);
@@ -29,17 +29,17 @@ impl<T> BoundedQueue<T> {
         self.items.pop_front()
     }
 
-    /// How many items wait.
+    /// The number of items.
     pub fn len(&self) -> usize {
         self.items.len()
     }
 
-    /// Whether nothing waits.
+    /// Whether there are no items.
     pub fn is_empty(&self) -> bool {
         self.items.is_empty()
     }
 
-    /// How many items fit.
+    /// The maximum number of items.
     pub fn capacity(&self) -> usize {
         self.capacity
     }

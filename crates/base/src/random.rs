@@ -1,4 +1,4 @@
-//! Seeded randomness whose sequence is the same on every machine and in every release.
+//! Seeded random numbers whose sequence is the same on every machine and in every release.
 
 /// SplitMix64 (Steele, Lea, Flood 2014): small, fast, and good enough for loads, tests and inputs.
 #[derive(Clone, Debug)]
@@ -49,7 +49,7 @@ mod tests {
     #[test]
     fn a_seed_fixes_the_sequence() {
         let mut random = Random::new(0);
-        // The first output of SplitMix64 for seed 0, as published with the reference implementation.
+        // The first output for seed 0, as published with the reference implementation.
         assert_eq!(random.next_u64(), 0xE220_A839_7B1D_CDAF);
     }
 

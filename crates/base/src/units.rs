@@ -1,4 +1,4 @@
-//! Quantities with their unit in the type, so that nanoseconds never meet milliseconds by accident.
+//! Quantities with their unit in the type, so that nanoseconds and milliseconds are never mixed up.
 
 use std::fmt;
 use std::ops::{Add, AddAssign, Sub};
@@ -9,9 +9,9 @@ use std::time::Duration;
 pub struct Nanos(pub u64);
 
 impl Nanos {
-    /// No time at all, and the instant every clock starts from.
+    /// A span of zero, and the time at which every clock starts.
     pub const ZERO: Nanos = Nanos(0);
-    /// Later than anything that happens; the deadline of work that has none.
+    /// Later than any event; the deadline of work without one.
     pub const MAX: Nanos = Nanos(u64::MAX);
 
     /// A span of whole microseconds; saturates instead of wrapping.

@@ -1,7 +1,6 @@
 //! Times typical layers: `kernels [PATTERN [THREADS]]` runs those whose name contains the pattern.
 //!
-//! Each line has the time of one run, the rate of its arithmetic, and the time of rten's own kernel
-//! for the same layer where there is one.
+//! Each line has the shortest time of one run and the rate of its arithmetic.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -10,10 +9,11 @@ use std::time::{Duration, Instant};
 use base::Random;
 use cpu::{CpuDevice, CpuOptions};
 use device::{Completion, CompletionSink, Device, Outcome, Queue, QueueOptions, Segment};
-use model::op::{Activation, Conv, MatMul, Op, Padding, Window};
+use model::op::{
+    Activation, Binary, Cast, Compare, Conv, MatMul, Op, Padding, Softmax, SoftmaxKind, Unary,
+    Variadic, Window,
+};
 use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
-use rten::BufferPool;
-use rten_tensor::prelude::*;
 
 struct Sink(Sender<Completion>);
 
@@ -28,7 +28,6 @@ struct Bench {
     queue: Box<dyn Queue>,
     completions: Receiver<Completion>,
     pattern: String,
-    threads: usize,
 }
 
 /// A layer to time: an operator, its input's shape, and its constants' shapes.
@@ -38,6 +37,8 @@ struct Layer {
     input: Vec<usize>,
     constants: Vec<Vec<usize>>,
     flops: f64,
+    /// The input is needed later, so that the step cannot overwrite it.
+    keeps_input: bool,
 }
 
 fn random(shape: &[usize]) -> Tensor {
@@ -60,6 +61,9 @@ fn plan(layer: &Layer) -> LaunchPlan {
     }
     let output = ValueId(count as u32 - 1);
     plan.outputs = vec![output];
+    if layer.keeps_input {
+        plan.outputs.push(ValueId(0));
+    }
     plan.steps.push(Step {
         name: layer.name.clone(),
         op: layer.op.clone(),
@@ -71,8 +75,8 @@ fn plan(layer: &Layer) -> LaunchPlan {
     plan
 }
 
-/// The least of the times `run` gives, over about a third of a second.
-fn least(mut run: impl FnMut() -> Duration) -> Duration {
+/// The shortest time that `run` returns in about a third of a second.
+fn shortest(mut run: impl FnMut() -> Duration) -> Duration {
     let started = Instant::now();
     let mut best = run();
     while started.elapsed() < Duration::from_millis(300) {
@@ -88,62 +92,18 @@ impl Bench {
         }
         let program = self.device.load(Arc::new(plan(layer))).expect("the layer loads");
         let input = random(&layer.input);
-        let ours = least(|| {
+        let time = shortest(|| {
             let mut task = program.prepare(vec![input.clone()]).expect("the input fits");
             task.record_step_times();
             let segment = Segment { token: 0, task, steps: 0..1 };
             assert!(self.queue.launch(segment).is_ok());
-            let done = self.completions.recv().expect("the queue lives");
+            let done = self.completions.recv().expect("the queue is open");
             assert_eq!(done.outcome, Outcome::Done);
-            Duration::from(done.task.step_times().expect("times were asked for")[0])
+            Duration::from(done.task.step_times().expect("times are recorded")[0])
         });
-        let rate = layer.flops / ours.as_secs_f64() / 1e9;
-        let theirs = rten_time(layer, self.threads)
-            .map_or(String::new(), |time| format!("{:9.3} ms", time.as_secs_f64() * 1e3));
-        println!(
-            "{:34} {:9.3} ms {rate:7.1} GFLOP/s {theirs}",
-            layer.name,
-            ours.as_secs_f64() * 1e3
-        );
+        let rate = layer.flops / time.as_secs_f64() / 1e9;
+        println!("{:34} {:9.3} ms {rate:7.1} GFLOP/s", layer.name, time.as_secs_f64() * 1e3);
     }
-}
-
-/// The time rten's kernel takes.
-fn rten_time(layer: &Layer, threads: usize) -> Option<Duration> {
-    let tensor = |shape: &[usize]| {
-        let data: Vec<f32> = random(shape).to_vec()?;
-        Some(rten_tensor::Tensor::from_data(shape, data))
-    };
-    let (x, w) = (tensor(&layer.input)?, tensor(&layer.constants[0])?);
-    let pool = BufferPool::new();
-    let threads = rayon::ThreadPoolBuilder::new().num_threads(threads).build().ok()?;
-    threads.install(|| match &layer.op {
-        Op::Conv(conv) => Some(least(|| {
-            let Padding::Explicit(pads) = &conv.window.padding else { return Duration::ZERO };
-            let started = Instant::now();
-            let out = rten::ops::conv::<f32, f32, f32>(
-                &pool,
-                x.view(),
-                w.view(),
-                None,
-                pads.as_slice().into(),
-                conv.groups,
-                &conv.window.strides,
-                &conv.window.dilations,
-            );
-            let elapsed = started.elapsed();
-            pool.add(out.expect("rten runs").into_data());
-            elapsed
-        })),
-        Op::MatMul(_) => Some(least(|| {
-            let started = Instant::now();
-            let out = rten::ops::matmul::<f32, f32, f32>(&pool, x.view(), w.view(), None);
-            let elapsed = started.elapsed();
-            pool.add(out.expect("rten runs").into_data());
-            elapsed
-        })),
-        _ => None,
-    })
 }
 
 fn conv(
@@ -169,6 +129,7 @@ fn conv(
         input: vec![1, channels, size, size],
         constants: vec![vec![outputs, channels / groups, kernel, kernel], vec![outputs]],
         flops: 2.0 * (outputs * taps * out * out) as f64,
+        keeps_input: true,
     }
 }
 
@@ -179,7 +140,51 @@ fn matmul(rows: usize, depth: usize, columns: usize) -> Layer {
         input: vec![1, rows, depth],
         constants: vec![vec![depth, columns], vec![columns]],
         flops: 2.0 * (rows * depth * columns) as f64,
+        keeps_input: true,
     }
+}
+
+/// An operator on `shape`, with one operation per element; constants follow the input.
+fn elementwise(name: &str, op: Op, shape: &[usize], constants: &[&[usize]]) -> [Layer; 2] {
+    [true, false].map(|keeps_input| Layer {
+        name: format!("{name} {shape:?}{}", if keeps_input { "" } else { " in place" }),
+        op: op.clone(),
+        input: shape.to_vec(),
+        constants: constants.iter().map(|shape| shape.to_vec()).collect(),
+        flops: shape.iter().product::<usize>() as f64,
+        keeps_input,
+    })
+}
+
+/// Operators that memory bounds.
+fn elementwise_layers() -> Vec<Layer> {
+    let image: &[usize] = &[1, 64, 112, 112];
+    let softmax = Softmax { kind: SoftmaxKind::Softmax, axis: -1, flatten: false };
+    [
+        elementwise("add", Op::Binary(Binary::Add), image, &[image]),
+        elementwise("add channels", Op::Binary(Binary::Add), image, &[&[64, 1, 1]]),
+        elementwise("subtract scalar", Op::Binary(Binary::Sub), image, &[&[]]),
+        elementwise("add row", Op::Binary(Binary::Add), &[4096, 96], &[&[96]]),
+        elementwise("remainder", Op::Binary(Binary::Fmod), image, &[&[]]),
+        elementwise("less", Op::Compare(Compare::Less), image, &[&[64, 1, 1]]),
+        elementwise("maximum", Op::Variadic(Variadic::Max), image, &[image]),
+        elementwise("relu", Op::Unary(Unary::Relu), image, &[]),
+        elementwise("sqrt", Op::Unary(Unary::Sqrt), image, &[]),
+        elementwise("sin", Op::Unary(Unary::Sin), image, &[]),
+        elementwise("erf", Op::Unary(Unary::Erf), image, &[]),
+        elementwise("softmax", Op::Softmax(softmax), &[12, 128, 128], &[]),
+        elementwise("transpose", Op::Transpose { perm: Some(vec![0, 2, 3, 1]) }, image, &[]),
+        elementwise(
+            "layer norm",
+            Op::LayerNorm { axis: -1, epsilon: 1e-5 },
+            &[128, 768],
+            &[&[768], &[768]],
+        ),
+        elementwise("cast", Op::Cast(Cast { to: DataType::I64 }), image, &[]),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 fn main() {
@@ -189,7 +194,7 @@ fn main() {
     let device = CpuDevice::new(CpuOptions { threads, ..CpuOptions::default() });
     let options = QueueOptions { id: 0, capacity: 1, high_priority: false, preemptible: true };
     let queue = device.open_queue(options, Arc::new(Sink(sender))).expect("the queue opens");
-    let bench = Bench { device, queue, completions, pattern, threads };
+    let bench = Bench { device, queue, completions, pattern };
     for layer in [
         conv(3, 64, 224, 7, 2, 1),
         conv(64, 64, 56, 1, 1, 1),
@@ -225,6 +230,9 @@ fn main() {
         matmul(1, 2048, 1000),
         matmul(1, 25088, 4096),
     ] {
+        bench.time(&layer);
+    }
+    for layer in elementwise_layers() {
         bench.time(&layer);
     }
 }

@@ -1,7 +1,6 @@
 //! The CPU as a [`Device`].
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use base::Bytes;
 use device::{
@@ -9,17 +8,17 @@ use device::{
 };
 use model::LaunchPlan;
 
+use crate::device_state::DeviceState;
 use crate::program::CpuProgram;
 use crate::queue::CpuQueue;
-use crate::standing::Shared;
 
 /// How much of the machine the device may use.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuOptions {
-    /// Threads a queue computes with. When 0, all cores divided by the queues; all of them for a queue of high priority, which
-    /// the others leave for.
+    /// Threads per queue. 0 means the cores divided by the queues, and all cores for the queue of
+    /// high priority, for which the other queues are preempted.
     pub threads: usize,
-    /// Queues that run side by side, beside one of high priority; one when 0.
+    /// Queues that run concurrently, in addition to one of high priority; 0 means one.
     pub queues: usize,
 }
 
@@ -27,17 +26,17 @@ pub struct CpuOptions {
 pub struct CpuDevice {
     info: DeviceInfo,
     threads: usize,
-    most_threads: usize,
-    shared: Arc<Shared>,
+    max_threads: usize,
+    state: Arc<DeviceState>,
 }
 
-/// How often tasks left when they were told to.
+/// How often tasks were preempted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Leaves {
-    /// In the middle of a step.
-    pub inside: u64,
+pub struct PreemptionCounts {
+    /// At a yield point inside a step.
+    pub inside_step: u64,
     /// Between two steps.
-    pub between: u64,
+    pub between_steps: u64,
 }
 
 impl CpuDevice {
@@ -46,7 +45,7 @@ impl CpuDevice {
         let available = std::thread::available_parallelism().map_or(1, usize::from);
         let queues = options.queues.max(1);
         let fair_share = (available / queues).max(1);
-        let (threads, most_threads) = match options.threads {
+        let (threads, max_threads) = match options.threads {
             0 => (fair_share, available),
             threads => (threads, threads),
         };
@@ -58,23 +57,23 @@ impl CpuDevice {
             ),
             preemption: PreemptionLevel::TileBoundaries,
             memory: physical_memory(),
-            // One more than asked for: real time's own, which takes the place of the others.
+            // One more than requested: the real-time queue, for which the others are preempted.
             queues: queues + 1,
             rounding: 0.0,
         };
-        CpuDevice { info, threads, most_threads, shared: Arc::default() }
+        CpuDevice { info, threads, max_threads, state: Arc::default() }
     }
 
-    /// How often tasks have left so far.
-    pub fn leaves(&self) -> Leaves {
-        Leaves {
-            inside: self.shared.left_inside.load(Ordering::Relaxed),
-            between: self.shared.left_between.load(Ordering::Relaxed),
+    /// How often tasks were preempted so far.
+    pub fn preemption_counts(&self) -> PreemptionCounts {
+        PreemptionCounts {
+            inside_step: self.state.preempted_inside_step(),
+            between_steps: self.state.preempted_between_steps(),
         }
     }
 }
 
-/// The machine's memory as Linux tells it; unlimited where nobody does.
+/// The machine's memory as Linux reports it; unlimited on other systems.
 fn physical_memory() -> Bytes {
     let total_kib = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
         let line = text.lines().find(|line| line.starts_with("MemTotal:"))?;
@@ -101,8 +100,8 @@ impl Device for CpuDevice {
         options: QueueOptions,
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError> {
-        let threads = if options.high_priority { self.most_threads } else { self.threads };
-        CpuQueue::open(options, threads, sink, self.shared.clone())
+        let threads = if options.high_priority { self.max_threads } else { self.threads };
+        CpuQueue::open(options, threads, sink, self.state.clone())
             .map(|queue| Box::new(queue) as Box<dyn Queue>)
             .map_err(|reason| DeviceError::Faulted { device: self.info.name.clone(), reason })
     }

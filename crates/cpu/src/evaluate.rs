@@ -1,12 +1,12 @@
-//! One operator, computed once and without a device: how constants are folded.
+//! Evaluation of one operator without a device, for constant folding.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use model::op::Op;
 use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
-use rten::BufferPool;
 use smallvec::SmallVec;
 
+use crate::buffer_pool::BufferPool;
 use crate::kernel::{self, Context, Inputs, Operand, StepFacts};
 use crate::value::Value;
 
@@ -21,7 +21,7 @@ pub fn evaluate(op: &Op, inputs: &[Option<Tensor>], outputs: usize) -> Option<Ve
         .ok()?;
     let plan = single_step(op, inputs, outputs);
     let mut constants = vec![None; plan.values.len()];
-    // Kernels may bind what is constant, so that an evaluation takes the same path as a loaded plan.
+    // Kernels may bind constants, so that an evaluation takes the same path as a loaded plan.
     constants[..values.len()].clone_from_slice(&values);
     let facts = StepFacts { plan: &plan, step: &plan.steps[0], constants: &constants };
     let kernel = kernel::build(&facts).ok()?;
@@ -30,8 +30,8 @@ pub fn evaluate(op: &Op, inputs: &[Option<Tensor>], outputs: usize) -> Option<Ve
         .iter()
         .map(|value| value.as_ref().map_or(Operand::Absent, Operand::Shared))
         .collect();
-    let run = || (kernel.run)(&Context { pool: &pool }, Inputs::new(operands));
-    // A kernel that panics is a defect, but folding is only an optimisation and must not fail a load.
+    let run = || kernel.run.run(&Context { pool: &pool }, Inputs::new(operands));
+    // A kernel that panics is a defect, but folding is an optimization and must not fail a load.
     let results = catch_unwind(AssertUnwindSafe(run)).ok()?.ok()?;
     let tensors: Vec<Tensor> =
         results.into_iter().map(Value::into_host).collect::<Result<_, _>>().ok()?;
@@ -46,7 +46,7 @@ fn single_step(op: &Op, inputs: &[Option<Tensor>], outputs: usize) -> LaunchPlan
     for (index, tensor) in inputs.iter().enumerate() {
         values.push(info(index, tensor.as_ref().map_or(DataType::F32, Tensor::dtype)));
     }
-    // Kernels go by what they compute, not by what the plan says of their outputs.
+    // Kernels derive the types of their outputs and do not read them from the plan.
     values.extend((0..outputs).map(|index| info(inputs.len() + index, DataType::F32)));
     let step = Step {
         name: "constant".to_string(),
@@ -64,7 +64,7 @@ mod tests {
     use model::op::{Binary, Unary};
 
     #[test]
-    fn computes_refuses_and_survives() {
+    fn returns_none_for_what_fails() {
         let of = |data: &[i64]| Some(Tensor::from_vec(vec![data.len()], data.to_vec()).unwrap());
         let sum = evaluate(&Op::Binary(Binary::Add), &[of(&[1, 2]), of(&[3])], 1).unwrap();
         assert_eq!(sum[0].to_vec::<i64>(), Some(vec![4, 5]));

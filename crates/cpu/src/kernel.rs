@@ -1,8 +1,8 @@
-//! Kernels: an operator bound to what is known when its plan is loaded.
+//! Kernels: operators bound to what is known when a plan is loaded.
 //!
-//! Each family of operators has a file with a `build` function. `build` looks at the operator, the
-//! element types and the constant operands, and either returns a closure that computes the step or
-//! says why it cannot. Nothing is refused later that could have been refused then.
+//! Each group of operators has a file with a `build` function. From the operator, the element types
+//! and the constant operands, `build` returns a closure that computes the step, or the reason why
+//! there is none. A kernel refuses as much as possible at load time rather than when it runs.
 
 mod activation;
 mod attention;
@@ -12,6 +12,7 @@ mod conv;
 mod conv_transpose;
 mod dense;
 mod einsum;
+mod elementwise;
 mod gather;
 mod gemm;
 mod generate;
@@ -21,6 +22,7 @@ mod layout;
 mod matmul;
 mod norm;
 mod operand;
+mod parallel;
 mod pool;
 mod quantize;
 mod reduce;
@@ -28,37 +30,46 @@ mod resample;
 mod rnn;
 mod select;
 mod softmax;
+mod strided;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]
 mod testing_dense;
 mod unary;
-mod walk;
 
 use model::op::Op;
 use model::{DataType, LaunchPlan, Step};
-use rten::BufferPool;
-use rten_tensor::Tensor;
 use smallvec::SmallVec;
 
-use crate::value::{Typed, Value};
+use crate::buffer_pool::BufferPool;
+use crate::value::{Typed, TypedTensor, Value};
 
-/// What a kernel computes: outputs in the operator's order, or why not.
+/// The outputs of a kernel in the operator's order, or the reason why it failed.
 pub(crate) type KernelResult = Result<Outputs, String>;
 
 /// A step's results, in the operator's order.
 pub(crate) type Outputs = SmallVec<[Value; 1]>;
 
-/// Computes a step from its operands.
-pub(crate) type Run = dyn Fn(&Context, Inputs) -> KernelResult + Send + Sync;
+/// Computes a step from its operands. A trait of its own because a vtable of `Fn` also holds the
+/// code for calls by value, which nothing needs.
+pub(crate) trait KernelFn: Send + Sync {
+    fn run(&self, context: &Context, inputs: Inputs) -> KernelResult;
+}
 
-/// A step ready to run any number of times.
+impl<F: Fn(&Context, Inputs) -> KernelResult + Send + Sync> KernelFn for F {
+    fn run(&self, context: &Context, inputs: Inputs) -> KernelResult {
+        self(context, inputs)
+    }
+}
+
+/// A step that can run any number of times.
 pub(crate) struct Kernel {
     /// Computes the step.
-    pub(crate) run: Box<Run>,
+    pub(crate) run: Box<dyn KernelFn>,
     /// Memory it holds for itself, such as packed weights.
     pub(crate) resident_bytes: usize,
-    /// Constant operands it never reads again: it holds them in its own form, or not at all.
+    /// Constant operands it does not read when it runs: it holds them packed, or needs only their
+    /// shape.
     pub(crate) packed_inputs: Vec<usize>,
 }
 
@@ -70,7 +81,7 @@ impl Kernel {
     }
 }
 
-/// What a kernel may use while it runs.
+/// Resources of a running kernel.
 pub(crate) struct Context<'a> {
     /// Memory of values that are no longer needed.
     pub(crate) pool: &'a BufferPool,
@@ -78,11 +89,11 @@ pub(crate) struct Context<'a> {
 
 /// One operand of a running step.
 pub(crate) enum Operand<'a> {
-    /// An optional operand that is not there.
+    /// An optional operand that is missing.
     Absent,
-    /// Somebody else reads it later.
+    /// A later step reads it too.
     Shared(&'a Value),
-    /// Nobody reads it afterwards: it may be changed in place.
+    /// No later step reads it: it may be changed in place.
     Owned(Value),
 }
 
@@ -116,7 +127,7 @@ impl<'a> Inputs<'a> {
     }
 
     /// Operand `index` as a tensor of `T`.
-    pub(crate) fn typed<T: Typed>(&self, index: usize) -> Result<&Tensor<T>, String> {
+    pub(crate) fn typed<T: Typed>(&self, index: usize) -> Result<&TypedTensor<T>, String> {
         let value = self.get(index)?;
         T::get(value).ok_or_else(|| format!("operand {index} is {}", value.dtype()))
     }
@@ -125,11 +136,11 @@ impl<'a> Inputs<'a> {
     pub(crate) fn optional_typed<T: Typed>(
         &self,
         index: usize,
-    ) -> Result<Option<&Tensor<T>>, String> {
+    ) -> Result<Option<&TypedTensor<T>>, String> {
         self.optional(index).map(|_| self.typed(index)).transpose()
     }
 
-    /// Operand `index` itself: moved out when nobody else reads it, copied otherwise.
+    /// Operand `index` itself: moved if no later step reads it, copied otherwise.
     pub(crate) fn take(&mut self, index: usize) -> Result<Value, String> {
         let slot =
             self.operands.get_mut(index).ok_or_else(|| format!("operand {index} is missing"))?;
@@ -140,14 +151,14 @@ impl<'a> Inputs<'a> {
         }
     }
 
-    /// Operand `index` as it is, to be an operand of something else.
+    /// Operand `index` as it is, to be an operand of another kernel.
     pub(crate) fn take_operand(&mut self, index: usize) -> Result<Operand<'a>, String> {
         let slot =
             self.operands.get_mut(index).ok_or_else(|| format!("operand {index} is missing"))?;
         Ok(std::mem::replace(slot, Operand::Absent))
     }
 
-    /// Puts `value` in the place of operand `index`.
+    /// Replaces operand `index` by `value`.
     pub(crate) fn replace(&mut self, index: usize, value: Value) {
         if let Some(slot) = self.operands.get_mut(index) {
             *slot = Operand::Owned(value);
@@ -159,7 +170,7 @@ impl<'a> Inputs<'a> {
         matches!(self.operands.get(index), Some(Operand::Owned(_)))
     }
 
-    /// Gives the memory of operands nobody reads any more back to the pool.
+    /// Returns the memory of operands that no later step reads to the pool.
     pub(crate) fn recycle(self, pool: &BufferPool) {
         for operand in self.operands {
             if let Operand::Owned(value) = operand {
@@ -190,13 +201,13 @@ impl StepFacts<'_> {
         self.constants[id.index()].as_ref()
     }
 
-    /// How many outputs somebody needs, counted up to the last one.
+    /// The number of outputs up to the last one that is needed.
     pub(crate) fn output_count(&self) -> usize {
         self.step.outputs.iter().rposition(Option::is_some).map_or(0, |last| last + 1)
     }
 }
 
-/// Binds the operator of a step, or says why it cannot run here.
+/// The kernel of a step, or the reason why there is none.
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     match &facts.step.op {
         Op::Identity => Ok(Kernel::new(|_, mut inputs| Ok(Outputs::from_elem(inputs.take(0)?, 1)))),
@@ -259,7 +270,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     }
 }
 
-/// The reason of an operator that has no kernel for its element types.
+/// The error of an operator without a kernel for its element types.
 pub(crate) fn no_kernel(facts: &StepFacts) -> String {
     let types: Vec<String> = (0..facts.step.inputs.len())
         .map(|index| facts.input_dtype(index).map_or("-".to_string(), |dtype| dtype.to_string()))

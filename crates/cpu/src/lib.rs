@@ -1,17 +1,21 @@
-//! The CPU device: a plan's steps on rten's kernels and many of our own, one step after another. Work is left
-//! between two steps or, where a kernel looks, inside one: its threads stand still there until it goes on.
+//! The CPU device: runs a plan's steps one after another on vectorized kernels.
+//!
+//! Work is preempted between two steps or, at a yield point of a kernel, inside one. The threads of
+//! a task that is preempted inside a step park there until the task resumes.
 
-mod crew;
+mod buffer_pool;
 mod device;
+mod device_state;
 mod evaluate;
 mod kernel;
-mod line;
 mod program;
 mod queue;
-mod spare;
-mod standing;
+mod run_queue;
+mod spare_buffers;
+mod suspended_task;
 mod value;
-mod watch;
+mod worker_pool;
+mod yield_point;
 
-pub use device::{CpuDevice, CpuOptions, Leaves};
+pub use device::{CpuDevice, CpuOptions, PreemptionCounts};
 pub use evaluate::evaluate;

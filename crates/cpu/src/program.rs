@@ -1,4 +1,4 @@
-//! Loaded plans and their runs.
+//! Loaded plans and their tasks.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -6,18 +6,19 @@ use std::sync::Arc;
 use base::{Bytes, Nanos};
 use device::{DeviceError, Program, Task, check_inputs};
 use model::{LaunchPlan, Step, Tensor};
-use rten::BufferPool;
 
-use crate::crew::Standing;
+use crate::buffer_pool::BufferPool;
 use crate::kernel::{self, Context, Inputs, Kernel, Operand, StepFacts};
+use crate::suspended_task::SuspendedTask;
 use crate::value::Value;
 
-/// A plan with its constants in place and every step bound to a kernel.
+/// A loaded plan as a [`Program`].
 pub(crate) struct CpuProgram {
-    shared: Arc<Loaded>,
+    loaded: Arc<LoadedPlan>,
 }
 
-struct Loaded {
+/// A plan with its constants, and with every step bound to a kernel.
+struct LoadedPlan {
     plan: Arc<LaunchPlan>,
     constants: Vec<Option<Value>>,
     kernels: Vec<Kernel>,
@@ -53,7 +54,7 @@ fn constants_of(plan: &LaunchPlan) -> Result<Vec<Option<Value>>, DeviceError> {
     Ok(constants)
 }
 
-/// Drops the constants that every reader holds in a form of its own.
+/// Drops the constants that all kernels that read them hold in a packed form.
 fn drop_packed(plan: &LaunchPlan, kernels: &[Kernel], constants: &mut [Option<Value>]) {
     let mut needed = vec![false; constants.len()];
     for id in &plan.outputs {
@@ -85,88 +86,90 @@ impl CpuProgram {
         let constant_bytes: usize = constants.iter().flatten().map(Value::size_bytes).sum();
         let kernel_bytes: usize = kernels.iter().map(|kernel| kernel.resident_bytes).sum();
         let resident = Bytes((constant_bytes + kernel_bytes) as u64);
-        Ok(CpuProgram { shared: Arc::new(Loaded { plan, constants, kernels, resident }) })
+        Ok(CpuProgram { loaded: Arc::new(LoadedPlan { plan, constants, kernels, resident }) })
     }
 }
 
 impl Program for CpuProgram {
     fn plan(&self) -> &Arc<LaunchPlan> {
-        &self.shared.plan
+        &self.loaded.plan
     }
 
     fn resident(&self) -> Bytes {
-        self.shared.resident
+        self.loaded.resident
     }
 
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
-        let plan = &self.shared.plan;
+        let plan = &self.loaded.plan;
         check_inputs(plan, &inputs)?;
         let mut slots: Vec<Option<Value>> = Vec::new();
         slots.resize_with(plan.values.len(), || None);
         for (id, tensor) in plan.inputs.iter().zip(&inputs) {
             slots[id.index()] = Some(Value::from_host(tensor).map_err(DeviceError::BadInput)?);
         }
-        let run = Run { program: self.shared.clone(), slots };
+        let values = TaskValues { program: self.loaded.clone(), slots };
         Ok(Box::new(CpuTask {
-            program: self.shared.clone(),
-            place: Place::Here(run),
+            program: self.loaded.clone(),
+            state: TaskState::Ready(values),
             next_step: 0,
             step_times: None,
         }))
     }
 }
 
-/// One run as its owner sees it.
+/// One execution of a program.
 pub(crate) struct CpuTask {
-    program: Arc<Loaded>,
-    place: Place,
+    program: Arc<LoadedPlan>,
+    state: TaskState,
     next_step: usize,
     step_times: Option<Vec<Nanos>>,
 }
 
-/// Where a run's values are.
-enum Place {
-    Here(Run),
-    /// On the stacks of threads that stand in the middle of a step.
-    Standing(Standing),
-    /// With the threads that work on it.
-    AtWork,
+/// Where a task's values are.
+enum TaskState {
+    Ready(TaskValues),
+    /// On the stacks of threads that are parked inside a step.
+    Suspended(SuspendedTask),
+    /// With the threads that run it.
+    Running,
 }
 
-/// What goes on with a task that is launched.
-pub(crate) enum Begin {
-    With(Run),
-    Resume(Standing),
+/// How a launched task starts.
+pub(crate) enum TaskStart {
+    /// With these values, at the beginning of a step.
+    Fresh(TaskValues),
+    /// On its parked threads, inside a step.
+    Suspended(SuspendedTask),
 }
 
 impl CpuTask {
-    /// Hands the values out to whoever runs steps; `None` when somebody has them.
-    pub(crate) fn begin(&mut self) -> Option<Begin> {
-        match std::mem::replace(&mut self.place, Place::AtWork) {
-            Place::Here(run) => Some(Begin::With(run)),
-            Place::Standing(standing) => Some(Begin::Resume(standing)),
-            Place::AtWork => None,
+    /// Moves the values to the threads that run the task; `None` if it is running already.
+    pub(crate) fn start(&mut self) -> Option<TaskStart> {
+        match std::mem::replace(&mut self.state, TaskState::Running) {
+            TaskState::Ready(values) => Some(TaskStart::Fresh(values)),
+            TaskState::Suspended(suspended) => Some(TaskStart::Suspended(suspended)),
+            TaskState::Running => None,
         }
     }
 
     /// Runs the next step on the calling thread.
     #[cfg(test)]
     pub(crate) fn run_step(&mut self, pool: &BufferPool) -> Result<(), DeviceError> {
-        if let Place::Here(run) = &mut self.place {
-            run.step(self.next_step, pool)?;
+        if let TaskState::Ready(values) = &mut self.state {
+            values.run_step(self.next_step, pool)?;
             self.next_step += 1;
         }
         Ok(())
     }
 
-    /// Takes the values back.
-    pub(crate) fn end(&mut self, run: Run) {
-        self.place = Place::Here(run);
+    /// Takes the values back from the threads that ran the task.
+    pub(crate) fn finish(&mut self, values: TaskValues) {
+        self.state = TaskState::Ready(values);
     }
 
-    /// Notes who holds the values in the middle of a step.
-    pub(crate) fn stand(&mut self, standing: Standing) {
-        self.place = Place::Standing(standing);
+    /// Records that the task's threads are parked inside a step.
+    pub(crate) fn suspend(&mut self, suspended: SuspendedTask) {
+        self.state = TaskState::Suspended(suspended);
     }
 
     /// Counts a step that took `time`.
@@ -178,24 +181,24 @@ impl CpuTask {
     }
 }
 
-/// The values so far.
-pub(crate) struct Run {
-    program: Arc<Loaded>,
+/// The values a task has computed so far.
+pub(crate) struct TaskValues {
+    program: Arc<LoadedPlan>,
     slots: Vec<Option<Value>>,
 }
 
-impl Run {
+impl TaskValues {
     /// Runs step `index`, which is the next one.
-    pub(crate) fn step(&mut self, index: usize, pool: &BufferPool) -> Result<(), DeviceError> {
+    pub(crate) fn run_step(&mut self, index: usize, pool: &BufferPool) -> Result<(), DeviceError> {
         let program = self.program.clone();
         let (Some(step), Some(kernel)) =
             (program.plan.steps.get(index), program.kernels.get(index))
         else {
-            return Err(DeviceError::BadPlan("a segment goes past the last step".to_string()));
+            return Err(DeviceError::BadPlan("a segment extends past the last step".to_string()));
         };
         let outputs = {
             let inputs = self.operands(&program, step);
-            (kernel.run)(&Context { pool }, inputs)
+            kernel.run.run(&Context { pool }, inputs)
         }
         .map_err(|reason| DeviceError::StepFailed {
             step: step.name.clone(),
@@ -215,8 +218,8 @@ impl Run {
         Ok(())
     }
 
-    /// The operands of `step`; what it is the last and only reader of is handed over.
-    fn operands<'a>(&'a mut self, program: &'a Loaded, step: &Step) -> Inputs<'a> {
+    /// The operands of `step`. Values that no other operand or later step reads are moved.
+    fn operands<'a>(&'a mut self, program: &'a LoadedPlan, step: &Step) -> Inputs<'a> {
         let is_last = |id: &model::ValueId| {
             step.last_uses.contains(id)
                 && step.inputs.iter().flatten().filter(|other| *other == id).count() == 1
@@ -257,18 +260,20 @@ impl Task for CpuTask {
 
     fn into_outputs(self: Box<Self>) -> Result<Vec<Tensor>, DeviceError> {
         if self.next_step < self.step_count() {
-            return Err(DeviceError::BadPlan("outputs were asked for before the end".to_string()));
+            return Err(DeviceError::BadPlan(
+                "outputs requested before the last step ended".to_string(),
+            ));
         }
         let program = self.program.clone();
-        let Place::Here(mut run) = self.place else {
-            return Err(DeviceError::BadPlan("outputs were asked for while it runs".to_string()));
+        let TaskState::Ready(mut values) = self.state else {
+            return Err(DeviceError::BadPlan("outputs requested while the task runs".to_string()));
         };
         let ids = &program.plan.outputs;
         let mut outputs = Vec::with_capacity(ids.len());
         for (position, id) in ids.iter().enumerate() {
-            // An output that is listed twice is moved out only for its last mention.
+            // An output that is listed twice is moved only for its last occurrence.
             let again = ids[position + 1..].contains(id);
-            let slot = &mut run.slots[id.index()];
+            let slot = &mut values.slots[id.index()];
             let value = if again { slot.clone() } else { slot.take() };
             let value = value
                 .or_else(|| program.constants[id.index()].clone())

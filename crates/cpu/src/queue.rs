@@ -1,23 +1,23 @@
-//! A queue of the CPU, as the rest of the system sees it.
+//! A queue of the CPU device.
 
 use std::sync::Arc;
 
 use device::{CompletionSink, Queue, QueueOptions, Segment};
 
-use crate::line::Line;
-use crate::standing::Shared;
+use crate::device_state::DeviceState;
+use crate::run_queue::RunQueue;
 
-/// Segments in, completions out.
-pub(crate) struct CpuQueue(Arc<Line>);
+/// The public handle of a [`RunQueue`]; dropping it closes the queue.
+pub(crate) struct CpuQueue(Arc<RunQueue>);
 
 impl CpuQueue {
     pub(crate) fn open(
         options: QueueOptions,
         threads: usize,
         sink: Arc<dyn CompletionSink>,
-        shared: Arc<Shared>,
+        state: Arc<DeviceState>,
     ) -> Result<CpuQueue, String> {
-        Line::open(options, threads, sink, shared).map(CpuQueue)
+        RunQueue::open(options, threads, sink, state).map(CpuQueue)
     }
 }
 

@@ -1,31 +1,62 @@
-//! Values while a plan runs: rten tensors of every element type.
+//! Tensors of every element type.
 
 use bytes::Bytes;
 use half::{bf16, f16};
 use model::{DataType, Tensor as HostTensor, TensorData};
-use rten::{BufferPool, ExtractBuffer};
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
+use smallvec::SmallVec;
 
-use crate::spare;
+use crate::buffer_pool::BufferPool;
+use crate::spare_buffers;
+
+/// A contiguous tensor in row-major order.
+#[derive(Clone, Debug)]
+pub(crate) struct TypedTensor<T> {
+    shape: SmallVec<[usize; 6]>,
+    data: Vec<T>,
+}
+
+impl<T> TypedTensor<T> {
+    /// A tensor of `data`, which must have as many elements as `shape`.
+    pub(crate) fn from_data(shape: &[usize], data: Vec<T>) -> TypedTensor<T> {
+        TypedTensor::try_from_data(shape, data).expect("shape and data have one size")
+    }
+
+    /// Like [`from_data`](TypedTensor::from_data), with an error if the sizes differ.
+    pub(crate) fn try_from_data(shape: &[usize], data: Vec<T>) -> Result<TypedTensor<T>, String> {
+        let count: usize = shape.iter().product();
+        if count != data.len() {
+            return Err(format!("{} elements for shape {shape:?}", data.len()));
+        }
+        Ok(TypedTensor { shape: shape.into(), data })
+    }
+
+    pub(crate) fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// The number of elements.
+    pub(crate) fn len(&self) -> usize {
+        self.data.len()
+    }
+}
 
 /// A tensor of any element type.
 #[derive(Clone, Debug)]
 pub(crate) enum Value {
-    Bool(Tensor<bool>),
-    U8(Tensor<u8>),
-    U16(Tensor<u16>),
-    U32(Tensor<u32>),
-    U64(Tensor<u64>),
-    I8(Tensor<i8>),
-    I16(Tensor<i16>),
-    I32(Tensor<i32>),
-    I64(Tensor<i64>),
-    F16(Tensor<f16>),
-    BF16(Tensor<bf16>),
-    F32(Tensor<f32>),
-    F64(Tensor<f64>),
-    String(Tensor<Bytes>),
+    Bool(TypedTensor<bool>),
+    U8(TypedTensor<u8>),
+    U16(TypedTensor<u16>),
+    U32(TypedTensor<u32>),
+    U64(TypedTensor<u64>),
+    I8(TypedTensor<i8>),
+    I16(TypedTensor<i16>),
+    I32(TypedTensor<i32>),
+    I64(TypedTensor<i64>),
+    F16(TypedTensor<f16>),
+    BF16(TypedTensor<bf16>),
+    F32(TypedTensor<f32>),
+    F64(TypedTensor<f64>),
+    String(TypedTensor<Bytes>),
 }
 
 /// Runs `$body` with `$tensor` bound to the typed tensor inside `$value`, whatever its type.
@@ -71,7 +102,7 @@ macro_rules! with_number {
     };
 }
 
-#[allow(unused_imports)] // Not every family has need of each.
+#[allow(unused_imports)] // Not every kernel needs each.
 pub(crate) use {with_copy, with_number, with_value};
 
 impl Value {
@@ -103,42 +134,40 @@ impl Value {
         count * self.dtype().size_bytes().unwrap_or(size_of::<Bytes>())
     }
 
-    /// Gives the memory back for the next step's outputs.
+    /// Keeps the memory for the outputs of later steps.
     pub(crate) fn recycle(self, pool: &BufferPool) {
         if let Value::F32(tensor) = self {
-            return spare::give(tensor.into_non_contiguous_data(), pool);
+            return spare_buffers::keep(into_elements(tensor), pool);
         }
-        with_copy!(self, tensor => if let Some(buffer) = tensor.extract_buffer() {
-            pool.add(buffer);
-        }, _ => {});
+        with_copy!(self, tensor => pool.add(into_elements(tensor)), _ => {});
     }
 
-    /// The value as it leaves the device. Takes the memory over where it can.
+    /// The value as a tensor of the host, in the same memory where possible.
     pub(crate) fn into_host(self) -> Result<HostTensor, String> {
         let shape = self.shape().to_vec();
         let text = |err: model::TensorError| err.to_string();
         match self {
             Value::Bool(tensor) => {
-                let bytes: Vec<u8> = tensor.iter().map(|&b| u8::from(b)).collect();
+                let bytes: Vec<u8> = elements(&tensor).iter().map(|&b| u8::from(b)).collect();
                 HostTensor::from_raw(DataType::Bool, shape, bytes.into()).map_err(text)
             }
             Value::String(tensor) => {
-                let strings = tensor.iter().cloned().collect();
+                let strings = into_elements(tensor);
                 HostTensor::from_strings(shape, strings).map_err(text)
             }
             other => with_number!(other, tensor => {
-                HostTensor::from_vec(shape, tensor.into_data()).map_err(text)
+                HostTensor::from_vec(shape, into_elements(tensor)).map_err(text)
             }, _ => Err("not a number".to_string())),
         }
     }
 
-    /// A copy of a tensor from outside.
+    /// A copy of a tensor of the host.
     pub(crate) fn from_host(tensor: &HostTensor) -> Result<Value, String> {
         let shape = tensor.shape();
         macro_rules! numbers {
             ($variant:ident) => {{
                 let values = tensor.to_vec().ok_or("type and data disagree")?;
-                Ok(Value::$variant(Tensor::from_data(shape, values)))
+                Ok(Value::$variant(TypedTensor::from_data(shape, values)))
             }};
         }
         match tensor.dtype() {
@@ -156,14 +185,14 @@ impl Value {
             DataType::F64 => numbers!(F64),
             DataType::Bool => {
                 let raw = tensor.raw().ok_or("type and data disagree")?;
-                Ok(Value::Bool(Tensor::from_data(
+                Ok(Value::Bool(TypedTensor::from_data(
                     shape,
                     raw.iter().map(|&b| b != 0).collect::<Vec<_>>(),
                 )))
             }
             DataType::String => match tensor.data() {
                 TensorData::Strings(strings) => {
-                    Ok(Value::String(Tensor::from_data(shape, strings.clone())))
+                    Ok(Value::String(TypedTensor::from_data(shape, strings.clone())))
                 }
                 TensorData::Raw(_) => Err("type and data disagree".to_string()),
             },
@@ -174,21 +203,21 @@ impl Value {
 macro_rules! conversions {
     ($($variant:ident($rust:ty)),+ $(,)?) => {
         $(
-            impl From<Tensor<$rust>> for Value {
-                fn from(tensor: Tensor<$rust>) -> Value {
+            impl From<TypedTensor<$rust>> for Value {
+                fn from(tensor: TypedTensor<$rust>) -> Value {
                     Value::$variant(tensor)
                 }
             }
 
             impl Typed for $rust {
-                fn get(value: &Value) -> Option<&Tensor<$rust>> {
+                fn get(value: &Value) -> Option<&TypedTensor<$rust>> {
                     match value {
                         Value::$variant(tensor) => Some(tensor),
                         _ => None,
                     }
                 }
 
-                fn take(value: Value) -> Result<Tensor<$rust>, Value> {
+                fn take(value: Value) -> Result<TypedTensor<$rust>, Value> {
                     match value {
                         Value::$variant(tensor) => Ok(tensor),
                         other => Err(other),
@@ -199,12 +228,22 @@ macro_rules! conversions {
     };
 }
 
+/// The elements of `tensor` in row-major order.
+pub(crate) fn elements<T>(tensor: &TypedTensor<T>) -> &[T] {
+    &tensor.data
+}
+
+/// Like [`elements`], by value.
+pub(crate) fn into_elements<T>(tensor: TypedTensor<T>) -> Vec<T> {
+    tensor.data
+}
+
 /// Access to the typed tensor inside a [`Value`].
 pub(crate) trait Typed: Sized {
     /// The tensor, if it is of this type.
-    fn get(value: &Value) -> Option<&Tensor<Self>>;
+    fn get(value: &Value) -> Option<&TypedTensor<Self>>;
     /// The tensor itself, or the value back.
-    fn take(value: Value) -> Result<Tensor<Self>, Value>;
+    fn take(value: Value) -> Result<TypedTensor<Self>, Value>;
 }
 
 conversions! {

@@ -1,4 +1,4 @@
-//! The CPU device passes the suite every device passes.
+//! The CPU device passes the conformance suite.
 
 use cpu::{CpuDevice, CpuOptions};
 use device::conformance::{self, Verdict};
@@ -7,7 +7,7 @@ fn check(options: CpuOptions) {
     let report = conformance::run(&CpuDevice::new(options));
     println!("{report}");
     assert_eq!(report.failures().count(), 0, "{report}");
-    // The CPU is the device that refuses none of the suite's plans.
+    // The CPU device supports all plans of the suite.
     assert!(report.cases.iter().all(|case| case.verdict == Verdict::Passed), "{report}");
 }
 

@@ -1,4 +1,4 @@
-//! Functions fused onto the end of heavier steps, in place and vectorised.
+//! Functions fused onto the end of heavier steps, in place and vectorized.
 
 use model::op::Activation;
 use rten_simd::functional::simd_apply;
@@ -82,7 +82,7 @@ fn erf(x: f64) -> f64 {
     (1.0 - complement).copysign(x)
 }
 
-/// Limits each element; what is no number stays so.
+/// Limits each element; NaN stays NaN.
 struct Clamp<'a> {
     row: &'a mut [f32],
     low: f32,
@@ -96,7 +96,7 @@ impl SimdOp for Clamp<'_> {
     fn eval<I: Isa>(self, isa: I) {
         let ops = isa.f32();
         let (low, high) = (ops.splat(self.low), ops.splat(self.high));
-        // The element comes second: that is the operand that survives when it is no number.
+        // The element comes second: that is the operand that is returned if it is NaN.
         simd_apply::<_, _, _, 4>(
             ops,
             self.row,
@@ -120,8 +120,8 @@ impl SimdOp for HardSwish<'_> {
             self.0,
             #[inline(always)]
             |x| {
-                let gate = ops.min(ops.one(), ops.max(ops.zero(), ops.mul_add(x, sixth, half)));
-                ops.mul(x, gate)
+                let sigmoid = ops.min(ops.one(), ops.max(ops.zero(), ops.mul_add(x, sixth, half)));
+                ops.mul(x, sigmoid)
             },
         );
     }
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_stays_so() {
+    fn nan_stays_nan() {
         for activation in [Activation::Relu, Activation::Clip { low: 0.0, high: 6.0 }] {
             let mut row = [f32::NAN; 20];
             apply(activation, &mut row);
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn the_error_function_is_known() {
+    fn error_function_matches_known_values() {
         assert!((erf(0.5) - 0.520_499_877_813_046_5).abs() < 1e-15);
         assert!((erf(-3.0) + 0.999_977_909_503_001_4).abs() < 1e-15);
     }

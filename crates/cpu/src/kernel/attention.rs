@@ -1,16 +1,14 @@
-//! Scaled dot-product attention, a block of queries at a time so that no score leaves the cache.
+//! Scaled dot-product attention, a block of queries at a time so that all scores stay in the cache.
 
 use model::DataType;
 use rayon::prelude::*;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 use super::dense::{self, Real, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, Right};
 use super::matmul::Plain;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::value::Value;
-use crate::watch;
+use crate::value::{TypedTensor, Value};
+use crate::yield_point;
 
 /// Queries whose scores are held at a time.
 const QUERY_BLOCK: usize = 128;
@@ -40,7 +38,7 @@ struct Extents {
     width: usize,
     value_width: usize,
     batch: Vec<usize>,
-    /// For each batch index, that of each operand.
+    /// For each batch index, the index into each operand.
     indices: [Vec<usize>; 3],
 }
 
@@ -72,10 +70,10 @@ impl Extents {
     }
 }
 
-/// What is added to the scores, and which part belongs to a batch index.
+/// The mask that is added to the scores.
 struct Mask<T> {
     data: Vec<T>,
-    /// For each batch index, that of the mask's matrix.
+    /// For each batch index, the index of the mask's matrix.
     indices: Vec<usize>,
     rows: usize,
     columns: usize,
@@ -83,7 +81,7 @@ struct Mask<T> {
 
 impl<T: Real> Mask<T>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     fn new(value: &Value, extents: &Extents) -> Result<Mask<T>, String> {
         let shape = value.shape();
@@ -102,7 +100,7 @@ where
             ));
         }
         let data = match (value, T::get(value)) {
-            (_, Some(tensor)) => elements(tensor).into_owned(),
+            (_, Some(tensor)) => elements(tensor).to_vec(),
             (Value::Bool(tensor), _) => {
                 let shift = |&keep: &bool| if keep { T::zero() } else { T::neg_infinity() };
                 elements(tensor).iter().map(shift).collect()
@@ -126,10 +124,10 @@ where
     }
 }
 
-/// What differs between the element types.
+/// Operations that differ between the element types.
 trait Scores: Real + Plain
 where
-    Tensor<Self>: Into<Value>,
+    TypedTensor<Self>: Into<Value>,
 {
     /// `scale * q @ k^T` for row-major `q` and `k`.
     fn score(
@@ -190,7 +188,7 @@ impl Scores for f64 {
 
 fn run<T: Scores>(context: &Context, inputs: &Inputs, scale: f32) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let [q, k, v] = [inputs.typed::<T>(0)?, inputs.typed::<T>(1)?, inputs.typed::<T>(2)?];
     let extents = Extents::new(q.shape(), k.shape(), v.shape())?;
@@ -218,7 +216,7 @@ where
     }
     debug_assert_eq!(parts.len() % blocks, 0);
     let parts = parts.into_par_iter().with_max_len(1);
-    parts.try_for_each_init(watch::at_work, |_, (index, block, out)| {
+    parts.try_for_each_init(yield_point::start_work, |_, (index, block, out)| {
         let first = block * QUERY_BLOCK;
         let count = out.len() / extents.value_width;
         let part = |data: &'_ [T], operand: usize, rows: usize, width: usize| {
@@ -226,17 +224,17 @@ where
             start..(start + rows * width).min(data.len())
         };
         let (keys, width) = (extents.keys, extents.width);
-        let queries = &q[part(&q, 0, extents.queries, width)][first * width..][..count * width];
+        let queries = &q[part(q, 0, extents.queries, width)][first * width..][..count * width];
         let mut scores = vec![<T as Plain>::zero(); count * keys];
-        T::score(&mut scores, queries, &k[part(&k, 1, keys, width)], width, scale)?;
+        T::score(&mut scores, queries, &k[part(k, 1, keys, width)], width, scale)?;
         for (offset, row) in scores.chunks_exact_mut(keys).enumerate() {
             if let Some(mask) = &mask {
                 mask.add(row, index, first + offset);
             }
             T::softmax(row, false);
-            watch::did(keys);
+            yield_point::did_work(keys);
         }
-        T::weigh(out, &scores, &v[part(&v, 2, keys, extents.value_width)], keys)
+        T::weigh(out, &scores, &v[part(v, 2, keys, extents.value_width)], keys)
     })?;
     dense::output(&shape, out)
 }

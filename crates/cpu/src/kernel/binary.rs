@@ -6,13 +6,14 @@ mod ternary;
 
 use model::DataType;
 use model::op::{Binary, Compare, Op, Variadic};
-use rten_tensor::prelude::*;
 
 pub(crate) use number::Number;
 
-use super::operand::{Element, dtype_of, filled, flat, is_half, one, output_len, through_f32};
-use super::walk::{Walk, broadcast_shape, zip, zip_mut};
+use super::elementwise::{InPlaceFn, MapFn, ZipFn, ZipRow, map_in_place, zip, zip_in_place};
+use super::operand::{Element, dtype_of, elements, filled, is_half, one, output_len, through_f32};
+use super::strided::{StridedLoop, broadcast_shape};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::value::into_elements;
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     let dtype = dtype_of(facts, 0)?;
@@ -40,7 +41,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     }
 }
 
-/// Builds for single precision where `dtype` is half precision.
+/// Builds a kernel of single precision if `dtype` is half precision.
 fn through_half(
     dtype: DataType,
     build: impl Fn(DataType) -> Result<Kernel, String>,
@@ -48,7 +49,7 @@ fn through_half(
     if is_half(dtype) { Ok(through_f32(dtype, build(DataType::F32)?)) } else { build(dtype) }
 }
 
-/// Refuses operands of different types.
+/// An error if the operands have different types.
 fn same_types(facts: &StepFacts) -> Result<(), String> {
     let first = facts.input_dtype(0);
     if (0..facts.step.inputs.len()).all(|index| facts.input_dtype(index) == first) {
@@ -152,45 +153,63 @@ pub(crate) use with_type;
 
 fn arithmetic(facts: &StepFacts, binary: Binary, dtype: DataType) -> Result<Kernel, String> {
     match binary {
-        Binary::Add => with_type!(dtype, facts, T => Ok(in_place(T::add))),
-        Binary::Sub => with_type!(dtype, facts, T => Ok(in_place(T::sub))),
-        Binary::Mul => with_type!(dtype, facts, T => Ok(in_place(T::mul))),
+        // Models use these most, so they have in-place loops of their own.
+        Binary::Add if dtype == DataType::F32 => Ok(in_place(<f32 as Number>::add, true)),
+        Binary::Sub if dtype == DataType::F32 => Ok(in_place(<f32 as Number>::sub, false)),
+        Binary::Mul if dtype == DataType::F32 => Ok(in_place(<f32 as Number>::mul, true)),
+        Binary::Div if dtype == DataType::F32 => Ok(in_place(<f32 as Number>::div, false)),
+        Binary::Add => with_type!(dtype, facts, T => Ok(combining(T::add))),
+        Binary::Sub => with_type!(dtype, facts, T => Ok(combining(T::sub))),
+        Binary::Mul => with_type!(dtype, facts, T => Ok(combining(T::mul))),
         Binary::Div => with_type!(dtype, facts, T => Ok(dividing(T::div))),
         Binary::Mod => with_type!(dtype, facts, T => Ok(dividing(T::floor_mod))),
         Binary::Fmod => with_type!(dtype, facts, T => Ok(dividing(T::trunc_mod))),
         Binary::And | Binary::Or | Binary::Xor if dtype != DataType::Bool => Err(no_kernel(facts)),
-        Binary::And => Ok(in_place(|a: bool, b| a & b)),
-        Binary::Or => Ok(in_place(|a: bool, b| a | b)),
-        Binary::Xor => Ok(in_place(|a: bool, b| a ^ b)),
-        Binary::BitAnd => with_integer!(dtype, facts, T => Ok(in_place(|a: T, b| a & b))),
-        Binary::BitOr => with_integer!(dtype, facts, T => Ok(in_place(|a: T, b| a | b))),
-        Binary::BitXor => with_integer!(dtype, facts, T => Ok(in_place(|a: T, b| a ^ b))),
-        Binary::ShiftLeft => with_integer!(dtype, facts, T => Ok(in_place(T::shift_left))),
-        Binary::ShiftRight => with_integer!(dtype, facts, T => Ok(in_place(T::shift_right))),
+        Binary::And => Ok(combining(|a: bool, b| a & b)),
+        Binary::Or => Ok(combining(|a: bool, b| a | b)),
+        Binary::Xor => Ok(combining(|a: bool, b| a ^ b)),
+        Binary::BitAnd => with_integer!(dtype, facts, T => Ok(combining(|a: T, b| a & b))),
+        Binary::BitOr => with_integer!(dtype, facts, T => Ok(combining(|a: T, b| a | b))),
+        Binary::BitXor => with_integer!(dtype, facts, T => Ok(combining(|a: T, b| a ^ b))),
+        Binary::ShiftLeft => with_integer!(dtype, facts, T => Ok(combining(T::shift_left))),
+        Binary::ShiftRight => with_integer!(dtype, facts, T => Ok(combining(T::shift_right))),
         Binary::Pow => power::build(facts, dtype),
     }
 }
 
-/// A kernel of two operands of one type whose result may take the place of either.
-fn in_place<T: Element + Copy>(f: impl Fn(T, T) -> T + Send + Sync + Copy + 'static) -> Kernel {
-    Kernel::new(move |context, inputs| combine(context, inputs, f))
+/// A kernel of two operands of one type whose result may overwrite either.
+fn combining<T: Element + Copy>(f: impl Fn(T, T) -> T + Send + Sync + Copy + 'static) -> Kernel {
+    combine_kernel(Box::new(ZipFn(f)))
 }
 
-/// Like [`in_place`], refusing zeros among integer divisors.
+/// Like [`combining`], with in-place loops.
+fn in_place(f: impl Fn(f32, f32) -> f32 + Send + Sync + Copy + 'static, commutes: bool) -> Kernel {
+    combine_kernel(Box::new(InPlaceFn { f, commutes }))
+}
+
+fn combine_kernel<T: Element + Copy>(f: Box<dyn ZipRow<T, T, T>>) -> Kernel {
+    Kernel::new(move |context: &Context, inputs: Inputs| combine(context, inputs, &*f))
+}
+
+/// Like [`combining`], refusing zeros among integer divisors.
 fn dividing<T: Number>(f: impl Fn(T, T) -> T + Send + Sync + Copy + 'static) -> Kernel {
-    Kernel::new(move |context, inputs| {
-        if T::INTEGER && inputs.typed::<T>(1)?.iter().any(|x| *x == T::default()) {
+    divide_kernel(Box::new(ZipFn(f)))
+}
+
+fn divide_kernel<T: Number>(f: Box<dyn ZipRow<T, T, T>>) -> Kernel {
+    Kernel::new(move |context: &Context, inputs: Inputs| {
+        if T::INTEGER && elements(inputs.typed::<T>(1)?).contains(&T::default()) {
             return Err("an integer is divided by zero".to_string());
         }
-        combine(context, inputs, f)
+        combine(context, inputs, &*f)
     })
 }
 
-/// Computes `f` of operands 0 and 1, in the memory of one of them when it may.
+/// Computes `f` of operands 0 and 1, in the memory of one of them if possible.
 fn combine<T: Element + Copy>(
     context: &Context,
     mut inputs: Inputs,
-    f: impl Fn(T, T) -> T + Sync + Copy,
+    f: &dyn ZipRow<T, T, T>,
 ) -> KernelResult {
     let shapes = [inputs.typed::<T>(0)?.shape(), inputs.typed::<T>(1)?.shape()];
     let shape = broadcast_shape(&shapes)?;
@@ -199,14 +218,10 @@ fn combine<T: Element + Copy>(
         if !(fits[target] && inputs.is_owned(target)) {
             continue;
         }
-        let mut data = T::take(inputs.take(target)?).map_err(|_| "types differ")?.into_data();
+        let mut data = into_elements(T::take(inputs.take(target)?).map_err(|_| "types differ")?);
         let operand = inputs.typed::<T>(other)?;
-        let walk = Walk::broadcast(&shape, [operand.shape()]);
-        if target == 0 {
-            zip_mut(&walk, &mut data, &flat(operand), f);
-        } else {
-            zip_mut(&walk, &mut data, &flat(operand), |b, a| f(a, b));
-        }
+        let strided = StridedLoop::broadcast(&shape, [operand.shape()]);
+        zip_in_place(&strided, &mut data, elements(operand), f, target == 1);
         inputs.recycle(context.pool);
         return one(T::wrap(&shape, data));
     }
@@ -217,23 +232,23 @@ fn combine<T: Element + Copy>(
 fn broadcast<A: Element + Copy, B: Element + Copy, U: Element>(
     context: &Context,
     inputs: &Inputs,
-    f: impl Fn(A, B) -> U + Sync + Copy,
+    f: &dyn ZipRow<A, B, U>,
 ) -> KernelResult {
     let (a, b) = (inputs.typed::<A>(0)?, inputs.typed::<B>(1)?);
     let shape = broadcast_shape(&[a.shape(), b.shape()])?;
     let count = output_len::<U>(&shape, 0)?;
-    let walk = Walk::broadcast(&shape, [a.shape(), b.shape()]);
+    let strided = StridedLoop::broadcast(&shape, [a.shape(), b.shape()]);
     let mut out = filled(context.pool, count, U::default());
-    zip(&walk, &flat(a), &flat(b), &mut out, f);
+    zip(&strided, elements(a), elements(b), &mut out, f);
     one(U::wrap(&shape, out))
 }
 
 fn comparison(facts: &StepFacts, compare: Compare, dtype: DataType) -> Result<Kernel, String> {
     match (compare, dtype) {
-        (Compare::Equal, DataType::Bool) => Ok(Kernel::new(|context, inputs| {
-            broadcast(context, &inputs, |a: bool, b: bool| a == b)
-        })),
-        (Compare::Equal, DataType::String) => Ok(Kernel::new(|_, inputs| equal_strings(&inputs))),
+        (Compare::Equal, DataType::Bool) => Ok(comparing(|a: bool, b: bool| a == b)),
+        (Compare::Equal, DataType::String) => {
+            Ok(Kernel::new(|_: &Context, inputs: Inputs| equal_strings(&inputs)))
+        }
         _ => with_type!(dtype, facts, T => Ok(match compare {
             Compare::Equal => comparing(|a: T, b: T| a == b),
             Compare::Less => comparing(|a: T, b: T| a < b),
@@ -245,18 +260,24 @@ fn comparison(facts: &StepFacts, compare: Compare, dtype: DataType) -> Result<Ke
 }
 
 fn comparing<T: Element + Copy>(f: impl Fn(T, T) -> bool + Send + Sync + Copy + 'static) -> Kernel {
-    Kernel::new(move |context, inputs| broadcast(context, &inputs, f))
+    broadcast_kernel::<T, T, bool>(Box::new(ZipFn(f)))
+}
+
+fn broadcast_kernel<A: Element + Copy, B: Element + Copy, U: Element>(
+    f: Box<dyn ZipRow<A, B, U>>,
+) -> Kernel {
+    Kernel::new(move |context: &Context, inputs: Inputs| broadcast(context, &inputs, &*f))
 }
 
 fn equal_strings(inputs: &Inputs) -> KernelResult {
     let (a, b) = (inputs.typed::<bytes::Bytes>(0)?, inputs.typed::<bytes::Bytes>(1)?);
     let shape = broadcast_shape(&[a.shape(), b.shape()])?;
-    let walk = Walk::broadcast(&shape, [a.shape(), b.shape()]);
+    let strided = StridedLoop::broadcast(&shape, [a.shape(), b.shape()]);
     let mut out = vec![false; output_len::<bool>(&shape, 0)?];
-    let (a, b) = (flat(a), flat(b));
-    let [a_stride, b_stride] = walk.inner_strides.map(|stride| stride as usize);
+    let (a, b) = (elements(a), elements(b));
+    let [a_stride, b_stride] = strided.inner_strides.map(|stride| stride as usize);
     let count = out.len();
-    walk.visit(0, count, |position, length, [a_at, b_at]| {
+    strided.for_each_run(0, count, &mut |position, length, [a_at, b_at]| {
         for i in 0..length {
             out[position + i] = a[a_at + i * a_stride] == b[b_at + i * b_stride];
         }
@@ -266,52 +287,49 @@ fn equal_strings(inputs: &Inputs) -> KernelResult {
 
 fn reduction(facts: &StepFacts, variadic: Variadic, dtype: DataType) -> Result<Kernel, String> {
     with_type!(dtype, facts, T => match variadic {
-        Variadic::Sum => Ok(folding(T::add, |_| None::<fn(T) -> T>)),
-        Variadic::Max => Ok(folding(T::larger, |_| None::<fn(T) -> T>)),
-        Variadic::Min => Ok(folding(T::smaller, |_| None::<fn(T) -> T>)),
-        Variadic::Mean => match dtype.is_float() {
-            true => Ok(folding(T::add, |count| Some(move |x: T| T::div(x, count as T)))),
-            false => Err(no_kernel(facts)),
-        },
+        Variadic::Sum => Ok(folding::<T>(Box::new(ZipFn(T::add)), false)),
+        Variadic::Max => Ok(folding::<T>(Box::new(ZipFn(T::larger)), false)),
+        Variadic::Min => Ok(folding::<T>(Box::new(ZipFn(T::smaller)), false)),
+        Variadic::Mean if dtype.is_float() => Ok(folding::<T>(Box::new(ZipFn(T::add)), true)),
+        Variadic::Mean => Err(no_kernel(facts)),
     })
 }
 
-/// A kernel that folds its operands from the left and applies `last`, which knows their number.
-fn folding<T: Element + Copy, L: Fn(T) -> T + Sync + Copy>(
-    f: impl Fn(T, T) -> T + Send + Sync + Copy + 'static,
-    last: impl Fn(usize) -> Option<L> + Send + Sync + 'static,
-) -> Kernel {
-    Kernel::new(move |context, mut inputs| {
+/// A kernel that folds its operands from the left, and divides by their number if `mean`.
+fn folding<T: Number>(f: Box<dyn ZipRow<T, T, T>>, mean: bool) -> Kernel {
+    Kernel::new(move |context: &Context, mut inputs: Inputs| {
         let count = inputs.len();
         let mut sum = inputs.take(0)?;
         for index in 1..count {
             let next = inputs.take_operand(index)?;
             let pair = Inputs::new([super::Operand::Owned(sum), next].into_iter().collect());
-            sum = combine(context, pair, f)?.pop().ok_or("no result")?;
+            sum = combine(context, pair, &*f)?.pop().ok_or("no result")?;
         }
-        match last(count) {
-            None => one(sum),
-            Some(last) => {
-                let tensor = T::take(sum).map_err(|_| "types differ")?;
-                let shape = tensor.shape().to_vec();
-                let mut data = tensor.into_data();
-                super::walk::map_mut(&mut data, last);
-                one(T::wrap(&shape, data))
-            }
+        if !mean {
+            return one(sum);
         }
+        let tensor = T::take(sum).map_err(|_| "types differ")?;
+        let shape = tensor.shape().to_vec();
+        let mut data = into_elements(tensor);
+        let count = T::from_f64(count as f64);
+        map_in_place(&mut data, &MapFn(move |x: T| T::div(x, count)));
+        one(T::wrap(&shape, data))
     })
 }
 
 fn prelu(facts: &StepFacts, dtype: DataType) -> Result<Kernel, String> {
-    with_type!(dtype, facts, T => Ok(Kernel::new(|context, inputs| {
+    with_type!(dtype, facts, T => Ok(prelu_kernel::<T>()))
+}
+
+fn prelu_kernel<T: Number>() -> Kernel {
+    Kernel::new(|context: &Context, inputs: Inputs| {
         let shapes = [inputs.get(0)?.shape(), inputs.get(1)?.shape()];
         if broadcast_shape(&shapes)? != shapes[0] {
             return Err(format!("slope {:?} does not broadcast to {:?}", shapes[1], shapes[0]));
         }
-        combine(context, inputs, |x: T, slope: T| {
-            if x < T::default() { T::mul(x, slope) } else { x }
-        })
-    })))
+        let f = |x: T, slope: T| if x < T::default() { T::mul(x, slope) } else { x };
+        combine(context, inputs, &ZipFn(f))
+    })
 }
 
 #[cfg(test)]
@@ -389,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn extremes_carry_nan() {
+    fn extremes_propagate_nan() {
         let (a, b) = (floats(&[3], &[f32::NAN, 1.0, 2.0]), floats(&[3], &[1.0, f32::NAN, 3.0]));
         for variadic in [Variadic::Max, Variadic::Min] {
             let got: Vec<f32> = values(&run(Op::Variadic(variadic), &[a.clone(), b.clone()])[0]);

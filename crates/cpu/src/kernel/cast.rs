@@ -4,13 +4,12 @@ use bytes::Bytes;
 use half::{bf16, f16};
 use model::DataType;
 use num_traits::AsPrimitive;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
-use super::operand::{Element, dtype_of, flat, one};
-use super::walk::map;
+use super::elementwise;
+use super::operand::{Element, dtype_of, elements, one};
+use super::parallel::in_pieces;
 use super::{Kernel, StepFacts};
-use crate::value::{Value, with_number};
+use crate::value::{TypedTensor, Value, with_number};
 
 pub(crate) fn build(facts: &StepFacts, to: DataType) -> Result<Kernel, String> {
     if dtype_of(facts, 0)? == to {
@@ -19,8 +18,8 @@ pub(crate) fn build(facts: &StepFacts, to: DataType) -> Result<Kernel, String> {
     Ok(Kernel::new(move |_, inputs| one(convert(inputs.get(0)?, to)?)))
 }
 
-/// `value` with each element as `to`. Floats lose their fraction and saturate in integers; integers
-/// keep their low bits in narrower ones.
+/// `value` with each element converted to `to`. Floats are truncated and saturate when converted to
+/// integers; integers keep their low bits when converted to narrower ones.
 pub(crate) fn convert(value: &Value, to: DataType) -> Result<Value, String> {
     match (value, to) {
         (value, to) if value.dtype() == to => Ok(value.clone()),
@@ -29,100 +28,138 @@ pub(crate) fn convert(value: &Value, to: DataType) -> Result<Value, String> {
             Ok(texts(tensor, |&x| if x { "True" } else { "False" }.to_string()))
         }
         (Value::Bool(tensor), to) => {
-            let bytes = Tensor::from_data(tensor.shape(), tensor.map(|&x| u8::from(x)).into_data());
-            convert(&Value::U8(bytes), to)
+            let bytes = elements(tensor).iter().map(|&x| u8::from(x)).collect();
+            convert(&u8::wrap(tensor.shape(), bytes), to)
         }
         (value, DataType::Bool) => {
             with_number!(value, tensor => Ok(truth(tensor)), _ => Err("not a number".to_string()))
         }
         (value, DataType::String) => Ok(format(value)),
-        (value, to) => {
-            with_number!(value, tensor => number(tensor, to), _ => Err("not a number".to_string()))
+        (value, to) => number(value, to),
+    }
+}
+
+/// Elements that are widened at once.
+const BLOCK: usize = 256;
+
+/// A type that holds all numbers of some element types exactly. Conversions go through one of three
+/// such types, so that not every pair of types needs code of its own.
+trait Wide: Copy + Default + Send + Sync + 'static {
+    /// Widens the elements of `value` from `start` on.
+    fn load(value: &Value, start: usize, block: &mut [Self]);
+}
+
+macro_rules! wide {
+    ($wide:ty: $($variant:ident),+) => {
+        impl Wide for $wide {
+            fn load(value: &Value, start: usize, block: &mut [Self]) {
+                match value {
+                    $(Value::$variant(tensor) => {
+                        for (slot, &x) in block.iter_mut().zip(&elements(tensor)[start..]) {
+                            *slot = x.as_();
+                        }
+                    })+
+                    other => unreachable!("{} is not widened to this type", other.dtype()),
+                }
+            }
+        }
+    };
+}
+
+wide!(i64: U8, U16, U32, I8, I16, I32, I64);
+wide!(u64: U64);
+wide!(f64: F16, BF16, F32, F64);
+
+fn number(value: &Value, to: DataType) -> Result<Value, String> {
+    // The conversions that models use most, in one pass.
+    match (value, to) {
+        (Value::U8(x), DataType::F32) => direct(x, f32::from),
+        (Value::U8(x), DataType::I64) => direct(x, i64::from),
+        (Value::I32(x), DataType::F32) => direct(x, |x| x as f32),
+        (Value::I32(x), DataType::I64) => direct(x, i64::from),
+        (Value::I64(x), DataType::F32) => direct(x, |x| x as f32),
+        (Value::I64(x), DataType::I32) => direct(x, |x| x as i32),
+        (Value::F16(x), DataType::F32) => direct(x, f16::to_f32),
+        (Value::BF16(x), DataType::F32) => direct(x, bf16::to_f32),
+        (Value::F32(x), DataType::F16) => direct(x, f16::from_f32),
+        (Value::F32(x), DataType::BF16) => direct(x, bf16::from_f32),
+        (Value::F32(x), DataType::I32) => direct(x, |x| x as i32),
+        (Value::F32(x), DataType::I64) => direct(x, |x| x as i64),
+        (Value::F32(x), DataType::U8) => direct(x, |x| x as u8),
+        (Value::F32(x), DataType::F64) => direct(x, f64::from),
+        (Value::F64(x), DataType::F32) => direct(x, |x| x as f32),
+        (value, to) if value.dtype().is_float() => through::<f64>(value, to),
+        (Value::U64(_), to) => through::<u64>(value, to),
+        (value, to) => through::<i64>(value, to),
+    }
+}
+
+fn direct<T: Element + Copy, U: Element>(
+    tensor: &TypedTensor<T>,
+    f: impl Fn(T) -> U + Sync + Copy,
+) -> Result<Value, String> {
+    let mut out = vec![U::default(); tensor.len()];
+    elementwise::convert(elements(tensor), &mut out, f);
+    Ok(U::wrap(tensor.shape(), out))
+}
+
+/// Converts through `W`.
+fn through<W>(value: &Value, to: DataType) -> Result<Value, String>
+where
+    W: Wide
+        + AsPrimitive<u8>
+        + AsPrimitive<u16>
+        + AsPrimitive<u32>
+        + AsPrimitive<u64>
+        + AsPrimitive<i8>
+        + AsPrimitive<i16>
+        + AsPrimitive<i32>
+        + AsPrimitive<i64>
+        + AsPrimitive<f32>
+        + AsPrimitive<f64>,
+{
+    fn all<W: Wide, U: Element>(value: &Value, f: impl Fn(W) -> U + Sync) -> Result<Value, String> {
+        let mut out = vec![U::default(); value.shape().iter().product()];
+        in_pieces(&mut out, &|start: usize, piece: &mut [U]| {
+            let mut wide = [W::default(); BLOCK];
+            for (index, block) in piece.chunks_mut(BLOCK).enumerate() {
+                let wide = &mut wide[..block.len()];
+                W::load(value, start + index * BLOCK, wide);
+                for (slot, &x) in block.iter_mut().zip(&*wide) {
+                    *slot = f(x);
+                }
+            }
+        });
+        Ok(U::wrap(value.shape(), out))
+    }
+    let double = |x: W| -> f64 { x.as_() };
+    match to {
+        DataType::U8 => all::<W, u8>(value, |x| x.as_()),
+        DataType::U16 => all::<W, u16>(value, |x| x.as_()),
+        DataType::U32 => all::<W, u32>(value, |x| x.as_()),
+        DataType::U64 => all::<W, u64>(value, |x| x.as_()),
+        DataType::I8 => all::<W, i8>(value, |x| x.as_()),
+        DataType::I16 => all::<W, i16>(value, |x| x.as_()),
+        DataType::I32 => all::<W, i32>(value, |x| x.as_()),
+        DataType::I64 => all::<W, i64>(value, |x| x.as_()),
+        DataType::F16 => all::<W, f16>(value, |x| f16::from_f64(double(x))),
+        DataType::BF16 => all::<W, bf16>(value, |x| bf16::from_f64(double(x))),
+        DataType::F32 => all::<W, f32>(value, |x| x.as_()),
+        DataType::F64 => all::<W, f64>(value, |x| x.as_()),
+        DataType::Bool | DataType::String => {
+            Err(format!("numbers cannot be converted to {to} here"))
         }
     }
 }
 
-/// A number type and its conversions to all others.
-trait Source:
-    Element
-    + AsPrimitive<u8>
-    + AsPrimitive<u16>
-    + AsPrimitive<u32>
-    + AsPrimitive<u64>
-    + AsPrimitive<i8>
-    + AsPrimitive<i16>
-    + AsPrimitive<i32>
-    + AsPrimitive<i64>
-    + AsPrimitive<f32>
-    + AsPrimitive<f64>
-{
-    /// In half precision, rounded once.
-    fn half(self) -> f16;
-    /// In brain precision, rounded once.
-    fn brain(self) -> bf16;
-}
-
-macro_rules! sources {
-    ($($rust:ty),+) => {
-        $(impl Source for $rust {
-            fn half(self) -> f16 {
-                let exact: f64 = self.as_();
-                f16::from_f64(exact)
-            }
-            fn brain(self) -> bf16 {
-                let exact: f64 = self.as_();
-                bf16::from_f64(exact)
-            }
-        })+
-    };
-}
-
-sources!(u8, u16, u32, u64, i8, i16, i32, i64, f64, f16, bf16);
-
-impl Source for f32 {
-    fn half(self) -> f16 {
-        f16::from_f32(self)
-    }
-
-    fn brain(self) -> bf16 {
-        bf16::from_f32(self)
-    }
-}
-
-fn number<T: Source>(tensor: &Tensor<T>, to: DataType) -> Result<Value, String> {
-    fn all<T: Source, U: Element>(
-        tensor: &Tensor<T>,
-        f: impl Fn(T) -> U + Sync + Copy,
-    ) -> Result<Value, String> {
-        let mut out = vec![U::default(); tensor.len()];
-        map(&flat(tensor), &mut out, f);
-        Ok(U::wrap(tensor.shape(), out))
-    }
-    match to {
-        DataType::U8 => all::<T, u8>(tensor, |x| x.as_()),
-        DataType::U16 => all::<T, u16>(tensor, |x| x.as_()),
-        DataType::U32 => all::<T, u32>(tensor, |x| x.as_()),
-        DataType::U64 => all::<T, u64>(tensor, |x| x.as_()),
-        DataType::I8 => all::<T, i8>(tensor, |x| x.as_()),
-        DataType::I16 => all::<T, i16>(tensor, |x| x.as_()),
-        DataType::I32 => all::<T, i32>(tensor, |x| x.as_()),
-        DataType::I64 => all::<T, i64>(tensor, |x| x.as_()),
-        DataType::F16 => all::<T, f16>(tensor, Source::half),
-        DataType::BF16 => all::<T, bf16>(tensor, Source::brain),
-        DataType::F32 => all::<T, f32>(tensor, |x| x.as_()),
-        DataType::F64 => all::<T, f64>(tensor, |x| x.as_()),
-        DataType::Bool | DataType::String => Err(format!("numbers do not become {to} here")),
-    }
-}
-
-/// Whether each element is something else than zero.
-fn truth<T: Element>(tensor: &Tensor<T>) -> Value {
+/// Whether each element differs from zero.
+fn truth<T: Element>(tensor: &TypedTensor<T>) -> Value {
     let zero = T::default();
-    bool::wrap(tensor.shape(), tensor.iter().map(|x| *x != zero).collect())
+    bool::wrap(tensor.shape(), elements(tensor).iter().map(|x| *x != zero).collect())
 }
 
-fn texts<T>(tensor: &Tensor<T>, f: impl Fn(&T) -> String) -> Value {
-    Bytes::wrap(tensor.shape(), tensor.iter().map(|x| Bytes::from(f(x))).collect())
+fn texts<T>(tensor: &TypedTensor<T>, f: impl Fn(&T) -> String) -> Value {
+    Bytes::wrap(tensor.shape(), elements(tensor).iter().map(|x| Bytes::from(f(x))).collect())
 }
 
 fn format(value: &Value) -> Value {
@@ -165,11 +202,11 @@ fn float_text(wide: f64, exact: &(impl std::fmt::Display + std::fmt::LowerExp)) 
     if text.contains('.') { text } else { format!("{text}.0") }
 }
 
-fn parse(tensor: &Tensor<Bytes>, to: DataType) -> Result<Value, String> {
+fn parse(tensor: &TypedTensor<Bytes>, to: DataType) -> Result<Value, String> {
     macro_rules! all {
         ($rust:ty, $parse:expr) => {{
             let mut data: Vec<$rust> = Vec::with_capacity(tensor.len());
-            for bytes in tensor.iter() {
+            for bytes in elements(tensor) {
                 let text = std::str::from_utf8(bytes).unwrap_or_default().trim();
                 let parsed: Option<$rust> = $parse(text);
                 data.push(parsed.ok_or_else(|| format!("'{text}' is not a {to}"))?);

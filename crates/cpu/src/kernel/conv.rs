@@ -1,18 +1,18 @@
 //! Convolutions.
 //!
-//! A convolution is a product of the weights with the windows of the image. Pointwise ones take the
-//! image as it is; others border it with zeros first and let the product gather its windows.
-//! Depthwise ones have a loop of their own, for their products would be of one row.
+//! A convolution is a product of the weights with the windows of the image. Pointwise ones read
+//! the image as it is; others border it with zeros first and let the product gather its windows.
+//! Depthwise ones have a separate loop because their products would have one row.
 
 mod border;
 mod depthwise;
 mod plain;
 
+use std::borrow::Cow;
+
 use model::DataType;
 use model::op::Conv;
 use rayon::prelude::*;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 pub(super) use plain::{Shapes, convolve};
 
@@ -21,8 +21,9 @@ use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Image, Left, Matrix, PackedLeft, Right};
 use super::matmul::Plain;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::spare;
-use crate::watch;
+use crate::spare_buffers;
+use crate::value::{TypedTensor, Value, into_elements};
+use crate::yield_point;
 
 pub(crate) fn build(facts: &StepFacts, conv: &Conv) -> Result<Kernel, String> {
     match facts.input_dtype(0) {
@@ -49,12 +50,12 @@ struct Weights {
 enum Form {
     /// One packed matrix per group.
     Groups(Vec<PackedLeft>),
-    /// As they are: one row of taps per output channel.
+    /// Unchanged: one row of taps per output channel.
     Depthwise(Vec<f32>),
 }
 
 impl Weights {
-    fn new(weight: &Tensor<f32>, groups: usize) -> Result<Weights, String> {
+    fn new(weight: &TypedTensor<f32>, groups: usize) -> Result<Weights, String> {
         let shape = weight.shape().to_vec();
         let [outputs, per_group, ..] = shape.as_slice() else {
             return Err(format!("weights of shape {shape:?} have no channels"));
@@ -64,7 +65,7 @@ impl Weights {
         }
         let data = elements(weight);
         if *per_group == 1 && groups > 1 {
-            return Ok(Weights { form: Form::Depthwise(data.into_owned()), shape });
+            return Ok(Weights { form: Form::Depthwise(data.to_vec()), shape });
         }
         let rows = outputs / groups;
         let depth = shape[1..].iter().product();
@@ -103,43 +104,37 @@ fn build_f32(facts: &StepFacts, conv: Conv) -> Kernel {
 fn run_f32(context: &Context, mut inputs: Inputs, conv: &Conv, weights: &Weights) -> KernelResult {
     let shapes = Shapes::new(inputs.get(0)?.shape(), &weights.shape, conv)?;
     let count = dense::count(&shapes.output)?;
-    let same_shape = |value: &crate::value::Value| value.shape() == shapes.output;
-    // A residual nobody else needs becomes the result: the product is added to it.
+    let same_shape = |value: &Value| value.shape() == shapes.output;
+    // A residual that no later step reads becomes the result: the product is added to it.
     let accumulate = inputs.is_owned(3) && inputs.optional(3).is_some_and(same_shape);
     let mut out = if accumulate {
         match inputs.take(3)? {
-            crate::value::Value::F32(tensor) => tensor.into_data(),
+            Value::F32(tensor) => into_elements(tensor),
             other => return Err(format!("operand 3 is {}", other.dtype())),
         }
     } else {
-        spare::take(context.pool, count)
+        spare_buffers::take(context.pool, count)
     };
     let residual = match inputs.optional_typed::<f32>(3)? {
-        Some(tensor) if tensor.shape() == shapes.output => Some(elements(tensor)),
+        Some(tensor) if tensor.shape() == shapes.output => Some(Cow::Borrowed(elements(tensor))),
         Some(tensor) => Some(dense::broadcast(tensor, &shapes.output)?.into()),
         None => None,
     };
     let bias = inputs.optional_typed::<f32>(2)?.map(elements);
-    shapes.check_bias(bias.as_ref().map(|bias| bias.len()))?;
-    let job = Job {
-        shapes: &shapes,
-        conv,
-        bias: bias.as_deref(),
-        residual: residual.as_deref(),
-        accumulate,
-    };
+    shapes.check_bias(bias.map(<[f32]>::len))?;
+    let call = ConvCall { shapes: &shapes, conv, bias, residual: residual.as_deref(), accumulate };
     if count > 0 {
         let x = elements(inputs.typed::<f32>(0)?);
         match &weights.form {
-            Form::Groups(groups) => job.products(&mut out, &x, groups)?,
-            Form::Depthwise(taps) => job.depthwise(&mut out, &x, taps),
+            Form::Groups(groups) => call.products(&mut out, x, groups)?,
+            Form::Depthwise(taps) => call.depthwise(&mut out, x, taps),
         }
     }
     dense::output(&shapes.output, out)
 }
 
-/// A convolution on its way.
-struct Job<'a> {
+/// One call of a convolution.
+struct ConvCall<'a> {
     shapes: &'a Shapes,
     conv: &'a Conv,
     bias: Option<&'a [f32]>,
@@ -147,7 +142,7 @@ struct Job<'a> {
     accumulate: bool,
 }
 
-impl Job<'_> {
+impl ConvCall<'_> {
     /// One product per image and group.
     fn products(&self, out: &mut [f32], x: &[f32], groups: &[PackedLeft]) -> Result<(), String> {
         let shapes = self.shapes;
@@ -188,7 +183,7 @@ impl Job<'_> {
             out.chunks_exact_mut(out_size).enumerate().try_for_each(|item| one(item, true))
         } else {
             let items = out.par_chunks_exact_mut(out_size).enumerate();
-            items.try_for_each_init(watch::at_work, |_, item| one(item, false))
+            items.try_for_each_init(yield_point::start_work, |_, item| one(item, false))
         }
     }
 
@@ -200,7 +195,7 @@ impl Job<'_> {
         let outputs = shapes.groups * shapes.group_outputs;
         let taps = shapes.geometry.taps();
         let planes = out.par_chunks_exact_mut(out_plane).enumerate();
-        planes.for_each_init(watch::at_work, |_, (index, out)| {
+        planes.for_each_init(yield_point::start_work, |_, (index, out)| {
             let channel = index % outputs;
             let input =
                 (index / outputs * shapes.groups + channel / shapes.group_outputs) * in_plane;
@@ -226,7 +221,7 @@ impl Job<'_> {
 fn run_f64(inputs: &Inputs, conv: &Conv) -> KernelResult {
     let (x, weight) = (inputs.typed::<f64>(0)?, inputs.typed::<f64>(1)?);
     let shapes = Shapes::new(x.shape(), weight.shape(), conv)?;
-    let mut out = convolve::<f64>(&elements(x), &elements(weight), &shapes)?;
+    let mut out = convolve::<f64>(elements(x), elements(weight), &shapes)?;
     if let Some(bias) = inputs.optional_typed::<f64>(2)? {
         shapes.check_bias(Some(bias.len()))?;
         let bias = elements(bias);

@@ -1,23 +1,22 @@
-//! Transposed convolutions: a product that gives every tap's share of every window, then a sum of
-//! the shares where windows overlap.
+//! Transposed convolutions: a product that computes every tap's contribution of every window, then
+//! a sum of the contributions where windows overlap.
 
 use model::DataType;
 use model::op::{ConvTranspose, Op, Padding};
 use rayon::prelude::*;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, PackedLeft, Right};
 use super::geometry::{Geometry, covered, steps, three};
 use super::matmul::{Plain, row_major};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::spare;
-use crate::watch;
+use crate::spare_buffers;
+use crate::value::TypedTensor;
+use crate::yield_point;
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     let Op::ConvTranspose(conv) = facts.step.op.clone() else {
-        return Err(format!("{} is no transposed convolution", facts.step.op.name()));
+        return Err(format!("{} is not a transposed convolution", facts.step.op.name()));
     };
     match facts.input_dtype(0) {
         Some(DataType::F32) if dense::all_of_type(facts, DataType::F32) => {
@@ -33,8 +32,8 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     }
 }
 
-/// What the operands are, once they are known to fit. The geometry is that of the convolution whose
-/// transpose this is: its output is our input.
+/// The shapes of the operands, checked against each other. The geometry is that of the convolution
+/// this is the transpose of: its output is our input.
 struct Shapes {
     geometry: Geometry,
     groups: usize,
@@ -132,39 +131,40 @@ fn transposed(
             }
             None => full
                 .checked_sub(g.begin[axis].saturating_add(g.end[axis]))
-                .ok_or_else(|| format!("the padding leaves nothing of an output of {full}"))?,
+                .ok_or_else(|| format!("the padding exceeds an output of {full}"))?,
         };
     }
     Ok(g)
 }
 
-/// Adds every window's shares to the output planes they belong to. `shares` has a row per channel and
-/// tap, and a column per window.
-fn add_shares<T: Plain>(out: &mut [T], shares: &[T], g: &Geometry, parallel: bool) {
+/// Adds every window's contributions to the output planes they belong to. `contributions` has a row
+/// per channel and tap, and a column per window.
+fn add_contributions<T: Plain>(out: &mut [T], contributions: &[T], g: &Geometry, parallel: bool) {
     let (plane, taps, windows) = (g.input_size(), g.taps(), g.output_size());
     if plane == 0 || windows == 0 {
         return;
     }
-    let add = |(out, shares): (&mut [T], &[T])| {
-        for (tap, share) in shares.chunks_exact(windows).enumerate() {
+    let add = |(out, contributions): (&mut [T], &[T])| {
+        for (tap, share) in contributions.chunks_exact(windows).enumerate() {
             let tap = [
                 tap / (g.kernel[1] * g.kernel[2]),
                 tap / g.kernel[2] % g.kernel[1],
                 tap % g.kernel[2],
             ];
             add_tap(out, share, g, tap);
-            watch::did(windows);
+            yield_point::did_work(windows);
         }
     };
     if parallel {
-        let planes = out.par_chunks_exact_mut(plane).zip(shares.par_chunks_exact(taps * windows));
-        planes.for_each_init(watch::at_work, |_, plane| add(plane));
+        let planes =
+            out.par_chunks_exact_mut(plane).zip(contributions.par_chunks_exact(taps * windows));
+        planes.for_each_init(yield_point::start_work, |_, plane| add(plane));
     } else {
-        out.chunks_exact_mut(plane).zip(shares.chunks_exact(taps * windows)).for_each(add);
+        out.chunks_exact_mut(plane).zip(contributions.chunks_exact(taps * windows)).for_each(add);
     }
 }
 
-/// Adds one tap's shares of all windows to an output plane.
+/// Adds one tap's contributions of all windows to an output plane.
 fn add_tap<T: Plain>(out: &mut [T], share: &[T], g: &Geometry, tap: [usize; 3]) {
     let at = |axis: usize, window: usize| {
         (window * g.strides[axis] + tap[axis] * g.dilations[axis])
@@ -192,7 +192,7 @@ struct Weights {
 }
 
 impl Weights {
-    fn new(weight: &Tensor<f32>, groups: usize) -> Result<Weights, String> {
+    fn new(weight: &TypedTensor<f32>, groups: usize) -> Result<Weights, String> {
         let shape = weight.shape().to_vec();
         let inputs = shape.first().copied().unwrap_or(0);
         if groups == 0 || inputs % groups != 0 {
@@ -241,15 +241,15 @@ fn run_f32(
     let out_size = shapes.group_outputs * g.input_size();
     if out_size > 0 {
         fill_bias(&mut out, bias.as_deref(), g.input_size());
-        let mut shares = spare::take(context.pool, share_count);
+        let mut contributions = spare_buffers::take(context.pool, share_count);
         for (index, out) in out.chunks_exact_mut(out_size).enumerate() {
             let input = &data[index * in_size..(index + 1) * in_size];
             let left = Left::Packed(&weights.groups[index % shapes.groups]);
             let right = Right::Plain(Matrix::new(input, shapes.group_inputs, windows));
-            gemm::product(&mut shares, left, right, Epilogue::default())?;
-            add_shares(out, &shares, g, true);
+            gemm::product(&mut contributions, left, right, Epilogue::default())?;
+            add_contributions(out, &contributions, g, true);
         }
-        spare::give(shares, context.pool);
+        spare_buffers::keep(contributions, context.pool);
     }
     dense::output(&shapes.output, out)
 }
@@ -260,10 +260,10 @@ fn bias_of<T: Plain>(inputs: &Inputs, shapes: &Shapes) -> Result<Option<Vec<T>>,
     if bias.len() != outputs {
         return Err(format!("a bias of {} elements for {outputs} output channels", bias.len()));
     }
-    Ok(Some(elements(bias).into_owned()))
+    Ok(Some(elements(bias).to_vec()))
 }
 
-/// Starts every plane from its channel's bias.
+/// Initializes every plane with its channel's bias.
 fn fill_bias<T: Plain>(out: &mut [T], bias: Option<&[T]>, plane: usize) {
     if let Some(bias) = bias {
         for (index, row) in out.chunks_exact_mut(plane).enumerate() {
@@ -281,7 +281,7 @@ fn run_f64(inputs: &Inputs, conv: &ConvTranspose) -> KernelResult {
     let rows = shapes.group_outputs * g.taps();
     let (data, weight) = (elements(x), elements(weight));
     let bias = bias_of::<f64>(inputs, &shapes)?;
-    let mut shares = vec![0.0f64; dense::count(&[rows, windows])?];
+    let mut contributions = vec![0.0f64; dense::count(&[rows, windows])?];
     let in_size = shapes.group_inputs * windows;
     let out_size = shapes.group_outputs * g.input_size();
     if out_size > 0 {
@@ -292,9 +292,9 @@ fn run_f64(inputs: &Inputs, conv: &ConvTranspose) -> KernelResult {
             let weight = &weight[group * size..(group + 1) * size];
             let weight = row_major(weight, rows, shapes.group_inputs, true);
             let input = &data[index * in_size..(index + 1) * in_size];
-            shares.fill(0.0);
-            dense::plain_product(&mut shares, &weight, input, windows, f64::multiply_add);
-            add_shares(out, &shares, g, false);
+            contributions.fill(0.0);
+            dense::plain_product(&mut contributions, &weight, input, windows, f64::multiply_add);
+            add_contributions(out, &contributions, g, false);
         }
     }
     dense::output(&shapes.output, out)

@@ -1,4 +1,4 @@
-//! What the heavy kernels share: row-major elements, outputs, and element types that compute as `f32`.
+//! Helpers of the heavy kernels: outputs, broadcasts, and element types that are computed as `f32`.
 
 use std::borrow::Cow;
 
@@ -6,41 +6,33 @@ use half::{bf16, f16};
 use model::DataType;
 use model::op::Activation;
 use num_traits::Float;
-use rten::BufferPool;
 use rten_simd::SimdOp;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 use rten_vecmath::{LogSoftmax, Softmax};
 use smallvec::SmallVec;
 
+use super::strided::{StridedLoop, broadcast_shape};
 use super::{Context, Inputs, Kernel, KernelResult, Operand, Outputs, StepFacts, activation};
-use crate::value::{Typed, Value};
-use crate::watch;
+use crate::buffer_pool::{BufferPool, Pooled};
+pub(super) use crate::value::elements;
+use crate::value::{Typed, TypedTensor, Value};
+use crate::yield_point;
 
-/// The elements of `tensor` in row-major order; copied only where they do not lie so.
-pub(super) fn elements<T: Clone>(tensor: &Tensor<T>) -> Cow<'_, [T]> {
-    match tensor.data() {
-        Some(data) => Cow::Borrowed(data),
-        None => Cow::Owned(tensor.to_vec()),
-    }
-}
-
-/// How many elements `shape` has, or that it has too many.
+/// The number of elements of `shape`; an error if it overflows.
 pub(super) fn count(shape: &[usize]) -> Result<usize, String> {
     model::tensor::element_count(shape).map_err(|err| err.to_string())
 }
 
-/// A buffer of `count` copies of `value`, from memory that is no longer needed if there is any.
-pub(super) fn filled<T: Copy>(pool: &BufferPool, count: usize, value: T) -> Vec<T> {
+/// A buffer of `count` copies of `value`, in reused memory if there is any.
+pub(super) fn filled<T: Pooled>(pool: &BufferPool, count: usize, value: T) -> Vec<T> {
     let mut buffer = pool.alloc(count);
-    watch::resize(&mut buffer, count, value);
+    yield_point::resize(&mut buffer, count, value);
     buffer
 }
 
 /// One output of `shape`.
 pub(super) fn output<T>(shape: &[usize], data: Vec<T>) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let mut outputs = Outputs::new();
     outputs.push(tensor(shape, data)?);
@@ -50,9 +42,10 @@ where
 /// A value of `shape`.
 pub(super) fn tensor<T>(shape: &[usize], data: Vec<T>) -> Result<Value, String>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
-    let tensor = Tensor::try_from_data(shape, data).map_err(|_| "an output has a wrong size")?;
+    let tensor =
+        TypedTensor::try_from_data(shape, data).map_err(|_| "an output has a wrong size")?;
     Ok(tensor.into())
 }
 
@@ -66,11 +59,23 @@ pub(super) fn resolve_axis(axis: i64, rank: usize) -> Result<usize, String> {
 }
 
 /// The elements of `tensor` broadcast to `shape`, in row-major order.
-pub(super) fn broadcast<T: Clone>(tensor: &Tensor<T>, shape: &[usize]) -> Result<Vec<T>, String> {
-    let view = tensor
-        .try_broadcast(shape)
-        .map_err(|_| format!("shape {:?} does not broadcast to {shape:?}", tensor.shape()))?;
-    Ok(view.to_vec())
+pub(super) fn broadcast<T: Clone>(
+    tensor: &TypedTensor<T>,
+    shape: &[usize],
+) -> Result<Vec<T>, String> {
+    if broadcast_shape(&[tensor.shape(), shape]).as_deref() != Ok(shape) {
+        return Err(format!("shape {:?} does not broadcast to {shape:?}", tensor.shape()));
+    }
+    let data = elements(tensor);
+    let count = shape.iter().product();
+    let mut out = Vec::with_capacity(count);
+    let strided = StridedLoop::broadcast(shape, [tensor.shape()]);
+    let repeats = strided.inner_strides == [0];
+    strided.for_each_run(0, count, &mut |_, length, [offset]| match repeats {
+        true => out.extend(std::iter::repeat_n(&data[offset], length).cloned()),
+        false => out.extend_from_slice(&data[offset..][..length]),
+    });
+    Ok(out)
 }
 
 /// The shape that `a` and `b` broadcast to.
@@ -118,30 +123,37 @@ pub(super) fn broadcast_indices(shape: &[usize], target: &[usize]) -> Vec<usize>
     offsets
 }
 
-/// Whether every operand that is there is of type `dtype`.
+/// Whether all operands that are present have type `dtype`.
 pub(super) fn all_of_type(facts: &StepFacts, dtype: DataType) -> bool {
     (0..facts.step.inputs.len())
         .all(|index| facts.input_dtype(index).is_none_or(|other| other == dtype))
 }
 
 /// The constant that operand `index` is, as `f32`; converted from a narrower type.
-pub(super) fn constant_f32<'a>(facts: &'a StepFacts, index: usize) -> Option<Cow<'a, Tensor<f32>>> {
+pub(super) fn constant_f32<'a>(
+    facts: &'a StepFacts,
+    index: usize,
+) -> Option<Cow<'a, TypedTensor<f32>>> {
     match facts.constant(index)? {
         Value::F32(tensor) => Some(Cow::Borrowed(tensor)),
         value => widened(value).map(Cow::Owned),
     }
 }
 
+fn mapped<T, U>(tensor: &TypedTensor<T>, f: impl Fn(&T) -> U) -> TypedTensor<U> {
+    TypedTensor::from_data(tensor.shape(), elements(tensor).iter().map(f).collect::<Vec<U>>())
+}
+
 /// A tensor of half precision as `f32`.
-fn widened(value: &Value) -> Option<Tensor<f32>> {
+fn widened(value: &Value) -> Option<TypedTensor<f32>> {
     match value {
-        Value::F16(tensor) => Some(tensor.map(|x| x.to_f32())),
-        Value::BF16(tensor) => Some(tensor.map(|x| x.to_f32())),
+        Value::F16(tensor) => Some(mapped(tensor, |x| x.to_f32())),
+        Value::BF16(tensor) => Some(mapped(tensor, |x| x.to_f32())),
         _ => None,
     }
 }
 
-/// A kernel that computes a step of half precision with `kernel`, which takes and gives `f32`.
+/// A kernel that computes a step of half precision with `kernel`, which computes in `f32`.
 pub(super) fn through_f32(facts: &StepFacts, kernel: Kernel) -> Kernel {
     let dtypes: Vec<Option<DataType>> =
         facts.step.outputs.iter().map(|id| id.map(|id| facts.plan.value(id).dtype)).collect();
@@ -149,7 +161,7 @@ pub(super) fn through_f32(facts: &StepFacts, kernel: Kernel) -> Kernel {
     let wide = move |context: &Context, inputs: Inputs| -> KernelResult {
         let operands: SmallVec<[Operand; 4]> =
             inputs.operands.into_iter().map(widened_operand).collect();
-        let outputs = run(context, Inputs::new(operands))?;
+        let outputs = run.run(context, Inputs::new(operands))?;
         Ok(outputs.into_iter().zip(&dtypes).map(|(value, dtype)| narrowed(value, *dtype)).collect())
     };
     Kernel { run: Box::new(wide), resident_bytes, packed_inputs }
@@ -166,18 +178,20 @@ fn widened_operand(operand: Operand) -> Operand {
 
 fn narrowed(value: Value, dtype: Option<DataType>) -> Value {
     match (value, dtype) {
-        (Value::F32(tensor), Some(DataType::F16)) => Value::F16(tensor.map(|&x| f16::from_f32(x))),
+        (Value::F32(tensor), Some(DataType::F16)) => {
+            Value::F16(mapped(&tensor, |&x| f16::from_f32(x)))
+        }
         (Value::F32(tensor), Some(DataType::BF16)) => {
-            Value::BF16(tensor.map(|&x| bf16::from_f32(x)))
+            Value::BF16(mapped(&tensor, |&x| bf16::from_f32(x)))
         }
         (value, _) => value,
     }
 }
 
 /// The floating-point types that kernels compute in.
-pub(super) trait Real: Float + Default + Send + Sync + Typed + 'static
+pub(super) trait Real: Float + Default + Pooled + Typed
 where
-    Tensor<Self>: Into<Value>,
+    TypedTensor<Self>: Into<Value>,
 {
     /// From an attribute.
     fn from_f32(value: f32) -> Self;
@@ -233,8 +247,8 @@ impl Real for f64 {
     }
 }
 
-/// Multiplications that are added up before they are told.
-const TOLD_TOGETHER: usize = 4096;
+/// Multiplications that are added up before they are reported.
+const REPORT_AFTER: usize = 4096;
 
 /// `out += a @ b` for row-major `m x k` and `k x n` matrices, in any arithmetic.
 pub(super) fn plain_product<T, F>(out: &mut [T], a: &[T], b: &[T], n: usize, multiply_add: F)
@@ -254,8 +268,8 @@ where
                 *y = multiply_add(factor, x, *y);
             }
             multiplied += n;
-            if multiplied >= TOLD_TOGETHER {
-                watch::did(multiplied);
+            if multiplied >= REPORT_AFTER {
+                yield_point::did_work(multiplied);
                 multiplied = 0;
             }
         }

@@ -1,14 +1,12 @@
 //! Einstein summation: operands are contracted two at a time, each contraction a batched product.
 
 use model::DataType;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, Right};
 use super::matmul::Plain;
 use super::{Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::value::Value;
+use crate::value::{TypedTensor, Value};
 
 mod equation;
 
@@ -31,7 +29,7 @@ pub(crate) fn build(facts: &StepFacts, equation: &str) -> Result<Kernel, String>
     }
 }
 
-/// A dimension's name: a letter, or its position from the end of what `...` stands for.
+/// A dimension's name: a letter, or its position from the end of the dimensions of `...`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Label {
     Letter(char),
@@ -75,7 +73,7 @@ impl Contract for f32 {
 
 impl<T: Plain> Labelled<T> {
     /// Names the dimensions of `tensor`; a name that occurs twice takes the diagonal.
-    fn new(tensor: &Tensor<T>, labels: Vec<Label>) -> Result<Labelled<T>, String> {
+    fn new(tensor: &TypedTensor<T>, labels: Vec<Label>) -> Result<Labelled<T>, String> {
         let shape = tensor.shape();
         if labels.len() != shape.len() {
             return Err(format!("an operand of shape {shape:?} has {} subscripts", labels.len()));
@@ -97,7 +95,7 @@ impl<T: Plain> Labelled<T> {
         let data = elements(tensor);
         let dims: Vec<usize> = unique.iter().map(|other| other.1).collect();
         let strides: Vec<usize> = unique.iter().map(|other| other.2).collect();
-        let gathered = gather(&data, &dims, &strides);
+        let gathered = gather(data, &dims, &strides);
         Ok(Labelled { labels: unique.iter().map(|other| other.0).collect(), dims, data: gathered })
     }
 
@@ -105,7 +103,7 @@ impl<T: Plain> Labelled<T> {
         self.labels.iter().position(|&other| other == label).map(|axis| self.dims[axis])
     }
 
-    /// The same elements with the dimensions `order`; one that is not there is of extent 1.
+    /// The same elements with the dimensions `order`; missing ones have extent 1.
     fn arranged(&self, order: &[Label]) -> Vec<T> {
         let (mut dims, mut strides) = (Vec::new(), Vec::new());
         for label in order {
@@ -138,7 +136,7 @@ impl<T: Plain> Labelled<T> {
     }
 }
 
-/// The elements that `dims` and `strides` visit, in row-major order.
+/// The elements of a tensor of `dims` and `strides`, in row-major order.
 fn gather<T: Copy>(data: &[T], dims: &[usize], strides: &[usize]) -> Vec<T> {
     let count: usize = dims.iter().product();
     let mut index = vec![0usize; dims.len()];
@@ -159,7 +157,7 @@ fn gather<T: Copy>(data: &[T], dims: &[usize], strides: &[usize]) -> Vec<T> {
     gathered
 }
 
-/// Repeats `operand`'s dimensions of extent 1 where `other` has more, as broadcasting asks for.
+/// Repeats `operand`'s dimensions of extent 1 where `other` has more, as broadcasting requires.
 fn stretched<T: Plain>(operand: Labelled<T>, other: &Labelled<T>) -> Result<Labelled<T>, String> {
     let mut dims = operand.dims.clone();
     let mut strides: Vec<usize> =
@@ -189,7 +187,8 @@ fn contracted<T: Contract>(
     b: Labelled<T>,
     keep: &[Label],
 ) -> Result<Labelled<T>, String> {
-    // What only one operand has and nobody needs is summed before it multiplies the work.
+    // A dimension of only one operand that the result lacks is summed first, so that it does not
+    // multiply the work.
     let needed =
         |other: &Labelled<T>| -> Vec<Label> { keep.iter().chain(&other.labels).copied().collect() };
     let (a_needed, b_needed) = (needed(&b), needed(&a));
@@ -227,7 +226,7 @@ fn contracted<T: Contract>(
 
 fn run<T: Contract>(inputs: &Inputs, equation: &Equation) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let ranks: Vec<usize> = (0..inputs.len())
         .map(|index| Ok(inputs.get(index)?.shape().len()))

@@ -1,18 +1,18 @@
-//! Reading and writing at positions that a tensor of indices tells.
+//! Reading and writing at positions given by a tensor of indices.
 
 mod scatter;
 
 use model::DataType;
 use model::op::Op;
-use rayon::prelude::*;
-use rten::BufferPool;
 
 use super::layout::rearrange;
 use super::operand::{
     around, dtype_of, filled, integers, one, output_len, resolve_axis, resolve_index, row_strides,
 };
+use super::parallel::in_chunks;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::watch;
+use crate::buffer_pool::{BufferPool, Pooled};
+use crate::yield_point;
 
 /// Outputs with fewer elements are gathered by one thread.
 const PARALLEL: usize = 1 << 15;
@@ -31,7 +31,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
         }
         Op::ScatterElements { axis, reduction } => {
             scatter::check_types(facts, reduction)?;
-            Kernel::new(move |_, inputs| scatter::elements(inputs, axis, reduction))
+            Kernel::new(move |_, inputs| scatter::scatter_elements(inputs, axis, reduction))
         }
         Op::ScatterNd { reduction } => {
             scatter::check_types(facts, reduction)?;
@@ -42,7 +42,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
 }
 
 /// Runs of `length` elements of `data` that begin at `starts`.
-fn runs<T: Clone + Default + Send + Sync>(
+fn runs<T: Pooled + Default>(
     pool: &BufferPool,
     data: &[T],
     starts: &[usize],
@@ -53,22 +53,21 @@ fn runs<T: Clone + Default + Send + Sync>(
         let mut out = pool.alloc(count);
         match length {
             1 => starts.chunks(PARALLEL / 2).for_each(|starts| {
-                watch::look();
+                yield_point::check();
                 out.extend(starts.iter().map(|&start| data[start].clone()));
             }),
             _ => starts.iter().for_each(|&start| {
                 out.extend_from_slice(&data[start..][..length]);
-                watch::did(length);
+                yield_point::did_work(length);
             }),
         }
         return out;
     }
     let mut out = filled(pool, count, T::default());
     let per_piece = (PARALLEL / 2).div_ceil(length);
-    let pieces = out.par_chunks_mut(per_piece * length).zip(starts.par_chunks(per_piece));
-    pieces.for_each_init(watch::at_work, |_, (piece, starts)| {
-        watch::did(piece.len());
-        for (target, &start) in piece.chunks_mut(length).zip(starts) {
+    in_chunks(&mut out, per_piece * length, &|index: usize, piece: &mut [T]| {
+        yield_point::did_work(piece.len());
+        for (target, &start) in piece.chunks_mut(length).zip(&starts[index * per_piece..]) {
             target.clone_from_slice(&data[start..][..length]);
         }
     });
@@ -97,8 +96,8 @@ fn gather(context: &Context, inputs: &Inputs, axis: i64) -> KernelResult {
     one(rearrange!(value, &out, data => runs(context.pool, data, &starts, inner)))
 }
 
-/// For each element of an index tensor, the offset in a tensor of `shape` whose position along
-/// `axis` is the index and elsewhere that of the index itself.
+/// For each element of an index tensor, the offset into a tensor of `shape`. The position along
+/// `axis` is the index; along other dimensions it is the position of the index element.
 fn element_offsets(
     shape: &[usize],
     axis: usize,
@@ -138,7 +137,7 @@ fn gather_elements(context: &Context, inputs: &Inputs, axis: i64) -> KernelResul
     one(rearrange!(value, indices.shape(), data => runs(context.pool, data, &offsets, 1)))
 }
 
-/// The offsets that index tuples point at in `shape`, and how many elements each stands for.
+/// The offsets into `shape` that index tuples select, and the elements per tuple.
 fn tuple_offsets(
     shape: &[usize],
     indices: &[i64],
@@ -211,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn elements_and_tuples() {
+    fn gathers_elements_and_tuples() {
         let x = floats(&[2, 2], &[1.0, 2.0, 3.0, 4.0]);
         let got =
             run(Op::GatherElements { axis: 1 }, &[x.clone(), integers(&[2, 2], &[0, 0, 1, 0])]);
@@ -226,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn updates_meet_what_is_there() {
+    fn updates_are_reduced_with_present_elements() {
         let x = integers(&[4], &[1, 2, 3, 4]);
         let on = |reduction, index: &[i64], update: &[i64]| {
             let n = index.len();

@@ -1,9 +1,9 @@
-//! Matrix products of `f32`, with what follows them done while the result is in registers or cache.
+//! Matrix products of `f32`, with fused operations on the result while it is in registers or cache.
 //!
-//! Both operands are packed into panels that the innermost loop reads front to back: the left one
-//! into panels of a few rows, the right one into panels of a few vectors' columns. Constant operands
-//! are packed when a plan is loaded. A product is cut into tasks by columns or by rows; a task packs
-//! what is its own into a buffer that stays in its core's second-level cache.
+//! Both operands are packed into panels that the innermost loop reads from front to back: the left
+//! one into panels of a few rows, the right one into panels of a few vectors' columns. Constant
+//! operands are packed when a plan is loaded. A product is split into tasks by columns or by rows;
+//! a task packs its part into a buffer that stays in its core's second-level cache.
 
 mod pack;
 mod tile;
@@ -18,12 +18,12 @@ pub(super) use pack::{IMAGE_GUARD, Image, Matrix, PackedLeft, PackedRight};
 use tile::{Block, Finish};
 
 use super::activation;
-use crate::watch;
+use crate::yield_point;
 
 /// Vectors across a panel of the right operand.
 pub(super) const PANEL_VECTORS: usize = 3;
 
-/// Rows of the result that one pass of the innermost loop computes at most.
+/// Maximum rows of the result that one pass of the innermost loop computes.
 const MAX_ROWS: usize = 8;
 
 /// Elements of packed operands that one task keeps in its core's second-level cache.
@@ -88,7 +88,7 @@ impl Right<'_> {
     }
 }
 
-/// What happens to the product before it is the result.
+/// Operations on the product before it is the result.
 #[derive(Clone, Copy)]
 pub(super) struct Epilogue<'a> {
     /// Factor on the product.
@@ -99,7 +99,7 @@ pub(super) struct Epilogue<'a> {
     pub(super) column_bias: Option<&'a [f32]>,
     /// Added to each element; laid out as the result.
     pub(super) residual: Option<&'a [f32]>,
-    /// Add what the result's memory holds already.
+    /// Adds the present content of the result's memory.
     pub(super) accumulate: bool,
     /// Applied last.
     pub(super) activation: Activation,
@@ -119,7 +119,7 @@ impl Default for Epilogue<'_> {
 }
 
 thread_local! {
-    /// Panels packed for one product. Kept initialised, so that it is never filled twice.
+    /// Memory for packed panels. Stays initialized, so that it is filled only once.
     static SCRATCH: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -164,7 +164,10 @@ fn product_on(
 ) -> Result<(), String> {
     let (rows, depth, columns) = (a.rows(), a.depth(), b.columns());
     if depth != b.depth() {
-        return Err(format!("a matrix of {depth} columns meets one of {} rows", b.depth()));
+        return Err(format!(
+            "a matrix of {depth} columns is multiplied by one of {} rows",
+            b.depth()
+        ));
     }
     let fits = |bias: Option<&[f32]>, length| bias.is_none_or(|bias| bias.len() == length);
     if rows.checked_mul(columns) != Some(out.len())
@@ -172,24 +175,24 @@ fn product_on(
         || !fits(epilogue.column_bias, columns)
         || !fits(epilogue.residual, out.len())
     {
-        return Err(format!("a {rows} x {columns} product meets operands of other extents"));
+        return Err(format!("operands do not fit a {rows} x {columns} product"));
     }
     if out.is_empty() {
         return Ok(());
     }
     let work = rows.saturating_mul(columns).saturating_mul(depth.max(1));
     let threads = if work < MIN_PARALLEL_WORK { 1 } else { threads };
-    let job = Job { a, b, epilogue, rows, depth, columns, threads };
-    if job.splits_columns() {
-        job.by_columns(out)
+    let call = ProductCall { a, b, epilogue, rows, depth, columns, threads };
+    if call.splits_columns() {
+        call.by_columns(out)
     } else {
-        job.by_rows(out)
+        call.by_rows(out)
     }
     Ok(())
 }
 
-/// A product on its way.
-struct Job<'a> {
+/// One call of a product.
+struct ProductCall<'a> {
     a: Left<'a>,
     b: Right<'a>,
     epilogue: Epilogue<'a>,
@@ -199,13 +202,13 @@ struct Job<'a> {
     threads: usize,
 }
 
-impl Job<'_> {
+impl ProductCall<'_> {
     /// Whether tasks are ranges of columns rather than of rows.
     fn splits_columns(&self) -> bool {
         let panels = self.columns.div_ceil(tile::panel_width());
         let row_panels = self.rows.div_ceil(tile::panel_rows());
         match self.b {
-            // Weights are read once in all when each thread has its own columns.
+            // Weights are read only once if each thread has its own columns.
             Right::Packed(_) => panels >= 2 * self.threads && self.rows < 512,
             _ => panels >= 4 * self.threads || row_panels < 2 * self.threads,
         }
@@ -254,7 +257,7 @@ impl Job<'_> {
         };
         if self.threads > 1 {
             let tasks = segments.into_par_iter().enumerate().with_max_len(1);
-            tasks.for_each_init(watch::at_work, |_, task| run(task));
+            tasks.for_each_init(yield_point::start_work, |_, task| run(task));
         } else {
             segments.into_iter().enumerate().for_each(run);
         }
@@ -299,7 +302,7 @@ impl Job<'_> {
         };
         if self.threads > 1 {
             let tasks = out.par_chunks_mut(per_task * self.columns).enumerate().with_max_len(1);
-            tasks.for_each_init(watch::at_work, |_, task| run(task));
+            tasks.for_each_init(yield_point::start_work, |_, task| run(task));
         } else {
             out.chunks_mut(per_task * self.columns).enumerate().for_each(run);
         }
@@ -317,7 +320,7 @@ impl Job<'_> {
     }
 
     /// Computes `rows x columns` of the result. `left` holds packed rows from `left_start` on;
-    /// `right` all packed columns, or nothing when the task is to pack its own.
+    /// `right` holds all packed columns, or is `None` if the task packs its own.
     fn block_at(
         &self,
         out: &mut [&mut [f32]],
@@ -391,7 +394,7 @@ impl Job<'_> {
     }
 }
 
-/// Applies what the innermost loop cannot.
+/// Applies activations that the innermost loop does not have.
 fn finish_rows(activation: Activation, rows: &mut [&mut [f32]]) {
     if activation != Activation::None {
         rows.iter_mut().for_each(|row| activation::apply(activation, row));

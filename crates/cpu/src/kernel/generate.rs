@@ -1,18 +1,17 @@
-//! Tensors made of little: ranges, fills, unit vectors and identities.
+//! Generated tensors: ranges, constants, one-hot vectors and identities.
 
 use model::DataType;
 use model::op::Op;
-use rten::BufferPool;
-use rten_tensor::Tensor;
 
 use super::binary::{Number, with_type};
 use super::cast::convert;
 use super::operand::{
-    Element, dtype_of, filled, flat, integer_list, is_half, one, output_len, resolve_axis, sizes,
-    through_f32,
+    Element, dtype_of, elements, filled, integer_list, is_half, one, output_len, resolve_axis,
+    sizes, through_f32,
 };
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::value::{Value, with_value};
+use crate::buffer_pool::{BufferPool, Pooled};
+use crate::value::{TypedTensor, Value, into_elements, with_value};
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     match facts.step.op {
@@ -43,11 +42,11 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     }
 }
 
-/// An integer from a number of any type; fractions are cut off.
+/// Numbers of any type as integers; fractions are truncated.
 fn whole(value: &Value) -> Result<Vec<i64>, String> {
     let wide = convert(value, DataType::I64)?;
     match wide {
-        Value::I64(tensor) => Ok(tensor.into_data()),
+        Value::I64(tensor) => Ok(into_elements(tensor)),
         other => Err(format!("{} is not an integer", other.dtype())),
     }
 }
@@ -66,13 +65,13 @@ fn one_hot(context: &Context, inputs: &Inputs, axis: i64) -> KernelResult {
     let indices = whole(indices)?;
     let values = inputs.get(2)?;
     with_value!(values, tensor => {
-        let data = hot(context.pool, &flat(tensor), &indices, count, depth, inner)?;
-        one(Value::from(Tensor::from_data(&out, data)))
+        let data = hot(context.pool, elements(tensor), &indices, count, depth, inner)?;
+        one(Value::from(TypedTensor::from_data(&out, data)))
     })
 }
 
 /// `count` times the first of `pair`, with the second at the indices.
-fn hot<T: Clone>(
+fn hot<T: Pooled>(
     pool: &BufferPool,
     pair: &[T],
     indices: &[i64],
@@ -96,7 +95,7 @@ fn hot<T: Clone>(
 
 /// The only element of operand `index`.
 fn scalar<T: Number>(inputs: &Inputs, index: usize) -> Result<T, String> {
-    match flat(inputs.typed::<T>(index)?).as_ref() {
+    match elements(inputs.typed::<T>(index)?) {
         [only] => Ok(*only),
         many => Err(format!("operand {index} must be one number, has {}", many.len())),
     }
@@ -126,7 +125,7 @@ fn range<T: Number>(inputs: &Inputs) -> KernelResult {
     let mut data = Vec::with_capacity(count);
     let mut next = start;
     for index in 0..count {
-        // Floats are multiplied so that their error does not add up.
+        // Floats are multiplied so that errors do not accumulate.
         data.push(if T::INTEGER { next } else { start.add(T::from_f64(index as f64).mul(delta)) });
         next = next.add(delta);
     }
@@ -200,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn one_hots_ignore_what_is_outside() {
+    fn one_hots_ignore_indices_out_of_range() {
         let inputs = [integers(&[2], &[-1, 7]), integers(&[], &[3]), floats(&[2], &[0.5, 2.0])];
         let last = run(Op::OneHot { axis: -1 }, &inputs);
         assert_eq!(last[0], floats(&[2, 3], &[0.5, 0.5, 2.0, 0.5, 0.5, 0.5]));
@@ -211,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn fills_and_identities() {
+    fn makes_constants_and_identities() {
         let mut value = [0; 8];
         value[..4].copy_from_slice(&2.5f32.to_le_bytes());
         let op = Op::ConstantOfShape { dtype: DataType::F32, value };

@@ -1,12 +1,12 @@
-//! Windows over spatial dimensions. One to three dimensions are all treated as three, the missing
-//! ones being of extent 1 in front.
+//! Windows over spatial dimensions. One to three dimensions are treated as three, with leading
+//! dimensions of extent 1.
 
 use model::op::{Padding, Window};
 
 /// A window resolved against an input. Dimensions are depth, height, width.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Geometry {
-    /// How many of the three dimensions there really are.
+    /// The number of dimensions before the missing ones were added.
     pub(super) rank: usize,
     /// Extent of the input.
     pub(super) input: [usize; 3],
@@ -51,7 +51,8 @@ pub(super) fn covered(kernel: usize, dilation: usize) -> Result<usize, String> {
 }
 
 impl Geometry {
-    /// Resolves `window` against the spatial extents `input`; `kernel` counts where the window has none.
+    /// Resolves `window` against the spatial extents `input`; `kernel` is used if the window has no
+    /// kernel extents.
     pub(super) fn new(
         window: &Window,
         input: &[usize],
@@ -108,7 +109,10 @@ impl Geometry {
         let (begin, end) = (self.begin[axis], self.end[axis]);
         let padded = input.checked_add(begin).and_then(|sum| sum.checked_add(end));
         let free = padded.ok_or_else(too_large)?.checked_sub(extent).ok_or_else(|| {
-            format!("a window of extent {extent} does not fit an input of {input} with {begin}+{end} padding")
+            format!(
+                "a window of extent {extent} does not fit an input of {input} with {begin}+{end} \
+                 padding"
+            )
         })?;
         self.output[axis] = if ceil_mode {
             let windows = free.div_ceil(stride) + 1;
@@ -148,7 +152,8 @@ impl Geometry {
             && self.end == [0; 3]
     }
 
-    /// The taps of window `position` along `axis` that lie inside the input, and where the first is.
+    /// The taps of window `position` along `axis` that lie inside the input, and the first one's
+    /// input position.
     pub(super) fn inside(&self, axis: usize, position: usize) -> (std::ops::Range<usize>, usize) {
         let dilation = self.dilations[axis];
         let start = position * self.strides[axis];

@@ -1,16 +1,15 @@
-//! Products and convolutions of 8-bit integers, with 32-bit sums or requantised results.
+//! Products and convolutions of 8-bit integers, with 32-bit sums or requantized results.
 
 use std::borrow::Cow;
 
 use model::DataType;
 use model::op::{Conv, Op};
-use rten_tensor::Tensor;
 
 use super::conv::{Shapes, convolve};
 use super::dense::{self, elements};
 use super::matmul::plain_matmul;
 use super::{Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::value::Value;
+use crate::value::{TypedTensor, Value};
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     let is_byte = |index: usize| {
@@ -46,7 +45,7 @@ fn integers(value: &Value) -> Result<Vec<i32>, String> {
     }
 }
 
-/// `value` less its zero point, which is one for all, or has a shape that broadcasts.
+/// `value` minus its zero point, which is one number or has a shape that broadcasts.
 fn centred(value: &Value, zero: Option<&Value>, zero_shape: &[usize]) -> Result<Vec<i32>, String> {
     let mut data = integers(value)?;
     let Some(zero) = zero else { return Ok(data) };
@@ -55,7 +54,7 @@ fn centred(value: &Value, zero: Option<&Value>, zero_shape: &[usize]) -> Result<
         data.iter_mut().for_each(|x| *x -= zero);
         return Ok(data);
     }
-    let zero = Tensor::try_from_data(zero_shape, zero)
+    let zero = TypedTensor::try_from_data(zero_shape, zero)
         .map_err(|_| "a zero point of a wrong size".to_string())?;
     for (x, zero) in data.iter_mut().zip(dense::broadcast(&zero, value.shape())?) {
         *x -= zero;
@@ -80,7 +79,7 @@ fn per_channel(shape: &[usize], rank: usize) -> Vec<usize> {
     all
 }
 
-/// `a @ b` of the centred operands; shape and sums.
+/// The shape and sums of `a @ b`, each minus its zero point.
 fn centred_matmul(
     a: &Value,
     a_zero: Option<&Value>,
@@ -100,7 +99,7 @@ fn matmul_integer(inputs: &Inputs) -> KernelResult {
     dense::output(&shape, sums)
 }
 
-/// The convolution of the centred operands.
+/// The convolution of the operands minus their zero points.
 fn centred_conv(
     x: &Value,
     x_zero: Option<&Value>,
@@ -125,14 +124,14 @@ fn conv_integer(inputs: &Inputs, conv: &Conv) -> KernelResult {
 
 /// The one element of a scale.
 fn scalar(inputs: &Inputs, index: usize) -> Result<f32, String> {
-    match elements(inputs.typed::<f32>(index)?).as_ref() {
+    match elements(inputs.typed::<f32>(index)?) {
         [scale] => Ok(*scale),
         other => Err(format!("operand {index} has {} elements instead of one", other.len())),
     }
 }
 
 /// Sums as the result's bytes: scaled, rounded to even, shifted and saturated.
-fn requantised(shape: &[usize], sums: &[i32], factors: &[f32], zero: &Value) -> KernelResult {
+fn requantized(shape: &[usize], sums: &[i32], factors: &[f32], zero: &Value) -> KernelResult {
     let shift = match integers(zero)?.as_slice() {
         [zero] => *zero as f32,
         other => return Err(format!("an output zero point of {} elements", other.len())),
@@ -155,14 +154,14 @@ fn linear_matmul(inputs: &Inputs) -> KernelResult {
     let (shape, sums) = centred_matmul(a, inputs.optional(2), b, inputs.optional(5))?;
     let (a_scale, b_scale) = (inputs.typed::<f32>(1)?, inputs.typed::<f32>(4)?);
     let y_scale = scalar(inputs, 6)?;
-    let spread = |tensor: &Tensor<f32>, rows: bool| -> Result<Cow<[f32]>, String> {
-        let data = elements(tensor).into_owned();
+    let spread = |tensor: &TypedTensor<f32>, rows: bool| -> Result<Cow<[f32]>, String> {
+        let data = elements(tensor).to_vec();
         if data.len() == 1 {
             return Ok(data.into());
         }
         let value = Value::F32(tensor.clone());
         let dims = if rows { per_row(value.shape()) } else { value.shape().to_vec() };
-        let tensor = Tensor::try_from_data(dims.as_slice(), data)
+        let tensor = TypedTensor::try_from_data(dims.as_slice(), data)
             .map_err(|_| "a scale of a wrong size".to_string())?;
         Ok(dense::broadcast(&tensor, &shape)?.into())
     };
@@ -171,7 +170,7 @@ fn linear_matmul(inputs: &Inputs) -> KernelResult {
     let count = if a_scale.len() == 1 && b_scale.len() == 1 { 1 } else { sums.len() };
     let factors: Vec<f32> =
         (0..count).map(|i| at(&a_scale, i) * at(&b_scale, i) / y_scale).collect();
-    requantised(&shape, &sums, &factors, inputs.get(7)?)
+    requantized(&shape, &sums, &factors, inputs.get(7)?)
 }
 
 fn linear_conv(inputs: &Inputs, conv: &Conv) -> KernelResult {
@@ -197,7 +196,7 @@ fn linear_conv(inputs: &Inputs, conv: &Conv) -> KernelResult {
     } else {
         (0..sums.len()).map(|index| factor(weight_scale[index / plane % outputs])).collect()
     };
-    requantised(&shapes.output, &sums, &factors, inputs.get(7)?)
+    requantized(&shapes.output, &sums, &factors, inputs.get(7)?)
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Movement of elements: shapes, permutations, joins, cuts and borders.
+//! Reordering of elements: reshape, transpose, concat, slice and pad.
 
 mod border;
 mod join;
@@ -14,31 +14,28 @@ use model::op::Op;
 
 use super::{Kernel, StepFacts, no_kernel};
 
-/// Calls `$body` with `$data` bound to the flat elements of `$value`, and wraps the vector it makes
-/// as a value of the same type and of shape `$shape`. Types of one width share their machine code.
+/// Calls `$body` with `$data` bound to the elements of `$value`, and wraps the resulting vector as
+/// a value of the same type and of shape `$shape`. Types of one width share their machine code.
 macro_rules! rearrange {
     ($value:expr, $shape:expr, $data:ident => $body:expr) => {{
-        use crate::kernel::operand::{Element as _, flat};
+        use crate::kernel::operand::{Element as _, elements};
         use crate::value::Value;
         let shape: &[usize] = $shape;
         macro_rules! as_bits {
             ($tensor:expr, $rust:ty, $bits:ty) => {{
-                let elements = flat($tensor);
-                let $data: &[$bits] = bytemuck::cast_slice(&elements);
+                let $data: &[$bits] = bytemuck::cast_slice(elements($tensor));
                 let moved: Vec<$bits> = $body;
                 <$rust>::wrap(shape, bytemuck::cast_vec(moved))
             }};
         }
         match $value {
             Value::Bool(tensor) => {
-                let elements = flat(tensor);
-                let $data: &[bool] = &elements;
+                let $data: &[bool] = elements(tensor);
                 let moved: Vec<bool> = $body;
                 bool::wrap(shape, moved)
             }
             Value::String(tensor) => {
-                let elements = flat(tensor);
-                let $data: &[bytes::Bytes] = &elements;
+                let $data: &[bytes::Bytes] = elements(tensor);
                 let moved: Vec<bytes::Bytes> = $body;
                 bytes::Bytes::wrap(shape, moved)
             }

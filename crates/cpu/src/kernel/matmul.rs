@@ -1,17 +1,18 @@
 //! Matrix products: `MatMul` with numpy batching and `Gemm`.
 
+use std::borrow::Cow;
+
 use model::DataType;
 use model::op::{Activation, Gemm, MatMul, Op};
 use rayon::prelude::*;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, PackedRight, Right};
+use super::parallel::in_chunks;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, activation, no_kernel};
-use crate::spare;
-use crate::value::{Typed, Value};
-use crate::watch;
+use crate::spare_buffers;
+use crate::value::{Typed, TypedTensor, Value};
+use crate::yield_point;
 
 /// The two operators as one: `activation(alpha * a @ b + beta * bias + residual)`.
 #[derive(Clone, Copy)]
@@ -43,7 +44,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     let product: Product = match &facts.step.op {
         Op::MatMul(op) => (*op).into(),
         Op::Gemm(op) => (*op).into(),
-        other => return Err(format!("{} is no matrix product", other.name())),
+        other => return Err(format!("{} is not a matrix product", other.name())),
     };
     let dtype = facts.input_dtype(0).unwrap_or(DataType::Bool);
     match dtype {
@@ -66,9 +67,10 @@ struct Weights {
 }
 
 fn build_f32(facts: &StepFacts, product: Product) -> Kernel {
-    let weights = dense::constant_f32(facts, 1).filter(|b| b.ndim() == 2).map(|b| {
+    let weights = dense::constant_f32(facts, 1).filter(|b| b.shape().len() == 2).map(|b| {
         let data = elements(&b);
-        let matrix = Matrix::new(&data, b.size(0), b.size(1)).transposed_if(product.transpose_b);
+        let matrix =
+            Matrix::new(data, b.shape()[0], b.shape()[1]).transposed_if(product.transpose_b);
         Weights { shape: b.shape().to_vec(), packed: PackedRight::new(matrix) }
     });
     let resident_bytes = weights.as_ref().map_or(0, |weights| weights.packed.size_bytes());
@@ -124,7 +126,7 @@ impl Extents {
         Ok(Extents { m, k, n, a_batch, b_batch, batch, shape })
     }
 
-    /// Row-major matrices of the left operand one after another: one matrix of all their rows.
+    /// Whether the matrices of the left operand are contiguous, so that their rows form one matrix.
     fn is_flat(&self, product: &Product) -> bool {
         !product.transpose_a
             && self.b_batch.iter().all(|&dim| dim == 1)
@@ -132,15 +134,15 @@ impl Extents {
     }
 }
 
-/// What is added to a product.
+/// Tensors that are added to a product.
 struct Addends<'a> {
     /// One element per column.
-    columns: Option<std::borrow::Cow<'a, [f32]>>,
+    columns: Option<Cow<'a, [f32]>>,
     /// One element per element of the result.
-    all: Option<std::borrow::Cow<'a, [f32]>>,
+    all: Option<Cow<'a, [f32]>>,
 }
 
-/// Sorts bias and residual by how they broadcast.
+/// Groups bias and residual by how they broadcast.
 fn addends<'a>(inputs: &'a Inputs, extents: &Extents, beta: f32) -> Result<Addends<'a>, String> {
     let mut addends = Addends { columns: None, all: None };
     for index in [2, 3] {
@@ -153,11 +155,12 @@ fn addends<'a>(inputs: &'a Inputs, extents: &Extents, beta: f32) -> Result<Adden
             } else {
                 &mut addends.all
             };
-        let mut data = if tensor.len() == extents.n && one_row || tensor.shape() == extents.shape {
-            elements(tensor)
-        } else {
-            dense::broadcast(tensor, &extents.shape)?.into()
-        };
+        let mut data: Cow<[f32]> =
+            if tensor.len() == extents.n && one_row || tensor.shape() == extents.shape {
+                elements(tensor).into()
+            } else {
+                dense::broadcast(tensor, &extents.shape)?.into()
+            };
         if factor != 1.0 {
             data.to_mut().iter_mut().for_each(|x| *x *= factor);
         }
@@ -200,7 +203,7 @@ fn run_f32(
     };
     let a_data = elements(a);
     let b_data = b_tensor.map(elements);
-    let mut out = spare::take(context.pool, dense::count(&extents.shape)?);
+    let mut out = spare_buffers::take(context.pool, dense::count(&extents.shape)?);
     let right = |index: usize| match (weights, &b_data) {
         (Some(weights), _) => Right::Packed(&weights.packed),
         (None, data) => {
@@ -219,10 +222,10 @@ fn run_f32(
     let flat = extents.is_flat(&product);
     if flat || extents.batch.iter().product::<usize>() == 1 {
         let rows = if flat { out.len() / extents.n } else { extents.m };
-        let left = left_matrix(&a_data, rows, &extents, &product, a.ndim());
+        let left = left_matrix(a_data, rows, &extents, &product, a.shape().len());
         gemm::product(&mut out, Left::Plain(left), right(0), epilogue)?;
     } else {
-        batched(&mut out, &a_data, &extents, &product, a.ndim(), right, epilogue)?;
+        batched(&mut out, a_data, &extents, &product, a.shape().len(), right, epilogue)?;
     }
     let shape = extents.shape.clone();
     dense::output(&shape, out)
@@ -242,7 +245,7 @@ fn left_matrix<'a>(
     }
 }
 
-/// One product per batch index; the batches are shared between the threads.
+/// One product per batch index; threads take different batches.
 fn batched<'b>(
     out: &mut [f32],
     a: &[f32],
@@ -267,11 +270,11 @@ fn batched<'b>(
         out.chunks_exact_mut(size).enumerate().try_for_each(|item| one(item, true))
     } else {
         let items = out.par_chunks_exact_mut(size).enumerate();
-        items.try_for_each_init(watch::at_work, |_, item| one(item, false))
+        items.try_for_each_init(yield_point::start_work, |_, item| one(item, false))
     }
 }
 
-/// Numbers that are multiplied without a fast path.
+/// Element types without a fast path.
 pub(super) trait Plain: Copy + Send + Sync + Typed + 'static {
     fn zero() -> Self;
     fn one() -> Self;
@@ -364,12 +367,12 @@ plain_integers!(i32, i64, u32, u64);
 
 fn run_plain<T: Plain>(inputs: &Inputs, product: Product) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let (a, b) = (inputs.typed::<T>(0)?, inputs.typed::<T>(1)?);
     let a = (a.shape(), elements(a));
     let b = (b.shape(), elements(b));
-    let (shape, mut out) = multiply((a.0, &a.1), (b.0, &b.1), product)?;
+    let (shape, mut out) = multiply(a, b, product)?;
     out.iter_mut().for_each(|x| *x = x.scaled(product.alpha));
     for index in [2, 3] {
         let Some(addend) = inputs.optional_typed::<T>(index)? else { continue };
@@ -383,7 +386,8 @@ where
     dense::output(&shape, out)
 }
 
-/// The product of row-major operands with numpy batching, in any arithmetic; its shape and elements.
+/// Shape and elements of the product of row-major operands with numpy batching, for any element
+/// type.
 pub(super) fn plain_matmul<T: Plain>(
     a: (&[usize], &[T]),
     b: (&[usize], &[T]),
@@ -402,8 +406,7 @@ fn multiply<T: Plain>(
     if !out.is_empty() && k > 0 {
         let a_index = dense::broadcast_indices(&extents.a_batch, &extents.batch);
         let b_index = dense::broadcast_indices(&extents.b_batch, &extents.batch);
-        let items = out.par_chunks_exact_mut(m * n).enumerate();
-        items.for_each_init(watch::at_work, |_, (index, out)| {
+        in_chunks(&mut out, m * n, &|index: usize, out: &mut [T]| {
             let left = &a[a_index[index] * m * k..][..m * k];
             let right = &b[b_index[index] * k * n..][..k * n];
             let left = row_major(left, m, k, product.transpose_a && a_shape.len() > 1);
@@ -414,13 +417,13 @@ fn multiply<T: Plain>(
     Ok((extents.shape, out))
 }
 
-/// `rows x columns` in row-major order, from a matrix that may be stored the other way round.
+/// `rows x columns` in row-major order, from a matrix that may be stored transposed.
 pub(super) fn row_major<T: Copy>(
     data: &[T],
     rows: usize,
     columns: usize,
     transposed: bool,
-) -> std::borrow::Cow<'_, [T]> {
+) -> Cow<'_, [T]> {
     if !transposed {
         return data.into();
     }

@@ -1,18 +1,17 @@
-//! Normalisations, and the per-channel scale and shift they often reduce to.
+//! Normalizations, and the per-channel scale and shift they often reduce to.
 
 use model::DataType;
 use model::op::{Activation, Op};
-use rayon::prelude::*;
 use rten_simd::SimdOp;
-use rten_tensor::Tensor;
 use rten_vecmath::{Normalize, NormalizeOptions, Sum, SumSquare, SumSquareSub};
 
 use super::dense::{self, Real, elements};
+use super::parallel::{for_each, in_chunks};
 use super::{Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
-use crate::value::Value;
-use crate::watch;
+use crate::value::{TypedTensor, Value, into_elements};
+use crate::yield_point;
 
-/// Elements that one task normalises at least.
+/// Minimum elements per task.
 const TASK_ELEMENTS: usize = 8 * 1024;
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
@@ -33,17 +32,17 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     }
 }
 
-/// What the rows of a normalisation are made of.
+/// Element types of a normalization.
 pub(super) trait Row: Real
 where
-    Tensor<Self>: Into<Value>,
+    TypedTensor<Self>: Into<Value>,
 {
     /// Mean and mean squared deviation.
     fn moments(row: &[Self]) -> (Self, Self);
     /// Mean of the squares.
     fn mean_square(row: &[Self]) -> Self;
     /// `(x - mean) * factor * scale + shift` in place, with a scale and shift per element.
-    fn normalise(
+    fn normalize(
         row: &mut [Self],
         mean: Self,
         factor: Self,
@@ -65,7 +64,7 @@ impl Row for f32 {
         SumSquare::new(row).dispatch() / row.len() as f32
     }
 
-    fn normalise(row: &mut [f32], mean: f32, factor: f32, scale: &[f32], shift: Option<&[f32]>) {
+    fn normalize(row: &mut [f32], mean: f32, factor: f32, scale: &[f32], shift: Option<&[f32]>) {
         let options = NormalizeOptions {
             pre_scale_bias: mean,
             scale: factor,
@@ -99,7 +98,7 @@ impl Row for f64 {
         row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64
     }
 
-    fn normalise(row: &mut [f64], mean: f64, factor: f64, scale: &[f64], shift: Option<&[f64]>) {
+    fn normalize(row: &mut [f64], mean: f64, factor: f64, scale: &[f64], shift: Option<&[f64]>) {
         for (index, x) in row.iter_mut().enumerate() {
             *x = (*x - mean) * factor * scale[index] + shift.map_or(0.0, |shift| shift[index]);
         }
@@ -112,16 +111,16 @@ impl Row for f64 {
 
 fn run<T: Row>(op: &Op, mut inputs: Inputs, outputs: usize) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let value = inputs.take(0)?;
     let shape = value.shape().to_vec();
     let tensor = T::take(value).map_err(|value| format!("operand 0 is {}", value.dtype()))?;
-    let mut data = tensor.into_data();
+    let mut data = into_elements(tensor);
     match op {
         Op::ScaleShift { activation } => {
             let (scale, shift) = (inputs.typed(1)?, inputs.typed(2)?);
-            scale_shift(&mut data, &shape, &elements(scale), &elements(shift), *activation)?;
+            scale_shift(&mut data, &shape, elements(scale), elements(shift), *activation)?;
         }
         Op::BatchNorm { epsilon } => batch_norm::<T>(&mut data, &shape, &inputs, *epsilon)?,
         Op::LayerNorm { axis, epsilon } => {
@@ -144,7 +143,7 @@ where
             let axis = dense::resolve_axis(*axis, shape.len())?;
             power_norm(&mut data, shape[axis], shape[axis + 1..].iter().product(), *p);
         }
-        other => return Err(format!("{} is no normalisation", other.name())),
+        other => return Err(format!("{} is not a normalization", other.name())),
     }
     dense::output(&shape, data)
 }
@@ -174,7 +173,7 @@ fn scale_shift<T: Row>(
     activation: Activation,
 ) -> Result<(), String>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let channels = channels(shape)?;
     check_channels("the scale", scale.len(), channels)?;
@@ -184,17 +183,14 @@ where
     }
     let plane: usize = shape.iter().skip(2).product();
     let planes = (TASK_ELEMENTS / plane).max(1);
-    data.par_chunks_mut(plane * planes).enumerate().for_each_init(
-        watch::at_work,
-        |_, (chunk, block)| {
-            watch::did(block.len());
-            for (index, row) in block.chunks_exact_mut(plane).enumerate() {
-                let channel = (chunk * planes + index) % channels;
-                T::scale_shift(row, scale[channel], shift[channel]);
-                T::activate(activation, row);
-            }
-        },
-    );
+    in_chunks(data, plane * planes, &|chunk: usize, block: &mut [T]| {
+        yield_point::did_work(block.len());
+        for (index, row) in block.chunks_exact_mut(plane).enumerate() {
+            let channel = (chunk * planes + index) % channels;
+            T::scale_shift(row, scale[channel], shift[channel]);
+            T::activate(activation, row);
+        }
+    });
     Ok(())
 }
 
@@ -205,7 +201,7 @@ fn batch_norm<T: Row>(
     epsilon: f32,
 ) -> Result<(), String>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let channels = channels(shape)?;
     let mut parameters = Vec::with_capacity(4);
@@ -223,11 +219,15 @@ where
     scale_shift(data, shape, &factor, &shift, Activation::None)
 }
 
-/// A scale or shift for the rows of a normalisation over the dimensions from `axis` on: one row's
-/// worth when all rows share it, otherwise as many elements as the data.
-fn row_parameter<T: Row>(tensor: &Tensor<T>, shape: &[usize], axis: usize) -> Result<Vec<T>, String>
+/// A scale or shift for the rows of a normalization over the dimensions from `axis` on: one row
+/// if all rows share it, otherwise as many elements as the data.
+fn row_parameter<T: Row>(
+    tensor: &TypedTensor<T>,
+    shape: &[usize],
+    axis: usize,
+) -> Result<Vec<T>, String>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     dense::broadcast(tensor, &shape[axis..]).or_else(|_| dense::broadcast(tensor, shape))
 }
@@ -246,7 +246,7 @@ fn layer_norm<T: Row>(
     outputs: usize,
 ) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let axis = dense::resolve_axis(axis, shape.len())?;
     let scale = row_parameter(inputs.typed::<T>(1)?, shape, axis)?;
@@ -260,16 +260,17 @@ where
     let mut statistics = vec![(T::nan(), T::nan()); rows];
     if let Some(per_task) = TASK_ELEMENTS.checked_div(width) {
         let per_task = per_task.max(1);
-        let tasks = data.par_chunks_mut(width * per_task).zip(statistics.par_chunks_mut(per_task));
-        tasks.enumerate().for_each_init(watch::at_work, |_, (task, (block, statistics))| {
-            watch::did(block.len());
+        let tasks = data.chunks_mut(width * per_task).zip(statistics.chunks_mut(per_task));
+        type Task<'a, T> = (usize, (&'a mut [T], &'a mut [(T, T)]));
+        for_each(tasks.enumerate(), &|(task, (block, statistics)): Task<T>| {
+            yield_point::did_work(block.len());
             let rows = block.chunks_exact_mut(width).zip(statistics).enumerate();
             for (index, (row, statistic)) in rows {
                 let number = task * per_task + index;
                 let (mean, variance) = T::moments(row);
                 let factor = T::one() / (variance + epsilon).sqrt();
                 let shift = shift.as_deref().map(|shift| part(shift, width, number));
-                T::normalise(row, mean, factor, part(&scale, width, number), shift);
+                T::normalize(row, mean, factor, part(&scale, width, number), shift);
                 *statistic = (mean, factor);
             }
         });
@@ -294,7 +295,7 @@ fn rms_norm<T: Row>(
     epsilon: f32,
 ) -> Result<(), String>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let axis = dense::resolve_axis(axis, shape.len())?;
     let scale = row_parameter(inputs.typed::<T>(1)?, shape, axis)?;
@@ -304,19 +305,18 @@ where
     }
     let epsilon = T::from_f32(epsilon);
     let per_task = (TASK_ELEMENTS / width).max(1);
-    let tasks = data.par_chunks_mut(width * per_task).enumerate();
-    tasks.for_each_init(watch::at_work, |_, (task, block)| {
-        watch::did(block.len());
+    in_chunks(data, width * per_task, &|task: usize, block: &mut [T]| {
+        yield_point::did_work(block.len());
         for (index, row) in block.chunks_exact_mut(width).enumerate() {
             let factor = T::one() / (T::mean_square(row) + epsilon).sqrt();
             let scale = part(&scale, width, task * per_task + index);
-            T::normalise(row, T::zero(), factor, scale, None);
+            T::normalize(row, T::zero(), factor, scale, None);
         }
     });
     Ok(())
 }
 
-/// Normalises each of `groups` groups of channels per image; an instance norm has one channel each.
+/// Normalizes each of `groups` groups of channels per image; an instance norm has one channel each.
 fn group_norm<T: Row>(
     data: &mut [T],
     shape: &[usize],
@@ -325,7 +325,7 @@ fn group_norm<T: Row>(
     epsilon: f32,
 ) -> Result<(), String>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let channels = channels(shape)?;
     let (scale, bias) = (elements(inputs.typed::<T>(1)?), elements(inputs.typed::<T>(2)?));
@@ -340,22 +340,21 @@ where
     let plane: usize = shape.iter().skip(2).product();
     let per_group = channels / groups;
     let epsilon = T::from_f32(epsilon);
-    let blocks = data.par_chunks_mut(plane * per_group).enumerate();
-    blocks.for_each_init(watch::at_work, |_, (index, block)| {
-        watch::did(block.len() / 2);
+    in_chunks(data, plane * per_group, &|index: usize, block: &mut [T]| {
+        yield_point::did_work(block.len() / 2);
         let (mean, variance) = T::moments(block);
         let factor = T::one() / (variance + epsilon).sqrt();
         let first = index % groups * per_group;
         for (offset, row) in block.chunks_exact_mut(plane).enumerate() {
             let gain = factor * scale[first + offset];
             T::scale_shift(row, gain, bias[first + offset] - mean * gain);
-            watch::did(plane / 4);
+            yield_point::did_work(plane / 4);
         }
     });
     Ok(())
 }
 
-/// Local response normalisation over a window of `size` channels.
+/// Local response normalization over a window of `size` channels.
 fn response_norm<T: Row>(
     data: &[T],
     shape: &[usize],
@@ -363,7 +362,7 @@ fn response_norm<T: Row>(
     size: usize,
 ) -> Result<Vec<T>, String>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let channels = channels(shape)?;
     if size == 0 {
@@ -376,12 +375,12 @@ where
     }
     let alpha = alpha / T::from(size).unwrap_or_else(T::one);
     let (before, after) = ((size - 1) / 2, size / 2);
-    out.par_chunks_mut(plane).enumerate().for_each_init(watch::at_work, |_, (index, row)| {
+    in_chunks(&mut out, plane, &|index: usize, row: &mut [T]| {
         let (image, channel) = (index / channels, index % channels);
         let first = channel.saturating_sub(before);
         let last = (channel.saturating_add(after)).min(channels - 1);
         for (position, x) in row.iter_mut().enumerate() {
-            watch::did(20 + size);
+            yield_point::did_work(20 + size);
             let mut sum = T::zero();
             for other in first..=last {
                 let neighbour = data[(image * channels + other) * plane + position];
@@ -396,14 +395,14 @@ where
 /// Divides by the 1- or 2-norm along the middle one of the dimensions `.. x width x inner`.
 fn power_norm<T: Row>(data: &mut [T], width: usize, inner: usize, p: u8)
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     if data.is_empty() {
         return;
     }
-    data.par_chunks_mut(width * inner).for_each_init(watch::at_work, |_, block| {
+    in_chunks(data, width * inner, &|_: usize, block: &mut [T]| {
         for column in 0..inner {
-            watch::did(width * 2);
+            yield_point::did_work(width * 2);
             let values = block[column..].iter().step_by(inner);
             let norm = match p {
                 1 => values.fold(T::zero(), |sum, x| sum + x.abs()),

@@ -1,5 +1,5 @@
-//! What kernels share when they read operands: element types, flat data, axes, indices and the
-//! check of an output's size before memory is asked for.
+//! Helpers of kernels for operands: element types, axes, indices, and the check of an output's size
+//! before memory is allocated.
 
 use std::borrow::Cow;
 
@@ -7,21 +7,18 @@ use bytes::Bytes;
 use half::{bf16, f16};
 use model::DataType;
 use model::tensor::element_count;
-use rten::BufferPool;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 use super::{Context, Inputs, Kernel, KernelResult, Operand, Outputs};
-use crate::value::{Typed, Value};
-use crate::watch;
+use crate::buffer_pool::{BufferPool, Pooled};
+pub(crate) use crate::value::elements;
+use crate::value::{Typed, TypedTensor, Value};
+use crate::yield_point;
 
-/// The most bytes an output may have that is larger than what it is computed from.
+/// Maximum bytes of an output that is larger than its operands.
 const MAX_OUTPUT_BYTES: usize = 4 << 30;
 
 /// An element type of a [`Value`].
-pub(crate) trait Element:
-    Typed + Clone + Default + PartialEq + Send + Sync + 'static
-{
+pub(crate) trait Element: Typed + Pooled + Default + PartialEq {
     /// Whether loops over it are worth compiling for the processor's widest vectors.
     const WIDE: bool = false;
 
@@ -29,17 +26,17 @@ pub(crate) trait Element:
     fn wrap(shape: &[usize], data: Vec<Self>) -> Value;
 }
 
-macro_rules! elements {
+macro_rules! impl_element {
     ($($variant:ident($rust:ty)),+ $(,)?) => {
         $(impl Element for $rust {
             fn wrap(shape: &[usize], data: Vec<Self>) -> Value {
-                Value::$variant(Tensor::from_data(shape, data))
+                Value::$variant(TypedTensor::from_data(shape, data))
             }
         })+
     };
 }
 
-elements! {
+impl_element! {
     Bool(bool), U8(u8), U16(u16), U32(u32), U64(u64), I8(i8), I16(i16), I32(i32), I64(i64),
     F16(f16), BF16(bf16), F64(f64), String(Bytes),
 }
@@ -48,7 +45,7 @@ impl Element for f32 {
     const WIDE: bool = true;
 
     fn wrap(shape: &[usize], data: Vec<Self>) -> Value {
-        Value::F32(Tensor::from_data(shape, data))
+        Value::F32(TypedTensor::from_data(shape, data))
     }
 }
 
@@ -57,23 +54,15 @@ pub(crate) fn one(value: Value) -> KernelResult {
     Ok(Outputs::from_elem(value, 1))
 }
 
-/// The elements in row-major order, copied only when they lie otherwise.
-pub(crate) fn flat<T: Clone>(tensor: &Tensor<T>) -> Cow<'_, [T]> {
-    match tensor.data() {
-        Some(data) => Cow::Borrowed(data),
-        None => Cow::Owned(tensor.to_vec()),
-    }
-}
-
-/// A vector of `count` times `value`, from the pool where it has one.
-pub(crate) fn filled<T: Clone>(pool: &BufferPool, count: usize, value: T) -> Vec<T> {
+/// A vector of `count` copies of `value`, in reused memory if there is any.
+pub(crate) fn filled<T: Pooled>(pool: &BufferPool, count: usize, value: T) -> Vec<T> {
     let mut data = pool.alloc(count);
-    watch::resize(&mut data, count, value);
+    yield_point::resize(&mut data, count, value);
     data
 }
 
-/// The elements of an output of `shape`, or why it is not computed. `source_bytes` is the size of
-/// what it is computed from: an output that is not larger is never refused.
+/// The number of elements of an output of `shape`, or why it is not computed. `source_bytes` is the
+/// size of its operands: an output that is not larger is never refused.
 pub(crate) fn output_len<T>(shape: &[usize], source_bytes: usize) -> Result<usize, String> {
     let count = element_count(shape).map_err(|err| err.to_string())?;
     let bytes = count.saturating_mul(size_of::<T>());
@@ -120,13 +109,13 @@ pub(crate) fn resolve_index(index: i64, bound: usize) -> Result<usize, String> {
 pub(crate) fn integers(value: &Value) -> Result<Cow<'_, [i64]>, String> {
     let wide = |data: Vec<i64>| Ok(Cow::Owned(data));
     match value {
-        Value::I64(tensor) => Ok(flat(tensor)),
-        Value::I32(tensor) => wide(tensor.iter().map(|&x| i64::from(x)).collect()),
-        Value::I16(tensor) => wide(tensor.iter().map(|&x| i64::from(x)).collect()),
-        Value::I8(tensor) => wide(tensor.iter().map(|&x| i64::from(x)).collect()),
-        Value::U32(tensor) => wide(tensor.iter().map(|&x| i64::from(x)).collect()),
-        Value::U16(tensor) => wide(tensor.iter().map(|&x| i64::from(x)).collect()),
-        Value::U8(tensor) => wide(tensor.iter().map(|&x| i64::from(x)).collect()),
+        Value::I64(tensor) => Ok(Cow::Borrowed(elements(tensor))),
+        Value::I32(tensor) => wide(elements(tensor).iter().map(|&x| i64::from(x)).collect()),
+        Value::I16(tensor) => wide(elements(tensor).iter().map(|&x| i64::from(x)).collect()),
+        Value::I8(tensor) => wide(elements(tensor).iter().map(|&x| i64::from(x)).collect()),
+        Value::U32(tensor) => wide(elements(tensor).iter().map(|&x| i64::from(x)).collect()),
+        Value::U16(tensor) => wide(elements(tensor).iter().map(|&x| i64::from(x)).collect()),
+        Value::U8(tensor) => wide(elements(tensor).iter().map(|&x| i64::from(x)).collect()),
         other => Err(format!("indices cannot be {}", other.dtype())),
     }
 }
@@ -180,11 +169,11 @@ pub(crate) fn is_half(dtype: DataType) -> bool {
 pub(crate) fn widened(value: &Value) -> Option<Value> {
     match value {
         Value::F16(tensor) => {
-            let data = tensor.iter().map(|x| x.to_f32()).collect();
+            let data = elements(tensor).iter().map(|x| x.to_f32()).collect();
             Some(f32::wrap(tensor.shape(), data))
         }
         Value::BF16(tensor) => {
-            let data = tensor.iter().map(|x| x.to_f32()).collect();
+            let data = elements(tensor).iter().map(|x| x.to_f32()).collect();
             Some(f32::wrap(tensor.shape(), data))
         }
         _ => None,
@@ -195,19 +184,19 @@ pub(crate) fn widened(value: &Value) -> Option<Value> {
 pub(crate) fn narrowed(value: Value, dtype: DataType) -> Value {
     match (value, dtype) {
         (Value::F32(tensor), DataType::F16) => {
-            let data = tensor.iter().map(|&x| f16::from_f32(x)).collect();
+            let data = elements(&tensor).iter().map(|&x| f16::from_f32(x)).collect();
             f16::wrap(tensor.shape(), data)
         }
         (Value::F32(tensor), DataType::BF16) => {
-            let data = tensor.iter().map(|&x| bf16::from_f32(x)).collect();
+            let data = elements(&tensor).iter().map(|&x| bf16::from_f32(x)).collect();
             bf16::wrap(tensor.shape(), data)
         }
         (other, _) => other,
     }
 }
 
-/// A kernel that computes in single precision what is asked for in `dtype`: half-precision operands
-/// are widened, and single-precision results are rounded back.
+/// A kernel that computes a step of half-precision type `dtype` in single precision: operands are
+/// widened, and results are rounded back.
 pub(crate) fn through_f32(dtype: DataType, kernel: Kernel) -> Kernel {
     let (resident_bytes, packed_inputs) = (kernel.resident_bytes, kernel.packed_inputs.clone());
     let run = move |context: &Context, inputs: Inputs| -> KernelResult {
@@ -218,13 +207,13 @@ pub(crate) fn through_f32(dtype: DataType, kernel: Kernel) -> Kernel {
             .collect();
         inputs.recycle(context.pool);
         let operands = wide.into_iter().map(|v| v.map_or(Operand::Absent, Operand::Owned));
-        let outputs = (kernel.run)(context, Inputs::new(operands.collect()))?;
+        let outputs = kernel.run.run(context, Inputs::new(operands.collect()))?;
         Ok(outputs.into_iter().map(|value| narrowed(value, dtype)).collect())
     };
     Kernel { run: Box::new(run), resident_bytes, packed_inputs }
 }
 
-/// The element type of operand `index`, which must be there.
+/// The element type of operand `index`; an error if it is missing.
 pub(crate) fn dtype_of(facts: &super::StepFacts, index: usize) -> Result<DataType, String> {
     facts.input_dtype(index).ok_or_else(|| format!("operand {index} is missing"))
 }

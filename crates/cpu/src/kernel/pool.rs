@@ -2,19 +2,22 @@
 
 use model::DataType;
 use model::op::{GlobalPool, Op, Pool, PoolKind};
-use rayon::prelude::*;
 use rten_simd::SimdOp;
-use rten_tensor::Tensor;
 use rten_vecmath::Sum;
 
 use super::dense::{self, Real, elements};
 use super::geometry::Geometry;
+use super::parallel::{for_each, in_chunks};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::spare;
-use crate::value::{Typed, Value};
-use crate::watch;
+use crate::buffer_pool::Pooled;
+use crate::spare_buffers;
+use crate::value::{Typed, TypedTensor, Value};
+use crate::yield_point;
 
 mod rows;
+
+/// Planes that one task pools.
+const TASK_PLANES: usize = 64;
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     let dtype = facts.input_dtype(0);
@@ -40,7 +43,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
             }
             _ => Err(no_kernel(facts)),
         },
-        other => Err(format!("{} is no pooling", other.name())),
+        other => Err(format!("{} is not a pooling operator", other.name())),
     }
 }
 
@@ -75,8 +78,8 @@ fn max_pool_f32(context: &Context, inputs: &Inputs, pool: &Pool) -> KernelResult
     if pool.kind != PoolKind::Max || !rows::handles(&geometry) {
         return max_pool::<f32>(context, inputs, pool);
     }
-    let mut out = spare::take(context.pool, dense::count(&out_shape)?);
-    rows::max(&mut out, &elements(x), &geometry);
+    let mut out = spare_buffers::take(context.pool, dense::count(&out_shape)?);
+    rows::max(&mut out, elements(x), &geometry);
     dense::output(&out_shape, out)
 }
 
@@ -89,20 +92,19 @@ fn mean_pool_f32(context: &Context, inputs: &Inputs, pool: &Pool) -> KernelResul
     if !rows::handles(&geometry) {
         return mean_pool::<f32>(context, inputs, pool);
     }
-    let mut out = spare::take(context.pool, dense::count(&out_shape)?);
-    rows::average(&mut out, &elements(x), &geometry, |position| {
+    let mut out = spare_buffers::take(context.pool, dense::count(&out_shape)?);
+    rows::average(&mut out, elements(x), &geometry, |position| {
         divisor(&geometry, position, count_include_pad)
     });
     dense::output(&out_shape, out)
 }
 
-fn dims<T>(tensor: &Tensor<T>) -> &[usize] {
-    use rten_tensor::prelude::*;
+fn dims<T>(tensor: &TypedTensor<T>) -> &[usize] {
     tensor.shape()
 }
 
-/// What the largest element of a window starts from.
-trait Lowest: Copy + PartialOrd + Send + Sync + Typed + 'static {
+/// Element types of max pooling.
+trait Lowest: Copy + PartialOrd + Pooled + Typed {
     const LOWEST: Self;
 }
 
@@ -135,7 +137,7 @@ fn visit_window(g: &Geometry, position: [usize; 3], mut visit: impl FnMut([usize
     }
 }
 
-/// The position of the window that gives output element `index`.
+/// The position of the window of output element `index`.
 fn window_position(g: &Geometry, index: usize) -> [usize; 3] {
     let [_, height, width] = g.output;
     [index / (height * width), index / width % height, index % width]
@@ -143,7 +145,7 @@ fn window_position(g: &Geometry, index: usize) -> [usize; 3] {
 
 fn max_pool<T: Lowest>(context: &Context, inputs: &Inputs, pool: &Pool) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let x = inputs.typed::<T>(0)?;
     let (geometry, out_shape) = resolve(pool, dims(x))?;
@@ -156,11 +158,12 @@ where
     let (plane, out_plane) = (geometry.input_size(), geometry.output_size());
     let taps = geometry.taps();
     if count > 0 {
-        let planes = out.par_chunks_mut(out_plane).zip(indices.par_chunks_mut(out_plane));
-        planes.enumerate().for_each_init(watch::at_work, |_, (number, (out, indices))| {
+        let planes = out.chunks_mut(out_plane).zip(indices.chunks_mut(out_plane));
+        type Plane<'a, T> = (usize, (&'a mut [T], &'a mut [i64]));
+        for_each(planes.enumerate(), &|(number, (out, indices)): Plane<T>| {
             let input = &data[number * plane..(number + 1) * plane];
             for (position, (y, index)) in out.iter_mut().zip(indices).enumerate() {
-                watch::did(taps * 2);
+                yield_point::did_work(taps * 2);
                 let mut best: Option<[usize; 3]> = None;
                 visit_window(&geometry, window_position(&geometry, position), |at| {
                     let x = input[(at[0] * height + at[1]) * width + at[2]];
@@ -180,7 +183,7 @@ where
     }
     let mut outputs = dense::output(&out_shape, out)?;
     if matches!(pool.kind, PoolKind::MaxWithIndices { .. }) {
-        outputs.push(Value::I64(Tensor::from_data(out_shape.as_slice(), indices)));
+        outputs.push(Value::I64(TypedTensor::from_data(out_shape.as_slice(), indices)));
     }
     Ok(outputs)
 }
@@ -192,8 +195,8 @@ fn divisor(g: &Geometry, position: [usize; 3], include_pad: bool) -> usize {
             return g.inside(axis, position[axis]).0.len();
         }
         let start = position[axis] * g.strides[axis];
-        let room = (g.input[axis] + g.begin[axis] + g.end[axis]).saturating_sub(start);
-        room.div_ceil(g.dilations[axis]).min(g.kernel[axis])
+        let available = (g.input[axis] + g.begin[axis] + g.end[axis]).saturating_sub(start);
+        available.div_ceil(g.dilations[axis]).min(g.kernel[axis])
     };
     along(0) * along(1) * along(2)
 }
@@ -201,7 +204,7 @@ fn divisor(g: &Geometry, position: [usize; 3], include_pad: bool) -> usize {
 /// Average and p-norm pooling.
 fn mean_pool<T: Real>(context: &Context, inputs: &Inputs, pool: &Pool) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let x = inputs.typed::<T>(0)?;
     let (geometry, out_shape) = resolve(pool, dims(x))?;
@@ -212,12 +215,11 @@ where
     let (plane, out_plane) = (geometry.input_size(), geometry.output_size());
     let taps = geometry.taps();
     if count > 0 {
-        let planes = out.par_chunks_mut(out_plane).enumerate();
-        planes.for_each_init(watch::at_work, |_, (number, out)| {
+        in_chunks(&mut out, out_plane, &|number: usize, out: &mut [T]| {
             let input = &data[number * plane..(number + 1) * plane];
             for (index, y) in out.iter_mut().enumerate() {
                 let position = window_position(&geometry, index);
-                watch::did(taps * 2);
+                yield_point::did_work(taps * 2);
                 let mut values = Accumulator::new(pool.kind);
                 visit_window(&geometry, position, |at| {
                     values.add(input[(at[0] * height + at[1]) * width + at[2]]);
@@ -237,7 +239,7 @@ struct Accumulator<T> {
 
 impl<T: Real> Accumulator<T>
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     fn new(kind: PoolKind) -> Self {
         Accumulator { kind, sum: T::zero() }
@@ -265,9 +267,24 @@ where
     }
 }
 
+/// One plane of a global pooling.
+fn pooled_plane<T: Whole + Real>(row: &[T], kind: GlobalPool) -> T
+where
+    TypedTensor<T>: Into<Value>,
+{
+    match kind {
+        GlobalPool::Average => T::sum(row) / T::from(row.len()).unwrap_or_else(T::one),
+        GlobalPool::Max => row.iter().copied().fold(row[0], |a, b| if b > a { b } else { a }),
+        GlobalPool::Lp { p } => {
+            let sum = row.iter().fold(T::zero(), |sum, x| sum + x.abs().powi(p as i32));
+            sum.powf(T::one() / T::from(p.max(1)).unwrap_or_else(T::one))
+        }
+    }
+}
+
 fn global<T: Real + Whole>(inputs: &Inputs, kind: GlobalPool) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let x = inputs.typed::<T>(0)?;
     let shape = dims(x);
@@ -278,19 +295,12 @@ where
     let mut out = vec![T::zero(); dense::count(&[*images, *channels])?];
     let data = elements(x);
     if plane > 0 {
-        let planes = out.par_iter_mut().zip(data.par_chunks(plane)).with_min_len(64);
-        planes.for_each_init(watch::at_work, |_, (y, row)| {
-            watch::did(plane / 4);
-            *y = match kind {
-                GlobalPool::Average => T::sum(row) / T::from(plane).unwrap_or_else(T::one),
-                GlobalPool::Max => {
-                    row.iter().copied().fold(row[0], |a, b| if b > a { b } else { a })
-                }
-                GlobalPool::Lp { p } => {
-                    let sum = row.iter().fold(T::zero(), |sum, x| sum + x.abs().powi(p as i32));
-                    sum.powf(T::one() / T::from(p.max(1)).unwrap_or_else(T::one))
-                }
-            };
+        in_chunks(&mut out, TASK_PLANES, &|task: usize, out: &mut [T]| {
+            let rows = data[task * TASK_PLANES * plane..].chunks_exact(plane);
+            for (y, row) in out.iter_mut().zip(rows) {
+                yield_point::did_work(plane / 4);
+                *y = pooled_plane(row, kind);
+            }
         });
     } else {
         out.fill(T::nan());

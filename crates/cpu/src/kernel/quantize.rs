@@ -1,17 +1,16 @@
-//! Conversion between real and quantised numbers.
+//! Conversion between real and quantized numbers.
 
 use model::DataType;
 use model::op::Op;
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 use super::cast::convert;
+use super::elementwise;
 use super::operand::{
-    Element, around, dtype_of, filled, flat, narrowed, one, resolve_axis, widened,
+    Element, around, dtype_of, elements, filled, narrowed, one, resolve_axis, widened,
 };
-use super::walk::{in_pieces, map};
+use super::parallel::in_pieces;
 use super::{Context, Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
-use crate::value::Value;
+use crate::value::{TypedTensor, Value};
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     let dtype = dtype_of(facts, 0)?;
@@ -53,7 +52,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     }
 }
 
-/// A quantised number.
+/// A quantized number.
 trait Quantized: Element + Copy {
     fn to_i64(self) -> i64;
     /// The nearest value to `x`, halves to even, plus `zero`, within the type's range.
@@ -78,11 +77,11 @@ quantized!(u8, i8, u16, i16, i32);
 
 /// Which scale belongs to which element.
 enum Groups {
-    /// One for all.
+    /// One for all elements.
     Tensor,
-    /// One for every position along a dimension that is followed by `inner` elements.
+    /// One per position along a dimension that is followed by `inner` elements.
     Axis { along: usize, inner: usize },
-    /// One for every `block` positions of a dimension of `along`, followed by `inner` elements.
+    /// One per `block` positions of a dimension of `along`, followed by `inner` elements.
     Block { along: usize, block: usize, inner: usize },
 }
 
@@ -136,11 +135,11 @@ fn parameters<T: Quantized>(inputs: &Inputs) -> Result<(Vec<f32>, Vec<i64>), Str
     let scale = inputs.get(1)?;
     let wide = widened(scale);
     let scales = match wide.as_ref().unwrap_or(scale) {
-        Value::F32(tensor) => flat(tensor).into_owned(),
+        Value::F32(tensor) => elements(tensor).to_vec(),
         other => return Err(format!("scales are {}", other.dtype())),
     };
     let zeros: Vec<i64> = match inputs.optional_typed::<T>(2)? {
-        Some(tensor) => tensor.iter().map(|x| x.to_i64()).collect(),
+        Some(tensor) => elements(tensor).iter().map(|x| x.to_i64()).collect(),
         None => vec![0; scales.len()],
     };
     if zeros.len() != scales.len() {
@@ -161,9 +160,9 @@ fn quantizer<T: Quantized>(axis: i64) -> Kernel {
             return Err("the operand is not of numbers".to_string());
         };
         let groups = Groups::new(x.shape(), inputs.get(1)?.shape(), axis)?;
-        let data = flat(x);
+        let data = elements(x);
         let mut out = filled(context.pool, data.len(), T::default());
-        in_pieces(&mut out, |start, piece| {
+        in_pieces(&mut out, &|start: usize, piece: &mut [T]| {
             groups.visit(start, start + piece.len(), |position, length, group| {
                 let (scale, zero) = (scales[group], zeros[group] as f32);
                 let target = &mut piece[position - start..][..length];
@@ -186,11 +185,11 @@ fn dequantize<T: Quantized>(
     axis: i64,
 ) -> Result<Value, String> {
     let (scales, zeros) = parameters::<T>(inputs)?;
-    let x: &Tensor<T> = inputs.typed(0)?;
+    let x: &TypedTensor<T> = inputs.typed(0)?;
     let groups = Groups::new(x.shape(), inputs.get(1)?.shape(), axis)?;
-    let data = flat(x);
+    let data = elements(x);
     let mut out = filled(context.pool, data.len(), 0f32);
-    in_pieces(&mut out, |start, piece| {
+    in_pieces(&mut out, &|start: usize, piece: &mut [f32]| {
         groups.visit(start, start + piece.len(), |position, length, group| {
             let (scale, zero) = (scales[group], zeros[group]);
             let target = &mut piece[position - start..][..length];
@@ -202,16 +201,16 @@ fn dequantize<T: Quantized>(
     Ok(f32::wrap(x.shape(), out))
 }
 
-/// Quantises to `u8` over the range of the elements themselves and zero.
+/// Quantizes to `u8` over the range of the elements themselves and zero.
 fn dynamic(inputs: &Inputs) -> KernelResult {
     let x = inputs.typed::<f32>(0)?;
-    let data = flat(x);
+    let data = elements(x);
     let low = data.iter().copied().fold(0f32, f32::min);
     let high = data.iter().copied().fold(0f32, f32::max);
     let scale = if high == low { 1.0 } else { (high - low) / 255.0 };
     let zero = (-low / scale).clamp(0.0, 255.0).round_ties_even();
     let mut out = vec![0u8; data.len()];
-    map(&data, &mut out, |x: f32| u8::quantize(x / scale, zero));
+    elementwise::convert(data, &mut out, |x: f32| u8::quantize(x / scale, zero));
     Ok(Outputs::from_iter([
         u8::wrap(x.shape(), out),
         f32::wrap(&[], vec![scale]),
@@ -226,7 +225,7 @@ mod tests {
     use model::Tensor as Host;
 
     #[test]
-    fn halves_go_to_even_and_ranges_saturate() {
+    fn rounds_half_to_even_and_saturates() {
         let x = floats(&[6], &[0.0, 1.0, 3.0, 1000.0, -254.0, -1000.0]);
         let zero = Host::from_vec(vec![], vec![128u8]).unwrap();
         let op = Op::QuantizeLinear { axis: 1, dtype: DataType::U8 };
@@ -238,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn scales_go_per_axis_and_per_block() {
+    fn supports_scales_per_axis_and_per_block() {
         let x = Host::from_vec(vec![2, 2], vec![1i8, 2, 3, 4]).unwrap();
         let on = |scale: Host, axis| {
             values::<f32>(&run(Op::DequantizeLinear { axis }, &[x.clone(), scale])[0])

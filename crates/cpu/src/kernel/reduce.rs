@@ -7,11 +7,11 @@ pub(crate) use scan::with_full;
 
 use model::DataType;
 use model::op::{Op, Reduce, ReduceKind};
-use rten::BufferPool;
 
 use super::layout::{reshaped, transposed};
 use super::operand::{dtype_of, is_half, one, optional_integers, resolve_axes, through_f32};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::buffer_pool::BufferPool;
 use crate::value::Value;
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
@@ -47,9 +47,9 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     }
 }
 
-/// What a reduction does to a shape.
+/// The effect of a reduction on a shape.
 struct Reduced {
-    /// Dimensions that go, in ascending order.
+    /// Dimensions that are reduced, in ascending order.
     axes: Vec<usize>,
     /// The output's shape.
     shape: Vec<usize>,
@@ -84,13 +84,13 @@ struct Middle {
     inner: usize,
 }
 
-/// Extents of `value` around the reduced axes, if those are neighbours.
+/// Extents before, along and after the reduced axes, if those are adjacent.
 fn neighbours(shape: &[usize], axes: &[usize]) -> Option<(usize, usize, usize)> {
     let wide: Vec<usize> = axes.iter().copied().filter(|&axis| shape[axis] != 1).collect();
     let Some((&first, &last)) = wide.first().zip(wide.last()) else {
         return Some((shape.iter().product(), 1, 1));
     };
-    // What lies between them must be reduced too, or have no extent.
+    // Dimensions between them must be reduced too, or have extent 1.
     let together = (first..=last).all(|axis| axes.contains(&axis) || shape[axis] == 1);
     together.then(|| {
         (
@@ -113,7 +113,7 @@ fn moved_to_end(pool: &BufferPool, value: &Value, axes: &[usize]) -> Middle {
 
 fn run(context: &Context, mut inputs: Inputs, reduce: Reduce) -> KernelResult {
     let Some(Reduced { axes, shape }) = reduced(&inputs, reduce)? else {
-        // Nothing is joined, but each element still goes through the function.
+        // Nothing is combined, but the function is still applied to each element.
         let value = inputs.get(0)?;
         let count = value.shape().iter().product();
         return fold::reduce(context, value, [count, 1, 1], reduce.kind, value.shape());
@@ -136,7 +136,7 @@ fn run(context: &Context, mut inputs: Inputs, reduce: Reduce) -> KernelResult {
     }
 }
 
-/// The extreme of booleans is that of their numbers.
+/// Booleans are reduced as bytes.
 fn reduce_bool(context: &Context, inputs: Inputs, reduce: Reduce) -> KernelResult {
     let bytes = super::cast::convert(inputs.get(0)?, DataType::U8)?;
     let axes = inputs.optional(1).cloned();

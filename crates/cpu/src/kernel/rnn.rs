@@ -1,18 +1,17 @@
-//! Recurrent layers. The products with the inputs of all times are one; those with the state follow
-//! time.
+//! Recurrent layers. One product covers the inputs of all time steps; the products with the state
+//! are computed step by step.
 
 mod cell;
 
 use model::DataType;
 use model::op::{Rnn, RnnCell, RnnDirection};
-use rten_tensor::Tensor;
-use rten_tensor::prelude::*;
 
 use self::cell::{Cell, Functions};
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, PackedRight, Right};
 use super::{Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
-use crate::watch;
+use crate::value::TypedTensor;
+use crate::yield_point;
 
 pub(crate) fn build(facts: &StepFacts, rnn: &Rnn) -> Result<Kernel, String> {
     let dtype = facts.input_dtype(0);
@@ -51,7 +50,7 @@ fn build_f32(facts: &StepFacts, rnn: &Rnn) -> Result<Kernel, String> {
     Ok(Kernel { run: Box::new(run), resident_bytes, packed_inputs })
 }
 
-/// A layer as it was built.
+/// A layer bound to its operator.
 struct Layer {
     rnn: Rnn,
     gates: usize,
@@ -63,7 +62,7 @@ struct Layer {
 /// The weights of one layer, packed, per direction.
 struct Weights {
     input: Vec<PackedRight>,
-    /// For a GRU the first two gates; for others all.
+    /// For a GRU the first two gates; for other cells all.
     state: Vec<PackedRight>,
     /// For a GRU the last gate.
     candidate: Vec<PackedRight>,
@@ -71,7 +70,7 @@ struct Weights {
 }
 
 impl Weights {
-    fn new(layer: &Layer, w: &Tensor<f32>, r: &Tensor<f32>) -> Result<Weights, String> {
+    fn new(layer: &Layer, w: &TypedTensor<f32>, r: &TypedTensor<f32>) -> Result<Weights, String> {
         let (hidden, rows) = (layer.rnn.hidden_size, layer.gates * layer.rnn.hidden_size);
         let directions = layer.functions.len();
         let (&[w_directions, w_rows, input_size], r_shape) = (w.shape(), r.shape()) else {
@@ -96,9 +95,9 @@ impl Weights {
                 .collect()
         };
         Ok(Weights {
-            input: each(&w, 0, rows, input_size),
-            state: each(&r, 0, early, hidden),
-            candidate: if early < rows { each(&r, early, rows, hidden) } else { vec![] },
+            input: each(w, 0, rows, input_size),
+            state: each(r, 0, early, hidden),
+            candidate: if early < rows { each(r, early, rows, hidden) } else { vec![] },
             input_size,
         })
     }
@@ -113,7 +112,7 @@ impl Weights {
 struct Extents {
     time: usize,
     batch: usize,
-    /// Steps that count, per batch item.
+    /// Number of valid time steps per batch item.
     lengths: Vec<usize>,
 }
 
@@ -132,11 +131,11 @@ impl Layer {
     fn extents(&self, inputs: &Inputs, input_size: usize) -> Result<Extents, String> {
         let shape = inputs.typed::<f32>(0)?.shape();
         let &[first, second, width] = shape else {
-            return Err(format!("an input of shape {shape:?} is no sequence"));
+            return Err(format!("an input of shape {shape:?} is not a sequence"));
         };
         let (time, batch) = if self.rnn.batch_first { (second, first) } else { (first, second) };
         if width != input_size {
-            return Err(format!("inputs of width {width} meet weights for {input_size}"));
+            return Err(format!("inputs of width {width} do not fit weights for {input_size}"));
         }
         let lengths = match inputs.optional_typed::<i32>(4)? {
             None => vec![time; batch],
@@ -164,7 +163,7 @@ impl Layer {
         }
     }
 
-    /// The first state of one direction: zeros unless operand `index` says otherwise.
+    /// The initial state of one direction: operand `index`, or zeros.
     fn first_state(
         &self,
         inputs: &Inputs,
@@ -252,7 +251,7 @@ impl Layer {
         let mut c = self.first_state(inputs, 6, extents, direction)?;
         let x = elements(inputs.typed::<f32>(0)?);
         let mut from_input = vec![0.0; extents.time * extents.batch * rows];
-        let left = Left::Plain(Matrix::new(&x, extents.time * extents.batch, weights.input_size));
+        let left = Left::Plain(Matrix::new(x, extents.time * extents.batch, weights.input_size));
         let epilogue = Epilogue { column_bias: cell.input_bias(), ..Epilogue::default() };
         gemm::product(&mut from_input, left, Right::Packed(&weights.input[direction]), epilogue)?;
         let backward = match self.rnn.direction {
@@ -276,7 +275,7 @@ impl Layer {
             };
             cell.advance(&mut buffers, &mut h, &mut c, candidate, input)?;
             for item in (0..extents.batch).filter(|&item| moving(item)) {
-                watch::did(rows * 2);
+                yield_point::did_work(rows * 2);
                 let to = if self.rnn.batch_first {
                     (item * extents.time + time(item)) * self.functions.len() + direction
                 } else {

@@ -1,22 +1,19 @@
-//! Selection: the largest elements, those that are not zero, those a mask keeps, and boxes.
+//! Selection: TopK, NonZero, Compress and NonMaxSuppression.
 
 mod boxes;
 
-use std::cmp::Ordering;
-
 use model::DataType;
 use model::op::Op;
-use rten_tensor::Tensor;
 
 use super::binary::Number;
 use super::layout::rearrange;
 use super::operand::{
-    Element, around, dtype_of, flat, integer_scalar, is_half, one, output_len, resolve_axis,
+    Element, around, dtype_of, elements, integer_scalar, is_half, one, output_len, resolve_axis,
     through_f32,
 };
 use super::reduce::with_full;
 use super::{Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
-use crate::value::{Value, with_number};
+use crate::value::{TypedTensor, Value, with_number};
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     let dtype = dtype_of(facts, 0)?;
@@ -36,7 +33,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
     }
 }
 
-/// The first `k` of every lane in descending or ascending order, earlier ones first among equals.
+/// The first `k` elements along `axis` in descending or ascending order; equal ones by position.
 fn top_k(inputs: &Inputs, axis: i64, largest: bool) -> KernelResult {
     let k = integer_scalar(inputs, 1)?;
     let value = inputs.get(0)?;
@@ -47,18 +44,12 @@ fn top_k(inputs: &Inputs, axis: i64, largest: bool) -> KernelResult {
     let mut shape = value.shape().to_vec();
     shape[axis] = k;
     with_full!(value, tensor => {
-        let (values, indices) = top_lanes(&flat(tensor), extents, k, largest);
+        let (values, indices) = first_along(elements(tensor), extents, k, largest);
         Ok(Outputs::from_iter([Element::wrap(&shape, values), i64::wrap(&shape, indices)]))
     })
 }
 
-/// An order of all numbers in which NaN is the largest.
-fn order<T: Number>(a: T, b: T) -> Ordering {
-    let is_nan = |x: T| x.partial_cmp(&x).is_none();
-    a.partial_cmp(&b).unwrap_or_else(|| is_nan(a).cmp(&is_nan(b)))
-}
-
-fn top_lanes<T: Number>(
+fn first_along<T: Number>(
     data: &[T],
     (outer, along, inner): (usize, usize, usize),
     k: usize,
@@ -66,28 +57,33 @@ fn top_lanes<T: Number>(
 ) -> (Vec<T>, Vec<i64>) {
     let mut values = vec![T::default(); outer * k * inner];
     let mut indices = vec![0i64; outer * k * inner];
-    let mut lane: Vec<(T, usize)> = Vec::with_capacity(along);
-    let compare = |a: &(T, usize), b: &(T, usize)| {
-        let by_value = if largest { order(b.0, a.0) } else { order(a.0, b.0) };
-        by_value.then(a.1.cmp(&b.1))
-    };
+    let mut entries: Vec<(u64, usize)> = Vec::with_capacity(along);
     for row in 0..if k == 0 { 0 } else { outer } {
         for column in 0..inner {
-            lane.clear();
-            lane.extend((0..along).map(|step| (data[(row * along + step) * inner + column], step)));
-            if k < along {
-                lane.select_nth_unstable_by(k - 1, compare);
-                lane.truncate(k);
-            }
-            lane.sort_unstable_by(compare);
-            for (rank, &(value, step)) in lane.iter().enumerate() {
+            let at = |step: usize| (row * along + step) * inner + column;
+            entries.clear();
+            entries.extend((0..along).map(|step| {
+                let key = data[at(step)].sort_key();
+                (if largest { !key } else { key }, step)
+            }));
+            sort_first(&mut entries, k);
+            for (rank, &(_, step)) in entries.iter().enumerate() {
                 let target = (row * k + rank) * inner + column;
-                values[target] = value;
+                values[target] = data[at(step)];
                 indices[target] = step as i64;
             }
         }
     }
     (values, indices)
+}
+
+/// Keeps the `k` lowest entries, which is at least one, in ascending order.
+fn sort_first(entries: &mut Vec<(u64, usize)>, k: usize) {
+    if k < entries.len() {
+        entries.select_nth_unstable(k - 1);
+        entries.truncate(k);
+    }
+    entries.sort_unstable();
 }
 
 /// The positions of elements that are not zero, one row per dimension.
@@ -109,10 +105,10 @@ fn non_zero(inputs: &Inputs) -> KernelResult {
     one(i64::wrap(&[shape.len(), hits.len()], out))
 }
 
-fn positions<T: Element>(tensor: &Tensor<T>) -> Vec<usize> {
+fn positions<T: Element>(tensor: &TypedTensor<T>) -> Vec<usize> {
     let zero = T::default();
-    let flat = flat(tensor);
-    flat.iter().enumerate().filter(|(_, x)| **x != zero).map(|(position, _)| position).collect()
+    let data = elements(tensor);
+    data.iter().enumerate().filter(|(_, x)| **x != zero).map(|(position, _)| position).collect()
 }
 
 fn compress(inputs: &Inputs, axis: Option<i64>) -> KernelResult {
@@ -129,7 +125,7 @@ fn compress(inputs: &Inputs, axis: Option<i64>) -> KernelResult {
         }
     };
     let (outer, along, inner) = extents;
-    // What the condition does not reach is not kept.
+    // Positions past the end of the condition are dropped.
     let kept: Vec<usize> = positions(condition);
     if let Some(far) = kept.iter().find(|&&position| position >= along) {
         return Err(format!("the condition keeps position {far} of {along}"));
@@ -153,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_largest_come_first() {
+    fn top_k_orders_by_value_then_index() {
         let x = floats(&[2, 4], &[1.0, 3.0, 3.0, f32::NAN, 8.0, 6.0, 7.0, 5.0]);
         let on = |axis, largest, k| {
             let op = Op::TopK { axis, largest, sorted: true };
@@ -171,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_zero() {
+    fn non_zero_returns_positions() {
         let x = floats(&[2, 2], &[1.0, 0.0, 3.0, 4.0]);
         assert_eq!(run(Op::NonZero, &[x])[0], integers(&[2, 3], &[0, 1, 1, 0, 0, 1]));
         assert_eq!(run(Op::NonZero, &[bools(&[], &[true])])[0].shape(), [0, 1]);

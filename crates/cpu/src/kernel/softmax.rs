@@ -2,15 +2,14 @@
 
 use model::DataType;
 use model::op::{Softmax, SoftmaxKind};
-use rayon::prelude::*;
-use rten_tensor::Tensor;
 
 use super::dense::{self, Real};
+use super::parallel::in_chunks;
 use super::{Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::value::Value;
-use crate::watch;
+use crate::value::{TypedTensor, Value, into_elements};
+use crate::yield_point;
 
-/// Elements that one task normalises at least.
+/// Minimum elements per task.
 const TASK_ELEMENTS: usize = 8 * 1024;
 
 pub(crate) fn build(facts: &StepFacts, softmax: Softmax) -> Result<Kernel, String> {
@@ -27,14 +26,14 @@ pub(crate) fn build(facts: &StepFacts, softmax: Softmax) -> Result<Kernel, Strin
 
 fn run<T: Real>(mut inputs: Inputs, softmax: Softmax) -> KernelResult
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     let value = inputs.take(0)?;
     let shape = value.shape().to_vec();
     let tensor = T::take(value).map_err(|value| format!("operand 0 is {}", value.dtype()))?;
-    let mut data = tensor.into_data();
+    let mut data = into_elements(tensor);
     if shape.is_empty() && !softmax.flatten {
-        normalise(softmax.kind, &mut data);
+        normalize(softmax.kind, &mut data);
         return dense::output(&shape, data);
     }
     // The flattened form allows an axis just past the last dimension.
@@ -46,32 +45,32 @@ where
         (shape[axis], shape[axis + 1..].iter().product::<usize>())
     };
     if !data.is_empty() {
-        normalise_all(softmax.kind, &mut data, width, inner);
+        normalize_all(softmax.kind, &mut data, width, inner);
     }
     dense::output(&shape, data)
 }
 
-/// Normalises along the middle one of the dimensions `.. x width x inner`.
-fn normalise_all<T: Real>(kind: SoftmaxKind, data: &mut [T], width: usize, inner: usize)
+/// Normalizes along the middle one of the dimensions `.. x width x inner`.
+fn normalize_all<T: Real>(kind: SoftmaxKind, data: &mut [T], width: usize, inner: usize)
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     if inner == 1 {
         let rows = (TASK_ELEMENTS / width).max(1);
-        data.par_chunks_mut(width * rows).for_each_init(watch::at_work, |_, chunk| {
-            watch::did(chunk.len());
-            chunk.chunks_exact_mut(width).for_each(|row| normalise(kind, row));
+        in_chunks(data, width * rows, &|_: usize, chunk: &mut [T]| {
+            yield_point::did_work(chunk.len());
+            chunk.chunks_exact_mut(width).for_each(|row| normalize(kind, row));
         });
         return;
     }
-    data.par_chunks_mut(width * inner).for_each_init(watch::at_work, |_, block| {
+    in_chunks(data, width * inner, &|_: usize, block: &mut [T]| {
         let mut row = vec![T::zero(); width];
         for column in 0..inner {
             for (x, y) in row.iter_mut().zip(block[column..].iter().step_by(inner)) {
                 *x = *y;
             }
-            normalise(kind, &mut row);
-            watch::did(width * 2);
+            normalize(kind, &mut row);
+            yield_point::did_work(width * 2);
             for (y, x) in block[column..].iter_mut().step_by(inner).zip(&row) {
                 *y = *x;
             }
@@ -79,9 +78,9 @@ where
     });
 }
 
-fn normalise<T: Real>(kind: SoftmaxKind, row: &mut [T])
+fn normalize<T: Real>(kind: SoftmaxKind, row: &mut [T])
 where
-    Tensor<T>: Into<Value>,
+    TypedTensor<T>: Into<Value>,
 {
     match kind {
         SoftmaxKind::Softmax => T::softmax(row, false),
@@ -104,7 +103,7 @@ mod tests {
     use base::Random;
     use model::op::Op;
 
-    use super::super::testing_dense::{Given, assert_close, between, random, run_f32, wide};
+    use super::super::testing_dense::{TestOperand, assert_close, between, random, run_f32, wide};
     use super::*;
 
     fn reference(kind: SoftmaxKind, row: &[f64]) -> Vec<f64> {
@@ -122,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn family_matches_the_reference() {
+    fn all_kinds_match_the_reference() {
         let mut source = Random::new(11);
         for case in 0..60 {
             let rank = between(&mut source, 1, 4);
@@ -133,7 +132,8 @@ mod tests {
             let flatten = source.below(2) == 0;
             let x = random(&mut source, &shape);
             let softmax = Softmax { kind, axis: axis as i64 - rank as i64, flatten };
-            let (_, actual) = run_f32(Op::Softmax(softmax), &[Given::Input(x.clone())]).unwrap();
+            let (_, actual) =
+                run_f32(Op::Softmax(softmax), &[TestOperand::Input(x.clone())]).unwrap();
             let (width, inner): (usize, usize) = if flatten {
                 (shape[axis..].iter().product(), 1)
             } else {
@@ -156,6 +156,8 @@ mod tests {
     fn bad_axes_are_refused() {
         let softmax = Softmax { kind: SoftmaxKind::Softmax, axis: 2, flatten: false };
         let x = random(&mut Random::new(1), &[2, 3]);
-        assert!(run_f32(Op::Softmax(softmax), &[Given::Input(x)]).unwrap_err().contains("axis 2"));
+        assert!(
+            run_f32(Op::Softmax(softmax), &[TestOperand::Input(x)]).unwrap_err().contains("axis 2")
+        );
     }
 }

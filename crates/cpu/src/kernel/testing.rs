@@ -7,11 +7,11 @@ use device::Program;
 use model::op::Op;
 use model::tensor::Element;
 use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
-use rten::BufferPool;
 
+use crate::buffer_pool::BufferPool;
 use crate::program::{CpuProgram, CpuTask};
 
-/// A plan whose only step is `op`; inputs that are `None` are absent.
+/// A plan whose only step is `op`; inputs that are `None` are missing.
 fn plan(op: Op, inputs: &[Option<Tensor>], outputs: usize) -> LaunchPlan {
     let info = |index: usize, dtype| ValueInfo { name: format!("v{index}"), dtype, shape: None };
     let mut values = Vec::new();
@@ -23,7 +23,7 @@ fn plan(op: Op, inputs: &[Option<Tensor>], outputs: usize) -> LaunchPlan {
         }));
     }
     let first = values.len();
-    // Kernels go by what they compute, not by what the plan says of their outputs.
+    // Kernels derive the types of their outputs and do not read them from the plan.
     values.extend((first..first + outputs).map(|index| info(index, DataType::F32)));
     let results: Vec<ValueId> = (first..first + outputs).map(|i| ValueId(i as u32)).collect();
     let mut plan = LaunchPlan {
@@ -43,7 +43,7 @@ fn plan(op: Op, inputs: &[Option<Tensor>], outputs: usize) -> LaunchPlan {
     plan
 }
 
-/// Loads and runs one step with operands that may be absent.
+/// Loads and runs one step with operands that may be missing.
 pub(crate) fn try_run(
     op: Op,
     inputs: &[Option<Tensor>],
@@ -65,7 +65,7 @@ pub(crate) fn run(op: Op, inputs: &[Tensor]) -> Vec<Tensor> {
     try_run(op, &inputs, 1).unwrap()
 }
 
-/// Why one step with one output does not run.
+/// The error of one step with one output.
 pub(crate) fn error(op: Op, inputs: &[Tensor]) -> String {
     let inputs: Vec<Option<Tensor>> = inputs.iter().cloned().map(Some).collect();
     try_run(op, &inputs, 1).unwrap_err()

@@ -6,31 +6,35 @@ use base::Random;
 use device::Program;
 use model::op::Op;
 use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
-use rten::BufferPool;
 
+use crate::buffer_pool::BufferPool;
 use crate::program::{CpuProgram, CpuTask};
 
-/// An operand of a test: absent, given with the request, or a constant of the model.
+/// An operand of a test: missing, an input of the plan, or a constant.
 #[derive(Clone)]
-pub(crate) enum Given {
+pub(crate) enum TestOperand {
     Absent,
     Input(Tensor),
     Constant(Tensor),
 }
 
 /// Runs `op` on `operands`; the outputs have the element types `outputs`.
-pub(crate) fn run(op: Op, operands: &[Given], outputs: &[DataType]) -> Result<Vec<Tensor>, String> {
+pub(crate) fn run(
+    op: Op,
+    operands: &[TestOperand],
+    outputs: &[DataType],
+) -> Result<Vec<Tensor>, String> {
     let mut plan = LaunchPlan::default();
     let mut inputs = Vec::new();
     let mut step_inputs = Vec::new();
     for operand in operands {
         let (tensor, constant) = match operand {
-            Given::Absent => {
+            TestOperand::Absent => {
                 step_inputs.push(None);
                 continue;
             }
-            Given::Input(tensor) => (tensor, false),
-            Given::Constant(tensor) => (tensor, true),
+            TestOperand::Input(tensor) => (tensor, false),
+            TestOperand::Constant(tensor) => (tensor, true),
         };
         let id = add_value(&mut plan, tensor.dtype());
         step_inputs.push(Some(id));
@@ -65,7 +69,7 @@ fn add_value(plan: &mut LaunchPlan, dtype: DataType) -> ValueId {
 }
 
 /// Runs `op` on `f32` operands with one `f32` output; gives its shape and elements.
-pub(crate) fn run_f32(op: Op, operands: &[Given]) -> Result<(Vec<usize>, Vec<f32>), String> {
+pub(crate) fn run_f32(op: Op, operands: &[TestOperand]) -> Result<(Vec<usize>, Vec<f32>), String> {
     let outputs = run(op, operands, &[DataType::F32])?;
     Ok((outputs[0].shape().to_vec(), outputs[0].to_vec().ok_or("not f32")?))
 }
@@ -77,12 +81,12 @@ pub(crate) fn random(random: &mut Random, shape: &[usize]) -> Tensor {
     Tensor::from_vec(shape.to_vec(), values).expect("shape and count agree")
 }
 
-/// Input or constant, as chance has it.
-pub(crate) fn given(random: &mut Random, tensor: &Tensor) -> Given {
+/// An input or a constant, at random.
+pub(crate) fn input_or_constant(random: &mut Random, tensor: &Tensor) -> TestOperand {
     if random.below(2) == 0 {
-        Given::Input(tensor.clone())
+        TestOperand::Input(tensor.clone())
     } else {
-        Given::Constant(tensor.clone())
+        TestOperand::Constant(tensor.clone())
     }
 }
 

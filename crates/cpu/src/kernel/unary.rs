@@ -5,15 +5,14 @@ mod real;
 use model::DataType;
 use model::op::Unary;
 use rten_simd::SimdUnaryOp;
-use rten_tensor::prelude::*;
 
 pub(crate) use real::Real;
 use real::{Erf, Gelu};
 
-use super::operand::{Element, dtype_of, filled, flat, is_half, one, through_f32};
-use super::walk::{in_pieces, map, map_mut};
+use super::elementwise::{MapFn, MapRow, convert, map, map_in_place};
+use super::operand::{Element, dtype_of, elements, filled, is_half, one, through_f32};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::value::Value;
+use crate::value::{Value, into_elements};
 
 pub(crate) fn build(facts: &StepFacts, unary: Unary) -> Result<Kernel, String> {
     let dtype = dtype_of(facts, 0)?;
@@ -37,63 +36,67 @@ pub(crate) fn build(facts: &StepFacts, unary: Unary) -> Result<Kernel, String> {
     }
 }
 
-/// A kernel that applies `f` to each element, in place when it may.
+/// A kernel that applies `f` to each element, in place if possible.
 fn mapping<T: Element + Copy>(f: impl Fn(T) -> T + Send + Sync + Copy + 'static) -> Kernel {
-    Kernel::new(move |context, inputs| {
-        apply(context, inputs, |data: &mut [T]| map_mut(data, f), |from, to| map(from, to, f))
-    })
+    map_kernel(Box::new(MapFn(f)))
 }
 
-/// A kernel that applies a vectorised function to each element, in place when it may.
-fn vectorised(op: impl SimdUnaryOp<f32> + Send + Sync + 'static) -> Kernel {
-    Kernel::new(move |context, inputs| {
-        apply(
-            context,
-            inputs,
-            |data: &mut [f32]| in_pieces(data, |_, piece| op.map_mut(piece)),
-            |from, to| {
-                in_pieces(to, |start, piece| {
-                    piece.copy_from_slice(&from[start..][..piece.len()]);
-                    op.map_mut(piece);
-                });
-            },
-        )
-    })
+/// A kernel that calls `f` for each element. For functions that are calls into the mathematical
+/// library anyway: they share one loop.
+fn calling<T: Element + Copy>(f: fn(T) -> T) -> Kernel {
+    mapping(f)
 }
 
-/// Runs `in_place` on an operand nobody else reads, `copying` on any other.
-fn apply<T: Element + Copy>(
+/// A kernel that applies a vectorized function to each element, in place if possible.
+fn vectorized(op: impl SimdUnaryOp<f32> + Send + Sync + 'static) -> Kernel {
+    map_kernel(Box::new(VectorFn(op)))
+}
+
+/// The [`MapRow`] of a vectorized function.
+struct VectorFn<Op>(Op);
+
+impl<Op: SimdUnaryOp<f32> + Send + Sync> MapRow<f32> for VectorFn<Op> {
+    fn run(&self, row: &mut [f32]) {
+        self.0.map_mut(row);
+    }
+}
+
+fn map_kernel<T: Element + Copy>(f: Box<dyn MapRow<T>>) -> Kernel {
+    Kernel::new(move |context: &Context, inputs: Inputs| apply(context, inputs, &*f))
+}
+
+/// Applies `f` to operand 0, in place if no later step reads it.
+pub(super) fn apply<T: Element + Copy>(
     context: &Context,
     mut inputs: Inputs,
-    in_place: impl Fn(&mut [T]),
-    copying: impl Fn(&[T], &mut [T]),
+    f: &dyn MapRow<T>,
 ) -> KernelResult {
     if inputs.is_owned(0) {
         let tensor =
             T::take(inputs.take(0)?).map_err(|value| format!("operand 0 is {}", value.dtype()))?;
         let shape = tensor.shape().to_vec();
-        let mut data = tensor.into_data();
-        in_place(&mut data);
+        let mut data = into_elements(tensor);
+        map_in_place(&mut data, f);
         return one(T::wrap(&shape, data));
     }
     let tensor = inputs.typed::<T>(0)?;
-    let source = flat(tensor);
+    let source = elements(tensor);
     let mut out = filled(context.pool, source.len(), T::default());
-    copying(&source, &mut out);
+    map(source, &mut out, f);
     one(T::wrap(tensor.shape(), out))
 }
 
-/// The function in single precision: vectorised where exponentials are involved.
+/// The function in single precision: vectorized where exponentials are involved.
 fn single(unary: Unary) -> Option<Kernel> {
     Some(match unary {
-        Unary::Exp => vectorised(rten_vecmath::Exp {}),
-        Unary::Sigmoid => vectorised(rten_vecmath::Sigmoid {}),
-        Unary::Tanh => vectorised(rten_vecmath::Tanh {}),
-        Unary::Erf => vectorised(Erf),
-        Unary::Gelu { tanh: false } => vectorised(Gelu),
-        Unary::Gelu { tanh: true } => vectorised(rten_vecmath::ApproxGelu {}),
-        Unary::Silu { alpha: 1.0 } => vectorised(rten_vecmath::Silu {}),
-        Unary::Silu { alpha } => vectorised(rten_vecmath::Swish { alpha }),
+        Unary::Exp => vectorized(rten_vecmath::Exp {}),
+        Unary::Sigmoid => vectorized(rten_vecmath::Sigmoid {}),
+        Unary::Tanh => vectorized(rten_vecmath::Tanh {}),
+        Unary::Erf => vectorized(Erf),
+        Unary::Gelu { tanh: false } => vectorized(Gelu),
+        Unary::Gelu { tanh: true } => vectorized(rten_vecmath::ApproxGelu {}),
+        Unary::Silu { alpha: 1.0 } => vectorized(rten_vecmath::Silu {}),
+        Unary::Silu { alpha } => vectorized(rten_vecmath::Swish { alpha }),
         other => return real_kernel::<f32>(other),
     })
 }
@@ -103,33 +106,33 @@ fn real_kernel<F: Real>(unary: Unary) -> Option<Kernel> {
     let (zero, one, half) = (F::of(0.0), F::of(1.0), F::of(0.5));
     Some(match unary {
         Unary::Abs => mapping(|x: F| x.abs()),
-        Unary::Acos => mapping(|x: F| x.acos()),
-        Unary::Acosh => mapping(|x: F| x.acosh()),
-        Unary::Asin => mapping(|x: F| x.asin()),
-        Unary::Asinh => mapping(|x: F| x.asinh()),
-        Unary::Atan => mapping(|x: F| x.atan()),
-        Unary::Atanh => mapping(|x: F| x.atanh()),
+        Unary::Acos => calling(|x: F| x.acos()),
+        Unary::Acosh => calling(|x: F| x.acosh()),
+        Unary::Asin => calling(|x: F| x.asin()),
+        Unary::Asinh => calling(|x: F| x.asinh()),
+        Unary::Atan => calling(|x: F| x.atan()),
+        Unary::Atanh => calling(|x: F| x.atanh()),
         Unary::Ceil => mapping(|x: F| x.ceil()),
-        Unary::Cos => mapping(|x: F| x.cos()),
-        Unary::Cosh => mapping(|x: F| x.cosh()),
-        Unary::Erf => mapping(|x: F| x.erf()),
-        Unary::Exp => mapping(|x: F| x.exp()),
+        Unary::Cos => calling(|x: F| x.cos()),
+        Unary::Cosh => calling(|x: F| x.cosh()),
+        Unary::Erf => calling(|x: F| x.erf()),
+        Unary::Exp => calling(|x: F| x.exp()),
         Unary::Floor => mapping(|x: F| x.floor()),
-        Unary::Log => mapping(|x: F| x.ln()),
+        Unary::Log => calling(|x: F| x.ln()),
         Unary::Neg => mapping(|x: F| -x),
         Unary::Reciprocal => mapping(move |x: F| one / x),
         Unary::Relu => mapping(move |x: F| if x < zero { zero } else { x }),
         Unary::Round => mapping(|x: F| x.round_even()),
-        Unary::Sigmoid => mapping(|x: F| x.sigmoid()),
+        Unary::Sigmoid => calling(|x: F| x.sigmoid()),
         Unary::Sign => mapping(|x: F| x.sign()),
-        Unary::Sin => mapping(|x: F| x.sin()),
-        Unary::Sinh => mapping(|x: F| x.sinh()),
-        Unary::Softplus => mapping(|x: F| x.softplus()),
+        Unary::Sin => calling(|x: F| x.sin()),
+        Unary::Sinh => calling(|x: F| x.sinh()),
+        Unary::Softplus => calling(|x: F| x.softplus()),
         Unary::Softsign => mapping(move |x: F| x / (one + x.abs())),
         Unary::Sqrt => mapping(|x: F| x.sqrt()),
-        Unary::Tan => mapping(|x: F| x.tan()),
-        Unary::Tanh => mapping(|x: F| x.tanh()),
-        Unary::Mish => mapping(|x: F| x * x.softplus().tanh()),
+        Unary::Tan => calling(|x: F| x.tan()),
+        Unary::Tanh => calling(|x: F| x.tanh()),
+        Unary::Mish => calling(|x: F| x * x.softplus().tanh()),
         Unary::HardSwish => {
             let sixth = one / F::of(6.0);
             mapping(move |x: F| x * (x * sixth + half).clamp_nan(zero, one))
@@ -263,10 +266,10 @@ fn test(
     let value = inputs.get(0)?;
     let mut out = filled(context.pool, value.shape().iter().product(), false);
     match value {
-        Value::F32(x) => map(&flat(x), &mut out, single),
-        Value::F64(x) => map(&flat(x), &mut out, double),
-        Value::F16(x) => map(&flat(x), &mut out, |x: half::f16| single(x.to_f32())),
-        Value::BF16(x) => map(&flat(x), &mut out, |x: half::bf16| single(x.to_f32())),
+        Value::F32(x) => convert(elements(x), &mut out, single),
+        Value::F64(x) => convert(elements(x), &mut out, double),
+        Value::F16(x) => convert(elements(x), &mut out, |x: half::f16| single(x.to_f32())),
+        Value::BF16(x) => convert(elements(x), &mut out, |x: half::bf16| single(x.to_f32())),
         other => return Err(format!("operand 0 is {}", other.dtype())),
     }
     one(bool::wrap(value.shape(), out))
@@ -314,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn vectorised_functions_agree_with_plain_ones() {
+    fn vectorized_functions_agree_with_plain_ones() {
         let x: Vec<f32> = (-4000..4000).map(|i| i as f32 * 0.01).collect();
         for unary in [
             Unary::Exp,

@@ -5,7 +5,7 @@ use model::Tensor as Host;
 use model::op::Op;
 
 use super::super::testing_dense::{
-    Given, assert_close, assert_close_f64, between, random, run, run_f32, wide,
+    TestOperand, assert_close, assert_close_f64, between, random, run, run_f32, wide,
 };
 use super::*;
 
@@ -53,14 +53,14 @@ fn random_attention_matches_the_reference() {
         let q = random(&mut source, &[batch, heads, queries, width]);
         let k = random(&mut source, &[batch, heads, keys, width]);
         let v = random(&mut source, &[batch, heads, keys, value_width]);
-        let mut operands = [&q, &k, &v].map(|t| Given::Input(t.clone())).to_vec();
+        let mut operands = [&q, &k, &v].map(|t| TestOperand::Input(t.clone())).to_vec();
         let values: Vec<f64>;
         let expected = match case % 3 {
             0 => reference([&q, &k, &v], |_, _, _| 0.0, 0.3),
             1 => {
                 let mask = random(&mut source, &[batch, 1, queries, keys]);
                 values = wide(&mask);
-                operands.push(Given::Input(mask));
+                operands.push(TestOperand::Input(mask));
                 let at = |b: usize, i, j| values[(b / heads * queries + i) * keys + j];
                 reference([&q, &k, &v], at, 0.3)
             }
@@ -68,7 +68,7 @@ fn random_attention_matches_the_reference() {
                 let keep: Vec<u8> =
                     (0..keys).map(|j| u8::from(j == 0 || source.below(2) == 0)).collect();
                 let mask = Host::from_raw(DataType::Bool, vec![1, keys], keep.clone().into());
-                operands.push(Given::Constant(mask.unwrap()));
+                operands.push(TestOperand::Constant(mask.unwrap()));
                 let at = |_, _, j: usize| if keep[j] == 1 { 0.0 } else { f64::NEG_INFINITY };
                 reference([&q, &k, &v], at, 0.3)
             }
@@ -78,7 +78,7 @@ fn random_attention_matches_the_reference() {
         assert_close(&actual, &expected, 1e-5, &format!("case {case}"));
         if case % 3 == 0 {
             let double =
-                |t: &Host| Given::Input(Host::from_vec(t.shape().to_vec(), wide(t)).unwrap());
+                |t: &Host| TestOperand::Input(Host::from_vec(t.shape().to_vec(), wide(t)).unwrap());
             let out = run(op, &[&q, &k, &v].map(double), &[DataType::F64]).unwrap();
             assert_close_f64(&wide(&out[0]), &expected, 1e-7, "f64");
         }
@@ -88,11 +88,12 @@ fn random_attention_matches_the_reference() {
 #[test]
 fn bad_shapes_are_refused() {
     let mut source = Random::new(72);
-    let operands =
-        [[1, 3, 4], [1, 3, 5], [1, 3, 4]].map(|shape| Given::Input(random(&mut source, &shape)));
+    let operands = [[1, 3, 4], [1, 3, 5], [1, 3, 4]]
+        .map(|shape| TestOperand::Input(random(&mut source, &shape)));
     assert!(run_f32(Op::Attention { scale: 1.0 }, &operands).unwrap_err().contains("queries"));
-    let mut operands =
-        [[1, 3, 4], [1, 3, 4], [1, 3, 4]].map(|s| Given::Input(random(&mut source, &s))).to_vec();
-    operands.push(Given::Input(random(&mut source, &[2, 3, 3])));
+    let mut operands = [[1, 3, 4], [1, 3, 4], [1, 3, 4]]
+        .map(|s| TestOperand::Input(random(&mut source, &s)))
+        .to_vec();
+    operands.push(TestOperand::Input(random(&mut source, &[2, 3, 3])));
     assert!(run_f32(Op::Attention { scale: 1.0 }, &operands).unwrap_err().contains("mask"));
 }

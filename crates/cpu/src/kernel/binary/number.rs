@@ -1,17 +1,17 @@
-//! Arithmetic as ONNX has it, for every numeric type.
+//! Arithmetic as ONNX defines it, for every numeric type.
 
 use num_traits::ToPrimitive;
 
 use crate::kernel::operand::Element;
 
 /// A number that kernels compute with. Integers wrap around.
-#[allow(missing_docs)] // Each is what its name says.
+#[allow(missing_docs)] // The names say it.
 pub(crate) trait Number: Element + Copy + PartialOrd {
     /// Whether division by zero has no result.
     const INTEGER: bool;
-    /// The lowest value: negative infinity where there is one.
+    /// The lowest value: negative infinity for floats.
     const LOWEST: Self;
-    /// The highest value: infinity where there is one.
+    /// The highest value: infinity for floats.
     const HIGHEST: Self;
     const ONE: Self;
 
@@ -31,6 +31,8 @@ pub(crate) trait Number: Element + Copy + PartialOrd {
     fn to_f64(self) -> f64;
     fn to_i128(self) -> i128;
     fn from_f64(x: f64) -> Self;
+    /// A key that sorts as the number does; NaN is the largest.
+    fn sort_key(self) -> u64;
     /// Zero when every bit is shifted out; integers only.
     fn shift_left(self, by: Self) -> Self;
     /// Zero when every bit is shifted out; integers only.
@@ -55,7 +57,7 @@ macro_rules! integers {
                 self.wrapping_mul(other)
             }
             fn div(self, other: Self) -> Self {
-                // The only quotient left without a value is the lowest by -1, which wraps.
+                // Only the lowest number divided by -1 has no value; it wraps.
                 self.checked_div(other).unwrap_or(self)
             }
             fn floor_mod(self, other: Self) -> Self {
@@ -80,6 +82,10 @@ macro_rules! integers {
             }
             fn from_f64(x: f64) -> Self {
                 x as $rust
+            }
+            fn sort_key(self) -> u64 {
+                // Moves the lowest value to zero.
+                (self as u64).wrapping_sub(<$rust>::MIN as u64)
             }
             fn shift_left(self, by: Self) -> Self {
                 by.to_u32().and_then(|by| self.checked_shl(by)).unwrap_or(0)
@@ -132,6 +138,15 @@ macro_rules! floats {
             }
             fn from_f64(x: f64) -> Self {
                 x as $rust
+            }
+            fn sort_key(self) -> u64 {
+                if self.is_nan() {
+                    return u64::MAX;
+                }
+                // Adding zero makes a negative zero positive. Of negative numbers, all bits are
+                // inverted, so that a larger magnitude sorts first.
+                let bits = (f64::from(self) + 0.0).to_bits();
+                if bits >> 63 == 1 { !bits } else { bits | 1 << 63 }
             }
             fn shift_left(self, _: Self) -> Self {
                 self

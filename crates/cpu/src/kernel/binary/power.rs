@@ -1,11 +1,11 @@
-//! Powers: the exponent may have another type than the base, whose type the result has.
+//! Powers. The result has the type of the base; the exponent may have another one.
 
 use model::DataType;
-use rten_tensor::prelude::*;
 
 use super::{broadcast, combine};
 use crate::kernel::cast::convert;
-use crate::kernel::operand::{dtype_of, through_f32};
+use crate::kernel::elementwise::ZipFn;
+use crate::kernel::operand::{Element, dtype_of, elements, through_f32};
 use crate::kernel::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 
 pub(super) fn build(facts: &StepFacts, dtype: DataType) -> Result<Kernel, String> {
@@ -13,30 +13,31 @@ pub(super) fn build(facts: &StepFacts, dtype: DataType) -> Result<Kernel, String
     if !(exponent.is_float() || exponent.is_integer()) {
         return Err(no_kernel(facts));
     }
-    match dtype {
-        DataType::F16 | DataType::BF16 => Ok(through_f32(dtype, Kernel::new(single))),
-        DataType::F32 => Ok(Kernel::new(single)),
-        DataType::F64 => Ok(Kernel::new(|context, inputs| {
-            combine(context, with_exponent(inputs, DataType::F64)?, f64::powf)
-        })),
-        DataType::I32 if exponent.is_integer() => Ok(Kernel::new(|context, inputs| {
-            let inputs = with_exponent(inputs, DataType::I64)?;
-            broadcast(context, &inputs, |a: i32, e: i64| power(i64::from(a), e) as i32)
-        })),
-        DataType::I64 if exponent.is_integer() => Ok(Kernel::new(|context, inputs| {
-            let inputs = with_exponent(inputs, DataType::I64)?;
-            broadcast(context, &inputs, power)
-        })),
-        DataType::I32 => Ok(Kernel::new(|context, inputs| {
-            let inputs = with_exponent(inputs, DataType::F64)?;
-            broadcast(context, &inputs, |a: i32, e: f64| f64::from(a).powf(e) as i32)
-        })),
-        DataType::I64 => Ok(Kernel::new(|context, inputs| {
-            let inputs = with_exponent(inputs, DataType::F64)?;
-            broadcast(context, &inputs, |a: i64, e: f64| (a as f64).powf(e) as i64)
-        })),
-        _ => Err(no_kernel(facts)),
-    }
+    let whole = exponent.is_integer();
+    Ok(match dtype {
+        DataType::F16 | DataType::BF16 => through_f32(dtype, Kernel::new(single)),
+        DataType::F32 => Kernel::new(single),
+        DataType::F64 => Kernel::new(|context: &Context, inputs: Inputs| {
+            combine(context, with_exponent(inputs, DataType::F64)?, &ZipFn(f64::powf))
+        }),
+        DataType::I32 if whole => {
+            integer(DataType::I64, |a: i32, e: i64| power(i64::from(a), e) as i32)
+        }
+        DataType::I64 if whole => integer(DataType::I64, power),
+        DataType::I32 => integer(DataType::F64, |a: i32, e: f64| f64::from(a).powf(e) as i32),
+        DataType::I64 => integer(DataType::F64, |a: i64, e: f64| (a as f64).powf(e) as i64),
+        _ => return Err(no_kernel(facts)),
+    })
+}
+
+/// A kernel for integer bases of type `A` and exponents that are converted to `dtype`, of type `B`.
+fn integer<A: Element + Copy, B: Element + Copy>(
+    dtype: DataType,
+    f: impl Fn(A, B) -> A + Copy + Send + Sync + 'static,
+) -> Kernel {
+    Kernel::new(move |context: &Context, inputs: Inputs| {
+        broadcast(context, &with_exponent(inputs, dtype)?, &ZipFn(f))
+    })
 }
 
 /// The operands with the exponent as `dtype`.
@@ -52,15 +53,16 @@ fn with_exponent(mut inputs: Inputs, dtype: DataType) -> Result<Inputs, String> 
 fn single(context: &Context, inputs: Inputs) -> KernelResult {
     let inputs = with_exponent(inputs, DataType::F32)?;
     let exponent = inputs.typed::<f32>(1)?;
-    // The exponents models have most, which need no logarithm.
-    match (exponent.len() == 1).then(|| exponent.iter().next().copied()).flatten() {
-        Some(2.0) => combine(context, inputs, |x: f32, _| x * x),
-        Some(3.0) => combine(context, inputs, |x: f32, _| x * x * x),
-        _ => combine(context, inputs, f32::powf),
+    // The most common exponents need no logarithm.
+    match elements(exponent) {
+        [2.0] => combine(context, inputs, &ZipFn(|x: f32, _| x * x)),
+        [3.0] => combine(context, inputs, &ZipFn(|x: f32, _| x * x * x)),
+        _ => combine(context, inputs, &ZipFn(f32::powf)),
     }
 }
 
-/// `base` to the `exponent`, wrapping around. A negative exponent makes a fraction, which truncates.
+/// `base` to the power of `exponent`, wrapping around. A negative exponent gives a fraction, which
+/// is truncated.
 fn power(base: i64, exponent: i64) -> i64 {
     if exponent < 0 {
         return match base {
@@ -69,13 +71,13 @@ fn power(base: i64, exponent: i64) -> i64 {
             _ => 0,
         };
     }
-    let (mut result, mut square, mut left) = (1i64, base, exponent);
-    while left > 0 {
-        if left & 1 == 1 {
+    let (mut result, mut square, mut remaining) = (1i64, base, exponent);
+    while remaining > 0 {
+        if remaining & 1 == 1 {
             result = result.wrapping_mul(square);
         }
         square = square.wrapping_mul(square);
-        left >>= 1;
+        remaining >>= 1;
     }
     result
 }

@@ -1,13 +1,15 @@
 //! Selection between two operands, and clamping.
 
 use model::DataType;
-use rten_tensor::prelude::*;
 
 use super::{Number, with_type};
-use crate::kernel::operand::{Element, dtype_of, filled, flat, one, output_len};
-use crate::kernel::walk::{Walk, broadcast_shape, in_pieces, map, map_mut};
+use crate::kernel::elementwise::MapFn;
+use crate::kernel::operand::{Element, dtype_of, elements, filled, one, output_len};
+use crate::kernel::parallel::in_pieces;
+use crate::kernel::strided::{StridedLoop, broadcast_shape};
+use crate::kernel::unary::apply;
 use crate::kernel::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::value::{Value, with_value};
+use crate::value::{TypedTensor, Value, with_value};
 
 pub(super) fn where_kernel(facts: &StepFacts) -> Result<Kernel, String> {
     let (condition, a, b) = (dtype_of(facts, 0)?, dtype_of(facts, 1)?, dtype_of(facts, 2)?);
@@ -25,19 +27,19 @@ pub(super) fn where_kernel(facts: &StepFacts) -> Result<Kernel, String> {
 
 fn select<T: Element>(
     context: &Context,
-    condition: &rten_tensor::Tensor<bool>,
-    a: &rten_tensor::Tensor<T>,
+    condition: &TypedTensor<bool>,
+    a: &TypedTensor<T>,
     b: &Value,
 ) -> KernelResult {
     let b = T::get(b).ok_or("the operands differ in type")?;
     let shape = broadcast_shape(&[condition.shape(), a.shape(), b.shape()])?;
     let count = output_len::<T>(&shape, 0)?;
-    let walk = Walk::broadcast(&shape, [condition.shape(), a.shape(), b.shape()]);
-    let (condition, a, b) = (flat(condition), flat(a), flat(b));
-    let strides = walk.inner_strides.map(|stride| stride as usize);
+    let strided = StridedLoop::broadcast(&shape, [condition.shape(), a.shape(), b.shape()]);
+    let (condition, a, b) = (elements(condition), elements(a), elements(b));
+    let strides = strided.inner_strides.map(|stride| stride as usize);
     let mut out = filled(context.pool, count, T::default());
-    in_pieces(&mut out, |start, chunk| {
-        walk.visit(start, start + chunk.len(), |position, length, at| {
+    in_pieces(&mut out, &|start: usize, chunk: &mut [T]| {
+        strided.for_each_run(start, start + chunk.len(), &mut |position, length, at| {
             let target = &mut chunk[position - start..][..length];
             for (i, slot) in target.iter_mut().enumerate() {
                 let source = if condition[at[0] + i * strides[0]] {
@@ -57,29 +59,20 @@ pub(super) fn clip(facts: &StepFacts, dtype: DataType) -> Result<Kernel, String>
 }
 
 /// `x` raised to the lower bound, then lowered to the upper one; NaN stays.
-fn clamp<T: Number>(context: &Context, mut inputs: Inputs) -> KernelResult {
+fn clamp<T: Number>(context: &Context, inputs: Inputs) -> KernelResult {
     let low = bound::<T>(&inputs, 1)?.unwrap_or(T::LOWEST);
     let high = bound::<T>(&inputs, 2)?.unwrap_or(T::HIGHEST);
     let f = move |x: T| {
         let raised = if x < low { low } else { x };
         if raised > high { high } else { raised }
     };
-    let shape = inputs.get(0)?.shape().to_vec();
-    if inputs.is_owned(0) {
-        let mut data = T::take(inputs.take(0)?).map_err(|_| "types differ")?.into_data();
-        map_mut(&mut data, f);
-        return one(T::wrap(&shape, data));
-    }
-    let source = flat(inputs.typed::<T>(0)?);
-    let mut out = filled(context.pool, source.len(), T::default());
-    map(&source, &mut out, f);
-    one(T::wrap(&shape, out))
+    apply(context, inputs, &MapFn(f))
 }
 
 fn bound<T: Number>(inputs: &Inputs, index: usize) -> Result<Option<T>, String> {
     match inputs.optional_typed::<T>(index)? {
         None => Ok(None),
-        Some(tensor) if tensor.len() == 1 => Ok(tensor.iter().next().copied()),
+        Some(tensor) if tensor.len() == 1 => Ok(elements(tensor).first().copied()),
         Some(tensor) => Err(format!("a bound must be one number, has shape {:?}", tensor.shape())),
     }
 }

@@ -1,18 +1,18 @@
-//! Images with a border of zeros, laid out so that neighbouring windows read neighbouring elements.
+//! Images with a border of zeros, laid out so that adjacent windows read adjacent elements.
 
 use rayon::prelude::*;
 
 use super::super::gemm::IMAGE_GUARD;
 use super::super::geometry::Geometry;
-use crate::watch;
+use crate::yield_point;
 
-/// Elements of rows that are added up before they are told.
-const TELL_AFTER: usize = 4096;
+/// Elements of rows that are added up before their work is reported.
+const REPORT_AFTER: usize = 4096;
 
 /// How a bordered image is laid out.
 ///
-/// Columns are grouped by their remainder of the stride: with stride 2 first the even ones, then the
-/// odd ones. Window `x` then meets tap `k` at `x` plus a constant, whatever the stride.
+/// Columns are grouped by their remainder modulo the stride: with stride 2 first the even ones,
+/// then the odd ones. Window `x` then reads tap `k` at `x` plus a constant, for any stride.
 pub(super) struct Border<'a> {
     geometry: &'a Geometry,
     channels: usize,
@@ -59,12 +59,12 @@ impl<'a> Border<'a> {
         Border { geometry: g, channels, extent, phase, taps, rows }
     }
 
-    /// Where each channel and tap starts.
+    /// The offset of each channel and tap.
     pub(super) fn taps(&self) -> &[usize] {
         &self.taps
     }
 
-    /// Where each row of windows starts.
+    /// The offset of each row of windows.
     pub(super) fn rows(&self) -> &[usize] {
         &self.rows
     }
@@ -93,7 +93,7 @@ impl<'a> Border<'a> {
                 .par_chunks_exact_mut(size)
                 .zip(input.par_chunks_exact(plane))
                 .with_min_len(4)
-                .for_each_init(watch::at_work, |_, (target, input)| {
+                .for_each_init(yield_point::start_work, |_, (target, input)| {
                     self.copy_channel(target, input)
                 });
         } else {
@@ -108,7 +108,7 @@ impl<'a> Border<'a> {
         let g = self.geometry;
         let [_, height, width] = g.input;
         let row_size = self.phase * g.strides[2];
-        let mut told = 0;
+        let mut unreported = 0;
         for (index, row) in target.chunks_exact_mut(row_size).enumerate() {
             let (z, y) = (index / self.extent[1], index % self.extent[1]);
             let inside = |position: usize, axis: usize| {
@@ -120,10 +120,10 @@ impl<'a> Border<'a> {
             };
             let source = &input[(z * height + y) * width..(z * height + y + 1) * width];
             self.copy_row(row, source);
-            told += row_size;
-            if told >= TELL_AFTER {
-                watch::did(told / 2);
-                told = 0;
+            unreported += row_size;
+            if unreported >= REPORT_AFTER {
+                yield_point::did_work(unreported / 2);
+                unreported = 0;
             }
         }
     }
@@ -151,8 +151,8 @@ impl<'a> Border<'a> {
         }
     }
 
-    /// Copies a row for stride 2: even and odd columns apart. With a border of one, the input's even
-    /// columns are the bordered row's odd ones.
+    /// Copies a row for stride 2 and separates even and odd columns. With a border of one, the
+    /// input's even columns are the bordered row's odd ones.
     fn copy_halves(&self, row: &mut [f32], source: &[f32], shifted: bool) {
         let (even, odd) = row.split_at_mut(self.phase);
         let (first, second) = if shifted { (odd, &mut even[1..]) } else { (even, odd) };

@@ -6,22 +6,22 @@ use rten_simd::{Isa, Simd, SimdOp};
 
 use super::super::activation;
 use super::super::gemm::IMAGE_GUARD;
-use crate::watch;
+use crate::yield_point;
 
-/// Vectors of the result that are summed up side by side, so that one's latency hides behind others.
+/// Vectors of the result that are summed at the same time, to hide the latency of additions.
 const SIDE_BY_SIDE: usize = 8;
 
-/// Multiplications that are added up before they are told.
+/// Multiplications that are added up before they are reported.
 const LOOK_AFTER: usize = 64 * 1024;
 
-/// One plane of the result and what it is made of.
+/// One plane of the result and its operands.
 pub(super) struct Plane<'a> {
     pub(super) out: &'a mut [f32],
     /// The bordered image.
     pub(super) image: &'a [f32],
-    /// Where each tap starts.
+    /// The offset of each tap.
     pub(super) taps: &'a [usize],
-    /// Where each row of windows starts.
+    /// The offset of each row of windows.
     pub(super) rows: &'a [usize],
     /// Windows per row.
     pub(super) width: usize,
@@ -59,7 +59,7 @@ impl<'a> SimdOp for Plane<'a> {
         };
         let (mut start, mut multiplied) = (0, 0);
         while start < total {
-            // What is past the end repeats the last vector and is not written.
+            // Vectors past the end repeat the last one and are not written.
             let places: [_; SIDE_BY_SIDE] =
                 std::array::from_fn(|offset| place((start + offset).min(total - 1)));
             let mut sums = [ops.splat(self.bias); SIDE_BY_SIDE];
@@ -83,11 +83,11 @@ impl<'a> SimdOp for Plane<'a> {
             start += SIDE_BY_SIDE;
             multiplied += self.taps.len() * SIDE_BY_SIDE * lanes;
             if multiplied >= LOOK_AFTER {
-                watch::multiplied(multiplied);
+                yield_point::did_multiplications(multiplied);
                 multiplied = 0;
             }
         }
-        watch::multiplied(multiplied);
+        yield_point::did_multiplications(multiplied);
         self.out
     }
 }

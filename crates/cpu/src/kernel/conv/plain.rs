@@ -1,14 +1,14 @@
-//! Shapes of a convolution, and one in any arithmetic without regard to speed.
+//! Shapes of a convolution, and a plain implementation for any element type.
 
 use model::op::Conv;
-use rayon::prelude::*;
 
 use super::super::dense;
 use super::super::geometry::Geometry;
 use super::super::matmul::Plain;
-use crate::watch;
+use super::super::parallel::in_chunks;
+use crate::yield_point;
 
-/// What a convolution's operands are, once they are known to fit.
+/// The shapes of a convolution, checked against each other.
 pub(crate) struct Shapes {
     pub(crate) geometry: Geometry,
     pub(crate) groups: usize,
@@ -77,8 +77,7 @@ pub(crate) fn convolve<T: Plain>(x: &[T], weight: &[T], shapes: &Shapes) -> Resu
     }
     dense::count(&[depth, columns])?;
     let in_size = shapes.group_inputs * geometry.input_size();
-    let items = out.par_chunks_exact_mut(out_size).enumerate();
-    items.for_each_init(watch::at_work, |_, (index, out)| {
+    in_chunks(&mut out, out_size, &|index: usize, out: &mut [T]| {
         let group = index % shapes.groups;
         let windows = windows(&x[index * in_size..(index + 1) * in_size], geometry);
         let rows = shapes.group_outputs * depth;
@@ -94,7 +93,7 @@ fn windows<T: Plain>(input: &[T], g: &Geometry) -> Vec<T> {
     let channels = input.len().checked_div(plane).unwrap_or(0);
     let mut matrix = vec![T::zero(); channels * taps * columns];
     for (index, row) in matrix.chunks_exact_mut(columns).enumerate() {
-        watch::did(columns * 4);
+        yield_point::did_work(columns * 4);
         let (channel, tap) = (index / taps, index % taps);
         let tap =
             [tap / (g.kernel[1] * g.kernel[2]), tap / g.kernel[2] % g.kernel[1], tap % g.kernel[2]];

@@ -1,11 +1,12 @@
-//! Convolutions against sums written out.
+//! Convolutions against a plain reference.
 
 use base::Random;
 use model::Tensor;
 use model::op::{Activation, Op, Padding, Window};
 
 use super::super::testing_dense::{
-    Given, assert_close, assert_close_f64, between, given, random, run, run_f32, wide,
+    TestOperand, assert_close, assert_close_f64, between, input_or_constant, random, run, run_f32,
+    wide,
 };
 use super::*;
 
@@ -120,11 +121,15 @@ fn random_geometries_match_the_reference() {
         let (mut conv, x_shape, w_shape) = random_conv(&mut source, rank);
         let (x, w) = (random(&mut source, &x_shape), random(&mut source, &w_shape));
         let (shape, mut expected) = reference(&x, &w, &conv);
-        let mut operands = vec![Given::Input(x), given(&mut source, &w)];
+        let mut operands = vec![TestOperand::Input(x), input_or_constant(&mut source, &w)];
         let plane: usize = shape[2..].iter().product();
         let bias = random(&mut source, &[shape[1]]);
         let with_bias = source.below(2) == 0;
-        operands.push(if with_bias { given(&mut source, &bias) } else { Given::Absent });
+        operands.push(if with_bias {
+            input_or_constant(&mut source, &bias)
+        } else {
+            TestOperand::Absent
+        });
         if with_bias {
             let bias = wide(&bias);
             expected.iter_mut().enumerate().for_each(|(i, y)| *y += bias[i / plane % bias.len()]);
@@ -132,7 +137,7 @@ fn random_geometries_match_the_reference() {
         if source.below(2) == 0 {
             let residual = random(&mut source, &shape);
             expected.iter_mut().zip(wide(&residual)).for_each(|(y, x)| *y += x);
-            operands.push(given(&mut source, &residual));
+            operands.push(input_or_constant(&mut source, &residual));
         }
         if source.below(2) == 0 {
             conv.activation = Activation::Relu;
@@ -146,20 +151,21 @@ fn random_geometries_match_the_reference() {
 }
 
 #[test]
-fn double_precision_and_halves_are_there() {
+fn double_and_half_precision_match_the_reference() {
     let mut source = Random::new(22);
     let (conv, x_shape, w_shape) = random_conv(&mut source, 2);
     let (x, w) = (random(&mut source, &x_shape), random(&mut source, &w_shape));
     let (_, expected) = reference(&x, &w, &conv);
-    let double = |t: &Tensor| Given::Input(Tensor::from_vec(t.shape().to_vec(), wide(t)).unwrap());
+    let double =
+        |t: &Tensor| TestOperand::Input(Tensor::from_vec(t.shape().to_vec(), wide(t)).unwrap());
     let out = run(Op::Conv(conv.clone()), &[double(&x), double(&w)], &[DataType::F64]).unwrap();
     assert_close_f64(&wide(&out[0]), &expected, 1e-12, "f64");
     let half = |t: &Tensor| {
         let values: Vec<half::f16> = wide(t).into_iter().map(half::f16::from_f64).collect();
-        Given::Constant(Tensor::from_vec(t.shape().to_vec(), values).unwrap())
+        TestOperand::Constant(Tensor::from_vec(t.shape().to_vec(), values).unwrap())
     };
-    let Given::Constant(x) = half(&x) else { panic!("a constant was made") };
-    let out = run(Op::Conv(conv), &[Given::Input(x), half(&w)], &[DataType::F16]).unwrap();
+    let TestOperand::Constant(x) = half(&x) else { panic!("a constant was made") };
+    let out = run(Op::Conv(conv), &[TestOperand::Input(x), half(&w)], &[DataType::F16]).unwrap();
     assert_close_f64(&wide(&out[0]), &expected, 5e-3, "f16");
 }
 
@@ -180,7 +186,7 @@ fn large_products_match_the_reference() {
         let w = random(&mut source, &[96, channels, kernel, kernel]);
         let (_, mut expected) = reference(&x, &w, &conv);
         expected.iter_mut().for_each(|y| *y /= 1.0 + (-*y).exp());
-        let operands = [Given::Input(x), Given::Constant(w)];
+        let operands = [TestOperand::Input(x), TestOperand::Constant(w)];
         let (_, actual) = run_f32(Op::Conv(conv.clone()), &operands).unwrap();
         assert_close(&actual, &expected, 1e-5, &format!("{conv:?}"));
     }
@@ -197,7 +203,8 @@ fn bad_shapes_are_refused() {
     };
     let conv = Conv { window, groups: 1, activation: Activation::None };
     let refused = |x: &[usize], w: &[usize], groups: usize, source: &mut Random| {
-        let operands = [Given::Input(random(source, x)), Given::Constant(random(source, w))];
+        let operands =
+            [TestOperand::Input(random(source, x)), TestOperand::Constant(random(source, w))];
         run_f32(Op::Conv(Conv { groups, ..conv.clone() }), &operands).unwrap_err()
     };
     assert!(refused(&[1, 3, 4], &[2, 4, 3], 1, &mut source).contains("groups"));
@@ -206,8 +213,8 @@ fn bad_shapes_are_refused() {
     assert!(refused(&[1, 3, 4], &[2, 3, 3], 0, &mut source).contains("0 groups"));
     assert!(refused(&[3], &[2], 1, &mut source).contains("channels"));
     let empty = [
-        Given::Input(random(&mut source, &[0, 3, 4])),
-        Given::Constant(random(&mut source, &[2, 3, 3])),
+        TestOperand::Input(random(&mut source, &[0, 3, 4])),
+        TestOperand::Constant(random(&mut source, &[2, 3, 3])),
     ];
     assert_eq!(run_f32(Op::Conv(conv), &empty).unwrap().0, vec![0, 2, 2]);
 }

@@ -4,7 +4,8 @@ use base::Random;
 use model::op::Window;
 
 use super::super::testing_dense::{
-    Given, assert_close, assert_close_f64, between, given, random, run, run_f32, wide,
+    TestOperand, assert_close, assert_close_f64, between, input_or_constant, random, run, run_f32,
+    wide,
 };
 use super::*;
 
@@ -57,12 +58,16 @@ fn random_geometries_match_the_reference() {
         let expected = reference(&x, &w, &bias, groups, &strides, &dilations, &begin, &output);
         let what = format!("{conv:?} of {:?} with {:?}", x.shape(), w.shape());
         let op = Op::ConvTranspose(conv);
-        let operands = [Given::Input(x.clone()), given(&mut source, &w), given(&mut source, &bias)];
+        let operands = [
+            TestOperand::Input(x.clone()),
+            input_or_constant(&mut source, &w),
+            input_or_constant(&mut source, &bias),
+        ];
         let (shape, actual) = run_f32(op.clone(), &operands).unwrap();
         assert_eq!(shape[2..], output, "{what}");
         assert_close(&actual, &expected, 1e-5, &what);
         let double = |t: &model::Tensor| {
-            Given::Input(model::Tensor::from_vec(t.shape().to_vec(), wide(t)).unwrap())
+            TestOperand::Input(model::Tensor::from_vec(t.shape().to_vec(), wide(t)).unwrap())
         };
         let out = run(op, &[double(&x), double(&w), double(&bias)], &[DataType::F64]).unwrap();
         assert_close_f64(&wide(&out[0]), &expected, 1e-12, &what);

@@ -1,4 +1,4 @@
-//! The notation.
+//! Parser of einsum equations.
 
 use super::Label;
 
@@ -26,7 +26,7 @@ impl Equation {
                 let known = label.is_none() || terms.iter().any(|term| term.contains(label));
                 if !known || output[..index].contains(label) {
                     return Err(format!(
-                        "'{text}' has an output subscript twice or out of nowhere"
+                        "'{text}' repeats an output subscript or has one that no operand has"
                     ));
                 }
             }
@@ -53,7 +53,8 @@ impl Equation {
         Ok((terms, output))
     }
 
-    /// Without an output, what occurs once in alphabetical order, after what `...` stands for.
+    /// The output of an equation without one: the dimensions of `...`, then letters that occur
+    /// once, in alphabetical order.
     fn implied(&self, hidden: usize) -> Vec<Label> {
         let mut letters: Vec<char> = self.terms.iter().flatten().flatten().copied().collect();
         letters.sort_unstable();

@@ -5,11 +5,11 @@ use model::Tensor as Host;
 use model::op::Op;
 
 use super::super::testing_dense::{
-    Given, assert_close, assert_close_f64, random, run, run_f32, wide,
+    TestOperand, assert_close, assert_close_f64, random, run, run_f32, wide,
 };
 use super::*;
 
-/// Sums over all values of all letters; `extent` tells how far each goes.
+/// Sums over all values of all letters, each of which has extent `extent`.
 fn reference(
     terms: &[&str],
     output: &str,
@@ -84,13 +84,13 @@ fn equations_match_the_reference() {
             .collect();
         let expected = reference(&terms, output, &operands, extent);
         let op = Op::Einsum { equation: equation.to_string() };
-        let given: Vec<Given> = operands.iter().cloned().map(Given::Input).collect();
+        let given: Vec<TestOperand> = operands.iter().cloned().map(TestOperand::Input).collect();
         let (shape, actual) = run_f32(op.clone(), &given).unwrap();
         assert_eq!(shape, output.chars().map(extent).collect::<Vec<_>>(), "{equation}");
         assert_close(&actual, &expected, 1e-5, equation);
-        let double: Vec<Given> = operands
+        let double: Vec<TestOperand> = operands
             .iter()
-            .map(|t| Given::Input(Host::from_vec(t.shape().to_vec(), wide(t)).unwrap()))
+            .map(|t| TestOperand::Input(Host::from_vec(t.shape().to_vec(), wide(t)).unwrap()))
             .collect();
         let out = run(op, &double, &[DataType::F64]).unwrap();
         assert_close_f64(&wide(&out[0]), &expected, 1e-12, equation);
@@ -98,10 +98,10 @@ fn equations_match_the_reference() {
 }
 
 #[test]
-fn ellipses_and_implied_outputs() {
+fn ellipses_and_implied_outputs_match_the_reference() {
     let mut source = Random::new(82);
     let (a, b) = (random(&mut source, &[2, 3, 4, 5]), random(&mut source, &[1, 5, 6]));
-    let given = [Given::Input(a.clone()), Given::Input(b.clone())];
+    let given = [TestOperand::Input(a.clone()), TestOperand::Input(b.clone())];
     let extent = |letter: char| match letter {
         'x' => 2,
         'y' => 3,
@@ -117,10 +117,10 @@ fn ellipses_and_implied_outputs() {
         assert_close(&actual, &expected, 1e-5, equation);
     }
     let op = Op::Einsum { equation: "...ij->...ji".to_string() };
-    let (shape, _) = run_f32(op, &[Given::Input(a.clone())]).unwrap();
+    let (shape, _) = run_f32(op, &[TestOperand::Input(a.clone())]).unwrap();
     assert_eq!(shape, [2, 3, 5, 4]);
     for bad in ["ab->ab", "ij,j->i", "i1->i", "abcd->e", "abcd->aa"] {
         let op = Op::Einsum { equation: bad.to_string() };
-        assert!(run_f32(op, &[Given::Input(a.clone())]).is_err(), "{bad}");
+        assert!(run_f32(op, &[TestOperand::Input(a.clone())]).is_err(), "{bad}");
     }
 }

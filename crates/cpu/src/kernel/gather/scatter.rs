@@ -1,17 +1,16 @@
-//! Writing at positions that a tensor of indices tells.
+//! Writing at positions given by a tensor of indices.
 
 use half::{bf16, f16};
 use model::DataType;
 use model::op::ScatterReduction;
-use rten_tensor::Tensor;
 
 use super::{element_offsets, tuple_offsets};
 use crate::kernel::binary::Number;
-use crate::kernel::operand::{Element, dtype_of, flat, integers, one, resolve_axis};
+use crate::kernel::operand::{Element, dtype_of, elements, integers, one, resolve_axis};
 use crate::kernel::{Inputs, KernelResult, StepFacts, no_kernel};
-use crate::value::{Value, with_value};
+use crate::value::{TypedTensor, Value, into_elements, with_value};
 
-/// Refuses updates of another type, and reductions of what cannot be added.
+/// An error for updates of another type and for reductions of elements that cannot be added.
 pub(super) fn check_types(facts: &StepFacts, reduction: ScatterReduction) -> Result<(), String> {
     let dtype = dtype_of(facts, 0)?;
     let adds = !matches!(reduction, ScatterReduction::None);
@@ -22,7 +21,11 @@ pub(super) fn check_types(facts: &StepFacts, reduction: ScatterReduction) -> Res
     Ok(())
 }
 
-pub(super) fn elements(mut inputs: Inputs, axis: i64, reduction: ScatterReduction) -> KernelResult {
+pub(super) fn scatter_elements(
+    mut inputs: Inputs,
+    axis: i64,
+    reduction: ScatterReduction,
+) -> KernelResult {
     let value = inputs.take(0)?;
     let (indices, updates) = (inputs.get(1)?, inputs.get(2)?);
     let axis = resolve_axis(axis, value.shape().len())?;
@@ -59,15 +62,15 @@ fn write(
 }
 
 fn put<T: Update>(
-    tensor: Tensor<T>,
+    tensor: TypedTensor<T>,
     updates: &Value,
     shape: &[usize],
     offsets: &[usize],
     length: usize,
     reduction: ScatterReduction,
 ) -> KernelResult {
-    let updates = flat(T::get(updates).ok_or("the updates have another type")?);
-    let mut data = tensor.into_data();
+    let updates = elements(T::get(updates).ok_or("the updates have another type")?);
+    let mut data = into_elements(tensor);
     if length > 0 {
         for (&offset, update) in offsets.iter().zip(updates.chunks(length)) {
             let target = &mut data[offset..][..length];
@@ -75,7 +78,7 @@ fn put<T: Update>(
                 ScatterReduction::None => target.clone_from_slice(update),
                 _ => {
                     for (slot, update) in target.iter_mut().zip(update) {
-                        *slot = slot.meet(update, reduction);
+                        *slot = slot.updated(update, reduction);
                     }
                 }
             }
@@ -84,13 +87,13 @@ fn put<T: Update>(
     one(T::wrap(shape, data))
 }
 
-/// An element that an update can meet.
+/// An element that can be updated.
 trait Update: Element {
-    /// What is there after `update` came to `self`.
-    fn meet(&self, update: &Self, reduction: ScatterReduction) -> Self;
+    /// The element after an update.
+    fn updated(&self, update: &Self, reduction: ScatterReduction) -> Self;
 }
 
-fn meet<T: Number>(a: T, b: T, reduction: ScatterReduction) -> T {
+fn updated_number<T: Number>(a: T, b: T, reduction: ScatterReduction) -> T {
     match reduction {
         ScatterReduction::None => b,
         ScatterReduction::Add => a.add(b),
@@ -103,8 +106,8 @@ fn meet<T: Number>(a: T, b: T, reduction: ScatterReduction) -> T {
 macro_rules! updates {
     ($($rust:ty),+) => {
         $(impl Update for $rust {
-            fn meet(&self, update: &Self, reduction: ScatterReduction) -> Self {
-                meet(*self, *update, reduction)
+            fn updated(&self, update: &Self, reduction: ScatterReduction) -> Self {
+                updated_number(*self, *update, reduction)
             }
         })+
     };
@@ -113,19 +116,19 @@ macro_rules! updates {
 updates!(u8, u16, u32, u64, i8, i16, i32, i64, f32, f64);
 
 impl Update for f16 {
-    fn meet(&self, update: &Self, reduction: ScatterReduction) -> Self {
-        f16::from_f32(meet(self.to_f32(), update.to_f32(), reduction))
+    fn updated(&self, update: &Self, reduction: ScatterReduction) -> Self {
+        f16::from_f32(updated_number(self.to_f32(), update.to_f32(), reduction))
     }
 }
 
 impl Update for bf16 {
-    fn meet(&self, update: &Self, reduction: ScatterReduction) -> Self {
-        bf16::from_f32(meet(self.to_f32(), update.to_f32(), reduction))
+    fn updated(&self, update: &Self, reduction: ScatterReduction) -> Self {
+        bf16::from_f32(updated_number(self.to_f32(), update.to_f32(), reduction))
     }
 }
 
 impl Update for bool {
-    fn meet(&self, update: &Self, reduction: ScatterReduction) -> Self {
+    fn updated(&self, update: &Self, reduction: ScatterReduction) -> Self {
         match reduction {
             ScatterReduction::None => *update,
             ScatterReduction::Add | ScatterReduction::Max => *self | *update,
@@ -135,7 +138,7 @@ impl Update for bool {
 }
 
 impl Update for bytes::Bytes {
-    fn meet(&self, update: &Self, _: ScatterReduction) -> Self {
+    fn updated(&self, update: &Self, _: ScatterReduction) -> Self {
         update.clone()
     }
 }

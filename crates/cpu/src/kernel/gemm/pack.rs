@@ -8,7 +8,7 @@ use rten_simd::{Isa, SimdOp};
 
 use super::tile::{self, packed_rows, panel_rows, panel_width};
 use super::{PANEL_VECTORS, Right};
-use crate::watch;
+use crate::yield_point;
 
 /// A matrix in memory.
 #[derive(Clone, Copy)]
@@ -37,7 +37,7 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// Exchanges rows and columns if `transpose` says so.
+    /// Exchanges rows and columns if `transpose`.
     pub(crate) fn transposed_if(self, transpose: bool) -> Matrix<'a> {
         if transpose { self.transposed() } else { self }
     }
@@ -138,12 +138,12 @@ pub(super) fn pack_left(target: &mut [f32], matrix: Matrix, parallel: bool) {
             2 => pack_rows::<2>(target, matrix, first, used),
             _ => pack_rows::<1>(target, matrix, first, used),
         }
-        watch::did(used * matrix.columns / 2);
+        yield_point::did_work(used * matrix.columns / 2);
     };
     let size = height * matrix.columns;
     if parallel {
         let panels = target.par_chunks_mut(size).enumerate();
-        panels.for_each_init(watch::at_work, |_, panel| pack(panel));
+        panels.for_each_init(yield_point::start_work, |_, panel| pack(panel));
     } else {
         target.chunks_mut(size).enumerate().for_each(pack);
     }
@@ -160,7 +160,7 @@ fn pack_rows<const ROWS: usize>(target: &mut [f32], matrix: Matrix, first: usize
         return;
     }
     if matrix.column_stride == 1 {
-        // All rows are read side by side, and what is written lies together.
+        // All rows are read at the same time, so that writes are contiguous.
         let rows: [&[f32]; ROWS] = std::array::from_fn(|row| {
             let start = (first + row.min(used - 1)) * matrix.row_stride;
             &matrix.data[start..start + matrix.columns]
@@ -216,20 +216,20 @@ pub(super) fn pack_right(target: &mut [f32], source: Right, range: Range<usize>,
             Right::Image(image) => PackImage { target, image, columns }.dispatch(),
             Right::Packed(_) => {}
         }
-        watch::did(width * depth / 2);
+        yield_point::did_work(width * depth / 2);
     };
     if parallel {
         let panels = target.par_chunks_mut(width * depth).enumerate();
-        panels.for_each_init(watch::at_work, |_, panel| pack(panel));
+        panels.for_each_init(yield_point::start_work, |_, panel| pack(panel));
     } else {
         target.chunks_mut(width * depth).enumerate().for_each(pack);
     }
 }
 
-/// Columns that are read side by side.
+/// Columns that are read at the same time.
 const COLUMNS: usize = 8;
 
-/// Packs columns whose elements lie next to each other or anywhere.
+/// Packs columns of any strides.
 fn pack_columns(target: &mut [f32], matrix: Matrix, columns: Range<usize>) {
     let width = target.len() / matrix.rows;
     let mut lane = 0;
@@ -297,22 +297,22 @@ impl SimdOp for PackRows<'_> {
     }
 }
 
-/// An image whose windows are the columns of a matrix: each row of the matrix is one channel and tap.
+/// An image whose windows are the columns of a matrix. Each row is one channel and tap.
 ///
-/// The image is bordered with zeros, and its columns are grouped by their remainder of the stride, so
-/// that the elements one tap meets in neighbouring windows lie next to each other.
+/// The image is bordered with zeros, and its columns are grouped by their remainder modulo the
+/// stride, so that the elements one tap reads in adjacent windows are adjacent.
 pub(crate) struct Image<'a> {
     /// Channels of rows of phases of columns.
     pub(crate) data: &'a [f32],
-    /// Where each row of the matrix starts: its channel and tap.
+    /// The offset of each row of the matrix, that is of its channel and tap.
     pub(crate) taps: &'a [usize],
-    /// Where each row of windows starts.
+    /// The offset of each row of windows.
     pub(crate) rows: &'a [usize],
     /// Windows per row.
     pub(crate) width: usize,
 }
 
-/// Zeros that go before a bordered image, for a vector may begin before what it is read for.
+/// Zeros before a bordered image, because a vector may begin before its first useful lane.
 pub(crate) const IMAGE_GUARD: usize = 64;
 
 impl Image<'_> {
@@ -325,7 +325,7 @@ impl Image<'_> {
     }
 }
 
-/// Where the lanes of a vector of windows come from: `(lanes before this one, offset)` per row.
+/// The sources of the lanes of a vector of windows: `(lanes before this one, offset)` per row.
 type Pieces = Vec<(usize, usize)>;
 
 /// Packs the windows `columns` of an image.
@@ -336,8 +336,8 @@ struct PackImage<'a> {
 }
 
 impl PackImage<'_> {
-    /// The rows of windows that the vector starting at `column` touches. Offsets are of the lane the
-    /// vector would begin with, so they may lie before the row.
+    /// The rows of windows that the vector starting at `column` covers. Offsets are those of the
+    /// vector's first lane, so they may lie before the row.
     fn pieces(&self, column: usize, lanes: usize) -> Pieces {
         let image = self.image;
         let end = (column + lanes).min(self.columns.end);

@@ -7,9 +7,9 @@ use rten_simd::ops::{BitOps, NumOps};
 use rten_simd::{Isa, Simd, SimdOp};
 
 use super::{MAX_ROWS, PANEL_VECTORS, finish_rows};
-use crate::watch;
+use crate::yield_point;
 
-/// Multiplications that are added up before they are told: what one tile takes is too little to say.
+/// Multiplications that are added up before they are reported: one tile is too little work.
 const LOOK_AFTER: usize = 128 * 1024;
 
 /// Columns of a panel of the right operand.
@@ -42,7 +42,8 @@ pub(super) fn packed_rows(rows: usize) -> usize {
     rows.next_power_of_two().min(panel_rows())
 }
 
-/// What is done to a tile before it is written for the last time. Slices begin at the block's corner.
+/// Operations on a tile before it is written for the last time. Slices begin at the block's first
+/// element.
 #[derive(Clone, Copy)]
 pub(super) struct Finish<'a> {
     pub(super) alpha: f32,
@@ -85,7 +86,7 @@ impl SimdOp for Block<'_, '_> {
         let columns = self.out.first().map_or(0, |row| row.len());
         let steps = self.depth.div_ceil(self.max_depth).max(1);
         let mut multiplied = 0;
-        // A step's part of the right operand stays in the cache while all rows pass over it.
+        // A panel of the right operand stays in the cache while all rows use it.
         for step in 0..steps {
             let from = step * self.max_depth;
             let to = (from + self.max_depth).min(self.depth);
@@ -103,7 +104,7 @@ impl SimdOp for Block<'_, '_> {
                     tile.compute(isa, packed, vectors, left, right, add, last);
                     multiplied += packed * used * (to - from);
                     if multiplied >= LOOK_AFTER {
-                        watch::multiplied(multiplied);
+                        yield_point::did_multiplications(multiplied);
                         multiplied = 0;
                     }
                 }
@@ -112,7 +113,7 @@ impl SimdOp for Block<'_, '_> {
                 }
             }
         }
-        watch::multiplied(multiplied);
+        yield_point::did_multiplications(multiplied);
     }
 }
 
@@ -231,7 +232,7 @@ impl Tile<'_, '_, '_> {
     }
 }
 
-/// A vector of the first elements of `source`, with zeros for those it has not.
+/// A vector of the first elements of `source`, padded with zeros.
 #[inline(always)]
 fn read<I: Isa>(isa: I, source: &[f32]) -> I::F32 {
     let ops = isa.f32();

@@ -1,10 +1,10 @@
-//! 8-bit products against sums written out.
+//! 8-bit products against a plain reference.
 
 use base::Random;
 use model::Tensor as Host;
 use model::op::{Activation, Padding, Window};
 
-use super::super::testing_dense::{Given, run, wide};
+use super::super::testing_dense::{TestOperand, run, wide};
 use super::*;
 
 fn bytes(source: &mut Random, shape: &[usize]) -> Host {
@@ -19,9 +19,9 @@ fn signed(source: &mut Random, shape: &[usize]) -> Host {
     Host::from_vec(shape.to_vec(), values).unwrap()
 }
 
-fn floats(values: &[f32]) -> Given {
+fn floats(values: &[f32]) -> TestOperand {
     let shape = if values.len() == 1 { vec![] } else { vec![values.len()] };
-    Given::Constant(Host::from_vec(shape, values.to_vec()).unwrap())
+    TestOperand::Constant(Host::from_vec(shape, values.to_vec()).unwrap())
 }
 
 #[test]
@@ -38,19 +38,19 @@ fn integer_products_are_exact() {
             .sum()
     };
     let sums: Vec<f64> = (0..2 * m * n).map(sum).collect();
-    let operands = [&a, &b, &a_zero, &b_zero].map(|t| Given::Input(t.clone()));
+    let operands = [&a, &b, &a_zero, &b_zero].map(|t| TestOperand::Input(t.clone()));
     let out = run(Op::MatMulInteger, &operands, &[DataType::I32]).unwrap();
     assert_eq!(wide(&out[0]), sums);
     let b_scale: Vec<f32> = (0..n).map(|i| 0.01 + i as f32 * 0.001).collect();
     let operands = [
-        Given::Input(a),
+        TestOperand::Input(a),
         floats(&[0.02]),
-        Given::Input(a_zero),
-        Given::Constant(b),
+        TestOperand::Input(a_zero),
+        TestOperand::Constant(b),
         floats(&b_scale),
-        Given::Constant(b_zero),
+        TestOperand::Constant(b_zero),
         floats(&[0.5]),
-        Given::Constant(Host::from_vec(vec![], vec![7i8]).unwrap()),
+        TestOperand::Constant(Host::from_vec(vec![], vec![7i8]).unwrap()),
     ];
     let out = run(Op::QLinearMatMul, &operands, &[DataType::I8]).unwrap();
     for (i, (actual, sum)) in wide(&out[0]).iter().zip(&sums).enumerate() {
@@ -87,21 +87,21 @@ fn integer_convolutions_are_exact() {
         sum
     };
     let sums: Vec<f64> = (0..32).map(sum).collect();
-    let operands = [&x, &w, &x_zero, &w_zero].map(|t| Given::Input(t.clone()));
+    let operands = [&x, &w, &x_zero, &w_zero].map(|t| TestOperand::Input(t.clone()));
     let out = run(Op::ConvInteger(conv.clone()), &operands, &[DataType::I32]).unwrap();
     assert_eq!(wide(&out[0]), sums);
     let scales = [0.01f32, 0.02, 0.03, 0.04];
     let bias = Host::from_vec(vec![4], vec![100i32, -200, 300, 0]).unwrap();
     let operands = [
-        Given::Input(x),
+        TestOperand::Input(x),
         floats(&[0.1]),
-        Given::Constant(x_zero),
-        Given::Constant(w),
+        TestOperand::Constant(x_zero),
+        TestOperand::Constant(w),
         floats(&scales),
-        Given::Constant(w_zero),
+        TestOperand::Constant(w_zero),
         floats(&[0.7]),
-        Given::Constant(Host::from_vec(vec![], vec![128u8]).unwrap()),
-        Given::Constant(bias.clone()),
+        TestOperand::Constant(Host::from_vec(vec![], vec![128u8]).unwrap()),
+        TestOperand::Constant(bias.clone()),
     ];
     let out = run(Op::QLinearConv(conv), &operands, &[DataType::U8]).unwrap();
     for (i, (actual, sum)) in wide(&out[0]).iter().zip(&sums).enumerate() {

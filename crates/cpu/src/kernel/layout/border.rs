@@ -1,14 +1,14 @@
-//! Borders around a tensor, or cut off it.
+//! Padding, positive and negative.
 
 use model::op::PadMode;
-use rten::BufferPool;
 
+use crate::buffer_pool::{BufferPool, Pooled};
 use crate::kernel::operand::{
-    filled, flat, integer_list, one, optional_integers, output_len, resolve_axes, row_strides,
+    elements, filled, integer_list, one, optional_integers, output_len, resolve_axes, row_strides,
 };
-use crate::kernel::walk::in_aligned_pieces;
+use crate::kernel::parallel::in_aligned_pieces;
 use crate::kernel::{Context, Inputs, KernelResult};
-use crate::value::{Value, with_value};
+use crate::value::{TypedTensor, Value, with_value};
 
 pub(super) fn pad(context: &Context, inputs: Inputs, mode: PadMode) -> KernelResult {
     let value = inputs.get(0)?;
@@ -40,18 +40,18 @@ pub(super) fn pad(context: &Context, inputs: Inputs, mode: PadMode) -> KernelRes
             None => Default::default(),
             Some(fill) => first_like(tensor, fill)?,
         };
-        let data = padded(context.pool, &flat(tensor), &row_strides(shape), &out, &maps, fill);
-        one(Value::from(rten_tensor::Tensor::from_data(&out, data)))
+        let data = padded(context.pool, elements(tensor), &row_strides(shape), &out, &maps, fill);
+        one(Value::from(TypedTensor::from_data(&out, data)))
     })
 }
 
 /// The only element of `fill`, which has the type of `_like`.
 fn first_like<T: crate::value::Typed + Clone>(
-    _like: &rten_tensor::Tensor<T>,
+    _like: &TypedTensor<T>,
     fill: &Value,
 ) -> Result<T, String> {
     let fill = T::get(fill).ok_or("the fill has another type")?;
-    match flat(fill).as_ref() {
+    match elements(fill) {
         [only] => Ok(only.clone()),
         many => Err(format!("the fill must be one element, has {}", many.len())),
     }
@@ -74,11 +74,11 @@ fn all_pads(inputs: &Inputs, rank: usize) -> Result<Vec<(i64, i64)>, String> {
     Ok(all)
 }
 
-/// Where each position of an output dimension comes from.
+/// The source of each position of an output dimension.
 struct AxisMap {
     /// Input positions; `None` is the fill.
     from: Vec<Option<usize>>,
-    /// Output positions `.0..` that are `.1` input positions in a row.
+    /// Start and length of the output positions that are consecutive input positions.
     run: (usize, usize),
 }
 
@@ -110,7 +110,7 @@ impl AxisMap {
     }
 }
 
-fn padded<T: Clone + Send + Sync>(
+fn padded<T: Pooled>(
     pool: &BufferPool,
     data: &[T],
     strides: &[usize],
@@ -126,7 +126,7 @@ fn padded<T: Clone + Send + Sync>(
     if count == 0 {
         return out;
     }
-    in_aligned_pieces(&mut out, width, |start, piece| {
+    in_aligned_pieces(&mut out, width, &|start: usize, piece: &mut [T]| {
         for (number, row) in piece.chunks_mut(width).enumerate() {
             let mut rest = start / width + number;
             let mut base = Some(0);
@@ -143,7 +143,7 @@ fn padded<T: Clone + Send + Sync>(
     out
 }
 
-/// One innermost row: the run in the middle at once, the borders one by one.
+/// One innermost row: the middle as one copy, the borders element by element.
 fn pad_row<T: Clone>(data: &[T], row: &mut [T], map: &AxisMap) {
     let (start, length) = map.run;
     let each = |range: std::ops::Range<usize>, row: &mut [T]| {

@@ -1,21 +1,20 @@
-//! Joins and repetitions.
-
-use rayon::prelude::*;
-use rten::BufferPool;
+//! Concat and tile.
 
 use super::rearrange;
 use super::reshape::reshaped;
+use crate::buffer_pool::{BufferPool, Pooled};
 use crate::kernel::operand::{
-    Element, around, flat, integer_list, one, output_len, resolve_axis, sizes,
+    Element, around, elements, integer_list, one, output_len, resolve_axis, sizes,
 };
+use crate::kernel::parallel;
 use crate::kernel::{Context, Inputs, KernelResult, StepFacts, no_kernel};
-use crate::value::with_value;
-use crate::watch;
+use crate::value::{TypedTensor, with_value};
+use crate::yield_point;
 
-/// Joins with fewer elements are made by one thread.
+/// Outputs with fewer elements are copied by one thread.
 const PARALLEL: usize = 1 << 16;
 
-/// Refuses operands of different types.
+/// An error if the operands have different types.
 pub(super) fn same_types(facts: &StepFacts) -> Result<(), String> {
     let first = facts.input_dtype(0);
     match (0..facts.step.inputs.len()).all(|index| facts.input_dtype(index) == first) {
@@ -34,7 +33,7 @@ pub(super) fn concat(context: &Context, mut inputs: Inputs, axis: i64) -> Kernel
     with_value!(first, tensor => join(context, &inputs, tensor, axis, &shape))
 }
 
-/// The shape of all operands put after each other along `axis`.
+/// The shape of the operands concatenated along `axis`.
 fn joined_shape(inputs: &Inputs, axis: usize) -> Result<Vec<usize>, String> {
     let mut shape = inputs.get(0)?.shape().to_vec();
     for index in 1..inputs.len() {
@@ -42,27 +41,28 @@ fn joined_shape(inputs: &Inputs, axis: usize) -> Result<Vec<usize>, String> {
         let fits = next.len() == shape.len()
             && (0..next.len()).all(|other| other == axis || next[other] == shape[other]);
         if !fits {
-            return Err(format!("{next:?} does not go beside {shape:?} along axis {axis}"));
+            return Err(format!(
+                "{next:?} cannot be concatenated with {shape:?} along axis {axis}"
+            ));
         }
         shape[axis] += next[axis];
     }
     Ok(shape)
 }
 
-/// Joins the operands, all of the type of `_first`.
+/// Concatenates the operands, all of the type of `_first`.
 fn join<T: Element>(
     context: &Context,
     inputs: &Inputs,
-    _first: &rten_tensor::Tensor<T>,
+    _first: &TypedTensor<T>,
     axis: usize,
     shape: &[usize],
 ) -> KernelResult {
-    let mut parts = Vec::with_capacity(inputs.len());
+    let mut rows = Vec::with_capacity(inputs.len());
     for index in 0..inputs.len() {
-        parts.push(flat(inputs.typed::<T>(index)?));
+        rows.push(elements(inputs.typed::<T>(index)?));
     }
     let (outer, along, inner) = around(shape, axis);
-    let rows: Vec<&[T]> = parts.iter().map(AsRef::as_ref).collect();
     let count = output_len::<T>(shape, usize::MAX)?;
     let mut out: Vec<T> = context.pool.alloc(count);
     if count < PARALLEL || rayon::current_num_threads() == 1 {
@@ -70,40 +70,27 @@ fn join<T: Element>(
             for part in &rows {
                 let length = part.len() / outer;
                 out.extend_from_slice(&part[row * length..][..length]);
-                watch::did(length / 2);
+                yield_point::did_work(length / 2);
             }
         }
     } else {
         out.resize(count, T::default());
-        let targets = out.par_chunks_mut(along * inner).enumerate();
-        targets.for_each(|(row, mut target)| {
-            let mut pieces = Vec::with_capacity(rows.len());
+        let mut pieces = Vec::with_capacity(outer * rows.len());
+        for (row, mut target) in out.chunks_mut(along * inner).enumerate() {
             for part in &rows {
                 let length = part.len() / outer;
-                let (piece, rest) = std::mem::take(&mut target).split_at_mut(length);
-                pieces.push((piece, &part[row * length..][..length]));
+                let (to, rest) = std::mem::take(&mut target).split_at_mut(length);
+                let from = &part[row * length..][..length];
+                pieces.extend(to.chunks_mut(PARALLEL).zip(from.chunks(PARALLEL)));
                 target = rest;
             }
-            pieces.into_par_iter().for_each_init(watch::at_work, |_, (to, from)| copy(to, from));
+        }
+        parallel::for_each(pieces.into_iter(), &|(to, from): (&mut [T], &[T])| {
+            to.clone_from_slice(from);
+            yield_point::did_work(to.len() / 2);
         });
     }
     one(T::wrap(shape, out))
-}
-
-/// Copies, on several threads when there is much.
-fn copy<T: Clone + Send + Sync>(to: &mut [T], from: &[T]) {
-    if to.len() < PARALLEL {
-        to.clone_from_slice(from);
-        watch::did(to.len() / 2);
-        return;
-    }
-    to.par_chunks_mut(PARALLEL).zip(from.par_chunks(PARALLEL)).for_each_init(
-        watch::at_work,
-        |_, (to, from)| {
-            to.clone_from_slice(from);
-            watch::did(to.len() / 2);
-        },
-    );
 }
 
 pub(super) fn tile(context: &Context, mut inputs: Inputs) -> KernelResult {
@@ -124,8 +111,8 @@ pub(super) fn tile(context: &Context, mut inputs: Inputs) -> KernelResult {
     one(rearrange!(value, &out, data => tiled(context.pool, data, &shape, &repeats)))
 }
 
-/// Repeats `data` along every dimension, innermost first: what is repeated next is then one run.
-fn tiled<T: Clone>(pool: &BufferPool, data: &[T], shape: &[usize], repeats: &[usize]) -> Vec<T> {
+/// Repeats `data` along every dimension, innermost first, so that each repetition copies runs.
+fn tiled<T: Pooled>(pool: &BufferPool, data: &[T], shape: &[usize], repeats: &[usize]) -> Vec<T> {
     if repeats.contains(&0) || data.is_empty() {
         return Vec::new();
     }

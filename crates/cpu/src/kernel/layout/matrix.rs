@@ -1,10 +1,10 @@
-//! Triangles of matrices, and sequences turned around.
+//! Triangles of matrices, and reversed sequences.
 
-use rten::BufferPool;
+use crate::buffer_pool::{BufferPool, Pooled};
 
 use super::rearrange;
 use crate::kernel::operand::{filled, integer_list, integer_scalar, one};
-use crate::kernel::walk::in_aligned_pieces;
+use crate::kernel::parallel::in_aligned_pieces;
 use crate::kernel::{Context, Inputs, KernelResult};
 
 pub(super) fn trilu(context: &Context, inputs: &Inputs, upper: bool) -> KernelResult {
@@ -21,7 +21,7 @@ pub(super) fn trilu(context: &Context, inputs: &Inputs, upper: bool) -> KernelRe
     }))
 }
 
-fn triangle<T: Clone + Default + Send + Sync>(
+fn triangle<T: Pooled + Default>(
     pool: &BufferPool,
     data: &[T],
     rows: usize,
@@ -33,11 +33,11 @@ fn triangle<T: Clone + Default + Send + Sync>(
     if out.is_empty() {
         return out;
     }
-    in_aligned_pieces(&mut out, columns, |start, piece| {
+    in_aligned_pieces(&mut out, columns, &|start: usize, piece: &mut [T]| {
         for (number, target) in piece.chunks_mut(columns).enumerate() {
             let line = start / columns + number;
             let row = (line % rows) as i64;
-            // The diagonal of this row, cut to the matrix.
+            // The diagonal's column in this row, clamped to the matrix.
             let edge = |extra: i64| {
                 row.saturating_add(k).saturating_add(extra).clamp(0, columns as i64) as usize
             };
@@ -68,7 +68,7 @@ pub(super) fn reverse_sequence(
     if let Some(bad) = lengths.iter().find(|&&length| length < 0 || length > time as i64) {
         return Err(format!("a sequence of length {bad} is outside of 0..={time}"));
     }
-    // Distance between neighbours in batch and in time, in runs of `inner`.
+    // Distances along batch and time, in units of `inner` elements.
     let (across, along) = if batch_axis == 0 { (time, 1) } else { (1, batch) };
     one(rearrange!(value, shape, data => {
         let mut out = filled(context.pool, data.len(), Default::default());

@@ -1,18 +1,18 @@
 //! Permutations of dimensions.
 
-use rayon::prelude::*;
-use rten::BufferPool;
 use smallvec::SmallVec;
 
 use super::rearrange;
 use super::reshape::reshaped;
+use crate::buffer_pool::{BufferPool, Pooled};
 use crate::kernel::operand::{filled, one, row_strides};
-use crate::kernel::walk::Walk;
+use crate::kernel::parallel::in_chunks;
+use crate::kernel::strided::StridedLoop;
 use crate::kernel::{Context, Inputs, KernelResult};
 use crate::value::Value;
-use crate::watch;
+use crate::yield_point;
 
-/// Edge of the tiles in which a matrix is transposed: two of them fit in the first cache.
+/// Edge of the tiles in which a matrix is transposed: two of them fit in the first-level cache.
 const TILE: usize = 32;
 
 /// Matrices with fewer elements are transposed by one thread.
@@ -56,39 +56,36 @@ pub(crate) fn transposed(pool: &BufferPool, value: &Value, perm: &[usize]) -> Va
 }
 
 /// The elements of `data` in the row-major order of `dims`, extents with their strides in `data`.
-fn permuted<T: Clone + Default + Send + Sync>(
-    pool: &BufferPool,
-    data: &[T],
-    dims: &[(usize, usize)],
-) -> Vec<T> {
+fn permuted<T: Pooled + Default>(pool: &BufferPool, data: &[T], dims: &[(usize, usize)]) -> Vec<T> {
     let mut out = filled(pool, data.len(), T::default());
     if data.is_empty() {
         return out;
     }
     let dims = merged(dims);
-    // The output's rows run along the last dimension. Where that is not also the input's, both sides
-    // are visited in tiles so that neither jumps through memory for every element.
+    // The output's rows run along the last dimension. Where that is not also the input's, both are
+    // read and written in tiles, so that neither is accessed at a stride for every element.
     match dims.as_slice() {
         [outer @ .., (rows, 1), (columns, stride)] if *stride != 1 => {
             let (rows, columns, stride) = (*rows, *columns, *stride);
             let plane = rows * columns;
-            let walk = Walk::strided(outer.iter().map(|&(n, s)| (n, [s as isize])), [0]);
+            let strided = StridedLoop::new(outer.iter().map(|&(n, s)| (n, [s as isize])), [0]);
             let mut bases = Vec::with_capacity(out.len() / plane);
-            let step = walk.inner_strides[0] as usize;
-            walk.visit(0, out.len() / plane, |_, length, [offset]| {
+            let step = strided.inner_strides[0] as usize;
+            strided.for_each_run(0, out.len() / plane, &mut |_, length, [offset]| {
                 bases.extend((0..length).map(|i| offset + i * step));
             });
             transpose_planes(data, &mut out, &bases, rows, columns, stride);
         }
         _ => {
             let strides = dims.iter().map(|&(extent, stride)| (extent, [stride as isize]));
-            Walk::strided(strides, [0]).copy(data, &mut out);
+            StridedLoop::new(strides, [0]).copy(data, &mut out);
         }
     }
     out
 }
 
-/// Transposes one matrix per base: element `(row, column)` comes from `base + row + column * stride`.
+/// Transposes one matrix per base. Element `(row, column)` comes from
+/// `base + row + column * stride`.
 fn transpose_planes<T: Clone + Send + Sync>(
     data: &[T],
     out: &mut [T],
@@ -109,16 +106,15 @@ fn transpose_planes<T: Clone + Send + Sync>(
         }
         return;
     }
-    let per_band = match bases.len() >= rayon::current_num_threads() * 2 {
-        true => rows,
-        false => TILE,
-    };
-    out.par_chunks_mut(rows * columns).enumerate().for_each(|(index, plane)| {
-        let bands = plane.par_chunks_mut(per_band * columns).enumerate();
-        bands.for_each_init(watch::at_work, |_, (number, target)| {
-            band(index * rows + number * per_band, target);
+    if bases.len() >= rayon::current_num_threads() * 2 {
+        in_chunks(out, rows * columns, &|index: usize, plane: &mut [T]| band(index * rows, plane));
+        return;
+    }
+    for (index, plane) in out.chunks_mut(rows * columns).enumerate() {
+        in_chunks(plane, TILE * columns, &|number: usize, target: &mut [T]| {
+            band(index * rows + number * TILE, target);
         });
-    });
+    }
 }
 
 /// `target[row][column] = data[row + column * stride]`.
@@ -127,7 +123,7 @@ fn transpose_band<T: Clone>(data: &[T], target: &mut [T], columns: usize, stride
     for first_row in (0..rows).step_by(TILE) {
         let row_end = (first_row + TILE).min(rows);
         for first_column in (0..columns).step_by(TILE) {
-            watch::did((row_end - first_row) * TILE.min(columns - first_column));
+            yield_point::did_work((row_end - first_row) * TILE.min(columns - first_column));
             let column_end = (first_column + TILE).min(columns);
             for row in first_row..row_end {
                 let line = &mut target[row * columns..][first_column..column_end];
@@ -139,7 +135,7 @@ fn transpose_band<T: Clone>(data: &[T], target: &mut [T], columns: usize, stride
     }
 }
 
-/// `dims` without dimensions of one element and with neighbours merged that are one run.
+/// `dims` without dimensions of extent 1, with adjacent ones merged that are one run of memory.
 fn merged(dims: &[(usize, usize)]) -> SmallVec<[(usize, usize); 6]> {
     let mut merged: SmallVec<[(usize, usize); 6]> = SmallVec::new();
     for &(extent, stride) in dims.iter().filter(|(extent, _)| *extent != 1) {
@@ -154,7 +150,7 @@ fn merged(dims: &[(usize, usize)]) -> SmallVec<[(usize, usize); 6]> {
     merged
 }
 
-/// Permutes `value`, seen under the shape `split`, and gives the result the shape `out`.
+/// Permutes `value`, reshaped to `split`, and reshapes the result to `out`.
 fn through(
     context: &Context,
     value: &Value,

@@ -1,20 +1,21 @@
-//! The same elements under another shape.
+//! Changes of shape that do not move elements.
 
-use rten_tensor::Tensor;
+use crate::value::{TypedTensor, Value, into_elements, with_value};
 
 use crate::kernel::operand::{
     Element, integer_list, one, optional_integers, resolve_axes, resolve_axis,
 };
 use crate::kernel::{Inputs, KernelResult};
-use crate::value::{Value, with_value};
 
-/// `value` under `shape`, which has as many elements.
+/// `value` with `shape`, which must have as many elements.
 pub(crate) fn reshaped(value: Value, shape: &[usize]) -> Result<Value, String> {
     let have: usize = value.shape().iter().product();
     if model::tensor::element_count(shape).ok() != Some(have) {
         return Err(format!("shape {:?} cannot become {shape:?}", value.shape()));
     }
-    Ok(with_value!(value, tensor => Value::from(Tensor::from_data(shape, tensor.into_data()))))
+    Ok(
+        with_value!(value, tensor => Value::from(TypedTensor::from_data(shape, into_elements(tensor)))),
+    )
 }
 
 pub(super) fn shape(inputs: &Inputs, start: i64, end: Option<i64>) -> KernelResult {
@@ -39,7 +40,7 @@ pub(super) fn reshape(mut inputs: Inputs, allow_zero: bool) -> KernelResult {
     one(reshaped(inputs.take(0)?, &shape)?)
 }
 
-/// The shape that `target` asks for: zeros copied, one dimension inferred.
+/// The shape that `target` requests: zeros are copied, one dimension is inferred.
 fn target_shape(from: &[usize], target: &[i64], allow_zero: bool) -> Result<Vec<usize>, String> {
     let mut shape = Vec::with_capacity(target.len());
     let mut inferred = None;
@@ -59,7 +60,7 @@ fn target_shape(from: &[usize], target: &[i64], allow_zero: bool) -> Result<Vec<
     if let Some(axis) = inferred {
         let have: usize = from.iter().product();
         let rest = model::tensor::element_count(&shape).map_err(|err| err.to_string())?;
-        // Nothing can be inferred of a product that is zero whatever the dimension is.
+        // A product that is zero for any value of the dimension determines nothing.
         let fits = rest != 0 && have.is_multiple_of(rest);
         shape[axis] = match (fits, have) {
             (true, _) => have / rest,
@@ -72,7 +73,7 @@ fn target_shape(from: &[usize], target: &[i64], allow_zero: bool) -> Result<Vec<
 
 pub(super) fn flatten(mut inputs: Inputs, axis: i64) -> KernelResult {
     let shape = inputs.get(0)?.shape();
-    // The axis counts the gaps between dimensions, of which there is one more than dimensions.
+    // The axis counts the positions between dimensions, one more than there are dimensions.
     let axis = match axis {
         axis if axis < 0 => resolve_axis(axis, shape.len())?,
         axis => resolve_axis(axis, shape.len() + 1)?,

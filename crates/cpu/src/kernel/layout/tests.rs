@@ -10,7 +10,7 @@ fn count_up(shape: &[usize]) -> Tensor {
 }
 
 #[test]
-fn reshapes_infer_copy_and_refuse() {
+fn reshapes_infer_and_copy_dimensions() {
     let x = count_up(&[2, 3, 4]);
     let on = |target: &[i64], allow_zero| {
         let inputs = [Some(x.clone()), Some(integers(&[target.len()], target))];
@@ -98,7 +98,7 @@ fn pads_in_every_mode() {
 }
 
 #[test]
-fn joins_and_cuts_are_inverse() {
+fn concat_and_split_are_inverse() {
     let mut random = Random::new(5);
     for (shape, axis) in
         [(vec![2, 6, 5], 1), (vec![1, 6, 40, 400], 1), (vec![6], 0), (vec![0, 6], -1)]
@@ -130,7 +130,7 @@ fn repetitions_are_bounded() {
 }
 
 #[test]
-fn triangles_and_reversals() {
+fn trilu_and_reverse_sequence() {
     let x = count_up(&[2, 3]);
     let on =
         |upper, k| values::<f32>(&run(Op::Trilu { upper }, &[x.clone(), integers(&[], &[k])])[0]);

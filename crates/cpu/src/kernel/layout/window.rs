@@ -1,6 +1,6 @@
-//! Cuts out of a tensor, and its repetition by broadcast.
+//! Slice, split and expand.
 
-use rten::BufferPool;
+use crate::buffer_pool::{BufferPool, Pooled};
 
 use super::rearrange;
 use super::reshape::reshaped;
@@ -8,19 +8,19 @@ use crate::kernel::operand::{
     around, filled, integer_list, one, optional_integers, output_len, resolve_axes, resolve_axis,
     row_strides, sizes,
 };
-use crate::kernel::walk::{Walk, broadcast_shape};
+use crate::kernel::strided::{StridedLoop, broadcast_shape};
 use crate::kernel::{Context, Inputs, KernelResult, Outputs};
 use crate::value::Value;
 
-/// The elements of `data` along `walk`.
-fn walked<T: Clone + Default + Send + Sync>(
+/// The elements of `data` in the order of `strided`.
+fn copied<T: Pooled + Default>(
     pool: &BufferPool,
     data: &[T],
-    walk: &Walk<1>,
+    strided: &StridedLoop<1>,
     count: usize,
 ) -> Vec<T> {
     let mut out = filled(pool, count, T::default());
-    walk.copy(data, &mut out);
+    strided.copy(data, &mut out);
     out
 }
 
@@ -32,8 +32,8 @@ pub(super) fn expand(context: &Context, mut inputs: Inputs) -> KernelResult {
         return one(inputs.take(0)?);
     }
     let count = output_len::<u64>(&shape, 0)?;
-    let walk = Walk::broadcast(&shape, [value.shape()]);
-    one(rearrange!(value, &shape, data => walked(context.pool, data, &walk, count)))
+    let strided = StridedLoop::broadcast(&shape, [value.shape()]);
+    one(rearrange!(value, &shape, data => copied(context.pool, data, &strided, count)))
 }
 
 pub(super) fn split(
@@ -64,7 +64,7 @@ pub(super) fn split(
     Ok(outputs)
 }
 
-/// As many equal parts, the last one smaller when they do not come out even.
+/// Lengths of `parts` equal parts; the last one is smaller if `size` is no multiple.
 fn equal_parts(size: usize, parts: usize) -> Vec<usize> {
     let part = size.div_ceil(parts.max(1));
     (0..parts).map(|index| part.min(size.saturating_sub(index * part))).collect()
@@ -75,11 +75,11 @@ fn cut(context: &Context, value: &Value, axis: usize, start: usize, length: usiz
     let (outer, along, inner) = around(value.shape(), axis);
     let mut shape = value.shape().to_vec();
     shape[axis] = length;
-    let walk = Walk::strided(
+    let strided = StridedLoop::new(
         [(outer, [(along * inner) as isize]), (length * inner, [1])].into_iter(),
         [start * inner],
     );
-    rearrange!(value, &shape, data => walked(context.pool, data, &walk, outer * length * inner))
+    rearrange!(value, &shape, data => copied(context.pool, data, &strided, outer * length * inner))
 }
 
 pub(super) fn slice(context: &Context, mut inputs: Inputs) -> KernelResult {
@@ -107,12 +107,12 @@ pub(super) fn slice(context: &Context, mut inputs: Inputs) -> KernelResult {
         .iter()
         .zip(&strides)
         .map(|(cut, &stride)| (cut.count, [cut.step.saturating_mul(stride as i64) as isize]));
-    let walk = Walk::strided(dims, [base]);
+    let strided = StridedLoop::new(dims, [base]);
     let count = shape.iter().product();
-    one(rearrange!(value, &shape, data => walked(context.pool, data, &walk, count)))
+    one(rearrange!(value, &shape, data => copied(context.pool, data, &strided, count)))
 }
 
-/// What a slice takes of one dimension.
+/// The positions of one dimension that a slice selects.
 struct Cut {
     start: usize,
     count: usize,
@@ -124,7 +124,8 @@ impl Cut {
         Cut { start: 0, count: size, step: 1 }
     }
 
-    /// The positions from `start` until before `end`, both of which may be negative or too far.
+    /// The positions from `start` until before `end`, either of which may be negative or out of
+    /// range.
     fn new(size: usize, start: i64, end: i64, step: i64) -> Result<Cut, String> {
         let bound = size as i64;
         let absolute = |index: i64| if index < 0 { index.saturating_add(bound) } else { index };
@@ -144,7 +145,7 @@ impl Cut {
             1.. => (distance as u64).div_ceil(step.unsigned_abs()) as usize,
             _ => 0,
         };
-        // One position needs no step, and any other step then stays within the dimension.
+        // One position needs no step; with more of them, the step is smaller than the dimension.
         let step = if count <= 1 { 1 } else { step };
         Ok(Cut { start: if count == 0 { 0 } else { start as usize }, count, step })
     }

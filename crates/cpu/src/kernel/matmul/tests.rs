@@ -1,14 +1,15 @@
-//! Products against sums written out.
+//! Products against a plain reference.
 
 use base::Random;
 use model::Tensor as Host;
 
 use super::super::testing_dense::{
-    Given, assert_close, assert_close_f64, between, given, random, run, run_f32, wide,
+    TestOperand, assert_close, assert_close_f64, between, input_or_constant, random, run, run_f32,
+    wide,
 };
 use super::*;
 
-/// The product as numpy defines it, in double precision; operands are already swapped as asked.
+/// The product as numpy defines it, in double precision, of operands that are already transposed.
 fn reference(a: (&[usize], &[f64]), b: (&[usize], &[f64])) -> (Vec<usize>, Vec<f64>) {
     let promote = |shape: &[usize], left: bool| match shape {
         [only] if left => vec![1, *only],
@@ -97,18 +98,19 @@ fn random_products_match_the_reference() {
         expected.iter_mut().for_each(|y| *y *= 0.5);
         let stored_a = if op.transpose_a { swapped(&a) } else { a.clone() };
         let stored_b = if op.transpose_b { swapped(&b) } else { b.clone() };
-        let mut operands = vec![Given::Input(stored_a), given(&mut source, &stored_b)];
-        operands.push(Given::Absent);
+        let mut operands =
+            vec![TestOperand::Input(stored_a), input_or_constant(&mut source, &stored_b)];
+        operands.push(TestOperand::Absent);
         if !b_vector && source.below(2) == 0 {
             let bias = random(&mut source, &[n]);
             let values = wide(&bias);
             expected.iter_mut().enumerate().for_each(|(i, y)| *y += values[i % n]);
-            operands[2] = given(&mut source, &bias);
+            operands[2] = input_or_constant(&mut source, &bias);
         }
         if source.below(2) == 0 {
             let residual = random(&mut source, &shape);
             expected.iter_mut().zip(wide(&residual)).for_each(|(y, x)| *y += x);
-            operands.push(Given::Input(residual));
+            operands.push(TestOperand::Input(residual));
         }
         if source.below(2) == 0 {
             op.activation = Activation::Clip { low: -0.5, high: 1.5 };
@@ -151,30 +153,36 @@ fn gemm_broadcasts_its_addend() {
             beta: 3.0,
             activation: Activation::None,
         };
-        let operands = [Given::Input(swapped(&a)), Given::Constant(b.clone()), Given::Input(c)];
+        let operands = [
+            TestOperand::Input(swapped(&a)),
+            TestOperand::Constant(b.clone()),
+            TestOperand::Input(c),
+        ];
         let (_, actual) = run_f32(Op::Gemm(op), &operands).unwrap();
         assert_close(&actual, &expected, 1e-5, &format!("addend of {shape:?}"));
     }
 }
 
 #[test]
-fn other_numbers_multiply() {
+fn multiplies_integers_and_doubles() {
     let a = Host::from_vec(vec![2, 2], vec![1i64, 2, 3, 4]).unwrap();
     let b = Host::from_vec(vec![2], vec![10i64, 100]).unwrap();
     let op = Op::MatMul(MatMul::default());
-    let out = run(op.clone(), &[Given::Input(a), Given::Constant(b)], &[DataType::I64]).unwrap();
+    let out = run(op.clone(), &[TestOperand::Input(a), TestOperand::Constant(b)], &[DataType::I64])
+        .unwrap();
     assert_eq!(out[0].to_vec::<i64>().unwrap(), [210, 430]);
     let mut source = Random::new(53);
     let (a, b) = (random(&mut source, &[3, 4]), random(&mut source, &[4, 5]));
     let (_, expected) = reference((&[3, 4], &wide(&a)), (&[4, 5], &wide(&b)));
-    let double = |t: &Host| Given::Input(Host::from_vec(t.shape().to_vec(), wide(t)).unwrap());
+    let double =
+        |t: &Host| TestOperand::Input(Host::from_vec(t.shape().to_vec(), wide(t)).unwrap());
     let out = run(op.clone(), &[double(&a), double(&b)], &[DataType::F64]).unwrap();
     assert_close_f64(&wide(&out[0]), &expected, 1e-12, "f64");
     let narrow = |t: &Host| {
         let values: Vec<half::bf16> = wide(t).into_iter().map(half::bf16::from_f64).collect();
         Host::from_vec(t.shape().to_vec(), values).unwrap()
     };
-    let operands = [Given::Input(narrow(&a)), Given::Constant(narrow(&b))];
+    let operands = [TestOperand::Input(narrow(&a)), TestOperand::Constant(narrow(&b))];
     let out = run(op, &operands, &[DataType::BF16]).unwrap();
     assert_close_f64(&wide(&out[0]), &expected, 3e-2, "bf16");
 }
@@ -184,14 +192,16 @@ fn bad_shapes_are_refused() {
     let mut source = Random::new(54);
     let op = Op::MatMul(MatMul::default());
     let mut fails = |a: &[usize], b: &[usize]| {
-        let operands = [random(&mut source, a), random(&mut source, b)].map(Given::Input);
+        let operands = [random(&mut source, a), random(&mut source, b)].map(TestOperand::Input);
         run_f32(op.clone(), &operands).unwrap_err()
     };
     assert!(fails(&[2, 3], &[4, 2]).contains("summed dimension"));
     assert!(fails(&[], &[4]).contains("no product"));
     assert!(fails(&[2, 2, 3], &[3, 3, 2]).contains("broadcast"));
-    let empty = [random(&mut source, &[0, 3]), random(&mut source, &[3, 2])].map(Given::Input);
+    let empty =
+        [random(&mut source, &[0, 3]), random(&mut source, &[3, 2])].map(TestOperand::Input);
     assert_eq!(run_f32(op.clone(), &empty).unwrap().0, [0, 2]);
-    let hollow = [random(&mut source, &[2, 0]), random(&mut source, &[0, 2])].map(Given::Input);
+    let hollow =
+        [random(&mut source, &[2, 0]), random(&mut source, &[0, 2])].map(TestOperand::Input);
     assert_eq!(run_f32(op, &hollow).unwrap().1, [0.0; 4]);
 }

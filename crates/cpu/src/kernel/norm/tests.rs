@@ -1,10 +1,10 @@
-//! Normalisations against their definitions.
+//! Normalizations against their definitions.
 
 use base::Random;
 use model::Tensor as Host;
 
 use super::super::testing_dense::{
-    Given, assert_close, assert_close_f64, between, random, run, run_f32, wide,
+    TestOperand, assert_close, assert_close_f64, between, random, run, run_f32, wide,
 };
 use super::*;
 
@@ -17,7 +17,7 @@ fn moments(values: &[f64]) -> (f64, f64) {
 }
 
 #[test]
-fn per_channel_affine_functions() {
+fn per_channel_scales_match_the_reference() {
     let mut source = Random::new(61);
     for shape in [vec![2, 5, 4, 3], vec![3, 4], vec![1, 7, 50], vec![2, 3, 2, 2, 2]] {
         let x = random(&mut source, &shape);
@@ -37,7 +37,7 @@ fn per_channel_affine_functions() {
                 scale[c] * (x - mean[c]) / (var[c] + f64::from(EPSILON)).sqrt() + bias[c]
             })
             .collect();
-        let operands = [&x, &p[0], &p[1], &p[2], &variance].map(|t| Given::Input(t.clone()));
+        let operands = [&x, &p[0], &p[1], &p[2], &variance].map(|t| TestOperand::Input(t.clone()));
         let (_, actual) = run_f32(Op::BatchNorm { epsilon: EPSILON }, &operands).unwrap();
         assert_close(&actual, &expected, 1e-5, "batch norm");
         let expected: Vec<f64> = data
@@ -52,7 +52,7 @@ fn per_channel_affine_functions() {
 }
 
 #[test]
-fn layers_are_normalised() {
+fn layers_are_normalized() {
     let mut source = Random::new(62);
     for case in 0..40 {
         let rank = between(&mut source, 1, 4);
@@ -76,13 +76,14 @@ fn layers_are_normalised() {
         }
         let signed = if case % 2 == 0 { axis as i64 } else { axis as i64 - rank as i64 };
         let op = Op::LayerNorm { axis: signed, epsilon: EPSILON };
-        let operands = [&x, &scale, &bias].map(|t| Given::Input(t.clone()));
+        let operands = [&x, &scale, &bias].map(|t| TestOperand::Input(t.clone()));
         let out = run(op.clone(), &operands, &[DataType::F32; 3]).unwrap();
         let what = format!("layer norm of {shape:?} from {axis}");
         for (out, expected) in out.iter().zip([&expected, &means, &factors]) {
             assert_close(&out.to_vec::<f32>().unwrap(), expected, 3e-5, &what);
         }
-        let double = |t: &Host| Given::Input(Host::from_vec(t.shape().to_vec(), wide(t)).unwrap());
+        let double =
+            |t: &Host| TestOperand::Input(Host::from_vec(t.shape().to_vec(), wide(t)).unwrap());
         let out = run(op, &[&x, &scale, &bias].map(double), &[DataType::F64]).unwrap();
         assert_close_f64(&wide(&out[0]), &expected, 1e-12, &what);
         let expected: Vec<f64> = data
@@ -100,13 +101,13 @@ fn layers_are_normalised() {
 }
 
 #[test]
-fn groups_and_instances_are_normalised() {
+fn groups_and_instances_are_normalized() {
     let mut source = Random::new(63);
     let shape = [2, 6, 5, 3];
     let x = random(&mut source, &shape);
     let (scale, bias) = (random(&mut source, &[6]), random(&mut source, &[6]));
     let (gain, shift) = (wide(&scale), wide(&bias));
-    let operands = [&x, &scale, &bias].map(|t| Given::Input(t.clone()));
+    let operands = [&x, &scale, &bias].map(|t| TestOperand::Input(t.clone()));
     for groups in [1, 2, 3, 6] {
         let size = 6 / groups * 15;
         let mut expected = Vec::new();
@@ -130,13 +131,13 @@ fn groups_and_instances_are_normalised() {
 }
 
 #[test]
-fn responses_and_lengths_are_normalised() {
+fn responses_and_lengths_are_normalized() {
     let mut source = Random::new(64);
     let x = random(&mut source, &[2, 7, 3]);
     let data = wide(&x);
     for size in [1, 2, 3, 4, 5] {
         let op = Op::Lrn { alpha: 0.5, beta: 0.75, bias: 1.5, size };
-        let (_, actual) = run_f32(op, &[Given::Input(x.clone())]).unwrap();
+        let (_, actual) = run_f32(op, &[TestOperand::Input(x.clone())]).unwrap();
         let expected: Vec<f64> = (0..data.len())
             .map(|i| {
                 let (n, c, p) = (i / 21, i / 3 % 7, i % 3);
@@ -149,7 +150,8 @@ fn responses_and_lengths_are_normalised() {
         assert_close(&actual, &expected, 1e-5, "response norm");
     }
     for p in [1, 2] {
-        let (_, actual) = run_f32(Op::LpNorm { axis: 1, p }, &[Given::Input(x.clone())]).unwrap();
+        let (_, actual) =
+            run_f32(Op::LpNorm { axis: 1, p }, &[TestOperand::Input(x.clone())]).unwrap();
         let expected: Vec<f64> = (0..data.len())
             .map(|i| {
                 let row = (0..7).map(|c| data[i / 21 * 21 + c * 3 + i % 3]);

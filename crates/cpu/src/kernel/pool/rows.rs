@@ -3,12 +3,12 @@
 use rayon::prelude::*;
 
 use super::super::geometry::Geometry;
-use crate::watch;
+use crate::yield_point;
 
-/// Elements of rows that are added up before they are told.
-const TELL_AFTER: usize = 4096;
+/// Elements of rows that are added up before their work is reported.
+const REPORT_AFTER: usize = 4096;
 
-/// Whether the window is one this file computes.
+/// Whether this module supports the window.
 pub(super) fn handles(g: &Geometry) -> bool {
     g.input[0] == 1 && g.kernel[0] == 1 && g.input_size() > 0 && g.output_size() > 0
 }
@@ -18,7 +18,7 @@ pub(super) fn max(out: &mut [f32], data: &[f32], g: &Geometry) {
     each_row(out, data, g, f32::NEG_INFINITY, |_, _| {}, |y, x| if x > y { x } else { y });
 }
 
-/// The mean of each window, divided by what `divisor` says of its position.
+/// The sum of each window, divided by the `divisor` of its position.
 pub(super) fn average(
     out: &mut [f32],
     data: &[f32],
@@ -26,7 +26,7 @@ pub(super) fn average(
     divisor: impl Fn([usize; 3]) -> usize + Sync,
 ) {
     let [_, height, width] = g.output;
-    // The divisor depends on the position alone: all planes share its reciprocals.
+    // The divisor depends only on the position: all planes share its reciprocals.
     let factors: Vec<f32> = (0..height * width)
         .map(|index| match divisor([0, index / width, index % width]) {
             0 => 0.0,
@@ -54,9 +54,9 @@ fn each_row(
     let columns = column_ranges(g);
     let planes = out.par_chunks_mut(out_plane).zip(data.par_chunks(plane)).with_min_len(4);
     planes.for_each_init(
-        || (watch::at_work(), vec![initial; width]),
+        || (yield_point::start_work(), vec![initial; width]),
         |(_, folded), (out, input)| {
-            let mut told = 0;
+            let mut unreported = 0;
             for (row, out_row) in out.chunks_exact_mut(g.output[2]).enumerate() {
                 let (taps, first) = g.inside(1, row);
                 fold_rows(folded, input, width, first, g.dilations[1], taps.len(), initial, &fold);
@@ -73,13 +73,13 @@ fn each_row(
                     }
                 }
                 finish(row, out_row);
-                told += width * taps.len();
-                if told >= TELL_AFTER {
-                    watch::did(told / 2);
-                    told = 0;
+                unreported += width * taps.len();
+                if unreported >= REPORT_AFTER {
+                    yield_point::did_work(unreported / 2);
+                    unreported = 0;
                 }
             }
-            watch::did(told / 2);
+            yield_point::did_work(unreported / 2);
         },
     );
 }
@@ -107,7 +107,8 @@ fn fold_rows(
     }
 }
 
-/// For each tap along a row, the outputs for which it lies in the input and where the first one is.
+/// For each tap along a row, the outputs for which it lies in the input, and the first one's input
+/// position.
 fn column_ranges(g: &Geometry) -> Vec<(std::ops::Range<usize>, usize)> {
     let (stride, begin, width) = (g.strides[2], g.begin[2], g.input[2]);
     (0..g.kernel[2])

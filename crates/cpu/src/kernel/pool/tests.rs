@@ -1,9 +1,9 @@
-//! Pooling against windows written out.
+//! Pooling against a plain reference.
 
 use base::Random;
 use model::op::{Padding, Window};
 
-use super::super::testing_dense::{Given, assert_close, between, random, run, wide};
+use super::super::testing_dense::{TestOperand, assert_close, between, random, run, wide};
 use super::*;
 
 #[test]
@@ -44,7 +44,7 @@ fn random_geometries_match_the_reference() {
             PoolKind::MaxWithIndices { .. } => &[DataType::F32, DataType::I64],
             _ => &[DataType::F32],
         };
-        let out = run(Op::Pool(pool), &[Given::Input(x)], dtypes).unwrap();
+        let out = run(Op::Pool(pool), &[TestOperand::Input(x)], dtypes).unwrap();
         assert_eq!(out[0].shape()[2..], out_dims, "{what}");
         assert_close(&out[0].to_vec::<f32>().unwrap(), &expected, 1e-5, &what);
         if let Some(actual) = out.get(1) {
@@ -135,7 +135,8 @@ fn whole_planes_are_pooled() {
     let mut source = Random::new(42);
     let x = random(&mut source, &[2, 5, 3, 7]);
     for kind in [GlobalPool::Average, GlobalPool::Max, GlobalPool::Lp { p: 2 }] {
-        let out = run(Op::GlobalPool(kind), &[Given::Input(x.clone())], &[DataType::F32]).unwrap();
+        let out =
+            run(Op::GlobalPool(kind), &[TestOperand::Input(x.clone())], &[DataType::F32]).unwrap();
         assert_eq!(out[0].shape(), [2, 5, 1, 1]);
         let expected: Vec<f64> = wide(&x)
             .chunks(21)
@@ -150,7 +151,7 @@ fn whole_planes_are_pooled() {
 }
 
 #[test]
-fn bytes_have_a_maximum() {
+fn max_pool_supports_bytes() {
     let window = Window {
         kernel: vec![2],
         strides: vec![2],
@@ -159,6 +160,6 @@ fn bytes_have_a_maximum() {
     };
     let pool = Pool { kind: PoolKind::Max, window, ceil_mode: true };
     let x = model::Tensor::from_vec(vec![1, 1, 5], vec![-3i8, -4, 7, 9, -128]).unwrap();
-    let out = run(Op::Pool(pool), &[Given::Input(x)], &[DataType::I8]).unwrap();
+    let out = run(Op::Pool(pool), &[TestOperand::Input(x)], &[DataType::I8]).unwrap();
     assert_eq!(out[0].to_vec::<i8>().unwrap(), [-3, 9, -128]);
 }

@@ -6,16 +6,16 @@ use rten_simd::{Isa, SimdOp};
 
 use crate::kernel::binary::Number;
 use crate::kernel::cast::convert;
-use crate::kernel::operand::{Element, filled, flat, one};
-use crate::kernel::walk::in_weighted_pieces;
+use crate::kernel::operand::{Element, elements, filled, one};
+use crate::kernel::parallel::in_weighted_pieces;
 use crate::kernel::{Context, KernelResult};
 use crate::value::Value;
-use crate::watch;
+use crate::yield_point;
 
 /// Independent sums of a row: as many as the widest vector has lanes, twice.
 const LANES: usize = 32;
 
-/// Elements summed in the element's own type before the sum goes to a wider one.
+/// Elements of a row that one loop folds.
 const BLOCK: usize = 2048;
 
 /// Reduces `value`, seen as `outer * along * inner`, along the middle.
@@ -29,7 +29,7 @@ pub(super) fn reduce(
     macro_rules! typed {
         ($tensor:expr) => {{
             let mut out = filled(context.pool, extents[0] * extents[2], Default::default());
-            by_kind(&flat($tensor), extents, kind, &mut out);
+            by_kind(elements($tensor), extents, kind, &mut out);
             one(Element::wrap(shape, out))
         }};
     }
@@ -40,7 +40,8 @@ pub(super) fn reduce(
         Value::I64(tensor) => typed!(tensor),
         Value::F32(tensor) => typed!(tensor),
         Value::F64(tensor) => typed!(tensor),
-        // Narrow integers are reduced in a wider type; only their extremes exist, which fit back.
+        // Narrow integers are reduced in a wider type; only their extremes are computed, which
+        // fit back.
         narrow => {
             let wide = convert(narrow, DataType::I32)?;
             let mut result = reduce(context, &wide, extents, kind, shape)?;
@@ -54,58 +55,100 @@ fn by_kind<T: Number>(data: &[T], extents: [usize; 3], kind: ReduceKind, out: &m
     let magnitude = |x: T| if x < zero { zero.sub(x) } else { x };
     let count = extents[1] as f64;
     let same = |x: T| x;
-    let real = |f: fn(f64) -> f64| move |x: T| T::from_f64(f(x.to_f64()));
+    let sum = Fold { start: zero, map: same, f: T::add };
+    let squares = Fold { start: zero, map: |x: T| x.mul(x), f: T::add };
+    let mut fold = |f: &dyn FoldRow<T>, last: &(dyn Fn(T) -> T + Sync)| {
+        fold(data, extents, &mut *out, f, last);
+    };
     match kind {
-        ReduceKind::Sum => fold(data, extents, out, zero, same, T::add, same),
-        ReduceKind::L1 => fold(data, extents, out, zero, magnitude, T::add, same),
-        ReduceKind::SumSquare => fold(data, extents, out, zero, |x| x.mul(x), T::add, same),
-        ReduceKind::L2 => {
-            fold(data, extents, out, zero, |x| x.mul(x), T::add, real(f64::sqrt));
-        }
-        ReduceKind::LogSum => fold(data, extents, out, zero, same, T::add, real(f64::ln)),
-        ReduceKind::Mean => {
-            fold(data, extents, out, zero, same, T::add, |x| T::from_f64(x.to_f64() / count));
-        }
-        ReduceKind::Prod => fold(data, extents, out, T::ONE, same, T::mul, same),
-        ReduceKind::Max => fold(data, extents, out, T::LOWEST, same, T::larger, same),
-        ReduceKind::Min => fold(data, extents, out, T::HIGHEST, same, T::smaller, same),
+        ReduceKind::Sum => fold(&sum, &same),
+        ReduceKind::L1 => fold(&Fold { start: zero, map: magnitude, f: T::add }, &same),
+        ReduceKind::SumSquare => fold(&squares, &same),
+        ReduceKind::L2 => fold(&squares, &|x| T::from_f64(x.to_f64().sqrt())),
+        ReduceKind::LogSum => fold(&sum, &|x| T::from_f64(x.to_f64().ln())),
+        ReduceKind::Mean => fold(&sum, &|x| T::from_f64(x.to_f64() / count)),
+        ReduceKind::Prod => fold(&Fold { start: T::ONE, map: same, f: T::mul }, &same),
+        ReduceKind::Max => fold(&Fold { start: T::LOWEST, map: same, f: T::larger }, &same),
+        ReduceKind::Min => fold(&Fold { start: T::HIGHEST, map: same, f: T::smaller }, &same),
         ReduceKind::LogSumExp => log_sum_exp(data, extents, out),
     }
 }
 
-/// Elements of columns that are added up before they are told.
-const TELL_AFTER: usize = 4096;
+/// Elements of columns that are added up before their work is reported.
+const REPORT_AFTER: usize = 4096;
 
-/// Folds `f` over `map` of the middle dimension and applies `last`.
+/// The loops of a fold, compiled per element type and function.
+trait FoldRow<T>: Sync {
+    /// The result of no elements.
+    fn start(&self) -> T;
+    /// Folds a row of at most [`BLOCK`] elements.
+    fn row(&self, row: &[T]) -> T;
+    /// Folds the results of two parts of a row.
+    fn join(&self, a: T, b: T) -> T;
+    /// Folds `along` rows of `inner` elements each into `target`, column by column; `target` has as
+    /// many elements as columns that are folded.
+    fn columns(&self, source: &[T], target: &mut [T], along: usize, inner: usize);
+}
+
+/// Folds `f` over `map` of each element.
+#[derive(Clone, Copy)]
+struct Fold<T, M, F> {
+    start: T,
+    map: M,
+    f: F,
+}
+
+impl<T, M, F> FoldRow<T> for Fold<T, M, F>
+where
+    T: Number,
+    M: Fn(T) -> T + Sync + Copy,
+    F: Fn(T, T) -> T + Sync + Copy,
+{
+    fn start(&self) -> T {
+        self.start
+    }
+
+    fn row(&self, row: &[T]) -> T {
+        run(RowLoop { row, fold: *self })
+    }
+
+    fn join(&self, a: T, b: T) -> T {
+        (self.f)(a, b)
+    }
+
+    fn columns(&self, source: &[T], target: &mut [T], along: usize, inner: usize) {
+        run(ColumnLoop { source, target, along, inner, fold: *self });
+    }
+}
+
+/// Folds the middle dimension with `f` and applies `last` to the results.
 fn fold<T: Number>(
     data: &[T],
     [_, along, inner]: [usize; 3],
     out: &mut [T],
-    start: T,
-    map: impl Fn(T) -> T + Sync + Copy,
-    f: impl Fn(T, T) -> T + Sync + Copy,
-    last: impl Fn(T) -> T + Sync + Copy,
+    f: &dyn FoldRow<T>,
+    last: &(dyn Fn(T) -> T + Sync),
 ) {
     if along == 0 {
-        out.fill(last(start));
+        out.fill(last(f.start()));
         return;
     }
     if inner == 1 {
-        in_weighted_pieces(out, 1, along, |first, piece| {
+        in_weighted_pieces(out, 1, along, &|first: usize, piece: &mut [T]| {
             for (slot, row) in piece.iter_mut().zip(data[first * along..].chunks_exact(along)) {
-                *slot = last(fold_row(row, start, map, f));
+                *slot = last(fold_row(row, f));
             }
         });
         return;
     }
-    in_weighted_pieces(out, 1, along, |first, piece| {
+    in_weighted_pieces(out, 1, along, &|first: usize, piece: &mut [T]| {
         let mut done = 0;
         while done < piece.len() {
             let (row, column) = ((first + done) / inner, (first + done) % inner);
             let length = (inner - column).min(piece.len() - done);
             let source = &data[row * along * inner + column..];
             let target = &mut piece[done..done + length];
-            run(ColumnFold { source, target, along, inner, start, map, f });
+            f.columns(source, target, along, inner);
             target.iter_mut().for_each(|slot| *slot = last(*slot));
             done += length;
         }
@@ -113,50 +156,44 @@ fn fold<T: Number>(
 }
 
 /// Folds one row in blocks whose results are folded pairwise, so that sums of many floats do not
-/// drown the small ones.
-fn fold_row<T: Number>(
-    row: &[T],
-    start: T,
-    map: impl Fn(T) -> T + Copy,
-    f: impl Fn(T, T) -> T + Copy,
-) -> T {
+/// lose the small ones.
+fn fold_row<T: Number>(row: &[T], f: &dyn FoldRow<T>) -> T {
     if row.len() <= BLOCK {
-        watch::did(row.len());
-        return run(RowFold { row, start, map, f });
+        yield_point::did_work(row.len());
+        return f.row(row);
     }
     let (left, right) = row.split_at((row.len() / 2).next_multiple_of(LANES));
-    f(fold_row(left, start, map, f), fold_row(right, start, map, f))
+    f.join(fold_row(left, f), fold_row(right, f))
 }
 
-/// Runs a loop, for the processor's widest vectors where its element type gains from them.
+/// Runs a loop, compiled for the processor's widest vectors if its element type gains from them.
 #[inline(always)]
-fn run<Op: SimdOp + Loop>(op: Op) -> Op::Output {
+fn run<Op: SimdOp + TypedLoop>(op: Op) -> Op::Output {
     if Op::WIDE { op.dispatch() } else { op.eval(rten_simd::isa::GenericIsa::new()) }
 }
 
-/// A loop that knows whether wide vectors are worth their code.
-trait Loop {
+/// A loop over elements of one type.
+trait TypedLoop {
+    /// [`Element::WIDE`] of that type.
     const WIDE: bool;
 }
 
-struct RowFold<'a, T, M, F> {
+struct RowLoop<'a, T, M, F> {
     row: &'a [T],
-    start: T,
-    map: M,
-    f: F,
+    fold: Fold<T, M, F>,
 }
 
-impl<T: Number, M, F> Loop for RowFold<'_, T, M, F> {
+impl<T: Number, M, F> TypedLoop for RowLoop<'_, T, M, F> {
     const WIDE: bool = T::WIDE;
 }
 
-impl<T: Number, M: Fn(T) -> T, F: Fn(T, T) -> T> SimdOp for RowFold<'_, T, M, F> {
+impl<T: Number, M: Fn(T) -> T, F: Fn(T, T) -> T> SimdOp for RowLoop<'_, T, M, F> {
     type Output = T;
 
     #[inline(always)]
     fn eval<I: Isa>(self, _: I) -> T {
-        let (map, f) = (self.map, self.f);
-        let mut lanes = [self.start; LANES];
+        let Fold { start, map, f } = self.fold;
+        let mut lanes = [start; LANES];
         let chunks = self.row.chunks_exact(LANES);
         let rest = chunks.remainder();
         for chunk in chunks {
@@ -164,7 +201,7 @@ impl<T: Number, M: Fn(T) -> T, F: Fn(T, T) -> T> SimdOp for RowFold<'_, T, M, F>
                 *lane = f(*lane, map(x));
             }
         }
-        let mut result = self.start;
+        let mut result = start;
         for &x in rest {
             result = f(result, map(x));
         }
@@ -182,34 +219,31 @@ impl<T: Number, M: Fn(T) -> T, F: Fn(T, T) -> T> SimdOp for RowFold<'_, T, M, F>
     }
 }
 
-struct ColumnFold<'a, T, M, F> {
-    /// Rows of `inner` elements, of which the first as many as `target` has are folded.
+struct ColumnLoop<'a, T, M, F> {
     source: &'a [T],
     target: &'a mut [T],
     along: usize,
     inner: usize,
-    start: T,
-    map: M,
-    f: F,
+    fold: Fold<T, M, F>,
 }
 
-impl<T: Number, M, F> Loop for ColumnFold<'_, T, M, F> {
+impl<T: Number, M, F> TypedLoop for ColumnLoop<'_, T, M, F> {
     const WIDE: bool = T::WIDE;
 }
 
-impl<T: Number, M: Fn(T) -> T, F: Fn(T, T) -> T> SimdOp for ColumnFold<'_, T, M, F> {
+impl<T: Number, M: Fn(T) -> T, F: Fn(T, T) -> T> SimdOp for ColumnLoop<'_, T, M, F> {
     type Output = ();
 
     #[inline(always)]
     fn eval<I: Isa>(self, _: I) {
-        let (map, f) = (self.map, self.f);
-        self.target.fill(self.start);
-        let mut told = 0;
+        let Fold { start, map, f } = self.fold;
+        self.target.fill(start);
+        let mut unreported = 0;
         for step in 0..self.along {
-            told += self.target.len();
-            if told >= TELL_AFTER {
-                watch::did(told / 2);
-                told = 0;
+            unreported += self.target.len();
+            if unreported >= REPORT_AFTER {
+                yield_point::did_work(unreported / 2);
+                unreported = 0;
             }
             let row = &self.source[step * self.inner..][..self.target.len()];
             for (slot, &x) in self.target.iter_mut().zip(row) {
@@ -219,15 +253,15 @@ impl<T: Number, M: Fn(T) -> T, F: Fn(T, T) -> T> SimdOp for ColumnFold<'_, T, M,
     }
 }
 
-/// `ln(sum(exp(x)))`, with the largest element taken out so that nothing overflows.
+/// `ln(sum(exp(x)))`, with the largest element factored out so that nothing overflows.
 fn log_sum_exp<T: Number>(data: &[T], [_, along, inner]: [usize; 3], out: &mut [T]) {
-    in_weighted_pieces(out, 1, along * 8, |first, piece| {
+    in_weighted_pieces(out, 1, along * 8, &|first: usize, piece: &mut [T]| {
         for (number, slot) in piece.iter_mut().enumerate() {
             let (row, column) = ((first + number) / inner, (first + number) % inner);
             let at = |step: usize| data[(row * along + step) * inner + column].to_f64();
-            watch::did(along * 8);
+            yield_point::did_work(along * 8);
             let top = (0..along).map(at).fold(f64::NEG_INFINITY, Number::larger);
-            // An infinite top would make the differences meaningless.
+            // Differences to an infinite one would be meaningless.
             let shift = if top.is_finite() { top } else { 0.0 };
             let sum: f64 = (0..along).map(|step| (at(step) - shift).exp()).sum();
             *slot = T::from_f64(shift + sum.ln());

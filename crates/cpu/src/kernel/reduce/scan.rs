@@ -3,11 +3,13 @@
 use model::op::ArgReduce;
 
 use crate::kernel::binary::Number;
-use crate::kernel::operand::{Element, around, flat, integer_scalar, one, resolve_axis, widened};
-use crate::kernel::walk::in_weighted_pieces;
+use crate::kernel::operand::{
+    Element, around, elements, integer_scalar, one, resolve_axis, widened,
+};
+use crate::kernel::parallel::in_weighted_pieces;
 use crate::kernel::{Inputs, KernelResult};
-use crate::value::Value;
-use crate::watch;
+use crate::value::{Value, into_elements};
+use crate::yield_point;
 
 /// Calls `$body` with the typed tensor in `$value`, half precision excluded.
 macro_rules! with_full {
@@ -23,7 +25,7 @@ macro_rules! with_full {
             Value::I64($tensor) => $body,
             Value::F32($tensor) => $body,
             Value::F64($tensor) => $body,
-            other => Err(format!("{} is not a full number", other.dtype())),
+            other => Err(format!("{} is not a number of full precision", other.dtype())),
         }
     };
 }
@@ -46,7 +48,7 @@ pub(super) fn arg_reduce(inputs: &Inputs, arg: ArgReduce) -> KernelResult {
     }
     let mut out = vec![0i64; extents.0 * extents.2];
     with_full!(value, tensor => {
-        positions(&flat(tensor), extents, arg, &mut out);
+        positions(elements(tensor), extents, arg, &mut out);
         one(i64::wrap(&shape, out))
     })
 }
@@ -64,12 +66,12 @@ fn positions<T: Number>(
         let equal = new == best || (is_nan(new) && is_nan(best));
         farther || (is_nan(new) && !is_nan(best)) || (arg.select_last && equal)
     };
-    in_weighted_pieces(out, 1, along, |first, piece| {
+    in_weighted_pieces(out, 1, along, &|first: usize, piece: &mut [i64]| {
         for (number, slot) in piece.iter_mut().enumerate() {
             let (row, column) = ((first + number) / inner, (first + number) % inner);
             let lane = &data[row * along * inner + column..];
             let mut best = 0;
-            watch::did(along * 2);
+            yield_point::did_work(along * 2);
             for step in 1..along {
                 if beats(lane[step * inner], lane[best * inner]) {
                     best = step;
@@ -87,7 +89,7 @@ pub(super) fn cum_sum(mut inputs: Inputs, exclusive: bool, reverse: bool) -> Ker
     let extents = around(value.shape(), axis);
     let shape = value.shape().to_vec();
     with_full!(value, tensor => {
-        let mut data = tensor.into_data();
+        let mut data = into_elements(tensor);
         running(&mut data, extents, exclusive, reverse);
         one(Element::wrap(&shape, data))
     })
@@ -106,7 +108,7 @@ fn running<T: Number>(
     for rows in data.chunks_mut(block) {
         for column in 0..inner {
             let mut sum = T::default();
-            watch::did(along);
+            yield_point::did_work(along);
             for step in 0..along {
                 let step = if reverse { along - 1 - step } else { step };
                 let slot = &mut rows[step * inner + column];

@@ -82,7 +82,7 @@ fn reductions_agree_with_a_naive_reference() {
 }
 
 #[test]
-fn sums_of_many_floats_stay_exact() {
+fn sums_of_many_floats_are_accurate() {
     let x = floats(&[1 << 20], &vec![0.1; 1 << 20]);
     let got: Vec<f32> = values(&run(op(ReduceKind::Mean, false), &[x])[0]);
     assert!((got[0] - 0.1).abs() < 1e-7, "{}", got[0]);
@@ -126,7 +126,7 @@ fn no_axes_reduce_all_or_nothing() {
 }
 
 #[test]
-fn positions_of_extremes() {
+fn arg_reduce_matches_numpy() {
     let x = floats(&[2, 3], &[2.0, 5.0, 5.0, 1.0, f32::NAN, 0.0]);
     let on = |max, axis, select_last| {
         let arg = ArgReduce { max, axis, keep_dims: false, select_last };
@@ -141,7 +141,7 @@ fn positions_of_extremes() {
 }
 
 #[test]
-fn running_sums() {
+fn cum_sum_supports_all_modes() {
     let x = integers(&[2, 3], &[1, 2, 3, 4, 5, 6]);
     let on = |axis, exclusive, reverse| {
         let op = Op::CumSum { exclusive, reverse };

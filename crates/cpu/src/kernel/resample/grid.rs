@@ -1,16 +1,15 @@
-//! Sampling of a picture or volume at the points of a grid.
+//! Sampling of an image or volume at the points of a grid.
 
 use model::DataType;
 use model::op::{GridPadding, ResizeMode};
-use rten_tensor::prelude::*;
 
 use super::taps::cubic;
 use crate::kernel::cast::convert;
-use crate::kernel::operand::{flat, one, output_len};
+use crate::kernel::operand::{elements, one, output_len};
 use crate::kernel::unary::Real;
 use crate::kernel::{Inputs, KernelResult};
 use crate::value::Value;
-use crate::watch;
+use crate::yield_point;
 
 /// Coefficient of the cubic filter.
 const CUBIC: f64 = -0.75;
@@ -23,8 +22,8 @@ pub(super) struct Sampler {
     align_corners: bool,
 }
 
-/// The taps along one dimension: positions, where there is one, with weights.
-type Line = Vec<(Option<usize>, f64)>;
+/// The taps along one dimension: weights, and positions unless they are outside.
+type AxisTaps = Vec<(Option<usize>, f64)>;
 
 impl Sampler {
     pub(super) fn new(mode: ResizeMode, padding: GridPadding, align_corners: bool) -> Sampler {
@@ -39,7 +38,7 @@ impl Sampler {
 
     /// The coordinate, in pixels, of a grid coordinate between -1 and 1.
     fn coordinate(&self, x: f64, size: usize) -> f64 {
-        // Single precision, as the operator's definition has it.
+        // Single precision, as the operator is defined.
         let (x, size) = (x as f32, size as f32);
         let pixel = if self.align_corners {
             (x + 1.0) / 2.0 * (size - 1.0)
@@ -50,7 +49,7 @@ impl Sampler {
     }
 
     /// The taps that make up the point at grid coordinate `x` of a dimension of `size`.
-    fn line(&self, x: f64, size: usize) -> Line {
+    fn axis_taps(&self, x: f64, size: usize) -> AxisTaps {
         let (low, high) = self.borders(size);
         let mut x = self.coordinate(x, size);
         if self.mode == ResizeMode::Nearest {
@@ -63,7 +62,7 @@ impl Sampler {
                 GridPadding::Reflection => reflected(x, low, high),
             };
         }
-        // Points past any picture would overflow as integers and read nothing all the same.
+        // Points far outside would overflow as integers; they read nothing.
         let x = x.clamp(-1e12, 1e12);
         let first = x.floor() as i64;
         let ratio = x - x.floor();
@@ -78,7 +77,7 @@ impl Sampler {
         }
     }
 
-    /// The pixel that is read for position `index`; none where the picture is followed by zeros.
+    /// The pixel that is read for position `index`; `None` in a border of zeros.
     fn pixel(&self, index: i64, size: usize) -> Option<usize> {
         let last = size as i64 - 1;
         match self.padding {
@@ -132,7 +131,7 @@ pub(super) fn sample<F: Real>(inputs: &Inputs, sampler: Sampler) -> KernelResult
     if count > 0 && picture == 0 {
         return Err("there is no pixel to sample".to_string());
     }
-    let (x, grid) = (flat(x), flat(&grid).into_owned());
+    let (x, grid) = (elements(x), elements(&grid).to_vec());
     let mut out = vec![F::default(); count];
     if count == 0 {
         return one(F::wrap(&out_shape, out));
@@ -142,7 +141,7 @@ pub(super) fn sample<F: Real>(inputs: &Inputs, sampler: Sampler) -> KernelResult
         for point in 0..points {
             let at = &grid[(image * points + point) * spatial..][..spatial];
             let taps = point_taps(sampler, at, &shape[2..]);
-            watch::did(100 + channels * taps.len());
+            yield_point::did_work(100 + channels * taps.len());
             for channel in 0..channels {
                 let plane = &x[(image * channels + channel) * picture..][..picture];
                 let sum = taps.iter().fold(0.0, |sum, &(offset, weight)| {
@@ -159,11 +158,11 @@ pub(super) fn sample<F: Real>(inputs: &Inputs, sampler: Sampler) -> KernelResult
 fn point_taps(sampler: Sampler, at: &[f64], sizes: &[usize]) -> Vec<(usize, f64)> {
     let mut taps = vec![(0, 1.0)];
     for (axis, &size) in sizes.iter().enumerate() {
-        let line = sampler.line(at[sizes.len() - 1 - axis], size);
+        let axis_taps = sampler.axis_taps(at[sizes.len() - 1 - axis], size);
         taps = taps
             .iter()
             .flat_map(|&(offset, weight)| {
-                line.iter().filter_map(move |&(pixel, tap)| {
+                axis_taps.iter().filter_map(move |&(pixel, tap)| {
                     pixel.map(|pixel| (offset * size + pixel, weight * tap))
                 })
             })

@@ -2,22 +2,21 @@
 
 use model::DataType;
 use model::op::{AspectPolicy, CoordinateMode, Resize, ResizeMode};
-use rten::BufferPool;
-use rten_tensor::prelude::*;
 
 use super::taps::{Axis, Taps};
+use crate::buffer_pool::{BufferPool, Pooled};
 use crate::kernel::cast::convert;
 use crate::kernel::layout::rearrange;
 use crate::kernel::operand::{
-    around, filled, flat, integers, is_half, one, output_len, resolve_axes, through_f32,
+    around, elements, filled, integers, is_half, one, output_len, resolve_axes, through_f32,
 };
+use crate::kernel::parallel::in_weighted_pieces;
 use crate::kernel::unary::Real;
-use crate::kernel::walk::in_weighted_pieces;
 use crate::kernel::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
-use crate::value::Value;
-use crate::watch;
+use crate::value::{TypedTensor, Value, into_elements};
+use crate::yield_point;
 
-/// The most taps a shrunk dimension may have in all: hostile sizes shrink absurdly much.
+/// Maximum taps of a dimension in all, against hostile sizes.
 const MAX_TAPS: f64 = (1u64 << 28) as f64;
 
 pub(super) fn build(facts: &StepFacts, resize: Resize, dtype: DataType) -> Result<Kernel, String> {
@@ -50,7 +49,7 @@ pub(super) fn build(facts: &StepFacts, resize: Resize, dtype: DataType) -> Resul
 fn floats(inputs: &Inputs, index: usize) -> Result<Option<Vec<f64>>, String> {
     let Some(value) = inputs.optional(index) else { return Ok(None) };
     match convert(value, DataType::F64)? {
-        Value::F64(tensor) if tensor.len() > 0 => Ok(Some(tensor.into_data())),
+        Value::F64(tensor) if tensor.len() > 0 => Ok(Some(into_elements(tensor))),
         _ => Ok(None),
     }
 }
@@ -86,7 +85,7 @@ fn plan(inputs: &Inputs, resize: &Resize) -> Result<Vec<Axis>, String> {
     Ok(plan)
 }
 
-/// Refuses outputs and filters that no picture needs.
+/// An error for outputs and filters that no real image needs.
 fn check(plan: &[Axis], resize: &Resize, value: &Value) -> Result<(), String> {
     let out: Vec<usize> = plan.iter().map(|axis| axis.output).collect();
     output_len::<u64>(&out, value.size_bytes())?;
@@ -145,7 +144,7 @@ fn size_axes(
     Ok(())
 }
 
-/// Dimensions that change, those that shrink most first: what follows then has less to do.
+/// Dimensions that change, those that shrink most first, which makes the others cheaper.
 fn changing(plan: &[Axis], coordinates: CoordinateMode) -> Vec<usize> {
     let mut axes: Vec<usize> =
         (0..plan.len()).filter(|&axis| !plan[axis].is_identity(coordinates)).collect();
@@ -153,7 +152,7 @@ fn changing(plan: &[Axis], coordinates: CoordinateMode) -> Vec<usize> {
     axes
 }
 
-/// Nearest neighbours, which only move elements.
+/// Nearest-neighbour resizing, which only copies elements.
 fn nearest(context: &Context, mut inputs: Inputs, resize: &Resize) -> KernelResult {
     let plan = plan(&inputs, resize)?;
     let axes = changing(&plan, resize.coordinates);
@@ -167,8 +166,8 @@ fn nearest(context: &Context, mut inputs: Inputs, resize: &Resize) -> KernelResu
     one(rearrange!(value, &out, data => pick(context.pool, data, value.shape(), &picks)))
 }
 
-/// Takes positions `picks` of one dimension after the other.
-fn pick<T: Clone + Default + Send + Sync>(
+/// Selects the positions `picks` of one dimension after the other.
+fn pick<T: Pooled + Default>(
     pool: &BufferPool,
     data: &[T],
     shape: &[usize],
@@ -181,18 +180,18 @@ fn pick<T: Clone + Default + Send + Sync>(
         let mut next = filled(pool, outer * sources.len() * inner, T::default());
         let block = sources.len() * inner;
         if !next.is_empty() {
-            in_weighted_pieces(&mut next, block, 1, |start, piece| {
+            in_weighted_pieces(&mut next, block, 1, &|start: usize, piece: &mut [T]| {
                 for (number, target) in piece.chunks_mut(block).enumerate() {
                     let from =
                         &current[(start / block + number) * along * inner..][..along * inner];
                     if inner == 1 {
-                        watch::did(target.len());
+                        yield_point::did_work(target.len());
                         for (slot, &source) in target.iter_mut().zip(sources) {
                             slot.clone_from(&from[source]);
                         }
                     } else {
                         for (run, &source) in target.chunks_mut(inner).zip(sources) {
-                            watch::did(inner);
+                            yield_point::did_work(inner);
                             run.clone_from_slice(&from[source * inner..][..inner]);
                         }
                     }
@@ -213,7 +212,7 @@ fn real<F: Real>(context: &Context, mut inputs: Inputs, resize: &Resize) -> Kern
     }
     let tensor = inputs.typed::<F>(0)?;
     let mut shape = tensor.shape().to_vec();
-    let mut current = flat(tensor);
+    let mut current = std::borrow::Cow::Borrowed(elements(tensor));
     let extrapolation = F::of(f64::from(resize.extrapolation_value));
     for axis in axes {
         let taps = Taps::new(resize, plan[axis]);
@@ -225,7 +224,7 @@ fn real<F: Real>(context: &Context, mut inputs: Inputs, resize: &Resize) -> Kern
     one(F::wrap(&shape, current.into_owned()))
 }
 
-/// Weighs the taps of one dimension.
+/// Applies the weighted taps of one dimension.
 fn blend<F: Real>(
     pool: &BufferPool,
     data: &[F],
@@ -240,9 +239,9 @@ fn blend<F: Real>(
     }
     let weights: Vec<F> = taps.weights.iter().map(|&weight| F::of(weight)).collect();
     let width = taps.width;
-    in_weighted_pieces(&mut out, inner, width, |start, piece| {
+    in_weighted_pieces(&mut out, inner, width, &|start: usize, piece: &mut [F]| {
         for (number, run) in piece.chunks_mut(inner).enumerate() {
-            watch::did(inner * width);
+            yield_point::did_work(inner * width);
             let (row, position) =
                 ((start / inner + number) / length, (start / inner + number) % length);
             if taps.outside[position] {
@@ -253,7 +252,7 @@ fn blend<F: Real>(
             let sources = &taps.sources[position * width..][..width];
             let weights = &weights[position * width..][..width];
             for (&source, &weight) in sources.iter().zip(weights) {
-                // A weight of zero must not let infinity or NaN through.
+                // An infinite or NaN element with a weight of zero must not count.
                 if weight != F::default() {
                     let line = &from[source * inner..][..inner];
                     for (slot, &x) in run.iter_mut().zip(line) {
@@ -277,8 +276,8 @@ fn rounded(
     inputs.replace(0, wide);
     match real::<f64>(context, inputs, resize)?.pop() {
         Some(Value::F64(tensor)) => {
-            let data: Vec<f64> = tensor.iter().map(|x| x.round_ties_even()).collect();
-            let rounded = rten_tensor::Tensor::from_data(tensor.shape(), data);
+            let data: Vec<f64> = elements(&tensor).iter().map(|x| x.round_ties_even()).collect();
+            let rounded = TypedTensor::from_data(tensor.shape(), data);
             one(convert(&Value::F64(rounded), dtype)?)
         }
         _ => Err("no result".to_string()),

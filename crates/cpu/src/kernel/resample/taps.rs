@@ -1,4 +1,4 @@
-//! Where each output position of a resized dimension reads, and with which weights.
+//! The input positions and weights of each output position of a resized dimension.
 
 use model::op::{CoordinateMode, NearestMode, Resize, ResizeMode};
 
@@ -9,12 +9,12 @@ pub(super) struct Axis {
     pub(super) output: usize,
     /// Output extent per input extent, before rounding.
     pub(super) scale: f64,
-    /// The part of the picture that `CropAndResize` reads.
+    /// The part of the image that `CropAndResize` reads.
     pub(super) roi: (f64, f64),
 }
 
 impl Axis {
-    /// Whether resizing leaves the dimension as it is.
+    /// Whether resizing does not change the dimension.
     pub(super) fn is_identity(&self, coordinates: CoordinateMode) -> bool {
         let cropped = coordinates == CoordinateMode::CropAndResize && self.roi != (0.0, 1.0);
         self.input == self.output && (self.scale - 1.0).abs() < 1e-9 && !cropped
@@ -57,9 +57,9 @@ pub(super) struct Taps {
     pub(super) width: usize,
     /// Input positions, `width` per output position.
     pub(super) sources: Vec<usize>,
-    /// Weights beside them.
+    /// The weights of these positions.
     pub(super) weights: Vec<f64>,
-    /// Output positions that read outside the picture and take the extrapolation value.
+    /// Output positions outside the image, which get the extrapolation value.
     pub(super) outside: Vec<bool>,
 }
 
@@ -91,7 +91,7 @@ impl Taps {
         taps
     }
 
-    /// The one input position of each output position, when every other tap weighs nothing.
+    /// The only input position with a weight, for each output position.
     pub(super) fn single(&self) -> Vec<usize> {
         self.sources
             .chunks(self.width.max(1))
@@ -105,7 +105,7 @@ impl Taps {
 
 /// The first of `count` taps nearest to `x`, the lower ones among equals.
 fn first_tap(x: f64, count: usize) -> i64 {
-    // Coordinates past any picture would overflow and all read the same edge.
+    // Coordinates far outside would overflow; they all read the same edge.
     let x = x.clamp(-1e12, 1e12);
     let (floor, half) = (x.floor() as i64, (count / 2) as i64);
     let fraction = x - x.floor();

@@ -1,4 +1,4 @@
-//! What one time step does to the state.
+//! One time step of a recurrent cell.
 
 use model::op::{Activation, Rnn, RnnCell};
 
@@ -93,7 +93,7 @@ pub(super) struct Cell<'a> {
 pub(super) struct Buffers {
     /// Products with the state.
     gates: Vec<f32>,
-    /// A GRU's last product with the state, and what goes into it.
+    /// A GRU's last product with the state, and its operand.
     candidate: Vec<f32>,
     reset: Vec<f32>,
     /// One item's gates.

@@ -4,7 +4,9 @@ use base::Random;
 use model::Tensor as Host;
 use model::op::Op;
 
-use super::super::testing_dense::{Given, assert_close, between, given, random, run, wide};
+use super::super::testing_dense::{
+    TestOperand, assert_close, between, input_or_constant, random, run, wide,
+};
 use super::*;
 
 struct Case {
@@ -159,15 +161,15 @@ fn random_layers_match_the_reference() {
         let swap = |t: &Host| if batch_first { permuted(t, &[1, 0, 2]) } else { t.clone() };
         let steps: Vec<i32> = case.lengths.iter().map(|&n| n as i32).collect();
         let mut operands = vec![
-            Given::Input(swap(&x)),
-            given(&mut source, &w),
-            given(&mut source, &r),
-            given(&mut source, &b),
-            Given::Input(Host::from_vec(vec![batch], steps).unwrap()),
-            Given::Input(swap(&h)),
+            TestOperand::Input(swap(&x)),
+            input_or_constant(&mut source, &w),
+            input_or_constant(&mut source, &r),
+            input_or_constant(&mut source, &b),
+            TestOperand::Input(Host::from_vec(vec![batch], steps).unwrap()),
+            TestOperand::Input(swap(&h)),
         ];
         if lstm {
-            operands.extend([Given::Input(swap(&c)), given(&mut source, &peep)]);
+            operands.extend([TestOperand::Input(swap(&c)), input_or_constant(&mut source, &peep)]);
         }
         let dtypes = vec![DataType::F32; if lstm { 3 } else { 2 }];
         let out = run(Op::Rnn(rnn.clone()), &operands, &dtypes).unwrap();

@@ -1,8 +1,6 @@
 //! Non-maximum suppression of boxes.
 
-use rten_tensor::prelude::*;
-
-use crate::kernel::operand::{Element, flat, integers, one};
+use crate::kernel::operand::{Element, elements, integers, one};
 use crate::kernel::{Inputs, KernelResult};
 
 /// A box by its corners, `low <= high`.
@@ -46,7 +44,7 @@ impl Corners {
 fn threshold(inputs: &Inputs, index: usize) -> Result<Option<f32>, String> {
     match inputs.optional_typed::<f32>(index)? {
         None => Ok(None),
-        Some(tensor) => match flat(tensor).as_ref() {
+        Some(tensor) => match elements(tensor) {
             [only] => Ok(Some(*only)),
             many => Err(format!("operand {index} must be one number, has {}", many.len())),
         },
@@ -64,13 +62,13 @@ pub(super) fn suppress(inputs: &Inputs, center_point: bool) -> KernelResult {
     if (score_batch, score_count) != (batch, count) {
         return Err(format!("{:?} scores for {:?} boxes", scores.shape(), boxes.shape()));
     }
-    let most = match inputs.optional(2) {
+    let max_boxes = match inputs.optional(2) {
         None => 0,
         Some(value) => integers(value)?.first().copied().unwrap_or(0).max(0) as usize,
     };
-    let most_overlap = threshold(inputs, 3)?.unwrap_or(0.0);
-    let least_score = threshold(inputs, 4)?;
-    let (boxes, scores) = (flat(boxes), flat(scores));
+    let max_overlap = threshold(inputs, 3)?.unwrap_or(0.0);
+    let min_score = threshold(inputs, 4)?;
+    let (boxes, scores) = (elements(boxes), elements(scores));
     let mut chosen: Vec<i64> = Vec::new();
     for image in 0..batch {
         let corners: Vec<Corners> = boxes[image * count * 4..][..count * 4]
@@ -79,7 +77,7 @@ pub(super) fn suppress(inputs: &Inputs, center_point: bool) -> KernelResult {
             .collect();
         for class in 0..classes {
             let scores = &scores[(image * classes + class) * count..][..count];
-            for index in best_boxes(&corners, scores, most, most_overlap, least_score) {
+            for index in best_boxes(&corners, scores, max_boxes, max_overlap, min_score) {
                 chosen.extend([image as i64, class as i64, index as i64]);
             }
         }
@@ -87,25 +85,24 @@ pub(super) fn suppress(inputs: &Inputs, center_point: bool) -> KernelResult {
     one(i64::wrap(&[chosen.len() / 3, 3], chosen))
 }
 
-/// The boxes of one class by falling score, without those that overlap a better one too much.
+/// The boxes of one class by descending score, without those that overlap a better one too much.
 fn best_boxes(
     corners: &[Corners],
     scores: &[f32],
-    most: usize,
-    most_overlap: f32,
-    least_score: Option<f32>,
+    max_boxes: usize,
+    max_overlap: f32,
+    min_score: Option<f32>,
 ) -> Vec<usize> {
     let mut order: Vec<usize> = (0..scores.len())
-        .filter(|&index| least_score.is_none_or(|least| scores[index] > least))
+        .filter(|&index| min_score.is_none_or(|min| scores[index] > min))
         .collect();
     order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
     let mut chosen: Vec<usize> = Vec::new();
     for index in order {
-        if chosen.len() >= most {
+        if chosen.len() >= max_boxes {
             break;
         }
-        let free =
-            chosen.iter().all(|&best| corners[best].overlap(&corners[index]) <= most_overlap);
+        let free = chosen.iter().all(|&best| corners[best].overlap(&corners[index]) <= max_overlap);
         if free {
             chosen.push(index);
         }

@@ -108,7 +108,7 @@ fn erf(x: f64) -> f64 {
     (1.0 - complement).copysign(x)
 }
 
-/// Vectorised error function. The library's has an absolute error of 7e-7, which is much where the
+/// Vectorized error function. The library's has an absolute error of 7e-7, which is much where the
 /// function is small; there a polynomial takes over.
 #[derive(Default)]
 pub(super) struct Erf;
@@ -138,7 +138,7 @@ impl SimdUnaryOp<f32> for Erf {
     }
 }
 
-/// Vectorised `x / 2 * (1 + erf(x / sqrt(2)))`.
+/// Vectorized `x / 2 * (1 + erf(x / sqrt(2)))`.
 pub(super) struct Gelu;
 
 impl SimdUnaryOp<f32> for Gelu {

@@ -1,4 +1,4 @@
-//! The CPU device with weights that come and go passes what such devices promise.
+//! The CPU device with paged weights passes the residency suite.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use device::conformance::{self, Verdict};
 use device::paged::{PagedDevice, PagedDeviceOptions};
 
 #[test]
-fn weights_come_and_go() {
+fn passes_the_residency_suite() {
     let inner = Arc::new(CpuDevice::new(CpuOptions { threads: 2, queues: 2 }));
     let options = PagedDeviceOptions {
         memory: Bytes(1 << 30),
@@ -16,9 +16,9 @@ fn weights_come_and_go() {
         runnable_percent: 60,
         added: Bytes(0),
     };
-    let device = PagedDevice::new(inner, options).expect("a thread");
+    let device = PagedDevice::new(inner, options).expect("the thread starts");
     let report = conformance::run_residency(&device);
     assert!(report.cases.iter().all(|case| case.verdict == Verdict::Passed), "{report}");
-    // Two runs without weights are part of the suite, and nothing else breaks a rule.
+    // The suite contains two runs without weights; nothing else is a violation.
     assert_eq!(device.violations(), 2);
 }

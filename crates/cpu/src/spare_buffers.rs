@@ -1,25 +1,26 @@
-//! Buffers of `f32` that were results and no longer are. They stay initialised, so that a kernel that
-//! overwrites all of its output need not fill it first.
+//! Reuse of `f32` buffers without filling them.
+//!
+//! The buffers stay initialized, so that a kernel that overwrites all of its output need not fill
+//! it first.
 
 use std::cell::RefCell;
 
-use rten::BufferPool;
-
-use crate::watch;
+use crate::buffer_pool::BufferPool;
+use crate::yield_point;
 
 /// Buffers kept per thread.
 const MAX_BUFFERS: usize = 24;
 
-/// Elements of the least buffer worth keeping.
+/// Elements of the smallest buffer worth keeping.
 const MIN_LENGTH: usize = 1024;
 
 thread_local! {
-    // A queue's steps all run on one thread, which gives and takes.
+    // All steps of a queue run on one thread, which keeps and takes.
     static BUFFERS: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Keeps `buffer` for [`take`]; the oldest goes to `pool` when there are too many.
-pub(crate) fn give(buffer: Vec<f32>, pool: &BufferPool) {
+/// Keeps `buffer` for [`take`]. The oldest one goes to `pool` when there are too many.
+pub(crate) fn keep(buffer: Vec<f32>, pool: &BufferPool) {
     if buffer.len() < MIN_LENGTH {
         return;
     }
@@ -31,10 +32,10 @@ pub(crate) fn give(buffer: Vec<f32>, pool: &BufferPool) {
     });
 }
 
-/// A buffer of `count` elements whose contents are arbitrary: what takes it must overwrite all of it.
+/// A buffer of `count` elements with arbitrary content: the caller must overwrite all of it.
 pub(crate) fn take(pool: &BufferPool, count: usize) -> Vec<f32> {
     let found = BUFFERS.with_borrow_mut(|buffers| {
-        // Filling what is missing costs most, holding on to too much memory comes next.
+        // Filling missing elements costs most; holding too much memory comes second.
         let cost = |buffer: &Vec<f32>| (count.saturating_sub(buffer.len()), buffer.capacity());
         let fits =
             |buffer: &Vec<f32>| (count..=count.saturating_mul(2)).contains(&buffer.capacity());
@@ -43,8 +44,8 @@ pub(crate) fn take(pool: &BufferPool, count: usize) -> Vec<f32> {
         Some(buffers.swap_remove(best))
     });
     let mut buffer = found.unwrap_or_else(|| pool.alloc(count));
-    watch::resize(&mut buffer, count, 0.0);
-    // What a kernel fails to overwrite must not go unnoticed.
+    yield_point::resize(&mut buffer, count, 0.0);
+    // Makes tests fail if a kernel does not overwrite everything.
     #[cfg(test)]
     buffer.fill(f32::NAN);
     buffer
@@ -55,10 +56,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_given_is_taken() {
+    fn kept_buffers_are_reused() {
         let pool = BufferPool::new();
-        give(vec![1.0; 5000], &pool);
-        give(vec![1.0; 9000], &pool);
+        keep(vec![1.0; 5000], &pool);
+        keep(vec![1.0; 9000], &pool);
         assert_eq!(take(&pool, 4500).capacity(), 5000);
         assert_eq!(take(&pool, 4500).capacity(), 9000);
         assert_eq!(take(&pool, 4500).len(), 4500);

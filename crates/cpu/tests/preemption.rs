@@ -1,4 +1,4 @@
-//! Work leaves in the middle of its steps, goes on from there, and comes to the same bits.
+//! Tasks that are preempted inside their steps resume there and compute the same bits.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -15,39 +15,40 @@ use model::op::{
 };
 use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
 
-/// How long anything may take before it counts as hung.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Time after which a test counts as hung.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-struct Inbox(Sender<Completion>);
+struct ChannelSink(Sender<Completion>);
 
-impl CompletionSink for Inbox {
+impl CompletionSink for ChannelSink {
     fn complete(&self, completion: Completion) {
-        // Nobody listens any more when a test has ended early.
+        // The receiver is gone when a test has ended early.
         let _ = self.0.send(completion);
     }
 }
 
-struct Lane {
+struct TestQueue {
     queue: Box<dyn Queue>,
     completions: Receiver<Completion>,
 }
 
-impl Lane {
-    fn open(device: &CpuDevice, id: u32, high_priority: bool) -> Lane {
+impl TestQueue {
+    fn open(device: &CpuDevice, id: u32, high_priority: bool) -> TestQueue {
         let (sender, completions) = channel();
         let preemptible = !high_priority;
         let options = QueueOptions { id, capacity: 2, high_priority, preemptible };
-        let queue = device.open_queue(options, Arc::new(Inbox(sender))).expect("threads");
-        Lane { queue, completions }
+        let queue =
+            device.open_queue(options, Arc::new(ChannelSink(sender))).expect("the threads start");
+        TestQueue { queue, completions }
     }
 
     fn launch(&self, task: Box<dyn Task>) {
         let steps = task.next_step()..task.step_count();
-        assert!(self.queue.launch(Segment { token: 1, task, steps }).is_ok(), "there is room");
+        assert!(self.queue.launch(Segment { token: 1, task, steps }).is_ok(), "the queue is full");
     }
 
     fn wait(&self) -> Completion {
-        self.completions.recv_timeout(PATIENCE).expect("what is launched completes")
+        self.completions.recv_timeout(TIMEOUT).expect("the segment completes")
     }
 
     fn outputs(&self, task: Box<dyn Task>) -> Vec<Tensor> {
@@ -55,31 +56,31 @@ impl Lane {
         outputs(self.wait())
     }
 
-    /// Runs `task` with orders to leave at random moments, no further apart than `most`. The outputs, and how long leaving took
-    /// each time.
-    fn disturbed(
+    /// Runs `task` and preempts it at random moments, at most `max_gap` apart. Returns the outputs
+    /// and how long each preemption took.
+    fn outputs_with_preemptions(
         &self,
         mut task: Box<dyn Task>,
         random: &mut Random,
-        most: Duration,
+        max_gap: Duration,
     ) -> (Vec<Tensor>, Vec<Duration>) {
-        let mut taken = Vec::new();
+        let mut times = Vec::new();
         loop {
             self.launch(task);
-            pause(most.mul_f64(random.unit_f64()));
-            let ordered = Instant::now();
+            pause(max_gap.mul_f64(random.unit_f64()));
+            let requested = Instant::now();
             self.queue.preempt();
             let completion = self.wait();
             if completion.outcome != Outcome::Preempted {
-                return (outputs(completion), taken);
+                return (outputs(completion), times);
             }
-            taken.push(ordered.elapsed());
+            times.push(requested.elapsed());
             task = completion.task;
         }
     }
 }
 
-/// Lets `span` pass, to the microsecond: a sleep is too coarse for short operators.
+/// Waits `span`, to the microsecond: a sleep is too coarse for short operators.
 fn pause(span: Duration) {
     let began = Instant::now();
     while began.elapsed() < span {
@@ -98,7 +99,7 @@ fn noise(random: &mut Random, shape: &[usize]) -> Tensor {
     Tensor::from_vec(shape.to_vec(), values).expect("shape and count agree")
 }
 
-/// A plan of `steps` in a row: each is an operator with the constants after its first operand.
+/// A plan of consecutive `steps`: operators with the constants after their first operand.
 fn chain(steps: Vec<(Op, Vec<Tensor>)>) -> LaunchPlan {
     let mut plan = LaunchPlan::default();
     let value = |plan: &mut LaunchPlan, dtype| {
@@ -133,7 +134,7 @@ fn window(kernel: usize, stride: usize, pad: usize) -> Window {
     }
 }
 
-/// An operator that looks, the shape of its input and its constants; each takes milliseconds.
+/// An operator with yield points, its input's shape and its constants; it runs for milliseconds.
 struct Case {
     name: &'static str,
     shape: Vec<usize>,
@@ -230,36 +231,36 @@ fn others(random: &mut Random) -> Vec<Case> {
     ]
 }
 
-/// Disturbs runs of each case until one of its steps was left inside, and compares every result.
-fn check(device: &CpuDevice, lane: &Lane, cases: Vec<Case>, random: &mut Random) {
+/// Preempts runs of each case until that happened inside a step, and compares every result.
+fn check(device: &CpuDevice, queue: &TestQueue, cases: Vec<Case>, random: &mut Random) {
     for case in cases {
         let Case { name, shape, op, constants } = case;
         let plan = chain(vec![(op, constants)]);
         let program = device.load(Arc::new(plan)).expect("the CPU runs it");
-        let mut taken = Vec::new();
-        // Orders are spread over the fastest run seen: others show what else the machine did.
+        let mut times = Vec::new();
+        // Preemptions are spread over the fastest run seen; slower ones show other load.
         let mut fastest = Duration::MAX;
-        let (began, before) = (Instant::now(), device.leaves().inside);
-        while device.leaves().inside < before + 2 {
-            assert!(began.elapsed() < PATIENCE, "{name} was never left inside");
+        let (began, before) = (Instant::now(), device.preemption_counts().inside_step);
+        while device.preemption_counts().inside_step < before + 2 {
+            assert!(began.elapsed() < TIMEOUT, "{name} was never preempted inside a step");
             let input = noise(random, &shape);
             let prepare = || program.prepare(vec![input.clone()]).expect("it fits");
             let launched = Instant::now();
-            let want = lane.outputs(prepare());
+            let want = queue.outputs(prepare());
             fastest = fastest.min(launched.elapsed());
             for _ in 0..4 {
-                let (got, left) = lane.disturbed(prepare(), random, fastest);
-                taken.extend(left);
+                let (got, preemptions) = queue.outputs_with_preemptions(prepare(), random, fastest);
+                times.extend(preemptions);
                 assert!(got == want, "{name}: the bits differ");
             }
         }
-        // Told and not judged: it depends on what else the machine does.
-        taken.sort();
+        // Printed and not checked: it depends on other load on the machine.
+        times.sort();
         println!(
-            "{name}: left {} times in {:?} to {:?}",
-            taken.len(),
-            taken[0],
-            taken[taken.len() - 1]
+            "{name}: preempted {} times within {:?} to {:?}",
+            times.len(),
+            times[0],
+            times[times.len() - 1]
         );
     }
 }
@@ -267,21 +268,21 @@ fn check(device: &CpuDevice, lane: &Lane, cases: Vec<Case>, random: &mut Random)
 fn all(threads: usize, seed: u64) {
     let mut random = Random::new(seed);
     let device = CpuDevice::new(CpuOptions { threads, queues: 1 });
-    let lane = Lane::open(&device, 0, false);
+    let queue = TestQueue::open(&device, 0, false);
     let cases = [convolutions, products, others];
     for cases in cases {
         let cases = cases(&mut random);
-        check(&device, &lane, cases, &mut random);
+        check(&device, &queue, cases, &mut random);
     }
 }
 
 #[test]
-fn every_operator_that_looks_is_left_inside_on_one_thread() {
+fn preempts_operators_inside_steps_on_one_thread() {
     all(1, 71);
 }
 
 #[test]
-fn every_operator_that_looks_is_left_inside_on_several_threads() {
+fn preempts_operators_inside_steps_on_several_threads() {
     all(3, 72);
 }
 
@@ -305,35 +306,36 @@ fn image(random: &mut Random) -> Tensor {
     noise(random, &[96, 4, 12, 12])
 }
 
-/// More tasks than may stand at once, on two queues, in any order, beside others that run undisturbed before them.
+/// More tasks than may be suspended at once, on two queues and in any order, beside a real-time
+/// queue.
 #[test]
-fn many_tasks_stand_and_go_on_anywhere() {
+fn suspended_tasks_resume_on_any_queue() {
     let mut random = Random::new(73);
     let device = CpuDevice::new(CpuOptions { threads: 2, queues: 2 });
-    let lanes = [Lane::open(&device, 0, false), Lane::open(&device, 1, false)];
-    let first = Lane::open(&device, 2, true);
+    let queues = [TestQueue::open(&device, 0, false), TestQueue::open(&device, 1, false)];
+    let real_time = TestQueue::open(&device, 2, true);
     let program = network(&device, &mut random);
     let inputs: Vec<Tensor> = (0..9).map(|_| image(&mut random)).collect();
     let prepare = |input: &Tensor| program.prepare(vec![input.clone()]).expect("it fits");
     let wants: Vec<Vec<Tensor>> =
-        inputs.iter().map(|input| first.outputs(prepare(input))).collect();
+        inputs.iter().map(|input| real_time.outputs(prepare(input))).collect();
     let began = Instant::now();
     let mut open: Vec<(usize, Box<dyn Task>)> = Vec::new();
-    // Orders may come too late, so there are more tasks until enough of them found theirs inside a step.
-    while !open.is_empty() || device.leaves().inside <= 4 {
+    // Preemptions may come too late, so tasks are added until enough were preempted inside a step.
+    while !open.is_empty() || device.preemption_counts().inside_step <= 4 {
         if open.is_empty() {
-            assert!(began.elapsed() < PATIENCE, "{:?}", device.leaves());
+            assert!(began.elapsed() < TIMEOUT, "{:?}", device.preemption_counts());
             open.extend(inputs.iter().map(prepare).enumerate());
         }
         let chosen = random.below(open.len() as u64) as usize;
         let (number, task) = open.swap_remove(chosen);
-        let lane = &lanes[random.below(2) as usize];
-        lane.launch(task);
+        let queue = &queues[random.below(2) as usize];
+        queue.launch(task);
         std::thread::sleep(Duration::from_micros(random.below(3_000)));
-        // Whoever goes before is served meanwhile, and rightly.
-        lane.queue.preempt();
-        assert_eq!(first.outputs(prepare(&inputs[0])), wants[0]);
-        let completion = lane.wait();
+        // Real time runs meanwhile and computes the right outputs.
+        queue.queue.preempt();
+        assert_eq!(real_time.outputs(prepare(&inputs[0])), wants[0]);
+        let completion = queue.wait();
         match completion.outcome {
             Outcome::Preempted => open.push((number, completion.task)),
             _ => assert!(outputs(completion) == wants[number], "task {number}: the bits differ"),
@@ -341,50 +343,52 @@ fn many_tasks_stand_and_go_on_anywhere() {
     }
 }
 
-/// Tasks that nobody wants any more give their threads back: others are left inside as before.
+/// Dropped tasks return their threads: others are preempted inside steps as before.
 #[test]
-fn what_stands_may_be_given_up() {
+fn suspended_tasks_may_be_dropped() {
     let mut random = Random::new(74);
     let device = CpuDevice::new(CpuOptions { threads: 2, queues: 1 });
-    let lane = Lane::open(&device, 0, false);
+    let queue = TestQueue::open(&device, 0, false);
     let program = network(&device, &mut random);
-    let mut given_up = 0;
+    let mut dropped = 0;
     let began = Instant::now();
-    while given_up < 20 {
-        assert!(began.elapsed() < PATIENCE, "only {given_up} stood");
+    while dropped < 20 {
+        assert!(began.elapsed() < TIMEOUT, "only {dropped} were suspended");
         let input = image(&mut random);
-        let before = device.leaves().inside;
-        lane.launch(program.prepare(vec![input]).expect("it fits"));
+        let before = device.preemption_counts().inside_step;
+        queue.launch(program.prepare(vec![input]).expect("it fits"));
         std::thread::sleep(Duration::from_micros(random.below(3_000)));
-        lane.queue.preempt();
-        drop(lane.wait());
-        given_up += device.leaves().inside - before;
+        queue.queue.preempt();
+        drop(queue.wait());
+        dropped += device.preemption_counts().inside_step - before;
     }
     let input = image(&mut random);
     let prepare = || program.prepare(vec![input.clone()]).expect("it fits");
-    let want = lane.outputs(prepare());
-    assert!(lane.disturbed(prepare(), &mut random, Duration::from_millis(2)).0 == want);
+    let want = queue.outputs(prepare());
+    assert!(
+        queue.outputs_with_preemptions(prepare(), &mut random, Duration::from_millis(2)).0 == want
+    );
 }
 
-/// A queue is closed while a task of its stands, which another queue finishes.
+/// A queue closes while one of its tasks is suspended; another queue finishes it.
 #[test]
-fn a_task_outlives_its_queue() {
+fn suspended_task_outlives_its_queue() {
     let mut random = Random::new(75);
     let device = CpuDevice::new(CpuOptions { threads: 2, queues: 2 });
     let program = network(&device, &mut random);
     let input = image(&mut random);
     let prepare = || program.prepare(vec![input.clone()]).expect("it fits");
-    let other = Lane::open(&device, 1, false);
+    let other = TestQueue::open(&device, 1, false);
     let want = other.outputs(prepare());
     let began = Instant::now();
-    while device.leaves().inside == 0 {
-        assert!(began.elapsed() < PATIENCE, "nothing stood");
-        let lane = Lane::open(&device, 0, false);
-        lane.launch(prepare());
+    while device.preemption_counts().inside_step == 0 {
+        assert!(began.elapsed() < TIMEOUT, "no task was suspended");
+        let queue = TestQueue::open(&device, 0, false);
+        queue.launch(prepare());
         std::thread::sleep(Duration::from_micros(random.below(3_000)));
-        lane.queue.preempt();
-        let completion = lane.wait();
-        drop(lane);
+        queue.queue.preempt();
+        let completion = queue.wait();
+        drop(queue);
         match completion.outcome {
             Outcome::Preempted => {
                 assert!(other.outputs(completion.task) == want, "the bits differ")
