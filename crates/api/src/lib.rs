@@ -10,6 +10,7 @@ pub mod grpc;
 pub mod infer;
 pub mod metadata;
 pub mod parameters;
+pub mod picture;
 pub mod proto;
 pub mod service;
 pub mod trace;
