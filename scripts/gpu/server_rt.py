@@ -216,7 +216,7 @@ def inputs_of(port: int, folder: Path, model: str) -> dict[str, np.ndarray]:
 def preemptions(port: int) -> dict[str, float]:
     """What the server itself counted."""
     lines = get(port, "/metrics")[1].decode().splitlines()
-    kept = ("atoll_preemptions_total", "atoll_preemptions_caused_total", "atoll_preemption_leave_seconds_sum")
+    kept = ("atoll_preemptions_total", "atoll_preemptions_caused_total", "atoll_preemption_seconds_sum")
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(kept)}
 
 

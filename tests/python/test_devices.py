@@ -107,7 +107,7 @@ def test_workers_are_chosen_by_profile_and_objective(pair: Server) -> None:
     for model, most in (("digits", "16"), ("hasty", "1")):
         wait_for(lambda model=model: "atoll_profile_us" in parameters(pair, model), f"measuring {model}")
         known = parameters(pair, model)
-        assert known["atoll_batch_most"] == most, known
+        assert known["atoll_batch_max"] == most, known
 
 
 def test_a_registered_model_is_measured_and_answers_meanwhile(pair: Server) -> None:

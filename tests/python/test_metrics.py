@@ -43,9 +43,9 @@ def test_name(server: Server, name: str) -> None:
     assert re.search(rf"^# TYPE {name} counter$", server.metrics(), re.MULTILINE)
 
 
-def test_leaving_for_real_time_is_a_histogram(server: Server) -> None:
+def test_preemption_time_is_a_histogram(server: Server) -> None:
     text = server.metrics()
-    name = "atoll_preemption_leave_seconds"
+    name = "atoll_preemption_seconds"
     assert f"# TYPE {name} histogram" in text
     counts = [int(count) for count in re.findall(rf'^{name}_bucket\{{model="identity_fp32".* (\d+)$', text, re.MULTILINE)]
     assert counts and counts == sorted(counts)

@@ -11,7 +11,7 @@ const MAX_EDGE: u32 = 16_384;
 /// Maximum number of pixels of a resized image.
 const MAX_PIXELS: u64 = 1 << 26;
 
-/// Checks what a user says about pre-processing.
+/// Checks the pre-processing settings of a user.
 pub fn check(preprocessing: &Preprocessing) -> ApiResult<()> {
     let refuse = |why: &'static str| Err(ApiError::invalid(why));
     if !(preprocessing.crop > 0.0 && preprocessing.crop <= 1.0) {
@@ -43,7 +43,7 @@ fn channel_count(order: ChannelOrder) -> usize {
     }
 }
 
-/// Makes the input `info` of a model out of an image file.
+/// Converts an image file to the model input `info`.
 pub fn to_tensor(
     file: &[u8],
     preprocessing: &Preprocessing,
@@ -81,10 +81,10 @@ pub fn to_tensor(
     }
 }
 
-/// The size the model wants: what the user says, or what the model's shape says.
+/// The input size: from the settings, or from the model's shape.
 fn input_size(preprocessing: &Preprocessing, info: &ValueInfo) -> ApiResult<(u32, u32)> {
     let dims = info.shape.as_deref().unwrap_or_default();
-    let from_end = |places: usize| match dims.len().checked_sub(places).map(|at| &dims[at]) {
+    let from_end = |position: usize| match dims.len().checked_sub(position).map(|at| &dims[at]) {
         Some(Dim::Fixed(size)) => u32::try_from(*size).ok().filter(|s| (1..=MAX_EDGE).contains(s)),
         _ => None,
     };
@@ -96,13 +96,13 @@ fn input_size(preprocessing: &Preprocessing, info: &ValueInfo) -> ApiResult<(u32
     let height = preprocessing.height.or(model_height);
     width.zip(height).ok_or_else(|| {
         ApiError::invalid(format!(
-            "input '{}' leaves the image size open; set 'width' and 'height' in preprocessing",
+            "input '{}' does not fix the image size; set 'width' and 'height' in preprocessing",
             info.name
         ))
     })
 }
 
-/// Resizes so that the centred crop of `width` x `height` keeps the wanted share of the image.
+/// Resizes so that the centred crop of `width` x `height` keeps the requested share of the image.
 fn resize_and_crop(
     image: &RgbPicture,
     width: u32,
@@ -184,10 +184,10 @@ mod tests {
     }
 
     #[test]
-    fn hostile_images_are_refused() {
+    fn refuses_hostile_images() {
         let info = input(&[1, 3, 224, 224]);
         let good = png(9, 9);
-        // The width in the header, made enormous.
+        // A huge width in the header.
         let mut huge = good.clone();
         huge[16..20].copy_from_slice(&[0x7f, 0xff, 0xff, 0xff]);
         let files =
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_preprocessing_is_refused() {
+    fn refuses_invalid_preprocessing() {
         for json in [
             r#"{"crop":0}"#,
             r#"{"crop":2}"#,
