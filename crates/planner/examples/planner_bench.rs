@@ -1,4 +1,5 @@
-//! Plans the published scenarios and loads of growing size; prints GPUs, bounds and times, and the growth as a plot.
+//! Plans the published scenarios and growing numbers of services; prints GPUs, bounds and times,
+//! and plots the growth.
 //!
 //! `cargo run --release -p planner --example planner_bench -- PROFILES.csv [GROWTH.svg]`
 
@@ -8,11 +9,11 @@ use base::{MonotonicClock, Random};
 use planner::replan::{Costs, replan};
 use planner::squishy::{self, Session};
 use planner::{
-    Algorithm, GpuKind, Problem, Profiles, Rules, Service, Sharing, Watch, algorithm, check, run,
-    scenario,
+    Algorithm, GpuKind, Problem, Profiles, Rules, SearchControl, Service, Sharing, algorithm,
+    check, run, scenario,
 };
 
-/// Seconds a size should take at most.
+/// Maximum seconds for a number of services.
 const TARGETS: [(usize, f64); 4] = [(11, 0.05), (1000, 0.2), (10_000, 2.0), (100_000, 30.0)];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -45,7 +46,7 @@ fn row(name: &str, label: &str, problem: &Problem, algorithm: Algorithm) -> (f64
     let clock = MonotonicClock::new();
     let mut report = |_| true;
     let headroom = problem.rules.headroom * 100.0;
-    match run(problem, algorithm, &mut Watch::new(&clock, &mut report)) {
+    match run(problem, algorithm, &mut SearchControl::new(&clock, &mut report)) {
         Ok(answer) => {
             let counts_only = matches!(algorithm, Algorithm::GpuletLike | Algorithm::IgniterLike);
             let accepted = counts_only || check(problem, &answer.solution.plan).is_empty();
@@ -80,7 +81,7 @@ fn compare(name: &str, profiles: &Profiles, services: &[Service]) -> Result<(), 
     Ok(())
 }
 
-/// Services against seconds.
+/// Number of services and seconds.
 type Growth = Vec<(usize, f64)>;
 
 /// Without and with shared slices.
@@ -162,15 +163,16 @@ fn change_one_percent(profiles: &Profiles) -> Result<(), Box<dyn std::error::Err
     let mut problem = problem(profiles, &random_services(10_000, 1), Rules::default())?;
     let clock = MonotonicClock::new();
     let mut report = |_| true;
-    let first = run(&problem, Algorithm::Certified, &mut Watch::new(&clock, &mut report))?.solution;
+    let first =
+        run(&problem, Algorithm::Certified, &mut SearchControl::new(&clock, &mut report))?.solution;
     let mut random = Random::new(2);
     for _ in 0..100 {
         let at = random.below(10_000) as usize;
         problem.services[at].rate *= 0.5 + random.unit_f64();
     }
-    let mut watch = Watch::new(&clock, &mut report);
-    let next = replan(&problem, &first.plan, &first.prices, Costs::default(), &mut watch)?;
-    let fresh = run(&problem, Algorithm::Certified, &mut Watch::new(&clock, &mut report))?;
+    let mut control = SearchControl::new(&clock, &mut report);
+    let next = replan(&problem, &first.plan, &first.prices, Costs::default(), &mut control)?;
+    let fresh = run(&problem, Algorithm::Certified, &mut SearchControl::new(&clock, &mut report))?;
     println!(
         "re-plan of 1 % of 10,000: {:.4} s, {} gpus (fresh {}), {} untouched services moved",
         next.seconds,
@@ -195,14 +197,14 @@ fn sessions() -> Result<(), Box<dyn std::error::Error>> {
     let sessions: Vec<Session> = (0..25).map(session).collect();
     let clock = MonotonicClock::new();
     let mut report = |_| true;
-    let watch = Watch::new(&clock, &mut report);
+    let control = SearchControl::new(&clock, &mut report);
     let greedy = squishy::pack(&sessions)?.len();
     let optimum = squishy::exact::solve(&sessions)?;
     println!(
         "25 sessions: greedy {greedy} gpus, optimum {} (proven at least {}), {:.4} s",
         optimum.nodes.len(),
         optimum.lower_bound,
-        watch.seconds()
+        control.seconds()
     );
     Ok(())
 }

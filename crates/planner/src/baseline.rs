@@ -1,7 +1,8 @@
-//! Planners that ParvaGPU's paper compares with, as far as that paper defines them; hence "like".
+//! Planners that ParvaGPU's paper compares with, as far as the paper defines them (hence "like").
 //!
-//! gpulet and iGniter divide a GPU by MPS shares, not by MIG, so the first two give shares of GPUs and no MIG plan. The
-//! measured slice sizes stand in for shares of the same number of compute slices; interference is not modelled.
+//! gpulet and iGniter divide a GPU by MPS shares, not by MIG, so the first two give shares of GPUs
+//! and no MIG plan. The measured slice sizes stand in for shares of the same number of compute
+//! slices; interference is not modelled.
 
 use crate::error::PlanError;
 use crate::gpu::{Counts, KINDS_MAX};
@@ -11,7 +12,7 @@ use crate::problem::{Demand, Problem};
 /// Parts of one GPU: service and compute slices.
 pub type MpsGpu = Vec<(usize, u8)>;
 
-/// gpulet-like: at most two services a GPU, the second one takes all the first leaves.
+/// gpulet-like: at most two services a GPU, the second one takes all that the first does not use.
 pub fn gpulet_like(problem: &Problem) -> Result<Vec<MpsGpu>, PlanError> {
     problem.validate()?;
     let demands = problem.demands();
@@ -19,7 +20,8 @@ pub fn gpulet_like(problem: &Problem) -> Result<Vec<MpsGpu>, PlanError> {
     for (service, demand) in demands.iter().enumerate() {
         let mut left = demand.rate;
         while left > demand.rate * 1e-9 {
-            // A GPU with one part whose rest suffices; else the smallest part of a new one that does.
+            // A GPU with one service whose remainder suffices; otherwise the smallest sufficient
+            // part of a new GPU.
             let rest = |gpu: &MpsGpu| problem.gpu.gpcs - gpu.iter().map(|part| part.1).sum::<u8>();
             let half = gpus.iter_mut().find(|gpu| {
                 gpu.len() == 1
@@ -39,8 +41,8 @@ pub fn gpulet_like(problem: &Problem) -> Result<Vec<MpsGpu>, PlanError> {
     Ok(gpus)
 }
 
-/// iGniter-like: the smallest share that suffices plus one compute slice against interference, first fit; a service
-/// that needs more than a GPU cannot be planned.
+/// iGniter-like: the smallest share that suffices plus one compute slice against interference,
+/// first fit; a service that needs more than a GPU cannot be planned.
 pub fn igniter_like(problem: &Problem) -> Result<Vec<MpsGpu>, PlanError> {
     problem.validate()?;
     let mut gpus: Vec<MpsGpu> = Vec::new();
@@ -74,8 +76,8 @@ fn smallest(problem: &Problem, demand: &Demand, rate: f64) -> Option<u8> {
     (1..=problem.gpu.gpcs).find(|&gpcs| within(problem, demand, gpcs) >= rate * (1.0 - 1e-9))
 }
 
-/// MIG-serving-like, its fast algorithm: one GPU after the other gets the pattern, and each slot the service, that
-/// brings most towards what is still missing. One process a slice.
+/// MIG-serving-like, its fast algorithm: one GPU after the other gets the pattern, and each slot
+/// the service, that serves most of the missing rate. One process per slice.
 pub fn mig_serving_like(problem: &Problem) -> Result<Plan, PlanError> {
     let mut single = problem.clone();
     single.rules.processes_max = 1;
@@ -109,14 +111,14 @@ pub fn mig_serving_like(problem: &Problem) -> Result<Plan, PlanError> {
     Ok(plan)
 }
 
-struct Fill {
+struct MpsFill {
     score: f64,
     slots: Vec<(usize, usize)>,
 }
 
-fn fill(pattern: &Counts, demands: &[Demand], left: &[f64]) -> Fill {
+fn fill(pattern: &Counts, demands: &[Demand], left: &[f64]) -> MpsFill {
     let mut left = left.to_vec();
-    let mut fill = Fill { score: 0.0, slots: Vec::new() };
+    let mut fill = MpsFill { score: 0.0, slots: Vec::new() };
     for kind in (0..KINDS_MAX).rev() {
         for _ in 0..pattern[kind] {
             let gain = |service: usize| {

@@ -1,6 +1,6 @@
-//! The checker: accepts or rejects a plan, and shares no code with the solvers.
+//! The checker: accepts or rejects a plan. It shares no code with the solvers.
 //!
-//! It starts from the raw facts (services, measured points, legal starts) every time, and looks at a plan only.
+//! It uses only the plan, the services, the measured points and the legal starts.
 
 use std::fmt;
 
@@ -10,12 +10,12 @@ use crate::problem::{Problem, Sharing};
 /// Slack for sums of floating-point numbers.
 const TOLERANCE: f64 = 1e-7;
 
-/// One thing that is wrong with a plan.
+/// A rule that a plan violates.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Violation {
-    /// The GPU, where it belongs to one.
+    /// Number of the GPU, if it concerns one.
     pub gpu: Option<usize>,
-    /// What is wrong.
+    /// Description.
     pub what: String,
 }
 
@@ -28,7 +28,7 @@ impl fmt::Display for Violation {
     }
 }
 
-/// Everything that is wrong with `plan`; empty when it is accepted.
+/// All violations of `plan`; empty if it is accepted.
 pub fn check(problem: &Problem, plan: &Plan) -> Vec<Violation> {
     let mut violations = Vec::new();
     let mut served = vec![0.0; problem.services.len()];

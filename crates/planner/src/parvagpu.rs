@@ -1,10 +1,12 @@
-//! ParvaGPU (SC'24) as published: triplet decision, demand matching, segment relocation, allocation optimisation.
+//! ParvaGPU (SC'24) as published: triplet decision, demand matching, segment relocation, allocation
+//! optimisation.
 //!
-//! The published maps come out of the authors' own program, which differs from the paper's listings in a few places:
-//! a segment goes to the GPU it leaves the least room on (not the first with room), SLOs are cut to whole
-//! milliseconds, and optimisation places the small segments of one freed segment before it frees the next. Those
-//! places are followed here, for the maps are what must be reproduced. Slots are not: the authors' labels overlap, so
-//! each GPU's multiset of segments gets legal starts at the end, by the preferences of section III.E.
+//! The published maps come out of the authors' own program, which differs from the paper's listings
+//! in a few places: a segment goes to the GPU on which it leaves the fewest free slots (not the
+//! first that fits), SLOs are cut to whole milliseconds, and optimisation places the small segments
+//! of one freed segment before it frees the next. This code follows the program, because it must
+//! reproduce the maps. It does not follow the slots: the authors' labels overlap, so each GPU's
+//! multiset of segments gets legal starts at the end, by the preferences of section III.E.
 
 use crate::error::PlanError;
 use crate::gpu::{GpuKind, KINDS_MAX};
@@ -17,24 +19,24 @@ use crate::profile::Point;
 pub enum Variant {
     /// All stages.
     Full,
-    /// ParvaGPU-single: one process a segment.
+    /// ParvaGPU-single: one process per segment.
     WithoutMps,
     /// ParvaGPU-unoptimized: no allocation optimisation.
     WithoutOptimisation,
 }
 
-/// GPUs with at most this many compute slices in use are taken apart by the optimisation.
+/// The optimisation splits GPUs with at most this many compute slices in use.
 const FRAGMENTED: u8 = 4;
 
 /// Instance sizes; a segment's size is an index into these.
 const SIZES: [u8; 5] = [1, 2, 3, 4, 7];
 
-/// What the configurator finds for one service.
+/// Result of the configurator for one service.
 struct Configured {
     rate: f32,
     /// Best point of each size.
     triplets: [Option<Point>; SIZES.len()],
-    /// Size with the most throughput a compute slice.
+    /// Size with the highest throughput per compute slice.
     optimal: usize,
     optimal_count: usize,
     last: usize,
@@ -48,12 +50,12 @@ struct Segment {
 
 /// A GPU under allocation; the slot is the authors' label, which decides only the order of visits.
 #[derive(Clone, Debug, Default)]
-struct Room {
+struct GpuSlots {
     used: u8,
     slots: [Option<Segment>; 7],
 }
 
-/// Plans as ParvaGPU does.
+/// Plans with ParvaGPU's algorithm.
 pub fn plan(problem: &Problem, variant: Variant) -> Result<Plan, PlanError> {
     problem.validate()?;
     if problem.gpu.gpcs != 7 {
@@ -100,7 +102,7 @@ fn configure(
         optimal_count -= 1;
     }
     let left = rate - throughput(optimal) * optimal_count as f32;
-    // The optimal size itself always suffices for what is left.
+    // The optimal size always suffices for the remaining rate.
     let last = (0..SIZES.len()).find(|&size| left <= throughput(size)).unwrap_or(optimal);
     Ok(Configured { rate, triplets, optimal, optimal_count, last })
 }
@@ -135,7 +137,7 @@ impl Configured {
     }
 }
 
-fn relocate(configured: &[Configured], rooms: &mut Vec<Room>) {
+fn relocate(configured: &[Configured], rooms: &mut Vec<GpuSlots>) {
     let mut segments = Vec::new();
     for (service, found) in configured.iter().enumerate() {
         let optimal = Segment { service, size: found.optimal };
@@ -146,7 +148,7 @@ fn relocate(configured: &[Configured], rooms: &mut Vec<Room>) {
 }
 
 /// Largest first; within a size in the order given.
-fn allocate(mut segments: Vec<Segment>, rooms: &mut Vec<Room>) {
+fn allocate(mut segments: Vec<Segment>, rooms: &mut Vec<GpuSlots>) {
     segments.sort_by_key(|segment| std::cmp::Reverse(SIZES[segment.size]));
     for segment in segments {
         let size = SIZES[segment.size];
@@ -154,15 +156,16 @@ fn allocate(mut segments: Vec<Segment>, rooms: &mut Vec<Room>) {
             .filter(|&index| rooms[index].takes(size))
             .min_by_key(|&index| 7 - rooms[index].used - size);
         let index = best.unwrap_or_else(|| {
-            rooms.push(Room::default());
+            rooms.push(GpuSlots::default());
             rooms.len() - 1
         });
         rooms[index].put(segment);
     }
 }
 
-impl Room {
-    /// Whether a segment of `size` compute slices goes here: there is room, and threes only ever stand at slot 4.
+impl GpuSlots {
+    /// Whether a segment of `size` compute slices fits here: slots are free, and threes start only
+    /// at slot 4.
     fn takes(&self, size: u8) -> bool {
         let three_at_4 = self.slots[4].is_some_and(|segment| SIZES[segment.size] == 3);
         self.used + size <= 7 && self.label(size).is_some() && !(size == 3 && three_at_4)
@@ -188,8 +191,8 @@ impl Room {
     }
 }
 
-/// From the last GPU on, segments of fragmented GPUs are split into small ones that fill holes.
-fn optimise(configured: &[Configured], rooms: &mut Vec<Room>) {
+/// Splits segments of fragmented GPUs, from the last GPU on, into small ones that fill free slots.
+fn optimise(configured: &[Configured], rooms: &mut Vec<GpuSlots>) {
     let mut freed = vec![0f32; configured.len()];
     for index in (0..rooms.len()).rev() {
         if rooms[index].used > FRAGMENTED {
@@ -232,7 +235,11 @@ fn small_segments(found: &Configured, service: usize, freed: &mut f32) -> Vec<Se
 }
 
 /// Legal starts for every GPU, and rates up to each service's demand.
-fn deploy(problem: &Problem, configured: &[Configured], rooms: &[Room]) -> Result<Plan, PlanError> {
+fn deploy(
+    problem: &Problem,
+    configured: &[Configured],
+    rooms: &[GpuSlots],
+) -> Result<Plan, PlanError> {
     let mut left: Vec<f64> = problem.services.iter().map(|s| s.demand(&problem.rules)).collect();
     let mut plan = Plan::default();
     for room in rooms {

@@ -1,4 +1,5 @@
-//! Measured operating points of models: slice, batch and processes to latency, throughput and memory.
+//! Measured operating points of models: slice, batch and processes to latency, throughput and
+//! memory.
 
 use std::collections::BTreeMap;
 
@@ -7,16 +8,16 @@ use serde::{Deserialize, Serialize};
 use crate::error::PlanError;
 use crate::gpu::GpuKind;
 
-/// One measured way to run a model on a slice.
+/// One measured operating point of a model on a slice.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Point {
     /// Compute slices of the slice it was measured on.
     pub gpcs: u8,
-    /// Requests a process takes at once.
+    /// Batch size of a process.
     pub batch: u32,
-    /// Processes side by side.
+    /// Number of processes.
     pub processes: u32,
-    /// Requests a second of all processes together.
+    /// Requests per second of all processes together.
     pub throughput: f64,
     /// Latency of a batch in milliseconds, with all processes busy.
     pub latency_ms: f64,
@@ -26,8 +27,8 @@ pub struct Point {
 }
 
 impl Point {
-    /// Time in milliseconds after which every process has finished one batch: the larger of the measured latency and
-    /// what the throughput implies, for latencies may have been rounded down.
+    /// Time in milliseconds after which every process has finished one batch: the larger of the
+    /// measured latency and what the throughput implies, for latencies may have been rounded down.
     pub fn turn_ms(&self) -> f64 {
         let implied = f64::from(self.batch * self.processes) / self.throughput * 1000.0;
         self.latency_ms.max(implied)
@@ -45,16 +46,16 @@ pub struct Profiles {
     models: BTreeMap<String, Vec<Point>>,
 }
 
-/// Models that a message names.
+/// Maximum number of models named in a message.
 const NAMED_MAX: usize = 12;
 
 const COLUMNS: [&str; 6] =
     ["model", "mig_gpcs", "batch", "procs", "throughput_total_rps", "latency_ms"];
 
 impl Profiles {
-    /// Reads comma-separated text with a header. Needed are the columns `model, mig_gpcs, batch, procs,
-    /// throughput_total_rps, latency_ms`; `memory_mib` and `status` may be there. Rows whose status is not `ok` are
-    /// points that did not run.
+    /// Reads comma-separated text with a header. Required columns are `model, mig_gpcs, batch,
+    /// procs, throughput_total_rps, latency_ms`; `memory_mib` and `status` are optional. Rows whose
+    /// status is not `ok` are points that did not run.
     pub fn from_csv(text: &str) -> Result<Profiles, PlanError> {
         let bad = |line: usize, what: String| PlanError::BadProfile { line, what };
         let mut lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
@@ -116,7 +117,7 @@ impl Profiles {
         Ok(())
     }
 
-    /// The points of a model; nothing when it is unknown.
+    /// The points of a model; `None` if it is unknown.
     pub fn points(&self, model: &str) -> Option<&[Point]> {
         self.models.get(model).map(Vec::as_slice)
     }
@@ -136,8 +137,9 @@ impl Profiles {
         }
     }
 
-    /// An upper limit of a point's memory in MiB. Where memory was not measured, the limit follows from what ran: if
-    /// `p` processes of this batch or a larger one fitted a slice, each of them takes at most that slice over `p`.
+    /// An upper limit of a point's memory in MiB. Where memory was not measured, the limit follows
+    /// from what ran: if `p` processes of this batch or a larger one fitted a slice, each of them
+    /// takes at most that slice over `p`.
     pub fn memory_limit_mib(&self, gpu: &GpuKind, model: &str, point: &Point) -> u64 {
         if let Some(memory) = point.memory_mib {
             return memory;

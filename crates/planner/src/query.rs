@@ -1,9 +1,10 @@
-//! Latency split of a query (Nexus, SOSP'19, section 6.2): one objective for several models that feed each other.
+//! Latency split of a query (Nexus, SOSP'19, section 6.2): one SLO for several models that feed
+//! each other.
 //!
-//! Each stage's budget decides how large its batches may be and so what a request costs there. The split with the
-//! least total cost is found by dynamic programming over pieces of the objective: over series and parallel steps for
-//! trees and every graph made of them (fork-join), over times of the points that are left for others. A graph too
-//! large for that gets a good split and a bound.
+//! The budget of a stage limits its batches and so determines the cost of a request. Dynamic
+//! programming over pieces of the SLO finds the cheapest split: by series and parallel reductions
+//! for trees and fork-join graphs, and over the times of the remaining points for other graphs. A
+//! graph that is too large for this gets a good split and a bound.
 
 mod potential;
 
@@ -12,7 +13,8 @@ use self::potential::Graph;
 use crate::error::PlanError;
 use crate::problem::{Problem, Service};
 
-/// Steps of the exact search through a graph that series and parallel steps do not reduce.
+/// Maximum number of steps of the exact search in a graph that series and parallel reductions do
+/// not reduce.
 const STEPS_MAX: f64 = 2e6;
 
 /// One model of a query.
@@ -20,20 +22,21 @@ const STEPS_MAX: f64 = 2e6;
 pub struct Stage {
     /// Its name.
     pub name: String,
-    /// Requests a second it gets: the query's rate times what the stages before it yield.
+    /// Requests per second: the query's rate times the yield of the stages before it.
     pub rate: f64,
-    /// What a request a second costs, in GPUs, at each latency budget in milliseconds; budgets rise, costs fall.
+    /// Cost in GPUs of one request per second at each latency budget in milliseconds; budgets
+    /// ascend, costs descend.
     pub curve: Vec<(f64, f64)>,
     /// Stages that take its output.
     pub next: Vec<usize>,
 }
 
-/// A split.
+/// A latency split.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Split {
     /// Budget of each stage in milliseconds.
     pub budgets_ms: Vec<f64>,
-    /// GPUs all stages take.
+    /// GPUs of all stages together.
     pub cost: f64,
     /// No split at this resolution costs less.
     pub bound: f64,
@@ -42,7 +45,7 @@ pub struct Split {
 }
 
 impl Stage {
-    /// GPUs within a budget; infinite when it cannot be met.
+    /// GPUs at a budget; infinite if the budget cannot be met.
     fn cost(&self, budget_ms: f64) -> f64 {
         let met = self.curve.iter().rfind(|(latency, _)| *latency <= budget_ms * (1.0 + 1e-9));
         met.map_or(f64::INFINITY, |(_, cost)| self.rate * cost)
@@ -88,12 +91,12 @@ fn proven(stages: &[Stage], budgets_ms: Vec<f64>) -> Split {
     Split { budgets_ms, cost, bound: cost, exact: true }
 }
 
-/// The split of a graph of which several parts are left: exact where the steps allow, else as fine as they allow and
-/// improved from there.
+/// The split of a graph that is not reduced to one subgraph: exact if `STEPS_MAX` allows it,
+/// otherwise as fine as it allows and then improved.
 fn split_rest(
     stages: &[Stage],
     order: &[usize],
-    parts: &[Part],
+    parts: &[SubGraph],
     slo_ms: f64,
     pieces: usize,
     steps_max: f64,
@@ -126,7 +129,8 @@ fn split_rest(
     }
 }
 
-/// The baseline: the objective over the number of stages of the longest path, the same for all.
+/// The baseline: the SLO divided by the number of stages of the longest path, the same budget for
+/// all.
 pub fn split_evenly(stages: &[Stage], slo_ms: f64) -> Result<Split, PlanError> {
     let order = topological(stages)?;
     let depth = longest(stages, &order, |_| 1.0);
@@ -138,7 +142,7 @@ fn total(stages: &[Stage], budgets: &[f64]) -> f64 {
     stages.iter().zip(budgets).map(|(stage, budget)| stage.cost(*budget)).sum()
 }
 
-/// Stages so that each comes before those it feeds; an error for cycles and for stages the root does not reach.
+/// Topological order of the stages; an error for cycles and for stages the root does not reach.
 fn topological(stages: &[Stage]) -> Result<Vec<usize>, PlanError> {
     let bad = |what: &str| Err(PlanError::BadQuery { what: what.to_string() });
     if stages.is_empty() {
@@ -181,41 +185,41 @@ fn longest(stages: &[Stage], order: &[usize], weight: impl Fn(usize) -> f64) -> 
     longest
 }
 
-/// A part of the graph between two points, with its least cost for every number of pieces.
-struct Part {
+/// A subgraph between two points, with its minimum cost for every number of pieces.
+struct SubGraph {
     from: usize,
     to: usize,
     costs: Vec<f64>,
-    made_of: MadeOf,
+    made_of: Composition,
 }
 
-enum MadeOf {
+enum Composition {
     Stage(usize),
-    /// No time, no cost: a way around, or the way out.
+    /// No time, no cost: a bypass, or the exit.
     Nothing,
-    /// One after the other; with so many pieces for the first.
-    Series(Box<Part>, Box<Part>, Vec<usize>),
-    Parallel(Box<Part>, Box<Part>),
+    /// Two in series; with the number of pieces for the first.
+    Series(Box<SubGraph>, Box<SubGraph>, Vec<usize>),
+    Parallel(Box<SubGraph>, Box<SubGraph>),
 }
 
-impl Part {
+impl SubGraph {
     fn unfold(&self, pieces: usize, piece: f64, budgets: &mut [f64]) {
         match &self.made_of {
-            MadeOf::Stage(stage) => budgets[*stage] = pieces as f64 * piece,
-            MadeOf::Nothing => {}
-            MadeOf::Series(first, second, for_first) => {
+            Composition::Stage(stage) => budgets[*stage] = pieces as f64 * piece,
+            Composition::Nothing => {}
+            Composition::Series(first, second, for_first) => {
                 let share = for_first[pieces];
                 first.unfold(share, piece, budgets);
                 second.unfold(pieces - share, piece, budgets);
             }
-            MadeOf::Parallel(one, other) => {
+            Composition::Parallel(one, other) => {
                 one.unfold(pieces, piece, budgets);
                 other.unfold(pieces, piece, budgets);
             }
         }
     }
 
-    fn in_series(self, second: Part) -> Part {
+    fn in_series(self, second: SubGraph) -> SubGraph {
         let count = self.costs.len();
         let (mut costs, mut for_first) = (vec![f64::INFINITY; count], vec![0; count]);
         for pieces in 0..count {
@@ -227,33 +231,39 @@ impl Part {
             }
         }
         let (from, to) = (self.from, second.to);
-        Part { from, to, costs, made_of: MadeOf::Series(self.into(), second.into(), for_first) }
+        SubGraph {
+            from,
+            to,
+            costs,
+            made_of: Composition::Series(self.into(), second.into(), for_first),
+        }
     }
 
-    fn in_parallel(self, other: Part) -> Part {
+    fn in_parallel(self, other: SubGraph) -> SubGraph {
         let costs = self.costs.iter().zip(&other.costs).map(|(a, b)| a + b).collect();
         let (from, to) = (self.from, self.to);
-        Part { from, to, costs, made_of: MadeOf::Parallel(self.into(), other.into()) }
+        SubGraph { from, to, costs, made_of: Composition::Parallel(self.into(), other.into()) }
     }
 }
 
-/// Series and parallel steps until none applies; one part is left when the graph is made of them.
-fn reduce(stages: &[Stage], pieces: usize, piece: f64) -> Vec<Part> {
-    // Stage i lies between the points 2i and 2i + 1; the last point is the way out.
+/// Applies series and parallel reductions until none applies; a series-parallel graph becomes one
+/// subgraph.
+fn reduce(stages: &[Stage], pieces: usize, piece: f64) -> Vec<SubGraph> {
+    // Stage i lies between the points 2i and 2i + 1; the last point is the exit.
     let out = stages.len() * 2;
     let mut parts = Vec::new();
     for (index, stage) in stages.iter().enumerate() {
         let costs = (0..=pieces).map(|count| stage.cost(count as f64 * piece)).collect();
-        let made_of = MadeOf::Stage(index);
-        parts.push(Part { from: index * 2, to: index * 2 + 1, costs, made_of });
+        let made_of = Composition::Stage(index);
+        parts.push(SubGraph { from: index * 2, to: index * 2 + 1, costs, made_of });
         let ends = if stage.next.is_empty() { vec![out] } else { Vec::new() };
         for to in stage.next.iter().map(|next| next * 2).chain(ends) {
             let costs = vec![0.0; pieces + 1];
-            parts.push(Part { from: index * 2 + 1, to, costs, made_of: MadeOf::Nothing });
+            parts.push(SubGraph { from: index * 2 + 1, to, costs, made_of: Composition::Nothing });
         }
     }
     while parts.len() > 1 {
-        let pair = |parts: &[Part]| {
+        let pair = |parts: &[SubGraph]| {
             for a in 0..parts.len() {
                 for b in 0..parts.len() {
                     let same = parts[a].from == parts[b].from && parts[a].to == parts[b].to;
@@ -282,7 +292,7 @@ fn reduce(stages: &[Stage], pieces: usize, piece: f64) -> Vec<Part> {
     parts
 }
 
-/// Budgets move between stages a piece at a time while that saves.
+/// Moves single pieces between stages while that lowers the cost.
 fn improve(
     stages: &[Stage],
     order: &[usize],
@@ -293,7 +303,8 @@ fn improve(
 ) -> Split {
     let fits = |budgets: &[f64]| longest(stages, order, |s| budgets[s]) <= slo_ms * (1.0 + 1e-9);
     let price = |budgets: &[f64]| {
-        // Unmet stages cost more the further they are from being met, so that the search finds its way.
+        // Unmet stages cost more the further they are from being met, so that the search has a
+        // gradient.
         let one = |(stage, budget): (&Stage, &f64)| {
             let cost = stage.cost(*budget);
             let needed = stage.curve.first().map_or(0.0, |point| point.0);
@@ -328,8 +339,8 @@ fn improve(
     Split { cost: total(stages, &budgets), budgets_ms: budgets, bound, exact: false }
 }
 
-/// What a request a second of a model costs, in GPUs, at each latency budget: the planner's own curve under its prices
-/// of slices.
+/// Cost in GPUs of one request per second of a model at each latency budget, under the planner's
+/// prices of slices.
 pub fn curve(problem: &Problem, model: &str, prices: &[f64]) -> Vec<(f64, f64)> {
     let points = problem.profiles.points(model).unwrap_or_default();
     let patient =
@@ -337,7 +348,7 @@ pub fn curve(problem: &Problem, model: &str, prices: &[f64]) -> Vec<(f64, f64)> 
     let mut curve: Vec<(f64, f64)> = Vec::new();
     for (kind, price) in prices.iter().enumerate().take(problem.gpu.slices.len()) {
         for point in points.iter().filter(|point| problem.fits_alone(&patient, kind, point)) {
-            // A tenth of a percent above twice the latency, for the rule is strict.
+            // A tenth of a percent above twice the latency, because the rule is strict.
             let budget = point.latency_ms * 2.0 / problem.rules.slo_share * 1.001;
             curve.push((budget, price / point.throughput));
         }
@@ -409,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn trees_and_fork_joins_are_split_as_brute_force_splits_them() {
+    fn trees_and_fork_joins_match_brute_force() {
         let mut random = base::Random::new(3);
         let shapes: [&[&[usize]]; 4] = [
             &[&[1, 2], &[], &[]],
@@ -440,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_graphs_are_named() {
+    fn invalid_graphs_are_reported() {
         let error = |stages: &[Stage], slo: f64| split(stages, slo, 10).unwrap_err().to_string();
         assert!(error(&[], 1.0).contains("no stages"));
         assert!(error(&example(1.0), 50.0).contains("80 ms at least"));
@@ -449,7 +460,8 @@ mod tests {
         assert!(error(&circle, 10.0).contains("circle"));
     }
 
-    /// Six stages that series and parallel steps do not reduce: 1 feeds both 3 and 4, and 2 feeds 4.
+    /// Six stages that series and parallel steps do not reduce: 1 feeds both 3 and 4, and 2 feeds
+    /// 4.
     fn bridge(random: &mut base::Random) -> Vec<Stage> {
         let next: [&[usize]; 6] = [&[1, 2], &[3, 4], &[4], &[5], &[5], &[]];
         let one = |next: &&[usize]| {
@@ -466,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn other_graphs_are_split_as_brute_force_splits_them() {
+    fn irreducible_graphs_match_brute_force() {
         let mut random = base::Random::new(11);
         for _ in 0..12 {
             let stages = bridge(&mut random);
@@ -490,7 +502,8 @@ mod tests {
             above += found.cost / best.cost - 1.0;
             worst = worst.max(found.cost / best.cost - 1.0);
         }
-        // Budgets of such a coarse grid, moved one by one, stay above the best; the bound says by how much at most.
+        // Budgets of such a coarse grid, moved one by one, stay above the best; the bound says by
+        // how much at most.
         println!("above the best by {above:.2} % on average, {:.1} % at most", worst * 100.0);
         assert!(worst < 0.3, "{worst}");
     }

@@ -1,4 +1,4 @@
-//! A plan as text: a picture for terminals, an SVG, the commands that would set it up, a mig-parted file.
+//! A plan as a terminal drawing, an SVG, setup commands, or a mig-parted file.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -9,10 +9,10 @@ use crate::replan::steps::Step;
 
 /// Columns of one memory slice in the picture.
 const CELL: usize = 9;
-/// GPUs drawn; the rest is counted.
+/// Maximum number of GPUs drawn; the others are counted.
 const DRAWN_MAX: usize = 64;
 
-/// Slots by service, one line a GPU, coloured by service where the terminal can.
+/// Draws the slots of each GPU on one line, coloured by service if the terminal supports it.
 pub fn picture(problem: &Problem, plan: &Plan, colours: bool) -> String {
     let mut text = String::new();
     for (number, gpu) in plan.gpus.iter().enumerate().take(DRAWN_MAX) {
@@ -45,7 +45,8 @@ fn block(problem: &Problem, slice: &Slice, width: usize, colours: bool) -> Strin
     }
 }
 
-/// Size and services within a width. Where names are cut off, a shared slice still says how many others it has.
+/// Size and services within a width. If names are cut off, a shared slice shows the number of
+/// others.
 fn label(problem: &Problem, slice: &Slice, width: usize) -> String {
     let names: Vec<&str> =
         slice.shares.iter().map(|share| problem.services[share.service].name.as_str()).collect();
@@ -60,7 +61,7 @@ fn label(problem: &Problem, slice: &Slice, width: usize) -> String {
     first + &others
 }
 
-/// A light colour of its own for every service, as six hexadecimal digits: viewers differ in what else they read.
+/// A distinct light colour for every service, as six hexadecimal digits, which all viewers read.
 fn colour(service: usize) -> String {
     let hue = (service * 47 % 360) as f64 / 60.0;
     let part = |shift: f64| {
@@ -71,7 +72,7 @@ fn colour(service: usize) -> String {
     format!("#{:02x}{:02x}{:02x}", part(0.0), part(4.0), part(2.0))
 }
 
-/// The same as an SVG.
+/// Draws the plan as an SVG.
 pub fn svg(problem: &Problem, plan: &Plan) -> String {
     let (cell, row) = (90, 28);
     let width = 70 + cell * usize::from(problem.gpu.memory_slices);
@@ -141,7 +142,7 @@ pub fn commands(problem: &Problem, plan: &Plan) -> String {
     text
 }
 
-/// The daemon of a slice, and what its processes are started with.
+/// The daemon of a slice, and the environment of its processes.
 fn mps(problem: &Problem, gpu: usize, slice: &Slice, text: &mut String) {
     let kind = problem.gpu.slices[slice.kind].name;
     let uuid = format!("MIG_UUID_GPU{gpu}_START{}", slice.start);
@@ -166,7 +167,7 @@ fn mps(problem: &Problem, gpu: usize, slice: &Slice, text: &mut String) {
     }
 }
 
-/// A configuration for mig-parted. It knows counts, not starts; the driver then chooses starts itself.
+/// A configuration for mig-parted. It has counts, not starts; the driver chooses the starts.
 pub fn mig_parted(problem: &Problem, plan: &Plan) -> String {
     let counts = |gpu: &Gpu| {
         let mut counts: BTreeMap<&str, u32> = BTreeMap::new();
@@ -191,7 +192,7 @@ pub fn mig_parted(problem: &Problem, plan: &Plan) -> String {
     text
 }
 
-/// One line a step.
+/// One line per step.
 pub fn steps(problem: &Problem, steps: &[Step]) -> String {
     let mut text = String::new();
     for (index, step) in steps.iter().enumerate() {
@@ -218,7 +219,8 @@ pub fn steps(problem: &Problem, steps: &[Step]) -> String {
     text
 }
 
-/// Why a service runs as it does: its choices a kind of slice, their price a request, and what it got.
+/// Explains a service: its options per slice kind, their price per request, and its slices in the
+/// plan.
 pub fn explain(problem: &Problem, plan: &Plan, prices: &[f64], service: usize) -> String {
     let about = &problem.services[service];
     let demand = &problem.demands()[service];

@@ -1,9 +1,9 @@
-//! From today's plan to one for changed services, with few moves.
+//! Plans changed services with few moves from the current plan.
 //!
-//! Services whose slices still suffice, and of which none is superfluous, stay as they are. The others choose between
-//! their present slices, mended, and a fresh cover, with a price on every change. What is new goes into room that is
-//! free, and only then onto further GPUs. A plan that has drifted too far from its bound gives up its emptiest GPUs
-//! while the budget of moves lasts.
+//! Services whose slices still suffice, none of them superfluous, are not changed. The others
+//! either extend their present slices or get a new cover, with a price on every change. New slices
+//! go onto free slots first, and then onto further GPUs. If the plan is too far above its bound,
+//! the emptiest GPUs are emptied within a budget of moves.
 
 pub mod steps;
 
@@ -16,20 +16,20 @@ use crate::error::PlanError;
 use crate::gpu::{Counts, KINDS_MAX};
 use crate::plan::{Gpu, Plan, Share, Slice};
 use crate::problem::{Demand, Problem};
-use crate::watch::Watch;
+use crate::search_control::SearchControl;
 
-/// What changes cost, in GPUs.
+/// Costs of changes, in GPUs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Costs {
-    /// A slice made or destroyed.
+    /// Creating or destroying a slice.
     pub geometry: f64,
-    /// A model loaded into a slice.
+    /// Loading a model into a slice.
     pub load: f64,
-    /// A service's rate split over one slice more.
+    /// Spreading a service's rate over one more slice.
     pub split: f64,
     /// Untouched services that may be moved to save GPUs, as a share of all.
     pub moves: f64,
-    /// Share above the bound from which GPUs are emptied at that price.
+    /// Relative gap to the bound above which GPUs are emptied.
     pub drift: f64,
 }
 
@@ -39,64 +39,65 @@ impl Default for Costs {
     }
 }
 
-/// Rates met up to this share are met: rates in shared slices are rounded down. Well within the checker's tolerance.
+/// Relative error up to which a rate counts as met, because rates in shared slices are rounded
+/// down. Well within the checker's tolerance.
 const MET: f64 = 5e-8;
 
-/// A plan that grew out of another.
+/// A plan derived from another one.
 #[derive(Clone, Debug)]
 pub struct Replanned {
-    /// The plan; GPU numbers are those of the plan before.
+    /// The plan; GPU numbers are those of the previous plan.
     pub plan: Plan,
     /// Proven lower bound for the changed services.
     pub bound: f64,
-    /// Services whose demand had not changed but that were moved.
+    /// Services that were moved although their demand did not change.
     pub moved: BTreeSet<usize>,
     /// Services that got other slices because their demand changed.
     pub changed: BTreeSet<usize>,
-    /// Seconds it took.
+    /// Duration in seconds.
     pub seconds: f64,
 }
 
 impl Replanned {
-    /// GPUs with work.
+    /// GPUs in use.
     pub fn gpus(&self) -> usize {
         self.plan.gpus.iter().filter(|gpu| !gpu.slices.is_empty()).count()
     }
 }
 
-struct Planner<'a> {
+struct Replanner<'a> {
     problem: &'a Problem,
     demands: Vec<Demand>,
     prices: Prices,
     costs: Costs,
     plan: Plan,
-    /// GPU and start of every slice of each service that has it alone.
+    /// GPU and start of every unshared slice, by service.
     slices: Vec<Vec<(usize, u8, usize)>>,
-    /// Requests a second from shared slices.
+    /// Requests per second from shared slices.
     shared: Vec<f64>,
 }
 
-/// Plans anew from `current`; `prices` are those of the last certified plan.
+/// Plans `problem` starting from `current`; `prices` are those of the last certified plan.
 pub fn replan(
     problem: &Problem,
     current: &Plan,
     prices: &[f64; KINDS_MAX],
     costs: Costs,
-    watch: &mut Watch<'_>,
+    control: &mut SearchControl<'_>,
 ) -> Result<Replanned, PlanError> {
     problem.validate()?;
-    let mut planner = Planner::new(problem, current, *prices, costs);
+    let mut planner = Replanner::new(problem, current, *prices, costs);
     let bound = certified::bound_of(problem, &planner.demands, prices);
-    watch.go_on("replan", Some(current.gpus.len()), bound);
+    control.should_continue("replan", Some(current.gpus.len()), bound);
     let (missing, changed) = planner.settle();
     planner.place(missing);
     let moved = planner.consolidate(bound, &changed);
     planner.balance();
-    let seconds = watch.seconds();
+    let seconds = control.seconds();
     Ok(Replanned { plan: planner.plan, bound, moved, changed, seconds })
 }
 
-/// Whether a shared slice's turns still meet everyone's objective.
+/// Whether the turns of a shared slice still meet all SLOs.
 fn still_in_time(problem: &Problem, slice: &Slice) -> bool {
     let Some(cycle_ms) = slice.cycle_ms else { return true };
     let gpcs = problem.gpu.slices[slice.kind].gpcs;
@@ -113,9 +114,9 @@ fn still_in_time(problem: &Problem, slice: &Slice) -> bool {
     })
 }
 
-impl<'a> Planner<'a> {
-    fn new(problem: &'a Problem, current: &Plan, prices: Prices, costs: Costs) -> Planner<'a> {
-        let mut planner = Planner {
+impl<'a> Replanner<'a> {
+    fn new(problem: &'a Problem, current: &Plan, prices: Prices, costs: Costs) -> Replanner<'a> {
+        let mut planner = Replanner {
             problem,
             demands: problem.demands(),
             prices,
@@ -150,7 +151,8 @@ impl<'a> Planner<'a> {
         (0..KINDS_MAX).map(|kind| f64::from(cover[kind]) * self.prices[kind]).sum()
     }
 
-    /// Frees what is superfluous or unfit and says which slices are missing for whom, and who changed.
+    /// Frees superfluous and unfit slices. Returns the missing slices of each service, and the
+    /// changed services.
     fn settle(&mut self) -> (Vec<(usize, usize)>, BTreeSet<usize>) {
         let (mut missing, mut changed) = (Vec::new(), BTreeSet::new());
         for service in 0..self.demands.len() {
@@ -177,7 +179,7 @@ impl<'a> Planner<'a> {
         (missing, changed)
     }
 
-    /// The present slices mended, or a fresh cover where that saves more than the changes cost.
+    /// The present slices extended, or a new cover if that saves more than the changes cost.
     fn choose(&self, service: usize, now: &Counts, needed: f64) -> Counts {
         let demand = &self.demands[service];
         let met = |cover: &Counts| self.capacity(service, cover) >= needed - demand.rate * MET;
@@ -192,9 +194,9 @@ impl<'a> Planner<'a> {
         if usable && met(now) && minimal(now) {
             return *now;
         }
-        let fresh =
+        let new_cover =
             cheapest(&Demand { rate: needed.max(1e-9), ..demand.clone() }, &self.prices).cover;
-        let mended = self.mend(service, now, needed);
+        let extended = self.extend_cover(service, now, needed);
         let cost = |cover: &Counts| {
             let made: u32 = (0..KINDS_MAX).map(|k| cover[k].saturating_sub(now[k])).sum();
             let gone: u32 = (0..KINDS_MAX).map(|k| now[k].saturating_sub(cover[k])).sum();
@@ -204,10 +206,10 @@ impl<'a> Planner<'a> {
                 + f64::from(made) * self.costs.load
                 + f64::from(split) * self.costs.split
         };
-        if cost(&mended) <= cost(&fresh) { mended } else { fresh }
+        if cost(&extended) <= cost(&new_cover) { extended } else { new_cover }
     }
 
-    fn mend(&self, service: usize, now: &Counts, needed: f64) -> Counts {
+    fn extend_cover(&self, service: usize, now: &Counts, needed: f64) -> Counts {
         let demand = &self.demands[service];
         let mut cover: Counts =
             std::array::from_fn(|k| if demand.throughput[k] > 0.0 { now[k] } else { 0 });
@@ -229,7 +231,7 @@ impl<'a> Planner<'a> {
     }
 
     fn free_one(&mut self, service: usize, kind: usize) {
-        // From the emptiest GPU, so that GPUs become free as a whole.
+        // From the emptiest GPU, so that whole GPUs become free.
         let used = |gpu: usize| self.plan.gpus[gpu].slices.len();
         let at = (0..self.slices[service].len())
             .filter(|&at| self.slices[service][at].2 == kind)
@@ -278,7 +280,8 @@ impl<'a> Planner<'a> {
         self.slices[service].push((gpu, start, kind));
     }
 
-    /// Largest first, each where it leaves the least room; what finds none is packed onto further GPUs.
+    /// Places slices, largest first, each where it leaves the fewest free slots. Those that do not
+    /// fit are packed onto further GPUs.
     fn place(&mut self, mut missing: Vec<(usize, usize)>) {
         let size = |kind: usize| self.problem.gpu.slices[kind].memory_slices;
         missing.sort_by_key(|(service, kind)| (std::cmp::Reverse(size(*kind)), *service));
@@ -334,7 +337,8 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// Empties the emptiest GPUs into free room while the plan is too far above its bound and moves are left.
+    /// Moves services off the emptiest GPUs while the plan is too far above its bound and the
+    /// budget of moves lasts.
     fn consolidate(&mut self, bound: f64, changed: &BTreeSet<usize>) -> BTreeSet<usize> {
         let mut moved = BTreeSet::new();
         let budget = (self.demands.len() as f64 * self.costs.moves) as usize;
@@ -400,7 +404,7 @@ impl<'a> Planner<'a> {
         true
     }
 
-    /// Each service's rate over its slices, in proportion to what they can do.
+    /// Distributes each service's rate over its slices in proportion to their throughput.
     fn balance(&mut self) {
         let mut capacity = vec![0.0; self.demands.len()];
         for (service, slices) in self.slices.iter().enumerate() {

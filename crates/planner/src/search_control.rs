@@ -1,11 +1,11 @@
-//! How a solver learns of time and of a wish to stop, and how its caller learns of its progress.
+//! Time, cancellation and progress reports of a solver.
 
 use base::{Clock, Nanos};
 
-/// Where a solver stands.
+/// Progress of a solver.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Progress {
-    /// What it does now.
+pub struct SearchProgress {
+    /// Current phase.
     pub phase: &'static str,
     /// GPUs of the best plan so far.
     pub gpus: Option<usize>,
@@ -13,34 +13,42 @@ pub struct Progress {
     pub bound: f64,
 }
 
-/// Passed into a solver; asked now and then.
-pub struct Watch<'a> {
+/// Gives a solver the time, reports its progress and stops it. Solvers poll it.
+pub struct SearchControl<'a> {
     clock: &'a dyn Clock,
-    report: &'a mut dyn FnMut(Progress) -> bool,
+    report: &'a mut dyn FnMut(SearchProgress) -> bool,
     start: Nanos,
     stopped: bool,
 }
 
-impl<'a> Watch<'a> {
-    /// A watch whose `report` says whether to go on.
-    pub fn new(clock: &'a dyn Clock, report: &'a mut dyn FnMut(Progress) -> bool) -> Watch<'a> {
-        Watch { start: clock.now(), clock, report, stopped: false }
+impl<'a> SearchControl<'a> {
+    /// A control whose `report` returns whether to continue.
+    pub fn new(
+        clock: &'a dyn Clock,
+        report: &'a mut dyn FnMut(SearchProgress) -> bool,
+    ) -> SearchControl<'a> {
+        SearchControl { start: clock.now(), clock, report, stopped: false }
     }
 
-    /// Reports, and says whether to go on.
-    pub fn go_on(&mut self, phase: &'static str, gpus: Option<usize>, bound: f64) -> bool {
+    /// Reports progress; returns whether to continue.
+    pub fn should_continue(
+        &mut self,
+        phase: &'static str,
+        gpus: Option<usize>,
+        bound: f64,
+    ) -> bool {
         if !self.stopped {
-            self.stopped = !(self.report)(Progress { phase, gpus, bound });
+            self.stopped = !(self.report)(SearchProgress { phase, gpus, bound });
         }
         !self.stopped
     }
 
-    /// Whether the caller asked to stop.
+    /// Whether the caller stopped the solver.
     pub fn is_stopped(&self) -> bool {
         self.stopped
     }
 
-    /// Seconds since the watch was made.
+    /// Seconds since the control was created.
     pub fn seconds(&self) -> f64 {
         self.clock.now().0.saturating_sub(self.start.0) as f64 / 1e9
     }

@@ -5,14 +5,14 @@ mod common;
 use base::{MonotonicClock, Random};
 use planner::certified::{self, Solution};
 use planner::{
-    Algorithm, GpuKind, PlanError, Point, Problem, Profiles, Rules, Service, Sharing, Watch, check,
-    run, scenario,
+    Algorithm, GpuKind, PlanError, Point, Problem, Profiles, Rules, SearchControl, Service,
+    Sharing, check, run, scenario,
 };
 
 fn solve(problem: &Problem) -> Solution {
     let clock = MonotonicClock::new();
     let mut report = |_| true;
-    certified::plan(problem, &mut Watch::new(&clock, &mut report)).unwrap()
+    certified::plan(problem, &mut SearchControl::new(&clock, &mut report)).unwrap()
 }
 
 /// Plans, checks and prints one row of the table.
@@ -63,7 +63,7 @@ fn duty_cycles_save_gpus() {
 }
 
 #[test]
-fn every_algorithm_that_speaks_mig_is_accepted_by_the_checker() {
+fn mig_plans_of_every_algorithm_pass_the_checker() {
     for number in 1..=6 {
         for (name, algorithm) in planner::algorithm::ALGORITHMS {
             let sharing = match algorithm {
@@ -74,14 +74,15 @@ fn every_algorithm_that_speaks_mig_is_accepted_by_the_checker() {
             let Some(problem) = common::problem(scenario::services(number), rules) else { return };
             let clock = MonotonicClock::new();
             let mut report = |_| true;
-            let answer = match run(&problem, algorithm, &mut Watch::new(&clock, &mut report)) {
-                Ok(answer) => answer,
-                Err(PlanError::Unsupported { what, .. }) => {
-                    println!("S{number} {name}: {what}");
-                    continue;
-                }
-                Err(error) => panic!("S{number} {name}: {error}"),
-            };
+            let answer =
+                match run(&problem, algorithm, &mut SearchControl::new(&clock, &mut report)) {
+                    Ok(answer) => answer,
+                    Err(PlanError::Unsupported { what, .. }) => {
+                        println!("S{number} {name}: {what}");
+                        continue;
+                    }
+                    Err(error) => panic!("S{number} {name}: {error}"),
+                };
             let bound = answer.solution.lower_bound;
             println!("S{number} {name}: {} gpus, bound {bound}", answer.gpus);
             let counts_only = matches!(algorithm, Algorithm::GpuletLike | Algorithm::IgniterLike);
@@ -132,7 +133,8 @@ fn random_problem(seed: u64, services: u64, rate: f64) -> Problem {
     Problem { gpu, services, profiles, rules: Rules::default() }
 }
 
-/// Fewest GPUs by trying every minimal cover of every service and every placement; nothing above `most`.
+/// Fewest GPUs by trying every minimal cover of every service and every placement; nothing above
+/// `most`.
 fn brute_force(problem: &Problem, most: usize) -> Option<usize> {
     let kinds = problem.gpu.slices.len();
     let mut choices: Vec<Vec<Vec<usize>>> = Vec::new();
@@ -221,7 +223,7 @@ fn place(problem: &Problem, slices: &[usize], gpus: &mut Vec<u16>) -> bool {
 }
 
 #[test]
-fn ten_thousand_random_instances_are_accepted() {
+fn ten_thousand_random_instances_pass_the_checker() {
     let (mut optimal, mut planned) = (0, 0);
     for seed in 0..10_000 {
         let problem = random_problem(seed, 12, 600.0);
@@ -256,7 +258,7 @@ fn small_instances_equal_brute_force() {
 }
 
 #[test]
-fn shared_slices_of_random_instances_are_accepted_and_a_wish_to_stop_is_heard() {
+fn random_instances_with_shared_slices_pass_the_checker_and_can_be_stopped() {
     for seed in 0..300 {
         let mut problem = random_problem(seed, 8, 300.0);
         problem.rules.sharing = Sharing::Time;
@@ -268,8 +270,8 @@ fn shared_slices_of_random_instances_are_accepted_and_a_wish_to_stop_is_heard() 
             calls += 1;
             calls < 30
         };
-        let mut watch = Watch::new(&clock, &mut report);
-        let solution = certified::plan(&problem, &mut watch).unwrap();
+        let mut control = SearchControl::new(&clock, &mut report);
+        let solution = certified::plan(&problem, &mut control).unwrap();
         let violations = check(&problem, &solution.plan);
         assert!(violations.is_empty(), "seed {seed}: {violations:?}");
         let alone = Rules { sharing: Sharing::None, ..problem.rules.clone() };
@@ -280,7 +282,7 @@ fn shared_slices_of_random_instances_are_accepted_and_a_wish_to_stop_is_heard() 
 }
 
 #[test]
-fn bad_input_is_named_and_the_rest_is_planned() {
+fn invalid_services_are_reported_and_the_others_planned() {
     let mut problem = random_problem(1, 1, 100.0);
     let base = problem.services[0].clone();
     let service = |name: &str, rate: f64, slo_ms: f64, model: &str| Service {

@@ -48,7 +48,7 @@ fn ours(problem: &Problem, plan: &Plan) -> Vec<GpuMap> {
 }
 
 #[test]
-fn the_published_maps_come_out_gpu_by_gpu() {
+fn reproduces_the_published_maps() {
     for (number, gpus) in (1..=6).zip([2, 3, 5, 7, 13, 16]) {
         let Some(expected) = published(number) else { return };
         let services = scenario::services(number);

@@ -3,9 +3,9 @@
 use base::{MonotonicClock, Random};
 use planner::certified::{self, Solution};
 use planner::gpu::SliceKind;
-use planner::{GpuKind, Point, Problem, Profiles, Rules, Service, Sharing, Watch, check};
+use planner::{GpuKind, Point, Problem, Profiles, Rules, SearchControl, Service, Sharing, check};
 
-/// A GPU that is one slice, whole.
+/// A GPU with a single slice.
 static WHOLE: GpuKind = GpuKind {
     name: "whole",
     gpcs: 1,
@@ -26,7 +26,7 @@ const COPIES: usize = 16;
 fn solve(problem: &Problem) -> Solution {
     let clock = MonotonicClock::new();
     let mut report = |_| true;
-    certified::plan(problem, &mut Watch::new(&clock, &mut report)).unwrap()
+    certified::plan(problem, &mut SearchControl::new(&clock, &mut report)).unwrap()
 }
 
 /// The bound of so many copies of every service, without a plan.
@@ -42,7 +42,7 @@ fn bound_of_copies(problem: &Problem, copies: usize) -> usize {
     let problem = Problem { services, ..problem.clone() };
     let clock = MonotonicClock::new();
     let mut report = |_| true;
-    certified::bound(&problem, &mut Watch::new(&clock, &mut report)).unwrap().lower_bound
+    certified::bound(&problem, &mut SearchControl::new(&clock, &mut report)).unwrap().lower_bound
 }
 
 /// Services that need a part of a GPU each.
@@ -77,7 +77,7 @@ fn random_problem(seed: u64, gpu: &'static GpuKind, count: usize) -> Problem {
     Problem { gpu, services, profiles, rules }
 }
 
-/// Whether one slice of `kind` serves these services whole: alone, or by some choice of turns within a cycle.
+/// Whether one slice of `kind` serves these services completely: alone, or in some duty cycle.
 fn fits(problem: &Problem, group: &[usize], kind: usize) -> bool {
     let gpcs = problem.gpu.slices[kind].gpcs;
     let points = |service: usize| {
@@ -115,7 +115,7 @@ fn fits(problem: &Problem, group: &[usize], kind: usize) -> bool {
     turns(problem, &all, f64::INFINITY, 0.0)
 }
 
-/// Fewest GPUs over all ways to put whole services together, nothing above `most`.
+/// Fewest GPUs over all combinations of whole services; `None` above `most`.
 fn brute_force(problem: &Problem, most: usize) -> Option<usize> {
     let kinds = problem.gpu.slices.len();
     let count = problem.services.len();
@@ -128,7 +128,7 @@ fn brute_force(problem: &Problem, most: usize) -> Option<usize> {
     (1..=most).find(|&gpus| divide(problem, &serving, (1 << count) - 1, &mut Vec::new(), gpus))
 }
 
-/// Every division of the services that are left into sets, each with every kind that serves it.
+/// Every partition of the remaining services into sets, each with every kind that serves it.
 fn divide(
     problem: &Problem,
     serving: &[Vec<usize>],
@@ -145,7 +145,7 @@ fn divide(
         order.sort_by_key(|&kind| std::cmp::Reverse(problem.gpu.slices[kind].memory_slices));
         return place(problem, &order, &mut vec![0u16; gpus]);
     }
-    // The first service that is left is in one of the sets.
+    // The first remaining service is in one of the sets.
     let first = left & left.wrapping_neg();
     let others = left ^ first;
     let mut more = others;
@@ -185,8 +185,8 @@ fn place(problem: &Problem, slices: &[usize], gpus: &mut Vec<u16>) -> bool {
     false
 }
 
-/// How plans and bounds stand against brute force: instances, plans with more GPUs, with fewer (services are divided there),
-/// bounds that say one GPU less than the best that is known, and GPUs of all.
+/// Plans and bounds compared with brute force: instances, plans with more GPUs, with fewer (these
+/// divide services), bounds one GPU below the best known plan, and GPUs of all.
 #[derive(Debug, Default)]
 struct Standing {
     instances: usize,
@@ -209,7 +209,8 @@ fn compare(gpu: &'static GpuKind, count: usize, seeds: std::ops::Range<u64>) -> 
         let Some(best) = brute_force(&problem, count) else { panic!("seed {seed}: nothing fits") };
         let least = planned.min(best);
         assert!(solution.lower_bound <= least, "seed {seed}: {} {least}", solution.bound);
-        // Copies of a plan serve copies of the services: this sees what rounding to whole GPUs hides.
+        // Copies of a plan serve copies of the services: this reveals what rounding to whole GPUs
+        // hides.
         let of_copies = bound_of_copies(&problem, COPIES);
         assert!(of_copies <= COPIES * least, "seed {seed}: {of_copies}, {COPIES} times {least}");
         standing.instances += 1;
@@ -225,7 +226,7 @@ fn compare(gpu: &'static GpuKind, count: usize, seeds: std::ops::Range<u64>) -> 
 }
 
 #[test]
-fn whole_gpus_are_shared_as_brute_force_shares_them() {
+fn sharing_whole_gpus_matches_brute_force() {
     let few = compare(&WHOLE, 4, 0..200);
     let more = compare(&WHOLE, 7, 200..300);
     assert!(few.above == 0, "{few:?}");
@@ -233,7 +234,7 @@ fn whole_gpus_are_shared_as_brute_force_shares_them() {
 }
 
 #[test]
-fn slices_are_shared_as_brute_force_shares_them() {
+fn sharing_slices_matches_brute_force() {
     let gpu = GpuKind::find("a30-24gb").unwrap();
     let few = compare(gpu, 3, 0..150);
     let more = compare(gpu, 5, 150..220);

@@ -1,4 +1,5 @@
-//! Exact squishy packing against brute force, against the greedy one, and at the size the paper's solver took hours for.
+//! Exact squishy packing against brute force, against the greedy one, and at the size for which the
+//! paper's solver took hours.
 
 use base::{Clock, MonotonicClock, Random};
 use planner::squishy::{Session, check, exact, pack};
@@ -21,7 +22,8 @@ fn sessions(seed: u64, count: usize) -> Vec<Session> {
         .collect()
 }
 
-/// Whether the members fit one GPU, over a fine grid of cycles and every cycle at which a batch fills up.
+/// Whether the members fit one GPU, over a fine grid of cycles and every cycle at which a batch
+/// fills up.
 fn fits(sessions: &[&Session]) -> bool {
     let mut cycles: Vec<f64> = (1..2000).map(|tenth| f64::from(tenth) * 0.15).collect();
     for session in sessions {

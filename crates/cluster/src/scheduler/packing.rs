@@ -3,7 +3,9 @@
 use base::{Clock, Nanos};
 use planner::gpu::SliceKind;
 use planner::squishy::{self, Node, Part, Session};
-use planner::{GpuKind, Point, Problem, Profiles, Rules, Service, Sharing, Watch, certified};
+use planner::{
+    GpuKind, Point, Problem, Profiles, Rules, SearchControl, Service, Sharing, certified,
+};
 
 use super::kinship::{self, Family};
 use super::pooling;
@@ -154,8 +156,8 @@ pub fn proven_bound(sessions: &[Session]) -> Option<f64> {
         rounds < ROUNDS_MAX
     };
     let clock = Rounds;
-    let mut watch = Watch::new(&clock, &mut report);
-    certified::bound(&problem(sessions), &mut watch).ok().map(|solution| solution.bound)
+    let mut control = SearchControl::new(&clock, &mut report);
+    certified::bound(&problem(sessions), &mut control).ok().map(|solution| solution.bound)
 }
 
 fn certified_nodes(sessions: &[Session]) -> Option<Vec<Node>> {
@@ -166,8 +168,8 @@ fn certified_nodes(sessions: &[Session]) -> Option<Vec<Node>> {
         rounds < ROUNDS_MAX
     };
     let clock = Rounds;
-    let mut watch = Watch::new(&clock, &mut report);
-    let solution = certified::plan(&problem, &mut watch).ok()?;
+    let mut control = SearchControl::new(&clock, &mut report);
+    let solution = certified::plan(&problem, &mut control).ok()?;
     if !planner::check(&problem, &solution.plan).is_empty() {
         return None;
     }

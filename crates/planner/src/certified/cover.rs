@@ -1,4 +1,5 @@
-//! Covers: how many slices of each kind give one service its rate. Cheapest under prices, exactly.
+//! Covers: numbers of slices of each kind that serve one service. Finds the cheapest one under
+//! given prices, exactly.
 
 use crate::gpu::{Counts, KINDS_MAX};
 use crate::problem::Demand;
@@ -6,17 +7,17 @@ use crate::problem::Demand;
 /// A price for each kind of slice, in GPUs.
 pub(crate) type Prices = [f64; KINDS_MAX];
 
-/// Demands met up to this relative error count as met.
+/// Relative error up to which a demand counts as met.
 const MET: f64 = 1e-9;
 
-/// Steps after which a search gives up proving and answers with the relaxation's bound.
+/// Steps after which a search returns the bound of the relaxation.
 const STEPS_MAX: u32 = 20_000;
 
 /// A cheapest cover.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Priced {
     pub(crate) cover: Counts,
-    /// What any cover costs at least; what this one costs, unless the search gave up.
+    /// Minimum cost of any cover; equals the cost of this one unless the search was cut off.
     pub(crate) bound: f64,
 }
 
@@ -36,8 +37,8 @@ struct Search<'a> {
     steps: u32,
 }
 
-/// The cheapest cover of `demand` under `prices`: depth first over the kinds in order of price a request, with what is
-/// left at the best remaining ratio as the bound.
+/// The cheapest cover of `demand` under `prices`: depth first over the kinds in order of price per
+/// request, with the remaining rate at the best remaining ratio as the bound.
 pub(crate) fn cheapest(demand: &Demand, prices: &Prices) -> Priced {
     let mut buffer: [Item; KINDS_MAX] =
         std::array::from_fn(|_| Item { kind: 0, throughput: 0.0, price: 0.0, ratio: 0.0 });
@@ -88,7 +89,7 @@ impl Search<'_> {
             }
             let Some(next) = self.items.get(level + 1) else { break };
             let left = left - f64::from(count) * item.throughput;
-            // Fewer of the better kind only raise this bound, so no smaller count can do better.
+            // Fewer slices of the better kind only raise this bound, so no smaller count is better.
             if cost + left * next.ratio >= self.best_cost - 1e-12 {
                 break;
             }
@@ -99,7 +100,8 @@ impl Search<'_> {
     }
 }
 
-/// Covers without a superfluous slice that cost at most `limit`, cheapest first, at most `count_max` of them.
+/// Covers without a superfluous slice that cost at most `limit`, cheapest first, at most
+/// `count_max` of them.
 pub(crate) fn covers_within(
     demand: &Demand,
     prices: &Prices,

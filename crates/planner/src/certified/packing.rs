@@ -1,9 +1,10 @@
-//! How few GPUs hold given numbers of slices: a small integer program over the maximal patterns.
+//! Minimum number of GPUs for given numbers of slices: a small integer program over the maximal
+//! patterns.
 
 use crate::gpu::{Counts, KINDS_MAX};
 use crate::simplex::Simplex;
 
-/// Nodes of the exact search for what the relaxation leaves over.
+/// Maximum number of nodes of the exact search for what the relaxation leaves over.
 const NODES_MAX: usize = 4000;
 
 /// GPUs by pattern.
@@ -20,8 +21,8 @@ impl Packer {
         Packer { patterns, kinds }
     }
 
-    /// GPUs that hold `demand`: as few as the relaxation proves necessary, or a little more where the search ends
-    /// without such a packing.
+    /// GPUs that hold `demand`: as few as the relaxation proves necessary, or a little more where
+    /// the search ends without such a packing.
     pub(crate) fn pack(&self, demand: &Counts) -> Packed {
         let (relaxed, shares) = self.relax(demand);
         let least = (relaxed - 1e-4).ceil().max(0.0) as usize;
@@ -33,7 +34,7 @@ impl Packer {
         unreachable!("one gpu a slice always packs")
     }
 
-    /// Like [`Packer::pack`], but nothing unless at most `most` GPUs suffice.
+    /// Like [`Packer::pack`], but `None` unless `most` GPUs suffice.
     pub(crate) fn pack_within(&self, demand: &Counts, most: usize) -> Option<Packed> {
         let (relaxed, shares) = self.relax(demand);
         if relaxed > most as f64 + 1e-4 {
@@ -42,7 +43,7 @@ impl Packer {
         self.pack_into(demand, &shares, most)
     }
 
-    /// What one slice more of each kind would cost, as the relaxation has it.
+    /// Marginal cost of one more slice of each kind, from the relaxation.
     pub(crate) fn marginal(&self, demand: &Counts) -> [f64; KINDS_MAX] {
         let simplex = self.relaxation(demand);
         let mut prices = [0.0; KINDS_MAX];
@@ -83,7 +84,8 @@ impl Packer {
     }
 
     fn pack_into(&self, demand: &Counts, shares: &[f64], most: usize) -> Option<Packed> {
-        // Whole parts of the relaxation are kept; with each retry one GPU of each pattern more is given back.
+        // The integer part of the relaxation is kept; each retry releases one more GPU of each
+        // pattern.
         for give_back in 0..3 {
             let mut packed: Packed = shares
                 .iter()

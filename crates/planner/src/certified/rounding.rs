@@ -1,5 +1,5 @@
-//! From the relaxed optimum to whole covers: each service takes one of its group's covers so that the sums stay close
-//! to the mixture's.
+//! From the relaxed optimum to whole covers: each service takes one of its group's covers so that
+//! the sums stay close to the mixture's.
 
 use super::cover::{Prices, cheapest};
 use super::dual::{Bound, Groups, slice_prices};
@@ -39,7 +39,8 @@ pub(crate) fn round(demands: &[Demand], groups: &Groups, bound: &Bound) -> Vec<C
     covers
 }
 
-/// The option that keeps the sum of all choices nearest to the sum of all mixtures; `error` is their difference.
+/// The option that keeps the sum of all choices nearest to the sum of all mixtures; `error` is
+/// their difference.
 fn choose(options: &[(Counts, f64)], error: &mut [f64; KINDS_MAX], prices: &Prices) -> Counts {
     let mut target = *error;
     for (cover, weight) in options {

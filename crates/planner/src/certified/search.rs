@@ -1,8 +1,9 @@
-//! Closing the gap: covers of some services are chosen anew, all at once, so that everything fits one GPU less.
+//! Closes the gap to the bound: selects other covers for several services at once, so that all
+//! slices fit on one GPU less.
 //!
-//! Only covers whose price above the cheapest stays within the gap can be part of such a plan (reduced-cost fixing),
-//! which leaves few. The choices are walked service by service, states with the same sums are merged, and the
-//! cheapest states are kept; as long as none had to be dropped the search is exact.
+//! Only covers whose price above the cheapest is within the gap can be in such a plan (reduced-cost
+//! fixing); these are few. The search goes service by service, merges states with equal sums and
+//! keeps the cheapest states. It is exact unless states are dropped.
 
 use std::collections::HashMap;
 
@@ -12,15 +13,15 @@ use super::cover::{Prices, cheapest, covers_within};
 use super::packing::{Packed, Packer};
 use crate::gpu::{Counts, KINDS_MAX};
 use crate::problem::Demand;
-use crate::watch::Watch;
+use crate::search_control::SearchControl;
 
 const STATES_MAX: usize = 3000;
 const COVERS_MAX: usize = 60;
 const PACKINGS_MAX: usize = 400;
-/// Services chosen anew at once in a large plan.
-const SOME: usize = 14;
+/// Services that get another cover at once in a large plan.
+const SERVICES_AT_ONCE: usize = 14;
 
-/// What a search works on.
+/// Inputs of the search.
 pub(crate) struct Gap<'a> {
     pub(crate) demands: &'a [Demand],
     pub(crate) packer: &'a Packer,
@@ -38,26 +39,26 @@ pub(crate) fn total(covers: &[Counts]) -> Counts {
 }
 
 impl Gap<'_> {
-    /// Changes `covers` so that they fit `target` GPUs, if it can.
+    /// Changes `covers` so that they fit on `target` GPUs, if possible.
     pub(crate) fn close(
         &self,
         covers: &mut [Counts],
         target: usize,
-        watch: &mut Watch<'_>,
+        control: &mut SearchControl<'_>,
     ) -> Option<Packed> {
         let mut random = Random::new(target as u64);
         let count = self.demands.len();
-        let rounds = if count <= SOME { 1 } else { self.rounds };
+        let rounds = if count <= SERVICES_AT_ONCE { 1 } else { self.rounds };
         for _ in 0..rounds {
-            if !watch.go_on("search", Some(target + 1), 0.0) {
+            if !control.should_continue("search", Some(target + 1), 0.0) {
                 return None;
             }
             let mut chosen: Vec<usize> = (0..count).collect();
-            if count > SOME {
-                for at in 0..SOME {
+            if count > SERVICES_AT_ONCE {
+                for at in 0..SERVICES_AT_ONCE {
                     chosen.swap(at, at + random.below((count - at) as u64) as usize);
                 }
-                chosen.truncate(SOME);
+                chosen.truncate(SERVICES_AT_ONCE);
             }
             if let Some(packed) = self.choose_anew(covers, &chosen, target) {
                 return Some(packed);

@@ -1,121 +1,124 @@
-//! Shared slices, one after the other, from a pool of parts.
+//! Builds shared slices one after the other from the parts that are not placed yet.
 //!
-//! The largest part left is given company: for every slice kind and every cycle at which one of its batches is just
-//! gathered, the parts that fill the rest of the time best are sought. The slice whose parts are worth most of its
-//! price is made.
+//! The largest unplaced part comes first. For every slice kind and every cycle at which one of its
+//! batches is just full, a search finds the parts that fill the remaining time best. The slice
+//! whose parts have the highest value relative to its price is built.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use base::Random;
 
-use super::assembly::Unit;
+use super::assembly::SliceContents;
 use super::cover::Prices;
 use super::dual::{Bound, slice_prices};
 use super::packing::Packer;
-use super::parts::Tariff;
-use super::sharing::{Sharer, Way};
+use super::part_pricing::PartPrices;
+use super::sharing::{SharingModel, TurnOption};
 use crate::gpu::{Counts, KINDS_MAX};
 use crate::plan::Share;
 use crate::problem::{Demand, Problem};
 
-/// Parts looked at as company.
-const COMPANY: usize = 128;
-/// Steps of the search for the best company.
+/// Unplaced parts considered for one slice.
+const CANDIDATES_MAX: usize = 128;
+/// Steps of the search for parts to co-locate.
 const STEPS_MAX: usize = 80;
-/// With so many parts or more, two threads fill slices with half of them each, whatever the number of cores.
+/// From this many parts on, two threads place half of them each. The number does not depend on the
+/// cores, so that plans are reproducible.
 const PARALLEL_FROM: usize = 400;
 /// Parts in one slice.
 const PARTS_MAX: usize = 12;
 /// Relative slack of comparisons, well below the checker's.
 const SLACK: f64 = 1e-9;
-/// What cutting a part in two costs, for the rest must find another place.
+/// Cost of cutting a part in two, because the remainder needs another slice.
 const CUT_COST: f64 = 0.003;
-/// Times that prices are balanced in one filling.
+/// How often prices are balanced while slices are built.
 const BALANCES: usize = 60;
-/// Gaps filled in one slice, and the share of the time from which on one is worth it.
+/// Maximum number of gaps filled in one slice, and the minimum size of a gap as a share of the
+/// time.
 const GAPS: usize = 3;
-const GAP_LEAST: f64 = 0.02;
-/// Share of its price that a slice full of parts like the first would be worth at least.
-const START_LEAST: f64 = 0.8;
-/// How far balanced prices may be from the others.
+const GAP_MIN: f64 = 0.02;
+/// Minimum value, relative to the price, of a slice full of parts like the first one.
+const START_MIN: f64 = 0.8;
+/// Maximum relative change of a price by balancing.
 const BALANCED_WITHIN: f64 = 0.1;
 
-/// A part that has no slice yet.
+/// A part that is not placed yet.
 #[derive(Clone, Debug)]
-struct Waiting {
+struct UnplacedPart {
     service: usize,
     rate: f64,
     worth: f64,
-    /// What the smallest part of the service is worth.
+    /// Value of the smallest part of the service.
     small: f64,
 }
 
-/// Makes slices.
-pub(crate) struct Pool<'a> {
+/// Builds slices with duty cycles.
+pub(crate) struct SharedSliceBuilder<'a> {
     problem: &'a Problem,
-    sharer: &'a Sharer<'a>,
+    sharing: &'a SharingModel<'a>,
     demands: &'a [Demand],
-    tariff: Tariff,
+    part_prices: PartPrices,
     prices: Prices,
     kinds: usize,
     packer: &'a Packer,
-    /// How far prices follow the balance of kinds, from not at all to all the way.
+    /// How far prices follow the balance of slice kinds, from 0 to 1.
     balance: f64,
 }
 
-/// A slice kind with a cycle, and those who could share it; the first is the one that seeks company.
+/// A slice kind with a cycle, and the parts that could share it; the first one is certain.
 #[derive(Clone, Copy)]
-struct Setting<'p> {
-    parts: &'p [&'p Waiting],
+struct SliceSetting<'p> {
+    parts: &'p [&'p UnplacedPart],
     kind: usize,
     cycle: f64,
 }
 
-/// A part in a slice: its place among the parts, its way, and its rate, which is less than the part's where it is cut.
-type Member<'w> = (usize, &'w Way, f64);
+/// A part in a slice: its index among the parts, its turn option, and its rate, which is less than
+/// the part's if it is cut.
+type Member<'w> = (usize, &'w TurnOption, f64);
 
-/// A slice under consideration.
-struct Candidate<'w> {
+/// A candidate slice.
+struct CandidateSlice<'w> {
     kind: usize,
     cycle: f64,
     members: Vec<Member<'w>>,
-    /// Worth of the members as a part of the slice's price.
+    /// Value of the members relative to the slice's price.
     score: f64,
 }
 
 /// A part that would fit a slice.
 #[derive(Clone, Copy)]
-struct Fitting<'w> {
+struct CandidatePart<'w> {
     at: usize,
-    way: &'w Way,
+    option: &'w TurnOption,
     worth: f64,
 }
 
-/// The search for those that fill a slice best.
-struct Company<'w, 'f> {
-    fitting: &'f [Fitting<'w>],
+/// Search for the parts that fill a slice best.
+struct CoLocationSearch<'w, 'f> {
+    candidates: &'f [CandidatePart<'w>],
     chosen: Vec<usize>,
     best: Vec<usize>,
     best_worth: f64,
     steps: usize,
 }
 
-impl<'a> Pool<'a> {
+impl<'a> SharedSliceBuilder<'a> {
     pub(crate) fn new(
         problem: &'a Problem,
-        sharer: &'a Sharer<'a>,
+        sharing: &'a SharingModel<'a>,
         demands: &'a [Demand],
         packer: &'a Packer,
         bound: &Bound,
         balance: f64,
-    ) -> Pool<'a> {
+    ) -> SharedSliceBuilder<'a> {
         let prices = slice_prices(&bound.prices).map(|price| price.max(1e-3));
-        let tariff = Tariff::new(&bound.prices);
-        Pool {
+        let part_prices = PartPrices::new(&bound.prices);
+        SharedSliceBuilder {
             problem,
-            sharer,
+            sharing,
             demands,
-            tariff,
+            part_prices,
             prices,
             kinds: problem.gpu.slices.len(),
             packer,
@@ -123,29 +126,34 @@ impl<'a> Pool<'a> {
         }
     }
 
-    /// Slices for every service, parts at `strain` times their share; nothing where the caller wishes to stop.
-    pub(crate) fn slices(&self, strain: f64, mut go_on: impl FnMut() -> bool) -> Option<Vec<Unit>> {
-        let (mut filled, mut waiting) = (Vec::new(), Vec::new());
+    /// Slices for every service, with parts at `strain` times their share; `None` if the caller
+    /// stops.
+    pub(crate) fn slices(
+        &self,
+        strain: f64,
+        mut should_continue: impl FnMut() -> bool,
+    ) -> Option<Vec<SliceContents>> {
+        let (mut filled, mut unplaced) = (Vec::new(), Vec::new());
         for service in 0..self.demands.len() {
-            self.split(service, strain, &mut filled, &mut waiting);
+            self.split(service, strain, &mut filled, &mut unplaced);
         }
-        // Smallest first, so that the largest is taken off the end.
-        waiting.sort_by(|a, b| a.worth.total_cmp(&b.worth));
+        // Smallest first, because the largest is popped from the end.
+        unplaced.sort_by(|a, b| a.worth.total_cmp(&b.worth));
         let mut counts = [0; KINDS_MAX];
         filled.iter().for_each(|slice| counts[slice.kind] += 1);
-        if waiting.len() < PARALLEL_FROM {
-            filled.extend(self.fill(waiting, counts, &mut go_on)?);
+        if unplaced.len() < PARALLEL_FROM {
+            filled.extend(self.fill(unplaced, counts, &mut should_continue)?);
             return Some(filled);
         }
-        // So many find company in either half.
+        // With so many parts, either half has enough to choose from.
         let half = counts.map(|count| count / 2);
-        let every_other = |first: usize| waiting.iter().skip(first).step_by(2).cloned().collect();
-        let (one, other): (Vec<Waiting>, Vec<Waiting>) = (every_other(0), every_other(1));
+        let every_other = |first: usize| unplaced.iter().skip(first).step_by(2).cloned().collect();
+        let (one, other): (Vec<UnplacedPart>, Vec<UnplacedPart>) = (every_other(0), every_other(1));
         let stop = AtomicBool::new(false);
         let (one, other) = std::thread::scope(|scope| {
             let other =
                 scope.spawn(|| self.fill(other, half, &mut || !stop.load(Ordering::Relaxed)));
-            let one = self.fill(one, half, &mut go_on);
+            let one = self.fill(one, half, &mut should_continue);
             stop.store(one.is_none(), Ordering::Relaxed);
             match other.join() {
                 Ok(other) => (one, other),
@@ -157,70 +165,73 @@ impl<'a> Pool<'a> {
         Some(filled)
     }
 
-    /// Whole slices of a service, and what is left of it for the pool.
+    /// Gives a service whole slices and adds the remaining rate to the unplaced parts.
     fn split(
         &self,
         service: usize,
         strain: f64,
-        filled: &mut Vec<Unit>,
-        waiting: &mut Vec<Waiting>,
+        filled: &mut Vec<SliceContents>,
+        unplaced: &mut Vec<UnplacedPart>,
     ) {
         let demand = &self.demands[service];
-        let pieces = self.sharer.pieces(service);
-        let parts = self.tariff.split(pieces, demand.rate, strain);
+        let part_options = self.sharing.part_options(service);
+        let parts = self.part_prices.split(part_options, demand.rate, strain);
         let mut left = demand.rate;
-        for (piece, share) in parts {
-            let rate = self.sharer.alone(service, piece.kind).min(left);
+        for (part_option, share) in parts {
+            let rate = self.sharing.alone(service, part_option.kind).min(left);
             if share * strain >= 1.0 - SLACK && rate > 0.0 {
                 left -= rate;
-                filled.push(self.alone(service, piece.kind, rate));
+                filled.push(self.alone(service, part_option.kind, rate));
             }
         }
         if left > demand.rate * SLACK {
-            waiting.push(self.waiting(service, left));
+            unplaced.push(self.unplaced(service, left));
         }
     }
 
-    fn waiting(&self, service: usize, rate: f64) -> Waiting {
-        let pieces = self.sharer.pieces(service);
-        let (worth, small) = (self.tariff.worth(pieces, rate), self.tariff.worth(pieces, 0.0));
-        Waiting { service, rate, worth, small }
+    fn unplaced(&self, service: usize, rate: f64) -> UnplacedPart {
+        let part_options = self.sharing.part_options(service);
+        let (worth, small) =
+            (self.part_prices.worth(part_options, rate), self.part_prices.worth(part_options, 0.0));
+        UnplacedPart { service, rate, worth, small }
     }
 
-    fn alone(&self, service: usize, kind: usize, rate: f64) -> Unit {
+    fn alone(&self, service: usize, kind: usize, rate: f64) -> SliceContents {
         let points = self.problem.profiles.points(&self.problem.services[service].model);
         let point = &points.unwrap_or_default()[self.demands[service].point[kind] as usize];
         let share = Share { service, batch: point.batch, processes: point.processes, rate };
-        Unit { kind, cycle_ms: None, shares: vec![share] }
+        SliceContents { kind, cycle_ms: None, shares: vec![share] }
     }
 
-    /// Makes slices beside those of `counts` until nobody waits; nothing where it is to stop.
+    /// Builds slices in addition to `counts` until all parts are placed; `None` if the caller
+    /// stops.
     fn fill(
         &self,
-        mut waiting: Vec<Waiting>,
+        mut unplaced: Vec<UnplacedPart>,
         mut counts: Counts,
-        go_on: &mut dyn FnMut() -> bool,
-    ) -> Option<Vec<Unit>> {
+        should_continue: &mut dyn FnMut() -> bool,
+    ) -> Option<Vec<SliceContents>> {
         let mut random = Random::new(1);
-        let mut filled: Vec<Unit> = Vec::new();
-        let every = (waiting.len() / BALANCES).max(4);
+        let mut filled: Vec<SliceContents> = Vec::new();
+        let every = (unplaced.len() / BALANCES).max(4);
         let (mut prices, mut until) = (self.prices, 0);
-        while let Some(seed) = waiting.pop() {
+        while let Some(seed) = unplaced.pop() {
             if filled.len() >= until {
                 prices = self.balanced(&counts);
                 until = filled.len() + every;
-                if !go_on() {
+                if !should_continue() {
                     return None;
                 }
             }
-            let slice = self.serve(seed, &mut waiting, &prices, &mut random)?;
+            let slice = self.serve(seed, &mut unplaced, &prices, &mut random)?;
             counts[slice.kind] += 1;
             filled.push(slice);
         }
         Some(filled)
     }
 
-    /// Prices nearer to what one slice more costs beside those there are: kinds that GPUs have room for get cheaper.
+    /// Prices moved towards the marginal cost of one more slice: kinds that fit into partly used
+    /// GPUs get cheaper.
     fn balanced(&self, counts: &Counts) -> Prices {
         let marginal = self.packer.marginal(counts);
         std::array::from_fn(|kind| {
@@ -230,50 +241,51 @@ impl<'a> Pool<'a> {
         })
     }
 
-    /// A slice for `seed`, with company or without; what is cut off waits on.
+    /// A slice for `seed`, shared or not; remainders of cut parts stay unplaced.
     fn serve(
         &self,
-        seed: Waiting,
-        waiting: &mut Vec<Waiting>,
+        seed: UnplacedPart,
+        unplaced: &mut Vec<UnplacedPart>,
         prices: &Prices,
         random: &mut Random,
-    ) -> Option<Unit> {
-        let company = sample(waiting.len(), COMPANY, random);
-        let parts: Vec<&Waiting> =
-            std::iter::once(&seed).chain(company.iter().map(|&at| &waiting[at])).collect();
+    ) -> Option<SliceContents> {
+        let co_located = sample(unplaced.len(), CANDIDATES_MAX, random);
+        let parts: Vec<&UnplacedPart> =
+            std::iter::once(&seed).chain(co_located.iter().map(|&at| &unplaced[at])).collect();
         let (score, kind, rate) = self.best_alone(&seed, prices);
-        let mut rests = Vec::new();
+        let mut remainders = Vec::new();
         let slice = match self.best_slice(&parts, prices) {
             Some(found) if found.score > score + SLACK => {
                 let (slice, left) = self.make(&parts, &found);
-                rests = left;
-                let mut gone: Vec<usize> =
-                    found.members[1..].iter().map(|member| company[member.0 - 1]).collect();
-                gone.sort_unstable();
-                for &at in gone.iter().rev() {
-                    waiting.remove(at);
+                remainders = left;
+                let mut placed: Vec<usize> =
+                    found.members[1..].iter().map(|member| co_located[member.0 - 1]).collect();
+                placed.sort_unstable();
+                for &at in placed.iter().rev() {
+                    unplaced.remove(at);
                 }
                 slice
             }
             _ => {
                 if seed.rate - rate > self.demands[seed.service].rate * SLACK {
-                    rests.push(self.waiting(seed.service, seed.rate - rate));
+                    remainders.push(self.unplaced(seed.service, seed.rate - rate));
                 }
                 self.alone(seed.service, kind?, rate)
             }
         };
-        for rest in rests {
-            let at = waiting.partition_point(|other| other.worth < rest.worth);
-            waiting.insert(at, rest);
+        for rest in remainders {
+            let at = unplaced.partition_point(|other| other.worth < rest.worth);
+            unplaced.insert(at, rest);
         }
         Some(slice)
     }
 
-    /// The best slice of its own: what part of the price it is worth, its kind, and how much of the rate it takes.
-    fn best_alone(&self, seed: &Waiting, prices: &Prices) -> (f64, Option<usize>, f64) {
+    /// The best slice for `seed` alone: its value relative to the price, its kind, and the rate it
+    /// serves.
+    fn best_alone(&self, seed: &UnplacedPart, prices: &Prices) -> (f64, Option<usize>, f64) {
         let mut best = (0.0, None, 0.0);
         for (kind, price) in prices.iter().enumerate().take(self.kinds) {
-            let alone = self.sharer.alone(seed.service, kind);
+            let alone = self.sharing.alone(seed.service, kind);
             let rate = alone.min(seed.rate);
             let score = seed.worth * rate / seed.rate / price;
             if alone > 0.0 && score > best.0 {
@@ -283,56 +295,64 @@ impl<'a> Pool<'a> {
         best
     }
 
-    fn best_slice<'w>(&'w self, parts: &[&Waiting], prices: &Prices) -> Option<Candidate<'w>> {
+    fn best_slice<'w>(
+        &'w self,
+        parts: &[&UnplacedPart],
+        prices: &Prices,
+    ) -> Option<CandidateSlice<'w>> {
         let seed = parts[0];
         let limit = self.demands[seed.service].limit_ms;
-        let mut best: Option<Candidate<'w>> = None;
+        let mut best: Option<CandidateSlice<'w>> = None;
         for (kind, &price) in prices.iter().enumerate().take(self.kinds) {
-            for way in self.sharer.ways(seed.service, kind) {
-                if way.turn_ms * 2.0 > limit {
+            for option in self.sharing.options(seed.service, kind) {
+                if option.turn_ms * 2.0 > limit {
                     break;
                 }
-                let cycle = (way.requests / seed.rate * 1000.0).min(limit - way.turn_ms);
-                if cycle < way.turn_ms {
+                let cycle = (option.requests / seed.rate * 1000.0).min(limit - option.turn_ms);
+                if cycle < option.turn_ms {
                     continue;
                 }
-                // Turns much longer than the part's worth are a bad start.
-                if seed.worth * cycle / way.turn_ms < price * START_LEAST {
+                // A turn that is long relative to the part's value wastes the slice.
+                if seed.worth * cycle / option.turn_ms < price * START_MIN {
                     continue;
                 }
-                let setting = Setting { parts, kind, cycle };
-                let (members, worth) = self.with_company(&setting, way);
+                let setting = SliceSetting { parts, kind, cycle };
+                let (members, worth) = self.with_co_located(&setting, option);
                 let score = worth / price;
                 if best.as_ref().is_none_or(|best| score > best.score) {
-                    best = Some(Candidate { kind, cycle, members, score });
+                    best = Some(CandidateSlice { kind, cycle, members, score });
                 }
             }
         }
         best
     }
 
-    /// The first part and the best company it finds, with what all are worth.
-    fn with_company<'w>(&'w self, setting: &Setting<'_>, way: &'w Way) -> (Vec<Member<'w>>, f64) {
-        let Setting { parts, kind, cycle } = *setting;
-        let mut memory = self.problem.gpu.slices[kind].memory_mib() - way.memory_mib;
-        let mut time = cycle * (1.0 + SLACK) - way.turn_ms;
-        let fitting = self.fitting(setting, time, memory);
-        let mut company = Company {
-            fitting: &fitting,
+    /// The first part with the best parts to co-locate, and the value of all.
+    fn with_co_located<'w>(
+        &'w self,
+        setting: &SliceSetting<'_>,
+        option: &'w TurnOption,
+    ) -> (Vec<Member<'w>>, f64) {
+        let SliceSetting { parts, kind, cycle } = *setting;
+        let mut memory = self.problem.gpu.slices[kind].memory_mib() - option.memory_mib;
+        let mut time = cycle * (1.0 + SLACK) - option.turn_ms;
+        let candidates = self.candidates(setting, time, memory);
+        let mut co_located = CoLocationSearch {
+            candidates: &candidates,
             chosen: Vec::new(),
             best: Vec::new(),
             best_worth: 0.0,
             steps: 0,
         };
-        company.seek(parts, 0, time, memory, 0.0);
-        let mut members = vec![(0, way, parts[0].rate)];
-        for &at in &company.best {
-            let one = &fitting[at];
-            members.push((one.at, one.way, parts[one.at].rate));
-            time -= one.way.turn_ms;
-            memory -= one.way.memory_mib;
+        co_located.search(parts, 0, time, memory, 0.0);
+        let mut members = vec![(0, option, parts[0].rate)];
+        for &at in &co_located.best {
+            let one = &candidates[at];
+            members.push((one.at, one.option, parts[one.at].rate));
+            time -= one.option.turn_ms;
+            memory -= one.option.memory_mib;
         }
-        let mut worth = parts[0].worth + company.best_worth;
+        let mut worth = parts[0].worth + co_located.best_worth;
         for _ in 0..GAPS {
             let Some((cut, gained)) = self.cut(setting, &members, time, memory) else { break };
             time -= cut.1.turn_ms;
@@ -343,39 +363,44 @@ impl<'a> Pool<'a> {
         (members, worth)
     }
 
-    /// Parts that fit beside the first, worth most a millisecond first.
-    fn fitting(&self, setting: &Setting<'_>, time: f64, memory: u64) -> Vec<Fitting<'_>> {
-        let Setting { parts, kind, cycle } = *setting;
-        let mut fitting = Vec::new();
+    /// Parts that fit beside the first one, highest value per millisecond first.
+    fn candidates(
+        &self,
+        setting: &SliceSetting<'_>,
+        time: f64,
+        memory: u64,
+    ) -> Vec<CandidatePart<'_>> {
+        let SliceSetting { parts, kind, cycle } = *setting;
+        let mut candidates = Vec::new();
         for (at, part) in parts.iter().enumerate().skip(1) {
             if part.service == parts[0].service {
                 continue;
             }
             let needed = part.rate * cycle / 1000.0 * (1.0 - SLACK);
             let room = time.min(self.demands[part.service].limit_ms - cycle);
-            let ways = self.sharer.ways(part.service, kind).iter();
-            let found = ways
-                .take_while(|way| way.turn_ms <= room)
-                .find(|way| way.requests >= needed && way.memory_mib <= memory);
-            if let Some(way) = found {
-                fitting.push(Fitting { at, way, worth: part.worth });
+            let options = self.sharing.options(part.service, kind).iter();
+            let found = options
+                .take_while(|option| option.turn_ms <= room)
+                .find(|option| option.requests >= needed && option.memory_mib <= memory);
+            if let Some(option) = found {
+                candidates.push(CandidatePart { at, option, worth: part.worth });
             }
         }
-        let density = |one: &Fitting<'_>| one.worth / one.way.turn_ms;
-        fitting.sort_by(|a, b| density(b).total_cmp(&density(a)));
-        fitting
+        let density = |one: &CandidatePart<'_>| one.worth / one.option.turn_ms;
+        candidates.sort_by(|a, b| density(b).total_cmp(&density(a)));
+        candidates
     }
 
-    /// The best piece of a part that fills time left over, and what it is worth.
+    /// The best cut of a part that fills the remaining time, and its value.
     fn cut<'w>(
         &'w self,
-        setting: &Setting<'_>,
+        setting: &SliceSetting<'_>,
         members: &[Member<'w>],
         time: f64,
         memory: u64,
     ) -> Option<(Member<'w>, f64)> {
-        let Setting { parts, kind, cycle } = *setting;
-        if time < cycle * GAP_LEAST || members.len() >= PARTS_MAX {
+        let SliceSetting { parts, kind, cycle } = *setting;
+        if time < cycle * GAP_MIN || members.len() >= PARTS_MAX {
             return None;
         }
         let mut best: Option<(Member<'w>, f64)> = None;
@@ -384,42 +409,50 @@ impl<'a> Pool<'a> {
                 continue;
             }
             let room = time.min(self.demands[part.service].limit_ms - cycle);
-            let ways = self.sharer.ways(part.service, kind).iter();
-            for way in ways.take_while(|way| way.turn_ms <= room) {
-                let rate = way.requests / cycle * 1000.0 * (1.0 - SLACK);
-                // What is left of the part costs its share, and no less than the smallest part.
+            let options = self.sharing.options(part.service, kind).iter();
+            for option in options.take_while(|option| option.turn_ms <= room) {
+                let rate = option.requests / cycle * 1000.0 * (1.0 - SLACK);
+                // The remainder costs its share, and at least as much as the smallest part.
                 let rest = (part.worth * (1.0 - rate / part.rate)).max(part.small);
                 let gained = part.worth - rest - CUT_COST;
                 if rate < part.rate
-                    && way.memory_mib <= memory
+                    && option.memory_mib <= memory
                     && gained > best.as_ref().map_or(0.0, |best| best.1)
                 {
-                    best = Some(((at, way, rate), gained));
+                    best = Some(((at, option, rate), gained));
                 }
             }
         }
         best
     }
 
-    fn make(&self, parts: &[&Waiting], found: &Candidate<'_>) -> (Unit, Vec<Waiting>) {
-        let mut rests = Vec::new();
+    fn make(
+        &self,
+        parts: &[&UnplacedPart],
+        found: &CandidateSlice<'_>,
+    ) -> (SliceContents, Vec<UnplacedPart>) {
+        let mut remainders = Vec::new();
         let mut shares = Vec::new();
-        for &(at, way, rate) in &found.members {
+        for &(at, option, rate) in &found.members {
             let part = parts[at];
-            let share =
-                Share { service: part.service, batch: way.batch, processes: way.processes, rate };
+            let share = Share {
+                service: part.service,
+                batch: option.batch,
+                processes: option.processes,
+                rate,
+            };
             shares.push(share);
             if rate < part.rate * (1.0 - SLACK) {
                 let left = part.rate - rate;
                 let worth = (part.worth * left / part.rate).max(part.small);
-                rests.push(Waiting { rate: left, worth, ..part.clone() });
+                remainders.push(UnplacedPart { rate: left, worth, ..part.clone() });
             }
         }
-        (Unit { kind: found.kind, cycle_ms: Some(found.cycle), shares }, rests)
+        (SliceContents { kind: found.kind, cycle_ms: Some(found.cycle), shares }, remainders)
     }
 }
 
-/// `count` places of `all`, spread evenly; all where there are no more.
+/// `count` indices below `all`, spread evenly; all of them if there are no more.
 fn sample(all: usize, count: usize, random: &mut Random) -> Vec<usize> {
     if all <= count {
         return (0..all).collect();
@@ -431,8 +464,8 @@ fn sample(all: usize, count: usize, random: &mut Random) -> Vec<usize> {
     places
 }
 
-impl Company<'_, '_> {
-    fn seek(&mut self, parts: &[&Waiting], from: usize, time: f64, memory: u64, worth: f64) {
+impl CoLocationSearch<'_, '_> {
+    fn search(&mut self, parts: &[&UnplacedPart], from: usize, time: f64, memory: u64, worth: f64) {
         self.steps += 1;
         if worth > self.best_worth {
             self.best_worth = worth;
@@ -441,23 +474,23 @@ impl Company<'_, '_> {
         if self.chosen.len() + 2 >= PARTS_MAX {
             return;
         }
-        for at in from..self.fitting.len() {
-            let one = &self.fitting[at];
+        for at in from..self.candidates.len() {
+            let one = &self.candidates[at];
             if self.steps > STEPS_MAX
-                || worth + time * one.worth / one.way.turn_ms <= self.best_worth
+                || worth + time * one.worth / one.option.turn_ms <= self.best_worth
             {
                 return;
             }
             let service = parts[one.at].service;
-            if one.way.turn_ms > time
-                || one.way.memory_mib > memory
-                || self.chosen.iter().any(|&c| parts[self.fitting[c].at].service == service)
+            if one.option.turn_ms > time
+                || one.option.memory_mib > memory
+                || self.chosen.iter().any(|&c| parts[self.candidates[c].at].service == service)
             {
                 continue;
             }
-            let (turn, needs, gain) = (one.way.turn_ms, one.way.memory_mib, one.worth);
+            let (turn, needs, gain) = (one.option.turn_ms, one.option.memory_mib, one.worth);
             self.chosen.push(at);
-            self.seek(parts, at + 1, time - turn, memory - needs, worth + gain);
+            self.search(parts, at + 1, time - turn, memory - needs, worth + gain);
             self.chosen.pop();
         }
     }

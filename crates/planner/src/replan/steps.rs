@@ -1,7 +1,8 @@
-//! An ordered way from one plan to another on which no service loses capacity it needs.
+//! An ordered transition from one plan to another in which no service loses capacity it needs.
 //!
-//! New slices are made where there is room, old ones go once their services can do without. Where each waits for the
-//! other, a shadow of an old slice is set up on a spare GPU first and taken down at the end.
+//! New slices are created on free slots, and old ones are removed once their services do not need
+//! them. If these depend on each other, a temporary copy (shadow) of an old slice runs on a spare
+//! GPU meanwhile.
 
 use std::collections::BTreeMap;
 
@@ -12,16 +13,16 @@ use crate::problem::Problem;
 /// One step.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
-    /// Make a slice and load what runs in it.
+    /// Create a slice and load its services.
     Create {
         /// GPU number; those beyond the plan are spare.
         gpu: usize,
-        /// The slice with its work.
+        /// The slice with its services.
         slice: Slice,
-        /// Whether it is a shadow that goes again.
+        /// Whether it is a shadow.
         shadow: bool,
     },
-    /// Send rates to a slice's services anew.
+    /// Change the rates of a slice's services.
     Route {
         /// GPU number.
         gpu: usize,
@@ -37,10 +38,10 @@ pub enum Step {
     },
 }
 
-/// A slice's place.
-type Place = (usize, u8);
+/// GPU and start of a slice.
+type SliceAddress = (usize, u8);
 
-/// Numbers the GPUs of `target` so that as many slices as possible stay where they are.
+/// Numbers the GPUs of `target` so that as many slices as possible are unchanged.
 ///
 /// Equal GPUs are matched first; the rest by least cost of changes, exactly where few are left.
 pub fn align(current: &Plan, target: &Plan) -> Plan {
@@ -86,7 +87,7 @@ fn signature(gpu: &Gpu) -> String {
     gpu.slices.iter().map(slice).collect()
 }
 
-/// Slices that stay, a little less for those that only keep their geometry.
+/// Number of unchanged slices; those that only keep their geometry count a little less.
 fn stays(old: &Gpu, new: &Gpu) -> f64 {
     let mut sum = 0.0;
     for slice in &new.slices {
@@ -116,8 +117,8 @@ fn same_rates(a: &Slice, b: &Slice) -> bool {
         })
 }
 
-/// Least-cost assignment of rows to columns (Kuhn and Munkres with potentials); with fewer columns than rows, some
-/// rows stay without.
+/// Least-cost assignment of rows to columns (Kuhn and Munkres with potentials); with fewer columns
+/// than rows, some rows are unassigned.
 fn assign(rows: usize, columns: usize, cost: impl Fn(usize, usize) -> f64) -> Vec<(usize, usize)> {
     let size = rows.max(columns);
     let cost = |row: usize, column: usize| {
@@ -166,9 +167,9 @@ fn assign(rows: usize, columns: usize, cost: impl Fn(usize, usize) -> f64) -> Ve
         .collect()
 }
 
-struct Walk<'a> {
+struct Transition<'a> {
     problem: &'a Problem,
-    live: BTreeMap<Place, Slice>,
+    live: BTreeMap<SliceAddress, Slice>,
     capacity: Vec<f64>,
     floor: Vec<f64>,
     steps: Vec<Step>,
@@ -176,14 +177,14 @@ struct Walk<'a> {
 
 /// The steps from `current` to `target`, whose GPUs have the same numbers.
 pub fn steps(problem: &Problem, current: &Plan, target: &Plan) -> Vec<Step> {
-    let places = |plan: &Plan| -> BTreeMap<Place, Slice> {
+    let places = |plan: &Plan| -> BTreeMap<SliceAddress, Slice> {
         let of = |(number, gpu): (usize, &Gpu)| {
             gpu.slices.iter().map(move |s| ((number, s.start), s.clone())).collect::<Vec<_>>()
         };
         plan.gpus.iter().enumerate().flat_map(of).collect()
     };
     let (live, wanted) = (places(current), places(target));
-    let mut walk = Walk {
+    let mut transition = Transition {
         problem,
         capacity: vec![0.0; problem.services.len()],
         floor: Vec::new(),
@@ -191,37 +192,38 @@ pub fn steps(problem: &Problem, current: &Plan, target: &Plan) -> Vec<Step> {
         steps: Vec::new(),
     };
     for (place, slice) in live {
-        walk.insert(place, slice);
+        transition.insert(place, slice);
     }
-    // A service keeps what it needs, or what it has where that is less already.
-    walk.floor = (problem.services.iter().zip(&walk.capacity))
+    // A service keeps the capacity it needs, or what it has if that is already less.
+    transition.floor = (problem.services.iter().zip(&transition.capacity))
         .map(|(service, capacity)| service.demand(&problem.rules).min(*capacity))
         .collect();
-    let mut old: Vec<Place> = Vec::new();
-    for (place, slice) in &walk.live {
+    let mut old: Vec<SliceAddress> = Vec::new();
+    for (place, slice) in &transition.live {
         if !wanted.get(place).is_some_and(|new| same_work(slice, new)) {
             old.push(*place);
         }
     }
-    let mut new: Vec<(Place, Slice)> = Vec::new();
+    let mut new: Vec<(SliceAddress, Slice)> = Vec::new();
     for (place, slice) in wanted.clone() {
-        if !walk.live.get(&place).is_some_and(|old| same_work(old, &slice)) {
+        if !transition.live.get(&place).is_some_and(|old| same_work(old, &slice)) {
             new.push((place, slice));
         }
     }
-    let shadows = walk.exchange(&mut old, &mut new, target.gpus.len().max(current.gpus.len()));
+    let shadows =
+        transition.exchange(&mut old, &mut new, target.gpus.len().max(current.gpus.len()));
     for (place, slice) in wanted {
-        if walk.live.get(&place).is_some_and(|now| !same_rates(now, &slice)) {
-            walk.steps.push(Step::Route { gpu: place.0, slice });
+        if transition.live.get(&place).is_some_and(|now| !same_rates(now, &slice)) {
+            transition.steps.push(Step::Route { gpu: place.0, slice });
         }
     }
     for place in shadows {
-        walk.destroy(place);
+        transition.destroy(place);
     }
-    walk.steps
+    transition.steps
 }
 
-impl Walk<'_> {
+impl Transition<'_> {
     fn capacity_of(&self, slice: &Slice, service: usize) -> f64 {
         let facts = &self.problem.gpu.slices[slice.kind];
         let model = &self.problem.services[service].model;
@@ -239,19 +241,19 @@ impl Walk<'_> {
         slice.shares.iter().filter(|share| share.service == service).map(of).sum()
     }
 
-    fn insert(&mut self, place: Place, slice: Slice) {
+    fn insert(&mut self, place: SliceAddress, slice: Slice) {
         for share in &slice.shares {
             self.capacity[share.service] += self.capacity_of(&slice, share.service);
         }
         self.live.insert(place, slice);
     }
 
-    fn create(&mut self, place: Place, slice: Slice, shadow: bool) {
+    fn create(&mut self, place: SliceAddress, slice: Slice, shadow: bool) {
         self.steps.push(Step::Create { gpu: place.0, slice: slice.clone(), shadow });
         self.insert(place, slice);
     }
 
-    fn destroy(&mut self, place: Place) {
+    fn destroy(&mut self, place: SliceAddress) {
         if let Some(slice) = self.live.remove(&place) {
             for share in &slice.shares {
                 self.capacity[share.service] -= self.capacity_of(&slice, share.service);
@@ -260,14 +262,14 @@ impl Walk<'_> {
         }
     }
 
-    fn has_room(&self, place: Place, kind: usize) -> bool {
+    fn has_room(&self, place: SliceAddress, kind: usize) -> bool {
         let mask = |slice: &Slice| self.problem.gpu.slices[slice.kind].mask(slice.start);
         let mine = self.problem.gpu.slices[kind].mask(place.1);
         let on_gpu = self.live.range((place.0, 0)..=(place.0, u8::MAX));
         on_gpu.map(|(_, slice)| mask(slice)).all(|other| other & mine == 0)
     }
 
-    fn dispensable(&self, place: Place) -> bool {
+    fn dispensable(&self, place: SliceAddress) -> bool {
         let Some(slice) = self.live.get(&place) else { return true };
         slice.shares.iter().all(|share| {
             let service = share.service;
@@ -276,13 +278,13 @@ impl Walk<'_> {
         })
     }
 
-    /// Makes the new and removes the old; gives the places of shadows that are still up.
+    /// Creates new slices and removes old ones; returns the addresses of remaining shadows.
     fn exchange(
         &mut self,
-        old: &mut Vec<Place>,
-        new: &mut Vec<(Place, Slice)>,
+        old: &mut Vec<SliceAddress>,
+        new: &mut Vec<(SliceAddress, Slice)>,
         first_spare: usize,
-    ) -> Vec<Place> {
+    ) -> Vec<SliceAddress> {
         let mut shadows = Vec::new();
         while !old.is_empty() || !new.is_empty() {
             let before = (old.len(), new.len());
@@ -324,9 +326,10 @@ impl Walk<'_> {
     }
 }
 
-/// Replays steps and names the first that is illegal or leaves a service short, and whether `target` is reached.
+/// Replays steps and reports those that are illegal or take capacity a service needs, and whether
+/// `target` is reached.
 pub fn replay(problem: &Problem, current: &Plan, target: &Plan, steps: &[Step]) -> Vec<String> {
-    let mut walk = Walk {
+    let mut transition = Transition {
         problem,
         live: BTreeMap::new(),
         capacity: vec![0.0; problem.services.len()],
@@ -335,24 +338,24 @@ pub fn replay(problem: &Problem, current: &Plan, target: &Plan, steps: &[Step]) 
     };
     let mut wrong = Vec::new();
     for (number, gpu) in current.gpus.iter().enumerate() {
-        gpu.slices.iter().for_each(|slice| walk.insert((number, slice.start), slice.clone()));
+        gpu.slices.iter().for_each(|slice| transition.insert((number, slice.start), slice.clone()));
     }
-    let start = walk.capacity.clone();
+    let start = transition.capacity.clone();
     for (index, step) in steps.iter().enumerate() {
         match step {
             Step::Create { gpu, slice, .. } => {
-                if !walk.has_room((*gpu, slice.start), slice.kind) {
+                if !transition.has_room((*gpu, slice.start), slice.kind) {
                     wrong.push(format!("step {index}: no room on gpu {gpu}"));
                 }
-                walk.create((*gpu, slice.start), slice.clone(), false);
+                transition.create((*gpu, slice.start), slice.clone(), false);
             }
             Step::Route { gpu, slice } => {
-                walk.destroy((*gpu, slice.start));
-                walk.insert((*gpu, slice.start), slice.clone());
+                transition.destroy((*gpu, slice.start));
+                transition.insert((*gpu, slice.start), slice.clone());
             }
-            Step::Destroy { gpu, slice } => walk.destroy((*gpu, slice.start)),
+            Step::Destroy { gpu, slice } => transition.destroy((*gpu, slice.start)),
         }
-        for (service, capacity) in walk.capacity.iter().enumerate() {
+        for (service, capacity) in transition.capacity.iter().enumerate() {
             let needed = problem.services[service].demand(&problem.rules).min(start[service]);
             if *capacity < needed * (1.0 - 1e-6) {
                 let name = &problem.services[service].name;
@@ -361,8 +364,8 @@ pub fn replay(problem: &Problem, current: &Plan, target: &Plan, steps: &[Step]) 
         }
     }
     let reached: usize = target.gpus.iter().map(|gpu| gpu.slices.len()).sum();
-    if walk.live.len() != reached {
-        wrong.push(format!("{} slices stand, not {reached}", walk.live.len()));
+    if transition.live.len() != reached {
+        wrong.push(format!("{} slices stand, not {reached}", transition.live.len()));
     }
     debug_assert!(KINDS_MAX >= problem.gpu.slices.len());
     wrong
