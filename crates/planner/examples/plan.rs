@@ -26,9 +26,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let algorithm: Algorithm = rest.first().map_or("certified", String::as_str).parse()?;
     let clock = MonotonicClock::new();
     let mut report = |_| true;
-    let answer = run(&problem, algorithm, &mut SearchControl::new(&clock, &mut report))?;
-    print!("{}", render::picture(&problem, &answer.solution.plan, false));
-    println!("{} gpus, bound {:.3}", answer.gpus, answer.solution.bound);
-    check(&problem, &answer.solution.plan).iter().for_each(|wrong| println!("rejected: {wrong}"));
+    let output = run(&problem, algorithm, &mut SearchControl::new(&clock, &mut report))?;
+    print!("{}", render::picture(&problem, &output.solution.plan, false));
+    println!("{} gpus, bound {:.3}", output.gpus, output.solution.bound);
+    check(&problem, &output.solution.plan).iter().for_each(|wrong| println!("rejected: {wrong}"));
     Ok(())
 }

@@ -47,17 +47,17 @@ fn row(name: &str, label: &str, problem: &Problem, algorithm: Algorithm) -> (f64
     let mut report = |_| true;
     let headroom = problem.rules.headroom * 100.0;
     match run(problem, algorithm, &mut SearchControl::new(&clock, &mut report)) {
-        Ok(answer) => {
+        Ok(output) => {
             let counts_only = matches!(algorithm, Algorithm::GpuletLike | Algorithm::IgniterLike);
-            let accepted = counts_only || check(problem, &answer.solution.plan).is_empty();
+            let accepted = counts_only || check(problem, &output.solution.plan).is_empty();
             println!(
                 "{name:<9} {label:<22} {headroom:>6.0} % {:>9.4}  {} ({:.3}){}",
-                answer.solution.seconds,
-                answer.gpus,
-                answer.solution.bound,
+                output.solution.seconds,
+                output.gpus,
+                output.solution.bound,
                 if accepted { "" } else { "  REJECTED" }
             );
-            (answer.solution.seconds, answer.gpus)
+            (output.solution.seconds, output.gpus)
         }
         Err(error) => {
             println!("{name:<9} {label:<22} {headroom:>6.0} %         -  {error}");
@@ -126,7 +126,8 @@ fn plot(curves: &[(&str, &str, &Growth)]) -> String {
     let y = |seconds: f64| 260.0 - (seconds.max(1e-4).log10() + 4.0) * 42.0;
     let mut text = String::from(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"680\" height=\"300\" \
-         font-family=\"sans-serif\" font-size=\"11\"><rect width=\"680\" height=\"300\" fill=\"white\"/>\n",
+         font-family=\"sans-serif\" font-size=\"11\">\
+         <rect width=\"680\" height=\"300\" fill=\"white\"/>\n",
     );
     for power in 1..=5 {
         let at = x(10f64.powi(power));

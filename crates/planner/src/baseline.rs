@@ -18,23 +18,23 @@ pub fn gpulet_like(problem: &Problem) -> Result<Vec<MpsGpu>, PlanError> {
     let demands = problem.demands();
     let mut gpus: Vec<MpsGpu> = Vec::new();
     for (service, demand) in demands.iter().enumerate() {
-        let mut left = demand.rate;
-        while left > demand.rate * 1e-9 {
+        let mut remaining = demand.rate;
+        while remaining > demand.rate * 1e-9 {
             // A GPU with one service whose remainder suffices; otherwise the smallest sufficient
             // part of a new GPU.
             let rest = |gpu: &MpsGpu| problem.gpu.gpcs - gpu.iter().map(|part| part.1).sum::<u8>();
             let half = gpus.iter_mut().find(|gpu| {
                 gpu.len() == 1
-                    && within(problem, demand, rest(gpu)) >= left.min(best(demand) * 0.25)
+                    && within(problem, demand, rest(gpu)) >= remaining.min(best(demand) * 0.25)
             });
             if let Some(gpu) = half {
                 let size = rest(gpu);
-                left -= within(problem, demand, size);
+                remaining -= within(problem, demand, size);
                 gpu.push((service, size));
                 continue;
             }
-            let size = smallest(problem, demand, left).unwrap_or(problem.gpu.gpcs);
-            left -= within(problem, demand, size);
+            let size = smallest(problem, demand, remaining).unwrap_or(problem.gpu.gpcs);
+            remaining -= within(problem, demand, size);
             gpus.push(vec![(service, size)]);
         }
     }
@@ -84,10 +84,11 @@ pub fn mig_serving_like(problem: &Problem) -> Result<Plan, PlanError> {
     single.validate()?;
     let demands = single.demands();
     let patterns = problem.gpu.maximal_patterns();
-    let mut left: Vec<f64> = demands.iter().map(|demand| demand.rate).collect();
+    let mut remaining: Vec<f64> = demands.iter().map(|demand| demand.rate).collect();
     let mut plan = Plan::default();
-    while left.iter().zip(&demands).any(|(left, demand)| *left > demand.rate * 1e-9) {
-        let fills = patterns.iter().map(|pattern| fill(pattern, &demands, &left));
+    while remaining.iter().zip(&demands).any(|(remaining, demand)| *remaining > demand.rate * 1e-9)
+    {
+        let fills = patterns.iter().map(|pattern| fill(pattern, &demands, &remaining));
         let best = fills.zip(&patterns).max_by(|a, b| a.0.score.total_cmp(&b.0.score));
         let Some((fill, _)) = best else { break };
         let mut counts: Counts = [0; KINDS_MAX];
@@ -100,8 +101,8 @@ pub fn mig_serving_like(problem: &Problem) -> Result<Plan, PlanError> {
             let (_, service) = slots.swap_remove(at);
             let points = problem.profiles.points(&problem.services[service].model);
             let point = &points.unwrap_or_default()[demands[service].point[kind] as usize];
-            let rate = left[service].min(point.throughput);
-            left[service] -= rate;
+            let rate = remaining[service].min(point.throughput);
+            remaining[service] -= rate;
             let share = Share { service, batch: point.batch, processes: point.processes, rate };
             slices.push(Slice { kind, start, cycle_ms: None, shares: vec![share] });
         }
@@ -116,18 +117,18 @@ struct MpsFill {
     slots: Vec<(usize, usize)>,
 }
 
-fn fill(pattern: &Counts, demands: &[Demand], left: &[f64]) -> MpsFill {
-    let mut left = left.to_vec();
+fn fill(pattern: &Counts, demands: &[Demand], remaining: &[f64]) -> MpsFill {
+    let mut remaining = remaining.to_vec();
     let mut fill = MpsFill { score: 0.0, slots: Vec::new() };
     for kind in (0..KINDS_MAX).rev() {
         for _ in 0..pattern[kind] {
             let gain = |service: usize| {
-                left[service].min(demands[service].throughput[kind]) / demands[service].rate
+                remaining[service].min(demands[service].throughput[kind]) / demands[service].rate
             };
-            let most = (0..demands.len()).max_by(|&a, &b| gain(a).total_cmp(&gain(b)));
-            let Some(service) = most.filter(|&service| gain(service) > 0.0) else { continue };
+            let best = (0..demands.len()).max_by(|&a, &b| gain(a).total_cmp(&gain(b)));
+            let Some(service) = best.filter(|&service| gain(service) > 0.0) else { continue };
             fill.score += gain(service);
-            left[service] -= left[service].min(demands[service].throughput[kind]);
+            remaining[service] -= remaining[service].min(demands[service].throughput[kind]);
             fill.slots.push((kind, service));
         }
     }

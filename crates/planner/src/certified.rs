@@ -145,7 +145,7 @@ impl<'a> Solver<'a> {
     /// Any feasible prices prove a bound. So prices from a sample suffice, followed by one pricing
     /// of all services.
     fn shared_bound(&self, sharing: &SharingModel<'_>, control: &mut SearchControl<'_>) -> Bound {
-        let price = |service: usize, prices: &Rows| sharing.least(service, prices);
+        let price = |service: usize, prices: &Rows| sharing.min_cost(service, prices);
         let rows: Vec<usize> = (0..ROWS).filter(|row| row % KINDS_MAX < self.kinds).collect();
         let start = start_prices(self.problem);
         if self.demands.len() <= MANY_SERVICES {
@@ -315,7 +315,7 @@ pub(crate) fn bound_of(problem: &Problem, demands: &[Demand], prices: &Prices) -
         }
         Sharing::Time => {
             let sharing = SharingModel::new(problem, demands);
-            let price = |service: usize, prices: &Rows| sharing.least(service, prices);
+            let price = |service: usize, prices: &Rows| sharing.min_cost(service, prices);
             dual::value_at(&groups, &price, &prices)
         }
     }

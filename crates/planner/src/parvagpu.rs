@@ -69,13 +69,13 @@ pub fn plan(problem: &Problem, variant: Variant) -> Result<Plan, PlanError> {
         .iter()
         .map(|service| configure(problem, service, variant))
         .collect::<Result<Vec<_>, _>>()?;
-    let mut rooms = Vec::new();
-    relocate(&configured, &mut rooms);
+    let mut gpus = Vec::new();
+    relocate(&configured, &mut gpus);
     if variant != Variant::WithoutOptimisation {
-        optimise(&configured, &mut rooms);
+        optimise(&configured, &mut gpus);
     }
-    rooms.retain(|room| room.used > 0);
-    deploy(problem, &configured, &rooms)
+    gpus.retain(|gpu| gpu.used > 0);
+    deploy(problem, &configured, &gpus)
 }
 
 fn configure(
@@ -101,9 +101,9 @@ fn configure(
     if rate % throughput(optimal) == 0.0 {
         optimal_count -= 1;
     }
-    let left = rate - throughput(optimal) * optimal_count as f32;
+    let remaining = rate - throughput(optimal) * optimal_count as f32;
     // The optimal size always suffices for the remaining rate.
-    let last = (0..SIZES.len()).find(|&size| left <= throughput(size)).unwrap_or(optimal);
+    let last = (0..SIZES.len()).find(|&size| remaining <= throughput(size)).unwrap_or(optimal);
     Ok(Configured { rate, triplets, optimal, optimal_count, last })
 }
 
@@ -137,29 +137,29 @@ impl Configured {
     }
 }
 
-fn relocate(configured: &[Configured], rooms: &mut Vec<GpuSlots>) {
+fn relocate(configured: &[Configured], gpus: &mut Vec<GpuSlots>) {
     let mut segments = Vec::new();
     for (service, found) in configured.iter().enumerate() {
         let optimal = Segment { service, size: found.optimal };
         segments.extend(std::iter::repeat_n(optimal, found.optimal_count));
         segments.push(Segment { service, size: found.last });
     }
-    allocate(segments, rooms);
+    allocate(segments, gpus);
 }
 
 /// Largest first; within a size in the order given.
-fn allocate(mut segments: Vec<Segment>, rooms: &mut Vec<GpuSlots>) {
+fn allocate(mut segments: Vec<Segment>, gpus: &mut Vec<GpuSlots>) {
     segments.sort_by_key(|segment| std::cmp::Reverse(SIZES[segment.size]));
     for segment in segments {
         let size = SIZES[segment.size];
-        let best = (0..rooms.len())
-            .filter(|&index| rooms[index].takes(size))
-            .min_by_key(|&index| 7 - rooms[index].used - size);
+        let best = (0..gpus.len())
+            .filter(|&index| gpus[index].takes(size))
+            .min_by_key(|&index| 7 - gpus[index].used - size);
         let index = best.unwrap_or_else(|| {
-            rooms.push(GpuSlots::default());
-            rooms.len() - 1
+            gpus.push(GpuSlots::default());
+            gpus.len() - 1
         });
-        rooms[index].put(segment);
+        gpus[index].put(segment);
     }
 }
 
@@ -192,21 +192,21 @@ impl GpuSlots {
 }
 
 /// Splits segments of fragmented GPUs, from the last GPU on, into small ones that fill free slots.
-fn optimise(configured: &[Configured], rooms: &mut Vec<GpuSlots>) {
+fn optimise(configured: &[Configured], gpus: &mut Vec<GpuSlots>) {
     let mut freed = vec![0f32; configured.len()];
-    for index in (0..rooms.len()).rev() {
-        if rooms[index].used > FRAGMENTED {
+    for index in (0..gpus.len()).rev() {
+        if gpus[index].used > FRAGMENTED {
             continue;
         }
         for slot in 0..7 {
-            let Some(segment) = rooms[index].slots[slot].take() else { continue };
+            let Some(segment) = gpus[index].slots[slot].take() else { continue };
             let found = &configured[segment.service];
-            rooms[index].used -= SIZES[segment.size];
+            gpus[index].used -= SIZES[segment.size];
             let is_optimal = segment.size == found.optimal;
             let size = if is_optimal { found.optimal } else { found.last };
             freed[segment.service] += found.throughput(size);
             let small = small_segments(found, segment.service, &mut freed[segment.service]);
-            allocate(small, rooms);
+            allocate(small, gpus);
         }
     }
 }
@@ -238,12 +238,13 @@ fn small_segments(found: &Configured, service: usize, freed: &mut f32) -> Vec<Se
 fn deploy(
     problem: &Problem,
     configured: &[Configured],
-    rooms: &[GpuSlots],
+    gpus: &[GpuSlots],
 ) -> Result<Plan, PlanError> {
-    let mut left: Vec<f64> = problem.services.iter().map(|s| s.demand(&problem.rules)).collect();
+    let mut remaining: Vec<f64> =
+        problem.services.iter().map(|s| s.demand(&problem.rules)).collect();
     let mut plan = Plan::default();
-    for room in rooms {
-        let mut segments: Vec<Segment> = room.slots.iter().flatten().copied().collect();
+    for gpu in gpus {
+        let mut segments: Vec<Segment> = gpu.slots.iter().flatten().copied().collect();
         segments.sort_by_key(|segment| std::cmp::Reverse(segment.size));
         let starts = starts(problem.gpu, &segments).ok_or_else(|| PlanError::Unsupported {
             algorithm: "parvagpu",
@@ -252,8 +253,8 @@ fn deploy(
         let mut slices = Vec::new();
         for (segment, (kind, start)) in segments.iter().zip(starts) {
             let Some(point) = &configured[segment.service].triplets[segment.size] else { continue };
-            let rate = left[segment.service].min(point.throughput);
-            left[segment.service] -= rate;
+            let rate = remaining[segment.service].min(point.throughput);
+            remaining[segment.service] -= rate;
             let Point { batch, processes, .. } = *point;
             let share = Share { service: segment.service, batch, processes, rate };
             slices.push(Slice { kind, start, cycle_ms: None, shares: vec![share] });

@@ -108,8 +108,8 @@ impl Plan {
                     if !legal || share.batch == 0 || share.processes == 0 {
                         let ShareFile { name, batch, processes, rate, .. } = share;
                         return Err(bad(&format!(
-                            "'{name}' cannot run with batch {batch} and {processes} processes at {rate} \
-                             requests/s"
+                            "'{name}' cannot run with batch {batch} and {processes} processes at \
+                             {rate} requests/s"
                         )));
                     }
                 }

@@ -80,9 +80,9 @@ fn split_within(
     if split.cost.is_finite() {
         return Ok(split);
     }
-    let least = longest(stages, &order, |stage| stages[stage].curve.first().map_or(0.0, |c| c.0));
+    let min = longest(stages, &order, |stage| stages[stage].curve.first().map_or(0.0, |c| c.0));
     Err(PlanError::BadQuery {
-        what: format!("its longest path takes {least} ms at least, more than {slo_ms} ms"),
+        what: format!("its longest path takes {min} ms at least, more than {slo_ms} ms"),
     })
 }
 
@@ -354,10 +354,10 @@ pub fn curve(problem: &Problem, model: &str, prices: &[f64]) -> Vec<(f64, f64)> 
         }
     }
     curve.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
-    let mut least = f64::INFINITY;
+    let mut min = f64::INFINITY;
     curve.retain(|(_, cost)| {
-        let falls = *cost < least;
-        least = least.min(*cost);
+        let falls = *cost < min;
+        min = min.min(*cost);
         falls
     });
     curve

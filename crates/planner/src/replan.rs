@@ -342,14 +342,14 @@ impl<'a> Replanner<'a> {
     fn consolidate(&mut self, bound: f64, changed: &BTreeSet<usize>) -> BTreeSet<usize> {
         let mut moved = BTreeSet::new();
         let budget = (self.demands.len() as f64 * self.costs.moves) as usize;
-        let most = (bound * (1.0 + self.costs.drift)).ceil() as usize;
+        let max_gpus = (bound * (1.0 + self.costs.drift)).ceil() as usize;
         let mut order: Vec<usize> = (0..self.plan.gpus.len())
             .filter(|&gpu| !self.plan.gpus[gpu].slices.is_empty())
             .collect();
         let mut gpus = order.len();
         order.sort_by_key(|&gpu| self.gpcs(gpu));
         for gpu in order {
-            if gpus <= most {
+            if gpus <= max_gpus {
                 break;
             }
             let slices = self.plan.gpus[gpu].slices.clone();
@@ -385,8 +385,9 @@ impl<'a> Replanner<'a> {
         order.sort_by_key(|s| std::cmp::Reverse(self.problem.gpu.slices[s.kind].memory_slices));
         for slice in order {
             let service = slice.shares[0].service;
-            let room = open.iter().find_map(|&other| Some((other, self.start(other, slice.kind)?)));
-            let Some((other, start)) = room else {
+            let available =
+                open.iter().find_map(|&other| Some((other, self.start(other, slice.kind)?)));
+            let Some((other, start)) = available else {
                 for (other, start, _, service) in done {
                     self.plan.gpus[other].slices.retain(|slice| slice.start != start);
                     self.slices[service].retain(|at| (at.0, at.1) != (other, start));

@@ -205,14 +205,14 @@ pub fn repack(sessions: &[Session], nodes: &[Node]) -> Result<Vec<Node>, PlanErr
             parts.pop();
         }
     }
-    let left: Vec<Session> = sessions
+    let remaining: Vec<Session> = sessions
         .iter()
         .zip(&served)
         .map(|(session, served)| Session { rate: session.rate - served, ..session.clone() })
         .collect();
     let open: Vec<usize> =
-        (0..left.len()).filter(|&i| left[i].rate > sessions[i].rate * SLACK).collect();
-    let missing: Vec<Session> = open.iter().map(|&index| left[index].clone()).collect();
+        (0..remaining.len()).filter(|&i| remaining[i].rate > sessions[i].rate * SLACK).collect();
+    let missing: Vec<Session> = open.iter().map(|&index| remaining[index].clone()).collect();
     let (mut whole, residual) = saturate(&missing)?;
     whole.iter_mut().flat_map(|node| &mut node.parts).for_each(|p| p.session = open[p.session]);
     for (index, rate) in residual {

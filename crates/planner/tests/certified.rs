@@ -34,12 +34,12 @@ fn gpus(name: &str, services: Vec<Service>, sharing: Sharing, headroom: f64) -> 
 
 #[test]
 fn whole_slices_reach_the_bound_of_every_scenario() {
-    for (number, most) in (1..=6).zip([2, 3, 5, 7, 12, 15]) {
+    for (number, max) in (1..=6).zip([2, 3, 5, 7, 12, 15]) {
         let name = format!("S{number}");
         let Some(count) = gpus(&name, scenario::services(number), Sharing::None, 0.0) else {
             return;
         };
-        assert!(count <= most, "{name}: {count}");
+        assert!(count <= max, "{name}: {count}");
         gpus(&name, scenario::services(number), Sharing::None, 0.15);
     }
     let count = gpus("S5 x 10", scenario::services_times(5, 10), Sharing::None, 0.0).unwrap();
@@ -49,12 +49,12 @@ fn whole_slices_reach_the_bound_of_every_scenario() {
 
 #[test]
 fn duty_cycles_save_gpus() {
-    for (number, most) in (1..=6).zip([1, 2, 4, 6, 12, 15]) {
+    for (number, max) in (1..=6).zip([1, 2, 4, 6, 12, 15]) {
         let name = format!("S{number}");
         let Some(count) = gpus(&name, scenario::services(number), Sharing::Time, 0.0) else {
             return;
         };
-        assert!(count <= most, "{name}: {count}");
+        assert!(count <= max, "{name}: {count}");
         gpus(&name, scenario::services(number), Sharing::Time, 0.15);
     }
     let count = gpus("S5 x 10", scenario::services_times(5, 10), Sharing::Time, 0.0).unwrap();
@@ -74,21 +74,21 @@ fn mig_plans_of_every_algorithm_pass_the_checker() {
             let Some(problem) = common::problem(scenario::services(number), rules) else { return };
             let clock = MonotonicClock::new();
             let mut report = |_| true;
-            let answer =
+            let output =
                 match run(&problem, algorithm, &mut SearchControl::new(&clock, &mut report)) {
-                    Ok(answer) => answer,
+                    Ok(output) => output,
                     Err(PlanError::Unsupported { what, .. }) => {
                         println!("S{number} {name}: {what}");
                         continue;
                     }
                     Err(error) => panic!("S{number} {name}: {error}"),
                 };
-            let bound = answer.solution.lower_bound;
-            println!("S{number} {name}: {} gpus, bound {bound}", answer.gpus);
+            let bound = output.solution.lower_bound;
+            println!("S{number} {name}: {} gpus, bound {bound}", output.gpus);
             let counts_only = matches!(algorithm, Algorithm::GpuletLike | Algorithm::IgniterLike);
-            let violations = check(&problem, &answer.solution.plan);
+            let violations = check(&problem, &output.solution.plan);
             assert!(counts_only || violations.is_empty(), "S{number} {name}: {violations:?}");
-            assert!(counts_only || answer.gpus >= bound);
+            assert!(counts_only || output.gpus >= bound);
         }
     }
 }
@@ -134,8 +134,8 @@ fn random_problem(seed: u64, services: u64, rate: f64) -> Problem {
 }
 
 /// Fewest GPUs by trying every minimal cover of every service and every placement; nothing above
-/// `most`.
-fn brute_force(problem: &Problem, most: usize) -> Option<usize> {
+/// `max`.
+fn brute_force(problem: &Problem, max: usize) -> Option<usize> {
     let kinds = problem.gpu.slices.len();
     let mut choices: Vec<Vec<Vec<usize>>> = Vec::new();
     for service in &problem.services {
@@ -147,30 +147,30 @@ fn brute_force(problem: &Problem, most: usize) -> Option<usize> {
             })
             .collect();
         let mut covers = Vec::new();
-        grow(&best, service.rate, 0, &mut Vec::new(), &mut covers, most * 7);
+        grow(&best, service.rate, 0, &mut Vec::new(), &mut covers, max * 7);
         choices.push(covers);
     }
-    (1..=most).find(|&gpus| choose(problem, &choices, &mut Vec::new(), gpus))
+    (1..=max).find(|&gpus| choose(problem, &choices, &mut Vec::new(), gpus))
 }
 
 fn grow(
     best: &[f64],
-    left: f64,
+    remaining: f64,
     from: usize,
     cover: &mut Vec<usize>,
     covers: &mut Vec<Vec<usize>>,
-    most: usize,
+    max: usize,
 ) {
-    if left <= 1e-9 {
+    if remaining <= 1e-9 {
         covers.push(cover.clone());
         return;
     }
-    if cover.len() == most {
+    if cover.len() == max {
         return;
     }
     for kind in (from..best.len()).filter(|&kind| best[kind] > 0.0) {
         cover.push(kind);
-        grow(best, left - best[kind], kind, cover, covers, most);
+        grow(best, remaining - best[kind], kind, cover, covers, max);
         cover.pop();
     }
 }

@@ -115,8 +115,8 @@ fn fits(problem: &Problem, group: &[usize], kind: usize) -> bool {
     turns(problem, &all, f64::INFINITY, 0.0)
 }
 
-/// Fewest GPUs over all combinations of whole services; `None` above `most`.
-fn brute_force(problem: &Problem, most: usize) -> Option<usize> {
+/// Fewest GPUs over all combinations of whole services; `None` above `max`.
+fn brute_force(problem: &Problem, max: usize) -> Option<usize> {
     let kinds = problem.gpu.slices.len();
     let count = problem.services.len();
     // Kinds that serve a set of services, by its bits.
@@ -125,14 +125,14 @@ fn brute_force(problem: &Problem, most: usize) -> Option<usize> {
         let group: Vec<usize> = (0..count).filter(|service| set >> service & 1 == 1).collect();
         *kinds_of = (0..kinds).filter(|&kind| fits(problem, &group, kind)).collect();
     }
-    (1..=most).find(|&gpus| divide(problem, &serving, (1 << count) - 1, &mut Vec::new(), gpus))
+    (1..=max).find(|&gpus| divide(problem, &serving, (1 << count) - 1, &mut Vec::new(), gpus))
 }
 
 /// Every partition of the remaining services into sets, each with every kind that serves it.
 fn divide(
     problem: &Problem,
     serving: &[Vec<usize>],
-    left: usize,
+    remaining: usize,
     slices: &mut Vec<usize>,
     gpus: usize,
 ) -> bool {
@@ -140,14 +140,14 @@ fn divide(
     if gpcs > gpus * usize::from(problem.gpu.gpcs) {
         return false;
     }
-    if left == 0 {
+    if remaining == 0 {
         let mut order = slices.clone();
         order.sort_by_key(|&kind| std::cmp::Reverse(problem.gpu.slices[kind].memory_slices));
         return place(problem, &order, &mut vec![0u16; gpus]);
     }
     // The first remaining service is in one of the sets.
-    let first = left & left.wrapping_neg();
-    let others = left ^ first;
+    let first = remaining & remaining.wrapping_neg();
+    let others = remaining ^ first;
     let mut more = others;
     loop {
         for &kind in &serving[first | more] {

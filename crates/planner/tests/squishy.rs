@@ -15,8 +15,8 @@ fn sessions(seed: u64, count: usize) -> Vec<Session> {
                 (1..=64).map(|batch| (batch, fixed + slope * f64::from(batch))).collect();
             let slo_ms = 60.0 + 200.0 * random.unit_f64();
             let mut session = Session { name: format!("s{index}"), rate: 1.0, slo_ms, curve };
-            let most = session.throughput().unwrap();
-            session.rate = most * (0.05 + 0.45 * random.unit_f64());
+            let max = session.throughput().unwrap();
+            session.rate = max * (0.05 + 0.45 * random.unit_f64());
             session
         })
         .collect()

@@ -93,8 +93,8 @@ async fn infer(
     message: proto::ModelInferRequest,
     context: RequestContext,
 ) -> Result<proto::ModelInferResponse, ApiError> {
-    let answer = AssertUnwindSafe(try_infer(app, message, context)).catch_unwind().await;
-    answer.unwrap_or_else(|_| Err(ApiError::internal("the server failed on this request")))
+    let reply = AssertUnwindSafe(try_infer(app, message, context)).catch_unwind().await;
+    reply.unwrap_or_else(|_| Err(ApiError::internal("the server failed on this request")))
 }
 
 async fn try_infer(
@@ -216,7 +216,7 @@ impl GrpcInferenceService for Handler {
     ) -> RpcResult<Self::ModelStreamInferStream> {
         let context = context_of(request.metadata().as_ref());
         let app = self.app.clone();
-        let answers = request.into_inner().then(move |message| {
+        let replies = request.into_inner().then(move |message| {
             let app = app.clone();
             async move {
                 let message = message?;
@@ -224,7 +224,7 @@ impl GrpcInferenceService for Handler {
                 Ok(stream_response(id, infer(&app, message, context).await))
             }
         });
-        Ok(Response::new(Box::pin(answers)))
+        Ok(Response::new(Box::pin(replies)))
     }
 
     async fn model_config(

@@ -51,8 +51,8 @@ impl Respond for Rest {
             let (name, version) = (name.to_string(), model.version);
             let model = ModelRef { name: &name, version };
             let (head, body) = request.into_parts();
-            let answer = infer_api::infer(&self.app, model, &head.headers, body).await;
-            return match answer {
+            let result = infer_api::infer(&self.app, model, &head.headers, body).await;
+            return match result {
                 Ok(response) => response.map(ResponseBody::SegmentedBody),
                 Err(error) => response::error(&error).map(ResponseBody::Routed),
             };

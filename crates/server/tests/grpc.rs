@@ -61,27 +61,27 @@ async fn tensors_of_several_frames_are_read_into_the_host_pool() {
         large.inputs[0].shape = vec![count];
         let bytes: Vec<u8> = (0..count * 4).map(|at| (at % 251) as u8).collect();
         large.raw_input_contents = vec![bytes.clone().into()];
-        let answer = client.model_infer(large).await.unwrap().into_inner();
-        assert_eq!(answer.raw_output_contents[0], bytes);
+        let reply = client.model_infer(large).await.unwrap().into_inner();
+        assert_eq!(reply.raw_output_contents[0], bytes);
     }
     assert_eq!(host_pool.found.load(Ordering::SeqCst), 2);
     client.model_infer(request("identity", "")).await.unwrap();
     assert_eq!(host_pool.found.load(Ordering::SeqCst), 2, "a single frame is not copied");
-    assert_eq!(host_pool.lent(), 0, "all buffers are returned");
+    assert_eq!(host_pool.buffers_in_use(), 0, "all buffers are returned");
 }
 
 #[tokio::test]
 async fn tensors_come_back_raw() {
     let (_server, mut client) = start().await;
-    let answer = client.model_infer(request("identity", "7")).await.unwrap().into_inner();
-    assert_eq!((answer.id.as_str(), answer.outputs[0].name.as_str()), ("7", "OUTPUT0"));
-    assert_eq!(answer.raw_output_contents[0], 1.5f32.to_le_bytes().to_vec());
+    let reply = client.model_infer(request("identity", "7")).await.unwrap().into_inner();
+    assert_eq!((reply.id.as_str(), reply.outputs[0].name.as_str()), ("7", "OUTPUT0"));
+    assert_eq!(reply.raw_output_contents[0], 1.5f32.to_le_bytes().to_vec());
     let mut typed = request("identity", "");
     typed.raw_input_contents.clear();
     typed.inputs[0].contents =
         Some(proto::InferTensorContents { fp32_contents: vec![2.5], ..Default::default() });
-    let answer = client.model_infer(typed).await.unwrap().into_inner();
-    assert_eq!(answer.raw_output_contents[0], 2.5f32.to_le_bytes().to_vec());
+    let reply = client.model_infer(typed).await.unwrap().into_inner();
+    assert_eq!(reply.raw_output_contents[0], 2.5f32.to_le_bytes().to_vec());
 }
 
 #[tokio::test]
@@ -98,10 +98,10 @@ async fn tensors_of_many_frames_come_back_whole() {
             let mut client = client.clone();
             async move { client.model_infer(message).await }
         };
-        let answers = futures_util::future::join_all((0..8).map(|_| ask(large.clone()))).await;
-        for answer in answers {
-            let answer = answer.unwrap().into_inner();
-            assert!(answer.raw_output_contents[0] == raw[..length as usize], "{length}");
+        let replies = futures_util::future::join_all((0..8).map(|_| ask(large.clone()))).await;
+        for reply in replies {
+            let reply = reply.unwrap().into_inner();
+            assert!(reply.raw_output_contents[0] == raw[..length as usize], "{length}");
         }
     }
 }
@@ -158,12 +158,12 @@ async fn streams_reply_in_order_and_survive_errors() {
     let (_server, mut client) = start().await;
     let requests = vec![request("identity", "1"), request("nope", "2"), request("identity", "3")];
     let stream = client.model_stream_infer(futures_util::stream::iter(requests)).await.unwrap();
-    let answers: Vec<_> = stream.into_inner().map(Result::unwrap).collect().await;
+    let replies: Vec<_> = stream.into_inner().map(Result::unwrap).collect().await;
     let ids: Vec<_> =
-        answers.iter().map(|a| a.infer_response.as_ref().unwrap().id.as_str()).collect();
+        replies.iter().map(|a| a.infer_response.as_ref().unwrap().id.as_str()).collect();
     assert_eq!(ids, ["1", "2", "3"]);
-    assert_eq!(answers[1].error_message, "there is no model 'nope'");
-    assert!(answers[0].error_message.is_empty());
+    assert_eq!(replies[1].error_message, "there is no model 'nope'");
+    assert!(replies[0].error_message.is_empty());
 }
 
 #[tokio::test]

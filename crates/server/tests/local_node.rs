@@ -92,12 +92,12 @@ async fn state(node: &LocalNode, name: &str) -> (Option<ModelState>, String) {
 #[tokio::test]
 async fn requests_are_matched_with_the_model() {
     let Fixture { node, .. } = start(INSTANT, &["m"]).await;
-    let answer = infer(&node, "m", request(floats(&[1.0, 2.0]))).await.unwrap();
-    assert_eq!((&*answer.model_name, &*answer.model_version), ("m", "1"));
-    assert_eq!(answer.outputs[0].tensor.to_vec::<f32>(), Some(vec![1.0, 2.0]));
+    let reply = infer(&node, "m", request(floats(&[1.0, 2.0]))).await.unwrap();
+    assert_eq!((&*reply.model_name, &*reply.model_version), ("m", "1"));
+    assert_eq!(reply.outputs[0].tensor.to_vec::<f32>(), Some(vec![1.0, 2.0]));
     let raw = Bytes::from(3.0f32.to_le_bytes().to_vec());
-    let answer = infer(&node, "m", request(Inputs::Raw(raw))).await.unwrap();
-    assert_eq!(answer.outputs[0].tensor.shape(), [1, 1]);
+    let reply = infer(&node, "m", request(Inputs::Raw(raw))).await.unwrap();
+    assert_eq!(reply.outputs[0].tensor.shape(), [1, 1]);
     let wrong = |tensor| request(named("x", tensor));
     let mut superfluous = request(floats(&[1.0]));
     if let Inputs::Named(inputs) = &mut superfluous.inputs {
@@ -147,9 +147,9 @@ async fn classification_output_is_supported() {
     node.load("c").await.unwrap();
     let mut classes = request(floats(&[0.5, 0.25]));
     classes.outputs = vec![RequestedOutput { name: "y".into(), classes: 3 }];
-    let answer = infer(&node, "c", classes).await.unwrap();
+    let reply = infer(&node, "c", classes).await.unwrap();
     let expected = ["0.500000:0:only", "0.250000:0:only"].map(Bytes::from).to_vec();
-    assert_eq!(answer.outputs[0].tensor, Tensor::from_strings(vec![2, 1], expected).unwrap());
+    assert_eq!(reply.outputs[0].tensor, Tensor::from_strings(vec![2, 1], expected).unwrap());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -159,17 +159,17 @@ async fn missed_deadlines_and_full_queues_have_different_errors() {
     node.load("m").await.unwrap();
     let mut late = request(floats(&[1.0]));
     late.options.timeout = Some(Nanos::from_millis(10));
-    let answer = tokio::time::timeout(TIME_LIMIT, infer(&node, "m", late)).await;
-    let error = answer.expect("the answer waits for the work").unwrap_err();
+    let reply = tokio::time::timeout(TIME_LIMIT, infer(&node, "m", late)).await;
+    let error = reply.expect("the reply waits for the work").unwrap_err();
     assert_eq!(error.kind, ErrorKind::DeadlineExceeded);
     // Until the device finishes work, the only replies are refusals.
     let many = (0..8).map(|_| async {
-        let answer = infer(&node, "m", request(floats(&[1.0]))).await;
+        let reply = infer(&node, "m", request(floats(&[1.0]))).await;
         device.open();
-        answer
+        reply
     });
-    let answers = futures_util::future::join_all(many).await;
-    let refused: Vec<_> = answers.iter().filter_map(|answer| answer.as_ref().err()).collect();
+    let replies = futures_util::future::join_all(many).await;
+    let refused: Vec<_> = replies.iter().filter_map(|reply| reply.as_ref().err()).collect();
     assert!(!refused.is_empty() && refused.len() < 8);
     assert!(refused.iter().all(|e| e.kind == ErrorKind::Unavailable && e.retry_after == Some(1)));
 }
@@ -208,8 +208,8 @@ async fn loading_does_not_delay_requests() {
     node.load("m").await.unwrap();
     assert!(!running.is_finished());
     device.open();
-    let answer = infer(&node, "m", request(floats(&[1.0]))).await.unwrap();
-    assert_eq!(&*answer.model_version, "2");
+    let reply = infer(&node, "m", request(floats(&[1.0]))).await.unwrap();
+    assert_eq!(&*reply.model_version, "2");
     assert_eq!(&*running.await.unwrap().unwrap().model_version, "1");
     assert!(!loading.is_finished());
     loader.open.store(true, Ordering::SeqCst);
@@ -311,9 +311,8 @@ async fn preemptions_are_counted() {
     let has = |line: &str| assert!(text.contains(line), "{line} is not in:\n{text}");
     has("atoll_preemptions_total{model=\"slow\",version=\"1\"} 1\n");
     has("atoll_preemption_seconds_count{model=\"slow\",version=\"1\",device=\"fake\"} 1\n");
-    has(
-        "atoll_preemption_seconds_bucket{model=\"slow\",version=\"1\",device=\"fake\",le=\"+Inf\"} 1\n",
-    );
+    has("atoll_preemption_seconds_bucket{model=\"slow\",version=\"1\",device=\"fake\",\
+         le=\"+Inf\"} 1\n");
     has("atoll_preemption_seconds_count{model=\"fast\",version=\"1\",device=\"fake\"} 0\n");
     has("atoll_preemptions_caused_total{model=\"fast\",version=\"1\",device=\"fake\"} 1\n");
 }
@@ -345,9 +344,9 @@ async fn registered_models_classify_pictures() {
         let request = ClassifyRequest { model: "image".into(), image, k };
         node.classify(request, RequestContext::default())
     };
-    let answer = classify(picture(), 5).await.unwrap();
-    assert_eq!(answer.predictions.len(), 5);
-    assert_eq!((answer.predictions[0].index, &*answer.predictions[0].label), (0, "red"));
+    let reply = classify(picture(), 5).await.unwrap();
+    assert_eq!(reply.predictions.len(), 5);
+    assert_eq!((reply.predictions[0].index, &*reply.predictions[0].label), (0, "red"));
     let bad = classify(Bytes::from_static(b"no picture"), 5).await.unwrap_err();
     assert_eq!(bad.kind, ErrorKind::InvalidArgument);
 }
@@ -387,9 +386,9 @@ async fn several_devices_are_one_service() {
     let mut sent = 0;
     while !has("atoll_replica_ready{model=\"m\",version=\"1\",device=\"fake#1\"} 1") {
         let many = (0..64).map(|_| infer(&node, "m", request(floats(&[1.0]))));
-        let answers = futures_util::future::join_all(many).await;
-        assert!(answers.iter().all(Result::is_ok));
-        sent += answers.len() as u64;
+        let replies = futures_util::future::join_all(many).await;
+        assert!(replies.iter().all(Result::is_ok));
+        sent += replies.len() as u64;
         assert!(sent < 1_000_000, "no replica is added");
     }
     let many = (0..64).map(|_| infer(&node, "m", request(floats(&[1.0]))));

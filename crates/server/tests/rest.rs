@@ -105,7 +105,8 @@ async fn json_and_binary_tensors_come_back() {
     assert_eq!(reply.header("content-type"), Some("application/json"));
     assert_eq!(reply.json()["id"], "7");
     assert_eq!(reply.json()["outputs"][0]["data"], serde_json::json!([1.0, 2.5]));
-    let json = r#"{"inputs":[{"name":"INPUT0","shape":[20000],"datatype":"FP32","parameters":{"binary_data_size":80000}}],"parameters":{"binary_data_output":true}}"#;
+    let json = r#"{"inputs":[{"name":"INPUT0","shape":[20000],"datatype":"FP32",
+        "parameters":{"binary_data_size":80000}}],"parameters":{"binary_data_output":true}}"#;
     let tensor: Vec<u8> = (0..20_000).flat_map(|i| (i as f32).to_le_bytes()).collect();
     let length = json.len().to_string();
     let headers = [("inference-header-content-length", length.as_str())];
@@ -116,7 +117,7 @@ async fn json_and_binary_tensors_come_back() {
     assert_eq!(reply.body[split..], tensor);
     let host_pool = echo.host_pool.as_ref().unwrap();
     assert_eq!(host_pool.found.load(Ordering::SeqCst), 1, "read into the host pool");
-    assert_eq!(host_pool.lent(), 0, "all buffers are returned");
+    assert_eq!(host_pool.buffers_in_use(), 0, "all buffers are returned");
 }
 
 #[tokio::test]

@@ -67,10 +67,10 @@ pub(crate) fn cheapest(demand: &Demand, prices: &Prices) -> Priced {
 }
 
 impl Search<'_> {
-    fn descend(&mut self, level: usize, left: f64, cost: f64) {
+    fn descend(&mut self, level: usize, remaining: f64, cost: f64) {
         let item = &self.items[level];
-        let most = ((left - self.met) / item.throughput).ceil().max(1.0) as u32;
-        for count in (0..=most).rev() {
+        let max = ((remaining - self.met) / item.throughput).ceil().max(1.0) as u32;
+        for count in (0..=max).rev() {
             self.steps += 1;
             if self.steps >= STEPS_MAX {
                 break;
@@ -79,7 +79,7 @@ impl Search<'_> {
             if cost >= self.best_cost - 1e-12 && count == 0 {
                 break;
             }
-            if count == most {
+            if count == max {
                 if cost < self.best_cost - 1e-12 {
                     self.counts[item.kind] = count;
                     self.best = self.counts;
@@ -88,13 +88,13 @@ impl Search<'_> {
                 continue;
             }
             let Some(next) = self.items.get(level + 1) else { break };
-            let left = left - f64::from(count) * item.throughput;
+            let remaining = remaining - f64::from(count) * item.throughput;
             // Fewer slices of the better kind only raise this bound, so no smaller count is better.
-            if cost + left * next.ratio >= self.best_cost - 1e-12 {
+            if cost + remaining * next.ratio >= self.best_cost - 1e-12 {
                 break;
             }
             self.counts[item.kind] = count;
-            self.descend(level + 1, left, cost);
+            self.descend(level + 1, remaining, cost);
         }
         self.counts[item.kind] = 0;
     }
@@ -116,31 +116,31 @@ pub(crate) fn covers_within(
     let mut found = Vec::new();
     let mut steps = 0;
     let mut stack = vec![(0usize, demand.rate, 0.0f64, [0; KINDS_MAX])];
-    while let Some((level, left, cost, counts)) = stack.pop() {
+    while let Some((level, remaining, cost, counts)) = stack.pop() {
         steps += 1;
         if steps > STEPS_MAX * 5 {
             break;
         }
-        if left <= demand.rate * MET {
+        if remaining <= demand.rate * MET {
             if is_minimal(demand, &counts) {
                 found.push((counts, cost));
             }
             continue;
         }
         let Some(&kind) = kinds.get(level) else { continue };
-        if cost + left * ratios[level] > limit {
+        if cost + remaining * ratios[level] > limit {
             continue;
         }
         let throughput = demand.throughput[kind];
-        let most = ((left - demand.rate * MET) / throughput).ceil().max(1.0) as u32;
-        for count in 0..=most {
+        let max = ((remaining - demand.rate * MET) / throughput).ceil().max(1.0) as u32;
+        for count in 0..=max {
             let cost = cost + f64::from(count) * prices[kind];
             if cost > limit {
                 break;
             }
             let mut counts = counts;
             counts[kind] = count;
-            stack.push((level + 1, left - f64::from(count) * throughput, cost, counts));
+            stack.push((level + 1, remaining - f64::from(count) * throughput, cost, counts));
         }
     }
     found.sort_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)));
@@ -166,19 +166,20 @@ mod tests {
 
     /// Every count vector up to what one kind alone would need.
     fn brute(demand: &Demand, prices: &Prices) -> f64 {
-        fn rest(demand: &Demand, prices: &Prices, kind: usize, left: f64) -> f64 {
-            if left <= demand.rate * MET {
+        fn rest(demand: &Demand, prices: &Prices, kind: usize, remaining: f64) -> f64 {
+            if remaining <= demand.rate * MET {
                 return 0.0;
             }
             if kind == KINDS_MAX {
                 return f64::INFINITY;
             }
             let throughput = demand.throughput[kind];
-            let most = if throughput > 0.0 { (left / throughput).ceil() as u32 } else { 0 };
-            (0..=most)
+            let max = if throughput > 0.0 { (remaining / throughput).ceil() as u32 } else { 0 };
+            (0..=max)
                 .map(|count| {
                     let count = f64::from(count);
-                    count * prices[kind] + rest(demand, prices, kind + 1, left - count * throughput)
+                    count * prices[kind]
+                        + rest(demand, prices, kind + 1, remaining - count * throughput)
                 })
                 .fold(f64::INFINITY, f64::min)
         }

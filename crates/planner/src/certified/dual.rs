@@ -64,9 +64,9 @@ impl Groups {
 }
 
 impl Groups {
-    /// At most `most` of the services, evenly spaced.
-    pub(crate) fn sample(demands: &[Demand], most: usize) -> Groups {
-        let stride = demands.len().div_ceil(most).max(1);
+    /// At most `max` of the services, evenly spaced.
+    pub(crate) fn sample(demands: &[Demand], max: usize) -> Groups {
+        let stride = demands.len().div_ceil(max).max(1);
         let chosen: Vec<usize> = (0..demands.len()).step_by(stride).collect();
         let few: Vec<Demand> = chosen.iter().map(|&index| demands[index].clone()).collect();
         let mut groups = Groups::new(&few);
@@ -183,11 +183,11 @@ fn price_groups(groups: &Groups, price: Pricing<'_>, prices: &Rows) -> Vec<Group
         return groups.0.iter().map(one).collect();
     }
     // Whole groups to a thread, so that the sums do not depend on the number of threads.
-    let (mut left, mut right, mut left_size) = (Vec::new(), Vec::new(), 0);
+    let (mut remaining, mut right, mut left_size) = (Vec::new(), Vec::new(), 0);
     for (index, group) in groups.0.iter().enumerate() {
         if left_size * 2 < services {
             left_size += group.len();
-            left.push(index);
+            remaining.push(index);
         } else {
             right.push(index);
         }
@@ -197,7 +197,7 @@ fn price_groups(groups: &Groups, price: Pricing<'_>, prices: &Rows) -> Vec<Group
     };
     let mut all = std::thread::scope(|scope| {
         let other = scope.spawn(|| sums(&right));
-        let mut all = sums(&left);
+        let mut all = sums(&remaining);
         match other.join() {
             Ok(sums) => all.extend(sums),
             Err(panic) => std::panic::resume_unwind(panic),
@@ -277,9 +277,9 @@ pub(crate) fn feasible(patterns: &[[u32; KINDS_MAX]], mut prices: Rows) -> Rows 
     let worth = |pattern: &[u32; KINDS_MAX]| -> f64 {
         pattern.iter().zip(&slices).map(|(&count, price)| f64::from(count) * price).sum()
     };
-    let most = patterns.iter().map(worth).fold(0.0, f64::max);
-    if most > 1.0 {
-        prices.iter_mut().for_each(|price| *price = *price / most * (1.0 - 1e-12));
+    let max = patterns.iter().map(worth).fold(0.0, f64::max);
+    if max > 1.0 {
+        prices.iter_mut().for_each(|price| *price = *price / max * (1.0 - 1e-12));
     }
     prices
 }

@@ -31,7 +31,7 @@ struct Filling<'a> {
     demands: &'a [Demand],
     packed: Packed,
     bins: Vec<SliceBin>,
-    left: Vec<f64>,
+    remaining: Vec<f64>,
     /// Share of all demand that is unserved, each service at its own size.
     unserved: f64,
     random: Random,
@@ -155,28 +155,33 @@ impl<'a> Filling<'a> {
                 }
             }
         }
-        let left = demands.iter().map(|demand| demand.rate).collect();
+        let remaining = demands.iter().map(|demand| demand.rate).collect();
         let (unserved, random) = (f64::INFINITY, Random::new(seed));
-        Filling { sharing, demands, packed, bins, left, unserved, random }
+        Filling { sharing, demands, packed, bins, remaining, unserved, random }
     }
 
     /// Returns whether everything is served.
     fn improve(&mut self, rounds: usize) -> bool {
         for round in 0..rounds {
-            let before = (self.bins.clone(), self.left.clone(), self.unserved);
+            let before = (self.bins.clone(), self.remaining.clone(), self.unserved);
             if before.2.is_finite() {
                 self.disturb();
             }
             self.serve();
-            self.unserved = (self.left.iter().zip(self.demands))
-                .map(|(left, demand)| left / demand.rate * demand_weight(demand))
+            self.unserved = (self.remaining.iter().zip(self.demands))
+                .map(|(remaining, demand)| remaining / demand.rate * demand_weight(demand))
                 .sum();
-            if self.left.iter().zip(self.demands).all(|(left, d)| *left <= d.rate * UNSERVED_MAX) {
+            if self
+                .remaining
+                .iter()
+                .zip(self.demands)
+                .all(|(remaining, d)| *remaining <= d.rate * UNSERVED_MAX)
+            {
                 return true;
             }
             let heat = 0.02 * (1.0 - round as f64 / rounds as f64) * self.random.unit_f64();
             if self.unserved > before.2 + heat {
-                (self.bins, self.left, self.unserved) = before;
+                (self.bins, self.remaining, self.unserved) = before;
             }
         }
         false
@@ -188,7 +193,7 @@ impl<'a> Filling<'a> {
             let at = self.random.below(self.bins.len() as u64) as usize;
             let kind = self.bins[at].kind;
             let bin = std::mem::replace(&mut self.bins[at], SliceBin::empty(kind));
-            bin.items.iter().for_each(|(service, rate)| self.left[*service] += rate);
+            bin.items.iter().for_each(|(service, rate)| self.remaining[*service] += rate);
         }
         for _ in 0..1 + self.random.below(2) {
             let service = self.random.below(self.demands.len() as u64) as usize;
@@ -197,7 +202,7 @@ impl<'a> Filling<'a> {
                     continue;
                 };
                 let mut items = bin.items.clone();
-                self.left[service] += items.remove(at).1;
+                self.remaining[service] += items.remove(at).1;
                 *bin = match items.is_empty() {
                     true => SliceBin::empty(bin.kind),
                     // A subset of items that fit always fits.
@@ -206,24 +211,24 @@ impl<'a> Filling<'a> {
             }
         }
         // A slice that could not be rebuilt is empty now: recompute the unserved rates.
-        let mut left: Vec<f64> = self.demands.iter().map(|demand| demand.rate).collect();
+        let mut remaining: Vec<f64> = self.demands.iter().map(|demand| demand.rate).collect();
         for (service, rate) in self.bins.iter().flat_map(|bin| &bin.items) {
-            left[*service] -= rate;
+            remaining[*service] -= rate;
         }
-        self.left = left;
+        self.remaining = remaining;
     }
 
     fn serve(&mut self) {
         let mut order: Vec<(f64, usize)> = Vec::new();
         for (service, demand) in self.demands.iter().enumerate() {
-            if self.left[service] > demand.rate * UNSERVED_MAX {
-                let size = self.left[service] / demand.rate;
+            if self.remaining[service] > demand.rate * UNSERVED_MAX {
+                let size = self.remaining[service] / demand.rate;
                 order.push((size * demand_weight(demand) * self.random.unit_f64(), service));
             }
         }
         order.sort_by(|a, b| b.0.total_cmp(&a.0));
         for (_, service) in order {
-            while self.left[service] > self.demands[service].rate * UNSERVED_MAX
+            while self.remaining[service] > self.demands[service].rate * UNSERVED_MAX
                 && self.serve_one(service)
             {}
         }
@@ -231,11 +236,11 @@ impl<'a> Filling<'a> {
 
     /// Adds as much of a service as possible to the best slice; returns whether any fitted.
     fn serve_one(&mut self, service: usize) -> bool {
-        let want = self.left[service];
+        let want = self.remaining[service];
         let mut best: Option<(f64, usize, f64)> = None;
         for (index, bin) in self.bins.iter().enumerate() {
-            let room = 1.0 - bin.busy;
-            if room < self.sharing.least_share(service, bin.kind)
+            let available = 1.0 - bin.busy;
+            if available < self.sharing.min_share_of(service, bin.kind)
                 || bin.items.iter().any(|item| item.0 == service)
             {
                 continue;
@@ -258,7 +263,7 @@ impl<'a> Filling<'a> {
         match self.sharing.bin(self.bins[index].kind, items) {
             Some(bin) => {
                 self.bins[index] = bin;
-                self.left[service] = (want - max_rate).max(0.0);
+                self.remaining[service] = (want - max_rate).max(0.0);
                 true
             }
             None => false,

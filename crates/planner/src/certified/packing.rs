@@ -34,13 +34,13 @@ impl Packer {
         unreachable!("one gpu a slice always packs")
     }
 
-    /// Like [`Packer::pack`], but `None` unless `most` GPUs suffice.
-    pub(crate) fn pack_within(&self, demand: &Counts, most: usize) -> Option<Packed> {
+    /// Like [`Packer::pack`], but `None` unless `max` GPUs suffice.
+    pub(crate) fn pack_within(&self, demand: &Counts, max: usize) -> Option<Packed> {
         let (relaxed, shares) = self.relax(demand);
-        if relaxed > most as f64 + 1e-4 {
+        if relaxed > max as f64 + 1e-4 {
             return None;
         }
-        self.pack_into(demand, &shares, most)
+        self.pack_into(demand, &shares, max)
     }
 
     /// Marginal cost of one more slice of each kind, from the relaxation.
@@ -83,7 +83,7 @@ impl Packer {
         simplex
     }
 
-    fn pack_into(&self, demand: &Counts, shares: &[f64], most: usize) -> Option<Packed> {
+    fn pack_into(&self, demand: &Counts, shares: &[f64], max: usize) -> Option<Packed> {
         // The integer part of the relaxation is kept; each retry releases one more GPU of each
         // pattern.
         for give_back in 0..3 {
@@ -92,15 +92,15 @@ impl Packer {
                 .map(|share| ((share + 1e-6) as u32).saturating_sub(give_back))
                 .collect();
             let used: u32 = packed.iter().sum();
-            let Some(room) = most.checked_sub(used as usize) else { continue };
-            let mut left = *demand;
+            let Some(available) = max.checked_sub(used as usize) else { continue };
+            let mut remaining = *demand;
             for (pattern, &count) in self.patterns.iter().zip(&packed) {
                 for kind in 0..KINDS_MAX {
-                    left[kind] = left[kind].saturating_sub(pattern[kind] * count);
+                    remaining[kind] = remaining[kind].saturating_sub(pattern[kind] * count);
                 }
             }
             let mut nodes = 0;
-            if self.fill(left, room, &mut packed, &mut nodes) {
+            if self.fill(remaining, available, &mut packed, &mut nodes) {
                 return Some(packed);
             }
             if packed.iter().all(|&count| count == 0) && nodes < NODES_MAX {
@@ -110,25 +110,33 @@ impl Packer {
         None
     }
 
-    fn fill(&self, left: Counts, room: usize, packed: &mut Packed, nodes: &mut usize) -> bool {
-        let Some(kind) = (0..self.kinds).rev().find(|&kind| left[kind] > 0) else { return true };
+    fn fill(
+        &self,
+        remaining: Counts,
+        available: usize,
+        packed: &mut Packed,
+        nodes: &mut usize,
+    ) -> bool {
+        let Some(kind) = (0..self.kinds).rev().find(|&kind| remaining[kind] > 0) else {
+            return true;
+        };
         *nodes += 1;
-        if room == 0 || *nodes > NODES_MAX {
+        if available == 0 || *nodes > NODES_MAX {
             return false;
         }
         let mut order: Vec<usize> =
             (0..self.patterns.len()).filter(|&p| self.patterns[p][kind] > 0).collect();
         let useful = |p: usize| -> u32 {
-            (0..self.kinds).map(|k| self.patterns[p][k].min(left[k]) * (k as u32 + 1)).sum()
+            (0..self.kinds).map(|k| self.patterns[p][k].min(remaining[k]) * (k as u32 + 1)).sum()
         };
         order.sort_by_key(|&p| std::cmp::Reverse(useful(p)));
         for pattern in order {
-            let mut rest = left;
+            let mut rest = remaining;
             for (rest, count) in rest.iter_mut().zip(&self.patterns[pattern]) {
                 *rest = rest.saturating_sub(*count);
             }
             packed[pattern] += 1;
-            if self.fill(rest, room - 1, packed, nodes) {
+            if self.fill(rest, available - 1, packed, nodes) {
                 return true;
             }
             packed[pattern] -= 1;

@@ -31,13 +31,13 @@ const LARGE: f64 = 24.0;
 /// Resources of a slice: time and memory.
 pub(crate) const RESOURCES: usize = 2;
 
-/// One option to serve from a slice: a share of its time of at least `least` serves `throughput`
+/// One option to serve from a slice: a share of its time of at least `min_share` serves `throughput`
 /// times the share.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PartOption {
     pub(crate) kind: usize,
     pub(crate) throughput: f64,
-    pub(crate) least: f64,
+    pub(crate) min_share: f64,
     /// Share of the slice's memory.
     pub(crate) memory: f64,
 }
@@ -62,7 +62,8 @@ struct Priced {
 
 impl Priced {
     fn cost(&self, rate: f64) -> f64 {
-        self.time * (rate / self.part_option.throughput).max(self.part_option.least) + self.memory
+        self.time * (rate / self.part_option.throughput).max(self.part_option.min_share)
+            + self.memory
     }
 
     fn gives(&self, rate: f64) -> bool {
@@ -72,12 +73,12 @@ impl Priced {
     /// Whether this costs at most as much as `other` at every rate that `other` can serve. Both
     /// costs are piecewise linear with one bend each, so comparing at ends and bends suffices.
     fn replaces(&self, other: &Priced) -> bool {
-        let most = other.part_option.throughput;
-        if self.part_option.throughput < most || self.cost(0.0) > other.cost(0.0) {
+        let max_rate = other.part_option.throughput;
+        if self.part_option.throughput < max_rate || self.cost(0.0) > other.cost(0.0) {
             return false;
         }
-        let bends = [self, other].map(|one| one.part_option.least * one.part_option.throughput);
-        [bends[0].min(most), bends[1].min(most), most]
+        let bends = [self, other].map(|one| one.part_option.min_share * one.part_option.throughput);
+        [bends[0].min(max_rate), bends[1].min(max_rate), max_rate]
             .iter()
             .all(|&rate| self.cost(rate) <= other.cost(rate))
     }
@@ -145,15 +146,15 @@ fn ends(part_options: &[Priced], all: bool, ratio: f64) -> Vec<End> {
             ends.push(End { at, share, rate, cost, above: (cost - ratio * rate).max(0.0) });
         };
         end(1.0);
-        if all && one.part_option.least < 1.0 {
-            end(one.part_option.least);
+        if all && one.part_option.min_share < 1.0 {
+            end(one.part_option.min_share);
         }
     }
     ends.sort_unstable_by(|a, b| b.rate.total_cmp(&a.rate).then(a.cost.total_cmp(&b.cost)));
-    let mut least = f64::INFINITY;
+    let mut min_cost = f64::INFINITY;
     ends.retain(|end| {
-        let cheaper = end.cost < least;
-        least = least.min(end.cost);
+        let cheaper = end.cost < min_cost;
+        min_cost = min_cost.min(end.cost);
         cheaper
     });
     ends.sort_unstable_by(|a, b| a.above.total_cmp(&b.above).then(b.rate.total_cmp(&a.rate)));
@@ -176,11 +177,11 @@ fn search(part_options: &[Priced], rate: f64, strain: f64, all: bool) -> (f64, V
         chosen: Vec::new(),
         best: Vec::new(),
         best_cost: f64::INFINITY,
-        left_out: f64::INFINITY,
+        pruned_cost: f64::INFINITY,
         steps: 0,
     };
     search.descend(0, rate - bulk * best.rate, 0.0);
-    let exact = search.best_cost.min(search.left_out);
+    let exact = search.best_cost.min(search.pruned_cost);
     let bound = if bulk > 0.0 { ratio * rate } else { exact };
     let bulk = std::iter::repeat_n((best.at, best.share), bulk as usize);
     let parts =
@@ -208,37 +209,40 @@ struct Search<'a> {
     best: Vec<(usize, f64)>,
     best_cost: f64,
     /// Minimum cost that any pruned branch could have reached.
-    left_out: f64,
+    pruned_cost: f64,
     steps: u32,
 }
 
 impl Search<'_> {
-    fn descend(&mut self, from: usize, left: f64, cost: f64) {
+    fn descend(&mut self, from: usize, remaining: f64, cost: f64) {
         self.steps += 1;
         // Largest count of the best end first: a good solution early prunes most.
         for at in from..self.ends.len() {
             let end = self.ends[at];
-            let least = cost + self.ratio * left + end.above;
-            if least >= self.best_cost * (1.0 - CLOSE) || self.steps >= STEPS_MAX {
-                self.left_out = self.left_out.min(least);
+            let min_cost = cost + self.ratio * remaining + end.above;
+            if min_cost >= self.best_cost * (1.0 - CLOSE) || self.steps >= STEPS_MAX {
+                self.pruned_cost = self.pruned_cost.min(min_cost);
                 break;
             }
-            if end.rate < left {
+            if end.rate < remaining {
                 self.chosen.push((end.at, end.share));
-                self.descend(at, left - end.rate, cost + end.cost);
+                self.descend(at, remaining - end.rate, cost + end.cost);
                 self.chosen.pop();
             }
         }
-        self.finish(left, cost);
+        self.finish(remaining, cost);
     }
 
     /// One part takes the remaining rate.
-    fn finish(&mut self, left: f64, cost: f64) {
-        if cost + self.ratio * left >= self.best_cost {
+    fn finish(&mut self, remaining: f64, cost: f64) {
+        if cost + self.ratio * remaining >= self.best_cost {
             return;
         }
-        for (at, one) in self.part_options.iter().enumerate().filter(|(_, one)| one.gives(left)) {
-            let share = (left / one.part_option.throughput).clamp(one.part_option.least, 1.0);
+        for (at, one) in
+            self.part_options.iter().enumerate().filter(|(_, one)| one.gives(remaining))
+        {
+            let share =
+                (remaining / one.part_option.throughput).clamp(one.part_option.min_share, 1.0);
             let part = one.time * (share * self.strain).min(1.0) + one.memory;
             if cost + part < self.best_cost {
                 self.best_cost = cost + part;
@@ -264,12 +268,12 @@ mod tests {
         let part: Vec<f64> = (0..=steps)
             .map(|at| part_prices.worth(part_options, rate * at as f64 / steps as f64))
             .collect();
-        let mut least = vec![0.0; steps + 1];
+        let mut min_costs = vec![0.0; steps + 1];
         for at in 1..=steps {
-            let costs = (1..=at).map(|one| part[one] + least[at - one]);
-            least[at] = costs.fold(f64::INFINITY, f64::min);
+            let costs = (1..=at).map(|one| part[one] + min_costs[at - one]);
+            min_costs[at] = costs.fold(f64::INFINITY, f64::min);
         }
-        least[steps]
+        min_costs[steps]
     }
 
     #[test]
@@ -279,7 +283,7 @@ mod tests {
             let part_option = |kind: usize, random: &mut Random| PartOption {
                 kind,
                 throughput: 20.0 + 80.0 * random.unit_f64(),
-                least: (0.05 + random.unit_f64()).min(1.0),
+                min_share: (0.05 + random.unit_f64()).min(1.0),
                 memory: random.unit_f64(),
             };
             let part_options: Vec<PartOption> =

@@ -60,14 +60,14 @@ impl Gap<'_> {
                 }
                 chosen.truncate(SERVICES_AT_ONCE);
             }
-            if let Some(packed) = self.choose_anew(covers, &chosen, target) {
+            if let Some(packed) = self.reselect_covers(covers, &chosen, target) {
                 return Some(packed);
             }
         }
         None
     }
 
-    fn choose_anew(
+    fn reselect_covers(
         &self,
         covers: &mut [Counts],
         chosen: &[usize],
@@ -80,18 +80,18 @@ impl Gap<'_> {
         for &service in chosen {
             (0..KINDS_MAX).for_each(|kind| fixed[kind] -= covers[service][kind]);
         }
-        let least: Vec<f64> =
+        let min_cost: Vec<f64> =
             chosen.iter().map(|&s| cheapest(&self.demands[s], self.prices).bound).collect();
-        let slack = target as f64 - worth(&fixed) - least.iter().sum::<f64>() + 1e-9;
+        let slack = target as f64 - worth(&fixed) - min_cost.iter().sum::<f64>() + 1e-9;
         if slack < 0.0 {
             return None;
         }
         let mut layers =
             vec![vec![State { sum: fixed, above: 0.0, from: 0, cover: [0; KINDS_MAX] }]];
-        for (&service, least) in chosen.iter().zip(&least) {
+        for (&service, min_cost) in chosen.iter().zip(&min_cost) {
             let options =
-                covers_within(&self.demands[service], self.prices, least + slack, COVERS_MAX);
-            let next = extend(layers.last()?, &options, *least, slack);
+                covers_within(&self.demands[service], self.prices, min_cost + slack, COVERS_MAX);
+            let next = extend(layers.last()?, &options, *min_cost, slack);
             layers.push(next);
         }
         let last = layers.last()?;
@@ -117,12 +117,12 @@ struct State {
     cover: Counts,
 }
 
-fn extend(states: &[State], options: &[(Counts, f64)], least: f64, slack: f64) -> Vec<State> {
+fn extend(states: &[State], options: &[(Counts, f64)], min_cost: f64, slack: f64) -> Vec<State> {
     let mut next: Vec<State> = Vec::new();
     let mut known: HashMap<Counts, usize> = HashMap::new();
     for (from, state) in states.iter().enumerate() {
         for (cover, cost) in options {
-            let above = state.above + (cost - least).max(0.0);
+            let above = state.above + (cost - min_cost).max(0.0);
             if above > slack {
                 break;
             }

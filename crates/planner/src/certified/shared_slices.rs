@@ -176,16 +176,16 @@ impl<'a> SharedSliceBuilder<'a> {
         let demand = &self.demands[service];
         let part_options = self.sharing.part_options(service);
         let parts = self.part_prices.split(part_options, demand.rate, strain);
-        let mut left = demand.rate;
+        let mut remaining = demand.rate;
         for (part_option, share) in parts {
-            let rate = self.sharing.alone(service, part_option.kind).min(left);
+            let rate = self.sharing.alone(service, part_option.kind).min(remaining);
             if share * strain >= 1.0 - SLACK && rate > 0.0 {
-                left -= rate;
+                remaining -= rate;
                 filled.push(self.alone(service, part_option.kind, rate));
             }
         }
-        if left > demand.rate * SLACK {
-            unplaced.push(self.unplaced(service, left));
+        if remaining > demand.rate * SLACK {
+            unplaced.push(self.unplaced(service, remaining));
         }
     }
 
@@ -256,8 +256,8 @@ impl<'a> SharedSliceBuilder<'a> {
         let mut remainders = Vec::new();
         let slice = match self.best_slice(&parts, prices) {
             Some(found) if found.score > score + SLACK => {
-                let (slice, left) = self.make(&parts, &found);
-                remainders = left;
+                let (slice, remaining) = self.make(&parts, &found);
+                remainders = remaining;
                 let mut placed: Vec<usize> =
                     found.members[1..].iter().map(|member| co_located[member.0 - 1]).collect();
                 placed.sort_unstable();
@@ -377,10 +377,10 @@ impl<'a> SharedSliceBuilder<'a> {
                 continue;
             }
             let needed = part.rate * cycle / 1000.0 * (1.0 - SLACK);
-            let room = time.min(self.demands[part.service].limit_ms - cycle);
+            let available = time.min(self.demands[part.service].limit_ms - cycle);
             let options = self.sharing.options(part.service, kind).iter();
             let found = options
-                .take_while(|option| option.turn_ms <= room)
+                .take_while(|option| option.turn_ms <= available)
                 .find(|option| option.requests >= needed && option.memory_mib <= memory);
             if let Some(option) = found {
                 candidates.push(CandidatePart { at, option, worth: part.worth });
@@ -408,9 +408,9 @@ impl<'a> SharedSliceBuilder<'a> {
             if members.iter().any(|member| parts[member.0].service == part.service) {
                 continue;
             }
-            let room = time.min(self.demands[part.service].limit_ms - cycle);
+            let available = time.min(self.demands[part.service].limit_ms - cycle);
             let options = self.sharing.options(part.service, kind).iter();
-            for option in options.take_while(|option| option.turn_ms <= room) {
+            for option in options.take_while(|option| option.turn_ms <= available) {
                 let rate = option.requests / cycle * 1000.0 * (1.0 - SLACK);
                 // The remainder costs its share, and at least as much as the smallest part.
                 let rest = (part.worth * (1.0 - rate / part.rate)).max(part.small);
@@ -443,9 +443,9 @@ impl<'a> SharedSliceBuilder<'a> {
             };
             shares.push(share);
             if rate < part.rate * (1.0 - SLACK) {
-                let left = part.rate - rate;
-                let worth = (part.worth * left / part.rate).max(part.small);
-                remainders.push(UnplacedPart { rate: left, worth, ..part.clone() });
+                let remaining = part.rate - rate;
+                let worth = (part.worth * remaining / part.rate).max(part.small);
+                remainders.push(UnplacedPart { rate: remaining, worth, ..part.clone() });
             }
         }
         (SliceContents { kind: found.kind, cycle_ms: Some(found.cycle), shares }, remainders)

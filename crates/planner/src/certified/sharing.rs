@@ -37,7 +37,7 @@ pub(crate) struct SharingModel<'a> {
     model_of: Vec<u32>,
     part_options: Vec<Vec<PartOption>>,
     /// Smallest useful share of each class on each kind.
-    least: Vec<[f64; KINDS_MAX]>,
+    min_share: Vec<[f64; KINDS_MAX]>,
     class_of: Vec<u32>,
 }
 
@@ -91,14 +91,14 @@ impl<'a> SharingModel<'a> {
             model_of.push(model);
             class_of.push(class);
         }
-        let least = |part_options: &Vec<PartOption>| -> [f64; KINDS_MAX] {
+        let min_share = |part_options: &Vec<PartOption>| -> [f64; KINDS_MAX] {
             std::array::from_fn(|kind| {
                 let of_kind = part_options.iter().filter(|part_option| part_option.kind == kind);
-                of_kind.map(|part_option| part_option.least).fold(f64::INFINITY, f64::min)
+                of_kind.map(|part_option| part_option.min_share).fold(f64::INFINITY, f64::min)
             })
         };
-        let least = part_options.iter().map(least).collect();
-        SharingModel { problem, demands, options, model_of, part_options, least, class_of }
+        let min_share = part_options.iter().map(min_share).collect();
+        SharingModel { problem, demands, options, model_of, part_options, min_share, class_of }
     }
 
     /// Turn options of a service on slices of `kind`, shortest turn first.
@@ -112,7 +112,7 @@ impl<'a> SharingModel<'a> {
     }
 
     /// Minimum cost of the service if slices can be shared.
-    pub(crate) fn least(&self, service: usize, prices: &Rows) -> Usage {
+    pub(crate) fn min_cost(&self, service: usize, prices: &Rows) -> Usage {
         PartPrices::new(prices).usage(self.part_options(service), self.demands[service].rate)
     }
 
@@ -121,7 +121,7 @@ impl<'a> SharingModel<'a> {
         self.part_options[self.class_of[service] as usize]
             .iter()
             .filter(|part_option| part_option.kind == kind)
-            .map(|part_option| (rate / part_option.throughput).max(part_option.least))
+            .map(|part_option| (rate / part_option.throughput).max(part_option.min_share))
             .filter(|share| *share <= 1.0 + SLACK)
             .min_by(f64::total_cmp)
     }
@@ -145,7 +145,7 @@ impl<'a> SharingModel<'a> {
         for cycle in self.cycles(kind, items) {
             let Some(busy) = self.busy_ms(kind, items, cycle) else { continue };
             let share = busy / cycle;
-            if share <= 1.0 + SLACK && best.is_none_or(|(least, _)| share < least) {
+            if share <= 1.0 + SLACK && best.is_none_or(|(min_share, _)| share < min_share) {
                 best = Some((share, cycle));
             }
         }
@@ -215,8 +215,8 @@ impl<'a> SharingModel<'a> {
     }
 
     /// The smallest useful share of a slice of `kind` for the service.
-    pub(crate) fn least_share(&self, service: usize, kind: usize) -> f64 {
-        self.least[self.class_of[service] as usize][kind]
+    pub(crate) fn min_share_of(&self, service: usize, kind: usize) -> f64 {
+        self.min_share[self.class_of[service] as usize][kind]
     }
 
     /// Maximum rate of `service`, up to `want`, that fits beside a slice's items.
@@ -231,8 +231,8 @@ impl<'a> SharingModel<'a> {
         let mut best = 0.0f64;
         let whole = self.problem.gpu.slices[kind].memory_mib();
         let mut try_cycle = |cycle: f64, busy: f64, memory: u64| {
-            let room = (cycle - busy).min(limit - cycle);
-            for option in options.iter().take_while(|option| option.turn_ms <= room) {
+            let available = (cycle - busy).min(limit - cycle);
+            for option in options.iter().take_while(|option| option.turn_ms <= available) {
                 if option.memory_mib + memory <= whole {
                     best = best.max((option.requests / cycle * 1000.0).min(want));
                 }
@@ -296,12 +296,12 @@ impl<'a> SharingModel<'a> {
 
     /// The shortest turn that serves the rate in such a cycle.
     fn option(&self, kind: usize, service: usize, rate: f64, cycle: f64) -> Option<&TurnOption> {
-        let room = (self.demands[service].limit_ms - cycle) * (1.0 + SLACK);
+        let available = (self.demands[service].limit_ms - cycle) * (1.0 + SLACK);
         let needed = rate * cycle / 1000.0 * (1.0 - SLACK);
         let options = &self.options[self.model_of[service] as usize][kind];
         options
             .iter()
-            .take_while(|option| option.turn_ms <= room)
+            .take_while(|option| option.turn_ms <= available)
             .find(|option| option.requests >= needed)
     }
 }
@@ -346,20 +346,20 @@ fn part_options_of(
         for option in options[kind].iter().filter(|option| option.turn_ms * 2.0 <= demand.limit_ms)
         {
             let throughput = option.requests / option.turn_ms * 1000.0;
-            let least = option.turn_ms / (demand.limit_ms - option.turn_ms);
+            let min_share = option.turn_ms / (demand.limit_ms - option.turn_ms);
             let memory = option.memory_mib as f64 / slice.memory_mib() as f64;
-            part_options.push(PartOption { kind, throughput, least, memory });
+            part_options.push(PartOption { kind, throughput, min_share, memory });
         }
         if demand.throughput[kind] > 0.0 {
             let throughput = demand.throughput[kind];
-            part_options.push(PartOption { kind, throughput, least: 1.0, memory: 1.0 });
+            part_options.push(PartOption { kind, throughput, min_share: 1.0, memory: 1.0 });
         }
     }
     let all = part_options.clone();
     let better = |a: &PartOption, b: &PartOption| {
         a.kind == b.kind
             && a.throughput >= b.throughput
-            && a.least <= b.least
+            && a.min_share <= b.min_share
             && a.memory <= b.memory
     };
     part_options.retain(|part_option| {

@@ -96,7 +96,7 @@ impl<'a> Graph<'a> {
     pub(super) fn cheapest(&self, horizon: usize, multiple: usize) -> Option<Choice> {
         let mut layers = vec![vec![State { times: [0; WIDTH_MAX], cost: 0.0, from: 0, time: 0 }]];
         for at in 1..self.points.len() {
-            let layer = self.walk(layers.last()?, at, horizon, multiple);
+            let layer = self.extend(layers.last()?, at, horizon, multiple);
             layers.push(layer);
         }
         let last = layers.last()?;
@@ -113,7 +113,7 @@ impl<'a> Graph<'a> {
         Some(Choice { pieces: self.parts.iter().map(pieces).collect(), cost })
     }
 
-    fn walk(&self, states: &[State], at: usize, horizon: usize, multiple: usize) -> Vec<State> {
+    fn extend(&self, states: &[State], at: usize, horizon: usize, multiple: usize) -> Vec<State> {
         let (open, next) = (self.open(at), self.open(at + 1));
         let point = self.points[at];
         let place = |point: usize| open.iter().position(|&other| other == point);

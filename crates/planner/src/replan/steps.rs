@@ -45,25 +45,26 @@ type SliceAddress = (usize, u8);
 ///
 /// Equal GPUs are matched first; the rest by least cost of changes, exactly where few are left.
 pub fn align(current: &Plan, target: &Plan) -> Plan {
-    let mut left: Vec<usize> = (0..current.gpus.len()).collect();
+    let mut remaining: Vec<usize> = (0..current.gpus.len()).collect();
     let mut open: Vec<usize> = (0..target.gpus.len()).collect();
     let mut assigned: BTreeMap<usize, usize> = BTreeMap::new();
     let mut known: BTreeMap<String, Vec<usize>> = BTreeMap::new();
-    left.iter().rev().for_each(|&gpu| {
+    remaining.iter().rev().for_each(|&gpu| {
         known.entry(signature(&current.gpus[gpu])).or_default().push(gpu);
     });
     open.retain(|&new| {
         let old = known.get_mut(&signature(&target.gpus[new])).and_then(Vec::pop);
         old.map(|old| assigned.insert(old, new)).is_none()
     });
-    left.retain(|old| !assigned.contains_key(old));
+    remaining.retain(|old| !assigned.contains_key(old));
     let cost = |old: usize, new: usize| -stays(&current.gpus[old], &target.gpus[new]);
-    if open.len().max(left.len()) <= 300 {
-        for (row, column) in assign(open.len(), left.len(), |n, o| cost(left[o], open[n])) {
-            assigned.insert(left[column], open[row]);
+    if open.len().max(remaining.len()) <= 300 {
+        for (row, column) in assign(open.len(), remaining.len(), |n, o| cost(remaining[o], open[n]))
+        {
+            assigned.insert(remaining[column], open[row]);
         }
     } else {
-        for (new, old) in open.iter().zip(&left) {
+        for (new, old) in open.iter().zip(&remaining) {
             assigned.insert(*old, *new);
         }
     }
@@ -125,7 +126,7 @@ fn assign(rows: usize, columns: usize, cost: impl Fn(usize, usize) -> f64) -> Ve
         if row < rows && column < columns { cost(row, column) } else { 0.0 }
     };
     let (mut u, mut v) = (vec![0.0; size + 1], vec![0.0; size + 1]);
-    let (mut of_column, mut way) = (vec![0usize; size + 1], vec![0usize; size + 1]);
+    let (mut of_column, mut predecessor) = (vec![0usize; size + 1], vec![0usize; size + 1]);
     for row in 1..=size {
         of_column[0] = row;
         let mut column = 0;
@@ -140,7 +141,7 @@ fn assign(rows: usize, columns: usize, cost: impl Fn(usize, usize) -> f64) -> Ve
                 }
                 let reduced = cost(at - 1, other - 1) - u[at] - v[other];
                 if reduced < least[other] {
-                    (least[other], way[other]) = (reduced, column);
+                    (least[other], predecessor[other]) = (reduced, column);
                 }
                 if least[other] < delta {
                     (delta, next) = (least[other], other);
@@ -157,8 +158,8 @@ fn assign(rows: usize, columns: usize, cost: impl Fn(usize, usize) -> f64) -> Ve
             column = next;
         }
         while column != 0 {
-            of_column[column] = of_column[way[column]];
-            column = way[column];
+            of_column[column] = of_column[predecessor[column]];
+            column = predecessor[column];
         }
     }
     (1..=size)
@@ -345,7 +346,7 @@ pub fn replay(problem: &Problem, current: &Plan, target: &Plan, steps: &[Step]) 
         match step {
             Step::Create { gpu, slice, .. } => {
                 if !transition.has_room((*gpu, slice.start), slice.kind) {
-                    wrong.push(format!("step {index}: no room on gpu {gpu}"));
+                    wrong.push(format!("step {index}: no free slots on gpu {gpu}"));
                 }
                 transition.create((*gpu, slice.start), slice.clone(), false);
             }

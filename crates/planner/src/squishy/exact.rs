@@ -38,7 +38,7 @@ pub fn solve(sessions: &[Session]) -> Result<Optimum, PlanError> {
         sessions.iter().enumerate().map(|(index, session)| (index, session.rate)).collect();
     let greedy = pack_residual(sessions, &residual)?;
     let sizes = Sizes::new(sessions);
-    let shares: f64 = (0..sessions.len()).map(|index| sizes.least(index)).sum();
+    let shares: f64 = (0..sessions.len()).map(|index| sizes.min_share(index)).sum();
     let by_shares = (shares - 1e-6).ceil().max(1.0) as usize;
     if greedy.len() <= by_shares {
         return Ok(Optimum { lower_bound: greedy.len(), nodes: greedy });
@@ -125,7 +125,7 @@ impl Sizes {
         }
     }
 
-    fn least(&self, session: usize) -> f64 {
+    fn min_share(&self, session: usize) -> f64 {
         self.shares[session].iter().copied().fold(f64::INFINITY, f64::min)
     }
 
@@ -225,8 +225,8 @@ fn weights(sets: &[u32], count: usize) -> Vec<f64> {
     let weight = |set: u32| -> f64 {
         weights.iter().enumerate().filter(|(i, _)| set >> i & 1 == 1).map(|(_, w)| w).sum()
     };
-    let most = sets.iter().map(|&set| weight(set)).fold(1.0, f64::max);
-    weights.iter().map(|weight| weight / most).collect()
+    let max_weight = sets.iter().map(|&set| weight(set)).fold(1.0, f64::max);
+    weights.iter().map(|weight| weight / max_weight).collect()
 }
 
 struct Search<'a> {

@@ -66,13 +66,13 @@ where
     let context = context(headers);
     let span = span(model.name, &request.id, &context);
     let response = app.service.infer(model, request, context).instrument(span).await?;
-    let mut answer = encode(headers, response, encoding).await?;
+    let mut reply = encode(headers, response, encoding).await?;
     if context.trace.is_some()
         && let Some(trace) = headers.get(TRACEPARENT)
     {
-        answer.headers_mut().insert(TRACEPARENT, trace.clone());
+        reply.headers_mut().insert(TRACEPARENT, trace.clone());
     }
-    Ok(answer)
+    Ok(reply)
 }
 
 /// Context of a request.
@@ -130,8 +130,8 @@ pub(super) async fn encode(
         Ok((encoded, coding))
     };
     let (encoded, coding) = body::heavy(size, work).await?;
-    let mut answer = Response::new(SegmentedBody::new(encoded.parts));
-    let headers = answer.headers_mut();
+    let mut reply = Response::new(SegmentedBody::new(encoded.parts));
+    let headers = reply.headers_mut();
     match encoded.header_length {
         None => headers.insert(CONTENT_TYPE, JSON),
         Some(length) => {
@@ -142,7 +142,7 @@ pub(super) async fn encode(
     if let Some(coding) = coding {
         headers.insert(CONTENT_ENCODING, HeaderValue::from_static(coding.as_str()));
     }
-    Ok(answer)
+    Ok(reply)
 }
 
 #[cfg(test)]

@@ -98,7 +98,7 @@ impl HostPool for RecordingHostPool {
 
 impl RecordingHostPool {
     /// Number of buffers in use.
-    pub fn lent(&self) -> usize {
+    pub fn buffers_in_use(&self) -> usize {
         self.out.lock().unwrap().len()
     }
 
