@@ -8,11 +8,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use base::MonotonicClock;
 use indicatif::ProgressBar;
 use planner::plan::GpuFile;
-use planner::replan::steps::{Step, steps};
-use planner::replan::{Costs, replan};
+use planner::replan::steps::{TransitionStep, steps};
+use planner::replan::{ChangeCosts, replan};
 use planner::{
-    Algorithm, GpuKind, Plan, PlanError, PlannerOutput, Problem, Profiles, Rules, SearchControl,
-    SearchProgress, Service, Sharing, certified, check, render,
+    Algorithm, GpuKind, Plan, PlanError, PlanRules, PlannerOutput, Problem, Profiles,
+    SearchControl, SearchProgress, Service, Sharing, certified, check, render,
 };
 use serde::{Deserialize, Serialize};
 
@@ -75,7 +75,7 @@ struct Outcome {
     problem: Problem,
     faults: Vec<PlanError>,
     answer: PlannerOutput,
-    steps: Option<Vec<Step>>,
+    steps: Option<Vec<TransitionStep>>,
 }
 
 /// Runs the command.
@@ -160,10 +160,10 @@ fn problem(args: &PlanArgs) -> Result<(Problem, Vec<PlanError>), Failure> {
     };
     // Squishy packing is nothing but sharing.
     let shares = args.sharing == "time" || args.algorithm == Algorithm::Squishy;
-    let rules = Rules {
+    let rules = PlanRules {
         sharing: if shares { Sharing::Time } else { Sharing::None },
         headroom: args.headroom,
-        ..Rules::default()
+        ..PlanRules::default()
     };
     let problem = Problem { gpu, services, profiles, rules };
     let faults = problem.faults();
@@ -189,7 +189,7 @@ fn from_current(
     problem: &Problem,
     path: &Path,
     control: &mut SearchControl<'_>,
-) -> Result<(PlannerOutput, Vec<Step>), Failure> {
+) -> Result<(PlannerOutput, Vec<TransitionStep>), Failure> {
     let file: PlanFile = serde_json::from_str(&read(path)?).map_err(|error| {
         let path = path.display();
         Failure::failed(format!("{path} is not a plan as atoll plan --json writes it: {error}"))
@@ -201,7 +201,7 @@ fn from_current(
     }
     let current = Plan::from_file(problem, &file.plan).map_err(Failure::failed)?;
     let bound = certified::bound(problem, control).map_err(Failure::failed)?;
-    let next = replan(problem, &current, &bound.prices, Costs::default(), control)
+    let next = replan(problem, &current, &bound.prices, ChangeCosts::default(), control)
         .map_err(Failure::failed)?;
     let steps = steps(problem, &current, &next.plan);
     let gpus = next.gpus();

@@ -3,7 +3,7 @@
 
 use base::MonotonicClock;
 use planner::{
-    Algorithm, GpuKind, Problem, Profiles, Rules, SearchControl, Service, check, render, run,
+    Algorithm, GpuKind, PlanRules, Problem, Profiles, SearchControl, Service, check, render, run,
 };
 
 #[derive(serde::Deserialize)]
@@ -21,7 +21,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         gpu: GpuKind::find(gpu)?,
         services: file.service,
         profiles: Profiles::from_csv(&std::fs::read_to_string(profiles)?)?,
-        rules: Rules::default(),
+        rules: PlanRules::default(),
     };
     let algorithm: Algorithm = rest.first().map_or("certified", String::as_str).parse()?;
     let clock = MonotonicClock::new();

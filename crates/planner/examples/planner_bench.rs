@@ -6,10 +6,10 @@
 use std::fmt::Write;
 
 use base::{MonotonicClock, Random};
-use planner::replan::{Costs, replan};
+use planner::replan::{ChangeCosts, replan};
 use planner::squishy::{self, Session};
 use planner::{
-    Algorithm, GpuKind, Problem, Profiles, Rules, SearchControl, Service, Sharing, algorithm,
+    Algorithm, GpuKind, PlanRules, Problem, Profiles, SearchControl, Service, Sharing, algorithm,
     check, run, scenario,
 };
 
@@ -36,7 +36,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-fn problem(profiles: &Profiles, services: &[Service], rules: Rules) -> Result<Problem, String> {
+fn problem(profiles: &Profiles, services: &[Service], rules: PlanRules) -> Result<Problem, String> {
     let gpu = GpuKind::find("a100-80gb").map_err(|error| error.to_string())?;
     Ok(Problem { gpu, services: services.to_vec(), profiles: profiles.clone(), rules })
 }
@@ -71,10 +71,10 @@ fn compare(name: &str, profiles: &Profiles, services: &[Service]) -> Result<(), 
         for (label, algorithm) in algorithm::ALGORITHMS {
             let squishy = algorithm == Algorithm::Squishy;
             let sharing = if squishy { Sharing::Time } else { Sharing::None };
-            let rules = Rules { sharing, headroom, ..Rules::default() };
+            let rules = PlanRules { sharing, headroom, ..PlanRules::default() };
             row(name, label, &problem(profiles, services, rules)?, algorithm);
         }
-        let rules = Rules { sharing: Sharing::Time, headroom, ..Rules::default() };
+        let rules = PlanRules { sharing: Sharing::Time, headroom, ..PlanRules::default() };
         let problem = problem(profiles, services, rules)?;
         row(name, "certified, shared", &problem, Algorithm::Certified);
     }
@@ -89,14 +89,14 @@ fn grow(profiles: &Profiles) -> Result<(Growth, Growth), String> {
     let (mut growth, mut shared) = (Vec::new(), Vec::new());
     for count in [11, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000] {
         let services = random_services(count, 1);
-        let problem = problem(profiles, &services, Rules::default())?;
+        let problem = problem(profiles, &services, PlanRules::default())?;
         let (seconds, _) = row(&count.to_string(), "certified", &problem, Algorithm::Certified);
         growth.push((count, seconds));
         verdict(count, seconds);
     }
     for count in [11, 100, 1000, 10_000, 100_000] {
         for headroom in [0.0, 0.15] {
-            let rules = Rules { sharing: Sharing::Time, headroom, ..Rules::default() };
+            let rules = PlanRules { sharing: Sharing::Time, headroom, ..PlanRules::default() };
             let problem = problem(profiles, &random_services(count, 1), rules)?;
             let name = count.to_string();
             let (seconds, _) = row(&name, "certified, shared", &problem, Algorithm::Certified);
@@ -161,7 +161,7 @@ fn plot(curves: &[(&str, &str, &Growth)]) -> String {
 }
 
 fn change_one_percent(profiles: &Profiles) -> Result<(), Box<dyn std::error::Error>> {
-    let mut problem = problem(profiles, &random_services(10_000, 1), Rules::default())?;
+    let mut problem = problem(profiles, &random_services(10_000, 1), PlanRules::default())?;
     let clock = MonotonicClock::new();
     let mut report = |_| true;
     let first =
@@ -172,7 +172,7 @@ fn change_one_percent(profiles: &Profiles) -> Result<(), Box<dyn std::error::Err
         problem.services[at].rate *= 0.5 + random.unit_f64();
     }
     let mut control = SearchControl::new(&clock, &mut report);
-    let next = replan(&problem, &first.plan, &first.prices, Costs::default(), &mut control)?;
+    let next = replan(&problem, &first.plan, &first.prices, ChangeCosts::default(), &mut control)?;
     let fresh = run(&problem, Algorithm::Certified, &mut SearchControl::new(&clock, &mut report))?;
     println!(
         "re-plan of 1 % of 10,000: {:.4} s, {} gpus (fresh {}), {} untouched services moved",

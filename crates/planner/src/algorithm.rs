@@ -5,8 +5,8 @@ use std::str::FromStr;
 use crate::baseline::{gpulet_like, igniter_like, mig_serving_like};
 use crate::certified::{self, Solution};
 use crate::error::PlanError;
-use crate::parvagpu::{self, Variant};
-use crate::plan::{Gpu, Plan, Share, Slice};
+use crate::parvagpu::{self, ParvaGpuVariant};
+use crate::plan::{Plan, PlannedGpu, PlannedSlice, ServiceShare};
 use crate::problem::Problem;
 use crate::search_control::SearchControl;
 use crate::squishy::{self, Session};
@@ -17,7 +17,7 @@ pub enum Algorithm {
     /// The certified planner.
     Certified,
     /// ParvaGPU as published, or a variant.
-    ParvaGpu(Variant),
+    ParvaGpu(ParvaGpuVariant),
     /// Nexus's squishy bin packing on whole GPUs.
     Squishy,
     /// Greedy over MIG patterns, after MIG-serving's fast algorithm.
@@ -31,9 +31,9 @@ pub enum Algorithm {
 /// Names on the command line.
 pub const ALGORITHMS: [(&str, Algorithm); 8] = [
     ("certified", Algorithm::Certified),
-    ("parvagpu", Algorithm::ParvaGpu(Variant::Full)),
-    ("parvagpu-single", Algorithm::ParvaGpu(Variant::WithoutMps)),
-    ("parvagpu-unoptimized", Algorithm::ParvaGpu(Variant::WithoutOptimisation)),
+    ("parvagpu", Algorithm::ParvaGpu(ParvaGpuVariant::Full)),
+    ("parvagpu-single", Algorithm::ParvaGpu(ParvaGpuVariant::WithoutMps)),
+    ("parvagpu-unoptimized", Algorithm::ParvaGpu(ParvaGpuVariant::WithoutOptimisation)),
     ("squishy", Algorithm::Squishy),
     ("mig-serving-like", Algorithm::MigServingLike),
     ("gpulet-like", Algorithm::GpuletLike),
@@ -82,7 +82,7 @@ pub fn run(
 }
 
 fn count_only(gpus: usize) -> Plan {
-    Plan { gpus: vec![Gpu::default(); gpus] }
+    Plan { gpus: vec![PlannedGpu::default(); gpus] }
 }
 
 /// Squishy packing with each GPU as one slice and one process per service.
@@ -110,14 +110,16 @@ fn squishy_plan(problem: &Problem) -> Result<Plan, PlanError> {
         })
         .collect();
     let node = |node: squishy::Node| {
-        let share = |part: &squishy::Part| Share {
+        let share = |part: &squishy::Part| ServiceShare {
             service: part.session,
             batch: part.batch,
             processes: 1,
             rate: part.rate,
         };
         let shares = node.parts.iter().map(share).collect();
-        Gpu { slices: vec![Slice { kind, start: 0, cycle_ms: Some(node.cycle_ms), shares }] }
+        PlannedGpu {
+            slices: vec![PlannedSlice { kind, start: 0, cycle_ms: Some(node.cycle_ms), shares }],
+        }
     };
     Ok(Plan { gpus: squishy::pack(&sessions)?.into_iter().map(node).collect() })
 }

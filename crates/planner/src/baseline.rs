@@ -5,9 +5,9 @@
 //! slices; interference is not modelled.
 
 use crate::error::PlanError;
-use crate::gpu::{Counts, KINDS_MAX};
-use crate::plan::{Gpu, Plan, Share, Slice};
-use crate::problem::{Demand, Problem};
+use crate::gpu::{KINDS_MAX, SliceCounts};
+use crate::plan::{Plan, PlannedGpu, PlannedSlice, ServiceShare};
+use crate::problem::{Problem, ServiceDemand};
 
 /// Parts of one GPU: service and compute slices.
 pub type MpsGpu = Vec<(usize, u8)>;
@@ -63,16 +63,16 @@ pub fn igniter_like(problem: &Problem) -> Result<Vec<MpsGpu>, PlanError> {
 }
 
 /// Throughput within a share: that of the largest measured slice that fits it.
-fn within(problem: &Problem, demand: &Demand, gpcs: u8) -> f64 {
+fn within(problem: &Problem, demand: &ServiceDemand, gpcs: u8) -> f64 {
     let fits = |kind: &usize| problem.gpu.slices[*kind].gpcs <= gpcs;
     (0..problem.gpu.slices.len()).filter(fits).map(|k| demand.throughput[k]).fold(0.0, f64::max)
 }
 
-fn best(demand: &Demand) -> f64 {
+fn best(demand: &ServiceDemand) -> f64 {
     demand.throughput.iter().copied().fold(0.0, f64::max)
 }
 
-fn smallest(problem: &Problem, demand: &Demand, rate: f64) -> Option<u8> {
+fn smallest(problem: &Problem, demand: &ServiceDemand, rate: f64) -> Option<u8> {
     (1..=problem.gpu.gpcs).find(|&gpcs| within(problem, demand, gpcs) >= rate * (1.0 - 1e-9))
 }
 
@@ -91,7 +91,7 @@ pub fn mig_serving_like(problem: &Problem) -> Result<Plan, PlanError> {
         let fills = patterns.iter().map(|pattern| fill(pattern, &demands, &remaining));
         let best = fills.zip(&patterns).max_by(|a, b| a.0.score.total_cmp(&b.0.score));
         let Some((fill, _)) = best else { break };
-        let mut counts: Counts = [0; KINDS_MAX];
+        let mut counts: SliceCounts = [0; KINDS_MAX];
         fill.slots.iter().for_each(|(kind, _)| counts[*kind] += 1);
         let Some(places) = problem.gpu.place(&counts, 0) else { break };
         let mut slots = fill.slots;
@@ -103,11 +103,12 @@ pub fn mig_serving_like(problem: &Problem) -> Result<Plan, PlanError> {
             let point = &points.unwrap_or_default()[demands[service].point[kind] as usize];
             let rate = remaining[service].min(point.throughput);
             remaining[service] -= rate;
-            let share = Share { service, batch: point.batch, processes: point.processes, rate };
-            slices.push(Slice { kind, start, cycle_ms: None, shares: vec![share] });
+            let share =
+                ServiceShare { service, batch: point.batch, processes: point.processes, rate };
+            slices.push(PlannedSlice { kind, start, cycle_ms: None, shares: vec![share] });
         }
         slices.sort_by_key(|slice| slice.start);
-        plan.gpus.push(Gpu { slices });
+        plan.gpus.push(PlannedGpu { slices });
     }
     Ok(plan)
 }
@@ -117,7 +118,7 @@ struct MpsFill {
     slots: Vec<(usize, usize)>,
 }
 
-fn fill(pattern: &Counts, demands: &[Demand], remaining: &[f64]) -> MpsFill {
+fn fill(pattern: &SliceCounts, demands: &[ServiceDemand], remaining: &[f64]) -> MpsFill {
     let mut remaining = remaining.to_vec();
     let mut fill = MpsFill { score: 0.0, slots: Vec::new() };
     for kind in (0..KINDS_MAX).rev() {

@@ -16,14 +16,14 @@ use self::assembly::{SliceContents, assemble, units_of};
 use self::cover::{Prices, cheapest};
 use self::dual::{Bound, Groups, ROWS, Rows, Usage, maximise, slice_prices};
 use self::filling::FillTask;
-use self::packing::{Packed, Packer};
+use self::packing::{Packed, PatternPacker};
 use self::search::{Gap, total};
 use self::shared_slices::SharedSliceBuilder;
 use self::sharing::SharingModel;
 use crate::error::PlanError;
-use crate::gpu::{Counts, KINDS_MAX};
+use crate::gpu::{KINDS_MAX, SliceCounts};
 use crate::plan::Plan;
-use crate::problem::{Demand, Problem, Sharing};
+use crate::problem::{Problem, ServiceDemand, Sharing};
 use crate::search_control::SearchControl;
 
 /// Relative gap to the bound at which the search ends.
@@ -106,16 +106,16 @@ pub fn bound(problem: &Problem, control: &mut SearchControl<'_>) -> Result<Solut
 
 struct Solver<'a> {
     problem: &'a Problem,
-    demands: Vec<Demand>,
+    demands: Vec<ServiceDemand>,
     kinds: usize,
-    packer: Packer,
+    packer: PatternPacker,
     groups: Groups,
 }
 
 struct CertifiedOutcome {
     bound: f64,
     prices: Prices,
-    covers: Vec<Counts>,
+    covers: Vec<SliceCounts>,
     packed: Packed,
     /// Contents of the slices if services share slices; otherwise they follow from `covers`.
     units: Option<Vec<SliceContents>>,
@@ -132,7 +132,7 @@ impl<'a> Solver<'a> {
         problem.validate()?;
         let demands = problem.demands();
         let kinds = problem.gpu.slices.len();
-        let packer = Packer::new(problem.gpu.maximal_patterns(), kinds);
+        let packer = PatternPacker::new(problem.gpu.maximal_patterns(), kinds);
         Ok(Solver { problem, packer, groups: Groups::new(&demands), demands, kinds })
     }
 
@@ -272,7 +272,7 @@ impl<'a> Solver<'a> {
             .collect()
     }
 
-    fn units(&self, covers: &[Counts]) -> Vec<SliceContents> {
+    fn units(&self, covers: &[SliceCounts]) -> Vec<SliceContents> {
         let mut units = Vec::new();
         for (service, cover) in covers.iter().enumerate() {
             let demand = &self.demands[service];
@@ -303,7 +303,7 @@ pub fn bound_at(problem: &Problem, prices: &[f64; KINDS_MAX]) -> f64 {
 }
 
 /// Like [`bound_at`], for demands that are already computed.
-pub(crate) fn bound_of(problem: &Problem, demands: &[Demand], prices: &Prices) -> f64 {
+pub(crate) fn bound_of(problem: &Problem, demands: &[ServiceDemand], prices: &Prices) -> f64 {
     let groups = Groups::new(demands);
     let mut rows = [0.0; ROWS];
     rows[..KINDS_MAX].copy_from_slice(prices);
@@ -321,7 +321,7 @@ pub(crate) fn bound_of(problem: &Problem, demands: &[Demand], prices: &Prices) -
     }
 }
 
-fn whole_usage(demand: &Demand, prices: &Rows) -> Usage {
+fn whole_usage(demand: &ServiceDemand, prices: &Rows) -> Usage {
     let priced = cheapest(demand, &slice_prices(prices));
     let mut rows = [0.0; ROWS];
     rows.iter_mut().zip(priced.cover).for_each(|(row, count)| *row = f64::from(count));

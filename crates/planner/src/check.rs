@@ -4,7 +4,7 @@
 
 use std::fmt;
 
-use crate::plan::{Plan, Slice};
+use crate::plan::{Plan, PlannedSlice};
 use crate::problem::{Problem, Sharing};
 
 /// Slack for sums of floating-point numbers.
@@ -49,7 +49,7 @@ pub fn check(problem: &Problem, plan: &Plan) -> Vec<Violation> {
     violations
 }
 
-fn check_geometry(problem: &Problem, slices: &[Slice], wrong: &mut dyn FnMut(String)) {
+fn check_geometry(problem: &Problem, slices: &[PlannedSlice], wrong: &mut dyn FnMut(String)) {
     let mut taken = vec![false; usize::from(problem.gpu.memory_slices)];
     let mut gpcs = 0;
     for slice in slices {
@@ -76,7 +76,7 @@ fn check_geometry(problem: &Problem, slices: &[Slice], wrong: &mut dyn FnMut(Str
 
 fn check_slice(
     problem: &Problem,
-    slice: &Slice,
+    slice: &PlannedSlice,
     served: &mut [f64],
     wrong: &mut dyn FnMut(String),
 ) {

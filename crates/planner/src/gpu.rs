@@ -10,7 +10,7 @@ use crate::error::PlanError;
 pub const KINDS_MAX: usize = 6;
 
 /// How many slices of each kind, in the order of [`GpuKind::slices`].
-pub type Counts = [u32; KINDS_MAX];
+pub type SliceCounts = [u32; KINDS_MAX];
 
 /// One MIG profile of a GPU kind.
 #[derive(Debug)]
@@ -171,7 +171,7 @@ impl GpuKind {
     ///
     /// The search is exact. Larger slices are placed first and at their last legal start first, so
     /// that threes take slot 4 and the slots below stay free for fours, twos and ones.
-    pub fn place(&self, counts: &Counts, occupied: u16) -> Option<Vec<(usize, u8)>> {
+    pub fn place(&self, counts: &SliceCounts, occupied: u16) -> Option<Vec<(usize, u8)>> {
         let mut order: Vec<usize> = Vec::new();
         for kind in (0..self.slices.len()).rev() {
             order.extend(std::iter::repeat_n(kind, counts[kind] as usize));
@@ -208,7 +208,7 @@ impl GpuKind {
 
     /// Every multiset of slices that fits one GPU and to which no further slice can be added in any
     /// arrangement.
-    pub fn maximal_patterns(&self) -> Vec<Counts> {
+    pub fn maximal_patterns(&self) -> Vec<SliceCounts> {
         let mut found = Vec::new();
         self.grow([0; KINDS_MAX], 0, &mut found);
         let all = found.clone();
@@ -217,7 +217,7 @@ impl GpuKind {
         found
     }
 
-    fn grow(&self, counts: Counts, from: usize, found: &mut Vec<Counts>) {
+    fn grow(&self, counts: SliceCounts, from: usize, found: &mut Vec<SliceCounts>) {
         found.push(counts);
         for kind in from..self.slices.len() {
             let mut more = counts;
@@ -236,7 +236,7 @@ mod tests {
     #[test]
     fn an_a100_has_twelve_maximal_multisets_of_plain_slices() {
         let gpu = GpuKind::find("A100-80GB").unwrap();
-        let plain: Vec<Counts> =
+        let plain: Vec<SliceCounts> =
             gpu.maximal_patterns().into_iter().filter(|counts| counts[1] == 0).collect();
         assert_eq!(plain.len(), 12);
     }

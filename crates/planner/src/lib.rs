@@ -8,7 +8,7 @@
 //!
 //! ```
 //! use base::ManualClock;
-//! use planner::{GpuKind, Problem, Profiles, Rules, SearchControl, Service, certified, check};
+//! use planner::{GpuKind, Problem, Profiles, PlanRules, SearchControl, Service, certified, check};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! // Measured: on one or two compute slices, with batches of 4 in one process.
@@ -24,7 +24,7 @@
 //!     slo_ms: 100.0,
 //! };
 //! let gpu = GpuKind::find("a100-80gb")?;
-//! let problem = Problem { gpu, services: vec![service], profiles, rules: Rules::default() };
+//! let problem = Problem { gpu, services: vec![service], profiles, rules: PlanRules::default() };
 //!
 //! let clock = ManualClock::default();
 //! let mut report = |_progress| true; // `false` would stop the search.
@@ -63,6 +63,6 @@ pub use check::{Violation, check};
 pub use error::PlanError;
 pub use gpu::GpuKind;
 pub use plan::Plan;
-pub use problem::{Problem, Rules, Service, Sharing};
-pub use profile::{Point, Profiles};
+pub use problem::{PlanRules, Problem, Service, Sharing};
+pub use profile::{OperatingPoint, Profiles};
 pub use search_control::{SearchControl, SearchProgress};

@@ -10,13 +10,13 @@
 
 use crate::error::PlanError;
 use crate::gpu::{GpuKind, KINDS_MAX};
-use crate::plan::{Gpu, Plan, Share, Slice};
+use crate::plan::{Plan, PlannedGpu, PlannedSlice, ServiceShare};
 use crate::problem::{Problem, Service};
-use crate::profile::Point;
+use crate::profile::OperatingPoint;
 
 /// The published algorithm or one of its two variants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Variant {
+pub enum ParvaGpuVariant {
     /// All stages.
     Full,
     /// ParvaGPU-single: one process per segment.
@@ -35,7 +35,7 @@ const SIZES: [u8; 5] = [1, 2, 3, 4, 7];
 struct Configured {
     rate: f32,
     /// Best point of each size.
-    triplets: [Option<Point>; SIZES.len()],
+    triplets: [Option<OperatingPoint>; SIZES.len()],
     /// Size with the highest throughput per compute slice.
     optimal: usize,
     optimal_count: usize,
@@ -56,7 +56,7 @@ struct GpuSlots {
 }
 
 /// Plans with ParvaGPU's algorithm.
-pub fn plan(problem: &Problem, variant: Variant) -> Result<Plan, PlanError> {
+pub fn plan(problem: &Problem, variant: ParvaGpuVariant) -> Result<Plan, PlanError> {
     problem.validate()?;
     if problem.gpu.gpcs != 7 {
         return Err(PlanError::Unsupported {
@@ -71,7 +71,7 @@ pub fn plan(problem: &Problem, variant: Variant) -> Result<Plan, PlanError> {
         .collect::<Result<Vec<_>, _>>()?;
     let mut gpus = Vec::new();
     relocate(&configured, &mut gpus);
-    if variant != Variant::WithoutOptimisation {
+    if variant != ParvaGpuVariant::WithoutOptimisation {
         optimise(&configured, &mut gpus);
     }
     gpus.retain(|gpu| gpu.used > 0);
@@ -81,7 +81,7 @@ pub fn plan(problem: &Problem, variant: Variant) -> Result<Plan, PlanError> {
 fn configure(
     problem: &Problem,
     service: &Service,
-    variant: Variant,
+    variant: ParvaGpuVariant,
 ) -> Result<Configured, PlanError> {
     let triplets = decide_triplets(problem, service, variant);
     let rate = service.demand(&problem.rules) as f32;
@@ -110,17 +110,17 @@ fn configure(
 fn decide_triplets(
     problem: &Problem,
     service: &Service,
-    variant: Variant,
-) -> [Option<Point>; SIZES.len()] {
+    variant: ParvaGpuVariant,
+) -> [Option<OperatingPoint>; SIZES.len()] {
     let limit_ms = (service.slo_ms.floor() as f32 / 2.0) * problem.rules.slo_share as f32;
     let points = problem.profiles.points(&service.model).unwrap_or_default();
     std::array::from_fn(|size| {
-        let mut best: Option<&Point> = None;
-        let usable = |point: &&Point| {
+        let mut best: Option<&OperatingPoint> = None;
+        let usable = |point: &&OperatingPoint| {
             point.gpcs == SIZES[size]
                 && (point.latency_ms as f32) < limit_ms
                 && point.processes <= problem.rules.processes_max
-                && (variant != Variant::WithoutMps || point.processes == 1)
+                && (variant != ParvaGpuVariant::WithoutMps || point.processes == 1)
         };
         for point in points.iter().filter(usable) {
             if best.is_none_or(|best| point.throughput as f32 > best.throughput as f32) {
@@ -255,12 +255,12 @@ fn deploy(
             let Some(point) = &configured[segment.service].triplets[segment.size] else { continue };
             let rate = remaining[segment.service].min(point.throughput);
             remaining[segment.service] -= rate;
-            let Point { batch, processes, .. } = *point;
-            let share = Share { service: segment.service, batch, processes, rate };
-            slices.push(Slice { kind, start, cycle_ms: None, shares: vec![share] });
+            let OperatingPoint { batch, processes, .. } = *point;
+            let share = ServiceShare { service: segment.service, batch, processes, rate };
+            slices.push(PlannedSlice { kind, start, cycle_ms: None, shares: vec![share] });
         }
         slices.sort_by_key(|slice| slice.start);
-        plan.gpus.push(Gpu { slices });
+        plan.gpus.push(PlannedGpu { slices });
     }
     debug_assert!(configured.iter().all(|found| found.rate > 0.0));
     Ok(plan)

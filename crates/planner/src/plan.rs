@@ -9,7 +9,7 @@ use crate::problem::Problem;
 
 /// A service's share of a slice.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Share {
+pub struct ServiceShare {
     /// Index of the service in the problem.
     pub service: usize,
     /// Batch size of a process.
@@ -22,7 +22,7 @@ pub struct Share {
 
 /// One slice of a GPU.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Slice {
+pub struct PlannedSlice {
     /// Index into the GPU kind's slices.
     pub kind: usize,
     /// First memory slice.
@@ -30,21 +30,21 @@ pub struct Slice {
     /// Length of the duty cycle in milliseconds if several services share the slice.
     pub cycle_ms: Option<f64>,
     /// Services that run in it.
-    pub shares: Vec<Share>,
+    pub shares: Vec<ServiceShare>,
 }
 
 /// One GPU.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Gpu {
+pub struct PlannedGpu {
     /// Its slices, by start.
-    pub slices: Vec<Slice>,
+    pub slices: Vec<PlannedSlice>,
 }
 
 /// A whole plan.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
     /// The GPUs in use.
-    pub gpus: Vec<Gpu>,
+    pub gpus: Vec<PlannedGpu>,
 }
 
 impl Plan {
@@ -55,14 +55,14 @@ impl Plan {
 
     /// The plan with names in place of indices, for files.
     pub fn to_file(&self, problem: &Problem) -> Vec<GpuFile> {
-        let share = |share: &Share| ShareFile {
+        let share = |share: &ServiceShare| ShareFile {
             name: problem.services[share.service].name.clone(),
             model: problem.services[share.service].model.clone(),
             batch: share.batch,
             processes: share.processes,
             rate: share.rate,
         };
-        let slice = |slice: &Slice| SliceFile {
+        let slice = |slice: &PlannedSlice| SliceFile {
             start: slice.start,
             size: problem.gpu.slices[slice.kind].gpcs,
             profile: problem.gpu.slices[slice.kind].name.to_string(),
@@ -116,13 +116,13 @@ impl Plan {
                 let shares = slice.services.iter().filter_map(|share| {
                     let service = *index.get(share.name.as_str())?;
                     let ShareFile { batch, processes, rate, .. } = *share;
-                    Some(Share { service, batch, processes, rate })
+                    Some(ServiceShare { service, batch, processes, rate })
                 });
-                let shares: Vec<Share> = shares.collect();
+                let shares: Vec<ServiceShare> = shares.collect();
                 let (start, cycle_ms) = (slice.start, slice.cycle_ms);
-                slices.push(Slice { kind, start, cycle_ms, shares });
+                slices.push(PlannedSlice { kind, start, cycle_ms, shares });
             }
-            plan.gpus.push(Gpu { slices });
+            plan.gpus.push(PlannedGpu { slices });
         }
         Ok(plan)
     }

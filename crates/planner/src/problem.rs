@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::PlanError;
 use crate::gpu::{GpuKind, KINDS_MAX};
-use crate::profile::{Point, Profiles};
+use crate::profile::{OperatingPoint, Profiles};
 
 /// A model with a rate and an SLO.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -33,7 +33,7 @@ pub enum Sharing {
 
 /// The rules of a plan.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Rules {
+pub struct PlanRules {
     /// Share of the SLO that waiting and computing together may take. ParvaGPU reserves a tenth.
     pub slo_share: f64,
     /// Capacity beyond the rate, for bursts: 0.15 is 15 % more.
@@ -44,9 +44,9 @@ pub struct Rules {
     pub processes_max: u32,
 }
 
-impl Default for Rules {
-    fn default() -> Rules {
-        Rules { slo_share: 0.9, headroom: 0.0, sharing: Sharing::None, processes_max: 5 }
+impl Default for PlanRules {
+    fn default() -> PlanRules {
+        PlanRules { slo_share: 0.9, headroom: 0.0, sharing: Sharing::None, processes_max: 5 }
     }
 }
 
@@ -60,17 +60,17 @@ pub struct Problem {
     /// The operating points of their models.
     pub profiles: Profiles,
     /// The rules.
-    pub rules: Rules,
+    pub rules: PlanRules,
 }
 
 impl Service {
     /// Limit for waiting and computing together, in milliseconds.
-    pub fn limit_ms(&self, rules: &Rules) -> f64 {
+    pub fn limit_ms(&self, rules: &PlanRules) -> f64 {
         self.slo_ms * rules.slo_share
     }
 
     /// Requests per second to provide capacity for.
-    pub fn demand(&self, rules: &Rules) -> f64 {
+    pub fn demand(&self, rules: &PlanRules) -> f64 {
         self.rate * (1.0 + rules.headroom)
     }
 }
@@ -79,7 +79,7 @@ impl Problem {
     /// Whether a point may run alone on a slice of that kind: a request that just missed a batch
     /// waits for one batch and is computed in the next, so twice the latency must stay below the
     /// limit.
-    pub fn fits_alone(&self, service: &Service, kind: usize, point: &Point) -> bool {
+    pub fn fits_alone(&self, service: &Service, kind: usize, point: &OperatingPoint) -> bool {
         let slice = &self.gpu.slices[kind];
         point.gpcs == slice.gpcs
             && point.processes <= self.rules.processes_max
@@ -160,14 +160,14 @@ impl Problem {
     }
 
     /// The services in the form solvers work on.
-    pub(crate) fn demands(&self) -> Vec<Demand> {
+    pub(crate) fn demands(&self) -> Vec<ServiceDemand> {
         let mut known: BTreeMap<(&str, u64), Alone> = BTreeMap::new();
         let mut demands = Vec::with_capacity(self.services.len());
         for service in &self.services {
             let alone = known
                 .entry((service.model.as_str(), service.slo_ms.to_bits()))
                 .or_insert_with(|| self.alone(service));
-            demands.push(Demand {
+            demands.push(ServiceDemand {
                 rate: service.demand(&self.rules),
                 limit_ms: service.limit_ms(&self.rules),
                 throughput: alone.throughput,
@@ -202,7 +202,7 @@ struct Alone {
 
 /// A service in the form solvers work on.
 #[derive(Clone, Debug)]
-pub(crate) struct Demand {
+pub(crate) struct ServiceDemand {
     /// Requests per second, including headroom.
     pub(crate) rate: f64,
     /// Milliseconds for waiting and computing.

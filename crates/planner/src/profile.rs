@@ -10,7 +10,7 @@ use crate::gpu::GpuKind;
 
 /// One measured operating point of a model on a slice.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Point {
+pub struct OperatingPoint {
     /// Compute slices of the slice it was measured on.
     pub gpcs: u8,
     /// Batch size of a process.
@@ -26,7 +26,7 @@ pub struct Point {
     pub memory_mib: Option<u64>,
 }
 
-impl Point {
+impl OperatingPoint {
     /// Time in milliseconds after which every process has finished one batch: the larger of the
     /// measured latency and what the throughput implies, for latencies may have been rounded down.
     pub fn turn_ms(&self) -> f64 {
@@ -43,7 +43,7 @@ impl Point {
 /// The points of every model.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Profiles {
-    models: BTreeMap<String, Vec<Point>>,
+    models: BTreeMap<String, Vec<OperatingPoint>>,
 }
 
 /// Maximum number of models named in a message.
@@ -87,7 +87,7 @@ impl Profiles {
                         bad(line, format!("{name} '{}' is not a number", cells[column]))
                     })
             };
-            let point = Point {
+            let point = OperatingPoint {
                 gpcs: number(at[1])? as u8,
                 batch: number(at[2])? as u32,
                 processes: number(at[3])? as u32,
@@ -106,7 +106,7 @@ impl Profiles {
     }
 
     /// Adds a point to a model.
-    pub fn push(&mut self, model: &str, point: Point) -> Result<(), String> {
+    pub fn push(&mut self, model: &str, point: OperatingPoint) -> Result<(), String> {
         if point.gpcs == 0 || point.batch == 0 || point.processes == 0 {
             return Err("slice, batch and processes are at least 1".to_string());
         }
@@ -118,7 +118,7 @@ impl Profiles {
     }
 
     /// The points of a model; `None` if it is unknown.
-    pub fn points(&self, model: &str) -> Option<&[Point]> {
+    pub fn points(&self, model: &str) -> Option<&[OperatingPoint]> {
         self.models.get(model).map(Vec::as_slice)
     }
 
@@ -140,7 +140,7 @@ impl Profiles {
     /// An upper limit of a point's memory in MiB. Where memory was not measured, the limit follows
     /// from what ran: if `p` processes of this batch or a larger one fitted a slice, each of them
     /// takes at most that slice over `p`.
-    pub fn memory_limit_mib(&self, gpu: &GpuKind, model: &str, point: &Point) -> u64 {
+    pub fn memory_limit_mib(&self, gpu: &GpuKind, model: &str, point: &OperatingPoint) -> u64 {
         if let Some(memory) = point.memory_mib {
             return memory;
         }

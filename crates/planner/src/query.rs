@@ -8,7 +8,7 @@
 
 mod potential;
 
-use self::potential::Graph;
+use self::potential::LatencyGraph;
 
 use crate::error::PlanError;
 use crate::problem::{Problem, Service};
@@ -19,7 +19,7 @@ const STEPS_MAX: f64 = 2e6;
 
 /// One model of a query.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Stage {
+pub struct SplitStage {
     /// Its name.
     pub name: String,
     /// Requests per second: the query's rate times the yield of the stages before it.
@@ -33,7 +33,7 @@ pub struct Stage {
 
 /// A latency split.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Split {
+pub struct LatencySplit {
     /// Budget of each stage in milliseconds.
     pub budgets_ms: Vec<f64>,
     /// GPUs of all stages together.
@@ -44,7 +44,7 @@ pub struct Split {
     pub exact: bool,
 }
 
-impl Stage {
+impl SplitStage {
     /// GPUs at a budget; infinite if the budget cannot be met.
     fn cost(&self, budget_ms: f64) -> f64 {
         let met = self.curve.iter().rfind(|(latency, _)| *latency <= budget_ms * (1.0 + 1e-9));
@@ -53,16 +53,16 @@ impl Stage {
 }
 
 /// The best split of `slo_ms` over the stages, in `pieces` equal parts. Stage 0 is the root.
-pub fn split(stages: &[Stage], slo_ms: f64, pieces: usize) -> Result<Split, PlanError> {
+pub fn split(stages: &[SplitStage], slo_ms: f64, pieces: usize) -> Result<LatencySplit, PlanError> {
     split_within(stages, slo_ms, pieces, STEPS_MAX)
 }
 
 fn split_within(
-    stages: &[Stage],
+    stages: &[SplitStage],
     slo_ms: f64,
     pieces: usize,
     steps_max: f64,
-) -> Result<Split, PlanError> {
+) -> Result<LatencySplit, PlanError> {
     let order = topological(stages)?;
     if pieces == 0 || pieces > usize::from(u16::MAX) / 2 {
         return Err(PlanError::BadQuery { what: format!("{pieces} pieces are no resolution") });
@@ -86,22 +86,22 @@ fn split_within(
     })
 }
 
-fn proven(stages: &[Stage], budgets_ms: Vec<f64>) -> Split {
+fn proven(stages: &[SplitStage], budgets_ms: Vec<f64>) -> LatencySplit {
     let cost = total(stages, &budgets_ms);
-    Split { budgets_ms, cost, bound: cost, exact: true }
+    LatencySplit { budgets_ms, cost, bound: cost, exact: true }
 }
 
 /// The split of a graph that is not reduced to one subgraph: exact if `STEPS_MAX` allows it,
 /// otherwise as fine as it allows and then improved.
 fn split_rest(
-    stages: &[Stage],
+    stages: &[SplitStage],
     order: &[usize],
     parts: &[SubGraph],
     slo_ms: f64,
     pieces: usize,
     steps_max: f64,
-) -> Split {
-    let graph = Graph::new(parts);
+) -> LatencySplit {
+    let graph = LatencyGraph::new(parts);
     let piece = slo_ms / pieces as f64;
     let budgets = |horizon: usize, multiple: usize| {
         let choice = graph.cheapest(horizon, multiple)?;
@@ -131,19 +131,19 @@ fn split_rest(
 
 /// The baseline: the SLO divided by the number of stages of the longest path, the same budget for
 /// all.
-pub fn split_evenly(stages: &[Stage], slo_ms: f64) -> Result<Split, PlanError> {
+pub fn split_evenly(stages: &[SplitStage], slo_ms: f64) -> Result<LatencySplit, PlanError> {
     let order = topological(stages)?;
     let depth = longest(stages, &order, |_| 1.0);
     let budgets_ms = vec![slo_ms / depth; stages.len()];
-    Ok(Split { cost: total(stages, &budgets_ms), budgets_ms, bound: 0.0, exact: false })
+    Ok(LatencySplit { cost: total(stages, &budgets_ms), budgets_ms, bound: 0.0, exact: false })
 }
 
-fn total(stages: &[Stage], budgets: &[f64]) -> f64 {
+fn total(stages: &[SplitStage], budgets: &[f64]) -> f64 {
     stages.iter().zip(budgets).map(|(stage, budget)| stage.cost(*budget)).sum()
 }
 
 /// Topological order of the stages; an error for cycles and for stages the root does not reach.
-fn topological(stages: &[Stage]) -> Result<Vec<usize>, PlanError> {
+fn topological(stages: &[SplitStage]) -> Result<Vec<usize>, PlanError> {
     let bad = |what: &str| Err(PlanError::BadQuery { what: what.to_string() });
     if stages.is_empty() {
         return bad("it has no stages");
@@ -174,7 +174,7 @@ fn topological(stages: &[Stage]) -> Result<Vec<usize>, PlanError> {
     Ok(order)
 }
 
-fn longest(stages: &[Stage], order: &[usize], weight: impl Fn(usize) -> f64) -> f64 {
+fn longest(stages: &[SplitStage], order: &[usize], weight: impl Fn(usize) -> f64) -> f64 {
     let mut until = vec![0.0f64; stages.len()];
     let mut longest = 0.0f64;
     for &stage in order {
@@ -248,7 +248,7 @@ impl SubGraph {
 
 /// Applies series and parallel reductions until none applies; a series-parallel graph becomes one
 /// subgraph.
-fn reduce(stages: &[Stage], pieces: usize, piece: f64) -> Vec<SubGraph> {
+fn reduce(stages: &[SplitStage], pieces: usize, piece: f64) -> Vec<SubGraph> {
     // Stage i lies between the points 2i and 2i + 1; the last point is the exit.
     let out = stages.len() * 2;
     let mut parts = Vec::new();
@@ -294,18 +294,18 @@ fn reduce(stages: &[Stage], pieces: usize, piece: f64) -> Vec<SubGraph> {
 
 /// Moves single pieces between stages while that lowers the cost.
 fn improve(
-    stages: &[Stage],
+    stages: &[SplitStage],
     order: &[usize],
     slo_ms: f64,
     piece: f64,
     mut budgets: Vec<f64>,
     bound: f64,
-) -> Split {
+) -> LatencySplit {
     let fits = |budgets: &[f64]| longest(stages, order, |s| budgets[s]) <= slo_ms * (1.0 + 1e-9);
     let price = |budgets: &[f64]| {
         // Unmet stages cost more the further they are from being met, so that the search has a
         // gradient.
-        let one = |(stage, budget): (&Stage, &f64)| {
+        let one = |(stage, budget): (&SplitStage, &f64)| {
             let cost = stage.cost(*budget);
             let needed = stage.curve.first().map_or(0.0, |point| point.0);
             if cost.is_finite() { cost } else { 1e6 * (1.0 + needed - budget) }
@@ -336,7 +336,7 @@ fn improve(
             None => break,
         }
     }
-    Split { cost: total(stages, &budgets), budgets_ms: budgets, bound, exact: false }
+    LatencySplit { cost: total(stages, &budgets), budgets_ms: budgets, bound, exact: false }
 }
 
 /// Cost in GPUs of one request per second of a model at each latency budget, under the planner's
@@ -367,13 +367,13 @@ pub fn curve(problem: &Problem, model: &str, prices: &[f64]) -> Vec<(f64, f64)> 
 mod tests {
     use super::*;
 
-    fn stage(name: &str, rate: f64, throughputs: &[(f64, f64)], next: &[usize]) -> Stage {
+    fn stage(name: &str, rate: f64, throughputs: &[(f64, f64)], next: &[usize]) -> SplitStage {
         let curve = throughputs.iter().map(|(ms, per_s)| (*ms, 1.0 / per_s)).collect();
-        Stage { name: name.to_string(), rate, curve, next: next.to_vec() }
+        SplitStage { name: name.to_string(), rate, curve, next: next.to_vec() }
     }
 
     /// Models X and Y of section 4.2, figure 3.
-    fn example(gamma: f64) -> Vec<Stage> {
+    fn example(gamma: f64) -> Vec<SplitStage> {
         vec![
             stage("X", 1.0, &[(40.0, 200.0), (50.0, 250.0), (60.0, 300.0)], &[1]),
             stage("Y", gamma, &[(40.0, 300.0), (50.0, 400.0), (60.0, 500.0)], &[]),
@@ -403,7 +403,7 @@ mod tests {
     }
 
     /// All budgets on a grid.
-    fn brute(stages: &[Stage], slo_ms: f64, pieces: usize) -> f64 {
+    fn brute(stages: &[SplitStage], slo_ms: f64, pieces: usize) -> f64 {
         let order = topological(stages).unwrap();
         let mut best = f64::INFINITY;
         let mut counts = vec![0usize; stages.len()];
@@ -430,7 +430,7 @@ mod tests {
         ];
         for _ in 0..30 {
             for shape in shapes {
-                let stages: Vec<Stage> = shape
+                let stages: Vec<SplitStage> = shape
                     .iter()
                     .map(|next| {
                         let mut throughput = 20.0;
@@ -452,7 +452,8 @@ mod tests {
 
     #[test]
     fn invalid_graphs_are_reported() {
-        let error = |stages: &[Stage], slo: f64| split(stages, slo, 10).unwrap_err().to_string();
+        let error =
+            |stages: &[SplitStage], slo: f64| split(stages, slo, 10).unwrap_err().to_string();
         assert!(error(&[], 1.0).contains("no stages"));
         assert!(error(&example(1.0), 50.0).contains("80 ms at least"));
         let points = [(1.0, 1.0)];
@@ -462,7 +463,7 @@ mod tests {
 
     /// Six stages that series and parallel steps do not reduce: 1 feeds both 3 and 4, and 2 feeds
     /// 4.
-    fn bridge(random: &mut base::Random) -> Vec<Stage> {
+    fn bridge(random: &mut base::Random) -> Vec<SplitStage> {
         let next: [&[usize]; 6] = [&[1, 2], &[3, 4], &[4], &[5], &[5], &[]];
         let one = |next: &&[usize]| {
             let mut throughput = 20.0;

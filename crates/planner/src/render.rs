@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use crate::plan::{Gpu, Plan, Share, Slice};
+use crate::plan::{Plan, PlannedGpu, PlannedSlice, ServiceShare};
 use crate::problem::Problem;
-use crate::replan::steps::Step;
+use crate::replan::steps::TransitionStep;
 
 /// Columns of one memory slice in the picture.
 const CELL: usize = 9;
@@ -35,7 +35,7 @@ pub fn picture(problem: &Problem, plan: &Plan, colours: bool) -> String {
     text
 }
 
-fn block(problem: &Problem, slice: &Slice, width: usize, colours: bool) -> String {
+fn block(problem: &Problem, slice: &PlannedSlice, width: usize, colours: bool) -> String {
     let label = label(problem, slice, width);
     let text = format!("{label:<width$}");
     let first = slice.shares.first().map_or(0, |share| share.service);
@@ -47,7 +47,7 @@ fn block(problem: &Problem, slice: &Slice, width: usize, colours: bool) -> Strin
 
 /// Size and services within a width. If names are cut off, a shared slice shows the number of
 /// others.
-fn label(problem: &Problem, slice: &Slice, width: usize) -> String {
+fn label(problem: &Problem, slice: &PlannedSlice, width: usize) -> String {
     let names: Vec<&str> =
         slice.shares.iter().map(|share| problem.services[share.service].name.as_str()).collect();
     let size = problem.gpu.slices[slice.kind].gpcs;
@@ -90,7 +90,7 @@ pub fn svg(problem: &Problem, plan: &Plan) -> String {
             let x = 60 + cell * usize::from(slice.start);
             let wide = cell * usize::from(kind.memory_slices) - 3;
             let first = slice.shares.first().map_or(0, |share| share.service);
-            let share = |share: &Share| {
+            let share = |share: &ServiceShare| {
                 let name = &problem.services[share.service].name;
                 let (batch, processes) = (share.batch, share.processes);
                 format!("{name}: batch {batch}, {}, {:.1}/s", count(processes), share.rate)
@@ -143,7 +143,7 @@ pub fn commands(problem: &Problem, plan: &Plan) -> String {
 }
 
 /// The daemon of a slice, and the environment of its processes.
-fn mps(problem: &Problem, gpu: usize, slice: &Slice, text: &mut String) {
+fn mps(problem: &Problem, gpu: usize, slice: &PlannedSlice, text: &mut String) {
     let kind = problem.gpu.slices[slice.kind].name;
     let uuid = format!("MIG_UUID_GPU{gpu}_START{}", slice.start);
     let pipe = format!("/tmp/atoll-mps/gpu{gpu}-{}", slice.start);
@@ -169,7 +169,7 @@ fn mps(problem: &Problem, gpu: usize, slice: &Slice, text: &mut String) {
 
 /// A configuration for mig-parted. It has counts, not starts; the driver chooses the starts.
 pub fn mig_parted(problem: &Problem, plan: &Plan) -> String {
-    let counts = |gpu: &Gpu| {
+    let counts = |gpu: &PlannedGpu| {
         let mut counts: BTreeMap<&str, u32> = BTreeMap::new();
         for slice in &gpu.slices {
             *counts.entry(problem.gpu.slices[slice.kind].name).or_default() += 1;
@@ -193,14 +193,14 @@ pub fn mig_parted(problem: &Problem, plan: &Plan) -> String {
 }
 
 /// One line per step.
-pub fn steps(problem: &Problem, steps: &[Step]) -> String {
+pub fn steps(problem: &Problem, steps: &[TransitionStep]) -> String {
     let mut text = String::new();
     for (index, step) in steps.iter().enumerate() {
         let (verb, gpu, slice) = match step {
-            Step::Create { gpu, slice, shadow: true } => ("shadow", gpu, slice),
-            Step::Create { gpu, slice, .. } => ("create", gpu, slice),
-            Step::Route { gpu, slice } => ("route", gpu, slice),
-            Step::Destroy { gpu, slice } => ("destroy", gpu, slice),
+            TransitionStep::Create { gpu, slice, shadow: true } => ("shadow", gpu, slice),
+            TransitionStep::Create { gpu, slice, .. } => ("create", gpu, slice),
+            TransitionStep::Route { gpu, slice } => ("route", gpu, slice),
+            TransitionStep::Destroy { gpu, slice } => ("destroy", gpu, slice),
         };
         let names: Vec<&str> = slice
             .shares
@@ -275,11 +275,11 @@ pub fn explain(problem: &Problem, plan: &Plan, prices: &[f64], service: usize) -
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{GpuKind, Point, Profiles, Rules, Service};
+    use crate::{GpuKind, OperatingPoint, PlanRules, Profiles, Service};
 
     fn example() -> (Problem, Plan) {
         let mut profiles = Profiles::default();
-        let point = Point {
+        let point = OperatingPoint {
             gpcs: 3,
             batch: 8,
             processes: 2,
@@ -291,10 +291,10 @@ mod tests {
         let (name, model) = ("a<b".to_string(), "m".to_string());
         let services = vec![Service { name, model, rate: 50.0, slo_ms: 100.0 }];
         let gpu = GpuKind::find("a100-80gb").unwrap();
-        let problem = Problem { gpu, services, profiles, rules: Rules::default() };
-        let shares = vec![Share { service: 0, batch: 8, processes: 2, rate: 50.0 }];
-        let slices = vec![Slice { kind: 3, start: 4, cycle_ms: None, shares }];
-        (problem, Plan { gpus: vec![Gpu { slices }] })
+        let problem = Problem { gpu, services, profiles, rules: PlanRules::default() };
+        let shares = vec![ServiceShare { service: 0, batch: 8, processes: 2, rate: 50.0 }];
+        let slices = vec![PlannedSlice { kind: 3, start: 4, cycle_ms: None, shares }];
+        (problem, Plan { gpus: vec![PlannedGpu { slices }] })
     }
 
     #[test]
@@ -313,7 +313,7 @@ mod tests {
         long.name = "a&very&long&name&that&does&not&fit".to_string();
         problem.services.insert(0, long);
         let slice = &mut plan.gpus[0].slices[0];
-        slice.shares.push(Share { service: 1, batch: 8, processes: 1, rate: 1.0 });
+        slice.shares.push(ServiceShare { service: 1, batch: 8, processes: 1, rate: 1.0 });
         assert_eq!(label(&problem, slice, 10), "3g a&ver+1");
         let text = svg(&problem, &plan);
         assert!(!text.replace("&amp;", "").replace("&lt;", "").contains('&'), "{text}");

@@ -11,16 +11,16 @@ use std::collections::BTreeSet;
 
 use crate::certified;
 use crate::certified::cover::{Prices, cheapest};
-use crate::certified::packing::Packer;
+use crate::certified::packing::PatternPacker;
 use crate::error::PlanError;
-use crate::gpu::{Counts, KINDS_MAX};
-use crate::plan::{Gpu, Plan, Share, Slice};
-use crate::problem::{Demand, Problem};
+use crate::gpu::{KINDS_MAX, SliceCounts};
+use crate::plan::{Plan, PlannedGpu, PlannedSlice, ServiceShare};
+use crate::problem::{Problem, ServiceDemand};
 use crate::search_control::SearchControl;
 
 /// Costs of changes, in GPUs.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Costs {
+pub struct ChangeCosts {
     /// Creating or destroying a slice.
     pub geometry: f64,
     /// Loading a model into a slice.
@@ -33,9 +33,9 @@ pub struct Costs {
     pub drift: f64,
 }
 
-impl Default for Costs {
-    fn default() -> Costs {
-        Costs { geometry: 0.01, load: 0.005, split: 0.001, moves: 0.005, drift: 0.003 }
+impl Default for ChangeCosts {
+    fn default() -> ChangeCosts {
+        ChangeCosts { geometry: 0.01, load: 0.005, split: 0.001, moves: 0.005, drift: 0.003 }
     }
 }
 
@@ -67,9 +67,9 @@ impl Replanned {
 
 struct Replanner<'a> {
     problem: &'a Problem,
-    demands: Vec<Demand>,
+    demands: Vec<ServiceDemand>,
     prices: Prices,
-    costs: Costs,
+    costs: ChangeCosts,
     plan: Plan,
     /// GPU and start of every unshared slice, by service.
     slices: Vec<Vec<(usize, u8, usize)>>,
@@ -82,7 +82,7 @@ pub fn replan(
     problem: &Problem,
     current: &Plan,
     prices: &[f64; KINDS_MAX],
-    costs: Costs,
+    costs: ChangeCosts,
     control: &mut SearchControl<'_>,
 ) -> Result<Replanned, PlanError> {
     problem.validate()?;
@@ -98,7 +98,7 @@ pub fn replan(
 }
 
 /// Whether the turns of a shared slice still meet all SLOs.
-fn still_in_time(problem: &Problem, slice: &Slice) -> bool {
+fn still_in_time(problem: &Problem, slice: &PlannedSlice) -> bool {
     let Some(cycle_ms) = slice.cycle_ms else { return true };
     let gpcs = problem.gpu.slices[slice.kind].gpcs;
     slice.shares.iter().all(|share| {
@@ -115,7 +115,12 @@ fn still_in_time(problem: &Problem, slice: &Slice) -> bool {
 }
 
 impl<'a> Replanner<'a> {
-    fn new(problem: &'a Problem, current: &Plan, prices: Prices, costs: Costs) -> Replanner<'a> {
+    fn new(
+        problem: &'a Problem,
+        current: &Plan,
+        prices: Prices,
+        costs: ChangeCosts,
+    ) -> Replanner<'a> {
         let mut planner = Replanner {
             problem,
             demands: problem.demands(),
@@ -142,12 +147,12 @@ impl<'a> Replanner<'a> {
         planner
     }
 
-    fn capacity(&self, service: usize, cover: &Counts) -> f64 {
+    fn capacity(&self, service: usize, cover: &SliceCounts) -> f64 {
         let throughput = &self.demands[service].throughput;
         (0..KINDS_MAX).map(|kind| f64::from(cover[kind]) * throughput[kind]).sum()
     }
 
-    fn price(&self, cover: &Counts) -> f64 {
+    fn price(&self, cover: &SliceCounts) -> f64 {
         (0..KINDS_MAX).map(|kind| f64::from(cover[kind]) * self.prices[kind]).sum()
     }
 
@@ -156,7 +161,7 @@ impl<'a> Replanner<'a> {
     fn settle(&mut self) -> (Vec<(usize, usize)>, BTreeSet<usize>) {
         let (mut missing, mut changed) = (Vec::new(), BTreeSet::new());
         for service in 0..self.demands.len() {
-            let mut now: Counts = [0; KINDS_MAX];
+            let mut now: SliceCounts = [0; KINDS_MAX];
             self.slices[service].iter().for_each(|(_, _, kind)| now[*kind] += 1);
             let needed = self.demands[service].rate - self.shared[service];
             if needed <= self.demands[service].rate * MET && now == [0; KINDS_MAX] {
@@ -180,11 +185,11 @@ impl<'a> Replanner<'a> {
     }
 
     /// The present slices extended, or a new cover if that saves more than the changes cost.
-    fn choose(&self, service: usize, now: &Counts, needed: f64) -> Counts {
+    fn choose(&self, service: usize, now: &SliceCounts, needed: f64) -> SliceCounts {
         let demand = &self.demands[service];
-        let met = |cover: &Counts| self.capacity(service, cover) >= needed - demand.rate * MET;
+        let met = |cover: &SliceCounts| self.capacity(service, cover) >= needed - demand.rate * MET;
         let usable = (0..KINDS_MAX).all(|kind| now[kind] == 0 || demand.throughput[kind] > 0.0);
-        let minimal = |cover: &Counts| {
+        let minimal = |cover: &SliceCounts| {
             (0..KINDS_MAX).all(|kind| {
                 let mut less = *cover;
                 less[kind] = less[kind].saturating_sub(1);
@@ -195,9 +200,10 @@ impl<'a> Replanner<'a> {
             return *now;
         }
         let new_cover =
-            cheapest(&Demand { rate: needed.max(1e-9), ..demand.clone() }, &self.prices).cover;
+            cheapest(&ServiceDemand { rate: needed.max(1e-9), ..demand.clone() }, &self.prices)
+                .cover;
         let extended = self.extend_cover(service, now, needed);
-        let cost = |cover: &Counts| {
+        let cost = |cover: &SliceCounts| {
             let made: u32 = (0..KINDS_MAX).map(|k| cover[k].saturating_sub(now[k])).sum();
             let gone: u32 = (0..KINDS_MAX).map(|k| now[k].saturating_sub(cover[k])).sum();
             let split = cover.iter().sum::<u32>().saturating_sub(now.iter().sum());
@@ -209,13 +215,14 @@ impl<'a> Replanner<'a> {
         if cost(&extended) <= cost(&new_cover) { extended } else { new_cover }
     }
 
-    fn extend_cover(&self, service: usize, now: &Counts, needed: f64) -> Counts {
+    fn extend_cover(&self, service: usize, now: &SliceCounts, needed: f64) -> SliceCounts {
         let demand = &self.demands[service];
-        let mut cover: Counts =
+        let mut cover: SliceCounts =
             std::array::from_fn(|k| if demand.throughput[k] > 0.0 { now[k] } else { 0 });
         let lacking = needed - self.capacity(service, &cover);
         if lacking > 0.0 {
-            let more = cheapest(&Demand { rate: lacking, ..demand.clone() }, &self.prices).cover;
+            let more =
+                cheapest(&ServiceDemand { rate: lacking, ..demand.clone() }, &self.prices).cover;
             return std::array::from_fn(|kind| cover[kind] + more[kind]);
         }
         let mut kinds: Vec<usize> = (0..KINDS_MAX).collect();
@@ -268,14 +275,14 @@ impl<'a> Replanner<'a> {
     fn put(&mut self, gpu: usize, start: u8, kind: usize, service: usize) {
         let points = self.problem.profiles.points(&self.problem.services[service].model);
         let point = &points.unwrap_or_default()[self.demands[service].point[kind] as usize];
-        let share = Share {
+        let share = ServiceShare {
             service,
             batch: point.batch,
             processes: point.processes,
             rate: point.throughput,
         };
         let slices = &mut self.plan.gpus[gpu].slices;
-        slices.push(Slice { kind, start, cycle_ms: None, shares: vec![share] });
+        slices.push(PlannedSlice { kind, start, cycle_ms: None, shares: vec![share] });
         slices.sort_by_key(|slice| slice.start);
         self.slices[service].push((gpu, start, kind));
     }
@@ -312,10 +319,10 @@ impl<'a> Replanner<'a> {
         if homeless.is_empty() {
             return;
         }
-        let mut counts: Counts = [0; KINDS_MAX];
+        let mut counts: SliceCounts = [0; KINDS_MAX];
         homeless.iter().for_each(|(_, kind)| counts[*kind] += 1);
         let packer =
-            Packer::new(self.problem.gpu.maximal_patterns(), self.problem.gpu.slices.len());
+            PatternPacker::new(self.problem.gpu.maximal_patterns(), self.problem.gpu.slices.len());
         let packed = packer.pack(&counts);
         let mut empty: Vec<usize> = (0..self.plan.gpus.len())
             .filter(|&gpu| self.plan.gpus[gpu].slices.is_empty())
@@ -324,7 +331,7 @@ impl<'a> Replanner<'a> {
         for (pattern, copies) in packer.patterns.iter().zip(packed) {
             for _ in 0..copies {
                 let gpu = empty.pop().unwrap_or_else(|| {
-                    self.plan.gpus.push(Gpu::default());
+                    self.plan.gpus.push(PlannedGpu::default());
                     self.plan.gpus.len() - 1
                 });
                 for (kind, start) in self.problem.gpu.place(pattern, 0).unwrap_or_default() {
@@ -372,7 +379,7 @@ impl<'a> Replanner<'a> {
         moved
     }
 
-    fn empty_into_others(&mut self, gpu: usize, slices: &[Slice]) -> bool {
+    fn empty_into_others(&mut self, gpu: usize, slices: &[PlannedSlice]) -> bool {
         let mut done: Vec<(usize, u8, usize, usize)> = Vec::new();
         let open: Vec<usize> = (0..self.plan.gpus.len())
             .filter(|&other| {
@@ -381,7 +388,7 @@ impl<'a> Replanner<'a> {
                     && self.gpcs(other) < self.problem.gpu.gpcs
             })
             .collect();
-        let mut order: Vec<&Slice> = slices.iter().collect();
+        let mut order: Vec<&PlannedSlice> = slices.iter().collect();
         order.sort_by_key(|s| std::cmp::Reverse(self.problem.gpu.slices[s.kind].memory_slices));
         for slice in order {
             let service = slice.shares[0].service;

@@ -5,8 +5,8 @@ mod common;
 use base::{MonotonicClock, Random};
 use planner::certified::{self, Solution};
 use planner::{
-    Algorithm, GpuKind, PlanError, Point, Problem, Profiles, Rules, SearchControl, Service,
-    Sharing, check, run, scenario,
+    Algorithm, GpuKind, OperatingPoint, PlanError, PlanRules, Problem, Profiles, SearchControl,
+    Service, Sharing, check, run, scenario,
 };
 
 fn solve(problem: &Problem) -> Solution {
@@ -17,7 +17,8 @@ fn solve(problem: &Problem) -> Solution {
 
 /// Plans, checks and prints one row of the table.
 fn gpus(name: &str, services: Vec<Service>, sharing: Sharing, headroom: f64) -> Option<usize> {
-    let problem = common::problem(services, Rules { sharing, headroom, ..Rules::default() })?;
+    let problem =
+        common::problem(services, PlanRules { sharing, headroom, ..PlanRules::default() })?;
     let solution = solve(&problem);
     let violations = check(&problem, &solution.plan);
     assert!(violations.is_empty(), "{name}: {violations:?}");
@@ -70,7 +71,7 @@ fn mig_plans_of_every_algorithm_pass_the_checker() {
                 Algorithm::Squishy => Sharing::Time,
                 _ => Sharing::None,
             };
-            let rules = Rules { sharing, ..Rules::default() };
+            let rules = PlanRules { sharing, ..PlanRules::default() };
             let Some(problem) = common::problem(scenario::services(number), rules) else { return };
             let clock = MonotonicClock::new();
             let mut report = |_| true;
@@ -107,8 +108,14 @@ fn random_profiles(random: &mut Random) -> Profiles {
                     let gain = f64::from(batch * processes).powf(0.2 + 0.2 * random.unit_f64());
                     let throughput = base * f64::from(gpcs).powf(bend) * gain;
                     let latency_ms = f64::from(batch * processes) / throughput * 1000.0;
-                    let point =
-                        Point { gpcs, batch, processes, throughput, latency_ms, memory_mib: None };
+                    let point = OperatingPoint {
+                        gpcs,
+                        batch,
+                        processes,
+                        throughput,
+                        latency_ms,
+                        memory_mib: None,
+                    };
                     profiles.push(&format!("m{model}"), point).unwrap();
                 }
             }
@@ -130,7 +137,7 @@ fn random_problem(seed: u64, services: u64, rate: f64) -> Problem {
     let services = (0..count).map(service).collect();
     let gpus = planner::gpu::GPU_KINDS;
     let gpu = &gpus[if seed.is_multiple_of(5) { 0 } else { 2 }];
-    Problem { gpu, services, profiles, rules: Rules::default() }
+    Problem { gpu, services, profiles, rules: PlanRules::default() }
 }
 
 /// Fewest GPUs by trying every minimal cover of every service and every placement; nothing above
@@ -274,7 +281,7 @@ fn random_instances_with_shared_slices_pass_the_checker_and_can_be_stopped() {
         let solution = certified::plan(&problem, &mut control).unwrap();
         let violations = check(&problem, &solution.plan);
         assert!(violations.is_empty(), "seed {seed}: {violations:?}");
-        let alone = Rules { sharing: Sharing::None, ..problem.rules.clone() };
+        let alone = PlanRules { sharing: Sharing::None, ..problem.rules.clone() };
         let alone = solve(&Problem { rules: alone, ..problem.clone() });
         assert!(solution.plan.gpus.len() <= alone.plan.gpus.len(), "seed {seed}");
         assert!(solution.lower_bound <= solution.plan.gpus.len(), "seed {seed}");

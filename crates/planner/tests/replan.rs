@@ -4,8 +4,8 @@ mod common;
 
 use base::{MonotonicClock, Random};
 use planner::replan::steps::{align, replay, steps};
-use planner::replan::{Costs, replan};
-use planner::{Plan, Rules, SearchControl, Service, Sharing, certified, check, scenario};
+use planner::replan::{ChangeCosts, replan};
+use planner::{Plan, PlanRules, SearchControl, Service, Sharing, certified, check, scenario};
 
 fn services(count: usize, random: &mut Random) -> Vec<Service> {
     let base = scenario::services(5);
@@ -25,7 +25,8 @@ fn services(count: usize, random: &mut Random) -> Vec<Service> {
 #[test]
 fn one_percent_of_ten_thousand_services_changes() {
     let mut random = Random::new(11);
-    let Some(mut problem) = common::problem(services(10_000, &mut random), Rules::default()) else {
+    let Some(mut problem) = common::problem(services(10_000, &mut random), PlanRules::default())
+    else {
         return;
     };
     let clock = MonotonicClock::new();
@@ -38,7 +39,7 @@ fn one_percent_of_ten_thousand_services_changes() {
     let fresh = certified::plan(&problem, &mut SearchControl::new(&clock, &mut report)).unwrap();
     let mut control = SearchControl::new(&clock, &mut report);
     let next =
-        replan(&problem, &first.plan, &first.prices, Costs::default(), &mut control).unwrap();
+        replan(&problem, &first.plan, &first.prices, ChangeCosts::default(), &mut control).unwrap();
     println!(
         "replan: {} gpus (fresh {}, bound {:.1}), {} untouched moved, {} changed, {:.3} s",
         next.gpus(),
@@ -59,7 +60,8 @@ fn one_percent_of_ten_thousand_services_changes() {
 fn transition_keeps_the_capacity_of_every_service() {
     let mut random = Random::new(5);
     for round in 0..20 {
-        let Some(mut problem) = common::problem(services(40, &mut random), Rules::default()) else {
+        let Some(mut problem) = common::problem(services(40, &mut random), PlanRules::default())
+        else {
             return;
         };
         let clock = MonotonicClock::new();
@@ -70,7 +72,7 @@ fn transition_keeps_the_capacity_of_every_service() {
             service.rate *= 0.6 + 0.8 * random.unit_f64();
         }
         let mut control = SearchControl::new(&clock, &mut report);
-        let costs = Costs::default();
+        let costs = ChangeCosts::default();
         let next = replan(&problem, &first.plan, &first.prices, costs, &mut control).unwrap();
         let fresh =
             certified::plan(&problem, &mut SearchControl::new(&clock, &mut report)).unwrap();
@@ -86,14 +88,15 @@ fn transition_keeps_the_capacity_of_every_service() {
 
 #[test]
 fn unchanged_services_are_not_moved() {
-    let Some(problem) = common::problem(scenario::services_times(5, 3), Rules::default()) else {
+    let Some(problem) = common::problem(scenario::services_times(5, 3), PlanRules::default())
+    else {
         return;
     };
     let clock = MonotonicClock::new();
     let mut report = |_| true;
     let first = certified::plan(&problem, &mut SearchControl::new(&clock, &mut report)).unwrap();
     let mut control = SearchControl::new(&clock, &mut report);
-    let costs = Costs { moves: 0.0, ..Costs::default() };
+    let costs = ChangeCosts { moves: 0.0, ..ChangeCosts::default() };
     let next = replan(&problem, &first.plan, &first.prices, costs, &mut control).unwrap();
     assert!(next.changed.is_empty() && next.moved.is_empty());
     assert!(steps(&problem, &first.plan, &next.plan).is_empty());
@@ -103,7 +106,7 @@ fn unchanged_services_are_not_moved() {
 #[test]
 fn unchanged_services_keep_their_shared_slices() {
     for number in 1..=6 {
-        let rules = Rules { sharing: Sharing::Time, ..Rules::default() };
+        let rules = PlanRules { sharing: Sharing::Time, ..PlanRules::default() };
         let Some(problem) = common::problem(scenario::services(number), rules) else { return };
         let clock = MonotonicClock::new();
         let mut report = |_| true;
@@ -111,8 +114,8 @@ fn unchanged_services_keep_their_shared_slices() {
             certified::plan(&problem, &mut SearchControl::new(&clock, &mut report)).unwrap();
         let current = Plan::from_file(&problem, &first.plan.to_file(&problem)).unwrap();
         let mut control = SearchControl::new(&clock, &mut report);
-        let next =
-            replan(&problem, &current, &first.prices, Costs::default(), &mut control).unwrap();
+        let next = replan(&problem, &current, &first.prices, ChangeCosts::default(), &mut control)
+            .unwrap();
         assert!(next.changed.is_empty() && next.moved.is_empty(), "S{number}: {:?}", next.changed);
         assert_eq!(next.gpus(), first.plan.gpus.len());
     }
@@ -120,7 +123,9 @@ fn unchanged_services_keep_their_shared_slices() {
 
 #[test]
 fn refuses_a_current_plan_with_an_impossible_share() {
-    let Some(problem) = common::problem(scenario::services(1), Rules::default()) else { return };
+    let Some(problem) = common::problem(scenario::services(1), PlanRules::default()) else {
+        return;
+    };
     let clock = MonotonicClock::new();
     let mut report = |_| true;
     let first = certified::plan(&problem, &mut SearchControl::new(&clock, &mut report)).unwrap();

@@ -3,7 +3,9 @@
 use base::{MonotonicClock, Random};
 use planner::certified::{self, Solution};
 use planner::gpu::SliceKind;
-use planner::{GpuKind, Point, Problem, Profiles, Rules, SearchControl, Service, Sharing, check};
+use planner::{
+    GpuKind, OperatingPoint, PlanRules, Problem, Profiles, SearchControl, Service, Sharing, check,
+};
 
 /// A GPU with a single slice.
 static WHOLE: GpuKind = GpuKind {
@@ -63,7 +65,14 @@ fn random_problem(seed: u64, gpu: &'static GpuKind, count: usize) -> Problem {
                 let latency_ms = alpha * f64::from(batch) / speed + beta;
                 let throughput = f64::from(batch) / latency_ms * 1000.0;
                 let memory_mib = Some(1);
-                let point = Point { gpcs, batch, processes: 1, throughput, latency_ms, memory_mib };
+                let point = OperatingPoint {
+                    gpcs,
+                    batch,
+                    processes: 1,
+                    throughput,
+                    latency_ms,
+                    memory_mib,
+                };
                 profiles.push(&name, point).unwrap();
                 if latency_ms < slo_ms / 2.0 {
                     best = best.max(throughput);
@@ -73,7 +82,7 @@ fn random_problem(seed: u64, gpu: &'static GpuKind, count: usize) -> Problem {
         let rate = best * (0.05 + 0.5 * random.unit_f64());
         services.push(Service { name: name.clone(), model: name, rate, slo_ms });
     }
-    let rules = Rules { slo_share: 1.0, sharing: Sharing::Time, ..Rules::default() };
+    let rules = PlanRules { slo_share: 1.0, sharing: Sharing::Time, ..PlanRules::default() };
     Problem { gpu, services, profiles, rules }
 }
 
@@ -87,15 +96,16 @@ fn fits(problem: &Problem, group: &[usize], kind: usize) -> bool {
     };
     if let [only] = group {
         let service = &problem.services[*only];
-        let alone =
-            |p: &&Point| problem.fits_alone(service, kind, p) && p.throughput >= service.rate;
+        let alone = |p: &&OperatingPoint| {
+            problem.fits_alone(service, kind, p) && p.throughput >= service.rate
+        };
         if points(*only).into_iter().any(|point| alone(&point)) {
             return true;
         }
     }
     fn turns(
         problem: &Problem,
-        rest: &[(usize, Vec<&Point>)],
+        rest: &[(usize, Vec<&OperatingPoint>)],
         cycle_ms: f64,
         busy_ms: f64,
     ) -> bool {
@@ -111,7 +121,7 @@ fn fits(problem: &Problem, group: &[usize], kind: usize) -> bool {
             turns(problem, rest, cycle_ms, busy_ms + point.latency_ms)
         })
     }
-    let all: Vec<(usize, Vec<&Point>)> = group.iter().map(|&s| (s, points(s))).collect();
+    let all: Vec<(usize, Vec<&OperatingPoint>)> = group.iter().map(|&s| (s, points(s))).collect();
     turns(problem, &all, f64::INFINITY, 0.0)
 }
 

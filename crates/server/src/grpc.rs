@@ -36,9 +36,9 @@ type Service = GrpcInferenceServiceServer<Handler>;
 type RpcResult<T> = Result<Response<T>, Status>;
 
 /// State of `grpc.health.v1`.
-pub(crate) struct Health(HealthReporter);
+pub(crate) struct GrpcHealth(HealthReporter);
 
-impl Health {
+impl GrpcHealth {
     pub(crate) async fn not_serving(&self) {
         self.0.set_service_status("", tonic_health::ServingStatus::NotServing).await;
         self.0.set_not_serving::<Service>().await;
@@ -50,7 +50,7 @@ pub(crate) async fn serve(
     socket: TcpListener,
     app: Arc<AppState>,
     mut stop: watch::Receiver<bool>,
-) -> Result<(Health, impl Future<Output = ()> + Send), ServerError> {
+) -> Result<(GrpcHealth, impl Future<Output = ()> + Send), ServerError> {
     let (reporter, health) = tonic_health::server::health_reporter();
     reporter.set_serving::<Service>().await;
     let broken = |error: tonic_reflection::server::Error| ServerError::Grpc(error.to_string());
@@ -80,7 +80,7 @@ pub(crate) async fn serve(
             tracing::error!(%error, "gRPC server failed");
         }
     };
-    Ok((Health(reporter), task))
+    Ok((GrpcHealth(reporter), task))
 }
 
 pub(crate) struct Handler {

@@ -17,7 +17,7 @@ use crate::server::AppState;
 
 /// The kind of a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum MetricKind {
     /// Monotonically increasing.
     Counter,
     /// Can increase and decrease.
@@ -38,11 +38,11 @@ impl<'a> Exposition<'a> {
     }
 
     /// Starts the metric `name`; its samples follow.
-    pub fn family(&mut self, name: &str, kind: Kind, help: &str) {
+    pub fn family(&mut self, name: &str, kind: MetricKind, help: &str) {
         let kind = match kind {
-            Kind::Counter => "counter",
-            Kind::Gauge => "gauge",
-            Kind::Histogram => "histogram",
+            MetricKind::Counter => "counter",
+            MetricKind::Gauge => "gauge",
+            MetricKind::Histogram => "histogram",
         };
         let _ = writeln!(self.text, "# HELP {name} {help}\n# TYPE {name} {kind}");
     }
@@ -81,9 +81,13 @@ pub(crate) fn router(app: Arc<AppState>) -> Router {
 async fn page(State(app): State<Arc<AppState>>) -> impl IntoResponse {
     let mut text = String::with_capacity(16 * 1024);
     let mut exposition = Exposition::new(&mut text);
-    exposition.family("atoll_requests_in_flight", Kind::Gauge, "Inference requests in flight");
+    exposition.family(
+        "atoll_requests_in_flight",
+        MetricKind::Gauge,
+        "Inference requests in flight",
+    );
     exposition.sample("atoll_requests_in_flight", &[], app.requests.in_flight());
-    exposition.family("atoll_draining", Kind::Gauge, "1 while the server drains");
+    exposition.family("atoll_draining", MetricKind::Gauge, "1 while the server drains");
     exposition.sample("atoll_draining", &[], u8::from(app.requests.is_closed()));
     app.service.write_metrics(&mut text);
     ([(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text)
@@ -97,7 +101,7 @@ mod tests {
     fn labels_are_escaped() {
         let mut text = String::new();
         let mut exposition = Exposition::new(&mut text);
-        exposition.family("a", Kind::Counter, "Help");
+        exposition.family("a", MetricKind::Counter, "Help");
         exposition.sample("a", &[("model", "x\"y\\z\n"), ("version", "1")], 3);
         exposition.sample("a", &[], 1.5);
         assert_eq!(

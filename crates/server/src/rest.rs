@@ -30,18 +30,18 @@ pub(crate) use repository_api::check_load_parameters;
 
 /// Handles requests: inferences directly, all others through the router.
 #[derive(Clone)]
-pub(crate) struct Rest {
+pub(crate) struct RestHandler {
     app: Arc<AppState>,
     router: Router,
 }
 
-impl Rest {
-    pub(crate) fn new(app: Arc<AppState>) -> Rest {
-        Rest { router: router(app.clone()), app }
+impl RestHandler {
+    pub(crate) fn new(app: Arc<AppState>) -> RestHandler {
+        RestHandler { router: router(app.clone()), app }
     }
 }
 
-impl Respond for Rest {
+impl Respond for RestHandler {
     async fn respond(&self, request: Request<Incoming>) -> Response<ResponseBody> {
         if request.method() == Method::POST
             && let Some((name, version)) = infer_api::fast_path(request.uri().path())

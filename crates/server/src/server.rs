@@ -134,7 +134,7 @@ impl BoundServer {
         let connections = self.options.max_connections;
         if let Some((listener, address)) = self.http {
             server.http_addr = Some(address);
-            let rest = rest::Rest::new(app.clone());
+            let rest = rest::RestHandler::new(app.clone());
             let task = listener::serve(listener, rest, connections, stopped.clone());
             server.tasks.push(tokio::spawn(task));
         }
@@ -173,7 +173,7 @@ pub struct RunningServer {
     /// Where metrics listen.
     pub metrics_addr: Option<SocketAddr>,
     app: Arc<AppState>,
-    health: Option<grpc::Health>,
+    health: Option<grpc::GrpcHealth>,
     stop: watch::Sender<bool>,
     tasks: Vec<JoinHandle<()>>,
 }

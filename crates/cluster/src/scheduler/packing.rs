@@ -4,7 +4,8 @@ use base::{Clock, Nanos};
 use planner::gpu::SliceKind;
 use planner::squishy::{self, Node, Part, Session};
 use planner::{
-    GpuKind, Point, Problem, Profiles, Rules, SearchControl, Service, Sharing, certified,
+    GpuKind, OperatingPoint, PlanRules, Problem, Profiles, SearchControl, Service, Sharing,
+    certified,
 };
 
 use super::kinship::{self, Family};
@@ -125,7 +126,7 @@ pub fn problem(sessions: &[Session]) -> Problem {
     for session in sessions {
         for &(batch, ms) in &session.curve {
             let throughput = f64::from(batch) / ms * 1000.0;
-            let point = Point {
+            let point = OperatingPoint {
                 gpcs: 1,
                 batch,
                 processes: 1,
@@ -144,7 +145,7 @@ pub fn problem(sessions: &[Session]) -> Problem {
         rate: session.rate,
         slo_ms: session.slo_ms,
     };
-    let rules = Rules { slo_share: 1.0, sharing: Sharing::Time, ..Rules::default() };
+    let rules = PlanRules { slo_share: 1.0, sharing: Sharing::Time, ..PlanRules::default() };
     Problem { gpu: &WHOLE, services: sessions.iter().map(service).collect(), profiles, rules }
 }
 
@@ -173,7 +174,7 @@ fn certified_nodes(sessions: &[Session]) -> Option<Vec<Node>> {
     if !planner::check(&problem, &solution.plan).is_empty() {
         return None;
     }
-    let node = |gpu: &planner::plan::Gpu| {
+    let node = |gpu: &planner::plan::PlannedGpu| {
         let slice = gpu.slices.first()?;
         let ms = |session: usize, batch: u32| {
             let curve = &sessions[session].curve;

@@ -1,24 +1,24 @@
 //! Assigns filled slices to GPUs and starts.
 
-use super::packing::{Packed, Packer};
-use crate::gpu::{Counts, GpuKind, KINDS_MAX};
-use crate::plan::{Gpu, Plan, Share, Slice};
-use crate::problem::{Demand, Problem};
+use super::packing::{Packed, PatternPacker};
+use crate::gpu::{GpuKind, KINDS_MAX, SliceCounts};
+use crate::plan::{Plan, PlannedGpu, PlannedSlice, ServiceShare};
+use crate::problem::{Problem, ServiceDemand};
 
 /// Contents of a slice that is not on a GPU yet.
 #[derive(Clone, Debug)]
 pub(crate) struct SliceContents {
     pub(crate) kind: usize,
     pub(crate) cycle_ms: Option<f64>,
-    pub(crate) shares: Vec<Share>,
+    pub(crate) shares: Vec<ServiceShare>,
 }
 
 /// The slices of a service's cover, each with its share of the rate.
 pub(crate) fn units_of(
     problem: &Problem,
-    demand: &Demand,
+    demand: &ServiceDemand,
     service: usize,
-    cover: &Counts,
+    cover: &SliceCounts,
     rate: f64,
     units: &mut Vec<SliceContents>,
 ) {
@@ -32,7 +32,7 @@ pub(crate) fn units_of(
             units.push(SliceContents {
                 kind,
                 cycle_ms: None,
-                shares: vec![Share {
+                shares: vec![ServiceShare {
                     service,
                     batch: point.batch,
                     processes: point.processes,
@@ -46,7 +46,7 @@ pub(crate) fn units_of(
 /// Puts every slice into a slot of the packed patterns.
 pub(crate) fn assemble(
     gpu: &GpuKind,
-    packer: &Packer,
+    packer: &PatternPacker,
     packed: &Packed,
     units: Vec<SliceContents>,
 ) -> Plan {
@@ -62,12 +62,12 @@ pub(crate) fn assemble(
             let mut slices = Vec::with_capacity(places.len());
             for &(kind, start) in &places {
                 if let Some(SliceContents { cycle_ms, shares, .. }) = by_kind[kind].pop() {
-                    slices.push(Slice { kind, start, cycle_ms, shares });
+                    slices.push(PlannedSlice { kind, start, cycle_ms, shares });
                 }
             }
             if !slices.is_empty() {
                 slices.sort_by_key(|slice| slice.start);
-                plan.gpus.push(Gpu { slices });
+                plan.gpus.push(PlannedGpu { slices });
             }
         }
     }

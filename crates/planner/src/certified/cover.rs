@@ -1,8 +1,8 @@
 //! Covers: numbers of slices of each kind that serve one service. Finds the cheapest one under
 //! given prices, exactly.
 
-use crate::gpu::{Counts, KINDS_MAX};
-use crate::problem::Demand;
+use crate::gpu::{KINDS_MAX, SliceCounts};
+use crate::problem::ServiceDemand;
 
 /// A price for each kind of slice, in GPUs.
 pub(crate) type Prices = [f64; KINDS_MAX];
@@ -16,7 +16,7 @@ const STEPS_MAX: u32 = 20_000;
 /// A cheapest cover.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Priced {
-    pub(crate) cover: Counts,
+    pub(crate) cover: SliceCounts,
     /// Minimum cost of any cover; equals the cost of this one unless the search was cut off.
     pub(crate) bound: f64,
 }
@@ -31,15 +31,15 @@ struct Item {
 struct Search<'a> {
     items: &'a [Item],
     met: f64,
-    counts: Counts,
-    best: Counts,
+    counts: SliceCounts,
+    best: SliceCounts,
     best_cost: f64,
     steps: u32,
 }
 
 /// The cheapest cover of `demand` under `prices`: depth first over the kinds in order of price per
 /// request, with the remaining rate at the best remaining ratio as the bound.
-pub(crate) fn cheapest(demand: &Demand, prices: &Prices) -> Priced {
+pub(crate) fn cheapest(demand: &ServiceDemand, prices: &Prices) -> Priced {
     let mut buffer: [Item; KINDS_MAX] =
         std::array::from_fn(|_| Item { kind: 0, throughput: 0.0, price: 0.0, ratio: 0.0 });
     let mut used = 0;
@@ -103,11 +103,11 @@ impl Search<'_> {
 /// Covers without a superfluous slice that cost at most `limit`, cheapest first, at most
 /// `count_max` of them.
 pub(crate) fn covers_within(
-    demand: &Demand,
+    demand: &ServiceDemand,
     prices: &Prices,
     limit: f64,
     count_max: usize,
-) -> Vec<(Counts, f64)> {
+) -> Vec<(SliceCounts, f64)> {
     let kinds: Vec<usize> = (0..KINDS_MAX).filter(|&k| demand.throughput[k] > 0.0).collect();
     let mut ratios = vec![f64::INFINITY; kinds.len() + 1];
     for (at, &kind) in kinds.iter().enumerate().rev() {
@@ -148,7 +148,7 @@ pub(crate) fn covers_within(
     found
 }
 
-fn is_minimal(demand: &Demand, counts: &Counts) -> bool {
+fn is_minimal(demand: &ServiceDemand, counts: &SliceCounts) -> bool {
     let total: f64 = (0..KINDS_MAX).map(|k| f64::from(counts[k]) * demand.throughput[k]).sum();
     (0..KINDS_MAX).all(|kind| {
         counts[kind] == 0 || total - demand.throughput[kind] < demand.rate * (1.0 - MET)
@@ -160,13 +160,13 @@ mod tests {
     use super::*;
     use base::Random;
 
-    fn cost(cover: &Counts, prices: &Prices) -> f64 {
+    fn cost(cover: &SliceCounts, prices: &Prices) -> f64 {
         cover.iter().zip(prices).map(|(&count, price)| f64::from(count) * price).sum()
     }
 
     /// Every count vector up to what one kind alone would need.
-    fn brute(demand: &Demand, prices: &Prices) -> f64 {
-        fn rest(demand: &Demand, prices: &Prices, kind: usize, remaining: f64) -> f64 {
+    fn brute(demand: &ServiceDemand, prices: &Prices) -> f64 {
+        fn rest(demand: &ServiceDemand, prices: &Prices, kind: usize, remaining: f64) -> f64 {
             if remaining <= demand.rate * MET {
                 return 0.0;
             }
@@ -200,7 +200,7 @@ mod tests {
             }
             throughput[0] += 20.0;
             let rate = 5.0 + random.unit_f64() * 250.0;
-            let demand = Demand { rate, limit_ms: 0.0, throughput, point: [0; KINDS_MAX] };
+            let demand = ServiceDemand { rate, limit_ms: 0.0, throughput, point: [0; KINDS_MAX] };
             let found = cheapest(&demand, &prices);
             let expected = brute(&demand, &prices);
             assert!((found.bound - expected).abs() < 1e-9, "{} {expected}", found.bound);
@@ -214,7 +214,7 @@ mod tests {
     fn absurd_rates_end_with_a_valid_bound() {
         let throughput = [100.0, 0.0, 200.0, 300.0, 400.0, 700.0];
         let prices = [1.0 / 7.0, 1.0, 2.0 / 7.0, 3.0 / 7.0, 4.0 / 7.0, 1.0];
-        let demand = Demand { rate: 1e9, limit_ms: 0.0, throughput, point: [0; KINDS_MAX] };
+        let demand = ServiceDemand { rate: 1e9, limit_ms: 0.0, throughput, point: [0; KINDS_MAX] };
         let found = cheapest(&demand, &prices);
         let cost = cost(&found.cover, &prices);
         assert!(found.bound <= cost && found.bound > cost * 0.999);

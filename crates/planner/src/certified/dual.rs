@@ -9,10 +9,10 @@
 use std::collections::BTreeMap;
 
 use super::cover::Prices;
-use super::packing::Packer;
+use super::packing::PatternPacker;
 use super::part_pricing::RESOURCES;
 use crate::gpu::KINDS_MAX;
-use crate::problem::Demand;
+use crate::problem::ServiceDemand;
 use crate::search_control::SearchControl;
 use crate::simplex::Simplex;
 
@@ -47,7 +47,7 @@ pub(crate) struct Groups(pub(crate) Vec<Vec<u32>>);
 
 impl Groups {
     /// Services with the same throughputs share a group.
-    pub(crate) fn new(demands: &[Demand]) -> Groups {
+    pub(crate) fn new(demands: &[ServiceDemand]) -> Groups {
         if demands.len() <= GROUPS_MAX {
             return Groups((0..demands.len() as u32).map(|index| vec![index]).collect());
         }
@@ -65,10 +65,10 @@ impl Groups {
 
 impl Groups {
     /// At most `max` of the services, evenly spaced.
-    pub(crate) fn sample(demands: &[Demand], max: usize) -> Groups {
+    pub(crate) fn sample(demands: &[ServiceDemand], max: usize) -> Groups {
         let stride = demands.len().div_ceil(max).max(1);
         let chosen: Vec<usize> = (0..demands.len()).step_by(stride).collect();
-        let few: Vec<Demand> = chosen.iter().map(|&index| demands[index].clone()).collect();
+        let few: Vec<ServiceDemand> = chosen.iter().map(|&index| demands[index].clone()).collect();
         let mut groups = Groups::new(&few);
         groups.0.iter_mut().flatten().for_each(|at| *at = chosen[*at as usize] as u32);
         groups
@@ -104,7 +104,7 @@ struct GroupUse {
 type Pricing<'a> = &'a (dyn Fn(usize, &Rows) -> Usage + Sync);
 
 struct Master<'a> {
-    packer: &'a Packer,
+    packer: &'a PatternPacker,
     /// Rows of [`Rows`] that are in use.
     rows: Vec<usize>,
     simplex: Simplex,
@@ -118,7 +118,7 @@ struct Master<'a> {
 pub(crate) fn maximise(
     groups: &Groups,
     price: Pricing<'_>,
-    packer: &Packer,
+    packer: &PatternPacker,
     rows: &[usize],
     start: Rows,
     control: &mut SearchControl<'_>,
@@ -209,7 +209,7 @@ fn price_groups(groups: &Groups, price: Pricing<'_>, prices: &Rows) -> Vec<Group
 }
 
 impl<'a> Master<'a> {
-    fn new(packer: &'a Packer, used: &[usize], groups: usize, scale: f64) -> Master<'a> {
+    fn new(packer: &'a PatternPacker, used: &[usize], groups: usize, scale: f64) -> Master<'a> {
         let mut rhs = vec![0.0; used.len()];
         rhs.resize(used.len() + groups, 1.0);
         let mut simplex = Simplex::new(&rhs);

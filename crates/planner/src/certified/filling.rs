@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use base::Random;
 
 use super::cover::Prices;
-use super::packing::{Packed, Packer};
+use super::packing::{Packed, PatternPacker};
 use super::sharing::{SharingModel, SliceBin};
-use crate::gpu::Counts;
-use crate::problem::Demand;
+use crate::gpu::SliceCounts;
+use crate::problem::ServiceDemand;
 use crate::search_control::SearchControl;
 
 /// Plans with this many GPUs or more have too many choices of patterns.
@@ -28,7 +28,7 @@ const UNSERVED_MAX: f64 = 1e-8;
 
 struct Filling<'a> {
     sharing: &'a SharingModel<'a>,
-    demands: &'a [Demand],
+    demands: &'a [ServiceDemand],
     packed: Packed,
     bins: Vec<SliceBin>,
     remaining: Vec<f64>,
@@ -40,7 +40,7 @@ struct Filling<'a> {
 /// Inputs of the search.
 pub(crate) struct FillTask<'a> {
     pub(crate) sharing: &'a SharingModel<'a>,
-    pub(crate) demands: &'a [Demand],
+    pub(crate) demands: &'a [ServiceDemand],
     pub(crate) gpus: usize,
     /// Of slice kinds.
     pub(crate) prices: &'a Prices,
@@ -50,7 +50,7 @@ impl FillTask<'_> {
     /// Filled GPUs of the given patterns, if the search succeeds.
     pub(crate) fn fill(
         &self,
-        packer: &Packer,
+        packer: &PatternPacker,
         patterns: &[usize],
         control: &mut SearchControl<'_>,
     ) -> Option<(Packed, Vec<SliceBin>)> {
@@ -61,7 +61,7 @@ impl FillTask<'_> {
         combine(patterns, self.gpus, &mut vec![0; packer.patterns.len()], &mut choices);
         // Patterns without slack under the prices are those of the relaxed optimum.
         let worth = |packed: &Packed| -> f64 {
-            let of = |(pattern, &copies): (&Counts, &u32)| -> f64 {
+            let of = |(pattern, &copies): (&SliceCounts, &u32)| -> f64 {
                 let price = |(&count, price): (&u32, &f64)| f64::from(count * copies) * price;
                 pattern.iter().zip(self.prices).map(price).sum()
             };
@@ -142,8 +142,8 @@ fn combine(patterns: &[usize], gpus: usize, now: &mut Packed, all: &mut Vec<Pack
 impl<'a> Filling<'a> {
     fn new(
         sharing: &'a SharingModel<'a>,
-        demands: &'a [Demand],
-        packer: &Packer,
+        demands: &'a [ServiceDemand],
+        packer: &PatternPacker,
         packed: Packed,
         seed: u64,
     ) -> Filling<'a> {
@@ -272,7 +272,7 @@ impl<'a> Filling<'a> {
 }
 
 /// Weight of a service: its rate in units of its fastest slice.
-fn demand_weight(demand: &Demand) -> f64 {
+fn demand_weight(demand: &ServiceDemand) -> f64 {
     let best = demand.throughput.iter().copied().fold(1e-9, f64::max);
     demand.rate / best
 }

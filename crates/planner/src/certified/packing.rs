@@ -1,7 +1,7 @@
 //! Minimum number of GPUs for given numbers of slices: a small integer program over the maximal
 //! patterns.
 
-use crate::gpu::{Counts, KINDS_MAX};
+use crate::gpu::{KINDS_MAX, SliceCounts};
 use crate::simplex::Simplex;
 
 /// Maximum number of nodes of the exact search for what the relaxation leaves over.
@@ -11,19 +11,19 @@ const NODES_MAX: usize = 4000;
 pub(crate) type Packed = Vec<u32>;
 
 /// The patterns of a GPU kind, ready for packing.
-pub(crate) struct Packer {
-    pub(crate) patterns: Vec<Counts>,
+pub(crate) struct PatternPacker {
+    pub(crate) patterns: Vec<SliceCounts>,
     kinds: usize,
 }
 
-impl Packer {
-    pub(crate) fn new(patterns: Vec<Counts>, kinds: usize) -> Packer {
-        Packer { patterns, kinds }
+impl PatternPacker {
+    pub(crate) fn new(patterns: Vec<SliceCounts>, kinds: usize) -> PatternPacker {
+        PatternPacker { patterns, kinds }
     }
 
     /// GPUs that hold `demand`: as few as the relaxation proves necessary, or a little more where
     /// the search ends without such a packing.
-    pub(crate) fn pack(&self, demand: &Counts) -> Packed {
+    pub(crate) fn pack(&self, demand: &SliceCounts) -> Packed {
         let (relaxed, shares) = self.relax(demand);
         let least = (relaxed - 1e-4).ceil().max(0.0) as usize;
         for extra in 0.. {
@@ -34,8 +34,8 @@ impl Packer {
         unreachable!("one gpu a slice always packs")
     }
 
-    /// Like [`Packer::pack`], but `None` unless `max` GPUs suffice.
-    pub(crate) fn pack_within(&self, demand: &Counts, max: usize) -> Option<Packed> {
+    /// Like [`PatternPacker::pack`], but `None` unless `max` GPUs suffice.
+    pub(crate) fn pack_within(&self, demand: &SliceCounts, max: usize) -> Option<Packed> {
         let (relaxed, shares) = self.relax(demand);
         if relaxed > max as f64 + 1e-4 {
             return None;
@@ -44,7 +44,7 @@ impl Packer {
     }
 
     /// Marginal cost of one more slice of each kind, from the relaxation.
-    pub(crate) fn marginal(&self, demand: &Counts) -> [f64; KINDS_MAX] {
+    pub(crate) fn marginal(&self, demand: &SliceCounts) -> [f64; KINDS_MAX] {
         let simplex = self.relaxation(demand);
         let mut prices = [0.0; KINDS_MAX];
         prices.iter_mut().zip(simplex.duals()).for_each(|(price, dual)| *price = dual.max(0.0));
@@ -52,7 +52,7 @@ impl Packer {
     }
 
     /// Value and pattern shares of the relaxation.
-    pub(crate) fn relax(&self, demand: &Counts) -> (f64, Vec<f64>) {
+    pub(crate) fn relax(&self, demand: &SliceCounts) -> (f64, Vec<f64>) {
         let simplex = self.relaxation(demand);
         let scale = f64::from(demand.iter().sum::<u32>().max(1));
         let first = self.kinds;
@@ -66,7 +66,7 @@ impl Packer {
         (simplex.objective() * scale, shares)
     }
 
-    fn relaxation(&self, demand: &Counts) -> Simplex {
+    fn relaxation(&self, demand: &SliceCounts) -> Simplex {
         let scale = demand.iter().sum::<u32>().max(1);
         let rhs: Vec<f64> =
             demand[..self.kinds].iter().map(|&d| f64::from(d) / f64::from(scale)).collect();
@@ -83,7 +83,7 @@ impl Packer {
         simplex
     }
 
-    fn pack_into(&self, demand: &Counts, shares: &[f64], max: usize) -> Option<Packed> {
+    fn pack_into(&self, demand: &SliceCounts, shares: &[f64], max: usize) -> Option<Packed> {
         // The integer part of the relaxation is kept; each retry releases one more GPU of each
         // pattern.
         for give_back in 0..3 {
@@ -112,7 +112,7 @@ impl Packer {
 
     fn fill(
         &self,
-        remaining: Counts,
+        remaining: SliceCounts,
         available: usize,
         packed: &mut Packed,
         nodes: &mut usize,

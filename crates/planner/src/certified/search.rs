@@ -10,9 +10,9 @@ use std::collections::HashMap;
 use base::Random;
 
 use super::cover::{Prices, cheapest, covers_within};
-use super::packing::{Packed, Packer};
-use crate::gpu::{Counts, KINDS_MAX};
-use crate::problem::Demand;
+use super::packing::{Packed, PatternPacker};
+use crate::gpu::{KINDS_MAX, SliceCounts};
+use crate::problem::ServiceDemand;
 use crate::search_control::SearchControl;
 
 const STATES_MAX: usize = 3000;
@@ -23,14 +23,14 @@ const SERVICES_AT_ONCE: usize = 14;
 
 /// Inputs of the search.
 pub(crate) struct Gap<'a> {
-    pub(crate) demands: &'a [Demand],
-    pub(crate) packer: &'a Packer,
+    pub(crate) demands: &'a [ServiceDemand],
+    pub(crate) packer: &'a PatternPacker,
     pub(crate) prices: &'a Prices,
     pub(crate) rounds: usize,
 }
 
 /// Sums of slices over all services.
-pub(crate) fn total(covers: &[Counts]) -> Counts {
+pub(crate) fn total(covers: &[SliceCounts]) -> SliceCounts {
     let mut sum = [0; KINDS_MAX];
     for cover in covers {
         (0..KINDS_MAX).for_each(|kind| sum[kind] += cover[kind]);
@@ -42,7 +42,7 @@ impl Gap<'_> {
     /// Changes `covers` so that they fit on `target` GPUs, if possible.
     pub(crate) fn close(
         &self,
-        covers: &mut [Counts],
+        covers: &mut [SliceCounts],
         target: usize,
         control: &mut SearchControl<'_>,
     ) -> Option<Packed> {
@@ -69,11 +69,11 @@ impl Gap<'_> {
 
     fn reselect_covers(
         &self,
-        covers: &mut [Counts],
+        covers: &mut [SliceCounts],
         chosen: &[usize],
         target: usize,
     ) -> Option<Packed> {
-        let worth = |counts: &Counts| -> f64 {
+        let worth = |counts: &SliceCounts| -> f64 {
             (0..KINDS_MAX).map(|kind| f64::from(counts[kind]) * self.prices[kind]).sum()
         };
         let mut fixed = total(covers);
@@ -110,23 +110,28 @@ impl Gap<'_> {
 }
 
 struct State {
-    sum: Counts,
+    sum: SliceCounts,
     /// Price above the cheapest so far.
     above: f64,
     from: usize,
-    cover: Counts,
+    cover: SliceCounts,
 }
 
-fn extend(states: &[State], options: &[(Counts, f64)], min_cost: f64, slack: f64) -> Vec<State> {
+fn extend(
+    states: &[State],
+    options: &[(SliceCounts, f64)],
+    min_cost: f64,
+    slack: f64,
+) -> Vec<State> {
     let mut next: Vec<State> = Vec::new();
-    let mut known: HashMap<Counts, usize> = HashMap::new();
+    let mut known: HashMap<SliceCounts, usize> = HashMap::new();
     for (from, state) in states.iter().enumerate() {
         for (cover, cost) in options {
             let above = state.above + (cost - min_cost).max(0.0);
             if above > slack {
                 break;
             }
-            let sum: Counts = std::array::from_fn(|kind| state.sum[kind] + cover[kind]);
+            let sum: SliceCounts = std::array::from_fn(|kind| state.sum[kind] + cover[kind]);
             let new = State { sum, above, from, cover: *cover };
             match known.get(&sum) {
                 Some(&at) if next[at].above <= above => {}

@@ -11,12 +11,12 @@ use base::Random;
 use super::assembly::SliceContents;
 use super::cover::Prices;
 use super::dual::{Bound, slice_prices};
-use super::packing::Packer;
+use super::packing::PatternPacker;
 use super::part_pricing::PartPrices;
 use super::sharing::{SharingModel, TurnOption};
-use crate::gpu::{Counts, KINDS_MAX};
-use crate::plan::Share;
-use crate::problem::{Demand, Problem};
+use crate::gpu::{KINDS_MAX, SliceCounts};
+use crate::plan::ServiceShare;
+use crate::problem::{Problem, ServiceDemand};
 
 /// Unplaced parts considered for one slice.
 const CANDIDATES_MAX: usize = 128;
@@ -56,11 +56,11 @@ struct UnplacedPart {
 pub(crate) struct SharedSliceBuilder<'a> {
     problem: &'a Problem,
     sharing: &'a SharingModel<'a>,
-    demands: &'a [Demand],
+    demands: &'a [ServiceDemand],
     part_prices: PartPrices,
     prices: Prices,
     kinds: usize,
-    packer: &'a Packer,
+    packer: &'a PatternPacker,
     /// How far prices follow the balance of slice kinds, from 0 to 1.
     balance: f64,
 }
@@ -107,8 +107,8 @@ impl<'a> SharedSliceBuilder<'a> {
     pub(crate) fn new(
         problem: &'a Problem,
         sharing: &'a SharingModel<'a>,
-        demands: &'a [Demand],
-        packer: &'a Packer,
+        demands: &'a [ServiceDemand],
+        packer: &'a PatternPacker,
         bound: &Bound,
         balance: f64,
     ) -> SharedSliceBuilder<'a> {
@@ -199,7 +199,7 @@ impl<'a> SharedSliceBuilder<'a> {
     fn alone(&self, service: usize, kind: usize, rate: f64) -> SliceContents {
         let points = self.problem.profiles.points(&self.problem.services[service].model);
         let point = &points.unwrap_or_default()[self.demands[service].point[kind] as usize];
-        let share = Share { service, batch: point.batch, processes: point.processes, rate };
+        let share = ServiceShare { service, batch: point.batch, processes: point.processes, rate };
         SliceContents { kind, cycle_ms: None, shares: vec![share] }
     }
 
@@ -208,7 +208,7 @@ impl<'a> SharedSliceBuilder<'a> {
     fn fill(
         &self,
         mut unplaced: Vec<UnplacedPart>,
-        mut counts: Counts,
+        mut counts: SliceCounts,
         should_continue: &mut dyn FnMut() -> bool,
     ) -> Option<Vec<SliceContents>> {
         let mut random = Random::new(1);
@@ -232,7 +232,7 @@ impl<'a> SharedSliceBuilder<'a> {
 
     /// Prices moved towards the marginal cost of one more slice: kinds that fit into partly used
     /// GPUs get cheaper.
-    fn balanced(&self, counts: &Counts) -> Prices {
+    fn balanced(&self, counts: &SliceCounts) -> Prices {
         let marginal = self.packer.marginal(counts);
         std::array::from_fn(|kind| {
             let price = self.prices[kind];
@@ -435,7 +435,7 @@ impl<'a> SharedSliceBuilder<'a> {
         let mut shares = Vec::new();
         for &(at, option, rate) in &found.members {
             let part = parts[at];
-            let share = Share {
+            let share = ServiceShare {
                 service: part.service,
                 batch: option.batch,
                 processes: option.processes,

@@ -10,8 +10,8 @@ use super::assembly::SliceContents;
 use super::dual::{Rows, Usage};
 use super::part_pricing::{PartOption, PartPrices};
 use crate::gpu::KINDS_MAX;
-use crate::plan::Share;
-use crate::problem::{Demand, Problem};
+use crate::plan::ServiceShare;
+use crate::problem::{Problem, ServiceDemand};
 
 /// Relative slack of comparisons, well below the checker's.
 const SLACK: f64 = 1e-9;
@@ -31,7 +31,7 @@ pub(crate) struct TurnOption {
 /// The options of services to share slices.
 pub(crate) struct SharingModel<'a> {
     problem: &'a Problem,
-    demands: &'a [Demand],
+    demands: &'a [ServiceDemand],
     /// Turn Turn options of each model on each kind, shortest turn first.
     options: Vec<[Vec<TurnOption>; KINDS_MAX]>,
     model_of: Vec<u32>,
@@ -74,7 +74,7 @@ pub(crate) struct SliceFit {
 }
 
 impl<'a> SharingModel<'a> {
-    pub(crate) fn new(problem: &'a Problem, demands: &'a [Demand]) -> SharingModel<'a> {
+    pub(crate) fn new(problem: &'a Problem, demands: &'a [ServiceDemand]) -> SharingModel<'a> {
         let mut models: BTreeMap<&str, u32> = BTreeMap::new();
         let mut classes: BTreeMap<(u32, u64), u32> = BTreeMap::new();
         let (mut options, mut part_options) = (Vec::new(), Vec::new());
@@ -162,11 +162,8 @@ impl<'a> SharingModel<'a> {
     pub(crate) fn units(&self, bins: &[SliceBin]) -> Vec<SliceContents> {
         let unit = |bin: &SliceBin| {
             let fit = self.fit(bin.kind, &bin.items)?;
-            let share = |(&(service, rate), &(batch, processes)): (&Item, &(u32, u32))| Share {
-                service,
-                batch,
-                processes,
-                rate,
+            let share = |(&(service, rate), &(batch, processes)): (&Item, &(u32, u32))| {
+                ServiceShare { service, batch, processes, rate }
             };
             let shares = bin.items.iter().zip(&fit.options).map(share).collect();
             Some(SliceContents { kind: bin.kind, cycle_ms: fit.cycle_ms, shares })
@@ -339,7 +336,7 @@ fn turn_options_of(problem: &Problem, model: &str) -> [Vec<TurnOption>; KINDS_MA
 fn part_options_of(
     problem: &Problem,
     options: &[Vec<TurnOption>; KINDS_MAX],
-    demand: &Demand,
+    demand: &ServiceDemand,
 ) -> Vec<PartOption> {
     let mut part_options = Vec::new();
     for (kind, slice) in problem.gpu.slices.iter().enumerate() {

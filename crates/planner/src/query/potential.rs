@@ -21,7 +21,7 @@ const WIDTH_MAX: usize = 6;
 type Times = [u16; WIDTH_MAX];
 
 /// The subgraphs between points in topological order.
-pub(super) struct Graph<'a> {
+pub(super) struct LatencyGraph<'a> {
     parts: &'a [SubGraph],
     points: Vec<usize>,
 }
@@ -40,8 +40,8 @@ struct State {
     time: u16,
 }
 
-impl<'a> Graph<'a> {
-    pub(super) fn new(parts: &'a [SubGraph]) -> Graph<'a> {
+impl<'a> LatencyGraph<'a> {
+    pub(super) fn new(parts: &'a [SubGraph]) -> LatencyGraph<'a> {
         let mut points: Vec<usize> = parts.iter().flat_map(|part| [part.from, part.to]).collect();
         points.sort_unstable();
         points.dedup();
@@ -55,7 +55,7 @@ impl<'a> Graph<'a> {
             let Some(&next) = points.iter().find(ready) else { break };
             order.push(next);
         }
-        Graph { parts, points: order }
+        LatencyGraph { parts, points: order }
     }
 
     /// Points before the one at `at` with subgraphs to it or beyond.

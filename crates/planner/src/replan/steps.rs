@@ -7,18 +7,18 @@
 use std::collections::BTreeMap;
 
 use crate::gpu::KINDS_MAX;
-use crate::plan::{Gpu, Plan, Slice};
+use crate::plan::{Plan, PlannedGpu, PlannedSlice};
 use crate::problem::Problem;
 
 /// One step.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Step {
+pub enum TransitionStep {
     /// Create a slice and load its services.
     Create {
         /// GPU number; those beyond the plan are spare.
         gpu: usize,
         /// The slice with its services.
-        slice: Slice,
+        slice: PlannedSlice,
         /// Whether it is a shadow.
         shadow: bool,
     },
@@ -27,14 +27,14 @@ pub enum Step {
         /// GPU number.
         gpu: usize,
         /// The slice with its new rates.
-        slice: Slice,
+        slice: PlannedSlice,
     },
     /// Drain and destroy a slice.
     Destroy {
         /// GPU number.
         gpu: usize,
         /// The slice as it was.
-        slice: Slice,
+        slice: PlannedSlice,
     },
 }
 
@@ -68,7 +68,7 @@ pub fn align(current: &Plan, target: &Plan) -> Plan {
             assigned.insert(*old, *new);
         }
     }
-    let mut plan = Plan { gpus: vec![Gpu::default(); current.gpus.len()] };
+    let mut plan = Plan { gpus: vec![PlannedGpu::default(); current.gpus.len()] };
     let mut placed = vec![false; target.gpus.len()];
     for (old, new) in assigned {
         plan.gpus[old] = target.gpus[new].clone();
@@ -79,8 +79,8 @@ pub fn align(current: &Plan, target: &Plan) -> Plan {
     plan
 }
 
-fn signature(gpu: &Gpu) -> String {
-    let slice = |slice: &Slice| {
+fn signature(gpu: &PlannedGpu) -> String {
+    let slice = |slice: &PlannedSlice| {
         let mut services: Vec<usize> = slice.shares.iter().map(|share| share.service).collect();
         services.sort_unstable();
         format!("{}@{}:{services:?};", slice.kind, slice.start)
@@ -89,7 +89,7 @@ fn signature(gpu: &Gpu) -> String {
 }
 
 /// Number of unchanged slices; those that only keep their geometry count a little less.
-fn stays(old: &Gpu, new: &Gpu) -> f64 {
+fn stays(old: &PlannedGpu, new: &PlannedGpu) -> f64 {
     let mut sum = 0.0;
     for slice in &new.slices {
         let same = old.slices.iter().find(|o| (o.start, o.kind) == (slice.start, slice.kind));
@@ -100,8 +100,8 @@ fn stays(old: &Gpu, new: &Gpu) -> f64 {
     sum
 }
 
-fn same_work(a: &Slice, b: &Slice) -> bool {
-    let key = |slice: &Slice| {
+fn same_work(a: &PlannedSlice, b: &PlannedSlice) -> bool {
+    let key = |slice: &PlannedSlice| {
         let mut work: Vec<(usize, u32, u32)> =
             slice.shares.iter().map(|s| (s.service, s.batch, s.processes)).collect();
         work.sort_unstable();
@@ -111,7 +111,7 @@ fn same_work(a: &Slice, b: &Slice) -> bool {
 }
 
 /// Whether no rate differs by more than rounding.
-fn same_rates(a: &Slice, b: &Slice) -> bool {
+fn same_rates(a: &PlannedSlice, b: &PlannedSlice) -> bool {
     a.shares.len() == b.shares.len()
         && a.shares.iter().zip(&b.shares).all(|(a, b)| {
             a.service == b.service && (a.rate - b.rate).abs() <= 1e-6 * a.rate.max(b.rate)
@@ -170,16 +170,16 @@ fn assign(rows: usize, columns: usize, cost: impl Fn(usize, usize) -> f64) -> Ve
 
 struct Transition<'a> {
     problem: &'a Problem,
-    live: BTreeMap<SliceAddress, Slice>,
+    live: BTreeMap<SliceAddress, PlannedSlice>,
     capacity: Vec<f64>,
     floor: Vec<f64>,
-    steps: Vec<Step>,
+    steps: Vec<TransitionStep>,
 }
 
 /// The steps from `current` to `target`, whose GPUs have the same numbers.
-pub fn steps(problem: &Problem, current: &Plan, target: &Plan) -> Vec<Step> {
-    let places = |plan: &Plan| -> BTreeMap<SliceAddress, Slice> {
-        let of = |(number, gpu): (usize, &Gpu)| {
+pub fn steps(problem: &Problem, current: &Plan, target: &Plan) -> Vec<TransitionStep> {
+    let places = |plan: &Plan| -> BTreeMap<SliceAddress, PlannedSlice> {
+        let of = |(number, gpu): (usize, &PlannedGpu)| {
             gpu.slices.iter().map(move |s| ((number, s.start), s.clone())).collect::<Vec<_>>()
         };
         plan.gpus.iter().enumerate().flat_map(of).collect()
@@ -205,7 +205,7 @@ pub fn steps(problem: &Problem, current: &Plan, target: &Plan) -> Vec<Step> {
             old.push(*place);
         }
     }
-    let mut new: Vec<(SliceAddress, Slice)> = Vec::new();
+    let mut new: Vec<(SliceAddress, PlannedSlice)> = Vec::new();
     for (place, slice) in wanted.clone() {
         if !transition.live.get(&place).is_some_and(|old| same_work(old, &slice)) {
             new.push((place, slice));
@@ -215,7 +215,7 @@ pub fn steps(problem: &Problem, current: &Plan, target: &Plan) -> Vec<Step> {
         transition.exchange(&mut old, &mut new, target.gpus.len().max(current.gpus.len()));
     for (place, slice) in wanted {
         if transition.live.get(&place).is_some_and(|now| !same_rates(now, &slice)) {
-            transition.steps.push(Step::Route { gpu: place.0, slice });
+            transition.steps.push(TransitionStep::Route { gpu: place.0, slice });
         }
     }
     for place in shadows {
@@ -225,11 +225,11 @@ pub fn steps(problem: &Problem, current: &Plan, target: &Plan) -> Vec<Step> {
 }
 
 impl Transition<'_> {
-    fn capacity_of(&self, slice: &Slice, service: usize) -> f64 {
+    fn capacity_of(&self, slice: &PlannedSlice, service: usize) -> f64 {
         let facts = &self.problem.gpu.slices[slice.kind];
         let model = &self.problem.services[service].model;
         let points = self.problem.profiles.points(model).unwrap_or_default();
-        let of = |share: &crate::plan::Share| match slice.cycle_ms {
+        let of = |share: &crate::plan::ServiceShare| match slice.cycle_ms {
             Some(_) => share.rate,
             None => points
                 .iter()
@@ -242,15 +242,15 @@ impl Transition<'_> {
         slice.shares.iter().filter(|share| share.service == service).map(of).sum()
     }
 
-    fn insert(&mut self, place: SliceAddress, slice: Slice) {
+    fn insert(&mut self, place: SliceAddress, slice: PlannedSlice) {
         for share in &slice.shares {
             self.capacity[share.service] += self.capacity_of(&slice, share.service);
         }
         self.live.insert(place, slice);
     }
 
-    fn create(&mut self, place: SliceAddress, slice: Slice, shadow: bool) {
-        self.steps.push(Step::Create { gpu: place.0, slice: slice.clone(), shadow });
+    fn create(&mut self, place: SliceAddress, slice: PlannedSlice, shadow: bool) {
+        self.steps.push(TransitionStep::Create { gpu: place.0, slice: slice.clone(), shadow });
         self.insert(place, slice);
     }
 
@@ -259,12 +259,12 @@ impl Transition<'_> {
             for share in &slice.shares {
                 self.capacity[share.service] -= self.capacity_of(&slice, share.service);
             }
-            self.steps.push(Step::Destroy { gpu: place.0, slice });
+            self.steps.push(TransitionStep::Destroy { gpu: place.0, slice });
         }
     }
 
     fn has_room(&self, place: SliceAddress, kind: usize) -> bool {
-        let mask = |slice: &Slice| self.problem.gpu.slices[slice.kind].mask(slice.start);
+        let mask = |slice: &PlannedSlice| self.problem.gpu.slices[slice.kind].mask(slice.start);
         let mine = self.problem.gpu.slices[kind].mask(place.1);
         let on_gpu = self.live.range((place.0, 0)..=(place.0, u8::MAX));
         on_gpu.map(|(_, slice)| mask(slice)).all(|other| other & mine == 0)
@@ -283,7 +283,7 @@ impl Transition<'_> {
     fn exchange(
         &mut self,
         old: &mut Vec<SliceAddress>,
-        new: &mut Vec<(SliceAddress, Slice)>,
+        new: &mut Vec<(SliceAddress, PlannedSlice)>,
         first_spare: usize,
     ) -> Vec<SliceAddress> {
         let mut shadows = Vec::new();
@@ -318,7 +318,7 @@ impl Transition<'_> {
         shadows
     }
 
-    fn spare(&self, slice: &Slice, first: usize) -> usize {
+    fn spare(&self, slice: &PlannedSlice, first: usize) -> usize {
         let mut gpu = first;
         while !self.has_room((gpu, slice.start), slice.kind) {
             gpu += 1;
@@ -329,7 +329,12 @@ impl Transition<'_> {
 
 /// Replays steps and reports those that are illegal or take capacity a service needs, and whether
 /// `target` is reached.
-pub fn replay(problem: &Problem, current: &Plan, target: &Plan, steps: &[Step]) -> Vec<String> {
+pub fn replay(
+    problem: &Problem,
+    current: &Plan,
+    target: &Plan,
+    steps: &[TransitionStep],
+) -> Vec<String> {
     let mut transition = Transition {
         problem,
         live: BTreeMap::new(),
@@ -344,17 +349,17 @@ pub fn replay(problem: &Problem, current: &Plan, target: &Plan, steps: &[Step]) 
     let start = transition.capacity.clone();
     for (index, step) in steps.iter().enumerate() {
         match step {
-            Step::Create { gpu, slice, .. } => {
+            TransitionStep::Create { gpu, slice, .. } => {
                 if !transition.has_room((*gpu, slice.start), slice.kind) {
                     wrong.push(format!("step {index}: no free slots on gpu {gpu}"));
                 }
                 transition.create((*gpu, slice.start), slice.clone(), false);
             }
-            Step::Route { gpu, slice } => {
+            TransitionStep::Route { gpu, slice } => {
                 transition.destroy((*gpu, slice.start));
                 transition.insert((*gpu, slice.start), slice.clone());
             }
-            Step::Destroy { gpu, slice } => transition.destroy((*gpu, slice.start)),
+            TransitionStep::Destroy { gpu, slice } => transition.destroy((*gpu, slice.start)),
         }
         for (service, capacity) in transition.capacity.iter().enumerate() {
             let needed = problem.services[service].demand(&problem.rules).min(start[service]);

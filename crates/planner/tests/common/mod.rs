@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use planner::{GpuKind, Problem, Profiles, Rules, Service};
+use planner::{GpuKind, PlanRules, Problem, Profiles, Service};
 
 /// A file of the shared data; prints a message and returns `None` if the folder is absent.
 pub fn shared(path: &str) -> Option<String> {
@@ -27,7 +27,7 @@ pub fn profiles() -> Option<Profiles> {
 }
 
 /// A problem on A100-80GB.
-pub fn problem(services: Vec<Service>, rules: Rules) -> Option<Problem> {
+pub fn problem(services: Vec<Service>, rules: PlanRules) -> Option<Problem> {
     let gpu = GpuKind::find("a100-80gb").unwrap();
     Some(Problem { gpu, services, profiles: profiles()?, rules })
 }

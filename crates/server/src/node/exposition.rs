@@ -7,7 +7,7 @@ use runtime::device_group::router::Standing;
 use runtime::node::LEAVE_BOUNDS_US;
 use runtime::{DeviceGroup, Leaving, NodeMemory};
 
-use crate::metrics::{Exposition, Kind};
+use crate::metrics::{Exposition, MetricKind};
 
 use super::counters::{Counters, LATENCY_BOUNDS_US};
 use super::prefix_batching::PrefixModel;
@@ -16,7 +16,7 @@ use super::served_model::ServedModel;
 /// A metric with one sample per model.
 struct PerModel {
     name: &'static str,
-    kind: Kind,
+    kind: MetricKind,
     help: &'static str,
     value: fn(&Counters) -> u64,
 }
@@ -28,73 +28,73 @@ fn load(counter: &AtomicU64) -> u64 {
 const MODEL_METRICS: [PerModel; 12] = [
     PerModel {
         name: "nv_inference_request_success",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Requests with outputs",
         value: |c| c.success.read().count,
     },
     PerModel {
         name: "nv_inference_count",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Inferences; a batch of n counts n",
         value: |c| load(&c.inferences),
     },
     PerModel {
         name: "nv_inference_exec_count",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Executions; a batch counts once",
         value: |c| load(&c.executions),
     },
     PerModel {
         name: "nv_inference_pending_request_count",
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
         help: "Requests waiting or running",
         value: |c| load(&c.pending),
     },
     PerModel {
         name: "nv_inference_request_duration_us",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Time of successful requests",
         value: |c| c.success.read().ns / 1000,
     },
     PerModel {
         name: "nv_inference_queue_duration_us",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Time of successful requests off the device",
         value: |c| c.queue.read().ns / 1000,
     },
     PerModel {
         name: "nv_inference_compute_input_duration_us",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Time spent preparing inputs",
         value: |_| 0,
     },
     PerModel {
         name: "nv_inference_compute_infer_duration_us",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Time of successful requests on the device",
         value: |c| c.compute.read().ns / 1000,
     },
     PerModel {
         name: "nv_inference_compute_output_duration_us",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Time spent preparing outputs",
         value: |_| 0,
     },
     PerModel {
         name: "atoll_preemptions_total",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Times work was preempted",
         value: |c| load(&c.preemptions),
     },
     PerModel {
         name: "atoll_deadline_misses_total",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Requests that missed their deadline",
         value: |c| load(&c.deadline_misses),
     },
     PerModel {
         name: "atoll_bad_inputs_total",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Requests with inputs that the device refused",
         value: |c| load(&c.bad_input),
     },
@@ -119,7 +119,7 @@ pub(super) fn write(
     write_latency(&mut out, models);
     write_preemption_times(&mut out, models, device_group);
     write_replicas(&mut out, models, device_group);
-    out.family("atoll_resident_bytes", Kind::Gauge, "Device memory of all loaded models");
+    out.family("atoll_resident_bytes", MetricKind::Gauge, "Device memory of all loaded models");
     for (node, device) in device_group.nodes().iter().zip(device_group.names()) {
         out.sample("atoll_resident_bytes", &[("device", device)], node.resident().0);
     }
@@ -144,10 +144,10 @@ fn write_prefixes(
     };
     let stats: Vec<_> = prefixes.iter().map(|prefix| (prefix, stats(prefix))).collect();
     let name = "atoll_prefix_requests_total";
-    out.family(name, Kind::Counter, "Requests that ran a shared prefix");
+    out.family(name, MetricKind::Counter, "Requests that ran a shared prefix");
     stats.iter().for_each(|(p, (success, _))| out.sample(name, &[("prefix", &p.name)], *success));
     let name = "atoll_prefix_executions_total";
-    out.family(name, Kind::Counter, "Executions of a shared prefix; a batch counts once");
+    out.family(name, MetricKind::Counter, "Executions of a shared prefix; a batch counts once");
     stats.iter().for_each(|(p, (_, runs))| out.sample(name, &[("prefix", &p.name)], *runs));
 }
 
@@ -158,7 +158,7 @@ fn write_replicas(
     device_group: &DeviceGroup,
 ) {
     let name = "atoll_model_resident_bytes";
-    out.family(name, Kind::Gauge, "Device memory of a loaded model");
+    out.family(name, MetricKind::Gauge, "Device memory of a loaded model");
     let replicas: Vec<_> = models
         .iter()
         .flat_map(|model| {
@@ -173,18 +173,22 @@ fn write_replicas(
         return;
     }
     let name = "atoll_replica_ready";
-    out.family(name, Kind::Gauge, "1 if a replica accepts requests, 0 while it is being removed");
+    out.family(
+        name,
+        MetricKind::Gauge,
+        "1 if a replica accepts requests, 0 while it is being removed",
+    );
     for (model, (view, _)) in &replicas {
         let ready = u8::from(view.standing == Standing::Serving);
         out.sample(name, &with(model, "device", &device_group.names()[view.device]), ready);
     }
     let name = "atoll_replica_requests_total";
-    out.family(name, Kind::Counter, "Requests with outputs, by device");
+    out.family(name, MetricKind::Counter, "Requests with outputs, by device");
     for (model, (view, _)) in &replicas {
         out.sample(name, &with(model, "device", &device_group.names()[view.device]), view.answered);
     }
     let name = "atoll_replica_pending";
-    out.family(name, Kind::Gauge, "Requests waiting or running, by device");
+    out.family(name, MetricKind::Gauge, "Requests waiting or running, by device");
     for (model, (view, _)) in &replicas {
         out.sample(
             name,
@@ -194,7 +198,7 @@ fn write_replicas(
     }
     let changes = device_group.changes();
     let name = "atoll_replica_changes_total";
-    out.family(name, Kind::Counter, "Replicas added, removed, and refused by a device");
+    out.family(name, MetricKind::Counter, "Replicas added, removed, and refused by a device");
     for (what, count) in
         [("made", changes.made), ("taken", changes.taken), ("refused", changes.refused)]
     {
@@ -203,29 +207,37 @@ fn write_replicas(
 }
 
 /// A metric with one sample per device.
-type PerDevice = (&'static str, Kind, &'static str, fn(&NodeMemory) -> Option<u64>);
+type PerDevice = (&'static str, MetricKind, &'static str, fn(&NodeMemory) -> Option<u64>);
 
 const MEMORY: [PerDevice; 9] = [
-    ("atoll_weights_budget_bytes", Kind::Gauge, "Memory budget for weights", |m| Some(m.budget.0)),
-    ("atoll_weights_bytes", Kind::Gauge, "Weights that are resident or loading", |m| {
+    ("atoll_weights_budget_bytes", MetricKind::Gauge, "Memory budget for weights", |m| {
+        Some(m.budget.0)
+    }),
+    ("atoll_weights_bytes", MetricKind::Gauge, "Weights that are resident or loading", |m| {
         Some(m.device?.weights.0)
     }),
-    ("atoll_weights_pinned_bytes", Kind::Gauge, "Weights of pinned models", |m| Some(m.pinned.0)),
-    ("atoll_device_used_bytes", Kind::Gauge, "Device memory in use by all processes", |m| {
+    ("atoll_weights_pinned_bytes", MetricKind::Gauge, "Weights of pinned models", |m| {
+        Some(m.pinned.0)
+    }),
+    ("atoll_device_used_bytes", MetricKind::Gauge, "Device memory in use by all processes", |m| {
         Some(m.device?.system?.0)
     }),
-    ("atoll_loads_waiting", Kind::Gauge, "Models waiting to be loaded", |m| Some(m.wanted as u64)),
-    ("atoll_loads_total", Kind::Counter, "Loads of weights", |m| Some(m.swaps.loads)),
-    ("atoll_loaded_bytes_total", Kind::Counter, "Bytes of weights loaded", |m| {
+    ("atoll_loads_waiting", MetricKind::Gauge, "Models waiting to be loaded", |m| {
+        Some(m.wanted as u64)
+    }),
+    ("atoll_loads_total", MetricKind::Counter, "Loads of weights", |m| Some(m.swaps.loads)),
+    ("atoll_loaded_bytes_total", MetricKind::Counter, "Bytes of weights loaded", |m| {
         Some(m.swaps.loaded.0)
     }),
     (
         "atoll_loads_refused_total",
-        Kind::Counter,
+        MetricKind::Counter,
         "Loads refused because device memory was exhausted",
         |m| Some(m.swaps.refused),
     ),
-    ("atoll_evictions_total", Kind::Counter, "Evictions of weights", |m| Some(m.swaps.evictions)),
+    ("atoll_evictions_total", MetricKind::Counter, "Evictions of weights", |m| {
+        Some(m.swaps.evictions)
+    }),
 ];
 
 /// Weights: budget, resident bytes, loads and evictions.
@@ -259,7 +271,7 @@ fn with<'a>(model: &'a ServedModel, key: &'a str, value: &'a str) -> [(&'a str, 
 
 fn write_failures(out: &mut Exposition<'_>, models: &[Arc<ServedModel>]) {
     let name = "nv_inference_request_failure";
-    out.family(name, Kind::Counter, "Failed requests by reason");
+    out.family(name, MetricKind::Counter, "Failed requests by reason");
     for model in models {
         let c = &model.counters;
         let rejected =
@@ -273,7 +285,7 @@ fn write_failures(out: &mut Exposition<'_>, models: &[Arc<ServedModel>]) {
 
 fn write_drops(out: &mut Exposition<'_>, models: &[Arc<ServedModel>]) {
     let name = "atoll_drops_total";
-    out.family(name, Kind::Counter, "Requests dropped before a reply, by reason");
+    out.family(name, MetricKind::Counter, "Requests dropped before a reply, by reason");
     for model in models {
         let c = &model.counters;
         for (reason, counter) in [
@@ -293,7 +305,7 @@ fn write_latency(out: &mut Exposition<'_>, models: &[Arc<ServedModel>]) {
     const SUM: &str = "nv_inference_request_duration_histogram_us_sum";
     const COUNT: &str = "nv_inference_request_duration_histogram_us_count";
     let help = "Time of successful requests";
-    out.family("nv_inference_request_duration_histogram_us", Kind::Histogram, help);
+    out.family("nv_inference_request_duration_histogram_us", MetricKind::Histogram, help);
     for model in models {
         let counts = model.counters.latency();
         for (bound, count) in LATENCY_BOUNDS_US.iter().zip(counts) {
@@ -323,7 +335,7 @@ fn write_preemption_times(
     }
     out.family(
         NAME,
-        Kind::Histogram,
+        MetricKind::Histogram,
         "Time from a preemption for real time until the work was returned",
     );
     let (bucket, sum, count) =
@@ -344,7 +356,7 @@ fn write_preemption_times(
     let name = "atoll_preemptions_caused_total";
     out.family(
         name,
-        Kind::Counter,
+        MetricKind::Counter,
         "Preemptions of other work for real-time requests of the model",
     );
     for (model, device, times) in &preempted {
