@@ -394,8 +394,8 @@ mod tests {
         assert!(error(&plan(), &[0]).contains("2 gpus and 1"));
         assert!(error(&plan(), &[0, 0]).contains("named twice"));
         let with = |slices: Vec<SliceFile>| vec![GpuFile { slices }];
-        let turns = with(vec![slice(4, 3, vec![share("b", 2), share("c", 1)])]);
-        assert!(error(&turns, &[0]).contains("'b' takes turns"));
+        let shared = with(vec![slice(4, 3, vec![share("b", 2), share("c", 1)])]);
+        assert!(error(&shared, &[0]).contains("'b' shares a slice"));
         assert!(
             error(&with(vec![slice(2, 3, vec![share("b", 1)])]), &[0]).contains("may not start")
         );

@@ -68,7 +68,7 @@ pub enum PlanError {
     },
     /// There is nothing to plan.
     #[error("there are no services to plan")]
-    Nothing,
+    NoServices,
     /// A profile file that cannot be read.
     #[error("profiles, line {line}: {what}")]
     BadProfile {

@@ -145,7 +145,7 @@ impl Problem {
         });
         let mut errors: Vec<PlanError> = faults.into_iter().map(|(_, error)| error).collect();
         if self.services.is_empty() {
-            return Err(if errors.is_empty() { PlanError::Nothing } else { errors.remove(0) });
+            return Err(if errors.is_empty() { PlanError::NoServices } else { errors.remove(0) });
         }
         Ok((self, errors))
     }
@@ -154,7 +154,7 @@ impl Problem {
     pub fn validate(&self) -> Result<(), PlanError> {
         match self.faults().into_iter().next() {
             Some((_, error)) => Err(error),
-            None if self.services.is_empty() => Err(PlanError::Nothing),
+            None if self.services.is_empty() => Err(PlanError::NoServices),
             None => Ok(()),
         }
     }

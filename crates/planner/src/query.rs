@@ -190,13 +190,13 @@ struct SubGraph {
     from: usize,
     to: usize,
     costs: Vec<f64>,
-    made_of: Composition,
+    composition: Composition,
 }
 
 enum Composition {
     Stage(usize),
     /// No time, no cost: a bypass, or the exit.
-    Nothing,
+    Empty,
     /// Two in series; with the number of pieces for the first.
     Series(Box<SubGraph>, Box<SubGraph>, Vec<usize>),
     Parallel(Box<SubGraph>, Box<SubGraph>),
@@ -204,9 +204,9 @@ enum Composition {
 
 impl SubGraph {
     fn unfold(&self, pieces: usize, piece: f64, budgets: &mut [f64]) {
-        match &self.made_of {
+        match &self.composition {
             Composition::Stage(stage) => budgets[*stage] = pieces as f64 * piece,
-            Composition::Nothing => {}
+            Composition::Empty => {}
             Composition::Series(first, second, for_first) => {
                 let share = for_first[pieces];
                 first.unfold(share, piece, budgets);
@@ -235,14 +235,14 @@ impl SubGraph {
             from,
             to,
             costs,
-            made_of: Composition::Series(self.into(), second.into(), for_first),
+            composition: Composition::Series(self.into(), second.into(), for_first),
         }
     }
 
     fn in_parallel(self, other: SubGraph) -> SubGraph {
         let costs = self.costs.iter().zip(&other.costs).map(|(a, b)| a + b).collect();
         let (from, to) = (self.from, self.to);
-        SubGraph { from, to, costs, made_of: Composition::Parallel(self.into(), other.into()) }
+        SubGraph { from, to, costs, composition: Composition::Parallel(self.into(), other.into()) }
     }
 }
 
@@ -254,12 +254,17 @@ fn reduce(stages: &[SplitStage], pieces: usize, piece: f64) -> Vec<SubGraph> {
     let mut parts = Vec::new();
     for (index, stage) in stages.iter().enumerate() {
         let costs = (0..=pieces).map(|count| stage.cost(count as f64 * piece)).collect();
-        let made_of = Composition::Stage(index);
-        parts.push(SubGraph { from: index * 2, to: index * 2 + 1, costs, made_of });
+        let composition = Composition::Stage(index);
+        parts.push(SubGraph { from: index * 2, to: index * 2 + 1, costs, composition });
         let ends = if stage.next.is_empty() { vec![out] } else { Vec::new() };
         for to in stage.next.iter().map(|next| next * 2).chain(ends) {
             let costs = vec![0.0; pieces + 1];
-            parts.push(SubGraph { from: index * 2 + 1, to, costs, made_of: Composition::Nothing });
+            parts.push(SubGraph {
+                from: index * 2 + 1,
+                to,
+                costs,
+                composition: Composition::Empty,
+            });
         }
     }
     while parts.len() > 1 {

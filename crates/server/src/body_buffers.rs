@@ -20,7 +20,7 @@ const FIRST_BYTES: usize = 4 << 20;
 /// start aligned.
 const ALIGNED_BYTES: usize = 64;
 
-/// BodyFree buffers, and the host pool that others come from.
+/// Free buffers, and the host pool that others come from.
 #[derive(Default)]
 pub(crate) struct BodyBuffers {
     host_pool: Option<Arc<dyn HostPool>>,

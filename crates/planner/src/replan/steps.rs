@@ -178,13 +178,13 @@ struct Transition<'a> {
 
 /// The steps from `current` to `target`, whose GPUs have the same numbers.
 pub fn steps(problem: &Problem, current: &Plan, target: &Plan) -> Vec<TransitionStep> {
-    let places = |plan: &Plan| -> BTreeMap<SliceAddress, PlannedSlice> {
+    let addresses = |plan: &Plan| -> BTreeMap<SliceAddress, PlannedSlice> {
         let of = |(number, gpu): (usize, &PlannedGpu)| {
             gpu.slices.iter().map(move |s| ((number, s.start), s.clone())).collect::<Vec<_>>()
         };
         plan.gpus.iter().enumerate().flat_map(of).collect()
     };
-    let (live, wanted) = (places(current), places(target));
+    let (live, wanted) = (addresses(current), addresses(target));
     let mut transition = Transition {
         problem,
         capacity: vec![0.0; problem.services.len()],
@@ -192,34 +192,34 @@ pub fn steps(problem: &Problem, current: &Plan, target: &Plan) -> Vec<Transition
         live: BTreeMap::new(),
         steps: Vec::new(),
     };
-    for (place, slice) in live {
-        transition.insert(place, slice);
+    for (address, slice) in live {
+        transition.insert(address, slice);
     }
     // A service keeps the capacity it needs, or what it has if that is already less.
     transition.floor = (problem.services.iter().zip(&transition.capacity))
         .map(|(service, capacity)| service.demand(&problem.rules).min(*capacity))
         .collect();
     let mut old: Vec<SliceAddress> = Vec::new();
-    for (place, slice) in &transition.live {
-        if !wanted.get(place).is_some_and(|new| same_work(slice, new)) {
-            old.push(*place);
+    for (address, slice) in &transition.live {
+        if !wanted.get(address).is_some_and(|new| same_work(slice, new)) {
+            old.push(*address);
         }
     }
     let mut new: Vec<(SliceAddress, PlannedSlice)> = Vec::new();
-    for (place, slice) in wanted.clone() {
-        if !transition.live.get(&place).is_some_and(|old| same_work(old, &slice)) {
-            new.push((place, slice));
+    for (address, slice) in wanted.clone() {
+        if !transition.live.get(&address).is_some_and(|old| same_work(old, &slice)) {
+            new.push((address, slice));
         }
     }
     let shadows =
         transition.exchange(&mut old, &mut new, target.gpus.len().max(current.gpus.len()));
-    for (place, slice) in wanted {
-        if transition.live.get(&place).is_some_and(|now| !same_rates(now, &slice)) {
-            transition.steps.push(TransitionStep::Route { gpu: place.0, slice });
+    for (address, slice) in wanted {
+        if transition.live.get(&address).is_some_and(|now| !same_rates(now, &slice)) {
+            transition.steps.push(TransitionStep::Route { gpu: address.0, slice });
         }
     }
-    for place in shadows {
-        transition.destroy(place);
+    for address in shadows {
+        transition.destroy(address);
     }
     transition.steps
 }
@@ -242,36 +242,36 @@ impl Transition<'_> {
         slice.shares.iter().filter(|share| share.service == service).map(of).sum()
     }
 
-    fn insert(&mut self, place: SliceAddress, slice: PlannedSlice) {
+    fn insert(&mut self, address: SliceAddress, slice: PlannedSlice) {
         for share in &slice.shares {
             self.capacity[share.service] += self.capacity_of(&slice, share.service);
         }
-        self.live.insert(place, slice);
+        self.live.insert(address, slice);
     }
 
-    fn create(&mut self, place: SliceAddress, slice: PlannedSlice, shadow: bool) {
-        self.steps.push(TransitionStep::Create { gpu: place.0, slice: slice.clone(), shadow });
-        self.insert(place, slice);
+    fn create(&mut self, address: SliceAddress, slice: PlannedSlice, shadow: bool) {
+        self.steps.push(TransitionStep::Create { gpu: address.0, slice: slice.clone(), shadow });
+        self.insert(address, slice);
     }
 
-    fn destroy(&mut self, place: SliceAddress) {
-        if let Some(slice) = self.live.remove(&place) {
+    fn destroy(&mut self, address: SliceAddress) {
+        if let Some(slice) = self.live.remove(&address) {
             for share in &slice.shares {
                 self.capacity[share.service] -= self.capacity_of(&slice, share.service);
             }
-            self.steps.push(TransitionStep::Destroy { gpu: place.0, slice });
+            self.steps.push(TransitionStep::Destroy { gpu: address.0, slice });
         }
     }
 
-    fn has_room(&self, place: SliceAddress, kind: usize) -> bool {
+    fn has_room(&self, address: SliceAddress, kind: usize) -> bool {
         let mask = |slice: &PlannedSlice| self.problem.gpu.slices[slice.kind].mask(slice.start);
-        let mine = self.problem.gpu.slices[kind].mask(place.1);
-        let on_gpu = self.live.range((place.0, 0)..=(place.0, u8::MAX));
+        let mine = self.problem.gpu.slices[kind].mask(address.1);
+        let on_gpu = self.live.range((address.0, 0)..=(address.0, u8::MAX));
         on_gpu.map(|(_, slice)| mask(slice)).all(|other| other & mine == 0)
     }
 
-    fn dispensable(&self, place: SliceAddress) -> bool {
-        let Some(slice) = self.live.get(&place) else { return true };
+    fn dispensable(&self, address: SliceAddress) -> bool {
+        let Some(slice) = self.live.get(&address) else { return true };
         slice.shares.iter().all(|share| {
             let service = share.service;
             let rest = self.capacity[service] - self.capacity_of(slice, service);
@@ -290,29 +290,29 @@ impl Transition<'_> {
         while !old.is_empty() || !new.is_empty() {
             let before = (old.len(), new.len());
             let mut waiting = Vec::new();
-            for (place, slice) in std::mem::take(new) {
-                if self.has_room(place, slice.kind) {
-                    self.create(place, slice, false);
+            for (address, slice) in std::mem::take(new) {
+                if self.has_room(address, slice.kind) {
+                    self.create(address, slice, false);
                 } else {
-                    waiting.push((place, slice));
+                    waiting.push((address, slice));
                 }
             }
             *new = waiting;
-            old.retain(|place| {
-                let gone = self.dispensable(*place);
+            old.retain(|address| {
+                let gone = self.dispensable(*address);
                 if gone {
-                    self.destroy(*place);
+                    self.destroy(*address);
                 }
                 !gone
             });
             if (old.len(), new.len()) == before {
-                let Some(place) = old.pop() else { break };
-                if let Some(slice) = self.live.get(&place).cloned() {
+                let Some(address) = old.pop() else { break };
+                if let Some(slice) = self.live.get(&address).cloned() {
                     let spare = self.spare(&slice, first_spare);
                     self.create((spare, slice.start), slice, true);
-                    shadows.push((spare, place.1));
+                    shadows.push((spare, address.1));
                 }
-                self.destroy(place);
+                self.destroy(address);
             }
         }
         shadows
