@@ -272,7 +272,7 @@ def preemptions(port: int) -> dict[str, float]:
     kept = (
         "atoll_preemptions_total",
         "atoll_preemptions_caused_total",
-        "atoll_preemption_leave_seconds_sum",
+        "atoll_preemption_seconds_sum",
     )
     return {
         line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])

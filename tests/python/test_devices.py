@@ -113,7 +113,7 @@ def test_batch_size_follows_profile_and_slo(pair: Server) -> None:
             lambda model=model: "atoll_profile_us" in parameters(pair, model), f"measuring {model}"
         )
         known = parameters(pair, model)
-        assert known["atoll_batch_most"] == batch_max, known
+        assert known["atoll_batch_max"] == batch_max, known
 
 
 def test_a_registered_model_serves_while_it_is_profiled(pair: Server) -> None:

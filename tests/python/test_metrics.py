@@ -47,7 +47,7 @@ def test_triton_counters_are_exported(server: Server, name: str) -> None:
 
 def test_preemption_time_is_a_histogram(server: Server) -> None:
     text = server.metrics()
-    name = "atoll_preemption_leave_seconds"
+    name = "atoll_preemption_seconds"
     assert f"# TYPE {name} histogram" in text
     counts = [
         int(count)

@@ -1,4 +1,4 @@
-"""Models that begin alike run their beginning as one batch, and answer as if each ran alone."""
+"""Prefix batching: models with equal first layers run these as one batch; outputs do not change."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from onnx import TensorProto, helper, numpy_helper
 
 from support import LOST, Server, serve, wait_for
 
-# A wait that is long beside what clients need to come together, so that the test does not go by time.
+# A long window, so that the requests of all clients arrive within it on any machine.
 WINDOW = "timeout_ms = 60000\nbatching = { policy = 'window', max_batch = 8, max_wait_us = 300000 }\n"
 ALONE = "batching = { policy = 'none' }\n"
 CHANNELS, SIDE = 16, 12
 
 
-def network(batch: str, prefix: str, trunk: int, head: int, classes: int) -> onnx.ModelProto:
-    """Two convolutions with weights by the seed `trunk`, then a head of its own by `head`; names say nothing."""
-    inside, own = np.random.default_rng(trunk), np.random.default_rng(head)
+def network(batch: str, names: str, prefix: int, head: int, classes: int) -> onnx.ModelProto:
+    """Two convolutions with weights from the seed `prefix`, then a head from `head`. Value names start with `names`."""
+    inside, own = np.random.default_rng(prefix), np.random.default_rng(head)
     weights = {
         "w0": inside.standard_normal((CHANNELS, 3, 3, 3), dtype=np.float32) * 0.2,
         "w1": inside.standard_normal((CHANNELS, CHANNELS, 3, 3), dtype=np.float32) * 0.1,
         "fc": own.standard_normal((CHANNELS, classes), dtype=np.float32),
         "bias": own.standard_normal(classes, dtype=np.float32),
     }
-    name = lambda text: f"{prefix}_{text}"  # noqa: E731
+    name = lambda text: f"{names}_{text}"  # noqa: E731
     pads = {"pads": [1, 1, 1, 1]}
     nodes = [
         helper.make_node("Conv", ["x", name("w0")], [name("c0")], **pads),
@@ -44,7 +44,7 @@ def network(batch: str, prefix: str, trunk: int, head: int, classes: int) -> onn
     ]
     graph = helper.make_graph(
         nodes,
-        prefix,
+        names,
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [batch, 3, SIDE, SIDE])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, [batch, classes])],
         [numpy_helper.from_array(value, name(key)) for key, value in weights.items()],
@@ -53,10 +53,10 @@ def network(batch: str, prefix: str, trunk: int, head: int, classes: int) -> onn
 
 
 MODELS = {
-    "cats": network("n", "a", trunk=1, head=2, classes=5),
-    "dogs": network("batch", "b", trunk=1, head=3, classes=9),
-    "birds": network("N", "c", trunk=1, head=4, classes=3),
-    "cars": network("n", "d", trunk=9, head=2, classes=5),
+    "cats": network("n", "a", prefix=1, head=2, classes=5),
+    "dogs": network("batch", "b", prefix=1, head=3, classes=9),
+    "birds": network("N", "c", prefix=1, head=4, classes=3),
+    "cars": network("n", "d", prefix=9, head=2, classes=5),
 }
 
 
@@ -97,7 +97,7 @@ def ask(server: Server, model: str, x: np.ndarray) -> np.ndarray:
 
 
 def ask_patiently(server: Server, model: str, x: np.ndarray) -> np.ndarray:
-    """As `ask`, of a cluster whose only backend may be lost to it for a moment."""
+    """Like `ask`, for a cluster whose only backend may be unreachable for a moment."""
     answers: list[np.ndarray] = []
 
     def found() -> bool:
@@ -111,16 +111,16 @@ def ask_patiently(server: Server, model: str, x: np.ndarray) -> np.ndarray:
     return answers[0]
 
 
-def trunk_of(server: Server, model: str) -> str:
+def prefix_of(server: Server, model: str) -> str:
     config = requests.get(f"{server.url}/v2/models/{model}/config", timeout=60).json()
-    return config["parameters"]["atoll_trunk"]["string_value"]
+    return config["parameters"]["atoll_prefix"]["string_value"]
 
 
-def test_a_family_is_found_whatever_the_names(node: Server) -> None:
-    trunks = {name: trunk_of(node, name) for name in MODELS}
-    assert trunks["cats"] and trunks["cats"] == trunks["dogs"] == trunks["birds"], trunks
-    assert trunks["cars"] == "", "other weights are another beginning"
-    assert trunk_of(node, "cats_alone") == "", "who runs each request on its own shares nothing"
+def test_finds_common_prefixes_regardless_of_names(node: Server) -> None:
+    prefixes = {name: prefix_of(node, name) for name in MODELS}
+    assert prefixes["cats"] and prefixes["cats"] == prefixes["dogs"] == prefixes["birds"], prefixes
+    assert prefixes["cars"] == "", "other weights are another prefix"
+    assert prefix_of(node, "cats_alone") == "", "models without batching share no prefix"
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -131,24 +131,24 @@ def test_answers_are_those_of_the_separate_models(node: Server, rows: int) -> No
 
 
 def test_one_batch_serves_several_models(node: Server) -> None:
-    """Eight requests of three models fill one batch of the trunk; the window would make one of each model otherwise."""
+    """Eight requests of three models fill one batch of the prefix; otherwise the window would make one per model."""
     names = ["cats", "dogs", "birds", "dogs", "cats", "cats", "birds", "dogs"]
     pictures = [picture(100 + index) for index in range(len(names))]
     alone = [ask(node, f"{name}_alone", x) for name, x in zip(names, pictures, strict=True)]
-    trunk = trunk_of(node, "cats")
+    prefix = prefix_of(node, "cats")
 
     def runs() -> float:
-        """How often the trunk ran for all of them, which get their own answers in any case."""
-        before = node.metric("atoll_trunk_executions_total", trunk=trunk)
-        asked = node.metric("atoll_trunk_requests_total", trunk=trunk)
+        """Executions of the prefix for all requests, whose outputs are checked."""
+        before = node.metric("atoll_prefix_executions_total", prefix=prefix)
+        asked = node.metric("atoll_prefix_requests_total", prefix=prefix)
         with ThreadPoolExecutor(len(names)) as pool:
             answers = list(pool.map(lambda pair: ask(node, *pair), zip(names, pictures, strict=True)))
         for answer, expected in zip(answers, alone, strict=True):
             np.testing.assert_allclose(answer, expected, rtol=1e-5, atol=1e-6)
-        assert node.metric("atoll_trunk_requests_total", trunk=trunk) - asked == len(names)
-        return node.metric("atoll_trunk_executions_total", trunk=trunk) - before
+        assert node.metric("atoll_prefix_requests_total", prefix=prefix) - asked == len(names)
+        return node.metric("atoll_prefix_executions_total", prefix=prefix) - before
 
-    # Clients that were held up do not come together within the window: they get another chance.
+    # Delayed clients may miss the window, so try again.
     assert any(runs() <= 2 for _ in range(10))
 
 
@@ -162,24 +162,24 @@ def test_requests_are_counted_once_and_bad_ones_named(node: Server) -> None:
         ask(node, "dogs", np.zeros((1, 4, SIDE, SIDE), np.float32))
 
 
-def test_members_come_and_go(repository: Path, tmp_path: Path) -> None:
-    """A model that is unloaded leaves the others as they are, and finds its family again."""
+def test_models_can_be_unloaded_and_loaded_again(repository: Path, tmp_path: Path) -> None:
+    """Unloading a model does not affect the others; loaded again, it shares the prefix again."""
     server = serve(repository, tmp_path / "server.log", "--model-control-mode", "explicit")
     try:
         client = http_api.InferenceServerClient(server.http)
         client.load_model("cats_alone")
         client.load_model("cats")
-        assert trunk_of(server, "cats") == "", "nobody to share with"
+        assert prefix_of(server, "cats") == "", "no other model has the prefix"
         client.load_model("dogs")
-        assert trunk_of(server, "cats") == trunk_of(server, "dogs") != ""
+        assert prefix_of(server, "cats") == prefix_of(server, "dogs") != ""
         client.unload_model("dogs")
         x = picture(8)
         np.testing.assert_array_equal(ask(server, "cats", x), ask(server, "cats_alone", x))
         client.load_model("dogs")
-        assert trunk_of(server, "cats") == trunk_of(server, "dogs") != ""
+        assert prefix_of(server, "cats") == prefix_of(server, "dogs") != ""
         client.unload_model("dogs")
         client.unload_model("cats")
-        assert "atoll_trunk_executions_total{" not in server.metrics(), "a trunk goes with its last model"
+        assert "atoll_prefix_executions_total{" not in server.metrics(), "a prefix is removed with its last model"
         client.close()
         server.assert_alive()
     finally:
@@ -190,7 +190,7 @@ def test_through_a_cluster(repository: Path, tmp_path: Path) -> None:
     """The same through a frontend and a backend that follows a plan."""
     server = serve(repository, tmp_path / "cluster.log", "--cluster")
     try:
-        assert trunk_of(server, "cats") == trunk_of(server, "dogs") != ""
+        assert prefix_of(server, "cats") == prefix_of(server, "dogs") != ""
         jobs = [(name, picture(200 + index)) for index, name in enumerate(list(MODELS) * 4)]
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda job: ask_patiently(server, *job), jobs))

@@ -1,4 +1,4 @@
-//! The client's side of the gRPC contract: requests written, answers and errors read.
+//! Client side of the gRPC protocol: encodes requests, decodes responses and errors.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::proto;
 use proto::infer_parameter::ParameterChoice;
 use proto::model_infer_request::{InferInputTensor, InferRequestedOutputTensor};
 
-/// The name under which an error's hint when to retry travels.
+/// Metadata key of an error's retry hint.
 pub const RETRY_AFTER: &str = "retry-after";
 
 fn parameter(choice: ParameterChoice) -> proto::InferParameter {
@@ -39,17 +39,17 @@ fn parameters(options: &InferOptions) -> std::collections::BTreeMap<String, prot
 }
 
 fn deadline(left: Nanos) -> proto::InferParameter {
-    // A deadline of nothing would mean none.
+    // A timeout of zero would mean no deadline.
     parameter(ParameterChoice::DoubleParam((left.0 as f64 / 1e6).max(1e-6)))
 }
 
-/// Says how much time a request that is written already has left.
+/// Sets the remaining time of an encoded request.
 pub fn set_deadline(message: &mut proto::ModelInferRequest, left: Nanos) {
     message.parameters.insert("atoll_deadline_ms".to_string(), deadline(left));
 }
 
-/// Writes an inference request, with every input as raw bytes. A body that says nothing about itself has to be
-/// given its name, type and shape first.
+/// Encodes an inference request, with every input as raw bytes. A raw body needs a name, type and
+/// shape first.
 pub fn encode_request(
     model: &str,
     version: Option<u64>,
@@ -88,10 +88,10 @@ pub fn encode_request(
     })
 }
 
-/// Reads an inference response whose outputs are raw bytes.
+/// Decodes an inference response whose outputs are raw bytes.
 pub fn decode_response(message: proto::ModelInferResponse) -> ApiResult<InferResponse> {
     if message.outputs.len() != message.raw_output_contents.len() {
-        return Err(ApiError::internal("an answer has outputs without data"));
+        return Err(ApiError::internal("the response has outputs without data"));
     }
     let mut outputs = Vec::with_capacity(message.outputs.len());
     for (output, raw) in message.outputs.into_iter().zip(message.raw_output_contents) {
@@ -108,7 +108,7 @@ pub fn decode_response(message: proto::ModelInferResponse) -> ApiResult<InferRes
     })
 }
 
-/// The error that a status stands for.
+/// The error of a gRPC status.
 pub fn error_of(status: &tonic::Status) -> ApiError {
     let kind = match status.code() {
         tonic::Code::InvalidArgument => ErrorKind::InvalidArgument,
@@ -187,7 +187,7 @@ mod tests {
     use crate::infer::RequestedOutput;
 
     #[test]
-    fn requests_and_answers_come_through_unchanged() {
+    fn requests_and_responses_round_trip() {
         let text = vec![Bytes::from_static(b"a"), Bytes::from_static(b"\xff")];
         let tensors = [
             ("numbers", Tensor::from_vec(vec![2, 1], vec![1.5f32, -2.0]).unwrap()),

@@ -1,7 +1,7 @@
 //! Requests and responses of the REST protocol: JSON, and tensors as raw bytes after the JSON.
 //!
-//! Every length a client states is checked against the bytes that are there before anything is
-//! allocated for it, and the bytes of binary tensors are shared with the body, not copied.
+//! Every length that a client states is checked against the received bytes before memory is
+//! allocated, and the bytes of binary tensors are shared with the body, not copied.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -21,40 +21,40 @@ pub mod strings;
 use json_data::JsonData;
 pub use response::{EncodedResponse, encode};
 
-/// The header that says how long the JSON before binary tensors is.
+/// Header with the length of the JSON before binary tensors.
 pub const HEADER_LENGTH: &str = "inference-header-content-length";
-/// The most inputs, and the most outputs, of one request.
+/// Maximum number of inputs, and of outputs, of a request.
 pub const MAX_TENSORS: usize = 1024;
-/// The most bytes of a tensor's name.
+/// Maximum length of a tensor's name.
 pub const MAX_NAME: usize = 1024;
-/// The most dimensions of a tensor, and the deepest nesting of JSON data.
+/// Maximum number of dimensions, and of nesting of JSON data.
 pub const MAX_RANK: usize = 32;
-/// The most bytes of a request's id.
+/// Maximum length of a request's id.
 pub const MAX_ID: usize = 1024;
 
-/// Which outputs travel as binary.
+/// Which outputs are encoded as binary.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OutputEncoding {
-    /// Outputs nothing else is said about.
+    /// Default for outputs that are not listed.
     pub binary: bool,
     /// Outputs by name.
     pub exceptions: Vec<(String, bool)>,
 }
 
 impl OutputEncoding {
-    /// Whether the output `name` travels as binary.
+    /// Whether the output `name` is encoded as binary.
     pub fn is_binary(&self, name: &str) -> bool {
         let exception = self.exceptions.iter().find(|(output, _)| output == name);
         exception.map_or(self.binary, |(_, binary)| *binary)
     }
 }
 
-/// A request, and how its answer is to be written.
+/// A request and the encoding of its response.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Decoded {
     /// The request.
     pub request: InferRequest,
-    /// The form of the answer.
+    /// Encoding of the response.
     pub encoding: OutputEncoding,
 }
 
@@ -90,8 +90,8 @@ struct JsonOutput {
     parameters: Parameters,
 }
 
-/// Reads an inference request. `header_length` is the value of [`HEADER_LENGTH`]: absent, the body is
-/// all JSON; 0, the body is the raw data of the model's only input.
+/// Decodes an inference request. `header_length` is the value of [`HEADER_LENGTH`]: if absent, the
+/// body is all JSON; if 0, the body is the raw data of the model's only input.
 pub fn decode(body: Bytes, header_length: Option<usize>) -> ApiResult<Decoded> {
     let split = match header_length {
         Some(0) => return Ok(raw_request(body)),
@@ -118,7 +118,7 @@ pub fn decode(body: Bytes, header_length: Option<usize>) -> ApiResult<Decoded> {
     Ok(Decoded { request, encoding })
 }
 
-/// Reads a request out of one byte string: the header length as 4 little-endian bytes (all ones for
+/// Decodes a request from one byte string: the header length as 4 little-endian bytes (all ones for
 /// none), then the body. For fuzzing.
 pub fn decode_binary_request(data: &[u8]) -> ApiResult<Decoded> {
     let Some((length, body)) = data.split_first_chunk::<4>() else {
@@ -152,7 +152,7 @@ fn check_counts(json: &JsonRequest<'_>) -> ApiResult<()> {
     Ok(())
 }
 
-/// What follows the JSON, taken tensor by tensor.
+/// The bytes after the JSON, consumed tensor by tensor.
 struct BinarySection {
     bytes: Bytes,
     taken: usize,
@@ -214,7 +214,7 @@ pub(crate) fn check_name(name: &str) -> ApiResult<()> {
     Ok(())
 }
 
-/// The element type the wire calls `datatype`.
+/// The element type named `datatype` in the protocol.
 pub(crate) fn parse_dtype(name: &str, datatype: &str) -> ApiResult<DataType> {
     DataType::from_wire_name(datatype).ok_or_else(|| {
         let known = DataType::ALL.map(DataType::wire_name).join(", ");
@@ -243,7 +243,7 @@ pub(crate) fn parse_shape(name: &str, shape: &[i64]) -> ApiResult<Vec<usize>> {
     Ok(dims)
 }
 
-/// A tensor out of its bytes on the wire.
+/// Decodes a tensor.
 pub(crate) fn tensor_from_bytes(
     dtype: DataType,
     shape: Vec<usize>,
@@ -257,7 +257,7 @@ pub(crate) fn tensor_from_bytes(
     Ok(Tensor::from_strings(shape, strings)?)
 }
 
-/// The same error, saying which input it is about.
+/// Adds the name of the input to an error.
 pub(crate) fn in_input(name: &str, error: ApiError) -> ApiError {
     ApiError { message: format!("input '{name}': {}", error.message).into(), ..error }
 }
@@ -281,7 +281,7 @@ fn read_outputs(
     Ok((requested, encoding))
 }
 
-/// How many classes a requested output asks for.
+/// Number of classes of a requested output.
 pub(crate) fn output_classes(parameters: &Parameters) -> ApiResult<usize> {
     if parameters.get("shared_memory_region").is_some() {
         return Err(ApiError::unsupported("shared memory is not supported"));

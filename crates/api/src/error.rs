@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use thiserror::Error;
 
-/// What went wrong, by what a client can do about it.
+/// Kind of an error, by what a client can do about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ErrorKind {
     /// The request contradicts the protocol or the model.
@@ -13,17 +13,17 @@ pub enum ErrorKind {
     NotFound,
     /// The route exists, but not with this method.
     MethodNotAllowed,
-    /// The body is larger than the server takes.
+    /// The body exceeds the limit of the server.
     TooLarge,
-    /// Understood, but not something this server does.
+    /// The server does not support the request.
     Unsupported,
-    /// Not now: shedding load, draining, or the model is not ready.
+    /// Temporarily unavailable: overloaded, draining, or the model is not ready.
     Unavailable,
-    /// The deadline passed before the answer.
+    /// The deadline passed before the reply.
     DeadlineExceeded,
-    /// The client gave the request up.
+    /// The client cancelled the request.
     Cancelled,
-    /// The server's fault.
+    /// An internal error.
     Internal,
 }
 
@@ -58,19 +58,19 @@ impl ErrorKind {
     }
 }
 
-/// An answer that is not the one asked for.
+/// An error reply.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{message}")]
 pub struct ApiError {
-    /// What kind of failure.
+    /// Kind of the error.
     pub kind: ErrorKind,
-    /// What to tell the client: lowercase, one line, with what would help.
+    /// Message for the client: lowercase, one line, with a hint.
     pub message: Cow<'static, str>,
-    /// Seconds after which a retry has a chance.
+    /// Seconds after which the client should retry.
     pub retry_after: Option<u32>,
 }
 
-/// A result whose failure can be sent to a client.
+/// A result whose error can be sent to a client.
 pub type ApiResult<T> = Result<T, ApiError>;
 
 impl ApiError {
@@ -79,42 +79,42 @@ impl ApiError {
         ApiError { kind, message: message.into(), retry_after: None }
     }
 
-    /// The request is wrong.
+    /// The request is invalid.
     pub fn invalid(message: impl Into<Cow<'static, str>>) -> ApiError {
         ApiError::new(ErrorKind::InvalidArgument, message)
     }
 
-    /// There is no such thing.
+    /// The model, version or route does not exist.
     pub fn not_found(message: impl Into<Cow<'static, str>>) -> ApiError {
         ApiError::new(ErrorKind::NotFound, message)
     }
 
-    /// Not now.
+    /// Temporarily unavailable.
     pub fn unavailable(message: impl Into<Cow<'static, str>>) -> ApiError {
         ApiError::new(ErrorKind::Unavailable, message)
     }
 
-    /// Not here.
+    /// Not supported.
     pub fn unsupported(message: impl Into<Cow<'static, str>>) -> ApiError {
         ApiError::new(ErrorKind::Unsupported, message)
     }
 
-    /// The server's fault.
+    /// An internal error.
     pub fn internal(message: impl Into<Cow<'static, str>>) -> ApiError {
         ApiError::new(ErrorKind::Internal, message)
     }
 
-    /// The answer to new work while the server drains.
+    /// The reply to requests while the server drains.
     pub fn shutting_down() -> ApiError {
         ApiError::unavailable("the server is shutting down")
     }
 
-    /// The same error with a hint when to retry.
+    /// Adds a retry hint.
     pub fn retry_after(self, seconds: u32) -> ApiError {
         ApiError { retry_after: Some(seconds), ..self }
     }
 
-    /// The body of an HTTP answer.
+    /// The body of an HTTP response.
     pub fn to_json(&self) -> Vec<u8> {
         let mut body = b"{\"error\":".to_vec();
         crate::codec::response::write_json_string(&mut body, &self.message);

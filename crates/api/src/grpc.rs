@@ -1,4 +1,4 @@
-//! Between the protobuf messages and the service's own types.
+//! Conversion between protobuf messages and the service's types.
 
 use std::sync::Arc;
 
@@ -42,7 +42,7 @@ fn parameters(map: ParameterMap) -> ApiResult<Parameters> {
     Ok(Parameters(map.into_iter().map(|(key, parameter)| (key, value(parameter))).collect()))
 }
 
-/// Reads an inference request; the model's name and version stay with the caller.
+/// Decodes an inference request; the caller handles the model's name and version.
 pub fn decode_infer(message: proto::ModelInferRequest) -> ApiResult<InferRequest> {
     if message.inputs.len() > MAX_TENSORS || message.outputs.len() > MAX_TENSORS {
         return Err(ApiError::invalid(format!("more than {MAX_TENSORS} inputs or outputs")));
@@ -138,7 +138,7 @@ fn tensor_from_contents(
     Ok(tensor?)
 }
 
-/// Writes an inference response, with every output as raw bytes.
+/// Encodes an inference response, with every output as raw bytes.
 pub fn encode_infer(response: InferResponse) -> proto::ModelInferResponse {
     let mut outputs = Vec::with_capacity(response.outputs.len());
     let mut raw_output_contents = Vec::with_capacity(response.outputs.len());

@@ -1,4 +1,4 @@
-//! One inference as it crosses the service boundary, whatever wire it came over.
+//! Inference requests and responses, independent of the protocol.
 
 use std::sync::Arc;
 
@@ -7,12 +7,12 @@ use bytes::Bytes;
 use model::Tensor;
 use model::config::Class;
 
-/// A tensor and what the model calls it.
+/// A tensor with its name.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NamedTensor {
     /// The name of the model's input or output.
     pub name: Arc<str>,
-    /// Its value.
+    /// The tensor.
     pub tensor: Tensor,
 }
 
@@ -21,34 +21,34 @@ pub struct NamedTensor {
 pub enum Inputs {
     /// Named tensors, in the order the client sent them.
     Named(Vec<NamedTensor>),
-    /// The bytes of the model's only input; type and shape are the model's to know.
+    /// The bytes of the model's only input; the model defines type and shape.
     Raw(Bytes),
 }
 
-/// An output the client asked for.
+/// A requested output.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RequestedOutput {
-    /// The model's name of it.
+    /// Name of the output.
     pub name: String,
-    /// When not 0, this many best classes as text instead of the tensor.
+    /// If not 0, this many top classes as text instead of the tensor.
     pub classes: usize,
 }
 
-/// How a request wants to be treated.
+/// Scheduling and encoding options of a request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct InferOptions {
-    /// The class; the model's default when absent.
+    /// The class; by default the model's.
     pub class: Option<Class>,
-    /// The priority, 1 the highest; the model's default when absent.
+    /// The priority, 1 is the highest; by default the model's.
     pub priority: Option<u32>,
-    /// Time until the answer is of no use; the model's default when absent.
+    /// Time from arrival to deadline; by default the model's.
     pub timeout: Option<Nanos>,
-    /// Whether outputs travel as binary unless said otherwise for one of them.
+    /// Whether outputs are binary by default.
     pub binary_output: bool,
 }
 
 impl InferOptions {
-    /// Keeps the shorter of the present timeout and `timeout`.
+    /// Sets the timeout to the minimum of the present one and `timeout`.
     pub fn limit_timeout(&mut self, timeout: Option<Nanos>) {
         self.timeout = match (self.timeout, timeout) {
             (Some(a), Some(b)) => Some(a.min(b)),
@@ -60,25 +60,25 @@ impl InferOptions {
 /// A request to run a model once.
 #[derive(Clone, Debug, PartialEq)]
 pub struct InferRequest {
-    /// The client's own id; returned as it came. Empty when there is none.
+    /// The client's id, returned in the response. May be empty.
     pub id: String,
-    /// How it wants to be treated.
+    /// Scheduling and encoding options.
     pub options: InferOptions,
     /// The inputs.
     pub inputs: Inputs,
-    /// The outputs wanted, in this order; all of the model's when empty.
+    /// The requested outputs in order; empty means all.
     pub outputs: Vec<RequestedOutput>,
 }
 
-/// The answer to an [`InferRequest`].
+/// The response to an [`InferRequest`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct InferResponse {
     /// The model.
     pub model_name: Arc<str>,
-    /// The version that answered.
+    /// The version that ran.
     pub model_version: Arc<str>,
     /// The request's id.
     pub id: String,
-    /// The outputs in the order they were asked for.
+    /// The outputs in the requested order.
     pub outputs: Vec<NamedTensor>,
 }

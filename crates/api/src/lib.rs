@@ -1,5 +1,5 @@
-//! The wire contract: the Open Inference Protocol v2 as JSON, as binary tensors and as protobuf, the
-//! errors every answer maps to, and the one service trait that REST and gRPC both stand on.
+//! The protocol: the Open Inference Protocol v2 as JSON, binary tensors and protobuf, its errors,
+//! and the service trait behind both REST and gRPC.
 //!
 //! Nothing here opens a socket or runs a model.
 
@@ -10,6 +10,7 @@ pub mod grpc;
 pub mod infer;
 pub mod metadata;
 pub mod parameters;
+pub mod picture;
 pub mod proto;
 pub mod service;
 pub mod trace;

@@ -1,15 +1,15 @@
-//! What a server says about itself and its models.
+//! Metadata, statistics and index of a server and its models.
 
 use serde::Serialize;
 
-/// The answer to `GET /v2`.
+/// The response to `GET /v2`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ServerMetadata {
     /// The server's name.
     pub name: String,
     /// The server's version.
     pub version: String,
-    /// The extensions that work.
+    /// Supported extensions.
     pub extensions: Vec<String>,
 }
 
@@ -20,18 +20,18 @@ pub struct TensorMetadata {
     pub name: String,
     /// The protocol's name of the element type.
     pub datatype: String,
-    /// Its dimensions; -1 where a request decides.
+    /// Its dimensions; -1 if the request decides.
     pub shape: Vec<i64>,
 }
 
-/// The answer to `GET /v2/models/M`.
+/// The response to `GET /v2/models/M`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ModelMetadata {
     /// The model.
     pub name: String,
-    /// The versions that answer.
+    /// The versions in service.
     pub versions: Vec<String>,
-    /// What kind of model it is.
+    /// The platform.
     pub platform: String,
     /// Its inputs.
     pub inputs: Vec<TensorMetadata>,
@@ -39,17 +39,17 @@ pub struct ModelMetadata {
     pub outputs: Vec<TensorMetadata>,
 }
 
-/// Where a model stands.
+/// State of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum ModelState {
-    /// Being made ready.
+    /// Being loaded.
     Loading,
-    /// Answers requests.
+    /// Ready for requests.
     Ready,
-    /// Finishes what is under way.
+    /// Finishing its requests in flight.
     Unloading,
-    /// Does not answer.
+    /// Not in service.
     Unavailable,
 }
 
@@ -65,49 +65,49 @@ impl ModelState {
     }
 }
 
-/// A row of the repository's index.
+/// An entry of the repository index.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct IndexEntry {
     /// The model.
     pub name: String,
-    /// The version; empty when not even that is known.
+    /// The version; empty if unknown.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub version: String,
-    /// Where it stands; absent when nobody asked for it so far.
+    /// Its state; absent if it was never loaded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<ModelState>,
-    /// Why it stands there, when there is something to say.
+    /// Reason of the state; may be empty.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub reason: String,
 }
 
-/// How often something happened and how long it took in all.
+/// Number of events and their total duration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct DurationStat {
-    /// How often.
+    /// Number of events.
     pub count: u64,
-    /// Nanoseconds in all.
+    /// Total nanoseconds.
     pub ns: u64,
 }
 
-/// Where the time of a model's requests went.
+/// Durations of a model's requests by phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct InferenceStats {
-    /// Requests answered with outputs.
+    /// Requests with outputs.
     pub success: DurationStat,
-    /// Requests answered with an error.
+    /// Failed requests.
     pub fail: DurationStat,
     /// Waiting for the device.
     pub queue: DurationStat,
-    /// Making inputs ready.
+    /// Preparing inputs.
     pub compute_input: DurationStat,
     /// On the device.
     pub compute_infer: DurationStat,
-    /// Making outputs ready.
+    /// Preparing outputs.
     pub compute_output: DurationStat,
-    /// Answers from a cache.
+    /// Responses from a cache.
     pub cache_hit: DurationStat,
-    /// Answers that a cache did not have.
+    /// Responses that were not cached.
     pub cache_miss: DurationStat,
 }
 
@@ -116,34 +116,34 @@ pub struct InferenceStats {
 pub struct BatchStats {
     /// The batch size.
     pub batch_size: u64,
-    /// Making inputs ready.
+    /// Preparing inputs.
     pub compute_input: DurationStat,
     /// On the device.
     pub compute_infer: DurationStat,
-    /// Making outputs ready.
+    /// Preparing outputs.
     pub compute_output: DurationStat,
 }
 
-/// What one version of a model has done.
+/// Statistics of one model version.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ModelStatistics {
     /// The model.
     pub name: String,
     /// The version.
     pub version: String,
-    /// Milliseconds since the epoch of the last answer.
+    /// Unix time of the last reply in milliseconds.
     pub last_inference: u64,
-    /// Inferences done; a batch of n counts n.
+    /// Inferences; a batch of n counts n.
     pub inference_count: u64,
-    /// Executions done; a batch counts once.
+    /// Executions; a batch counts once.
     pub execution_count: u64,
-    /// Where the time went.
+    /// Durations by phase.
     pub inference_stats: InferenceStats,
-    /// The same by batch size.
+    /// Statistics per batch size.
     pub batch_stats: Vec<BatchStats>,
 }
 
-/// The answer to `GET /v2/models/stats`.
+/// The response to `GET /v2/models/stats`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct StatisticsResponse {
     /// One entry per model and version.
@@ -157,43 +157,43 @@ pub struct QueryStageMetadata {
     pub name: String,
     /// Its model.
     pub model: String,
-    /// Whether somebody answers for the model.
+    /// Whether a backend serves the model.
     pub ready: bool,
-    /// Its part of the objective in milliseconds, once that is decided.
+    /// Its latency budget in milliseconds, once it is known.
     pub budget_ms: Option<f64>,
-    /// Requests that a question makes of it.
+    /// Requests to the stage per request to the query.
     pub fan_out: Option<f64>,
-    /// 99 of 100 recent questions spent at most this there, in milliseconds.
+    /// 99th percentile of the recent time in the stage, in milliseconds.
     pub p99_ms: f64,
 }
 
-/// A query: models that feed each other, under one objective.
+/// A query: models that feed each other, under one SLO.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct QueryMetadata {
     /// Its name.
     pub name: String,
-    /// Its objective in milliseconds.
+    /// Its SLO in milliseconds.
     pub slo_ms: f64,
-    /// What it takes.
+    /// Its inputs.
     pub inputs: Vec<String>,
-    /// What it answers.
+    /// Its outputs.
     pub outputs: Vec<String>,
     /// Its stages.
     pub stages: Vec<QueryStageMetadata>,
-    /// Why the objective is only divided evenly, where that is so.
+    /// Why the SLO is split evenly, if it is.
     pub even_because: Option<String>,
-    /// Whether the split is proven best.
+    /// Whether the split is proven optimal.
     pub exact: bool,
-    /// Questions that came here.
+    /// Requests received.
     pub requests: u64,
-    /// Questions answered.
+    /// Requests with outputs.
     pub answered: u64,
-    /// Of those, after the objective.
+    /// Requests with outputs that missed the SLO.
     pub late: u64,
-    /// Questions refused or given up.
+    /// Requests refused or cancelled.
     pub refused: u64,
-    /// 99 of 100 recent answers took at most this, in milliseconds.
+    /// 99th percentile of the recent latency in milliseconds.
     pub p99_ms: f64,
-    /// Of that, outside of models.
+    /// Share of that spent outside of models.
     pub between_p99_ms: f64,
 }

@@ -1,4 +1,4 @@
-//! Request parameters: loosely typed on the wire, checked once, then plain fields.
+//! Request parameters: untyped in the protocol, checked once, then typed fields.
 
 use base::Nanos;
 use model::config::Class;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{ApiError, ApiResult};
 use crate::infer::InferOptions;
 
-/// The most parameters one object may carry.
+/// Maximum number of parameters of one object.
 pub const MAX_PARAMETERS: usize = 256;
 
 /// The value of one parameter.
@@ -25,11 +25,11 @@ pub enum ParameterValue {
     Float(f64),
     /// Text.
     Text(String),
-    /// `null`, which says nothing.
+    /// `null`, which is ignored.
     Null,
 }
 
-/// The parameters of a request, an input or an output, in the order they came.
+/// The parameters of a request, an input or an output, in the order received.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Parameters(pub Vec<(String, ParameterValue)>);
 
@@ -93,8 +93,8 @@ fn unsigned(name: &str, value: &ParameterValue) -> ApiResult<Option<u64>> {
     }
 }
 
-/// Reads the parameters of an inference request. Ones this server does not know are ignored as the
-/// protocol asks, except under its own prefix, where a misspelt name would go unnoticed.
+/// Reads the parameters of an inference request. Unknown ones are ignored as the protocol requires,
+/// except those with this server's prefix: these are refused, because they are misspelt.
 pub fn infer_options(parameters: &Parameters) -> ApiResult<InferOptions> {
     let mut options = InferOptions::default();
     for (name, value) in &parameters.0 {
@@ -110,14 +110,14 @@ pub fn infer_options(parameters: &Parameters) -> ApiResult<InferOptions> {
             _ => {}
         }
     }
-    // The highest priority is how a client that knows nothing of classes asks for real time.
+    // Clients that do not know classes request real time with the highest priority.
     if options.priority == Some(HIGHEST_PRIORITY) && options.class.is_none() {
         options.class = Some(Class::RealTime);
     }
     Ok(options)
 }
 
-/// The priority of requests that wait for nobody; the protocol counts upwards from it.
+/// The highest priority; the protocol counts upwards from it.
 const HIGHEST_PRIORITY: u32 = 1;
 
 fn priority(value: &ParameterValue) -> ApiResult<Option<u32>> {

@@ -1,4 +1,4 @@
-//! The service behind every wire: one node, a fake in a test, or a whole cluster.
+//! The service behind every protocol: a node, a cluster, or a fake in tests.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -16,10 +16,10 @@ use crate::metadata::{
 use crate::proto;
 use crate::trace::TraceContext;
 
-/// The most bytes of a model's name.
+/// Maximum length of a model's name.
 pub const MAX_MODEL_NAME: usize = 128;
 
-/// A model, and perhaps one version of it; the newest one that is ready otherwise.
+/// A model and optionally a version; by default the newest that is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelRef<'a> {
     /// The model's name.
@@ -29,7 +29,7 @@ pub struct ModelRef<'a> {
 }
 
 impl<'a> ModelRef<'a> {
-    /// The model `name` at `version` as the wire spells it; empty means the default.
+    /// Parses `name` and `version` of a request; an empty version means the default.
     pub fn parse(name: &'a str, version: &str) -> ApiResult<ModelRef<'a>> {
         if version.is_empty() {
             return Ok(ModelRef { name, version: None });
@@ -44,7 +44,7 @@ impl<'a> ModelRef<'a> {
     }
 }
 
-/// Checks a name under which a model is to be kept: it becomes part of paths and of URLs.
+/// Checks the name of a model to register: it becomes part of paths and URLs.
 pub fn check_model_name(name: &str) -> ApiResult<()> {
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '-');
     if name.is_empty() || name.len() > MAX_MODEL_NAME || !name.chars().all(plain) {
@@ -58,38 +58,38 @@ pub fn check_model_name(name: &str) -> ApiResult<()> {
     Ok(())
 }
 
-/// What surrounds a request.
+/// Context of a request.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RequestContext {
-    /// The caller's place in a trace.
+    /// The caller's trace context.
     pub trace: Option<TraceContext>,
 }
 
-/// A model to keep from now on.
+/// A request to register a model.
 #[derive(Clone, Debug)]
 pub struct RegisterRequest {
     /// Its name; checked by [`check_model_name`].
     pub name: String,
     /// The ONNX file.
     pub onnx: Bytes,
-    /// Names of the classes it tells apart, in the order of its scores.
+    /// Labels of its classes, in the order of its scores.
     pub labels: Vec<String>,
-    /// How images become its input.
+    /// Pre-processing of images.
     pub preprocessing: Option<Preprocessing>,
     /// The class of its requests.
     pub class: Option<Class>,
-    /// Time within which its requests shall be answered, in milliseconds.
+    /// Its SLO in milliseconds.
     pub slo_ms: Option<u64>,
 }
 
-/// The answer to a [`RegisterRequest`].
+/// The response to a [`RegisterRequest`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Registered {
     /// The model.
     pub name: String,
-    /// The version it got.
+    /// The registered version.
     pub version: String,
-    /// Where it stands.
+    /// Its state.
     pub state: ModelState,
 }
 
@@ -100,14 +100,14 @@ pub struct ClassifyRequest {
     pub model: String,
     /// A JPEG or PNG file.
     pub image: Bytes,
-    /// How many of the best classes to return.
+    /// Number of classes to return.
     pub k: usize,
 }
 
 /// One class and its score.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Prediction {
-    /// The class's name; its number when the model has no labels.
+    /// The class's label; its number if the model has no labels.
     pub label: String,
     /// The class's number.
     pub index: usize,
@@ -115,40 +115,41 @@ pub struct Prediction {
     pub score: f32,
 }
 
-/// The answer to a [`ClassifyRequest`].
+/// The response to a [`ClassifyRequest`].
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Classification {
     /// The model.
     pub model: String,
-    /// The version that answered.
+    /// The version that ran.
     pub version: String,
     /// The best classes, best first.
     pub predictions: Vec<Prediction>,
 }
 
-/// What a service call returns: a future that may be dropped, which gives the work up.
+/// The result of a service call. Dropping the future cancels the work.
 pub type ServiceFuture<'a, T> = Pin<Box<dyn Future<Output = ApiResult<T>> + Send + 'a>>;
 
-/// The answer of a service that walks no stages.
+/// The error of a service without queries.
 fn no_queries<'a, T: Send + 'a>() -> ServiceFuture<'a, T> {
-    let why = "queries are answered by frontends: start with atoll serve --cluster, or atoll cluster frontend";
+    let why = "only frontends run queries: start with atoll serve --cluster, or atoll cluster \
+               frontend";
     Box::pin(std::future::ready(Err(ApiError::new(ErrorKind::Unsupported, why))))
 }
 
-/// Everything REST and gRPC offer.
+/// All operations of REST and gRPC.
 pub trait InferenceService: Send + Sync + 'static {
-    /// Name, version and the extensions that work.
+    /// Name, version and supported extensions.
     fn server_metadata(&self) -> ServerMetadata;
 
-    /// Lends memory for the bodies of requests, where some is better than other.
+    /// The pinned host pool for request bodies, if there is one.
     fn host_pool(&self) -> Option<std::sync::Arc<dyn model::HostPool>> {
         None
     }
 
-    /// Whether inference requests are taken.
+    /// Whether inference requests are accepted.
     fn ready(&self) -> bool;
 
-    /// Whether `model` answers. Fails when there is no such model.
+    /// Whether `model` is ready. An error if it is unknown.
     fn model_ready<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, bool>;
 
     /// The inputs and outputs of `model`.
@@ -165,7 +166,7 @@ pub trait InferenceService: Send + Sync + 'static {
         context: RequestContext,
     ) -> ServiceFuture<'a, InferResponse>;
 
-    /// What models have done; all of them when `model` is `None`.
+    /// Statistics of `model`, or of all models.
     fn statistics<'a>(
         &'a self,
         model: Option<ModelRef<'a>>,
@@ -174,23 +175,24 @@ pub trait InferenceService: Send + Sync + 'static {
     /// Every model of the repository, or only those that are ready.
     fn index(&self, only_ready: bool) -> ServiceFuture<'_, Vec<IndexEntry>>;
 
-    /// Makes the newest version of `model` ready; returns when it is.
+    /// Loads the newest version of `model`; returns when it is ready.
     fn load<'a>(&'a self, model: &'a str) -> ServiceFuture<'a, ()>;
 
-    /// Takes `model` out of service; returns when its last request is done.
+    /// Unloads `model`; returns when its last request is done.
     fn unload<'a>(&'a self, model: &'a str) -> ServiceFuture<'a, ()>;
 
-    /// Keeps a model and makes it ready.
+    /// Registers and loads a model.
     fn register(&self, request: RegisterRequest) -> ServiceFuture<'_, Registered>;
 
-    /// Names what an image shows.
+    /// Classifies an image.
     fn classify(
         &self,
         request: ClassifyRequest,
         context: RequestContext,
     ) -> ServiceFuture<'_, Classification>;
 
-    /// Runs the models of a query once, one stage after another. Dropping the future gives the question up.
+    /// Runs the models of a query once, one stage after another. Dropping the future cancels the
+    /// request.
     fn query_infer<'a>(
         &'a self,
         _query: &'a str,
@@ -205,12 +207,12 @@ pub trait InferenceService: Send + Sync + 'static {
         no_queries()
     }
 
-    /// One query: its stages, how its objective is split, what was seen of it.
+    /// One query: its stages, latency split and statistics.
     fn query<'a>(&'a self, _query: &'a str) -> ServiceFuture<'a, QueryMetadata> {
         no_queries()
     }
 
-    /// Keeps a query, written in TOML or JSON.
+    /// Stores a query, written in TOML or JSON.
     fn put_query<'a>(
         &'a self,
         _query: &'a str,
@@ -219,7 +221,7 @@ pub trait InferenceService: Send + Sync + 'static {
         no_queries()
     }
 
-    /// Forgets a query.
+    /// Deletes a query.
     fn delete_query<'a>(&'a self, _query: &'a str) -> ServiceFuture<'a, ()> {
         no_queries()
     }
@@ -227,7 +229,7 @@ pub trait InferenceService: Send + Sync + 'static {
     /// Appends its metrics in the Prometheus text format.
     fn write_metrics(&self, text: &mut String);
 
-    /// Takes no more work and waits until none is under way, or `false` after `limit`.
+    /// Refuses new requests and waits until none is in flight; `false` after `limit`.
     fn drain(&self, limit: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>>;
 }
 

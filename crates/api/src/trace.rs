@@ -5,14 +5,14 @@ use std::fmt;
 /// The header's name.
 pub const TRACEPARENT: &str = "traceparent";
 
-/// Where a request stands in a distributed trace.
+/// The position of a request in a distributed trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceContext {
     /// The trace, 16 bytes, not all zero.
     pub trace_id: u128,
     /// The caller's span, 8 bytes, not all zero.
     pub parent_id: u64,
-    /// Flags; bit 0 says that the caller records the trace.
+    /// Flags; bit 0: the caller records the trace.
     pub flags: u8,
 }
 

@@ -40,7 +40,8 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::prelude::*;
 
 use crate::args::{Cli, Command};
 use crate::failure::Failure;
@@ -94,16 +95,16 @@ fn run(command: Command) -> Result<(), Failure> {
 
 /// Logs go to standard error, so that standard output stays the command's answer.
 fn start_logging(cli: &Cli) -> Result<(), Failure> {
-    let filter = EnvFilter::try_new(&cli.log)
-        .map_err(|err| Failure::usage(format!("--log {}: {err}", cli.log)))?;
-    let builder = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let filter: Targets =
+        cli.log.parse().map_err(|err| Failure::usage(format!("--log {}: {err}", cli.log)))?;
+    let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal());
+    let registry = tracing_subscriber::registry();
     if cli.log_json {
-        builder.json().init();
+        registry.with(lines.json()).with(filter).init();
     } else {
-        builder.compact().init();
+        registry.with(lines.compact()).with(filter).init();
     }
     Ok(())
 }

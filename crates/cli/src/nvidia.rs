@@ -8,7 +8,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use planner::GpuKind;
-use planner::apply::Place;
+use planner::apply::SliceLocation;
 
 /// Resetting a GPU for MIG takes tens of seconds.
 const ANSWER_WITHIN: Duration = Duration::from_secs(180);
@@ -91,7 +91,7 @@ impl Machine {
     }
 
     /// The identifier of a place that processes are started with.
-    pub(crate) fn uuid_of(&self, place: Place) -> Result<String, String> {
+    pub(crate) fn uuid_of(&self, place: SliceLocation) -> Result<String, String> {
         let found = match place.start {
             Some(_) => self.uuids.get(&place.to_string()).cloned(),
             None => self.gpu(place.gpu).map(|gpu| gpu.uuid.clone()),

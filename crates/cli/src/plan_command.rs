@@ -8,11 +8,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use base::MonotonicClock;
 use indicatif::ProgressBar;
 use planner::plan::GpuFile;
-use planner::replan::steps::{Step, steps};
-use planner::replan::{Costs, replan};
+use planner::replan::steps::{TransitionStep, steps};
+use planner::replan::{ChangeCosts, replan};
 use planner::{
-    Algorithm, Answer, GpuKind, Plan, PlanError, Problem, Profiles, Progress, Rules, Service,
-    Sharing, Watch, certified, check, render,
+    Algorithm, GpuKind, Plan, PlanError, PlanRules, PlannerOutput, Problem, Profiles,
+    SearchControl, SearchProgress, Service, Sharing, certified, check, render,
 };
 use serde::{Deserialize, Serialize};
 
@@ -74,8 +74,8 @@ pub(crate) struct PlanFile {
 struct Outcome {
     problem: Problem,
     faults: Vec<PlanError>,
-    answer: Answer,
-    steps: Option<Vec<Step>>,
+    answer: PlannerOutput,
+    steps: Option<Vec<TransitionStep>>,
 }
 
 /// Runs the command.
@@ -108,21 +108,21 @@ fn solve(args: &PlanArgs) -> Result<Outcome, Failure> {
         true => ProgressBar::new_spinner(),
         false => ProgressBar::hidden(),
     };
-    let mut report = |progress: Progress| {
+    let mut report = |progress: SearchProgress| {
         let gpus = progress.gpus.map_or("-".to_string(), |gpus| gpus.to_string());
         bar.set_message(format!("{}: {gpus} gpus, bound {:.2}", progress.phase, progress.bound));
         bar.tick();
         !stop.load(Ordering::Relaxed)
     };
     let clock = MonotonicClock::new();
-    let mut watch = Watch::new(&clock, &mut report);
+    let mut control = SearchControl::new(&clock, &mut report);
     let (answer, steps) = match &args.from {
         Some(path) => {
-            let (answer, steps) = from_current(&problem, path, &mut watch)?;
+            let (answer, steps) = from_current(&problem, path, &mut control)?;
             (answer, Some(steps))
         }
         None => {
-            (planner::run(&problem, args.algorithm, &mut watch).map_err(Failure::failed)?, None)
+            (planner::run(&problem, args.algorithm, &mut control).map_err(Failure::failed)?, None)
         }
     };
     bar.finish_and_clear();
@@ -160,10 +160,10 @@ fn problem(args: &PlanArgs) -> Result<(Problem, Vec<PlanError>), Failure> {
     };
     // Squishy packing is nothing but sharing.
     let shares = args.sharing == "time" || args.algorithm == Algorithm::Squishy;
-    let rules = Rules {
+    let rules = PlanRules {
         sharing: if shares { Sharing::Time } else { Sharing::None },
         headroom: args.headroom,
-        ..Rules::default()
+        ..PlanRules::default()
     };
     let problem = Problem { gpu, services, profiles, rules };
     let faults = problem.faults();
@@ -188,8 +188,8 @@ fn problem(args: &PlanArgs) -> Result<(Problem, Vec<PlanError>), Failure> {
 fn from_current(
     problem: &Problem,
     path: &Path,
-    watch: &mut Watch<'_>,
-) -> Result<(Answer, Vec<Step>), Failure> {
+    control: &mut SearchControl<'_>,
+) -> Result<(PlannerOutput, Vec<TransitionStep>), Failure> {
     let file: PlanFile = serde_json::from_str(&read(path)?).map_err(|error| {
         let path = path.display();
         Failure::failed(format!("{path} is not a plan as atoll plan --json writes it: {error}"))
@@ -200,13 +200,13 @@ fn from_current(
         return Err(Failure::usage(format!("{path} is a plan for {other}, not for --gpu {kind}")));
     }
     let current = Plan::from_file(problem, &file.plan).map_err(Failure::failed)?;
-    let bound = certified::bound(problem, watch).map_err(Failure::failed)?;
-    let next = replan(problem, &current, &bound.prices, Costs::default(), watch)
+    let bound = certified::bound(problem, control).map_err(Failure::failed)?;
+    let next = replan(problem, &current, &bound.prices, ChangeCosts::default(), control)
         .map_err(Failure::failed)?;
     let steps = steps(problem, &current, &next.plan);
     let gpus = next.gpus();
-    let solution = certified::Solution { plan: next.plan, seconds: watch.seconds(), ..bound };
-    Ok((Answer { gpus, solution }, steps))
+    let solution = certified::Solution { plan: next.plan, seconds: control.seconds(), ..bound };
+    Ok((PlannerOutput { gpus, solution }, steps))
 }
 
 fn print_json(outcome: &Outcome) -> Result<(), Failure> {

@@ -11,7 +11,7 @@ pub mod spec;
 pub mod text;
 
 use planner::PlanError;
-use planner::query::{Split, Stage, split, split_evenly};
+use planner::query::{LatencySplit, SplitStage, split, split_evenly};
 
 use crate::scheduler::placement::{Curve, SLO_SHARE};
 use crate::scheduler::pooling;
@@ -40,14 +40,14 @@ pub fn stage_demands(
     slo_ms: f64,
     evenly: bool,
     pooled: bool,
-) -> Result<Split, PlanError> {
-    let stage = |stage: &QueryStage| Stage {
+) -> Result<LatencySplit, PlanError> {
+    let stage = |stage: &QueryStage| SplitStage {
         name: stage.model.clone(),
         rate: stage.rate,
         curve: costs(&stage.curve, if pooled { stage.rate } else { 0.0 }),
         next: stage.next.clone(),
     };
-    let stages: Vec<Stage> = stages.iter().map(stage).collect();
+    let stages: Vec<SplitStage> = stages.iter().map(stage).collect();
     match evenly {
         true => split_evenly(&stages, slo_ms),
         false => split(&stages, slo_ms, PIECES),

@@ -1,7 +1,10 @@
-//! Plans a services file with nothing but this crate: `plan SERVICES.toml PROFILES.csv GPU [ALGORITHM]`.
+//! Plans a services file with nothing but this crate: `plan SERVICES.toml PROFILES.csv GPU
+//! [ALGORITHM]`.
 
 use base::MonotonicClock;
-use planner::{Algorithm, GpuKind, Problem, Profiles, Rules, Service, Watch, check, render, run};
+use planner::{
+    Algorithm, GpuKind, PlanRules, Problem, Profiles, SearchControl, Service, check, render, run,
+};
 
 #[derive(serde::Deserialize)]
 struct ServicesFile {
@@ -18,14 +21,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         gpu: GpuKind::find(gpu)?,
         services: file.service,
         profiles: Profiles::from_csv(&std::fs::read_to_string(profiles)?)?,
-        rules: Rules::default(),
+        rules: PlanRules::default(),
     };
     let algorithm: Algorithm = rest.first().map_or("certified", String::as_str).parse()?;
     let clock = MonotonicClock::new();
     let mut report = |_| true;
-    let answer = run(&problem, algorithm, &mut Watch::new(&clock, &mut report))?;
-    print!("{}", render::picture(&problem, &answer.solution.plan, false));
-    println!("{} gpus, bound {:.3}", answer.gpus, answer.solution.bound);
-    check(&problem, &answer.solution.plan).iter().for_each(|wrong| println!("rejected: {wrong}"));
+    let output = run(&problem, algorithm, &mut SearchControl::new(&clock, &mut report))?;
+    print!("{}", render::picture(&problem, &output.solution.plan, false));
+    println!("{} gpus, bound {:.3}", output.gpus, output.solution.bound);
+    check(&problem, &output.solution.plan).iter().for_each(|wrong| println!("rejected: {wrong}"));
     Ok(())
 }

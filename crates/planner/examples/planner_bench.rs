@@ -1,18 +1,19 @@
-//! Plans the published scenarios and loads of growing size; prints GPUs, bounds and times, and the growth as a plot.
+//! Plans the published scenarios and growing numbers of services; prints GPUs, bounds and times,
+//! and plots the growth.
 //!
 //! `cargo run --release -p planner --example planner_bench -- PROFILES.csv [GROWTH.svg]`
 
 use std::fmt::Write;
 
 use base::{MonotonicClock, Random};
-use planner::replan::{Costs, replan};
+use planner::replan::{ChangeCosts, replan};
 use planner::squishy::{self, Session};
 use planner::{
-    Algorithm, GpuKind, Problem, Profiles, Rules, Service, Sharing, Watch, algorithm, check, run,
-    scenario,
+    Algorithm, GpuKind, PlanRules, Problem, Profiles, SearchControl, Service, Sharing, algorithm,
+    check, run, scenario,
 };
 
-/// Seconds a size should take at most.
+/// Maximum seconds for a number of services.
 const TARGETS: [(usize, f64); 4] = [(11, 0.05), (1000, 0.2), (10_000, 2.0), (100_000, 30.0)];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -35,7 +36,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-fn problem(profiles: &Profiles, services: &[Service], rules: Rules) -> Result<Problem, String> {
+fn problem(profiles: &Profiles, services: &[Service], rules: PlanRules) -> Result<Problem, String> {
     let gpu = GpuKind::find("a100-80gb").map_err(|error| error.to_string())?;
     Ok(Problem { gpu, services: services.to_vec(), profiles: profiles.clone(), rules })
 }
@@ -45,18 +46,18 @@ fn row(name: &str, label: &str, problem: &Problem, algorithm: Algorithm) -> (f64
     let clock = MonotonicClock::new();
     let mut report = |_| true;
     let headroom = problem.rules.headroom * 100.0;
-    match run(problem, algorithm, &mut Watch::new(&clock, &mut report)) {
-        Ok(answer) => {
+    match run(problem, algorithm, &mut SearchControl::new(&clock, &mut report)) {
+        Ok(output) => {
             let counts_only = matches!(algorithm, Algorithm::GpuletLike | Algorithm::IgniterLike);
-            let accepted = counts_only || check(problem, &answer.solution.plan).is_empty();
+            let accepted = counts_only || check(problem, &output.solution.plan).is_empty();
             println!(
                 "{name:<9} {label:<22} {headroom:>6.0} % {:>9.4}  {} ({:.3}){}",
-                answer.solution.seconds,
-                answer.gpus,
-                answer.solution.bound,
+                output.solution.seconds,
+                output.gpus,
+                output.solution.bound,
                 if accepted { "" } else { "  REJECTED" }
             );
-            (answer.solution.seconds, answer.gpus)
+            (output.solution.seconds, output.gpus)
         }
         Err(error) => {
             println!("{name:<9} {label:<22} {headroom:>6.0} %         -  {error}");
@@ -70,17 +71,17 @@ fn compare(name: &str, profiles: &Profiles, services: &[Service]) -> Result<(), 
         for (label, algorithm) in algorithm::ALGORITHMS {
             let squishy = algorithm == Algorithm::Squishy;
             let sharing = if squishy { Sharing::Time } else { Sharing::None };
-            let rules = Rules { sharing, headroom, ..Rules::default() };
+            let rules = PlanRules { sharing, headroom, ..PlanRules::default() };
             row(name, label, &problem(profiles, services, rules)?, algorithm);
         }
-        let rules = Rules { sharing: Sharing::Time, headroom, ..Rules::default() };
+        let rules = PlanRules { sharing: Sharing::Time, headroom, ..PlanRules::default() };
         let problem = problem(profiles, services, rules)?;
         row(name, "certified, shared", &problem, Algorithm::Certified);
     }
     Ok(())
 }
 
-/// Services against seconds.
+/// Number of services and seconds.
 type Growth = Vec<(usize, f64)>;
 
 /// Without and with shared slices.
@@ -88,14 +89,14 @@ fn grow(profiles: &Profiles) -> Result<(Growth, Growth), String> {
     let (mut growth, mut shared) = (Vec::new(), Vec::new());
     for count in [11, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000] {
         let services = random_services(count, 1);
-        let problem = problem(profiles, &services, Rules::default())?;
+        let problem = problem(profiles, &services, PlanRules::default())?;
         let (seconds, _) = row(&count.to_string(), "certified", &problem, Algorithm::Certified);
         growth.push((count, seconds));
         verdict(count, seconds);
     }
     for count in [11, 100, 1000, 10_000, 100_000] {
         for headroom in [0.0, 0.15] {
-            let rules = Rules { sharing: Sharing::Time, headroom, ..Rules::default() };
+            let rules = PlanRules { sharing: Sharing::Time, headroom, ..PlanRules::default() };
             let problem = problem(profiles, &random_services(count, 1), rules)?;
             let name = count.to_string();
             let (seconds, _) = row(&name, "certified, shared", &problem, Algorithm::Certified);
@@ -125,7 +126,8 @@ fn plot(curves: &[(&str, &str, &Growth)]) -> String {
     let y = |seconds: f64| 260.0 - (seconds.max(1e-4).log10() + 4.0) * 42.0;
     let mut text = String::from(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"680\" height=\"300\" \
-         font-family=\"sans-serif\" font-size=\"11\"><rect width=\"680\" height=\"300\" fill=\"white\"/>\n",
+         font-family=\"sans-serif\" font-size=\"11\">\
+         <rect width=\"680\" height=\"300\" fill=\"white\"/>\n",
     );
     for power in 1..=5 {
         let at = x(10f64.powi(power));
@@ -159,18 +161,19 @@ fn plot(curves: &[(&str, &str, &Growth)]) -> String {
 }
 
 fn change_one_percent(profiles: &Profiles) -> Result<(), Box<dyn std::error::Error>> {
-    let mut problem = problem(profiles, &random_services(10_000, 1), Rules::default())?;
+    let mut problem = problem(profiles, &random_services(10_000, 1), PlanRules::default())?;
     let clock = MonotonicClock::new();
     let mut report = |_| true;
-    let first = run(&problem, Algorithm::Certified, &mut Watch::new(&clock, &mut report))?.solution;
+    let first =
+        run(&problem, Algorithm::Certified, &mut SearchControl::new(&clock, &mut report))?.solution;
     let mut random = Random::new(2);
     for _ in 0..100 {
         let at = random.below(10_000) as usize;
         problem.services[at].rate *= 0.5 + random.unit_f64();
     }
-    let mut watch = Watch::new(&clock, &mut report);
-    let next = replan(&problem, &first.plan, &first.prices, Costs::default(), &mut watch)?;
-    let fresh = run(&problem, Algorithm::Certified, &mut Watch::new(&clock, &mut report))?;
+    let mut control = SearchControl::new(&clock, &mut report);
+    let next = replan(&problem, &first.plan, &first.prices, ChangeCosts::default(), &mut control)?;
+    let fresh = run(&problem, Algorithm::Certified, &mut SearchControl::new(&clock, &mut report))?;
     println!(
         "re-plan of 1 % of 10,000: {:.4} s, {} gpus (fresh {}), {} untouched services moved",
         next.seconds,
@@ -195,14 +198,14 @@ fn sessions() -> Result<(), Box<dyn std::error::Error>> {
     let sessions: Vec<Session> = (0..25).map(session).collect();
     let clock = MonotonicClock::new();
     let mut report = |_| true;
-    let watch = Watch::new(&clock, &mut report);
+    let control = SearchControl::new(&clock, &mut report);
     let greedy = squishy::pack(&sessions)?.len();
     let optimum = squishy::exact::solve(&sessions)?;
     println!(
         "25 sessions: greedy {greedy} gpus, optimum {} (proven at least {}), {:.4} s",
         optimum.nodes.len(),
         optimum.lower_bound,
-        watch.seconds()
+        control.seconds()
     );
     Ok(())
 }

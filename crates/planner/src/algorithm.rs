@@ -1,28 +1,28 @@
-//! Every planner behind one name and one answer, so that they stand side by side on the same load.
+//! All planners behind one function, so that they can be compared on the same services.
 
 use std::str::FromStr;
 
 use crate::baseline::{gpulet_like, igniter_like, mig_serving_like};
 use crate::certified::{self, Solution};
 use crate::error::PlanError;
-use crate::parvagpu::{self, Variant};
-use crate::plan::{Gpu, Plan, Share, Slice};
+use crate::parvagpu::{self, ParvaGpuVariant};
+use crate::plan::{Plan, PlannedGpu, PlannedSlice, ServiceShare};
 use crate::problem::Problem;
+use crate::search_control::SearchControl;
 use crate::squishy::{self, Session};
-use crate::watch::Watch;
 
-/// A way to plan.
+/// A planning algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Algorithm {
-    /// Ours, with a proof.
+    /// The certified planner.
     Certified,
     /// ParvaGPU as published, or a variant.
-    ParvaGpu(Variant),
+    ParvaGpu(ParvaGpuVariant),
     /// Nexus's squishy bin packing on whole GPUs.
     Squishy,
     /// Greedy over MIG patterns, after MIG-serving's fast algorithm.
     MigServingLike,
-    /// Two MPS parts a GPU, after gpulet; counts GPUs only.
+    /// At most two MPS parts per GPU, after gpulet; counts GPUs only.
     GpuletLike,
     /// MPS parts with a reserve, after iGniter; counts GPUs only.
     IgniterLike,
@@ -31,9 +31,9 @@ pub enum Algorithm {
 /// Names on the command line.
 pub const ALGORITHMS: [(&str, Algorithm); 8] = [
     ("certified", Algorithm::Certified),
-    ("parvagpu", Algorithm::ParvaGpu(Variant::Full)),
-    ("parvagpu-single", Algorithm::ParvaGpu(Variant::WithoutMps)),
-    ("parvagpu-unoptimized", Algorithm::ParvaGpu(Variant::WithoutOptimisation)),
+    ("parvagpu", Algorithm::ParvaGpu(ParvaGpuVariant::Full)),
+    ("parvagpu-single", Algorithm::ParvaGpu(ParvaGpuVariant::WithoutMps)),
+    ("parvagpu-unoptimized", Algorithm::ParvaGpu(ParvaGpuVariant::WithoutOptimisation)),
     ("squishy", Algorithm::Squishy),
     ("mig-serving-like", Algorithm::MigServingLike),
     ("gpulet-like", Algorithm::GpuletLike),
@@ -50,25 +50,25 @@ impl FromStr for Algorithm {
     }
 }
 
-/// A planner's answer.
+/// Output of a planner.
 #[derive(Clone, Debug)]
-pub struct Answer {
-    /// The plan with its bound; without slices where the algorithm does not speak MIG.
+pub struct PlannerOutput {
+    /// The plan with its bound; without slices if the algorithm does not use MIG.
     pub solution: Solution,
-    /// GPUs it takes.
+    /// Number of GPUs.
     pub gpus: usize,
 }
 
-/// Plans by the algorithm; the bound comes from the certified planner's prices in every case.
+/// Plans `problem` with `algorithm`. The bound always comes from the certified planner's prices.
 pub fn run(
     problem: &Problem,
     algorithm: Algorithm,
-    watch: &mut Watch<'_>,
-) -> Result<Answer, PlanError> {
+    control: &mut SearchControl<'_>,
+) -> Result<PlannerOutput, PlanError> {
     let plan = match algorithm {
         Algorithm::Certified => {
-            let solution = certified::plan(problem, watch)?;
-            return Ok(Answer { gpus: solution.plan.gpus.len(), solution });
+            let solution = certified::plan(problem, control)?;
+            return Ok(PlannerOutput { gpus: solution.plan.gpus.len(), solution });
         }
         Algorithm::ParvaGpu(variant) => parvagpu::plan(problem, variant)?,
         Algorithm::Squishy => squishy_plan(problem)?,
@@ -76,16 +76,16 @@ pub fn run(
         Algorithm::GpuletLike => count_only(gpulet_like(problem)?.len()),
         Algorithm::IgniterLike => count_only(igniter_like(problem)?.len()),
     };
-    let seconds = watch.seconds();
-    let bound = certified::bound(problem, watch)?;
-    Ok(Answer { gpus: plan.gpus.len(), solution: Solution { plan, seconds, ..bound } })
+    let seconds = control.seconds();
+    let bound = certified::bound(problem, control)?;
+    Ok(PlannerOutput { gpus: plan.gpus.len(), solution: Solution { plan, seconds, ..bound } })
 }
 
 fn count_only(gpus: usize) -> Plan {
-    Plan { gpus: vec![Gpu::default(); gpus] }
+    Plan { gpus: vec![PlannedGpu::default(); gpus] }
 }
 
-/// Squishy packing with each GPU as one slice and one process a service.
+/// Squishy packing with each GPU as one slice and one process per service.
 fn squishy_plan(problem: &Problem) -> Result<Plan, PlanError> {
     problem.validate()?;
     let unsupported = || PlanError::Unsupported {
@@ -110,14 +110,16 @@ fn squishy_plan(problem: &Problem) -> Result<Plan, PlanError> {
         })
         .collect();
     let node = |node: squishy::Node| {
-        let share = |part: &squishy::Part| Share {
+        let share = |part: &squishy::Part| ServiceShare {
             service: part.session,
             batch: part.batch,
             processes: 1,
             rate: part.rate,
         };
         let shares = node.parts.iter().map(share).collect();
-        Gpu { slices: vec![Slice { kind, start: 0, cycle_ms: Some(node.cycle_ms), shares }] }
+        PlannedGpu {
+            slices: vec![PlannedSlice { kind, start: 0, cycle_ms: Some(node.cycle_ms), shares }],
+        }
     };
     Ok(Plan { gpus: squishy::pack(&sessions)?.into_iter().map(node).collect() })
 }

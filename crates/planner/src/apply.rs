@@ -1,7 +1,7 @@
-//! From a plan to what must be done to a machine: which changes, in which order. Nothing is done here.
+//! The changes to a machine that carry out a plan, in order. Nothing is executed here.
 //!
-//! [`changes`] makes the list; [`check_changes`] replays a list without knowing how it was made and says what is wrong
-//! with it. Whoever carries the list out undoes it from the end when something fails.
+//! [`changes`] makes the list; [`check_changes`] replays a list independently and reports
+//! violations. The executor undoes the list from the end if a change fails.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -11,26 +11,26 @@ use serde::{Deserialize, Serialize};
 use crate::gpu::GpuKind;
 use crate::plan::{GpuFile, ShareFile, SliceFile};
 
-/// How slices are cut.
+/// How a GPU is partitioned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Partition {
     /// MIG instances, with an MPS daemon in each.
     Mig,
-    /// One MPS daemon a GPU; a slice is a share of the GPU's threads.
+    /// One MPS daemon per GPU; a slice is a share of the GPU's threads.
     Mps,
 }
 
-/// Where processes run: a slice by its first memory slice, or the whole GPU.
+/// Where processes run: a slice, given by its first memory slice, or the whole GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Place {
+pub struct SliceLocation {
     /// Number of the GPU in the machine.
     pub gpu: u32,
-    /// First memory slice; nothing for the whole GPU.
+    /// First memory slice; `None` for the whole GPU.
     pub start: Option<u8>,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for SliceLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.start {
             Some(start) => write!(f, "gpu{}-{start}", self.gpu),
@@ -43,10 +43,10 @@ impl fmt::Display for Place {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ServerSpec {
     /// Where it runs.
-    pub place: Place,
-    /// The slice it belongs to, by its start.
+    pub place: SliceLocation,
+    /// Start of its slice.
     pub slice: u8,
-    /// Services it serves: one, or all of a slice that they share in turns.
+    /// Services it serves: one, or all of a shared slice.
     pub services: Vec<String>,
     /// Their models, in the same order.
     pub models: Vec<String>,
@@ -54,7 +54,7 @@ pub struct ServerSpec {
     pub batches: Vec<u32>,
     /// Which of the service's processes in this slice, from 0.
     pub process: u32,
-    /// Share of the place's threads in percent.
+    /// Share of the location's threads in percent.
     pub percentage: u32,
 }
 
@@ -62,36 +62,36 @@ pub struct ServerSpec {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Change {
-    /// MIG mode on.
+    /// Enables MIG mode.
     EnableMig {
         /// Number of the GPU.
         gpu: u32,
     },
-    /// A GPU instance with one compute instance.
+    /// Creates a GPU instance with one compute instance.
     CreateSlice {
         /// Where.
-        place: Place,
+        place: SliceLocation,
         /// NVIDIA's identifier of the profile.
         profile_id: u8,
         /// First memory slice.
         start: u8,
     },
-    /// An MPS control daemon.
+    /// Starts an MPS control daemon.
     StartDaemon {
         /// Where.
-        place: Place,
+        place: SliceLocation,
     },
-    /// A server.
+    /// Starts a server.
     StartServer(ServerSpec),
 }
 
-/// Why a plan cannot be carried out.
+/// Why a plan cannot be applied.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ApplyError {
     /// More GPUs in the plan than were named.
     #[error("the plan has {needed} gpus and {given} were named")]
     TooFewGpus {
-        /// GPUs with work.
+        /// GPUs in use.
         needed: usize,
         /// GPUs named.
         given: usize,
@@ -114,7 +114,7 @@ pub enum ApplyError {
     },
 }
 
-/// The changes that carry out `plan` on the machine's GPUs `gpus`, in order.
+/// The changes that apply `plan` to the machine's GPUs `gpus`, in order.
 pub fn changes(
     kind: &GpuKind,
     plan: &[GpuFile],
@@ -135,15 +135,15 @@ pub fn changes(
         if partition == Partition::Mig {
             cuts.push(Change::EnableMig { gpu });
         } else {
-            daemons.push(Change::StartDaemon { place: Place { gpu, start: None } });
+            daemons.push(Change::StartDaemon { place: SliceLocation { gpu, start: None } });
         }
         for slice in &file.slices {
             let facts = slice_kind(kind, slice).ok_or_else(|| unknown(number, slice))?;
             let (place, share) = match partition {
-                Partition::Mig => (Place { gpu, start: Some(slice.start) }, 100),
+                Partition::Mig => (SliceLocation { gpu, start: Some(slice.start) }, 100),
                 Partition::Mps => {
                     let share = 100 * u32::from(facts.gpcs) / u32::from(kind.gpcs);
-                    (Place { gpu, start: None }, share)
+                    (SliceLocation { gpu, start: None }, share)
                 }
             };
             if partition == Partition::Mig {
@@ -188,11 +188,11 @@ fn check_geometry(kind: &GpuKind, gpu: usize, file: &GpuFile) -> Result<(), Appl
     Ok(())
 }
 
-/// The servers of a slice. One that services share in turns has one server, whose scheduler gives the turns.
+/// The servers of a slice. A shared slice has one server, whose scheduler runs the duty cycle.
 fn servers_of(
     gpu: usize,
     slice: &SliceFile,
-    place: Place,
+    place: SliceLocation,
     share: u32,
 ) -> Result<Vec<ServerSpec>, ApplyError> {
     let bad = |what: String| ApplyError::Slice { gpu, start: slice.start, what };
@@ -212,8 +212,8 @@ fn servers_of(
     if slice.services.len() > 1 {
         if let Some(many) = slice.services.iter().find(|one| one.processes > 1) {
             return Err(bad(format!(
-                "'{}' takes turns with others in {} processes; turns are given within one process only: \
-                 plan with --sharing none, or from profiles of one process",
+                "'{}' shares a slice and has {} processes; services that share a slice run in one \
+                 process: plan with --sharing none, or from profiles of one process",
                 many.name, many.processes
             )));
         }
@@ -224,7 +224,7 @@ fn servers_of(
     Ok((0..one.processes).map(|process| spec(&slice.services, process, each)).collect())
 }
 
-/// What is wrong with a list of changes, replayed one by one against the plan.
+/// Violations of a list of changes, replayed one by one against the plan.
 pub fn check_changes(
     kind: &GpuKind,
     plan: &[GpuFile],
@@ -263,13 +263,13 @@ pub fn check_changes(
     replay.wrong
 }
 
-/// The machine as a list of changes leaves it.
+/// State of the machine after a list of changes.
 #[derive(Default)]
 struct Replay {
     mig: BTreeSet<u32>,
     masks: BTreeMap<u32, Vec<u16>>,
-    places: BTreeSet<Place>,
-    daemons: BTreeSet<Place>,
+    places: BTreeSet<SliceLocation>,
+    daemons: BTreeSet<SliceLocation>,
     percent: BTreeMap<String, u32>,
     started: BTreeMap<(String, String), u32>,
     wrong: Vec<String>,
@@ -308,7 +308,7 @@ impl Replay {
         }
     }
 
-    fn cut(&mut self, kind: &GpuKind, place: Place, profile_id: u8, start: u8) {
+    fn cut(&mut self, kind: &GpuKind, place: SliceLocation, profile_id: u8, start: u8) {
         if !self.mig.contains(&place.gpu) {
             self.wrong.push(format!("{place} is made before MIG is on"));
         }
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_come_in_an_order_that_works() {
+    fn changes_are_ordered() {
         let kind = GpuKind::find("a100-80gb").unwrap();
         for partition in [Partition::Mig, Partition::Mps] {
             let list = changes(kind, &plan(), &[3, 5], partition).unwrap();
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn the_checker_sees_what_is_missing_early_or_twice() {
+    fn checker_detects_missing_early_and_duplicate_changes() {
         let kind = GpuKind::find("a100-80gb").unwrap();
         let list = changes(kind, &plan(), &[0, 1], Partition::Mig).unwrap();
         for at in 0..list.len() {
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_carried_out_is_named() {
+    fn inapplicable_plans_are_reported() {
         let kind = GpuKind::find("a100-80gb").unwrap();
         let error = |plan: &[GpuFile], gpus: &[u32]| {
             changes(kind, plan, gpus, Partition::Mig).unwrap_err().to_string()
@@ -394,8 +394,8 @@ mod tests {
         assert!(error(&plan(), &[0]).contains("2 gpus and 1"));
         assert!(error(&plan(), &[0, 0]).contains("named twice"));
         let with = |slices: Vec<SliceFile>| vec![GpuFile { slices }];
-        let turns = with(vec![slice(4, 3, vec![share("b", 2), share("c", 1)])]);
-        assert!(error(&turns, &[0]).contains("'b' takes turns"));
+        let shared = with(vec![slice(4, 3, vec![share("b", 2), share("c", 1)])]);
+        assert!(error(&shared, &[0]).contains("'b' shares a slice"));
         assert!(
             error(&with(vec![slice(2, 3, vec![share("b", 1)])]), &[0]).contains("may not start")
         );

@@ -1,58 +1,60 @@
-//! The certified planner: column generation over service covers and MIG patterns, with a proof beside every plan.
+//! The certified planner: column generation over covers and MIG patterns. Every plan comes with a
+//! proven lower bound on the number of GPUs.
 
 mod assembly;
 pub(crate) mod cover;
 mod dual;
 mod filling;
 pub(crate) mod packing;
-mod parts;
-mod pool;
+mod part_pricing;
 mod rounding;
 mod search;
+mod shared_slices;
 mod sharing;
 
-use self::assembly::{Unit, assemble, units_of};
+use self::assembly::{SliceContents, assemble, units_of};
 use self::cover::{Prices, cheapest};
 use self::dual::{Bound, Groups, ROWS, Rows, Usage, maximise, slice_prices};
-use self::filling::Task;
-use self::packing::{Packed, Packer};
-use self::pool::Pool;
+use self::filling::FillTask;
+use self::packing::{Packed, PatternPacker};
 use self::search::{Gap, total};
-use self::sharing::Sharer;
+use self::shared_slices::SharedSliceBuilder;
+use self::sharing::SharingModel;
 use crate::error::PlanError;
-use crate::gpu::{Counts, KINDS_MAX};
+use crate::gpu::{KINDS_MAX, SliceCounts};
 use crate::plan::Plan;
-use crate::problem::{Demand, Problem, Sharing};
-use crate::watch::Watch;
+use crate::problem::{Problem, ServiceDemand, Sharing};
+use crate::search_control::SearchControl;
 
-/// Plans that are within this share of the bound are not searched further.
+/// Relative gap to the bound at which the search ends.
 const CLOSE_ENOUGH: f64 = 0.0005;
-/// With more services than this, prices of shared slices come from a sample of them, and one start is made.
-const MANY: usize = 200;
-/// One service in so many is in the sample, and so many at least.
-const SAMPLED: usize = 50;
-const SAMPLE_LEAST: usize = 80;
-/// Starts of a plan with shared slices: what a part costs beyond its share, and how much prices follow the balance of
-/// slice kinds. The first is for many services.
+/// With more services than this, prices of shared slices come from a sample of the services, and
+/// only the first entry of `STARTS` is tried.
+const MANY_SERVICES: usize = 200;
+/// The sample has one service in `SAMPLE_DIVISOR`, and at least `SAMPLE_MIN`.
+const SAMPLE_DIVISOR: usize = 50;
+const SAMPLE_MIN: usize = 80;
+/// Parameters of the attempts to build shared slices: the factor on the cost of a part's share, and
+/// how far prices follow the balance of slice kinds. The first one is for many services.
 const STARTS: [(f64, f64); 7] =
     [(1.05, 0.35), (1.0, 0.1), (1.02, 0.6), (1.0, 0.6), (1.02, 0.1), (1.1, 0.0), (1.2, 0.3)];
-/// Filling given patterns is not tried where the bound leaves less than this share of the time unused.
-const HOPELESS: f64 = 0.95;
+/// Patterns are filled only if the bound is at most this share of the GPUs.
+const FILL_BOUND_MAX: f64 = 0.95;
 
-/// A plan and what is proven about it.
+/// A plan with its proven bound.
 #[derive(Clone, Debug)]
 pub struct Solution {
     /// The plan.
     pub plan: Plan,
-    /// No plan has fewer GPUs than this, as the relaxation has it.
+    /// Lower bound on the number of GPUs, from the relaxation.
     pub bound: f64,
     /// The bound as whole GPUs.
     pub lower_bound: usize,
-    /// Prices of the slice kinds, in GPUs, that prove the bound.
+    /// The certificate: prices of the slice kinds, in GPUs, that prove the bound.
     pub prices: [f64; KINDS_MAX],
-    /// Whether the caller's wish to stop cut it short.
+    /// Whether the caller stopped the search.
     pub stopped: bool,
-    /// Seconds it took.
+    /// Duration in seconds.
     pub seconds: f64,
 }
 
@@ -63,13 +65,13 @@ impl Solution {
     }
 }
 
-/// Plans with as few GPUs as it can, and proves how few there must be.
-pub fn plan(problem: &Problem, watch: &mut Watch<'_>) -> Result<Solution, PlanError> {
+/// Plans `problem` on few GPUs and proves a lower bound.
+pub fn plan(problem: &Problem, control: &mut SearchControl<'_>) -> Result<Solution, PlanError> {
     let solver = Solver::new(problem)?;
-    let whole = solver.whole_slices(watch);
+    let whole = solver.whole_slices(control);
     let outcome = match problem.rules.sharing {
         Sharing::None => whole,
-        Sharing::Time => solver.shared_slices(whole, watch),
+        Sharing::Time => solver.shared_slices(whole, control),
     };
     let units = match outcome.units {
         Some(units) => units,
@@ -80,46 +82,46 @@ pub fn plan(problem: &Problem, watch: &mut Watch<'_>) -> Result<Solution, PlanEr
         lower_bound: whole_gpus(outcome.bound),
         bound: outcome.bound,
         prices: outcome.prices,
-        stopped: watch.is_stopped(),
-        seconds: watch.seconds(),
+        stopped: control.is_stopped(),
+        seconds: control.seconds(),
     })
 }
 
-/// The bound alone, with an empty plan.
-pub fn bound(problem: &Problem, watch: &mut Watch<'_>) -> Result<Solution, PlanError> {
+/// Computes the bound only; the plan is empty.
+pub fn bound(problem: &Problem, control: &mut SearchControl<'_>) -> Result<Solution, PlanError> {
     let solver = Solver::new(problem)?;
     let bound = match problem.rules.sharing {
-        Sharing::None => solver.whole_bound(watch),
-        Sharing::Time => solver.shared_bound(&Sharer::new(problem, &solver.demands), watch),
+        Sharing::None => solver.whole_bound(control),
+        Sharing::Time => solver.shared_bound(&SharingModel::new(problem, &solver.demands), control),
     };
     Ok(Solution {
         plan: Plan::default(),
         lower_bound: whole_gpus(bound.value),
         bound: bound.value,
         prices: slice_prices(&bound.prices),
-        stopped: watch.is_stopped(),
-        seconds: watch.seconds(),
+        stopped: control.is_stopped(),
+        seconds: control.seconds(),
     })
 }
 
 struct Solver<'a> {
     problem: &'a Problem,
-    demands: Vec<Demand>,
+    demands: Vec<ServiceDemand>,
     kinds: usize,
-    packer: Packer,
+    packer: PatternPacker,
     groups: Groups,
 }
 
-struct Outcome {
+struct CertifiedOutcome {
     bound: f64,
     prices: Prices,
-    covers: Vec<Counts>,
+    covers: Vec<SliceCounts>,
     packed: Packed,
-    /// Slices with their work, where they are not whole covers.
-    units: Option<Vec<Unit>>,
+    /// Contents of the slices if services share slices; otherwise they follow from `covers`.
+    units: Option<Vec<SliceContents>>,
 }
 
-impl Outcome {
+impl CertifiedOutcome {
     fn gpus(&self) -> usize {
         self.packed.iter().sum::<u32>() as usize
     }
@@ -130,34 +132,36 @@ impl<'a> Solver<'a> {
         problem.validate()?;
         let demands = problem.demands();
         let kinds = problem.gpu.slices.len();
-        let packer = Packer::new(problem.gpu.maximal_patterns(), kinds);
+        let packer = PatternPacker::new(problem.gpu.maximal_patterns(), kinds);
         Ok(Solver { problem, packer, groups: Groups::new(&demands), demands, kinds })
     }
 
-    fn whole_bound(&self, watch: &mut Watch<'_>) -> Bound {
+    fn whole_bound(&self, control: &mut SearchControl<'_>) -> Bound {
         let price = |service: usize, prices: &Rows| whole_usage(&self.demands[service], prices);
         let rows: Vec<usize> = (0..self.kinds).collect();
-        maximise(&self.groups, &price, &self.packer, &rows, start_prices(self.problem), watch)
+        maximise(&self.groups, &price, &self.packer, &rows, start_prices(self.problem), control)
     }
 
-    /// Prices from a sample prove a bound as any do, so one pricing of all services ends it.
-    fn shared_bound(&self, sharer: &Sharer<'_>, watch: &mut Watch<'_>) -> Bound {
-        let price = |service: usize, prices: &Rows| sharer.least(service, prices);
+    /// Any feasible prices prove a bound. So prices from a sample suffice, followed by one pricing
+    /// of all services.
+    fn shared_bound(&self, sharing: &SharingModel<'_>, control: &mut SearchControl<'_>) -> Bound {
+        let price = |service: usize, prices: &Rows| sharing.min_cost(service, prices);
         let rows: Vec<usize> = (0..ROWS).filter(|row| row % KINDS_MAX < self.kinds).collect();
         let start = start_prices(self.problem);
-        if self.demands.len() <= MANY {
-            return maximise(&self.groups, &price, &self.packer, &rows, start, watch);
+        if self.demands.len() <= MANY_SERVICES {
+            return maximise(&self.groups, &price, &self.packer, &rows, start, control);
         }
-        let sample = Groups::sample(&self.demands, SAMPLE_LEAST.max(self.demands.len() / SAMPLED));
-        let bound = maximise(&sample, &price, &self.packer, &rows, start, watch);
+        let sample =
+            Groups::sample(&self.demands, SAMPLE_MIN.max(self.demands.len() / SAMPLE_DIVISOR));
+        let bound = maximise(&sample, &price, &self.packer, &rows, start, control);
         let value = dual::value_at(&self.groups, &price, &bound.prices);
         Bound { value, ..bound }
     }
 
-    /// Every slice has one service.
-    fn whole_slices(&self, watch: &mut Watch<'_>) -> Outcome {
+    /// Solves the problem with one service per slice.
+    fn whole_slices(&self, control: &mut SearchControl<'_>) -> CertifiedOutcome {
         let demands = &self.demands;
-        let bound = self.whole_bound(watch);
+        let bound = self.whole_bound(control);
         let lower_bound = whole_gpus(bound.value);
         let mut covers = rounding::round(demands, &self.groups, &bound);
         let mut packed = self.packer.pack(&total(&covers));
@@ -170,15 +174,17 @@ impl<'a> Solver<'a> {
         loop {
             let gpus = packed.iter().sum::<u32>() as usize;
             let near = (lower_bound as f64 * CLOSE_ENOUGH) as usize;
-            if gpus <= lower_bound + near || !watch.go_on("search", Some(gpus), bound.value) {
+            if gpus <= lower_bound + near
+                || !control.should_continue("search", Some(gpus), bound.value)
+            {
                 break;
             }
-            match gap.close(&mut covers, gpus - 1, watch) {
+            match gap.close(&mut covers, gpus - 1, control) {
                 Some(better) => packed = better,
                 None => break,
             }
         }
-        Outcome {
+        CertifiedOutcome {
             bound: bound.value,
             prices: slice_prices(&bound.prices),
             covers,
@@ -187,22 +193,35 @@ impl<'a> Solver<'a> {
         }
     }
 
-    /// Slices may have several services in turns; never more GPUs than with whole slices.
-    fn shared_slices(&self, whole: Outcome, watch: &mut Watch<'_>) -> Outcome {
-        let sharer = Sharer::new(self.problem, &self.demands);
-        let bound = self.shared_bound(&sharer, watch);
+    /// Solves the problem with duty cycles; never takes more GPUs than `whole`.
+    fn shared_slices(
+        &self,
+        whole: CertifiedOutcome,
+        control: &mut SearchControl<'_>,
+    ) -> CertifiedOutcome {
+        let sharing = SharingModel::new(self.problem, &self.demands);
+        let bound = self.shared_bound(&sharing, control);
         let (value, prices) = (bound.value, slice_prices(&bound.prices));
         let lower_bound = whole_gpus(value);
-        let mut best = Outcome { bound: value, prices, ..whole };
-        let starts = if self.demands.len() <= MANY { &STARTS[..] } else { &STARTS[..1] };
+        let mut best = CertifiedOutcome { bound: value, prices, ..whole };
+        let starts = if self.demands.len() <= MANY_SERVICES { &STARTS[..] } else { &STARTS[..1] };
         for &(strain, balance) in starts {
-            if best.gpus() <= lower_bound || !watch.go_on("sharing", Some(best.gpus()), value) {
+            if best.gpus() <= lower_bound
+                || !control.should_continue("sharing", Some(best.gpus()), value)
+            {
                 break;
             }
-            let pool =
-                Pool::new(self.problem, &sharer, &self.demands, &self.packer, &bound, balance);
+            let builder = SharedSliceBuilder::new(
+                self.problem,
+                &sharing,
+                &self.demands,
+                &self.packer,
+                &bound,
+                balance,
+            );
             let gpus = best.gpus();
-            let Some(slices) = pool.slices(strain, || watch.go_on("sharing", Some(gpus), value))
+            let Some(slices) =
+                builder.slices(strain, || control.should_continue("sharing", Some(gpus), value))
             else {
                 break;
             };
@@ -213,26 +232,32 @@ impl<'a> Solver<'a> {
                 (best.packed, best.units) = (packed, Some(slices));
             }
         }
-        self.fill_patterns(&sharer, &mut best, watch);
+        self.fill_patterns(&sharing, &mut best, control);
         best
     }
 
-    /// With few GPUs, filling given patterns can save another.
-    fn fill_patterns(&self, sharer: &Sharer<'_>, best: &mut Outcome, watch: &mut Watch<'_>) {
+    /// With few GPUs, filling given patterns can save one more.
+    fn fill_patterns(
+        &self,
+        sharing: &SharingModel<'_>,
+        best: &mut CertifiedOutcome,
+        control: &mut SearchControl<'_>,
+    ) {
         let patterns = self.useful_patterns();
         for gpus in (whole_gpus(best.bound)..best.gpus()).rev() {
             let prices = best.prices;
-            let task = Task { sharer, demands: &self.demands, gpus, prices: &prices };
-            if best.bound > HOPELESS * gpus as f64 {
+            let task = FillTask { sharing, demands: &self.demands, gpus, prices: &prices };
+            if best.bound > FILL_BOUND_MAX * gpus as f64 {
                 break;
             }
-            let found = task.fill(&self.packer, &patterns, watch);
+            let found = task.fill(&self.packer, &patterns, control);
             let Some((packed, bins)) = found else { break };
-            (best.packed, best.units) = (packed, Some(sharer.units(&bins)));
+            (best.packed, best.units) = (packed, Some(sharing.units(&bins)));
         }
     }
 
-    /// Patterns without slices that differ from smaller ones only in memory nobody is faster with.
+    /// Patterns without slice kinds that have only more memory than a smaller kind and no service
+    /// is faster on.
     fn useful_patterns(&self) -> Vec<usize> {
         let slices = self.problem.gpu.slices;
         let useless = |kind: usize| {
@@ -247,7 +272,7 @@ impl<'a> Solver<'a> {
             .collect()
     }
 
-    fn units(&self, covers: &[Counts]) -> Vec<Unit> {
+    fn units(&self, covers: &[SliceCounts]) -> Vec<SliceContents> {
         let mut units = Vec::new();
         for (service, cover) in covers.iter().enumerate() {
             let demand = &self.demands[service];
@@ -257,12 +282,12 @@ impl<'a> Solver<'a> {
     }
 }
 
-/// The bound as whole GPUs, less what floating-point numbers may have added.
+/// The bound as whole GPUs, minus the floating-point error.
 fn whole_gpus(bound: f64) -> usize {
     (bound - 1e-6).ceil().max(1.0) as usize
 }
 
-/// Each compute slice at the same price: feasible on every GPU.
+/// The same price for each compute slice: feasible on every GPU kind.
 fn start_prices(problem: &Problem) -> Rows {
     let mut prices = [0.0; ROWS];
     for (kind, slice) in problem.gpu.slices.iter().enumerate() {
@@ -271,13 +296,14 @@ fn start_prices(problem: &Problem) -> Rows {
     prices
 }
 
-/// The bound that given prices prove, without a plan: one pricing of every service.
+/// The bound that `prices` prove, without a plan: verifies a certificate with one pricing of every
+/// service.
 pub fn bound_at(problem: &Problem, prices: &[f64; KINDS_MAX]) -> f64 {
     bound_of(problem, &problem.demands(), prices)
 }
 
-/// The same for demands that are known already.
-pub(crate) fn bound_of(problem: &Problem, demands: &[Demand], prices: &Prices) -> f64 {
+/// Like [`bound_at`], for demands that are already computed.
+pub(crate) fn bound_of(problem: &Problem, demands: &[ServiceDemand], prices: &Prices) -> f64 {
     let groups = Groups::new(demands);
     let mut rows = [0.0; ROWS];
     rows[..KINDS_MAX].copy_from_slice(prices);
@@ -288,14 +314,14 @@ pub(crate) fn bound_of(problem: &Problem, demands: &[Demand], prices: &Prices) -
             dual::value_at(&groups, &price, &prices)
         }
         Sharing::Time => {
-            let sharer = Sharer::new(problem, demands);
-            let price = |service: usize, prices: &Rows| sharer.least(service, prices);
+            let sharing = SharingModel::new(problem, demands);
+            let price = |service: usize, prices: &Rows| sharing.min_cost(service, prices);
             dual::value_at(&groups, &price, &prices)
         }
     }
 }
 
-fn whole_usage(demand: &Demand, prices: &Rows) -> Usage {
+fn whole_usage(demand: &ServiceDemand, prices: &Rows) -> Usage {
     let priced = cheapest(demand, &slice_prices(prices));
     let mut rows = [0.0; ROWS];
     rows.iter_mut().zip(priced.cover).for_each(|(row, count)| *row = f64::from(count));

@@ -1,21 +1,21 @@
-//! The checker: accepts or rejects a plan, and shares no code with the solvers.
+//! The checker: accepts or rejects a plan. It shares no code with the solvers.
 //!
-//! It starts from the raw facts (services, measured points, legal starts) every time, and looks at a plan only.
+//! It uses only the plan, the services, the measured points and the legal starts.
 
 use std::fmt;
 
-use crate::plan::{Plan, Slice};
+use crate::plan::{Plan, PlannedSlice};
 use crate::problem::{Problem, Sharing};
 
 /// Slack for sums of floating-point numbers.
 const TOLERANCE: f64 = 1e-7;
 
-/// One thing that is wrong with a plan.
+/// A rule that a plan violates.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Violation {
-    /// The GPU, where it belongs to one.
+    /// Number of the GPU, if it concerns one.
     pub gpu: Option<usize>,
-    /// What is wrong.
+    /// Description.
     pub what: String,
 }
 
@@ -28,7 +28,7 @@ impl fmt::Display for Violation {
     }
 }
 
-/// Everything that is wrong with `plan`; empty when it is accepted.
+/// All violations of `plan`; empty if it is accepted.
 pub fn check(problem: &Problem, plan: &Plan) -> Vec<Violation> {
     let mut violations = Vec::new();
     let mut served = vec![0.0; problem.services.len()];
@@ -49,7 +49,7 @@ pub fn check(problem: &Problem, plan: &Plan) -> Vec<Violation> {
     violations
 }
 
-fn check_geometry(problem: &Problem, slices: &[Slice], wrong: &mut dyn FnMut(String)) {
+fn check_geometry(problem: &Problem, slices: &[PlannedSlice], wrong: &mut dyn FnMut(String)) {
     let mut taken = vec![false; usize::from(problem.gpu.memory_slices)];
     let mut gpcs = 0;
     for slice in slices {
@@ -76,7 +76,7 @@ fn check_geometry(problem: &Problem, slices: &[Slice], wrong: &mut dyn FnMut(Str
 
 fn check_slice(
     problem: &Problem,
-    slice: &Slice,
+    slice: &PlannedSlice,
     served: &mut [f64],
     wrong: &mut dyn FnMut(String),
 ) {

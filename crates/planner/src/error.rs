@@ -1,14 +1,14 @@
-//! What can be wrong with a request for a plan.
+//! Errors of planning.
 
-/// Why there is no plan.
+/// Why no plan can be made.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum PlanError {
-    /// No such GPU kind.
+    /// The GPU kind is unknown.
     #[error("unknown gpu kind '{name}'; known are {known}")]
     UnknownGpu {
-        /// What was asked for.
+        /// The requested name.
         name: String,
-        /// What there is.
+        /// Known names.
         known: String,
     },
     /// No profile of the service's model.
@@ -31,7 +31,7 @@ pub enum PlanError {
         /// The GPU kind.
         gpu: &'static str,
     },
-    /// A rate that is zero, negative, not a number or beyond reason.
+    /// A rate that is zero, negative, not a number or too large.
     #[error("service '{service}': rate {rate} is not between 0.001 and 1e9 requests a second")]
     BadRate {
         /// The service.
@@ -49,7 +49,8 @@ pub enum PlanError {
     },
     /// No slice meets the SLO.
     #[error(
-        "service '{service}': no slice meets its slo of {slo_ms} ms; the nearest that would do is {nearest_ms:.1} ms"
+        "service '{service}': no slice meets its slo of {slo_ms} ms; the smallest feasible slo is \
+         {nearest_ms:.1} ms"
     )]
     Infeasible {
         /// The service.
@@ -67,7 +68,7 @@ pub enum PlanError {
     },
     /// There is nothing to plan.
     #[error("there are no services to plan")]
-    Nothing,
+    NoServices,
     /// A profile file that cannot be read.
     #[error("profiles, line {line}: {what}")]
     BadProfile {
@@ -76,7 +77,7 @@ pub enum PlanError {
         /// What is wrong with it.
         what: String,
     },
-    /// A plan that refers to something that is not there or overlaps itself.
+    /// A plan with a reference to something unknown, or with overlapping slices.
     #[error("current plan: {what}")]
     BadPlan {
         /// What is wrong with it.

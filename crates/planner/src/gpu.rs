@@ -1,16 +1,16 @@
-//! GPU kinds, their MIG profiles and where those may start: plain facts.
+//! GPU kinds, their MIG profiles and the legal starts of these.
 //!
-//! Sources: NVIDIA's MIG user guide (A30, A100), public `nvidia-smi mig -lgipp` listings (H100) and mig-parted's
-//! default configuration (names and counts of H200 and B200). The starts of H200 and B200 are taken to be H100's
-//! until a machine says otherwise through NVML.
+//! Sources: NVIDIA's MIG user guide (A30, A100), public `nvidia-smi mig -lgipp` listings (H100) and
+//! mig-parted's default configuration (names and counts of H200 and B200). The starts of H200 and
+//! B200 are assumed to be H100's until NVML reports otherwise.
 
 use crate::error::PlanError;
 
-/// The most slice kinds any GPU has; counts are arrays of this length.
+/// Maximum number of slice kinds of a GPU; counts are arrays of this length.
 pub const KINDS_MAX: usize = 6;
 
 /// How many slices of each kind, in the order of [`GpuKind::slices`].
-pub type Counts = [u32; KINDS_MAX];
+pub type SliceCounts = [u32; KINDS_MAX];
 
 /// One MIG profile of a GPU kind.
 #[derive(Debug)]
@@ -23,7 +23,7 @@ pub struct SliceKind {
     pub gpcs: u8,
     /// Memory in gigabytes, as in the name.
     pub memory_gb: u32,
-    /// Memory slices; these are what placements must not overlap in.
+    /// Memory slices; placements must not overlap in these.
     pub memory_slices: u8,
     /// Legal first memory slices.
     pub starts: &'static [u8],
@@ -166,11 +166,12 @@ impl GpuKind {
         self.slices.iter().position(|slice| slice.gpcs == gpcs)
     }
 
-    /// Starts for the slices of `counts` beside what `occupied` already holds, or nothing where they do not fit.
+    /// Starts for the slices of `counts` in addition to the `occupied` memory slices; `None` if
+    /// they do not fit.
     ///
-    /// The search is exact. Larger slices are placed first and at their last legal start first, so that threes take
-    /// slot 4 and leave the slots below to fours, twos and ones.
-    pub fn place(&self, counts: &Counts, occupied: u16) -> Option<Vec<(usize, u8)>> {
+    /// The search is exact. Larger slices are placed first and at their last legal start first, so
+    /// that threes take slot 4 and the slots below stay free for fours, twos and ones.
+    pub fn place(&self, counts: &SliceCounts, occupied: u16) -> Option<Vec<(usize, u8)>> {
         let mut order: Vec<usize> = Vec::new();
         for kind in (0..self.slices.len()).rev() {
             order.extend(std::iter::repeat_n(kind, counts[kind] as usize));
@@ -187,7 +188,7 @@ impl GpuKind {
     fn place_rest(&self, order: &[usize], occupied: u16, placed: &mut Vec<(usize, u8)>) -> bool {
         let Some((&kind, rest)) = order.split_first() else { return true };
         let slice = &self.slices[kind];
-        // A slice of two memory slices or fewer keeps clear of slot 4, which threes need.
+        // A slice of at most two memory slices avoids slot 4, which threes need.
         let mut starts: Vec<u8> = slice.starts.to_vec();
         if slice.memory_slices >= 4 {
             starts.reverse();
@@ -205,8 +206,9 @@ impl GpuKind {
         false
     }
 
-    /// Every multiset of slices that fits one GPU and to which no further slice can be added in any arrangement.
-    pub fn maximal_patterns(&self) -> Vec<Counts> {
+    /// Every multiset of slices that fits one GPU and to which no further slice can be added in any
+    /// arrangement.
+    pub fn maximal_patterns(&self) -> Vec<SliceCounts> {
         let mut found = Vec::new();
         self.grow([0; KINDS_MAX], 0, &mut found);
         let all = found.clone();
@@ -215,7 +217,7 @@ impl GpuKind {
         found
     }
 
-    fn grow(&self, counts: Counts, from: usize, found: &mut Vec<Counts>) {
+    fn grow(&self, counts: SliceCounts, from: usize, found: &mut Vec<SliceCounts>) {
         found.push(counts);
         for kind in from..self.slices.len() {
             let mut more = counts;
@@ -234,7 +236,7 @@ mod tests {
     #[test]
     fn an_a100_has_twelve_maximal_multisets_of_plain_slices() {
         let gpu = GpuKind::find("A100-80GB").unwrap();
-        let plain: Vec<Counts> =
+        let plain: Vec<SliceCounts> =
             gpu.maximal_patterns().into_iter().filter(|counts| counts[1] == 0).collect();
         assert_eq!(plain.len(), 12);
     }

@@ -1,40 +1,42 @@
-//! ParvaGPU (SC'24) as published: triplet decision, demand matching, segment relocation, allocation optimisation.
+//! ParvaGPU (SC'24) as published: triplet decision, demand matching, segment relocation, allocation
+//! optimisation.
 //!
-//! The published maps come out of the authors' own program, which differs from the paper's listings in a few places:
-//! a segment goes to the GPU it leaves the least room on (not the first with room), SLOs are cut to whole
-//! milliseconds, and optimisation places the small segments of one freed segment before it frees the next. Those
-//! places are followed here, for the maps are what must be reproduced. Slots are not: the authors' labels overlap, so
-//! each GPU's multiset of segments gets legal starts at the end, by the preferences of section III.E.
+//! The published maps come out of the authors' own program, which differs from the paper's listings
+//! in a few places: a segment goes to the GPU on which it leaves the fewest free slots (not the
+//! first that fits), SLOs are cut to whole milliseconds, and optimisation places the small segments
+//! of one freed segment before it frees the next. This code follows the program, because it must
+//! reproduce the maps. It does not follow the slots: the authors' labels overlap, so each GPU's
+//! multiset of segments gets legal starts at the end, by the preferences of section III.E.
 
 use crate::error::PlanError;
 use crate::gpu::{GpuKind, KINDS_MAX};
-use crate::plan::{Gpu, Plan, Share, Slice};
+use crate::plan::{Plan, PlannedGpu, PlannedSlice, ServiceShare};
 use crate::problem::{Problem, Service};
-use crate::profile::Point;
+use crate::profile::OperatingPoint;
 
 /// The published algorithm or one of its two variants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Variant {
+pub enum ParvaGpuVariant {
     /// All stages.
     Full,
-    /// ParvaGPU-single: one process a segment.
+    /// ParvaGPU-single: one process per segment.
     WithoutMps,
     /// ParvaGPU-unoptimized: no allocation optimisation.
     WithoutOptimisation,
 }
 
-/// GPUs with at most this many compute slices in use are taken apart by the optimisation.
+/// The optimisation splits GPUs with at most this many compute slices in use.
 const FRAGMENTED: u8 = 4;
 
 /// Instance sizes; a segment's size is an index into these.
 const SIZES: [u8; 5] = [1, 2, 3, 4, 7];
 
-/// What the configurator finds for one service.
+/// Result of the configurator for one service.
 struct Configured {
     rate: f32,
     /// Best point of each size.
-    triplets: [Option<Point>; SIZES.len()],
-    /// Size with the most throughput a compute slice.
+    triplets: [Option<OperatingPoint>; SIZES.len()],
+    /// Size with the highest throughput per compute slice.
     optimal: usize,
     optimal_count: usize,
     last: usize,
@@ -48,13 +50,13 @@ struct Segment {
 
 /// A GPU under allocation; the slot is the authors' label, which decides only the order of visits.
 #[derive(Clone, Debug, Default)]
-struct Room {
+struct GpuSlots {
     used: u8,
     slots: [Option<Segment>; 7],
 }
 
-/// Plans as ParvaGPU does.
-pub fn plan(problem: &Problem, variant: Variant) -> Result<Plan, PlanError> {
+/// Plans with ParvaGPU's algorithm.
+pub fn plan(problem: &Problem, variant: ParvaGpuVariant) -> Result<Plan, PlanError> {
     problem.validate()?;
     if problem.gpu.gpcs != 7 {
         return Err(PlanError::Unsupported {
@@ -67,19 +69,19 @@ pub fn plan(problem: &Problem, variant: Variant) -> Result<Plan, PlanError> {
         .iter()
         .map(|service| configure(problem, service, variant))
         .collect::<Result<Vec<_>, _>>()?;
-    let mut rooms = Vec::new();
-    relocate(&configured, &mut rooms);
-    if variant != Variant::WithoutOptimisation {
-        optimise(&configured, &mut rooms);
+    let mut gpus = Vec::new();
+    relocate(&configured, &mut gpus);
+    if variant != ParvaGpuVariant::WithoutOptimisation {
+        optimise(&configured, &mut gpus);
     }
-    rooms.retain(|room| room.used > 0);
-    deploy(problem, &configured, &rooms)
+    gpus.retain(|gpu| gpu.used > 0);
+    deploy(problem, &configured, &gpus)
 }
 
 fn configure(
     problem: &Problem,
     service: &Service,
-    variant: Variant,
+    variant: ParvaGpuVariant,
 ) -> Result<Configured, PlanError> {
     let triplets = decide_triplets(problem, service, variant);
     let rate = service.demand(&problem.rules) as f32;
@@ -99,26 +101,26 @@ fn configure(
     if rate % throughput(optimal) == 0.0 {
         optimal_count -= 1;
     }
-    let left = rate - throughput(optimal) * optimal_count as f32;
-    // The optimal size itself always suffices for what is left.
-    let last = (0..SIZES.len()).find(|&size| left <= throughput(size)).unwrap_or(optimal);
+    let remaining = rate - throughput(optimal) * optimal_count as f32;
+    // The optimal size always suffices for the remaining rate.
+    let last = (0..SIZES.len()).find(|&size| remaining <= throughput(size)).unwrap_or(optimal);
     Ok(Configured { rate, triplets, optimal, optimal_count, last })
 }
 
 fn decide_triplets(
     problem: &Problem,
     service: &Service,
-    variant: Variant,
-) -> [Option<Point>; SIZES.len()] {
+    variant: ParvaGpuVariant,
+) -> [Option<OperatingPoint>; SIZES.len()] {
     let limit_ms = (service.slo_ms.floor() as f32 / 2.0) * problem.rules.slo_share as f32;
     let points = problem.profiles.points(&service.model).unwrap_or_default();
     std::array::from_fn(|size| {
-        let mut best: Option<&Point> = None;
-        let usable = |point: &&Point| {
+        let mut best: Option<&OperatingPoint> = None;
+        let usable = |point: &&OperatingPoint| {
             point.gpcs == SIZES[size]
                 && (point.latency_ms as f32) < limit_ms
                 && point.processes <= problem.rules.processes_max
-                && (variant != Variant::WithoutMps || point.processes == 1)
+                && (variant != ParvaGpuVariant::WithoutMps || point.processes == 1)
         };
         for point in points.iter().filter(usable) {
             if best.is_none_or(|best| point.throughput as f32 > best.throughput as f32) {
@@ -135,34 +137,35 @@ impl Configured {
     }
 }
 
-fn relocate(configured: &[Configured], rooms: &mut Vec<Room>) {
+fn relocate(configured: &[Configured], gpus: &mut Vec<GpuSlots>) {
     let mut segments = Vec::new();
     for (service, found) in configured.iter().enumerate() {
         let optimal = Segment { service, size: found.optimal };
         segments.extend(std::iter::repeat_n(optimal, found.optimal_count));
         segments.push(Segment { service, size: found.last });
     }
-    allocate(segments, rooms);
+    allocate(segments, gpus);
 }
 
 /// Largest first; within a size in the order given.
-fn allocate(mut segments: Vec<Segment>, rooms: &mut Vec<Room>) {
+fn allocate(mut segments: Vec<Segment>, gpus: &mut Vec<GpuSlots>) {
     segments.sort_by_key(|segment| std::cmp::Reverse(SIZES[segment.size]));
     for segment in segments {
         let size = SIZES[segment.size];
-        let best = (0..rooms.len())
-            .filter(|&index| rooms[index].takes(size))
-            .min_by_key(|&index| 7 - rooms[index].used - size);
+        let best = (0..gpus.len())
+            .filter(|&index| gpus[index].takes(size))
+            .min_by_key(|&index| 7 - gpus[index].used - size);
         let index = best.unwrap_or_else(|| {
-            rooms.push(Room::default());
-            rooms.len() - 1
+            gpus.push(GpuSlots::default());
+            gpus.len() - 1
         });
-        rooms[index].put(segment);
+        gpus[index].put(segment);
     }
 }
 
-impl Room {
-    /// Whether a segment of `size` compute slices goes here: there is room, and threes only ever stand at slot 4.
+impl GpuSlots {
+    /// Whether a segment of `size` compute slices fits here: slots are free, and threes start only
+    /// at slot 4.
     fn takes(&self, size: u8) -> bool {
         let three_at_4 = self.slots[4].is_some_and(|segment| SIZES[segment.size] == 3);
         self.used + size <= 7 && self.label(size).is_some() && !(size == 3 && three_at_4)
@@ -188,22 +191,22 @@ impl Room {
     }
 }
 
-/// From the last GPU on, segments of fragmented GPUs are split into small ones that fill holes.
-fn optimise(configured: &[Configured], rooms: &mut Vec<Room>) {
+/// Splits segments of fragmented GPUs, from the last GPU on, into small ones that fill free slots.
+fn optimise(configured: &[Configured], gpus: &mut Vec<GpuSlots>) {
     let mut freed = vec![0f32; configured.len()];
-    for index in (0..rooms.len()).rev() {
-        if rooms[index].used > FRAGMENTED {
+    for index in (0..gpus.len()).rev() {
+        if gpus[index].used > FRAGMENTED {
             continue;
         }
         for slot in 0..7 {
-            let Some(segment) = rooms[index].slots[slot].take() else { continue };
+            let Some(segment) = gpus[index].slots[slot].take() else { continue };
             let found = &configured[segment.service];
-            rooms[index].used -= SIZES[segment.size];
+            gpus[index].used -= SIZES[segment.size];
             let is_optimal = segment.size == found.optimal;
             let size = if is_optimal { found.optimal } else { found.last };
             freed[segment.service] += found.throughput(size);
             let small = small_segments(found, segment.service, &mut freed[segment.service]);
-            allocate(small, rooms);
+            allocate(small, gpus);
         }
     }
 }
@@ -232,11 +235,16 @@ fn small_segments(found: &Configured, service: usize, freed: &mut f32) -> Vec<Se
 }
 
 /// Legal starts for every GPU, and rates up to each service's demand.
-fn deploy(problem: &Problem, configured: &[Configured], rooms: &[Room]) -> Result<Plan, PlanError> {
-    let mut left: Vec<f64> = problem.services.iter().map(|s| s.demand(&problem.rules)).collect();
+fn deploy(
+    problem: &Problem,
+    configured: &[Configured],
+    gpus: &[GpuSlots],
+) -> Result<Plan, PlanError> {
+    let mut remaining: Vec<f64> =
+        problem.services.iter().map(|s| s.demand(&problem.rules)).collect();
     let mut plan = Plan::default();
-    for room in rooms {
-        let mut segments: Vec<Segment> = room.slots.iter().flatten().copied().collect();
+    for gpu in gpus {
+        let mut segments: Vec<Segment> = gpu.slots.iter().flatten().copied().collect();
         segments.sort_by_key(|segment| std::cmp::Reverse(segment.size));
         let starts = starts(problem.gpu, &segments).ok_or_else(|| PlanError::Unsupported {
             algorithm: "parvagpu",
@@ -245,14 +253,14 @@ fn deploy(problem: &Problem, configured: &[Configured], rooms: &[Room]) -> Resul
         let mut slices = Vec::new();
         for (segment, (kind, start)) in segments.iter().zip(starts) {
             let Some(point) = &configured[segment.service].triplets[segment.size] else { continue };
-            let rate = left[segment.service].min(point.throughput);
-            left[segment.service] -= rate;
-            let Point { batch, processes, .. } = *point;
-            let share = Share { service: segment.service, batch, processes, rate };
-            slices.push(Slice { kind, start, cycle_ms: None, shares: vec![share] });
+            let rate = remaining[segment.service].min(point.throughput);
+            remaining[segment.service] -= rate;
+            let OperatingPoint { batch, processes, .. } = *point;
+            let share = ServiceShare { service: segment.service, batch, processes, rate };
+            slices.push(PlannedSlice { kind, start, cycle_ms: None, shares: vec![share] });
         }
         slices.sort_by_key(|slice| slice.start);
-        plan.gpus.push(Gpu { slices });
+        plan.gpus.push(PlannedGpu { slices });
     }
     debug_assert!(configured.iter().all(|found| found.rate > 0.0));
     Ok(plan)

@@ -1,4 +1,4 @@
-//! The answer: which slices stand where on which GPU, and what runs in them.
+//! A plan: the slices of each GPU and the services that run in them.
 
 use std::collections::BTreeMap;
 
@@ -7,44 +7,44 @@ use serde::{Deserialize, Serialize};
 use crate::error::PlanError;
 use crate::problem::Problem;
 
-/// A service's part of a slice.
+/// A service's share of a slice.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Share {
+pub struct ServiceShare {
     /// Index of the service in the problem.
     pub service: usize,
-    /// Requests a process takes at once.
+    /// Batch size of a process.
     pub batch: u32,
-    /// Processes side by side.
+    /// Number of processes.
     pub processes: u32,
-    /// Requests a second sent here.
+    /// Requests per second routed to it.
     pub rate: f64,
 }
 
 /// One slice of a GPU.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Slice {
+pub struct PlannedSlice {
     /// Index into the GPU kind's slices.
     pub kind: usize,
     /// First memory slice.
     pub start: u8,
-    /// Length of the duty cycle in milliseconds where several services take turns.
+    /// Length of the duty cycle in milliseconds if several services share the slice.
     pub cycle_ms: Option<f64>,
-    /// What runs in it.
-    pub shares: Vec<Share>,
+    /// Services that run in it.
+    pub shares: Vec<ServiceShare>,
 }
 
 /// One GPU.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Gpu {
+pub struct PlannedGpu {
     /// Its slices, by start.
-    pub slices: Vec<Slice>,
+    pub slices: Vec<PlannedSlice>,
 }
 
 /// A whole plan.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
     /// The GPUs in use.
-    pub gpus: Vec<Gpu>,
+    pub gpus: Vec<PlannedGpu>,
 }
 
 impl Plan {
@@ -55,14 +55,14 @@ impl Plan {
 
     /// The plan with names in place of indices, for files.
     pub fn to_file(&self, problem: &Problem) -> Vec<GpuFile> {
-        let share = |share: &Share| ShareFile {
+        let share = |share: &ServiceShare| ShareFile {
             name: problem.services[share.service].name.clone(),
             model: problem.services[share.service].model.clone(),
             batch: share.batch,
             processes: share.processes,
             rate: share.rate,
         };
-        let slice = |slice: &Slice| SliceFile {
+        let slice = |slice: &PlannedSlice| SliceFile {
             start: slice.start,
             size: problem.gpu.slices[slice.kind].gpcs,
             profile: problem.gpu.slices[slice.kind].name.to_string(),
@@ -75,8 +75,8 @@ impl Plan {
             .collect()
     }
 
-    /// The plan of a file against a problem. Parts of services the problem does not have are left out; what is
-    /// illegal in itself is an error.
+    /// Reads the plan of a file for `problem`. Shares of unknown services are dropped; an illegal
+    /// plan is an error.
     pub fn from_file(problem: &Problem, gpus: &[GpuFile]) -> Result<Plan, PlanError> {
         let index: BTreeMap<&str, usize> =
             problem.services.iter().enumerate().map(|(i, s)| (s.name.as_str(), i)).collect();
@@ -108,20 +108,21 @@ impl Plan {
                     if !legal || share.batch == 0 || share.processes == 0 {
                         let ShareFile { name, batch, processes, rate, .. } = share;
                         return Err(bad(&format!(
-                            "'{name}' cannot run with batch {batch} and {processes} processes at {rate} requests/s"
+                            "'{name}' cannot run with batch {batch} and {processes} processes at \
+                             {rate} requests/s"
                         )));
                     }
                 }
                 let shares = slice.services.iter().filter_map(|share| {
                     let service = *index.get(share.name.as_str())?;
                     let ShareFile { batch, processes, rate, .. } = *share;
-                    Some(Share { service, batch, processes, rate })
+                    Some(ServiceShare { service, batch, processes, rate })
                 });
-                let shares: Vec<Share> = shares.collect();
+                let shares: Vec<ServiceShare> = shares.collect();
                 let (start, cycle_ms) = (slice.start, slice.cycle_ms);
-                slices.push(Slice { kind, start, cycle_ms, shares });
+                slices.push(PlannedSlice { kind, start, cycle_ms, shares });
             }
-            plan.gpus.push(Gpu { slices });
+            plan.gpus.push(PlannedGpu { slices });
         }
         Ok(plan)
     }
@@ -144,10 +145,10 @@ pub struct SliceFile {
     /// NVIDIA's name of the profile.
     #[serde(default)]
     pub profile: String,
-    /// Length of the duty cycle in milliseconds where several services take turns.
+    /// Length of the duty cycle in milliseconds if several services share the slice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cycle_ms: Option<f64>,
-    /// What runs in it.
+    /// Services that run in it.
     pub services: Vec<ShareFile>,
 }
 
@@ -159,10 +160,10 @@ pub struct ShareFile {
     /// Its model; empty in files that do not say.
     #[serde(default)]
     pub model: String,
-    /// Requests a process takes at once.
+    /// Batch size of a process.
     pub batch: u32,
-    /// Processes side by side.
+    /// Number of processes.
     pub processes: u32,
-    /// Requests a second sent here.
+    /// Requests per second routed to it.
     pub rate: f64,
 }

@@ -1,4 +1,4 @@
-//! What is to be planned: services, profiles, a GPU kind and the rules a plan must keep.
+//! The planning problem: services, profiles, a GPU kind and the rules a plan must follow.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,18 +6,18 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::PlanError;
 use crate::gpu::{GpuKind, KINDS_MAX};
-use crate::profile::{Point, Profiles};
+use crate::profile::{OperatingPoint, Profiles};
 
-/// A model that must answer a rate of requests within a time.
+/// A model with a rate and an SLO.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Service {
-    /// Its name, unlike any other's.
+    /// Unique name.
     pub name: String,
-    /// The model, as the profiles call it.
+    /// Name of the model in the profiles.
     pub model: String,
-    /// Requests a second.
+    /// Requests per second.
     pub rate: f64,
-    /// Latency objective in milliseconds.
+    /// SLO in milliseconds.
     pub slo_ms: f64,
 }
 
@@ -25,60 +25,61 @@ pub struct Service {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Sharing {
-    /// A slice has one service.
+    /// A slice runs one service.
     None,
-    /// A slice may serve several in turns, within a duty cycle.
+    /// A slice may run several services in a duty cycle.
     Time,
 }
 
 /// The rules of a plan.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Rules {
-    /// Share of the SLO that waiting and computing together may take. ParvaGPU keeps a tenth back.
+pub struct PlanRules {
+    /// Share of the SLO that waiting and computing together may take. ParvaGPU reserves a tenth.
     pub slo_share: f64,
     /// Capacity beyond the rate, for bursts: 0.15 is 15 % more.
     pub headroom: f64,
     /// Whether services share a slice.
     pub sharing: Sharing,
-    /// Most processes side by side in a slice.
+    /// Maximum number of processes in a slice.
     pub processes_max: u32,
 }
 
-impl Default for Rules {
-    fn default() -> Rules {
-        Rules { slo_share: 0.9, headroom: 0.0, sharing: Sharing::None, processes_max: 5 }
+impl Default for PlanRules {
+    fn default() -> PlanRules {
+        PlanRules { slo_share: 0.9, headroom: 0.0, sharing: Sharing::None, processes_max: 5 }
     }
 }
 
-/// Everything a solver needs.
+/// Input of a solver.
 #[derive(Clone, Debug)]
 pub struct Problem {
-    /// The GPUs to plan for; as many as it takes.
+    /// The GPU kind; the number of GPUs is not limited.
     pub gpu: &'static GpuKind,
     /// The services.
     pub services: Vec<Service>,
     /// The operating points of their models.
     pub profiles: Profiles,
     /// The rules.
-    pub rules: Rules,
+    pub rules: PlanRules,
 }
 
 impl Service {
-    /// Milliseconds that waiting and computing together may take.
-    pub fn limit_ms(&self, rules: &Rules) -> f64 {
+    /// Limit for waiting and computing together, in milliseconds.
+    pub fn limit_ms(&self, rules: &PlanRules) -> f64 {
         self.slo_ms * rules.slo_share
     }
 
-    /// Requests a second to have capacity for.
-    pub fn demand(&self, rules: &Rules) -> f64 {
+    /// Requests per second to provide capacity for.
+    pub fn demand(&self, rules: &PlanRules) -> f64 {
         self.rate * (1.0 + rules.headroom)
     }
 }
 
 impl Problem {
-    /// Whether a point may have a slice of that kind for itself: a request that just missed a batch waits for one
-    /// batch and is computed in the next, so twice the latency must stay below the limit.
-    pub fn fits_alone(&self, service: &Service, kind: usize, point: &Point) -> bool {
+    /// Whether a point may run alone on a slice of that kind: a request that just missed a batch
+    /// waits for one batch and is computed in the next, so twice the latency must stay below the
+    /// limit.
+    pub fn fits_alone(&self, service: &Service, kind: usize, point: &OperatingPoint) -> bool {
         let slice = &self.gpu.slices[kind];
         point.gpcs == slice.gpcs
             && point.processes <= self.rules.processes_max
@@ -86,7 +87,7 @@ impl Problem {
             && point.latency_ms < service.limit_ms(&self.rules) / 2.0
     }
 
-    /// What is wrong with each service, if anything; the others can be planned without them.
+    /// Errors of the services that cannot be planned.
     pub fn faults(&self) -> Vec<(usize, PlanError)> {
         let mut names = BTreeSet::new();
         let mut faults = Vec::new();
@@ -126,12 +127,14 @@ impl Problem {
             let (model, gpu) = (service.model.clone(), self.gpu.name);
             return Some(PlanError::NoPoint { service: name, model, gpu });
         }
-        // The limit is strict, so the nearest SLO lies one step of a tenth above the exact quotient.
+        // The limit is strict, so the nearest SLO lies one step of a tenth above the exact
+        // quotient.
         let nearest_ms = ((fastest * 2.0 / self.rules.slo_share) * 10.0).floor() / 10.0 + 0.1;
         Some(PlanError::Infeasible { service: name, slo_ms: service.slo_ms, nearest_ms })
     }
 
-    /// The problem without its faulty services, and their faults; an error when nothing is left.
+    /// The problem without the services that cannot be planned, and their errors; an error if none
+    /// remains.
     pub fn without_faults(mut self) -> Result<(Problem, Vec<PlanError>), PlanError> {
         let faults = self.faults();
         let faulty: BTreeSet<usize> = faults.iter().map(|(index, _)| *index).collect();
@@ -142,29 +145,29 @@ impl Problem {
         });
         let mut errors: Vec<PlanError> = faults.into_iter().map(|(_, error)| error).collect();
         if self.services.is_empty() {
-            return Err(if errors.is_empty() { PlanError::Nothing } else { errors.remove(0) });
+            return Err(if errors.is_empty() { PlanError::NoServices } else { errors.remove(0) });
         }
         Ok((self, errors))
     }
 
-    /// The first fault, or that there are no services.
+    /// The first error of a service, or [`PlanError::NoServices`].
     pub fn validate(&self) -> Result<(), PlanError> {
         match self.faults().into_iter().next() {
             Some((_, error)) => Err(error),
-            None if self.services.is_empty() => Err(PlanError::Nothing),
+            None if self.services.is_empty() => Err(PlanError::NoServices),
             None => Ok(()),
         }
     }
 
     /// The services in the form solvers work on.
-    pub(crate) fn demands(&self) -> Vec<Demand> {
+    pub(crate) fn demands(&self) -> Vec<ServiceDemand> {
         let mut known: BTreeMap<(&str, u64), Alone> = BTreeMap::new();
         let mut demands = Vec::with_capacity(self.services.len());
         for service in &self.services {
             let alone = known
                 .entry((service.model.as_str(), service.slo_ms.to_bits()))
                 .or_insert_with(|| self.alone(service));
-            demands.push(Demand {
+            demands.push(ServiceDemand {
                 rate: service.demand(&self.rules),
                 limit_ms: service.limit_ms(&self.rules),
                 throughput: alone.throughput,
@@ -197,23 +200,24 @@ struct Alone {
     point: [u32; KINDS_MAX],
 }
 
-/// A service as solvers see it.
+/// A service in the form solvers work on.
 #[derive(Clone, Debug)]
-pub(crate) struct Demand {
-    /// Requests a second, headroom included.
+pub(crate) struct ServiceDemand {
+    /// Requests per second, including headroom.
     pub(crate) rate: f64,
     /// Milliseconds for waiting and computing.
     pub(crate) limit_ms: f64,
-    /// Requests a second of a slice of each kind of its own; zero where none meets the SLO.
+    /// Requests per second of a whole slice of each kind; zero if none meets the SLO.
     pub(crate) throughput: [f64; KINDS_MAX],
-    /// The point that gives it, as an index into the model's points.
+    /// Index of the point with this throughput among the model's points.
     pub(crate) point: [u32; KINDS_MAX],
 }
 
-/// Services whose models share a prefix, served as one: their rates add up and the tightest SLO holds for all.
+/// Services whose models share a prefix, planned as one service: the sum of their rates, the
+/// tightest of their SLOs.
 ///
-/// `members` are indices of services; the group takes the name and model given, whose profile is that of the shared
-/// prefix with its suffixes.
+/// `members` are indices of services; the group takes the name and model given, whose profile is
+/// that of the shared prefix with its suffixes.
 pub fn merge_prefix_group(
     services: &mut Vec<Service>,
     members: &[usize],

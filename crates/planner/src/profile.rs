@@ -1,4 +1,5 @@
-//! Measured operating points of models: slice, batch and processes to latency, throughput and memory.
+//! Measured operating points of models: slice, batch and processes to latency, throughput and
+//! memory.
 
 use std::collections::BTreeMap;
 
@@ -7,16 +8,16 @@ use serde::{Deserialize, Serialize};
 use crate::error::PlanError;
 use crate::gpu::GpuKind;
 
-/// One measured way to run a model on a slice.
+/// One measured operating point of a model on a slice.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Point {
+pub struct OperatingPoint {
     /// Compute slices of the slice it was measured on.
     pub gpcs: u8,
-    /// Requests a process takes at once.
+    /// Batch size of a process.
     pub batch: u32,
-    /// Processes side by side.
+    /// Number of processes.
     pub processes: u32,
-    /// Requests a second of all processes together.
+    /// Requests per second of all processes together.
     pub throughput: f64,
     /// Latency of a batch in milliseconds, with all processes busy.
     pub latency_ms: f64,
@@ -25,9 +26,9 @@ pub struct Point {
     pub memory_mib: Option<u64>,
 }
 
-impl Point {
-    /// Time in milliseconds after which every process has finished one batch: the larger of the measured latency and
-    /// what the throughput implies, for latencies may have been rounded down.
+impl OperatingPoint {
+    /// Time in milliseconds after which every process has finished one batch: the larger of the
+    /// measured latency and what the throughput implies, for latencies may have been rounded down.
     pub fn turn_ms(&self) -> f64 {
         let implied = f64::from(self.batch * self.processes) / self.throughput * 1000.0;
         self.latency_ms.max(implied)
@@ -42,19 +43,19 @@ impl Point {
 /// The points of every model.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Profiles {
-    models: BTreeMap<String, Vec<Point>>,
+    models: BTreeMap<String, Vec<OperatingPoint>>,
 }
 
-/// Models that a message names.
+/// Maximum number of models named in a message.
 const NAMED_MAX: usize = 12;
 
 const COLUMNS: [&str; 6] =
     ["model", "mig_gpcs", "batch", "procs", "throughput_total_rps", "latency_ms"];
 
 impl Profiles {
-    /// Reads comma-separated text with a header. Needed are the columns `model, mig_gpcs, batch, procs,
-    /// throughput_total_rps, latency_ms`; `memory_mib` and `status` may be there. Rows whose status is not `ok` are
-    /// points that did not run.
+    /// Reads comma-separated text with a header. Required columns are `model, mig_gpcs, batch,
+    /// procs, throughput_total_rps, latency_ms`; `memory_mib` and `status` are optional. Rows whose
+    /// status is not `ok` are points that did not run.
     pub fn from_csv(text: &str) -> Result<Profiles, PlanError> {
         let bad = |line: usize, what: String| PlanError::BadProfile { line, what };
         let mut lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
@@ -86,7 +87,7 @@ impl Profiles {
                         bad(line, format!("{name} '{}' is not a number", cells[column]))
                     })
             };
-            let point = Point {
+            let point = OperatingPoint {
                 gpcs: number(at[1])? as u8,
                 batch: number(at[2])? as u32,
                 processes: number(at[3])? as u32,
@@ -105,7 +106,7 @@ impl Profiles {
     }
 
     /// Adds a point to a model.
-    pub fn push(&mut self, model: &str, point: Point) -> Result<(), String> {
+    pub fn push(&mut self, model: &str, point: OperatingPoint) -> Result<(), String> {
         if point.gpcs == 0 || point.batch == 0 || point.processes == 0 {
             return Err("slice, batch and processes are at least 1".to_string());
         }
@@ -116,8 +117,8 @@ impl Profiles {
         Ok(())
     }
 
-    /// The points of a model; nothing when it is unknown.
-    pub fn points(&self, model: &str) -> Option<&[Point]> {
+    /// The points of a model; `None` if it is unknown.
+    pub fn points(&self, model: &str) -> Option<&[OperatingPoint]> {
         self.models.get(model).map(Vec::as_slice)
     }
 
@@ -136,9 +137,10 @@ impl Profiles {
         }
     }
 
-    /// An upper limit of a point's memory in MiB. Where memory was not measured, the limit follows from what ran: if
-    /// `p` processes of this batch or a larger one fitted a slice, each of them takes at most that slice over `p`.
-    pub fn memory_limit_mib(&self, gpu: &GpuKind, model: &str, point: &Point) -> u64 {
+    /// An upper limit of a point's memory in MiB. Where memory was not measured, the limit follows
+    /// from what ran: if `p` processes of this batch or a larger one fitted a slice, each of them
+    /// takes at most that slice over `p`.
+    pub fn memory_limit_mib(&self, gpu: &GpuKind, model: &str, point: &OperatingPoint) -> u64 {
         if let Some(memory) = point.memory_mib {
             return memory;
         }

@@ -1,39 +1,42 @@
-//! Latency split of a query (Nexus, SOSP'19, section 6.2): one objective for several models that feed each other.
+//! Latency split of a query (Nexus, SOSP'19, section 6.2): one SLO for several models that feed
+//! each other.
 //!
-//! Each stage's budget decides how large its batches may be and so what a request costs there. The split with the
-//! least total cost is found by dynamic programming over pieces of the objective: over series and parallel steps for
-//! trees and every graph made of them (fork-join), over times of the points that are left for others. A graph too
-//! large for that gets a good split and a bound.
+//! The budget of a stage limits its batches and so determines the cost of a request. Dynamic
+//! programming over pieces of the SLO finds the cheapest split: by series and parallel reductions
+//! for trees and fork-join graphs, and over the times of the remaining points for other graphs. A
+//! graph that is too large for this gets a good split and a bound.
 
 mod potential;
 
-use self::potential::Graph;
+use self::potential::LatencyGraph;
 
 use crate::error::PlanError;
 use crate::problem::{Problem, Service};
 
-/// Steps of the exact search through a graph that series and parallel steps do not reduce.
+/// Maximum number of steps of the exact search in a graph that series and parallel reductions do
+/// not reduce.
 const STEPS_MAX: f64 = 2e6;
 
 /// One model of a query.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Stage {
+pub struct SplitStage {
     /// Its name.
     pub name: String,
-    /// Requests a second it gets: the query's rate times what the stages before it yield.
+    /// Requests per second: the query's rate times the yield of the stages before it.
     pub rate: f64,
-    /// What a request a second costs, in GPUs, at each latency budget in milliseconds; budgets rise, costs fall.
+    /// Cost in GPUs of one request per second at each latency budget in milliseconds; budgets
+    /// ascend, costs descend.
     pub curve: Vec<(f64, f64)>,
     /// Stages that take its output.
     pub next: Vec<usize>,
 }
 
-/// A split.
+/// A latency split.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Split {
+pub struct LatencySplit {
     /// Budget of each stage in milliseconds.
     pub budgets_ms: Vec<f64>,
-    /// GPUs all stages take.
+    /// GPUs of all stages together.
     pub cost: f64,
     /// No split at this resolution costs less.
     pub bound: f64,
@@ -41,8 +44,8 @@ pub struct Split {
     pub exact: bool,
 }
 
-impl Stage {
-    /// GPUs within a budget; infinite when it cannot be met.
+impl SplitStage {
+    /// GPUs at a budget; infinite if the budget cannot be met.
     fn cost(&self, budget_ms: f64) -> f64 {
         let met = self.curve.iter().rfind(|(latency, _)| *latency <= budget_ms * (1.0 + 1e-9));
         met.map_or(f64::INFINITY, |(_, cost)| self.rate * cost)
@@ -50,16 +53,16 @@ impl Stage {
 }
 
 /// The best split of `slo_ms` over the stages, in `pieces` equal parts. Stage 0 is the root.
-pub fn split(stages: &[Stage], slo_ms: f64, pieces: usize) -> Result<Split, PlanError> {
+pub fn split(stages: &[SplitStage], slo_ms: f64, pieces: usize) -> Result<LatencySplit, PlanError> {
     split_within(stages, slo_ms, pieces, STEPS_MAX)
 }
 
 fn split_within(
-    stages: &[Stage],
+    stages: &[SplitStage],
     slo_ms: f64,
     pieces: usize,
     steps_max: f64,
-) -> Result<Split, PlanError> {
+) -> Result<LatencySplit, PlanError> {
     let order = topological(stages)?;
     if pieces == 0 || pieces > usize::from(u16::MAX) / 2 {
         return Err(PlanError::BadQuery { what: format!("{pieces} pieces are no resolution") });
@@ -77,28 +80,28 @@ fn split_within(
     if split.cost.is_finite() {
         return Ok(split);
     }
-    let least = longest(stages, &order, |stage| stages[stage].curve.first().map_or(0.0, |c| c.0));
+    let min = longest(stages, &order, |stage| stages[stage].curve.first().map_or(0.0, |c| c.0));
     Err(PlanError::BadQuery {
-        what: format!("its longest path takes {least} ms at least, more than {slo_ms} ms"),
+        what: format!("its longest path takes {min} ms at least, more than {slo_ms} ms"),
     })
 }
 
-fn proven(stages: &[Stage], budgets_ms: Vec<f64>) -> Split {
+fn proven(stages: &[SplitStage], budgets_ms: Vec<f64>) -> LatencySplit {
     let cost = total(stages, &budgets_ms);
-    Split { budgets_ms, cost, bound: cost, exact: true }
+    LatencySplit { budgets_ms, cost, bound: cost, exact: true }
 }
 
-/// The split of a graph of which several parts are left: exact where the steps allow, else as fine as they allow and
-/// improved from there.
+/// The split of a graph that is not reduced to one subgraph: exact if `STEPS_MAX` allows it,
+/// otherwise as fine as it allows and then improved.
 fn split_rest(
-    stages: &[Stage],
+    stages: &[SplitStage],
     order: &[usize],
-    parts: &[Part],
+    parts: &[SubGraph],
     slo_ms: f64,
     pieces: usize,
     steps_max: f64,
-) -> Split {
-    let graph = Graph::new(parts);
+) -> LatencySplit {
+    let graph = LatencyGraph::new(parts);
     let piece = slo_ms / pieces as f64;
     let budgets = |horizon: usize, multiple: usize| {
         let choice = graph.cheapest(horizon, multiple)?;
@@ -126,20 +129,21 @@ fn split_rest(
     }
 }
 
-/// The baseline: the objective over the number of stages of the longest path, the same for all.
-pub fn split_evenly(stages: &[Stage], slo_ms: f64) -> Result<Split, PlanError> {
+/// The baseline: the SLO divided by the number of stages of the longest path, the same budget for
+/// all.
+pub fn split_evenly(stages: &[SplitStage], slo_ms: f64) -> Result<LatencySplit, PlanError> {
     let order = topological(stages)?;
     let depth = longest(stages, &order, |_| 1.0);
     let budgets_ms = vec![slo_ms / depth; stages.len()];
-    Ok(Split { cost: total(stages, &budgets_ms), budgets_ms, bound: 0.0, exact: false })
+    Ok(LatencySplit { cost: total(stages, &budgets_ms), budgets_ms, bound: 0.0, exact: false })
 }
 
-fn total(stages: &[Stage], budgets: &[f64]) -> f64 {
+fn total(stages: &[SplitStage], budgets: &[f64]) -> f64 {
     stages.iter().zip(budgets).map(|(stage, budget)| stage.cost(*budget)).sum()
 }
 
-/// Stages so that each comes before those it feeds; an error for cycles and for stages the root does not reach.
-fn topological(stages: &[Stage]) -> Result<Vec<usize>, PlanError> {
+/// Topological order of the stages; an error for cycles and for stages the root does not reach.
+fn topological(stages: &[SplitStage]) -> Result<Vec<usize>, PlanError> {
     let bad = |what: &str| Err(PlanError::BadQuery { what: what.to_string() });
     if stages.is_empty() {
         return bad("it has no stages");
@@ -170,7 +174,7 @@ fn topological(stages: &[Stage]) -> Result<Vec<usize>, PlanError> {
     Ok(order)
 }
 
-fn longest(stages: &[Stage], order: &[usize], weight: impl Fn(usize) -> f64) -> f64 {
+fn longest(stages: &[SplitStage], order: &[usize], weight: impl Fn(usize) -> f64) -> f64 {
     let mut until = vec![0.0f64; stages.len()];
     let mut longest = 0.0f64;
     for &stage in order {
@@ -181,41 +185,41 @@ fn longest(stages: &[Stage], order: &[usize], weight: impl Fn(usize) -> f64) -> 
     longest
 }
 
-/// A part of the graph between two points, with its least cost for every number of pieces.
-struct Part {
+/// A subgraph between two points, with its minimum cost for every number of pieces.
+struct SubGraph {
     from: usize,
     to: usize,
     costs: Vec<f64>,
-    made_of: MadeOf,
+    composition: Composition,
 }
 
-enum MadeOf {
+enum Composition {
     Stage(usize),
-    /// No time, no cost: a way around, or the way out.
-    Nothing,
-    /// One after the other; with so many pieces for the first.
-    Series(Box<Part>, Box<Part>, Vec<usize>),
-    Parallel(Box<Part>, Box<Part>),
+    /// No time, no cost: a bypass, or the exit.
+    Empty,
+    /// Two in series; with the number of pieces for the first.
+    Series(Box<SubGraph>, Box<SubGraph>, Vec<usize>),
+    Parallel(Box<SubGraph>, Box<SubGraph>),
 }
 
-impl Part {
+impl SubGraph {
     fn unfold(&self, pieces: usize, piece: f64, budgets: &mut [f64]) {
-        match &self.made_of {
-            MadeOf::Stage(stage) => budgets[*stage] = pieces as f64 * piece,
-            MadeOf::Nothing => {}
-            MadeOf::Series(first, second, for_first) => {
+        match &self.composition {
+            Composition::Stage(stage) => budgets[*stage] = pieces as f64 * piece,
+            Composition::Empty => {}
+            Composition::Series(first, second, for_first) => {
                 let share = for_first[pieces];
                 first.unfold(share, piece, budgets);
                 second.unfold(pieces - share, piece, budgets);
             }
-            MadeOf::Parallel(one, other) => {
+            Composition::Parallel(one, other) => {
                 one.unfold(pieces, piece, budgets);
                 other.unfold(pieces, piece, budgets);
             }
         }
     }
 
-    fn in_series(self, second: Part) -> Part {
+    fn in_series(self, second: SubGraph) -> SubGraph {
         let count = self.costs.len();
         let (mut costs, mut for_first) = (vec![f64::INFINITY; count], vec![0; count]);
         for pieces in 0..count {
@@ -227,33 +231,44 @@ impl Part {
             }
         }
         let (from, to) = (self.from, second.to);
-        Part { from, to, costs, made_of: MadeOf::Series(self.into(), second.into(), for_first) }
+        SubGraph {
+            from,
+            to,
+            costs,
+            composition: Composition::Series(self.into(), second.into(), for_first),
+        }
     }
 
-    fn in_parallel(self, other: Part) -> Part {
+    fn in_parallel(self, other: SubGraph) -> SubGraph {
         let costs = self.costs.iter().zip(&other.costs).map(|(a, b)| a + b).collect();
         let (from, to) = (self.from, self.to);
-        Part { from, to, costs, made_of: MadeOf::Parallel(self.into(), other.into()) }
+        SubGraph { from, to, costs, composition: Composition::Parallel(self.into(), other.into()) }
     }
 }
 
-/// Series and parallel steps until none applies; one part is left when the graph is made of them.
-fn reduce(stages: &[Stage], pieces: usize, piece: f64) -> Vec<Part> {
-    // Stage i lies between the points 2i and 2i + 1; the last point is the way out.
+/// Applies series and parallel reductions until none applies; a series-parallel graph becomes one
+/// subgraph.
+fn reduce(stages: &[SplitStage], pieces: usize, piece: f64) -> Vec<SubGraph> {
+    // Stage i lies between the points 2i and 2i + 1; the last point is the exit.
     let out = stages.len() * 2;
     let mut parts = Vec::new();
     for (index, stage) in stages.iter().enumerate() {
         let costs = (0..=pieces).map(|count| stage.cost(count as f64 * piece)).collect();
-        let made_of = MadeOf::Stage(index);
-        parts.push(Part { from: index * 2, to: index * 2 + 1, costs, made_of });
+        let composition = Composition::Stage(index);
+        parts.push(SubGraph { from: index * 2, to: index * 2 + 1, costs, composition });
         let ends = if stage.next.is_empty() { vec![out] } else { Vec::new() };
         for to in stage.next.iter().map(|next| next * 2).chain(ends) {
             let costs = vec![0.0; pieces + 1];
-            parts.push(Part { from: index * 2 + 1, to, costs, made_of: MadeOf::Nothing });
+            parts.push(SubGraph {
+                from: index * 2 + 1,
+                to,
+                costs,
+                composition: Composition::Empty,
+            });
         }
     }
     while parts.len() > 1 {
-        let pair = |parts: &[Part]| {
+        let pair = |parts: &[SubGraph]| {
             for a in 0..parts.len() {
                 for b in 0..parts.len() {
                     let same = parts[a].from == parts[b].from && parts[a].to == parts[b].to;
@@ -282,19 +297,20 @@ fn reduce(stages: &[Stage], pieces: usize, piece: f64) -> Vec<Part> {
     parts
 }
 
-/// Budgets move between stages a piece at a time while that saves.
+/// Moves single pieces between stages while that lowers the cost.
 fn improve(
-    stages: &[Stage],
+    stages: &[SplitStage],
     order: &[usize],
     slo_ms: f64,
     piece: f64,
     mut budgets: Vec<f64>,
     bound: f64,
-) -> Split {
+) -> LatencySplit {
     let fits = |budgets: &[f64]| longest(stages, order, |s| budgets[s]) <= slo_ms * (1.0 + 1e-9);
     let price = |budgets: &[f64]| {
-        // Unmet stages cost more the further they are from being met, so that the search finds its way.
-        let one = |(stage, budget): (&Stage, &f64)| {
+        // Unmet stages cost more the further they are from being met, so that the search has a
+        // gradient.
+        let one = |(stage, budget): (&SplitStage, &f64)| {
             let cost = stage.cost(*budget);
             let needed = stage.curve.first().map_or(0.0, |point| point.0);
             if cost.is_finite() { cost } else { 1e6 * (1.0 + needed - budget) }
@@ -325,11 +341,11 @@ fn improve(
             None => break,
         }
     }
-    Split { cost: total(stages, &budgets), budgets_ms: budgets, bound, exact: false }
+    LatencySplit { cost: total(stages, &budgets), budgets_ms: budgets, bound, exact: false }
 }
 
-/// What a request a second of a model costs, in GPUs, at each latency budget: the planner's own curve under its prices
-/// of slices.
+/// Cost in GPUs of one request per second of a model at each latency budget, under the planner's
+/// prices of slices.
 pub fn curve(problem: &Problem, model: &str, prices: &[f64]) -> Vec<(f64, f64)> {
     let points = problem.profiles.points(model).unwrap_or_default();
     let patient =
@@ -337,16 +353,16 @@ pub fn curve(problem: &Problem, model: &str, prices: &[f64]) -> Vec<(f64, f64)> 
     let mut curve: Vec<(f64, f64)> = Vec::new();
     for (kind, price) in prices.iter().enumerate().take(problem.gpu.slices.len()) {
         for point in points.iter().filter(|point| problem.fits_alone(&patient, kind, point)) {
-            // A tenth of a percent above twice the latency, for the rule is strict.
+            // A tenth of a percent above twice the latency, because the rule is strict.
             let budget = point.latency_ms * 2.0 / problem.rules.slo_share * 1.001;
             curve.push((budget, price / point.throughput));
         }
     }
     curve.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
-    let mut least = f64::INFINITY;
+    let mut min = f64::INFINITY;
     curve.retain(|(_, cost)| {
-        let falls = *cost < least;
-        least = least.min(*cost);
+        let falls = *cost < min;
+        min = min.min(*cost);
         falls
     });
     curve
@@ -356,13 +372,13 @@ pub fn curve(problem: &Problem, model: &str, prices: &[f64]) -> Vec<(f64, f64)> 
 mod tests {
     use super::*;
 
-    fn stage(name: &str, rate: f64, throughputs: &[(f64, f64)], next: &[usize]) -> Stage {
+    fn stage(name: &str, rate: f64, throughputs: &[(f64, f64)], next: &[usize]) -> SplitStage {
         let curve = throughputs.iter().map(|(ms, per_s)| (*ms, 1.0 / per_s)).collect();
-        Stage { name: name.to_string(), rate, curve, next: next.to_vec() }
+        SplitStage { name: name.to_string(), rate, curve, next: next.to_vec() }
     }
 
     /// Models X and Y of section 4.2, figure 3.
-    fn example(gamma: f64) -> Vec<Stage> {
+    fn example(gamma: f64) -> Vec<SplitStage> {
         vec![
             stage("X", 1.0, &[(40.0, 200.0), (50.0, 250.0), (60.0, 300.0)], &[1]),
             stage("Y", gamma, &[(40.0, 300.0), (50.0, 400.0), (60.0, 500.0)], &[]),
@@ -392,7 +408,7 @@ mod tests {
     }
 
     /// All budgets on a grid.
-    fn brute(stages: &[Stage], slo_ms: f64, pieces: usize) -> f64 {
+    fn brute(stages: &[SplitStage], slo_ms: f64, pieces: usize) -> f64 {
         let order = topological(stages).unwrap();
         let mut best = f64::INFINITY;
         let mut counts = vec![0usize; stages.len()];
@@ -409,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn trees_and_fork_joins_are_split_as_brute_force_splits_them() {
+    fn trees_and_fork_joins_match_brute_force() {
         let mut random = base::Random::new(3);
         let shapes: [&[&[usize]]; 4] = [
             &[&[1, 2], &[], &[]],
@@ -419,7 +435,7 @@ mod tests {
         ];
         for _ in 0..30 {
             for shape in shapes {
-                let stages: Vec<Stage> = shape
+                let stages: Vec<SplitStage> = shape
                     .iter()
                     .map(|next| {
                         let mut throughput = 20.0;
@@ -440,8 +456,9 @@ mod tests {
     }
 
     #[test]
-    fn bad_graphs_are_named() {
-        let error = |stages: &[Stage], slo: f64| split(stages, slo, 10).unwrap_err().to_string();
+    fn invalid_graphs_are_reported() {
+        let error =
+            |stages: &[SplitStage], slo: f64| split(stages, slo, 10).unwrap_err().to_string();
         assert!(error(&[], 1.0).contains("no stages"));
         assert!(error(&example(1.0), 50.0).contains("80 ms at least"));
         let points = [(1.0, 1.0)];
@@ -449,8 +466,9 @@ mod tests {
         assert!(error(&circle, 10.0).contains("circle"));
     }
 
-    /// Six stages that series and parallel steps do not reduce: 1 feeds both 3 and 4, and 2 feeds 4.
-    fn bridge(random: &mut base::Random) -> Vec<Stage> {
+    /// Six stages that series and parallel steps do not reduce: 1 feeds both 3 and 4, and 2 feeds
+    /// 4.
+    fn bridge(random: &mut base::Random) -> Vec<SplitStage> {
         let next: [&[usize]; 6] = [&[1, 2], &[3, 4], &[4], &[5], &[5], &[]];
         let one = |next: &&[usize]| {
             let mut throughput = 20.0;
@@ -466,7 +484,7 @@ mod tests {
     }
 
     #[test]
-    fn other_graphs_are_split_as_brute_force_splits_them() {
+    fn irreducible_graphs_match_brute_force() {
         let mut random = base::Random::new(11);
         for _ in 0..12 {
             let stages = bridge(&mut random);
@@ -490,7 +508,8 @@ mod tests {
             above += found.cost / best.cost - 1.0;
             worst = worst.max(found.cost / best.cost - 1.0);
         }
-        // Budgets of such a coarse grid, moved one by one, stay above the best; the bound says by how much at most.
+        // Budgets of such a coarse grid, moved one by one, stay above the best; the bound says by
+        // how much at most.
         println!("above the best by {above:.2} % on average, {:.1} % at most", worst * 100.0);
         assert!(worst < 0.3, "{worst}");
     }

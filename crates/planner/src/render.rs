@@ -1,18 +1,18 @@
-//! A plan as text: a picture for terminals, an SVG, the commands that would set it up, a mig-parted file.
+//! A plan as a terminal drawing, an SVG, setup commands, or a mig-parted file.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use crate::plan::{Gpu, Plan, Share, Slice};
+use crate::plan::{Plan, PlannedGpu, PlannedSlice, ServiceShare};
 use crate::problem::Problem;
-use crate::replan::steps::Step;
+use crate::replan::steps::TransitionStep;
 
 /// Columns of one memory slice in the picture.
 const CELL: usize = 9;
-/// GPUs drawn; the rest is counted.
+/// Maximum number of GPUs drawn; the others are counted.
 const DRAWN_MAX: usize = 64;
 
-/// Slots by service, one line a GPU, coloured by service where the terminal can.
+/// Draws the slots of each GPU on one line, coloured by service if the terminal supports it.
 pub fn picture(problem: &Problem, plan: &Plan, colours: bool) -> String {
     let mut text = String::new();
     for (number, gpu) in plan.gpus.iter().enumerate().take(DRAWN_MAX) {
@@ -35,7 +35,7 @@ pub fn picture(problem: &Problem, plan: &Plan, colours: bool) -> String {
     text
 }
 
-fn block(problem: &Problem, slice: &Slice, width: usize, colours: bool) -> String {
+fn block(problem: &Problem, slice: &PlannedSlice, width: usize, colours: bool) -> String {
     let label = label(problem, slice, width);
     let text = format!("{label:<width$}");
     let first = slice.shares.first().map_or(0, |share| share.service);
@@ -45,8 +45,9 @@ fn block(problem: &Problem, slice: &Slice, width: usize, colours: bool) -> Strin
     }
 }
 
-/// Size and services within a width. Where names are cut off, a shared slice still says how many others it has.
-fn label(problem: &Problem, slice: &Slice, width: usize) -> String {
+/// Size and services within a width. If names are cut off, a shared slice shows the number of
+/// others.
+fn label(problem: &Problem, slice: &PlannedSlice, width: usize) -> String {
     let names: Vec<&str> =
         slice.shares.iter().map(|share| problem.services[share.service].name.as_str()).collect();
     let size = problem.gpu.slices[slice.kind].gpcs;
@@ -60,7 +61,7 @@ fn label(problem: &Problem, slice: &Slice, width: usize) -> String {
     first + &others
 }
 
-/// A light colour of its own for every service, as six hexadecimal digits: viewers differ in what else they read.
+/// A distinct light colour for every service, as six hexadecimal digits, which all viewers read.
 fn colour(service: usize) -> String {
     let hue = (service * 47 % 360) as f64 / 60.0;
     let part = |shift: f64| {
@@ -71,7 +72,7 @@ fn colour(service: usize) -> String {
     format!("#{:02x}{:02x}{:02x}", part(0.0), part(4.0), part(2.0))
 }
 
-/// The same as an SVG.
+/// Draws the plan as an SVG.
 pub fn svg(problem: &Problem, plan: &Plan) -> String {
     let (cell, row) = (90, 28);
     let width = 70 + cell * usize::from(problem.gpu.memory_slices);
@@ -89,7 +90,7 @@ pub fn svg(problem: &Problem, plan: &Plan) -> String {
             let x = 60 + cell * usize::from(slice.start);
             let wide = cell * usize::from(kind.memory_slices) - 3;
             let first = slice.shares.first().map_or(0, |share| share.service);
-            let share = |share: &Share| {
+            let share = |share: &ServiceShare| {
                 let name = &problem.services[share.service].name;
                 let (batch, processes) = (share.batch, share.processes);
                 format!("{name}: batch {batch}, {}, {:.1}/s", count(processes), share.rate)
@@ -141,8 +142,8 @@ pub fn commands(problem: &Problem, plan: &Plan) -> String {
     text
 }
 
-/// The daemon of a slice, and what its processes are started with.
-fn mps(problem: &Problem, gpu: usize, slice: &Slice, text: &mut String) {
+/// The daemon of a slice, and the environment of its processes.
+fn mps(problem: &Problem, gpu: usize, slice: &PlannedSlice, text: &mut String) {
     let kind = problem.gpu.slices[slice.kind].name;
     let uuid = format!("MIG_UUID_GPU{gpu}_START{}", slice.start);
     let pipe = format!("/tmp/atoll-mps/gpu{gpu}-{}", slice.start);
@@ -166,9 +167,9 @@ fn mps(problem: &Problem, gpu: usize, slice: &Slice, text: &mut String) {
     }
 }
 
-/// A configuration for mig-parted. It knows counts, not starts; the driver then chooses starts itself.
+/// A configuration for mig-parted. It has counts, not starts; the driver chooses the starts.
 pub fn mig_parted(problem: &Problem, plan: &Plan) -> String {
-    let counts = |gpu: &Gpu| {
+    let counts = |gpu: &PlannedGpu| {
         let mut counts: BTreeMap<&str, u32> = BTreeMap::new();
         for slice in &gpu.slices {
             *counts.entry(problem.gpu.slices[slice.kind].name).or_default() += 1;
@@ -191,15 +192,15 @@ pub fn mig_parted(problem: &Problem, plan: &Plan) -> String {
     text
 }
 
-/// One line a step.
-pub fn steps(problem: &Problem, steps: &[Step]) -> String {
+/// One line per step.
+pub fn steps(problem: &Problem, steps: &[TransitionStep]) -> String {
     let mut text = String::new();
     for (index, step) in steps.iter().enumerate() {
         let (verb, gpu, slice) = match step {
-            Step::Create { gpu, slice, shadow: true } => ("shadow", gpu, slice),
-            Step::Create { gpu, slice, .. } => ("create", gpu, slice),
-            Step::Route { gpu, slice } => ("route", gpu, slice),
-            Step::Destroy { gpu, slice } => ("destroy", gpu, slice),
+            TransitionStep::Create { gpu, slice, shadow: true } => ("shadow", gpu, slice),
+            TransitionStep::Create { gpu, slice, .. } => ("create", gpu, slice),
+            TransitionStep::Route { gpu, slice } => ("route", gpu, slice),
+            TransitionStep::Destroy { gpu, slice } => ("destroy", gpu, slice),
         };
         let names: Vec<&str> = slice
             .shares
@@ -218,7 +219,8 @@ pub fn steps(problem: &Problem, steps: &[Step]) -> String {
     text
 }
 
-/// Why a service runs as it does: its choices a kind of slice, their price a request, and what it got.
+/// Explains a service: its options per slice kind, their price per request, and its slices in the
+/// plan.
 pub fn explain(problem: &Problem, plan: &Plan, prices: &[f64], service: usize) -> String {
     let about = &problem.services[service];
     let demand = &problem.demands()[service];
@@ -273,11 +275,11 @@ pub fn explain(problem: &Problem, plan: &Plan, prices: &[f64], service: usize) -
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{GpuKind, Point, Profiles, Rules, Service};
+    use crate::{GpuKind, OperatingPoint, PlanRules, Profiles, Service};
 
     fn example() -> (Problem, Plan) {
         let mut profiles = Profiles::default();
-        let point = Point {
+        let point = OperatingPoint {
             gpcs: 3,
             batch: 8,
             processes: 2,
@@ -289,10 +291,10 @@ mod tests {
         let (name, model) = ("a<b".to_string(), "m".to_string());
         let services = vec![Service { name, model, rate: 50.0, slo_ms: 100.0 }];
         let gpu = GpuKind::find("a100-80gb").unwrap();
-        let problem = Problem { gpu, services, profiles, rules: Rules::default() };
-        let shares = vec![Share { service: 0, batch: 8, processes: 2, rate: 50.0 }];
-        let slices = vec![Slice { kind: 3, start: 4, cycle_ms: None, shares }];
-        (problem, Plan { gpus: vec![Gpu { slices }] })
+        let problem = Problem { gpu, services, profiles, rules: PlanRules::default() };
+        let shares = vec![ServiceShare { service: 0, batch: 8, processes: 2, rate: 50.0 }];
+        let slices = vec![PlannedSlice { kind: 3, start: 4, cycle_ms: None, shares }];
+        (problem, Plan { gpus: vec![PlannedGpu { slices }] })
     }
 
     #[test]
@@ -311,7 +313,7 @@ mod tests {
         long.name = "a&very&long&name&that&does&not&fit".to_string();
         problem.services.insert(0, long);
         let slice = &mut plan.gpus[0].slices[0];
-        slice.shares.push(Share { service: 1, batch: 8, processes: 1, rate: 1.0 });
+        slice.shares.push(ServiceShare { service: 1, batch: 8, processes: 1, rate: 1.0 });
         assert_eq!(label(&problem, slice, 10), "3g a&ver+1");
         let text = svg(&problem, &plan);
         assert!(!text.replace("&amp;", "").replace("&lt;", "").contains('&'), "{text}");

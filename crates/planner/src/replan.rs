@@ -1,9 +1,9 @@
-//! From today's plan to one for changed services, with few moves.
+//! Plans changed services with few moves from the current plan.
 //!
-//! Services whose slices still suffice, and of which none is superfluous, stay as they are. The others choose between
-//! their present slices, mended, and a fresh cover, with a price on every change. What is new goes into room that is
-//! free, and only then onto further GPUs. A plan that has drifted too far from its bound gives up its emptiest GPUs
-//! while the budget of moves lasts.
+//! Services whose slices still suffice, none of them superfluous, are not changed. The others
+//! either extend their present slices or get a new cover, with a price on every change. New slices
+//! go onto free slots first, and then onto further GPUs. If the plan is too far above its bound,
+//! the emptiest GPUs are emptied within a budget of moves.
 
 pub mod steps;
 
@@ -11,93 +11,94 @@ use std::collections::BTreeSet;
 
 use crate::certified;
 use crate::certified::cover::{Prices, cheapest};
-use crate::certified::packing::Packer;
+use crate::certified::packing::PatternPacker;
 use crate::error::PlanError;
-use crate::gpu::{Counts, KINDS_MAX};
-use crate::plan::{Gpu, Plan, Share, Slice};
-use crate::problem::{Demand, Problem};
-use crate::watch::Watch;
+use crate::gpu::{KINDS_MAX, SliceCounts};
+use crate::plan::{Plan, PlannedGpu, PlannedSlice, ServiceShare};
+use crate::problem::{Problem, ServiceDemand};
+use crate::search_control::SearchControl;
 
-/// What changes cost, in GPUs.
+/// Costs of changes, in GPUs.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Costs {
-    /// A slice made or destroyed.
+pub struct ChangeCosts {
+    /// Creating or destroying a slice.
     pub geometry: f64,
-    /// A model loaded into a slice.
+    /// Loading a model into a slice.
     pub load: f64,
-    /// A service's rate split over one slice more.
+    /// Spreading a service's rate over one more slice.
     pub split: f64,
     /// Untouched services that may be moved to save GPUs, as a share of all.
     pub moves: f64,
-    /// Share above the bound from which GPUs are emptied at that price.
+    /// Relative gap to the bound above which GPUs are emptied.
     pub drift: f64,
 }
 
-impl Default for Costs {
-    fn default() -> Costs {
-        Costs { geometry: 0.01, load: 0.005, split: 0.001, moves: 0.005, drift: 0.003 }
+impl Default for ChangeCosts {
+    fn default() -> ChangeCosts {
+        ChangeCosts { geometry: 0.01, load: 0.005, split: 0.001, moves: 0.005, drift: 0.003 }
     }
 }
 
-/// Rates met up to this share are met: rates in shared slices are rounded down. Well within the checker's tolerance.
+/// Relative error up to which a rate counts as met, because rates in shared slices are rounded
+/// down. Well within the checker's tolerance.
 const MET: f64 = 5e-8;
 
-/// A plan that grew out of another.
+/// A plan derived from another one.
 #[derive(Clone, Debug)]
 pub struct Replanned {
-    /// The plan; GPU numbers are those of the plan before.
+    /// The plan; GPU numbers are those of the previous plan.
     pub plan: Plan,
     /// Proven lower bound for the changed services.
     pub bound: f64,
-    /// Services whose demand had not changed but that were moved.
+    /// Services that were moved although their demand did not change.
     pub moved: BTreeSet<usize>,
     /// Services that got other slices because their demand changed.
     pub changed: BTreeSet<usize>,
-    /// Seconds it took.
+    /// Duration in seconds.
     pub seconds: f64,
 }
 
 impl Replanned {
-    /// GPUs with work.
+    /// GPUs in use.
     pub fn gpus(&self) -> usize {
         self.plan.gpus.iter().filter(|gpu| !gpu.slices.is_empty()).count()
     }
 }
 
-struct Planner<'a> {
+struct Replanner<'a> {
     problem: &'a Problem,
-    demands: Vec<Demand>,
+    demands: Vec<ServiceDemand>,
     prices: Prices,
-    costs: Costs,
+    costs: ChangeCosts,
     plan: Plan,
-    /// GPU and start of every slice of each service that has it alone.
+    /// GPU and start of every unshared slice, by service.
     slices: Vec<Vec<(usize, u8, usize)>>,
-    /// Requests a second from shared slices.
+    /// Requests per second from shared slices.
     shared: Vec<f64>,
 }
 
-/// Plans anew from `current`; `prices` are those of the last certified plan.
+/// Plans `problem` starting from `current`; `prices` are those of the last certified plan.
 pub fn replan(
     problem: &Problem,
     current: &Plan,
     prices: &[f64; KINDS_MAX],
-    costs: Costs,
-    watch: &mut Watch<'_>,
+    costs: ChangeCosts,
+    control: &mut SearchControl<'_>,
 ) -> Result<Replanned, PlanError> {
     problem.validate()?;
-    let mut planner = Planner::new(problem, current, *prices, costs);
+    let mut planner = Replanner::new(problem, current, *prices, costs);
     let bound = certified::bound_of(problem, &planner.demands, prices);
-    watch.go_on("replan", Some(current.gpus.len()), bound);
+    control.should_continue("replan", Some(current.gpus.len()), bound);
     let (missing, changed) = planner.settle();
     planner.place(missing);
     let moved = planner.consolidate(bound, &changed);
     planner.balance();
-    let seconds = watch.seconds();
+    let seconds = control.seconds();
     Ok(Replanned { plan: planner.plan, bound, moved, changed, seconds })
 }
 
-/// Whether a shared slice's turns still meet everyone's objective.
-fn still_in_time(problem: &Problem, slice: &Slice) -> bool {
+/// Whether the turns of a shared slice still meet all SLOs.
+fn still_in_time(problem: &Problem, slice: &PlannedSlice) -> bool {
     let Some(cycle_ms) = slice.cycle_ms else { return true };
     let gpcs = problem.gpu.slices[slice.kind].gpcs;
     slice.shares.iter().all(|share| {
@@ -113,9 +114,14 @@ fn still_in_time(problem: &Problem, slice: &Slice) -> bool {
     })
 }
 
-impl<'a> Planner<'a> {
-    fn new(problem: &'a Problem, current: &Plan, prices: Prices, costs: Costs) -> Planner<'a> {
-        let mut planner = Planner {
+impl<'a> Replanner<'a> {
+    fn new(
+        problem: &'a Problem,
+        current: &Plan,
+        prices: Prices,
+        costs: ChangeCosts,
+    ) -> Replanner<'a> {
+        let mut planner = Replanner {
             problem,
             demands: problem.demands(),
             prices,
@@ -141,20 +147,21 @@ impl<'a> Planner<'a> {
         planner
     }
 
-    fn capacity(&self, service: usize, cover: &Counts) -> f64 {
+    fn capacity(&self, service: usize, cover: &SliceCounts) -> f64 {
         let throughput = &self.demands[service].throughput;
         (0..KINDS_MAX).map(|kind| f64::from(cover[kind]) * throughput[kind]).sum()
     }
 
-    fn price(&self, cover: &Counts) -> f64 {
+    fn price(&self, cover: &SliceCounts) -> f64 {
         (0..KINDS_MAX).map(|kind| f64::from(cover[kind]) * self.prices[kind]).sum()
     }
 
-    /// Frees what is superfluous or unfit and says which slices are missing for whom, and who changed.
+    /// Frees superfluous and unfit slices. Returns the missing slices of each service, and the
+    /// changed services.
     fn settle(&mut self) -> (Vec<(usize, usize)>, BTreeSet<usize>) {
         let (mut missing, mut changed) = (Vec::new(), BTreeSet::new());
         for service in 0..self.demands.len() {
-            let mut now: Counts = [0; KINDS_MAX];
+            let mut now: SliceCounts = [0; KINDS_MAX];
             self.slices[service].iter().for_each(|(_, _, kind)| now[*kind] += 1);
             let needed = self.demands[service].rate - self.shared[service];
             if needed <= self.demands[service].rate * MET && now == [0; KINDS_MAX] {
@@ -177,12 +184,12 @@ impl<'a> Planner<'a> {
         (missing, changed)
     }
 
-    /// The present slices mended, or a fresh cover where that saves more than the changes cost.
-    fn choose(&self, service: usize, now: &Counts, needed: f64) -> Counts {
+    /// The present slices extended, or a new cover if that saves more than the changes cost.
+    fn choose(&self, service: usize, now: &SliceCounts, needed: f64) -> SliceCounts {
         let demand = &self.demands[service];
-        let met = |cover: &Counts| self.capacity(service, cover) >= needed - demand.rate * MET;
+        let met = |cover: &SliceCounts| self.capacity(service, cover) >= needed - demand.rate * MET;
         let usable = (0..KINDS_MAX).all(|kind| now[kind] == 0 || demand.throughput[kind] > 0.0);
-        let minimal = |cover: &Counts| {
+        let minimal = |cover: &SliceCounts| {
             (0..KINDS_MAX).all(|kind| {
                 let mut less = *cover;
                 less[kind] = less[kind].saturating_sub(1);
@@ -192,10 +199,11 @@ impl<'a> Planner<'a> {
         if usable && met(now) && minimal(now) {
             return *now;
         }
-        let fresh =
-            cheapest(&Demand { rate: needed.max(1e-9), ..demand.clone() }, &self.prices).cover;
-        let mended = self.mend(service, now, needed);
-        let cost = |cover: &Counts| {
+        let new_cover =
+            cheapest(&ServiceDemand { rate: needed.max(1e-9), ..demand.clone() }, &self.prices)
+                .cover;
+        let extended = self.extend_cover(service, now, needed);
+        let cost = |cover: &SliceCounts| {
             let made: u32 = (0..KINDS_MAX).map(|k| cover[k].saturating_sub(now[k])).sum();
             let gone: u32 = (0..KINDS_MAX).map(|k| now[k].saturating_sub(cover[k])).sum();
             let split = cover.iter().sum::<u32>().saturating_sub(now.iter().sum());
@@ -204,16 +212,17 @@ impl<'a> Planner<'a> {
                 + f64::from(made) * self.costs.load
                 + f64::from(split) * self.costs.split
         };
-        if cost(&mended) <= cost(&fresh) { mended } else { fresh }
+        if cost(&extended) <= cost(&new_cover) { extended } else { new_cover }
     }
 
-    fn mend(&self, service: usize, now: &Counts, needed: f64) -> Counts {
+    fn extend_cover(&self, service: usize, now: &SliceCounts, needed: f64) -> SliceCounts {
         let demand = &self.demands[service];
-        let mut cover: Counts =
+        let mut cover: SliceCounts =
             std::array::from_fn(|k| if demand.throughput[k] > 0.0 { now[k] } else { 0 });
         let lacking = needed - self.capacity(service, &cover);
         if lacking > 0.0 {
-            let more = cheapest(&Demand { rate: lacking, ..demand.clone() }, &self.prices).cover;
+            let more =
+                cheapest(&ServiceDemand { rate: lacking, ..demand.clone() }, &self.prices).cover;
             return std::array::from_fn(|kind| cover[kind] + more[kind]);
         }
         let mut kinds: Vec<usize> = (0..KINDS_MAX).collect();
@@ -229,7 +238,7 @@ impl<'a> Planner<'a> {
     }
 
     fn free_one(&mut self, service: usize, kind: usize) {
-        // From the emptiest GPU, so that GPUs become free as a whole.
+        // From the emptiest GPU, so that whole GPUs become free.
         let used = |gpu: usize| self.plan.gpus[gpu].slices.len();
         let at = (0..self.slices[service].len())
             .filter(|&at| self.slices[service][at].2 == kind)
@@ -266,19 +275,20 @@ impl<'a> Planner<'a> {
     fn put(&mut self, gpu: usize, start: u8, kind: usize, service: usize) {
         let points = self.problem.profiles.points(&self.problem.services[service].model);
         let point = &points.unwrap_or_default()[self.demands[service].point[kind] as usize];
-        let share = Share {
+        let share = ServiceShare {
             service,
             batch: point.batch,
             processes: point.processes,
             rate: point.throughput,
         };
         let slices = &mut self.plan.gpus[gpu].slices;
-        slices.push(Slice { kind, start, cycle_ms: None, shares: vec![share] });
+        slices.push(PlannedSlice { kind, start, cycle_ms: None, shares: vec![share] });
         slices.sort_by_key(|slice| slice.start);
         self.slices[service].push((gpu, start, kind));
     }
 
-    /// Largest first, each where it leaves the least room; what finds none is packed onto further GPUs.
+    /// Places slices, largest first, each where it leaves the fewest free slots. Those that do not
+    /// fit are packed onto further GPUs.
     fn place(&mut self, mut missing: Vec<(usize, usize)>) {
         let size = |kind: usize| self.problem.gpu.slices[kind].memory_slices;
         missing.sort_by_key(|(service, kind)| (std::cmp::Reverse(size(*kind)), *service));
@@ -309,10 +319,10 @@ impl<'a> Planner<'a> {
         if homeless.is_empty() {
             return;
         }
-        let mut counts: Counts = [0; KINDS_MAX];
+        let mut counts: SliceCounts = [0; KINDS_MAX];
         homeless.iter().for_each(|(_, kind)| counts[*kind] += 1);
         let packer =
-            Packer::new(self.problem.gpu.maximal_patterns(), self.problem.gpu.slices.len());
+            PatternPacker::new(self.problem.gpu.maximal_patterns(), self.problem.gpu.slices.len());
         let packed = packer.pack(&counts);
         let mut empty: Vec<usize> = (0..self.plan.gpus.len())
             .filter(|&gpu| self.plan.gpus[gpu].slices.is_empty())
@@ -321,7 +331,7 @@ impl<'a> Planner<'a> {
         for (pattern, copies) in packer.patterns.iter().zip(packed) {
             for _ in 0..copies {
                 let gpu = empty.pop().unwrap_or_else(|| {
-                    self.plan.gpus.push(Gpu::default());
+                    self.plan.gpus.push(PlannedGpu::default());
                     self.plan.gpus.len() - 1
                 });
                 for (kind, start) in self.problem.gpu.place(pattern, 0).unwrap_or_default() {
@@ -334,18 +344,19 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// Empties the emptiest GPUs into free room while the plan is too far above its bound and moves are left.
+    /// Moves services off the emptiest GPUs while the plan is too far above its bound and the
+    /// budget of moves lasts.
     fn consolidate(&mut self, bound: f64, changed: &BTreeSet<usize>) -> BTreeSet<usize> {
         let mut moved = BTreeSet::new();
         let budget = (self.demands.len() as f64 * self.costs.moves) as usize;
-        let most = (bound * (1.0 + self.costs.drift)).ceil() as usize;
+        let max_gpus = (bound * (1.0 + self.costs.drift)).ceil() as usize;
         let mut order: Vec<usize> = (0..self.plan.gpus.len())
             .filter(|&gpu| !self.plan.gpus[gpu].slices.is_empty())
             .collect();
         let mut gpus = order.len();
         order.sort_by_key(|&gpu| self.gpcs(gpu));
         for gpu in order {
-            if gpus <= most {
+            if gpus <= max_gpus {
                 break;
             }
             let slices = self.plan.gpus[gpu].slices.clone();
@@ -368,7 +379,7 @@ impl<'a> Planner<'a> {
         moved
     }
 
-    fn empty_into_others(&mut self, gpu: usize, slices: &[Slice]) -> bool {
+    fn empty_into_others(&mut self, gpu: usize, slices: &[PlannedSlice]) -> bool {
         let mut done: Vec<(usize, u8, usize, usize)> = Vec::new();
         let open: Vec<usize> = (0..self.plan.gpus.len())
             .filter(|&other| {
@@ -377,12 +388,13 @@ impl<'a> Planner<'a> {
                     && self.gpcs(other) < self.problem.gpu.gpcs
             })
             .collect();
-        let mut order: Vec<&Slice> = slices.iter().collect();
+        let mut order: Vec<&PlannedSlice> = slices.iter().collect();
         order.sort_by_key(|s| std::cmp::Reverse(self.problem.gpu.slices[s.kind].memory_slices));
         for slice in order {
             let service = slice.shares[0].service;
-            let room = open.iter().find_map(|&other| Some((other, self.start(other, slice.kind)?)));
-            let Some((other, start)) = room else {
+            let available =
+                open.iter().find_map(|&other| Some((other, self.start(other, slice.kind)?)));
+            let Some((other, start)) = available else {
                 for (other, start, _, service) in done {
                     self.plan.gpus[other].slices.retain(|slice| slice.start != start);
                     self.slices[service].retain(|at| (at.0, at.1) != (other, start));
@@ -400,7 +412,7 @@ impl<'a> Planner<'a> {
         true
     }
 
-    /// Each service's rate over its slices, in proportion to what they can do.
+    /// Distributes each service's rate over its slices in proportion to their throughput.
     fn balance(&mut self) {
         let mut capacity = vec![0.0; self.demands.len()];
         for (service, slices) in self.slices.iter().enumerate() {

@@ -1,4 +1,5 @@
-//! The scenarios S1 to S6 of ParvaGPU (SC'24, table IV; the values are those of the authors' repository).
+//! The scenarios S1 to S6 of ParvaGPU (SC'24, table IV; the values are those of the authors'
+//! repository).
 
 use crate::problem::Service;
 

@@ -1,8 +1,8 @@
-//! A small revised simplex for programs with few rows and many columns, as column generation has them.
+//! A small revised simplex for programs with few rows and many columns, as in column generation.
 //!
-//! Minimises `cost x` subject to `A x = rhs`, `x >= 0`, with `rhs >= 0`. The inverse of the basis is kept dense, so a
-//! pivot costs rows squared. Right-hand sides are perturbed a little against cycling; that leaves every dual solution
-//! feasible, which is all that lower bounds need.
+//! Minimises `cost x` subject to `A x = rhs`, `x >= 0`, with `rhs >= 0`. The inverse of the basis
+//! is kept dense, so a pivot costs rows squared. Right-hand sides are perturbed a little against
+//! cycling; that leaves every dual solution feasible, which is all that lower bounds need.
 
 /// Reduced costs above minus this are taken as optimal.
 const OPTIMAL: f64 = 1e-9;
@@ -10,7 +10,7 @@ const OPTIMAL: f64 = 1e-9;
 const PIVOT: f64 = 1e-9;
 /// Cost of the artificial columns that stand in until real ones cover a row.
 const BIG: f64 = 1e5;
-/// Pivots between two fresh inversions of the basis.
+/// Pivots between two inversions of the basis.
 const REFACTOR: usize = 64;
 
 pub(crate) struct Simplex {
@@ -49,7 +49,7 @@ impl Simplex {
         simplex
     }
 
-    /// Adds a column and gives its index.
+    /// Adds a column and returns its index.
     pub(crate) fn add(&mut self, cost: f64, entries: Vec<f64>) -> usize {
         debug_assert_eq!(entries.len(), self.rows);
         self.costs.push(cost);
@@ -57,7 +57,7 @@ impl Simplex {
         self.costs.len() - 1
     }
 
-    /// Runs to the optimum over the columns there are, or until `pivots_max`.
+    /// Optimises over the present columns with at most `pivots_max` pivots.
     pub(crate) fn solve(&mut self, pivots_max: usize) {
         for pivot in 0..pivots_max {
             if pivot % REFACTOR == REFACTOR - 1 {
@@ -153,7 +153,7 @@ impl Simplex {
         self.basis[leaving] = entering;
     }
 
-    /// Inverts the basis afresh, by Gauss and Jordan with row pivoting.
+    /// Recomputes the inverse of the basis by Gauss-Jordan elimination with row pivoting.
     fn refactor(&mut self) {
         let rows = self.rows;
         let mut work = vec![0.0; rows * rows];

@@ -1,7 +1,8 @@
-//! Squishy bin packing (Nexus, SOSP'19, section 6.1, algorithm 1): sessions in turns on whole GPUs.
+//! Squishy bin packing (Nexus, SOSP'19, section 6.1, algorithm 1): sessions in duty cycles on whole
+//! GPUs.
 //!
-//! Also the incremental form of the same section, the paper's batch-oblivious baseline, and an exact solver to measure
-//! what the greedy one loses.
+//! Also the incremental form of the same section, the paper's batch-oblivious baseline, and an
+//! exact solver to measure the loss of the greedy one.
 
 pub mod exact;
 
@@ -10,31 +11,31 @@ use crate::error::PlanError;
 /// Relative slack of comparisons.
 pub(crate) const SLACK: f64 = 1e-9;
 
-/// Requests for one model under one latency objective.
+/// Requests for one model with one SLO.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Session {
     /// Its name, for messages.
     pub name: String,
-    /// Requests a second.
+    /// Requests per second.
     pub rate: f64,
-    /// Latency objective in milliseconds.
+    /// SLO in milliseconds.
     pub slo_ms: f64,
     /// Latency in milliseconds of each batch size, batches rising.
     pub curve: Vec<(u32, f64)>,
 }
 
-/// A session's part in a node's duty cycle.
+/// A session's share of a node's duty cycle.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Part {
     /// Index of the session.
     pub session: usize,
-    /// Requests a turn takes.
+    /// Batch size of a turn.
     pub batch: u32,
-    /// Requests a second sent here.
+    /// Requests per second routed to it.
     pub rate: f64,
 }
 
-/// A session and the part of its rate that is left over.
+/// A session and its residual rate.
 pub type Residual = (usize, f64);
 
 /// One GPU.
@@ -42,31 +43,32 @@ pub type Residual = (usize, f64);
 pub struct Node {
     /// Length of the duty cycle in milliseconds.
     pub cycle_ms: f64,
-    /// What runs in it.
+    /// Services that run in it.
     pub parts: Vec<Part>,
     /// Share of the cycle in use.
     pub occupancy: f64,
 }
 
 impl Session {
-    /// Latency of a batch: that of the smallest measured one that holds it.
+    /// Latency of a batch: that of the smallest measured batch that is not smaller.
     pub fn latency_ms(&self, batch: f64) -> Option<(u32, f64)> {
         let needed = batch * (1.0 - SLACK);
         self.curve.iter().copied().find(|(size, _)| f64::from(*size) >= needed)
     }
 
-    /// The largest batch a GPU of its own may take: twice its latency stays within the objective.
+    /// The largest batch on a GPU of its own: twice its latency must be within the SLO.
     pub fn saturating(&self) -> Option<(u32, f64)> {
         self.curve.iter().copied().rfind(|(_, ms)| 2.0 * ms <= self.slo_ms * (1.0 + SLACK))
     }
 
-    /// Most requests a second of one GPU.
+    /// Maximum requests per second of one GPU.
     pub fn throughput(&self) -> Option<f64> {
         self.saturating().map(|(batch, ms)| f64::from(batch) / ms * 1000.0)
     }
 
-    /// The batch for a rate below a GPU's that takes the least of it, and the cycle that gathers it. A batch that is not
-    /// gathered in time runs part-filled, where that is still cheaper than a smaller one or the only way.
+    /// The batch that takes the least share of a GPU for a rate below its maximum, and the cycle in
+    /// which it fills. A batch that does not fill in time runs partly filled if that is cheaper
+    /// than a smaller one or the only possibility.
     fn residual(&self, rate: f64) -> Option<(u32, f64, f64)> {
         let option = |&(batch, ms): &(u32, f64)| {
             let cycle = (f64::from(batch) / rate * 1000.0).min(self.slo_ms - ms);
@@ -84,7 +86,7 @@ pub fn pack(sessions: &[Session]) -> Result<Vec<Node>, PlanError> {
     Ok(nodes)
 }
 
-/// Whole GPUs for a session each, and the rates left over.
+/// Saturated GPUs of one session each, and the residual rates.
 pub fn saturate(sessions: &[Session]) -> Result<(Vec<Node>, Vec<Residual>), PlanError> {
     let (mut nodes, mut residual) = (Vec::new(), Vec::new());
     for (index, session) in sessions.iter().enumerate() {
@@ -149,7 +151,7 @@ fn place(sessions: &[Session], nodes: &mut Vec<Node>, node: Node) {
     }
 }
 
-/// Both nodes in one, at the shorter of their cycles, or nothing where their turns do not fit it.
+/// Merges two nodes at the shorter of their cycles; `None` if their turns do not fit.
 pub fn merge(sessions: &[Session], a: &Node, b: &Node) -> Option<Node> {
     let cycle_ms = a.cycle_ms.min(b.cycle_ms);
     reschedule(sessions, a.parts.iter().chain(&b.parts), cycle_ms)
@@ -174,10 +176,11 @@ fn reschedule<'a>(
     fits.then(|| Node { cycle_ms, parts: merged, occupancy: busy_ms / cycle_ms })
 }
 
-/// The incremental form: `nodes` stay as they are where the sessions' rates allow it.
+/// The incremental form: `nodes` are not changed if the sessions' rates allow it.
 ///
-/// A node that is overloaded loses its cheapest sessions until it is not; those, and rates that grew beyond what is
-/// served, are packed again. Then the least utilised nodes are emptied into the others where that works.
+/// The cheapest sessions of an overloaded node are removed until it is not overloaded; these, and
+/// unserved rates, are packed again. Then the least utilised nodes are merged into the others if
+/// possible.
 pub fn repack(sessions: &[Session], nodes: &[Node]) -> Result<Vec<Node>, PlanError> {
     let mut served = vec![0.0; sessions.len()];
     let mut kept: Vec<Node> = Vec::new();
@@ -186,7 +189,7 @@ pub fn repack(sessions: &[Session], nodes: &[Node]) -> Result<Vec<Node>, PlanErr
         for part in &mut parts {
             let Some(session) = sessions.get(part.session) else { continue };
             part.rate = part.rate.min(session.rate - served[part.session]).max(0.0);
-            // A session of one node takes its growth there first.
+            // A session of one node grows there first.
             if node.parts.len() > 1 || nodes.iter().filter(|n| has(n, part.session)).count() == 1 {
                 part.rate = session.rate - served[part.session];
             }
@@ -202,14 +205,14 @@ pub fn repack(sessions: &[Session], nodes: &[Node]) -> Result<Vec<Node>, PlanErr
             parts.pop();
         }
     }
-    let left: Vec<Session> = sessions
+    let remaining: Vec<Session> = sessions
         .iter()
         .zip(&served)
         .map(|(session, served)| Session { rate: session.rate - served, ..session.clone() })
         .collect();
     let open: Vec<usize> =
-        (0..left.len()).filter(|&i| left[i].rate > sessions[i].rate * SLACK).collect();
-    let missing: Vec<Session> = open.iter().map(|&index| left[index].clone()).collect();
+        (0..remaining.len()).filter(|&i| remaining[i].rate > sessions[i].rate * SLACK).collect();
+    let missing: Vec<Session> = open.iter().map(|&index| remaining[index].clone()).collect();
     let (mut whole, residual) = saturate(&missing)?;
     whole.iter_mut().flat_map(|node| &mut node.parts).for_each(|p| p.session = open[p.session]);
     for (index, rate) in residual {
@@ -225,7 +228,7 @@ fn has(node: &Node, session: usize) -> bool {
     node.parts.iter().any(|part| part.session == session)
 }
 
-/// The parts at the longest of their own cycles that they fit.
+/// The shares at the longest of their own cycles that holds them.
 fn best_cycle(sessions: &[Session], parts: &[Part]) -> Option<Node> {
     let mut cycles: Vec<f64> = Vec::new();
     for part in parts {
@@ -262,8 +265,8 @@ fn consolidate(sessions: &[Session], nodes: &mut Vec<Node>) {
     }
 }
 
-/// The paper's batch-oblivious baseline: shares of a GPU by rate over highest throughput, packed first fit. Duty
-/// cycles and objectives are not looked at, so its nodes may miss them.
+/// The paper's batch-oblivious baseline: shares of a GPU by rate over highest throughput, packed
+/// first fit. It ignores duty cycles and SLOs, so its nodes may violate them.
 pub fn pack_obliviously(sessions: &[Session]) -> Result<Vec<Vec<(usize, f64)>>, PlanError> {
     let mut nodes: Vec<(f64, Vec<(usize, f64)>)> = Vec::new();
     for (index, session) in sessions.iter().enumerate() {
@@ -284,7 +287,7 @@ pub fn pack_obliviously(sessions: &[Session]) -> Result<Vec<Vec<(usize, f64)>>, 
     Ok(nodes.into_iter().map(|(_, parts)| parts).collect())
 }
 
-/// What is wrong with nodes as a plan for sessions; empty when nothing is. Independent of the packers.
+/// Violations of nodes as a plan for sessions; empty if there are none. Independent of the packers.
 pub fn check(sessions: &[Session], nodes: &[Node]) -> Vec<String> {
     let mut wrong = Vec::new();
     let mut served = vec![0.0; sessions.len()];
@@ -371,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn an_impossible_session_is_named_with_the_nearest_objective() {
+    fn impossible_session_reports_the_smallest_feasible_slo() {
         let sessions = [session("A", 10.0, 90.0, [50.0, 75.0, 100.0])];
         let error = pack(&sessions).unwrap_err().to_string();
         assert!(error.contains("'A'") && error.contains("100.0 ms"), "{error}");

@@ -5,19 +5,20 @@ mod common;
 use base::{MonotonicClock, Random};
 use planner::certified::{self, Solution};
 use planner::{
-    Algorithm, GpuKind, PlanError, Point, Problem, Profiles, Rules, Service, Sharing, Watch, check,
-    run, scenario,
+    Algorithm, GpuKind, OperatingPoint, PlanError, PlanRules, Problem, Profiles, SearchControl,
+    Service, Sharing, check, run, scenario,
 };
 
 fn solve(problem: &Problem) -> Solution {
     let clock = MonotonicClock::new();
     let mut report = |_| true;
-    certified::plan(problem, &mut Watch::new(&clock, &mut report)).unwrap()
+    certified::plan(problem, &mut SearchControl::new(&clock, &mut report)).unwrap()
 }
 
 /// Plans, checks and prints one row of the table.
 fn gpus(name: &str, services: Vec<Service>, sharing: Sharing, headroom: f64) -> Option<usize> {
-    let problem = common::problem(services, Rules { sharing, headroom, ..Rules::default() })?;
+    let problem =
+        common::problem(services, PlanRules { sharing, headroom, ..PlanRules::default() })?;
     let solution = solve(&problem);
     let violations = check(&problem, &solution.plan);
     assert!(violations.is_empty(), "{name}: {violations:?}");
@@ -34,12 +35,12 @@ fn gpus(name: &str, services: Vec<Service>, sharing: Sharing, headroom: f64) -> 
 
 #[test]
 fn whole_slices_reach_the_bound_of_every_scenario() {
-    for (number, most) in (1..=6).zip([2, 3, 5, 7, 12, 15]) {
+    for (number, max) in (1..=6).zip([2, 3, 5, 7, 12, 15]) {
         let name = format!("S{number}");
         let Some(count) = gpus(&name, scenario::services(number), Sharing::None, 0.0) else {
             return;
         };
-        assert!(count <= most, "{name}: {count}");
+        assert!(count <= max, "{name}: {count}");
         gpus(&name, scenario::services(number), Sharing::None, 0.15);
     }
     let count = gpus("S5 x 10", scenario::services_times(5, 10), Sharing::None, 0.0).unwrap();
@@ -49,12 +50,12 @@ fn whole_slices_reach_the_bound_of_every_scenario() {
 
 #[test]
 fn duty_cycles_save_gpus() {
-    for (number, most) in (1..=6).zip([1, 2, 4, 6, 12, 15]) {
+    for (number, max) in (1..=6).zip([1, 2, 4, 6, 12, 15]) {
         let name = format!("S{number}");
         let Some(count) = gpus(&name, scenario::services(number), Sharing::Time, 0.0) else {
             return;
         };
-        assert!(count <= most, "{name}: {count}");
+        assert!(count <= max, "{name}: {count}");
         gpus(&name, scenario::services(number), Sharing::Time, 0.15);
     }
     let count = gpus("S5 x 10", scenario::services_times(5, 10), Sharing::Time, 0.0).unwrap();
@@ -63,31 +64,32 @@ fn duty_cycles_save_gpus() {
 }
 
 #[test]
-fn every_algorithm_that_speaks_mig_is_accepted_by_the_checker() {
+fn mig_plans_of_every_algorithm_pass_the_checker() {
     for number in 1..=6 {
         for (name, algorithm) in planner::algorithm::ALGORITHMS {
             let sharing = match algorithm {
                 Algorithm::Squishy => Sharing::Time,
                 _ => Sharing::None,
             };
-            let rules = Rules { sharing, ..Rules::default() };
+            let rules = PlanRules { sharing, ..PlanRules::default() };
             let Some(problem) = common::problem(scenario::services(number), rules) else { return };
             let clock = MonotonicClock::new();
             let mut report = |_| true;
-            let answer = match run(&problem, algorithm, &mut Watch::new(&clock, &mut report)) {
-                Ok(answer) => answer,
-                Err(PlanError::Unsupported { what, .. }) => {
-                    println!("S{number} {name}: {what}");
-                    continue;
-                }
-                Err(error) => panic!("S{number} {name}: {error}"),
-            };
-            let bound = answer.solution.lower_bound;
-            println!("S{number} {name}: {} gpus, bound {bound}", answer.gpus);
+            let output =
+                match run(&problem, algorithm, &mut SearchControl::new(&clock, &mut report)) {
+                    Ok(output) => output,
+                    Err(PlanError::Unsupported { what, .. }) => {
+                        println!("S{number} {name}: {what}");
+                        continue;
+                    }
+                    Err(error) => panic!("S{number} {name}: {error}"),
+                };
+            let bound = output.solution.lower_bound;
+            println!("S{number} {name}: {} gpus, bound {bound}", output.gpus);
             let counts_only = matches!(algorithm, Algorithm::GpuletLike | Algorithm::IgniterLike);
-            let violations = check(&problem, &answer.solution.plan);
+            let violations = check(&problem, &output.solution.plan);
             assert!(counts_only || violations.is_empty(), "S{number} {name}: {violations:?}");
-            assert!(counts_only || answer.gpus >= bound);
+            assert!(counts_only || output.gpus >= bound);
         }
     }
 }
@@ -106,8 +108,14 @@ fn random_profiles(random: &mut Random) -> Profiles {
                     let gain = f64::from(batch * processes).powf(0.2 + 0.2 * random.unit_f64());
                     let throughput = base * f64::from(gpcs).powf(bend) * gain;
                     let latency_ms = f64::from(batch * processes) / throughput * 1000.0;
-                    let point =
-                        Point { gpcs, batch, processes, throughput, latency_ms, memory_mib: None };
+                    let point = OperatingPoint {
+                        gpcs,
+                        batch,
+                        processes,
+                        throughput,
+                        latency_ms,
+                        memory_mib: None,
+                    };
                     profiles.push(&format!("m{model}"), point).unwrap();
                 }
             }
@@ -129,11 +137,12 @@ fn random_problem(seed: u64, services: u64, rate: f64) -> Problem {
     let services = (0..count).map(service).collect();
     let gpus = planner::gpu::GPU_KINDS;
     let gpu = &gpus[if seed.is_multiple_of(5) { 0 } else { 2 }];
-    Problem { gpu, services, profiles, rules: Rules::default() }
+    Problem { gpu, services, profiles, rules: PlanRules::default() }
 }
 
-/// Fewest GPUs by trying every minimal cover of every service and every placement; nothing above `most`.
-fn brute_force(problem: &Problem, most: usize) -> Option<usize> {
+/// Fewest GPUs by trying every minimal cover of every service and every placement; nothing above
+/// `max`.
+fn brute_force(problem: &Problem, max: usize) -> Option<usize> {
     let kinds = problem.gpu.slices.len();
     let mut choices: Vec<Vec<Vec<usize>>> = Vec::new();
     for service in &problem.services {
@@ -145,30 +154,30 @@ fn brute_force(problem: &Problem, most: usize) -> Option<usize> {
             })
             .collect();
         let mut covers = Vec::new();
-        grow(&best, service.rate, 0, &mut Vec::new(), &mut covers, most * 7);
+        grow(&best, service.rate, 0, &mut Vec::new(), &mut covers, max * 7);
         choices.push(covers);
     }
-    (1..=most).find(|&gpus| choose(problem, &choices, &mut Vec::new(), gpus))
+    (1..=max).find(|&gpus| choose(problem, &choices, &mut Vec::new(), gpus))
 }
 
 fn grow(
     best: &[f64],
-    left: f64,
+    remaining: f64,
     from: usize,
     cover: &mut Vec<usize>,
     covers: &mut Vec<Vec<usize>>,
-    most: usize,
+    max: usize,
 ) {
-    if left <= 1e-9 {
+    if remaining <= 1e-9 {
         covers.push(cover.clone());
         return;
     }
-    if cover.len() == most {
+    if cover.len() == max {
         return;
     }
     for kind in (from..best.len()).filter(|&kind| best[kind] > 0.0) {
         cover.push(kind);
-        grow(best, left - best[kind], kind, cover, covers, most);
+        grow(best, remaining - best[kind], kind, cover, covers, max);
         cover.pop();
     }
 }
@@ -221,7 +230,7 @@ fn place(problem: &Problem, slices: &[usize], gpus: &mut Vec<u16>) -> bool {
 }
 
 #[test]
-fn ten_thousand_random_instances_are_accepted() {
+fn ten_thousand_random_instances_pass_the_checker() {
     let (mut optimal, mut planned) = (0, 0);
     for seed in 0..10_000 {
         let problem = random_problem(seed, 12, 600.0);
@@ -256,7 +265,7 @@ fn small_instances_equal_brute_force() {
 }
 
 #[test]
-fn shared_slices_of_random_instances_are_accepted_and_a_wish_to_stop_is_heard() {
+fn random_instances_with_shared_slices_pass_the_checker_and_can_be_stopped() {
     for seed in 0..300 {
         let mut problem = random_problem(seed, 8, 300.0);
         problem.rules.sharing = Sharing::Time;
@@ -268,11 +277,11 @@ fn shared_slices_of_random_instances_are_accepted_and_a_wish_to_stop_is_heard() 
             calls += 1;
             calls < 30
         };
-        let mut watch = Watch::new(&clock, &mut report);
-        let solution = certified::plan(&problem, &mut watch).unwrap();
+        let mut control = SearchControl::new(&clock, &mut report);
+        let solution = certified::plan(&problem, &mut control).unwrap();
         let violations = check(&problem, &solution.plan);
         assert!(violations.is_empty(), "seed {seed}: {violations:?}");
-        let alone = Rules { sharing: Sharing::None, ..problem.rules.clone() };
+        let alone = PlanRules { sharing: Sharing::None, ..problem.rules.clone() };
         let alone = solve(&Problem { rules: alone, ..problem.clone() });
         assert!(solution.plan.gpus.len() <= alone.plan.gpus.len(), "seed {seed}");
         assert!(solution.lower_bound <= solution.plan.gpus.len(), "seed {seed}");
@@ -280,7 +289,7 @@ fn shared_slices_of_random_instances_are_accepted_and_a_wish_to_stop_is_heard() 
 }
 
 #[test]
-fn bad_input_is_named_and_the_rest_is_planned() {
+fn invalid_services_are_reported_and_the_others_planned() {
     let mut problem = random_problem(1, 1, 100.0);
     let base = problem.services[0].clone();
     let service = |name: &str, rate: f64, slo_ms: f64, model: &str| Service {

@@ -4,8 +4,8 @@ mod common;
 
 use std::collections::BTreeMap;
 
-use planner::parvagpu::{Variant, plan};
-use planner::{Plan, Problem, Rules, check, scenario};
+use planner::parvagpu::{ParvaGpuVariant, plan};
+use planner::{Plan, PlanRules, Problem, check, scenario};
 
 /// (model, size, batch, processes) of one GPU, sorted.
 type GpuMap = Vec<(String, u8, u32, u32)>;
@@ -33,7 +33,7 @@ fn sorted(mut gpus: Vec<GpuMap>) -> Vec<GpuMap> {
 }
 
 fn ours(problem: &Problem, plan: &Plan) -> Vec<GpuMap> {
-    let gpu = |gpu: &planner::plan::Gpu| {
+    let gpu = |gpu: &planner::plan::PlannedGpu| {
         gpu.slices
             .iter()
             .map(|slice| {
@@ -48,12 +48,12 @@ fn ours(problem: &Problem, plan: &Plan) -> Vec<GpuMap> {
 }
 
 #[test]
-fn the_published_maps_come_out_gpu_by_gpu() {
+fn reproduces_the_published_maps() {
     for (number, gpus) in (1..=6).zip([2, 3, 5, 7, 13, 16]) {
         let Some(expected) = published(number) else { return };
         let services = scenario::services(number);
-        let problem = common::problem(services, Rules::default()).unwrap();
-        let plan = plan(&problem, Variant::Full).unwrap();
+        let problem = common::problem(services, PlanRules::default()).unwrap();
+        let plan = plan(&problem, ParvaGpuVariant::Full).unwrap();
         assert_eq!(ours(&problem, &plan), expected, "S{number}");
         assert_eq!(plan.gpus.len(), gpus, "S{number}");
         let violations = check(&problem, &plan);
@@ -64,7 +64,8 @@ fn the_published_maps_come_out_gpu_by_gpu() {
 #[test]
 fn the_variants_need_no_fewer_gpus() {
     for number in 1..=6 {
-        let Some(problem) = common::problem(scenario::services(number), Rules::default()) else {
+        let Some(problem) = common::problem(scenario::services(number), PlanRules::default())
+        else {
             return;
         };
         let count = |variant| {
@@ -72,9 +73,9 @@ fn the_variants_need_no_fewer_gpus() {
             assert!(check(&problem, &plan).is_empty());
             plan.gpus.len()
         };
-        let full = count(Variant::Full);
+        let full = count(ParvaGpuVariant::Full);
         let (single, unoptimised) =
-            (count(Variant::WithoutMps), count(Variant::WithoutOptimisation));
+            (count(ParvaGpuVariant::WithoutMps), count(ParvaGpuVariant::WithoutOptimisation));
         println!("S{number}: {full} gpus, {single} without mps, {unoptimised} unoptimised");
         assert!(single >= full && unoptimised >= full);
     }

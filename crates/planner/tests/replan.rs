@@ -1,11 +1,11 @@
-//! Re-planning: few moves, close to a fresh plan, and a safe way there.
+//! Re-planning: few moves, close to a new plan, and a safe transition.
 
 mod common;
 
 use base::{MonotonicClock, Random};
 use planner::replan::steps::{align, replay, steps};
-use planner::replan::{Costs, replan};
-use planner::{Plan, Rules, Service, Sharing, Watch, certified, check, scenario};
+use planner::replan::{ChangeCosts, replan};
+use planner::{Plan, PlanRules, SearchControl, Service, Sharing, certified, check, scenario};
 
 fn services(count: usize, random: &mut Random) -> Vec<Service> {
     let base = scenario::services(5);
@@ -25,19 +25,21 @@ fn services(count: usize, random: &mut Random) -> Vec<Service> {
 #[test]
 fn one_percent_of_ten_thousand_services_changes() {
     let mut random = Random::new(11);
-    let Some(mut problem) = common::problem(services(10_000, &mut random), Rules::default()) else {
+    let Some(mut problem) = common::problem(services(10_000, &mut random), PlanRules::default())
+    else {
         return;
     };
     let clock = MonotonicClock::new();
     let mut report = |_| true;
-    let first = certified::plan(&problem, &mut Watch::new(&clock, &mut report)).unwrap();
+    let first = certified::plan(&problem, &mut SearchControl::new(&clock, &mut report)).unwrap();
     for _ in 0..100 {
         let at = random.below(10_000) as usize;
         problem.services[at].rate *= 0.5 + random.unit_f64();
     }
-    let fresh = certified::plan(&problem, &mut Watch::new(&clock, &mut report)).unwrap();
-    let mut watch = Watch::new(&clock, &mut report);
-    let next = replan(&problem, &first.plan, &first.prices, Costs::default(), &mut watch).unwrap();
+    let fresh = certified::plan(&problem, &mut SearchControl::new(&clock, &mut report)).unwrap();
+    let mut control = SearchControl::new(&clock, &mut report);
+    let next =
+        replan(&problem, &first.plan, &first.prices, ChangeCosts::default(), &mut control).unwrap();
     println!(
         "replan: {} gpus (fresh {}, bound {:.1}), {} untouched moved, {} changed, {:.3} s",
         next.gpus(),
@@ -55,22 +57,25 @@ fn one_percent_of_ten_thousand_services_changes() {
 }
 
 #[test]
-fn the_way_from_plan_to_plan_leaves_no_service_short() {
+fn transition_keeps_the_capacity_of_every_service() {
     let mut random = Random::new(5);
     for round in 0..20 {
-        let Some(mut problem) = common::problem(services(40, &mut random), Rules::default()) else {
+        let Some(mut problem) = common::problem(services(40, &mut random), PlanRules::default())
+        else {
             return;
         };
         let clock = MonotonicClock::new();
         let mut report = |_| true;
-        let first = certified::plan(&problem, &mut Watch::new(&clock, &mut report)).unwrap();
+        let first =
+            certified::plan(&problem, &mut SearchControl::new(&clock, &mut report)).unwrap();
         for service in &mut problem.services {
             service.rate *= 0.6 + 0.8 * random.unit_f64();
         }
-        let mut watch = Watch::new(&clock, &mut report);
-        let costs = Costs::default();
-        let next = replan(&problem, &first.plan, &first.prices, costs, &mut watch).unwrap();
-        let fresh = certified::plan(&problem, &mut Watch::new(&clock, &mut report)).unwrap();
+        let mut control = SearchControl::new(&clock, &mut report);
+        let costs = ChangeCosts::default();
+        let next = replan(&problem, &first.plan, &first.prices, costs, &mut control).unwrap();
+        let fresh =
+            certified::plan(&problem, &mut SearchControl::new(&clock, &mut report)).unwrap();
         let aligned = align(&first.plan, &fresh.plan);
         assert!(check(&problem, &aligned).is_empty());
         for target in [next.plan, aligned] {
@@ -82,43 +87,48 @@ fn the_way_from_plan_to_plan_leaves_no_service_short() {
 }
 
 #[test]
-fn an_unchanged_load_moves_nothing() {
-    let Some(problem) = common::problem(scenario::services_times(5, 3), Rules::default()) else {
+fn unchanged_services_are_not_moved() {
+    let Some(problem) = common::problem(scenario::services_times(5, 3), PlanRules::default())
+    else {
         return;
     };
     let clock = MonotonicClock::new();
     let mut report = |_| true;
-    let first = certified::plan(&problem, &mut Watch::new(&clock, &mut report)).unwrap();
-    let mut watch = Watch::new(&clock, &mut report);
-    let costs = Costs { moves: 0.0, ..Costs::default() };
-    let next = replan(&problem, &first.plan, &first.prices, costs, &mut watch).unwrap();
+    let first = certified::plan(&problem, &mut SearchControl::new(&clock, &mut report)).unwrap();
+    let mut control = SearchControl::new(&clock, &mut report);
+    let costs = ChangeCosts { moves: 0.0, ..ChangeCosts::default() };
+    let next = replan(&problem, &first.plan, &first.prices, costs, &mut control).unwrap();
     assert!(next.changed.is_empty() && next.moved.is_empty());
     assert!(steps(&problem, &first.plan, &next.plan).is_empty());
     assert_eq!(align(&first.plan, &first.plan), first.plan);
 }
 
 #[test]
-fn a_plan_with_shared_slices_stays_as_it_is_while_nothing_changes() {
+fn unchanged_services_keep_their_shared_slices() {
     for number in 1..=6 {
-        let rules = Rules { sharing: Sharing::Time, ..Rules::default() };
+        let rules = PlanRules { sharing: Sharing::Time, ..PlanRules::default() };
         let Some(problem) = common::problem(scenario::services(number), rules) else { return };
         let clock = MonotonicClock::new();
         let mut report = |_| true;
-        let first = certified::plan(&problem, &mut Watch::new(&clock, &mut report)).unwrap();
+        let first =
+            certified::plan(&problem, &mut SearchControl::new(&clock, &mut report)).unwrap();
         let current = Plan::from_file(&problem, &first.plan.to_file(&problem)).unwrap();
-        let mut watch = Watch::new(&clock, &mut report);
-        let next = replan(&problem, &current, &first.prices, Costs::default(), &mut watch).unwrap();
+        let mut control = SearchControl::new(&clock, &mut report);
+        let next = replan(&problem, &current, &first.prices, ChangeCosts::default(), &mut control)
+            .unwrap();
         assert!(next.changed.is_empty() && next.moved.is_empty(), "S{number}: {:?}", next.changed);
         assert_eq!(next.gpus(), first.plan.gpus.len());
     }
 }
 
 #[test]
-fn a_current_plan_with_an_impossible_share_is_refused() {
-    let Some(problem) = common::problem(scenario::services(1), Rules::default()) else { return };
+fn refuses_a_current_plan_with_an_impossible_share() {
+    let Some(problem) = common::problem(scenario::services(1), PlanRules::default()) else {
+        return;
+    };
     let clock = MonotonicClock::new();
     let mut report = |_| true;
-    let first = certified::plan(&problem, &mut Watch::new(&clock, &mut report)).unwrap();
+    let first = certified::plan(&problem, &mut SearchControl::new(&clock, &mut report)).unwrap();
     let mut file = first.plan.to_file(&problem);
     file[0].slices[0].services[0].rate = -5.0;
     let error = Plan::from_file(&problem, &file).unwrap_err().to_string();

@@ -3,9 +3,11 @@
 use base::{MonotonicClock, Random};
 use planner::certified::{self, Solution};
 use planner::gpu::SliceKind;
-use planner::{GpuKind, Point, Problem, Profiles, Rules, Service, Sharing, Watch, check};
+use planner::{
+    GpuKind, OperatingPoint, PlanRules, Problem, Profiles, SearchControl, Service, Sharing, check,
+};
 
-/// A GPU that is one slice, whole.
+/// A GPU with a single slice.
 static WHOLE: GpuKind = GpuKind {
     name: "whole",
     gpcs: 1,
@@ -26,7 +28,7 @@ const COPIES: usize = 16;
 fn solve(problem: &Problem) -> Solution {
     let clock = MonotonicClock::new();
     let mut report = |_| true;
-    certified::plan(problem, &mut Watch::new(&clock, &mut report)).unwrap()
+    certified::plan(problem, &mut SearchControl::new(&clock, &mut report)).unwrap()
 }
 
 /// The bound of so many copies of every service, without a plan.
@@ -42,7 +44,7 @@ fn bound_of_copies(problem: &Problem, copies: usize) -> usize {
     let problem = Problem { services, ..problem.clone() };
     let clock = MonotonicClock::new();
     let mut report = |_| true;
-    certified::bound(&problem, &mut Watch::new(&clock, &mut report)).unwrap().lower_bound
+    certified::bound(&problem, &mut SearchControl::new(&clock, &mut report)).unwrap().lower_bound
 }
 
 /// Services that need a part of a GPU each.
@@ -63,7 +65,14 @@ fn random_problem(seed: u64, gpu: &'static GpuKind, count: usize) -> Problem {
                 let latency_ms = alpha * f64::from(batch) / speed + beta;
                 let throughput = f64::from(batch) / latency_ms * 1000.0;
                 let memory_mib = Some(1);
-                let point = Point { gpcs, batch, processes: 1, throughput, latency_ms, memory_mib };
+                let point = OperatingPoint {
+                    gpcs,
+                    batch,
+                    processes: 1,
+                    throughput,
+                    latency_ms,
+                    memory_mib,
+                };
                 profiles.push(&name, point).unwrap();
                 if latency_ms < slo_ms / 2.0 {
                     best = best.max(throughput);
@@ -73,11 +82,11 @@ fn random_problem(seed: u64, gpu: &'static GpuKind, count: usize) -> Problem {
         let rate = best * (0.05 + 0.5 * random.unit_f64());
         services.push(Service { name: name.clone(), model: name, rate, slo_ms });
     }
-    let rules = Rules { slo_share: 1.0, sharing: Sharing::Time, ..Rules::default() };
+    let rules = PlanRules { slo_share: 1.0, sharing: Sharing::Time, ..PlanRules::default() };
     Problem { gpu, services, profiles, rules }
 }
 
-/// Whether one slice of `kind` serves these services whole: alone, or by some choice of turns within a cycle.
+/// Whether one slice of `kind` serves these services completely: alone, or in some duty cycle.
 fn fits(problem: &Problem, group: &[usize], kind: usize) -> bool {
     let gpcs = problem.gpu.slices[kind].gpcs;
     let points = |service: usize| {
@@ -87,15 +96,16 @@ fn fits(problem: &Problem, group: &[usize], kind: usize) -> bool {
     };
     if let [only] = group {
         let service = &problem.services[*only];
-        let alone =
-            |p: &&Point| problem.fits_alone(service, kind, p) && p.throughput >= service.rate;
+        let alone = |p: &&OperatingPoint| {
+            problem.fits_alone(service, kind, p) && p.throughput >= service.rate
+        };
         if points(*only).into_iter().any(|point| alone(&point)) {
             return true;
         }
     }
     fn turns(
         problem: &Problem,
-        rest: &[(usize, Vec<&Point>)],
+        rest: &[(usize, Vec<&OperatingPoint>)],
         cycle_ms: f64,
         busy_ms: f64,
     ) -> bool {
@@ -111,12 +121,12 @@ fn fits(problem: &Problem, group: &[usize], kind: usize) -> bool {
             turns(problem, rest, cycle_ms, busy_ms + point.latency_ms)
         })
     }
-    let all: Vec<(usize, Vec<&Point>)> = group.iter().map(|&s| (s, points(s))).collect();
+    let all: Vec<(usize, Vec<&OperatingPoint>)> = group.iter().map(|&s| (s, points(s))).collect();
     turns(problem, &all, f64::INFINITY, 0.0)
 }
 
-/// Fewest GPUs over all ways to put whole services together, nothing above `most`.
-fn brute_force(problem: &Problem, most: usize) -> Option<usize> {
+/// Fewest GPUs over all combinations of whole services; `None` above `max`.
+fn brute_force(problem: &Problem, max: usize) -> Option<usize> {
     let kinds = problem.gpu.slices.len();
     let count = problem.services.len();
     // Kinds that serve a set of services, by its bits.
@@ -125,14 +135,14 @@ fn brute_force(problem: &Problem, most: usize) -> Option<usize> {
         let group: Vec<usize> = (0..count).filter(|service| set >> service & 1 == 1).collect();
         *kinds_of = (0..kinds).filter(|&kind| fits(problem, &group, kind)).collect();
     }
-    (1..=most).find(|&gpus| divide(problem, &serving, (1 << count) - 1, &mut Vec::new(), gpus))
+    (1..=max).find(|&gpus| divide(problem, &serving, (1 << count) - 1, &mut Vec::new(), gpus))
 }
 
-/// Every division of the services that are left into sets, each with every kind that serves it.
+/// Every partition of the remaining services into sets, each with every kind that serves it.
 fn divide(
     problem: &Problem,
     serving: &[Vec<usize>],
-    left: usize,
+    remaining: usize,
     slices: &mut Vec<usize>,
     gpus: usize,
 ) -> bool {
@@ -140,14 +150,14 @@ fn divide(
     if gpcs > gpus * usize::from(problem.gpu.gpcs) {
         return false;
     }
-    if left == 0 {
+    if remaining == 0 {
         let mut order = slices.clone();
         order.sort_by_key(|&kind| std::cmp::Reverse(problem.gpu.slices[kind].memory_slices));
         return place(problem, &order, &mut vec![0u16; gpus]);
     }
-    // The first service that is left is in one of the sets.
-    let first = left & left.wrapping_neg();
-    let others = left ^ first;
+    // The first remaining service is in one of the sets.
+    let first = remaining & remaining.wrapping_neg();
+    let others = remaining ^ first;
     let mut more = others;
     loop {
         for &kind in &serving[first | more] {
@@ -185,8 +195,8 @@ fn place(problem: &Problem, slices: &[usize], gpus: &mut Vec<u16>) -> bool {
     false
 }
 
-/// How plans and bounds stand against brute force: instances, plans with more GPUs, with fewer (services are divided there),
-/// bounds that say one GPU less than the best that is known, and GPUs of all.
+/// Plans and bounds compared with brute force: instances, plans with more GPUs, with fewer (these
+/// divide services), bounds one GPU below the best known plan, and GPUs of all.
 #[derive(Debug, Default)]
 struct Standing {
     instances: usize,
@@ -209,7 +219,8 @@ fn compare(gpu: &'static GpuKind, count: usize, seeds: std::ops::Range<u64>) -> 
         let Some(best) = brute_force(&problem, count) else { panic!("seed {seed}: nothing fits") };
         let least = planned.min(best);
         assert!(solution.lower_bound <= least, "seed {seed}: {} {least}", solution.bound);
-        // Copies of a plan serve copies of the services: this sees what rounding to whole GPUs hides.
+        // Copies of a plan serve copies of the services: this reveals what rounding to whole GPUs
+        // hides.
         let of_copies = bound_of_copies(&problem, COPIES);
         assert!(of_copies <= COPIES * least, "seed {seed}: {of_copies}, {COPIES} times {least}");
         standing.instances += 1;
@@ -225,7 +236,7 @@ fn compare(gpu: &'static GpuKind, count: usize, seeds: std::ops::Range<u64>) -> 
 }
 
 #[test]
-fn whole_gpus_are_shared_as_brute_force_shares_them() {
+fn sharing_whole_gpus_matches_brute_force() {
     let few = compare(&WHOLE, 4, 0..200);
     let more = compare(&WHOLE, 7, 200..300);
     assert!(few.above == 0, "{few:?}");
@@ -233,7 +244,7 @@ fn whole_gpus_are_shared_as_brute_force_shares_them() {
 }
 
 #[test]
-fn slices_are_shared_as_brute_force_shares_them() {
+fn sharing_slices_matches_brute_force() {
     let gpu = GpuKind::find("a30-24gb").unwrap();
     let few = compare(gpu, 3, 0..150);
     let more = compare(gpu, 5, 150..220);

@@ -1,4 +1,5 @@
-//! Exact squishy packing against brute force, against the greedy one, and at the size the paper's solver took hours for.
+//! Exact squishy packing against brute force, against the greedy one, and at the size for which the
+//! paper's solver took hours.
 
 use base::{Clock, MonotonicClock, Random};
 use planner::squishy::{Session, check, exact, pack};
@@ -14,14 +15,15 @@ fn sessions(seed: u64, count: usize) -> Vec<Session> {
                 (1..=64).map(|batch| (batch, fixed + slope * f64::from(batch))).collect();
             let slo_ms = 60.0 + 200.0 * random.unit_f64();
             let mut session = Session { name: format!("s{index}"), rate: 1.0, slo_ms, curve };
-            let most = session.throughput().unwrap();
-            session.rate = most * (0.05 + 0.45 * random.unit_f64());
+            let max = session.throughput().unwrap();
+            session.rate = max * (0.05 + 0.45 * random.unit_f64());
             session
         })
         .collect()
 }
 
-/// Whether the members fit one GPU, over a fine grid of cycles and every cycle at which a batch fills up.
+/// Whether the members fit one GPU, over a fine grid of cycles and every cycle at which a batch
+/// fills up.
 fn fits(sessions: &[&Session]) -> bool {
     let mut cycles: Vec<f64> = (1..2000).map(|tenth| f64::from(tenth) * 0.15).collect();
     for session in sessions {

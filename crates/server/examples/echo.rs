@@ -1,4 +1,4 @@
-//! Serves models that answer with their inputs, for trying clients without a model.
+//! Serves models that echo their inputs, to try clients without a model.
 //!
 //! `cargo run -p server --example echo` listens on 8000 (REST), 8001 (gRPC) and 8002 (metrics).
 
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use server::{Server, ServerOptions};
 
-// What only tests look at is left alone here.
+// Only tests use the rest.
 #[allow(dead_code)]
 #[path = "../tests/support/mod.rs"]
 mod support;

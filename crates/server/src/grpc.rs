@@ -1,4 +1,4 @@
-//! gRPC: the same service over protobuf, with health and reflection beside it.
+//! gRPC: the same service over protobuf, with health and reflection.
 
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
@@ -20,25 +20,25 @@ use tonic::{Request, Response, Status, Streaming};
 use tonic_health::server::HealthReporter;
 use tracing::Instrument;
 
-mod inference;
+mod fast_infer;
 
-use self::inference::Inference;
+use self::fast_infer::FastInfer;
 use crate::listener;
 use crate::rest::{check_load_parameters, infer_span};
-use crate::server::{App, ServerError};
+use crate::server::{AppState, ServerError};
 
-/// Bytes that a client may send ahead on one connection, so that many requests come at once.
+/// Flow-control window of a connection, large enough for many requests at once.
 const CONNECTION_WINDOW: u32 = 16 << 20;
-/// The longest frame a client may send: an image in one frame is read from the socket to where it stays.
+/// Maximum frame size: an image in one frame is not copied after it is read from the socket.
 const FRAME_BYTES: u32 = 1 << 20;
 
 type Service = GrpcInferenceServiceServer<Handler>;
-type Reply<T> = Result<Response<T>, Status>;
+type RpcResult<T> = Result<Response<T>, Status>;
 
-/// What `grpc.health.v1` says.
-pub(crate) struct Health(HealthReporter);
+/// State of `grpc.health.v1`.
+pub(crate) struct GrpcHealth(HealthReporter);
 
-impl Health {
+impl GrpcHealth {
     pub(crate) async fn not_serving(&self) {
         self.0.set_service_status("", tonic_health::ServingStatus::NotServing).await;
         self.0.set_not_serving::<Service>().await;
@@ -48,9 +48,9 @@ impl Health {
 /// Prepares the server on `socket`; the returned future runs it until `stop` turns true.
 pub(crate) async fn serve(
     socket: TcpListener,
-    app: Arc<App>,
+    app: Arc<AppState>,
     mut stop: watch::Receiver<bool>,
-) -> Result<(Health, impl Future<Output = ()> + Send), ServerError> {
+) -> Result<(GrpcHealth, impl Future<Output = ()> + Send), ServerError> {
     let (reporter, health) = tonic_health::server::health_reporter();
     reporter.set_serving::<Service>().await;
     let broken = |error: tonic_reflection::server::Error| ServerError::Grpc(error.to_string());
@@ -69,7 +69,7 @@ pub(crate) async fn serve(
         .initial_stream_window_size(1 << 20)
         .initial_connection_window_size(CONNECTION_WINDOW)
         .max_frame_size(FRAME_BYTES)
-        .add_service(Inference { app, others: service })
+        .add_service(FastInfer { app, others: service })
         .add_service(health)
         .add_service(reflection().build_v1().map_err(broken)?)
         .add_service(reflection().build_v1alpha().map_err(broken)?);
@@ -77,32 +77,32 @@ pub(crate) async fn serve(
     let task = async move {
         let stopped = async move { listener::stopped(&mut stop).await };
         if let Err(error) = router.serve_with_incoming_shutdown(incoming, stopped).await {
-            tracing::error!(%error, "gRPC ended");
+            tracing::error!(%error, "gRPC server failed");
         }
     };
-    Ok((Health(reporter), task))
+    Ok((GrpcHealth(reporter), task))
 }
 
 pub(crate) struct Handler {
-    app: Arc<App>,
+    app: Arc<AppState>,
 }
 
-/// One inference. A panic in it becomes an answer, not a broken stream.
+/// Handles one inference. A panic becomes an error response, not a broken stream.
 async fn infer(
-    app: &App,
+    app: &AppState,
     message: proto::ModelInferRequest,
     context: RequestContext,
 ) -> Result<proto::ModelInferResponse, ApiError> {
-    let answer = AssertUnwindSafe(try_infer(app, message, context)).catch_unwind().await;
-    answer.unwrap_or_else(|_| Err(ApiError::internal("the server failed on this request")))
+    let reply = AssertUnwindSafe(try_infer(app, message, context)).catch_unwind().await;
+    reply.unwrap_or_else(|_| Err(ApiError::internal("the server failed on this request")))
 }
 
 async fn try_infer(
-    app: &App,
+    app: &AppState,
     message: proto::ModelInferRequest,
     context: RequestContext,
 ) -> Result<proto::ModelInferResponse, ApiError> {
-    let _pass = app.gate.enter()?;
+    let _guard = app.requests.admit()?;
     let mut message = message;
     let name = std::mem::take(&mut message.model_name);
     let version = std::mem::take(&mut message.model_version);
@@ -126,7 +126,7 @@ fn with_trace(headers: &mut HeaderMap, context: RequestContext) {
     }
 }
 
-fn stream_answer(
+fn stream_response(
     id: String,
     result: Result<proto::ModelInferResponse, ApiError>,
 ) -> proto::ModelStreamInferResponse {
@@ -138,7 +138,7 @@ fn stream_answer(
             response.parameters.insert("triton_final_response".to_string(), last);
             proto::ModelStreamInferResponse { infer_response: Some(response), ..Default::default() }
         }
-        // The id comes back with errors too, so that a client can tell whose they are.
+        // Errors carry the id too, so that a client can match them to requests.
         Err(error) => proto::ModelStreamInferResponse {
             error_message: error.message.into_owned(),
             infer_response: Some(proto::ModelInferResponse { id, ..Default::default() }),
@@ -146,7 +146,7 @@ fn stream_answer(
     }
 }
 
-fn no_shared_memory<T>() -> Reply<T> {
+fn no_shared_memory<T>() -> RpcResult<T> {
     Err(ApiError::unsupported("shared memory is not supported").into())
 }
 
@@ -158,25 +158,25 @@ impl GrpcInferenceService for Handler {
     async fn server_live(
         &self,
         _: Request<proto::ServerLiveRequest>,
-    ) -> Reply<proto::ServerLiveResponse> {
+    ) -> RpcResult<proto::ServerLiveResponse> {
         Ok(Response::new(proto::ServerLiveResponse { live: true }))
     }
 
     async fn server_ready(
         &self,
         _: Request<proto::ServerReadyRequest>,
-    ) -> Reply<proto::ServerReadyResponse> {
+    ) -> RpcResult<proto::ServerReadyResponse> {
         Ok(Response::new(proto::ServerReadyResponse { ready: self.app.ready() }))
     }
 
     async fn model_ready(
         &self,
         request: Request<proto::ModelReadyRequest>,
-    ) -> Reply<proto::ModelReadyResponse> {
+    ) -> RpcResult<proto::ModelReadyResponse> {
         let request = request.into_inner();
         let model = ModelRef::parse(&request.name, &request.version)?;
         let ready = match self.app.service.model_ready(model).await {
-            Ok(ready) => ready && !self.app.gate.is_closed(),
+            Ok(ready) => ready && !self.app.requests.is_closed(),
             Err(error) if error.kind == api::ErrorKind::NotFound => false,
             Err(error) => return Err(error.into()),
         };
@@ -186,14 +186,14 @@ impl GrpcInferenceService for Handler {
     async fn server_metadata(
         &self,
         _: Request<proto::ServerMetadataRequest>,
-    ) -> Reply<proto::ServerMetadataResponse> {
+    ) -> RpcResult<proto::ServerMetadataResponse> {
         Ok(Response::new(self.app.service.server_metadata().into()))
     }
 
     async fn model_metadata(
         &self,
         request: Request<proto::ModelMetadataRequest>,
-    ) -> Reply<proto::ModelMetadataResponse> {
+    ) -> RpcResult<proto::ModelMetadataResponse> {
         let request = request.into_inner();
         let model = ModelRef::parse(&request.name, &request.version)?;
         Ok(Response::new(self.app.service.model_metadata(model).await?.into()))
@@ -202,7 +202,7 @@ impl GrpcInferenceService for Handler {
     async fn model_infer(
         &self,
         request: Request<proto::ModelInferRequest>,
-    ) -> Reply<proto::ModelInferResponse> {
+    ) -> RpcResult<proto::ModelInferResponse> {
         let context = context_of(request.metadata().as_ref());
         let response = infer(&self.app, request.into_inner(), context).await?;
         let mut headers = HeaderMap::new();
@@ -213,24 +213,24 @@ impl GrpcInferenceService for Handler {
     async fn model_stream_infer(
         &self,
         request: Request<Streaming<proto::ModelInferRequest>>,
-    ) -> Reply<Self::ModelStreamInferStream> {
+    ) -> RpcResult<Self::ModelStreamInferStream> {
         let context = context_of(request.metadata().as_ref());
         let app = self.app.clone();
-        let answers = request.into_inner().then(move |message| {
+        let replies = request.into_inner().then(move |message| {
             let app = app.clone();
             async move {
                 let message = message?;
                 let id = message.id.clone();
-                Ok(stream_answer(id, infer(&app, message, context).await))
+                Ok(stream_response(id, infer(&app, message, context).await))
             }
         });
-        Ok(Response::new(Box::pin(answers)))
+        Ok(Response::new(Box::pin(replies)))
     }
 
     async fn model_config(
         &self,
         request: Request<proto::ModelConfigRequest>,
-    ) -> Reply<proto::ModelConfigResponse> {
+    ) -> RpcResult<proto::ModelConfigResponse> {
         let request = request.into_inner();
         let model = ModelRef::parse(&request.name, &request.version)?;
         let config = self.app.service.model_config(model).await?;
@@ -240,7 +240,7 @@ impl GrpcInferenceService for Handler {
     async fn model_statistics(
         &self,
         request: Request<proto::ModelStatisticsRequest>,
-    ) -> Reply<proto::ModelStatisticsResponse> {
+    ) -> RpcResult<proto::ModelStatisticsResponse> {
         let request = request.into_inner();
         let model = match request.name.as_str() {
             "" => None,
@@ -254,7 +254,7 @@ impl GrpcInferenceService for Handler {
     async fn repository_index(
         &self,
         request: Request<proto::RepositoryIndexRequest>,
-    ) -> Reply<proto::RepositoryIndexResponse> {
+    ) -> RpcResult<proto::RepositoryIndexResponse> {
         let models = self.app.service.index(request.into_inner().ready).await?;
         let models = models.into_iter().map(Into::into).collect();
         Ok(Response::new(proto::RepositoryIndexResponse { models }))
@@ -263,10 +263,10 @@ impl GrpcInferenceService for Handler {
     async fn repository_model_load(
         &self,
         request: Request<proto::RepositoryModelLoadRequest>,
-    ) -> Reply<proto::RepositoryModelLoadResponse> {
+    ) -> RpcResult<proto::RepositoryModelLoadResponse> {
         let request = request.into_inner();
         check_load_parameters(request.parameters.keys().map(String::as_str))?;
-        let _pass = self.app.gate.enter()?;
+        let _guard = self.app.requests.admit()?;
         self.app.service.load(&request.model_name).await?;
         Ok(Response::new(proto::RepositoryModelLoadResponse {}))
     }
@@ -274,7 +274,7 @@ impl GrpcInferenceService for Handler {
     async fn repository_model_unload(
         &self,
         request: Request<proto::RepositoryModelUnloadRequest>,
-    ) -> Reply<proto::RepositoryModelUnloadResponse> {
+    ) -> RpcResult<proto::RepositoryModelUnloadResponse> {
         self.app.service.unload(&request.into_inner().model_name).await?;
         Ok(Response::new(proto::RepositoryModelUnloadResponse {}))
     }
@@ -282,56 +282,56 @@ impl GrpcInferenceService for Handler {
     async fn system_shared_memory_status(
         &self,
         _: Request<proto::SystemSharedMemoryStatusRequest>,
-    ) -> Reply<proto::SystemSharedMemoryStatusResponse> {
+    ) -> RpcResult<proto::SystemSharedMemoryStatusResponse> {
         no_shared_memory()
     }
 
     async fn system_shared_memory_register(
         &self,
         _: Request<proto::SystemSharedMemoryRegisterRequest>,
-    ) -> Reply<proto::SystemSharedMemoryRegisterResponse> {
+    ) -> RpcResult<proto::SystemSharedMemoryRegisterResponse> {
         no_shared_memory()
     }
 
     async fn system_shared_memory_unregister(
         &self,
         _: Request<proto::SystemSharedMemoryUnregisterRequest>,
-    ) -> Reply<proto::SystemSharedMemoryUnregisterResponse> {
+    ) -> RpcResult<proto::SystemSharedMemoryUnregisterResponse> {
         no_shared_memory()
     }
 
     async fn cuda_shared_memory_status(
         &self,
         _: Request<proto::CudaSharedMemoryStatusRequest>,
-    ) -> Reply<proto::CudaSharedMemoryStatusResponse> {
+    ) -> RpcResult<proto::CudaSharedMemoryStatusResponse> {
         no_shared_memory()
     }
 
     async fn cuda_shared_memory_register(
         &self,
         _: Request<proto::CudaSharedMemoryRegisterRequest>,
-    ) -> Reply<proto::CudaSharedMemoryRegisterResponse> {
+    ) -> RpcResult<proto::CudaSharedMemoryRegisterResponse> {
         no_shared_memory()
     }
 
     async fn cuda_shared_memory_unregister(
         &self,
         _: Request<proto::CudaSharedMemoryUnregisterRequest>,
-    ) -> Reply<proto::CudaSharedMemoryUnregisterResponse> {
+    ) -> RpcResult<proto::CudaSharedMemoryUnregisterResponse> {
         no_shared_memory()
     }
 
     async fn trace_setting(
         &self,
         _: Request<proto::TraceSettingRequest>,
-    ) -> Reply<proto::TraceSettingResponse> {
+    ) -> RpcResult<proto::TraceSettingResponse> {
         Err(ApiError::unsupported("trace settings cannot be changed at run time").into())
     }
 
     async fn log_settings(
         &self,
         _: Request<proto::LogSettingsRequest>,
-    ) -> Reply<proto::LogSettingsResponse> {
+    ) -> RpcResult<proto::LogSettingsResponse> {
         Err(ApiError::unsupported("log settings cannot be changed at run time").into())
     }
 }

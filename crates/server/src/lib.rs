@@ -1,14 +1,14 @@
-//! REST, gRPC and metrics over one service, and the service of a single node.
+//! REST, gRPC and metrics on top of one service, and the service of a single node.
 //!
-//! Handlers only translate: what is read is checked by `api`, what is done is done by an
-//! [`api::InferenceService`].
+//! Handlers only translate: `api` decodes and validates, an [`api::InferenceService`] does the
+//! work. REST routes are in `rest.rs`.
 
-mod buffers;
-pub mod gate;
+mod body_buffers;
 mod grpc;
 mod listener;
 pub mod metrics;
 pub mod node;
+pub mod request_tracker;
 mod rest;
 pub mod server;
 

@@ -1,4 +1,4 @@
-//! Accepts HTTP connections and answers requests on them until told to stop.
+//! Accepts HTTP connections and serves them until stopped.
 
 use std::convert::Infallible;
 use std::panic::AssertUnwindSafe;
@@ -19,33 +19,33 @@ use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use tower::Service;
 
-use crate::rest::answer::{self, WireBody};
+use crate::rest::response::{self, ResponseBody};
 
-/// How long a connection may stay without sending a whole request head.
+/// Timeout for a complete request head.
 const IDLE_LIMIT: Duration = Duration::from_secs(600);
 
-/// Serves `responder` on `listener` until `stop` turns true, then lets connections finish what they
-/// are at. Dropping the future closes them at once.
+/// Serves `responder` on `listener` until `stop` turns true, then lets connections finish their
+/// requests. Dropping the future closes them immediately.
 pub(crate) async fn serve(
     listener: TcpListener,
     responder: impl Respond,
     max_connections: usize,
     mut stop: watch::Receiver<bool>,
 ) {
-    let places = Arc::new(Semaphore::new(max_connections));
+    let permits = Arc::new(Semaphore::new(max_connections));
     let mut connections = JoinSet::new();
     loop {
         let accepted = tokio::select! {
             biased;
             () = stopped(&mut stop) => break,
-            accepted = accept(&listener, &places) => accepted,
+            accepted = accept(&listener, &permits) => accepted,
             Some(_) = connections.join_next() => continue,
         };
-        if let Some((stream, place)) = accepted {
+        if let Some((stream, permit)) = accepted {
             let (responder, stop) = (responder.clone(), stop.clone());
             connections.spawn(async move {
                 serve_connection(stream, responder, stop).await;
-                drop(place);
+                drop(permit);
             });
         }
     }
@@ -53,25 +53,25 @@ pub(crate) async fn serve(
     while connections.join_next().await.is_some() {}
 }
 
-/// Returns when `stop` turns true, or nobody is left to turn it.
+/// Returns when `stop` turns true or its sender is dropped.
 pub(crate) async fn stopped(stop: &mut watch::Receiver<bool>) {
     let _ = stop.wait_for(|stop| *stop).await;
 }
 
 async fn accept(
     listener: &TcpListener,
-    places: &Arc<Semaphore>,
+    permits: &Arc<Semaphore>,
 ) -> Option<(TcpStream, tokio::sync::OwnedSemaphorePermit)> {
-    let place = places.clone().acquire_owned().await.ok()?;
+    let permit = permits.clone().acquire_owned().await.ok()?;
     match listener.accept().await {
         Ok((stream, _)) => {
-            // Without this an answer can wait for the client's delayed acknowledgement.
+            // Without this a response can wait for the client's delayed acknowledgement.
             let _ = stream.set_nodelay(true);
-            Some((stream, place))
+            Some((stream, permit))
         }
         Err(error) => {
-            // Out of file descriptors, most likely: others have to close first.
-            tracing::warn!(%error, "cannot accept a connection");
+            // Usually out of file descriptors: wait until others are closed.
+            tracing::warn!(%error, "cannot accept connection");
             tokio::time::sleep(Duration::from_millis(50)).await;
             None
         }
@@ -97,35 +97,35 @@ async fn serve_connection(
         }
     };
     if let Err(error) = result {
-        tracing::debug!(%error, "a connection ended early");
+        tracing::debug!(%error, "connection closed early");
     }
 }
 
-/// Answers requests of a connection.
+/// Responds to the requests of a connection.
 pub(crate) trait Respond: Clone + Send + Sync + 'static {
     fn respond(
         &self,
         request: Request<Incoming>,
-    ) -> impl Future<Output = Response<WireBody>> + Send;
+    ) -> impl Future<Output = Response<ResponseBody>> + Send;
 }
 
 impl Respond for Router {
-    async fn respond(&self, request: Request<Incoming>) -> Response<WireBody> {
+    async fn respond(&self, request: Request<Incoming>) -> Response<ResponseBody> {
         match self.clone().call(request.map(Body::new)).await {
-            Ok(response) => response.map(WireBody::Routed),
+            Ok(response) => response.map(ResponseBody::Routed),
             Err(never) => match never {},
         }
     }
 }
 
-/// One request. A panic in it becomes an answer, not a closed connection.
+/// Handles one request. A panic becomes an error response, not a closed connection.
 async fn respond(
     responder: impl Respond,
     request: Request<Incoming>,
-) -> Result<Response<WireBody>, Infallible> {
+) -> Result<Response<ResponseBody>, Infallible> {
     let response = AssertUnwindSafe(responder.respond(request)).catch_unwind().await;
     Ok(response.unwrap_or_else(|_| {
-        answer::error(&ApiError::internal("the server failed on this request"))
-            .map(WireBody::Routed)
+        response::error(&ApiError::internal("the server failed on this request"))
+            .map(ResponseBody::Routed)
     }))
 }

@@ -1,7 +1,7 @@
 //! Metrics in the Prometheus text format, under the names that dashboards for Triton use.
 //!
-//! Those names have no `_total` at their end, which client libraries insist on; so the format, which
-//! is three kinds of lines, is written here.
+//! Some of these names lack the `_total` that client libraries enforce, so the format, three kinds
+//! of lines, is written here.
 
 use std::fmt::{Display, Write};
 use std::sync::Arc;
@@ -12,21 +12,21 @@ use axum::response::IntoResponse;
 use axum::routing::get;
 use http::header::CONTENT_TYPE;
 
-use crate::rest::answer;
-use crate::server::App;
+use crate::rest::response;
+use crate::server::AppState;
 
 /// The kind of a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// Only grows.
+pub enum MetricKind {
+    /// Monotonically increasing.
     Counter,
-    /// Goes up and down.
+    /// Can increase and decrease.
     Gauge,
-    /// Counts by upper bounds.
+    /// Cumulative counts by upper bound.
     Histogram,
 }
 
-/// Writes families of samples.
+/// Writes metrics with their samples.
 pub struct Exposition<'a> {
     text: &'a mut String,
 }
@@ -37,12 +37,12 @@ impl<'a> Exposition<'a> {
         Exposition { text }
     }
 
-    /// Starts the family `name`; its samples follow.
-    pub fn family(&mut self, name: &str, kind: Kind, help: &str) {
+    /// Starts the metric `name`; its samples follow.
+    pub fn family(&mut self, name: &str, kind: MetricKind, help: &str) {
         let kind = match kind {
-            Kind::Counter => "counter",
-            Kind::Gauge => "gauge",
-            Kind::Histogram => "histogram",
+            MetricKind::Counter => "counter",
+            MetricKind::Gauge => "gauge",
+            MetricKind::Histogram => "histogram",
         };
         let _ = writeln!(self.text, "# HELP {name} {help}\n# TYPE {name} {kind}");
     }
@@ -70,21 +70,25 @@ impl<'a> Exposition<'a> {
     }
 }
 
-pub(crate) fn router(app: Arc<App>) -> Router {
+pub(crate) fn router(app: Arc<AppState>) -> Router {
     Router::new()
         .route("/metrics", get(page))
-        .fallback(answer::no_route)
-        .method_not_allowed_fallback(answer::wrong_method)
+        .fallback(response::no_route)
+        .method_not_allowed_fallback(response::wrong_method)
         .with_state(app)
 }
 
-async fn page(State(app): State<Arc<App>>) -> impl IntoResponse {
+async fn page(State(app): State<Arc<AppState>>) -> impl IntoResponse {
     let mut text = String::with_capacity(16 * 1024);
     let mut exposition = Exposition::new(&mut text);
-    exposition.family("atoll_requests_in_flight", Kind::Gauge, "Inference requests under way");
-    exposition.sample("atoll_requests_in_flight", &[], app.gate.inside());
-    exposition.family("atoll_draining", Kind::Gauge, "1 while the server shuts down");
-    exposition.sample("atoll_draining", &[], u8::from(app.gate.is_closed()));
+    exposition.family(
+        "atoll_requests_in_flight",
+        MetricKind::Gauge,
+        "Inference requests in flight",
+    );
+    exposition.sample("atoll_requests_in_flight", &[], app.requests.in_flight());
+    exposition.family("atoll_draining", MetricKind::Gauge, "1 while the server drains");
+    exposition.sample("atoll_draining", &[], u8::from(app.requests.is_closed()));
     app.service.write_metrics(&mut text);
     ([(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text)
 }
@@ -97,7 +101,7 @@ mod tests {
     fn labels_are_escaped() {
         let mut text = String::new();
         let mut exposition = Exposition::new(&mut text);
-        exposition.family("a", Kind::Counter, "Help");
+        exposition.family("a", MetricKind::Counter, "Help");
         exposition.sample("a", &[("model", "x\"y\\z\n"), ("version", "1")], 3);
         exposition.sample("a", &[], 1.5);
         assert_eq!(

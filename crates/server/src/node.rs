@@ -1,4 +1,4 @@
-//! The service of one node: a catalogue of models over the devices of a [`runtime::DeviceGroup`].
+//! The service of one node: models on the devices of a [`runtime::DeviceGroup`].
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -19,28 +19,28 @@ use runtime::device_group::router::GroupModelId;
 use runtime::{Asked, BatchTime, DeviceGroup, Rejection, Reply, RequestHandle};
 use tokio::sync::{Semaphore, oneshot};
 
-pub mod catalogue;
 pub mod classification;
 pub mod counters;
 mod exposition;
-pub mod families;
 pub mod image;
 pub mod loader;
-pub mod served;
+pub mod model_table;
+pub mod prefix_batching;
+pub mod served_model;
 
-use catalogue::Catalogue;
-use counters::Count;
-use families::Families;
+use counters::PendingRequest;
 use loader::{LoadError, ModelLoader};
-use served::Served;
+use model_table::ModelTable;
+use prefix_batching::PrefixBatching;
+use served_model::ServedModel;
 
-/// How long measuring one model may take, of the time that is left to it.
+/// Time limit for profiling one model.
 const PROFILE_LIMIT: Duration = Duration::from_secs(5);
 
-/// How long unloading waits for memory to come back.
+/// How long an unload waits until its memory is free.
 const DISCARD_LIMIT: Duration = Duration::from_secs(10);
 
-/// The extensions of the protocol that this service does.
+/// Supported extensions of the protocol.
 pub const EXTENSIONS: [&str; 8] = [
     "classification",
     "model_repository",
@@ -52,7 +52,7 @@ pub const EXTENSIONS: [&str; 8] = [
     "statistics",
 ];
 
-/// A node and its models, as a service. Cloning shares it.
+/// A node and its models as a service. Clones share it.
 #[derive(Clone)]
 pub struct LocalNode {
     inner: Arc<Inner>,
@@ -61,13 +61,13 @@ pub struct LocalNode {
 struct Inner {
     device_group: Arc<DeviceGroup>,
     loader: Arc<dyn ModelLoader>,
-    catalogue: Catalogue,
-    families: Families,
+    models: ModelTable,
+    prefix_batching: PrefixBatching,
     started: AtomicBool,
     draining: AtomicBool,
     /// Whether clients may load and unload models.
     control: AtomicBool,
-    /// Models are measured one at a time.
+    /// One model is profiled at a time.
     profiling: Arc<Semaphore>,
 }
 
@@ -79,8 +79,8 @@ impl LocalNode {
             inner: Arc::new(Inner {
                 device_group,
                 loader,
-                catalogue: Catalogue::default(),
-                families: Families::default(),
+                models: ModelTable::default(),
+                prefix_batching: PrefixBatching::default(),
                 started: AtomicBool::new(false),
                 draining: AtomicBool::new(false),
                 control: AtomicBool::new(true),
@@ -89,25 +89,25 @@ impl LocalNode {
         }
     }
 
-    /// Says that the models to begin with are loaded, or have failed to.
+    /// Declares that the initial models have been loaded or have failed to load.
     pub fn set_started(&self) {
         self.inner.started.store(true, Ordering::SeqCst);
     }
 
-    /// Refuses clients that ask to load or unload models; the owner of this service still can, through
-    /// [`LocalNode::load_model`] and [`LocalNode::unload_model`].
+    /// Refuses requests of clients to load or unload models; the owner of this service still can,
+    /// through [`LocalNode::load_model`] and [`LocalNode::unload_model`].
     pub fn forbid_control(&self) {
         self.inner.control.store(false, Ordering::SeqCst);
     }
 
-    /// Makes the newest version of `model` ready and returns it.
+    /// Loads the newest version of `model` and returns its number.
     pub async fn load_model(&self, model: &str) -> ApiResult<u64> {
-        to_the_end(self.inner.clone().load(model.to_string())).await
+        run_detached(self.inner.clone().load(model.to_string())).await
     }
 
-    /// Takes `model` out of service; returns when its last request is done.
+    /// Unloads `model`; returns when its last request is done.
     pub async fn unload_model(&self, model: &str) -> ApiResult<()> {
-        to_the_end(self.inner.clone().unload(model.to_string())).await
+        run_detached(self.inner.clone().unload(model.to_string())).await
     }
 
     fn check_control(&self) -> ApiResult<()> {
@@ -135,36 +135,37 @@ impl LocalNode {
         Ok(failed)
     }
 
-    /// Brings weights to the device as long as there is room: of the models named here first, then of the others by name.
+    /// Loads weights onto the devices while they fit: first of the models in `order`, then of the
+    /// others by name.
     pub fn preload(&self, order: &[String]) {
-        let mut models = self.inner.catalogue.all();
-        let place = |served: &Served| order.iter().position(|name| **name == *served.name);
+        let mut models = self.inner.models.all();
+        let position = |served: &ServedModel| order.iter().position(|name| **name == *served.name);
         models.sort_by_key(|served| {
-            (place(served).unwrap_or(usize::MAX), served.name.clone(), served.version)
+            (position(served).unwrap_or(usize::MAX), served.name.clone(), served.version)
         });
         models.iter().for_each(|served| self.inner.preload(served));
     }
 
-    /// Steps that do much of a model's work and that others may have in common with it: hashes and shares.
+    /// Expensive steps of a model that other models may share: hashes and shares of the work.
     pub async fn marks(&self, model: &str) -> ApiResult<Vec<(String, f64)>> {
-        let served = self.inner.catalogue.find(ModelRef { name: model, version: None })?;
+        let served = self.inner.models.find(ModelRef { name: model, version: None })?;
         blocking_api(move || Ok(served.fingerprint().marks())).await
     }
 
-    /// Makes batches of `turn` of requests for a model, or as its settings say. One that shares its beginning with others is left
-    /// as it is.
+    /// Sets the duty-cycle turn of a model, or `None` to batch as configured. Ignored for models
+    /// under prefix batching.
     pub fn set_turn(&self, model: &str, turn: Option<StaggeredBatch>) {
-        let all = self.inner.catalogue.all();
+        let all = self.inner.models.all();
         let served = all.iter().find(|served| &*served.name == model && served.split.is_none());
         if let Some(served) = served {
             self.inner.device_group.set_staggered_batch(served.key, turn);
         }
     }
 
-    /// How many inferences each model has done.
+    /// Number of inferences of each model.
     pub fn inference_counts(&self) -> Vec<(String, u64)> {
-        let models = self.inner.catalogue.all();
-        let count = |served: &Arc<Served>| served.counters.inferences.load(Ordering::Relaxed);
+        let models = self.inner.models.all();
+        let count = |served: &Arc<ServedModel>| served.counters.inferences.load(Ordering::Relaxed);
         models.iter().map(|served| (served.name.to_string(), count(served))).collect()
     }
 
@@ -174,13 +175,13 @@ impl LocalNode {
     }
 }
 
-/// Microseconds by rows, as `1:130,2:200`.
+/// Batch times in microseconds by rows, as `1:130,2:200`.
 fn profile_text(times: &[BatchTime]) -> String {
     let one = |(rows, time): &BatchTime| format!("{rows}:{}", time.as_micros());
     times.iter().map(one).collect::<Vec<_>>().join(",")
 }
 
-/// Runs `work` on a thread that may wait.
+/// Runs `work` on a thread that may block.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, LoadError> + Send + 'static,
 ) -> ApiResult<T> {
@@ -190,7 +191,7 @@ async fn blocking<T: Send + 'static>(
     }
 }
 
-/// Cancels a request whose answer nobody waits for any more.
+/// Cancels a request when its client disconnects.
 struct CancelOnDrop(Option<RequestHandle>);
 
 impl Drop for CancelOnDrop {
@@ -201,7 +202,7 @@ impl Drop for CancelOnDrop {
     }
 }
 
-fn rejection(model: &Served, rejection: Rejection) -> ApiError {
+fn rejection(model: &ServedModel, rejection: Rejection) -> ApiError {
     let message = || format!("model '{}': {rejection}", model.name);
     match &rejection {
         Rejection::NoSuchModel => ApiError::unavailable(message()),
@@ -220,73 +221,79 @@ fn rejection(model: &Served, rejection: Rejection) -> ApiError {
 }
 
 impl Inner {
-    fn find(&self, model: ModelRef<'_>) -> ApiResult<Arc<Served>> {
+    fn find(&self, model: ModelRef<'_>) -> ApiResult<Arc<ServedModel>> {
         if self.draining.load(Ordering::SeqCst) {
             return Err(ApiError::shutting_down());
         }
-        self.catalogue.find(model)
+        self.models.find(model)
     }
 
-    /// Brings the weights of `served` to the device as long as there is room.
-    fn preload(&self, served: &Served) {
+    /// Loads the weights of `served` onto its device if they fit.
+    fn preload(&self, served: &ServedModel) {
         if let Some(split) = &served.split {
-            self.device_group.preload(split.trunk.key);
+            self.device_group.preload(split.prefix.key);
         }
         self.device_group.preload(served.key);
     }
 
-    /// Runs `served` once on inputs that fit it.
+    /// Runs `served` on validated inputs.
     async fn run(
         &self,
-        served: &Served,
+        served: &ServedModel,
         inputs: Vec<Tensor>,
         batch: usize,
         options: &InferOptions,
     ) -> ApiResult<Vec<Tensor>> {
         let default = served.config.timeout_ms.map(Nanos::from_millis);
         let timeout = options.timeout.or(default);
-        let count = Count::begin(served.counters.clone(), batch, timeout);
+        let pending = PendingRequest::begin(served.counters.clone(), batch, timeout);
         let Some(split) = &served.split else {
-            let asked = Asked { inputs, class: options.class, priority: options.priority, timeout };
-            return self.submit(served, served.key, asked, count).await.map(|(outputs, _)| outputs);
+            let request =
+                Asked { inputs, class: options.class, priority: options.priority, timeout };
+            return self
+                .submit(served, served.key, request, pending)
+                .await
+                .map(|(outputs, _)| outputs);
         };
         let clock = self.device_group.nodes()[0].clock().clone();
         let start = clock.now();
         let class = Some(options.class.unwrap_or(served.config.class));
         let priority = Some(options.priority.unwrap_or(served.config.priority));
-        let trunk = Asked { inputs: inputs.clone(), class, priority, timeout };
-        let (handed, count) = self.submit(served, split.trunk.key, trunk, count.of_two()).await?;
-        let lost = || ApiError::internal("a value is lost between two parts of a model");
-        let inputs = families::hand_over(&split.sources, &inputs, &handed).ok_or_else(lost)?;
+        let prefix = Asked { inputs: inputs.clone(), class, priority, timeout };
+        let (outputs, pending) =
+            self.submit(served, split.prefix.key, prefix, pending.with_suffix()).await?;
+        let lost = || ApiError::internal("a value is lost between prefix and suffix");
+        let inputs =
+            prefix_batching::suffix_inputs(&split.sources, &inputs, &outputs).ok_or_else(lost)?;
         let timeout = timeout.map(|timeout| timeout - (clock.now() - start));
-        let asked = Asked { inputs, class: options.class, priority: options.priority, timeout };
-        let count = count.ok_or_else(lost)?;
-        self.submit(served, served.key, asked, count).await.map(|(outputs, _)| outputs)
+        let request = Asked { inputs, class: options.class, priority: options.priority, timeout };
+        let pending = pending.ok_or_else(lost)?;
+        self.submit(served, served.key, request, pending).await.map(|(outputs, _)| outputs)
     }
 
-    /// One request of the device_group, cancelled when nobody waits any more. Of the first of two, what is to be counted goes on with
-    /// the second.
+    /// Submits one request to the device group; dropping the future cancels it. After a prefix the
+    /// pending request is returned for the suffix.
     async fn submit(
         &self,
-        served: &Served,
+        served: &ServedModel,
         key: GroupModelId,
-        asked: Asked,
-        count: Count,
-    ) -> ApiResult<(Vec<Tensor>, Option<Count>)> {
+        request: Asked,
+        pending: PendingRequest,
+    ) -> ApiResult<(Vec<Tensor>, Option<PendingRequest>)> {
         let (sender, receiver) = oneshot::channel();
-        let answer = move |reply: Reply| {
-            let (result, count) = count.reply(reply);
-            // Nobody may listen any more, which is what cancelling is for.
-            let _ = sender.send((result, count));
+        let on_reply = move |reply: Reply| {
+            let (result, pending) = pending.reply(reply);
+            // The receiver is dropped if the client disconnected.
+            let _ = sender.send((result, pending));
         };
-        let handle = self.device_group.submit(key, asked, Box::new(answer));
+        let handle = self.device_group.submit(key, request, Box::new(on_reply));
         let mut guard = CancelOnDrop(Some(handle));
         let result = receiver.await;
         guard.0 = None;
         match result {
-            Ok((Ok(outputs), count)) => Ok((outputs, count)),
+            Ok((Ok(outputs), pending)) => Ok((outputs, pending)),
             Ok((Err(why), _)) => Err(rejection(served, why)),
-            Err(_) => Err(ApiError::internal("the node gave no answer")),
+            Err(_) => Err(ApiError::internal("the node sent no reply")),
         }
     }
 
@@ -337,8 +344,8 @@ impl Inner {
         if name.is_empty() || name.starts_with('.') || name.contains(['/', '\\', '\0']) {
             return Err(ApiError::not_found("there is no model of this name"));
         }
-        let turn = self.catalogue.turn(&name).await;
-        self.catalogue.begin_load(&name);
+        let lock = self.models.lock(&name).await;
+        self.models.begin_load(&name);
         let (loader, wanted) = (self.loader.clone(), name.clone());
         let loaded = blocking(move || loader.load(&wanted, None)).await;
         match loaded {
@@ -347,25 +354,25 @@ impl Inner {
                 if let Some(why) = self.device_group.cannot_fit(&loaded.placed) {
                     return Err(self.too_large(&name, &why));
                 }
-                let (served, gone) = Served::start(
+                let (served, released) = ServedModel::start(
                     self.device_group.clone(),
                     &name,
                     version,
                     loaded.placed,
                     loaded.config,
                 );
-                let objective = served.config.slo_ms.is_some();
-                self.catalogue.finish_load(served.clone(), gone);
-                // Finding its family takes the turns of others.
-                drop(turn);
-                self.families.join(&self.device_group, &self.catalogue, served).await;
-                // Without an objective nothing is chosen by what is measured.
-                if objective {
+                let has_slo = served.config.slo_ms.is_some();
+                self.models.finish_load(served.clone(), released);
+                // Prefix batching takes the locks of other models.
+                drop(lock);
+                self.prefix_batching.join(&self.device_group, &self.models, served).await;
+                // Only models with an SLO use the measured batch times.
+                if has_slo {
                     self.profile(name.clone());
                 }
-                // At the start the owner says in which order.
+                // At the start the owner preloads in its own order.
                 if self.started.load(Ordering::SeqCst)
-                    && let Ok(served) = self.catalogue.find(ModelRef { name: &name, version: None })
+                    && let Ok(served) = self.models.find(ModelRef { name: &name, version: None })
                 {
                     self.preload(&served);
                 }
@@ -375,65 +382,65 @@ impl Inner {
             Err(error) => {
                 tracing::warn!(model = name, %error, "model not loaded");
                 let known = error.kind != ErrorKind::NotFound;
-                self.catalogue.fail_load(&name, error.message.to_string(), known);
+                self.models.fail_load(&name, error.message.to_string(), known);
                 let message = format!("cannot load model '{name}': {}", error.message);
                 Err(ApiError { message: message.into(), ..error })
             }
         }
     }
 
-    /// Measures a model beside everything else, as best effort.
+    /// Profiles a model in the background as best effort.
     fn profile(self: &Arc<Inner>, name: String) {
         let inner = self.clone();
         tokio::spawn(async move {
-            let Ok(_turn) = inner.profiling.clone().acquire_owned().await else { return };
-            let Ok(served) = inner.catalogue.find(ModelRef { name: &name, version: None }) else {
+            let Ok(_permit) = inner.profiling.clone().acquire_owned().await else { return };
+            let Ok(served) = inner.models.find(ModelRef { name: &name, version: None }) else {
                 return;
             };
             let (key, device_group) = (served.key, inner.device_group.clone());
-            // Whoever unloads the model meanwhile does not wait for this.
+            // An unload does not wait for the profiling.
             drop(served);
             let measured =
                 tokio::task::spawn_blocking(move || device_group.profile(key, PROFILE_LIMIT));
             match measured.await {
                 Ok(times) if !times.is_empty() => {
-                    tracing::info!(model = name, times = profile_text(&times), "model measured");
+                    tracing::info!(model = name, times = profile_text(&times), "model profiled");
                 }
-                _ => tracing::info!(model = name, "model not measured"),
+                _ => tracing::info!(model = name, "model not profiled"),
             }
         });
     }
 
-    /// Notes that a model's weights can never be on the device.
+    /// Records that a model's weights never fit on the device.
     fn too_large(&self, name: &str, why: &DeviceError) -> ApiError {
         let help = "give weights more memory with --gpu-memory, or pin fewer models";
         let why = format!("its weights do not fit: {why}; {help}");
-        tracing::warn!(model = name, why, "model not loaded");
-        self.catalogue.fail_load(name, why.clone(), true);
+        tracing::warn!(model = name, reason = why, "model not loaded");
+        self.models.fail_load(name, why.clone(), true);
         ApiError::unavailable(format!("cannot load model '{name}': {why}"))
     }
 
     async fn unload(self: Arc<Inner>, name: String) -> ApiResult<()> {
-        let _turn = self.catalogue.turn(&name).await;
-        if let Some(gone) = self.catalogue.begin_unload(&name)? {
-            // Fires with an error when the model drops its end, which is the message.
-            let _ = gone.await;
+        let _lock = self.models.lock(&name).await;
+        if let Some(released) = self.models.begin_unload(&name)? {
+            // Resolves with an error once the sender is dropped.
+            let _ = released.await;
             let device_group = self.device_group.clone();
-            // Its memory is on its way back; who asked to unload wants it back.
+            // The unload returns only when the memory is free.
             let _ = tokio::task::spawn_blocking(move || device_group.wait_discarded(DISCARD_LIMIT))
                 .await;
         }
-        self.catalogue.finish_unload(&name);
+        self.models.finish_unload(&name);
         tracing::info!(model = name, "model unloaded");
         Ok(())
     }
 
     fn statistics(&self, model: Option<ModelRef<'_>>) -> ApiResult<Vec<ModelStatistics>> {
         let models = match model {
-            Some(model) => vec![self.catalogue.find(model)?],
-            None => self.catalogue.all(),
+            Some(model) => vec![self.models.find(model)?],
+            None => self.models.all(),
         };
-        let statistics = |served: &Arc<Served>| {
+        let statistics = |served: &Arc<ServedModel>| {
             let counters = &served.counters;
             ModelStatistics {
                 name: served.name.to_string(),
@@ -449,7 +456,7 @@ impl Inner {
     }
 }
 
-/// As [`blocking`], for work that fails with a client's error.
+/// Like [`blocking`], for work that fails with an [`ApiError`].
 async fn blocking_api<T: Send + 'static>(
     work: impl FnOnce() -> ApiResult<T> + Send + 'static,
 ) -> ApiResult<T> {
@@ -459,8 +466,8 @@ async fn blocking_api<T: Send + 'static>(
     }
 }
 
-/// Runs `work` to its end even when the caller goes away: a model is never left half loaded.
-async fn to_the_end<T: Send + 'static>(
+/// Runs `work` to its end even if the client disconnects: a model is never half loaded.
+async fn run_detached<T: Send + 'static>(
     work: impl Future<Output = ApiResult<T>> + Send + 'static,
 ) -> ApiResult<T> {
     match tokio::spawn(work).await {
@@ -487,17 +494,17 @@ impl InferenceService for LocalNode {
     }
 
     fn model_ready<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, bool> {
-        let ready = self.inner.catalogue.is_ready(model);
+        let ready = self.inner.models.is_ready(model);
         Box::pin(std::future::ready(ready))
     }
 
     fn model_metadata<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, ModelMetadata> {
-        let metadata = self.inner.catalogue.find(model).map(|served| served.metadata());
+        let metadata = self.inner.models.find(model).map(|served| served.metadata());
         Box::pin(std::future::ready(metadata))
     }
 
     fn model_config<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, proto::ModelConfig> {
-        let config = self.inner.catalogue.find(model).map(|served| served.wire_config());
+        let config = self.inner.models.find(model).map(|served| served.wire_config());
         Box::pin(std::future::ready(config))
     }
 
@@ -521,7 +528,7 @@ impl InferenceService for LocalNode {
         Box::pin(async move {
             let loader = self.inner.loader.clone();
             let entries = blocking(move || loader.index()).await?;
-            Ok(self.inner.catalogue.index(entries, only_ready))
+            Ok(self.inner.models.index(entries, only_ready))
         })
     }
 
@@ -541,7 +548,7 @@ impl InferenceService for LocalNode {
 
     fn register(&self, request: RegisterRequest) -> ServiceFuture<'_, Registered> {
         let inner = self.inner.clone();
-        Box::pin(to_the_end(async move {
+        Box::pin(run_detached(async move {
             let name = request.name.clone();
             let loader = inner.loader.clone();
             blocking(move || loader.register(request)).await?;
@@ -560,8 +567,13 @@ impl InferenceService for LocalNode {
     }
 
     fn write_metrics(&self, text: &mut String) {
-        let models = self.inner.catalogue.all();
-        exposition::write(text, &models, &self.inner.families.trunks(), &self.inner.device_group);
+        let models = self.inner.models.all();
+        exposition::write(
+            text,
+            &models,
+            &self.inner.prefix_batching.prefixes(),
+            &self.inner.device_group,
+        );
     }
 
     fn drain(&self, limit: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {

@@ -1,4 +1,5 @@
-//! REST: the Open Inference Protocol, Triton's extensions and our own, one module per area.
+//! REST: the Open Inference Protocol, Triton's extensions and our own, one module per area. To add
+//! a route, add it to `router` and its handler to the module of its area.
 
 use std::sync::Arc;
 
@@ -11,10 +12,9 @@ use http::{Method, Request, Response};
 use hyper::body::Incoming;
 
 use crate::listener::Respond;
-use crate::server::App;
-use answer::WireBody;
+use crate::server::AppState;
+use response::ResponseBody;
 
-pub(crate) mod answer;
 mod body;
 mod classify_api;
 mod health_api;
@@ -22,45 +22,46 @@ mod infer_api;
 mod model_api;
 mod query_api;
 mod repository_api;
+pub(crate) mod response;
 mod statistics_api;
 
 pub(crate) use infer_api::span as infer_span;
 pub(crate) use repository_api::check_load_parameters;
 
-/// Answers requests: inferences at once, all others by the router.
+/// Handles requests: inferences directly, all others through the router.
 #[derive(Clone)]
-pub(crate) struct Rest {
-    app: Arc<App>,
+pub(crate) struct RestHandler {
+    app: Arc<AppState>,
     router: Router,
 }
 
-impl Rest {
-    pub(crate) fn new(app: Arc<App>) -> Rest {
-        Rest { router: router(app.clone()), app }
+impl RestHandler {
+    pub(crate) fn new(app: Arc<AppState>) -> RestHandler {
+        RestHandler { router: router(app.clone()), app }
     }
 }
 
-impl Respond for Rest {
-    async fn respond(&self, request: Request<Incoming>) -> Response<WireBody> {
+impl Respond for RestHandler {
+    async fn respond(&self, request: Request<Incoming>) -> Response<ResponseBody> {
         if request.method() == Method::POST
-            && let Some((name, version)) = infer_api::quick_path(request.uri().path())
+            && let Some((name, version)) = infer_api::fast_path(request.uri().path())
             && let Ok(model) = ModelRef::parse(name, version)
         {
-            // The path stays with the head while the body is consumed.
+            // The path belongs to the head, which outlives the body.
             let (name, version) = (name.to_string(), model.version);
             let model = ModelRef { name: &name, version };
             let (head, body) = request.into_parts();
-            let answer = infer_api::infer(&self.app, model, &head.headers, body).await;
-            return match answer {
-                Ok(response) => response.map(WireBody::Parts),
-                Err(error) => answer::error(&error).map(WireBody::Routed),
+            let result = infer_api::infer(&self.app, model, &head.headers, body).await;
+            return match result {
+                Ok(response) => response.map(ResponseBody::SegmentedBody),
+                Err(error) => response::error(&error).map(ResponseBody::Routed),
             };
         }
         self.router.respond(request).await
     }
 }
 
-fn router(app: Arc<App>) -> Router {
+fn router(app: Arc<AppState>) -> Router {
     let images = DefaultBodyLimit::max(app.max_body_bytes);
     let models = DefaultBodyLimit::max(app.max_model_bytes);
     Router::new()
@@ -92,11 +93,11 @@ fn router(app: Arc<App>) -> Router {
         .route("/v2/atoll/queries/{query}", put(query_api::put))
         .route("/v2/atoll/queries/{query}", delete(query_api::delete))
         .route("/v2/atoll/queries/{query}/infer", post(query_api::infer))
-        .route("/v2/systemsharedmemory/{*rest}", any(answer::unsupported))
-        .route("/v2/cudasharedmemory/{*rest}", any(answer::unsupported))
-        .route("/v2/trace/setting", any(answer::unsupported))
-        .route("/v2/logging", any(answer::unsupported))
-        .fallback(answer::no_route)
-        .method_not_allowed_fallback(answer::wrong_method)
+        .route("/v2/systemsharedmemory/{*rest}", any(response::unsupported))
+        .route("/v2/cudasharedmemory/{*rest}", any(response::unsupported))
+        .route("/v2/trace/setting", any(response::unsupported))
+        .route("/v2/logging", any(response::unsupported))
+        .fallback(response::no_route)
+        .method_not_allowed_fallback(response::wrong_method)
         .with_state(app)
 }

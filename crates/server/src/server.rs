@@ -1,4 +1,4 @@
-//! The server's life: listeners up, requests answered, then a drain that loses none.
+//! Lifecycle of the server: bind, serve, drain without losing requests.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -11,11 +11,11 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::buffers::Buffers;
-use crate::gate::Gate;
+use crate::body_buffers::BodyBuffers;
+use crate::request_tracker::RequestTracker;
 use crate::{grpc, listener, metrics, rest};
 
-/// Where and how a server listens. A port of 0 picks a free one; `None` leaves a wire out.
+/// Where and how a server listens. A port of 0 picks a free one; `None` disables a protocol.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
     /// REST.
@@ -24,11 +24,11 @@ pub struct ServerOptions {
     pub grpc: Option<SocketAddr>,
     /// Metrics.
     pub metrics: Option<SocketAddr>,
-    /// The most bytes of an inference request, after decompression.
+    /// Maximum size of an inference request after decompression.
     pub max_body_bytes: usize,
-    /// The most bytes of a model to register.
+    /// Maximum size of a model to register.
     pub max_model_bytes: usize,
-    /// The most connections per wire.
+    /// Maximum number of connections per protocol.
     pub max_connections: usize,
 }
 
@@ -62,18 +62,18 @@ pub enum ServerError {
     Grpc(String),
 }
 
-/// What every handler sees.
-pub(crate) struct App {
+/// State shared by all handlers.
+pub(crate) struct AppState {
     pub(crate) service: Arc<dyn InferenceService>,
-    pub(crate) gate: Gate,
+    pub(crate) requests: RequestTracker,
     pub(crate) max_body_bytes: usize,
     pub(crate) max_model_bytes: usize,
-    pub(crate) buffers: Arc<Buffers>,
+    pub(crate) buffers: Arc<BodyBuffers>,
 }
 
-impl App {
+impl AppState {
     pub(crate) fn ready(&self) -> bool {
-        !self.gate.is_closed() && self.service.ready()
+        !self.requests.is_closed() && self.service.ready()
     }
 }
 
@@ -81,7 +81,7 @@ impl App {
 pub struct Server;
 
 impl Server {
-    /// Listens as `options` say and answers with `service`. Must run inside a tokio runtime.
+    /// Binds and serves `service`. Must run inside a tokio runtime.
     pub async fn start(
         options: ServerOptions,
         service: Arc<dyn InferenceService>,
@@ -89,7 +89,7 @@ impl Server {
         Server::bind(options).await?.serve(service).await
     }
 
-    /// Takes the addresses in `options`, for a service that is not there yet: who connects waits.
+    /// Binds the addresses of `options` before the service exists: connections wait.
     pub async fn bind(options: ServerOptions) -> Result<BoundServer, ServerError> {
         Ok(BoundServer {
             http: bind(options.http).await?,
@@ -100,7 +100,7 @@ impl Server {
     }
 }
 
-/// A server whose addresses are taken and that answers nobody yet.
+/// A server that is bound and does not accept connections yet.
 pub struct BoundServer {
     http: Option<Bound>,
     metrics: Option<Bound>,
@@ -109,15 +109,15 @@ pub struct BoundServer {
 }
 
 impl BoundServer {
-    /// Answers with `service`.
+    /// Serves `service`.
     pub async fn serve(
         self,
         service: Arc<dyn InferenceService>,
     ) -> Result<RunningServer, ServerError> {
-        let app = Arc::new(App {
-            buffers: Arc::new(Buffers::new(service.host_pool())),
+        let app = Arc::new(AppState {
+            buffers: Arc::new(BodyBuffers::new(service.host_pool())),
             service,
-            gate: Gate::default(),
+            requests: RequestTracker::default(),
             max_body_bytes: self.options.max_body_bytes,
             max_model_bytes: self.options.max_model_bytes,
         });
@@ -134,7 +134,7 @@ impl BoundServer {
         let connections = self.options.max_connections;
         if let Some((listener, address)) = self.http {
             server.http_addr = Some(address);
-            let rest = rest::Rest::new(app.clone());
+            let rest = rest::RestHandler::new(app.clone());
             let task = listener::serve(listener, rest, connections, stopped.clone());
             server.tasks.push(tokio::spawn(task));
         }
@@ -164,39 +164,39 @@ async fn bind(address: Option<SocketAddr>) -> Result<Option<Bound>, ServerError>
     Ok(Some((listener, address)))
 }
 
-/// A server that answers. Dropping it closes the listeners without waiting for anybody.
+/// A running server. Dropping it closes the listeners without waiting for requests.
 pub struct RunningServer {
     /// Where REST listens.
     pub http_addr: Option<SocketAddr>,
     /// Where gRPC listens.
     pub grpc_addr: Option<SocketAddr>,
-    /// Where metrics are.
+    /// Where metrics listen.
     pub metrics_addr: Option<SocketAddr>,
-    app: Arc<App>,
-    health: Option<grpc::Health>,
+    app: Arc<AppState>,
+    health: Option<grpc::GrpcHealth>,
     stop: watch::Sender<bool>,
     tasks: Vec<JoinHandle<()>>,
 }
 
 impl RunningServer {
-    /// Inference requests under way.
+    /// Number of requests in flight.
     pub fn in_flight(&self) -> usize {
-        self.app.gate.inside()
+        self.app.requests.in_flight()
     }
 
-    /// Says at once that it is no longer ready, refuses new work, lets running work finish and closes
-    /// the listeners. `false` when work was still running after `limit` and was given up.
+    /// Reports not ready, refuses new requests, waits for requests in flight and closes the
+    /// listeners. `false` if requests were still running after `limit` and were dropped.
     pub async fn shutdown(mut self, limit: Duration) -> bool {
         let deadline = Instant::now() + limit;
-        self.app.gate.close();
+        self.app.requests.close();
         if let Some(health) = self.health.take() {
             health.not_serving().await;
         }
-        let empty = tokio::time::timeout_at(deadline, self.app.gate.empty()).await.is_ok();
-        let left = deadline.saturating_duration_since(Instant::now());
-        let drained = self.app.service.drain(left).await;
+        let idle = tokio::time::timeout_at(deadline, self.app.requests.wait_idle()).await.is_ok();
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        let drained = self.app.service.drain(remaining).await;
         let _ = self.stop.send(true);
-        // Answers that are ready still have to be written, even when the time is up.
+        // Finished responses still have to be written, even after the deadline.
         let written = deadline.max(Instant::now() + Duration::from_millis(500));
         let mut closed = true;
         for mut task in self.tasks {
@@ -205,6 +205,6 @@ impl RunningServer {
                 closed = false;
             }
         }
-        empty && drained && closed
+        idle && drained && closed
     }
 }

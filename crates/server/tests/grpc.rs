@@ -51,37 +51,37 @@ fn request(model: &str, id: &str) -> ModelInferRequest {
 }
 
 #[tokio::test]
-async fn tensors_of_several_frames_are_read_into_lent_memory() {
-    let echo = Arc::new(support::Echo::lending());
+async fn tensors_of_several_frames_are_read_into_the_host_pool() {
+    let echo = Arc::new(support::Echo::with_host_pool());
     let (_server, mut client) = start_with(echo.clone()).await;
-    let shelf = echo.shelf.clone().unwrap();
-    // Longer than a frame may be.
+    let host_pool = echo.host_pool.clone().unwrap();
+    // Longer than the maximum frame.
     for count in [400_000, 700_000] {
         let mut large = request("identity", "");
         large.inputs[0].shape = vec![count];
         let bytes: Vec<u8> = (0..count * 4).map(|at| (at % 251) as u8).collect();
         large.raw_input_contents = vec![bytes.clone().into()];
-        let answer = client.model_infer(large).await.unwrap().into_inner();
-        assert_eq!(answer.raw_output_contents[0], bytes);
+        let reply = client.model_infer(large).await.unwrap().into_inner();
+        assert_eq!(reply.raw_output_contents[0], bytes);
     }
-    assert_eq!(shelf.found.load(Ordering::SeqCst), 2);
+    assert_eq!(host_pool.found.load(Ordering::SeqCst), 2);
     client.model_infer(request("identity", "")).await.unwrap();
-    assert_eq!(shelf.found.load(Ordering::SeqCst), 2, "a single frame is left where it is");
-    assert_eq!(shelf.lent(), 0, "all went back");
+    assert_eq!(host_pool.found.load(Ordering::SeqCst), 2, "a single frame is not copied");
+    assert_eq!(host_pool.buffers_in_use(), 0, "all buffers are returned");
 }
 
 #[tokio::test]
 async fn tensors_come_back_raw() {
     let (_server, mut client) = start().await;
-    let answer = client.model_infer(request("identity", "7")).await.unwrap().into_inner();
-    assert_eq!((answer.id.as_str(), answer.outputs[0].name.as_str()), ("7", "OUTPUT0"));
-    assert_eq!(answer.raw_output_contents[0], 1.5f32.to_le_bytes().to_vec());
+    let reply = client.model_infer(request("identity", "7")).await.unwrap().into_inner();
+    assert_eq!((reply.id.as_str(), reply.outputs[0].name.as_str()), ("7", "OUTPUT0"));
+    assert_eq!(reply.raw_output_contents[0], 1.5f32.to_le_bytes().to_vec());
     let mut typed = request("identity", "");
     typed.raw_input_contents.clear();
     typed.inputs[0].contents =
         Some(proto::InferTensorContents { fp32_contents: vec![2.5], ..Default::default() });
-    let answer = client.model_infer(typed).await.unwrap().into_inner();
-    assert_eq!(answer.raw_output_contents[0], 2.5f32.to_le_bytes().to_vec());
+    let reply = client.model_infer(typed).await.unwrap().into_inner();
+    assert_eq!(reply.raw_output_contents[0], 2.5f32.to_le_bytes().to_vec());
 }
 
 #[tokio::test]
@@ -93,15 +93,15 @@ async fn tensors_of_many_frames_come_back_whole() {
         let mut large = request("identity", "");
         large.inputs[0].shape = vec![length / 4];
         large.raw_input_contents = vec![raw[..length as usize].to_vec().into()];
-        // Several at once, so that buffers are taken while others are in use.
+        // Several concurrent requests, so that buffers are taken while others are in use.
         let ask = |message: ModelInferRequest| {
             let mut client = client.clone();
             async move { client.model_infer(message).await }
         };
-        let answers = futures_util::future::join_all((0..8).map(|_| ask(large.clone()))).await;
-        for answer in answers {
-            let answer = answer.unwrap().into_inner();
-            assert!(answer.raw_output_contents[0] == raw[..length as usize], "{length}");
+        let replies = futures_util::future::join_all((0..8).map(|_| ask(large.clone()))).await;
+        for reply in replies {
+            let reply = reply.unwrap().into_inner();
+            assert!(reply.raw_output_contents[0] == raw[..length as usize], "{length}");
         }
     }
 }
@@ -134,7 +134,7 @@ async fn errors_have_their_codes() {
 }
 
 #[tokio::test]
-async fn the_other_calls_answer() {
+async fn other_calls_succeed() {
     let (_server, mut client) = start().await;
     assert!(client.server_live(proto::ServerLiveRequest {}).await.unwrap().into_inner().live);
     assert!(client.server_ready(proto::ServerReadyRequest {}).await.unwrap().into_inner().ready);
@@ -154,20 +154,20 @@ async fn the_other_calls_answer() {
 }
 
 #[tokio::test]
-async fn streams_answer_in_order_and_survive_errors() {
+async fn streams_reply_in_order_and_survive_errors() {
     let (_server, mut client) = start().await;
     let requests = vec![request("identity", "1"), request("nope", "2"), request("identity", "3")];
     let stream = client.model_stream_infer(futures_util::stream::iter(requests)).await.unwrap();
-    let answers: Vec<_> = stream.into_inner().map(Result::unwrap).collect().await;
+    let replies: Vec<_> = stream.into_inner().map(Result::unwrap).collect().await;
     let ids: Vec<_> =
-        answers.iter().map(|a| a.infer_response.as_ref().unwrap().id.as_str()).collect();
+        replies.iter().map(|a| a.infer_response.as_ref().unwrap().id.as_str()).collect();
     assert_eq!(ids, ["1", "2", "3"]);
-    assert_eq!(answers[1].error_message, "there is no model 'nope'");
-    assert!(answers[0].error_message.is_empty());
+    assert_eq!(replies[1].error_message, "there is no model 'nope'");
+    assert!(replies[0].error_message.is_empty());
 }
 
 #[tokio::test]
-async fn a_drain_is_seen_by_health_and_by_requests() {
+async fn drain_changes_health_and_refuses_requests() {
     use tonic_health::pb::health_client::HealthClient;
     use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus};
     let echo = Arc::new(support::Echo::default());
@@ -192,7 +192,7 @@ async fn a_drain_is_seen_by_health_and_by_requests() {
     assert_eq!(status, ServingStatus::NotServing);
     let refused = client.model_infer(request("identity", "")).await.unwrap_err();
     assert_eq!(refused.message(), "the server is shutting down");
-    assert!(!slow.is_finished() && !shutdown.is_finished(), "what runs is waited for");
+    assert!(!slow.is_finished() && !shutdown.is_finished(), "running requests are waited for");
     echo.slow.open();
     assert!(slow.await.unwrap().is_ok());
     assert!(shutdown.await.unwrap());

@@ -46,7 +46,7 @@ async fn start_with(echo: Echo) -> Fixture {
 }
 
 #[tokio::test]
-async fn routes_answer_as_the_protocol_says() {
+async fn routes_follow_the_protocol() {
     let Fixture { server: _server, mut client, .. } = start().await;
     for path in ["/v2/health/live", "/v2/health/ready", "/v2/models/identity/ready"] {
         let reply = client.get(path).await;
@@ -100,12 +100,13 @@ async fn errors_are_json_with_the_right_code() {
 
 #[tokio::test]
 async fn json_and_binary_tensors_come_back() {
-    let Fixture { server: _server, mut client, echo } = start_with(Echo::lending()).await;
+    let Fixture { server: _server, mut client, echo } = start_with(Echo::with_host_pool()).await;
     let reply = client.post(IDENTITY, FLOATS).await;
     assert_eq!(reply.header("content-type"), Some("application/json"));
     assert_eq!(reply.json()["id"], "7");
     assert_eq!(reply.json()["outputs"][0]["data"], serde_json::json!([1.0, 2.5]));
-    let json = r#"{"inputs":[{"name":"INPUT0","shape":[20000],"datatype":"FP32","parameters":{"binary_data_size":80000}}],"parameters":{"binary_data_output":true}}"#;
+    let json = r#"{"inputs":[{"name":"INPUT0","shape":[20000],"datatype":"FP32",
+        "parameters":{"binary_data_size":80000}}],"parameters":{"binary_data_output":true}}"#;
     let tensor: Vec<u8> = (0..20_000).flat_map(|i| (i as f32).to_le_bytes()).collect();
     let length = json.len().to_string();
     let headers = [("inference-header-content-length", length.as_str())];
@@ -114,9 +115,9 @@ async fn json_and_binary_tensors_come_back() {
     let split: usize = reply.header("inference-header-content-length").unwrap().parse().unwrap();
     assert_eq!(reply.header("content-type"), Some("application/octet-stream"));
     assert_eq!(reply.body[split..], tensor);
-    let shelf = echo.shelf.as_ref().unwrap();
-    assert_eq!(shelf.found.load(Ordering::SeqCst), 1, "read into memory that was lent");
-    assert_eq!(shelf.lent(), 0, "which went back");
+    let host_pool = echo.host_pool.as_ref().unwrap();
+    assert_eq!(host_pool.found.load(Ordering::SeqCst), 1, "read into the host pool");
+    assert_eq!(host_pool.buffers_in_use(), 0, "all buffers are returned");
 }
 
 #[tokio::test]
@@ -222,7 +223,7 @@ async fn metrics_have_their_own_port() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_gives_its_request_up() {
+async fn disconnecting_cancels_the_request() {
     let Fixture { server, mut client, echo } = start().await;
     client.send("POST", "/v2/models/slow/infer", &[], FLOATS.as_bytes()).await;
     while server.in_flight() == 0 {
@@ -236,7 +237,7 @@ async fn a_client_that_leaves_gives_its_request_up() {
 }
 
 #[tokio::test]
-async fn a_drain_finishes_what_runs_and_refuses_the_rest() {
+async fn drain_finishes_running_requests_and_refuses_new_ones() {
     let Fixture { server, mut client, echo } = start().await;
     let mut other = Client::connect(server.http_addr.unwrap()).await;
     let address = server.http_addr.unwrap();
@@ -252,7 +253,7 @@ async fn a_drain_finishes_what_runs_and_refuses_the_rest() {
     assert_eq!(other.get("/v2/health/live").await.status, 200);
     let refused = other.post(IDENTITY, FLOATS).await.error(503);
     assert_eq!(refused, "the server is shutting down");
-    assert!(!shutdown.is_finished(), "it waits for what runs");
+    assert!(!shutdown.is_finished(), "it waits for running requests");
     echo.slow.open();
     assert_eq!(client.receive().await.status, 200);
     assert!(shutdown.await.unwrap());
@@ -260,7 +261,7 @@ async fn a_drain_finishes_what_runs_and_refuses_the_rest() {
 }
 
 #[tokio::test]
-async fn a_drain_ends_at_its_limit() {
+async fn drain_ends_at_its_limit() {
     let Fixture { server, mut client, .. } = start().await;
     client.send("POST", "/v2/models/slow/infer", &[], FLOATS.as_bytes()).await;
     while server.in_flight() == 0 {

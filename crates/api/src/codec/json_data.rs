@@ -1,7 +1,7 @@
 //! Tensor data as JSON: an array, nested or flat, of numbers, booleans or strings.
 //!
-//! The element type may be named only after the data, so values are first gathered in the narrowest
-//! form that holds them all exactly, and converted once the type is known.
+//! The element type may be named only after the data, so values are first collected in the
+//! narrowest form that holds them all exactly, and converted once the type is known.
 
 use std::fmt;
 
@@ -17,7 +17,7 @@ use crate::error::{ApiError, ApiResult};
 /// The values of one `data` field, flattened in row-major order.
 #[derive(Clone, Debug, PartialEq)]
 pub enum JsonData {
-    /// Nothing so far.
+    /// No value yet.
     Empty,
     /// Booleans, as 0 and 1.
     Bools(Vec<u8>),

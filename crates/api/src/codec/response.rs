@@ -10,15 +10,16 @@ use super::{OutputEncoding, strings};
 use crate::error::{ApiError, ApiResult};
 use crate::infer::{InferResponse, NamedTensor};
 
-/// Binary outputs up to this many bytes are copied behind the JSON, so that the answer is one piece.
+/// Binary outputs up to this many bytes are copied behind the JSON, so that the response is one
+/// buffer.
 const INLINE_BYTES: usize = 64 * 1024;
 
-/// The body of an answer.
+/// The body of a response.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EncodedResponse {
-    /// Length of the JSON when binary tensors follow it.
+    /// Length of the JSON if binary tensors follow it.
     pub header_length: Option<usize>,
-    /// The body, in pieces that are sent one after the other.
+    /// The body, in parts that are sent one after the other.
     pub parts: Vec<Bytes>,
 }
 
@@ -28,12 +29,12 @@ impl EncodedResponse {
         self.parts.iter().map(Bytes::len).sum()
     }
 
-    /// Whether there is nothing to send.
+    /// Whether the body is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The body in one piece.
+    /// The body in one buffer.
     pub fn into_bytes(mut self) -> Bytes {
         match self.parts.len() {
             1 => self.parts.remove(0),
@@ -42,7 +43,7 @@ impl EncodedResponse {
     }
 }
 
-/// Writes `response`. Fails only when text that is not UTF-8 is to become JSON.
+/// Encodes `response`. Fails only if text that is not UTF-8 is to be encoded as JSON.
 pub fn encode(response: &InferResponse, encoding: &OutputEncoding) -> ApiResult<EncodedResponse> {
     let mut json = Vec::with_capacity(256);
     let mut binary = Vec::new();
@@ -83,7 +84,7 @@ fn join(mut json: Vec<u8>, binary: Vec<Bytes>) -> EncodedResponse {
     EncodedResponse { header_length, parts }
 }
 
-/// The bytes of a tensor on the wire; shared unless it holds text.
+/// The encoded bytes of a tensor; shared unless it holds text.
 pub fn tensor_bytes(tensor: &Tensor) -> Bytes {
     match tensor.data() {
         TensorData::Raw(raw) => raw.clone(),
@@ -171,7 +172,7 @@ fn write_data(json: &mut Vec<u8>, output: &NamedTensor) -> ApiResult<()> {
     Ok(())
 }
 
-/// Writes packed numbers. JSON has no word for what is not finite: it becomes `null`.
+/// Writes packed numbers. JSON has no infinities and NaNs: these become `null`.
 fn numbers<const N: usize, T: serde::Serialize>(
     json: &mut Vec<u8>,
     raw: &[u8],

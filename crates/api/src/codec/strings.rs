@@ -6,7 +6,7 @@ use crate::error::{ApiError, ApiResult};
 
 /// Splits `bytes` into exactly `count` elements, which share it.
 pub fn decode(bytes: Bytes, count: usize) -> ApiResult<Vec<Bytes>> {
-    // Each element takes 4 bytes at least, so a shape that lies is refused before it is believed.
+    // Each element takes at least 4 bytes, so a false shape is refused before memory is allocated.
     if count > bytes.len() / 4 {
         return Err(ApiError::invalid(format!(
             "{count} elements do not fit in {} bytes of BYTES data",
@@ -44,7 +44,7 @@ pub fn encoded_len(strings: &[Bytes]) -> usize {
     strings.iter().map(|string| 4 + string.len()).sum()
 }
 
-/// Writes `strings` one after the other. An element longer than a u32 can say is cut there.
+/// Writes `strings` one after the other. An element longer than `u32::MAX` is truncated.
 pub fn encode(strings: &[Bytes], out: &mut Vec<u8>) {
     for string in strings {
         let length = u32::try_from(string.len()).unwrap_or(u32::MAX);

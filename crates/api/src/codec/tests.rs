@@ -1,5 +1,6 @@
-//! Round trips, lies about lengths, and mutations of good requests.
+//! Round trips, false lengths, and mutations of valid requests.
 
+use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
@@ -26,7 +27,8 @@ fn input_json(dtype: &str, shape: &str, data: &str) -> String {
 
 #[test]
 fn binary_tensors_share_the_body() {
-    let json = r#"{"id":"7","inputs":[{"name":"x","shape":[1],"datatype":"FP32","parameters":{"binary_data_size":4}},
+    let json = r#"{"id":"7","inputs":[
+        {"name":"x","shape":[1],"datatype":"FP32","parameters":{"binary_data_size":4}},
         {"name":"s","shape":[2],"datatype":"BYTES","parameters":{"binary_data_size":11}}],
         "outputs":[{"name":"y","parameters":{"binary_data":true}}]}"#;
     let mut tail = 1.5f32.to_le_bytes().to_vec();
@@ -43,10 +45,11 @@ fn binary_tensors_share_the_body() {
 }
 
 #[test]
-fn lying_lengths_are_refused() {
+fn refuses_false_lengths() {
     let input = |size: &str, shape: &str, dtype: &str| {
         format!(
-            r#"{{"inputs":[{{"name":"x","shape":{shape},"datatype":"{dtype}","parameters":{{"binary_data_size":{size}}}}}]}}"#
+            r#"{{"inputs":[{{"name":"x","shape":{shape},"datatype":"{dtype}",
+                "parameters":{{"binary_data_size":{size}}}}}]}}"#
         )
     };
     let cases: [(String, &[u8]); 9] = [
@@ -134,7 +137,7 @@ fn malformed_requests_are_refused() {
 }
 
 #[test]
-fn raw_bodies_are_left_to_the_model() {
+fn raw_bodies_are_passed_to_the_model() {
     let decoded = decode(Bytes::from_static(b"1234"), Some(0)).unwrap();
     assert_eq!(decoded.request.inputs, Inputs::Raw(Bytes::from_static(b"1234")));
     assert!(decoded.encoding.binary);
@@ -150,17 +153,20 @@ fn response(tensor: Tensor) -> InferResponse {
 }
 
 #[test]
-fn answers_are_json_with_binary_after_it() {
-    let answer = response(Tensor::from_vec(vec![2], vec![1.5f32, f32::NAN]).unwrap());
-    let json = encode(&answer, &OutputEncoding::default()).unwrap();
+fn responses_are_json_followed_by_binary() {
+    let reply = response(Tensor::from_vec(vec![2], vec![1.5f32, f32::NAN]).unwrap());
+    let json = encode(&reply, &OutputEncoding::default()).unwrap();
     assert_eq!(json.header_length, None);
     let text = json.into_bytes();
     assert_eq!(
         std::str::from_utf8(&text).unwrap(),
-        r#"{"id":"a\"b","model_name":"m","model_version":"1","outputs":[{"name":"y","datatype":"FP32","shape":[2],"data":[1.5,null]}]}"#
+        concat!(
+            r#"{"id":"a\"b","model_name":"m","model_version":"1","outputs":"#,
+            r#"[{"name":"y","datatype":"FP32","shape":[2],"data":[1.5,null]}]}"#
+        )
     );
     let encoding = OutputEncoding { binary: true, exceptions: vec![] };
-    let binary = encode(&answer, &encoding).unwrap();
+    let binary = encode(&reply, &encoding).unwrap();
     let length = binary.header_length.unwrap();
     assert_eq!(binary.len(), length + 8);
     let header: serde_json::Value = serde_json::from_slice(&binary.parts[0][..length]).unwrap();
@@ -171,10 +177,9 @@ fn answers_are_json_with_binary_after_it() {
 
 #[test]
 fn text_that_is_not_utf8_needs_binary() {
-    let answer =
-        response(Tensor::from_strings(vec![1], vec![Bytes::from_static(&[0xff])]).unwrap());
-    assert!(encode(&answer, &OutputEncoding::default()).is_err());
-    assert!(encode(&answer, &OutputEncoding { binary: true, exceptions: vec![] }).is_ok());
+    let reply = response(Tensor::from_strings(vec![1], vec![Bytes::from_static(&[0xff])]).unwrap());
+    assert!(encode(&reply, &OutputEncoding::default()).is_err());
+    assert!(encode(&reply, &OutputEncoding { binary: true, exceptions: vec![] }).is_ok());
 }
 
 fn seeds() -> Vec<Vec<u8>> {
@@ -207,12 +212,14 @@ fn mutated_requests_never_panic() {
             let _ = decode_binary_request(&data);
         }
     }
-    assert!(accepted >= 4, "the seeds are mostly good requests");
+    assert!(accepted >= 4, "most seeds are valid requests");
 }
 
 proptest! {
     #[test]
-    fn floats_survive_both_forms(values in proptest::collection::vec(any::<f32>().prop_filter("finite", |v| v.is_finite()), 0..50)) {
+    fn floats_survive_both_forms(
+        values in vec(any::<f32>().prop_filter("finite", |v| v.is_finite()), 0..50)
+    ) {
         let tensor = Tensor::from_vec(vec![values.len()], values.clone()).unwrap();
         let json = encode(&response(tensor), &OutputEncoding::default()).unwrap().into_bytes();
         let parsed: serde_json::Value = serde_json::from_slice(&json).unwrap();
@@ -222,7 +229,7 @@ proptest! {
     }
 
     #[test]
-    fn strings_round_trip(strings in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..20), 0..20)) {
+    fn strings_round_trip(strings in vec(vec(any::<u8>(), 0..20), 0..20)) {
         let strings: Vec<Bytes> = strings.into_iter().map(Bytes::from).collect();
         let mut bytes = Vec::new();
         strings::encode(&strings, &mut bytes);
@@ -231,7 +238,7 @@ proptest! {
     }
 
     #[test]
-    fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200), count in any::<usize>()) {
+    fn arbitrary_bytes_never_panic(bytes in vec(any::<u8>(), 0..200), count in any::<usize>()) {
         let _ = decode_binary_request(&bytes);
         let _ = strings::decode(bytes.into(), count);
     }

@@ -141,7 +141,7 @@ mod tests {
         table.push(&Row::failed(Point { batch: 8, ..point }, 42));
         assert_eq!(table.measured(), 1);
         let profiles = planner::Profiles::from_csv(table.text()).unwrap();
-        let expected = planner::Point {
+        let expected = planner::OperatingPoint {
             gpcs: 3,
             batch: 4,
             processes: 2,

@@ -1,10 +1,8 @@
 //! Pictures between stages: decoded under limits, cut out along a rectangle of any angle, resized and normalised.
 
-use std::io::Cursor;
-
 use api::ApiError;
 use api::error::ApiResult;
-use image::{ImageReader, Limits};
+use api::picture::{self, DecodeLimits};
 use model::config::{ChannelOrder, ImageLayout};
 use model::tensor::TensorData;
 use model::{DataType, Tensor};
@@ -13,8 +11,6 @@ use super::spec::{PictureFeed, Size};
 
 /// The longest edge of a picture that is looked at.
 const EDGE_MAX: u32 = 16_384;
-/// The most memory decoding may take.
-const DECODE_BYTES_MAX: u64 = 512 << 20;
 
 /// A picture in RGB.
 #[derive(Clone, Debug, PartialEq)]
@@ -60,25 +56,9 @@ impl Picture {
 
     /// A picture out of a JPEG or PNG file.
     pub fn decode(file: &[u8]) -> ApiResult<Picture> {
-        let refuse = |error: &dyn std::fmt::Display| {
-            ApiError::invalid(format!("the picture cannot be read: {error}"))
-        };
-        let reader = ImageReader::new(Cursor::new(file)).with_guessed_format();
-        let mut reader = reader.map_err(|error| refuse(&error))?;
-        if reader.format().is_none() {
-            return Err(refuse(&"it is neither JPEG nor PNG"));
-        }
-        let mut limits = Limits::default();
-        limits.max_image_width = Some(EDGE_MAX);
-        limits.max_image_height = Some(EDGE_MAX);
-        limits.max_alloc = Some(DECODE_BYTES_MAX);
-        reader.limits(limits);
-        let image = reader.decode().map_err(|error| refuse(&error))?.into_rgb8();
-        let (width, height) = (image.width() as usize, image.height() as usize);
-        if width.min(height) == 0 {
-            return Err(refuse(&"it is empty"));
-        }
-        Ok(Picture { width, height, rgb: image.into_raw() })
+        let limits = DecodeLimits { edge: EDGE_MAX, ..DecodeLimits::default() };
+        let picture::RgbPicture { width, height, rgb } = picture::decode(file, &limits)?;
+        Ok(Picture { width, height, rgb })
     }
 
     /// All of it.

@@ -3,7 +3,10 @@
 use base::{Clock, Nanos};
 use planner::gpu::SliceKind;
 use planner::squishy::{self, Node, Part, Session};
-use planner::{GpuKind, Point, Problem, Profiles, Rules, Service, Sharing, Watch, certified};
+use planner::{
+    GpuKind, OperatingPoint, PlanRules, Problem, Profiles, SearchControl, Service, Sharing,
+    certified,
+};
 
 use super::kinship::{self, Family};
 use super::pooling;
@@ -123,7 +126,7 @@ pub fn problem(sessions: &[Session]) -> Problem {
     for session in sessions {
         for &(batch, ms) in &session.curve {
             let throughput = f64::from(batch) / ms * 1000.0;
-            let point = Point {
+            let point = OperatingPoint {
                 gpcs: 1,
                 batch,
                 processes: 1,
@@ -142,7 +145,7 @@ pub fn problem(sessions: &[Session]) -> Problem {
         rate: session.rate,
         slo_ms: session.slo_ms,
     };
-    let rules = Rules { slo_share: 1.0, sharing: Sharing::Time, ..Rules::default() };
+    let rules = PlanRules { slo_share: 1.0, sharing: Sharing::Time, ..PlanRules::default() };
     Problem { gpu: &WHOLE, services: sessions.iter().map(service).collect(), profiles, rules }
 }
 
@@ -154,8 +157,8 @@ pub fn proven_bound(sessions: &[Session]) -> Option<f64> {
         rounds < ROUNDS_MAX
     };
     let clock = Rounds;
-    let mut watch = Watch::new(&clock, &mut report);
-    certified::bound(&problem(sessions), &mut watch).ok().map(|solution| solution.bound)
+    let mut control = SearchControl::new(&clock, &mut report);
+    certified::bound(&problem(sessions), &mut control).ok().map(|solution| solution.bound)
 }
 
 fn certified_nodes(sessions: &[Session]) -> Option<Vec<Node>> {
@@ -166,12 +169,12 @@ fn certified_nodes(sessions: &[Session]) -> Option<Vec<Node>> {
         rounds < ROUNDS_MAX
     };
     let clock = Rounds;
-    let mut watch = Watch::new(&clock, &mut report);
-    let solution = certified::plan(&problem, &mut watch).ok()?;
+    let mut control = SearchControl::new(&clock, &mut report);
+    let solution = certified::plan(&problem, &mut control).ok()?;
     if !planner::check(&problem, &solution.plan).is_empty() {
         return None;
     }
-    let node = |gpu: &planner::plan::Gpu| {
+    let node = |gpu: &planner::plan::PlannedGpu| {
         let slice = gpu.slices.first()?;
         let ms = |session: usize, batch: u32| {
             let curve = &sessions[session].curve;

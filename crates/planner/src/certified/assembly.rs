@@ -1,26 +1,26 @@
-//! From slices with work in them to a plan: which GPU, which start.
+//! Assigns filled slices to GPUs and starts.
 
-use super::packing::{Packed, Packer};
-use crate::gpu::{Counts, GpuKind, KINDS_MAX};
-use crate::plan::{Gpu, Plan, Share, Slice};
-use crate::problem::{Demand, Problem};
+use super::packing::{Packed, PatternPacker};
+use crate::gpu::{GpuKind, KINDS_MAX, SliceCounts};
+use crate::plan::{Plan, PlannedGpu, PlannedSlice, ServiceShare};
+use crate::problem::{Problem, ServiceDemand};
 
-/// A slice's contents before it has a place.
+/// Contents of a slice that is not on a GPU yet.
 #[derive(Clone, Debug)]
-pub(crate) struct Unit {
+pub(crate) struct SliceContents {
     pub(crate) kind: usize,
     pub(crate) cycle_ms: Option<f64>,
-    pub(crate) shares: Vec<Share>,
+    pub(crate) shares: Vec<ServiceShare>,
 }
 
-/// The slices of a service's cover, each with its part of the rate.
+/// The slices of a service's cover, each with its share of the rate.
 pub(crate) fn units_of(
     problem: &Problem,
-    demand: &Demand,
+    demand: &ServiceDemand,
     service: usize,
-    cover: &Counts,
+    cover: &SliceCounts,
     rate: f64,
-    units: &mut Vec<Unit>,
+    units: &mut Vec<SliceContents>,
 ) {
     let points = problem.profiles.points(&problem.services[service].model).unwrap_or_default();
     let capacity: f64 =
@@ -29,10 +29,10 @@ pub(crate) fn units_of(
     for kind in 0..KINDS_MAX {
         for _ in 0..cover[kind] {
             let point = &points[demand.point[kind] as usize];
-            units.push(Unit {
+            units.push(SliceContents {
                 kind,
                 cycle_ms: None,
-                shares: vec![Share {
+                shares: vec![ServiceShare {
                     service,
                     batch: point.batch,
                     processes: point.processes,
@@ -43,9 +43,14 @@ pub(crate) fn units_of(
     }
 }
 
-/// Puts every unit into a slot of the packed patterns.
-pub(crate) fn assemble(gpu: &GpuKind, packer: &Packer, packed: &Packed, units: Vec<Unit>) -> Plan {
-    let mut by_kind: [Vec<Unit>; KINDS_MAX] = std::array::from_fn(|_| Vec::new());
+/// Puts every slice into a slot of the packed patterns.
+pub(crate) fn assemble(
+    gpu: &GpuKind,
+    packer: &PatternPacker,
+    packed: &Packed,
+    units: Vec<SliceContents>,
+) -> Plan {
+    let mut by_kind: [Vec<SliceContents>; KINDS_MAX] = std::array::from_fn(|_| Vec::new());
     for unit in units.into_iter().rev() {
         by_kind[unit.kind].push(unit);
     }
@@ -56,13 +61,13 @@ pub(crate) fn assemble(gpu: &GpuKind, packer: &Packer, packed: &Packed, units: V
         for _ in 0..copies {
             let mut slices = Vec::with_capacity(places.len());
             for &(kind, start) in &places {
-                if let Some(Unit { cycle_ms, shares, .. }) = by_kind[kind].pop() {
-                    slices.push(Slice { kind, start, cycle_ms, shares });
+                if let Some(SliceContents { cycle_ms, shares, .. }) = by_kind[kind].pop() {
+                    slices.push(PlannedSlice { kind, start, cycle_ms, shares });
                 }
             }
             if !slices.is_empty() {
                 slices.sort_by_key(|slice| slice.start);
-                plan.gpus.push(Gpu { slices });
+                plan.gpus.push(PlannedGpu { slices });
             }
         }
     }

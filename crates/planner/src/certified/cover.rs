@@ -1,22 +1,23 @@
-//! Covers: how many slices of each kind give one service its rate. Cheapest under prices, exactly.
+//! Covers: numbers of slices of each kind that serve one service. Finds the cheapest one under
+//! given prices, exactly.
 
-use crate::gpu::{Counts, KINDS_MAX};
-use crate::problem::Demand;
+use crate::gpu::{KINDS_MAX, SliceCounts};
+use crate::problem::ServiceDemand;
 
 /// A price for each kind of slice, in GPUs.
 pub(crate) type Prices = [f64; KINDS_MAX];
 
-/// Demands met up to this relative error count as met.
+/// Relative error up to which a demand counts as met.
 const MET: f64 = 1e-9;
 
-/// Steps after which a search gives up proving and answers with the relaxation's bound.
+/// Steps after which a search returns the bound of the relaxation.
 const STEPS_MAX: u32 = 20_000;
 
 /// A cheapest cover.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Priced {
-    pub(crate) cover: Counts,
-    /// What any cover costs at least; what this one costs, unless the search gave up.
+    pub(crate) cover: SliceCounts,
+    /// Minimum cost of any cover; equals the cost of this one unless the search was cut off.
     pub(crate) bound: f64,
 }
 
@@ -30,15 +31,15 @@ struct Item {
 struct Search<'a> {
     items: &'a [Item],
     met: f64,
-    counts: Counts,
-    best: Counts,
+    counts: SliceCounts,
+    best: SliceCounts,
     best_cost: f64,
     steps: u32,
 }
 
-/// The cheapest cover of `demand` under `prices`: depth first over the kinds in order of price a request, with what is
-/// left at the best remaining ratio as the bound.
-pub(crate) fn cheapest(demand: &Demand, prices: &Prices) -> Priced {
+/// The cheapest cover of `demand` under `prices`: depth first over the kinds in order of price per
+/// request, with the remaining rate at the best remaining ratio as the bound.
+pub(crate) fn cheapest(demand: &ServiceDemand, prices: &Prices) -> Priced {
     let mut buffer: [Item; KINDS_MAX] =
         std::array::from_fn(|_| Item { kind: 0, throughput: 0.0, price: 0.0, ratio: 0.0 });
     let mut used = 0;
@@ -66,10 +67,10 @@ pub(crate) fn cheapest(demand: &Demand, prices: &Prices) -> Priced {
 }
 
 impl Search<'_> {
-    fn descend(&mut self, level: usize, left: f64, cost: f64) {
+    fn descend(&mut self, level: usize, remaining: f64, cost: f64) {
         let item = &self.items[level];
-        let most = ((left - self.met) / item.throughput).ceil().max(1.0) as u32;
-        for count in (0..=most).rev() {
+        let max = ((remaining - self.met) / item.throughput).ceil().max(1.0) as u32;
+        for count in (0..=max).rev() {
             self.steps += 1;
             if self.steps >= STEPS_MAX {
                 break;
@@ -78,7 +79,7 @@ impl Search<'_> {
             if cost >= self.best_cost - 1e-12 && count == 0 {
                 break;
             }
-            if count == most {
+            if count == max {
                 if cost < self.best_cost - 1e-12 {
                     self.counts[item.kind] = count;
                     self.best = self.counts;
@@ -87,25 +88,26 @@ impl Search<'_> {
                 continue;
             }
             let Some(next) = self.items.get(level + 1) else { break };
-            let left = left - f64::from(count) * item.throughput;
-            // Fewer of the better kind only raise this bound, so no smaller count can do better.
-            if cost + left * next.ratio >= self.best_cost - 1e-12 {
+            let remaining = remaining - f64::from(count) * item.throughput;
+            // Fewer slices of the better kind only raise this bound, so no smaller count is better.
+            if cost + remaining * next.ratio >= self.best_cost - 1e-12 {
                 break;
             }
             self.counts[item.kind] = count;
-            self.descend(level + 1, left, cost);
+            self.descend(level + 1, remaining, cost);
         }
         self.counts[item.kind] = 0;
     }
 }
 
-/// Covers without a superfluous slice that cost at most `limit`, cheapest first, at most `count_max` of them.
+/// Covers without a superfluous slice that cost at most `limit`, cheapest first, at most
+/// `count_max` of them.
 pub(crate) fn covers_within(
-    demand: &Demand,
+    demand: &ServiceDemand,
     prices: &Prices,
     limit: f64,
     count_max: usize,
-) -> Vec<(Counts, f64)> {
+) -> Vec<(SliceCounts, f64)> {
     let kinds: Vec<usize> = (0..KINDS_MAX).filter(|&k| demand.throughput[k] > 0.0).collect();
     let mut ratios = vec![f64::INFINITY; kinds.len() + 1];
     for (at, &kind) in kinds.iter().enumerate().rev() {
@@ -114,31 +116,31 @@ pub(crate) fn covers_within(
     let mut found = Vec::new();
     let mut steps = 0;
     let mut stack = vec![(0usize, demand.rate, 0.0f64, [0; KINDS_MAX])];
-    while let Some((level, left, cost, counts)) = stack.pop() {
+    while let Some((level, remaining, cost, counts)) = stack.pop() {
         steps += 1;
         if steps > STEPS_MAX * 5 {
             break;
         }
-        if left <= demand.rate * MET {
+        if remaining <= demand.rate * MET {
             if is_minimal(demand, &counts) {
                 found.push((counts, cost));
             }
             continue;
         }
         let Some(&kind) = kinds.get(level) else { continue };
-        if cost + left * ratios[level] > limit {
+        if cost + remaining * ratios[level] > limit {
             continue;
         }
         let throughput = demand.throughput[kind];
-        let most = ((left - demand.rate * MET) / throughput).ceil().max(1.0) as u32;
-        for count in 0..=most {
+        let max = ((remaining - demand.rate * MET) / throughput).ceil().max(1.0) as u32;
+        for count in 0..=max {
             let cost = cost + f64::from(count) * prices[kind];
             if cost > limit {
                 break;
             }
             let mut counts = counts;
             counts[kind] = count;
-            stack.push((level + 1, left - f64::from(count) * throughput, cost, counts));
+            stack.push((level + 1, remaining - f64::from(count) * throughput, cost, counts));
         }
     }
     found.sort_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)));
@@ -146,7 +148,7 @@ pub(crate) fn covers_within(
     found
 }
 
-fn is_minimal(demand: &Demand, counts: &Counts) -> bool {
+fn is_minimal(demand: &ServiceDemand, counts: &SliceCounts) -> bool {
     let total: f64 = (0..KINDS_MAX).map(|k| f64::from(counts[k]) * demand.throughput[k]).sum();
     (0..KINDS_MAX).all(|kind| {
         counts[kind] == 0 || total - demand.throughput[kind] < demand.rate * (1.0 - MET)
@@ -158,25 +160,26 @@ mod tests {
     use super::*;
     use base::Random;
 
-    fn cost(cover: &Counts, prices: &Prices) -> f64 {
+    fn cost(cover: &SliceCounts, prices: &Prices) -> f64 {
         cover.iter().zip(prices).map(|(&count, price)| f64::from(count) * price).sum()
     }
 
     /// Every count vector up to what one kind alone would need.
-    fn brute(demand: &Demand, prices: &Prices) -> f64 {
-        fn rest(demand: &Demand, prices: &Prices, kind: usize, left: f64) -> f64 {
-            if left <= demand.rate * MET {
+    fn brute(demand: &ServiceDemand, prices: &Prices) -> f64 {
+        fn rest(demand: &ServiceDemand, prices: &Prices, kind: usize, remaining: f64) -> f64 {
+            if remaining <= demand.rate * MET {
                 return 0.0;
             }
             if kind == KINDS_MAX {
                 return f64::INFINITY;
             }
             let throughput = demand.throughput[kind];
-            let most = if throughput > 0.0 { (left / throughput).ceil() as u32 } else { 0 };
-            (0..=most)
+            let max = if throughput > 0.0 { (remaining / throughput).ceil() as u32 } else { 0 };
+            (0..=max)
                 .map(|count| {
                     let count = f64::from(count);
-                    count * prices[kind] + rest(demand, prices, kind + 1, left - count * throughput)
+                    count * prices[kind]
+                        + rest(demand, prices, kind + 1, remaining - count * throughput)
                 })
                 .fold(f64::INFINITY, f64::min)
         }
@@ -197,7 +200,7 @@ mod tests {
             }
             throughput[0] += 20.0;
             let rate = 5.0 + random.unit_f64() * 250.0;
-            let demand = Demand { rate, limit_ms: 0.0, throughput, point: [0; KINDS_MAX] };
+            let demand = ServiceDemand { rate, limit_ms: 0.0, throughput, point: [0; KINDS_MAX] };
             let found = cheapest(&demand, &prices);
             let expected = brute(&demand, &prices);
             assert!((found.bound - expected).abs() < 1e-9, "{} {expected}", found.bound);
@@ -211,7 +214,7 @@ mod tests {
     fn absurd_rates_end_with_a_valid_bound() {
         let throughput = [100.0, 0.0, 200.0, 300.0, 400.0, 700.0];
         let prices = [1.0 / 7.0, 1.0, 2.0 / 7.0, 3.0 / 7.0, 4.0 / 7.0, 1.0];
-        let demand = Demand { rate: 1e9, limit_ms: 0.0, throughput, point: [0; KINDS_MAX] };
+        let demand = ServiceDemand { rate: 1e9, limit_ms: 0.0, throughput, point: [0; KINDS_MAX] };
         let found = cheapest(&demand, &prices);
         let cost = cost(&found.cover, &prices);
         assert!(found.bound <= cost && found.bound > cost * 0.999);

@@ -1,41 +1,43 @@
-//! The lower bound: the best prices of slices under which no GPU pattern is worth more than one GPU.
+//! The lower bound: the best prices of slices under which no GPU pattern is worth more than one
+//! GPU.
 //!
-//! Under such prices each service must be paid for at least at its cheapest cover, whatever the plan, so the sum over
-//! services is a lower bound of the number of GPUs. The bound is maximised by column generation: a master program with
-//! one row a kind of slice and one a group of services, and exact pricing of every service in between.
+//! Under such prices each service costs at least its cheapest cover, whatever the plan, so the sum
+//! over services is a lower bound on the number of GPUs. The bound is maximised by column
+//! generation: a master program with one row per slice kind and one per group of services, and
+//! exact pricing of every service in between.
 
 use std::collections::BTreeMap;
 
 use super::cover::Prices;
-use super::packing::Packer;
-use super::parts::RESOURCES;
+use super::packing::PatternPacker;
+use super::part_pricing::RESOURCES;
 use crate::gpu::KINDS_MAX;
-use crate::problem::Demand;
+use crate::problem::ServiceDemand;
+use crate::search_control::SearchControl;
 use crate::simplex::Simplex;
-use crate::watch::Watch;
 
-/// Groups of services with a row of their own; more rows converge in fewer rounds but cost more each.
+/// Maximum number of groups of services; more rows converge in fewer rounds that cost more each.
 const GROUPS_MAX: usize = 12;
 const ROUNDS_MAX: usize = 150;
 const PIVOTS_MAX: usize = 2000;
-/// Below this many services one thread does it.
+/// Below this many services one thread is used.
 const PARALLEL_FROM: usize = 4000;
-/// Sums of this many floating-point numbers stay within this relative error.
+/// Relative error that sums of floating-point numbers stay within.
 const ROUNDING: f64 = 1e-9;
 
-/// What serving one service costs at least, and what it takes of each kind to cost that.
+/// Minimum cost of one service, and the resources of each kind that this takes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Usage {
     pub(crate) bound: f64,
     pub(crate) rows: Rows,
 }
 
-/// Prices or amounts of the resources of every kind, resource by resource. Where slices are not shared, the first
-/// stands for the whole slice and the others have no price.
+/// Prices or amounts of the resources of every kind, resource by resource. If slices are not
+/// shared, the first resource stands for the whole slice and the others have no price.
 pub(crate) type Rows = [f64; ROWS];
 pub(crate) const ROWS: usize = RESOURCES * KINDS_MAX;
 
-/// What whole slices are worth: all of each resource.
+/// Prices of whole slices: the sum over their resources.
 pub(crate) fn slice_prices(prices: &Rows) -> Prices {
     std::array::from_fn(|kind| (0..RESOURCES).map(|one| prices[one * KINDS_MAX + kind]).sum())
 }
@@ -45,7 +47,7 @@ pub(crate) struct Groups(pub(crate) Vec<Vec<u32>>);
 
 impl Groups {
     /// Services with the same throughputs share a group.
-    pub(crate) fn new(demands: &[Demand]) -> Groups {
+    pub(crate) fn new(demands: &[ServiceDemand]) -> Groups {
         if demands.len() <= GROUPS_MAX {
             return Groups((0..demands.len() as u32).map(|index| vec![index]).collect());
         }
@@ -62,18 +64,19 @@ impl Groups {
 }
 
 impl Groups {
-    /// At most `most` of the services, evenly chosen.
-    pub(crate) fn sample(demands: &[Demand], most: usize) -> Groups {
-        let stride = demands.len().div_ceil(most).max(1);
+    /// At most `max` of the services, evenly spaced.
+    pub(crate) fn sample(demands: &[ServiceDemand], max: usize) -> Groups {
+        let stride = demands.len().div_ceil(max).max(1);
         let chosen: Vec<usize> = (0..demands.len()).step_by(stride).collect();
-        let few: Vec<Demand> = chosen.iter().map(|&index| demands[index].clone()).collect();
+        let few: Vec<ServiceDemand> = chosen.iter().map(|&index| demands[index].clone()).collect();
         let mut groups = Groups::new(&few);
         groups.0.iter_mut().flatten().for_each(|at| *at = chosen[*at as usize] as u32);
         groups
     }
 }
 
-/// A choice of covers for a group, by the prices that led to it, and its weight in the relaxed optimum.
+/// A choice of covers for a group, by the prices that led to it, and its weight in the relaxed
+/// optimum.
 pub(crate) struct Mixed {
     pub(crate) group: usize,
     pub(crate) prices: Rows,
@@ -97,11 +100,11 @@ struct GroupUse {
     rows: Rows,
 }
 
-/// Prices services under given prices, one group after the other.
+/// Minimum cost of a service under given prices.
 type Pricing<'a> = &'a (dyn Fn(usize, &Rows) -> Usage + Sync);
 
 struct Master<'a> {
-    packer: &'a Packer,
+    packer: &'a PatternPacker,
     /// Rows of [`Rows`] that are in use.
     rows: Vec<usize>,
     simplex: Simplex,
@@ -115,10 +118,10 @@ struct Master<'a> {
 pub(crate) fn maximise(
     groups: &Groups,
     price: Pricing<'_>,
-    packer: &Packer,
+    packer: &PatternPacker,
     rows: &[usize],
     start: Rows,
-    watch: &mut Watch<'_>,
+    control: &mut SearchControl<'_>,
 ) -> Bound {
     let mut best = Bound { value: 0.0, prices: start, mixture: Vec::new() };
     let first = price_groups(groups, price, &start);
@@ -129,10 +132,10 @@ pub(crate) fn maximise(
     for round in 0..ROUNDS_MAX {
         let (prices, upper) = master.solve();
         let done = upper - best.value <= (1e-3f64).max(1e-5 * upper);
-        if done || !watch.go_on("bound", None, proven(best.value)) {
+        if done || !control.should_continue("bound", None, proven(best.value)) {
             break;
         }
-        // Halfway to the best prices so far: the master alone jumps between extremes.
+        // Halfway to the best prices so far, because the master alone jumps between extremes.
         let trial: Rows = std::array::from_fn(|k| 0.5 * (prices[k] + best.prices[k]));
         let mut improved = false;
         for candidate in if round == 0 { vec![prices] } else { vec![trial, prices] } {
@@ -160,7 +163,7 @@ pub(crate) fn value_at(groups: &Groups, price: Pricing<'_>, prices: &Rows) -> f6
     proven(price_groups(groups, price, prices).iter().map(|group| group.bound).sum())
 }
 
-/// Less what floating-point sums may have added.
+/// Subtracts the floating-point error.
 fn proven(value: f64) -> f64 {
     value * (1.0 - ROUNDING)
 }
@@ -180,11 +183,11 @@ fn price_groups(groups: &Groups, price: Pricing<'_>, prices: &Rows) -> Vec<Group
         return groups.0.iter().map(one).collect();
     }
     // Whole groups to a thread, so that the sums do not depend on the number of threads.
-    let (mut left, mut right, mut left_size) = (Vec::new(), Vec::new(), 0);
+    let (mut remaining, mut right, mut left_size) = (Vec::new(), Vec::new(), 0);
     for (index, group) in groups.0.iter().enumerate() {
         if left_size * 2 < services {
             left_size += group.len();
-            left.push(index);
+            remaining.push(index);
         } else {
             right.push(index);
         }
@@ -194,7 +197,7 @@ fn price_groups(groups: &Groups, price: Pricing<'_>, prices: &Rows) -> Vec<Group
     };
     let mut all = std::thread::scope(|scope| {
         let other = scope.spawn(|| sums(&right));
-        let mut all = sums(&left);
+        let mut all = sums(&remaining);
         match other.join() {
             Ok(sums) => all.extend(sums),
             Err(panic) => std::panic::resume_unwind(panic),
@@ -206,7 +209,7 @@ fn price_groups(groups: &Groups, price: Pricing<'_>, prices: &Rows) -> Vec<Group
 }
 
 impl<'a> Master<'a> {
-    fn new(packer: &'a Packer, used: &[usize], groups: usize, scale: f64) -> Master<'a> {
+    fn new(packer: &'a PatternPacker, used: &[usize], groups: usize, scale: f64) -> Master<'a> {
         let mut rhs = vec![0.0; used.len()];
         rhs.resize(used.len() + groups, 1.0);
         let mut simplex = Simplex::new(&rhs);
@@ -226,8 +229,8 @@ impl<'a> Master<'a> {
         Master { packer, rows: used.to_vec(), simplex, scale, columns: Vec::new(), first }
     }
 
-    /// Adds the groups' covers; with the master's own prices given, only those that it does not have yet. Says whether
-    /// any was added.
+    /// Adds the groups' covers; if the master's own prices are given, only those it does not have
+    /// yet. Returns whether any was added.
     fn add(&mut self, usage: &[GroupUse], prices: &Rows, master: Option<&Rows>) -> bool {
         let mut added = false;
         for (group, sum) in usage.iter().enumerate() {
@@ -250,7 +253,7 @@ impl<'a> Master<'a> {
         added
     }
 
-    /// Prices of the kinds, made feasible beyond doubt, and the master's value.
+    /// Prices of the kinds, scaled to be strictly feasible, and the master's value.
     fn solve(&mut self) -> (Rows, f64) {
         self.simplex.solve(PIVOTS_MAX);
         let mut prices = [0.0; ROWS];
@@ -274,9 +277,9 @@ pub(crate) fn feasible(patterns: &[[u32; KINDS_MAX]], mut prices: Rows) -> Rows 
     let worth = |pattern: &[u32; KINDS_MAX]| -> f64 {
         pattern.iter().zip(&slices).map(|(&count, price)| f64::from(count) * price).sum()
     };
-    let most = patterns.iter().map(worth).fold(0.0, f64::max);
-    if most > 1.0 {
-        prices.iter_mut().for_each(|price| *price = *price / most * (1.0 - 1e-12));
+    let max = patterns.iter().map(worth).fold(0.0, f64::max);
+    if max > 1.0 {
+        prices.iter_mut().for_each(|price| *price = *price / max * (1.0 - 1e-12));
     }
     prices
 }

@@ -1,13 +1,13 @@
-//! From the relaxed optimum to whole covers: each service takes one of its group's covers so that the sums stay close
-//! to the mixture's.
+//! From the relaxed optimum to whole covers: each service takes one of its group's covers so that
+//! the sums stay close to the mixture's.
 
 use super::cover::{Prices, cheapest};
 use super::dual::{Bound, Groups, slice_prices};
-use crate::gpu::{Counts, KINDS_MAX};
-use crate::problem::Demand;
+use crate::gpu::{KINDS_MAX, SliceCounts};
+use crate::problem::ServiceDemand;
 
 /// A cover for every service.
-pub(crate) fn round(demands: &[Demand], groups: &Groups, bound: &Bound) -> Vec<Counts> {
+pub(crate) fn round(demands: &[ServiceDemand], groups: &Groups, bound: &Bound) -> Vec<SliceCounts> {
     let mut covers = vec![[0; KINDS_MAX]; demands.len()];
     let mut error = [0.0; KINDS_MAX];
     let best = slice_prices(&bound.prices);
@@ -25,7 +25,7 @@ pub(crate) fn round(demands: &[Demand], groups: &Groups, bound: &Bound) -> Vec<C
                 [] => cheapest(&demands[service], &best).cover,
                 [(prices, _)] => cheapest(&demands[service], prices).cover,
                 several => {
-                    let options: Vec<(Counts, f64)> = several
+                    let options: Vec<(SliceCounts, f64)> = several
                         .iter()
                         .map(|(prices, weight)| {
                             (cheapest(&demands[service], prices).cover, weight / total)
@@ -39,13 +39,18 @@ pub(crate) fn round(demands: &[Demand], groups: &Groups, bound: &Bound) -> Vec<C
     covers
 }
 
-/// The option that keeps the sum of all choices nearest to the sum of all mixtures; `error` is their difference.
-fn choose(options: &[(Counts, f64)], error: &mut [f64; KINDS_MAX], prices: &Prices) -> Counts {
+/// The option that keeps the sum of all choices nearest to the sum of all mixtures; `error` is
+/// their difference.
+fn choose(
+    options: &[(SliceCounts, f64)],
+    error: &mut [f64; KINDS_MAX],
+    prices: &Prices,
+) -> SliceCounts {
     let mut target = *error;
     for (cover, weight) in options {
         (0..KINDS_MAX).for_each(|kind| target[kind] -= weight * f64::from(cover[kind]));
     }
-    let distance = |cover: &Counts| -> f64 {
+    let distance = |cover: &SliceCounts| -> f64 {
         (0..KINDS_MAX)
             .map(|kind| ((target[kind] + f64::from(cover[kind])) * (prices[kind] + 0.01)).powi(2))
             .sum()

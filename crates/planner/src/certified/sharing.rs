@@ -1,26 +1,26 @@
-//! Duty cycles: several services in one slice, in turns.
+//! Duty cycles: several services run one after the other on one slice.
 //!
-//! A slice with cycle `d` gives each of its services one turn a cycle. A turn runs one batch in each of the service's
-//! processes; a request waits a cycle at most and is then computed, so `d + turn` must stay within the service's
-//! limit, and all turns together within `d`.
+//! A slice with cycle `d` gives each of its services one turn per cycle. A turn runs one batch in
+//! each of the service's processes. A request waits at most one cycle and is then computed, so `d +
+//! turn` must be within the service's limit, and all turns together within `d`.
 
 use std::collections::BTreeMap;
 
-use super::assembly::Unit;
+use super::assembly::SliceContents;
 use super::dual::{Rows, Usage};
-use super::parts::{Piece, Tariff};
+use super::part_pricing::{PartOption, PartPrices};
 use crate::gpu::KINDS_MAX;
-use crate::plan::Share;
-use crate::problem::{Demand, Problem};
+use crate::plan::ServiceShare;
+use crate::problem::{Problem, ServiceDemand};
 
 /// Relative slack of comparisons, well below the checker's.
 const SLACK: f64 = 1e-9;
 /// A duty cycle has at most this many services; memory ends it earlier.
 const ITEMS_MAX: usize = 8;
 
-/// One way to take a turn.
+/// One operating point for a turn.
 #[derive(Clone, Debug)]
-pub(crate) struct Way {
+pub(crate) struct TurnOption {
     pub(crate) batch: u32,
     pub(crate) processes: u32,
     pub(crate) requests: f64,
@@ -28,111 +28,111 @@ pub(crate) struct Way {
     pub(crate) memory_mib: u64,
 }
 
-/// How services may share slices.
-pub(crate) struct Sharer<'a> {
+/// The options of services to share slices.
+pub(crate) struct SharingModel<'a> {
     problem: &'a Problem,
-    demands: &'a [Demand],
-    /// Ways of each model on each kind, shortest turn first.
-    ways: Vec<[Vec<Way>; KINDS_MAX]>,
+    demands: &'a [ServiceDemand],
+    /// Turn Turn options of each model on each kind, shortest turn first.
+    options: Vec<[Vec<TurnOption>; KINDS_MAX]>,
     model_of: Vec<u32>,
-    pieces: Vec<Vec<Piece>>,
+    part_options: Vec<Vec<PartOption>>,
     /// Smallest useful share of each class on each kind.
-    least: Vec<[f64; KINDS_MAX]>,
+    min_share: Vec<[f64; KINDS_MAX]>,
     class_of: Vec<u32>,
 }
 
-/// A service's part in a slice: which, and how many requests a second.
+/// A service's part in a slice: service and requests per second.
 pub(crate) type Item = (usize, f64);
 
-/// One slice with its work.
+/// One slice with its items.
 #[derive(Clone, Debug)]
-pub(crate) struct Bin {
+pub(crate) struct SliceBin {
     pub(crate) kind: usize,
     pub(crate) items: Vec<Item>,
-    /// Share of the time in use, at least.
+    /// Minimum share of the time in use.
     pub(crate) busy: f64,
     /// Cycles the items can run at, with their time and memory in each.
     cycles: Vec<(f64, f64, u64)>,
 }
 
-impl Bin {
-    /// A slice without work.
-    pub(crate) fn empty(kind: usize) -> Bin {
-        Bin { kind, items: Vec::new(), busy: 0.0, cycles: Vec::new() }
+impl SliceBin {
+    /// A slice without items.
+    pub(crate) fn empty(kind: usize) -> SliceBin {
+        SliceBin { kind, items: Vec::new(), busy: 0.0, cycles: Vec::new() }
     }
 }
 
-/// How the items of a slice run.
+/// Operating points of the items of a slice.
 #[derive(Clone, Debug)]
-pub(crate) struct Fit {
-    /// Nothing where one service has the slice for itself.
+pub(crate) struct SliceFit {
+    /// `None` if one service has the slice to itself.
     pub(crate) cycle_ms: Option<f64>,
     /// Batch and processes of each item.
-    pub(crate) ways: Vec<(u32, u32)>,
+    pub(crate) options: Vec<(u32, u32)>,
     /// Share of the time in use.
     pub(crate) busy: f64,
 }
 
-impl<'a> Sharer<'a> {
-    pub(crate) fn new(problem: &'a Problem, demands: &'a [Demand]) -> Sharer<'a> {
+impl<'a> SharingModel<'a> {
+    pub(crate) fn new(problem: &'a Problem, demands: &'a [ServiceDemand]) -> SharingModel<'a> {
         let mut models: BTreeMap<&str, u32> = BTreeMap::new();
         let mut classes: BTreeMap<(u32, u64), u32> = BTreeMap::new();
-        let (mut ways, mut pieces) = (Vec::new(), Vec::new());
+        let (mut options, mut part_options) = (Vec::new(), Vec::new());
         let (mut model_of, mut class_of) = (Vec::new(), Vec::new());
         for (service, demand) in problem.services.iter().zip(demands) {
             let model = *models.entry(service.model.as_str()).or_insert_with(|| {
-                ways.push(ways_of(problem, &service.model));
-                ways.len() as u32 - 1
+                options.push(turn_options_of(problem, &service.model));
+                options.len() as u32 - 1
             });
             let class = *classes.entry((model, demand.limit_ms.to_bits())).or_insert_with(|| {
-                pieces.push(pieces_of(problem, &ways[model as usize], demand));
-                pieces.len() as u32 - 1
+                part_options.push(part_options_of(problem, &options[model as usize], demand));
+                part_options.len() as u32 - 1
             });
             model_of.push(model);
             class_of.push(class);
         }
-        let least = |pieces: &Vec<Piece>| -> [f64; KINDS_MAX] {
+        let min_share = |part_options: &Vec<PartOption>| -> [f64; KINDS_MAX] {
             std::array::from_fn(|kind| {
-                let of_kind = pieces.iter().filter(|piece| piece.kind == kind);
-                of_kind.map(|piece| piece.least).fold(f64::INFINITY, f64::min)
+                let of_kind = part_options.iter().filter(|part_option| part_option.kind == kind);
+                of_kind.map(|part_option| part_option.min_share).fold(f64::INFINITY, f64::min)
             })
         };
-        let least = pieces.iter().map(least).collect();
-        Sharer { problem, demands, ways, model_of, pieces, least, class_of }
+        let min_share = part_options.iter().map(min_share).collect();
+        SharingModel { problem, demands, options, model_of, part_options, min_share, class_of }
     }
 
-    /// Ways of a service on slices of `kind`, shortest turn first.
-    pub(crate) fn ways(&self, service: usize, kind: usize) -> &[Way] {
-        &self.ways[self.model_of[service] as usize][kind]
+    /// Turn options of a service on slices of `kind`, shortest turn first.
+    pub(crate) fn options(&self, service: usize, kind: usize) -> &[TurnOption] {
+        &self.options[self.model_of[service] as usize][kind]
     }
 
-    /// The uses of slices a service has.
-    pub(crate) fn pieces(&self, service: usize) -> &[Piece] {
-        &self.pieces[self.class_of[service] as usize]
+    /// Part options of a service.
+    pub(crate) fn part_options(&self, service: usize) -> &[PartOption] {
+        &self.part_options[self.class_of[service] as usize]
     }
 
-    /// What the service costs at least when slices can be shared.
-    pub(crate) fn least(&self, service: usize, prices: &Rows) -> Usage {
-        Tariff::new(prices).usage(self.pieces(service), self.demands[service].rate)
+    /// Minimum cost of the service if slices can be shared.
+    pub(crate) fn min_cost(&self, service: usize, prices: &Rows) -> Usage {
+        PartPrices::new(prices).usage(self.part_options(service), self.demands[service].rate)
     }
 
-    /// Shares of a slice of `kind` and requests a second they give, for a rate on its own; smallest share.
+    /// Smallest share of a slice of `kind` that serves `rate`.
     pub(crate) fn share_of(&self, service: usize, kind: usize, rate: f64) -> Option<f64> {
-        self.pieces[self.class_of[service] as usize]
+        self.part_options[self.class_of[service] as usize]
             .iter()
-            .filter(|piece| piece.kind == kind)
-            .map(|piece| (rate / piece.throughput).max(piece.least))
+            .filter(|part_option| part_option.kind == kind)
+            .map(|part_option| (rate / part_option.throughput).max(part_option.min_share))
             .filter(|share| *share <= 1.0 + SLACK)
             .min_by(f64::total_cmp)
     }
 
-    /// Requests a second of a slice of its own.
+    /// Requests per second of a slice that the service has to itself.
     pub(crate) fn alone(&self, service: usize, kind: usize) -> f64 {
         self.demands[service].throughput[kind]
     }
 
-    /// How the items run on a slice of `kind`, with as much time left over as can be.
-    pub(crate) fn fit(&self, kind: usize, items: &[Item]) -> Option<Fit> {
+    /// Operating points of the items on a slice of `kind` that use the least time.
+    pub(crate) fn fit(&self, kind: usize, items: &[Item]) -> Option<SliceFit> {
         if let [(service, rate)] = items
             && let Some(fit) = self.fit_alone(kind, *service, *rate)
         {
@@ -145,36 +145,33 @@ impl<'a> Sharer<'a> {
         for cycle in self.cycles(kind, items) {
             let Some(busy) = self.busy_ms(kind, items, cycle) else { continue };
             let share = busy / cycle;
-            if share <= 1.0 + SLACK && best.is_none_or(|(least, _)| share < least) {
+            if share <= 1.0 + SLACK && best.is_none_or(|(min_share, _)| share < min_share) {
                 best = Some((share, cycle));
             }
         }
         let (busy, cycle) = best?;
-        let ways: Vec<&Way> = items
+        let options: Vec<&TurnOption> = items
             .iter()
-            .map(|(service, rate)| self.way(kind, *service, *rate, cycle))
+            .map(|(service, rate)| self.option(kind, *service, *rate, cycle))
             .collect::<Option<_>>()?;
-        let ways = ways.iter().map(|way| (way.batch, way.processes)).collect();
-        Some(Fit { cycle_ms: Some(cycle), ways, busy })
+        let options = options.iter().map(|option| (option.batch, option.processes)).collect();
+        Some(SliceFit { cycle_ms: Some(cycle), options, busy })
     }
 
-    /// Slices as units of a plan.
-    pub(crate) fn units(&self, bins: &[Bin]) -> Vec<Unit> {
-        let unit = |bin: &Bin| {
+    /// Filled slices as contents of a plan.
+    pub(crate) fn units(&self, bins: &[SliceBin]) -> Vec<SliceContents> {
+        let unit = |bin: &SliceBin| {
             let fit = self.fit(bin.kind, &bin.items)?;
-            let share = |(&(service, rate), &(batch, processes)): (&Item, &(u32, u32))| Share {
-                service,
-                batch,
-                processes,
-                rate,
+            let share = |(&(service, rate), &(batch, processes)): (&Item, &(u32, u32))| {
+                ServiceShare { service, batch, processes, rate }
             };
-            let shares = bin.items.iter().zip(&fit.ways).map(share).collect();
-            Some(Unit { kind: bin.kind, cycle_ms: fit.cycle_ms, shares })
+            let shares = bin.items.iter().zip(&fit.options).map(share).collect();
+            Some(SliceContents { kind: bin.kind, cycle_ms: fit.cycle_ms, shares })
         };
         bins.iter().filter_map(unit).collect()
     }
 
-    fn fit_alone(&self, kind: usize, service: usize, rate: f64) -> Option<Fit> {
+    fn fit_alone(&self, kind: usize, service: usize, rate: f64) -> Option<SliceFit> {
         let demand = &self.demands[service];
         let throughput = demand.throughput[kind];
         if throughput <= 0.0 || rate > throughput * (1.0 + SLACK) {
@@ -183,11 +180,11 @@ impl<'a> Sharer<'a> {
         let points = self.problem.profiles.points(&self.problem.services[service].model)?;
         let point = &points[demand.point[kind] as usize];
         let busy = self.share_of(service, kind, rate).unwrap_or(1.0).min(1.0);
-        Some(Fit { cycle_ms: None, ways: vec![(point.batch, point.processes)], busy })
+        Some(SliceFit { cycle_ms: None, options: vec![(point.batch, point.processes)], busy })
     }
 
     /// A slice with these items, if they fit.
-    pub(crate) fn bin(&self, kind: usize, items: Vec<Item>) -> Option<Bin> {
+    pub(crate) fn bin(&self, kind: usize, items: Vec<Item>) -> Option<SliceBin> {
         if items.len() > ITEMS_MAX {
             return None;
         }
@@ -211,30 +208,30 @@ impl<'a> Sharer<'a> {
         if busy.is_infinite() {
             return None;
         }
-        Some(Bin { kind, items, busy, cycles })
+        Some(SliceBin { kind, items, busy, cycles })
     }
 
-    /// The smallest share of a slice of `kind` that is of any use to the service.
-    pub(crate) fn least_share(&self, service: usize, kind: usize) -> f64 {
-        self.least[self.class_of[service] as usize][kind]
+    /// The smallest useful share of a slice of `kind` for the service.
+    pub(crate) fn min_share_of(&self, service: usize, kind: usize) -> f64 {
+        self.min_share[self.class_of[service] as usize][kind]
     }
 
-    /// The most of `service`, up to `want` requests a second, that fits beside a slice's items.
-    pub(crate) fn most_beside(&self, bin: &Bin, service: usize, want: f64) -> f64 {
-        let Bin { kind, items, cycles: known, .. } = bin;
+    /// Maximum rate of `service`, up to `want`, that fits beside a slice's items.
+    pub(crate) fn max_beside(&self, bin: &SliceBin, service: usize, want: f64) -> f64 {
+        let SliceBin { kind, items, cycles: known, .. } = bin;
         let kind = *kind;
         if items.len() >= ITEMS_MAX {
             return 0.0;
         }
         let limit = self.demands[service].limit_ms;
-        let ways = &self.ways[self.model_of[service] as usize][kind];
+        let options = &self.options[self.model_of[service] as usize][kind];
         let mut best = 0.0f64;
         let whole = self.problem.gpu.slices[kind].memory_mib();
         let mut try_cycle = |cycle: f64, busy: f64, memory: u64| {
-            let room = (cycle - busy).min(limit - cycle);
-            for way in ways.iter().take_while(|way| way.turn_ms <= room) {
-                if way.memory_mib + memory <= whole {
-                    best = best.max((way.requests / cycle * 1000.0).min(want));
+            let available = (cycle - busy).min(limit - cycle);
+            for option in options.iter().take_while(|option| option.turn_ms <= available) {
+                if option.memory_mib + memory <= whole {
+                    best = best.max((option.requests / cycle * 1000.0).min(want));
                 }
             }
             best >= want
@@ -244,8 +241,8 @@ impl<'a> Sharer<'a> {
                 return want * (1.0 - SLACK);
             }
         }
-        for way in ways.iter().take_while(|way| way.turn_ms * 2.0 <= limit) {
-            for cycle in [limit - way.turn_ms, way.requests / want * 1000.0] {
+        for option in options.iter().take_while(|option| option.turn_ms * 2.0 <= limit) {
+            for cycle in [limit - option.turn_ms, option.requests / want * 1000.0] {
                 if cycle < limit
                     && let Some((busy, memory)) = self.busy_and_memory(kind, items, cycle)
                     && try_cycle(cycle, busy, memory)
@@ -257,18 +254,18 @@ impl<'a> Sharer<'a> {
         best * (1.0 - SLACK)
     }
 
-    /// Lengths worth trying: between two of them only the cycle grows and no turn changes.
+    /// Cycle lengths to try: between two of them only the cycle grows and no turn changes.
     fn cycles(&self, kind: usize, items: &[Item]) -> Vec<f64> {
         let mut cycles = Vec::with_capacity(items.len() * 24);
         for &(service, rate) in items {
             let limit = self.demands[service].limit_ms;
-            for way in &self.ways[self.model_of[service] as usize][kind] {
-                if way.turn_ms * 2.0 > limit {
+            for option in &self.options[self.model_of[service] as usize][kind] {
+                if option.turn_ms * 2.0 > limit {
                     break;
                 }
-                cycles.push(limit - way.turn_ms);
-                let gather = way.requests / rate * 1000.0;
-                if gather >= way.turn_ms && gather < limit {
+                cycles.push(limit - option.turn_ms);
+                let gather = option.requests / rate * 1000.0;
+                if gather >= option.turn_ms && gather < limit {
                     cycles.push(gather);
                 }
             }
@@ -284,9 +281,9 @@ impl<'a> Sharer<'a> {
     fn busy_and_memory(&self, kind: usize, items: &[Item], cycle: f64) -> Option<(f64, u64)> {
         let (mut busy, mut memory) = (0.0, 0);
         for &(service, rate) in items {
-            let way = self.way(kind, service, rate, cycle)?;
-            busy += way.turn_ms;
-            memory += way.memory_mib;
+            let option = self.option(kind, service, rate, cycle)?;
+            busy += option.turn_ms;
+            memory += option.memory_mib;
             if busy > cycle * (1.0 + SLACK) {
                 return None;
             }
@@ -295,63 +292,75 @@ impl<'a> Sharer<'a> {
     }
 
     /// The shortest turn that serves the rate in such a cycle.
-    fn way(&self, kind: usize, service: usize, rate: f64, cycle: f64) -> Option<&Way> {
-        let room = (self.demands[service].limit_ms - cycle) * (1.0 + SLACK);
+    fn option(&self, kind: usize, service: usize, rate: f64, cycle: f64) -> Option<&TurnOption> {
+        let available = (self.demands[service].limit_ms - cycle) * (1.0 + SLACK);
         let needed = rate * cycle / 1000.0 * (1.0 - SLACK);
-        let ways = &self.ways[self.model_of[service] as usize][kind];
-        ways.iter().take_while(|way| way.turn_ms <= room).find(|way| way.requests >= needed)
+        let options = &self.options[self.model_of[service] as usize][kind];
+        options
+            .iter()
+            .take_while(|option| option.turn_ms <= available)
+            .find(|option| option.requests >= needed)
     }
 }
 
-fn ways_of(problem: &Problem, model: &str) -> [Vec<Way>; KINDS_MAX] {
+fn turn_options_of(problem: &Problem, model: &str) -> [Vec<TurnOption>; KINDS_MAX] {
     let points = problem.profiles.points(model).unwrap_or_default();
     std::array::from_fn(|kind| {
         let Some(slice) = problem.gpu.slices.get(kind) else { return Vec::new() };
-        let mut ways: Vec<Way> = points
+        let mut options: Vec<TurnOption> = points
             .iter()
             .filter(|point| {
                 point.gpcs == slice.gpcs && point.processes <= problem.rules.processes_max
             })
-            .map(|point| Way {
+            .map(|point| TurnOption {
                 batch: point.batch,
                 processes: point.processes,
                 requests: point.requests(),
                 turn_ms: point.turn_ms(),
                 memory_mib: problem.profiles.memory_limit_mib(problem.gpu, model, point),
             })
-            .filter(|way| way.memory_mib <= slice.memory_mib())
+            .filter(|option| option.memory_mib <= slice.memory_mib())
             .collect();
-        let all = ways.clone();
-        let better = |a: &Way, b: &Way| {
+        let all = options.clone();
+        let better = |a: &TurnOption, b: &TurnOption| {
             a.requests >= b.requests && a.turn_ms <= b.turn_ms && a.memory_mib <= b.memory_mib
         };
-        ways.retain(|way| !all.iter().any(|other| better(other, way) && !better(way, other)));
-        ways.sort_by(|a, b| a.turn_ms.total_cmp(&b.turn_ms));
-        ways
+        options.retain(|option| {
+            !all.iter().any(|other| better(other, option) && !better(option, other))
+        });
+        options.sort_by(|a, b| a.turn_ms.total_cmp(&b.turn_ms));
+        options
     })
 }
 
-fn pieces_of(problem: &Problem, ways: &[Vec<Way>; KINDS_MAX], demand: &Demand) -> Vec<Piece> {
-    let mut pieces = Vec::new();
+fn part_options_of(
+    problem: &Problem,
+    options: &[Vec<TurnOption>; KINDS_MAX],
+    demand: &ServiceDemand,
+) -> Vec<PartOption> {
+    let mut part_options = Vec::new();
     for (kind, slice) in problem.gpu.slices.iter().enumerate() {
-        for way in ways[kind].iter().filter(|way| way.turn_ms * 2.0 <= demand.limit_ms) {
-            let throughput = way.requests / way.turn_ms * 1000.0;
-            let least = way.turn_ms / (demand.limit_ms - way.turn_ms);
-            let memory = way.memory_mib as f64 / slice.memory_mib() as f64;
-            pieces.push(Piece { kind, throughput, least, memory });
+        for option in options[kind].iter().filter(|option| option.turn_ms * 2.0 <= demand.limit_ms)
+        {
+            let throughput = option.requests / option.turn_ms * 1000.0;
+            let min_share = option.turn_ms / (demand.limit_ms - option.turn_ms);
+            let memory = option.memory_mib as f64 / slice.memory_mib() as f64;
+            part_options.push(PartOption { kind, throughput, min_share, memory });
         }
         if demand.throughput[kind] > 0.0 {
             let throughput = demand.throughput[kind];
-            pieces.push(Piece { kind, throughput, least: 1.0, memory: 1.0 });
+            part_options.push(PartOption { kind, throughput, min_share: 1.0, memory: 1.0 });
         }
     }
-    let all = pieces.clone();
-    let better = |a: &Piece, b: &Piece| {
+    let all = part_options.clone();
+    let better = |a: &PartOption, b: &PartOption| {
         a.kind == b.kind
             && a.throughput >= b.throughput
-            && a.least <= b.least
+            && a.min_share <= b.min_share
             && a.memory <= b.memory
     };
-    pieces.retain(|piece| !all.iter().any(|other| better(other, piece) && !better(piece, other)));
-    pieces
+    part_options.retain(|part_option| {
+        !all.iter().any(|other| better(other, part_option) && !better(part_option, other))
+    });
+    part_options
 }

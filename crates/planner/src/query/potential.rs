@@ -1,16 +1,18 @@
-//! Latency split of graphs that series and parallel steps do not reduce to one part.
+//! Latency split of graphs that series and parallel reductions do not reduce to one subgraph.
 //!
-//! Every point of what is left gets a time, counted in pieces: nothing at the root, the whole objective at the way out.
-//! A part may take what lies between its two points. Points are walked in order; of those behind, only points with
-//! parts still to come matter, so choices that agree on these are merged and the cheapest is kept. That is exact.
+//! Every remaining point gets a time, counted in pieces: zero at the root, the whole SLO at the
+//! exit. A subgraph may take the time between its two points. Points are visited in order. Of the
+//! visited ones, only points with subgraphs to unvisited points matter, so choices that agree on
+//! these are merged and the cheapest is kept. That is exact.
 //!
-//! Where it would take too long, times are multiples of several pieces. That gives a split, and a bound: rounding every
-//! part of the best split up to such a multiple makes no path longer than the objective and one multiple a part, so
-//! the best split of that longer objective costs no more than the best of all.
+//! If that would take too long, times are multiples of several pieces. That gives a split, and a
+//! bound: rounding every subgraph of the best split up to such a multiple makes no path longer than
+//! the SLO plus one multiple per subgraph, so the best split of that longer SLO costs at most as
+//! much as the best split.
 
 use std::collections::HashMap;
 
-use super::Part;
+use super::SubGraph;
 
 /// Points whose times matter at once.
 const WIDTH_MAX: usize = 6;
@@ -18,13 +20,13 @@ const WIDTH_MAX: usize = 6;
 /// Times of the points that matter; the others are zero.
 type Times = [u16; WIDTH_MAX];
 
-/// The parts between points in an order in which each comes after those that lead to it.
-pub(super) struct Graph<'a> {
-    parts: &'a [Part],
+/// The subgraphs between points in topological order.
+pub(super) struct LatencyGraph<'a> {
+    parts: &'a [SubGraph],
     points: Vec<usize>,
 }
 
-/// Pieces for every part, and their cost.
+/// Pieces of every subgraph, and their cost.
 pub(super) struct Choice {
     pub(super) pieces: Vec<usize>,
     pub(super) cost: f64,
@@ -38,8 +40,8 @@ struct State {
     time: u16,
 }
 
-impl<'a> Graph<'a> {
-    pub(super) fn new(parts: &'a [Part]) -> Graph<'a> {
+impl<'a> LatencyGraph<'a> {
+    pub(super) fn new(parts: &'a [SubGraph]) -> LatencyGraph<'a> {
         let mut points: Vec<usize> = parts.iter().flat_map(|part| [part.from, part.to]).collect();
         points.sort_unstable();
         points.dedup();
@@ -49,14 +51,14 @@ impl<'a> Graph<'a> {
                 let mut into = parts.iter().filter(|part| part.to == **point);
                 !order.contains(*point) && into.all(|part| order.contains(&part.from))
             };
-            // A graph with a circle was refused before.
+            // Cycles have been refused before.
             let Some(&next) = points.iter().find(ready) else { break };
             order.push(next);
         }
-        Graph { parts, points: order }
+        LatencyGraph { parts, points: order }
     }
 
-    /// Points before the one at `at` that have parts to it or beyond.
+    /// Points before the one at `at` with subgraphs to it or beyond.
     fn open(&self, at: usize) -> Vec<usize> {
         let (behind, ahead) = self.points.split_at(at);
         let goes_on = |point: &&usize| {
@@ -65,7 +67,7 @@ impl<'a> Graph<'a> {
         behind.iter().filter(goes_on).copied().collect()
     }
 
-    /// Steps that a walk with so many pieces takes, or nothing where too many points matter at once.
+    /// Steps of a search with so many pieces; `None` if too many points matter at once.
     pub(super) fn steps(&self, pieces: usize) -> Option<f64> {
         let mut steps = 0.0;
         for at in 1..self.points.len() {
@@ -78,7 +80,7 @@ impl<'a> Graph<'a> {
         Some(steps)
     }
 
-    /// Parts one after the other on the longest way.
+    /// Number of subgraphs on the longest path.
     pub(super) fn length(&self) -> usize {
         let mut length: HashMap<usize, usize> = HashMap::new();
         for &point in &self.points {
@@ -89,12 +91,12 @@ impl<'a> Graph<'a> {
         length.into_values().max().unwrap_or(0)
     }
 
-    /// The cheapest choice where the whole is `horizon` multiples of `multiple` pieces; no part gets more than it has
-    /// costs for.
+    /// The cheapest choice where the whole is `horizon` multiples of `multiple` pieces; no subgraph
+    /// gets more pieces than it has costs for.
     pub(super) fn cheapest(&self, horizon: usize, multiple: usize) -> Option<Choice> {
         let mut layers = vec![vec![State { times: [0; WIDTH_MAX], cost: 0.0, from: 0, time: 0 }]];
         for at in 1..self.points.len() {
-            let layer = self.walk(layers.last()?, at, horizon, multiple);
+            let layer = self.extend(layers.last()?, at, horizon, multiple);
             layers.push(layer);
         }
         let last = layers.last()?;
@@ -105,17 +107,17 @@ impl<'a> Graph<'a> {
             times.insert(*point, usize::from(layer[index].time));
             index = layer[index].from;
         }
-        let pieces = |part: &Part| {
+        let pieces = |part: &SubGraph| {
             ((times[&part.to] - times[&part.from]) * multiple).min(part.costs.len() - 1)
         };
         Some(Choice { pieces: self.parts.iter().map(pieces).collect(), cost })
     }
 
-    fn walk(&self, states: &[State], at: usize, horizon: usize, multiple: usize) -> Vec<State> {
+    fn extend(&self, states: &[State], at: usize, horizon: usize, multiple: usize) -> Vec<State> {
         let (open, next) = (self.open(at), self.open(at + 1));
         let point = self.points[at];
         let place = |point: usize| open.iter().position(|&other| other == point);
-        let into: Vec<(usize, &Part)> = self
+        let into: Vec<(usize, &SubGraph)> = self
             .parts
             .iter()
             .filter(|part| part.to == point)
@@ -129,7 +131,7 @@ impl<'a> Graph<'a> {
             let last = at + 1 == self.points.len();
             let first = if last { horizon as u16 } else { earliest };
             for time in first..=horizon as u16 {
-                let cost = |(place, part): &(usize, &Part)| {
+                let cost = |(place, part): &(usize, &SubGraph)| {
                     let pieces = usize::from(time - state.times[*place]) * multiple;
                     part.costs[pieces.min(part.costs.len() - 1)]
                 };

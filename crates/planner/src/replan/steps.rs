@@ -1,72 +1,74 @@
-//! An ordered way from one plan to another on which no service loses capacity it needs.
+//! An ordered transition from one plan to another in which no service loses capacity it needs.
 //!
-//! New slices are made where there is room, old ones go once their services can do without. Where each waits for the
-//! other, a shadow of an old slice is set up on a spare GPU first and taken down at the end.
+//! New slices are created on free slots, and old ones are removed once their services do not need
+//! them. If these depend on each other, a temporary copy (shadow) of an old slice runs on a spare
+//! GPU meanwhile.
 
 use std::collections::BTreeMap;
 
 use crate::gpu::KINDS_MAX;
-use crate::plan::{Gpu, Plan, Slice};
+use crate::plan::{Plan, PlannedGpu, PlannedSlice};
 use crate::problem::Problem;
 
 /// One step.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Step {
-    /// Make a slice and load what runs in it.
+pub enum TransitionStep {
+    /// Create a slice and load its services.
     Create {
         /// GPU number; those beyond the plan are spare.
         gpu: usize,
-        /// The slice with its work.
-        slice: Slice,
-        /// Whether it is a shadow that goes again.
+        /// The slice with its services.
+        slice: PlannedSlice,
+        /// Whether it is a shadow.
         shadow: bool,
     },
-    /// Send rates to a slice's services anew.
+    /// Change the rates of a slice's services.
     Route {
         /// GPU number.
         gpu: usize,
         /// The slice with its new rates.
-        slice: Slice,
+        slice: PlannedSlice,
     },
     /// Drain and destroy a slice.
     Destroy {
         /// GPU number.
         gpu: usize,
         /// The slice as it was.
-        slice: Slice,
+        slice: PlannedSlice,
     },
 }
 
-/// A slice's place.
-type Place = (usize, u8);
+/// GPU and start of a slice.
+type SliceAddress = (usize, u8);
 
-/// Numbers the GPUs of `target` so that as many slices as possible stay where they are.
+/// Numbers the GPUs of `target` so that as many slices as possible are unchanged.
 ///
 /// Equal GPUs are matched first; the rest by least cost of changes, exactly where few are left.
 pub fn align(current: &Plan, target: &Plan) -> Plan {
-    let mut left: Vec<usize> = (0..current.gpus.len()).collect();
+    let mut remaining: Vec<usize> = (0..current.gpus.len()).collect();
     let mut open: Vec<usize> = (0..target.gpus.len()).collect();
     let mut assigned: BTreeMap<usize, usize> = BTreeMap::new();
     let mut known: BTreeMap<String, Vec<usize>> = BTreeMap::new();
-    left.iter().rev().for_each(|&gpu| {
+    remaining.iter().rev().for_each(|&gpu| {
         known.entry(signature(&current.gpus[gpu])).or_default().push(gpu);
     });
     open.retain(|&new| {
         let old = known.get_mut(&signature(&target.gpus[new])).and_then(Vec::pop);
         old.map(|old| assigned.insert(old, new)).is_none()
     });
-    left.retain(|old| !assigned.contains_key(old));
+    remaining.retain(|old| !assigned.contains_key(old));
     let cost = |old: usize, new: usize| -stays(&current.gpus[old], &target.gpus[new]);
-    if open.len().max(left.len()) <= 300 {
-        for (row, column) in assign(open.len(), left.len(), |n, o| cost(left[o], open[n])) {
-            assigned.insert(left[column], open[row]);
+    if open.len().max(remaining.len()) <= 300 {
+        for (row, column) in assign(open.len(), remaining.len(), |n, o| cost(remaining[o], open[n]))
+        {
+            assigned.insert(remaining[column], open[row]);
         }
     } else {
-        for (new, old) in open.iter().zip(&left) {
+        for (new, old) in open.iter().zip(&remaining) {
             assigned.insert(*old, *new);
         }
     }
-    let mut plan = Plan { gpus: vec![Gpu::default(); current.gpus.len()] };
+    let mut plan = Plan { gpus: vec![PlannedGpu::default(); current.gpus.len()] };
     let mut placed = vec![false; target.gpus.len()];
     for (old, new) in assigned {
         plan.gpus[old] = target.gpus[new].clone();
@@ -77,8 +79,8 @@ pub fn align(current: &Plan, target: &Plan) -> Plan {
     plan
 }
 
-fn signature(gpu: &Gpu) -> String {
-    let slice = |slice: &Slice| {
+fn signature(gpu: &PlannedGpu) -> String {
+    let slice = |slice: &PlannedSlice| {
         let mut services: Vec<usize> = slice.shares.iter().map(|share| share.service).collect();
         services.sort_unstable();
         format!("{}@{}:{services:?};", slice.kind, slice.start)
@@ -86,8 +88,8 @@ fn signature(gpu: &Gpu) -> String {
     gpu.slices.iter().map(slice).collect()
 }
 
-/// Slices that stay, a little less for those that only keep their geometry.
-fn stays(old: &Gpu, new: &Gpu) -> f64 {
+/// Number of unchanged slices; those that only keep their geometry count a little less.
+fn stays(old: &PlannedGpu, new: &PlannedGpu) -> f64 {
     let mut sum = 0.0;
     for slice in &new.slices {
         let same = old.slices.iter().find(|o| (o.start, o.kind) == (slice.start, slice.kind));
@@ -98,8 +100,8 @@ fn stays(old: &Gpu, new: &Gpu) -> f64 {
     sum
 }
 
-fn same_work(a: &Slice, b: &Slice) -> bool {
-    let key = |slice: &Slice| {
+fn same_work(a: &PlannedSlice, b: &PlannedSlice) -> bool {
+    let key = |slice: &PlannedSlice| {
         let mut work: Vec<(usize, u32, u32)> =
             slice.shares.iter().map(|s| (s.service, s.batch, s.processes)).collect();
         work.sort_unstable();
@@ -109,22 +111,22 @@ fn same_work(a: &Slice, b: &Slice) -> bool {
 }
 
 /// Whether no rate differs by more than rounding.
-fn same_rates(a: &Slice, b: &Slice) -> bool {
+fn same_rates(a: &PlannedSlice, b: &PlannedSlice) -> bool {
     a.shares.len() == b.shares.len()
         && a.shares.iter().zip(&b.shares).all(|(a, b)| {
             a.service == b.service && (a.rate - b.rate).abs() <= 1e-6 * a.rate.max(b.rate)
         })
 }
 
-/// Least-cost assignment of rows to columns (Kuhn and Munkres with potentials); with fewer columns than rows, some
-/// rows stay without.
+/// Least-cost assignment of rows to columns (Kuhn and Munkres with potentials); with fewer columns
+/// than rows, some rows are unassigned.
 fn assign(rows: usize, columns: usize, cost: impl Fn(usize, usize) -> f64) -> Vec<(usize, usize)> {
     let size = rows.max(columns);
     let cost = |row: usize, column: usize| {
         if row < rows && column < columns { cost(row, column) } else { 0.0 }
     };
     let (mut u, mut v) = (vec![0.0; size + 1], vec![0.0; size + 1]);
-    let (mut of_column, mut way) = (vec![0usize; size + 1], vec![0usize; size + 1]);
+    let (mut of_column, mut predecessor) = (vec![0usize; size + 1], vec![0usize; size + 1]);
     for row in 1..=size {
         of_column[0] = row;
         let mut column = 0;
@@ -139,7 +141,7 @@ fn assign(rows: usize, columns: usize, cost: impl Fn(usize, usize) -> f64) -> Ve
                 }
                 let reduced = cost(at - 1, other - 1) - u[at] - v[other];
                 if reduced < least[other] {
-                    (least[other], way[other]) = (reduced, column);
+                    (least[other], predecessor[other]) = (reduced, column);
                 }
                 if least[other] < delta {
                     (delta, next) = (least[other], other);
@@ -156,8 +158,8 @@ fn assign(rows: usize, columns: usize, cost: impl Fn(usize, usize) -> f64) -> Ve
             column = next;
         }
         while column != 0 {
-            of_column[column] = of_column[way[column]];
-            column = way[column];
+            of_column[column] = of_column[predecessor[column]];
+            column = predecessor[column];
         }
     }
     (1..=size)
@@ -166,67 +168,68 @@ fn assign(rows: usize, columns: usize, cost: impl Fn(usize, usize) -> f64) -> Ve
         .collect()
 }
 
-struct Walk<'a> {
+struct Transition<'a> {
     problem: &'a Problem,
-    live: BTreeMap<Place, Slice>,
+    live: BTreeMap<SliceAddress, PlannedSlice>,
     capacity: Vec<f64>,
     floor: Vec<f64>,
-    steps: Vec<Step>,
+    steps: Vec<TransitionStep>,
 }
 
 /// The steps from `current` to `target`, whose GPUs have the same numbers.
-pub fn steps(problem: &Problem, current: &Plan, target: &Plan) -> Vec<Step> {
-    let places = |plan: &Plan| -> BTreeMap<Place, Slice> {
-        let of = |(number, gpu): (usize, &Gpu)| {
+pub fn steps(problem: &Problem, current: &Plan, target: &Plan) -> Vec<TransitionStep> {
+    let addresses = |plan: &Plan| -> BTreeMap<SliceAddress, PlannedSlice> {
+        let of = |(number, gpu): (usize, &PlannedGpu)| {
             gpu.slices.iter().map(move |s| ((number, s.start), s.clone())).collect::<Vec<_>>()
         };
         plan.gpus.iter().enumerate().flat_map(of).collect()
     };
-    let (live, wanted) = (places(current), places(target));
-    let mut walk = Walk {
+    let (live, wanted) = (addresses(current), addresses(target));
+    let mut transition = Transition {
         problem,
         capacity: vec![0.0; problem.services.len()],
         floor: Vec::new(),
         live: BTreeMap::new(),
         steps: Vec::new(),
     };
-    for (place, slice) in live {
-        walk.insert(place, slice);
+    for (address, slice) in live {
+        transition.insert(address, slice);
     }
-    // A service keeps what it needs, or what it has where that is less already.
-    walk.floor = (problem.services.iter().zip(&walk.capacity))
+    // A service keeps the capacity it needs, or what it has if that is already less.
+    transition.floor = (problem.services.iter().zip(&transition.capacity))
         .map(|(service, capacity)| service.demand(&problem.rules).min(*capacity))
         .collect();
-    let mut old: Vec<Place> = Vec::new();
-    for (place, slice) in &walk.live {
-        if !wanted.get(place).is_some_and(|new| same_work(slice, new)) {
-            old.push(*place);
+    let mut old: Vec<SliceAddress> = Vec::new();
+    for (address, slice) in &transition.live {
+        if !wanted.get(address).is_some_and(|new| same_work(slice, new)) {
+            old.push(*address);
         }
     }
-    let mut new: Vec<(Place, Slice)> = Vec::new();
-    for (place, slice) in wanted.clone() {
-        if !walk.live.get(&place).is_some_and(|old| same_work(old, &slice)) {
-            new.push((place, slice));
+    let mut new: Vec<(SliceAddress, PlannedSlice)> = Vec::new();
+    for (address, slice) in wanted.clone() {
+        if !transition.live.get(&address).is_some_and(|old| same_work(old, &slice)) {
+            new.push((address, slice));
         }
     }
-    let shadows = walk.exchange(&mut old, &mut new, target.gpus.len().max(current.gpus.len()));
-    for (place, slice) in wanted {
-        if walk.live.get(&place).is_some_and(|now| !same_rates(now, &slice)) {
-            walk.steps.push(Step::Route { gpu: place.0, slice });
+    let shadows =
+        transition.exchange(&mut old, &mut new, target.gpus.len().max(current.gpus.len()));
+    for (address, slice) in wanted {
+        if transition.live.get(&address).is_some_and(|now| !same_rates(now, &slice)) {
+            transition.steps.push(TransitionStep::Route { gpu: address.0, slice });
         }
     }
-    for place in shadows {
-        walk.destroy(place);
+    for address in shadows {
+        transition.destroy(address);
     }
-    walk.steps
+    transition.steps
 }
 
-impl Walk<'_> {
-    fn capacity_of(&self, slice: &Slice, service: usize) -> f64 {
+impl Transition<'_> {
+    fn capacity_of(&self, slice: &PlannedSlice, service: usize) -> f64 {
         let facts = &self.problem.gpu.slices[slice.kind];
         let model = &self.problem.services[service].model;
         let points = self.problem.profiles.points(model).unwrap_or_default();
-        let of = |share: &crate::plan::Share| match slice.cycle_ms {
+        let of = |share: &crate::plan::ServiceShare| match slice.cycle_ms {
             Some(_) => share.rate,
             None => points
                 .iter()
@@ -239,36 +242,36 @@ impl Walk<'_> {
         slice.shares.iter().filter(|share| share.service == service).map(of).sum()
     }
 
-    fn insert(&mut self, place: Place, slice: Slice) {
+    fn insert(&mut self, address: SliceAddress, slice: PlannedSlice) {
         for share in &slice.shares {
             self.capacity[share.service] += self.capacity_of(&slice, share.service);
         }
-        self.live.insert(place, slice);
+        self.live.insert(address, slice);
     }
 
-    fn create(&mut self, place: Place, slice: Slice, shadow: bool) {
-        self.steps.push(Step::Create { gpu: place.0, slice: slice.clone(), shadow });
-        self.insert(place, slice);
+    fn create(&mut self, address: SliceAddress, slice: PlannedSlice, shadow: bool) {
+        self.steps.push(TransitionStep::Create { gpu: address.0, slice: slice.clone(), shadow });
+        self.insert(address, slice);
     }
 
-    fn destroy(&mut self, place: Place) {
-        if let Some(slice) = self.live.remove(&place) {
+    fn destroy(&mut self, address: SliceAddress) {
+        if let Some(slice) = self.live.remove(&address) {
             for share in &slice.shares {
                 self.capacity[share.service] -= self.capacity_of(&slice, share.service);
             }
-            self.steps.push(Step::Destroy { gpu: place.0, slice });
+            self.steps.push(TransitionStep::Destroy { gpu: address.0, slice });
         }
     }
 
-    fn has_room(&self, place: Place, kind: usize) -> bool {
-        let mask = |slice: &Slice| self.problem.gpu.slices[slice.kind].mask(slice.start);
-        let mine = self.problem.gpu.slices[kind].mask(place.1);
-        let on_gpu = self.live.range((place.0, 0)..=(place.0, u8::MAX));
+    fn has_room(&self, address: SliceAddress, kind: usize) -> bool {
+        let mask = |slice: &PlannedSlice| self.problem.gpu.slices[slice.kind].mask(slice.start);
+        let mine = self.problem.gpu.slices[kind].mask(address.1);
+        let on_gpu = self.live.range((address.0, 0)..=(address.0, u8::MAX));
         on_gpu.map(|(_, slice)| mask(slice)).all(|other| other & mine == 0)
     }
 
-    fn dispensable(&self, place: Place) -> bool {
-        let Some(slice) = self.live.get(&place) else { return true };
+    fn dispensable(&self, address: SliceAddress) -> bool {
+        let Some(slice) = self.live.get(&address) else { return true };
         slice.shares.iter().all(|share| {
             let service = share.service;
             let rest = self.capacity[service] - self.capacity_of(slice, service);
@@ -276,46 +279,46 @@ impl Walk<'_> {
         })
     }
 
-    /// Makes the new and removes the old; gives the places of shadows that are still up.
+    /// Creates new slices and removes old ones; returns the addresses of remaining shadows.
     fn exchange(
         &mut self,
-        old: &mut Vec<Place>,
-        new: &mut Vec<(Place, Slice)>,
+        old: &mut Vec<SliceAddress>,
+        new: &mut Vec<(SliceAddress, PlannedSlice)>,
         first_spare: usize,
-    ) -> Vec<Place> {
+    ) -> Vec<SliceAddress> {
         let mut shadows = Vec::new();
         while !old.is_empty() || !new.is_empty() {
             let before = (old.len(), new.len());
             let mut waiting = Vec::new();
-            for (place, slice) in std::mem::take(new) {
-                if self.has_room(place, slice.kind) {
-                    self.create(place, slice, false);
+            for (address, slice) in std::mem::take(new) {
+                if self.has_room(address, slice.kind) {
+                    self.create(address, slice, false);
                 } else {
-                    waiting.push((place, slice));
+                    waiting.push((address, slice));
                 }
             }
             *new = waiting;
-            old.retain(|place| {
-                let gone = self.dispensable(*place);
+            old.retain(|address| {
+                let gone = self.dispensable(*address);
                 if gone {
-                    self.destroy(*place);
+                    self.destroy(*address);
                 }
                 !gone
             });
             if (old.len(), new.len()) == before {
-                let Some(place) = old.pop() else { break };
-                if let Some(slice) = self.live.get(&place).cloned() {
+                let Some(address) = old.pop() else { break };
+                if let Some(slice) = self.live.get(&address).cloned() {
                     let spare = self.spare(&slice, first_spare);
                     self.create((spare, slice.start), slice, true);
-                    shadows.push((spare, place.1));
+                    shadows.push((spare, address.1));
                 }
-                self.destroy(place);
+                self.destroy(address);
             }
         }
         shadows
     }
 
-    fn spare(&self, slice: &Slice, first: usize) -> usize {
+    fn spare(&self, slice: &PlannedSlice, first: usize) -> usize {
         let mut gpu = first;
         while !self.has_room((gpu, slice.start), slice.kind) {
             gpu += 1;
@@ -324,9 +327,15 @@ impl Walk<'_> {
     }
 }
 
-/// Replays steps and names the first that is illegal or leaves a service short, and whether `target` is reached.
-pub fn replay(problem: &Problem, current: &Plan, target: &Plan, steps: &[Step]) -> Vec<String> {
-    let mut walk = Walk {
+/// Replays steps and reports those that are illegal or take capacity a service needs, and whether
+/// `target` is reached.
+pub fn replay(
+    problem: &Problem,
+    current: &Plan,
+    target: &Plan,
+    steps: &[TransitionStep],
+) -> Vec<String> {
+    let mut transition = Transition {
         problem,
         live: BTreeMap::new(),
         capacity: vec![0.0; problem.services.len()],
@@ -335,24 +344,24 @@ pub fn replay(problem: &Problem, current: &Plan, target: &Plan, steps: &[Step]) 
     };
     let mut wrong = Vec::new();
     for (number, gpu) in current.gpus.iter().enumerate() {
-        gpu.slices.iter().for_each(|slice| walk.insert((number, slice.start), slice.clone()));
+        gpu.slices.iter().for_each(|slice| transition.insert((number, slice.start), slice.clone()));
     }
-    let start = walk.capacity.clone();
+    let start = transition.capacity.clone();
     for (index, step) in steps.iter().enumerate() {
         match step {
-            Step::Create { gpu, slice, .. } => {
-                if !walk.has_room((*gpu, slice.start), slice.kind) {
-                    wrong.push(format!("step {index}: no room on gpu {gpu}"));
+            TransitionStep::Create { gpu, slice, .. } => {
+                if !transition.has_room((*gpu, slice.start), slice.kind) {
+                    wrong.push(format!("step {index}: no free slots on gpu {gpu}"));
                 }
-                walk.create((*gpu, slice.start), slice.clone(), false);
+                transition.create((*gpu, slice.start), slice.clone(), false);
             }
-            Step::Route { gpu, slice } => {
-                walk.destroy((*gpu, slice.start));
-                walk.insert((*gpu, slice.start), slice.clone());
+            TransitionStep::Route { gpu, slice } => {
+                transition.destroy((*gpu, slice.start));
+                transition.insert((*gpu, slice.start), slice.clone());
             }
-            Step::Destroy { gpu, slice } => walk.destroy((*gpu, slice.start)),
+            TransitionStep::Destroy { gpu, slice } => transition.destroy((*gpu, slice.start)),
         }
-        for (service, capacity) in walk.capacity.iter().enumerate() {
+        for (service, capacity) in transition.capacity.iter().enumerate() {
             let needed = problem.services[service].demand(&problem.rules).min(start[service]);
             if *capacity < needed * (1.0 - 1e-6) {
                 let name = &problem.services[service].name;
@@ -361,8 +370,8 @@ pub fn replay(problem: &Problem, current: &Plan, target: &Plan, steps: &[Step]) 
         }
     }
     let reached: usize = target.gpus.iter().map(|gpu| gpu.slices.len()).sum();
-    if walk.live.len() != reached {
-        wrong.push(format!("{} slices stand, not {reached}", walk.live.len()));
+    if transition.live.len() != reached {
+        wrong.push(format!("{} slices stand, not {reached}", transition.live.len()));
     }
     debug_assert!(KINDS_MAX >= problem.gpu.slices.len());
     wrong

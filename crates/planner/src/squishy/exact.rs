@@ -1,9 +1,9 @@
 //! Squishy packing of residual loads to a proven optimum.
 //!
-//! A set of sessions fits one GPU when some cycle holds all their turns; only cycles at which a turn is about to change
-//! need trying. All maximal sets are listed, the relaxation over them gives each session a weight such that no set
-//! weighs more than one, and a depth-first search with those weights as the bound covers the sessions with as few sets
-//! as there can be.
+//! A set of sessions fits one GPU when some cycle holds all their turns; only cycles at which a
+//! turn is about to change need to be tried. All maximal sets are enumerated. The relaxation over
+//! them gives each session a weight such that no set weighs more than one. A depth-first search
+//! with these weights as the bound covers the sessions with the fewest sets.
 
 use std::collections::HashMap;
 
@@ -13,11 +13,11 @@ use crate::simplex::Simplex;
 
 /// Sessions are bits of a word.
 const SESSIONS_MAX: usize = 32;
-/// Sets listed before the search gives up.
+/// Maximum number of sets.
 const SETS_MAX: usize = 400_000;
 const NODES_MAX: usize = 2_000_000;
 
-/// An optimum, or the best found with what is proven.
+/// An optimum, or the best packing found with its bound.
 #[derive(Clone, Debug)]
 pub struct Optimum {
     /// The nodes.
@@ -38,7 +38,7 @@ pub fn solve(sessions: &[Session]) -> Result<Optimum, PlanError> {
         sessions.iter().enumerate().map(|(index, session)| (index, session.rate)).collect();
     let greedy = pack_residual(sessions, &residual)?;
     let sizes = Sizes::new(sessions);
-    let shares: f64 = (0..sessions.len()).map(|index| sizes.least(index)).sum();
+    let shares: f64 = (0..sessions.len()).map(|index| sizes.min_share(index)).sum();
     let by_shares = (shares - 1e-6).ceil().max(1.0) as usize;
     if greedy.len() <= by_shares {
         return Ok(Optimum { lower_bound: greedy.len(), nodes: greedy });
@@ -71,10 +71,10 @@ pub fn solve(sessions: &[Session]) -> Result<Optimum, PlanError> {
     Ok(Optimum { nodes, lower_bound })
 }
 
-/// The share of a cycle each session's turn takes, for every cycle worth trying.
+/// Share of each session's turn, for every cycle to try.
 struct Sizes {
     cycles: Vec<f64>,
-    /// By session, then cycle; infinite where it cannot run.
+    /// By session, then cycle; infinite if it cannot run.
     shares: Vec<Vec<f64>>,
 }
 
@@ -104,7 +104,7 @@ impl Sizes {
         sizes
     }
 
-    /// Cycles at which every turn takes at least the share it takes at another are of no use.
+    /// Cycles at which every turn takes at least the share it takes at another are dropped.
     fn drop_dominated(&mut self) {
         let count = self.cycles.len();
         let mut keep = vec![true; count];
@@ -125,11 +125,11 @@ impl Sizes {
         }
     }
 
-    fn least(&self, session: usize) -> f64 {
+    fn min_share(&self, session: usize) -> f64 {
         self.shares[session].iter().copied().fold(f64::INFINITY, f64::min)
     }
 
-    /// Every set that fits and to which no session can be added; nothing when there are too many.
+    /// All maximal sets that fit; `None` if there are too many.
     fn maximal_sets(&self) -> Option<Vec<u32>> {
         let mut found = Vec::new();
         let empty = vec![0.0; self.cycles.len()];
@@ -225,8 +225,8 @@ fn weights(sets: &[u32], count: usize) -> Vec<f64> {
     let weight = |set: u32| -> f64 {
         weights.iter().enumerate().filter(|(i, _)| set >> i & 1 == 1).map(|(_, w)| w).sum()
     };
-    let most = sets.iter().map(|&set| weight(set)).fold(1.0, f64::max);
-    weights.iter().map(|weight| weight / most).collect()
+    let max_weight = sets.iter().map(|&set| weight(set)).fold(1.0, f64::max);
+    weights.iter().map(|weight| weight / max_weight).collect()
 }
 
 struct Search<'a> {

@@ -1,11 +1,11 @@
-//! What several test files need: the measured profiles, where they lie beside the checkout.
+//! Shared by test files: the measured profiles, if they are next to the checkout.
 #![allow(dead_code)]
 
 use std::path::PathBuf;
 
-use planner::{GpuKind, Problem, Profiles, Rules, Service};
+use planner::{GpuKind, PlanRules, Problem, Profiles, Service};
 
-/// A file of the shared data; says so and gives nothing where the folder is absent.
+/// A file of the shared data; prints a message and returns `None` if the folder is absent.
 pub fn shared(path: &str) -> Option<String> {
     let folder = std::env::var_os("ATOLL_SHARED_DATA").map_or_else(
         || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data"),
@@ -27,7 +27,7 @@ pub fn profiles() -> Option<Profiles> {
 }
 
 /// A problem on A100-80GB.
-pub fn problem(services: Vec<Service>, rules: Rules) -> Option<Problem> {
+pub fn problem(services: Vec<Service>, rules: PlanRules) -> Option<Problem> {
     let gpu = GpuKind::find("a100-80gb").unwrap();
     Some(Problem { gpu, services, profiles: profiles()?, rules })
 }

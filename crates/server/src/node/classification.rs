@@ -1,4 +1,4 @@
-//! Scores as classes: the best few of a tensor, with their labels.
+//! Classification: the highest scores of a tensor with their labels.
 
 use api::error::ApiResult;
 use api::{ApiError, Prediction};
@@ -6,7 +6,7 @@ use bytes::Bytes;
 use half::{bf16, f16};
 use model::{DataType, Tensor};
 
-/// How far from one the sum of probabilities may be.
+/// Tolerance of the sum of probabilities.
 const SUM_TOLERANCE: f32 = 1e-2;
 
 /// The elements of a numeric tensor as scores.
@@ -64,7 +64,7 @@ pub fn tensor(
     Ok(Tensor::from_strings(shape, texts)?)
 }
 
-/// Scores as probabilities: left alone when they are, through a softmax otherwise.
+/// Scores as probabilities: unchanged if they already are, otherwise through a softmax.
 pub fn probabilities(mut scores: Vec<f32>) -> Vec<f32> {
     let sum: f32 = scores.iter().sum();
     let within = scores.iter().all(|score| (0.0..=1.0).contains(score));
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_best_come_first() {
+    fn highest_scores_come_first() {
         assert_eq!(best(&[0.1, 0.9, 0.5, 0.9], 3), vec![1, 3, 2]);
         assert_eq!(best(&[1.0], 5), vec![0]);
         assert_eq!(best(&[], 5), Vec::<usize>::new());
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn logits_become_probabilities_and_probabilities_stay() {
+    fn logits_become_probabilities() {
         assert_eq!(probabilities(vec![0.25, 0.75]), vec![0.25, 0.75]);
         let soft = probabilities(vec![1000.0, 1000.0]);
         assert_eq!(soft, vec![0.5, 0.5]);

@@ -1,4 +1,4 @@
-//! What a model has done, counted with atomics from the replies of the node.
+//! Counters of a model, updated with every reply of the node.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -14,76 +14,76 @@ pub const LATENCY_BOUNDS_US: [u64; 14] = [
     1_000_000, 5_000_000,
 ];
 
-/// Batch sizes that are counted one by one.
+/// Largest batch size with a counter of its own.
 const BATCH_SIZES: usize = 64;
 
-/// How often, and for how long in all.
+/// Number of events and their total duration.
 #[derive(Debug, Default)]
-pub struct Span {
+pub struct DurationCounter {
     count: AtomicU64,
     ns: AtomicU64,
 }
 
-impl Span {
+impl DurationCounter {
     fn add(&self, span: Nanos) {
         self.count.fetch_add(1, Relaxed);
         self.ns.fetch_add(span.0, Relaxed);
     }
 
-    /// What was counted so far.
+    /// Current values.
     pub fn read(&self) -> DurationStat {
         DurationStat { count: self.count.load(Relaxed), ns: self.ns.load(Relaxed) }
     }
 }
 
-/// Counts of one model version.
+/// Counters of one model version.
 #[derive(Debug)]
 pub struct Counters {
-    /// Requests answered with outputs.
-    pub success: Span,
-    /// Requests answered with an error.
-    pub fail: Span,
-    /// Time of successes off the device.
-    pub queue: Span,
-    /// Time of successes on the device.
-    pub compute: Span,
+    /// Requests with outputs.
+    pub success: DurationCounter,
+    /// Requests that failed.
+    pub fail: DurationCounter,
+    /// Time of successful requests off the device.
+    pub queue: DurationCounter,
+    /// Time of successful requests on the device.
+    pub compute: DurationCounter,
     /// Inferences; a batch of n counts n.
     pub inferences: AtomicU64,
-    /// Runs on the device; a batch is one.
+    /// Executions on the device; a batch counts once.
     pub executions: AtomicU64,
-    /// Requests taken in and not yet answered.
+    /// Requests waiting or running.
     pub pending: AtomicU64,
-    /// Milliseconds since the epoch of the last answer.
+    /// Unix time of the last reply in milliseconds.
     pub last_ms: AtomicU64,
-    /// Requests refused because too many wait.
+    /// Requests refused because the queue was full.
     pub queue_full: AtomicU64,
     /// Requests dropped because their deadline passed.
     pub deadline: AtomicU64,
-    /// Requests whose client went away.
+    /// Requests whose client disconnected.
     pub cancelled: AtomicU64,
-    /// Requests refused because the model or the server goes away.
+    /// Requests refused because the model is unloaded or the server drains.
     pub draining: AtomicU64,
-    /// Best-effort requests refused because the policy runs none.
+    /// Best-effort requests refused because the policy runs only real time.
     pub not_run: AtomicU64,
-    /// Requests whose inputs do not fit.
+    /// Requests with invalid inputs.
     pub bad_input: AtomicU64,
-    /// Requests the device failed.
+    /// Requests that failed on the device.
     pub backend: AtomicU64,
-    /// Answers after the deadline, dropped ones included.
+    /// Requests that missed their deadline, including dropped ones.
     pub deadline_misses: AtomicU64,
-    /// Times work was made to leave for other work.
+    /// Times work was preempted.
     pub preemptions: AtomicU64,
     latency: [AtomicU64; LATENCY_BOUNDS_US.len() + 1],
-    batches: [Span; BATCH_SIZES],
+    batches: [DurationCounter; BATCH_SIZES],
 }
 
 impl Default for Counters {
     fn default() -> Self {
         Counters {
-            success: Span::default(),
-            fail: Span::default(),
-            queue: Span::default(),
-            compute: Span::default(),
+            success: DurationCounter::default(),
+            fail: DurationCounter::default(),
+            queue: DurationCounter::default(),
+            compute: DurationCounter::default(),
             inferences: AtomicU64::default(),
             executions: AtomicU64::default(),
             pending: AtomicU64::default(),
@@ -98,42 +98,53 @@ impl Default for Counters {
             deadline_misses: AtomicU64::default(),
             preemptions: AtomicU64::default(),
             latency: Default::default(),
-            batches: [const { Span { count: AtomicU64::new(0), ns: AtomicU64::new(0) } };
+            batches: [const { DurationCounter { count: AtomicU64::new(0), ns: AtomicU64::new(0) } };
                 BATCH_SIZES],
         }
     }
 }
 
-/// A request that is counted once, when it ends: with an answer, or given up on its way.
-pub(super) struct Count {
+/// A request in flight. It is counted once, when it is replied to or dropped.
+pub(super) struct PendingRequest {
     counters: Arc<Counters>,
     batch: usize,
     timeout: Option<Nanos>,
-    /// What the first of two parts took.
-    before: Option<Timing>,
-    /// Whether another part comes.
-    more: bool,
+    /// Timing of the prefix, if it ran separately.
+    prefix_timing: Option<Timing>,
+    /// Whether the suffix runs after the next reply.
+    suffix_follows: bool,
     open: bool,
 }
 
-impl Count {
-    /// A request of `batch` inferences that has `timeout` begins.
-    pub(super) fn begin(counters: Arc<Counters>, batch: usize, timeout: Option<Nanos>) -> Count {
+impl PendingRequest {
+    /// Starts a request of `batch` inferences with `timeout`.
+    pub(super) fn begin(
+        counters: Arc<Counters>,
+        batch: usize,
+        timeout: Option<Nanos>,
+    ) -> PendingRequest {
         counters.begin();
-        Count { counters, batch, timeout, before: None, more: false, open: true }
+        PendingRequest {
+            counters,
+            batch,
+            timeout,
+            prefix_timing: None,
+            suffix_follows: false,
+            open: true,
+        }
     }
 
-    /// The next reply is that of the first of two parts.
-    pub(super) fn of_two(mut self) -> Count {
-        self.more = true;
+    /// Marks the next reply as that of the prefix; the suffix follows.
+    pub(super) fn with_suffix(mut self) -> PendingRequest {
+        self.suffix_follows = true;
         self
     }
 
-    /// The node answered. Where another part comes, the count goes on with it.
-    pub(super) fn reply(mut self, mut reply: Reply) -> (ReplyResult, Option<Count>) {
-        if self.more && reply.result.is_ok() {
-            self.before = Some(reply.timing);
-            self.more = false;
+    /// Handles a reply of the node. Returns the request if its suffix follows.
+    pub(super) fn reply(mut self, mut reply: Reply) -> (ReplyResult, Option<PendingRequest>) {
+        if self.suffix_follows && reply.result.is_ok() {
+            self.prefix_timing = Some(reply.timing);
+            self.suffix_follows = false;
             return (reply.result, Some(self));
         }
         self.end(&mut reply);
@@ -141,32 +152,32 @@ impl Count {
     }
 
     fn end(&mut self, reply: &mut Reply) {
-        if let Some(before) = self.before {
-            reply.timing.arrived = before.arrived;
-            reply.timing.busy += before.busy;
-            reply.timing.preemptions += before.preemptions;
+        if let Some(prefix_timing) = self.prefix_timing {
+            reply.timing.arrived = prefix_timing.arrived;
+            reply.timing.busy += prefix_timing.busy;
+            reply.timing.preemptions += prefix_timing.preemptions;
         }
         self.counters.end(reply, self.batch, self.timeout);
         self.open = false;
     }
 }
 
-impl Drop for Count {
+impl Drop for PendingRequest {
     fn drop(&mut self) {
         if self.open {
-            let timing = self.before.unwrap_or_default();
+            let timing = self.prefix_timing.unwrap_or_default();
             self.end(&mut Reply { result: Err(Rejection::Cancelled), timing });
         }
     }
 }
 
 impl Counters {
-    /// A request goes to the node.
+    /// Counts a request sent to the node.
     pub fn begin(&self) {
         self.pending.fetch_add(1, Relaxed);
     }
 
-    /// The node answered a request of `batch` inferences that had `timeout`.
+    /// Counts the reply to a request of `batch` inferences with `timeout`.
     pub fn end(&self, reply: &Reply, batch: usize, timeout: Option<Nanos>) {
         self.pending.fetch_sub(1, Relaxed);
         let timing = &reply.timing;
@@ -223,7 +234,7 @@ impl Counters {
         counter.fetch_add(1, Relaxed);
     }
 
-    /// Cumulative counts of the latency histogram; the last one is of all.
+    /// Cumulative counts of the latency histogram; the last one counts all requests.
     pub fn latency(&self) -> [u64; LATENCY_BOUNDS_US.len() + 1] {
         let mut sum = 0;
         std::array::from_fn(|index| {
@@ -232,7 +243,7 @@ impl Counters {
         })
     }
 
-    /// The statistics extension's view.
+    /// The counters as the statistics extension reports them.
     pub fn inference_stats(&self) -> InferenceStats {
         let success = self.success.read();
         let untimed = DurationStat { count: success.count, ns: 0 };
@@ -247,9 +258,9 @@ impl Counters {
         }
     }
 
-    /// The same by batch size, for sizes that occurred.
+    /// Statistics per batch size, for sizes that occurred.
     pub fn batch_stats(&self) -> Vec<BatchStats> {
-        let sizes = self.batches.iter().map(Span::read).zip(1..);
+        let sizes = self.batches.iter().map(DurationCounter::read).zip(1..);
         sizes
             .filter(|(stat, _)| stat.count > 0)
             .map(|(stat, batch_size)| {
@@ -313,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_are_told_apart() {
+    fn failures_are_counted_by_reason() {
         let counters = Counters::default();
         counters.begin();
         counters.end(&reply(Err(Rejection::QueueFull { capacity: 1 }), 0, 0), 1, None);

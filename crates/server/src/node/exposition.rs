@@ -7,16 +7,16 @@ use runtime::device_group::router::ReplicaState;
 use runtime::node::PREEMPTION_BOUNDS_US;
 use runtime::{DeviceGroup, NodeMemory, PreemptionStats};
 
-use crate::metrics::{Exposition, Kind};
+use crate::metrics::{Exposition, MetricKind};
 
 use super::counters::{Counters, LATENCY_BOUNDS_US};
-use super::families::Trunk;
-use super::served::Served;
+use super::prefix_batching::PrefixModel;
+use super::served_model::ServedModel;
 
-/// A family with one sample per model.
+/// A metric with one sample per model.
 struct PerModel {
     name: &'static str,
-    kind: Kind,
+    kind: MetricKind,
     help: &'static str,
     value: fn(&Counters) -> u64,
 }
@@ -25,90 +25,90 @@ fn load(counter: &AtomicU64) -> u64 {
     counter.load(Relaxed)
 }
 
-const FAMILIES: [PerModel; 12] = [
+const MODEL_METRICS: [PerModel; 12] = [
     PerModel {
         name: "nv_inference_request_success",
-        kind: Kind::Counter,
-        help: "Requests answered with outputs",
+        kind: MetricKind::Counter,
+        help: "Requests with outputs",
         value: |c| c.success.read().count,
     },
     PerModel {
         name: "nv_inference_count",
-        kind: Kind::Counter,
-        help: "Inferences done; a batch of n counts n",
+        kind: MetricKind::Counter,
+        help: "Inferences; a batch of n counts n",
         value: |c| load(&c.inferences),
     },
     PerModel {
         name: "nv_inference_exec_count",
-        kind: Kind::Counter,
-        help: "Executions done; a batch counts once",
+        kind: MetricKind::Counter,
+        help: "Executions; a batch counts once",
         value: |c| load(&c.executions),
     },
     PerModel {
         name: "nv_inference_pending_request_count",
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
         help: "Requests waiting or running",
         value: |c| load(&c.pending),
     },
     PerModel {
         name: "nv_inference_request_duration_us",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Time of successful requests",
         value: |c| c.success.read().ns / 1000,
     },
     PerModel {
         name: "nv_inference_queue_duration_us",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Time of successful requests off the device",
         value: |c| c.queue.read().ns / 1000,
     },
     PerModel {
         name: "nv_inference_compute_input_duration_us",
-        kind: Kind::Counter,
-        help: "Time spent making inputs ready",
+        kind: MetricKind::Counter,
+        help: "Time spent preparing inputs",
         value: |_| 0,
     },
     PerModel {
         name: "nv_inference_compute_infer_duration_us",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Time of successful requests on the device",
         value: |c| c.compute.read().ns / 1000,
     },
     PerModel {
         name: "nv_inference_compute_output_duration_us",
-        kind: Kind::Counter,
-        help: "Time spent making outputs ready",
+        kind: MetricKind::Counter,
+        help: "Time spent preparing outputs",
         value: |_| 0,
     },
     PerModel {
         name: "atoll_preemptions_total",
-        kind: Kind::Counter,
-        help: "Times work was made to leave for other work",
+        kind: MetricKind::Counter,
+        help: "Times work was preempted",
         value: |c| load(&c.preemptions),
     },
     PerModel {
         name: "atoll_deadline_misses_total",
-        kind: Kind::Counter,
-        help: "Requests not answered before their deadline",
+        kind: MetricKind::Counter,
+        help: "Requests that missed their deadline",
         value: |c| load(&c.deadline_misses),
     },
     PerModel {
         name: "atoll_bad_inputs_total",
-        kind: Kind::Counter,
-        help: "Requests whose inputs the device refused",
+        kind: MetricKind::Counter,
+        help: "Requests with inputs that the device refused",
         value: |c| load(&c.bad_input),
     },
 ];
 
-/// Writes the metrics of `models` and of the beginnings they share, of `device_group`.
+/// Writes the metrics of `models`, of `prefixes` and of `device_group`.
 pub(super) fn write(
     text: &mut String,
-    models: &[Arc<Served>],
-    trunks: &[Arc<Trunk>],
+    models: &[Arc<ServedModel>],
+    prefixes: &[Arc<PrefixModel>],
     device_group: &DeviceGroup,
 ) {
     let mut out = Exposition::new(text);
-    for family in &FAMILIES {
+    for family in &MODEL_METRICS {
         out.family(family.name, family.kind, family.help);
         for model in models {
             out.sample(family.name, &labels(model), (family.value)(&model.counters));
@@ -117,40 +117,48 @@ pub(super) fn write(
     write_failures(&mut out, models);
     write_drops(&mut out, models);
     write_latency(&mut out, models);
-    write_leaving(&mut out, models, device_group);
+    write_preemption_times(&mut out, models, device_group);
     write_replicas(&mut out, models, device_group);
-    out.family("atoll_resident_bytes", Kind::Gauge, "Device memory all loaded models hold");
+    out.family("atoll_resident_bytes", MetricKind::Gauge, "Device memory of all loaded models");
     for (node, device) in device_group.nodes().iter().zip(device_group.names()) {
         out.sample("atoll_resident_bytes", &[("device", device)], node.resident().0);
     }
     write_memory(&mut out, device_group);
-    write_trunks(&mut out, trunks, device_group);
+    write_prefixes(&mut out, prefixes, device_group);
 }
 
-/// Beginnings that several models share.
-fn write_trunks(out: &mut Exposition<'_>, trunks: &[Arc<Trunk>], device_group: &DeviceGroup) {
-    let stats = |trunk: &Arc<Trunk>| {
+/// Prefixes that several models share.
+fn write_prefixes(
+    out: &mut Exposition<'_>,
+    prefixes: &[Arc<PrefixModel>],
+    device_group: &DeviceGroup,
+) {
+    let stats = |prefix: &Arc<PrefixModel>| {
         let (mut success, mut executions) = (0, 0);
-        for (view, key) in device_group.replicas(trunk.key) {
+        for (view, key) in device_group.replicas(prefix.key) {
             let stats = device_group.nodes()[view.device].stats(key).unwrap_or_default();
             success += stats.success;
             executions += stats.executions;
         }
         (success, executions)
     };
-    let stats: Vec<_> = trunks.iter().map(|trunk| (trunk, stats(trunk))).collect();
-    let name = "atoll_trunk_requests_total";
-    out.family(name, Kind::Counter, "Requests that a beginning shared by models was run for");
-    stats.iter().for_each(|(t, (success, _))| out.sample(name, &[("trunk", &t.name)], *success));
-    let name = "atoll_trunk_executions_total";
-    out.family(name, Kind::Counter, "Executions of such a beginning; a batch counts once");
-    stats.iter().for_each(|(t, (_, runs))| out.sample(name, &[("trunk", &t.name)], *runs));
+    let stats: Vec<_> = prefixes.iter().map(|prefix| (prefix, stats(prefix))).collect();
+    let name = "atoll_prefix_requests_total";
+    out.family(name, MetricKind::Counter, "Requests that ran a shared prefix");
+    stats.iter().for_each(|(p, (success, _))| out.sample(name, &[("prefix", &p.name)], *success));
+    let name = "atoll_prefix_executions_total";
+    out.family(name, MetricKind::Counter, "Executions of a shared prefix; a batch counts once");
+    stats.iter().for_each(|(p, (_, runs))| out.sample(name, &[("prefix", &p.name)], *runs));
 }
 
-/// Where models are, and what each device does of them.
-fn write_replicas(out: &mut Exposition<'_>, models: &[Arc<Served>], device_group: &DeviceGroup) {
+/// Replicas of models and their requests by device.
+fn write_replicas(
+    out: &mut Exposition<'_>,
+    models: &[Arc<ServedModel>],
+    device_group: &DeviceGroup,
+) {
     let name = "atoll_model_resident_bytes";
-    out.family(name, Kind::Gauge, "Device memory a loaded model holds");
+    out.family(name, MetricKind::Gauge, "Device memory of a loaded model");
     let replicas: Vec<_> = models
         .iter()
         .flat_map(|model| {
@@ -167,26 +175,26 @@ fn write_replicas(out: &mut Exposition<'_>, models: &[Arc<Served>], device_group
     let name = "atoll_replica_ready";
     out.family(
         name,
-        Kind::Gauge,
-        "1 where a device takes requests of a model, 0 while it lets it go",
+        MetricKind::Gauge,
+        "1 if a replica accepts requests, 0 while it is being removed",
     );
     for (model, (view, _)) in &replicas {
         let ready = u8::from(view.state == ReplicaState::Serving);
         out.sample(name, &with(model, "device", &device_group.names()[view.device]), ready);
     }
     let name = "atoll_replica_requests_total";
-    out.family(name, Kind::Counter, "Requests answered with outputs, by device");
+    out.family(name, MetricKind::Counter, "Requests with outputs, by device");
     for (model, (view, _)) in &replicas {
         out.sample(name, &with(model, "device", &device_group.names()[view.device]), view.completed);
     }
     let name = "atoll_replica_pending";
-    out.family(name, Kind::Gauge, "Requests waiting or running, by device");
+    out.family(name, MetricKind::Gauge, "Requests waiting or running, by device");
     for (model, (view, _)) in &replicas {
         out.sample(name, &with(model, "device", &device_group.names()[view.device]), view.pending);
     }
     let changes = device_group.changes();
     let name = "atoll_replica_changes_total";
-    out.family(name, Kind::Counter, "Replicas made for load, taken away, and refused by a device");
+    out.family(name, MetricKind::Counter, "Replicas added, removed, and refused by a device");
     for (what, count) in
         [("made", changes.added), ("taken", changes.removed), ("refused", changes.failed)]
     {
@@ -194,42 +202,41 @@ fn write_replicas(out: &mut Exposition<'_>, models: &[Arc<Served>], device_group
     }
 }
 
-/// A family with one sample per device.
-type PerDevice = (&'static str, Kind, &'static str, fn(&NodeMemory) -> Option<u64>);
+/// A metric with one sample per device.
+type PerDevice = (&'static str, MetricKind, &'static str, fn(&NodeMemory) -> Option<u64>);
 
 const MEMORY: [PerDevice; 9] = [
-    ("atoll_weights_budget_bytes", Kind::Gauge, "What weights may take", |m| Some(m.budget.0)),
-    ("atoll_weights_bytes", Kind::Gauge, "Weights on the device or arriving", |m| {
+    ("atoll_weights_budget_bytes", MetricKind::Gauge, "Memory budget for weights", |m| {
+        Some(m.budget.0)
+    }),
+    ("atoll_weights_bytes", MetricKind::Gauge, "Weights that are resident or loading", |m| {
         Some(m.device?.weights.0)
     }),
-    ("atoll_weights_pinned_bytes", Kind::Gauge, "Weights that stay", |m| Some(m.pinned.0)),
-    (
-        "atoll_device_used_bytes",
-        Kind::Gauge,
-        "Memory used on the device by everybody, as its own tools count",
-        |m| Some(m.device?.system?.0),
-    ),
-    ("atoll_loads_waiting", Kind::Gauge, "Models that wait to be loaded", |m| {
+    ("atoll_weights_pinned_bytes", MetricKind::Gauge, "Weights of pinned models", |m| {
+        Some(m.pinned.0)
+    }),
+    ("atoll_device_used_bytes", MetricKind::Gauge, "Device memory in use by all processes", |m| {
+        Some(m.device?.system?.0)
+    }),
+    ("atoll_loads_waiting", MetricKind::Gauge, "Models waiting to be loaded", |m| {
         Some(m.pending_loads as u64)
     }),
-    ("atoll_loads_total", Kind::Counter, "Times a model's weights were loaded", |m| {
-        Some(m.swaps.loads)
-    }),
-    ("atoll_loaded_bytes_total", Kind::Counter, "Bytes of weights that were loaded", |m| {
+    ("atoll_loads_total", MetricKind::Counter, "Loads of weights", |m| Some(m.swaps.loads)),
+    ("atoll_loaded_bytes_total", MetricKind::Counter, "Bytes of weights loaded", |m| {
         Some(m.swaps.loaded.0)
     }),
     (
         "atoll_loads_refused_total",
-        Kind::Counter,
-        "Times the device had no room for weights after all",
+        MetricKind::Counter,
+        "Loads refused because device memory was exhausted",
         |m| Some(m.swaps.refused),
     ),
-    ("atoll_evictions_total", Kind::Counter, "Times weights were evicted", |m| {
+    ("atoll_evictions_total", MetricKind::Counter, "Evictions of weights", |m| {
         Some(m.swaps.evictions)
     }),
 ];
 
-/// Weights that come and go: what there is room for, what is there, and what was moved.
+/// Weights: budget, resident bytes, loads and evictions.
 fn write_memory(out: &mut Exposition<'_>, device_group: &DeviceGroup) {
     let devices = device_group.nodes().iter().zip(device_group.names());
     let memories: Vec<(NodeMemory, &String)> = devices
@@ -249,18 +256,18 @@ fn write_memory(out: &mut Exposition<'_>, device_group: &DeviceGroup) {
     }
 }
 
-fn labels(model: &Served) -> [(&str, &str); 2] {
+fn labels(model: &ServedModel) -> [(&str, &str); 2] {
     [("model", &model.name), ("version", &model.version_text)]
 }
 
-fn with<'a>(model: &'a Served, key: &'a str, value: &'a str) -> [(&'a str, &'a str); 3] {
+fn with<'a>(model: &'a ServedModel, key: &'a str, value: &'a str) -> [(&'a str, &'a str); 3] {
     let [name, version] = labels(model);
     [name, version, (key, value)]
 }
 
-fn write_failures(out: &mut Exposition<'_>, models: &[Arc<Served>]) {
+fn write_failures(out: &mut Exposition<'_>, models: &[Arc<ServedModel>]) {
     let name = "nv_inference_request_failure";
-    out.family(name, Kind::Counter, "Requests answered with an error, by reason");
+    out.family(name, MetricKind::Counter, "Failed requests by reason");
     for model in models {
         let c = &model.counters;
         let rejected =
@@ -272,9 +279,9 @@ fn write_failures(out: &mut Exposition<'_>, models: &[Arc<Served>]) {
     }
 }
 
-fn write_drops(out: &mut Exposition<'_>, models: &[Arc<Served>]) {
+fn write_drops(out: &mut Exposition<'_>, models: &[Arc<ServedModel>]) {
     let name = "atoll_drops_total";
-    out.family(name, Kind::Counter, "Requests given up before an answer, by reason");
+    out.family(name, MetricKind::Counter, "Requests dropped before a reply, by reason");
     for model in models {
         let c = &model.counters;
         for (reason, counter) in [
@@ -289,12 +296,12 @@ fn write_drops(out: &mut Exposition<'_>, models: &[Arc<Served>]) {
     }
 }
 
-fn write_latency(out: &mut Exposition<'_>, models: &[Arc<Served>]) {
+fn write_latency(out: &mut Exposition<'_>, models: &[Arc<ServedModel>]) {
     const BUCKET: &str = "nv_inference_request_duration_histogram_us_bucket";
     const SUM: &str = "nv_inference_request_duration_histogram_us_sum";
     const COUNT: &str = "nv_inference_request_duration_histogram_us_count";
     let help = "Time of successful requests";
-    out.family("nv_inference_request_duration_histogram_us", Kind::Histogram, help);
+    out.family("nv_inference_request_duration_histogram_us", MetricKind::Histogram, help);
     for model in models {
         let counts = model.counters.latency();
         for (bound, count) in LATENCY_BOUNDS_US.iter().zip(counts) {
@@ -307,40 +314,48 @@ fn write_latency(out: &mut Exposition<'_>, models: &[Arc<Served>]) {
     }
 }
 
-/// How long models took to leave for real time, and for whom others left. Until the device had given the work back: the
-/// multiprocessors are free sooner.
-fn write_leaving(out: &mut Exposition<'_>, models: &[Arc<Served>], device_group: &DeviceGroup) {
-    const NAME: &str = "atoll_preemption_leave_seconds";
-    let mut leaving: Vec<(&Served, &str, PreemptionStats)> = Vec::new();
+/// Time until models were preempted for real time, and preemptions by cause. It ends when the
+/// device has returned the work; the SMs are free earlier.
+fn write_preemption_times(
+    out: &mut Exposition<'_>,
+    models: &[Arc<ServedModel>],
+    device_group: &DeviceGroup,
+) {
+    const NAME: &str = "atoll_preemption_seconds";
+    let mut preempted: Vec<(&ServedModel, &str, PreemptionStats)> = Vec::new();
     for model in models {
         for (view, key) in device_group.replicas(model.key) {
-            let seen = device_group.nodes()[view.device].preemption_stats(key).unwrap_or_default();
-            leaving.push((model, &device_group.names()[view.device], seen));
+            let times = device_group.nodes()[view.device].preemption_stats(key).unwrap_or_default();
+            preempted.push((model, &device_group.names()[view.device], times));
         }
     }
     out.family(
         NAME,
-        Kind::Histogram,
-        "From the order to leave for real time until the work was back",
+        MetricKind::Histogram,
+        "Time from a preemption for real time until the work was returned",
     );
     let (bucket, sum, count) =
         (format!("{NAME}_bucket"), format!("{NAME}_sum"), format!("{NAME}_count"));
-    for (model, device, leaving) in &leaving {
+    for (model, device, times) in &preempted {
         let [name, version, device] = with(model, "device", device);
         let mut so_far = 0;
-        for (bound, times) in PREEMPTION_BOUNDS_US.iter().zip(leaving.counts) {
-            so_far += times;
+        for (bound, count) in PREEMPTION_BOUNDS_US.iter().zip(times.counts) {
+            so_far += count;
             let seconds = (*bound as f64 / 1e6).to_string();
             out.sample(&bucket, &[name, version, device, ("le", &seconds)], so_far);
         }
-        let all: u64 = leaving.counts.iter().sum();
+        let all: u64 = times.counts.iter().sum();
         out.sample(&bucket, &[name, version, device, ("le", "+Inf")], all);
-        out.sample(&sum, &[name, version, device], leaving.sum.0 as f64 / 1e9);
+        out.sample(&sum, &[name, version, device], times.sum.0 as f64 / 1e9);
         out.sample(&count, &[name, version, device], all);
     }
     let name = "atoll_preemptions_caused_total";
-    out.family(name, Kind::Counter, "Times other work left for real-time requests of the model");
-    for (model, device, leaving) in &leaving {
-        out.sample(name, &with(model, "device", device), leaving.caused);
+    out.family(
+        name,
+        MetricKind::Counter,
+        "Preemptions of other work for real-time requests of the model",
+    );
+    for (model, device, times) in &preempted {
+        out.sample(name, &with(model, "device", device), times.caused);
     }
 }

@@ -1,22 +1,17 @@
 //! Images as input tensors: decoded under limits, resized, cropped and normalised.
 
-use std::io::Cursor;
-
 use api::ApiError;
 use api::error::ApiResult;
-use image::imageops::{self, FilterType};
-use image::{DynamicImage, ImageReader, Limits, RgbImage};
-use model::config::{ChannelOrder, ImageLayout, Preprocessing, ResizeFilter};
+use api::picture::{self, DecodeLimits, RgbPicture};
+use model::config::{ChannelOrder, ImageLayout, Preprocessing};
 use model::{DataType, Dim, Tensor, ValueInfo};
 
-/// The longest edge of an image that is looked at, before and after resizing.
+/// Longest edge of an image, before and after resizing.
 const MAX_EDGE: u32 = 16_384;
-/// The most memory decoding may take.
-const MAX_DECODE_BYTES: u64 = 512 << 20;
-/// The most pixels of a resized image.
+/// Maximum number of pixels of a resized image.
 const MAX_PIXELS: u64 = 1 << 26;
 
-/// Checks what a user says about pre-processing.
+/// Checks the pre-processing settings of a user.
 pub fn check(preprocessing: &Preprocessing) -> ApiResult<()> {
     let refuse = |why: &'static str| Err(ApiError::invalid(why));
     if !(preprocessing.crop > 0.0 && preprocessing.crop <= 1.0) {
@@ -48,7 +43,7 @@ fn channel_count(order: ChannelOrder) -> usize {
     }
 }
 
-/// Makes the input `info` of a model out of an image file.
+/// Converts an image file to the model input `info`.
 pub fn to_tensor(
     file: &[u8],
     preprocessing: &Preprocessing,
@@ -56,7 +51,8 @@ pub fn to_tensor(
 ) -> ApiResult<Tensor> {
     check(preprocessing)?;
     let (width, height) = input_size(preprocessing, info)?;
-    let image = decode(file)?;
+    let limits = DecodeLimits { edge: MAX_EDGE, ..DecodeLimits::default() };
+    let image = picture::decode(file, &limits)?;
     let image = resize_and_crop(&image, width, height, preprocessing)?;
     let values = normalise(&image, preprocessing);
     let (width, height) = (width as usize, height as usize);
@@ -85,10 +81,10 @@ pub fn to_tensor(
     }
 }
 
-/// The size the model wants: what the user says, or what the model's shape says.
+/// The input size: from the settings, or from the model's shape.
 fn input_size(preprocessing: &Preprocessing, info: &ValueInfo) -> ApiResult<(u32, u32)> {
     let dims = info.shape.as_deref().unwrap_or_default();
-    let from_end = |places: usize| match dims.len().checked_sub(places).map(|at| &dims[at]) {
+    let from_end = |position: usize| match dims.len().checked_sub(position).map(|at| &dims[at]) {
         Some(Dim::Fixed(size)) => u32::try_from(*size).ok().filter(|s| (1..=MAX_EDGE).contains(s)),
         _ => None,
     };
@@ -100,38 +96,21 @@ fn input_size(preprocessing: &Preprocessing, info: &ValueInfo) -> ApiResult<(u32
     let height = preprocessing.height.or(model_height);
     width.zip(height).ok_or_else(|| {
         ApiError::invalid(format!(
-            "input '{}' leaves the image size open; set 'width' and 'height' in preprocessing",
+            "input '{}' does not fix the image size; set 'width' and 'height' in preprocessing",
             info.name
         ))
     })
 }
 
-fn decode(file: &[u8]) -> ApiResult<DynamicImage> {
-    let refuse = |error: &dyn std::fmt::Display| {
-        ApiError::invalid(format!("the image cannot be read: {error}"))
-    };
-    let mut reader =
-        ImageReader::new(Cursor::new(file)).with_guessed_format().map_err(|e| refuse(&e))?;
-    if reader.format().is_none() {
-        return Err(refuse(&"it is neither JPEG nor PNG"));
-    }
-    let mut limits = Limits::default();
-    limits.max_image_width = Some(MAX_EDGE);
-    limits.max_image_height = Some(MAX_EDGE);
-    limits.max_alloc = Some(MAX_DECODE_BYTES);
-    reader.limits(limits);
-    reader.decode().map_err(|e| refuse(&e))
-}
-
-/// Resizes so that the centred crop of `width` x `height` keeps the wanted share of the image.
+/// Resizes so that the centred crop of `width` x `height` keeps the requested share of the image.
 fn resize_and_crop(
-    image: &DynamicImage,
+    image: &RgbPicture,
     width: u32,
     height: u32,
     preprocessing: &Preprocessing,
-) -> ApiResult<RgbImage> {
+) -> ApiResult<RgbPicture> {
     let crop = f64::from(preprocessing.crop);
-    let (from_width, from_height) = (f64::from(image.width()), f64::from(image.height()));
+    let (from_width, from_height) = (image.width as f64, image.height as f64);
     let scale = (f64::from(width) / crop / from_width).max(f64::from(height) / crop / from_height);
     let to_width = ((from_width * scale).round() as u32).max(width);
     let to_height = ((from_height * scale).round() as u32).max(height);
@@ -141,24 +120,18 @@ fn resize_and_crop(
             "an image of {from_width}x{from_height} is too narrow for a {width}x{height} input"
         )));
     }
-    let filter = match preprocessing.resize {
-        ResizeFilter::Nearest => FilterType::Nearest,
-        ResizeFilter::Bilinear => FilterType::Triangle,
-        ResizeFilter::Bicubic => FilterType::CatmullRom,
-        ResizeFilter::Lanczos => FilterType::Lanczos3,
-    };
-    let resized = imageops::resize(&image.to_rgb8(), to_width, to_height, filter);
     let (left, top) = ((to_width - width) / 2, (to_height - height) / 2);
-    Ok(imageops::crop_imm(&resized, left, top, width, height).to_image())
+    let resized = image.resize(to_width as usize, to_height as usize, preprocessing.resize);
+    Ok(resized.crop(left as usize, top as usize, width as usize, height as usize))
 }
 
-fn normalise(image: &RgbImage, preprocessing: &Preprocessing) -> Vec<f32> {
+fn normalise(image: &RgbPicture, preprocessing: &Preprocessing) -> Vec<f32> {
     let channels = channel_count(preprocessing.channels);
-    let pixels = image.width() as usize * image.height() as usize;
+    let pixels = image.width * image.height;
     let of = |values: &[f32], channel: usize| values[channel.min(values.len() - 1)];
     let mut tensor = vec![0f32; channels * pixels];
     for (position, pixel) in image.pixels().enumerate() {
-        let [r, g, b] = pixel.0.map(f32::from);
+        let [r, g, b] = [pixel[0], pixel[1], pixel[2]].map(f32::from);
         let colours = match preprocessing.channels {
             ChannelOrder::Rgb => [r, g, b],
             ChannelOrder::Bgr => [b, g, r],
@@ -181,10 +154,12 @@ mod tests {
     use super::*;
 
     fn png(width: u32, height: u32) -> Vec<u8> {
-        let image = RgbImage::from_pixel(width, height, image::Rgb([255, 0, 51]));
-        let mut file = Cursor::new(Vec::new());
-        image.write_to(&mut file, image::ImageFormat::Png).unwrap();
-        file.into_inner()
+        let mut file = Vec::new();
+        let mut encoder = png::Encoder::new(&mut file, width, height);
+        encoder.set_color(png::ColorType::Rgb);
+        let pixels = [255, 0, 51].repeat((width * height) as usize);
+        encoder.write_header().unwrap().write_image_data(&pixels).unwrap();
+        file
     }
 
     fn input(dims: &[usize]) -> ValueInfo {
@@ -209,10 +184,10 @@ mod tests {
     }
 
     #[test]
-    fn hostile_images_are_refused() {
+    fn refuses_hostile_images() {
         let info = input(&[1, 3, 224, 224]);
         let good = png(9, 9);
-        // The width in the header, made enormous.
+        // A huge width in the header.
         let mut huge = good.clone();
         huge[16..20].copy_from_slice(&[0x7f, 0xff, 0xff, 0xff]);
         let files =
@@ -224,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_preprocessing_is_refused() {
+    fn refuses_invalid_preprocessing() {
         for json in [
             r#"{"crop":0}"#,
             r#"{"crop":2}"#,

@@ -1,15 +1,15 @@
-//! Where a node's models come from.
+//! Source of a node's models.
 
 use api::{ApiError, RegisterRequest};
 use model::config::ModelConfig;
 use runtime::PlacedProgram;
 use thiserror::Error;
 
-/// A model that is ready to run.
+/// A compiled model.
 pub struct LoadedModel {
-    /// The program, on the device that was chosen for it.
+    /// The program, on its selected device.
     pub placed: PlacedProgram,
-    /// What its user says of it.
+    /// Its configuration.
     pub config: ModelConfig,
     /// The version that was loaded.
     pub version: u64,
@@ -24,7 +24,7 @@ pub struct RepositoryEntry {
     pub version: u64,
 }
 
-/// Why a model cannot be had.
+/// Why a model cannot be loaded.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum LoadError {
     /// The repository has no such model or version.
@@ -33,10 +33,10 @@ pub enum LoadError {
     /// The model's files are wrong.
     #[error("{0}")]
     Invalid(String),
-    /// The model needs something that is not there.
+    /// The model needs something that is not supported.
     #[error("{0}")]
     Unsupported(String),
-    /// No room for it now.
+    /// Not enough memory now.
     #[error("{0}")]
     Unavailable(String),
     /// Anything else.
@@ -56,15 +56,14 @@ impl From<LoadError> for ApiError {
     }
 }
 
-/// The repository and the compiler, as a node sees them. Every call may take long and runs on a
-/// thread of its own.
+/// Repository and compiler of a node. Every call may block and runs on a thread of its own.
 pub trait ModelLoader: Send + Sync + 'static {
-    /// Makes a version of `name` ready to run; the newest when none is given.
+    /// Compiles a version of `name`; the newest if none is given.
     fn load(&self, name: &str, version: Option<u64>) -> Result<LoadedModel, LoadError>;
 
-    /// Every model and version there is.
+    /// All models and versions.
     fn index(&self) -> Result<Vec<RepositoryEntry>, LoadError>;
 
-    /// Keeps a new model and returns the version it got. What cannot be run is refused.
+    /// Stores a new model and returns its version. A model that cannot run is refused.
     fn register(&self, request: RegisterRequest) -> Result<u64, LoadError>;
 }

@@ -13,10 +13,10 @@ use http::HeaderMap;
 use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 
-use crate::buffers::Buffer;
-use crate::server::App;
+use crate::body_buffers::BodyBuffer;
+use crate::server::AppState;
 
-/// Work on bodies above this size leaves the threads that serve connections.
+/// Bodies above this size are processed off the threads that serve connections.
 pub(crate) const LARGE_BYTES: usize = 1 << 20;
 
 /// A compression that clients of the protocol use.
@@ -45,7 +45,7 @@ impl Coding {
 
 /// Reads a whole body of at most `limit` bytes, before and after decompression.
 pub(crate) async fn read<B>(
-    app: &App,
+    app: &AppState,
     headers: &HeaderMap,
     body: B,
     limit: usize,
@@ -71,13 +71,13 @@ where
     }
 }
 
-/// Puts a body together in memory that is used again; one that came in one piece is taken as it is.
-async fn gather<B>(app: &App, body: B, claimed: usize) -> Result<Bytes, BoxError>
+/// Collects a body in a reused buffer; a body of one frame is not copied.
+async fn gather<B>(app: &AppState, body: B, claimed: usize) -> Result<Bytes, BoxError>
 where
     B: hyper::body::Body<Data = Bytes, Error = BoxError>,
 {
     let mut body = std::pin::pin!(body);
-    let (mut first, mut all): (Option<Bytes>, Option<Buffer>) = (None, None);
+    let (mut first, mut all): (Option<Bytes>, Option<BodyBuffer>) = (None, None);
     while let Some(frame) = body.frame().await {
         let Ok(data) = frame?.into_data() else { continue };
         match (&mut first, &mut all) {
@@ -91,10 +91,10 @@ where
             }
         }
     }
-    Ok(all.map(Buffer::freeze).or(first).unwrap_or_default())
+    Ok(all.map(BodyBuffer::freeze).or(first).unwrap_or_default())
 }
 
-/// Runs `work`, off the serving threads when it concerns many bytes.
+/// Runs `work`; off the serving threads if it processes many bytes.
 pub(crate) async fn heavy<T: Send + 'static>(
     bytes: usize,
     work: impl FnOnce() -> ApiResult<T> + Send + 'static,
@@ -125,7 +125,7 @@ fn request_coding(headers: &HeaderMap) -> ApiResult<Option<Coding>> {
 
 fn decompress(bytes: &[u8], coding: Coding, limit: usize) -> ApiResult<Bytes> {
     let mut plain = Vec::new();
-    // One byte more than allowed tells a body that fits from one that was cut.
+    // One byte more than allowed distinguishes a body that fits from a truncated one.
     let allowed = limit as u64 + 1;
     let result = match coding {
         Coding::Gzip => GzDecoder::new(bytes).take(allowed).read_to_end(&mut plain),
@@ -140,7 +140,7 @@ fn decompress(bytes: &[u8], coding: Coding, limit: usize) -> ApiResult<Bytes> {
     Ok(plain.into())
 }
 
-/// The compression the client prefers for the answer.
+/// The compression the client prefers for the response.
 pub(crate) fn response_coding(headers: &HeaderMap) -> Option<Coding> {
     let accepted = headers.get(ACCEPT_ENCODING)?.to_str().ok()?;
     let mut best: Option<(Coding, f32)> = None;
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn the_preferred_coding_is_taken() {
+    fn selects_the_preferred_coding() {
         assert_eq!(accepted("gzip, deflate"), Some(Coding::Gzip));
         assert_eq!(accepted("gzip;q=0.5, deflate"), Some(Coding::Deflate));
         assert_eq!(accepted("gzip;q=0"), None);
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn bombs_stop_at_the_limit() {
+    fn decompression_stops_at_the_limit() {
         let zeros = Bytes::from(vec![0; 1 << 20]);
         for coding in [Coding::Gzip, Coding::Deflate] {
             let packed = compress(std::slice::from_ref(&zeros), coding).unwrap();

@@ -12,35 +12,35 @@ use bytes::Bytes;
 use http::{HeaderMap, StatusCode};
 use model::config::{Class, Preprocessing};
 
-use super::answer::{self, Answer};
 use super::infer_api::trace_context;
-use crate::server::App;
+use super::response::{self, HandlerResult};
+use crate::server::AppState;
 
-/// The most classes one answer lists.
+/// Maximum number of classes in a response.
 const MAX_CLASSES: usize = 1000;
-/// The most labels of a model.
+/// Maximum number of labels of a model.
 const MAX_LABELS: usize = 1 << 20;
 
 type Form = Result<Multipart, MultipartRejection>;
 
-pub(super) async fn register(State(app): State<Arc<App>>, form: Form) -> Answer {
-    let _pass = app.gate.enter()?;
+pub(super) async fn register(State(app): State<Arc<AppState>>, form: Form) -> HandlerResult {
+    let _guard = app.requests.admit()?;
     let request = read_registration(form_of(form)?).await?;
     let registered = app.service.register(request).await?;
     let body = serde_json::to_vec(&registered)
-        .map_err(|error| ApiError::internal(format!("cannot write the answer: {error}")))?;
-    Ok(answer::json_bytes(StatusCode::OK, body))
+        .map_err(|error| ApiError::internal(format!("cannot write the response: {error}")))?;
+    Ok(response::json_bytes(StatusCode::OK, body))
 }
 
 pub(super) async fn classify(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     headers: HeaderMap,
     form: Form,
-) -> Answer {
-    let _pass = app.gate.enter()?;
+) -> HandlerResult {
+    let _guard = app.requests.admit()?;
     let request = read_image(form_of(form)?).await?;
     let context = RequestContext { trace: trace_context(&headers) };
-    answer::json(&app.service.classify(request, context).await?)
+    response::json(&app.service.classify(request, context).await?)
 }
 
 fn form_of(form: Form) -> ApiResult<Multipart> {
@@ -73,7 +73,7 @@ async fn read_registration(mut form: Multipart) -> ApiResult<RegisterRequest> {
             "labels" => labels = read_labels(&text_of(field).await?)?,
             "preprocessing" => preprocessing = read_preprocessing(&text_of(field).await?)?,
             "class" => class = read_class(&text_of(field).await?)?,
-            "slo_ms" => slo_ms = read_objective(&text_of(field).await?)?,
+            "slo_ms" => slo_ms = read_slo(&text_of(field).await?)?,
             other => {
                 let known = "name, model, labels, preprocessing, class, slo_ms";
                 return Err(unknown_field(other, known));
@@ -112,7 +112,7 @@ fn read_preprocessing(text: &str) -> ApiResult<Option<Preprocessing>> {
     Ok(Some(preprocessing))
 }
 
-fn read_objective(text: &str) -> ApiResult<Option<u64>> {
+fn read_slo(text: &str) -> ApiResult<Option<u64>> {
     match text.trim() {
         "" => Ok(None),
         text => text.parse().ok().filter(|millis| *millis > 0).map(Some).ok_or_else(|| {

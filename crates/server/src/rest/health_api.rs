@@ -7,22 +7,22 @@ use axum::extract::State;
 use http::{Response, StatusCode};
 use serde::Serialize;
 
-use super::answer::{self, Answer};
-use crate::server::App;
+use super::response::{self, HandlerResult};
+use crate::server::AppState;
 
 pub(super) async fn live() -> Response<Body> {
-    answer::empty(StatusCode::OK)
+    response::empty(StatusCode::OK)
 }
 
-pub(super) async fn ready(State(app): State<Arc<App>>) -> Response<Body> {
-    answer::empty(match app.ready() {
+pub(super) async fn ready(State(app): State<Arc<AppState>>) -> Response<Body> {
+    response::empty(match app.ready() {
         true => StatusCode::OK,
         false => StatusCode::SERVICE_UNAVAILABLE,
     })
 }
 
-pub(super) async fn server_metadata(State(app): State<Arc<App>>) -> Answer {
-    answer::json(&app.service.server_metadata())
+pub(super) async fn server_metadata(State(app): State<Arc<AppState>>) -> HandlerResult {
+    response::json(&app.service.server_metadata())
 }
 
 #[derive(Serialize)]
@@ -33,11 +33,11 @@ struct Status {
     models: Vec<api::IndexEntry>,
 }
 
-pub(super) async fn status(State(app): State<Arc<App>>) -> Answer {
-    answer::json(&Status {
+pub(super) async fn status(State(app): State<Arc<AppState>>) -> HandlerResult {
+    response::json(&Status {
         ready: app.ready(),
-        draining: app.gate.is_closed(),
-        requests_in_flight: app.gate.inside(),
+        draining: app.requests.is_closed(),
+        requests_in_flight: app.requests.in_flight(),
         models: app.service.index(false).await?,
     })
 }

@@ -14,31 +14,31 @@ use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderValue};
 use http::{HeaderMap, HeaderName, Response};
 use tracing::Instrument;
 
-use super::answer::{Answer, Parts};
 use super::body::{self, Coding};
 use super::model_api::ModelPath;
-use crate::server::App;
+use super::response::{HandlerResult, SegmentedBody};
+use crate::server::AppState;
 
 const HEADER_LENGTH_NAME: HeaderName = HeaderName::from_static(HEADER_LENGTH);
 const OCTETS: HeaderValue = HeaderValue::from_static("application/octet-stream");
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 
-/// Answers shorter than this are not worth compressing.
+/// Minimum size of compressed responses.
 const COMPRESS_BYTES: usize = 1024;
 
-/// The route, for names that need decoding; others come by [`quick_path`].
+/// The route, for names that need decoding; others use [`fast_path`].
 pub(super) async fn route(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     path: ModelPath,
     headers: HeaderMap,
     body: Body,
-) -> Answer {
+) -> HandlerResult {
     Ok(infer(&app, path.model()?, &headers, body).await?.map(Body::new))
 }
 
-/// The model and version of an inference path that can be taken as it stands. Most requests are
-/// inferences, and the router's generality costs as much as the rest of the way.
-pub(crate) fn quick_path(path: &str) -> Option<(&str, &str)> {
+/// Model and version of an inference path without escapes. Most requests are inferences, and the
+/// router costs as much as the rest of the handling.
+pub(crate) fn fast_path(path: &str) -> Option<(&str, &str)> {
     let middle = path.strip_prefix("/v2/models/")?.strip_suffix("/infer")?;
     let (name, version) = match middle.split_once('/') {
         None => (middle, ""),
@@ -49,43 +49,43 @@ pub(crate) fn quick_path(path: &str) -> Option<(&str, &str)> {
     (complete && plain(name) && plain(version)).then_some((name, version))
 }
 
-/// Answers one inference.
+/// Handles one inference request.
 pub(crate) async fn infer<B>(
-    app: &App,
+    app: &AppState,
     model: ModelRef<'_>,
     headers: &HeaderMap,
     body: B,
-) -> ApiResult<Response<Parts>>
+) -> ApiResult<Response<SegmentedBody>>
 where
     B: hyper::body::Body<Data = Bytes>,
     B::Error: Into<BoxError>,
 {
-    let _pass = app.gate.enter()?;
+    let _guard = app.requests.admit()?;
     let body = body::read(app, headers, body, app.max_body_bytes).await?;
     let Decoded { request, encoding } = decode(headers, body).await?;
     let context = context(headers);
     let span = span(model.name, &request.id, &context);
     let response = app.service.infer(model, request, context).instrument(span).await?;
-    let mut answer = encode(headers, response, encoding).await?;
+    let mut reply = encode(headers, response, encoding).await?;
     if context.trace.is_some()
         && let Some(trace) = headers.get(TRACEPARENT)
     {
-        answer.headers_mut().insert(TRACEPARENT, trace.clone());
+        reply.headers_mut().insert(TRACEPARENT, trace.clone());
     }
-    Ok(answer)
+    Ok(reply)
 }
 
-/// What surrounds a request.
+/// Context of a request.
 pub(super) fn context(headers: &HeaderMap) -> RequestContext {
     RequestContext { trace: trace_context(headers) }
 }
 
-/// The caller's place in a trace; a header that is not one is as good as none.
+/// The caller's trace context; an invalid header is ignored.
 pub(crate) fn trace_context(headers: &HeaderMap) -> Option<TraceContext> {
     TraceContext::parse(headers.get(TRACEPARENT)?.to_str().ok()?)
 }
 
-/// A span for a request: always where the caller traces it, for debugging otherwise.
+/// A span for a request: at info level if the caller traces it, otherwise at debug level.
 pub(crate) fn span(model: &str, id: &str, context: &RequestContext) -> tracing::Span {
     match context.trace {
         Some(trace) => tracing::info_span!(
@@ -107,7 +107,7 @@ fn header_length(headers: &HeaderMap) -> ApiResult<Option<usize>> {
 
 pub(super) async fn decode(headers: &HeaderMap, body: Bytes) -> ApiResult<Decoded> {
     let length = header_length(headers)?;
-    // Only JSON takes time to read; binary tensors are slices.
+    // Only JSON takes time to decode; binary tensors are slices.
     let json_bytes = length.unwrap_or(body.len());
     body::heavy(json_bytes, move || codec::decode(body, length)).await
 }
@@ -116,7 +116,7 @@ pub(super) async fn encode(
     headers: &HeaderMap,
     response: InferResponse,
     encoding: codec::OutputEncoding,
-) -> ApiResult<Response<Parts>> {
+) -> ApiResult<Response<SegmentedBody>> {
     let size: usize = response.outputs.iter().map(|output| output.tensor.size_bytes()).sum();
     let coding = body::response_coding(headers);
     let work = move || -> ApiResult<(EncodedResponse, Option<Coding>)> {
@@ -130,8 +130,8 @@ pub(super) async fn encode(
         Ok((encoded, coding))
     };
     let (encoded, coding) = body::heavy(size, work).await?;
-    let mut answer = Response::new(Parts::new(encoded.parts));
-    let headers = answer.headers_mut();
+    let mut reply = Response::new(SegmentedBody::new(encoded.parts));
+    let headers = reply.headers_mut();
     match encoded.header_length {
         None => headers.insert(CONTENT_TYPE, JSON),
         Some(length) => {
@@ -142,7 +142,7 @@ pub(super) async fn encode(
     if let Some(coding) = coding {
         headers.insert(CONTENT_ENCODING, HeaderValue::from_static(coding.as_str()));
     }
-    Ok(answer)
+    Ok(reply)
 }
 
 #[cfg(test)]
@@ -150,9 +150,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn plain_paths_are_taken_quickly() {
-        assert_eq!(quick_path("/v2/models/m/infer"), Some(("m", "")));
-        assert_eq!(quick_path("/v2/models/m/versions/1/infer"), Some(("m", "1")));
+    fn fast_path_accepts_only_plain_paths() {
+        assert_eq!(fast_path("/v2/models/m/infer"), Some(("m", "")));
+        assert_eq!(fast_path("/v2/models/m/versions/1/infer"), Some(("m", "1")));
         for other in [
             "/v2/models//infer",
             "/v2/models/infer",
@@ -162,7 +162,7 @@ mod tests {
             "/v2/models/m/ready",
             "/v2/models/m/x/infer",
         ] {
-            assert_eq!(quick_path(other), None, "{other}");
+            assert_eq!(fast_path(other), None, "{other}");
         }
     }
 }

@@ -10,10 +10,10 @@ use http::request::Parts;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::answer::{self, Answer, Failure};
-use crate::server::App;
+use super::response::{self, ErrorResponse, HandlerResult};
+use crate::server::AppState;
 
-/// The model that a route names.
+/// The model in the path of a route.
 #[derive(Deserialize)]
 pub(crate) struct ModelPath {
     model: String,
@@ -32,9 +32,9 @@ impl ModelPath {
 }
 
 impl<S: Send + Sync> FromRequestParts<S> for ModelPath {
-    type Rejection = Failure;
+    type Rejection = ErrorResponse;
 
-    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Failure> {
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ErrorResponse> {
         match Path::<ModelPath>::from_request_parts(parts, state).await {
             Ok(Path(path)) => Ok(path),
             Err(_) => Err(ApiError::invalid("the path is not valid text").into()),
@@ -42,21 +42,21 @@ impl<S: Send + Sync> FromRequestParts<S> for ModelPath {
     }
 }
 
-pub(super) async fn metadata(State(app): State<Arc<App>>, path: ModelPath) -> Answer {
-    answer::json(&app.service.model_metadata(path.model()?).await?)
+pub(super) async fn metadata(State(app): State<Arc<AppState>>, path: ModelPath) -> HandlerResult {
+    response::json(&app.service.model_metadata(path.model()?).await?)
 }
 
-pub(super) async fn ready(State(app): State<Arc<App>>, path: ModelPath) -> Answer {
-    let ready = app.service.model_ready(path.model()?).await? && !app.gate.is_closed();
-    Ok(answer::empty(if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }))
+pub(super) async fn ready(State(app): State<Arc<AppState>>, path: ModelPath) -> HandlerResult {
+    let ready = app.service.model_ready(path.model()?).await? && !app.requests.is_closed();
+    Ok(response::empty(if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }))
 }
 
-pub(super) async fn config(State(app): State<Arc<App>>, path: ModelPath) -> Answer {
-    answer::json(&config_json(&app.service.model_config(path.model()?).await?))
+pub(super) async fn config(State(app): State<Arc<AppState>>, path: ModelPath) -> HandlerResult {
+    response::json(&config_json(&app.service.model_config(path.model()?).await?))
 }
 
-/// The configuration as Triton prints it: protobuf's names, numbers as numbers, and the empty fields
-/// that clients look for without asking whether they are there.
+/// The configuration as Triton prints it: protobuf's names, numbers as numbers, and empty fields
+/// that clients require.
 fn config_json(config: &proto::ModelConfig) -> Value {
     let mut value = json!({
         "name": config.name,

@@ -1,4 +1,4 @@
-//! Queries: models that feed each other, under one objective.
+//! Queries: models that feed each other, under one SLO.
 
 use std::sync::Arc;
 
@@ -11,53 +11,59 @@ use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderValue, StatusCode};
 
-use super::answer::{self, Answer};
+use super::response::{self, HandlerResult};
 use super::{body, infer_api};
-use crate::server::App;
+use crate::server::AppState;
 
-/// The most bytes of a query's text.
+/// Maximum size of a query's text.
 const TEXT_MAX: usize = 256 << 10;
 
-pub(super) async fn list(State(app): State<Arc<App>>) -> Answer {
-    answer::json(&app.service.queries().await?)
+pub(super) async fn list(State(app): State<Arc<AppState>>) -> HandlerResult {
+    response::json(&app.service.queries().await?)
 }
 
-pub(super) async fn one(State(app): State<Arc<App>>, Path(query): Path<String>) -> Answer {
-    answer::json(&app.service.query(&query).await?)
+pub(super) async fn one(
+    State(app): State<Arc<AppState>>,
+    Path(query): Path<String>,
+) -> HandlerResult {
+    response::json(&app.service.query(&query).await?)
 }
 
 pub(super) async fn put(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     Path(query): Path<String>,
     headers: HeaderMap,
     body: Body,
-) -> Answer {
-    let _pass = app.gate.enter()?;
+) -> HandlerResult {
+    let _guard = app.requests.admit()?;
     let text = body::read(&app, &headers, body, TEXT_MAX).await?;
     let text = std::str::from_utf8(&text)
         .map_err(|_| ApiError::invalid("a query is text: TOML or JSON"))?;
-    answer::json(&app.service.put_query(&query, text).await?)
+    response::json(&app.service.put_query(&query, text).await?)
 }
 
-pub(super) async fn delete(State(app): State<Arc<App>>, Path(query): Path<String>) -> Answer {
-    let _pass = app.gate.enter()?;
+pub(super) async fn delete(
+    State(app): State<Arc<AppState>>,
+    Path(query): Path<String>,
+) -> HandlerResult {
+    let _guard = app.requests.admit()?;
     app.service.delete_query(&query).await?;
-    Ok(answer::empty(StatusCode::OK))
+    Ok(response::empty(StatusCode::OK))
 }
 
-/// As an inference of a model; a picture may also come as the whole body.
+/// Like an inference of a model; the body may also be a picture.
 pub(super) async fn infer(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     Path(query): Path<String>,
     mut headers: HeaderMap,
     body: Body,
-) -> Answer {
-    let _pass = app.gate.enter()?;
+) -> HandlerResult {
+    let _guard = app.requests.admit()?;
     let body: Bytes = body::read(&app, &headers, body, app.max_body_bytes).await?;
     if is_picture(&headers) {
         headers.insert(HEADER_LENGTH, HeaderValue::from_static("0"));
     }
-    Ok(ask(&app, &query, &headers, body).await?.map(Body::new))
+    Ok(run(&app, &query, &headers, body).await?.map(Body::new))
 }
 
 fn is_picture(headers: &HeaderMap) -> bool {
@@ -65,16 +71,16 @@ fn is_picture(headers: &HeaderMap) -> bool {
     kind.is_some_and(|kind| kind.starts_with("image/"))
 }
 
-async fn ask(
-    app: &App,
+async fn run(
+    app: &AppState,
     query: &str,
     headers: &HeaderMap,
     body: Bytes,
-) -> ApiResult<http::Response<answer::Parts>> {
+) -> ApiResult<http::Response<response::SegmentedBody>> {
     let decoded = infer_api::decode(headers, body).await?;
     let (request, mut encoding) = (decoded.request, decoded.encoding);
     if is_picture(headers) {
-        // Whoever sends nothing but a picture reads the answer as text.
+        // A client that sends only a picture expects JSON.
         encoding = OutputEncoding::default();
     }
     let context = infer_api::context(headers);

@@ -11,12 +11,12 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use super::answer::{self, Answer};
 use super::body;
 use super::model_api::ModelPath;
-use crate::server::App;
+use super::response::{self, HandlerResult};
+use crate::server::AppState;
 
-/// The most bytes of a body that only carries settings.
+/// Maximum size of a body with settings.
 const MAX_SETTINGS_BYTES: usize = 1 << 20;
 
 #[derive(Default, Deserialize)]
@@ -32,7 +32,7 @@ struct LoadRequest {
 }
 
 async fn settings<T: Default + DeserializeOwned>(
-    app: &App,
+    app: &AppState,
     headers: &HeaderMap,
     body: Body,
 ) -> ApiResult<T> {
@@ -44,22 +44,26 @@ async fn settings<T: Default + DeserializeOwned>(
         .map_err(|error| ApiError::invalid(format!("the request is not valid JSON: {error}")))
 }
 
-pub(super) async fn index(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Answer {
+pub(super) async fn index(
+    State(app): State<Arc<AppState>>,
+    headers: HeaderMap,
+    body: Body,
+) -> HandlerResult {
     let request: IndexRequest = settings(&app, &headers, body).await?;
-    answer::json(&app.service.index(request.ready).await?)
+    response::json(&app.service.index(request.ready).await?)
 }
 
 pub(super) async fn load(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     path: ModelPath,
     headers: HeaderMap,
     body: Body,
-) -> Answer {
+) -> HandlerResult {
     let request: LoadRequest = settings(&app, &headers, body).await?;
     check_load_parameters(request.parameters.keys().map(String::as_str))?;
-    let _pass = app.gate.enter()?;
+    let _guard = app.requests.admit()?;
     app.service.load(path.name()).await?;
-    Ok(answer::empty(StatusCode::OK))
+    Ok(response::empty(StatusCode::OK))
 }
 
 /// Triton's loads may carry a configuration or files; silently ignoring them would load the wrong
@@ -77,12 +81,12 @@ pub(crate) fn check_load_parameters<'a>(names: impl Iterator<Item = &'a str>) ->
 }
 
 pub(super) async fn unload(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     path: ModelPath,
     headers: HeaderMap,
     body: Body,
-) -> Answer {
+) -> HandlerResult {
     let _: LoadRequest = settings(&app, &headers, body).await?;
     app.service.unload(path.name()).await?;
-    Ok(answer::empty(StatusCode::OK))
+    Ok(response::empty(StatusCode::OK))
 }

@@ -6,18 +6,18 @@ use api::ModelRef;
 use api::metadata::StatisticsResponse;
 use axum::extract::State;
 
-use super::answer::{self, Answer};
 use super::model_api::ModelPath;
-use crate::server::App;
+use super::response::{self, HandlerResult};
+use crate::server::AppState;
 
-pub(super) async fn all(State(app): State<Arc<App>>) -> Answer {
+pub(super) async fn all(State(app): State<Arc<AppState>>) -> HandlerResult {
     statistics(&app, None).await
 }
 
-pub(super) async fn one(State(app): State<Arc<App>>, path: ModelPath) -> Answer {
+pub(super) async fn one(State(app): State<Arc<AppState>>, path: ModelPath) -> HandlerResult {
     statistics(&app, Some(path.model()?)).await
 }
 
-async fn statistics(app: &App, model: Option<ModelRef<'_>>) -> Answer {
-    answer::json(&StatisticsResponse { model_stats: app.service.statistics(model).await? })
+async fn statistics(app: &AppState, model: Option<ModelRef<'_>>) -> HandlerResult {
+    response::json(&StatisticsResponse { model_stats: app.service.statistics(model).await? })
 }

@@ -1,4 +1,5 @@
-//! A device whose programs return their inputs after a while or when they may, and a repository of such programs.
+//! A device whose programs return their inputs after a delay or when allowed, and a repository of
+//! such programs.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -16,11 +17,11 @@ use model::{DataType, Dim, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
 use runtime::PlacedProgram;
 use server::{LoadError, LoadedModel, ModelLoader, RepositoryEntry};
 
-/// A device on which every segment takes the same time, and does not end before it may.
+/// A device on which every segment takes the same time and finishes only when allowed.
 pub struct FakeDevice {
     info: DeviceInfo,
     delay: Duration,
-    /// Whether segments may end.
+    /// Whether segments may finish.
     open: Arc<AtomicBool>,
 }
 
@@ -37,14 +38,14 @@ impl FakeDevice {
         Arc::new(FakeDevice { info, delay, open: Arc::new(AtomicBool::new(true)) })
     }
 
-    /// One on which nothing ends, unless it is told to leave, until [`FakeDevice::open`] is called.
+    /// A device on which segments finish only if preempted, until [`FakeDevice::open`] is called.
     pub fn closed() -> Arc<FakeDevice> {
         let device = FakeDevice::new(Duration::ZERO);
         device.open.store(false, Ordering::SeqCst);
         device
     }
 
-    /// Lets segments end.
+    /// Lets segments finish.
     pub fn open(&self) {
         self.open.store(true, Ordering::SeqCst);
     }
@@ -96,7 +97,7 @@ impl Queue for FakeQueue {
     }
 }
 
-/// What a segment's end depends on.
+/// Conditions for a segment to finish.
 struct End {
     delay: Duration,
     open: Arc<AtomicBool>,
@@ -197,10 +198,11 @@ fn plan(dims: &[Dim]) -> LaunchPlan {
     }
 }
 
-/// A repository in memory. `broken` never loads, `slow_to_load` not before it may, `image` takes images.
+/// A repository in memory. `broken` never loads, `slow_to_load` only when allowed, `image` takes
+/// images.
 pub struct FakeLoader {
     models: Mutex<BTreeMap<(String, u64), ModelConfig>>,
-    /// Programs that still hold memory.
+    /// Number of programs in memory.
     pub programs_alive: Arc<AtomicUsize>,
     /// Whether `slow_to_load` may be loaded.
     pub open: AtomicBool,

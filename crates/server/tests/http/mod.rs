@@ -1,11 +1,11 @@
-//! Just enough of an HTTP client to see every byte of an answer.
+//! A minimal HTTP client that exposes every byte of a response.
 
 use std::net::SocketAddr;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-/// An answer.
+/// A response.
 pub struct Reply {
     pub status: u16,
     pub headers: Vec<(String, String)>,
@@ -36,7 +36,7 @@ impl Reply {
     }
 }
 
-/// A connection that is kept.
+/// A persistent connection.
 pub struct Client {
     stream: TcpStream,
 }

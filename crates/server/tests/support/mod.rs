@@ -1,4 +1,4 @@
-//! A service that answers with what it was sent, for tests of the wires.
+//! A service that echoes its inputs, for tests of the protocols.
 
 use std::future::Future;
 use std::ops::Range;
@@ -15,27 +15,27 @@ use server::node::classification;
 /// Echoes inputs as outputs: `INPUT0` becomes `OUTPUT0`, other names stay.
 #[derive(Default)]
 pub struct Echo {
-    /// Requests whose future was dropped before its end.
+    /// Requests whose future was dropped before it finished.
     pub given_up: AtomicUsize,
-    /// Lets requests of `slow` end, one for each permit.
-    pub slow: Gate,
-    /// Requests answered.
+    /// Lets requests of `slow` finish, one for each `open`.
+    pub slow: Latch,
+    /// Number of replies.
     pub answered: AtomicUsize,
-    /// Memory it lends for bodies.
-    pub shelf: Option<Arc<Shelf>>,
+    /// Host pool for bodies.
+    pub host_pool: Option<Arc<RecordingHostPool>>,
 }
 
 /// Closed until the test opens it.
-pub struct Gate(tokio::sync::Semaphore);
+pub struct Latch(tokio::sync::Semaphore);
 
-impl Default for Gate {
-    fn default() -> Gate {
-        Gate(tokio::sync::Semaphore::new(0))
+impl Default for Latch {
+    fn default() -> Latch {
+        Latch(tokio::sync::Semaphore::new(0))
     }
 }
 
-impl Gate {
-    /// Lets one pass.
+impl Latch {
+    /// Lets one request pass.
     pub fn open(&self) {
         self.0.add_permits(1);
     }
@@ -46,64 +46,64 @@ impl Gate {
 }
 
 impl Echo {
-    /// One that lends memory.
-    pub fn lending() -> Echo {
-        Echo { shelf: Some(Arc::default()), ..Echo::default() }
+    /// A service with a host pool.
+    pub fn with_host_pool() -> Echo {
+        Echo { host_pool: Some(Arc::default()), ..Echo::default() }
     }
 }
 
-/// Lends memory and knows where it is.
+/// A host pool that records the addresses of its buffers.
 #[derive(Default)]
-pub struct Shelf {
+pub struct RecordingHostPool {
     out: Arc<Mutex<Vec<Range<usize>>>>,
-    /// Tensors that were found in lent memory.
+    /// Number of tensors found in the pool.
     pub found: AtomicUsize,
 }
 
-struct Piece(Vec<u8>, Arc<Mutex<Vec<Range<usize>>>>);
+struct PoolBuffer(Vec<u8>, Arc<Mutex<Vec<Range<usize>>>>);
 
-impl Piece {
+impl PoolBuffer {
     fn place(&self) -> Range<usize> {
         let place = self.0.as_ptr_range();
         place.start as usize..place.end as usize
     }
 }
 
-impl AsRef<[u8]> for Piece {
+impl AsRef<[u8]> for PoolBuffer {
     fn as_ref(&self) -> &[u8] {
         &self.0
     }
 }
 
-impl AsMut<[u8]> for Piece {
+impl AsMut<[u8]> for PoolBuffer {
     fn as_mut(&mut self) -> &mut [u8] {
         &mut self.0
     }
 }
 
-impl Drop for Piece {
+impl Drop for PoolBuffer {
     fn drop(&mut self) {
         let place = self.place();
         self.1.lock().unwrap().retain(|out| *out != place);
     }
 }
 
-impl HostPool for Shelf {
+impl HostPool for RecordingHostPool {
     fn lend(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>> {
-        let piece = Piece(vec![0xab; bytes], self.out.clone());
-        self.out.lock().unwrap().push(piece.place());
-        Some(Box::new(piece))
+        let buffer = PoolBuffer(vec![0xab; bytes], self.out.clone());
+        self.out.lock().unwrap().push(buffer.place());
+        Some(Box::new(buffer))
     }
 }
 
-impl Shelf {
-    /// Pieces that are out.
-    pub fn lent(&self) -> usize {
+impl RecordingHostPool {
+    /// Number of buffers in use.
+    pub fn buffers_in_use(&self) -> usize {
         self.out.lock().unwrap().len()
     }
 
-    /// Counts the inputs that lie in lent memory up to its very end.
-    fn look(&self, inputs: &Inputs) {
+    /// Counts the inputs that end where a buffer of the pool ends.
+    fn count_inputs(&self, inputs: &Inputs) {
         let Inputs::Named(inputs) = inputs else { return };
         let out = self.out.lock().unwrap();
         let raws = inputs.iter().filter_map(|input| input.tensor.raw());
@@ -164,7 +164,7 @@ impl InferenceService for Echo {
     }
 
     fn host_pool(&self) -> Option<Arc<dyn HostPool>> {
-        Some(self.shelf.clone()?)
+        Some(self.host_pool.clone()?)
     }
 
     fn ready(&self) -> bool {
@@ -223,8 +223,8 @@ impl InferenceService for Echo {
     ) -> ServiceFuture<'a, InferResponse> {
         Box::pin(async move {
             known(model)?;
-            if let Some(shelf) = &self.shelf {
-                shelf.look(&request.inputs);
+            if let Some(host_pool) = &self.host_pool {
+                host_pool.count_inputs(&request.inputs);
             }
             match model.name {
                 "slow" => {

@@ -1,4 +1,4 @@
-//! Answers: JSON bodies, errors, and bodies in several pieces.
+//! Responses: JSON bodies, errors, and bodies in several segments.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -15,25 +15,25 @@ use serde::Serialize;
 
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 
-/// What a handler returns.
-pub(crate) type Answer = Result<Response<Body>, Failure>;
+/// Return type of handlers.
+pub(crate) type HandlerResult = Result<Response<Body>, ErrorResponse>;
 
-/// An error on its way out of a handler.
-pub(crate) struct Failure(pub(crate) ApiError);
+/// An error that becomes a response.
+pub(crate) struct ErrorResponse(pub(crate) ApiError);
 
-impl From<ApiError> for Failure {
-    fn from(error: ApiError) -> Failure {
-        Failure(error)
+impl From<ApiError> for ErrorResponse {
+    fn from(error: ApiError) -> ErrorResponse {
+        ErrorResponse(error)
     }
 }
 
-impl axum::response::IntoResponse for Failure {
+impl axum::response::IntoResponse for ErrorResponse {
     fn into_response(self) -> Response<Body> {
         error(&self.0)
     }
 }
 
-/// An answer of `status` with a JSON body.
+/// A response of `status` with a JSON body.
 pub(crate) fn json_bytes(status: StatusCode, body: Vec<u8>) -> Response<Body> {
     let mut response = Response::new(Body::from(body));
     *response.status_mut() = status;
@@ -41,21 +41,21 @@ pub(crate) fn json_bytes(status: StatusCode, body: Vec<u8>) -> Response<Body> {
     response
 }
 
-/// `value` as JSON.
-pub(crate) fn json(value: &impl Serialize) -> Answer {
+/// A response with `value` as JSON.
+pub(crate) fn json(value: &impl Serialize) -> HandlerResult {
     let body = serde_json::to_vec(value)
-        .map_err(|error| ApiError::internal(format!("cannot write the answer: {error}")))?;
+        .map_err(|error| ApiError::internal(format!("cannot write the response: {error}")))?;
     Ok(json_bytes(StatusCode::OK, body))
 }
 
-/// An answer without a body.
+/// A response without a body.
 pub(crate) fn empty(status: StatusCode) -> Response<Body> {
     let mut response = Response::new(Body::empty());
     *response.status_mut() = status;
     response
 }
 
-/// `error` with its status and, where a retry helps, when.
+/// A response for `error`, with `Retry-After` if a retry helps.
 pub(crate) fn error(error: &ApiError) -> Response<Body> {
     let status =
         StatusCode::from_u16(error.kind.http_status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
@@ -66,17 +66,17 @@ pub(crate) fn error(error: &ApiError) -> Response<Body> {
     response
 }
 
-/// The answer where no route is.
+/// The response for unknown routes.
 pub(crate) async fn no_route(uri: Uri) -> Response<Body> {
     error(&ApiError::not_found(format!("there is no route {}", uri.path())))
 }
 
-/// The answer to extensions of the protocol that are not offered.
+/// The response for extensions of the protocol that are not supported.
 pub(crate) async fn unsupported(uri: Uri) -> Response<Body> {
     error(&ApiError::unsupported(format!("{} is not supported by this server", uri.path())))
 }
 
-/// The answer where a route is, but not for this method.
+/// The response for a method that a route does not support.
 pub(crate) async fn wrong_method(method: Method, uri: Uri) -> Response<Body> {
     error(&ApiError::new(
         ErrorKind::MethodNotAllowed,
@@ -84,20 +84,20 @@ pub(crate) async fn wrong_method(method: Method, uri: Uri) -> Response<Body> {
     ))
 }
 
-/// A body of pieces that are known beforehand, so that large tensors are not copied together.
-pub(crate) struct Parts {
+/// A body in several segments, so that large tensors are not copied.
+pub(crate) struct SegmentedBody {
     parts: VecDeque<Bytes>,
-    left: u64,
+    remaining: u64,
 }
 
-impl Parts {
-    pub(crate) fn new(parts: Vec<Bytes>) -> Parts {
-        let left = parts.iter().map(|part| part.len() as u64).sum();
-        Parts { parts: parts.into(), left }
+impl SegmentedBody {
+    pub(crate) fn new(parts: Vec<Bytes>) -> SegmentedBody {
+        let remaining = parts.iter().map(|part| part.len() as u64).sum();
+        SegmentedBody { parts: parts.into(), remaining }
     }
 }
 
-impl hyper::body::Body for Parts {
+impl hyper::body::Body for SegmentedBody {
     type Data = Bytes;
     type Error = Infallible;
 
@@ -107,7 +107,7 @@ impl hyper::body::Body for Parts {
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
         let part = self.parts.pop_front();
         if let Some(part) = &part {
-            self.left -= part.len() as u64;
+            self.remaining -= part.len() as u64;
         }
         Poll::Ready(part.map(|part| Ok(Frame::data(part))))
     }
@@ -117,17 +117,17 @@ impl hyper::body::Body for Parts {
     }
 
     fn size_hint(&self) -> SizeHint {
-        SizeHint::with_exact(self.left)
+        SizeHint::with_exact(self.remaining)
     }
 }
 
-/// A body as it goes out: of the quick way for inference, or of a route.
-pub(crate) enum WireBody {
-    Parts(Parts),
+/// A response body: of the fast path for inference, or of a route.
+pub(crate) enum ResponseBody {
+    SegmentedBody(SegmentedBody),
     Routed(Body),
 }
 
-impl hyper::body::Body for WireBody {
+impl hyper::body::Body for ResponseBody {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -136,24 +136,24 @@ impl hyper::body::Body for WireBody {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
         match &mut *self {
-            WireBody::Parts(parts) => {
+            ResponseBody::SegmentedBody(parts) => {
                 Pin::new(parts).poll_frame(context).map_err(|never| match never {})
             }
-            WireBody::Routed(body) => Pin::new(body).poll_frame(context),
+            ResponseBody::Routed(body) => Pin::new(body).poll_frame(context),
         }
     }
 
     fn is_end_stream(&self) -> bool {
         match self {
-            WireBody::Parts(parts) => parts.is_end_stream(),
-            WireBody::Routed(body) => body.is_end_stream(),
+            ResponseBody::SegmentedBody(parts) => parts.is_end_stream(),
+            ResponseBody::Routed(body) => body.is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match self {
-            WireBody::Parts(parts) => parts.size_hint(),
-            WireBody::Routed(body) => body.size_hint(),
+            ResponseBody::SegmentedBody(parts) => parts.size_hint(),
+            ResponseBody::Routed(body) => body.size_hint(),
         }
     }
 }

@@ -1,7 +1,7 @@
-//! `ModelInfer` on its short way: the message is read by us, all other calls by tonic.
+//! Fast path for `ModelInfer`: this module reads the message; tonic handles all other calls.
 //!
-//! tonic copies every body into a buffer made for it. Here a message that came in one frame is taken as it is, and one that came in
-//! several is put together in memory that is used again.
+//! tonic copies every body into a new buffer. Here a message of one frame is not copied, and one of
+//! several frames is collected in a reused buffer.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -20,25 +20,25 @@ use tonic::body::Body;
 use tonic::server::NamedService;
 
 use super::{Service, context_of, infer, with_trace};
-use crate::buffers::{Buffer, Buffers};
-use crate::server::App;
+use crate::body_buffers::{BodyBuffer, BodyBuffers};
+use crate::server::AppState;
 
 const METHOD: &str = "/inference.GRPCInferenceService/ModelInfer";
 /// A flag and the length of the message.
 const PREFIX: usize = 5;
 
-/// The service, with inferences taken out of it.
+/// The gRPC service with the fast path for `ModelInfer`.
 #[derive(Clone)]
-pub(super) struct Inference {
-    pub(super) app: Arc<App>,
+pub(super) struct FastInfer {
+    pub(super) app: Arc<AppState>,
     pub(super) others: Service,
 }
 
-impl NamedService for Inference {
+impl NamedService for FastInfer {
     const NAME: &'static str = <Service as NamedService>::NAME;
 }
 
-impl tower::Service<Request<Body>> for Inference {
+impl tower::Service<Request<Body>> for FastInfer {
     type Response = Response<Body>;
     type Error = Infallible;
     type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
@@ -53,7 +53,7 @@ impl tower::Service<Request<Body>> for Inference {
             return self.others.call(request);
         }
         let app = self.app.clone();
-        Box::pin(async move { Ok(answer(&app, request).await.unwrap_or_else(Status::into_http)) })
+        Box::pin(async move { Ok(respond(&app, request).await.unwrap_or_else(Status::into_http)) })
     }
 }
 
@@ -61,7 +61,7 @@ fn is_compressed(headers: &HeaderMap) -> bool {
     headers.get("grpc-encoding").is_some_and(|coding| coding != "identity")
 }
 
-async fn answer(app: &App, request: Request<Body>) -> Result<Response<Body>, Status> {
+async fn respond(app: &AppState, request: Request<Body>) -> Result<Response<Body>, Status> {
     let (head, body) = request.into_parts();
     let message = read(&app.buffers, app.max_body_bytes, body).await?;
     let message = proto::ModelInferRequest::decode(message)
@@ -70,12 +70,12 @@ async fn answer(app: &App, request: Request<Body>) -> Result<Response<Body>, Sta
     let message = infer(app, message, context).await?;
     let length = message.encoded_len();
     let claimed = u32::try_from(length)
-        .map_err(|_| Status::resource_exhausted("the answer is longer than gRPC can say"))?;
+        .map_err(|_| Status::resource_exhausted("the response exceeds the maximum gRPC message"))?;
     let mut framed = BytesMut::with_capacity(PREFIX + length);
     framed.put_u8(0);
     framed.put_u32(claimed);
     message.encode(&mut framed).map_err(|error| Status::internal(error.to_string()))?;
-    let body = Body::new(Reply { message: Some(framed.freeze()), ended: false });
+    let body = Body::new(UnaryBody { message: Some(framed.freeze()), ended: false });
     let mut response = Response::new(body);
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     with_trace(response.headers_mut(), context);
@@ -83,7 +83,7 @@ async fn answer(app: &App, request: Request<Body>) -> Result<Response<Body>, Sta
 }
 
 /// The one message of a call.
-async fn read(buffers: &Arc<Buffers>, limit: usize, mut body: Body) -> Result<Bytes, Status> {
+async fn read(buffers: &Arc<BodyBuffers>, limit: usize, mut body: Body) -> Result<Bytes, Status> {
     let mut first = Bytes::new();
     while first.len() < PREFIX {
         let Some(data) = next(&mut body).await? else {
@@ -96,7 +96,7 @@ async fn read(buffers: &Arc<Buffers>, limit: usize, mut body: Body) -> Result<By
     if message.len() < length {
         message = gather(buffers.take(length), &mut body, &message, length).await?.freeze();
     }
-    // Whatever ends the stream may come on its own.
+    // The end of the stream may arrive in an empty frame.
     let mut more = message.len() > length;
     while let Some(data) = next(&mut body).await? {
         more |= !data.is_empty();
@@ -106,35 +106,36 @@ async fn read(buffers: &Arc<Buffers>, limit: usize, mut body: Body) -> Result<By
     }
     match more {
         false => Ok(message),
-        true => Err(Status::internal("a call of ModelInfer carries one message, more came")),
+        true => Err(Status::internal("ModelInfer takes one message, got more")),
     }
 }
 
-/// How long the message behind this prefix is.
+/// Length of the message after this prefix.
 fn length_of(first: &Bytes, limit: usize) -> Result<usize, Status> {
     match first[0] {
         0 => {}
         1 => {
-            return Err(Status::internal("a message is said to be compressed, its call is not"));
+            return Err(Status::internal("the message is compressed but its call is not"));
         }
-        flag => return Err(Status::internal(format!("a message has the unknown flag {flag}"))),
+        flag => return Err(Status::internal(format!("unknown message flag {flag}"))),
     }
     let length = u32::from_be_bytes([first[1], first[2], first[3], first[4]]) as usize;
     if length > limit {
         return Err(Status::out_of_range(format!(
-            "Error, decoded message length too large: found {length} bytes, the limit is: {limit} bytes"
+            "Error, decoded message length too large: found {length} bytes, the limit is: {limit} \
+             bytes"
         )));
     }
     Ok(length)
 }
 
-/// Puts a message together that came in several frames.
+/// Collects a message of several frames.
 async fn gather(
-    mut buffer: Buffer,
+    mut buffer: BodyBuffer,
     body: &mut Body,
     first: &Bytes,
     length: usize,
-) -> Result<Buffer, Status> {
+) -> Result<BodyBuffer, Status> {
     buffer.extend(first);
     while buffer.len() < length {
         let Some(data) = next(body).await? else {
@@ -155,13 +156,13 @@ async fn next(body: &mut Body) -> Result<Option<Bytes>, Status> {
     Ok(None)
 }
 
-/// The body of an answer: the message, and that all went well.
-struct Reply {
+/// The body of a response: one message and an OK status.
+struct UnaryBody {
     message: Option<Bytes>,
     ended: bool,
 }
 
-impl hyper::body::Body for Reply {
+impl hyper::body::Body for UnaryBody {
     type Data = Bytes;
     type Error = Status;
 
@@ -202,8 +203,8 @@ mod tests {
         [&[flag][..], &length.to_be_bytes(), message].concat()
     }
 
-    /// What is read of a body that comes in these pieces.
-    async fn read_pieces(pieces: &[&[u8]], limit: usize) -> Result<Bytes, Code> {
+    /// Reads a body that arrives in these frames.
+    async fn read_frames(pieces: &[&[u8]], limit: usize) -> Result<Bytes, Code> {
         let frame = |piece: &&[u8]| Ok::<_, Status>(Frame::data(Bytes::copy_from_slice(piece)));
         let frames: Vec<_> = pieces.iter().map(frame).collect();
         let body = Body::new(StreamBody::new(stream::iter(frames)));
@@ -212,25 +213,25 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_message_is_the_same_however_it_is_cut() {
+    async fn reassembles_messages_of_any_framing() {
         let message: Vec<u8> = (0..300_000u32).map(|index| (index * 7) as u8).collect();
         let whole = framed(0, &message);
         for cut in [1, 3, 4, 5, 6, 1_000, 16_384, 150_000, whole.len() - 1, whole.len()] {
             let pieces: Vec<&[u8]> = whole.chunks(cut).chain([&[][..]]).collect();
-            // Of the shortest pieces there would be too many for a quick test.
+            // Very short frames only at the beginning, to keep the test fast.
             let pieces = if cut < 1_000 {
                 vec![&whole[..cut], &whole[cut..cut + 1], &whole[cut + 1..]]
             } else {
                 pieces
             };
-            let got = read_pieces(&pieces, 300_000).await;
+            let got = read_frames(&pieces, 300_000).await;
             assert!(got.is_ok_and(|got| got == message), "{cut}");
         }
-        assert_eq!(read_pieces(&[&framed(0, b"")], 0).await, Ok(Bytes::new()));
+        assert_eq!(read_frames(&[&framed(0, b"")], 0).await, Ok(Bytes::new()));
     }
 
     #[tokio::test]
-    async fn what_is_no_single_message_is_refused() {
+    async fn refuses_anything_but_one_message() {
         let good = framed(0, b"message");
         let twice = [good.clone(), good.clone()].concat();
         let cases: [(&[&[u8]], Code); 8] = [
@@ -244,9 +245,9 @@ mod tests {
             (&[&framed(0, b"longer than allowed")], Code::OutOfRange),
         ];
         for (pieces, code) in cases {
-            assert_eq!(read_pieces(pieces, 10).await, Err(code), "{pieces:?}");
+            assert_eq!(read_frames(pieces, 10).await, Err(code), "{pieces:?}");
         }
-        // Nothing is waited for, or made, of what is too long.
-        assert_eq!(read_pieces(&[&[0, 255, 255, 255, 255]], 10).await, Err(Code::OutOfRange));
+        // A message that is too long is refused before it is read.
+        assert_eq!(read_frames(&[&[0, 255, 255, 255, 255]], 10).await, Err(Code::OutOfRange));
     }
 }

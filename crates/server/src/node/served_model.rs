@@ -1,4 +1,4 @@
-//! A model in service: what it takes, what it gives, and how requests are matched with it.
+//! A loaded model: its inputs and outputs, and the validation of requests.
 
 use std::sync::Arc;
 
@@ -15,70 +15,71 @@ use compiler::prefix::{Fingerprint, Source};
 
 use super::classification;
 use super::counters::Counters;
-use super::families::{LazyFingerprint, Trunk};
+use super::prefix_batching::{LazyFingerprint, PrefixModel};
 
-/// The batch size advertised for models that take any.
+/// Batch size advertised for models without a limit.
 const ANY_BATCH: usize = 128;
-/// What kind of models these are.
+/// Platform reported in model metadata.
 const PLATFORM: &str = "onnx";
 
-/// A model in service. Requests share it; when the last one lets go, the node drops the model.
-pub struct Served {
+/// A loaded model. Requests share it; when the last reference is dropped, the device group removes
+/// the model.
+pub struct ServedModel {
     /// Its name.
     pub name: Arc<str>,
     /// Its version.
     pub version: u64,
-    /// Its version on the wire.
+    /// Its version as text.
     pub version_text: Arc<str>,
     /// Its settings.
     pub config: ModelConfig,
-    /// What it has done.
+    /// Its counters.
     pub counters: Arc<Counters>,
-    /// Its key in the device_group; of its own part, where it shares its beginning with others.
+    /// Its key in the device group; that of the suffix if it takes part in prefix batching.
     pub key: GroupModelId,
-    /// The beginning it shares with others.
-    pub split: Option<Split>,
+    /// The prefix, if it takes part in prefix batching.
+    pub split: Option<PrefixSplit>,
     fingerprint: LazyFingerprint,
     plan: Arc<LaunchPlan>,
     output_names: Vec<Arc<str>>,
     batched: bool,
-    /// How requests are put together.
+    /// Name of the batching policy.
     batching: &'static str,
     device_group: Arc<DeviceGroup>,
-    _gone: oneshot::Sender<()>,
+    _released: oneshot::Sender<()>,
 }
 
-/// A model's beginning that runs elsewhere.
-pub struct Split {
+/// A prefix that runs as a model of its own.
+pub struct PrefixSplit {
     /// Where.
-    pub trunk: Arc<Trunk>,
-    /// Where the inputs of the model's own part come from.
+    pub prefix: Arc<PrefixModel>,
+    /// Where the inputs of the suffix come from.
     pub sources: Vec<Source>,
 }
 
-impl Drop for Served {
+impl Drop for ServedModel {
     fn drop(&mut self) {
         self.device_group.remove_model(self.key);
     }
 }
 
-impl Served {
-    /// Puts a program in service. The receiver fires once nobody uses it any more.
+impl ServedModel {
+    /// Starts serving a program. The receiver fires once the last reference is dropped.
     pub fn start(
         device_group: Arc<DeviceGroup>,
         name: &str,
         version: u64,
         placed: PlacedProgram,
         config: ModelConfig,
-    ) -> (Arc<Served>, oneshot::Receiver<()>) {
+    ) -> (Arc<ServedModel>, oneshot::Receiver<()>) {
         let plan = placed.program.plan().clone();
         let key = device_group.add_model(placed, &config);
         let batching =
             if device_group.is_batched(key) { config.batching.policy.as_str() } else { "none" };
-        tracing::info!(model = name, batching, "how its requests are put together");
-        let (gone, receiver) = oneshot::channel();
+        tracing::info!(model = name, policy = batching, "batching policy selected");
+        let (released, receiver) = oneshot::channel();
         let output_names = plan.outputs.iter().map(|id| Arc::from(&*plan.value(*id).name));
-        let served = Served {
+        let served = ServedModel {
             name: name.into(),
             version,
             version_text: version.to_string().into(),
@@ -92,20 +93,20 @@ impl Served {
             fingerprint: LazyFingerprint::new(),
             plan,
             device_group,
-            _gone: gone,
+            _released: released,
         };
         (Arc::new(served), receiver)
     }
 
-    /// The same model with its beginning elsewhere: `placed` is its own part. Its counts go on.
-    pub fn start_apart(
-        whole: &Served,
+    /// The same model under prefix batching: `placed` is its suffix. Keeps its counters.
+    pub fn start_split(
+        whole: &ServedModel,
         placed: PlacedProgram,
-        split: Split,
-    ) -> (Arc<Served>, oneshot::Receiver<()>) {
+        split: PrefixSplit,
+    ) -> (Arc<ServedModel>, oneshot::Receiver<()>) {
         let key = whole.device_group.add_model(placed, &whole.config);
-        let (gone, receiver) = oneshot::channel();
-        let served = Served {
+        let (released, receiver) = oneshot::channel();
+        let served = ServedModel {
             name: whole.name.clone(),
             version: whole.version,
             version_text: whole.version_text.clone(),
@@ -119,27 +120,27 @@ impl Served {
             fingerprint: whole.fingerprint.clone(),
             plan: whole.plan.clone(),
             device_group: whole.device_group.clone(),
-            _gone: gone,
+            _released: released,
         };
         (Arc::new(served), receiver)
     }
 
-    /// Whether it shares its beginning with others.
-    pub fn is_apart(&self) -> bool {
+    /// Whether it takes part in prefix batching.
+    pub fn is_split(&self) -> bool {
         self.split.is_some()
     }
 
-    /// What its plan is compared by. Takes a while the first time.
+    /// Fingerprint to compare its plan with others. Expensive on first use.
     pub fn fingerprint(&self) -> Arc<Fingerprint> {
         self.fingerprint.get_or_init(|| Arc::new(Fingerprint::of(&self.plan))).clone()
     }
 
-    /// The plan it runs.
+    /// Its launch plan.
     pub fn plan(&self) -> &LaunchPlan {
         &self.plan
     }
 
-    /// The inputs in the plan's order, and how many inferences they are.
+    /// The inputs in the plan's order, and the batch size.
     pub fn match_inputs(&self, inputs: Inputs) -> ApiResult<(Vec<Tensor>, usize)> {
         let tensors = match inputs {
             Inputs::Named(inputs) => self.order_inputs(inputs)?,
@@ -148,10 +149,10 @@ impl Served {
         device::check_inputs(&self.plan, &tensors)
             .map_err(|error| ApiError::invalid(error.to_string()))?;
         let batch = self.batch_of(&tensors);
-        let most = self.config.max_batch_size;
-        if most > 0 && self.batched && batch > most {
+        let max = self.config.max_batch_size;
+        if max > 0 && self.batched && batch > max {
             return Err(ApiError::invalid(format!(
-                "the batch of {batch} exceeds the limit of {most} of model '{}'",
+                "the batch of {batch} exceeds the limit of {max} of model '{}'",
                 self.name
             )));
         }
@@ -189,21 +190,21 @@ impl Served {
         }
     }
 
-    fn missing_input(&self, info: &ValueInfo, left: &[Option<NamedTensor>]) -> ApiError {
+    fn missing_input(&self, info: &ValueInfo, unused: &[Option<NamedTensor>]) -> ApiError {
         let names: Vec<String> =
-            left.iter().flatten().map(|input| format!("'{}'", input.name)).collect();
-        let came = match names.is_empty() {
+            unused.iter().flatten().map(|input| format!("'{}'", input.name)).collect();
+        let present = match names.is_empty() {
             true => String::new(),
             false => format!("; the request has {}", names.join(", ")),
         };
         ApiError::invalid(format!(
-            "input {} of model '{}' is missing{came}",
+            "input {} of model '{}' is missing{present}",
             describe(info),
             self.name
         ))
     }
 
-    /// A tensor out of a body that says nothing about itself.
+    /// A tensor from a body without a header.
     fn raw_input(&self, bytes: Bytes) -> ApiResult<Tensor> {
         let [id] = self.plan.inputs[..] else {
             return Err(ApiError::invalid(format!(
@@ -221,7 +222,7 @@ impl Served {
         Ok(Tensor::from_raw(info.dtype, shape, bytes)?)
     }
 
-    /// Picks what was asked for out of the plan's outputs.
+    /// Selects the requested outputs.
     pub fn select_outputs(
         &self,
         requested: &[RequestedOutput],
@@ -251,7 +252,7 @@ impl Served {
         Ok(selected)
     }
 
-    /// Checks that every requested output exists, before any work is done.
+    /// Checks that every requested output exists.
     pub fn check_outputs(&self, requested: &[RequestedOutput]) -> ApiResult<()> {
         requested.iter().try_for_each(|output| self.output_index(&output.name).map(|_| ()))
     }
@@ -266,7 +267,7 @@ impl Served {
         })
     }
 
-    /// What the protocol says about a model.
+    /// Model metadata of the protocol.
     pub fn metadata(&self) -> ModelMetadata {
         let tensor = |id: &ValueId| {
             let info = self.plan.value(*id);
@@ -285,12 +286,12 @@ impl Served {
         }
     }
 
-    /// The configuration as Triton's clients read it: with a batch, dimensions leave it out.
+    /// The configuration as Triton's clients read it: dimensions omit the batch.
     pub fn wire_config(&self) -> proto::ModelConfig {
         let max_batch_size = match (self.batched, self.config.max_batch_size) {
             (false, _) => 0,
             (true, 0) => ANY_BATCH,
-            (true, most) => most,
+            (true, max) => max,
         };
         let skip = usize::from(self.batched);
         let dims = |info: &ValueInfo| wire_dims(info).split_off(skip);
@@ -342,7 +343,7 @@ impl Served {
         }))
     }
 
-    /// An instance for each device that holds it; those of GPUs and of the CPU are groups of their own.
+    /// One instance per device with a replica; GPUs and the CPU are separate groups.
     fn instance_groups(&self) -> Vec<proto::ModelInstanceGroup> {
         use proto::model_instance_group::Kind;
         let replicas = self.device_group.replicas(self.key);
@@ -364,14 +365,11 @@ impl Served {
     fn wire_parameters(&self) -> std::collections::BTreeMap<String, proto::ModelParameter> {
         let value = |string_value: String| proto::ModelParameter { string_value };
         let profile = super::profile_text(&self.device_group.profile_of(self.key));
-        let trunk = self.split.as_ref().map(|split| split.trunk.name.clone());
+        let prefix = self.split.as_ref().map(|split| split.prefix.name.clone());
         let known = [
-            ("atoll_trunk", Some(trunk.unwrap_or_default())),
+            ("atoll_prefix", Some(prefix.unwrap_or_default())),
             ("atoll_batching", Some(self.batching.to_string())),
-            (
-                "atoll_batch_most",
-                self.device_group.max_batch(self.key).map(|most| most.to_string()),
-            ),
+            ("atoll_batch_max", self.device_group.max_batch(self.key).map(|max| max.to_string())),
             ("atoll_class", Some(self.config.class.as_str().to_string())),
             ("atoll_priority", Some(self.config.priority.to_string())),
             ("atoll_pinned", Some(self.config.pinned.to_string())),
@@ -383,7 +381,7 @@ impl Served {
     }
 }
 
-/// The GPU that a device is, or is a part of.
+/// Number of the GPU that a device is, or is a part of.
 fn gpu_number(device: &str) -> Option<i32> {
     let number = device.strip_prefix("cuda:")?;
     number.split(['/', '#']).next()?.parse().ok()
@@ -396,8 +394,8 @@ fn latest_policy() -> proto::ModelVersionPolicy {
     }
 }
 
-/// Whether the first dimension of every input and output is the same number of independent
-/// inferences, going by the model's own names.
+/// Whether the first dimension of every input and output is the batch, according to the model's
+/// dimension names.
 fn is_batched(plan: &LaunchPlan) -> bool {
     let first = |id: &ValueId| plan.value(*id).shape.as_ref().and_then(|dims| dims.first());
     let Some(Some(Dim::Symbol(batch))) = plan.inputs.first().map(first) else { return false };
@@ -447,24 +445,24 @@ fn wire_type(dtype: DataType) -> proto::DataType {
     }
 }
 
-/// The shape of a raw body: the model's, with its one open dimension found from the length.
+/// The shape of a raw body: the model's, with its one unknown dimension computed from the length.
 fn raw_shape(info: &ValueInfo, bytes: usize) -> ApiResult<Vec<usize>> {
     let refuse = |why: &str| {
         ApiError::invalid(format!("a raw body of {bytes} bytes is no {}: {why}", describe(info)))
     };
-    let dims = info.shape.as_ref().ok_or_else(|| refuse("the model leaves the rank open"))?;
+    let dims = info.shape.as_ref().ok_or_else(|| refuse("the model does not fix the rank"))?;
     let size = info.dtype.size_bytes().unwrap_or(1);
     let known: usize = dims
         .iter()
         .map(|dim| if let Dim::Fixed(size) = dim { *size } else { 1 })
         .try_fold(size, usize::checked_mul)
         .ok_or_else(|| refuse("the model's shape is too large"))?;
-    let open = dims.iter().filter(|dim| !matches!(dim, Dim::Fixed(_))).count();
-    let rest = match open {
+    let unknown = dims.iter().filter(|dim| !matches!(dim, Dim::Fixed(_))).count();
+    let inferred = match unknown {
         0 => 1,
         1 if known > 0 && bytes.is_multiple_of(known) => bytes / known,
         1 => return Err(refuse("the length is no multiple of one element of the batch")),
-        _ => return Err(refuse("more than one dimension is open")),
+        _ => return Err(refuse("more than one dimension is unknown")),
     };
-    Ok(dims.iter().map(|dim| if let Dim::Fixed(size) = dim { *size } else { rest }).collect())
+    Ok(dims.iter().map(|dim| if let Dim::Fixed(size) = dim { *size } else { inferred }).collect())
 }

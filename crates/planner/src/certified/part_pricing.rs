@@ -1,0 +1,306 @@
+//! Minimum cost of a service on shared slices: the cheapest set of parts under given prices of time
+//! and memory.
+//!
+//! A part is the share of one slice that a service uses. With turn `t` for `n` requests and cycle
+//! `d` it serves `n / d` requests per second and takes the share `t / d` of the time and some share
+//! of the memory. Its cycle is at most `limit - t`, which gives a minimum share; above it the rate
+//! is proportional to the share. A part that has the slice to itself takes all time and memory.
+//!
+//! The parts of a slice never take more than all of its time or of its memory. So if the prices of
+//! time and memory add up to the slice's price, the parts of a slice cost at most the slice, and
+//! all parts cost at most the GPUs.
+//!
+//! In a cheapest set all parts but one are at an end of their range: of two that are not, the one
+//! that costs more per request could give some of its rate to the other. So the search enumerates
+//! multisets of ends, and one part of any size takes the remaining rate.
+
+use super::dual::{Rows, Usage};
+use crate::gpu::KINDS_MAX;
+
+/// Relative slack of comparisons, well below the checker's.
+const SLACK: f64 = 1e-9;
+/// Steps after which a search returns the bound of the relaxation.
+const STEPS_MAX: u32 = 300;
+/// Branches that could save less than this share are pruned, and the bound is lowered to what they
+/// could have reached.
+const CLOSE: f64 = 1e-3;
+
+/// Slices of a service above which only the last ones are searched.
+const LARGE: f64 = 24.0;
+
+/// Resources of a slice: time and memory.
+pub(crate) const RESOURCES: usize = 2;
+
+/// One option to serve from a slice: a share of its time of at least `min_share` serves `throughput`
+/// times the share.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PartOption {
+    pub(crate) kind: usize,
+    pub(crate) throughput: f64,
+    pub(crate) min_share: f64,
+    /// Share of the slice's memory.
+    pub(crate) memory: f64,
+}
+
+/// A part: its option and its share of the time.
+pub(crate) type Part = (PartOption, f64);
+
+/// Prices of time and memory, by kind.
+pub(crate) struct PartPrices {
+    prices: Rows,
+}
+
+/// A part option under prices.
+#[derive(Clone, Copy)]
+struct Priced {
+    part_option: PartOption,
+    /// Price of all the time.
+    time: f64,
+    /// Price of its memory.
+    memory: f64,
+}
+
+impl Priced {
+    fn cost(&self, rate: f64) -> f64 {
+        self.time * (rate / self.part_option.throughput).max(self.part_option.min_share)
+            + self.memory
+    }
+
+    fn gives(&self, rate: f64) -> bool {
+        self.part_option.throughput * (1.0 + SLACK) >= rate
+    }
+
+    /// Whether this costs at most as much as `other` at every rate that `other` can serve. Both
+    /// costs are piecewise linear with one bend each, so comparing at ends and bends suffices.
+    fn replaces(&self, other: &Priced) -> bool {
+        let max_rate = other.part_option.throughput;
+        if self.part_option.throughput < max_rate || self.cost(0.0) > other.cost(0.0) {
+            return false;
+        }
+        let bends = [self, other].map(|one| one.part_option.min_share * one.part_option.throughput);
+        [bends[0].min(max_rate), bends[1].min(max_rate), max_rate]
+            .iter()
+            .all(|&rate| self.cost(rate) <= other.cost(rate))
+    }
+}
+
+impl PartPrices {
+    pub(crate) fn new(prices: &Rows) -> PartPrices {
+        PartPrices { prices: *prices }
+    }
+
+    fn price(&self, part_option: PartOption) -> Priced {
+        let memory = self.prices[KINDS_MAX + part_option.kind] * part_option.memory;
+        Priced { part_option, time: self.prices[part_option.kind], memory }
+    }
+
+    /// Options that no other option dominates.
+    fn useful(&self, part_options: &[PartOption]) -> Vec<Priced> {
+        let mut kept: Vec<Priced> = Vec::with_capacity(16);
+        for &part_option in part_options {
+            let one = self.price(part_option);
+            if !kept.iter().any(|other| other.replaces(&one)) {
+                kept.retain(|other| !one.replaces(other));
+                kept.push(one);
+            }
+        }
+        kept
+    }
+
+    /// Minimum cost of a part of `rate` on any slice kind.
+    pub(crate) fn worth(&self, part_options: &[PartOption], rate: f64) -> f64 {
+        let priced = part_options.iter().map(|&part_option| self.price(part_option));
+        priced.filter(|one| one.gives(rate)).map(|one| one.cost(rate)).fold(f64::INFINITY, f64::min)
+    }
+
+    /// Minimum cost of parts that serve `rate`, and the cheapest of them.
+    pub(crate) fn cheapest(&self, part_options: &[PartOption], rate: f64) -> (f64, Vec<Part>) {
+        search(&self.useful(part_options), rate, 1.0, true)
+    }
+
+    /// Splits `rate` into whole slices and at most one part. A part costs `strain` times its share,
+    /// to account for slices that cannot be filled completely.
+    pub(crate) fn split(&self, part_options: &[PartOption], rate: f64, strain: f64) -> Vec<Part> {
+        search(&self.useful(part_options), rate, strain, false).1
+    }
+
+    /// Minimum cost of a rate, and the resources it takes.
+    pub(crate) fn usage(&self, part_options: &[PartOption], rate: f64) -> Usage {
+        let (bound, parts) = self.cheapest(part_options, rate);
+        let mut rows = [0.0; RESOURCES * KINDS_MAX];
+        for (part_option, share) in parts {
+            rows[part_option.kind] += share;
+            rows[KINDS_MAX + part_option.kind] += part_option.memory;
+        }
+        Usage { bound, rows }
+    }
+}
+
+/// Ends of all options, without those that cost at least as much as one with a higher rate; sorted
+/// by cost above the best ratio.
+fn ends(part_options: &[Priced], all: bool, ratio: f64) -> Vec<End> {
+    let mut ends = Vec::with_capacity(part_options.len() * 2);
+    for (at, one) in part_options.iter().enumerate() {
+        let mut end = |share: f64| {
+            let (rate, cost) = (share * one.part_option.throughput, one.time * share + one.memory);
+            ends.push(End { at, share, rate, cost, above: (cost - ratio * rate).max(0.0) });
+        };
+        end(1.0);
+        if all && one.part_option.min_share < 1.0 {
+            end(one.part_option.min_share);
+        }
+    }
+    ends.sort_unstable_by(|a, b| b.rate.total_cmp(&a.rate).then(a.cost.total_cmp(&b.cost)));
+    let mut min_cost = f64::INFINITY;
+    ends.retain(|end| {
+        let cheaper = end.cost < min_cost;
+        min_cost = min_cost.min(end.cost);
+        cheaper
+    });
+    ends.sort_unstable_by(|a, b| a.above.total_cmp(&b.above).then(b.rate.total_cmp(&a.rate)));
+    ends
+}
+
+fn search(part_options: &[Priced], rate: f64, strain: f64, all: bool) -> (f64, Vec<Part>) {
+    let ratio = |one: &Priced| (one.time + one.memory) / one.part_option.throughput;
+    let ratio = part_options.iter().map(ratio).fold(f64::INFINITY, f64::min);
+    let ends = ends(part_options, all, ratio);
+    let Some(best) = ends.first() else { return (f64::INFINITY, Vec::new()) };
+    // Most of a large rate is served by slices at the best ratio; the bound then ignores the
+    // rounding of the last slice.
+    let bulk = (rate / best.rate - LARGE).floor().max(0.0);
+    let mut search = Search {
+        part_options,
+        ends: &ends,
+        ratio,
+        strain,
+        chosen: Vec::new(),
+        best: Vec::new(),
+        best_cost: f64::INFINITY,
+        pruned_cost: f64::INFINITY,
+        steps: 0,
+    };
+    search.descend(0, rate - bulk * best.rate, 0.0);
+    let exact = search.best_cost.min(search.pruned_cost);
+    let bound = if bulk > 0.0 { ratio * rate } else { exact };
+    let bulk = std::iter::repeat_n((best.at, best.share), bulk as usize);
+    let parts =
+        bulk.chain(search.best).map(|(at, share)| (part_options[at].part_option, share)).collect();
+    (bound * (1.0 - SLACK), parts)
+}
+
+/// An end of the range of a part option.
+#[derive(Clone, Copy)]
+struct End {
+    at: usize,
+    share: f64,
+    rate: f64,
+    cost: f64,
+    /// Cost above the best ratio.
+    above: f64,
+}
+
+struct Search<'a> {
+    part_options: &'a [Priced],
+    ends: &'a [End],
+    ratio: f64,
+    strain: f64,
+    chosen: Vec<(usize, f64)>,
+    best: Vec<(usize, f64)>,
+    best_cost: f64,
+    /// Minimum cost that any pruned branch could have reached.
+    pruned_cost: f64,
+    steps: u32,
+}
+
+impl Search<'_> {
+    fn descend(&mut self, from: usize, remaining: f64, cost: f64) {
+        self.steps += 1;
+        // Largest count of the best end first: a good solution early prunes most.
+        for at in from..self.ends.len() {
+            let end = self.ends[at];
+            let min_cost = cost + self.ratio * remaining + end.above;
+            if min_cost >= self.best_cost * (1.0 - CLOSE) || self.steps >= STEPS_MAX {
+                self.pruned_cost = self.pruned_cost.min(min_cost);
+                break;
+            }
+            if end.rate < remaining {
+                self.chosen.push((end.at, end.share));
+                self.descend(at, remaining - end.rate, cost + end.cost);
+                self.chosen.pop();
+            }
+        }
+        self.finish(remaining, cost);
+    }
+
+    /// One part takes the remaining rate.
+    fn finish(&mut self, remaining: f64, cost: f64) {
+        if cost + self.ratio * remaining >= self.best_cost {
+            return;
+        }
+        for (at, one) in
+            self.part_options.iter().enumerate().filter(|(_, one)| one.gives(remaining))
+        {
+            let share =
+                (remaining / one.part_option.throughput).clamp(one.part_option.min_share, 1.0);
+            let part = one.time * (share * self.strain).min(1.0) + one.memory;
+            if cost + part < self.best_cost {
+                self.best_cost = cost + part;
+                self.best.clone_from(&self.chosen);
+                self.best.push((at, share));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use base::Random;
+
+    /// The cheapest parts whose rates are multiples of a small step, by dynamic programming.
+    fn on_a_grid(
+        part_prices: &PartPrices,
+        part_options: &[PartOption],
+        rate: f64,
+        steps: usize,
+    ) -> f64 {
+        let part: Vec<f64> = (0..=steps)
+            .map(|at| part_prices.worth(part_options, rate * at as f64 / steps as f64))
+            .collect();
+        let mut min_costs = vec![0.0; steps + 1];
+        for at in 1..=steps {
+            let costs = (1..=at).map(|one| part[one] + min_costs[at - one]);
+            min_costs[at] = costs.fold(f64::INFINITY, f64::min);
+        }
+        min_costs[steps]
+    }
+
+    #[test]
+    fn the_bound_is_below_every_set_of_parts_and_close_to_the_best() {
+        let mut random = Random::new(5);
+        for round in 0..300 {
+            let part_option = |kind: usize, random: &mut Random| PartOption {
+                kind,
+                throughput: 20.0 + 80.0 * random.unit_f64(),
+                min_share: (0.05 + random.unit_f64()).min(1.0),
+                memory: random.unit_f64(),
+            };
+            let part_options: Vec<PartOption> =
+                (0..6).map(|at| part_option(at % 3, &mut random)).collect();
+            let mut prices = [0.0; RESOURCES * KINDS_MAX];
+            for kind in 0..3 {
+                prices[kind] = 0.2 + random.unit_f64();
+                prices[KINDS_MAX + kind] = 0.3 * random.unit_f64();
+            }
+            let part_prices = PartPrices::new(&prices);
+            let rate = 5.0 + 250.0 * random.unit_f64();
+            let (bound, parts) = part_prices.cheapest(&part_options, rate);
+            let grid = on_a_grid(&part_prices, &part_options, rate, 400);
+            assert!(bound <= grid && bound >= grid * 0.98, "round {round}: {bound}, {grid}");
+            let given: f64 =
+                parts.iter().map(|(part_option, share)| part_option.throughput * share).sum();
+            assert!(given >= rate * (1.0 - 1e-6), "round {round}: {given} of {rate}");
+        }
+    }
+}

@@ -1,0 +1,497 @@
+//! Builds shared slices one after the other from the parts that are not placed yet.
+//!
+//! The largest unplaced part comes first. For every slice kind and every cycle at which one of its
+//! batches is just full, a search finds the parts that fill the remaining time best. The slice
+//! whose parts have the highest value relative to its price is built.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use base::Random;
+
+use super::assembly::SliceContents;
+use super::cover::Prices;
+use super::dual::{Bound, slice_prices};
+use super::packing::PatternPacker;
+use super::part_pricing::PartPrices;
+use super::sharing::{SharingModel, TurnOption};
+use crate::gpu::{KINDS_MAX, SliceCounts};
+use crate::plan::ServiceShare;
+use crate::problem::{Problem, ServiceDemand};
+
+/// Unplaced parts considered for one slice.
+const CANDIDATES_MAX: usize = 128;
+/// Steps of the search for parts to co-locate.
+const STEPS_MAX: usize = 80;
+/// From this many parts on, two threads place half of them each. The number does not depend on the
+/// cores, so that plans are reproducible.
+const PARALLEL_FROM: usize = 400;
+/// Parts in one slice.
+const PARTS_MAX: usize = 12;
+/// Relative slack of comparisons, well below the checker's.
+const SLACK: f64 = 1e-9;
+/// Cost of cutting a part in two, because the remainder needs another slice.
+const CUT_COST: f64 = 0.003;
+/// How often prices are balanced while slices are built.
+const BALANCES: usize = 60;
+/// Maximum number of gaps filled in one slice, and the minimum size of a gap as a share of the
+/// time.
+const GAPS: usize = 3;
+const GAP_MIN: f64 = 0.02;
+/// Minimum value, relative to the price, of a slice full of parts like the first one.
+const START_MIN: f64 = 0.8;
+/// Maximum relative change of a price by balancing.
+const BALANCED_WITHIN: f64 = 0.1;
+
+/// A part that is not placed yet.
+#[derive(Clone, Debug)]
+struct UnplacedPart {
+    service: usize,
+    rate: f64,
+    worth: f64,
+    /// Value of the smallest part of the service.
+    small: f64,
+}
+
+/// Builds slices with duty cycles.
+pub(crate) struct SharedSliceBuilder<'a> {
+    problem: &'a Problem,
+    sharing: &'a SharingModel<'a>,
+    demands: &'a [ServiceDemand],
+    part_prices: PartPrices,
+    prices: Prices,
+    kinds: usize,
+    packer: &'a PatternPacker,
+    /// How far prices follow the balance of slice kinds, from 0 to 1.
+    balance: f64,
+}
+
+/// A slice kind with a cycle, and the parts that could share it; the first one is certain.
+#[derive(Clone, Copy)]
+struct SliceSetting<'p> {
+    parts: &'p [&'p UnplacedPart],
+    kind: usize,
+    cycle: f64,
+}
+
+/// A part in a slice: its index among the parts, its turn option, and its rate, which is less than
+/// the part's if it is cut.
+type Member<'w> = (usize, &'w TurnOption, f64);
+
+/// A candidate slice.
+struct CandidateSlice<'w> {
+    kind: usize,
+    cycle: f64,
+    members: Vec<Member<'w>>,
+    /// Value of the members relative to the slice's price.
+    score: f64,
+}
+
+/// A part that would fit a slice.
+#[derive(Clone, Copy)]
+struct CandidatePart<'w> {
+    at: usize,
+    option: &'w TurnOption,
+    worth: f64,
+}
+
+/// Search for the parts that fill a slice best.
+struct CoLocationSearch<'w, 'f> {
+    candidates: &'f [CandidatePart<'w>],
+    chosen: Vec<usize>,
+    best: Vec<usize>,
+    best_worth: f64,
+    steps: usize,
+}
+
+impl<'a> SharedSliceBuilder<'a> {
+    pub(crate) fn new(
+        problem: &'a Problem,
+        sharing: &'a SharingModel<'a>,
+        demands: &'a [ServiceDemand],
+        packer: &'a PatternPacker,
+        bound: &Bound,
+        balance: f64,
+    ) -> SharedSliceBuilder<'a> {
+        let prices = slice_prices(&bound.prices).map(|price| price.max(1e-3));
+        let part_prices = PartPrices::new(&bound.prices);
+        SharedSliceBuilder {
+            problem,
+            sharing,
+            demands,
+            part_prices,
+            prices,
+            kinds: problem.gpu.slices.len(),
+            packer,
+            balance,
+        }
+    }
+
+    /// Slices for every service, with parts at `strain` times their share; `None` if the caller
+    /// stops.
+    pub(crate) fn slices(
+        &self,
+        strain: f64,
+        mut should_continue: impl FnMut() -> bool,
+    ) -> Option<Vec<SliceContents>> {
+        let (mut filled, mut unplaced) = (Vec::new(), Vec::new());
+        for service in 0..self.demands.len() {
+            self.split(service, strain, &mut filled, &mut unplaced);
+        }
+        // Smallest first, because the largest is popped from the end.
+        unplaced.sort_by(|a, b| a.worth.total_cmp(&b.worth));
+        let mut counts = [0; KINDS_MAX];
+        filled.iter().for_each(|slice| counts[slice.kind] += 1);
+        if unplaced.len() < PARALLEL_FROM {
+            filled.extend(self.fill(unplaced, counts, &mut should_continue)?);
+            return Some(filled);
+        }
+        // With so many parts, either half has enough to choose from.
+        let half = counts.map(|count| count / 2);
+        let every_other = |first: usize| unplaced.iter().skip(first).step_by(2).cloned().collect();
+        let (one, other): (Vec<UnplacedPart>, Vec<UnplacedPart>) = (every_other(0), every_other(1));
+        let stop = AtomicBool::new(false);
+        let (one, other) = std::thread::scope(|scope| {
+            let other =
+                scope.spawn(|| self.fill(other, half, &mut || !stop.load(Ordering::Relaxed)));
+            let one = self.fill(one, half, &mut should_continue);
+            stop.store(one.is_none(), Ordering::Relaxed);
+            match other.join() {
+                Ok(other) => (one, other),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        });
+        filled.extend(one?);
+        filled.extend(other?);
+        Some(filled)
+    }
+
+    /// Gives a service whole slices and adds the remaining rate to the unplaced parts.
+    fn split(
+        &self,
+        service: usize,
+        strain: f64,
+        filled: &mut Vec<SliceContents>,
+        unplaced: &mut Vec<UnplacedPart>,
+    ) {
+        let demand = &self.demands[service];
+        let part_options = self.sharing.part_options(service);
+        let parts = self.part_prices.split(part_options, demand.rate, strain);
+        let mut remaining = demand.rate;
+        for (part_option, share) in parts {
+            let rate = self.sharing.alone(service, part_option.kind).min(remaining);
+            if share * strain >= 1.0 - SLACK && rate > 0.0 {
+                remaining -= rate;
+                filled.push(self.alone(service, part_option.kind, rate));
+            }
+        }
+        if remaining > demand.rate * SLACK {
+            unplaced.push(self.unplaced(service, remaining));
+        }
+    }
+
+    fn unplaced(&self, service: usize, rate: f64) -> UnplacedPart {
+        let part_options = self.sharing.part_options(service);
+        let (worth, small) =
+            (self.part_prices.worth(part_options, rate), self.part_prices.worth(part_options, 0.0));
+        UnplacedPart { service, rate, worth, small }
+    }
+
+    fn alone(&self, service: usize, kind: usize, rate: f64) -> SliceContents {
+        let points = self.problem.profiles.points(&self.problem.services[service].model);
+        let point = &points.unwrap_or_default()[self.demands[service].point[kind] as usize];
+        let share = ServiceShare { service, batch: point.batch, processes: point.processes, rate };
+        SliceContents { kind, cycle_ms: None, shares: vec![share] }
+    }
+
+    /// Builds slices in addition to `counts` until all parts are placed; `None` if the caller
+    /// stops.
+    fn fill(
+        &self,
+        mut unplaced: Vec<UnplacedPart>,
+        mut counts: SliceCounts,
+        should_continue: &mut dyn FnMut() -> bool,
+    ) -> Option<Vec<SliceContents>> {
+        let mut random = Random::new(1);
+        let mut filled: Vec<SliceContents> = Vec::new();
+        let every = (unplaced.len() / BALANCES).max(4);
+        let (mut prices, mut until) = (self.prices, 0);
+        while let Some(seed) = unplaced.pop() {
+            if filled.len() >= until {
+                prices = self.balanced(&counts);
+                until = filled.len() + every;
+                if !should_continue() {
+                    return None;
+                }
+            }
+            let slice = self.serve(seed, &mut unplaced, &prices, &mut random)?;
+            counts[slice.kind] += 1;
+            filled.push(slice);
+        }
+        Some(filled)
+    }
+
+    /// Prices moved towards the marginal cost of one more slice: kinds that fit into partly used
+    /// GPUs get cheaper.
+    fn balanced(&self, counts: &SliceCounts) -> Prices {
+        let marginal = self.packer.marginal(counts);
+        std::array::from_fn(|kind| {
+            let price = self.prices[kind];
+            let nearer = price + self.balance * (marginal[kind] - price);
+            nearer.clamp(price * (1.0 - BALANCED_WITHIN), price * (1.0 + BALANCED_WITHIN))
+        })
+    }
+
+    /// A slice for `seed`, shared or not; remainders of cut parts stay unplaced.
+    fn serve(
+        &self,
+        seed: UnplacedPart,
+        unplaced: &mut Vec<UnplacedPart>,
+        prices: &Prices,
+        random: &mut Random,
+    ) -> Option<SliceContents> {
+        let co_located = sample(unplaced.len(), CANDIDATES_MAX, random);
+        let parts: Vec<&UnplacedPart> =
+            std::iter::once(&seed).chain(co_located.iter().map(|&at| &unplaced[at])).collect();
+        let (score, kind, rate) = self.best_alone(&seed, prices);
+        let mut remainders = Vec::new();
+        let slice = match self.best_slice(&parts, prices) {
+            Some(found) if found.score > score + SLACK => {
+                let (slice, remaining) = self.make(&parts, &found);
+                remainders = remaining;
+                let mut placed: Vec<usize> =
+                    found.members[1..].iter().map(|member| co_located[member.0 - 1]).collect();
+                placed.sort_unstable();
+                for &at in placed.iter().rev() {
+                    unplaced.remove(at);
+                }
+                slice
+            }
+            _ => {
+                if seed.rate - rate > self.demands[seed.service].rate * SLACK {
+                    remainders.push(self.unplaced(seed.service, seed.rate - rate));
+                }
+                self.alone(seed.service, kind?, rate)
+            }
+        };
+        for rest in remainders {
+            let at = unplaced.partition_point(|other| other.worth < rest.worth);
+            unplaced.insert(at, rest);
+        }
+        Some(slice)
+    }
+
+    /// The best slice for `seed` alone: its value relative to the price, its kind, and the rate it
+    /// serves.
+    fn best_alone(&self, seed: &UnplacedPart, prices: &Prices) -> (f64, Option<usize>, f64) {
+        let mut best = (0.0, None, 0.0);
+        for (kind, price) in prices.iter().enumerate().take(self.kinds) {
+            let alone = self.sharing.alone(seed.service, kind);
+            let rate = alone.min(seed.rate);
+            let score = seed.worth * rate / seed.rate / price;
+            if alone > 0.0 && score > best.0 {
+                best = (score, Some(kind), rate);
+            }
+        }
+        best
+    }
+
+    fn best_slice<'w>(
+        &'w self,
+        parts: &[&UnplacedPart],
+        prices: &Prices,
+    ) -> Option<CandidateSlice<'w>> {
+        let seed = parts[0];
+        let limit = self.demands[seed.service].limit_ms;
+        let mut best: Option<CandidateSlice<'w>> = None;
+        for (kind, &price) in prices.iter().enumerate().take(self.kinds) {
+            for option in self.sharing.options(seed.service, kind) {
+                if option.turn_ms * 2.0 > limit {
+                    break;
+                }
+                let cycle = (option.requests / seed.rate * 1000.0).min(limit - option.turn_ms);
+                if cycle < option.turn_ms {
+                    continue;
+                }
+                // A turn that is long relative to the part's value wastes the slice.
+                if seed.worth * cycle / option.turn_ms < price * START_MIN {
+                    continue;
+                }
+                let setting = SliceSetting { parts, kind, cycle };
+                let (members, worth) = self.with_co_located(&setting, option);
+                let score = worth / price;
+                if best.as_ref().is_none_or(|best| score > best.score) {
+                    best = Some(CandidateSlice { kind, cycle, members, score });
+                }
+            }
+        }
+        best
+    }
+
+    /// The first part with the best parts to co-locate, and the value of all.
+    fn with_co_located<'w>(
+        &'w self,
+        setting: &SliceSetting<'_>,
+        option: &'w TurnOption,
+    ) -> (Vec<Member<'w>>, f64) {
+        let SliceSetting { parts, kind, cycle } = *setting;
+        let mut memory = self.problem.gpu.slices[kind].memory_mib() - option.memory_mib;
+        let mut time = cycle * (1.0 + SLACK) - option.turn_ms;
+        let candidates = self.candidates(setting, time, memory);
+        let mut co_located = CoLocationSearch {
+            candidates: &candidates,
+            chosen: Vec::new(),
+            best: Vec::new(),
+            best_worth: 0.0,
+            steps: 0,
+        };
+        co_located.search(parts, 0, time, memory, 0.0);
+        let mut members = vec![(0, option, parts[0].rate)];
+        for &at in &co_located.best {
+            let one = &candidates[at];
+            members.push((one.at, one.option, parts[one.at].rate));
+            time -= one.option.turn_ms;
+            memory -= one.option.memory_mib;
+        }
+        let mut worth = parts[0].worth + co_located.best_worth;
+        for _ in 0..GAPS {
+            let Some((cut, gained)) = self.cut(setting, &members, time, memory) else { break };
+            time -= cut.1.turn_ms;
+            memory -= cut.1.memory_mib;
+            members.push(cut);
+            worth += gained;
+        }
+        (members, worth)
+    }
+
+    /// Parts that fit beside the first one, highest value per millisecond first.
+    fn candidates(
+        &self,
+        setting: &SliceSetting<'_>,
+        time: f64,
+        memory: u64,
+    ) -> Vec<CandidatePart<'_>> {
+        let SliceSetting { parts, kind, cycle } = *setting;
+        let mut candidates = Vec::new();
+        for (at, part) in parts.iter().enumerate().skip(1) {
+            if part.service == parts[0].service {
+                continue;
+            }
+            let needed = part.rate * cycle / 1000.0 * (1.0 - SLACK);
+            let available = time.min(self.demands[part.service].limit_ms - cycle);
+            let options = self.sharing.options(part.service, kind).iter();
+            let found = options
+                .take_while(|option| option.turn_ms <= available)
+                .find(|option| option.requests >= needed && option.memory_mib <= memory);
+            if let Some(option) = found {
+                candidates.push(CandidatePart { at, option, worth: part.worth });
+            }
+        }
+        let density = |one: &CandidatePart<'_>| one.worth / one.option.turn_ms;
+        candidates.sort_by(|a, b| density(b).total_cmp(&density(a)));
+        candidates
+    }
+
+    /// The best cut of a part that fills the remaining time, and its value.
+    fn cut<'w>(
+        &'w self,
+        setting: &SliceSetting<'_>,
+        members: &[Member<'w>],
+        time: f64,
+        memory: u64,
+    ) -> Option<(Member<'w>, f64)> {
+        let SliceSetting { parts, kind, cycle } = *setting;
+        if time < cycle * GAP_MIN || members.len() >= PARTS_MAX {
+            return None;
+        }
+        let mut best: Option<(Member<'w>, f64)> = None;
+        for (at, part) in parts.iter().enumerate().skip(1) {
+            if members.iter().any(|member| parts[member.0].service == part.service) {
+                continue;
+            }
+            let available = time.min(self.demands[part.service].limit_ms - cycle);
+            let options = self.sharing.options(part.service, kind).iter();
+            for option in options.take_while(|option| option.turn_ms <= available) {
+                let rate = option.requests / cycle * 1000.0 * (1.0 - SLACK);
+                // The remainder costs its share, and at least as much as the smallest part.
+                let rest = (part.worth * (1.0 - rate / part.rate)).max(part.small);
+                let gained = part.worth - rest - CUT_COST;
+                if rate < part.rate
+                    && option.memory_mib <= memory
+                    && gained > best.as_ref().map_or(0.0, |best| best.1)
+                {
+                    best = Some(((at, option, rate), gained));
+                }
+            }
+        }
+        best
+    }
+
+    fn make(
+        &self,
+        parts: &[&UnplacedPart],
+        found: &CandidateSlice<'_>,
+    ) -> (SliceContents, Vec<UnplacedPart>) {
+        let mut remainders = Vec::new();
+        let mut shares = Vec::new();
+        for &(at, option, rate) in &found.members {
+            let part = parts[at];
+            let share = ServiceShare {
+                service: part.service,
+                batch: option.batch,
+                processes: option.processes,
+                rate,
+            };
+            shares.push(share);
+            if rate < part.rate * (1.0 - SLACK) {
+                let remaining = part.rate - rate;
+                let worth = (part.worth * remaining / part.rate).max(part.small);
+                remainders.push(UnplacedPart { rate: remaining, worth, ..part.clone() });
+            }
+        }
+        (SliceContents { kind: found.kind, cycle_ms: Some(found.cycle), shares }, remainders)
+    }
+}
+
+/// `count` indices below `all`, spread evenly; all of them if there are no more.
+fn sample(all: usize, count: usize, random: &mut Random) -> Vec<usize> {
+    if all <= count {
+        return (0..all).collect();
+    }
+    let stride = all as f64 / count as f64;
+    let place = |at: usize| (((at as f64 + random.unit_f64()) * stride) as usize).min(all - 1);
+    let mut places: Vec<usize> = (0..count).map(place).collect();
+    places.dedup();
+    places
+}
+
+impl CoLocationSearch<'_, '_> {
+    fn search(&mut self, parts: &[&UnplacedPart], from: usize, time: f64, memory: u64, worth: f64) {
+        self.steps += 1;
+        if worth > self.best_worth {
+            self.best_worth = worth;
+            self.best.clone_from(&self.chosen);
+        }
+        if self.chosen.len() + 2 >= PARTS_MAX {
+            return;
+        }
+        for at in from..self.candidates.len() {
+            let one = &self.candidates[at];
+            if self.steps > STEPS_MAX
+                || worth + time * one.worth / one.option.turn_ms <= self.best_worth
+            {
+                return;
+            }
+            let service = parts[one.at].service;
+            if one.option.turn_ms > time
+                || one.option.memory_mib > memory
+                || self.chosen.iter().any(|&c| parts[self.candidates[c].at].service == service)
+            {
+                continue;
+            }
+            let (turn, needs, gain) = (one.option.turn_ms, one.option.memory_mib, one.worth);
+            self.chosen.push(at);
+            self.search(parts, at + 1, time - turn, memory - needs, worth + gain);
+            self.chosen.pop();
+        }
+    }
+}
