@@ -129,7 +129,7 @@ fn planning(args: &PlanningArgs, lease: Duration) -> Result<SchedulerSettings, F
     })
 }
 
-async fn scaling(args: &ScalingArgs) -> Result<Option<Scaling>, Failure> {
+fn scaling(args: &ScalingArgs) -> Result<Option<Scaling>, Failure> {
     let Some(workload) = args.kubernetes_scale.clone() else { return Ok(None) };
     if args.replicas_min > args.replicas_max {
         return Err(Failure::usage("--replicas-min is more than --replicas-max"));
@@ -144,7 +144,7 @@ async fn scaling(args: &ScalingArgs) -> Result<Option<Scaling>, Failure> {
         ..ScalingSettings::default()
     };
     let namespace = args.kubernetes_namespace.clone();
-    let target = KubernetesTarget::connect(workload, namespace).await.map_err(Failure::usage)?;
+    let target = KubernetesTarget::connect(workload, namespace).map_err(Failure::usage)?;
     Ok(Some(Scaling::new(Arc::new(target), settings)))
 }
 
@@ -157,7 +157,7 @@ async fn scheduler(args: &SchedulerArgs) -> Result<(), Failure> {
         name: name_of(&args.store, "scheduler")?,
         lease,
         settings: planning(&args.planning, lease)?,
-        scaling: scaling(&args.scaling).await?,
+        scaling: scaling(&args.scaling)?,
         clock: clock(),
     };
     tracing::info!(name = agent.name, store = args.store.store, "ready");

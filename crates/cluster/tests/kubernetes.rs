@@ -13,7 +13,7 @@ use cluster::record::{
     encode, profile_name,
 };
 use cluster::scaling::driver::Scaling;
-use cluster::scaling::kubernetes::KubernetesTarget;
+use cluster::scaling::kubernetes::{ClientConfig, KubernetesTarget};
 use cluster::scaling::scaler::ScalingSettings;
 use cluster::scaling::target::{Target, TargetError};
 use cluster::scheduler::SchedulerSettings;
@@ -23,14 +23,15 @@ use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
-use kube::config::{KubeConfigOptions, Kubeconfig};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
 const SCALE: &str = "/apis/apps/v1/namespaces/atoll/deployments/atoll-backend/scale";
-const PODS: &str = "/api/v1/namespaces/atoll/pods?&labelSelector=app.kubernetes.io%2Fcomponent%3Dbackend%2Capp.kubernetes.io%2Fname%3Datoll&limit=500";
-const POD: &str =
-    "/api/v1/namespaces/atoll/pods/atoll-backend-6d4cf56db6-2xkqz?&fieldManager=atoll";
+const PODS: &str = "/api/v1/namespaces/atoll/pods?labelSelector=app.kubernetes.io%2Fcomponent%3Dbackend%2Capp.kubernetes.io%2Fname%3Datoll&limit=500";
+const POD: &str = "/api/v1/namespaces/atoll/pods/atoll-backend-6d4cf56db6-2xkqz?fieldManager=atoll";
 
 macro_rules! fixture {
     ($name:literal) => {
@@ -87,8 +88,8 @@ impl Replay {
         Replay { address, asked, _task: task }
     }
 
-    async fn target(&self, workload: &str) -> KubernetesTarget {
-        target("http", &self.address, workload).await
+    fn target(&self, workload: &str) -> KubernetesTarget {
+        target("http", &self.address, workload)
     }
 
     fn asked(&self) -> Vec<Asked> {
@@ -110,16 +111,16 @@ impl Replay {
 }
 
 /// A client as a kubeconfig with a token makes it.
-async fn target(scheme: &str, address: &str, workload: &str) -> KubernetesTarget {
-    let text = format!(
-        "{{apiVersion: v1, kind: Config, current-context: c,
-          clusters: [{{name: c, cluster: {{server: '{scheme}://{address}'}}}}],
-          users: [{{name: u, user: {{token: secret-token}}}}],
-          contexts: [{{name: c, context: {{cluster: c, user: u, namespace: atoll}}}}]}}"
-    );
-    let read = Kubeconfig::from_yaml(&text).unwrap();
-    let options = KubeConfigOptions::default();
-    let config = kube::Config::from_custom_kubeconfig(read, &options).await.unwrap();
+fn target(scheme: &str, address: &str, workload: &str) -> KubernetesTarget {
+    let document = json!({
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "c",
+        "clusters": [{"name": "c", "cluster": {"server": format!("{scheme}://{address}")}}],
+        "users": [{"name": "u", "user": {"token": "secret-token"}}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u", "namespace": "atoll"}}],
+    });
+    let config = ClientConfig::from_kubeconfig(&document.to_string()).unwrap();
     KubernetesTarget::open(config, workload.parse().unwrap(), None).unwrap()
 }
 
@@ -167,7 +168,7 @@ fn get(path: &str) -> (String, String) {
 #[tokio::test]
 async fn a_deployment_is_read_by_its_scale_and_its_pods() {
     let server = replay(&[(200, fixture!("scale")), (200, fixture!("pods_mixed"))]).await;
-    let scale = server.target("deployment/atoll-backend").await.read().await.unwrap();
+    let scale = server.target("deployment/atoll-backend").read().await.unwrap();
     assert_eq!((scale.replicas, scale.version.as_str()), (3, "481290"));
     let seen: Vec<(&str, bool, bool, bool)> = scale
         .members
@@ -192,7 +193,7 @@ async fn pods_come_in_pages() {
         (200, fixture!("pods_last_page")),
     ];
     let server = replay(&answers).await;
-    let scale = server.target("deployment/atoll-backend").await.read().await.unwrap();
+    let scale = server.target("deployment/atoll-backend").read().await.unwrap();
     assert_eq!(scale.members.len(), 3);
     let next = format!("{PODS}&continue=eyJ2IjoibWV0YS5rOHMuaW8vdjEiLCJydiI6NDgxMzAxfQ");
     assert_eq!(server.methods(), [get(SCALE), get(PODS), get(&next)]);
@@ -201,13 +202,13 @@ async fn pods_come_in_pages() {
 #[tokio::test]
 async fn replicas_are_changed_only_from_what_was_read() {
     let server = replay(&[(200, fixture!("scale_patched")), (409, fixture!("conflict"))]).await;
-    let target = server.target("deployment/atoll-backend").await;
+    let target = server.target("deployment/atoll-backend");
     target.write("481290", 5).await.unwrap();
     let again = target.write("481290", 6).await.unwrap_err();
     assert!(matches!(again, TargetError::Conflict(_)), "{again}");
     let asked = server.asked();
     assert_eq!(asked.len(), 2, "a conflict is not tried again blindly");
-    let path = format!("{SCALE}?&fieldManager=atoll");
+    let path = format!("{SCALE}?fieldManager=atoll");
     assert_eq!((asked[0].method.as_str(), asked[0].path.as_str()), ("PATCH", path.as_str()));
     assert_eq!(asked[0].kind, "application/merge-patch+json");
     let body = json!({"metadata": {"resourceVersion": "481290"}, "spec": {"replicas": 5}});
@@ -222,7 +223,7 @@ async fn a_statefulset_is_another_address_and_has_no_marks() {
         (200, fixture!("scale_patched")),
     ];
     let server = replay(&answers).await;
-    let target = server.target("statefulset/atoll-backend").await;
+    let target = server.target("statefulset/atoll-backend");
     let scale = target.read().await.unwrap();
     let ordinals: Vec<u64> = scale.members.iter().map(|pod| pod.ordinal).collect();
     assert_eq!(ordinals, [0, 1, 10]);
@@ -243,7 +244,7 @@ async fn pods_that_are_to_go_first_are_marked_by_their_cost() {
         (404, fixture!("not_found")),
     ];
     let server = replay(&answers).await;
-    let target = server.target("deployment/atoll-backend").await;
+    let target = server.target("deployment/atoll-backend");
     let pod = "atoll-backend-6d4cf56db6-2xkqz";
     target.mark(pod, true).await.unwrap();
     target.mark(pod, false).await.unwrap();
@@ -259,6 +260,79 @@ async fn pods_that_are_to_go_first_are_marked_by_their_cost() {
     assert_eq!(sent(&asked[1]), body(Value::Null)["metadata"]["annotations"]);
 }
 
+/// A server with a certificate that demands one of its clients.
+async fn start_tls() -> (String, tokio::task::JoinSet<()>) {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let pem = |text: &str| CertificateDer::from_pem_slice(text.as_bytes()).unwrap();
+    let mut roots = rustls::RootCertStore::empty();
+    roots.add(pem(include_str!("kubernetes/tls/ca.pem"))).unwrap();
+    let clients = WebPkiClientVerifier::builder(Arc::new(roots)).build().unwrap();
+    let key = include_str!("kubernetes/tls/server.key").as_bytes();
+    let config = rustls::ServerConfig::builder()
+        .with_client_cert_verifier(clients)
+        .with_single_cert(
+            vec![pem(include_str!("kubernetes/tls/server.pem"))],
+            PrivateKeyDer::from_pem_slice(key).unwrap(),
+        )
+        .unwrap();
+    let acceptor = tokio_rustls::TlsAcceptor::from(Arc::new(config));
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let mut task = tokio::task::JoinSet::new();
+    task.spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            let Ok(stream) = acceptor.accept(stream).await else { continue };
+            let service = hyper::service::service_fn(async |request: Request<Incoming>| {
+                let body = match request.uri().path().ends_with("/scale") {
+                    true => fixture!("scale"),
+                    false => fixture!("pods"),
+                };
+                Ok::<_, Infallible>(Response::new(Full::new(Bytes::from_static(body.as_bytes()))))
+            });
+            let http = hyper::server::conn::http1::Builder::new();
+            let _ = http.serve_connection(TokioIo::new(stream), service).await;
+        }
+    });
+    (address, task)
+}
+
+#[tokio::test]
+async fn both_sides_check_certificates() {
+    let (address, _task) = start_tls().await;
+    let files = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/kubernetes/tls");
+    let read = async |cluster: &str, user: &str| {
+        let text = format!(
+            "current-context: c
+clusters:
+- name: c
+  cluster:
+    server: https://{address}
+    {cluster}
+contexts:
+- name: c
+  context: {{cluster: c, user: u}}
+users:
+- name: u
+  user:
+    {user}
+"
+        );
+        let config = ClientConfig::from_kubeconfig(&text).unwrap();
+        let target = KubernetesTarget::open(config, "deploy/d".parse().unwrap(), None).unwrap();
+        target.read().await
+    };
+    let authority = format!("certificate-authority: {files}/ca.pem");
+    let identity =
+        format!("client-certificate: {files}/client.pem\n    client-key: {files}/client.key");
+    assert_eq!(read(&authority, &identity).await.unwrap().replicas, 3);
+    let no_identity = read(&authority, "token: t").await.unwrap_err();
+    assert!(matches!(no_identity, TargetError::Unreachable(_)), "{no_identity}");
+    let no_authority = read("", &identity).await.unwrap_err();
+    assert!(no_authority.to_string().contains("certificate"), "{no_authority}");
+    let unchecked = read("insecure-skip-tls-verify: true", &identity).await.unwrap();
+    assert_eq!(unchecked.replicas, 3);
+}
+
 #[tokio::test]
 async fn failures_say_what_to_do() {
     let cases: [(u16, &'static str, &str, &str); 5] = [
@@ -270,7 +344,7 @@ async fn failures_say_what_to_do() {
     ];
     for (status, answer, kind, advice) in cases {
         let server = replay(&[(status, answer)]).await;
-        let error = server.target("deployment/atoll-backend").await.read().await.unwrap_err();
+        let error = server.target("deployment/atoll-backend").read().await.unwrap_err();
         assert!(error.to_string().starts_with(kind), "{status}: {error}");
         assert!(error.advice().contains(advice), "{status}: {}", error.advice());
     }
@@ -278,7 +352,7 @@ async fn failures_say_what_to_do() {
     let address = nobody.address.clone();
     drop(nobody);
     for scheme in ["http", "https"] {
-        let target = target(scheme, &address, "deployment/atoll-backend").await;
+        let target = target(scheme, &address, "deployment/atoll-backend");
         let error = target.read().await.unwrap_err();
         assert!(matches!(error, TargetError::Unreachable(_)), "{scheme}: {error}");
     }
@@ -305,8 +379,8 @@ async fn cluster(store: &Arc<dyn Store>, keys: &Keys, rate: f64) {
     put(keys.one(Kind::Load, "f"), encode(&report)).await;
 }
 
-async fn agent(store: &Arc<dyn Store>, keys: &Keys, name: &str, server: &Replay) -> SchedulerAgent {
-    let target = server.target("deployment/atoll-backend").await;
+fn agent(store: &Arc<dyn Store>, keys: &Keys, name: &str, server: &Replay) -> SchedulerAgent {
+    let target = server.target("deployment/atoll-backend");
     let settings = ScalingSettings { replicas_most: 9, ..ScalingSettings::default() };
     let look = Duration::from_millis(50);
     SchedulerAgent {
@@ -355,10 +429,10 @@ async fn only_who_leads_scales() {
         Replay::start(Answers::ByPath(by_path)).await,
     );
     let (stop_first, stopped) = watch::channel(false);
-    let leads = tokio::spawn(agent(&store, &keys, "s1", &first).await.run(stopped));
+    let leads = tokio::spawn(agent(&store, &keys, "s1", &first).run(stopped));
     eventually("the leader scales", async || !first.patches().is_empty()).await;
     let (_stop_second, stopped) = watch::channel(false);
-    let waits = tokio::spawn(agent(&store, &keys, "s2", &second).await.run(stopped));
+    let waits = tokio::spawn(agent(&store, &keys, "s2", &second).run(stopped));
     eventually("the record is kept", async || {
         record(&store, &keys).await.is_some_and(|record| record.wanted > 3)
     })
@@ -393,7 +467,7 @@ async fn what_is_not_allowed_is_said_and_plans_go_on() {
     }))
     .await;
     let (_stop, stopped) = watch::channel(false);
-    let work = tokio::spawn(agent(&store, &keys, "s1", &server).await.run(stopped));
+    let work = tokio::spawn(agent(&store, &keys, "s1", &server).run(stopped));
     eventually("the failure is kept", async || {
         record(&store, &keys).await.is_some_and(|record| record.errors >= 2)
     })
@@ -413,7 +487,7 @@ async fn a_server_that_never_answers_holds_nobody_up() {
     cluster(&store, &keys, 10.0).await;
     let server = Replay::start(Answers::Never).await;
     let (_stop, stopped) = watch::channel(false);
-    let work = tokio::spawn(agent(&store, &keys, "s1", &server).await.run(stopped));
+    let work = tokio::spawn(agent(&store, &keys, "s1", &server).run(stopped));
     let epoch = async || -> u64 {
         let Some(entry) = store.get(&keys.plan()).await.unwrap() else { return 0 };
         let plan: Value = serde_json::from_slice(&entry.value).unwrap();
