@@ -21,7 +21,7 @@ SHORT_LEASE_MS = 2000
 # How long a cluster gets to be as a test wants it: only one that never gets there takes so long.
 WAIT_SECONDS = 120
 # Why frontends refuse what models are asked while their backends go or change, and nothing is wrong but that.
-REASONS = (LOST, "no backend answers for model", "is loading", "is not ready: unloaded")
+REASONS = (LOST, "no backend serves model", "is loading", "is not ready: unloaded")
 
 
 class Process:

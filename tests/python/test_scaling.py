@@ -72,7 +72,7 @@ def test_a_backend_goes_when_it_is_empty(tmp_path: Path, api: KubernetesApi, mon
         assert frontend.metric("atoll_cluster_backends_present") in (1, 2)
         command = [str(BINARY), "cluster", "status", "--store", cluster.store]
         text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-        assert "deployment/reef: 1 wanted, 1 asked for" in text, text
+        assert "deployment/reef: 1 wanted, 1 requested" in text, text
     finally:
         cluster.stop()
 

@@ -34,11 +34,11 @@ impl Candidate {
     /// Waits until it leads. An unreachable store is waited for as well.
     pub async fn campaign(&self) -> Result<Leader, StoreError> {
         loop {
-            match self.try_to_lead().await {
+            match self.try_acquire().await {
                 Ok(Some(leader)) => return Ok(leader),
                 Ok(None) => {}
-                Err(StoreError::Unreachable(why)) => {
-                    tracing::debug!(why, "cannot stand for election");
+                Err(StoreError::Unreachable(reason)) => {
+                    tracing::debug!(reason, "cannot campaign");
                     tokio::time::sleep(RETRY).await;
                 }
                 Err(StoreError::NoLease | StoreError::Behind) => tokio::time::sleep(RETRY).await,
@@ -47,7 +47,7 @@ impl Candidate {
         }
     }
 
-    async fn try_to_lead(&self) -> Result<Option<Leader>, StoreError> {
+    async fn try_acquire(&self) -> Result<Option<Leader>, StoreError> {
         let listing = self.store.list(&self.key).await?;
         if listing.entries.iter().any(|entry| entry.key == self.key) {
             let mut watch = self.store.watch(&self.key, listing.revision).await?;
@@ -92,7 +92,7 @@ impl Leader {
     }
 
     /// Returns when the lease is lost, and with it the lead.
-    pub async fn deposed(&mut self) {
+    pub async fn lost(&mut self) {
         self.lease.lost().await;
     }
 

@@ -66,7 +66,7 @@ impl LeaseKeeper {
     pub async fn end(self) {
         self.task.abort();
         if let Err(error) = self.store.revoke(self.lease).await {
-            tracing::debug!(%error, "a lease is left to end by itself");
+            tracing::debug!(%error, "cannot revoke the lease; it expires by itself");
         }
     }
 }

@@ -13,7 +13,7 @@ pub mod text;
 use planner::PlanError;
 use planner::query::{Split, Stage, split, split_evenly};
 
-use crate::scheduler::placement::{Curve, SLO_SHARE};
+use crate::scheduler::plan::{Curve, SLO_SHARE};
 use crate::scheduler::pooling;
 
 /// Pieces an objective is split into.

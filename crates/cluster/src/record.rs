@@ -40,19 +40,19 @@ impl Keys {
     }
 
     /// All keys of one kind.
-    pub fn of(&self, kind: Kind) -> String {
+    pub fn of(&self, kind: RecordKind) -> String {
         format!("{}{}", self.root, kind.folder_prefix())
     }
 
     /// One key of a kind.
-    pub fn one(&self, kind: Kind, name: &str) -> String {
+    pub fn one(&self, kind: RecordKind, name: &str) -> String {
         format!("{}{}{name}", self.root, kind.folder_prefix())
     }
 }
 
 /// Kinds of records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum RecordKind {
     /// Backends that are there ([`BackendRecord`]), by lease.
     Backend,
     /// What backends have loaded ([`BackendState`]), by lease.
@@ -75,20 +75,20 @@ pub enum Kind {
     Split,
 }
 
-impl Kind {
+impl RecordKind {
     /// How keys of this kind begin, after what all keys begin with.
     pub fn folder_prefix(self) -> &'static str {
         match self {
-            Kind::Backend => "backends/",
-            Kind::State => "states/",
-            Kind::Frontend => "frontends/",
-            Kind::Load => "loads/",
-            Kind::Model => "models/",
-            Kind::Profile => "profiles/",
-            Kind::Assignment => "assignments/",
-            Kind::Route => "routes/",
-            Kind::Query => "queries/",
-            Kind::Split => "splits/",
+            RecordKind::Backend => "backends/",
+            RecordKind::State => "states/",
+            RecordKind::Frontend => "frontends/",
+            RecordKind::Load => "loads/",
+            RecordKind::Model => "models/",
+            RecordKind::Profile => "profiles/",
+            RecordKind::Assignment => "assignments/",
+            RecordKind::Route => "routes/",
+            RecordKind::Query => "queries/",
+            RecordKind::Split => "splits/",
         }
     }
 }
@@ -110,7 +110,7 @@ pub fn decode<T: DeserializeOwned>(key: &str, value: &[u8]) -> Option<T> {
     match serde_json::from_slice(value) {
         Ok(record) => Some(record),
         Err(error) => {
-            tracing::warn!(key, %error, "a record cannot be read");
+            tracing::warn!(key, %error, "cannot decode record");
             None
         }
     }
@@ -133,7 +133,7 @@ pub struct BackendRecord {
 /// Where a model stands on a backend.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "state", rename_all = "lowercase")]
-pub enum Standing {
+pub enum LoadState {
     /// Being loaded.
     Loading,
     /// Answers.
@@ -154,7 +154,7 @@ pub enum Standing {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BackendState {
     /// By model.
-    pub models: BTreeMap<String, Standing>,
+    pub models: BTreeMap<String, LoadState>,
 }
 
 /// A process that takes requests.
@@ -202,9 +202,11 @@ pub struct StageLoad {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct QueryLoad {
     /// Questions, as requests of a model are seen.
-    pub questions: ModelLoad,
+    #[serde(rename = "questions")]
+    pub requests: ModelLoad,
     /// Questions a second that came through all stages, over a longer time: what fan-outs are measured against.
-    pub walked: f64,
+    #[serde(rename = "walked")]
+    pub completed: f64,
     /// 99 of 100 recent questions spent at most this between stages, in milliseconds.
     pub between_ms: f64,
     /// By stage.
@@ -279,7 +281,7 @@ pub struct ProfileRecord {
 /// Why a backend holds a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Part {
+pub enum AssignmentRole {
     /// It serves a part of the model's rate.
     Serving,
     /// It is there for when another one is lost.
@@ -290,20 +292,21 @@ pub enum Part {
 
 /// A model that a backend is to hold.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Share {
+pub struct AssignedModel {
     /// The model.
     pub model: String,
     /// The version.
     pub version: u64,
     /// Why.
-    pub part: Part,
+    #[serde(rename = "part")]
+    pub role: AssignmentRole,
     /// Requests that one turn takes.
     pub batch: u32,
     /// Requests a second that are planned to come.
     pub rate: f64,
     /// Requests that a turn begins with, where the backend is one of a pool; else 0.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub least: u32,
+    #[serde(rename = "least", default, skip_serializing_if = "is_zero")]
+    pub min_batch: u32,
 }
 
 fn is_zero(value: &u32) -> bool {
@@ -318,7 +321,8 @@ pub struct Assignment {
     /// Length of the duty cycle in milliseconds; 0 when nothing is served.
     pub cycle_ms: f64,
     /// What.
-    pub shares: Vec<Share>,
+    #[serde(rename = "shares")]
+    pub models: Vec<AssignedModel>,
 }
 
 /// A backend that answers for a model.
@@ -339,8 +343,8 @@ pub struct TargetRecord {
     /// Length of its duty cycle in milliseconds.
     pub cycle_ms: f64,
     /// Requests that a turn begins with, where it is one of a pool that does nothing else; else 0.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub least: u32,
+    #[serde(rename = "least", default, skip_serializing_if = "is_zero")]
+    pub min_batch: u32,
 }
 
 /// Where requests for a model go.
@@ -396,8 +400,8 @@ pub struct PlanRecord {
     /// Models whose objective no batch meets.
     pub unattainable: Vec<String>,
     /// Models that begin alike and are planned as one.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub families: Vec<Vec<String>>,
+    #[serde(alias = "families", default, skip_serializing_if = "Vec::is_empty")]
+    pub prefix_groups: Vec<Vec<String>>,
     /// Models that every backend failed to load, and why.
     pub failed: BTreeMap<String, String>,
     /// Milliseconds that planning took.

@@ -6,6 +6,6 @@
 
 pub mod driver;
 pub mod kubernetes;
-pub mod need;
+pub mod replica_estimate;
 pub mod scaler;
 pub mod target;

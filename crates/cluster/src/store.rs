@@ -39,10 +39,10 @@ pub enum StoreError {
     #[error("the store is not reachable: {0}")]
     Unreachable(String),
     /// A lease that does not exist (any more).
-    #[error("the lease is gone")]
+    #[error("the lease does not exist")]
     NoLease,
     /// A watch missed changes; list again and watch from there.
-    #[error("the watch fell behind; what it missed is gone")]
+    #[error("the watch fell behind and missed changes")]
     Behind,
     /// The engine refuses.
     #[error("the store refuses: {0}")]
@@ -214,7 +214,7 @@ pub fn open(name: &str, clock: Arc<dyn Clock>) -> Result<Arc<dyn Store>, StoreEr
     match name.strip_prefix("etcd://") {
         Some(endpoints) => Ok(Arc::new(etcd::EtcdStore::new(endpoints)?)),
         None => Err(StoreError::Refused(format!(
-            "'{name}' is no store; there are: memory, and etcd://HOST:PORT[,HOST:PORT...]"
+            "'{name}' is not a store; use memory or etcd://HOST:PORT[,HOST:PORT...]"
         ))),
     }
 }

@@ -9,13 +9,13 @@ use std::time::Duration;
 use base::MonotonicClock;
 use bytes::Bytes;
 use cluster::record::{
-    BackendRecord, Keys, Kind, LoadReport, ModelLoad, ModelRecord, ProfileRecord, ScalingRecord,
-    encode, profile_name,
+    BackendRecord, Keys, LoadReport, ModelLoad, ModelRecord, ProfileRecord, RecordKind,
+    ScalingRecord, encode, profile_name,
 };
 use cluster::scaling::driver::Scaling;
 use cluster::scaling::kubernetes::{ClientConfig, KubernetesTarget};
 use cluster::scaling::scaler::ScalingSettings;
-use cluster::scaling::target::{Target, TargetError};
+use cluster::scaling::target::{ScaleError, ScaleTarget};
 use cluster::scheduler::SchedulerSettings;
 use cluster::scheduler::agent::SchedulerAgent;
 use cluster::store::{self, Store};
@@ -205,7 +205,7 @@ async fn replicas_are_changed_only_from_what_was_read() {
     let target = server.target("deployment/atoll-backend");
     target.write("481290", 5).await.unwrap();
     let again = target.write("481290", 6).await.unwrap_err();
-    assert!(matches!(again, TargetError::Conflict(_)), "{again}");
+    assert!(matches!(again, ScaleError::Conflict(_)), "{again}");
     let asked = server.asked();
     assert_eq!(asked.len(), 2, "a conflict is not tried again blindly");
     let path = format!("{SCALE}?fieldManager=atoll");
@@ -326,7 +326,7 @@ users:
         format!("client-certificate: {files}/client.pem\n    client-key: {files}/client.key");
     assert_eq!(read(&authority, &identity).await.unwrap().replicas, 3);
     let no_identity = read(&authority, "token: t").await.unwrap_err();
-    assert!(matches!(no_identity, TargetError::Unreachable(_)), "{no_identity}");
+    assert!(matches!(no_identity, ScaleError::Unreachable(_)), "{no_identity}");
     let no_authority = read("", &identity).await.unwrap_err();
     assert!(no_authority.to_string().contains("certificate"), "{no_authority}");
     let unchecked = read("insecure-skip-tls-verify: true", &identity).await.unwrap();
@@ -338,8 +338,8 @@ async fn failures_say_what_to_do() {
     let cases: [(u16, &'static str, &str, &str); 5] = [
         (403, fixture!("forbidden"), "not allowed", "role"),
         (401, fixture!("unauthorized"), "not allowed", "service account"),
-        (404, fixture!("not_found"), "not there", "--kubernetes-scale"),
-        (409, fixture!("conflict"), "changed meanwhile", "autoscaler"),
+        (404, fixture!("not_found"), "not found", "--kubernetes-scale"),
+        (409, fixture!("conflict"), "changed concurrently", "autoscaler"),
         (503, "upstream connect error", "not reachable", "API server"),
     ];
     for (status, answer, kind, advice) in cases {
@@ -354,7 +354,7 @@ async fn failures_say_what_to_do() {
     for scheme in ["http", "https"] {
         let target = target(scheme, &address, "deployment/atoll-backend");
         let error = target.read().await.unwrap_err();
-        assert!(matches!(error, TargetError::Unreachable(_)), "{scheme}: {error}");
+        assert!(matches!(error, ScaleError::Unreachable(_)), "{scheme}: {error}");
     }
 }
 
@@ -365,31 +365,31 @@ async fn cluster(store: &Arc<dyn Store>, keys: &Keys, rate: f64) {
     for name in ["2xkqz", "9t7vw", "lm4c8"] {
         let record = BackendRecord { device: "gpu".to_string(), ..BackendRecord::default() };
         let name = format!("atoll-backend-6d4cf56db6-{name}");
-        put(keys.one(Kind::Backend, &name), encode(&record)).await;
+        put(keys.one(RecordKind::Backend, &name), encode(&record)).await;
     }
     let config = model::ModelConfig { timeout_ms: Some(100), ..Default::default() };
     let record =
         ModelRecord { version: 1, digest: "d".to_string(), bytes: 1, enabled: true, config };
-    put(keys.one(Kind::Model, "m"), encode(&record)).await;
+    put(keys.one(RecordKind::Model, "m"), encode(&record)).await;
     let profile = ProfileRecord { curve: vec![(1, 5.0), (16, 20.0)], ..ProfileRecord::default() };
-    put(keys.one(Kind::Profile, &profile_name("gpu", "d")), encode(&profile)).await;
+    put(keys.one(RecordKind::Profile, &profile_name("gpu", "d")), encode(&profile)).await;
     let load = ModelLoad { fast: rate, slow: rate, window: 2.0, ..ModelLoad::default() };
     let models = [("m".to_string(), load)].into();
     let report = LoadReport { models, ..LoadReport::default() };
-    put(keys.one(Kind::Load, "f"), encode(&report)).await;
+    put(keys.one(RecordKind::Load, "f"), encode(&report)).await;
 }
 
 fn agent(store: &Arc<dyn Store>, keys: &Keys, name: &str, server: &Replay) -> SchedulerAgent {
     let target = server.target("deployment/atoll-backend");
-    let settings = ScalingSettings { replicas_most: 9, ..ScalingSettings::default() };
-    let look = Duration::from_millis(50);
+    let settings = ScalingSettings { replicas_max: 9, ..ScalingSettings::default() };
+    let poll = Duration::from_millis(50);
     SchedulerAgent {
         store: store.clone(),
         keys: keys.clone(),
         name: name.to_string(),
         lease: Duration::from_secs(60),
         settings: SchedulerSettings::default(),
-        scaling: Some(Scaling { look, ..Scaling::new(Arc::new(target), settings) }),
+        scaling: Some(Scaling { poll, ..Scaling::new(Arc::new(target), settings) }),
         clock: Arc::new(MonotonicClock::new()),
     }
 }
@@ -496,7 +496,7 @@ async fn a_server_that_never_answers_holds_nobody_up() {
     eventually("the server is asked", async || !server.asked().is_empty()).await;
     eventually("a first plan", async || epoch().await >= 1).await;
     // While the server is silent, a backend is lost and the plan follows.
-    let lost = keys.one(Kind::Backend, "atoll-backend-6d4cf56db6-2xkqz");
+    let lost = keys.one(RecordKind::Backend, "atoll-backend-6d4cf56db6-2xkqz");
     let before = epoch().await;
     store.delete(&lost).await.unwrap();
     eventually("the next plan", async || epoch().await > before).await;

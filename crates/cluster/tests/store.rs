@@ -103,14 +103,14 @@ async fn a_mirror_outlives_a_restart_of_etcd() {
         Arc::new(EtcdStore::new(&format!("127.0.0.1:{}", etcd.port)).unwrap());
     reachable(&*store).await;
     store.put("/m/a", "1", None).await.unwrap();
-    let mut image = mirror::follow(store.clone(), "/m/").await.unwrap();
+    let mut entries = mirror::follow(store.clone(), "/m/").await.unwrap();
     etcd.process.kill().unwrap();
     etcd.process.wait().unwrap();
     assert!(store.put("/m/b", "2", None).await.is_err());
-    assert_eq!(image.borrow().len(), 1);
+    assert_eq!(entries.borrow().len(), 1);
     etcd.process = spawn(etcd.folder.path(), etcd.port, etcd.peer).unwrap();
     reachable(&*store).await;
     store.put("/m/b", "2", None).await.unwrap();
-    let wait = image.wait_for(|map| map.len() == 2);
+    let wait = entries.wait_for(|map| map.len() == 2);
     tokio::time::timeout(Duration::from_secs(60), wait).await.unwrap().unwrap();
 }

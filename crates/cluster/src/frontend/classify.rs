@@ -54,9 +54,9 @@ pub(super) async fn send(address: &str, request: &ClassifyRequest) -> ApiResult<
     connection.abort();
     let body = body.map_err(|error| lost(&error))?.to_bytes();
     let json: Value = serde_json::from_slice(&body)
-        .map_err(|_| ApiError::internal("the backend's answer is not JSON"))?;
+        .map_err(|_| ApiError::internal("the backend's reply is not JSON"))?;
     if status == 200 {
-        return read(&json).ok_or_else(|| ApiError::internal("the backend's answer is incomplete"));
+        return read(&json).ok_or_else(|| ApiError::internal("the backend's reply is incomplete"));
     }
     let message = json["error"].as_str().unwrap_or("the backend failed").to_string();
     Err(ApiError::new(kind_of(status), message))

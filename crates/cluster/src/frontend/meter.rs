@@ -17,7 +17,7 @@ const SLOW_SECONDS: f64 = 10.0;
 #[derive(Clone, Debug, Default)]
 pub struct Rates {
     /// Counts at times, the last of the quick average's window.
-    marks: VecDeque<(Nanos, u64)>,
+    samples: VecDeque<(Nanos, u64)>,
     slow: f64,
     /// Seconds of experience, for the slow average begins without any.
     age: f64,
@@ -27,7 +27,7 @@ impl Rates {
     /// `count` requests have come until `now`; returns the quick rate, the seconds it speaks of and the slow rate.
     pub fn tick(&mut self, now: Nanos, count: u64) -> (f64, f64, f64) {
         let seconds = |from: Nanos| (now - from).0 as f64 / 1e9;
-        if let Some(&(last, before)) = self.marks.back() {
+        if let Some(&(last, before)) = self.samples.back() {
             let span = seconds(last);
             if span > 0.0 {
                 let rate = count.saturating_sub(before) as f64 / span;
@@ -37,11 +37,11 @@ impl Rates {
                 self.slow += (rate - self.slow) * part;
             }
         }
-        self.marks.push_back((now, count));
-        while self.marks.len() > 2 && seconds(self.marks[1].0) >= FAST_SECONDS * 0.99 {
-            self.marks.pop_front();
+        self.samples.push_back((now, count));
+        while self.samples.len() > 2 && seconds(self.samples[1].0) >= FAST_SECONDS * 0.99 {
+            self.samples.pop_front();
         }
-        let &(first, before) = self.marks.front().unwrap_or(&(now, count));
+        let &(first, before) = self.samples.front().unwrap_or(&(now, count));
         let window = seconds(first).max(1e-3);
         let fast = if first == now { 0.0 } else { count.saturating_sub(before) as f64 / window };
         (fast, window, self.slow)
@@ -56,13 +56,13 @@ pub struct Meter {
     late: AtomicU64,
     refused: AtomicU64,
     retried: AtomicU64,
-    recent: Mutex<Recent>,
+    recent: Mutex<RecentLoad>,
 }
 
 #[derive(Debug, Default)]
-struct Recent {
+struct RecentLoad {
     rates: Rates,
-    latency: Times,
+    latency: RecentTimes,
 }
 
 /// How long times count as recent.
@@ -70,13 +70,13 @@ const RECENT: Nanos = Nanos::from_millis(10_000);
 
 /// Recent times.
 #[derive(Debug, Default)]
-struct Times {
+struct RecentTimes {
     current: Histogram,
     previous: Histogram,
     turned_at: Nanos,
 }
 
-impl Times {
+impl RecentTimes {
     fn record(&mut self, time: Nanos) {
         self.current.record(time);
     }
@@ -123,7 +123,7 @@ impl Meter {
         self.retried.fetch_add(1, Relaxed);
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Recent> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, RecentLoad> {
         self.recent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -132,11 +132,11 @@ impl Meter {
         let arrived = self.arrived.load(Relaxed);
         let (fast, window, slow) = self.lock().rates.tick(now, arrived);
         let rates = (tenths(fast), tenths(window), tenths(slow));
-        ModelLoad { fast: rates.0, window: rates.1, slow: rates.2, arrived, ..self.look(now) }
+        ModelLoad { fast: rates.0, window: rates.1, slow: rates.2, arrived, ..self.counts(now) }
     }
 
     /// Counts and times at `now`, without rates.
-    pub fn look(&self, now: Nanos) -> ModelLoad {
+    pub fn counts(&self, now: Nanos) -> ModelLoad {
         let p99_ms = self.lock().latency.p99_ms(now);
         ModelLoad {
             arrived: self.arrived.load(Relaxed),
@@ -154,16 +154,16 @@ impl Meter {
 #[derive(Debug)]
 pub struct QueryMeter {
     /// Its questions, as requests.
-    pub questions: Meter,
+    pub requests: Meter,
     names: Vec<String>,
     recent: Mutex<RecentQuery>,
 }
 
 #[derive(Debug, Default)]
 struct RecentQuery {
-    walked: u64,
-    walked_rates: Rates,
-    between: Times,
+    completed: u64,
+    completed_rates: Rates,
+    between: RecentTimes,
     stages: Vec<RecentStage>,
 }
 
@@ -171,7 +171,7 @@ struct RecentQuery {
 struct RecentStage {
     requests: u64,
     rates: Rates,
-    times: Times,
+    times: RecentTimes,
 }
 
 impl QueryMeter {
@@ -179,7 +179,7 @@ impl QueryMeter {
     pub fn new(names: Vec<String>) -> QueryMeter {
         let stages = names.iter().map(|_| RecentStage::default()).collect();
         let recent = Mutex::new(RecentQuery { stages, ..RecentQuery::default() });
-        QueryMeter { questions: Meter::default(), names, recent }
+        QueryMeter { requests: Meter::default(), names, recent }
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, RecentQuery> {
@@ -195,15 +195,15 @@ impl QueryMeter {
     }
 
     /// A question came through all stages and spent `between` outside of them.
-    pub fn walk(&self, between: Nanos) {
+    pub fn complete(&self, between: Nanos) {
         let mut recent = self.lock();
-        recent.walked += 1;
+        recent.completed += 1;
         recent.between.record(between);
     }
 
     /// Counts and times at `now`, without rates: looking must not disturb what is reported.
-    pub fn look(&self, now: Nanos) -> QueryLoad {
-        let questions = self.questions.look(now);
+    pub fn counts(&self, now: Nanos) -> QueryLoad {
+        let requests = self.requests.counts(now);
         let mut recent = self.lock();
         let recent = &mut *recent;
         let stage = |(name, stage): (&String, &mut RecentStage)| {
@@ -211,8 +211,8 @@ impl QueryMeter {
             (name.clone(), load)
         };
         QueryLoad {
-            questions,
-            walked: 0.0,
+            requests,
+            completed: 0.0,
             between_ms: recent.between.p99_ms(now),
             stages: self.names.iter().zip(&mut recent.stages).map(stage).collect(),
         }
@@ -220,10 +220,10 @@ impl QueryMeter {
 
     /// What to report at `now`.
     pub fn report(&self, now: Nanos) -> QueryLoad {
-        let questions = self.questions.report(now);
+        let requests = self.requests.report(now);
         let mut recent = self.lock();
         let recent = &mut *recent;
-        let (_, _, walked) = recent.walked_rates.tick(now, recent.walked);
+        let (_, _, completed) = recent.completed_rates.tick(now, recent.completed);
         let stage = |(name, stage): (&String, &mut RecentStage)| {
             let (_, _, slow) = stage.rates.tick(now, stage.requests);
             // Ratios of rates are wanted, so small ones are not rounded away.
@@ -231,8 +231,8 @@ impl QueryMeter {
             (name.clone(), load)
         };
         QueryLoad {
-            questions,
-            walked,
+            requests,
+            completed,
             between_ms: recent.between.p99_ms(now),
             stages: self.names.iter().zip(&mut recent.stages).map(stage).collect(),
         }
@@ -251,15 +251,15 @@ const BURST_SECONDS: f64 = 0.1;
 impl RateLimit {
     /// Whether `count` more may come at `now` under `rate` a second. Where the backends are `at_ease` they may whatever the
     /// rate: a plan that is short of machines is no reason to leave those that are idle.
-    pub fn admit(&self, now: Nanos, rate: f64, count: u64, at_ease: bool) -> bool {
+    pub fn admit(&self, now: Nanos, rate: f64, count: u64, underloaded: bool) -> bool {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let (last, tokens) = *state;
         let gained = (now - last).0 as f64 / 1e9 * rate;
-        let most = (rate * BURST_SECONDS).max(1.0);
-        let tokens = (tokens + gained).min(most);
+        let max = (rate * BURST_SECONDS).max(1.0);
+        let tokens = (tokens + gained).min(max);
         let admitted = tokens >= 1.0;
         *state = (now, if admitted { tokens - count as f64 } else { tokens });
-        admitted || at_ease
+        admitted || underloaded
     }
 }
 
@@ -291,12 +291,12 @@ mod tests {
             for _ in 0..5 {
                 meter.stage(0, 1, Nanos::from_millis(2));
                 meter.stage(1, 7, Nanos::from_millis(3));
-                meter.walk(Nanos::from_millis(1));
+                meter.complete(Nanos::from_millis(1));
             }
             last = meter.report(Nanos::from_millis(1000 * second));
         }
-        assert!((last.stages["read"].slow / last.walked - 7.0).abs() < 1e-9, "{last:?}");
-        assert!((last.walked - 5.0).abs() < 0.01 && last.between_ms >= 1.0, "{last:?}");
+        assert!((last.stages["read"].slow / last.completed - 7.0).abs() < 1e-9, "{last:?}");
+        assert!((last.completed - 5.0).abs() < 0.01 && last.between_ms >= 1.0, "{last:?}");
     }
 
     #[test]

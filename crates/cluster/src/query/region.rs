@@ -16,7 +16,7 @@ pub struct RegionRules {
 }
 
 /// The least edge of a rectangle, in places of the map.
-const EDGE_LEAST: f32 = 3.0;
+const EDGE_MIN: f32 = 3.0;
 /// Rectangles whose upper edges are this close belong to one line, in places of the map.
 const LINE: f32 = 10.0;
 /// A rectangle this much higher than wide holds a line that runs downwards.
@@ -34,7 +34,7 @@ pub fn find(map: &[f32], width: usize, height: usize, rules: &RegionRules) -> Ve
         }
         let outline = flood(map, width, height, rules.threshold, start, &mut seen);
         let Some((corners, wide, high)) = rectangle(&hull(outline)) else { continue };
-        if wide.min(high) < EDGE_LEAST {
+        if wide.min(high) < EDGE_MIN {
             continue;
         }
         let score = mean_inside(map, width, height, &corners);

@@ -16,7 +16,7 @@ use serde_json::json;
 use self::client::{KubernetesClient, Pod, PodCondition};
 pub use self::config::ClientConfig;
 use super::scaler::Removal;
-use super::target::{Replica, Scale, Target, TargetError, TargetFuture};
+use super::target::{Replica, Scale, ScaleError, ScaleFuture, ScaleTarget};
 
 /// Annotation by which Kubernetes removes pods with a lower cost first.
 /// <https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deletion-cost>
@@ -107,7 +107,7 @@ impl KubernetesTarget {
     }
 }
 
-impl Target for KubernetesTarget {
+impl ScaleTarget for KubernetesTarget {
     fn name(&self) -> String {
         format!("{}/{}", self.workload.kind.singular(), self.workload.name)
     }
@@ -119,11 +119,11 @@ impl Target for KubernetesTarget {
         }
     }
 
-    fn read(&self) -> TargetFuture<'_, Scale> {
+    fn read(&self) -> ScaleFuture<'_, Scale> {
         Box::pin(async move {
             let WorkloadName { kind, name } = &self.workload;
             let scale = self.client.scale(kind.resource(), name).await?;
-            let lacks = |what: &str| TargetError::Refused(format!("its scale has no {what}"));
+            let lacks = |what: &str| ScaleError::Refused(format!("its scale has no {what}"));
             let version = scale.metadata.resource_version.ok_or_else(|| lacks("version"))?;
             let selector = scale.status.and_then(|status| status.selector);
             let selector = selector.filter(|selector| !selector.is_empty());
@@ -138,7 +138,7 @@ impl Target for KubernetesTarget {
         })
     }
 
-    fn write<'a>(&'a self, version: &'a str, replicas: u32) -> TargetFuture<'a, ()> {
+    fn write<'a>(&'a self, version: &'a str, replicas: u32) -> ScaleFuture<'a, ()> {
         Box::pin(async move {
             let WorkloadName { kind, name } = &self.workload;
             let patch = json!({
@@ -149,7 +149,7 @@ impl Target for KubernetesTarget {
         })
     }
 
-    fn mark<'a>(&'a self, replica: &'a str, first: bool) -> TargetFuture<'a, ()> {
+    fn mark<'a>(&'a self, replica: &'a str, first: bool) -> ScaleFuture<'a, ()> {
         Box::pin(async move {
             if self.removal() == Removal::Ordinal {
                 return Ok(());
@@ -158,7 +158,7 @@ impl Target for KubernetesTarget {
             let patch = json!({ "metadata": { "annotations": { DELETION_COST: cost } } });
             match self.client.patch_pod(replica, &patch).await {
                 // The pod has been removed already.
-                Err(TargetError::NotFound(_)) => Ok(()),
+                Err(ScaleError::NotFound(_)) => Ok(()),
                 result => result,
             }
         })

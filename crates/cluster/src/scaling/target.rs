@@ -8,7 +8,7 @@ use thiserror::Error;
 use super::scaler::Removal;
 
 /// A call to whoever runs the machines.
-pub type TargetFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, TargetError>> + Send + 'a>>;
+pub type ScaleFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, ScaleError>> + Send + 'a>>;
 
 /// One replica as whoever runs it sees it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -37,7 +37,7 @@ pub struct Scale {
 }
 
 /// Something with replicas.
-pub trait Target: Send + Sync + 'static {
+pub trait ScaleTarget: Send + Sync + 'static {
     /// What it is, such as `deployment/atoll-backend`.
     fn name(&self) -> String;
 
@@ -45,26 +45,26 @@ pub trait Target: Send + Sync + 'static {
     fn removal(&self) -> Removal;
 
     /// What there is.
-    fn read(&self) -> TargetFuture<'_, Scale>;
+    fn read(&self) -> ScaleFuture<'_, Scale>;
 
     /// Asks for `replicas`, if nothing has changed since `version`.
-    fn write<'a>(&'a self, version: &'a str, replicas: u32) -> TargetFuture<'a, ()>;
+    fn write<'a>(&'a self, version: &'a str, replicas: u32) -> ScaleFuture<'a, ()>;
 
     /// Marks a replica as one to go first, or as any other.
-    fn mark<'a>(&'a self, replica: &'a str, first: bool) -> TargetFuture<'a, ()>;
+    fn mark<'a>(&'a self, replica: &'a str, first: bool) -> ScaleFuture<'a, ()>;
 }
 
 /// Why a target did not do what it was asked to.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum TargetError {
+pub enum ScaleError {
     /// It may not be read or written.
     #[error("not allowed: {0}")]
     Forbidden(String),
     /// It is not there.
-    #[error("not there: {0}")]
+    #[error("not found: {0}")]
     NotFound(String),
     /// It changed since it was read.
-    #[error("changed meanwhile: {0}")]
+    #[error("changed concurrently: {0}")]
     Conflict(String),
     /// It cannot be reached, or does not answer in time.
     #[error("not reachable: {0}")]
@@ -74,26 +74,29 @@ pub enum TargetError {
     Refused(String),
 }
 
-impl TargetError {
+impl ScaleError {
     /// What somebody who reads the log can do.
     pub fn advice(&self) -> &'static str {
         match self {
-            TargetError::Forbidden(_) => {
-                "bind the scheduler's service account to a role with get and patch on the scale and get, list and patch on pods (deploy/kubernetes has one)"
+            ScaleError::Forbidden(_) => {
+                "bind the scheduler's service account to a role with get and patch on the scale and get, \
+                 list and patch on pods (deploy/kubernetes has one)"
             }
-            TargetError::NotFound(_) => "check --kubernetes-scale and --kubernetes-namespace",
-            TargetError::Conflict(_) => {
-                "nothing to do: it is read again; if this goes on, something else scales it too, such as an autoscaler"
+            ScaleError::NotFound(_) => "check --kubernetes-scale and --kubernetes-namespace",
+            ScaleError::Conflict(_) => {
+                "nothing to do: it is read again; if this persists, something else scales it too, such \
+                 as an autoscaler"
             }
-            TargetError::Unreachable(_) => {
-                "check the API server and the network policy between it and the scheduler; plans go on meanwhile"
+            ScaleError::Unreachable(_) => {
+                "check the API server and the network policy between it and the scheduler; planning \
+                 continues"
             }
-            TargetError::Refused(_) => "see what the API server says; plans go on meanwhile",
+            ScaleError::Refused(_) => "see the message of the API server; planning continues",
         }
     }
 
     /// Whether two errors have the same cause.
-    pub fn is_like(&self, other: &TargetError) -> bool {
+    pub fn is_like(&self, other: &ScaleError) -> bool {
         std::mem::discriminant(self) == std::mem::discriminant(other)
     }
 }

@@ -5,8 +5,8 @@ use planner::gpu::SliceKind;
 use planner::squishy::{self, Node, Part, Session};
 use planner::{GpuKind, Point, Problem, Profiles, Rules, Service, Sharing, Watch, certified};
 
-use super::kinship::{self, Family};
-use super::pooling;
+use super::plan::PrefixGroup;
+use super::{pooling, prefix_batching};
 
 /// Who packs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -57,17 +57,17 @@ const ROUNDS_MAX: u32 = 400;
 /// there are more nodes than `machines`, so callers look at the number. With `pooled`, machines of one session share its requests.
 pub(crate) fn pack(
     sessions: &[Session],
-    families: &[Option<Family>],
+    prefix_groups: &[Option<PrefixGroup>],
     packer: Packer,
     pooled: bool,
     machines: usize,
 ) -> Option<Vec<Node>> {
-    if families.iter().all(Option::is_none) {
+    if prefix_groups.iter().all(Option::is_none) {
         return pack_pooled(sessions, packer, machines, |_| pooled);
     }
-    let merged = kinship::merge(sessions, families);
-    let apart = |session: usize| pooled && merged.is_apart(session);
-    pack_pooled(&merged.sessions, packer, machines, apart).map(|nodes| merged.expand(nodes))
+    let merged = prefix_batching::merge(sessions, prefix_groups);
+    let single = |session: usize| pooled && merged.is_single(session);
+    pack_pooled(&merged.sessions, packer, machines, single).map(|nodes| merged.expand(nodes))
 }
 
 /// Pools first; what is left of each session is packed with the others'.
@@ -75,17 +75,17 @@ fn pack_pooled(
     sessions: &[Session],
     packer: Packer,
     machines: usize,
-    apart: impl Fn(usize) -> bool,
+    single: impl Fn(usize) -> bool,
 ) -> Option<Vec<Node>> {
     let (mut nodes, rest) =
-        pooling::fill(sessions, |session| packer != Packer::Oblivious && apart(session));
+        pooling::fill_pools(sessions, |session| packer != Packer::Oblivious && single(session));
     if nodes.len() > machines {
         return Some(nodes);
     }
     let open: Vec<usize> =
         (0..rest.len()).filter(|&index| rest[index].rate > sessions[index].rate * 1e-9).collect();
-    let left: Vec<Session> = open.iter().map(|&index| rest[index].clone()).collect();
-    let mut others = pack_each(&left, packer, machines - nodes.len())?;
+    let remaining: Vec<Session> = open.iter().map(|&index| rest[index].clone()).collect();
+    let mut others = pack_each(&remaining, packer, machines - nodes.len())?;
     others.iter_mut().flat_map(|node| &mut node.parts).for_each(|p| p.session = open[p.session]);
     nodes.extend(others);
     Some(nodes)
@@ -109,9 +109,9 @@ fn pack_each(sessions: &[Session], packer: Packer, machines: usize) -> Option<Ve
 }
 
 /// Time as the planner's watch wants it: rounds, so that a plan does not depend on how fast the machine is.
-struct Rounds;
+struct RoundClock;
 
-impl Clock for Rounds {
+impl Clock for RoundClock {
     fn now(&self) -> Nanos {
         Nanos::ZERO
     }
@@ -153,7 +153,7 @@ pub fn proven_bound(sessions: &[Session]) -> Option<f64> {
         rounds += 1;
         rounds < ROUNDS_MAX
     };
-    let clock = Rounds;
+    let clock = RoundClock;
     let mut watch = Watch::new(&clock, &mut report);
     certified::bound(&problem(sessions), &mut watch).ok().map(|solution| solution.bound)
 }
@@ -165,7 +165,7 @@ fn certified_nodes(sessions: &[Session]) -> Option<Vec<Node>> {
         rounds += 1;
         rounds < ROUNDS_MAX
     };
-    let clock = Rounds;
+    let clock = RoundClock;
     let mut watch = Watch::new(&clock, &mut report);
     let solution = certified::plan(&problem, &mut watch).ok()?;
     if !planner::check(&problem, &solution.plan).is_empty() {

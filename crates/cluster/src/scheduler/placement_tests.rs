@@ -13,7 +13,7 @@ fn machines(count: usize, memory_bytes: u64) -> Vec<Machine> {
 
 fn demand(model: &str, rate: f64, real_time: bool) -> Demand {
     let model = model.to_string();
-    Demand { model, rate, slo_ms: 100.0, real_time, memory_bytes: 10, family: None }
+    Demand { model, rate, slo_ms: 100.0, real_time, memory_bytes: 10, prefix_group: None }
 }
 
 fn curves(models: &[Demand]) -> Curves {
@@ -21,9 +21,9 @@ fn curves(models: &[Demand]) -> Curves {
     models.iter().map(|d| (("cpu".to_string(), d.model.clone()), curve.clone())).collect()
 }
 
-fn holdings(placement: &Placement) -> Holdings {
-    let models = |place: &Place| place.parts.iter().map(|part| part.model.clone()).collect();
-    placement.places.iter().map(|(name, place)| (name.clone(), models(place))).collect()
+fn loaded_models(placement: &Placement) -> LoadedModels {
+    let models = |cycle: &DutyCycle| cycle.parts.iter().map(|part| part.model.clone()).collect();
+    placement.duty_cycles.iter().map(|(name, cycle)| (name.clone(), models(cycle))).collect()
 }
 
 #[test]
@@ -42,13 +42,14 @@ fn random_clusters_get_legal_placements() {
             .collect();
         let curves = curves(&demands);
         let settings = PlacementSettings { spread: round % 2 == 0, ..PlacementSettings::default() };
-        let placement = place(&machines, &demands, &curves, &Holdings::new(), &settings);
-        let wrong = check(&machines, &demands, &curves, &placement);
-        assert!(wrong.is_empty(), "round {round}: {wrong:?}");
+        let placement = place(&machines, &demands, &curves, &LoadedModels::new(), &settings);
+        let errors = check(&machines, &demands, &curves, &placement);
+        assert!(errors.is_empty(), "round {round}: {errors:?}");
         let copies = machines.len().min(2);
         for demand in &demands {
-            let has = |place: &&Place| place.parts.iter().any(|part| part.model == demand.model);
-            let count = placement.places.values().filter(has).count();
+            let has =
+                |cycle: &&DutyCycle| cycle.parts.iter().any(|part| part.model == demand.model);
+            let count = placement.duty_cycles.values().filter(has).count();
             assert!(count >= copies, "round {round}: {} has {count} copies", demand.model);
         }
     }
@@ -59,7 +60,7 @@ fn what_fits_gets_its_whole_rate_with_headroom() {
     let demands = [demand("a", 500.0, true), demand("b", 100.0, false)];
     let settings = PlacementSettings { spread: false, ..PlacementSettings::default() };
     let placement =
-        place(&machines(4, 0), &demands, &curves(&demands), &Holdings::new(), &settings);
+        place(&machines(4, 0), &demands, &curves(&demands), &LoadedModels::new(), &settings);
     assert!((placement.slack(&demands) - 1.2).abs() < 1e-6, "{placement:?}");
     assert!(placement.used() <= 2);
 }
@@ -70,7 +71,7 @@ fn too_small_a_cluster_cuts_best_effort_first() {
     let demands = [demand("rt", 600.0, true), demand("be", 2000.0, false)];
     let settings = PlacementSettings::default();
     let placement =
-        place(&machines(2, 0), &demands, &curves(&demands), &Holdings::new(), &settings);
+        place(&machines(2, 0), &demands, &curves(&demands), &LoadedModels::new(), &settings);
     let rates = placement.rates();
     assert!(rates["rt"] >= 600.0, "{rates:?}");
     assert!(rates["be"] < 2000.0 && rates["be"] > 300.0, "{rates:?}");
@@ -84,10 +85,10 @@ fn a_small_change_moves_little() {
     let curves = curves(&demands);
     let settings = PlacementSettings { spread: false, ..PlacementSettings::default() };
     let machines = machines(8, 0);
-    let before = place(&machines, &demands, &curves, &Holdings::new(), &settings);
-    let held = holdings(&before);
+    let before = place(&machines, &demands, &curves, &LoadedModels::new(), &settings);
+    let held = loaded_models(&before);
     demands[3].rate *= 1.1;
-    let after = holdings(&place(&machines, &demands, &curves, &held, &settings));
+    let after = loaded_models(&place(&machines, &demands, &curves, &held, &settings));
     let loads: usize = after
         .iter()
         .map(|(name, models)| models.difference(held.get(name).unwrap_or(&BTreeSet::new())).count())
@@ -100,7 +101,7 @@ fn objectives_that_no_batch_meets_are_named_and_still_served() {
     let demands = [Demand { slo_ms: 3.0, ..demand("tight", 10.0, true) }];
     let settings = PlacementSettings::default();
     let placement =
-        place(&machines(2, 0), &demands, &curves(&demands), &Holdings::new(), &settings);
+        place(&machines(2, 0), &demands, &curves(&demands), &LoadedModels::new(), &settings);
     assert_eq!(placement.unattainable, ["tight"]);
     assert!(placement.slack(&demands) >= 1.0);
 }
@@ -112,6 +113,6 @@ fn unmeasured_models_and_two_kinds_of_machines_are_placed() {
     let demands = [demand("new", 5.0, true), demand("old", 700.0, true)];
     let known = curves(&demands[1..]);
     let placement =
-        place(&machines, &demands, &known, &Holdings::new(), &PlacementSettings::default());
+        place(&machines, &demands, &known, &LoadedModels::new(), &PlacementSettings::default());
     assert!(placement.slack(&demands) >= 1.0, "{placement:?}");
 }

@@ -4,20 +4,20 @@ use std::collections::{BTreeMap, HashMap};
 
 use model::config::Class;
 
-use super::placement::{Curve, Curves, Machine};
+use super::plan::{Curve, Curves, Machine};
 use crate::query::spec::{Checked, QuerySpec};
 use crate::query::{QueryStage, stage_demands};
 use crate::record::{QueryLoad, SplitRecord, StageBudget};
-use crate::view::View;
+use crate::snapshot::ClusterSnapshot;
 
 /// Requests a question makes of a stage that fans out, as long as nobody knows.
 const FAN_OUT_GUESS: f64 = 4.0;
 /// The most of an objective that is kept for what happens between stages.
-const BETWEEN_MOST: f64 = 0.5;
+const BETWEEN_MAX: f64 = 0.5;
 
 /// What queries ask of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Asked {
+pub struct QueryDemand {
     /// The shortest budget of its stages.
     pub budget_ms: f64,
     /// Whether one of them goes before others.
@@ -28,24 +28,28 @@ pub struct Asked {
 pub fn budgets<'a>(
     queries: &'a BTreeMap<String, QuerySpec>,
     splits: &BTreeMap<String, SplitRecord>,
-) -> HashMap<&'a str, Asked> {
-    let mut asked: HashMap<&str, Asked> = HashMap::new();
+) -> HashMap<&'a str, QueryDemand> {
+    let mut demands: HashMap<&str, QueryDemand> = HashMap::new();
     for (name, query) in queries {
         let Some(split) = splits.get(name) else { continue };
         for stage in &query.stages {
             let Some(budget) = split.stages.get(&stage.name) else { continue };
             let real_time = query.class == Some(Class::RealTime);
-            let mine = Asked { budget_ms: budget.budget_ms, real_time };
-            let all = asked.entry(stage.model.as_str()).or_insert(mine);
+            let mine = QueryDemand { budget_ms: budget.budget_ms, real_time };
+            let all = demands.entry(stage.model.as_str()).or_insert(mine);
             all.budget_ms = all.budget_ms.min(mine.budget_ms);
             all.real_time |= real_time;
         }
     }
-    asked
+    demands
 }
 
 /// The budgets of all queries. One that cannot be is left out: frontends say why.
-pub fn splits(view: &View, machines: &[Machine], curves: &Curves) -> BTreeMap<String, SplitRecord> {
+pub fn splits(
+    snapshot: &ClusterSnapshot,
+    machines: &[Machine],
+    curves: &Curves,
+) -> BTreeMap<String, SplitRecord> {
     let mut kinds: BTreeMap<&str, usize> = BTreeMap::new();
     machines.iter().for_each(|machine| *kinds.entry(&machine.device).or_default() += 1);
     // Of several kinds of machines the most common one speaks for all.
@@ -55,10 +59,10 @@ pub fn splits(view: &View, machines: &[Machine], curves: &Curves) -> BTreeMap<St
         kinds.iter().find_map(|(kind, _)| curves.get(&(kind.to_string(), model.to_string())))
     };
     let mut splits = BTreeMap::new();
-    for (name, query) in &view.queries {
+    for (name, query) in &snapshot.queries {
         let Ok(checked) = query.clone().check() else { continue };
         let loads: Vec<&QueryLoad> =
-            view.loads.values().filter_map(|report| report.queries.get(name)).collect();
+            snapshot.loads.values().filter_map(|report| report.queries.get(name)).collect();
         splits.insert(name.clone(), split(&checked, &loads, curve));
     }
     splits
@@ -66,7 +70,7 @@ pub fn splits(view: &View, machines: &[Machine], curves: &Curves) -> BTreeMap<St
 
 /// Requests that a question makes of each stage: measured, or as the query says.
 fn fan_outs(query: &Checked, loads: &[&QueryLoad]) -> Vec<f64> {
-    let walked: f64 = loads.iter().map(|load| load.walked).sum();
+    let completed: f64 = loads.iter().map(|load| load.completed).sum();
     let mut fan_outs: Vec<f64> = Vec::new();
     for (index, stage) in query.spec.stages.iter().enumerate() {
         let seen: f64 =
@@ -76,10 +80,10 @@ fn fan_outs(query: &Checked, loads: &[&QueryLoad]) -> Vec<f64> {
             None => 1.0,
         };
         let guess = if stage.each.is_some() { above * FAN_OUT_GUESS } else { above };
-        fan_outs.push(match (query.chains[index].is_empty(), walked > 0.0) {
+        fan_outs.push(match (query.chains[index].is_empty(), completed > 0.0) {
             (true, _) => 1.0,
             // A stage that nobody needs for a while must still have a place.
-            (false, true) => (seen / walked).max(0.01),
+            (false, true) => (seen / completed).max(0.01),
             (false, false) => stage.fan_out.unwrap_or(guess),
         });
     }
@@ -94,7 +98,7 @@ fn split<'a>(
     let stages = &query.spec.stages;
     let fan_outs = fan_outs(query, loads);
     let between_ms = loads.iter().map(|load| load.between_ms).fold(0.0, f64::max);
-    let slo_ms = query.spec.slo_ms - between_ms.min(query.spec.slo_ms * BETWEEN_MOST);
+    let slo_ms = query.spec.slo_ms - between_ms.min(query.spec.slo_ms * BETWEEN_MAX);
     let known: Vec<Option<&Curve>> = stages.iter().map(|stage| curve(&stage.model)).collect();
     let shortest = |index: usize| {
         let times = known[index].into_iter().flatten().map(|(_, ms)| *ms);
@@ -112,7 +116,7 @@ fn split<'a>(
             let why = format!("model '{}' is not measured yet", stage.model);
             (evenly(query, slo_ms), 0.0, false, Some(why))
         }
-        None => match best(query, questions(loads), &fan_outs, &known, slo_ms) {
+        None => match best(query, request_rate(loads), &fan_outs, &known, slo_ms) {
             Ok((budgets_ms, cost, exact)) => (budgets_ms, cost, exact, None),
             Err(why) => (evenly(query, slo_ms), 0.0, false, Some(why)),
         },
@@ -150,15 +154,15 @@ fn evenly(query: &Checked, slo_ms: f64) -> Vec<f64> {
 }
 
 /// Questions a second, to a power of two: budgets are to stay where they are while the rate moves a little.
-fn questions(loads: &[&QueryLoad]) -> f64 {
-    let rate: f64 = loads.iter().map(|load| load.walked).sum();
+fn request_rate(loads: &[&QueryLoad]) -> f64 {
+    let rate: f64 = loads.iter().map(|load| load.completed).sum();
     if rate > 1.0 { rate.log2().floor().exp2() } else { 1.0 }
 }
 
 /// The split that takes the fewest machines.
 fn best(
     query: &Checked,
-    questions: f64,
+    request_rate: f64,
     fan_outs: &[f64],
     curves: &[Option<&Curve>],
     slo_ms: f64,
@@ -175,13 +179,13 @@ fn best(
     for (index, stage) in query.spec.stages.iter().enumerate() {
         stages.push(QueryStage {
             model: stage.model.clone(),
-            rate: questions * fan_outs[index],
+            rate: request_rate * fan_outs[index],
             curve: curves[index].cloned().unwrap_or_default(),
             next: query.next(index).into_iter().map(|next| next + 1).collect(),
         });
     }
     let split = stage_demands(&stages, slo_ms, false, true).map_err(|error| error.to_string())?;
-    Ok((split.budgets_ms[1..].to_vec(), split.cost / questions, split.exact))
+    Ok((split.budgets_ms[1..].to_vec(), split.cost / request_rate, split.exact))
 }
 
 #[cfg(test)]
@@ -229,7 +233,7 @@ mod tests {
         let stage = |slow: f64| StageLoad { slow, p99_ms: 0.0 };
         let stages = [("find", 10.0), ("faces", faces), ("cars", cars), ("plates", cars)];
         let stages = stages.map(|(name, slow)| (name.to_string(), stage(slow))).into();
-        QueryLoad { walked: 10.0, stages, ..QueryLoad::default() }
+        QueryLoad { completed: 10.0, stages, ..QueryLoad::default() }
     }
 
     /// What a budget has to be for a turn of gathering and one of running to be planned in it.

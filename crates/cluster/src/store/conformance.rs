@@ -185,12 +185,12 @@ async fn leases(store: &dyn Store, prefix: &str) -> Outcome {
 
 async fn mirrors(store: Arc<dyn Store>, prefix: &str) -> Outcome {
     store.put(&format!("{prefix}a"), "1", None).await.map_err(text)?;
-    let mut image = mirror::follow(store.clone(), prefix).await.map_err(text)?;
-    let first = image.borrow().get("a").cloned();
+    let mut entries = mirror::follow(store.clone(), prefix).await.map_err(text)?;
+    let first = entries.borrow().get("a").cloned();
     require(first.is_some_and(|value| value == "1"), "a mirror begins without what is there")?;
     store.put(&format!("{prefix}b"), "2", None).await.map_err(text)?;
     store.delete(&format!("{prefix}a")).await.map_err(text)?;
-    let there = image.wait_for(|map| map.len() == 1 && map.get("b").is_some_and(|v| v == "2"));
+    let there = entries.wait_for(|map| map.len() == 1 && map.get("b").is_some_and(|v| v == "2"));
     let there = tokio::time::timeout(PATIENCE, there).await;
     require(matches!(there, Ok(Ok(_))), "a mirror does not follow")
 }

@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::config::{BearerToken, ClientConfig};
-use crate::scaling::target::TargetError;
+use crate::scaling::target::ScaleError;
 
 /// Pods per page of a list, and the maximum number of pages.
 const PAGE_SIZE: u32 = 500;
@@ -158,7 +158,7 @@ impl KubernetesClient {
         &self,
         resource: &str,
         name: &str,
-    ) -> Result<ScaleObject, TargetError> {
+    ) -> Result<ScaleObject, ScaleError> {
         let url = self.scale_url(resource, name);
         decode(self.call(Method::GET, url, JSON, None).await?).await
     }
@@ -169,13 +169,13 @@ impl KubernetesClient {
         resource: &str,
         name: &str,
         patch: &Value,
-    ) -> Result<(), TargetError> {
+    ) -> Result<(), ScaleError> {
         let url = with_field_manager(self.scale_url(resource, name));
         self.call(Method::PATCH, url, JSON, Some(patch)).await.map(|_| ())
     }
 
     /// The pods that `selector` selects.
-    pub(super) async fn pods(&self, selector: &str) -> Result<Vec<Pod>, TargetError> {
+    pub(super) async fn pods(&self, selector: &str) -> Result<Vec<Pod>, ScaleError> {
         let mut pods = Vec::new();
         let mut next: Option<String> = None;
         for _ in 0..PAGES_MAX {
@@ -194,11 +194,11 @@ impl KubernetesClient {
             }
         }
         let limit = PAGES_MAX * PAGE_SIZE as usize;
-        Err(TargetError::Refused(format!("'{selector}' selects more than {limit} pods")))
+        Err(ScaleError::Refused(format!("'{selector}' selects more than {limit} pods")))
     }
 
     /// Changes the metadata of a pod by a merge patch.
-    pub(super) async fn patch_pod(&self, name: &str, patch: &Value) -> Result<(), TargetError> {
+    pub(super) async fn patch_pod(&self, name: &str, patch: &Value) -> Result<(), ScaleError> {
         let url = with_field_manager(self.url(&["api", "v1"], &["pods", name]));
         self.call(Method::PATCH, url, ONLY_METADATA, Some(patch)).await.map(|_| ())
     }
@@ -224,7 +224,7 @@ impl KubernetesClient {
         url: Url,
         accept: &'static str,
         patch: Option<&Value>,
-    ) -> Result<Response, TargetError> {
+    ) -> Result<Response, ScaleError> {
         let mut request = self.http.request(method, url).header(ACCEPT, accept);
         if let Some(value) = self.authorization().await? {
             request = request.header(AUTHORIZATION, value);
@@ -239,16 +239,16 @@ impl KubernetesClient {
         }
     }
 
-    async fn authorization(&self) -> Result<Option<HeaderValue>, TargetError> {
+    async fn authorization(&self) -> Result<Option<HeaderValue>, ScaleError> {
         let token = match &self.token {
             BearerToken::None => return Ok(None),
             BearerToken::Fixed(token) => token.clone(),
             BearerToken::File(path) => tokio::fs::read_to_string(path).await.map_err(|error| {
-                TargetError::Unreachable(format!("token {}: {error}", path.display()))
+                ScaleError::Unreachable(format!("token {}: {error}", path.display()))
             })?,
         };
         let mut value = HeaderValue::try_from(format!("Bearer {}", token.trim()))
-            .map_err(|_| TargetError::Forbidden("the token is not a header value".to_string()))?;
+            .map_err(|_| ScaleError::Forbidden("the token is not a header value".to_string()))?;
         value.set_sensitive(true);
         Ok(Some(value))
     }
@@ -259,26 +259,26 @@ fn with_field_manager(mut url: Url) -> Url {
     url
 }
 
-async fn decode<T: DeserializeOwned>(response: Response) -> Result<T, TargetError> {
+async fn decode<T: DeserializeOwned>(response: Response) -> Result<T, ScaleError> {
     let body = response.bytes().await.map_err(|error| unreachable(&error))?;
     serde_json::from_slice(&body)
-        .map_err(|error| TargetError::Refused(format!("unexpected reply: {error}")))
+        .map_err(|error| ScaleError::Refused(format!("unexpected reply: {error}")))
 }
 
-fn unreachable(error: &reqwest::Error) -> TargetError {
-    TargetError::Unreachable(with_causes(error))
+fn unreachable(error: &reqwest::Error) -> ScaleError {
+    ScaleError::Unreachable(with_causes(error))
 }
 
-async fn failure(response: Response) -> TargetError {
+async fn failure(response: Response) -> ScaleError {
     let code = response.status();
     let body = response.bytes().await.unwrap_or_default();
     let message = failure_message(code, &body);
     match code.as_u16() {
-        401 | 403 => TargetError::Forbidden(message),
-        404 => TargetError::NotFound(message),
-        409 => TargetError::Conflict(message),
-        429 | 500..=599 => TargetError::Unreachable(message),
-        _ => TargetError::Refused(message),
+        401 | 403 => ScaleError::Forbidden(message),
+        404 => ScaleError::NotFound(message),
+        409 => ScaleError::Conflict(message),
+        429 | 500..=599 => ScaleError::Unreachable(message),
+        _ => ScaleError::Refused(message),
     }
 }
 

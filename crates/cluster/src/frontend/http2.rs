@@ -18,16 +18,16 @@ use tokio::net::TcpStream;
 use tower::Service;
 
 /// Longest wait for a connection.
-const CONNECT: Duration = Duration::from_millis(500);
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 /// How often a connection is asked whether it lives; it has as long to answer.
-const PING: Duration = Duration::from_millis(500);
+const PING_INTERVAL: Duration = Duration::from_millis(500);
 /// Bytes that a backend may send ahead, of one answer and of all.
 const STREAM_WINDOW: u32 = 1 << 20;
 const CONNECTION_WINDOW: u32 = 4 << 20;
 
 /// Why a backend gave no answer.
 #[derive(Debug, Error)]
-pub enum WireError {
+pub enum ConnectionError {
     /// There is no connection.
     #[error("cannot connect to {address}: {reason}")]
     Connect {
@@ -46,32 +46,34 @@ pub enum WireError {
 
 /// A connection to a backend, made when it is first used and again when it broke. Cloning shares it.
 #[derive(Clone)]
-pub struct Wire {
-    state: Arc<State>,
+pub struct Http2Connection {
+    state: Arc<ConnectionState>,
 }
 
-struct State {
+struct ConnectionState {
     address: String,
     open: Mutex<Option<SendRequest<Bytes>>>,
     /// One connects, others wait.
     connecting: tokio::sync::Mutex<()>,
 }
 
-impl Wire {
+impl Http2Connection {
     /// To `address`, `HOST:PORT`.
-    pub fn new(address: &str) -> Wire {
+    pub fn new(address: &str) -> Http2Connection {
         let (open, connecting) = (Mutex::default(), tokio::sync::Mutex::default());
-        Wire { state: Arc::new(State { address: address.to_string(), open, connecting }) }
+        Http2Connection {
+            state: Arc::new(ConnectionState { address: address.to_string(), open, connecting }),
+        }
     }
 }
 
-impl State {
+impl ConnectionState {
     fn current(&self) -> Option<SendRequest<Bytes>> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// A sender whose connection takes one more stream.
-    async fn sender(&self) -> Result<SendRequest<Bytes>, WireError> {
+    async fn sender(&self) -> Result<SendRequest<Bytes>, ConnectionError> {
         if let Some(sender) = self.current()
             && let Ok(sender) = sender.ready().await
         {
@@ -89,8 +91,9 @@ impl State {
         Ok(sender.ready().await?)
     }
 
-    async fn connect(&self) -> Result<SendRequest<Bytes>, WireError> {
-        let fail = |reason: String| WireError::Connect { address: self.address.clone(), reason };
+    async fn connect(&self) -> Result<SendRequest<Bytes>, ConnectionError> {
+        let fail =
+            |reason: String| ConnectionError::Connect { address: self.address.clone(), reason };
         let connect = async {
             let stream =
                 TcpStream::connect(&self.address).await.map_err(|e| fail(e.to_string()))?;
@@ -104,13 +107,13 @@ impl State {
         };
         let late = |_| fail("it takes too long".to_string());
         let (sender, mut connection) =
-            tokio::time::timeout(CONNECT, connect).await.map_err(late)??;
+            tokio::time::timeout(CONNECT_TIMEOUT, connect).await.map_err(late)??;
         let pings = connection.ping_pong();
         tokio::spawn(async move {
             // Whichever ends first ends the connection, and every request on it with an error. Who uses it next sees that.
             tokio::select! {
                 _ = connection => {}
-                () = watch(pings) => {}
+                () = watch_pings(pings) => {}
             }
         });
         Ok(sender)
@@ -118,27 +121,28 @@ impl State {
 }
 
 /// Returns when a ping was not answered in time.
-async fn watch(pings: Option<PingPong>) {
+async fn watch_pings(pings: Option<PingPong>) {
     let Some(mut pings) = pings else { return std::future::pending().await };
     loop {
-        tokio::time::sleep(PING).await;
-        match tokio::time::timeout(PING, pings.ping(Ping::opaque())).await {
+        tokio::time::sleep(PING_INTERVAL).await;
+        match tokio::time::timeout(PING_INTERVAL, pings.ping(Ping::opaque())).await {
             Ok(Ok(_)) => {}
             _ => return,
         }
     }
 }
 
-impl<B> Service<Request<B>> for Wire
+impl<B> Service<Request<B>> for Http2Connection
 where
     B: Body<Data = Bytes> + Send + Unpin + 'static,
     B::Error: std::fmt::Display,
 {
-    type Response = Response<Answer>;
-    type Error = WireError;
-    type Future = Pin<Box<dyn Future<Output = Result<Response<Answer>, WireError>> + Send>>;
+    type Response = Response<ReplyBody>;
+    type Error = ConnectionError;
+    type Future =
+        Pin<Box<dyn Future<Output = Result<Response<ReplyBody>, ConnectionError>> + Send>>;
 
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), WireError>> {
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), ConnectionError>> {
         Poll::Ready(Ok(()))
     }
 
@@ -148,10 +152,10 @@ where
             let mut sender = state.sender().await?;
             let (head, mut body) = request.into_parts();
             let empty = body.is_end_stream();
-            let (answer, mut stream) = sender.send_request(Request::from_parts(head, ()), empty)?;
+            let (reply, mut stream) = sender.send_request(Request::from_parts(head, ()), empty)?;
             let mut last: Option<Bytes> = None;
             while let Some(frame) = body.frame().await {
-                let frame = frame.map_err(|error| WireError::Request(error.to_string()))?;
+                let frame = frame.map_err(|error| ConnectionError::Request(error.to_string()))?;
                 if let Ok(data) = frame.into_data()
                     && let Some(before) = last.replace(data)
                 {
@@ -162,22 +166,22 @@ where
                 // The end travels with the last bytes.
                 stream.send_data(last.unwrap_or_default(), true)?;
             }
-            Ok(answer.await?.map(Answer))
+            Ok(reply.await?.map(ReplyBody))
         })
     }
 }
 
 /// The body of an answer.
-pub struct Answer(RecvStream);
+pub struct ReplyBody(RecvStream);
 
-impl Body for Answer {
+impl Body for ReplyBody {
     type Data = Bytes;
-    type Error = WireError;
+    type Error = ConnectionError;
 
     fn poll_frame(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, WireError>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, ConnectionError>>> {
         let stream = &mut self.get_mut().0;
         if let Some(data) = ready!(stream.poll_data(context)) {
             let data = data?;
@@ -237,9 +241,13 @@ mod tests {
         }
     }
 
-    async fn ask(wire: &Wire, address: &str, text: Bytes) -> Result<(Bytes, bool), WireError> {
+    async fn ask(
+        connection: &Http2Connection,
+        address: &str,
+        text: Bytes,
+    ) -> Result<(Bytes, bool), ConnectionError> {
         let request = Request::post(format!("http://{address}/")).body(Full::new(text)).unwrap();
-        let answer = wire.clone().call(request).await?;
+        let answer = connection.clone().call(request).await?;
         let body = answer.into_body().collect().await?;
         let trailed = body.trailers().is_some_and(|trailers| trailers.contains_key("grpc-status"));
         Ok((body.to_bytes(), trailed))
@@ -250,17 +258,17 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         tokio::spawn(echo(listener, 1));
-        let wire = Wire::new(&address);
+        let connection = Http2Connection::new(&address);
         for size in [0, 5, 3 << 20] {
             // Every connection ends after one request: the next one connects again.
             let text = Bytes::from(vec![7u8; size]);
-            let mut answer = ask(&wire, &address, text.clone()).await;
+            let mut answer = ask(&connection, &address, text.clone()).await;
             for _ in 0..20 {
                 if answer.is_ok() {
                     break;
                 }
                 tokio::time::sleep(Duration::from_millis(20)).await;
-                answer = ask(&wire, &address, text.clone()).await;
+                answer = ask(&connection, &address, text.clone()).await;
             }
             let (got, trailed) = answer.unwrap();
             assert!(got == text && trailed, "{size}");
@@ -272,8 +280,8 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         drop(listener);
-        let error = ask(&Wire::new(&address), &address, Bytes::new()).await.unwrap_err();
-        assert!(matches!(error, WireError::Connect { .. }), "{error}");
+        let error = ask(&Http2Connection::new(&address), &address, Bytes::new()).await.unwrap_err();
+        assert!(matches!(error, ConnectionError::Connect { .. }), "{error}");
     }
 
     #[tokio::test]
@@ -286,7 +294,8 @@ mod tests {
             // Nobody reads the socket any more.
             std::future::pending::<()>().await;
         });
-        let error = ask(&Wire::new(&address), &address, Bytes::from("x")).await.unwrap_err();
-        assert!(matches!(error, WireError::Broken(_)), "{error}");
+        let error =
+            ask(&Http2Connection::new(&address), &address, Bytes::from("x")).await.unwrap_err();
+        assert!(matches!(error, ConnectionError::Broken(_)), "{error}");
     }
 }

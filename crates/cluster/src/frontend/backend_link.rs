@@ -8,34 +8,34 @@ use api::proto::grpc_inference_service_client::GrpcInferenceServiceClient;
 use base::Nanos;
 use http::Uri;
 
-use super::wire::Wire;
+use super::http2::Http2Connection;
 
 /// How long a backend that failed is left alone.
 const PAUSE: Nanos = Nanos::from_millis(500);
 /// Connections to one backend; each carries many requests.
-const WIRES: usize = 2;
+const CONNECTIONS: usize = 2;
 
 /// A backend.
-pub struct Link {
+pub struct BackendLink {
     /// Where it listens.
     pub address: String,
     origin: Uri,
-    wires: Vec<Wire>,
+    connections: Vec<Http2Connection>,
     turn: AtomicUsize,
     down_until: AtomicU64,
     /// Requests sent and not answered, of all models.
     pub outstanding: AtomicUsize,
 }
 
-impl Link {
-    fn new(address: &str) -> Result<Link, String> {
+impl BackendLink {
+    fn new(address: &str) -> Result<BackendLink, String> {
         let origin: Uri = format!("http://{address}")
             .parse()
             .map_err(|error| format!("backend address '{address}': {error}"))?;
-        Ok(Link {
+        Ok(BackendLink {
             address: address.to_string(),
             origin,
-            wires: (0..WIRES).map(|_| Wire::new(address)).collect(),
+            connections: (0..CONNECTIONS).map(|_| Http2Connection::new(address)).collect(),
             turn: AtomicUsize::new(0),
             down_until: AtomicU64::new(0),
             outstanding: AtomicUsize::new(0),
@@ -43,9 +43,9 @@ impl Link {
     }
 
     /// A client over one of its connections.
-    pub fn client(&self) -> GrpcInferenceServiceClient<Wire> {
-        let turn = self.turn.fetch_add(1, Relaxed) % self.wires.len();
-        GrpcInferenceServiceClient::with_origin(self.wires[turn].clone(), self.origin.clone())
+    pub fn client(&self) -> GrpcInferenceServiceClient<Http2Connection> {
+        let turn = self.turn.fetch_add(1, Relaxed) % self.connections.len();
+        GrpcInferenceServiceClient::with_origin(self.connections[turn].clone(), self.origin.clone())
             .max_decoding_message_size(usize::MAX)
             .max_encoding_message_size(usize::MAX)
     }
@@ -70,18 +70,18 @@ impl Link {
 
 /// Connections by address.
 #[derive(Default)]
-pub struct Links {
-    links: Mutex<HashMap<String, Arc<Link>>>,
+pub struct BackendLinks {
+    links: Mutex<HashMap<String, Arc<BackendLink>>>,
 }
 
-impl Links {
+impl BackendLinks {
     /// The connection to `address`, made when it is first used.
-    pub fn get(&self, address: &str) -> Result<Arc<Link>, String> {
+    pub fn get(&self, address: &str) -> Result<Arc<BackendLink>, String> {
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(link) = links.get(address) {
             return Ok(link.clone());
         }
-        let link = Arc::new(Link::new(address)?);
+        let link = Arc::new(BackendLink::new(address)?);
         links.insert(address.to_string(), link.clone());
         Ok(link)
     }

@@ -12,7 +12,7 @@ use thiserror::Error;
 use bucket::BucketStore;
 
 use crate::query::spec::QuerySpec;
-use crate::record::{Keys, Kind, ModelRecord, decode, encode};
+use crate::record::{Keys, ModelRecord, RecordKind, decode, encode};
 use crate::store::{Store, StoreError};
 
 pub mod bucket;
@@ -125,15 +125,15 @@ impl FileStore {
 
 /// Changes to model records.
 #[derive(Clone)]
-pub struct Library {
+pub struct ModelRecords {
     store: Arc<dyn Store>,
     keys: Keys,
 }
 
-impl Library {
+impl ModelRecords {
     /// The records under `keys`.
-    pub fn new(store: Arc<dyn Store>, keys: Keys) -> Library {
-        Library { store, keys }
+    pub fn new(store: Arc<dyn Store>, keys: Keys) -> ModelRecords {
+        ModelRecords { store, keys }
     }
 
     /// Changes the record of `name` by `change`, which sees what is there and may leave it (`None`). Returns the
@@ -143,7 +143,7 @@ impl Library {
         name: &str,
         change: impl Fn(Option<&ModelRecord>) -> Option<ModelRecord>,
     ) -> Result<Option<ModelRecord>, StoreError> {
-        let key = self.keys.one(Kind::Model, name);
+        let key = self.keys.one(RecordKind::Model, name);
         for _ in 0..ATTEMPTS {
             let entry = self.store.get(&key).await?;
             let before: Option<ModelRecord> =
@@ -179,7 +179,7 @@ impl Library {
                 tracing::warn!(
                     model = name,
                     version,
-                    "another machine has this version with other contents; that one stays"
+                    "version is already published with other content"
                 );
                 None
             }
@@ -225,7 +225,7 @@ impl Library {
 
     /// Keeps a query under `name`, in place of one that is there.
     pub async fn put_query(&self, name: &str, query: &QuerySpec) -> Result<(), StoreError> {
-        let key = self.keys.one(Kind::Query, name);
+        let key = self.keys.one(RecordKind::Query, name);
         for _ in 0..ATTEMPTS {
             let entry = self.store.get(&key).await?;
             let value = encode(query);
@@ -242,7 +242,7 @@ impl Library {
 
     /// Forgets a query.
     pub async fn delete_query(&self, name: &str) -> Result<(), StoreError> {
-        self.store.delete(&self.keys.one(Kind::Query, name)).await
+        self.store.delete(&self.keys.one(RecordKind::Query, name)).await
     }
 
     /// Puts a record back, or removes it where there was none: a registration that failed leaves nothing.
@@ -252,7 +252,7 @@ impl Library {
         version: u64,
         before: Option<ModelRecord>,
     ) -> Result<(), StoreError> {
-        let key = self.keys.one(Kind::Model, name);
+        let key = self.keys.one(RecordKind::Model, name);
         let Some(entry) = self.store.get(&key).await? else { return Ok(()) };
         let now: Option<ModelRecord> = decode(&key, &entry.value);
         if now.is_none_or(|now| now.version != version) {

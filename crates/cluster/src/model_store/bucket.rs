@@ -24,15 +24,15 @@ use tokio::sync::Semaphore;
 use super::{ModelStoreError, digest, hexadecimal, is_digest};
 
 /// Models that are brought at once.
-const DOWNLOADS_MOST: usize = 4;
+const DOWNLOADS_MAX: usize = 4;
 /// A store that sends nothing for so long has failed.
-const SILENCE_MOST: Duration = Duration::from_secs(30);
-/// An upload may take this, and what its size takes at [`UPLOAD_LEAST`].
-const UPLOAD_MOST: Duration = Duration::from_secs(60);
+const SILENCE_MAX: Duration = Duration::from_secs(30);
+/// An upload may take this, and what its size takes at [`UPLOAD_MIN`].
+const UPLOAD_MAX: Duration = Duration::from_secs(60);
 /// Bytes a second that an upload has at least.
-const UPLOAD_LEAST: u64 = 1 << 20;
+const UPLOAD_MIN: u64 = 1 << 20;
 /// S3 takes no more in one request.
-const OBJECT_MOST: u64 = 5 << 30;
+const OBJECT_MAX: u64 = 5 << 30;
 
 /// A bucket, or a part of one, with a cache.
 #[derive(Clone)]
@@ -70,7 +70,7 @@ impl BucketStore {
         crate::tls::choose();
         let options = ClientOptions::new()
             .with_timeout_disabled()
-            .with_read_timeout(SILENCE_MOST)
+            .with_read_timeout(SILENCE_MAX)
             .with_connect_timeout(Duration::from_secs(5))
             // An endpoint without TLS is used only where the environment says so in its address.
             .with_allow_http(endpoint().is_some_and(|endpoint| endpoint.starts_with("http://")));
@@ -107,7 +107,7 @@ impl BucketStore {
             url,
             prefix,
             cache,
-            permits: Semaphore::new(DOWNLOADS_MOST),
+            permits: Semaphore::new(DOWNLOADS_MAX),
             flights: Mutex::default(),
             parts: AtomicU64::new(0),
         };
@@ -219,7 +219,7 @@ impl BucketStore {
         let (content, size) = (bytes.clone(), bytes.len() as u64);
         let name = tokio::task::spawn_blocking(move || digest(&content)).await;
         let name = name.map_err(|error| ModelStoreError::Unavailable(error.to_string()))?;
-        if size > OBJECT_MOST {
+        if size > OBJECT_MAX {
             let why = format!(
                 "{size} bytes are more than one request may carry to S3 (5 GiB): copy the file to {} yourself",
                 self.address(&name)
@@ -233,7 +233,7 @@ impl BucketStore {
                 match self.fetch(&name, size).await {
                     Ok(_) => return Ok(name),
                     Err(ModelStoreError::Damaged(why)) => {
-                        tracing::warn!(why, "put right by what was registered now");
+                        tracing::warn!(reason = why, "damaged object overwritten");
                         let again = self.upload(&name, bytes, PutMode::Overwrite).await;
                         again.map_err(|error| self.failure(&name, error))?;
                     }
@@ -251,7 +251,7 @@ impl BucketStore {
     }
 
     async fn upload(&self, name: &str, bytes: Bytes, mode: PutMode) -> Result<(), Error> {
-        let limit = UPLOAD_MOST + Duration::from_secs(bytes.len() as u64 / UPLOAD_LEAST);
+        let limit = UPLOAD_MAX + Duration::from_secs(bytes.len() as u64 / UPLOAD_MIN);
         let options = PutOptions { mode, ..PutOptions::default() };
         let key = self.key(name);
         let put = self.inner.store.put_opts(&key, bytes.into(), options);

@@ -2,11 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::scheduler::placement::{self, Curves, Demand, Holdings, Machine, PlacementSettings};
+use crate::scheduler::placement::{self, PlacementSettings};
+use crate::scheduler::plan::{Curves, Demand, LoadedModels, Machine, Placement};
 
 /// What the leading scheduler knows of load and machines.
 #[derive(Clone, Debug, Default)]
-pub struct Outlook {
+pub struct ScalingInput {
     /// Backends that are there.
     pub machines: Vec<Machine>,
     /// What is asked of each model.
@@ -16,16 +17,16 @@ pub struct Outlook {
     /// How placements are made.
     pub placement: PlacementSettings,
     /// Requests a second that every model is ready for.
-    pub rate_least: f64,
+    pub rate_min: f64,
     /// Whether any frontend reports load.
     pub reported: bool,
     /// By backend, what it does.
-    pub duties: BTreeMap<String, Duty>,
+    pub usage: BTreeMap<String, BackendUsage>,
 }
 
 /// What a backend does.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Duty {
+pub struct BackendUsage {
     /// Whether it holds no model and is to hold none.
     pub empty: bool,
     /// Share of its time that the plan uses.
@@ -33,76 +34,78 @@ pub struct Duty {
 }
 
 /// A gain in served rate below this is none.
-const GAIN_LEAST: f64 = 1.02;
+const GAIN_MIN: f64 = 1.02;
 
 /// Replicas that serve what `outlook` asks for, at most `most`. `replicas` names those there are among its backends; all
 /// others are counted on and never scaled. `None` where that cannot be known: nobody reports load, or no replica has joined
 /// yet that would tell what kind of machine they are.
-pub fn need(outlook: &Outlook, replicas: &BTreeSet<String>, most: u32) -> Option<u32> {
-    if !outlook.reported {
+pub fn estimate_replicas(
+    input: &ScalingInput,
+    replicas: &BTreeSet<String>,
+    max: u32,
+) -> Option<u32> {
+    if !input.reported {
         return None;
     }
     let (own, others): (Vec<&Machine>, Vec<&Machine>) =
-        outlook.machines.iter().partition(|machine| replicas.contains(&machine.name));
-    let model = own.first()?;
+        input.machines.iter().partition(|machine| replicas.contains(&machine.name));
+    let replica = own.first()?;
     let others: Vec<Machine> = others.into_iter().cloned().collect();
-    let trial = Trial { demands: demands(outlook, &model.device), outlook, others, model };
-    let most = most as usize;
-    let all = trial.place(most);
+    let trial = Trial { demands: demands(input, &replica.device), input, others, replica };
+    let max = max as usize;
+    let all = trial.place(max);
     if !trial.suffices(&all) {
         // Replicas that would not help are not asked for.
-        let now = trial.place(own.len().min(most));
-        let helps = all.slack(&trial.demands) > now.slack(&trial.demands) * GAIN_LEAST;
-        let count = if helps { most } else { own.len().min(most) };
+        let now = trial.place(own.len().min(max));
+        let helps = all.slack(&trial.demands) > now.slack(&trial.demands) * GAIN_MIN;
+        let count = if helps { max } else { own.len().min(max) };
         return u32::try_from(count).ok();
     }
     let mut count = all.used().saturating_sub(trial.others.len());
-    while count < most && !trial.suffices(&trial.place(count)) {
+    while count < max && !trial.suffices(&trial.place(count)) {
         count += (count / 16).max(1);
     }
-    u32::try_from(count.min(most)).ok()
+    u32::try_from(count.min(max)).ok()
 }
 
 /// Models that nobody has measured take no machines by a guess, only their place.
-fn demands(outlook: &Outlook, device: &str) -> Vec<Demand> {
+fn demands(input: &ScalingInput, device: &str) -> Vec<Demand> {
     let demand = |demand: &Demand| {
-        let known = outlook.curves.contains_key(&(device.to_string(), demand.model.clone()));
-        let rate = if known { demand.rate } else { demand.rate.min(outlook.rate_least) };
+        let known = input.curves.contains_key(&(device.to_string(), demand.model.clone()));
+        let rate = if known { demand.rate } else { demand.rate.min(input.rate_min) };
         Demand { rate, ..demand.clone() }
     };
-    outlook.demands.iter().map(demand).collect()
+    input.demands.iter().map(demand).collect()
 }
 
 /// Placements on machines that might be.
 struct Trial<'a> {
-    outlook: &'a Outlook,
+    input: &'a ScalingInput,
     demands: Vec<Demand>,
     others: Vec<Machine>,
     /// What a replica is like.
-    model: &'a Machine,
+    replica: &'a Machine,
 }
 
 impl Trial<'_> {
-    fn place(&self, replicas: usize) -> placement::Placement {
+    fn place(&self, replicas: usize) -> Placement {
         let mut machines = self.others.clone();
         // Names that no backend can have.
-        machines.extend(
-            (0..replicas).map(|number| Machine {
-                name: format!("/replica/{number:06}"),
-                ..self.model.clone()
-            }),
-        );
-        let settings = PlacementSettings { spread: false, ..self.outlook.placement.clone() };
-        let held = Holdings::new();
-        placement::place(&machines, &self.demands, &self.outlook.curves, &held, &settings)
+        machines.extend((0..replicas).map(|number| Machine {
+            name: format!("/replica/{number:06}"),
+            ..self.replica.clone()
+        }));
+        let settings = PlacementSettings { spread: false, ..self.input.placement.clone() };
+        let held = LoadedModels::new();
+        placement::place(&machines, &self.demands, &self.input.curves, &held, &settings)
     }
 
     /// Whether all is served with the headroom, from as many backends as copies are asked for.
-    fn suffices(&self, placement: &placement::Placement) -> bool {
-        let settings = &self.outlook.placement;
+    fn suffices(&self, placement: &Placement) -> bool {
+        let settings = &self.input.placement;
         // Places hold standbys too: with them every model has its copies, or there are too few machines.
         let mut copies: BTreeMap<&str, usize> = BTreeMap::new();
-        for part in placement.places.values().flat_map(|place| &place.parts) {
+        for part in placement.duty_cycles.values().flat_map(|cycle| &cycle.parts) {
             *copies.entry(&part.model).or_default() += 1;
         }
         let copied = self.demands.iter().all(|demand| {
@@ -116,56 +119,56 @@ impl Trial<'_> {
 mod tests {
     use super::*;
 
-    fn outlook(own: usize, others: usize, rates: &[f64]) -> Outlook {
+    fn input(own: usize, others: usize, rates: &[f64]) -> ScalingInput {
         let machine = |name: String| Machine { name, device: "gpu".to_string(), memory_bytes: 0 };
         let mut machines: Vec<Machine> = (0..own).map(|n| machine(format!("own-{n}"))).collect();
         machines.extend((0..others).map(|n| machine(format!("other-{n}"))));
-        let mut outlook = Outlook {
+        let mut input = ScalingInput {
             machines,
             reported: true,
-            rate_least: 1.0,
+            rate_min: 1.0,
             placement: PlacementSettings { copies: 1, ..PlacementSettings::default() },
-            ..Outlook::default()
+            ..ScalingInput::default()
         };
         for (index, &rate) in rates.iter().enumerate() {
             let name = format!("m{index}");
             let key = ("gpu".to_string(), name.clone());
-            outlook.curves.insert(key, vec![(1, 5.0), (4, 8.0), (16, 20.0)]);
+            input.curves.insert(key, vec![(1, 5.0), (4, 8.0), (16, 20.0)]);
             let demand = Demand { model: name, rate, slo_ms: 100.0, ..Demand::default() };
-            outlook.demands.push(demand);
+            input.demands.push(demand);
         }
-        outlook
+        input
     }
 
-    fn own(outlook: &Outlook) -> BTreeSet<String> {
-        let own = outlook.machines.iter().filter(|machine| machine.name.starts_with("own"));
+    fn own(input: &ScalingInput) -> BTreeSet<String> {
+        let own = input.machines.iter().filter(|machine| machine.name.starts_with("own"));
         own.map(|machine| machine.name.clone()).collect()
     }
 
-    fn needed(outlook: &Outlook, most: u32) -> Option<u32> {
-        need(outlook, &own(outlook), most)
+    fn estimate(input: &ScalingInput, max: u32) -> Option<u32> {
+        estimate_replicas(input, &own(input), max)
     }
 
     #[test]
     fn it_is_the_fewest_that_serve_everything() {
         for rates in [&[100.0][..], &[500.0, 300.0], &[5000.0, 10.0, 900.0], &[1.0; 12]] {
-            let outlook = outlook(2, 0, rates);
-            let count = needed(&outlook, 64).unwrap() as usize;
+            let input = input(2, 0, rates);
+            let count = estimate(&input, 64).unwrap() as usize;
             // The scheduler's own placement and its checker agree that so many do, and that one fewer does not.
             let serves = |count: usize| {
                 let machine =
-                    |n: usize| Machine { name: format!("x{n}"), ..outlook.machines[0].clone() };
+                    |n: usize| Machine { name: format!("x{n}"), ..input.machines[0].clone() };
                 let machines: Vec<Machine> = (0..count).map(machine).collect();
-                let settings = PlacementSettings { spread: false, ..outlook.placement.clone() };
+                let settings = PlacementSettings { spread: false, ..input.placement.clone() };
                 let placed = placement::place(
                     &machines,
-                    &outlook.demands,
-                    &outlook.curves,
-                    &Holdings::new(),
+                    &input.demands,
+                    &input.curves,
+                    &LoadedModels::new(),
                     &settings,
                 );
-                let wrong = placement::check(&machines, &outlook.demands, &outlook.curves, &placed);
-                wrong.is_empty() && placed.slack(&outlook.demands) >= 1.2 - 1e-6
+                let errors = placement::check(&machines, &input.demands, &input.curves, &placed);
+                errors.is_empty() && placed.slack(&input.demands) >= 1.2 - 1e-6
             };
             assert!(serves(count), "{rates:?} on {count}");
             assert!(count == 0 || !serves(count - 1), "{rates:?} on one fewer than {count}");
@@ -176,7 +179,7 @@ mod tests {
     fn more_load_never_takes_fewer() {
         let mut before = 0;
         for step in 1..40 {
-            let now = needed(&outlook(1, 0, &[f64::from(step) * 200.0, 50.0]), 64).unwrap();
+            let now = estimate(&input(1, 0, &[f64::from(step) * 200.0, 50.0]), 64).unwrap();
             assert!(now >= before, "{step}: {now} after {before}");
             before = now;
         }
@@ -185,33 +188,33 @@ mod tests {
 
     #[test]
     fn other_backends_are_counted_on() {
-        let alone = needed(&outlook(1, 0, &[3000.0]), 64).unwrap();
-        let helped = needed(&outlook(1, 3, &[3000.0]), 64).unwrap();
+        let alone = estimate(&input(1, 0, &[3000.0]), 64).unwrap();
+        let helped = estimate(&input(1, 3, &[3000.0]), 64).unwrap();
         assert_eq!(alone - helped, 3);
-        assert_eq!(needed(&outlook(1, 64, &[3000.0]), 64), Some(0));
+        assert_eq!(estimate(&input(1, 64, &[3000.0]), 64), Some(0));
     }
 
     #[test]
     fn copies_need_their_machines() {
-        let mut outlook = outlook(1, 0, &[1.0]);
-        outlook.placement.copies = 3;
-        assert_eq!(needed(&outlook, 64), Some(3));
+        let mut input = input(1, 0, &[1.0]);
+        input.placement.copies = 3;
+        assert_eq!(estimate(&input, 64), Some(3));
     }
 
     #[test]
     fn too_much_takes_all_and_nothing_takes_what_would_not_help() {
-        assert_eq!(needed(&outlook(2, 0, &[1e6]), 16), Some(16));
+        assert_eq!(estimate(&input(2, 0, &[1e6]), 16), Some(16));
         // More machines than copies of something that is cut to nothing anyway.
-        let mut silent = outlook(2, 0, &[100.0]);
+        let mut silent = input(2, 0, &[100.0]);
         silent.reported = false;
-        assert_eq!(needed(&silent, 16), None);
-        assert_eq!(needed(&outlook(0, 2, &[100.0]), 16), None);
+        assert_eq!(estimate(&silent, 16), None);
+        assert_eq!(estimate(&input(0, 2, &[100.0]), 16), None);
     }
 
     #[test]
     fn a_guess_takes_no_machines() {
-        let mut outlook = outlook(1, 0, &[5000.0]);
-        outlook.curves.clear();
-        assert_eq!(needed(&outlook, 64), Some(1));
+        let mut input = input(1, 0, &[5000.0]);
+        input.curves.clear();
+        assert_eq!(estimate(&input, 64), Some(1));
     }
 }

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use model::{DataType, Tensor};
 
 /// The only input of a model, out of its bytes.
-pub(super) fn shape(model: &str, metadata: &ModelMetadata, bytes: Bytes) -> ApiResult<Inputs> {
+pub(super) fn tensor_of(model: &str, metadata: &ModelMetadata, bytes: Bytes) -> ApiResult<Inputs> {
     let [input] = &metadata.inputs[..] else {
         return Err(ApiError::invalid(format!(
             "a raw body needs a model with one input, '{model}' has {}",
@@ -60,10 +60,10 @@ mod tests {
             inputs: vec![input],
             outputs: vec![],
         };
-        let Ok(Inputs::Named(inputs)) = shape("m", &metadata, Bytes::from(vec![0; 24])) else {
+        let Ok(Inputs::Named(inputs)) = tensor_of("m", &metadata, Bytes::from(vec![0; 24])) else {
             panic!("a good body was refused")
         };
         assert_eq!(inputs[0].tensor.shape(), [3, 2]);
-        assert!(shape("m", &metadata, Bytes::from(vec![0; 23])).is_err());
+        assert!(tensor_of("m", &metadata, Bytes::from(vec![0; 23])).is_err());
     }
 }
