@@ -1,6 +1,8 @@
-//! The backend's agent: holds what the plan says on a node, and says what it holds.
+//! The backend's agent: loads and unloads models on its node as the plan assigns them, and
+//! publishes what is loaded.
 //!
-//! Without an assignment, or without the store, a backend keeps what it has: the last plan goes on.
+//! Without an assignment, or without the store, a backend keeps its models: the last plan stays in
+//! force.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::Pin;
@@ -25,34 +27,35 @@ pub mod profiling;
 /// A call to the node.
 pub type HostFuture<'a, T> = Pin<Box<dyn Future<Output = ApiResult<T>> + Send + 'a>>;
 
-/// What batches of a model are made of on a backend that shares its requests with others.
+/// Batch sizes of a model on a backend that belongs to a backend pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolBatch {
-    /// Requests of a batch at most.
+    /// Maximum number of requests in a batch.
     pub max: usize,
-    /// Requests that let one begin before it has to.
+    /// Number of requests at which a batch starts without waiting for more.
     pub min: usize,
 }
 
 /// The node that runs models.
 pub trait Host: Send + Sync + 'static {
-    /// Makes the model of this name ready, as the [`ModelCatalog`] has it.
+    /// Loads the model of this name, as the [`ModelCatalog`] describes it.
     fn load<'a>(&'a self, model: &'a str) -> HostFuture<'a, ()>;
 
-    /// Takes a model out of service.
+    /// Unloads a model.
     fn unload<'a>(&'a self, model: &'a str) -> HostFuture<'a, ()>;
 
-    /// Makes batches of `turn` of requests for the model, or as its settings say.
+    /// Uses the batch sizes of a backend pool for the model, or with `None` those of its settings.
     fn set_pool_batch(&self, model: &str, pool_batch: Option<PoolBatch>);
 
-    /// What of the model's work others may have in common with it: see [`ProfileRecord::marks`].
+    /// The model's most expensive steps, which other models may share: see
+    /// [`ProfileRecord::marks`].
     fn marks<'a>(&'a self, model: &'a str) -> HostFuture<'a, Vec<(String, f64)>>;
 
-    /// What it answers with.
+    /// The service that runs requests on this node.
     fn service(&self) -> Arc<dyn InferenceService>;
 }
 
-/// The models' records as the cluster has them now; what a backend's loader goes by.
+/// The records of all models of the cluster, kept up to date. The backend's loader reads them.
 #[derive(Clone, Default)]
 pub struct ModelCatalog {
     models: Arc<RwLock<BTreeMap<String, ModelRecord>>>,
@@ -64,7 +67,7 @@ impl ModelCatalog {
         self.models.read().unwrap_or_else(PoisonError::into_inner).get(model).cloned()
     }
 
-    /// All of them.
+    /// All records.
     pub fn all(&self) -> BTreeMap<String, ModelRecord> {
         self.models.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -76,36 +79,37 @@ impl ModelCatalog {
 
 /// A backend.
 pub struct BackendAgent {
-    /// Where the state lives.
+    /// Where the cluster's state is.
     pub store: Arc<dyn Store>,
-    /// Its keys.
+    /// The keys of the cluster.
     pub keys: Keys,
     /// This backend's name.
     pub name: String,
-    /// How long it is missed before others think it gone.
+    /// Span of its lease: after this time without renewal it counts as lost.
     pub lease: Duration,
-    /// What it says about itself.
+    /// What it publishes about itself.
     pub record: BackendRecord,
     /// The node.
     pub host: Arc<dyn Host>,
-    /// The records its loader goes by.
+    /// The records that its loader reads.
     pub catalog: ModelCatalog,
-    /// Time.
+    /// The clock.
     pub clock: Arc<dyn Clock>,
 }
 
-/// Pause before a model that did not load is tried again.
+/// Pause before a failed load is tried again.
 const RETRY: Duration = Duration::from_secs(5);
 
-/// What a backend has and knows.
+/// What this backend has loaded and measured.
 struct LocalState {
     state: BackendState,
-    /// Digests that were measured or found measured.
+    /// Digests whose profile is in the store.
     measured: BTreeSet<String>,
 }
 
 impl BackendAgent {
-    /// Follows the plan until `stop` turns true, then leaves the cluster. The store must be reachable once.
+    /// Follows the plan until `stop` is true, then leaves the cluster. The store must be reachable
+    /// once.
     pub async fn run(self, mut stop: watch::Receiver<bool>) -> Result<(), StoreError> {
         let mut models =
             mirror::follow(self.store.clone(), &self.keys.of(RecordKind::Model)).await?;
@@ -146,8 +150,8 @@ impl BackendAgent {
         membership.put(self.keys.one(RecordKind::State, &self.name), encode(&local.state));
     }
 
-    /// Does one thing of what the assignment asks, then the next, until all is done; loads go before measuring.
-    /// `false` when something failed and is worth another attempt.
+    /// Carries out an assignment: unloads, then loads, then measures. Returns `false` when
+    /// something failed and is worth another attempt.
     async fn follow(
         &self,
         assignment: &Assignment,
@@ -175,12 +179,13 @@ impl BackendAgent {
         local: &mut LocalState,
         membership: &Membership,
     ) {
-        let wanted: BTreeSet<&str> = assignment.models.iter().map(|s| s.model.as_str()).collect();
+        let planned: BTreeSet<&str> = assignment.models.iter().map(|s| s.model.as_str()).collect();
         let others: Vec<String> =
-            local.state.models.keys().filter(|m| !wanted.contains(m.as_str())).cloned().collect();
+            local.state.models.keys().filter(|m| !planned.contains(m.as_str())).cloned().collect();
         for model in others {
             let load_state = local.state.models.remove(&model);
-            // Said before it is done: the scheduler stops sending before the model goes.
+            // Published first: the scheduler stops routing requests here before the model is
+            // unloaded.
             self.publish(membership, local);
             if matches!(load_state, Some(LoadState::Ready { .. }))
                 && let Err(error) = self.host.unload(&model).await
@@ -216,7 +221,7 @@ impl BackendAgent {
         loaded
     }
 
-    /// Measures a model that nobody has measured on this kind of device.
+    /// Measures a model that has no profile for this kind of device.
     async fn measure(&self, assigned: &AssignedModel, local: &mut LocalState) {
         let Some(record) = self.catalog.find(&assigned.model) else { return };
         let ready =
@@ -247,7 +252,7 @@ impl BackendAgent {
                     return;
                 }
             }
-            // Without the store there is nobody to tell; another look comes with the next change.
+            // The store is unreachable; the next change of the assignment tries again.
             Err(_) => return,
         }
         local.measured.insert(record.digest);

@@ -1,4 +1,4 @@
-//! Which of a model's backends gets a request. Pure, so that the simulator routes as production does.
+//! Selects the backend of a request. Pure, so that the simulator routes exactly as production does.
 
 pub mod batch_progress;
 
@@ -8,23 +8,23 @@ use base::{Nanos, Random};
 
 use self::batch_progress::{BatchPlan, BatchProgress};
 
-/// A backend as a choice sees it.
+/// A backend that a request could go to.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BackendCandidate {
-    /// Its part of the requests; 0 for one that only helps out.
+    /// Its share of the requests; 0 for a standby.
     pub weight: f64,
-    /// Requests it was sent that it has not answered.
+    /// Requests sent to it and not replied to.
     pub outstanding: usize,
-    /// Requests it can have at once and still answer in time; 0 when nobody knows.
+    /// Requests it can have in flight and still reply in time; 0 when unknown.
     pub depth: usize,
-    /// Whether it did not answer lately.
+    /// Whether it failed a moment ago.
     pub down: bool,
-    /// How far it is with its turns, where it has nothing else to do.
+    /// Progress of its batches, where it belongs to a backend pool.
     pub progress: Option<(BatchProgress, BatchPlan)>,
 }
 
-/// Requests that a backend with turns of `batch` can have at once: one turn under way, and half of the next gathered.
-/// Beyond that, a backend that drops early begins to.
+/// Requests that a backend with batches of `batch` can have in flight: one batch running, and half
+/// of the next one waiting. With more, a backend that drops early starts to drop.
 pub fn depth(batch: usize) -> usize {
     batch + batch.div_ceil(2)
 }
@@ -42,17 +42,19 @@ impl BackendCandidate {
     }
 }
 
-/// Lists up to this long are looked at whole; of longer ones two are drawn.
+/// Up to this many candidates all are compared; of longer lists two are drawn at random.
 const ALL: usize = 4;
 
-/// The candidate to send to: the least loaded for its weight, of those that serve and are up; where that one has all
-/// it can answer in time, one that helps out and has room; else of those that help out; else of those that were down,
-/// for they may be back. `None` when there are none at all.
+/// The candidate to send to: the least loaded by weight of those that serve and are up. Where that
+/// one is full, a standby with capacity; without serving candidates, any standby; else one that was
+/// down, because it may be back. `None` when there are no candidates.
 ///
-/// Those that have nothing else to do are one pool: they count as one, and of them the one whose next turn begins soonest gets
-/// requests until that turn is full. A request then waits for the next turn of all of them instead of for that of one.
+/// Candidates of a backend pool count as one: of them the one whose next batch starts soonest gets
+/// requests until that batch is full. A request then waits for the next batch of the whole pool
+/// instead of the next batch of one backend.
 ///
-/// Whoever helps out may do so for several models: `busy` says what a candidate was sent for all of them together.
+/// A standby may serve several models: `busy` returns the requests sent to a candidate for all of
+/// them.
 pub fn choose(
     candidates: &[BackendCandidate],
     now: Nanos,
@@ -81,22 +83,23 @@ pub fn choose(
         .or_else(|| least_loaded(candidates, |_| true, random))
 }
 
-/// A candidate without anything to do, for a request that another one gave up while there was still time: on its own it may
-/// be answered yet. The caller leaves out who gave it up.
+/// An idle candidate, for a request that another backend dropped while there was still time: alone
+/// it may still finish in time. The caller excludes the backend that dropped it.
 pub fn spare(candidates: &[BackendCandidate], busy: impl Fn(usize) -> usize) -> Option<usize> {
     (0..candidates.len()).find(|&index| !candidates[index].down && busy(index) == 0)
 }
 
-/// Seconds until one more request is through, after all that are under way.
+/// Seconds until one more request completes, after all that are in flight.
 fn load(outstanding: usize, weight: f64) -> f64 {
     (outstanding + 1) as f64 / weight.max(1e-9)
 }
 
-/// The candidates that serve and have nothing else to do.
+/// The serving candidates of a backend pool.
 struct BackendPool {
     weight: f64,
     outstanding: usize,
-    /// Who gets the next request: the first with room to begin a turn, else the first of all.
+    /// The candidate for the next request: the first whose next batch is not full, else the first
+    /// of all.
     next: usize,
 }
 
@@ -131,13 +134,13 @@ fn least_loaded(
         let second = draw(candidates, &fits, random)?;
         return Some(if load(second) < load(first) { second } else { first });
     }
-    // From a random place on, so that equals take turns.
+    // Starts at a random index so that equal candidates alternate.
     let start = random.below(candidates.len() as u64) as usize;
     let order = (0..candidates.len()).map(|step| (start + step) % candidates.len());
     order.filter(|&index| fits(&candidates[index])).min_by(|&a, &b| load(a).total_cmp(&load(b)))
 }
 
-/// One by weight.
+/// Draws one by weight.
 fn draw(
     candidates: &[BackendCandidate],
     fits: &impl Fn(&BackendCandidate) -> bool,
@@ -164,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_second_chance_is_for_who_has_nothing_to_do() {
+    fn second_attempt_goes_to_an_idle_backend() {
         let up =
             BackendCandidate { weight: 0.0, outstanding: 0, depth: 4, down: false, progress: None };
         let list = [up, BackendCandidate { down: true, ..up }, up];
@@ -178,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn those_that_serve_go_first_then_helpers_then_the_lost() {
+    fn prefers_serving_then_standby_then_down() {
         let mut random = Random::new(1);
         let mut pick = |list: &[BackendCandidate]| {
             choose(list, Nanos(0), |index| list[index].outstanding, &mut random)
@@ -192,10 +195,10 @@ mod tests {
         assert_eq!(pick(&[candidate(0.0, 60, false), candidate(1.0, 60, false)]), Some(1));
     }
 
-    /// Four machines in a pool, full turns of 40: each is filled before the next gets anything, and those that run are taken in
-    /// the order in which they end.
+    /// Four machines in a pool, full batches of 40 ns: each batch is filled before the next one
+    /// gets requests, and running machines are selected in the order in which they complete.
     #[test]
-    fn a_pool_is_filled_one_turn_after_the_other() {
+    fn fills_the_batches_of_a_pool_one_after_another() {
         let plan = BatchPlan { batch: 8, min_batch: 4, full_time: Nanos(40) };
         let idle = BackendCandidate {
             progress: Some((BatchProgress::default(), plan)),
@@ -219,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_and_one_that_does_more_share_by_weight() {
+    fn pool_and_single_backend_share_by_weight() {
         let plan = BatchPlan { batch: 8, min_batch: 1, full_time: Nanos(40) };
         let pooled = BackendCandidate {
             progress: Some((BatchProgress::default(), plan)),
@@ -235,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_go_by_weight() {
+    fn routes_requests_by_weight() {
         for count in [2, 40] {
             let mut random = Random::new(2);
             let mut list: Vec<BackendCandidate> =

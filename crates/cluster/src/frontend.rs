@@ -1,7 +1,8 @@
-//! The frontend: the same API as a single node, answered by the cluster's backends.
+//! The frontend: the same API as a single node, served by the cluster's backends.
 //!
-//! Requests go by a table the frontend holds, so the data's way needs neither the store nor the scheduler. A
-//! request has one future from its arrival to its answer; whatever happens to backends, it gives one answer.
+//! Requests are routed by a table in memory, so the data path needs neither the store nor the
+//! scheduler. A request is one future from its arrival to its reply; whatever happens to backends,
+//! it gives exactly one reply.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -40,27 +41,27 @@ use routing_table::{ModelEntry, RouteTarget, RoutingTable};
 
 /// How often load is reported.
 const REPORT_INTERVAL: Duration = Duration::from_millis(1000);
-/// Time a backend has beyond the deadline to say that it missed it.
+/// Time beyond the deadline in which a backend may report that it missed it.
 const GRACE: Duration = Duration::from_millis(50);
-/// A second attempt needs at least this much time.
+/// A second attempt needs at least this much remaining time.
 const RETRY_TIME_MIN: Nanos = Nanos::from_micros(500);
-/// Models whose inputs and outputs are remembered.
+/// Models whose metadata is cached.
 const METADATA_MAX: usize = 10_000;
 
-/// How a frontend works.
+/// Settings of a frontend.
 #[derive(Clone, Debug)]
 pub struct FrontendSettings {
     /// This frontend's name.
     pub name: String,
-    /// How long it is missed before others think it gone.
+    /// Span of its lease: after this time without renewal it counts as lost.
     pub lease: Duration,
-    /// What it says about itself.
+    /// What it reports about itself.
     pub metadata: ServerMetadata,
-    /// Requests that may be under way at once.
+    /// Maximum number of requests in flight.
     pub requests_max: usize,
-    /// Time after which a request without a deadline is given up.
+    /// Time after which a request without a deadline is cancelled.
     pub timeout: Duration,
-    /// Where models that are registered are kept; without it, none can be.
+    /// Where registered models are kept; without it, none can be registered.
     pub files: Option<ModelStore>,
 }
 
@@ -75,18 +76,18 @@ struct Inner {
     clock: Arc<dyn Clock>,
     records: ModelRecords,
     table: RwLock<Arc<RoutingTable>>,
-    /// Turns with every new table.
+    /// Incremented with every new table.
     table_changed: watch::Sender<u64>,
     links: BackendLinks,
     random: Mutex<Random>,
     in_flight: AtomicUsize,
     draining: AtomicBool,
-    /// Whether every model has been there once.
+    /// Whether all models have been ready once.
     started: AtomicBool,
     metadata: Mutex<std::collections::HashMap<(String, u64), Arc<ModelMetadata>>>,
 }
 
-/// One request under way.
+/// Counts one request in flight while it lives.
 struct InFlightGuard<'a>(&'a AtomicUsize);
 
 impl Drop for InFlightGuard<'_> {
@@ -95,7 +96,7 @@ impl Drop for InFlightGuard<'_> {
     }
 }
 
-/// One request at a backend; over when it goes, however that comes about.
+/// One request at a backend. Dropping it records that the request has ended, for whatever reason.
 struct SentRequest<'a> {
     target: &'a RouteTarget,
     plan: BatchPlan,
@@ -118,7 +119,8 @@ impl Drop for SentRequest<'_> {
 }
 
 impl Frontend {
-    /// A frontend over the state in `store`, which must be reachable once; from then on it goes on without.
+    /// Starts a frontend on the state in `store`, which must be reachable once; afterwards the
+    /// frontend works without it.
     pub async fn start(
         store: Arc<dyn Store>,
         keys: Keys,
@@ -144,7 +146,7 @@ impl Frontend {
         Ok(Frontend { inner })
     }
 
-    /// Says where it listens and reports its load from now on, for as long as the membership lives.
+    /// Publishes its addresses and reports its load for as long as the membership lives.
     pub fn join(
         &self,
         store: Arc<dyn Store>,
@@ -170,7 +172,7 @@ impl Frontend {
     }
 }
 
-/// What routing and metrics need: most of what changes in a cluster is of no concern to a frontend.
+/// The entries that routing and metrics need: most changes in a cluster do not concern a frontend.
 fn routing_entries(entries: &KeyValues) -> KeyValues {
     let kinds = [
         RecordKind::Frontend,
@@ -187,7 +189,7 @@ fn routing_entries(entries: &KeyValues) -> KeyValues {
     Arc::new(mine.map(|(key, value)| (key.clone(), value.clone())).collect())
 }
 
-/// Turns every change of the store into a new table.
+/// Rebuilds the table after every relevant change of the store.
 async fn follow(inner: std::sync::Weak<Inner>, mut entries: watch::Receiver<KeyValues>) {
     let mut last = routing_entries(&entries.borrow());
     while entries.changed().await.is_ok() {
@@ -200,12 +202,13 @@ async fn follow(inner: std::sync::Weak<Inner>, mut entries: watch::Receiver<KeyV
     }
 }
 
-/// What became of one attempt.
+/// Result of one attempt.
 enum Attempt {
     Done(Box<proto::ModelInferResponse>),
-    /// Another backend may do better.
+    /// Another backend may succeed.
     RetryElsewhere(ApiError),
-    /// The backend gave it up, to keep time for others; one without anything to do may still answer.
+    /// The backend dropped it early in favour of other requests; an idle one may still reply in
+    /// time.
     GivenUp(ApiError),
     Final(ApiError),
 }
@@ -259,7 +262,7 @@ impl Inner {
         }
     }
 
-    /// Sends a request that stands for `count` of the model's to where it is answered, and counts what comes of it.
+    /// Sends a request that counts as `count` requests of the model, and records its result.
     async fn dispatch(
         &self,
         model: ModelRef<'_>,
@@ -294,7 +297,8 @@ impl Inner {
         let default = entry.record.config.timeout_ms.map(Nanos::from_millis);
         let timeout = request.options.timeout.or(default);
         let deadline = timeout.map(|timeout| arrived + timeout);
-        // Without a deadline nothing is too late, and the bound of the backends' queues holds.
+        // Without a deadline no request is too late, and the queue capacity of the backends
+        // applies.
         if let (Some(rate), Some(timeout)) = (entry.rate_max, timeout)
             && !entry.limit.admit(
                 arrived,
@@ -315,7 +319,7 @@ impl Inner {
         decode_response(reply)
     }
 
-    /// Sends to a backend, and to one more where the first is lost and time is left.
+    /// Sends to a backend, and to a second one where the first fails and time remains.
     async fn route(
         &self,
         model: &str,
@@ -337,7 +341,7 @@ impl Inner {
         if left.is_some_and(|left| left < RETRY_TIME_MIN) {
             return Err(deadline_exceeded(model));
         }
-        // The table may have turned meanwhile, and name others.
+        // The table may have changed, and name other backends.
         let table = self.table();
         let fresh = table.models.get(model).map_or(entry, |entry| entry);
         let tried = &entry.targets[first].link.address;
@@ -358,19 +362,19 @@ impl Inner {
         }
     }
 
-    /// The model's backends but the one that was tried, as a choice sees them.
+    /// The model's backends as candidates, without the one that was tried.
     fn candidates(
         &self,
         entry: &ModelEntry,
         tried: Option<&str>,
     ) -> (Vec<usize>, Vec<BackendCandidate>) {
         let now = self.clock.now();
-        // Other frontends send their part.
+        // Other frontends send their share.
         let frontends = self.table().frontends;
         let depth = |target: &RouteTarget| depth(target.batch as usize).div_ceil(frontends);
         let untried =
             |(_, target): &(usize, &RouteTarget)| tried != Some(target.link.address.as_str());
-        let candidate = |(place, target): (usize, &RouteTarget)| {
+        let candidate = |(index, target): (usize, &RouteTarget)| {
             let candidate = BackendCandidate {
                 weight: target.weight,
                 outstanding: target.outstanding.count(),
@@ -378,25 +382,26 @@ impl Inner {
                 down: target.link.is_down(now),
                 progress: target.progress(frontends),
             };
-            (place, candidate)
+            (index, candidate)
         };
         entry.targets.iter().enumerate().filter(untried).map(candidate).unzip()
     }
 
     fn choose(&self, entry: &ModelEntry, tried: Option<&str>) -> Option<usize> {
-        let (places, candidates) = self.candidates(entry, tried);
-        let busy = |index: usize| entry.busy(places[index]);
+        let (indices, candidates) = self.candidates(entry, tried);
+        let busy = |index: usize| entry.busy(indices[index]);
         let mut random = self.random.lock().unwrap_or_else(PoisonError::into_inner);
-        choose(&candidates, self.clock.now(), busy, &mut random).map(|chosen| places[chosen])
+        choose(&candidates, self.clock.now(), busy, &mut random).map(|chosen| indices[chosen])
     }
 
-    /// A backend that this frontend has sent nothing to do.
+    /// A backend to which this frontend has sent nothing.
     fn spare(&self, entry: &ModelEntry, tried: &str) -> Option<usize> {
-        let (places, candidates) = self.candidates(entry, Some(tried));
-        spare(&candidates, |index| entry.busy(places[index])).map(|chosen| places[chosen])
+        let (indices, candidates) = self.candidates(entry, Some(tried));
+        spare(&candidates, |index| entry.busy(indices[index])).map(|chosen| indices[chosen])
     }
 
-    /// Refuses at once what would wait beyond its deadline behind what this frontend sent already.
+    /// Refuses at once a request that would wait beyond its deadline behind those that this
+    /// frontend has sent already.
     fn check_wait(
         &self,
         model: &str,
@@ -406,11 +411,11 @@ impl Inner {
     ) -> ApiResult<()> {
         let Some(deadline) = deadline else { return Ok(()) };
         let target = &entry.targets[chosen];
-        let turns = target.outstanding.count() / target.batch.max(1) as usize;
+        let batches = target.outstanding.count() / target.batch.max(1) as usize;
         let cycle_ms = target.cycle_ms.max(target.batch_ms);
-        let wait_ms = turns as f64 * cycle_ms;
+        let wait_ms = batches as f64 * cycle_ms;
         let left_ms = deadline.0.saturating_sub(self.clock.now().0) as f64 / 1e6;
-        if target.batch_ms > 0.0 && turns > 0 && wait_ms > left_ms {
+        if target.batch_ms > 0.0 && batches > 0 && wait_ms > left_ms {
             return Err(overloaded(model));
         }
         Ok(())
@@ -440,7 +445,7 @@ impl Inner {
             Ok(Err(status)) => status,
             Err(_) => return Attempt::Final(deadline_exceeded(&name)),
         };
-        // A status with a source was made on this side: the backend did not answer.
+        // A status with a source was created on this side: the backend did not reply.
         if std::error::Error::source(&status).is_some() {
             target.link.fail(self.clock.now());
             let message = format!("model '{name}': its backend was lost: {}", status.message());
@@ -459,7 +464,7 @@ impl Inner {
         }
     }
 
-    /// The inputs and outputs of a model, as one of its backends knows them.
+    /// The metadata of a model, from one of its backends.
     async fn metadata(&self, model: &str, entry: &ModelEntry) -> ApiResult<Arc<ModelMetadata>> {
         let key = (model.to_string(), entry.record.version);
         let known = self.metadata.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
@@ -482,7 +487,7 @@ impl Inner {
         Ok(metadata)
     }
 
-    /// Asks the model's backends one after another until one answers.
+    /// Calls the model's backends one after another until one replies.
     async fn call_any_backend<T, F>(
         &self,
         model: &str,

@@ -1,5 +1,5 @@
-//! Many machines as one server: frontends that take requests, backends that run models, and a scheduler
-//! that plans in epochs. State lives in a [`store`]; nothing here agrees on anything by itself.
+//! Many machines as one server: frontends receive requests, backends run models, and a scheduler
+//! plans in epochs. The cluster's state is in a [`store`]; consensus is the store's task.
 
 pub mod backend;
 pub mod balance;

@@ -1,4 +1,5 @@
-//! A process' own keys in the store, there for as long as it lives and back after every interruption.
+//! A process's own keys in the store: present for as long as it lives, and restored after every
+//! interruption.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,7 +19,7 @@ const RETRY: Duration = Duration::from_millis(100);
 #[derive(Default)]
 struct DesiredKeys {
     keys: BTreeMap<String, Bytes>,
-    /// Keys that the store does not have as they are here.
+    /// Keys whose value in the store may differ.
     dirty: BTreeMap<String, Bytes>,
 }
 
@@ -62,7 +63,7 @@ impl Membership {
         self.shared.changed.notify_one();
     }
 
-    /// Takes all keys out of the store.
+    /// Removes all keys from the store.
     pub async fn leave(self) {
         self.task.abort();
         let lease = self.lease.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -135,7 +136,7 @@ async fn flush(store: &dyn Store, shared: &Shared, lease: LeaseId) -> Result<(),
         store.transact(Vec::new(), batch.iter().map(write).collect()).await?;
         let mut desired = shared.desired.lock().unwrap_or_else(PoisonError::into_inner);
         for (key, value) in batch {
-            // What changed meanwhile stays to be written.
+            // A value that changed in the meantime still has to be written.
             if desired.dirty.get(&key) == Some(&value) {
                 desired.dirty.remove(&key);
             }

@@ -1,8 +1,7 @@
 //! The global scheduler: load in, plans out, in epochs.
 //!
-//! [`Core`] decides and is pure: what it sees comes in as a [`ClusterSnapshot`], what it wants goes out as a [`Decision`].
-//! [`agent`] carries it between the store and the core, in whichever process leads; the simulator drives the same
-//! core in virtual time.
+//! [`Core`] is pure: a [`ClusterSnapshot`] comes in, a [`Decision`] goes out. [`agent`] connects it
+//! to the store in the process that leads; the simulator drives the same core in virtual time.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -33,18 +32,19 @@ use placement::PlacementSettings;
 use plan::{Curves, Demand, DutyCycle, LoadedModels, Machine, PlacedPart, Placement};
 use pooling::{BackendPools, LoadFactors};
 
-/// How the scheduler works.
+/// Settings of the scheduler.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SchedulerSettings {
-    /// Time between two plans when nothing special happens.
+    /// Time between two plans without a special reason.
     pub epoch: Nanos,
-    /// Least time between two plans because of load.
+    /// Minimum time between two plans because of load.
     pub spacing: Nanos,
-    /// How long many backends must be gone at once before that is believed: the store may have lost sight of them.
+    /// How long the majority of backends must be missing before the scheduler acts on it: their
+    /// leases may have expired although they still serve.
     pub grace: Nanos,
-    /// Objective of models that name none, in milliseconds.
+    /// SLO of models that name none, in milliseconds.
     pub slo_ms: f64,
-    /// Requests a second that every model is ready for.
+    /// Requests per second that every model is planned for at least.
     pub rate_min: f64,
     /// How placements are made.
     pub placement: PlacementSettings,
@@ -63,54 +63,55 @@ impl Default for SchedulerSettings {
     }
 }
 
-/// Least time between plans for reasons other than load and loss, so that those that come together make one.
+/// Minimum time between plans for reasons other than load and loss, so that simultaneous changes
+/// lead to one plan.
 const PLAN_SPACING: Nanos = Nanos::from_millis(1000);
-/// A change of a model's rate beyond this share is one.
+/// Relative change of a model's rate that counts as a rise.
 const RATE_CHANGE: f64 = 0.1;
-/// A placement with this much more room, or this many fewer machines, is worth moving for.
+/// Gain in capacity, or in the number of machines, that is worth moving models.
 const GAIN_SLACK: f64 = 1.5;
 const GAIN_MACHINES: f64 = 0.85;
 
-/// What is to be in the store.
+/// What the store is to contain.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Decision {
-    /// For every backend that is there.
+    /// For every backend that has joined.
     pub assignments: BTreeMap<String, Assignment>,
-    /// For every model that can be answered for.
+    /// For every model that is ready somewhere.
     pub routes: BTreeMap<String, RouteRecord>,
     /// For every query.
     pub splits: BTreeMap<String, SplitRecord>,
-    /// In short.
+    /// The summary.
     pub plan: PlanRecord,
 }
 
-/// Decides.
+/// Decides on plans and deploys them step by step.
 pub struct Core {
     settings: SchedulerSettings,
-    /// What is in force: the plan, and machines that help out since.
+    /// The placement in force: the plan, extended since.
     placement: Placement,
-    /// Machines and rates the placement was made for.
+    /// Machines and rates that the placement was made for.
     machines: BTreeSet<String>,
     rates: BTreeMap<String, f64>,
-    /// Curves that were known then.
+    /// Number of curves known at that time.
     measured: usize,
-    /// Queries, and their budgets of then.
+    /// Queries, and their budgets at that time.
     queries: BTreeMap<String, QuerySpec>,
     splits: BTreeMap<String, SplitRecord>,
     assigned: BTreeMap<String, BTreeSet<String>>,
-    /// Backends that are to be left with nothing.
+    /// Backends that are to be drained.
     draining: BTreeSet<String>,
     planned_at: Option<Nanos>,
-    /// Whether machines help out since then.
+    /// Whether the placement has been extended since the plan.
     extended: bool,
-    /// When most backends were last seen.
+    /// When the majority of backends was last present.
     seen_at: Nanos,
     load_factors: LoadFactors,
     plan: PlanRecord,
 }
 
 impl Core {
-    /// A core that goes on from what `view` holds of an earlier leader's plan.
+    /// Creates a core that continues the plan of an earlier leader, as far as `snapshot` has it.
     pub fn resume(settings: SchedulerSettings, now: Nanos, snapshot: &ClusterSnapshot) -> Core {
         let mut core = Core {
             settings,
@@ -149,23 +150,24 @@ impl Core {
         core
     }
 
-    /// The placement that stands.
+    /// The placement in force.
     pub fn placement(&self) -> &Placement {
         &self.placement
     }
 
-    /// Plans without these backends from the next step on: what they hold goes to others, in order.
+    /// Plans without these backends from the next step on: their models move to others, without a
+    /// gap.
     pub fn drain(&mut self, backends: BTreeSet<String>) {
         self.draining = backends;
     }
 
-    /// What scaling has to know.
+    /// The input of replica estimation.
     pub fn scaling_input(&self, snapshot: &ClusterSnapshot) -> ScalingInput {
         let curves = curves(snapshot);
         let usage_of = |(name, record): (&String, &crate::record::BackendRecord)| {
             let assigned = self.assigned.get(name).is_none_or(BTreeSet::is_empty);
             let holds = snapshot.states.get(name).is_none_or(|state| state.models.is_empty());
-            // One that is not being emptied may be told something the next moment.
+            // A backend that is not draining may get an assignment at any time.
             let empty = assigned && holds && self.draining.contains(name);
             let cycle = self.placement.duty_cycles.get(name);
             let busy = cycle.map_or(0.0, |cycle| busy(cycle, &record.device, &curves));
@@ -182,7 +184,7 @@ impl Core {
         }
     }
 
-    /// What is to be in the store now; nothing while it is unclear who is there.
+    /// What the store is to contain now; `None` while it is unclear which backends are present.
     pub fn step(&mut self, now: Nanos, snapshot: &ClusterSnapshot) -> Option<Decision> {
         let lost =
             self.machines.iter().filter(|name| !snapshot.backends.contains_key(*name)).count();
@@ -210,7 +212,8 @@ impl Core {
         Some(self.deploy(snapshot, &present, &demands, &curves))
     }
 
-    /// Those that are not to be left with nothing; all, where that would be nobody: somebody has to serve.
+    /// The machines that are not draining; all of them where every machine is draining, because
+    /// requests must still be served.
     fn retained<'a>(&self, present: &'a [Machine]) -> Cow<'a, [Machine]> {
         let is_retained = |machine: &&Machine| !self.draining.contains(&machine.name);
         match self.draining.is_empty() || !present.iter().any(|machine| is_retained(&machine)) {
@@ -251,7 +254,7 @@ impl Core {
         demands
     }
 
-    /// Why to plan now, if there is a reason.
+    /// The reason to plan now, if there is one.
     fn reason(
         &self,
         now: Nanos,
@@ -321,8 +324,8 @@ impl Core {
         self.plan.reason = reason.to_string();
     }
 
-    /// Machines without work help where load has outgrown the plan and the next one is not due: nothing that runs moves
-    /// for it.
+    /// Adds idle machines where the load has outgrown the plan and the next plan is not due. Models
+    /// that serve do not move.
     fn extend_placement(&mut self, machines: &[Machine], demands: &[Demand], curves: &Curves) {
         let risen = |demand: &&Demand| {
             let before = self.rates.get(&demand.model).copied().unwrap_or(0.0);
@@ -346,8 +349,8 @@ impl Core {
         }
     }
 
-    /// What stands, with repairs where machines came or went, if it is good enough that moving to `fresh` is not worth
-    /// it.
+    /// The current placement, repaired where machines came or went, if it is good enough that
+    /// moving to `fresh` is not worth it.
     fn keep_current(
         &self,
         fresh: &Placement,
@@ -358,7 +361,7 @@ impl Core {
     ) -> Option<Placement> {
         let settings = &self.settings.placement;
         let current = match reason {
-            // Objectives may have changed with these, not only rates.
+            // SLOs may have changed too, not only rates.
             "model measured" | "queries changed" => return None,
             "backend lost" | "backend joined" | "backend drained" => {
                 let placement = &self.placement;
@@ -452,14 +455,15 @@ impl Core {
         pools: &BackendPools,
     ) -> BTreeMap<String, RouteRecord> {
         let planned = self.placement.rates();
-        // A rate beyond the plan is the next plan's to serve; only what no plan can serve is held back.
+        // A rate beyond the plan is for the next plan; only a rate that no plan can serve is
+        // limited.
         let short = self.placement.scale < 1.0;
         let measured: BTreeSet<&str> = curves.keys().map(|(_, model)| model.as_str()).collect();
         let limits: BTreeMap<&str, f64> = demands
             .iter()
             .filter_map(|demand| {
                 let rate = planned.get(demand.model.as_str()).copied().unwrap_or(0.0);
-                // Nobody is held back by a guess.
+                // An unmeasured model is not limited.
                 let known = measured.contains(demand.model.as_str());
                 (short && known && rate < demand.rate).then_some((demand.model.as_str(), rate))
             })
@@ -527,14 +531,14 @@ impl Core {
     }
 }
 
-/// Share of a machine's time that its turns take.
+/// Share of a machine's time that its batches take.
 fn busy(cycle: &DutyCycle, device: &str, curves: &Curves) -> f64 {
     let serving = cycle.parts.iter().filter(|part| part.rate > 0.0);
-    let turn_ms = |part: &PlacedPart| {
+    let batch_ms = |part: &PlacedPart| {
         let curve = curves.get(&(device.to_string(), part.model.clone()))?;
         curve.iter().find(|(batch, _)| *batch >= part.batch).map(|(_, ms)| *ms)
     };
-    let sum_ms: f64 = serving.filter_map(turn_ms).sum();
+    let sum_ms: f64 = serving.filter_map(batch_ms).sum();
     if cycle.cycle_ms > 0.0 { sum_ms / cycle.cycle_ms } else { 0.0 }
 }
 
@@ -562,7 +566,7 @@ fn assign_prefix_groups(snapshot: &ClusterSnapshot, demands: &mut [Demand]) {
         .iter()
         .filter_map(|(name, model)| Some((name.as_str(), *by_digest.get(model.digest.as_str())?)))
         .collect();
-    // As nodes have it: who shares batches must want them made in the same way.
+    // The same rule as on nodes: models that share batches must form them in the same way.
     let compatible = |a: &str, b: &str| match (snapshot.models.get(a), snapshot.models.get(b)) {
         (Some(a), Some(b)) => {
             let (a, b) = (&a.config, &b.config);

@@ -15,32 +15,32 @@ use crate::record::{
 /// The records, by name.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct ClusterSnapshot {
-    /// Who leads.
+    /// The leader's name.
     pub leader: Option<String>,
-    /// The plan in short.
+    /// The plan's summary.
     pub plan: Option<PlanRecord>,
-    /// How many backends there are to be, where somebody sees to it.
+    /// The scaling record, where backends are scaled.
     pub scaling: Option<ScalingRecord>,
-    /// Backends that are there.
+    /// Backends that have joined.
     pub backends: BTreeMap<String, BackendRecord>,
-    /// What they hold.
+    /// Models they have loaded.
     pub states: BTreeMap<String, BackendState>,
-    /// Frontends that are there.
+    /// Frontends that have joined.
     pub frontends: BTreeMap<String, FrontendRecord>,
-    /// What they see.
+    /// Load they observe.
     pub loads: BTreeMap<String, LoadReport>,
     /// Models.
     pub models: BTreeMap<String, ModelRecord>,
     /// Profiles, by device kind and digest.
     #[serde(skip)]
     pub profiles: HashMap<(String, String), ProfileRecord>,
-    /// What backends are to hold.
+    /// Models assigned to backends.
     pub assignments: BTreeMap<String, Assignment>,
-    /// Where requests go.
+    /// Routes of requests.
     pub routes: BTreeMap<String, RouteRecord>,
     /// Queries.
     pub queries: BTreeMap<String, QuerySpec>,
-    /// Their budgets.
+    /// Budgets of the queries' stages.
     pub splits: BTreeMap<String, SplitRecord>,
 }
 
@@ -55,7 +55,7 @@ fn records<T: DeserializeOwned>(
 }
 
 impl ClusterSnapshot {
-    /// As [`ClusterSnapshot::read`], with only what routing needs.
+    /// As [`ClusterSnapshot::read`], with only the records that routing needs.
     pub fn read_routes(entries: &BTreeMap<String, Bytes>) -> ClusterSnapshot {
         ClusterSnapshot {
             plan: entries.get("plan").and_then(|value| decode("plan", value)),
@@ -69,7 +69,7 @@ impl ClusterSnapshot {
         }
     }
 
-    /// Reads all keys of a cluster, without their common beginning.
+    /// Decodes all entries of a cluster; keys come without the cluster's prefix.
     pub fn read(entries: &BTreeMap<String, Bytes>) -> ClusterSnapshot {
         let profiles: BTreeMap<String, ProfileRecord> = records(entries, RecordKind::Profile);
         let split = |(name, profile): (String, ProfileRecord)| {

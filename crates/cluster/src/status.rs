@@ -1,4 +1,4 @@
-//! A cluster in words and pictures.
+//! The status of a cluster, as JSON and as text.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -16,29 +16,29 @@ pub struct BackendRow {
     pub name: String,
     /// Its kind of device.
     pub device: String,
-    /// Where its gRPC listens.
+    /// Address of its gRPC server.
     pub grpc: String,
     /// Length of its duty cycle in milliseconds.
     pub cycle_ms: f64,
-    /// Share of the cycle in use by the plan.
+    /// Share of the duty cycle that the plan uses.
     pub occupancy: f64,
-    /// What it holds or is to hold: model, part, batch, planned rate, where it stands.
+    /// Its assigned models.
     pub models: Vec<AssignedModelRow>,
 }
 
-/// A model on a backend.
+/// A model assigned to a backend.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct AssignedModelRow {
     /// The model.
     pub model: String,
-    /// Why it is there.
+    /// Why it is assigned.
     #[serde(rename = "part")]
     pub role: AssignmentRole,
-    /// Requests that one turn takes.
+    /// Requests per batch.
     pub batch: u32,
-    /// Requests a second planned.
+    /// Planned requests per second.
     pub rate: f64,
-    /// Where it stands.
+    /// Its state.
     pub state: &'static str,
     /// Why it failed, where it did.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -52,35 +52,35 @@ pub struct ModelRow {
     pub name: String,
     /// Its version.
     pub version: u64,
-    /// Whether it is to be served.
+    /// Whether it is served.
     pub enabled: bool,
-    /// Backends that answer for it.
+    /// Backends that serve it.
     pub backends: Vec<String>,
-    /// Requests a second, all frontends.
+    /// Requests per second, over all frontends.
     pub rate: f64,
-    /// Requests that came.
+    /// Requests received.
     pub arrived: u64,
-    /// Answers after the objective.
+    /// Replies after the SLO.
     pub late: u64,
-    /// Requests refused or given up.
+    /// Requests refused or cancelled.
     pub refused: u64,
     /// Requests sent to a second backend.
     pub retried: u64,
-    /// The worst frontend's 99th percentile in milliseconds.
+    /// 99th percentile of latency in milliseconds, of the worst frontend.
     pub p99_ms: f64,
 }
 
-/// The whole.
+/// The status of a cluster.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Status {
-    /// Who leads.
+    /// The leader's name.
     pub leader: Option<String>,
-    /// The plan in short.
+    /// The plan's summary.
     pub plan: Option<PlanRecord>,
-    /// How many backends there are to be, where the scheduler sees to it.
+    /// The scaling record, where backends are scaled.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scaling: Option<ScalingRecord>,
-    /// Frontends, with where their REST listens.
+    /// Frontends, with the addresses of their REST servers.
     pub frontends: BTreeMap<String, String>,
     /// Backends.
     pub backends: Vec<BackendRow>,
@@ -97,11 +97,11 @@ pub struct StageRow {
     pub name: String,
     /// Its model.
     pub model: String,
-    /// Its part of the objective in milliseconds.
+    /// Its share of the SLO in milliseconds.
     pub budget_ms: f64,
-    /// Requests that a question makes of it.
+    /// Requests to this stage per query request.
     pub fan_out: f64,
-    /// The worst frontend's 99th percentile in milliseconds.
+    /// 99th percentile of latency in milliseconds, of the worst frontend.
     pub p99_ms: f64,
 }
 
@@ -110,24 +110,24 @@ pub struct StageRow {
 pub struct QueryRow {
     /// Its name.
     pub name: String,
-    /// Its objective in milliseconds.
+    /// Its SLO in milliseconds.
     pub slo_ms: f64,
-    /// Questions a second, all frontends.
+    /// Requests per second, over all frontends.
     pub rate: f64,
-    /// Questions that came.
+    /// Requests received.
     pub arrived: u64,
-    /// Answers after the objective.
+    /// Replies after the SLO.
     pub late: u64,
-    /// Questions refused or given up.
+    /// Requests refused or cancelled.
     pub refused: u64,
-    /// The worst frontend's 99th percentile in milliseconds.
+    /// 99th percentile of latency in milliseconds, of the worst frontend.
     pub p99_ms: f64,
     /// Its stages.
     pub stages: Vec<StageRow>,
 }
 
 impl Status {
-    /// What `view` shows.
+    /// The status that `snapshot` describes.
     pub fn of(snapshot: &ClusterSnapshot) -> Status {
         let frontends = snapshot.frontends.iter();
         Status {
@@ -240,10 +240,10 @@ fn query_row(snapshot: &ClusterSnapshot, name: &str, spec: &QuerySpec) -> QueryR
     }
 }
 
-/// Width of a backend's bar.
+/// Width of a backend's bar in characters.
 const BAR: usize = 24;
 
-/// The status for a terminal: backends as bars of their duty cycles, then models.
+/// The status as text for a terminal: backends as bars of their duty cycles, then models.
 pub fn render(status: &Status) -> String {
     let mut text = String::new();
     let leader = status.leader.as_deref().unwrap_or("none");
@@ -366,7 +366,7 @@ mod tests {
     use crate::record::{AssignedModel, Assignment, BackendRecord};
 
     #[test]
-    fn every_backend_and_model_is_in_the_picture() {
+    fn renders_every_backend_and_model() {
         let mut snapshot = ClusterSnapshot::default();
         let record = BackendRecord { device: "cpu".to_string(), ..Default::default() };
         snapshot.backends.insert("b1".to_string(), record);

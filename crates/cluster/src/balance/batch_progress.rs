@@ -1,29 +1,30 @@
-//! How far a backend is with its turns, as far as one who sends to it can tell from what was sent and what came back.
+//! Estimates the progress of a backend's batches from the requests sent to it and its replies.
 
 use base::Nanos;
 
-/// A backend that does nothing but one model, seen from a frontend: some requests run, the others gather for the next turn.
+/// Batches of a backend that serves only one model, as a frontend sees them: some requests run, the
+/// others wait for the next batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BatchProgress {
     running: usize,
     waiting: usize,
-    /// When what runs began.
+    /// When the running batch started.
     started: Nanos,
 }
 
-/// A turn as it is planned, as far as one frontend fills it.
+/// A planned batch, as far as one frontend fills it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchPlan {
-    /// Requests it takes at most.
+    /// Maximum number of requests.
     pub batch: usize,
-    /// Requests that let it begin before the first of them has to.
+    /// Number of requests at which it starts without waiting for more.
     pub min_batch: usize,
-    /// How long a full one runs.
+    /// How long a full batch runs.
     pub full_time: Nanos,
 }
 
 impl BatchProgress {
-    /// A request was sent: it waits for others, or completes what a turn begins with.
+    /// A request was sent: it waits for others, or completes a batch that starts.
     pub fn sent(&mut self, now: Nanos, plan: BatchPlan) {
         self.waiting += 1;
         self.begin(now, plan);
@@ -37,8 +38,9 @@ impl BatchProgress {
         }
     }
 
-    /// A request was answered. The last one of a turn lets the next begin with what has gathered. An answer from one that
-    /// seemed to wait means that the first request there could not wait any longer.
+    /// A request completed. The last one of a batch starts the next batch with the requests that
+    /// wait. A reply while no batch seemed to run means that the first waiting request could not
+    /// wait longer.
     pub fn completed(&mut self, now: Nanos, plan: BatchPlan) {
         if self.running == 0 {
             self.running = std::mem::take(&mut self.waiting);
@@ -47,7 +49,7 @@ impl BatchProgress {
         self.begin(now, plan);
     }
 
-    /// A request was given up before its turn.
+    /// A request was dropped before its batch started.
     pub fn dropped(&mut self, now: Nanos, plan: BatchPlan) {
         match self.waiting {
             0 => self.completed(now, plan),
@@ -55,12 +57,13 @@ impl BatchProgress {
         }
     }
 
-    /// Requests for the next turn.
+    /// Requests that wait for the next batch.
     pub fn waiting(&self) -> usize {
         self.waiting
     }
 
-    /// When the next turn is expected to begin. About half of a full turn's time is taken by a batch of any size.
+    /// When the next batch is expected to start. A batch of any size takes at least half of the
+    /// time of a full one.
     pub fn next_start(&self, now: Nanos, plan: BatchPlan) -> Nanos {
         if self.running == 0 {
             return now;
@@ -78,7 +81,7 @@ mod tests {
     const PLAN: BatchPlan = BatchPlan { batch: 4, min_batch: 1, full_time: Nanos(80) };
 
     #[test]
-    fn turns_follow_from_what_is_sent_and_answered() {
+    fn tracks_batches_by_requests_and_replies() {
         let mut progress = BatchProgress::default();
         progress.sent(Nanos(10), PLAN);
         assert_eq!((progress.waiting(), progress.next_start(Nanos(11), PLAN)), (0, Nanos(60)));
@@ -94,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_waits_for_what_it_begins_with_and_for_no_longer_than_it_can() {
+    fn batch_waits_for_its_minimum_but_not_forever() {
         let plan = BatchPlan { min_batch: 3, ..PLAN };
         let mut progress = BatchProgress::default();
         (0..2).for_each(|_| progress.sent(Nanos(5), plan));
@@ -102,7 +105,7 @@ mod tests {
         progress.sent(Nanos(7), plan);
         assert_eq!((progress.waiting(), progress.next_start(Nanos(8), plan)), (0, Nanos(77)));
         (0..3).for_each(|_| progress.completed(Nanos(77), plan));
-        // Two more went without a third, when the first had to.
+        // Two more started without a third one, because the first could not wait longer.
         (0..2).for_each(|_| progress.sent(Nanos(80), plan));
         progress.completed(Nanos(150), plan);
         assert_eq!((progress.running, progress.waiting), (1, 0));

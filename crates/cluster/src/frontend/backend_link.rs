@@ -1,4 +1,4 @@
-//! A connection to a backend, kept for as long as routes name it.
+//! The connections to a backend, kept for as long as routes name it.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
@@ -10,20 +10,20 @@ use http::Uri;
 
 use super::http2::Http2Connection;
 
-/// How long a backend that failed is left alone.
+/// How long a backend that failed is avoided.
 const PAUSE: Nanos = Nanos::from_millis(500);
 /// Connections to one backend; each carries many requests.
 const CONNECTIONS: usize = 2;
 
 /// A backend.
 pub struct BackendLink {
-    /// Where it listens.
+    /// Address of its gRPC server.
     pub address: String,
     origin: Uri,
     connections: Vec<Http2Connection>,
-    turn: AtomicUsize,
+    next: AtomicUsize,
     down_until: AtomicU64,
-    /// Requests sent and not answered, of all models.
+    /// Requests in flight, over all models.
     pub outstanding: AtomicUsize,
 }
 
@@ -36,7 +36,7 @@ impl BackendLink {
             address: address.to_string(),
             origin,
             connections: (0..CONNECTIONS).map(|_| Http2Connection::new(address)).collect(),
-            turn: AtomicUsize::new(0),
+            next: AtomicUsize::new(0),
             down_until: AtomicU64::new(0),
             outstanding: AtomicUsize::new(0),
         })
@@ -44,23 +44,23 @@ impl BackendLink {
 
     /// A client over one of its connections.
     pub fn client(&self) -> GrpcInferenceServiceClient<Http2Connection> {
-        let turn = self.turn.fetch_add(1, Relaxed) % self.connections.len();
-        GrpcInferenceServiceClient::with_origin(self.connections[turn].clone(), self.origin.clone())
+        let next = self.next.fetch_add(1, Relaxed) % self.connections.len();
+        GrpcInferenceServiceClient::with_origin(self.connections[next].clone(), self.origin.clone())
             .max_decoding_message_size(usize::MAX)
             .max_encoding_message_size(usize::MAX)
     }
 
-    /// Whether it failed a moment ago.
+    /// Whether it failed less than [`PAUSE`] ago.
     pub fn is_down(&self, now: Nanos) -> bool {
         now.0 < self.down_until.load(Relaxed)
     }
 
-    /// It failed.
+    /// Records a failure.
     pub fn fail(&self, now: Nanos) {
         self.down_until.store((now + PAUSE).0, Relaxed);
     }
 
-    /// It answered.
+    /// Records a reply.
     pub fn recover(&self) {
         if self.down_until.load(Relaxed) != 0 {
             self.down_until.store(0, Relaxed);
@@ -68,14 +68,14 @@ impl BackendLink {
     }
 }
 
-/// Connections by address.
+/// Backends by address.
 #[derive(Default)]
 pub struct BackendLinks {
     links: Mutex<HashMap<String, Arc<BackendLink>>>,
 }
 
 impl BackendLinks {
-    /// The connection to `address`, made when it is first used.
+    /// The backend at `address`; connections are opened on demand.
     pub fn get(&self, address: &str) -> Result<Arc<BackendLink>, String> {
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(link) = links.get(address) {
@@ -86,7 +86,7 @@ impl BackendLinks {
         Ok(link)
     }
 
-    /// Forgets those that nobody else holds.
+    /// Drops backends that no route names.
     pub fn prune(&self) {
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         links.retain(|_, link| Arc::strong_count(link) > 1);

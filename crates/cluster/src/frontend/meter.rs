@@ -1,4 +1,4 @@
-//! What a frontend sees of a model.
+//! Measures the load of models and queries at one frontend.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -8,23 +8,24 @@ use base::{Histogram, Nanos};
 
 use crate::record::{ModelLoad, QueryLoad, StageLoad};
 
-/// Seconds of the quick average.
+/// Seconds of the fast average.
 const FAST_SECONDS: f64 = 2.0;
-/// Time over which the slow average forgets, in seconds.
+/// Time constant of the slow average in seconds.
 const SLOW_SECONDS: f64 = 10.0;
 
-/// Arrivals as two averages.
+/// Arrival rates as two averages.
 #[derive(Clone, Debug, Default)]
 pub struct Rates {
-    /// Counts at times, the last of the quick average's window.
+    /// Counts by time, within the window of the fast average.
     samples: VecDeque<(Nanos, u64)>,
     slow: f64,
-    /// Seconds of experience, for the slow average begins without any.
+    /// Seconds observed so far; the slow average starts without any.
     age: f64,
 }
 
 impl Rates {
-    /// `count` requests have come until `now`; returns the quick rate, the seconds it speaks of and the slow rate.
+    /// Adds that `count` requests have arrived until `now`. Returns the fast rate, the seconds it
+    /// covers, and the slow rate.
     pub fn tick(&mut self, now: Nanos, count: u64) -> (f64, f64, f64) {
         let seconds = |from: Nanos| (now - from).0 as f64 / 1e9;
         if let Some(&(last, before)) = self.samples.back() {
@@ -32,7 +33,7 @@ impl Rates {
             if span > 0.0 {
                 let rate = count.saturating_sub(before) as f64 / span;
                 self.age += span;
-                // A plain mean at first, a forgetting one afterwards.
+                // A plain mean at first, an exponential one afterwards.
                 let part = (span / self.age.min(SLOW_SECONDS)).min(1.0);
                 self.slow += (rate - self.slow) * part;
             }
@@ -81,7 +82,7 @@ impl RecentTimes {
         self.current.record(time);
     }
 
-    /// 99 of 100 recent ones were at most this, in milliseconds; 0 where there were none.
+    /// 99th percentile of recent times in milliseconds; 0 without any.
     fn p99_ms(&mut self, now: Nanos) -> f64 {
         let mut all = self.previous.clone();
         all.merge(&self.current);
@@ -99,12 +100,12 @@ fn tenths(rate: f64) -> f64 {
 }
 
 impl Meter {
-    /// So many requests came.
+    /// Counts requests that arrived.
     pub fn arrive(&self, count: u64) {
         self.arrived.fetch_add(count, Relaxed);
     }
 
-    /// So many requests were answered together after `latency`; their objective was `objective`.
+    /// Counts requests that were answered together after `latency`.
     pub fn answer(&self, latency: Nanos, objective: Option<Nanos>, count: u64) {
         self.answered.fetch_add(count, Relaxed);
         if objective.is_some_and(|objective| latency > objective) {
@@ -113,12 +114,12 @@ impl Meter {
         self.lock().latency.record(latency);
     }
 
-    /// So many requests were refused or given up.
+    /// Counts requests that were refused or cancelled.
     pub fn refuse(&self, count: u64) {
         self.refused.fetch_add(count, Relaxed);
     }
 
-    /// A request went to a second backend.
+    /// Counts a request that was sent to a second backend.
     pub fn retry(&self) {
         self.retried.fetch_add(1, Relaxed);
     }
@@ -127,7 +128,7 @@ impl Meter {
         self.recent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What to report at `now`.
+    /// The load to report at `now`.
     pub fn report(&self, now: Nanos) -> ModelLoad {
         let arrived = self.arrived.load(Relaxed);
         let (fast, window, slow) = self.lock().rates.tick(now, arrived);
@@ -153,7 +154,7 @@ impl Meter {
 /// Counts of one query.
 #[derive(Debug)]
 pub struct QueryMeter {
-    /// Its questions, as requests.
+    /// Its requests.
     pub requests: Meter,
     names: Vec<String>,
     recent: Mutex<RecentQuery>,
@@ -175,7 +176,7 @@ struct RecentStage {
 }
 
 impl QueryMeter {
-    /// For a query whose stages have these names.
+    /// A meter for a query whose stages have these names.
     pub fn new(names: Vec<String>) -> QueryMeter {
         let stages = names.iter().map(|_| RecentStage::default()).collect();
         let recent = Mutex::new(RecentQuery { stages, ..RecentQuery::default() });
@@ -186,7 +187,7 @@ impl QueryMeter {
         self.recent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A question made so many requests of a stage, which together took `time`.
+    /// Counts requests that one query request sent to a stage, which together took `time`.
     pub fn stage(&self, stage: usize, requests: u64, time: Nanos) {
         if let Some(stage) = self.lock().stages.get_mut(stage) {
             stage.requests += requests;
@@ -194,14 +195,14 @@ impl QueryMeter {
         }
     }
 
-    /// A question came through all stages and spent `between` outside of them.
+    /// Counts a query request that completed all stages and spent `between` outside of them.
     pub fn complete(&self, between: Nanos) {
         let mut recent = self.lock();
         recent.completed += 1;
         recent.between.record(between);
     }
 
-    /// Counts and times at `now`, without rates: looking must not disturb what is reported.
+    /// Counts and times at `now`, without rates: a read must not change what is reported.
     pub fn counts(&self, now: Nanos) -> QueryLoad {
         let requests = self.requests.counts(now);
         let mut recent = self.lock();
@@ -218,7 +219,7 @@ impl QueryMeter {
         }
     }
 
-    /// What to report at `now`.
+    /// The load to report at `now`.
     pub fn report(&self, now: Nanos) -> QueryLoad {
         let requests = self.requests.report(now);
         let mut recent = self.lock();
@@ -226,7 +227,7 @@ impl QueryMeter {
         let (_, _, completed) = recent.completed_rates.tick(now, recent.completed);
         let stage = |(name, stage): (&String, &mut RecentStage)| {
             let (_, _, slow) = stage.rates.tick(now, stage.requests);
-            // Ratios of rates are wanted, so small ones are not rounded away.
+            // Ratios of rates are needed, so small ones are not rounded away.
             let load = StageLoad { slow, p99_ms: stage.times.p99_ms(now) };
             (name.clone(), load)
         };
@@ -239,18 +240,19 @@ impl QueryMeter {
     }
 }
 
-/// Lets in at most a rate, with bursts of a tenth of a second.
+/// Admits requests up to a rate, with bursts of a tenth of a second.
 #[derive(Debug, Default)]
 pub struct RateLimit {
     state: Mutex<(Nanos, f64)>,
 }
 
-/// Seconds of a full rate that may come at once.
+/// Burst size in seconds of the full rate.
 const BURST_SECONDS: f64 = 0.1;
 
 impl RateLimit {
-    /// Whether `count` more may come at `now` under `rate` a second. Where the backends are `at_ease` they may whatever the
-    /// rate: a plan that is short of machines is no reason to leave those that are idle.
+    /// Whether `count` more requests are admitted at `now` under `rate` per second. While the
+    /// backends are `underloaded` they are, whatever the rate: a plan that lacks machines is no
+    /// reason to keep idle ones idle.
     pub fn admit(&self, now: Nanos, rate: f64, count: u64, underloaded: bool) -> bool {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let (last, tokens) = *state;
@@ -268,7 +270,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_step_is_in_the_quick_average_first() {
+    fn fast_average_follows_a_step_first() {
         let mut rates = Rates::default();
         let (mut count, mut last) = (0, (0.0, 0.0, 0.0));
         for second in 0..30u64 {
@@ -284,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn fan_outs_follow_from_what_was_walked() {
+    fn fan_outs_follow_from_completed_requests() {
         let meter = QueryMeter::new(vec!["find".to_string(), "read".to_string()]);
         let mut last = QueryLoad::default();
         for second in 0..20u64 {
@@ -300,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_holds_over_time() {
+    fn rate_limit_holds_over_time() {
         let limit = RateLimit::default();
         let admitted = (0..10_000u64)
             .filter(|ms| limit.admit(Nanos::from_millis(*ms), 100.0, 1, false))
@@ -309,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn backends_at_ease_are_asked_whatever_the_rate() {
+    fn underloaded_backends_get_requests_beyond_the_rate() {
         let limit = RateLimit::default();
         let now = Nanos::from_millis;
         assert!((0..100u64).all(|ms| limit.admit(now(ms), 0.1, 1, true)));

@@ -1,4 +1,4 @@
-//! Queries kept, described and forgotten.
+//! Stores, describes and deletes queries.
 
 use api::error::ApiResult;
 use api::{ApiError, ModelRef, QueryMetadata, QueryStageMetadata, check_model_name};
@@ -8,11 +8,11 @@ use super::routing_table::RoutingTable;
 use super::service::store_error;
 use crate::query::spec::QuerySpec;
 
-/// The most bytes of a query's text.
+/// Maximum size of a query's text in bytes.
 const TEXT_MAX: usize = 256 << 10;
 
 impl Inner {
-    /// What a query is, how its objective is split, and what this frontend has seen of it.
+    /// A query, how its SLO is split, and what this frontend observes of it.
     pub(super) fn describe(&self, table: &RoutingTable, name: &str) -> ApiResult<QueryMetadata> {
         let entry = table.query(name)?;
         let spec = &entry.query.spec;
@@ -47,7 +47,7 @@ impl Inner {
         })
     }
 
-    /// Keeps a query; answers when this frontend knows it.
+    /// Stores a query; returns when this frontend has it.
     pub(super) async fn put_query(&self, name: &str, text: &str) -> ApiResult<QueryMetadata> {
         check_model_name(name)?;
         if text.len() > TEXT_MAX {
@@ -63,7 +63,7 @@ impl Inner {
         self.describe(&self.table(), name)
     }
 
-    /// Forgets a query.
+    /// Deletes a query.
     pub(super) async fn delete_query(&self, name: &str) -> ApiResult<()> {
         self.table().query(name)?;
         self.records.delete_query(name).await.map_err(store_error)?;

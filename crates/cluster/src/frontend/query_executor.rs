@@ -1,8 +1,9 @@
-//! A question on its way through a query's stages.
+//! Executes a query request stage by stage.
 //!
-//! A stage starts when all it takes from is there, so branches run side by side; what one answer yields for the next
-//! stage travels together, in requests of up to the stage's batch. The first failure is the question's answer, and
-//! whatever else is under way for it is given up.
+//! A stage starts when the outputs it reads are complete, so branches run concurrently. What one
+//! reply yields for the next stage is sent together, in requests of up to the stage's batch. The
+//! first failure is the reply to the query request, and what is still in flight for it is
+//! cancelled.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -28,25 +29,26 @@ use crate::query::{rows, text};
 /// Tensors by name.
 type Values = BTreeMap<String, Tensor>;
 
-/// What a stage gave.
+/// The outputs of a stage.
 #[derive(Debug, Default)]
 struct StageOutputs {
-    /// For a stage that fans out: which element of the next outer fan-out each of its own belongs to.
+    /// For a stage that fans out: the element of the next outer fan-out to which each of its
+    /// elements belongs.
     above: Vec<usize>,
-    /// What the model and the stage itself gave, by element.
+    /// Outputs of the model and of the stage itself, by element.
     values: Vec<Values>,
 }
 
-/// What a stage asks its model, by element.
+/// The inputs of a stage's requests, by element.
 #[derive(Default)]
 struct StageRequests {
     above: Vec<usize>,
     inputs: Vec<Values>,
-    /// Rectangles the elements were cut from, where they were.
+    /// Rectangles that the elements are cropped from, where they are.
     regions: Vec<Corners>,
 }
 
-/// The question as stages see it. Shared with threads that prepare pictures.
+/// A query request, as stages read it. Shared with threads that prepare pictures.
 struct QueryRequest {
     query: Arc<Checked>,
     inputs: HashMap<String, Tensor>,
@@ -89,22 +91,22 @@ impl Inner {
     ) -> ApiResult<InferResponse> {
         let _inside = self.enter()?;
         let query = &entry.query;
-        // A question that a later stage could not answer is not begun.
+        // A request that a later stage cannot serve is not started.
         for stage in &query.spec.stages {
             table.serving(ModelRef { name: &stage.model, version: None })?;
         }
         let deadline = arrived + request.options.timeout.unwrap_or(objective);
-        let (id, wanted) = (request.id.clone(), request.outputs.clone());
+        let (id, requested) = (request.id.clone(), request.outputs.clone());
         let query_request = Arc::new(prepare(query.clone(), request).await?);
         let execution = QueryExecution { inner: self, table, entry, query_request, deadline, name };
         let (done, in_stages) = execution.run().await?;
         entry.meter.complete((self.clock.now() - arrived).since(in_stages));
-        let outputs = collect_outputs(query, &done, &wanted)?;
+        let outputs = collect_outputs(query, &done, &requested)?;
         Ok(InferResponse { model_name: name.into(), model_version: "1".into(), id, outputs })
     }
 }
 
-/// Checks what came and decodes pictures, away from the threads that serve connections.
+/// Checks the inputs and decodes pictures, outside of the threads that serve connections.
 async fn prepare(query: Arc<Checked>, request: InferRequest) -> ApiResult<QueryRequest> {
     let with_query_name = match request.inputs {
         Inputs::Named(tensors) => tensors,
@@ -140,7 +142,7 @@ async fn prepare(query: Arc<Checked>, request: InferRequest) -> ApiResult<QueryR
     Ok(QueryRequest { query, inputs, pictures, options })
 }
 
-/// A body that says nothing about itself is the picture of a query that takes one and nothing else.
+/// A raw body is the picture of a query that has no other input.
 fn only_input(query: &Checked, bytes: Bytes) -> ApiResult<NamedTensor> {
     let mut names = query.inputs.iter();
     match (names.next(), names.next()) {
@@ -155,7 +157,7 @@ fn only_input(query: &Checked, bytes: Bytes) -> ApiResult<NamedTensor> {
     }
 }
 
-/// Runs what takes a while on a thread of its own.
+/// Runs CPU work on a thread that may block.
 async fn run_blocking<T: Send + 'static>(
     work: impl FnOnce() -> ApiResult<T> + Send + 'static,
 ) -> ApiResult<T> {
@@ -164,7 +166,7 @@ async fn run_blocking<T: Send + 'static>(
         .unwrap_or_else(|_| Err(ApiError::internal("work between two stages failed")))
 }
 
-/// One question's walk.
+/// The execution of one query request.
 struct QueryExecution<'a> {
     inner: &'a Inner,
     table: &'a RoutingTable,
@@ -175,7 +177,8 @@ struct QueryExecution<'a> {
 }
 
 impl QueryExecution<'_> {
-    /// All stages' answers, and how long models were at work for at least one of them.
+    /// Executes all stages. Returns their outputs, and the time during which at least one model
+    /// ran.
     async fn run(&self) -> ApiResult<(StageResults, Nanos)> {
         let query = &self.query_request.query;
         let count = query.spec.stages.len();
@@ -238,7 +241,7 @@ impl QueryExecution<'_> {
         Ok((stage, StageOutputs { above: requests.above, values }, (started, ended)))
     }
 
-    /// Sends the elements of one group as one request and takes the answer apart again.
+    /// Sends the elements of one group as one request and splits the reply again.
     async fn call(
         &self,
         stage: usize,
@@ -258,7 +261,7 @@ impl QueryExecution<'_> {
             let tensor = rows::join(name, &own)?;
             tensors.push(NamedTensor { name: name.as_str().into(), tensor });
         }
-        let wanted = query.wanted(stage).into_iter();
+        let needed = query.needed_outputs(stage).into_iter();
         let request = InferRequest {
             id: String::new(),
             options: InferOptions {
@@ -267,7 +270,7 @@ impl QueryExecution<'_> {
                 ..self.query_request.options.clone()
             },
             inputs: Inputs::Named(tensors),
-            outputs: wanted.map(|name| RequestedOutput { name, classes: 0 }).collect(),
+            outputs: needed.map(|name| RequestedOutput { name, classes: 0 }).collect(),
         };
         let count = group.len() as u64;
         let reply = self.inner.dispatch(model, request, count, self.table, entry).await?;
@@ -291,7 +294,7 @@ impl QueryExecution<'_> {
         Ok(values)
     }
 
-    /// Time until it is too late for this stage: what later ones need at the very least is theirs.
+    /// Remaining time of this stage: the minimum that later stages need is reserved for them.
     fn time_left(&self, stage: usize) -> ApiResult<Nanos> {
         let name = &self.query_request.query.spec.stages[stage].name;
         let budget = self.entry.split.as_ref().and_then(|split| split.stages.get(name));
@@ -319,7 +322,7 @@ fn covered_time(mut spans: Vec<(Nanos, Nanos)>) -> Nanos {
     total
 }
 
-/// Elements whose inputs can be put together, in groups of at most `batch`.
+/// Elements whose inputs can be batched, in groups of at most `batch`.
 fn compatible_groups(inputs: &[Values], batch: usize) -> Vec<Vec<usize>> {
     let layout = |values: &Values| -> Vec<(DataType, Vec<usize>)> {
         let tail = |tensor: &Tensor| tensor.shape().get(1..).unwrap_or_default().to_vec();
@@ -336,7 +339,7 @@ fn compatible_groups(inputs: &[Values], batch: usize) -> Vec<Vec<usize>> {
 }
 
 impl QueryRequest {
-    /// The requests of a stage, from the answers of those it takes from.
+    /// The requests of a stage, from the outputs that it reads.
     fn requests(&self, stage: usize, done: &StageResults) -> ApiResult<StageRequests> {
         let query = &self.query;
         let chain = &query.chains[stage];
@@ -367,8 +370,8 @@ impl QueryRequest {
         Ok(requests)
     }
 
-    /// What an element of the outer fan-out becomes: its own values and rectangles. Exactly one where the stage does not
-    /// fan out.
+    /// The elements that one element of the outer fan-out becomes: values and rectangles. Exactly
+    /// one where the stage does not fan out.
     fn elements(
         &self,
         stage: usize,
@@ -409,7 +412,7 @@ impl QueryRequest {
         }
     }
 
-    /// Regions of a map in pixels of the picture that the stage cuts from.
+    /// Regions of a map, in pixels of the picture that the stage crops.
     fn regions(
         &self,
         stage: usize,
@@ -418,7 +421,7 @@ impl QueryRequest {
         rules: &RegionRules,
     ) -> ApiResult<Vec<Corners>> {
         let (&[.., height, width], Some(values)) = (map.shape(), map.to_vec::<f32>()) else {
-            return Err(ApiError::invalid(format!("'{name}' is no map of FP32")));
+            return Err(ApiError::invalid(format!("'{name}' is not an FP32 map")));
         };
         if width * height != values.len() || values.is_empty() {
             return Err(ApiError::invalid(format!(
@@ -472,7 +475,7 @@ impl QueryRequest {
         Ok(values)
     }
 
-    /// The value called `name` as element `element` of the fan-out `outer` sees it.
+    /// The value called `name`, for element `element` of the fan-out `outer`.
     fn value(
         &self,
         stage: usize,
@@ -499,7 +502,7 @@ impl QueryRequest {
     }
 }
 
-/// Rectangles of a tensor of left, top, right, bottom; the best where there are too many.
+/// Rectangles from a tensor of left, top, right, bottom; the best ones where there are too many.
 fn boxes_of(
     name: &str,
     boxes: &Tensor,
@@ -534,13 +537,13 @@ fn boxes_of(
     Ok(order.into_iter().map(corners).collect())
 }
 
-/// What the query answers: values of all elements one after another.
+/// The outputs of the query: values of all elements, concatenated.
 fn collect_outputs(
     query: &Checked,
     done: &StageResults,
-    wanted: &[RequestedOutput],
+    requested: &[RequestedOutput],
 ) -> ApiResult<Vec<NamedTensor>> {
-    let names: Vec<&String> = match wanted {
+    let names: Vec<&String> = match requested {
         [] => query.spec.output.keys().collect(),
         some => some.iter().map(|output| &output.name).collect(),
     };
@@ -552,7 +555,7 @@ fn collect_outputs(
         let Ok(Reference::Output(stage, output)) =
             query.spec.reference(query.spec.stages.len(), from)
         else {
-            return Err(ApiError::internal(format!("output '{name}' comes from nowhere")));
+            return Err(ApiError::internal(format!("output '{name}' has no source")));
         };
         let elements = done[stage].as_ref().map_or(&[][..], |outputs| &outputs.values[..]);
         let own: Vec<&Tensor> = elements.iter().filter_map(|values| values.get(output)).collect();
@@ -581,7 +584,7 @@ mod tests {
     }
 
     #[test]
-    fn elements_that_fit_together_travel_together() {
+    fn groups_elements_by_layout() {
         let of = |width: usize| -> Values {
             [("x".to_string(), Tensor::from_vec(vec![1, width], vec![0f32; width]).unwrap())].into()
         };
@@ -590,7 +593,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_boxes_are_taken_in_their_order() {
+    fn keeps_the_best_boxes_in_order() {
         let boxes = Tensor::from_vec(vec![1, 3, 4], (0..12).map(|v| v as f32).collect()).unwrap();
         let scores = Tensor::from_vec(vec![3], vec![0.9f32, 0.2, 0.8]).unwrap();
         let found = boxes_of("b", &boxes, Some(&scores), 0.1, 2).unwrap();

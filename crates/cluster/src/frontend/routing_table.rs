@@ -1,4 +1,4 @@
-//! The routing table a frontend holds: models, and who answers for each.
+//! The routing table of a frontend: models, and the backends that serve them.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -15,27 +15,27 @@ use crate::query::spec::{Checked, QuerySpec};
 use crate::record::{ModelRecord, RouteRecord, ScalingRecord, SplitRecord};
 use crate::snapshot::ClusterSnapshot;
 
-/// A backend that answers for a model.
+/// A backend that serves a model.
 pub struct RouteTarget {
     /// The connection.
     pub link: Arc<BackendLink>,
-    /// Where its REST listens.
+    /// Address of its REST server.
     pub http: String,
-    /// Its part of the requests.
+    /// Its share of the requests.
     pub weight: f64,
-    /// Requests that one turn takes.
+    /// Requests per batch.
     pub batch: u32,
-    /// Milliseconds of a turn; 0 when unknown.
+    /// Milliseconds that a full batch runs; 0 when unknown.
     pub batch_ms: f64,
     /// Length of its duty cycle in milliseconds.
     pub cycle_ms: f64,
-    /// Requests that a turn begins with, where it is one of a pool that does nothing else; else 0.
+    /// Requests at which a batch starts where it belongs to a backend pool; else 0.
     pub min_batch: u32,
-    /// What this frontend has under way there for this model.
+    /// Requests of this frontend for this model that are in flight there.
     pub outstanding: Arc<OutstandingRequests>,
 }
 
-/// Requests of one frontend for one model at one backend.
+/// Requests in flight of one frontend for one model at one backend.
 #[derive(Default)]
 pub struct OutstandingRequests {
     count: AtomicUsize,
@@ -43,23 +43,23 @@ pub struct OutstandingRequests {
 }
 
 impl OutstandingRequests {
-    /// Requests that were sent and are not answered.
+    /// Number of requests in flight.
     pub fn count(&self) -> usize {
         self.count.load(Relaxed)
     }
 
-    /// How far the backend is with its turns.
+    /// Progress of the backend's batches.
     pub fn progress(&self) -> BatchProgress {
         *self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A request goes out.
+    /// Records that a request is sent.
     pub fn send(&self, now: Nanos, plan: BatchPlan) {
         self.count.fetch_add(1, Relaxed);
         self.progress.lock().unwrap_or_else(PoisonError::into_inner).sent(now, plan);
     }
 
-    /// A request is over: answered, or given up before its turn.
+    /// Records that a request ended: with a reply, or dropped before its batch started.
     pub fn settle(&self, now: Nanos, plan: BatchPlan, given_up: bool) {
         self.count.fetch_sub(1, Relaxed);
         let mut progress = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
@@ -71,14 +71,15 @@ impl OutstandingRequests {
 }
 
 impl RouteTarget {
-    /// A turn, as far as one of `frontends` fills it.
+    /// A batch, as far as one of `frontends` fills it.
     pub fn plan(&self, frontends: usize) -> BatchPlan {
         let share = |requests: u32| (requests as usize).div_ceil(frontends.max(1));
         let full_time = Nanos((self.batch_ms * 1e6) as u64);
         BatchPlan { batch: share(self.batch), min_batch: share(self.min_batch), full_time }
     }
 
-    /// How far it is with its turns, where it is one of a pool and a turn's time is known.
+    /// Progress of its batches, where it belongs to a backend pool and the time of a batch is
+    /// known.
     pub fn progress(&self, frontends: usize) -> Option<(BatchProgress, BatchPlan)> {
         let known = self.min_batch > 0 && self.batch_ms > 0.0;
         known.then(|| (self.outstanding.progress(), self.plan(frontends)))
@@ -89,25 +90,25 @@ impl RouteTarget {
 pub struct ModelEntry {
     /// Its record.
     pub record: ModelRecord,
-    /// Who answers.
+    /// Backends that serve it.
     pub targets: Vec<RouteTarget>,
-    /// Requests a second that all frontends may let in.
+    /// Requests per second that all frontends together admit.
     pub rate_max: Option<f64>,
-    /// Why nobody can load it, where that is so.
+    /// Why no backend can load it, where that is so.
     pub failure: Option<String>,
-    /// Its counts.
+    /// Counts of its requests.
     pub meter: Arc<Meter>,
-    /// Holds back what is too much.
+    /// Limits its rate.
     pub limit: Arc<RateLimit>,
 }
 
 /// A query.
 pub struct QueryEntry {
-    /// What it is.
+    /// The checked query.
     pub query: Arc<Checked>,
-    /// Its budgets, once the scheduler has made them.
+    /// The budgets of its stages, once the scheduler has computed them.
     pub split: Option<SplitRecord>,
-    /// Its counts.
+    /// Counts of its requests.
     pub meter: Arc<QueryMeter>,
 }
 
@@ -120,21 +121,21 @@ pub struct RoutingTable {
     pub queries: HashMap<String, Arc<QueryEntry>>,
     /// Frontends that share the load.
     pub frontends: usize,
-    /// How many backends there are to be, where the scheduler sees to it.
+    /// The scaling record, where backends are scaled.
     pub scaling: Option<ScalingRecord>,
 }
 
-/// Share of a deadline that waiting may take before the planned rate counts.
+/// Share of a deadline that waiting may take before the planned rate is enforced.
 const UNDERLOADED: f64 = 0.5;
 
 impl ModelEntry {
-    /// Requests that this frontend sent to a target's backend, for all models, and that are not answered.
+    /// Requests of this frontend in flight at a target's backend, over all models.
     pub fn busy(&self, target: usize) -> usize {
         self.targets.get(target).map_or(0, |target| target.link.outstanding.load(Relaxed))
     }
 
-    /// Whether a request with this much time would be through long before it is late, whatever the plan says: what
-    /// is under way leaves room, or nothing is.
+    /// Whether a request with this much time would complete long before its deadline, whatever the
+    /// plan says: few requests are in flight, or none.
     pub fn is_underloaded(&self, timeout: Nanos) -> bool {
         let sum = |of: fn(&RouteTarget) -> usize| self.targets.iter().map(of).sum::<usize>();
         let in_flight = sum(|target| target.outstanding.count());
@@ -145,7 +146,7 @@ impl ModelEntry {
         in_flight == 0 || (cycle_ms > 0.0 && wait_ms < UNDERLOADED * timeout.0 as f64 / 1e6)
     }
 
-    /// Where the model stands.
+    /// State of the model.
     pub fn state(&self) -> (ModelState, String) {
         match (&self.failure, self.record.enabled, self.targets.is_empty()) {
             (_, true, false) => (ModelState::Ready, String::new()),
@@ -158,7 +159,7 @@ impl ModelEntry {
 }
 
 impl RoutingTable {
-    /// The table that `view` describes. Counts and connections of `before` go on.
+    /// Builds the table that `snapshot` describes. Counts and connections of `before` are kept.
     pub fn build(
         snapshot: &ClusterSnapshot,
         before: &RoutingTable,
@@ -214,7 +215,7 @@ impl RoutingTable {
         }
     }
 
-    /// The model, if somebody answers for it.
+    /// The model, if a backend serves it.
     pub fn serving(&self, model: ModelRef<'_>) -> ApiResult<&Arc<ModelEntry>> {
         let entry = self.known(model)?;
         if !entry.targets.is_empty() && entry.record.enabled {

@@ -1,4 +1,4 @@
-//! The API over the cluster.
+//! The inference API, served by the cluster.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -20,9 +20,9 @@ use super::{Frontend, Inner, classify, deadline_exceeded, no_backend};
 use crate::record::{LoadReport, ModelLoad, ScalingRecord};
 use crate::store::StoreError;
 
-/// Longest wait for backends to load or unload a model.
+/// Time limit for backends to load or unload a model.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
-/// How often the end of a drain is looked for.
+/// How often the end of a drain is checked.
 const DRAIN_POLL: Duration = Duration::from_millis(10);
 
 pub(super) fn store_error(error: StoreError) -> ApiError {
@@ -35,7 +35,7 @@ pub(super) fn store_error(error: StoreError) -> ApiError {
 }
 
 impl Inner {
-    /// Waits until the model `name` is as `done` says; an error from it ends the wait.
+    /// Waits until `done` holds for the model `name`; an error from it ends the wait.
     async fn wait_for(
         &self,
         name: &str,
@@ -44,7 +44,7 @@ impl Inner {
         self.wait_while(name, |table| done(table.models.get(name).map(|entry| &**entry))).await
     }
 
-    /// Waits until the table is as `done` says; `name` is what it is about.
+    /// Waits until `done` holds for the table; `name` is for the error message.
     pub(super) async fn wait_for_table(
         &self,
         name: &str,
@@ -91,7 +91,7 @@ impl Inner {
     async fn load(&self, name: &str) -> ApiResult<()> {
         let record = self.records.enable(name, true).await.map_err(store_error)?;
         let record = record.ok_or_else(|| {
-            ApiError::not_found(format!("cannot load model '{name}': the cluster does not know it"))
+            ApiError::not_found(format!("cannot load model '{name}': it is not registered"))
         })?;
         self.wait_until_ready(name, record.version).await
     }
@@ -179,7 +179,7 @@ impl Inner {
                     proto::ModelStatisticsRequest { name: name.to_string(), ..Default::default() };
                 let mut client = target.link.client();
                 let reply = client.model_statistics(request);
-                // A backend that is lost has no say; the others have.
+                // A backend that does not reply is skipped.
                 let Ok(Ok(reply)) = tokio::time::timeout(Duration::from_secs(2), reply).await
                 else {
                     continue;
@@ -213,7 +213,7 @@ impl Inner {
     }
 }
 
-/// What the leading scheduler says about backends, where it scales them; every frontend says the same.
+/// Scaling metrics, where the leading scheduler scales backends; every frontend exports the same.
 fn write_scaling_metrics(text: &mut String, scaling: Option<&ScalingRecord>) {
     let Some(scaling) = scaling else { return };
     let (wanted, present) = (f64::from(scaling.wanted), scaling.present as f64);
@@ -229,7 +229,7 @@ fn write_scaling_metrics(text: &mut String, scaling: Option<&ScalingRecord>) {
 }
 
 fn write_query_metrics(text: &mut String, report: &LoadReport) {
-    let families: [MetricFamily; 5] = [
+    let metrics: [MetricFamily; 5] = [
         ("atoll_query_requests", "counter", "Query requests received", |l| l.arrived as f64),
         ("atoll_query_success", "counter", "Query requests answered with outputs", |l| {
             l.answered as f64
@@ -245,7 +245,7 @@ fn write_query_metrics(text: &mut String, report: &LoadReport) {
     if report.queries.is_empty() {
         return;
     }
-    for (name, kind, help, value) in families {
+    for (name, kind, help, value) in metrics {
         let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
         for (query, load) in &report.queries {
             let _ = writeln!(text, "{name}{{query=\"{query}\"}} {}", value(&load.requests));
@@ -307,7 +307,7 @@ impl InferenceService for Frontend {
         if self.inner.draining.load(Ordering::SeqCst) {
             return false;
         }
-        // Once all models are there; later ones come and go without making the frontend unready.
+        // Ready once all models are; models that are added later do not make the frontend unready.
         let table = self.inner.table();
         let settled = |entry: &std::sync::Arc<ModelEntry>| {
             !entry.record.enabled || !entry.targets.is_empty() || entry.failure.is_some()
@@ -383,7 +383,7 @@ impl InferenceService for Frontend {
 
     fn register(&self, request: RegisterRequest) -> ServiceFuture<'_, Registered> {
         let inner = self.inner.clone();
-        // To its end, even when the client goes away: a model is never left half registered.
+        // Runs to its end even when the client disconnects: a model is never half registered.
         Box::pin(async move {
             let work = tokio::spawn(async move { inner.register(request).await });
             work.await.unwrap_or_else(|_| Err(ApiError::internal("the registration failed")))
@@ -430,7 +430,7 @@ impl InferenceService for Frontend {
 
     fn write_metrics(&self, text: &mut String) {
         let report = self.inner.report();
-        let families: [MetricFamily; 7] = [
+        let metrics: [MetricFamily; 7] = [
             ("nv_inference_request_success", "counter", "Requests answered with outputs", |l| {
                 l.answered as f64
             }),
@@ -447,7 +447,7 @@ impl InferenceService for Frontend {
                 l.p99_ms / 1e3
             }),
         ];
-        for (name, kind, help, value) in families {
+        for (name, kind, help, value) in metrics {
             let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
             for (model, load) in &report.models {
                 let _ = writeln!(text, "{name}{{model=\"{model}\"}} {}", value(load));

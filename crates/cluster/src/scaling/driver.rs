@@ -1,6 +1,6 @@
-//! Carries the scaler between the leading scheduler and whoever runs the machines.
+//! Connects the scaler to the leading scheduler and to the scale target.
 //!
-//! It is a task of its own: however slow or broken the other side is, plans do not wait for it.
+//! It is a task of its own: planning never waits for a slow or broken target.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,37 +14,37 @@ use super::scaler::{ReplicaState, Scaler, ScalerInput, ScalingDecision, ScalingS
 use super::target::{Scale, ScaleError, ScaleTarget};
 use crate::record::ScalingRecord;
 
-/// Time between two looks.
+/// Time between two polls.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
-/// The longest pause after failures.
+/// Maximum pause after failures.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
-/// A call that takes longer has failed.
+/// Time limit of a call to the target.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What a scheduler scales, and how.
+/// What a scheduler scales, and its settings.
 #[derive(Clone)]
 pub struct Scaling {
-    /// What.
+    /// The workload.
     pub target: Arc<dyn ScaleTarget>,
-    /// How.
+    /// The settings.
     pub settings: ScalingSettings,
-    /// Time between two looks.
+    /// Time between two polls.
     pub poll: Duration,
 }
 
 impl Scaling {
-    /// Scales `target`, with the usual time between two looks.
+    /// Scales `target`, with the default time between polls.
     pub fn new(target: Arc<dyn ScaleTarget>, settings: ScalingSettings) -> Scaling {
         Scaling { target, settings, poll: POLL_INTERVAL }
     }
 }
 
-/// What the driver tells the scheduler.
+/// What the driver reports to the scheduler.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ScalingReport {
-    /// Backends that the plan is to do without.
+    /// Backends to plan without.
     pub draining: BTreeSet<String>,
-    /// For everybody to see; `None` until the first look.
+    /// The record to publish; `None` until the first poll.
     pub record: Option<ScalingRecord>,
 }
 
@@ -59,7 +59,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// A driver that goes on counting where an earlier leader's record ends.
+    /// Creates a driver that continues the error count of an earlier leader's record.
     pub fn new(scaling: Scaling, clock: Arc<dyn Clock>, before: Option<ScalingRecord>) -> Driver {
         let scaler = Scaler::new(scaling.settings.clone(), clock.now());
         let errors = before.map_or(0, |record| record.errors);
@@ -68,7 +68,7 @@ impl Driver {
         Driver { scaling, clock, scaler, record, last_error: None, failures: 0 }
     }
 
-    /// Looks again and again, until nobody listens.
+    /// Polls until the receiver of its reports is dropped.
     pub async fn run(
         mut self,
         input: watch::Receiver<Option<Arc<ScalingInput>>>,
@@ -91,7 +91,7 @@ impl Driver {
         }
     }
 
-    /// A pause that doubles with every failure.
+    /// The pause, doubled with every failure.
     fn pause(&self) -> Duration {
         let factor = 1 << self.failures.min(8);
         (self.scaling.poll * factor).min(PAUSE_MAX.max(self.scaling.poll))
@@ -130,15 +130,16 @@ impl Driver {
 
     async fn estimated(&self, input: Arc<ScalingInput>, scale: &Scale) -> Option<u32> {
         let names = scale.members.iter().map(|member| member.name.clone()).collect();
-        let most = self.scaling.settings.replicas_max;
-        let work = tokio::task::spawn_blocking(move || estimate_replicas(&input, &names, most));
+        let max = self.scaling.settings.replicas_max;
+        let work = tokio::task::spawn_blocking(move || estimate_replicas(&input, &names, max));
         work.await.unwrap_or_else(|error| {
             tracing::error!(%error, "cannot estimate replicas");
             None
         })
     }
 
-    /// Marks those who are to go, before there are to be fewer, and takes marks from those who are not.
+    /// Marks replicas that are removed, before the number of replicas is lowered, and clears the
+    /// marks of others.
     async fn mark(
         &self,
         target: &dyn ScaleTarget,
@@ -147,7 +148,7 @@ impl Driver {
     ) -> Result<(), ScaleError> {
         for replica in scale.members.iter().filter(|replica| !replica.ending) {
             let leaves = decision.removing.contains(&replica.name);
-            // One whose turn came with an earlier change keeps its mark until it is gone.
+            // A replica that an earlier change removes keeps its mark until it is gone.
             let stays = !decision.draining.contains(&replica.name);
             if (leaves && !replica.marked) || (replica.marked && stays) {
                 with_timeout(target.mark(&replica.name, leaves)).await?;
@@ -179,11 +180,11 @@ impl Driver {
         self.record.error = None;
     }
 
-    /// Counts a failure, and says it where it is a new one.
+    /// Counts a failure, and logs it where it is a new one.
     fn fail(&mut self, error: ScaleError, report: &watch::Sender<ScalingReport>) {
         self.record.errors += 1;
-        // What changed meanwhile is read again at the usual time. After anything else nobody knows when one can go: the
-        // plan gets its backends back.
+        // A conflict is resolved by the next poll. After any other failure it is unknown when a
+        // backend can be removed: the plan gets its backends back.
         if !matches!(error, ScaleError::Conflict(_)) {
             self.failures = self.failures.saturating_add(1);
             let draining = self.scaler.stop_draining(self.clock.now());
@@ -206,7 +207,7 @@ async fn with_timeout<T>(
     tokio::time::timeout(CALL_TIMEOUT, call).await.map_err(late)?
 }
 
-/// Replicas with what their backends do.
+/// Replicas, with the state of their backends.
 fn replicas_present(scale: &Scale, input: &ScalingInput) -> Vec<ReplicaState> {
     let member = |replica: &super::target::Replica| {
         let usage = input.usage.get(&replica.name);

@@ -1,44 +1,46 @@
-//! Replicas that the load takes: the fewest on which the scheduler's own placement serves everything with its headroom.
+//! Estimates the replicas that the load needs: the fewest on which the scheduler's own placement
+//! serves all load with its headroom.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::scheduler::placement::{self, PlacementSettings};
 use crate::scheduler::plan::{Curves, Demand, LoadedModels, Machine, Placement};
 
-/// What the leading scheduler knows of load and machines.
+/// Load and machines, as the leading scheduler knows them.
 #[derive(Clone, Debug, Default)]
 pub struct ScalingInput {
-    /// Backends that are there.
+    /// Backends that have joined.
     pub machines: Vec<Machine>,
-    /// What is asked of each model.
+    /// Rate and SLO of each model.
     pub demands: Vec<Demand>,
     /// Measured latencies.
     pub curves: Curves,
-    /// How placements are made.
+    /// Settings of placements.
     pub placement: PlacementSettings,
-    /// Requests a second that every model is ready for.
+    /// Requests per second that every model is planned for at least.
     pub rate_min: f64,
     /// Whether any frontend reports load.
     pub reported: bool,
-    /// By backend, what it does.
+    /// Use of backends, by name.
     pub usage: BTreeMap<String, BackendUsage>,
 }
 
-/// What a backend does.
+/// How the plan uses a backend.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct BackendUsage {
-    /// Whether it holds no model and is to hold none.
+    /// Whether it holds no model and is assigned none.
     pub empty: bool,
     /// Share of its time that the plan uses.
     pub busy: f64,
 }
 
-/// A gain in served rate below this is none.
+/// A gain in served rate below this factor does not count.
 const GAIN_MIN: f64 = 1.02;
 
-/// Replicas that serve what `outlook` asks for, at most `most`. `replicas` names those there are among its backends; all
-/// others are counted on and never scaled. `None` where that cannot be known: nobody reports load, or no replica has joined
-/// yet that would tell what kind of machine they are.
+/// The number of replicas that serve the demands of `input`, at most `max`. `replicas` names the
+/// existing ones among its backends; other backends are used but never scaled. `None` where it
+/// cannot be known: no frontend reports load, or no replica has joined that shows their kind of
+/// machine.
 pub fn estimate_replicas(
     input: &ScalingInput,
     replicas: &BTreeSet<String>,
@@ -55,7 +57,7 @@ pub fn estimate_replicas(
     let max = max as usize;
     let all = trial.place(max);
     if !trial.suffices(&all) {
-        // Replicas that would not help are not asked for.
+        // Replicas that would not help are not requested.
         let now = trial.place(own.len().min(max));
         let helps = all.slack(&trial.demands) > now.slack(&trial.demands) * GAIN_MIN;
         let count = if helps { max } else { own.len().min(max) };
@@ -68,7 +70,7 @@ pub fn estimate_replicas(
     u32::try_from(count.min(max)).ok()
 }
 
-/// Models that nobody has measured take no machines by a guess, only their place.
+/// Unmeasured models count only with their minimum rate.
 fn demands(input: &ScalingInput, device: &str) -> Vec<Demand> {
     let demand = |demand: &Demand| {
         let known = input.curves.contains_key(&(device.to_string(), demand.model.clone()));
@@ -78,12 +80,12 @@ fn demands(input: &ScalingInput, device: &str) -> Vec<Demand> {
     input.demands.iter().map(demand).collect()
 }
 
-/// Placements on machines that might be.
+/// Placements on hypothetical machines.
 struct Trial<'a> {
     input: &'a ScalingInput,
     demands: Vec<Demand>,
     others: Vec<Machine>,
-    /// What a replica is like.
+    /// A machine as every replica is.
     replica: &'a Machine,
 }
 
@@ -100,10 +102,11 @@ impl Trial<'_> {
         placement::place(&machines, &self.demands, &self.input.curves, &held, &settings)
     }
 
-    /// Whether all is served with the headroom, from as many backends as copies are asked for.
+    /// Whether everything is served with the headroom, with the required number of copies.
     fn suffices(&self, placement: &Placement) -> bool {
         let settings = &self.input.placement;
-        // Places hold standbys too: with them every model has its copies, or there are too few machines.
+        // Duty cycles list standbys too: either every model has its copies, or there are too few
+        // machines.
         let mut copies: BTreeMap<&str, usize> = BTreeMap::new();
         for part in placement.duty_cycles.values().flat_map(|cycle| &cycle.parts) {
             *copies.entry(&part.model).or_default() += 1;
@@ -150,11 +153,12 @@ mod tests {
     }
 
     #[test]
-    fn it_is_the_fewest_that_serve_everything() {
+    fn estimates_the_fewest_replicas_that_serve_the_load() {
         for rates in [&[100.0][..], &[500.0, 300.0], &[5000.0, 10.0, 900.0], &[1.0; 12]] {
             let input = input(2, 0, rates);
             let count = estimate(&input, 64).unwrap() as usize;
-            // The scheduler's own placement and its checker agree that so many do, and that one fewer does not.
+            // The scheduler's own placement and its checker agree that this many suffice, and that
+            // one fewer does not.
             let serves = |count: usize| {
                 let machine =
                     |n: usize| Machine { name: format!("x{n}"), ..input.machines[0].clone() };
@@ -176,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn more_load_never_takes_fewer() {
+    fn more_load_never_needs_fewer_replicas() {
         let mut before = 0;
         for step in 1..40 {
             let now = estimate(&input(1, 0, &[f64::from(step) * 200.0, 50.0]), 64).unwrap();
@@ -187,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn other_backends_are_counted_on() {
+    fn counts_backends_outside_of_the_workload() {
         let alone = estimate(&input(1, 0, &[3000.0]), 64).unwrap();
         let helped = estimate(&input(1, 3, &[3000.0]), 64).unwrap();
         assert_eq!(alone - helped, 3);
@@ -195,16 +199,16 @@ mod tests {
     }
 
     #[test]
-    fn copies_need_their_machines() {
+    fn copies_need_as_many_replicas() {
         let mut input = input(1, 0, &[1.0]);
         input.placement.copies = 3;
         assert_eq!(estimate(&input, 64), Some(3));
     }
 
     #[test]
-    fn too_much_takes_all_and_nothing_takes_what_would_not_help() {
+    fn overload_needs_all_replicas_and_missing_reports_none() {
         assert_eq!(estimate(&input(2, 0, &[1e6]), 16), Some(16));
-        // More machines than copies of something that is cut to nothing anyway.
+        // Without load reports.
         let mut silent = input(2, 0, &[100.0]);
         silent.reported = false;
         assert_eq!(estimate(&silent, 16), None);
@@ -212,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guess_takes_no_machines() {
+    fn unmeasured_models_need_no_extra_replicas() {
         let mut input = input(1, 0, &[5000.0]);
         input.curves.clear();
         assert_eq!(estimate(&input, 64), Some(1));

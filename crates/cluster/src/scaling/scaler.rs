@@ -1,26 +1,26 @@
-//! Replicas over time: up as soon as the load asks for it, down when it has not for a while and the backends that go hold
-//! nothing any more.
+//! Decides on replicas over time: up as soon as the load needs it, down when it has not needed them
+//! for a while and the backends to remove are drained.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use base::Nanos;
 
-/// How replicas follow the load.
+/// Settings of the scaler.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ScalingSettings {
-    /// Fewer are never asked for.
+    /// Minimum number of replicas.
     pub replicas_min: u32,
-    /// More are never asked for.
+    /// Maximum number of replicas.
     pub replicas_max: u32,
-    /// Replicas that one change adds at most.
+    /// Maximum number of replicas that one change adds.
     pub step_up: u32,
-    /// Replicas that one change takes away at most.
+    /// Maximum number of replicas that one change removes.
     pub step_down: u32,
-    /// Replicas go only when the load has not asked for them for so long.
+    /// Replicas are removed only when the load has not needed them for this long.
     pub window: Nanos,
-    /// Least time between two changes.
+    /// Minimum time between two changes.
     pub cooldown: Nanos,
-    /// A backend that is not empty after so long stays, and is tried again a window later.
+    /// A backend that is not drained after this time stays, and is tried again a window later.
     pub drain_timeout: Nanos,
 }
 
@@ -38,80 +38,80 @@ impl Default for ScalingSettings {
     }
 }
 
-/// Which replicas go when there are to be fewer.
+/// Which replicas are removed when their number is lowered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Removal {
-    /// Those marked as cheap to remove, after those that are not ready (a Deployment).
+    /// Those marked as cheap to remove, after those that are not ready (Deployment).
     Marked,
-    /// Those with the highest ordinals (a StatefulSet).
+    /// Those with the highest ordinals (StatefulSet).
     Ordinal,
 }
 
-/// One replica.
+/// A replica, with the state of its backend.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ReplicaState {
-    /// Its name, which is its backend's name too.
+    /// Its name, which is also its backend's name.
     pub name: String,
-    /// Its number, where replicas have one.
+    /// Its ordinal, where replicas have one.
     pub ordinal: u64,
-    /// Whether it is a backend of the cluster now.
+    /// Whether it has joined the cluster.
     pub joined: bool,
-    /// Whether whoever runs it thinks it ready.
+    /// Whether its pod is ready.
     pub ready: bool,
-    /// Whether it is on its way out already.
+    /// Whether its pod is terminating.
     pub ending: bool,
-    /// Whether it holds no model and is to hold none.
+    /// Whether it holds no model and is assigned none.
     pub empty: bool,
     /// Share of its time that the plan uses.
     pub busy: f64,
 }
 
-/// What is the case.
+/// Input of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ScalerInput<'a> {
-    /// Replicas asked for now.
+    /// Replicas requested now.
     pub replicas: u32,
-    /// Replicas that the load takes; `None` while nobody reports any.
+    /// Replicas that the load needs; `None` while no load is reported.
     pub need: Option<u32>,
-    /// Which replicas go first.
+    /// Which replicas are removed first.
     pub removal: Removal,
-    /// Those that are there.
+    /// The replicas that exist.
     pub replicas_present: &'a [ReplicaState],
 }
 
-/// What is to be done.
+/// What to do.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ScalingDecision {
-    /// Replicas that the load asks for, within the bounds.
+    /// Replicas that the load needs, within the bounds.
     pub wanted: u32,
-    /// Replicas to ask for now, where that is a change.
+    /// Replicas to request now, where that is a change.
     pub replicas: Option<u32>,
-    /// With it: the replicas that are to go.
+    /// The replicas that this change removes.
     pub removing: BTreeSet<String>,
-    /// Backends that the plan is to do without.
+    /// Backends to plan without.
     pub draining: BTreeSet<String>,
-    /// Backends that were to be emptied and are not, after all the time they had.
+    /// Backends whose drain timed out.
     pub stuck: Vec<String>,
 }
 
-/// Decides.
+/// Decides how many replicas to request and which backends to drain.
 #[derive(Clone, Debug)]
 pub struct Scaler {
     settings: ScalingSettings,
     started_at: Nanos,
-    /// What was wanted when, over the window; later ones are smaller.
+    /// Needs over the window, with their times; later ones are smaller.
     desired: VecDeque<(Nanos, u32)>,
     changed_at: Option<Nanos>,
-    /// Backends being emptied, since when.
+    /// Backends that are draining, and since when.
     draining: BTreeMap<String, Nanos>,
-    /// Those that were told to go, since when.
+    /// Replicas that a change removes, and since when.
     removing: BTreeMap<String, Nanos>,
-    /// Nothing goes before.
+    /// Nothing is removed before this time.
     held_until: Nanos,
 }
 
 impl Scaler {
-    /// A scaler that has seen nothing yet: it takes nothing away for a window.
+    /// Creates a scaler without history: it removes nothing for a window.
     pub fn new(settings: ScalingSettings, now: Nanos) -> Scaler {
         Scaler {
             settings,
@@ -124,10 +124,10 @@ impl Scaler {
         }
     }
 
-    /// What to do now. [`Scaler::applied`] says when it was done.
+    /// Decides what to do now. [`Scaler::applied`] has to be called when it was done.
     pub fn step(&mut self, now: Nanos, input: &ScalerInput<'_>) -> ScalingDecision {
         let bounds = self.settings.replicas_min..=self.settings.replicas_max;
-        // Without a word about load all stay.
+        // Without load reports all replicas stay.
         let need = input.need.unwrap_or(input.replicas);
         let desired = need.clamp(*bounds.start(), *bounds.end());
         let floor = self.floor(now, desired, input.replicas);
@@ -136,11 +136,11 @@ impl Scaler {
         if desired > input.replicas {
             self.draining.clear();
             if input.removal == Removal::Ordinal {
-                // Those that come next have these names.
+                // New replicas get these names again.
                 self.removing.clear();
             }
-            let most = input.replicas.saturating_add(self.settings.step_up);
-            decision.replicas = self.cooldown_passed(now).then(|| desired.min(most));
+            let max = input.replicas.saturating_add(self.settings.step_up);
+            decision.replicas = self.cooldown_passed(now).then(|| desired.min(max));
         } else {
             self.scale_down(now, floor, input, &mut decision);
         }
@@ -150,7 +150,7 @@ impl Scaler {
         decision
     }
 
-    /// The change that [`Scaler::step`] ordered was made.
+    /// Records that the change of [`Scaler::step`] was made.
     pub fn applied(&mut self, now: Nanos, decision: &ScalingDecision) {
         self.changed_at = Some(now);
         for name in &decision.removing {
@@ -159,8 +159,8 @@ impl Scaler {
         }
     }
 
-    /// Stops emptying backends, for a window at least, and returns those that were told to go already: what is done while
-    /// nobody can be told.
+    /// Stops draining backends, for a window at least, and returns those that are being removed
+    /// already. Called while the target cannot be changed.
     pub fn stop_draining(&mut self, now: Nanos) -> BTreeSet<String> {
         self.draining.clear();
         self.held_until = now + self.settings.window;
@@ -171,7 +171,8 @@ impl Scaler {
         self.changed_at.is_none_or(|at| now - at >= self.settings.cooldown)
     }
 
-    /// The most that was wanted within the window; no less than what is there until a whole window was seen.
+    /// The maximum need within the window; at least the current replicas until a whole window was
+    /// observed.
     fn floor(&mut self, now: Nanos, desired: u32, replicas: u32) -> u32 {
         while self.desired.back().is_some_and(|(_, before)| *before <= desired) {
             self.desired.pop_back();
@@ -180,12 +181,12 @@ impl Scaler {
         while self.desired.front().is_some_and(|(at, _)| now - *at >= self.settings.window) {
             self.desired.pop_front();
         }
-        let most = self.desired.front().map_or(desired, |(_, most)| *most).max(desired);
+        let max = self.desired.front().map_or(desired, |(_, max)| *max).max(desired);
         let seen = now - self.started_at >= self.settings.window && now >= self.held_until;
-        if seen { most } else { most.max(replicas) }
+        if seen { max } else { max.max(replicas) }
     }
 
-    /// Names that are gone are no longer kept; nor are those that others went instead of.
+    /// Forgets replicas that are gone, and those in whose place others were removed.
     fn forget(&mut self, now: Nanos, replicas_present: &[ReplicaState]) {
         let there = |name: &String| replicas_present.iter().any(|member| member.name == *name);
         self.draining.retain(|name, _| there(name));
@@ -203,15 +204,15 @@ impl Scaler {
         let surplus = input.replicas.saturating_sub(floor).min(self.settings.step_down);
         let is_removed = |member: &ReplicaState| match input.removal {
             Removal::Marked => self.removing.contains_key(&member.name),
-            // Ordinals are used again: a name that went may be somebody else's by now.
+            // Ordinals are reused: the name may belong to a new replica by now.
             Removal::Ordinal => false,
         };
         let replicas_present = input.replicas_present.iter();
         let remaining: Vec<&ReplicaState> =
             replicas_present.filter(|member| !member.ending && !is_removed(member)).collect();
-        // While more are there than were asked for, it is not known who goes.
-        let caught_up = remaining.len() <= input.replicas as usize;
-        if surplus == 0 || !caught_up {
+        // While more replicas exist than requested, it is unknown which ones are removed.
+        let settled = remaining.len() <= input.replicas as usize;
+        if surplus == 0 || !settled {
             self.draining.clear();
             return;
         }
@@ -221,7 +222,7 @@ impl Scaler {
         let removable = |member: &&&ReplicaState| !member.joined || member.empty;
         let removed: Vec<&ReplicaState> = match input.removal {
             Removal::Ordinal => selected.iter().take_while(removable).copied().collect(),
-            // One that serves and is not ready would go before any that is marked.
+            // A serving replica that is not ready would be removed before any marked one.
             Removal::Marked if remaining.iter().any(|member| member.joined && !member.ready) => {
                 Vec::new()
             }
@@ -234,7 +235,7 @@ impl Scaler {
         }
     }
 
-    /// Members in the order in which they are to go.
+    /// Replicas in the order in which they are to be removed.
     fn candidates<'a>(
         &self,
         remaining: &[&'a ReplicaState],
@@ -255,7 +256,7 @@ impl Scaler {
         order
     }
 
-    /// Keeps `chosen` and nobody else being emptied; gives up where that takes too long.
+    /// Drains `selected` and no others; gives up on timeout.
     fn drain(&mut self, now: Nanos, selected: &[&ReplicaState], decision: &mut ScalingDecision) {
         let joined = selected.iter().filter(|member| member.joined);
         let names: BTreeSet<&str> = joined.map(|member| member.name.as_str()).collect();

@@ -1,11 +1,11 @@
-//! The scaler against a model of Kubernetes that it knows nothing of, in virtual time.
+//! The scaler against an independent model of Kubernetes, in virtual time.
 
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 
 use super::*;
 
-/// Seconds between two looks.
+/// Seconds between two polls.
 const POLL: u64 = 5;
 
 fn seconds(count: u64) -> Nanos {
@@ -24,7 +24,7 @@ fn settings() -> ScalingSettings {
     }
 }
 
-/// A replica of the model.
+/// A replica of the simulation.
 #[derive(Clone, Debug)]
 struct Pod {
     name: String,
@@ -32,7 +32,7 @@ struct Pod {
     age: u64,
     ending: Option<u64>,
     marked: bool,
-    /// Seconds until it has nothing left, once it is being emptied.
+    /// Seconds until it is drained.
     load: u64,
     flickers: bool,
 }
@@ -50,14 +50,15 @@ impl Pod {
     }
 }
 
-/// Replicas, and a controller that makes them as many as asked for, as the documentation of ReplicaSets and StatefulSets
-/// says: pods that are not ready go first, then those that cost less, then the younger ones; or the highest ordinal.
+/// Replicas, and a controller that makes them match the requested number as the documentation of
+/// ReplicaSets and StatefulSets describes: pods that are not ready are removed first, then those
+/// with a lower cost, then the younger ones; or the highest ordinal.
 struct Simulation {
     replicas: u32,
     pods: Vec<Pod>,
     removal: Removal,
     made: u64,
-    /// What went wrong.
+    /// Violations found.
     errors: Vec<String>,
 }
 
@@ -100,7 +101,7 @@ impl Simulation {
             let pod = living.min_by_key(order).unwrap();
             pod.ending = Some(0);
             if pod.age >= START && pod.load > 0 {
-                self.errors.push(format!("{} goes with load {}", pod.name, pod.load));
+                self.errors.push(format!("{} is removed with load {}", pod.name, pod.load));
             }
             alive -= 1;
         }
@@ -119,7 +120,7 @@ impl Simulation {
         self.pods.iter().map(member).collect()
     }
 
-    /// Lets seconds pass while the plan does without `draining`.
+    /// Advances time by `span` seconds while the plan does without `draining`.
     fn pass(&mut self, span: u64, draining: &BTreeSet<String>, drains: bool) {
         for pod in &mut self.pods {
             pod.age += span;
@@ -135,18 +136,18 @@ impl Simulation {
     }
 }
 
-/// Something that happens, and how many looks it lasts.
+/// Conditions that last for a number of polls.
 #[derive(Clone, Debug)]
 struct Phase {
     need: Option<u32>,
     polls: u64,
     /// Writes are refused.
     refused: bool,
-    /// Backends cannot be emptied.
+    /// Backends cannot be drained.
     stuck: bool,
-    /// A pod is not ready for Kubernetes.
+    /// A pod is not ready.
     flicker: bool,
-    /// Somebody else asks for other replicas.
+    /// An operator requests this number of replicas.
     by_hand: Option<u32>,
 }
 
@@ -166,10 +167,10 @@ fn phase() -> impl Strategy<Value = Phase> {
     )
 }
 
-/// Every write, and what was needed when: all that the checker sees.
+/// All writes and needs: the input of the checker.
 #[derive(Default)]
 struct ChangeLog {
-    /// Time, and replicas that the load took, within the bounds.
+    /// Time, and replicas that the load needs, within the bounds.
     needs: Vec<(Nanos, u32)>,
     /// Time, replicas before and after.
     writes: Vec<(Nanos, u32, u32)>,
@@ -188,8 +189,8 @@ fn check(settings: &ScalingSettings, log: &ChangeLog) {
             assert!(after <= now, "{after} at {at} is more than {now}, which is needed");
             assert!(after - before <= settings.step_up);
         } else {
-            let most = needs(settings.window).map(|(_, need)| *need).max().unwrap();
-            assert!(after >= most, "{after} at {at} is less than {most}, needed within the window");
+            let max = needs(settings.window).map(|(_, need)| *need).max().unwrap();
+            assert!(after >= max, "{after} at {at} is less than {max}, needed within the window");
             assert!(before - after <= settings.step_down);
             assert!(at >= settings.window, "nothing was seen before {at}");
         }
@@ -209,7 +210,7 @@ fn simulate(phases: &[Phase], removal: Removal) -> (ChangeLog, Simulation) {
         if let Some(replicas) = phase.by_hand {
             simulation.replicas = replicas;
             simulation.control();
-            // Whoever does this by hand answers for what goes.
+            // The operator is responsible for what this removes.
             simulation.errors.clear();
         }
         for poll in 0..phase.polls {
@@ -245,7 +246,7 @@ fn simulate(phases: &[Phase], removal: Removal) -> (ChangeLog, Simulation) {
 }
 
 proptest! {
-    // The same scenes in every run.
+    // The same phases in every run.
     #![proptest_config(ProptestConfig {
         cases: 2000,
         rng_seed: RngSeed::Fixed(25),
@@ -254,7 +255,7 @@ proptest! {
     })]
 
     #[test]
-    fn replicas_follow_the_load_within_all_bounds(
+    fn replicas_follow_the_load_within_bounds(
         phases in prop::collection::vec(phase(), 1..24),
         ordinal in any::<bool>(),
     ) {
@@ -265,7 +266,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_needed_for_long_is_what_there_is(need in 0u32..14, ordinal in any::<bool>()) {
+    fn constant_need_is_reached(need in 0u32..14, ordinal in any::<bool>()) {
         let removal = if ordinal { Removal::Ordinal } else { Removal::Marked };
         let calm = |need, polls| Phase {
             need: Some(need),
@@ -281,9 +282,10 @@ proptest! {
     }
 }
 
-/// A StatefulSet's pods have the names of those before them: one that went and came back between two looks is another one.
+/// Pods of a StatefulSet reuse names: one that was removed and created again between two polls is a
+/// new replica.
 #[test]
-fn a_pod_with_the_name_of_one_that_went_is_another_one() {
+fn reused_pod_name_is_a_new_replica() {
     let phase = |need, polls, by_hand| Phase {
         need: Some(need),
         polls,
@@ -317,12 +319,12 @@ fn draining(removal: Removal, replicas_present: &[ReplicaState]) -> Vec<String> 
     let input = ScalerInput { replicas, need: Some(0), removal, replicas_present };
     scaler.step(Nanos::ZERO, &input);
     let decision = scaler.step(seconds(100), &input);
-    assert_eq!(decision.replicas, None, "nobody is empty yet");
+    assert_eq!(decision.replicas, None, "no backend is drained yet");
     decision.draining.into_iter().collect()
 }
 
 #[test]
-fn the_least_busy_goes_where_one_can_choose_and_the_last_where_not() {
+fn drains_the_least_busy_replica_or_the_last_ordinal() {
     let replicas_present = [member("b-0", 0.9), member("b-1", 0.1), member("b-2", 0.5)];
     assert_eq!(draining(Removal::Marked, &replicas_present), ["b-1"]);
     assert_eq!(draining(Removal::Ordinal, &replicas_present), ["b-2"]);
@@ -333,7 +335,7 @@ fn the_least_busy_goes_where_one_can_choose_and_the_last_where_not() {
 }
 
 #[test]
-fn what_cannot_be_emptied_stays_and_is_named() {
+fn reports_drains_that_time_out() {
     let mut scaler = Scaler::new(settings(), Nanos::ZERO);
     let replicas_present = [member("a", 0.5), member("b", 0.6), member("c", 0.7)];
     let input = ScalerInput {
@@ -352,11 +354,11 @@ fn what_cannot_be_emptied_stays_and_is_named() {
 }
 
 #[test]
-fn a_replica_on_its_way_out_is_left_out_of_the_plan() {
+fn terminating_replica_is_draining() {
     let mut scaler = Scaler::new(settings(), Nanos::ZERO);
-    let mut going = member("a", 0.5);
-    going.ending = true;
-    let replicas_present = [going, member("b", 0.5), member("c", 0.5)];
+    let mut terminating = member("a", 0.5);
+    terminating.ending = true;
+    let replicas_present = [terminating, member("b", 0.5), member("c", 0.5)];
     let input = ScalerInput {
         replicas: 3,
         need: Some(3),
@@ -368,7 +370,7 @@ fn a_replica_on_its_way_out_is_left_out_of_the_plan() {
 }
 
 #[test]
-fn nobody_goes_while_there_are_more_than_asked_for() {
+fn removes_nothing_while_replicas_exceed_the_request() {
     let mut scaler = Scaler::new(settings(), Nanos::ZERO);
     let mut replicas_present =
         [member("a", 0.5), member("b", 0.6), member("c", 0.7), member("d", 0.8)];

@@ -1,4 +1,5 @@
-//! The scheduler as a process: stands for election, and while it leads, keeps the store as the core decides.
+//! The scheduler process: takes part in the election and, while it leads, writes the core's
+//! decisions to the store.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,57 +19,58 @@ use crate::snapshot::ClusterSnapshot;
 use crate::store::mirror::{self, KeyValues};
 use crate::store::{Store, StoreError, Write};
 
-/// The longest time between two looks.
+/// Maximum time between two steps of the core.
 const PLAN_INTERVAL: Duration = Duration::from_millis(500);
-/// Changes that come together are looked at once.
+/// Changes within this time are handled together.
 const COALESCE: Duration = Duration::from_millis(20);
 /// Pause before the store is tried again.
 const RETRY: Duration = Duration::from_millis(200);
 
-/// A scheduler, leading or waiting to.
+/// A scheduler, leading or waiting to lead.
 pub struct SchedulerAgent {
-    /// Where the state lives.
+    /// Where the cluster's state is.
     pub store: Arc<dyn Store>,
-    /// Its keys.
+    /// The keys of the cluster.
     pub keys: Keys,
     /// This scheduler's name.
     pub name: String,
-    /// How long it is missed before another one leads.
+    /// Span of its lease: after this time without renewal another scheduler leads.
     pub lease: Duration,
-    /// How it plans.
+    /// Settings of its plans.
     pub settings: SchedulerSettings,
     /// What it scales while it leads.
     pub scaling: Option<Scaling>,
-    /// Time.
+    /// The clock.
     pub clock: Arc<dyn Clock>,
 }
 
-/// The driver of scaling while this scheduler leads, as the scheduler sees it.
+/// The scaling driver of the current term of leadership.
 struct ScalingTask {
     scaling_input: watch::Sender<Option<Arc<ScalingInput>>>,
     report: watch::Receiver<ScalingReport>,
-    /// Ends with this.
+    /// Aborted when this is dropped.
     _task: JoinSet<()>,
 }
 
 impl ScalingTask {
-    /// Waits for news.
+    /// Waits for a new report.
     async fn changed(task: Option<&mut ScalingTask>) {
         let Some(task) = task else { return std::future::pending().await };
         if task.report.changed().await.is_err() {
-            // The driver is gone, which only a fault of ours explains; plans go on.
+            // Only a bug ends the driver; planning continues without it.
             std::future::pending().await
         }
     }
 }
 
-/// Returns when `stop` turns true, or nobody is left to turn it.
+/// Returns when `stop` is true or its sender is dropped.
 async fn stopped(stop: &mut watch::Receiver<bool>) {
     let _ = stop.wait_for(|stop| *stop).await;
 }
 
 impl SchedulerAgent {
-    /// Leads whenever it can, until `stop` turns true. Only a store that refuses ends it with an error.
+    /// Leads whenever it can, until `stop` is true. Only a store that refuses a call ends it with
+    /// an error.
     pub async fn run(self, mut stop: watch::Receiver<bool>) -> Result<(), StoreError> {
         let candidate =
             Candidate::new(self.store.clone(), &self.keys.leader(), &self.name, self.lease);
@@ -90,7 +92,7 @@ impl SchedulerAgent {
         }
     }
 
-    /// Leads until it is told to stop (`true`) or another one may (`false`).
+    /// Leads until it is stopped (`true`) or loses the leadership (`false`).
     async fn lead(
         &self,
         mut leader: Leader,
@@ -107,7 +109,7 @@ impl SchedulerAgent {
             if let Some(report) = &report {
                 core.drain(report.draining.clone());
             }
-            // Plans of large clusters take long; leases and watches go on meanwhile.
+            // Plans of large clusters take long; leases and watches continue meanwhile.
             let (clock, scales) = (self.clock.clone(), task.is_some());
             let plan = move || plan(core, entries, &*clock, scales);
             let planned = match tokio::task::spawn_blocking(plan).await {
@@ -127,7 +129,7 @@ impl SchedulerAgent {
                 match leader.write(writes).await {
                     Ok(true) => published.log(&decision.plan),
                     Ok(false) => return Ok(false),
-                    // The plan stands where it stands; the store is tried again with the next look.
+                    // The next step writes the plan again.
                     Err(StoreError::Unreachable(reason)) => {
                         tracing::warn!(reason, "cannot publish the plan");
                     }
@@ -161,7 +163,7 @@ impl SchedulerAgent {
         ScalingTask { scaling_input, report, _task: task }
     }
 
-    /// What is known of scaling; nothing stays of a leader that did while this one does not.
+    /// Writes the scaling record; removes one of an earlier leader where this one does not scale.
     fn write_scaling(
         &self,
         entries: &KeyValues,
@@ -176,7 +178,7 @@ impl SchedulerAgent {
                     writes.push(Write::put(self.keys.scaling(), value));
                 }
             }
-            // It has not looked yet.
+            // The driver has not reported yet.
             Some(None) => {}
             None if entries.contains_key("scaling") => {
                 writes.push(Write::delete(self.keys.scaling()));
@@ -185,15 +187,16 @@ impl SchedulerAgent {
         }
     }
 
-    /// What has to be written so that the store is as decided. Routes go last: whoever they name was told before.
+    /// The writes that bring the store to the decision. Routes come last: the backends they name
+    /// have their assignments by then.
     fn writes(&self, entries: &KeyValues, decision: &Decision) -> Vec<Write> {
         let mut writes = Vec::new();
-        let wanted = decision.assignments.iter().map(|(name, a)| (name, encode(a))).collect();
-        self.differences(entries, RecordKind::Assignment, wanted, &mut writes);
-        let wanted = decision.splits.iter().map(|(name, s)| (name, encode(s))).collect();
-        self.differences(entries, RecordKind::Split, wanted, &mut writes);
-        let wanted = decision.routes.iter().map(|(name, r)| (name, encode(r))).collect();
-        self.differences(entries, RecordKind::Route, wanted, &mut writes);
+        let desired = decision.assignments.iter().map(|(name, a)| (name, encode(a))).collect();
+        self.differences(entries, RecordKind::Assignment, desired, &mut writes);
+        let desired = decision.splits.iter().map(|(name, s)| (name, encode(s))).collect();
+        self.differences(entries, RecordKind::Split, desired, &mut writes);
+        let desired = decision.routes.iter().map(|(name, r)| (name, encode(r))).collect();
+        self.differences(entries, RecordKind::Route, desired, &mut writes);
         let plan = encode(&decision.plan);
         if entries.get("plan") != Some(&plan) {
             writes.push(Write::put(self.keys.plan(), plan));
@@ -205,16 +208,16 @@ impl SchedulerAgent {
         &self,
         entries: &KeyValues,
         kind: RecordKind,
-        wanted: BTreeMap<&String, Bytes>,
+        desired: BTreeMap<&String, Bytes>,
         writes: &mut Vec<Write>,
     ) {
         let prefix = kind.folder_prefix();
         let there = entries.range(prefix.to_string()..);
         let there = there.map_while(|(key, _)| key.strip_prefix(prefix));
-        for name in there.filter(|name| !wanted.contains_key(&name.to_string())) {
+        for name in there.filter(|name| !desired.contains_key(&name.to_string())) {
             writes.push(Write::delete(self.keys.one(kind, name)));
         }
-        for (name, value) in wanted {
+        for (name, value) in desired {
             if entries.get(&format!("{prefix}{name}")) != Some(&value) {
                 writes.push(Write::put(self.keys.one(kind, name), value));
             }
@@ -226,7 +229,7 @@ impl SchedulerAgent {
 struct PublishedPlan(u64);
 
 impl PublishedPlan {
-    /// Logs a plan, once.
+    /// Logs a plan once.
     fn log(&mut self, plan: &PlanRecord) {
         if plan.epoch != self.0 {
             self.0 = plan.epoch;
@@ -241,12 +244,12 @@ impl PublishedPlan {
     }
 }
 
-/// What came of a look at the store.
+/// Result of one step.
 struct Planned {
     core: Core,
     entries: KeyValues,
     decision: Option<Decision>,
-    /// For scaling; nothing while it is unclear who is there.
+    /// For scaling; `None` while it is unclear which backends are present.
     scaling_input: Option<ScalingInput>,
 }
 

@@ -1,49 +1,51 @@
-//! From what backends hold to what the placement wants, so that no model is without an answer on the way.
+//! Moves backends from the models they hold to those of a placement, without leaving a model
+//! unserved.
 //!
-//! A backend keeps a model that leaves it, as a shadow, until all who take over are ready. Where memory does not
-//! allow both, the newcomer waits; where all wait for each other, a shadow is set up on a backend with room first.
+//! A backend keeps a model that moves away, as a shadow, until its successors are ready. Where
+//! memory does not allow both, the new model waits; where all wait for each other, a shadow is
+//! first created on a backend with free memory.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::plan::{PlacedPart, Placement};
 use crate::record::{AssignmentRole, BackendState, LoadState};
 
-/// A model as deployments see it.
+/// What deployment needs to know of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelFacts {
     /// The version to serve.
     pub version: u64,
-    /// Memory it takes.
+    /// Memory it needs.
     pub memory_bytes: u64,
 }
 
-/// What a deployment starts from.
+/// Input of a deployment step.
 pub struct DeploymentState<'a> {
-    /// Where to go.
+    /// The placement to reach.
     pub placement: &'a Placement,
-    /// What backends are told to hold now.
+    /// Models assigned to backends now.
     pub assigned: &'a BTreeMap<String, BTreeSet<String>>,
-    /// What they say they hold.
+    /// Models that backends report.
     pub states: &'a BTreeMap<String, BackendState>,
-    /// Their memory; 0 for no bound.
+    /// Memory of backends; 0 for no limit.
     pub memory: &'a BTreeMap<String, u64>,
     /// The models to serve.
     pub models: &'a BTreeMap<String, ModelFacts>,
 }
 
-/// What a backend is told to hold: why, and with which batch and rate.
+/// Models assigned to a backend: role, batch and rate.
 pub type PlannedModels = BTreeMap<String, (AssignmentRole, u32, f64)>;
 
-/// The next step.
+/// The next deployment step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DeploymentStep {
-    /// What backends are told to hold.
+    /// Models to assign to backends.
     pub assigned: BTreeMap<String, PlannedModels>,
-    /// Who can answer for a model now, and its part of the requests.
+    /// Backends that can serve a model now, and their shares of its requests.
     pub routes: BTreeMap<String, Vec<(String, f64)>>,
-    /// Models that had to leave their last backend before another was ready.
+    /// Models that are unloaded from their last backend before another one is ready.
     pub forced: Vec<String>,
-    /// Whether nothing is left to do.
+    /// Whether the placement is reached.
     pub settled: bool,
 }
 
@@ -60,7 +62,8 @@ impl<'a> DeploymentState<'a> {
         self.assigned.get(backend).is_some_and(|models| models.contains(model))
     }
 
-    /// Whether this backend need not be waited for: ready with the right version, or unable to be.
+    /// Whether this backend need not be waited for: it is ready with the right version, or failed
+    /// to load it.
     fn is_done(&self, backend: &str, model: &str) -> bool {
         let planned = self.models.get(model).map_or(0, |facts| facts.version);
         match self.load_state(backend, model) {
@@ -78,7 +81,7 @@ impl<'a> DeploymentState<'a> {
         self.models.get(model).map_or(0, |facts| facts.memory_bytes)
     }
 
-    /// Models that all who are to serve them do, and at least one really.
+    /// Models whose successors are all done, at least one of them ready.
     fn taken_over(&self) -> BTreeSet<&'a str> {
         let mut open: BTreeMap<&str, (bool, bool)> = BTreeMap::new();
         for (backend, cycle) in &self.placement.duty_cycles {
@@ -92,7 +95,7 @@ impl<'a> DeploymentState<'a> {
     }
 }
 
-/// The next step from a situation. Calling it again when a backend reports something leads to the placement.
+/// Computes the next step. Repeated after every report of a backend, it reaches the placement.
 pub fn step(state: &DeploymentState<'_>) -> DeploymentStep {
     let taken_over = state.taken_over();
     let mut step = DeploymentStep { settled: true, ..DeploymentStep::default() };
@@ -121,7 +124,7 @@ pub fn step(state: &DeploymentState<'_>) -> DeploymentStep {
     step
 }
 
-/// Models that are to leave `backend` stay while others are not ready.
+/// Keeps models that move away from `backend` while their successors are not ready.
 fn keep_shadows(
     state: &DeploymentState<'_>,
     backend: &str,
@@ -141,18 +144,18 @@ fn keep_shadows(
 }
 
 fn fits(state: &DeploymentState<'_>, backend: &str, assigned: &PlannedModels, model: &str) -> bool {
-    let most = state.memory.get(backend).copied().unwrap_or(0);
-    // What a backend was told to drop is still there until it says otherwise.
+    let max = state.memory.get(backend).copied().unwrap_or(0);
+    // A model that is being unloaded occupies memory until the backend reports otherwise.
     let mut held: BTreeSet<&str> = assigned.keys().map(String::as_str).collect();
     if let Some(state) = state.states.get(backend) {
         let there = state.models.iter().filter(|(_, s)| !matches!(s, LoadState::Failed { .. }));
         held.extend(there.map(|(model, _)| model.as_str()));
     }
     held.insert(model);
-    most == 0 || held.iter().map(|model| state.bytes(model)).sum::<u64>() <= most
+    max == 0 || held.iter().map(|model| state.bytes(model)).sum::<u64>() <= max
 }
 
-/// Whether some backend still has to do what it is told.
+/// Whether some backend has not carried out its assignment yet.
 fn has_pending_changes(state: &DeploymentState<'_>, step: &DeploymentStep) -> bool {
     step.assigned.iter().any(|(backend, assigned)| {
         let loads = assigned.keys().any(|model| !state.is_done(backend, model));
@@ -164,7 +167,7 @@ fn has_pending_changes(state: &DeploymentState<'_>, step: &DeploymentStep) -> bo
     })
 }
 
-/// Makes room for one of those who wait for each other.
+/// Frees memory for one of the backends that wait for each other.
 fn break_deadlock(
     state: &DeploymentState<'_>,
     waiting: &[(&str, &PlacedPart)],
@@ -206,7 +209,7 @@ fn break_deadlock(
             }
         }
     }
-    // No room anywhere: somebody has to go first, and its requests are refused meanwhile.
+    // No free memory anywhere: a model is unloaded first, and its requests are refused meanwhile.
     for (backend, _) in waiting {
         let assigned = step.assigned.entry(backend.to_string()).or_default();
         let shadow = assigned.iter().find(|(_, (part, _, _))| *part == AssignmentRole::Shadow);
@@ -218,8 +221,8 @@ fn break_deadlock(
     }
 }
 
-/// Who can answer now. What the placement wants and is ready gets its part; the part of those who are not ready
-/// goes to whoever else holds the model.
+/// Backends that can serve now. A ready backend of the placement gets its share; the share of those
+/// that are not ready goes to other backends that hold the model.
 fn routes(
     state: &DeploymentState<'_>,
     assigned: &BTreeMap<String, PlannedModels>,
@@ -261,7 +264,7 @@ mod tests {
     use super::super::plan::DutyCycle;
     use super::*;
 
-    /// Backends that do what they are told, one thing at a time, in random order.
+    /// Backends that carry out their assignments one model at a time, in random order.
     struct Simulation {
         memory: BTreeMap<String, u64>,
         states: BTreeMap<String, BackendState>,
@@ -270,7 +273,7 @@ mod tests {
         random: Random,
     }
 
-    fn placement(random: &mut Random, backends: usize, models: usize, most: usize) -> Placement {
+    fn placement(random: &mut Random, backends: usize, models: usize, max: usize) -> Placement {
         let mut duty_cycles: BTreeMap<String, DutyCycle> = BTreeMap::new();
         for model in 0..models {
             for _ in 0..=random.below(2) {
@@ -279,7 +282,7 @@ mod tests {
                 let model = format!("m{model:02}");
                 let free = open
                     .filter(|name| {
-                        duty_cycles.get(name).is_none_or(|cycle| cycle.parts.len() < most)
+                        duty_cycles.get(name).is_none_or(|cycle| cycle.parts.len() < max)
                     })
                     .find(|name| {
                         let parts = duty_cycles.get(name).map_or(&[][..], |cycle| &cycle.parts);
@@ -312,7 +315,7 @@ mod tests {
             step
         }
 
-        /// One backend does one thing; checks that memory is never exceeded.
+        /// One backend loads or unloads one model; checks that memory is never exceeded.
         fn act(&mut self) {
             let names: Vec<String> = self.memory.keys().cloned().collect();
             let name = &names[self.random.below(names.len() as u64) as usize];
@@ -331,15 +334,15 @@ mod tests {
     }
 
     #[test]
-    fn no_model_is_without_an_answer_while_others_take_over() {
+    fn every_model_stays_routed_during_deployment() {
         let mut forced = 0;
         for seed in 0..200 {
             let mut random = Random::new(seed);
             let (backends, models) = (2 + random.below(5) as usize, 3 + random.below(8) as usize);
-            let most = (2 * models).div_ceil(backends) + 1;
+            let max = (2 * models).div_ceil(backends) + 1;
             let facts = ModelFacts { version: 1, memory_bytes: 10 };
             let mut simulation = Simulation {
-                memory: (0..backends).map(|i| (format!("b{i}"), 10 * most as u64)).collect(),
+                memory: (0..backends).map(|i| (format!("b{i}"), 10 * max as u64)).collect(),
                 states: (0..backends).map(|i| (format!("b{i}"), BackendState::default())).collect(),
                 assigned: BTreeMap::new(),
                 models: (0..models).map(|i| (format!("m{i:02}"), facts)).collect(),
@@ -347,7 +350,7 @@ mod tests {
             };
             let mut served: BTreeSet<String> = BTreeSet::new();
             for _ in 0..4 {
-                let target = placement(&mut random, backends, models, most);
+                let target = placement(&mut random, backends, models, max);
                 let mut settled = false;
                 for _ in 0..2000 {
                     let step = simulation.next(&target);
@@ -384,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn the_part_of_a_backend_that_is_not_ready_goes_to_those_who_hold_the_model() {
+    fn shadows_get_the_share_of_backends_that_are_not_ready() {
         let part = |rate| PlacedPart { model: "m".to_string(), batch: 4, rate };
         let cycle = |rate| DutyCycle { cycle_ms: 10.0, parts: vec![part(rate)] };
         let placement = Placement {

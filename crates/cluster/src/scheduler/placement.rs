@@ -1,8 +1,7 @@
-//! Which backend serves which part of which model: rates, objectives and profiles to duty cycles on the
-//! machines that are there.
+//! Places models on machines: rates, SLOs and profiles to duty cycles on the machines that exist.
 //!
-//! The packing is the planner's; what is added here is a cluster of a given size and of several kinds of
-//! machines, memory, a second copy of everything, and that as little as possible moves.
+//! The packing is the planner's. This module adds a given number of machines of several kinds,
+//! memory, standby copies, and keeps moves few.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -15,18 +14,18 @@ use super::plan::{
 };
 use super::{pooling, prefix_batching};
 
-/// How placements are made.
+/// Settings of placements.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlacementSettings {
     /// Capacity beyond the observed rate, for bursts: 0.2 is 20 % more.
     pub headroom: f64,
-    /// Backends that hold a model at least, where there are so many.
+    /// Minimum number of backends that hold a model, where there are enough.
     pub copies: usize,
     /// Whether load is spread over all machines; else as few as possible serve.
     pub spread: bool,
-    /// Who packs.
+    /// The solver.
     pub packer: Packer,
-    /// Whether machines that do nothing but one model share its requests turn by turn.
+    /// Whether machines that serve only one model form a backend pool.
     pub pooled: bool,
 }
 
@@ -42,18 +41,18 @@ impl Default for PlacementSettings {
     }
 }
 
-/// Most that rates are raised to use machines that would be idle.
+/// Maximum factor by which rates are raised to use idle machines.
 const SPREAD_MAX: f64 = 64.0;
 /// Steps of the search for the largest scale that fits.
 const SCALE_STEPS: usize = 12;
-/// A curve for models nobody has measured: a guess that only says where to load them first, in shares of the objective
-/// and at most in milliseconds.
+/// The assumed latency of unmeasured models, which only decides where they are loaded first: a
+/// share of the SLO, at most so many milliseconds.
 const GUESS_SHARE: f64 = 0.1;
 const GUESS_MAX_MS: f64 = 10.0;
-/// An objective this much above twice the shortest run can be planned for.
+/// An SLO can be planned for if it exceeds the shortest run by this factor.
 const ATTAINABLE: f64 = 2.05;
 
-/// One kind of machine and the demands as sessions on it.
+/// Machines of one kind, and the demands as sessions on it.
 struct MachineGroup<'a> {
     machines: Vec<&'a Machine>,
     sessions: Vec<Session>,
@@ -71,14 +70,14 @@ fn sessions(
         let guess = || vec![(1, (demand.slo_ms * GUESS_SHARE).min(GUESS_MAX_MS))];
         let curve = curves.get(&key).filter(|curve| !curve.is_empty()).cloned();
         let curve = curve.unwrap_or_else(guess);
-        let least = curve.iter().map(|(_, ms)| *ms).fold(f64::INFINITY, f64::min) * ATTAINABLE;
-        if demand.slo_ms < least {
+        let min = curve.iter().map(|(_, ms)| *ms).fold(f64::INFINITY, f64::min) * ATTAINABLE;
+        if demand.slo_ms < min {
             unattainable.insert(demand.model.clone());
         }
         Session {
             name: demand.model.clone(),
             rate: demand.rate,
-            slo_ms: (demand.slo_ms * SLO_SHARE).max(least),
+            slo_ms: (demand.slo_ms * SLO_SHARE).max(min),
             curve,
         }
     };
@@ -89,7 +88,7 @@ fn prefix_groups(demands: &[Demand]) -> Vec<Option<PrefixGroup>> {
     demands.iter().map(|demand| demand.prefix_group.clone()).collect()
 }
 
-/// Places `demands` on `machines`, near to what they hold now.
+/// Places `demands` on `machines`, close to the models they hold now.
 pub fn place(
     machines: &[Machine],
     demands: &[Demand],
@@ -113,7 +112,7 @@ pub fn place(
             prefix_groups: &prefix_groups,
         })
         .collect();
-    // The kind with most machines is filled first; what it cannot take goes to the next.
+    // The most common kind is filled first; the remainder goes to the next.
     groups.sort_by_key(|group| std::cmp::Reverse(group.machines.len()));
     let (scale, mut packed) = fit(&groups, demands, settings);
     placement.scale = scale;
@@ -133,9 +132,9 @@ pub fn place(
     placement
 }
 
-/// Gives machines without work to models whose planned rate is less than `least` times what is asked; what serves stays as
-/// it is. Machines that hold such a model already come first, so that the help is there at once. Returns whether any was
-/// given.
+/// Gives idle machines to models whose planned rate is less than `min` times the demand; what
+/// serves does not move. Machines that hold such a model already come first, because they can serve
+/// at once. Returns whether any machine was added.
 pub fn extend(
     placement: &mut Placement,
     machines: &[Machine],
@@ -143,7 +142,7 @@ pub fn extend(
     curves: &Curves,
     held: &LoadedModels,
     settings: &PlacementSettings,
-    least: f64,
+    min: f64,
 ) -> bool {
     let serves = |machine: &&Machine| {
         let cycle = placement.duty_cycles.get(&machine.name);
@@ -154,7 +153,7 @@ pub fn extend(
     let lacking = |demand: &Demand| {
         let rate = planned.get(demand.model.as_str()).copied().unwrap_or(0.0);
         let more = demand.rate * (1.0 + settings.headroom) - rate;
-        (rate < demand.rate * least).then(|| Demand { rate: more, ..demand.clone() })
+        (rate < demand.rate * min).then(|| Demand { rate: more, ..demand.clone() })
     };
     let short: Vec<Demand> = demands.iter().filter_map(lacking).collect();
     let Some(device) = idle.first().map(|machine| machine.device.clone()) else { return false };
@@ -179,8 +178,9 @@ pub fn extend(
     any
 }
 
-/// What stands, made to fit these machines and demands with as little change as can be: what lost machines did and
-/// what outgrew its plan goes to machines without work. `None` where that is not enough.
+/// Adapts the current placement to these machines and demands with few changes: the work of lost
+/// machines and the excess of models that outgrew their plan go to idle machines. `None` where
+/// these are not enough.
 pub fn repair(
     placement: &Placement,
     machines: &[Machine],
@@ -193,65 +193,68 @@ pub fn repair(
         return None;
     }
     let known: BTreeSet<&str> = machines.iter().map(|machine| machine.name.as_str()).collect();
-    let wanted: BTreeSet<&str> = demands.iter().map(|demand| demand.model.as_str()).collect();
+    let demanded: BTreeSet<&str> = demands.iter().map(|demand| demand.model.as_str()).collect();
     let mut repaired = placement.clone();
     repaired.duty_cycles.retain(|name, _| known.contains(name.as_str()));
     for cycle in repaired.duty_cycles.values_mut() {
-        cycle.parts.retain(|part| wanted.contains(part.model.as_str()));
+        cycle.parts.retain(|part| demanded.contains(part.model.as_str()));
     }
     repaired.duty_cycles.retain(|_, cycle| !cycle.parts.is_empty());
-    let least = 1.0 + settings.headroom / 2.0;
-    extend(&mut repaired, machines, demands, curves, held, settings, least);
+    let min = 1.0 + settings.headroom / 2.0;
+    extend(&mut repaired, machines, demands, curves, held, settings, min);
     add_standbys(machines, demands, curves, held, settings.copies, &mut repaired);
-    let enough = repaired.slack(demands) >= least && repaired.covers(machines, demands);
+    let enough = repaired.slack(demands) >= min && repaired.covers(machines, demands);
     enough.then_some(repaired)
 }
 
-/// GPUs that the rates of `nodes` take at the best batch of each session, however they are packed.
+/// Machines that the rates of `nodes` need at the best batch of each session: a lower bound for any
+/// packing.
 fn bound(group: &MachineGroup<'_>, nodes: &[Node], pooled: bool) -> f64 {
     let mut rates = vec![0.0; group.sessions.len()];
     nodes.iter().flat_map(|node| &node.parts).for_each(|part| rates[part.session] += part.rate);
     let merged = prefix_batching::merge(&group.sessions, group.prefix_groups);
-    let most = |session: &Session| match pooled {
+    let throughput = |session: &Session| match pooled {
         true => pooling::max_throughput(session),
         false => session.throughput(),
     };
-    let share = |(session, rate): (&Session, f64)| rate / most(session).unwrap_or(f64::INFINITY);
+    let share =
+        |(session, rate): (&Session, f64)| rate / throughput(session).unwrap_or(f64::INFINITY);
     merged.sessions.iter().zip(merged.rates(&rates)).map(share).sum()
 }
 
-/// Packs at the largest scale that fits the machines: real time keeps its whole rate where best effort can
-/// be cut instead.
+/// Packs at the largest scale that fits the machines: real time keeps its whole rate where best
+/// effort can be cut instead.
 fn fit(
     groups: &[MachineGroup<'_>],
     demands: &[Demand],
     settings: &PlacementSettings,
 ) -> (f64, Vec<Vec<Node>>) {
-    let wanted = 1.0 + settings.headroom;
+    let demanded = 1.0 + settings.headroom;
     let attempt = |real_time: f64, rest: f64| {
         let scale = |demand: &Demand| if demand.real_time { real_time } else { rest };
         let scales: Vec<f64> = demands.iter().map(scale).collect();
         pack_groups(groups, &scales, settings)
     };
-    if let Some(packed) = attempt(wanted, wanted) {
+    if let Some(packed) = attempt(demanded, demanded) {
         if !settings.spread {
-            return (wanted, packed);
+            return (demanded, packed);
         }
-        let (scale, more) = largest_scale(wanted, SPREAD_MAX, |scale| attempt(scale, scale));
-        return if more.is_empty() { (wanted, packed) } else { (scale, more) };
+        let (scale, more) = largest_scale(demanded, SPREAD_MAX, |scale| attempt(scale, scale));
+        return if more.is_empty() { (demanded, packed) } else { (scale, more) };
     }
     if demands.iter().any(|demand| demand.real_time) && demands.iter().any(|d| !d.real_time) {
-        let (rest, packed) = largest_scale(0.0, wanted, |rest| attempt(wanted, rest));
+        let (rest, packed) = largest_scale(0.0, demanded, |rest| attempt(demanded, rest));
         if !packed.is_empty() {
             return (rest, packed);
         }
-        let (scale, packed) = largest_scale(0.0, wanted, |scale| attempt(scale, 0.0));
+        let (scale, packed) = largest_scale(0.0, demanded, |scale| attempt(scale, 0.0));
         return (scale.min(0.999), packed);
     }
-    largest_scale(0.0, wanted, |scale| attempt(scale, scale))
+    largest_scale(0.0, demanded, |scale| attempt(scale, scale))
 }
 
-/// The largest scale in the range that works, to a few percent, and what it gives; nothing where none does.
+/// The largest scale in the range that works, to a few percent, and its packing; an empty packing
+/// where none works.
 fn largest_scale(
     mut low: f64,
     mut high: f64,
@@ -281,8 +284,8 @@ fn served(packed: &[Vec<Node>], sessions: usize) -> Vec<f64> {
     rates
 }
 
-/// What is left when objectives cannot be kept at any rate: every model on the least busy machine, in cycles
-/// as long as they come. Models whose objective that breaks are named.
+/// The last resort when SLOs cannot be met at any rate: every model on the least busy machine, in
+/// cycles as long as needed. Models whose SLO this misses are added to `unattainable`.
 fn pack_regardless_of_slo(
     groups: &[MachineGroup<'_>],
     unattainable: &mut BTreeSet<String>,
@@ -315,7 +318,7 @@ fn pack_regardless_of_slo(
     packed
 }
 
-/// Nodes of each group at these scales; `None` when they are more than the machines.
+/// Nodes of each group at these scales; `None` when they need more machines than there are.
 fn pack_groups(
     groups: &[MachineGroup<'_>],
     scales: &[f64],
@@ -355,7 +358,7 @@ fn pack_groups(
     (total < 1e-6).then_some(packed)
 }
 
-/// Takes parts out of nodes whose models do not fit a machine's memory together, onto machines without work.
+/// Moves parts out of nodes whose models do not fit a machine's memory together, to idle machines.
 fn split_by_memory(
     machines: &[&Machine],
     demands: &[Demand],
@@ -393,7 +396,7 @@ fn single_node(sessions: &[Session], parts: Vec<squishy::Part>, cycle_ms: f64) -
     (!parts.is_empty()).then(|| Node { cycle_ms, occupancy: busy / cycle_ms, parts })
 }
 
-/// Gives each node the machine that holds most of its models already.
+/// Assigns each node to the machine that holds most of its models already.
 fn assign_machines(
     machines: &[&Machine],
     demands: &[Demand],
@@ -407,7 +410,8 @@ fn assign_machines(
             holders.entry(model).or_default().push(index);
         }
     }
-    // Pairs that share models, most first; a machine that holds little else is the better one of two.
+    // Pairs by common models, most first; of two equal machines the one that holds fewer others
+    // wins.
     let mut pairs: Vec<(usize, usize, usize, usize)> = Vec::new();
     let mut common: HashMap<usize, usize> = HashMap::new();
     for (number, node) in nodes.iter().enumerate() {
@@ -447,10 +451,10 @@ fn assign_machines(
     }
 }
 
-/// Models that a machine without other work holds at most, so that it can help out at once.
+/// Maximum number of standby models on an idle machine.
 const WARM_MODELS: usize = 16;
 
-/// How full machines are, and who holds what.
+/// Memory and models of machines while standbys are added.
 struct CapacityTracker<'a> {
     machines: &'a [Machine],
     /// Bytes and models of each machine.
@@ -495,7 +499,8 @@ impl<'a> CapacityTracker<'a> {
         self.copies.get(model).map_or(0, BTreeSet::len)
     }
 
-    /// A machine for one more copy, of those that `may`: one that held the model before, else the emptiest.
+    /// Adds a copy to one of the machines that `may` take it: one that held the model before, else
+    /// the emptiest.
     fn take(&mut self, demand: &Demand, may: impl Fn(usize, usize) -> bool) -> Option<usize> {
         let mine = self.copies.get(&demand.model);
         let fits = |machine: &usize| {
@@ -517,8 +522,8 @@ impl<'a> CapacityTracker<'a> {
     }
 }
 
-/// A copy that helps out for every model that too few machines hold, and models on machines without other work in
-/// proportion to their load, so that a rise finds them loaded.
+/// Adds standby copies: for every model that too few machines hold, and on idle machines in
+/// proportion to load, so that a rise finds the models loaded.
 fn add_standbys(
     machines: &[Machine],
     demands: &[Demand],
@@ -538,7 +543,7 @@ fn add_standbys(
     let idle: Vec<bool> =
         machines.iter().map(|machine| !placement.duty_cycles.contains_key(&machine.name)).collect();
     let duty_cycles = idle.iter().filter(|idle| **idle).count() * WARM_MODELS;
-    // Only these are looked at from here on: among thousands of others they would be hard to find.
+    // Only idle machines matter from here on; a search among thousands of others would be slow.
     capacity.order.retain(|(_, machine)| idle[*machine]);
     let load = |demand: &Demand| {
         let key = (machines[0].device.clone(), demand.model.clone());
@@ -549,8 +554,8 @@ fn add_standbys(
     };
     let total: f64 = demands.iter().map(load).sum();
     for (index, demand) in demands.iter().enumerate().filter(|_| duty_cycles > 0) {
-        let wanted = (duty_cycles as f64 * load(demand) / total.max(1e-9)).round() as usize;
-        for _ in 0..wanted {
+        let demanded = (duty_cycles as f64 * load(demand) / total.max(1e-9)).round() as usize;
+        for _ in 0..demanded {
             let warm = |machine: usize, models: usize| idle[machine] && models < WARM_MODELS;
             let Some(machine) = capacity.take(demand, warm) else { break };
             added.push((index, machine));
@@ -568,10 +573,11 @@ fn add_standbys(
     }
 }
 
-/// What a family does in one turn: the share of its beginning, and batches of its members.
+/// A batch of a prefix group on one machine: the prefix's share of the work, and the batches of its
+/// members.
 type GroupBatch<'a> = (f64, Vec<(&'a Curve, u32)>);
 
-/// What is wrong with a placement; empty when nothing is. Knows nothing of how it was made.
+/// Checks a placement, independently of how it was made; returns what is wrong.
 pub fn check(
     machines: &[Machine],
     demands: &[Demand],
@@ -581,7 +587,8 @@ pub fn check(
     let mut errors = Vec::new();
     let by_name: HashMap<&str, &Machine> = machines.iter().map(|m| (m.name.as_str(), m)).collect();
     let by_model: HashMap<&str, &Demand> = demands.iter().map(|d| (d.model.as_str(), d)).collect();
-    // Machines that do nothing but one model, all the time: a request waits for the next turn of all of them.
+    // Machines that serve only one model without a break: a request waits for the next batch of the
+    // whole pool.
     let mut pools: HashMap<&str, usize> = HashMap::new();
     let full = |cycle: &&DutyCycle, part: &PlacedPart| {
         part.rate * cycle.cycle_ms / 1000.0 >= f64::from(part.batch) * (1.0 - 1e-6)
@@ -600,7 +607,7 @@ pub fn check(
         let mut group_batches: BTreeMap<&str, GroupBatch<'_>> = BTreeMap::new();
         for part in &cycle.parts {
             let Some(demand) = by_model.get(part.model.as_str()) else {
-                errors.push(format!("{name}: nobody asks for '{}'", part.model));
+                errors.push(format!("{name}: '{}' is not demanded", part.model));
                 continue;
             };
             bytes += demand.memory_bytes;
@@ -626,7 +633,7 @@ pub fn check(
             let machines = pooled.map_or(1, |part| pools[part.model.as_str()]);
             let wait_ms = cycle.cycle_ms * (1.5 / machines as f64).min(1.0);
             if attainable && wait_ms + ms > demand.slo_ms * (1.0 + 1e-6) {
-                errors.push(format!("{name}: '{}' misses its objective", part.model));
+                errors.push(format!("{name}: '{}' misses its SLO", part.model));
             }
             if part.rate * cycle.cycle_ms / 1000.0 > f64::from(part.batch) * (1.0 + 1e-6) {
                 errors.push(format!("{name}: '{}' outgrows its batch", part.model));
@@ -639,10 +646,8 @@ pub fn check(
             }
         }
         if busy_ms > cycle.cycle_ms * (1.0 + 1e-6) {
-            errors.push(format!(
-                "{name}: batches of {busy_ms} ms in a cycle of {}",
-                cycle.cycle_ms
-            ));
+            errors
+                .push(format!("{name}: batches of {busy_ms} ms in a cycle of {}", cycle.cycle_ms));
         }
         if machine.memory_bytes > 0 && bytes > machine.memory_bytes {
             errors.push(format!("{name}: {bytes} bytes of models"));

@@ -27,7 +27,7 @@ fn loaded_models(placement: &Placement) -> LoadedModels {
 }
 
 #[test]
-fn random_clusters_get_legal_placements() {
+fn places_random_clusters_legally() {
     let mut random = Random::new(7);
     for round in 0..60 {
         let machines = machines(1 + random.below(12) as usize, 400);
@@ -56,7 +56,7 @@ fn random_clusters_get_legal_placements() {
 }
 
 #[test]
-fn what_fits_gets_its_whole_rate_with_headroom() {
+fn serves_the_whole_rate_with_headroom() {
     let demands = [demand("a", 500.0, true), demand("b", 100.0, false)];
     let settings = PlacementSettings { spread: false, ..PlacementSettings::default() };
     let placement =
@@ -66,8 +66,8 @@ fn what_fits_gets_its_whole_rate_with_headroom() {
 }
 
 #[test]
-fn too_small_a_cluster_cuts_best_effort_first() {
-    // A machine does 800 a second of such a model at most.
+fn cuts_best_effort_first() {
+    // A machine serves at most 800 requests per second of such a model.
     let demands = [demand("rt", 600.0, true), demand("be", 2000.0, false)];
     let settings = PlacementSettings::default();
     let placement =
@@ -79,7 +79,7 @@ fn too_small_a_cluster_cuts_best_effort_first() {
 }
 
 #[test]
-fn a_small_change_moves_little() {
+fn small_changes_cause_few_loads() {
     let mut demands: Vec<Demand> =
         (0..10).map(|i| demand(&format!("d{i}"), 150.0 + 10.0 * f64::from(i), true)).collect();
     let curves = curves(&demands);
@@ -97,7 +97,7 @@ fn a_small_change_moves_little() {
 }
 
 #[test]
-fn objectives_that_no_batch_meets_are_named_and_still_served() {
+fn serves_and_reports_unattainable_slos() {
     let demands = [Demand { slo_ms: 3.0, ..demand("tight", 10.0, true) }];
     let settings = PlacementSettings::default();
     let placement =
@@ -107,7 +107,7 @@ fn objectives_that_no_batch_meets_are_named_and_still_served() {
 }
 
 #[test]
-fn unmeasured_models_and_two_kinds_of_machines_are_placed() {
+fn places_unmeasured_models_on_mixed_machines() {
     let mut machines = machines(3, 0);
     machines[2].device = "gpu".to_string();
     let demands = [demand("new", 5.0, true), demand("old", 700.0, true)];

@@ -7,60 +7,60 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 pub struct Machine {
     /// Its name.
     pub name: String,
-    /// Its kind.
+    /// Its kind of device.
     pub device: String,
-    /// Memory for models; 0 for no bound.
+    /// Memory for models; 0 for no limit.
     pub memory_bytes: u64,
 }
 
-/// A model with what is asked of it.
+/// A model with its rate and SLO.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Demand {
     /// The model.
     pub model: String,
-    /// Requests a second.
+    /// Requests per second.
     pub rate: f64,
-    /// Its objective in milliseconds.
+    /// Its SLO in milliseconds.
     pub slo_ms: f64,
-    /// Whether it goes before others where there is too little for all.
+    /// Whether it is served first where capacity is short.
     pub real_time: bool,
-    /// Memory it takes.
+    /// Memory it needs.
     pub memory_bytes: u64,
-    /// Models it begins alike with.
+    /// The models it shares a prefix with.
     pub prefix_group: Option<PrefixGroup>,
 }
 
-/// The family of a model.
+/// Models under prefix batching.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PrefixGroup {
-    /// Its name: that of its first model.
+    /// Its name, which is that of its first model.
     pub name: String,
-    /// Share of the work that its beginning takes.
+    /// The prefix's share of the work.
     pub share: f64,
 }
 
-/// A model's part of a machine.
+/// A model's part of a duty cycle.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlacedPart {
     /// The model.
     pub model: String,
-    /// Requests that one turn takes.
+    /// Requests per batch.
     pub batch: u32,
-    /// Requests a second that are planned to come; 0 for a standby.
+    /// Planned requests per second; 0 for a standby.
     pub rate: f64,
 }
 
-/// What a machine does.
+/// The duty cycle of a machine, and its standby models.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DutyCycle {
-    /// Length of the duty cycle in milliseconds; 0 when nothing is served.
+    /// Its length in milliseconds; 0 when nothing is served.
     pub cycle_ms: f64,
     /// Its parts, by model.
     pub parts: Vec<PlacedPart>,
 }
 
 impl DutyCycle {
-    /// What it serves, where that is one model.
+    /// The model it serves, where it serves only one.
     pub fn only(&self) -> Option<&PlacedPart> {
         let mut serves = self.parts.iter().filter(|part| part.rate > 0.0);
         serves.next().filter(|_| serves.next().is_none())
@@ -70,27 +70,27 @@ impl DutyCycle {
 /// A placement.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Placement {
-    /// By machine; one without work is not in it.
+    /// By machine; idle machines without models are not in it.
     pub duty_cycles: BTreeMap<String, DutyCycle>,
-    /// Fewer machines cannot do.
+    /// Lower bound on the number of machines.
     pub bound: f64,
-    /// Planned rates over those asked for.
+    /// Planned rates over demanded ones.
     pub scale: f64,
-    /// Models whose objective no batch meets.
+    /// Models whose SLO no batch meets.
     pub unattainable: Vec<String>,
 }
 
-/// Latency by batch size of a model on a kind of device.
+/// Milliseconds by batch size, of a model on a kind of device.
 pub type Curve = Vec<(u32, f64)>;
 
-/// The curves that are known, by device kind and model.
+/// Known curves, by device kind and model.
 pub type Curves = HashMap<(String, String), Curve>;
 
-/// What machines hold now.
+/// Models that machines hold now.
 pub type LoadedModels = BTreeMap<String, BTreeSet<String>>;
 
 impl Placement {
-    /// Machines that serve.
+    /// Number of machines that serve.
     pub fn used(&self) -> usize {
         let serves = |cycle: &&DutyCycle| cycle.parts.iter().any(|part| part.rate > 0.0);
         self.duty_cycles.values().filter(serves).count()
@@ -105,7 +105,7 @@ impl Placement {
         rates
     }
 
-    /// The least of planned over asked rates; infinite when nothing is asked.
+    /// The minimum of planned over demanded rates; infinite without demands.
     pub fn slack(&self, demands: &[Demand]) -> f64 {
         let rates = self.rates();
         let slack = |demand: &Demand| {
@@ -114,7 +114,7 @@ impl Placement {
         demands.iter().map(slack).fold(f64::INFINITY, f64::min)
     }
 
-    /// Whether it speaks of exactly these machines' and models' names.
+    /// Whether it uses only these machines, and places exactly these models.
     pub fn covers(&self, machines: &[Machine], demands: &[Demand]) -> bool {
         let known: BTreeSet<&str> = machines.iter().map(|machine| machine.name.as_str()).collect();
         let wanted: BTreeSet<&str> = demands.iter().map(|demand| demand.model.as_str()).collect();
@@ -123,5 +123,6 @@ impl Placement {
     }
 }
 
-/// Share of an objective that waiting and computing together are planned to take; the rest is for chance.
+/// Share of an SLO that waiting and running together are planned to take; the remainder absorbs
+/// variance.
 pub(crate) const SLO_SHARE: f64 = 0.9;

@@ -1,8 +1,9 @@
-//! Machines of one session as a pool.
+//! Backend pools: several machines that serve only one session.
 //!
-//! A machine of its own gathers a batch while the one before runs, so that an objective has to hold two turns (Nexus, SOSP'19,
-//! section 4.1). Where several machines do nothing else, frontends send each request to the one whose turn begins next
-//! (`balance`): a batch gathers in a part of a turn, an objective holds little more than one, and batches can be larger.
+//! A single machine collects a batch while the previous one runs, so an SLO has to hold two batch
+//! times (Nexus, SOSP'19, section 4.1). In a pool, frontends send each request to the machine whose
+//! next batch starts soonest (`balance`): a batch is collected in a fraction of a batch time, an
+//! SLO holds little more than one batch time, and batches can be larger.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,17 +11,17 @@ use planner::squishy::{Node, Part, Session};
 
 use super::plan::{Curves, Demand, Machine, Placement};
 
-/// Waiting in a pool of `n` is planned to take this many `n`ths of a turn: one for the batch before to begin, and half as much
-/// for chance.
+/// In a pool of `n` machines a request is planned to wait this many `n`ths of a batch time: one
+/// until the next batch starts, and half as much for variance.
 const WAIT_BATCHES: f64 = 1.5;
 const SLACK: f64 = 1e-9;
 
-/// Share of a turn that a request waits for the next one in a pool of `machines`.
+/// Share of a batch time that a request waits in a pool of `machines`.
 pub(crate) fn wait_share(machines: usize) -> f64 {
     (WAIT_BATCHES / machines.max(1) as f64).min(1.0)
 }
 
-/// The batch of a pool, its time, and how many machines it fills.
+/// The batch of a pool, its time, and the number of machines it fills.
 struct SessionPool {
     batch: u32,
     ms: f64,
@@ -28,12 +29,12 @@ struct SessionPool {
 }
 
 impl SessionPool {
-    /// Requests a second of one machine.
+    /// Requests per second of one machine.
     fn throughput(&self) -> f64 {
         f64::from(self.batch) / self.ms * 1000.0
     }
 
-    /// The pool of most requests a machine, where one does more than a machine by itself.
+    /// The pool with the highest throughput per machine, where it exceeds that of a single machine.
     fn of(session: &Session) -> Option<SessionPool> {
         let alone = session.throughput().unwrap_or(0.0);
         let pool = |&(batch, ms): &(u32, f64)| {
@@ -50,7 +51,8 @@ impl SessionPool {
     }
 }
 
-/// Machines for the sessions that fill pools, and what is left of every session. Only those that are `apart` have pools.
+/// Nodes for the sessions that fill pools, and the remainder of every session. Only sessions that
+/// are `single` models form pools.
 pub(crate) fn fill_pools(
     sessions: &[Session],
     single: impl Fn(usize) -> bool,
@@ -66,41 +68,43 @@ pub(crate) fn fill_pools(
     (nodes, rest)
 }
 
-/// Most requests a second that any machine can do for a session, however many share: one turn within the objective.
+/// Maximum requests per second of one machine for a session, in a pool of any size: one batch time
+/// within the SLO.
 pub(crate) fn max_throughput(session: &Session) -> Option<f64> {
     let fits = session.curve.iter().filter(|(_, ms)| *ms <= session.slo_ms * (1.0 + SLACK));
     fits.map(|(batch, ms)| f64::from(*batch) / ms * 1000.0).reduce(f64::max)
 }
 
-/// The least budget in milliseconds at which a session of this rate can use a batch of `ms`.
+/// The smallest budget in milliseconds in which a session of this rate can use a batch of `ms`.
 pub(crate) fn budget_ms(rate: f64, batch: u32, ms: f64) -> f64 {
     let machines = rate * ms / 1000.0 / f64::from(batch) * (1.0 + SLACK);
     ms * (1.0 + wait_share(machines as usize))
 }
 
-/// How much more than the rate a batch has to keep up with: a machine that only just does begins with less than is to come, and
-/// is busy when it is to be filled.
+/// Factor by which a batch's throughput has to exceed the rate: a machine at its limit starts
+/// batches before they are full and is busy when the next one is due.
 const CAPACITY_MARGIN: f64 = 1.1;
-/// A rate counts as another when it differs by so much from the one that counts now.
+/// Relative change of a load factor that is published.
 const FACTOR_CHANGE: f64 = 0.15;
 
-/// The smallest batch that keeps up with `rate` requests a second on a machine, or `most`.
+/// The smallest batch that sustains `rate` requests per second on a machine, at most `max`.
 pub fn min_batch_for(curve: &[(u32, f64)], rate: f64, max: u32) -> u32 {
     let enough =
         |&&(batch, ms): &&(u32, f64)| f64::from(batch) / ms * 1000.0 >= rate * CAPACITY_MARGIN;
     curve.iter().find(enough).map_or(max, |(batch, _)| (*batch).min(max))
 }
 
-/// How much of what is planned is asked for, by model. It moves in steps, for everybody is told.
+/// Observed over planned rate, by model. It changes in steps, because every change is published.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct LoadFactors(BTreeMap<String, f64>);
 
-/// The machines that share a model's requests, each with the model and what a turn of it begins with.
+/// The machines of backend pools, each with its model and the number of requests at which a batch
+/// starts.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct BackendPools(BTreeMap<String, (String, u32)>);
 
 impl BackendPools {
-    /// Requests that a turn of `model` begins with on a machine; 0 where that is in no pool.
+    /// Requests at which a batch of `model` starts on a machine; 0 where the machine is in no pool.
     pub fn min_batch(&self, machine: &str, model: &str) -> u32 {
         self.0
             .get(machine)
@@ -110,7 +114,7 @@ impl BackendPools {
 }
 
 impl LoadFactors {
-    /// The pools of a placement under what is asked now.
+    /// The pools of a placement under the current demands.
     pub(crate) fn pools(
         &mut self,
         placement: &Placement,
@@ -135,8 +139,8 @@ impl LoadFactors {
     }
 }
 
-/// The pools of a placement where `asked` of a model's planned rate comes. Models that run together with others are in none, for
-/// their machines have several to do; nor are those that nobody has measured.
+/// The pools of a placement under `factor` times the planned rate of a model. Models in a prefix
+/// group form none, because their machines serve several models; nor do unmeasured models.
 pub fn pools(
     placement: &Placement,
     devices: &BTreeMap<String, String>,
@@ -181,9 +185,10 @@ mod tests {
         Session { name: "s".to_string(), rate, slo_ms, curve }
     }
 
-    /// A pool by the rule alone: every machine is filled, the next of their turns is near enough, and what is left fills none.
+    /// Checks pools by the rule alone: every machine is full, the wait for the next batch is short
+    /// enough, and the remainder fills no machine.
     #[test]
-    fn pools_keep_objectives_and_do_more_than_machines_apart() {
+    fn pools_meet_slos_with_more_throughput_than_single_machines() {
         let mut random = Random::new(9);
         let mut pooled = 0;
         for _ in 0..2000 {
@@ -208,9 +213,9 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_begins_with_what_keeps_up() {
+    fn min_batch_sustains_the_rate() {
         let curve = [(1, 6.0), (2, 7.0), (4, 9.0), (8, 13.0), (16, 21.0)];
-        // 167, 286, 444, 615 and 762 a second.
+        // 167, 286, 444, 615 and 762 requests per second.
         assert_eq!(min_batch_for(&curve, 10.0, 16), 1);
         assert_eq!(min_batch_for(&curve, 300.0, 16), 4);
         assert_eq!(min_batch_for(&curve, 550.0, 16), 8);
@@ -219,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn everybody_is_told_only_when_a_rate_has_moved() {
+    fn load_factors_change_in_steps() {
         let demand = |rate: f64| {
             [Demand { model: "a".to_string(), rate, slo_ms: 100.0, ..Demand::default() }]
         };

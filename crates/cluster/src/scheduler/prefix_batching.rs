@@ -1,5 +1,5 @@
-//! Models that begin alike, planned as one: their beginning runs as one batch on the machines that hold them all, and what
-//! is left of each runs on its own.
+//! Plans models that share a prefix as one session: the prefix runs as one batch on machines that
+//! hold all of them, and every suffix runs by itself.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,12 +7,14 @@ use planner::squishy::{Node, Part, Session};
 
 use super::plan::{Curve, Demand, PrefixGroup};
 
-/// Share of the work that models of one family have in common at least. Nodes ask for the same.
+/// Minimum share of the work that models of a prefix group have in common; nodes use the same
+/// limit.
 pub const SHARE_MIN: f64 = 0.5;
-/// The longest objective of a family over its shortest: a tight one costs all of them.
+/// Maximum ratio of SLOs within a group: the tightest one applies to all.
 const SLO_RATIO_MAX: f64 = 1.25;
 
-/// Share of the work that two models have in common, of the one that has less of it; from the marks of both.
+/// Share of the work that two models have in common, of the one with the smaller share; from the
+/// marks of both.
 fn common_share(a: &[(String, f64)], b: &[(String, f64)]) -> f64 {
     let of_b: BTreeMap<&str, f64> = b.iter().map(|(mark, share)| (mark.as_str(), *share)).collect();
     let mut both = (0.0, 0.0);
@@ -24,14 +26,14 @@ fn common_share(a: &[(String, f64)], b: &[(String, f64)]) -> f64 {
     f64::min(both.0, both.1)
 }
 
-/// Gives each of `demands` its family. `marks` are of the model's steps, by model; `alike` says whether nodes may put
-/// requests of two models together.
+/// Sets the prefix group of each of `demands`. `marks` are the expensive steps by model (see
+/// `ProfileRecord::marks`); `compatible` tells whether nodes may batch two models together.
 pub fn assign(
     demands: &mut [Demand],
     marks: &BTreeMap<&str, &[(String, f64)]>,
     compatible: impl Fn(&str, &str) -> bool,
 ) {
-    // Only models that have something in common are compared.
+    // Only models with a common mark are compared.
     let mut firsts_by_mark: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     let mut groups: BTreeMap<usize, (Vec<usize>, f64)> = BTreeMap::new();
     for (index, demand) in demands.iter().enumerate() {
@@ -73,19 +75,19 @@ fn measured(curve: &Curve, batch: u32) -> Option<(u32, f64)> {
     curve.iter().find(|(size, _)| *size >= batch).copied()
 }
 
-/// Sessions that are packed instead of those of models, and how to get back.
+/// The sessions to pack, with prefix groups merged, and how to expand them again.
 pub(super) struct MergedSessions {
     pub(super) sessions: Vec<Session>,
-    /// Members of each with their share of its rate.
+    /// Members of each session, with their share of its rate.
     members: Vec<Vec<(usize, f64)>>,
-    /// Batches of the members, by session and batch.
+    /// Batches of the members, by session and its batch.
     batches: BTreeMap<(usize, u32), Vec<u32>>,
 }
 
-/// For every batch of a family those of its members.
+/// Batches of the members, by batch of the group.
 type MemberBatches = Vec<(u32, Vec<u32>)>;
 
-/// Milliseconds of one turn of a family with these batches: the beginning once, for all of them, and every rest.
+/// Milliseconds of one batch of a group: the prefix once for all members, and every suffix.
 pub(super) fn group_batch_ms(share: f64, parts: &[(&Curve, u32)]) -> Option<f64> {
     let all: u32 = parts.iter().map(|(_, batch)| batch).sum();
     let mut prefix_ms: f64 = 0.0;
@@ -97,7 +99,7 @@ pub(super) fn group_batch_ms(share: f64, parts: &[(&Curve, u32)]) -> Option<f64>
     Some(share * prefix_ms + suffix_ms)
 }
 
-/// Sessions with families as one each.
+/// Merges each prefix group into one session.
 pub(super) fn merge(sessions: &[Session], prefix_groups: &[Option<PrefixGroup>]) -> MergedSessions {
     let mut merged =
         MergedSessions { sessions: Vec::new(), members: Vec::new(), batches: BTreeMap::new() };
@@ -135,8 +137,8 @@ pub(super) fn merge(sessions: &[Session], prefix_groups: &[Option<PrefixGroup>])
     merged
 }
 
-/// A family as one session, and the batch of each member for every batch of it; nothing where it meets its objective at no
-/// batch that was measured.
+/// A group as one session, and the batch of each member for every batch of it; `None` where no
+/// measured batch meets the SLO.
 fn merge_group(
     sessions: &[Session],
     share: f64,
@@ -170,12 +172,12 @@ impl MergedSessions {
         self.members.push(members);
     }
 
-    /// Whether a session is one model's.
+    /// Whether a session is a single model.
     pub(super) fn is_single(&self, session: usize) -> bool {
         self.members[session].len() == 1
     }
 
-    /// Nodes of models again.
+    /// Expands nodes of merged sessions to nodes of models.
     pub(super) fn expand(&self, nodes: Vec<Node>) -> Vec<Node> {
         let expanded = |part: &Part| -> Vec<Part> {
             let batches = self.batches.get(&(part.session, part.batch));
@@ -193,7 +195,7 @@ impl MergedSessions {
         nodes.into_iter().map(node).collect()
     }
 
-    /// Rates of its sessions, from those of models.
+    /// Rates of the merged sessions, from those of models.
     pub(super) fn rates(&self, rates: &[f64]) -> Vec<f64> {
         let sum =
             |members: &Vec<(usize, f64)>| members.iter().map(|(index, _)| rates[*index]).sum();
@@ -220,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn models_with_enough_in_common_are_a_family() {
+    fn groups_models_with_enough_common_work() {
         let prefix_ms = [("t1", 0.4), ("t2", 0.5)];
         let all = [
             ("a", marks(&[&prefix_ms[..], &[("a3", 0.1)]].concat())),
@@ -247,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_family_takes_fewer_machines_and_keeps_every_rate() {
+    fn prefix_group_needs_fewer_machines_at_the_same_rates() {
         let curve: Curve = [1, 2, 4, 8, 16, 32].map(|b| (b, 8.0 + 0.2 * f64::from(b))).into();
         let session = |index: usize| Session {
             name: format!("m{index}"),

@@ -1,4 +1,4 @@
-//! Budgets of queries' stages, from what frontends measure and what models take.
+//! Splits the SLOs of queries over their stages, by measured fan-outs and profiles.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -10,21 +10,21 @@ use crate::query::{QueryStage, stage_demands};
 use crate::record::{QueryLoad, SplitRecord, StageBudget};
 use crate::snapshot::ClusterSnapshot;
 
-/// Requests a question makes of a stage that fans out, as long as nobody knows.
+/// Assumed requests per query request for a stage that fans out and is not measured.
 const FAN_OUT_GUESS: f64 = 4.0;
-/// The most of an objective that is kept for what happens between stages.
+/// Maximum share of an SLO that is reserved for the time between stages.
 const BETWEEN_MAX: f64 = 0.5;
 
-/// What queries ask of a model.
+/// What queries require of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QueryDemand {
     /// The shortest budget of its stages.
     pub budget_ms: f64,
-    /// Whether one of them goes before others.
+    /// Whether one of the queries is real time.
     pub real_time: bool,
 }
 
-/// What queries ask of models, by model.
+/// What queries require of models, by model.
 pub fn budgets<'a>(
     queries: &'a BTreeMap<String, QuerySpec>,
     splits: &BTreeMap<String, SplitRecord>,
@@ -44,7 +44,7 @@ pub fn budgets<'a>(
     demands
 }
 
-/// The budgets of all queries. One that cannot be is left out: frontends say why.
+/// The budgets of all queries. Invalid queries are skipped; frontends report them.
 pub fn splits(
     snapshot: &ClusterSnapshot,
     machines: &[Machine],
@@ -52,7 +52,7 @@ pub fn splits(
 ) -> BTreeMap<String, SplitRecord> {
     let mut kinds: BTreeMap<&str, usize> = BTreeMap::new();
     machines.iter().for_each(|machine| *kinds.entry(&machine.device).or_default() += 1);
-    // Of several kinds of machines the most common one speaks for all.
+    // The most common kind of machine decides.
     let mut kinds: Vec<(&str, usize)> = kinds.into_iter().collect();
     kinds.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
     let curve = |model: &str| {
@@ -68,7 +68,7 @@ pub fn splits(
     splits
 }
 
-/// Requests that a question makes of each stage: measured, or as the query says.
+/// Requests to each stage per query request: measured, or as the query declares.
 fn fan_outs(query: &Checked, loads: &[&QueryLoad]) -> Vec<f64> {
     let completed: f64 = loads.iter().map(|load| load.completed).sum();
     let mut fan_outs: Vec<f64> = Vec::new();
@@ -82,7 +82,7 @@ fn fan_outs(query: &Checked, loads: &[&QueryLoad]) -> Vec<f64> {
         let guess = if stage.each.is_some() { above * FAN_OUT_GUESS } else { above };
         fan_outs.push(match (query.chains[index].is_empty(), completed > 0.0) {
             (true, _) => 1.0,
-            // A stage that nobody needs for a while must still have a place.
+            // A stage without requests must still be planned for.
             (false, true) => (seen / completed).max(0.01),
             (false, false) => stage.fan_out.unwrap_or(guess),
         });
@@ -104,7 +104,7 @@ fn split<'a>(
         let times = known[index].into_iter().flatten().map(|(_, ms)| *ms);
         times.reduce(f64::min).unwrap_or(0.0)
     };
-    // From the last stage on: a stage comes before those that take from it.
+    // Backwards: a stage comes before those that read its output.
     let mut reserves = vec![0.0f64; stages.len()];
     for index in (0..stages.len()).rev() {
         let after = query.next(index).into_iter().map(|next| shortest(next) + reserves[next]);
@@ -141,7 +141,7 @@ fn thousandths(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }
 
-/// The objective over the stages of the longest path, the same for all.
+/// The SLO divided evenly over the stages of the longest path.
 fn evenly(query: &Checked, slo_ms: f64) -> Vec<f64> {
     let count = query.spec.stages.len();
     let mut depths = vec![1usize; count];
@@ -153,13 +153,14 @@ fn evenly(query: &Checked, slo_ms: f64) -> Vec<f64> {
     vec![slo_ms / longest as f64; count]
 }
 
-/// Questions a second, to a power of two: budgets are to stay where they are while the rate moves a little.
+/// Query requests per second, rounded down to a power of two: budgets are to stay stable while the
+/// rate varies.
 fn request_rate(loads: &[&QueryLoad]) -> f64 {
     let rate: f64 = loads.iter().map(|load| load.completed).sum();
     if rate > 1.0 { rate.log2().floor().exp2() } else { 1.0 }
 }
 
-/// The split that takes the fewest machines.
+/// The split that needs the fewest machines.
 fn best(
     query: &Checked,
     request_rate: f64,
@@ -168,7 +169,7 @@ fn best(
     slo_ms: f64,
 ) -> Result<(Vec<f64>, f64, bool), String> {
     let count = query.spec.stages.len();
-    // The planner wants one beginning: a stage that takes nothing and feeds all that begin.
+    // The planner needs one root: an empty stage that feeds all first stages.
     let begin = |&index: &usize| query.parents[index].is_empty();
     let mut stages = vec![QueryStage {
         model: String::new(),
@@ -236,18 +237,18 @@ mod tests {
         QueryLoad { completed: 10.0, stages, ..QueryLoad::default() }
     }
 
-    /// What a budget has to be for a turn of gathering and one of running to be planned in it.
+    /// A budget per batch time for which collecting and running a batch can be planned.
     const TWO_TURNS: f64 = 2.0 / 0.9;
 
-    /// Machines of one stage within a budget, from the rule alone: a budget holds a turn of gathering and one of
-    /// running, and a machine then does a batch in each turn.
+    /// Machines of one stage within a budget, by the rule alone: a budget holds one batch time for
+    /// collecting and one for running, and a machine runs one batch in each.
     fn machines(curve: &Curve, rate: f64, budget_ms: f64) -> f64 {
         let fits = curve.iter().filter(|(_, ms)| TWO_TURNS * ms <= budget_ms * (1.0 + 1e-9));
         let cost = fits.map(|(batch, ms)| rate * ms / 1000.0 / f64::from(*batch));
         cost.fold(f64::INFINITY, f64::min)
     }
 
-    /// The least cost over all budgets at which some batch begins to fit, by trying every combination.
+    /// The minimum cost over all budgets at which some batch starts to fit, by brute force.
     fn brute(curves: &[Curve; 4], rates: &[f64; 4], slo_ms: f64) -> f64 {
         let choices = |index: usize| curves[index].iter().map(|(_, ms)| TWO_TURNS * ms);
         let mut best = f64::INFINITY;
@@ -266,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn budgets_are_as_good_as_trying_them_all() {
+    fn budgets_match_brute_force() {
         let query = query();
         let mut random = Random::new(4);
         let mut solved = 0;
@@ -300,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn what_frontends_measure_decides_and_before_that_what_the_query_says() {
+    fn fan_outs_are_measured_or_declared() {
         let query = query();
         assert_eq!(fan_outs(&query, &[]), [1.0, 4.0, 4.0, 4.0]);
         let loads = [load(3.0, 20.0), load(5.0, 40.0)];
@@ -309,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn time_between_stages_is_kept_from_the_objective_and_the_unmeasured_shares_evenly() {
+    fn reserves_time_between_stages_and_splits_unmeasured_queries_evenly() {
         let slow = QueryLoad { between_ms: 100.0, ..load(1.0, 1.0) };
         let even = split(&query(), &[&slow], |_| None);
         assert!(even.even_because.unwrap().contains("'ssd' is not measured"));

@@ -36,7 +36,7 @@ fn set_load(snapshot: &mut ClusterSnapshot, models: &[(&str, f64)]) {
     snapshot.loads.insert("f".to_string(), LoadReport { models, ..Default::default() });
 }
 
-/// Backends do what they are told.
+/// Backends carry out their assignments.
 fn apply(snapshot: &mut ClusterSnapshot, decision: &Decision) {
     for (backend, assignment) in &decision.assignments {
         let ready = |assigned: &AssignedModel| {
@@ -57,7 +57,7 @@ fn settle(core: &mut Core, now: Nanos, snapshot: &mut ClusterSnapshot) -> Decisi
 }
 
 #[test]
-fn models_become_routes_once_backends_hold_them() {
+fn routes_models_once_backends_are_ready() {
     let mut snapshot = cluster(3, &[("a", 100.0), ("b", 10.0)]);
     let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &snapshot);
     let first = core.step(Nanos::ZERO, &snapshot).unwrap();
@@ -72,7 +72,7 @@ fn models_become_routes_once_backends_hold_them() {
 }
 
 #[test]
-fn a_lost_backend_is_replaced_at_once() {
+fn replaces_a_lost_backend_at_once() {
     let mut snapshot = cluster(4, &[("a", 100.0), ("b", 10.0)]);
     let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &snapshot);
     settle(&mut core, Nanos::ZERO, &mut snapshot);
@@ -88,7 +88,7 @@ fn a_lost_backend_is_replaced_at_once() {
 }
 
 #[test]
-fn losing_sight_of_everybody_is_not_believed_at_once() {
+fn waits_before_acting_on_the_loss_of_all_backends() {
     let mut snapshot = cluster(4, &[("a", 100.0)]);
     let settings = SchedulerSettings::default();
     let mut core = Core::resume(settings.clone(), Nanos::ZERO, &snapshot);
@@ -99,7 +99,7 @@ fn losing_sight_of_everybody_is_not_believed_at_once() {
 }
 
 #[test]
-fn load_makes_plans_no_more_often_than_the_spacing() {
+fn spaces_plans_caused_by_load() {
     let mut snapshot = cluster(8, &[("a", 50.0), ("b", 10.0)]);
     let mut settings = SchedulerSettings::default();
     settings.placement.spread = false;
@@ -115,7 +115,7 @@ fn load_makes_plans_no_more_often_than_the_spacing() {
 }
 
 #[test]
-fn too_much_load_is_limited_at_the_frontends() {
+fn limits_load_beyond_capacity() {
     let mut snapshot = cluster(1, &[("a", 5000.0)]);
     let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &snapshot);
     let decision = settle(&mut core, Nanos::ZERO, &mut snapshot);
@@ -125,7 +125,7 @@ fn too_much_load_is_limited_at_the_frontends() {
 }
 
 #[test]
-fn another_leader_goes_on_with_the_plan() {
+fn next_leader_continues_the_plan() {
     let mut snapshot = cluster(4, &[("a", 300.0), ("b", 100.0), ("c", 1.0)]);
     let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &snapshot);
     let before = settle(&mut core, Nanos::ZERO, &mut snapshot);
@@ -143,7 +143,7 @@ fn another_leader_goes_on_with_the_plan() {
 }
 
 #[test]
-fn a_disabled_model_goes() {
+fn unloads_a_disabled_model() {
     let mut snapshot = cluster(2, &[("a", 10.0), ("b", 10.0)]);
     let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &snapshot);
     settle(&mut core, Nanos::ZERO, &mut snapshot);
@@ -155,7 +155,7 @@ fn a_disabled_model_goes() {
 }
 
 #[test]
-fn a_rise_between_plans_is_met_at_once_by_machines_without_work() {
+fn idle_machines_serve_a_rise_between_plans() {
     let mut settings = SchedulerSettings::default();
     settings.placement.spread = false;
     let mut snapshot = cluster(6, &[("a", 300.0), ("b", 10.0)]);
@@ -177,14 +177,14 @@ fn a_rise_between_plans_is_met_at_once_by_machines_without_work() {
     let errors =
         placement::check(&machines, &core.demands(&snapshot), &curves(&snapshot), core.placement());
     assert!(errors.is_empty(), "{errors:?}");
-    // Asked again, nothing more happens.
+    // Repeated, it changes nothing.
     let after = core.placement().clone();
     core.step(seconds(4), &snapshot).unwrap();
     assert_eq!(*core.placement(), after);
 }
 
 #[test]
-fn what_a_lost_backend_did_goes_to_idle_ones_and_nothing_else_moves() {
+fn moves_only_the_models_of_a_lost_backend() {
     let mut settings = SchedulerSettings::default();
     settings.placement.spread = false;
     let mut snapshot = cluster(8, &[("a", 1500.0), ("b", 700.0), ("c", 10.0)]);
@@ -211,7 +211,7 @@ fn what_a_lost_backend_did_goes_to_idle_ones_and_nothing_else_moves() {
 }
 
 #[test]
-fn models_that_begin_alike_are_planned_as_one_and_held_together() {
+fn places_models_with_a_common_prefix_together() {
     let names = ["a", "b", "c", "d"];
     let rates: Vec<(&str, f64)> = names.iter().map(|name| (*name, 50.0)).collect();
     let used = |compatible: bool| {
@@ -246,7 +246,7 @@ fn models_that_begin_alike_are_planned_as_one_and_held_together() {
 }
 
 #[test]
-fn a_backend_is_emptied_in_order_before_it_goes() {
+fn drains_a_backend_without_a_gap() {
     let mut snapshot = cluster(4, &[("a", 300.0), ("b", 100.0), ("c", 1.0)]);
     let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &snapshot);
     settle(&mut core, Nanos::ZERO, &mut snapshot);
@@ -268,7 +268,7 @@ fn a_backend_is_emptied_in_order_before_it_goes() {
     }
     assert!(decision.assignments["b1"].models.is_empty(), "{decision:?}");
     assert!(held(&core, &snapshot).empty);
-    // It is no loss when it goes, and no gain when one that is still drained stays.
+    // Its removal counts as no loss, and its presence while draining as no gain.
     let epoch = decision.plan.epoch;
     assert_eq!(core.step(seconds(4), &snapshot).unwrap().plan.epoch, epoch);
     snapshot.backends.remove("b1");
@@ -277,7 +277,7 @@ fn a_backend_is_emptied_in_order_before_it_goes() {
 }
 
 #[test]
-fn a_backend_that_stays_after_all_is_used_again() {
+fn reuses_a_backend_that_is_no_longer_draining() {
     let mut snapshot = cluster(3, &[("a", 300.0), ("b", 100.0)]);
     let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &snapshot);
     settle(&mut core, Nanos::ZERO, &mut snapshot);
@@ -288,7 +288,7 @@ fn a_backend_that_stays_after_all_is_used_again() {
     let decision = settle(&mut core, seconds(4), &mut snapshot);
     assert_eq!(decision.plan.reason, "backend joined");
     assert!(!core.scaling_input(&snapshot).usage["b0"].empty);
-    // All at once cannot go.
+    // Not all backends can be drained.
     core.drain(["b0", "b1", "b2"].map(str::to_string).into());
     let decision = settle(&mut core, seconds(6), &mut snapshot);
     assert!(decision.routes.values().all(|route| !route.targets.is_empty()));

@@ -1,6 +1,6 @@
-//! A prefix of the store as a map that follows it, for as long as somebody looks.
+//! A prefix of the store as a map that follows its changes.
 //!
-//! While the store cannot be reached the map stays as it was: whoever lives by it goes on.
+//! While the store is unreachable the map stays as it was, so that its users continue to work.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,14 +11,14 @@ use tokio::sync::watch;
 
 use super::{Change, Store, StoreError};
 
-/// Longest pause between two attempts to reach the store.
+/// Pause between two attempts to reach the store.
 const RETRY: Duration = Duration::from_millis(200);
 
 /// Keys without the prefix, and their values.
 pub type KeyValues = Arc<BTreeMap<String, Bytes>>;
 
-/// Lists `prefix` and follows its changes until the store is dropped by all others or nobody holds the
-/// receiver any more. The first image is there when this returns.
+/// Lists `prefix` and follows its changes until the receiver is dropped. The first state is there
+/// when this returns.
 pub async fn follow(
     store: Arc<dyn Store>,
     prefix: &str,
@@ -64,7 +64,8 @@ async fn list(
     Ok((listing.entries.into_iter().filter_map(strip).collect(), listing.revision))
 }
 
-/// Applies changes until the watch ends, and says why; `None` when nobody looks any more.
+/// Applies changes until the watch ends, and returns the reason; `None` when the receiver was
+/// dropped.
 async fn watch_from(
     store: &dyn Store,
     prefix: &str,

@@ -380,7 +380,7 @@ users:
             ("current-context: one", "other: one", "no current-context"),
             ("user: one", "user: nobody", "no user 'nobody'"),
             ("https://", "tcp://", "http or https"),
-            ("Q0VSVElGSUNBVEU=", "%", "base64"),
+            ("Q0VSVElGSUNBVEU=", "CERT!", "base64"),
             ("token: secret", "client-certificate-data: Q0VSVA==", "come together"),
             ("token: secret", "client-certificate: /nonexistent/c", "/nonexistent/c"),
             ("server:", "tls-server-name: x\n    server:", "tls-server-name"),

@@ -25,6 +25,9 @@ pub(super) fn parse(text: &str) -> Result<Value, String> {
         if content.is_empty() || content.starts_with('#') {
             continue;
         }
+        if content.starts_with('\t') {
+            return Err(at(number, "a tab indents this line"));
+        }
         if indent == 0 && (content == "---" || content == "...") {
             match lines.is_empty() && content == "---" {
                 true => continue,
@@ -76,9 +79,6 @@ impl<'a> Reader<'a> {
         let Some(line) = self.peek() else { return Ok(Value::Null) };
         if depth > DEPTH_MAX {
             return Err(at(line.number, "nested too deeply"));
-        }
-        if line.content.starts_with('\t') {
-            return Err(at(line.number, "a tab indents this line"));
         }
         if line.is_item() {
             return self.sequence(indent, depth);
