@@ -23,7 +23,7 @@ SHORT_LEASE_MS = 2000
 # How long a test waits for a state of the cluster; only a state that never comes takes so long.
 WAIT_SECONDS = 120
 # Reasons for which frontends may refuse requests while backends stop or change.
-REASONS = (LOST, "no backend answers for model", "is loading", "is not ready: unloaded")
+REASONS = (LOST, "no backend serves model", "is loading", "is not ready: unloaded")
 
 
 class Process:

@@ -88,7 +88,7 @@ def test_a_backend_is_drained_before_it_is_removed(
         text = subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=60
         ).stdout
-        assert "deployment/reef: 1 wanted, 1 asked for" in text, text
+        assert "deployment/reef: 1 wanted, 1 requested" in text, text
     finally:
         cluster.stop()
 

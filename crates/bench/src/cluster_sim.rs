@@ -5,8 +5,8 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
 
 use base::{Nanos, Random};
-use cluster::balance::pace::Turn;
-use cluster::balance::{Candidate, choose, depth, spare};
+use cluster::balance::batch_progress::BatchPlan;
+use cluster::balance::{BackendCandidate, choose, depth, spare};
 use runtime::batching::{
     BatchPolicy, BatchProfile, Decision, EarlyDrop, LazyDrop, ModelView, Staggered, WaitingRequest,
     Worker,
@@ -84,7 +84,7 @@ enum Event {
 struct Route {
     gpus: Vec<usize>,
     /// As each frontend sees them.
-    candidates: Vec<Vec<Candidate>>,
+    candidates: Vec<Vec<BackendCandidate>>,
     place: HashMap<usize, usize>,
 }
 
@@ -206,7 +206,7 @@ impl ClusterSim {
         let mut old = std::mem::take(&mut self.gpus[gpu].slots);
         let mut slots = Vec::with_capacity(wanted.len());
         for &(session, batch) in wanted {
-            let full = self.sessions[session].profile.latency(batch);
+            let full_time = self.sessions[session].profile.latency(batch);
             let share = batch.div_ceil(self.frontends);
             let depth = depth(batch).div_ceil(self.frontends);
             let route = &mut self.routes[session];
@@ -214,9 +214,9 @@ impl ClusterSim {
                 for candidates in &mut route.candidates {
                     let candidate = &mut candidates[place];
                     candidate.depth = depth;
-                    candidate.pace = candidate.pace.map(|(pace, turn)| {
-                        let least = turn.least.min(share);
-                        (pace, Turn { batch: share, least, full })
+                    candidate.progress = candidate.progress.map(|(progress, plan)| {
+                        let min_batch = plan.min_batch.min(share);
+                        (progress, BatchPlan { batch: share, min_batch, full_time })
                     });
                 }
             }
@@ -282,14 +282,15 @@ impl ClusterSim {
                 let slots = &self.gpus[target.gpu].slots;
                 let slot = slots.iter().find(|slot| slot.session == session);
                 let batch = slot.map_or(0, |slot| slot.batch);
-                let pace = before.and_then(|before| before.pace).map(|(pace, _)| pace);
-                Candidate {
+                let progress =
+                    before.and_then(|before| before.progress).map(|(progress, _)| progress);
+                BackendCandidate {
                     weight: target.weight,
                     outstanding: before.map_or(0, |before| before.outstanding),
                     depth: depth(batch).div_ceil(self.frontends),
                     down: before.is_some_and(|before| before.down),
-                    pace: (target.least > 0 && batch > 0).then(|| {
-                        (pace.unwrap_or_default(), self.turn(session, batch, target.least))
+                    progress: (target.least > 0 && batch > 0).then(|| {
+                        (progress.unwrap_or_default(), self.turn(session, batch, target.least))
                     }),
                 }
             };
@@ -305,10 +306,10 @@ impl ClusterSim {
     }
 
     /// A turn as one frontend sees it.
-    fn turn(&self, session: usize, batch: usize, least: usize) -> Turn {
-        let full = self.sessions[session].profile.latency(batch);
+    fn turn(&self, session: usize, batch: usize, least: usize) -> BatchPlan {
+        let full_time = self.sessions[session].profile.latency(batch);
         let share = |requests: usize| requests.div_ceil(self.frontends);
-        Turn { batch: share(batch), least: share(least.min(batch)), full }
+        BatchPlan { batch: share(batch), min_batch: share(least.min(batch)), full_time }
     }
 
     /// Runs until `end`.
@@ -405,9 +406,9 @@ impl ClusterSim {
         let Some(&place) = route.place.get(&gpu) else { return };
         let candidate = &mut route.candidates[task.frontend][place];
         candidate.outstanding = candidate.outstanding.saturating_sub(1);
-        match &mut candidate.pace {
-            Some((pace, turn)) if given_up => pace.dropped(self.now, *turn),
-            Some((pace, turn)) => pace.answered(self.now, *turn),
+        match &mut candidate.progress {
+            Some((progress, plan)) if given_up => progress.dropped(self.now, *plan),
+            Some((progress, plan)) => progress.completed(self.now, *plan),
             None => {}
         }
     }
@@ -479,7 +480,7 @@ impl ClusterSim {
         let others: Vec<usize> =
             (0..route.gpus.len()).filter(|&place| route.gpus[place] != from).collect();
         let mine = &mut route.candidates[task.frontend];
-        let candidates: Vec<Candidate> = others.iter().map(|&place| mine[place]).collect();
+        let candidates: Vec<BackendCandidate> = others.iter().map(|&place| mine[place]).collect();
         let busy = |index: usize| self.gpus[route.gpus[others[index]]].requests();
         let Some(chosen) = spare(&candidates, busy) else { return false };
         let gpu = route.gpus[others[chosen]];
@@ -541,10 +542,10 @@ impl ClusterSim {
     }
 }
 
-fn sent(candidate: &mut Candidate, now: Nanos) {
+fn sent(candidate: &mut BackendCandidate, now: Nanos) {
     candidate.outstanding += 1;
-    if let Some((pace, turn)) = &mut candidate.pace {
-        pace.sent(now, *turn);
+    if let Some((progress, plan)) = &mut candidate.progress {
+        progress.sent(now, *plan);
     }
 }
 

@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use api::{InferenceService, RegisterRequest, ServerMetadata};
 use base::{MonotonicClock, Nanos};
-use cluster::backend::{BackendAgent, Host, HostFuture, Shelf, Turn};
+use cluster::backend::{BackendAgent, Host, HostFuture, ModelCatalog, PoolBatch};
 use cluster::frontend::{Frontend, FrontendSettings};
-use cluster::library::bucket::BucketStore;
-use cluster::library::{FileStore, Library, ModelStore, ModelStoreError, digest};
+use cluster::model_store::bucket::BucketStore;
+use cluster::model_store::{FileStore, ModelRecords, ModelStore, ModelStoreError, digest};
 use cluster::query::spec::QuerySpec;
 use cluster::record::{BackendRecord, FrontendRecord, Keys, ModelRecord};
 use cluster::scaling::driver::Scaling;
@@ -21,9 +21,9 @@ use cluster::scaling::scaler::ScalingSettings;
 use cluster::scheduler::SchedulerSettings;
 use cluster::scheduler::agent::SchedulerAgent;
 use cluster::scheduler::placement::PlacementSettings;
-use cluster::status::{Status, picture};
+use cluster::snapshot::ClusterSnapshot;
+use cluster::status::{Status, render};
 use cluster::store::{self, Store, StoreError};
-use cluster::view::View;
 use model::repository::Repository;
 use runtime::{DeviceGroup, NodeOptions};
 use server::node::EXTENSIONS;
@@ -118,7 +118,7 @@ fn planning(args: &PlanningArgs, lease: Duration) -> Result<SchedulerSettings, F
         spacing: Nanos::from_millis(args.spacing_ms),
         grace: Nanos::from(lease * 2),
         slo_ms: args.slo_ms,
-        rate_least: 1.0,
+        rate_min: 1.0,
         placement: PlacementSettings {
             headroom: args.headroom,
             copies: usize::from(args.copies),
@@ -129,14 +129,14 @@ fn planning(args: &PlanningArgs, lease: Duration) -> Result<SchedulerSettings, F
     })
 }
 
-async fn scaling(args: &ScalingArgs) -> Result<Option<Scaling>, Failure> {
+fn scaling(args: &ScalingArgs) -> Result<Option<Scaling>, Failure> {
     let Some(workload) = args.kubernetes_scale.clone() else { return Ok(None) };
     if args.replicas_min > args.replicas_max {
         return Err(Failure::usage("--replicas-min is more than --replicas-max"));
     }
     let settings = ScalingSettings {
-        replicas_least: args.replicas_min,
-        replicas_most: args.replicas_max,
+        replicas_min: args.replicas_min,
+        replicas_max: args.replicas_max,
         step_up: args.scale_up_step,
         step_down: args.scale_down_step,
         window: Duration::from_secs(args.scale_down_after_secs).into(),
@@ -144,7 +144,7 @@ async fn scaling(args: &ScalingArgs) -> Result<Option<Scaling>, Failure> {
         ..ScalingSettings::default()
     };
     let namespace = args.kubernetes_namespace.clone();
-    let target = KubernetesTarget::connect(workload, namespace).await.map_err(Failure::usage)?;
+    let target = KubernetesTarget::connect(workload, namespace).map_err(Failure::usage)?;
     Ok(Some(Scaling::new(Arc::new(target), settings)))
 }
 
@@ -157,7 +157,7 @@ async fn scheduler(args: &SchedulerArgs) -> Result<(), Failure> {
         name: name_of(&args.store, "scheduler")?,
         lease,
         settings: planning(&args.planning, lease)?,
-        scaling: scaling(&args.scaling).await?,
+        scaling: scaling(&args.scaling)?,
         clock: clock(),
     };
     tracing::info!(name = agent.name, store = args.store.store, "ready");
@@ -214,7 +214,7 @@ async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
         files: open_files(&args.models)?,
     };
     let name = settings.name.clone();
-    keep_queries(&Library::new(store.clone(), keys.clone()), &args.query).await?;
+    keep_queries(&ModelRecords::new(store.clone(), keys.clone()), &args.query).await?;
     let service =
         reach(|| Frontend::start(store.clone(), keys.clone(), clock(), settings.clone())).await?;
     let body = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
@@ -241,7 +241,7 @@ async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
 }
 
 /// Keeps the queries of files under the files' names.
-async fn keep_queries(library: &Library, files: &[PathBuf]) -> Result<(), Failure> {
+async fn keep_queries(records: &ModelRecords, files: &[PathBuf]) -> Result<(), Failure> {
     for path in files {
         let fail = |why: String| Failure::usage(format!("--query {}: {why}", path.display()));
         let name = path.file_stem().and_then(|name| name.to_str()).unwrap_or_default();
@@ -251,7 +251,7 @@ async fn keep_queries(library: &Library, files: &[PathBuf]) -> Result<(), Failur
         let text = std::fs::read_to_string(path).map_err(|error| fail(error.to_string()))?;
         let query = QuerySpec::read(&text).and_then(QuerySpec::check);
         let query = query.map_err(|error| fail(error.to_string()))?.spec;
-        reach(|| library.put_query(name, &query)).await?;
+        reach(|| records.put_query(name, &query)).await?;
         tracing::info!(query = name, "query kept");
     }
     Ok(())
@@ -267,7 +267,7 @@ fn given_up(done: bool) -> Result<(), Failure> {
 /// Models by their content, from repositories and from the store of all machines.
 struct ClusterLoader {
     device_group: Arc<DeviceGroup>,
-    shelf: Shelf,
+    catalog: ModelCatalog,
     files: Option<ModelStore>,
     repositories: HashMap<String, PathBuf>,
     /// Where a store's network is waited for.
@@ -300,7 +300,7 @@ impl ClusterLoader {
 impl ModelLoader for ClusterLoader {
     fn load(&self, name: &str, _: Option<u64>) -> Result<LoadedModel, LoadError> {
         let unknown = || LoadError::NotFound(format!("the cluster has no model '{name}'"));
-        let record = self.shelf.find(name).ok_or_else(unknown)?;
+        let record = self.catalog.find(name).ok_or_else(unknown)?;
         let path = self.file(&record)?;
         let bytes = std::fs::read(&path).map_err(|err| LoadError::Internal(err.to_string()))?;
         if digest(&bytes) != record.digest {
@@ -316,7 +316,7 @@ impl ModelLoader for ClusterLoader {
     }
 
     fn index(&self) -> Result<Vec<RepositoryEntry>, LoadError> {
-        let models = self.shelf.all().into_iter();
+        let models = self.catalog.all().into_iter();
         Ok(models.map(|(name, m)| RepositoryEntry { name, version: m.version }).collect())
     }
 
@@ -337,9 +337,9 @@ impl Host for NodeHost {
         Box::pin(self.0.unload_model(model))
     }
 
-    fn set_turn(&self, model: &str, turn: Option<Turn>) {
-        let turn = turn
-            .map(|turn| runtime::batching::StaggeredBatch { batch: turn.batch, least: turn.least });
+    fn set_pool_batch(&self, model: &str, batch: Option<PoolBatch>) {
+        let turn =
+            batch.map(|batch| runtime::batching::StaggeredBatch { batch: batch.max, least: batch.min });
         self.0.set_turn(model, turn);
     }
 
@@ -419,10 +419,10 @@ pub(crate) struct RunningBackend {
 impl RunningBackend {
     pub(crate) async fn start(parts: BackendParts<'_>) -> Result<RunningBackend, Failure> {
         let models = find_models(parts.repositories)?;
-        let shelf = Shelf::default();
+        let catalog = ModelCatalog::default();
         let loader = Arc::new(ClusterLoader {
             device_group: parts.device_group.clone(),
-            shelf: shelf.clone(),
+            catalog: catalog.clone(),
             files: parts.files,
             repositories: models.iter().map(|m| (m.digest.clone(), m.path.clone())).collect(),
             threads: tokio::runtime::Handle::current(),
@@ -434,9 +434,9 @@ impl RunningBackend {
         node.set_started();
         let server = Server::start(parts.listen, Arc::new(node.clone())).await;
         let server = server.map_err(Failure::failed)?;
-        let library = Library::new(parts.store.clone(), parts.keys.clone());
+        let records = ModelRecords::new(parts.store.clone(), parts.keys.clone());
         for m in &models {
-            reach(|| library.publish(&m.name, m.version, &m.digest, m.bytes, &m.config)).await?;
+            reach(|| records.publish(&m.name, m.version, &m.digest, m.bytes, &m.config)).await?;
         }
         let reachable = |address: Option<SocketAddr>| match (&parts.advertise, address) {
             (Some(host), Some(address)) => format!("{host}:{}", address.port()),
@@ -471,7 +471,7 @@ impl RunningBackend {
             lease: parts.lease,
             record,
             host: Arc::new(NodeHost(node)),
-            shelf,
+            catalog,
             clock: clock(),
         };
         let (stop, stopped) = watch::channel(false);
@@ -588,7 +588,7 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
         memory_mib: None,
     })
     .await?;
-    keep_queries(&Library::new(store.clone(), keys.clone()), &args.query).await?;
+    keep_queries(&ModelRecords::new(store.clone(), keys.clone()), &args.query).await?;
     let settings = FrontendSettings {
         name: "frontend".to_string(),
         lease,
@@ -617,7 +617,7 @@ async fn look(store: &dyn Store, keys: &Keys) -> Result<Status, Failure> {
     let short =
         |entry: store::Entry| Some((entry.key.strip_prefix(keys.all())?.to_string(), entry.value));
     let image = listing.entries.into_iter().filter_map(short).collect();
-    Ok(Status::of(&View::read(&image)))
+    Ok(Status::of(&ClusterSnapshot::read(&image)))
 }
 
 async fn status(args: &StatusArgs) -> Result<(), Failure> {
@@ -625,7 +625,7 @@ async fn status(args: &StatusArgs) -> Result<(), Failure> {
     let status = look(&*store, &Keys::new(&args.store.cluster)).await?;
     match args.json {
         true => println!("{}", serde_json::to_string_pretty(&status).map_err(Failure::failed)?),
-        false => print!("{}", picture(&status)),
+        false => print!("{}", render(&status)),
     }
     match status.leader {
         Some(_) => Ok(()),
@@ -644,7 +644,7 @@ async fn top(args: &TopArgs) -> Result<(), Failure> {
                     format!("{}\n", serde_json::to_string(&status).map_err(Failure::failed)?)
                 }
                 // Clears the screen and goes to its top.
-                (Ok(status), false) => format!("\x1b[2J\x1b[H{}", picture(&status)),
+                (Ok(status), false) => format!("\x1b[2J\x1b[H{}", render(&status)),
                 (Err(_), _) => "the store cannot be reached\n".to_string(),
             };
             let mut out = std::io::stdout();

@@ -1,6 +1,8 @@
-//! The backend's agent: holds what the plan says on a node, and says what it holds.
+//! The backend's agent: loads and unloads models on its node as the plan assigns them, and
+//! publishes what is loaded.
 //!
-//! Without an assignment, or without the store, a backend keeps what it has: the last plan goes on.
+//! Without an assignment, or without the store, a backend keeps its models: the last plan stays in
+//! force.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::Pin;
@@ -14,8 +16,8 @@ use tokio::sync::watch;
 
 use crate::membership::Membership;
 use crate::record::{
-    Assignment, BackendRecord, BackendState, Keys, Kind, ModelRecord, ProfileRecord, Share,
-    Standing, decode, encode, profile_name,
+    AssignedModel, Assignment, BackendRecord, BackendState, Keys, LoadState, ModelRecord,
+    ProfileRecord, RecordKind, decode, encode, profile_name,
 };
 use crate::store::mirror;
 use crate::store::{Store, StoreError};
@@ -25,46 +27,47 @@ pub mod profiling;
 /// A call to the node.
 pub type HostFuture<'a, T> = Pin<Box<dyn Future<Output = ApiResult<T>> + Send + 'a>>;
 
-/// What batches of a model are made of on a backend that shares its requests with others.
+/// Batch sizes of a model on a backend that belongs to a backend pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Turn {
-    /// Requests of a batch at most.
-    pub batch: usize,
-    /// Requests that let one begin before it has to.
-    pub least: usize,
+pub struct PoolBatch {
+    /// Maximum number of requests in a batch.
+    pub max: usize,
+    /// Number of requests at which a batch starts without waiting for more.
+    pub min: usize,
 }
 
 /// The node that runs models.
 pub trait Host: Send + Sync + 'static {
-    /// Makes the model of this name ready, as the [`Shelf`] has it.
+    /// Loads the model of this name, as the [`ModelCatalog`] describes it.
     fn load<'a>(&'a self, model: &'a str) -> HostFuture<'a, ()>;
 
-    /// Takes a model out of service.
+    /// Unloads a model.
     fn unload<'a>(&'a self, model: &'a str) -> HostFuture<'a, ()>;
 
-    /// Makes batches of `turn` of requests for the model, or as its settings say.
-    fn set_turn(&self, model: &str, turn: Option<Turn>);
+    /// Uses the batch sizes of a backend pool for the model, or with `None` those of its settings.
+    fn set_pool_batch(&self, model: &str, pool_batch: Option<PoolBatch>);
 
-    /// What of the model's work others may have in common with it: see [`ProfileRecord::marks`].
+    /// The model's most expensive steps, which other models may share: see
+    /// [`ProfileRecord::marks`].
     fn marks<'a>(&'a self, model: &'a str) -> HostFuture<'a, Vec<(String, f64)>>;
 
-    /// What it answers with.
+    /// The service that runs requests on this node.
     fn service(&self) -> Arc<dyn InferenceService>;
 }
 
-/// The models' records as the cluster has them now; what a backend's loader goes by.
+/// The records of all models of the cluster, kept up to date. The backend's loader reads them.
 #[derive(Clone, Default)]
-pub struct Shelf {
+pub struct ModelCatalog {
     models: Arc<RwLock<BTreeMap<String, ModelRecord>>>,
 }
 
-impl Shelf {
+impl ModelCatalog {
     /// The record of a model.
     pub fn find(&self, model: &str) -> Option<ModelRecord> {
         self.models.read().unwrap_or_else(PoisonError::into_inner).get(model).cloned()
     }
 
-    /// All of them.
+    /// All records.
     pub fn all(&self) -> BTreeMap<String, ModelRecord> {
         self.models.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -76,51 +79,53 @@ impl Shelf {
 
 /// A backend.
 pub struct BackendAgent {
-    /// Where the state lives.
+    /// Where the cluster's state is.
     pub store: Arc<dyn Store>,
-    /// Its keys.
+    /// The keys of the cluster.
     pub keys: Keys,
     /// This backend's name.
     pub name: String,
-    /// How long it is missed before others think it gone.
+    /// Span of its lease: after this time without renewal it counts as lost.
     pub lease: Duration,
-    /// What it says about itself.
+    /// What it publishes about itself.
     pub record: BackendRecord,
     /// The node.
     pub host: Arc<dyn Host>,
-    /// The records its loader goes by.
-    pub shelf: Shelf,
-    /// Time.
+    /// The records that its loader reads.
+    pub catalog: ModelCatalog,
+    /// The clock.
     pub clock: Arc<dyn Clock>,
 }
 
-/// Pause before a model that did not load is tried again.
+/// Pause before a failed load is tried again.
 const RETRY: Duration = Duration::from_secs(5);
 
-/// What a backend has and knows.
-struct Held {
+/// What this backend has loaded and measured.
+struct LocalState {
     state: BackendState,
-    /// Digests that were measured or found measured.
+    /// Digests whose profile is in the store.
     measured: BTreeSet<String>,
 }
 
 impl BackendAgent {
-    /// Follows the plan until `stop` turns true, then leaves the cluster. The store must be reachable once.
+    /// Follows the plan until `stop` is true, then leaves the cluster. The store must be reachable
+    /// once.
     pub async fn run(self, mut stop: watch::Receiver<bool>) -> Result<(), StoreError> {
-        let mut models = mirror::follow(self.store.clone(), &self.keys.of(Kind::Model)).await?;
-        let own = self.keys.one(Kind::Assignment, &self.name);
+        let mut models =
+            mirror::follow(self.store.clone(), &self.keys.of(RecordKind::Model)).await?;
+        let own = self.keys.one(RecordKind::Assignment, &self.name);
         let mut assignments = mirror::follow(self.store.clone(), &own).await?;
         let membership = Membership::start(self.store.clone(), self.lease);
-        membership.put(self.keys.one(Kind::Backend, &self.name), encode(&self.record));
-        let mut held = Held { state: BackendState::default(), measured: BTreeSet::new() };
-        self.publish(&membership, &held);
+        membership.put(self.keys.one(RecordKind::Backend, &self.name), encode(&self.record));
+        let mut local = LocalState { state: BackendState::default(), measured: BTreeSet::new() };
+        self.publish(&membership, &local);
         loop {
             self.read_models(&models.borrow_and_update());
             let assignment: Option<Assignment> =
                 assignments.borrow_and_update().get("").and_then(|value| decode(&own, value));
             let settled = match &assignment {
                 None => true,
-                Some(assignment) => self.follow(assignment, &mut held, &membership).await,
+                Some(assignment) => self.follow(assignment, &mut local, &membership).await,
             };
             let pause = if settled { Duration::MAX } else { RETRY };
             tokio::select! {
@@ -134,35 +139,36 @@ impl BackendAgent {
         Ok(())
     }
 
-    fn read_models(&self, image: &mirror::Image) {
+    fn read_models(&self, entries: &mirror::KeyValues) {
         let read = |(name, value): (&String, &bytes::Bytes)| {
             Some((name.clone(), decode::<ModelRecord>(name, value)?))
         };
-        self.shelf.set(image.iter().filter_map(read).collect());
+        self.catalog.set(entries.iter().filter_map(read).collect());
     }
 
-    fn publish(&self, membership: &Membership, held: &Held) {
-        membership.put(self.keys.one(Kind::State, &self.name), encode(&held.state));
+    fn publish(&self, membership: &Membership, local: &LocalState) {
+        membership.put(self.keys.one(RecordKind::State, &self.name), encode(&local.state));
     }
 
-    /// Does one thing of what the assignment asks, then the next, until all is done; loads go before measuring.
-    /// `false` when something failed and is worth another attempt.
+    /// Carries out an assignment: unloads, then loads, then measures. Returns `false` when
+    /// something failed and is worth another attempt.
     async fn follow(
         &self,
         assignment: &Assignment,
-        held: &mut Held,
+        local: &mut LocalState,
         membership: &Membership,
     ) -> bool {
-        self.unload_others(assignment, held, membership).await;
+        self.unload_others(assignment, local, membership).await;
         let mut settled = true;
-        for share in &assignment.shares {
-            settled &= self.load(share, held, membership).await;
-            let gathers = share.least > 1;
-            let turn = Turn { batch: share.batch as usize, least: share.least as usize };
-            self.host.set_turn(&share.model, gathers.then_some(turn));
+        for assigned in &assignment.models {
+            settled &= self.load(assigned, local, membership).await;
+            let gathers = assigned.min_batch > 1;
+            let pool_batch =
+                PoolBatch { max: assigned.batch as usize, min: assigned.min_batch as usize };
+            self.host.set_pool_batch(&assigned.model, gathers.then_some(pool_batch));
         }
-        for share in &assignment.shares {
-            self.measure(share, held).await;
+        for assigned in &assignment.models {
+            self.measure(assigned, local).await;
         }
         settled
     }
@@ -170,78 +176,85 @@ impl BackendAgent {
     async fn unload_others(
         &self,
         assignment: &Assignment,
-        held: &mut Held,
+        local: &mut LocalState,
         membership: &Membership,
     ) {
-        let wanted: BTreeSet<&str> = assignment.shares.iter().map(|s| s.model.as_str()).collect();
+        let planned: BTreeSet<&str> = assignment.models.iter().map(|s| s.model.as_str()).collect();
         let others: Vec<String> =
-            held.state.models.keys().filter(|m| !wanted.contains(m.as_str())).cloned().collect();
+            local.state.models.keys().filter(|m| !planned.contains(m.as_str())).cloned().collect();
         for model in others {
-            let standing = held.state.models.remove(&model);
-            // Said before it is done: the scheduler stops sending before the model goes.
-            self.publish(membership, held);
-            if matches!(standing, Some(Standing::Ready { .. }))
+            let load_state = local.state.models.remove(&model);
+            // Published first: the scheduler stops routing requests here before the model is
+            // unloaded.
+            self.publish(membership, local);
+            if matches!(load_state, Some(LoadState::Ready { .. }))
                 && let Err(error) = self.host.unload(&model).await
             {
-                tracing::warn!(model, %error, "not unloaded");
+                tracing::warn!(model, %error, "cannot unload model");
             }
         }
     }
 
-    async fn load(&self, share: &Share, held: &mut Held, membership: &Membership) -> bool {
-        let model = &share.model;
-        match held.state.models.get(model) {
-            Some(Standing::Ready { version }) if *version >= share.version => return true,
-            Some(Standing::Ready { .. }) => {}
+    async fn load(
+        &self,
+        assigned: &AssignedModel,
+        local: &mut LocalState,
+        membership: &Membership,
+    ) -> bool {
+        let model = &assigned.model;
+        match local.state.models.get(model) {
+            Some(LoadState::Ready { version }) if *version >= assigned.version => return true,
+            Some(LoadState::Ready { .. }) => {}
             _ => {
-                held.state.models.insert(model.clone(), Standing::Loading);
-                self.publish(membership, held);
+                local.state.models.insert(model.clone(), LoadState::Loading);
+                self.publish(membership, local);
             }
         }
-        let version = self.shelf.find(model).map_or(share.version, |record| record.version);
-        let standing = match self.host.load(model).await {
-            Ok(()) => Standing::Ready { version },
-            Err(error) => Standing::Failed { version, reason: error.message.to_string() },
+        let version = self.catalog.find(model).map_or(assigned.version, |record| record.version);
+        let load_state = match self.host.load(model).await {
+            Ok(()) => LoadState::Ready { version },
+            Err(error) => LoadState::Failed { version, reason: error.message.to_string() },
         };
-        let loaded = matches!(standing, Standing::Ready { .. });
-        held.state.models.insert(model.clone(), standing);
-        self.publish(membership, held);
+        let loaded = matches!(load_state, LoadState::Ready { .. });
+        local.state.models.insert(model.clone(), load_state);
+        self.publish(membership, local);
         loaded
     }
 
-    /// Measures a model that nobody has measured on this kind of device.
-    async fn measure(&self, share: &Share, held: &mut Held) {
-        let Some(record) = self.shelf.find(&share.model) else { return };
-        let ready = matches!(held.state.models.get(&share.model), Some(Standing::Ready { .. }));
-        if !ready || held.measured.contains(&record.digest) {
+    /// Measures a model that has no profile for this kind of device.
+    async fn measure(&self, assigned: &AssignedModel, local: &mut LocalState) {
+        let Some(record) = self.catalog.find(&assigned.model) else { return };
+        let ready =
+            matches!(local.state.models.get(&assigned.model), Some(LoadState::Ready { .. }));
+        if !ready || local.measured.contains(&record.digest) {
             return;
         }
         let name = profile_name(&self.record.device, &record.digest);
-        let key = self.keys.one(Kind::Profile, &name);
+        let key = self.keys.one(RecordKind::Profile, &name);
         match self.store.get(&key).await {
             Ok(Some(_)) => {}
             Ok(None) => {
                 let limit_ms = record.config.timeout_ms.map_or(f64::INFINITY, |ms| ms as f64);
                 let service = self.host.service();
                 let curve =
-                    profiling::measure(&*service, &*self.clock, &share.model, limit_ms).await;
+                    profiling::measure(&*service, &*self.clock, &assigned.model, limit_ms).await;
                 let curve = match curve {
                     Ok(curve) => curve,
                     Err(error) => {
-                        tracing::warn!(model = share.model, %error, "not measured");
+                        tracing::warn!(model = assigned.model, %error, "cannot measure model");
                         Vec::new()
                     }
                 };
-                tracing::info!(model = share.model, ?curve, "measured");
-                let marks = self.host.marks(&share.model).await.unwrap_or_default();
+                tracing::info!(model = assigned.model, ?curve, "model measured");
+                let marks = self.host.marks(&assigned.model).await.unwrap_or_default();
                 let profile = ProfileRecord { curve, memory_bytes: record.bytes, marks };
                 if self.store.compare_and_put(&key, 0, encode(&profile), None).await.is_err() {
                     return;
                 }
             }
-            // Without the store there is nobody to tell; another look comes with the next change.
+            // The store is unreachable; the next change of the assignment tries again.
             Err(_) => return,
         }
-        held.measured.insert(record.digest);
+        local.measured.insert(record.digest);
     }
 }

@@ -1,38 +1,38 @@
-//! Which of a model's backends gets a request. Pure, so that the simulator routes as production does.
+//! Selects the backend of a request. Pure, so that the simulator routes exactly as production does.
 
-pub mod pace;
+pub mod batch_progress;
 
 use std::cmp::Reverse;
 
 use base::{Nanos, Random};
 
-use self::pace::{Pace, Turn};
+use self::batch_progress::{BatchPlan, BatchProgress};
 
-/// A backend as a choice sees it.
+/// A backend that a request could go to.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Candidate {
-    /// Its part of the requests; 0 for one that only helps out.
+pub struct BackendCandidate {
+    /// Its share of the requests; 0 for a standby.
     pub weight: f64,
-    /// Requests it was sent that it has not answered.
+    /// Requests sent to it and not replied to.
     pub outstanding: usize,
-    /// Requests it can have at once and still answer in time; 0 when nobody knows.
+    /// Requests it can have in flight and still reply in time; 0 when unknown.
     pub depth: usize,
-    /// Whether it did not answer lately.
+    /// Whether it failed a moment ago.
     pub down: bool,
-    /// How far it is with its turns, where it has nothing else to do.
-    pub pace: Option<(Pace, Turn)>,
+    /// Progress of its batches, where it belongs to a backend pool.
+    pub progress: Option<(BatchProgress, BatchPlan)>,
 }
 
-/// Requests that a backend with turns of `batch` can have at once: one turn under way, and half of the next gathered.
-/// Beyond that, a backend that drops early begins to.
+/// Requests that a backend with batches of `batch` can have in flight: one batch running, and half
+/// of the next one waiting. With more, a backend that drops early starts to drop.
 pub fn depth(batch: usize) -> usize {
     batch + batch.div_ceil(2)
 }
 
-impl Candidate {
+impl BackendCandidate {
     fn is_full(&self) -> bool {
-        match self.pace {
-            Some((pace, turn)) => pace.gathered() >= turn.batch.max(1),
+        match self.progress {
+            Some((progress, plan)) => progress.waiting() >= plan.batch.max(1),
             None => self.depth > 0 && self.outstanding >= self.depth,
         }
     }
@@ -42,25 +42,27 @@ impl Candidate {
     }
 }
 
-/// Lists up to this long are looked at whole; of longer ones two are drawn.
+/// Up to this many candidates all are compared; of longer lists two are drawn at random.
 const ALL: usize = 4;
 
-/// The candidate to send to: the least loaded for its weight, of those that serve and are up; where that one has all
-/// it can answer in time, one that helps out and has room; else of those that help out; else of those that were down,
-/// for they may be back. `None` when there are none at all.
+/// The candidate to send to: the least loaded by weight of those that serve and are up. Where that
+/// one is full, a standby with capacity; without serving candidates, any standby; else one that was
+/// down, because it may be back. `None` when there are no candidates.
 ///
-/// Those that have nothing else to do are one pool: they count as one, and of them the one whose next turn begins soonest gets
-/// requests until that turn is full. A request then waits for the next turn of all of them instead of for that of one.
+/// Candidates of a backend pool count as one: of them the one whose next batch starts soonest gets
+/// requests until that batch is full. A request then waits for the next batch of the whole pool
+/// instead of the next batch of one backend.
 ///
-/// Whoever helps out may do so for several models: `busy` says what a candidate was sent for all of them together.
+/// A standby may serve several models: `busy` returns the requests sent to a candidate for all of
+/// them.
 pub fn choose(
-    candidates: &[Candidate],
+    candidates: &[BackendCandidate],
     now: Nanos,
     busy: impl Fn(usize) -> usize,
     random: &mut Random,
 ) -> Option<usize> {
-    let single = least_loaded(candidates, |c| c.serves() && c.pace.is_none(), random);
-    let chosen = match (single, Pool::of(candidates, now)) {
+    let single = least_loaded(candidates, |c| c.serves() && c.progress.is_none(), random);
+    let chosen = match (single, BackendPool::of(candidates, now)) {
         (single, None) => single,
         (None, Some(pool)) => Some(pool.next),
         (Some(single), Some(pool)) => {
@@ -70,47 +72,49 @@ pub fn choose(
         }
     };
     if let Some(chosen) = chosen.filter(|chosen| candidates[*chosen].is_full()) {
-        let helps = |c: &Candidate| !c.down && c.weight <= 0.0;
-        let helpers = candidates.iter().enumerate().filter(|(_, candidate)| helps(candidate));
-        let helpers = helpers.map(|(index, candidate)| (busy(index), candidate.depth, index));
-        let helper = helpers.filter(|(busy, depth, _)| *depth == 0 || busy < depth).min();
-        return Some(helper.map_or(chosen, |(_, _, index)| index));
+        let is_standby = |c: &BackendCandidate| !c.down && c.weight <= 0.0;
+        let standbys = candidates.iter().enumerate().filter(|(_, candidate)| is_standby(candidate));
+        let standbys = standbys.map(|(index, candidate)| (busy(index), candidate.depth, index));
+        let standby = standbys.filter(|(busy, depth, _)| *depth == 0 || busy < depth).min();
+        return Some(standby.map_or(chosen, |(_, _, index)| index));
     }
     chosen
         .or_else(|| least_loaded(candidates, |candidate| !candidate.down, random))
         .or_else(|| least_loaded(candidates, |_| true, random))
 }
 
-/// A candidate without anything to do, for a request that another one gave up while there was still time: on its own it may
-/// be answered yet. The caller leaves out who gave it up.
-pub fn spare(candidates: &[Candidate], busy: impl Fn(usize) -> usize) -> Option<usize> {
+/// An idle candidate, for a request that another backend dropped while there was still time: alone
+/// it may still finish in time. The caller excludes the backend that dropped it.
+pub fn spare(candidates: &[BackendCandidate], busy: impl Fn(usize) -> usize) -> Option<usize> {
     (0..candidates.len()).find(|&index| !candidates[index].down && busy(index) == 0)
 }
 
-/// Seconds until one more request is through, after all that are under way.
+/// Seconds until one more request completes, after all that are in flight.
 fn load(outstanding: usize, weight: f64) -> f64 {
     (outstanding + 1) as f64 / weight.max(1e-9)
 }
 
-/// The candidates that serve and have nothing else to do.
-struct Pool {
+/// The serving candidates of a backend pool.
+struct BackendPool {
     weight: f64,
     outstanding: usize,
-    /// Who gets the next request: the first with room to begin a turn, else the first of all.
+    /// The candidate for the next request: the first whose next batch is not full, else the first
+    /// of all.
     next: usize,
 }
 
-impl Pool {
-    fn of(candidates: &[Candidate], now: Nanos) -> Option<Pool> {
-        let mut pool = Pool { weight: 0.0, outstanding: 0, next: 0 };
+impl BackendPool {
+    fn of(candidates: &[BackendCandidate], now: Nanos) -> Option<BackendPool> {
+        let mut pool = BackendPool { weight: 0.0, outstanding: 0, next: 0 };
         let mut best: Option<(bool, Nanos, Reverse<usize>)> = None;
         for (index, candidate) in candidates.iter().enumerate() {
-            let Some((pace, turn)) = candidate.pace.filter(|_| candidate.serves()) else {
+            let Some((progress, plan)) = candidate.progress.filter(|_| candidate.serves()) else {
                 continue;
             };
             pool.weight += candidate.weight;
             pool.outstanding += candidate.outstanding;
-            let key = (candidate.is_full(), pace.opens(now, turn), Reverse(pace.gathered()));
+            let key =
+                (candidate.is_full(), progress.next_start(now, plan), Reverse(progress.waiting()));
             if best.is_none_or(|best| key < best) {
                 (best, pool.next) = (Some(key), index);
             }
@@ -120,8 +124,8 @@ impl Pool {
 }
 
 fn least_loaded(
-    candidates: &[Candidate],
-    fits: impl Fn(&Candidate) -> bool,
+    candidates: &[BackendCandidate],
+    fits: impl Fn(&BackendCandidate) -> bool,
     random: &mut Random,
 ) -> Option<usize> {
     let load = |index: usize| load(candidates[index].outstanding, candidates[index].weight);
@@ -130,20 +134,21 @@ fn least_loaded(
         let second = draw(candidates, &fits, random)?;
         return Some(if load(second) < load(first) { second } else { first });
     }
-    // From a random place on, so that equals take turns.
+    // Starts at a random index so that equal candidates alternate.
     let start = random.below(candidates.len() as u64) as usize;
     let order = (0..candidates.len()).map(|step| (start + step) % candidates.len());
     order.filter(|&index| fits(&candidates[index])).min_by(|&a, &b| load(a).total_cmp(&load(b)))
 }
 
-/// One by weight.
+/// Draws one by weight.
 fn draw(
-    candidates: &[Candidate],
-    fits: &impl Fn(&Candidate) -> bool,
+    candidates: &[BackendCandidate],
+    fits: &impl Fn(&BackendCandidate) -> bool,
     random: &mut Random,
 ) -> Option<usize> {
-    let weight =
-        |candidate: &Candidate| if fits(candidate) { candidate.weight.max(1e-9) } else { 0.0 };
+    let weight = |candidate: &BackendCandidate| {
+        if fits(candidate) { candidate.weight.max(1e-9) } else { 0.0 }
+    };
     let total: f64 = candidates.iter().map(weight).sum();
     let mut left = random.unit_f64() * total;
     let mut last = None;
@@ -162,22 +167,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_second_chance_is_for_who_has_nothing_to_do() {
-        let up = Candidate { weight: 0.0, outstanding: 0, depth: 4, down: false, pace: None };
-        let list = [up, Candidate { down: true, ..up }, up];
+    fn second_attempt_goes_to_an_idle_backend() {
+        let up =
+            BackendCandidate { weight: 0.0, outstanding: 0, depth: 4, down: false, progress: None };
+        let list = [up, BackendCandidate { down: true, ..up }, up];
         assert_eq!(spare(&list, |index| [1, 0, 0][index]), Some(2));
         assert_eq!(spare(&list, |index| [1, 0, 1][index]), None);
         assert_eq!(spare(&[], |_| 0), None);
     }
 
-    fn candidate(weight: f64, outstanding: usize, down: bool) -> Candidate {
-        Candidate { weight, outstanding, depth: 60, down, pace: None }
+    fn candidate(weight: f64, outstanding: usize, down: bool) -> BackendCandidate {
+        BackendCandidate { weight, outstanding, depth: 60, down, progress: None }
     }
 
     #[test]
-    fn those_that_serve_go_first_then_helpers_then_the_lost() {
+    fn prefers_serving_then_standby_then_down() {
         let mut random = Random::new(1);
-        let mut pick = |list: &[Candidate]| {
+        let mut pick = |list: &[BackendCandidate]| {
             choose(list, Nanos(0), |index| list[index].outstanding, &mut random)
         };
         assert_eq!(pick(&[]), None);
@@ -189,12 +195,15 @@ mod tests {
         assert_eq!(pick(&[candidate(0.0, 60, false), candidate(1.0, 60, false)]), Some(1));
     }
 
-    /// Four machines in a pool, full turns of 40: each is filled before the next gets anything, and those that run are taken in
-    /// the order in which they end.
+    /// Four machines in a pool, full batches of 40 ns: each batch is filled before the next one
+    /// gets requests, and running machines are selected in the order in which they complete.
     #[test]
-    fn a_pool_is_filled_one_turn_after_the_other() {
-        let turn = Turn { batch: 8, least: 4, full: Nanos(40) };
-        let idle = Candidate { pace: Some((Pace::default(), turn)), ..candidate(1.0, 0, false) };
+    fn fills_the_batches_of_a_pool_one_after_another() {
+        let plan = BatchPlan { batch: 8, min_batch: 4, full_time: Nanos(40) };
+        let idle = BackendCandidate {
+            progress: Some((BatchProgress::default(), plan)),
+            ..candidate(1.0, 0, false)
+        };
         let mut list = [idle; 4];
         let mut random = Random::new(3);
         let mut order = Vec::new();
@@ -202,7 +211,7 @@ mod tests {
             let now = Nanos(at);
             let chosen = choose(&list, now, |_| 0, &mut random).unwrap();
             list[chosen].outstanding += 1;
-            list[chosen].pace.as_mut().unwrap().0.sent(now, turn);
+            list[chosen].progress.as_mut().unwrap().0.sent(now, plan);
             order.push(chosen);
         }
         assert_eq!(order, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 0, 0, 0, 0]);
@@ -213,9 +222,12 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_and_one_that_does_more_share_by_weight() {
-        let turn = Turn { batch: 8, least: 1, full: Nanos(40) };
-        let pooled = Candidate { pace: Some((Pace::default(), turn)), ..candidate(1.0, 0, false) };
+    fn pool_and_single_backend_share_by_weight() {
+        let plan = BatchPlan { batch: 8, min_batch: 1, full_time: Nanos(40) };
+        let pooled = BackendCandidate {
+            progress: Some((BatchProgress::default(), plan)),
+            ..candidate(1.0, 0, false)
+        };
         let mut list = [pooled, pooled, pooled, candidate(1.0, 0, false)];
         let mut random = Random::new(3);
         for at in 0..400 {
@@ -226,10 +238,10 @@ mod tests {
     }
 
     #[test]
-    fn requests_go_by_weight() {
+    fn routes_requests_by_weight() {
         for count in [2, 40] {
             let mut random = Random::new(2);
-            let mut list: Vec<Candidate> =
+            let mut list: Vec<BackendCandidate> =
                 (0..count).map(|i| candidate(1.0 + (i % 2) as f64 * 2.0, 0, false)).collect();
             list.iter_mut().for_each(|candidate| candidate.depth = 0);
             for _ in 0..40_000 {

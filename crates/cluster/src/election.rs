@@ -1,4 +1,4 @@
-//! Who leads: whoever holds the key, for as long as its lease lives.
+//! Leader election: the leader is the process that holds the key, for as long as its lease lives.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use crate::store::{Condition, OPERATIONS_MAX, Revision, Store, StoreError, Write
 /// Pause before the store is tried again.
 const RETRY: Duration = Duration::from_millis(200);
 
-/// Somebody who would lead.
+/// A process that wants to lead.
 pub struct Candidate {
     store: Arc<dyn Store>,
     key: String,
@@ -17,7 +17,7 @@ pub struct Candidate {
     span: Duration,
 }
 
-/// Somebody who leads.
+/// The leader.
 pub struct Leader {
     store: Arc<dyn Store>,
     key: String,
@@ -31,14 +31,14 @@ impl Candidate {
         Candidate { store, key: key.to_string(), name: name.to_string(), span }
     }
 
-    /// Waits until it leads. An unreachable store is waited for as well.
+    /// Waits until it leads, also while the store is unreachable.
     pub async fn campaign(&self) -> Result<Leader, StoreError> {
         loop {
-            match self.try_to_lead().await {
+            match self.try_acquire().await {
                 Ok(Some(leader)) => return Ok(leader),
                 Ok(None) => {}
-                Err(StoreError::Unreachable(why)) => {
-                    tracing::debug!(why, "cannot stand for election");
+                Err(StoreError::Unreachable(reason)) => {
+                    tracing::debug!(reason, "cannot campaign");
                     tokio::time::sleep(RETRY).await;
                 }
                 Err(StoreError::NoLease | StoreError::Behind) => tokio::time::sleep(RETRY).await,
@@ -47,11 +47,11 @@ impl Candidate {
         }
     }
 
-    async fn try_to_lead(&self) -> Result<Option<Leader>, StoreError> {
+    async fn try_acquire(&self) -> Result<Option<Leader>, StoreError> {
         let listing = self.store.list(&self.key).await?;
         if listing.entries.iter().any(|entry| entry.key == self.key) {
             let mut watch = self.store.watch(&self.key, listing.revision).await?;
-            // Any change is a reason to look again, and so is the end of the watch.
+            // Any change is a reason to try again, and so is the end of the watch.
             let _ = watch.next().await;
             return Ok(None);
         }
@@ -78,7 +78,8 @@ impl Candidate {
 }
 
 impl Leader {
-    /// Writes, all at once where they fit one transaction, if it still leads; `false` when it does not.
+    /// Writes if it still leads, atomically where the writes fit one transaction; `false` when it
+    /// does not lead any more.
     pub async fn write(&self, mut writes: Vec<Write>) -> Result<bool, StoreError> {
         while !writes.is_empty() {
             let rest = writes.split_off(writes.len().min(OPERATIONS_MAX));
@@ -91,17 +92,17 @@ impl Leader {
         Ok(true)
     }
 
-    /// Returns when the lease is lost, and with it the lead.
-    pub async fn deposed(&mut self) {
+    /// Returns when the lease is lost, and with it the leadership.
+    pub async fn lost(&mut self) {
         self.lease.lost().await;
     }
 
-    /// Stops renewing without giving the lead back, as a process that dies does.
+    /// Stops renewing without giving up the leadership, as a process that crashes does.
     pub fn abandon(&mut self) {
         self.lease.abandon();
     }
 
-    /// Gives the lead to whoever waits for it.
+    /// Gives up the leadership, so that the next candidate leads at once.
     pub async fn resign(self) {
         self.lease.end().await;
     }

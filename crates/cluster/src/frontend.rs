@@ -1,7 +1,8 @@
-//! The frontend: the same API as a single node, answered by the cluster's backends.
+//! The frontend: the same API as a single node, served by the cluster's backends.
 //!
-//! Requests go by a table the frontend holds, so the data's way needs neither the store nor the scheduler. A
-//! request has one future from its arrival to its answer; whatever happens to backends, it gives one answer.
+//! Requests are routed by a table in memory, so the data path needs neither the store nor the
+//! scheduler. A request is one future from its arrival to its reply; whatever happens to backends,
+//! it gives exactly one reply.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -16,51 +17,51 @@ use api::{
 use base::{Clock, Nanos, Random};
 use tokio::sync::watch;
 
-use crate::balance::pace::Turn;
-use crate::balance::{Candidate, choose, depth, spare};
-use crate::library::{Library, ModelStore};
+use crate::balance::batch_progress::BatchPlan;
+use crate::balance::{BackendCandidate, choose, depth, spare};
 use crate::membership::Membership;
-use crate::record::{FrontendRecord, Keys, Kind, LoadReport, encode};
-use crate::store::mirror::{self, Image};
+use crate::model_store::{ModelRecords, ModelStore};
+use crate::record::{FrontendRecord, Keys, LoadReport, RecordKind, encode};
+use crate::snapshot::ClusterSnapshot;
+use crate::store::mirror::{self, KeyValues};
 use crate::store::{Store, StoreError};
-use crate::view::View;
 
-mod catalogue;
+pub mod backend_link;
 mod classify;
-pub mod link;
+pub mod http2;
 pub mod meter;
-mod raw;
+mod queries;
+mod query_executor;
+mod raw_body;
+pub mod routing_table;
 mod service;
-pub mod table;
-mod walk;
-pub mod wire;
 
-use link::Links;
-use table::{Entry, Table, Target};
+use backend_link::BackendLinks;
+use routing_table::{ModelEntry, RouteTarget, RoutingTable};
 
 /// How often load is reported.
-const REPORT: Duration = Duration::from_millis(1000);
-/// Time a backend has beyond the deadline to say that it missed it.
+const REPORT_INTERVAL: Duration = Duration::from_millis(1000);
+/// Time beyond the deadline in which a backend may report that it missed it.
 const GRACE: Duration = Duration::from_millis(50);
-/// A second attempt needs at least this much time.
-const RETRY_LEAST: Nanos = Nanos::from_micros(500);
-/// Models whose inputs and outputs are remembered.
+/// A second attempt needs at least this much remaining time.
+const RETRY_TIME_MIN: Nanos = Nanos::from_micros(500);
+/// Models whose metadata is cached.
 const METADATA_MAX: usize = 10_000;
 
-/// How a frontend works.
+/// Settings of a frontend.
 #[derive(Clone, Debug)]
 pub struct FrontendSettings {
     /// This frontend's name.
     pub name: String,
-    /// How long it is missed before others think it gone.
+    /// Span of its lease: after this time without renewal it counts as lost.
     pub lease: Duration,
-    /// What it says about itself.
+    /// What it reports about itself.
     pub metadata: ServerMetadata,
-    /// Requests that may be under way at once.
+    /// Maximum number of requests in flight.
     pub requests_max: usize,
-    /// Time after which a request without a deadline is given up.
+    /// Time after which a request without a deadline is cancelled.
     pub timeout: Duration,
-    /// Where models that are registered are kept; without it, none can be.
+    /// Where registered models are kept; without it, none can be registered.
     pub files: Option<ModelStore>,
 }
 
@@ -73,78 +74,79 @@ pub struct Frontend {
 struct Inner {
     settings: FrontendSettings,
     clock: Arc<dyn Clock>,
-    library: Library,
-    table: RwLock<Arc<Table>>,
-    /// Turns with every new table.
-    turned: watch::Sender<u64>,
-    links: Links,
+    records: ModelRecords,
+    table: RwLock<Arc<RoutingTable>>,
+    /// Incremented with every new table.
+    table_changed: watch::Sender<u64>,
+    links: BackendLinks,
     random: Mutex<Random>,
-    inside: AtomicUsize,
+    in_flight: AtomicUsize,
     draining: AtomicBool,
-    /// Whether every model has been there once.
+    /// Whether all models have been ready once.
     started: AtomicBool,
     metadata: Mutex<std::collections::HashMap<(String, u64), Arc<ModelMetadata>>>,
 }
 
-/// One request under way.
-struct Inside<'a>(&'a AtomicUsize);
+/// Counts one request in flight while it lives.
+struct InFlightGuard<'a>(&'a AtomicUsize);
 
-impl Drop for Inside<'_> {
+impl Drop for InFlightGuard<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// One request at a backend; over when it goes, however that comes about.
-struct Sent<'a> {
-    target: &'a Target,
-    turn: Turn,
+/// One request at a backend. Dropping it records that the request has ended, for whatever reason.
+struct SentRequest<'a> {
+    target: &'a RouteTarget,
+    plan: BatchPlan,
     clock: &'a dyn Clock,
     given_up: bool,
 }
 
-impl<'a> Sent<'a> {
-    fn new(target: &'a Target, frontends: usize, clock: &'a dyn Clock) -> Sent<'a> {
-        let turn = target.turn(frontends);
-        target.traffic.send(clock.now(), turn);
-        Sent { target, turn, clock, given_up: false }
+impl<'a> SentRequest<'a> {
+    fn new(target: &'a RouteTarget, frontends: usize, clock: &'a dyn Clock) -> SentRequest<'a> {
+        let plan = target.plan(frontends);
+        target.outstanding.send(clock.now(), plan);
+        SentRequest { target, plan, clock, given_up: false }
     }
 }
 
-impl Drop for Sent<'_> {
+impl Drop for SentRequest<'_> {
     fn drop(&mut self) {
-        self.target.traffic.settle(self.clock.now(), self.turn, self.given_up);
+        self.target.outstanding.settle(self.clock.now(), self.plan, self.given_up);
     }
 }
 
 impl Frontend {
-    /// A frontend over the state in `store`, which must be reachable once; from then on it goes on without.
+    /// Starts a frontend on the state in `store`, which must be reachable once; afterwards the
+    /// frontend works without it.
     pub async fn start(
         store: Arc<dyn Store>,
         keys: Keys,
         clock: Arc<dyn Clock>,
         settings: FrontendSettings,
     ) -> Result<Frontend, StoreError> {
-        let image = mirror::follow(store.clone(), keys.all()).await?;
+        let entries = mirror::follow(store.clone(), keys.all()).await?;
         let inner = Arc::new(Inner {
-            library: Library::new(store, keys),
+            records: ModelRecords::new(store, keys),
             table: RwLock::default(),
-            turned: watch::Sender::new(0),
-            links: Links::default(),
+            table_changed: watch::Sender::new(0),
+            links: BackendLinks::default(),
             random: Mutex::new(Random::new(clock.now().0 ^ u64::from(std::process::id()))),
-            inside: AtomicUsize::new(0),
+            in_flight: AtomicUsize::new(0),
             draining: AtomicBool::new(false),
             started: AtomicBool::new(false),
             metadata: Mutex::default(),
             settings,
             clock,
         });
-        inner.turn(&image.borrow());
-        tokio::spawn(follow(Arc::downgrade(&inner), image));
+        inner.rebuild_table(&entries.borrow());
+        tokio::spawn(follow(Arc::downgrade(&inner), entries));
         Ok(Frontend { inner })
     }
 
-    /// Says where it listens and reports its load from now on, for as long as the membership lives.
+    /// Publishes its addresses and reports its load for as long as the membership lives.
     pub fn join(
         &self,
         store: Arc<dyn Store>,
@@ -153,11 +155,11 @@ impl Frontend {
     ) -> Arc<Membership> {
         let settings = &self.inner.settings;
         let membership = Arc::new(Membership::start(store, settings.lease));
-        membership.put(keys.one(Kind::Frontend, &settings.name), encode(record));
+        membership.put(keys.one(RecordKind::Frontend, &settings.name), encode(record));
         let (inner, weak) = (Arc::downgrade(&self.inner), Arc::downgrade(&membership));
-        let key = keys.one(Kind::Load, &settings.name);
+        let key = keys.one(RecordKind::Load, &settings.name);
         tokio::spawn(async move {
-            let mut ticks = tokio::time::interval(REPORT);
+            let mut ticks = tokio::time::interval(REPORT_INTERVAL);
             loop {
                 ticks.tick().await;
                 let (Some(inner), Some(membership)) = (inner.upgrade(), weak.upgrade()) else {
@@ -170,51 +172,58 @@ impl Frontend {
     }
 }
 
-/// What routing and metrics need: most of what changes in a cluster is of no concern to a frontend.
-fn relevant(image: &Image) -> Image {
-    let kinds = [Kind::Frontend, Kind::Model, Kind::Route, Kind::Query, Kind::Split];
-    let kinds = kinds.map(Kind::folder_prefix);
+/// The entries that routing and metrics need: most changes in a cluster do not concern a frontend.
+fn routing_entries(entries: &KeyValues) -> KeyValues {
+    let kinds = [
+        RecordKind::Frontend,
+        RecordKind::Model,
+        RecordKind::Route,
+        RecordKind::Query,
+        RecordKind::Split,
+    ];
+    let kinds = kinds.map(RecordKind::folder_prefix);
     let mine = |key: &str| {
         matches!(key, "plan" | "scaling") || kinds.iter().any(|prefix| key.starts_with(prefix))
     };
-    let mine = image.iter().filter(|(key, _)| mine(key));
+    let mine = entries.iter().filter(|(key, _)| mine(key));
     Arc::new(mine.map(|(key, value)| (key.clone(), value.clone())).collect())
 }
 
-/// Turns every change of the store into a new table.
-async fn follow(inner: std::sync::Weak<Inner>, mut image: watch::Receiver<Image>) {
-    let mut last = relevant(&image.borrow());
-    while image.changed().await.is_ok() {
+/// Rebuilds the table after every relevant change of the store.
+async fn follow(inner: std::sync::Weak<Inner>, mut entries: watch::Receiver<KeyValues>) {
+    let mut last = routing_entries(&entries.borrow());
+    while entries.changed().await.is_ok() {
         let Some(inner) = inner.upgrade() else { return };
-        let seen = relevant(&image.borrow_and_update());
+        let seen = routing_entries(&entries.borrow_and_update());
         if seen != last {
-            inner.turn(&seen);
+            inner.rebuild_table(&seen);
             last = seen;
         }
     }
 }
 
-/// What became of one attempt.
+/// Result of one attempt.
 enum Attempt {
     Done(Box<proto::ModelInferResponse>),
-    /// Another backend may do better.
-    Elsewhere(ApiError),
-    /// The backend gave it up, to keep time for others; one without anything to do may still answer.
+    /// Another backend may succeed.
+    RetryElsewhere(ApiError),
+    /// The backend dropped it early in favour of other requests; an idle one may still reply in
+    /// time.
     GivenUp(ApiError),
     Final(ApiError),
 }
 
 impl Inner {
-    fn table(&self) -> Arc<Table> {
+    fn table(&self) -> Arc<RoutingTable> {
         self.table.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn turn(&self, image: &Image) {
-        let view = View::read_routes(image);
-        let table = Arc::new(Table::build(&view, &self.table(), &self.links));
+    fn rebuild_table(&self, entries: &KeyValues) {
+        let snapshot = ClusterSnapshot::read_routes(entries);
+        let table = Arc::new(RoutingTable::build(&snapshot, &self.table(), &self.links));
         *self.table.write().unwrap_or_else(PoisonError::into_inner) = table;
         self.links.prune();
-        self.turned.send_modify(|turn| *turn += 1);
+        self.table_changed.send_modify(|version| *version += 1);
     }
 
     fn report(&self) -> LoadReport {
@@ -228,23 +237,23 @@ impl Inner {
         }
     }
 
-    fn enter(&self) -> ApiResult<Inside<'_>> {
+    fn enter(&self) -> ApiResult<InFlightGuard<'_>> {
         if self.draining.load(Ordering::SeqCst) {
             return Err(ApiError::shutting_down());
         }
-        let before = self.inside.fetch_add(1, Ordering::Relaxed);
-        let inside = Inside(&self.inside);
+        let before = self.in_flight.fetch_add(1, Ordering::Relaxed);
+        let in_flight = InFlightGuard(&self.in_flight);
         if before >= self.settings.requests_max {
-            return Err(ApiError::unavailable("too many requests are under way").retry_after(1));
+            return Err(ApiError::unavailable("too many requests in flight").retry_after(1));
         }
-        Ok(inside)
+        Ok(in_flight)
     }
 
     async fn infer(&self, model: ModelRef<'_>, request: InferRequest) -> ApiResult<InferResponse> {
         let table = self.table();
         let entry = table.serving(model)?;
         match self.enter() {
-            Ok(_inside) => self.dispatch(model, request, 1, &table, entry).await,
+            Ok(_in_flight) => self.dispatch(model, request, 1, &table, entry).await,
             Err(error) => {
                 entry.meter.arrive(1);
                 entry.meter.refuse(1);
@@ -253,19 +262,19 @@ impl Inner {
         }
     }
 
-    /// Sends a request that stands for `count` of the model's to where it is answered, and counts what comes of it.
+    /// Sends a request that counts as `count` requests of the model, and records its result.
     async fn dispatch(
         &self,
         model: ModelRef<'_>,
         request: InferRequest,
         count: u64,
-        table: &Table,
-        entry: &Entry,
+        table: &RoutingTable,
+        entry: &ModelEntry,
     ) -> ApiResult<InferResponse> {
         let arrived = self.clock.now();
         entry.meter.arrive(count);
-        let answer = self.try_infer(model, request, count, arrived, table, entry).await;
-        match &answer {
+        let reply = self.try_infer(model, request, count, arrived, table, entry).await;
+        match &reply {
             Ok(_) => {
                 let objective = entry.record.config.timeout_ms.map(Nanos::from_millis);
                 entry.meter.answer(self.clock.now() - arrived, objective, count);
@@ -273,7 +282,7 @@ impl Inner {
             Err(error) if is_refusal(error.kind) => entry.meter.refuse(count),
             Err(_) => {}
         }
-        answer
+        reply
     }
 
     async fn try_infer(
@@ -282,19 +291,20 @@ impl Inner {
         mut request: InferRequest,
         count: u64,
         arrived: Nanos,
-        table: &Table,
-        entry: &Entry,
+        table: &RoutingTable,
+        entry: &ModelEntry,
     ) -> ApiResult<InferResponse> {
         let default = entry.record.config.timeout_ms.map(Nanos::from_millis);
         let timeout = request.options.timeout.or(default);
         let deadline = timeout.map(|timeout| arrived + timeout);
-        // Without a deadline nothing is too late, and the bound of the backends' queues holds.
+        // Without a deadline no request is too late, and the queue capacity of the backends
+        // applies.
         if let (Some(rate), Some(timeout)) = (entry.rate_max, timeout)
             && !entry.limit.admit(
                 arrived,
                 rate / table.frontends as f64,
                 count,
-                entry.is_at_ease(timeout),
+                entry.is_underloaded(timeout),
             )
         {
             return Err(overloaded(model.name));
@@ -302,36 +312,36 @@ impl Inner {
         request.options.timeout = timeout;
         if let Inputs::Raw(bytes) = &request.inputs {
             let metadata = self.metadata(model.name, entry).await?;
-            request.inputs = raw::shape(model.name, &metadata, bytes.clone())?;
+            request.inputs = raw_body::tensor_of(model.name, &metadata, bytes.clone())?;
         }
         let message = encode_request(model.name, model.version, request)?;
-        let answer = self.route(model.name, entry, message, deadline).await?;
-        decode_response(answer)
+        let reply = self.route(model.name, entry, message, deadline).await?;
+        decode_response(reply)
     }
 
-    /// Sends to a backend, and to one more where the first is lost and time is left.
+    /// Sends to a backend, and to a second one where the first fails and time remains.
     async fn route(
         &self,
         model: &str,
-        entry: &Entry,
+        entry: &ModelEntry,
         mut message: proto::ModelInferRequest,
         deadline: Option<Nanos>,
     ) -> ApiResult<proto::ModelInferResponse> {
-        let first = self.choose(entry, None).ok_or_else(|| nobody(model))?;
+        let first = self.choose(entry, None).ok_or_else(|| no_backend(model))?;
         self.check_wait(model, entry, first, deadline)?;
         let (error, given_up) =
             match self.attempt(&entry.targets[first], message.clone(), deadline).await {
-                Attempt::Done(answer) => return Ok(*answer),
+                Attempt::Done(reply) => return Ok(*reply),
                 Attempt::Final(error) => return Err(error),
-                Attempt::Elsewhere(error) => (error, false),
+                Attempt::RetryElsewhere(error) => (error, false),
                 Attempt::GivenUp(error) => (error, true),
             };
         let now = self.clock.now();
         let left = deadline.map(|deadline| Nanos(deadline.0.saturating_sub(now.0)));
-        if left.is_some_and(|left| left < RETRY_LEAST) {
-            return Err(late(model));
+        if left.is_some_and(|left| left < RETRY_TIME_MIN) {
+            return Err(deadline_exceeded(model));
         }
-        // The table may have turned meanwhile, and name others.
+        // The table may have changed, and name other backends.
         let table = self.table();
         let fresh = table.models.get(model).map_or(entry, |entry| entry);
         let tried = &entry.targets[first].link.address;
@@ -345,61 +355,67 @@ impl Inner {
             set_deadline(&mut message, left);
         }
         match self.attempt(&fresh.targets[second], message, deadline).await {
-            Attempt::Done(answer) => Ok(*answer),
-            Attempt::Elsewhere(error) | Attempt::GivenUp(error) | Attempt::Final(error) => {
+            Attempt::Done(reply) => Ok(*reply),
+            Attempt::RetryElsewhere(error) | Attempt::GivenUp(error) | Attempt::Final(error) => {
                 Err(error)
             }
         }
     }
 
-    /// The model's backends but the one that was tried, as a choice sees them.
-    fn candidates(&self, entry: &Entry, tried: Option<&str>) -> (Vec<usize>, Vec<Candidate>) {
+    /// The model's backends as candidates, without the one that was tried.
+    fn candidates(
+        &self,
+        entry: &ModelEntry,
+        tried: Option<&str>,
+    ) -> (Vec<usize>, Vec<BackendCandidate>) {
         let now = self.clock.now();
-        // Other frontends send their part.
+        // Other frontends send their share.
         let frontends = self.table().frontends;
-        let depth = |target: &Target| depth(target.batch as usize).div_ceil(frontends);
-        let untried = |(_, target): &(usize, &Target)| tried != Some(target.link.address.as_str());
-        let candidate = |(place, target): (usize, &Target)| {
-            let candidate = Candidate {
+        let depth = |target: &RouteTarget| depth(target.batch as usize).div_ceil(frontends);
+        let untried =
+            |(_, target): &(usize, &RouteTarget)| tried != Some(target.link.address.as_str());
+        let candidate = |(index, target): (usize, &RouteTarget)| {
+            let candidate = BackendCandidate {
                 weight: target.weight,
-                outstanding: target.traffic.outstanding(),
+                outstanding: target.outstanding.count(),
                 depth: depth(target),
                 down: target.link.is_down(now),
-                pace: target.pace(frontends),
+                progress: target.progress(frontends),
             };
-            (place, candidate)
+            (index, candidate)
         };
         entry.targets.iter().enumerate().filter(untried).map(candidate).unzip()
     }
 
-    fn choose(&self, entry: &Entry, tried: Option<&str>) -> Option<usize> {
-        let (places, candidates) = self.candidates(entry, tried);
-        let busy = |index: usize| entry.busy(places[index]);
+    fn choose(&self, entry: &ModelEntry, tried: Option<&str>) -> Option<usize> {
+        let (indices, candidates) = self.candidates(entry, tried);
+        let busy = |index: usize| entry.busy(indices[index]);
         let mut random = self.random.lock().unwrap_or_else(PoisonError::into_inner);
-        choose(&candidates, self.clock.now(), busy, &mut random).map(|chosen| places[chosen])
+        choose(&candidates, self.clock.now(), busy, &mut random).map(|chosen| indices[chosen])
     }
 
-    /// A backend that this frontend has sent nothing to do.
-    fn spare(&self, entry: &Entry, tried: &str) -> Option<usize> {
-        let (places, candidates) = self.candidates(entry, Some(tried));
-        spare(&candidates, |index| entry.busy(places[index])).map(|chosen| places[chosen])
+    /// A backend to which this frontend has sent nothing.
+    fn spare(&self, entry: &ModelEntry, tried: &str) -> Option<usize> {
+        let (indices, candidates) = self.candidates(entry, Some(tried));
+        spare(&candidates, |index| entry.busy(indices[index])).map(|chosen| indices[chosen])
     }
 
-    /// Refuses at once what would wait beyond its deadline behind what this frontend sent already.
+    /// Refuses at once a request that would wait beyond its deadline behind those that this
+    /// frontend has sent already.
     fn check_wait(
         &self,
         model: &str,
-        entry: &Entry,
+        entry: &ModelEntry,
         chosen: usize,
         deadline: Option<Nanos>,
     ) -> ApiResult<()> {
         let Some(deadline) = deadline else { return Ok(()) };
         let target = &entry.targets[chosen];
-        let turns = target.traffic.outstanding() / target.batch.max(1) as usize;
+        let batches = target.outstanding.count() / target.batch.max(1) as usize;
         let cycle_ms = target.cycle_ms.max(target.batch_ms);
-        let wait_ms = turns as f64 * cycle_ms;
+        let wait_ms = batches as f64 * cycle_ms;
         let left_ms = deadline.0.saturating_sub(self.clock.now().0) as f64 / 1e6;
-        if target.batch_ms > 0.0 && turns > 0 && wait_ms > left_ms {
+        if target.batch_ms > 0.0 && batches > 0 && wait_ms > left_ms {
             return Err(overloaded(model));
         }
         Ok(())
@@ -407,13 +423,13 @@ impl Inner {
 
     async fn attempt(
         &self,
-        target: &Target,
+        target: &RouteTarget,
         message: proto::ModelInferRequest,
         deadline: Option<Nanos>,
     ) -> Attempt {
         target.link.outstanding.fetch_add(1, Ordering::Relaxed);
-        let _sent = Inside(&target.link.outstanding);
-        let mut turn = Sent::new(target, self.table().frontends, self.clock.as_ref());
+        let _sent = InFlightGuard(&target.link.outstanding);
+        let mut plan = SentRequest::new(target, self.table().frontends, self.clock.as_ref());
         let now = self.clock.now();
         let left = match deadline {
             Some(deadline) => Duration::from(Nanos(deadline.0.saturating_sub(now.0))) + GRACE,
@@ -422,47 +438,47 @@ impl Inner {
         let name = message.model_name.clone();
         let mut client = target.link.client();
         let status = match tokio::time::timeout(left, client.model_infer(message)).await {
-            Ok(Ok(answer)) => {
+            Ok(Ok(reply)) => {
                 target.link.recover();
-                return Attempt::Done(Box::new(answer.into_inner()));
+                return Attempt::Done(Box::new(reply.into_inner()));
             }
             Ok(Err(status)) => status,
-            Err(_) => return Attempt::Final(late(&name)),
+            Err(_) => return Attempt::Final(deadline_exceeded(&name)),
         };
-        // A status with a source was made on this side: the backend did not answer.
+        // A status with a source was created on this side: the backend did not reply.
         if std::error::Error::source(&status).is_some() {
             target.link.fail(self.clock.now());
             let message = format!("model '{name}': its backend was lost: {}", status.message());
-            return Attempt::Elsewhere(ApiError::unavailable(message).retry_after(1));
+            return Attempt::RetryElsewhere(ApiError::unavailable(message).retry_after(1));
         }
         let error = error_of(&status);
         match error.kind {
             ErrorKind::Unavailable | ErrorKind::NotFound => {
-                Attempt::Elsewhere(ApiError { kind: ErrorKind::Unavailable, ..error })
+                Attempt::RetryElsewhere(ApiError { kind: ErrorKind::Unavailable, ..error })
             }
             ErrorKind::DeadlineExceeded => {
-                turn.given_up = true;
+                plan.given_up = true;
                 Attempt::GivenUp(error)
             }
             _ => Attempt::Final(error),
         }
     }
 
-    /// The inputs and outputs of a model, as one of its backends knows them.
-    async fn metadata(&self, model: &str, entry: &Entry) -> ApiResult<Arc<ModelMetadata>> {
+    /// The metadata of a model, from one of its backends.
+    async fn metadata(&self, model: &str, entry: &ModelEntry) -> ApiResult<Arc<ModelMetadata>> {
         let key = (model.to_string(), entry.record.version);
         let known = self.metadata.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
         if let Some(metadata) = known {
             return Ok(metadata);
         }
         let request = proto::ModelMetadataRequest { name: model.to_string(), ..Default::default() };
-        let answer = self
-            .ask(model, entry, |mut client| {
+        let reply = self
+            .call_any_backend(model, entry, |mut client| {
                 let request = request.clone();
                 async move { client.model_metadata(request).await }
             })
             .await?;
-        let metadata = Arc::new(ModelMetadata::from(answer));
+        let metadata = Arc::new(ModelMetadata::from(reply));
         let mut all = self.metadata.lock().unwrap_or_else(PoisonError::into_inner);
         if all.len() >= METADATA_MAX {
             all.clear();
@@ -471,47 +487,48 @@ impl Inner {
         Ok(metadata)
     }
 
-    /// Asks the model's backends one after another until one answers.
-    async fn ask<T, F>(
+    /// Calls the model's backends one after another until one replies.
+    async fn call_any_backend<T, F>(
         &self,
         model: &str,
-        entry: &Entry,
-        call: impl Fn(Client) -> F,
+        entry: &ModelEntry,
+        call: impl Fn(GrpcClient) -> F,
     ) -> ApiResult<T>
     where
         F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,
     {
-        let mut last = nobody(model);
+        let mut last = no_backend(model);
         for target in &entry.targets {
-            let answer = tokio::time::timeout(self.settings.timeout, call(target.link.client()));
-            match answer.await {
-                Ok(Ok(answer)) => return Ok(answer.into_inner()),
+            let reply = tokio::time::timeout(self.settings.timeout, call(target.link.client()));
+            match reply.await {
+                Ok(Ok(reply)) => return Ok(reply.into_inner()),
                 Ok(Err(status)) => last = error_of(&status),
-                Err(_) => last = late(model),
+                Err(_) => last = deadline_exceeded(model),
             }
         }
         Err(last)
     }
 }
 
-type Client = api::proto::grpc_inference_service_client::GrpcInferenceServiceClient<wire::Wire>;
+type GrpcClient =
+    api::proto::grpc_inference_service_client::GrpcInferenceServiceClient<http2::Http2Connection>;
 
 fn is_refusal(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Unavailable | ErrorKind::DeadlineExceeded | ErrorKind::Internal)
 }
 
-fn nobody(model: &str) -> ApiError {
-    ApiError::unavailable(format!("no backend answers for model '{model}' now")).retry_after(1)
+fn no_backend(model: &str) -> ApiError {
+    ApiError::unavailable(format!("no backend serves model '{model}' now")).retry_after(1)
 }
 
 fn overloaded(model: &str) -> ApiError {
     ApiError::unavailable(format!(
-        "model '{model}' gets more requests than the cluster can answer in time"
+        "model '{model}' gets more requests than the cluster can serve in time"
     ))
     .retry_after(1)
 }
 
-fn late(model: &str) -> ApiError {
-    let message = format!("model '{model}': the deadline passed before the answer");
+fn deadline_exceeded(model: &str) -> ApiError {
+    let message = format!("model '{model}': the deadline passed before the reply");
     ApiError::new(ErrorKind::DeadlineExceeded, message)
 }

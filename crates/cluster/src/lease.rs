@@ -26,7 +26,7 @@ impl Drop for LeaseKeeper {
 }
 
 impl LeaseKeeper {
-    /// A lease of `span`, renewed from now on.
+    /// Grants a lease of `span` and renews it from now on.
     pub async fn start(store: Arc<dyn Store>, span: Duration) -> Result<LeaseKeeper, StoreError> {
         let lease = store.grant(span).await?;
         let (sender, lost) = watch::channel(false);
@@ -34,7 +34,8 @@ impl LeaseKeeper {
         let task = tokio::spawn(async move {
             loop {
                 tokio::time::sleep(span / RENEWALS).await;
-                // Only the store knows whether a lease is over; while it cannot be reached, it is tried.
+                // Only the store knows whether a lease has expired; an unreachable store is tried
+                // again.
                 if renewed.renew(lease).await == Err(StoreError::NoLease) {
                     let _ = sender.send(true);
                     return;
@@ -49,10 +50,10 @@ impl LeaseKeeper {
         self.lease
     }
 
-    /// Returns when the lease is over.
+    /// Returns when the lease has expired.
     pub async fn lost(&mut self) {
         if self.lost.wait_for(|lost| *lost).await.is_err() {
-            // The keeper was told to stop renewing; the lease ends without further notice.
+            // The keeper was stopped; the lease expires without further notice.
             std::future::pending::<()>().await;
         }
     }
@@ -62,11 +63,12 @@ impl LeaseKeeper {
         self.task.abort();
     }
 
-    /// Ends the lease now, and its keys with it. A store that does not answer ends it in time.
+    /// Revokes the lease and so removes its keys. If the store does not reply, the lease expires by
+    /// itself.
     pub async fn end(self) {
         self.task.abort();
         if let Err(error) = self.store.revoke(self.lease).await {
-            tracing::debug!(%error, "a lease is left to end by itself");
+            tracing::debug!(%error, "cannot revoke the lease; it expires by itself");
         }
     }
 }

@@ -1,18 +1,18 @@
-//! Many machines as one server: frontends that take requests, backends that run models, and a scheduler
-//! that plans in epochs. State lives in a [`store`]; nothing here agrees on anything by itself.
+//! Many machines as one server: frontends receive requests, backends run models, and a scheduler
+//! plans in epochs. The cluster's state is in a [`store`]; consensus is the store's task.
 
 pub mod backend;
 pub mod balance;
 pub mod election;
 pub mod frontend;
 pub mod lease;
-pub mod library;
 pub mod membership;
+pub mod model_store;
 pub mod query;
 pub mod record;
 pub mod scaling;
 pub mod scheduler;
+pub mod snapshot;
 pub mod status;
 pub mod store;
 mod tls;
-pub mod view;

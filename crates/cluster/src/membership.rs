@@ -1,4 +1,5 @@
-//! A process' own keys in the store, there for as long as it lives and back after every interruption.
+//! A process's own keys in the store: present for as long as it lives, and restored after every
+//! interruption.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,14 +17,14 @@ const RENEWALS: u32 = 4;
 const RETRY: Duration = Duration::from_millis(100);
 
 #[derive(Default)]
-struct Wanted {
+struct DesiredKeys {
     keys: BTreeMap<String, Bytes>,
-    /// Keys that the store does not have as they are here.
+    /// Keys whose value in the store may differ.
     dirty: BTreeMap<String, Bytes>,
 }
 
 struct Shared {
-    wanted: Mutex<Wanted>,
+    desired: Mutex<DesiredKeys>,
     changed: Notify,
 }
 
@@ -44,7 +45,7 @@ impl Drop for Membership {
 impl Membership {
     /// Keeps keys in `store` with leases of `span`.
     pub fn start(store: Arc<dyn Store>, span: Duration) -> Membership {
-        let shared = Arc::new(Shared { wanted: Mutex::default(), changed: Notify::new() });
+        let shared = Arc::new(Shared { desired: Mutex::default(), changed: Notify::new() });
         let lease: Arc<Mutex<Option<LeaseId>>> = Arc::default();
         let task = tokio::spawn(keep(store.clone(), shared.clone(), lease.clone(), span));
         Membership { store, shared, lease, task }
@@ -52,24 +53,24 @@ impl Membership {
 
     /// Sets a key, now or as soon as the store can be reached.
     pub fn put(&self, key: String, value: Bytes) {
-        let mut wanted = self.shared.wanted.lock().unwrap_or_else(PoisonError::into_inner);
-        if wanted.keys.get(&key) == Some(&value) {
+        let mut desired = self.shared.desired.lock().unwrap_or_else(PoisonError::into_inner);
+        if desired.keys.get(&key) == Some(&value) {
             return;
         }
-        wanted.keys.insert(key.clone(), value.clone());
-        wanted.dirty.insert(key, value);
-        drop(wanted);
+        desired.keys.insert(key.clone(), value.clone());
+        desired.dirty.insert(key, value);
+        drop(desired);
         self.shared.changed.notify_one();
     }
 
-    /// Takes all keys out of the store.
+    /// Removes all keys from the store.
     pub async fn leave(self) {
         self.task.abort();
         let lease = self.lease.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(lease) = lease
             && let Err(error) = self.store.revoke(lease).await
         {
-            tracing::debug!(%error, "a lease is left to end by itself");
+            tracing::debug!(%error, "cannot revoke the lease; it expires by itself");
         }
     }
 }
@@ -84,18 +85,18 @@ async fn keep(
         let lease = match store.grant(span).await {
             Ok(lease) => lease,
             Err(error) => {
-                tracing::debug!(%error, "cannot join the cluster yet");
+                tracing::debug!(%error, "cannot join the cluster");
                 tokio::time::sleep(RETRY).await;
                 continue;
             }
         };
         *held.lock().unwrap_or_else(PoisonError::into_inner) = Some(lease);
         {
-            let mut wanted = shared.wanted.lock().unwrap_or_else(PoisonError::into_inner);
-            wanted.dirty = wanted.keys.clone();
+            let mut desired = shared.desired.lock().unwrap_or_else(PoisonError::into_inner);
+            desired.dirty = desired.keys.clone();
         }
         serve(&*store, &shared, lease, span).await;
-        tracing::warn!("the cluster lost sight of this process; joining again");
+        tracing::warn!("lease lost; joining the cluster again");
     }
 }
 
@@ -124,8 +125,8 @@ async fn serve(store: &dyn Store, shared: &Shared, lease: LeaseId, span: Duratio
 async fn flush(store: &dyn Store, shared: &Shared, lease: LeaseId) -> Result<(), StoreError> {
     loop {
         let batch: Vec<(String, Bytes)> = {
-            let wanted = shared.wanted.lock().unwrap_or_else(PoisonError::into_inner);
-            wanted.dirty.iter().take(OPERATIONS_MAX).map(|(k, v)| (k.clone(), v.clone())).collect()
+            let desired = shared.desired.lock().unwrap_or_else(PoisonError::into_inner);
+            desired.dirty.iter().take(OPERATIONS_MAX).map(|(k, v)| (k.clone(), v.clone())).collect()
         };
         if batch.is_empty() {
             return Ok(());
@@ -133,11 +134,11 @@ async fn flush(store: &dyn Store, shared: &Shared, lease: LeaseId) -> Result<(),
         let write =
             |(key, value): &(String, Bytes)| Write::put_leased(key.clone(), value.clone(), lease);
         store.transact(Vec::new(), batch.iter().map(write).collect()).await?;
-        let mut wanted = shared.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut desired = shared.desired.lock().unwrap_or_else(PoisonError::into_inner);
         for (key, value) in batch {
-            // What changed meanwhile stays to be written.
-            if wanted.dirty.get(&key) == Some(&value) {
-                wanted.dirty.remove(&key);
+            // A value that changed in the meantime still has to be written.
+            if desired.dirty.get(&key) == Some(&value) {
+                desired.dirty.remove(&key);
             }
         }
     }

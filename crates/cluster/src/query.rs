@@ -1,8 +1,9 @@
-//! Queries: pipelines of models under one objective.
+//! Queries: pipelines of models under one SLO.
 //!
-//! A user writes one as a [`spec`]. The scheduler gives its stages their budgets by the planner's split ([`stage_demands`]),
-//! under the fan-outs that frontends measure; frontends walk the stages and send each over the routes every request takes.
-//! What happens between stages is here, without IO.
+//! A user writes a query as a [`spec`]. The scheduler gives its stages their budgets by the
+//! planner's split ([`stage_demands`]), under the fan-outs that frontends measure. Frontends
+//! execute the stages and send each over the routes that every request takes. This module has what
+//! happens between stages, without IO.
 
 pub mod picture;
 pub mod region;
@@ -13,10 +14,10 @@ pub mod text;
 use planner::PlanError;
 use planner::query::{LatencySplit, SplitStage, split, split_evenly};
 
-use crate::scheduler::placement::{Curve, SLO_SHARE};
+use crate::scheduler::plan::{Curve, SLO_SHARE};
 use crate::scheduler::pooling;
 
-/// Pieces an objective is split into.
+/// Number of pieces that an SLO is split into.
 const PIECES: usize = 200;
 
 /// A model of a query.
@@ -24,17 +25,18 @@ const PIECES: usize = 200;
 pub struct QueryStage {
     /// The model.
     pub model: String,
-    /// Requests a second it gets, with what the stages before it yield.
+    /// Requests per second, including those that earlier stages produce.
     pub rate: f64,
-    /// Milliseconds of each batch size; none for one that takes no time.
+    /// Milliseconds by batch size; empty for a stage that takes no time.
     pub curve: Curve,
-    /// Stages that take its output.
+    /// Stages that read its output.
     pub next: Vec<usize>,
 }
 
-/// The budgets of a query's stages in milliseconds: split so that all stages together take the fewest machines, or
-/// evenly, as the baseline of Nexus's evaluation does. With `pooled`, rates are those of all machines together and a stage
-/// that fills several of them needs less time for a batch.
+/// The budgets of a query's stages in milliseconds: split so that all stages together need the
+/// fewest machines, or evenly, as the baseline of Nexus's evaluation does. With `pooled`, rates are
+/// those of all machines together, and a stage that fills several machines needs less time for a
+/// batch.
 pub fn stage_demands(
     stages: &[QueryStage],
     slo_ms: f64,
@@ -54,8 +56,8 @@ pub fn stage_demands(
     }
 }
 
-/// What a request a second costs at each budget: one holds a turn of the batch it allows and the wait for it, which is as
-/// long again where the rate fills no pool of machines.
+/// What one request per second costs at each budget. A budget holds one run of the batch it allows
+/// and the wait for it, which is as long again where the rate fills no backend pool.
 fn costs(curve: &Curve, rate: f64) -> Vec<(f64, f64)> {
     if curve.is_empty() {
         return vec![(0.0, 0.0)];
@@ -63,7 +65,7 @@ fn costs(curve: &Curve, rate: f64) -> Vec<(f64, f64)> {
     let mut costs: Vec<(f64, f64)> = Vec::new();
     for &(batch, ms) in curve {
         let cost = ms / f64::from(batch) / 1000.0;
-        if costs.last().is_none_or(|(_, least)| cost < *least) {
+        if costs.last().is_none_or(|(_, cheapest)| cost < *cheapest) {
             costs.push((pooling::budget_ms(rate, batch, ms) / SLO_SHARE, cost));
         }
     }
@@ -75,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_larger_model_gets_the_larger_budget() {
+    fn larger_model_gets_the_larger_budget() {
         let stage = |model: &str, base: f64, slope: f64, next: Vec<usize>| QueryStage {
             model: model.to_string(),
             rate: 100.0,

@@ -1,4 +1,4 @@
-//! What the roles tell each other through the store: keys, and values as JSON.
+//! The records that the roles exchange through the store: keys, and values as JSON.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use model::ModelConfig;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// Names of keys. All of a cluster's begin alike, so that clusters can share a store.
+/// Names of keys. All keys of a cluster have one prefix, so that clusters can share a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Keys {
     root: String,
@@ -19,55 +19,55 @@ impl Keys {
         Keys { root: format!("/atoll/{name}/") }
     }
 
-    /// Everything.
+    /// The prefix of all keys.
     pub fn all(&self) -> &str {
         &self.root
     }
 
-    /// Who leads.
+    /// The key of the leader's name.
     pub fn leader(&self) -> String {
         format!("{}leader", self.root)
     }
 
-    /// The plan in short.
+    /// The key of the plan's summary.
     pub fn plan(&self) -> String {
         format!("{}plan", self.root)
     }
 
-    /// How many backends there are to be.
+    /// The key of the scaling record.
     pub fn scaling(&self) -> String {
         format!("{}scaling", self.root)
     }
 
-    /// All keys of one kind.
-    pub fn of(&self, kind: Kind) -> String {
+    /// The prefix of all keys of one kind.
+    pub fn of(&self, kind: RecordKind) -> String {
         format!("{}{}", self.root, kind.folder_prefix())
     }
 
     /// One key of a kind.
-    pub fn one(&self, kind: Kind, name: &str) -> String {
+    pub fn one(&self, kind: RecordKind, name: &str) -> String {
         format!("{}{}{name}", self.root, kind.folder_prefix())
     }
 }
 
 /// Kinds of records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// Backends that are there ([`BackendRecord`]), by lease.
+pub enum RecordKind {
+    /// Backends that have joined ([`BackendRecord`]); leased.
     Backend,
-    /// What backends have loaded ([`BackendState`]), by lease.
+    /// Models that backends have loaded ([`BackendState`]); leased.
     State,
-    /// Frontends that are there ([`FrontendRecord`]), by lease.
+    /// Frontends that have joined ([`FrontendRecord`]); leased.
     Frontend,
-    /// What frontends see ([`LoadReport`]), by lease.
+    /// Load that frontends observe ([`LoadReport`]); leased.
     Load,
     /// Models ([`ModelRecord`]).
     Model,
-    /// Measured models ([`ProfileRecord`]), by device kind and content.
+    /// Profiles of models ([`ProfileRecord`]), by device kind and digest.
     Profile,
-    /// What backends are to hold ([`Assignment`]).
+    /// Models assigned to backends ([`Assignment`]).
     Assignment,
-    /// Where requests go ([`RouteRecord`]), by model.
+    /// Routes of requests ([`RouteRecord`]), by model.
     Route,
     /// Queries ([`crate::query::spec::QuerySpec`]).
     Query,
@@ -75,42 +75,42 @@ pub enum Kind {
     Split,
 }
 
-impl Kind {
-    /// How keys of this kind begin, after what all keys begin with.
+impl RecordKind {
+    /// The prefix of this kind's keys, after the cluster's prefix.
     pub fn folder_prefix(self) -> &'static str {
         match self {
-            Kind::Backend => "backends/",
-            Kind::State => "states/",
-            Kind::Frontend => "frontends/",
-            Kind::Load => "loads/",
-            Kind::Model => "models/",
-            Kind::Profile => "profiles/",
-            Kind::Assignment => "assignments/",
-            Kind::Route => "routes/",
-            Kind::Query => "queries/",
-            Kind::Split => "splits/",
+            RecordKind::Backend => "backends/",
+            RecordKind::State => "states/",
+            RecordKind::Frontend => "frontends/",
+            RecordKind::Load => "loads/",
+            RecordKind::Model => "models/",
+            RecordKind::Profile => "profiles/",
+            RecordKind::Assignment => "assignments/",
+            RecordKind::Route => "routes/",
+            RecordKind::Query => "queries/",
+            RecordKind::Split => "splits/",
         }
     }
 }
 
-/// The key of a profile inside its kind.
+/// The name of a profile's key.
 pub fn profile_name(device: &str, digest: &str) -> String {
     format!("{device}/{digest}")
 }
 
-/// `record` as it is stored.
+/// Encodes a record as it is stored.
 pub fn encode(record: &impl Serialize) -> Bytes {
     // Maps with text keys and plain structs always have a JSON form.
     serde_json::to_vec(record).unwrap_or_default().into()
 }
 
-/// What is stored; a record that cannot be read is reported and left out, for one writer of another
-/// release must not stop everybody.
+/// Decodes a stored record. One that cannot be decoded is logged and ignored: a writer of another
+/// release must not stop the cluster.
 pub fn decode<T: DeserializeOwned>(key: &str, value: &[u8]) -> Option<T> {
     match serde_json::from_slice(value) {
         Ok(record) => Some(record),
         Err(error) => {
-            tracing::warn!(key, %error, "a record cannot be read");
+            tracing::warn!(key, %error, "cannot decode record");
             None
         }
     }
@@ -119,99 +119,102 @@ pub fn decode<T: DeserializeOwned>(key: &str, value: &[u8]) -> Option<T> {
 /// A machine that runs models.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct BackendRecord {
-    /// Where its gRPC listens, `HOST:PORT`.
+    /// Address of its gRPC server, `HOST:PORT`.
     pub grpc: String,
-    /// Where its REST listens.
+    /// Address of its REST server.
     pub http: String,
-    /// Backends of one kind run a model equally fast.
+    /// Kind of device: backends of one kind run a model equally fast.
     pub device: String,
-    /// Memory for models; 0 when it has no bound that matters.
+    /// Memory for models; 0 for no limit.
     #[serde(default)]
     pub memory_bytes: u64,
 }
 
-/// Where a model stands on a backend.
+/// State of a model on a backend.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "state", rename_all = "lowercase")]
-pub enum Standing {
-    /// Being loaded.
+pub enum LoadState {
+    /// The model is loading.
     Loading,
-    /// Answers.
+    /// The model serves requests.
     Ready {
-        /// The version that does.
+        /// The loaded version.
         version: u64,
     },
-    /// Cannot be loaded.
+    /// The model cannot be loaded.
     Failed {
-        /// The version that cannot.
+        /// The version that failed.
         version: u64,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
 
-/// What a backend has loaded.
+/// The models of a backend.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BackendState {
-    /// By model.
-    pub models: BTreeMap<String, Standing>,
+    /// State by model.
+    pub models: BTreeMap<String, LoadState>,
 }
 
-/// A process that takes requests.
+/// A process that receives requests.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FrontendRecord {
-    /// Where its gRPC listens.
+    /// Address of its gRPC server.
     pub grpc: String,
-    /// Where its REST listens.
+    /// Address of its REST server.
     pub http: String,
 }
 
-/// What a frontend sees of one model. Counts are since its start.
+/// What a frontend observes of one model. Counts start with the process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ModelLoad {
-    /// Requests a second over the last seconds.
+    /// Requests per second over the last seconds.
     pub fast: f64,
-    /// Seconds that `fast` speaks of.
+    /// Seconds that `fast` covers.
     pub window: f64,
-    /// Requests a second over a longer time.
+    /// Requests per second over a longer time.
     pub slow: f64,
-    /// Requests that came.
+    /// Requests received.
     pub arrived: u64,
     /// Requests answered with outputs.
     pub answered: u64,
-    /// Of those, answered after their objective.
+    /// Of those, answered after their SLO.
     pub late: u64,
-    /// Requests refused or given up.
+    /// Requests refused or cancelled.
     pub refused: u64,
     /// Requests sent to a second backend.
     pub retried: u64,
-    /// 99 of 100 recent answers took at most this, in milliseconds.
+    /// 99th percentile of recent latencies in milliseconds.
     pub p99_ms: f64,
 }
 
-/// What a frontend sees of one stage of a query.
+/// What a frontend observes of one stage of a query.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StageLoad {
-    /// Requests a second over a longer time.
+    /// Requests per second over a longer time.
     pub slow: f64,
-    /// 99 of 100 recent questions spent at most this here, in milliseconds.
+    /// 99th percentile of the time that recent query requests spent in it, in milliseconds.
     pub p99_ms: f64,
 }
 
-/// What a frontend sees of one query.
+/// What a frontend observes of one query.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct QueryLoad {
-    /// Questions, as requests of a model are seen.
-    pub questions: ModelLoad,
-    /// Questions a second that came through all stages, over a longer time: what fan-outs are measured against.
-    pub walked: f64,
-    /// 99 of 100 recent questions spent at most this between stages, in milliseconds.
+    /// Its requests, counted as those of a model.
+    #[serde(rename = "questions")]
+    pub requests: ModelLoad,
+    /// Requests per second that completed all stages, over a longer time: the base of measured
+    /// fan-outs.
+    #[serde(rename = "walked")]
+    pub completed: f64,
+    /// 99th percentile of the time that recent requests spent between stages, in milliseconds.
     pub between_ms: f64,
     /// By stage.
     pub stages: BTreeMap<String, StageLoad>,
 }
 
-/// What a frontend sees.
+/// What a frontend observes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LoadReport {
     /// By model.
@@ -221,27 +224,27 @@ pub struct LoadReport {
     pub queries: BTreeMap<String, QueryLoad>,
 }
 
-/// A stage's part of its query's objective.
+/// A stage's share of its query's SLO.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StageBudget {
     /// Milliseconds it may take.
     pub budget_ms: f64,
-    /// Milliseconds that stages after it need at the very least.
+    /// Milliseconds that later stages need at least.
     pub reserve_ms: f64,
-    /// Requests a question makes of it.
+    /// Requests to this stage per query request.
     pub fan_out: f64,
 }
 
-/// How a query's objective is split.
+/// How a query's SLO is split.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SplitRecord {
     /// By stage.
     pub stages: BTreeMap<String, StageBudget>,
-    /// Machines that a question a second takes, over all stages; 0 where unknown.
+    /// Machines needed for one query request per second, over all stages; 0 when unknown.
     pub cost: f64,
     /// Whether no other split at this resolution costs less.
     pub exact: bool,
-    /// Why the objective is only divided evenly, where that is so.
+    /// Why the SLO is only divided evenly, where that is so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub even_because: Option<String>,
 }
@@ -251,11 +254,11 @@ pub struct SplitRecord {
 pub struct ModelRecord {
     /// Its version, from 1.
     pub version: u64,
-    /// SHA-256 of its file: its name in the model store.
+    /// SHA-256 of its file, which is its name in the model store.
     pub digest: String,
-    /// Bytes of its file.
+    /// Size of its file.
     pub bytes: u64,
-    /// Whether it is to be served.
+    /// Whether it is served.
     pub enabled: bool,
     /// Its settings.
     #[serde(default)]
@@ -265,13 +268,13 @@ pub struct ModelRecord {
 /// A model as measured on one kind of device.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ProfileRecord {
-    /// Milliseconds of each batch size, batches rising.
+    /// Milliseconds by batch size, in ascending order of sizes.
     pub curve: Vec<(u32, f64)>,
-    /// Memory it takes, 0 when unknown.
+    /// Memory it needs; 0 when unknown.
     #[serde(default)]
     pub memory_bytes: u64,
-    /// Steps that do much of its work, in order: hashes of all that each is computed from, and shares of the work. Models
-    /// with the same ones begin alike.
+    /// Its most expensive steps in order: a hash of everything that the step is computed from, and
+    /// its share of the work. Models with equal hashes share a prefix.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub marks: Vec<(String, f64)>,
 }
@@ -279,126 +282,130 @@ pub struct ProfileRecord {
 /// Why a backend holds a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Part {
-    /// It serves a part of the model's rate.
+pub enum AssignmentRole {
+    /// It serves a share of the model's requests.
     Serving,
-    /// It is there for when another one is lost.
+    /// It replaces another backend that is lost.
     Standby,
-    /// It stays until others have taken over.
+    /// It stays loaded until other backends have taken over.
     Shadow,
 }
 
-/// A model that a backend is to hold.
+/// A model that a backend is assigned.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Share {
+pub struct AssignedModel {
     /// The model.
     pub model: String,
     /// The version.
     pub version: u64,
-    /// Why.
-    pub part: Part,
-    /// Requests that one turn takes.
+    /// The reason.
+    #[serde(rename = "part")]
+    pub role: AssignmentRole,
+    /// Requests per batch.
     pub batch: u32,
-    /// Requests a second that are planned to come.
+    /// Planned requests per second.
     pub rate: f64,
-    /// Requests that a turn begins with, where the backend is one of a pool; else 0.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub least: u32,
+    /// Requests at which a batch starts where the backend belongs to a backend pool; else 0.
+    #[serde(rename = "least", default, skip_serializing_if = "is_zero")]
+    pub min_batch: u32,
 }
 
 fn is_zero(value: &u32) -> bool {
     *value == 0
 }
 
-/// What a backend is to hold.
+/// The models that the plan gives one backend.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Assignment {
-    /// The epoch that decided it.
+    /// The plan epoch that decided it.
     pub epoch: u64,
     /// Length of the duty cycle in milliseconds; 0 when nothing is served.
     pub cycle_ms: f64,
-    /// What.
-    pub shares: Vec<Share>,
+    /// The models.
+    #[serde(rename = "shares")]
+    pub models: Vec<AssignedModel>,
 }
 
-/// A backend that answers for a model.
+/// A backend that serves a model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TargetRecord {
     /// The backend.
     pub backend: String,
-    /// Where its gRPC listens.
+    /// Address of its gRPC server.
     pub grpc: String,
-    /// Where its REST listens.
+    /// Address of its REST server.
     pub http: String,
-    /// Its part of the requests; 0 for one that only helps out.
+    /// Its share of the requests; 0 for a standby.
     pub weight: f64,
-    /// Requests that one turn takes.
+    /// Requests per batch.
     pub batch: u32,
-    /// Milliseconds that a turn of a full batch takes; 0 when unknown.
+    /// Milliseconds that a full batch runs; 0 when unknown.
     pub batch_ms: f64,
     /// Length of its duty cycle in milliseconds.
     pub cycle_ms: f64,
-    /// Requests that a turn begins with, where it is one of a pool that does nothing else; else 0.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub least: u32,
+    /// Requests at which a batch starts where it belongs to a backend pool; else 0.
+    #[serde(rename = "least", default, skip_serializing_if = "is_zero")]
+    pub min_batch: u32,
 }
 
-/// Where requests for a model go.
+/// The route of a model's requests.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RouteRecord {
-    /// The epoch that decided it.
+    /// The plan epoch that decided it.
     pub epoch: u64,
-    /// To whom.
+    /// The backends.
     pub targets: Vec<TargetRecord>,
-    /// Requests a second that all frontends together let in, where the cluster is too small for all.
+    /// Requests per second that all frontends together admit, where the cluster is too small for
+    /// all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate_max: Option<f64>,
 }
 
-/// How many backends there are to be, and who sees to it.
+/// The number of backends, and what scales them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ScalingRecord {
-    /// What is scaled, such as `deployment/atoll-backend`.
+    /// The workload that is scaled, such as `deployment/atoll-backend`.
     pub target: String,
-    /// Replicas that the load takes, within the bounds.
+    /// Replicas that the load needs, within the bounds.
     pub wanted: u32,
-    /// Replicas asked for.
+    /// Replicas requested.
     pub replicas: u32,
-    /// Replicas that are backends of the cluster.
+    /// Replicas that have joined the cluster.
     pub present: usize,
-    /// Backends that are being emptied so that they can go.
+    /// Backends that are drained so that they can be removed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub draining: Vec<String>,
-    /// Failures to read or change it, under all leaders.
+    /// Failures to read or change the workload, over all leaders.
     pub errors: u64,
-    /// The latest one, while it lasts, and what to do.
+    /// The latest failure, while it lasts, and what to do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
-/// The plan in short.
+/// A summary of the plan.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PlanRecord {
-    /// Counts plans.
+    /// Number of the plan.
     pub epoch: u64,
     /// Why it was made.
     pub reason: String,
-    /// Backends that serve something.
+    /// Backends that serve a model.
     pub used: usize,
-    /// Backends there are.
+    /// Backends that have joined.
     pub backends: usize,
-    /// Fewer backends cannot do.
+    /// Lower bound on the number of backends.
     pub bound: f64,
-    /// Planned rates over observed ones: above 1 there is room, below 1 the cluster is too small.
+    /// Planned rates over observed ones: above 1 there is spare capacity, below 1 the cluster is
+    /// too small.
     pub scale: f64,
-    /// Loads of models that plans have caused so far.
+    /// Model loads that plans have caused so far.
     pub moves: u64,
-    /// Models whose objective no batch meets.
+    /// Models whose SLO no batch meets.
     pub unattainable: Vec<String>,
-    /// Models that begin alike and are planned as one.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub families: Vec<Vec<String>>,
-    /// Models that every backend failed to load, and why.
+    /// Models under prefix batching, by group.
+    #[serde(alias = "families", default, skip_serializing_if = "Vec::is_empty")]
+    pub prefix_groups: Vec<Vec<String>>,
+    /// Models that every backend failed to load, and the reason.
     pub failed: BTreeMap<String, String>,
     /// Milliseconds that planning took.
     pub plan_ms: f64,

@@ -1,11 +1,11 @@
-//! How many backends there are: as many as the plan needs, by asking whoever runs the machines.
+//! Scales the number of backends to what the plan needs.
 //!
-//! [`scaler`] decides and is pure: what the load takes and who is there comes in, replicas and backends to empty come out.
-//! [`need`] says what the load takes. [`driver`] carries both between the leading scheduler and a [`target`];
-//! [`kubernetes`] is the one there is.
+//! [`scaler`] is the pure decision: estimated need and present replicas in, requested replicas and
+//! backends to drain out. [`replica_estimate`] computes the need. [`driver`] connects both to the
+//! leading scheduler and to a [`target`]; [`kubernetes`] is the only implementation.
 
 pub mod driver;
 pub mod kubernetes;
-pub mod need;
+pub mod replica_estimate;
 pub mod scaler;
 pub mod target;

@@ -1,8 +1,7 @@
 //! The global scheduler: load in, plans out, in epochs.
 //!
-//! [`Core`] decides and is pure: what it sees comes in as a [`View`], what it wants goes out as a [`Decision`].
-//! [`agent`] carries it between the store and the core, in whichever process leads; the simulator drives the same
-//! core in virtual time.
+//! [`Core`] is pure: a [`ClusterSnapshot`] comes in, a [`Decision`] goes out. [`agent`] connects it
+//! to the store in the process that leads; the simulator drives the same core in virtual time.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,39 +11,41 @@ use model::config::Class;
 
 use crate::query::spec::QuerySpec;
 use crate::record::{
-    Assignment, Part, PlanRecord, RouteRecord, Share, SplitRecord, Standing, TargetRecord,
+    AssignedModel, Assignment, AssignmentRole, LoadState, PlanRecord, RouteRecord, SplitRecord,
+    TargetRecord,
 };
-use crate::scaling::need::{Duty, Outlook};
-use crate::view::View;
+use crate::scaling::replica_estimate::{BackendUsage, ScalingInput};
+use crate::snapshot::ClusterSnapshot;
 
 pub mod agent;
 pub mod demand;
 pub mod deployment;
-pub mod kinship;
 pub mod packing;
 pub mod placement;
+pub mod plan;
 pub mod pooling;
+pub mod prefix_batching;
 pub mod splitting;
 
-use deployment::{ModelFacts, Situation, Step};
-use placement::{
-    Curves, Demand, Holdings, Machine, Place, PlacedPart, Placement, PlacementSettings,
-};
-use pooling::{Paces, Pools};
+use deployment::{DeploymentState, DeploymentStep, ModelFacts};
+use placement::PlacementSettings;
+use plan::{Curves, Demand, DutyCycle, LoadedModels, Machine, PlacedPart, Placement};
+use pooling::{BackendPools, LoadFactors};
 
-/// How the scheduler works.
+/// Settings of the scheduler.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SchedulerSettings {
-    /// Time between two plans when nothing special happens.
+    /// Time between two plans without a special reason.
     pub epoch: Nanos,
-    /// Least time between two plans because of load.
+    /// Minimum time between two plans because of load.
     pub spacing: Nanos,
-    /// How long many backends must be gone at once before that is believed: the store may have lost sight of them.
+    /// How long the majority of backends must be missing before the scheduler acts on it: their
+    /// leases may have expired although they still serve.
     pub grace: Nanos,
-    /// Objective of models that name none, in milliseconds.
+    /// SLO of models that name none, in milliseconds.
     pub slo_ms: f64,
-    /// Requests a second that every model is ready for.
-    pub rate_least: f64,
+    /// Requests per second that every model is planned for at least.
+    pub rate_min: f64,
     /// How placements are made.
     pub placement: PlacementSettings,
 }
@@ -56,83 +57,85 @@ impl Default for SchedulerSettings {
             spacing: Nanos::from_millis(10_000),
             grace: Nanos::from_millis(10_000),
             slo_ms: 1000.0,
-            rate_least: 1.0,
+            rate_min: 1.0,
             placement: PlacementSettings::default(),
         }
     }
 }
 
-/// Least time between plans for reasons other than load and loss, so that those that come together make one.
-const SETTLING: Nanos = Nanos::from_millis(1000);
-/// A change of a model's rate beyond this share is one.
-const CHANGE: f64 = 0.1;
-/// A placement with this much more room, or this many fewer machines, is worth moving for.
-const WORTH_ROOM: f64 = 1.5;
-const WORTH_FEWER: f64 = 0.85;
+/// Minimum time between plans for reasons other than load and loss, so that simultaneous changes
+/// lead to one plan.
+const PLAN_SPACING: Nanos = Nanos::from_millis(1000);
+/// Relative change of a model's rate that counts as a rise.
+const RATE_CHANGE: f64 = 0.1;
+/// Gain in capacity, or in the number of machines, that is worth moving models.
+const GAIN_SLACK: f64 = 1.5;
+const GAIN_MACHINES: f64 = 0.85;
 
-/// What is to be in the store.
+/// What the store is to contain.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Decision {
-    /// For every backend that is there.
+    /// For every backend that has joined.
     pub assignments: BTreeMap<String, Assignment>,
-    /// For every model that can be answered for.
+    /// For every model that is ready somewhere.
     pub routes: BTreeMap<String, RouteRecord>,
     /// For every query.
     pub splits: BTreeMap<String, SplitRecord>,
-    /// In short.
+    /// The summary.
     pub plan: PlanRecord,
 }
 
-/// Decides.
+/// Decides on plans and deploys them step by step.
 pub struct Core {
     settings: SchedulerSettings,
-    /// What is in force: the plan, and machines that help out since.
+    /// The placement in force: the plan, extended since.
     placement: Placement,
-    /// Machines and rates the placement was made for.
+    /// Machines and rates that the placement was made for.
     machines: BTreeSet<String>,
     rates: BTreeMap<String, f64>,
-    /// Curves that were known then.
+    /// Number of curves known at that time.
     measured: usize,
-    /// Queries, and their budgets of then.
+    /// Queries, and their budgets at that time.
     queries: BTreeMap<String, QuerySpec>,
     splits: BTreeMap<String, SplitRecord>,
-    told: BTreeMap<String, BTreeSet<String>>,
-    /// Backends that are to be left with nothing.
+    assigned: BTreeMap<String, BTreeSet<String>>,
+    /// Backends that are to be drained.
     draining: BTreeSet<String>,
     planned_at: Option<Nanos>,
-    /// Whether machines help out since then.
-    helped: bool,
-    /// When most backends were last seen.
+    /// Whether the placement has been extended since the plan.
+    extended: bool,
+    /// When the majority of backends was last present.
     seen_at: Nanos,
-    paces: Paces,
+    load_factors: LoadFactors,
     plan: PlanRecord,
 }
 
 impl Core {
-    /// A core that goes on from what `view` holds of an earlier leader's plan.
-    pub fn resume(settings: SchedulerSettings, now: Nanos, view: &View) -> Core {
+    /// Creates a core that continues the plan of an earlier leader, as far as `snapshot` has it.
+    pub fn resume(settings: SchedulerSettings, now: Nanos, snapshot: &ClusterSnapshot) -> Core {
         let mut core = Core {
             settings,
             placement: Placement::default(),
-            machines: view.assignments.keys().cloned().collect(),
+            machines: snapshot.assignments.keys().cloned().collect(),
             rates: BTreeMap::new(),
             measured: 0,
-            queries: view.queries.clone(),
-            splits: view.splits.clone(),
-            told: BTreeMap::new(),
+            queries: snapshot.queries.clone(),
+            splits: snapshot.splits.clone(),
+            assigned: BTreeMap::new(),
             draining: BTreeSet::new(),
             planned_at: None,
-            helped: false,
+            extended: false,
             seen_at: now,
-            paces: Paces::default(),
-            plan: view.plan.clone().unwrap_or_default(),
+            load_factors: LoadFactors::default(),
+            plan: snapshot.plan.clone().unwrap_or_default(),
         };
         core.placement.scale = core.plan.scale;
-        for (backend, assignment) in &view.assignments {
-            let models = assignment.shares.iter().map(|share| share.model.clone()).collect();
-            core.told.insert(backend.clone(), models);
-            let kept = assignment.shares.iter().filter(|share| share.part != Part::Shadow);
-            let parts: Vec<PlacedPart> = kept
+        for (backend, assignment) in &snapshot.assignments {
+            let models = assignment.models.iter().map(|share| share.model.clone()).collect();
+            core.assigned.insert(backend.clone(), models);
+            let keep_current =
+                assignment.models.iter().filter(|share| share.role != AssignmentRole::Shadow);
+            let parts: Vec<PlacedPart> = keep_current
                 .map(|share| PlacedPart {
                     model: share.model.clone(),
                     batch: share.batch,
@@ -140,113 +143,118 @@ impl Core {
                 })
                 .collect();
             if !parts.is_empty() {
-                let place = Place { cycle_ms: assignment.cycle_ms, parts };
-                core.placement.places.insert(backend.clone(), place);
+                let cycle = DutyCycle { cycle_ms: assignment.cycle_ms, parts };
+                core.placement.duty_cycles.insert(backend.clone(), cycle);
             }
         }
         core
     }
 
-    /// The placement that stands.
+    /// The placement in force.
     pub fn placement(&self) -> &Placement {
         &self.placement
     }
 
-    /// Plans without these backends from the next step on: what they hold goes to others, in order.
+    /// Plans without these backends from the next step on: their models move to others, without a
+    /// gap.
     pub fn drain(&mut self, backends: BTreeSet<String>) {
         self.draining = backends;
     }
 
-    /// What scaling has to know.
-    pub fn outlook(&self, view: &View) -> Outlook {
-        let curves = curves(view);
-        let duty = |(name, record): (&String, &crate::record::BackendRecord)| {
-            let told = self.told.get(name).is_none_or(BTreeSet::is_empty);
-            let holds = view.states.get(name).is_none_or(|state| state.models.is_empty());
-            // One that is not being emptied may be told something the next moment.
-            let empty = told && holds && self.draining.contains(name);
-            let place = self.placement.places.get(name);
-            let busy = place.map_or(0.0, |place| busy(place, &record.device, &curves));
-            (name.clone(), Duty { empty, busy })
+    /// The input of replica estimation.
+    pub fn scaling_input(&self, snapshot: &ClusterSnapshot) -> ScalingInput {
+        let curves = curves(snapshot);
+        let usage_of = |(name, record): (&String, &crate::record::BackendRecord)| {
+            let assigned = self.assigned.get(name).is_none_or(BTreeSet::is_empty);
+            let holds = snapshot.states.get(name).is_none_or(|state| state.models.is_empty());
+            // A backend that is not draining may get an assignment at any time.
+            let empty = assigned && holds && self.draining.contains(name);
+            let cycle = self.placement.duty_cycles.get(name);
+            let busy = cycle.map_or(0.0, |cycle| busy(cycle, &record.device, &curves));
+            (name.clone(), BackendUsage { empty, busy })
         };
-        Outlook {
-            machines: machines(view),
-            demands: self.demands(view),
+        ScalingInput {
+            machines: machines(snapshot),
+            demands: self.demands(snapshot),
             placement: self.settings.placement.clone(),
-            rate_least: self.settings.rate_least,
-            reported: !view.loads.is_empty(),
-            duties: view.backends.iter().map(duty).collect(),
+            rate_min: self.settings.rate_min,
+            reported: !snapshot.loads.is_empty(),
+            usage: snapshot.backends.iter().map(usage_of).collect(),
             curves,
         }
     }
 
-    /// What is to be in the store now; nothing while it is unclear who is there.
-    pub fn step(&mut self, now: Nanos, view: &View) -> Option<Decision> {
-        let lost = self.machines.iter().filter(|name| !view.backends.contains_key(*name)).count();
+    /// What the store is to contain now; `None` while it is unclear which backends are present.
+    pub fn step(&mut self, now: Nanos, snapshot: &ClusterSnapshot) -> Option<Decision> {
+        let lost =
+            self.machines.iter().filter(|name| !snapshot.backends.contains_key(*name)).count();
         if 2 * lost <= self.machines.len() {
             self.seen_at = now;
         } else if now - self.seen_at < self.settings.grace {
             return None;
         }
-        let present = machines(view);
-        let machines = self.staying(&present);
-        let mut demands = self.demands(view);
-        let curves = curves(view);
-        let reason = match self.queries != view.queries {
+        let present = machines(snapshot);
+        let machines = self.retained(&present);
+        let mut demands = self.demands(snapshot);
+        let curves = curves(snapshot);
+        let reason = match self.queries != snapshot.queries {
             true => Some("queries changed"),
             false => self.reason(now, lost, &machines, &demands, curves.len()),
         };
         if let Some(reason) = reason {
-            self.queries.clone_from(&view.queries);
-            self.splits = splitting::splits(view, &machines, &curves);
-            demands = self.demands(view);
+            self.queries.clone_from(&snapshot.queries);
+            self.splits = splitting::splits(snapshot, &machines, &curves);
+            demands = self.demands(snapshot);
             self.replan(now, reason, &machines, &demands, &curves);
         } else if self.placement.slack(&demands) < 1.0 {
-            self.help(&machines, &demands, &curves);
+            self.extend_placement(&machines, &demands, &curves);
         }
-        Some(self.deploy(view, &present, &demands, &curves))
+        Some(self.deploy(snapshot, &present, &demands, &curves))
     }
 
-    /// Those that are not to be left with nothing; all, where that would be nobody: somebody has to serve.
-    fn staying<'a>(&self, present: &'a [Machine]) -> Cow<'a, [Machine]> {
-        let stays = |machine: &&Machine| !self.draining.contains(&machine.name);
-        match self.draining.is_empty() || !present.iter().any(|machine| stays(&machine)) {
+    /// The machines that are not draining; all of them where every machine is draining, because
+    /// requests must still be served.
+    fn retained<'a>(&self, present: &'a [Machine]) -> Cow<'a, [Machine]> {
+        let is_retained = |machine: &&Machine| !self.draining.contains(&machine.name);
+        match self.draining.is_empty() || !present.iter().any(|machine| is_retained(&machine)) {
             true => Cow::Borrowed(present),
-            false => present.iter().filter(stays).cloned().collect(),
+            false => present.iter().filter(is_retained).cloned().collect(),
         }
     }
 
-    fn demands(&self, view: &View) -> Vec<Demand> {
-        let rates = demand::rates(view.loads.values());
-        let memory: BTreeMap<&str, u64> = view
+    fn demands(&self, snapshot: &ClusterSnapshot) -> Vec<Demand> {
+        let rates = demand::rates(snapshot.loads.values());
+        let memory: BTreeMap<&str, u64> = snapshot
             .profiles
             .iter()
             .map(|((_, digest), profile)| (digest.as_str(), profile.memory_bytes))
             .collect();
         let budgets = splitting::budgets(&self.queries, &self.splits);
-        let enabled = view.models.iter().filter(|(_, model)| model.enabled);
+        let enabled = snapshot.models.iter().filter(|(_, model)| model.enabled);
         let mut demands: Vec<Demand> = enabled
             .map(|(name, model)| {
                 let known = memory.get(model.digest.as_str()).copied().filter(|bytes| *bytes > 0);
-                let asked = budgets.get(name.as_str());
+                let query_demand = budgets.get(name.as_str());
                 let own_ms = model.config.timeout_ms.map(|ms| ms as f64);
-                let objectives = own_ms.into_iter().chain(asked.map(|asked| asked.budget_ms));
+                let objectives = own_ms
+                    .into_iter()
+                    .chain(query_demand.map(|query_demand| query_demand.budget_ms));
                 Demand {
                     model: name.clone(),
-                    rate: rates.get(name).copied().unwrap_or(0.0).max(self.settings.rate_least),
+                    rate: rates.get(name).copied().unwrap_or(0.0).max(self.settings.rate_min),
                     slo_ms: objectives.reduce(f64::min).unwrap_or(self.settings.slo_ms),
                     real_time: model.config.class == Class::RealTime
-                        || asked.is_some_and(|asked| asked.real_time),
+                        || query_demand.is_some_and(|query_demand| query_demand.real_time),
                     memory_bytes: known.unwrap_or(model.bytes),
-                    family: None,
+                    prefix_group: None,
                 }
             })
             .collect();
-        assign_families(view, &mut demands);
+        assign_prefix_groups(snapshot, &mut demands);
         demands
     }
 
-    /// Why to plan now, if there is a reason.
+    /// The reason to plan now, if there is one.
     fn reason(
         &self,
         now: Nanos,
@@ -260,15 +268,18 @@ impl Core {
         if lost > 0 {
             return Some("backend lost");
         }
-        let stays = |name: &String| machines.iter().any(|machine| machine.name == *name);
-        if self.draining.iter().any(|name| self.placement.places.contains_key(name) && !stays(name))
+        let is_retained = |name: &String| machines.iter().any(|machine| machine.name == *name);
+        if self
+            .draining
+            .iter()
+            .any(|name| self.placement.duty_cycles.contains_key(name) && !is_retained(name))
         {
             return Some("backend drained");
         }
         if !self.placement.covers(machines, demands) {
             return Some("models changed");
         }
-        if age < SETTLING {
+        if age < PLAN_SPACING {
             return None;
         }
         if machines.iter().any(|machine| !self.machines.contains(&machine.name)) {
@@ -279,10 +290,10 @@ impl Core {
         }
         let changed = |demand: &Demand| {
             let before = self.rates.get(&demand.model).copied().unwrap_or(0.0);
-            demand.rate > before * (1.0 + CHANGE)
+            demand.rate > before * (1.0 + RATE_CHANGE)
         };
         let short = self.placement.slack(demands) < 1.0 && demands.iter().any(changed);
-        if (short || self.helped) && age >= self.settings.spacing {
+        if (short || self.extended) && age >= self.settings.spacing {
             return Some("load rose");
         }
         (age >= self.settings.epoch).then_some("epoch")
@@ -297,41 +308,50 @@ impl Core {
         curves: &Curves,
     ) {
         let fresh =
-            placement::place(machines, demands, curves, &self.told, &self.settings.placement);
+            placement::place(machines, demands, curves, &self.assigned, &self.settings.placement);
         let bound = fresh.bound;
-        let mut chosen = self.kept(&fresh, machines, demands, curves, reason).unwrap_or(fresh);
+        let mut chosen =
+            self.keep_current(&fresh, machines, demands, curves, reason).unwrap_or(fresh);
         chosen.bound = bound;
-        self.plan.moves += moves(&chosen, &self.told);
+        self.plan.moves += moves(&chosen, &self.assigned);
         self.placement = chosen;
         self.machines = machines.iter().map(|machine| machine.name.clone()).collect();
         self.rates = demands.iter().map(|demand| (demand.model.clone(), demand.rate)).collect();
         self.measured = curves.len();
         self.planned_at = Some(now);
-        self.helped = false;
+        self.extended = false;
         self.plan.epoch += 1;
         self.plan.reason = reason.to_string();
     }
 
-    /// Machines without work help where load has outgrown the plan and the next one is not due: nothing that runs moves
-    /// for it.
-    fn help(&mut self, machines: &[Machine], demands: &[Demand], curves: &Curves) {
+    /// Adds idle machines where the load has outgrown the plan and the next plan is not due. Models
+    /// that serve do not move.
+    fn extend_placement(&mut self, machines: &[Machine], demands: &[Demand], curves: &Curves) {
         let risen = |demand: &&Demand| {
             let before = self.rates.get(&demand.model).copied().unwrap_or(0.0);
-            demand.rate > before * (1.0 + CHANGE)
+            demand.rate > before * (1.0 + RATE_CHANGE)
         };
         let risen: Vec<Demand> = demands.iter().filter(risen).cloned().collect();
         let mut placement = self.placement.clone();
         let settings = &self.settings.placement;
-        if placement::extend(&mut placement, machines, &risen, curves, &self.told, settings, 1.0) {
-            self.plan.moves += moves(&placement, &self.told);
+        if placement::extend(
+            &mut placement,
+            machines,
+            &risen,
+            curves,
+            &self.assigned,
+            settings,
+            1.0,
+        ) {
+            self.plan.moves += moves(&placement, &self.assigned);
             self.placement = placement;
-            self.helped = true;
+            self.extended = true;
         }
     }
 
-    /// What stands, with repairs where machines came or went, if it is good enough that moving to `fresh` is not worth
-    /// it.
-    fn kept(
+    /// The current placement, repaired where machines came or went, if it is good enough that
+    /// moving to `fresh` is not worth it.
+    fn keep_current(
         &self,
         fresh: &Placement,
         machines: &[Machine],
@@ -340,26 +360,26 @@ impl Core {
         reason: &str,
     ) -> Option<Placement> {
         let settings = &self.settings.placement;
-        let stands = match reason {
-            // Objectives may have changed with these, not only rates.
+        let current = match reason {
+            // SLOs may have changed too, not only rates.
             "model measured" | "queries changed" => return None,
             "backend lost" | "backend joined" | "backend drained" => {
                 let placement = &self.placement;
-                placement::repair(placement, machines, demands, curves, &self.told, settings)?
+                placement::repair(placement, machines, demands, curves, &self.assigned, settings)?
             }
             _ => self.placement.clone(),
         };
-        let enough = stands.slack(demands) >= 1.0 + settings.headroom / 2.0;
+        let enough = current.slack(demands) >= 1.0 + settings.headroom / 2.0;
         let gains = match settings.spread {
-            true => fresh.slack(demands) > stands.slack(demands) * WORTH_ROOM,
-            false => (fresh.used() as f64) < stands.used() as f64 * WORTH_FEWER,
+            true => fresh.slack(demands) > current.slack(demands) * GAIN_SLACK,
+            false => (fresh.used() as f64) < current.used() as f64 * GAIN_MACHINES,
         };
-        (enough && !gains && stands.covers(machines, demands)).then_some(stands)
+        (enough && !gains && current.covers(machines, demands)).then_some(current)
     }
 
     fn deploy(
         &mut self,
-        view: &View,
+        snapshot: &ClusterSnapshot,
         machines: &[Machine],
         demands: &[Demand],
         curves: &Curves,
@@ -367,99 +387,103 @@ impl Core {
         let memory =
             machines.iter().map(|machine| (machine.name.clone(), machine.memory_bytes)).collect();
         let facts = |demand: &Demand| {
-            let version = view.models.get(&demand.model).map_or(0, |model| model.version);
+            let version = snapshot.models.get(&demand.model).map_or(0, |model| model.version);
             let facts = ModelFacts { version, memory_bytes: demand.memory_bytes };
             (demand.model.clone(), facts)
         };
         let models = demands.iter().map(facts).collect();
-        let situation = Situation {
+        let state = DeploymentState {
             placement: &self.placement,
-            told: &self.told,
-            states: &view.states,
+            assigned: &self.assigned,
+            states: &snapshot.states,
             memory: &memory,
             models: &models,
         };
-        let step = deployment::step(&situation);
+        let step = deployment::step(&state);
         for model in &step.forced {
-            tracing::warn!(model, "no room for a shadow: requests may be refused for a moment");
+            tracing::warn!(model, "no memory for a shadow; requests may be refused for a moment");
         }
         let pools = match self.settings.placement.pooled {
-            true => self.paces.pools(&self.placement, machines, demands, curves),
-            false => Pools::default(),
+            true => self.load_factors.pools(&self.placement, machines, demands, curves),
+            false => BackendPools::default(),
         };
         let decision = Decision {
             assignments: self.assignments(&step, &models, &pools),
-            routes: self.routes(view, &step, demands, curves, &pools),
+            routes: self.routes(snapshot, &step, demands, curves, &pools),
             splits: self.splits.clone(),
-            plan: self.summary(view, machines.len(), demands),
+            plan: self.summarize(snapshot, machines.len(), demands),
         };
-        self.told = step
-            .told
+        self.assigned = step
+            .assigned
             .into_iter()
-            .map(|(backend, told)| (backend, told.into_keys().collect()))
+            .map(|(backend, assigned)| (backend, assigned.into_keys().collect()))
             .collect();
         decision
     }
 
     fn assignments(
         &self,
-        step: &Step,
+        step: &DeploymentStep,
         models: &BTreeMap<String, ModelFacts>,
-        pools: &Pools,
+        pools: &BackendPools,
     ) -> BTreeMap<String, Assignment> {
-        let assignment = |(backend, told): (&String, &deployment::Told)| {
-            let share = |(model, (part, batch, rate)): (&String, &(Part, u32, f64))| Share {
-                model: model.clone(),
-                version: models.get(model).map_or(0, |facts| facts.version),
-                part: *part,
-                batch: *batch,
-                rate: *rate,
-                least: pools.least(backend, model),
+        let assignment = |(backend, assigned): (&String, &deployment::PlannedModels)| {
+            let share = |(model, (role, batch, rate)): (&String, &(AssignmentRole, u32, f64))| {
+                AssignedModel {
+                    model: model.clone(),
+                    version: models.get(model).map_or(0, |facts| facts.version),
+                    role: *role,
+                    batch: *batch,
+                    rate: *rate,
+                    min_batch: pools.min_batch(backend, model),
+                }
             };
-            let cycle_ms = self.placement.places.get(backend).map_or(0.0, |place| place.cycle_ms);
-            let shares = told.iter().map(share).collect();
-            (backend.clone(), Assignment { epoch: self.plan.epoch, cycle_ms, shares })
+            let cycle_ms =
+                self.placement.duty_cycles.get(backend).map_or(0.0, |cycle| cycle.cycle_ms);
+            let models = assigned.iter().map(share).collect();
+            (backend.clone(), Assignment { epoch: self.plan.epoch, cycle_ms, models })
         };
-        step.told.iter().map(assignment).collect()
+        step.assigned.iter().map(assignment).collect()
     }
 
     fn routes(
         &self,
-        view: &View,
-        step: &Step,
+        snapshot: &ClusterSnapshot,
+        step: &DeploymentStep,
         demands: &[Demand],
         curves: &Curves,
-        pools: &Pools,
+        pools: &BackendPools,
     ) -> BTreeMap<String, RouteRecord> {
         let planned = self.placement.rates();
-        // A rate beyond the plan is the next plan's to serve; only what no plan can serve is held back.
+        // A rate beyond the plan is for the next plan; only a rate that no plan can serve is
+        // limited.
         let short = self.placement.scale < 1.0;
         let measured: BTreeSet<&str> = curves.keys().map(|(_, model)| model.as_str()).collect();
         let limits: BTreeMap<&str, f64> = demands
             .iter()
             .filter_map(|demand| {
                 let rate = planned.get(demand.model.as_str()).copied().unwrap_or(0.0);
-                // Nobody is held back by a guess.
+                // An unmeasured model is not limited.
                 let known = measured.contains(demand.model.as_str());
                 (short && known && rate < demand.rate).then_some((demand.model.as_str(), rate))
             })
             .collect();
         let route = |(model, targets): (&String, &Vec<(String, f64)>)| {
             let target = |(backend, weight): &(String, f64)| {
-                let record = view.backends.get(backend)?;
-                let told = step.told.get(backend)?.get(model)?;
-                let place = self.placement.places.get(backend);
+                let record = snapshot.backends.get(backend)?;
+                let assigned = step.assigned.get(backend)?.get(model)?;
+                let cycle = self.placement.duty_cycles.get(backend);
                 let curve = curves.get(&(record.device.clone(), model.clone()));
-                let time = curve.and_then(|c| c.iter().find(|(batch, _)| *batch >= told.1));
+                let time = curve.and_then(|c| c.iter().find(|(batch, _)| *batch >= assigned.1));
                 Some(TargetRecord {
                     backend: backend.clone(),
                     grpc: record.grpc.clone(),
                     http: record.http.clone(),
                     weight: *weight,
-                    batch: told.1,
+                    batch: assigned.1,
                     batch_ms: time.map_or(0.0, |(_, ms)| *ms),
-                    cycle_ms: place.map_or(0.0, |place| place.cycle_ms),
-                    least: pools.least(backend, model),
+                    cycle_ms: cycle.map_or(0.0, |cycle| cycle.cycle_ms),
+                    min_batch: pools.min_batch(backend, model),
                 })
             };
             let targets = targets.iter().filter_map(target).collect();
@@ -469,26 +493,33 @@ impl Core {
         step.routes.iter().map(route).collect()
     }
 
-    fn summary(&mut self, view: &View, backends: usize, demands: &[Demand]) -> PlanRecord {
+    fn summarize(
+        &mut self,
+        snapshot: &ClusterSnapshot,
+        backends: usize,
+        demands: &[Demand],
+    ) -> PlanRecord {
         let mut failed = BTreeMap::new();
-        for (model, record) in &view.models {
-            let standings = || view.states.values().filter_map(|state| state.models.get(model));
-            let ready = standings().any(|standing| matches!(standing, Standing::Ready { .. }));
-            let reason = standings().find_map(|standing| match standing {
-                Standing::Failed { version, reason } if *version >= record.version => Some(reason),
+        for (model, record) in &snapshot.models {
+            let load_states =
+                || snapshot.states.values().filter_map(|state| state.models.get(model));
+            let ready =
+                load_states().any(|load_state| matches!(load_state, LoadState::Ready { .. }));
+            let reason = load_states().find_map(|load_state| match load_state {
+                LoadState::Failed { version, reason } if *version >= record.version => Some(reason),
                 _ => None,
             });
             if let (false, Some(reason)) = (ready, reason) {
                 failed.insert(model.clone(), reason.clone());
             }
         }
-        let mut families: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+        let mut prefix_groups: BTreeMap<&str, Vec<String>> = BTreeMap::new();
         for demand in demands {
-            if let Some(family) = &demand.family {
-                families.entry(&family.name).or_default().push(demand.model.clone());
+            if let Some(prefix_group) = &demand.prefix_group {
+                prefix_groups.entry(&prefix_group.name).or_default().push(demand.model.clone());
             }
         }
-        self.plan.families = families.into_values().collect();
+        self.plan.prefix_groups = prefix_groups.into_values().collect();
         let slack = self.placement.slack(demands);
         self.plan.used = self.placement.used();
         self.plan.backends = backends;
@@ -500,28 +531,28 @@ impl Core {
     }
 }
 
-/// Share of a machine's time that its turns take.
-fn busy(place: &Place, device: &str, curves: &Curves) -> f64 {
-    let serving = place.parts.iter().filter(|part| part.rate > 0.0);
-    let turn_ms = |part: &PlacedPart| {
+/// Share of a machine's time that its batches take.
+fn busy(cycle: &DutyCycle, device: &str, curves: &Curves) -> f64 {
+    let serving = cycle.parts.iter().filter(|part| part.rate > 0.0);
+    let batch_ms = |part: &PlacedPart| {
         let curve = curves.get(&(device.to_string(), part.model.clone()))?;
         curve.iter().find(|(batch, _)| *batch >= part.batch).map(|(_, ms)| *ms)
     };
-    let sum_ms: f64 = serving.filter_map(turn_ms).sum();
-    if place.cycle_ms > 0.0 { sum_ms / place.cycle_ms } else { 0.0 }
+    let sum_ms: f64 = serving.filter_map(batch_ms).sum();
+    if cycle.cycle_ms > 0.0 { sum_ms / cycle.cycle_ms } else { 0.0 }
 }
 
-fn machines(view: &View) -> Vec<Machine> {
+fn machines(snapshot: &ClusterSnapshot) -> Vec<Machine> {
     let machine = |(name, record): (&String, &crate::record::BackendRecord)| Machine {
         name: name.clone(),
         device: record.device.clone(),
         memory_bytes: record.memory_bytes,
     };
-    view.backends.iter().map(machine).collect()
+    snapshot.backends.iter().map(machine).collect()
 }
 
-fn assign_families(view: &View, demands: &mut [Demand]) {
-    let by_digest: BTreeMap<&str, &[(String, f64)]> = view
+fn assign_prefix_groups(snapshot: &ClusterSnapshot, demands: &mut [Demand]) {
+    let by_digest: BTreeMap<&str, &[(String, f64)]> = snapshot
         .profiles
         .iter()
         .filter(|(_, profile)| !profile.marks.is_empty())
@@ -530,18 +561,18 @@ fn assign_families(view: &View, demands: &mut [Demand]) {
     if by_digest.is_empty() {
         return;
     }
-    let marks: BTreeMap<&str, &[(String, f64)]> = view
+    let marks: BTreeMap<&str, &[(String, f64)]> = snapshot
         .models
         .iter()
         .filter_map(|(name, model)| Some((name.as_str(), *by_digest.get(model.digest.as_str())?)))
         .collect();
-    // As nodes have it: who shares batches must want them made in the same way.
-    let alike = |a: &str, b: &str| match (view.models.get(a), view.models.get(b)) {
+    // The same rule as on nodes: models that share batches must form them in the same way.
+    let compatible = |a: &str, b: &str| match (snapshot.models.get(a), snapshot.models.get(b)) {
         (Some(a), Some(b)) => {
             let (a, b) = (&a.config, &b.config);
-            let whole = a.batching.policy == model::config::BatchingPolicy::None
+            let unbatched = a.batching.policy == model::config::BatchingPolicy::None
                 || (a.class == Class::RealTime && a.slo_ms.is_none() && a.timeout_ms.is_none());
-            !whole
+            !unbatched
                 && a.class == b.class
                 && a.timeout_ms.is_none() == b.timeout_ms.is_none()
                 && (&a.batching, a.slo_ms, a.max_batch_size)
@@ -549,16 +580,16 @@ fn assign_families(view: &View, demands: &mut [Demand]) {
         }
         _ => false,
     };
-    kinship::assign(demands, &marks, alike);
+    prefix_batching::assign(demands, &marks, compatible);
 }
 
-fn curves(view: &View) -> Curves {
-    let devices: BTreeSet<&str> = view.backends.values().map(|b| b.device.as_str()).collect();
+fn curves(snapshot: &ClusterSnapshot) -> Curves {
+    let devices: BTreeSet<&str> = snapshot.backends.values().map(|b| b.device.as_str()).collect();
     let mut curves = Curves::new();
-    for (name, model) in view.models.iter().filter(|(_, model)| model.enabled) {
+    for (name, model) in snapshot.models.iter().filter(|(_, model)| model.enabled) {
         for device in &devices {
             let key = (device.to_string(), model.digest.clone());
-            if let Some(profile) = view.profiles.get(&key).filter(|p| !p.curve.is_empty()) {
+            if let Some(profile) = snapshot.profiles.get(&key).filter(|p| !p.curve.is_empty()) {
                 curves.insert((device.to_string(), name.clone()), profile.curve.clone());
             }
         }
@@ -567,13 +598,13 @@ fn curves(view: &View) -> Curves {
 }
 
 /// Loads that a placement causes.
-fn moves(placement: &Placement, held: &Holdings) -> u64 {
-    let new = |(name, place): (&String, &Place)| {
+fn moves(placement: &Placement, held: &LoadedModels) -> u64 {
+    let new = |(name, cycle): (&String, &DutyCycle)| {
         let held = held.get(name);
         let new = |part: &&PlacedPart| held.is_none_or(|held| !held.contains(&part.model));
-        place.parts.iter().filter(new).count() as u64
+        cycle.parts.iter().filter(new).count() as u64
     };
-    placement.places.iter().map(new).sum()
+    placement.duty_cycles.iter().map(new).sum()
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! A cluster in words and pictures.
+//! The status of a cluster, as JSON and as text.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -6,8 +6,8 @@ use std::fmt::Write;
 use serde::Serialize;
 
 use crate::query::spec::{QuerySpec, StageSpec};
-use crate::record::{ModelLoad, Part, PlanRecord, QueryLoad, ScalingRecord, Standing};
-use crate::view::View;
+use crate::record::{AssignmentRole, LoadState, ModelLoad, PlanRecord, QueryLoad, ScalingRecord};
+use crate::snapshot::ClusterSnapshot;
 
 /// One backend.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -16,28 +16,29 @@ pub struct BackendRow {
     pub name: String,
     /// Its kind of device.
     pub device: String,
-    /// Where its gRPC listens.
+    /// Address of its gRPC server.
     pub grpc: String,
     /// Length of its duty cycle in milliseconds.
     pub cycle_ms: f64,
-    /// Share of the cycle in use by the plan.
+    /// Share of the duty cycle that the plan uses.
     pub occupancy: f64,
-    /// What it holds or is to hold: model, part, batch, planned rate, where it stands.
-    pub models: Vec<HeldRow>,
+    /// Its assigned models.
+    pub models: Vec<AssignedModelRow>,
 }
 
-/// A model on a backend.
+/// A model assigned to a backend.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct HeldRow {
+pub struct AssignedModelRow {
     /// The model.
     pub model: String,
-    /// Why it is there.
-    pub part: Part,
-    /// Requests that one turn takes.
+    /// Why it is assigned.
+    #[serde(rename = "part")]
+    pub role: AssignmentRole,
+    /// Requests per batch.
     pub batch: u32,
-    /// Requests a second planned.
+    /// Planned requests per second.
     pub rate: f64,
-    /// Where it stands.
+    /// Its state.
     pub state: &'static str,
     /// Why it failed, where it did.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -51,35 +52,35 @@ pub struct ModelRow {
     pub name: String,
     /// Its version.
     pub version: u64,
-    /// Whether it is to be served.
+    /// Whether it is served.
     pub enabled: bool,
-    /// Backends that answer for it.
+    /// Backends that serve it.
     pub backends: Vec<String>,
-    /// Requests a second, all frontends.
+    /// Requests per second, over all frontends.
     pub rate: f64,
-    /// Requests that came.
+    /// Requests received.
     pub arrived: u64,
-    /// Answers after the objective.
+    /// Replies after the SLO.
     pub late: u64,
-    /// Requests refused or given up.
+    /// Requests refused or cancelled.
     pub refused: u64,
     /// Requests sent to a second backend.
     pub retried: u64,
-    /// The worst frontend's 99th percentile in milliseconds.
+    /// 99th percentile of latency in milliseconds, of the worst frontend.
     pub p99_ms: f64,
 }
 
-/// The whole.
+/// The status of a cluster.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Status {
-    /// Who leads.
+    /// The leader's name.
     pub leader: Option<String>,
-    /// The plan in short.
+    /// The plan's summary.
     pub plan: Option<PlanRecord>,
-    /// How many backends there are to be, where the scheduler sees to it.
+    /// The scaling record, where backends are scaled.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scaling: Option<ScalingRecord>,
-    /// Frontends, with where their REST listens.
+    /// Frontends, with the addresses of their REST servers.
     pub frontends: BTreeMap<String, String>,
     /// Backends.
     pub backends: Vec<BackendRow>,
@@ -96,11 +97,11 @@ pub struct StageRow {
     pub name: String,
     /// Its model.
     pub model: String,
-    /// Its part of the objective in milliseconds.
+    /// Its share of the SLO in milliseconds.
     pub budget_ms: f64,
-    /// Requests that a question makes of it.
+    /// Requests to this stage per query request.
     pub fan_out: f64,
-    /// The worst frontend's 99th percentile in milliseconds.
+    /// 99th percentile of latency in milliseconds, of the worst frontend.
     pub p99_ms: f64,
 }
 
@@ -109,66 +110,70 @@ pub struct StageRow {
 pub struct QueryRow {
     /// Its name.
     pub name: String,
-    /// Its objective in milliseconds.
+    /// Its SLO in milliseconds.
     pub slo_ms: f64,
-    /// Questions a second, all frontends.
+    /// Requests per second, over all frontends.
     pub rate: f64,
-    /// Questions that came.
+    /// Requests received.
     pub arrived: u64,
-    /// Answers after the objective.
+    /// Replies after the SLO.
     pub late: u64,
-    /// Questions refused or given up.
+    /// Requests refused or cancelled.
     pub refused: u64,
-    /// The worst frontend's 99th percentile in milliseconds.
+    /// 99th percentile of latency in milliseconds, of the worst frontend.
     pub p99_ms: f64,
     /// Its stages.
     pub stages: Vec<StageRow>,
 }
 
 impl Status {
-    /// What `view` shows.
-    pub fn of(view: &View) -> Status {
-        let frontends = view.frontends.iter();
+    /// The status that `snapshot` describes.
+    pub fn of(snapshot: &ClusterSnapshot) -> Status {
+        let frontends = snapshot.frontends.iter();
         Status {
-            leader: view.leader.clone(),
-            plan: view.plan.clone(),
-            scaling: view.scaling.clone(),
+            leader: snapshot.leader.clone(),
+            plan: snapshot.plan.clone(),
+            scaling: snapshot.scaling.clone(),
             frontends: frontends
                 .map(|(name, record)| (name.clone(), record.http.clone()))
                 .collect(),
-            backends: view.backends.keys().map(|name| backend_row(view, name)).collect(),
-            models: view.models.keys().map(|name| model_row(view, name)).collect(),
-            queries: view.queries.iter().map(|(name, spec)| query_row(view, name, spec)).collect(),
+            backends: snapshot.backends.keys().map(|name| backend_row(snapshot, name)).collect(),
+            models: snapshot.models.keys().map(|name| model_row(snapshot, name)).collect(),
+            queries: snapshot
+                .queries
+                .iter()
+                .map(|(name, spec)| query_row(snapshot, name, spec))
+                .collect(),
         }
     }
 }
 
-fn backend_row(view: &View, name: &str) -> BackendRow {
-    let record = view.backends.get(name).cloned().unwrap_or_default();
-    let assignment = view.assignments.get(name).cloned().unwrap_or_default();
-    let state = view.states.get(name).cloned().unwrap_or_default();
+fn backend_row(snapshot: &ClusterSnapshot, name: &str) -> BackendRow {
+    let record = snapshot.backends.get(name).cloned().unwrap_or_default();
+    let assignment = snapshot.assignments.get(name).cloned().unwrap_or_default();
+    let state = snapshot.states.get(name).cloned().unwrap_or_default();
     let mut busy_ms = 0.0;
-    for share in assignment.shares.iter().filter(|share| share.rate > 0.0) {
-        let digest = view.models.get(&share.model).map(|model| model.digest.clone());
-        let profile = digest.and_then(|d| view.profiles.get(&(record.device.clone(), d)));
-        let time = profile.and_then(|p| p.curve.iter().find(|(batch, _)| *batch >= share.batch));
+    for assigned in assignment.models.iter().filter(|assigned| assigned.rate > 0.0) {
+        let digest = snapshot.models.get(&assigned.model).map(|model| model.digest.clone());
+        let profile = digest.and_then(|d| snapshot.profiles.get(&(record.device.clone(), d)));
+        let time = profile.and_then(|p| p.curve.iter().find(|(batch, _)| *batch >= assigned.batch));
         busy_ms += time.map_or(0.0, |(_, ms)| *ms);
     }
-    let held = assignment.shares.into_iter().map(|share| HeldRow {
-        state: match state.models.get(&share.model) {
-            Some(Standing::Ready { .. }) => "ready",
-            Some(Standing::Loading) => "loading",
-            Some(Standing::Failed { .. }) => "failed",
+    let held = assignment.models.into_iter().map(|assigned| AssignedModelRow {
+        state: match state.models.get(&assigned.model) {
+            Some(LoadState::Ready { .. }) => "ready",
+            Some(LoadState::Loading) => "loading",
+            Some(LoadState::Failed { .. }) => "failed",
             None => "waiting",
         },
-        reason: match state.models.get(&share.model) {
-            Some(Standing::Failed { reason, .. }) => Some(reason.clone()),
+        reason: match state.models.get(&assigned.model) {
+            Some(LoadState::Failed { reason, .. }) => Some(reason.clone()),
             _ => None,
         },
-        model: share.model,
-        part: share.part,
-        batch: share.batch,
-        rate: share.rate,
+        model: assigned.model,
+        role: assigned.role,
+        batch: assigned.batch,
+        rate: assigned.rate,
     });
     BackendRow {
         name: name.to_string(),
@@ -180,9 +185,9 @@ fn backend_row(view: &View, name: &str) -> BackendRow {
     }
 }
 
-fn model_row(view: &View, name: &str) -> ModelRow {
+fn model_row(snapshot: &ClusterSnapshot, name: &str) -> ModelRow {
     let mut sum = ModelLoad::default();
-    for load in view.loads.values().filter_map(|report| report.models.get(name)) {
+    for load in snapshot.loads.values().filter_map(|report| report.models.get(name)) {
         sum.fast += load.fast;
         sum.arrived += load.arrived;
         sum.late += load.late;
@@ -190,8 +195,8 @@ fn model_row(view: &View, name: &str) -> ModelRow {
         sum.retried += load.retried;
         sum.p99_ms = sum.p99_ms.max(load.p99_ms);
     }
-    let targets = view.routes.get(name).map_or(&[][..], |route| &route.targets);
-    let model = view.models.get(name);
+    let targets = snapshot.routes.get(name).map_or(&[][..], |route| &route.targets);
+    let model = snapshot.models.get(name);
     ModelRow {
         name: name.to_string(),
         version: model.map_or(0, |model| model.version),
@@ -206,12 +211,12 @@ fn model_row(view: &View, name: &str) -> ModelRow {
     }
 }
 
-fn query_row(view: &View, name: &str, spec: &QuerySpec) -> QueryRow {
+fn query_row(snapshot: &ClusterSnapshot, name: &str, spec: &QuerySpec) -> QueryRow {
     let loads: Vec<&QueryLoad> =
-        view.loads.values().filter_map(|report| report.queries.get(name)).collect();
-    let sum = |of: fn(&ModelLoad) -> u64| loads.iter().map(|load| of(&load.questions)).sum();
+        snapshot.loads.values().filter_map(|report| report.queries.get(name)).collect();
+    let sum = |of: fn(&ModelLoad) -> u64| loads.iter().map(|load| of(&load.requests)).sum();
     let worst = |times: &mut dyn Iterator<Item = f64>| times.fold(0.0, f64::max);
-    let split = view.splits.get(name);
+    let split = snapshot.splits.get(name);
     let stage = |stage: &StageSpec| {
         let budget = split.and_then(|split| split.stages.get(&stage.name));
         let mut seen = loads.iter().filter_map(|load| Some(load.stages.get(&stage.name)?.p99_ms));
@@ -226,27 +231,28 @@ fn query_row(view: &View, name: &str, spec: &QuerySpec) -> QueryRow {
     QueryRow {
         name: name.to_string(),
         slo_ms: spec.slo_ms,
-        rate: loads.iter().map(|load| load.questions.fast).sum(),
+        rate: loads.iter().map(|load| load.requests.fast).sum(),
         arrived: sum(|load| load.arrived),
         late: sum(|load| load.late),
         refused: sum(|load| load.refused),
-        p99_ms: worst(&mut loads.iter().map(|load| load.questions.p99_ms)),
+        p99_ms: worst(&mut loads.iter().map(|load| load.requests.p99_ms)),
         stages: spec.stages.iter().map(stage).collect(),
     }
 }
 
-/// Width of a backend's bar.
+/// Width of a backend's bar in characters.
 const BAR: usize = 24;
 
-/// The status for a terminal: backends as bars of their duty cycles, then models.
-pub fn picture(status: &Status) -> String {
+/// The status as text for a terminal: backends as bars of their duty cycles, then models.
+pub fn render(status: &Status) -> String {
     let mut text = String::new();
-    let leader = status.leader.as_deref().unwrap_or("nobody");
+    let leader = status.leader.as_deref().unwrap_or("none");
     let _ = writeln!(text, "leader {leader}, {} frontends", status.frontends.len());
     if let Some(plan) = &status.plan {
         let _ = writeln!(
             text,
-            "epoch {} ({}): {} of {} backends serve, at least {:.2} needed, room {:.2}x, {} moves, {:.1} ms",
+            "epoch {} ({}): {} of {} backends serve, at least {:.2} needed, capacity {:.2}x, \
+             {} moves, {:.1} ms",
             plan.epoch,
             plan.reason,
             plan.used,
@@ -257,7 +263,7 @@ pub fn picture(status: &Status) -> String {
             plan.plan_ms
         );
         for model in &plan.unattainable {
-            let _ = writeln!(text, "  no batch of '{model}' meets its objective");
+            let _ = writeln!(text, "  no batch of '{model}' meets its SLO");
         }
         for (model, why) in &plan.failed {
             let _ = writeln!(text, "  '{model}' cannot be loaded: {why}");
@@ -275,15 +281,15 @@ pub fn picture(status: &Status) -> String {
             backend.name, backend.device, backend.cycle_ms
         );
         for held in &backend.models {
-            let mark = match (held.part, held.state) {
+            let mark = match (held.role, held.state) {
                 (_, "failed") => "!",
                 (_, "loading" | "waiting") => "~",
-                (Part::Serving, _) => "",
-                (Part::Standby, _) => "+",
-                (Part::Shadow, _) => "-",
+                (AssignmentRole::Serving, _) => "",
+                (AssignmentRole::Standby, _) => "+",
+                (AssignmentRole::Shadow, _) => "-",
             };
-            let _ = match held.part {
-                Part::Serving => {
+            let _ = match held.role {
+                AssignmentRole::Serving => {
                     write!(text, " {mark}{}x{}@{:.0}", held.model, held.batch, held.rate)
                 }
                 _ => write!(text, " {mark}{}", held.model),
@@ -318,7 +324,7 @@ pub fn picture(status: &Status) -> String {
     for query in &status.queries {
         let _ = writeln!(
             text,
-            "query {}: {:.1}/s, {} came, {} late, {} refused, p99 {:.2} of {} ms",
+            "query {}: {:.1}/s, {} requests, {} late, {} refused, p99 {:.2} of {} ms",
             query.name,
             query.rate,
             query.arrived,
@@ -341,9 +347,9 @@ pub fn picture(status: &Status) -> String {
 
 fn write_scaling(text: &mut String, scaling: &ScalingRecord) {
     let ScalingRecord { target, wanted, replicas, present, errors, .. } = scaling;
-    let _ = write!(text, "{target}: {wanted} wanted, {replicas} asked for, {present} present");
+    let _ = write!(text, "{target}: {wanted} wanted, {replicas} requested, {present} present");
     if !scaling.draining.is_empty() {
-        let _ = write!(text, ", emptied to go: {}", scaling.draining.join(" "));
+        let _ = write!(text, ", draining: {}", scaling.draining.join(" "));
     }
     if *errors > 0 {
         let _ = write!(text, ", {errors} errors");
@@ -357,24 +363,24 @@ fn write_scaling(text: &mut String, scaling: &ScalingRecord) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::{Assignment, BackendRecord, Share};
+    use crate::record::{AssignedModel, Assignment, BackendRecord};
 
     #[test]
-    fn every_backend_and_model_is_in_the_picture() {
-        let mut view = View::default();
+    fn renders_every_backend_and_model() {
+        let mut snapshot = ClusterSnapshot::default();
         let record = BackendRecord { device: "cpu".to_string(), ..Default::default() };
-        view.backends.insert("b1".to_string(), record);
-        let share = Share {
+        snapshot.backends.insert("b1".to_string(), record);
+        let assigned = AssignedModel {
             model: "m".to_string(),
             version: 1,
-            part: Part::Serving,
+            role: AssignmentRole::Serving,
             batch: 4,
             rate: 30.0,
-            least: 0,
+            min_batch: 0,
         };
-        let assignment = Assignment { epoch: 1, cycle_ms: 50.0, shares: vec![share] };
-        view.assignments.insert("b1".to_string(), assignment);
-        view.scaling = Some(ScalingRecord {
+        let assignment = Assignment { epoch: 1, cycle_ms: 50.0, models: vec![assigned] };
+        snapshot.assignments.insert("b1".to_string(), assignment);
+        snapshot.scaling = Some(ScalingRecord {
             target: "deployment/b".to_string(),
             wanted: 3,
             replicas: 2,
@@ -383,8 +389,8 @@ mod tests {
             errors: 4,
             error: Some("not allowed: x".to_string()),
         });
-        let text = picture(&Status::of(&view));
-        let scaling = "deployment/b: 3 wanted, 2 asked for, 1 present, emptied to go: b1, 4 errors";
+        let text = render(&Status::of(&snapshot));
+        let scaling = "deployment/b: 3 wanted, 2 requested, 1 present, draining: b1, 4 errors";
         assert!(text.contains(scaling) && text.contains("  not allowed: x"), "{text}");
         assert!(text.contains("b1") && text.contains("~mx4@30"), "{text}");
     }

@@ -1,7 +1,7 @@
 //! The cluster's shared state: keys with revisions, leases, watches and transactions.
 //!
-//! What the roles need of an engine is this one trait; consensus is the engine's business. [`memory`] is
-//! the embedded engine of one process, [`etcd`] the one of a cluster. Both pass [`conformance`].
+//! This one trait is all that the roles need; consensus is the engine's task. [`memory`] is the
+//! engine for one process, [`etcd`] the one for a cluster. Both pass [`conformance`].
 
 use std::future::Future;
 use std::pin::Pin;
@@ -18,38 +18,38 @@ pub mod etcd;
 pub mod memory;
 pub mod mirror;
 
-/// When a key was last written; later writes have larger ones, across all keys. 0 stands for a key that
-/// is not there.
+/// When a key was last written. Later writes have larger revisions, across all keys. 0 means that
+/// the key does not exist.
 pub type Revision = u64;
 
-/// A lease: keys that hold it go when it does.
+/// A lease: its keys are removed when it ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeaseId(pub i64);
 
-/// The most writes of one transaction; etcd's own default.
+/// Maximum number of writes in a transaction; etcd's default.
 pub const OPERATIONS_MAX: usize = 128;
 
-/// The most bytes of a value; etcd takes requests of 1.5 MiB.
+/// Maximum size of a value in bytes; etcd accepts requests of 1.5 MiB.
 pub const VALUE_MAX: usize = 1 << 20;
 
-/// Why the store did not do what it was asked to.
+/// Why a call to the store failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum StoreError {
-    /// The engine cannot be reached or does not answer; trying again may help.
+    /// The engine cannot be reached or does not reply; a retry may help.
     #[error("the store is not reachable: {0}")]
     Unreachable(String),
-    /// A lease that does not exist (any more).
-    #[error("the lease is gone")]
+    /// The lease does not exist, or has ended.
+    #[error("the lease does not exist")]
     NoLease,
     /// A watch missed changes; list again and watch from there.
-    #[error("the watch fell behind; what it missed is gone")]
+    #[error("the watch fell behind and missed changes")]
     Behind,
-    /// The engine refuses.
+    /// The engine refuses the call.
     #[error("the store refuses: {0}")]
     Refused(String),
 }
 
-/// A key and what it holds.
+/// A key and its value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// The key.
@@ -60,12 +60,12 @@ pub struct Entry {
     pub revision: Revision,
 }
 
-/// All keys under a prefix at one moment.
+/// All keys with a prefix at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Listing {
     /// The entries, by key.
     pub entries: Vec<Entry>,
-    /// The moment. A watch from here on misses nothing.
+    /// The moment. A watch that starts here misses nothing.
     pub revision: Revision,
 }
 
@@ -74,11 +74,11 @@ pub struct Listing {
 pub enum Change {
     /// The key has this value now.
     Put(Entry),
-    /// The key is gone.
+    /// The key was removed.
     Delete {
         /// The key.
         key: String,
-        /// When it went.
+        /// When it was removed.
         revision: Revision,
     },
 }
@@ -92,7 +92,7 @@ pub enum Write {
         key: String,
         /// Its value.
         value: Bytes,
-        /// The lease it holds.
+        /// The lease that the key belongs to.
         lease: Option<LeaseId>,
     },
     /// Removes a key.
@@ -108,7 +108,7 @@ impl Write {
         Write::Put { key: key.into(), value: value.into(), lease: None }
     }
 
-    /// Sets `key` until `lease` is gone.
+    /// Sets `key` until `lease` ends.
     pub fn put_leased(key: impl Into<String>, value: impl Into<Bytes>, lease: LeaseId) -> Write {
         Write::Put { key: key.into(), value: value.into(), lease: Some(lease) }
     }
@@ -119,8 +119,8 @@ impl Write {
     }
 }
 
-/// What must hold for a transaction to be carried out: the key was last written at this revision, 0 for
-/// a key that must not be there.
+/// A precondition of a transaction: the key was last written at this revision; 0 for a key that
+/// must not exist.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Condition {
     /// The key.
@@ -129,40 +129,41 @@ pub struct Condition {
     pub revision: Revision,
 }
 
-/// Changes as they come. Ends with an error, after which the watcher lists again; dropping it ends it.
+/// A stream of changes. After an error the watcher has to list again; dropping it ends the watch.
 pub struct Watch {
     pub(crate) changes: mpsc::Receiver<Result<Vec<Change>, StoreError>>,
 }
 
 impl Watch {
-    /// The next changes, in order; `None` after the end.
+    /// The next changes, in order; `None` at the end.
     pub async fn next(&mut self) -> Option<Result<Vec<Change>, StoreError>> {
         self.changes.recv().await
     }
 }
 
-/// What a call to the store returns.
+/// The future that a call to the store returns.
 pub type StoreFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
 
-/// An engine.
+/// A storage engine.
 pub trait Store: Send + Sync + 'static {
-    /// What `key` holds.
+    /// The entry of `key`.
     fn get<'a>(&'a self, key: &'a str) -> StoreFuture<'a, Option<Entry>>;
 
-    /// Everything under `prefix`.
+    /// All entries whose keys begin with `prefix`.
     fn list<'a>(&'a self, prefix: &'a str) -> StoreFuture<'a, Listing>;
 
-    /// Carries out all writes at once if every condition holds, and says when; `None` when one does not.
+    /// Carries out all writes atomically if every condition holds, and returns the revision; `None`
+    /// when a condition does not hold.
     fn transact(
         &self,
         conditions: Vec<Condition>,
         writes: Vec<Write>,
     ) -> StoreFuture<'_, Option<Revision>>;
 
-    /// Changes under `prefix` after `since`.
+    /// Changes of keys that begin with `prefix`, after `since`.
     fn watch<'a>(&'a self, prefix: &'a str, since: Revision) -> StoreFuture<'a, Watch>;
 
-    /// A lease that lasts `span` beyond its last renewal; engines may round up.
+    /// Grants a lease that lasts `span` after its last renewal; engines may round up.
     fn grant(&self, span: Duration) -> StoreFuture<'_, LeaseId>;
 
     /// Renews a lease.
@@ -173,7 +174,7 @@ pub trait Store: Send + Sync + 'static {
 }
 
 impl dyn Store {
-    /// Sets a key, whatever it held.
+    /// Sets a key unconditionally.
     pub async fn put(
         &self,
         key: &str,
@@ -187,12 +188,12 @@ impl dyn Store {
         }
     }
 
-    /// Removes a key, if it is there.
+    /// Removes a key, if it exists.
     pub async fn delete(&self, key: &str) -> Result<(), StoreError> {
         self.transact(Vec::new(), vec![Write::delete(key)]).await.map(|_| ())
     }
 
-    /// Sets a key that was last written at `expected`, 0 for one that is not there yet.
+    /// Sets a key that was last written at `expected`; 0 for a key that must not exist.
     pub async fn compare_and_put(
         &self,
         key: &str,
@@ -206,7 +207,7 @@ impl dyn Store {
     }
 }
 
-/// The store that a name stands for: `memory`, or `etcd://HOST:PORT[,HOST:PORT...]`.
+/// Opens the store of this name: `memory`, or `etcd://HOST:PORT[,HOST:PORT...]`.
 pub fn open(name: &str, clock: Arc<dyn Clock>) -> Result<Arc<dyn Store>, StoreError> {
     if name == "memory" {
         return Ok(memory::MemoryStore::start(clock));
@@ -214,7 +215,7 @@ pub fn open(name: &str, clock: Arc<dyn Clock>) -> Result<Arc<dyn Store>, StoreEr
     match name.strip_prefix("etcd://") {
         Some(endpoints) => Ok(Arc::new(etcd::EtcdStore::new(endpoints)?)),
         None => Err(StoreError::Refused(format!(
-            "'{name}' is no store; there are: memory, and etcd://HOST:PORT[,HOST:PORT...]"
+            "'{name}' is not a store; use memory or etcd://HOST:PORT[,HOST:PORT...]"
         ))),
     }
 }

@@ -1,6 +1,6 @@
-//! Which cryptography TLS uses.
+//! The cryptography provider of TLS.
 
-/// Chooses it for this process. What another part of the process has chosen before stays: any is good.
+/// Installs it for this process. A provider that is installed already stays.
 pub(crate) fn choose() {
     let _ = rustls::crypto::ring::default_provider().install_default();
 }

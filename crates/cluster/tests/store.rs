@@ -1,4 +1,4 @@
-//! Every store keeps the same promises; the one of a cluster against a real etcd.
+//! Conformance of every store; that of a cluster against a real etcd.
 #![allow(missing_docs)]
 
 use std::net::TcpListener;
@@ -12,8 +12,8 @@ use cluster::store::etcd::EtcdStore;
 use cluster::store::memory::MemoryStore;
 use cluster::store::{Store, conformance, mirror};
 
-/// A port nobody listens on, below those the system gives to connections: it must still be free
-/// when etcd takes it, and again when etcd comes back.
+/// A free port below the ephemeral range: it must still be free when etcd binds it, and again when
+/// etcd restarts.
 fn free_port() -> u16 {
     static TRIED: AtomicU32 = AtomicU32::new(0);
     let of_this_process = std::process::id().wrapping_mul(97);
@@ -43,7 +43,7 @@ impl Drop for Etcd {
 fn spawn(folder: &std::path::Path, port: u16, peer: u16) -> std::io::Result<Child> {
     let (client, peer) = (format!("http://127.0.0.1:{port}"), format!("http://127.0.0.1:{peer}"));
     Command::new("etcd")
-        // Nothing here outlives the machine, and a slow disk is not what is tested.
+        // Nothing here has to survive a crash, and the disk is not tested.
         .env("ETCD_UNSAFE_NO_FSYNC", "true")
         .args(["--name", "test", "--data-dir"])
         .arg(folder)
@@ -55,7 +55,7 @@ fn spawn(folder: &std::path::Path, port: u16, peer: u16) -> std::io::Result<Chil
         .spawn()
 }
 
-/// A fresh etcd; `None` where none is installed, unless the environment says that one must be.
+/// A new etcd; `None` where it is not installed, unless the environment requires it.
 fn start_etcd() -> Option<Etcd> {
     let folder = tempfile::tempdir().unwrap();
     let (port, peer) = (free_port(), free_port());
@@ -83,13 +83,13 @@ async fn reachable(store: &dyn Store) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn memory_keeps_its_promises() {
+async fn memory_store_conforms() {
     let store = MemoryStore::start(Arc::new(MonotonicClock::new()));
     conformance::run(store, "/test/").await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn etcd_keeps_its_promises() {
+async fn etcd_store_conforms() {
     let Some(etcd) = start_etcd() else { return };
     let store = Arc::new(EtcdStore::new(&format!("127.0.0.1:{}", etcd.port)).unwrap());
     reachable(&*store).await;
@@ -97,20 +97,20 @@ async fn etcd_keeps_its_promises() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_mirror_outlives_a_restart_of_etcd() {
+async fn mirror_survives_a_restart_of_etcd() {
     let Some(mut etcd) = start_etcd() else { return };
     let store: Arc<dyn Store> =
         Arc::new(EtcdStore::new(&format!("127.0.0.1:{}", etcd.port)).unwrap());
     reachable(&*store).await;
     store.put("/m/a", "1", None).await.unwrap();
-    let mut image = mirror::follow(store.clone(), "/m/").await.unwrap();
+    let mut entries = mirror::follow(store.clone(), "/m/").await.unwrap();
     etcd.process.kill().unwrap();
     etcd.process.wait().unwrap();
     assert!(store.put("/m/b", "2", None).await.is_err());
-    assert_eq!(image.borrow().len(), 1);
+    assert_eq!(entries.borrow().len(), 1);
     etcd.process = spawn(etcd.folder.path(), etcd.port, etcd.peer).unwrap();
     reachable(&*store).await;
     store.put("/m/b", "2", None).await.unwrap();
-    let wait = image.wait_for(|map| map.len() == 2);
+    let wait = entries.wait_for(|map| map.len() == 2);
     tokio::time::timeout(Duration::from_secs(60), wait).await.unwrap().unwrap();
 }

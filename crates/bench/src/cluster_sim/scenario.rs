@@ -7,13 +7,13 @@ use std::time::Instant;
 use base::{Nanos, Random};
 use cluster::frontend::meter::Rates;
 use cluster::record::{
-    BackendRecord, BackendState, LoadReport, ModelLoad, ModelRecord, ProfileRecord, Standing,
+    BackendRecord, BackendState, LoadReport, LoadState, ModelLoad, ModelRecord, ProfileRecord,
     TargetRecord, decode, encode,
 };
 use cluster::scheduler::packing::Packer;
 use cluster::scheduler::placement::PlacementSettings;
 use cluster::scheduler::{Core, Decision, SchedulerSettings};
-use cluster::view::View;
+use cluster::snapshot::ClusterSnapshot;
 use runtime::batching::BatchProfile;
 use serde::{Deserialize, Serialize};
 
@@ -202,7 +202,7 @@ impl ClusterScenario {
 struct Simulation<'a> {
     scenario: &'a ClusterScenario,
     fleet: ClusterSim,
-    view: View,
+    view: ClusterSnapshot,
     core: Core,
     meters: Vec<Rates>,
     base: Vec<(usize, f64)>,
@@ -245,7 +245,8 @@ pub fn run(scenario: &ClusterScenario) -> Result<ClusterReport, String> {
 impl Simulation<'_> {
     fn new(scenario: &ClusterScenario, packer: Packer) -> Simulation<'_> {
         let base = scenario.rates();
-        let (mut view, mut sessions, mut sources) = (View::default(), Vec::new(), Vec::new());
+        let (mut view, mut sessions, mut sources) =
+            (ClusterSnapshot::default(), Vec::new(), Vec::new());
         for gpu in 0..scenario.gpus {
             let record = BackendRecord { device: "gpu".to_string(), ..Default::default() };
             view.backends.insert(gpu_name(gpu), record);
@@ -278,7 +279,7 @@ impl Simulation<'_> {
         let settings = SchedulerSettings {
             epoch: Nanos::from_millis(scenario.epoch_s * 1000),
             spacing: Nanos::from_millis(scenario.spacing_s * 1000),
-            rate_least: 0.1,
+            rate_min: 0.1,
             placement: PlacementSettings {
                 headroom: scenario.headroom,
                 copies: 2,
@@ -437,7 +438,7 @@ impl Simulation<'_> {
                     Some(Target {
                         gpu: index_of(&t.backend)?,
                         weight: t.weight,
-                        least: t.least as usize,
+                        least: t.min_batch as usize,
                     })
                 };
                 let targets: Vec<Target> = targets.filter_map(target).collect();
@@ -457,12 +458,12 @@ impl Simulation<'_> {
             let Some(gpu) = index_of(name) else { continue };
             let state = self.view.states.entry(name.clone()).or_default();
             let wanted: BTreeSet<&str> =
-                assignment.shares.iter().map(|share| share.model.as_str()).collect();
+                assignment.models.iter().map(|share| share.model.as_str()).collect();
             state.models.retain(|model, _| wanted.contains(model.as_str()));
-            for share in &assignment.shares {
+            for share in &assignment.models {
                 let Some(session) = index_of(&share.model) else { continue };
                 if !state.models.contains_key(&share.model) {
-                    state.models.insert(share.model.clone(), Standing::Loading);
+                    state.models.insert(share.model.clone(), LoadState::Loading);
                     let done = now + Nanos::from_millis(self.scenario.load_ms);
                     self.loading.insert((gpu, session), done);
                 }
@@ -475,11 +476,11 @@ impl Simulation<'_> {
     fn refresh(&mut self, gpu: usize, assignment: &cluster::record::Assignment) {
         let state = self.view.states.get(&gpu_name(gpu));
         let ready = |model: &str| {
-            let standing = state.and_then(|state| state.models.get(model));
-            matches!(standing, Some(Standing::Ready { .. }))
+            let load_state = state.and_then(|state| state.models.get(model));
+            matches!(load_state, Some(LoadState::Ready { .. }))
         };
         let mut held = Vec::new();
-        for share in assignment.shares.iter().filter(|share| ready(&share.model)) {
+        for share in assignment.models.iter().filter(|share| ready(&share.model)) {
             let Some(session) = index_of(&share.model) else { continue };
             let session_facts = &self.fleet.sessions[session];
             let alone = session_facts.profile.batch_for_objective(session_facts.budget);
@@ -496,9 +497,9 @@ impl Simulation<'_> {
         for (gpu, session) in due {
             self.loading.remove(&(gpu, session));
             if let Some(state) = self.view.states.get_mut(&gpu_name(gpu))
-                && let Some(standing) = state.models.get_mut(&self.names[session])
+                && let Some(load_state) = state.models.get_mut(&self.names[session])
             {
-                *standing = Standing::Ready { version: 1 };
+                *load_state = LoadState::Ready { version: 1 };
                 changed.insert(gpu);
             }
         }

@@ -9,10 +9,9 @@ use std::collections::HashMap;
 use base::Nanos;
 use cluster::query::{QueryStage, stage_demands};
 use cluster::scheduler::packing::Packer;
-use cluster::scheduler::placement::{
-    Curve, Curves, Demand, Holdings, Machine, PlacementSettings, place,
-};
-use cluster::scheduler::pooling::{self, Pools};
+use cluster::scheduler::placement::{PlacementSettings, place};
+use cluster::scheduler::plan::{Curve, Curves, Demand, LoadedModels, Machine};
+use cluster::scheduler::pooling::{self, BackendPools};
 use runtime::batching::BatchProfile;
 use serde::Serialize;
 
@@ -111,7 +110,7 @@ fn good_share(setup: Setup, techniques: Techniques) -> f64 {
             slo_ms: *slo_ms,
             real_time: true,
             memory_bytes: 0,
-            family: None,
+            prefix_group: None,
         });
     }
     let packer = if techniques.squishy { Packer::Certified } else { Packer::Oblivious };
@@ -122,7 +121,7 @@ fn good_share(setup: Setup, techniques: Techniques) -> f64 {
         packer,
         pooled: techniques.pools,
     };
-    let placement = place(&machines, &demands, &curves, &Holdings::new(), &settings);
+    let placement = place(&machines, &demands, &curves, &LoadedModels::new(), &settings);
     let sessions = setup.stages.iter().zip(&setup.feeds).map(|((_, slo_ms, curve), feeds)| {
         let latencies = curve.iter().map(|(_, ms)| Nanos((ms * 1e6) as u64)).collect();
         ClusterSession {
@@ -137,16 +136,16 @@ fn good_share(setup: Setup, techniques: Techniques) -> f64 {
     let devices = machines.iter().map(|m| (m.name.clone(), m.device.clone())).collect();
     let pools = match techniques.pools {
         true => pooling::pools(&placement, &devices, &demands, &curves, |_| 1.0 / placement.scale),
-        false => Pools::default(),
+        false => BackendPools::default(),
     };
     let mut routes: Vec<Vec<Target>> = vec![Vec::new(); demands.len()];
     for (gpu, machine) in machines.iter().enumerate() {
-        let Some(place) = placement.places.get(&machine.name) else { continue };
+        let Some(cycle) = placement.duty_cycles.get(&machine.name) else { continue };
         let held: Vec<(usize, usize)> =
-            place.parts.iter().map(|part| (index[&part.model], part.batch as usize)).collect();
+            cycle.parts.iter().map(|part| (index[&part.model], part.batch as usize)).collect();
         fleet.hold(gpu, &held);
-        for part in &place.parts {
-            let least = pools.least(&machine.name, &part.model) as usize;
+        for part in &cycle.parts {
+            let least = pools.min_batch(&machine.name, &part.model) as usize;
             routes[index[&part.model]].push(Target { gpu, weight: part.rate, least });
         }
     }

@@ -1,4 +1,4 @@
-//! A model's latency by batch size, measured on the node that runs it, behind everybody else's requests.
+//! Measures a model's latency by batch size on the node that runs it, as best effort.
 
 use api::error::ApiResult;
 use api::{
@@ -10,20 +10,20 @@ use model::DataType;
 use model::config::Class;
 use model::sample::random_tensor;
 
-/// Batch sizes that are tried.
+/// Batch sizes that are measured.
 const BATCHES: [u32; 6] = [1, 2, 4, 8, 16, 32];
-/// Runs of each; the shortest counts, for others may run beside it.
+/// Runs of each size. The shortest counts, because other requests may slow down a run.
 const RUNS: usize = 3;
-/// Batches that take longer are of no use to anybody.
+/// Batches that take longer are never planned.
 const LONGEST_MS: f64 = 2000.0;
 
-/// What dimensions that a model leaves open are taken for, one after another until the model runs: of pictures, and of
-/// everything else. Requests may be of other sizes; a model is measured at one.
+/// Sizes tried for symbolic dimensions, one after another until the model runs: for images, and for
+/// other inputs. Requests may have other sizes; a model is measured at one.
 const OPEN_PICTURE: [usize; 5] = [320, 224, 64, 32, 1];
 const OPEN: [usize; 5] = [128, 64, 32, 8, 1];
 
-/// Milliseconds by batch size, up to the first that takes longer than `limit_ms`. Models whose first dimension is
-/// not a batch are measured as they are.
+/// Milliseconds by batch size, up to the first that takes longer than `limit_ms`. Models whose
+/// first dimension is not a batch are measured as they are.
 pub async fn measure(
     service: &dyn InferenceService,
     clock: &dyn Clock,
@@ -33,11 +33,11 @@ pub async fn measure(
     let reference = ModelRef { name: model, version: None };
     let metadata = service.model_metadata(reference).await?;
     let config = service.model_config(reference).await?;
-    let most = u32::try_from(config.max_batch_size).unwrap_or(0).max(1);
+    let max_batch = u32::try_from(config.max_batch_size).unwrap_or(0).max(1);
     let mut random = Random::new(1);
     let mut curve: Vec<(u32, f64)> = Vec::new();
     let size = runnable_size(service, reference, &metadata.inputs, &mut random).await;
-    for batch in BATCHES.into_iter().filter(|batch| *batch <= most) {
+    for batch in BATCHES.into_iter().filter(|batch| *batch <= max_batch) {
         let inputs = metadata.inputs.iter().map(|input| tensor(input, batch, size, &mut random));
         let inputs = inputs.collect::<ApiResult<Vec<NamedTensor>>>()?;
         let mut best_ms = f64::INFINITY;
@@ -45,7 +45,7 @@ pub async fn measure(
             let start = clock.now();
             match run(service, reference, inputs.clone()).await {
                 Ok(_) => best_ms = best_ms.min((clock.now() - start).0 as f64 / 1e6),
-                // Larger batches may not fit; what was measured counts.
+                // Larger batches may not fit; the curve so far counts.
                 Err(_) if !curve.is_empty() => return Ok(curve),
                 Err(error) => return Err(error),
             }
@@ -53,7 +53,7 @@ pub async fn measure(
                 break;
             }
         }
-        // Larger batches never take less time.
+        // A larger batch never takes less time.
         let level = curve.last().map_or(best_ms, |(_, ms)| ms.max(best_ms));
         curve.push((batch, (level * 1e4).round() / 1e4));
         if level > limit_ms.min(LONGEST_MS) {
@@ -77,8 +77,8 @@ async fn run(
     service.infer(model, request, RequestContext::default()).await.map(|_| ())
 }
 
-/// The first of the sizes for open dimensions with which the model runs, by its place in the lists; the last where none
-/// is needed or none does.
+/// Index of the first size for symbolic dimensions with which the model runs; the last index where
+/// no size is needed or none works.
 async fn runnable_size(
     service: &dyn InferenceService,
     model: ModelRef<'_>,
@@ -101,7 +101,8 @@ async fn runnable_size(
     last
 }
 
-/// Random values for an input; of open dimensions the first one is the batch, others have the size at place `size`.
+/// Random values for an input. Of symbolic dimensions the first one is the batch, the others have
+/// the size at index `size`.
 fn tensor(
     input: &TensorMetadata,
     batch: u32,

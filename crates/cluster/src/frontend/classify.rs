@@ -1,4 +1,4 @@
-//! `/classify` through a backend's own REST, where the image code is.
+//! Forwards `/classify` to a backend's REST server, which has the image code.
 
 use api::error::ApiResult;
 use api::{ApiError, Classification, ClassifyRequest, ErrorKind, Prediction};
@@ -10,8 +10,8 @@ use hyper_util::rt::TokioIo;
 use serde_json::Value;
 use tokio::net::TcpStream;
 
-/// The most bytes of an answer.
-const ANSWER_MAX: usize = 1 << 20;
+/// Maximum size of a reply in bytes.
+const REPLY_MAX: usize = 1 << 20;
 const BOUNDARY: &str = "atoll-cluster-7d1f0a";
 
 fn form(request: &ClassifyRequest) -> Bytes {
@@ -34,7 +34,8 @@ fn form(request: &ClassifyRequest) -> Bytes {
     body.freeze()
 }
 
-/// Sends an image to the backend whose REST listens at `address`. A backend that does not answer is `Unavailable`.
+/// Sends an image to the backend whose REST server is at `address`. A backend that does not reply
+/// is `Unavailable`.
 pub(super) async fn send(address: &str, request: &ClassifyRequest) -> ApiResult<Classification> {
     let lost = |error: &dyn std::fmt::Display| {
         ApiError::unavailable(format!("its backend was lost: {error}")).retry_after(1)
@@ -48,15 +49,15 @@ pub(super) async fn send(address: &str, request: &ClassifyRequest) -> ApiResult<
         .header("content-type", format!("multipart/form-data; boundary={BOUNDARY}"))
         .body(Full::new(form(request)))
         .map_err(|error| ApiError::internal(error.to_string()))?;
-    let answer = sender.send_request(http).await.map_err(|error| lost(&error))?;
-    let status = answer.status().as_u16();
-    let body = http_body_util::Limited::new(answer.into_body(), ANSWER_MAX).collect().await;
+    let reply = sender.send_request(http).await.map_err(|error| lost(&error))?;
+    let status = reply.status().as_u16();
+    let body = http_body_util::Limited::new(reply.into_body(), REPLY_MAX).collect().await;
     connection.abort();
     let body = body.map_err(|error| lost(&error))?.to_bytes();
     let json: Value = serde_json::from_slice(&body)
-        .map_err(|_| ApiError::internal("the backend's answer is not JSON"))?;
+        .map_err(|_| ApiError::internal("the backend's reply is not JSON"))?;
     if status == 200 {
-        return read(&json).ok_or_else(|| ApiError::internal("the backend's answer is incomplete"));
+        return read(&json).ok_or_else(|| ApiError::internal("the backend's reply is incomplete"));
     }
     let message = json["error"].as_str().unwrap_or("the backend failed").to_string();
     Err(ApiError::new(kind_of(status), message))

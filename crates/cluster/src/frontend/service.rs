@@ -1,4 +1,4 @@
-//! The API over the cluster.
+//! The inference API, served by the cluster.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -15,15 +15,15 @@ use api::{
 };
 use model::ModelConfig;
 
-use super::table::{Entry, Table};
-use super::{Frontend, Inner, classify, late, nobody};
+use super::routing_table::{ModelEntry, RoutingTable};
+use super::{Frontend, Inner, classify, deadline_exceeded, no_backend};
 use crate::record::{LoadReport, ModelLoad, ScalingRecord};
 use crate::store::StoreError;
 
-/// Longest wait for backends to load or unload a model.
+/// Time limit for backends to load or unload a model.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
-/// How often the end of a drain is looked for.
-const DRAIN_LOOK: Duration = Duration::from_millis(10);
+/// How often the end of a drain is checked.
+const DRAIN_POLL: Duration = Duration::from_millis(10);
 
 pub(super) fn store_error(error: StoreError) -> ApiError {
     match error {
@@ -35,20 +35,20 @@ pub(super) fn store_error(error: StoreError) -> ApiError {
 }
 
 impl Inner {
-    /// Waits until the model `name` is as `done` says; an error from it ends the wait.
+    /// Waits until `done` holds for the model `name`; an error from it ends the wait.
     async fn wait_for(
         &self,
         name: &str,
-        done: impl Fn(Option<&Entry>) -> ApiResult<bool>,
+        done: impl Fn(Option<&ModelEntry>) -> ApiResult<bool>,
     ) -> ApiResult<()> {
         self.wait_while(name, |table| done(table.models.get(name).map(|entry| &**entry))).await
     }
 
-    /// Waits until the table is as `done` says; `name` is what it is about.
+    /// Waits until `done` holds for the table; `name` is for the error message.
     pub(super) async fn wait_for_table(
         &self,
         name: &str,
-        done: impl Fn(&Table) -> bool,
+        done: impl Fn(&RoutingTable) -> bool,
     ) -> ApiResult<()> {
         self.wait_while(name, |table| Ok(done(table))).await
     }
@@ -56,15 +56,15 @@ impl Inner {
     async fn wait_while(
         &self,
         name: &str,
-        done: impl Fn(&Table) -> ApiResult<bool>,
+        done: impl Fn(&RoutingTable) -> ApiResult<bool>,
     ) -> ApiResult<()> {
-        let mut turned = self.turned.subscribe();
+        let mut table_changes = self.table_changed.subscribe();
         let wait = async {
             loop {
                 if done(&self.table())? {
                     return Ok(());
                 }
-                if turned.changed().await.is_err() {
+                if table_changes.changed().await.is_err() {
                     return Err(ApiError::shutting_down());
                 }
             }
@@ -89,15 +89,15 @@ impl Inner {
     }
 
     async fn load(&self, name: &str) -> ApiResult<()> {
-        let record = self.library.enable(name, true).await.map_err(store_error)?;
+        let record = self.records.enable(name, true).await.map_err(store_error)?;
         let record = record.ok_or_else(|| {
-            ApiError::not_found(format!("cannot load model '{name}': the cluster does not know it"))
+            ApiError::not_found(format!("cannot load model '{name}': it is not registered"))
         })?;
         self.wait_until_ready(name, record.version).await
     }
 
     async fn unload(&self, name: &str) -> ApiResult<()> {
-        let record = self.library.enable(name, false).await.map_err(store_error)?;
+        let record = self.records.enable(name, false).await.map_err(store_error)?;
         if record.is_none() {
             return Err(ApiError::not_found(format!("model '{name}' is not loaded")));
         }
@@ -106,9 +106,7 @@ impl Inner {
 
     async fn register(&self, request: RegisterRequest) -> ApiResult<Registered> {
         let files = self.settings.files.clone().ok_or_else(|| {
-            ApiError::unavailable(
-                "no model can be registered: start the frontend with --model-store",
-            )
+            ApiError::unavailable("cannot register models: start the frontend with --model-store")
         })?;
         let RegisterRequest { name, onnx, labels, preprocessing, class, slo_ms } = request;
         let config = ModelConfig {
@@ -119,14 +117,15 @@ impl Inner {
             ..ModelConfig::default()
         };
         let bytes = onnx.len() as u64;
-        let digest = files.put(onnx).await.map_err(|error| {
-            ApiError::unavailable(format!("the model could not be kept: {error}"))
-        })?;
+        let digest = files
+            .put(onnx)
+            .await
+            .map_err(|error| ApiError::unavailable(format!("cannot store the model: {error}")))?;
         let before = self.table().models.get(&name).map(|entry| entry.record.clone());
         let version =
-            self.library.register(&name, &digest, bytes, &config).await.map_err(store_error)?;
+            self.records.register(&name, &digest, bytes, &config).await.map_err(store_error)?;
         if let Err(error) = self.wait_until_ready(&name, version).await {
-            self.library.restore(&name, version, before).await.map_err(store_error)?;
+            self.records.restore(&name, version, before).await.map_err(store_error)?;
             return Err(ApiError { kind: ErrorKind::InvalidArgument, ..error });
         }
         Ok(Registered { name, version: version.to_string(), state: ModelState::Ready })
@@ -136,23 +135,23 @@ impl Inner {
         let table = self.table();
         let model = ModelRef { name: &request.model, version: None };
         let entry = table.serving(model)?;
-        let _inside = self.enter()?;
+        let _in_flight = self.enter()?;
         entry.meter.arrive(1);
         let arrived = self.clock.now();
-        let mut last = nobody(model.name);
+        let mut last = no_backend(model.name);
         let mut tried: Option<String> = None;
         for _ in 0..2 {
             let Some(chosen) = self.choose(entry, tried.as_deref()) else { break };
             let target = &entry.targets[chosen];
-            let answer = classify::send(&target.http, &request);
-            match tokio::time::timeout(self.settings.timeout, answer).await {
-                Ok(Ok(answer)) => {
+            let reply = classify::send(&target.http, &request);
+            match tokio::time::timeout(self.settings.timeout, reply).await {
+                Ok(Ok(reply)) => {
                     entry.meter.answer(self.clock.now() - arrived, None, 1);
-                    return Ok(answer);
+                    return Ok(reply);
                 }
                 Ok(Err(error)) if error.kind == ErrorKind::Unavailable => last = error,
                 Ok(Err(error)) => return Err(error),
-                Err(_) => last = late(model.name),
+                Err(_) => last = deadline_exceeded(model.name),
             }
             tried = Some(target.link.address.clone());
         }
@@ -179,13 +178,13 @@ impl Inner {
                 let request =
                     proto::ModelStatisticsRequest { name: name.to_string(), ..Default::default() };
                 let mut client = target.link.client();
-                let answer = client.model_statistics(request);
-                // A backend that is lost has no say; the others have.
-                let Ok(Ok(answer)) = tokio::time::timeout(Duration::from_secs(2), answer).await
+                let reply = client.model_statistics(request);
+                // A backend that does not reply is skipped.
+                let Ok(Ok(reply)) = tokio::time::timeout(Duration::from_secs(2), reply).await
                 else {
                     continue;
                 };
-                for stats in answer.into_inner().model_stats {
+                for stats in reply.into_inner().model_stats {
                     let stats = ModelStatistics::from(stats);
                     let key = (stats.name.clone(), stats.version.clone());
                     match all.get_mut(&key) {
@@ -202,7 +201,7 @@ impl Inner {
 
     fn index(&self, only_ready: bool) -> Vec<IndexEntry> {
         let table = self.table();
-        let row = |(name, entry): (&String, &std::sync::Arc<Entry>)| {
+        let row = |(name, entry): (&String, &std::sync::Arc<ModelEntry>)| {
             let (state, reason) = entry.state();
             let version = entry.record.version.to_string();
             IndexEntry { name: name.clone(), version, state: Some(state), reason }
@@ -214,13 +213,13 @@ impl Inner {
     }
 }
 
-/// What the leading scheduler says about backends, where it scales them; every frontend says the same.
+/// Scaling metrics, where the leading scheduler scales backends; every frontend exports the same.
 fn write_scaling_metrics(text: &mut String, scaling: Option<&ScalingRecord>) {
     let Some(scaling) = scaling else { return };
     let (wanted, present) = (f64::from(scaling.wanted), scaling.present as f64);
     let values = [
-        ("backends_wanted", "gauge", "Backends that the load takes", wanted),
-        ("backends_present", "gauge", "Scaled backends that are there", present),
+        ("backends_wanted", "gauge", "Backends that the load needs", wanted),
+        ("backends_present", "gauge", "Scaled backends that have joined", present),
         ("scale_errors_total", "counter", "Failures to scale backends", scaling.errors as f64),
     ];
     for (name, kind, help, value) in values {
@@ -230,11 +229,15 @@ fn write_scaling_metrics(text: &mut String, scaling: Option<&ScalingRecord>) {
 }
 
 fn write_query_metrics(text: &mut String, report: &LoadReport) {
-    let families: [Family; 5] = [
-        ("atoll_query_requests", "counter", "Questions that came", |l| l.arrived as f64),
-        ("atoll_query_success", "counter", "Questions answered", |l| l.answered as f64),
-        ("atoll_query_late", "counter", "Answers after the objective", |l| l.late as f64),
-        ("atoll_query_refused", "counter", "Questions refused or given up", |l| l.refused as f64),
+    let metrics: [MetricFamily; 5] = [
+        ("atoll_query_requests", "counter", "Query requests received", |l| l.arrived as f64),
+        ("atoll_query_success", "counter", "Query requests answered with outputs", |l| {
+            l.answered as f64
+        }),
+        ("atoll_query_late", "counter", "Replies after the SLO", |l| l.late as f64),
+        ("atoll_query_refused", "counter", "Query requests refused or cancelled", |l| {
+            l.refused as f64
+        }),
         ("atoll_query_p99_seconds", "gauge", "99th percentile of recent latencies", |l| {
             l.p99_ms / 1e3
         }),
@@ -242,10 +245,10 @@ fn write_query_metrics(text: &mut String, report: &LoadReport) {
     if report.queries.is_empty() {
         return;
     }
-    for (name, kind, help, value) in families {
+    for (name, kind, help, value) in metrics {
         let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
         for (query, load) in &report.queries {
-            let _ = writeln!(text, "{name}{{query=\"{query}\"}} {}", value(&load.questions));
+            let _ = writeln!(text, "{name}{{query=\"{query}\"}} {}", value(&load.requests));
         }
     }
     let name = "atoll_query_stage_p99_seconds";
@@ -259,7 +262,7 @@ fn write_query_metrics(text: &mut String, report: &LoadReport) {
 }
 
 /// A metric: its name, kind and help, and its value for a model.
-type Family = (&'static str, &'static str, &'static str, fn(&ModelLoad) -> f64);
+type MetricFamily = (&'static str, &'static str, &'static str, fn(&ModelLoad) -> f64);
 
 fn add(sum: &mut ModelStatistics, other: &ModelStatistics) {
     let plus = |a: &mut DurationStat, b: DurationStat| {
@@ -304,9 +307,9 @@ impl InferenceService for Frontend {
         if self.inner.draining.load(Ordering::SeqCst) {
             return false;
         }
-        // Once all models are there; later ones come and go without making the frontend unready.
+        // Ready once all models are; models that are added later do not make the frontend unready.
         let table = self.inner.table();
-        let settled = |entry: &std::sync::Arc<Entry>| {
+        let settled = |entry: &std::sync::Arc<ModelEntry>| {
             !entry.record.enabled || !entry.targets.is_empty() || entry.failure.is_some()
         };
         if !table.models.is_empty() && table.models.values().all(settled) {
@@ -339,14 +342,14 @@ impl InferenceService for Frontend {
             let entry = table.serving(model)?;
             let request =
                 proto::ModelConfigRequest { name: model.name.to_string(), ..Default::default() };
-            let answer = self
+            let reply = self
                 .inner
-                .ask(model.name, entry, |mut client| {
+                .call_any_backend(model.name, entry, |mut client| {
                     let request = request.clone();
                     async move { client.model_config(request).await }
                 })
                 .await?;
-            answer.config.ok_or_else(|| ApiError::internal("a backend sent no configuration"))
+            reply.config.ok_or_else(|| ApiError::internal("a backend sent no configuration"))
         })
     }
 
@@ -380,7 +383,7 @@ impl InferenceService for Frontend {
 
     fn register(&self, request: RegisterRequest) -> ServiceFuture<'_, Registered> {
         let inner = self.inner.clone();
-        // To its end, even when the client goes away: a model is never left half registered.
+        // Runs to its end even when the client disconnects: a model is never half registered.
         Box::pin(async move {
             let work = tokio::spawn(async move { inner.register(request).await });
             work.await.unwrap_or_else(|_| Err(ApiError::internal("the registration failed")))
@@ -401,7 +404,7 @@ impl InferenceService for Frontend {
         request: InferRequest,
         _: RequestContext,
     ) -> ServiceFuture<'a, InferResponse> {
-        Box::pin(self.inner.ask_query(query, request))
+        Box::pin(self.inner.infer_query(query, request))
     }
 
     fn queries(&self) -> ServiceFuture<'_, Vec<QueryMetadata>> {
@@ -427,24 +430,24 @@ impl InferenceService for Frontend {
 
     fn write_metrics(&self, text: &mut String) {
         let report = self.inner.report();
-        let families: [Family; 7] = [
+        let metrics: [MetricFamily; 7] = [
             ("nv_inference_request_success", "counter", "Requests answered with outputs", |l| {
                 l.answered as f64
             }),
-            ("nv_inference_request_failure", "counter", "Requests refused or given up", |l| {
+            ("nv_inference_request_failure", "counter", "Requests refused or cancelled", |l| {
                 l.refused as f64
             }),
-            ("atoll_cluster_requests", "counter", "Requests that came", |l| l.arrived as f64),
-            ("atoll_cluster_late", "counter", "Answers after the objective", |l| l.late as f64),
+            ("atoll_cluster_requests", "counter", "Requests received", |l| l.arrived as f64),
+            ("atoll_cluster_late", "counter", "Replies after the SLO", |l| l.late as f64),
             ("atoll_cluster_retries", "counter", "Requests sent to a second backend", |l| {
                 l.retried as f64
             }),
-            ("atoll_cluster_rate", "gauge", "Requests a second", |l| l.fast),
+            ("atoll_cluster_rate", "gauge", "Requests per second", |l| l.fast),
             ("atoll_cluster_p99_seconds", "gauge", "99th percentile of recent latencies", |l| {
                 l.p99_ms / 1e3
             }),
         ];
-        for (name, kind, help, value) in families {
+        for (name, kind, help, value) in metrics {
             let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
             for (model, load) in &report.models {
                 let _ = writeln!(text, "{name}{{model=\"{model}\"}} {}", value(load));
@@ -458,8 +461,8 @@ impl InferenceService for Frontend {
         self.inner.draining.store(true, Ordering::SeqCst);
         Box::pin(async move {
             let empty = async {
-                while self.inner.inside.load(Ordering::Relaxed) > 0 {
-                    tokio::time::sleep(DRAIN_LOOK).await;
+                while self.inner.in_flight.load(Ordering::Relaxed) > 0 {
+                    tokio::time::sleep(DRAIN_POLL).await;
                 }
             };
             tokio::time::timeout(limit, empty).await.is_ok()

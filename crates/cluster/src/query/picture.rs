@@ -1,4 +1,5 @@
-//! Pictures between stages: decoded under limits, cut out along a rectangle of any angle, resized and normalised.
+//! Pictures between stages: decoded within limits, cropped along a rectangle of any angle, resized
+//! and normalised.
 
 use api::ApiError;
 use api::error::ApiResult;
@@ -9,7 +10,7 @@ use model::{DataType, Tensor};
 
 use super::spec::{PictureFeed, Size};
 
-/// The longest edge of a picture that is looked at.
+/// Maximum edge of a picture.
 const EDGE_MAX: u32 = 16_384;
 
 /// A picture in RGB.
@@ -23,11 +24,12 @@ pub struct Picture {
     pub rgb: Vec<u8>,
 }
 
-/// The corners of a rectangle in pixels, clockwise from where its content's upper left is.
+/// The corners of a rectangle in pixels, clockwise from the upper left of its content.
 pub type Corners = [[f32; 2]; 4];
 
 impl Picture {
-    /// A picture out of a tensor: UINT8 of height x width x 3, or BYTES with a JPEG or PNG file.
+    /// Reads a picture from a tensor: UINT8 of height x width x 3, or BYTES with a JPEG or PNG
+    /// file.
     pub fn of(name: &str, tensor: &Tensor) -> ApiResult<Picture> {
         match tensor.data() {
             TensorData::Strings(files) => match &files[..] {
@@ -39,13 +41,14 @@ impl Picture {
                     [height, width, 3] | [1, height, width, 3] => Some((*height, *width)),
                     _ => None,
                 };
-                let most = EDGE_MAX as usize;
+                let max = EDGE_MAX as usize;
                 match dims.filter(|_| tensor.dtype() == DataType::U8) {
-                    Some((height, width)) if height.min(width) > 0 && height.max(width) <= most => {
+                    Some((height, width)) if height.min(width) > 0 && height.max(width) <= max => {
                         Ok(Picture { width, height, rgb: bytes.to_vec() })
                     }
                     _ => Err(ApiError::invalid(format!(
-                        "'{name}' is {}{:?}; a picture is UINT8 of height x width x 3, or BYTES with a JPEG or PNG file",
+                        "'{name}' is {}{:?}; a picture is UINT8 of height x width x 3, or BYTES \
+                         with a JPEG or PNG file",
                         tensor.dtype().wire_name(),
                         tensor.shape()
                     ))),
@@ -54,20 +57,20 @@ impl Picture {
         }
     }
 
-    /// A picture out of a JPEG or PNG file.
+    /// Decodes a JPEG or PNG file.
     pub fn decode(file: &[u8]) -> ApiResult<Picture> {
         let limits = DecodeLimits { edge: EDGE_MAX, ..DecodeLimits::default() };
         let picture::RgbPicture { width, height, rgb } = picture::decode(file, &limits)?;
         Ok(Picture { width, height, rgb })
     }
 
-    /// All of it.
+    /// The corners of the whole picture.
     pub fn whole(&self) -> Corners {
         let (width, height) = (self.width as f32, self.height as f32);
         [[0.0, 0.0], [width, 0.0], [width, height], [0.0, height]]
     }
 
-    /// What lies inside `corners` as a tensor with one row.
+    /// The content of `corners` as a tensor with one row.
     pub fn tensor(&self, corners: &Corners, feed: &PictureFeed) -> ApiResult<Tensor> {
         let (width, height, total) = size(corners, &feed.size);
         let channels = if feed.channels == ChannelOrder::Gray { 1 } else { 3 };
@@ -86,18 +89,18 @@ impl Picture {
                     ChannelOrder::Gray => [0.299 * r + 0.587 * g + 0.114 * b, 0.0, 0.0],
                 };
                 for (channel, value) in colours.into_iter().take(channels).enumerate() {
-                    let place = match at {
+                    let index = match at {
                         true => (channel * height + y) * total + x,
                         false => (y * total + x) * channels + channel,
                     };
-                    values[place] = (value - of(&feed.mean, channel)) / of(&feed.std, channel);
+                    values[index] = (value - of(&feed.mean, channel)) / of(&feed.std, channel);
                 }
             }
         }
         Ok(Tensor::from_vec(dims, values)?)
     }
 
-    /// The colour at a pixel of a `width` x `height` view of `corners`, between the four pixels around it.
+    /// The colour at a pixel of a `width` x `height` view of `corners`, by bilinear interpolation.
     fn sample(
         &self,
         corners: &Corners,
@@ -132,7 +135,7 @@ fn edges(corners: &Corners) -> (f32, f32) {
     (length(corners[0], corners[1]), length(corners[0], corners[3]))
 }
 
-/// Width and height of what is sampled, and the width with what is filled up.
+/// Width and height of the sampled content, and the width including padding.
 fn size(corners: &Corners, size: &Size) -> (usize, usize, usize) {
     let (wide, high) = edges(corners);
     match *size {
@@ -141,10 +144,9 @@ fn size(corners: &Corners, size: &Size) -> (usize, usize, usize) {
             let (short, long) = (wide.min(high), wide.max(high));
             let scale = (short_least as f32 / short).max(1.0).min(long_most as f32 / long);
             let multiple = multiple as f32;
-            let most = (long_most as f32 / multiple).floor().max(1.0);
-            let fit = |edge: f32| {
-                ((edge * scale / multiple).round().clamp(1.0, most) * multiple) as usize
-            };
+            let max = (long_most as f32 / multiple).floor().max(1.0);
+            let fit =
+                |edge: f32| ((edge * scale / multiple).round().clamp(1.0, max) * multiple) as usize;
             (fit(wide), fit(high), fit(wide))
         }
         Size::Line { height, width_step, width_least, width_most } => {
@@ -178,14 +180,14 @@ mod tests {
     }
 
     #[test]
-    fn a_rectangle_of_any_angle_is_cut_out() {
+    fn crops_rectangles_of_any_angle() {
         let picture = ramp(40, 30);
         let exact = feed(Size::Exact { width: 4, height: 2 });
         let straight = [[10.0, 5.0], [14.0, 5.0], [14.0, 7.0], [10.0, 7.0]];
         let values = picture.tensor(&straight, &exact).unwrap().to_vec::<f32>().unwrap();
         assert_eq!(values[..8], [10.0, 11.0, 12.0, 13.0, 10.0, 11.0, 12.0, 13.0]);
         assert_eq!(values[8..16], [5.0, 5.0, 5.0, 5.0, 6.0, 6.0, 6.0, 6.0]);
-        // Turned by a quarter: what goes right there goes down here.
+        // Rotated by 90 degrees: right becomes down.
         let turned = [[12.0, 5.0], [12.0, 9.0], [10.0, 9.0], [10.0, 5.0]];
         let values = picture.tensor(&turned, &exact).unwrap().to_vec::<f32>().unwrap();
         assert_eq!(values[..8], [11.0, 11.0, 11.0, 11.0, 10.0, 10.0, 10.0, 10.0]);
@@ -205,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_filled_up_is_zero() {
+    fn pads_with_zeros() {
         let line = feed(Size::Line { height: 4, width_step: 8, width_least: 0, width_most: 100 });
         let line = PictureFeed { mean: vec![1.0], ..line };
         let tensor = ramp(40, 30).tensor(&[[8., 8.], [11., 8.], [11., 12.], [8., 12.]], &line);
@@ -215,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_picture_is_refused() {
+    fn rejects_what_is_no_picture() {
         for file in [&b""[..], b"GIF89a", b"\x89PNG\r\n\x1a\n"] {
             assert!(Picture::decode(file).is_err());
         }

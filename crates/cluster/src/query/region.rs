@@ -1,30 +1,30 @@
-//! Regions that stand out in a map of scores, as the tightest rectangles around them, in reading order.
+//! Finds connected regions in a map of scores, as minimum-area rectangles in reading order.
 
 use super::picture::Corners;
 
-/// What a region must be.
+/// Criteria of a region.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RegionRules {
-    /// Score from which a place belongs to a region.
+    /// Score from which a cell belongs to a region.
     pub threshold: f32,
-    /// Least mean score of the rectangle.
+    /// Minimum mean score of the rectangle.
     pub score_least: f32,
-    /// How far rectangles grow: times their area over their circumference.
+    /// How far rectangles are extended, in units of area over perimeter.
     pub grow: f32,
-    /// The most that are taken; the best ones.
+    /// Maximum number of regions; the best ones are used.
     pub most: usize,
 }
 
-/// The least edge of a rectangle, in places of the map.
-const EDGE_LEAST: f32 = 3.0;
-/// Rectangles whose upper edges are this close belong to one line, in places of the map.
+/// Minimum edge of a rectangle, in cells of the map.
+const EDGE_MIN: f32 = 3.0;
+/// Rectangles whose upper edges are this close are on one line, in cells of the map.
 const LINE: f32 = 10.0;
-/// A rectangle this much higher than wide holds a line that runs downwards.
+/// A rectangle this much higher than wide holds a vertical line of text.
 const UPRIGHT: f32 = 1.5;
 
 type Point = [f32; 2];
 
-/// The rectangles of all regions of a map, in its own places.
+/// The rectangles of all regions of a map, in cells.
 pub fn find(map: &[f32], width: usize, height: usize, rules: &RegionRules) -> Vec<Corners> {
     let mut seen = vec![false; map.len()];
     let mut found: Vec<(f32, Corners)> = Vec::new();
@@ -34,7 +34,7 @@ pub fn find(map: &[f32], width: usize, height: usize, rules: &RegionRules) -> Ve
         }
         let outline = flood(map, width, height, rules.threshold, start, &mut seen);
         let Some((corners, wide, high)) = rectangle(&hull(outline)) else { continue };
-        if wide.min(high) < EDGE_LEAST {
+        if wide.min(high) < EDGE_MIN {
             continue;
         }
         let score = mean_inside(map, width, height, &corners);
@@ -51,7 +51,8 @@ pub fn find(map: &[f32], width: usize, height: usize, rules: &RegionRules) -> Ve
     in_reading_order(found.into_iter().map(|(_, corners)| upright(corners)).collect())
 }
 
-/// The leftmost and rightmost places of each row of the region around `start`, which becomes seen.
+/// The leftmost and rightmost cells of each row of the region around `start`, which are marked as
+/// visited.
 fn flood(
     map: &[f32],
     width: usize,
@@ -63,8 +64,8 @@ fn flood(
     let mut rows: std::collections::BTreeMap<usize, (usize, usize)> = Default::default();
     let mut open = vec![start];
     seen[start] = true;
-    while let Some(place) = open.pop() {
-        let (x, y) = (place % width, place / width);
+    while let Some(cell) = open.pop() {
+        let (x, y) = (cell % width, cell / width);
         let row = rows.entry(y).or_insert((x, x));
         *row = (row.0.min(x), row.1.max(x));
         for near_y in y.saturating_sub(1)..=(y + 1).min(height - 1) {
@@ -85,7 +86,7 @@ fn flood(
     rows.into_iter().flat_map(ends).collect()
 }
 
-/// The convex hull, by going around from the leftmost point.
+/// The convex hull, starting at the leftmost point.
 fn hull(mut points: Vec<Point>) -> Vec<Point> {
     points.sort_by(|a, b| a[0].total_cmp(&b[0]).then(a[1].total_cmp(&b[1])));
     points.dedup();
@@ -112,8 +113,8 @@ fn hull(mut points: Vec<Point>) -> Vec<Point> {
     hull
 }
 
-/// The rectangle of least area around a hull: one of its sides lies on one of the hull's. With width and height;
-/// corners clockwise from the upper left.
+/// The rectangle of minimum area around a hull: one of its sides lies on a side of the hull.
+/// Returns it with its width and height; corners are clockwise from the upper left.
 fn rectangle(hull: &[Point]) -> Option<(Corners, f32, f32)> {
     let mut best: Option<(f32, Corners, f32, f32)> = None;
     for index in 0..hull.len() {
@@ -122,7 +123,7 @@ fn rectangle(hull: &[Point]) -> Option<(Corners, f32, f32)> {
         if length <= 0.0 {
             continue;
         }
-        // The side's direction, turned by quarters until it points to the right.
+        // The side's direction, rotated by 90 degrees until it points to the right.
         let mut along = [(b[0] - a[0]) / length, (b[1] - a[1]) / length];
         while along[0] < along[1].abs() - 1e-6 || along[0] <= 0.0 {
             along = [-along[1], along[0]];
@@ -187,7 +188,7 @@ fn grown(corners: &Corners, wide: f32, high: f32, by: f32) -> Corners {
     })
 }
 
-/// A line that runs downwards is read from its upper right.
+/// A vertical line starts at its upper right.
 fn upright(corners: Corners) -> Corners {
     let length = |a: Point, b: Point| (a[0] - b[0]).hypot(a[1] - b[1]);
     match length(corners[0], corners[3]) >= UPRIGHT * length(corners[0], corners[1]) {
@@ -231,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn boxes_are_found_in_reading_order_and_grow() {
+    fn finds_boxes_in_reading_order_and_extends_them() {
         let map = paint(100, 60, |x, y| {
             (x > 50.0 && x < 90.0 && y > 8.0 && y < 18.0)
                 || (x > 5.0 && x < 45.0 && y > 10.0 && y < 20.0)
@@ -241,7 +242,7 @@ mod tests {
         let corners: Vec<Point> = found.iter().map(|corners| corners[0]).collect();
         assert_eq!(corners, [[5.0, 10.0], [50.0, 8.0], [5.0, 40.0]]);
         assert_eq!(found[0][2], [45.0, 20.0]);
-        // Area 400 over circumference 100: grown by twice that on each side.
+        // Area 400 over perimeter 100: extended by twice that on each side.
         let grown = find(&map, 100, 60, &RegionRules { grow: 2.0, ..RULES });
         assert_eq!((grown[0][0], grown[0][2]), ([-3.0, 2.0], [53.0, 28.0]));
         assert_eq!(find(&map, 100, 60, &RegionRules { most: 1, ..RULES }).len(), 1);
@@ -249,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn turned_boxes_are_as_tight_as_they_were_painted() {
+    fn finds_tight_rotated_boxes() {
         let mut random = Random::new(5);
         for _ in 0..50 {
             let angle = (random.unit_f64() as f32 - 0.5) * 1.2;
@@ -272,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_column_is_read_downwards() {
+    fn reads_vertical_lines_downwards() {
         let map = paint(40, 80, |x, y| x > 10.0 && x < 20.0 && y > 10.0 && y < 70.0);
         let [origin, right, _, down] = find(&map, 40, 80, &RULES)[0];
         assert_eq!((origin, right, down), ([20.0, 10.0], [20.0, 70.0], [10.0, 10.0]));

@@ -1,4 +1,4 @@
-//! Tensors put together and taken apart along their first dimension.
+//! Concatenates and splits tensors along their first dimension.
 
 use api::ApiError;
 use api::error::ApiResult;
@@ -6,12 +6,12 @@ use bytes::{Bytes, BytesMut};
 use model::Tensor;
 use model::tensor::TensorData;
 
-/// Rows of a tensor; one where it has no dimension to count them by.
+/// Rows of a tensor; one where it has no dimension.
 pub fn count(tensor: &Tensor) -> usize {
     tensor.shape().first().copied().unwrap_or(1)
 }
 
-/// The tensors one after another. All but the first dimension and the types must agree.
+/// Concatenates tensors. Types and all dimensions but the first must be equal.
 pub fn join(name: &str, tensors: &[&Tensor]) -> ApiResult<Tensor> {
     let [first, rest @ ..] = tensors else {
         return Err(ApiError::internal(format!("'{name}' has no values")));
@@ -23,7 +23,7 @@ pub fn join(name: &str, tensors: &[&Tensor]) -> ApiResult<Tensor> {
     let same = |other: &&Tensor| other.dtype() == first.dtype() && tail(other) == tail(first);
     let (Some(tail), true) = (tail(first), rest.iter().all(same)) else {
         return Err(ApiError::invalid(format!(
-            "values of '{name}' differ in shape and cannot be put together"
+            "values of '{name}' differ in shape and cannot be concatenated"
         )));
     };
     let rows = tensors.iter().map(|tensor| count(tensor)).sum();
@@ -45,7 +45,7 @@ pub fn join(name: &str, tensors: &[&Tensor]) -> ApiResult<Tensor> {
     })
 }
 
-/// Takes a tensor apart into pieces of so many rows each; raw elements are shared, not copied.
+/// Splits a tensor into pieces of so many rows each; raw elements are shared, not copied.
 pub fn part(name: &str, tensor: &Tensor, pieces: &[usize]) -> ApiResult<Vec<Tensor>> {
     if pieces.len() == 1 {
         return Ok(vec![tensor.clone()]);
@@ -53,7 +53,8 @@ pub fn part(name: &str, tensor: &Tensor, pieces: &[usize]) -> ApiResult<Vec<Tens
     let rows: usize = pieces.iter().sum();
     if tensor.shape().first() != Some(&rows) {
         return Err(ApiError::invalid(format!(
-            "'{name}' has shape {:?} for {rows} requests; a model that does not answer row by row needs batch = 1",
+            "'{name}' has shape {:?} for {rows} requests; a model whose outputs are not by row \
+             needs batch = 1",
             tensor.shape()
         )));
     }
@@ -82,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_joined_comes_apart_again() {
+    fn split_reverts_join() {
         let number = |rows: usize, from: i32| {
             Tensor::from_vec(vec![rows, 2], (from..from + 2 * rows as i32).collect()).unwrap()
         };

@@ -1,4 +1,4 @@
-//! A query as a user writes it, in TOML or JSON: models as stages, what feeds them, and one objective.
+//! A query as a user writes it, in TOML or JSON: models as stages, their inputs, and one SLO.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,26 +6,26 @@ use model::config::{ChannelOrder, Class, ImageLayout};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// The most stages of a query.
+/// Maximum number of stages.
 pub const STAGES_MAX: usize = 32;
-/// The most requests that one question may make of a stage.
+/// Maximum number of requests to one stage per query request.
 pub const ELEMENTS_MAX: usize = 1024;
-/// The largest edge of a picture on its way into a model.
+/// Maximum edge of a picture that is an input of a model.
 const EDGE_MAX: u32 = 8192;
 
 /// A query.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct QuerySpec {
-    /// Milliseconds from question to answer.
+    /// SLO of the query in milliseconds.
     pub slo_ms: f64,
-    /// Class of requests that name none; each model's own otherwise.
+    /// Class of requests that name none; without it each model's own class applies.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub class: Option<Class>,
-    /// The models, each after those it takes from.
+    /// The models, each after those whose outputs it reads.
     #[serde(rename = "stage")]
     pub stages: Vec<StageSpec>,
-    /// What is answered: names, and where each comes from (`STAGE.OUTPUT`).
+    /// The outputs: names, and where each comes from (`STAGE.OUTPUT`).
     pub output: BTreeMap<String, String>,
 }
 
@@ -37,20 +37,20 @@ pub struct StageSpec {
     pub name: String,
     /// The model.
     pub model: String,
-    /// How one answer of an earlier stage becomes several requests; without it, there is one request for each of
-    /// what it takes from.
+    /// How one output of an earlier stage becomes several requests. Without it, there is one
+    /// request for each element of the stages it reads from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub each: Option<Each>,
-    /// What the model's inputs get.
+    /// The model's inputs.
     pub inputs: BTreeMap<String, Feed>,
-    /// The most requests of one question that travel together.
+    /// Maximum number of elements of one query request per request to the model.
     #[serde(default = "default_batch")]
     pub batch: usize,
-    /// Requests a question makes of this stage, as long as nobody has measured that.
+    /// Assumed requests to this stage per query request, until they are measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fan_out: Option<f64>,
-    /// Output that is scores of characters over places: read as text under the model's labels, the first of which
-    /// stands for no character. Adds the outputs `text` and `score`.
+    /// Output with scores of characters by position. It is decoded as text with the model's labels,
+    /// of which the first is the blank, and adds the outputs `text` and `score`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
 }
@@ -63,42 +63,43 @@ fn default_batch() -> usize {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum Each {
-    /// The rows of an output; the stage's own value is `each`.
+    /// The rows of an output; the element's value is `each`.
     Rows {
         /// The output.
         of: String,
-        /// The most that are taken; the first ones.
+        /// Maximum number of rows; the first ones are used.
         #[serde(default = "default_most")]
         most: usize,
     },
-    /// Rectangles that an output lists, as left, top, right and bottom in pixels of the picture they are cut from.
+    /// Rectangles that an output lists as left, top, right and bottom, in pixels of the cropped
+    /// picture.
     Boxes {
         /// The output.
         of: String,
         /// Output with a score for each.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         scores: Option<String>,
-        /// The least score.
+        /// Minimum score.
         #[serde(default)]
         score_least: f32,
-        /// The most that are taken; the best ones.
+        /// Maximum number of rectangles; the best ones are used.
         #[serde(default = "default_most")]
         most: usize,
     },
-    /// Regions that stand out in a map of scores, as tight rectangles of any angle, in reading order.
+    /// Connected regions of a map of scores, as minimum-area rectangles, in reading order.
     Regions {
-        /// The output with the map; it shows the whole picture.
+        /// The output with the map, which covers the whole picture.
         map: String,
-        /// Score from which a place belongs to a region.
+        /// Score from which a cell belongs to a region.
         #[serde(default = "default_threshold")]
         threshold: f32,
-        /// Least mean score of a region.
+        /// Minimum mean score of a region.
         #[serde(default = "default_score")]
         score_least: f32,
-        /// How far rectangles grow: times their area over their circumference.
+        /// How far rectangles are extended, in units of area over perimeter.
         #[serde(default = "default_grow")]
         grow: f32,
-        /// The most that are taken; the best ones.
+        /// Maximum number of regions; the best ones are used.
         #[serde(default = "default_most")]
         most: usize,
     },
@@ -120,13 +121,13 @@ fn default_grow() -> f32 {
     1.6
 }
 
-/// What an input gets.
+/// The source of an input.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum Feed {
-    /// A value as it is: an input of the query, `STAGE.OUTPUT`, or `each`.
+    /// A value: an input of the query, `STAGE.OUTPUT`, or `each`.
     Value(String),
-    /// A picture, cut out and resized.
+    /// A picture, cropped and resized.
     Picture(PictureFeed),
 }
 
@@ -134,12 +135,12 @@ pub enum Feed {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PictureFeed {
-    /// The input of the query with the picture.
+    /// The query's input that holds the picture.
     pub of: String,
-    /// Whether only the stage's own rectangle is taken.
+    /// Whether only the element's rectangle is used.
     #[serde(default)]
     pub crop: bool,
-    /// How large it becomes.
+    /// The size to resize to.
     pub size: Size,
     /// Subtracted per channel, in 0..255.
     #[serde(default = "default_mean")]
@@ -175,34 +176,35 @@ fn default_layout() -> ImageLayout {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum Size {
-    /// This one.
+    /// A fixed size.
     Exact {
         /// Pixels.
         width: u32,
         /// Pixels.
         height: u32,
     },
-    /// Its own, within limits and rounded.
+    /// The picture's own size, within limits and rounded.
     Whole {
-        /// The shorter edge has so many pixels at least.
+        /// Minimum pixels of the shorter edge.
         #[serde(default)]
         short_least: u32,
-        /// The longer edge has so many pixels at most; this goes before the other limit.
+        /// Maximum pixels of the longer edge; takes precedence over the minimum.
         long_most: u32,
         /// Edges are multiples of this.
         #[serde(default = "one")]
         multiple: u32,
     },
-    /// A line of this height; the rest of its width is filled with zeros, so that lines of similar length travel together.
+    /// A text line of this height. Its width is padded with zeros, so that lines of similar length
+    /// share a batch.
     Line {
         /// Pixels.
         height: u32,
         /// Widths are multiples of this.
         width_step: u32,
-        /// The least width.
+        /// Minimum width.
         #[serde(default)]
         width_least: u32,
-        /// The most; longer lines are squeezed.
+        /// Maximum width; longer lines are squeezed.
         width_most: u32,
     },
 }
@@ -211,7 +213,7 @@ fn one() -> u32 {
     1
 }
 
-/// Why a query cannot be.
+/// Why a query is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{0}")]
 pub struct SpecError(pub String);
@@ -227,25 +229,25 @@ pub enum Reference<'a> {
     Input(&'a str),
     /// An output of a stage.
     Output(usize, &'a str),
-    /// The stage's own.
+    /// The value of the element itself.
     Each,
 }
 
-/// A query that was checked, with what follows from it.
+/// A valid query, with derived data.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Checked {
     /// The query.
     pub spec: QuerySpec,
-    /// Stages that each stage takes from.
+    /// Stages whose outputs each stage reads.
     pub parents: Vec<BTreeSet<usize>>,
-    /// Stages, outermost first, whose `each` a stage's requests are counted by.
+    /// Stages with `each` that determine the number of a stage's requests, outermost first.
     pub chains: Vec<Vec<usize>>,
     /// Inputs of the query.
     pub inputs: BTreeSet<String>,
 }
 
 impl QuerySpec {
-    /// Reads a query: JSON where the text begins with a brace, else TOML.
+    /// Parses a query: JSON where the text begins with a brace, else TOML.
     pub fn read(text: &str) -> Result<QuerySpec, SpecError> {
         let json = text.trim_start().starts_with('{');
         let read = match json {
@@ -255,7 +257,7 @@ impl QuerySpec {
         read.map_err(|why| SpecError(format!("the query cannot be read: {}", why.trim_end())))
     }
 
-    /// Where `name` comes from, as stage `stage` sees it.
+    /// Resolves `name` for stage `stage`.
     pub fn reference<'a>(&self, stage: usize, name: &'a str) -> Result<Reference<'a>, SpecError> {
         if name == "each" {
             return Ok(Reference::Each);
@@ -264,14 +266,14 @@ impl QuerySpec {
         let before = self.stages.iter().take(stage).position(|other| other.name == from);
         match before {
             Some(index) if !output.is_empty() => Ok(Reference::Output(index, output)),
-            _ => refuse(format!("'{name}' is no output of a stage that comes before")),
+            _ => refuse(format!("'{name}' is not an output of an earlier stage")),
         }
     }
 
-    /// Checks everything that can be known without the models.
+    /// Checks everything that does not depend on the models.
     pub fn check(self) -> Result<Checked, SpecError> {
         if !(self.slo_ms.is_finite() && (0.1..=1e7).contains(&self.slo_ms)) {
-            return refuse(format!("slo_ms = {} is no objective", self.slo_ms));
+            return refuse(format!("slo_ms = {} is out of range", self.slo_ms));
         }
         if self.stages.is_empty() || self.stages.len() > STAGES_MAX {
             return refuse(format!("a query has 1 to {STAGES_MAX} stages"));
@@ -292,12 +294,14 @@ impl QuerySpec {
                 .map_err(|SpecError(why)| SpecError(format!("stage '{}': {why}", stage.name)))?;
         }
         if self.output.is_empty() || self.output.len() > STAGES_MAX * 8 {
-            return refuse("[output] says what is answered: NAME = \"STAGE.OUTPUT\"");
+            return refuse("[output] names the outputs: NAME = \"STAGE.OUTPUT\"");
         }
         for (name, from) in &self.output {
             match self.reference(self.stages.len(), from) {
                 Ok(Reference::Output(..)) => {}
-                _ => return refuse(format!("output '{name}': '{from}' is no output of a stage")),
+                _ => {
+                    return refuse(format!("output '{name}': '{from}' is not an output of a stage"));
+                }
             }
         }
         Ok(checked)
@@ -312,7 +316,7 @@ fn is_name(name: &str) -> bool {
 fn check_stage(stage: &StageSpec) -> Result<(), SpecError> {
     let name = &stage.name;
     if !is_name(name) || name == "each" {
-        return refuse(format!("'{name}' is no name of a stage: letters, digits, _ and -"));
+        return refuse(format!("'{name}' is not a stage name: use letters, digits, _ and -"));
     }
     let bad = |why: String| refuse(format!("stage '{name}': {why}"));
     if stage.model.is_empty() || stage.inputs.is_empty() {
@@ -370,7 +374,7 @@ fn check_picture(picture: &PictureFeed, stage: &StageSpec) -> Result<(), String>
 }
 
 impl Checked {
-    /// Adds what follows from stage `index`, which takes only from stages before it.
+    /// Adds the data derived from stage `index`, which reads only from stages before it.
     fn add(&mut self, index: usize) -> Result<(), SpecError> {
         let stage = self.spec.stages[index].clone();
         let mut names: Vec<&str> = Vec::new();
@@ -398,7 +402,7 @@ impl Checked {
                     chain = self.longer(chain, &self.chains[from])?;
                 }
                 Reference::Input(_) if position < fans => {
-                    return refuse(format!("'{name}' is no output of a stage"));
+                    return refuse(format!("'{name}' is not an output of a stage"));
                 }
                 Reference::Input(name) if is_name(name) => {
                     self.inputs.insert(name.to_string());
@@ -418,26 +422,26 @@ impl Checked {
         Ok(())
     }
 
-    /// The longer of two chains, of which one must continue the other: values of unrelated fan-outs have no common
-    /// order.
+    /// The longer of two chains, of which one must continue the other: values of unrelated fan-outs
+    /// have no common order.
     fn longer(&self, one: Vec<usize>, other: &[usize]) -> Result<Vec<usize>, SpecError> {
         match (one.starts_with(other), other.starts_with(&one)) {
             (true, _) => Ok(one),
             (_, true) => Ok(other.to_vec()),
-            _ => refuse("it takes from two stages that fan out separately"),
+            _ => refuse("it reads from two stages with unrelated fan-outs"),
         }
     }
 
-    /// Stages that take from `stage`.
+    /// Stages that read from `stage`.
     pub fn next(&self, stage: usize) -> Vec<usize> {
         (0..self.parents.len()).filter(|&other| self.parents[other].contains(&stage)).collect()
     }
 
-    /// Outputs of `stage` that somebody needs from its model.
-    pub fn wanted(&self, stage: usize) -> BTreeSet<String> {
+    /// Outputs of `stage` that are needed from its model.
+    pub fn needed_outputs(&self, stage: usize) -> BTreeSet<String> {
         let spec = &self.spec.stages[stage];
         let own = ["text", "score", "region"];
-        let mut wanted: BTreeSet<String> = spec.text.iter().cloned().collect();
+        let mut needed: BTreeSet<String> = spec.text.iter().cloned().collect();
         let mut names: Vec<&String> = self.spec.output.values().collect();
         for later in &self.spec.stages[stage + 1..] {
             match &later.each {
@@ -460,10 +464,10 @@ impl Checked {
                 && from == spec.name
                 && !(own.contains(&output) && (spec.text.is_some() || spec.each.is_some()))
             {
-                wanted.insert(output.to_string());
+                needed.insert(output.to_string());
             }
         }
-        wanted
+        needed
     }
 }
 
@@ -483,14 +487,17 @@ mod tests {
         fan_out = 10
         text = "scores"
         each.regions = { map = "find.map" }
-        inputs.x.picture = { of = "image", crop = true, size.line = { height = 48, width_step = 160, width_most = 3200 } }
+        [stage.inputs.x.picture]
+        of = "image"
+        crop = true
+        size.line = { height = 48, width_step = 160, width_most = 3200 }
         [output]
         text = "read.text"
         boxes = "read.region"
     "#;
 
     #[test]
-    fn toml_and_json_say_the_same() {
+    fn toml_and_json_are_equivalent() {
         let spec = QuerySpec::read(OCR).unwrap();
         let json = serde_json::to_string(&spec).unwrap();
         assert_eq!(QuerySpec::read(&json).unwrap(), spec);
@@ -498,12 +505,12 @@ mod tests {
         assert_eq!(checked.parents[1], [0].into());
         assert_eq!(checked.chains, [vec![], vec![1]]);
         assert_eq!(checked.inputs, ["image".to_string()].into());
-        assert_eq!(checked.wanted(0), ["map".to_string()].into());
-        assert_eq!(checked.wanted(1), ["scores".to_string()].into());
+        assert_eq!(checked.needed_outputs(0), ["map".to_string()].into());
+        assert_eq!(checked.needed_outputs(1), ["scores".to_string()].into());
     }
 
     #[test]
-    fn what_cannot_be_is_named() {
+    fn reports_invalid_queries() {
         let error = |from: &str, to: &str| {
             assert!(OCR.contains(from), "{from}");
             let spec = QuerySpec::read(&OCR.replace(from, to));
@@ -521,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn separate_fan_outs_do_not_mix() {
+    fn rejects_values_of_unrelated_fan_outs() {
         let text = r#"
             slo_ms = 10
             [[stage]]

@@ -1,29 +1,30 @@
-//! Scores of characters over places, read as text: the best character of each place, repeats and blanks left out.
+//! Decodes scores of characters by position as text: the best character of each position, without
+//! repeats and blanks.
 
 use api::ApiError;
 use api::error::ApiResult;
 use bytes::Bytes;
 use model::{DataType, Tensor};
 
-/// The text and its mean score, of every row of `scores` (rows x places x characters). The first label stands for no
-/// character.
+/// The text and its mean score, for every row of `scores` (rows x positions x characters). The
+/// first label is the blank.
 pub fn read(name: &str, scores: &Tensor, labels: &[String]) -> ApiResult<(Tensor, Tensor)> {
-    let (&[rows, places, characters], DataType::F32) = (scores.shape(), scores.dtype()) else {
+    let (&[rows, positions, characters], DataType::F32) = (scores.shape(), scores.dtype()) else {
         return Err(ApiError::invalid(format!(
-            "output '{name}' is {}{:?}; text is read from FP32 of rows x places x characters",
+            "output '{name}' is {}{:?}; text is read from FP32 of rows x positions x characters",
             scores.dtype().wire_name(),
             scores.shape()
         )));
     };
     if characters != labels.len() {
         return Err(ApiError::invalid(format!(
-            "output '{name}' tells {characters} characters apart, the model's settings have {} labels",
+            "output '{name}' has scores of {characters} characters, but the model has {} labels",
             labels.len()
         )));
     }
     let values = scores.to_vec::<f32>().unwrap_or_default();
     let (mut texts, mut means) = (Vec::with_capacity(rows), Vec::with_capacity(rows));
-    for row in values.chunks_exact((places * characters).max(1)).take(rows) {
+    for row in values.chunks_exact((positions * characters).max(1)).take(rows) {
         let (text, score) = read_row(row, characters, labels);
         texts.push(Bytes::from(text));
         means.push(score);
@@ -35,9 +36,9 @@ pub fn read(name: &str, scores: &Tensor, labels: &[String]) -> ApiResult<(Tensor
 fn read_row(row: &[f32], characters: usize, labels: &[String]) -> (String, f32) {
     let (mut text, mut last) = (String::new(), 0);
     let (mut sum, mut count) = (0.0, 0u32);
-    for place in row.chunks_exact(characters.max(1)) {
+    for position in row.chunks_exact(characters.max(1)) {
         let best =
-            place.iter().enumerate().fold((0, f32::NEG_INFINITY), |best, (index, &score)| {
+            position.iter().enumerate().fold((0, f32::NEG_INFINITY), |best, (index, &score)| {
                 if score > best.1 { (index, score) } else { best }
             });
         if best.0 != 0 && best.0 != last {
@@ -55,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn repeats_count_once_unless_a_blank_parts_them() {
+    fn merges_repeats_unless_separated_by_a_blank() {
         let labels: Vec<String> = ["", "a", "l"].map(str::to_string).to_vec();
         let path = [0usize, 1, 1, 2, 0, 2, 2];
         let one = |best: usize| (0..3).map(move |i| if i == best { 0.5f32 } else { 0.1 });

@@ -1,6 +1,6 @@
-//! Carries the scaler between the leading scheduler and whoever runs the machines.
+//! Connects the scaler to the leading scheduler and to the scale target.
 //!
-//! It is a task of its own: however slow or broken the other side is, plans do not wait for it.
+//! It is a task of its own: planning never waits for a slow or broken target.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -9,42 +9,42 @@ use std::time::Duration;
 use base::Clock;
 use tokio::sync::watch;
 
-use super::need::{Outlook, need};
-use super::scaler::{Member, Orders, Scaler, ScalingSettings, Situation};
-use super::target::{Scale, Target, TargetError};
+use super::replica_estimate::{ScalingInput, estimate_replicas};
+use super::scaler::{ReplicaState, Scaler, ScalerInput, ScalingDecision, ScalingSettings};
+use super::target::{Scale, ScaleError, ScaleTarget};
 use crate::record::ScalingRecord;
 
-/// Time between two looks.
-const LOOK: Duration = Duration::from_secs(5);
-/// The longest pause after failures.
-const PAUSE_MOST: Duration = Duration::from_secs(60);
-/// A call that takes longer has failed.
-const CALL_MOST: Duration = Duration::from_secs(10);
+/// Time between two polls.
+const POLL_INTERVAL: Duration = Duration::from_secs(5);
+/// Maximum pause after failures.
+const PAUSE_MAX: Duration = Duration::from_secs(60);
+/// Time limit of a call to the target.
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What a scheduler scales, and how.
+/// What a scheduler scales, and its settings.
 #[derive(Clone)]
 pub struct Scaling {
-    /// What.
-    pub target: Arc<dyn Target>,
-    /// How.
+    /// The workload.
+    pub target: Arc<dyn ScaleTarget>,
+    /// The settings.
     pub settings: ScalingSettings,
-    /// Time between two looks.
-    pub look: Duration,
+    /// Time between two polls.
+    pub poll: Duration,
 }
 
 impl Scaling {
-    /// Scales `target`, with the usual time between two looks.
-    pub fn new(target: Arc<dyn Target>, settings: ScalingSettings) -> Scaling {
-        Scaling { target, settings, look: LOOK }
+    /// Scales `target`, with the default time between polls.
+    pub fn new(target: Arc<dyn ScaleTarget>, settings: ScalingSettings) -> Scaling {
+        Scaling { target, settings, poll: POLL_INTERVAL }
     }
 }
 
-/// What the driver tells the scheduler.
+/// What the driver reports to the scheduler.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ScalingReport {
-    /// Backends that the plan is to do without.
+    /// Backends to plan without.
     pub draining: BTreeSet<String>,
-    /// For everybody to see; `None` until the first look.
+    /// The record to publish; `None` until the first poll.
     pub record: Option<ScalingRecord>,
 }
 
@@ -54,30 +54,30 @@ pub struct Driver {
     clock: Arc<dyn Clock>,
     scaler: Scaler,
     record: ScalingRecord,
-    failing: Option<TargetError>,
+    last_error: Option<ScaleError>,
     failures: u32,
 }
 
 impl Driver {
-    /// A driver that goes on counting where an earlier leader's record ends.
+    /// Creates a driver that continues the error count of an earlier leader's record.
     pub fn new(scaling: Scaling, clock: Arc<dyn Clock>, before: Option<ScalingRecord>) -> Driver {
         let scaler = Scaler::new(scaling.settings.clone(), clock.now());
         let errors = before.map_or(0, |record| record.errors);
         let target = scaling.target.name();
         let record = ScalingRecord { target, errors, ..ScalingRecord::default() };
-        Driver { scaling, clock, scaler, record, failing: None, failures: 0 }
+        Driver { scaling, clock, scaler, record, last_error: None, failures: 0 }
     }
 
-    /// Looks again and again, until nobody listens.
+    /// Polls until the receiver of its reports is dropped.
     pub async fn run(
         mut self,
-        outlook: watch::Receiver<Option<Arc<Outlook>>>,
+        input: watch::Receiver<Option<Arc<ScalingInput>>>,
         report: watch::Sender<ScalingReport>,
     ) {
         loop {
-            let seen = outlook.borrow().clone();
-            if let Some(seen) = seen {
-                if let Err(error) = self.look(seen, &report).await {
+            let current = input.borrow().clone();
+            if let Some(current) = current {
+                if let Err(error) = self.poll(current, &report).await {
                     self.fail(error, &report);
                 } else {
                     self.succeed();
@@ -91,66 +91,67 @@ impl Driver {
         }
     }
 
-    /// A pause that doubles with every failure.
+    /// The pause, doubled with every failure.
     fn pause(&self) -> Duration {
         let factor = 1 << self.failures.min(8);
-        (self.scaling.look * factor).min(PAUSE_MOST.max(self.scaling.look))
+        (self.scaling.poll * factor).min(PAUSE_MAX.max(self.scaling.poll))
     }
 
-    async fn look(
+    async fn poll(
         &mut self,
-        outlook: Arc<Outlook>,
+        input: Arc<ScalingInput>,
         report: &watch::Sender<ScalingReport>,
-    ) -> Result<(), TargetError> {
+    ) -> Result<(), ScaleError> {
         let target = self.scaling.target.clone();
-        let scale = within(target.read()).await?;
-        let needed = self.needed(outlook.clone(), &scale).await;
-        let members = members(&scale, &outlook);
-        let situation = Situation {
+        let scale = with_timeout(target.read()).await?;
+        let estimated = self.estimated(input.clone(), &scale).await;
+        let replicas_present = replicas_present(&scale, &input);
+        let input = ScalerInput {
             replicas: scale.replicas,
-            need: needed,
+            need: estimated,
             removal: target.removal(),
-            members: &members,
+            replicas_present: &replicas_present,
         };
-        let orders = self.scaler.step(self.clock.now(), &situation);
-        for backend in &orders.stuck {
-            tracing::warn!(backend, "not emptied in time, so it stays; see atoll cluster status");
+        let decision = self.scaler.step(self.clock.now(), &input);
+        for backend in &decision.stuck {
+            tracing::warn!(backend, "drain timed out; see atoll cluster status");
         }
         self.record.replicas = scale.replicas;
-        self.record.wanted = orders.wanted;
-        self.record.present = members.iter().filter(|member| member.joined).count();
-        self.record.draining = orders.draining.iter().cloned().collect();
+        self.record.wanted = decision.wanted;
+        self.record.present = replicas_present.iter().filter(|member| member.joined).count();
+        self.record.draining = decision.draining.iter().cloned().collect();
         report.send_modify(|report| {
-            report.draining.clone_from(&orders.draining);
+            report.draining.clone_from(&decision.draining);
             report.record = Some(self.record.clone());
         });
-        self.mark(&*target, &scale, &orders).await?;
-        self.write(&*target, &scale, &orders).await
+        self.mark(&*target, &scale, &decision).await?;
+        self.write(&*target, &scale, &decision).await
     }
 
-    async fn needed(&self, outlook: Arc<Outlook>, scale: &Scale) -> Option<u32> {
+    async fn estimated(&self, input: Arc<ScalingInput>, scale: &Scale) -> Option<u32> {
         let names = scale.members.iter().map(|member| member.name.clone()).collect();
-        let most = self.scaling.settings.replicas_most;
-        let work = tokio::task::spawn_blocking(move || need(&outlook, &names, most));
+        let max = self.scaling.settings.replicas_max;
+        let work = tokio::task::spawn_blocking(move || estimate_replicas(&input, &names, max));
         work.await.unwrap_or_else(|error| {
-            tracing::error!(%error, "what the load takes cannot be said");
+            tracing::error!(%error, "cannot estimate replicas");
             None
         })
     }
 
-    /// Marks those who are to go, before there are to be fewer, and takes marks from those who are not.
+    /// Marks replicas that are removed, before the number of replicas is lowered, and clears the
+    /// marks of others.
     async fn mark(
         &self,
-        target: &dyn Target,
+        target: &dyn ScaleTarget,
         scale: &Scale,
-        orders: &Orders,
-    ) -> Result<(), TargetError> {
+        decision: &ScalingDecision,
+    ) -> Result<(), ScaleError> {
         for replica in scale.members.iter().filter(|replica| !replica.ending) {
-            let leaves = orders.leaving.contains(&replica.name);
-            // One whose turn came with an earlier change keeps its mark until it is gone.
-            let stays = !orders.draining.contains(&replica.name);
+            let leaves = decision.removing.contains(&replica.name);
+            // A replica that an earlier change removes keeps its mark until it is gone.
+            let stays = !decision.draining.contains(&replica.name);
             if (leaves && !replica.marked) || (replica.marked && stays) {
-                within(target.mark(&replica.name, leaves)).await?;
+                with_timeout(target.mark(&replica.name, leaves)).await?;
             }
         }
         Ok(())
@@ -158,64 +159,66 @@ impl Driver {
 
     async fn write(
         &mut self,
-        target: &dyn Target,
+        target: &dyn ScaleTarget,
         scale: &Scale,
-        orders: &Orders,
-    ) -> Result<(), TargetError> {
-        let Some(replicas) = orders.replicas else { return Ok(()) };
-        within(target.write(&scale.version, replicas)).await?;
-        self.scaler.written(self.clock.now(), orders);
+        decision: &ScalingDecision,
+    ) -> Result<(), ScaleError> {
+        let Some(replicas) = decision.replicas else { return Ok(()) };
+        with_timeout(target.write(&scale.version, replicas)).await?;
+        self.scaler.applied(self.clock.now(), decision);
         self.record.replicas = replicas;
-        let (from, wanted) = (scale.replicas, orders.wanted);
+        let (from, wanted) = (scale.replicas, decision.wanted);
         tracing::info!(target = target.name(), from, to = replicas, wanted, "replicas changed");
         Ok(())
     }
 
     fn succeed(&mut self) {
-        if self.failing.take().is_some() {
-            tracing::info!(target = self.record.target, "can be scaled again");
+        if self.last_error.take().is_some() {
+            tracing::info!(target = self.record.target, "scaling recovered");
         }
         self.failures = 0;
         self.record.error = None;
     }
 
-    /// Counts a failure, and says it where it is a new one.
-    fn fail(&mut self, error: TargetError, report: &watch::Sender<ScalingReport>) {
+    /// Counts a failure, and logs it where it is a new one.
+    fn fail(&mut self, error: ScaleError, report: &watch::Sender<ScalingReport>) {
         self.record.errors += 1;
-        // What changed meanwhile is read again at the usual time. After anything else nobody knows when one can go: the
-        // plan gets its backends back.
-        if !matches!(error, TargetError::Conflict(_)) {
+        // A conflict is resolved by the next poll. After any other failure it is unknown when a
+        // backend can be removed: the plan gets its backends back.
+        if !matches!(error, ScaleError::Conflict(_)) {
             self.failures = self.failures.saturating_add(1);
-            let draining = self.scaler.release(self.clock.now());
+            let draining = self.scaler.stop_draining(self.clock.now());
             self.record.draining = draining.iter().cloned().collect();
             report.send_modify(|report| report.draining = draining);
         }
-        if self.failing.as_ref().is_none_or(|before| !before.is_like(&error)) {
+        if self.last_error.as_ref().is_none_or(|before| !before.is_like(&error)) {
             let target = &self.record.target;
-            tracing::warn!(target, %error, advice = error.advice(), "cannot be scaled");
+            tracing::warn!(target, %error, advice = error.advice(), "scaling failed");
         }
         self.record.error = Some(format!("{error}; {}", error.advice()));
-        self.failing = Some(error);
+        self.last_error = Some(error);
     }
 }
 
-async fn within<T>(call: impl Future<Output = Result<T, TargetError>>) -> Result<T, TargetError> {
-    let late = |_| TargetError::Unreachable(format!("no answer within {CALL_MOST:?}"));
-    tokio::time::timeout(CALL_MOST, call).await.map_err(late)?
+async fn with_timeout<T>(
+    call: impl Future<Output = Result<T, ScaleError>>,
+) -> Result<T, ScaleError> {
+    let late = |_| ScaleError::Unreachable(format!("no reply within {CALL_TIMEOUT:?}"));
+    tokio::time::timeout(CALL_TIMEOUT, call).await.map_err(late)?
 }
 
-/// Replicas with what their backends do.
-fn members(scale: &Scale, outlook: &Outlook) -> Vec<Member> {
+/// Replicas, with the state of their backends.
+fn replicas_present(scale: &Scale, input: &ScalingInput) -> Vec<ReplicaState> {
     let member = |replica: &super::target::Replica| {
-        let duty = outlook.duties.get(&replica.name);
-        Member {
+        let usage = input.usage.get(&replica.name);
+        ReplicaState {
             name: replica.name.clone(),
             ordinal: replica.ordinal,
-            joined: duty.is_some(),
+            joined: usage.is_some(),
             ready: replica.ready,
             ending: replica.ending,
-            empty: duty.is_some_and(|duty| duty.empty),
-            busy: duty.map_or(0.0, |duty| duty.busy),
+            empty: usage.is_some_and(|usage| usage.empty),
+            busy: usage.map_or(0.0, |usage| usage.busy),
         }
     };
     scale.members.iter().map(member).collect()

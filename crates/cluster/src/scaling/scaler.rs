@@ -1,240 +1,251 @@
-//! Replicas over time: up as soon as the load asks for it, down when it has not for a while and the backends that go hold
-//! nothing any more.
+//! Decides on replicas over time: up as soon as the load needs it, down when it has not needed them
+//! for a while and the backends to remove are drained.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use base::Nanos;
 
-/// How replicas follow the load.
+/// Settings of the scaler.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ScalingSettings {
-    /// Fewer are never asked for.
-    pub replicas_least: u32,
-    /// More are never asked for.
-    pub replicas_most: u32,
-    /// Replicas that one change adds at most.
+    /// Minimum number of replicas.
+    pub replicas_min: u32,
+    /// Maximum number of replicas.
+    pub replicas_max: u32,
+    /// Maximum number of replicas that one change adds.
     pub step_up: u32,
-    /// Replicas that one change takes away at most.
+    /// Maximum number of replicas that one change removes.
     pub step_down: u32,
-    /// Replicas go only when the load has not asked for them for so long.
+    /// Replicas are removed only when the load has not needed them for this long.
     pub window: Nanos,
-    /// Least time between two changes.
+    /// Minimum time between two changes.
     pub cooldown: Nanos,
-    /// A backend that is not empty after so long stays, and is tried again a window later.
-    pub drain_most: Nanos,
+    /// A backend that is not drained after this time stays, and is tried again a window later.
+    pub drain_timeout: Nanos,
 }
 
 impl Default for ScalingSettings {
     fn default() -> Self {
         ScalingSettings {
-            replicas_least: 1,
-            replicas_most: 10,
+            replicas_min: 1,
+            replicas_max: 10,
             step_up: 4,
             step_down: 1,
             window: Nanos::from_millis(300_000),
             cooldown: Nanos::from_millis(30_000),
-            drain_most: Nanos::from_millis(300_000),
+            drain_timeout: Nanos::from_millis(300_000),
         }
     }
 }
 
-/// Which replicas go when there are to be fewer.
+/// Which replicas are removed when their number is lowered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Removal {
-    /// Those marked as cheap to remove, after those that are not ready (a Deployment).
+    /// Those marked as cheap to remove, after those that are not ready (Deployment).
     Marked,
-    /// Those with the highest ordinals (a StatefulSet).
+    /// Those with the highest ordinals (StatefulSet).
     Ordinal,
 }
 
-/// One replica.
+/// A replica, with the state of its backend.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Member {
-    /// Its name, which is its backend's name too.
+pub struct ReplicaState {
+    /// Its name, which is also its backend's name.
     pub name: String,
-    /// Its number, where replicas have one.
+    /// Its ordinal, where replicas have one.
     pub ordinal: u64,
-    /// Whether it is a backend of the cluster now.
+    /// Whether it has joined the cluster.
     pub joined: bool,
-    /// Whether whoever runs it thinks it ready.
+    /// Whether its pod is ready.
     pub ready: bool,
-    /// Whether it is on its way out already.
+    /// Whether its pod is terminating.
     pub ending: bool,
-    /// Whether it holds no model and is to hold none.
+    /// Whether it holds no model and is assigned none.
     pub empty: bool,
     /// Share of its time that the plan uses.
     pub busy: f64,
 }
 
-/// What is the case.
+/// Input of a step.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Situation<'a> {
-    /// Replicas asked for now.
+pub struct ScalerInput<'a> {
+    /// Replicas requested now.
     pub replicas: u32,
-    /// Replicas that the load takes; `None` while nobody reports any.
+    /// Replicas that the load needs; `None` while no load is reported.
     pub need: Option<u32>,
-    /// Which replicas go first.
+    /// Which replicas are removed first.
     pub removal: Removal,
-    /// Those that are there.
-    pub members: &'a [Member],
+    /// The replicas that exist.
+    pub replicas_present: &'a [ReplicaState],
 }
 
-/// What is to be done.
+/// What to do.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Orders {
-    /// Replicas that the load asks for, within the bounds.
+pub struct ScalingDecision {
+    /// Replicas that the load needs, within the bounds.
     pub wanted: u32,
-    /// Replicas to ask for now, where that is a change.
+    /// Replicas to request now, where that is a change.
     pub replicas: Option<u32>,
-    /// With it: the replicas that are to go.
-    pub leaving: BTreeSet<String>,
-    /// Backends that the plan is to do without.
+    /// The replicas that this change removes.
+    pub removing: BTreeSet<String>,
+    /// Backends to plan without.
     pub draining: BTreeSet<String>,
-    /// Backends that were to be emptied and are not, after all the time they had.
+    /// Backends whose drain timed out.
     pub stuck: Vec<String>,
 }
 
-/// Decides.
+/// Decides how many replicas to request and which backends to drain.
 #[derive(Clone, Debug)]
 pub struct Scaler {
     settings: ScalingSettings,
-    began_at: Nanos,
-    /// What was wanted when, over the window; later ones are smaller.
-    wanted: VecDeque<(Nanos, u32)>,
+    started_at: Nanos,
+    /// Needs over the window, with their times; later ones are smaller.
+    desired: VecDeque<(Nanos, u32)>,
     changed_at: Option<Nanos>,
-    /// Backends being emptied, since when.
+    /// Backends that are draining, and since when.
     draining: BTreeMap<String, Nanos>,
-    /// Those that were told to go, since when.
-    leaving: BTreeMap<String, Nanos>,
-    /// Nothing goes before.
+    /// Replicas that a change removes, and since when.
+    removing: BTreeMap<String, Nanos>,
+    /// Nothing is removed before this time.
     held_until: Nanos,
 }
 
 impl Scaler {
-    /// A scaler that has seen nothing yet: it takes nothing away for a window.
+    /// Creates a scaler without history: it removes nothing for a window.
     pub fn new(settings: ScalingSettings, now: Nanos) -> Scaler {
         Scaler {
             settings,
-            began_at: now,
-            wanted: VecDeque::new(),
+            started_at: now,
+            desired: VecDeque::new(),
             changed_at: None,
             draining: BTreeMap::new(),
-            leaving: BTreeMap::new(),
+            removing: BTreeMap::new(),
             held_until: now,
         }
     }
 
-    /// What to do now. [`Scaler::written`] says when it was done.
-    pub fn step(&mut self, now: Nanos, situation: &Situation<'_>) -> Orders {
-        let bounds = self.settings.replicas_least..=self.settings.replicas_most;
-        // Without a word about load all stay.
-        let need = situation.need.unwrap_or(situation.replicas);
-        let wanted = need.clamp(*bounds.start(), *bounds.end());
-        let floor = self.floor(now, wanted, situation.replicas);
-        self.forget(now, situation.members);
-        let mut orders = Orders { wanted, ..Orders::default() };
-        if wanted > situation.replicas {
+    /// Decides what to do now. [`Scaler::applied`] has to be called when it was done.
+    pub fn step(&mut self, now: Nanos, input: &ScalerInput<'_>) -> ScalingDecision {
+        let bounds = self.settings.replicas_min..=self.settings.replicas_max;
+        // Without load reports all replicas stay.
+        let need = input.need.unwrap_or(input.replicas);
+        let desired = need.clamp(*bounds.start(), *bounds.end());
+        let floor = self.floor(now, desired, input.replicas);
+        self.forget(now, input.replicas_present);
+        let mut decision = ScalingDecision { wanted: desired, ..ScalingDecision::default() };
+        if desired > input.replicas {
             self.draining.clear();
-            if situation.removal == Removal::Ordinal {
-                // Those that come next have these names.
-                self.leaving.clear();
+            if input.removal == Removal::Ordinal {
+                // New replicas get these names again.
+                self.removing.clear();
             }
-            let most = situation.replicas.saturating_add(self.settings.step_up);
-            orders.replicas = self.is_rested(now).then(|| wanted.min(most));
+            let max = input.replicas.saturating_add(self.settings.step_up);
+            decision.replicas = self.cooldown_passed(now).then(|| desired.min(max));
         } else {
-            self.shrink(now, floor, situation, &mut orders);
+            self.scale_down(now, floor, input, &mut decision);
         }
-        let ending = situation.members.iter().filter(|member| member.ending);
-        orders.draining = ending.map(|member| member.name.clone()).collect();
-        orders.draining.extend(self.draining.keys().chain(self.leaving.keys()).cloned());
-        orders
+        let ending = input.replicas_present.iter().filter(|member| member.ending);
+        decision.draining = ending.map(|member| member.name.clone()).collect();
+        decision.draining.extend(self.draining.keys().chain(self.removing.keys()).cloned());
+        decision
     }
 
-    /// The change that [`Scaler::step`] ordered was made.
-    pub fn written(&mut self, now: Nanos, orders: &Orders) {
+    /// Records that the change of [`Scaler::step`] was made.
+    pub fn applied(&mut self, now: Nanos, decision: &ScalingDecision) {
         self.changed_at = Some(now);
-        for name in &orders.leaving {
+        for name in &decision.removing {
             self.draining.remove(name);
-            self.leaving.insert(name.clone(), now);
+            self.removing.insert(name.clone(), now);
         }
     }
 
-    /// Stops emptying backends, for a window at least, and returns those that were told to go already: what is done while
-    /// nobody can be told.
-    pub fn release(&mut self, now: Nanos) -> BTreeSet<String> {
+    /// Stops draining backends, for a window at least, and returns those that are being removed
+    /// already. Called while the target cannot be changed.
+    pub fn stop_draining(&mut self, now: Nanos) -> BTreeSet<String> {
         self.draining.clear();
         self.held_until = now + self.settings.window;
-        self.leaving.keys().cloned().collect()
+        self.removing.keys().cloned().collect()
     }
 
-    fn is_rested(&self, now: Nanos) -> bool {
+    fn cooldown_passed(&self, now: Nanos) -> bool {
         self.changed_at.is_none_or(|at| now - at >= self.settings.cooldown)
     }
 
-    /// The most that was wanted within the window; no less than what is there until a whole window was seen.
-    fn floor(&mut self, now: Nanos, wanted: u32, replicas: u32) -> u32 {
-        while self.wanted.back().is_some_and(|(_, before)| *before <= wanted) {
-            self.wanted.pop_back();
+    /// The maximum need within the window; at least the current replicas until a whole window was
+    /// observed.
+    fn floor(&mut self, now: Nanos, desired: u32, replicas: u32) -> u32 {
+        while self.desired.back().is_some_and(|(_, before)| *before <= desired) {
+            self.desired.pop_back();
         }
-        self.wanted.push_back((now, wanted));
-        while self.wanted.front().is_some_and(|(at, _)| now - *at >= self.settings.window) {
-            self.wanted.pop_front();
+        self.desired.push_back((now, desired));
+        while self.desired.front().is_some_and(|(at, _)| now - *at >= self.settings.window) {
+            self.desired.pop_front();
         }
-        let most = self.wanted.front().map_or(wanted, |(_, most)| *most).max(wanted);
-        let seen = now - self.began_at >= self.settings.window && now >= self.held_until;
-        if seen { most } else { most.max(replicas) }
+        let max = self.desired.front().map_or(desired, |(_, max)| *max).max(desired);
+        let seen = now - self.started_at >= self.settings.window && now >= self.held_until;
+        if seen { max } else { max.max(replicas) }
     }
 
-    /// Names that are gone are no longer kept; nor are those that others went instead of.
-    fn forget(&mut self, now: Nanos, members: &[Member]) {
-        let there = |name: &String| members.iter().any(|member| member.name == *name);
+    /// Forgets replicas that are gone, and those in whose place others were removed.
+    fn forget(&mut self, now: Nanos, replicas_present: &[ReplicaState]) {
+        let there = |name: &String| replicas_present.iter().any(|member| member.name == *name);
         self.draining.retain(|name, _| there(name));
-        let limit = self.settings.drain_most;
-        self.leaving.retain(|name, since| there(name) && now - *since < limit);
+        let limit = self.settings.drain_timeout;
+        self.removing.retain(|name, since| there(name) && now - *since < limit);
     }
 
-    fn shrink(&mut self, now: Nanos, floor: u32, situation: &Situation<'_>, orders: &mut Orders) {
-        let surplus = situation.replicas.saturating_sub(floor).min(self.settings.step_down);
-        let left = |member: &Member| match situation.removal {
-            Removal::Marked => self.leaving.contains_key(&member.name),
-            // Ordinals are used again: a name that went may be somebody else's by now.
+    fn scale_down(
+        &mut self,
+        now: Nanos,
+        floor: u32,
+        input: &ScalerInput<'_>,
+        decision: &mut ScalingDecision,
+    ) {
+        let surplus = input.replicas.saturating_sub(floor).min(self.settings.step_down);
+        let is_removed = |member: &ReplicaState| match input.removal {
+            Removal::Marked => self.removing.contains_key(&member.name),
+            // Ordinals are reused: the name may belong to a new replica by now.
             Removal::Ordinal => false,
         };
-        let members = situation.members.iter();
-        let staying: Vec<&Member> =
-            members.filter(|member| !member.ending && !left(member)).collect();
-        // While more are there than were asked for, it is not known who goes.
-        let caught_up = staying.len() <= situation.replicas as usize;
-        if surplus == 0 || !caught_up {
+        let replicas_present = input.replicas_present.iter();
+        let remaining: Vec<&ReplicaState> =
+            replicas_present.filter(|member| !member.ending && !is_removed(member)).collect();
+        // While more replicas exist than requested, it is unknown which ones are removed.
+        let settled = remaining.len() <= input.replicas as usize;
+        if surplus == 0 || !settled {
             self.draining.clear();
             return;
         }
-        let candidates = self.candidates(&staying, situation.removal);
-        let chosen = &candidates[..candidates.len().min(surplus as usize)];
-        self.drain(now, chosen, orders);
-        let may_go = |member: &&&Member| !member.joined || member.empty;
-        let going: Vec<&Member> = match situation.removal {
-            Removal::Ordinal => chosen.iter().take_while(may_go).copied().collect(),
-            // One that serves and is not ready would go before any that is marked.
-            Removal::Marked if staying.iter().any(|member| member.joined && !member.ready) => {
+        let candidates = self.candidates(&remaining, input.removal);
+        let selected = &candidates[..candidates.len().min(surplus as usize)];
+        self.drain(now, selected, decision);
+        let removable = |member: &&&ReplicaState| !member.joined || member.empty;
+        let removed: Vec<&ReplicaState> = match input.removal {
+            Removal::Ordinal => selected.iter().take_while(removable).copied().collect(),
+            // A serving replica that is not ready would be removed before any marked one.
+            Removal::Marked if remaining.iter().any(|member| member.joined && !member.ready) => {
                 Vec::new()
             }
-            Removal::Marked => chosen.iter().filter(may_go).copied().collect(),
+            Removal::Marked => selected.iter().filter(removable).copied().collect(),
         };
-        if !going.is_empty() && orders.stuck.is_empty() && self.is_rested(now) {
-            let count = u32::try_from(going.len()).unwrap_or(surplus);
-            orders.replicas = Some(situation.replicas - count);
-            orders.leaving = going.iter().map(|member| member.name.clone()).collect();
+        if !removed.is_empty() && decision.stuck.is_empty() && self.cooldown_passed(now) {
+            let count = u32::try_from(removed.len()).unwrap_or(surplus);
+            decision.replicas = Some(input.replicas - count);
+            decision.removing = removed.iter().map(|member| member.name.clone()).collect();
         }
     }
 
-    /// Members in the order in which they are to go.
-    fn candidates<'a>(&self, staying: &[&'a Member], removal: Removal) -> Vec<&'a Member> {
-        let mut order = staying.to_vec();
+    /// Replicas in the order in which they are to be removed.
+    fn candidates<'a>(
+        &self,
+        remaining: &[&'a ReplicaState],
+        removal: Removal,
+    ) -> Vec<&'a ReplicaState> {
+        let mut order = remaining.to_vec();
         match removal {
             Removal::Ordinal => order.sort_by_key(|member| std::cmp::Reverse(member.ordinal)),
             Removal::Marked => order.sort_by(|a, b| {
-                let first = |member: &Member| {
+                let first = |member: &ReplicaState| {
                     let draining = self.draining.contains_key(&member.name);
                     (member.joined, member.ready, !draining, !member.empty)
                 };
@@ -245,21 +256,21 @@ impl Scaler {
         order
     }
 
-    /// Keeps `chosen` and nobody else being emptied; gives up where that takes too long.
-    fn drain(&mut self, now: Nanos, chosen: &[&Member], orders: &mut Orders) {
-        let joined = chosen.iter().filter(|member| member.joined);
+    /// Drains `selected` and no others; gives up on timeout.
+    fn drain(&mut self, now: Nanos, selected: &[&ReplicaState], decision: &mut ScalingDecision) {
+        let joined = selected.iter().filter(|member| member.joined);
         let names: BTreeSet<&str> = joined.map(|member| member.name.as_str()).collect();
         self.draining.retain(|name, _| names.contains(name.as_str()));
         for name in names {
             self.draining.entry(name.to_string()).or_insert(now);
         }
-        let full = |name: &String| chosen.iter().any(|m| m.name == *name && !m.empty);
+        let full = |name: &String| selected.iter().any(|m| m.name == *name && !m.empty);
         let late = self
             .draining
             .iter()
-            .filter(|(name, since)| now - **since >= self.settings.drain_most && full(name));
-        orders.stuck = late.map(|(name, _)| name.clone()).collect();
-        if !orders.stuck.is_empty() {
+            .filter(|(name, since)| now - **since >= self.settings.drain_timeout && full(name));
+        decision.stuck = late.map(|(name, _)| name.clone()).collect();
+        if !decision.stuck.is_empty() {
             self.draining.clear();
             self.held_until = now + self.settings.window;
         }

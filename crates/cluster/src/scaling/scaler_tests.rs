@@ -1,12 +1,12 @@
-//! The scaler against a model of Kubernetes that it knows nothing of, in virtual time.
+//! The scaler against an independent model of Kubernetes, in virtual time.
 
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 
 use super::*;
 
-/// Seconds between two looks.
-const LOOK: u64 = 5;
+/// Seconds between two polls.
+const POLL: u64 = 5;
 
 fn seconds(count: u64) -> Nanos {
     Nanos::from_millis(1000 * count)
@@ -14,17 +14,17 @@ fn seconds(count: u64) -> Nanos {
 
 fn settings() -> ScalingSettings {
     ScalingSettings {
-        replicas_least: 2,
-        replicas_most: 9,
+        replicas_min: 2,
+        replicas_max: 9,
         step_up: 3,
         step_down: 2,
         window: seconds(60),
         cooldown: seconds(15),
-        drain_most: seconds(90),
+        drain_timeout: seconds(90),
     }
 }
 
-/// A replica of the model.
+/// A replica of the simulation.
 #[derive(Clone, Debug)]
 struct Pod {
     name: String,
@@ -32,7 +32,7 @@ struct Pod {
     age: u64,
     ending: Option<u64>,
     marked: bool,
-    /// Seconds until it has nothing left, once it is being emptied.
+    /// Seconds until it is drained.
     load: u64,
     flickers: bool,
 }
@@ -50,23 +50,25 @@ impl Pod {
     }
 }
 
-/// Replicas, and a controller that makes them as many as asked for, as the documentation of ReplicaSets and StatefulSets
-/// says: pods that are not ready go first, then those that cost less, then the younger ones; or the highest ordinal.
-struct World {
+/// Replicas, and a controller that makes them match the requested number as the documentation of
+/// ReplicaSets and StatefulSets describes: pods that are not ready are removed first, then those
+/// with a lower cost, then the younger ones; or the highest ordinal.
+struct Simulation {
     replicas: u32,
     pods: Vec<Pod>,
     removal: Removal,
     made: u64,
-    /// What went wrong.
-    wrong: Vec<String>,
+    /// Violations found.
+    errors: Vec<String>,
 }
 
-impl World {
-    fn new(replicas: u32, removal: Removal) -> World {
-        let mut world = World { replicas, pods: Vec::new(), removal, made: 0, wrong: Vec::new() };
-        world.control();
-        world.pods.iter_mut().for_each(|pod| pod.age = START);
-        world
+impl Simulation {
+    fn new(replicas: u32, removal: Removal) -> Simulation {
+        let mut simulation =
+            Simulation { replicas, pods: Vec::new(), removal, made: 0, errors: Vec::new() };
+        simulation.control();
+        simulation.pods.iter_mut().for_each(|pod| pod.age = START);
+        simulation
     }
 
     fn control(&mut self) {
@@ -99,14 +101,14 @@ impl World {
             let pod = living.min_by_key(order).unwrap();
             pod.ending = Some(0);
             if pod.age >= START && pod.load > 0 {
-                self.wrong.push(format!("{} goes with load {}", pod.name, pod.load));
+                self.errors.push(format!("{} is removed with load {}", pod.name, pod.load));
             }
             alive -= 1;
         }
     }
 
-    fn members(&self) -> Vec<Member> {
-        let member = |pod: &Pod| Member {
+    fn replicas_present(&self) -> Vec<ReplicaState> {
+        let member = |pod: &Pod| ReplicaState {
             name: pod.name.clone(),
             ordinal: pod.ordinal,
             joined: pod.joined(),
@@ -118,7 +120,7 @@ impl World {
         self.pods.iter().map(member).collect()
     }
 
-    /// Lets seconds pass while the plan does without `draining`.
+    /// Advances time by `span` seconds while the plan does without `draining`.
     fn pass(&mut self, span: u64, draining: &BTreeSet<String>, drains: bool) {
         for pod in &mut self.pods {
             pod.age += span;
@@ -134,29 +136,29 @@ impl World {
     }
 }
 
-/// Something that happens, and how many looks it lasts.
+/// Conditions that last for a number of polls.
 #[derive(Clone, Debug)]
-struct Scene {
+struct Phase {
     need: Option<u32>,
-    looks: u64,
+    polls: u64,
     /// Writes are refused.
     refused: bool,
-    /// Backends cannot be emptied.
+    /// Backends cannot be drained.
     stuck: bool,
-    /// A pod is not ready for Kubernetes.
+    /// A pod is not ready.
     flicker: bool,
-    /// Somebody else asks for other replicas.
+    /// An operator requests this number of replicas.
     by_hand: Option<u32>,
 }
 
-fn scene() -> impl Strategy<Value = Scene> {
+fn phase() -> impl Strategy<Value = Phase> {
     let need = prop_oneof![9 => (0u32..14).prop_map(Some), 1 => Just(None)];
     let rarely = || prop::bool::weighted(0.1);
     let by_hand = prop_oneof![19 => Just(None), 1 => (0u32..12).prop_map(Some)];
     (need, 1u64..40, rarely(), rarely(), rarely(), by_hand).prop_map(
-        |(need, looks, refused, stuck, flicker, by_hand)| Scene {
+        |(need, polls, refused, stuck, flicker, by_hand)| Phase {
             need,
-            looks,
+            polls,
             refused,
             stuck,
             flicker,
@@ -165,19 +167,19 @@ fn scene() -> impl Strategy<Value = Scene> {
     )
 }
 
-/// Every write, and what was needed when: all that the checker sees.
+/// All writes and needs: the input of the checker.
 #[derive(Default)]
-struct Log {
-    /// Time, and replicas that the load took, within the bounds.
+struct ChangeLog {
+    /// Time, and replicas that the load needs, within the bounds.
     needs: Vec<(Nanos, u32)>,
     /// Time, replicas before and after.
     writes: Vec<(Nanos, u32, u32)>,
 }
 
-fn check(settings: &ScalingSettings, log: &Log) {
+fn check(settings: &ScalingSettings, log: &ChangeLog) {
     for (index, &(at, before, after)) in log.writes.iter().enumerate() {
-        assert!(after <= settings.replicas_most.max(before), "{after} at {at} is too many");
-        assert!(after >= settings.replicas_least.min(before), "{after} at {at} is too few");
+        assert!(after <= settings.replicas_max.max(before), "{after} at {at} is too many");
+        assert!(after >= settings.replicas_min.min(before), "{after} at {at} is too few");
         assert_ne!(before, after);
         let needs = |span: Nanos| {
             log.needs.iter().filter(move |(then, _)| *then <= at && at - *then < span)
@@ -187,8 +189,8 @@ fn check(settings: &ScalingSettings, log: &Log) {
             assert!(after <= now, "{after} at {at} is more than {now}, which is needed");
             assert!(after - before <= settings.step_up);
         } else {
-            let most = needs(settings.window).map(|(_, need)| *need).max().unwrap();
-            assert!(after >= most, "{after} at {at} is less than {most}, needed within the window");
+            let max = needs(settings.window).map(|(_, need)| *need).max().unwrap();
+            assert!(after >= max, "{after} at {at} is less than {max}, needed within the window");
             assert!(before - after <= settings.step_down);
             assert!(at >= settings.window, "nothing was seen before {at}");
         }
@@ -198,53 +200,53 @@ fn check(settings: &ScalingSettings, log: &Log) {
     }
 }
 
-fn play(scenes: &[Scene], removal: Removal) -> (Log, World) {
+fn simulate(phases: &[Phase], removal: Removal) -> (ChangeLog, Simulation) {
     let settings = settings();
-    let mut world = World::new(4, removal);
+    let mut simulation = Simulation::new(4, removal);
     let mut scaler = Scaler::new(settings.clone(), Nanos::ZERO);
-    let mut log = Log::default();
+    let mut log = ChangeLog::default();
     let mut now = 0;
-    for scene in scenes {
-        if let Some(replicas) = scene.by_hand {
-            world.replicas = replicas;
-            world.control();
-            // Whoever does this by hand answers for what goes.
-            world.wrong.clear();
+    for phase in phases {
+        if let Some(replicas) = phase.by_hand {
+            simulation.replicas = replicas;
+            simulation.control();
+            // The operator is responsible for what this removes.
+            simulation.errors.clear();
         }
-        for look in 0..scene.looks {
-            for (index, pod) in world.pods.iter_mut().enumerate() {
-                pod.flickers = scene.flicker && index == 0;
+        for poll in 0..phase.polls {
+            for (index, pod) in simulation.pods.iter_mut().enumerate() {
+                pod.flickers = phase.flicker && index == 0;
             }
-            let members = world.members();
-            let situation = Situation {
-                replicas: world.replicas,
-                need: scene.need,
+            let replicas_present = simulation.replicas_present();
+            let input = ScalerInput {
+                replicas: simulation.replicas,
+                need: phase.need,
                 removal,
-                members: &members,
+                replicas_present: &replicas_present,
             };
-            let orders = scaler.step(seconds(now), &situation);
-            let bounded = scene.need.unwrap_or(world.replicas);
-            let bounded = bounded.clamp(settings.replicas_least, settings.replicas_most);
-            assert_eq!(orders.wanted, bounded);
+            let decision = scaler.step(seconds(now), &input);
+            let bounded = phase.need.unwrap_or(simulation.replicas);
+            let bounded = bounded.clamp(settings.replicas_min, settings.replicas_max);
+            assert_eq!(decision.wanted, bounded);
             log.needs.push((seconds(now), bounded));
-            if let Some(replicas) = orders.replicas.filter(|_| !scene.refused) {
-                log.writes.push((seconds(now), world.replicas, replicas));
-                for pod in &mut world.pods {
-                    pod.marked = orders.leaving.contains(&pod.name);
+            if let Some(replicas) = decision.replicas.filter(|_| !phase.refused) {
+                log.writes.push((seconds(now), simulation.replicas, replicas));
+                for pod in &mut simulation.pods {
+                    pod.marked = decision.removing.contains(&pod.name);
                 }
-                world.replicas = replicas;
-                scaler.written(seconds(now), &orders);
-                world.control();
+                simulation.replicas = replicas;
+                scaler.applied(seconds(now), &decision);
+                simulation.control();
             }
-            world.pass(LOOK, &orders.draining, !scene.stuck);
-            now += LOOK + look % 2;
+            simulation.pass(POLL, &decision.draining, !phase.stuck);
+            now += POLL + poll % 2;
         }
     }
-    (log, world)
+    (log, simulation)
 }
 
 proptest! {
-    // The same scenes in every run.
+    // The same phases in every run.
     #![proptest_config(ProptestConfig {
         cases: 2000,
         rng_seed: RngSeed::Fixed(25),
@@ -253,115 +255,141 @@ proptest! {
     })]
 
     #[test]
-    fn replicas_follow_the_load_within_all_bounds(
-        scenes in prop::collection::vec(scene(), 1..24),
+    fn replicas_follow_the_load_within_bounds(
+        phases in prop::collection::vec(phase(), 1..24),
         ordinal in any::<bool>(),
     ) {
         let removal = if ordinal { Removal::Ordinal } else { Removal::Marked };
-        let (log, world) = play(&scenes, removal);
+        let (log, simulation) = simulate(&phases, removal);
         check(&settings(), &log);
-        prop_assert!(world.wrong.is_empty(), "{:?}", world.wrong);
+        prop_assert!(simulation.errors.is_empty(), "{:?}", simulation.errors);
     }
 
     #[test]
-    fn what_is_needed_for_long_is_what_there_is(need in 0u32..14, ordinal in any::<bool>()) {
+    fn constant_need_is_reached(need in 0u32..14, ordinal in any::<bool>()) {
         let removal = if ordinal { Removal::Ordinal } else { Removal::Marked };
-        let calm = |need, looks| Scene {
+        let calm = |need, polls| Phase {
             need: Some(need),
-            looks,
+            polls,
             refused: false,
             stuck: false,
             flicker: false,
             by_hand: None,
         };
-        let (log, world) = play(&[calm(need, 120)], removal);
-        prop_assert_eq!(world.replicas, need.clamp(2, 9), "{:?}", log.writes);
-        prop_assert!(world.wrong.is_empty(), "{:?}", world.wrong);
+        let (log, simulation) = simulate(&[calm(need, 120)], removal);
+        prop_assert_eq!(simulation.replicas, need.clamp(2, 9), "{:?}", log.writes);
+        prop_assert!(simulation.errors.is_empty(), "{:?}", simulation.errors);
     }
 }
 
-/// A StatefulSet's pods have the names of those before them: one that went and came back between two looks is another one.
+/// Pods of a StatefulSet reuse names: one that was removed and created again between two polls is a
+/// new replica.
 #[test]
-fn a_pod_with_the_name_of_one_that_went_is_another_one() {
-    let scene = |need, looks, by_hand| Scene {
+fn reused_pod_name_is_a_new_replica() {
+    let phase = |need, polls, by_hand| Phase {
         need: Some(need),
-        looks,
+        polls,
         refused: false,
         stuck: false,
         flicker: false,
         by_hand,
     };
-    let scenes = [scene(8, 6, None), scene(0, 16, None), scene(0, 4, Some(7))];
-    let (log, world) = play(&scenes, Removal::Ordinal);
+    let phases = [phase(8, 6, None), phase(0, 16, None), phase(0, 4, Some(7))];
+    let (log, simulation) = simulate(&phases, Removal::Ordinal);
     check(&settings(), &log);
-    assert!(world.wrong.is_empty(), "{:?}", world.wrong);
+    assert!(simulation.errors.is_empty(), "{:?}", simulation.errors);
 }
 
-fn member(name: &str, busy: f64) -> Member {
+fn member(name: &str, busy: f64) -> ReplicaState {
     let ordinal = name.rsplit('-').next().and_then(|n| n.parse().ok()).unwrap_or(0);
-    Member { name: name.to_string(), ordinal, joined: true, ready: true, busy, ..Member::default() }
+    ReplicaState {
+        name: name.to_string(),
+        ordinal,
+        joined: true,
+        ready: true,
+        busy,
+        ..ReplicaState::default()
+    }
 }
 
-fn draining(removal: Removal, members: &[Member]) -> Vec<String> {
+fn draining(removal: Removal, replicas_present: &[ReplicaState]) -> Vec<String> {
     let settings = ScalingSettings { step_down: 1, ..settings() };
     let mut scaler = Scaler::new(settings, Nanos::ZERO);
-    let replicas = members.len() as u32;
-    let situation = Situation { replicas, need: Some(0), removal, members };
-    scaler.step(Nanos::ZERO, &situation);
-    let orders = scaler.step(seconds(100), &situation);
-    assert_eq!(orders.replicas, None, "nobody is empty yet");
-    orders.draining.into_iter().collect()
+    let replicas = replicas_present.len() as u32;
+    let input = ScalerInput { replicas, need: Some(0), removal, replicas_present };
+    scaler.step(Nanos::ZERO, &input);
+    let decision = scaler.step(seconds(100), &input);
+    assert_eq!(decision.replicas, None, "no backend is drained yet");
+    decision.draining.into_iter().collect()
 }
 
 #[test]
-fn the_least_busy_goes_where_one_can_choose_and_the_last_where_not() {
-    let members = [member("b-0", 0.9), member("b-1", 0.1), member("b-2", 0.5)];
-    assert_eq!(draining(Removal::Marked, &members), ["b-1"]);
-    assert_eq!(draining(Removal::Ordinal, &members), ["b-2"]);
+fn drains_the_least_busy_replica_or_the_last_ordinal() {
+    let replicas_present = [member("b-0", 0.9), member("b-1", 0.1), member("b-2", 0.5)];
+    assert_eq!(draining(Removal::Marked, &replicas_present), ["b-1"]);
+    assert_eq!(draining(Removal::Ordinal, &replicas_present), ["b-2"]);
     // Ordinals are numbers, not text.
-    let members: Vec<Member> = (0..11).map(|n| member(&format!("b-{n}"), 0.5)).collect();
-    assert_eq!(draining(Removal::Ordinal, &members), ["b-10"]);
+    let replicas_present: Vec<ReplicaState> =
+        (0..11).map(|n| member(&format!("b-{n}"), 0.5)).collect();
+    assert_eq!(draining(Removal::Ordinal, &replicas_present), ["b-10"]);
 }
 
 #[test]
-fn what_cannot_be_emptied_stays_and_is_named() {
+fn reports_drains_that_time_out() {
     let mut scaler = Scaler::new(settings(), Nanos::ZERO);
-    let members = [member("a", 0.5), member("b", 0.6), member("c", 0.7)];
-    let situation =
-        Situation { replicas: 3, need: Some(2), removal: Removal::Marked, members: &members };
+    let replicas_present = [member("a", 0.5), member("b", 0.6), member("c", 0.7)];
+    let input = ScalerInput {
+        replicas: 3,
+        need: Some(2),
+        removal: Removal::Marked,
+        replicas_present: &replicas_present,
+    };
     let mut named = Vec::new();
     for now in (0..200).step_by(5) {
-        let orders = scaler.step(seconds(now), &situation);
-        assert_eq!(orders.replicas, None);
-        named.extend(orders.stuck);
+        let decision = scaler.step(seconds(now), &input);
+        assert_eq!(decision.replicas, None);
+        named.extend(decision.stuck);
     }
     assert_eq!(named, ["a"]);
 }
 
 #[test]
-fn a_replica_on_its_way_out_is_left_out_of_the_plan() {
+fn terminating_replica_is_draining() {
     let mut scaler = Scaler::new(settings(), Nanos::ZERO);
-    let mut going = member("a", 0.5);
-    going.ending = true;
-    let members = [going, member("b", 0.5), member("c", 0.5)];
-    let situation =
-        Situation { replicas: 3, need: Some(3), removal: Removal::Marked, members: &members };
-    let orders = scaler.step(Nanos::ZERO, &situation);
-    assert_eq!(orders.draining.into_iter().collect::<Vec<_>>(), ["a"]);
+    let mut terminating = member("a", 0.5);
+    terminating.ending = true;
+    let replicas_present = [terminating, member("b", 0.5), member("c", 0.5)];
+    let input = ScalerInput {
+        replicas: 3,
+        need: Some(3),
+        removal: Removal::Marked,
+        replicas_present: &replicas_present,
+    };
+    let decision = scaler.step(Nanos::ZERO, &input);
+    assert_eq!(decision.draining.into_iter().collect::<Vec<_>>(), ["a"]);
 }
 
 #[test]
-fn nobody_goes_while_there_are_more_than_asked_for() {
+fn removes_nothing_while_replicas_exceed_the_request() {
     let mut scaler = Scaler::new(settings(), Nanos::ZERO);
-    let mut members = [member("a", 0.5), member("b", 0.6), member("c", 0.7), member("d", 0.8)];
-    members[0].empty = true;
+    let mut replicas_present =
+        [member("a", 0.5), member("b", 0.6), member("c", 0.7), member("d", 0.8)];
+    replicas_present[0].empty = true;
     for now in (0..200).step_by(5) {
-        let situation =
-            Situation { replicas: 3, need: Some(2), removal: Removal::Marked, members: &members };
-        let orders = scaler.step(seconds(now), &situation);
-        assert_eq!((orders.replicas, orders.draining.len()), (None, 0), "at {now}");
+        let input = ScalerInput {
+            replicas: 3,
+            need: Some(2),
+            removal: Removal::Marked,
+            replicas_present: &replicas_present,
+        };
+        let decision = scaler.step(seconds(now), &input);
+        assert_eq!((decision.replicas, decision.draining.len()), (None, 0), "at {now}");
     }
-    let situation =
-        Situation { replicas: 3, need: Some(2), removal: Removal::Marked, members: &members[..3] };
-    assert_eq!(scaler.step(seconds(200), &situation).replicas, Some(2));
+    let input = ScalerInput {
+        replicas: 3,
+        need: Some(2),
+        removal: Removal::Marked,
+        replicas_present: &replicas_present[..3],
+    };
+    assert_eq!(scaler.step(seconds(200), &input).replicas, Some(2));
 }

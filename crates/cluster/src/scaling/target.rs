@@ -1,4 +1,4 @@
-//! Whoever runs the backends' machines, as the scheduler sees it.
+//! The workload that runs the backends, as the scheduler sees it.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -7,93 +7,96 @@ use thiserror::Error;
 
 use super::scaler::Removal;
 
-/// A call to whoever runs the machines.
-pub type TargetFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, TargetError>> + Send + 'a>>;
+/// The future that a call to the target returns.
+pub type ScaleFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, ScaleError>> + Send + 'a>>;
 
-/// One replica as whoever runs it sees it.
+/// A replica of the workload.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Replica {
-    /// Its name, which is its backend's name too.
+    /// Its name, which is also its backend's name.
     pub name: String,
-    /// Its number, where replicas have one.
+    /// Its ordinal, where replicas have one.
     pub ordinal: u64,
-    /// Whether it is thought ready.
+    /// Whether it is ready.
     pub ready: bool,
-    /// Whether it is on its way out.
+    /// Whether it is terminating.
     pub ending: bool,
-    /// Whether it is marked as one to go first.
+    /// Whether it is marked to be removed first.
     pub marked: bool,
 }
 
-/// What there is.
+/// The scale of the workload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Scale {
-    /// Replicas asked for.
+    /// Replicas requested.
     pub replicas: u32,
-    /// The state that a change is conditional on.
+    /// The version that a change is conditional on.
     pub version: String,
-    /// The replicas.
+    /// The replicas that exist.
     pub members: Vec<Replica>,
 }
 
-/// Something with replicas.
-pub trait Target: Send + Sync + 'static {
-    /// What it is, such as `deployment/atoll-backend`.
+/// A workload with replicas.
+pub trait ScaleTarget: Send + Sync + 'static {
+    /// Its name, such as `deployment/atoll-backend`.
     fn name(&self) -> String;
 
-    /// Which replicas go first.
+    /// Which replicas are removed first.
     fn removal(&self) -> Removal;
 
-    /// What there is.
-    fn read(&self) -> TargetFuture<'_, Scale>;
+    /// Reads the scale and the replicas.
+    fn read(&self) -> ScaleFuture<'_, Scale>;
 
-    /// Asks for `replicas`, if nothing has changed since `version`.
-    fn write<'a>(&'a self, version: &'a str, replicas: u32) -> TargetFuture<'a, ()>;
+    /// Requests `replicas`, if nothing has changed since `version`.
+    fn write<'a>(&'a self, version: &'a str, replicas: u32) -> ScaleFuture<'a, ()>;
 
-    /// Marks a replica as one to go first, or as any other.
-    fn mark<'a>(&'a self, replica: &'a str, first: bool) -> TargetFuture<'a, ()>;
+    /// Marks a replica to be removed first, or clears the mark.
+    fn mark<'a>(&'a self, replica: &'a str, first: bool) -> ScaleFuture<'a, ()>;
 }
 
-/// Why a target did not do what it was asked to.
+/// Why a call to the target failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum TargetError {
-    /// It may not be read or written.
+pub enum ScaleError {
+    /// Access is denied.
     #[error("not allowed: {0}")]
     Forbidden(String),
-    /// It is not there.
-    #[error("not there: {0}")]
+    /// The workload does not exist.
+    #[error("not found: {0}")]
     NotFound(String),
-    /// It changed since it was read.
-    #[error("changed meanwhile: {0}")]
+    /// The workload changed since it was read.
+    #[error("changed concurrently: {0}")]
     Conflict(String),
-    /// It cannot be reached, or does not answer in time.
+    /// The API server cannot be reached, or does not reply in time.
     #[error("not reachable: {0}")]
     Unreachable(String),
-    /// It refuses for another reason.
+    /// The API server refuses for another reason.
     #[error("refused: {0}")]
     Refused(String),
 }
 
-impl TargetError {
-    /// What somebody who reads the log can do.
+impl ScaleError {
+    /// What an operator can do.
     pub fn advice(&self) -> &'static str {
         match self {
-            TargetError::Forbidden(_) => {
-                "bind the scheduler's service account to a role with get and patch on the scale and get, list and patch on pods (deploy/kubernetes has one)"
+            ScaleError::Forbidden(_) => {
+                "bind the scheduler's service account to a role with get and patch on the scale \
+                 and get, list and patch on pods (deploy/kubernetes has one)"
             }
-            TargetError::NotFound(_) => "check --kubernetes-scale and --kubernetes-namespace",
-            TargetError::Conflict(_) => {
-                "nothing to do: it is read again; if this goes on, something else scales it too, such as an autoscaler"
+            ScaleError::NotFound(_) => "check --kubernetes-scale and --kubernetes-namespace",
+            ScaleError::Conflict(_) => {
+                "nothing to do: it is read again; if this persists, something else scales it too, \
+                 such as an autoscaler"
             }
-            TargetError::Unreachable(_) => {
-                "check the API server and the network policy between it and the scheduler; plans go on meanwhile"
+            ScaleError::Unreachable(_) => {
+                "check the API server and the network policy between it and the scheduler; \
+                 planning continues"
             }
-            TargetError::Refused(_) => "see what the API server says; plans go on meanwhile",
+            ScaleError::Refused(_) => "see the message of the API server; planning continues",
         }
     }
 
-    /// Whether two errors have the same cause.
-    pub fn is_like(&self, other: &TargetError) -> bool {
+    /// Whether two errors are of the same kind.
+    pub fn is_like(&self, other: &ScaleError) -> bool {
         std::mem::discriminant(self) == std::mem::discriminant(other)
     }
 }

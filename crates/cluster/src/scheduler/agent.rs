@@ -1,4 +1,5 @@
-//! The scheduler as a process: stands for election, and while it leads, keeps the store as the core decides.
+//! The scheduler process: takes part in the election and, while it leads, writes the core's
+//! decisions to the store.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,64 +12,65 @@ use tokio::task::JoinSet;
 
 use super::{Core, Decision, SchedulerSettings};
 use crate::election::{Candidate, Leader};
-use crate::record::{Keys, Kind, encode};
+use crate::record::{Keys, PlanRecord, RecordKind, encode};
 use crate::scaling::driver::{Driver, Scaling, ScalingReport};
-use crate::scaling::need::Outlook;
-use crate::store::mirror::{self, Image};
+use crate::scaling::replica_estimate::ScalingInput;
+use crate::snapshot::ClusterSnapshot;
+use crate::store::mirror::{self, KeyValues};
 use crate::store::{Store, StoreError, Write};
-use crate::view::View;
 
-/// The longest time between two looks.
-const TICK: Duration = Duration::from_millis(500);
-/// Changes that come together are looked at once.
-const GATHER: Duration = Duration::from_millis(20);
+/// Maximum time between two steps of the core.
+const PLAN_INTERVAL: Duration = Duration::from_millis(500);
+/// Changes within this time are handled together.
+const COALESCE: Duration = Duration::from_millis(20);
 /// Pause before the store is tried again.
 const RETRY: Duration = Duration::from_millis(200);
 
-/// A scheduler, leading or waiting to.
+/// A scheduler, leading or waiting to lead.
 pub struct SchedulerAgent {
-    /// Where the state lives.
+    /// Where the cluster's state is.
     pub store: Arc<dyn Store>,
-    /// Its keys.
+    /// The keys of the cluster.
     pub keys: Keys,
     /// This scheduler's name.
     pub name: String,
-    /// How long it is missed before another one leads.
+    /// Span of its lease: after this time without renewal another scheduler leads.
     pub lease: Duration,
-    /// How it plans.
+    /// Settings of its plans.
     pub settings: SchedulerSettings,
     /// What it scales while it leads.
     pub scaling: Option<Scaling>,
-    /// Time.
+    /// The clock.
     pub clock: Arc<dyn Clock>,
 }
 
-/// The driver of scaling while this scheduler leads, as the scheduler sees it.
-struct ScalingLink {
-    outlook: watch::Sender<Option<Arc<Outlook>>>,
+/// The scaling driver of the current term of leadership.
+struct ScalingTask {
+    scaling_input: watch::Sender<Option<Arc<ScalingInput>>>,
     report: watch::Receiver<ScalingReport>,
-    /// Ends with this.
+    /// Aborted when this is dropped.
     _task: JoinSet<()>,
 }
 
-impl ScalingLink {
-    /// Waits for news.
-    async fn changed(link: Option<&mut ScalingLink>) {
-        let Some(link) = link else { return std::future::pending().await };
-        if link.report.changed().await.is_err() {
-            // The driver is gone, which only a fault of ours explains; plans go on.
+impl ScalingTask {
+    /// Waits for a new report.
+    async fn changed(task: Option<&mut ScalingTask>) {
+        let Some(task) = task else { return std::future::pending().await };
+        if task.report.changed().await.is_err() {
+            // Only a bug ends the driver; planning continues without it.
             std::future::pending().await
         }
     }
 }
 
-/// Returns when `stop` turns true, or nobody is left to turn it.
+/// Returns when `stop` is true or its sender is dropped.
 async fn stopped(stop: &mut watch::Receiver<bool>) {
     let _ = stop.wait_for(|stop| *stop).await;
 }
 
 impl SchedulerAgent {
-    /// Leads whenever it can, until `stop` turns true. Only a store that refuses ends it with an error.
+    /// Leads whenever it can, until `stop` is true. Only a store that refuses a call ends it with
+    /// an error.
     pub async fn run(self, mut stop: watch::Receiver<bool>) -> Result<(), StoreError> {
         let candidate =
             Candidate::new(self.store.clone(), &self.keys.leader(), &self.name, self.lease);
@@ -77,58 +79,59 @@ impl SchedulerAgent {
                 () = stopped(&mut stop) => return Ok(()),
                 leader = candidate.campaign() => leader?,
             };
-            tracing::info!(name = self.name, "leading");
+            tracing::info!(name = self.name, "leadership acquired");
             match self.lead(leader, &mut stop).await {
                 Ok(true) => return Ok(()),
-                Ok(false) => tracing::warn!(name = self.name, "no longer leading"),
+                Ok(false) => tracing::warn!(name = self.name, "leadership lost"),
                 Err(StoreError::Refused(why)) => return Err(StoreError::Refused(why)),
                 Err(error) => {
-                    tracing::warn!(%error, "gave the lead up");
+                    tracing::warn!(name = self.name, %error, "leadership lost");
                     tokio::time::sleep(RETRY).await;
                 }
             }
         }
     }
 
-    /// Leads until it is told to stop (`true`) or another one may (`false`).
+    /// Leads until it is stopped (`true`) or loses the leadership (`false`).
     async fn lead(
         &self,
         mut leader: Leader,
         stop: &mut watch::Receiver<bool>,
     ) -> Result<bool, StoreError> {
-        let mut image = mirror::follow(self.store.clone(), self.keys.all()).await?;
-        let first = View::read(&image.borrow_and_update());
+        let mut mirror = mirror::follow(self.store.clone(), self.keys.all()).await?;
+        let first = ClusterSnapshot::read(&mirror.borrow_and_update());
         let mut core = Core::resume(self.settings.clone(), self.clock.now(), &first);
-        let mut link = self.scaling.clone().map(|scaling| self.start_scaling(scaling, &first));
+        let mut published = PublishedPlan(core.plan.epoch);
+        let mut task = self.scaling.clone().map(|scaling| self.start_scaling(scaling, &first));
         loop {
-            let seen: Image = image.borrow_and_update().clone();
-            let report = link.as_mut().map(|link| link.report.borrow_and_update().clone());
+            let entries: KeyValues = mirror.borrow_and_update().clone();
+            let report = task.as_mut().map(|task| task.report.borrow_and_update().clone());
             if let Some(report) = &report {
                 core.drain(report.draining.clone());
             }
-            // Plans of large clusters take long; leases and watches go on meanwhile.
-            let (clock, scales) = (self.clock.clone(), link.is_some());
-            let look = move || look(core, seen, &*clock, scales);
-            let looked = match tokio::task::spawn_blocking(look).await {
-                Ok(looked) => looked,
+            // Plans of large clusters take long; leases and watches continue meanwhile.
+            let (clock, scales) = (self.clock.clone(), task.is_some());
+            let plan = move || plan(core, entries, &*clock, scales);
+            let planned = match tokio::task::spawn_blocking(plan).await {
+                Ok(planned) => planned,
                 Err(error) => {
-                    tracing::error!(%error, "a plan failed");
+                    tracing::error!(%error, "planning failed");
                     return Ok(false);
                 }
             };
-            core = looked.core;
-            if let (Some(link), Some(outlook)) = (&link, looked.outlook) {
-                link.outlook.send_replace(Some(Arc::new(outlook)));
+            core = planned.core;
+            if let (Some(task), Some(scaling_input)) = (&task, planned.scaling_input) {
+                task.scaling_input.send_replace(Some(Arc::new(scaling_input)));
             }
-            if let Some(decision) = looked.decision {
-                let mut writes = self.writes(&looked.seen, &decision);
-                self.write_scaling(&looked.seen, report, &mut writes);
+            if let Some(decision) = planned.decision {
+                let mut writes = self.writes(&planned.entries, &decision);
+                self.write_scaling(&planned.entries, report, &mut writes);
                 match leader.write(writes).await {
-                    Ok(true) => {}
+                    Ok(true) => published.log(&decision.plan),
                     Ok(false) => return Ok(false),
-                    // The plan stands where it stands; the store is tried again with the next look.
-                    Err(StoreError::Unreachable(why)) => {
-                        tracing::warn!(why, "cannot write the plan")
+                    // The next step writes the plan again.
+                    Err(StoreError::Unreachable(reason)) => {
+                        tracing::warn!(reason, "cannot publish the plan");
                     }
                     Err(error) => return Err(error),
                 }
@@ -138,58 +141,64 @@ impl SchedulerAgent {
                     leader.resign().await;
                     return Ok(true);
                 }
-                () = leader.deposed() => return Ok(false),
-                changed = image.changed() => {
+                () = leader.lost() => return Ok(false),
+                changed = mirror.changed() => {
                     if changed.is_err() {
                         return Ok(false);
                     }
-                    tokio::time::sleep(GATHER).await;
+                    tokio::time::sleep(COALESCE).await;
                 }
-                () = ScalingLink::changed(link.as_mut()) => {}
-                () = tokio::time::sleep(TICK) => {}
+                () = ScalingTask::changed(task.as_mut()) => {}
+                () = tokio::time::sleep(PLAN_INTERVAL) => {}
             }
         }
     }
 
-    fn start_scaling(&self, scaling: Scaling, view: &View) -> ScalingLink {
-        let (outlook, seen) = watch::channel(None);
-        let (told, report) = watch::channel(ScalingReport::default());
-        let driver = Driver::new(scaling, self.clock.clone(), view.scaling.clone());
+    fn start_scaling(&self, scaling: Scaling, snapshot: &ClusterSnapshot) -> ScalingTask {
+        let (scaling_input, inputs) = watch::channel(None);
+        let (reports, report) = watch::channel(ScalingReport::default());
+        let driver = Driver::new(scaling, self.clock.clone(), snapshot.scaling.clone());
         let mut task = JoinSet::new();
-        task.spawn(driver.run(seen, told));
-        ScalingLink { outlook, report, _task: task }
+        task.spawn(driver.run(inputs, reports));
+        ScalingTask { scaling_input, report, _task: task }
     }
 
-    /// What is known of scaling; nothing stays of a leader that did while this one does not.
-    fn write_scaling(&self, seen: &Image, report: Option<ScalingReport>, writes: &mut Vec<Write>) {
+    /// Writes the scaling record; removes one of an earlier leader where this one does not scale.
+    fn write_scaling(
+        &self,
+        entries: &KeyValues,
+        report: Option<ScalingReport>,
+        writes: &mut Vec<Write>,
+    ) {
         let record = report.map(|report| report.record);
         match record {
             Some(Some(record)) => {
                 let value = encode(&record);
-                if seen.get("scaling") != Some(&value) {
+                if entries.get("scaling") != Some(&value) {
                     writes.push(Write::put(self.keys.scaling(), value));
                 }
             }
-            // It has not looked yet.
+            // The driver has not reported yet.
             Some(None) => {}
-            None if seen.contains_key("scaling") => {
+            None if entries.contains_key("scaling") => {
                 writes.push(Write::delete(self.keys.scaling()));
             }
             None => {}
         }
     }
 
-    /// What has to be written so that the store is as decided. Routes go last: whoever they name was told before.
-    fn writes(&self, seen: &Image, decision: &Decision) -> Vec<Write> {
+    /// The writes that bring the store to the decision. Routes come last: the backends they name
+    /// have their assignments by then.
+    fn writes(&self, entries: &KeyValues, decision: &Decision) -> Vec<Write> {
         let mut writes = Vec::new();
-        let wanted = decision.assignments.iter().map(|(name, a)| (name, encode(a))).collect();
-        self.differences(seen, Kind::Assignment, wanted, &mut writes);
-        let wanted = decision.splits.iter().map(|(name, s)| (name, encode(s))).collect();
-        self.differences(seen, Kind::Split, wanted, &mut writes);
-        let wanted = decision.routes.iter().map(|(name, r)| (name, encode(r))).collect();
-        self.differences(seen, Kind::Route, wanted, &mut writes);
+        let desired = decision.assignments.iter().map(|(name, a)| (name, encode(a))).collect();
+        self.differences(entries, RecordKind::Assignment, desired, &mut writes);
+        let desired = decision.splits.iter().map(|(name, s)| (name, encode(s))).collect();
+        self.differences(entries, RecordKind::Split, desired, &mut writes);
+        let desired = decision.routes.iter().map(|(name, r)| (name, encode(r))).collect();
+        self.differences(entries, RecordKind::Route, desired, &mut writes);
         let plan = encode(&decision.plan);
-        if seen.get("plan") != Some(&plan) {
+        if entries.get("plan") != Some(&plan) {
             writes.push(Write::put(self.keys.plan(), plan));
         }
         writes
@@ -197,45 +206,64 @@ impl SchedulerAgent {
 
     fn differences(
         &self,
-        seen: &Image,
-        kind: Kind,
-        wanted: BTreeMap<&String, Bytes>,
+        entries: &KeyValues,
+        kind: RecordKind,
+        desired: BTreeMap<&String, Bytes>,
         writes: &mut Vec<Write>,
     ) {
         let prefix = kind.folder_prefix();
-        let there = seen.range(prefix.to_string()..);
+        let there = entries.range(prefix.to_string()..);
         let there = there.map_while(|(key, _)| key.strip_prefix(prefix));
-        for name in there.filter(|name| !wanted.contains_key(&name.to_string())) {
+        for name in there.filter(|name| !desired.contains_key(&name.to_string())) {
             writes.push(Write::delete(self.keys.one(kind, name)));
         }
-        for (name, value) in wanted {
-            if seen.get(&format!("{prefix}{name}")) != Some(&value) {
+        for (name, value) in desired {
+            if entries.get(&format!("{prefix}{name}")) != Some(&value) {
                 writes.push(Write::put(self.keys.one(kind, name), value));
             }
         }
     }
 }
 
-/// What came of a look at the store.
-struct Looked {
-    core: Core,
-    seen: Image,
-    decision: Option<Decision>,
-    /// For scaling; nothing while it is unclear who is there.
-    outlook: Option<Outlook>,
+/// The epoch of the last plan that was written to the store.
+struct PublishedPlan(u64);
+
+impl PublishedPlan {
+    /// Logs a plan once.
+    fn log(&mut self, plan: &PlanRecord) {
+        if plan.epoch != self.0 {
+            self.0 = plan.epoch;
+            tracing::info!(
+                epoch = plan.epoch,
+                reason = plan.reason,
+                backends = plan.backends,
+                used = plan.used,
+                "plan published"
+            );
+        }
+    }
 }
 
-fn look(mut core: Core, seen: Image, clock: &dyn Clock, scales: bool) -> Looked {
+/// Result of one step.
+struct Planned {
+    core: Core,
+    entries: KeyValues,
+    decision: Option<Decision>,
+    /// For scaling; `None` while it is unclear which backends are present.
+    scaling_input: Option<ScalingInput>,
+}
+
+fn plan(mut core: Core, entries: KeyValues, clock: &dyn Clock, scales: bool) -> Planned {
     let now = clock.now();
-    let view = View::read(&seen);
+    let snapshot = ClusterSnapshot::read(&entries);
     let epoch = core.plan.epoch;
-    let decision = core.step(now, &view).map(|mut decision| {
+    let decision = core.step(now, &snapshot).map(|mut decision| {
         if decision.plan.epoch != epoch {
             core.plan.plan_ms = (clock.now() - now).0 as f64 / 1e6;
             decision.plan.plan_ms = core.plan.plan_ms;
         }
         decision
     });
-    let outlook = (scales && decision.is_some()).then(|| core.outlook(&view));
-    Looked { core, seen, decision, outlook }
+    let scaling_input = (scales && decision.is_some()).then(|| core.scaling_input(&snapshot));
+    Planned { core, entries, decision, scaling_input }
 }

@@ -1,15 +1,15 @@
-//! What is asked of each model, from what frontends report.
+//! The rate of each model, from the reports of frontends.
 
 use std::collections::BTreeMap;
 
 use crate::record::LoadReport;
 
-/// Standard deviations by which recent arrivals must exceed the longer average to be believed at once.
+/// Standard deviations by which recent arrivals must exceed the slow average to count at once.
 const SURPRISE: f64 = 3.0;
 
-/// Requests a second by model, over all frontends. A rise counts at once where it is too large for chance; a fall
-/// only as the longer average follows. What all models together rise by is seen sooner than what each does, so a rise up to
-/// that is believed of each as it is seen.
+/// Requests per second by model, over all frontends. A rise counts at once where it is too large
+/// for chance; a fall counts only as the slow average follows. The rise of all models together is
+/// significant sooner than that of one, so each model's rise counts at once up to that factor.
 pub fn rates<'a>(reports: impl Iterator<Item = &'a LoadReport>) -> BTreeMap<String, f64> {
     let mut sums: BTreeMap<String, (f64, f64, f64)> = BTreeMap::new();
     for (model, load) in reports.flat_map(|report| &report.models) {
@@ -18,7 +18,7 @@ pub fn rates<'a>(reports: impl Iterator<Item = &'a LoadReport>) -> BTreeMap<Stri
         *slow += load.slow;
         *window = window.max(load.window);
     }
-    // Arrivals of a Poisson process spread by the root of their number.
+    // The standard deviation of a Poisson process is the root of its count.
     let surely = |(fast, slow, window): (f64, f64, f64)| {
         fast - SURPRISE * (fast.max(slow) / window.max(1e-3)).sqrt()
     };
@@ -43,7 +43,7 @@ mod tests {
     }
 
     #[test]
-    fn chance_is_not_a_rise_and_a_step_is() {
+    fn ignores_chance_and_follows_a_step() {
         let rate = |fast, slow| rates([report(fast, slow)].iter())["m"];
         assert_eq!(rate(12.0, 10.0), 10.0);
         assert!(rate(2000.0, 1000.0) > 1900.0);
@@ -51,20 +51,20 @@ mod tests {
     }
 
     #[test]
-    fn what_all_rise_by_is_believed_of_each() {
+    fn common_rise_counts_for_each_model() {
         let load = |fast| ModelLoad { fast, slow: 10.0, window: 2.0, ..ModelLoad::default() };
         let models = |fast: f64| (0..100).map(|i| (format!("m{i}"), load(fast))).collect();
         let rate = |fast| rates([LoadReport { models: models(fast), ..Default::default() }].iter());
         assert!(rate(15.0)["m7"] > 14.0);
         assert_eq!(rate(10.0)["m7"], 10.0);
-        // One that did not rise with the others is not thought to have.
+        // A model that did not rise with the others keeps its rate.
         let mut one = LoadReport { models: models(15.0), ..Default::default() };
         one.models.insert("m7".to_string(), load(9.0));
         assert_eq!(rates([one].iter())["m7"], 10.0);
     }
 
     #[test]
-    fn frontends_add_up() {
+    fn adds_up_frontends() {
         assert_eq!(rates([report(10.0, 10.0), report(5.0, 5.0)].iter())["m"], 15.0);
     }
 }

@@ -1,88 +1,91 @@
-//! From what backends hold to what the placement wants, so that no model is without an answer on the way.
+//! Moves backends from the models they hold to those of a placement, without leaving a model
+//! unserved.
 //!
-//! A backend keeps a model that leaves it, as a shadow, until all who take over are ready. Where memory does not
-//! allow both, the newcomer waits; where all wait for each other, a shadow is set up on a backend with room first.
+//! A backend keeps a model that moves away, as a shadow, until its successors are ready. Where
+//! memory does not allow both, the new model waits; where all wait for each other, a shadow is
+//! first created on a backend with free memory.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::placement::{PlacedPart, Placement};
-use crate::record::{BackendState, Part, Standing};
+use super::plan::{PlacedPart, Placement};
+use crate::record::{AssignmentRole, BackendState, LoadState};
 
-/// A model as deployments see it.
+/// What deployment needs to know of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelFacts {
     /// The version to serve.
     pub version: u64,
-    /// Memory it takes.
+    /// Memory it needs.
     pub memory_bytes: u64,
 }
 
-/// What a deployment starts from.
-pub struct Situation<'a> {
-    /// Where to go.
+/// Input of a deployment step.
+pub struct DeploymentState<'a> {
+    /// The placement to reach.
     pub placement: &'a Placement,
-    /// What backends are told to hold now.
-    pub told: &'a BTreeMap<String, BTreeSet<String>>,
-    /// What they say they hold.
+    /// Models assigned to backends now.
+    pub assigned: &'a BTreeMap<String, BTreeSet<String>>,
+    /// Models that backends report.
     pub states: &'a BTreeMap<String, BackendState>,
-    /// Their memory; 0 for no bound.
+    /// Memory of backends; 0 for no limit.
     pub memory: &'a BTreeMap<String, u64>,
     /// The models to serve.
     pub models: &'a BTreeMap<String, ModelFacts>,
 }
 
-/// What a backend is told to hold: why, and with which batch and rate.
-pub type Told = BTreeMap<String, (Part, u32, f64)>;
+/// Models assigned to a backend: role, batch and rate.
+pub type PlannedModels = BTreeMap<String, (AssignmentRole, u32, f64)>;
 
-/// The next step.
+/// The next deployment step.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Step {
-    /// What backends are told to hold.
-    pub told: BTreeMap<String, Told>,
-    /// Who can answer for a model now, and its part of the requests.
+pub struct DeploymentStep {
+    /// Models to assign to backends.
+    pub assigned: BTreeMap<String, PlannedModels>,
+    /// Backends that can serve a model now, and their shares of its requests.
     pub routes: BTreeMap<String, Vec<(String, f64)>>,
-    /// Models that had to leave their last backend before another was ready.
+    /// Models that are unloaded from their last backend before another one is ready.
     pub forced: Vec<String>,
-    /// Whether nothing is left to do.
+    /// Whether the placement is reached.
     pub settled: bool,
 }
 
-impl<'a> Situation<'a> {
-    fn standing(&self, backend: &str, model: &str) -> Option<&'a Standing> {
+impl<'a> DeploymentState<'a> {
+    fn load_state(&self, backend: &str, model: &str) -> Option<&'a LoadState> {
         self.states.get(backend)?.models.get(model)
     }
 
     fn is_ready(&self, backend: &str, model: &str) -> bool {
-        matches!(self.standing(backend, model), Some(Standing::Ready { .. }))
+        matches!(self.load_state(backend, model), Some(LoadState::Ready { .. }))
     }
 
-    fn is_told(&self, backend: &str, model: &str) -> bool {
-        self.told.get(backend).is_some_and(|models| models.contains(model))
+    fn is_assigned(&self, backend: &str, model: &str) -> bool {
+        self.assigned.get(backend).is_some_and(|models| models.contains(model))
     }
 
-    /// Whether this backend need not be waited for: ready with the right version, or unable to be.
+    /// Whether this backend need not be waited for: it is ready with the right version, or failed
+    /// to load it.
     fn is_done(&self, backend: &str, model: &str) -> bool {
-        let wanted = self.models.get(model).map_or(0, |facts| facts.version);
-        match self.standing(backend, model) {
-            Some(Standing::Ready { version }) => *version >= wanted,
-            Some(Standing::Failed { version, .. }) => *version >= wanted,
+        let planned = self.models.get(model).map_or(0, |facts| facts.version);
+        match self.load_state(backend, model) {
+            Some(LoadState::Ready { version }) => *version >= planned,
+            Some(LoadState::Failed { version, .. }) => *version >= planned,
             _ => false,
         }
     }
 
-    fn wanted(&self, backend: &str) -> &'a [PlacedPart] {
-        self.placement.places.get(backend).map_or(&[], |place| &place.parts)
+    fn planned(&self, backend: &str) -> &'a [PlacedPart] {
+        self.placement.duty_cycles.get(backend).map_or(&[], |cycle| &cycle.parts)
     }
 
     fn bytes(&self, model: &str) -> u64 {
         self.models.get(model).map_or(0, |facts| facts.memory_bytes)
     }
 
-    /// Models that all who are to serve them do, and at least one really.
-    fn satisfied(&self) -> BTreeSet<&'a str> {
+    /// Models whose successors are all done, at least one of them ready.
+    fn taken_over(&self) -> BTreeSet<&'a str> {
         let mut open: BTreeMap<&str, (bool, bool)> = BTreeMap::new();
-        for (backend, place) in &self.placement.places {
-            for part in &place.parts {
+        for (backend, cycle) in &self.placement.duty_cycles {
+            for part in &cycle.parts {
                 let (all, any) = open.entry(&part.model).or_insert((true, false));
                 *all &= part.rate <= 0.0 || self.is_done(backend, &part.model);
                 *any |= self.is_ready(backend, &part.model);
@@ -92,148 +95,161 @@ impl<'a> Situation<'a> {
     }
 }
 
-/// The next step from a situation. Calling it again when a backend reports something leads to the placement.
-pub fn step(situation: &Situation<'_>) -> Step {
-    let satisfied = situation.satisfied();
-    let mut step = Step { settled: true, ..Step::default() };
+/// Computes the next step. Repeated after every report of a backend, it reaches the placement.
+pub fn step(state: &DeploymentState<'_>) -> DeploymentStep {
+    let taken_over = state.taken_over();
+    let mut step = DeploymentStep { settled: true, ..DeploymentStep::default() };
     let mut waiting: Vec<(&str, &PlacedPart)> = Vec::new();
-    for backend in situation.memory.keys() {
-        let told = step.told.entry(backend.clone()).or_default();
-        keep_leaving(situation, backend, &satisfied, told);
-        step.settled &= told.is_empty();
-        for part in situation.wanted(backend) {
-            let held = situation.is_told(backend, &part.model);
-            step.settled &= situation.is_done(backend, &part.model);
-            if held || fits(situation, backend, told, &part.model) {
-                let why = if part.rate > 0.0 { Part::Serving } else { Part::Standby };
-                told.insert(part.model.clone(), (why, part.batch, part.rate));
+    for backend in state.memory.keys() {
+        let assigned = step.assigned.entry(backend.clone()).or_default();
+        keep_shadows(state, backend, &taken_over, assigned);
+        step.settled &= assigned.is_empty();
+        for part in state.planned(backend) {
+            let held = state.is_assigned(backend, &part.model);
+            step.settled &= state.is_done(backend, &part.model);
+            if held || fits(state, backend, assigned, &part.model) {
+                let why =
+                    if part.rate > 0.0 { AssignmentRole::Serving } else { AssignmentRole::Standby };
+                assigned.insert(part.model.clone(), (why, part.batch, part.rate));
             } else {
                 waiting.push((backend, part));
             }
         }
     }
     step.settled &= waiting.is_empty();
-    if !waiting.is_empty() && !in_motion(situation, &step) {
-        unlock(situation, &waiting, &mut step);
+    if !waiting.is_empty() && !has_pending_changes(state, &step) {
+        break_deadlock(state, &waiting, &mut step);
     }
-    step.routes = routes(situation, &step.told);
+    step.routes = routes(state, &step.assigned);
     step
 }
 
-/// Models that are to leave `backend` stay while others are not ready.
-fn keep_leaving(
-    situation: &Situation<'_>,
+/// Keeps models that move away from `backend` while their successors are not ready.
+fn keep_shadows(
+    state: &DeploymentState<'_>,
     backend: &str,
-    satisfied: &BTreeSet<&str>,
-    told: &mut Told,
+    taken_over: &BTreeSet<&str>,
+    assigned: &mut PlannedModels,
 ) {
-    let wanted: BTreeSet<&str> =
-        situation.wanted(backend).iter().map(|part| part.model.as_str()).collect();
-    for model in situation.told.get(backend).into_iter().flatten() {
-        let leaves = !wanted.contains(model.as_str());
-        let known = situation.models.contains_key(model);
-        let failed = matches!(situation.standing(backend, model), Some(Standing::Failed { .. }));
-        if leaves && known && !failed && !satisfied.contains(model.as_str()) {
-            told.insert(model.clone(), (Part::Shadow, 1, 0.0));
+    let planned: BTreeSet<&str> =
+        state.planned(backend).iter().map(|part| part.model.as_str()).collect();
+    for model in state.assigned.get(backend).into_iter().flatten() {
+        let leaves = !planned.contains(model.as_str());
+        let known = state.models.contains_key(model);
+        let failed = matches!(state.load_state(backend, model), Some(LoadState::Failed { .. }));
+        if leaves && known && !failed && !taken_over.contains(model.as_str()) {
+            assigned.insert(model.clone(), (AssignmentRole::Shadow, 1, 0.0));
         }
     }
 }
 
-fn fits(situation: &Situation<'_>, backend: &str, told: &Told, model: &str) -> bool {
-    let most = situation.memory.get(backend).copied().unwrap_or(0);
-    // What a backend was told to drop is still there until it says otherwise.
-    let mut held: BTreeSet<&str> = told.keys().map(String::as_str).collect();
-    if let Some(state) = situation.states.get(backend) {
-        let there = state.models.iter().filter(|(_, s)| !matches!(s, Standing::Failed { .. }));
+fn fits(state: &DeploymentState<'_>, backend: &str, assigned: &PlannedModels, model: &str) -> bool {
+    let max = state.memory.get(backend).copied().unwrap_or(0);
+    // A model that is being unloaded occupies memory until the backend reports otherwise.
+    let mut held: BTreeSet<&str> = assigned.keys().map(String::as_str).collect();
+    if let Some(state) = state.states.get(backend) {
+        let there = state.models.iter().filter(|(_, s)| !matches!(s, LoadState::Failed { .. }));
         held.extend(there.map(|(model, _)| model.as_str()));
     }
     held.insert(model);
-    most == 0 || held.iter().map(|model| situation.bytes(model)).sum::<u64>() <= most
+    max == 0 || held.iter().map(|model| state.bytes(model)).sum::<u64>() <= max
 }
 
-/// Whether some backend still has to do what it is told.
-fn in_motion(situation: &Situation<'_>, step: &Step) -> bool {
-    step.told.iter().any(|(backend, told)| {
-        let loads = told.keys().any(|model| !situation.is_done(backend, model));
-        let unloads = situation.states.get(backend).is_some_and(|state| {
-            let there = state.models.iter().filter(|(_, s)| !matches!(s, Standing::Failed { .. }));
-            there.into_iter().any(|(model, _)| !told.contains_key(model))
+/// Whether some backend has not carried out its assignment yet.
+fn has_pending_changes(state: &DeploymentState<'_>, step: &DeploymentStep) -> bool {
+    step.assigned.iter().any(|(backend, assigned)| {
+        let loads = assigned.keys().any(|model| !state.is_done(backend, model));
+        let unloads = state.states.get(backend).is_some_and(|state| {
+            let there = state.models.iter().filter(|(_, s)| !matches!(s, LoadState::Failed { .. }));
+            there.into_iter().any(|(model, _)| !assigned.contains_key(model))
         });
         loads || unloads
     })
 }
 
-/// Makes room for one of those who wait for each other.
-fn unlock(situation: &Situation<'_>, waiting: &[(&str, &PlacedPart)], step: &mut Step) {
+/// Frees memory for one of the backends that wait for each other.
+fn break_deadlock(
+    state: &DeploymentState<'_>,
+    waiting: &[(&str, &PlacedPart)],
+    step: &mut DeploymentStep,
+) {
     for (backend, _) in waiting {
-        let shadows = |told: &Told| -> Vec<String> {
-            let shadow = |(_, (part, _, _)): &(&String, &(Part, u32, f64))| *part == Part::Shadow;
-            told.iter().filter(shadow).map(|(model, _)| model.clone()).collect()
+        let shadows = |assigned: &PlannedModels| -> Vec<String> {
+            let shadow = |(_, (part, _, _)): &(&String, &(AssignmentRole, u32, f64))| {
+                *part == AssignmentRole::Shadow
+            };
+            assigned.iter().filter(shadow).map(|(model, _)| model.clone()).collect()
         };
-        let leaving = step.told.get(*backend).map(shadows).unwrap_or_default();
-        for model in leaving {
+        let shadows_here = step.assigned.get(*backend).map(shadows).unwrap_or_default();
+        for model in shadows_here {
             let elsewhere = |other: &&String| {
                 other.as_str() != *backend
-                    && situation.is_ready(other, &model)
-                    && step.told.get(*other).is_some_and(|told| told.contains_key(&model))
+                    && state.is_ready(other, &model)
+                    && step
+                        .assigned
+                        .get(*other)
+                        .is_some_and(|assigned| assigned.contains_key(&model))
             };
-            if situation.memory.keys().any(|other| elsewhere(&other)) {
-                step.told.entry(backend.to_string()).or_default().remove(&model);
+            if state.memory.keys().any(|other| elsewhere(&other)) {
+                step.assigned.entry(backend.to_string()).or_default().remove(&model);
                 return;
             }
-            let room = situation.memory.keys().find(|other| {
-                let told = step.told.get(*other);
+            let free = state.memory.keys().find(|other| {
+                let assigned = step.assigned.get(*other);
                 other.as_str() != *backend
-                    && told.is_some_and(|told| !told.contains_key(&model))
-                    && told.is_some_and(|told| fits(situation, other, told, &model))
+                    && assigned.is_some_and(|assigned| !assigned.contains_key(&model))
+                    && assigned.is_some_and(|assigned| fits(state, other, assigned, &model))
             });
-            if let Some(other) = room.cloned() {
-                step.told.entry(other).or_default().insert(model, (Part::Shadow, 1, 0.0));
+            if let Some(other) = free.cloned() {
+                step.assigned
+                    .entry(other)
+                    .or_default()
+                    .insert(model, (AssignmentRole::Shadow, 1, 0.0));
                 return;
             }
         }
     }
-    // No room anywhere: somebody has to go first, and its requests are refused meanwhile.
+    // No free memory anywhere: a model is unloaded first, and its requests are refused meanwhile.
     for (backend, _) in waiting {
-        let told = step.told.entry(backend.to_string()).or_default();
-        let shadow = told.iter().find(|(_, (part, _, _))| *part == Part::Shadow);
+        let assigned = step.assigned.entry(backend.to_string()).or_default();
+        let shadow = assigned.iter().find(|(_, (part, _, _))| *part == AssignmentRole::Shadow);
         if let Some(model) = shadow.map(|(model, _)| model.clone()) {
-            told.remove(&model);
+            assigned.remove(&model);
             step.forced.push(model);
             return;
         }
     }
 }
 
-/// Who can answer now. What the placement wants and is ready gets its part; the part of those who are not ready
-/// goes to whoever else holds the model.
+/// Backends that can serve now. A ready backend of the placement gets its share; the share of those
+/// that are not ready goes to other backends that hold the model.
 fn routes(
-    situation: &Situation<'_>,
-    told: &BTreeMap<String, Told>,
+    state: &DeploymentState<'_>,
+    assigned: &BTreeMap<String, PlannedModels>,
 ) -> BTreeMap<String, Vec<(String, f64)>> {
     let mut routes: BTreeMap<String, Vec<(String, f64)>> = BTreeMap::new();
     let mut missing: BTreeMap<&str, f64> = BTreeMap::new();
-    for (backend, place) in &situation.placement.places {
-        for part in &place.parts {
-            if !situation.is_ready(backend, &part.model) {
+    for (backend, cycle) in &state.placement.duty_cycles {
+        for part in &cycle.parts {
+            if !state.is_ready(backend, &part.model) {
                 *missing.entry(&part.model).or_default() += part.rate;
             }
         }
     }
-    for (backend, told) in told {
-        for (model, (_, _, rate)) in told {
-            if situation.is_ready(backend, model) {
+    for (backend, assigned) in assigned {
+        for (model, (_, _, rate)) in assigned {
+            if state.is_ready(backend, model) {
                 let targets = routes.entry(model.clone()).or_default();
                 targets.push((backend.clone(), *rate));
             }
         }
     }
     for (model, targets) in &mut routes {
-        let lacking = missing.get(model.as_str()).copied().unwrap_or(0.0);
-        let helpers = targets.iter().filter(|(_, weight)| *weight <= 0.0).count();
-        if lacking > 0.0 && helpers > 0 {
+        let unserved = missing.get(model.as_str()).copied().unwrap_or(0.0);
+        let standbys = targets.iter().filter(|(_, weight)| *weight <= 0.0).count();
+        if unserved > 0.0 && standbys > 0 {
             let idle = targets.iter_mut().filter(|(_, weight)| *weight <= 0.0);
-            idle.for_each(|(_, weight)| *weight = lacking / helpers as f64);
+            idle.for_each(|(_, weight)| *weight = unserved / standbys as f64);
         } else if targets.iter().all(|(_, weight)| *weight <= 0.0) {
             targets.iter_mut().for_each(|(_, weight)| *weight = 1.0);
         }
@@ -245,68 +261,72 @@ fn routes(
 mod tests {
     use base::Random;
 
-    use super::super::placement::Place;
+    use super::super::plan::DutyCycle;
     use super::*;
 
-    /// Backends that do what they are told, one thing at a time, in random order.
-    struct World {
+    /// Backends that carry out their assignments one model at a time, in random order.
+    struct Simulation {
         memory: BTreeMap<String, u64>,
         states: BTreeMap<String, BackendState>,
-        told: BTreeMap<String, BTreeSet<String>>,
+        assigned: BTreeMap<String, BTreeSet<String>>,
         models: BTreeMap<String, ModelFacts>,
         random: Random,
     }
 
-    fn placement(random: &mut Random, backends: usize, models: usize, most: usize) -> Placement {
-        let mut places: BTreeMap<String, Place> = BTreeMap::new();
+    fn placement(random: &mut Random, backends: usize, models: usize, max: usize) -> Placement {
+        let mut duty_cycles: BTreeMap<String, DutyCycle> = BTreeMap::new();
         for model in 0..models {
             for _ in 0..=random.below(2) {
                 let start = random.below(backends as u64) as usize;
                 let open = (0..backends).map(|step| format!("b{}", (start + step) % backends));
                 let model = format!("m{model:02}");
-                let place = open
-                    .filter(|name| places.get(name).is_none_or(|place| place.parts.len() < most))
+                let free = open
+                    .filter(|name| {
+                        duty_cycles.get(name).is_none_or(|cycle| cycle.parts.len() < max)
+                    })
                     .find(|name| {
-                        let parts = places.get(name).map_or(&[][..], |place| &place.parts);
+                        let parts = duty_cycles.get(name).map_or(&[][..], |cycle| &cycle.parts);
                         parts.iter().all(|part| part.model != model)
                     });
-                if let Some(name) = place {
-                    let place = places.entry(name).or_default();
-                    place.parts.push(PlacedPart { model, batch: 1, rate: 1.0 });
+                if let Some(name) = free {
+                    let cycle = duty_cycles.entry(name).or_default();
+                    cycle.parts.push(PlacedPart { model, batch: 1, rate: 1.0 });
                 }
             }
         }
-        Placement { places, ..Placement::default() }
+        Placement { duty_cycles, ..Placement::default() }
     }
 
-    impl World {
-        fn next(&mut self, placement: &Placement) -> Step {
-            let situation = Situation {
+    impl Simulation {
+        fn next(&mut self, placement: &Placement) -> DeploymentStep {
+            let state = DeploymentState {
                 placement,
-                told: &self.told,
+                assigned: &self.assigned,
                 states: &self.states,
                 memory: &self.memory,
                 models: &self.models,
             };
-            let step = step(&situation);
-            self.told = step
-                .told
+            let step = step(&state);
+            self.assigned = step
+                .assigned
                 .iter()
-                .map(|(backend, told)| (backend.clone(), told.keys().cloned().collect()))
+                .map(|(backend, assigned)| (backend.clone(), assigned.keys().cloned().collect()))
                 .collect();
             step
         }
 
-        /// One backend does one thing; checks that memory is never exceeded.
+        /// One backend loads or unloads one model; checks that memory is never exceeded.
         fn act(&mut self) {
             let names: Vec<String> = self.memory.keys().cloned().collect();
             let name = &names[self.random.below(names.len() as u64) as usize];
-            let told = self.told.get(name).cloned().unwrap_or_default();
+            let assigned = self.assigned.get(name).cloned().unwrap_or_default();
             let state = self.states.entry(name.clone()).or_default();
-            if let Some(model) = state.models.keys().find(|model| !told.contains(*model)).cloned() {
+            if let Some(model) =
+                state.models.keys().find(|model| !assigned.contains(*model)).cloned()
+            {
                 state.models.remove(&model);
-            } else if let Some(model) = told.iter().find(|m| !state.models.contains_key(*m)) {
-                state.models.insert(model.clone(), Standing::Ready { version: 1 });
+            } else if let Some(model) = assigned.iter().find(|m| !state.models.contains_key(*m)) {
+                state.models.insert(model.clone(), LoadState::Ready { version: 1 });
             }
             let bytes: u64 = state.models.keys().map(|m| self.models[m].memory_bytes).sum();
             assert!(bytes <= self.memory[name], "{name} holds {bytes}");
@@ -314,26 +334,26 @@ mod tests {
     }
 
     #[test]
-    fn no_model_is_without_an_answer_while_others_take_over() {
+    fn every_model_stays_routed_during_deployment() {
         let mut forced = 0;
         for seed in 0..200 {
             let mut random = Random::new(seed);
             let (backends, models) = (2 + random.below(5) as usize, 3 + random.below(8) as usize);
-            let most = (2 * models).div_ceil(backends) + 1;
+            let max = (2 * models).div_ceil(backends) + 1;
             let facts = ModelFacts { version: 1, memory_bytes: 10 };
-            let mut world = World {
-                memory: (0..backends).map(|i| (format!("b{i}"), 10 * most as u64)).collect(),
+            let mut simulation = Simulation {
+                memory: (0..backends).map(|i| (format!("b{i}"), 10 * max as u64)).collect(),
                 states: (0..backends).map(|i| (format!("b{i}"), BackendState::default())).collect(),
-                told: BTreeMap::new(),
+                assigned: BTreeMap::new(),
                 models: (0..models).map(|i| (format!("m{i:02}"), facts)).collect(),
                 random: Random::new(seed + 1000),
             };
             let mut served: BTreeSet<String> = BTreeSet::new();
             for _ in 0..4 {
-                let target = placement(&mut random, backends, models, most);
+                let target = placement(&mut random, backends, models, max);
                 let mut settled = false;
                 for _ in 0..2000 {
-                    let step = world.next(&target);
+                    let step = simulation.next(&target);
                     forced += step.forced.len();
                     step.forced.iter().for_each(|model| {
                         served.remove(model);
@@ -346,16 +366,16 @@ mod tests {
                     if settled {
                         break;
                     }
-                    world.act();
+                    simulation.act();
                 }
                 assert!(settled, "seed {seed}: it does not end");
-                for (name, place) in &target.places {
-                    let held: BTreeSet<&String> = world.states[name].models.keys().collect();
-                    let wanted: BTreeSet<&String> = place.parts.iter().map(|p| &p.model).collect();
-                    assert!(wanted.is_subset(&held), "seed {seed}: {name}");
+                for (name, cycle) in &target.duty_cycles {
+                    let held: BTreeSet<&String> = simulation.states[name].models.keys().collect();
+                    let planned: BTreeSet<&String> = cycle.parts.iter().map(|p| &p.model).collect();
+                    assert!(planned.is_subset(&held), "seed {seed}: {name}");
                 }
                 let placed: BTreeSet<String> = target
-                    .places
+                    .duty_cycles
                     .values()
                     .flat_map(|p| &p.parts)
                     .map(|p| p.model.clone())
@@ -367,24 +387,24 @@ mod tests {
     }
 
     #[test]
-    fn the_part_of_a_backend_that_is_not_ready_goes_to_those_who_hold_the_model() {
+    fn shadows_get_the_share_of_backends_that_are_not_ready() {
         let part = |rate| PlacedPart { model: "m".to_string(), batch: 4, rate };
-        let place = |rate| Place { cycle_ms: 10.0, parts: vec![part(rate)] };
+        let cycle = |rate| DutyCycle { cycle_ms: 10.0, parts: vec![part(rate)] };
         let placement = Placement {
-            places: [("a".to_string(), place(30.0)), ("b".to_string(), place(10.0))].into(),
+            duty_cycles: [("a".to_string(), cycle(30.0)), ("b".to_string(), cycle(10.0))].into(),
             ..Placement::default()
         };
-        let ready = BackendState { models: [("m".into(), Standing::Ready { version: 1 })].into() };
+        let ready = BackendState { models: [("m".into(), LoadState::Ready { version: 1 })].into() };
         let names = ["a", "b", "c"].map(str::to_string);
-        let situation = Situation {
+        let state = DeploymentState {
             placement: &placement,
-            told: &[("c".to_string(), ["m".to_string()].into())].into(),
+            assigned: &[("c".to_string(), ["m".to_string()].into())].into(),
             states: &[("b".to_string(), ready.clone()), ("c".to_string(), ready)].into(),
             memory: &names.into_iter().map(|name| (name, 0)).collect(),
             models: &[("m".to_string(), ModelFacts { version: 1, memory_bytes: 0 })].into(),
         };
-        let step = step(&situation);
-        assert_eq!(step.told["c"]["m"].0, Part::Shadow);
+        let step = step(&state);
+        assert_eq!(step.assigned["c"]["m"].0, AssignmentRole::Shadow);
         assert_eq!(step.routes["m"], [("b".to_string(), 10.0), ("c".to_string(), 30.0)]);
     }
 }

@@ -1,4 +1,4 @@
-//! Sessions into duty cycles, by the planner's solvers.
+//! Packs sessions into duty cycles with the planner's solvers.
 
 use base::{Clock, Nanos};
 use planner::gpu::SliceKind;
@@ -8,18 +8,20 @@ use planner::{
     certified,
 };
 
-use super::kinship::{self, Family};
-use super::pooling;
+use super::plan::PrefixGroup;
+use super::{pooling, prefix_batching};
 
-/// Who packs.
+/// The solver.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Packer {
-    /// Nexus's greedy packing: quick at any size.
+    /// Nexus's greedy packing: fast at any size.
     #[default]
     Squishy,
-    /// The planner with a proof; falls back to the greedy one where that needs fewer machines.
+    /// The planner with a certificate; falls back to the greedy packing where that needs fewer
+    /// machines.
     Certified,
-    /// The batch-oblivious baseline of Nexus's evaluation; plans may miss objectives. For comparison only.
+    /// The batch-oblivious baseline of Nexus's evaluation; its plans may miss SLOs. For comparison
+    /// only.
     Oblivious,
 }
 
@@ -31,12 +33,12 @@ impl std::str::FromStr for Packer {
             "squishy" => Ok(Packer::Squishy),
             "certified" => Ok(Packer::Certified),
             "oblivious" => Ok(Packer::Oblivious),
-            _ => Err(format!("'{name}' is no packer; there are: squishy, certified, oblivious")),
+            _ => Err(format!("'{name}' is not a packer; use squishy, certified or oblivious")),
         }
     }
 }
 
-/// A machine as the planner sees it: one slice, whole.
+/// A machine for the planner: a GPU with one slice.
 static WHOLE: GpuKind = GpuKind {
     name: "whole",
     gpcs: 1,
@@ -51,44 +53,46 @@ static WHOLE: GpuKind = GpuKind {
     }],
 };
 
-/// Sessions beyond which the planner with a proof is not asked: an epoch has to end in time.
+/// Number of sessions beyond which the certified planner is not used: a plan has to be ready in
+/// time.
 const CERTIFIED_MAX: usize = 200;
-/// Rounds after which the planner with a proof is content with what it has.
+/// Rounds after which the certified planner returns its best plan.
 const ROUNDS_MAX: u32 = 400;
 
-/// Nodes for all sessions, with families as one; `None` when one cannot be packed at all. The greedy packer stops caring once
-/// there are more nodes than `machines`, so callers look at the number. With `pooled`, machines of one session share its requests.
+/// Nodes for all sessions, with prefix groups as one session each; `None` when one cannot be packed
+/// at all. The greedy packer stops once there are more nodes than `machines`, so callers check the
+/// number. With `pooled`, machines of one session form a backend pool.
 pub(crate) fn pack(
     sessions: &[Session],
-    families: &[Option<Family>],
+    prefix_groups: &[Option<PrefixGroup>],
     packer: Packer,
     pooled: bool,
     machines: usize,
 ) -> Option<Vec<Node>> {
-    if families.iter().all(Option::is_none) {
+    if prefix_groups.iter().all(Option::is_none) {
         return pack_pooled(sessions, packer, machines, |_| pooled);
     }
-    let merged = kinship::merge(sessions, families);
-    let apart = |session: usize| pooled && merged.is_apart(session);
-    pack_pooled(&merged.sessions, packer, machines, apart).map(|nodes| merged.expand(nodes))
+    let merged = prefix_batching::merge(sessions, prefix_groups);
+    let single = |session: usize| pooled && merged.is_single(session);
+    pack_pooled(&merged.sessions, packer, machines, single).map(|nodes| merged.expand(nodes))
 }
 
-/// Pools first; what is left of each session is packed with the others'.
+/// Fills pools first; the remainder of each session is packed with the others.
 fn pack_pooled(
     sessions: &[Session],
     packer: Packer,
     machines: usize,
-    apart: impl Fn(usize) -> bool,
+    single: impl Fn(usize) -> bool,
 ) -> Option<Vec<Node>> {
     let (mut nodes, rest) =
-        pooling::fill(sessions, |session| packer != Packer::Oblivious && apart(session));
+        pooling::fill_pools(sessions, |session| packer != Packer::Oblivious && single(session));
     if nodes.len() > machines {
         return Some(nodes);
     }
     let open: Vec<usize> =
         (0..rest.len()).filter(|&index| rest[index].rate > sessions[index].rate * 1e-9).collect();
-    let left: Vec<Session> = open.iter().map(|&index| rest[index].clone()).collect();
-    let mut others = pack_each(&left, packer, machines - nodes.len())?;
+    let remaining: Vec<Session> = open.iter().map(|&index| rest[index].clone()).collect();
+    let mut others = pack_each(&remaining, packer, machines - nodes.len())?;
     others.iter_mut().flat_map(|node| &mut node.parts).for_each(|p| p.session = open[p.session]);
     nodes.extend(others);
     Some(nodes)
@@ -98,7 +102,7 @@ fn pack_each(sessions: &[Session], packer: Packer, machines: usize) -> Option<Ve
     if packer == Packer::Oblivious {
         return oblivious(sessions);
     }
-    // Whole machines first: where those are too many already, the rest need not be packed.
+    // Whole machines first: where these are too many already, the remainder need not be packed.
     let (whole, _) = squishy::saturate(sessions).ok()?;
     if whole.len() > machines {
         return Some(whole);
@@ -111,10 +115,11 @@ fn pack_each(sessions: &[Session], packer: Packer, machines: usize) -> Option<Ve
     Some(proven.unwrap_or(greedy))
 }
 
-/// Time as the planner's watch wants it: rounds, so that a plan does not depend on how fast the machine is.
-struct Rounds;
+/// A clock that stands still: the planner is limited by rounds, so that a plan does not depend on
+/// the speed of the machine.
+struct RoundClock;
 
-impl Clock for Rounds {
+impl Clock for RoundClock {
     fn now(&self) -> Nanos {
         Nanos::ZERO
     }
@@ -132,10 +137,10 @@ pub fn problem(sessions: &[Session]) -> Problem {
                 processes: 1,
                 throughput,
                 latency_ms: ms,
-                // Memory is looked at when nodes are given machines.
+                // Memory is checked when nodes are assigned to machines.
                 memory_mib: Some(1),
             };
-            // Only points without time or size are refused, and a curve has none.
+            // Only points without time or size are refused, and curves have none.
             let _ = profiles.push(&session.name, point);
         }
     }
@@ -156,7 +161,7 @@ pub fn proven_bound(sessions: &[Session]) -> Option<f64> {
         rounds += 1;
         rounds < ROUNDS_MAX
     };
-    let clock = Rounds;
+    let clock = RoundClock;
     let mut control = SearchControl::new(&clock, &mut report);
     certified::bound(&problem(sessions), &mut control).ok().map(|solution| solution.bound)
 }
@@ -168,7 +173,7 @@ fn certified_nodes(sessions: &[Session]) -> Option<Vec<Node>> {
         rounds += 1;
         rounds < ROUNDS_MAX
     };
-    let clock = Rounds;
+    let clock = RoundClock;
     let mut control = SearchControl::new(&clock, &mut report);
     let solution = certified::plan(&problem, &mut control).ok()?;
     if !planner::check(&problem, &solution.plan).is_empty() {
@@ -192,7 +197,7 @@ fn certified_nodes(sessions: &[Session]) -> Option<Vec<Node>> {
     solution.plan.gpus.iter().map(node).collect()
 }
 
-/// Shares of machines by rate over best throughput, whatever that does to objectives.
+/// Shares of machines by rate over best throughput, regardless of SLOs.
 fn oblivious(sessions: &[Session]) -> Option<Vec<Node>> {
     let packed = squishy::pack_obliviously(sessions).ok()?;
     let node = |shares: Vec<(usize, f64)>| {
@@ -213,7 +218,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_proven_packer_is_no_worse_and_legal() {
+    fn certified_packing_is_legal_and_not_worse() {
         let curve = vec![(4, 50.0), (8, 75.0), (16, 100.0)];
         let session = |index: usize| Session {
             name: format!("s{index}"),
@@ -230,7 +235,7 @@ mod tests {
         assert!(bound <= proven.len() as f64 + 1e-6, "{bound}: {proven:?}");
     }
 
-    /// Sessions of three kinds with rates that fall off as a Zipf distribution: 100 of them, as in `cluster-100.toml`.
+    /// Sessions of three kinds with Zipf-distributed rates: 100 of them, as in `cluster-100.toml`.
     fn mixed() -> Vec<Session> {
         let kinds: [(usize, f64, f64, u32, f64, f64, f64); 3] = [
             (50, 1.2, 5.0, 48, 50.0, 9000.0, 0.9),
@@ -238,11 +243,11 @@ mod tests {
             (30, 3.2, 3.2, 64, 200.0, 2500.0, 0.9),
         ];
         let mut sessions = Vec::new();
-        for (count, alpha, beta, most, slo_ms, rate, zipf) in kinds {
+        for (count, alpha, beta, max, slo_ms, rate, zipf) in kinds {
             let weight = |rank: usize| 1.0 / ((rank + 1) as f64).powf(zipf);
             let total: f64 = (0..count).map(weight).sum();
             for rank in 0..count {
-                let curve = (1..=most).map(|b| (b, alpha * f64::from(b) + beta)).collect();
+                let curve = (1..=max).map(|b| (b, alpha * f64::from(b) + beta)).collect();
                 let rate = rate * weight(rank) / total;
                 sessions.push(Session {
                     name: format!("s{}", sessions.len()),
@@ -256,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn packings_of_a_hundred_sessions_are_legal_and_near_the_bound() {
+    fn packs_a_hundred_sessions_close_to_the_bound() {
         let sessions = mixed();
         let greedy = pack(&sessions, &[], Packer::Squishy, false, 1000).unwrap();
         assert!(squishy::check(&sessions, &greedy).is_empty());

@@ -1,57 +1,31 @@
-//! Which backend serves which part of which model: rates, objectives and profiles to duty cycles on the
-//! machines that are there.
+//! Places models on machines: rates, SLOs and profiles to duty cycles on the machines that exist.
 //!
-//! The packing is the planner's; what is added here is a cluster of a given size and of several kinds of
-//! machines, memory, a second copy of everything, and that as little as possible moves.
+//! The packing is the planner's. This module adds a given number of machines of several kinds,
+//! memory, standby copies, and keeps moves few.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use planner::squishy::{self, Node, Session};
 
-use super::kinship::{self, Family};
 use super::packing::{Packer, pack};
-use super::pooling;
+use super::plan::{
+    Curve, Curves, Demand, DutyCycle, LoadedModels, Machine, PlacedPart, Placement, PrefixGroup,
+    SLO_SHARE,
+};
+use super::{pooling, prefix_batching};
 
-/// A machine.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Machine {
-    /// Its name.
-    pub name: String,
-    /// Its kind.
-    pub device: String,
-    /// Memory for models; 0 for no bound.
-    pub memory_bytes: u64,
-}
-
-/// A model with what is asked of it.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Demand {
-    /// The model.
-    pub model: String,
-    /// Requests a second.
-    pub rate: f64,
-    /// Its objective in milliseconds.
-    pub slo_ms: f64,
-    /// Whether it goes before others where there is too little for all.
-    pub real_time: bool,
-    /// Memory it takes.
-    pub memory_bytes: u64,
-    /// Models it begins alike with.
-    pub family: Option<Family>,
-}
-
-/// How placements are made.
+/// Settings of placements.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlacementSettings {
     /// Capacity beyond the observed rate, for bursts: 0.2 is 20 % more.
     pub headroom: f64,
-    /// Backends that hold a model at least, where there are so many.
+    /// Minimum number of backends that hold a model, where there are enough.
     pub copies: usize,
     /// Whether load is spread over all machines; else as few as possible serve.
     pub spread: bool,
-    /// Who packs.
+    /// The solver.
     pub packer: Packer,
-    /// Whether machines that do nothing but one model share its requests turn by turn.
+    /// Whether machines that serve only one model form a backend pool.
     pub pooled: bool,
 }
 
@@ -67,108 +41,22 @@ impl Default for PlacementSettings {
     }
 }
 
-/// A model's part of a machine.
-#[derive(Clone, Debug, PartialEq)]
-pub struct PlacedPart {
-    /// The model.
-    pub model: String,
-    /// Requests that one turn takes.
-    pub batch: u32,
-    /// Requests a second that are planned to come; 0 for a standby.
-    pub rate: f64,
-}
-
-/// What a machine does.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Place {
-    /// Length of the duty cycle in milliseconds; 0 when nothing is served.
-    pub cycle_ms: f64,
-    /// Its parts, by model.
-    pub parts: Vec<PlacedPart>,
-}
-
-impl Place {
-    /// What it serves, where that is one model.
-    pub fn only(&self) -> Option<&PlacedPart> {
-        let mut serves = self.parts.iter().filter(|part| part.rate > 0.0);
-        serves.next().filter(|_| serves.next().is_none())
-    }
-}
-
-/// A placement.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Placement {
-    /// By machine; one without work is not in it.
-    pub places: BTreeMap<String, Place>,
-    /// Fewer machines cannot do.
-    pub bound: f64,
-    /// Planned rates over those asked for.
-    pub scale: f64,
-    /// Models whose objective no batch meets.
-    pub unattainable: Vec<String>,
-}
-
-/// Latency by batch size of a model on a kind of device.
-pub type Curve = Vec<(u32, f64)>;
-
-/// The curves that are known, by device kind and model.
-pub type Curves = HashMap<(String, String), Curve>;
-
-/// What machines hold now.
-pub type Holdings = BTreeMap<String, BTreeSet<String>>;
-
-/// Most that rates are raised to use machines that would be idle.
+/// Maximum factor by which rates are raised to use idle machines.
 const SPREAD_MAX: f64 = 64.0;
 /// Steps of the search for the largest scale that fits.
 const SCALE_STEPS: usize = 12;
-/// A curve for models nobody has measured: a guess that only says where to load them first, in shares of the objective
-/// and at most in milliseconds.
+/// The assumed latency of unmeasured models, which only decides where they are loaded first: a
+/// share of the SLO, at most so many milliseconds.
 const GUESS_SHARE: f64 = 0.1;
-const GUESS_MOST_MS: f64 = 10.0;
-/// Share of an objective that waiting and computing together are planned to take; the rest is for chance.
-pub(crate) const SLO_SHARE: f64 = 0.9;
-/// An objective this much above twice the shortest run can be planned for.
+const GUESS_MAX_MS: f64 = 10.0;
+/// An SLO can be planned for if it exceeds the shortest run by this factor.
 const ATTAINABLE: f64 = 2.05;
 
-impl Placement {
-    /// Machines that serve.
-    pub fn used(&self) -> usize {
-        let serves = |place: &&Place| place.parts.iter().any(|part| part.rate > 0.0);
-        self.places.values().filter(serves).count()
-    }
-
-    /// Planned rates by model.
-    pub fn rates(&self) -> BTreeMap<&str, f64> {
-        let mut rates = BTreeMap::new();
-        for part in self.places.values().flat_map(|place| &place.parts) {
-            *rates.entry(part.model.as_str()).or_insert(0.0) += part.rate;
-        }
-        rates
-    }
-
-    /// The least of planned over asked rates; infinite when nothing is asked.
-    pub fn slack(&self, demands: &[Demand]) -> f64 {
-        let rates = self.rates();
-        let slack = |demand: &Demand| {
-            rates.get(demand.model.as_str()).copied().unwrap_or(0.0) / demand.rate.max(1e-9)
-        };
-        demands.iter().map(slack).fold(f64::INFINITY, f64::min)
-    }
-
-    /// Whether it speaks of exactly these machines' and models' names.
-    pub fn covers(&self, machines: &[Machine], demands: &[Demand]) -> bool {
-        let known: BTreeSet<&str> = machines.iter().map(|machine| machine.name.as_str()).collect();
-        let wanted: BTreeSet<&str> = demands.iter().map(|demand| demand.model.as_str()).collect();
-        let placed: BTreeSet<&str> = self.rates().into_keys().collect();
-        self.places.keys().all(|name| known.contains(name.as_str())) && placed == wanted
-    }
-}
-
-/// One kind of machine and the demands as sessions on it.
-struct Group<'a> {
+/// Machines of one kind, and the demands as sessions on it.
+struct MachineGroup<'a> {
     machines: Vec<&'a Machine>,
     sessions: Vec<Session>,
-    families: &'a [Option<Family>],
+    prefix_groups: &'a [Option<PrefixGroup>],
 }
 
 fn sessions(
@@ -179,33 +67,33 @@ fn sessions(
 ) -> Vec<Session> {
     let session = |demand: &Demand| {
         let key = (device.to_string(), demand.model.clone());
-        let guess = || vec![(1, (demand.slo_ms * GUESS_SHARE).min(GUESS_MOST_MS))];
+        let guess = || vec![(1, (demand.slo_ms * GUESS_SHARE).min(GUESS_MAX_MS))];
         let curve = curves.get(&key).filter(|curve| !curve.is_empty()).cloned();
         let curve = curve.unwrap_or_else(guess);
-        let least = curve.iter().map(|(_, ms)| *ms).fold(f64::INFINITY, f64::min) * ATTAINABLE;
-        if demand.slo_ms < least {
+        let min = curve.iter().map(|(_, ms)| *ms).fold(f64::INFINITY, f64::min) * ATTAINABLE;
+        if demand.slo_ms < min {
             unattainable.insert(demand.model.clone());
         }
         Session {
             name: demand.model.clone(),
             rate: demand.rate,
-            slo_ms: (demand.slo_ms * SLO_SHARE).max(least),
+            slo_ms: (demand.slo_ms * SLO_SHARE).max(min),
             curve,
         }
     };
     demands.iter().map(session).collect()
 }
 
-fn families(demands: &[Demand]) -> Vec<Option<Family>> {
-    demands.iter().map(|demand| demand.family.clone()).collect()
+fn prefix_groups(demands: &[Demand]) -> Vec<Option<PrefixGroup>> {
+    demands.iter().map(|demand| demand.prefix_group.clone()).collect()
 }
 
-/// Places `demands` on `machines`, near to what they hold now.
+/// Places `demands` on `machines`, close to the models they hold now.
 pub fn place(
     machines: &[Machine],
     demands: &[Demand],
     curves: &Curves,
-    held: &Holdings,
+    held: &LoadedModels,
     settings: &PlacementSettings,
 ) -> Placement {
     let mut placement = Placement { scale: 1.0, ..Placement::default() };
@@ -215,21 +103,21 @@ pub fn place(
     let mut unattainable = BTreeSet::new();
     let mut kinds: BTreeMap<&str, Vec<&Machine>> = BTreeMap::new();
     machines.iter().for_each(|machine| kinds.entry(&machine.device).or_default().push(machine));
-    let families = families(demands);
-    let mut groups: Vec<Group<'_>> = kinds
+    let prefix_groups = prefix_groups(demands);
+    let mut groups: Vec<MachineGroup<'_>> = kinds
         .into_iter()
-        .map(|(device, machines)| Group {
+        .map(|(device, machines)| MachineGroup {
             machines,
             sessions: sessions(device, demands, curves, &mut unattainable),
-            families: &families,
+            prefix_groups: &prefix_groups,
         })
         .collect();
-    // The kind with most machines is filled first; what it cannot take goes to the next.
+    // The most common kind is filled first; the remainder goes to the next.
     groups.sort_by_key(|group| std::cmp::Reverse(group.machines.len()));
     let (scale, mut packed) = fit(&groups, demands, settings);
     placement.scale = scale;
     if packed.is_empty() {
-        packed = crowd(&groups, &mut unattainable);
+        packed = pack_regardless_of_slo(&groups, &mut unattainable);
         let served = served(&packed, demands.len());
         let shares = demands.iter().zip(served).map(|(demand, rate)| rate / demand.rate.max(1e-9));
         placement.scale = shares.fold(1.0, f64::min);
@@ -237,133 +125,137 @@ pub fn place(
     for (group, nodes) in groups.iter().zip(packed) {
         placement.bound += bound(group, &nodes, settings.pooled);
         let nodes = split_by_memory(&group.machines, demands, &group.sessions, nodes);
-        settle(&group.machines, demands, held, nodes, &mut placement);
+        assign_machines(&group.machines, demands, held, nodes, &mut placement);
     }
     add_standbys(machines, demands, curves, held, settings.copies, &mut placement);
     placement.unattainable = unattainable.into_iter().collect();
     placement
 }
 
-/// Gives machines without work to models whose planned rate is less than `least` times what is asked; what serves stays as
-/// it is. Machines that hold such a model already come first, so that the help is there at once. Returns whether any was
-/// given.
+/// Gives idle machines to models whose planned rate is less than `min` times the demand; what
+/// serves does not move. Machines that hold such a model already come first, because they can serve
+/// at once. Returns whether any machine was added.
 pub fn extend(
     placement: &mut Placement,
     machines: &[Machine],
     demands: &[Demand],
     curves: &Curves,
-    held: &Holdings,
+    held: &LoadedModels,
     settings: &PlacementSettings,
-    least: f64,
+    min: f64,
 ) -> bool {
     let serves = |machine: &&Machine| {
-        let place = placement.places.get(&machine.name);
-        place.is_some_and(|place| place.parts.iter().any(|part| part.rate > 0.0))
+        let cycle = placement.duty_cycles.get(&machine.name);
+        cycle.is_some_and(|cycle| cycle.parts.iter().any(|part| part.rate > 0.0))
     };
     let idle: Vec<&Machine> = machines.iter().filter(|machine| !serves(machine)).collect();
     let planned = placement.rates();
     let lacking = |demand: &Demand| {
         let rate = planned.get(demand.model.as_str()).copied().unwrap_or(0.0);
         let more = demand.rate * (1.0 + settings.headroom) - rate;
-        (rate < demand.rate * least).then(|| Demand { rate: more, ..demand.clone() })
+        (rate < demand.rate * min).then(|| Demand { rate: more, ..demand.clone() })
     };
     let short: Vec<Demand> = demands.iter().filter_map(lacking).collect();
     let Some(device) = idle.first().map(|machine| machine.device.clone()) else { return false };
     let idle: Vec<&Machine> = idle.into_iter().filter(|m| m.device == device).collect();
     let mut unattainable = BTreeSet::new();
     let sessions = sessions(&device, &short, curves, &mut unattainable);
-    let families = families(&short);
-    let packed = pack(&sessions, &families, Packer::Squishy, settings.pooled, idle.len());
+    let prefix_groups = prefix_groups(&short);
+    let packed = pack(&sessions, &prefix_groups, Packer::Squishy, settings.pooled, idle.len());
     let Some(mut nodes) = packed else { return false };
     nodes.sort_by(|a, b| b.occupancy.total_cmp(&a.occupancy));
     nodes.truncate(idle.len());
     let mut more = Placement::default();
-    settle(&idle, &short, held, nodes, &mut more);
-    let any = !more.places.is_empty();
-    for (name, mut place) in more.places {
-        let taken: BTreeSet<String> = place.parts.iter().map(|part| part.model.clone()).collect();
-        let before = placement.places.remove(&name).unwrap_or_default();
-        place.parts.extend(before.parts.into_iter().filter(|part| !taken.contains(&part.model)));
-        place.parts.sort_by(|a, b| a.model.cmp(&b.model));
-        placement.places.insert(name, place);
+    assign_machines(&idle, &short, held, nodes, &mut more);
+    let any = !more.duty_cycles.is_empty();
+    for (name, mut cycle) in more.duty_cycles {
+        let taken: BTreeSet<String> = cycle.parts.iter().map(|part| part.model.clone()).collect();
+        let before = placement.duty_cycles.remove(&name).unwrap_or_default();
+        cycle.parts.extend(before.parts.into_iter().filter(|part| !taken.contains(&part.model)));
+        cycle.parts.sort_by(|a, b| a.model.cmp(&b.model));
+        placement.duty_cycles.insert(name, cycle);
     }
     any
 }
 
-/// What stands, made to fit these machines and demands with as little change as can be: what lost machines did and
-/// what outgrew its plan goes to machines without work. `None` where that is not enough.
+/// Adapts the current placement to these machines and demands with few changes: the work of lost
+/// machines and the excess of models that outgrew their plan go to idle machines. `None` where
+/// these are not enough.
 pub fn repair(
     placement: &Placement,
     machines: &[Machine],
     demands: &[Demand],
     curves: &Curves,
-    held: &Holdings,
+    held: &LoadedModels,
     settings: &PlacementSettings,
 ) -> Option<Placement> {
     if machines.is_empty() {
         return None;
     }
     let known: BTreeSet<&str> = machines.iter().map(|machine| machine.name.as_str()).collect();
-    let wanted: BTreeSet<&str> = demands.iter().map(|demand| demand.model.as_str()).collect();
+    let demanded: BTreeSet<&str> = demands.iter().map(|demand| demand.model.as_str()).collect();
     let mut repaired = placement.clone();
-    repaired.places.retain(|name, _| known.contains(name.as_str()));
-    for place in repaired.places.values_mut() {
-        place.parts.retain(|part| wanted.contains(part.model.as_str()));
+    repaired.duty_cycles.retain(|name, _| known.contains(name.as_str()));
+    for cycle in repaired.duty_cycles.values_mut() {
+        cycle.parts.retain(|part| demanded.contains(part.model.as_str()));
     }
-    repaired.places.retain(|_, place| !place.parts.is_empty());
-    let least = 1.0 + settings.headroom / 2.0;
-    extend(&mut repaired, machines, demands, curves, held, settings, least);
+    repaired.duty_cycles.retain(|_, cycle| !cycle.parts.is_empty());
+    let min = 1.0 + settings.headroom / 2.0;
+    extend(&mut repaired, machines, demands, curves, held, settings, min);
     add_standbys(machines, demands, curves, held, settings.copies, &mut repaired);
-    let enough = repaired.slack(demands) >= least && repaired.covers(machines, demands);
+    let enough = repaired.slack(demands) >= min && repaired.covers(machines, demands);
     enough.then_some(repaired)
 }
 
-/// GPUs that the rates of `nodes` take at the best batch of each session, however they are packed.
-fn bound(group: &Group<'_>, nodes: &[Node], pooled: bool) -> f64 {
+/// Machines that the rates of `nodes` need at the best batch of each session: a lower bound for any
+/// packing.
+fn bound(group: &MachineGroup<'_>, nodes: &[Node], pooled: bool) -> f64 {
     let mut rates = vec![0.0; group.sessions.len()];
     nodes.iter().flat_map(|node| &node.parts).for_each(|part| rates[part.session] += part.rate);
-    let merged = kinship::merge(&group.sessions, group.families);
-    let most = |session: &Session| match pooled {
-        true => pooling::most(session),
+    let merged = prefix_batching::merge(&group.sessions, group.prefix_groups);
+    let throughput = |session: &Session| match pooled {
+        true => pooling::max_throughput(session),
         false => session.throughput(),
     };
-    let share = |(session, rate): (&Session, f64)| rate / most(session).unwrap_or(f64::INFINITY);
+    let share =
+        |(session, rate): (&Session, f64)| rate / throughput(session).unwrap_or(f64::INFINITY);
     merged.sessions.iter().zip(merged.rates(&rates)).map(share).sum()
 }
 
-/// Packs at the largest scale that fits the machines: real time keeps its whole rate where best effort can
-/// be cut instead.
+/// Packs at the largest scale that fits the machines: real time keeps its whole rate where best
+/// effort can be cut instead.
 fn fit(
-    groups: &[Group<'_>],
+    groups: &[MachineGroup<'_>],
     demands: &[Demand],
     settings: &PlacementSettings,
 ) -> (f64, Vec<Vec<Node>>) {
-    let wanted = 1.0 + settings.headroom;
+    let demanded = 1.0 + settings.headroom;
     let attempt = |real_time: f64, rest: f64| {
         let scale = |demand: &Demand| if demand.real_time { real_time } else { rest };
         let scales: Vec<f64> = demands.iter().map(scale).collect();
-        spill(groups, &scales, settings)
+        pack_groups(groups, &scales, settings)
     };
-    if let Some(packed) = attempt(wanted, wanted) {
+    if let Some(packed) = attempt(demanded, demanded) {
         if !settings.spread {
-            return (wanted, packed);
+            return (demanded, packed);
         }
-        let (scale, more) = largest(wanted, SPREAD_MAX, |scale| attempt(scale, scale));
-        return if more.is_empty() { (wanted, packed) } else { (scale, more) };
+        let (scale, more) = largest_scale(demanded, SPREAD_MAX, |scale| attempt(scale, scale));
+        return if more.is_empty() { (demanded, packed) } else { (scale, more) };
     }
     if demands.iter().any(|demand| demand.real_time) && demands.iter().any(|d| !d.real_time) {
-        let (rest, packed) = largest(0.0, wanted, |rest| attempt(wanted, rest));
+        let (rest, packed) = largest_scale(0.0, demanded, |rest| attempt(demanded, rest));
         if !packed.is_empty() {
             return (rest, packed);
         }
-        let (scale, packed) = largest(0.0, wanted, |scale| attempt(scale, 0.0));
+        let (scale, packed) = largest_scale(0.0, demanded, |scale| attempt(scale, 0.0));
         return (scale.min(0.999), packed);
     }
-    largest(0.0, wanted, |scale| attempt(scale, scale))
+    largest_scale(0.0, demanded, |scale| attempt(scale, scale))
 }
 
-/// The largest scale in the range that works, to a few percent, and what it gives; nothing where none does.
-fn largest(
+/// The largest scale in the range that works, to a few percent, and its packing; an empty packing
+/// where none works.
+fn largest_scale(
     mut low: f64,
     mut high: f64,
     attempt: impl Fn(f64) -> Option<Vec<Vec<Node>>>,
@@ -392,9 +284,12 @@ fn served(packed: &[Vec<Node>], sessions: usize) -> Vec<f64> {
     rates
 }
 
-/// What is left when objectives cannot be kept at any rate: every model on the least busy machine, in cycles
-/// as long as they come. Models whose objective that breaks are named.
-fn crowd(groups: &[Group<'_>], unattainable: &mut BTreeSet<String>) -> Vec<Vec<Node>> {
+/// The last resort when SLOs cannot be met at any rate: every model on the least busy machine, in
+/// cycles as long as needed. Models whose SLO this misses are added to `unattainable`.
+fn pack_regardless_of_slo(
+    groups: &[MachineGroup<'_>],
+    unattainable: &mut BTreeSet<String>,
+) -> Vec<Vec<Node>> {
     let mut packed: Vec<Vec<Node>> = groups.iter().map(|_| Vec::new()).collect();
     let Some(group) = groups.first() else { return packed };
     let empty = Node { cycle_ms: 0.0, parts: Vec::new(), occupancy: 1.0 };
@@ -423,9 +318,9 @@ fn crowd(groups: &[Group<'_>], unattainable: &mut BTreeSet<String>) -> Vec<Vec<N
     packed
 }
 
-/// Nodes of each group at these scales; `None` when they are more than the machines.
-fn spill(
-    groups: &[Group<'_>],
+/// Nodes of each group at these scales; `None` when they need more machines than there are.
+fn pack_groups(
+    groups: &[MachineGroup<'_>],
     scales: &[f64],
     settings: &PlacementSettings,
 ) -> Option<Vec<Vec<Node>>> {
@@ -440,10 +335,15 @@ fn spill(
             .iter()
             .map(|&index| Session { rate: left[index], ..group.sessions[index].clone() })
             .collect();
-        let families: Vec<Option<Family>> =
-            open.iter().map(|&index| group.families[index].clone()).collect();
-        let mut nodes =
-            pack(&sessions, &families, settings.packer, settings.pooled, group.machines.len())?;
+        let prefix_groups: Vec<Option<PrefixGroup>> =
+            open.iter().map(|&index| group.prefix_groups[index].clone()).collect();
+        let mut nodes = pack(
+            &sessions,
+            &prefix_groups,
+            settings.packer,
+            settings.pooled,
+            group.machines.len(),
+        )?;
         nodes.iter_mut().flat_map(|node| &mut node.parts).for_each(|p| p.session = open[p.session]);
         if nodes.len() > group.machines.len() {
             nodes.sort_by(|a, b| b.occupancy.total_cmp(&a.occupancy));
@@ -458,7 +358,7 @@ fn spill(
     (total < 1e-6).then_some(packed)
 }
 
-/// Takes parts out of nodes whose models do not fit a machine's memory together, onto machines without work.
+/// Moves parts out of nodes whose models do not fit a machine's memory together, to idle machines.
 fn split_by_memory(
     machines: &[&Machine],
     demands: &[Demand],
@@ -470,13 +370,13 @@ fn split_by_memory(
     let mut spare = machines.len().saturating_sub(nodes.len());
     let mut split = Vec::with_capacity(nodes.len());
     for mut node in nodes {
-        let takes = |parts: &[squishy::Part]| -> u64 {
+        let memory_of = |parts: &[squishy::Part]| -> u64 {
             parts.iter().map(|part| demands[part.session].memory_bytes).sum()
         };
         let mut out = Vec::new();
-        while node.parts.len() > 1 && takes(&node.parts) > memory && spare > 0 {
+        while node.parts.len() > 1 && memory_of(&node.parts) > memory && spare > 0 {
             out.extend(node.parts.pop());
-            if takes(&out) > memory || takes(&node.parts) <= memory {
+            if memory_of(&out) > memory || memory_of(&node.parts) <= memory {
                 split.extend(single_node(sessions, std::mem::take(&mut out), node.cycle_ms));
                 spare -= 1;
             }
@@ -496,11 +396,11 @@ fn single_node(sessions: &[Session], parts: Vec<squishy::Part>, cycle_ms: f64) -
     (!parts.is_empty()).then(|| Node { cycle_ms, occupancy: busy / cycle_ms, parts })
 }
 
-/// Gives each node the machine that holds most of its models already.
-fn settle(
+/// Assigns each node to the machine that holds most of its models already.
+fn assign_machines(
     machines: &[&Machine],
     demands: &[Demand],
-    held: &Holdings,
+    held: &LoadedModels,
     nodes: Vec<Node>,
     placement: &mut Placement,
 ) {
@@ -510,7 +410,8 @@ fn settle(
             holders.entry(model).or_default().push(index);
         }
     }
-    // Pairs that share models, most first; a machine that holds little else is the better one of two.
+    // Pairs by common models, most first; of two equal machines the one that holds fewer others
+    // wins.
     let mut pairs: Vec<(usize, usize, usize, usize)> = Vec::new();
     let mut common: HashMap<usize, usize> = HashMap::new();
     for (number, node) in nodes.iter().enumerate() {
@@ -545,16 +446,16 @@ fn settle(
         };
         let mut parts: Vec<PlacedPart> = node.parts.iter().map(part).collect();
         parts.sort_by(|a, b| a.model.cmp(&b.model));
-        let place = Place { cycle_ms: node.cycle_ms, parts };
-        placement.places.insert(machines[machine].name.clone(), place);
+        let cycle = DutyCycle { cycle_ms: node.cycle_ms, parts };
+        placement.duty_cycles.insert(machines[machine].name.clone(), cycle);
     }
 }
 
-/// Models that a machine without other work holds at most, so that it can help out at once.
+/// Maximum number of standby models on an idle machine.
 const WARM_MODELS: usize = 16;
 
-/// How full machines are, and who holds what.
-struct Filling<'a> {
+/// Memory and models of machines while standbys are added.
+struct CapacityTracker<'a> {
     machines: &'a [Machine],
     /// Bytes and models of each machine.
     filled: Vec<(u64, usize)>,
@@ -564,22 +465,22 @@ struct Filling<'a> {
     before: HashMap<&'a str, Vec<usize>>,
 }
 
-impl<'a> Filling<'a> {
+impl<'a> CapacityTracker<'a> {
     fn new(
         machines: &'a [Machine],
         demands: &[Demand],
-        held: &'a Holdings,
+        held: &'a LoadedModels,
         placement: &Placement,
-    ) -> Filling<'a> {
+    ) -> CapacityTracker<'a> {
         let memory: HashMap<&str, u64> =
             demands.iter().map(|demand| (demand.model.as_str(), demand.memory_bytes)).collect();
         let index: HashMap<&str, usize> =
             machines.iter().enumerate().map(|(index, m)| (m.name.as_str(), index)).collect();
         let mut filled: Vec<(u64, usize)> = vec![(0, 0); machines.len()];
         let mut copies: HashMap<String, BTreeSet<usize>> = HashMap::new();
-        for (name, place) in &placement.places {
+        for (name, cycle) in &placement.duty_cycles {
             let Some(&machine) = index.get(name.as_str()) else { continue };
-            for part in &place.parts {
+            for part in &cycle.parts {
                 filled[machine].0 += memory.get(part.model.as_str()).copied().unwrap_or(0);
                 filled[machine].1 += 1;
                 copies.entry(part.model.clone()).or_default().insert(machine);
@@ -591,14 +492,15 @@ impl<'a> Filling<'a> {
             models.iter().for_each(|model| before.entry(model).or_default().push(machine));
         }
         let order = filled.iter().enumerate().map(|(machine, fill)| (*fill, machine)).collect();
-        Filling { machines, filled, order, copies, before }
+        CapacityTracker { machines, filled, order, copies, before }
     }
 
     fn copies_of(&self, model: &str) -> usize {
         self.copies.get(model).map_or(0, BTreeSet::len)
     }
 
-    /// A machine for one more copy, of those that `may`: one that held the model before, else the emptiest.
+    /// Adds a copy to one of the machines that `may` take it: one that held the model before, else
+    /// the emptiest.
     fn take(&mut self, demand: &Demand, may: impl Fn(usize, usize) -> bool) -> Option<usize> {
         let mine = self.copies.get(&demand.model);
         let fits = |machine: &usize| {
@@ -620,29 +522,29 @@ impl<'a> Filling<'a> {
     }
 }
 
-/// A copy that helps out for every model that too few machines hold, and models on machines without other work in
-/// proportion to their load, so that a rise finds them loaded.
+/// Adds standby copies: for every model that too few machines hold, and on idle machines in
+/// proportion to load, so that a rise finds the models loaded.
 fn add_standbys(
     machines: &[Machine],
     demands: &[Demand],
     curves: &Curves,
-    held: &Holdings,
+    held: &LoadedModels,
     copies: usize,
     placement: &mut Placement,
 ) {
-    let mut filling = Filling::new(machines, demands, held, placement);
+    let mut capacity = CapacityTracker::new(machines, demands, held, placement);
     let mut added: Vec<(usize, usize)> = Vec::new();
     for (index, demand) in demands.iter().enumerate() {
-        while filling.copies_of(&demand.model) < copies.min(machines.len()) {
-            let Some(machine) = filling.take(demand, |_, _| true) else { break };
+        while capacity.copies_of(&demand.model) < copies.min(machines.len()) {
+            let Some(machine) = capacity.take(demand, |_, _| true) else { break };
             added.push((index, machine));
         }
     }
     let idle: Vec<bool> =
-        machines.iter().map(|machine| !placement.places.contains_key(&machine.name)).collect();
-    let places = idle.iter().filter(|idle| **idle).count() * WARM_MODELS;
-    // Only these are looked at from here on: among thousands of others they would be hard to find.
-    filling.order.retain(|(_, machine)| idle[*machine]);
+        machines.iter().map(|machine| !placement.duty_cycles.contains_key(&machine.name)).collect();
+    let duty_cycles = idle.iter().filter(|idle| **idle).count() * WARM_MODELS;
+    // Only idle machines matter from here on; a search among thousands of others would be slow.
+    capacity.order.retain(|(_, machine)| idle[*machine]);
     let load = |demand: &Demand| {
         let key = (machines[0].device.clone(), demand.model.clone());
         let best = curves
@@ -651,11 +553,11 @@ fn add_standbys(
         demand.rate / best.unwrap_or(1.0)
     };
     let total: f64 = demands.iter().map(load).sum();
-    for (index, demand) in demands.iter().enumerate().filter(|_| places > 0) {
-        let wanted = (places as f64 * load(demand) / total.max(1e-9)).round() as usize;
-        for _ in 0..wanted {
+    for (index, demand) in demands.iter().enumerate().filter(|_| duty_cycles > 0) {
+        let demanded = (duty_cycles as f64 * load(demand) / total.max(1e-9)).round() as usize;
+        for _ in 0..demanded {
             let warm = |machine: usize, models: usize| idle[machine] && models < WARM_MODELS;
-            let Some(machine) = filling.take(demand, warm) else { break };
+            let Some(machine) = capacity.take(demand, warm) else { break };
             added.push((index, machine));
         }
     }
@@ -664,46 +566,48 @@ fn add_standbys(
         let curve = curves.get(&(machine.device.clone(), demand.model.clone()));
         let largest = curve.and_then(|c| c.iter().rfind(|(_, ms)| 2.0 * ms <= demand.slo_ms));
         let batch = largest.map_or(1, |(batch, _)| *batch);
-        let place = placement.places.entry(machine.name.clone()).or_default();
+        let cycle = placement.duty_cycles.entry(machine.name.clone()).or_default();
         let part = PlacedPart { model: demand.model.clone(), batch, rate: 0.0 };
-        let at = place.parts.partition_point(|other| other.model < part.model);
-        place.parts.insert(at, part);
+        let at = cycle.parts.partition_point(|other| other.model < part.model);
+        cycle.parts.insert(at, part);
     }
 }
 
-/// What a family does in one turn: the share of its beginning, and batches of its members.
-type Turn<'a> = (f64, Vec<(&'a Curve, u32)>);
+/// A batch of a prefix group on one machine: the prefix's share of the work, and the batches of its
+/// members.
+type GroupBatch<'a> = (f64, Vec<(&'a Curve, u32)>);
 
-/// What is wrong with a placement; empty when nothing is. Knows nothing of how it was made.
+/// Checks a placement, independently of how it was made; returns what is wrong.
 pub fn check(
     machines: &[Machine],
     demands: &[Demand],
     curves: &Curves,
     placement: &Placement,
 ) -> Vec<String> {
-    let mut wrong = Vec::new();
+    let mut errors = Vec::new();
     let by_name: HashMap<&str, &Machine> = machines.iter().map(|m| (m.name.as_str(), m)).collect();
     let by_model: HashMap<&str, &Demand> = demands.iter().map(|d| (d.model.as_str(), d)).collect();
-    // Machines that do nothing but one model, all the time: a request waits for the next turn of all of them.
+    // Machines that serve only one model without a break: a request waits for the next batch of the
+    // whole pool.
     let mut pools: HashMap<&str, usize> = HashMap::new();
-    let full = |place: &&Place, part: &PlacedPart| {
-        part.rate * place.cycle_ms / 1000.0 >= f64::from(part.batch) * (1.0 - 1e-6)
+    let full = |cycle: &&DutyCycle, part: &PlacedPart| {
+        part.rate * cycle.cycle_ms / 1000.0 >= f64::from(part.batch) * (1.0 - 1e-6)
     };
-    for place in placement.places.values() {
-        if let Some(part) = place.only().filter(|part| full(&place, part)) {
+    for cycle in placement.duty_cycles.values() {
+        if let Some(part) = cycle.only().filter(|part| full(&cycle, part)) {
             *pools.entry(&part.model).or_default() += 1;
         }
     }
-    for (name, place) in &placement.places {
+    for (name, cycle) in &placement.duty_cycles {
         let Some(machine) = by_name.get(name.as_str()) else {
-            wrong.push(format!("there is no machine '{name}'"));
+            errors.push(format!("there is no machine '{name}'"));
             continue;
         };
         let (mut busy_ms, mut bytes) = (0.0, 0);
-        let mut turns: BTreeMap<&str, Turn<'_>> = BTreeMap::new();
-        for part in &place.parts {
+        let mut group_batches: BTreeMap<&str, GroupBatch<'_>> = BTreeMap::new();
+        for part in &cycle.parts {
             let Some(demand) = by_model.get(part.model.as_str()) else {
-                wrong.push(format!("{name}: nobody asks for '{}'", part.model));
+                errors.push(format!("{name}: '{}' is not demanded", part.model));
                 continue;
             };
             bytes += demand.memory_bytes;
@@ -711,41 +615,45 @@ pub fn check(
             let Some(curve) = curves.get(&key).filter(|_| part.rate > 0.0) else { continue };
             let found = curve.iter().find(|(batch, _)| *batch == part.batch);
             let Some((_, ms)) = found else {
-                wrong.push(format!("{name}: batch {} was not measured", part.batch));
+                errors.push(format!("{name}: batch {} was not measured", part.batch));
                 continue;
             };
-            match &demand.family {
-                Some(family) => {
-                    let turn = turns.entry(&family.name).or_insert((family.share, Vec::new()));
-                    turn.1.push((curve, part.batch));
+            match &demand.prefix_group {
+                Some(prefix_group) => {
+                    let group_batch = group_batches
+                        .entry(&prefix_group.name)
+                        .or_insert((prefix_group.share, Vec::new()));
+                    group_batch.1.push((curve, part.batch));
                 }
                 None => busy_ms += ms,
             }
             let attainable = !placement.unattainable.contains(&part.model);
-            let pooled = place.only().filter(|part| full(&place, part) && demand.family.is_none());
+            let pooled =
+                cycle.only().filter(|part| full(&cycle, part) && demand.prefix_group.is_none());
             let machines = pooled.map_or(1, |part| pools[part.model.as_str()]);
-            let wait_ms = place.cycle_ms * (1.5 / machines as f64).min(1.0);
+            let wait_ms = cycle.cycle_ms * (1.5 / machines as f64).min(1.0);
             if attainable && wait_ms + ms > demand.slo_ms * (1.0 + 1e-6) {
-                wrong.push(format!("{name}: '{}' misses its objective", part.model));
+                errors.push(format!("{name}: '{}' misses its SLO", part.model));
             }
-            if part.rate * place.cycle_ms / 1000.0 > f64::from(part.batch) * (1.0 + 1e-6) {
-                wrong.push(format!("{name}: '{}' outgrows its batch", part.model));
+            if part.rate * cycle.cycle_ms / 1000.0 > f64::from(part.batch) * (1.0 + 1e-6) {
+                errors.push(format!("{name}: '{}' outgrows its batch", part.model));
             }
         }
-        for (share, parts) in turns.into_values() {
-            match kinship::turn_ms(share, &parts) {
+        for (share, parts) in group_batches.into_values() {
+            match prefix_batching::group_batch_ms(share, &parts) {
                 Some(ms) => busy_ms += ms,
-                None => wrong.push(format!("{name}: a family's batch was not measured")),
+                None => errors.push(format!("{name}: a prefix group's batch was not measured")),
             }
         }
-        if busy_ms > place.cycle_ms * (1.0 + 1e-6) {
-            wrong.push(format!("{name}: turns of {busy_ms} ms in a cycle of {}", place.cycle_ms));
+        if busy_ms > cycle.cycle_ms * (1.0 + 1e-6) {
+            errors
+                .push(format!("{name}: batches of {busy_ms} ms in a cycle of {}", cycle.cycle_ms));
         }
         if machine.memory_bytes > 0 && bytes > machine.memory_bytes {
-            wrong.push(format!("{name}: {bytes} bytes of models"));
+            errors.push(format!("{name}: {bytes} bytes of models"));
         }
     }
-    wrong
+    errors
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ fn machines(count: usize, memory_bytes: u64) -> Vec<Machine> {
 
 fn demand(model: &str, rate: f64, real_time: bool) -> Demand {
     let model = model.to_string();
-    Demand { model, rate, slo_ms: 100.0, real_time, memory_bytes: 10, family: None }
+    Demand { model, rate, slo_ms: 100.0, real_time, memory_bytes: 10, prefix_group: None }
 }
 
 fn curves(models: &[Demand]) -> Curves {
@@ -21,13 +21,13 @@ fn curves(models: &[Demand]) -> Curves {
     models.iter().map(|d| (("cpu".to_string(), d.model.clone()), curve.clone())).collect()
 }
 
-fn holdings(placement: &Placement) -> Holdings {
-    let models = |place: &Place| place.parts.iter().map(|part| part.model.clone()).collect();
-    placement.places.iter().map(|(name, place)| (name.clone(), models(place))).collect()
+fn loaded_models(placement: &Placement) -> LoadedModels {
+    let models = |cycle: &DutyCycle| cycle.parts.iter().map(|part| part.model.clone()).collect();
+    placement.duty_cycles.iter().map(|(name, cycle)| (name.clone(), models(cycle))).collect()
 }
 
 #[test]
-fn random_clusters_get_legal_placements() {
+fn places_random_clusters_legally() {
     let mut random = Random::new(7);
     for round in 0..60 {
         let machines = machines(1 + random.below(12) as usize, 400);
@@ -42,35 +42,36 @@ fn random_clusters_get_legal_placements() {
             .collect();
         let curves = curves(&demands);
         let settings = PlacementSettings { spread: round % 2 == 0, ..PlacementSettings::default() };
-        let placement = place(&machines, &demands, &curves, &Holdings::new(), &settings);
-        let wrong = check(&machines, &demands, &curves, &placement);
-        assert!(wrong.is_empty(), "round {round}: {wrong:?}");
+        let placement = place(&machines, &demands, &curves, &LoadedModels::new(), &settings);
+        let errors = check(&machines, &demands, &curves, &placement);
+        assert!(errors.is_empty(), "round {round}: {errors:?}");
         let copies = machines.len().min(2);
         for demand in &demands {
-            let has = |place: &&Place| place.parts.iter().any(|part| part.model == demand.model);
-            let count = placement.places.values().filter(has).count();
+            let has =
+                |cycle: &&DutyCycle| cycle.parts.iter().any(|part| part.model == demand.model);
+            let count = placement.duty_cycles.values().filter(has).count();
             assert!(count >= copies, "round {round}: {} has {count} copies", demand.model);
         }
     }
 }
 
 #[test]
-fn what_fits_gets_its_whole_rate_with_headroom() {
+fn serves_the_whole_rate_with_headroom() {
     let demands = [demand("a", 500.0, true), demand("b", 100.0, false)];
     let settings = PlacementSettings { spread: false, ..PlacementSettings::default() };
     let placement =
-        place(&machines(4, 0), &demands, &curves(&demands), &Holdings::new(), &settings);
+        place(&machines(4, 0), &demands, &curves(&demands), &LoadedModels::new(), &settings);
     assert!((placement.slack(&demands) - 1.2).abs() < 1e-6, "{placement:?}");
     assert!(placement.used() <= 2);
 }
 
 #[test]
-fn too_small_a_cluster_cuts_best_effort_first() {
-    // A machine does 800 a second of such a model at most.
+fn cuts_best_effort_first() {
+    // A machine serves at most 800 requests per second of such a model.
     let demands = [demand("rt", 600.0, true), demand("be", 2000.0, false)];
     let settings = PlacementSettings::default();
     let placement =
-        place(&machines(2, 0), &demands, &curves(&demands), &Holdings::new(), &settings);
+        place(&machines(2, 0), &demands, &curves(&demands), &LoadedModels::new(), &settings);
     let rates = placement.rates();
     assert!(rates["rt"] >= 600.0, "{rates:?}");
     assert!(rates["be"] < 2000.0 && rates["be"] > 300.0, "{rates:?}");
@@ -78,16 +79,16 @@ fn too_small_a_cluster_cuts_best_effort_first() {
 }
 
 #[test]
-fn a_small_change_moves_little() {
+fn small_changes_cause_few_loads() {
     let mut demands: Vec<Demand> =
         (0..10).map(|i| demand(&format!("d{i}"), 150.0 + 10.0 * f64::from(i), true)).collect();
     let curves = curves(&demands);
     let settings = PlacementSettings { spread: false, ..PlacementSettings::default() };
     let machines = machines(8, 0);
-    let before = place(&machines, &demands, &curves, &Holdings::new(), &settings);
-    let held = holdings(&before);
+    let before = place(&machines, &demands, &curves, &LoadedModels::new(), &settings);
+    let held = loaded_models(&before);
     demands[3].rate *= 1.1;
-    let after = holdings(&place(&machines, &demands, &curves, &held, &settings));
+    let after = loaded_models(&place(&machines, &demands, &curves, &held, &settings));
     let loads: usize = after
         .iter()
         .map(|(name, models)| models.difference(held.get(name).unwrap_or(&BTreeSet::new())).count())
@@ -96,22 +97,22 @@ fn a_small_change_moves_little() {
 }
 
 #[test]
-fn objectives_that_no_batch_meets_are_named_and_still_served() {
+fn serves_and_reports_unattainable_slos() {
     let demands = [Demand { slo_ms: 3.0, ..demand("tight", 10.0, true) }];
     let settings = PlacementSettings::default();
     let placement =
-        place(&machines(2, 0), &demands, &curves(&demands), &Holdings::new(), &settings);
+        place(&machines(2, 0), &demands, &curves(&demands), &LoadedModels::new(), &settings);
     assert_eq!(placement.unattainable, ["tight"]);
     assert!(placement.slack(&demands) >= 1.0);
 }
 
 #[test]
-fn unmeasured_models_and_two_kinds_of_machines_are_placed() {
+fn places_unmeasured_models_on_mixed_machines() {
     let mut machines = machines(3, 0);
     machines[2].device = "gpu".to_string();
     let demands = [demand("new", 5.0, true), demand("old", 700.0, true)];
     let known = curves(&demands[1..]);
     let placement =
-        place(&machines, &demands, &known, &Holdings::new(), &PlacementSettings::default());
+        place(&machines, &demands, &known, &LoadedModels::new(), &PlacementSettings::default());
     assert!(placement.slack(&demands) >= 1.0, "{placement:?}");
 }

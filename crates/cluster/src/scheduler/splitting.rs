@@ -1,72 +1,76 @@
-//! Budgets of queries' stages, from what frontends measure and what models take.
+//! Splits the SLOs of queries over their stages, by measured fan-outs and profiles.
 
 use std::collections::{BTreeMap, HashMap};
 
 use model::config::Class;
 
-use super::placement::{Curve, Curves, Machine};
+use super::plan::{Curve, Curves, Machine};
 use crate::query::spec::{Checked, QuerySpec};
 use crate::query::{QueryStage, stage_demands};
 use crate::record::{QueryLoad, SplitRecord, StageBudget};
-use crate::view::View;
+use crate::snapshot::ClusterSnapshot;
 
-/// Requests a question makes of a stage that fans out, as long as nobody knows.
+/// Assumed requests per query request for a stage that fans out and is not measured.
 const FAN_OUT_GUESS: f64 = 4.0;
-/// The most of an objective that is kept for what happens between stages.
-const BETWEEN_MOST: f64 = 0.5;
+/// Maximum share of an SLO that is reserved for the time between stages.
+const BETWEEN_MAX: f64 = 0.5;
 
-/// What queries ask of a model.
+/// What queries require of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Asked {
+pub struct QueryDemand {
     /// The shortest budget of its stages.
     pub budget_ms: f64,
-    /// Whether one of them goes before others.
+    /// Whether one of the queries is real time.
     pub real_time: bool,
 }
 
-/// What queries ask of models, by model.
+/// What queries require of models, by model.
 pub fn budgets<'a>(
     queries: &'a BTreeMap<String, QuerySpec>,
     splits: &BTreeMap<String, SplitRecord>,
-) -> HashMap<&'a str, Asked> {
-    let mut asked: HashMap<&str, Asked> = HashMap::new();
+) -> HashMap<&'a str, QueryDemand> {
+    let mut demands: HashMap<&str, QueryDemand> = HashMap::new();
     for (name, query) in queries {
         let Some(split) = splits.get(name) else { continue };
         for stage in &query.stages {
             let Some(budget) = split.stages.get(&stage.name) else { continue };
             let real_time = query.class == Some(Class::RealTime);
-            let mine = Asked { budget_ms: budget.budget_ms, real_time };
-            let all = asked.entry(stage.model.as_str()).or_insert(mine);
+            let mine = QueryDemand { budget_ms: budget.budget_ms, real_time };
+            let all = demands.entry(stage.model.as_str()).or_insert(mine);
             all.budget_ms = all.budget_ms.min(mine.budget_ms);
             all.real_time |= real_time;
         }
     }
-    asked
+    demands
 }
 
-/// The budgets of all queries. One that cannot be is left out: frontends say why.
-pub fn splits(view: &View, machines: &[Machine], curves: &Curves) -> BTreeMap<String, SplitRecord> {
+/// The budgets of all queries. Invalid queries are skipped; frontends report them.
+pub fn splits(
+    snapshot: &ClusterSnapshot,
+    machines: &[Machine],
+    curves: &Curves,
+) -> BTreeMap<String, SplitRecord> {
     let mut kinds: BTreeMap<&str, usize> = BTreeMap::new();
     machines.iter().for_each(|machine| *kinds.entry(&machine.device).or_default() += 1);
-    // Of several kinds of machines the most common one speaks for all.
+    // The most common kind of machine decides.
     let mut kinds: Vec<(&str, usize)> = kinds.into_iter().collect();
     kinds.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
     let curve = |model: &str| {
         kinds.iter().find_map(|(kind, _)| curves.get(&(kind.to_string(), model.to_string())))
     };
     let mut splits = BTreeMap::new();
-    for (name, query) in &view.queries {
+    for (name, query) in &snapshot.queries {
         let Ok(checked) = query.clone().check() else { continue };
         let loads: Vec<&QueryLoad> =
-            view.loads.values().filter_map(|report| report.queries.get(name)).collect();
+            snapshot.loads.values().filter_map(|report| report.queries.get(name)).collect();
         splits.insert(name.clone(), split(&checked, &loads, curve));
     }
     splits
 }
 
-/// Requests that a question makes of each stage: measured, or as the query says.
+/// Requests to each stage per query request: measured, or as the query declares.
 fn fan_outs(query: &Checked, loads: &[&QueryLoad]) -> Vec<f64> {
-    let walked: f64 = loads.iter().map(|load| load.walked).sum();
+    let completed: f64 = loads.iter().map(|load| load.completed).sum();
     let mut fan_outs: Vec<f64> = Vec::new();
     for (index, stage) in query.spec.stages.iter().enumerate() {
         let seen: f64 =
@@ -76,10 +80,10 @@ fn fan_outs(query: &Checked, loads: &[&QueryLoad]) -> Vec<f64> {
             None => 1.0,
         };
         let guess = if stage.each.is_some() { above * FAN_OUT_GUESS } else { above };
-        fan_outs.push(match (query.chains[index].is_empty(), walked > 0.0) {
+        fan_outs.push(match (query.chains[index].is_empty(), completed > 0.0) {
             (true, _) => 1.0,
-            // A stage that nobody needs for a while must still have a place.
-            (false, true) => (seen / walked).max(0.01),
+            // A stage without requests must still be planned for.
+            (false, true) => (seen / completed).max(0.01),
             (false, false) => stage.fan_out.unwrap_or(guess),
         });
     }
@@ -94,13 +98,13 @@ fn split<'a>(
     let stages = &query.spec.stages;
     let fan_outs = fan_outs(query, loads);
     let between_ms = loads.iter().map(|load| load.between_ms).fold(0.0, f64::max);
-    let slo_ms = query.spec.slo_ms - between_ms.min(query.spec.slo_ms * BETWEEN_MOST);
+    let slo_ms = query.spec.slo_ms - between_ms.min(query.spec.slo_ms * BETWEEN_MAX);
     let known: Vec<Option<&Curve>> = stages.iter().map(|stage| curve(&stage.model)).collect();
     let shortest = |index: usize| {
         let times = known[index].into_iter().flatten().map(|(_, ms)| *ms);
         times.reduce(f64::min).unwrap_or(0.0)
     };
-    // From the last stage on: a stage comes before those that take from it.
+    // Backwards: a stage comes before those that read its output.
     let mut reserves = vec![0.0f64; stages.len()];
     for index in (0..stages.len()).rev() {
         let after = query.next(index).into_iter().map(|next| shortest(next) + reserves[next]);
@@ -112,7 +116,7 @@ fn split<'a>(
             let why = format!("model '{}' is not measured yet", stage.model);
             (evenly(query, slo_ms), 0.0, false, Some(why))
         }
-        None => match best(query, questions(loads), &fan_outs, &known, slo_ms) {
+        None => match best(query, request_rate(loads), &fan_outs, &known, slo_ms) {
             Ok((budgets_ms, cost, exact)) => (budgets_ms, cost, exact, None),
             Err(why) => (evenly(query, slo_ms), 0.0, false, Some(why)),
         },
@@ -137,7 +141,7 @@ fn thousandths(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }
 
-/// The objective over the stages of the longest path, the same for all.
+/// The SLO divided evenly over the stages of the longest path.
 fn evenly(query: &Checked, slo_ms: f64) -> Vec<f64> {
     let count = query.spec.stages.len();
     let mut depths = vec![1usize; count];
@@ -149,22 +153,23 @@ fn evenly(query: &Checked, slo_ms: f64) -> Vec<f64> {
     vec![slo_ms / longest as f64; count]
 }
 
-/// Questions a second, to a power of two: budgets are to stay where they are while the rate moves a little.
-fn questions(loads: &[&QueryLoad]) -> f64 {
-    let rate: f64 = loads.iter().map(|load| load.walked).sum();
+/// Query requests per second, rounded down to a power of two: budgets are to stay stable while the
+/// rate varies.
+fn request_rate(loads: &[&QueryLoad]) -> f64 {
+    let rate: f64 = loads.iter().map(|load| load.completed).sum();
     if rate > 1.0 { rate.log2().floor().exp2() } else { 1.0 }
 }
 
-/// The split that takes the fewest machines.
+/// The split that needs the fewest machines.
 fn best(
     query: &Checked,
-    questions: f64,
+    request_rate: f64,
     fan_outs: &[f64],
     curves: &[Option<&Curve>],
     slo_ms: f64,
 ) -> Result<(Vec<f64>, f64, bool), String> {
     let count = query.spec.stages.len();
-    // The planner wants one beginning: a stage that takes nothing and feeds all that begin.
+    // The planner needs one root: an empty stage that feeds all first stages.
     let begin = |&index: &usize| query.parents[index].is_empty();
     let mut stages = vec![QueryStage {
         model: String::new(),
@@ -175,13 +180,13 @@ fn best(
     for (index, stage) in query.spec.stages.iter().enumerate() {
         stages.push(QueryStage {
             model: stage.model.clone(),
-            rate: questions * fan_outs[index],
+            rate: request_rate * fan_outs[index],
             curve: curves[index].cloned().unwrap_or_default(),
             next: query.next(index).into_iter().map(|next| next + 1).collect(),
         });
     }
     let split = stage_demands(&stages, slo_ms, false, true).map_err(|error| error.to_string())?;
-    Ok((split.budgets_ms[1..].to_vec(), split.cost / questions, split.exact))
+    Ok((split.budgets_ms[1..].to_vec(), split.cost / request_rate, split.exact))
 }
 
 #[cfg(test)]
@@ -229,21 +234,21 @@ mod tests {
         let stage = |slow: f64| StageLoad { slow, p99_ms: 0.0 };
         let stages = [("find", 10.0), ("faces", faces), ("cars", cars), ("plates", cars)];
         let stages = stages.map(|(name, slow)| (name.to_string(), stage(slow))).into();
-        QueryLoad { walked: 10.0, stages, ..QueryLoad::default() }
+        QueryLoad { completed: 10.0, stages, ..QueryLoad::default() }
     }
 
-    /// What a budget has to be for a turn of gathering and one of running to be planned in it.
+    /// A budget per batch time for which collecting and running a batch can be planned.
     const TWO_TURNS: f64 = 2.0 / 0.9;
 
-    /// Machines of one stage within a budget, from the rule alone: a budget holds a turn of gathering and one of
-    /// running, and a machine then does a batch in each turn.
+    /// Machines of one stage within a budget, by the rule alone: a budget holds one batch time for
+    /// collecting and one for running, and a machine runs one batch in each.
     fn machines(curve: &Curve, rate: f64, budget_ms: f64) -> f64 {
         let fits = curve.iter().filter(|(_, ms)| TWO_TURNS * ms <= budget_ms * (1.0 + 1e-9));
         let cost = fits.map(|(batch, ms)| rate * ms / 1000.0 / f64::from(*batch));
         cost.fold(f64::INFINITY, f64::min)
     }
 
-    /// The least cost over all budgets at which some batch begins to fit, by trying every combination.
+    /// The minimum cost over all budgets at which some batch starts to fit, by brute force.
     fn brute(curves: &[Curve; 4], rates: &[f64; 4], slo_ms: f64) -> f64 {
         let choices = |index: usize| curves[index].iter().map(|(_, ms)| TWO_TURNS * ms);
         let mut best = f64::INFINITY;
@@ -262,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn budgets_are_as_good_as_trying_them_all() {
+    fn budgets_match_brute_force() {
         let query = query();
         let mut random = Random::new(4);
         let mut solved = 0;
@@ -296,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn what_frontends_measure_decides_and_before_that_what_the_query_says() {
+    fn fan_outs_are_measured_or_declared() {
         let query = query();
         assert_eq!(fan_outs(&query, &[]), [1.0, 4.0, 4.0, 4.0]);
         let loads = [load(3.0, 20.0), load(5.0, 40.0)];
@@ -305,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn time_between_stages_is_kept_from_the_objective_and_the_unmeasured_shares_evenly() {
+    fn reserves_time_between_stages_and_splits_unmeasured_queries_evenly() {
         let slow = QueryLoad { between_ms: 100.0, ..load(1.0, 1.0) };
         let even = split(&query(), &[&slow], |_| None);
         assert!(even.even_because.unwrap().contains("'ssd' is not measured"));

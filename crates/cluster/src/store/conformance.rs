@@ -1,4 +1,4 @@
-//! What every store promises, tried on a real one. Each check fails with what it saw.
+//! Checks that every store must pass, run on a real one. A check that fails returns what it saw.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,15 +9,16 @@ use base::{Clock, MonotonicClock};
 use super::{Change, Condition, Store, StoreError, Write, mirror};
 use crate::election::Candidate;
 
-/// The span of leases that are to end by themselves; etcd has none shorter than two seconds.
+/// Span of leases that are to expire; etcd has none shorter than two seconds.
 const SHORT: Duration = Duration::from_secs(2);
-/// Longest wait for what is to come.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// Who waits this much longer than asked for was held up: leases may have ended that should not.
-const HELD_UP_MS: u64 = 300;
-/// How often it is looked whether the machine stands still.
+/// Time limit of every wait.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// A wait that takes this much longer than requested means that the machine stalled: leases may
+/// have expired that should not have.
+const STALL_MS: u64 = 300;
+/// How often stalls are checked for.
 const TICK: Duration = Duration::from_millis(20);
-/// Times a check is tried that is held up.
+/// Attempts at a check during which the machine stalls.
 const ATTEMPTS: usize = 10;
 
 type Outcome = Result<(), String>;
@@ -30,8 +31,8 @@ fn text(error: StoreError) -> String {
     error.to_string()
 }
 
-/// Tries everything under keys that begin with `prefix`, which nobody else may use; returns the first
-/// broken promise.
+/// Runs all checks under keys that begin with `prefix`, which must not be used otherwise. Returns
+/// the first failure.
 pub async fn run(store: Arc<dyn Store>, prefix: &str) -> Outcome {
     let named = |name: &str, outcome: Outcome| outcome.map_err(|what| format!("{name}: {what}"));
     named("values", values(&*store, &format!("{prefix}values/")).await)?;
@@ -39,50 +40,54 @@ pub async fn run(store: Arc<dyn Store>, prefix: &str) -> Outcome {
     named("bounds", bounds(&*store, &format!("{prefix}bounds/")).await)?;
     named("watches", watches(&*store, &format!("{prefix}watch/")).await)?;
     let leases = async |attempt| leases(&*store, &format!("{prefix}lease{attempt}/")).await;
-    named("leases", unless_held_up(leases).await)?;
+    named("leases", retry_on_stall(leases).await)?;
     named("mirror", mirrors(store.clone(), &format!("{prefix}mirror/")).await)?;
     named("many keys", many(&*store, &format!("{prefix}many/")).await)?;
     let election =
         async |attempt| election(store.clone(), &format!("{prefix}leader{attempt}")).await;
-    named("election", unless_held_up(election).await)
+    named("election", retry_on_stall(election).await)
 }
 
-/// What a check comes to that depends on leases not ending too soon: tried again where it fails and the machine stood still.
-async fn unless_held_up(check: impl AsyncFn(usize) -> Outcome) -> Outcome {
+/// Runs a check that depends on leases not expiring too soon; again where it fails and the machine
+/// stalled.
+async fn retry_on_stall(check: impl AsyncFn(usize) -> Outcome) -> Outcome {
     let mut outcome = Ok(());
     for attempt in 0..ATTEMPTS {
         let longest_ms = Arc::new(AtomicU64::new(0));
         let watching = tokio::spawn(watch_delays(longest_ms.clone()));
         outcome = check(attempt).await;
-        // What held up the check may not have been seen yet.
+        // The stall may not have been recorded yet.
         tokio::time::sleep(3 * TICK).await;
         watching.abort();
-        if outcome.is_ok() || longest_ms.load(Ordering::Relaxed) < HELD_UP_MS {
+        if outcome.is_ok() || longest_ms.load(Ordering::Relaxed) < STALL_MS {
             break;
         }
     }
     outcome
 }
 
-/// Keeps the longest time by which a wait took longer than asked for.
+/// Records by how much waits take longer than requested.
 async fn watch_delays(longest_ms: Arc<AtomicU64>) {
     let clock = MonotonicClock::new();
     loop {
-        let asked = clock.now();
+        let started = clock.now();
         tokio::time::sleep(TICK).await;
-        let late = Duration::from(clock.now() - asked).saturating_sub(TICK);
+        let late = Duration::from(clock.now() - started).saturating_sub(TICK);
         longest_ms.fetch_max(late.as_millis() as u64, Ordering::Relaxed);
     }
 }
 
 async fn values(store: &dyn Store, prefix: &str) -> Outcome {
     let key = format!("{prefix}a");
-    require(store.get(&key).await.map_err(text)?.is_none(), "a fresh key holds something")?;
+    require(store.get(&key).await.map_err(text)?.is_none(), "a new key has a value")?;
     let first = store.put(&key, "1", None).await.map_err(text)?;
     let second = store.put(&key, "2", None).await.map_err(text)?;
     require(second > first, "revisions do not rise")?;
-    let entry = store.get(&key).await.map_err(text)?.ok_or("a key that was put is not there")?;
-    require(entry.value == "2" && entry.revision == second, "a key does not hold what was put")?;
+    let entry = store.get(&key).await.map_err(text)?.ok_or("a key that was put does not exist")?;
+    require(
+        entry.value == "2" && entry.revision == second,
+        "a key does not have the value that was put",
+    )?;
     store.put(&format!("{prefix}b"), "3", None).await.map_err(text)?;
     let listing = store.list(prefix).await.map_err(text)?;
     let keys: Vec<&str> = listing.entries.iter().map(|e| &e.key[prefix.len()..]).collect();
@@ -98,7 +103,7 @@ async fn transactions(store: &dyn Store, prefix: &str) -> Outcome {
     let made = put(0, "1").await.map_err(text)?.ok_or("a new key cannot be made")?;
     require(put(0, "2").await.map_err(text)?.is_none(), "a key was made twice")?;
     let changed = put(made, "3").await.map_err(text)?.ok_or("a known key cannot be changed")?;
-    require(put(made, "4").await.map_err(text)?.is_none(), "an old revision was believed")?;
+    require(put(made, "4").await.map_err(text)?.is_none(), "an old revision was accepted")?;
     let condition = Condition { key: key.clone(), revision: made };
     let writes = vec![Write::put(format!("{prefix}b"), "x"), Write::delete(key.clone())];
     let refused = store.transact(vec![condition], writes.clone()).await.map_err(text)?;
@@ -116,17 +121,20 @@ async fn transactions(store: &dyn Store, prefix: &str) -> Outcome {
 async fn bounds(store: &dyn Store, prefix: &str) -> Outcome {
     let many = (0..=super::OPERATIONS_MAX).map(|i| Write::put(format!("{prefix}{i}"), "x"));
     let many = store.transact(Vec::new(), many.collect()).await;
-    require(matches!(many, Err(StoreError::Refused(_))), "a transaction without bounds was taken")?;
+    require(
+        matches!(many, Err(StoreError::Refused(_))),
+        "a transaction beyond the limit was accepted",
+    )?;
     let large = store.put(&format!("{prefix}large"), vec![7; 2 << 20], None).await;
-    require(matches!(large, Err(StoreError::Refused(_))), "a value without bounds was taken")?;
+    require(matches!(large, Err(StoreError::Refused(_))), "a value beyond the limit was accepted")?;
     let nothing = store.list(prefix).await.map_err(text)?;
-    require(nothing.entries.is_empty(), "a refused write left something")
+    require(nothing.entries.is_empty(), "a refused write was not undone")
 }
 
 async fn next_changes(watch: &mut super::Watch, count: usize) -> Result<Vec<Change>, String> {
     let mut all = Vec::new();
     while all.len() < count {
-        let next = tokio::time::timeout(PATIENCE, watch.next()).await;
+        let next = tokio::time::timeout(TIMEOUT, watch.next()).await;
         match next.map_err(|_| format!("a watch reports {} of {count} changes", all.len()))? {
             Some(Ok(changes)) => all.extend(changes),
             Some(Err(error)) => return Err(error.to_string()),
@@ -151,15 +159,15 @@ async fn watches(store: &dyn Store, prefix: &str) -> Outcome {
             Change::Delete { key, .. } => (&key[prefix.len()..], None),
         })
         .collect();
-    let wanted: [(&str, Option<&[u8]>); 3] = [("a", Some(b"2")), ("b", Some(b"3")), ("a", None)];
-    require(seen == wanted, &format!("a watch reports {seen:?}"))
+    let expected: [(&str, Option<&[u8]>); 3] = [("a", Some(b"2")), ("b", Some(b"3")), ("a", None)];
+    require(seen == expected, &format!("a watch reports {seen:?}"))
 }
 
 async fn leases(store: &dyn Store, prefix: &str) -> Outcome {
     let (kept, left, ended) = (
         store.grant(SHORT).await.map_err(text)?,
         store.grant(SHORT).await.map_err(text)?,
-        store.grant(PATIENCE).await.map_err(text)?,
+        store.grant(TIMEOUT).await.map_err(text)?,
     );
     let key = |name: &str| format!("{prefix}{name}");
     store.put(&key("kept"), "1", Some(kept)).await.map_err(text)?;
@@ -185,17 +193,17 @@ async fn leases(store: &dyn Store, prefix: &str) -> Outcome {
 
 async fn mirrors(store: Arc<dyn Store>, prefix: &str) -> Outcome {
     store.put(&format!("{prefix}a"), "1", None).await.map_err(text)?;
-    let mut image = mirror::follow(store.clone(), prefix).await.map_err(text)?;
-    let first = image.borrow().get("a").cloned();
-    require(first.is_some_and(|value| value == "1"), "a mirror begins without what is there")?;
+    let mut entries = mirror::follow(store.clone(), prefix).await.map_err(text)?;
+    let first = entries.borrow().get("a").cloned();
+    require(first.is_some_and(|value| value == "1"), "a mirror starts without existing keys")?;
     store.put(&format!("{prefix}b"), "2", None).await.map_err(text)?;
     store.delete(&format!("{prefix}a")).await.map_err(text)?;
-    let there = image.wait_for(|map| map.len() == 1 && map.get("b").is_some_and(|v| v == "2"));
-    let there = tokio::time::timeout(PATIENCE, there).await;
+    let there = entries.wait_for(|map| map.len() == 1 && map.get("b").is_some_and(|v| v == "2"));
+    let there = tokio::time::timeout(TIMEOUT, there).await;
     require(matches!(there, Ok(Ok(_))), "a mirror does not follow")
 }
 
-/// More keys than fit one page of any engine.
+/// Lists more keys than fit one page of any engine.
 async fn many(store: &dyn Store, prefix: &str) -> Outcome {
     const COUNT: usize = 2500;
     let keys: Vec<String> = (0..COUNT).map(|index| format!("{prefix}{index:05}")).collect();
@@ -217,10 +225,10 @@ async fn election(store: Arc<dyn Store>, key: &str) -> Outcome {
     require(!waiting.is_finished(), "there are two leaders")?;
     let write = Write::put(format!("{key}-work"), "by first");
     require(leader.write(vec![write]).await.map_err(text)?, "a leader cannot write")?;
-    // The first one dies without a word: its lease has to end by itself.
+    // The first leader crashes: its lease has to expire.
     leader.abandon();
-    let next = tokio::time::timeout(PATIENCE, waiting).await;
-    let next = next.map_err(|_| "nobody follows a dead leader")?;
+    let next = tokio::time::timeout(TIMEOUT, waiting).await;
+    let next = next.map_err(|_| "no candidate follows a crashed leader")?;
     let next = next.map_err(|error| error.to_string())?.map_err(text)?;
     let late = leader.write(vec![Write::put(format!("{key}-work"), "late")]).await;
     require(!late.map_err(text)?, "a leader that was replaced still writes")?;

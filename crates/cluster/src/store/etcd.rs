@@ -22,28 +22,28 @@ use proto::kv_client::KvClient;
 use proto::lease_client::LeaseClient;
 use proto::watch_client::WatchClient;
 
-/// Longest wait for an answer.
+/// Time limit of a call.
 const CALL_TIMEOUT: Duration = Duration::from_secs(2);
-/// Longest wait for a connection.
+/// Time limit of a connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// A connection that is silent this long is asked whether it lives.
+/// A connection that is silent for this long gets a ping.
 const PING: Duration = Duration::from_secs(2);
-/// Keys listed in one answer.
+/// Keys per page of a listing.
 const PAGE: i64 = 1000;
-/// The most bytes of one answer.
-const ANSWER_MAX: usize = 64 << 20;
-/// Batches of changes on their way to a watcher.
+/// Maximum size of a reply in bytes.
+const REPLY_MAX: usize = 64 << 20;
+/// Batches of changes buffered for a watcher.
 const WATCH_BUFFER: usize = 64;
 
 /// A client of an etcd cluster.
 pub struct EtcdStore {
     channels: Vec<Channel>,
-    /// The member that answered last.
+    /// Index of the member that replied last.
     current: AtomicUsize,
 }
 
 impl EtcdStore {
-    /// A client of the members `HOST:PORT[,HOST:PORT...]`; connections are made when they are needed.
+    /// Creates a client of the members `HOST:PORT[,HOST:PORT...]`; it connects on demand.
     pub fn new(endpoints: &str) -> Result<EtcdStore, StoreError> {
         let channel = |member: &str| {
             let bad = |why: String| StoreError::Refused(format!("etcd member '{member}': {why}"));
@@ -63,24 +63,24 @@ impl EtcdStore {
         Ok(EtcdStore { channels, current: AtomicUsize::new(0) })
     }
 
-    /// Makes `call` to a member; where that one is unreachable, to each of the others once.
+    /// Calls a member; where it is unreachable, each of the others once.
     async fn call<T, F>(&self, call: impl Fn(Channel) -> F) -> Result<T, StoreError>
     where
         F: Future<Output = Result<T, Status>>,
     {
         let first = self.current.load(Ordering::Relaxed);
         let mut last = StoreError::Unreachable("there are no members".to_string());
-        for turn in 0..self.channels.len() {
-            let member = (first + turn) % self.channels.len();
-            let answer =
+        for attempt in 0..self.channels.len() {
+            let member = (first + attempt) % self.channels.len();
+            let reply =
                 tokio::time::timeout(CALL_TIMEOUT, call(self.channels[member].clone())).await;
-            last = match answer {
-                Ok(Ok(answer)) => {
+            last = match reply {
+                Ok(Ok(reply)) => {
                     self.current.store(member, Ordering::Relaxed);
-                    return Ok(answer);
+                    return Ok(reply);
                 }
                 Ok(Err(status)) => failure(&status),
-                Err(_) => StoreError::Unreachable("no answer in time".to_string()),
+                Err(_) => StoreError::Unreachable("no reply in time".to_string()),
             };
             if !matches!(last, StoreError::Unreachable(_)) {
                 break;
@@ -106,10 +106,10 @@ fn failure(status: &Status) -> StoreError {
 }
 
 fn kv(channel: Channel) -> KvClient<Channel> {
-    KvClient::new(channel).max_decoding_message_size(ANSWER_MAX)
+    KvClient::new(channel).max_decoding_message_size(REPLY_MAX)
 }
 
-/// The first key after every key with this prefix; empty for all keys.
+/// The first key after all keys with this prefix; a zero byte means all keys.
 fn range_end(prefix: &[u8]) -> Bytes {
     let mut end = prefix.to_vec();
     while let Some(last) = end.pop() {
@@ -170,14 +170,14 @@ impl Store for EtcdStore {
             ..Default::default()
         };
         Box::pin(async move {
-            let answer = self
+            let reply = self
                 .call(|channel| {
                     let request = request.clone();
                     async move { kv(channel).range(request).await }
                 })
                 .await?
                 .into_inner();
-            Ok(answer.kvs.into_iter().next().map(entry))
+            Ok(reply.kvs.into_iter().next().map(entry))
         })
     }
 
@@ -187,14 +187,15 @@ impl Store for EtcdStore {
             let mut listing = Listing::default();
             let mut from = Bytes::copy_from_slice(prefix.as_bytes());
             loop {
-                // Later pages are read as of the first one, so that all belong to one moment.
+                // Later pages are read at the revision of the first one, so that the listing is
+                // consistent.
                 let request = proto::RangeRequest {
                     key: from.clone(),
                     range_end: end.clone(),
                     limit: PAGE,
                     revision: signed(listing.revision),
                 };
-                let answer = self
+                let reply = self
                     .call(|channel| {
                         let request = request.clone();
                         async move { kv(channel).range(request).await }
@@ -202,15 +203,15 @@ impl Store for EtcdStore {
                     .await?
                     .into_inner();
                 if listing.revision == 0 {
-                    listing.revision = revision_of(answer.header.as_ref());
+                    listing.revision = revision_of(reply.header.as_ref());
                 }
-                let more = answer.more;
-                if let Some(last) = answer.kvs.last() {
+                let more = reply.more;
+                if let Some(last) = reply.kvs.last() {
                     let mut next = last.key.to_vec();
                     next.push(0);
                     from = next.into();
                 }
-                listing.entries.extend(answer.kvs.into_iter().map(entry));
+                listing.entries.extend(reply.kvs.into_iter().map(entry));
                 if !more {
                     return Ok(listing);
                 }
@@ -233,14 +234,14 @@ impl Store for EtcdStore {
                 success: writes.into_iter().map(operation).collect(),
                 failure: Vec::new(),
             };
-            let answer = self
+            let reply = self
                 .call(|channel| {
                     let request = request.clone();
                     async move { kv(channel).txn(request).await }
                 })
                 .await?
                 .into_inner();
-            Ok(answer.succeeded.then(|| revision_of(answer.header.as_ref())))
+            Ok(reply.succeeded.then(|| revision_of(reply.header.as_ref())))
         })
     }
 
@@ -255,22 +256,23 @@ impl Store for EtcdStore {
             request_union: Some(proto::watch_request::RequestUnion::CreateRequest(create)),
         };
         Box::pin(async move {
-            let (asked, answers) = self
+            let (requests_in, replies) = self
                 .call(|channel| {
                     let request = request.clone();
                     async move {
-                        // The stream ends when its sender is dropped, so the sender lives with the watch.
-                        let (asked, requests) = mpsc::channel(1);
-                        let _ = asked.send(request).await;
+                        // The stream ends when its sender is dropped, so the sender lives as long
+                        // as the watch.
+                        let (requests_in, requests) = mpsc::channel(1);
+                        let _ = requests_in.send(request).await;
                         let mut client =
-                            WatchClient::new(channel).max_decoding_message_size(ANSWER_MAX);
-                        let answers = client.watch(stream(requests)).await?;
-                        Ok((asked, answers.into_inner()))
+                            WatchClient::new(channel).max_decoding_message_size(REPLY_MAX);
+                        let replies = client.watch(stream(requests)).await?;
+                        Ok((requests_in, replies.into_inner()))
                     }
                 })
                 .await?;
             let (changed, changes) = mpsc::channel(WATCH_BUFFER);
-            tokio::spawn(forward(asked, answers, changed));
+            tokio::spawn(forward(requests_in, replies, changed));
             Ok(Watch { changes })
         })
     }
@@ -279,32 +281,32 @@ impl Store for EtcdStore {
         let seconds = i64::try_from(span.as_millis().div_ceil(1000)).unwrap_or(i64::MAX).max(1);
         Box::pin(async move {
             let request = proto::LeaseGrantRequest { ttl: seconds, id: 0 };
-            let answer = self
+            let reply = self
                 .call(|channel| async move { LeaseClient::new(channel).lease_grant(request).await })
                 .await?
                 .into_inner();
-            match answer.error.is_empty() {
-                true => Ok(LeaseId(answer.id)),
-                false => Err(StoreError::Refused(answer.error)),
+            match reply.error.is_empty() {
+                true => Ok(LeaseId(reply.id)),
+                false => Err(StoreError::Refused(reply.error)),
             }
         })
     }
 
     fn renew(&self, lease: LeaseId) -> StoreFuture<'_, ()> {
         Box::pin(async move {
-            let answer = self
+            let reply = self
                 .call(|channel| async move {
                     let request = proto::LeaseKeepAliveRequest { id: lease.0 };
                     let once = futures_util::stream::iter([request]);
                     let mut client = LeaseClient::new(channel);
-                    let mut answers = client.lease_keep_alive(once).await?.into_inner();
-                    answers.message().await
+                    let mut replies = client.lease_keep_alive(once).await?.into_inner();
+                    replies.message().await
                 })
                 .await?;
-            match answer {
-                Some(answer) if answer.ttl > 0 => Ok(()),
+            match reply {
+                Some(reply) if reply.ttl > 0 => Ok(()),
                 Some(_) => Err(StoreError::NoLease),
-                None => Err(StoreError::Unreachable("no answer to a renewal".to_string())),
+                None => Err(StoreError::Unreachable("no reply to a renewal".to_string())),
             }
         })
     }
@@ -312,12 +314,12 @@ impl Store for EtcdStore {
     fn revoke(&self, lease: LeaseId) -> StoreFuture<'_, ()> {
         Box::pin(async move {
             let request = proto::LeaseRevokeRequest { id: lease.0 };
-            let answer = self
+            let reply = self
                 .call(
                     |channel| async move { LeaseClient::new(channel).lease_revoke(request).await },
                 )
                 .await;
-            match answer {
+            match reply {
                 Ok(_) | Err(StoreError::NoLease) => Ok(()),
                 Err(error) => Err(error),
             }
@@ -333,31 +335,31 @@ fn stream<T: Send + 'static>(
     })
 }
 
-/// Carries a watch's answers over until either side ends.
+/// Forwards a watch's replies until either side ends.
 async fn forward(
-    asked: mpsc::Sender<proto::WatchRequest>,
-    mut answers: tonic::Streaming<proto::WatchResponse>,
+    requests_in: mpsc::Sender<proto::WatchRequest>,
+    mut replies: tonic::Streaming<proto::WatchResponse>,
     changed: mpsc::Sender<Result<Vec<Change>, StoreError>>,
 ) {
     loop {
-        let answer = tokio::select! {
+        let reply = tokio::select! {
             () = changed.closed() => break,
-            answer = answers.message() => answer,
+            reply = replies.message() => reply,
         };
-        let told = match answer {
-            Ok(Some(answer)) if answer.compact_revision > 0 => Err(StoreError::Behind),
-            Ok(Some(answer)) if answer.canceled => Err(StoreError::Refused(answer.cancel_reason)),
-            Ok(Some(answer)) if answer.events.is_empty() => continue,
-            Ok(Some(answer)) => Ok(answer.events.into_iter().filter_map(change).collect()),
+        let forwarded = match reply {
+            Ok(Some(reply)) if reply.compact_revision > 0 => Err(StoreError::Behind),
+            Ok(Some(reply)) if reply.canceled => Err(StoreError::Refused(reply.cancel_reason)),
+            Ok(Some(reply)) if reply.events.is_empty() => continue,
+            Ok(Some(reply)) => Ok(reply.events.into_iter().filter_map(change).collect()),
             Ok(None) => Err(StoreError::Unreachable("the watch ended".to_string())),
             Err(status) => Err(failure(&status)),
         };
-        let ended = told.is_err();
-        if changed.send(told).await.is_err() || ended {
+        let ended = forwarded.is_err();
+        if changed.send(forwarded).await.is_err() || ended {
             break;
         }
     }
-    drop(asked);
+    drop(requests_in);
 }
 
 fn change(event: proto::Event) -> Option<Change> {
@@ -374,7 +376,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_end_after_the_prefix() {
+    fn range_ends_after_the_prefix() {
         assert_eq!(&range_end(b"/a")[..], b"/b");
         assert_eq!(&range_end(&[1, 0xff])[..], [2]);
         assert_eq!(&range_end(&[0xff])[..], [0]);
@@ -382,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_endpoints_are_named() {
+    fn rejects_bad_endpoints() {
         assert!(EtcdStore::new("").is_err());
         assert!(EtcdStore::new("http://a:1").is_err());
     }

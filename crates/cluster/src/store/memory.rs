@@ -1,4 +1,4 @@
-//! The store of one process.
+//! The store of a cluster in one process.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -12,11 +12,11 @@ use super::{
     StoreFuture, VALUE_MAX, Watch, Write,
 };
 
-/// Changes kept for watches that begin in the past.
+/// Changes kept for watches that start in the past.
 const HISTORY: usize = 10_000;
-/// Batches of changes a watch may be behind before it is ended.
+/// Batches of changes that a watch may lag behind before it is ended.
 const WATCH_BUFFER: usize = 1024;
-/// How often leases are looked at.
+/// How often leases are checked.
 const SWEEP: Duration = Duration::from_millis(50);
 
 struct Value {
@@ -46,14 +46,14 @@ struct State {
     watchers: Vec<Watcher>,
 }
 
-/// Keys in this process' memory.
+/// Keys in the memory of this process.
 pub struct MemoryStore {
     clock: Arc<dyn Clock>,
     state: Mutex<State>,
 }
 
 impl MemoryStore {
-    /// An empty store. Must run inside a tokio runtime, where its leases end.
+    /// Creates an empty store. Must be called inside a tokio runtime, which expires its leases.
     pub fn start(clock: Arc<dyn Clock>) -> Arc<MemoryStore> {
         let store = Arc::new(MemoryStore { clock, state: Mutex::default() });
         tokio::spawn(sweep(Arc::downgrade(&store)));
@@ -65,7 +65,7 @@ impl MemoryStore {
     }
 }
 
-/// Ends leases that nobody renewed, for as long as there is a store.
+/// Ends leases that were not renewed, for as long as the store exists.
 async fn sweep(store: Weak<MemoryStore>) {
     loop {
         tokio::time::sleep(SWEEP).await;
@@ -114,7 +114,7 @@ impl State {
             }
             self.history.push_back((revision, change.clone()));
         }
-        self.watchers.retain(|watcher| watcher.tell(&changes));
+        self.watchers.retain(|watcher| watcher.notify(&changes));
         revision
     }
 
@@ -144,11 +144,11 @@ fn key_of(change: &Change) -> &str {
 }
 
 impl Watcher {
-    /// Whether the watcher stays.
-    fn tell(&self, changes: &[Change]) -> bool {
+    /// Sends changes; returns whether the watcher stays registered.
+    fn notify(&self, changes: &[Change]) -> bool {
         let mine = changes.iter().filter(|change| key_of(change).starts_with(&self.prefix));
         let mine: Vec<Change> = mine.cloned().collect();
-        // A watcher that is full learns of it by the end of its channel.
+        // A watcher whose buffer is full notices by the end of its channel.
         mine.is_empty() && !self.changes.is_closed() || {
             !mine.is_empty() && self.changes.try_send(Ok(mine)).is_ok()
         }

@@ -1,6 +1,6 @@
-//! A prefix of the store as a map that follows it, for as long as somebody looks.
+//! A prefix of the store as a map that follows its changes.
 //!
-//! While the store cannot be reached the map stays as it was: whoever lives by it goes on.
+//! While the store is unreachable the map stays as it was, so that its users continue to work.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,18 +11,18 @@ use tokio::sync::watch;
 
 use super::{Change, Store, StoreError};
 
-/// Longest pause between two attempts to reach the store.
+/// Pause between two attempts to reach the store.
 const RETRY: Duration = Duration::from_millis(200);
 
 /// Keys without the prefix, and their values.
-pub type Image = Arc<BTreeMap<String, Bytes>>;
+pub type KeyValues = Arc<BTreeMap<String, Bytes>>;
 
-/// Lists `prefix` and follows its changes until the store is dropped by all others or nobody holds the
-/// receiver any more. The first image is there when this returns.
+/// Lists `prefix` and follows its changes until the receiver is dropped. The first state is there
+/// when this returns.
 pub async fn follow(
     store: Arc<dyn Store>,
     prefix: &str,
-) -> Result<watch::Receiver<Image>, StoreError> {
+) -> Result<watch::Receiver<KeyValues>, StoreError> {
     let prefix = prefix.to_string();
     let listing = list(&*store, &prefix).await?;
     let (sender, receiver) = watch::channel(Arc::new(listing.0));
@@ -31,18 +31,18 @@ pub async fn follow(
         loop {
             match watch_from(&*store, &prefix, &mut since, &sender).await {
                 None => return,
-                Some(error) => tracing::debug!(prefix, %error, "lost sight of the store"),
+                Some(error) => tracing::debug!(prefix, %error, "store watch ended"),
             }
             since = loop {
                 tokio::select! {
                     () = sender.closed() => return,
                     () = tokio::time::sleep(RETRY) => {}
                 }
-                if let Ok((image, revision)) = list(&*store, &prefix).await {
+                if let Ok((entries, revision)) = list(&*store, &prefix).await {
                     sender.send_if_modified(|old| {
-                        let changed = **old != image;
+                        let changed = **old != entries;
                         if changed {
-                            *old = Arc::new(image);
+                            *old = Arc::new(entries);
                         }
                         changed
                     });
@@ -59,17 +59,18 @@ async fn list(
     prefix: &str,
 ) -> Result<(BTreeMap<String, Bytes>, super::Revision), StoreError> {
     let listing = store.list(prefix).await?;
-    let short =
+    let strip =
         |entry: super::Entry| Some((entry.key.strip_prefix(prefix)?.to_string(), entry.value));
-    Ok((listing.entries.into_iter().filter_map(short).collect(), listing.revision))
+    Ok((listing.entries.into_iter().filter_map(strip).collect(), listing.revision))
 }
 
-/// Applies changes until the watch ends, and says why; `None` when nobody looks any more.
+/// Applies changes until the watch ends, and returns the reason; `None` when the receiver was
+/// dropped.
 async fn watch_from(
     store: &dyn Store,
     prefix: &str,
     since: &mut super::Revision,
-    sender: &watch::Sender<Image>,
+    sender: &watch::Sender<KeyValues>,
 ) -> Option<StoreError> {
     let mut changes = match store.watch(prefix, *since).await {
         Ok(watch) => watch,
@@ -81,9 +82,9 @@ async fn watch_from(
             next = changes.next() => next,
         };
         match next {
-            Some(Ok(changes)) => sender.send_modify(|image| {
-                let map = Arc::make_mut(image);
-                changes.into_iter().for_each(|change| apply(map, prefix, change));
+            Some(Ok(changes)) => sender.send_modify(|entries| {
+                let map = Arc::make_mut(entries);
+                changes.into_iter().for_each(|change| apply_change(map, prefix, change));
             }),
             Some(Err(error)) => return Some(error),
             None => return Some(StoreError::Behind),
@@ -91,7 +92,7 @@ async fn watch_from(
     }
 }
 
-fn apply(map: &mut BTreeMap<String, Bytes>, prefix: &str, change: Change) {
+fn apply_change(map: &mut BTreeMap<String, Bytes>, prefix: &str, change: Change) {
     match change {
         Change::Put(entry) => {
             if let Some(key) = entry.key.strip_prefix(prefix) {

@@ -1,4 +1,4 @@
-//! A connection to a backend, kept for as long as routes name it.
+//! The connections to a backend, kept for as long as routes name it.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
@@ -8,59 +8,59 @@ use api::proto::grpc_inference_service_client::GrpcInferenceServiceClient;
 use base::Nanos;
 use http::Uri;
 
-use super::wire::Wire;
+use super::http2::Http2Connection;
 
-/// How long a backend that failed is left alone.
+/// How long a backend that failed is avoided.
 const PAUSE: Nanos = Nanos::from_millis(500);
 /// Connections to one backend; each carries many requests.
-const WIRES: usize = 2;
+const CONNECTIONS: usize = 2;
 
 /// A backend.
-pub struct Link {
-    /// Where it listens.
+pub struct BackendLink {
+    /// Address of its gRPC server.
     pub address: String,
     origin: Uri,
-    wires: Vec<Wire>,
-    turn: AtomicUsize,
+    connections: Vec<Http2Connection>,
+    next: AtomicUsize,
     down_until: AtomicU64,
-    /// Requests sent and not answered, of all models.
+    /// Requests in flight, over all models.
     pub outstanding: AtomicUsize,
 }
 
-impl Link {
-    fn new(address: &str) -> Result<Link, String> {
+impl BackendLink {
+    fn new(address: &str) -> Result<BackendLink, String> {
         let origin: Uri = format!("http://{address}")
             .parse()
             .map_err(|error| format!("backend address '{address}': {error}"))?;
-        Ok(Link {
+        Ok(BackendLink {
             address: address.to_string(),
             origin,
-            wires: (0..WIRES).map(|_| Wire::new(address)).collect(),
-            turn: AtomicUsize::new(0),
+            connections: (0..CONNECTIONS).map(|_| Http2Connection::new(address)).collect(),
+            next: AtomicUsize::new(0),
             down_until: AtomicU64::new(0),
             outstanding: AtomicUsize::new(0),
         })
     }
 
     /// A client over one of its connections.
-    pub fn client(&self) -> GrpcInferenceServiceClient<Wire> {
-        let turn = self.turn.fetch_add(1, Relaxed) % self.wires.len();
-        GrpcInferenceServiceClient::with_origin(self.wires[turn].clone(), self.origin.clone())
+    pub fn client(&self) -> GrpcInferenceServiceClient<Http2Connection> {
+        let next = self.next.fetch_add(1, Relaxed) % self.connections.len();
+        GrpcInferenceServiceClient::with_origin(self.connections[next].clone(), self.origin.clone())
             .max_decoding_message_size(usize::MAX)
             .max_encoding_message_size(usize::MAX)
     }
 
-    /// Whether it failed a moment ago.
+    /// Whether it failed less than [`PAUSE`] ago.
     pub fn is_down(&self, now: Nanos) -> bool {
         now.0 < self.down_until.load(Relaxed)
     }
 
-    /// It failed.
+    /// Records a failure.
     pub fn fail(&self, now: Nanos) {
         self.down_until.store((now + PAUSE).0, Relaxed);
     }
 
-    /// It answered.
+    /// Records a reply.
     pub fn recover(&self) {
         if self.down_until.load(Relaxed) != 0 {
             self.down_until.store(0, Relaxed);
@@ -68,25 +68,25 @@ impl Link {
     }
 }
 
-/// Connections by address.
+/// Backends by address.
 #[derive(Default)]
-pub struct Links {
-    links: Mutex<HashMap<String, Arc<Link>>>,
+pub struct BackendLinks {
+    links: Mutex<HashMap<String, Arc<BackendLink>>>,
 }
 
-impl Links {
-    /// The connection to `address`, made when it is first used.
-    pub fn get(&self, address: &str) -> Result<Arc<Link>, String> {
+impl BackendLinks {
+    /// The backend at `address`; connections are opened on demand.
+    pub fn get(&self, address: &str) -> Result<Arc<BackendLink>, String> {
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(link) = links.get(address) {
             return Ok(link.clone());
         }
-        let link = Arc::new(Link::new(address)?);
+        let link = Arc::new(BackendLink::new(address)?);
         links.insert(address.to_string(), link.clone());
         Ok(link)
     }
 
-    /// Forgets those that nobody else holds.
+    /// Drops backends that no route names.
     pub fn prune(&self) {
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         links.retain(|_, link| Arc::strong_count(link) > 1);

@@ -1,8 +1,9 @@
-//! A question on its way through a query's stages.
+//! Executes a query request stage by stage.
 //!
-//! A stage starts when all it takes from is there, so branches run side by side; what one answer yields for the next
-//! stage travels together, in requests of up to the stage's batch. The first failure is the question's answer, and
-//! whatever else is under way for it is given up.
+//! A stage starts when the outputs it reads are complete, so branches run concurrently. What one
+//! reply yields for the next stage is sent together, in requests of up to the stage's batch. The
+//! first failure is the reply to the query request, and what is still in flight for it is
+//! cancelled.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -19,7 +20,7 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 use model::{DataType, Tensor};
 
 use super::Inner;
-use super::table::{QueryEntry, Table};
+use super::routing_table::{QueryEntry, RoutingTable};
 use crate::query::picture::{Corners, Picture};
 use crate::query::region::{self, RegionRules};
 use crate::query::spec::{Checked, ELEMENTS_MAX, Each, Feed, Reference};
@@ -28,36 +29,37 @@ use crate::query::{rows, text};
 /// Tensors by name.
 type Values = BTreeMap<String, Tensor>;
 
-/// What a stage gave.
+/// The outputs of a stage.
 #[derive(Debug, Default)]
-struct Answers {
-    /// For a stage that fans out: which element of the next outer fan-out each of its own belongs to.
+struct StageOutputs {
+    /// For a stage that fans out: the element of the next outer fan-out to which each of its
+    /// elements belongs.
     above: Vec<usize>,
-    /// What the model and the stage itself gave, by element.
+    /// Outputs of the model and of the stage itself, by element.
     values: Vec<Values>,
 }
 
-/// What a stage asks its model, by element.
+/// The inputs of a stage's requests, by element.
 #[derive(Default)]
-struct Asks {
+struct StageRequests {
     above: Vec<usize>,
     inputs: Vec<Values>,
-    /// Rectangles the elements were cut from, where they were.
+    /// Rectangles that the elements are cropped from, where they are.
     regions: Vec<Corners>,
 }
 
-/// The question as stages see it. Shared with threads that prepare pictures.
-struct Question {
+/// A query request, as stages read it. Shared with threads that prepare pictures.
+struct QueryRequest {
     query: Arc<Checked>,
     inputs: HashMap<String, Tensor>,
     pictures: HashMap<String, Picture>,
     options: InferOptions,
 }
 
-type Done = Vec<Option<Arc<Answers>>>;
+type StageResults = Vec<Option<Arc<StageOutputs>>>;
 
 impl Inner {
-    pub(super) async fn ask_query(
+    pub(super) async fn infer_query(
         &self,
         name: &str,
         request: InferRequest,
@@ -65,53 +67,53 @@ impl Inner {
         let arrived = self.clock.now();
         let table = self.table();
         let entry = table.query(name)?;
-        entry.meter.questions.arrive(1);
+        entry.meter.requests.arrive(1);
         let objective = Nanos((entry.query.spec.slo_ms * 1e6) as u64);
-        let answer = self.walk_query(name, request, arrived, objective, &table, entry).await;
-        match &answer {
+        let reply = self.execute_query(name, request, arrived, objective, &table, entry).await;
+        match &reply {
             Ok(_) => {
-                entry.meter.questions.answer(self.clock.now() - arrived, Some(objective), 1);
+                entry.meter.requests.answer(self.clock.now() - arrived, Some(objective), 1);
             }
-            Err(error) if super::is_refusal(error.kind) => entry.meter.questions.refuse(1),
+            Err(error) if super::is_refusal(error.kind) => entry.meter.requests.refuse(1),
             Err(_) => {}
         }
-        answer
+        reply
     }
 
-    async fn walk_query(
+    async fn execute_query(
         &self,
         name: &str,
         request: InferRequest,
         arrived: Nanos,
         objective: Nanos,
-        table: &Table,
+        table: &RoutingTable,
         entry: &QueryEntry,
     ) -> ApiResult<InferResponse> {
         let _inside = self.enter()?;
         let query = &entry.query;
-        // A question that a later stage could not answer is not begun.
+        // A request that a later stage cannot serve is not started.
         for stage in &query.spec.stages {
             table.serving(ModelRef { name: &stage.model, version: None })?;
         }
         let deadline = arrived + request.options.timeout.unwrap_or(objective);
-        let (id, wanted) = (request.id.clone(), request.outputs.clone());
-        let question = Arc::new(begin(query.clone(), request).await?);
-        let walk = Walk { inner: self, table, entry, question, deadline, name };
-        let (done, in_stages) = walk.run().await?;
-        entry.meter.walk((self.clock.now() - arrived).since(in_stages));
-        let outputs = gather(query, &done, &wanted)?;
+        let (id, requested) = (request.id.clone(), request.outputs.clone());
+        let query_request = Arc::new(prepare(query.clone(), request).await?);
+        let execution = QueryExecution { inner: self, table, entry, query_request, deadline, name };
+        let (done, in_stages) = execution.run().await?;
+        entry.meter.complete((self.clock.now() - arrived).since(in_stages));
+        let outputs = collect_outputs(query, &done, &requested)?;
         Ok(InferResponse { model_name: name.into(), model_version: "1".into(), id, outputs })
     }
 }
 
-/// Checks what came and decodes pictures, away from the threads that serve connections.
-async fn begin(query: Arc<Checked>, request: InferRequest) -> ApiResult<Question> {
-    let named = match request.inputs {
+/// Checks the inputs and decodes pictures, outside of the threads that serve connections.
+async fn prepare(query: Arc<Checked>, request: InferRequest) -> ApiResult<QueryRequest> {
+    let with_query_name = match request.inputs {
         Inputs::Named(tensors) => tensors,
         Inputs::Raw(bytes) => vec![only_input(&query, bytes)?],
     };
     let mut inputs: HashMap<String, Tensor> =
-        named.into_iter().map(|input| (input.name.to_string(), input.tensor)).collect();
+        with_query_name.into_iter().map(|input| (input.name.to_string(), input.tensor)).collect();
     if let Some(unknown) = inputs.keys().find(|name| !query.inputs.contains(*name)) {
         return Err(ApiError::invalid(format!("the query has no input '{unknown}'")));
     }
@@ -134,13 +136,13 @@ async fn begin(query: Arc<Checked>, request: InferRequest) -> ApiResult<Question
         let missing = || ApiError::invalid(format!("the query's input '{name}' is missing"));
         let tensor = tensor.ok_or_else(missing)?;
         let title = name.clone();
-        let picture = aside(move || Picture::of(&title, &tensor)).await?;
+        let picture = run_blocking(move || Picture::of(&title, &tensor)).await?;
         pictures.insert(name, picture);
     }
-    Ok(Question { query, inputs, pictures, options })
+    Ok(QueryRequest { query, inputs, pictures, options })
 }
 
-/// A body that says nothing about itself is the picture of a query that takes one and nothing else.
+/// A raw body is the picture of a query that has no other input.
 fn only_input(query: &Checked, bytes: Bytes) -> ApiResult<NamedTensor> {
     let mut names = query.inputs.iter();
     match (names.next(), names.next()) {
@@ -155,8 +157,8 @@ fn only_input(query: &Checked, bytes: Bytes) -> ApiResult<NamedTensor> {
     }
 }
 
-/// Runs what takes a while on a thread of its own.
-async fn aside<T: Send + 'static>(
+/// Runs CPU work on a thread that may block.
+async fn run_blocking<T: Send + 'static>(
     work: impl FnOnce() -> ApiResult<T> + Send + 'static,
 ) -> ApiResult<T> {
     tokio::task::spawn_blocking(work)
@@ -164,22 +166,23 @@ async fn aside<T: Send + 'static>(
         .unwrap_or_else(|_| Err(ApiError::internal("work between two stages failed")))
 }
 
-/// One question's walk.
-struct Walk<'a> {
+/// The execution of one query request.
+struct QueryExecution<'a> {
     inner: &'a Inner,
-    table: &'a Table,
+    table: &'a RoutingTable,
     entry: &'a QueryEntry,
-    question: Arc<Question>,
+    query_request: Arc<QueryRequest>,
     deadline: Nanos,
     name: &'a str,
 }
 
-impl Walk<'_> {
-    /// All stages' answers, and how long models were at work for at least one of them.
-    async fn run(&self) -> ApiResult<(Done, Nanos)> {
-        let query = &self.question.query;
+impl QueryExecution<'_> {
+    /// Executes all stages. Returns their outputs, and the time during which at least one model
+    /// ran.
+    async fn run(&self) -> ApiResult<(StageResults, Nanos)> {
+        let query = &self.query_request.query;
         let count = query.spec.stages.len();
-        let mut done: Done = vec![None; count];
+        let mut done: StageResults = vec![None; count];
         let mut started = vec![false; count];
         let mut running = FuturesUnordered::new();
         let mut spans: Vec<(Nanos, Nanos)> = Vec::with_capacity(count);
@@ -192,56 +195,60 @@ impl Walk<'_> {
                 }
             }
             let Some(ended) = running.next().await else { break };
-            let (stage, answers, span) = ended.map_err(|error| self.named(error))?;
-            done[stage] = Some(Arc::new(answers));
+            let (stage, outputs, span) = ended.map_err(|error| self.with_query_name(error))?;
+            done[stage] = Some(Arc::new(outputs));
             spans.push(span);
         }
-        Ok((done, covered(spans)))
+        Ok((done, covered_time(spans)))
     }
 
-    fn named(&self, error: ApiError) -> ApiError {
+    fn with_query_name(&self, error: ApiError) -> ApiError {
         let message = format!("query '{}': {}", self.name, error.message);
         ApiError { message: message.into(), ..error }
     }
 
-    async fn stage(&self, stage: usize, done: Done) -> ApiResult<(usize, Answers, (Nanos, Nanos))> {
-        let question = self.question.clone();
-        let spec = &question.query.spec.stages[stage];
+    async fn stage(
+        &self,
+        stage: usize,
+        done: StageResults,
+    ) -> ApiResult<(usize, StageOutputs, (Nanos, Nanos))> {
+        let query_request = self.query_request.clone();
+        let spec = &query_request.query.spec.stages[stage];
         let pictures = spec.inputs.values().any(|feed| matches!(feed, Feed::Picture(_)));
-        let asks = match pictures || spec.each.is_some() {
+        let requests = match pictures || spec.each.is_some() {
             true => {
-                let question = question.clone();
-                aside(move || question.asks(stage, &done)).await?
+                let query_request = query_request.clone();
+                run_blocking(move || query_request.requests(stage, &done)).await?
             }
-            false => question.asks(stage, &done)?,
+            false => query_request.requests(stage, &done)?,
         };
-        let begun = self.inner.clock.now();
-        let groups = groups(&asks.inputs, spec.batch);
-        let calls = groups.iter().map(|group| self.call(stage, &asks.inputs, group));
-        let answered = try_join_all(calls).await?;
-        let mut values = vec![Values::new(); asks.inputs.len()];
-        for (group, answers) in groups.iter().zip(answered) {
-            for (&element, answer) in group.iter().zip(answers) {
-                values[element] = answer;
+        let started = self.inner.clock.now();
+        let compatible_groups = compatible_groups(&requests.inputs, spec.batch);
+        let calls = compatible_groups.iter().map(|group| self.call(stage, &requests.inputs, group));
+        let replies = try_join_all(calls).await?;
+        let mut values = vec![Values::new(); requests.inputs.len()];
+        for (group, outputs) in compatible_groups.iter().zip(replies) {
+            for (&element, reply) in group.iter().zip(outputs) {
+                values[element] = reply;
             }
         }
         let ended = self.inner.clock.now();
-        self.entry.meter.stage(stage, asks.inputs.len() as u64, ended - begun);
-        for (value, corners) in values.iter_mut().zip(&asks.regions) {
+        self.entry.meter.stage(stage, requests.inputs.len() as u64, ended - started);
+        for (value, corners) in values.iter_mut().zip(&requests.regions) {
             let flat: Vec<f32> = corners.iter().flatten().copied().collect();
             value.insert("region".to_string(), Tensor::from_vec(vec![1, 4, 2], flat)?);
         }
-        Ok((stage, Answers { above: asks.above, values }, (begun, ended)))
+        Ok((stage, StageOutputs { above: requests.above, values }, (started, ended)))
     }
 
-    /// Sends the elements of one group as one request and takes the answer apart again.
+    /// Sends the elements of one group as one request and splits the reply again.
     async fn call(
         &self,
         stage: usize,
         inputs: &[Values],
         group: &[usize],
     ) -> ApiResult<Vec<Values>> {
-        let query = &self.question.query;
+        let query = &self.query_request.query;
         let spec = &query.spec.stages[stage];
         let model = ModelRef { name: &spec.model, version: None };
         let entry = self.table.serving(model)?;
@@ -254,47 +261,47 @@ impl Walk<'_> {
             let tensor = rows::join(name, &own)?;
             tensors.push(NamedTensor { name: name.as_str().into(), tensor });
         }
-        let wanted = query.wanted(stage).into_iter();
+        let needed = query.needed_outputs(stage).into_iter();
         let request = InferRequest {
             id: String::new(),
             options: InferOptions {
-                timeout: Some(self.left(stage)?),
+                timeout: Some(self.time_left(stage)?),
                 binary_output: true,
-                ..self.question.options.clone()
+                ..self.query_request.options.clone()
             },
             inputs: Inputs::Named(tensors),
-            outputs: wanted.map(|name| RequestedOutput { name, classes: 0 }).collect(),
+            outputs: needed.map(|name| RequestedOutput { name, classes: 0 }).collect(),
         };
         let count = group.len() as u64;
-        let answer = self.inner.dispatch(model, request, count, self.table, entry).await?;
+        let reply = self.inner.dispatch(model, request, count, self.table, entry).await?;
         let labels = &entry.record.config.labels;
         let mut values = vec![Values::new(); group.len()];
-        let mut give = |name: &str, tensor: &Tensor, pieces: &[usize]| -> ApiResult<()> {
+        let mut insert = |name: &str, tensor: &Tensor, pieces: &[usize]| -> ApiResult<()> {
             for (value, part) in values.iter_mut().zip(rows::part(name, tensor, pieces)?) {
                 value.insert(name.to_string(), part);
             }
             Ok(())
         };
-        for NamedTensor { name, tensor } in answer.outputs {
+        for NamedTensor { name, tensor } in reply.outputs {
             if spec.text.as_deref() == Some(&*name) {
                 let (texts, scores) = text::read(&name, &tensor, labels)?;
-                give("text", &texts, &pieces)?;
-                give("score", &scores, &pieces)?;
+                insert("text", &texts, &pieces)?;
+                insert("score", &scores, &pieces)?;
                 continue;
             }
-            give(&name, &tensor, &pieces)?;
+            insert(&name, &tensor, &pieces)?;
         }
         Ok(values)
     }
 
-    /// Time until it is too late for this stage: what later ones need at the very least is theirs.
-    fn left(&self, stage: usize) -> ApiResult<Nanos> {
-        let name = &self.question.query.spec.stages[stage].name;
+    /// Remaining time of this stage: the minimum that later stages need is reserved for them.
+    fn time_left(&self, stage: usize) -> ApiResult<Nanos> {
+        let name = &self.query_request.query.spec.stages[stage].name;
         let budget = self.entry.split.as_ref().and_then(|split| split.stages.get(name));
         let reserve = Nanos((budget.map_or(0.0, |budget| budget.reserve_ms) * 1e6) as u64);
-        let left = self.deadline.since(self.inner.clock.now()).since(reserve);
-        match left > Nanos::ZERO {
-            true => Ok(left),
+        let time_left = self.deadline.since(self.inner.clock.now()).since(reserve);
+        match time_left > Nanos::ZERO {
+            true => Ok(time_left),
             false => {
                 let message = format!("the deadline passed before stage '{name}'");
                 Err(ApiError::new(ErrorKind::DeadlineExceeded, message))
@@ -304,7 +311,7 @@ impl Walk<'_> {
 }
 
 /// Time covered by spans that may overlap.
-fn covered(mut spans: Vec<(Nanos, Nanos)>) -> Nanos {
+fn covered_time(mut spans: Vec<(Nanos, Nanos)>) -> Nanos {
     spans.sort();
     let (mut total, mut until) = (Nanos::ZERO, Nanos::ZERO);
     for (from, to) in spans {
@@ -315,60 +322,60 @@ fn covered(mut spans: Vec<(Nanos, Nanos)>) -> Nanos {
     total
 }
 
-/// Elements whose inputs can be put together, in groups of at most `batch`.
-fn groups(inputs: &[Values], batch: usize) -> Vec<Vec<usize>> {
-    let form = |values: &Values| -> Vec<(DataType, Vec<usize>)> {
+/// Elements whose inputs can be batched, in groups of at most `batch`.
+fn compatible_groups(inputs: &[Values], batch: usize) -> Vec<Vec<usize>> {
+    let layout = |values: &Values| -> Vec<(DataType, Vec<usize>)> {
         let tail = |tensor: &Tensor| tensor.shape().get(1..).unwrap_or_default().to_vec();
         values.values().map(|tensor| (tensor.dtype(), tail(tensor))).collect()
     };
-    let mut alike: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+    let mut by_layout: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     for (index, values) in inputs.iter().enumerate() {
-        alike.entry(format!("{:?}", form(values))).or_default().push(index);
+        by_layout.entry(format!("{:?}", layout(values))).or_default().push(index);
     }
-    alike
+    by_layout
         .into_values()
         .flat_map(|all| all.chunks(batch).map(<[usize]>::to_vec).collect::<Vec<_>>())
         .collect()
 }
 
-impl Question {
-    /// The requests of a stage, from the answers of those it takes from.
-    fn asks(&self, stage: usize, done: &Done) -> ApiResult<Asks> {
+impl QueryRequest {
+    /// The requests of a stage, from the outputs that it reads.
+    fn requests(&self, stage: usize, done: &StageResults) -> ApiResult<StageRequests> {
         let query = &self.query;
         let chain = &query.chains[stage];
         let fans = query.spec.stages[stage].each.is_some();
         let outer = if fans { &chain[..chain.len() - 1] } else { &chain[..] };
         let count = match outer.last() {
-            Some(&fan) => done[fan].as_ref().map_or(0, |answers| answers.values.len()),
+            Some(&fan) => done[fan].as_ref().map_or(0, |outputs| outputs.values.len()),
             None => 1,
         };
-        let mut asks = Asks::default();
+        let mut requests = StageRequests::default();
         for element in 0..count {
-            let cuts = self.cuts(stage, done, outer, element)?;
-            for (own, corners) in cuts {
+            let elements = self.elements(stage, done, outer, element)?;
+            for (own, corners) in elements {
                 let inputs = self.inputs(stage, done, outer, element, own.as_ref(), &corners)?;
-                asks.inputs.push(inputs);
+                requests.inputs.push(inputs);
                 if fans {
-                    asks.above.push(element);
-                    asks.regions.extend(corners);
+                    requests.above.push(element);
+                    requests.regions.extend(corners);
                 }
             }
-            if asks.inputs.len() > ELEMENTS_MAX {
+            if requests.inputs.len() > ELEMENTS_MAX {
                 return Err(ApiError::invalid(format!(
-                    "stage '{}' would get more than {ELEMENTS_MAX} requests of one question",
+                    "stage '{}' would get more than {ELEMENTS_MAX} requests of one query request",
                     query.spec.stages[stage].name
                 )));
             }
         }
-        Ok(asks)
+        Ok(requests)
     }
 
-    /// What an element of the outer fan-out becomes: its own values and rectangles. Exactly one where the stage does not
-    /// fan out.
-    fn cuts(
+    /// The elements that one element of the outer fan-out becomes: values and rectangles. Exactly
+    /// one where the stage does not fan out.
+    fn elements(
         &self,
         stage: usize,
-        done: &Done,
+        done: &StageResults,
         outer: &[usize],
         element: usize,
     ) -> ApiResult<Vec<(Option<Tensor>, Option<Corners>)>> {
@@ -389,7 +396,7 @@ impl Question {
             }
             Some(Each::Boxes { of, scores, score_least, most }) => {
                 let scores = scores.as_ref().map(|name| find(name)).transpose()?;
-                let boxes = listed(of, &find(of)?, scores.as_ref(), *score_least, *most)?;
+                let boxes = boxes_of(of, &find(of)?, scores.as_ref(), *score_least, *most)?;
                 Ok(boxes.into_iter().map(|corners| (None, Some(corners))).collect())
             }
             Some(Each::Regions { map, threshold, score_least, grow, most }) => {
@@ -405,7 +412,7 @@ impl Question {
         }
     }
 
-    /// Regions of a map in pixels of the picture that the stage cuts from.
+    /// Regions of a map, in pixels of the picture that the stage crops.
     fn regions(
         &self,
         stage: usize,
@@ -414,7 +421,7 @@ impl Question {
         rules: &RegionRules,
     ) -> ApiResult<Vec<Corners>> {
         let (&[.., height, width], Some(values)) = (map.shape(), map.to_vec::<f32>()) else {
-            return Err(ApiError::invalid(format!("'{name}' is no map of FP32")));
+            return Err(ApiError::invalid(format!("'{name}' is not an FP32 map")));
         };
         if width * height != values.len() || values.is_empty() {
             return Err(ApiError::invalid(format!(
@@ -441,7 +448,7 @@ impl Question {
     fn inputs(
         &self,
         stage: usize,
-        done: &Done,
+        done: &StageResults,
         outer: &[usize],
         element: usize,
         own: Option<&Tensor>,
@@ -468,11 +475,11 @@ impl Question {
         Ok(values)
     }
 
-    /// The value called `name` as element `element` of the fan-out `outer` sees it.
+    /// The value called `name`, for element `element` of the fan-out `outer`.
     fn value(
         &self,
         stage: usize,
-        done: &Done,
+        done: &StageResults,
         outer: &[usize],
         element: usize,
         name: &str,
@@ -484,19 +491,19 @@ impl Question {
                 let target = self.query.chains[from].len();
                 let mut at = element;
                 for &fan in outer[target..].iter().rev() {
-                    let above = done[fan].as_ref().and_then(|answers| answers.above.get(at));
+                    let above = done[fan].as_ref().and_then(|outputs| outputs.above.get(at));
                     at = *above.ok_or_else(missing)?;
                 }
-                let answers = done[from].as_ref().ok_or_else(missing)?;
-                answers.values.get(at).and_then(|v| v.get(output)).cloned().ok_or_else(missing)
+                let outputs = done[from].as_ref().ok_or_else(missing)?;
+                outputs.values.get(at).and_then(|v| v.get(output)).cloned().ok_or_else(missing)
             }
             _ => Err(missing()),
         }
     }
 }
 
-/// Rectangles of a tensor of left, top, right, bottom; the best where there are too many.
-fn listed(
+/// Rectangles from a tensor of left, top, right, bottom; the best ones where there are too many.
+fn boxes_of(
     name: &str,
     boxes: &Tensor,
     scores: Option<&Tensor>,
@@ -530,9 +537,13 @@ fn listed(
     Ok(order.into_iter().map(corners).collect())
 }
 
-/// What the query answers: values of all elements one after another.
-fn gather(query: &Checked, done: &Done, wanted: &[RequestedOutput]) -> ApiResult<Vec<NamedTensor>> {
-    let names: Vec<&String> = match wanted {
+/// The outputs of the query: values of all elements, concatenated.
+fn collect_outputs(
+    query: &Checked,
+    done: &StageResults,
+    requested: &[RequestedOutput],
+) -> ApiResult<Vec<NamedTensor>> {
+    let names: Vec<&String> = match requested {
         [] => query.spec.output.keys().collect(),
         some => some.iter().map(|output| &output.name).collect(),
     };
@@ -544,11 +555,11 @@ fn gather(query: &Checked, done: &Done, wanted: &[RequestedOutput]) -> ApiResult
         let Ok(Reference::Output(stage, output)) =
             query.spec.reference(query.spec.stages.len(), from)
         else {
-            return Err(ApiError::internal(format!("output '{name}' comes from nowhere")));
+            return Err(ApiError::internal(format!("output '{name}' has no source")));
         };
-        let answers = done[stage].as_ref().map_or(&[][..], |answers| &answers.values[..]);
-        let own: Vec<&Tensor> = answers.iter().filter_map(|values| values.get(output)).collect();
-        if own.len() < answers.len() {
+        let elements = done[stage].as_ref().map_or(&[][..], |outputs| &outputs.values[..]);
+        let own: Vec<&Tensor> = elements.iter().filter_map(|values| values.get(output)).collect();
+        if own.len() < elements.len() {
             return Err(ApiError::invalid(format!("'{from}' is not among the model's outputs")));
         }
         let tensor = match own.is_empty() {
@@ -568,26 +579,26 @@ mod tests {
     #[test]
     fn overlapping_spans_count_once() {
         let span = |from: u64, to: u64| (Nanos(from), Nanos(to));
-        assert_eq!(covered(vec![span(5, 9), span(1, 3), span(2, 4)]), Nanos(7));
-        assert_eq!(covered(vec![span(1, 9), span(2, 3)]), Nanos(8));
+        assert_eq!(covered_time(vec![span(5, 9), span(1, 3), span(2, 4)]), Nanos(7));
+        assert_eq!(covered_time(vec![span(1, 9), span(2, 3)]), Nanos(8));
     }
 
     #[test]
-    fn elements_that_fit_together_travel_together() {
+    fn groups_elements_by_layout() {
         let of = |width: usize| -> Values {
             [("x".to_string(), Tensor::from_vec(vec![1, width], vec![0f32; width]).unwrap())].into()
         };
         let inputs: Vec<Values> = [2, 3, 2, 2, 3].into_iter().map(of).collect();
-        assert_eq!(groups(&inputs, 2), [vec![0, 2], vec![3], vec![1, 4]]);
+        assert_eq!(compatible_groups(&inputs, 2), [vec![0, 2], vec![3], vec![1, 4]]);
     }
 
     #[test]
-    fn the_best_boxes_are_taken_in_their_order() {
+    fn keeps_the_best_boxes_in_order() {
         let boxes = Tensor::from_vec(vec![1, 3, 4], (0..12).map(|v| v as f32).collect()).unwrap();
         let scores = Tensor::from_vec(vec![3], vec![0.9f32, 0.2, 0.8]).unwrap();
-        let found = listed("b", &boxes, Some(&scores), 0.1, 2).unwrap();
+        let found = boxes_of("b", &boxes, Some(&scores), 0.1, 2).unwrap();
         assert_eq!(found.len(), 2);
         assert_eq!((found[0][0], found[1][2]), ([0.0, 1.0], [10.0, 11.0]));
-        assert!(listed("b", &scores, None, 0.0, 9).is_err());
+        assert!(boxes_of("b", &scores, None, 0.0, 9).is_err());
     }
 }

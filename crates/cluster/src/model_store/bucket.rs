@@ -1,7 +1,7 @@
-//! Models in an S3-like store, brought to a folder of this machine when they are needed.
+//! Models in an S3-like object store, downloaded to a local cache on demand.
 //!
-//! Objects are named `PREFIX/sha256/DIGEST`, as files of a model store's folder are. What is brought is a file of the cache
-//! only when all of it has come and is what its name says.
+//! Objects are named `PREFIX/sha256/DIGEST`, as are the files of a model store's folder. A download
+//! becomes a file of the cache only when it is complete and matches its digest.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -23,18 +23,18 @@ use tokio::sync::Semaphore;
 
 use super::{ModelStoreError, digest, hexadecimal, is_digest};
 
-/// Models that are brought at once.
-const DOWNLOADS_MOST: usize = 4;
-/// A store that sends nothing for so long has failed.
-const SILENCE_MOST: Duration = Duration::from_secs(30);
-/// An upload may take this, and what its size takes at [`UPLOAD_LEAST`].
-const UPLOAD_MOST: Duration = Duration::from_secs(60);
-/// Bytes a second that an upload has at least.
-const UPLOAD_LEAST: u64 = 1 << 20;
-/// S3 takes no more in one request.
-const OBJECT_MOST: u64 = 5 << 30;
+/// Maximum number of concurrent downloads.
+const DOWNLOADS_MAX: usize = 4;
+/// A store that sends nothing for this long has failed.
+const SILENCE_MAX: Duration = Duration::from_secs(30);
+/// Time limit of an upload, in addition to what its size takes at [`UPLOAD_MIN`].
+const UPLOAD_MAX: Duration = Duration::from_secs(60);
+/// Minimum rate of an upload in bytes per second.
+const UPLOAD_MIN: u64 = 1 << 20;
+/// Maximum size of one S3 request.
+const OBJECT_MAX: u64 = 5 << 30;
 
-/// A bucket, or a part of one, with a cache.
+/// A bucket, or a prefix of one, with a local cache.
 #[derive(Clone)]
 pub struct BucketStore {
     inner: Arc<Inner>,
@@ -42,12 +42,12 @@ pub struct BucketStore {
 
 struct Inner {
     store: Arc<dyn ObjectStore>,
-    /// As the user named it.
+    /// The address as the user gave it.
     url: String,
     prefix: Key,
     cache: PathBuf,
     permits: Semaphore,
-    /// Those being brought: who comes second waits for the first.
+    /// Downloads in flight: later callers wait for the first.
     flights: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
     parts: AtomicU64,
 }
@@ -59,10 +59,11 @@ impl std::fmt::Debug for BucketStore {
 }
 
 impl BucketStore {
-    /// The store at `s3://BUCKET[/PREFIX]`, with credentials, region and endpoint from the environment under AWS's own
-    /// names, and its cache in `cache`, which is made where it is not there.
+    /// Opens `s3://BUCKET[/PREFIX]` with credentials, region and endpoint from AWS's environment
+    /// variables. `cache` is created where it does not exist.
     pub fn open(url: &str, cache: &Path) -> Result<BucketStore, String> {
-        let rest = url.strip_prefix("s3://").ok_or_else(|| format!("{url} is no s3:// address"))?;
+        let rest =
+            url.strip_prefix("s3://").ok_or_else(|| format!("{url} is not an s3:// address"))?;
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
         if bucket.is_empty() {
             return Err(format!("{url} names no bucket: s3://BUCKET/PREFIX"));
@@ -70,9 +71,9 @@ impl BucketStore {
         crate::tls::choose();
         let options = ClientOptions::new()
             .with_timeout_disabled()
-            .with_read_timeout(SILENCE_MOST)
+            .with_read_timeout(SILENCE_MAX)
             .with_connect_timeout(Duration::from_secs(5))
-            // An endpoint without TLS is used only where the environment says so in its address.
+            // An endpoint without TLS is used only where its address says so.
             .with_allow_http(endpoint().is_some_and(|endpoint| endpoint.starts_with("http://")));
         let retry = RetryConfig {
             backoff: BackoffConfig::default(),
@@ -89,7 +90,7 @@ impl BucketStore {
         BucketStore::with_store(Arc::new(store), url, prefix, cache)
     }
 
-    /// A part of any store, named `url` in messages.
+    /// A prefix of any object store, called `url` in messages.
     pub fn with_store(
         store: Arc<dyn ObjectStore>,
         url: &str,
@@ -107,17 +108,17 @@ impl BucketStore {
             url,
             prefix,
             cache,
-            permits: Semaphore::new(DOWNLOADS_MOST),
+            permits: Semaphore::new(DOWNLOADS_MAX),
             flights: Mutex::default(),
             parts: AtomicU64::new(0),
         };
         Ok(BucketStore { inner: Arc::new(inner) })
     }
 
-    /// See [`super::ModelStore::fetch`]. Of several who want one content, one brings it.
+    /// See [`super::ModelStore::fetch`]. Concurrent calls for one digest share one download.
     pub async fn fetch(&self, name: &str, bytes: u64) -> Result<PathBuf, ModelStoreError> {
         if !is_digest(name) {
-            return Err(ModelStoreError::Missing(format!("'{name}' is no name of a content")));
+            return Err(ModelStoreError::Missing(format!("'{name}' is not a digest")));
         }
         if let Some(path) = self.cached(name) {
             return Ok(path);
@@ -134,7 +135,7 @@ impl BucketStore {
             }
         };
         let mut flights = self.inner.flights.lock().unwrap_or_else(PoisonError::into_inner);
-        // Whoever else holds it waits for the lock, and has to meet those who come later.
+        // Another holder waits for the lock; later callers must wait for the same one.
         if flights.get(name).is_some_and(|kept| Arc::strong_count(kept) <= 2) {
             flights.remove(name);
         }
@@ -146,7 +147,7 @@ impl BucketStore {
         path.is_file().then_some(path)
     }
 
-    /// Removes a content from the cache.
+    /// Removes a file from the cache.
     pub fn discard(&self, name: &str) {
         if let Some(path) = is_digest(name).then(|| self.cached(name)).flatten() {
             let _ = std::fs::remove_file(path);
@@ -176,7 +177,7 @@ impl BucketStore {
         landed.map(|()| path)
     }
 
-    /// Brings an object into a file, as far as it is what it should be.
+    /// Downloads an object into a file and verifies its size and digest.
     async fn stream(&self, name: &str, bytes: u64, part: &Path) -> Result<(), ModelStoreError> {
         let fail = |error| self.failure(name, error);
         let found = self.inner.store.get(&self.key(name)).await.map_err(fail)?;
@@ -207,21 +208,21 @@ impl BucketStore {
         }
     }
 
-    /// A name for a file that nobody takes for a model.
+    /// A temporary name that is never taken for a model.
     fn part(&self, name: &str) -> PathBuf {
         let number = self.inner.parts.fetch_add(1, Ordering::Relaxed);
         self.inner.cache.join(format!(".{name}.{}.{number}", std::process::id()))
     }
 
-    /// See [`super::ModelStore::put`]. What is there already is read and compared; where it is not what its name says it
-    /// is put right.
+    /// See [`super::ModelStore::put`]. An existing object is read and verified; a damaged one is
+    /// overwritten.
     pub async fn put(&self, bytes: Bytes) -> Result<String, ModelStoreError> {
         let (content, size) = (bytes.clone(), bytes.len() as u64);
         let name = tokio::task::spawn_blocking(move || digest(&content)).await;
         let name = name.map_err(|error| ModelStoreError::Unavailable(error.to_string()))?;
-        if size > OBJECT_MOST {
+        if size > OBJECT_MAX {
             let why = format!(
-                "{size} bytes are more than one request may carry to S3 (5 GiB): copy the file to {} yourself",
+                "{size} bytes exceed the limit of one S3 request (5 GiB): copy the file to {} yourself",
                 self.address(&name)
             );
             return Err(ModelStoreError::Unavailable(why));
@@ -233,7 +234,7 @@ impl BucketStore {
                 match self.fetch(&name, size).await {
                     Ok(_) => return Ok(name),
                     Err(ModelStoreError::Damaged(why)) => {
-                        tracing::warn!(why, "put right by what was registered now");
+                        tracing::warn!(reason = why, "damaged object overwritten");
                         let again = self.upload(&name, bytes, PutMode::Overwrite).await;
                         again.map_err(|error| self.failure(&name, error))?;
                     }
@@ -251,7 +252,7 @@ impl BucketStore {
     }
 
     async fn upload(&self, name: &str, bytes: Bytes, mode: PutMode) -> Result<(), Error> {
-        let limit = UPLOAD_MOST + Duration::from_secs(bytes.len() as u64 / UPLOAD_LEAST);
+        let limit = UPLOAD_MAX + Duration::from_secs(bytes.len() as u64 / UPLOAD_MIN);
         let options = PutOptions { mode, ..PutOptions::default() };
         let key = self.key(name);
         let put = self.inner.store.put_opts(&key, bytes.into(), options);
@@ -263,7 +264,7 @@ impl BucketStore {
 
     fn damaged(&self, name: &str, how: &str) -> ModelStoreError {
         ModelStoreError::Damaged(format!(
-            "{} is not what was registered: {how}; register the model again, or put the object back",
+            "{} is not what was registered: {how}; register the model again, or restore the object",
             self.address(name)
         ))
     }
@@ -279,11 +280,12 @@ impl BucketStore {
         let address = self.address(name);
         match error {
             Error::NotFound { .. } => ModelStoreError::Missing(format!(
-                "{address} is not there; check --model-store, or register the model again"
+                "{address} does not exist; check --model-store, or register the model again"
             )),
             Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => {
                 ModelStoreError::Unavailable(format!(
-                    "{address}: access is denied; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role that may get and put objects there"
+                    "{address}: access is denied; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, \
+                     or give this machine a role that may get and put objects there"
                 ))
             }
             error => ModelStoreError::Unavailable(format!(
@@ -318,7 +320,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_one_machine_keeps_another_one_gets() {
+    async fn fetches_what_another_machine_stored() {
         let store = Arc::new(InMemory::new());
         let (here, there) = (bucket(&store), bucket(&store));
         let name = here.0.put(Bytes::from_static(b"model")).await.unwrap();
@@ -336,7 +338,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_was_changed_in_the_bucket_is_refused_and_leaves_nothing() {
+    async fn rejects_damaged_objects_without_a_trace() {
         let store = Arc::new(InMemory::new());
         let (bucket, cache) = bucket(&store);
         let name = bucket.put(Bytes::from_static(b"model")).await.unwrap();
@@ -347,17 +349,17 @@ mod tests {
             assert!(said, "{error}");
             assert!(files(&cache).is_empty(), "{:?}", files(&cache));
         }
-        // Registered again it is put right.
+        // Registering it again repairs it.
         assert_eq!(bucket.put(Bytes::from_static(b"model")).await.unwrap(), name);
         assert!(bucket.fetch(&name, 5).await.is_ok());
-        // And what is right stays as it is.
+        // An intact object is not written again.
         let before = store.head(&bucket.key(&name)).await.unwrap().e_tag;
         bucket.put(Bytes::from_static(b"model")).await.unwrap();
         assert_eq!(store.head(&bucket.key(&name)).await.unwrap().e_tag, before);
     }
 
     #[tokio::test]
-    async fn nothing_but_contents_is_asked_for() {
+    async fn rejects_names_that_are_no_digests() {
         let (bucket, cache) = bucket(&Arc::new(InMemory::new()));
         for bad in ["", "../secret", &"/".repeat(64), &"G".repeat(64)] {
             assert!(bucket.fetch(bad, 1).await.is_err(), "{bad}");
@@ -365,14 +367,14 @@ mod tests {
         for bad in ["s3://", "s3:///p", "http://x/y"] {
             assert!(BucketStore::open(bad, cache.path()).is_err(), "{bad}");
         }
-        // A client with TLS and no credentials can be made; what it lacks is said when it is used.
+        // A client without credentials can be created; what is missing is reported when it is used.
         let opened = BucketStore::open("s3://bucket/some/prefix/", cache.path()).unwrap();
         assert_eq!(opened.key("x").as_ref(), "some/prefix/sha256/x");
         assert_eq!(opened.address("x"), "s3://bucket/some/prefix/sha256/x");
     }
 
     #[tokio::test]
-    async fn many_who_want_one_content_bring_it_once() {
+    async fn downloads_once_for_concurrent_fetches() {
         let (bucket, cache) = bucket(&Arc::new(InMemory::new()));
         let content = Bytes::from(vec![7; 100_000]);
         let name = bucket.put(content.clone()).await.unwrap();

@@ -1,22 +1,22 @@
-//! Queries kept, described and forgotten.
+//! Stores, describes and deletes queries.
 
 use api::error::ApiResult;
 use api::{ApiError, ModelRef, QueryMetadata, QueryStageMetadata, check_model_name};
 
 use super::Inner;
+use super::routing_table::RoutingTable;
 use super::service::store_error;
-use super::table::Table;
 use crate::query::spec::QuerySpec;
 
-/// The most bytes of a query's text.
+/// Maximum size of a query's text in bytes.
 const TEXT_MAX: usize = 256 << 10;
 
 impl Inner {
-    /// What a query is, how its objective is split, and what this frontend has seen of it.
-    pub(super) fn describe(&self, table: &Table, name: &str) -> ApiResult<QueryMetadata> {
+    /// A query, how its SLO is split, and what this frontend observes of it.
+    pub(super) fn describe(&self, table: &RoutingTable, name: &str) -> ApiResult<QueryMetadata> {
         let entry = table.query(name)?;
         let spec = &entry.query.spec;
-        let load = entry.meter.look(self.clock.now());
+        let load = entry.meter.counts(self.clock.now());
         let stage = |stage: &crate::query::spec::StageSpec| {
             let split = entry.split.as_ref();
             let budget = split.and_then(|split| split.stages.get(&stage.name));
@@ -38,16 +38,16 @@ impl Inner {
             stages: spec.stages.iter().map(stage).collect(),
             even_because: entry.split.as_ref().and_then(|split| split.even_because.clone()),
             exact: entry.split.as_ref().is_some_and(|split| split.exact),
-            requests: load.questions.arrived,
-            answered: load.questions.answered,
-            late: load.questions.late,
-            refused: load.questions.refused,
-            p99_ms: load.questions.p99_ms,
+            requests: load.requests.arrived,
+            answered: load.requests.answered,
+            late: load.requests.late,
+            refused: load.requests.refused,
+            p99_ms: load.requests.p99_ms,
             between_p99_ms: load.between_ms,
         })
     }
 
-    /// Keeps a query; answers when this frontend knows it.
+    /// Stores a query; returns when this frontend has it.
     pub(super) async fn put_query(&self, name: &str, text: &str) -> ApiResult<QueryMetadata> {
         check_model_name(name)?;
         if text.len() > TEXT_MAX {
@@ -55,17 +55,18 @@ impl Inner {
         }
         let spec = QuerySpec::read(text).and_then(QuerySpec::check);
         let spec = spec.map_err(|error| ApiError::invalid(error.to_string()))?.spec;
-        self.library.put_query(name, &spec).await.map_err(store_error)?;
-        let known =
-            |table: &Table| table.queries.get(name).is_some_and(|entry| entry.query.spec == spec);
+        self.records.put_query(name, &spec).await.map_err(store_error)?;
+        let known = |table: &RoutingTable| {
+            table.queries.get(name).is_some_and(|entry| entry.query.spec == spec)
+        };
         self.wait_for_table(name, known).await?;
         self.describe(&self.table(), name)
     }
 
-    /// Forgets a query.
+    /// Deletes a query.
     pub(super) async fn delete_query(&self, name: &str) -> ApiResult<()> {
         self.table().query(name)?;
-        self.library.delete_query(name).await.map_err(store_error)?;
+        self.records.delete_query(name).await.map_err(store_error)?;
         self.wait_for_table(name, |table| !table.queries.contains_key(name)).await
     }
 }

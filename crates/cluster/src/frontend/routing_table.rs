@@ -1,4 +1,4 @@
-//! The routing table a frontend holds: models, and who answers for each.
+//! The routing table of a frontend: models, and the backends that serve them.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -8,144 +8,145 @@ use api::error::ApiResult;
 use api::{ApiError, ModelRef, ModelState};
 use base::Nanos;
 
-use super::link::{Link, Links};
+use super::backend_link::{BackendLink, BackendLinks};
 use super::meter::{Meter, QueryMeter, RateLimit};
-use crate::balance::pace::{Pace, Turn};
+use crate::balance::batch_progress::{BatchPlan, BatchProgress};
 use crate::query::spec::{Checked, QuerySpec};
 use crate::record::{ModelRecord, RouteRecord, ScalingRecord, SplitRecord};
-use crate::view::View;
+use crate::snapshot::ClusterSnapshot;
 
-/// A backend that answers for a model.
-pub struct Target {
+/// A backend that serves a model.
+pub struct RouteTarget {
     /// The connection.
-    pub link: Arc<Link>,
-    /// Where its REST listens.
+    pub link: Arc<BackendLink>,
+    /// Address of its REST server.
     pub http: String,
-    /// Its part of the requests.
+    /// Its share of the requests.
     pub weight: f64,
-    /// Requests that one turn takes.
+    /// Requests per batch.
     pub batch: u32,
-    /// Milliseconds of a turn; 0 when unknown.
+    /// Milliseconds that a full batch runs; 0 when unknown.
     pub batch_ms: f64,
     /// Length of its duty cycle in milliseconds.
     pub cycle_ms: f64,
-    /// Requests that a turn begins with, where it is one of a pool that does nothing else; else 0.
-    pub least: u32,
-    /// What this frontend has under way there for this model.
-    pub traffic: Arc<Traffic>,
+    /// Requests at which a batch starts where it belongs to a backend pool; else 0.
+    pub min_batch: u32,
+    /// Requests of this frontend for this model that are in flight there.
+    pub outstanding: Arc<OutstandingRequests>,
 }
 
-/// Requests of one frontend for one model at one backend.
+/// Requests in flight of one frontend for one model at one backend.
 #[derive(Default)]
-pub struct Traffic {
-    outstanding: AtomicUsize,
-    pace: Mutex<Pace>,
+pub struct OutstandingRequests {
+    count: AtomicUsize,
+    progress: Mutex<BatchProgress>,
 }
 
-impl Traffic {
-    /// Requests that were sent and are not answered.
-    pub fn outstanding(&self) -> usize {
-        self.outstanding.load(Relaxed)
+impl OutstandingRequests {
+    /// Number of requests in flight.
+    pub fn count(&self) -> usize {
+        self.count.load(Relaxed)
     }
 
-    /// How far the backend is with its turns.
-    pub fn pace(&self) -> Pace {
-        *self.pace.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Progress of the backend's batches.
+    pub fn progress(&self) -> BatchProgress {
+        *self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A request goes out.
-    pub fn send(&self, now: Nanos, turn: Turn) {
-        self.outstanding.fetch_add(1, Relaxed);
-        self.pace.lock().unwrap_or_else(PoisonError::into_inner).sent(now, turn);
+    /// Records that a request is sent.
+    pub fn send(&self, now: Nanos, plan: BatchPlan) {
+        self.count.fetch_add(1, Relaxed);
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner).sent(now, plan);
     }
 
-    /// A request is over: answered, or given up before its turn.
-    pub fn settle(&self, now: Nanos, turn: Turn, given_up: bool) {
-        self.outstanding.fetch_sub(1, Relaxed);
-        let mut pace = self.pace.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Records that a request ended: with a reply, or dropped before its batch started.
+    pub fn settle(&self, now: Nanos, plan: BatchPlan, given_up: bool) {
+        self.count.fetch_sub(1, Relaxed);
+        let mut progress = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
         match given_up {
-            true => pace.dropped(now, turn),
-            false => pace.answered(now, turn),
+            true => progress.dropped(now, plan),
+            false => progress.completed(now, plan),
         }
     }
 }
 
-impl Target {
-    /// A turn, as far as one of `frontends` fills it.
-    pub fn turn(&self, frontends: usize) -> Turn {
+impl RouteTarget {
+    /// A batch, as far as one of `frontends` fills it.
+    pub fn plan(&self, frontends: usize) -> BatchPlan {
         let share = |requests: u32| (requests as usize).div_ceil(frontends.max(1));
-        let full = Nanos((self.batch_ms * 1e6) as u64);
-        Turn { batch: share(self.batch), least: share(self.least), full }
+        let full_time = Nanos((self.batch_ms * 1e6) as u64);
+        BatchPlan { batch: share(self.batch), min_batch: share(self.min_batch), full_time }
     }
 
-    /// How far it is with its turns, where it is one of a pool and a turn's time is known.
-    pub fn pace(&self, frontends: usize) -> Option<(Pace, Turn)> {
-        let known = self.least > 0 && self.batch_ms > 0.0;
-        known.then(|| (self.traffic.pace(), self.turn(frontends)))
+    /// Progress of its batches, where it belongs to a backend pool and the time of a batch is
+    /// known.
+    pub fn progress(&self, frontends: usize) -> Option<(BatchProgress, BatchPlan)> {
+        let known = self.min_batch > 0 && self.batch_ms > 0.0;
+        known.then(|| (self.outstanding.progress(), self.plan(frontends)))
     }
 }
 
 /// A model.
-pub struct Entry {
+pub struct ModelEntry {
     /// Its record.
     pub record: ModelRecord,
-    /// Who answers.
-    pub targets: Vec<Target>,
-    /// Requests a second that all frontends may let in.
+    /// Backends that serve it.
+    pub targets: Vec<RouteTarget>,
+    /// Requests per second that all frontends together admit.
     pub rate_max: Option<f64>,
-    /// Why nobody can load it, where that is so.
+    /// Why no backend can load it, where that is so.
     pub failure: Option<String>,
-    /// Its counts.
+    /// Counts of its requests.
     pub meter: Arc<Meter>,
-    /// Holds back what is too much.
+    /// Limits its rate.
     pub limit: Arc<RateLimit>,
 }
 
 /// A query.
 pub struct QueryEntry {
-    /// What it is.
+    /// The checked query.
     pub query: Arc<Checked>,
-    /// Its budgets, once the scheduler has made them.
+    /// The budgets of its stages, once the scheduler has computed them.
     pub split: Option<SplitRecord>,
-    /// Its counts.
+    /// Counts of its requests.
     pub meter: Arc<QueryMeter>,
 }
 
 /// All models and queries.
 #[derive(Default)]
-pub struct Table {
+pub struct RoutingTable {
     /// By name.
-    pub models: HashMap<String, Arc<Entry>>,
+    pub models: HashMap<String, Arc<ModelEntry>>,
     /// By name.
     pub queries: HashMap<String, Arc<QueryEntry>>,
     /// Frontends that share the load.
     pub frontends: usize,
-    /// How many backends there are to be, where the scheduler sees to it.
+    /// The scaling record, where backends are scaled.
     pub scaling: Option<ScalingRecord>,
 }
 
-/// Share of a deadline that waiting may take before the planned rate counts.
-const AT_EASE: f64 = 0.5;
+/// Share of a deadline that waiting may take before the planned rate is enforced.
+const UNDERLOADED: f64 = 0.5;
 
-impl Entry {
-    /// Requests that this frontend sent to a target's backend, for all models, and that are not answered.
+impl ModelEntry {
+    /// Requests of this frontend in flight at a target's backend, over all models.
     pub fn busy(&self, target: usize) -> usize {
         self.targets.get(target).map_or(0, |target| target.link.outstanding.load(Relaxed))
     }
 
-    /// Whether a request with this much time would be through long before it is late, whatever the plan says: what
-    /// is under way leaves room, or nothing is.
-    pub fn is_at_ease(&self, timeout: Nanos) -> bool {
-        let sum = |of: fn(&Target) -> usize| self.targets.iter().map(of).sum::<usize>();
-        let under_way = sum(|target| target.traffic.outstanding());
-        let turn = sum(|target| target.batch as usize).max(1);
-        let turn_ms = |target: &Target| target.cycle_ms.max(target.batch_ms);
-        let turn_ms = self.targets.iter().map(turn_ms).fold(0.0, f64::max);
-        let wait_ms = (under_way / turn + 1) as f64 * turn_ms;
-        under_way == 0 || (turn_ms > 0.0 && wait_ms < AT_EASE * timeout.0 as f64 / 1e6)
+    /// Whether a request with this much time would complete long before its deadline, whatever the
+    /// plan says: few requests are in flight, or none.
+    pub fn is_underloaded(&self, timeout: Nanos) -> bool {
+        let sum = |of: fn(&RouteTarget) -> usize| self.targets.iter().map(of).sum::<usize>();
+        let in_flight = sum(|target| target.outstanding.count());
+        let plan = sum(|target| target.batch as usize).max(1);
+        let cycle_ms = |target: &RouteTarget| target.cycle_ms.max(target.batch_ms);
+        let cycle_ms = self.targets.iter().map(cycle_ms).fold(0.0, f64::max);
+        let wait_ms = (in_flight / plan + 1) as f64 * cycle_ms;
+        in_flight == 0 || (cycle_ms > 0.0 && wait_ms < UNDERLOADED * timeout.0 as f64 / 1e6)
     }
 
-    /// Where the model stands.
+    /// State of the model.
     pub fn state(&self) -> (ModelState, String) {
         match (&self.failure, self.record.enabled, self.targets.is_empty()) {
             (_, true, false) => (ModelState::Ready, String::new()),
@@ -157,14 +158,18 @@ impl Entry {
     }
 }
 
-impl Table {
-    /// The table that `view` describes. Counts and connections of `before` go on.
-    pub fn build(view: &View, before: &Table, links: &Links) -> Table {
-        let failed = view.plan.as_ref().map(|plan| &plan.failed);
+impl RoutingTable {
+    /// Builds the table that `snapshot` describes. Counts and connections of `before` are kept.
+    pub fn build(
+        snapshot: &ClusterSnapshot,
+        before: &RoutingTable,
+        links: &BackendLinks,
+    ) -> RoutingTable {
+        let failed = snapshot.plan.as_ref().map(|plan| &plan.failed);
         let entry = |(name, record): (&String, &ModelRecord)| {
             let old = before.models.get(name);
-            let route = view.routes.get(name);
-            let entry = Entry {
+            let route = snapshot.routes.get(name);
+            let entry = ModelEntry {
                 record: record.clone(),
                 targets: route.map(|route| targets(route, old, links)).unwrap_or_default(),
                 rate_max: route.and_then(|route| route.rate_max),
@@ -175,14 +180,14 @@ impl Table {
             (name.clone(), Arc::new(entry))
         };
         let query = |(name, spec): (&String, &QuerySpec)| {
-            let split = view.splits.get(name).cloned();
+            let split = snapshot.splits.get(name).cloned();
             Some((name.clone(), Arc::new(query_entry(name, spec, split, before)?)))
         };
-        Table {
-            models: view.models.iter().map(entry).collect(),
-            queries: view.queries.iter().filter_map(query).collect(),
-            frontends: view.frontends.len().max(1),
-            scaling: view.scaling.clone(),
+        RoutingTable {
+            models: snapshot.models.iter().map(entry).collect(),
+            queries: snapshot.queries.iter().filter_map(query).collect(),
+            frontends: snapshot.frontends.len().max(1),
+            scaling: snapshot.scaling.clone(),
         }
     }
 
@@ -195,7 +200,7 @@ impl Table {
     }
 
     /// The model, whatever its state.
-    pub fn known(&self, model: ModelRef<'_>) -> ApiResult<&Arc<Entry>> {
+    pub fn known(&self, model: ModelRef<'_>) -> ApiResult<&Arc<ModelEntry>> {
         let name = model.name;
         let entry = self.models.get(name).ok_or_else(|| {
             let name: String = name.chars().take(128).collect();
@@ -210,8 +215,8 @@ impl Table {
         }
     }
 
-    /// The model, if somebody answers for it.
-    pub fn serving(&self, model: ModelRef<'_>) -> ApiResult<&Arc<Entry>> {
+    /// The model, if a backend serves it.
+    pub fn serving(&self, model: ModelRef<'_>) -> ApiResult<&Arc<ModelEntry>> {
         let entry = self.known(model)?;
         if !entry.targets.is_empty() && entry.record.enabled {
             return Ok(entry);
@@ -232,7 +237,7 @@ fn query_entry(
     name: &str,
     spec: &QuerySpec,
     split: Option<SplitRecord>,
-    before: &Table,
+    before: &RoutingTable,
 ) -> Option<QueryEntry> {
     if let Some(old) = before.queries.get(name).filter(|old| old.query.spec == *spec) {
         return Some(QueryEntry { query: old.query.clone(), split, meter: old.meter.clone() });
@@ -244,32 +249,36 @@ fn query_entry(
             Some(QueryEntry { query: Arc::new(query), split, meter })
         }
         Err(error) => {
-            tracing::warn!(query = name, %error, "a query cannot be used");
+            tracing::warn!(query = name, %error, "query ignored");
             None
         }
     }
 }
 
-fn targets(route: &RouteRecord, old: Option<&Arc<Entry>>, links: &Links) -> Vec<Target> {
+fn targets(
+    route: &RouteRecord,
+    old: Option<&Arc<ModelEntry>>,
+    links: &BackendLinks,
+) -> Vec<RouteTarget> {
     let target = |record: &crate::record::TargetRecord| {
         let link = match links.get(&record.grpc) {
             Ok(link) => link,
             Err(error) => {
-                tracing::warn!(error, "a route cannot be used");
+                tracing::warn!(backend = record.backend, error, "route ignored");
                 return None;
             }
         };
-        let same = |target: &&Target| target.link.address == record.grpc;
+        let same = |target: &&RouteTarget| target.link.address == record.grpc;
         let before = old.and_then(|old| old.targets.iter().find(same));
-        Some(Target {
+        Some(RouteTarget {
             link,
             http: record.http.clone(),
             weight: record.weight,
             batch: record.batch,
             batch_ms: record.batch_ms,
             cycle_ms: record.cycle_ms,
-            least: record.least,
-            traffic: before.map(|target| target.traffic.clone()).unwrap_or_default(),
+            min_batch: record.min_batch,
+            outstanding: before.map(|target| target.outstanding.clone()).unwrap_or_default(),
         })
     };
     route.targets.iter().filter_map(target).collect()

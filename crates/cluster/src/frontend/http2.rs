@@ -1,6 +1,6 @@
-//! HTTP/2 to one backend, as directly as can be: who sends writes the frames himself and is woken by the task that reads the
-//! socket. Between the two stands no task, queue or buffer of its own, for every one of them is another wake on a request's
-//! way.
+//! HTTP/2 to one backend with the least overhead: the sender writes frames itself and is woken by
+//! the task that reads the socket. There is no task, queue or buffer in between, because each of
+//! them adds a wake-up to every request.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,68 +17,70 @@ use thiserror::Error;
 use tokio::net::TcpStream;
 use tower::Service;
 
-/// Longest wait for a connection.
-const CONNECT: Duration = Duration::from_millis(500);
-/// How often a connection is asked whether it lives; it has as long to answer.
-const PING: Duration = Duration::from_millis(500);
-/// Bytes that a backend may send ahead, of one answer and of all.
+/// Time limit of a connection attempt.
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
+/// How often a connection is pinged; the reply must arrive within the same time.
+const PING_INTERVAL: Duration = Duration::from_millis(500);
+/// Bytes that a backend may send ahead, per reply and in total.
 const STREAM_WINDOW: u32 = 1 << 20;
 const CONNECTION_WINDOW: u32 = 4 << 20;
 
-/// Why a backend gave no answer.
+/// Why a backend did not reply.
 #[derive(Debug, Error)]
-pub enum WireError {
-    /// There is no connection.
+pub enum ConnectionError {
+    /// The connection cannot be opened.
     #[error("cannot connect to {address}: {reason}")]
     Connect {
-        /// To whom.
+        /// The backend's address.
         address: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// The connection broke, or the stream.
+    /// The connection or the stream broke.
     #[error("the connection broke: {0}")]
     Broken(#[from] h2::Error),
-    /// What was to be sent could not be made.
+    /// The request's body cannot be read.
     #[error("the request could not be sent: {0}")]
     Request(String),
 }
 
-/// A connection to a backend, made when it is first used and again when it broke. Cloning shares it.
+/// A connection to a backend, opened on demand and again after it broke. Cloning shares it.
 #[derive(Clone)]
-pub struct Wire {
-    state: Arc<State>,
+pub struct Http2Connection {
+    state: Arc<ConnectionState>,
 }
 
-struct State {
+struct ConnectionState {
     address: String,
     open: Mutex<Option<SendRequest<Bytes>>>,
-    /// One connects, others wait.
+    /// Serialises connection attempts.
     connecting: tokio::sync::Mutex<()>,
 }
 
-impl Wire {
-    /// To `address`, `HOST:PORT`.
-    pub fn new(address: &str) -> Wire {
+impl Http2Connection {
+    /// A connection to `address`, `HOST:PORT`.
+    pub fn new(address: &str) -> Http2Connection {
         let (open, connecting) = (Mutex::default(), tokio::sync::Mutex::default());
-        Wire { state: Arc::new(State { address: address.to_string(), open, connecting }) }
+        Http2Connection {
+            state: Arc::new(ConnectionState { address: address.to_string(), open, connecting }),
+        }
     }
 }
 
-impl State {
+impl ConnectionState {
     fn current(&self) -> Option<SendRequest<Bytes>> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// A sender whose connection takes one more stream.
-    async fn sender(&self) -> Result<SendRequest<Bytes>, WireError> {
+    /// A sender whose connection accepts one more stream.
+    async fn sender(&self) -> Result<SendRequest<Bytes>, ConnectionError> {
         if let Some(sender) = self.current()
             && let Ok(sender) = sender.ready().await
         {
             return Ok(sender);
         }
-        let _turn = self.connecting.lock().await;
-        // Somebody else may have connected meanwhile.
+        let _lock = self.connecting.lock().await;
+        // Another request may have connected in the meantime.
         if let Some(sender) = self.current()
             && let Ok(sender) = sender.ready().await
         {
@@ -89,8 +91,9 @@ impl State {
         Ok(sender.ready().await?)
     }
 
-    async fn connect(&self) -> Result<SendRequest<Bytes>, WireError> {
-        let fail = |reason: String| WireError::Connect { address: self.address.clone(), reason };
+    async fn connect(&self) -> Result<SendRequest<Bytes>, ConnectionError> {
+        let fail =
+            |reason: String| ConnectionError::Connect { address: self.address.clone(), reason };
         let connect = async {
             let stream =
                 TcpStream::connect(&self.address).await.map_err(|e| fail(e.to_string()))?;
@@ -104,41 +107,43 @@ impl State {
         };
         let late = |_| fail("it takes too long".to_string());
         let (sender, mut connection) =
-            tokio::time::timeout(CONNECT, connect).await.map_err(late)??;
+            tokio::time::timeout(CONNECT_TIMEOUT, connect).await.map_err(late)??;
         let pings = connection.ping_pong();
         tokio::spawn(async move {
-            // Whichever ends first ends the connection, and every request on it with an error. Who uses it next sees that.
+            // The first to end closes the connection and fails every request on it. The next
+            // request connects again.
             tokio::select! {
                 _ = connection => {}
-                () = watch(pings) => {}
+                () = watch_pings(pings) => {}
             }
         });
         Ok(sender)
     }
 }
 
-/// Returns when a ping was not answered in time.
-async fn watch(pings: Option<PingPong>) {
+/// Returns when a ping gets no reply in time.
+async fn watch_pings(pings: Option<PingPong>) {
     let Some(mut pings) = pings else { return std::future::pending().await };
     loop {
-        tokio::time::sleep(PING).await;
-        match tokio::time::timeout(PING, pings.ping(Ping::opaque())).await {
+        tokio::time::sleep(PING_INTERVAL).await;
+        match tokio::time::timeout(PING_INTERVAL, pings.ping(Ping::opaque())).await {
             Ok(Ok(_)) => {}
             _ => return,
         }
     }
 }
 
-impl<B> Service<Request<B>> for Wire
+impl<B> Service<Request<B>> for Http2Connection
 where
     B: Body<Data = Bytes> + Send + Unpin + 'static,
     B::Error: std::fmt::Display,
 {
-    type Response = Response<Answer>;
-    type Error = WireError;
-    type Future = Pin<Box<dyn Future<Output = Result<Response<Answer>, WireError>> + Send>>;
+    type Response = Response<ReplyBody>;
+    type Error = ConnectionError;
+    type Future =
+        Pin<Box<dyn Future<Output = Result<Response<ReplyBody>, ConnectionError>> + Send>>;
 
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), WireError>> {
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), ConnectionError>> {
         Poll::Ready(Ok(()))
     }
 
@@ -148,10 +153,10 @@ where
             let mut sender = state.sender().await?;
             let (head, mut body) = request.into_parts();
             let empty = body.is_end_stream();
-            let (answer, mut stream) = sender.send_request(Request::from_parts(head, ()), empty)?;
+            let (reply, mut stream) = sender.send_request(Request::from_parts(head, ()), empty)?;
             let mut last: Option<Bytes> = None;
             while let Some(frame) = body.frame().await {
-                let frame = frame.map_err(|error| WireError::Request(error.to_string()))?;
+                let frame = frame.map_err(|error| ConnectionError::Request(error.to_string()))?;
                 if let Ok(data) = frame.into_data()
                     && let Some(before) = last.replace(data)
                 {
@@ -159,25 +164,25 @@ where
                 }
             }
             if !empty {
-                // The end travels with the last bytes.
+                // The end of the stream is part of the last frame.
                 stream.send_data(last.unwrap_or_default(), true)?;
             }
-            Ok(answer.await?.map(Answer))
+            Ok(reply.await?.map(ReplyBody))
         })
     }
 }
 
-/// The body of an answer.
-pub struct Answer(RecvStream);
+/// The body of a reply.
+pub struct ReplyBody(RecvStream);
 
-impl Body for Answer {
+impl Body for ReplyBody {
     type Data = Bytes;
-    type Error = WireError;
+    type Error = ConnectionError;
 
     fn poll_frame(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, WireError>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, ConnectionError>>> {
         let stream = &mut self.get_mut().0;
         if let Some(data) = ready!(stream.poll_data(context)) {
             let data = data?;
@@ -204,31 +209,32 @@ mod tests {
 
     use super::*;
 
-    /// Answers every request with its own body and a trailer, on one connection after another, `each` requests on each.
+    /// Replies to every request with its own body and a trailer; accepts `each` requests per
+    /// connection.
     async fn echo(listener: TcpListener, each: usize) {
         while let Ok((stream, _)) = listener.accept().await {
             let mut connection = h2::server::handshake(stream).await.unwrap();
             for _ in 0..each {
                 let Some(Ok((request, mut respond))) = connection.accept().await else { break };
                 let mut body = request.into_body();
-                let answer = async {
-                    let mut got = Vec::new();
+                let reply = async {
+                    let mut received = Vec::new();
                     while let Some(data) = body.data().await {
                         let data = data.unwrap();
                         body.flow_control().release_capacity(data.len()).unwrap();
-                        got.extend_from_slice(&data);
+                        received.extend_from_slice(&data);
                     }
                     let mut send = respond.send_response(Response::new(()), false).unwrap();
-                    send.send_data(got.into(), false).unwrap();
+                    send.send_data(received.into(), false).unwrap();
                     let trailers = http::HeaderMap::from_iter([(
                         http::HeaderName::from_static("grpc-status"),
                         http::HeaderValue::from_static("0"),
                     )]);
                     send.send_trailers(trailers).unwrap();
                 };
-                // Frames move only while the connection is polled.
+                // Frames are only sent while the connection is polled.
                 let closed = async { while connection.accept().await.is_some() {} };
-                tokio::select! { () = answer => {}, () = closed => {} }
+                tokio::select! { () = reply => {}, () = closed => {} }
                 let _ = tokio::time::timeout(Duration::from_millis(50), async {
                     std::future::poll_fn(|context| connection.poll_closed(context)).await
                 })
@@ -237,56 +243,62 @@ mod tests {
         }
     }
 
-    async fn ask(wire: &Wire, address: &str, text: Bytes) -> Result<(Bytes, bool), WireError> {
+    async fn send(
+        connection: &Http2Connection,
+        address: &str,
+        text: Bytes,
+    ) -> Result<(Bytes, bool), ConnectionError> {
         let request = Request::post(format!("http://{address}/")).body(Full::new(text)).unwrap();
-        let answer = wire.clone().call(request).await?;
-        let body = answer.into_body().collect().await?;
+        let reply = connection.clone().call(request).await?;
+        let body = reply.into_body().collect().await?;
         let trailed = body.trailers().is_some_and(|trailers| trailers.contains_key("grpc-status"));
         Ok((body.to_bytes(), trailed))
     }
 
     #[tokio::test]
-    async fn bodies_larger_than_a_window_come_back_whole() {
+    async fn transfers_bodies_larger_than_a_window() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         tokio::spawn(echo(listener, 1));
-        let wire = Wire::new(&address);
+        let connection = Http2Connection::new(&address);
         for size in [0, 5, 3 << 20] {
-            // Every connection ends after one request: the next one connects again.
+            // Every connection ends after one request: the next request connects again.
             let text = Bytes::from(vec![7u8; size]);
-            let mut answer = ask(&wire, &address, text.clone()).await;
+            let mut reply = send(&connection, &address, text.clone()).await;
             for _ in 0..20 {
-                if answer.is_ok() {
+                if reply.is_ok() {
                     break;
                 }
                 tokio::time::sleep(Duration::from_millis(20)).await;
-                answer = ask(&wire, &address, text.clone()).await;
+                reply = send(&connection, &address, text.clone()).await;
             }
-            let (got, trailed) = answer.unwrap();
-            assert!(got == text && trailed, "{size}");
+            let (received, trailed) = reply.unwrap();
+            assert!(received == text && trailed, "{size}");
         }
     }
 
     #[tokio::test]
-    async fn nobody_there_is_an_error() {
+    async fn refused_connection_is_an_error() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         drop(listener);
-        let error = ask(&Wire::new(&address), &address, Bytes::new()).await.unwrap_err();
-        assert!(matches!(error, WireError::Connect { .. }), "{error}");
+        let error =
+            send(&Http2Connection::new(&address), &address, Bytes::new()).await.unwrap_err();
+        assert!(matches!(error, ConnectionError::Connect { .. }), "{error}");
     }
 
     #[tokio::test]
-    async fn a_backend_that_falls_silent_is_given_up() {
+    async fn closes_a_connection_whose_ping_gets_no_reply() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         tokio::spawn(async move {
             let (stream, _) = listener.accept().await.unwrap();
             let _connection = h2::server::handshake(stream).await.unwrap();
-            // Nobody reads the socket any more.
+            // The socket is never read again.
             std::future::pending::<()>().await;
         });
-        let error = ask(&Wire::new(&address), &address, Bytes::from("x")).await.unwrap_err();
-        assert!(matches!(error, WireError::Broken(_)), "{error}");
+        let error =
+            send(&Http2Connection::new(&address), &address, Bytes::from("x")).await.unwrap_err();
+        assert!(matches!(error, ConnectionError::Broken(_)), "{error}");
     }
 }

@@ -1,12 +1,12 @@
-//! Bodies that say nothing about themselves: the model's metadata says what they are.
+//! Raw request bodies: the model's metadata gives their type and shape.
 
 use api::error::ApiResult;
 use api::{ApiError, Inputs, ModelMetadata, NamedTensor};
 use bytes::Bytes;
 use model::{DataType, Tensor};
 
-/// The only input of a model, out of its bytes.
-pub(super) fn shape(model: &str, metadata: &ModelMetadata, bytes: Bytes) -> ApiResult<Inputs> {
+/// A body as the only input of a model.
+pub(super) fn tensor_of(model: &str, metadata: &ModelMetadata, bytes: Bytes) -> ApiResult<Inputs> {
     let [input] = &metadata.inputs[..] else {
         return Err(ApiError::invalid(format!(
             "a raw body needs a model with one input, '{model}' has {}",
@@ -17,7 +17,7 @@ pub(super) fn shape(model: &str, metadata: &ModelMetadata, bytes: Bytes) -> ApiR
     let refuse = |why: &str| {
         let (name, datatype, shape) = (&input.name, &input.datatype, &input.shape);
         ApiError::invalid(format!(
-            "a raw body of {length} bytes is no '{name}' ({datatype}{shape:?}): {why}"
+            "a raw body of {length} bytes does not match '{name}' ({datatype}{shape:?}): {why}"
         ))
     };
     let dtype = DataType::from_wire_name(&input.datatype).ok_or_else(|| refuse("unknown type"))?;
@@ -31,8 +31,8 @@ pub(super) fn shape(model: &str, metadata: &ModelMetadata, bytes: Bytes) -> ApiR
         let rest = match input.shape.iter().filter(|dim| **dim < 0).count() {
             0 => 1,
             1 if known > 0 && length.is_multiple_of(known) => length / known,
-            1 => return Err(refuse("the length is no multiple of one element of the batch")),
-            _ => return Err(refuse("more than one dimension is open")),
+            1 => return Err(refuse("the length is not a multiple of one element of the batch")),
+            _ => return Err(refuse("more than one dimension is symbolic")),
         };
         let dims = input.shape.iter().map(|&dim| usize::try_from(dim).unwrap_or(rest)).collect();
         Tensor::from_raw(dtype, dims, bytes)?
@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_open_dimension_follows_from_the_length() {
+    fn derives_the_symbolic_dimension_from_the_length() {
         let input = TensorMetadata {
             name: "x".to_string(),
             datatype: "FP32".to_string(),
@@ -60,10 +60,10 @@ mod tests {
             inputs: vec![input],
             outputs: vec![],
         };
-        let Ok(Inputs::Named(inputs)) = shape("m", &metadata, Bytes::from(vec![0; 24])) else {
+        let Ok(Inputs::Named(inputs)) = tensor_of("m", &metadata, Bytes::from(vec![0; 24])) else {
             panic!("a good body was refused")
         };
         assert_eq!(inputs[0].tensor.shape(), [3, 2]);
-        assert!(shape("m", &metadata, Bytes::from(vec![0; 23])).is_err());
+        assert!(tensor_of("m", &metadata, Bytes::from(vec![0; 23])).is_err());
     }
 }

@@ -1,5 +1,5 @@
-//! The models of a cluster: records in the store, files in a folder that all machines see or in a bucket, named by their
-//! content.
+//! The model store of a cluster: records in the store; files in a shared folder or a bucket, named
+//! by the digest of their content.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,15 +12,15 @@ use thiserror::Error;
 use bucket::BucketStore;
 
 use crate::query::spec::QuerySpec;
-use crate::record::{Keys, Kind, ModelRecord, decode, encode};
+use crate::record::{Keys, ModelRecord, RecordKind, decode, encode};
 use crate::store::{Store, StoreError};
 
 pub mod bucket;
 
-/// Attempts to change a record that others change too.
+/// Attempts to change a record that other processes change too.
 const ATTEMPTS: usize = 16;
 
-/// The name of a content.
+/// The SHA-256 of a file's content, in hexadecimal: its name.
 pub fn digest(bytes: &[u8]) -> String {
     hexadecimal(&Sha256::digest(bytes))
 }
@@ -29,37 +29,37 @@ fn hexadecimal(hash: &[u8]) -> String {
     hash.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Whether this can be the name of a content.
+/// Whether this is a well-formed digest.
 fn is_digest(name: &str) -> bool {
     name.len() == 64 && name.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// Where the models' files are, for all machines.
+/// Where the models' files are.
 #[derive(Clone, Debug)]
 pub enum ModelStore {
-    /// A folder that all machines see.
+    /// A folder that all machines mount.
     Folder(FileStore),
-    /// A bucket that all machines reach.
+    /// A bucket that all machines can reach.
     Bucket(BucketStore),
 }
 
-/// Why a model's file cannot be had or kept.
+/// Why a model's file cannot be read or stored.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ModelStoreError {
-    /// It is not there.
+    /// The file does not exist.
     #[error("{0}")]
     Missing(String),
-    /// It is there and is not what its name says.
+    /// The file's content does not match its digest.
     #[error("{0}")]
     Damaged(String),
-    /// The store cannot be used, or not now.
+    /// The store cannot be used, at least not now.
     #[error("{0}")]
     Unavailable(String),
 }
 
 impl ModelStore {
-    /// The content with this name and of this many bytes, as a file of this machine. What a bucket holds is compared with
-    /// its name when it is brought; whoever reads the file later compares again.
+    /// Returns a local file with the content of this digest and size. The content of a bucket is
+    /// verified when it is downloaded; the loader verifies the file again.
     pub async fn fetch(&self, digest: &str, bytes: u64) -> Result<PathBuf, ModelStoreError> {
         match self {
             ModelStore::Folder(files) => files.path(digest).ok_or_else(|| {
@@ -70,7 +70,7 @@ impl ModelStore {
         }
     }
 
-    /// Keeps a content and returns its name.
+    /// Stores a file and returns its digest.
     pub async fn put(&self, bytes: Bytes) -> Result<String, ModelStoreError> {
         match self {
             ModelStore::Folder(files) => {
@@ -83,7 +83,7 @@ impl ModelStore {
         }
     }
 
-    /// Says that a file that [`ModelStore::fetch`] gave was found to be damaged: a copy of it is brought anew.
+    /// Reports that a file from [`ModelStore::fetch`] is damaged: it is downloaded again.
     pub fn discard(&self, digest: &str) {
         if let ModelStore::Bucket(bucket) = self {
             bucket.discard(digest);
@@ -91,26 +91,26 @@ impl ModelStore {
     }
 }
 
-/// A folder of files named by their content.
+/// A folder of files named by their digest.
 #[derive(Clone, Debug)]
 pub struct FileStore {
     folder: PathBuf,
 }
 
 impl FileStore {
-    /// Files in `folder`, which is made where it is not there.
+    /// Opens `folder`, which is created where it does not exist.
     pub fn open(folder: &Path) -> std::io::Result<FileStore> {
         std::fs::create_dir_all(folder.join("sha256"))?;
         Ok(FileStore { folder: folder.join("sha256") })
     }
 
-    /// Where the content with this name is.
+    /// The path of the file with this digest.
     pub fn path(&self, digest: &str) -> Option<PathBuf> {
         let path = self.folder.join(digest);
         (is_digest(digest) && path.is_file()).then_some(path)
     }
 
-    /// Keeps a content and returns its name. A file appears whole or not at all.
+    /// Stores a file and returns its digest. The file appears atomically.
     pub fn put(&self, bytes: &[u8]) -> std::io::Result<String> {
         let name = digest(bytes);
         let path = self.folder.join(&name);
@@ -123,27 +123,27 @@ impl FileStore {
     }
 }
 
-/// Changes to model records.
+/// Reads and changes the records of models and queries in the store.
 #[derive(Clone)]
-pub struct Library {
+pub struct ModelRecords {
     store: Arc<dyn Store>,
     keys: Keys,
 }
 
-impl Library {
+impl ModelRecords {
     /// The records under `keys`.
-    pub fn new(store: Arc<dyn Store>, keys: Keys) -> Library {
-        Library { store, keys }
+    pub fn new(store: Arc<dyn Store>, keys: Keys) -> ModelRecords {
+        ModelRecords { store, keys }
     }
 
-    /// Changes the record of `name` by `change`, which sees what is there and may leave it (`None`). Returns the
-    /// record that stands afterwards.
+    /// Changes the record of `name` by `change`, which gets the current record and may keep it by
+    /// returning `None`. Returns the record that is in force afterwards.
     pub async fn change(
         &self,
         name: &str,
         change: impl Fn(Option<&ModelRecord>) -> Option<ModelRecord>,
     ) -> Result<Option<ModelRecord>, StoreError> {
-        let key = self.keys.one(Kind::Model, name);
+        let key = self.keys.one(RecordKind::Model, name);
         for _ in 0..ATTEMPTS {
             let entry = self.store.get(&key).await?;
             let before: Option<ModelRecord> =
@@ -155,10 +155,13 @@ impl Library {
                 return Ok(Some(after));
             }
         }
-        Err(StoreError::Unreachable(format!("the record of '{name}' changes all the time")))
+        Err(StoreError::Unreachable(format!(
+            "the record of '{name}' is changed concurrently too often"
+        )))
     }
 
-    /// Makes a model of a repository known. A newer version replaces an older one; what is there already stays.
+    /// Publishes a model of a model repository. A newer version replaces an older one; an existing
+    /// record of the same version stays.
     pub async fn publish(
         &self,
         name: &str,
@@ -179,7 +182,7 @@ impl Library {
                 tracing::warn!(
                     model = name,
                     version,
-                    "another machine has this version with other contents; that one stays"
+                    "version is already published with other content"
                 );
                 None
             }
@@ -189,7 +192,7 @@ impl Library {
         self.change(name, change).await.map(|_| ())
     }
 
-    /// Keeps a new version of a model and returns it.
+    /// Stores a new version of a model and returns its number.
     pub async fn register(
         &self,
         name: &str,
@@ -210,7 +213,7 @@ impl Library {
         Ok(record.map_or(1, |record| record.version))
     }
 
-    /// Says whether a model is to be served; `None` when there is no such model.
+    /// Enables or disables a model; `None` when it does not exist.
     pub async fn enable(
         &self,
         name: &str,
@@ -223,9 +226,9 @@ impl Library {
         self.change(name, change).await
     }
 
-    /// Keeps a query under `name`, in place of one that is there.
+    /// Stores a query under `name`; replaces an existing one.
     pub async fn put_query(&self, name: &str, query: &QuerySpec) -> Result<(), StoreError> {
-        let key = self.keys.one(Kind::Query, name);
+        let key = self.keys.one(RecordKind::Query, name);
         for _ in 0..ATTEMPTS {
             let entry = self.store.get(&key).await?;
             let value = encode(query);
@@ -237,22 +240,25 @@ impl Library {
                 return Ok(());
             }
         }
-        Err(StoreError::Unreachable(format!("the query '{name}' changes all the time")))
+        Err(StoreError::Unreachable(format!(
+            "the query '{name}' is changed concurrently too often"
+        )))
     }
 
-    /// Forgets a query.
+    /// Deletes a query.
     pub async fn delete_query(&self, name: &str) -> Result<(), StoreError> {
-        self.store.delete(&self.keys.one(Kind::Query, name)).await
+        self.store.delete(&self.keys.one(RecordKind::Query, name)).await
     }
 
-    /// Puts a record back, or removes it where there was none: a registration that failed leaves nothing.
+    /// Restores the previous record, or removes the record where there was none, after a
+    /// registration that failed.
     pub async fn restore(
         &self,
         name: &str,
         version: u64,
         before: Option<ModelRecord>,
     ) -> Result<(), StoreError> {
-        let key = self.keys.one(Kind::Model, name);
+        let key = self.keys.one(RecordKind::Model, name);
         let Some(entry) = self.store.get(&key).await? else { return Ok(()) };
         let now: Option<ModelRecord> = decode(&key, &entry.value);
         if now.is_none_or(|now| now.version != version) {
@@ -273,7 +279,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_are_found_by_content_and_by_nothing_else() {
+    fn finds_files_only_by_digest() {
         let folder = tempfile::tempdir().unwrap();
         let files = FileStore::open(folder.path()).unwrap();
         let name = files.put(b"model").unwrap();
