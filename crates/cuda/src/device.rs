@@ -13,25 +13,25 @@ use device::{
 use model::LaunchPlan;
 use model::gpu::{GpuTarget, Precision};
 
-use crate::carrier::Carrier;
-use crate::cubin_cache::CubinCache;
+use crate::compile::cubin_cache::CubinCache;
+use crate::compile::kernel_cache::{CompileProgress, KernelCache};
+use crate::compile::kernel_text::architecture;
+use crate::compile::nvrtc::Nvrtc;
+use crate::compile::toolkit::Toolkit;
+use crate::compile::tuning::{self, Tuning};
+use crate::driver::nvml::{Health, Nvml};
 use crate::driver::{Context, DriverFacts, Priority, Stream};
 use crate::error::OpenError;
 use crate::hub::{CaptureStreams, Hub};
-use crate::kernel_text::architecture;
-use crate::kernels::{Kernels, Progress};
-use crate::nvml::{Health, Nvml};
-use crate::nvrtc::Nvrtc;
-use crate::profile::PlanProfile;
+use crate::measure::profile::PlanProfile;
+use crate::measure::timeline::Timeline;
+use crate::memory::input_copier::InputCopier;
+use crate::memory::weights::WeightLoader;
+use crate::preempt::driver_backoff::DriverBackoff;
+use crate::preempt::epoch_counters::EpochCounters;
+use crate::preempt::rt_activity::RtActivity;
 use crate::program::{CudaProgram, unsupported_steps};
 use crate::queue::{BestEffortQueue, Dispatcher, Polling, RealTimeQueue};
-use crate::quiet::Quiet;
-use crate::seats::Seats;
-use crate::timeline::Timeline;
-use crate::toolkit::Toolkit;
-use crate::traffic::Traffic;
-use crate::tuning::{self, Tuning};
-use crate::weights::WeightMemory;
 
 /// The oldest GPU the kernels run on: they copy asynchronously.
 const CAPABILITY_NEEDED: u32 = 80;
@@ -41,7 +41,7 @@ const CAPABILITY_NEEDED: u32 = 80;
 pub struct CudaOptions {
     /// What activations and weights are stored in.
     pub precision: Precision,
-    /// Where compiled kernels and tuned choices are kept; nowhere when absent.
+    /// SmLocator compiled kernels and tuned choices are kept; nowhere when absent.
     pub cache_dir: Option<PathBuf>,
     /// A CUDA toolkit, tried before `CUDA_HOME`, `CUDA_PATH` and the usual places.
     pub toolkit: Option<PathBuf>,
@@ -52,7 +52,7 @@ pub struct CudaOptions {
     /// leaving takes.
     pub chain_length: usize,
     /// Plans a program keeps, one for each set of sizes; the one used least recently goes.
-    pub plans_most: usize,
+    pub max_specializations: usize,
     /// Sizes to prepare for when a model is loaded, by symbol; others are guessed.
     pub sizes: Vec<(String, usize)>,
     /// Freed device memory kept for the next allocation.
@@ -76,7 +76,7 @@ impl Default for CudaOptions {
             toolkit: None,
             queues: 6,
             chain_length: 16,
-            plans_most: 32,
+            max_specializations: 32,
             sizes: Vec::new(),
             spare_bytes: 1 << 30,
             weights_on_demand: false,
@@ -168,17 +168,24 @@ impl CudaDevice {
             },
         };
         let memory_stream = Arc::new(Stream::new(&context, Priority::Low)?);
-        let (traffic, quiet) = (Arc::<Traffic>::default(), Arc::<Quiet>::default());
-        let weights = Arc::new(WeightMemory::start(&memory_stream, &traffic, &quiet, &options)?);
-        let kernels = Kernels::new(context.clone(), nvrtc, cache);
-        let carrier = Carrier::new(&kernels, weights.loads(), options.weights_on_demand);
+        let (rt_activity, driver_backoff) =
+            (Arc::<RtActivity>::default(), Arc::<DriverBackoff>::default());
+        let weights =
+            Arc::new(WeightLoader::start(&memory_stream, &rt_activity, &driver_backoff, &options)?);
+        let kernels = KernelCache::new(context.clone(), nvrtc, cache);
+        let input_copier = InputCopier::new(&kernels, weights.loads(), options.weights_on_demand);
         let hub = Hub {
             kernels,
-            carrier: Arc::new(carrier.map_err(|err| OpenError::NoCompiler(err.to_string()))?),
-            seats: Arc::new(Seats::new(Arc::new(high()?), options.polling.pause.is_zero())?),
+            input_copier: Arc::new(
+                input_copier.map_err(|err| OpenError::NoCompiler(err.to_string()))?,
+            ),
+            epoch_counters: Arc::new(EpochCounters::new(
+                Arc::new(high()?),
+                options.polling.pause.is_zero(),
+            )?),
             dispatcher: Dispatcher::default(),
-            lending: OnceLock::new(),
-            quiet,
+            pinned_host_pool: OnceLock::new(),
+            driver_backoff,
             best_effort: AtomicUsize::new(0),
             memory_stream: memory_stream.clone(),
             input_stream: Arc::new(high()?),
@@ -187,7 +194,7 @@ impl CudaDevice {
             timeline: Timeline::default(),
             tuning: RwLock::default(),
             weights,
-            traffic,
+            rt_activity,
             spares: Mutex::default(),
             context,
             info,
@@ -225,7 +232,7 @@ impl CudaDevice {
     pub fn load_with(
         &self,
         plan: Arc<LaunchPlan>,
-        progress: Progress<'_>,
+        progress: CompileProgress<'_>,
     ) -> Result<Arc<dyn Program>, DeviceError> {
         Ok(Arc::new(CudaProgram::load(self.hub.clone(), plan, progress)?))
     }
@@ -304,8 +311,8 @@ impl Device for CudaDevice {
     }
 
     fn host_pool(&self) -> Option<Arc<dyn model::HostPool>> {
-        let lending = self.hub.lending()?;
-        Some(lending.clone())
+        let pinned_host_pool = self.hub.pinned_host_pool()?;
+        Some(pinned_host_pool.clone())
     }
 
     fn memory_use(&self) -> Option<MemoryUse> {
@@ -318,7 +325,7 @@ impl Device for CudaDevice {
         options: QueueOptions,
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError> {
-        self.hub.alive()?;
+        self.hub.check_healthy()?;
         Ok(match options.preemptible {
             true => Box::new(BestEffortQueue::open(&self.hub, options, sink)?),
             false => Box::new(RealTimeQueue::open(self.hub.clone(), options, sink)?),
@@ -332,9 +339,9 @@ impl Device for CudaDevice {
     fn command(&self, commands: &[(&dyn Queue, QueueCommand)]) {
         // Whoever is let out makes room for nobody.
         if commands.iter().any(|(_, command)| *command != QueueCommand::Confine(false)) {
-            self.hub.quiet.expect_launch();
+            self.hub.driver_backoff.expect_launch();
         }
         let give = || commands.iter().for_each(|(queue, command)| queue.command(*command));
-        self.hub.seats.together(give);
+        self.hub.epoch_counters.batch(give);
     }
 }

@@ -1,26 +1,28 @@
 //! The driver's objects with their lifetimes, and every call's code looked at.
 
-mod census;
 mod context;
+mod device_buffer;
 mod event;
 mod graph;
-mod memory;
 mod module;
-mod partition;
+pub(crate) mod nvml;
 mod pinned;
 mod pinned_blocks;
+pub(crate) mod process;
+mod resource_counts;
+mod sm_partition;
 mod stream;
 mod transfer;
 mod virtual_memory;
 
-pub(crate) use census::{Counted, Held};
 pub(crate) use context::{Context, DriverFacts, was_opened};
+pub(crate) use device_buffer::DeviceBuffer;
 pub(crate) use event::Event;
 pub(crate) use graph::Graph;
-pub(crate) use memory::DeviceBuffer;
 pub(crate) use module::{Function, Module};
-pub(crate) use partition::SmPartition;
 pub(crate) use pinned::{PinnedBuffer, PinnedWord};
 pub(crate) use pinned_blocks::{BLOCK, PinnedBlocks};
+pub(crate) use resource_counts::{CountedResource, ResourceKind};
+pub(crate) use sm_partition::SmPartition;
 pub(crate) use stream::{LaunchShape, Priority, Stream};
-pub(crate) use virtual_memory::{AddressRange, Piece, granularity};
+pub(crate) use virtual_memory::{AddressRange, PhysicalMemory, granularity};

@@ -9,24 +9,24 @@ use bytes::Bytes as RawBytes;
 use device::{DeviceError, DeviceInfo, KernelCompiler};
 use model::gpu::GpuTarget;
 
-use crate::carrier::Carrier;
+use crate::compile::kernel_cache::KernelCache;
+use crate::compile::tuning::Tuning;
 use crate::device::CudaOptions;
 use crate::driver::{Context, Graph, Priority, SmPartition, Stream};
 use crate::error::CudaError;
-use crate::kernels::Kernels;
-use crate::lending::Lending;
-use crate::lowered::Lowered;
+use crate::measure::timeline::Timeline;
+use crate::memory::input_copier::InputCopier;
+use crate::memory::pinned_host_pool::PinnedHostPool;
+use crate::memory::weights::WeightLoader;
+use crate::preempt::driver_backoff::DriverBackoff;
+use crate::preempt::epoch_counters::EpochCounters;
+use crate::preempt::rt_activity::RtActivity;
+use crate::program::specialization::Specialization;
 use crate::queue::Dispatcher;
-use crate::quiet::Quiet;
-use crate::seats::Seats;
-use crate::timeline::Timeline;
-use crate::traffic::Traffic;
-use crate::tuning::Tuning;
-use crate::weights::WeightMemory;
 
-/// Where on the device a launch runs, and who goes first there.
+/// SmLocator on the device a launch runs, and who goes first there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum LaunchTarget {
     /// Anywhere, before others.
     High,
     /// Anywhere, behind others.
@@ -35,16 +35,16 @@ pub(crate) enum Place {
     Partition,
 }
 
-impl From<Priority> for Place {
-    fn from(priority: Priority) -> Place {
+impl From<Priority> for LaunchTarget {
+    fn from(priority: Priority) -> LaunchTarget {
         match priority {
-            Priority::High => Place::High,
-            Priority::Low => Place::Low,
+            Priority::High => LaunchTarget::High,
+            Priority::Low => LaunchTarget::Low,
         }
     }
 }
 
-/// The streams that graphs are recorded on, by [`Place`]: kernels take priority and partition over from them.
+/// The streams that graphs are recorded on, by [`LaunchTarget`]: kernels take priority and partition over from them.
 pub(crate) struct CaptureStreams {
     pub(crate) high: Stream,
     pub(crate) low: Stream,
@@ -58,52 +58,54 @@ pub(crate) struct Hub {
     pub(crate) target: GpuTarget,
     pub(crate) options: CudaOptions,
     pub(crate) compiler: Arc<dyn KernelCompiler>,
-    pub(crate) kernels: Kernels,
+    pub(crate) kernels: KernelCache,
     /// Orders to leave.
-    pub(crate) seats: Arc<Seats>,
+    pub(crate) epoch_counters: Arc<EpochCounters>,
     pub(crate) dispatcher: Dispatcher,
-    pub(crate) quiet: Arc<Quiet>,
+    pub(crate) driver_backoff: Arc<DriverBackoff>,
     /// Queues that run best-effort work.
     pub(crate) best_effort: AtomicUsize,
     /// Real time, for whoever makes calls that hold it up.
-    pub(crate) traffic: Arc<Traffic>,
+    pub(crate) rt_activity: Arc<RtActivity>,
     /// Orders allocations, frees and uploads.
     pub(crate) memory_stream: Arc<Stream>,
     /// Memory for inputs, once somebody asked for it.
-    pub(crate) lending: OnceLock<Option<Arc<Lending>>>,
+    pub(crate) pinned_host_pool: OnceLock<Option<Arc<PinnedHostPool>>>,
     /// Brings inputs past weights that are on their way.
-    pub(crate) carrier: Arc<Carrier>,
+    pub(crate) input_copier: Arc<InputCopier>,
     /// Brings inputs to the device ahead of their batches.
     pub(crate) input_stream: Arc<Stream>,
     /// Multiprocessors that best effort can be held to.
     pub(crate) partition: Option<Arc<SmPartition>>,
-    /// Where graphs are recorded, one at a time.
+    /// SmLocator graphs are recorded, one at a time.
     pub(crate) capture_streams: Mutex<CaptureStreams>,
     pub(crate) timeline: Timeline,
     pub(crate) tuning: RwLock<Tuning>,
-    /// Where weights are put.
-    pub(crate) weights: Arc<WeightMemory>,
+    /// SmLocator weights are put.
+    pub(crate) weights: Arc<WeightLoader>,
     /// Plans that may keep memory for their next run.
-    pub(crate) spares: Mutex<Vec<Weak<Lowered>>>,
+    pub(crate) spares: Mutex<Vec<Weak<Specialization>>>,
 }
 
 impl Hub {
     /// Whether inputs need not be copied to pinned memory first: they are in some that was lent.
-    pub(crate) fn takes_as_they_lie(&self, inputs: &[&RawBytes]) -> bool {
-        let Some(Some(lending)) = self.lending.get() else { return false };
-        inputs.iter().all(|raw| lending.holds(raw) && self.carrier.brings(raw))
+    pub(crate) fn are_in_host_pool(&self, inputs: &[&RawBytes]) -> bool {
+        let Some(Some(pinned_host_pool)) = self.pinned_host_pool.get() else { return false };
+        inputs
+            .iter()
+            .all(|raw| pinned_host_pool.contains(raw) && self.input_copier.copies_in_place(raw))
     }
 
     /// The memory it lends; `None` when the driver has none.
-    pub(crate) fn lending(&self) -> Option<&Arc<Lending>> {
-        let made = || match Lending::new(&self.context) {
-            Ok(lending) => Some(Arc::new(lending)),
+    pub(crate) fn pinned_host_pool(&self) -> Option<&Arc<PinnedHostPool>> {
+        let made = || match PinnedHostPool::new(&self.context) {
+            Ok(pinned_host_pool) => Some(Arc::new(pinned_host_pool)),
             Err(err) => {
                 tracing::warn!("inputs are copied once more on the host: {err}");
                 None
             }
         };
-        self.lending.get_or_init(made).as_ref()
+        self.pinned_host_pool.get_or_init(made).as_ref()
     }
 
     pub(crate) fn context(&self) -> &Arc<Context> {
@@ -123,7 +125,7 @@ impl Hub {
         &self.options
     }
 
-    pub(crate) fn kernels(&self) -> &Kernels {
+    pub(crate) fn kernels(&self) -> &KernelCache {
         &self.kernels
     }
 
@@ -139,27 +141,28 @@ impl Hub {
         self.tuning.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn spares(&self) -> MutexGuard<'_, Vec<Weak<Lowered>>> {
+    fn spares(&self) -> MutexGuard<'_, Vec<Weak<Specialization>>> {
         self.spares.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Remembers that `lowered` may keep memory.
-    pub(crate) fn watch_spares(&self, lowered: &Arc<Lowered>) {
+    /// Remembers that `specialization` may keep memory.
+    pub(crate) fn register_spares(&self, specialization: &Arc<Specialization>) {
         let mut spares = self.spares();
         spares.retain(|plan| plan.strong_count() > 0);
-        spares.push(Arc::downgrade(lowered));
+        spares.push(Arc::downgrade(specialization));
     }
 
     /// Frees the memory that plans keep for their next runs; whether there was any.
     pub(crate) fn drop_spares(&self) -> bool {
-        let plans: Vec<Arc<Lowered>> = self.spares().iter().filter_map(Weak::upgrade).collect();
+        let plans: Vec<Arc<Specialization>> =
+            self.spares().iter().filter_map(Weak::upgrade).collect();
         let dropped = plans.iter().filter(|plan| plan.drop_spares()).count();
         let freed = self.memory_stream.synchronize().and_then(|()| self.context.trim());
         dropped > 0 && freed.is_ok()
     }
 
     /// Refuses once the device is faulted.
-    pub(crate) fn alive(&self) -> Result<(), DeviceError> {
+    pub(crate) fn check_healthy(&self) -> Result<(), DeviceError> {
         match self.context.fault() {
             None => Ok(()),
             Some(reason) => Err(DeviceError::Faulted {
@@ -187,24 +190,24 @@ impl Hub {
         }
     }
 
-    /// What `record` queues, as a graph for that place.
+    /// What `record` queues, as a graph for that target.
     pub(crate) fn capture(
         &self,
-        place: Place,
+        target: LaunchTarget,
         record: impl FnOnce(&Stream) -> Result<(), CudaError>,
     ) -> Result<Graph, CudaError> {
         let began = Instant::now();
         let streams = self.capture_streams.lock().unwrap_or_else(PoisonError::into_inner);
-        let stream = match place {
-            Place::High => &streams.high,
-            Place::Low => &streams.low,
-            Place::Partition => streams
+        let stream = match target {
+            LaunchTarget::High => &streams.high,
+            LaunchTarget::Low => &streams.low,
+            LaunchTarget::Partition => streams
                 .partition
                 .as_ref()
                 .ok_or(CudaError::Misuse("the device has no partition"))?,
         };
         let graph = stream.capture(record);
-        tracing::debug!(?place, took = ?began.elapsed(), "launches were recorded");
+        tracing::debug!(?target, took = ?began.elapsed(), "launches were recorded");
         graph
     }
 }

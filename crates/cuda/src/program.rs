@@ -1,5 +1,12 @@
 //! A loaded model: its weights, and its plans for the sizes that requests brought.
 
+pub(crate) mod batch_inputs;
+mod batches;
+pub(crate) mod instance;
+pub(crate) mod layout;
+pub(crate) mod specialization;
+pub(crate) mod task;
+
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base::Bytes;
@@ -10,35 +17,35 @@ use model::config::CopyTime;
 use model::gpu::{GpuPlan, GpuTarget};
 use model::{Dim, LaunchPlan, Tensor};
 
-use crate::batch::Gathered;
-use crate::cargo::Pools;
+use crate::compile::kernel_cache::CompileProgress;
 use crate::driver::Priority;
 use crate::hub::Hub;
-use crate::kernels::Progress;
-use crate::lowered::Lowered;
-use crate::task::CudaTask;
-use crate::weights::{ProgramWeights, Resident};
+use crate::memory::weights::{ProgramResidency, ProgramWeights};
+use crate::program::batch_inputs::InputPools;
+use crate::program::batches::GatheredBatch;
+use crate::program::specialization::Specialization;
+use crate::program::task::CudaTask;
 
 /// Sizes of a plan's symbols, in the order inputs name them.
 pub(crate) type Sizes = Vec<(String, usize)>;
 
 /// A loaded model.
 pub(crate) struct CudaProgram {
-    shared: Arc<Loaded>,
+    shared: Arc<ProgramState>,
 }
 
 /// What tasks hold of their program.
-pub(crate) struct Loaded {
+pub(crate) struct ProgramState {
     pub(crate) hub: Arc<Hub>,
     pub(crate) plan: Arc<LaunchPlan>,
     /// Most recently used last.
-    plans: Mutex<Vec<(Sizes, Arc<Lowered>)>>,
-    /// Where inputs wait for their batch.
-    pub(crate) pools: Mutex<Pools>,
+    plans: Mutex<Vec<(Sizes, Arc<Specialization>)>>,
+    /// SmLocator inputs wait for their batch.
+    pub(crate) pools: Mutex<InputPools>,
     /// Behind plans and pools, so that all other memory is given back before: with it goes what the driver keeps.
     weights: Arc<ProgramWeights>,
-    /// One lowering at a time: whoever waits finds it done.
-    lowering: Mutex<()>,
+    /// One compiling at a time: whoever waits finds it done.
+    compiling: Mutex<()>,
 }
 
 /// The steps of `plan` that have no kernel.
@@ -148,27 +155,27 @@ pub(crate) fn sizes_of(plan: &LaunchPlan, inputs: &[Tensor]) -> Sizes {
 
 impl CudaProgram {
     /// Makes `plan` ready for the sizes of the settings, or for others that it makes sense for: kernels, weights, and one run's
-    /// memory with its graphs. Where none is known, the first request brings sizes and waits for all that.
+    /// memory with its graphs. SmLocator none is known, the first request brings sizes and waits for all that.
     pub(crate) fn load(
         hub: Arc<Hub>,
         plan: Arc<LaunchPlan>,
-        progress: Progress<'_>,
+        progress: CompileProgress<'_>,
     ) -> Result<CudaProgram, DeviceError> {
-        hub.alive()?;
+        hub.check_healthy()?;
         let example =
             example(&*hub.compiler, hub.target(), &plan, &hub.options().sizes).map_err(first_of)?;
-        let shared = Arc::new(Loaded {
+        let shared = Arc::new(ProgramState {
             weights: ProgramWeights::new(&hub, hub.options().weights_on_demand),
             hub,
             plan,
             plans: Mutex::default(),
-            lowering: Mutex::default(),
+            compiling: Mutex::default(),
             pools: Mutex::default(),
         });
         match example {
             Some((sizes, gpu)) => {
-                let lowered = shared.prepare_batches(sizes, gpu, progress)?;
-                shared.stock(&lowered, 1)?;
+                let specialization = shared.prepare_batches(sizes, gpu, progress)?;
+                shared.reserve_runs(&specialization, 1)?;
             }
             None => tracing::warn!(
                 "no sizes are known that the model makes sense for: whether it can run shows with its first request"
@@ -178,32 +185,32 @@ impl CudaProgram {
     }
 }
 
-impl Loaded {
-    pub(crate) fn plans(&self) -> MutexGuard<'_, Vec<(Sizes, Arc<Lowered>)>> {
+impl ProgramState {
+    pub(crate) fn plans(&self) -> MutexGuard<'_, Vec<(Sizes, Arc<Specialization>)>> {
         self.plans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn known(&self, sizes: &Sizes) -> Option<Arc<Lowered>> {
+    fn known(&self, sizes: &Sizes) -> Option<Arc<Specialization>> {
         let mut plans = self.plans();
         let at = plans.iter().position(|(known, _)| known == sizes)?;
         let entry = plans.remove(at);
-        let lowered = entry.1.clone();
+        let specialization = entry.1.clone();
         plans.push(entry);
-        Some(lowered)
+        Some(specialization)
     }
 
     /// The plan for `sizes`, made now if it is not there.
-    pub(crate) fn lowered(
+    pub(crate) fn specialization(
         &self,
         sizes: Sizes,
-        progress: Progress<'_>,
-    ) -> Result<Arc<Lowered>, DeviceError> {
-        if let Some(lowered) = self.known(&sizes) {
-            return Ok(lowered);
+        progress: CompileProgress<'_>,
+    ) -> Result<Arc<Specialization>, DeviceError> {
+        if let Some(specialization) = self.known(&sizes) {
+            return Ok(specialization);
         }
-        let _lowering = self.lowering.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(lowered) = self.known(&sizes) {
-            return Ok(lowered);
+        let _lowering = self.compiling.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(specialization) = self.known(&sizes) {
+            return Ok(specialization);
         }
         let gpu = lower(&self.hub, &self.plan, &sizes).map_err(first_of)?;
         self.prepare_batches(sizes, gpu, progress)
@@ -214,23 +221,23 @@ impl Loaded {
         &self,
         sizes: Sizes,
         gpu: GpuPlan,
-        progress: Progress<'_>,
-    ) -> Result<Arc<Lowered>, DeviceError> {
+        progress: CompileProgress<'_>,
+    ) -> Result<Arc<Specialization>, DeviceError> {
         let hub = &self.hub;
-        let lowered = Arc::new(Lowered::new(hub, gpu, &self.weights, progress)?);
-        hub.watch_spares(&lowered);
+        let specialization = Arc::new(Specialization::new(hub, gpu, &self.weights, progress)?);
+        hub.register_spares(&specialization);
         // The first request shall find memory and graph in place.
-        let mut instance = lowered.take_instance(hub, Priority::High)?;
-        instance.make_graph(hub, &lowered).map_err(|err| hub.error(err))?;
+        let mut instance = specialization.take_instance(hub, Priority::High)?;
+        instance.prepare_graph(hub, &specialization).map_err(|err| hub.error(err))?;
         if self.weights.on_demand() {
-            instance.make_parts(hub, &lowered).map_err(|err| hub.error(err))?;
+            instance.prepare_parts(hub, &specialization).map_err(|err| hub.error(err))?;
         }
-        lowered.give_instance(instance, Priority::High);
+        specialization.return_instance(instance, Priority::High);
         let mut plans = self.plans();
-        plans.push((sizes, lowered.clone()));
-        let over = plans.len().saturating_sub(hub.options().plans_most.max(1));
+        plans.push((sizes, specialization.clone()));
+        let over = plans.len().saturating_sub(hub.options().max_specializations.max(1));
         plans.drain(..over);
-        Ok(lowered)
+        Ok(specialization)
     }
 }
 
@@ -247,7 +254,9 @@ impl Program for CudaProgram {
 
     fn residency(&self) -> Option<Arc<dyn Residency>> {
         let weights = &self.shared.weights;
-        weights.on_demand().then(|| Arc::new(Resident(weights.clone())) as Arc<dyn Residency>)
+        weights
+            .on_demand()
+            .then(|| Arc::new(ProgramResidency(weights.clone())) as Arc<dyn Residency>)
     }
 
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
@@ -260,11 +269,11 @@ impl Program for CudaProgram {
         notify: &mut dyn FnMut(),
     ) -> Result<Box<dyn Task>, DeviceError> {
         let shared = &self.shared;
-        shared.hub.alive()?;
+        shared.hub.check_healthy()?;
         check_inputs(&shared.plan, &inputs)?;
-        let lowered = shared.lowered(sizes_of(&shared.plan, &inputs), &|_, _| {})?;
+        let specialization = shared.specialization(sizes_of(&shared.plan, &inputs), &|_, _| {})?;
         let raw = inputs.iter().map(raw_bytes).collect::<Result<Vec<_>, _>>()?;
-        Ok(Box::new(CudaTask::new(shared.hub.clone(), lowered, &raw, notify)?))
+        Ok(Box::new(CudaTask::new(shared.hub.clone(), specialization, &raw, notify)?))
     }
 
     fn stage(
@@ -278,8 +287,8 @@ impl Program for CudaProgram {
 
     fn gather(&self, staged: Vec<Box<dyn Staged>>) -> Result<Box<dyn Task>, DeviceError> {
         match self.shared.gather(staged)? {
-            Gathered::Task(task) => Ok(task),
-            Gathered::Inputs(inputs) => self.prepare(inputs),
+            GatheredBatch::Task(task) => Ok(task),
+            GatheredBatch::Inputs(inputs) => self.prepare(inputs),
         }
     }
 
@@ -333,13 +342,13 @@ mod tests {
     }
 
     /// Takes plans whose symbol `w` is at least so much, and no step of the name that is refused.
-    struct Narrow {
+    struct MinimumSizeCompiler {
         least: usize,
         refused: bool,
         tried: Mutex<Vec<Sizes>>,
     }
 
-    impl KernelCompiler for Narrow {
+    impl KernelCompiler for MinimumSizeCompiler {
         fn lower(
             &self,
             plan: &LaunchPlan,
@@ -355,7 +364,7 @@ mod tests {
                 let reason = "no kernel".to_string();
                 return Err(vec![DeviceError::Unsupported { step, op, reason }]);
             }
-            let slot = crate::layout::tests::slot(4);
+            let slot = crate::program::layout::tests::slot(4);
             Ok(GpuPlan { inputs: vec![slot; plan.inputs.len()], ..GpuPlan::default() })
         }
 
@@ -375,7 +384,7 @@ mod tests {
         let value = ValueInfo { name: "x".to_string(), dtype: DataType::F32, shape: Some(image) };
         let plan =
             LaunchPlan { values: vec![value], inputs: vec![ValueId(0)], ..LaunchPlan::default() };
-        let compiler = Narrow { least, refused, tried: Mutex::default() };
+        let compiler = MinimumSizeCompiler { least, refused, tried: Mutex::default() };
         let target = GpuTarget { capability: 90, multiprocessors: 1, precision: Precision::F16 };
         let set: Sizes = set.iter().map(|(name, size)| ((*name).to_string(), *size)).collect();
         let found = example(&compiler, &target, &plan, &set);

@@ -2,7 +2,7 @@
 
 mod best_effort;
 mod dispatcher;
-mod lane;
+mod executor;
 mod real_time;
 
 use std::ops::Range;
@@ -18,16 +18,16 @@ pub(crate) use real_time::RealTimeQueue;
 use crate::driver::{PinnedWord, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
-use crate::task::CudaTask;
+use crate::program::task::CudaTask;
 
 /// How a queue's thread waits for the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Polling {
     /// Looks without pause for this long.
     pub spin: Duration,
-    /// Then sleeps so long between two looks; zero only lets other threads run.
+    /// Then sleeps so long between two polls; zero only lets other threads run.
     pub pause: Duration,
-    /// How long a queue without work looks for some before its thread sleeps: waking it costs the request that comes next.
+    /// How long a queue without work polls for some before its thread sleeps: waking it costs the request that comes next.
     pub idle: Duration,
 }
 
@@ -41,29 +41,29 @@ impl Default for Polling {
     }
 }
 
-/// Looks between two questions to the driver whether a kernel failed: a word that will never come looks like one that is
+/// Looks between two questions to the driver whether a kernel failed: a word that will never come polls like one that is
 /// late.
-const LOOKS_PER_QUERY: u32 = 1 << 18;
+const POLLS_PER_QUERY: u32 = 1 << 18;
 
-/// Waits until the device has written `mark` or something later to `word`; calls `meanwhile` with every look.
+/// Waits until the device has written `fence` or something later to `word`; calls `meanwhile` with every look.
 fn wait_for(
     word: &PinnedWord,
-    mark: u32,
+    fence: u32,
     stream: &Stream,
     polling: Polling,
     meanwhile: impl Fn(),
 ) -> Result<(), CudaError> {
-    let mut looks = 0u32;
+    let mut polls = 0u32;
     let mut spinning_since: Option<Instant> = None;
-    while !is_reached(word.load(), mark) {
-        looks = looks.wrapping_add(1);
+    while !is_reached(word.load(), fence) {
+        polls = polls.wrapping_add(1);
         meanwhile();
-        // A pause makes looks rare, so each of them asks.
+        // A pause makes polls rare, so each of them asks.
         let pausing = spinning_since.is_some_and(|since| since.elapsed() > polling.spin);
-        if looks.is_multiple_of(LOOKS_PER_QUERY) || (pausing && !polling.pause.is_zero()) {
+        if polls.is_multiple_of(POLLS_PER_QUERY) || (pausing && !polling.pause.is_zero()) {
             stream.is_idle()?;
         }
-        if looks.is_multiple_of(64) {
+        if polls.is_multiple_of(64) {
             spinning_since.get_or_insert_with(Instant::now);
         }
         match (pausing, polling.pause.is_zero()) {
@@ -75,13 +75,13 @@ fn wait_for(
     Ok(())
 }
 
-/// Whether `now` is `mark` or was written after it; both count up and may wrap.
-pub(crate) fn is_reached(now: u32, mark: u32) -> bool {
-    now.wrapping_sub(mark) < u32::MAX / 2
+/// Whether `now` is `fence` or was written after it; both count up and may wrap.
+pub(crate) fn is_reached(now: u32, fence: u32) -> bool {
+    now.wrapping_sub(fence) < u32::MAX / 2
 }
 
 /// The task of `segment` as this device's own, and the steps it shall do.
-fn own_task<'a>(
+fn device_task<'a>(
     hub: &Arc<Hub>,
     segment: &'a mut Segment,
 ) -> Result<(&'a mut CudaTask, Range<usize>), DeviceError> {
@@ -103,7 +103,7 @@ fn own_task<'a>(
 
 /// `err` with the name of step `index` of `task`.
 fn failed(task: &CudaTask, index: usize, err: CudaError) -> DeviceError {
-    match task.lowered.gpu.steps.get(index) {
+    match task.specialization.gpu.steps.get(index) {
         Some(step) => task.hub.step_error(&step.name, &step.op, err),
         None => task.hub.error(err),
     }
@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn marks_may_wrap() {
+    fn fence_values_may_wrap() {
         assert!(is_reached(5, 5));
         assert!(is_reached(6, 5));
         assert!(!is_reached(4, 5));

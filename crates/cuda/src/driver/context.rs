@@ -8,9 +8,9 @@ use std::sync::{Arc, OnceLock};
 use base::Bytes;
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUmemoryPool, CUresult};
 
-use super::census::Census;
-use super::partition::{self, SmPartition};
 use super::pinned::PinnedPool;
+use super::resource_counts::ResourceCounts;
+use super::sm_partition::{self, SmPartition};
 use crate::error::{CudaError, OpenError, is_sticky};
 
 /// The oldest driver that has every function called here, as `cuDriverGetVersion` tells it.
@@ -40,7 +40,7 @@ pub(crate) struct Context {
     facts: DriverFacts,
     fault: OnceLock<String>,
     pinned: PinnedPool,
-    census: Arc<Census>,
+    resource_counts: Arc<ResourceCounts>,
     part: Option<SmPartition>,
 }
 
@@ -76,8 +76,8 @@ impl Context {
         let device = find_device(ordinal)?;
         let facts = read_facts(device)?;
         let mut contexts = Vec::with_capacity(parts);
-        for resource in partition::split(device, &facts, parts)? {
-            // Held along with the part, so that memory and kernels outlive any of them.
+        for resource in sm_partition::split(device, &facts, parts)? {
+            // ResourceKind along with the part, so that memory and kernels outlive any of them.
             retain(device)?;
             let part = SmPartition::open(device, resource)?;
             let facts = DriverFacts { multiprocessors: part.multiprocessors(), ..facts.clone() };
@@ -95,8 +95,9 @@ impl Context {
         let pool: CUmemoryPool = std::ptr::null_mut();
         let number = OPENED.fetch_add(1, Ordering::Relaxed) + 1;
         let (fault, pinned) = (OnceLock::new(), PinnedPool::default());
-        let census = Arc::new(Census::default());
-        let mut context = Context { raw, number, device, pool, facts, fault, pinned, census, part };
+        let resource_counts = Arc::new(ResourceCounts::default());
+        let mut context =
+            Context { raw, number, device, pool, facts, fault, pinned, resource_counts, part };
         context.enter()?;
         // SAFETY: `device` came from the driver and `pool` is a place for its answer.
         let code = unsafe { sys::cuDeviceGetDefaultMemPool(&mut context.pool, device) };
@@ -110,7 +111,7 @@ impl Context {
             return Ok(None);
         }
         self.enter()?;
-        Ok(Some(Arc::new(partition::partition(self.device, least)?)))
+        Ok(Some(Arc::new(sm_partition::partition(self.device, least)?)))
     }
 
     /// The same, and a part of all other multiprocessors.
@@ -119,7 +120,7 @@ impl Context {
             return Ok(None);
         }
         self.enter()?;
-        Ok(Some(partition::apart(self.device, least)?.map(Arc::new)))
+        Ok(Some(sm_partition::apart(self.device, least)?.map(Arc::new)))
     }
 
     /// The part of the GPU it is, if not all of it.
@@ -147,8 +148,8 @@ impl Context {
     }
 
     /// What is held of it.
-    pub(crate) fn census(&self) -> &Arc<Census> {
-        &self.census
+    pub(crate) fn resource_counts(&self) -> &Arc<ResourceCounts> {
+        &self.resource_counts
     }
 
     /// What the pool has handed out, and what it has of the device.

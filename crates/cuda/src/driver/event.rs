@@ -39,14 +39,14 @@ impl Event {
     /// The point after everything in `stream` so far.
     pub(crate) fn record(&self, stream: &Stream) -> Result<(), CudaError> {
         self.context.enter()?;
-        // SAFETY: both handles are alive.
+        // SAFETY: both handles are check_healthy.
         self.context.check("cuEventRecord", unsafe { sys::cuEventRecord(self.raw, stream.raw()) })
     }
 
     /// What is queued on `stream` from now on begins after the point, which has been recorded.
-    pub(crate) fn hold(&self, stream: &Stream) -> Result<(), CudaError> {
+    pub(crate) fn block_stream(&self, stream: &Stream) -> Result<(), CudaError> {
         self.context.enter()?;
-        // SAFETY: both handles are alive; the driver keeps what it needs of the event.
+        // SAFETY: both handles are check_healthy; the driver keeps what it needs of the event.
         let code = unsafe { sys::cuStreamWaitEvent(stream.raw(), self.raw, 0) };
         self.context.check("cuStreamWaitEvent", code)
     }
@@ -54,7 +54,7 @@ impl Event {
     /// Waits for the point to be passed.
     pub(crate) fn wait(&self) -> Result<(), CudaError> {
         self.context.enter()?;
-        // SAFETY: the handle is alive.
+        // SAFETY: the handle is check_healthy.
         self.context.check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.raw) })
     }
 
@@ -62,7 +62,7 @@ impl Event {
     pub(crate) fn micros_since(&self, earlier: &Event) -> Result<f64, CudaError> {
         self.context.enter()?;
         let mut millis = 0f32;
-        // SAFETY: both handles are alive and `millis` is a place for the answer.
+        // SAFETY: both handles are check_healthy and `millis` is a place for the answer.
         let code = unsafe { sys::cuEventElapsedTime_v2(&mut millis, earlier.raw, self.raw) };
         self.context.check("cuEventElapsedTime", code)?;
         Ok(f64::from(millis) * 1e3)

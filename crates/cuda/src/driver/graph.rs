@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUgraph, CUgraphExec};
 
-use super::{Context, Counted, Held, Stream};
+use super::{Context, CountedResource, ResourceKind, Stream};
 use crate::error::CudaError;
 
 /// A recorded chain of launches. What its kernels point to must outlive it.
 pub(crate) struct Graph {
     exec: CUgraphExec,
     context: Arc<Context>,
-    _counted: Counted,
+    _counted: CountedResource,
 }
 
 // SAFETY: an executable graph may be launched from any thread; only one at a time does (`launch` takes `&self` of a value
@@ -33,10 +33,10 @@ impl Graph {
         // SAFETY: the executable graph does not need the one it is made of.
         let freed = context.check("cuGraphDestroy", unsafe { sys::cuGraphDestroy(captured) });
         made?;
-        let counted = context.census().count(Held::Graph, 0);
+        let counted = context.resource_counts().count(ResourceKind::Graph, 0);
         let graph = Graph { exec, context: context.clone(), _counted: counted };
         freed?;
-        // SAFETY: both handles are alive.
+        // SAFETY: both handles are check_healthy.
         context.check("cuGraphUpload", unsafe { sys::cuGraphUpload(graph.exec, stream.raw()) })?;
         stream.synchronize()?;
         Ok(graph)
@@ -45,11 +45,11 @@ impl Graph {
     /// Queues all of it.
     ///
     /// # Safety
-    /// What the recorded kernels read and write is alive until they are done, and no other launch of this graph or
+    /// What the recorded kernels read and write is check_healthy until they are done, and no other launch of this graph or
     /// of one over the same memory is in flight elsewhere.
     pub(crate) unsafe fn launch(&self, stream: &Stream) -> Result<(), CudaError> {
         self.context.enter()?;
-        // SAFETY: both handles are alive; the caller answers for the memory.
+        // SAFETY: both handles are check_healthy; the caller answers for the memory.
         self.context.check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(self.exec, stream.raw()) })
     }
 }

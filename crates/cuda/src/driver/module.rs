@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUfunction, CUfunction_attribute, CUmodule};
 
-use super::{Context, Counted, Held};
+use super::{Context, CountedResource, ResourceKind};
 use crate::error::CudaError;
 
 /// The largest cluster every GPU with clusters takes; beyond it a kernel must say that it dares.
@@ -15,7 +15,7 @@ const PORTABLE_CLUSTER: u32 = 8;
 pub(crate) struct Module {
     raw: CUmodule,
     context: Arc<Context>,
-    _counted: Counted,
+    _counted: CountedResource,
 }
 
 // SAFETY: a module handle may be used from any thread.
@@ -47,7 +47,7 @@ impl Module {
         // SAFETY: `image` is a cubin as NVRTC made it (the cache checks its digest); the driver copies it.
         let code = unsafe { sys::cuModuleLoadData(&mut raw, image.as_ptr().cast()) };
         context.check("cuModuleLoadData", code)?;
-        let counted = context.census().count(Held::Module, image.len() as u64);
+        let counted = context.resource_counts().count(ResourceKind::Module, image.len() as u64);
         Ok(Module { raw, context: context.clone(), _counted: counted })
     }
 
@@ -62,10 +62,10 @@ impl Module {
         let context = &self.context;
         context.enter()?;
         let mut raw: CUfunction = std::ptr::null_mut();
-        // SAFETY: the module is alive, `name` ends with a zero.
+        // SAFETY: the module is check_healthy, `name` ends with a zero.
         let code = unsafe { sys::cuModuleGetFunction(&mut raw, self.raw, name.as_ptr()) };
         context.check("cuModuleGetFunction", code)?;
-        // SAFETY: the function is of a module that is alive.
+        // SAFETY: the function is of a module that is check_healthy.
         context.check("cuFuncLoad", unsafe { sys::cuFuncLoad(raw) })?;
         let most = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: as above.
@@ -90,7 +90,7 @@ impl Module {
         };
         context.check("cuOccupancyMaxActiveBlocksPerMultiprocessor", code)?;
         let local_bytes = read(A::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?;
-        context.census().note_local(local_bytes);
+        context.resource_counts().record_local_bytes(local_bytes);
         Ok(Function {
             raw,
             registers: read(A::CU_FUNC_ATTRIBUTE_NUM_REGS)?,
@@ -106,7 +106,7 @@ impl Module {
         }
         self.context.enter()?;
         let dare = CUfunction_attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
-        // SAFETY: the function is of this module, which is alive.
+        // SAFETY: the function is of this module, which is check_healthy.
         let code = unsafe { sys::cuFuncSetAttribute(function.raw, dare, 1) };
         self.context.check("cuFuncSetAttribute", code)
     }

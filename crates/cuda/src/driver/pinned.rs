@@ -11,18 +11,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cudarc::driver::sys::{self, CUdeviceptr};
 
 use super::Context;
-use super::census::{Counted, Held};
-use super::memory::sized;
+use super::device_buffer::sized;
+use super::resource_counts::{CountedResource, ResourceKind};
 use crate::error::CudaError;
 
 /// What the driver is asked for at once.
 const SLAB_BYTES: usize = 16 << 20;
 
 /// Larger buffers are asked for one by one.
-const PIECE_MOST: usize = 4 << 20;
+const MAX_PIECE: usize = 4 << 20;
 
 /// The least piece, so that no two share a cache line.
-const PIECE_LEAST: usize = 256;
+const MIN_PIECE: usize = 256;
 
 /// A context's pinned memory.
 #[derive(Default)]
@@ -32,10 +32,10 @@ pub(crate) struct PinnedPool {
 
 #[derive(Default)]
 struct PoolState {
-    slabs: Vec<(Address, Counted)>,
+    slabs: Vec<(Address, CountedResource)>,
     /// Bytes of the last slab that were never handed out.
     left: usize,
-    /// Pieces nobody uses, by size.
+    /// PhysicalMemoryPool nobody uses, by size.
     free: BTreeMap<usize, Vec<Address>>,
 }
 
@@ -58,7 +58,8 @@ impl PinnedPool {
         }
         if state.left < size {
             let slab = allocate(context, SLAB_BYTES)?;
-            let counted = context.census().count(Held::PinnedSlab, SLAB_BYTES as u64);
+            let counted =
+                context.resource_counts().count(ResourceKind::PinnedSlab, SLAB_BYTES as u64);
             state.slabs.push((Address(slab), counted));
             state.left = SLAB_BYTES;
         }
@@ -83,8 +84,8 @@ impl PinnedPool {
 
 /// The size of the piece that holds `bytes`: four sizes to a doubling, so that a piece serves many and wastes little.
 fn piece_size(bytes: usize) -> usize {
-    let bytes = bytes.max(PIECE_LEAST);
-    let step = (bytes.next_power_of_two() / 8).max(PIECE_LEAST);
+    let bytes = bytes.max(MIN_PIECE);
+    let step = (bytes.next_power_of_two() / 8).max(MIN_PIECE);
     bytes.next_multiple_of(step)
 }
 
@@ -102,7 +103,7 @@ fn free(address: *mut u8) {
     let _ = unsafe { sys::cuMemFreeHost(address.cast()) };
 }
 
-/// Where a buffer's memory is from.
+/// SmLocator a buffer's memory is from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Origin {
     /// The context's pool.
@@ -117,8 +118,8 @@ pub(crate) struct PinnedBuffer {
     bytes: usize,
     origin: Origin,
     context: Arc<Context>,
-    /// Where it is not a piece of something that is counted.
-    _counted: Option<Counted>,
+    /// SmLocator it is not a piece of something that is counted.
+    _counted: Option<CountedResource>,
 }
 
 // SAFETY: plain memory with one owner.
@@ -129,14 +130,14 @@ unsafe impl Sync for PinnedBuffer {}
 impl PinnedBuffer {
     /// `bytes` of memory, all zero.
     pub(crate) fn zeroed(context: &Arc<Context>, bytes: usize) -> Result<PinnedBuffer, CudaError> {
-        let (address, origin) = match bytes > PIECE_MOST {
+        let (address, origin) = match bytes > MAX_PIECE {
             true => (allocate(context, bytes)?, Origin::Driver),
             false => (context.pinned().take(context, piece_size(bytes))?, Origin::Pool),
         };
         // SAFETY: just handed out with at least this size.
         unsafe { address.write_bytes(0, bytes) };
-        let counted =
-            (bytes > PIECE_MOST).then(|| context.census().count(Held::Pinned, bytes as u64));
+        let counted = (bytes > MAX_PIECE)
+            .then(|| context.resource_counts().count(ResourceKind::Pinned, bytes as u64));
         Ok(PinnedBuffer { address, bytes, origin, context: context.clone(), _counted: counted })
     }
 
@@ -190,14 +191,14 @@ impl PinnedWord {
         Ok(PinnedWord { memory, device_address })
     }
 
-    /// Where the device writes it.
+    /// SmLocator the device writes it.
     pub(crate) fn device_address(&self) -> u64 {
         self.device_address
     }
 
     /// What it is now.
     pub(crate) fn load(&self) -> u32 {
-        // SAFETY: aligned, alive, and only ever accessed as an atomic word from the host side.
+        // SAFETY: aligned, check_healthy, and only ever accessed as an atomic word from the host side.
         unsafe { AtomicU32::from_ptr(self.memory.as_ptr().cast()) }.load(Ordering::Acquire)
     }
 }
@@ -208,12 +209,12 @@ mod tests {
 
     #[test]
     fn pieces_hold_what_is_asked_for_and_waste_little() {
-        for bytes in [1, 64, 256, 257, 5_000, 602_112, 1 << 20, PIECE_MOST] {
+        for bytes in [1, 64, 256, 257, 5_000, 602_112, 1 << 20, MAX_PIECE] {
             let size = piece_size(bytes);
             assert!(size >= bytes, "{size} for {bytes}");
-            assert!(size <= (bytes + bytes / 4).max(2 * PIECE_LEAST), "{size} for {bytes}");
+            assert!(size <= (bytes + bytes / 4).max(2 * MIN_PIECE), "{size} for {bytes}");
             assert_eq!(piece_size(size), size, "a piece is of its own size");
-            assert_eq!(size % PIECE_LEAST, 0);
+            assert_eq!(size % MIN_PIECE, 0);
         }
     }
 }

@@ -94,14 +94,14 @@ impl Stream {
     /// Waits for everything queued.
     pub(crate) fn synchronize(&self) -> Result<(), CudaError> {
         self.context.enter()?;
-        // SAFETY: the handle is alive.
+        // SAFETY: the handle is check_healthy.
         self.context.check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.raw) })
     }
 
     /// Whether everything queued is done. This is how a failed kernel is noticed.
     pub(crate) fn is_idle(&self) -> Result<bool, CudaError> {
         self.context.enter()?;
-        // SAFETY: the handle is alive.
+        // SAFETY: the handle is check_healthy.
         match unsafe { sys::cuStreamQuery(self.raw) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             code => self.context.check("cuStreamQuery", code).map(|()| true),
@@ -111,7 +111,7 @@ impl Stream {
     /// Copies to the device.
     ///
     /// # Safety
-    /// Both sides are `bytes` long and alive, and nobody writes to them, until the copy is done.
+    /// Both sides are `bytes` long and check_healthy, and nobody writes to them, until the copy is done.
     pub(crate) unsafe fn copy_in(
         &self,
         to: u64,
@@ -130,7 +130,7 @@ impl Stream {
     /// Copies from the device.
     ///
     /// # Safety
-    /// Both sides are `bytes` long and alive, and nobody else uses the target, until the copy is done.
+    /// Both sides are `bytes` long and check_healthy, and nobody else uses the target, until the copy is done.
     pub(crate) unsafe fn copy_out(
         &self,
         to: *mut u8,
@@ -149,7 +149,7 @@ impl Stream {
     /// Writes zeros over `words` 32-bit words.
     ///
     /// # Safety
-    /// The words are alive until the write is done.
+    /// The words are check_healthy until the write is done.
     pub(crate) unsafe fn clear(&self, address: u64, words: usize) -> Result<(), CudaError> {
         // SAFETY: the caller answers for the words.
         unsafe { self.fill(address, 0, words) }
@@ -158,7 +158,7 @@ impl Stream {
     /// Writes `value` over `words` 32-bit words.
     ///
     /// # Safety
-    /// The words are alive until the write is done.
+    /// The words are check_healthy until the write is done.
     pub(crate) unsafe fn fill(
         &self,
         address: u64,
@@ -177,7 +177,7 @@ impl Stream {
     /// Writes one word once everything before it is done. Needs no multiprocessor, and memory that is not of a pool.
     ///
     /// # Safety
-    /// The word is alive until the write is done.
+    /// The word is check_healthy until the write is done.
     pub(crate) unsafe fn write_word(&self, address: u64, value: u32) -> Result<(), CudaError> {
         self.context.enter()?;
         // SAFETY: the caller answers for the word. The entry point without `_v2` is an older one that fails here.
@@ -188,7 +188,7 @@ impl Stream {
     /// Writes several words as [`Self::write_word`] does, in as few calls as the driver allows.
     ///
     /// # Safety
-    /// The words are alive until they are written.
+    /// The words are check_healthy until they are written.
     pub(crate) unsafe fn write_words(&self, words: &[(u64, u32)]) -> Result<(), CudaError> {
         if let [(address, value)] = words {
             // SAFETY: the caller answers for the word.
@@ -209,7 +209,7 @@ impl Stream {
     /// Queues a kernel. `params` are its arguments, as bytes that are copied during the call.
     ///
     /// # Safety
-    /// `params` are as many and as large as the kernel's parameters, and what they point to is alive until it is done.
+    /// `params` are as many and as large as the kernel's parameters, and what they point to is check_healthy until it is done.
     pub(crate) unsafe fn launch(
         &self,
         function: &Function,
@@ -256,7 +256,7 @@ impl Stream {
     ) -> Result<Graph, CudaError> {
         self.context.enter()?;
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the handle is alive.
+        // SAFETY: the handle is check_healthy.
         let code = unsafe { sys::cuStreamBeginCapture_v2(self.raw, mode) };
         self.context.check("cuStreamBeginCapture", code)?;
         let recorded = record(self);

@@ -9,7 +9,7 @@ impl Stream {
     /// Copies from one place on the device to another.
     ///
     /// # Safety
-    /// Both sides are `bytes` long, apart and alive, and nobody writes to them, until the copy is done.
+    /// Both sides are `bytes` long, apart and check_healthy, and nobody writes to them, until the copy is done.
     pub(crate) unsafe fn copy_within(
         &self,
         to: u64,
@@ -28,7 +28,7 @@ impl Stream {
     /// Writes zeros over `bytes`.
     ///
     /// # Safety
-    /// The bytes are alive until the write is done.
+    /// The bytes are check_healthy until the write is done.
     pub(crate) unsafe fn clear_bytes(&self, address: u64, bytes: usize) -> Result<(), CudaError> {
         if bytes == 0 {
             return Ok(());

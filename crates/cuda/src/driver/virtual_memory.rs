@@ -10,10 +10,10 @@ use cudarc::driver::sys::{
     CUmemLocationType,
 };
 
-use super::{Context, Counted, Held};
+use super::{Context, CountedResource, ResourceKind};
 use crate::error::CudaError;
 
-/// Where the memory of `context`'s GPU lies.
+/// SmLocator the memory of `context`'s GPU lies.
 fn location(context: &Context) -> CUmemLocation {
     CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: context.device() }
 }
@@ -39,16 +39,16 @@ pub(crate) fn granularity(context: &Context) -> Result<u64, CudaError> {
 }
 
 /// A piece of device memory without an address.
-pub(crate) struct Piece {
+pub(crate) struct PhysicalMemory {
     handle: CUmemGenericAllocationHandle,
     bytes: u64,
     context: Arc<Context>,
-    _counted: Counted,
+    _counted: CountedResource,
 }
 
-impl Piece {
+impl PhysicalMemory {
     /// A piece of `bytes`, a multiple of the [`granularity`]. What is in it is not defined.
-    pub(crate) fn new(context: &Arc<Context>, bytes: u64) -> Result<Piece, CudaError> {
+    pub(crate) fn new(context: &Arc<Context>, bytes: u64) -> Result<PhysicalMemory, CudaError> {
         context.enter()?;
         let size = usize::try_from(bytes).unwrap_or(usize::MAX);
         let mut handle: CUmemGenericAllocationHandle = 0;
@@ -60,8 +60,8 @@ impl Piece {
             }
             other => other,
         })?;
-        let counted = context.census().count(Held::Piece, bytes);
-        Ok(Piece { handle, bytes, context: context.clone(), _counted: counted })
+        let counted = context.resource_counts().count(ResourceKind::PhysicalMemory, bytes);
+        Ok(PhysicalMemory { handle, bytes, context: context.clone(), _counted: counted })
     }
 
     pub(crate) fn bytes(&self) -> u64 {
@@ -69,7 +69,7 @@ impl Piece {
     }
 }
 
-impl Drop for Piece {
+impl Drop for PhysicalMemory {
     fn drop(&mut self) {
         if self.context.enter().is_ok() {
             // SAFETY: created in `new` and not used after this. The driver keeps the memory while it is mapped.
@@ -85,7 +85,7 @@ pub(crate) struct AddressRange {
     /// Offsets and sizes of what is mapped, in no order.
     mapped: Mutex<Vec<(u64, u64)>>,
     context: Arc<Context>,
-    _counted: Counted,
+    _counted: CountedResource,
 }
 
 impl AddressRange {
@@ -98,7 +98,7 @@ impl AddressRange {
         let code = unsafe { sys::cuMemAddressReserve(&mut address, size, 0, 0, 0) };
         context.check("cuMemAddressReserve", code)?;
         let (mapped, context) = (Mutex::default(), context.clone());
-        let counted = context.census().count(Held::Range, bytes);
+        let counted = context.resource_counts().count(ResourceKind::Range, bytes);
         Ok(AddressRange { address, bytes, mapped, context, _counted: counted })
     }
 
@@ -112,13 +112,13 @@ impl AddressRange {
 
     /// Puts all of `piece` at `offset`, where nothing is. The device may not touch it before [`AddressRange::open`]. The
     /// memory stays until it is unmapped, also when the piece is dropped before.
-    pub(crate) fn map(&self, offset: u64, piece: &Piece) -> Result<(), CudaError> {
+    pub(crate) fn map(&self, offset: u64, piece: &PhysicalMemory) -> Result<(), CudaError> {
         if offset.checked_add(piece.bytes).is_none_or(|end| end > self.bytes) {
             return Err(CudaError::Misuse("a piece is mapped past the end of its range"));
         }
         self.context.enter()?;
         let mut mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: inside the reserved range by the lines above, and the handle is alive; the driver refuses an overlap.
+        // SAFETY: inside the reserved range by the lines above, and the handle is check_healthy; the driver refuses an overlap.
         let code = unsafe {
             sys::cuMemMap(self.address + offset, piece.bytes as usize, 0, piece.handle, 0)
         };

@@ -4,19 +4,19 @@ use std::sync::Arc;
 
 use device::{CompletionSink, DeviceError, Queue, QueueOptions, Segment};
 
-use super::dispatcher::{Duties, Waker};
-use super::lane::{Inbox, Lane};
+use super::dispatcher::{DispatcherContext, DispatcherWaker};
+use super::executor::{QueueExecutor, SegmentQueue};
 use crate::driver::Priority;
 use crate::hub::Hub;
-use crate::quiet::Quiet;
+use crate::preempt::driver_backoff::DriverBackoff;
 
 /// A queue whose work leaves when it is told to.
 pub(crate) struct BestEffortQueue {
-    inbox: Arc<Inbox>,
-    waker: Waker,
+    segments: Arc<SegmentQueue>,
+    waker: DispatcherWaker,
     has_partition: bool,
-    /// Wanted for launches elsewhere, where this queue's are not among those that others keep quiet for.
-    quiet: Option<Arc<Quiet>>,
+    /// KernelRequest for launches elsewhere, where this queue's are not among those that others keep driver_backoff for.
+    driver_backoff: Option<Arc<DriverBackoff>>,
 }
 
 impl BestEffortQueue {
@@ -25,53 +25,54 @@ impl BestEffortQueue {
         options: QueueOptions,
         sink: Arc<dyn CompletionSink>,
     ) -> Result<BestEffortQueue, DeviceError> {
-        let inbox = Arc::new(Inbox::new(options.capacity.max(1)));
+        let segments = Arc::new(SegmentQueue::new(options.capacity.max(1)));
         let priority = if options.high_priority { Priority::High } else { Priority::Low };
-        let lane = Lane::new(hub.clone(), options.id, priority, inbox.clone(), sink);
-        let lane = lane.map_err(|err| hub.error(err))?;
-        let duties = Duties {
+        let executor =
+            QueueExecutor::new(hub.clone(), options.id, priority, segments.clone(), sink);
+        let executor = executor.map_err(|err| hub.error(err))?;
+        let context_of_thread = DispatcherContext {
             polling: hub.options().polling,
-            quiet: hub.quiet.clone(),
-            seats: hub.seats.clone(),
+            driver_backoff: hub.driver_backoff.clone(),
+            epoch_counters: hub.epoch_counters.clone(),
         };
-        let added = hub.dispatcher.add(lane, duties);
+        let added = hub.dispatcher.add(executor, context_of_thread);
         added.map_err(|err| DeviceError::Faulted {
             device: hub.info.name.clone(),
             reason: format!("cannot start the thread of best effort: {err}"),
         })?;
         Ok(BestEffortQueue {
-            inbox,
+            segments,
             waker: hub.dispatcher.waker(),
             has_partition: hub.partition.is_some() && priority == Priority::Low,
-            quiet: (priority == Priority::High).then(|| hub.quiet.clone()),
+            driver_backoff: (priority == Priority::High).then(|| hub.driver_backoff.clone()),
         })
     }
 }
 
 impl Queue for BestEffortQueue {
     fn launch(&self, segment: Segment) -> Result<(), Segment> {
-        self.inbox.put(segment)?;
-        if let Some(quiet) = &self.quiet {
-            quiet.end();
+        self.segments.put(segment)?;
+        if let Some(driver_backoff) = &self.driver_backoff {
+            driver_backoff.cancel();
         }
         self.waker.wake();
         Ok(())
     }
 
     fn preempt(&self) {
-        self.inbox.orders.order();
+        self.segments.preemption.preempt();
     }
 
     fn confine(&self, confined: bool) {
         if self.has_partition {
-            self.inbox.orders.confine(confined);
+            self.segments.preemption.confine(confined);
         }
     }
 }
 
 impl Drop for BestEffortQueue {
     fn drop(&mut self) {
-        self.inbox.close();
+        self.segments.close();
         self.waker.wake();
     }
 }

@@ -1,6 +1,6 @@
-//! The thread that looks after every best-effort queue of a device.
+//! The thread that polls after every best-effort queue of a device.
 //!
-//! One thread is enough: it queues launches ahead and looks at words, and what several threads would gain they would lose to
+//! One thread is enough: it queues launches ahead and polls at words, and what several threads would gain they would lose to
 //! each other, and take from real time, inside the driver.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,50 +9,50 @@ use std::thread::Thread;
 use std::time::Instant;
 
 use super::Polling;
-use super::lane::Lane;
-use crate::quiet::Quiet;
-use crate::seats::Seats;
+use super::executor::QueueExecutor;
+use crate::preempt::driver_backoff::DriverBackoff;
+use crate::preempt::epoch_counters::EpochCounters;
 
-/// Rounds over all lanes between two looks at the clock.
-const ROUNDS_PER_LOOK: u32 = 32;
+/// Rounds over all executors between two polls at the clock.
+const ROUNDS_PER_CLOCK_READ: u32 = 32;
 
-/// The thread, which is there as long as there are lanes.
+/// The thread, which is there as long as there are executors.
 #[derive(Default)]
 pub(crate) struct Dispatcher {
-    shared: Arc<Shared>,
+    shared: Arc<DispatcherShared>,
 }
 
 #[derive(Default)]
-struct Shared {
-    state: Mutex<State>,
+struct DispatcherShared {
+    state: Mutex<DispatcherState>,
     /// The thread sleeps and must be woken.
     asleep: AtomicBool,
 }
 
 #[derive(Default)]
-struct State {
+struct DispatcherState {
     /// Lanes the thread has not taken over yet.
-    arriving: Vec<Lane>,
+    arriving: Vec<QueueExecutor>,
     thread: Option<Thread>,
 }
 
-/// What the thread minds besides its lanes.
-pub(crate) struct Duties {
+/// What the thread minds besides its executors.
+pub(crate) struct DispatcherContext {
     pub(crate) polling: Polling,
-    /// Wanted by real time.
-    pub(crate) quiet: Arc<Quiet>,
+    /// KernelRequest by real time.
+    pub(crate) driver_backoff: Arc<DriverBackoff>,
     /// Whose orders it sends.
-    pub(crate) seats: Arc<Seats>,
+    pub(crate) epoch_counters: Arc<EpochCounters>,
 }
 
 /// Wakes the thread.
 #[derive(Clone)]
-pub(crate) struct Waker {
-    shared: Arc<Shared>,
+pub(crate) struct DispatcherWaker {
+    shared: Arc<DispatcherShared>,
 }
 
-impl Waker {
-    /// Something was put into a lane.
+impl DispatcherWaker {
+    /// Something was put into a executor.
     pub(crate) fn wake(&self) {
         if self.shared.asleep.swap(false, Ordering::SeqCst)
             && let Some(thread) = &self.shared.lock().thread
@@ -62,81 +62,85 @@ impl Waker {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl DispatcherShared {
+    fn lock(&self) -> MutexGuard<'_, DispatcherState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Dispatcher {
-    pub(crate) fn waker(&self) -> Waker {
-        Waker { shared: self.shared.clone() }
+    pub(crate) fn waker(&self) -> DispatcherWaker {
+        DispatcherWaker { shared: self.shared.clone() }
     }
 
-    /// Hands a lane to the thread, which is started for the first.
-    pub(crate) fn add(&self, lane: Lane, duties: Duties) -> std::io::Result<()> {
+    /// Hands a executor to the thread, which is started for the first.
+    pub(crate) fn add(
+        &self,
+        executor: QueueExecutor,
+        context_of_thread: DispatcherContext,
+    ) -> std::io::Result<()> {
         let mut state = self.shared.lock();
         if state.thread.is_none() {
             let shared = self.shared.clone();
             let thread = std::thread::Builder::new()
                 .name("cuda-be".to_string())
-                .spawn(move || run(&shared, &duties))?;
+                .spawn(move || run(&shared, &context_of_thread))?;
             state.thread = Some(thread.thread().clone());
         }
-        state.arriving.push(lane);
+        state.arriving.push(executor);
         drop(state);
         self.waker().wake();
         Ok(())
     }
 }
 
-/// Goes over the lanes until the last one is closed.
-fn run(shared: &Shared, duties: &Duties) {
-    let polling = duties.polling;
-    let mut lanes: Vec<Lane> = Vec::new();
+/// Goes over the executors until the last one is closed.
+fn run(shared: &DispatcherShared, context_of_thread: &DispatcherContext) {
+    let polling = context_of_thread.polling;
+    let mut executors: Vec<QueueExecutor> = Vec::new();
     let (mut rounds, mut idle_since): (u32, Option<Instant>) = (0, None);
     loop {
         let mut moved = false;
-        for lane in &mut lanes {
-            duties.seats.send();
-            while duties.quiet.is_wanted() {
+        for executor in &mut executors {
+            context_of_thread.epoch_counters.flush();
+            while context_of_thread.driver_backoff.is_active() {
                 std::hint::spin_loop();
-                duties.seats.send();
+                context_of_thread.epoch_counters.flush();
             }
-            moved |= lane.poll();
+            moved |= executor.poll();
         }
         if moved {
             idle_since = None;
             continue;
         }
         rounds = rounds.wrapping_add(1);
-        if !rounds.is_multiple_of(ROUNDS_PER_LOOK) {
+        if !rounds.is_multiple_of(ROUNDS_PER_CLOCK_READ) {
             std::hint::spin_loop();
             continue;
         }
-        if !take_over(shared, &mut lanes) {
+        if !take_over(shared, &mut executors) {
             return;
         }
         let waited = idle_since.get_or_insert_with(Instant::now).elapsed();
-        if lanes.iter().any(Lane::is_busy) {
+        if executors.iter().any(QueueExecutor::is_busy) {
             rest(polling, waited);
         } else if waited > polling.idle {
-            sleep(shared, &lanes);
+            sleep(shared, &executors);
             idle_since = None;
         }
     }
 }
 
-/// Takes new lanes over and lets go of closed ones; false when none is left.
-fn take_over(shared: &Shared, lanes: &mut Vec<Lane>) -> bool {
+/// Takes new executors over and lets go of closed ones; false when none is left.
+fn take_over(shared: &DispatcherShared, executors: &mut Vec<QueueExecutor>) -> bool {
     let mut state = shared.lock();
-    lanes.append(&mut state.arriving);
-    lanes.retain(|lane| !lane.is_over());
-    if lanes.is_empty() {
-        // Whoever adds a lane from here on starts another thread.
+    executors.append(&mut state.arriving);
+    executors.retain(|executor| !executor.is_finished());
+    if executors.is_empty() {
+        // Whoever adds a executor from here on starts another thread.
         state.thread = None;
     }
-    !lanes.is_empty()
+    !executors.is_empty()
 }
 
 /// Lets others run while the device works.
@@ -148,12 +152,13 @@ fn rest(polling: Polling, waited: std::time::Duration) {
     }
 }
 
-/// Sleeps until something is put into a lane.
-fn sleep(shared: &Shared, lanes: &[Lane]) {
+/// Sleeps until something is put into a executor.
+fn sleep(shared: &DispatcherShared, executors: &[QueueExecutor]) {
     shared.asleep.store(true, Ordering::SeqCst);
     // What came before the word was written did not see it.
-    let called = || !shared.lock().arriving.is_empty() || lanes.iter().any(Lane::is_called);
-    while shared.asleep.load(Ordering::SeqCst) && !called() {
+    let has_work =
+        || !shared.lock().arriving.is_empty() || executors.iter().any(QueueExecutor::has_work);
+    while shared.asleep.load(Ordering::SeqCst) && !has_work() {
         std::thread::park();
     }
     shared.asleep.store(false, Ordering::SeqCst);

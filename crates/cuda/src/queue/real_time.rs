@@ -1,7 +1,7 @@
 //! Real time: the queue's thread queues everything on the device at once and waits for it.
 //!
-//! It looks for work without pause while some can come, so its caches hold the driver; where it sleeps, waking it would take
-//! longer than the caller needs to tell the device himself. A whole task is a copy in, one graph, a copy out and a word. Nothing here ever leaves early; an order to leave concerns
+//! It polls for work without pause while some can come, so its caches hold the driver; where it sleeps, waking it would take
+//! longer than the caller needs to tell the device himself. A whole task is a copy in, one graph, a copy out and a word. Nothing here ever leaves early; an preempt to leave concerns
 //! segments that wait on the host.
 
 use std::collections::VecDeque;
@@ -15,72 +15,72 @@ use device::{
     Completion, CompletionSink, DeviceError, Outcome, Queue, QueueOptions, Segment, Task,
 };
 
-use super::{failed, own_task, wait_for};
+use super::{device_task, failed, wait_for};
 use crate::driver::{Event, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
 use crate::hub::Hub;
-use crate::seats::Orders;
-use crate::task::CudaTask;
+use crate::preempt::epoch_counters::QueuePreemption;
+use crate::program::task::CudaTask;
 
 /// Segments on the device at once: one that runs, and the next, so that the device does not wait for us.
 const ON_DEVICE: usize = 2;
 
 /// A queue whose work runs to its end.
 pub(crate) struct RealTimeQueue {
-    shared: Arc<Shared>,
+    shared: Arc<RealTimeShared>,
 }
 
-struct Shared {
+struct RealTimeShared {
     options: QueueOptions,
     hub: Arc<Hub>,
     stream: Stream,
     priority: Priority,
     word: PinnedWord,
     sink: Arc<dyn CompletionSink>,
-    orders: Orders,
-    state: Mutex<State>,
+    preemption: QueuePreemption,
+    state: Mutex<RealTimeState>,
     wake: Condvar,
-    /// Segments on the device, for a thread that looks without the lock.
+    /// Segments on the device, for a thread that polls without the lock.
     on_device: AtomicUsize,
     /// Segments that wait for the thread, likewise.
-    called: AtomicUsize,
+    waiting_count: AtomicUsize,
 }
 
 #[derive(Default)]
-struct State {
+struct RealTimeState {
     waiting: VecDeque<(Segment, u64)>,
-    running: VecDeque<Running>,
-    marks: u32,
+    running: VecDeque<ActiveSegment>,
+    fences: u32,
     closed: bool,
     /// The queue's thread sleeps and must be woken.
     asleep: bool,
 }
 
 /// A segment whose work is on the device, or that ended before.
-struct Running {
+struct ActiveSegment {
     segment: Segment,
     started: Instant,
-    progress: Progress,
+    state_of: SegmentState,
 }
 
 /// What was queued.
-struct Queued {
-    /// Steps before this one are done once the mark behind them is there.
+struct EnqueuedWork {
+    /// Steps before this one are done once the fence behind them is there.
     end: usize,
     events: Vec<Event>,
     /// It is a whole run whose weights were there, so the time it takes says how long such runs take.
     paced: bool,
-    /// Where the whole run begins and ends, for a timeline.
+    /// SmLocator the whole run begins and ends, for a timeline.
     span: Option<(Event, Event)>,
 }
 
-enum Progress {
-    /// Done once the mark is there.
-    Marked {
-        mark: u32,
-        queued: Queued,
+enum SegmentState {
+    /// Done once the fence is there.
+    InFlight {
+        fence: u32,
+        queued: EnqueuedWork,
     },
-    Left,
+    Preempted,
     Failed(DeviceError),
 }
 
@@ -93,17 +93,17 @@ impl RealTimeQueue {
         let priority = if options.high_priority { Priority::High } else { Priority::Low };
         let stream = Stream::new(hub.context(), priority).map_err(|err| hub.error(err))?;
         let word = PinnedWord::new(hub.context()).map_err(|err| hub.error(err))?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(RealTimeShared {
             options,
             stream,
             priority,
             word,
             sink,
-            orders: Orders::default(),
+            preemption: QueuePreemption::default(),
             state: Mutex::default(),
             wake: Condvar::new(),
             on_device: AtomicUsize::new(0),
-            called: AtomicUsize::new(0),
+            waiting_count: AtomicUsize::new(0),
             hub,
         });
         let worker = shared.clone();
@@ -121,7 +121,7 @@ impl RealTimeQueue {
 impl Queue for RealTimeQueue {
     fn launch(&self, segment: Segment) -> Result<(), Segment> {
         let shared = &self.shared;
-        let ticket = shared.orders.enter();
+        let sequence = shared.preemption.next_sequence();
         let mut state = shared.lock();
         if state.asleep && state.running.len() < ON_DEVICE && state.waiting.is_empty() {
             shared.start(&mut state, segment);
@@ -133,16 +133,16 @@ impl Queue for RealTimeQueue {
         if state.waiting.len() >= shared.options.capacity.max(1) + room {
             return Err(segment);
         }
-        state.waiting.push_back((segment, ticket));
-        shared.called.store(state.waiting.len(), Ordering::Release);
+        state.waiting.push_back((segment, sequence));
+        shared.waiting_count.store(state.waiting.len(), Ordering::Release);
         if shared.priority == Priority::High {
-            shared.hub.quiet.expect_launch();
+            shared.hub.driver_backoff.expect_launch();
         }
         Ok(())
     }
 
     fn preempt(&self) {
-        self.shared.orders.order();
+        self.shared.preemption.preempt();
     }
 }
 
@@ -153,17 +153,17 @@ impl Drop for RealTimeQueue {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl RealTimeShared {
+    fn lock(&self) -> MutexGuard<'_, RealTimeState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Completes segments in the order they came, until the queue is closed and empty.
+    /// Completes segments in the preempt they came, until the queue is closed and empty.
     fn run(&self) {
         let mut free_since = Instant::now();
-        while let Some(mark) = self.next_mark() {
-            let waited = match mark {
-                Some(mark) => self.wait_for(mark),
+        while let Some(fence) = self.next_fence() {
+            let waited = match fence {
+                Some(fence) => self.wait_for(fence),
                 // Whatever a failed segment had queued may still run.
                 None => self.stream.synchronize(),
             };
@@ -175,8 +175,8 @@ impl Shared {
                 running
             };
             let Some(running) = running else { continue };
-            if !matches!(running.progress, Progress::Left) {
-                self.hub.traffic.leave();
+            if !matches!(running.state_of, SegmentState::Preempted) {
+                self.hub.rt_activity.segment_ended();
             }
             let busy = running.started.max(free_since).elapsed().into();
             free_since = Instant::now();
@@ -184,25 +184,25 @@ impl Shared {
         }
     }
 
-    /// Waits for `mark`, and queues meanwhile what there is room for.
-    fn wait_for(&self, mark: u32) -> Result<(), CudaError> {
-        wait_for(&self.word, mark, &self.stream, self.hub.options().polling, || {
+    /// Waits for `fence`, and queues meanwhile what there is room for.
+    fn wait_for(&self, fence: u32) -> Result<(), CudaError> {
+        wait_for(&self.word, fence, &self.stream, self.hub.options().polling, || {
             let room = self.on_device.load(Ordering::Acquire) < ON_DEVICE;
-            if room && self.called.load(Ordering::Acquire) > 0 {
+            if room && self.waiting_count.load(Ordering::Acquire) > 0 {
                 self.refill(&mut self.lock());
             }
         })
     }
 
-    /// The mark of the oldest segment on the device; `Some(None)` when it has none, `None` when there is nothing to do any
+    /// The fence of the oldest segment on the device; `Some(None)` when it has none, `None` when there is nothing to do any
     /// more.
-    fn next_mark(&self) -> Option<Option<u32>> {
-        self.look_for_work();
+    fn next_fence(&self) -> Option<Option<u32>> {
+        self.poll_for_work();
         let mut state = self.lock();
         loop {
             self.refill(&mut state);
-            match state.running.front().map(|running| &running.progress) {
-                Some(Progress::Marked { mark, .. }) => return Some(Some(*mark)),
+            match state.running.front().map(|running| &running.state_of) {
+                Some(SegmentState::InFlight { fence, .. }) => return Some(Some(*fence)),
                 Some(_) => return Some(None),
                 None if state.closed => return None,
                 None => {}
@@ -214,10 +214,10 @@ impl Shared {
     }
 
     /// Returns when there is work, or after a while.
-    fn look_for_work(&self) {
+    fn poll_for_work(&self) {
         let since = Instant::now();
-        let called = || self.called.load(Ordering::Acquire) > 0;
-        while self.on_device.load(Ordering::Acquire) == 0 && !called() {
+        let waiting_count = || self.waiting_count.load(Ordering::Acquire) > 0;
+        while self.on_device.load(Ordering::Acquire) == 0 && !waiting_count() {
             if since.elapsed() > self.hub.options().polling.idle {
                 return;
             }
@@ -227,13 +227,17 @@ impl Shared {
         }
     }
 
-    fn refill(&self, state: &mut State) {
+    fn refill(&self, state: &mut RealTimeState) {
         while state.running.len() < ON_DEVICE {
-            let Some((segment, ticket)) = state.waiting.pop_front() else { return };
-            self.called.store(state.waiting.len(), Ordering::Release);
-            if self.orders.told(ticket) {
+            let Some((segment, sequence)) = state.waiting.pop_front() else { return };
+            self.waiting_count.store(state.waiting.len(), Ordering::Release);
+            if self.preemption.is_preempted(sequence) {
                 let started = Instant::now();
-                state.running.push_back(Running { segment, started, progress: Progress::Left });
+                state.running.push_back(ActiveSegment {
+                    segment,
+                    started,
+                    state_of: SegmentState::Preempted,
+                });
                 self.on_device.store(state.running.len(), Ordering::Release);
             } else {
                 self.start(state, segment);
@@ -241,66 +245,83 @@ impl Shared {
         }
     }
 
-    fn start(&self, state: &mut State, mut segment: Segment) {
+    fn start(&self, state: &mut RealTimeState, mut segment: Segment) {
         let started = Instant::now();
-        self.hub.traffic.enter();
-        let _call = (self.priority == Priority::High).then(|| self.hub.quiet.call());
+        self.hub.rt_activity.segment_started();
+        let _call =
+            (self.priority == Priority::High).then(|| self.hub.driver_backoff.enter_driver());
         // A panic here is a defect, but it must cost its request and not the queue.
-        let enqueue = || self.enqueue(&mut segment, &mut state.marks);
+        let enqueue = || self.enqueue(&mut segment, &mut state.fences);
         let enqueued = std::panic::catch_unwind(std::panic::AssertUnwindSafe(enqueue));
-        let progress = match enqueued {
-            Ok(Ok(progress)) => progress,
-            Ok(Err(err)) => Progress::Failed(err),
-            Err(_) => Progress::Failed(DeviceError::BadPlan("the queue panicked".to_string())),
+        let state_of = match enqueued {
+            Ok(Ok(state_of)) => state_of,
+            Ok(Err(err)) => SegmentState::Failed(err),
+            Err(_) => SegmentState::Failed(DeviceError::BadPlan("the queue panicked".to_string())),
         };
-        state.running.push_back(Running { segment, started, progress });
+        state.running.push_back(ActiveSegment { segment, started, state_of });
         self.on_device.store(state.running.len(), Ordering::Release);
     }
 
     /// Queues all of `segment` on the device.
-    fn enqueue(&self, segment: &mut Segment, marks: &mut u32) -> Result<Progress, DeviceError> {
-        self.hub.alive()?;
-        let (task, steps) = own_task(&self.hub, segment)?;
-        task.hold_memory(self.priority)?;
+    fn enqueue(
+        &self,
+        segment: &mut Segment,
+        fences: &mut u32,
+    ) -> Result<SegmentState, DeviceError> {
+        self.hub.check_healthy()?;
+        let (task, steps) = device_task(&self.hub, segment)?;
+        task.acquire_memory(self.priority)?;
         let begin = steps.start;
         let queued = self.queue_steps(task, steps).map_err(|err| failed(task, begin, err))?;
-        *marks = marks.wrapping_add(1);
+        *fences = fences.wrapping_add(1);
         // SAFETY: the word lives as long as this queue's thread, which waits for it.
-        unsafe { self.stream.write_word(self.word.device_address(), *marks) }
+        unsafe { self.stream.write_word(self.word.device_address(), *fences) }
             .map_err(|err| self.hub.error(err))?;
-        Ok(Progress::Marked { mark: *marks, queued })
+        Ok(SegmentState::InFlight { fence: *fences, queued })
     }
 
-    fn queue_steps(&self, task: &mut CudaTask, steps: Range<usize>) -> Result<Queued, CudaError> {
-        let (hub, lowered) = (task.hub.clone(), task.lowered.clone());
+    fn queue_steps(
+        &self,
+        task: &mut CudaTask,
+        steps: Range<usize>,
+    ) -> Result<EnqueuedWork, CudaError> {
+        let (hub, specialization) = (task.hub.clone(), task.specialization.clone());
         let (timed, uploaded) = (task.is_timed(), task.uploaded);
-        let tried = task.words.used_to > steps.start;
+        let tried = task.control.used_to > steps.start;
         let whole = steps == (0..task.step_count()) && !timed;
         let last = steps.end == task.step_count();
         // What a best-effort try left of the next step is done anew.
-        task.words.partly_done = false;
+        task.control.partly_done = false;
         if !uploaded {
             task.copy_in(false, &self.stream)?;
         }
         task.uploaded = true;
         let (instance, staging) = task.memory()?;
-        let arrival = lowered.arrival()?;
+        let arrival = specialization.arrival()?;
         let (mut events, mut span) = (Vec::new(), None);
-        // SAFETY: instance, staging and plan belong to the task, which this queue holds until the mark behind them is
+        // SAFETY: instance, staging and plan belong to the task, which this queue holds until the fence behind them is
         // passed or the stream is drained; nobody else uses the instance.
         unsafe {
             if uploaded && tried {
-                instance.clear_faults(&lowered, steps.start, &self.stream)?;
+                instance.clear_faults(&specialization, steps.start, &self.stream)?;
             }
-            // Whoever is to leave for this has been told by now, or is told here while the inputs are on their way.
-            hub.seats.send();
+            // Whoever is to leave for this has been is_preempted by now, or is is_preempted here while the inputs are on their way.
+            hub.epoch_counters.flush();
             if whole && !steps.is_empty() {
                 let began = hub.timeline.stamp(&hub, &self.stream)?;
                 match &arrival {
-                    None => instance.graph(&hub, &lowered, self.priority)?.launch(&self.stream)?,
+                    None => instance
+                        .graph(&hub, &specialization, self.priority)?
+                        .launch(&self.stream)?,
                     Some(arrival) => {
                         let (priority, stream) = (self.priority, &self.stream);
-                        instance.launch_arriving(&hub, &lowered, arrival, priority, stream)?;
+                        instance.launch_arriving(
+                            &hub,
+                            &specialization,
+                            arrival,
+                            priority,
+                            stream,
+                        )?;
                     }
                 }
                 span = began.zip(hub.timeline.stamp(&hub, &self.stream)?);
@@ -309,32 +330,38 @@ impl Shared {
                     if timed {
                         events.push(stamp(&hub, &self.stream)?);
                     }
-                    let held = lowered.hold(&self.stream, index + 1)?;
+                    let held = specialization.wait_for_weights(&self.stream, index + 1)?;
                     let dependent = index > steps.start && !timed && !held;
-                    instance.launch_real_time(&hub, &lowered, index, dependent, &self.stream)?;
+                    instance.launch_real_time(
+                        &hub,
+                        &specialization,
+                        index,
+                        dependent,
+                        &self.stream,
+                    )?;
                 }
                 if timed {
                     events.push(stamp(&hub, &self.stream)?);
                 }
             }
             if last {
-                instance.copy_outputs(&lowered, staging, &self.stream)?;
+                instance.copy_outputs(&specialization, staging, &self.stream)?;
             }
         }
-        Ok(Queued { end: steps.end, events, paced: whole && arrival.is_none(), span })
+        Ok(EnqueuedWork { end: steps.end, events, paced: whole && arrival.is_none(), span })
     }
 
-    fn complete(&self, running: Running, waited: Result<(), CudaError>, busy: Nanos) {
-        let Running { mut segment, progress, .. } = running;
-        let outcome = match (progress, waited) {
-            (Progress::Left, _) => Outcome::Preempted,
-            (Progress::Marked { queued, .. }, Ok(())) => {
+    fn complete(&self, running: ActiveSegment, waited: Result<(), CudaError>, busy: Nanos) {
+        let ActiveSegment { mut segment, state_of, .. } = running;
+        let outcome = match (state_of, waited) {
+            (SegmentState::Preempted, _) => Outcome::Preempted,
+            (SegmentState::InFlight { queued, .. }, Ok(())) => {
                 if let Some((from, to)) = &queued.span {
                     self.hub.timeline.add(from, to);
                 }
                 self.advance(&mut segment, &queued, busy)
             }
-            (Progress::Failed(err), Ok(())) => Outcome::Failed(err),
+            (SegmentState::Failed(err), Ok(())) => Outcome::Failed(err),
             (_, Err(err)) => Outcome::Failed(self.hub.error(err)),
         };
         if matches!(outcome, Outcome::Failed(_))
@@ -346,8 +373,8 @@ impl Shared {
         self.sink.complete(Completion { queue: self.options.id, token, task, outcome, busy });
     }
 
-    fn advance(&self, segment: &mut Segment, queued: &Queued, busy: Nanos) -> Outcome {
-        let task = match own_task(&self.hub, segment) {
+    fn advance(&self, segment: &mut Segment, queued: &EnqueuedWork, busy: Nanos) -> Outcome {
+        let task = match device_task(&self.hub, segment) {
             Ok((task, _)) => task,
             Err(err) => return Outcome::Failed(err),
         };
@@ -358,7 +385,7 @@ impl Shared {
             }
         }
         if queued.paced {
-            task.lowered.program.note_run(&task.lowered.parts, busy.into());
+            task.specialization.program.record_run(&task.specialization.parts, busy.into());
         }
         task.advance_to(queued.end);
         task.fault().map_or(Outcome::Done, Outcome::Failed)

@@ -1,0 +1,91 @@
+//! The CUDA C++ text of a kernel's module.
+
+use std::ffi::CStr;
+
+use model::gpu::Kernel;
+
+/// What a kernel is made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum KernelClass {
+    /// A block a tile, without checks; the entry point is `rt`.
+    RealTime,
+    /// Leaves when told to; the entry points are `be`, `be_grid` and `be_long`.
+    BestEffort,
+    /// Made of two by [`crate::fused`], a module as it is; the entry point is `dkp`.
+    Fused,
+}
+
+impl KernelClass {
+    /// The kernels a module of this flavour has.
+    pub(crate) fn entries(self) -> &'static [&'static CStr] {
+        match self {
+            KernelClass::RealTime => &[c"rt"],
+            KernelClass::BestEffort => &[c"be", c"be_grid", c"be_long"],
+            KernelClass::Fused => &[c"dkp"],
+        }
+    }
+}
+
+/// The module of `kernel`. What the plan believes of the operator is checked when it compiles.
+pub(crate) fn module_text(kernel: &Kernel, flavour: KernelClass) -> String {
+    let Kernel { source, expression, threads, shared_bytes, args_bytes } = kernel;
+    let entry = match flavour {
+        KernelClass::RealTime => "TILES_REAL_TIME",
+        KernelClass::BestEffort => "TILES_BEST_EFFORT",
+        KernelClass::Fused => return source.clone(),
+    };
+    format!(
+        "#include \"entry.cuh\"\n{source}\nusing Op = {expression};\nTILES_EXPECT(Op, {threads}, {shared_bytes}, {args_bytes});\n{entry}(Op)\n"
+    )
+}
+
+/// What NVRTC calls a GPU of `capability`. From 9.0 on the variant with that generation's own instructions.
+pub(crate) fn architecture(capability: u32) -> String {
+    let suffix = if capability >= 90 { "a" } else { "" };
+    format!("sm_{capability}{suffix}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kernel() -> Kernel {
+        Kernel {
+            source: "#include \"elementwise.cuh\"".to_string(),
+            expression: "tiles::Pair<int, 2>".to_string(),
+            threads: 128,
+            shared_bytes: 64,
+            args_bytes: 24,
+        }
+    }
+
+    #[test]
+    fn a_module_checks_what_the_plan_believes() {
+        let text = module_text(&kernel(), KernelClass::RealTime);
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(
+            lines,
+            [
+                "#include \"entry.cuh\"",
+                "#include \"elementwise.cuh\"",
+                "using Op = tiles::Pair<int, 2>;",
+                "TILES_EXPECT(Op, 128, 64, 24);",
+                "TILES_REAL_TIME(Op)",
+            ]
+        );
+    }
+
+    #[test]
+    fn flavours_differ_in_their_entry_points() {
+        assert!(
+            module_text(&kernel(), KernelClass::BestEffort).ends_with("TILES_BEST_EFFORT(Op)\n")
+        );
+        assert_eq!(KernelClass::BestEffort.entries(), [c"be", c"be_grid", c"be_long"]);
+    }
+
+    #[test]
+    fn hopper_gets_its_own_instructions() {
+        assert_eq!(architecture(90), "sm_90a");
+        assert_eq!(architecture(80), "sm_80");
+    }
+}

@@ -1,0 +1,113 @@
+//! KernelCache compiled on a machine without a GPU, and what the compiler says of them.
+
+use std::path::Path;
+
+use model::gpu::Kernel;
+
+use crate::compile::kernel_text::{KernelClass, architecture, module_text};
+use crate::compile::nvrtc::Nvrtc;
+use crate::compile::toolkit::Toolkit;
+use crate::error::OpenError;
+use crate::measure::fused::fuse;
+use crate::measure::{conformance, start_probe};
+use crate::memory::input_copier;
+
+/// What one entry point of a kernel's module needs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EntryFacts {
+    /// `rt`, `be`, `be_grid`, `be_long` or `dkp`.
+    pub entry: String,
+    /// Registers of a thread.
+    pub registers: u32,
+    /// Bytes a thread spills.
+    pub spilled_bytes: u32,
+}
+
+/// The kernels that are the device's own and of no plan.
+pub fn builtin_kernels() -> Vec<Kernel> {
+    vec![input_copier::kernel(), start_probe::kernel(), conformance::kernel()]
+}
+
+/// Compiles kernels and keeps nothing.
+pub struct KernelReport {
+    nvrtc: Nvrtc,
+    headers: Vec<(String, String)>,
+}
+
+impl KernelReport {
+    /// For GPUs of `capability`, 90 for 9.0. `toolkit` goes before the usual places.
+    pub fn new(
+        toolkit: Option<&Path>,
+        capability: u32,
+        headers: &[(&str, &str)],
+    ) -> Result<KernelReport, OpenError> {
+        let toolkit = Toolkit::find(toolkit)?;
+        let nvrtc = Nvrtc::new(&toolkit, architecture(capability), headers)
+            .and_then(|nvrtc| nvrtc.with_option("--ptxas-options=-v"))
+            .map_err(OpenError::NoCompiler)?;
+        let owned = |(name, text): &(&str, &str)| ((*name).to_string(), (*text).to_string());
+        Ok(KernelReport { nvrtc, headers: headers.iter().map(owned).collect() })
+    }
+
+    /// Both flavours of `kernel`; the error is the compiler's own words.
+    pub fn facts(&self, kernel: &Kernel) -> Result<Vec<EntryFacts>, String> {
+        let mut facts = Vec::new();
+        for flavour in [KernelClass::RealTime, KernelClass::BestEffort] {
+            let compiled = self.nvrtc.compile(&module_text(kernel, flavour))?;
+            facts.extend(parse(&compiled.log));
+        }
+        Ok(facts)
+    }
+
+    /// The kernel that does tiles of `real_time` and of `best_effort`; the error is the compiler's own words.
+    pub fn fused_facts(
+        &self,
+        real_time: &Kernel,
+        best_effort: &Kernel,
+    ) -> Result<Vec<EntryFacts>, String> {
+        let headers: Vec<(&str, &str)> =
+            self.headers.iter().map(|(name, text)| (name.as_str(), text.as_str())).collect();
+        let text = module_text(&fuse(real_time, best_effort, &headers), KernelClass::Fused);
+        Ok(parse(&self.nvrtc.compile(&text)?.log))
+    }
+}
+
+/// The assembler's lines: the entry, its spills, its registers.
+fn parse(log: &str) -> Vec<EntryFacts> {
+    let mut facts: Vec<EntryFacts> = Vec::new();
+    for line in log.lines() {
+        if let Some(name) = between(line, "Compiling entry function '", "'") {
+            let entry = name.to_string();
+            facts.push(EntryFacts { entry, registers: 0, spilled_bytes: 0 });
+        }
+        let Some(last) = facts.last_mut() else { continue };
+        if let Some(bytes) = between(line, "stack frame, ", " bytes spill stores") {
+            last.spilled_bytes = bytes.parse().unwrap_or(u32::MAX);
+        }
+        if let Some(registers) = between(line, "Used ", " registers") {
+            last.registers = registers.parse().unwrap_or(u32::MAX);
+        }
+    }
+    facts
+}
+
+fn between<'a>(line: &'a str, before: &str, after: &str) -> Option<&'a str> {
+    let rest = &line[line.find(before)? + before.len()..];
+    Some(&rest[..rest.find(after)?])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_assemblers_lines_are_read() {
+        let log = "ptxas info    : 0 bytes gmem\n\
+            ptxas info    : Compiling entry function 'be' for 'sm_90a'\n\
+            ptxas info    : Function properties for be\n    \
+            16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads\n\
+            ptxas info    : Used 168 registers, used 1 barriers, 64 bytes smem\n";
+        let want = EntryFacts { entry: "be".to_string(), registers: 168, spilled_bytes: 12 };
+        assert_eq!(parse(log), [want]);
+    }
+}

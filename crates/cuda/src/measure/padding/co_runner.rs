@@ -1,0 +1,200 @@
+//! Best effort that runs without end beside real time.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::network::Network;
+use super::{PaddingWay, Partition};
+use crate::driver::{Graph, PinnedWord, Priority, Stream};
+use crate::error::CudaError;
+use crate::hub::Hub;
+
+/// Runs that are queued: one that is under way, and one to go on with while we hear of it.
+const IN_FLIGHT: u32 = 2;
+
+/// How long best effort may take for a run before it counts as stuck.
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A network as best effort in a place of its own.
+pub(super) struct CoRunner {
+    /// Before the stream it was recorded on.
+    graph: Graph,
+    stream: Stream,
+    /// Runs that have ended, as the stream counts them.
+    fence: PinnedWord,
+    /// Of the partition, where it is held to one.
+    pub(super) multiprocessors: Option<u32>,
+}
+
+/// Ends of runs, in order.
+#[derive(Default)]
+struct Ends(Mutex<Vec<Instant>>);
+
+impl Ends {
+    fn add(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(Instant::now());
+    }
+
+    /// How many there are, and the last of them.
+    fn last(&self) -> Option<(usize, Instant)> {
+        let ends = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        Some((ends.len(), *ends.last()?))
+    }
+}
+
+/// What was seen of both.
+pub(super) struct CoRunResult {
+    /// Microseconds of real time's replays.
+    pub(super) micros: Vec<f64>,
+    /// Runs of best effort that ended.
+    pub(super) runs: f64,
+    /// In so many seconds.
+    pub(super) seconds: f64,
+}
+
+impl CoRunner {
+    /// `network` in the place of `way`; none for a way in which nothing runs beside real time.
+    pub(super) fn new(
+        hub: &Hub,
+        network: &Network,
+        way: PaddingWay,
+        partition: Option<&Partition>,
+    ) -> Result<Option<CoRunner>, CudaError> {
+        let (stream, multiprocessors) = match way {
+            PaddingWay::Alone | PaddingWay::Fused => return Ok(None),
+            PaddingWay::Free => (Stream::new(hub.context(), Priority::Low)?, None),
+            PaddingWay::Partition(_) | PaddingWay::Apart(_) => {
+                let partition = partition.ok_or(CudaError::Misuse("a partition was not opened"))?;
+                let stream = Stream::in_partition(hub.context(), &partition.part)?;
+                (stream, Some(partition.part.multiprocessors()))
+            }
+        };
+        let graph = stream.capture(|stream| {
+            for index in 0..network.steps.len() {
+                // SAFETY: recorded only; the network outlives the graph.
+                unsafe { network.launch_best_effort(hub, index, index > 0, stream) }?;
+            }
+            Ok(())
+        })?;
+        let fence = PinnedWord::new(hub.context())?;
+        Ok(Some(CoRunner { graph, stream, fence, multiprocessors }))
+    }
+
+    /// Replays real time for `span` at least and until a run of best effort has ended, with best effort beside it all the time.
+    pub(super) fn run_beside_rt(
+        &mut self,
+        hub: &Hub,
+        span: Duration,
+        replay: impl FnMut() -> Result<f64, CudaError>,
+    ) -> Result<CoRunResult, CudaError> {
+        let (stop, ends) = (AtomicBool::new(false), Ends::default());
+        std::thread::scope(|scope| {
+            let feeder = scope.spawn(|| self.feed(hub, &stop, &ends));
+            let seen = watch(span, &ends, replay, &|| feeder.is_finished());
+            stop.store(true, Ordering::Release);
+            let fed = feeder.join().map_err(|_| CudaError::Misuse("best effort panicked"))?;
+            fed.and(seen)
+        })
+    }
+
+    /// Keeps best effort going until it is told to stop, and waits for its last run.
+    fn feed(&mut self, hub: &Hub, stop: &AtomicBool, ends: &Ends) -> Result<(), CudaError> {
+        let fed = self.launch_on(hub, stop, ends);
+        // Whatever happened: what was queued uses memory of the network.
+        let idle = self.stream.synchronize();
+        fed.and(idle)
+    }
+
+    fn launch_on(&mut self, hub: &Hub, stop: &AtomicBool, ends: &Ends) -> Result<(), CudaError> {
+        // A word and no event: the stream of a partition is of another context.
+        let (before, mut launched, mut ended) = (self.fence.load(), 0, 0);
+        let mut heard = Instant::now();
+        while !stop.load(Ordering::Acquire) {
+            // As best effort does anywhere: real time's calls to the driver come first.
+            if launched < ended + IN_FLIGHT && !hub.driver_backoff.is_active() {
+                launched += 1;
+                let fence = before.wrapping_add(launched);
+                // SAFETY: the network and the word live until the stream is waited for, and this stream alone uses the
+                // network as best effort.
+                unsafe {
+                    self.graph.launch(&self.stream)?;
+                    self.stream.write_word(self.fence.device_address(), fence)?;
+                }
+            }
+            let now = self.fence.load().wrapping_sub(before);
+            if now != ended {
+                (ended..now).for_each(|_| ends.add());
+                (ended, heard) = (now, Instant::now());
+            }
+            // A kernel that failed leaves no fence, and the driver says why.
+            if heard.elapsed() > TIMEOUT {
+                self.stream.is_idle()?;
+                return Err(CudaError::Misuse("best effort beside real time stands still"));
+            }
+            std::hint::spin_loop();
+        }
+        Ok(())
+    }
+}
+
+/// Replays that count are those after the first end of a run; runs are counted from that end to the last one.
+fn watch(
+    span: Duration,
+    ends: &Ends,
+    mut replay: impl FnMut() -> Result<f64, CudaError>,
+    is_over: &dyn Fn() -> bool,
+) -> Result<CoRunResult, CudaError> {
+    let began = Instant::now();
+    let stuck = CudaError::Misuse("best effort beside real time does not come to an end");
+    let (ended, first) = loop {
+        replay()?;
+        match ends.last() {
+            Some(end) => break end,
+            None if is_over() || began.elapsed() > TIMEOUT => return Err(stuck),
+            None => {}
+        }
+    };
+    let (began, mut micros) = (Instant::now(), Vec::new());
+    loop {
+        micros.push(replay()?);
+        let (count, last) = ends.last().unwrap_or((ended, first));
+        if count > ended && began.elapsed() >= span {
+            let runs = (count - ended) as f64;
+            return Ok(CoRunResult { micros, runs, seconds: (last - first).as_secs_f64() });
+        }
+        if is_over() || began.elapsed() > span + TIMEOUT {
+            return Err(stuck);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_are_counted_between_two_ends() {
+        let (ends, mut replays) = (Ends::default(), 0);
+        let replay = || {
+            replays += 1;
+            std::thread::sleep(Duration::from_millis(1));
+            // Every third replay sees a run end.
+            if replays % 3 == 0 {
+                ends.add();
+            }
+            Ok(f64::from(replays))
+        };
+        let seen = watch(Duration::ZERO, &ends, replay, &|| false).expect("ends come");
+        assert_eq!((seen.micros, seen.runs), (vec![4.0, 5.0, 6.0], 1.0));
+        assert!(seen.seconds > 0.0);
+    }
+
+    #[test]
+    fn best_effort_that_died_is_told() {
+        let ends = Ends::default();
+        assert!(watch(Duration::ZERO, &ends, || Ok(1.0), &|| true).is_err());
+        ends.add();
+        assert!(watch(Duration::ZERO, &ends, || Ok(1.0), &|| true).is_err());
+    }
+}

@@ -1,0 +1,270 @@
+//! A network that can be either side of a pair.
+
+use std::sync::Arc;
+
+use device::{DeviceError, check_inputs};
+use model::gpu::{GpuPlan, Kernel};
+use model::{LaunchPlan, Tensor};
+
+use super::{PaddingLaunch, PaddingStep};
+use crate::compile::kernel_cache::CompileProgress;
+use crate::driver::{PinnedBuffer, Stream};
+use crate::error::CudaError;
+use crate::hub::Hub;
+use crate::measure::profile::{ChoiceProfile, ProfileOptions, Profiler, StepProfile};
+use crate::program::instance::Instance;
+use crate::program::layout::Addresses;
+use crate::program::specialization::{BoundKernel, Specialization};
+use crate::program::{first_of, lower, raw_bytes, sizes_of};
+
+/// Replays that time one launch of a step.
+const STEP_REPLAYS: usize = 12;
+
+/// SmLocator a step's two launches are among its choices.
+pub(super) const REAL_TIME: usize = 0;
+pub(super) const BEST_EFFORT: usize = 1;
+
+/// What outputs are before a network computes them.
+const NOT_COMPUTED: u32 = 0xa5a5_a5a5;
+
+/// A network on the device, with memory for both its roles.
+pub(super) struct Network {
+    pub(super) steps: Vec<PaddingStep>,
+    /// Best effort's launches.
+    plain: Vec<BoundKernel>,
+    pub(super) real_time: NetworkInstance,
+    pub(super) best_effort: NetworkInstance,
+    /// Behind the sides, whose memory its plan describes.
+    pub(super) specialization: Specialization,
+}
+
+/// The memory of one role.
+pub(super) struct NetworkInstance {
+    pub(super) instance: Instance,
+    /// Arguments of each step's launch in that role.
+    pub(super) args: Vec<Vec<u8>>,
+}
+
+impl Network {
+    pub(super) fn new(
+        hub: &Arc<Hub>,
+        plan: &LaunchPlan,
+        inputs: &[Tensor],
+        kernels: &mut Vec<Kernel>,
+        progress: CompileProgress<'_>,
+    ) -> Result<Network, DeviceError> {
+        check_inputs(plan, inputs)?;
+        let mut gpu = lower(hub, plan, &sizes_of(plan, inputs)).map_err(first_of)?;
+        hub.tuning().apply(&mut gpu);
+        keep_in_use(&mut gpu);
+        let options = ProfileOptions { replays: STEP_REPLAYS, ..ProfileOptions::default() };
+        let mut profiler = Profiler::new(hub, gpu, options, progress)?;
+        let profiles = profiler.steps()?;
+        let gpu = &profiler.specialization.gpu;
+        let bound = |step| profiler.bound(step, BEST_EFFORT);
+        let plain = gpu.steps.iter().map(bound).collect::<Result<Vec<_>, _>>()?;
+        let mut steps = Vec::with_capacity(profiles.len());
+        for (index, profile) in profiles.iter().enumerate() {
+            steps.push(PaddingStep {
+                name: profile.name.clone(),
+                real_time: measured(gpu, index, profile, REAL_TIME, kernels)?,
+                best_effort: measured(gpu, index, profile, BEST_EFFORT, kernels)?,
+            });
+        }
+        let Profiler { specialization, .. } = profiler;
+        let real_time = NetworkInstance::new(hub, &specialization, REAL_TIME, inputs)?;
+        let best_effort = NetworkInstance::new(hub, &specialization, BEST_EFFORT, inputs)?;
+        Ok(Network { steps, plain, real_time, best_effort, specialization })
+    }
+
+    /// Queues step `index` as real time.
+    ///
+    /// # Safety
+    /// This network lives until it is done, and nobody else uses its memory for real time.
+    pub(super) unsafe fn launch_real_time(
+        &self,
+        hub: &Hub,
+        index: usize,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        let instance = &self.real_time.instance;
+        // SAFETY: the caller answers for the memory.
+        unsafe { instance.launch_real_time(hub, &self.specialization, index, index > 0, stream) }
+    }
+
+    /// Queues step `index` as best effort that never leaves, behind another kernel of the same graph or not.
+    ///
+    /// # Safety
+    /// This network lives until it is done, and nobody else uses its memory for best effort.
+    pub(super) unsafe fn launch_best_effort(
+        &self,
+        hub: &Hub,
+        index: usize,
+        behind: bool,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        let bound = &self.plain[index];
+        let mut shape = bound.shape;
+        shape.dependent = behind && self.starts_early(hub, index);
+        let args = &self.best_effort.args[index];
+        // SAFETY: the arguments were checked against the kernel's size, and every address in them is of this network.
+        unsafe { stream.launch(bound.kernel.function(bound.entry), shape, &[args]) }
+    }
+
+    /// Whether step `index` may start while the one before ends.
+    pub(super) fn starts_early(&self, hub: &Hub, index: usize) -> bool {
+        !self.specialization.kernels[index].apart && hub.has_dependent_launches()
+    }
+
+    /// Queues a pattern over the outputs of `side`, which no network leaves there.
+    ///
+    /// # Safety
+    /// This network lives until it is done, and nothing else that is in flight uses that side.
+    pub(super) unsafe fn overwrite_outputs(
+        &self,
+        side: &NetworkInstance,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        let layout = &self.specialization.layout;
+        let words = (layout.staged_bytes - layout.outputs_at).div_ceil(4) as usize;
+        let at = side.instance.address() + layout.outputs_at;
+        // SAFETY: outputs of this instance, and room up to the next piece, which is aligned to more than a word.
+        unsafe { stream.fill(at, NOT_COMPUTED, words) }
+    }
+
+    /// Fault words and outputs of `side` as they are on the device, where nothing of it is in flight.
+    pub(super) fn outputs(
+        &self,
+        hub: &Hub,
+        side: &NetworkInstance,
+        stream: &Stream,
+    ) -> Result<Vec<u8>, CudaError> {
+        let layout = &self.specialization.layout;
+        let staging = PinnedBuffer::zeroed(hub.context(), layout.staged_bytes as usize)?;
+        // SAFETY: both live until the stream is waited for.
+        unsafe { side.instance.copy_outputs(&self.specialization, &staging, stream) }?;
+        stream.synchronize()?;
+        Ok(staging.as_slice()[layout.faults_at as usize..].to_vec())
+    }
+
+    /// Whether `outputs` are what was there before the network ran, all of them.
+    pub(super) fn is_overwritten(&self, outputs: &[u8]) -> bool {
+        let layout = &self.specialization.layout;
+        let at = (layout.outputs_at - layout.faults_at) as usize;
+        let pattern = NOT_COMPUTED.to_le_bytes()[0];
+        outputs.get(at..).is_none_or(|outputs| outputs.iter().all(|byte| *byte == pattern))
+    }
+}
+
+impl NetworkInstance {
+    fn new(
+        hub: &Hub,
+        specialization: &Specialization,
+        choice: usize,
+        inputs: &[Tensor],
+    ) -> Result<NetworkInstance, DeviceError> {
+        let instance = Instance::new(hub, specialization)?;
+        let addresses = Addresses {
+            block: instance.address(),
+            layout: &specialization.layout,
+            weights: &specialization.weights,
+        };
+        let patched = |(index, step): (usize, &model::gpu::GpuStep)| {
+            let own = specialization.layout.real_time_words(index);
+            addresses.patch(&step.choices[choice], own).map_err(DeviceError::BadPlan)
+        };
+        let args =
+            specialization.gpu.steps.iter().enumerate().map(patched).collect::<Result<_, _>>()?;
+        let side = NetworkInstance { instance, args };
+        side.copy_inputs_to_device(hub, specialization, inputs)?;
+        Ok(side)
+    }
+
+    /// Copies the inputs of all runs to the device.
+    fn copy_inputs_to_device(
+        &self,
+        hub: &Hub,
+        specialization: &Specialization,
+        inputs: &[Tensor],
+    ) -> Result<(), DeviceError> {
+        let bytes = specialization.layout.staged_bytes as usize;
+        let mut staging =
+            PinnedBuffer::zeroed(hub.context(), bytes).map_err(|err| hub.error(err))?;
+        for (index, (slot, tensor)) in specialization.gpu.inputs.iter().zip(inputs).enumerate() {
+            let raw = raw_bytes(tensor)?;
+            if raw.len() as u64 != slot.bytes {
+                let (name, want, got) = (&slot.name, slot.bytes, raw.len());
+                let why = format!("input '{name}' has {got} bytes, the device expects {want}");
+                return Err(DeviceError::BadInput(why));
+            }
+            let at = specialization.layout.input(index) as usize;
+            staging.as_mut_slice()[at..at + raw.len()].copy_from_slice(raw);
+        }
+        let stream = hub.memory_stream();
+        // SAFETY: both sides live until the stream is waited for.
+        unsafe { self.instance.copy_inputs(hub, specialization, &staging, true, stream) }
+            .and_then(|()| stream.synchronize())
+            .map_err(|err| hub.error(err))
+    }
+}
+
+/// Leaves each step of `gpu` the launch it has as real time and the one without a cluster, in this order.
+fn keep_in_use(gpu: &mut GpuPlan) {
+    for step in &mut gpu.steps {
+        step.choices = vec![step.choices[step.rt].clone(), step.choices[step.be].clone()];
+        (step.rt, step.be) = (REAL_TIME, BEST_EFFORT);
+    }
+}
+
+/// Choice `choice` of step `index` in the bench's words; its kernel is added to `kernels` unless it is there.
+fn measured(
+    gpu: &GpuPlan,
+    index: usize,
+    profile: &StepProfile,
+    choice: usize,
+    kernels: &mut Vec<Kernel>,
+) -> Result<PaddingLaunch, DeviceError> {
+    let launch = &gpu.steps[index].choices[choice];
+    let ChoiceProfile { time, registers, blocks_per_multiprocessor, .. } = profile.choices[choice];
+    let time = time.ok_or_else(|| DeviceError::Unsupported {
+        step: profile.name.clone(),
+        op: profile.op.clone(),
+        reason: format!("the GPU refuses to launch variant '{}'", launch.variant),
+    })?;
+    let kernel = &gpu.kernels[launch.kernel];
+    let known = kernels.iter().position(|known| known == kernel);
+    let kernel = known.unwrap_or_else(|| {
+        kernels.push(kernel.clone());
+        kernels.len() - 1
+    });
+    Ok(PaddingLaunch {
+        variant: launch.variant.clone(),
+        kernel,
+        tiles: launch.tiles,
+        cluster: launch.cluster,
+        us: time.median_us,
+        registers,
+        blocks_per_multiprocessor,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::program::layout::tests::{launch, step};
+    use model::gpu::Launch;
+
+    #[test]
+    fn the_two_launches_of_a_step_are_kept() {
+        let named = |name: &str| Launch { variant: name.to_string(), ..launch(4, 0) };
+        let mut one = step(named("a"));
+        one.choices.extend([named("b"), named("c")]);
+        (one.rt, one.be) = (2, 1);
+        let mut plan = GpuPlan { steps: vec![one], ..GpuPlan::default() };
+        keep_in_use(&mut plan);
+        let names: Vec<&str> =
+            plan.steps[0].choices.iter().map(|launch| launch.variant.as_str()).collect();
+        assert_eq!(names, ["c", "b"]);
+        assert_eq!((plan.steps[0].rt, plan.steps[0].be), (0, 1));
+    }
+}

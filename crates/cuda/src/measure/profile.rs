@@ -1,0 +1,438 @@
+//! Measuring a plan: every way to compute every step, and the whole as one graph.
+
+mod classes;
+mod whole_plan;
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::Instant;
+
+use device::DeviceError;
+use model::LaunchPlan;
+use model::gpu::{GpuPlan, GpuStep};
+use serde::Serialize;
+
+use crate::compile::kernel_cache::{CompileProgress, KernelRequest, LoadedKernel};
+use crate::compile::kernel_text::KernelClass;
+use crate::compile::tuning::{TunedVariants, Tuning, pair};
+use crate::device::CudaDevice;
+use crate::driver::{DeviceBuffer, Event, Graph, Priority, Stream};
+use crate::error::CudaError;
+use crate::hub::{Hub, LaunchTarget};
+use crate::memory::weights::ProgramWeights;
+use crate::program::instance::Instance;
+use crate::program::layout::{Addresses, LaunchSet, run_bytes};
+use crate::program::specialization::{BoundKernel, Specialization, real_time};
+use crate::program::{first_of, lower};
+
+pub use classes::ClassTiming;
+use whole_plan::WholePlan;
+
+/// Memory in which copies of a step find weights of their own, so that they come from memory as in a network larger than
+/// the cache.
+const WEIGHT_POOL: u64 = 256 << 20;
+
+/// Replays before any that counts.
+const WARM_UP: usize = 3;
+
+/// A choice that is this many times slower than the fastest so far while it warms up is not timed any further.
+const GIVE_UP_RATIO: f64 = 1.25;
+
+/// The time that copies of one launch should take together: long against what begins and ends a graph.
+const GRAPH_US: f64 = 200.0;
+
+/// How to measure.
+#[derive(Clone, Copy, Debug)]
+pub struct ProfileOptions {
+    /// Replays of the graph that times one choice.
+    pub replays: usize,
+    /// Replays of the whole plan.
+    pub plan_replays: usize,
+}
+
+impl Default for ProfileOptions {
+    fn default() -> ProfileOptions {
+        ProfileOptions { replays: 12, plan_replays: 100 }
+    }
+}
+
+/// Microseconds over many replays.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Timing {
+    /// Half took no longer.
+    pub median_us: f64,
+    /// Of a hundred, 99 took no longer.
+    pub p99_us: f64,
+}
+
+/// One way to compute a step.
+#[derive(Clone, Debug, Serialize)]
+pub struct ChoiceProfile {
+    /// Its name within the step.
+    pub variant: String,
+    /// Time as real time, one after another with dependent launches; absent when the GPU refuses the launch.
+    pub time: Option<Timing>,
+    /// Blocks.
+    pub tiles: u32,
+    /// Blocks that run together.
+    pub cluster: u32,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Registers of a thread.
+    pub registers: u32,
+    /// Bytes a thread spills.
+    pub spilled_bytes: u32,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+    /// Blocks a multiprocessor holds.
+    pub blocks_per_multiprocessor: u32,
+}
+
+/// A step with all its choices.
+#[derive(Clone, Debug, Serialize)]
+pub struct StepProfile {
+    /// The step's name.
+    pub name: String,
+    /// What it computes.
+    pub op: String,
+    /// What makes it the same problem as another.
+    pub signature: String,
+    /// Floating-point operations.
+    pub flops: u64,
+    /// Bytes moved at least.
+    pub bytes: u64,
+    /// Every choice, in the plan's order.
+    pub choices: Vec<ChoiceProfile>,
+    /// The fastest for real time.
+    pub rt: usize,
+    /// The fastest for best effort.
+    pub be: usize,
+    /// It and the one before it, by their signatures.
+    pub pair: Option<String>,
+    /// It is better launched when the one before has ended.
+    pub apart: bool,
+}
+
+/// A plan, measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct PlanProfile {
+    /// What the plan was made for.
+    pub sizes: Vec<(String, usize)>,
+    /// Every step.
+    pub steps: Vec<StepProfile>,
+    /// The whole plan with its fastest choices, as one graph with dependent launches.
+    pub graph: Timing,
+    /// The same without dependent launches: what they are worth.
+    pub plain_graph: Timing,
+    /// Device memory of the weights.
+    pub weight_bytes: u64,
+    /// Device memory of one run.
+    pub run_bytes: u64,
+    /// Seconds until all kernels were compiled or read from disk.
+    pub compile_seconds: f64,
+}
+
+impl PlanProfile {
+    /// Every two steps in a row.
+    pub(crate) fn pairs(&self) -> BTreeSet<String> {
+        self.steps.iter().filter_map(|step| step.pair.clone()).collect()
+    }
+
+    /// What was found to be the fastest.
+    pub(crate) fn tuning(&self) -> Tuning {
+        let chosen = |step: &StepProfile| TunedVariants {
+            rt: step.choices[step.rt].variant.clone(),
+            be: step.choices[step.be].variant.clone(),
+        };
+        let choices = self.steps.iter().map(|step| (step.signature.clone(), chosen(step)));
+        let apart =
+            self.steps.iter().filter(|step| step.apart).filter_map(|step| step.pair.clone());
+        Tuning { choices: choices.collect(), apart: apart.collect() }
+    }
+}
+
+impl CudaDevice {
+    /// Times every choice of every step of `plan` for `sizes`, and the plan made of the fastest. Steps of one signature are
+    /// timed once. Needs the device for itself to mean anything.
+    pub fn profile(
+        &self,
+        plan: &LaunchPlan,
+        sizes: &[(String, usize)],
+        options: ProfileOptions,
+        progress: CompileProgress<'_>,
+    ) -> Result<PlanProfile, DeviceError> {
+        let hub = self.hub();
+        hub.check_healthy()?;
+        let gpu = lower(hub, plan, sizes).map_err(first_of)?;
+        Profiler::new(hub, gpu, options, progress)?.run(sizes)
+    }
+}
+
+pub(super) struct Profiler<'a> {
+    hub: &'a Arc<Hub>,
+    options: ProfileOptions,
+    progress: CompileProgress<'a>,
+    pub(super) specialization: Specialization,
+    weights: Arc<ProgramWeights>,
+    kernels: HashMap<KernelRequest, Arc<LoadedKernel>>,
+    instance: Instance,
+    pool: DeviceBuffer,
+    stream: Stream,
+    compile_seconds: f64,
+}
+
+impl<'a> Profiler<'a> {
+    pub(super) fn new(
+        hub: &'a Arc<Hub>,
+        gpu: GpuPlan,
+        options: ProfileOptions,
+        progress: CompileProgress<'a>,
+    ) -> Result<Profiler<'a>, DeviceError> {
+        let cuda = |err: CudaError| hub.error(err);
+        let started = Instant::now();
+        let requests: Vec<KernelRequest> = gpu
+            .steps
+            .iter()
+            .flat_map(|step| &step.choices)
+            .filter_map(|launch| gpu.kernels.get(launch.kernel))
+            .map(|kernel| (kernel.clone(), KernelClass::RealTime))
+            .collect();
+        let kernels = hub.kernels().get(&requests, progress)?;
+        let compile_seconds = started.elapsed().as_secs_f64();
+        let weights = ProgramWeights::new(hub, false);
+        let specialization = Specialization::with(hub, gpu, &weights, LaunchSet::All, &|_, _| {})?;
+        let instance = Instance::new(hub, &specialization)?;
+        let pool = DeviceBuffer::zeroed(hub.memory_stream(), WEIGHT_POOL).map_err(cuda)?;
+        let stream = Stream::new(hub.context(), Priority::High).map_err(cuda)?;
+        Ok(Profiler {
+            hub,
+            options,
+            progress,
+            specialization,
+            weights,
+            kernels,
+            instance,
+            pool,
+            stream,
+            compile_seconds,
+        })
+    }
+
+    fn run(mut self, sizes: &[(String, usize)]) -> Result<PlanProfile, DeviceError> {
+        let profiles = self.steps()?;
+        let mut chosen = self.specialization.gpu.clone();
+        for (step, profile) in chosen.steps.iter_mut().zip(&profiles) {
+            (step.rt, step.be) = (profile.rt, profile.be);
+        }
+        let mut profile = PlanProfile {
+            sizes: sizes.to_vec(),
+            steps: profiles,
+            graph: Timing::default(),
+            plain_graph: Timing::default(),
+            weight_bytes: self.weights.bytes(),
+            run_bytes: run_bytes(&chosen),
+            compile_seconds: self.compile_seconds,
+        };
+        let whole = WholePlan::new(&self, &profile)?;
+        let replays = self.options.plan_replays;
+        let apart = whole.best_apart(&profile).map_err(|err| self.hub.error(err))?;
+        for (step, apart) in profile.steps.iter_mut().zip(&apart) {
+            step.apart = *apart;
+        }
+        let time = |apart: &[bool]| whole.time(apart, replays).map_err(|err| self.hub.error(err));
+        let (graph, plain_graph) = (time(&apart)?, time(&vec![true; apart.len()])?);
+        drop(whole);
+        Ok(PlanProfile { graph, plain_graph, ..profile })
+    }
+
+    /// Every step with all its choices timed; steps of one signature once.
+    pub(super) fn steps(&mut self) -> Result<Vec<StepProfile>, DeviceError> {
+        let mut known: HashMap<String, StepProfile> = HashMap::new();
+        let steps = self.specialization.gpu.steps.clone();
+        let mut profiles = Vec::with_capacity(steps.len());
+        for (index, step) in steps.iter().enumerate() {
+            let profile = match known.get(&step.signature) {
+                Some(same) => StepProfile { name: step.name.clone(), ..same.clone() },
+                None => self.step(index, step)?,
+            };
+            known.insert(step.signature.clone(), profile.clone());
+            let before = index.checked_sub(1).map(|before| pair(&steps[before], step));
+            profiles.push(StepProfile { pair: before, ..profile });
+            (self.progress)(index + 1, steps.len());
+        }
+        Ok(profiles)
+    }
+
+    fn step(&mut self, index: usize, step: &GpuStep) -> Result<StepProfile, DeviceError> {
+        let mut choices = Vec::with_capacity(step.choices.len());
+        let mut fastest_us = f64::INFINITY;
+        for choice in 0..step.choices.len() {
+            let timed = self.choice(index, step, choice, fastest_us * GIVE_UP_RATIO)?;
+            fastest_us = timed.time.map_or(fastest_us, |time| fastest_us.min(time.median_us));
+            choices.push(timed);
+        }
+        let fastest = |allowed: &dyn Fn(&ChoiceProfile) -> bool, fallback: usize| {
+            let timed = choices.iter().enumerate().filter(|(_, choice)| allowed(choice));
+            let timed = timed.filter_map(|(at, choice)| Some((at, choice.time?.median_us)));
+            timed.min_by(|(_, a), (_, b)| a.total_cmp(b)).map_or(fallback, |(at, _)| at)
+        };
+        let rt = fastest(&|_| true, step.rt);
+        let be = fastest(&|choice| choice.cluster <= 1, step.be);
+        Ok(StepProfile {
+            name: step.name.clone(),
+            op: step.op.clone(),
+            signature: step.signature.clone(),
+            flops: step.flops,
+            bytes: step.bytes,
+            choices,
+            rt,
+            be,
+            pair: None,
+            apart: false,
+        })
+    }
+
+    pub(super) fn bound(&self, step: &GpuStep, choice: usize) -> Result<BoundKernel, DeviceError> {
+        let launch = &step.choices[choice];
+        let requests =
+            (self.specialization.gpu.kernels[launch.kernel].clone(), KernelClass::RealTime);
+        real_time(&self.specialization.gpu, launch, self.kernels[&requests].clone())
+            .map_err(|err| self.hub.error(err))
+    }
+
+    fn choice(
+        &mut self,
+        index: usize,
+        step: &GpuStep,
+        choice: usize,
+        give_up_us: f64,
+    ) -> Result<ChoiceProfile, DeviceError> {
+        let launch = &step.choices[choice];
+        let bound = self.bound(step, choice)?;
+        let time = match self.time_copies(index, step, choice, &bound, give_up_us) {
+            Ok(time) => Some(time),
+            Err(err @ CudaError::Faulted(_)) => return Err(self.hub.error(err)),
+            // A cluster that does not fit, say: the others remain.
+            Err(err) => {
+                tracing::debug!(step = step.name, variant = launch.variant, "not timed: {err}");
+                None
+            }
+        };
+        let function = bound.kernel.function(bound.entry);
+        Ok(ChoiceProfile {
+            variant: launch.variant.clone(),
+            time,
+            tiles: launch.tiles,
+            cluster: launch.cluster,
+            threads: bound.shape.threads,
+            registers: function.registers,
+            spilled_bytes: function.local_bytes,
+            shared_bytes: bound.shape.shared,
+            blocks_per_multiprocessor: function.blocks,
+        })
+    }
+
+    /// The time of one launch among copies of itself, each with weights elsewhere.
+    fn time_copies(
+        &mut self,
+        index: usize,
+        step: &GpuStep,
+        choice: usize,
+        bound: &BoundKernel,
+        give_up_us: f64,
+    ) -> Result<Timing, CudaError> {
+        let guess = (step.flops as f64 / 200e6).max(step.bytes as f64 / 2e6).max(3.0);
+        let copies = (GRAPH_US / guess).clamp(3.0, 24.0) as usize;
+        let launch = &step.choices[choice];
+        let mut all = Vec::with_capacity(copies);
+        for copy in 0..copies {
+            let weights = self.moved_weights(copy as u64);
+            let addresses = Addresses {
+                block: self.instance.address(),
+                layout: &self.specialization.layout,
+                weights: &weights,
+            };
+            let args = addresses
+                .patch(launch, self.specialization.layout.real_time_words(index))
+                .map_err(|_| CudaError::Misuse("a launch points outside of its plan"))?;
+            all.push(args);
+        }
+        let graph = self.hub.capture(LaunchTarget::High, |stream| {
+            for (copy, args) in all.iter().enumerate() {
+                let mut shape = bound.shape;
+                shape.dependent = copy > 0 && self.hub.has_dependent_launches();
+                // SAFETY: recorded only; the instance and the pool outlive the graph, which is gone when this returns.
+                unsafe { stream.launch(bound.kernel.function(bound.entry), shape, &[args]) }?;
+            }
+            Ok(())
+        })?;
+        let give_up_us = give_up_us * copies as f64;
+        let timing = time(self.hub, &graph, &self.stream, self.options.replays, give_up_us)?;
+        let each = |micros: f64| micros / copies as f64;
+        Ok(Timing { median_us: each(timing.median_us), p99_us: each(timing.p99_us) })
+    }
+
+    /// Addresses of all weights for copy `copy`, within the pool where they fit.
+    fn moved_weights(&self, copy: u64) -> Vec<(u64, u64)> {
+        let places = &self.specialization.weights;
+        let moved = |&(address, bytes): &(u64, u64)| {
+            let stride = bytes.next_multiple_of(4096).max(4096);
+            let slots = WEIGHT_POOL / stride;
+            if slots < 2 {
+                return (address, bytes);
+            }
+            (self.pool.address() + copy % slots * stride, bytes)
+        };
+        places.iter().map(moved).collect()
+    }
+}
+
+/// Microseconds of `graph`, replayed one at a time; few times when even the quickest takes longer than `give_up_us`.
+fn time(
+    hub: &Hub,
+    graph: &Graph,
+    stream: &Stream,
+    replays: usize,
+    give_up_us: f64,
+) -> Result<Timing, CudaError> {
+    let (from, to) = (Event::new(hub.context())?, Event::new(hub.context())?);
+    let replay = || {
+        from.record(stream)?;
+        // SAFETY: the caller keeps what the graph points to, and each replay is waited for.
+        unsafe { graph.launch(stream) }?;
+        to.record(stream)?;
+        to.wait()?;
+        to.micros_since(&from)
+    };
+    // They find cold caches and clocks, but what is far too slow shows.
+    let mut quickest = f64::INFINITY;
+    for _ in 0..WARM_UP {
+        quickest = quickest.min(replay()?);
+    }
+    if quickest > give_up_us {
+        return Ok(Timing { median_us: quickest, p99_us: quickest });
+    }
+    let all = (0..replays).map(|_| replay()).collect::<Result<_, _>>()?;
+    Ok(summary(all))
+}
+
+fn summary(mut all: Vec<f64>) -> Timing {
+    all.sort_by(f64::total_cmp);
+    let at = |share: f64| {
+        let index = ((all.len() as f64 * share) as usize).min(all.len().saturating_sub(1));
+        all.get(index).copied().unwrap_or(0.0)
+    };
+    Timing { median_us: at(0.5), p99_us: at(0.99) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_of_many() {
+        let timing = summary((1..=100).rev().map(f64::from).collect());
+        assert_eq!(timing, Timing { median_us: 51.0, p99_us: 100.0 });
+        assert_eq!(summary(vec![]), Timing::default());
+    }
+}

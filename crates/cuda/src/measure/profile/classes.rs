@@ -1,0 +1,159 @@
+//! What being able to leave costs on the device: one plan as real time and as best effort with nothing to leave for.
+
+use device::DeviceError;
+use model::LaunchPlan;
+use serde::Serialize;
+
+use super::{Timing, summary};
+use crate::device::CudaDevice;
+use crate::driver::{Event, Graph, PinnedBuffer, PinnedWord, Priority, Stream};
+use crate::error::CudaError;
+use crate::hub::{Hub, LaunchTarget};
+use crate::memory::weights::ProgramWeights;
+use crate::program::instance::{BestEffortLaunch, Instance};
+use crate::program::specialization::Specialization;
+use crate::program::{first_of, lower};
+
+/// Replays before the clocks and caches are warm.
+const WARM_UP: usize = 5;
+
+/// One plan in its several forms, replayed in turns.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct ClassTiming {
+    /// As real time, in one graph.
+    pub real_time: Timing,
+    /// As best effort, in one graph: what looking, counting and marking cost.
+    pub best_effort: Timing,
+    /// As best effort in the chains it is launched in, each with a fence behind it.
+    pub best_effort_chains: Timing,
+}
+
+impl CudaDevice {
+    /// Times `plan` for `sizes` with the variants in use, as real time and as best effort. Needs the device for itself to
+    /// mean anything.
+    pub fn time_classes(
+        &self,
+        plan: &LaunchPlan,
+        sizes: &[(String, usize)],
+        replays: usize,
+    ) -> Result<ClassTiming, DeviceError> {
+        let hub = self.hub();
+        hub.check_healthy()?;
+        let gpu = lower(hub, plan, sizes).map_err(first_of)?;
+        let weights = ProgramWeights::new(hub, false);
+        let specialization = Specialization::new(hub, gpu, &weights, &|_, _| {})?;
+        let instance = Instance::new(hub, &specialization)?;
+        let mut bench =
+            ClassBench::new(hub, &specialization, instance).map_err(|err| hub.error(err))?;
+        bench.run(replays).map_err(|err| hub.error(err))
+    }
+}
+
+#[derive(Clone, Copy)]
+enum LaunchForm {
+    RealTime,
+    BestEffort,
+    Chains,
+}
+
+/// The forms, and what launching them takes.
+struct ClassBench<'a> {
+    hub: &'a Hub,
+    specialization: &'a Specialization,
+    real_time: Graph,
+    best_effort: Graph,
+    /// Behind the graphs, which point into it.
+    instance: Instance,
+    /// Words of best-effort launches as a fresh run finds them.
+    fresh: PinnedBuffer,
+    fence: PinnedWord,
+    stream: Stream,
+    from: Event,
+    to: Event,
+}
+
+impl<'a> ClassBench<'a> {
+    fn new(
+        hub: &'a Hub,
+        specialization: &'a Specialization,
+        instance: Instance,
+    ) -> Result<ClassBench<'a>, CudaError> {
+        let context = hub.context();
+        let steps = 0..specialization.kernels.len();
+        let real_time = hub.capture(LaunchTarget::High, |stream| {
+            for index in steps.clone() {
+                // SAFETY: recorded only; the instance outlives the graph.
+                unsafe {
+                    instance.launch_real_time(hub, specialization, index, index > 0, stream)
+                }?;
+            }
+            Ok(())
+        })?;
+        let best_effort = hub.capture(LaunchTarget::High, |stream| {
+            for index in steps.clone() {
+                let how = BestEffortLaunch { restored: false, dependent: index > 0 };
+                // SAFETY: as above.
+                unsafe { instance.launch_best_effort(hub, specialization, index, how, stream) }?;
+            }
+            Ok(())
+        })?;
+        let fresh = PinnedBuffer::zeroed(context, specialization.layout.staged_bytes as usize)?;
+        let stream = Stream::new(context, Priority::High)?;
+        instance.epoch_counter().set_launch_epoch(instance.epoch_counter().epoch(), &stream)?;
+        Ok(ClassBench {
+            hub,
+            specialization,
+            real_time,
+            best_effort,
+            instance,
+            fresh,
+            fence: PinnedWord::new(context)?,
+            stream,
+            from: Event::new(context)?,
+            to: Event::new(context)?,
+        })
+    }
+
+    fn run(&mut self, replays: usize) -> Result<ClassTiming, CudaError> {
+        let forms = [LaunchForm::RealTime, LaunchForm::BestEffort, LaunchForm::Chains];
+        let mut taken: [Vec<f64>; 3] = Default::default();
+        for replay in 0..replays + WARM_UP {
+            for (form, all) in forms.into_iter().zip(&mut taken) {
+                let micros = self.timed(form)?;
+                if replay >= WARM_UP {
+                    all.push(micros);
+                }
+            }
+        }
+        let [real_time, best_effort, best_effort_chains] = taken.map(summary);
+        Ok(ClassTiming { real_time, best_effort, best_effort_chains })
+    }
+
+    fn timed(&mut self, form: LaunchForm) -> Result<f64, CudaError> {
+        // SAFETY: both sides live until the event behind is waited for.
+        unsafe { self.instance.copy_words(self.specialization, &self.fresh, &self.stream) }?;
+        self.from.record(&self.stream)?;
+        match form {
+            // SAFETY: the instance is this bench's with fresh words, and the launch is waited for.
+            LaunchForm::RealTime => unsafe { self.real_time.launch(&self.stream) }?,
+            // SAFETY: as above.
+            LaunchForm::BestEffort => unsafe { self.best_effort.launch(&self.stream) }?,
+            LaunchForm::Chains => self.launch_chains()?,
+        }
+        self.to.record(&self.stream)?;
+        self.to.wait()?;
+        self.to.micros_since(&self.from)
+    }
+
+    fn launch_chains(&mut self) -> Result<(), CudaError> {
+        for (number, steps) in self.specialization.chains.iter().enumerate() {
+            self.instance.ensure_chain(self.hub, self.specialization, steps, LaunchTarget::Low)?;
+            // SAFETY: as above; the word lives as long as this bench.
+            unsafe {
+                self.instance.launch_chain(steps, LaunchTarget::Low, &self.stream)?;
+                self.stream.write_word(self.fence.device_address(), number as u32 + 1)?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,165 @@
+//! Measures how soon real-time blocks run, and how soon they run on every multiprocessor, whatever best effort has queued.
+//!
+//! The probe is a real-time launch of a block a multiprocessor, each with so much shared memory that no other block with
+//! shared memory of its own fits beside it. The first block writes a host word, and so does the one that makes them all.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use device::{DeviceError, Queue};
+use model::gpu::Kernel;
+
+use crate::CudaDevice;
+use crate::compile::kernel_cache::LoadedKernel;
+use crate::compile::kernel_text::KernelClass;
+use crate::driver::{DeviceBuffer, LaunchShape, PinnedWord, Priority, Stream};
+use crate::error::CudaError;
+use crate::hub::Hub;
+
+/// Three addresses and two words.
+const ARGS_BYTES: usize = 32;
+
+/// Shared memory of a block: more than half of what a multiprocessor has on every GPU the kernels run on.
+const SHARED_BYTES: u32 = 96 << 10;
+
+/// How long an answer may take before the device counts as stuck.
+const TIMEOUT: Duration = Duration::from_secs(10);
+
+const SOURCE: &str = r#"
+struct ProbeArgs {
+    u32* first;
+    u32* all;
+    u32* count;
+    u32 round, blocks;
+};
+struct Probe {
+    using Args = ProbeArgs;
+    static constexpr int kThreads = 128, kShared = 96 << 10, kBlocks = 1;
+    template <class Watch, class Gate>
+    static __device__ __forceinline__ bool tile(const Args& a, int, unsigned char* shared, Watch&, const Gate&)
+    {
+        if (threadIdx.x == 0) {
+            shared[0] = 1;
+            *(volatile u32*)a.first = a.round;
+            if (atomicAdd(a.count, 1) + 1 == a.round * a.blocks) *(volatile u32*)a.all = a.round;
+        }
+        return true;
+    }
+};
+"#;
+
+pub(crate) fn kernel() -> Kernel {
+    Kernel {
+        source: format!("#include \"base.cuh\"\nusing namespace tiles;\n{SOURCE}"),
+        expression: "Probe".to_string(),
+        threads: 128,
+        shared_bytes: SHARED_BYTES,
+        args_bytes: ARGS_BYTES as u32,
+    }
+}
+
+/// When the blocks of one probe ran, from the moment the order to leave was given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StartTimes {
+    /// The first.
+    pub first: Duration,
+    /// All of them, one on every multiprocessor.
+    pub all: Duration,
+}
+
+/// A launch that tells when it runs.
+pub struct StartProbe {
+    hub: Arc<Hub>,
+    kernel: Arc<LoadedKernel>,
+    stream: Stream,
+    first: PinnedWord,
+    all: PinnedWord,
+    count: DeviceBuffer,
+    round: u32,
+}
+
+impl CudaDevice {
+    /// A probe of this device.
+    pub fn start_probe(&self) -> Result<StartProbe, DeviceError> {
+        StartProbe::new(self.hub())
+    }
+}
+
+impl StartProbe {
+    fn new(hub: &Arc<Hub>) -> Result<StartProbe, DeviceError> {
+        let request = (kernel(), KernelClass::RealTime);
+        let mut kernels = hub.kernels().get(std::slice::from_ref(&request), &|_, _| {})?;
+        let kernel = kernels
+            .remove(&request)
+            .ok_or_else(|| DeviceError::BadPlan("the probe was not compiled".to_string()))?;
+        let make = || {
+            let context = hub.context();
+            Ok(StartProbe {
+                kernel,
+                stream: Stream::new(context, Priority::High)?,
+                first: PinnedWord::new(context)?,
+                all: PinnedWord::new(context)?,
+                count: DeviceBuffer::zeroed(hub.memory_stream(), 64)?,
+                round: 0,
+                hub: hub.clone(),
+            })
+        };
+        let probe = make().map_err(|err| hub.error(err))?;
+        hub.memory_stream().synchronize().map_err(|err| hub.error(err))?;
+        Ok(probe)
+    }
+
+    /// Makes `queues` leave and starts the probe behind that at once, as real time does.
+    pub fn fire(&mut self, queues: &[&dyn Queue]) -> Result<StartTimes, DeviceError> {
+        self.hub.check_healthy()?;
+        self.round += 1;
+        let began = Instant::now();
+        let _call = self.hub.driver_backoff.enter_driver();
+        self.hub.epoch_counters.batch(|| queues.iter().for_each(|queue| queue.preempt()));
+        self.launch().map_err(|err| self.hub.error(err))?;
+        self.hub.epoch_counters.flush();
+        let first = self.wait(&self.first, began)?;
+        let all = self.wait(&self.all, began)?;
+        Ok(StartTimes { first, all })
+    }
+
+    fn launch(&self) -> Result<(), CudaError> {
+        let blocks = self.hub.target().multiprocessors.max(1);
+        let mut args = [0; ARGS_BYTES];
+        args[0..8].copy_from_slice(&self.first.device_address().to_le_bytes());
+        args[8..16].copy_from_slice(&self.all.device_address().to_le_bytes());
+        args[16..24].copy_from_slice(&self.count.address().to_le_bytes());
+        args[24..28].copy_from_slice(&self.round.to_le_bytes());
+        args[28..32].copy_from_slice(&blocks.to_le_bytes());
+        let shape = LaunchShape {
+            grid: blocks,
+            threads: 128,
+            shared: SHARED_BYTES,
+            cluster: 1,
+            dependent: false,
+        };
+        // SAFETY: the arguments have the layout of `ProbeArgs`, and what they point to lives as long as this probe, which
+        // waits for the last block of every launch.
+        unsafe { self.stream.launch(self.kernel.function(0), shape, &[&args]) }
+    }
+
+    fn wait(&self, word: &PinnedWord, began: Instant) -> Result<Duration, DeviceError> {
+        while word.load() != self.round {
+            std::hint::spin_loop();
+            if began.elapsed() > TIMEOUT {
+                return Err(DeviceError::Faulted {
+                    device: self.hub.info.name.clone(),
+                    reason: "a probe does not run".to_string(),
+                });
+            }
+        }
+        Ok(began.elapsed())
+    }
+}
+
+impl Drop for StartProbe {
+    fn drop(&mut self) {
+        // The words must outlive a launch that is still to run.
+        let _ = self.stream.synchronize();
+    }
+}

@@ -1,0 +1,267 @@
+//! The input pool: rows of device memory in a ring, each with its place in pinned host memory and an event.
+//!
+//! Inputs are copy_event to the device the moment they arrive, on a stream of their own, while earlier batches compute. Rows that
+//! came one after another lie one after another, so a batch is one run of them, or two where the ring ends. Everything is
+//! made when the pool is; taking and giving back only changes who owns which rows. Inputs in memory that was pooled are copy_event from
+//! there, all others through the rows' own.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use bytes::Bytes;
+
+use crate::driver::{CountedResource, DeviceBuffer, Event, PinnedBuffer, ResourceKind, Stream};
+use crate::error::CudaError;
+use crate::hub::Hub;
+use crate::memory::input_copier::InputCopier;
+use crate::program::task::write_inputs;
+
+/// What a pool may take of the device, and as much again of the host.
+const MAX_POOL_BYTES: usize = 160 << 20;
+
+/// Rows of a pool at most.
+const MAX_ROWS: usize = 256;
+
+/// Rows below which a pool is not worth having.
+const MIN_ROWS: usize = 8;
+
+/// Who owns which rows.
+#[derive(Debug)]
+struct RowAllocator {
+    used: Vec<bool>,
+    /// SmLocator the next rows are looked for: behind those that were taken last.
+    next: usize,
+    /// Copies that were queued.
+    copies: u64,
+}
+
+impl RowAllocator {
+    fn new(count: usize) -> RowAllocator {
+        RowAllocator { used: vec![false; count], next: 0, copies: 0 }
+    }
+
+    /// `rows` side by side, if there are any.
+    fn take(&mut self, rows: usize) -> Option<usize> {
+        let fits = |first: &usize| {
+            self.used.get(*first..*first + rows).is_some_and(|run| !run.contains(&true))
+        };
+        let first = (self.next..self.used.len()).chain(0..self.next).find(fits)?;
+        self.used[first..first + rows].fill(true);
+        self.next = (first + rows) % self.used.len();
+        Some(first)
+    }
+
+    fn give(&mut self, first: usize, rows: usize) {
+        self.used[first..first + rows].fill(false);
+    }
+}
+
+/// The pool of one model for inputs whose rows have these sizes.
+pub(crate) struct InputPool {
+    row_bytes: Vec<usize>,
+    rings: Vec<DeviceBuffer>,
+    host: Vec<PinnedBuffer>,
+    /// Of each row: the copy of rows that begin there is done.
+    events: Vec<Event>,
+    rows_in_use: Mutex<RowAllocator>,
+    stream: Arc<Stream>,
+    input_copier: Arc<InputCopier>,
+    _counted: CountedResource,
+}
+
+/// Rows of a pool that are somebody's.
+pub(crate) struct PoolSlot {
+    pool: Arc<InputPool>,
+    first: usize,
+    rows: usize,
+    /// Number of the copy to the device; `None` when there was none.
+    copy: Option<u64>,
+    /// The inputs, where they lie in memory that was pooled; else they are in the rows' own.
+    pooled: Vec<Bytes>,
+}
+
+impl InputPool {
+    /// A pool for rows of these many bytes, one number for each input; `None` when they are too large for one.
+    pub(crate) fn new(hub: &Hub, row_bytes: Vec<usize>) -> Result<Option<InputPool>, CudaError> {
+        let row: usize = row_bytes.iter().sum();
+        let count = (MAX_POOL_BYTES / row.max(1)).min(MAX_ROWS);
+        if count < MIN_ROWS || row == 0 {
+            return Ok(None);
+        }
+        let ring =
+            |bytes: &usize| DeviceBuffer::zeroed(hub.memory_stream(), (bytes * count) as u64);
+        let pinned = |bytes: &usize| PinnedBuffer::zeroed(hub.context(), bytes * count);
+        Ok(Some(InputPool {
+            rings: row_bytes.iter().map(ring).collect::<Result<_, _>>()?,
+            host: row_bytes.iter().map(pinned).collect::<Result<_, _>>()?,
+            events: (0..count).map(|_| Event::untimed(hub.context())).collect::<Result<_, _>>()?,
+            rows_in_use: Mutex::new(RowAllocator::new(count)),
+            stream: hub.input_stream().clone(),
+            input_copier: hub.input_copier.clone(),
+            _counted: hub
+                .context()
+                .resource_counts()
+                .count(ResourceKind::InputPool, (row * count) as u64),
+            row_bytes,
+        }))
+    }
+
+    /// Device memory it holds.
+    pub(crate) fn bytes(&self) -> u64 {
+        (self.row_bytes.iter().sum::<usize>() * self.events.len()) as u64
+    }
+
+    fn rows_in_use(&self) -> MutexGuard<'_, RowAllocator> {
+        self.rows_in_use.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes rows for `inputs`, which are as long as that, and copies them there: to pinned memory now unless they are in some
+    /// (`pooled`), and when `early` on to the device. `None` when there is no room.
+    pub(crate) fn take(
+        self: &Arc<InputPool>,
+        inputs: &[&Bytes],
+        rows: usize,
+        (early, pooled): (bool, bool),
+        notify: &mut dyn FnMut(),
+    ) -> Result<Option<PoolSlot>, CudaError> {
+        let lengths = inputs.iter().map(|input| input.len());
+        if !lengths.eq(self.row_bytes.iter().map(|bytes| bytes * rows)) {
+            return Err(CudaError::Misuse("inputs do not fit their pool"));
+        }
+        let Some(first) = self.rows_in_use().take(rows) else { return Ok(None) };
+        let mut slot = PoolSlot { pool: self.clone(), first, rows, copy: None, pooled: Vec::new() };
+        match pooled {
+            true => {
+                notify();
+                slot.pooled = inputs.iter().copied().cloned().collect();
+            }
+            false => slot.fill(inputs, notify),
+        }
+        if early {
+            slot.copy_to_device()?;
+        }
+        Ok(Some(slot))
+    }
+}
+
+impl Drop for InputPool {
+    fn drop(&mut self) {
+        // Copies of slots that were given up may still be on their way.
+        let _ = self.stream.synchronize();
+    }
+}
+
+impl PoolSlot {
+    /// Copies `inputs` to the rows' own memory.
+    fn fill(&mut self, inputs: &[&Bytes], notify: &mut dyn FnMut()) {
+        let write = |index: usize, at: usize, part: &[u8]| {
+            // SAFETY: these rows lie inside the buffer and are the slot's alone; what an earlier owner had queued from them
+            // is of no use to anybody any more.
+            unsafe {
+                std::ptr::copy_nonoverlapping(part.as_ptr(), self.row(index).add(at), part.len())
+            };
+        };
+        write_inputs(inputs, write, notify);
+    }
+
+    fn copy_to_device(&mut self) -> Result<(), CudaError> {
+        let pool = &self.pool;
+        // ResourceKind over the calls, so that copies are numbered in the order of the stream.
+        let mut rows_in_use = pool.rows_in_use();
+        for (index, bytes) in pool.row_bytes.iter().enumerate() {
+            // SAFETY: both sides are this slot's rows, which nobody else writes; the pool waits for its stream at its end.
+            unsafe {
+                let (to, from) = (self.ring(index), self.host(index));
+                pool.input_copier.copy_in(&pool.stream, to, from, bytes * self.rows)
+            }?;
+        }
+        pool.events[self.first].record(&pool.stream)?;
+        rows_in_use.copies += 1;
+        self.copy = Some(rows_in_use.copies);
+        Ok(())
+    }
+
+    pub(crate) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Number of its copy, if it was queued.
+    pub(crate) fn copy(&self) -> Option<u64> {
+        self.copy
+    }
+
+    /// The point at which its copy is done.
+    pub(crate) fn copy_event(&self) -> &Event {
+        &self.pool.events[self.first]
+    }
+
+    /// SmLocator its rows of input `index` lie on the device.
+    pub(crate) fn ring(&self, index: usize) -> u64 {
+        let pool = &self.pool;
+        pool.rings[index].address() + (self.first * pool.row_bytes[index]) as u64
+    }
+
+    /// SmLocator its rows of input `index` lie on the host.
+    pub(crate) fn host(&self, index: usize) -> *const u8 {
+        self.pooled.get(index).map_or_else(|| self.row(index).cast_const(), |raw| raw.as_ptr())
+    }
+
+    /// The rows' own memory for input `index`.
+    fn row(&self, index: usize) -> *mut u8 {
+        // SAFETY: the row lies inside the buffer.
+        unsafe { self.pool.host[index].as_ptr().add(self.first * self.pool.row_bytes[index]) }
+    }
+
+    /// Whether `next` lies right behind it, and both are on the device or neither is.
+    pub(crate) fn is_before(&self, next: &PoolSlot) -> bool {
+        let together = match (self.copy, next.copy) {
+            (Some(_), Some(_)) => true,
+            (None, None) => self.pooled.is_empty() && next.pooled.is_empty(),
+            _ => false,
+        };
+        together && Arc::ptr_eq(&self.pool, &next.pool) && self.first + self.rows == next.first
+    }
+}
+
+impl Drop for PoolSlot {
+    fn drop(&mut self) {
+        self.pool.rows_in_use().give(self.first, self.rows);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_follow_each_other_around_the_ring() {
+        let mut rows_in_use = RowAllocator::new(5);
+        let taken: Vec<_> = (0..4).map(|_| rows_in_use.take(1)).collect();
+        assert_eq!(taken, [Some(0), Some(1), Some(2), Some(3)]);
+        assert_eq!(rows_in_use.take(2), None, "rows of one request are side by side");
+        rows_in_use.give(0, 1);
+        assert_eq!((rows_in_use.take(1), rows_in_use.take(1)), (Some(4), Some(0)));
+        assert_eq!(rows_in_use.take(1), None, "full");
+        rows_in_use.give(2, 1);
+        rows_in_use.give(1, 1);
+        assert_eq!(rows_in_use.take(2), Some(1), "what was given back out of turn is found");
+    }
+
+    #[test]
+    fn nobody_shares_rows() {
+        let mut random = base::Random::new(5);
+        let (mut rows_in_use, mut held) = (RowAllocator::new(16), Vec::new());
+        for _ in 0..20_000 {
+            let rows = 1 + random.below(4) as usize;
+            if random.below(2) == 0 && !held.is_empty() {
+                let (first, rows) = held.swap_remove(random.below(held.len() as u64) as usize);
+                rows_in_use.give(first, rows);
+            } else if let Some(first) = rows_in_use.take(rows) {
+                let apart = |(other, count): &(usize, usize)| {
+                    first + rows <= *other || other + count <= first
+                };
+                assert!(first + rows <= 16 && held.iter().all(apart));
+                held.push((first, rows));
+            }
+        }
+    }
+}

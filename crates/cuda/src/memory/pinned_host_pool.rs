@@ -1,0 +1,168 @@
+//! Pinned memory for others to put inputs into, so that the device takes them from where they lie.
+//!
+//! It is asked for once, before requests come, because the driver takes milliseconds for it and contains up everybody. Who comes when it is
+//! all lent uses memory of his own, and his inputs are copied once more.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use model::{HostPool, HostPoolBuffer};
+
+use crate::driver::{Context, PinnedBuffer};
+use crate::error::CudaError;
+
+/// What is lent in all.
+const POOL_BYTES: usize = 128 << 20;
+
+/// Loans begin and end at multiples of this, so that no two share a cache line.
+const ALIGNMENT: usize = 256;
+
+/// The memory, and what of it is free.
+pub(crate) struct PinnedHostPool {
+    memory_of_pool: Arc<PoolMemory>,
+}
+
+struct PoolMemory {
+    memory: PinnedBuffer,
+    free: Mutex<FreeRanges>,
+}
+
+impl PinnedHostPool {
+    pub(crate) fn new(context: &Arc<Context>) -> Result<PinnedHostPool, CudaError> {
+        let memory = PinnedBuffer::zeroed(context, POOL_BYTES)?;
+        let free = Mutex::new(FreeRanges::of(POOL_BYTES));
+        Ok(PinnedHostPool { memory_of_pool: Arc::new(PoolMemory { memory, free }) })
+    }
+
+    /// Whether these bytes lie in memory that was lent here.
+    pub(crate) fn contains(&self, bytes: &[u8]) -> bool {
+        let (first, all) = (bytes.as_ptr() as usize, self.memory_of_pool.memory.as_ptr() as usize);
+        first >= all && first + bytes.len() <= all + self.memory_of_pool.memory.len()
+    }
+}
+
+impl HostPool for PinnedHostPool {
+    fn lend(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>> {
+        let first = self.memory_of_pool.free().take(bytes.checked_next_multiple_of(ALIGNMENT)?)?;
+        Some(Box::new(HostPoolSlice {
+            memory_of_pool: self.memory_of_pool.clone(),
+            range: first..first + bytes,
+        }))
+    }
+}
+
+impl PoolMemory {
+    fn free(&self) -> MutexGuard<'_, FreeRanges> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Bytes that are somebody's.
+struct HostPoolSlice {
+    memory_of_pool: Arc<PoolMemory>,
+    range: Range<usize>,
+}
+
+impl AsRef<[u8]> for HostPoolSlice {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: inside the memory, which is initialised, and nobody else's while this lives; the device only reads it.
+        unsafe {
+            let first = self.memory_of_pool.memory.as_ptr().add(self.range.start);
+            std::slice::from_raw_parts(first, self.range.len())
+        }
+    }
+}
+
+impl AsMut<[u8]> for HostPoolSlice {
+    fn as_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above; a copy of inputs that were given up may still be reading, and nobody polls at what it read.
+        unsafe {
+            let first = self.memory_of_pool.memory.as_ptr().add(self.range.start);
+            std::slice::from_raw_parts_mut(first, self.range.len())
+        }
+    }
+}
+
+impl Drop for HostPoolSlice {
+    fn drop(&mut self) {
+        let bytes = self.range.len().next_multiple_of(ALIGNMENT);
+        self.memory_of_pool.free().give(self.range.start, bytes);
+    }
+}
+
+/// Numbers from zero up, of which some are taken.
+struct FreeRanges {
+    /// Lengths of those that are free by where they begin; no two touch.
+    free: BTreeMap<usize, usize>,
+}
+
+impl FreeRanges {
+    fn of(length: usize) -> FreeRanges {
+        FreeRanges { free: BTreeMap::from([(0, length)]) }
+    }
+
+    /// The first `length` in a row: what was used last is at the front, and may still be in a cache.
+    fn take(&mut self, length: usize) -> Option<usize> {
+        let (&first, &found) = self.free.iter().find(|(_, found)| **found >= length.max(1))?;
+        self.free.remove(&first);
+        if found > length {
+            self.free.insert(first + length, found - length);
+        }
+        Some(first)
+    }
+
+    fn give(&mut self, mut first: usize, mut length: usize) {
+        if let Some((&before, &free)) = self.free.range(..first).next_back()
+            && before + free == first
+        {
+            (first, length) = (before, free + length);
+        }
+        if let Some(behind) = self.free.remove(&(first + length)) {
+            length += behind;
+        }
+        if length > 0 {
+            self.free.insert(first, length);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_given_back_grows_together() {
+        let mut ranges = FreeRanges::of(100);
+        assert_eq!([40, 40, 20].map(|length| ranges.take(length)), [Some(0), Some(40), Some(80)]);
+        assert_eq!(ranges.take(1), None, "all is lent");
+        ranges.give(0, 40);
+        ranges.give(80, 20);
+        assert_eq!(ranges.take(50), None, "no fifty in a row");
+        ranges.give(40, 40);
+        assert_eq!(ranges.take(100), Some(0));
+    }
+
+    #[test]
+    fn nobody_shares_anything_and_nothing_is_lost() {
+        let mut random = base::Random::new(9);
+        let (mut ranges, mut held) = (FreeRanges::of(1 << 16), Vec::new());
+        for _ in 0..20_000 {
+            let length = 1 + random.below(4000) as usize;
+            if random.below(2) == 0 && !held.is_empty() {
+                let (first, length) = held.swap_remove(random.below(held.len() as u64) as usize);
+                ranges.give(first, length);
+            } else if let Some(first) = ranges.take(length) {
+                let apart = |(other, count): &(usize, usize)| {
+                    first + length <= *other || other + count <= first
+                };
+                assert!(first + length <= 1 << 16 && held.iter().all(apart));
+                held.push((first, length));
+            }
+            let lent: usize = held.iter().map(|(_, length)| length).sum();
+            assert_eq!(lent + ranges.free.values().sum::<usize>(), 1 << 16);
+        }
+        held.into_iter().for_each(|(first, length)| ranges.give(first, length));
+        assert_eq!(ranges.free, BTreeMap::from([(0, 1 << 16)]));
+    }
+}

@@ -1,0 +1,549 @@
+//! The thread that brings weights and takes them away, one command after another.
+//!
+//! Memory under new weights may be that of evicted ones, still mapped at their addresses too: those mappings are taken away while
+//! copies run. Nobody reads through them, since an evicted program is not run before it is loaded again.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use base::Bytes;
+use device::residency::{LoadProgress, LoadReport, MemoryUse};
+
+use super::arrival::{group_ends, group_of};
+use super::physical_pool::{PhysicalMemoryPool, WeightMemoryCounts};
+use super::{MappedMemory, ProgramWeights, ResidencyState, Slab};
+use crate::device::CudaOptions;
+use crate::driver::{Context, Event, PhysicalMemory, PinnedWord, Priority, Stream, granularity};
+use crate::error::CudaError;
+use crate::hub::Hub;
+use crate::preempt::driver_backoff::DriverBackoff;
+use crate::preempt::rt_activity::RtActivity;
+use crate::queue::is_reached;
+
+/// Speed that is assumed until one was measured, in bytes per second.
+const SPEED_GUESS: f64 = 20e9;
+
+/// How long the thread polls for commands before it sleeps: waking it costs the load that comes next.
+const IDLE: Duration = Duration::from_millis(10);
+
+/// How long real time on the device is let pass before memory is mapped that other real time waits for.
+const MAP_WAIT: Duration = Duration::from_micros(300);
+
+/// How long a gap in real time is waited for before memory is mapped or unmapped otherwise.
+const GAP_WAIT: Duration = Duration::from_millis(1);
+
+/// How long a copy waits for real time to be out of the driver.
+const BACKOFF_WAIT: Duration = Duration::from_micros(100);
+
+/// How long nothing may arrive before the driver is driver_checked whether anything still will.
+const STALL_CHECK: Duration = Duration::from_millis(100);
+
+/// Bytes that are copied at once next_to_rt real time: its inputs come over the same wires, and small copies leave room between them.
+const CHUNK_NEXT_TO_RT: u64 = 256 << 10;
+
+/// Loads smaller than this say nothing about speed.
+const MIN_MEASURED_BYTES: u64 = 8 << 20;
+
+/// SmLocator weights are put on one device. The thread ends when the last program and the device are gone.
+pub(crate) struct WeightLoader {
+    commands: Sender<WeightCommand>,
+    counts: Arc<WeightMemoryCounts>,
+    /// What sizes are multiples of.
+    pub(crate) granularity: u64,
+    loads: Arc<AtomicUsize>,
+}
+
+pub(super) enum WeightCommand {
+    Load {
+        weights: Arc<ProgramWeights>,
+        urgent: bool,
+        report: LoadReport,
+    },
+    Evict(Arc<ProgramWeights>),
+    /// Memory of a program that is no more.
+    Discard(MappedMemory),
+}
+
+impl WeightLoader {
+    /// Starts the thread, which makes its calls when they do not hold up real time.
+    pub(crate) fn start(
+        memory_stream: &Arc<Stream>,
+        rt_activity: &Arc<RtActivity>,
+        driver_backoff: &Arc<DriverBackoff>,
+        options: &CudaOptions,
+    ) -> Result<WeightLoader, CudaError> {
+        let context = memory_stream.context();
+        let granularity = granularity(context)?;
+        let counts = Arc::new(WeightMemoryCounts::default());
+        let loads = Arc::new(AtomicUsize::new(0));
+        // One command to load and one to evict of each program at most, but for one that is removed on its way.
+        let (commands, receiver) = channel();
+        let loader = LoaderThread {
+            stream: Stream::new(context, Priority::Low)?,
+            word: Arc::new(PinnedWord::new(context)?),
+            fences: 0,
+            pieces: PhysicalMemoryPool::new(context.clone(), counts.clone()),
+            memory_stream: memory_stream.clone(),
+            rt_activity: rt_activity.clone(),
+            driver_backoff: driver_backoff.clone(),
+            unmap_later: VecDeque::new(),
+            arriving: VecDeque::new(),
+            loads: loads.clone(),
+            speed: SPEED_GUESS,
+            free_since: Instant::now(),
+            driver_checked: Instant::now(),
+            chunk: options.weights_chunk_bytes.max(granularity).next_multiple_of(granularity),
+            urgent: false,
+            context: context.clone(),
+        };
+        std::thread::Builder::new()
+            .name("cuda-weights".to_string())
+            .spawn(move || loader.run(&receiver))
+            .map_err(|_| CudaError::Misuse("the thread that loads weights does not start"))?;
+        Ok(WeightLoader { commands, counts, granularity, loads })
+    }
+
+    /// How many loads are under way.
+    pub(crate) fn loads(&self) -> Arc<AtomicUsize> {
+        self.loads.clone()
+    }
+
+    pub(super) fn command(&self, command: WeightCommand) {
+        // The thread ends only when this sender is gone.
+        let _ = self.commands.send(command);
+    }
+
+    /// What weights take, and what is kept for the next ones.
+    pub(crate) fn memory_use(&self) -> MemoryUse {
+        MemoryUse {
+            weights: Bytes(self.counts.used.load(Ordering::Relaxed)),
+            most_weights: Bytes(self.counts.peak_used.load(Ordering::Relaxed)),
+            spare: Bytes(self.counts.kept.load(Ordering::Relaxed)),
+            system: None,
+        }
+    }
+}
+
+/// Weights on their way, for those who start before all are arrived.
+pub(crate) struct WeightArrival {
+    /// Slabs that are arrived with the last group.
+    pub(super) slabs: usize,
+    /// SmLocator groups end, in the command of arrival, and the points behind their copies.
+    ends: Vec<u64>,
+    events: Vec<Event>,
+    fences: Vec<u32>,
+    word: Arc<PinnedWord>,
+}
+
+impl WeightArrival {
+    /// How many groups are arrived.
+    fn groups_arrived(&self) -> usize {
+        let passed = self.word.load();
+        self.fences.partition_point(|fence| is_reached(passed, *fence))
+    }
+
+    /// What is queued on `stream` from now on begins once the first `bytes` are arrived; whether it has to wait.
+    pub(crate) fn block_stream(&self, stream: &Stream, bytes: u64) -> Result<bool, CudaError> {
+        let group = group_of(&self.ends, bytes);
+        if group < self.groups_arrived() {
+            return Ok(false);
+        }
+        match self.events.get(group) {
+            Some(event) => event.block_stream(stream).map(|()| true),
+            None => Ok(false),
+        }
+    }
+}
+
+struct PendingLoad {
+    weights: Arc<ProgramWeights>,
+    report: LoadReport,
+    arrival: Arc<WeightArrival>,
+    /// Bytes before what this load brings.
+    from: u64,
+    issued: Instant,
+    /// When the last group that is arrived was seen to be.
+    seen: (usize, Instant),
+    reported_runnable: bool,
+}
+
+struct LoaderThread {
+    context: Arc<Context>,
+    stream: Stream,
+    word: Arc<PinnedWord>,
+    fences: u32,
+    pieces: PhysicalMemoryPool,
+    /// SmLocator memory of runs is freed.
+    memory_stream: Arc<Stream>,
+    /// Real time, which calls that map and unmap memory hold up.
+    rt_activity: Arc<RtActivity>,
+    /// KernelRequest while real time is inside the driver.
+    driver_backoff: Arc<DriverBackoff>,
+    /// Addresses of evicted weights under which memory still lies.
+    unmap_later: VecDeque<(Weak<ProgramWeights>, Arc<Slab>)>,
+    /// Oldest first, which is the command of their copies.
+    arriving: VecDeque<PendingLoad>,
+    /// How many those are, for others to see.
+    loads: Arc<AtomicUsize>,
+    /// Bytes per second.
+    speed: f64,
+    /// When the last load was over.
+    free_since: Instant,
+    /// When the driver was driver_checked last whether copies go on.
+    driver_checked: Instant,
+    /// Bytes that are copied at once where nothing is held up by it.
+    chunk: u64,
+    /// Real time waits for the load that is begun.
+    urgent: bool,
+}
+
+impl LoaderThread {
+    fn run(mut self, receiver: &Receiver<WeightCommand>) {
+        let mut idle_since = Instant::now();
+        loop {
+            let busy = !self.arriving.is_empty() || !self.unmap_later.is_empty();
+            let command = match receiver.try_recv() {
+                Ok(command) => Some(command),
+                Err(TryRecvError::Disconnected) => return self.close(),
+                Err(TryRecvError::Empty) if busy => None,
+                Err(TryRecvError::Empty) if idle_since.elapsed() < IDLE => {
+                    std::hint::spin_loop();
+                    continue;
+                }
+                Err(TryRecvError::Empty) => match receiver.recv() {
+                    Ok(command) => Some(command),
+                    Err(_) => return self.close(),
+                },
+            };
+            match command {
+                Some(WeightCommand::Load { weights, urgent, report }) => {
+                    self.load(weights, urgent, report)
+                }
+                Some(WeightCommand::Evict(weights)) => self.evict(&weights),
+                Some(WeightCommand::Discard(mapped)) => self.discard(mapped),
+                None => self.poll_loads(),
+            }
+            self.loads.store(self.arriving.len(), Ordering::Relaxed);
+            idle_since = Instant::now();
+        }
+    }
+
+    /// One poll at what is on its way, and one mapping less of what was evicted.
+    fn poll_loads(&mut self) {
+        let due = self.poll();
+        let stalled =
+            |load: &PendingLoad| load.seen.1.max(self.driver_checked).elapsed() > STALL_CHECK;
+        if self.arriving.front().is_some_and(stalled) {
+            self.driver_checked = Instant::now();
+            if let Err(err) = self.stream.is_idle() {
+                self.fail_all(&err);
+            }
+        }
+        match self.unmap_later.pop_front() {
+            Some((_, slab)) => {
+                self.rt_activity.wait_for_gap(GAP_WAIT.min(due / 2));
+                self.unmap(&slab);
+            }
+            // Waking up costs some tens of microseconds, which a load that is about to be told has not.
+            None if due > Duration::from_millis(1) => {
+                std::thread::sleep(Duration::from_micros(100))
+            }
+            None => std::thread::yield_now(),
+        }
+    }
+
+    fn unmap(&self, slab: &Slab) {
+        let since = Instant::now();
+        let unmapped = slab.range.unmap(0, slab.range.bytes());
+        let (bytes, micros) = (slab.range.bytes(), since.elapsed().as_micros() as u64);
+        tracing::debug!(bytes, micros, "weights are unmapped");
+        if let Err(err) = unmapped {
+            tracing::error!("memory stays mapped under weights that were evicted: {err}");
+        }
+    }
+
+    fn unmap_retired(&mut self) {
+        while let Some((_, slab)) = self.unmap_later.pop_front() {
+            self.rt_activity.wait_for_gap(GAP_WAIT);
+            self.unmap(&slab);
+        }
+    }
+
+    fn close(&mut self) {
+        // What is queued reads the copies of programs that are still here.
+        let _ = self.stream.synchronize();
+        self.unmap_retired();
+    }
+
+    fn load(&mut self, weights: Arc<ProgramWeights>, urgent: bool, report: LoadReport) {
+        let issued = Instant::now();
+        self.urgent = urgent;
+        self.loads.store(self.arriving.len() + 1, Ordering::Relaxed);
+        let before = weights.mapped().extent();
+        let loaded = match self.issue(&weights) {
+            // What runs wait for later is worth less than weights that somebody waits for.
+            Err(CudaError::OutOfMemory { .. }) if weights.drop_spares() => {
+                self.roll_back(&weights, before);
+                self.issue(&weights)
+            }
+            loaded => loaded,
+        };
+        match loaded {
+            Ok((arrival, from)) => {
+                let micros = issued.elapsed().as_micros() as u64;
+                let bytes = arrival.ends.last().map_or(0, |end| end - from);
+                tracing::debug!(bytes, micros, "copies of weights are queued");
+                let arrival = Arc::new(arrival);
+                weights.set_state(ResidencyState::PendingLoad(arrival.clone()));
+                let (seen, reported_runnable) = ((0, issued), false);
+                self.arriving.push_back(PendingLoad {
+                    weights,
+                    report,
+                    arrival,
+                    from,
+                    issued,
+                    seen,
+                    reported_runnable,
+                });
+            }
+            Err(err) => {
+                self.roll_back(&weights, before);
+                tracing::warn!("weights are not loaded: {err}");
+                let err = weights.error(err);
+                report(LoadProgress::Failed(err));
+            }
+        }
+    }
+
+    /// Undoes a load that failed halfway: what was arrived `before` stays.
+    fn roll_back(&mut self, weights: &Arc<ProgramWeights>, before: (usize, usize)) {
+        if let Err(err) = self.stream.synchronize() {
+            tracing::error!("a load that failed may still be under way: {err}");
+        }
+        let (ranges, pieces) = weights.mapped().split_off(before);
+        ranges.iter().for_each(|slab| self.unmap(slab));
+        self.pieces.put_back(pieces);
+    }
+
+    /// Puts memory under all that is not arrived and queues the copies.
+    fn issue(&mut self, weights: &Arc<ProgramWeights>) -> Result<(WeightArrival, u64), CudaError> {
+        let same_program = |(owner, _): &(Weak<ProgramWeights>, Arc<Slab>)| {
+            std::ptr::eq(owner.as_ptr(), Arc::as_ptr(weights))
+        };
+        while let Some(at) = self.unmap_later.iter().position(same_program) {
+            if let Some((_, slab)) = self.unmap_later.remove(at) {
+                self.unmap(&slab);
+            }
+        }
+        let slabs = weights.slabs();
+        let first = weights.mapped().slabs;
+        let from = slabs.get(first).map_or(0, |slab| slab.begins);
+        let end = slabs.last().map_or(0, |slab| slab.begins + slab.used);
+        let ends: Vec<u64> =
+            group_ends(end - from, self.chunk).into_iter().map(|end| from + end).collect();
+        let (events, fences) = (Vec::new(), Vec::new());
+        let word = self.word.clone();
+        let mut arrival = WeightArrival { slabs: slabs.len(), ends, events, fences, word };
+        for slab in &slabs[first..] {
+            self.issue_slab(weights, slab, &mut arrival)?;
+        }
+        self.fence_groups(u64::MAX, &mut arrival)?;
+        weights.mapped().slabs = slabs.len();
+        Ok((arrival, from))
+    }
+
+    fn issue_slab(
+        &mut self,
+        weights: &Arc<ProgramWeights>,
+        slab: &Arc<Slab>,
+        arrival: &mut WeightArrival,
+    ) -> Result<(), CudaError> {
+        weights.mapped().ranges.push(slab.clone());
+        let unmap_later = &mut self.unmap_later;
+        let mut unmap = || {
+            for (_, slab) in unmap_later.drain(..) {
+                slab.range.unmap(0, slab.range.bytes())?;
+            }
+            Ok(())
+        };
+        let pieces = self.pieces.take(slab.range.bytes(), &mut unmap)?;
+        let sizes: Vec<u64> = pieces.iter().map(PhysicalMemory::bytes).collect();
+        let first = weights.mapped().pieces.len();
+        weights.mapped().pieces.extend(pieces);
+        let mut at = 0;
+        for (number, size) in sizes.iter().enumerate() {
+            if self.urgent {
+                self.rt_activity.wait_until_idle(MAP_WAIT);
+            } else {
+                self.rt_activity.wait_for_gap(GAP_WAIT);
+            }
+            slab.range.map(at, &weights.mapped().pieces[first + number])?;
+            slab.range.open(at, *size)?;
+            // What lies here is filled while the next piece is put in place.
+            self.copy(slab, at, (at + size).min(slab.used), arrival)?;
+            at += size;
+        }
+        Ok(())
+    }
+
+    /// Queues copies of the bytes between two places of `slab`, some at once.
+    fn copy(
+        &mut self,
+        slab: &Slab,
+        from: u64,
+        to: u64,
+        arrival: &mut WeightArrival,
+    ) -> Result<(), CudaError> {
+        let mut at = from;
+        while at < to {
+            let next_to_rt = !self.urgent && self.rt_activity.is_recent();
+            let at_once = if next_to_rt { CHUNK_NEXT_TO_RT } else { self.chunk };
+            let count = (to - at).min(at_once - at % at_once);
+            for (source, bytes, target) in slab.sources(at, count) {
+                self.driver_backoff.wait(BACKOFF_WAIT);
+                // SAFETY: the target is mapped and open; the host's copy is not written again and stays until the program is
+                // gone, which waits for this stream.
+                unsafe { self.stream.copy_in(target, source, bytes as usize) }?;
+            }
+            at += count;
+            self.fence_groups(slab.begins + at, arrival)?;
+        }
+        Ok(())
+    }
+
+    /// Puts a point behind every group that ends up to `queued`.
+    fn fence_groups(&mut self, queued: u64, arrival: &mut WeightArrival) -> Result<(), CudaError> {
+        while arrival.ends.get(arrival.events.len()).is_some_and(|end| *end <= queued) {
+            let event = Event::untimed(&self.context)?;
+            event.record(&self.stream)?;
+            self.fences = self.fences.wrapping_add(1);
+            // SAFETY: the word lives as long as this thread and all arrivals.
+            unsafe { self.stream.write_word(self.word.device_address(), self.fences) }?;
+            arrival.events.push(event);
+            arrival.fences.push(self.fences);
+        }
+        Ok(())
+    }
+
+    /// Tells of loads that got far enough or are over; how long it takes at least until arrived is more to tell.
+    fn poll(&mut self) -> Duration {
+        while let Some(first) = self.arriving.front() {
+            if first.arrival.groups_arrived() < first.arrival.ends.len() {
+                break;
+            }
+            if let Some(done) = self.arriving.pop_front() {
+                self.finish(done);
+            }
+        }
+        let now = Instant::now();
+        let mut ahead = 0.0;
+        let (mut due, speed) = (Duration::MAX, self.speed);
+        for load in &mut self.arriving {
+            let arrived = load.arrival.groups_arrived();
+            if load.seen.0 != arrived {
+                load.seen = (arrived, now);
+            }
+            let end = load.arrival.ends.last().copied().unwrap_or(load.from);
+            let known = match arrived {
+                0 => load.from,
+                groups => load.arrival.ends[groups - 1],
+            };
+            // Between two groups the copies are taken to go on at the usual speed.
+            let next = load.arrival.ends.get(arrived).copied().unwrap_or(end);
+            let moving = ahead == 0.0;
+            let since = if moving { now.duration_since(load.seen.1).as_secs_f64() } else { 0.0 };
+            let reached = known as f64 + (since * speed).min((next - known) as f64);
+            let before = ahead;
+            let arrives_in = |bytes: u64| match bytes <= known {
+                true => Duration::ZERO,
+                false => {
+                    Duration::from_secs_f64((before + (bytes as f64 - reached).max(0.0)) / speed)
+                }
+            };
+            due = due.min(arrives_in(end));
+            if !load.reported_runnable
+                && let Some(timing) = load.weights.timing()
+            {
+                due = due.min(arrives_in(end).saturating_sub(timing.run));
+                if timing.may_start(arrives_in) {
+                    load.reported_runnable = true;
+                    (load.report)(LoadProgress::Runnable);
+                }
+            }
+            ahead += end as f64 - reached;
+        }
+        due
+    }
+
+    fn finish(&mut self, load: PendingLoad) {
+        let now = Instant::now();
+        let bytes = load.arrival.ends.last().map_or(0, |end| end - load.from);
+        let took = now.duration_since(load.issued.max(self.free_since)).as_secs_f64();
+        if bytes >= MIN_MEASURED_BYTES && took > 0.0 {
+            self.speed = 0.7 * self.speed + 0.3 * (bytes as f64 / took).min(1e12);
+        }
+        let micros = now.duration_since(load.issued).as_micros() as u64;
+        tracing::debug!(bytes, micros, speed = self.speed, "weights are arrived");
+        self.free_since = now;
+        load.weights.set_state(ResidencyState::Resident(load.arrival.slabs));
+        (load.report)(LoadProgress::Loaded);
+    }
+
+    /// Waits for a load of `weights` that is under way.
+    fn wait_for_load(&mut self, weights: &Arc<ProgramWeights>) {
+        while self.arriving.iter().any(|load| Arc::ptr_eq(&load.weights, weights)) {
+            if let Err(err) = self.stream.synchronize() {
+                self.fail_all(&err);
+            }
+            self.poll();
+        }
+    }
+
+    /// The device is faulted: nothing arrives any more.
+    fn fail_all(&mut self, err: &CudaError) {
+        for load in std::mem::take(&mut self.arriving) {
+            load.weights.set_state(ResidencyState::Evicted);
+            (load.report)(LoadProgress::Failed(load.weights.error(err.clone())));
+        }
+    }
+
+    fn evict(&mut self, weights: &Arc<ProgramWeights>) {
+        self.wait_for_load(weights);
+        weights.set_state(ResidencyState::Evicted);
+        self.release(weights);
+    }
+
+    /// Keeps the memory of `weights` for others; their addresses are cleared later.
+    fn release(&mut self, weights: &Arc<ProgramWeights>) {
+        let MappedMemory { pieces, ranges, .. } = std::mem::take(&mut *weights.mapped());
+        self.unmap_later.extend(ranges.into_iter().map(|slab| (Arc::downgrade(weights), slab)));
+        self.pieces.put_back(pieces);
+    }
+
+    /// Gives the memory of a program that is no more to the driver.
+    fn discard(&mut self, mapped: MappedMemory) {
+        let MappedMemory { pieces, ranges, .. } = mapped;
+        for slab in &ranges {
+            self.rt_activity.wait_for_gap(GAP_WAIT);
+            self.unmap(slab);
+        }
+        self.rt_activity.wait_for_gap(GAP_WAIT);
+        self.pieces.discard(pieces);
+        // What it had until it was evicted, unless others took it over.
+        self.unmap_retired();
+        let released = self.pieces.release(u64::MAX, &mut || Ok(()));
+        // Its runs' memory went before it, into the driver's pool.
+        let trimmed = self.memory_stream.synchronize().and_then(|()| self.context.trim());
+        if let Err(err) = released.and(trimmed) {
+            tracing::error!("memory is not given back: {err}");
+        }
+    }
+}
+
+/// What a program needs of its device to make memory where arrived is none.
+pub(super) fn drop_spares(hub: &Weak<Hub>) -> bool {
+    hub.upgrade().is_some_and(|hub| hub.drop_spares())
+}

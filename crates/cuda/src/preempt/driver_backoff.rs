@@ -1,0 +1,100 @@
+//! DriverBackoff for real time: while it tells the driver what to do, best effort tells it nothing.
+//!
+//! Calls of one context wait for each other inside the driver. What best effort has to say at the moment it is made to leave
+//! can wait, the launch for which it leaves cannot.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// How long after an order to leave the launch it was given for is waited for.
+const EXPECTED_WITHIN: Duration = Duration::from_micros(60);
+
+/// Who wants driver_backoff.
+pub(crate) struct DriverBackoff {
+    origin: Instant,
+    /// How long an expected launch is waited for.
+    span: Duration,
+    /// Real-time threads inside the driver.
+    rt_callers: AtomicUsize,
+    /// Until then a launch is expected, in nanoseconds since `origin`; zero when none is.
+    expected_until: AtomicU64,
+}
+
+/// Somebody is inside the driver on behalf of real time.
+pub(crate) struct RtDriverCall<'a>(&'a DriverBackoff);
+
+impl Default for DriverBackoff {
+    fn default() -> DriverBackoff {
+        DriverBackoff {
+            origin: Instant::now(),
+            span: EXPECTED_WITHIN,
+            rt_callers: AtomicUsize::new(0),
+            expected_until: AtomicU64::new(0),
+        }
+    }
+}
+
+impl DriverBackoff {
+    /// A launch follows soon.
+    pub(crate) fn expect_launch(&self) {
+        let until = (self.origin.elapsed() + self.span).as_nanos() as u64;
+        self.expected_until.store(until, Ordering::Release);
+    }
+
+    /// The launch that was expected is left to the one who keeps driver_backoff.
+    pub(crate) fn cancel(&self) {
+        self.expected_until.store(0, Ordering::Release);
+    }
+
+    /// The launch is made as long as the answer lives.
+    pub(crate) fn enter_driver(&self) -> RtDriverCall<'_> {
+        self.rt_callers.fetch_add(1, Ordering::AcqRel);
+        RtDriverCall(self)
+    }
+
+    /// Waits while it is wanted, for `max`.
+    pub(crate) fn wait(&self, max: Duration) {
+        let since = Instant::now();
+        while self.is_active() && since.elapsed() < max {
+            std::hint::spin_loop();
+        }
+    }
+
+    /// Whether best effort shall wait driver_backoff.
+    pub(crate) fn is_active(&self) -> bool {
+        if self.rt_callers.load(Ordering::Acquire) > 0 {
+            return true;
+        }
+        let until = self.expected_until.load(Ordering::Acquire);
+        until > 0 && (self.origin.elapsed().as_nanos() as u64) < until
+    }
+}
+
+impl Drop for RtDriverCall<'_> {
+    fn drop(&mut self) {
+        self.0.cancel();
+        self.0.rt_callers.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quiet_ends_with_the_launch_or_when_none_comes() {
+        let driver_backoff =
+            DriverBackoff { span: Duration::from_secs(3600), ..DriverBackoff::default() };
+        assert!(!driver_backoff.is_active());
+        driver_backoff.expect_launch();
+        assert!(driver_backoff.is_active());
+        let enter_driver = driver_backoff.enter_driver();
+        assert!(driver_backoff.is_active());
+        drop(enter_driver);
+        assert!(!driver_backoff.is_active());
+        let driver_backoff = DriverBackoff::default();
+        driver_backoff.expect_launch();
+        std::thread::sleep(EXPECTED_WITHIN * 2);
+        assert!(!driver_backoff.is_active());
+    }
+}
