@@ -1,13 +1,16 @@
 //! The driver's objects with their lifetimes, and every call's code looked at.
 
+mod call;
 mod context;
 mod device_buffer;
 mod event;
+mod facts;
 mod graph;
 mod module;
 pub(crate) mod nvml;
 mod pinned;
 mod pinned_blocks;
+mod pinned_pool;
 pub(crate) mod process;
 mod resource_counts;
 mod sm_partition;
@@ -15,12 +18,13 @@ mod stream;
 mod transfer;
 mod virtual_memory;
 
-pub(crate) use context::{Context, DriverFacts, was_opened};
+pub(crate) use context::{Context, was_opened};
 pub(crate) use device_buffer::DeviceBuffer;
 pub(crate) use event::Event;
+pub(crate) use facts::DriverFacts;
 pub(crate) use graph::Graph;
 pub(crate) use module::{Function, Module};
-pub(crate) use pinned::{PinnedBuffer, PinnedWord};
+pub(crate) use pinned::{PinnedBuffer, PinnedWord, is_reached};
 pub(crate) use pinned_blocks::{BLOCK, PinnedBlocks};
 pub(crate) use resource_counts::{CountedResource, ResourceKind};
 pub(crate) use sm_partition::SmPartition;

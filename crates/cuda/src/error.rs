@@ -102,6 +102,16 @@ pub enum CudaError {
 }
 
 impl CudaError {
+    /// The same error; one about memory says how much was requested.
+    pub(crate) fn with_bytes(self, bytes: u64) -> CudaError {
+        match self {
+            CudaError::OutOfMemory { call, .. } => {
+                CudaError::OutOfMemory { call, bytes: Bytes(bytes) }
+            }
+            other => other,
+        }
+    }
+
     /// The same to the rest of the system. `free` is asked for only when memory ran out.
     pub(crate) fn into_device_error(self, device: &str, free: impl FnOnce() -> u64) -> DeviceError {
         let device = device.to_string();

@@ -12,21 +12,23 @@
 
 mod compile;
 mod device;
+mod device_context;
 mod driver;
 mod error;
-mod hub;
 mod measure;
 mod memory;
+mod options;
 mod preempt;
 mod program;
 mod queue;
+mod services;
 
 #[cfg(test)]
 #[path = "../tests/support/toy.rs"]
 #[allow(dead_code, missing_docs)]
 mod toy;
 
-pub use crate::device::{CudaDevice, CudaOptions};
+pub use crate::device::CudaDevice;
 pub use compile::kernel_cache::CompileProgress;
 pub use compile::tuning::{TunedVariants, Tuning};
 pub use driver::nvml::Health;
@@ -43,5 +45,5 @@ pub use measure::profile::{
 };
 pub use measure::start_probe::{StartProbe, StartTimes};
 pub use memory::memory_report::MemoryReport;
+pub use options::{CudaOptions, Polling};
 pub use program::layout::run_bytes;
-pub use queue::Polling;

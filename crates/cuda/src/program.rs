@@ -2,32 +2,31 @@
 
 pub(crate) mod batch_inputs;
 mod batches;
+pub(crate) mod graph_recorder;
 pub(crate) mod instance;
 pub(crate) mod layout;
+pub(crate) mod lowering;
 pub(crate) mod specialization;
 pub(crate) mod task;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base::Bytes;
-use bytes::Bytes as RawBytes;
 use device::residency::Residency;
-use device::{DeviceError, KernelCompiler, Program, Staged, Task, check_inputs};
+use device::{DeviceError, Program, Staged, Task, check_inputs};
 use model::config::CopyTime;
-use model::gpu::{GpuPlan, GpuTarget};
-use model::{Dim, LaunchPlan, Tensor};
+use model::gpu::GpuPlan;
+use model::{LaunchPlan, Tensor};
 
 use crate::compile::kernel_cache::CompileProgress;
 use crate::driver::Priority;
-use crate::hub::Hub;
 use crate::memory::weights::{ProgramResidency, ProgramWeights};
 use crate::program::batch_inputs::InputPools;
 use crate::program::batches::GatheredBatch;
+use crate::program::lowering::{Sizes, example, first_of, lower, raw_bytes, sizes_of};
 use crate::program::specialization::Specialization;
 use crate::program::task::CudaTask;
-
-/// Sizes of a plan's symbols, in the order inputs name them.
-pub(crate) type Sizes = Vec<(String, usize)>;
+use crate::services::DeviceServices;
 
 /// A loaded model.
 pub(crate) struct CudaProgram {
@@ -36,11 +35,11 @@ pub(crate) struct CudaProgram {
 
 /// What tasks hold of their program.
 pub(crate) struct ProgramState {
-    pub(crate) hub: Arc<Hub>,
+    pub(crate) services: DeviceServices,
     pub(crate) plan: Arc<LaunchPlan>,
     /// Most recently used last.
     plans: Mutex<Vec<(Sizes, Arc<Specialization>)>>,
-    /// SmLocator inputs wait for their batch.
+    /// Where inputs wait for their batch.
     pub(crate) pools: Mutex<InputPools>,
     /// Behind plans and pools, so that all other memory is given back before: with it goes what the driver keeps.
     weights: Arc<ProgramWeights>,
@@ -48,125 +47,30 @@ pub(crate) struct ProgramState {
     compiling: Mutex<()>,
 }
 
-/// The steps of `plan` that have no kernel.
-pub(crate) fn unsupported_steps(hub: &Hub, plan: &LaunchPlan) -> Vec<DeviceError> {
-    example(&*hub.compiler, hub.target(), plan, &hub.options().sizes).err().unwrap_or_default()
-}
-
-/// `plan` for `sizes`.
-pub(crate) fn lower(
-    hub: &Hub,
-    plan: &LaunchPlan,
-    sizes: &[(String, usize)],
-) -> Result<GpuPlan, Vec<DeviceError>> {
-    check(plan)?;
-    let gpu = hub.compiler.lower(plan, sizes, hub.target())?;
-    check_border(plan, &gpu).map(|()| gpu)
-}
-
-fn check(plan: &LaunchPlan) -> Result<(), Vec<DeviceError>> {
-    plan.check().map_err(|err| vec![DeviceError::BadPlan(err.to_string())])
-}
-
-fn check_border(plan: &LaunchPlan, gpu: &GpuPlan) -> Result<(), Vec<DeviceError>> {
-    let (inputs, outputs) = (gpu.inputs.len(), gpu.outputs.len());
-    if (inputs, outputs) == (plan.inputs.len(), plan.outputs.len()) {
-        return Ok(());
-    }
-    let why = format!("{inputs} inputs and {outputs} outputs on the device are not the model's");
-    Err(vec![DeviceError::BadPlan(why)])
-}
-
-/// `plan` for the first sizes that make sense of it: those of the settings, and guesses for symbols they do not name.
-/// `None` when no guess makes sense, which says nothing against the model.
-fn example(
-    compiler: &dyn KernelCompiler,
-    target: &GpuTarget,
-    plan: &LaunchPlan,
-    set: &[(String, usize)],
-) -> Result<Option<(Sizes, GpuPlan)>, Vec<DeviceError>> {
-    check(plan)?;
-    let (candidates, guessed) = example_sizes(plan, set);
-    for sizes in candidates {
-        match compiler.lower(plan, &sizes, target) {
-            Ok(gpu) => return check_border(plan, &gpu).map(|()| Some((sizes, gpu))),
-            // A step without a kernel has none at other sizes either; sizes that contradict the plan are only ours.
-            Err(errors) if guessed && are_of_sizes(&errors) => {
-                let why = first_of(errors);
-                tracing::debug!(?sizes, %why, "guessed sizes make no sense");
-            }
-            Err(errors) => return Err(errors),
-        }
-    }
-    Ok(None)
-}
-
-fn are_of_sizes(errors: &[DeviceError]) -> bool {
-    errors.iter().all(|err| matches!(err, DeviceError::BadPlan(_)))
-}
-
-/// The first reason of a compiler that refused.
-pub(crate) fn first_of(errors: Vec<DeviceError>) -> DeviceError {
-    let unknown = || DeviceError::BadPlan("the compiler gave no reason".to_string());
-    errors.into_iter().next().unwrap_or_else(unknown)
-}
-
-/// What symbols other than batches may be: the least there is, a few tokens, the sides of small and usual images.
-const GUESSES: [usize; 4] = [1, 32, 64, 224];
-
-/// Sizes to prepare for, most wanted first, and whether any of them is a guess. Symbols that the settings do not name are 1
-/// where they stand first in an input, which is the batch, and one of the guesses elsewhere.
-fn example_sizes(plan: &LaunchPlan, set: &[(String, usize)]) -> (Vec<Sizes>, bool) {
-    let mut symbols: Vec<(&String, Option<usize>)> = Vec::new();
-    let mut guessed = false;
-    for dims in plan.inputs.iter().filter_map(|id| plan.value(*id).shape.as_ref()) {
-        for (axis, dim) in dims.iter().enumerate() {
-            let Dim::Symbol(symbol) = dim else { continue };
-            if symbols.iter().any(|(known, _)| *known == symbol) {
-                continue;
-            }
-            let given = set.iter().find(|(name, _)| name == symbol).map(|(_, size)| *size);
-            guessed |= given.is_none();
-            symbols.push((symbol, given.or((axis == 0).then_some(1))));
-        }
-    }
-    let with = |guess: usize| -> Sizes {
-        symbols.iter().map(|(name, size)| ((*name).clone(), size.unwrap_or(guess))).collect()
-    };
-    let mut candidates: Vec<Sizes> = GUESSES.into_iter().map(with).collect();
-    candidates.dedup();
-    (candidates, guessed)
-}
-
-/// The symbols of `plan`'s inputs as `inputs` bind them; they have been checked against the plan.
-pub(crate) fn sizes_of(plan: &LaunchPlan, inputs: &[Tensor]) -> Sizes {
-    let mut sizes = Sizes::new();
-    for (id, tensor) in plan.inputs.iter().zip(inputs) {
-        for (dim, size) in plan.value(*id).shape.iter().flatten().zip(tensor.shape()) {
-            if let Dim::Symbol(symbol) = dim
-                && !sizes.iter().any(|(known, _)| known == symbol)
-            {
-                sizes.push((symbol.clone(), *size));
-            }
-        }
-    }
-    sizes
-}
-
 impl CudaProgram {
     /// Makes `plan` ready for the sizes of the settings, or for others that it makes sense for: kernels, weights, and one run's
-    /// memory with its graphs. SmLocator none is known, the first request brings sizes and waits for all that.
+    /// memory with its graphs. Where none is known, the first request brings sizes and waits for all that.
     pub(crate) fn load(
-        hub: Arc<Hub>,
+        services: DeviceServices,
         plan: Arc<LaunchPlan>,
         progress: CompileProgress<'_>,
     ) -> Result<CudaProgram, DeviceError> {
-        hub.check_healthy()?;
-        let example =
-            example(&*hub.compiler, hub.target(), &plan, &hub.options().sizes).map_err(first_of)?;
+        services.device.check_healthy()?;
+        let example = example(
+            &*services.compile.compiler,
+            services.device.target(),
+            &plan,
+            &services.device.options().sizes,
+        )
+        .map_err(first_of)?;
         let shared = Arc::new(ProgramState {
-            weights: ProgramWeights::new(&hub, hub.options().weights_on_demand),
-            hub,
+            weights: ProgramWeights::new(
+                &services.device,
+                &services.memory,
+                &services.preemption.rt_activity,
+                services.device.options().weights_on_demand,
+            ),
+            services,
             plan,
             plans: Mutex::default(),
             compiling: Mutex::default(),
@@ -212,7 +116,7 @@ impl ProgramState {
         if let Some(specialization) = self.known(&sizes) {
             return Ok(specialization);
         }
-        let gpu = lower(&self.hub, &self.plan, &sizes).map_err(first_of)?;
+        let gpu = lower(&self.services, &self.plan, &sizes).map_err(first_of)?;
         self.prepare_batches(sizes, gpu, progress)
     }
 
@@ -223,19 +127,20 @@ impl ProgramState {
         gpu: GpuPlan,
         progress: CompileProgress<'_>,
     ) -> Result<Arc<Specialization>, DeviceError> {
-        let hub = &self.hub;
-        let specialization = Arc::new(Specialization::new(hub, gpu, &self.weights, progress)?);
-        hub.register_spares(&specialization);
+        let services = &self.services;
+        let specialization = Arc::new(Specialization::new(services, gpu, &self.weights, progress)?);
+        let owner: std::sync::Weak<Specialization> = Arc::downgrade(&specialization);
+        services.memory.spares.register(owner);
         // The first request shall find memory and graph in place.
-        let mut instance = specialization.take_instance(hub, Priority::High)?;
-        instance.prepare_graph(hub, &specialization).map_err(|err| hub.error(err))?;
+        let mut instance = specialization.take_instance(Priority::High)?;
+        instance.prepare_graph(&specialization).map_err(|err| services.device.error(err))?;
         if self.weights.on_demand() {
-            instance.prepare_parts(hub, &specialization).map_err(|err| hub.error(err))?;
+            instance.prepare_parts(&specialization).map_err(|err| services.device.error(err))?;
         }
         specialization.return_instance(instance, Priority::High);
         let mut plans = self.plans();
         plans.push((sizes, specialization.clone()));
-        let over = plans.len().saturating_sub(hub.options().max_specializations.max(1));
+        let over = plans.len().saturating_sub(services.device.options().max_specializations.max(1));
         plans.drain(..over);
         Ok(specialization)
     }
@@ -269,11 +174,11 @@ impl Program for CudaProgram {
         notify: &mut dyn FnMut(),
     ) -> Result<Box<dyn Task>, DeviceError> {
         let shared = &self.shared;
-        shared.hub.check_healthy()?;
+        shared.services.device.check_healthy()?;
         check_inputs(&shared.plan, &inputs)?;
         let specialization = shared.specialization(sizes_of(&shared.plan, &inputs), &|_, _| {})?;
         let raw = inputs.iter().map(raw_bytes).collect::<Result<Vec<_>, _>>()?;
-        Ok(Box::new(CudaTask::new(shared.hub.clone(), specialization, &raw, notify)?))
+        Ok(Box::new(CudaTask::new(specialization, &raw, notify)?))
     }
 
     fn stage(
@@ -302,119 +207,5 @@ impl Program for CudaProgram {
         batches: &[usize],
     ) -> Result<(), DeviceError> {
         self.shared.make_batches_ready(sizes, batches)
-    }
-}
-
-pub(crate) fn raw_bytes(tensor: &Tensor) -> Result<&RawBytes, DeviceError> {
-    tensor.raw().ok_or_else(|| {
-        DeviceError::BadInput("a tensor of strings cannot be copied to a GPU".to_string())
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use model::gpu::Precision;
-    use model::{DataType, ValueId, ValueInfo};
-
-    #[test]
-    fn sizes_are_bound_by_the_first_input_that_names_them() {
-        let info = |dims: Vec<Dim>| ValueInfo {
-            name: "x".to_string(),
-            dtype: DataType::F32,
-            shape: Some(dims),
-        };
-        let symbol = |name: &str| Dim::Symbol(name.to_string());
-        let plan = LaunchPlan {
-            values: vec![
-                info(vec![symbol("batch"), Dim::Fixed(3)]),
-                info(vec![symbol("batch"), symbol("tokens")]),
-            ],
-            inputs: vec![ValueId(0), ValueId(1)],
-            ..LaunchPlan::default()
-        };
-        let tensor = |shape: Vec<usize>| {
-            let count = shape.iter().product();
-            Tensor::from_vec(shape, vec![0f32; count]).expect("a tensor")
-        };
-        let sizes = sizes_of(&plan, &[tensor(vec![2, 3]), tensor(vec![2, 7])]);
-        assert_eq!(sizes, [("batch".to_string(), 2), ("tokens".to_string(), 7)]);
-    }
-
-    /// Takes plans whose symbol `w` is at least so much, and no step of the name that is refused.
-    struct MinimumSizeCompiler {
-        least: usize,
-        refused: bool,
-        tried: Mutex<Vec<Sizes>>,
-    }
-
-    impl KernelCompiler for MinimumSizeCompiler {
-        fn lower(
-            &self,
-            plan: &LaunchPlan,
-            sizes: &[(String, usize)],
-            _: &GpuTarget,
-        ) -> Result<GpuPlan, Vec<DeviceError>> {
-            self.tried.lock().expect("no panic before").push(sizes.to_vec());
-            if sizes.iter().any(|(name, size)| name == "w" && *size < self.least) {
-                return Err(vec![DeviceError::BadPlan("a window over nothing".to_string())]);
-            }
-            if self.refused {
-                let (step, op) = ("s".to_string(), "NonZero".to_string());
-                let reason = "no kernel".to_string();
-                return Err(vec![DeviceError::Unsupported { step, op, reason }]);
-            }
-            let slot = crate::program::layout::tests::slot(4);
-            Ok(GpuPlan { inputs: vec![slot; plan.inputs.len()], ..GpuPlan::default() })
-        }
-
-        fn headers(&self) -> &'static [(&'static str, &'static str)] {
-            &[]
-        }
-    }
-
-    /// What became of a model of images with sides `h` and `w`, and the widths that were tried.
-    fn tried(
-        least: usize,
-        refused: bool,
-        set: &[(&str, usize)],
-    ) -> (Result<Option<Sizes>, Vec<DeviceError>>, Vec<usize>) {
-        let symbol = |name: &str| Dim::Symbol(name.to_string());
-        let image = vec![symbol("n"), Dim::Fixed(3), symbol("h"), symbol("w")];
-        let value = ValueInfo { name: "x".to_string(), dtype: DataType::F32, shape: Some(image) };
-        let plan =
-            LaunchPlan { values: vec![value], inputs: vec![ValueId(0)], ..LaunchPlan::default() };
-        let compiler = MinimumSizeCompiler { least, refused, tried: Mutex::default() };
-        let target = GpuTarget { capability: 90, multiprocessors: 1, precision: Precision::F16 };
-        let set: Sizes = set.iter().map(|(name, size)| ((*name).to_string(), *size)).collect();
-        let found = example(&compiler, &target, &plan, &set);
-        let tried = compiler.tried.into_inner().expect("no panic before");
-        (found.map(|found| found.map(|(sizes, _)| sizes)), tried.iter().map(|s| s[2].1).collect())
-    }
-
-    fn sizes(n: usize, h: usize, w: usize) -> Sizes {
-        vec![("n".to_string(), n), ("h".to_string(), h), ("w".to_string(), w)]
-    }
-
-    #[test]
-    fn guessed_sizes_do_not_refuse_a_model() {
-        assert_eq!(tried(1, false, &[]), (Ok(Some(sizes(1, 1, 1))), vec![1]));
-        assert_eq!(tried(48, false, &[]), (Ok(Some(sizes(1, 64, 64))), vec![1, 32, 64]));
-        assert_eq!(tried(1000, false, &[]), (Ok(None), vec![1, 32, 64, 224]));
-        let set = [("n", 8), ("w", 1000)];
-        assert_eq!(tried(1000, false, &set), (Ok(Some(sizes(8, 1, 1000))), vec![1000]));
-    }
-
-    #[test]
-    fn steps_without_a_kernel_refuse_a_model() {
-        let (found, widths) = tried(48, true, &[]);
-        let errors = found.expect_err("no kernel");
-        assert!(matches!(errors[..], [DeviceError::Unsupported { .. }]));
-        assert_eq!(widths, [1, 32, 64], "found at the first sizes that make sense");
-        // Sizes that were asked for are no guess.
-        let set = [("n", 1), ("h", 8), ("w", 8)];
-        let (found, widths) = tried(48, false, &set);
-        assert!(matches!(found.expect_err("too small")[..], [DeviceError::BadPlan(_)]));
-        assert_eq!(widths, [8]);
     }
 }

@@ -3,11 +3,15 @@
 mod best_effort;
 mod dispatcher;
 mod executor;
+mod launches;
+mod queue_streams;
 mod real_time;
+mod run_state;
+mod segment_queue;
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use device::{DeviceError, Segment, Task};
 
@@ -15,31 +19,11 @@ pub(crate) use best_effort::BestEffortQueue;
 pub(crate) use dispatcher::Dispatcher;
 pub(crate) use real_time::RealTimeQueue;
 
-use crate::driver::{PinnedWord, Stream};
+use crate::device_context::DeviceContext;
+use crate::driver::{PinnedWord, Stream, is_reached};
 use crate::error::CudaError;
-use crate::hub::Hub;
+use crate::options::Polling;
 use crate::program::task::CudaTask;
-
-/// How a queue's thread waits for the device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Polling {
-    /// Looks without pause for this long.
-    pub spin: Duration,
-    /// Then sleeps so long between two polls; zero only lets other threads run.
-    pub pause: Duration,
-    /// How long a queue without work polls for some before its thread sleeps: waking it costs the request that comes next.
-    pub idle: Duration,
-}
-
-impl Default for Polling {
-    fn default() -> Polling {
-        Polling {
-            spin: Duration::from_millis(5),
-            pause: Duration::ZERO,
-            idle: Duration::from_millis(20),
-        }
-    }
-}
 
 /// Looks between two questions to the driver whether a kernel failed: a word that will never come polls like one that is
 /// late.
@@ -75,14 +59,9 @@ fn wait_for(
     Ok(())
 }
 
-/// Whether `now` is `fence` or was written after it; both count up and may wrap.
-pub(crate) fn is_reached(now: u32, fence: u32) -> bool {
-    now.wrapping_sub(fence) < u32::MAX / 2
-}
-
 /// The task of `segment` as this device's own, and the steps it shall do.
 fn device_task<'a>(
-    hub: &Arc<Hub>,
+    device: &Arc<DeviceContext>,
     segment: &'a mut Segment,
 ) -> Result<(&'a mut CudaTask, Range<usize>), DeviceError> {
     let steps = segment.steps.clone();
@@ -90,7 +69,7 @@ fn device_task<'a>(
         .task
         .as_any_mut()
         .downcast_mut::<CudaTask>()
-        .filter(|task| Arc::ptr_eq(&task.hub, hub))
+        .filter(|task| Arc::ptr_eq(&task.specialization.device, device))
         .ok_or_else(|| DeviceError::BadPlan("the task belongs to another device".to_string()))?;
     if steps.start != task.next_step() {
         let (start, next) = (steps.start, task.next_step());
@@ -104,21 +83,7 @@ fn device_task<'a>(
 /// `err` with the name of step `index` of `task`.
 fn failed(task: &CudaTask, index: usize, err: CudaError) -> DeviceError {
     match task.specialization.gpu.steps.get(index) {
-        Some(step) => task.hub.step_error(&step.name, &step.op, err),
-        None => task.hub.error(err),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn fence_values_may_wrap() {
-        assert!(is_reached(5, 5));
-        assert!(is_reached(6, 5));
-        assert!(!is_reached(4, 5));
-        assert!(is_reached(2, u32::MAX));
-        assert!(!is_reached(u32::MAX, 2));
+        Some(step) => task.specialization.device.step_error(&step.name, &step.op, err),
+        None => task.specialization.device.error(err),
     }
 }

@@ -1,4 +1,4 @@
-//! SmLocator the parts of a CUDA toolkit lie that kernels are compiled with: headers, and NVRTC itself.
+//! Where the parts of a CUDA toolkit lie that kernels are compiled with: headers, and NVRTC itself.
 //!
 //! An installed toolkit has them under one root; the PyPI packages lay the same folders into `nvidia/cu13`.
 

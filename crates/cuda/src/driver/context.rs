@@ -1,34 +1,22 @@
 //! A GPU's primary context, and the memory of whether it still works.
 
 use std::cell::Cell;
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::c_int;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use base::Bytes;
-use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUmemoryPool, CUresult};
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUmemoryPool, CUresult};
 
-use super::pinned::PinnedPool;
+use super::call::{check, describe};
+use super::facts::{DriverFacts, read_facts};
+use super::pinned_pool::PinnedPool;
 use super::resource_counts::ResourceCounts;
 use super::sm_partition::{self, SmPartition};
 use crate::error::{CudaError, OpenError, is_sticky};
 
 /// The oldest driver that has every function called here, as `cuDriverGetVersion` tells it.
 const DRIVER_NEEDED: i32 = 12_080;
-
-/// What is fixed about a GPU and its driver.
-#[derive(Clone, Debug)]
-pub(crate) struct DriverFacts {
-    /// The product's name.
-    pub(crate) name: String,
-    /// The driver's CUDA version, 13000 for 13.0.
-    pub(crate) driver_version: i32,
-    /// Compute capability, 90 for 9.0.
-    pub(crate) capability: u32,
-    pub(crate) multiprocessors: u32,
-    /// Address on the PCI bus, by which NVML knows the GPU.
-    pub(crate) pci_bus_id: String,
-}
 
 /// A GPU we hold.
 pub(crate) struct Context {
@@ -253,33 +241,6 @@ impl Drop for Context {
     }
 }
 
-/// `code` in the driver's words.
-pub(crate) fn describe(call: &'static str, code: CUresult) -> CudaError {
-    if code == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-        return CudaError::OutOfMemory { call, bytes: Bytes(0) };
-    }
-    let mut name: *const c_char = std::ptr::null();
-    let mut text: *const c_char = std::ptr::null();
-    // SAFETY: both are places for the driver's answer, a static string or null.
-    unsafe {
-        let _ = sys::cuGetErrorName(code, &mut name);
-        let _ = sys::cuGetErrorString(code, &mut text);
-    }
-    CudaError::Call { call, code: code as u32, name: static_text(name), text: static_text(text) }
-}
-
-fn static_text(text: *const c_char) -> String {
-    if text.is_null() {
-        return "unknown".to_string();
-    }
-    // SAFETY: the driver's error texts are static and end with a zero.
-    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
-}
-
-pub(super) fn check(call: &'static str, code: CUresult) -> Result<(), CudaError> {
-    if code == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(describe(call, code)) }
-}
-
 /// Loads and starts the driver, or says what is missing.
 fn start_driver() -> Result<(), OpenError> {
     // SAFETY: asks the loader for the library by name. NVIDIA's driver library has no unsound start-up code.
@@ -342,46 +303,6 @@ fn device_count() -> Result<usize, OpenError> {
             Ok(usize::try_from(count).unwrap_or(0))
         }
     }
-}
-
-fn read_facts(device: CUdevice) -> Result<DriverFacts, OpenError> {
-    let attribute = |which| {
-        let mut value = 0;
-        // SAFETY: `device` came from the driver and `value` is a place for its answer.
-        check("cuDeviceGetAttribute", unsafe {
-            sys::cuDeviceGetAttribute(&mut value, which, device)
-        })?;
-        Ok::<u32, OpenError>(u32::try_from(value).unwrap_or(0))
-    };
-    use CUdevice_attribute as A;
-    let major = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-    let minor = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-    let mut driver_version = 0;
-    // SAFETY: a place for the driver's answer.
-    check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut driver_version) })?;
-    Ok(DriverFacts {
-        name: read_text("cuDeviceGetName", |text, len| {
-            // SAFETY: `text` has room for `len` characters.
-            unsafe { sys::cuDeviceGetName(text, len, device) }
-        })?,
-        driver_version,
-        capability: major * 10 + minor,
-        multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-        pci_bus_id: read_text("cuDeviceGetPCIBusId", |text, len| {
-            // SAFETY: `text` has room for `len` characters.
-            unsafe { sys::cuDeviceGetPCIBusId(text, len, device) }
-        })?,
-    })
-}
-
-fn read_text(
-    call: &'static str,
-    read: impl FnOnce(*mut c_char, c_int) -> CUresult,
-) -> Result<String, OpenError> {
-    let mut text = [0u8; 128];
-    check(call, read(text.as_mut_ptr().cast(), text.len() as c_int))?;
-    let end = text.iter().position(|&byte| byte == 0).unwrap_or(text.len());
-    Ok(String::from_utf8_lossy(&text[..end]).into_owned())
 }
 
 #[cfg(test)]

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use base::Bytes;
 use cudarc::driver::sys::{self, CUdeviceptr};
 
 use super::{CountedResource, ResourceKind, Stream};
@@ -29,7 +28,7 @@ impl DeviceBuffer {
         let code = unsafe {
             sys::cuMemAllocFromPoolAsync(&mut address, size, context.pool(), stream.raw())
         };
-        context.check("cuMemAllocFromPoolAsync", code).map_err(|err| sized(err, bytes))?;
+        context.check("cuMemAllocFromPoolAsync", code).map_err(|err| err.with_bytes(bytes))?;
         let counted = context.resource_counts().count(ResourceKind::Buffer, size as u64);
         let stream = stream.clone();
         DeviceBuffer { address, bytes, stream, pooled: true, _counted: counted }.cleared(size)
@@ -43,7 +42,7 @@ impl DeviceBuffer {
         let mut address: CUdeviceptr = 0;
         // SAFETY: `address` is a place for the answer; freed when this value is dropped.
         let code = unsafe { sys::cuMemAlloc_v2(&mut address, size) };
-        context.check("cuMemAlloc", code).map_err(|err| sized(err, bytes))?;
+        context.check("cuMemAlloc", code).map_err(|err| err.with_bytes(bytes))?;
         let counted = context.resource_counts().count(ResourceKind::FixedBuffer, size as u64);
         let stream = stream.clone();
         DeviceBuffer { address, bytes, stream, pooled: false, _counted: counted }.cleared(size)
@@ -52,7 +51,7 @@ impl DeviceBuffer {
     fn cleared(self, size: usize) -> Result<DeviceBuffer, CudaError> {
         // SAFETY: the buffer was just made with this size, and is the only one who knows its address.
         unsafe { self.stream.clear(self.address, size / 4) }?;
-        self.stream.synchronize().map_err(|err| sized(err, self.bytes))?;
+        self.stream.synchronize().map_err(|err| err.with_bytes(self.bytes))?;
         Ok(self)
     }
 
@@ -72,13 +71,5 @@ impl Drop for DeviceBuffer {
                 }
             };
         }
-    }
-}
-
-/// Says how much was asked for.
-pub(super) fn sized(err: CudaError, bytes: u64) -> CudaError {
-    match err {
-        CudaError::OutOfMemory { call, .. } => CudaError::OutOfMemory { call, bytes: Bytes(bytes) },
-        other => other,
     }
 }

@@ -9,7 +9,6 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 
 use super::Context;
-use super::device_buffer::sized;
 use super::resource_counts::{CountedResource, ResourceKind};
 use crate::error::CudaError;
 
@@ -61,7 +60,7 @@ impl PinnedBlocks {
         #[cfg(target_os = "linux")]
         if bytes >= LARGE_PAGE {
             let whole = bytes - bytes % LARGE_PAGE;
-            // SAFETY: asks for large pages under whole ones of the memory just allocated. SmLocator there are none, small ones do.
+            // SAFETY: asks for large pages under whole ones of the memory just allocated. Where there are none, small ones do.
             let _ = unsafe { libc::madvise(address.cast(), whole, libc::MADV_HUGEPAGE) };
         }
         let context = context.clone();
@@ -80,7 +79,9 @@ impl PinnedBlocks {
         let bytes = block_bytes(at, self.bytes);
         // SAFETY: inside memory of our own, which stays until it is given back to the driver again.
         let code = unsafe { sys::cuMemHostRegister_v2(self.address.add(at).cast(), bytes, 0) };
-        self.context.check("cuMemHostRegister", code).map_err(|err| sized(err, bytes as u64))?;
+        self.context
+            .check("cuMemHostRegister", code)
+            .map_err(|err| err.with_bytes(bytes as u64))?;
         self.pinned.push(self.context.resource_counts().count(ResourceKind::Pinned, bytes as u64));
         Ok(())
     }

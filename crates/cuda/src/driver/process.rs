@@ -4,7 +4,7 @@ use std::io::Write;
 
 use crate::driver::was_opened;
 
-/// PhysicalMemoryPool of memory from this size on are the system's again as soon as they are freed.
+/// Pieces of memory from this size on are the system's again as soon as they are freed.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 const LARGE_BYTES: libc::c_int = 4 << 20;
 

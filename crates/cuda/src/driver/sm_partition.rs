@@ -6,7 +6,8 @@ use cudarc::driver::sys::{
     CUgreenCtxCreate_flags, CUstream, CUstream_flags,
 };
 
-use super::context::{DriverFacts, check};
+use super::call::check;
+use super::facts::DriverFacts;
 use crate::error::{CudaError, OpenError};
 
 /// Multiprocessors come in groups of so many from compute capability 9.0 on, and the driver rounds a smaller wish up.

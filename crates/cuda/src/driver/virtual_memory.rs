@@ -3,7 +3,6 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use base::Bytes;
 use cudarc::driver::sys::{
     self, CUdeviceptr, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags,
     CUmemAllocationProp, CUmemAllocationType, CUmemGenericAllocationHandle, CUmemLocation,
@@ -13,7 +12,7 @@ use cudarc::driver::sys::{
 use super::{Context, CountedResource, ResourceKind};
 use crate::error::CudaError;
 
-/// SmLocator the memory of `context`'s GPU lies.
+/// Where the memory of `context`'s GPU lies.
 fn location(context: &Context) -> CUmemLocation {
     CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: context.device() }
 }
@@ -54,12 +53,7 @@ impl PhysicalMemory {
         let mut handle: CUmemGenericAllocationHandle = 0;
         // SAFETY: `handle` is a place for the answer; released when this value is dropped.
         let code = unsafe { sys::cuMemCreate(&mut handle, size, &properties(context), 0) };
-        context.check("cuMemCreate", code).map_err(|err| match err {
-            CudaError::OutOfMemory { call, .. } => {
-                CudaError::OutOfMemory { call, bytes: Bytes(bytes) }
-            }
-            other => other,
-        })?;
+        context.check("cuMemCreate", code).map_err(|err| err.with_bytes(bytes))?;
         let counted = context.resource_counts().count(ResourceKind::PhysicalMemory, bytes);
         Ok(PhysicalMemory { handle, bytes, context: context.clone(), _counted: counted })
     }

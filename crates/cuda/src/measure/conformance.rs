@@ -13,8 +13,8 @@ use crate::compile::kernel_text::KernelClass;
 use crate::device::CudaDevice;
 use crate::driver::{DeviceBuffer, LaunchShape, PinnedBuffer, Priority, Stream};
 use crate::error::CudaError;
-use crate::hub::Hub;
 use crate::memory::input_copier::InputCopier;
+use crate::services::DeviceServices;
 
 /// An address and a number of nanoseconds.
 const ARGS_BYTES: usize = 16;
@@ -52,7 +52,7 @@ struct SmLocator {
 impl CudaDevice {
     /// Tries this device's own promises. Nothing else may use it meanwhile.
     pub fn conformance_cases(&self) -> Vec<Case> {
-        let hub = self.hub();
+        let services = self.services();
         let case = |name: &str, outcome: Result<Option<String>, String>| Case {
             name: name.to_string(),
             verdict: match outcome {
@@ -64,27 +64,32 @@ impl CudaDevice {
         vec![
             case(
                 "the kernel for inputs copies what the copy engine does",
-                input_copier_matches_copy_engine(hub),
+                input_copier_matches_copy_engine(services),
             ),
-            case("work in the partition keeps to its multiprocessors", partition_confines(hub)),
+            case(
+                "work in the partition keeps to its multiprocessors",
+                partition_confines(services),
+            ),
         ]
     }
 }
 
-fn input_copier_matches_copy_engine(hub: &Arc<Hub>) -> Result<Option<String>, String> {
+fn input_copier_matches_copy_engine(services: &DeviceServices) -> Result<Option<String>, String> {
     let text_of = |err: CudaError| err.to_string();
-    let input_copier = InputCopier::always(hub.kernels()).map_err(|err| err.to_string())?;
-    let stream = Stream::new(hub.context(), Priority::High).map_err(text_of)?;
+    let input_copier =
+        InputCopier::always(&services.compile.kernels).map_err(|err| err.to_string())?;
+    let stream = Stream::new(services.device.context(), Priority::High).map_err(text_of)?;
     let mut random = Random::new(17);
     for length in [1, 15, 16, 17, 4096, 16_384, 16_400, 602_112, 602_119, 4 << 20] {
         for offset in [0, 16, 4] {
             let bytes = length + offset;
-            let mut host = PinnedBuffer::zeroed(hub.context(), bytes).map_err(text_of)?;
+            let mut host =
+                PinnedBuffer::zeroed(services.device.context(), bytes).map_err(text_of)?;
             host.as_mut_slice().iter_mut().for_each(|byte| *byte = random.below(256) as u8);
-            let back = PinnedBuffer::zeroed(hub.context(), bytes).map_err(text_of)?;
-            let memory = DeviceBuffer::zeroed(hub.memory_stream(), bytes as u64 + 16);
+            let back = PinnedBuffer::zeroed(services.device.context(), bytes).map_err(text_of)?;
+            let memory = DeviceBuffer::zeroed(&services.memory.memory_stream, bytes as u64 + 16);
             let memory = memory.map_err(text_of)?;
-            hub.memory_stream().synchronize().map_err(text_of)?;
+            services.memory.memory_stream.synchronize().map_err(text_of)?;
             // SAFETY: all three are as long as this and live until the stream is idle; whatever lies before the offset stays zero.
             unsafe {
                 let (to, from) = (memory.address() + offset as u64, host.as_ptr().add(offset));
@@ -102,22 +107,22 @@ fn input_copier_matches_copy_engine(hub: &Arc<Hub>) -> Result<Option<String>, St
     Ok(None)
 }
 
-fn partition_confines(hub: &Arc<Hub>) -> Result<Option<String>, String> {
-    let Some(partition) = &hub.partition else {
+fn partition_confines(services: &DeviceServices) -> Result<Option<String>, String> {
+    let Some(partition) = &services.recorder.partition else {
         return Ok(Some("it was opened without a partition".to_string()));
     };
     let text_of = |err: CudaError| err.to_string();
-    let kernel = loaded_kernel(hub)?;
-    let high = Stream::new(hub.context(), Priority::High).map_err(text_of)?;
-    let inside = Stream::in_partition(hub.context(), partition).map_err(text_of)?;
-    let everywhere = seen_from(hub, &kernel, &high).map_err(text_of)?;
+    let kernel = loaded_kernel(services)?;
+    let high = Stream::new(services.device.context(), Priority::High).map_err(text_of)?;
+    let inside = Stream::in_partition(services.device.context(), partition).map_err(text_of)?;
+    let everywhere = seen_from(services, &kernel, &high).map_err(text_of)?;
     let (all, allowed) = (everywhere.len(), partition.multiprocessors() as usize);
     if all <= allowed {
         return Err(format!("{all} multiprocessors were used outside of a partition of {allowed}"));
     }
     let mut used = BTreeSet::new();
     for _ in 0..10 {
-        used.extend(seen_from(hub, &kernel, &inside).map_err(text_of)?);
+        used.extend(seen_from(services, &kernel, &inside).map_err(text_of)?);
     }
     match used.len() == allowed {
         true => Ok(None),
@@ -135,24 +140,24 @@ pub(crate) fn kernel() -> Kernel {
     }
 }
 
-fn loaded_kernel(hub: &Hub) -> Result<Arc<LoadedKernel>, String> {
+fn loaded_kernel(services: &DeviceServices) -> Result<Arc<LoadedKernel>, String> {
     let request = (kernel(), KernelClass::RealTime);
-    let made = hub.kernels().get(std::slice::from_ref(&request), &|_, _| {});
+    let made = services.compile.kernels.get(std::slice::from_ref(&request), &|_, _| {});
     let kernel = made.map_err(|err| err.to_string())?.remove(&request);
     kernel.ok_or_else(|| "the kernel was not compiled".to_string())
 }
 
 /// The multiprocessors that blocks launched on `stream` run on.
 fn seen_from(
-    hub: &Hub,
+    services: &DeviceServices,
     kernel: &LoadedKernel,
     stream: &Stream,
 ) -> Result<BTreeSet<u32>, CudaError> {
-    let blocks = hub.target().multiprocessors.max(1) * BLOCKS_EACH;
+    let blocks = services.device.target().multiprocessors.max(1) * BLOCKS_EACH;
     let bytes = blocks as usize * size_of::<u32>();
-    let seen = DeviceBuffer::zeroed(hub.memory_stream(), bytes as u64)?;
-    let host = PinnedBuffer::zeroed(hub.context(), bytes)?;
-    hub.memory_stream().synchronize()?;
+    let seen = DeviceBuffer::zeroed(&services.memory.memory_stream, bytes as u64)?;
+    let host = PinnedBuffer::zeroed(services.device.context(), bytes)?;
+    services.memory.memory_stream.synchronize()?;
     let mut args = [0; ARGS_BYTES];
     args[0..8].copy_from_slice(&seen.address().to_le_bytes());
     args[8..16].copy_from_slice(&STAY_NS.to_le_bytes());

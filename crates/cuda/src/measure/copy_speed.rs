@@ -17,12 +17,12 @@ const COPIES: usize = 12;
 impl CudaDevice {
     /// Bytes per second of large copies from pinned memory, the device being idle.
     pub fn copy_speed(&self) -> Result<f64, DeviceError> {
-        let hub = self.hub();
-        hub.check_healthy()?;
+        let services = self.services();
+        services.device.check_healthy()?;
         let measure = || -> Result<f64, CudaError> {
-            let host = PinnedBuffer::zeroed(hub.context(), COPIED)?;
-            let target = DeviceBuffer::zeroed(hub.memory_stream(), COPIED as u64)?;
-            let stream = Stream::new(hub.context(), Priority::Low)?;
+            let host = PinnedBuffer::zeroed(services.device.context(), COPIED)?;
+            let target = DeviceBuffer::zeroed(&services.memory.memory_stream, COPIED as u64)?;
+            let stream = Stream::new(services.device.context(), Priority::Low)?;
             let copy = |count: usize| {
                 for _ in 0..count {
                     // SAFETY: both sides are that long and live until the wait below.
@@ -35,6 +35,6 @@ impl CudaDevice {
             copy(COPIES)?;
             Ok((COPIED * COPIES) as f64 / began.elapsed().as_secs_f64())
         };
-        measure().map_err(|err| hub.error(err))
+        measure().map_err(|err| services.device.error(err))
     }
 }

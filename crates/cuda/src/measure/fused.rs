@@ -89,7 +89,7 @@ pub fn fused_operators(
     )
 }
 
-/// SmLocator best effort's operator and its headers are.
+/// Where best effort's operator and its headers are.
 const SPACE: &str = "best_effort";
 
 /// What the plan believes of the operator `name`, checked by the compiler.

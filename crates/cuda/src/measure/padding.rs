@@ -21,8 +21,8 @@ use crate::compile::kernel_cache::{CompileProgress, KernelRequest, LoadedKernel}
 use crate::compile::kernel_text::KernelClass;
 use crate::device::CudaDevice;
 use crate::driver::SmPartition;
-use crate::hub::Hub;
 use crate::measure::fused::fuse;
+use crate::services::DeviceServices;
 use measurement::PairMeasurement;
 use network::Network;
 
@@ -164,7 +164,7 @@ pub struct PaddingKernel {
 
 /// Networks on a device, ready to be run beside each other.
 pub struct PaddingBench {
-    hub: Arc<Hub>,
+    services: DeviceServices,
     networks: Vec<Network>,
     /// Every kernel of any network.
     kernels: Vec<Kernel>,
@@ -174,19 +174,19 @@ pub struct PaddingBench {
     partitions: Vec<(PaddingWay, Partition)>,
 }
 
-/// SmLocator best effort is held to some multiprocessors.
+/// Where best effort is held to some multiprocessors.
 struct Partition {
     part: Arc<SmPartition>,
-    /// SmLocator real time is held to all others.
+    /// Where real time is held to all others.
     rest: Option<Arc<SmPartition>>,
 }
 
 impl CudaDevice {
     /// A bench without networks. Needs the device for itself to mean anything.
     pub fn padding_bench(&self) -> PaddingBench {
-        let hub = self.hub().clone();
+        let services = self.services().clone();
         let (networks, kernels, partitions) = (Vec::new(), Vec::new(), Vec::new());
-        PaddingBench { hub, networks, kernels, fused: HashMap::new(), partitions }
+        PaddingBench { services, networks, kernels, fused: HashMap::new(), partitions }
     }
 }
 
@@ -198,8 +198,8 @@ impl PaddingBench {
         inputs: &[Tensor],
         progress: CompileProgress<'_>,
     ) -> Result<usize, DeviceError> {
-        self.hub.check_healthy()?;
-        let network = Network::new(&self.hub, plan, inputs, &mut self.kernels, progress)?;
+        self.services.device.check_healthy()?;
+        let network = Network::new(&self.services, plan, inputs, &mut self.kernels, progress)?;
         self.networks.push(network);
         Ok(self.networks.len() - 1)
     }
@@ -216,7 +216,7 @@ impl PaddingBench {
 
     /// Multiprocessors of the device.
     pub fn multiprocessors(&self) -> u32 {
-        self.hub.target().multiprocessors
+        self.services.device.target().multiprocessors
     }
 
     /// Makes kernels of two each, real time's and best effort's, side by side.
@@ -225,15 +225,15 @@ impl PaddingBench {
         pairs: &BTreeSet<(usize, usize)>,
         progress: CompileProgress<'_>,
     ) -> Result<(), DeviceError> {
-        self.hub.check_healthy()?;
+        self.services.device.check_healthy()?;
         let unknown = || DeviceError::BadPlan("a pair of kernels that are not there".to_string());
-        let headers = self.hub.compiler.headers();
+        let headers = self.services.compile.compiler.headers();
         let request = |&(rt, be): &(usize, usize)| -> Result<KernelRequest, DeviceError> {
             let kernel = |number: usize| self.kernels.get(number).ok_or_else(unknown);
             Ok((fuse(kernel(rt)?, kernel(be)?, headers), KernelClass::Fused))
         };
         let all = pairs.iter().map(request).collect::<Result<Vec<_>, _>>()?;
-        let made = self.hub.kernels().get(&all, progress)?;
+        let made = self.services.compile.kernels.get(&all, progress)?;
         for (pair, request) in pairs.iter().zip(&all) {
             let kernel = made.get(request).ok_or_else(unknown)?;
             if kernel.function(0).blocks == 0 {
@@ -262,11 +262,11 @@ impl PaddingBench {
         pair: &PaddingPair,
         options: &PaddingOptions,
     ) -> Result<PairTiming, DeviceError> {
-        self.hub.check_healthy()?;
+        self.services.device.check_healthy()?;
         for way in &options.ways {
             self.open_partition(*way)?;
         }
-        let error = |err| self.hub.error(err);
+        let error = |err| self.services.device.error(err);
         PairMeasurement::new(self, pair, options).map_err(error)?.run(options).map_err(error)
     }
 }
@@ -283,7 +283,7 @@ impl PaddingBench {
             op: "partition".to_string(),
             reason,
         };
-        let context = self.hub.context();
+        let context = self.services.device.context();
         let made = match way {
             PaddingWay::Apart(_) => context
                 .apart(count)

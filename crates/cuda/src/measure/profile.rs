@@ -18,12 +18,13 @@ use crate::compile::tuning::{TunedVariants, Tuning, pair};
 use crate::device::CudaDevice;
 use crate::driver::{DeviceBuffer, Event, Graph, Priority, Stream};
 use crate::error::CudaError;
-use crate::hub::{Hub, LaunchTarget};
 use crate::memory::weights::ProgramWeights;
+use crate::program::graph_recorder::LaunchTarget;
 use crate::program::instance::Instance;
 use crate::program::layout::{Addresses, LaunchSet, run_bytes};
+use crate::program::lowering::{first_of, lower};
 use crate::program::specialization::{BoundKernel, Specialization, real_time};
-use crate::program::{first_of, lower};
+use crate::services::DeviceServices;
 
 pub use classes::ClassTiming;
 use whole_plan::WholePlan;
@@ -152,6 +153,18 @@ impl PlanProfile {
 }
 
 impl CudaDevice {
+    /// Adds `tuning` to the variants in use, and keeps all of them on disk where there is a cache. Programs that are
+    /// loaded already stay as they are.
+    pub fn set_choices(&self, profile: &PlanProfile) -> Result<(), String> {
+        let mut all = self.tuning();
+        all.extend(profile.tuning(), &profile.pairs());
+        if let Some(path) = self.tuning_path() {
+            all.write(&path).map_err(|err| format!("{}: {err}", path.display()))?;
+        }
+        self.services().compile.replace_tuning(all);
+        Ok(())
+    }
+
     /// Times every choice of every step of `plan` for `sizes`, and the plan made of the fastest. Steps of one signature are
     /// timed once. Needs the device for itself to mean anything.
     pub fn profile(
@@ -161,15 +174,15 @@ impl CudaDevice {
         options: ProfileOptions,
         progress: CompileProgress<'_>,
     ) -> Result<PlanProfile, DeviceError> {
-        let hub = self.hub();
-        hub.check_healthy()?;
-        let gpu = lower(hub, plan, sizes).map_err(first_of)?;
-        Profiler::new(hub, gpu, options, progress)?.run(sizes)
+        let services = self.services();
+        services.device.check_healthy()?;
+        let gpu = lower(services, plan, sizes).map_err(first_of)?;
+        Profiler::new(services, gpu, options, progress)?.run(sizes)
     }
 }
 
 pub(super) struct Profiler<'a> {
-    hub: &'a Arc<Hub>,
+    services: &'a DeviceServices,
     options: ProfileOptions,
     progress: CompileProgress<'a>,
     pub(super) specialization: Specialization,
@@ -183,12 +196,12 @@ pub(super) struct Profiler<'a> {
 
 impl<'a> Profiler<'a> {
     pub(super) fn new(
-        hub: &'a Arc<Hub>,
+        services: &'a DeviceServices,
         gpu: GpuPlan,
         options: ProfileOptions,
         progress: CompileProgress<'a>,
     ) -> Result<Profiler<'a>, DeviceError> {
-        let cuda = |err: CudaError| hub.error(err);
+        let cuda = |err: CudaError| services.device.error(err);
         let started = Instant::now();
         let requests: Vec<KernelRequest> = gpu
             .steps
@@ -197,15 +210,22 @@ impl<'a> Profiler<'a> {
             .filter_map(|launch| gpu.kernels.get(launch.kernel))
             .map(|kernel| (kernel.clone(), KernelClass::RealTime))
             .collect();
-        let kernels = hub.kernels().get(&requests, progress)?;
+        let kernels = services.compile.kernels.get(&requests, progress)?;
         let compile_seconds = started.elapsed().as_secs_f64();
-        let weights = ProgramWeights::new(hub, false);
-        let specialization = Specialization::with(hub, gpu, &weights, LaunchSet::All, &|_, _| {})?;
-        let instance = Instance::new(hub, &specialization)?;
-        let pool = DeviceBuffer::zeroed(hub.memory_stream(), WEIGHT_POOL).map_err(cuda)?;
-        let stream = Stream::new(hub.context(), Priority::High).map_err(cuda)?;
+        let weights = ProgramWeights::new(
+            &services.device,
+            &services.memory,
+            &services.preemption.rt_activity,
+            false,
+        );
+        let specialization =
+            Specialization::with(services, gpu, &weights, LaunchSet::All, &|_, _| {})?;
+        let instance = Instance::new(&specialization)?;
+        let pool =
+            DeviceBuffer::zeroed(&services.memory.memory_stream, WEIGHT_POOL).map_err(cuda)?;
+        let stream = Stream::new(services.device.context(), Priority::High).map_err(cuda)?;
         Ok(Profiler {
-            hub,
+            services,
             options,
             progress,
             specialization,
@@ -235,11 +255,13 @@ impl<'a> Profiler<'a> {
         };
         let whole = WholePlan::new(&self, &profile)?;
         let replays = self.options.plan_replays;
-        let apart = whole.best_apart(&profile).map_err(|err| self.hub.error(err))?;
+        let apart = whole.best_apart(&profile).map_err(|err| self.services.device.error(err))?;
         for (step, apart) in profile.steps.iter_mut().zip(&apart) {
             step.apart = *apart;
         }
-        let time = |apart: &[bool]| whole.time(apart, replays).map_err(|err| self.hub.error(err));
+        let time = |apart: &[bool]| {
+            whole.time(apart, replays).map_err(|err| self.services.device.error(err))
+        };
         let (graph, plain_graph) = (time(&apart)?, time(&vec![true; apart.len()])?);
         drop(whole);
         Ok(PlanProfile { graph, plain_graph, ..profile })
@@ -297,7 +319,7 @@ impl<'a> Profiler<'a> {
         let requests =
             (self.specialization.gpu.kernels[launch.kernel].clone(), KernelClass::RealTime);
         real_time(&self.specialization.gpu, launch, self.kernels[&requests].clone())
-            .map_err(|err| self.hub.error(err))
+            .map_err(|err| self.services.device.error(err))
     }
 
     fn choice(
@@ -311,7 +333,7 @@ impl<'a> Profiler<'a> {
         let bound = self.bound(step, choice)?;
         let time = match self.time_copies(index, step, choice, &bound, give_up_us) {
             Ok(time) => Some(time),
-            Err(err @ CudaError::Faulted(_)) => return Err(self.hub.error(err)),
+            Err(err @ CudaError::Faulted(_)) => return Err(self.services.device.error(err)),
             // A cluster that does not fit, say: the others remain.
             Err(err) => {
                 tracing::debug!(step = step.name, variant = launch.variant, "not timed: {err}");
@@ -357,17 +379,17 @@ impl<'a> Profiler<'a> {
                 .map_err(|_| CudaError::Misuse("a launch points outside of its plan"))?;
             all.push(args);
         }
-        let graph = self.hub.capture(LaunchTarget::High, |stream| {
+        let graph = self.services.recorder.capture(LaunchTarget::High, |stream| {
             for (copy, args) in all.iter().enumerate() {
                 let mut shape = bound.shape;
-                shape.dependent = copy > 0 && self.hub.has_dependent_launches();
+                shape.dependent = copy > 0 && self.services.device.has_dependent_launches();
                 // SAFETY: recorded only; the instance and the pool outlive the graph, which is gone when this returns.
                 unsafe { stream.launch(bound.kernel.function(bound.entry), shape, &[args]) }?;
             }
             Ok(())
         })?;
         let give_up_us = give_up_us * copies as f64;
-        let timing = time(self.hub, &graph, &self.stream, self.options.replays, give_up_us)?;
+        let timing = time(self.services, &graph, &self.stream, self.options.replays, give_up_us)?;
         let each = |micros: f64| micros / copies as f64;
         Ok(Timing { median_us: each(timing.median_us), p99_us: each(timing.p99_us) })
     }
@@ -389,13 +411,14 @@ impl<'a> Profiler<'a> {
 
 /// Microseconds of `graph`, replayed one at a time; few times when even the quickest takes longer than `give_up_us`.
 fn time(
-    hub: &Hub,
+    services: &DeviceServices,
     graph: &Graph,
     stream: &Stream,
     replays: usize,
     give_up_us: f64,
 ) -> Result<Timing, CudaError> {
-    let (from, to) = (Event::new(hub.context())?, Event::new(hub.context())?);
+    let (from, to) =
+        (Event::new(services.device.context())?, Event::new(services.device.context())?);
     let replay = || {
         from.record(stream)?;
         // SAFETY: the caller keeps what the graph points to, and each replay is waited for.

@@ -14,7 +14,7 @@ use crate::compile::kernel_cache::LoadedKernel;
 use crate::compile::kernel_text::KernelClass;
 use crate::driver::{DeviceBuffer, LaunchShape, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
-use crate::hub::Hub;
+use crate::services::DeviceServices;
 
 /// Three addresses and two words.
 const ARGS_BYTES: usize = 32;
@@ -69,7 +69,7 @@ pub struct StartTimes {
 
 /// A launch that tells when it runs.
 pub struct StartProbe {
-    hub: Arc<Hub>,
+    services: DeviceServices,
     kernel: Arc<LoadedKernel>,
     stream: Stream,
     first: PinnedWord,
@@ -81,50 +81,54 @@ pub struct StartProbe {
 impl CudaDevice {
     /// A probe of this device.
     pub fn start_probe(&self) -> Result<StartProbe, DeviceError> {
-        StartProbe::new(self.hub())
+        StartProbe::new(self.services())
     }
 }
 
 impl StartProbe {
-    fn new(hub: &Arc<Hub>) -> Result<StartProbe, DeviceError> {
+    fn new(services: &DeviceServices) -> Result<StartProbe, DeviceError> {
         let request = (kernel(), KernelClass::RealTime);
-        let mut kernels = hub.kernels().get(std::slice::from_ref(&request), &|_, _| {})?;
+        let mut kernels =
+            services.compile.kernels.get(std::slice::from_ref(&request), &|_, _| {})?;
         let kernel = kernels
             .remove(&request)
             .ok_or_else(|| DeviceError::BadPlan("the probe was not compiled".to_string()))?;
         let make = || {
-            let context = hub.context();
+            let context = services.device.context();
             Ok(StartProbe {
                 kernel,
                 stream: Stream::new(context, Priority::High)?,
                 first: PinnedWord::new(context)?,
                 all: PinnedWord::new(context)?,
-                count: DeviceBuffer::zeroed(hub.memory_stream(), 64)?,
+                count: DeviceBuffer::zeroed(&services.memory.memory_stream, 64)?,
                 round: 0,
-                hub: hub.clone(),
+                services: services.clone(),
             })
         };
-        let probe = make().map_err(|err| hub.error(err))?;
-        hub.memory_stream().synchronize().map_err(|err| hub.error(err))?;
+        let probe = make().map_err(|err| services.device.error(err))?;
+        services.memory.memory_stream.synchronize().map_err(|err| services.device.error(err))?;
         Ok(probe)
     }
 
     /// Makes `queues` leave and starts the probe behind that at once, as real time does.
     pub fn fire(&mut self, queues: &[&dyn Queue]) -> Result<StartTimes, DeviceError> {
-        self.hub.check_healthy()?;
+        self.services.device.check_healthy()?;
         self.round += 1;
         let began = Instant::now();
-        let _call = self.hub.driver_backoff.enter_driver();
-        self.hub.epoch_counters.batch(|| queues.iter().for_each(|queue| queue.preempt()));
-        self.launch().map_err(|err| self.hub.error(err))?;
-        self.hub.epoch_counters.flush();
+        let _call = self.services.preemption.driver_backoff.enter_driver();
+        self.services
+            .preemption
+            .epoch_counters
+            .batch(|| queues.iter().for_each(|queue| queue.preempt()));
+        self.launch().map_err(|err| self.services.device.error(err))?;
+        self.services.preemption.epoch_counters.flush();
         let first = self.wait(&self.first, began)?;
         let all = self.wait(&self.all, began)?;
         Ok(StartTimes { first, all })
     }
 
     fn launch(&self) -> Result<(), CudaError> {
-        let blocks = self.hub.target().multiprocessors.max(1);
+        let blocks = self.services.device.target().multiprocessors.max(1);
         let mut args = [0; ARGS_BYTES];
         args[0..8].copy_from_slice(&self.first.device_address().to_le_bytes());
         args[8..16].copy_from_slice(&self.all.device_address().to_le_bytes());
@@ -148,7 +152,7 @@ impl StartProbe {
             std::hint::spin_loop();
             if began.elapsed() > TIMEOUT {
                 return Err(DeviceError::Faulted {
-                    device: self.hub.info.name.clone(),
+                    device: self.services.device.info.name.clone(),
                     reason: "a probe does not run".to_string(),
                 });
             }

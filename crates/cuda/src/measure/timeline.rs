@@ -3,10 +3,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::CudaDevice;
 use crate::driver::{Event, Stream};
 use crate::error::CudaError;
-use crate::hub::Hub;
 
 /// Runs that are recorded.
 const MAX_RUNS: usize = 1 << 20;
@@ -30,11 +28,11 @@ impl Timeline {
     }
 
     /// A point in `stream` if runs are recorded.
-    pub(crate) fn stamp(&self, hub: &Hub, stream: &Stream) -> Result<Option<Event>, CudaError> {
+    pub(crate) fn stamp(&self, stream: &Stream) -> Result<Option<Event>, CudaError> {
         if !self.on.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        let event = Event::new(hub.context())?;
+        let event = Event::new(stream.context())?;
         event.record(stream)?;
         Ok(Some(event))
     }
@@ -49,24 +47,20 @@ impl Timeline {
             recorded.runs.push((from, to));
         }
     }
-}
 
-impl CudaDevice {
-    /// Keeps when whole real-time runs begin and end from now on; each costs two more events.
-    pub fn begin_timeline(&self) -> Result<(), CudaError> {
-        let hub = self.hub();
-        let base = Event::new(hub.context())?;
-        base.record(hub.memory_stream())?;
-        hub.memory_stream().synchronize()?;
-        *hub.timeline.recorded() = RecordedRuns { base: Some(base), runs: Vec::new() };
-        hub.timeline.on.store(true, Ordering::Relaxed);
+    /// Records runs from now on. `stream` is idle afterwards.
+    pub(crate) fn begin(&self, stream: &Stream) -> Result<(), CudaError> {
+        let base = Event::new(stream.context())?;
+        base.record(stream)?;
+        stream.synchronize()?;
+        *self.recorded() = RecordedRuns { base: Some(base), runs: Vec::new() };
+        self.on.store(true, Ordering::Relaxed);
         Ok(())
     }
 
-    /// The runs since then, in microseconds, without their copies.
-    pub fn end_timeline(&self) -> Vec<(f64, f64)> {
-        let timeline = &self.hub().timeline;
-        timeline.on.store(false, Ordering::Relaxed);
-        std::mem::take(&mut *timeline.recorded()).runs
+    /// Stops recording and returns the runs as microseconds since it began.
+    pub(crate) fn end(&self) -> Vec<(f64, f64)> {
+        self.on.store(false, Ordering::Relaxed);
+        std::mem::take(&mut *self.recorded()).runs
     }
 }

@@ -1,7 +1,7 @@
 //! Brings inputs to the device past weights that are on their way.
 //!
 //! All copies to a GPU share one engine, and it stays with a stream that has copies queued for milliseconds before it polls at
-//! another. A kernel that reads the host's memory itself shares nothing with them but the wires. SmLocator no weights are on their way the
+//! another. A kernel that reads the host's memory itself shares nothing with them but the wires. Where no weights are on their way the
 //! engine is the better choice: it needs no multiprocessor.
 
 use std::sync::Arc;

@@ -9,11 +9,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 
+use super::MemoryServices;
 use crate::driver::{CountedResource, DeviceBuffer, Event, PinnedBuffer, ResourceKind, Stream};
 use crate::error::CudaError;
-use crate::hub::Hub;
 use crate::memory::input_copier::InputCopier;
-use crate::program::task::write_inputs;
+use crate::memory::write_inputs;
 
 /// What a pool may take of the device, and as much again of the host.
 const MAX_POOL_BYTES: usize = 160 << 20;
@@ -28,7 +28,7 @@ const MIN_ROWS: usize = 8;
 #[derive(Debug)]
 struct RowAllocator {
     used: Vec<bool>,
-    /// SmLocator the next rows are looked for: behind those that were taken last.
+    /// Where the next rows are looked for: behind those that were taken last.
     next: usize,
     /// Copies that were queued.
     copies: u64,
@@ -81,23 +81,30 @@ pub(crate) struct PoolSlot {
 
 impl InputPool {
     /// A pool for rows of these many bytes, one number for each input; `None` when they are too large for one.
-    pub(crate) fn new(hub: &Hub, row_bytes: Vec<usize>) -> Result<Option<InputPool>, CudaError> {
+    pub(crate) fn new(
+        memory: &MemoryServices,
+        row_bytes: Vec<usize>,
+    ) -> Result<Option<InputPool>, CudaError> {
         let row: usize = row_bytes.iter().sum();
         let count = (MAX_POOL_BYTES / row.max(1)).min(MAX_ROWS);
         if count < MIN_ROWS || row == 0 {
             return Ok(None);
         }
         let ring =
-            |bytes: &usize| DeviceBuffer::zeroed(hub.memory_stream(), (bytes * count) as u64);
-        let pinned = |bytes: &usize| PinnedBuffer::zeroed(hub.context(), bytes * count);
+            |bytes: &usize| DeviceBuffer::zeroed(&memory.memory_stream, (bytes * count) as u64);
+        let pinned =
+            |bytes: &usize| PinnedBuffer::zeroed(memory.memory_stream.context(), bytes * count);
         Ok(Some(InputPool {
             rings: row_bytes.iter().map(ring).collect::<Result<_, _>>()?,
             host: row_bytes.iter().map(pinned).collect::<Result<_, _>>()?,
-            events: (0..count).map(|_| Event::untimed(hub.context())).collect::<Result<_, _>>()?,
+            events: (0..count)
+                .map(|_| Event::untimed(memory.memory_stream.context()))
+                .collect::<Result<_, _>>()?,
             rows_in_use: Mutex::new(RowAllocator::new(count)),
-            stream: hub.input_stream().clone(),
-            input_copier: hub.input_copier.clone(),
-            _counted: hub
+            stream: memory.input_stream.clone(),
+            input_copier: memory.input_copier.clone(),
+            _counted: memory
+                .memory_stream
                 .context()
                 .resource_counts()
                 .count(ResourceKind::InputPool, (row * count) as u64),
@@ -194,13 +201,13 @@ impl PoolSlot {
         &self.pool.events[self.first]
     }
 
-    /// SmLocator its rows of input `index` lie on the device.
+    /// Where its rows of input `index` lie on the device.
     pub(crate) fn ring(&self, index: usize) -> u64 {
         let pool = &self.pool;
         pool.rings[index].address() + (self.first * pool.row_bytes[index]) as u64
     }
 
-    /// SmLocator its rows of input `index` lie on the host.
+    /// Where its rows of input `index` lie on the host.
     pub(crate) fn host(&self, index: usize) -> *const u8 {
         self.pooled.get(index).map_or_else(|| self.row(index).cast_const(), |raw| raw.as_ptr())
     }

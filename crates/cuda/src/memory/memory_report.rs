@@ -17,7 +17,7 @@ pub struct MemoryReport {
     pub weights_bytes: u64,
     /// Memory kept for weights, and empty.
     pub weights_spare_bytes: u64,
-    /// PhysicalMemoryPool of device memory under weights, kept ones included.
+    /// Pieces of device memory under weights, kept ones included.
     pub pieces: u64,
     /// Their bytes.
     pub pieces_bytes: u64,
@@ -65,8 +65,8 @@ pub struct MemoryReport {
 impl CudaDevice {
     /// What is held now.
     pub fn memory_report(&self) -> MemoryReport {
-        let hub = self.hub();
-        let (context, weights) = (hub.context(), hub.weights.memory_use());
+        let services = self.services();
+        let (context, weights) = (services.device.context(), services.memory.weights.memory_use());
         let resource_counts = context.resource_counts();
         let (pieces, pieces_bytes) = resource_counts.read(ResourceKind::PhysicalMemory);
         let (ranges, ranges_bytes) = resource_counts.read(ResourceKind::Range);
@@ -75,7 +75,8 @@ impl CudaDevice {
         let (buffers, buffers_bytes) = resource_counts.read(ResourceKind::Buffer);
         let (modules, modules_bytes) = resource_counts.read(ResourceKind::Module);
         let (pool_used_bytes, pool_reserved_bytes) = context.pool_bytes().unwrap_or_default();
-        let threads = THREADS_OF_MULTIPROCESSOR * u64::from(hub.target().multiprocessors);
+        let threads =
+            THREADS_OF_MULTIPROCESSOR * u64::from(services.device.target().multiprocessors);
         MemoryReport {
             weights_bytes: weights.weights.0,
             weights_spare_bytes: weights.spare.0,
@@ -105,10 +106,14 @@ impl CudaDevice {
 
     /// Gives back to the driver what is kept for later runs and is not in use.
     pub fn trim(&self) -> Result<(), DeviceError> {
-        let hub = self.hub();
-        hub.check_healthy()?;
-        hub.drop_spares();
-        let trimmed = hub.memory_stream().synchronize().and_then(|()| hub.context().trim());
-        trimmed.map_err(|err| hub.error(err))
+        let services = self.services();
+        services.device.check_healthy()?;
+        services.memory.spares.release();
+        let trimmed = services
+            .memory
+            .memory_stream
+            .synchronize()
+            .and_then(|()| services.device.context().trim());
+        trimmed.map_err(|err| services.device.error(err))
     }
 }

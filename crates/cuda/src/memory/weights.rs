@@ -19,12 +19,14 @@ use device::residency::{LoadProgress, LoadReport, Residency};
 use model::gpu::{GpuPlan, Weight, WeightKey};
 
 use self::arrival::{PlanPart, RunTiming, Spans};
+use self::loader::WeightCommand;
 pub(crate) use self::loader::{WeightArrival, WeightLoader};
-use self::loader::{WeightCommand, drop_spares};
 use self::slab::Slab;
+use crate::device_context::DeviceContext;
 use crate::driver::PhysicalMemory;
 use crate::error::CudaError;
-use crate::hub::Hub;
+use crate::memory::{MemoryServices, SpareMemory};
+use crate::preempt::rt_activity::RtActivity;
 
 /// Alignment of each weight.
 const ALIGN: u64 = 256;
@@ -52,11 +54,11 @@ impl From<CudaError> for WeightError {
     }
 }
 
-/// SmLocator a plan's weights are.
+/// Where a plan's weights are.
 pub(crate) struct PlacedWeights {
     /// Address and size of each.
     pub(crate) addresses: Vec<(u64, u64)>,
-    /// SmLocator each lies in the send of arrival.
+    /// Where each lies in the send of arrival.
     pub(crate) spans: Spans,
     /// Slabs that must be there for the plan to run.
     pub(crate) slabs: usize,
@@ -100,8 +102,9 @@ struct PackedWeights {
 
 /// The weights of one program.
 pub(crate) struct ProgramWeights {
-    hub: Weak<Hub>,
-    device: String,
+    device: Arc<DeviceContext>,
+    spares: Weak<SpareMemory>,
+    rt_activity: Arc<RtActivity>,
     memory: Arc<WeightLoader>,
     /// They come and go; otherwise they are brought when they are packed, and stay.
     on_demand: bool,
@@ -122,11 +125,17 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl ProgramWeights {
     /// None yet.
-    pub(crate) fn new(hub: &Arc<Hub>, on_demand: bool) -> Arc<ProgramWeights> {
+    pub(crate) fn new(
+        device: &Arc<DeviceContext>,
+        memory: &MemoryServices,
+        rt_activity: &Arc<RtActivity>,
+        on_demand: bool,
+    ) -> Arc<ProgramWeights> {
         Arc::new(ProgramWeights {
-            hub: Arc::downgrade(hub),
-            device: hub.info.name.clone(),
-            memory: hub.weights.clone(),
+            device: device.clone(),
+            spares: Arc::downgrade(&memory.spares),
+            rt_activity: rt_activity.clone(),
+            memory: memory.weights.clone(),
             on_demand,
             store: Mutex::default(),
             slabs: Mutex::default(),
@@ -165,14 +174,11 @@ impl ProgramWeights {
     }
 
     fn drop_spares(&self) -> bool {
-        drop_spares(&self.hub)
+        self.spares.upgrade().is_some_and(|spares| spares.release())
     }
 
     fn error(&self, err: CudaError) -> DeviceError {
-        match self.hub.upgrade() {
-            Some(hub) => hub.error(err),
-            None => err.into_device_error(&self.device, || 0),
-        }
+        self.device.error(err)
     }
 
     /// What a run of a plan that needs so many slabs must wait for on its stream; an error when its weights are not there.
@@ -241,10 +247,9 @@ impl ProgramWeights {
         bytes_needed: u64,
         fresh: &[(&Weight, u64)],
     ) -> Result<Arc<Slab>, WeightError> {
-        let hub = self.hub.upgrade().ok_or(CudaError::Misuse("the device is gone"))?;
         let slab = Slab::new(
-            hub.context(),
-            &hub.rt_activity,
+            self.device.context(),
+            &self.rt_activity,
             begins,
             bytes_needed,
             self.memory.granularity,

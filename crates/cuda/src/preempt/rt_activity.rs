@@ -12,7 +12,7 @@ const CALL_TIME: Duration = Duration::from_micros(150);
 /// How long making a graph ready takes at worst, about: mostly it is no longer than others, but now and then the driver fetches memory.
 const RECORDING_TIME: Duration = Duration::from_millis(1);
 
-/// SmLocator gaps are shorter than that, one graph is made in so much time, so that few requests ever meet one that takes long.
+/// Where gaps are shorter than that, one graph is made in so much time, so that few requests ever meet one that takes long.
 const RECORDING_EVERY: Duration = Duration::from_millis(20);
 
 /// So soon after real time has idle_since, a call is over before the next comes, or nothing would help.

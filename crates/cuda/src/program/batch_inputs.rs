@@ -9,9 +9,9 @@ use model::Tensor;
 
 use crate::driver::{PinnedBuffer, Stream};
 use crate::error::CudaError;
-use crate::hub::Hub;
+use crate::memory::input_copier::InputCopier;
 use crate::memory::input_pool::PoolSlot;
-use crate::program::Sizes;
+use crate::program::lowering::Sizes;
 use crate::program::specialization::Specialization;
 
 /// One request's inputs, in a pool or on the host where there was no room.
@@ -136,7 +136,7 @@ impl BatchInputs {
     /// The block, `staging` and this batch_inputs live until it is done, and the block belongs to this run alone.
     pub(crate) unsafe fn copy_in(
         &self,
-        hub: &Hub,
+        copier: &InputCopier,
         specialization: &Specialization,
         block: u64,
         staging: &PinnedBuffer,
@@ -159,15 +159,12 @@ impl BatchInputs {
                         RowSource::Device(slot) => {
                             stream.copy_within(to, self.slots[slot].ring(index), bytes)
                         }
-                        RowSource::Pinned(slot) => hub.input_copier.copy_in(
-                            stream,
-                            to,
-                            self.slots[slot].host(index),
-                            bytes,
-                        ),
+                        RowSource::Pinned(slot) => {
+                            copier.copy_in(stream, to, self.slots[slot].host(index), bytes)
+                        }
                         RowSource::Staging => {
                             let at = offset as usize + range.at * row;
-                            hub.input_copier.copy_in(stream, to, staging.as_ptr().add(at), bytes)
+                            copier.copy_in(stream, to, staging.as_ptr().add(at), bytes)
                         }
                     }
                 }?;

@@ -9,10 +9,11 @@ use model::{Dim, LaunchPlan, Tensor};
 
 use crate::driver::Priority;
 use crate::memory::input_pool::InputPool;
+use crate::program::ProgramState;
 use crate::program::batch_inputs::{BatchInputs, CudaStaged, StagedInputs, StagedStorage, unstage};
+use crate::program::lowering::{Sizes, raw_bytes};
 use crate::program::specialization::Specialization;
 use crate::program::task::CudaTask;
-use crate::program::{ProgramState, Sizes, raw_bytes};
 
 /// Sizes of rows for which a model keeps pools.
 const MAX_POOLS: usize = 8;
@@ -91,7 +92,7 @@ impl ProgramState {
         if pools.len() >= MAX_POOLS {
             return None;
         }
-        let made = InputPool::new(&self.hub, row_bytes.to_vec());
+        let made = InputPool::new(&self.services.memory, row_bytes.to_vec());
         let pool = made.unwrap_or_else(|err| {
             tracing::warn!("inputs are not copied ahead: {err}");
             None
@@ -112,7 +113,7 @@ impl ProgramState {
         copy: CopyTime,
         notify: &mut dyn FnMut(),
     ) -> Result<Box<dyn Staged>, DeviceError> {
-        self.hub.check_healthy()?;
+        self.services.device.check_healthy()?;
         check_inputs(&self.plan, &inputs)?;
         let rows = rows_of(&inputs);
         let Some(batch) = leading_symbol(&self.plan).filter(|_| rows > 0) else {
@@ -126,8 +127,8 @@ impl ProgramState {
         let row_bytes: Vec<usize> = raw.iter().map(|raw| raw.len() / rows).collect();
         let slot = match self.pool(&row_bytes) {
             Some(pool) => {
-                let how = (copy == CopyTime::Early, self.hub.are_in_host_pool(&raw));
-                pool.take(&raw, rows, how, notify).map_err(|err| self.hub.error(err))?
+                let how = (copy == CopyTime::Early, self.services.memory.are_in_host_pool(&raw));
+                pool.take(&raw, rows, how, notify).map_err(|err| self.services.device.error(err))?
             }
             None => None,
         };
@@ -142,7 +143,7 @@ impl ProgramState {
         &self,
         staged: Vec<Box<dyn Staged>>,
     ) -> Result<GatheredBatch, DeviceError> {
-        self.hub.check_healthy()?;
+        self.services.device.check_healthy()?;
         let (mut own, mut plain) = (Vec::new(), Vec::new());
         for staged in staged {
             match unstage(staged)? {
@@ -160,7 +161,7 @@ impl ProgramState {
         }
         let rows = own.iter().map(|staged| staged.rows).sum();
         let (specialization, plan_rows) = self.fitting(batch, rows, &first.sizes)?;
-        let mut staging = specialization.take_staging(&self.hub)?;
+        let mut staging = specialization.take_staging()?;
         let batch_inputs = match BatchInputs::new(&specialization, plan_rows, own, &mut staging) {
             Ok(batch_inputs) => batch_inputs,
             Err(err) => {
@@ -168,12 +169,7 @@ impl ProgramState {
                 return Err(err);
             }
         };
-        Ok(GatheredBatch::Task(Box::new(CudaTask::of_batch(
-            self.hub.clone(),
-            specialization,
-            staging,
-            batch_inputs,
-        ))))
+        Ok(GatheredBatch::Task(Box::new(CudaTask::of_batch(specialization, staging, batch_inputs))))
     }
 
     pub(crate) fn make_batches_ready(
@@ -203,15 +199,15 @@ impl ProgramState {
         specialization: &Arc<Specialization>,
         count: usize,
     ) -> Result<(), DeviceError> {
-        let hub = &self.hub;
+        let services = &self.services;
         let (mut instances, mut staging) = (Vec::new(), Vec::new());
         for _ in 0..count {
-            let mut instance = specialization.take_instance(hub, Priority::High)?;
-            let made = instance.prepare_graph(hub, specialization);
-            let made = made.and_then(|()| instance.prepare_chains(hub, specialization));
-            made.map_err(|err| hub.error(err))?;
+            let mut instance = specialization.take_instance(Priority::High)?;
+            let made = instance.prepare_graph(specialization);
+            let made = made.and_then(|()| instance.prepare_chains(specialization));
+            made.map_err(|err| services.device.error(err))?;
             instances.push(instance);
-            staging.push(specialization.take_staging(hub)?);
+            staging.push(specialization.take_staging()?);
         }
         instances
             .into_iter()

@@ -11,11 +11,11 @@ use crate::driver::{
     CountedResource, DeviceBuffer, Graph, PinnedBuffer, Priority, ResourceKind, Stream,
 };
 use crate::error::CudaError;
-use crate::hub::{Hub, LaunchTarget};
 use crate::memory::weights::WeightArrival;
 use crate::memory::weights::arrival::PlanPart;
 use crate::preempt::best_effort_variant::best_effort_choice;
 use crate::preempt::epoch_counters::EpochCounter;
+use crate::program::graph_recorder::LaunchTarget;
 use crate::program::layout::Addresses;
 use crate::program::specialization::Specialization;
 
@@ -80,10 +80,17 @@ impl ControlBlock {
 }
 
 impl Instance {
-    pub(crate) fn new(hub: &Hub, specialization: &Specialization) -> Result<Instance, DeviceError> {
-        let memory = DeviceBuffer::zeroed(hub.memory_stream(), specialization.layout.bytes)
-            .map_err(|err| hub.error(err))?;
-        let epoch_counter = Arc::new(hub.epoch_counters.take().map_err(|err| hub.error(err))?);
+    pub(crate) fn new(specialization: &Specialization) -> Result<Instance, DeviceError> {
+        let memory =
+            DeviceBuffer::zeroed(&specialization.memory.memory_stream, specialization.layout.bytes)
+                .map_err(|err| specialization.device.error(err))?;
+        let epoch_counter = Arc::new(
+            specialization
+                .preemption
+                .epoch_counters
+                .take()
+                .map_err(|err| specialization.device.error(err))?,
+        );
         let addresses = Addresses {
             block: memory.address(),
             layout: &specialization.layout,
@@ -98,7 +105,8 @@ impl Instance {
             best_effort.push(addresses.patch(be, layout.best_effort_words(index)).map_err(bad)?);
         }
         let (graphs, chains, parts) = ([None, None], BTreeMap::new(), Vec::new());
-        let counted = hub
+        let counted = specialization
+            .device
             .context()
             .resource_counts()
             .count(ResourceKind::Instance, specialization.layout.bytes);
@@ -119,7 +127,7 @@ impl Instance {
         self.memory.address()
     }
 
-    /// SmLocator orders to leave are looked for.
+    /// Where orders to leave are looked for.
     pub(crate) fn epoch_counter(&self) -> &Arc<EpochCounter> {
         &self.epoch_counter
     }
@@ -130,7 +138,6 @@ impl Instance {
     /// `staging` and this instance live until it is done, and `staging` is not written.
     pub(crate) unsafe fn copy_inputs(
         &self,
-        hub: &Hub,
         specialization: &Specialization,
         staging: &PinnedBuffer,
         best_effort: bool,
@@ -139,7 +146,14 @@ impl Instance {
         let bytes = specialization.layout.copied_in(best_effort);
         debug_assert!(bytes <= staging.len(), "staging holds inputs and outputs");
         // SAFETY: they lie first on both sides, each at least this long; the caller answers for the time.
-        unsafe { hub.input_copier.copy_in(stream, self.memory.address(), staging.as_ptr(), bytes) }
+        unsafe {
+            specialization.memory.input_copier.copy_in(
+                stream,
+                self.memory.address(),
+                staging.as_ptr(),
+                bytes,
+            )
+        }
     }
 
     /// Queues the copy of all that lies between inputs and outputs in staging, as [`Self::copy_inputs`] does along with them.
@@ -148,7 +162,6 @@ impl Instance {
     /// As there.
     pub(crate) unsafe fn copy_words_after_inputs(
         &self,
-        hub: &Hub,
         specialization: &Specialization,
         staging: &PinnedBuffer,
         best_effort: bool,
@@ -159,7 +172,7 @@ impl Instance {
         // SAFETY: they lie at the same target on both sides; the caller answers for the time.
         unsafe {
             let from = staging.as_ptr().add(at as usize);
-            hub.input_copier.copy_in(stream, self.address() + at, from, bytes)
+            specialization.memory.input_copier.copy_in(stream, self.address() + at, from, bytes)
         }
     }
 
@@ -223,7 +236,6 @@ impl Instance {
     /// This instance and `specialization` live until it is done, and the instance belongs to this run alone.
     pub(crate) unsafe fn launch_real_time(
         &self,
-        hub: &Hub,
         specialization: &Specialization,
         index: usize,
         dependent: bool,
@@ -232,7 +244,7 @@ impl Instance {
         let bound = &specialization.kernels[index].real_time;
         let mut shape = bound.shape;
         let apart = specialization.kernels[index].apart;
-        shape.dependent = dependent && !apart && hub.has_dependent_launches();
+        shape.dependent = dependent && !apart && specialization.device.has_dependent_launches();
         // SAFETY: the arguments were checked against the kernel's size, and every address in them is of this
         // instance or of weights that `specialization` holds.
         unsafe {
@@ -246,32 +258,30 @@ impl Instance {
     /// As for real time; and the step's control words are zero, or those of this run's last try when `restored`.
     pub(crate) unsafe fn launch_best_effort(
         &self,
-        hub: &Hub,
         specialization: &Specialization,
         index: usize,
         how: BestEffortLaunch,
         stream: &Stream,
     ) -> Result<(), CudaError> {
-        let block = self.control(hub, specialization, index, how.restored).to_bytes();
+        let block = self.control(specialization, index, how.restored).to_bytes();
         let bound = &specialization.kernels[index].best_effort;
         let function = bound.kernel.function(bound.entry);
         let mut shape = bound.shape;
         let apart = specialization.kernels[index].apart;
-        shape.dependent = how.dependent && !apart && hub.has_dependent_launches();
+        shape.dependent = how.dependent && !apart && specialization.device.has_dependent_launches();
         // SAFETY: as for real time; the block has the layout of the kernel's second parameter.
         unsafe { stream.launch(function, shape, &[&self.best_effort[index], &block]) }
     }
 
     fn control(
         &self,
-        hub: &Hub,
         specialization: &Specialization,
         index: usize,
         restored: bool,
     ) -> ControlBlock {
         let control = &specialization.layout.controls[index];
         let epoch_counter = match specialization.kernels[index].runs_to_end {
-            true => hub.epoch_counters.never_preempted_address(),
+            true => specialization.preemption.epoch_counters.never_preempted_address(),
             false => self.epoch_counter.address(),
         };
         ControlBlock {
@@ -310,18 +320,21 @@ impl Instance {
     /// then.
     pub(crate) fn ensure_chain(
         &mut self,
-        hub: &Hub,
         specialization: &Specialization,
         steps: &Range<usize>,
         target: LaunchTarget,
     ) -> Result<bool, CudaError> {
         // Who is sent to the partition is not alone on the device any more.
-        let partition = (target == LaunchTarget::Low && hub.partition.is_some())
-            .then_some(LaunchTarget::Partition);
+        let partition = (target == LaunchTarget::Low
+            && specialization.recorder.partition.is_some())
+        .then_some(LaunchTarget::Partition);
         for target in [Some(target), partition].into_iter().flatten() {
             let missing = self.chain(steps, target).is_none();
-            if missing && (target == LaunchTarget::High || hub.rt_activity.may_record_graph()) {
-                self.record_chain(hub, specialization, steps, target)?;
+            if missing
+                && (target == LaunchTarget::High
+                    || specialization.preemption.rt_activity.may_record_graph())
+            {
+                self.record_chain(specialization, steps, target)?;
             }
         }
         Ok(self.chain(steps, target).is_some())
@@ -329,16 +342,15 @@ impl Instance {
 
     fn record_chain(
         &mut self,
-        hub: &Hub,
         specialization: &Specialization,
         steps: &Range<usize>,
         target: LaunchTarget,
     ) -> Result<(), CudaError> {
-        let graph = hub.capture(target, |stream| {
+        let graph = specialization.recorder.capture(target, |stream| {
             for index in steps.clone() {
                 let how = BestEffortLaunch { restored: false, dependent: index > steps.start };
                 // SAFETY: only recorded here; whoever launches the graph answers for the time.
-                unsafe { self.launch_best_effort(hub, specialization, index, how, stream) }?;
+                unsafe { self.launch_best_effort(specialization, index, how, stream) }?;
             }
             Ok(())
         })?;
@@ -350,14 +362,12 @@ impl Instance {
     /// The whole plan as real time in one launch of that priority; made when it is first asked for.
     pub(crate) fn graph(
         &mut self,
-        hub: &Hub,
         specialization: &Specialization,
         priority: Priority,
     ) -> Result<&Graph, CudaError> {
         let target = priority as usize;
         if self.graphs[target].is_none() {
-            let graph =
-                self.record(hub, specialization, 0..specialization.kernels.len(), priority)?;
+            let graph = self.record(specialization, 0..specialization.kernels.len(), priority)?;
             self.graphs[target] = Some(graph);
         }
         self.graphs[target].as_ref().ok_or(CudaError::Misuse("a graph was not made"))
@@ -366,18 +376,15 @@ impl Instance {
     /// `steps` as real time in one launch.
     fn record(
         &self,
-        hub: &Hub,
         specialization: &Specialization,
         steps: Range<usize>,
         priority: Priority,
     ) -> Result<Graph, CudaError> {
         let first = steps.start;
-        hub.capture(priority.into(), |stream| {
+        specialization.recorder.capture(priority.into(), |stream| {
             for index in steps {
                 // SAFETY: only recorded here; whoever launches the graph answers for the time.
-                unsafe {
-                    self.launch_real_time(hub, specialization, index, index > first, stream)
-                }?;
+                unsafe { self.launch_real_time(specialization, index, index > first, stream) }?;
             }
             Ok(())
         })
@@ -386,32 +393,32 @@ impl Instance {
     /// Makes what real time launches before anybody asks for it, in a gap of others.
     pub(crate) fn prepare_graph(
         &mut self,
-        hub: &Hub,
         specialization: &Specialization,
     ) -> Result<(), CudaError> {
         if self.graphs[Priority::High as usize].is_none() {
-            hub.rt_activity.wait_for_gap(GAP_WAIT);
+            specialization.preemption.rt_activity.wait_for_gap(GAP_WAIT);
         }
-        self.graph(hub, specialization, Priority::High).map(drop)
+        self.graph(specialization, Priority::High).map(drop)
     }
 
     /// Makes what best effort launches, in gaps too, or as much of it as there are gaps for.
     pub(crate) fn prepare_chains(
         &mut self,
-        hub: &Hub,
         specialization: &Specialization,
     ) -> Result<(), CudaError> {
         let began = Instant::now();
-        let partition = hub.partition.as_ref().map(|_| LaunchTarget::Partition);
+        let partition = specialization.recorder.partition.as_ref().map(|_| LaunchTarget::Partition);
         for steps in specialization.chain_parts() {
             for target in [Some(LaunchTarget::Low), partition].into_iter().flatten() {
                 if self.chain(&steps, target).is_some() {
                     continue;
                 }
-                if !hub.rt_activity.wait_for_gap(GAP_WAIT) && began.elapsed() > CHAINS_WAIT {
+                if !specialization.preemption.rt_activity.wait_for_gap(GAP_WAIT)
+                    && began.elapsed() > CHAINS_WAIT
+                {
                     return Ok(());
                 }
-                self.record_chain(hub, specialization, &steps, target)?;
+                self.record_chain(specialization, &steps, target)?;
             }
         }
         Ok(())
@@ -420,12 +427,11 @@ impl Instance {
     /// Makes what [`Instance::launch_arriving`] launches, in gaps too.
     pub(crate) fn prepare_parts(
         &mut self,
-        hub: &Hub,
         specialization: &Specialization,
     ) -> Result<(), CudaError> {
         let record = |part: &PlanPart| {
-            hub.rt_activity.wait_for_gap(GAP_WAIT);
-            self.record(hub, specialization, part.steps.clone(), Priority::High)
+            specialization.preemption.rt_activity.wait_for_gap(GAP_WAIT);
+            self.record(specialization, part.steps.clone(), Priority::High)
         };
         self.parts = specialization.parts.iter().map(record).collect::<Result<_, _>>()?;
         Ok(())
@@ -437,7 +443,6 @@ impl Instance {
     /// As for one step.
     pub(crate) unsafe fn launch_arriving(
         &mut self,
-        hub: &Hub,
         specialization: &Specialization,
         arrival: &WeightArrival,
         priority: Priority,
@@ -447,7 +452,7 @@ impl Instance {
         if !parted {
             arrival.block_stream(stream, u64::MAX)?;
             // SAFETY: the caller answers for the memory.
-            return unsafe { self.graph(hub, specialization, priority)?.launch(stream) };
+            return unsafe { self.graph(specialization, priority)?.launch(stream) };
         }
         for (part, graph) in specialization.parts.iter().zip(&self.parts) {
             arrival.block_stream(stream, part.needs)?;

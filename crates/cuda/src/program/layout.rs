@@ -1,4 +1,4 @@
-//! SmLocator everything of one run lies: one block of device memory per run, addresses patched into arguments.
+//! Where everything of one run lies: one block of device memory per run, addresses patched into arguments.
 
 use model::gpu::{GpuPlan, GpuStep, Launch, Patch, Place};
 
@@ -19,11 +19,11 @@ pub(crate) struct Layout {
     outputs: Vec<u64>,
     /// Steps with a fault word, in order; the words lie side by side.
     faults: Vec<usize>,
-    /// SmLocator fault words begin: they are cleared with the copy of inputs and come back with the outputs.
+    /// Where fault words begin: they are cleared with the copy of inputs and come back with the outputs.
     pub(crate) faults_at: u64,
-    /// SmLocator outputs begin; before it is what is copied to the device.
+    /// Where outputs begin; before it is what is copied to the device.
     pub(crate) outputs_at: u64,
-    /// SmLocator outputs end: the size of host staging.
+    /// Where outputs end: the size of host staging.
     pub(crate) staged_bytes: u64,
     arena: u64,
     workspace: u64,
@@ -154,7 +154,7 @@ impl Layout {
         (if words { self.outputs_at } else { self.inputs_end }) as usize
     }
 
-    /// SmLocator inputs end.
+    /// Where inputs end.
     pub(crate) fn inputs_end(&self) -> u64 {
         self.inputs_end
     }

@@ -8,14 +8,18 @@ use model::gpu::{GpuPlan, GpuStep, Launch, Leavable};
 
 use crate::compile::kernel_cache::{CompileProgress, KernelRequest, LoadedKernel};
 use crate::compile::kernel_text::KernelClass;
+use crate::device_context::DeviceContext;
 use crate::driver::{LaunchShape, PinnedBuffer, Priority, Stream};
 use crate::error::CudaError;
-use crate::hub::Hub;
 use crate::memory::weights::arrival::{self, PlanPart};
 use crate::memory::weights::{ProgramWeights, WeightArrival, WeightError};
+use crate::memory::{MemoryServices, SpareOwner};
+use crate::preempt::PreemptionServices;
 use crate::preempt::best_effort_variant::{BestEffortVariant, best_effort_choice, variant_of};
+use crate::program::graph_recorder::GraphRecorder;
 use crate::program::instance::Instance;
 use crate::program::layout::{LaunchSet, Layout};
+use crate::services::DeviceServices;
 
 /// Runs whose memory is kept for the next ones.
 const SPARE_INSTANCES: usize = 8;
@@ -65,6 +69,10 @@ pub(crate) struct Specialization {
     /// Memory that waits for its next run, by the priority it was last used at: graphs are of one.
     instances: Mutex<[Vec<Instance>; 2]>,
     staging: Mutex<Vec<PinnedBuffer>>,
+    pub(crate) recorder: Arc<GraphRecorder>,
+    pub(crate) preemption: Arc<PreemptionServices>,
+    pub(crate) memory: Arc<MemoryServices>,
+    pub(crate) device: Arc<DeviceContext>,
     /// Let go of last: with a program's weights goes what the driver keeps of its runs.
     pub(crate) program: Arc<ProgramWeights>,
 }
@@ -72,30 +80,30 @@ pub(crate) struct Specialization {
 impl Specialization {
     /// Compiles and loads what `gpu` names and puts its weights in place.
     pub(crate) fn new(
-        hub: &Hub,
+        services: &DeviceServices,
         gpu: GpuPlan,
         weights: &Arc<ProgramWeights>,
         progress: CompileProgress<'_>,
     ) -> Result<Specialization, DeviceError> {
-        Specialization::with(hub, gpu, weights, LaunchSet::Selected, progress)
+        Specialization::with(services, gpu, weights, LaunchSet::Selected, progress)
     }
 
     /// The same with memory for these choices.
     pub(crate) fn with(
-        hub: &Hub,
+        services: &DeviceServices,
         mut gpu: GpuPlan,
         weights: &Arc<ProgramWeights>,
         choices: LaunchSet,
         progress: CompileProgress<'_>,
     ) -> Result<Specialization, DeviceError> {
         check(&gpu).map_err(DeviceError::BadPlan)?;
-        hub.tuning().apply(&mut gpu);
-        let mut kernels = bind(hub, &gpu, progress)?;
-        for (step, apart) in kernels.iter_mut().zip(hub.tuning().apart(&gpu)) {
+        services.compile.tuning().apply(&mut gpu);
+        let mut kernels = bind(services, &gpu, progress)?;
+        for (step, apart) in kernels.iter_mut().zip(services.compile.tuning().apart(&gpu)) {
             step.apart = apart;
         }
         let placed = weights.place(&gpu).map_err(|err| match err {
-            WeightError::Cuda(err) => hub.error(err),
+            WeightError::Cuda(err) => services.device.error(err),
             WeightError::WrongSize(why) => DeviceError::BadPlan(why),
             WeightError::Load(err) => err,
         })?;
@@ -103,7 +111,7 @@ impl Specialization {
         gpu.weights.clear();
         let needs = arrival::needs(&gpu.steps, &placed.spans);
         let to_end: Vec<bool> = kernels.iter().map(|step| step.runs_to_end).collect();
-        let chains = chains(&to_end, hub.options().chain_length.max(1));
+        let chains = chains(&to_end, services.device.options().chain_length.max(1));
         let of = |(number, steps): (usize, &Range<usize>)| vec![number; steps.len()];
         Ok(Specialization {
             layout: Layout::new(&gpu, choices),
@@ -111,6 +119,10 @@ impl Specialization {
             needs,
             slabs: placed.slabs,
             program: weights.clone(),
+            recorder: services.recorder.clone(),
+            preemption: services.preemption.clone(),
+            memory: services.memory.clone(),
+            device: services.device.clone(),
             gpu,
             kernels,
             weights: placed.addresses,
@@ -160,11 +172,7 @@ impl Specialization {
     }
 
     /// Device memory of a run: what was used last, and rather at the same priority, since its graphs are there.
-    pub(crate) fn take_instance(
-        &self,
-        hub: &Hub,
-        priority: Priority,
-    ) -> Result<Instance, DeviceError> {
+    pub(crate) fn take_instance(&self, priority: Priority) -> Result<Instance, DeviceError> {
         let spare = {
             let [high, low] = &mut *self.instances();
             let (own, other) = if priority == Priority::High { (high, low) } else { (low, high) };
@@ -173,16 +181,13 @@ impl Specialization {
         if let Some(spare) = spare {
             return Ok(spare);
         }
-        match Instance::new(hub, self) {
+        match Instance::new(self) {
             // What other plans keep for later is worth less than a request that is here.
-            Err(DeviceError::OutOfMemory { .. }) if hub.drop_spares() => Instance::new(hub, self),
+            Err(DeviceError::OutOfMemory { .. }) if self.memory.spares.release() => {
+                Instance::new(self)
+            }
             made => made,
         }
-    }
-
-    /// Lets go of memory that waits for the next run; whether there was any.
-    pub(crate) fn drop_spares(&self) -> bool {
-        std::mem::take(&mut *self.instances()).iter().any(|spare| !spare.is_empty())
     }
 
     /// Takes memory back. Nothing queued may still use it.
@@ -194,11 +199,14 @@ impl Specialization {
     }
 
     /// A host buffer for inputs and outputs.
-    pub(crate) fn take_staging(&self, hub: &Hub) -> Result<PinnedBuffer, DeviceError> {
+    pub(crate) fn take_staging(&self) -> Result<PinnedBuffer, DeviceError> {
         let spare = self.staging().pop();
         let bytes = self.layout.staged_bytes as usize;
         spare.map_or_else(
-            || PinnedBuffer::zeroed(hub.context(), bytes).map_err(|err| hub.error(err)),
+            || {
+                PinnedBuffer::zeroed(self.device.context(), bytes)
+                    .map_err(|err| self.device.error(err))
+            },
             Ok,
         )
     }
@@ -213,6 +221,12 @@ impl Specialization {
     /// Bytes of runs that wait for the next request.
     pub(crate) fn spare_bytes(&self) -> u64 {
         self.instances().iter().map(Vec::len).sum::<usize>() as u64 * self.layout.bytes
+    }
+}
+
+impl SpareOwner for Specialization {
+    fn drop_spares(&self) -> bool {
+        std::mem::take(&mut *self.instances()).iter().any(|spare| !spare.is_empty())
     }
 }
 
@@ -244,7 +258,7 @@ fn check(gpu: &GpuPlan) -> Result<(), String> {
 
 /// The kernels of every step's two launches.
 fn bind(
-    hub: &Hub,
+    services: &DeviceServices,
     gpu: &GpuPlan,
     progress: CompileProgress<'_>,
 ) -> Result<Vec<StepKernels>, DeviceError> {
@@ -256,7 +270,7 @@ fn bind(
         all.push(request(&step.choices[step.rt], KernelClass::RealTime));
         all.push(request(&step.choices[best_effort_choice(step)], KernelClass::BestEffort));
     }
-    let kernels = hub.kernels().get(&all, progress)?;
+    let kernels = services.compile.kernels.get(&all, progress)?;
     gpu.steps
         .iter()
         .map(|step| {
@@ -264,9 +278,10 @@ fn bind(
             let rt_kernel = kernels[&request(rt, KernelClass::RealTime)].clone();
             let be_kernel = kernels[&request(be, KernelClass::BestEffort)].clone();
             Ok(StepKernels {
-                real_time: real_time(gpu, rt, rt_kernel).map_err(|err| hub.error(err))?,
-                best_effort: best_effort(hub, gpu, step, be_kernel)
-                    .map_err(|err| hub.error(err))?,
+                real_time: real_time(gpu, rt, rt_kernel)
+                    .map_err(|err| services.device.error(err))?,
+                best_effort: best_effort(services, gpu, step, be_kernel)
+                    .map_err(|err| services.device.error(err))?,
                 resumes: variant_of(step) == BestEffortVariant::Loop,
                 runs_to_end: runs_to_end(step),
                 apart: false,
@@ -308,7 +323,7 @@ pub(crate) fn real_time(
 }
 
 fn best_effort(
-    hub: &Hub,
+    services: &DeviceServices,
     gpu: &GpuPlan,
     step: &GpuStep,
     kernel: Arc<LoadedKernel>,
@@ -317,7 +332,8 @@ fn best_effort(
     let facts = &gpu.kernels[launch.kernel];
     let (entry, grid) = match variant_of(step) {
         BestEffortVariant::Loop => {
-            let resident = kernel.function(0).blocks.max(1) * hub.target().multiprocessors.max(1);
+            let resident =
+                kernel.function(0).blocks.max(1) * services.device.target().multiprocessors.max(1);
             (0, launch.tiles.min(resident))
         }
         BestEffortVariant::Grid => (1, launch.tiles),

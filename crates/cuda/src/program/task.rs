@@ -10,18 +10,14 @@ use model::Tensor;
 
 use crate::driver::{PinnedBuffer, Priority, Stream};
 use crate::error::CudaError;
-use crate::hub::Hub;
+use crate::memory::write_inputs;
 use crate::preempt::epoch_counters::EpochCounter;
 use crate::program::batch_inputs::BatchInputs;
 use crate::program::instance::Instance;
 use crate::program::specialization::Specialization;
 
-/// Inputs that are still to be copied when a task is announced: what takes about as long as best effort to leave.
-const NOTICE_BYTES: usize = 256 << 10;
-
 /// A run: inputs on the host, device memory from its first step to its last, outputs on the host.
 pub(crate) struct CudaTask {
-    pub(crate) hub: Arc<Hub>,
     pub(crate) specialization: Arc<Specialization>,
     staging: Option<PinnedBuffer>,
     inputs: Inputs,
@@ -37,7 +33,7 @@ pub(crate) struct CudaTask {
     pub(crate) unfinished: Nanos,
 }
 
-/// SmLocator the inputs of a run are, until it is over.
+/// Where the inputs of a run are, until it is over.
 enum Inputs {
     /// In its staging buffer.
     Staged,
@@ -60,7 +56,6 @@ pub(crate) struct ControlState {
 
 impl CudaTask {
     pub(crate) fn new(
-        hub: Arc<Hub>,
         specialization: Arc<Specialization>,
         inputs: &[&Bytes],
         notify: &mut dyn FnMut(),
@@ -72,11 +67,11 @@ impl CudaTask {
                 return Err(DeviceError::BadInput(why));
             }
         }
-        let mut staging = specialization.take_staging(&hub)?;
-        if hub.are_in_host_pool(inputs) {
+        let mut staging = specialization.take_staging()?;
+        if specialization.memory.are_in_host_pool(inputs) {
             notify();
             let inputs = inputs.iter().copied().cloned().collect();
-            return Ok(CudaTask::with(hub, specialization, staging, Inputs::Pooled(inputs)));
+            return Ok(CudaTask::with(specialization, staging, Inputs::Pooled(inputs)));
         }
         let target = staging.as_mut_slice();
         let write = |index: usize, at: usize, part: &[u8]| {
@@ -84,21 +79,19 @@ impl CudaTask {
             target[at..at + part.len()].copy_from_slice(part);
         };
         write_inputs(inputs, write, notify);
-        Ok(CudaTask::with(hub, specialization, staging, Inputs::Staged))
+        Ok(CudaTask::with(specialization, staging, Inputs::Staged))
     }
 
     /// A run of the inputs of several requests.
     pub(crate) fn of_batch(
-        hub: Arc<Hub>,
         specialization: Arc<Specialization>,
         staging: PinnedBuffer,
         batch_inputs: BatchInputs,
     ) -> CudaTask {
-        CudaTask::with(hub, specialization, staging, Inputs::Batch(batch_inputs))
+        CudaTask::with(specialization, staging, Inputs::Batch(batch_inputs))
     }
 
     fn with(
-        hub: Arc<Hub>,
         specialization: Arc<Specialization>,
         mut staging: PinnedBuffer,
         inputs: Inputs,
@@ -106,7 +99,6 @@ impl CudaTask {
         let (faults, outputs) = (specialization.layout.faults_at, specialization.layout.outputs_at);
         staging.as_mut_slice()[faults as usize..outputs as usize].fill(0);
         CudaTask {
-            hub,
             specialization,
             staging: Some(staging),
             inputs,
@@ -125,22 +117,23 @@ impl CudaTask {
         let (Some(instance), Some(staging)) = (&self.instance, &self.staging) else {
             return Err(CudaError::Misuse("a run without memory was launched"));
         };
-        let (hub, specialization) = (&self.hub, &self.specialization);
+        let specialization = &self.specialization;
+        let copier = &specialization.memory.input_copier;
         // SAFETY: the task holds both sides and all inputs until the stream is drained or the mark behind is passed.
         unsafe {
             match &self.inputs {
                 Inputs::Staged => {
-                    return instance.copy_inputs(hub, specialization, staging, best_effort, stream);
+                    return instance.copy_inputs(specialization, staging, best_effort, stream);
                 }
                 Inputs::Pooled(inputs) => {
                     for (index, raw) in inputs.iter().enumerate() {
                         let to = instance.address() + specialization.layout.input(index);
-                        hub.input_copier.copy_in(stream, to, raw.as_ptr(), raw.len())?;
+                        copier.copy_in(stream, to, raw.as_ptr(), raw.len())?;
                     }
                 }
                 Inputs::Batch(batch_inputs) => {
                     batch_inputs.copy_in(
-                        hub,
+                        copier,
                         specialization,
                         instance.address(),
                         staging,
@@ -148,7 +141,7 @@ impl CudaTask {
                     )?;
                 }
             }
-            instance.copy_words_after_inputs(hub, specialization, staging, best_effort, stream)
+            instance.copy_words_after_inputs(specialization, staging, best_effort, stream)
         }
     }
 
@@ -167,7 +160,7 @@ impl CudaTask {
     /// Takes device memory unless the run has it already; rather some that was last used at that priority.
     pub(crate) fn acquire_memory(&mut self, priority: Priority) -> Result<(), DeviceError> {
         if self.instance.is_none() {
-            self.instance = Some(self.specialization.take_instance(&self.hub, priority)?);
+            self.instance = Some(self.specialization.take_instance(priority)?);
             self.priority = priority;
             self.uploaded = false;
         }
@@ -182,7 +175,7 @@ impl CudaTask {
         }
     }
 
-    /// SmLocator the run polls for orders to leave.
+    /// Where the run polls for orders to leave.
     pub(crate) fn epoch_counter(&self) -> Result<Arc<EpochCounter>, CudaError> {
         let instance = self.instance.as_ref();
         let epoch_counter = instance.map(|instance| instance.epoch_counter().clone());
@@ -297,57 +290,6 @@ impl Drop for CudaTask {
         }
         if let Some(staging) = self.staging.take() {
             self.specialization.return_staging(staging);
-        }
-    }
-}
-
-/// Hands all bytes of `inputs` to `write`, with the input's number and where in it they begin, and calls `notify` when only a moment
-/// of that is left.
-pub(crate) fn write_inputs(
-    inputs: &[&Bytes],
-    mut write: impl FnMut(usize, usize, &[u8]),
-    notify: &mut dyn FnMut(),
-) {
-    let mut left: usize = inputs.iter().map(|raw| raw.len()).sum();
-    let mut notify = Some(notify);
-    for (index, raw) in inputs.iter().enumerate() {
-        let (first, last) = raw.split_at(left.saturating_sub(NOTICE_BYTES).min(raw.len()));
-        write(index, 0, first);
-        if left - first.len() <= NOTICE_BYTES
-            && let Some(notify) = notify.take()
-        {
-            notify();
-        }
-        write(index, first.len(), last);
-        left -= raw.len();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn inputs_are_written_whole_and_announced_once_near_the_end() {
-        for lengths in [&[0][..], &[1000], &[NOTICE_BYTES + 7], &[600_000, 5, 0, 300_000]] {
-            let mut random = base::Random::new(3);
-            let mut bytes =
-                |length: &usize| (0..*length).map(|_| random.below(256) as u8).collect();
-            let inputs: Vec<Bytes> = lengths.iter().map(&mut bytes).map(Vec::<u8>::into).collect();
-            let written = std::cell::RefCell::new(vec![Vec::new(); inputs.len()]);
-            let mut announced = Vec::new();
-            write_inputs(
-                &inputs.iter().collect::<Vec<_>>(),
-                |index, at, part| {
-                    let mut written = written.borrow_mut();
-                    assert_eq!(written[index].len(), at);
-                    written[index].extend_from_slice(part);
-                },
-                &mut || announced.push(written.borrow().iter().map(Vec::len).sum::<usize>()),
-            );
-            assert_eq!(written.into_inner(), inputs);
-            let all: usize = lengths.iter().sum();
-            assert_eq!(announced, [all.saturating_sub(NOTICE_BYTES)]);
         }
     }
 }

@@ -1,57 +1,67 @@
-//! Work that leaves, best effort above all: few launches in flight, out of the way within microseconds.
+//! The queue of work that can be preempted, best effort above all.
 
 use std::sync::Arc;
 
 use device::{CompletionSink, DeviceError, Queue, QueueOptions, Segment};
 
-use super::dispatcher::{DispatcherContext, DispatcherWaker};
-use super::executor::{QueueExecutor, SegmentQueue};
+use super::dispatcher::{Dispatcher, DispatcherContext, DispatcherWaker};
+use super::executor::QueueExecutor;
+use super::segment_queue::SegmentQueue;
 use crate::driver::Priority;
-use crate::hub::Hub;
 use crate::preempt::driver_backoff::DriverBackoff;
+use crate::services::DeviceServices;
 
-/// A queue whose work leaves when it is told to.
+/// A queue whose work can be preempted.
 pub(crate) struct BestEffortQueue {
     segments: Arc<SegmentQueue>,
     waker: DispatcherWaker,
     has_partition: bool,
-    /// KernelRequest for launches elsewhere, where this queue's are not among those that others keep driver_backoff for.
+    /// Set for a queue of high priority: best effort backs off for the launches of RT queues, and
+    /// this queue launches from the best-effort thread, which must not wait for itself.
     driver_backoff: Option<Arc<DriverBackoff>>,
 }
 
 impl BestEffortQueue {
     pub(crate) fn open(
-        hub: &Arc<Hub>,
+        services: &DeviceServices,
+        dispatcher: &Dispatcher,
         options: QueueOptions,
         sink: Arc<dyn CompletionSink>,
     ) -> Result<BestEffortQueue, DeviceError> {
+        let DeviceServices { device, preemption, recorder, .. } = services;
         let segments = Arc::new(SegmentQueue::new(options.capacity.max(1)));
         let priority = if options.high_priority { Priority::High } else { Priority::Low };
-        let executor =
-            QueueExecutor::new(hub.clone(), options.id, priority, segments.clone(), sink);
-        let executor = executor.map_err(|err| hub.error(err))?;
-        let context_of_thread = DispatcherContext {
-            polling: hub.options().polling,
-            driver_backoff: hub.driver_backoff.clone(),
-            epoch_counters: hub.epoch_counters.clone(),
+        let executor = QueueExecutor::new(
+            device.clone(),
+            preemption.clone(),
+            recorder,
+            (options.id, priority),
+            segments.clone(),
+            sink,
+        );
+        let executor = executor.map_err(|err| device.error(err))?;
+        let context = DispatcherContext {
+            polling: device.options().polling,
+            driver_backoff: preemption.driver_backoff.clone(),
+            epoch_counters: preemption.epoch_counters.clone(),
         };
-        let added = hub.dispatcher.add(executor, context_of_thread);
+        let added = dispatcher.add(executor, context);
         added.map_err(|err| DeviceError::Faulted {
-            device: hub.info.name.clone(),
-            reason: format!("cannot start the thread of best effort: {err}"),
+            device: device.info.name.clone(),
+            reason: format!("cannot start the best-effort thread: {err}"),
         })?;
         Ok(BestEffortQueue {
             segments,
-            waker: hub.dispatcher.waker(),
-            has_partition: hub.partition.is_some() && priority == Priority::Low,
-            driver_backoff: (priority == Priority::High).then(|| hub.driver_backoff.clone()),
+            waker: dispatcher.waker(),
+            has_partition: recorder.partition.is_some() && priority == Priority::Low,
+            driver_backoff: (priority == Priority::High).then(|| preemption.driver_backoff.clone()),
         })
     }
 }
 
 impl Queue for BestEffortQueue {
     fn launch(&self, segment: Segment) -> Result<(), Segment> {
-        self.segments.put(segment)?;
+        self.segments.push(segment)?;
         if let Some(driver_backoff) = &self.driver_backoff {
             driver_backoff.cancel();
         }

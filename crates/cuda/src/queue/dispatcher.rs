@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Thread;
 use std::time::Instant;
 
-use super::Polling;
 use super::executor::QueueExecutor;
+use crate::options::Polling;
 use crate::preempt::driver_backoff::DriverBackoff;
 use crate::preempt::epoch_counters::EpochCounters;
 
@@ -37,23 +37,23 @@ struct DispatcherState {
 }
 
 /// What the thread minds besides its executors.
-pub(crate) struct DispatcherContext {
-    pub(crate) polling: Polling,
+pub(super) struct DispatcherContext {
+    pub(super) polling: Polling,
     /// KernelRequest by real time.
-    pub(crate) driver_backoff: Arc<DriverBackoff>,
+    pub(super) driver_backoff: Arc<DriverBackoff>,
     /// Whose orders it sends.
-    pub(crate) epoch_counters: Arc<EpochCounters>,
+    pub(super) epoch_counters: Arc<EpochCounters>,
 }
 
 /// Wakes the thread.
 #[derive(Clone)]
-pub(crate) struct DispatcherWaker {
+pub(super) struct DispatcherWaker {
     shared: Arc<DispatcherShared>,
 }
 
 impl DispatcherWaker {
     /// Something was put into a executor.
-    pub(crate) fn wake(&self) {
+    pub(super) fn wake(&self) {
         if self.shared.asleep.swap(false, Ordering::SeqCst)
             && let Some(thread) = &self.shared.lock().thread
         {
@@ -69,22 +69,22 @@ impl DispatcherShared {
 }
 
 impl Dispatcher {
-    pub(crate) fn waker(&self) -> DispatcherWaker {
+    pub(super) fn waker(&self) -> DispatcherWaker {
         DispatcherWaker { shared: self.shared.clone() }
     }
 
     /// Hands a executor to the thread, which is started for the first.
-    pub(crate) fn add(
+    pub(super) fn add(
         &self,
         executor: QueueExecutor,
-        context_of_thread: DispatcherContext,
+        context: DispatcherContext,
     ) -> std::io::Result<()> {
         let mut state = self.shared.lock();
         if state.thread.is_none() {
             let shared = self.shared.clone();
             let thread = std::thread::Builder::new()
                 .name("cuda-be".to_string())
-                .spawn(move || run(&shared, &context_of_thread))?;
+                .spawn(move || run(&shared, &context))?;
             state.thread = Some(thread.thread().clone());
         }
         state.arriving.push(executor);
@@ -95,17 +95,17 @@ impl Dispatcher {
 }
 
 /// Goes over the executors until the last one is closed.
-fn run(shared: &DispatcherShared, context_of_thread: &DispatcherContext) {
-    let polling = context_of_thread.polling;
+fn run(shared: &DispatcherShared, context: &DispatcherContext) {
+    let polling = context.polling;
     let mut executors: Vec<QueueExecutor> = Vec::new();
     let (mut rounds, mut idle_since): (u32, Option<Instant>) = (0, None);
     loop {
         let mut moved = false;
         for executor in &mut executors {
-            context_of_thread.epoch_counters.flush();
-            while context_of_thread.driver_backoff.is_active() {
+            context.epoch_counters.flush();
+            while context.driver_backoff.is_active() {
                 std::hint::spin_loop();
-                context_of_thread.epoch_counters.flush();
+                context.epoch_counters.flush();
             }
             moved |= executor.poll();
         }

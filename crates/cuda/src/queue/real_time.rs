@@ -16,11 +16,14 @@ use device::{
 };
 
 use super::{device_task, failed, wait_for};
+use crate::device_context::DeviceContext;
 use crate::driver::{Event, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
-use crate::hub::Hub;
-use crate::preempt::epoch_counters::QueuePreemption;
+use crate::measure::timeline::Timeline;
+use crate::preempt::PreemptionServices;
+use crate::preempt::queue_preemption::QueuePreemption;
 use crate::program::task::CudaTask;
+use crate::services::DeviceServices;
 
 /// Segments on the device at once: one that runs, and the next, so that the device does not wait for us.
 const ON_DEVICE: usize = 2;
@@ -32,7 +35,9 @@ pub(crate) struct RealTimeQueue {
 
 struct RealTimeShared {
     options: QueueOptions,
-    hub: Arc<Hub>,
+    device: Arc<DeviceContext>,
+    preemption_services: Arc<PreemptionServices>,
+    timeline: Arc<Timeline>,
     stream: Stream,
     priority: Priority,
     word: PinnedWord,
@@ -70,7 +75,7 @@ struct EnqueuedWork {
     events: Vec<Event>,
     /// It is a whole run whose weights were there, so the time it takes says how long such runs take.
     paced: bool,
-    /// SmLocator the whole run begins and ends, for a timeline.
+    /// Where the whole run begins and ends, for a timeline.
     span: Option<(Event, Event)>,
 }
 
@@ -86,13 +91,15 @@ enum SegmentState {
 
 impl RealTimeQueue {
     pub(crate) fn open(
-        hub: Arc<Hub>,
+        services: &DeviceServices,
+        timeline: Arc<Timeline>,
         options: QueueOptions,
         sink: Arc<dyn CompletionSink>,
     ) -> Result<RealTimeQueue, DeviceError> {
         let priority = if options.high_priority { Priority::High } else { Priority::Low };
-        let stream = Stream::new(hub.context(), priority).map_err(|err| hub.error(err))?;
-        let word = PinnedWord::new(hub.context()).map_err(|err| hub.error(err))?;
+        let device = services.device.clone();
+        let stream = Stream::new(device.context(), priority).map_err(|err| device.error(err))?;
+        let word = PinnedWord::new(device.context()).map_err(|err| device.error(err))?;
         let shared = Arc::new(RealTimeShared {
             options,
             stream,
@@ -104,14 +111,16 @@ impl RealTimeQueue {
             wake: Condvar::new(),
             on_device: AtomicUsize::new(0),
             waiting_count: AtomicUsize::new(0),
-            hub,
+            preemption_services: services.preemption.clone(),
+            timeline,
+            device,
         });
         let worker = shared.clone();
         std::thread::Builder::new()
             .name(format!("cuda-rt{}", options.id))
             .spawn(move || worker.run())
             .map_err(|err| DeviceError::Faulted {
-                device: shared.hub.info.name.clone(),
+                device: shared.device.info.name.clone(),
                 reason: format!("cannot start a queue's thread: {err}"),
             })?;
         Ok(RealTimeQueue { shared })
@@ -136,7 +145,7 @@ impl Queue for RealTimeQueue {
         state.waiting.push_back((segment, sequence));
         shared.waiting_count.store(state.waiting.len(), Ordering::Release);
         if shared.priority == Priority::High {
-            shared.hub.driver_backoff.expect_launch();
+            shared.preemption_services.driver_backoff.expect_launch();
         }
         Ok(())
     }
@@ -176,7 +185,7 @@ impl RealTimeShared {
             };
             let Some(running) = running else { continue };
             if !matches!(running.state_of, SegmentState::Preempted) {
-                self.hub.rt_activity.segment_ended();
+                self.preemption_services.rt_activity.segment_ended();
             }
             let busy = running.started.max(free_since).elapsed().into();
             free_since = Instant::now();
@@ -186,7 +195,7 @@ impl RealTimeShared {
 
     /// Waits for `fence`, and queues meanwhile what there is room for.
     fn wait_for(&self, fence: u32) -> Result<(), CudaError> {
-        wait_for(&self.word, fence, &self.stream, self.hub.options().polling, || {
+        wait_for(&self.word, fence, &self.stream, self.device.options().polling, || {
             let room = self.on_device.load(Ordering::Acquire) < ON_DEVICE;
             if room && self.waiting_count.load(Ordering::Acquire) > 0 {
                 self.refill(&mut self.lock());
@@ -218,7 +227,7 @@ impl RealTimeShared {
         let since = Instant::now();
         let waiting_count = || self.waiting_count.load(Ordering::Acquire) > 0;
         while self.on_device.load(Ordering::Acquire) == 0 && !waiting_count() {
-            if since.elapsed() > self.hub.options().polling.idle {
+            if since.elapsed() > self.device.options().polling.idle {
                 return;
             }
             for _ in 0..8 {
@@ -247,9 +256,9 @@ impl RealTimeShared {
 
     fn start(&self, state: &mut RealTimeState, mut segment: Segment) {
         let started = Instant::now();
-        self.hub.rt_activity.segment_started();
-        let _call =
-            (self.priority == Priority::High).then(|| self.hub.driver_backoff.enter_driver());
+        self.preemption_services.rt_activity.segment_started();
+        let _call = (self.priority == Priority::High)
+            .then(|| self.preemption_services.driver_backoff.enter_driver());
         // A panic here is a defect, but it must cost its request and not the queue.
         let enqueue = || self.enqueue(&mut segment, &mut state.fences);
         let enqueued = std::panic::catch_unwind(std::panic::AssertUnwindSafe(enqueue));
@@ -268,15 +277,15 @@ impl RealTimeShared {
         segment: &mut Segment,
         fences: &mut u32,
     ) -> Result<SegmentState, DeviceError> {
-        self.hub.check_healthy()?;
-        let (task, steps) = device_task(&self.hub, segment)?;
+        self.device.check_healthy()?;
+        let (task, steps) = device_task(&self.device, segment)?;
         task.acquire_memory(self.priority)?;
         let begin = steps.start;
         let queued = self.queue_steps(task, steps).map_err(|err| failed(task, begin, err))?;
         *fences = fences.wrapping_add(1);
         // SAFETY: the word lives as long as this queue's thread, which waits for it.
         unsafe { self.stream.write_word(self.word.device_address(), *fences) }
-            .map_err(|err| self.hub.error(err))?;
+            .map_err(|err| self.device.error(err))?;
         Ok(SegmentState::InFlight { fence: *fences, queued })
     }
 
@@ -285,7 +294,7 @@ impl RealTimeShared {
         task: &mut CudaTask,
         steps: Range<usize>,
     ) -> Result<EnqueuedWork, CudaError> {
-        let (hub, specialization) = (task.hub.clone(), task.specialization.clone());
+        let specialization = task.specialization.clone();
         let (timed, uploaded) = (task.is_timed(), task.uploaded);
         let tried = task.control.used_to > steps.start;
         let whole = steps == (0..task.step_count()) && !timed;
@@ -306,42 +315,28 @@ impl RealTimeShared {
                 instance.clear_faults(&specialization, steps.start, &self.stream)?;
             }
             // Whoever is to leave for this has been is_preempted by now, or is is_preempted here while the inputs are on their way.
-            hub.epoch_counters.flush();
+            self.preemption_services.epoch_counters.flush();
             if whole && !steps.is_empty() {
-                let began = hub.timeline.stamp(&hub, &self.stream)?;
+                let began = self.timeline.stamp(&self.stream)?;
                 match &arrival {
-                    None => instance
-                        .graph(&hub, &specialization, self.priority)?
-                        .launch(&self.stream)?,
+                    None => instance.graph(&specialization, self.priority)?.launch(&self.stream)?,
                     Some(arrival) => {
                         let (priority, stream) = (self.priority, &self.stream);
-                        instance.launch_arriving(
-                            &hub,
-                            &specialization,
-                            arrival,
-                            priority,
-                            stream,
-                        )?;
+                        instance.launch_arriving(&specialization, arrival, priority, stream)?;
                     }
                 }
-                span = began.zip(hub.timeline.stamp(&hub, &self.stream)?);
+                span = began.zip(self.timeline.stamp(&self.stream)?);
             } else {
                 for index in steps.clone() {
                     if timed {
-                        events.push(stamp(&hub, &self.stream)?);
+                        events.push(stamp(&self.stream)?);
                     }
                     let held = specialization.wait_for_weights(&self.stream, index + 1)?;
                     let dependent = index > steps.start && !timed && !held;
-                    instance.launch_real_time(
-                        &hub,
-                        &specialization,
-                        index,
-                        dependent,
-                        &self.stream,
-                    )?;
+                    instance.launch_real_time(&specialization, index, dependent, &self.stream)?;
                 }
                 if timed {
-                    events.push(stamp(&hub, &self.stream)?);
+                    events.push(stamp(&self.stream)?);
                 }
             }
             if last {
@@ -357,12 +352,12 @@ impl RealTimeShared {
             (SegmentState::Preempted, _) => Outcome::Preempted,
             (SegmentState::InFlight { queued, .. }, Ok(())) => {
                 if let Some((from, to)) = &queued.span {
-                    self.hub.timeline.add(from, to);
+                    self.timeline.add(from, to);
                 }
                 self.advance(&mut segment, &queued, busy)
             }
             (SegmentState::Failed(err), Ok(())) => Outcome::Failed(err),
-            (_, Err(err)) => Outcome::Failed(self.hub.error(err)),
+            (_, Err(err)) => Outcome::Failed(self.device.error(err)),
         };
         if matches!(outcome, Outcome::Failed(_))
             && let Some(task) = segment.task.as_any_mut().downcast_mut::<CudaTask>()
@@ -374,14 +369,14 @@ impl RealTimeShared {
     }
 
     fn advance(&self, segment: &mut Segment, queued: &EnqueuedWork, busy: Nanos) -> Outcome {
-        let task = match device_task(&self.hub, segment) {
+        let task = match device_task(&self.device, segment) {
             Ok((task, _)) => task,
             Err(err) => return Outcome::Failed(err),
         };
         for pair in queued.events.windows(2) {
             match pair[1].micros_since(&pair[0]) {
                 Ok(micros) => task.push_time(micros),
-                Err(err) => return Outcome::Failed(self.hub.error(err)),
+                Err(err) => return Outcome::Failed(self.device.error(err)),
             }
         }
         if queued.paced {
@@ -392,8 +387,8 @@ impl RealTimeShared {
     }
 }
 
-fn stamp(hub: &Hub, stream: &Stream) -> Result<Event, CudaError> {
-    let event = Event::new(hub.context())?;
+fn stamp(stream: &Stream) -> Result<Event, CudaError> {
+    let event = Event::new(stream.context())?;
     event.record(stream)?;
     Ok(event)
 }

@@ -8,7 +8,7 @@ use super::network::Network;
 use super::{PaddingWay, Partition};
 use crate::driver::{Graph, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
-use crate::hub::Hub;
+use crate::services::DeviceServices;
 
 /// Runs that are queued: one that is under way, and one to go on with while we hear of it.
 const IN_FLIGHT: u32 = 2;
@@ -56,41 +56,41 @@ pub(super) struct CoRunResult {
 impl CoRunner {
     /// `network` in the place of `way`; none for a way in which nothing runs beside real time.
     pub(super) fn new(
-        hub: &Hub,
+        services: &DeviceServices,
         network: &Network,
         way: PaddingWay,
         partition: Option<&Partition>,
     ) -> Result<Option<CoRunner>, CudaError> {
         let (stream, multiprocessors) = match way {
             PaddingWay::Alone | PaddingWay::Fused => return Ok(None),
-            PaddingWay::Free => (Stream::new(hub.context(), Priority::Low)?, None),
+            PaddingWay::Free => (Stream::new(services.device.context(), Priority::Low)?, None),
             PaddingWay::Partition(_) | PaddingWay::Apart(_) => {
                 let partition = partition.ok_or(CudaError::Misuse("a partition was not opened"))?;
-                let stream = Stream::in_partition(hub.context(), &partition.part)?;
+                let stream = Stream::in_partition(services.device.context(), &partition.part)?;
                 (stream, Some(partition.part.multiprocessors()))
             }
         };
         let graph = stream.capture(|stream| {
             for index in 0..network.steps.len() {
                 // SAFETY: recorded only; the network outlives the graph.
-                unsafe { network.launch_best_effort(hub, index, index > 0, stream) }?;
+                unsafe { network.launch_best_effort(services, index, index > 0, stream) }?;
             }
             Ok(())
         })?;
-        let fence = PinnedWord::new(hub.context())?;
+        let fence = PinnedWord::new(services.device.context())?;
         Ok(Some(CoRunner { graph, stream, fence, multiprocessors }))
     }
 
     /// Replays real time for `span` at least and until a run of best effort has ended, with best effort beside it all the time.
     pub(super) fn run_beside_rt(
         &mut self,
-        hub: &Hub,
+        services: &DeviceServices,
         span: Duration,
         replay: impl FnMut() -> Result<f64, CudaError>,
     ) -> Result<CoRunResult, CudaError> {
         let (stop, ends) = (AtomicBool::new(false), Ends::default());
         std::thread::scope(|scope| {
-            let feeder = scope.spawn(|| self.feed(hub, &stop, &ends));
+            let feeder = scope.spawn(|| self.feed(services, &stop, &ends));
             let seen = watch(span, &ends, replay, &|| feeder.is_finished());
             stop.store(true, Ordering::Release);
             let fed = feeder.join().map_err(|_| CudaError::Misuse("best effort panicked"))?;
@@ -99,20 +99,30 @@ impl CoRunner {
     }
 
     /// Keeps best effort going until it is told to stop, and waits for its last run.
-    fn feed(&mut self, hub: &Hub, stop: &AtomicBool, ends: &Ends) -> Result<(), CudaError> {
-        let fed = self.launch_on(hub, stop, ends);
+    fn feed(
+        &mut self,
+        services: &DeviceServices,
+        stop: &AtomicBool,
+        ends: &Ends,
+    ) -> Result<(), CudaError> {
+        let fed = self.launch_on(services, stop, ends);
         // Whatever happened: what was queued uses memory of the network.
         let idle = self.stream.synchronize();
         fed.and(idle)
     }
 
-    fn launch_on(&mut self, hub: &Hub, stop: &AtomicBool, ends: &Ends) -> Result<(), CudaError> {
+    fn launch_on(
+        &mut self,
+        services: &DeviceServices,
+        stop: &AtomicBool,
+        ends: &Ends,
+    ) -> Result<(), CudaError> {
         // A word and no event: the stream of a partition is of another context.
         let (before, mut launched, mut ended) = (self.fence.load(), 0, 0);
         let mut heard = Instant::now();
         while !stop.load(Ordering::Acquire) {
             // As best effort does anywhere: real time's calls to the driver come first.
-            if launched < ended + IN_FLIGHT && !hub.driver_backoff.is_active() {
+            if launched < ended + IN_FLIGHT && !services.preemption.driver_backoff.is_active() {
                 launched += 1;
                 let fence = before.wrapping_add(launched);
                 // SAFETY: the network and the word live until the stream is waited for, and this stream alone uses the

@@ -10,7 +10,8 @@ use super::{
 };
 use crate::driver::{Event, Graph, LaunchShape, Priority, Stream};
 use crate::error::CudaError;
-use crate::hub::{Hub, LaunchTarget};
+use crate::program::graph_recorder::LaunchTarget;
+use crate::services::DeviceServices;
 
 /// Replays at the beginning of a turn that do not count: what ran before has the caches.
 const WARM_UP: usize = 3;
@@ -66,7 +67,7 @@ impl<'a> PairMeasurement<'a> {
         pair: &'a PaddingPair,
         options: &PaddingOptions,
     ) -> Result<PairMeasurement<'a>, CudaError> {
-        let hub = &bench.hub;
+        let services = &bench.services;
         let unknown = CudaError::Misuse("a pair of networks that are not there");
         let network = |number| bench.networks.get(number).ok_or_else(|| unknown.clone());
         let (real_time, best_effort) = (network(pair.real_time)?, network(pair.best_effort)?);
@@ -82,15 +83,15 @@ impl<'a> PairMeasurement<'a> {
             real_time,
             best_effort,
             tracks: Vec::new(),
-            best_effort_alone: hub.capture(LaunchTarget::High, |stream| {
+            best_effort_alone: services.recorder.capture(LaunchTarget::High, |stream| {
                 (0..steps).try_for_each(|index| {
                     // SAFETY: recorded only; the network outlives the graph.
-                    unsafe { best_effort.launch_best_effort(hub, index, index > 0, stream) }
+                    unsafe { best_effort.launch_best_effort(services, index, index > 0, stream) }
                 })
             })?,
-            stream: Stream::new(hub.context(), Priority::High)?,
-            from: Event::new(hub.context())?,
-            to: Event::new(hub.context())?,
+            stream: Stream::new(services.device.context(), Priority::High)?,
+            from: Event::new(services.device.context())?,
+            to: Event::new(services.device.context())?,
             expected: Expected::default(),
         };
         for way in &options.ways {
@@ -100,8 +101,8 @@ impl<'a> PairMeasurement<'a> {
         Ok(contest)
     }
 
-    fn hub(&self) -> &'a Hub {
-        &self.bench.hub
+    fn services(&self) -> &'a DeviceServices {
+        &self.bench.services
     }
 
     fn track(&self, way: PaddingWay) -> Result<MethodMeasurement, CudaError> {
@@ -123,7 +124,12 @@ impl<'a> PairMeasurement<'a> {
                 .collect::<Result<_, _>>()?,
             progress,
             closing: unfinished.map(|slice| self.record_rest(slice)).transpose()?,
-            beside: CoRunner::new(self.hub(), self.best_effort, way, self.bench.partition(way))?,
+            beside: CoRunner::new(
+                self.services(),
+                self.best_effort,
+                way,
+                self.bench.partition(way),
+            )?,
             micros: Vec::new(),
             runs: 0.0,
             seconds: 0.0,
@@ -143,18 +149,17 @@ impl<'a> PairMeasurement<'a> {
             for (index, slice) in slices.iter().enumerate() {
                 match slice {
                     // SAFETY: recorded only; the network outlives the graph.
-                    None => unsafe { self.real_time.launch_real_time(self.hub(), index, stream) }?,
+                    None => unsafe { self.real_time.launch_real_time(index, stream) }?,
                     Some(slice) => self.launch_fused(index, true, *slice, stream)?,
                 }
             }
             Ok(())
         };
         match rest {
-            None => self.hub().capture(LaunchTarget::High, record),
+            None => self.services().recorder.capture(LaunchTarget::High, record),
             // KernelCache keep to the part of the stream they were recorded on, wherever the graph is launched.
-            Some(rest) => {
-                Stream::in_part(self.hub().context(), rest, Priority::High)?.capture(record)
-            }
+            Some(rest) => Stream::in_part(self.services().device.context(), rest, Priority::High)?
+                .capture(record),
         }
     }
 
@@ -164,7 +169,7 @@ impl<'a> PairMeasurement<'a> {
         // Of a step that was begun, tiles are left; no kernel but one of two does less than all of them.
         let begun = slice.first_tile > 0;
         let host = last_host(&self.pair.replays, slice.step);
-        self.hub().capture(LaunchTarget::High, |stream| {
+        self.services().recorder.capture(LaunchTarget::High, |stream| {
             if begun {
                 let host = host.ok_or(CudaError::Misuse("tiles of a step that nobody began"))?;
                 self.launch_fused(host, false, slice, stream)?;
@@ -173,7 +178,9 @@ impl<'a> PairMeasurement<'a> {
             (first..steps).try_for_each(|index| {
                 let behind = begun || index > first;
                 // SAFETY: recorded only; the network outlives the graph.
-                unsafe { self.best_effort.launch_best_effort(self.hub(), index, behind, stream) }
+                unsafe {
+                    self.best_effort.launch_best_effort(self.services(), index, behind, stream)
+                }
             })
         })
     }
@@ -201,7 +208,7 @@ impl<'a> PairMeasurement<'a> {
         let kernel = kernel.ok_or(CudaError::Misuse("a pair of kernels was not fused"))?;
         let facts = [&self.bench.kernels[numbers.0], &self.bench.kernels[numbers.1]];
         let blocks = if with_host { real_time.tiles } else { 0 };
-        let early = host > 0 && with_host && self.real_time.starts_early(self.hub(), host);
+        let early = host > 0 && with_host && self.real_time.starts_early(self.services(), host);
         let shape = LaunchShape {
             grid: blocks + slice.tiles,
             threads: facts[0].threads.max(facts[1].threads),
@@ -247,7 +254,7 @@ impl<'a> PairMeasurement<'a> {
             }
         }
         let network = self.best_effort;
-        let outputs = network.outputs(self.hub(), &network.best_effort, &self.stream)?;
+        let outputs = network.outputs(self.services(), &network.best_effort, &self.stream)?;
         match agrees(network, &mut self.expected.best_effort, outputs)? {
             true => Ok(()),
             false => Err(CudaError::Misuse("best effort alone does not always compute the same")),
@@ -260,7 +267,7 @@ impl<'a> PairMeasurement<'a> {
             None => self.replay_rounds(track, span)?,
             Some(beside) => {
                 let graph = &track.graphs[0];
-                let seen = beside.run_beside_rt(self.hub(), span, || self.replay(graph))?;
+                let seen = beside.run_beside_rt(self.services(), span, || self.replay(graph))?;
                 track.micros.extend(seen.micros);
                 track.runs += seen.runs;
                 track.seconds += seen.seconds;
@@ -303,7 +310,7 @@ impl<'a> PairMeasurement<'a> {
 
     /// Microseconds of one replay on the device.
     fn replay(&self, graph: &Graph) -> Result<f64, CudaError> {
-        let call = self.hub().driver_backoff.enter_driver();
+        let call = self.services().preemption.driver_backoff.enter_driver();
         self.from.record(&self.stream)?;
         // SAFETY: both networks outlive this contest, and each replay is waited for; what runs beside it is another side's.
         unsafe { graph.launch(&self.stream) }?;
@@ -328,11 +335,11 @@ impl<'a> PairMeasurement<'a> {
     fn check(&mut self, track: &mut MethodMeasurement) -> Result<(), CudaError> {
         let (rt, be) = (self.real_time, self.best_effort);
         track.checks += 1;
-        let outputs = rt.outputs(self.hub(), &rt.real_time, &self.stream)?;
+        let outputs = rt.outputs(self.services(), &rt.real_time, &self.stream)?;
         track.wrong_real_time += usize::from(!agrees(rt, &mut self.expected.real_time, outputs)?);
-        // SmLocator best effort had no part nothing of it was computed.
+        // Where best effort had no part nothing of it was computed.
         if track.beside.is_some() || track.closing.is_some() || track.runs > 0.0 {
-            let outputs = be.outputs(self.hub(), &be.best_effort, &self.stream)?;
+            let outputs = be.outputs(self.services(), &be.best_effort, &self.stream)?;
             let wrong = !agrees(be, &mut self.expected.best_effort, outputs)?;
             track.wrong_best_effort += usize::from(wrong);
         }

@@ -1,7 +1,5 @@
 //! A network that can be either side of a pair.
 
-use std::sync::Arc;
-
 use device::{DeviceError, check_inputs};
 use model::gpu::{GpuPlan, Kernel};
 use model::{LaunchPlan, Tensor};
@@ -10,17 +8,17 @@ use super::{PaddingLaunch, PaddingStep};
 use crate::compile::kernel_cache::CompileProgress;
 use crate::driver::{PinnedBuffer, Stream};
 use crate::error::CudaError;
-use crate::hub::Hub;
 use crate::measure::profile::{ChoiceProfile, ProfileOptions, Profiler, StepProfile};
 use crate::program::instance::Instance;
 use crate::program::layout::Addresses;
+use crate::program::lowering::{first_of, lower, raw_bytes, sizes_of};
 use crate::program::specialization::{BoundKernel, Specialization};
-use crate::program::{first_of, lower, raw_bytes, sizes_of};
+use crate::services::DeviceServices;
 
 /// Replays that time one launch of a step.
 const STEP_REPLAYS: usize = 12;
 
-/// SmLocator a step's two launches are among its choices.
+/// Where a step's two launches are among its choices.
 pub(super) const REAL_TIME: usize = 0;
 pub(super) const BEST_EFFORT: usize = 1;
 
@@ -47,18 +45,18 @@ pub(super) struct NetworkInstance {
 
 impl Network {
     pub(super) fn new(
-        hub: &Arc<Hub>,
+        services: &DeviceServices,
         plan: &LaunchPlan,
         inputs: &[Tensor],
         kernels: &mut Vec<Kernel>,
         progress: CompileProgress<'_>,
     ) -> Result<Network, DeviceError> {
         check_inputs(plan, inputs)?;
-        let mut gpu = lower(hub, plan, &sizes_of(plan, inputs)).map_err(first_of)?;
-        hub.tuning().apply(&mut gpu);
+        let mut gpu = lower(services, plan, &sizes_of(plan, inputs)).map_err(first_of)?;
+        services.compile.tuning().apply(&mut gpu);
         keep_in_use(&mut gpu);
         let options = ProfileOptions { replays: STEP_REPLAYS, ..ProfileOptions::default() };
-        let mut profiler = Profiler::new(hub, gpu, options, progress)?;
+        let mut profiler = Profiler::new(services, gpu, options, progress)?;
         let profiles = profiler.steps()?;
         let gpu = &profiler.specialization.gpu;
         let bound = |step| profiler.bound(step, BEST_EFFORT);
@@ -72,8 +70,8 @@ impl Network {
             });
         }
         let Profiler { specialization, .. } = profiler;
-        let real_time = NetworkInstance::new(hub, &specialization, REAL_TIME, inputs)?;
-        let best_effort = NetworkInstance::new(hub, &specialization, BEST_EFFORT, inputs)?;
+        let real_time = NetworkInstance::new(services, &specialization, REAL_TIME, inputs)?;
+        let best_effort = NetworkInstance::new(services, &specialization, BEST_EFFORT, inputs)?;
         Ok(Network { steps, plain, real_time, best_effort, specialization })
     }
 
@@ -83,13 +81,12 @@ impl Network {
     /// This network lives until it is done, and nobody else uses its memory for real time.
     pub(super) unsafe fn launch_real_time(
         &self,
-        hub: &Hub,
         index: usize,
         stream: &Stream,
     ) -> Result<(), CudaError> {
         let instance = &self.real_time.instance;
         // SAFETY: the caller answers for the memory.
-        unsafe { instance.launch_real_time(hub, &self.specialization, index, index > 0, stream) }
+        unsafe { instance.launch_real_time(&self.specialization, index, index > 0, stream) }
     }
 
     /// Queues step `index` as best effort that never leaves, behind another kernel of the same graph or not.
@@ -98,22 +95,22 @@ impl Network {
     /// This network lives until it is done, and nobody else uses its memory for best effort.
     pub(super) unsafe fn launch_best_effort(
         &self,
-        hub: &Hub,
+        services: &DeviceServices,
         index: usize,
         behind: bool,
         stream: &Stream,
     ) -> Result<(), CudaError> {
         let bound = &self.plain[index];
         let mut shape = bound.shape;
-        shape.dependent = behind && self.starts_early(hub, index);
+        shape.dependent = behind && self.starts_early(services, index);
         let args = &self.best_effort.args[index];
         // SAFETY: the arguments were checked against the kernel's size, and every address in them is of this network.
         unsafe { stream.launch(bound.kernel.function(bound.entry), shape, &[args]) }
     }
 
     /// Whether step `index` may start while the one before ends.
-    pub(super) fn starts_early(&self, hub: &Hub, index: usize) -> bool {
-        !self.specialization.kernels[index].apart && hub.has_dependent_launches()
+    pub(super) fn starts_early(&self, services: &DeviceServices, index: usize) -> bool {
+        !self.specialization.kernels[index].apart && services.device.has_dependent_launches()
     }
 
     /// Queues a pattern over the outputs of `side`, which no network leaves there.
@@ -135,12 +132,13 @@ impl Network {
     /// Fault words and outputs of `side` as they are on the device, where nothing of it is in flight.
     pub(super) fn outputs(
         &self,
-        hub: &Hub,
+        services: &DeviceServices,
         side: &NetworkInstance,
         stream: &Stream,
     ) -> Result<Vec<u8>, CudaError> {
         let layout = &self.specialization.layout;
-        let staging = PinnedBuffer::zeroed(hub.context(), layout.staged_bytes as usize)?;
+        let staging =
+            PinnedBuffer::zeroed(services.device.context(), layout.staged_bytes as usize)?;
         // SAFETY: both live until the stream is waited for.
         unsafe { side.instance.copy_outputs(&self.specialization, &staging, stream) }?;
         stream.synchronize()?;
@@ -158,12 +156,12 @@ impl Network {
 
 impl NetworkInstance {
     fn new(
-        hub: &Hub,
+        services: &DeviceServices,
         specialization: &Specialization,
         choice: usize,
         inputs: &[Tensor],
     ) -> Result<NetworkInstance, DeviceError> {
-        let instance = Instance::new(hub, specialization)?;
+        let instance = Instance::new(specialization)?;
         let addresses = Addresses {
             block: instance.address(),
             layout: &specialization.layout,
@@ -176,20 +174,20 @@ impl NetworkInstance {
         let args =
             specialization.gpu.steps.iter().enumerate().map(patched).collect::<Result<_, _>>()?;
         let side = NetworkInstance { instance, args };
-        side.copy_inputs_to_device(hub, specialization, inputs)?;
+        side.copy_inputs_to_device(services, specialization, inputs)?;
         Ok(side)
     }
 
     /// Copies the inputs of all runs to the device.
     fn copy_inputs_to_device(
         &self,
-        hub: &Hub,
+        services: &DeviceServices,
         specialization: &Specialization,
         inputs: &[Tensor],
     ) -> Result<(), DeviceError> {
         let bytes = specialization.layout.staged_bytes as usize;
-        let mut staging =
-            PinnedBuffer::zeroed(hub.context(), bytes).map_err(|err| hub.error(err))?;
+        let mut staging = PinnedBuffer::zeroed(services.device.context(), bytes)
+            .map_err(|err| services.device.error(err))?;
         for (index, (slot, tensor)) in specialization.gpu.inputs.iter().zip(inputs).enumerate() {
             let raw = raw_bytes(tensor)?;
             if raw.len() as u64 != slot.bytes {
@@ -200,11 +198,11 @@ impl NetworkInstance {
             let at = specialization.layout.input(index) as usize;
             staging.as_mut_slice()[at..at + raw.len()].copy_from_slice(raw);
         }
-        let stream = hub.memory_stream();
+        let stream = &services.memory.memory_stream;
         // SAFETY: both sides live until the stream is waited for.
-        unsafe { self.instance.copy_inputs(hub, specialization, &staging, true, stream) }
+        unsafe { self.instance.copy_inputs(specialization, &staging, true, stream) }
             .and_then(|()| stream.synchronize())
-            .map_err(|err| hub.error(err))
+            .map_err(|err| services.device.error(err))
     }
 }
 

@@ -8,11 +8,12 @@ use super::{Timing, summary};
 use crate::device::CudaDevice;
 use crate::driver::{Event, Graph, PinnedBuffer, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
-use crate::hub::{Hub, LaunchTarget};
 use crate::memory::weights::ProgramWeights;
+use crate::program::graph_recorder::LaunchTarget;
 use crate::program::instance::{BestEffortLaunch, Instance};
+use crate::program::lowering::{first_of, lower};
 use crate::program::specialization::Specialization;
-use crate::program::{first_of, lower};
+use crate::services::DeviceServices;
 
 /// Replays before the clocks and caches are warm.
 const WARM_UP: usize = 5;
@@ -37,15 +38,20 @@ impl CudaDevice {
         sizes: &[(String, usize)],
         replays: usize,
     ) -> Result<ClassTiming, DeviceError> {
-        let hub = self.hub();
-        hub.check_healthy()?;
-        let gpu = lower(hub, plan, sizes).map_err(first_of)?;
-        let weights = ProgramWeights::new(hub, false);
-        let specialization = Specialization::new(hub, gpu, &weights, &|_, _| {})?;
-        let instance = Instance::new(hub, &specialization)?;
-        let mut bench =
-            ClassBench::new(hub, &specialization, instance).map_err(|err| hub.error(err))?;
-        bench.run(replays).map_err(|err| hub.error(err))
+        let services = self.services();
+        services.device.check_healthy()?;
+        let gpu = lower(services, plan, sizes).map_err(first_of)?;
+        let weights = ProgramWeights::new(
+            &services.device,
+            &services.memory,
+            &services.preemption.rt_activity,
+            false,
+        );
+        let specialization = Specialization::new(services, gpu, &weights, &|_, _| {})?;
+        let instance = Instance::new(&specialization)?;
+        let mut bench = ClassBench::new(services, &specialization, instance)
+            .map_err(|err| services.device.error(err))?;
+        bench.run(replays).map_err(|err| services.device.error(err))
     }
 }
 
@@ -58,7 +64,6 @@ enum LaunchForm {
 
 /// The forms, and what launching them takes.
 struct ClassBench<'a> {
-    hub: &'a Hub,
     specialization: &'a Specialization,
     real_time: Graph,
     best_effort: Graph,
@@ -74,26 +79,24 @@ struct ClassBench<'a> {
 
 impl<'a> ClassBench<'a> {
     fn new(
-        hub: &'a Hub,
+        services: &'a DeviceServices,
         specialization: &'a Specialization,
         instance: Instance,
     ) -> Result<ClassBench<'a>, CudaError> {
-        let context = hub.context();
+        let context = services.device.context();
         let steps = 0..specialization.kernels.len();
-        let real_time = hub.capture(LaunchTarget::High, |stream| {
+        let real_time = services.recorder.capture(LaunchTarget::High, |stream| {
             for index in steps.clone() {
                 // SAFETY: recorded only; the instance outlives the graph.
-                unsafe {
-                    instance.launch_real_time(hub, specialization, index, index > 0, stream)
-                }?;
+                unsafe { instance.launch_real_time(specialization, index, index > 0, stream) }?;
             }
             Ok(())
         })?;
-        let best_effort = hub.capture(LaunchTarget::High, |stream| {
+        let best_effort = services.recorder.capture(LaunchTarget::High, |stream| {
             for index in steps.clone() {
                 let how = BestEffortLaunch { restored: false, dependent: index > 0 };
                 // SAFETY: as above.
-                unsafe { instance.launch_best_effort(hub, specialization, index, how, stream) }?;
+                unsafe { instance.launch_best_effort(specialization, index, how, stream) }?;
             }
             Ok(())
         })?;
@@ -101,7 +104,6 @@ impl<'a> ClassBench<'a> {
         let stream = Stream::new(context, Priority::High)?;
         instance.epoch_counter().set_launch_epoch(instance.epoch_counter().epoch(), &stream)?;
         Ok(ClassBench {
-            hub,
             specialization,
             real_time,
             best_effort,
@@ -147,7 +149,7 @@ impl<'a> ClassBench<'a> {
 
     fn launch_chains(&mut self) -> Result<(), CudaError> {
         for (number, steps) in self.specialization.chains.iter().enumerate() {
-            self.instance.ensure_chain(self.hub, self.specialization, steps, LaunchTarget::Low)?;
+            self.instance.ensure_chain(self.specialization, steps, LaunchTarget::Low)?;
             // SAFETY: as above; the word lives as long as this bench.
             unsafe {
                 self.instance.launch_chain(steps, LaunchTarget::Low, &self.stream)?;

@@ -6,7 +6,7 @@ use device::DeviceError;
 
 use super::{PlanProfile, Profiler, Timing, time};
 use crate::error::CudaError;
-use crate::hub::LaunchTarget;
+use crate::program::graph_recorder::LaunchTarget;
 use crate::program::layout::Addresses;
 use crate::program::specialization::BoundKernel;
 
@@ -47,23 +47,24 @@ impl<'a> WholePlan<'a> {
 
     /// The plan as one graph, in which steps start beside the one before unless they are `apart`.
     pub(super) fn time(&self, apart: &[bool], replays: usize) -> Result<Timing, CudaError> {
-        let Profiler { hub, stream, .. } = self.profiler;
-        let graph = hub.capture(LaunchTarget::High, |stream| {
+        let Profiler { services, stream, .. } = self.profiler;
+        let graph = services.recorder.capture(LaunchTarget::High, |stream| {
             for (index, (bound, args)) in self.launches.iter().enumerate() {
                 let mut shape = bound.shape;
-                shape.dependent = index > 0 && !apart[index] && hub.has_dependent_launches();
+                shape.dependent =
+                    index > 0 && !apart[index] && services.device.has_dependent_launches();
                 // SAFETY: recorded only; the instance and the weights outlive the graph.
                 unsafe { stream.launch(bound.kernel.function(bound.entry), shape, &[args]) }?;
             }
             Ok(())
         })?;
-        time(hub, &graph, stream, replays, f64::INFINITY)
+        time(services, &graph, stream, replays, f64::INFINITY)
     }
 
     /// Which steps are better apart: every pair that occurs is tried, wherever it does, and kept if the plan gains.
     pub(super) fn best_apart(&self, profile: &PlanProfile) -> Result<Vec<bool>, CudaError> {
         let mut apart = vec![false; profile.steps.len()];
-        if !self.profiler.hub.has_dependent_launches() {
+        if !self.profiler.services.device.has_dependent_launches() {
             return Ok(apart);
         }
         let mut best_us = self.time(&apart, REPLAYS)?.median_us;

@@ -28,7 +28,7 @@ pub(crate) struct PlanPart {
     pub(crate) begins: f64,
 }
 
-/// SmLocator the weights of a plan were put: from where on in the order of arrival, and how many bytes each.
+/// Where the weights of a plan were put: from where on in the order of arrival, and how many bytes each.
 pub(crate) type Spans = Vec<(u64, u64)>;
 
 /// The weights a step may read, by index.
@@ -93,7 +93,7 @@ pub(crate) fn parts(steps: &[GpuStep], needs: &[u64]) -> Vec<PlanPart> {
     parts
 }
 
-/// SmLocator groups of `total` bytes end, a multiple of `chunk` but for the last.
+/// Where groups of `total` bytes end, a multiple of `chunk` but for the last.
 pub(crate) fn group_ends(total: u64, chunk: u64) -> Vec<u64> {
     let share = if total <= SMALL { total } else { total.div_ceil(GROUPS) };
     let share = share.next_multiple_of(chunk).max(chunk);

@@ -15,13 +15,13 @@ use device::residency::{LoadProgress, LoadReport, MemoryUse};
 use super::arrival::{group_ends, group_of};
 use super::physical_pool::{PhysicalMemoryPool, WeightMemoryCounts};
 use super::{MappedMemory, ProgramWeights, ResidencyState, Slab};
-use crate::device::CudaOptions;
-use crate::driver::{Context, Event, PhysicalMemory, PinnedWord, Priority, Stream, granularity};
+use crate::driver::{
+    Context, Event, PhysicalMemory, PinnedWord, Priority, Stream, granularity, is_reached,
+};
 use crate::error::CudaError;
-use crate::hub::Hub;
+use crate::options::CudaOptions;
 use crate::preempt::driver_backoff::DriverBackoff;
 use crate::preempt::rt_activity::RtActivity;
-use crate::queue::is_reached;
 
 /// Speed that is assumed until one was measured, in bytes per second.
 const SPEED_GUESS: f64 = 20e9;
@@ -47,7 +47,7 @@ const CHUNK_NEXT_TO_RT: u64 = 256 << 10;
 /// Loads smaller than this say nothing about speed.
 const MIN_MEASURED_BYTES: u64 = 8 << 20;
 
-/// SmLocator weights are put on one device. The thread ends when the last program and the device are gone.
+/// Where weights are put on one device. The thread ends when the last program and the device are gone.
 pub(crate) struct WeightLoader {
     commands: Sender<WeightCommand>,
     counts: Arc<WeightMemoryCounts>,
@@ -131,7 +131,7 @@ impl WeightLoader {
 pub(crate) struct WeightArrival {
     /// Slabs that are arrived with the last group.
     pub(super) slabs: usize,
-    /// SmLocator groups end, in the command of arrival, and the points behind their copies.
+    /// Where groups end, in the command of arrival, and the points behind their copies.
     ends: Vec<u64>,
     events: Vec<Event>,
     fences: Vec<u32>,
@@ -176,7 +176,7 @@ struct LoaderThread {
     word: Arc<PinnedWord>,
     fences: u32,
     pieces: PhysicalMemoryPool,
-    /// SmLocator memory of runs is freed.
+    /// Where memory of runs is freed.
     memory_stream: Arc<Stream>,
     /// Real time, which calls that map and unmap memory hold up.
     rt_activity: Arc<RtActivity>,
@@ -541,9 +541,4 @@ impl LoaderThread {
             tracing::error!("memory is not given back: {err}");
         }
     }
-}
-
-/// What a program needs of its device to make memory where arrived is none.
-pub(super) fn drop_spares(hub: &Weak<Hub>) -> bool {
-    hub.upgrade().is_some_and(|hub| hub.drop_spares())
 }

@@ -24,7 +24,7 @@ pub(crate) struct WeightMemoryCounts {
     pub(crate) kept: AtomicU64,
 }
 
-/// PhysicalMemoryPool nobody uses.
+/// Pieces nobody uses.
 pub(crate) struct PhysicalMemoryPool {
     context: Arc<Context>,
     /// Smallest first.

@@ -17,7 +17,7 @@ const UNPIN_INTERVAL: Duration = Duration::from_micros(50);
 /// Weights of one plan that no earlier plan had.
 pub(crate) struct Slab {
     pub(crate) range: AddressRange,
-    /// SmLocator it lies in the order of arrival, counted over all slabs of its program.
+    /// Where it lies in the order of arrival, counted over all slabs of its program.
     pub(crate) begins: u64,
     /// Bytes that mean something; the range is rounded up to whole pieces.
     pub(crate) used: u64,
