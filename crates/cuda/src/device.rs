@@ -39,7 +39,7 @@ use crate::program::lowering::unsupported_steps;
 use crate::queue::{BestEffortQueue, Dispatcher, RealTimeQueue};
 use crate::services::DeviceServices;
 
-/// The oldest GPU the kernels run on: they copy asynchronously.
+/// The lowest compute capability with asynchronous copies to shared memory, which the kernels use.
 const CAPABILITY_NEEDED: u32 = 80;
 
 /// One GPU.
@@ -52,7 +52,7 @@ pub struct CudaDevice {
 }
 
 impl CudaDevice {
-    /// The GPU `ordinal`, whose kernels `compiler` makes.
+    /// Opens the GPU `ordinal`; `compiler` makes its kernels.
     pub fn open(
         ordinal: usize,
         options: CudaOptions,
@@ -63,8 +63,8 @@ impl CudaDevice {
         CudaDevice::open_on(context, format!("cuda:{ordinal}"), memory, options, compiler)
     }
 
-    /// The GPU `ordinal` as several devices, each with as many multiprocessors of its own and an equal share of the memory that
-    /// is free now.
+    /// Opens the GPU `ordinal` as several devices, each with its own SMs, equally many, and an
+    /// equal share of the memory that is free now.
     pub fn open_parts(
         ordinal: usize,
         parts: usize,
@@ -156,7 +156,7 @@ impl CudaDevice {
         &self.services
     }
 
-    /// What plans are made for.
+    /// The target that plans are compiled for.
     pub fn target(&self) -> GpuTarget {
         self.services.device.target
     }
@@ -174,7 +174,7 @@ impl CudaDevice {
         )
     }
 
-    /// Loads as [`Device::load`] does and tells how many kernels are compiled.
+    /// Loads as [`Device::load`] does and reports how many kernels are compiled.
     pub fn load_with(
         &self,
         plan: Arc<LaunchPlan>,
@@ -193,12 +193,12 @@ impl CudaDevice {
         self.timeline.end()
     }
 
-    /// How the GPU is doing; the reason when NVML does not tell.
+    /// State of the GPU, or why NVML does not report it.
     pub fn health(&self) -> Result<Health, String> {
         self.nvml().map(Nvml::health)
     }
 
-    /// Memory used on the GPU by everybody, as NVML counts.
+    /// Memory in use on the GPU by all processes, as NVML counts.
     pub(crate) fn memory_used(&self) -> Option<u64> {
         self.nvml().ok().and_then(Nvml::memory_used)
     }
@@ -219,7 +219,7 @@ impl CudaDevice {
         Some(self.services.device.options.cache_dir.as_ref()?.join(name))
     }
 
-    /// The variants in use for plans made from now on.
+    /// The variants that plans made from now on use.
     pub fn tuning(&self) -> Tuning {
         self.services.compile.tuning().clone()
     }
@@ -281,7 +281,7 @@ impl Device for CudaDevice {
     }
 
     fn command(&self, commands: &[(&dyn Queue, QueueCommand)]) {
-        // Whoever is let out makes room for nobody.
+        // A queue that leaves the partition is not preempted for a launch.
         if commands.iter().any(|(_, command)| *command != QueueCommand::Confine(false)) {
             self.services.preemption.driver_backoff.expect_launch();
         }

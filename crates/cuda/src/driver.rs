@@ -1,4 +1,4 @@
-//! The driver's objects with their lifetimes, and every call's code looked at.
+//! Objects of the CUDA driver with their lifetimes. Every call's result code is checked.
 
 mod call;
 mod context;

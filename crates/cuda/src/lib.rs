@@ -1,14 +1,28 @@
-//! NVIDIA GPUs as a device: kernels compiled at run time, real-time work as CUDA graphs, best-effort work that leaves inside
-//! a tile.
+//! NVIDIA GPUs as a device: kernels compiled at run time, RT work as CUDA graphs, best-effort work
+//! that is preempted inside a tile.
 //!
-//! Nothing of CUDA is needed to build this crate. On a machine without a driver [`CudaDevice::open`] says what is missing.
+//!  The crate builds without CUDA. On a machine without a driver [`CudaDevice::open`] reports what
+//! is missing.
 //!
-//! The way of a model: a [`KernelCompiler`](device::KernelCompiler) turns a launch plan into a
-//! [`GpuPlan`](model::gpu::GpuPlan) for one set of sizes; NVRTC compiles its kernels (`kernels`), weights are put on the
-//! device once (`weights`), a run gets one block of memory with every address patched in (`layout`, `instance`). Queues whose
-//! work is never told to leave launch the whole plan as one graph; the others a chain of steps at a time, which leave when
-//! their run's `epoch_counters::EpochCounter` passes the number they carry. A step that was left is done again, a very long one from the tiles
-//! that are missing.
+//!  # Where to find things
+//! - A best-effort kernel is preempted in `preempt::epoch_counters`: `EpochCounter::preempt`
+//!   increments the run's counter, `EpochCounters::flush` writes it to the device, and the kernel
+//!   exits at its next yield point. `queue::run_state` finds the step at which it stopped.
+//! - Weights are loaded and evicted in `memory::weights::loader` (`LoaderThread::load`,
+//!   `LoaderThread::evict`).
+//! - A model is loaded in `program`, compiled for one set of sizes in `program::specialization`;
+//!   one run has its memory in `program::instance` and its inputs in `program::task`.
+//! - RT runs are launched in `queue::real_time`, best effort in `queue::launches`.
+//! - Driver calls are in `driver`, the only module that calls CUDA.
+//!
+//!  # How a model runs
+//! A [`KernelCompiler`](device::KernelCompiler) lowers a launch plan to a
+//! [`GpuPlan`](model::gpu::GpuPlan) for one set of sizes. NVRTC compiles its kernels (`compile`),
+//! weights are packed once (`memory::weights`), and a run gets one block of memory with all
+//! addresses patched into the arguments (`program::layout`). RT queues launch the whole program as
+//! one graph. Best-effort queues launch a chain of steps at a time; its kernels exit when the run's
+//! epoch counter passes the epoch they carry. A preempted step is computed again, a very long one
+//! from the tiles that are not done.
 
 mod compile;
 mod device;

@@ -1,4 +1,4 @@
-//! A loaded model: its weights, and its plans for the sizes that requests brought.
+//! A loaded model: its weights, and its specializations for the sizes of requests.
 
 pub(crate) mod batch_inputs;
 mod batches;
@@ -33,7 +33,7 @@ pub(crate) struct CudaProgram {
     shared: Arc<ProgramState>,
 }
 
-/// What tasks hold of their program.
+/// What batching and tasks share of a program.
 pub(crate) struct ProgramState {
     pub(crate) services: DeviceServices,
     pub(crate) plan: Arc<LaunchPlan>,
@@ -41,15 +41,17 @@ pub(crate) struct ProgramState {
     plans: Mutex<Vec<(Sizes, Arc<Specialization>)>>,
     /// Where inputs wait for their batch.
     pub(crate) pools: Mutex<InputPools>,
-    /// Behind plans and pools, so that all other memory is given back before: with it goes what the driver keeps.
+    /// After specializations and pools, so that it is dropped last: dropping weights trims the
+    /// driver's memory pool.
     weights: Arc<ProgramWeights>,
-    /// One compiling at a time: whoever waits finds it done.
+    /// Held while a specialization is made: a thread that waits for it finds it made.
     compiling: Mutex<()>,
 }
 
 impl CudaProgram {
-    /// Makes `plan` ready for the sizes of the settings, or for others that it makes sense for: kernels, weights, and one run's
-    /// memory with its graphs. Where none is known, the first request brings sizes and waits for all that.
+    /// Specializes `plan` for the configured sizes, or for others that it accepts: kernels,
+    /// weights, and the memory of one run with its graphs. If no sizes are known, the first request
+    /// brings them and waits for all that.
     pub(crate) fn load(
         services: DeviceServices,
         plan: Arc<LaunchPlan>,
@@ -103,7 +105,7 @@ impl ProgramState {
         Some(specialization)
     }
 
-    /// The plan for `sizes`, made now if it is not there.
+    /// The specialization for `sizes`, made now if it does not exist.
     pub(crate) fn specialization(
         &self,
         sizes: Sizes,
@@ -120,7 +122,7 @@ impl ProgramState {
         self.prepare_batches(sizes, gpu, progress)
     }
 
-    /// Keeps `gpu` as the plan for `sizes`, with everything it needs in place.
+    /// Keeps `gpu` as the specialization for `sizes`, with the memory and graph of one run.
     fn prepare_batches(
         &self,
         sizes: Sizes,
@@ -131,7 +133,7 @@ impl ProgramState {
         let specialization = Arc::new(Specialization::new(services, gpu, &self.weights, progress)?);
         let owner: std::sync::Weak<Specialization> = Arc::downgrade(&specialization);
         services.memory.spares.register(owner);
-        // The first request shall find memory and graph in place.
+        // The first request finds memory and graph ready.
         let mut instance = specialization.take_instance(Priority::High)?;
         instance.prepare_graph(&specialization).map_err(|err| services.device.error(err))?;
         if self.weights.on_demand() {

@@ -1,4 +1,9 @@
-//! Queues: real time launches whole graphs and never leaves; best effort launches chains of steps and does.
+//! Queues: real time launches whole programs and is never preempted on the device; best effort
+//! launches chains of steps and is.
+//!
+//!  A best-effort queue is `best_effort` (what its owner calls), `segment_queue` (what waits), and
+//! an `executor` that the `dispatcher` polls. A preemption arrives at `best_effort`, and
+//! `run_state` finds out where it stopped the run.
 
 mod best_effort;
 mod dispatcher;
@@ -25,11 +30,12 @@ use crate::error::CudaError;
 use crate::options::Polling;
 use crate::program::task::CudaTask;
 
-/// Looks between two questions to the driver whether a kernel failed: a word that will never come polls like one that is
-/// late.
+/// Polls between two queries of the stream: a fence that will never be reached, because a kernel
+/// failed, looks like one that is late.
 const POLLS_PER_QUERY: u32 = 1 << 18;
 
-/// Waits until the device has written `fence` or something later to `word`; calls `meanwhile` with every look.
+/// Waits until the device has written `fence` or a later value to `word`; calls `meanwhile` with
+/// every poll.
 fn wait_for(
     word: &PinnedWord,
     fence: u32,
@@ -42,7 +48,7 @@ fn wait_for(
     while !is_reached(word.load(), fence) {
         polls = polls.wrapping_add(1);
         meanwhile();
-        // A pause makes polls rare, so each of them asks.
+        // Polls are rare while the thread pauses, so each of them queries the driver.
         let pausing = spinning_since.is_some_and(|since| since.elapsed() > polling.spin);
         if polls.is_multiple_of(POLLS_PER_QUERY) || (pausing && !polling.pause.is_zero()) {
             stream.is_idle()?;
@@ -59,7 +65,7 @@ fn wait_for(
     Ok(())
 }
 
-/// The task of `segment` as this device's own, and the steps it shall do.
+/// The task of `segment`, if it is one of this device, and the steps to run.
 fn device_task<'a>(
     device: &Arc<DeviceContext>,
     segment: &'a mut Segment,
@@ -80,7 +86,7 @@ fn device_task<'a>(
     Ok((task, steps.start..end))
 }
 
-/// `err` with the name of step `index` of `task`.
+/// `err` as the failure of step `index` of `task`.
 fn failed(task: &CudaTask, index: usize, err: CudaError) -> DeviceError {
     match task.specialization.gpu.steps.get(index) {
         Some(step) => task.specialization.device.step_error(&step.name, &step.op, err),

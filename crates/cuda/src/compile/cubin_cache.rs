@@ -1,4 +1,4 @@
-//! Compiled kernels on disk, by the digest of everything that decides what they are.
+//! Compiled kernels on disk, by a digest of everything that determines them.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -6,16 +6,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use sha2::{Digest, Sha256};
 
-/// First bytes of an entry; a change of the layout changes them.
+/// First bytes of an entry; they change with the file layout.
 const MAGIC: &[u8; 8] = b"atollcb1";
 
-/// Bytes before the cubin: the magic and the cubin's own digest.
+/// Bytes before the cubin: the magic and the digest of the cubin.
 const HEAD: usize = MAGIC.len() + 32;
 
 /// A folder of cubins. Without one, nothing is kept.
 pub(crate) struct CubinCache {
     folder: Option<PathBuf>,
-    /// CoRunner the process number, what makes the names of unfinished files differ.
+    /// Makes names of unfinished files unique within the process.
     unfinished: AtomicU64,
 }
 
@@ -40,7 +40,7 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 impl CubinCache {
-    /// A cache in `folder`, which is made if it is not there.
+    /// A cache in `folder`, which is created if missing.
     pub(crate) fn open(folder: Option<&Path>) -> Result<CubinCache, String> {
         if let Some(folder) = folder {
             std::fs::create_dir_all(folder)
@@ -53,7 +53,7 @@ impl CubinCache {
         Some(self.folder.as_ref()?.join(format!("{}.cubin", key.0)))
     }
 
-    /// The cubin, unless it is not there or not what was written.
+    /// The cubin, unless it is missing or damaged.
     pub(crate) fn get(&self, key: &CacheKey) -> Option<Vec<u8>> {
         let path = self.path(key)?;
         let entry = std::fs::read(&path).ok()?;
@@ -64,11 +64,11 @@ impl CubinCache {
         cubin
     }
 
-    /// Keeps `cubin`. A reader finds all of it or nothing.
+    /// Stores `cubin`. A reader finds all of it or nothing.
     pub(crate) fn put(&self, key: &CacheKey, cubin: &[u8]) {
         let Some(path) = self.path(key) else { return };
         if let Err(err) = self.write(&path, cubin) {
-            // The kernel is there all the same; only the next start is slower.
+            // The kernel is usable all the same; only the next start is slower.
             tracing::warn!("{} cannot be kept: {err}", path.display());
         }
     }

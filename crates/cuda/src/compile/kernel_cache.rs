@@ -1,4 +1,4 @@
-//! The kernels of a device: compiled once, from memory, from disk or by NVRTC, whoever asks.
+//! The kernels of a device: compiled once, and taken from the device, from disk or from NVRTC.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,7 +13,7 @@ use crate::compile::nvrtc::Nvrtc;
 use crate::driver::{Context, Function, Module};
 use crate::error::CudaError;
 
-/// Compilers at work at once; each takes a few hundred megabytes.
+/// Compilations at the same time, at most; each takes a few hundred megabytes.
 const MAX_COMPILERS: usize = 16;
 
 /// A kernel on the device.
@@ -23,7 +23,7 @@ pub(crate) struct LoadedKernel {
 }
 
 impl LoadedKernel {
-    /// The kernel at `entry` of its flavour's entry points.
+    /// The kernel at `entry` of its class's entry points.
     pub(crate) fn function(&self, entry: usize) -> &Function {
         &self.functions[entry]
     }
@@ -34,10 +34,10 @@ impl LoadedKernel {
     }
 }
 
-/// A kernel as something.
+/// A kernel of one class.
 pub(crate) type KernelRequest = (Kernel, KernelClass);
 
-/// How far a compilation is: done, and of how many.
+/// Receives how many kernels are compiled, and of how many.
 pub type CompileProgress<'a> = &'a (dyn Fn(usize, usize) + Sync);
 
 /// All kernels of a device.
@@ -47,7 +47,7 @@ pub(crate) struct KernelCache {
     identity: Vec<Vec<u8>>,
     cache: CubinCache,
     threads: usize,
-    /// What is on the device, for as long as some plan uses it.
+    /// Kernels on the device, as long as a specialization uses them.
     loaded: Mutex<HashMap<KernelRequest, Weak<LoadedKernel>>>,
 }
 
@@ -63,7 +63,7 @@ impl KernelCache {
         self.nvrtc.version()
     }
 
-    /// Every kernel of `requests`, compiled side by side where needed.
+    /// All kernels of `requests`, compiled on several threads where needed.
     pub(crate) fn get(
         &self,
         requests: &[KernelRequest],
@@ -92,7 +92,7 @@ impl KernelCache {
         Ok(found)
     }
 
-    /// Makes kernels on several threads; the first failure ends it.
+    /// Compiles kernels on several threads; the first failure ends it.
     fn make<'a>(
         &self,
         missing: &[&'a KernelRequest],

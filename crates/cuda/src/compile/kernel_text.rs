@@ -4,19 +4,19 @@ use std::ffi::CStr;
 
 use model::gpu::Kernel;
 
-/// What a kernel is made for.
+/// The class that a kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum KernelClass {
-    /// A block a tile, without checks; the entry point is `rt`.
+    /// One block per tile, without checks; the entry point is `rt`.
     RealTime,
-    /// Leaves when told to; the entry points are `be`, `be_grid` and `be_long`.
+    /// Exits when preempted; the entry points are `be`, `be_grid` and `be_long`.
     BestEffort,
     /// Made of two by [`crate::fused`], a module as it is; the entry point is `dkp`.
     Fused,
 }
 
 impl KernelClass {
-    /// The kernels a module of this flavour has.
+    /// The entry points of a module of this class.
     pub(crate) fn entries(self) -> &'static [&'static CStr] {
         match self {
             KernelClass::RealTime => &[c"rt"],
@@ -26,7 +26,7 @@ impl KernelClass {
     }
 }
 
-/// The module of `kernel`. What the plan believes of the operator is checked when it compiles.
+/// The module of `kernel`. Compiling it checks what the plan assumes of the operator.
 pub(crate) fn module_text(kernel: &Kernel, flavour: KernelClass) -> String {
     let Kernel { source, expression, threads, shared_bytes, args_bytes } = kernel;
     let entry = match flavour {
@@ -39,7 +39,8 @@ pub(crate) fn module_text(kernel: &Kernel, flavour: KernelClass) -> String {
     )
 }
 
-/// What NVRTC calls a GPU of `capability`. From 9.0 on the variant with that generation's own instructions.
+/// NVRTC's name of a GPU of `capability`; from 9.0 on with the instructions of that generation
+/// only.
 pub(crate) fn architecture(capability: u32) -> String {
     let suffix = if capability >= 90 { "a" } else { "" };
     format!("sm_{capability}{suffix}")

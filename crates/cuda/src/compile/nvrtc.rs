@@ -14,22 +14,23 @@ pub(crate) struct Nvrtc {
     headers: Vec<(CString, CString)>,
 }
 
-/// What a text became.
+/// The result of a compilation.
 pub(crate) struct Compiled {
     pub(crate) cubin: Vec<u8>,
-    /// What the compiler had to say.
+    /// The compiler's messages.
     pub(crate) log: String,
 }
 
 impl Nvrtc {
-    /// A compiler for `architecture` that finds `headers` by their names and the toolkit's on disk.
+    /// A compiler for `architecture` that finds `headers` by name and the toolkit's headers on
+    /// disk.
     pub(crate) fn new(
         toolkit: &Toolkit,
         architecture: String,
         headers: &[(&str, &str)],
     ) -> Result<Nvrtc, String> {
         let mut version = (0, 0);
-        // SAFETY: the library is loaded (a toolkit was found) and both are places for the answer.
+        // SAFETY: the library is loaded (a toolkit was found) and both receive the results.
         let code = unsafe { sys::nvrtcVersion(&mut version.0, &mut version.1) };
         checked("nvrtcVersion", code)?;
         let mut options = vec![text(&format!("--gpu-architecture={architecture}"))?];
@@ -44,7 +45,7 @@ impl Nvrtc {
         Ok(Nvrtc { version, architecture, options, headers })
     }
 
-    /// The same compiler with an option that does not change what comes out.
+    /// The same compiler with an option that does not change the cubin.
     pub(crate) fn with_option(mut self, option: &str) -> Result<Nvrtc, String> {
         self.options.push(text(option)?);
         Ok(self)
@@ -54,8 +55,8 @@ impl Nvrtc {
         self.version
     }
 
-    /// Everything beside the text that decides what comes out. Folders do not count: their headers belong to the
-    /// compiler's version.
+    /// Everything besides the text that determines the cubin. Folders do not count: their headers
+    /// belong to the compiler's version.
     pub(crate) fn identity(&self) -> Vec<Vec<u8>> {
         let mut parts = vec![
             format!("nvrtc {}.{}", self.version.0, self.version.1).into_bytes(),
@@ -69,7 +70,7 @@ impl Nvrtc {
         parts
     }
 
-    /// Compiles `source`; the error is the compiler's own words.
+    /// Compiles `source`; the error is the compiler's message.
     pub(crate) fn compile(&self, source: &str) -> Result<Compiled, String> {
         let source = text(source)?;
         let names: Vec<*const c_char> =
@@ -77,7 +78,7 @@ impl Nvrtc {
         let bodies: Vec<*const c_char> =
             self.headers.iter().map(|(_, body)| body.as_ptr()).collect();
         let mut raw: nvrtcProgram = std::ptr::null_mut();
-        // SAFETY: all texts end with a zero and outlive the program, which is destroyed below.
+        // SAFETY: all texts are NUL-terminated and outlive the program, which is destroyed below.
         let code = unsafe {
             sys::nvrtcCreateProgram(
                 &mut raw,
@@ -92,7 +93,7 @@ impl Nvrtc {
         let program = ProgramGuard(raw);
         let options: Vec<*const c_char> =
             self.options.iter().map(|option| option.as_ptr()).collect();
-        // SAFETY: the program is check_healthy, the options end with a zero.
+        // SAFETY: the program is alive, the options is NUL-terminated.
         let code = unsafe {
             sys::nvrtcCompileProgram(program.0, options.len() as c_int, options.as_ptr())
         };
@@ -110,12 +111,12 @@ struct ProgramGuard(nvrtcProgram);
 impl ProgramGuard {
     fn log(&self) -> Result<String, String> {
         let mut size = 0usize;
-        // SAFETY: the program is check_healthy and `size` is a place for the answer.
+        // SAFETY: the program is alive and `size` receives the result.
         checked("nvrtcGetProgramLogSize", unsafe {
             sys::nvrtcGetProgramLogSize(self.0, &mut size)
         })?;
         let mut log = vec![0u8; size];
-        // SAFETY: `log` has the size that was told.
+        // SAFETY: `log` has the size that was reported.
         checked("nvrtcGetProgramLog", unsafe {
             sys::nvrtcGetProgramLog(self.0, log.as_mut_ptr().cast())
         })?;
@@ -125,10 +126,10 @@ impl ProgramGuard {
 
     fn cubin(&self) -> Result<Vec<u8>, String> {
         let mut size = 0usize;
-        // SAFETY: the program is check_healthy and `size` is a place for the answer.
+        // SAFETY: the program is alive and `size` receives the result.
         checked("nvrtcGetCUBINSize", unsafe { sys::nvrtcGetCUBINSize(self.0, &mut size) })?;
         let mut cubin = vec![0u8; size];
-        // SAFETY: `cubin` has the size that was told.
+        // SAFETY: `cubin` has the size that was reported.
         checked("nvrtcGetCUBIN", unsafe { sys::nvrtcGetCUBIN(self.0, cubin.as_mut_ptr().cast()) })?;
         Ok(cubin)
     }
@@ -153,7 +154,7 @@ fn checked(call: &str, code: nvrtcResult) -> Result<(), String> {
 }
 
 fn name_of(code: nvrtcResult) -> String {
-    // SAFETY: the answer is a static text that ends with a zero.
+    // SAFETY: the result is a static NUL-terminated text.
     unsafe { CStr::from_ptr(sys::nvrtcGetErrorString(code)) }.to_string_lossy().into_owned()
 }
 
@@ -185,7 +186,7 @@ mod tests {
         assert!(err.is_some_and(|err| err.contains("size of the arguments")));
     }
 
-    /// A network's kernels are compiled on all cores at once.
+    /// Kernels of a network are compiled on all cores at once.
     #[test]
     fn compilers_run_side_by_side() {
         use device::KernelCompiler;

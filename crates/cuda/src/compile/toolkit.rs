@@ -1,6 +1,7 @@
-//! Where the parts of a CUDA toolkit lie that kernels are compiled with: headers, and NVRTC itself.
+//! Finds the parts of a CUDA toolkit that kernels are compiled with: headers and NVRTC.
 //!
-//! An installed toolkit has them under one root; the PyPI packages lay the same folders into `nvidia/cu13`.
+//!  An installed toolkit has them under one root; the PyPI packages put the same folders into
+//! `nvidia/cu13`.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +10,7 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_LAZY};
 
 use crate::error::OpenError;
 
-/// The header that every kernel includes; where it is, the others are.
+/// A header that every kernel includes; the other headers are next to it.
 const HEADER: &str = "cuda_fp16.h";
 
 /// Folders of headers, in the order they are searched.
@@ -19,7 +20,7 @@ pub(crate) struct Toolkit {
 }
 
 impl Toolkit {
-    /// Finds the headers and loads NVRTC; `setting` goes before every other place.
+    /// Finds the headers and loads NVRTC; `setting` is tried first.
     pub(crate) fn find(setting: Option<&Path>) -> Result<Toolkit, OpenError> {
         let roots = roots(setting);
         load_compiler(&roots)?;
@@ -94,8 +95,8 @@ fn load_compiler(roots: &[PathBuf]) -> Result<(), OpenError> {
         .flat_map(|root| ["lib64", "lib", "targets/x86_64-linux/lib"].map(|name| root.join(name)))
         .filter(|folder| folder.is_dir())
         .collect();
-    // NVRTC polls its builtins up by name and fails to compile anything unless they are loaded already or on the
-    // loader's path.
+    // NVRTC looks up its builtins by name and cannot compile unless they are loaded already or on
+    // the loader's path.
     load_named(&folders, "libnvrtc-builtins.so");
     if is_present() {
         return Ok(());
@@ -115,7 +116,7 @@ fn is_present() -> bool {
     unsafe { sys::is_culib_present() }
 }
 
-/// Loads the first library in `folders` whose name starts with `prefix`, for good.
+/// Loads the first library in `folders` whose name starts with `prefix`, and never unloads it.
 fn load_named(folders: &[PathBuf], prefix: &str) {
     for folder in folders {
         let Ok(entries) = std::fs::read_dir(folder) else { continue };
@@ -128,7 +129,7 @@ fn load_named(folders: &[PathBuf], prefix: &str) {
             .collect();
         names.sort();
         for path in names {
-            // SAFETY: a library of the toolkit, loaded as the toolkit itself would.
+            // SAFETY: a library of the toolkit, loaded as the toolkit itself loads it.
             if let Ok(library) = unsafe { Library::open(Some(&path), RTLD_LAZY | RTLD_GLOBAL) } {
                 std::mem::forget(library);
                 return;

@@ -1,4 +1,4 @@
-//! Which launch of a step's choices was measured to be the fastest, kept per device, driver and precision.
+//! Which variant of a step was measured to be the fastest, kept per device, driver and precision.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
@@ -12,13 +12,14 @@ use serde::{Deserialize, Serialize};
 pub struct Tuning {
     /// Signature to variants.
     pub choices: BTreeMap<String, TunedVariants>,
-    /// Steps that are better launched when the one before has ended than beside it, by both signatures: blocks that wait beside
-    /// others are placed where there happens to be room, several to a multiprocessor, and stay there.
+    /// Steps that must not start early, by the signatures of both steps: blocks that wait next to
+    /// those of the previous step are placed where space is free, several on one SM, and stay
+    /// there.
     #[serde(default)]
     pub apart: BTreeSet<String>,
 }
 
-/// Two steps in a row.
+/// Two consecutive steps.
 pub(crate) fn pair(first: &GpuStep, second: &GpuStep) -> String {
     format!("{} > {}", first.signature, second.signature)
 }
@@ -33,7 +34,7 @@ pub struct TunedVariants {
 }
 
 impl Tuning {
-    /// What `path` holds; nothing when it is not there or not readable as what it should be.
+    /// The content of `path`; empty when it is missing or not readable.
     pub(crate) fn read(path: &Path) -> Tuning {
         let Ok(text) = std::fs::read(path) else { return Tuning::default() };
         serde_json::from_slice(&text).unwrap_or_else(|err| {
@@ -42,7 +43,7 @@ impl Tuning {
         })
     }
 
-    /// Writes to `path`; a reader finds the old or the new, never a part.
+    /// Writes to `path`; a reader finds the old or the new content, never a part.
     pub(crate) fn write(&self, path: &Path) -> std::io::Result<()> {
         let unfinished = path.with_extension(format!("{}.part", std::process::id()));
         let mut file = std::fs::File::create(&unfinished)?;
@@ -53,22 +54,22 @@ impl Tuning {
         std::fs::rename(&unfinished, path)
     }
 
-    /// For each step of `plan`, whether it is launched only when the one before has ended.
+    /// For each step of `plan`, whether it starts only when the previous one has ended.
     pub(crate) fn apart(&self, plan: &GpuPlan) -> Vec<bool> {
         let is_apart = |steps: &[GpuStep]| self.apart.contains(&pair(&steps[0], &steps[1]));
         let first = plan.steps.first().map(|_| true);
         first.into_iter().chain(plan.steps.windows(2).map(is_apart)).collect()
     }
 
-    /// Takes over what `other` says: of its variants, and of all of `pairs` whether they are apart.
+    /// Adds `other`: its variants, and for all of `pairs` whether they are apart.
     pub(crate) fn extend(&mut self, other: Tuning, pairs: &BTreeSet<String>) {
         self.choices.extend(other.choices);
         self.apart.retain(|pair| !pairs.contains(pair));
         self.apart.extend(other.apart);
     }
 
-    /// Sets the launches of `plan` that were chosen. Variants that are not there are left alone: the compiler may have
-    /// changed since.
+    /// Selects the tuned variants of `plan`. Unknown variants are ignored: the compiler may have
+    /// changed.
     pub(crate) fn apply(&self, plan: &mut GpuPlan) {
         for step in &mut plan.steps {
             let Some(chosen) = self.choices.get(&step.signature) else { continue };
@@ -88,7 +89,7 @@ fn position(step: &GpuStep, variant: &str) -> Option<usize> {
     step.choices.iter().position(|launch| launch.variant == variant)
 }
 
-/// The file for a device: its name, its driver and the precision tell whether a figure still holds.
+/// The file of a device: name, driver and precision determine whether a measurement still holds.
 pub(crate) fn file_name(gpu: &str, driver: i32, precision: &str) -> PathBuf {
     let plain: String =
         gpu.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();

@@ -7,14 +7,14 @@ use cudarc::driver::sys::{self, CUresult};
 
 use crate::error::CudaError;
 
-/// `code` in the driver's words.
+/// `code` as an error, with the driver's description.
 pub(crate) fn describe(call: &'static str, code: CUresult) -> CudaError {
     if code == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
         return CudaError::OutOfMemory { call, bytes: Bytes(0) };
     }
     let mut name: *const c_char = std::ptr::null();
     let mut text: *const c_char = std::ptr::null();
-    // SAFETY: both are places for the driver's answer, a static string or null.
+    // SAFETY: both receive the results, a static string or null.
     unsafe {
         let _ = sys::cuGetErrorName(code, &mut name);
         let _ = sys::cuGetErrorString(code, &mut text);
@@ -26,7 +26,7 @@ fn static_text(text: *const c_char) -> String {
     if text.is_null() {
         return "unknown".to_string();
     }
-    // SAFETY: the driver's error texts are static and end with a zero.
+    // SAFETY: the driver's error texts are static and is NUL-terminated.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 

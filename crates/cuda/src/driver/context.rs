@@ -1,4 +1,4 @@
-//! A GPU's primary context, and the memory of whether it still works.
+//! A GPU's primary context, and whether it has faulted.
 
 use std::cell::Cell;
 use std::ffi::c_int;
@@ -15,10 +15,10 @@ use super::resource_counts::ResourceCounts;
 use super::sm_partition::{self, SmPartition};
 use crate::error::{CudaError, OpenError, is_sticky};
 
-/// The oldest driver that has every function called here, as `cuDriverGetVersion` tells it.
+/// The oldest driver that has every function used here, as `cuDriverGetVersion` reports it.
 const DRIVER_NEEDED: i32 = 12_080;
 
-/// A GPU we hold.
+/// An opened GPU.
 pub(crate) struct Context {
     raw: CUcontext,
     /// From 1.
@@ -32,13 +32,14 @@ pub(crate) struct Context {
     part: Option<SmPartition>,
 }
 
-// SAFETY: a context handle may be used from any thread, and each thread makes it current before its calls.
+// SAFETY: a context handle may be used from any thread, and each thread makes it current before its
+// calls.
 unsafe impl Send for Context {}
 // SAFETY: as above; the driver locks its own state.
 unsafe impl Sync for Context {}
 
 thread_local! {
-    /// Number of the context this thread made current last; nobody else in the process changes it.
+    /// Number of the context this thread made current last; nothing else in the process changes it.
     static CURRENT: Cell<u64> = const { Cell::new(0) };
 }
 
@@ -47,25 +48,25 @@ pub(crate) fn was_opened() -> bool {
     OPENED.load(Ordering::Relaxed) > 0
 }
 
-/// Contexts opened so far. The driver may hand out the same handle twice, and a thread must not take the second for the
-/// first.
+/// Contexts opened so far. The driver may hand out the same handle twice, and a thread must not
+/// mistake the second for the first.
 static OPENED: AtomicU64 = AtomicU64::new(0);
 
 impl Context {
-    /// Holds the GPU `ordinal`.
+    /// Opens the GPU `ordinal`.
     pub(crate) fn open(ordinal: usize) -> Result<Arc<Context>, OpenError> {
         let device = find_device(ordinal)?;
         let raw = retain(device)?;
         Context::hold(device, read_facts(device)?, raw, None)
     }
 
-    /// Holds the GPU `ordinal` in `parts` parts of as many multiprocessors each; some may be left over.
+    /// Opens the GPU `ordinal` in `parts` parts of equally many SMs; some SMs may remain unused.
     pub(crate) fn open_parts(ordinal: usize, parts: usize) -> Result<Vec<Arc<Context>>, OpenError> {
         let device = find_device(ordinal)?;
         let facts = read_facts(device)?;
         let mut contexts = Vec::with_capacity(parts);
         for resource in sm_partition::split(device, &facts, parts)? {
-            // ResourceKind along with the part, so that memory and kernels outlive any of them.
+            // Retained once per part, so that memory and kernels outlive any of them.
             retain(device)?;
             let part = SmPartition::open(device, resource)?;
             let facts = DriverFacts { multiprocessors: part.multiprocessors(), ..facts.clone() };
@@ -87,13 +88,14 @@ impl Context {
         let mut context =
             Context { raw, number, device, pool, facts, fault, pinned, resource_counts, part };
         context.enter()?;
-        // SAFETY: `device` came from the driver and `pool` is a place for its answer.
+        // SAFETY: `device` came from the driver and `pool` receives the result.
         let code = unsafe { sys::cuDeviceGetDefaultMemPool(&mut context.pool, device) };
         context.check("cuDeviceGetDefaultMemPool", code)?;
         Ok(Arc::new(context))
     }
 
-    /// A part of at least so many multiprocessors that streams can be held to, unless this is a part itself.
+    /// A partition of at least `least` SMs that streams can be confined to, unless this is a part
+    /// itself.
     pub(crate) fn partition(&self, least: u32) -> Result<Option<Arc<SmPartition>>, OpenError> {
         if self.part.is_some() || least == 0 {
             return Ok(None);
@@ -102,7 +104,7 @@ impl Context {
         Ok(Some(Arc::new(sm_partition::partition(self.device, least)?)))
     }
 
-    /// The same, and a part of all other multiprocessors.
+    /// The same, and a partition of all other SMs.
     pub(crate) fn apart(&self, least: u32) -> Result<Option<[Arc<SmPartition>; 2]>, OpenError> {
         if self.part.is_some() {
             return Ok(None);
@@ -111,7 +113,7 @@ impl Context {
         Ok(Some(sm_partition::apart(self.device, least)?.map(Arc::new)))
     }
 
-    /// The part of the GPU it is, if not all of it.
+    /// The part of the GPU, if it is not the whole GPU.
     pub(super) fn part(&self) -> Option<&SmPartition> {
         self.part.as_ref()
     }
@@ -120,32 +122,32 @@ impl Context {
         &self.facts
     }
 
-    /// The GPU's number as the driver counts.
+    /// The driver's handle of the GPU.
     pub(super) fn device(&self) -> CUdevice {
         self.device
     }
 
-    /// The pool that device memory comes from.
+    /// The memory pool of the device.
     pub(super) fn pool(&self) -> CUmemoryPool {
         self.pool
     }
 
-    /// Host memory the device reaches.
+    /// The pool of pinned host memory.
     pub(super) fn pinned(&self) -> &PinnedPool {
         &self.pinned
     }
 
-    /// What is held of it.
+    /// Counts of the resources held.
     pub(crate) fn resource_counts(&self) -> &Arc<ResourceCounts> {
         &self.resource_counts
     }
 
-    /// What the pool has handed out, and what it has of the device.
+    /// Bytes that the memory pool has handed out, and bytes it has reserved.
     pub(crate) fn pool_bytes(&self) -> Result<(u64, u64), CudaError> {
         self.enter()?;
         let read = |attribute| {
             let mut bytes = 0u64;
-            // SAFETY: both attributes are 64-bit numbers, and `bytes` is a place for the answer.
+            // SAFETY: both attributes are 64-bit numbers, and `bytes` receives the result.
             let code = unsafe {
                 sys::cuMemPoolGetAttribute(self.pool, attribute, (&raw mut bytes).cast())
             };
@@ -168,19 +170,19 @@ impl Context {
         self.check("cuMemPoolSetAttribute", code)
     }
 
-    /// Gives freed memory back to the driver.
+    /// Returns freed memory to the driver.
     pub(crate) fn trim(&self) -> Result<(), CudaError> {
         self.enter()?;
-        // SAFETY: the pool is the device's own and always there.
+        // SAFETY: the pool belongs to the device and always exists.
         self.check("cuMemPoolTrimTo", unsafe { sys::cuMemPoolTrimTo(self.pool, 0) })
     }
 
-    /// Why nothing works any more, if so.
+    /// Why the device is faulted, if it is.
     pub(crate) fn fault(&self) -> Option<&str> {
         self.fault.get().map(String::as_str)
     }
 
-    /// Makes this the calling thread's context; refuses once the device is faulted.
+    /// Makes this the calling thread's context; fails once the device is faulted.
     pub(crate) fn enter(&self) -> Result<(), CudaError> {
         if let Some(reason) = self.fault.get() {
             return Err(CudaError::Faulted(reason.clone()));
@@ -194,7 +196,7 @@ impl Context {
         Ok(())
     }
 
-    /// `code` as a result. An error that lasts marks the device as faulted.
+    /// `code` as a result. A sticky error marks the device as faulted.
     pub(crate) fn check(&self, call: &'static str, code: CUresult) -> Result<(), CudaError> {
         if code == CUresult::CUDA_SUCCESS {
             return Ok(());
@@ -215,7 +217,7 @@ impl Context {
         self.memory().map(|(free, _)| free)
     }
 
-    /// Memory of the device that somebody uses.
+    /// Memory of the device in use by any process.
     pub(crate) fn used_memory(&self) -> Result<Bytes, CudaError> {
         self.memory().map(|(free, total)| Bytes(total.0.saturating_sub(free.0)))
     }
@@ -223,7 +225,7 @@ impl Context {
     fn memory(&self) -> Result<(Bytes, Bytes), CudaError> {
         self.enter()?;
         let (mut free, mut total) = (0usize, 0usize);
-        // SAFETY: both are places for the driver's answer.
+        // SAFETY: both receive the results.
         self.check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
         Ok((Bytes(free as u64), Bytes(total as u64)))
     }
@@ -236,14 +238,16 @@ impl Drop for Context {
         }
         // Streams and memory of the part are gone: they hold this context.
         drop(self.part.take());
-        // SAFETY: retained once when it was opened and not used after this; an error has nobody to go to.
+        // SAFETY: retained once when it was opened and not used after this; an error cannot be
+        // reported.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
 
-/// Loads and starts the driver, or says what is missing.
+/// Loads and initialises the driver, or says what is missing.
 fn start_driver() -> Result<(), OpenError> {
-    // SAFETY: asks the loader for the library by name. NVIDIA's driver library has no unsound start-up code.
+    // SAFETY: asks the loader for the library by name. NVIDIA's driver library has no unsound
+    // start-up code.
     if !unsafe { sys::is_culib_present() } {
         let help = "libcuda.so.1 is not on this machine; install NVIDIA's driver, or in a container pass the GPU through";
         return Err(OpenError::NoDriver(help.to_string()));
@@ -255,7 +259,7 @@ fn start_driver() -> Result<(), OpenError> {
         return Err(OpenError::NoDriver(format!("{err}; see whether nvidia-smi works")));
     }
     let mut version = 0;
-    // SAFETY: a place for the driver's answer.
+    // SAFETY: receives the result.
     check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) })?;
     if version < DRIVER_NEEDED {
         let (found, needed) = (version_text(version), version_text(DRIVER_NEEDED));
@@ -269,7 +273,7 @@ fn version_text(version: i32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
 
-/// The GPU of that number, with the driver started.
+/// The GPU of that number; initialises the driver.
 fn find_device(ordinal: usize) -> Result<CUdevice, OpenError> {
     start_driver()?;
     let count = device_count()?;
@@ -279,12 +283,12 @@ fn find_device(ordinal: usize) -> Result<CUdevice, OpenError> {
         return Err(no_such);
     }
     let mut device: CUdevice = 0;
-    // SAFETY: the driver is started and `device` is a place for its answer.
+    // SAFETY: the driver is started and `device` receives the result.
     check("cuDeviceGet", unsafe { sys::cuDeviceGet(&mut device, number) })?;
     Ok(device)
 }
 
-/// The GPU's primary context, held once more.
+/// Retains the GPU's primary context.
 fn retain(device: CUdevice) -> Result<CUcontext, OpenError> {
     let mut raw: CUcontext = std::ptr::null_mut();
     // SAFETY: `device` came from the driver; a [`Context`] releases it when it is dropped.
@@ -295,7 +299,7 @@ fn retain(device: CUdevice) -> Result<CUcontext, OpenError> {
 
 fn device_count() -> Result<usize, OpenError> {
     let mut count = 0;
-    // SAFETY: the driver is started and `count` is a place for its answer.
+    // SAFETY: the driver is started and `count` receives the result.
     match unsafe { sys::cuDeviceGetCount(&mut count) } {
         CUresult::CUDA_ERROR_NO_DEVICE => Ok(0),
         code => {

@@ -1,4 +1,4 @@
-//! Memory of the device.
+//! Device memory.
 
 use std::sync::Arc;
 
@@ -7,11 +7,11 @@ use cudarc::driver::sys::{self, CUdeviceptr};
 use super::{CountedResource, ResourceKind, Stream};
 use crate::error::CudaError;
 
-/// Device memory from the device's pool. Freeing does not wait for the device, as a plain free would.
+/// Device memory from the memory pool. Freeing does not wait for the device, as `cuMemFree` would.
 pub(crate) struct DeviceBuffer {
     address: CUdeviceptr,
     bytes: u64,
-    /// Allocations and frees are ordered by this stream alone; users wait before they let go of a buffer.
+    /// Orders allocations and frees; users wait for their work before they drop a buffer.
     stream: Arc<Stream>,
     pooled: bool,
     _counted: CountedResource,
@@ -24,7 +24,7 @@ impl DeviceBuffer {
         context.enter()?;
         let size = usize::try_from(bytes.max(4).next_multiple_of(4)).unwrap_or(usize::MAX);
         let mut address: CUdeviceptr = 0;
-        // SAFETY: `address` is a place for the answer; freed when this value is dropped.
+        // SAFETY: `address` receives the result; freed when this value is dropped.
         let code = unsafe {
             sys::cuMemAllocFromPoolAsync(&mut address, size, context.pool(), stream.raw())
         };
@@ -34,13 +34,13 @@ impl DeviceBuffer {
         DeviceBuffer { address, bytes, stream, pooled: true, _counted: counted }.cleared(size)
     }
 
-    /// The same outside of the pool, for words that the driver itself writes on request.
+    /// The same outside of the memory pool, for words that the driver itself writes.
     pub(crate) fn fixed(stream: &Arc<Stream>, bytes: u64) -> Result<DeviceBuffer, CudaError> {
         let context = stream.context();
         context.enter()?;
         let size = usize::try_from(bytes.max(4).next_multiple_of(4)).unwrap_or(usize::MAX);
         let mut address: CUdeviceptr = 0;
-        // SAFETY: `address` is a place for the answer; freed when this value is dropped.
+        // SAFETY: `address` receives the result; freed when this value is dropped.
         let code = unsafe { sys::cuMemAlloc_v2(&mut address, size) };
         context.check("cuMemAlloc", code).map_err(|err| err.with_bytes(bytes))?;
         let counted = context.resource_counts().count(ResourceKind::FixedBuffer, size as u64);
@@ -49,7 +49,7 @@ impl DeviceBuffer {
     }
 
     fn cleared(self, size: usize) -> Result<DeviceBuffer, CudaError> {
-        // SAFETY: the buffer was just made with this size, and is the only one who knows its address.
+        // SAFETY: the buffer was just allocated with this size, and nothing else knows its address.
         unsafe { self.stream.clear(self.address, size / 4) }?;
         self.stream.synchronize().map_err(|err| err.with_bytes(self.bytes))?;
         Ok(self)
@@ -63,7 +63,8 @@ impl DeviceBuffer {
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         if self.stream.context().enter().is_ok() {
-            // SAFETY: allocated here and not used after this: whoever queued work on it has waited for that.
+            // SAFETY: allocated here and not used after this: users have waited for their work on
+            // it.
             let _ = unsafe {
                 match self.pooled {
                     true => sys::cuMemFreeAsync(self.address, self.stream.raw()),

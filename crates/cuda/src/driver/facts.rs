@@ -24,7 +24,7 @@ pub(crate) struct DriverFacts {
 pub(super) fn read_facts(device: CUdevice) -> Result<DriverFacts, OpenError> {
     let attribute = |which| {
         let mut value = 0;
-        // SAFETY: `device` came from the driver and `value` is a place for its answer.
+        // SAFETY: `device` came from the driver and `value` receives the result.
         check("cuDeviceGetAttribute", unsafe {
             sys::cuDeviceGetAttribute(&mut value, which, device)
         })?;
@@ -34,7 +34,7 @@ pub(super) fn read_facts(device: CUdevice) -> Result<DriverFacts, OpenError> {
     let major = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
     let mut driver_version = 0;
-    // SAFETY: a place for the driver's answer.
+    // SAFETY: receives the result.
     check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut driver_version) })?;
     Ok(DriverFacts {
         name: read_text("cuDeviceGetName", |text, len| {

@@ -1,24 +1,24 @@
-//! How the GPU is doing: clocks, power, temperature, errors. From NVML, where it is installed.
+//! State of the GPU from NVML, where it is installed: clocks, power, temperature.
 
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 
 use libloading::Library;
 use serde::Serialize;
 
-/// What NVML answers when a call went well.
+/// NVML's result code of success.
 const SUCCESS: c_int = 0;
 
-/// Clocks by number: the multiprocessors' and the memory's.
+/// NVML's numbers of the SM clock and the memory clock.
 const CLOCK_SM: c_uint = 1;
 const CLOCK_MEMORY: c_uint = 2;
 
-/// The temperature of the chip itself.
+/// NVML's number of the chip's temperature sensor.
 const TEMPERATURE_GPU: c_uint = 0;
 
-/// A GPU's state now. What a GPU does not tell is absent.
+/// The current state of a GPU. Absent values are not reported by the GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Health {
-    /// Clock of the multiprocessors.
+    /// Clock of the SMs.
     pub sm_mhz: Option<u32>,
     /// Clock of the memory.
     pub memory_mhz: Option<u32>,
@@ -26,11 +26,11 @@ pub struct Health {
     pub milliwatts: Option<u32>,
     /// Temperature of the chip.
     pub celsius: Option<u32>,
-    /// Why clocks are lower than they could be, as NVML's bits.
+    /// Why clocks are reduced, as NVML's bits.
     pub throttle_reasons: Option<u64>,
 }
 
-/// NVML and one GPU of it.
+/// NVML and one of its GPUs.
 pub(crate) struct Nvml {
     library: Library,
     device: *mut c_void,
@@ -44,14 +44,15 @@ unsafe impl Sync for Nvml {}
 type Handle = *mut c_void;
 
 impl Nvml {
-    /// The GPU at `pci_bus_id`; the reason when NVML is not there or does not know it.
+    /// The GPU at `pci_bus_id`, or why NVML does not provide it.
     pub(crate) fn open(pci_bus_id: &str) -> Result<Nvml, String> {
         // SAFETY: NVIDIA's library has no unsound start-up code.
         let library = unsafe { Library::new("libnvidia-ml.so.1") }
             .map_err(|err| format!("no NVML (libnvidia-ml.so.1): {err}"))?;
         let bus = CString::new(pci_bus_id).map_err(|err| err.to_string())?;
         let mut device: Handle = std::ptr::null_mut();
-        // SAFETY: both symbols have these types in every NVML since 5; `device` is a place for the answer.
+        // SAFETY: both symbols have these types in every NVML since 5; `device` receives the
+        // result.
         unsafe {
             let init = library
                 .get::<unsafe extern "C" fn() -> c_int>(b"nvmlInit_v2\0")
@@ -77,7 +78,7 @@ impl Nvml {
         }
     }
 
-    /// Memory used on the GPU by everybody, in bytes.
+    /// Memory in use on the GPU by all processes, in bytes.
     pub(crate) fn memory_used(&self) -> Option<u64> {
         /// What `nvmlDeviceGetMemoryInfo` fills in.
         #[repr(C)]
@@ -102,10 +103,10 @@ impl Nvml {
             .then_some(memory.total - memory.free.min(memory.total))
     }
 
-    /// A call that fills in one number about one of several things.
+    /// Calls a function that returns one number for a selector.
     fn numbered(&self, name: &[u8], which: c_uint) -> Option<u32> {
         let mut value: c_uint = 0;
-        // SAFETY: only called for functions of this type; `value` is a place for the answer.
+        // SAFETY: only called for functions of this type; `value` receives the result.
         let code = unsafe {
             let call = self
                 .library
@@ -116,10 +117,10 @@ impl Nvml {
         (code == SUCCESS).then_some(value)
     }
 
-    /// A call that fills in one number.
+    /// Calls a function that returns one number.
     fn number(&self, name: &[u8]) -> Option<u32> {
         let mut value: c_uint = 0;
-        // SAFETY: only called for functions of this type; `value` is a place for the answer.
+        // SAFETY: only called for functions of this type; `value` receives the result.
         let code = unsafe {
             let call = self
                 .library
@@ -130,10 +131,10 @@ impl Nvml {
         (code == SUCCESS).then_some(value)
     }
 
-    /// A call that fills in one long number.
+    /// Calls a function that returns one 64-bit number.
     fn long(&self, name: &[u8]) -> Option<u64> {
         let mut value = 0u64;
-        // SAFETY: only called for functions of this type; `value` is a place for the answer.
+        // SAFETY: only called for functions of this type; `value` receives the result.
         let code = unsafe {
             let call =
                 self.library.get::<unsafe extern "C" fn(Handle, *mut u64) -> c_int>(name).ok()?;

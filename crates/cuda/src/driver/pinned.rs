@@ -14,7 +14,7 @@ use crate::error::CudaError;
 fn allocate(context: &Context, bytes: usize) -> Result<*mut u8, CudaError> {
     context.enter()?;
     let mut address: *mut c_void = std::ptr::null_mut();
-    // SAFETY: `address` is a place for the answer; whoever gets it frees it.
+    // SAFETY: `address` receives the result; whoever gets it frees it.
     let code = unsafe { sys::cuMemHostAlloc(&mut address, bytes, 0) };
     context.check("cuMemHostAlloc", code).map_err(|err| err.with_bytes(bytes as u64))?;
     Ok(address.cast())
@@ -27,22 +27,22 @@ fn allocate_slab(context: &Context, bytes: usize) -> Result<(*mut u8, CountedRes
     Ok((slab, counted))
 }
 
-/// Where a buffer's memory is from.
+/// Where a buffer's memory comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Origin {
-    /// The context's pool.
+    /// The pool of the context.
     Pool,
-    /// The driver.
+    /// An allocation of its own.
     Driver,
 }
 
-/// Host memory the device copies from and to.
+/// Pinned host memory.
 pub(crate) struct PinnedBuffer {
     address: *mut u8,
     bytes: usize,
     origin: Origin,
     context: Arc<Context>,
-    /// Where it is not a piece of something that is counted.
+    /// Present where the memory is not part of a counted slab.
     _counted: Option<CountedResource>,
 }
 
@@ -76,15 +76,17 @@ impl PinnedBuffer {
         self.address
     }
 
-    /// The bytes. Nothing the device does to them may be in flight.
+    /// The bytes. No copy from or to them may be in flight.
     pub(crate) fn as_slice(&self) -> &[u8] {
-        // SAFETY: handed out with this size and initialised; the owner reads only after the device is done.
+        // SAFETY: handed out with this size and initialised; the owner reads only after the device
+        // is done.
         unsafe { std::slice::from_raw_parts(self.address, self.bytes) }
     }
 
-    /// The bytes. Nothing the device does to them may be in flight.
+    /// The bytes. No copy from or to them may be in flight.
     pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {
-        // SAFETY: handed out with this size and initialised; the owner writes only before the device begins.
+        // SAFETY: handed out with this size and initialised; the owner writes only before the
+        // device begins.
         unsafe { std::slice::from_raw_parts_mut(self.address, self.bytes) }
     }
 }
@@ -94,13 +96,13 @@ impl Drop for PinnedBuffer {
         match self.origin {
             Origin::Pool => self.context.pinned().give(self.address, piece_size(self.bytes)),
             Origin::Driver if self.context.enter().is_ok() => free(self.address),
-            // A context that is lost may still have the device write to it.
+            // The device may still write to memory of a lost context.
             Origin::Driver => {}
         }
     }
 }
 
-/// A word in host memory that the device writes and a thread polls.
+/// A word in pinned memory that the device writes and a thread polls.
 pub(crate) struct PinnedWord {
     memory: PinnedBuffer,
     device_address: u64,
@@ -118,19 +120,20 @@ impl PinnedWord {
         Ok(PinnedWord { memory, device_address })
     }
 
-    /// Where the device writes it.
+    /// Its address on the device.
     pub(crate) fn device_address(&self) -> u64 {
         self.device_address
     }
 
-    /// What it is now.
+    /// Its current value.
     pub(crate) fn load(&self) -> u32 {
-        // SAFETY: aligned, check_healthy, and only ever accessed as an atomic word from the host side.
+        // SAFETY: aligned, alive, and only ever accessed as an atomic word from the host side.
         unsafe { AtomicU32::from_ptr(self.memory.as_ptr().cast()) }.load(Ordering::Acquire)
     }
 }
 
-/// Whether `now` is `fence` or was written after it; both count up and may wrap.
+/// Whether the device has reached `fence`, `now` being the last value it wrote. Values count up and
+/// may wrap.
 pub(crate) fn is_reached(now: u32, fence: u32) -> bool {
     now.wrapping_sub(fence) < u32::MAX / 2
 }

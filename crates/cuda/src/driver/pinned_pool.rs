@@ -12,16 +12,16 @@ use cudarc::driver::sys;
 use super::resource_counts::CountedResource;
 use crate::error::CudaError;
 
-/// What the driver is asked for at once.
+/// Bytes of one allocation.
 const SLAB_BYTES: usize = 16 << 20;
 
-/// Larger buffers are asked for one by one.
+/// Larger buffers are allocated separately.
 pub(super) const MAX_PIECE: usize = 4 << 20;
 
-/// The least piece, so that no two share a cache line.
+/// The smallest piece, so that no two share a cache line.
 const MIN_PIECE: usize = 256;
 
-/// A context's pinned memory.
+/// Pinned memory of a context.
 #[derive(Default)]
 pub(crate) struct PinnedPool {
     state: Mutex<PoolState>,
@@ -32,7 +32,7 @@ struct PoolState {
     slabs: Vec<(Address, CountedResource)>,
     /// Bytes of the last slab that were never handed out.
     left: usize,
-    /// Pieces nobody uses, by size.
+    /// Free pieces, by size.
     free: BTreeMap<usize, Vec<Address>>,
 }
 
@@ -47,9 +47,9 @@ impl PinnedPool {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A piece of `size`, which is a size of pieces.
+    /// A piece of `size`, which is a result of `piece_size`.
     ///
-    /// `allocate` gets memory of a number of bytes from the driver.
+    ///  `allocate` gets memory of a number of bytes from the driver.
     pub(super) fn take(
         &self,
         size: usize,
@@ -75,7 +75,7 @@ impl PinnedPool {
         self.lock().free.entry(size).or_default().push(Address(piece));
     }
 
-    /// Gives everything back to the driver; nothing of it is in use any more.
+    /// Frees everything; no piece is in use any more.
     pub(super) fn release(&self) {
         for (slab, _) in std::mem::take(&mut *self.lock()).slabs {
             free(slab.0);
@@ -83,7 +83,8 @@ impl PinnedPool {
     }
 }
 
-/// The size of the piece that holds `bytes`: four sizes to a doubling, so that a piece serves many and wastes little.
+/// The size of the piece for `bytes`: four sizes per power of two, so that pieces are reused often
+/// and waste little.
 pub(super) fn piece_size(bytes: usize) -> usize {
     let bytes = bytes.max(MIN_PIECE);
     let step = (bytes.next_power_of_two() / 8).max(MIN_PIECE);

@@ -1,30 +1,30 @@
-//! How many of the driver's objects we hold, and what they take.
+//! Counts of driver objects held by this process, and their bytes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// Kinds of what is held.
+/// A kind of resource.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ResourceKind {
     /// Compiled kernels; bytes of their images.
     Module,
     /// Executable graphs.
     Graph,
-    /// Buffers from the device's pool.
+    /// Buffers from the memory pool.
     Buffer,
-    /// Buffers outside of the pool.
+    /// Buffers outside of the memory pool.
     FixedBuffer,
-    /// Memory of runs, which lies in buffers.
+    /// Memory of runs, which is in buffers.
     Instance,
-    /// Places where inputs wait, which lie in buffers.
+    /// Input pools, which are in buffers.
     InputPool,
-    /// Memory under weights, in use or kept.
+    /// Physical memory of weights, in use or kept.
     PhysicalMemory,
-    /// Addresses of weights, whether or not memory is behind them.
+    /// Address ranges of weights, with or without memory mapped.
     Range,
-    /// Host memory that was asked for in one piece.
+    /// Pinned host memory in separate allocations.
     Pinned,
-    /// Host memory that smaller buffers are cut from.
+    /// Pinned host memory that small buffers are cut from.
     PinnedSlab,
 }
 
@@ -40,12 +40,13 @@ struct Count {
 #[derive(Debug, Default)]
 pub(crate) struct ResourceCounts {
     counts: [Count; KINDS],
-    /// The most bytes a thread of any kernel spills: the driver keeps room for all threads at once.
+    /// The maximum of bytes that a thread of any kernel spills: the driver reserves memory for all
+    /// threads.
     local_bytes: AtomicU32,
 }
 
 impl ResourceCounts {
-    /// Counts one more until what is returned is dropped.
+    /// Counts one more until the result is dropped.
     pub(crate) fn count(
         self: &Arc<ResourceCounts>,
         held: ResourceKind,
@@ -57,7 +58,7 @@ impl ResourceCounts {
         CountedResource { resource_counts: self.clone(), held, bytes }
     }
 
-    /// How many there are, and their bytes.
+    /// Number and bytes of a kind.
     pub(crate) fn read(&self, held: ResourceKind) -> (u64, u64) {
         let count = &self.counts[held as usize];
         (count.number.load(Ordering::Relaxed), count.bytes.load(Ordering::Relaxed))
@@ -67,13 +68,13 @@ impl ResourceCounts {
         self.local_bytes.fetch_max(bytes, Ordering::Relaxed);
     }
 
-    /// The most bytes a thread of any kernel that was ever loaded spills.
+    /// The maximum of bytes that a thread of any kernel ever loaded spills.
     pub(crate) fn local_bytes(&self) -> u32 {
         self.local_bytes.load(Ordering::Relaxed)
     }
 }
 
-/// Something that is counted for as long as this lives.
+/// A resource that is counted while this lives.
 #[derive(Debug)]
 pub(crate) struct CountedResource {
     resource_counts: Arc<ResourceCounts>,

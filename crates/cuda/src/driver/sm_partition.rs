@@ -1,5 +1,5 @@
-//! Parts of a GPU: green contexts, each with multiprocessors that no other part uses. Memory, its bandwidth and the caches behind
-//! the multiprocessors stay common to all.
+//! SM partitions: green contexts, each with SMs that no other partition uses. Memory, its bandwidth
+//! and the L2 cache stay shared.
 
 use cudarc::driver::sys::{
     self, CUcontext, CUdevResource, CUdevResourceDesc, CUdevResourceType, CUdevice, CUgreenCtx,
@@ -10,23 +10,24 @@ use super::call::check;
 use super::facts::DriverFacts;
 use crate::error::{CudaError, OpenError};
 
-/// Multiprocessors come in groups of so many from compute capability 9.0 on, and the driver rounds a smaller wish up.
+/// From compute capability 9.0 on, SMs are assigned in groups of this size, and the driver rounds
+/// up.
 const GROUP: u32 = 8;
 
-/// Multiprocessors of each of `parts` parts: as many as all of them can have alike.
+/// SMs of each of `parts` parts of equal size.
 fn share(multiprocessors: u32, parts: usize) -> Option<u32> {
     let each = multiprocessors.checked_div(u32::try_from(parts).ok()?)?;
     Some(each - each % GROUP).filter(|share| *share > 0)
 }
 
-/// A part of at least `least` multiprocessors, which the rest of the GPU uses as well.
+/// A partition of at least `least` SMs, which the rest of the GPU uses as well.
 pub(super) fn partition(device: CUdevice, least: u32) -> Result<SmPartition, OpenError> {
     let (groups, _) = divide(device, 1, least)?;
     let none = OpenError::Partition { multiprocessors: least };
     SmPartition::open(device, *groups.first().ok_or(none)?)
 }
 
-/// A part of at least `least` multiprocessors, and one of all others.
+/// A partition of at least `least` SMs, and one of all others.
 pub(super) fn apart(device: CUdevice, least: u32) -> Result<[SmPartition; 2], OpenError> {
     let (groups, rest) = divide(device, 1, least)?;
     let none = OpenError::Partition { multiprocessors: least };
@@ -34,7 +35,7 @@ pub(super) fn apart(device: CUdevice, least: u32) -> Result<[SmPartition; 2], Op
     Ok([SmPartition::open(device, first)?, SmPartition::open(device, rest)?])
 }
 
-/// Divides the GPU into `parts` parts that have no multiprocessor in common.
+/// Divides the GPU into `parts` parts that share no SM.
 pub(super) fn split(
     device: CUdevice,
     facts: &DriverFacts,
@@ -50,7 +51,7 @@ pub(super) fn split(
     }
 }
 
-/// Up to `most` disjoint groups of at least `least` multiprocessors, and what is left.
+/// Up to `most` disjoint groups of at least `least` SMs, and the remaining SMs.
 fn divide(
     device: CUdevice,
     most: usize,
@@ -59,7 +60,7 @@ fn divide(
     // SAFETY: plain numbers, for which zeros are valid; the driver fills them in.
     let mut whole: CUdevResource = unsafe { std::mem::zeroed() };
     let kind = CUdevResourceType::CU_DEV_RESOURCE_TYPE_SM;
-    // SAFETY: `device` came from the driver and `whole` is a place for its answer.
+    // SAFETY: `device` came from the driver and `whole` receives the result.
     let code = unsafe { sys::cuDeviceGetDevResource(device, &mut whole, kind) };
     check("cuDeviceGetDevResource", code)?;
     // SAFETY: as above.
@@ -67,7 +68,7 @@ fn divide(
     let mut count = u32::try_from(most).unwrap_or(u32::MAX);
     // SAFETY: as above.
     let mut rest: CUdevResource = unsafe { std::mem::zeroed() };
-    // SAFETY: `groups` has room for `count` answers, and `rest` for one.
+    // SAFETY: `groups` has space for `count` results, and `rest` for one.
     let code = unsafe {
         let groups = groups.as_mut_ptr();
         sys::cuDevSmResourceSplitByCount(groups, &mut count, &whole, &mut rest, 0, least)
@@ -77,7 +78,7 @@ fn divide(
     Ok((groups, rest))
 }
 
-/// One part.
+/// One SM partition.
 pub(crate) struct SmPartition {
     raw: CUgreenCtx,
     multiprocessors: u32,
@@ -93,10 +94,10 @@ impl SmPartition {
         device: CUdevice,
         mut resource: CUdevResource,
     ) -> Result<SmPartition, OpenError> {
-        // SAFETY: it came from a split of multiprocessors, so this is the field that is set.
+        // SAFETY: it came from a split of SMs, so this is the field that is set.
         let multiprocessors = unsafe { resource.__bindgen_anon_1.sm.smCount };
         let mut desc: CUdevResourceDesc = std::ptr::null_mut();
-        // SAFETY: one resource of the driver's own, and a place for its answer.
+        // SAFETY: one resource of the driver's own, and receives the result.
         let code = unsafe { sys::cuDevResourceGenerateDesc(&mut desc, &mut resource, 1) };
         check("cuDevResourceGenerateDesc", code)?;
         let mut raw: CUgreenCtx = std::ptr::null_mut();
@@ -111,20 +112,20 @@ impl SmPartition {
         self.multiprocessors
     }
 
-    /// The context that threads make current to work on this part.
+    /// The context that threads make current to use this partition.
     pub(super) fn context(&self) -> Result<CUcontext, OpenError> {
         let mut context: CUcontext = std::ptr::null_mut();
-        // SAFETY: the part is check_healthy and `context` is a place for the answer.
+        // SAFETY: the part is alive and `context` receives the result.
         let code = unsafe { sys::cuCtxFromGreenCtx(&mut context, self.raw) };
         check("cuCtxFromGreenCtx", code)?;
         Ok(context)
     }
 
-    /// A stream whose kernels run on this part only.
+    /// A stream whose kernels run in this partition only.
     pub(super) fn stream(&self, priority: i32) -> Result<CUstream, CudaError> {
         let mut stream: CUstream = std::ptr::null_mut();
         let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: the part is check_healthy and `stream` is a place for the answer, which its owner destroys.
+        // SAFETY: the part is alive and `stream` receives the result, which its owner destroys.
         let code = unsafe { sys::cuGreenCtxStreamCreate(&mut stream, self.raw, flags, priority) };
         check("cuGreenCtxStreamCreate", code)?;
         Ok(stream)
@@ -133,7 +134,7 @@ impl SmPartition {
 
 impl Drop for SmPartition {
     fn drop(&mut self) {
-        // SAFETY: made in `open` and not used after this; an error has nobody to go to.
+        // SAFETY: made in `open` and not used after this; an error cannot be reported.
         let _ = unsafe { sys::cuGreenCtxDestroy(self.raw) };
     }
 }

@@ -1,5 +1,5 @@
 //! What this device promises beyond what every device does, tried on the GPU at hand: that the kernel for inputs copies as the engine
-//! does, and that the partition keeps to its multiprocessors.
+//! does, and that the partition keeps to its SMs.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::services::DeviceServices;
 /// An address and a number of nanoseconds.
 const ARGS_BYTES: usize = 16;
 
-/// Blocks for each multiprocessor, and how long each stays, so that they are spread over all there are.
+/// Blocks for each SM, and how long each stays, so that they are spread over all there are.
 const BLOCKS_EACH: u32 = 4;
 const STAY_NS: u64 = 20_000;
 
@@ -147,7 +147,7 @@ fn loaded_kernel(services: &DeviceServices) -> Result<Arc<LoadedKernel>, String>
     kernel.ok_or_else(|| "the kernel was not compiled".to_string())
 }
 
-/// The multiprocessors that blocks launched on `stream` run on.
+/// The SMs that blocks launched on `stream` run on.
 fn seen_from(
     services: &DeviceServices,
     kernel: &LoadedKernel,

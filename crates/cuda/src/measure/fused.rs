@@ -7,7 +7,7 @@
 use model::gpu::Kernel;
 
 /// What a block does. A block that is larger than real time's own needs as many registers a thread all the same, so fewer of them are asked
-/// for at once: registers of a multiprocessor are shared by threads.
+/// for at once: registers of an SM are shared by threads.
 const FUSED: &str = r#"
 struct Fused {
     static constexpr int kThreads = RealTime::kThreads > BestEffort::kThreads ? RealTime::kThreads : BestEffort::kThreads;

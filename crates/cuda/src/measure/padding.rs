@@ -1,5 +1,5 @@
 //! Real time beside best effort on the device, by every way of running both: fused into common launches as REEF does, in streams of
-//! two priorities, in a partition of the multiprocessors.
+//! two priorities, in a partition of the SMs.
 //!
 //! Best effort is the same in every way, so that ways differ in where it runs and not in what: the launches a step has as best
 //! effort, without clusters, that never look whether they shall leave. Who is fused with whom is decided elsewhere, from the
@@ -41,7 +41,7 @@ pub struct PaddingLaunch {
     pub us: f64,
     /// Registers of a thread.
     pub registers: u32,
-    /// Blocks a multiprocessor holds.
+    /// Blocks an SM holds.
     pub blocks_per_multiprocessor: u32,
 }
 
@@ -91,7 +91,7 @@ pub enum PaddingWay {
     Fused,
     /// Best effort without end in a stream of low priority.
     Free,
-    /// The same on so many multiprocessors only.
+    /// The same on so many SMs only.
     Partition(u32),
     /// The same, and real time on all others only.
     Apart(u32),
@@ -126,7 +126,7 @@ pub struct PaddingTiming {
 pub struct WayTiming {
     /// The way.
     pub way: PaddingWay,
-    /// Multiprocessors of the partition, as the driver made it.
+    /// SMs of the partition, as the driver made it.
     pub multiprocessors: Option<u32>,
     /// Real time.
     pub real_time: PaddingTiming,
@@ -158,7 +158,7 @@ pub struct PaddingKernel {
     pub registers: u32,
     /// Bytes a thread spills.
     pub spilled_bytes: u32,
-    /// Blocks a multiprocessor holds.
+    /// Blocks an SM holds.
     pub blocks_per_multiprocessor: u32,
 }
 
@@ -174,7 +174,7 @@ pub struct PaddingBench {
     partitions: Vec<(PaddingWay, Partition)>,
 }
 
-/// Where best effort is held to some multiprocessors.
+/// Where best effort is held to some SMs.
 struct Partition {
     part: Arc<SmPartition>,
     /// Where real time is held to all others.
@@ -214,7 +214,7 @@ impl PaddingBench {
         self.kernels.get(number).map_or("", |kernel| &kernel.expression)
     }
 
-    /// Multiprocessors of the device.
+    /// SMs of the device.
     pub fn multiprocessors(&self) -> u32 {
         self.services.device.target().multiprocessors
     }

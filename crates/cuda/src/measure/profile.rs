@@ -85,7 +85,7 @@ pub struct ChoiceProfile {
     pub spilled_bytes: u32,
     /// Dynamic shared memory of a block.
     pub shared_bytes: u32,
-    /// Blocks a multiprocessor holds.
+    /// Blocks an SM holds.
     pub blocks_per_multiprocessor: u32,
 }
 

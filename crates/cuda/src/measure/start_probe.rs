@@ -1,6 +1,6 @@
-//! Measures how soon real-time blocks run, and how soon they run on every multiprocessor, whatever best effort has queued.
+//! Measures how soon real-time blocks run, and how soon they run on every SM, whatever best effort has enqueued.
 //!
-//! The probe is a real-time launch of a block a multiprocessor, each with so much shared memory that no other block with
+//! The probe is a real-time launch of a block an SM, each with so much shared memory that no other block with
 //! shared memory of its own fits beside it. The first block writes a host word, and so does the one that makes them all.
 
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::services::DeviceServices;
 /// Three addresses and two words.
 const ARGS_BYTES: usize = 32;
 
-/// Shared memory of a block: more than half of what a multiprocessor has on every GPU the kernels run on.
+/// Shared memory of a block: more than half of what an SM has on every GPU the kernels run on.
 const SHARED_BYTES: u32 = 96 << 10;
 
 /// How long an answer may take before the device counts as stuck.
@@ -63,7 +63,7 @@ pub(crate) fn kernel() -> Kernel {
 pub struct StartTimes {
     /// The first.
     pub first: Duration,
-    /// All of them, one on every multiprocessor.
+    /// All of them, one on every SM.
     pub all: Duration,
 }
 

@@ -1,8 +1,8 @@
-//! Brings inputs to the device past weights that are on their way.
+//! The input copier: a kernel that copies inputs to the device while weights load.
 //!
-//! All copies to a GPU share one engine, and it stays with a stream that has copies queued for milliseconds before it polls at
-//! another. A kernel that reads the host's memory itself shares nothing with them but the wires. Where no weights are on their way the
-//! engine is the better choice: it needs no multiprocessor.
+//!  All copies to a GPU share one copy engine, which stays with a stream that has copies enqueued
+//! for milliseconds before it turns to another. A kernel that reads host memory itself shares only
+//! the bus with them. While no weights load, the engine is better: it needs no SM.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,14 +18,14 @@ use crate::error::CudaError;
 /// Two addresses and a length.
 const ARGS_BYTES: usize = 24;
 
-/// Threads of a block, and bytes it copies_in_place: four vectors a thread.
+/// Threads of a block, and bytes it copies: four vectors per thread.
 const THREADS: u32 = 256;
 const BLOCK_BYTES: u64 = 16 << 10;
 
-/// Larger inputs wait like everybody: they would hold the multiprocessors for long.
+/// Larger inputs use the copy engine: they would occupy the SMs for long.
 const MAX_COPY_BYTES: usize = 4 << 20;
 
-/// What both sides must be aligned to.
+/// Required alignment of both sides.
 const VECTOR_BYTES: u64 = 16;
 
 const SOURCE: &str = r#"
@@ -72,15 +72,16 @@ pub(crate) fn kernel() -> Kernel {
     }
 }
 
-/// A device's way for inputs.
+/// Copies inputs of one device.
 pub(crate) struct InputCopier {
     kernel: Option<Arc<LoadedKernel>>,
-    /// Loads that are under way.
+    /// Loads of weights in flight.
     loads: Arc<AtomicUsize>,
 }
 
 impl InputCopier {
-    /// A input_copier that goes by how many `loads` are under way; where weights never are it has no kernel.
+    /// A copier that uses its kernel while `loads` is not zero; it has none where weights are never
+    /// loaded on demand.
     pub(crate) fn new(
         kernels: &KernelCache,
         loads: Arc<AtomicUsize>,
@@ -94,25 +95,25 @@ impl InputCopier {
         Ok(InputCopier { kernel: made.remove(&request), loads })
     }
 
-    /// One that copies_in_place whatever it can, as if weights were always on their way.
+    /// A copier that always uses its kernel where it can.
     pub(crate) fn always(kernels: &KernelCache) -> Result<InputCopier, DeviceError> {
         InputCopier::new(kernels, Arc::new(AtomicUsize::new(1)), true)
     }
 
-    /// Whether weights are on their way now.
+    /// Whether weights load now.
     fn weights_are_loading(&self) -> bool {
         self.loads.load(Ordering::Relaxed) > 0
     }
 
-    /// Whether these bytes would come as soon from where they lie as from any other pinned memory.
+    /// Whether `bytes` can be copied from where they are as fast as from a staging buffer.
     pub(crate) fn copies_in_place(&self, bytes: &[u8]) -> bool {
         !self.weights_are_loading() || can_copy(0, bytes.as_ptr() as u64, bytes.len().max(1))
     }
 
-    /// Queues a copy to the device from memory that the device reaches.
+    /// Enqueues a copy to the device from pinned memory.
     ///
-    /// # Safety
-    /// As for [`Stream::copy_in`]; and the host's side is pinned.
+    ///  # Safety
+    /// As for [`Stream::copy_in`]; and `from` is pinned.
     pub(crate) unsafe fn copy_in(
         &self,
         stream: &Stream,
@@ -122,7 +123,7 @@ impl InputCopier {
     ) -> Result<(), CudaError> {
         let kernel = self.kernel.as_ref().filter(|_| self.weights_are_loading());
         let Some(kernel) = kernel.filter(|_| can_copy(to, from as u64, bytes)) else {
-            // SAFETY: the caller answers for both sides.
+            // SAFETY: the caller is responsible for both sides.
             return unsafe { stream.copy_in(to, from, bytes) };
         };
         let bytes = bytes as u64;
@@ -137,13 +138,13 @@ impl InputCopier {
             cluster: 1,
             dependent: false,
         };
-        // SAFETY: the arguments have the layout of `InputCopyArgs`; pinned memory has the same address on the device, and the
-        // caller answers for both sides.
+        // SAFETY: the arguments have the layout of `InputCopyArgs`; pinned memory has the same
+        // address on the device, and the caller answers for both sides.
         unsafe { stream.launch(kernel.function(0), shape, &[&args]) }
     }
 }
 
-/// Whether the kernel can bring these bytes, and is worth it.
+/// Whether the kernel can copy these bytes, and is worth it.
 fn can_copy(to: u64, from: u64, bytes: usize) -> bool {
     let aligned = (to | from).is_multiple_of(VECTOR_BYTES);
     aligned && (1..=MAX_COPY_BYTES).contains(&bytes)

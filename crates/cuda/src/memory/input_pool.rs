@@ -1,9 +1,10 @@
-//! The input pool: rows of device memory in a ring, each with its place in pinned host memory and an event.
+//! The input pool: rows of device memory in a ring, each with pinned host memory and an event.
 //!
-//! Inputs are copy_event to the device the moment they arrive, on a stream of their own, while earlier batches compute. Rows that
-//! came one after another lie one after another, so a batch is one run of them, or two where the ring ends. Everything is
-//! made when the pool is; taking and giving back only changes who owns which rows. Inputs in memory that was pooled are copy_event from
-//! there, all others through the rows' own.
+//!  Inputs are copied to the device as soon as they arrive, on their own stream, while earlier
+//! batches compute. Rows that arrive in sequence are adjacent, so a batch is one range of rows, or
+//! two at the end of the ring. All memory is allocated with the pool; a pool slot only marks rows
+//! as used. Inputs in the pinned host pool are copied from there, others through the pinned memory
+//! of their rows.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -15,22 +16,22 @@ use crate::error::CudaError;
 use crate::memory::input_copier::InputCopier;
 use crate::memory::write_inputs;
 
-/// What a pool may take of the device, and as much again of the host.
+/// Device memory of a pool, at most; it uses as much on the host.
 const MAX_POOL_BYTES: usize = 160 << 20;
 
-/// Rows of a pool at most.
+/// Rows of a pool, at most.
 const MAX_ROWS: usize = 256;
 
-/// Rows below which a pool is not worth having.
+/// A pool with fewer rows is not made.
 const MIN_ROWS: usize = 8;
 
-/// Who owns which rows.
+/// Which rows are in use.
 #[derive(Debug)]
 struct RowAllocator {
     used: Vec<bool>,
-    /// Where the next rows are looked for: behind those that were taken last.
+    /// Where the search for free rows begins: behind those taken last.
     next: usize,
-    /// Copies that were queued.
+    /// Copies enqueued so far.
     copies: u64,
 }
 
@@ -39,7 +40,7 @@ impl RowAllocator {
         RowAllocator { used: vec![false; count], next: 0, copies: 0 }
     }
 
-    /// `rows` side by side, if there are any.
+    /// Takes `rows` adjacent rows, if there are any.
     fn take(&mut self, rows: usize) -> Option<usize> {
         let fits = |first: &usize| {
             self.used.get(*first..*first + rows).is_some_and(|run| !run.contains(&true))
@@ -60,7 +61,7 @@ pub(crate) struct InputPool {
     row_bytes: Vec<usize>,
     rings: Vec<DeviceBuffer>,
     host: Vec<PinnedBuffer>,
-    /// Of each row: the copy of rows that begin there is done.
+    /// Per row: the copy of the slot that begins there is done.
     events: Vec<Event>,
     rows_in_use: Mutex<RowAllocator>,
     stream: Arc<Stream>,
@@ -68,19 +69,19 @@ pub(crate) struct InputPool {
     _counted: CountedResource,
 }
 
-/// Rows of a pool that are somebody's.
+/// Rows of a pool that hold one request's inputs.
 pub(crate) struct PoolSlot {
     pool: Arc<InputPool>,
     first: usize,
     rows: usize,
     /// Number of the copy to the device; `None` when there was none.
     copy: Option<u64>,
-    /// The inputs, where they lie in memory that was pooled; else they are in the rows' own.
+    /// The inputs in the pinned host pool; empty when they are in the memory of the rows.
     pooled: Vec<Bytes>,
 }
 
 impl InputPool {
-    /// A pool for rows of these many bytes, one number for each input; `None` when they are too large for one.
+    /// A pool for rows of these sizes, one per input; `None` when they are too large.
     pub(crate) fn new(
         memory: &MemoryServices,
         row_bytes: Vec<usize>,
@@ -112,7 +113,7 @@ impl InputPool {
         }))
     }
 
-    /// Device memory it holds.
+    /// Device memory of the pool.
     pub(crate) fn bytes(&self) -> u64 {
         (self.row_bytes.iter().sum::<usize>() * self.events.len()) as u64
     }
@@ -121,8 +122,8 @@ impl InputPool {
         self.rows_in_use.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes rows for `inputs`, which are as long as that, and copies them there: to pinned memory now unless they are in some
-    /// (`pooled`), and when `early` on to the device. `None` when there is no room.
+    /// Takes rows for `inputs` and copies them: to pinned memory unless they are in the pinned host
+    /// pool (`pooled`), and to the device when `early`. `None` when no rows are free.
     pub(crate) fn take(
         self: &Arc<InputPool>,
         inputs: &[&Bytes],
@@ -152,17 +153,17 @@ impl InputPool {
 
 impl Drop for InputPool {
     fn drop(&mut self) {
-        // Copies of slots that were given up may still be on their way.
+        // Copies of slots that were dropped may still be in flight.
         let _ = self.stream.synchronize();
     }
 }
 
 impl PoolSlot {
-    /// Copies `inputs` to the rows' own memory.
+    /// Copies `inputs` to the pinned memory of the rows.
     fn fill(&mut self, inputs: &[&Bytes], notify: &mut dyn FnMut()) {
         let write = |index: usize, at: usize, part: &[u8]| {
-            // SAFETY: these rows lie inside the buffer and are the slot's alone; what an earlier owner had queued from them
-            // is of no use to anybody any more.
+            // SAFETY: these rows are inside the buffer and belong to this slot; the result of a
+            // copy that an earlier owner enqueued is no longer used.
             unsafe {
                 std::ptr::copy_nonoverlapping(part.as_ptr(), self.row(index).add(at), part.len())
             };
@@ -172,10 +173,11 @@ impl PoolSlot {
 
     fn copy_to_device(&mut self) -> Result<(), CudaError> {
         let pool = &self.pool;
-        // ResourceKind over the calls, so that copies are numbered in the order of the stream.
+        // Held during the calls, so that copies are numbered in the order of the stream.
         let mut rows_in_use = pool.rows_in_use();
         for (index, bytes) in pool.row_bytes.iter().enumerate() {
-            // SAFETY: both sides are this slot's rows, which nobody else writes; the pool waits for its stream at its end.
+            // SAFETY: both sides are this slot's rows, which nothing else writes; the pool drains
+            // its stream before it is dropped.
             unsafe {
                 let (to, from) = (self.ring(index), self.host(index));
                 pool.input_copier.copy_in(&pool.stream, to, from, bytes * self.rows)
@@ -191,34 +193,34 @@ impl PoolSlot {
         self.rows
     }
 
-    /// Number of its copy, if it was queued.
+    /// Number of its copy, if one was enqueued.
     pub(crate) fn copy(&self) -> Option<u64> {
         self.copy
     }
 
-    /// The point at which its copy is done.
+    /// The event behind its copy.
     pub(crate) fn copy_event(&self) -> &Event {
         &self.pool.events[self.first]
     }
 
-    /// Where its rows of input `index` lie on the device.
+    /// Device address of its rows of input `index`.
     pub(crate) fn ring(&self, index: usize) -> u64 {
         let pool = &self.pool;
         pool.rings[index].address() + (self.first * pool.row_bytes[index]) as u64
     }
 
-    /// Where its rows of input `index` lie on the host.
+    /// Host address of its rows of input `index`.
     pub(crate) fn host(&self, index: usize) -> *const u8 {
         self.pooled.get(index).map_or_else(|| self.row(index).cast_const(), |raw| raw.as_ptr())
     }
 
-    /// The rows' own memory for input `index`.
+    /// Pinned memory of the rows for input `index`.
     fn row(&self, index: usize) -> *mut u8 {
-        // SAFETY: the row lies inside the buffer.
+        // SAFETY: the row is inside the buffer.
         unsafe { self.pool.host[index].as_ptr().add(self.first * self.pool.row_bytes[index]) }
     }
 
-    /// Whether `next` lies right behind it, and both are on the device or neither is.
+    /// Whether `next` is adjacent, and both are on the device or neither is.
     pub(crate) fn is_before(&self, next: &PoolSlot) -> bool {
         let together = match (self.copy, next.copy) {
             (Some(_), Some(_)) => true,

@@ -2,11 +2,11 @@
 
 use bytes::Bytes;
 
-/// Inputs that are still to be copied when a task is announced: what takes about as long as best effort to leave.
+/// Bytes still to be copied when a task is announced: about the time a preemption takes.
 const NOTICE_BYTES: usize = 256 << 10;
 
-/// Hands all bytes of `inputs` to `write`, with the input's number and where in it they begin, and calls `notify` when only a moment
-/// of that is left.
+/// Passes all bytes of `inputs` to `write`, with the input's index and their offset in it, and
+/// calls `notify` shortly before the end.
 pub(crate) fn write_inputs(
     inputs: &[&Bytes],
     mut write: impl FnMut(usize, usize, &[u8]),

@@ -1,4 +1,4 @@
-//! What we hold of a device, by kind, for those who ask where memory went.
+//! What the process holds on a device, by kind.
 
 use device::DeviceError;
 use serde::Serialize;
@@ -6,42 +6,42 @@ use serde::Serialize;
 use crate::device::CudaDevice;
 use crate::driver::ResourceKind;
 
-/// Threads of a multiprocessor at once, on every GPU that the kernels run on and has room for the most.
+/// Resident threads of an SM, on every supported GPU with the largest number of them.
 const THREADS_OF_MULTIPROCESSOR: u64 = 2_048;
 
-/// What is held of a GPU. All of it goes when models are unloaded, but for what is kept to be used again and what the driver
-/// itself keeps.
+/// Resources held on a GPU. All of them are freed when models are unloaded, except for what is kept
+/// for reuse and what the driver itself keeps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct MemoryReport {
-    /// Weights on the device or arriving.
+    /// Weights that are resident or loading.
     pub weights_bytes: u64,
-    /// Memory kept for weights, and empty.
+    /// Memory kept for weights, and unused.
     pub weights_spare_bytes: u64,
-    /// Pieces of device memory under weights, kept ones included.
+    /// Physical allocations for weights, kept ones included.
     pub pieces: u64,
     /// Their bytes.
     pub pieces_bytes: u64,
-    /// Ranges of addresses that weights have; memory is only behind some.
+    /// Address ranges of weights; only some have memory mapped.
     pub ranges: u64,
-    /// Bytes of these addresses.
+    /// Bytes of these ranges.
     pub ranges_bytes: u64,
-    /// Runs that have memory, under way or kept.
+    /// Instances (memory of one run), in use or kept.
     pub instances: u64,
     /// Activations, inputs and outputs of these.
     pub instances_bytes: u64,
-    /// Places where inputs wait for their batch.
+    /// Input pools.
     pub input_pools: u64,
     /// Device memory of these.
     pub input_pools_bytes: u64,
-    /// Buffers from the driver's pool, those of runs and inputs included.
+    /// Buffers from the driver's memory pool, those of instances and input pools included.
     pub buffers: u64,
     /// Their bytes.
     pub buffers_bytes: u64,
-    /// Buffers outside of the pool.
+    /// Buffers outside of the memory pool.
     pub fixed_buffers_bytes: u64,
-    /// What the driver's pool has handed out, as it counts.
+    /// Bytes that the driver's memory pool has handed out.
     pub pool_used_bytes: u64,
-    /// What it has of the device.
+    /// Bytes that it has reserved on the device.
     pub pool_reserved_bytes: u64,
     /// Compiled kernels on the device.
     pub modules: u64,
@@ -49,21 +49,21 @@ pub struct MemoryReport {
     pub modules_bytes: u64,
     /// Executable graphs.
     pub graphs: u64,
-    /// Memory that the driver needs for what threads spill, by the kernel that spills most of all that were ever loaded: an
-    /// estimate, since it does not tell. It keeps that room.
+    /// Estimate of what the driver reserves for spilled registers, from the kernel that spills most
+    /// among all ever loaded. The driver does not report it and never frees it.
     pub local_bytes: u64,
-    /// Pinned host memory in buffers of their own.
+    /// Pinned host memory in separate allocations.
     pub pinned_bytes: u64,
-    /// Pinned host memory that smaller buffers are cut from; kept.
+    /// Pinned host memory that small buffers are cut from; kept.
     pub pinned_slabs_bytes: u64,
-    /// Used on the GPU by everybody, as its driver counts.
+    /// Memory in use on the GPU by all processes, as the driver counts.
     pub driver_used_bytes: Option<u64>,
     /// The same as NVML counts.
     pub nvml_used_bytes: Option<u64>,
 }
 
 impl CudaDevice {
-    /// What is held now.
+    /// The resources held now.
     pub fn memory_report(&self) -> MemoryReport {
         let services = self.services();
         let (context, weights) = (services.device.context(), services.memory.weights.memory_use());
@@ -104,7 +104,7 @@ impl CudaDevice {
         }
     }
 
-    /// Gives back to the driver what is kept for later runs and is not in use.
+    /// Returns memory that is kept for later runs to the driver.
     pub fn trim(&self) -> Result<(), DeviceError> {
         let services = self.services();
         services.device.check_healthy()?;

@@ -1,7 +1,8 @@
-//! Pinned memory for others to put inputs into, so that the device takes them from where they lie.
+//! The pinned host pool: request bodies are read into it, and the device copies from it.
 //!
-//! It is asked for once, before requests come, because the driver takes milliseconds for it and contains up everybody. Who comes when it is
-//! all lent uses memory of his own, and his inputs are copied once more.
+//!  It is allocated once, before requests arrive, because the allocation takes milliseconds and
+//! blocks other driver calls. A request that finds the pool full uses ordinary memory, and its
+//! inputs are copied once more.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,13 +13,13 @@ use model::{HostPool, HostPoolBuffer};
 use crate::driver::{Context, PinnedBuffer};
 use crate::error::CudaError;
 
-/// What is lent in all.
+/// Size of the pool.
 const POOL_BYTES: usize = 128 << 20;
 
-/// Loans begin and end at multiples of this, so that no two share a cache line.
+/// Buffers begin and end at multiples of this, so that no two share a cache line.
 const ALIGNMENT: usize = 256;
 
-/// The memory, and what of it is free.
+/// The pool of one device.
 pub(crate) struct PinnedHostPool {
     memory_of_pool: Arc<PoolMemory>,
 }
@@ -35,7 +36,7 @@ impl PinnedHostPool {
         Ok(PinnedHostPool { memory_of_pool: Arc::new(PoolMemory { memory, free }) })
     }
 
-    /// Whether these bytes lie in memory that was lent here.
+    /// Whether `bytes` are in this pool.
     pub(crate) fn contains(&self, bytes: &[u8]) -> bool {
         let (first, all) = (bytes.as_ptr() as usize, self.memory_of_pool.memory.as_ptr() as usize);
         first >= all && first + bytes.len() <= all + self.memory_of_pool.memory.len()
@@ -58,7 +59,7 @@ impl PoolMemory {
     }
 }
 
-/// Bytes that are somebody's.
+/// One buffer of the pool.
 struct HostPoolSlice {
     memory_of_pool: Arc<PoolMemory>,
     range: Range<usize>,
@@ -66,7 +67,8 @@ struct HostPoolSlice {
 
 impl AsRef<[u8]> for HostPoolSlice {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: inside the memory, which is initialised, and nobody else's while this lives; the device only reads it.
+        // SAFETY: inside the pool, which is initialised; no other buffer overlaps while this lives,
+        // and the device only reads it.
         unsafe {
             let first = self.memory_of_pool.memory.as_ptr().add(self.range.start);
             std::slice::from_raw_parts(first, self.range.len())
@@ -76,7 +78,7 @@ impl AsRef<[u8]> for HostPoolSlice {
 
 impl AsMut<[u8]> for HostPoolSlice {
     fn as_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above; a copy of inputs that were given up may still be reading, and nobody polls at what it read.
+        // SAFETY: as above; a copy of dropped inputs may still read it, and its result is not used.
         unsafe {
             let first = self.memory_of_pool.memory.as_ptr().add(self.range.start);
             std::slice::from_raw_parts_mut(first, self.range.len())
@@ -91,9 +93,9 @@ impl Drop for HostPoolSlice {
     }
 }
 
-/// Numbers from zero up, of which some are taken.
+/// The free parts of a range of numbers from zero.
 struct FreeRanges {
-    /// Lengths of those that are free by where they begin; no two touch.
+    /// Lengths of the free parts by their begin; no two are adjacent.
     free: BTreeMap<usize, usize>,
 }
 
@@ -102,7 +104,7 @@ impl FreeRanges {
         FreeRanges { free: BTreeMap::from([(0, length)]) }
     }
 
-    /// The first `length` in a row: what was used last is at the front, and may still be in a cache.
+    /// The first free part of `length`: what was used last is at the front and may still be cached.
     fn take(&mut self, length: usize) -> Option<usize> {
         let (&first, &found) = self.free.iter().find(|(_, found)| **found >= length.max(1))?;
         self.free.remove(&first);

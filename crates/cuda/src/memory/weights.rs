@@ -1,7 +1,9 @@
-//! A program's weights: once per key, whatever plans use them; on the device while they are wanted there.
+//! Weights of a program: packed once per key, whichever specializations use them, and resident or
+//! evicted as a whole.
 //!
-//! Their addresses on the device stay for as long as the program does, so that arguments and graphs stay true. What comes and
-//! goes is the memory behind them (`loader`), filled from a pinned copy on the host in the send in which steps need it.
+//!  Their device addresses stay the same for the life of the program, so that kernel arguments and
+//! graphs stay valid. Loading and eviction (`loader`) change the physical memory behind them, which
+//! is filled from a pinned host copy in the order in which steps need it.
 
 pub(crate) mod arrival;
 mod loader;
@@ -31,20 +33,20 @@ use crate::preempt::rt_activity::RtActivity;
 /// Alignment of each weight.
 const ALIGN: u64 = 256;
 
-/// Threads that pack side by side.
+/// Threads that pack at the same time, at most.
 const MAX_PACKERS: usize = 8;
 
-/// A run that took longer than the fastest by so much says more about what else ran than about itself; yet the fastest is
-/// forgotten bit by bit.
+/// Factor by which the fastest known run time grows with each run: a slower run says more about
+/// what else ran, yet the fastest must not be kept for ever.
 const FASTEST_DECAY: f64 = 1.02;
 
-/// Why weights are not there.
+/// Why weights are not available.
 pub(crate) enum WeightError {
     /// A call failed.
     Cuda(CudaError),
-    /// A packer made something else than it said.
+    /// A packer produced another number of bytes than it declared.
     WrongSize(String),
-    /// They could not be brought.
+    /// They could not be loaded.
     Load(DeviceError),
 }
 
@@ -54,13 +56,13 @@ impl From<CudaError> for WeightError {
     }
 }
 
-/// Where a plan's weights are.
+/// Where the weights of a plan are.
 pub(crate) struct PlacedWeights {
     /// Address and size of each.
     pub(crate) addresses: Vec<(u64, u64)>,
-    /// Where each lies in the send of arrival.
+    /// Position of each in the order of arrival.
     pub(crate) spans: Spans,
-    /// Slabs that must be there for the plan to run.
+    /// Slabs that must be resident for the plan to run.
     pub(crate) slabs: usize,
 }
 
@@ -68,26 +70,26 @@ pub(crate) struct PlacedWeights {
 enum ResidencyState {
     Evicted,
     PendingLoad(Arc<WeightArrival>),
-    /// This many slabs are there.
+    /// This many slabs are resident.
     Resident(usize),
 }
 
-/// Memory that lies under a program's weights.
+/// Memory mapped for a program's weights.
 #[derive(Default)]
 struct MappedMemory {
     pieces: Vec<PhysicalMemory>,
     ranges: Vec<Arc<Slab>>,
-    /// Slabs that are there or on their way.
+    /// Slabs that are resident or loading.
     slabs: usize,
 }
 
 impl MappedMemory {
-    /// How much there is.
+    /// Number of ranges and physical allocations.
     fn extent(&self) -> (usize, usize) {
         (self.ranges.len(), self.pieces.len())
     }
 
-    /// Takes out what came after there was as much as `before`.
+    /// Removes what was added since the extent was `before`.
     fn split_off(&mut self, before: (usize, usize)) -> (Vec<Arc<Slab>>, Vec<PhysicalMemory>) {
         (self.ranges.split_off(before.0), self.pieces.split_off(before.1))
     }
@@ -95,7 +97,7 @@ impl MappedMemory {
 
 #[derive(Default)]
 struct PackedWeights {
-    /// Address, place in the send of arrival, and size.
+    /// Address, position in the order of arrival, and size.
     locations: HashMap<WeightKey, (u64, u64, u64)>,
     slabs: Vec<Arc<Slab>>,
 }
@@ -106,13 +108,14 @@ pub(crate) struct ProgramWeights {
     spares: Weak<SpareMemory>,
     rt_activity: Arc<RtActivity>,
     memory: Arc<WeightLoader>,
-    /// They come and go; otherwise they are brought when they are packed, and stay.
+    /// Weights are loaded and evicted on request; otherwise they are loaded when packed and stay
+    /// resident.
     on_demand: bool,
-    /// ResourceKind while weights are packed, so nobody who must not wait takes it.
+    /// Locked while weights are packed, which takes long.
     store: Mutex<PackedWeights>,
-    /// The store's slabs, for the thread that loads.
+    /// The slabs of `store`, for the loader thread.
     slabs: Mutex<Vec<Arc<Slab>>>,
-    /// Bytes of all slabs in whole pieces.
+    /// Bytes of all slabs, rounded up to the allocation granularity.
     bytes: AtomicU64,
     state: Mutex<ResidencyState>,
     mapped: Mutex<MappedMemory>,
@@ -124,7 +127,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl ProgramWeights {
-    /// None yet.
+    /// A program without weights.
     pub(crate) fn new(
         device: &Arc<DeviceContext>,
         memory: &MemoryServices,
@@ -146,12 +149,12 @@ impl ProgramWeights {
         })
     }
 
-    /// Whether they come and go.
+    /// Whether they are loaded and evicted on request.
     pub(crate) fn on_demand(&self) -> bool {
         self.on_demand
     }
 
-    /// Bytes they take when they are on the device.
+    /// Bytes they take when resident.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
@@ -181,7 +184,8 @@ impl ProgramWeights {
         self.device.error(err)
     }
 
-    /// What a run of a plan that needs so many slabs must wait for on its stream; an error when its weights are not there.
+    /// What a run that needs `slabs` slabs must wait for on its stream; an error when its weights
+    /// are evicted.
     pub(crate) fn arrival(&self, slabs: usize) -> Result<Option<Arc<WeightArrival>>, CudaError> {
         match &*locked(&self.state) {
             ResidencyState::Resident(there) if *there >= slabs => Ok(None),
@@ -197,9 +201,9 @@ impl ProgramWeights {
         locked(&self.timing).clone()
     }
 
-    /// Notes how long a run of all of `parts` took that found its weights there.
+    /// Records the time of a run of all `parts` whose weights were resident.
     pub(crate) fn record_run(&self, parts: &[PlanPart], took: Duration) {
-        // Whoever is not first finds the next run as good.
+        // If another thread records now, the next run is as good.
         let Ok(mut timing) = self.timing.try_lock() else { return };
         match &mut *timing {
             Some(known) if known.needs.len() == parts.len() => {
@@ -212,7 +216,8 @@ impl ProgramWeights {
         }
     }
 
-    /// Puts the weights of `gpu` that are not known yet behind the others, in the send in which its steps need them.
+    /// Packs the weights of `gpu` that are not packed yet, in the order in which its steps need
+    /// them, and returns where all of them are.
     pub(crate) fn place(self: &Arc<Self>, gpu: &GpuPlan) -> Result<PlacedWeights, WeightError> {
         let mut store = locked(&self.store);
         let mut fresh: Vec<(&Weight, u64)> = Vec::new();
@@ -240,7 +245,7 @@ impl ProgramWeights {
         Ok(PlacedWeights { addresses, spans, slabs: store.slabs.len() })
     }
 
-    /// Packs `fresh` into one slab; brings it to the device if it is to be there always.
+    /// Packs `fresh` into one slab; loads it if weights are always resident.
     fn pack(
         self: &Arc<Self>,
         begins: u64,
@@ -265,11 +270,11 @@ impl ProgramWeights {
         Ok(slab)
     }
 
-    /// Loads and waits for it.
+    /// Loads and waits.
     fn load_and_wait(self: &Arc<Self>) -> Result<(), WeightError> {
         let (sender, receiver) = mpsc::channel();
         let report = move |progress| {
-            // Nobody listens any more once the last word was said.
+            // The receiver is gone after the last report.
             let _ = sender.send(progress);
         };
         let (weights, report) = (self.clone(), Box::new(report));
@@ -289,13 +294,13 @@ impl Drop for ProgramWeights {
     fn drop(&mut self) {
         let mapped = std::mem::take(&mut *locked(&self.mapped));
         self.memory.command(WeightCommand::Discard(mapped));
-        // Whoever loads holds this value until its copies are done, so nothing reads the host's copy any more. Here and not
-        // there, because giving pinned memory back takes long.
+        // The loader holds this value until its copies are done, so nothing reads the host copy any
+        // more. Freed here because unpinning takes long and would block the loader.
         locked(&self.slabs).iter().for_each(|slab| slab.release_host_copy());
     }
 }
 
-/// What a program shows of its weights.
+/// The residency interface of a program's weights.
 pub(crate) struct ProgramResidency(pub(crate) Arc<ProgramWeights>);
 
 impl Residency for ProgramResidency {
@@ -312,7 +317,7 @@ impl Residency for ProgramResidency {
     }
 }
 
-/// Packs, several at once.
+/// Packs on several threads.
 fn fill(slab: &Slab, fresh: &[(&Weight, u64)]) -> Result<(), WeightError> {
     let next = AtomicUsize::new(0);
     let failure: Mutex<Option<WeightError>> = Mutex::new(None);

@@ -1,26 +1,28 @@
-//! How a step runs as best effort, by how long it is.
+//! The best-effort variant of a step, chosen by its estimated time.
 
 use model::gpu::GpuStep;
 
-/// A best-effort step estimated to be shorter than this polls whether it shall leave at the beginning of its tiles only.
+/// A step estimated to be shorter than this checks the epoch only at the start of its tiles.
 const SHORT_STEP_US: f64 = 8.0;
 
-/// One estimated to be longer than this runs as a loop: counting and marking tiles costs less than doing all of them again when
-/// it is left.
+/// A step estimated to be longer than this runs as a tile loop: counting and marking tiles costs
+/// less than computing all of them again after a preemption.
 const LONG_STEP_US: f64 = 120.0;
 
-/// The form of a best-effort launch.
+/// How a step is launched as best effort.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BestEffortVariant {
-    /// Blocks fetch tiles until none is left, and look on the way whether they shall leave; a restore computes the tiles that are missing.
+    /// Blocks fetch tiles until none remain and check the epoch inside a tile. A resumed step
+    /// computes only the tiles that are not done.
     Loop,
-    /// A block a tile, which polls on the way; a restore computes all of them.
+    /// One block per tile, which checks the epoch inside the tile. A resumed step computes all
+    /// tiles.
     CheckedGrid,
-    /// A block a tile, which polls when it begins.
+    /// One block per tile, which checks the epoch when it starts.
     Grid,
 }
 
-/// Whether blocks fetch tiles or are one each.
+/// The variant of `step`.
 pub(crate) fn variant_of(step: &GpuStep) -> BestEffortVariant {
     let micros = (step.flops as f64 / 200e6).max(step.bytes as f64 / 2e6);
     match micros {
@@ -30,8 +32,9 @@ pub(crate) fn variant_of(step: &GpuStep) -> BestEffortVariant {
     }
 }
 
-/// Which of the step's choices it takes as best effort: as a plain grid the one real time takes, whose blocks leave together
-/// where they are a cluster; as a loop one without clusters, because blocks fetch tiles each for itself.
+/// The choice of the step that best effort launches. A grid takes the one that real time takes;
+/// blocks of a cluster exit together. A tile loop takes one without clusters, because each block
+/// fetches tiles on its own.
 pub(crate) fn best_effort_choice(step: &GpuStep) -> usize {
     match variant_of(step) {
         BestEffortVariant::Grid | BestEffortVariant::CheckedGrid => step.rt,

@@ -1,26 +1,26 @@
-//! DriverBackoff for real time: while it tells the driver what to do, best effort tells it nothing.
+//! Driver backoff: best effort makes no driver call while real time is inside the driver.
 //!
-//! Calls of one context wait for each other inside the driver. What best effort has to say at the moment it is made to leave
-//! can wait, the launch for which it leaves cannot.
+//!  Calls of one context wait for each other inside the driver. The calls of best effort at the
+//! moment it is preempted can wait; the RT launch it is preempted for cannot.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long after an order to leave the launch it was given for is waited for.
+/// How long after a preemption the RT launch is expected.
 const EXPECTED_WITHIN: Duration = Duration::from_micros(60);
 
-/// Who wants driver_backoff.
+/// Says when best effort must stay out of the driver.
 pub(crate) struct DriverBackoff {
     origin: Instant,
     /// How long an expected launch is waited for.
     span: Duration,
-    /// Real-time threads inside the driver.
+    /// RT threads inside the driver.
     rt_callers: AtomicUsize,
-    /// Until then a launch is expected, in nanoseconds since `origin`; zero when none is.
+    /// A launch is expected until then, in nanoseconds since `origin`; 0 when none is.
     expected_until: AtomicU64,
 }
 
-/// Somebody is inside the driver on behalf of real time.
+/// An RT thread is inside the driver while this lives.
 pub(crate) struct RtDriverCall<'a>(&'a DriverBackoff);
 
 impl Default for DriverBackoff {
@@ -35,24 +35,24 @@ impl Default for DriverBackoff {
 }
 
 impl DriverBackoff {
-    /// A launch follows soon.
+    /// An RT launch follows soon.
     pub(crate) fn expect_launch(&self) {
         let until = (self.origin.elapsed() + self.span).as_nanos() as u64;
         self.expected_until.store(until, Ordering::Release);
     }
 
-    /// The launch that was expected is left to the one who keeps driver_backoff.
+    /// The expected launch is made by the thread that backs off, so it must not wait.
     pub(crate) fn cancel(&self) {
         self.expected_until.store(0, Ordering::Release);
     }
 
-    /// The launch is made as long as the answer lives.
+    /// Best effort backs off while the result lives.
     pub(crate) fn enter_driver(&self) -> RtDriverCall<'_> {
         self.rt_callers.fetch_add(1, Ordering::AcqRel);
         RtDriverCall(self)
     }
 
-    /// Waits while it is wanted, for `max`.
+    /// Waits while backoff is active, at most for `max`.
     pub(crate) fn wait(&self, max: Duration) {
         let since = Instant::now();
         while self.is_active() && since.elapsed() < max {
@@ -60,7 +60,7 @@ impl DriverBackoff {
         }
     }
 
-    /// Whether best effort shall wait driver_backoff.
+    /// Whether best effort must stay out of the driver.
     pub(crate) fn is_active(&self) -> bool {
         if self.rt_callers.load(Ordering::Acquire) > 0 {
             return true;

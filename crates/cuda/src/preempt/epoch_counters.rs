@@ -1,9 +1,11 @@
-//! QueuePreemption to leave: every run has a epoch_counter, a word on the device that grows with every preempt to it, and beside it the epoch of the run.
+//! Epoch counters: one word in device memory per run, which a preemption of the run increments.
+//! Next to it is the launch epoch, the value that the run's launches carry.
 //!
-//! A best-effort launch leaves once the preempt has passed the epoch. There is no
-//! reset, so an preempt can neither be lost nor meet a launch that came after it. QueuePreemption to several runs go to the device in
-//! one call. The thread that polls after best effort makes it, since whoever gives an preempt is about to launch what it is
-//! has_pending for; unless that thread is late, and the launch gets there first.
+//!  A best-effort kernel exits once the counter has passed its launch epoch. Counters are never
+//! reset, so a preemption is never lost and never hits a launch that came after it. Preemptions of
+//! several runs are written to the device in one call. The dispatcher makes that call, because the
+//! thread that preempts is about to launch real time; when the dispatcher is late, the launching
+//! thread makes it.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,77 +13,77 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::driver::{DeviceBuffer, Stream};
 use crate::error::CudaError;
 
-/// A epoch that no preempt passes: a launch with it runs to its end.
+/// An epoch that no counter passes: a launch with it runs to its end.
 const NEVER_PREEMPTED: u32 = u32::MAX;
 
-/// Bytes from one epoch_counter to the next: watches copy the sixteen it begins, and no two share a sector.
+/// Bytes between two counters: kernels copy the first sixteen, and no two share a sector.
 const STRIDE: u64 = 32;
 
-/// Where a epoch_counter's epoch is.
+/// Offset of the launch epoch.
 const LAUNCH_EPOCH_OFFSET: u64 = 4;
 
-/// EpochCounters that are made at once.
+/// Counters per allocation.
 const SLAB: u64 = 1024;
 
-/// All epoch_counters of a device.
+/// All epoch counters of a device.
 pub(crate) struct EpochCounters {
     stream: Arc<Stream>,
     words: Mutex<CounterMemory>,
-    /// QueuePreemption that are has_pending and not yet sent.
+    /// Counter values that are not written to the device yet.
     pending: Mutex<PendingWrites>,
-    /// Whether there are any to flush, for a look without the lock.
+    /// Whether there are any, readable without the lock.
     has_pending: AtomicBool,
-    /// Whether a thread polls for them all the time.
+    /// Whether the dispatcher flushes all the time.
     flushed_by_dispatcher: bool,
 }
 
 struct CounterMemory {
     slabs: Vec<DeviceBuffer>,
-    /// EpochCounters nobody uses.
+    /// Counters that no run uses.
     free: Vec<FreeCounter>,
 }
 
-/// A epoch_counter nobody uses.
+/// A counter that no run uses.
 #[derive(Clone, Copy)]
 struct FreeCounter {
     address: u64,
-    /// What its preempt stands at.
+    /// Value of the counter.
     preempt: u32,
-    /// What the device has for the epoch of its run.
+    /// Launch epoch on the device.
     launch_epoch: u32,
 }
 
 #[derive(Default)]
 struct PendingWrites {
-    /// Who has more to preempt_all before they are sent.
+    /// Callers of `batch` that have more to add before the next flush.
     open_batches: usize,
     words: Vec<(u64, u32)>,
 }
 
-/// One run's word.
+/// The epoch counter of one run.
 pub(crate) struct EpochCounter {
     epoch_counters: Arc<EpochCounters>,
     address: u64,
-    /// What the word is or is about to be; written before the device is is_preempted, so a launch found complete while this is still
-    /// the epoch it was launched with cannot have left early.
+    /// The value the counter has or will have on the device. It is stored before the device write,
+    /// so a launch found complete while this is still its launch epoch was not preempted.
     epoch: AtomicU32,
-    /// The epoch of its run as the device has it, or will when what is queued is done.
+    /// The launch epoch on the device once everything enqueued is done.
     launch_epoch: AtomicU32,
 }
 
 impl EpochCounters {
-    /// EpochCounters whose words are written through `stream`, which nothing else uses. Where a thread polls after them all the time,
-    /// pending are left to it.
+    /// Counters that are written through `stream`, which nothing else uses. Where a dispatcher
+    /// flushes all the time, preemptions wait for it.
     pub(crate) fn new(
         stream: Arc<Stream>,
         flushed_by_dispatcher: bool,
     ) -> Result<EpochCounters, CudaError> {
         let mut words = CounterMemory { slabs: Vec::new(), free: Vec::new() };
         let first = words.grow(&stream)?;
-        // SAFETY: the word is in the slab just made, which is dropped after the stream's work.
+        // SAFETY: the word is in the slab just allocated, which is freed after the stream's work.
         unsafe { stream.write_word(first + LAUNCH_EPOCH_OFFSET, NEVER_PREEMPTED) }?;
         stream.synchronize()?;
-        // The first of all epoch_counters stands for those that are never is_preempted.
+        // The first counter is shared by all work that is never preempted.
         words.free.retain(|free| free.address != first);
         let (words, pending) = (Mutex::new(words), Mutex::default());
         Ok(EpochCounters {
@@ -93,12 +95,12 @@ impl EpochCounters {
         })
     }
 
-    /// The epoch_counter of work that is never is_preempted to leave.
+    /// Address of the counter of work that is never preempted.
     pub(crate) fn never_preempted_address(&self) -> u64 {
         self.words().slabs[0].address()
     }
 
-    /// A epoch_counter nobody has.
+    /// A counter for a run.
     pub(crate) fn take(self: &Arc<EpochCounters>) -> Result<EpochCounter, CudaError> {
         let mut words = self.words();
         if words.free.is_empty() {
@@ -116,7 +118,7 @@ impl EpochCounters {
         })
     }
 
-    /// Gives all pending that `preempt_all` gives at one go.
+    /// Writes all preemptions that `preempt_all` makes with one call.
     pub(crate) fn batch(&self, preempt_all: impl FnOnce()) {
         self.pending().open_batches += 1;
         preempt_all();
@@ -145,7 +147,7 @@ impl EpochCounters {
         }
     }
 
-    /// Sends what is has_pending and not yet sent.
+    /// Writes pending counter values to the device. Kernels of the runs exit once they read them.
     pub(crate) fn flush(&self) {
         if !self.has_pending.load(Ordering::Acquire) {
             return;
@@ -155,7 +157,7 @@ impl EpochCounters {
         if pending.words.is_empty() {
             return;
         }
-        // SAFETY: words live as long as `self`, and dropping it waits for the stream's work.
+        // SAFETY: the words live as long as `self`, and dropping it waits for the stream's work.
         if let Err(err) = unsafe { self.stream.write_words(&pending.words) } {
             tracing::error!("an preempt to leave did not reach the device: {err}");
         }
@@ -172,7 +174,7 @@ impl EpochCounters {
 }
 
 impl CounterMemory {
-    /// Makes more words; the address of the first.
+    /// Allocates more counters; returns the address of the first.
     fn grow(&mut self, stream: &Arc<Stream>) -> Result<u64, CudaError> {
         let slab = DeviceBuffer::fixed(stream, SLAB * STRIDE)?;
         let first = slab.address();
@@ -191,18 +193,18 @@ impl Drop for EpochCounters {
 }
 
 impl EpochCounter {
-    /// Where it is on the device.
+    /// Address on the device.
     pub(crate) fn address(&self) -> u64 {
         self.address
     }
 
-    /// What launches from now on carry.
+    /// The epoch that launches carry from now on.
     pub(crate) fn epoch(&self) -> u32 {
         self.epoch.load(Ordering::Acquire)
     }
 
-    /// Lets what is queued on `stream` behind this carry `epoch`; nothing of another run that has this epoch_counter is queued any
-    /// more. Costs nothing while nobody is is_preempted to leave.
+    /// Launches enqueued on `stream` behind this carry `epoch`. Nothing of an earlier run with this
+    /// counter is enqueued any more. Makes no call unless the run was preempted.
     pub(crate) fn set_launch_epoch(&self, epoch: u32, stream: &Stream) -> Result<(), CudaError> {
         if self.launch_epoch.load(Ordering::Acquire) == epoch {
             return Ok(());
@@ -213,7 +215,7 @@ impl EpochCounter {
         Ok(())
     }
 
-    /// Makes what was launched so far leave.
+    /// Preempts everything launched so far: the counter passes the epoch that it carries.
     pub(super) fn preempt(&self) {
         let next = next_epoch(self.epoch());
         self.epoch.store(next, Ordering::Release);
@@ -221,8 +223,8 @@ impl EpochCounter {
     }
 }
 
-/// The last epoch is never reached: it would take years of pending, and work that cannot be is_preempted to leave is safer than work
-/// that leaves at once for ever.
+/// The last value is never reached: it would take years of preemptions, and work that cannot be
+/// preempted is better than work that is always preempted.
 fn next_epoch(epoch: u32) -> u32 {
     epoch.saturating_add(1).min(NEVER_PREEMPTED - 1)
 }

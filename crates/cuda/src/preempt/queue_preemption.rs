@@ -1,10 +1,11 @@
-//! Preemption of the work in one queue.
+//! Which work of a queue is preempted, and where the run may launch.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::epoch_counters::EpochCounter;
 
-/// What a queue knows of pending to leave. Work gets a sequence when it enters the queue.
+/// The preemption state of one queue. Work gets a sequence number when it enters the queue; a
+/// preemption covers all numbers given out so far.
 #[derive(Default)]
 pub(crate) struct QueuePreemption {
     state: Mutex<QueuePreemptionState>,
@@ -12,24 +13,24 @@ pub(crate) struct QueuePreemption {
 
 #[derive(Default)]
 struct QueuePreemptionState {
-    /// The last sequence that was has_pending out.
+    /// The last sequence number given out.
     last_sequence: u64,
-    /// Work with a sequence up to this one leaves.
+    /// Work with a sequence number up to this one is preempted.
     preempted_through: u64,
-    /// The epoch_counter of the work that runs, with its sequence.
+    /// The epoch counter of the run, with its sequence number.
     running: Option<(u64, Arc<EpochCounter>)>,
-    /// Work is held to the partition.
+    /// The queue is confined to the SM partition.
     confined: bool,
-    /// The work that runs is there.
+    /// The run launches there.
     in_partition: bool,
 }
 
-/// What work is launched with.
+/// What a run launches with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LaunchEpoch {
-    /// The epoch its launches carry.
+    /// The epoch that its launches carry.
     pub(crate) epoch: u32,
-    /// Whether they go to the partition.
+    /// Whether they go to the SM partition.
     pub(crate) in_partition: bool,
 }
 
@@ -38,17 +39,17 @@ impl QueuePreemption {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A sequence for work that enters the queue.
+    /// The sequence number of work that enters the queue.
     pub(crate) fn next_sequence(&self) -> u64 {
         let mut state = self.lock();
         state.last_sequence += 1;
         state.last_sequence
     }
 
-    /// Makes everything that has last_sequence leave.
+    /// Preempts all work that has entered the queue.
     pub(crate) fn preempt(&self) {
         let mut state = self.lock();
-        // Work that was is_preempted already is not is_preempted again.
+        // A run is preempted once.
         let news =
             state.running.as_ref().is_some_and(|(sequence, _)| *sequence > state.preempted_through);
         state.preempted_through = state.last_sequence;
@@ -57,12 +58,13 @@ impl QueuePreemption {
         }
     }
 
-    /// Whether work with this sequence was is_preempted to leave.
+    /// Whether work with this sequence number is preempted.
     pub(crate) fn is_preempted(&self, sequence: u64) -> bool {
         sequence <= self.lock().preempted_through
     }
 
-    /// Work takes its epoch_counter, or goes on from it after it was sent to another place; `None` when it was is_preempted to leave.
+    /// Begins a run, or continues it after it was moved to or from the SM partition; `None` when it
+    /// is preempted.
     pub(crate) fn begin_run(
         &self,
         sequence: u64,
@@ -77,13 +79,14 @@ impl QueuePreemption {
         Some(LaunchEpoch { epoch: epoch_counter.epoch(), in_partition: state.in_partition })
     }
 
-    /// The work that ran has ended.
+    /// The run has ended.
     pub(crate) fn end_run(&self) {
         self.lock().running = None;
     }
 
-    /// Holds work to the partition, or no more. What runs elsewhere is made to leave, and finds when it has that it was not is_preempted
-    /// to go; what is in the partition comes out when it next launches, since nobody waits for that.
+    /// Confines the queue to the SM partition, or ends that. A run outside of the partition is
+    /// preempted, finds that its sequence number is not, and resumes inside. A run inside leaves
+    /// the partition with its next launch, since nothing waits for that.
     pub(crate) fn confine(&self, confined: bool) {
         let mut state = self.lock();
         state.confined = confined;
@@ -96,13 +99,13 @@ impl QueuePreemption {
         }
     }
 
-    /// Whether work is held to the partition.
+    /// Whether the queue is confined to the SM partition.
     pub(crate) fn is_confined(&self) -> bool {
         self.lock().confined
     }
 
-    /// The work that runs has nothing on the device any more and launches from here on where it is held to; whether that is
-    /// the partition.
+    /// Nothing of the run is in flight: its next launch goes where the queue is confined to.
+    /// Returns whether that is the partition.
     pub(crate) fn apply_confinement(&self) -> bool {
         let mut state = self.lock();
         state.in_partition = state.confined;

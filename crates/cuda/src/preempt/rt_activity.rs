@@ -1,36 +1,40 @@
-//! Real time on its way over the device, for those whose calls to the driver would hold it up.
+//! RT activity: when real time was last on the device, for driver calls that would delay it.
 //!
-//! Calls that pin, unpin, map and unmap memory, or make a graph ready, keep all others out of the driver while they last. And the
-//! driver lets in who asks next, not who waits longest: a row of such calls keeps a thread out for as long as the row is.
+//!  Calls that pin, unpin, map or unmap memory, or instantiate a graph, block all other driver
+//! calls while they run. The driver admits whichever thread calls next, not the one that waits
+//! longest, so a series of such calls blocks another thread for its whole length.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long one of those calls takes, about.
+/// Typical duration of one such call.
 const CALL_TIME: Duration = Duration::from_micros(150);
 
-/// How long making a graph ready takes at worst, about: mostly it is no longer than others, but now and then the driver fetches memory.
+/// Worst duration of a graph instantiation: usually no longer than other calls, but now and then
+/// the driver allocates memory.
 const RECORDING_TIME: Duration = Duration::from_millis(1);
 
-/// Where gaps are shorter than that, one graph is made in so much time, so that few requests ever meet one that takes long.
+/// Where gaps are shorter than that, one graph is instantiated per interval, so that few requests
+/// meet a slow one.
 const RECORDING_EVERY: Duration = Duration::from_millis(20);
 
-/// So soon after real time has idle_since, a call is over before the next comes, or nothing would help.
+/// This soon after real time ended, a call ends before the next segment or cannot be avoided.
 const GAP_START: Duration = Duration::from_micros(20);
 
-/// What was not seen for so long is not expected to come back at any moment.
+/// Real time that was not seen for this long is not expected at any moment.
 const RECENT: Duration = Duration::from_millis(20);
 
-/// The real-time segments of a device.
+/// The RT segments of a device.
 pub(crate) struct RtActivity {
     origin: Instant,
-    /// On the device or about to be.
+    /// Segments on the device or about to be.
     segments: AtomicUsize,
-    /// When the last of them idle_since it idle, in nanoseconds since `origin`; zero when none ever did.
+    /// When the last segment ended, in nanoseconds since `origin`; 0 when none ever did.
     idle_since: AtomicU64,
-    /// How long it was idle before the last ones came.
+    /// How long the device was idle before the latest segment.
     last_gap: AtomicU64,
-    /// When a graph was last made in a last_gap that may have been too short, in nanoseconds since `origin`.
+    /// When a graph was last instantiated in a gap that may be too short, in nanoseconds since
+    /// `origin`.
     last_recording: AtomicU64,
 }
 
@@ -51,7 +55,7 @@ impl RtActivity {
         self.origin.elapsed().as_nanos() as u64
     }
 
-    /// A segment comes.
+    /// A segment starts.
     pub(crate) fn segment_started(&self) {
         if self.segments.fetch_add(1, Ordering::Relaxed) == 0 {
             let idle_since = self.idle_since.load(Ordering::Relaxed);
@@ -59,14 +63,14 @@ impl RtActivity {
         }
     }
 
-    /// One that came is gone.
+    /// A segment has ended.
     pub(crate) fn segment_ended(&self) {
         if self.segments.fetch_sub(1, Ordering::Relaxed) == 1 {
             self.idle_since.store(self.now().max(1), Ordering::Relaxed);
         }
     }
 
-    /// How long none is there; `None` while one is, or when none ever was.
+    /// How long no segment has been running; `None` while one is, or when none ever ran.
     fn idle_for(&self) -> Option<Duration> {
         let idle_since = self.idle_since.load(Ordering::Relaxed);
         if self.segments.load(Ordering::Relaxed) > 0 || idle_since == 0 {
@@ -75,7 +79,7 @@ impl RtActivity {
         Some(Duration::from_nanos(self.now().saturating_sub(idle_since)))
     }
 
-    /// Whether some is there or may come back at any moment.
+    /// Whether real time is running or may return at any moment.
     pub(crate) fn is_recent(&self) -> bool {
         match self.idle_for() {
             Some(idle) => idle < RECENT,
@@ -83,7 +87,7 @@ impl RtActivity {
         }
     }
 
-    /// Whether what takes `span` would be over before the next segment comes, if the last_gap is as long as the last.
+    /// Whether a call of `span` ends before the next segment, if this gap is as long as the last.
     fn fits_gap(&self, span: Duration) -> bool {
         let last_gap = Duration::from_nanos(self.last_gap.load(Ordering::Relaxed));
         match self.idle_for() {
@@ -92,12 +96,13 @@ impl RtActivity {
         }
     }
 
-    /// Whether now is the time for a call.
+    /// Whether a slow call may be made now.
     fn is_gap(&self) -> bool {
         self.idle_for().is_some_and(|idle| idle < GAP_START) || self.fits_gap(CALL_TIME)
     }
 
-    /// Whether a graph may be made ready now that best effort can do without; who hears so makes one.
+    /// Whether best effort may instantiate a graph now that it can do without. A caller that gets
+    /// `true` instantiates one.
     pub(crate) fn may_record_graph(&self) -> bool {
         if self.fits_gap(RECORDING_TIME) {
             return true;
@@ -111,7 +116,7 @@ impl RtActivity {
         admitted
     }
 
-    /// Waits until none is there, or for `max`: for a call that somebody waits for.
+    /// Waits until no segment runs, at most for `max`: for a call that real time itself waits for.
     pub(crate) fn wait_until_idle(&self, max: Duration) {
         let since = Instant::now();
         while self.segments.load(Ordering::Relaxed) > 0 && since.elapsed() < max {
@@ -119,8 +124,8 @@ impl RtActivity {
         }
     }
 
-    /// Waits for a last_gap in which a call is over before the next segment comes, or for `max`: for one of a row of calls. Whether
-    /// there is one.
+    /// Waits for a gap in which a call ends before the next segment, at most for `max`. Returns
+    /// whether there is one. For each of a series of calls.
     pub(crate) fn wait_for_gap(&self, max: Duration) -> bool {
         let since = Instant::now();
         loop {
@@ -137,7 +142,7 @@ impl RtActivity {
 mod tests {
     use super::*;
 
-    /// RtActivity as it is `idle` after the last segment idle_since, the last_gap before it having been `last_gap`.
+    /// Activity `idle` after the last segment ended, the previous gap having been `last_gap`.
     fn after(idle: Duration, last_gap: Duration) -> RtActivity {
         let origin = Instant::now() - Duration::from_secs(3600);
         let rt_activity = RtActivity { origin, ..RtActivity::default() };

@@ -1,4 +1,4 @@
-//! Inputs of several requests as those of one run.
+//! Batch inputs: staged inputs of several requests as the inputs of one run.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -14,9 +14,9 @@ use crate::memory::input_pool::PoolSlot;
 use crate::program::lowering::Sizes;
 use crate::program::specialization::Specialization;
 
-/// One request's inputs, in a pool or on the host where there was no room.
+/// The staged inputs of one request: in the input pool, or on the host when the pool is full.
 pub(crate) struct CudaStaged {
-    /// Sizes of all symbols but the batch.
+    /// Sizes of all symbols except the batch.
     pub(crate) sizes: Sizes,
     pub(crate) rows: usize,
     pub(crate) storage: StagedStorage,
@@ -37,7 +37,7 @@ impl Staged for CudaStaged {
     }
 }
 
-/// What a device's own staging is, whichever way it was done.
+/// Staged inputs by where they were staged.
 pub(crate) enum StagedInputs {
     Device(CudaStaged),
     Host(Vec<Tensor>),
@@ -57,15 +57,15 @@ pub(crate) fn unstage(staged: Box<dyn Staged>) -> Result<StagedInputs, DeviceErr
 /// The inputs of one run, from wherever they are.
 pub(crate) struct BatchInputs {
     ranges: Vec<RowRange>,
-    /// Rows in all.
+    /// Rows of all requests.
     pub(crate) rows: usize,
-    /// Rows of the plan, which may have more.
+    /// Rows of the specialization, which may be more.
     pub(crate) plan_rows: usize,
-    /// The pool's rows it holds until the run is over.
+    /// Pool slots, held until the run has ended.
     slots: Vec<PoolSlot>,
 }
 
-/// Rows that lie side by side.
+/// Adjacent rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct RowRange {
     /// The first of them in the run.
@@ -76,11 +76,11 @@ struct RowRange {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RowSource {
-    /// Of this slot and those behind it, on the device.
+    /// From this slot on, on the device.
     Device(usize),
-    /// The same on the host.
+    /// From this slot on, on the host.
     Pinned(usize),
-    /// At its place in the run's own staging.
+    /// In the run's staging buffer.
     Staging,
 }
 
@@ -129,11 +129,12 @@ impl BatchInputs {
         self.slots.push(slot);
     }
 
-    /// Queues everything into the run's inputs at `block`, behind the copies to the pool. Rows that the plan has beyond are
-    /// zero.
+    /// Enqueues the copies to the run's inputs at `block`, behind the copies to the pool. Further
+    /// rows of the specialization are cleared.
     ///
-    /// # Safety
-    /// The block, `staging` and this batch_inputs live until it is done, and the block belongs to this run alone.
+    ///  # Safety
+    /// The block, `staging` and these inputs live until it is done, and the block belongs to this
+    /// run alone.
     pub(crate) unsafe fn copy_in(
         &self,
         copier: &InputCopier,
@@ -142,7 +143,7 @@ impl BatchInputs {
         staging: &PinnedBuffer,
         stream: &Stream,
     ) -> Result<(), CudaError> {
-        // One stream copies all inputs in order: whoever was copied last is there last.
+        // One stream copies all inputs in order, so the copy with the highest number ends last.
         let copied = self.slots.iter().filter(|slot| slot.copy().is_some());
         if let Some(last) = copied.max_by_key(|slot| slot.copy()) {
             last.copy_event().block_stream(stream)?;
@@ -152,8 +153,8 @@ impl BatchInputs {
             let offset = specialization.layout.input(index);
             for range in &self.ranges {
                 let (to, bytes) = (block + offset + (range.at * row) as u64, range.rows * row);
-                // SAFETY: the rows lie inside the run's input, the pool's ring or the staging buffer; the caller and the
-                // slots answer for the time.
+                // SAFETY: the rows are inside the run's input, the input pool or the staging
+                // buffer; the caller and the slots guarantee the lifetimes.
                 unsafe {
                     match range.from {
                         RowSource::Device(slot) => {
@@ -196,5 +197,5 @@ fn write(
     Ok(())
 }
 
-/// InputPools of a model, one for each size of row.
+/// Input pools of a model, one per list of row sizes.
 pub(crate) type InputPools = Vec<(Vec<usize>, Option<Arc<crate::memory::input_pool::InputPool>>)>;

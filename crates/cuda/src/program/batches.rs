@@ -1,4 +1,4 @@
-//! Batches of a loaded model: which plan they run on, and the pools their inputs wait in.
+//! Batches of a loaded model: the specialization they run on, and the input pools they wait in.
 
 use std::sync::{Arc, PoisonError};
 
@@ -15,10 +15,10 @@ use crate::program::lowering::{Sizes, raw_bytes};
 use crate::program::specialization::Specialization;
 use crate::program::task::CudaTask;
 
-/// Sizes of rows for which a model keeps pools.
+/// Lists of row sizes for which a model keeps input pools.
 const MAX_POOLS: usize = 8;
 
-/// The symbol that every input begins with.
+/// The symbol that all inputs have as their first dimension.
 fn leading_symbol(plan: &LaunchPlan) -> Option<&str> {
     let first = |id: &model::ValueId| plan.value(*id).shape.as_ref()?.first();
     let Some(Dim::Symbol(symbol)) = plan.inputs.first().and_then(first) else { return None };
@@ -27,7 +27,7 @@ fn leading_symbol(plan: &LaunchPlan) -> Option<&str> {
     plan.inputs.iter().all(same).then_some(symbol)
 }
 
-/// Sizes of all symbols of `plan`'s inputs; `None` when one is not said.
+/// Sizes of all symbols of `plan`'s inputs; `None` when one is not given.
 fn sizes_with(
     plan: &LaunchPlan,
     batch: &str,
@@ -47,7 +47,7 @@ fn sizes_with(
     Some(sizes)
 }
 
-/// Rows of `sizes` when everything else is as `wanted` has it.
+/// The batch of `sizes` when all other sizes are as in `wanted`.
 fn rows_if_same(sizes: &Sizes, wanted: &Sizes, batch: &str) -> Option<usize> {
     let same = |((name, size), (other, want)): (&(String, usize), &(String, usize))| {
         name == other && (name == batch || size == want)
@@ -57,7 +57,7 @@ fn rows_if_same(sizes: &Sizes, wanted: &Sizes, batch: &str) -> Option<usize> {
 }
 
 impl ProgramState {
-    /// Rows of all plans that are ready when other symbols have these sizes.
+    /// Batches of all specializations that are ready for these other sizes.
     pub(crate) fn prepared_batches(&self, others: &[(String, usize)]) -> Vec<usize> {
         let Some(batch) = leading_symbol(&self.plan) else { return Vec::new() };
         let Some(wanted) = sizes_with(&self.plan, batch, 0, others) else { return Vec::new() };
@@ -68,7 +68,8 @@ impl ProgramState {
         rows
     }
 
-    /// A plan for at least so many rows, and how many it has: the smallest that is ready, or one made now.
+    /// A specialization for at least `rows` rows, and its number of rows: the smallest that is
+    /// ready, or one made now.
     fn fitting(
         &self,
         batch: &str,
@@ -83,7 +84,7 @@ impl ProgramState {
         Ok((self.specialization(sizes, &|_, _| {})?, plan_rows))
     }
 
-    /// The pool for rows of these many bytes; `None` when there is none.
+    /// The input pool for rows of these sizes; `None` when there is none.
     fn pool(&self, row_bytes: &[usize]) -> Option<Arc<InputPool>> {
         let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, pool)) = pools.iter().find(|(bytes, _)| bytes == row_bytes) {
@@ -121,7 +122,7 @@ impl ProgramState {
             return Ok(Box::new(HostStaged::new(inputs)));
         };
         let sizes = other_sizes(&self.plan, batch, &inputs);
-        // KernelCache that are not there yet are compiled while only this request waits.
+        // Missing kernels are compiled while only this request waits.
         self.fitting(batch, rows, &sizes)?;
         let raw = inputs.iter().map(raw_bytes).collect::<Result<Vec<_>, _>>()?;
         let row_bytes: Vec<usize> = raw.iter().map(|raw| raw.len() / rows).collect();
@@ -193,7 +194,7 @@ impl ProgramState {
         Ok(())
     }
 
-    /// Keeps memory for so many runs at once, with all they launch.
+    /// Keeps memory for `count` runs at the same time, with all graphs that they launch.
     pub(crate) fn reserve_runs(
         &self,
         specialization: &Arc<Specialization>,
@@ -217,7 +218,7 @@ impl ProgramState {
     }
 }
 
-/// Requests put together: a task, or inputs of one.
+/// A gathered batch: a task, or inputs to make one of.
 pub(crate) enum GatheredBatch {
     Task(Box<dyn Task>),
     Inputs(Vec<Tensor>),

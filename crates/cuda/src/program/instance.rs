@@ -1,4 +1,4 @@
-//! The device memory of one run, with every launch's arguments ready.
+//! The device memory of one run, with the arguments of every launch.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -22,21 +22,23 @@ use crate::program::specialization::Specialization;
 /// Bytes of `BeControl` in `wrap.cuh`.
 const CONTROL_BYTES: usize = 40;
 
-/// For how long a gap in real time is waited for before a graph is made.
+/// How long the recording of a graph waits for a gap in RT activity.
 const GAP_WAIT: Duration = Duration::from_millis(5);
 
-/// For how long gaps are waited for in all before the launches of best effort are preempted to be recorded when they are needed.
+/// How long `prepare_chains` waits for gaps in total. Graphs that are missing then are recorded
+/// when they are needed.
 const CHAINS_WAIT: Duration = Duration::from_millis(100);
 
-/// One run's memory.
+/// The memory of one run.
 pub(crate) struct Instance {
-    /// The whole plan as real time, of high and of low priority; before the memory they point to, so that they are dropped
-    /// first.
+    /// The whole program as real time, of high and of low priority. Declared before the memory they
+    /// point to, so that they are dropped first.
     graphs: [Option<Graph>; 2],
-    /// Best-effort steps that are launched as one, by the first of them and the one behind, and by target, as far as they have been
-    /// made.
+    /// Chains of best-effort steps, by first step and end, and by launch target, as far as they
+    /// have been recorded.
     chains: BTreeMap<(usize, usize), [Option<Graph>; 3]>,
-    /// The plan as real time of high priority in the parts that are launched while weights arrive, where that may happen.
+    /// The program as real time of high priority, in the parts that are launched while weights
+    /// load; empty where weights are always resident.
     parts: Vec<Graph>,
     memory: DeviceBuffer,
     epoch_counter: Arc<EpochCounter>,
@@ -45,7 +47,7 @@ pub(crate) struct Instance {
     _counted: CountedResource,
 }
 
-/// What one best-effort launch is told beside its arguments.
+/// The second parameter of a best-effort kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ControlBlock {
     pub(crate) epoch_counter: u64,
@@ -61,7 +63,7 @@ pub(crate) struct ControlBlock {
 pub(crate) struct BestEffortLaunch {
     /// Some of its tiles are done.
     pub(crate) restored: bool,
-    /// It comes right behind another kernel, whose end it waits for itself.
+    /// It directly follows another kernel, whose end it waits for itself (dependent launch).
     pub(crate) dependent: bool,
 }
 
@@ -127,14 +129,15 @@ impl Instance {
         self.memory.address()
     }
 
-    /// Where orders to leave are looked for.
+    /// The run's epoch counter.
     pub(crate) fn epoch_counter(&self) -> &Arc<EpochCounter> {
         &self.epoch_counter
     }
 
-    /// Queues the copy of all inputs, and of zeros to the fault words and, for best effort, to those of its launches.
+    /// Enqueues the copy of all inputs, and of zeros to the fault words and, for best effort, to
+    /// the control words.
     ///
-    /// # Safety
+    ///  # Safety
     /// `staging` and this instance live until it is done, and `staging` is not written.
     pub(crate) unsafe fn copy_inputs(
         &self,
@@ -145,7 +148,8 @@ impl Instance {
     ) -> Result<(), CudaError> {
         let bytes = specialization.layout.copied_in(best_effort);
         debug_assert!(bytes <= staging.len(), "staging holds inputs and outputs");
-        // SAFETY: they lie first on both sides, each at least this long; the caller answers for the time.
+        // SAFETY: inputs come first on both sides, each at least this long; the caller is
+        // responsible for the lifetimes.
         unsafe {
             specialization.memory.input_copier.copy_in(
                 stream,
@@ -156,10 +160,11 @@ impl Instance {
         }
     }
 
-    /// Queues the copy of all that lies between inputs and outputs in staging, as [`Self::copy_inputs`] does along with them.
+    /// Enqueues the copy of what is between inputs and outputs in `staging`, which
+    /// [`Self::copy_inputs`] copies along with the inputs.
     ///
-    /// # Safety
-    /// As there.
+    ///  # Safety
+    /// As for [`Self::copy_inputs`].
     pub(crate) unsafe fn copy_words_after_inputs(
         &self,
         specialization: &Specialization,
@@ -169,17 +174,18 @@ impl Instance {
     ) -> Result<(), CudaError> {
         let at = specialization.layout.inputs_end();
         let bytes = specialization.layout.copied_in(best_effort) - at as usize;
-        // SAFETY: they lie at the same target on both sides; the caller answers for the time.
+        // SAFETY: the offset is the same on both sides; the caller is responsible for the
+        // lifetimes.
         unsafe {
             let from = staging.as_ptr().add(at as usize);
             specialization.memory.input_copier.copy_in(stream, self.address() + at, from, bytes)
         }
     }
 
-    /// Queues the copy of the words of best-effort launches, which are zero in `staging`.
+    /// Enqueues the copy of the control words, which are zero in `staging`.
     ///
-    /// # Safety
-    /// As for the inputs.
+    ///  # Safety
+    /// As for [`Self::copy_inputs`].
     pub(crate) unsafe fn copy_words(
         &self,
         specialization: &Specialization,
@@ -189,16 +195,17 @@ impl Instance {
         let words = specialization.layout.words();
         let (at, bytes) = (words.start as usize, (words.end - words.start) as usize);
         debug_assert!(at + bytes <= staging.len(), "staging holds the words");
-        // SAFETY: they lie at the same target on both sides; the caller answers for the time.
+        // SAFETY: the offset is the same on both sides; the caller is responsible for the
+        // lifetimes.
         unsafe {
             stream.copy_in(self.memory.address() + words.start, staging.as_ptr().add(at), bytes)
         }
     }
 
-    /// Queues the copy of all outputs and fault words.
+    /// Enqueues the copy of all outputs and fault words.
     ///
-    /// # Safety
-    /// `staging` and this instance live until it is done, and nobody else uses `staging`.
+    ///  # Safety
+    /// `staging` and this instance live until it is done, and nothing else uses `staging`.
     pub(crate) unsafe fn copy_outputs(
         &self,
         specialization: &Specialization,
@@ -207,17 +214,18 @@ impl Instance {
     ) -> Result<(), CudaError> {
         let (from, to) = (specialization.layout.faults_at, specialization.layout.staged_bytes);
         debug_assert!(to as usize <= staging.len(), "staging holds inputs and outputs");
-        // SAFETY: outputs and fault words lie at the same offsets on both sides; the caller answers for the time.
+        // SAFETY: outputs and fault words have the same offsets on both sides; the caller is
+        // responsible for the lifetimes.
         unsafe {
             let target = staging.as_ptr().add(from as usize);
             stream.copy_out(target, self.memory.address() + from, (to - from) as usize)
         }
     }
 
-    /// Queues zeros to the fault words of steps from `first` on: a step that ran behind one that preempted may have read
-    /// indices that were not there yet.
+    /// Enqueues zeros to the fault words of steps from `first` on: a step that ran behind a
+    /// preempted one may have read indices that were not computed yet.
     ///
-    /// # Safety
+    ///  # Safety
     /// This instance lives until it is done, and belongs to this run alone.
     pub(crate) unsafe fn clear_faults(
         &self,
@@ -226,14 +234,15 @@ impl Instance {
         stream: &Stream,
     ) -> Result<(), CudaError> {
         let (at, count) = specialization.layout.fault_words(first);
-        // SAFETY: words of this instance; the caller answers for the time.
+        // SAFETY: words of this instance; the caller is responsible for the lifetimes.
         unsafe { stream.clear(self.address() + at, count) }
     }
 
-    /// Queues step `index` as real time.
+    /// Enqueues step `index` as real time.
     ///
     /// # Safety
-    /// This instance and `specialization` live until it is done, and the instance belongs to this run alone.
+    /// This instance and `specialization` live until it is done, and the instance belongs to this
+    /// run alone.
     pub(crate) unsafe fn launch_real_time(
         &self,
         specialization: &Specialization,
@@ -245,17 +254,18 @@ impl Instance {
         let mut shape = bound.shape;
         let apart = specialization.kernels[index].apart;
         shape.dependent = dependent && !apart && specialization.device.has_dependent_launches();
-        // SAFETY: the arguments were checked against the kernel's size, and every address in them is of this
-        // instance or of weights that `specialization` holds.
+        // SAFETY: the arguments were checked against the kernel's size, and every address in them
+        // is of this instance or of weights that `specialization` holds.
         unsafe {
             stream.launch(bound.kernel.function(bound.entry), shape, &[&self.real_time[index]])
         }
     }
 
-    /// Queues step `index` as best effort.
+    /// Enqueues step `index` as best effort.
     ///
-    /// # Safety
-    /// As for real time; and the step's control words are zero, or those of this run's last try when `restored`.
+    ///  # Safety
+    /// As for real time; and the step's control words are zero, or those of this run's preempted
+    /// launch when `restored`.
     pub(crate) unsafe fn launch_best_effort(
         &self,
         specialization: &Specialization,
@@ -294,9 +304,10 @@ impl Instance {
         }
     }
 
-    /// Queues `steps` as best effort in one launch on a stream of `target`, for which it is ready; none of them was begun before.
+    /// Enqueues `steps` as best effort with one launch on a stream of `target`, for which the chain
+    /// is recorded; none of them was begun before.
     ///
-    /// # Safety
+    ///  # Safety
     /// As for one step.
     pub(crate) unsafe fn launch_chain(
         &self,
@@ -305,7 +316,8 @@ impl Instance {
         stream: &Stream,
     ) -> Result<(), CudaError> {
         match self.chain(steps, target) {
-            // SAFETY: every address in the arguments is of this instance or of weights that `specialization` holds.
+            // SAFETY: every address in the arguments is of this instance or of weights that
+            // `specialization` holds.
             Some(graph) => unsafe { graph.launch(stream) },
             None => Err(CudaError::Misuse("a chain was not made")),
         }
@@ -316,15 +328,15 @@ impl Instance {
         targets.and_then(|targets| targets[target as usize].as_ref())
     }
 
-    /// Makes the launch of `steps` for `target`, unless it is there or real time does not leave the time for it; whether it is there
-    /// then.
+    /// Records the chain `steps` for `target`, unless it is recorded or RT activity leaves no time
+    /// for it. Returns whether it is recorded.
     pub(crate) fn ensure_chain(
         &mut self,
         specialization: &Specialization,
         steps: &Range<usize>,
         target: LaunchTarget,
     ) -> Result<bool, CudaError> {
-        // Who is sent to the partition is not alone on the device any more.
+        // Recorded for the partition as well: a queue that is confined later does not run alone.
         let partition = (target == LaunchTarget::Low
             && specialization.recorder.partition.is_some())
         .then_some(LaunchTarget::Partition);
@@ -349,7 +361,8 @@ impl Instance {
         let graph = specialization.recorder.capture(target, |stream| {
             for index in steps.clone() {
                 let how = BestEffortLaunch { restored: false, dependent: index > steps.start };
-                // SAFETY: only recorded here; whoever launches the graph answers for the time.
+                // SAFETY: only recorded here; the launch of the graph is responsible for the
+                // lifetimes.
                 unsafe { self.launch_best_effort(specialization, index, how, stream) }?;
             }
             Ok(())
@@ -359,7 +372,7 @@ impl Instance {
         Ok(())
     }
 
-    /// The whole plan as real time in one launch of that priority; made when it is first asked for.
+    /// The whole program as real time in one graph of that priority, recorded on first use.
     pub(crate) fn graph(
         &mut self,
         specialization: &Specialization,
@@ -373,7 +386,7 @@ impl Instance {
         self.graphs[target].as_ref().ok_or(CudaError::Misuse("a graph was not made"))
     }
 
-    /// `steps` as real time in one launch.
+    /// `steps` as real time in one graph.
     fn record(
         &self,
         specialization: &Specialization,
@@ -383,14 +396,15 @@ impl Instance {
         let first = steps.start;
         specialization.recorder.capture(priority.into(), |stream| {
             for index in steps {
-                // SAFETY: only recorded here; whoever launches the graph answers for the time.
+                // SAFETY: only recorded here; the launch of the graph is responsible for the
+                // lifetimes.
                 unsafe { self.launch_real_time(specialization, index, index > first, stream) }?;
             }
             Ok(())
         })
     }
 
-    /// Makes what real time launches before anybody asks for it, in a gap of others.
+    /// Records the graph of real time ahead of its first use, in a gap of RT activity.
     pub(crate) fn prepare_graph(
         &mut self,
         specialization: &Specialization,
@@ -401,7 +415,7 @@ impl Instance {
         self.graph(specialization, Priority::High).map(drop)
     }
 
-    /// Makes what best effort launches, in gaps too, or as much of it as there are gaps for.
+    /// Records the chains of best effort in gaps, as far as there are gaps.
     pub(crate) fn prepare_chains(
         &mut self,
         specialization: &Specialization,
@@ -424,7 +438,7 @@ impl Instance {
         Ok(())
     }
 
-    /// Makes what [`Instance::launch_arriving`] launches, in gaps too.
+    /// Records what [`Instance::launch_arriving`] launches, in gaps.
     pub(crate) fn prepare_parts(
         &mut self,
         specialization: &Specialization,
@@ -437,9 +451,9 @@ impl Instance {
         Ok(())
     }
 
-    /// Queues the whole plan as real time, each part behind the weights it needs.
+    /// Enqueues the whole program as real time, each part behind the weights it needs.
     ///
-    /// # Safety
+    ///  # Safety
     /// As for one step.
     pub(crate) unsafe fn launch_arriving(
         &mut self,
@@ -451,7 +465,7 @@ impl Instance {
         let parted = priority == Priority::High && self.parts.len() == specialization.parts.len();
         if !parted {
             arrival.block_stream(stream, u64::MAX)?;
-            // SAFETY: the caller answers for the memory.
+            // SAFETY: the caller is responsible for the memory.
             return unsafe { self.graph(specialization, priority)?.launch(stream) };
         }
         for (part, graph) in specialization.parts.iter().zip(&self.parts) {

@@ -1,4 +1,5 @@
-//! Where everything of one run lies: one block of device memory per run, addresses patched into arguments.
+//! The memory layout of one run: one block of device memory, whose addresses are patched into
+//! kernel arguments.
 
 use model::gpu::{GpuPlan, GpuStep, Launch, Patch, Place};
 
@@ -10,39 +11,42 @@ const ALIGN: u64 = 256;
 /// Bytes of a fault word.
 const WORD: u64 = 4;
 
-/// Offsets into a run's block of memory. What comes first lies the same way in host staging: inputs; the words of best-effort
-/// launches, which are always zero there, so that the copy of inputs clears them; fault words; outputs.
+/// Offsets into a run's block. The first part has the same layout in the staging buffer: inputs;
+/// control words of best effort, which are always zero there, so that the copy of inputs clears
+/// them; fault words; outputs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Layout {
     inputs: Vec<u64>,
     inputs_end: u64,
     outputs: Vec<u64>,
-    /// Steps with a fault word, in order; the words lie side by side.
+    /// Steps with a fault word, in order; the words are adjacent.
     faults: Vec<usize>,
-    /// Where fault words begin: they are cleared with the copy of inputs and come back with the outputs.
+    /// Offset of the fault words: they are cleared with the copy of inputs and copied back with the
+    /// outputs.
     pub(crate) faults_at: u64,
-    /// Where outputs begin; before it is what is copied to the device.
+    /// Offset of the outputs; everything before is copied to the device.
     pub(crate) outputs_at: u64,
-    /// Where outputs end: the size of host staging.
+    /// End of the outputs: the size of the staging buffer.
     pub(crate) staged_bytes: u64,
     arena: u64,
     workspace: u64,
-    /// Arrival words of each step's real-time launch, always zero between launches.
+    /// Arrival words of each step's RT launch, always zero between launches.
     real_time_arrivals: Vec<u64>,
-    /// What each step's best-effort launch shares with its queue, side by side.
+    /// Control words of each step, adjacent.
     pub(crate) controls: Vec<StepControl>,
     /// Size of the block.
     pub(crate) bytes: u64,
 }
 
-/// Words of a best-effort launch: whether a block preempted, its tile counter, a bit a tile, and arrivals of split products.
+/// Control words of a best-effort launch: whether a block was preempted, the tile counter, a done
+/// bit per tile, and arrival counts of split products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StepControl {
     pub(crate) preempted: u64,
     pub(crate) next: u64,
     pub(crate) done: u64,
     pub(crate) arrivals: u64,
-    /// The next step's words.
+    /// Offset of the next step's words.
     pub(crate) end: u64,
     pub(crate) tiles: u32,
 }
@@ -52,7 +56,7 @@ fn may_fault(launch: &Launch) -> bool {
     launch.patches.iter().any(|patch| patch.to == Place::Fault)
 }
 
-/// Hands out offsets, one piece after another.
+/// Hands out aligned offsets.
 struct OffsetAllocator(u64);
 
 impl OffsetAllocator {
@@ -63,12 +67,12 @@ impl OffsetAllocator {
     }
 }
 
-/// Which launches of a plan a run's memory is made for.
+/// The launches that a run's memory is made for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LaunchSet {
-    /// Those that runs take.
+    /// The launches that runs use.
     Selected,
-    /// Any, for who compares them.
+    /// All variants, to compare them.
     All,
 }
 
@@ -83,14 +87,15 @@ impl LaunchSet {
         }
     }
 
-    /// What of the workspace they use. A choice that nobody takes may want more than all activations together.
+    /// Workspace they need. A variant that is not selected may need more than all activations
+    /// together.
     fn workspace_bytes(self, plan: &GpuPlan) -> u64 {
         let launches = plan.steps.iter().flat_map(|step| self.of(step));
         launches.map(|launch| launch.workspace_bytes).max().unwrap_or(0)
     }
 }
 
-/// Device memory of one run of `plan` with the choices that are set in it.
+/// Device memory of one run of `plan` with the variants selected in it.
 pub fn run_bytes(plan: &GpuPlan) -> u64 {
     Layout::new(plan, LaunchSet::Selected).bytes
 }
@@ -148,39 +153,40 @@ impl Layout {
         }
     }
 
-    /// Bytes from the beginning that are copied to the device before the first step, with the words of best effort or without.
+    /// Bytes from the beginning that are copied to the device before the first step, with or
+    /// without control words.
     pub(crate) fn copied_in(&self, best_effort: bool) -> usize {
         let words = best_effort || !self.faults.is_empty();
         (if words { self.outputs_at } else { self.inputs_end }) as usize
     }
 
-    /// Where inputs end.
+    /// End of the inputs.
     pub(crate) fn inputs_end(&self) -> u64 {
         self.inputs_end
     }
 
-    /// The words of best-effort launches.
+    /// The control words of all steps.
     pub(crate) fn words(&self) -> std::ops::Range<u64> {
         let end = self.controls.last().map_or(self.inputs_end, |control| control.end);
         self.controls.first().map_or(end, |control| control.preempted)..end
     }
 
-    /// Offset of input `index`, on the device and in staging.
+    /// Offset of input `index`, on the device and in the staging buffer.
     pub(crate) fn input(&self, index: usize) -> u64 {
         self.inputs[index]
     }
 
-    /// Offset of output `index`, on the device and in staging.
+    /// Offset of output `index`, on the device and in the staging buffer.
     pub(crate) fn output(&self, index: usize) -> u64 {
         self.outputs[index]
     }
 
-    /// What step `index` has for itself when it runs as real time.
+    /// Words of step `index` as real time.
     pub(crate) fn real_time_words(&self, index: usize) -> StepWords {
         StepWords { arrivals: self.real_time_arrivals[index], fault: self.fault(index) }
     }
 
-    /// What step `index` has for itself when it runs as best effort.
+    /// Words of step `index` as best effort.
     pub(crate) fn best_effort_words(&self, index: usize) -> StepWords {
         StepWords { arrivals: self.controls[index].arrivals, fault: self.fault(index) }
     }
@@ -191,20 +197,21 @@ impl Layout {
         Some(self.faults_at + place as u64 * WORD)
     }
 
-    /// The fault words of steps from `first` on: where they begin and how many they are.
+    /// Offset and number of the fault words of steps from `first` on.
     pub(crate) fn fault_words(&self, first: usize) -> (u64, usize) {
         let before = self.faults.partition_point(|step| *step < first);
         (self.faults_at + before as u64 * WORD, self.faults.len() - before)
     }
 
-    /// The first step that met what it cannot go on with, by host staging as it was after the copy of outputs.
+    /// The first step that reported a fault, read from the staging buffer after the copy of
+    /// outputs.
     pub(crate) fn faulted(&self, staging: &[u8]) -> Option<usize> {
         let words = staging.get(self.faults_at as usize..)?.chunks_exact(WORD as usize);
         let told = |(_, word): &(&usize, &[u8])| word.iter().any(|byte| *byte != 0);
         self.faults.iter().zip(words).find(told).map(|(step, _)| *step)
     }
 
-    /// The words of best-effort launches of `steps`: where they begin and how many they are.
+    /// Offset and number of the control words of `steps`.
     pub(crate) fn control_words(&self, steps: std::ops::Range<usize>) -> (u64, usize) {
         match self.controls.get(steps.clone()) {
             None | Some([]) => (0, 0),
@@ -216,7 +223,7 @@ impl Layout {
     }
 }
 
-/// Memory of one launch.
+/// Words that belong to one launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StepWords {
     /// Offset of its arrival words.
@@ -251,7 +258,7 @@ impl Addresses<'_> {
         }
     }
 
-    /// The arguments of `launch` with addresses in place.
+    /// The arguments of `launch` with addresses patched in.
     pub(crate) fn patch(&self, launch: &Launch, words: StepWords) -> Result<Vec<u8>, String> {
         let mut args = launch.args.clone();
         for Patch { at, to } in &launch.patches {
@@ -329,7 +336,8 @@ pub(crate) mod tests {
         assert!(layout.real_time_arrivals[0] >= 2304 + 64);
         let [first, second] = layout.controls[..] else { panic!("two steps") };
         assert_eq!((first.preempted, layout.words().start), (768, 768));
-        // Whether it preempted, a counter, two words for 33 tiles, two arrivals; then the next step at once.
+        // The preempted word, the tile counter, two words for 33 tiles, two arrivals; then the next
+        // step.
         assert_eq!((first.done - first.preempted, first.arrivals - first.preempted), (8, 16));
         assert_eq!(second.preempted, first.preempted + 24);
         assert_eq!(layout.control_words(0..2), (first.preempted, 9));
@@ -346,9 +354,9 @@ pub(crate) mod tests {
         let offsets = |plan: &GpuPlan, choices| Layout::new(plan, choices).bytes;
         let plain = offsets(&plan, LaunchSet::Selected);
         assert_eq!(plain, run_bytes(&plan));
-        // Workspaces of 4096 and of 64 bytes, 8 and 1200 bytes of arrivals or only 8, each rounded up.
+        // Workspaces of 4096 or 64 bytes, 1200 or 8 bytes of arrivals, each rounded up.
         assert_eq!(offsets(&plan, LaunchSet::All) - plain, (4096 - 256) + (1280 - 256));
-        // As real time it is taken; best effort of a short step takes the same.
+        // Real time uses it; best effort of a short step uses the same.
         plan.steps[1].rt = 1;
         assert!(offsets(&plan, LaunchSet::Selected) >= offsets(&plan, LaunchSet::All));
         (plan.steps[1].rt, plan.steps[1].be) = (0, 1);
@@ -410,7 +418,7 @@ pub(crate) mod tests {
     fn the_first_step_that_faulted_is_told() {
         let layout = Layout::new(&faulting(), LaunchSet::Selected);
         let mut staging = vec![0; layout.staged_bytes as usize];
-        // What is before and behind the words says nothing.
+        // What surrounds the words is ignored.
         staging[..1024].fill(0xff);
         staging[1032..].fill(0xff);
         assert_eq!(layout.faulted(&staging), None);

@@ -46,8 +46,8 @@ fn check_border(plan: &LaunchPlan, gpu: &GpuPlan) -> Result<(), Vec<DeviceError>
     Err(vec![DeviceError::BadPlan(why)])
 }
 
-/// `plan` for the first sizes that make sense of it: those of the settings, and guesses for symbols they do not name.
-/// `None` when no guess makes sense, which says nothing against the model.
+/// `plan` lowered for the first sizes that it accepts: configured sizes, and guesses for symbols
+/// that are not configured. `None` when no guess is accepted, which does not refuse the model.
 pub(super) fn example(
     compiler: &dyn KernelCompiler,
     target: &GpuTarget,
@@ -59,7 +59,8 @@ pub(super) fn example(
     for sizes in candidates {
         match compiler.lower(plan, &sizes, target) {
             Ok(gpu) => return check_border(plan, &gpu).map(|()| Some((sizes, gpu))),
-            // A step without a kernel has none at other sizes either; sizes that contradict the plan are only ours.
+            // A step without a kernel has none at other sizes either; sizes that the plan refuses
+            // are only a wrong guess.
             Err(errors) if guessed && are_of_sizes(&errors) => {
                 let why = first_of(errors);
                 tracing::debug!(?sizes, %why, "guessed sizes make no sense");
@@ -74,17 +75,18 @@ fn are_of_sizes(errors: &[DeviceError]) -> bool {
     errors.iter().all(|err| matches!(err, DeviceError::BadPlan(_)))
 }
 
-/// The first reason of a compiler that refused.
+/// The first error of a compiler that refused a plan.
 pub(crate) fn first_of(errors: Vec<DeviceError>) -> DeviceError {
     let unknown = || DeviceError::BadPlan("the compiler gave no reason".to_string());
     errors.into_iter().next().unwrap_or_else(unknown)
 }
 
-/// What symbols other than batches may be: the least there is, a few tokens, the sides of small and usual images.
+/// Guesses for symbols other than the batch: the minimum, a few tokens, the sides of small and of
+/// usual images.
 const GUESSES: [usize; 4] = [1, 32, 64, 224];
 
-/// Sizes to prepare for, most wanted first, and whether any of them is a guess. Symbols that the settings do not name are 1
-/// where they stand first in an input, which is the batch, and one of the guesses elsewhere.
+/// Sizes to try in order, and whether any is guessed. Symbols that are not configured are 1 as the
+/// first dimension of an input, which is the batch, and one of the guesses elsewhere.
 fn example_sizes(plan: &LaunchPlan, set: &[(String, usize)]) -> (Vec<Sizes>, bool) {
     let mut symbols: Vec<(&String, Option<usize>)> = Vec::new();
     let mut guessed = false;
@@ -107,7 +109,8 @@ fn example_sizes(plan: &LaunchPlan, set: &[(String, usize)]) -> (Vec<Sizes>, boo
     (candidates, guessed)
 }
 
-/// The symbols of `plan`'s inputs as `inputs` bind them; they have been checked against the plan.
+/// The symbols of `plan`'s inputs as `inputs` bind them; `inputs` have been checked against the
+/// plan.
 pub(crate) fn sizes_of(plan: &LaunchPlan, inputs: &[Tensor]) -> Sizes {
     let mut sizes = Sizes::new();
     for (id, tensor) in plan.inputs.iter().zip(inputs) {
@@ -160,7 +163,7 @@ mod tests {
         assert_eq!(sizes, [("batch".to_string(), 2), ("tokens".to_string(), 7)]);
     }
 
-    /// Takes plans whose symbol `w` is at least so much, and no step of the name that is refused.
+    /// Accepts plans whose symbol `w` is at least `least`, unless it refuses a step.
     struct MinimumSizeCompiler {
         least: usize,
         refused: bool,
@@ -192,7 +195,7 @@ mod tests {
         }
     }
 
-    /// What became of a model of images with sides `h` and `w`, and the widths that were tried.
+    /// The result for images with sides `h` and `w`, and the widths that were tried.
     fn tried(
         least: usize,
         refused: bool,
@@ -230,7 +233,7 @@ mod tests {
         let errors = found.expect_err("no kernel");
         assert!(matches!(errors[..], [DeviceError::Unsupported { .. }]));
         assert_eq!(widths, [1, 32, 64], "found at the first sizes that make sense");
-        // Sizes that were asked for are no guess.
+        // Configured sizes are no guess.
         let set = [("n", 1), ("h", 8), ("w", 8)];
         let (found, widths) = tried(48, false, &set);
         assert!(matches!(found.expect_err("too small")[..], [DeviceError::BadPlan(_)]));

@@ -1,4 +1,4 @@
-//! A program for one set of sizes: kernels in place, every address but the run's own known.
+//! A program compiled for one set of sizes: its kernels, and all addresses except those of a run.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,28 +21,29 @@ use crate::program::instance::Instance;
 use crate::program::layout::{LaunchSet, Layout};
 use crate::services::DeviceServices;
 
-/// Runs whose memory is kept for the next ones.
+/// Instances kept for later runs.
 const SPARE_INSTANCES: usize = 8;
 
-/// Steps below which a recorded launch is not worth having: it keeps others out of the driver while it is made.
+/// Shorter chains are not recorded: instantiating a graph blocks other driver calls.
 const MIN_RECORDED_STEPS: usize = 4;
 
-/// Host buffers kept for the next requests.
+/// Staging buffers kept for later requests.
 const SPARE_STAGING: usize = 64;
 
 /// A step's launches, without addresses.
 pub(crate) struct StepKernels {
     pub(crate) real_time: BoundKernel,
     pub(crate) best_effort: BoundKernel,
-    /// As best effort, tiles that were done before it was left stay done.
+    /// As best effort, tiles done before a preemption stay done.
     pub(crate) resumes: bool,
-    /// The step may not be left inside a tile. No kernel polls between tiles alone, so it runs to its end.
+    /// The step cannot be preempted inside a tile. No kernel checks only between tiles, so the step
+    /// runs to its end.
     pub(crate) runs_to_end: bool,
-    /// It starts only when the step before has ended.
+    /// It starts only when the previous step has ended (no dependent launch).
     pub(crate) apart: bool,
 }
 
-/// A kernel with its shape.
+/// A kernel with its launch shape.
 #[derive(Clone)]
 pub(crate) struct BoundKernel {
     pub(crate) kernel: Arc<LoadedKernel>,
@@ -57,28 +58,29 @@ pub(crate) struct Specialization {
     pub(crate) kernels: Vec<StepKernels>,
     /// Each weight's address and size.
     pub(crate) weights: Vec<(u64, u64)>,
-    /// Best-effort steps that are launched as one; together they are all steps, in order.
+    /// Best-effort steps recorded as one graph; together they are all steps, in order.
     pub(crate) chains: Vec<Range<usize>>,
     /// For each step, the chain it is in.
     chain_of: Vec<usize>,
-    /// What is launched at once while weights arrive; together they are all steps, in order.
+    /// What is launched at once while weights load; together they are all steps, in order.
     pub(crate) parts: Vec<PlanPart>,
-    /// For each step, bytes of weights that must be there.
+    /// For each step, bytes of weights that must have arrived.
     needs: Vec<u64>,
     slabs: usize,
-    /// Memory that waits for its next run, by the priority it was last used at: graphs are of one.
+    /// Instances kept for later runs, by the priority they were last used with, since graphs have
+    /// one.
     instances: Mutex<[Vec<Instance>; 2]>,
     staging: Mutex<Vec<PinnedBuffer>>,
     pub(crate) recorder: Arc<GraphRecorder>,
     pub(crate) preemption: Arc<PreemptionServices>,
     pub(crate) memory: Arc<MemoryServices>,
     pub(crate) device: Arc<DeviceContext>,
-    /// Let go of last: with a program's weights goes what the driver keeps of its runs.
+    /// Dropped last: dropping weights trims the driver's memory pool.
     pub(crate) program: Arc<ProgramWeights>,
 }
 
 impl Specialization {
-    /// Compiles and loads what `gpu` names and puts its weights in place.
+    /// Compiles the kernels of `gpu` and packs its weights.
     pub(crate) fn new(
         services: &DeviceServices,
         gpu: GpuPlan,
@@ -88,7 +90,7 @@ impl Specialization {
         Specialization::with(services, gpu, weights, LaunchSet::Selected, progress)
     }
 
-    /// The same with memory for these choices.
+    /// The same with memory for `choices`.
     pub(crate) fn with(
         services: &DeviceServices,
         mut gpu: GpuPlan,
@@ -107,7 +109,7 @@ impl Specialization {
             WeightError::WrongSize(why) => DeviceError::BadPlan(why),
             WeightError::Load(err) => err,
         })?;
-        // They are packed; their packers would wait_for_weights the model's own copy in memory.
+        // They are packed; their packers would keep the model's own copy in memory.
         gpu.weights.clear();
         let needs = arrival::needs(&gpu.steps, &placed.spans);
         let to_end: Vec<bool> = kernels.iter().map(|step| step.runs_to_end).collect();
@@ -138,23 +140,23 @@ impl Specialization {
         &self.chains[self.chain_of[step]]
     }
 
-    /// What is launched as one from step `first` on; `None` when that is too little.
+    /// The steps that are launched as one from `first` on; `None` when they are too few.
     pub(crate) fn chain_part(&self, first: usize) -> Option<Range<usize>> {
         let steps = chain_part(self.chain_of(first), first);
         (steps.len() >= MIN_RECORDED_STEPS).then_some(steps)
     }
 
-    /// All that is ever launched as one.
+    /// All that are ever launched as one.
     pub(crate) fn chain_parts(&self) -> impl Iterator<Item = Range<usize>> {
         (0..self.chain_of.len()).filter_map(|first| self.chain_part(first))
     }
 
-    /// What a run must wait for on its stream; an error when its weights are not on the device.
+    /// What a run must wait for on its stream; an error when its weights are evicted.
     pub(crate) fn arrival(&self) -> Result<Option<Arc<WeightArrival>>, CudaError> {
         self.program.arrival(self.slabs)
     }
 
-    /// Holds what is queued on `stream` from now on until the weights of all steps before `end` are there; whether it waits.
+    /// Makes `stream` wait for the weights of all steps before `end`; false when they have arrived.
     pub(crate) fn wait_for_weights(&self, stream: &Stream, end: usize) -> Result<bool, CudaError> {
         let needed = end.checked_sub(1).and_then(|last| self.needs.get(last)).copied();
         match (self.arrival()?, needed) {
@@ -171,7 +173,8 @@ impl Specialization {
         self.staging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Device memory of a run: what was used last, and rather at the same priority, since its graphs are there.
+    /// The device memory of a run: the one used last, preferably with the same priority, since its
+    /// graphs are recorded.
     pub(crate) fn take_instance(&self, priority: Priority) -> Result<Instance, DeviceError> {
         let spare = {
             let [high, low] = &mut *self.instances();
@@ -182,7 +185,7 @@ impl Specialization {
             return Ok(spare);
         }
         match Instance::new(self) {
-            // What other plans keep for later is worth less than a request that is here.
+            // What other specializations keep for later is worth less than a request that is here.
             Err(DeviceError::OutOfMemory { .. }) if self.memory.spares.release() => {
                 Instance::new(self)
             }
@@ -190,7 +193,7 @@ impl Specialization {
         }
     }
 
-    /// Takes memory back. Nothing queued may still use it.
+    /// Keeps `instance` for a later run. Nothing enqueued may still use it.
     pub(crate) fn return_instance(&self, instance: Instance, priority: Priority) {
         let mut instances = self.instances();
         if instances.iter().map(Vec::len).sum::<usize>() < SPARE_INSTANCES {
@@ -198,7 +201,7 @@ impl Specialization {
         }
     }
 
-    /// A host buffer for inputs and outputs.
+    /// A staging buffer for inputs and outputs.
     pub(crate) fn take_staging(&self) -> Result<PinnedBuffer, DeviceError> {
         let spare = self.staging().pop();
         let bytes = self.layout.staged_bytes as usize;
@@ -218,7 +221,7 @@ impl Specialization {
         }
     }
 
-    /// Bytes of runs that wait for the next request.
+    /// Bytes of instances kept for later runs.
     pub(crate) fn spare_bytes(&self) -> u64 {
         self.instances().iter().map(Vec::len).sum::<usize>() as u64 * self.layout.bytes
     }
@@ -230,7 +233,7 @@ impl SpareOwner for Specialization {
     }
 }
 
-/// Refuses plans that contradict themselves before anything is made of them.
+/// Refuses inconsistent plans.
 fn check(gpu: &GpuPlan) -> Result<(), String> {
     for step in &gpu.steps {
         let fits = |index: usize| step.choices.get(index);
@@ -256,7 +259,7 @@ fn check(gpu: &GpuPlan) -> Result<(), String> {
     Ok(())
 }
 
-/// The kernels of every step's two launches.
+/// The RT and best-effort kernels of every step.
 fn bind(
     services: &DeviceServices,
     gpu: &GpuPlan,
@@ -345,7 +348,7 @@ fn best_effort(
     Ok(BoundKernel { kernel, entry, shape })
 }
 
-/// All steps in runs of up to `length`. A step that runs to its end whatever happens is alone.
+/// All steps in chains of up to `length`. A step that always runs to its end is a chain of its own.
 fn chains(to_end: &[bool], length: usize) -> Vec<Range<usize>> {
     let mut chains: Vec<Range<usize>> = Vec::new();
     for (index, &runs_to_end) in to_end.iter().enumerate() {
@@ -359,8 +362,9 @@ fn chains(to_end: &[bool], length: usize) -> Vec<Range<usize>> {
     chains
 }
 
-/// What of `chain` is launched as one from its step `first` on: all of it, or, where it was left, the longest chain_part of a power of
-/// two that begins at a multiple of itself. So the rest of any chain is a few launches, and few graphs are ever made of it.
+/// The part of `chain` that is launched as one from step `first` on: all of it, or, where it was
+/// preempted, the longest part of a power of two that begins at a multiple of itself. So the rest
+/// of any chain takes few launches, and few different graphs exist.
 fn chain_part(chain: &Range<usize>, first: usize) -> Range<usize> {
     match first - chain.start {
         0 => chain.clone(),

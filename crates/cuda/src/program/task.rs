@@ -22,35 +22,36 @@ pub(crate) struct CudaTask {
     staging: Option<PinnedBuffer>,
     inputs: Inputs,
     instance: Option<Instance>,
-    /// What the instance was taken for.
+    /// The priority that the instance was taken with.
     priority: Priority,
     next_step: usize,
     /// Inputs are on the device.
     pub(crate) uploaded: bool,
     pub(crate) control: ControlState,
     step_times: Option<Vec<Nanos>>,
-    /// Time spent on the next step by tries that left.
+    /// Time spent on the next step by launches that were preempted.
     pub(crate) unfinished: Nanos,
 }
 
-/// Where the inputs of a run are, until it is over.
+/// Where the inputs of a run are, until it has ended.
 enum Inputs {
     /// In its staging buffer.
     Staged,
-    /// In memory the device has lent.
+    /// In the pinned host pool.
     Pooled(Vec<Bytes>),
-    /// Several requests' of a batch.
+    /// Those of a batch's members.
     Batch(BatchInputs),
 }
 
-/// What is in the control that best-effort launches share with their queue.
+/// State of the control words, which best-effort launches share with their queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ControlState {
     /// All of them have been cleared for this run.
     pub(crate) cleared: bool,
     /// Steps before this one have been launched since.
     pub(crate) used_to: usize,
-    /// The next step's done bits are of a try that left: only the other tiles are missing.
+    /// Done bits of the next step are those of a preempted launch: only the other tiles are
+    /// computed.
     pub(crate) partly_done: bool,
 }
 
@@ -82,7 +83,7 @@ impl CudaTask {
         Ok(CudaTask::with(specialization, staging, Inputs::Staged))
     }
 
-    /// A run of the inputs of several requests.
+    /// A run of a batch.
     pub(crate) fn of_batch(
         specialization: Arc<Specialization>,
         staging: PinnedBuffer,
@@ -112,14 +113,15 @@ impl CudaTask {
         }
     }
 
-    /// Queues the copy of inputs, and of the control behind them that launches of that kind look at.
+    /// Enqueues the copy of inputs, and of the fault and control words behind them.
     pub(crate) fn copy_in(&self, best_effort: bool, stream: &Stream) -> Result<(), CudaError> {
         let (Some(instance), Some(staging)) = (&self.instance, &self.staging) else {
             return Err(CudaError::Misuse("a run without memory was launched"));
         };
         let specialization = &self.specialization;
         let copier = &specialization.memory.input_copier;
-        // SAFETY: the task holds both sides and all inputs until the stream is drained or the mark behind is passed.
+        // SAFETY: the task holds both sides and all inputs until the stream is drained or the fence
+        // behind the copy is reached.
         unsafe {
             match &self.inputs {
                 Inputs::Staged => {
@@ -145,7 +147,8 @@ impl CudaTask {
         }
     }
 
-    /// Bytes and shape of an output: of a batch's rows only, not of those its plan has beyond.
+    /// Bytes and shape of an output: the rows of the batch, without further rows of the
+    /// specialization.
     fn output(&self, slot: &model::gpu::Slot) -> (usize, Vec<usize>) {
         let (mut bytes, mut shape) = (slot.bytes as usize, slot.shape.clone());
         if let (Inputs::Batch(batch_inputs), Some(first)) = (&self.inputs, shape.first_mut())
@@ -157,7 +160,7 @@ impl CudaTask {
         (bytes, shape)
     }
 
-    /// Takes device memory unless the run has it already; rather some that was last used at that priority.
+    /// Takes device memory unless the run has it already, preferably last used with that priority.
     pub(crate) fn acquire_memory(&mut self, priority: Priority) -> Result<(), DeviceError> {
         if self.instance.is_none() {
             self.instance = Some(self.specialization.take_instance(priority)?);
@@ -167,7 +170,8 @@ impl CudaTask {
         Ok(())
     }
 
-    /// The run's device memory and host buffer; both are there between [`Self::acquire_memory`] and the last step.
+    /// The run's instance and staging buffer; both exist between [`Self::acquire_memory`] and the
+    /// last step.
     pub(crate) fn memory(&mut self) -> Result<(&mut Instance, &PinnedBuffer), CudaError> {
         match (&mut self.instance, &self.staging) {
             (Some(instance), Some(staging)) => Ok((instance, staging)),
@@ -175,14 +179,14 @@ impl CudaTask {
         }
     }
 
-    /// Where the run polls for orders to leave.
+    /// The run's epoch counter.
     pub(crate) fn epoch_counter(&self) -> Result<Arc<EpochCounter>, CudaError> {
         let instance = self.instance.as_ref();
         let epoch_counter = instance.map(|instance| instance.epoch_counter().clone());
         epoch_counter.ok_or(CudaError::Misuse("a run without memory has no epoch_counter"))
     }
 
-    /// Queues the copy of inputs and of fresh control for best-effort launches.
+    /// Enqueues the copy of inputs and of cleared control words.
     pub(crate) fn upload(&mut self, stream: &Stream) -> Result<(), CudaError> {
         self.copy_in(true, stream)?;
         self.uploaded = true;
@@ -190,7 +194,7 @@ impl CudaTask {
         Ok(())
     }
 
-    /// Queues the copy of fresh control alone.
+    /// Enqueues the copy of cleared control words alone.
     pub(crate) fn upload_words(&mut self, stream: &Stream) -> Result<(), CudaError> {
         let (Some(instance), Some(staging)) = (&self.instance, &self.staging) else {
             return Err(CudaError::Misuse("a run without memory was launched"));
@@ -199,8 +203,8 @@ impl CudaTask {
         unsafe { instance.copy_words(&self.specialization, staging, stream) }
     }
 
-    /// Notes that steps before `step` are done; after the last, the device memory goes back. Nothing of this run may be
-    /// queued on the device any more.
+    /// Steps before `step` are done. After the last one the instance is returned. Nothing of this
+    /// run may be enqueued any more.
     pub(crate) fn advance_to(&mut self, step: usize) {
         self.next_step = step;
         if step == self.step_count()
@@ -210,7 +214,8 @@ impl CudaTask {
         }
     }
 
-    /// Why a run that is done counts as failed; `None` when its outputs are good, or not there yet.
+    /// Why a run that is done counts as failed; `None` when its outputs are good or not computed
+    /// yet.
     pub(crate) fn fault(&self) -> Option<DeviceError> {
         if self.next_step < self.step_count() {
             return None;
@@ -221,17 +226,17 @@ impl CudaTask {
         Some(DeviceError::StepFailed { step, op, reason: "an index is out of range".to_string() })
     }
 
-    /// Forgets the device memory of a run that failed: what is in it is not known.
+    /// Drops the instance of a run that failed: its content is not known.
     pub(crate) fn abandon(&mut self) {
         self.instance = None;
     }
 
-    /// Whether times are kept.
+    /// Whether step times are recorded.
     pub(crate) fn is_timed(&self) -> bool {
         self.step_times.is_some()
     }
 
-    /// Keeps the time of the step that was just done.
+    /// Records the time of the step that was just done.
     pub(crate) fn push_time(&mut self, micros: f64) {
         let spent = Nanos((micros.max(0.0) * 1e3) as u64) + self.unfinished;
         self.unfinished = Nanos::ZERO;
@@ -284,7 +289,8 @@ impl Task for CudaTask {
 
 impl Drop for CudaTask {
     fn drop(&mut self) {
-        // A run that ends early gives its memory back too: its completion said that nothing of it is queued any more.
+        // A run that ends early returns its instance too: its completion said that nothing of it is
+        // enqueued any more.
         if let Some(instance) = self.instance.take() {
             self.specialization.return_instance(instance, self.priority);
         }

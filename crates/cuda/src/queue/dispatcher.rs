@@ -1,7 +1,7 @@
-//! The thread that polls after every best-effort queue of a device.
+//! The dispatcher: the thread that serves all best-effort queues of a device.
 //!
-//! One thread is enough: it queues launches ahead and polls at words, and what several threads would gain they would lose to
-//! each other, and take from real time, inside the driver.
+//!  One thread is enough: it enqueues launches ahead and polls words. Several threads would wait
+//! for each other, and delay real time, inside the driver.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,10 +13,10 @@ use crate::options::Polling;
 use crate::preempt::driver_backoff::DriverBackoff;
 use crate::preempt::epoch_counters::EpochCounters;
 
-/// Rounds over all executors between two polls at the clock.
+/// Rounds over all queues between two reads of the clock.
 const ROUNDS_PER_CLOCK_READ: u32 = 32;
 
-/// The thread, which is there as long as there are executors.
+/// Starts and wakes the thread, which runs while there are queues.
 #[derive(Default)]
 pub(crate) struct Dispatcher {
     shared: Arc<DispatcherShared>,
@@ -31,17 +31,17 @@ struct DispatcherShared {
 
 #[derive(Default)]
 struct DispatcherState {
-    /// Lanes the thread has not taken over yet.
+    /// Queues that the thread has not taken over yet.
     arriving: Vec<QueueExecutor>,
     thread: Option<Thread>,
 }
 
-/// What the thread minds besides its executors.
+/// What the thread needs besides its queues.
 pub(super) struct DispatcherContext {
     pub(super) polling: Polling,
-    /// KernelRequest by real time.
+    /// While it is active the thread makes no call for its queues.
     pub(super) driver_backoff: Arc<DriverBackoff>,
-    /// Whose orders it sends.
+    /// Counters whose preemptions the thread writes to the device.
     pub(super) epoch_counters: Arc<EpochCounters>,
 }
 
@@ -52,7 +52,7 @@ pub(super) struct DispatcherWaker {
 }
 
 impl DispatcherWaker {
-    /// Something was put into a executor.
+    /// A segment was pushed, or a queue was closed.
     pub(super) fn wake(&self) {
         if self.shared.asleep.swap(false, Ordering::SeqCst)
             && let Some(thread) = &self.shared.lock().thread
@@ -73,7 +73,7 @@ impl Dispatcher {
         DispatcherWaker { shared: self.shared.clone() }
     }
 
-    /// Hands a executor to the thread, which is started for the first.
+    /// Hands a queue to the thread; the first one starts it.
     pub(super) fn add(
         &self,
         executor: QueueExecutor,
@@ -94,7 +94,7 @@ impl Dispatcher {
     }
 }
 
-/// Goes over the executors until the last one is closed.
+/// Polls the queues until the last one is closed.
 fn run(shared: &DispatcherShared, context: &DispatcherContext) {
     let polling = context.polling;
     let mut executors: Vec<QueueExecutor> = Vec::new();
@@ -131,19 +131,19 @@ fn run(shared: &DispatcherShared, context: &DispatcherContext) {
     }
 }
 
-/// Takes new executors over and lets go of closed ones; false when none is left.
+/// Takes over new queues and drops finished ones; false when none remain.
 fn take_over(shared: &DispatcherShared, executors: &mut Vec<QueueExecutor>) -> bool {
     let mut state = shared.lock();
     executors.append(&mut state.arriving);
     executors.retain(|executor| !executor.is_finished());
     if executors.is_empty() {
-        // Whoever adds a executor from here on starts another thread.
+        // The next queue starts another thread.
         state.thread = None;
     }
     !executors.is_empty()
 }
 
-/// Lets others run while the device works.
+/// Yields to other threads while the device works.
 fn rest(polling: Polling, waited: std::time::Duration) {
     match (waited > polling.spin, polling.pause.is_zero()) {
         (false, _) => {}
@@ -152,10 +152,10 @@ fn rest(polling: Polling, waited: std::time::Duration) {
     }
 }
 
-/// Sleeps until something is put into a executor.
+/// Sleeps until a queue has work.
 fn sleep(shared: &DispatcherShared, executors: &[QueueExecutor]) {
     shared.asleep.store(true, Ordering::SeqCst);
-    // What came before the word was written did not see it.
+    // What was pushed before `asleep` was set did not wake the thread.
     let has_work =
         || !shared.lock().arriving.is_empty() || executors.iter().any(QueueExecutor::has_work);
     while shared.asleep.load(Ordering::SeqCst) && !has_work() {

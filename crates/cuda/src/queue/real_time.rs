@@ -1,7 +1,8 @@
-//! Real time: the queue's thread queues everything on the device at once and waits for it.
+//! RT queues: the queue's thread enqueues a whole segment and waits for it.
 //!
-//! It polls for work without pause while some can come, so its caches hold the driver; where it sleeps, waking it would take
-//! longer than the caller needs to tell the device himself. A whole task is a copy in, one graph, a copy out and a word. Nothing here ever leaves early; an preempt to leave concerns
+//!  The thread polls for work while some may come, so that its caches stay warm; when it sleeps,
+//! waking it takes longer than enqueuing from the calling thread. A whole task is a copy in, one
+//! graph, a copy out and a fence. Nothing on the device is ever preempted; a preemption covers
 //! segments that wait on the host.
 
 use std::collections::VecDeque;
@@ -25,7 +26,8 @@ use crate::preempt::queue_preemption::QueuePreemption;
 use crate::program::task::CudaTask;
 use crate::services::DeviceServices;
 
-/// Segments on the device at once: one that runs, and the next, so that the device does not wait for us.
+/// Segments on the device: the one that runs, and the next, so that the device does not wait for
+/// the host.
 const ON_DEVICE: usize = 2;
 
 /// A queue whose work runs to its end.
@@ -45,9 +47,9 @@ struct RealTimeShared {
     preemption: QueuePreemption,
     state: Mutex<RealTimeState>,
     wake: Condvar,
-    /// Segments on the device, for a thread that polls without the lock.
+    /// Length of `running`, readable without the lock.
     on_device: AtomicUsize,
-    /// Segments that wait for the thread, likewise.
+    /// Length of `waiting`, readable without the lock.
     waiting_count: AtomicUsize,
 }
 
@@ -61,26 +63,26 @@ struct RealTimeState {
     asleep: bool,
 }
 
-/// A segment whose work is on the device, or that ended before.
+/// A segment that is on the device, or ended before it got there.
 struct ActiveSegment {
     segment: Segment,
     started: Instant,
     state_of: SegmentState,
 }
 
-/// What was queued.
+/// What was enqueued of a segment.
 struct EnqueuedWork {
-    /// Steps before this one are done once the fence behind them is there.
+    /// Steps before this one are done once the fence is reached.
     end: usize,
     events: Vec<Event>,
-    /// It is a whole run whose weights were there, so the time it takes says how long such runs take.
+    /// It runs a whole program whose weights were resident, so its time is that of a run.
     paced: bool,
-    /// Where the whole run begins and ends, for a timeline.
+    /// Events before and after the run, for a timeline.
     span: Option<(Event, Event)>,
 }
 
 enum SegmentState {
-    /// Done once the fence is there.
+    /// Done once the fence is reached.
     InFlight {
         fence: u32,
         queued: EnqueuedWork,
@@ -167,13 +169,13 @@ impl RealTimeShared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Completes segments in the preempt they came, until the queue is closed and empty.
+    /// Completes segments in order, until the queue is closed and empty.
     fn run(&self) {
         let mut free_since = Instant::now();
         while let Some(fence) = self.next_fence() {
             let waited = match fence {
                 Some(fence) => self.wait_for(fence),
-                // Whatever a failed segment had queued may still run.
+                // What a failed segment had enqueued may still run.
                 None => self.stream.synchronize(),
             };
             let running = {
@@ -193,7 +195,7 @@ impl RealTimeShared {
         }
     }
 
-    /// Waits for `fence`, and queues meanwhile what there is room for.
+    /// Waits for `fence`, and enqueues further segments meanwhile.
     fn wait_for(&self, fence: u32) -> Result<(), CudaError> {
         wait_for(&self.word, fence, &self.stream, self.device.options().polling, || {
             let room = self.on_device.load(Ordering::Acquire) < ON_DEVICE;
@@ -203,8 +205,8 @@ impl RealTimeShared {
         })
     }
 
-    /// The fence of the oldest segment on the device; `Some(None)` when it has none, `None` when there is nothing to do any
-    /// more.
+    /// The fence of the oldest segment; `Some(None)` when it has none, `None` when the queue is
+    /// closed and empty.
     fn next_fence(&self) -> Option<Option<u32>> {
         self.poll_for_work();
         let mut state = self.lock();
@@ -222,7 +224,7 @@ impl RealTimeShared {
         }
     }
 
-    /// Returns when there is work, or after a while.
+    /// Returns when there is work, or after the idle time.
     fn poll_for_work(&self) {
         let since = Instant::now();
         let waiting_count = || self.waiting_count.load(Ordering::Acquire) > 0;
@@ -259,7 +261,7 @@ impl RealTimeShared {
         self.preemption_services.rt_activity.segment_started();
         let _call = (self.priority == Priority::High)
             .then(|| self.preemption_services.driver_backoff.enter_driver());
-        // A panic here is a defect, but it must cost its request and not the queue.
+        // A panic here is a defect, but it must cost one request and not the queue.
         let enqueue = || self.enqueue(&mut segment, &mut state.fences);
         let enqueued = std::panic::catch_unwind(std::panic::AssertUnwindSafe(enqueue));
         let state_of = match enqueued {
@@ -271,7 +273,7 @@ impl RealTimeShared {
         self.on_device.store(state.running.len(), Ordering::Release);
     }
 
-    /// Queues all of `segment` on the device.
+    /// Enqueues all of `segment`.
     fn enqueue(
         &self,
         segment: &mut Segment,
@@ -283,7 +285,7 @@ impl RealTimeShared {
         let begin = steps.start;
         let queued = self.queue_steps(task, steps).map_err(|err| failed(task, begin, err))?;
         *fences = fences.wrapping_add(1);
-        // SAFETY: the word lives as long as this queue's thread, which waits for it.
+        // SAFETY: the word lives as long as this queue's thread, which waits for the fence.
         unsafe { self.stream.write_word(self.word.device_address(), *fences) }
             .map_err(|err| self.device.error(err))?;
         Ok(SegmentState::InFlight { fence: *fences, queued })
@@ -299,7 +301,7 @@ impl RealTimeShared {
         let tried = task.control.used_to > steps.start;
         let whole = steps == (0..task.step_count()) && !timed;
         let last = steps.end == task.step_count();
-        // What a best-effort try left of the next step is done anew.
+        // Real time computes all tiles of a step that best effort was preempted in.
         task.control.partly_done = false;
         if !uploaded {
             task.copy_in(false, &self.stream)?;
@@ -308,13 +310,15 @@ impl RealTimeShared {
         let (instance, staging) = task.memory()?;
         let arrival = specialization.arrival()?;
         let (mut events, mut span) = (Vec::new(), None);
-        // SAFETY: instance, staging and plan belong to the task, which this queue holds until the fence behind them is
-        // passed or the stream is drained; nobody else uses the instance.
+        // SAFETY: instance, staging buffer and specialization belong to the task, which this queue
+        // holds until the fence is reached or the stream is drained; nothing else uses the
+        // instance.
         unsafe {
             if uploaded && tried {
                 instance.clear_faults(&specialization, steps.start, &self.stream)?;
             }
-            // Whoever is to leave for this has been is_preempted by now, or is is_preempted here while the inputs are on their way.
+            // Preemptions for this segment are on the device by now, or are written here while its
+            // inputs are copied.
             self.preemption_services.epoch_counters.flush();
             if whole && !steps.is_empty() {
                 let began = self.timeline.stamp(&self.stream)?;

@@ -10,7 +10,7 @@ use crate::driver::{Graph, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
 use crate::services::DeviceServices;
 
-/// Runs that are queued: one that is under way, and one to go on with while we hear of it.
+/// Runs that are enqueued: one that is under way, and one to go on with while we hear of it.
 const IN_FLIGHT: u32 = 2;
 
 /// How long best effort may take for a run before it counts as stuck.
@@ -106,7 +106,7 @@ impl CoRunner {
         ends: &Ends,
     ) -> Result<(), CudaError> {
         let fed = self.launch_on(services, stop, ends);
-        // Whatever happened: what was queued uses memory of the network.
+        // Whatever happened: what was enqueued uses memory of the network.
         let idle = self.stream.synchronize();
         fed.and(idle)
     }

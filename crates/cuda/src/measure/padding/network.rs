@@ -75,24 +75,24 @@ impl Network {
         Ok(Network { steps, plain, real_time, best_effort, specialization })
     }
 
-    /// Queues step `index` as real time.
+    /// Enqueues step `index` as real time.
     ///
     /// # Safety
-    /// This network lives until it is done, and nobody else uses its memory for real time.
+    /// This network lives until it is done, and nothing else uses its memory for real time.
     pub(super) unsafe fn launch_real_time(
         &self,
         index: usize,
         stream: &Stream,
     ) -> Result<(), CudaError> {
         let instance = &self.real_time.instance;
-        // SAFETY: the caller answers for the memory.
+        // SAFETY: the caller is responsible for the memory.
         unsafe { instance.launch_real_time(&self.specialization, index, index > 0, stream) }
     }
 
-    /// Queues step `index` as best effort that never leaves, behind another kernel of the same graph or not.
+    /// Enqueues step `index` as best effort that never leaves, behind another kernel of the same graph or not.
     ///
     /// # Safety
-    /// This network lives until it is done, and nobody else uses its memory for best effort.
+    /// This network lives until it is done, and nothing else uses its memory for best effort.
     pub(super) unsafe fn launch_best_effort(
         &self,
         services: &DeviceServices,
@@ -113,7 +113,7 @@ impl Network {
         !self.specialization.kernels[index].apart && services.device.has_dependent_launches()
     }
 
-    /// Queues a pattern over the outputs of `side`, which no network leaves there.
+    /// Enqueues a pattern over the outputs of `side`, which no network leaves there.
     ///
     /// # Safety
     /// This network lives until it is done, and nothing else that is in flight uses that side.

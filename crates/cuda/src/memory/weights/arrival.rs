@@ -1,34 +1,35 @@
-//! In which parts weights arrive, which part of a plan needs which of them, and when a run may start before all are there.
+//! In which groups weights arrive, which part of a plan needs which of them, and when a run may
+//! start before all have arrived.
 //!
-//! Weights are counted from the first byte that is brought to the last, in the order in which steps first need them. A run that
-//! starts while they arrive is launched in parts, each held back until the weights it needs are there.
+//!  Bytes are counted in the order of arrival, which is the order in which steps first need them. A
+//! run that starts while weights load is launched in parts, each waiting for its weights.
 
 use std::ops::Range;
 use std::time::Duration;
 
 use model::gpu::{GpuPlan, GpuStep, Place};
 
-/// Parts of a plan that is launched while its weights arrive. More of them let it start earlier by less and less, and each
-/// is a launch of its own.
+/// Parts of a plan that is launched while its weights load. More parts start a run earlier by less
+/// and less, and each is a launch.
 const PARTS: u64 = 4;
 
-/// Groups in which weights are told to have arrived.
+/// Arrival groups of a load.
 pub(crate) const GROUPS: u64 = 8;
 
-/// Weights up to this size arrive as one.
+/// Weights up to this size are one group.
 const SMALL: u64 = 4 << 20;
 
 /// Steps that are launched together.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct PlanPart {
     pub(crate) steps: Range<usize>,
-    /// Bytes that must be there.
+    /// Bytes that must have arrived.
     pub(crate) needs: u64,
-    /// Which share of a run's time passes before it begins.
+    /// Share of the run's time that passes before it begins.
     pub(crate) begins: f64,
 }
 
-/// Where the weights of a plan were put: from where on in the order of arrival, and how many bytes each.
+/// Position in the order of arrival and size of each weight of a plan.
 pub(crate) type Spans = Vec<(u64, u64)>;
 
 /// The weights a step may read, by index.
@@ -40,7 +41,7 @@ fn weights_of(step: &GpuStep) -> impl Iterator<Item = usize> {
     })
 }
 
-/// Indices of all weights in the order in which steps first need them; those nobody needs come last.
+/// Indices of all weights in the order in which steps first need them; unused weights come last.
 pub(crate) fn order_of_use(gpu: &GpuPlan) -> Vec<usize> {
     let mut first = vec![usize::MAX; gpu.weights.len()];
     for (index, step) in gpu.steps.iter().enumerate() {
@@ -55,7 +56,7 @@ pub(crate) fn order_of_use(gpu: &GpuPlan) -> Vec<usize> {
     order
 }
 
-/// For each step, how many bytes must be there for it and all before it.
+/// For each step, bytes that must have arrived for it and all steps before it.
 pub(crate) fn needs(steps: &[GpuStep], spans: &Spans) -> Vec<u64> {
     let mut max = 0;
     steps
@@ -68,7 +69,7 @@ pub(crate) fn needs(steps: &[GpuStep], spans: &Spans) -> Vec<u64> {
         .collect()
 }
 
-/// The plan in parts that need about equally many bytes more than the one before.
+/// The plan in parts, each of which needs about as many additional bytes as the previous one.
 pub(crate) fn parts(steps: &[GpuStep], needs: &[u64]) -> Vec<PlanPart> {
     let total = needs.last().copied().unwrap_or(0);
     let share = if total <= SMALL { total.max(1) } else { total.div_ceil(PARTS) };
@@ -102,12 +103,12 @@ pub(crate) fn group_ends(total: u64, chunk: u64) -> Vec<u64> {
     ends
 }
 
-/// The first group with which `bytes` are there.
+/// The first group after which `bytes` have arrived.
 pub(crate) fn group_of(ends: &[u64], bytes: u64) -> usize {
     ends.partition_point(|end| *end < bytes).min(ends.len().saturating_sub(1))
 }
 
-/// What is known of a program's runs: how long one takes, and when in it which bytes are needed.
+/// How long a run takes, and when in it which bytes are needed.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct RunTiming {
     pub(crate) run: Duration,
@@ -116,8 +117,8 @@ pub(crate) struct RunTiming {
 }
 
 impl RunTiming {
-    /// Whether a run that starts now would find everything in time, if bytes up to some point arrive after what `arrives_in`
-    /// says of them.
+    /// Whether a run that starts now never waits, if `arrives_in` says how long the arrival of a
+    /// number of bytes takes.
     pub(crate) fn may_start(&self, arrives_in: impl Fn(u64) -> Duration) -> bool {
         self.needs.iter().all(|(begins, needed)| arrives_in(*needed) <= self.run.mul_f64(*begins))
     }
@@ -197,7 +198,7 @@ mod tests {
     fn a_run_starts_when_nothing_of_it_would_wait() {
         let millis = Duration::from_millis;
         let pace = RunTiming { run: millis(10), needs: vec![(0.0, 10), (0.5, 50), (0.9, 100)] };
-        // A byte takes so many microseconds, and so many have arrived.
+        // Microseconds per byte, and bytes that have arrived.
         let arrives = |micros: u64, there: u64| {
             move |bytes: u64| Duration::from_micros(bytes.saturating_sub(there) * micros)
         };

@@ -1,7 +1,8 @@
-//! The thread that brings weights and takes them away, one command after another.
+//! The thread that loads and evicts weights, one command after another.
 //!
-//! Memory under new weights may be that of evicted ones, still mapped at their addresses too: those mappings are taken away while
-//! copies run. Nobody reads through them, since an evicted program is not run before it is loaded again.
+//!  A load may reuse the physical memory of evicted weights while it is still mapped at their
+//! addresses; those mappings are removed while copies run. Nothing reads through them, since an
+//! evicted program does not run before it is loaded again.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,35 +24,38 @@ use crate::options::CudaOptions;
 use crate::preempt::driver_backoff::DriverBackoff;
 use crate::preempt::rt_activity::RtActivity;
 
-/// Speed that is assumed until one was measured, in bytes per second.
+/// Assumed copy speed until one was measured, in bytes per second.
 const SPEED_GUESS: f64 = 20e9;
 
-/// How long the thread polls for commands before it sleeps: waking it costs the load that comes next.
+/// How long the thread polls for commands before it sleeps: the load that wakes it pays for the
+/// wake-up.
 const IDLE: Duration = Duration::from_millis(10);
 
-/// How long real time on the device is let pass before memory is mapped that other real time waits for.
+/// How long memory for an urgent load waits for running RT segments before it is mapped.
 const MAP_WAIT: Duration = Duration::from_micros(300);
 
-/// How long a gap in real time is waited for before memory is mapped or unmapped otherwise.
+/// How long other mapping and unmapping waits for a gap in RT activity.
 const GAP_WAIT: Duration = Duration::from_millis(1);
 
-/// How long a copy waits for real time to be out of the driver.
+/// How long a copy waits for driver backoff.
 const BACKOFF_WAIT: Duration = Duration::from_micros(100);
 
-/// How long nothing may arrive before the driver is driver_checked whether anything still will.
+/// After this long without an arrival the driver is asked whether copies still run.
 const STALL_CHECK: Duration = Duration::from_millis(100);
 
-/// Bytes that are copied at once next_to_rt real time: its inputs come over the same wires, and small copies leave room between them.
+/// Bytes per copy while real time is active: its inputs use the same bus, and small copies let them
+/// through.
 const CHUNK_NEXT_TO_RT: u64 = 256 << 10;
 
-/// Loads smaller than this say nothing about speed.
+/// Smaller loads are not used to measure the speed.
 const MIN_MEASURED_BYTES: u64 = 8 << 20;
 
-/// Where weights are put on one device. The thread ends when the last program and the device are gone.
+/// The handle of the loader thread of one device. The thread ends when the device and the last
+/// program are gone.
 pub(crate) struct WeightLoader {
     commands: Sender<WeightCommand>,
     counts: Arc<WeightMemoryCounts>,
-    /// What sizes are multiples of.
+    /// Allocation granularity.
     pub(crate) granularity: u64,
     loads: Arc<AtomicUsize>,
 }
@@ -63,12 +67,12 @@ pub(super) enum WeightCommand {
         report: LoadReport,
     },
     Evict(Arc<ProgramWeights>),
-    /// Memory of a program that is no more.
+    /// Memory of a program that was dropped.
     Discard(MappedMemory),
 }
 
 impl WeightLoader {
-    /// Starts the thread, which makes its calls when they do not hold up real time.
+    /// Starts the thread. It delays calls that would delay real time.
     pub(crate) fn start(
         memory_stream: &Arc<Stream>,
         rt_activity: &Arc<RtActivity>,
@@ -79,7 +83,8 @@ impl WeightLoader {
         let granularity = granularity(context)?;
         let counts = Arc::new(WeightMemoryCounts::default());
         let loads = Arc::new(AtomicUsize::new(0));
-        // One command to load and one to evict of each program at most, but for one that is removed on its way.
+        // At most one load and one eviction per program are in the channel, except for a program
+        // that is being dropped.
         let (commands, receiver) = channel();
         let loader = LoaderThread {
             stream: Stream::new(context, Priority::Low)?,
@@ -106,7 +111,7 @@ impl WeightLoader {
         Ok(WeightLoader { commands, counts, granularity, loads })
     }
 
-    /// How many loads are under way.
+    /// Number of loads in flight.
     pub(crate) fn loads(&self) -> Arc<AtomicUsize> {
         self.loads.clone()
     }
@@ -116,7 +121,7 @@ impl WeightLoader {
         let _ = self.commands.send(command);
     }
 
-    /// What weights take, and what is kept for the next ones.
+    /// Memory used by weights and memory kept for the next ones.
     pub(crate) fn memory_use(&self) -> MemoryUse {
         MemoryUse {
             weights: Bytes(self.counts.used.load(Ordering::Relaxed)),
@@ -127,11 +132,11 @@ impl WeightLoader {
     }
 }
 
-/// Weights on their way, for those who start before all are arrived.
+/// Weights in flight, for runs that start before all have arrived.
 pub(crate) struct WeightArrival {
-    /// Slabs that are arrived with the last group.
+    /// Slabs that are resident once the last group has arrived.
     pub(super) slabs: usize,
-    /// Where groups end, in the command of arrival, and the points behind their copies.
+    /// Ends of the groups, in the order of arrival, and the events behind their copies.
     ends: Vec<u64>,
     events: Vec<Event>,
     fences: Vec<u32>,
@@ -139,13 +144,14 @@ pub(crate) struct WeightArrival {
 }
 
 impl WeightArrival {
-    /// How many groups are arrived.
+    /// How many groups have arrived.
     fn groups_arrived(&self) -> usize {
         let passed = self.word.load();
         self.fences.partition_point(|fence| is_reached(passed, *fence))
     }
 
-    /// What is queued on `stream` from now on begins once the first `bytes` are arrived; whether it has to wait.
+    /// Work enqueued on `stream` from now on waits for the first `bytes`; false when they have
+    /// arrived.
     pub(crate) fn block_stream(&self, stream: &Stream, bytes: u64) -> Result<bool, CudaError> {
         let group = group_of(&self.ends, bytes);
         if group < self.groups_arrived() {
@@ -162,10 +168,10 @@ struct PendingLoad {
     weights: Arc<ProgramWeights>,
     report: LoadReport,
     arrival: Arc<WeightArrival>,
-    /// Bytes before what this load brings.
+    /// Bytes before those of this load.
     from: u64,
     issued: Instant,
-    /// When the last group that is arrived was seen to be.
+    /// How many groups had arrived at the last poll, and since when.
     seen: (usize, Instant),
     reported_runnable: bool,
 }
@@ -176,27 +182,27 @@ struct LoaderThread {
     word: Arc<PinnedWord>,
     fences: u32,
     pieces: PhysicalMemoryPool,
-    /// Where memory of runs is freed.
+    /// The stream on which memory of runs is freed.
     memory_stream: Arc<Stream>,
-    /// Real time, which calls that map and unmap memory hold up.
+    /// For the gaps in which memory is mapped and unmapped.
     rt_activity: Arc<RtActivity>,
-    /// KernelRequest while real time is inside the driver.
+    /// Active while real time is inside the driver.
     driver_backoff: Arc<DriverBackoff>,
-    /// Addresses of evicted weights under which memory still lies.
+    /// Slabs of evicted weights whose memory is still mapped.
     unmap_later: VecDeque<(Weak<ProgramWeights>, Arc<Slab>)>,
-    /// Oldest first, which is the command of their copies.
+    /// Loads in flight, oldest first, in the order of their copies.
     arriving: VecDeque<PendingLoad>,
-    /// How many those are, for others to see.
+    /// Length of `arriving`, for other threads.
     loads: Arc<AtomicUsize>,
     /// Bytes per second.
     speed: f64,
-    /// When the last load was over.
+    /// When the last load was complete.
     free_since: Instant,
-    /// When the driver was driver_checked last whether copies go on.
+    /// When the driver was last asked whether copies still run.
     driver_checked: Instant,
-    /// Bytes that are copied at once where nothing is held up by it.
+    /// Bytes per copy while nothing is delayed by it.
     chunk: u64,
-    /// Real time waits for the load that is begun.
+    /// An RT request waits for the load that is being issued.
     urgent: bool,
 }
 
@@ -231,7 +237,7 @@ impl LoaderThread {
         }
     }
 
-    /// One poll at what is on its way, and one mapping less of what was evicted.
+    /// Polls the loads in flight and unmaps one slab of evicted weights.
     fn poll_loads(&mut self) {
         let due = self.poll();
         let stalled =
@@ -247,7 +253,8 @@ impl LoaderThread {
                 self.rt_activity.wait_for_gap(GAP_WAIT.min(due / 2));
                 self.unmap(&slab);
             }
-            // Waking up costs some tens of microseconds, which a load that is about to be told has not.
+            // A wake-up costs some tens of microseconds, which a load that is about to be reported
+            // does not have.
             None if due > Duration::from_millis(1) => {
                 std::thread::sleep(Duration::from_micros(100))
             }
@@ -273,7 +280,7 @@ impl LoaderThread {
     }
 
     fn close(&mut self) {
-        // What is queued reads the copies of programs that are still here.
+        // What is enqueued reads host copies of programs that still exist.
         let _ = self.stream.synchronize();
         self.unmap_retired();
     }
@@ -284,7 +291,7 @@ impl LoaderThread {
         self.loads.store(self.arriving.len() + 1, Ordering::Relaxed);
         let before = weights.mapped().extent();
         let loaded = match self.issue(&weights) {
-            // What runs wait for later is worth less than weights that somebody waits for.
+            // Memory kept for later runs is worth less than weights that a request waits for.
             Err(CudaError::OutOfMemory { .. }) if weights.drop_spares() => {
                 self.roll_back(&weights, before);
                 self.issue(&weights)
@@ -318,7 +325,7 @@ impl LoaderThread {
         }
     }
 
-    /// Undoes a load that failed halfway: what was arrived `before` stays.
+    /// Rolls back a load that failed halfway to the extent `before`.
     fn roll_back(&mut self, weights: &Arc<ProgramWeights>, before: (usize, usize)) {
         if let Err(err) = self.stream.synchronize() {
             tracing::error!("a load that failed may still be under way: {err}");
@@ -328,7 +335,7 @@ impl LoaderThread {
         self.pieces.put_back(pieces);
     }
 
-    /// Puts memory under all that is not arrived and queues the copies.
+    /// Maps memory for all slabs that have none and enqueues the copies.
     fn issue(&mut self, weights: &Arc<ProgramWeights>) -> Result<(WeightArrival, u64), CudaError> {
         let same_program = |(owner, _): &(Weak<ProgramWeights>, Arc<Slab>)| {
             std::ptr::eq(owner.as_ptr(), Arc::as_ptr(weights))
@@ -382,14 +389,14 @@ impl LoaderThread {
             }
             slab.range.map(at, &weights.mapped().pieces[first + number])?;
             slab.range.open(at, *size)?;
-            // What lies here is filled while the next piece is put in place.
+            // This piece is filled while the next one is mapped.
             self.copy(slab, at, (at + size).min(slab.used), arrival)?;
             at += size;
         }
         Ok(())
     }
 
-    /// Queues copies of the bytes between two places of `slab`, some at once.
+    /// Enqueues copies of a range of `slab`, in chunks.
     fn copy(
         &mut self,
         slab: &Slab,
@@ -404,8 +411,8 @@ impl LoaderThread {
             let count = (to - at).min(at_once - at % at_once);
             for (source, bytes, target) in slab.sources(at, count) {
                 self.driver_backoff.wait(BACKOFF_WAIT);
-                // SAFETY: the target is mapped and open; the host's copy is not written again and stays until the program is
-                // gone, which waits for this stream.
+                // SAFETY: the target is mapped and accessible; the host copy is not written again
+                // and is freed only after the program, which waits for this stream.
                 unsafe { self.stream.copy_in(target, source, bytes as usize) }?;
             }
             at += count;
@@ -414,7 +421,7 @@ impl LoaderThread {
         Ok(())
     }
 
-    /// Puts a point behind every group that ends up to `queued`.
+    /// Enqueues an event and a fence behind every group that ends at or before `enqueued`.
     fn fence_groups(&mut self, queued: u64, arrival: &mut WeightArrival) -> Result<(), CudaError> {
         while arrival.ends.get(arrival.events.len()).is_some_and(|end| *end <= queued) {
             let event = Event::untimed(&self.context)?;
@@ -428,7 +435,8 @@ impl LoaderThread {
         Ok(())
     }
 
-    /// Tells of loads that got far enough or are over; how long it takes at least until arrived is more to tell.
+    /// Reports loads that are runnable or complete; returns the time until there can be more to
+    /// report.
     fn poll(&mut self) -> Duration {
         while let Some(first) = self.arriving.front() {
             if first.arrival.groups_arrived() < first.arrival.ends.len() {
@@ -451,7 +459,7 @@ impl LoaderThread {
                 0 => load.from,
                 groups => load.arrival.ends[groups - 1],
             };
-            // Between two groups the copies are taken to go on at the usual speed.
+            // Between two groups the copies are assumed to proceed at the usual speed.
             let next = load.arrival.ends.get(arrived).copied().unwrap_or(end);
             let moving = ahead == 0.0;
             let since = if moving { now.duration_since(load.seen.1).as_secs_f64() } else { 0.0 };
@@ -492,7 +500,7 @@ impl LoaderThread {
         (load.report)(LoadProgress::Loaded);
     }
 
-    /// Waits for a load of `weights` that is under way.
+    /// Waits for a load of `weights` that is in flight.
     fn wait_for_load(&mut self, weights: &Arc<ProgramWeights>) {
         while self.arriving.iter().any(|load| Arc::ptr_eq(&load.weights, weights)) {
             if let Err(err) = self.stream.synchronize() {
@@ -516,14 +524,14 @@ impl LoaderThread {
         self.release(weights);
     }
 
-    /// Keeps the memory of `weights` for others; their addresses are cleared later.
+    /// Keeps the memory of `weights` for other weights; it is unmapped later.
     fn release(&mut self, weights: &Arc<ProgramWeights>) {
         let MappedMemory { pieces, ranges, .. } = std::mem::take(&mut *weights.mapped());
         self.unmap_later.extend(ranges.into_iter().map(|slab| (Arc::downgrade(weights), slab)));
         self.pieces.put_back(pieces);
     }
 
-    /// Gives the memory of a program that is no more to the driver.
+    /// Returns the memory of a dropped program to the driver.
     fn discard(&mut self, mapped: MappedMemory) {
         let MappedMemory { pieces, ranges, .. } = mapped;
         for slab in &ranges {
@@ -532,10 +540,10 @@ impl LoaderThread {
         }
         self.rt_activity.wait_for_gap(GAP_WAIT);
         self.pieces.discard(pieces);
-        // What it had until it was evicted, unless others took it over.
+        // Memory it had before it was evicted, unless other weights use it now.
         self.unmap_retired();
         let released = self.pieces.release(u64::MAX, &mut || Ok(()));
-        // Its runs' memory went before it, into the driver's pool.
+        // The memory of its runs was freed before, into the driver's memory pool.
         let trimmed = self.memory_stream.synchronize().and_then(|()| self.context.trim());
         if let Err(err) = released.and(trimmed) {
             tracing::error!("memory is not given back: {err}");

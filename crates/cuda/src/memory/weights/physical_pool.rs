@@ -1,7 +1,7 @@
-//! Device memory in pieces, kept when weights leave so that the next ones find them.
+//! Physical device memory, kept after eviction for the next weights.
 //!
-//! A model's weights lie in one piece where that can be: each piece more is a call more when they come and when they go, and such
-//! calls hold up others. Models of other sizes are put together of what is there.
+//!  Weights of a model use one allocation where possible: each further one is a call more to map
+//! and to unmap, and such calls delay others. Models of other sizes are composed of what is free.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,22 +9,22 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::driver::{Context, PhysicalMemory};
 use crate::error::CudaError;
 
-/// Kept pieces that are put together for one slab; more calls than that cost more than a new piece.
+/// Free allocations combined for one slab, at most; more calls cost more than a new allocation.
 const MAX_PIECES_PER_SLAB: usize = 6;
 
-/// The largest piece that is made: copies begin when the first one is in place.
+/// The largest allocation: copies begin when the first one is mapped.
 const MAX_PIECE_BYTES: u64 = 256 << 20;
 
-/// How many bytes are in use and kept, for whoever asks.
+/// Bytes in use and kept.
 #[derive(Default)]
 pub(crate) struct WeightMemoryCounts {
     pub(crate) used: AtomicU64,
-    /// The most that was in use at once.
+    /// The maximum of `used`.
     pub(crate) peak_used: AtomicU64,
     pub(crate) kept: AtomicU64,
 }
 
-/// Pieces nobody uses.
+/// Allocations that no weights use.
 pub(crate) struct PhysicalMemoryPool {
     context: Arc<Context>,
     /// Smallest first.
@@ -32,8 +32,8 @@ pub(crate) struct PhysicalMemoryPool {
     counts: Arc<WeightMemoryCounts>,
 }
 
-/// Which of `kept` sizes, smallest first, go into `bytes`: the one that fills it, or large ones as long as they fit. Positions from
-/// the last to the first, and the bytes that are missing over.
+/// Which of the `kept` sizes, smallest first, are combined for `bytes`: one of that size, or large
+/// ones as long as they fit. Returns positions from last to first, and the bytes still missing.
 fn choose(kept: &[u64], bytes: u64) -> (Vec<usize>, u64) {
     let (mut chosen, mut missing) = (Vec::new(), bytes);
     for (at, size) in kept.iter().enumerate().rev() {
@@ -45,7 +45,7 @@ fn choose(kept: &[u64], bytes: u64) -> (Vec<usize>, u64) {
     (chosen, missing)
 }
 
-/// Sizes of new pieces for `bytes`.
+/// Sizes of new allocations for `bytes`.
 fn new_sizes(bytes: u64) -> impl Iterator<Item = u64> {
     let rest = bytes % MAX_PIECE_BYTES;
     let whole = std::iter::repeat_n(MAX_PIECE_BYTES, (bytes / MAX_PIECE_BYTES) as usize);
@@ -65,8 +65,9 @@ impl PhysicalMemoryPool {
         self.counts.kept.store(kept, Ordering::Relaxed);
     }
 
-    /// Memory of `bytes`, in whole pages. `unmap` is called before kept pieces go back to the driver, which frees none that is mapped
-    /// somewhere. No more is held than before where kept pieces could go instead.
+    /// Memory of `bytes`, a multiple of the granularity. `unmap` is called before kept allocations
+    /// are released, because the driver frees none that is mapped. Releases kept allocations before
+    /// it makes new ones, so that the total does not grow without need.
     pub(crate) fn take(
         &mut self,
         bytes: u64,
@@ -96,7 +97,7 @@ impl PhysicalMemoryPool {
         Ok(pieces)
     }
 
-    /// Gives kept pieces back to the driver until that is at least `bytes`, or none is missing.
+    /// Returns kept allocations to the driver until that is at least `bytes`, or none remain.
     pub(crate) fn release(
         &mut self,
         bytes: u64,
@@ -120,14 +121,14 @@ impl PhysicalMemoryPool {
         self.count();
     }
 
-    /// Takes pieces back, to keep them.
+    /// Keeps allocations that are no longer used.
     pub(crate) fn put_back(&mut self, pieces: Vec<PhysicalMemory>) {
         let bytes: u64 = pieces.iter().map(PhysicalMemory::bytes).sum();
         self.counts.used.fetch_sub(bytes, Ordering::Relaxed);
         self.keep(pieces);
     }
 
-    /// Takes pieces back that are not mapped anywhere, and gives them to the driver.
+    /// Returns allocations that are not mapped to the driver.
     pub(crate) fn discard(&mut self, pieces: Vec<PhysicalMemory>) {
         let bytes: u64 = pieces.iter().map(PhysicalMemory::bytes).sum();
         self.counts.used.fetch_sub(bytes, Ordering::Relaxed);

@@ -1,5 +1,5 @@
-//! Weights that were packed together: addresses on the device for life, a copy on the host, memory behind the addresses when
-//! somebody says so.
+//! Weights packed together: fixed device addresses, a pinned host copy, and physical memory behind
+//! the addresses while resident.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -8,25 +8,25 @@ use crate::driver::{AddressRange, BLOCK, Context, PinnedBlocks};
 use crate::error::CudaError;
 use crate::preempt::rt_activity::RtActivity;
 
-/// How long a gap in real time is waited for before a block is pinned or given back.
+/// How long pinning or unpinning a block waits for a gap in RT activity.
 const GAP_WAIT: Duration = Duration::from_millis(5);
 
-/// What passes between two blocks that are given back, so that others get into the driver.
+/// Time between two blocks that are unpinned, so that other threads get into the driver.
 const UNPIN_INTERVAL: Duration = Duration::from_micros(50);
 
-/// Weights of one plan that no earlier plan had.
+/// The weights that one plan added to its program.
 pub(crate) struct Slab {
     pub(crate) range: AddressRange,
-    /// Where it lies in the order of arrival, counted over all slabs of its program.
+    /// Position in the order of arrival, over all slabs of the program.
     pub(crate) begins: u64,
-    /// Bytes that mean something; the range is rounded up to whole pieces.
+    /// Bytes in use; the range is rounded up to the granularity.
     pub(crate) used: u64,
     host: Mutex<Option<PinnedBlocks>>,
     rt_activity: Arc<RtActivity>,
 }
 
 impl Slab {
-    /// OffsetAllocator for `used` bytes.
+    /// A slab of `used` bytes.
     pub(crate) fn new(
         context: &Arc<Context>,
         rt_activity: &Arc<RtActivity>,
@@ -46,15 +46,16 @@ impl Slab {
         self.host.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts `data` at `at` of the host's copy, while there is one. Nothing of it may be on its way to the device.
+    /// Writes `data` at offset `at` of the host copy, if there is one. No copy of it may be in
+    /// flight.
     pub(crate) fn write(&self, at: u64, data: &[u8]) {
         if let Some(host) = &mut *self.host() {
             host.as_mut_slice()[at as usize..][..data.len()].copy_from_slice(data);
         }
     }
 
-    /// Host addresses of `bytes` at `at`, piece by piece: where, how many, and where they go. Alive as long as the slab and
-    /// its host copy.
+    /// Sources and targets of a copy of `bytes` at `at`: host address, size and device address,
+    /// none across a block border. Valid as long as the slab and its host copy.
     pub(crate) fn sources(&self, at: u64, bytes: u64) -> Vec<(*const u8, u64, u64)> {
         let Some(host) = self.host().as_ref().map(PinnedBlocks::as_ptr) else { return Vec::new() };
         let address = self.range.address();
@@ -62,7 +63,7 @@ impl Slab {
         pieces(at, bytes).map(source).collect()
     }
 
-    /// Lets go of the host's copy. Nothing of it may be on its way to the device.
+    /// Frees the host copy. No copy of it may be in flight.
     pub(crate) fn release_host_copy(&self) {
         let host = self.host().take();
         if let Some(host) = host {
@@ -80,7 +81,7 @@ impl Drop for Slab {
     }
 }
 
-/// Begins and sizes of pieces of `bytes` at `at`, none of which is in two blocks.
+/// Offsets and sizes of the pieces of `bytes` at `at`, none across a block border.
 fn pieces(at: u64, bytes: u64) -> impl Iterator<Item = (u64, u64)> {
     let (mut at, end, block) = (at, at + bytes, BLOCK as u64);
     std::iter::from_fn(move || {
