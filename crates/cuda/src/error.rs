@@ -41,7 +41,8 @@ pub enum OpenError {
     },
     /// The GPU cannot be divided into that many parts.
     #[error(
-        "{multiprocessors} multiprocessors do not make {parts} parts of at least {group}; ask for fewer parts"
+        "{multiprocessors} multiprocessors do not make {parts} parts of at least {group}; \
+         request fewer parts"
     )]
     Parts {
         /// The requested number of parts.
@@ -53,7 +54,8 @@ pub enum OpenError {
     },
     /// The GPU has no partition of that size.
     #[error(
-        "the GPU has no partition of {multiprocessors} multiprocessors; ask for fewer, or for none with 0"
+        "the GPU has no partition of {multiprocessors} multiprocessors; \
+         request fewer, or 0 for none"
     )]
     Partition {
         /// The requested number of SMs.
@@ -86,7 +88,7 @@ pub enum CudaError {
         text: String,
     },
     /// No memory is free, on the device or pinned on the host.
-    #[error("{call}: out of memory, {bytes} were asked for")]
+    #[error("{call}: out of memory, {bytes} were requested")]
     OutOfMemory {
         /// The function.
         call: &'static str,
@@ -156,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_errors_that_last_are_sticky() {
+    fn only_lasting_errors_are_sticky() {
         assert!(is_sticky(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS));
         assert!(is_sticky(CUresult::CUDA_ERROR_LAUNCH_FAILED));
         assert!(!is_sticky(CUresult::CUDA_ERROR_OUT_OF_MEMORY));
@@ -165,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_ran_out_is_told_with_both_amounts() {
+    fn out_of_memory_reports_needed_and_available_bytes() {
         let err = CudaError::OutOfMemory { call: "cuMemAlloc", bytes: Bytes(2048) };
         let text = err.into_device_error("cuda:0", || 1024).to_string();
         assert_eq!(text, "2.0 KiB needed, 1.0 KiB available on cuda:0");

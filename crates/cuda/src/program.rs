@@ -83,9 +83,7 @@ impl CudaProgram {
                 let specialization = shared.prepare_batches(sizes, gpu, progress)?;
                 shared.reserve_runs(&specialization, 1)?;
             }
-            None => tracing::warn!(
-                "no sizes are known that the model makes sense for: whether it can run shows with its first request"
-            ),
+            None => tracing::warn!("no sizes known for the model, compiled with its first request"),
         }
         Ok(CudaProgram { shared })
     }

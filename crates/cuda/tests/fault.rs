@@ -1,4 +1,4 @@
-//! A kernel that breaks the device. Alone in its process, since nothing works afterwards.
+//! A kernel that faults the device. Alone in its process, since the context does not recover.
 
 #[path = "support/bench.rs"]
 #[allow(dead_code)]

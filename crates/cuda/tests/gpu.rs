@@ -1,5 +1,6 @@
-//! The device on a real GPU, with a toy compiler. Skipped, with the reason, where there is none. Figures are printed and
-//! never fail a test; run with `--test-threads=1 --nocapture` to see them undisturbed.
+//! The device on a real GPU, with a toy compiler. Skipped, with the reason, without a GPU. Timings
+//! are printed and never fail a test; run with `--test-threads=1 --nocapture` to see them
+//! undisturbed.
 
 #[path = "support/bench.rs"]
 mod bench;
@@ -73,7 +74,8 @@ fn task_moves_between_queues_step_by_step() {
     assert!(got[0].to_vec::<f32>().expect("numbers") == chain.reference(&x));
 }
 
-/// Evicts and resumes until `rounds` tasks are done; how often work left, and how long leaving took.
+/// Preempts and resumes until `rounds` tasks are done; returns how often work was preempted, and
+/// how long each preemption took.
 fn preempt_until_done(
     device: &CudaDevice,
     chain: &Chain,
@@ -174,8 +176,8 @@ fn every_segment_completes_once_and_in_order() {
     }
 }
 
-/// Real-time latency from launch to completion. `preempt` is called right before each; best effort that asks `gate` before
-/// it launches stays away until the request is done.
+/// RT latency from launch to completion. `preempt` is called right before each request; best effort
+/// that locks `gate` before it launches waits until the request is done.
 fn latencies(
     queue: &TestQueue,
     program: &Arc<dyn Program>,
@@ -245,7 +247,7 @@ fn real_time_latency_next_to_best_effort() {
     }
 }
 
-/// Keeps a queue busy, as far as `gate` is open; what left goes on.
+/// Keeps a queue busy while `gate` is open; preempted tasks resume.
 fn run_until_stopped(
     queue: &TestQueue,
     program: &Arc<dyn Program>,
@@ -348,7 +350,8 @@ fn class_latencies_compared() {
     }
 }
 
-/// Two chains on a bench, and how the second is fused with the first: steps in parts, over two replays, and a rest.
+/// Two chains on a bench, and how the second is fused with the first: steps in parts, over two
+/// replays, and a rest.
 fn fused_chains(device: &CudaDevice) -> (PaddingBench, PaddingPair) {
     let mut bench = device.padding_bench();
     let mut add = |chain: Chain, count: usize| {

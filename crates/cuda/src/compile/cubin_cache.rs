@@ -59,7 +59,7 @@ impl CubinCache {
         let entry = std::fs::read(&path).ok()?;
         let cubin = checked(&entry);
         if cubin.is_none() {
-            tracing::warn!("{} is damaged and is compiled again", path.display());
+            tracing::warn!(path = %path.display(), "cached kernel damaged");
         }
         cubin
     }
@@ -69,7 +69,7 @@ impl CubinCache {
         let Some(path) = self.path(key) else { return };
         if let Err(err) = self.write(&path, cubin) {
             // The kernel is usable all the same; only the next start is slower.
-            tracing::warn!("{} cannot be kept: {err}", path.display());
+            tracing::warn!(path = %path.display(), %err, "kernel not cached");
         }
     }
 
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_put_is_got() {
+    fn stored_cubin_is_found() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let cache = CubinCache::open(Some(folder.path())).expect("a cache");
         assert_eq!(cache.get(&key("a")), None);
@@ -112,7 +112,7 @@ mod tests {
         assert_eq!(cache.get(&key("a")).as_deref(), Some(b"machine code".as_slice()));
         assert_eq!(cache.get(&key("b")), None);
         let files = std::fs::read_dir(folder.path()).expect("the folder").count();
-        assert_eq!(files, 1, "no unfinished file is left");
+        assert_eq!(files, 1, "no unfinished file remains");
     }
 
     #[test]
@@ -133,12 +133,12 @@ mod tests {
     }
 
     #[test]
-    fn keys_see_where_parts_end() {
+    fn keys_depend_on_the_borders_of_parts() {
         assert_ne!(CacheKey::of([b"ab".as_slice(), b"c"]), CacheKey::of([b"a".as_slice(), b"bc"]));
     }
 
     #[test]
-    fn without_a_folder_nothing_is_kept() {
+    fn stores_nothing_without_a_folder() {
         let cache = CubinCache::open(None).expect("a cache");
         cache.put(&key("a"), b"x");
         assert_eq!(cache.get(&key("a")), None);

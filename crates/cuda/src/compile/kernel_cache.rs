@@ -129,24 +129,24 @@ impl KernelCache {
         }
     }
 
-    fn make_one(&self, (kernel, flavour): &KernelRequest) -> Result<LoadedKernel, DeviceError> {
+    fn make_one(&self, (kernel, class): &KernelRequest) -> Result<LoadedKernel, DeviceError> {
         let failed = |reason: String| DeviceError::Unsupported {
             step: kernel.expression.clone(),
             op: "kernel".to_string(),
             reason,
         };
-        let text = module_text(kernel, *flavour);
+        let text = module_text(kernel, *class);
         let parts = self.identity.iter().map(Vec::as_slice).chain([text.as_bytes()]);
         let key = CacheKey::of(parts);
         if let Some(cubin) = self.cache.get(&key)
-            && let Ok(loaded) = self.load(&cubin, kernel, *flavour)
+            && let Ok(loaded) = self.load(&cubin, kernel, *class)
         {
             return Ok(loaded);
         }
         let compiled = self.nvrtc.compile(&text).map_err(failed)?;
         let loaded = self
-            .load(&compiled.cubin, kernel, *flavour)
-            .map_err(|err| failed(format!("the compiled kernel does not load: {err}")))?;
+            .load(&compiled.cubin, kernel, *class)
+            .map_err(|err| failed(format!("the compiled kernel cannot be loaded: {err}")))?;
         self.cache.put(&key, &compiled.cubin);
         Ok(loaded)
     }
@@ -155,10 +155,10 @@ impl KernelCache {
         &self,
         cubin: &[u8],
         kernel: &Kernel,
-        flavour: KernelClass,
+        class: KernelClass,
     ) -> Result<LoadedKernel, CudaError> {
         let module = Module::load(&self.context, cubin)?;
-        let functions = flavour
+        let functions = class
             .entries()
             .iter()
             .map(|name| module.function(name, kernel.threads, kernel.shared_bytes))

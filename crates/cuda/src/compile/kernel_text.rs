@@ -27,15 +27,16 @@ impl KernelClass {
 }
 
 /// The module of `kernel`. Compiling it checks what the plan assumes of the operator.
-pub(crate) fn module_text(kernel: &Kernel, flavour: KernelClass) -> String {
+pub(crate) fn module_text(kernel: &Kernel, class: KernelClass) -> String {
     let Kernel { source, expression, threads, shared_bytes, args_bytes } = kernel;
-    let entry = match flavour {
+    let entry = match class {
         KernelClass::RealTime => "TILES_REAL_TIME",
         KernelClass::BestEffort => "TILES_BEST_EFFORT",
         KernelClass::Fused => return source.clone(),
     };
     format!(
-        "#include \"entry.cuh\"\n{source}\nusing Op = {expression};\nTILES_EXPECT(Op, {threads}, {shared_bytes}, {args_bytes});\n{entry}(Op)\n"
+        "#include \"entry.cuh\"\n{source}\nusing Op = {expression};\n\
+         TILES_EXPECT(Op, {threads}, {shared_bytes}, {args_bytes});\n{entry}(Op)\n"
     )
 }
 
@@ -61,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn a_module_checks_what_the_plan_believes() {
+    fn module_checks_the_assumptions_of_the_plan() {
         let text = module_text(&kernel(), KernelClass::RealTime);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(
@@ -77,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn flavours_differ_in_their_entry_points() {
+    fn classes_differ_in_their_entry_points() {
         assert!(
             module_text(&kernel(), KernelClass::BestEffort).ends_with("TILES_BEST_EFFORT(Op)\n")
         );
@@ -85,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn hopper_gets_its_own_instructions() {
+    fn architecture_of_hopper_has_its_own_instructions() {
         assert_eq!(architecture(90), "sm_90a");
         assert_eq!(architecture(80), "sm_80");
     }

@@ -143,7 +143,7 @@ impl Drop for ProgramGuard {
 }
 
 fn text(text: &str) -> Result<CString, String> {
-    CString::new(text).map_err(|_| "a text for the compiler holds a zero".to_string())
+    CString::new(text).map_err(|_| "a text for the compiler contains NUL".to_string())
 }
 
 fn checked(call: &str, code: nvrtcResult) -> Result<(), String> {
@@ -166,7 +166,7 @@ mod tests {
 
     /// Compiles without a GPU, where a toolkit is installed.
     #[test]
-    fn kernels_compile_in_both_flavours() {
+    fn kernels_compile_for_both_classes() {
         use device::KernelCompiler;
         let toolkit = match Toolkit::find(None) {
             Ok(toolkit) => toolkit,
@@ -175,8 +175,8 @@ mod tests {
         let nvrtc = Nvrtc::new(&toolkit, "sm_90a".to_string(), toy::ToyCompiler.headers());
         let nvrtc = nvrtc.expect("NVRTC");
         for kernel in toy::kernels() {
-            for flavour in [KernelClass::RealTime, KernelClass::BestEffort] {
-                let compiled = nvrtc.compile(&module_text(&kernel, flavour)).expect("a cubin");
+            for class in [KernelClass::RealTime, KernelClass::BestEffort] {
+                let compiled = nvrtc.compile(&module_text(&kernel, class)).expect("a cubin");
                 assert_eq!(compiled.cubin[..4], *b"\x7fELF");
             }
         }
@@ -188,7 +188,7 @@ mod tests {
 
     /// Kernels of a network are compiled on all cores at once.
     #[test]
-    fn compilers_run_side_by_side() {
+    fn compiles_on_several_threads() {
         use device::KernelCompiler;
         let toolkit = match Toolkit::find(None) {
             Ok(toolkit) => toolkit,

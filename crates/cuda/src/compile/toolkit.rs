@@ -36,7 +36,9 @@ impl Toolkit {
         match found {
             Some(includes) => Ok(Toolkit { includes }),
             None => Err(OpenError::NoCompiler(format!(
-                "CUDA's headers ({HEADER}) are missing, looked below {}; install a CUDA toolkit, or the PyPI packages nvidia-cuda-runtime and nvidia-cuda-crt, and name its folder with CUDA_HOME",
+                "CUDA's headers ({HEADER}) are missing, searched below {}; install a CUDA toolkit, \
+                 or the PyPI packages nvidia-cuda-runtime and nvidia-cuda-crt, and name its folder \
+                 with CUDA_HOME",
                 listed(roots)
             ))),
         }
@@ -106,7 +108,9 @@ fn load_compiler(roots: &[PathBuf]) -> Result<(), OpenError> {
         return Ok(());
     }
     Err(OpenError::NoCompiler(format!(
-        "NVRTC (libnvrtc.so), which compiles the kernels, is neither on the loader's path nor below {}; install a CUDA toolkit, or the PyPI package nvidia-cuda-nvrtc, and name its folder with CUDA_HOME",
+        "NVRTC (libnvrtc.so), which compiles the kernels, is neither on the loader's path nor \
+         below {}; install a CUDA toolkit, or the PyPI package nvidia-cuda-nvrtc, and name its \
+         folder with CUDA_HOME",
         listed(roots)
     )))
 }
@@ -143,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn missing_headers_are_told_with_the_folders_that_were_searched() {
+    fn missing_headers_are_reported_with_the_searched_folders() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let roots = [folder.path().to_path_buf()];
         let err = Toolkit::among(&roots).expect_err("an empty folder has no headers").to_string();
@@ -153,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn the_setting_goes_first() {
+    fn configured_folder_is_first() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         std::fs::create_dir(folder.path().join("include")).expect("a folder");
         std::fs::write(folder.path().join("include").join(HEADER), "").expect("a file");

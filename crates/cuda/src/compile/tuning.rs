@@ -38,7 +38,7 @@ impl Tuning {
     pub(crate) fn read(path: &Path) -> Tuning {
         let Ok(text) = std::fs::read(path) else { return Tuning::default() };
         serde_json::from_slice(&text).unwrap_or_else(|err| {
-            tracing::warn!("{}: {err}; tuned variants are not used", path.display());
+            tracing::warn!(path = %path.display(), %err, "tuning file not readable");
             Tuning::default()
         })
     }
@@ -117,21 +117,21 @@ mod tests {
     }
 
     #[test]
-    fn chosen_variants_are_set() {
+    fn selects_tuned_variants() {
         let mut plan = plan();
         tuning("b", "c").apply(&mut plan);
         assert_eq!((plan.steps[0].rt, plan.steps[0].be), (1, 2));
     }
 
     #[test]
-    fn a_cluster_is_never_best_effort_and_the_unknown_is_ignored() {
+    fn never_selects_clusters_for_best_effort_or_unknown_variants() {
         let mut plan = plan();
         tuning("gone", "b").apply(&mut plan);
         assert_eq!((plan.steps[0].rt, plan.steps[0].be), (0, 0));
     }
 
     #[test]
-    fn pairs_are_apart_by_their_signatures() {
+    fn steps_are_apart_by_the_signatures_of_both() {
         let mut plan = plan();
         let other = GpuStep { signature: "other".to_string(), ..plan.steps[0].clone() };
         plan.steps.extend([other, plan.steps[0].clone()]);
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn written_tuning_is_read_back() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let path = folder.path().join(file_name("NVIDIA H200", 13_000, "f16"));
         assert!(path.ends_with("tuning-NVIDIA-H200-13000-f16.json"));

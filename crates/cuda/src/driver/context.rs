@@ -206,7 +206,7 @@ impl Context {
             return Err(err);
         }
         let reason = self.fault.get_or_init(|| {
-            tracing::error!(gpu = %self.facts.name, "{err}; the device is faulted");
+            tracing::error!(gpu = %self.facts.name, %err, "device faulted");
             err.to_string()
         });
         Err(CudaError::Faulted(reason.clone()))
@@ -249,7 +249,8 @@ fn start_driver() -> Result<(), OpenError> {
     // SAFETY: asks the loader for the library by name. NVIDIA's driver library has no unsound
     // start-up code.
     if !unsafe { sys::is_culib_present() } {
-        let help = "libcuda.so.1 is not on this machine; install NVIDIA's driver, or in a container pass the GPU through";
+        let help = "libcuda.so.1 is not on this machine; install NVIDIA's driver, or in a \
+            container pass the GPU through";
         return Err(OpenError::NoDriver(help.to_string()));
     }
     // SAFETY: the library is there; flags must be 0.
@@ -314,7 +315,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_read_as_people_write_them() {
+    fn versions_are_printed_with_a_dot() {
         assert_eq!(version_text(13_000), "13.0");
         assert_eq!(version_text(12_040), "12.4");
     }

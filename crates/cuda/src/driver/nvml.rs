@@ -57,13 +57,13 @@ impl Nvml {
             let init = library
                 .get::<unsafe extern "C" fn() -> c_int>(b"nvmlInit_v2\0")
                 .map_err(|err| err.to_string())?;
-            told("nvmlInit_v2", init())?;
+            check("nvmlInit_v2", init())?;
             let find = library
                 .get::<unsafe extern "C" fn(*const c_char, *mut Handle) -> c_int>(
                     b"nvmlDeviceGetHandleByPciBusId_v2\0",
                 )
                 .map_err(|err| err.to_string())?;
-            told("nvmlDeviceGetHandleByPciBusId_v2", find(bus.as_ptr(), &mut device))?;
+            check("nvmlDeviceGetHandleByPciBusId_v2", find(bus.as_ptr(), &mut device))?;
         }
         Ok(Nvml { library, device })
     }
@@ -156,6 +156,6 @@ impl Drop for Nvml {
     }
 }
 
-fn told(call: &str, code: c_int) -> Result<(), String> {
-    if code == SUCCESS { Ok(()) } else { Err(format!("{call} answers {code}")) }
+fn check(call: &str, code: c_int) -> Result<(), String> {
+    if code == SUCCESS { Ok(()) } else { Err(format!("{call} failed with code {code}")) }
 }

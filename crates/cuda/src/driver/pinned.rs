@@ -14,7 +14,7 @@ use crate::error::CudaError;
 fn allocate(context: &Context, bytes: usize) -> Result<*mut u8, CudaError> {
     context.enter()?;
     let mut address: *mut c_void = std::ptr::null_mut();
-    // SAFETY: `address` receives the result; whoever gets it frees it.
+    // SAFETY: `address` receives the result; the caller frees it.
     let code = unsafe { sys::cuMemHostAlloc(&mut address, bytes, 0) };
     context.check("cuMemHostAlloc", code).map_err(|err| err.with_bytes(bytes as u64))?;
     Ok(address.cast())

@@ -64,8 +64,9 @@ impl PinnedPool {
             state.slabs.push((Address(slab), counted));
             state.left = SLAB_BYTES;
         }
-        let (slab, _) = state.slabs.last().ok_or(CudaError::Misuse("a pool without memory"))?;
-        // SAFETY: `left` is at most the slab's size, so this lies in it.
+        let (slab, _) =
+            state.slabs.last().ok_or(CudaError::Misuse("the pinned pool has no slab"))?;
+        // SAFETY: `left` is at most the slab's size, so this is inside it.
         let piece = unsafe { slab.0.add(SLAB_BYTES - state.left) };
         state.left -= size;
         Ok(piece)
@@ -101,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_hold_what_is_asked_for_and_waste_little() {
+    fn pieces_fit_the_request_and_waste_little() {
         for bytes in [1, 64, 256, 257, 5_000, 602_112, 1 << 20, MAX_PIECE] {
             let size = piece_size(bytes);
             assert!(size >= bytes, "{size} for {bytes}");

@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_counted_is_counted_while_it_lives() {
+    fn resources_are_counted_while_they_live() {
         let resource_counts = Arc::new(ResourceCounts::default());
         let graphs: Vec<CountedResource> =
             (0..3).map(|_| resource_counts.count(ResourceKind::Graph, 0)).collect();

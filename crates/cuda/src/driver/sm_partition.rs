@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_are_of_whole_groups() {
+    fn parts_have_whole_groups_of_sms() {
         assert_eq!(share(132, 2), Some(64));
         assert_eq!(share(132, 3), Some(40));
         assert_eq!(share(132, 16), Some(8));

@@ -110,7 +110,7 @@ impl AddressRange {
     /// dropped before.
     pub(crate) fn map(&self, offset: u64, piece: &PhysicalMemory) -> Result<(), CudaError> {
         if offset.checked_add(piece.bytes).is_none_or(|end| end > self.bytes) {
-            return Err(CudaError::Misuse("a piece is mapped past the end of its range"));
+            return Err(CudaError::Misuse("mapped past the end of the address range"));
         }
         self.context.enter()?;
         let mut mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);

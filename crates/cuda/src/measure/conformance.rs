@@ -1,5 +1,5 @@
-//! What this device promises beyond what every device does, tried on the GPU at hand: that the kernel for inputs copies as the engine
-//! does, and that the partition keeps to its SMs.
+//! Conformance of CUDA devices beyond that of every device: the input copier copies what the copy
+//! engine copies, and the SM partition confines its work.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::services::DeviceServices;
 /// An address and a number of nanoseconds.
 const ARGS_BYTES: usize = 16;
 
-/// Blocks for each SM, and how long each stays, so that they are spread over all there are.
+/// Blocks per SM and the time that each runs, so that blocks are spread over all SMs.
 const BLOCKS_EACH: u32 = 4;
 const STAY_NS: u64 = 20_000;
 
@@ -38,7 +38,8 @@ struct SmLocator {
         return ns;
     }
     template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch&, const Gate&)
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*,
+                                                Watch&, const Gate&)
     {
         u32 multiprocessor;
         asm volatile("mov.u32 %0, %smid;" : "=r"(multiprocessor));
@@ -50,7 +51,7 @@ struct SmLocator {
 "#;
 
 impl CudaDevice {
-    /// Tries this device's own promises. Nothing else may use it meanwhile.
+    /// Checks this device. Nothing else may use it meanwhile.
     pub fn conformance_cases(&self) -> Vec<Case> {
         let services = self.services();
         let case = |name: &str, outcome: Result<Option<String>, String>| Case {
@@ -90,7 +91,8 @@ fn input_copier_matches_copy_engine(services: &DeviceServices) -> Result<Option<
             let memory = DeviceBuffer::zeroed(&services.memory.memory_stream, bytes as u64 + 16);
             let memory = memory.map_err(text_of)?;
             services.memory.memory_stream.synchronize().map_err(text_of)?;
-            // SAFETY: all three are as long as this and live until the stream is idle; whatever lies before the offset stays zero.
+            // SAFETY: all three buffers are that long and live until the stream is idle; bytes
+            // before the offset stay zero.
             unsafe {
                 let (to, from) = (memory.address() + offset as u64, host.as_ptr().add(offset));
                 input_copier.copy_in(&stream, to, from, length).map_err(text_of)?;
@@ -147,7 +149,7 @@ fn loaded_kernel(services: &DeviceServices) -> Result<Arc<LoadedKernel>, String>
     kernel.ok_or_else(|| "the kernel was not compiled".to_string())
 }
 
-/// The SMs that blocks launched on `stream` run on.
+/// The SMs on which blocks launched on `stream` run.
 fn seen_from(
     services: &DeviceServices,
     kernel: &LoadedKernel,
@@ -162,7 +164,8 @@ fn seen_from(
     args[0..8].copy_from_slice(&seen.address().to_le_bytes());
     args[8..16].copy_from_slice(&STAY_NS.to_le_bytes());
     let shape = LaunchShape { grid: blocks, threads: 128, shared: 0, cluster: 1, dependent: false };
-    // SAFETY: the arguments have the layout of `SmLocatorArgs`; both buffers have a word a block and live until the stream is idle.
+    // SAFETY: the arguments have the layout of `SmLocatorArgs`; both buffers have one word per
+    // block and live until the stream is idle.
     unsafe {
         stream.launch(kernel.function(0), shape, &[&args])?;
         stream.copy_out(host.as_ptr(), seen.address(), bytes)?;

@@ -1,4 +1,4 @@
-//! How fast memory of the host can be copied to the device at all.
+//! The speed of copies from pinned host memory to the device.
 
 use std::time::Instant;
 
@@ -8,10 +8,10 @@ use crate::device::CudaDevice;
 use crate::driver::{DeviceBuffer, PinnedBuffer, Priority, Stream};
 use crate::error::CudaError;
 
-/// Bytes of one copy: large enough that its start does not count.
+/// Bytes of one copy: large enough that its start is negligible.
 const COPIED: usize = 64 << 20;
 
-/// Copies that are timed, after one that is not.
+/// Timed copies, after one that is not.
 const COPIES: usize = 12;
 
 impl CudaDevice {

@@ -1,4 +1,4 @@
-//! KernelCache compiled on a machine without a GPU, and what the compiler says of them.
+//! Compiles kernels on a machine without a GPU and reports what the compiler says of them.
 
 use std::path::Path;
 
@@ -23,19 +23,19 @@ pub struct EntryFacts {
     pub spilled_bytes: u32,
 }
 
-/// The kernels that are the device's own and of no plan.
+/// Kernels of the device itself, which belong to no plan.
 pub fn builtin_kernels() -> Vec<Kernel> {
     vec![input_copier::kernel(), start_probe::kernel(), conformance::kernel()]
 }
 
-/// Compiles kernels and keeps nothing.
+/// Compiles kernels and discards the cubins.
 pub struct KernelReport {
     nvrtc: Nvrtc,
     headers: Vec<(String, String)>,
 }
 
 impl KernelReport {
-    /// For GPUs of `capability`, 90 for 9.0. `toolkit` goes before the usual places.
+    /// For GPUs of `capability`, 90 for 9.0. `toolkit` is tried before the usual folders.
     pub fn new(
         toolkit: Option<&Path>,
         capability: u32,
@@ -49,17 +49,18 @@ impl KernelReport {
         Ok(KernelReport { nvrtc, headers: headers.iter().map(owned).collect() })
     }
 
-    /// Both flavours of `kernel`; the error is the compiler's own words.
+    /// Both classes of `kernel`; the error is the compiler's message.
     pub fn facts(&self, kernel: &Kernel) -> Result<Vec<EntryFacts>, String> {
         let mut facts = Vec::new();
-        for flavour in [KernelClass::RealTime, KernelClass::BestEffort] {
-            let compiled = self.nvrtc.compile(&module_text(kernel, flavour))?;
+        for class in [KernelClass::RealTime, KernelClass::BestEffort] {
+            let compiled = self.nvrtc.compile(&module_text(kernel, class))?;
             facts.extend(parse(&compiled.log));
         }
         Ok(facts)
     }
 
-    /// The kernel that does tiles of `real_time` and of `best_effort`; the error is the compiler's own words.
+    /// The kernel that does tiles of `real_time` and of `best_effort`; the error is the compiler's
+    /// own words.
     pub fn fused_facts(
         &self,
         real_time: &Kernel,
@@ -72,7 +73,7 @@ impl KernelReport {
     }
 }
 
-/// The assembler's lines: the entry, its spills, its registers.
+/// Parses the assembler's lines: entry point, spills, registers.
 fn parse(log: &str) -> Vec<EntryFacts> {
     let mut facts: Vec<EntryFacts> = Vec::new();
     for line in log.lines() {
@@ -101,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_assemblers_lines_are_read() {
+    fn parses_the_assemblers_lines() {
         let log = "ptxas info    : 0 bytes gmem\n\
             ptxas info    : Compiling entry function 'be' for 'sm_90a'\n\
             ptxas info    : Function properties for be\n    \

@@ -1,9 +1,9 @@
-//! Real time beside best effort on the device, by every way of running both: fused into common launches as REEF does, in streams of
-//! two priorities, in a partition of the SMs.
+//! Real time beside best effort on the device, by every way of running both: fused into common
+//! launches as REEF does, in streams of two priorities, in a partition of the SMs.
 //!
-//! Best effort is the same in every way, so that ways differ in where it runs and not in what: the launches a step has as best
-//! effort, without clusters, that never look whether they shall leave. Who is fused with whom is decided elsewhere, from the
-//! steps as they are measured here.
+//! Best effort is the same in every way, so that ways differ in where it runs and not in what: the
+//! launches a step has as best effort, without clusters, that never look whether they shall leave.
+//! Who is fused with whom is decided elsewhere, from the steps as they are measured here.
 
 mod co_runner;
 mod measurement;
@@ -31,13 +31,13 @@ use network::Network;
 pub struct PaddingLaunch {
     /// Its name within the step.
     pub variant: String,
-    /// Its kernel, by the bench's numbers.
+    /// Index of its kernel in the bench.
     pub kernel: usize,
-    /// Blocks, one a tile.
+    /// Blocks, one per tile.
     pub tiles: u32,
-    /// Blocks that run together; 1 for none.
+    /// Blocks per cluster; 1 for none.
     pub cluster: u32,
-    /// Microseconds among copies of itself.
+    /// Microseconds, measured in a sequence of copies of itself.
     pub us: f64,
     /// Registers of a thread.
     pub registers: u32,
@@ -45,12 +45,12 @@ pub struct PaddingLaunch {
     pub blocks_per_multiprocessor: u32,
 }
 
-/// A step as real time and as best effort launches it.
+/// A step as real time and as best effort.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PaddingStep {
     /// The step's name.
     pub name: String,
-    /// As in production.
+    /// As in serving.
     pub real_time: PaddingLaunch,
     /// Never a cluster.
     pub best_effort: PaddingLaunch,
@@ -70,84 +70,85 @@ pub struct PaddingSlice {
 /// Two networks, and which tiles of the one are launched with which step of the other.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PaddingPair {
-    /// The number of the real-time network.
+    /// Index of the RT network.
     pub real_time: usize,
-    /// The number of the best-effort network.
+    /// Index of the best-effort network.
     pub best_effort: usize,
     /// For every replay and each real-time step; best effort begins anew behind the last.
     pub replays: Vec<Vec<Option<PaddingSlice>>>,
-    /// What of best effort is done behind the last replay, untimed: these tiles, and all steps behind.
+    /// What of best effort is done behind the last replay, untimed: these tiles, and all steps
+    /// behind.
     pub unfinished: Option<PaddingSlice>,
     /// Runs of best effort in each replay.
     pub progress: Vec<f64>,
 }
 
-/// A way of running both.
+/// A method of running both networks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PaddingWay {
     /// Real time only.
     Alone,
     /// Launches that do tiles of both.
     Fused,
-    /// Best effort without end in a stream of low priority.
+    /// Best effort runs continuously in a stream of low priority.
     Free,
-    /// The same on so many SMs only.
+    /// The same in a partition of that many SMs.
     Partition(u32),
-    /// The same, and real time on all others only.
+    /// The same, with real time confined to all other SMs.
     Apart(u32),
 }
 
 /// How to measure.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PaddingOptions {
-    /// The ways, alone first; they take turns.
+    /// The methods, alone first; they take turns.
     pub ways: Vec<PaddingWay>,
-    /// Turns of each.
+    /// Turns of each method.
     pub turns: usize,
-    /// How long a turn takes at least.
+    /// The minimum duration of a turn.
     pub turn: Duration,
 }
 
 /// Microseconds over many replays.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PaddingTiming {
-    /// Replays.
+    /// Number of replays.
     pub replays: usize,
-    /// Half took no longer.
+    /// Median.
     pub median_us: f64,
-    /// All of them by their number.
+    /// Mean.
     pub mean_us: f64,
-    /// Of a hundred, 99 took no longer.
+    /// 99th percentile.
     pub p99_us: f64,
 }
 
-/// One way, measured.
+/// One method, measured.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WayTiming {
-    /// The way.
+    /// The method.
     pub way: PaddingWay,
     /// SMs of the partition, as the driver made it.
     pub multiprocessors: Option<u32>,
     /// Real time.
     pub real_time: PaddingTiming,
-    /// Runs of best effort, in parts where some were not finished.
+    /// Completed runs of best effort.
     pub best_effort_runs: f64,
-    /// In so many seconds.
+    /// Seconds in which they completed.
     pub seconds: f64,
     /// Checks of both networks' outputs.
     pub checks: usize,
-    /// Checks that found outputs of real time to be others than alone.
+    /// Checks in which outputs of real time differed from those alone.
     pub wrong_real_time: usize,
-    /// The same of best effort.
+    /// The same for best effort.
     pub wrong_best_effort: usize,
 }
 
 /// A pair, measured.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PairTiming {
-    /// Best effort with nothing beside it.
+    /// Best effort without real time.
     pub best_effort_alone: PaddingTiming,
-    /// Every way.
+    /// All methods.
     pub ways: Vec<WayTiming>,
 }
 
@@ -162,27 +163,27 @@ pub struct PaddingKernel {
     pub blocks_per_multiprocessor: u32,
 }
 
-/// Networks on a device, ready to be run beside each other.
+/// Networks on a device that can co-run.
 pub struct PaddingBench {
     services: DeviceServices,
     networks: Vec<Network>,
-    /// Every kernel of any network.
+    /// Kernels of all networks.
     kernels: Vec<Kernel>,
     /// KernelCache made of two of them.
     fused: HashMap<(usize, usize), Arc<LoadedKernel>>,
-    /// Parts of the device by the way that needs them.
+    /// Partitions by the method that needs them.
     partitions: Vec<(PaddingWay, Partition)>,
 }
 
-/// Where best effort is held to some SMs.
+/// SMs that best effort is confined to.
 struct Partition {
     part: Arc<SmPartition>,
-    /// Where real time is held to all others.
+    /// SMs that real time is confined to, all others.
     rest: Option<Arc<SmPartition>>,
 }
 
 impl CudaDevice {
-    /// A bench without networks. Needs the device for itself to mean anything.
+    /// A bench without networks. Nothing else may use the device meanwhile.
     pub fn padding_bench(&self) -> PaddingBench {
         let services = self.services().clone();
         let (networks, kernels, partitions) = (Vec::new(), Vec::new(), Vec::new());
@@ -191,7 +192,7 @@ impl CudaDevice {
 }
 
 impl PaddingBench {
-    /// Puts `plan` on the device, with `inputs` for every run, and measures its steps; its number.
+    /// Loads `plan`, with `inputs` for every run, and measures its steps; returns its index.
     pub fn add(
         &mut self,
         plan: &LaunchPlan,
@@ -256,7 +257,7 @@ impl PaddingBench {
         })
     }
 
-    /// Runs both networks of `pair` in every way, in turns.
+    /// Runs both networks of `pair` with every method, in turns.
     pub fn measure(
         &mut self,
         pair: &PaddingPair,
@@ -272,7 +273,7 @@ impl PaddingBench {
 }
 
 impl PaddingBench {
-    /// Makes the partition of `way`, unless it needs none or it is there.
+    /// Opens the partition that `way` needs, if any.
     fn open_partition(&mut self, way: PaddingWay) -> Result<(), DeviceError> {
         let (PaddingWay::Partition(count) | PaddingWay::Apart(count)) = way else { return Ok(()) };
         if self.partition(way).is_some() {
@@ -298,13 +299,13 @@ impl PaddingBench {
         Ok(())
     }
 
-    /// The parts that were made for `way`.
+    /// The partition of `way`.
     fn partition(&self, way: PaddingWay) -> Option<&Partition> {
         self.partitions.iter().find(|(known, _)| *known == way).map(|(_, partition)| partition)
     }
 }
 
-/// Time of `all`, in microseconds.
+/// The timing of `all`, in microseconds.
 fn timing(mut all: Vec<f64>) -> PaddingTiming {
     let replays = all.len();
     if replays == 0 {
@@ -321,7 +322,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_summed_up() {
+    fn timing_of_many_replays() {
         let timed = timing((1..=100).rev().map(f64::from).collect());
         assert_eq!((timed.median_us, timed.p99_us, timed.mean_us), (51.0, 100.0, 50.5));
         assert_eq!(timing(vec![]), PaddingTiming::default());

@@ -1,4 +1,4 @@
-//! Measuring a plan: every way to compute every step, and the whole as one graph.
+//! Measures a plan: every variant of every step, and the whole plan as one graph.
 
 mod classes;
 mod whole_plan;
@@ -29,23 +29,23 @@ use crate::services::DeviceServices;
 pub use classes::ClassTiming;
 use whole_plan::WholePlan;
 
-/// Memory in which copies of a step find weights of their own, so that they come from memory as in a network larger than
-/// the cache.
+/// Memory in which copies of a step have weights of their own, so that weights come from DRAM as in
+/// a network larger than the cache.
 const WEIGHT_POOL: u64 = 256 << 20;
 
-/// Replays before any that counts.
+/// Replays that are not timed.
 const WARM_UP: usize = 3;
 
-/// A choice that is this many times slower than the fastest so far while it warms up is not timed any further.
+/// A variant that is this many times slower than the fastest during warm-up is not timed.
 const GIVE_UP_RATIO: f64 = 1.25;
 
-/// The time that copies of one launch should take together: long against what begins and ends a graph.
+/// The time that copies of one launch take together: long compared to the start and end of a graph.
 const GRAPH_US: f64 = 200.0;
 
 /// How to measure.
 #[derive(Clone, Copy, Debug)]
 pub struct ProfileOptions {
-    /// Replays of the graph that times one choice.
+    /// Replays of the graph that times one variant.
     pub replays: usize,
     /// Replays of the whole plan.
     pub plan_replays: usize,
@@ -60,22 +60,23 @@ impl Default for ProfileOptions {
 /// Microseconds over many replays.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Timing {
-    /// Half took no longer.
+    /// Median.
     pub median_us: f64,
-    /// Of a hundred, 99 took no longer.
+    /// 99th percentile.
     pub p99_us: f64,
 }
 
-/// One way to compute a step.
+/// One variant of a step.
 #[derive(Clone, Debug, Serialize)]
 pub struct ChoiceProfile {
     /// Its name within the step.
     pub variant: String,
-    /// Time as real time, one after another with dependent launches; absent when the GPU refuses the launch.
+    /// Time as real time, in a sequence with dependent launches; absent when the GPU refuses the
+    /// launch.
     pub time: Option<Timing>,
     /// Blocks.
     pub tiles: u32,
-    /// Blocks that run together.
+    /// Blocks per cluster.
     pub cluster: u32,
     /// Threads of a block.
     pub threads: u32,
@@ -89,41 +90,41 @@ pub struct ChoiceProfile {
     pub blocks_per_multiprocessor: u32,
 }
 
-/// A step with all its choices.
+/// A step with all its variants.
 #[derive(Clone, Debug, Serialize)]
 pub struct StepProfile {
     /// The step's name.
     pub name: String,
     /// What it computes.
     pub op: String,
-    /// What makes it the same problem as another.
+    /// Steps of one signature are the same problem.
     pub signature: String,
     /// Floating-point operations.
     pub flops: u64,
-    /// Bytes moved at least.
+    /// Minimum of bytes moved.
     pub bytes: u64,
-    /// Every choice, in the plan's order.
+    /// All variants, in the plan's order.
     pub choices: Vec<ChoiceProfile>,
     /// The fastest for real time.
     pub rt: usize,
     /// The fastest for best effort.
     pub be: usize,
-    /// It and the one before it, by their signatures.
+    /// The step and the previous one, by their signatures.
     pub pair: Option<String>,
-    /// It is better launched when the one before has ended.
+    /// It is faster when it starts after the previous step has ended.
     pub apart: bool,
 }
 
 /// A plan, measured.
 #[derive(Clone, Debug, Serialize)]
 pub struct PlanProfile {
-    /// What the plan was made for.
+    /// The sizes of the plan.
     pub sizes: Vec<(String, usize)>,
     /// Every step.
     pub steps: Vec<StepProfile>,
-    /// The whole plan with its fastest choices, as one graph with dependent launches.
+    /// The whole plan with its fastest variants, as one graph with dependent launches.
     pub graph: Timing,
-    /// The same without dependent launches: what they are worth.
+    /// The same without dependent launches.
     pub plain_graph: Timing,
     /// Device memory of the weights.
     pub weight_bytes: u64,
@@ -134,12 +135,12 @@ pub struct PlanProfile {
 }
 
 impl PlanProfile {
-    /// Every two steps in a row.
+    /// All pairs of consecutive steps.
     pub(crate) fn pairs(&self) -> BTreeSet<String> {
         self.steps.iter().filter_map(|step| step.pair.clone()).collect()
     }
 
-    /// What was found to be the fastest.
+    /// The fastest variants.
     pub(crate) fn tuning(&self) -> Tuning {
         let chosen = |step: &StepProfile| TunedVariants {
             rt: step.choices[step.rt].variant.clone(),
@@ -153,8 +154,8 @@ impl PlanProfile {
 }
 
 impl CudaDevice {
-    /// Adds `tuning` to the variants in use, and keeps all of them on disk where there is a cache. Programs that are
-    /// loaded already stay as they are.
+    /// Uses the variants of `profile` for programs loaded from now on, and stores them in the cache
+    /// folder. Loaded programs do not change.
     pub fn set_choices(&self, profile: &PlanProfile) -> Result<(), String> {
         let mut all = self.tuning();
         all.extend(profile.tuning(), &profile.pairs());
@@ -165,8 +166,8 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Times every choice of every step of `plan` for `sizes`, and the plan made of the fastest. Steps of one signature are
-    /// timed once. Needs the device for itself to mean anything.
+    /// Times every variant of every step of `plan` for `sizes`, and the plan made of the fastest.
+    /// Steps of one signature are timed once. Nothing else may use the device meanwhile.
     pub fn profile(
         &self,
         plan: &LaunchPlan,
@@ -267,7 +268,7 @@ impl<'a> Profiler<'a> {
         Ok(PlanProfile { graph, plain_graph, ..profile })
     }
 
-    /// Every step with all its choices timed; steps of one signature once.
+    /// All steps with their variants timed; steps of one signature once.
     pub(super) fn steps(&mut self) -> Result<Vec<StepProfile>, DeviceError> {
         let mut known: HashMap<String, StepProfile> = HashMap::new();
         let steps = self.specialization.gpu.steps.clone();
@@ -334,9 +335,10 @@ impl<'a> Profiler<'a> {
         let time = match self.time_copies(index, step, choice, &bound, give_up_us) {
             Ok(time) => Some(time),
             Err(err @ CudaError::Faulted(_)) => return Err(self.services.device.error(err)),
-            // A cluster that does not fit, say: the others remain.
+            // For example a cluster that does not fit; other variants remain.
             Err(err) => {
-                tracing::debug!(step = step.name, variant = launch.variant, "not timed: {err}");
+                let (step, variant) = (&step.name, &launch.variant);
+                tracing::debug!(step, variant, %err, "variant not timed");
                 None
             }
         };
@@ -354,7 +356,7 @@ impl<'a> Profiler<'a> {
         })
     }
 
-    /// The time of one launch among copies of itself, each with weights elsewhere.
+    /// The time of one launch in a sequence of copies of itself, each with other weights.
     fn time_copies(
         &mut self,
         index: usize,
@@ -376,14 +378,17 @@ impl<'a> Profiler<'a> {
             };
             let args = addresses
                 .patch(launch, self.specialization.layout.real_time_words(index))
-                .map_err(|_| CudaError::Misuse("a launch points outside of its plan"))?;
+                .map_err(|_| {
+                CudaError::Misuse("a launch has an address outside of its plan")
+            })?;
             all.push(args);
         }
         let graph = self.services.recorder.capture(LaunchTarget::High, |stream| {
             for (copy, args) in all.iter().enumerate() {
                 let mut shape = bound.shape;
                 shape.dependent = copy > 0 && self.services.device.has_dependent_launches();
-                // SAFETY: recorded only; the instance and the pool outlive the graph, which is gone when this returns.
+                // SAFETY: recorded only; the instance and the pool outlive the graph, which is
+                // dropped when this returns.
                 unsafe { stream.launch(bound.kernel.function(bound.entry), shape, &[args]) }?;
             }
             Ok(())
@@ -394,7 +399,7 @@ impl<'a> Profiler<'a> {
         Ok(Timing { median_us: each(timing.median_us), p99_us: each(timing.p99_us) })
     }
 
-    /// Addresses of all weights for copy `copy`, within the pool where they fit.
+    /// Addresses of all weights for copy `copy`, inside the pool where they fit.
     fn moved_weights(&self, copy: u64) -> Vec<(u64, u64)> {
         let places = &self.specialization.weights;
         let moved = |&(address, bytes): &(u64, u64)| {
@@ -409,7 +414,8 @@ impl<'a> Profiler<'a> {
     }
 }
 
-/// Microseconds of `graph`, replayed one at a time; few times when even the quickest takes longer than `give_up_us`.
+/// Timing of `graph`, replayed one at a time; few times when even the fastest replay takes longer
+/// than `give_up_us`.
 fn time(
     services: &DeviceServices,
     graph: &Graph,
@@ -427,7 +433,7 @@ fn time(
         to.wait()?;
         to.micros_since(&from)
     };
-    // They find cold caches and clocks, but what is far too slow shows.
+    // Caches and clocks are cold, but a variant that is far too slow is recognised.
     let mut quickest = f64::INFINITY;
     for _ in 0..WARM_UP {
         quickest = quickest.min(replay()?);

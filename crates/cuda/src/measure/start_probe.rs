@@ -1,7 +1,9 @@
-//! Measures how soon real-time blocks run, and how soon they run on every SM, whatever best effort has enqueued.
+//! Measures how soon RT blocks run, and how soon they run on every SM, while best effort is
+//! enqueued.
 //!
-//! The probe is a real-time launch of a block an SM, each with so much shared memory that no other block with
-//! shared memory of its own fits beside it. The first block writes a host word, and so does the one that makes them all.
+//!  The probe is an RT launch of one block per SM, each with so much shared memory that no other
+//! block with shared memory fits next to it. The first block writes a host word, and so does the
+//! last one.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,10 +21,10 @@ use crate::services::DeviceServices;
 /// Three addresses and two words.
 const ARGS_BYTES: usize = 32;
 
-/// Shared memory of a block: more than half of what an SM has on every GPU the kernels run on.
+/// Shared memory of a block: more than half of what an SM has on every supported GPU.
 const SHARED_BYTES: u32 = 96 << 10;
 
-/// How long an answer may take before the device counts as stuck.
+/// A probe that takes longer counts as stuck.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 const SOURCE: &str = r#"
@@ -36,7 +38,8 @@ struct Probe {
     using Args = ProbeArgs;
     static constexpr int kThreads = 128, kShared = 96 << 10, kBlocks = 1;
     template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int, unsigned char* shared, Watch&, const Gate&)
+    static __device__ __forceinline__ bool tile(const Args& a, int, unsigned char* shared,
+                                                Watch&, const Gate&)
     {
         if (threadIdx.x == 0) {
             shared[0] = 1;
@@ -58,16 +61,16 @@ pub(crate) fn kernel() -> Kernel {
     }
 }
 
-/// When the blocks of one probe ran, from the moment the order to leave was given.
+/// When the blocks of one probe ran, since the preemption.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StartTimes {
-    /// The first.
+    /// The first block.
     pub first: Duration,
-    /// All of them, one on every SM.
+    /// All blocks, one on every SM.
     pub all: Duration,
 }
 
-/// A launch that tells when it runs.
+/// A launch that reports when it runs.
 pub struct StartProbe {
     services: DeviceServices,
     kernel: Arc<LoadedKernel>,
@@ -110,7 +113,7 @@ impl StartProbe {
         Ok(probe)
     }
 
-    /// Makes `queues` leave and starts the probe behind that at once, as real time does.
+    /// Preempts `queues` and launches the probe at once, as real time does.
     pub fn fire(&mut self, queues: &[&dyn Queue]) -> Result<StartTimes, DeviceError> {
         self.services.device.check_healthy()?;
         self.round += 1;
@@ -142,8 +145,8 @@ impl StartProbe {
             cluster: 1,
             dependent: false,
         };
-        // SAFETY: the arguments have the layout of `ProbeArgs`, and what they point to lives as long as this probe, which
-        // waits for the last block of every launch.
+        // SAFETY: the arguments have the layout of `ProbeArgs`, and what they point to lives as
+        // long as this probe, which waits for the last block of every launch.
         unsafe { self.stream.launch(self.kernel.function(0), shape, &[&args]) }
     }
 
@@ -153,7 +156,7 @@ impl StartProbe {
             if began.elapsed() > TIMEOUT {
                 return Err(DeviceError::Faulted {
                     device: self.services.device.info.name.clone(),
-                    reason: "a probe does not run".to_string(),
+                    reason: "the probe does not run".to_string(),
                 });
             }
         }

@@ -1,4 +1,4 @@
-//! When whole real-time runs began and ended on the device, by its own clock; recorded only while somebody asks for it.
+//! When whole RT runs began and ended on the device, by its own clock; recorded only on request.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -6,10 +6,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use crate::driver::{Event, Stream};
 use crate::error::CudaError;
 
-/// Runs that are recorded.
+/// Runs that are recorded, at most.
 const MAX_RUNS: usize = 1 << 20;
 
-/// Runs since somebody asked.
+/// The recorded runs.
 #[derive(Default)]
 pub(crate) struct Timeline {
     on: AtomicBool,
@@ -27,7 +27,7 @@ impl Timeline {
         self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A point in `stream` if runs are recorded.
+    /// An event on `stream`, if runs are recorded.
     pub(crate) fn stamp(&self, stream: &Stream) -> Result<Option<Event>, CudaError> {
         if !self.on.load(Ordering::Relaxed) {
             return Ok(None);
@@ -37,7 +37,7 @@ impl Timeline {
         Ok(Some(event))
     }
 
-    /// Keeps a run between two points that have been passed.
+    /// Records a run between two completed events.
     pub(crate) fn add(&self, from: &Event, to: &Event) {
         let mut recorded = self.recorded();
         let Some(base) = &recorded.base else { return };

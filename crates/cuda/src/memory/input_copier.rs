@@ -38,7 +38,8 @@ struct InputCopy {
     using Args = InputCopyArgs;
     static constexpr int kThreads = 256, kShared = 0, kBlocks = 1, kVectors = 4;
     template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch&, const Gate& gate)
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*,
+                                                Watch&, const Gate& gate)
     {
         unsigned long long first = ((unsigned long long)t * kThreads * kVectors + threadIdx.x) * 16;
         uint4 v[kVectors];
@@ -155,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_is_aligned_and_not_large_is_carried() {
+    fn copies_only_aligned_inputs_of_limited_size() {
         assert!(can_copy(256, 4096, 602_112));
         assert!(can_copy(256, 4096, 3), "the last vector may be a part of one");
         assert!(!can_copy(257, 4096, 16) && !can_copy(256, 4104, 16));
@@ -163,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_brings_what_its_threads_hold() {
+    fn block_copies_four_vectors_per_thread() {
         assert_eq!(BLOCK_BYTES, u64::from(THREADS) * 4 * VECTOR_BYTES);
     }
 }

@@ -133,7 +133,7 @@ impl InputPool {
     ) -> Result<Option<PoolSlot>, CudaError> {
         let lengths = inputs.iter().map(|input| input.len());
         if !lengths.eq(self.row_bytes.iter().map(|bytes| bytes * rows)) {
-            return Err(CudaError::Misuse("inputs do not fit their pool"));
+            return Err(CudaError::Misuse("inputs do not have the sizes of their pool"));
         }
         let Some(first) = self.rows_in_use().take(rows) else { return Ok(None) };
         let mut slot = PoolSlot { pool: self.clone(), first, rows, copy: None, pooled: Vec::new() };
@@ -242,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_follow_each_other_around_the_ring() {
+    fn rows_are_taken_around_the_ring() {
         let mut rows_in_use = RowAllocator::new(5);
         let taken: Vec<_> = (0..4).map(|_| rows_in_use.take(1)).collect();
         assert_eq!(taken, [Some(0), Some(1), Some(2), Some(3)]);
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_shares_rows() {
+    fn slots_never_share_rows() {
         let mut random = base::Random::new(5);
         let (mut rows_in_use, mut held) = (RowAllocator::new(16), Vec::new());
         for _ in 0..20_000 {

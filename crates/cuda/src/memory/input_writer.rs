@@ -32,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn inputs_are_written_whole_and_announced_once_near_the_end() {
+    fn writes_all_inputs_and_notifies_once_near_the_end() {
         for lengths in [&[0][..], &[1000], &[NOTICE_BYTES + 7], &[600_000, 5, 0, 300_000]] {
             let mut random = base::Random::new(3);
             let mut bytes =

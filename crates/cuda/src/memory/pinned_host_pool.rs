@@ -21,7 +21,7 @@ const ALIGNMENT: usize = 256;
 
 /// The pool of one device.
 pub(crate) struct PinnedHostPool {
-    memory_of_pool: Arc<PoolMemory>,
+    pool: Arc<PoolMemory>,
 }
 
 struct PoolMemory {
@@ -33,23 +33,20 @@ impl PinnedHostPool {
     pub(crate) fn new(context: &Arc<Context>) -> Result<PinnedHostPool, CudaError> {
         let memory = PinnedBuffer::zeroed(context, POOL_BYTES)?;
         let free = Mutex::new(FreeRanges::of(POOL_BYTES));
-        Ok(PinnedHostPool { memory_of_pool: Arc::new(PoolMemory { memory, free }) })
+        Ok(PinnedHostPool { pool: Arc::new(PoolMemory { memory, free }) })
     }
 
     /// Whether `bytes` are in this pool.
     pub(crate) fn contains(&self, bytes: &[u8]) -> bool {
-        let (first, all) = (bytes.as_ptr() as usize, self.memory_of_pool.memory.as_ptr() as usize);
-        first >= all && first + bytes.len() <= all + self.memory_of_pool.memory.len()
+        let (first, all) = (bytes.as_ptr() as usize, self.pool.memory.as_ptr() as usize);
+        first >= all && first + bytes.len() <= all + self.pool.memory.len()
     }
 }
 
 impl HostPool for PinnedHostPool {
     fn lend(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>> {
-        let first = self.memory_of_pool.free().take(bytes.checked_next_multiple_of(ALIGNMENT)?)?;
-        Some(Box::new(HostPoolSlice {
-            memory_of_pool: self.memory_of_pool.clone(),
-            range: first..first + bytes,
-        }))
+        let first = self.pool.free().take(bytes.checked_next_multiple_of(ALIGNMENT)?)?;
+        Some(Box::new(HostPoolSlice { pool: self.pool.clone(), range: first..first + bytes }))
     }
 }
 
@@ -61,7 +58,7 @@ impl PoolMemory {
 
 /// One buffer of the pool.
 struct HostPoolSlice {
-    memory_of_pool: Arc<PoolMemory>,
+    pool: Arc<PoolMemory>,
     range: Range<usize>,
 }
 
@@ -70,7 +67,7 @@ impl AsRef<[u8]> for HostPoolSlice {
         // SAFETY: inside the pool, which is initialised; no other buffer overlaps while this lives,
         // and the device only reads it.
         unsafe {
-            let first = self.memory_of_pool.memory.as_ptr().add(self.range.start);
+            let first = self.pool.memory.as_ptr().add(self.range.start);
             std::slice::from_raw_parts(first, self.range.len())
         }
     }
@@ -80,7 +77,7 @@ impl AsMut<[u8]> for HostPoolSlice {
     fn as_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above; a copy of dropped inputs may still read it, and its result is not used.
         unsafe {
-            let first = self.memory_of_pool.memory.as_ptr().add(self.range.start);
+            let first = self.pool.memory.as_ptr().add(self.range.start);
             std::slice::from_raw_parts_mut(first, self.range.len())
         }
     }
@@ -89,7 +86,7 @@ impl AsMut<[u8]> for HostPoolSlice {
 impl Drop for HostPoolSlice {
     fn drop(&mut self) {
         let bytes = self.range.len().next_multiple_of(ALIGNMENT);
-        self.memory_of_pool.free().give(self.range.start, bytes);
+        self.pool.free().give(self.range.start, bytes);
     }
 }
 
@@ -134,10 +131,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_given_back_grows_together() {
+    fn freed_ranges_are_merged() {
         let mut ranges = FreeRanges::of(100);
         assert_eq!([40, 40, 20].map(|length| ranges.take(length)), [Some(0), Some(40), Some(80)]);
-        assert_eq!(ranges.take(1), None, "all is lent");
+        assert_eq!(ranges.take(1), None, "the pool is full");
         ranges.give(0, 40);
         ranges.give(80, 20);
         assert_eq!(ranges.take(50), None, "no fifty in a row");
@@ -146,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_shares_anything_and_nothing_is_lost() {
+    fn ranges_never_overlap_and_none_is_lost() {
         let mut random = base::Random::new(9);
         let (mut ranges, mut held) = (FreeRanges::of(1 << 16), Vec::new());
         for _ in 0..20_000 {
@@ -161,8 +158,8 @@ mod tests {
                 assert!(first + length <= 1 << 16 && held.iter().all(apart));
                 held.push((first, length));
             }
-            let lent: usize = held.iter().map(|(_, length)| length).sum();
-            assert_eq!(lent + ranges.free.values().sum::<usize>(), 1 << 16);
+            let used: usize = held.iter().map(|(_, length)| length).sum();
+            assert_eq!(used + ranges.free.values().sum::<usize>(), 1 << 16);
         }
         held.into_iter().for_each(|(first, length)| ranges.give(first, length));
         assert_eq!(ranges.free, BTreeMap::from([(0, 1 << 16)]));

@@ -69,7 +69,7 @@ pub(crate) struct PlacedWeights {
 /// Whether runs may start.
 enum ResidencyState {
     Evicted,
-    PendingLoad(Arc<WeightArrival>),
+    Loading(Arc<WeightArrival>),
     /// This many slabs are resident.
     Resident(usize),
 }
@@ -189,11 +189,9 @@ impl ProgramWeights {
     pub(crate) fn arrival(&self, slabs: usize) -> Result<Option<Arc<WeightArrival>>, CudaError> {
         match &*locked(&self.state) {
             ResidencyState::Resident(there) if *there >= slabs => Ok(None),
-            ResidencyState::PendingLoad(arrival) if arrival.slabs >= slabs => {
-                Ok(Some(arrival.clone()))
-            }
+            ResidencyState::Loading(arrival) if arrival.slabs >= slabs => Ok(Some(arrival.clone())),
             _ if slabs == 0 => Ok(None),
-            _ => Err(CudaError::Misuse("a run was launched without its weights on the device")),
+            _ => Err(CudaError::Misuse("a run was launched while its weights are evicted")),
         }
     }
 
@@ -284,7 +282,7 @@ impl ProgramWeights {
                 Ok(LoadProgress::Runnable) => {}
                 Ok(LoadProgress::Loaded) => return Ok(()),
                 Ok(LoadProgress::Failed(err)) => return Err(WeightError::Load(err)),
-                Err(_) => return Err(CudaError::Misuse("nobody loads weights any more").into()),
+                Err(_) => return Err(CudaError::Misuse("the loader thread has ended").into()),
             }
         }
     }

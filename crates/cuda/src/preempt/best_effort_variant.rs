@@ -48,7 +48,7 @@ mod tests {
     use crate::program::layout::tests::{launch, step};
 
     #[test]
-    fn only_long_steps_are_loops() {
+    fn only_long_steps_are_tile_loops() {
         let short = GpuStep { flops: 1_000_000_000, bytes: 1_000_000, ..step(launch(100, 0)) };
         assert_eq!(variant_of(&short), BestEffortVariant::Grid);
         let long = GpuStep { flops: 6_000_000_000, ..short.clone() };

@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quiet_ends_with_the_launch_or_when_none_comes() {
+    fn backoff_ends_with_the_launch_or_after_a_timeout() {
         let driver_backoff =
             DriverBackoff { span: Duration::from_secs(3600), ..DriverBackoff::default() };
         assert!(!driver_backoff.is_active());

@@ -107,7 +107,7 @@ impl EpochCounters {
             words.grow(&self.stream)?;
         }
         let free =
-            words.free.pop().ok_or(CudaError::Misuse("a slab without epoch_counters was made"))?;
+            words.free.pop().ok_or(CudaError::Misuse("an allocation without epoch counters"))?;
         let (epoch, launch_epoch) =
             (AtomicU32::new(free.preempt), AtomicU32::new(free.launch_epoch));
         Ok(EpochCounter {
@@ -159,7 +159,7 @@ impl EpochCounters {
         }
         // SAFETY: the words live as long as `self`, and dropping it waits for the stream's work.
         if let Err(err) = unsafe { self.stream.write_words(&pending.words) } {
-            tracing::error!("an preempt to leave did not reach the device: {err}");
+            tracing::error!(%err, "preemption not written to the device");
         }
         pending.words.clear();
     }

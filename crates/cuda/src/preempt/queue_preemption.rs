@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_order_concerns_what_has_entered() {
+    fn preempts_only_work_that_has_entered() {
         let pending = QueuePreemption::default();
         pending.preempt();
         let first = pending.next_sequence();

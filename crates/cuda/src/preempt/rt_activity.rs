@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_never_saw_real_time_is_clear() {
+    fn device_without_real_time_is_in_a_gap() {
         let rt_activity = RtActivity::default();
         assert!(rt_activity.is_gap() && !rt_activity.is_recent());
         rt_activity.segment_started();
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gap_is_used_as_long_as_the_last_one_lasted() {
+    fn gap_is_expected_to_last_as_long_as_the_previous_one() {
         let (ms, second) = (Duration::from_millis, Duration::from_secs(1));
         assert!(after(ms(5), second).is_gap(), "the last_gap is long");
         assert!(!after(ms(5), ms(4)).is_gap(), "the next segment is due");
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn graphs_are_made_in_long_gaps_and_now_and_then_in_short_ones() {
+    fn graphs_are_recorded_in_long_gaps_and_rarely_in_short_ones() {
         let (ms, us) = (Duration::from_millis, Duration::from_micros);
         let long = after(us(100), Duration::from_secs(1));
         assert!(long.may_record_graph() && long.may_record_graph());
@@ -193,10 +193,10 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_ever() {
+    fn waits_are_bounded() {
         let rt_activity = RtActivity::default();
         rt_activity.segment_started();
-        assert!(!rt_activity.wait_for_gap(Duration::from_millis(1)), "there is none");
+        assert!(!rt_activity.wait_for_gap(Duration::from_millis(1)), "there is no gap");
         rt_activity.wait_until_idle(Duration::from_millis(1));
     }
 }

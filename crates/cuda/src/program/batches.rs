@@ -95,7 +95,7 @@ impl ProgramState {
         }
         let made = InputPool::new(&self.services.memory, row_bytes.to_vec());
         let pool = made.unwrap_or_else(|err| {
-            tracing::warn!("inputs are not copied ahead: {err}");
+            tracing::warn!(%err, "input pool not available");
             None
         });
         let pool = pool.map(Arc::new);
@@ -157,7 +157,7 @@ impl ProgramState {
         };
         if !plain.is_empty() || own.iter().any(|staged| staged.sizes != first.sizes) {
             return Err(DeviceError::BadInput(
-                "requests of other sizes are in one batch".to_string(),
+                "requests of different sizes in one batch".to_string(),
             ));
         }
         let rows = own.iter().map(|staged| staged.rows).sum();
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn plans_of_other_sizes_are_no_batches() {
+    fn specializations_of_other_sizes_are_no_batches() {
         let sizes = |n: usize, tokens: usize| -> Sizes {
             vec![("n".to_string(), n), ("tokens".to_string(), tokens)]
         };

@@ -112,7 +112,7 @@ impl Instance {
             .context()
             .resource_counts()
             .count(ResourceKind::Instance, specialization.layout.bytes);
-        tracing::debug!(bytes = specialization.layout.bytes, "memory for one more run was taken");
+        tracing::debug!(bytes = specialization.layout.bytes, "instance allocated");
         Ok(Instance {
             graphs,
             chains,
@@ -319,7 +319,7 @@ impl Instance {
             // SAFETY: every address in the arguments is of this instance or of weights that
             // `specialization` holds.
             Some(graph) => unsafe { graph.launch(stream) },
-            None => Err(CudaError::Misuse("a chain was not made")),
+            None => Err(CudaError::Misuse("the chain is not recorded")),
         }
     }
 
@@ -383,7 +383,7 @@ impl Instance {
             let graph = self.record(specialization, 0..specialization.kernels.len(), priority)?;
             self.graphs[target] = Some(graph);
         }
-        self.graphs[target].as_ref().ok_or(CudaError::Misuse("a graph was not made"))
+        self.graphs[target].as_ref().ok_or(CudaError::Misuse("the graph is not recorded"))
     }
 
     /// `steps` as real time in one graph.
@@ -482,7 +482,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_control_block_is_laid_out_as_the_kernel_reads_it() {
+    fn control_block_has_the_layout_of_the_kernel() {
         let block = ControlBlock {
             epoch_counter: 0x1111,
             preempted: 0x5555,

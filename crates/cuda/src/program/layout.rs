@@ -207,8 +207,8 @@ impl Layout {
     /// outputs.
     pub(crate) fn faulted(&self, staging: &[u8]) -> Option<usize> {
         let words = staging.get(self.faults_at as usize..)?.chunks_exact(WORD as usize);
-        let told = |(_, word): &(&usize, &[u8])| word.iter().any(|byte| *byte != 0);
-        self.faults.iter().zip(words).find(told).map(|(step, _)| *step)
+        let is_set = |(_, word): &(&usize, &[u8])| word.iter().any(|byte| *byte != 0);
+        self.faults.iter().zip(words).find(is_set).map(|(step, _)| *step)
     }
 
     /// Offset and number of the control words of `steps`.
@@ -326,7 +326,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn pieces_are_aligned_and_apart() {
+    fn sections_are_aligned_and_disjoint() {
         let layout = Layout::new(&plan(), LaunchSet::Selected);
         assert_eq!(layout.inputs, [0, 256]);
         assert_eq!((layout.outputs_at, layout.outputs[0]), (1024, 1024));
@@ -347,7 +347,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn only_choices_that_are_taken_have_a_workspace() {
+    fn only_selected_variants_have_a_workspace() {
         let split = Launch { workspace_bytes: 4096, ..launch(33, 300) };
         let mut plan = plan();
         plan.steps[1].choices.push(split);
@@ -366,7 +366,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn addresses_go_where_the_plan_says() {
+    fn addresses_are_patched_into_arguments() {
         let plan = plan();
         let layout = Layout::new(&plan, LaunchSet::Selected);
         let weights = [(0x5000, 100)];
@@ -378,7 +378,7 @@ pub(crate) mod tests {
             Patch { at: 8, to: Place::Output(0, 4) },
             Patch { at: 16, to: Place::Arrivals },
         ];
-        let args = addresses.patch(&launch, words).expect("all places exist");
+        let args = addresses.patch(&launch, words).expect("all addresses exist");
         let word =
             |at: usize| u64::from_le_bytes(args[at..at + 8].try_into().expect("eight bytes"));
         assert_eq!(word(0), 0x5010);
@@ -394,7 +394,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn fault_words_lie_between_inputs_and_outputs() {
+    fn fault_words_are_between_inputs_and_outputs() {
         let (without, layout) = (
             Layout::new(&plan(), LaunchSet::Selected),
             Layout::new(&faulting(), LaunchSet::Selected),
@@ -415,7 +415,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_first_step_that_faulted_is_told() {
+    fn reports_the_first_step_that_faulted() {
         let layout = Layout::new(&faulting(), LaunchSet::Selected);
         let mut staging = vec![0; layout.staged_bytes as usize];
         // What surrounds the words is ignored.
@@ -431,13 +431,13 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn places_that_do_not_exist_are_refused() {
+    fn refuses_addresses_that_do_not_exist() {
         let plan = plan();
         let layout = Layout::new(&plan, LaunchSet::Selected);
         let addresses = Addresses { block: 0, layout: &layout, weights: &[(0, 8)] };
         let refuse = |patch: Patch| {
             let launch = Launch { patches: vec![patch], ..launch(1, 0) };
-            addresses.patch(&launch, layout.real_time_words(0)).expect_err("no such place")
+            addresses.patch(&launch, layout.real_time_words(0)).expect_err("an unknown address")
         };
         assert!(refuse(Patch { at: 20, to: Place::Arena(0) }).contains("byte 20"));
         assert!(refuse(Patch { at: 0, to: Place::Weight(1, 0) }).contains("Weight"));

@@ -63,7 +63,7 @@ pub(super) fn example(
             // are only a wrong guess.
             Err(errors) if guessed && are_of_sizes(&errors) => {
                 let why = first_of(errors);
-                tracing::debug!(?sizes, %why, "guessed sizes make no sense");
+                tracing::debug!(?sizes, %why, "guessed sizes refused");
             }
             Err(errors) => return Err(errors),
         }

@@ -245,7 +245,7 @@ fn check(gpu: &GpuPlan) -> Result<(), String> {
         }
         for launch in &step.choices {
             let Some(kernel) = gpu.kernels.get(launch.kernel) else {
-                return Err(format!("step '{}' names a kernel that is not there", step.name));
+                return Err(format!("step '{}' names an unknown kernel", step.name));
             };
             if launch.args.len() != kernel.args_bytes as usize {
                 let (have, want) = (launch.args.len(), kernel.args_bytes);
@@ -265,8 +265,8 @@ fn bind(
     gpu: &GpuPlan,
     progress: CompileProgress<'_>,
 ) -> Result<Vec<StepKernels>, DeviceError> {
-    let request = |launch: &Launch, flavour: KernelClass| -> KernelRequest {
-        (gpu.kernels[launch.kernel].clone(), flavour)
+    let request = |launch: &Launch, class: KernelClass| -> KernelRequest {
+        (gpu.kernels[launch.kernel].clone(), class)
     };
     let mut all: Vec<KernelRequest> = Vec::new();
     for step in &gpu.steps {
@@ -297,11 +297,7 @@ fn runs_to_end(step: &GpuStep) -> bool {
     match &step.leave {
         Leavable::InsideTile => false,
         Leavable::AtTileBoundary(why) => {
-            tracing::warn!(
-                step = step.name,
-                why,
-                "a tile of this step must finish, and no kernel polls between tiles alone: the step is never left"
-            );
+            tracing::warn!(step = step.name, why, "step cannot be preempted");
             true
         }
     }
@@ -390,10 +386,10 @@ mod tests {
     }
 
     #[test]
-    fn plans_that_contradict_themselves_are_refused() {
+    fn refuses_inconsistent_plans() {
         assert_eq!(check(&plan(launch(4, 0))), Ok(()));
         let refuse = |launch: Launch| check(&plan(launch)).expect_err("a broken plan");
-        assert!(refuse(Launch { kernel: 1, ..launch(4, 0) }).contains("not there"));
+        assert!(refuse(Launch { kernel: 1, ..launch(4, 0) }).contains("unknown kernel"));
         assert!(refuse(Launch { args: vec![0; 8], ..launch(4, 0) }).contains("8 bytes"));
         assert!(refuse(Launch { cluster: 2, ..launch(4, 0) }).contains("cluster"));
         assert!(refuse(launch(0, 0)).contains("0 tiles"));
@@ -403,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn chains_are_all_steps_in_order() {
+    fn chains_cover_all_steps_in_order() {
         assert_eq!(chains(&[false; 10], 4), [0..4, 4..8, 8..10]);
         assert_eq!(chains(&[false, false, true, false, false], 4), [0..2, 2..3, 3..5]);
         assert_eq!(chains(&[true, true], 4), [0..1, 1..2]);
@@ -411,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rest_of_a_chain_is_a_few_stretches() {
+    fn rest_of_a_chain_takes_few_launches() {
         let chain = 32..48;
         assert_eq!(chain_part(&chain, 32), chain);
         for first in 33..48 {
@@ -427,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_that_must_finish_a_tile_are_never_left() {
+    fn steps_that_must_finish_a_tile_run_to_their_end() {
         let in_place = GpuStep {
             leave: Leavable::AtTileBoundary("writes in place".to_string()),
             ..step(launch(4, 0))

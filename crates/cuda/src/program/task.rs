@@ -183,7 +183,7 @@ impl CudaTask {
     pub(crate) fn epoch_counter(&self) -> Result<Arc<EpochCounter>, CudaError> {
         let instance = self.instance.as_ref();
         let epoch_counter = instance.map(|instance| instance.epoch_counter().clone());
-        epoch_counter.ok_or(CudaError::Misuse("a run without memory has no epoch_counter"))
+        epoch_counter.ok_or(CudaError::Misuse("a run without memory has no epoch counter"))
     }
 
     /// Enqueues the copy of inputs and of cleared control words.
@@ -265,7 +265,9 @@ impl Task for CudaTask {
 
     fn into_outputs(self: Box<Self>) -> Result<Vec<Tensor>, DeviceError> {
         if self.next_step < self.step_count() {
-            return Err(DeviceError::BadPlan("outputs were asked for before the end".to_string()));
+            return Err(DeviceError::BadPlan(
+                "outputs were requested before the last step".to_string(),
+            ));
         }
         let Some(staging) = &self.staging else {
             return Err(DeviceError::BadPlan("the run has no outputs".to_string()));

@@ -67,7 +67,7 @@ struct RealTimeState {
 struct ActiveSegment {
     segment: Segment,
     started: Instant,
-    state_of: SegmentState,
+    progress: SegmentState,
 }
 
 /// What was enqueued of a segment.
@@ -76,7 +76,7 @@ struct EnqueuedWork {
     end: usize,
     events: Vec<Event>,
     /// It runs a whole program whose weights were resident, so its time is that of a run.
-    paced: bool,
+    measures_program: bool,
     /// Events before and after the run, for a timeline.
     span: Option<(Event, Event)>,
 }
@@ -186,7 +186,7 @@ impl RealTimeShared {
                 running
             };
             let Some(running) = running else { continue };
-            if !matches!(running.state_of, SegmentState::Preempted) {
+            if !matches!(running.progress, SegmentState::Preempted) {
                 self.preemption_services.rt_activity.segment_ended();
             }
             let busy = running.started.max(free_since).elapsed().into();
@@ -212,7 +212,7 @@ impl RealTimeShared {
         let mut state = self.lock();
         loop {
             self.refill(&mut state);
-            match state.running.front().map(|running| &running.state_of) {
+            match state.running.front().map(|running| &running.progress) {
                 Some(SegmentState::InFlight { fence, .. }) => return Some(Some(*fence)),
                 Some(_) => return Some(None),
                 None if state.closed => return None,
@@ -247,7 +247,7 @@ impl RealTimeShared {
                 state.running.push_back(ActiveSegment {
                     segment,
                     started,
-                    state_of: SegmentState::Preempted,
+                    progress: SegmentState::Preempted,
                 });
                 self.on_device.store(state.running.len(), Ordering::Release);
             } else {
@@ -264,12 +264,12 @@ impl RealTimeShared {
         // A panic here is a defect, but it must cost one request and not the queue.
         let enqueue = || self.enqueue(&mut segment, &mut state.fences);
         let enqueued = std::panic::catch_unwind(std::panic::AssertUnwindSafe(enqueue));
-        let state_of = match enqueued {
-            Ok(Ok(state_of)) => state_of,
+        let progress = match enqueued {
+            Ok(Ok(progress)) => progress,
             Ok(Err(err)) => SegmentState::Failed(err),
             Err(_) => SegmentState::Failed(DeviceError::BadPlan("the queue panicked".to_string())),
         };
-        state.running.push_back(ActiveSegment { segment, started, state_of });
+        state.running.push_back(ActiveSegment { segment, started, progress });
         self.on_device.store(state.running.len(), Ordering::Release);
     }
 
@@ -347,12 +347,17 @@ impl RealTimeShared {
                 instance.copy_outputs(&specialization, staging, &self.stream)?;
             }
         }
-        Ok(EnqueuedWork { end: steps.end, events, paced: whole && arrival.is_none(), span })
+        Ok(EnqueuedWork {
+            end: steps.end,
+            events,
+            measures_program: whole && arrival.is_none(),
+            span,
+        })
     }
 
     fn complete(&self, running: ActiveSegment, waited: Result<(), CudaError>, busy: Nanos) {
-        let ActiveSegment { mut segment, state_of, .. } = running;
-        let outcome = match (state_of, waited) {
+        let ActiveSegment { mut segment, progress, .. } = running;
+        let outcome = match (progress, waited) {
             (SegmentState::Preempted, _) => Outcome::Preempted,
             (SegmentState::InFlight { queued, .. }, Ok(())) => {
                 if let Some((from, to)) = &queued.span {
@@ -383,7 +388,7 @@ impl RealTimeShared {
                 Err(err) => return Outcome::Failed(self.device.error(err)),
             }
         }
-        if queued.paced {
+        if queued.measures_program {
             task.specialization.program.record_run(&task.specialization.parts, busy.into());
         }
         task.advance_to(queued.end);

@@ -13,7 +13,7 @@ use model::Tensor;
 
 use super::toy::ToyCompiler;
 
-/// The GPU, or `None` with the reason printed where there is none.
+/// The GPU, or `None` with the reason printed.
 pub fn open() -> Option<CudaDevice> {
     open_with(CudaOptions::default())
 }
@@ -88,7 +88,7 @@ pub fn start(program: &Arc<dyn Program>, numbers: &[f32]) -> Box<dyn Task> {
     program.prepare(vec![input]).expect("a task")
 }
 
-/// The middle and the ninety-ninth of a hundred, in microseconds.
+/// The median and the 99th percentile, in microseconds.
 pub fn percentiles(mut all: Vec<f64>) -> (f64, f64) {
     all.sort_by(f64::total_cmp);
     (all[all.len() / 2], all[(all.len() * 99 / 100).min(all.len() - 1)])

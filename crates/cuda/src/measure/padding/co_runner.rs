@@ -1,4 +1,4 @@
-//! Best effort that runs without end beside real time.
+//! Best effort that runs continuously next to real time.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -10,20 +10,20 @@ use crate::driver::{Graph, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
 use crate::services::DeviceServices;
 
-/// Runs that are enqueued: one that is under way, and one to go on with while we hear of it.
+/// Runs enqueued: one that runs, and one that the device continues with.
 const IN_FLIGHT: u32 = 2;
 
-/// How long best effort may take for a run before it counts as stuck.
+/// A run that takes longer counts as stuck.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A network as best effort in a place of its own.
+/// A network as best effort, on its own stream.
 pub(super) struct CoRunner {
-    /// Before the stream it was recorded on.
+    /// Declared before the stream it was recorded on.
     graph: Graph,
     stream: Stream,
-    /// Runs that have ended, as the stream counts them.
+    /// Number of runs that have ended, written by the stream.
     fence: PinnedWord,
-    /// Of the partition, where it is held to one.
+    /// SMs of the partition, if it is confined to one.
     pub(super) multiprocessors: Option<u32>,
 }
 
@@ -36,25 +36,25 @@ impl Ends {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(Instant::now());
     }
 
-    /// How many there are, and the last of them.
+    /// Their number, and the last of them.
     fn last(&self) -> Option<(usize, Instant)> {
         let ends = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         Some((ends.len(), *ends.last()?))
     }
 }
 
-/// What was seen of both.
+/// Measurements of one turn.
 pub(super) struct CoRunResult {
-    /// Microseconds of real time's replays.
+    /// Microseconds of the replays of real time.
     pub(super) micros: Vec<f64>,
     /// Runs of best effort that ended.
     pub(super) runs: f64,
-    /// In so many seconds.
+    /// Seconds in which they ended.
     pub(super) seconds: f64,
 }
 
 impl CoRunner {
-    /// `network` in the place of `way`; none for a way in which nothing runs beside real time.
+    /// `network` on the stream of `way`; `None` for a method without best effort.
     pub(super) fn new(
         services: &DeviceServices,
         network: &Network,
@@ -65,7 +65,8 @@ impl CoRunner {
             PaddingWay::Alone | PaddingWay::Fused => return Ok(None),
             PaddingWay::Free => (Stream::new(services.device.context(), Priority::Low)?, None),
             PaddingWay::Partition(_) | PaddingWay::Apart(_) => {
-                let partition = partition.ok_or(CudaError::Misuse("a partition was not opened"))?;
+                let partition =
+                    partition.ok_or(CudaError::Misuse("the SM partition is not open"))?;
                 let stream = Stream::in_partition(services.device.context(), &partition.part)?;
                 (stream, Some(partition.part.multiprocessors()))
             }
@@ -81,7 +82,8 @@ impl CoRunner {
         Ok(Some(CoRunner { graph, stream, fence, multiprocessors }))
     }
 
-    /// Replays real time for `span` at least and until a run of best effort has ended, with best effort beside it all the time.
+    /// Replays real time for at least `span` and until a run of best effort has ended, with best
+    /// effort running all the time.
     pub(super) fn run_beside_rt(
         &mut self,
         services: &DeviceServices,
@@ -98,7 +100,7 @@ impl CoRunner {
         })
     }
 
-    /// Keeps best effort going until it is told to stop, and waits for its last run.
+    /// Keeps best effort running until `stop`, and waits for its last run.
     fn feed(
         &mut self,
         services: &DeviceServices,
@@ -106,7 +108,7 @@ impl CoRunner {
         ends: &Ends,
     ) -> Result<(), CudaError> {
         let fed = self.launch_on(services, stop, ends);
-        // Whatever happened: what was enqueued uses memory of the network.
+        // In any case: what was enqueued uses memory of the network.
         let idle = self.stream.synchronize();
         fed.and(idle)
     }
@@ -117,16 +119,16 @@ impl CoRunner {
         stop: &AtomicBool,
         ends: &Ends,
     ) -> Result<(), CudaError> {
-        // A word and no event: the stream of a partition is of another context.
+        // A word instead of an event: the stream of a partition belongs to another context.
         let (before, mut launched, mut ended) = (self.fence.load(), 0, 0);
         let mut heard = Instant::now();
         while !stop.load(Ordering::Acquire) {
-            // As best effort does anywhere: real time's calls to the driver come first.
+            // As all best effort: driver calls of real time come first.
             if launched < ended + IN_FLIGHT && !services.preemption.driver_backoff.is_active() {
                 launched += 1;
                 let fence = before.wrapping_add(launched);
-                // SAFETY: the network and the word live until the stream is waited for, and this stream alone uses the
-                // network as best effort.
+                // SAFETY: the network and the word live until the stream is waited for, and only
+                // this stream uses the network as best effort.
                 unsafe {
                     self.graph.launch(&self.stream)?;
                     self.stream.write_word(self.fence.device_address(), fence)?;
@@ -137,10 +139,10 @@ impl CoRunner {
                 (ended..now).for_each(|_| ends.add());
                 (ended, heard) = (now, Instant::now());
             }
-            // A kernel that failed leaves no fence, and the driver says why.
+            // A kernel that failed writes no fence, and the driver reports why.
             if heard.elapsed() > TIMEOUT {
                 self.stream.is_idle()?;
-                return Err(CudaError::Misuse("best effort beside real time stands still"));
+                return Err(CudaError::Misuse("co-running best effort makes no progress"));
             }
             std::hint::spin_loop();
         }
@@ -148,7 +150,7 @@ impl CoRunner {
     }
 }
 
-/// Replays that count are those after the first end of a run; runs are counted from that end to the last one.
+/// Counts replays after the first end of a run, and runs from that end to the last one.
 fn watch(
     span: Duration,
     ends: &Ends,
@@ -156,7 +158,7 @@ fn watch(
     is_over: &dyn Fn() -> bool,
 ) -> Result<CoRunResult, CudaError> {
     let began = Instant::now();
-    let stuck = CudaError::Misuse("best effort beside real time does not come to an end");
+    let stuck = CudaError::Misuse("co-running best effort does not end");
     let (ended, first) = loop {
         replay()?;
         match ends.last() {
@@ -189,7 +191,7 @@ mod tests {
         let replay = || {
             replays += 1;
             std::thread::sleep(Duration::from_millis(1));
-            // Every third replay sees a run end.
+            // A run ends with every third replay.
             if replays % 3 == 0 {
                 ends.add();
             }
@@ -201,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn best_effort_that_died_is_told() {
+    fn reports_best_effort_that_stopped() {
         let ends = Ends::default();
         assert!(watch(Duration::ZERO, &ends, || Ok(1.0), &|| true).is_err());
         ends.add();

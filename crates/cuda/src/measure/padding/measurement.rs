@@ -31,7 +31,7 @@ struct MethodMeasurement {
     progress: Vec<f64>,
     /// What best effort has left to do behind the last.
     closing: Option<Graph>,
-    beside: Option<CoRunner>,
+    co_runner: Option<CoRunner>,
     micros: Vec<f64>,
     runs: f64,
     seconds: f64,
@@ -53,7 +53,7 @@ pub(super) struct PairMeasurement<'a> {
     pair: &'a PaddingPair,
     real_time: &'a Network,
     best_effort: &'a Network,
-    tracks: Vec<MethodMeasurement>,
+    measurements: Vec<MethodMeasurement>,
     best_effort_alone: Graph,
     stream: Stream,
     from: Event,
@@ -68,21 +68,19 @@ impl<'a> PairMeasurement<'a> {
         options: &PaddingOptions,
     ) -> Result<PairMeasurement<'a>, CudaError> {
         let services = &bench.services;
-        let unknown = CudaError::Misuse("a pair of networks that are not there");
+        let unknown = CudaError::Misuse("unknown network");
         let network = |number| bench.networks.get(number).ok_or_else(|| unknown.clone());
         let (real_time, best_effort) = (network(pair.real_time)?, network(pair.best_effort)?);
         if options.ways.first() != Some(&PaddingWay::Alone) {
-            return Err(CudaError::Misuse(
-                "real time alone comes first: others are compared with it",
-            ));
+            return Err(CudaError::Misuse("real time alone must come first"));
         }
         let steps = best_effort.steps.len();
-        let mut contest = PairMeasurement {
+        let mut pair_measurement = PairMeasurement {
             bench,
             pair,
             real_time,
             best_effort,
-            tracks: Vec::new(),
+            measurements: Vec::new(),
             best_effort_alone: services.recorder.capture(LaunchTarget::High, |stream| {
                 (0..steps).try_for_each(|index| {
                     // SAFETY: recorded only; the network outlives the graph.
@@ -95,17 +93,17 @@ impl<'a> PairMeasurement<'a> {
             expected: Expected::default(),
         };
         for way in &options.ways {
-            let track = contest.track(*way)?;
-            contest.tracks.push(track);
+            let measurement = pair_measurement.measurement(*way)?;
+            pair_measurement.measurements.push(measurement);
         }
-        Ok(contest)
+        Ok(pair_measurement)
     }
 
     fn services(&self) -> &'a DeviceServices {
         &self.bench.services
     }
 
-    fn track(&self, way: PaddingWay) -> Result<MethodMeasurement, CudaError> {
+    fn measurement(&self, way: PaddingWay) -> Result<MethodMeasurement, CudaError> {
         let fused = way == PaddingWay::Fused;
         let alone = vec![vec![None; self.real_time.steps.len()]];
         let (replays, progress) = match fused {
@@ -124,7 +122,7 @@ impl<'a> PairMeasurement<'a> {
                 .collect::<Result<_, _>>()?,
             progress,
             closing: unfinished.map(|slice| self.record_rest(slice)).transpose()?,
-            beside: CoRunner::new(
+            co_runner: CoRunner::new(
                 self.services(),
                 self.best_effort,
                 way,
@@ -229,18 +227,18 @@ impl<'a> PairMeasurement<'a> {
 
     pub(super) fn run(mut self, options: &PaddingOptions) -> Result<PairTiming, CudaError> {
         let mut alone = Vec::new();
-        let mut tracks = std::mem::take(&mut self.tracks);
+        let mut measurements = std::mem::take(&mut self.measurements);
         let began = Instant::now();
         while began.elapsed() < WARM_CLOCKS {
             self.replay(&self.best_effort_alone)?;
         }
         for _ in 0..options.turns.max(1) {
             self.best_effort_turn(&mut alone)?;
-            for track in &mut tracks {
-                self.turn(track, options.turn)?;
+            for measurement in &mut measurements {
+                self.turn(measurement, options.turn)?;
             }
         }
-        let ways = tracks.into_iter().map(MethodMeasurement::into_timing).collect();
+        let ways = measurements.into_iter().map(MethodMeasurement::into_timing).collect();
         Ok(PairTiming { best_effort_alone: timing(alone), ways })
     }
 
@@ -257,52 +255,60 @@ impl<'a> PairMeasurement<'a> {
         let outputs = network.outputs(self.services(), &network.best_effort, &self.stream)?;
         match agrees(network, &mut self.expected.best_effort, outputs)? {
             true => Ok(()),
-            false => Err(CudaError::Misuse("best effort alone does not always compute the same")),
+            false => Err(CudaError::Misuse("outputs of best effort alone differ between runs")),
         }
     }
 
-    fn turn(&mut self, track: &mut MethodMeasurement, span: Duration) -> Result<(), CudaError> {
+    fn turn(
+        &mut self,
+        measurement: &mut MethodMeasurement,
+        span: Duration,
+    ) -> Result<(), CudaError> {
         self.overwrite_outputs()?;
-        match &mut track.beside {
-            None => self.replay_rounds(track, span)?,
-            Some(beside) => {
-                let graph = &track.graphs[0];
-                let seen = beside.run_beside_rt(self.services(), span, || self.replay(graph))?;
-                track.micros.extend(seen.micros);
-                track.runs += seen.runs;
-                track.seconds += seen.seconds;
+        match &mut measurement.co_runner {
+            None => self.replay_rounds(measurement, span)?,
+            Some(co_runner) => {
+                let graph = &measurement.graphs[0];
+                let seen = co_runner.run_beside_rt(self.services(), span, || self.replay(graph))?;
+                measurement.micros.extend(seen.micros);
+                measurement.runs += seen.runs;
+                measurement.seconds += seen.seconds;
             }
         }
-        self.check(track)
+        self.check(measurement)
     }
 
     /// Whole rounds of all graphs, so that best effort always ends as it began.
     fn replay_rounds(
         &self,
-        track: &mut MethodMeasurement,
+        measurement: &mut MethodMeasurement,
         span: Duration,
     ) -> Result<(), CudaError> {
-        for _ in 0..WARM_UP.div_ceil(track.graphs.len()) {
-            self.replay_round(track, false)?;
+        for _ in 0..WARM_UP.div_ceil(measurement.graphs.len()) {
+            self.replay_round(measurement, false)?;
         }
         let began = Instant::now();
-        while began.elapsed() < span || track.micros.is_empty() {
-            self.replay_round(track, true)?;
+        while began.elapsed() < span || measurement.micros.is_empty() {
+            self.replay_round(measurement, true)?;
         }
         Ok(())
     }
 
-    fn replay_round(&self, track: &mut MethodMeasurement, counts: bool) -> Result<(), CudaError> {
-        for (graph, progress) in track.graphs.iter().zip(&track.progress) {
+    fn replay_round(
+        &self,
+        measurement: &mut MethodMeasurement,
+        counts: bool,
+    ) -> Result<(), CudaError> {
+        for (graph, progress) in measurement.graphs.iter().zip(&measurement.progress) {
             let began = Instant::now();
             let micros = self.replay(graph)?;
             if counts {
-                track.micros.push(micros);
-                track.runs += progress;
-                track.seconds += began.elapsed().as_secs_f64();
+                measurement.micros.push(micros);
+                measurement.runs += progress;
+                measurement.seconds += began.elapsed().as_secs_f64();
             }
         }
-        match &track.closing {
+        match &measurement.closing {
             None => Ok(()),
             Some(closing) => self.replay(closing).map(drop),
         }
@@ -312,7 +318,7 @@ impl<'a> PairMeasurement<'a> {
     fn replay(&self, graph: &Graph) -> Result<f64, CudaError> {
         let call = self.services().preemption.driver_backoff.enter_driver();
         self.from.record(&self.stream)?;
-        // SAFETY: both networks outlive this contest, and each replay is waited for; what runs beside it is another side's.
+        // SAFETY: both networks outlive this pair_measurement, and each replay is waited for; what runs beside it is another side's.
         unsafe { graph.launch(&self.stream) }?;
         self.to.record(&self.stream)?;
         drop(call);
@@ -332,16 +338,20 @@ impl<'a> PairMeasurement<'a> {
     }
 
     /// Compares what both networks left with what they leave alone.
-    fn check(&mut self, track: &mut MethodMeasurement) -> Result<(), CudaError> {
+    fn check(&mut self, measurement: &mut MethodMeasurement) -> Result<(), CudaError> {
         let (rt, be) = (self.real_time, self.best_effort);
-        track.checks += 1;
+        measurement.checks += 1;
         let outputs = rt.outputs(self.services(), &rt.real_time, &self.stream)?;
-        track.wrong_real_time += usize::from(!agrees(rt, &mut self.expected.real_time, outputs)?);
+        measurement.wrong_real_time +=
+            usize::from(!agrees(rt, &mut self.expected.real_time, outputs)?);
         // Where best effort had no part nothing of it was computed.
-        if track.beside.is_some() || track.closing.is_some() || track.runs > 0.0 {
+        if measurement.co_runner.is_some()
+            || measurement.closing.is_some()
+            || measurement.runs > 0.0
+        {
             let outputs = be.outputs(self.services(), &be.best_effort, &self.stream)?;
             let wrong = !agrees(be, &mut self.expected.best_effort, outputs)?;
-            track.wrong_best_effort += usize::from(wrong);
+            measurement.wrong_best_effort += usize::from(wrong);
         }
         Ok(())
     }
@@ -351,7 +361,10 @@ impl MethodMeasurement {
     fn into_timing(self) -> WayTiming {
         WayTiming {
             way: self.way,
-            multiprocessors: self.beside.as_ref().and_then(|beside| beside.multiprocessors),
+            multiprocessors: self
+                .co_runner
+                .as_ref()
+                .and_then(|co_runner| co_runner.multiprocessors),
             real_time: timing(self.micros),
             best_effort_runs: self.runs,
             seconds: self.seconds,
@@ -377,7 +390,7 @@ fn agrees(
     match expected {
         Some(expected) => Ok(*expected == outputs),
         None if network.is_overwritten(&outputs) => {
-            Err(CudaError::Misuse("a network ran and left its outputs as they were"))
+            Err(CudaError::Misuse("a network ran and did not write its outputs"))
         }
         None => {
             *expected = Some(outputs);

@@ -1,4 +1,4 @@
-//! A network that can be either side of a pair.
+//! A network that can be real time or best effort of a pair.
 
 use device::{DeviceError, check_inputs};
 use model::gpu::{GpuPlan, Kernel};
@@ -18,21 +18,21 @@ use crate::services::DeviceServices;
 /// Replays that time one launch of a step.
 const STEP_REPLAYS: usize = 12;
 
-/// Where a step's two launches are among its choices.
+/// Positions of the two launches among a step's choices.
 pub(super) const REAL_TIME: usize = 0;
 pub(super) const BEST_EFFORT: usize = 1;
 
-/// What outputs are before a network computes them.
+/// Pattern in the outputs before a network computes them.
 const NOT_COMPUTED: u32 = 0xa5a5_a5a5;
 
-/// A network on the device, with memory for both its roles.
+/// A network on the device, with memory for both roles.
 pub(super) struct Network {
     pub(super) steps: Vec<PaddingStep>,
-    /// Best effort's launches.
+    /// Launches of best effort.
     plain: Vec<BoundKernel>,
     pub(super) real_time: NetworkInstance,
     pub(super) best_effort: NetworkInstance,
-    /// Behind the sides, whose memory its plan describes.
+    /// After the instances, whose memory it describes.
     pub(super) specialization: Specialization,
 }
 
@@ -89,9 +89,10 @@ impl Network {
         unsafe { instance.launch_real_time(&self.specialization, index, index > 0, stream) }
     }
 
-    /// Enqueues step `index` as best effort that never leaves, behind another kernel of the same graph or not.
+    /// Enqueues step `index` as best effort that is never preempted. `behind` says that it follows
+    /// another kernel of the same graph.
     ///
-    /// # Safety
+    ///  # Safety
     /// This network lives until it is done, and nothing else uses its memory for best effort.
     pub(super) unsafe fn launch_best_effort(
         &self,
@@ -104,19 +105,20 @@ impl Network {
         let mut shape = bound.shape;
         shape.dependent = behind && self.starts_early(services, index);
         let args = &self.best_effort.args[index];
-        // SAFETY: the arguments were checked against the kernel's size, and every address in them is of this network.
+        // SAFETY: the arguments were checked against the kernel's size, and every address in them
+        // is of this network.
         unsafe { stream.launch(bound.kernel.function(bound.entry), shape, &[args]) }
     }
 
-    /// Whether step `index` may start while the one before ends.
+    /// Whether step `index` may start before the previous one has ended.
     pub(super) fn starts_early(&self, services: &DeviceServices, index: usize) -> bool {
         !self.specialization.kernels[index].apart && services.device.has_dependent_launches()
     }
 
-    /// Enqueues a pattern over the outputs of `side`, which no network leaves there.
+    /// Enqueues a pattern over the outputs of `side`, which no network produces.
     ///
-    /// # Safety
-    /// This network lives until it is done, and nothing else that is in flight uses that side.
+    ///  # Safety
+    /// This network lives until it is done, and nothing else in flight uses that side.
     pub(super) unsafe fn overwrite_outputs(
         &self,
         side: &NetworkInstance,
@@ -125,11 +127,12 @@ impl Network {
         let layout = &self.specialization.layout;
         let words = (layout.staged_bytes - layout.outputs_at).div_ceil(4) as usize;
         let at = side.instance.address() + layout.outputs_at;
-        // SAFETY: outputs of this instance, and room up to the next piece, which is aligned to more than a word.
+        // SAFETY: outputs of this instance, and padding up to the next section, which is aligned to
+        // more than a word.
         unsafe { stream.fill(at, NOT_COMPUTED, words) }
     }
 
-    /// Fault words and outputs of `side` as they are on the device, where nothing of it is in flight.
+    /// Fault words and outputs of `side`, of which nothing is in flight.
     pub(super) fn outputs(
         &self,
         services: &DeviceServices,
@@ -145,7 +148,7 @@ impl Network {
         Ok(staging.as_slice()[layout.faults_at as usize..].to_vec())
     }
 
-    /// Whether `outputs` are what was there before the network ran, all of them.
+    /// Whether all of `outputs` are the pattern.
     pub(super) fn is_overwritten(&self, outputs: &[u8]) -> bool {
         let layout = &self.specialization.layout;
         let at = (layout.outputs_at - layout.faults_at) as usize;
@@ -206,7 +209,7 @@ impl NetworkInstance {
     }
 }
 
-/// Leaves each step of `gpu` the launch it has as real time and the one without a cluster, in this order.
+/// Reduces the choices of each step to its RT launch and the one without a cluster, in this order.
 fn keep_in_use(gpu: &mut GpuPlan) {
     for step in &mut gpu.steps {
         step.choices = vec![step.choices[step.rt].clone(), step.choices[step.be].clone()];
@@ -214,7 +217,8 @@ fn keep_in_use(gpu: &mut GpuPlan) {
     }
 }
 
-/// Choice `choice` of step `index` in the bench's words; its kernel is added to `kernels` unless it is there.
+/// The measurement of `choice` of step `index`; its kernel is added to `kernels` unless it is
+/// known.
 fn measured(
     gpu: &GpuPlan,
     index: usize,
@@ -253,7 +257,7 @@ mod tests {
     use model::gpu::Launch;
 
     #[test]
-    fn the_two_launches_of_a_step_are_kept() {
+    fn keeps_the_two_launches_of_a_step() {
         let named = |name: &str| Launch { variant: name.to_string(), ..launch(4, 0) };
         let mut one = step(named("a"));
         one.choices.extend([named("b"), named("c")]);

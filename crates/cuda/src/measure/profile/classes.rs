@@ -1,4 +1,4 @@
-//! What being able to leave costs on the device: one plan as real time and as best effort with nothing to leave for.
+//! The cost of being preemptible: one plan as real time and as best effort that is not preempted.
 
 use device::DeviceError;
 use model::LaunchPlan;
@@ -15,23 +15,23 @@ use crate::program::lowering::{first_of, lower};
 use crate::program::specialization::Specialization;
 use crate::services::DeviceServices;
 
-/// Replays before the clocks and caches are warm.
+/// Replays until clocks and caches are warm.
 const WARM_UP: usize = 5;
 
-/// One plan in its several forms, replayed in turns.
+/// One plan in several forms, replayed in turns.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct ClassTiming {
     /// As real time, in one graph.
     pub real_time: Timing,
-    /// As best effort, in one graph: what looking, counting and marking cost.
+    /// As best effort, in one graph: includes checking the epoch, counting and marking tiles.
     pub best_effort: Timing,
-    /// As best effort in the chains it is launched in, each with a fence behind it.
+    /// As best effort in chains, each with a fence behind it.
     pub best_effort_chains: Timing,
 }
 
 impl CudaDevice {
-    /// Times `plan` for `sizes` with the variants in use, as real time and as best effort. Needs the device for itself to
-    /// mean anything.
+    /// Times `plan` for `sizes` with the tuned variants, as real time and as best effort. Nothing
+    /// else may use the device meanwhile.
     pub fn time_classes(
         &self,
         plan: &LaunchPlan,
@@ -62,14 +62,14 @@ enum LaunchForm {
     Chains,
 }
 
-/// The forms, and what launching them takes.
+/// The graphs of a plan, and what replaying them takes.
 struct ClassBench<'a> {
     specialization: &'a Specialization,
     real_time: Graph,
     best_effort: Graph,
-    /// Behind the graphs, which point into it.
+    /// After the graphs, which point into it.
     instance: Instance,
-    /// Words of best-effort launches as a fresh run finds them.
+    /// Cleared control words.
     fresh: PinnedBuffer,
     fence: PinnedWord,
     stream: Stream,
@@ -132,11 +132,12 @@ impl<'a> ClassBench<'a> {
     }
 
     fn timed(&mut self, form: LaunchForm) -> Result<f64, CudaError> {
-        // SAFETY: both sides live until the event behind is waited for.
+        // SAFETY: both sides live until the event behind the copy is waited for.
         unsafe { self.instance.copy_words(self.specialization, &self.fresh, &self.stream) }?;
         self.from.record(&self.stream)?;
         match form {
-            // SAFETY: the instance is this bench's with fresh words, and the launch is waited for.
+            // SAFETY: the instance belongs to this bench, its control words are cleared, and the
+            // launch is waited for.
             LaunchForm::RealTime => unsafe { self.real_time.launch(&self.stream) }?,
             // SAFETY: as above.
             LaunchForm::BestEffort => unsafe { self.best_effort.launch(&self.stream) }?,

@@ -1,4 +1,4 @@
-//! A whole plan with its fastest variants, and which steps are better not launched beside the one before.
+//! A whole plan with its fastest variants, and which of its steps must not start early.
 
 use std::collections::BTreeSet;
 
@@ -10,10 +10,11 @@ use crate::program::graph_recorder::LaunchTarget;
 use crate::program::layout::Addresses;
 use crate::program::specialization::BoundKernel;
 
-/// Replays that judge one pair of steps.
+/// Replays that decide on one pair of steps.
 const REPLAYS: usize = 8;
 
-/// What a pair must gain to be launched apart, as a share of the whole plan: less is noise.
+/// The minimum gain of starting a step after the previous one, as a share of the whole plan: less
+/// is noise.
 const MIN_GAIN: f64 = 0.003;
 
 /// Launches of all steps, ready to be recorded.
@@ -45,7 +46,7 @@ impl<'a> WholePlan<'a> {
         Ok(WholePlan { profiler, launches })
     }
 
-    /// The plan as one graph, in which steps start beside the one before unless they are `apart`.
+    /// The plan as one graph, in which steps start early unless they are `apart`.
     pub(super) fn time(&self, apart: &[bool], replays: usize) -> Result<Timing, CudaError> {
         let Profiler { services, stream, .. } = self.profiler;
         let graph = services.recorder.capture(LaunchTarget::High, |stream| {
@@ -61,7 +62,8 @@ impl<'a> WholePlan<'a> {
         time(services, &graph, stream, replays, f64::INFINITY)
     }
 
-    /// Which steps are better apart: every pair that occurs is tried, wherever it does, and kept if the plan gains.
+    /// Which steps are better apart: each pair of steps is tried, at all its occurrences, and kept
+    /// if the plan gets faster.
     pub(super) fn best_apart(&self, profile: &PlanProfile) -> Result<Vec<bool>, CudaError> {
         let mut apart = vec![false; profile.steps.len()];
         if !self.profiler.services.device.has_dependent_launches() {

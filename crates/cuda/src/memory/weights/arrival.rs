@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_all_steps_and_need_what_their_steps_need() {
+    fn parts_cover_all_steps_and_their_weights() {
         let mut random = Random::new(7);
         for _ in 0..200 {
             let count = 1 + random.below(60) as usize;
@@ -172,7 +172,7 @@ mod tests {
                 assert_eq!(part.steps.start, next);
                 next = part.steps.end;
                 let max = part.steps.clone().map(|index| spans[index].0 + spans[index].1).max();
-                assert!(Some(part.needs) >= max, "a step would run before its weights are there");
+                assert!(Some(part.needs) >= max, "a step would run before its weights arrive");
                 assert!((0.0..=1.0).contains(&part.begins));
             }
             assert_eq!(next, count);
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_starts_when_nothing_of_it_would_wait() {
+    fn run_may_start_when_it_would_never_wait() {
         let millis = Duration::from_millis;
         let pace = RunTiming { run: millis(10), needs: vec![(0.0, 10), (0.5, 50), (0.9, 100)] };
         // Microseconds per byte, and bytes that have arrived.

@@ -107,7 +107,7 @@ impl WeightLoader {
         std::thread::Builder::new()
             .name("cuda-weights".to_string())
             .spawn(move || loader.run(&receiver))
-            .map_err(|_| CudaError::Misuse("the thread that loads weights does not start"))?;
+            .map_err(|_| CudaError::Misuse("cannot start the loader thread"))?;
         Ok(WeightLoader { commands, counts, granularity, loads })
     }
 
@@ -266,13 +266,13 @@ impl LoaderThread {
         let since = Instant::now();
         let unmapped = slab.range.unmap(0, slab.range.bytes());
         let (bytes, micros) = (slab.range.bytes(), since.elapsed().as_micros() as u64);
-        tracing::debug!(bytes, micros, "weights are unmapped");
+        tracing::debug!(bytes, micros, "weights unmapped");
         if let Err(err) = unmapped {
-            tracing::error!("memory stays mapped under weights that were evicted: {err}");
+            tracing::error!(%err, "evicted weights not unmapped");
         }
     }
 
-    fn unmap_retired(&mut self) {
+    fn unmap_evicted(&mut self) {
         while let Some((_, slab)) = self.unmap_later.pop_front() {
             self.rt_activity.wait_for_gap(GAP_WAIT);
             self.unmap(&slab);
@@ -282,7 +282,7 @@ impl LoaderThread {
     fn close(&mut self) {
         // What is enqueued reads host copies of programs that still exist.
         let _ = self.stream.synchronize();
-        self.unmap_retired();
+        self.unmap_evicted();
     }
 
     fn load(&mut self, weights: Arc<ProgramWeights>, urgent: bool, report: LoadReport) {
@@ -302,9 +302,9 @@ impl LoaderThread {
             Ok((arrival, from)) => {
                 let micros = issued.elapsed().as_micros() as u64;
                 let bytes = arrival.ends.last().map_or(0, |end| end - from);
-                tracing::debug!(bytes, micros, "copies of weights are queued");
+                tracing::debug!(bytes, micros, "weight copies enqueued");
                 let arrival = Arc::new(arrival);
-                weights.set_state(ResidencyState::PendingLoad(arrival.clone()));
+                weights.set_state(ResidencyState::Loading(arrival.clone()));
                 let (seen, reported_runnable) = ((0, issued), false);
                 self.arriving.push_back(PendingLoad {
                     weights,
@@ -318,7 +318,7 @@ impl LoaderThread {
             }
             Err(err) => {
                 self.roll_back(&weights, before);
-                tracing::warn!("weights are not loaded: {err}");
+                tracing::warn!(%err, "weights not loaded");
                 let err = weights.error(err);
                 report(LoadProgress::Failed(err));
             }
@@ -328,7 +328,7 @@ impl LoaderThread {
     /// Rolls back a load that failed halfway to the extent `before`.
     fn roll_back(&mut self, weights: &Arc<ProgramWeights>, before: (usize, usize)) {
         if let Err(err) = self.stream.synchronize() {
-            tracing::error!("a load that failed may still be under way: {err}");
+            tracing::error!(%err, "stream not drained after a failed load");
         }
         let (ranges, pieces) = weights.mapped().split_off(before);
         ranges.iter().for_each(|slab| self.unmap(slab));
@@ -494,7 +494,7 @@ impl LoaderThread {
             self.speed = 0.7 * self.speed + 0.3 * (bytes as f64 / took).min(1e12);
         }
         let micros = now.duration_since(load.issued).as_micros() as u64;
-        tracing::debug!(bytes, micros, speed = self.speed, "weights are arrived");
+        tracing::debug!(bytes, micros, speed = self.speed, "weights loaded");
         self.free_since = now;
         load.weights.set_state(ResidencyState::Resident(load.arrival.slabs));
         (load.report)(LoadProgress::Loaded);
@@ -541,12 +541,12 @@ impl LoaderThread {
         self.rt_activity.wait_for_gap(GAP_WAIT);
         self.pieces.discard(pieces);
         // Memory it had before it was evicted, unless other weights use it now.
-        self.unmap_retired();
+        self.unmap_evicted();
         let released = self.pieces.release(u64::MAX, &mut || Ok(()));
         // The memory of its runs was freed before, into the driver's memory pool.
         let trimmed = self.memory_stream.synchronize().and_then(|()| self.context.trim());
         if let Err(err) = released.and(trimmed) {
-            tracing::error!("memory is not given back: {err}");
+            tracing::error!(%err, "memory not released");
         }
     }
 }

@@ -141,14 +141,14 @@ mod tests {
     use base::Random;
 
     #[test]
-    fn a_piece_of_the_same_size_is_taken_alone() {
+    fn prefers_one_allocation_of_the_same_size() {
         assert_eq!(choose(&[2, 10, 50, 50, 60], 50), (vec![3], 0));
         assert_eq!(choose(&[], 50), (vec![], 50));
         assert_eq!(choose(&[60], 50), (vec![], 50), "larger ones are of no use");
     }
 
     #[test]
-    fn what_is_chosen_fits_and_is_not_too_much_in_parts() {
+    fn chosen_allocations_fit_and_are_few() {
         let mut random = Random::new(3);
         for _ in 0..1000 {
             let mut kept: Vec<u64> = (0..random.below(20)).map(|_| 2 + random.below(40)).collect();
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn new_pieces_are_exactly_what_is_needed() {
+    fn new_allocations_have_exactly_the_missing_bytes() {
         for bytes in [0, 1, MAX_PIECE_BYTES - 1, MAX_PIECE_BYTES, 5 * MAX_PIECE_BYTES + 7] {
             assert_eq!(new_sizes(bytes).sum::<u64>(), bytes);
             assert!(new_sizes(bytes).all(|size| size > 0 && size <= MAX_PIECE_BYTES));

@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_stay_in_their_blocks() {
+    fn pieces_do_not_cross_block_borders() {
         let block = BLOCK as u64;
         let all: Vec<_> = pieces(block - 10, block + 30).collect();
         assert_eq!(all, [(block - 10, 10), (block, block), (2 * block, 20)]);
