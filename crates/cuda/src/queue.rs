@@ -1,7 +1,7 @@
 //! Queues: real time launches whole programs and is never preempted on the device; best effort
 //! launches chains of steps and is.
 //!
-//!  A best-effort queue is `best_effort` (what its owner calls), `segment_queue` (what waits), and
+//! A best-effort queue is `best_effort` (what its owner calls), `segment_queue` (what waits), and
 //! an `executor` that the `dispatcher` polls. A preemption arrives at `best_effort`, and
 //! `run_state` finds out where it stopped the run.
 

@@ -1,6 +1,6 @@
 //! Finds the parts of a CUDA toolkit that kernels are compiled with: headers and NVRTC.
 //!
-//!  An installed toolkit has them under one root; the PyPI packages put the same folders into
+//! An installed toolkit has them under one root; the PyPI packages put the same folders into
 //! `nvidia/cu13`.
 
 use std::path::{Path, PathBuf};

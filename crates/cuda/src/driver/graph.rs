@@ -44,7 +44,7 @@ impl Graph {
 
     /// Launches the graph.
     ///
-    ///  # Safety
+    /// # Safety
     /// What the recorded kernels read and write is alive until they are done, and no other launch
     /// of this graph or of one over the same memory is in flight elsewhere.
     pub(crate) unsafe fn launch(&self, stream: &Stream) -> Result<(), CudaError> {

@@ -1,6 +1,6 @@
 //! Host memory in one range that is pinned and unpinned block by block.
 //!
-//!  A call that pins much at once blocks calls of other threads for its whole duration, and takes
+//! A call that pins much at once blocks calls of other threads for its whole duration, and takes
 //! less time when the pages exist already. For copies only: a kernel may need another address.
 
 use std::alloc::Layout;

@@ -49,7 +49,7 @@ impl PinnedPool {
 
     /// A piece of `size`, which is a result of `piece_size`.
     ///
-    ///  `allocate` gets memory of a number of bytes from the driver.
+    /// `allocate` gets memory of a number of bytes from the driver.
     pub(super) fn take(
         &self,
         size: usize,

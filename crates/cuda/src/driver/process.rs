@@ -15,7 +15,7 @@ const KEPT_BYTES: libc::c_int = 32 << 20;
 /// Makes the allocator return large blocks, such as a model's weights, to the system when they are
 /// freed, and keep small ones for later requests. Must be called before the first thread starts.
 ///
-///  By default glibc raises its threshold with every large block that is freed and serves later
+/// By default glibc raises its threshold with every large block that is freed and serves later
 /// ones from its arenas, which keep them: a server that loads and unloads models grows to many
 /// times what it holds. With a fixed threshold alone it trims its arenas eagerly, and every
 /// request's tensors are on pages that must be mapped and cleared first.

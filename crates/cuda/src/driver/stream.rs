@@ -111,7 +111,7 @@ impl Stream {
 
     /// Copies to the device.
     ///
-    ///  # Safety
+    /// # Safety
     /// Both sides are `bytes` long and alive, and nothing writes to them, until the copy is done.
     pub(crate) unsafe fn copy_in(
         &self,
@@ -130,7 +130,7 @@ impl Stream {
 
     /// Copies from the device.
     ///
-    ///  # Safety
+    /// # Safety
     /// Both sides are `bytes` long and alive, and nothing else uses the target, until the copy is
     /// done.
     pub(crate) unsafe fn copy_out(
@@ -179,7 +179,7 @@ impl Stream {
     /// Writes one word once everything before it is done. Uses no SM; the word must not be in pool
     /// memory.
     ///
-    ///  # Safety
+    /// # Safety
     /// The word is alive until the write is done.
     pub(crate) unsafe fn write_word(&self, address: u64, value: u32) -> Result<(), CudaError> {
         self.context.enter()?;
@@ -212,7 +212,7 @@ impl Stream {
 
     /// Launches a kernel. `params` are its arguments, as bytes that are copied during the call.
     ///
-    ///  # Safety
+    /// # Safety
     /// `params` are as many and as large as the kernel's parameters, and what they point to is
     /// alive until it is done.
     pub(crate) unsafe fn launch(

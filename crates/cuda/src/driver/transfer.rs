@@ -8,7 +8,7 @@ use crate::error::CudaError;
 impl Stream {
     /// Copies from one address on the device to another.
     ///
-    ///  # Safety
+    /// # Safety
     /// Both sides are `bytes` long, disjoint and alive, and nothing writes to them, until the copy
     /// is done.
     pub(crate) unsafe fn copy_within(

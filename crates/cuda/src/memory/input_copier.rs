@@ -1,6 +1,6 @@
 //! The input copier: a kernel that copies inputs to the device while weights load.
 //!
-//!  All copies to a GPU share one copy engine, which stays with a stream that has copies enqueued
+//! All copies to a GPU share one copy engine, which stays with a stream that has copies enqueued
 //! for milliseconds before it turns to another. A kernel that reads host memory itself shares only
 //! the bus with them. While no weights load, the engine is better: it needs no SM.
 
@@ -113,7 +113,7 @@ impl InputCopier {
 
     /// Enqueues a copy to the device from pinned memory.
     ///
-    ///  # Safety
+    /// # Safety
     /// As for [`Stream::copy_in`]; and `from` is pinned.
     pub(crate) unsafe fn copy_in(
         &self,

@@ -1,6 +1,6 @@
 //! The input pool: rows of device memory in a ring, each with pinned host memory and an event.
 //!
-//!  Inputs are copied to the device as soon as they arrive, on their own stream, while earlier
+//! Inputs are copied to the device as soon as they arrive, on their own stream, while earlier
 //! batches compute. Rows that arrive in sequence are adjacent, so a batch is one range of rows, or
 //! two at the end of the ring. All memory is allocated with the pool; a pool slot only marks rows
 //! as used. Inputs in the pinned host pool are copied from there, others through the pinned memory

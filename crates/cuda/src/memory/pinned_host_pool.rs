@@ -1,6 +1,6 @@
 //! The pinned host pool: request bodies are read into it, and the device copies from it.
 //!
-//!  It is allocated once, before requests arrive, because the allocation takes milliseconds and
+//! It is allocated once, before requests arrive, because the allocation takes milliseconds and
 //! blocks other driver calls. A request that finds the pool full uses ordinary memory, and its
 //! inputs are copied once more.
 

@@ -1,7 +1,7 @@
 //! Weights of a program: packed once per key, whichever specializations use them, and resident or
 //! evicted as a whole.
 //!
-//!  Their device addresses stay the same for the life of the program, so that kernel arguments and
+//! Their device addresses stay the same for the life of the program, so that kernel arguments and
 //! graphs stay valid. Loading and eviction (`loader`) change the physical memory behind them, which
 //! is filled from a pinned host copy in the order in which steps need it.
 

@@ -1,6 +1,6 @@
 //! Driver backoff: best effort makes no driver call while real time is inside the driver.
 //!
-//!  Calls of one context wait for each other inside the driver. The calls of best effort at the
+//! Calls of one context wait for each other inside the driver. The calls of best effort at the
 //! moment it is preempted can wait; the RT launch it is preempted for cannot.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

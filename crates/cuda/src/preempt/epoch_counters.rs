@@ -1,7 +1,7 @@
 //! Epoch counters: one word in device memory per run, which a preemption of the run increments.
 //! Next to it is the launch epoch, the value that the run's launches carry.
 //!
-//!  A best-effort kernel exits once the counter has passed its launch epoch. Counters are never
+//! A best-effort kernel exits once the counter has passed its launch epoch. Counters are never
 //! reset, so a preemption is never lost and never hits a launch that came after it. Preemptions of
 //! several runs are written to the device in one call. The dispatcher makes that call, because the
 //! thread that preempts is about to launch real time; when the dispatcher is late, the launching

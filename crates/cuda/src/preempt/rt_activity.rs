@@ -1,6 +1,6 @@
 //! RT activity: when real time was last on the device, for driver calls that would delay it.
 //!
-//!  Calls that pin, unpin, map or unmap memory, or instantiate a graph, block all other driver
+//! Calls that pin, unpin, map or unmap memory, or instantiate a graph, block all other driver
 //! calls while they run. The driver admits whichever thread calls next, not the one that waits
 //! longest, so a series of such calls blocks another thread for its whole length.
 

@@ -132,7 +132,7 @@ impl BatchInputs {
     /// Enqueues the copies to the run's inputs at `block`, behind the copies to the pool. Further
     /// rows of the specialization are cleared.
     ///
-    ///  # Safety
+    /// # Safety
     /// The block, `staging` and these inputs live until it is done, and the block belongs to this
     /// run alone.
     pub(crate) unsafe fn copy_in(

@@ -137,7 +137,7 @@ impl Instance {
     /// Enqueues the copy of all inputs, and of zeros to the fault words and, for best effort, to
     /// the control words.
     ///
-    ///  # Safety
+    /// # Safety
     /// `staging` and this instance live until it is done, and `staging` is not written.
     pub(crate) unsafe fn copy_inputs(
         &self,
@@ -163,7 +163,7 @@ impl Instance {
     /// Enqueues the copy of what is between inputs and outputs in `staging`, which
     /// [`Self::copy_inputs`] copies along with the inputs.
     ///
-    ///  # Safety
+    /// # Safety
     /// As for [`Self::copy_inputs`].
     pub(crate) unsafe fn copy_words_after_inputs(
         &self,
@@ -184,7 +184,7 @@ impl Instance {
 
     /// Enqueues the copy of the control words, which are zero in `staging`.
     ///
-    ///  # Safety
+    /// # Safety
     /// As for [`Self::copy_inputs`].
     pub(crate) unsafe fn copy_words(
         &self,
@@ -204,7 +204,7 @@ impl Instance {
 
     /// Enqueues the copy of all outputs and fault words.
     ///
-    ///  # Safety
+    /// # Safety
     /// `staging` and this instance live until it is done, and nothing else uses `staging`.
     pub(crate) unsafe fn copy_outputs(
         &self,
@@ -225,7 +225,7 @@ impl Instance {
     /// Enqueues zeros to the fault words of steps from `first` on: a step that ran behind a
     /// preempted one may have read indices that were not computed yet.
     ///
-    ///  # Safety
+    /// # Safety
     /// This instance lives until it is done, and belongs to this run alone.
     pub(crate) unsafe fn clear_faults(
         &self,
@@ -263,7 +263,7 @@ impl Instance {
 
     /// Enqueues step `index` as best effort.
     ///
-    ///  # Safety
+    /// # Safety
     /// As for real time; and the step's control words are zero, or those of this run's preempted
     /// launch when `restored`.
     pub(crate) unsafe fn launch_best_effort(
@@ -307,7 +307,7 @@ impl Instance {
     /// Enqueues `steps` as best effort with one launch on a stream of `target`, for which the chain
     /// is recorded; none of them was begun before.
     ///
-    ///  # Safety
+    /// # Safety
     /// As for one step.
     pub(crate) unsafe fn launch_chain(
         &self,
@@ -453,7 +453,7 @@ impl Instance {
 
     /// Enqueues the whole program as real time, each part behind the weights it needs.
     ///
-    ///  # Safety
+    /// # Safety
     /// As for one step.
     pub(crate) unsafe fn launch_arriving(
         &mut self,

@@ -1,6 +1,6 @@
 //! The dispatcher: the thread that serves all best-effort queues of a device.
 //!
-//!  One thread is enough: it enqueues launches ahead and polls words. Several threads would wait
+//! One thread is enough: it enqueues launches ahead and polls words. Several threads would wait
 //! for each other, and delay real time, inside the driver.
 
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,6 +1,6 @@
 //! RT queues: the queue's thread enqueues a whole segment and waits for it.
 //!
-//!  The thread polls for work while some may come, so that its caches stay warm; when it sleeps,
+//! The thread polls for work while some may come, so that its caches stay warm; when it sleeps,
 //! waking it takes longer than enqueuing from the calling thread. A whole task is a copy in, one
 //! graph, a copy out and a fence. Nothing on the device is ever preempted; a preemption covers
 //! segments that wait on the host.

@@ -1,7 +1,7 @@
 //! In which groups weights arrive, which part of a plan needs which of them, and when a run may
 //! start before all have arrived.
 //!
-//!  Bytes are counted in the order of arrival, which is the order in which steps first need them. A
+//! Bytes are counted in the order of arrival, which is the order in which steps first need them. A
 //! run that starts while weights load is launched in parts, each waiting for its weights.
 
 use std::ops::Range;

@@ -1,6 +1,6 @@
 //! The thread that loads and evicts weights, one command after another.
 //!
-//!  A load may reuse the physical memory of evicted weights while it is still mapped at their
+//! A load may reuse the physical memory of evicted weights while it is still mapped at their
 //! addresses; those mappings are removed while copies run. Nothing reads through them, since an
 //! evicted program does not run before it is loaded again.
 

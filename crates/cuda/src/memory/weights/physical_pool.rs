@@ -1,6 +1,6 @@
 //! Physical device memory, kept after eviction for the next weights.
 //!
-//!  Weights of a model use one allocation where possible: each further one is a call more to map
+//! Weights of a model use one allocation where possible: each further one is a call more to map
 //! and to unmap, and such calls delay others. Models of other sizes are composed of what is free.
 
 use std::sync::Arc;
