@@ -2,7 +2,6 @@
 //   bench OUT.json [--quick] [network ...]
 // A layer is timed in a graph of launches whose weights lie in different places, so that weights come from memory as they do in
 // a network larger than the L2 cache, while activations stay where the previous layer left them.
-#include "mega.cuh"
 #include "networks.cuh"
 
 using namespace harness;
@@ -11,8 +10,8 @@ constexpr double kTolerance = 1e-2;
 constexpr double kBandwidth = 4.3e12, kRate = 790e12; // ceilings measured on the device
 
 struct Choice {
-    Variant best, plain, mega;      // the fastest of all; without clusters; of those the persistent kernel holds
-    double us = 1e30, plain_us = 1e30, mega_us = 1e30, error = 0;
+    Variant best, plain; // the fastest of all; the fastest without clusters
+    double us = 1e30, plain_us = 1e30, error = 0;
     int tried = 0, wrong = 0;
     std::string table; // every variant's time, for the record
 };
@@ -125,7 +124,6 @@ private:
         c.table += format("%s\"%s\":%.2f", c.table.empty() ? "" : ",", v.name(step.kind).c_str(), us);
         if (us < c.us) c.us = us, c.best = v;
         if (v.reduce != kCluster && us < c.plain_us) c.plain_us = us, c.plain = v;
-        if (fits_mega(step, v) && us < c.mega_us) c.mega_us = us, c.mega = v;
     }
 
     cudaStream_t stream_;
@@ -193,13 +191,13 @@ struct Report {
 void run_network(const std::string& name, int batch, Tuner& tuner, Report& report, std::string& nets, cudaStream_t stream)
 {
     auto net = make_network(name, batch);
-    std::vector<Variant> best, plain, persistent;
+    std::vector<Variant> best, plain;
     std::map<std::string, int> count;
     double sum = 0, floor_us = 0;
     for (const Step& s : net->steps) ++count[s.key()];
     for (const Step& s : net->steps) {
         const Choice& c = tuner.choose(s);
-        best.push_back(c.best), plain.push_back(c.plain), persistent.push_back(c.mega);
+        best.push_back(c.best), plain.push_back(c.plain);
         sum += c.us;
         floor_us += std::max(s.flops / kRate, s.bytes / kBandwidth) * 1e6;
         if (count[s.key()]) report.layer(*net, s, c, count[s.key()]);
@@ -210,22 +208,14 @@ void run_network(const std::string& name, int batch, Tuner& tuner, Report& repor
     poison(net->output.data, want.size());
     double pdl = time_network(*net, best, true, stream), error = output_error(*net, want);
     double no_cluster = time_network(*net, plain, true, stream), no_cluster_chain = time_network(*net, plain, false, stream);
-    double mega1 = -1, mega2 = -1, mega_error = -1;
-    if (batch == 1) {
-        poison(net->output.data, want.size());
-        mega1 = time_mega(net->steps, persistent, 1, stream);
-        mega2 = time_mega(net->steps, persistent, 2, stream);
-        if (mega1 > 0) mega_error = output_error(*net, want);
-    }
     nets += format("%s\n{\"net\":\"%s\",\"batch\":%d,\"steps\":%zu,\"weights_mb\":%.1f,\"layer_sum_us\":%.1f,\"floor_us\":%.1f,"
-                   "\"graph_us\":%.1f,\"pdl_us\":%.1f,\"plain_pdl_us\":%.1f,\"plain_graph_us\":%.1f,\"mega1_us\":%.1f,"
-                   "\"mega2_us\":%.1f,\"error\":%.2e,\"mega_error\":%.2e}",
+                   "\"graph_us\":%.1f,\"pdl_us\":%.1f,\"plain_pdl_us\":%.1f,\"plain_graph_us\":%.1f,"
+                   "\"error\":%.2e}",
                    nets.empty() ? "" : ",", name.c_str(), batch, net->steps.size(), net->weight_bytes() / 1e6, sum, floor_us, chain,
-                   pdl, no_cluster, no_cluster_chain, mega1, mega2, error, mega_error);
-    printf("%-13s b%-2d %3zu steps  layers %7.1f  graph %7.1f  pdl %7.1f  no-cluster graph %7.1f pdl %7.1f  mega %7.1f %7.1f  "
-           "floor %6.1f  error %.1e %.1e\n",
-           name.c_str(), batch, net->steps.size(), sum, chain, pdl, no_cluster_chain, no_cluster, mega1, mega2, floor_us, error,
-           mega_error);
+                   pdl, no_cluster, no_cluster_chain, error);
+    printf("%-13s b%-2d %3zu steps  layers %7.1f  graph %7.1f  pdl %7.1f  no-cluster graph %7.1f pdl %7.1f  "
+           "floor %6.1f  error %.1e\n",
+           name.c_str(), batch, net->steps.size(), sum, chain, pdl, no_cluster_chain, no_cluster, floor_us, error);
     fflush(stdout);
 }
 

@@ -20,7 +20,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KERNELS = ROOT / "crates" / "compiler" / "kernels"
-FUSED = "crates/cuda/src/fused.rs"
 
 
 def header(folder: Path, command: str) -> dict:
@@ -73,21 +72,6 @@ def write_disb(run: Path, head: dict) -> None:
     write("disb.json", {**head, "date": found["date"], "command": found["command"], **kept})
 
 
-def write_padding(run: Path, head: dict) -> None:
-    """Pairs as they are, with their fused kernels counted; bound to the text that fuses as well."""
-    found = json.loads((run / "padding.json").read_text())
-    for pair in found["pairs"]:
-        if fused := pair["fused"]:
-            fused["kernels"] = {
-                "count": len(fused["kernels"]),
-                "spilling": sum(kernel["spilled_bytes"] > 0 for kernel in fused["kernels"]),
-                "most_registers": max((kernel["registers"][0] for kernel in fused["kernels"]), default=0),
-            }
-    hashes = {**head["sha256"], FUSED: hashlib.sha256((ROOT / FUSED).read_bytes()).hexdigest()}
-    kept = {key: value for key, value in found.items() if key not in ("device", "driver")}
-    write("padding.json", {**head, "sha256": hashes, **kept})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
@@ -109,12 +93,10 @@ def main() -> None:
     if (args.run / "best_effort.json").is_file():
         found = json.loads((args.run / "best_effort.json").read_text())
         write("best_effort.json", {**head, "command": "scripts/gpu/best_effort.py ATOLL MODELS OUT.json", **found})
-    for name in ("batching.json", "swap.json", "big.json", "server.json", "pairs.json", "corner.json", "soak_swap.json", "soak_real.json"):
+    for name in ("batching.json", "swap.json", "big.json", "server.json", "pairs.json", "corner.json", "padding.json", "soak_swap.json", "soak_real.json"):
         if (args.run / name).is_file():
             found = json.loads((args.run / name).read_text())
             write(name, {**head, **{key: value for key, value in found.items() if key not in ("device", "driver")}})
-    if (args.run / "padding.json").is_file():
-        write_padding(args.run, head)
 
 
 if __name__ == "__main__":

@@ -110,9 +110,9 @@ mod tests {
         let stale = |text| stale_sources(&root, text).unwrap();
         assert_eq!(stale(r#"{"sha256":{"base.cuh":"00"}}"#), ["base.cuh has changed"]);
         assert_eq!(stale(r#"{"sha256":{"nothing.cuh":"00"}}"#), ["nothing.cuh is gone"]);
-        let fused = "crates/cuda/src/fused.rs";
-        let by_path = format!(r#"{{"sha256":{{"{fused}":"00"}}}}"#);
-        assert_eq!(stale(&by_path), [format!("{fused} has changed")]);
+        let path = "crates/cuda/src/lib.rs";
+        let by_path = format!(r#"{{"sha256":{{"{path}":"00"}}}}"#);
+        assert_eq!(stale(&by_path), [format!("{path} has changed")]);
         assert_eq!(stale("{}").len(), 1);
     }
 }

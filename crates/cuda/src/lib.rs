@@ -1,21 +1,22 @@
 //! NVIDIA GPUs as a device: kernels compiled at run time, RT work as CUDA graphs, best-effort work
 //! that is preempted inside a tile.
 //!
-//!  The crate builds without CUDA. On a machine without a driver [`CudaDevice::open`] reports what
+//! The crate builds without CUDA. On a machine without a driver [`CudaDevice::open`] reports what
 //! is missing.
 //!
-//!  # Where to find things
+//! # Where to find things
 //! - A best-effort kernel is preempted in `preempt::epoch_counters`: `EpochCounter::preempt`
 //!   increments the run's counter, `EpochCounters::flush` writes it to the device, and the kernel
 //!   exits at its next yield point. `queue::run_state` finds the step at which it stopped.
-//! - Weights are loaded and evicted in `memory::weights::loader` (`LoaderThread::load`,
+//! - Weights are loaded and evicted in `memory::weights::loader` (`LoaderThread::load` and
 //!   `LoaderThread::evict`).
-//! - A model is loaded in `program`, compiled for one set of sizes in `program::specialization`;
-//!   one run has its memory in `program::instance` and its inputs in `program::task`.
+//! - A model is loaded in `program` and compiled for one set of sizes in
+//!   `program::specialization`. A run has its memory in `program::instance` and its inputs in
+//!   `program::task`.
 //! - RT runs are launched in `queue::real_time`, best effort in `queue::launches`.
-//! - Driver calls are in `driver`, the only module that calls CUDA.
+//! - CUDA is called in `driver` only, and NVRTC in `compile::nvrtc`.
 //!
-//!  # How a model runs
+//! # How a model runs
 //! A [`KernelCompiler`](device::KernelCompiler) lowers a launch plan to a
 //! [`GpuPlan`](model::gpu::GpuPlan) for one set of sizes. NVRTC compiles its kernels (`compile`),
 //! weights are packed once (`memory::weights`), and a run gets one block of memory with all
@@ -48,11 +49,9 @@ pub use compile::tuning::{TunedVariants, Tuning};
 pub use driver::nvml::Health;
 pub use driver::process::{end_process, tune_allocator};
 pub use error::{CudaError, OpenError};
-pub use measure::fused::fused_operators;
 pub use measure::kernel_report::{EntryFacts, KernelReport, builtin_kernels};
 pub use measure::padding::{
-    PaddingBench, PaddingKernel, PaddingLaunch, PaddingOptions, PaddingPair, PaddingSlice,
-    PaddingStep, PaddingTiming, PaddingWay, PairTiming, WayTiming,
+    PaddingBench, PaddingOptions, PaddingPair, PaddingTiming, PaddingWay, PairTiming, WayTiming,
 };
 pub use measure::profile::{
     ChoiceProfile, ClassTiming, PlanProfile, ProfileOptions, StepProfile, Timing,

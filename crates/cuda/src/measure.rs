@@ -2,7 +2,6 @@
 
 pub(crate) mod conformance;
 mod copy_speed;
-pub(crate) mod fused;
 pub(crate) mod kernel_report;
 pub(crate) mod padding;
 pub(crate) mod profile;

@@ -14,8 +14,7 @@ use std::time::{Duration, Instant};
 use base::Random;
 use bench::{TestQueue, numbers, open, open_with, outputs, percentiles, start};
 use cuda::{
-    CudaDevice, CudaOptions, PaddingBench, PaddingOptions, PaddingPair, PaddingSlice, PaddingWay,
-    ProfileOptions,
+    CudaDevice, CudaOptions, PaddingBench, PaddingOptions, PaddingPair, PaddingWay, ProfileOptions,
 };
 use device::{Device, Outcome, Program};
 use model::Tensor;
@@ -350,9 +349,8 @@ fn class_latencies_compared() {
     }
 }
 
-/// Two chains on a bench, and how the second is fused with the first: steps in parts, over two
-/// replays, and a rest.
-fn fused_chains(device: &CudaDevice) -> (PaddingBench, PaddingPair) {
+/// Two chains on a bench.
+fn chain_pair(device: &CudaDevice) -> (PaddingBench, PaddingPair) {
     let mut bench = device.padding_bench();
     let mut add = |chain: Chain, count: usize| {
         let x = Tensor::from_vec(vec![count], numbers(count, 3)).expect("a tensor");
@@ -360,27 +358,15 @@ fn fused_chains(device: &CudaDevice) -> (PaddingBench, PaddingPair) {
     };
     let real_time = add(Chain { steps: 3, rounds: 60, ..Chain::default() }, 9_000);
     let best_effort = add(Chain { steps: 4, rounds: 40, ring: 3, ..Chain::default() }, 50_000);
-    let (host, guest) = (&bench.steps(real_time)[0], &bench.steps(best_effort)[0]);
-    let kernels = (host.real_time.kernel, guest.best_effort.kernel);
-    let all = guest.best_effort.tiles;
-    bench.fuse(&[kernels].into(), &|_, _| {}).expect("a kernel of both");
-    println!("fused: {:?}", bench.fused(kernels));
-    let slice = |step, first_tile, tiles| Some(PaddingSlice { step, first_tile, tiles });
-    let replays = vec![
-        vec![slice(0, 0, 100), slice(0, 100, all - 100), slice(1, 0, all)],
-        vec![slice(2, 0, 1), None, slice(2, 1, all / 2)],
-    ];
-    let unfinished = slice(2, 1 + all / 2, all - 1 - all / 2);
-    let progress = vec![0.5, 0.125];
-    (bench, PaddingPair { real_time, best_effort, replays, unfinished, progress })
+    (bench, PaddingPair { real_time, best_effort })
 }
 
 #[test]
 fn co_running_networks_compute_what_each_computes_alone() {
     let Some(device) = open() else { return };
-    let (mut bench, pair) = fused_chains(&device);
-    use PaddingWay::{Alone, Apart, Free, Fused, Partition};
-    let ways = vec![Alone, Fused, Free, Partition(8), Partition(16), Apart(16)];
+    let (mut bench, pair) = chain_pair(&device);
+    use PaddingWay::{Alone, Apart, Free, Partition};
+    let ways = vec![Alone, Free, Partition(8), Partition(16), Apart(16)];
     let options = PaddingOptions { ways, turns: 2, turn: Duration::from_millis(20) };
     let timed = bench.measure(&pair, &options).expect("a measurement");
     for way in &timed.ways {
@@ -388,11 +374,6 @@ fn co_running_networks_compute_what_each_computes_alone() {
         assert_eq!((way.checks, way.wrong_real_time, way.wrong_best_effort), (2, 0, 0));
         assert_eq!(way.best_effort_runs > 0.0, way.way != Alone);
     }
-    // Without the rest of its run the outputs of best effort are never computed, and that is found.
-    let options = PaddingOptions { ways: vec![Alone, Fused], ..options };
-    let halved = PaddingPair { unfinished: None, ..pair };
-    let timed = bench.measure(&halved, &options).expect("a measurement");
-    assert_eq!((timed.ways[1].wrong_real_time, timed.ways[1].wrong_best_effort), (0, 2));
 }
 
 #[test]

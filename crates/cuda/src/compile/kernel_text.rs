@@ -11,8 +11,6 @@ pub(crate) enum KernelClass {
     RealTime,
     /// Exits when preempted; the entry points are `be`, `be_grid` and `be_long`.
     BestEffort,
-    /// Made of two by [`crate::fused`], a module as it is; the entry point is `dkp`.
-    Fused,
 }
 
 impl KernelClass {
@@ -21,7 +19,6 @@ impl KernelClass {
         match self {
             KernelClass::RealTime => &[c"rt"],
             KernelClass::BestEffort => &[c"be", c"be_grid", c"be_long"],
-            KernelClass::Fused => &[c"dkp"],
         }
     }
 }
@@ -32,7 +29,6 @@ pub(crate) fn module_text(kernel: &Kernel, class: KernelClass) -> String {
     let entry = match class {
         KernelClass::RealTime => "TILES_REAL_TIME",
         KernelClass::BestEffort => "TILES_BEST_EFFORT",
-        KernelClass::Fused => return source.clone(),
     };
     format!(
         "#include \"entry.cuh\"\n{source}\nusing Op = {expression};\n\

@@ -8,14 +8,13 @@ use crate::compile::kernel_text::{KernelClass, architecture, module_text};
 use crate::compile::nvrtc::Nvrtc;
 use crate::compile::toolkit::Toolkit;
 use crate::error::OpenError;
-use crate::measure::fused::fuse;
 use crate::measure::{conformance, start_probe};
 use crate::memory::input_copier;
 
 /// What one entry point of a kernel's module needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EntryFacts {
-    /// `rt`, `be`, `be_grid`, `be_long` or `dkp`.
+    /// `rt`, `be`, `be_grid` or `be_long`.
     pub entry: String,
     /// Registers of a thread.
     pub registers: u32,
@@ -31,7 +30,6 @@ pub fn builtin_kernels() -> Vec<Kernel> {
 /// Compiles kernels and discards the cubins.
 pub struct KernelReport {
     nvrtc: Nvrtc,
-    headers: Vec<(String, String)>,
 }
 
 impl KernelReport {
@@ -45,8 +43,7 @@ impl KernelReport {
         let nvrtc = Nvrtc::new(&toolkit, architecture(capability), headers)
             .and_then(|nvrtc| nvrtc.with_option("--ptxas-options=-v"))
             .map_err(OpenError::NoCompiler)?;
-        let owned = |(name, text): &(&str, &str)| ((*name).to_string(), (*text).to_string());
-        Ok(KernelReport { nvrtc, headers: headers.iter().map(owned).collect() })
+        Ok(KernelReport { nvrtc })
     }
 
     /// Both classes of `kernel`; the error is the compiler's message.
@@ -57,19 +54,6 @@ impl KernelReport {
             facts.extend(parse(&compiled.log));
         }
         Ok(facts)
-    }
-
-    /// The kernel that does tiles of `real_time` and of `best_effort`; the error is the compiler's
-    /// own words.
-    pub fn fused_facts(
-        &self,
-        real_time: &Kernel,
-        best_effort: &Kernel,
-    ) -> Result<Vec<EntryFacts>, String> {
-        let headers: Vec<(&str, &str)> =
-            self.headers.iter().map(|(name, text)| (name.as_str(), text.as_str())).collect();
-        let text = module_text(&fuse(real_time, best_effort, &headers), KernelClass::Fused);
-        Ok(parse(&self.nvrtc.compile(&text)?.log))
     }
 }
 

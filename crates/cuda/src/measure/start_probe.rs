@@ -1,7 +1,7 @@
 //! Measures how soon RT blocks run, and how soon they run on every SM, while best effort is
 //! enqueued.
 //!
-//!  The probe is an RT launch of one block per SM, each with so much shared memory that no other
+//! The probe is an RT launch of one block per SM, each with so much shared memory that no other
 //! block with shared memory fits next to it. The first block writes a host word, and so does the
 //! last one.
 

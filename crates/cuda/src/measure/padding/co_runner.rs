@@ -62,7 +62,7 @@ impl CoRunner {
         partition: Option<&Partition>,
     ) -> Result<Option<CoRunner>, CudaError> {
         let (stream, multiprocessors) = match way {
-            PaddingWay::Alone | PaddingWay::Fused => return Ok(None),
+            PaddingWay::Alone => return Ok(None),
             PaddingWay::Free => (Stream::new(services.device.context(), Priority::Low)?, None),
             PaddingWay::Partition(_) | PaddingWay::Apart(_) => {
                 let partition =
@@ -72,7 +72,7 @@ impl CoRunner {
             }
         };
         let graph = stream.capture(|stream| {
-            for index in 0..network.steps.len() {
+            for index in 0..network.step_count() {
                 // SAFETY: recorded only; the network outlives the graph.
                 unsafe { network.launch_best_effort(services, index, index > 0, stream) }?;
             }

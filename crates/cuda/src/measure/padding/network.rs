@@ -1,46 +1,41 @@
 //! A network that can be real time or best effort of a pair.
 
 use device::{DeviceError, check_inputs};
-use model::gpu::{GpuPlan, Kernel};
+use model::gpu::GpuPlan;
 use model::{LaunchPlan, Tensor};
 
-use super::{PaddingLaunch, PaddingStep};
 use crate::compile::kernel_cache::CompileProgress;
 use crate::driver::{PinnedBuffer, Stream};
 use crate::error::CudaError;
-use crate::measure::profile::{ChoiceProfile, ProfileOptions, Profiler, StepProfile};
+use crate::measure::profile::{ProfileOptions, Profiler};
 use crate::program::instance::Instance;
 use crate::program::layout::Addresses;
 use crate::program::lowering::{first_of, lower, raw_bytes, sizes_of};
 use crate::program::specialization::{BoundKernel, Specialization};
 use crate::services::DeviceServices;
 
-/// Replays that time one launch of a step.
-const STEP_REPLAYS: usize = 12;
-
 /// Positions of the two launches among a step's choices.
-pub(super) const REAL_TIME: usize = 0;
-pub(super) const BEST_EFFORT: usize = 1;
+const REAL_TIME: usize = 0;
+const BEST_EFFORT: usize = 1;
 
 /// Pattern in the outputs before a network computes them.
 const NOT_COMPUTED: u32 = 0xa5a5_a5a5;
 
 /// A network on the device, with memory for both roles.
 pub(super) struct Network {
-    pub(super) steps: Vec<PaddingStep>,
     /// Launches of best effort.
     plain: Vec<BoundKernel>,
     pub(super) real_time: NetworkInstance,
     pub(super) best_effort: NetworkInstance,
     /// After the instances, whose memory it describes.
-    pub(super) specialization: Specialization,
+    specialization: Specialization,
 }
 
 /// The memory of one role.
 pub(super) struct NetworkInstance {
     pub(super) instance: Instance,
     /// Arguments of each step's launch in that role.
-    pub(super) args: Vec<Vec<u8>>,
+    args: Vec<Vec<u8>>,
 }
 
 impl Network {
@@ -48,31 +43,25 @@ impl Network {
         services: &DeviceServices,
         plan: &LaunchPlan,
         inputs: &[Tensor],
-        kernels: &mut Vec<Kernel>,
         progress: CompileProgress<'_>,
     ) -> Result<Network, DeviceError> {
         check_inputs(plan, inputs)?;
         let mut gpu = lower(services, plan, &sizes_of(plan, inputs)).map_err(first_of)?;
         services.compile.tuning().apply(&mut gpu);
         keep_in_use(&mut gpu);
-        let options = ProfileOptions { replays: STEP_REPLAYS, ..ProfileOptions::default() };
-        let mut profiler = Profiler::new(services, gpu, options, progress)?;
-        let profiles = profiler.steps()?;
-        let gpu = &profiler.specialization.gpu;
+        let profiler = Profiler::new(services, gpu, ProfileOptions::default(), progress)?;
         let bound = |step| profiler.bound(step, BEST_EFFORT);
-        let plain = gpu.steps.iter().map(bound).collect::<Result<Vec<_>, _>>()?;
-        let mut steps = Vec::with_capacity(profiles.len());
-        for (index, profile) in profiles.iter().enumerate() {
-            steps.push(PaddingStep {
-                name: profile.name.clone(),
-                real_time: measured(gpu, index, profile, REAL_TIME, kernels)?,
-                best_effort: measured(gpu, index, profile, BEST_EFFORT, kernels)?,
-            });
-        }
+        let steps = profiler.specialization.gpu.steps.iter();
+        let plain = steps.map(bound).collect::<Result<Vec<_>, _>>()?;
         let Profiler { specialization, .. } = profiler;
         let real_time = NetworkInstance::new(services, &specialization, REAL_TIME, inputs)?;
         let best_effort = NetworkInstance::new(services, &specialization, BEST_EFFORT, inputs)?;
-        Ok(Network { steps, plain, real_time, best_effort, specialization })
+        Ok(Network { plain, real_time, best_effort, specialization })
+    }
+
+    /// Number of steps.
+    pub(super) fn step_count(&self) -> usize {
+        self.plain.len()
     }
 
     /// Enqueues step `index` as real time.
@@ -92,7 +81,7 @@ impl Network {
     /// Enqueues step `index` as best effort that is never preempted. `behind` says that it follows
     /// another kernel of the same graph.
     ///
-    ///  # Safety
+    /// # Safety
     /// This network lives until it is done, and nothing else uses its memory for best effort.
     pub(super) unsafe fn launch_best_effort(
         &self,
@@ -111,13 +100,13 @@ impl Network {
     }
 
     /// Whether step `index` may start before the previous one has ended.
-    pub(super) fn starts_early(&self, services: &DeviceServices, index: usize) -> bool {
+    fn starts_early(&self, services: &DeviceServices, index: usize) -> bool {
         !self.specialization.kernels[index].apart && services.device.has_dependent_launches()
     }
 
     /// Enqueues a pattern over the outputs of `side`, which no network produces.
     ///
-    ///  # Safety
+    /// # Safety
     /// This network lives until it is done, and nothing else in flight uses that side.
     pub(super) unsafe fn overwrite_outputs(
         &self,
@@ -215,39 +204,6 @@ fn keep_in_use(gpu: &mut GpuPlan) {
         step.choices = vec![step.choices[step.rt].clone(), step.choices[step.be].clone()];
         (step.rt, step.be) = (REAL_TIME, BEST_EFFORT);
     }
-}
-
-/// The measurement of `choice` of step `index`; its kernel is added to `kernels` unless it is
-/// known.
-fn measured(
-    gpu: &GpuPlan,
-    index: usize,
-    profile: &StepProfile,
-    choice: usize,
-    kernels: &mut Vec<Kernel>,
-) -> Result<PaddingLaunch, DeviceError> {
-    let launch = &gpu.steps[index].choices[choice];
-    let ChoiceProfile { time, registers, blocks_per_multiprocessor, .. } = profile.choices[choice];
-    let time = time.ok_or_else(|| DeviceError::Unsupported {
-        step: profile.name.clone(),
-        op: profile.op.clone(),
-        reason: format!("the GPU refuses to launch variant '{}'", launch.variant),
-    })?;
-    let kernel = &gpu.kernels[launch.kernel];
-    let known = kernels.iter().position(|known| known == kernel);
-    let kernel = known.unwrap_or_else(|| {
-        kernels.push(kernel.clone());
-        kernels.len() - 1
-    });
-    Ok(PaddingLaunch {
-        variant: launch.variant.clone(),
-        kernel,
-        tiles: launch.tiles,
-        cluster: launch.cluster,
-        us: time.median_us,
-        registers,
-        blocks_per_multiprocessor,
-    })
 }
 
 #[cfg(test)]
