@@ -48,7 +48,7 @@ struct CounterMemory {
 struct FreeCounter {
     address: u64,
     /// Value of the counter.
-    preempt: u32,
+    epoch: u32,
     /// Launch epoch on the device.
     launch_epoch: u32,
 }
@@ -108,8 +108,7 @@ impl EpochCounters {
         }
         let free =
             words.free.pop().ok_or(CudaError::Misuse("an allocation without epoch counters"))?;
-        let (epoch, launch_epoch) =
-            (AtomicU32::new(free.preempt), AtomicU32::new(free.launch_epoch));
+        let (epoch, launch_epoch) = (AtomicU32::new(free.epoch), AtomicU32::new(free.launch_epoch));
         Ok(EpochCounter {
             epoch_counters: self.clone(),
             address: free.address,
@@ -131,7 +130,7 @@ impl EpochCounters {
         }
     }
 
-    fn queue_write(&self, address: u64, epoch: u32) {
+    fn add_pending(&self, address: u64, epoch: u32) {
         let mut pending = self.pending();
         pending.words.push((address, epoch));
         self.publish_pending(&pending);
@@ -178,9 +177,9 @@ impl CounterMemory {
     fn grow(&mut self, stream: &Arc<Stream>) -> Result<u64, CudaError> {
         let slab = DeviceBuffer::fixed(stream, SLAB * STRIDE)?;
         let first = slab.address();
-        let epoch_counter =
-            |index| FreeCounter { address: first + index * STRIDE, preempt: 0, launch_epoch: 0 };
-        self.free.extend((0..SLAB).rev().map(epoch_counter));
+        let counter =
+            |index| FreeCounter { address: first + index * STRIDE, epoch: 0, launch_epoch: 0 };
+        self.free.extend((0..SLAB).rev().map(counter));
         self.slabs.push(slab);
         Ok(first)
     }
@@ -219,7 +218,7 @@ impl EpochCounter {
     pub(super) fn preempt(&self) {
         let next = next_epoch(self.epoch());
         self.epoch.store(next, Ordering::Release);
-        self.epoch_counters.queue_write(self.address, next);
+        self.epoch_counters.add_pending(self.address, next);
     }
 }
 
@@ -231,10 +230,10 @@ fn next_epoch(epoch: u32) -> u32 {
 
 impl Drop for EpochCounter {
     fn drop(&mut self) {
-        let (preempt, launch_epoch) = (self.epoch(), self.launch_epoch.load(Ordering::Acquire));
+        let (epoch, launch_epoch) = (self.epoch(), self.launch_epoch.load(Ordering::Acquire));
         self.epoch_counters.words().free.push(FreeCounter {
             address: self.address,
-            preempt,
+            epoch,
             launch_epoch,
         });
     }

@@ -50,10 +50,10 @@ impl QueuePreemption {
     pub(crate) fn preempt(&self) {
         let mut state = self.lock();
         // A run is preempted once.
-        let news =
+        let not_yet =
             state.running.as_ref().is_some_and(|(sequence, _)| *sequence > state.preempted_through);
         state.preempted_through = state.last_sequence;
-        if let Some((_, epoch_counter)) = state.running.as_ref().filter(|_| news) {
+        if let Some((_, epoch_counter)) = state.running.as_ref().filter(|_| not_yet) {
             epoch_counter.preempt();
         }
     }

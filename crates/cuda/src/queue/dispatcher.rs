@@ -123,7 +123,7 @@ fn run(shared: &DispatcherShared, context: &DispatcherContext) {
         }
         let waited = idle_since.get_or_insert_with(Instant::now).elapsed();
         if executors.iter().any(QueueExecutor::is_busy) {
-            rest(polling, waited);
+            yield_while_busy(polling, waited);
         } else if waited > polling.idle {
             sleep(shared, &executors);
             idle_since = None;
@@ -144,7 +144,7 @@ fn take_over(shared: &DispatcherShared, executors: &mut Vec<QueueExecutor>) -> b
 }
 
 /// Yields to other threads while the device works.
-fn rest(polling: Polling, waited: std::time::Duration) {
+fn yield_while_busy(polling: Polling, waited: std::time::Duration) {
     match (waited > polling.spin, polling.pause.is_zero()) {
         (false, _) => {}
         (true, true) => std::thread::yield_now(),

@@ -22,15 +22,15 @@ use crate::program::task::CudaTask;
 
 /// What a run uses of its queue and device.
 pub(super) struct QueueResources {
-    pub(super) device: Arc<DeviceContext>,
-    pub(super) preemption: Arc<PreemptionServices>,
-    /// Before the buffers, which must outlive what is enqueued.
+    /// First, because buffers and context must outlive what is enqueued.
     pub(super) streams: QueueStreams,
     /// Where control words are read back to.
     pub(super) readback: PinnedBuffer,
     /// Events before and after a timed launch.
     pub(super) stamps: (Event, Event),
     pub(super) segments: Arc<SegmentQueue>,
+    pub(super) preemption: Arc<PreemptionServices>,
+    pub(super) device: Arc<DeviceContext>,
 }
 
 /// The segment that runs. Its state is kept apart, so that a failed transition cannot lose it.

@@ -57,7 +57,7 @@ struct RealTimeShared {
 struct RealTimeState {
     waiting: VecDeque<(Segment, u64)>,
     running: VecDeque<ActiveSegment>,
-    fences: u32,
+    last_fence: u32,
     closed: bool,
     /// The queue's thread sleeps and must be woken.
     asleep: bool,
@@ -85,7 +85,7 @@ enum SegmentState {
     /// Done once the fence is reached.
     InFlight {
         fence: u32,
-        queued: EnqueuedWork,
+        work: EnqueuedWork,
     },
     Preempted,
     Failed(DeviceError),
@@ -262,7 +262,7 @@ impl RealTimeShared {
         let _call = (self.priority == Priority::High)
             .then(|| self.preemption_services.driver_backoff.enter_driver());
         // A panic here is a defect, but it must cost one request and not the queue.
-        let enqueue = || self.enqueue(&mut segment, &mut state.fences);
+        let enqueue = || self.enqueue(&mut segment, &mut state.last_fence);
         let enqueued = std::panic::catch_unwind(std::panic::AssertUnwindSafe(enqueue));
         let progress = match enqueued {
             Ok(Ok(progress)) => progress,
@@ -277,21 +277,21 @@ impl RealTimeShared {
     fn enqueue(
         &self,
         segment: &mut Segment,
-        fences: &mut u32,
+        last_fence: &mut u32,
     ) -> Result<SegmentState, DeviceError> {
         self.device.check_healthy()?;
         let (task, steps) = device_task(&self.device, segment)?;
         task.acquire_memory(self.priority)?;
         let begin = steps.start;
-        let queued = self.queue_steps(task, steps).map_err(|err| failed(task, begin, err))?;
-        *fences = fences.wrapping_add(1);
+        let work = self.enqueue_steps(task, steps).map_err(|err| failed(task, begin, err))?;
+        *last_fence = last_fence.wrapping_add(1);
         // SAFETY: the word lives as long as this queue's thread, which waits for the fence.
-        unsafe { self.stream.write_word(self.word.device_address(), *fences) }
+        unsafe { self.stream.write_word(self.word.device_address(), *last_fence) }
             .map_err(|err| self.device.error(err))?;
-        Ok(SegmentState::InFlight { fence: *fences, queued })
+        Ok(SegmentState::InFlight { fence: *last_fence, work })
     }
 
-    fn queue_steps(
+    fn enqueue_steps(
         &self,
         task: &mut CudaTask,
         steps: Range<usize>,
@@ -359,11 +359,11 @@ impl RealTimeShared {
         let ActiveSegment { mut segment, progress, .. } = running;
         let outcome = match (progress, waited) {
             (SegmentState::Preempted, _) => Outcome::Preempted,
-            (SegmentState::InFlight { queued, .. }, Ok(())) => {
-                if let Some((from, to)) = &queued.span {
+            (SegmentState::InFlight { work, .. }, Ok(())) => {
+                if let Some((from, to)) = &work.span {
                     self.timeline.add(from, to);
                 }
-                self.advance(&mut segment, &queued, busy)
+                self.advance(&mut segment, &work, busy)
             }
             (SegmentState::Failed(err), Ok(())) => Outcome::Failed(err),
             (_, Err(err)) => Outcome::Failed(self.device.error(err)),
@@ -377,21 +377,21 @@ impl RealTimeShared {
         self.sink.complete(Completion { queue: self.options.id, token, task, outcome, busy });
     }
 
-    fn advance(&self, segment: &mut Segment, queued: &EnqueuedWork, busy: Nanos) -> Outcome {
+    fn advance(&self, segment: &mut Segment, work: &EnqueuedWork, busy: Nanos) -> Outcome {
         let task = match device_task(&self.device, segment) {
             Ok((task, _)) => task,
             Err(err) => return Outcome::Failed(err),
         };
-        for pair in queued.events.windows(2) {
+        for pair in work.events.windows(2) {
             match pair[1].micros_since(&pair[0]) {
                 Ok(micros) => task.push_time(micros),
                 Err(err) => return Outcome::Failed(self.device.error(err)),
             }
         }
-        if queued.measures_program {
+        if work.measures_program {
             task.specialization.program.record_run(&task.specialization.parts, busy.into());
         }
-        task.advance_to(queued.end);
+        task.advance_to(work.end);
         task.fault().map_or(Outcome::Done, Outcome::Failed)
     }
 }
