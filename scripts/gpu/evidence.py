@@ -29,7 +29,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KERNELS = ROOT / "crates" / "compiler" / "kernels"
-FUSED = "crates/cuda/src/fused.rs"
 
 
 def source_hash(path: Path) -> str:
@@ -43,10 +42,7 @@ def source_hash(path: Path) -> str:
 
 def header(folder: Path, command: str) -> dict:
     device, driver = (folder / "device.txt").read_text().strip().split(", ")
-    hashes = {
-        path.name: source_hash(path)
-        for path in sorted(KERNELS.glob("*.cuh"))
-    }
+    hashes = {path.name: source_hash(path) for path in sorted(KERNELS.glob("*.cuh"))}
     return {
         "device": device,
         "driver": driver,
@@ -135,23 +131,6 @@ def write_disb(run: Path, head: dict) -> None:
     write("disb.json", {**head, "date": found["date"], "command": found["command"], **kept})
 
 
-def write_padding(run: Path, head: dict) -> None:
-    """Keeps the pairs and summarizes their fused kernels; also bound to the source that fuses."""
-    found = json.loads((run / "padding.json").read_text())
-    for pair in found["pairs"]:
-        if fused := pair["fused"]:
-            fused["kernels"] = {
-                "count": len(fused["kernels"]),
-                "spilling": sum(kernel["spilled_bytes"] > 0 for kernel in fused["kernels"]),
-                "most_registers": max(
-                    (kernel["registers"][0] for kernel in fused["kernels"]), default=0
-                ),
-            }
-    hashes = {**head["sha256"], FUSED: source_hash(ROOT / FUSED)}
-    kept = {key: value for key, value in found.items() if key not in ("device", "driver")}
-    write("padding.json", {**head, "sha256": hashes, **kept})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -193,6 +172,7 @@ def main() -> None:
         "server.json",
         "pairs.json",
         "corner.json",
+        "padding.json",
         "soak_swap.json",
         "soak_real.json",
     ):
@@ -200,8 +180,6 @@ def main() -> None:
             found = json.loads((args.run / name).read_text())
             kept = {key: found[key] for key in found if key not in ("device", "driver")}
             write(name, {**head, **kept})
-    if (args.run / "padding.json").is_file():
-        write_padding(args.run, head)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ pub(crate) enum Which {
     Swap(Box<SwapArgs>),
     /// Batching policies: Nexus's drop curves and Ebird's step load, in virtual time or on a real device
     Batching(Box<BatchingArgs>),
-    /// Padding: what best effort gets beside real time and costs it, fused into its launches, in streams, in a partition
+    /// Padding: what best effort gets beside real time and costs it, in streams and in a partition
     Padding(Box<PaddingArgs>),
 }
 

@@ -31,7 +31,7 @@ pub(crate) fn run(args: &ConformanceArgs) -> Result<(), Failure> {
         let swapping =
             engine::open_gpu_with(&args.device, |options| options.weights_on_demand = true)?;
         report.cases.extend(conformance::run_residency(&swapping).cases);
-        report.cases.extend(swapping.try_promises());
+        report.cases.extend(swapping.conformance_cases());
     }
     let failed = report.failures().count();
     if args.json {

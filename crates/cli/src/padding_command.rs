@@ -6,14 +6,10 @@ use std::time::{Duration, Instant};
 
 use base::Random;
 use bench::disb;
-use bench::padding::{
-    FusedFacts, KernelFacts, MeasuredStep, PaddingReport, PairReport, Ratios, Round, RoundLimits,
-    Spread, WayReport, round, summaries, table,
-};
+use bench::padding::{PaddingReport, PairReport, Ratios, Spread, WayReport, summaries, table};
 use clap::Args;
 use cuda::{
-    CudaDevice, PaddingBench, PaddingLaunch, PaddingOptions, PaddingPair, PaddingSlice,
-    PaddingStep, PaddingTiming, PaddingWay, PairTiming,
+    CudaDevice, PaddingBench, PaddingOptions, PaddingPair, PaddingTiming, PaddingWay, PairTiming,
 };
 use device::Device;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -34,7 +30,6 @@ const TURNS: usize = 3;
 
 Of a pair the first network is real time, replayed without pause as one graph; the second is best effort. Ways:
   alone   real time only; always there, since all others are compared with it
-  fused   launches of real time that also do tiles of best effort (REEF, section 5), as many as end in time by its rules
   free    best effort without end in a stream of low priority
   partition  the same on so many multiprocessors, one way for each of --partition-sms
   apart   the same, and real time on all other multiprocessors only
@@ -56,7 +51,7 @@ pub(crate) struct PaddingArgs {
     pub(crate) pairs: String,
 
     /// Ways, separated by commas
-    #[arg(long, default_value = "alone,fused,free,partition,apart", value_delimiter = ',')]
+    #[arg(long, default_value = "alone,free,partition,apart", value_delimiter = ',')]
     pub(crate) ways: Vec<String>,
 
     /// Multiprocessors of partitions, in eights, separated by commas
@@ -66,14 +61,6 @@ pub(crate) struct PaddingArgs {
     /// Seconds of each way of a pair
     #[arg(long, default_value_t = 0.2, value_parser = seconds)]
     pub(crate) seconds: f64,
-
-    /// Graphs of the fused form, at most, until best effort begins anew
-    #[arg(long, value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=256))]
-    pub(crate) graphs: u16,
-
-    /// Kernels made of two for a pair, at most; steps that would need more are launched alone
-    #[arg(long, value_name = "COUNT", default_value_t = 150, value_parser = clap::value_parser!(u16).range(1..=4096))]
-    pub(crate) fused_kernels: u16,
 
     /// Seed of inputs
     #[arg(long, default_value_t = 1)]
@@ -102,12 +89,6 @@ pub(crate) fn run(args: &PaddingArgs) -> Result<(), Failure> {
     let named = DeviceArgs { device: args.device.clone(), settings: args.settings.clone() };
     let device = engine::open_gpu_with(&named, |options| options.partition_multiprocessors = 0)?;
     let mut table = Table::load(args, &device, &pairs)?;
-    let fused = ways.contains(&PaddingWay::Fused);
-    let rounds: Vec<Round> = match fused {
-        true => pairs.iter().map(|pair| table.round(args, pair)).collect(),
-        false => vec![Round::default(); pairs.len()],
-    };
-    table.fuse(&rounds)?;
     let mut report = PaddingReport {
         device: device.info().description.clone(),
         driver: testbed::driver(&args.device),
@@ -115,15 +96,13 @@ pub(crate) fn run(args: &PaddingArgs) -> Result<(), Failure> {
         command: testbed::command(),
         seed: args.seed,
         seconds: args.seconds,
-        compile_seconds: table.compile_seconds,
-        fused_kernels: table.fused_kernels,
         summaries: Vec::new(),
         pairs: Vec::new(),
     };
     let turn = Duration::from_secs_f64(args.seconds / TURNS as f64);
     let options = PaddingOptions { ways, turns: TURNS, turn };
-    for (number, (pair, round)) in pairs.iter().zip(&rounds).enumerate() {
-        let measured = table.measure(pair, round, &options)?;
+    for (number, pair) in pairs.iter().enumerate() {
+        let measured = table.measure(pair, &options)?;
         say(number + 1, pairs.len(), &measured);
         report.pairs.push(measured);
         report.summaries = summaries(&report.pairs);
@@ -161,7 +140,6 @@ fn ways(asked: &[String], partitions: &[u32]) -> Result<Vec<PaddingWay>, Failure
     for name in asked {
         match name.trim() {
             "alone" => {}
-            "fused" => ways.push(PaddingWay::Fused),
             "free" => ways.push(PaddingWay::Free),
             "partition" | "corner" => {
                 ways.extend(partitions.iter().copied().map(PaddingWay::Partition))
@@ -169,7 +147,7 @@ fn ways(asked: &[String], partitions: &[u32]) -> Result<Vec<PaddingWay>, Failure
             "apart" => ways.extend(partitions.iter().copied().map(PaddingWay::Apart)),
             other => {
                 return Err(Failure::usage(format!(
-                    "there is no way '{other}'; known: alone, fused, free, partition, apart"
+                    "there is no way '{other}'; known: alone, free, partition, apart"
                 )));
             }
         }
@@ -185,135 +163,40 @@ fn ways(asked: &[String], partitions: &[u32]) -> Result<Vec<PaddingWay>, Failure
 struct Table {
     bench: PaddingBench,
     numbers: BTreeMap<String, usize>,
-    compile_seconds: f64,
-    fused_kernels: usize,
 }
 
 impl Table {
     fn load(args: &PaddingArgs, device: &CudaDevice, pairs: &[Pair]) -> Result<Table, Failure> {
         let names: BTreeSet<&String> = pairs.iter().flat_map(|(rt, be)| [rt, be]).collect();
         let mut random = Random::new(args.seed);
-        let mut table = Table {
-            bench: device.padding_bench(),
-            numbers: BTreeMap::new(),
-            compile_seconds: 0.0,
-            fused_kernels: 0,
-        };
+        let mut table = Table { bench: device.padding_bench(), numbers: BTreeMap::new() };
         for name in names {
             let (plan, inputs) = testbed::read(args.models.as_deref(), name, &mut random)?;
             let (began, bar) = (Instant::now(), bar(name)?);
             let number = table.bench.add(&plan, &inputs, &|done, all| advance(&bar, done, all));
             let number = number.map_err(|err| Failure::failed(format!("{name}: {err}")))?;
             bar.finish_and_clear();
-            let (steps, seconds) = (table.bench.steps(number).len(), began.elapsed().as_secs_f64());
-            eprintln!("{name}: {steps} steps measured in {seconds:.1} s");
+            eprintln!("{name}: loaded in {:.1} s", began.elapsed().as_secs_f64());
             table.numbers.insert(name.clone(), number);
         }
         Ok(table)
     }
 
-    fn steps(&self, name: &str) -> &[PaddingStep] {
-        self.numbers.get(name).map_or(&[], |number| self.bench.steps(*number))
-    }
-
-    fn round(&self, args: &PaddingArgs, (real_time, best_effort): &Pair) -> Round {
-        let limits = RoundLimits {
-            multiprocessors: self.bench.multiprocessors(),
-            replays_most: usize::from(args.graphs),
-            kernels_most: usize::from(args.fused_kernels),
-        };
-        let side = |name: &str, of: fn(&PaddingStep) -> &PaddingLaunch| -> Vec<MeasuredStep> {
-            self.steps(name).iter().map(|step| measured_step(of(step))).collect()
-        };
-        let real_time = side(real_time, |step| &step.real_time);
-        round(&real_time, &side(best_effort, |step| &step.best_effort), limits)
-    }
-
-    /// Makes all kernels that `rounds` need.
-    fn fuse(&mut self, rounds: &[Round]) -> Result<(), Failure> {
-        let kernels: BTreeSet<(usize, usize)> =
-            rounds.iter().flat_map(|round| round.kernels.iter().copied()).collect();
-        let (began, bar) = (Instant::now(), bar("kernels of two")?);
-        self.bench
-            .fuse(&kernels, &|done, all| advance(&bar, done, all))
-            .map_err(Failure::failed)?;
-        bar.finish_and_clear();
-        self.compile_seconds = began.elapsed().as_secs_f64();
-        self.fused_kernels = kernels.len();
-        eprintln!("{} kernels of two made in {:.1} s", kernels.len(), self.compile_seconds);
-        Ok(())
-    }
-
     fn measure(
         &mut self,
         (real_time, best_effort): &Pair,
-        round: &Round,
         options: &PaddingOptions,
     ) -> Result<PairReport, Failure> {
         let number = |name: &str| self.numbers.get(name).copied().unwrap_or(usize::MAX);
-        let pair = PaddingPair {
-            real_time: number(real_time),
-            best_effort: number(best_effort),
-            replays: round.replays.iter().map(|replay| slices(replay)).collect(),
-            unfinished: round.unfinished.map(slice),
-            progress: round.progress.clone(),
-        };
+        let pair = PaddingPair { real_time: number(real_time), best_effort: number(best_effort) };
         let failed = |err| Failure::failed(format!("{real_time}+{best_effort}: {err}"));
         let timed = self.bench.measure(&pair, options).map_err(failed)?;
-        let fused = options.ways.contains(&PaddingWay::Fused);
         Ok(PairReport {
             real_time: real_time.clone(),
             best_effort: best_effort.clone(),
             best_effort_alone: spread(&timed.best_effort_alone),
-            fused: fused.then(|| self.facts(real_time, best_effort, round)),
             ways: way_reports(&timed),
         })
-    }
-
-    /// How the pair was fused.
-    fn facts(&self, real_time: &str, best_effort: &str, round: &Round) -> FusedFacts {
-        let (hosts, guests) = (self.steps(real_time), self.steps(best_effort));
-        let mut kernels: BTreeMap<(usize, usize), KernelFacts> = BTreeMap::new();
-        let launches = || round.replays.iter().flat_map(|replay| hosts.iter().zip(replay));
-        for (host, slice) in launches().filter_map(|(host, slice)| Some((host, (*slice)?))) {
-            let (host, guest) = (&host.real_time, &guests[slice.step].best_effort);
-            let numbers = (host.kernel, guest.kernel);
-            let facts = kernels.entry(numbers).or_insert_with(|| self.kernel_facts(host, guest));
-            facts.launches += 1;
-        }
-        let kernels: Vec<KernelFacts> = kernels.into_values().collect();
-        let lower = |facts: &&KernelFacts| {
-            let [both, real_time, _] = facts.blocks_per_multiprocessor;
-            both < real_time
-        };
-        let count = |facts: &KernelFacts| facts.launches;
-        FusedFacts {
-            graphs: round.replays.len(),
-            launches: launches().count(),
-            fused_launches: kernels.iter().map(count).sum(),
-            launches_of_lower_occupancy: kernels.iter().filter(lower).map(count).sum(),
-            best_effort_runs: round.progress.iter().sum(),
-            finished_apart_from: round.unfinished.map(|slice| guests[slice.step].name.clone()),
-            kernels_refused: round.kernels_refused,
-            kernels,
-        }
-    }
-
-    fn kernel_facts(&self, host: &PaddingLaunch, guest: &PaddingLaunch) -> KernelFacts {
-        let both = self.bench.fused((host.kernel, guest.kernel));
-        let of = |get: fn(cuda::PaddingKernel) -> u32| both.map_or(0, get);
-        KernelFacts {
-            real_time: self.bench.kernel_name(host.kernel).to_string(),
-            best_effort: self.bench.kernel_name(guest.kernel).to_string(),
-            launches: 0,
-            registers: [of(|kernel| kernel.registers), host.registers, guest.registers],
-            spilled_bytes: of(|kernel| kernel.spilled_bytes),
-            blocks_per_multiprocessor: [
-                of(|kernel| kernel.blocks_per_multiprocessor),
-                host.blocks_per_multiprocessor,
-                guest.blocks_per_multiprocessor,
-            ],
-        }
     }
 }
 
@@ -330,25 +213,6 @@ fn advance(bar: &ProgressBar, done: usize, all: usize) {
     bar.set_position(done as u64);
 }
 
-fn measured_step(launch: &PaddingLaunch) -> MeasuredStep {
-    MeasuredStep {
-        kernel: launch.kernel,
-        tiles: launch.tiles,
-        cluster: launch.cluster,
-        us: launch.us,
-        blocks_per_multiprocessor: launch.blocks_per_multiprocessor,
-    }
-}
-
-fn slice(slice: bench::padding::Slice) -> PaddingSlice {
-    let bench::padding::Slice { step, first_tile, tiles } = slice;
-    PaddingSlice { step, first_tile, tiles }
-}
-
-fn slices(replay: &[Option<bench::padding::Slice>]) -> Vec<Option<PaddingSlice>> {
-    replay.iter().map(|one| one.map(slice)).collect()
-}
-
 fn spread(timing: &PaddingTiming) -> Spread {
     let PaddingTiming { replays, median_us, mean_us, p99_us } = *timing;
     Spread { replays, median_us, mean_us, p99_us }
@@ -357,7 +221,6 @@ fn spread(timing: &PaddingTiming) -> Spread {
 fn way_name(way: PaddingWay) -> String {
     match way {
         PaddingWay::Alone => "alone".to_string(),
-        PaddingWay::Fused => "fused".to_string(),
         PaddingWay::Free => "free".to_string(),
         PaddingWay::Partition(count) => format!("partition {count}"),
         PaddingWay::Apart(count) => format!("apart {count}"),
@@ -433,11 +296,11 @@ mod tests {
     #[test]
     fn alone_is_first_and_every_partition_is_a_way() {
         let named = |list: &str| -> Vec<String> { list.split(',').map(str::to_string).collect() };
-        let all = ways(&named("partition,fused,alone"), &[8, 16]).unwrap();
-        use PaddingWay::{Alone, Fused, Partition};
-        assert_eq!(all, [Alone, Partition(8), Partition(16), Fused]);
-        assert!(ways(&named("fused,nobody"), &[]).is_err());
-        assert!(ways(&named("fused,fused"), &[]).is_err());
+        let all = ways(&named("partition,free,alone"), &[8, 16]).unwrap();
+        use PaddingWay::{Alone, Free, Partition};
+        assert_eq!(all, [Alone, Partition(8), Partition(16), Free]);
+        assert!(ways(&named("free,unknown"), &[]).is_err());
+        assert!(ways(&named("free,free"), &[]).is_err());
         assert!(ways(&named("partition"), &[8, 8]).is_err());
         assert!(seconds("0").is_err() && seconds("x").is_err() && seconds("0.5") == Ok(0.5));
     }

@@ -145,8 +145,8 @@ impl SwappingDevice {
     }
 
     /// What a GPU's memory is used for.
-    pub(crate) fn holdings(&self) -> Option<cuda::Holdings> {
-        self.gpu.as_ref().map(|gpu| gpu.holdings())
+    pub(crate) fn holdings(&self) -> Option<cuda::MemoryReport> {
+        self.gpu.as_ref().map(|gpu| gpu.memory_report())
     }
 
     /// Gives back what is kept for later and is not in use.

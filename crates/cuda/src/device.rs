@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock};
 
 use base::Bytes;
 use device::residency::MemoryUse;
@@ -13,88 +13,46 @@ use device::{
 use model::LaunchPlan;
 use model::gpu::{GpuTarget, Precision};
 
-use crate::carrier::Carrier;
-use crate::cubin_cache::CubinCache;
+use crate::compile::CompileService;
+use crate::compile::cubin_cache::CubinCache;
+use crate::compile::kernel_cache::{CompileProgress, KernelCache};
+use crate::compile::kernel_text::architecture;
+use crate::compile::nvrtc::Nvrtc;
+use crate::compile::toolkit::Toolkit;
+use crate::compile::tuning::{self, Tuning};
+use crate::device_context::DeviceContext;
+use crate::driver::nvml::{Health, Nvml};
 use crate::driver::{Context, DriverFacts, Priority, Stream};
-use crate::error::OpenError;
-use crate::hub::{CaptureStreams, Hub};
-use crate::kernel_text::architecture;
-use crate::kernels::{Kernels, Progress};
-use crate::nvml::{Health, Nvml};
-use crate::nvrtc::Nvrtc;
-use crate::profile::PlanProfile;
-use crate::program::{CudaProgram, unsupported_steps};
-use crate::queue::{BestEffortQueue, Dispatcher, Polling, RealTimeQueue};
-use crate::quiet::Quiet;
-use crate::seats::Seats;
-use crate::timeline::Timeline;
-use crate::toolkit::Toolkit;
-use crate::traffic::Traffic;
-use crate::tuning::{self, Tuning};
-use crate::weights::WeightMemory;
+use crate::error::{CudaError, OpenError};
+use crate::measure::timeline::Timeline;
+use crate::memory::MemoryServices;
+use crate::memory::input_copier::InputCopier;
+use crate::memory::weights::WeightLoader;
+use crate::options::CudaOptions;
+use crate::preempt::PreemptionServices;
+use crate::preempt::driver_backoff::DriverBackoff;
+use crate::preempt::epoch_counters::EpochCounters;
+use crate::preempt::rt_activity::RtActivity;
+use crate::program::CudaProgram;
+use crate::program::graph_recorder::GraphRecorder;
+use crate::program::lowering::unsupported_steps;
+use crate::queue::{BestEffortQueue, Dispatcher, RealTimeQueue};
+use crate::services::DeviceServices;
 
-/// The oldest GPU the kernels run on: they copy asynchronously.
+/// The lowest compute capability with asynchronous copies to shared memory, which the kernels use.
 const CAPABILITY_NEEDED: u32 = 80;
-
-/// How a GPU is used.
-#[derive(Clone, Debug)]
-pub struct CudaOptions {
-    /// What activations and weights are stored in.
-    pub precision: Precision,
-    /// Where compiled kernels and tuned choices are kept; nowhere when absent.
-    pub cache_dir: Option<PathBuf>,
-    /// A CUDA toolkit, tried before `CUDA_HOME`, `CUDA_PATH` and the usual places.
-    pub toolkit: Option<PathBuf>,
-    /// Queues the device says it runs side by side with profit.
-    pub queues: usize,
-    /// Best-effort steps that are launched as one; two such launches are in flight on a queue, so that the device has one to
-    /// go on with while we hear of the other. Each step more adds the time of a kernel that leaves at once to how long
-    /// leaving takes.
-    pub chain_length: usize,
-    /// Plans a program keeps, one for each set of sizes; the one used least recently goes.
-    pub plans_most: usize,
-    /// Sizes to prepare for when a model is loaded, by symbol; others are guessed.
-    pub sizes: Vec<(String, usize)>,
-    /// Freed device memory kept for the next allocation.
-    pub spare_bytes: u64,
-    /// Weights come and go as they are told to ([`device::residency`]); otherwise they are brought when a model is loaded, and
-    /// stay.
-    pub weights_on_demand: bool,
-    /// How much of weights is copied at once. Other copies get their turn in between.
-    pub weights_chunk_bytes: u64,
-    /// How queues wait for the device.
-    pub polling: Polling,
-    /// Multiprocessors of the partition to which best effort is held that goes on beside real time; none for 0.
-    pub partition_multiprocessors: u32,
-}
-
-impl Default for CudaOptions {
-    fn default() -> CudaOptions {
-        CudaOptions {
-            precision: Precision::default(),
-            cache_dir: None,
-            toolkit: None,
-            queues: 6,
-            chain_length: 16,
-            plans_most: 32,
-            sizes: Vec::new(),
-            spare_bytes: 1 << 30,
-            weights_on_demand: false,
-            weights_chunk_bytes: 2 << 20,
-            polling: Polling::default(),
-            partition_multiprocessors: 16,
-        }
-    }
-}
 
 /// One GPU.
 pub struct CudaDevice {
-    hub: Arc<Hub>,
+    services: DeviceServices,
+    dispatcher: Dispatcher,
+    /// RT runs, while `atoll bench` records them.
+    timeline: Arc<Timeline>,
     nvml: OnceLock<Result<Nvml, String>>,
 }
 
 impl CudaDevice {
-    /// The GPU `ordinal`, whose kernels `compiler` makes.
+    /// Opens the GPU `ordinal`; `compiler` makes its kernels.
     pub fn open(
         ordinal: usize,
         options: CudaOptions,
@@ -105,8 +63,8 @@ impl CudaDevice {
         CudaDevice::open_on(context, format!("cuda:{ordinal}"), memory, options, compiler)
     }
 
-    /// The GPU `ordinal` as several devices, each with as many multiprocessors of its own and an equal share of the memory that
-    /// is free now.
+    /// Opens the GPU `ordinal` as several devices, each with its own SMs, equally many, and an
+    /// equal share of the memory that is free now.
     pub fn open_parts(
         ordinal: usize,
         parts: usize,
@@ -158,123 +116,112 @@ impl CudaDevice {
             },
         };
         let partition = context.partition(options.partition_multiprocessors)?;
-        let high = || Stream::new(&context, Priority::High);
-        let capture_streams = CaptureStreams {
-            high: high()?,
-            low: Stream::new(&context, Priority::Low)?,
-            partition: match &partition {
-                Some(partition) => Some(Stream::in_partition(&context, partition)?),
-                None => None,
-            },
-        };
+        let recorder = GraphRecorder::new(&context, partition)?;
         let memory_stream = Arc::new(Stream::new(&context, Priority::Low)?);
-        let (traffic, quiet) = (Arc::<Traffic>::default(), Arc::<Quiet>::default());
-        let weights = Arc::new(WeightMemory::start(&memory_stream, &traffic, &quiet, &options)?);
-        let kernels = Kernels::new(context.clone(), nvrtc, cache);
-        let carrier = Carrier::new(&kernels, weights.loads(), options.weights_on_demand);
-        let hub = Hub {
-            kernels,
-            carrier: Arc::new(carrier.map_err(|err| OpenError::NoCompiler(err.to_string()))?),
-            seats: Arc::new(Seats::new(Arc::new(high()?), options.polling.pause.is_zero())?),
-            dispatcher: Dispatcher::default(),
-            lending: OnceLock::new(),
-            quiet,
-            best_effort: AtomicUsize::new(0),
-            memory_stream: memory_stream.clone(),
-            input_stream: Arc::new(high()?),
-            partition,
-            capture_streams: Mutex::new(capture_streams),
-            timeline: Timeline::default(),
-            tuning: RwLock::default(),
-            weights,
-            traffic,
-            spares: Mutex::default(),
-            context,
-            info,
-            target,
-            options,
-            compiler,
+        let (rt_activity, driver_backoff) =
+            (Arc::<RtActivity>::default(), Arc::<DriverBackoff>::default());
+        let weights =
+            Arc::new(WeightLoader::start(&memory_stream, &rt_activity, &driver_backoff, &options)?);
+        let kernels = KernelCache::new(context.clone(), nvrtc, cache);
+        let copier = InputCopier::new(&kernels, weights.loads(), options.weights_on_demand);
+        let copier = Arc::new(copier.map_err(|err| OpenError::NoCompiler(err.to_string()))?);
+        let high = || Stream::new(&context, Priority::High).map(Arc::new);
+        let epoch_counters = EpochCounters::new(high()?, options.polling.pause.is_zero())?;
+        let input_stream = high()?;
+        let services = DeviceServices {
+            recorder: Arc::new(recorder),
+            preemption: Arc::new(PreemptionServices {
+                epoch_counters: Arc::new(epoch_counters),
+                driver_backoff,
+                rt_activity,
+                best_effort_runs: AtomicUsize::new(0),
+            }),
+            memory: Arc::new(MemoryServices::new(memory_stream, input_stream, copier, weights)),
+            compile: Arc::new(CompileService::new(compiler, kernels)),
+            device: Arc::new(DeviceContext { context, info, target, options }),
         };
-        let device = CudaDevice { hub: Arc::new(hub), nvml: OnceLock::new() };
+        let device = CudaDevice {
+            services,
+            dispatcher: Dispatcher::default(),
+            timeline: Arc::default(),
+            nvml: OnceLock::new(),
+        };
         if let Some(path) = device.tuning_path() {
-            device.replace_tuning(Tuning::read(&path));
+            device.services.compile.replace_tuning(Tuning::read(&path));
         }
         Ok(device)
     }
 
-    pub(crate) fn hub(&self) -> &Arc<Hub> {
-        &self.hub
+    pub(crate) fn services(&self) -> &DeviceServices {
+        &self.services
     }
 
-    /// What plans are made for.
+    /// The target that plans are compiled for.
     pub fn target(&self) -> GpuTarget {
-        self.hub.target
+        self.services.device.target
     }
 
     /// The GPU's product name.
     pub fn gpu_name(&self) -> &str {
-        &self.hub.context.facts().name
+        &self.services.device.context.facts().name
     }
 
     /// The driver's CUDA version, 13000 for 13.0, and the compiler's, (13, 0).
     pub fn versions(&self) -> (i32, (i32, i32)) {
-        (self.hub.context.facts().driver_version, self.hub.kernels.compiler_version())
+        (
+            self.services.device.context.facts().driver_version,
+            self.services.compile.kernels.compiler_version(),
+        )
     }
 
-    /// Loads as [`Device::load`] does and tells how many kernels are compiled.
+    /// Loads as [`Device::load`] does and reports how many kernels are compiled.
     pub fn load_with(
         &self,
         plan: Arc<LaunchPlan>,
-        progress: Progress<'_>,
+        progress: CompileProgress<'_>,
     ) -> Result<Arc<dyn Program>, DeviceError> {
-        Ok(Arc::new(CudaProgram::load(self.hub.clone(), plan, progress)?))
+        Ok(Arc::new(CudaProgram::load(self.services.clone(), plan, progress)?))
     }
 
-    /// How the GPU is doing; the reason when NVML does not tell.
+    /// Records when whole RT runs begin and end from now on; each run costs two more events.
+    pub fn begin_timeline(&self) -> Result<(), CudaError> {
+        self.timeline.begin(&self.services.memory.memory_stream)
+    }
+
+    /// The runs since [`Self::begin_timeline`] in microseconds, without their copies.
+    pub fn end_timeline(&self) -> Vec<(f64, f64)> {
+        self.timeline.end()
+    }
+
+    /// State of the GPU, or why NVML does not report it.
     pub fn health(&self) -> Result<Health, String> {
         self.nvml().map(Nvml::health)
     }
 
-    /// Memory used on the GPU by everybody, as NVML counts.
+    /// Memory in use on the GPU by all processes, as NVML counts.
     pub(crate) fn memory_used(&self) -> Option<u64> {
         self.nvml().ok().and_then(Nvml::memory_used)
     }
 
     fn nvml(&self) -> Result<&Nvml, String> {
-        let open = || Nvml::open(&self.hub.context.facts().pci_bus_id);
+        let open = || Nvml::open(&self.services.device.context.facts().pci_bus_id);
         self.nvml.get_or_init(open).as_ref().map_err(Clone::clone)
     }
 
-    fn tuning_path(&self) -> Option<PathBuf> {
-        let facts = self.hub.context.facts();
-        let precision = match self.hub.options.precision {
+    pub(crate) fn tuning_path(&self) -> Option<PathBuf> {
+        let facts = self.services.device.context.facts();
+        let precision = match self.services.device.options.precision {
             Precision::F16 => "f16",
             Precision::BF16 => "bf16",
             Precision::F32 => "f32",
         };
         let name = tuning::file_name(&facts.name, facts.driver_version, precision);
-        Some(self.hub.options.cache_dir.as_ref()?.join(name))
+        Some(self.services.device.options.cache_dir.as_ref()?.join(name))
     }
 
-    fn replace_tuning(&self, tuning: Tuning) {
-        *self.hub.tuning.write().unwrap_or_else(PoisonError::into_inner) = tuning;
-    }
-
-    /// The variants in use for plans made from now on.
+    /// The variants that plans made from now on use.
     pub fn tuning(&self) -> Tuning {
-        self.hub.tuning().clone()
-    }
-
-    /// Adds `tuning` to the variants in use, and keeps all of them on disk where there is a cache. Programs that are
-    /// loaded already stay as they are.
-    pub fn set_choices(&self, profile: &PlanProfile) -> Result<(), String> {
-        let mut all = self.tuning();
-        all.extend(profile.tuning(), &profile.pairs());
-        if let Some(path) = self.tuning_path() {
-            all.write(&path).map_err(|err| format!("{}: {err}", path.display()))?;
-        }
-        self.replace_tuning(all);
-        Ok(())
+        self.services.compile.tuning().clone()
     }
 }
 
@@ -292,11 +239,11 @@ fn describe(facts: &DriverFacts, precision: Precision) -> String {
 
 impl Device for CudaDevice {
     fn info(&self) -> &DeviceInfo {
-        &self.hub.info
+        &self.services.device.info
     }
 
     fn unsupported_steps(&self, plan: &LaunchPlan) -> Vec<DeviceError> {
-        unsupported_steps(&self.hub, plan)
+        unsupported_steps(&self.services, plan)
     }
 
     fn load(&self, plan: Arc<LaunchPlan>) -> Result<Arc<dyn Program>, DeviceError> {
@@ -304,13 +251,13 @@ impl Device for CudaDevice {
     }
 
     fn host_pool(&self) -> Option<Arc<dyn model::HostPool>> {
-        let lending = self.hub.lending()?;
-        Some(lending.clone())
+        let pinned_host_pool = self.services.memory.pinned_host_pool()?;
+        Some(pinned_host_pool.clone())
     }
 
     fn memory_use(&self) -> Option<MemoryUse> {
         let system = self.memory_used().map(Bytes);
-        Some(MemoryUse { system, ..self.hub.weights.memory_use() })
+        Some(MemoryUse { system, ..self.services.memory.weights.memory_use() })
     }
 
     fn open_queue(
@@ -318,23 +265,27 @@ impl Device for CudaDevice {
         options: QueueOptions,
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError> {
-        self.hub.alive()?;
+        self.services.device.check_healthy()?;
         Ok(match options.preemptible {
-            true => Box::new(BestEffortQueue::open(&self.hub, options, sink)?),
-            false => Box::new(RealTimeQueue::open(self.hub.clone(), options, sink)?),
+            true => {
+                Box::new(BestEffortQueue::open(&self.services, &self.dispatcher, options, sink)?)
+            }
+            false => {
+                Box::new(RealTimeQueue::open(&self.services, self.timeline.clone(), options, sink)?)
+            }
         })
     }
 
     fn best_effort_sms(&self) -> Option<u32> {
-        self.hub.partition.as_ref().map(|partition| partition.multiprocessors())
+        self.services.recorder.partition.as_ref().map(|partition| partition.multiprocessors())
     }
 
     fn command(&self, commands: &[(&dyn Queue, QueueCommand)]) {
-        // Whoever is let out makes room for nobody.
+        // A queue that leaves the partition is not preempted for a launch.
         if commands.iter().any(|(_, command)| *command != QueueCommand::Confine(false)) {
-            self.hub.quiet.expect_launch();
+            self.services.preemption.driver_backoff.expect_launch();
         }
         let give = || commands.iter().for_each(|(queue, command)| queue.command(*command));
-        self.hub.seats.together(give);
+        self.services.preemption.epoch_counters.batch(give);
     }
 }

@@ -1,26 +1,32 @@
-//! The driver's objects with their lifetimes, and every call's code looked at.
+//! Objects of the CUDA driver with their lifetimes. Every call's result code is checked.
 
-mod census;
+mod call;
 mod context;
+mod device_buffer;
 mod event;
+mod facts;
 mod graph;
-mod memory;
 mod module;
-mod partition;
+pub(crate) mod nvml;
 mod pinned;
 mod pinned_blocks;
+mod pinned_pool;
+pub(crate) mod process;
+mod resource_counts;
+mod sm_partition;
 mod stream;
 mod transfer;
 mod virtual_memory;
 
-pub(crate) use census::{Counted, Held};
-pub(crate) use context::{Context, DriverFacts, was_opened};
+pub(crate) use context::{Context, was_opened};
+pub(crate) use device_buffer::DeviceBuffer;
 pub(crate) use event::Event;
+pub(crate) use facts::DriverFacts;
 pub(crate) use graph::Graph;
-pub(crate) use memory::DeviceBuffer;
 pub(crate) use module::{Function, Module};
-pub(crate) use partition::SmPartition;
-pub(crate) use pinned::{PinnedBuffer, PinnedWord};
+pub(crate) use pinned::{PinnedBuffer, PinnedWord, is_reached};
 pub(crate) use pinned_blocks::{BLOCK, PinnedBlocks};
+pub(crate) use resource_counts::{CountedResource, ResourceKind};
+pub(crate) use sm_partition::SmPartition;
 pub(crate) use stream::{LaunchShape, Priority, Stream};
-pub(crate) use virtual_memory::{AddressRange, Piece, granularity};
+pub(crate) use virtual_memory::{AddressRange, PhysicalMemory, granularity};

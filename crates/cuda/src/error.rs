@@ -1,62 +1,64 @@
-//! What can go wrong between us and the driver.
+//! Errors of the driver and of opening a device.
 
 use base::Bytes;
 use cudarc::driver::sys::CUresult;
 use device::DeviceError;
 use thiserror::Error;
 
-/// Why a device could not be opened. Each message says what would help.
+/// Why a device could not be opened. Each message says what to do.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum OpenError {
     /// There is no driver on this machine, or it does not start.
     #[error("no CUDA driver: {0}")]
     NoDriver(String),
-    /// The driver is there and older than what is called here.
+    /// The driver is older than this crate needs.
     #[error(
         "the CUDA driver supports CUDA {found}, at least {needed} is needed; update the driver"
     )]
     OldDriver {
         /// The driver's version.
         found: String,
-        /// The oldest that works.
+        /// The oldest supported version.
         needed: String,
     },
-    /// There are GPUs, and this is none of them.
+    /// There is no GPU of this number.
     #[error("there is no cuda:{ordinal}: the driver knows {count} GPUs, counted from 0")]
     NoSuchDevice {
-        /// What was asked for.
+        /// The requested number.
         ordinal: usize,
-        /// How many there are.
+        /// Number of GPUs.
         count: usize,
     },
     /// The GPU is too old for the kernels.
     #[error("{device} has compute capability {capability}, the kernels need {needed} or higher")]
     OldDevice {
-        /// What was asked for.
+        /// The requested device.
         device: String,
-        /// What it can, 75 for 7.5.
+        /// Its compute capability, 75 for 7.5.
         capability: u32,
-        /// The least.
+        /// The lowest supported capability.
         needed: u32,
     },
-    /// A GPU cannot be divided like that.
+    /// The GPU cannot be divided into that many parts.
     #[error(
-        "{multiprocessors} multiprocessors do not make {parts} parts of at least {group}; ask for fewer parts"
+        "{multiprocessors} multiprocessors do not make {parts} parts of at least {group}; \
+         request fewer parts"
     )]
     Parts {
-        /// What was asked for.
+        /// The requested number of parts.
         parts: usize,
-        /// What there is.
+        /// SMs of the GPU.
         multiprocessors: u32,
-        /// They come in groups of so many.
+        /// SMs are assigned in groups of this size.
         group: u32,
     },
-    /// The GPU has no room for a partition of that size.
+    /// The GPU has no partition of that size.
     #[error(
-        "the GPU has no partition of {multiprocessors} multiprocessors; ask for fewer, or for none with 0"
+        "the GPU has no partition of {multiprocessors} multiprocessors; \
+         request fewer, or 0 for none"
     )]
     Partition {
-        /// What was asked for.
+        /// The requested number of SMs.
         multiprocessors: u32,
     },
     /// The run-time compiler or its headers are missing.
@@ -70,7 +72,7 @@ pub enum OpenError {
     Cache(String),
 }
 
-/// A call that did not succeed.
+/// A call that failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum CudaError {
     /// The driver refused.
@@ -78,31 +80,41 @@ pub enum CudaError {
     Call {
         /// The function.
         call: &'static str,
-        /// Its answer.
+        /// Its result code.
         code: u32,
-        /// The answer's name.
+        /// The name of the code.
         name: String,
-        /// What the driver says of it.
+        /// The driver's description of it.
         text: String,
     },
-    /// There is no memory left, on the device or pinned on the host.
-    #[error("{call}: out of memory, {bytes} were asked for")]
+    /// No memory is free, on the device or pinned on the host.
+    #[error("{call}: out of memory, {bytes} were requested")]
     OutOfMemory {
         /// The function.
         call: &'static str,
-        /// What was asked for.
+        /// The requested size.
         bytes: Bytes,
     },
-    /// An earlier call met an error that nothing recovers from.
+    /// An earlier call met an error that the context does not recover from.
     #[error("faulted: {0}")]
     Faulted(String),
-    /// Something was asked for that makes no sense; no call was made.
+    /// A request that makes no sense; no call was made.
     #[error("{0}")]
     Misuse(&'static str),
 }
 
 impl CudaError {
-    /// The same to the rest of the system. `free` is asked for only when memory ran out.
+    /// The same error; one about memory says how much was requested.
+    pub(crate) fn with_bytes(self, bytes: u64) -> CudaError {
+        match self {
+            CudaError::OutOfMemory { call, .. } => {
+                CudaError::OutOfMemory { call, bytes: Bytes(bytes) }
+            }
+            other => other,
+        }
+    }
+
+    /// The error as one of `device`. `free` is called only when memory ran out.
     pub(crate) fn into_device_error(self, device: &str, free: impl FnOnce() -> u64) -> DeviceError {
         let device = device.to_string();
         match self {
@@ -116,7 +128,7 @@ impl CudaError {
     }
 }
 
-/// Whether `code` poisons the context: every later call would fail too, and what earlier ones computed is lost.
+/// Whether `code` is sticky: every later call of the context fails too.
 pub(crate) fn is_sticky(code: CUresult) -> bool {
     matches!(
         code,
@@ -146,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_errors_that_last_are_sticky() {
+    fn only_lasting_errors_are_sticky() {
         assert!(is_sticky(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS));
         assert!(is_sticky(CUresult::CUDA_ERROR_LAUNCH_FAILED));
         assert!(!is_sticky(CUresult::CUDA_ERROR_OUT_OF_MEMORY));
@@ -155,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_ran_out_is_told_with_both_amounts() {
+    fn out_of_memory_reports_needed_and_available_bytes() {
         let err = CudaError::OutOfMemory { call: "cuMemAlloc", bytes: Bytes(2048) };
         let text = err.into_device_error("cuda:0", || 1024).to_string();
         assert_eq!(text, "2.0 KiB needed, 1.0 KiB available on cuda:0");

@@ -1,70 +1,62 @@
-//! NVIDIA GPUs as a device: kernels compiled at run time, real-time work as CUDA graphs, best-effort work that leaves inside
-//! a tile.
+//! NVIDIA GPUs as a device: kernels compiled at run time, RT work as CUDA graphs, best-effort work
+//! that is preempted inside a tile.
 //!
-//! Nothing of CUDA is needed to build this crate. On a machine without a driver [`CudaDevice::open`] says what is missing.
+//! The crate builds without CUDA. On a machine without a driver [`CudaDevice::open`] reports what
+//! is missing.
 //!
-//! The way of a model: a [`KernelCompiler`](device::KernelCompiler) turns a launch plan into a
-//! [`GpuPlan`](model::gpu::GpuPlan) for one set of sizes; NVRTC compiles its kernels (`kernels`), weights are put on the
-//! device once (`weights`), a run gets one block of memory with every address patched in (`layout`, `instance`). Queues whose
-//! work is never told to leave launch the whole plan as one graph; the others a chain of steps at a time, which leave when
-//! their run's `seats::Seat` passes the number they carry. A step that was left is done again, a very long one from the tiles
-//! that are missing.
+//! # Where to find things
+//! - A best-effort kernel is preempted in `preempt::epoch_counters`: `EpochCounter::preempt`
+//!   increments the run's counter, `EpochCounters::flush` writes it to the device, and the kernel
+//!   exits at its next yield point. `queue::run_state` finds the step at which it stopped.
+//! - Weights are loaded and evicted in `memory::weights::loader` (`LoaderThread::load` and
+//!   `LoaderThread::evict`).
+//! - A model is loaded in `program` and compiled for one set of sizes in
+//!   `program::specialization`. A run has its memory in `program::instance` and its inputs in
+//!   `program::task`.
+//! - RT runs are launched in `queue::real_time`, best effort in `queue::launches`.
+//! - CUDA is called in `driver` only, and NVRTC in `compile::nvrtc`.
+//!
+//! # How a model runs
+//! A [`KernelCompiler`](device::KernelCompiler) lowers a launch plan to a
+//! [`GpuPlan`](model::gpu::GpuPlan) for one set of sizes. NVRTC compiles its kernels (`compile`),
+//! weights are packed once (`memory::weights`), and a run gets one block of memory with all
+//! addresses patched into the arguments (`program::layout`). RT queues launch the whole program as
+//! one graph. Best-effort queues launch a chain of steps at a time; its kernels exit when the run's
+//! epoch counter passes the epoch they carry. A preempted step is computed again, a very long one
+//! from the tiles that are not done.
 
-mod batch;
-mod cargo;
-mod carrier;
-mod cubin_cache;
+mod compile;
 mod device;
+mod device_context;
 mod driver;
 mod error;
-mod form;
-mod fused;
-mod holdings;
-mod hub;
-mod instance;
-mod kernel_text;
-mod kernels;
-mod layout;
-mod lending;
-mod lowered;
-mod nvml;
-mod nvrtc;
-mod pool;
-mod probe;
-mod process;
-mod profile;
+mod measure;
+mod memory;
+mod options;
+mod preempt;
 mod program;
-mod promises;
 mod queue;
-mod quiet;
-mod report;
-mod seats;
-mod task;
-mod timeline;
-mod toolkit;
-mod traffic;
-mod tuning;
-mod weights;
+mod services;
 
 #[cfg(test)]
 #[path = "../tests/support/toy.rs"]
 #[allow(dead_code, missing_docs)]
 mod toy;
 
-pub use crate::device::{CudaDevice, CudaOptions};
+pub use crate::device::CudaDevice;
+pub use compile::kernel_cache::CompileProgress;
+pub use compile::tuning::{TunedVariants, Tuning};
+pub use driver::nvml::Health;
+pub use driver::process::{end_process, tune_allocator};
 pub use error::{CudaError, OpenError};
-pub use fused::fused_operators;
-pub use holdings::Holdings;
-pub use kernels::Progress;
-pub use layout::run_bytes;
-pub use nvml::Health;
-pub use probe::{Start, StartProbe};
-pub use process::{end_process, tune_allocator};
-pub use profile::{
-    ChoiceProfile, ClassTiming, PaddingBench, PaddingKernel, PaddingLaunch, PaddingOptions,
-    PaddingPair, PaddingSlice, PaddingStep, PaddingTiming, PaddingWay, PairTiming, PlanProfile,
-    ProfileOptions, StepProfile, Timing, WayTiming,
+pub use measure::kernel_report::{EntryFacts, KernelReport, builtin_kernels};
+pub use measure::padding::{
+    PaddingBench, PaddingOptions, PaddingPair, PaddingTiming, PaddingWay, PairTiming, WayTiming,
 };
-pub use queue::Polling;
-pub use report::{EntryFacts, KernelReport, own_kernels};
-pub use tuning::{Chosen, Tuning};
+pub use measure::profile::{
+    ChoiceProfile, ClassTiming, PlanProfile, ProfileOptions, StepProfile, Timing,
+};
+pub use measure::start_probe::{StartProbe, StartTimes};
+pub use memory::memory_report::MemoryReport;
+pub use options::{CudaOptions, Polling};
+pub use program::layout::run_bytes;

@@ -1,236 +1,148 @@
-//! A loaded model: its weights, and its plans for the sizes that requests brought.
+//! A loaded model: its weights, and its specializations for the sizes of requests.
+
+pub(crate) mod batch_inputs;
+mod batches;
+pub(crate) mod graph_recorder;
+pub(crate) mod instance;
+pub(crate) mod layout;
+pub(crate) mod lowering;
+pub(crate) mod specialization;
+pub(crate) mod task;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base::Bytes;
-use bytes::Bytes as RawBytes;
 use device::residency::Residency;
-use device::{DeviceError, KernelCompiler, Program, StagedInputs, Task, check_inputs};
+use device::{DeviceError, Program, StagedInputs, Task, check_inputs};
 use model::config::CopyTime;
-use model::gpu::{GpuPlan, GpuTarget};
-use model::{Dim, LaunchPlan, Tensor};
+use model::gpu::GpuPlan;
+use model::{LaunchPlan, Tensor};
 
-use crate::batch::Gathered;
-use crate::cargo::Pools;
+use crate::compile::kernel_cache::CompileProgress;
 use crate::driver::Priority;
-use crate::hub::Hub;
-use crate::kernels::Progress;
-use crate::lowered::Lowered;
-use crate::task::CudaTask;
-use crate::weights::{ProgramWeights, Resident};
-
-/// Sizes of a plan's symbols, in the order inputs name them.
-pub(crate) type Sizes = Vec<(String, usize)>;
+use crate::memory::weights::{ProgramResidency, ProgramWeights};
+use crate::program::batch_inputs::InputPools;
+use crate::program::batches::GatheredBatch;
+use crate::program::lowering::{Sizes, example, first_of, lower, raw_bytes, sizes_of};
+use crate::program::specialization::Specialization;
+use crate::program::task::CudaTask;
+use crate::services::DeviceServices;
 
 /// A loaded model.
 pub(crate) struct CudaProgram {
-    shared: Arc<Loaded>,
+    shared: Arc<ProgramState>,
 }
 
-/// What tasks hold of their program.
-pub(crate) struct Loaded {
-    pub(crate) hub: Arc<Hub>,
+/// What batching and tasks share of a program.
+pub(crate) struct ProgramState {
+    pub(crate) services: DeviceServices,
     pub(crate) plan: Arc<LaunchPlan>,
     /// Most recently used last.
-    plans: Mutex<Vec<(Sizes, Arc<Lowered>)>>,
+    plans: Mutex<Vec<(Sizes, Arc<Specialization>)>>,
     /// Where inputs wait for their batch.
-    pub(crate) pools: Mutex<Pools>,
-    /// Behind plans and pools, so that all other memory is given back before: with it goes what the driver keeps.
+    pub(crate) pools: Mutex<InputPools>,
+    /// After specializations and pools, so that it is dropped last: dropping weights trims the
+    /// driver's memory pool.
     weights: Arc<ProgramWeights>,
-    /// One lowering at a time: whoever waits finds it done.
-    lowering: Mutex<()>,
-}
-
-/// The steps of `plan` that have no kernel.
-pub(crate) fn unsupported_steps(hub: &Hub, plan: &LaunchPlan) -> Vec<DeviceError> {
-    example(&*hub.compiler, hub.target(), plan, &hub.options().sizes).err().unwrap_or_default()
-}
-
-/// `plan` for `sizes`.
-pub(crate) fn lower(
-    hub: &Hub,
-    plan: &LaunchPlan,
-    sizes: &[(String, usize)],
-) -> Result<GpuPlan, Vec<DeviceError>> {
-    check(plan)?;
-    let gpu = hub.compiler.lower(plan, sizes, hub.target())?;
-    check_border(plan, &gpu).map(|()| gpu)
-}
-
-fn check(plan: &LaunchPlan) -> Result<(), Vec<DeviceError>> {
-    plan.check().map_err(|err| vec![DeviceError::BadPlan(err.to_string())])
-}
-
-fn check_border(plan: &LaunchPlan, gpu: &GpuPlan) -> Result<(), Vec<DeviceError>> {
-    let (inputs, outputs) = (gpu.inputs.len(), gpu.outputs.len());
-    if (inputs, outputs) == (plan.inputs.len(), plan.outputs.len()) {
-        return Ok(());
-    }
-    let why = format!("{inputs} inputs and {outputs} outputs on the device are not the model's");
-    Err(vec![DeviceError::BadPlan(why)])
-}
-
-/// `plan` for the first sizes that make sense of it: those of the settings, and guesses for symbols they do not name.
-/// `None` when no guess makes sense, which says nothing against the model.
-fn example(
-    compiler: &dyn KernelCompiler,
-    target: &GpuTarget,
-    plan: &LaunchPlan,
-    set: &[(String, usize)],
-) -> Result<Option<(Sizes, GpuPlan)>, Vec<DeviceError>> {
-    check(plan)?;
-    let (candidates, guessed) = example_sizes(plan, set);
-    for sizes in candidates {
-        match compiler.lower(plan, &sizes, target) {
-            Ok(gpu) => return check_border(plan, &gpu).map(|()| Some((sizes, gpu))),
-            // A step without a kernel has none at other sizes either; sizes that contradict the plan are only ours.
-            Err(errors) if guessed && are_of_sizes(&errors) => {
-                let why = first_of(errors);
-                tracing::debug!(?sizes, %why, "guessed sizes make no sense");
-            }
-            Err(errors) => return Err(errors),
-        }
-    }
-    Ok(None)
-}
-
-fn are_of_sizes(errors: &[DeviceError]) -> bool {
-    errors.iter().all(|err| matches!(err, DeviceError::BadPlan(_)))
-}
-
-/// The first reason of a compiler that refused.
-pub(crate) fn first_of(errors: Vec<DeviceError>) -> DeviceError {
-    let unknown = || DeviceError::BadPlan("the compiler gave no reason".to_string());
-    errors.into_iter().next().unwrap_or_else(unknown)
-}
-
-/// What symbols other than batches may be: the least there is, a few tokens, the sides of small and usual images.
-const GUESSES: [usize; 4] = [1, 32, 64, 224];
-
-/// Sizes to prepare for, most wanted first, and whether any of them is a guess. Symbols that the settings do not name are 1
-/// where they stand first in an input, which is the batch, and one of the guesses elsewhere.
-fn example_sizes(plan: &LaunchPlan, set: &[(String, usize)]) -> (Vec<Sizes>, bool) {
-    let mut symbols: Vec<(&String, Option<usize>)> = Vec::new();
-    let mut guessed = false;
-    for dims in plan.inputs.iter().filter_map(|id| plan.value(*id).shape.as_ref()) {
-        for (axis, dim) in dims.iter().enumerate() {
-            let Dim::Symbol(symbol) = dim else { continue };
-            if symbols.iter().any(|(known, _)| *known == symbol) {
-                continue;
-            }
-            let given = set.iter().find(|(name, _)| name == symbol).map(|(_, size)| *size);
-            guessed |= given.is_none();
-            symbols.push((symbol, given.or((axis == 0).then_some(1))));
-        }
-    }
-    let with = |guess: usize| -> Sizes {
-        symbols.iter().map(|(name, size)| ((*name).clone(), size.unwrap_or(guess))).collect()
-    };
-    let mut candidates: Vec<Sizes> = GUESSES.into_iter().map(with).collect();
-    candidates.dedup();
-    (candidates, guessed)
-}
-
-/// The symbols of `plan`'s inputs as `inputs` bind them; they have been checked against the plan.
-pub(crate) fn sizes_of(plan: &LaunchPlan, inputs: &[Tensor]) -> Sizes {
-    let mut sizes = Sizes::new();
-    for (id, tensor) in plan.inputs.iter().zip(inputs) {
-        for (dim, size) in plan.value(*id).shape.iter().flatten().zip(tensor.shape()) {
-            if let Dim::Symbol(symbol) = dim
-                && !sizes.iter().any(|(known, _)| known == symbol)
-            {
-                sizes.push((symbol.clone(), *size));
-            }
-        }
-    }
-    sizes
+    /// Held while a specialization is made: a thread that waits for it finds it made.
+    compiling: Mutex<()>,
 }
 
 impl CudaProgram {
-    /// Makes `plan` ready for the sizes of the settings, or for others that it makes sense for: kernels, weights, and one run's
-    /// memory with its graphs. Where none is known, the first request brings sizes and waits for all that.
+    /// Specializes `plan` for the configured sizes, or for others that it accepts: kernels,
+    /// weights, and the memory of one run with its graphs. If no sizes are known, the first request
+    /// brings them and waits for all that.
     pub(crate) fn load(
-        hub: Arc<Hub>,
+        services: DeviceServices,
         plan: Arc<LaunchPlan>,
-        progress: Progress<'_>,
+        progress: CompileProgress<'_>,
     ) -> Result<CudaProgram, DeviceError> {
-        hub.alive()?;
-        let example =
-            example(&*hub.compiler, hub.target(), &plan, &hub.options().sizes).map_err(first_of)?;
-        let shared = Arc::new(Loaded {
-            weights: ProgramWeights::new(&hub, hub.options().weights_on_demand),
-            hub,
+        services.device.check_healthy()?;
+        let example = example(
+            &*services.compile.compiler,
+            services.device.target(),
+            &plan,
+            &services.device.options().sizes,
+        )
+        .map_err(first_of)?;
+        let shared = Arc::new(ProgramState {
+            weights: ProgramWeights::new(
+                &services.device,
+                &services.memory,
+                &services.preemption.rt_activity,
+                services.device.options().weights_on_demand,
+            ),
+            services,
             plan,
             plans: Mutex::default(),
-            lowering: Mutex::default(),
+            compiling: Mutex::default(),
             pools: Mutex::default(),
         });
         match example {
             Some((sizes, gpu)) => {
-                let lowered = shared.prepare_batches(sizes, gpu, progress)?;
-                shared.stock(&lowered, 1)?;
+                let specialization = shared.prepare_batches(sizes, gpu, progress)?;
+                shared.reserve_runs(&specialization, 1)?;
             }
-            None => tracing::warn!(
-                "no sizes are known that the model makes sense for: whether it can run shows with its first request"
-            ),
+            None => tracing::warn!("no sizes known for the model, compiled with its first request"),
         }
         Ok(CudaProgram { shared })
     }
 }
 
-impl Loaded {
-    pub(crate) fn plans(&self) -> MutexGuard<'_, Vec<(Sizes, Arc<Lowered>)>> {
+impl ProgramState {
+    pub(crate) fn plans(&self) -> MutexGuard<'_, Vec<(Sizes, Arc<Specialization>)>> {
         self.plans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn known(&self, sizes: &Sizes) -> Option<Arc<Lowered>> {
+    fn known(&self, sizes: &Sizes) -> Option<Arc<Specialization>> {
         let mut plans = self.plans();
         let at = plans.iter().position(|(known, _)| known == sizes)?;
         let entry = plans.remove(at);
-        let lowered = entry.1.clone();
+        let specialization = entry.1.clone();
         plans.push(entry);
-        Some(lowered)
+        Some(specialization)
     }
 
-    /// The plan for `sizes`, made now if it is not there.
-    pub(crate) fn lowered(
+    /// The specialization for `sizes`, made now if it does not exist.
+    pub(crate) fn specialization(
         &self,
         sizes: Sizes,
-        progress: Progress<'_>,
-    ) -> Result<Arc<Lowered>, DeviceError> {
-        if let Some(lowered) = self.known(&sizes) {
-            return Ok(lowered);
+        progress: CompileProgress<'_>,
+    ) -> Result<Arc<Specialization>, DeviceError> {
+        if let Some(specialization) = self.known(&sizes) {
+            return Ok(specialization);
         }
-        let _lowering = self.lowering.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(lowered) = self.known(&sizes) {
-            return Ok(lowered);
+        let _lowering = self.compiling.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(specialization) = self.known(&sizes) {
+            return Ok(specialization);
         }
-        let gpu = lower(&self.hub, &self.plan, &sizes).map_err(first_of)?;
+        let gpu = lower(&self.services, &self.plan, &sizes).map_err(first_of)?;
         self.prepare_batches(sizes, gpu, progress)
     }
 
-    /// Keeps `gpu` as the plan for `sizes`, with everything it needs in place.
+    /// Keeps `gpu` as the specialization for `sizes`, with the memory and graph of one run.
     fn prepare_batches(
         &self,
         sizes: Sizes,
         gpu: GpuPlan,
-        progress: Progress<'_>,
-    ) -> Result<Arc<Lowered>, DeviceError> {
-        let hub = &self.hub;
-        let lowered = Arc::new(Lowered::new(hub, gpu, &self.weights, progress)?);
-        hub.watch_spares(&lowered);
-        // The first request shall find memory and graph in place.
-        let mut instance = lowered.take_instance(hub, Priority::High)?;
-        instance.make_graph(hub, &lowered).map_err(|err| hub.error(err))?;
+        progress: CompileProgress<'_>,
+    ) -> Result<Arc<Specialization>, DeviceError> {
+        let services = &self.services;
+        let specialization = Arc::new(Specialization::new(services, gpu, &self.weights, progress)?);
+        let owner: std::sync::Weak<Specialization> = Arc::downgrade(&specialization);
+        services.memory.spares.register(owner);
+        // The first request finds memory and graph ready.
+        let mut instance = specialization.take_instance(Priority::High)?;
+        instance.prepare_graph(&specialization).map_err(|err| services.device.error(err))?;
         if self.weights.on_demand() {
-            instance.make_parts(hub, &lowered).map_err(|err| hub.error(err))?;
+            instance.prepare_parts(&specialization).map_err(|err| services.device.error(err))?;
         }
-        lowered.give_instance(instance, Priority::High);
+        specialization.return_instance(instance, Priority::High);
         let mut plans = self.plans();
-        plans.push((sizes, lowered.clone()));
-        let over = plans.len().saturating_sub(hub.options().plans_most.max(1));
+        plans.push((sizes, specialization.clone()));
+        let over = plans.len().saturating_sub(services.device.options().max_specializations.max(1));
         plans.drain(..over);
-        Ok(lowered)
+        Ok(specialization)
     }
 }
 
@@ -247,7 +159,9 @@ impl Program for CudaProgram {
 
     fn residency(&self) -> Option<Arc<dyn Residency>> {
         let weights = &self.shared.weights;
-        weights.on_demand().then(|| Arc::new(Resident(weights.clone())) as Arc<dyn Residency>)
+        weights
+            .on_demand()
+            .then(|| Arc::new(ProgramResidency(weights.clone())) as Arc<dyn Residency>)
     }
 
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
@@ -260,11 +174,11 @@ impl Program for CudaProgram {
         notify: &mut dyn FnMut(),
     ) -> Result<Box<dyn Task>, DeviceError> {
         let shared = &self.shared;
-        shared.hub.alive()?;
+        shared.services.device.check_healthy()?;
         check_inputs(&shared.plan, &inputs)?;
-        let lowered = shared.lowered(sizes_of(&shared.plan, &inputs), &|_, _| {})?;
+        let specialization = shared.specialization(sizes_of(&shared.plan, &inputs), &|_, _| {})?;
         let raw = inputs.iter().map(raw_bytes).collect::<Result<Vec<_>, _>>()?;
-        Ok(Box::new(CudaTask::new(shared.hub.clone(), lowered, &raw, notify)?))
+        Ok(Box::new(CudaTask::new(specialization, &raw, notify)?))
     }
 
     fn stage(
@@ -278,8 +192,8 @@ impl Program for CudaProgram {
 
     fn gather(&self, staged: Vec<Box<dyn StagedInputs>>) -> Result<Box<dyn Task>, DeviceError> {
         match self.shared.gather(staged)? {
-            Gathered::Task(task) => Ok(task),
-            Gathered::Inputs(inputs) => self.prepare(inputs),
+            GatheredBatch::Task(task) => Ok(task),
+            GatheredBatch::Inputs(inputs) => self.prepare(inputs),
         }
     }
 
@@ -293,119 +207,5 @@ impl Program for CudaProgram {
         batches: &[usize],
     ) -> Result<(), DeviceError> {
         self.shared.make_batches_ready(sizes, batches)
-    }
-}
-
-pub(crate) fn raw_bytes(tensor: &Tensor) -> Result<&RawBytes, DeviceError> {
-    tensor.raw().ok_or_else(|| {
-        DeviceError::BadInput("a tensor of strings cannot be copied to a GPU".to_string())
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use model::gpu::Precision;
-    use model::{DataType, ValueId, ValueInfo};
-
-    #[test]
-    fn sizes_are_bound_by_the_first_input_that_names_them() {
-        let info = |dims: Vec<Dim>| ValueInfo {
-            name: "x".to_string(),
-            dtype: DataType::F32,
-            shape: Some(dims),
-        };
-        let symbol = |name: &str| Dim::Symbol(name.to_string());
-        let plan = LaunchPlan {
-            values: vec![
-                info(vec![symbol("batch"), Dim::Fixed(3)]),
-                info(vec![symbol("batch"), symbol("tokens")]),
-            ],
-            inputs: vec![ValueId(0), ValueId(1)],
-            ..LaunchPlan::default()
-        };
-        let tensor = |shape: Vec<usize>| {
-            let count = shape.iter().product();
-            Tensor::from_vec(shape, vec![0f32; count]).expect("a tensor")
-        };
-        let sizes = sizes_of(&plan, &[tensor(vec![2, 3]), tensor(vec![2, 7])]);
-        assert_eq!(sizes, [("batch".to_string(), 2), ("tokens".to_string(), 7)]);
-    }
-
-    /// Takes plans whose symbol `w` is at least so much, and no step of the name that is refused.
-    struct Narrow {
-        least: usize,
-        refused: bool,
-        tried: Mutex<Vec<Sizes>>,
-    }
-
-    impl KernelCompiler for Narrow {
-        fn lower(
-            &self,
-            plan: &LaunchPlan,
-            sizes: &[(String, usize)],
-            _: &GpuTarget,
-        ) -> Result<GpuPlan, Vec<DeviceError>> {
-            self.tried.lock().expect("no panic before").push(sizes.to_vec());
-            if sizes.iter().any(|(name, size)| name == "w" && *size < self.least) {
-                return Err(vec![DeviceError::BadPlan("a window over nothing".to_string())]);
-            }
-            if self.refused {
-                let (step, op) = ("s".to_string(), "NonZero".to_string());
-                let reason = "no kernel".to_string();
-                return Err(vec![DeviceError::Unsupported { step, op, reason }]);
-            }
-            let slot = crate::layout::tests::slot(4);
-            Ok(GpuPlan { inputs: vec![slot; plan.inputs.len()], ..GpuPlan::default() })
-        }
-
-        fn headers(&self) -> &'static [(&'static str, &'static str)] {
-            &[]
-        }
-    }
-
-    /// What became of a model of images with sides `h` and `w`, and the widths that were tried.
-    fn tried(
-        least: usize,
-        refused: bool,
-        set: &[(&str, usize)],
-    ) -> (Result<Option<Sizes>, Vec<DeviceError>>, Vec<usize>) {
-        let symbol = |name: &str| Dim::Symbol(name.to_string());
-        let image = vec![symbol("n"), Dim::Fixed(3), symbol("h"), symbol("w")];
-        let value = ValueInfo { name: "x".to_string(), dtype: DataType::F32, shape: Some(image) };
-        let plan =
-            LaunchPlan { values: vec![value], inputs: vec![ValueId(0)], ..LaunchPlan::default() };
-        let compiler = Narrow { least, refused, tried: Mutex::default() };
-        let target = GpuTarget { capability: 90, multiprocessors: 1, precision: Precision::F16 };
-        let set: Sizes = set.iter().map(|(name, size)| ((*name).to_string(), *size)).collect();
-        let found = example(&compiler, &target, &plan, &set);
-        let tried = compiler.tried.into_inner().expect("no panic before");
-        (found.map(|found| found.map(|(sizes, _)| sizes)), tried.iter().map(|s| s[2].1).collect())
-    }
-
-    fn sizes(n: usize, h: usize, w: usize) -> Sizes {
-        vec![("n".to_string(), n), ("h".to_string(), h), ("w".to_string(), w)]
-    }
-
-    #[test]
-    fn guessed_sizes_do_not_refuse_a_model() {
-        assert_eq!(tried(1, false, &[]), (Ok(Some(sizes(1, 1, 1))), vec![1]));
-        assert_eq!(tried(48, false, &[]), (Ok(Some(sizes(1, 64, 64))), vec![1, 32, 64]));
-        assert_eq!(tried(1000, false, &[]), (Ok(None), vec![1, 32, 64, 224]));
-        let set = [("n", 8), ("w", 1000)];
-        assert_eq!(tried(1000, false, &set), (Ok(Some(sizes(8, 1, 1000))), vec![1000]));
-    }
-
-    #[test]
-    fn steps_without_a_kernel_refuse_a_model() {
-        let (found, widths) = tried(48, true, &[]);
-        let errors = found.expect_err("no kernel");
-        assert!(matches!(errors[..], [DeviceError::Unsupported { .. }]));
-        assert_eq!(widths, [1, 32, 64], "found at the first sizes that make sense");
-        // Sizes that were asked for are no guess.
-        let set = [("n", 1), ("h", 8), ("w", 8)];
-        let (found, widths) = tried(48, false, &set);
-        assert!(matches!(found.expect_err("too small")[..], [DeviceError::BadPlan(_)]));
-        assert_eq!(widths, [8]);
     }
 }

@@ -1,13 +1,22 @@
-//! Queues: real time launches whole graphs and never leaves; best effort launches chains of steps and does.
+//! Queues: real time launches whole programs and is never preempted on the device; best effort
+//! launches chains of steps and is.
+//!
+//! A best-effort queue is `best_effort` (what its owner calls), `segment_queue` (what waits), and
+//! an `executor` that the `dispatcher` polls. A preemption arrives at `best_effort`, and
+//! `run_state` finds out where it stopped the run.
 
 mod best_effort;
 mod dispatcher;
-mod lane;
+mod executor;
+mod launches;
+mod queue_streams;
 mod real_time;
+mod run_state;
+mod segment_queue;
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use device::{DeviceError, Segment, Task};
 
@@ -15,55 +24,36 @@ pub(crate) use best_effort::BestEffortQueue;
 pub(crate) use dispatcher::Dispatcher;
 pub(crate) use real_time::RealTimeQueue;
 
-use crate::driver::{PinnedWord, Stream};
+use crate::device_context::DeviceContext;
+use crate::driver::{PinnedWord, Stream, is_reached};
 use crate::error::CudaError;
-use crate::hub::Hub;
-use crate::task::CudaTask;
+use crate::options::Polling;
+use crate::program::task::CudaTask;
 
-/// How a queue's thread waits for the device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Polling {
-    /// Looks without pause for this long.
-    pub spin: Duration,
-    /// Then sleeps so long between two looks; zero only lets other threads run.
-    pub pause: Duration,
-    /// How long a queue without work looks for some before its thread sleeps: waking it costs the request that comes next.
-    pub idle: Duration,
-}
+/// Polls between two queries of the stream: a fence that will never be reached, because a kernel
+/// failed, looks like one that is late.
+const POLLS_PER_QUERY: u32 = 1 << 18;
 
-impl Default for Polling {
-    fn default() -> Polling {
-        Polling {
-            spin: Duration::from_millis(5),
-            pause: Duration::ZERO,
-            idle: Duration::from_millis(20),
-        }
-    }
-}
-
-/// Looks between two questions to the driver whether a kernel failed: a word that will never come looks like one that is
-/// late.
-const LOOKS_PER_QUERY: u32 = 1 << 18;
-
-/// Waits until the device has written `mark` or something later to `word`; calls `meanwhile` with every look.
+/// Waits until the device has written `fence` or a later value to `word`; calls `meanwhile` with
+/// every poll.
 fn wait_for(
     word: &PinnedWord,
-    mark: u32,
+    fence: u32,
     stream: &Stream,
     polling: Polling,
     meanwhile: impl Fn(),
 ) -> Result<(), CudaError> {
-    let mut looks = 0u32;
+    let mut polls = 0u32;
     let mut spinning_since: Option<Instant> = None;
-    while !is_reached(word.load(), mark) {
-        looks = looks.wrapping_add(1);
+    while !is_reached(word.load(), fence) {
+        polls = polls.wrapping_add(1);
         meanwhile();
-        // A pause makes looks rare, so each of them asks.
+        // Polls are rare while the thread pauses, so each of them queries the driver.
         let pausing = spinning_since.is_some_and(|since| since.elapsed() > polling.spin);
-        if looks.is_multiple_of(LOOKS_PER_QUERY) || (pausing && !polling.pause.is_zero()) {
+        if polls.is_multiple_of(POLLS_PER_QUERY) || (pausing && !polling.pause.is_zero()) {
             stream.is_idle()?;
         }
-        if looks.is_multiple_of(64) {
+        if polls.is_multiple_of(64) {
             spinning_since.get_or_insert_with(Instant::now);
         }
         match (pausing, polling.pause.is_zero()) {
@@ -75,14 +65,9 @@ fn wait_for(
     Ok(())
 }
 
-/// Whether `now` is `mark` or was written after it; both count up and may wrap.
-pub(crate) fn is_reached(now: u32, mark: u32) -> bool {
-    now.wrapping_sub(mark) < u32::MAX / 2
-}
-
-/// The task of `segment` as this device's own, and the steps it shall do.
-fn own_task<'a>(
-    hub: &Arc<Hub>,
+/// The task of `segment`, if it is one of this device, and the steps to run.
+fn device_task<'a>(
+    device: &Arc<DeviceContext>,
     segment: &'a mut Segment,
 ) -> Result<(&'a mut CudaTask, Range<usize>), DeviceError> {
     let steps = segment.steps.clone();
@@ -90,7 +75,7 @@ fn own_task<'a>(
         .task
         .as_any_mut()
         .downcast_mut::<CudaTask>()
-        .filter(|task| Arc::ptr_eq(&task.hub, hub))
+        .filter(|task| Arc::ptr_eq(&task.specialization.device, device))
         .ok_or_else(|| DeviceError::BadPlan("the task belongs to another device".to_string()))?;
     if steps.start != task.next_step() {
         let (start, next) = (steps.start, task.next_step());
@@ -101,24 +86,10 @@ fn own_task<'a>(
     Ok((task, steps.start..end))
 }
 
-/// `err` with the name of step `index` of `task`.
+/// `err` as the failure of step `index` of `task`.
 fn failed(task: &CudaTask, index: usize, err: CudaError) -> DeviceError {
-    match task.lowered.gpu.steps.get(index) {
-        Some(step) => task.hub.step_error(&step.name, &step.op, err),
-        None => task.hub.error(err),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn marks_may_wrap() {
-        assert!(is_reached(5, 5));
-        assert!(is_reached(6, 5));
-        assert!(!is_reached(4, 5));
-        assert!(is_reached(2, u32::MAX));
-        assert!(!is_reached(u32::MAX, 2));
+    match task.specialization.gpu.steps.get(index) {
+        Some(step) => task.specialization.device.step_error(&step.name, &step.op, err),
+        None => task.specialization.device.error(err),
     }
 }

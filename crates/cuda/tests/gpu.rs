@@ -1,5 +1,6 @@
-//! The device on a real GPU, with a toy compiler. Skipped, with the reason, where there is none. Figures are printed and
-//! never fail a test; run with `--test-threads=1 --nocapture` to see them undisturbed.
+//! The device on a real GPU, with a toy compiler. Skipped, with the reason, without a GPU. Timings
+//! are printed and never fail a test; run with `--test-threads=1 --nocapture` to see them
+//! undisturbed.
 
 #[path = "support/bench.rs"]
 mod bench;
@@ -11,10 +12,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use base::Random;
-use bench::{Lane, numbers, open, open_with, outputs, percentiles, start};
+use bench::{TestQueue, numbers, open, open_with, outputs, percentiles, start};
 use cuda::{
-    CudaDevice, CudaOptions, PaddingBench, PaddingOptions, PaddingPair, PaddingSlice, PaddingWay,
-    ProfileOptions,
+    CudaDevice, CudaOptions, PaddingBench, PaddingOptions, PaddingPair, PaddingWay, ProfileOptions,
 };
 use device::{Device, Outcome, Program};
 use model::Tensor;
@@ -32,11 +32,11 @@ fn spin(micros: u64) {
 }
 
 #[test]
-fn results_are_right_in_both_flavours_and_many_sizes() {
+fn both_classes_compute_the_reference_at_many_sizes() {
     let Some(device) = open() else { return };
     println!("{}; {:?}", device.info().description, device.health());
     let (real_time, best_effort) =
-        (Lane::open(&device, 0, true, 4), Lane::open(&device, 1, false, 4));
+        (TestQueue::open(&device, 0, true, 4), TestQueue::open(&device, 1, false, 4));
     for ring in [64, 3, 2] {
         let chain = Chain { ring, rounds: 9, ..Chain::default() };
         let program = load(&device, &chain);
@@ -50,19 +50,19 @@ fn results_are_right_in_both_flavours_and_many_sizes() {
 }
 
 #[test]
-fn steps_one_by_one_change_queues_on_the_way() {
+fn task_moves_between_queues_step_by_step() {
     let Some(device) = open() else { return };
-    let lanes = [Lane::open(&device, 0, true, 1), Lane::open(&device, 1, false, 1)];
+    let queues = [TestQueue::open(&device, 0, true, 1), TestQueue::open(&device, 1, false, 1)];
     let chain = Chain { steps: 12, rounds: 6, ..Chain::default() };
     let program = load(&device, &chain);
     let x = numbers(5000, 3);
     let mut task = start(&program, &x);
     task.record_step_times();
     for step in 0..12 {
-        let lane = &lanes[step / 2 % 2];
+        let queue = &queues[step / 2 % 2];
         let segment = device::Segment { token: step as u64, task, steps: step..step + 1 };
-        assert!(lane.queue.launch(segment).is_ok());
-        let completion = lane.wait();
+        assert!(queue.queue.launch(segment).is_ok());
+        let completion = queue.wait();
         assert_eq!((&completion.outcome, completion.token), (&Outcome::Done, step as u64));
         task = completion.task;
         assert_eq!(task.next_step(), step + 1);
@@ -73,39 +73,45 @@ fn steps_one_by_one_change_queues_on_the_way() {
     assert!(got[0].to_vec::<f32>().expect("numbers") == chain.reference(&x));
 }
 
-/// Evicts and resumes until `rounds` tasks are done; how often work left, and how long leaving took.
-fn evict(device: &CudaDevice, chain: &Chain, count: usize, rounds: usize) -> (usize, Vec<f64>) {
-    let lane = Lane::open(device, 0, false, 2);
+/// Preempts and resumes until `rounds` tasks are done; returns how often work was preempted, and
+/// how long each preemption took.
+fn preempt_until_done(
+    device: &CudaDevice,
+    chain: &Chain,
+    count: usize,
+    rounds: usize,
+) -> (usize, Vec<f64>) {
+    let queue = TestQueue::open(device, 0, false, 2);
     let program = load(device, chain);
     let x = numbers(count, 5);
     let want = chain.reference(&x);
     let mut random = Random::new(11);
-    let (mut left, mut gone) = (0, Vec::new());
+    let (mut preempted, mut stopped) = (0, Vec::new());
     for _ in 0..rounds {
         let mut task = start(&program, &x);
         loop {
             let before = task.next_step();
-            lane.launch(task, 1);
+            queue.launch(task, 1);
             spin(20 + random.below(400));
-            let ordered = Instant::now();
-            lane.queue.preempt();
-            let completion = lane.wait();
+            let requested = Instant::now();
+            queue.queue.preempt();
+            let completion = queue.wait();
             if completion.outcome == Outcome::Done {
-                assert!(outputs(completion) == want, "other bits after being left");
+                assert!(outputs(completion) == want, "other bits after preemption");
                 break;
             }
             assert_eq!(completion.outcome, Outcome::Preempted);
-            gone.push(ordered.elapsed().as_secs_f64() * 1e6);
-            left += 1;
+            stopped.push(requested.elapsed().as_secs_f64() * 1e6);
+            preempted += 1;
             assert!(completion.task.next_step() >= before);
             task = completion.task;
         }
     }
-    (left, gone)
+    (preempted, stopped)
 }
 
 #[test]
-fn evicted_work_resumes_with_the_same_bits() {
+fn preempted_work_resumes_with_the_same_bits() {
     let Some(device) = open() else { return };
     let tiles = device.target().multiprocessors as usize * 16 * 4;
     for (what, chain, tiles, rounds) in [
@@ -113,34 +119,35 @@ fn evicted_work_resumes_with_the_same_bits() {
         ("short steps", Chain { steps: 60, rounds: 30, ..Chain::default() }, tiles / 8, 40),
         ("two buffers", Chain { steps: 20, rounds: 200, ring: 2, ..Chain::default() }, tiles, 20),
         (
-            "never left",
+            "never preempted",
             Chain { steps: 6, rounds: 400, finish: true, ..Chain::default() },
             tiles,
             10,
         ),
     ] {
-        let (left, gone) = evict(&device, &chain, tiles * toy::TILE, rounds);
-        assert!(left > 0, "{what}: nothing left");
-        let (p50, p99) = percentiles(gone);
-        println!("evicted {what}: left {left} times, gone after p50 {p50:.1} p99 {p99:.1} us");
+        let (preempted, stopped) = preempt_until_done(&device, &chain, tiles * toy::TILE, rounds);
+        assert!(preempted > 0, "{what}: never preempted");
+        let (p50, p99) = percentiles(stopped);
+        println!("preempted {what}: {preempted} times, stopped after p50 {p50:.1} p99 {p99:.1} us");
     }
 }
 
 #[test]
-fn only_the_queue_that_is_told_leaves() {
+fn preempts_only_the_named_queue() {
     let Some(device) = open() else { return };
-    let (told, other) = (Lane::open(&device, 0, false, 2), Lane::open(&device, 1, false, 2));
+    let (preempted, other) =
+        (TestQueue::open(&device, 0, false, 2), TestQueue::open(&device, 1, false, 2));
     let chain = Chain { steps: 8, rounds: 400, ..Chain::default() };
     let program = load(&device, &chain);
     let x = numbers(100_000, 9);
     let want = chain.reference(&x);
     for _ in 0..20 {
-        told.launch(start(&program, &x), 1);
+        preempted.launch(start(&program, &x), 1);
         other.launch(start(&program, &x), 2);
         spin(60);
-        told.queue.preempt();
+        preempted.queue.preempt();
         assert!(outputs(other.wait()) == want, "the other queue's work");
-        let completion = told.wait();
+        let completion = preempted.wait();
         assert!(matches!(completion.outcome, Outcome::Done | Outcome::Preempted));
     }
 }
@@ -152,39 +159,39 @@ fn every_segment_completes_once_and_in_order() {
     let program = load(&device, &chain);
     let x = numbers(20_000, 1);
     for high in [true, false] {
-        let lane = Lane::open(&device, 7, high, 32);
+        let queue = TestQueue::open(&device, 7, high, 32);
         let mut random = Random::new(4);
         for round in 0..20 {
             for token in 0..12 {
-                lane.launch(start(&program, &x), token);
+                queue.launch(start(&program, &x), token);
                 if random.below(4) == 0 {
-                    lane.queue.preempt();
+                    queue.queue.preempt();
                 }
             }
-            let seen: Vec<u64> = (0..12).map(|_| lane.wait().token).collect();
+            let seen: Vec<u64> = (0..12).map(|_| queue.wait().token).collect();
             assert_eq!(seen, (0..12).collect::<Vec<_>>(), "round {round}");
-            assert!(lane.completions.try_recv().is_err(), "more completions than segments");
+            assert!(queue.completions.try_recv().is_err(), "more completions than segments");
         }
     }
 }
 
-/// Real-time latency from launch to completion. `order` is called right before each; best effort that asks `gate` before
-/// it launches stays away until the request is done.
+/// RT latency from launch to completion. `preempt` is called right before each request; best effort
+/// that locks `gate` before it launches waits until the request is done.
 fn latencies(
-    lane: &Lane,
+    queue: &TestQueue,
     program: &Arc<dyn Program>,
     x: &[f32],
     gate: &Mutex<()>,
-    order: impl Fn(),
+    preempt: impl Fn(),
 ) -> Vec<f64> {
     let mut all = Vec::new();
     for _ in 0..300 {
         let task = start(program, x);
         let since = Instant::now();
         let closed = gate.lock().expect("a gate");
-        order();
-        lane.launch(task, 1);
-        let completion = lane.wait();
+        preempt();
+        queue.launch(task, 1);
+        let completion = queue.wait();
         drop(closed);
         all.push(since.elapsed().as_secs_f64() * 1e6);
         assert_eq!(completion.outcome, Outcome::Done);
@@ -194,9 +201,9 @@ fn latencies(
 }
 
 #[test]
-fn real_time_goes_first() {
+fn real_time_latency_next_to_best_effort() {
     let Some(device) = open() else { return };
-    let real_time = Lane::open(&device, 0, true, 4);
+    let real_time = TestQueue::open(&device, 0, true, 4);
     let rt = load(&device, &Chain { steps: 40, rounds: 4, ..Chain::default() });
     let x = numbers(132 * 128, 2);
     let report = |what: &str, all: Vec<f64>| {
@@ -214,24 +221,24 @@ fn real_time_goes_first() {
         let be = load(&device, &chain);
         let y = numbers(tiles * toy::TILE, 2);
         let want = chain.reference(&y);
-        for ordered in [true, false] {
-            let lane = Lane::open(&device, 1, false, 2);
-            let queue = lane.queue.clone();
+        for preempting in [true, false] {
+            let queue = TestQueue::open(&device, 1, false, 2);
+            let preemptible = queue.queue.clone();
             let stop = AtomicBool::new(false);
             std::thread::scope(|scope| {
                 let (be, y, want, stop) = (&be, &y, &want, &stop);
-                let closed = ordered.then_some(&gate);
-                scope.spawn(move || run_for_ever(&lane, be, y, want, closed, stop));
+                let closed = preempting.then_some(&gate);
+                scope.spawn(move || run_until_stopped(&queue, be, y, want, closed, stop));
                 spin(20_000);
-                let order = || {
-                    if ordered {
-                        queue.preempt();
+                let preempt = || {
+                    if preempting {
+                        preemptible.preempt();
                     }
                 };
-                let how = if ordered { "that leave" } else { "by priority alone" };
+                let how = if preempting { "with preemption" } else { "by priority alone" };
                 let open = Mutex::new(());
-                let gate = if ordered { &gate } else { &open };
-                let all = latencies(&real_time, &rt, &x, gate, order);
+                let gate = if preempting { &gate } else { &open };
+                let all = latencies(&real_time, &rt, &x, gate, preempt);
                 report(&format!("over {what} steps {how}"), all);
                 stop.store(true, Ordering::Relaxed);
             });
@@ -239,9 +246,9 @@ fn real_time_goes_first() {
     }
 }
 
-/// Keeps a lane busy, as far as `gate` is open; what left goes on.
-fn run_for_ever(
-    lane: &Lane,
+/// Keeps a queue busy while `gate` is open; preempted tasks resume.
+fn run_until_stopped(
+    queue: &TestQueue,
     program: &Arc<dyn Program>,
     x: &[f32],
     want: &[f32],
@@ -252,9 +259,9 @@ fn run_for_ever(
     while !stop.load(Ordering::Relaxed) {
         {
             let _open = gate.map(|gate| gate.lock().expect("a gate"));
-            lane.launch(task, 1);
+            queue.launch(task, 1);
         }
-        let completion = lane.wait();
+        let completion = queue.wait();
         task = match completion.outcome {
             Outcome::Preempted => completion.task,
             _ => {
@@ -266,22 +273,22 @@ fn run_for_ever(
 }
 
 #[test]
-fn what_a_request_costs_beside_its_kernels() {
+fn request_overhead_without_kernels() {
     let Some(device) = open() else { return };
     let program = load(&device, &Chain { steps: 1, ..Chain::default() });
     for count in [128, 150_528] {
         let x = numbers(count, 1);
         for (name, high) in [("real time", true), ("best effort", false)] {
-            let lane = Lane::open(&device, 0, high, 4);
+            let queue = TestQueue::open(&device, 0, high, 4);
             let (mut prepare, mut launch, mut all) = (Vec::new(), Vec::new(), Vec::new());
             for _ in 0..300 {
                 let since = Instant::now();
                 let task = start(&program, &x);
                 prepare.push(since.elapsed().as_secs_f64() * 1e6);
                 let since = Instant::now();
-                lane.launch(task, 1);
+                queue.launch(task, 1);
                 launch.push(since.elapsed().as_secs_f64() * 1e6);
-                let completion = lane.wait();
+                let completion = queue.wait();
                 all.push(since.elapsed().as_secs_f64() * 1e6);
                 drop(completion);
                 spin(50);
@@ -293,18 +300,18 @@ fn what_a_request_costs_beside_its_kernels() {
 }
 
 #[test]
-fn launches_in_flight() {
+fn latency_by_chain_length() {
     for chain_length in [1, 4, 8, 16, 32] {
         let options = CudaOptions { chain_length, ..CudaOptions::default() };
         let Some(device) = open_with(options) else { return };
         let chain = Chain { steps: 100, rounds: 4, ..Chain::default() };
         let program = load(&device, &chain);
         let x = numbers(132 * toy::TILE, 2);
-        let lane = Lane::open(&device, 0, false, 4);
+        let queue = TestQueue::open(&device, 0, false, 4);
         let run = |_| {
             let task = start(&program, &x);
             let since = Instant::now();
-            lane.run(task);
+            queue.run(task);
             since.elapsed().as_secs_f64() * 1e6
         };
         let (p50, p99) = percentiles((0..60).map(run).skip(10).collect());
@@ -313,19 +320,19 @@ fn launches_in_flight() {
 }
 
 #[test]
-fn flavours_side_by_side() {
+fn class_latencies_compared() {
     let Some(device) = open() else { return };
     for (what, rounds, tiles) in [("short", 4, 132), ("of ten microseconds", 64, 132 * 4)] {
         let chain = Chain { steps: 100, rounds, ..Chain::default() };
         let program = load(&device, &chain);
         let x = numbers(tiles * toy::TILE, 2);
         for (name, high) in [("real time", true), ("best effort", false)] {
-            let lane = Lane::open(&device, 0, high, 4);
+            let queue = TestQueue::open(&device, 0, high, 4);
             let mut all = Vec::new();
             for _ in 0..60 {
                 let task = start(&program, &x);
                 let since = Instant::now();
-                lane.run(task);
+                queue.run(task);
                 all.push(since.elapsed().as_secs_f64() * 1e6);
             }
             let (p50, p99) = percentiles(all.split_off(10));
@@ -342,8 +349,8 @@ fn flavours_side_by_side() {
     }
 }
 
-/// Two chains on a bench, and how the second is fused with the first: steps in parts, over two replays, and a rest.
-fn fused_chains(device: &CudaDevice) -> (PaddingBench, PaddingPair) {
+/// Two chains on a bench.
+fn chain_pair(device: &CudaDevice) -> (PaddingBench, PaddingPair) {
     let mut bench = device.padding_bench();
     let mut add = |chain: Chain, count: usize| {
         let x = Tensor::from_vec(vec![count], numbers(count, 3)).expect("a tensor");
@@ -351,27 +358,15 @@ fn fused_chains(device: &CudaDevice) -> (PaddingBench, PaddingPair) {
     };
     let real_time = add(Chain { steps: 3, rounds: 60, ..Chain::default() }, 9_000);
     let best_effort = add(Chain { steps: 4, rounds: 40, ring: 3, ..Chain::default() }, 50_000);
-    let (host, guest) = (&bench.steps(real_time)[0], &bench.steps(best_effort)[0]);
-    let kernels = (host.real_time.kernel, guest.best_effort.kernel);
-    let all = guest.best_effort.tiles;
-    bench.fuse(&[kernels].into(), &|_, _| {}).expect("a kernel of both");
-    println!("fused: {:?}", bench.fused(kernels));
-    let slice = |step, first_tile, tiles| Some(PaddingSlice { step, first_tile, tiles });
-    let replays = vec![
-        vec![slice(0, 0, 100), slice(0, 100, all - 100), slice(1, 0, all)],
-        vec![slice(2, 0, 1), None, slice(2, 1, all / 2)],
-    ];
-    let unfinished = slice(2, 1 + all / 2, all - 1 - all / 2);
-    let progress = vec![0.5, 0.125];
-    (bench, PaddingPair { real_time, best_effort, replays, unfinished, progress })
+    (bench, PaddingPair { real_time, best_effort })
 }
 
 #[test]
-fn networks_beside_each_other_compute_what_each_does_alone() {
+fn co_running_networks_compute_what_each_computes_alone() {
     let Some(device) = open() else { return };
-    let (mut bench, pair) = fused_chains(&device);
-    use PaddingWay::{Alone, Apart, Free, Fused, Partition};
-    let ways = vec![Alone, Fused, Free, Partition(8), Partition(16), Apart(16)];
+    let (mut bench, pair) = chain_pair(&device);
+    use PaddingWay::{Alone, Apart, Free, Partition};
+    let ways = vec![Alone, Free, Partition(8), Partition(16), Apart(16)];
     let options = PaddingOptions { ways, turns: 2, turn: Duration::from_millis(20) };
     let timed = bench.measure(&pair, &options).expect("a measurement");
     for way in &timed.ways {
@@ -379,19 +374,14 @@ fn networks_beside_each_other_compute_what_each_does_alone() {
         assert_eq!((way.checks, way.wrong_real_time, way.wrong_best_effort), (2, 0, 0));
         assert_eq!(way.best_effort_runs > 0.0, way.way != Alone);
     }
-    // Without the rest of its run the outputs of best effort are never computed, and that is found.
-    let options = PaddingOptions { ways: vec![Alone, Fused], ..options };
-    let halved = PaddingPair { unfinished: None, ..pair };
-    let timed = bench.measure(&halved, &options).expect("a measurement");
-    assert_eq!((timed.ways[1].wrong_real_time, timed.ways[1].wrong_best_effort), (0, 2));
 }
 
 #[test]
-fn memory_comes_back() {
+fn unloading_returns_memory() {
     let Some(device) = open() else { return };
     let chain = Chain { steps: 4, ..Chain::default() };
     let plan = chain.plan();
-    let lane = Lane::open(&device, 0, false, 1);
+    let queue = TestQueue::open(&device, 0, false, 1);
     let x = numbers(1 << 20, 1);
     let mut resident = None;
     for _ in 0..100 {
@@ -399,14 +389,14 @@ fn memory_comes_back() {
         let now = program.resident();
         assert!(resident.is_none_or(|before| before == now), "{resident:?} became {now:?}");
         resident = Some(now);
-        drop(lane.run(start(&program, &x)));
+        drop(queue.run(start(&program, &x)));
     }
     assert_eq!(Arc::strong_count(&plan), 1);
     println!("a program holds {}", resident.expect("a hundred rounds"));
 }
 
 #[test]
-fn the_suite_of_every_device() {
+fn passes_device_conformance() {
     let Some(device) = open() else { return };
     let report = device::conformance::run(&device);
     println!("{report}");
@@ -414,11 +404,11 @@ fn the_suite_of_every_device() {
 }
 
 #[test]
-fn without_a_gpu_the_message_says_so() {
+fn missing_gpu_is_reported() {
     if let Err(err) = CudaDevice::open(99, CudaOptions::default(), Arc::new(toy::ToyCompiler)) {
         let text = err.to_string();
-        let told = text.contains("no CUDA driver") || text.contains("there is no cuda:99");
-        assert!(told, "{text}");
+        let reported = text.contains("no CUDA driver") || text.contains("there is no cuda:99");
+        assert!(reported, "{text}");
     } else {
         panic!("a hundredth GPU was opened");
     }

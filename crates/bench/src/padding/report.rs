@@ -46,7 +46,7 @@ impl Ratios {
 /// A pair of networks in one way.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct WayReport {
-    /// `alone`, `fused`, `free`, `partition 16`, `apart 16`.
+    /// `alone`, `free`, `partition 16`, `apart 16`.
     pub way: String,
     /// Multiprocessors of the partition, as the driver made it.
     pub multiprocessors: Option<u32>,
@@ -66,44 +66,6 @@ pub struct WayReport {
     pub checks: usize,
 }
 
-/// What two kernels became as one.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct KernelFacts {
-    /// Real time's.
-    pub real_time: String,
-    /// Best effort's.
-    pub best_effort: String,
-    /// Launches of it in a round.
-    pub launches: usize,
-    /// Registers of a thread: of both as one, of real time's alone, of best effort's alone.
-    pub registers: [u32; 3],
-    /// Bytes a thread spills.
-    pub spilled_bytes: u32,
-    /// Blocks a multiprocessor holds: of both as one, of real time's alone, of best effort's alone.
-    pub blocks_per_multiprocessor: [u32; 3],
-}
-
-/// How a pair was fused.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct FusedFacts {
-    /// Graphs until best effort begins anew.
-    pub graphs: usize,
-    /// Launches in all of them.
-    pub launches: usize,
-    /// Those that do tiles of both.
-    pub fused_launches: usize,
-    /// Those of them whose kernel holds fewer blocks on a multiprocessor than real time's alone.
-    pub launches_of_lower_occupancy: usize,
-    /// Runs of best effort in a round, without what is done behind its last graph.
-    pub best_effort_runs: f64,
-    /// The step that no real-time kernel had room for, or where the graphs ended; its run is finished untimed.
-    pub finished_apart_from: Option<String>,
-    /// Launches left alone because there would have been too many kernels.
-    pub kernels_refused: usize,
-    /// Every kernel made of two.
-    pub kernels: Vec<KernelFacts>,
-}
-
 /// One pair in all ways.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PairReport {
@@ -113,8 +75,6 @@ pub struct PairReport {
     pub best_effort: String,
     /// The best-effort network alone, in the launches it has in every way.
     pub best_effort_alone: Spread,
-    /// How they were fused, where that was asked for.
-    pub fused: Option<FusedFacts>,
     /// Every way, alone first.
     pub ways: Vec<WayReport>,
 }
@@ -159,10 +119,6 @@ pub struct PaddingReport {
     pub seed: u64,
     /// Seconds of each way of a pair.
     pub seconds: f64,
-    /// Seconds until all kernels were there.
-    pub compile_seconds: f64,
-    /// Kernels made of two.
-    pub fused_kernels: usize,
     /// Every way over all pairs.
     pub summaries: Vec<Summary>,
     /// Every pair.
@@ -300,7 +256,6 @@ mod tests {
             real_time: "vgg19".to_string(),
             best_effort: best_effort.to_string(),
             best_effort_alone: Spread::default(),
-            fused: Some(FusedFacts::default()),
             ways,
         }
     }
@@ -308,16 +263,16 @@ mod tests {
     #[test]
     fn summaries_go_over_pairs() {
         let pairs = [
-            pair("a", vec![way("alone", 100.0, 0.0), way("fused", 101.0, 0.2)]),
-            pair("b", vec![way("alone", 100.0, 0.0), way("fused", 120.0, 0.4)]),
+            pair("a", vec![way("alone", 100.0, 0.0), way("free", 101.0, 0.2)]),
+            pair("b", vec![way("alone", 100.0, 0.0), way("free", 120.0, 0.4)]),
         ];
         let all = summaries(&pairs);
-        assert_eq!(all.iter().map(|way| way.way.as_str()).collect::<Vec<_>>(), ["alone", "fused"]);
-        let fused = &all[1];
-        assert!((fused.mean_ratio - 1.105).abs() < 1e-9 && (fused.worst_ratio - 1.2).abs() < 1e-9);
-        assert_eq!((fused.worst_pair.as_str(), fused.within_one_percent), ("vgg19+b", 1));
-        assert!((fused.mean_share - 0.3).abs() < 1e-9 && fused.least_share == 0.2);
-        assert_eq!(fused.mean_share_within_one_percent, Some(0.2));
+        assert_eq!(all.iter().map(|way| way.way.as_str()).collect::<Vec<_>>(), ["alone", "free"]);
+        let free = &all[1];
+        assert!((free.mean_ratio - 1.105).abs() < 1e-9 && (free.worst_ratio - 1.2).abs() < 1e-9);
+        assert_eq!((free.worst_pair.as_str(), free.within_one_percent), ("vgg19+b", 1));
+        assert!((free.mean_share - 0.3).abs() < 1e-9 && free.least_share == 0.2);
+        assert_eq!(free.mean_share_within_one_percent, Some(0.2));
         let text = table(&pairs, &all);
         assert!(text.contains("vgg19+b") && text.contains("+20.0%"), "{text}");
         assert!(summaries(&[]).is_empty());
@@ -325,7 +280,7 @@ mod tests {
 
     #[test]
     fn machines_find_what_they_look_for() {
-        let mut broken = way("fused", 100.0, 0.1);
+        let mut broken = way("free", 100.0, 0.1);
         broken.wrong_best_effort = 1;
         let pairs = vec![pair("a", vec![way("alone", 100.0, 0.0), broken])];
         let report = PaddingReport {
@@ -335,17 +290,14 @@ mod tests {
             command: "atoll bench padding".to_string(),
             seed: 1,
             seconds: 0.2,
-            compile_seconds: 1.0,
-            fused_kernels: 3,
             summaries: summaries(&pairs),
             pairs,
         };
-        assert_eq!(report.wrong(), ["vgg19+a fused"]);
+        assert_eq!(report.wrong(), ["vgg19+a free"]);
         let json = serde_json::to_value(&report).expect("plain data");
         for path in [
             "/pairs/0/ways/1/ratio/median",
             "/pairs/0/ways/1/best_effort_share",
-            "/pairs/0/fused/graphs",
             "/summaries/1/within_one_percent",
             "/command",
         ] {

@@ -111,7 +111,7 @@ pub(super) struct Rest {
     /// Memory of this process.
     pub(super) process_bytes: Option<u64>,
     /// What a GPU's memory is used for, as far as we can know.
-    pub(super) holdings: Option<cuda::Holdings>,
+    pub(super) holdings: Option<cuda::MemoryReport>,
 }
 
 /// A whole soak.

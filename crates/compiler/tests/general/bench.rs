@@ -3,16 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use compiler::gpu::GpuCompiler;
 use compiler::gpu::args::Address;
 use compiler::gpu::draft::{Draft, Work};
 use compiler::gpu::view::{BufferId, Element, View};
-use device::KernelCompiler;
 use half::{bf16, f16};
 use model::gpu::{Kernel, Place};
 use model::{DataType, Tensor};
-
-use crate::tolerance;
 
 /// Numbers that are the same in every run.
 pub struct Random(u64);
@@ -79,8 +75,6 @@ pub struct Bench {
     kernels: Vec<Kernel>,
     launches: Vec<Launch>,
     checks: Vec<Check>,
-    /// Two operators that are one kernel, where there are such.
-    fused: String,
 }
 
 impl Bench {
@@ -192,45 +186,6 @@ impl Bench {
         });
     }
 
-    /// Runs two operators in common launches: all tiles of the first with some of the second, then the others of the second.
-    /// Each has one output, which `outputs` tell. A program holds one such pair.
-    pub fn check_fused(&mut self, name: &str, drafts: [&Draft; 2], outputs: [(&View, &Tensor); 2]) {
-        let [first, second] = drafts;
-        assert!(
-            second.tiles > 1 && drafts.iter().all(|draft| draft.args.0.len() % 8 == 0),
-            "{name}"
-        );
-        let (text, both) = fused(&first.kernel, &second.kernel);
-        self.fused = text;
-        self.kernels.push(both);
-        let kernel = self.kernels.len() - 1;
-        let some = second.tiles / 2;
-        for (blocks, first_tile, tiles) in [(first.tiles, 0, some), (0, some, second.tiles - some)]
-        {
-            let mut args = [first.args.0.clone(), second.args.0.clone()].concat();
-            args.extend(
-                [blocks, first_tile].into_iter().flat_map(|word| (word as u32).to_le_bytes()),
-            );
-            let mut patches = Vec::new();
-            for (draft, before) in [(first, 0), (second, first.args.0.len() as u32)] {
-                patches.extend(draft.args.1.iter().map(|(at, address)| match address {
-                    Address::Buffer(buffer, offset) => (before + at, buffer.0, *offset),
-                    other => panic!("{other:?} has no buffer"),
-                }));
-            }
-            self.launches.push(Launch { kernel, tiles: blocks + tiles, args, patches });
-        }
-        for (view, expected) in outputs {
-            let (name, expected) = (name.to_string(), numbers(expected));
-            self.checks.push(Check {
-                name,
-                view: view.clone(),
-                expected,
-                tolerance: tolerance(view.element),
-            });
-        }
-    }
-
     /// Compiles all kernels into one program, runs it, and compares.
     pub fn finish(self, name: &str) {
         let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
@@ -292,7 +247,6 @@ impl Bench {
         headers.sort_unstable();
         headers.dedup();
         headers.iter().for_each(|header| text += &format!("{header}\n"));
-        text += &self.fused;
         let mut table = String::new();
         for (number, kernel) in self.kernels.iter().enumerate() {
             let body: Vec<&str> = kernel
@@ -372,35 +326,6 @@ impl Bench {
         );
         println!("{} kernels, {} outputs", self.kernels.len(), self.checks.len());
     }
-}
-
-/// Both kernels as one, as an operator of the host's machine: what a GPU gets, without the entry point.
-fn fused(first: &Kernel, second: &Kernel) -> (String, Kernel) {
-    let text = cuda::fused_operators(first, second, GpuCompiler::default().headers());
-    // Entry points are of CUDA alone; what they check, the program checks of the whole.
-    let is_kept =
-        |line: &&str| !line.contains("\"entry.cuh\"") && !line.starts_with("TILES_EXPECT");
-    let text: Vec<&str> = text.lines().filter(is_kept).collect();
-    let operator = "
-struct FusedOp {
-    static constexpr int kThreads = Fused::kThreads, kShared = Fused::kShared;
-    struct Args { RealTime::Args real_time; BestEffort::Args best_effort; int blocks, first_tile; };
-    template <class Watch, class Gate>
-    static bool tile(const Args& a, int, unsigned char* shared, Watch&, const Gate&)
-    {
-        if (Watch::kLeaves) return false;
-        Fused::block<tiles::NoGate, best_effort::tiles::NoGate>(a.real_time, a.best_effort, a.blocks, a.first_tile, shared);
-        return true;
-    }
-};";
-    let kernel = Kernel {
-        source: String::new(),
-        expression: "FusedOp".to_string(),
-        threads: first.threads.max(second.threads),
-        shared_bytes: first.shared_bytes.max(second.shared_bytes),
-        args_bytes: first.args_bytes + second.args_bytes + 8,
-    };
-    (text.join("\n") + operator + "\n", kernel)
 }
 
 /// False where there is no compiler: the same text is then only compiled for GPUs.

@@ -2,7 +2,6 @@
 
 mod bench;
 mod elementwise;
-mod fused;
 mod golden;
 mod index;
 mod product;

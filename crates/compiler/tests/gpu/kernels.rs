@@ -127,7 +127,7 @@ fn kernels_compile_and_need_the_registers_in_the_table() {
             }
             Err(err) => panic!("{err}"),
         };
-        let all = [kernels(capability), cuda::own_kernels()].concat();
+        let all = [kernels(capability), cuda::builtin_kernels()].concat();
         for (expression, facts) in facts(&report, &all) {
             for EntryFacts { entry, registers, spilled_bytes } in facts {
                 let _ = writeln!(

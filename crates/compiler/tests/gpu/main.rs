@@ -1,6 +1,5 @@
 //! Models lowered to GPU kernels: plans are sound, share weights between sizes, and look as expected.
 
-mod fused;
 mod kernels;
 mod models;
 

@@ -1,36 +1,24 @@
-//! A GPU's primary context, and the memory of whether it still works.
+//! A GPU's primary context, and whether it has faulted.
 
 use std::cell::Cell;
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::c_int;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use base::Bytes;
-use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUmemoryPool, CUresult};
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUmemoryPool, CUresult};
 
-use super::census::Census;
-use super::partition::{self, SmPartition};
-use super::pinned::PinnedPool;
+use super::call::{check, describe};
+use super::facts::{DriverFacts, read_facts};
+use super::pinned_pool::PinnedPool;
+use super::resource_counts::ResourceCounts;
+use super::sm_partition::{self, SmPartition};
 use crate::error::{CudaError, OpenError, is_sticky};
 
-/// The oldest driver that has every function called here, as `cuDriverGetVersion` tells it.
+/// The oldest driver that has every function used here, as `cuDriverGetVersion` reports it.
 const DRIVER_NEEDED: i32 = 12_080;
 
-/// What is fixed about a GPU and its driver.
-#[derive(Clone, Debug)]
-pub(crate) struct DriverFacts {
-    /// The product's name.
-    pub(crate) name: String,
-    /// The driver's CUDA version, 13000 for 13.0.
-    pub(crate) driver_version: i32,
-    /// Compute capability, 90 for 9.0.
-    pub(crate) capability: u32,
-    pub(crate) multiprocessors: u32,
-    /// Address on the PCI bus, by which NVML knows the GPU.
-    pub(crate) pci_bus_id: String,
-}
-
-/// A GPU we hold.
+/// An opened GPU.
 pub(crate) struct Context {
     raw: CUcontext,
     /// From 1.
@@ -40,17 +28,18 @@ pub(crate) struct Context {
     facts: DriverFacts,
     fault: OnceLock<String>,
     pinned: PinnedPool,
-    census: Arc<Census>,
+    resource_counts: Arc<ResourceCounts>,
     part: Option<SmPartition>,
 }
 
-// SAFETY: a context handle may be used from any thread, and each thread makes it current before its calls.
+// SAFETY: a context handle may be used from any thread, and each thread makes it current before its
+// calls.
 unsafe impl Send for Context {}
 // SAFETY: as above; the driver locks its own state.
 unsafe impl Sync for Context {}
 
 thread_local! {
-    /// Number of the context this thread made current last; nobody else in the process changes it.
+    /// Number of the context this thread made current last; nothing else in the process changes it.
     static CURRENT: Cell<u64> = const { Cell::new(0) };
 }
 
@@ -59,25 +48,25 @@ pub(crate) fn was_opened() -> bool {
     OPENED.load(Ordering::Relaxed) > 0
 }
 
-/// Contexts opened so far. The driver may hand out the same handle twice, and a thread must not take the second for the
-/// first.
+/// Contexts opened so far. The driver may hand out the same handle twice, and a thread must not
+/// mistake the second for the first.
 static OPENED: AtomicU64 = AtomicU64::new(0);
 
 impl Context {
-    /// Holds the GPU `ordinal`.
+    /// Opens the GPU `ordinal`.
     pub(crate) fn open(ordinal: usize) -> Result<Arc<Context>, OpenError> {
         let device = find_device(ordinal)?;
         let raw = retain(device)?;
         Context::hold(device, read_facts(device)?, raw, None)
     }
 
-    /// Holds the GPU `ordinal` in `parts` parts of as many multiprocessors each; some may be left over.
+    /// Opens the GPU `ordinal` in `parts` parts of equally many SMs; some SMs may remain unused.
     pub(crate) fn open_parts(ordinal: usize, parts: usize) -> Result<Vec<Arc<Context>>, OpenError> {
         let device = find_device(ordinal)?;
         let facts = read_facts(device)?;
         let mut contexts = Vec::with_capacity(parts);
-        for resource in partition::split(device, &facts, parts)? {
-            // Held along with the part, so that memory and kernels outlive any of them.
+        for resource in sm_partition::split(device, &facts, parts)? {
+            // Retained once per part, so that memory and kernels outlive any of them.
             retain(device)?;
             let part = SmPartition::open(device, resource)?;
             let facts = DriverFacts { multiprocessors: part.multiprocessors(), ..facts.clone() };
@@ -95,34 +84,36 @@ impl Context {
         let pool: CUmemoryPool = std::ptr::null_mut();
         let number = OPENED.fetch_add(1, Ordering::Relaxed) + 1;
         let (fault, pinned) = (OnceLock::new(), PinnedPool::default());
-        let census = Arc::new(Census::default());
-        let mut context = Context { raw, number, device, pool, facts, fault, pinned, census, part };
+        let resource_counts = Arc::new(ResourceCounts::default());
+        let mut context =
+            Context { raw, number, device, pool, facts, fault, pinned, resource_counts, part };
         context.enter()?;
-        // SAFETY: `device` came from the driver and `pool` is a place for its answer.
+        // SAFETY: `device` came from the driver and `pool` receives the result.
         let code = unsafe { sys::cuDeviceGetDefaultMemPool(&mut context.pool, device) };
         context.check("cuDeviceGetDefaultMemPool", code)?;
         Ok(Arc::new(context))
     }
 
-    /// A part of at least so many multiprocessors that streams can be held to, unless this is a part itself.
+    /// A partition of at least `least` SMs that streams can be confined to, unless this is a part
+    /// itself.
     pub(crate) fn partition(&self, least: u32) -> Result<Option<Arc<SmPartition>>, OpenError> {
         if self.part.is_some() || least == 0 {
             return Ok(None);
         }
         self.enter()?;
-        Ok(Some(Arc::new(partition::partition(self.device, least)?)))
+        Ok(Some(Arc::new(sm_partition::partition(self.device, least)?)))
     }
 
-    /// The same, and a part of all other multiprocessors.
+    /// The same, and a partition of all other SMs.
     pub(crate) fn apart(&self, least: u32) -> Result<Option<[Arc<SmPartition>; 2]>, OpenError> {
         if self.part.is_some() {
             return Ok(None);
         }
         self.enter()?;
-        Ok(Some(partition::apart(self.device, least)?.map(Arc::new)))
+        Ok(Some(sm_partition::apart(self.device, least)?.map(Arc::new)))
     }
 
-    /// The part of the GPU it is, if not all of it.
+    /// The part of the GPU, if it is not the whole GPU.
     pub(super) fn part(&self) -> Option<&SmPartition> {
         self.part.as_ref()
     }
@@ -131,32 +122,32 @@ impl Context {
         &self.facts
     }
 
-    /// The GPU's number as the driver counts.
+    /// The driver's handle of the GPU.
     pub(super) fn device(&self) -> CUdevice {
         self.device
     }
 
-    /// The pool that device memory comes from.
+    /// The memory pool of the device.
     pub(super) fn pool(&self) -> CUmemoryPool {
         self.pool
     }
 
-    /// Host memory the device reaches.
+    /// The pool of pinned host memory.
     pub(super) fn pinned(&self) -> &PinnedPool {
         &self.pinned
     }
 
-    /// What is held of it.
-    pub(crate) fn census(&self) -> &Arc<Census> {
-        &self.census
+    /// Counts of the resources held.
+    pub(crate) fn resource_counts(&self) -> &Arc<ResourceCounts> {
+        &self.resource_counts
     }
 
-    /// What the pool has handed out, and what it has of the device.
+    /// Bytes that the memory pool has handed out, and bytes it has reserved.
     pub(crate) fn pool_bytes(&self) -> Result<(u64, u64), CudaError> {
         self.enter()?;
         let read = |attribute| {
             let mut bytes = 0u64;
-            // SAFETY: both attributes are 64-bit numbers, and `bytes` is a place for the answer.
+            // SAFETY: both attributes are 64-bit numbers, and `bytes` receives the result.
             let code = unsafe {
                 sys::cuMemPoolGetAttribute(self.pool, attribute, (&raw mut bytes).cast())
             };
@@ -179,19 +170,19 @@ impl Context {
         self.check("cuMemPoolSetAttribute", code)
     }
 
-    /// Gives freed memory back to the driver.
+    /// Returns freed memory to the driver.
     pub(crate) fn trim(&self) -> Result<(), CudaError> {
         self.enter()?;
-        // SAFETY: the pool is the device's own and always there.
+        // SAFETY: the pool belongs to the device and always exists.
         self.check("cuMemPoolTrimTo", unsafe { sys::cuMemPoolTrimTo(self.pool, 0) })
     }
 
-    /// Why nothing works any more, if so.
+    /// Why the device is faulted, if it is.
     pub(crate) fn fault(&self) -> Option<&str> {
         self.fault.get().map(String::as_str)
     }
 
-    /// Makes this the calling thread's context; refuses once the device is faulted.
+    /// Makes this the calling thread's context; fails once the device is faulted.
     pub(crate) fn enter(&self) -> Result<(), CudaError> {
         if let Some(reason) = self.fault.get() {
             return Err(CudaError::Faulted(reason.clone()));
@@ -205,7 +196,7 @@ impl Context {
         Ok(())
     }
 
-    /// `code` as a result. An error that lasts marks the device as faulted.
+    /// `code` as a result. A sticky error marks the device as faulted.
     pub(crate) fn check(&self, call: &'static str, code: CUresult) -> Result<(), CudaError> {
         if code == CUresult::CUDA_SUCCESS {
             return Ok(());
@@ -215,7 +206,7 @@ impl Context {
             return Err(err);
         }
         let reason = self.fault.get_or_init(|| {
-            tracing::error!(gpu = %self.facts.name, "{err}; the device is faulted");
+            tracing::error!(gpu = %self.facts.name, %err, "device faulted");
             err.to_string()
         });
         Err(CudaError::Faulted(reason.clone()))
@@ -226,7 +217,7 @@ impl Context {
         self.memory().map(|(free, _)| free)
     }
 
-    /// Memory of the device that somebody uses.
+    /// Memory of the device in use by any process.
     pub(crate) fn used_memory(&self) -> Result<Bytes, CudaError> {
         self.memory().map(|(free, total)| Bytes(total.0.saturating_sub(free.0)))
     }
@@ -234,7 +225,7 @@ impl Context {
     fn memory(&self) -> Result<(Bytes, Bytes), CudaError> {
         self.enter()?;
         let (mut free, mut total) = (0usize, 0usize);
-        // SAFETY: both are places for the driver's answer.
+        // SAFETY: both receive the results.
         self.check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
         Ok((Bytes(free as u64), Bytes(total as u64)))
     }
@@ -247,43 +238,19 @@ impl Drop for Context {
         }
         // Streams and memory of the part are gone: they hold this context.
         drop(self.part.take());
-        // SAFETY: retained once when it was opened and not used after this; an error has nobody to go to.
+        // SAFETY: retained once when it was opened and not used after this; an error cannot be
+        // reported.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
 
-/// `code` in the driver's words.
-pub(crate) fn describe(call: &'static str, code: CUresult) -> CudaError {
-    if code == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-        return CudaError::OutOfMemory { call, bytes: Bytes(0) };
-    }
-    let mut name: *const c_char = std::ptr::null();
-    let mut text: *const c_char = std::ptr::null();
-    // SAFETY: both are places for the driver's answer, a static string or null.
-    unsafe {
-        let _ = sys::cuGetErrorName(code, &mut name);
-        let _ = sys::cuGetErrorString(code, &mut text);
-    }
-    CudaError::Call { call, code: code as u32, name: static_text(name), text: static_text(text) }
-}
-
-fn static_text(text: *const c_char) -> String {
-    if text.is_null() {
-        return "unknown".to_string();
-    }
-    // SAFETY: the driver's error texts are static and end with a zero.
-    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
-}
-
-pub(super) fn check(call: &'static str, code: CUresult) -> Result<(), CudaError> {
-    if code == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(describe(call, code)) }
-}
-
-/// Loads and starts the driver, or says what is missing.
+/// Loads and initialises the driver, or says what is missing.
 fn start_driver() -> Result<(), OpenError> {
-    // SAFETY: asks the loader for the library by name. NVIDIA's driver library has no unsound start-up code.
+    // SAFETY: asks the loader for the library by name. NVIDIA's driver library has no unsound
+    // start-up code.
     if !unsafe { sys::is_culib_present() } {
-        let help = "libcuda.so.1 is not on this machine; install NVIDIA's driver, or in a container pass the GPU through";
+        let help = "libcuda.so.1 is not on this machine; install NVIDIA's driver, or in a \
+            container pass the GPU through";
         return Err(OpenError::NoDriver(help.to_string()));
     }
     // SAFETY: the library is there; flags must be 0.
@@ -293,7 +260,7 @@ fn start_driver() -> Result<(), OpenError> {
         return Err(OpenError::NoDriver(format!("{err}; see whether nvidia-smi works")));
     }
     let mut version = 0;
-    // SAFETY: a place for the driver's answer.
+    // SAFETY: receives the result.
     check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) })?;
     if version < DRIVER_NEEDED {
         let (found, needed) = (version_text(version), version_text(DRIVER_NEEDED));
@@ -307,7 +274,7 @@ fn version_text(version: i32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
 
-/// The GPU of that number, with the driver started.
+/// The GPU of that number; initialises the driver.
 fn find_device(ordinal: usize) -> Result<CUdevice, OpenError> {
     start_driver()?;
     let count = device_count()?;
@@ -317,12 +284,12 @@ fn find_device(ordinal: usize) -> Result<CUdevice, OpenError> {
         return Err(no_such);
     }
     let mut device: CUdevice = 0;
-    // SAFETY: the driver is started and `device` is a place for its answer.
+    // SAFETY: the driver is started and `device` receives the result.
     check("cuDeviceGet", unsafe { sys::cuDeviceGet(&mut device, number) })?;
     Ok(device)
 }
 
-/// The GPU's primary context, held once more.
+/// Retains the GPU's primary context.
 fn retain(device: CUdevice) -> Result<CUcontext, OpenError> {
     let mut raw: CUcontext = std::ptr::null_mut();
     // SAFETY: `device` came from the driver; a [`Context`] releases it when it is dropped.
@@ -333,7 +300,7 @@ fn retain(device: CUdevice) -> Result<CUcontext, OpenError> {
 
 fn device_count() -> Result<usize, OpenError> {
     let mut count = 0;
-    // SAFETY: the driver is started and `count` is a place for its answer.
+    // SAFETY: the driver is started and `count` receives the result.
     match unsafe { sys::cuDeviceGetCount(&mut count) } {
         CUresult::CUDA_ERROR_NO_DEVICE => Ok(0),
         code => {
@@ -343,52 +310,12 @@ fn device_count() -> Result<usize, OpenError> {
     }
 }
 
-fn read_facts(device: CUdevice) -> Result<DriverFacts, OpenError> {
-    let attribute = |which| {
-        let mut value = 0;
-        // SAFETY: `device` came from the driver and `value` is a place for its answer.
-        check("cuDeviceGetAttribute", unsafe {
-            sys::cuDeviceGetAttribute(&mut value, which, device)
-        })?;
-        Ok::<u32, OpenError>(u32::try_from(value).unwrap_or(0))
-    };
-    use CUdevice_attribute as A;
-    let major = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-    let minor = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-    let mut driver_version = 0;
-    // SAFETY: a place for the driver's answer.
-    check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut driver_version) })?;
-    Ok(DriverFacts {
-        name: read_text("cuDeviceGetName", |text, len| {
-            // SAFETY: `text` has room for `len` characters.
-            unsafe { sys::cuDeviceGetName(text, len, device) }
-        })?,
-        driver_version,
-        capability: major * 10 + minor,
-        multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-        pci_bus_id: read_text("cuDeviceGetPCIBusId", |text, len| {
-            // SAFETY: `text` has room for `len` characters.
-            unsafe { sys::cuDeviceGetPCIBusId(text, len, device) }
-        })?,
-    })
-}
-
-fn read_text(
-    call: &'static str,
-    read: impl FnOnce(*mut c_char, c_int) -> CUresult,
-) -> Result<String, OpenError> {
-    let mut text = [0u8; 128];
-    check(call, read(text.as_mut_ptr().cast(), text.len() as c_int))?;
-    let end = text.iter().position(|&byte| byte == 0).unwrap_or(text.len());
-    Ok(String::from_utf8_lossy(&text[..end]).into_owned())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn versions_read_as_people_write_them() {
+    fn versions_are_printed_with_a_dot() {
         assert_eq!(version_text(13_000), "13.0");
         assert_eq!(version_text(12_040), "12.4");
     }

@@ -1,4 +1,4 @@
-//! Points in a stream with their time.
+//! CUDA events.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ impl Event {
         Event::with_flags(context, 0)
     }
 
-    /// An event that tells nothing of time, which is cheaper to wait for.
+    /// An event without a time, which is cheaper to wait for.
     pub(crate) fn untimed(context: &Arc<Context>) -> Result<Event, CudaError> {
         Event::with_flags(context, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)
     }
@@ -31,38 +31,38 @@ impl Event {
     fn with_flags(context: &Arc<Context>, flags: u32) -> Result<Event, CudaError> {
         context.enter()?;
         let mut raw: CUevent = std::ptr::null_mut();
-        // SAFETY: `raw` is a place for the driver's answer; destroyed when this value is dropped.
+        // SAFETY: `raw` receives the result; destroyed when this value is dropped.
         context.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags) })?;
         Ok(Event { raw, context: context.clone() })
     }
 
-    /// The point after everything in `stream` so far.
+    /// Records the point after everything in `stream` so far.
     pub(crate) fn record(&self, stream: &Stream) -> Result<(), CudaError> {
         self.context.enter()?;
         // SAFETY: both handles are alive.
         self.context.check("cuEventRecord", unsafe { sys::cuEventRecord(self.raw, stream.raw()) })
     }
 
-    /// What is queued on `stream` from now on begins after the point, which has been recorded.
-    pub(crate) fn hold(&self, stream: &Stream) -> Result<(), CudaError> {
+    /// Work enqueued on `stream` from now on starts after the event, which has been recorded.
+    pub(crate) fn block_stream(&self, stream: &Stream) -> Result<(), CudaError> {
         self.context.enter()?;
         // SAFETY: both handles are alive; the driver keeps what it needs of the event.
         let code = unsafe { sys::cuStreamWaitEvent(stream.raw(), self.raw, 0) };
         self.context.check("cuStreamWaitEvent", code)
     }
 
-    /// Waits for the point to be passed.
+    /// Waits for the event.
     pub(crate) fn wait(&self) -> Result<(), CudaError> {
         self.context.enter()?;
         // SAFETY: the handle is alive.
         self.context.check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.raw) })
     }
 
-    /// Microseconds from `earlier` to this; both must have been passed.
+    /// Microseconds from `earlier` to this; both must have completed.
     pub(crate) fn micros_since(&self, earlier: &Event) -> Result<f64, CudaError> {
         self.context.enter()?;
         let mut millis = 0f32;
-        // SAFETY: both handles are alive and `millis` is a place for the answer.
+        // SAFETY: both handles are alive and `millis` receives the result.
         let code = unsafe { sys::cuEventElapsedTime_v2(&mut millis, earlier.raw, self.raw) };
         self.context.check("cuEventElapsedTime", code)?;
         Ok(f64::from(millis) * 1e3)

@@ -5,17 +5,17 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUfunction, CUfunction_attribute, CUmodule};
 
-use super::{Context, Counted, Held};
+use super::{Context, CountedResource, ResourceKind};
 use crate::error::CudaError;
 
-/// The largest cluster every GPU with clusters takes; beyond it a kernel must say that it dares.
+/// The largest cluster that every GPU with clusters supports; a kernel must opt in to larger ones.
 const PORTABLE_CLUSTER: u32 = 8;
 
 /// A loaded cubin.
 pub(crate) struct Module {
     raw: CUmodule,
     context: Arc<Context>,
-    _counted: Counted,
+    _counted: CountedResource,
 }
 
 // SAFETY: a module handle may be used from any thread.
@@ -23,31 +23,34 @@ unsafe impl Send for Module {}
 // SAFETY: as above; the driver locks its own state.
 unsafe impl Sync for Module {}
 
-/// A kernel of a module, with what it takes of a multiprocessor.
+/// A kernel of a module, with the resources it needs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Function {
     raw: CUfunction,
     pub(crate) registers: u32,
     /// Bytes a thread spills to memory.
     pub(crate) local_bytes: u32,
-    /// Blocks a multiprocessor holds at once.
+    /// Blocks an SM holds at once.
     pub(crate) blocks: u32,
 }
 
-// SAFETY: a function handle may be used from any thread; its module outlives it by the structure that holds both.
+// SAFETY: a function handle may be used from any thread; its module outlives it by the structure
+// that holds both.
 unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
 
 impl Module {
-    /// Puts `image` on the device now: a load in the middle of requests would wait for running kernels.
+    /// Loads `image` onto the device now: a lazy load between requests would wait for running
+    /// kernels.
     pub(crate) fn load(context: &Arc<Context>, image: &[u8]) -> Result<Module, CudaError> {
         context.enter()?;
         let mut raw: CUmodule = std::ptr::null_mut();
-        // SAFETY: `image` is a cubin as NVRTC made it (the cache checks its digest); the driver copies it.
+        // SAFETY: `image` is a cubin as NVRTC made it (the cache checks its digest); the driver
+        // copies it.
         let code = unsafe { sys::cuModuleLoadData(&mut raw, image.as_ptr().cast()) };
         context.check("cuModuleLoadData", code)?;
-        let counted = context.census().count(Held::Module, image.len() as u64);
+        let counted = context.resource_counts().count(ResourceKind::Module, image.len() as u64);
         Ok(Module { raw, context: context.clone(), _counted: counted })
     }
 
@@ -62,7 +65,7 @@ impl Module {
         let context = &self.context;
         context.enter()?;
         let mut raw: CUfunction = std::ptr::null_mut();
-        // SAFETY: the module is alive, `name` ends with a zero.
+        // SAFETY: the module is alive, `name` is NUL-terminated.
         let code = unsafe { sys::cuModuleGetFunction(&mut raw, self.raw, name.as_ptr()) };
         context.check("cuModuleGetFunction", code)?;
         // SAFETY: the function is of a module that is alive.
@@ -73,7 +76,7 @@ impl Module {
         context.check("cuFuncSetAttribute", code)?;
         let read = |which| {
             let mut value = 0;
-            // SAFETY: as above, and `value` is a place for the answer.
+            // SAFETY: as above, and `value` receives the result.
             let code = unsafe { sys::cuFuncGetAttribute(&mut value, which, raw) };
             context.check("cuFuncGetAttribute", code)?;
             Ok::<u32, CudaError>(u32::try_from(value).unwrap_or(0))
@@ -90,7 +93,7 @@ impl Module {
         };
         context.check("cuOccupancyMaxActiveBlocksPerMultiprocessor", code)?;
         let local_bytes = read(A::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?;
-        context.census().note_local(local_bytes);
+        context.resource_counts().record_local_bytes(local_bytes);
         Ok(Function {
             raw,
             registers: read(A::CU_FUNC_ATTRIBUTE_NUM_REGS)?,
@@ -121,7 +124,7 @@ impl Function {
 impl Drop for Module {
     fn drop(&mut self) {
         if self.context.enter().is_ok() {
-            // SAFETY: loaded in `load` and not used after this: who launched its kernels has waited for them.
+            // SAFETY: loaded in `load` and not used after this: users have waited for its kernels.
             let _ = unsafe { sys::cuModuleUnload(self.raw) };
         }
     }

@@ -1,7 +1,7 @@
-//! Host memory in one piece that is pinned, and given back, block by block.
+//! Host memory in one range that is pinned and unpinned block by block.
 //!
-//! A call that pins much at once holds up other threads' calls for as long as that takes, and less where the pages are there
-//! before. For copies only: a kernel may see the memory under another address.
+//! A call that pins much at once blocks calls of other threads for its whole duration, and takes
+//! less time when the pages exist already. For copies only: a kernel may need another address.
 
 use std::alloc::Layout;
 use std::sync::Arc;
@@ -9,26 +9,25 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 
 use super::Context;
-use super::census::{Counted, Held};
-use super::memory::sized;
+use super::resource_counts::{CountedResource, ResourceKind};
 use crate::error::CudaError;
 
-/// Bytes of a page, or a part of them.
+/// Size of a page, or a divisor of it.
 const PAGE: usize = 4096;
 
-/// Bytes of a large page, which is fetched several times as fast as as much in small ones, and pinned faster.
+/// Size of a large page. Large pages are allocated several times as fast, and pinned faster.
 const LARGE_PAGE: usize = 2 << 20;
 
-/// What is pinned at once. No copy may cross its borders.
+/// Bytes pinned with one call. No copy may cross a block border.
 pub(crate) const BLOCK: usize = LARGE_PAGE;
 
-/// Zeros at first; all of it is pinned until it is given back.
+/// Pinned memory, initially zero.
 pub(crate) struct PinnedBlocks {
     address: *mut u8,
     layout: Layout,
     bytes: usize,
-    /// Blocks from the first on that are pinned.
-    pinned: Vec<Counted>,
+    /// The pinned blocks, from the first on.
+    pinned: Vec<CountedResource>,
     context: Arc<Context>,
 }
 
@@ -43,7 +42,7 @@ fn block_bytes(at: usize, bytes: usize) -> usize {
 }
 
 impl PinnedBlocks {
-    /// `bytes` of memory. Each call that holds up others comes behind one of `wait`.
+    /// `bytes` of memory. `wait` is called before each call that blocks others.
     pub(crate) fn new(
         context: &Arc<Context>,
         bytes: usize,
@@ -61,13 +60,14 @@ impl PinnedBlocks {
         #[cfg(target_os = "linux")]
         if bytes >= LARGE_PAGE {
             let whole = bytes - bytes % LARGE_PAGE;
-            // SAFETY: asks for large pages under whole ones of the memory just allocated. Where there are none, small ones do.
+            // SAFETY: asks for large pages under whole ones of the memory just allocated. Where
+            // there are none, small ones do.
             let _ = unsafe { libc::madvise(address.cast(), whole, libc::MADV_HUGEPAGE) };
         }
         let context = context.clone();
         let mut blocks = PinnedBlocks { address, layout, bytes, pinned: Vec::new(), context };
         for at in (0..bytes).step_by(BLOCK) {
-            // SAFETY: inside the memory just allocated, which nobody else has.
+            // SAFETY: inside the memory just allocated, which nothing else has.
             unsafe { address.add(at).write_bytes(0, block_bytes(at, bytes)) };
             wait();
             blocks.pin_next()?;
@@ -80,12 +80,14 @@ impl PinnedBlocks {
         let bytes = block_bytes(at, self.bytes);
         // SAFETY: inside memory of our own, which stays until it is given back to the driver again.
         let code = unsafe { sys::cuMemHostRegister_v2(self.address.add(at).cast(), bytes, 0) };
-        self.context.check("cuMemHostRegister", code).map_err(|err| sized(err, bytes as u64))?;
-        self.pinned.push(self.context.census().count(Held::Pinned, bytes as u64));
+        self.context
+            .check("cuMemHostRegister", code)
+            .map_err(|err| err.with_bytes(bytes as u64))?;
+        self.pinned.push(self.context.resource_counts().count(ResourceKind::Pinned, bytes as u64));
         Ok(())
     }
 
-    /// Unpins everything, as [`PinnedBlocks::new`] pinned it, and frees it. Nothing the device does to it may be in flight.
+    /// Unpins everything block by block and frees it. No copy from it may be in flight.
     pub(crate) fn release(mut self, wait: impl Fn()) {
         self.unpin(wait);
     }
@@ -111,9 +113,10 @@ impl PinnedBlocks {
         self.address
     }
 
-    /// The bytes. Nothing the device does to them may be in flight.
+    /// The bytes. No copy from or to them may be in flight.
     pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {
-        // SAFETY: allocated with this size and initialised; the owner writes only before the device begins.
+        // SAFETY: allocated with this size and initialised; the owner writes only before the device
+        // begins.
         unsafe { std::slice::from_raw_parts_mut(self.address, self.bytes) }
     }
 }
@@ -121,7 +124,7 @@ impl PinnedBlocks {
 impl Drop for PinnedBlocks {
     fn drop(&mut self) {
         self.unpin(|| {});
-        // A context that is lost may still have the device write to what is pinned.
+        // The device may still write to pinned memory of a lost context.
         if self.pinned.is_empty() {
             // SAFETY: allocated with this layout, and not used after this.
             unsafe { std::alloc::dealloc(self.address, self.layout) };

@@ -1,4 +1,4 @@
-//! Work in order: copies, launches, words.
+//! CUDA streams: copies, launches and writes of words, in order.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -15,10 +15,10 @@ use cudarc::driver::sys::{
 use super::{Context, Function, Graph, SmPartition};
 use crate::error::CudaError;
 
-/// The most memory operations the driver takes at once.
+/// Memory operations per call, at most.
 const WORDS_PER_CALL: usize = 256;
 
-/// Whose blocks go first where both wait for room.
+/// Whose blocks are placed first when both wait for an SM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Priority {
     High,
@@ -31,17 +31,18 @@ pub(crate) struct LaunchShape {
     pub(crate) grid: u32,
     pub(crate) threads: u32,
     pub(crate) shared: u32,
-    /// Blocks that run together; 1 for none.
+    /// Blocks per cluster; 1 for none.
     pub(crate) cluster: u32,
-    /// Blocks may start while the previous kernel's last ones still run; the kernel waits itself.
+    /// Blocks may start while the last ones of the previous kernel still run; the kernel waits
+    /// itself.
     pub(crate) dependent: bool,
 }
 
-/// A queue of the driver.
+/// A CUDA stream.
 pub(crate) struct Stream {
     raw: CUstream,
     context: Arc<Context>,
-    /// What its kernels are held to, if not to all that the context has.
+    /// The partition that its kernels are confined to, if any.
     _part: Option<Arc<SmPartition>>,
 }
 
@@ -59,13 +60,13 @@ impl Stream {
         }
         let mut raw: CUstream = std::ptr::null_mut();
         let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: `raw` is a place for the answer; destroyed when this value is dropped.
+        // SAFETY: `raw` receives the result; destroyed when this value is dropped.
         let code = unsafe { sys::cuStreamCreateWithPriority(&mut raw, flags, number) };
         context.check("cuStreamCreateWithPriority", code)?;
         Ok(own(raw))
     }
 
-    /// A stream of low priority whose kernels run in `partition` only, which is a part of the same GPU.
+    /// A stream of low priority whose kernels run in `partition` only.
     pub(crate) fn in_partition(
         context: &Arc<Context>,
         partition: &Arc<SmPartition>,
@@ -73,7 +74,7 @@ impl Stream {
         Stream::in_part(context, partition, Priority::Low)
     }
 
-    /// A stream whose kernels run in `part` only, which is of the same GPU.
+    /// A stream whose kernels run in `part` only, a partition of the same GPU.
     pub(crate) fn in_part(
         context: &Arc<Context>,
         part: &Arc<SmPartition>,
@@ -91,14 +92,14 @@ impl Stream {
         self.raw
     }
 
-    /// Waits for everything queued.
+    /// Waits for everything enqueued.
     pub(crate) fn synchronize(&self) -> Result<(), CudaError> {
         self.context.enter()?;
         // SAFETY: the handle is alive.
         self.context.check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.raw) })
     }
 
-    /// Whether everything queued is done. This is how a failed kernel is noticed.
+    /// Whether everything enqueued is done. Also reports kernels that failed.
     pub(crate) fn is_idle(&self) -> Result<bool, CudaError> {
         self.context.enter()?;
         // SAFETY: the handle is alive.
@@ -111,7 +112,7 @@ impl Stream {
     /// Copies to the device.
     ///
     /// # Safety
-    /// Both sides are `bytes` long and alive, and nobody writes to them, until the copy is done.
+    /// Both sides are `bytes` long and alive, and nothing writes to them, until the copy is done.
     pub(crate) unsafe fn copy_in(
         &self,
         to: u64,
@@ -122,7 +123,7 @@ impl Stream {
             return Ok(());
         }
         self.context.enter()?;
-        // SAFETY: the caller answers for both sides.
+        // SAFETY: the caller is responsible for both sides.
         let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.raw) };
         self.context.check("cuMemcpyHtoDAsync", code)
     }
@@ -130,7 +131,8 @@ impl Stream {
     /// Copies from the device.
     ///
     /// # Safety
-    /// Both sides are `bytes` long and alive, and nobody else uses the target, until the copy is done.
+    /// Both sides are `bytes` long and alive, and nothing else uses the target, until the copy is
+    /// done.
     pub(crate) unsafe fn copy_out(
         &self,
         to: *mut u8,
@@ -141,7 +143,7 @@ impl Stream {
             return Ok(());
         }
         self.context.enter()?;
-        // SAFETY: the caller answers for both sides.
+        // SAFETY: the caller is responsible for both sides.
         let code = unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.raw) };
         self.context.check("cuMemcpyDtoHAsync", code)
     }
@@ -151,7 +153,7 @@ impl Stream {
     /// # Safety
     /// The words are alive until the write is done.
     pub(crate) unsafe fn clear(&self, address: u64, words: usize) -> Result<(), CudaError> {
-        // SAFETY: the caller answers for the words.
+        // SAFETY: the caller is responsible for the words.
         unsafe { self.fill(address, 0, words) }
     }
 
@@ -169,18 +171,20 @@ impl Stream {
             return Ok(());
         }
         self.context.enter()?;
-        // SAFETY: the caller answers for the words.
+        // SAFETY: the caller is responsible for the words.
         let code = unsafe { sys::cuMemsetD32Async(address, value, words, self.raw) };
         self.context.check("cuMemsetD32Async", code)
     }
 
-    /// Writes one word once everything before it is done. Needs no multiprocessor, and memory that is not of a pool.
+    /// Writes one word once everything before it is done. Uses no SM; the word must not be in pool
+    /// memory.
     ///
     /// # Safety
     /// The word is alive until the write is done.
     pub(crate) unsafe fn write_word(&self, address: u64, value: u32) -> Result<(), CudaError> {
         self.context.enter()?;
-        // SAFETY: the caller answers for the word. The entry point without `_v2` is an older one that fails here.
+        // SAFETY: the caller is responsible for the word. The function without `_v2` is an older
+        // one that fails here.
         let code = unsafe { sys::cuStreamWriteValue32_v2(self.raw, address, value, 0) };
         self.context.check("cuStreamWriteValue32_v2", code)
     }
@@ -191,13 +195,13 @@ impl Stream {
     /// The words are alive until they are written.
     pub(crate) unsafe fn write_words(&self, words: &[(u64, u32)]) -> Result<(), CudaError> {
         if let [(address, value)] = words {
-            // SAFETY: the caller answers for the word.
+            // SAFETY: the caller is responsible for the word.
             return unsafe { self.write_word(*address, *value) };
         }
         self.context.enter()?;
         for some in words.chunks(WORDS_PER_CALL) {
             let mut writes: Vec<_> = some.iter().map(|word| write_of(*word)).collect();
-            // SAFETY: `writes` lives through the call; the caller answers for the words.
+            // SAFETY: `writes` lives through the call; the caller is responsible for the words.
             let code = unsafe {
                 sys::cuStreamBatchMemOp_v2(self.raw, writes.len() as u32, writes.as_mut_ptr(), 0)
             };
@@ -206,10 +210,11 @@ impl Stream {
         Ok(())
     }
 
-    /// Queues a kernel. `params` are its arguments, as bytes that are copied during the call.
+    /// Launches a kernel. `params` are its arguments, as bytes that are copied during the call.
     ///
     /// # Safety
-    /// `params` are as many and as large as the kernel's parameters, and what they point to is alive until it is done.
+    /// `params` are as many and as large as the kernel's parameters, and what they point to is
+    /// alive until it is done.
     pub(crate) unsafe fn launch(
         &self,
         function: &Function,
@@ -237,7 +242,8 @@ impl Stream {
             attrs: attributes[first..].as_mut_ptr(),
             numAttrs: count as u32,
         };
-        // SAFETY: `config` and `pointers` live through the call; the caller answers for the parameters.
+        // SAFETY: `config` and `pointers` live through the call; the caller is responsible for the
+        // parameters.
         let code = unsafe {
             sys::cuLaunchKernelEx(
                 &config,
@@ -249,7 +255,7 @@ impl Stream {
         self.context.check("cuLaunchKernelEx", code)
     }
 
-    /// What `record` queues, as a graph instead of running it.
+    /// The work that `record` enqueues, as a graph instead of running it.
     pub(crate) fn capture(
         &self,
         record: impl FnOnce(&Stream) -> Result<(), CudaError>,
@@ -261,7 +267,8 @@ impl Stream {
         self.context.check("cuStreamBeginCapture", code)?;
         let recorded = record(self);
         let mut captured: CUgraph = std::ptr::null_mut();
-        // SAFETY: capture was begun on this stream by this thread; it is ended whatever `record` said.
+        // SAFETY: capture was begun on this stream by this thread; it is ended whether or not
+        // `record` failed.
         let code = unsafe { sys::cuStreamEndCapture(self.raw, &mut captured) };
         let ended = self.context.check("cuStreamEndCapture", code);
         recorded?;
@@ -273,17 +280,17 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         if self.context.enter().is_ok() {
-            // SAFETY: made in `new` and not used after this; what is queued still runs.
+            // SAFETY: made in `new` and not used after this; enqueued work still runs.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
         }
     }
 }
 
-/// What the driver calls `priority`.
+/// The driver's number of `priority`.
 fn number_of(context: &Arc<Context>, priority: Priority) -> Result<i32, CudaError> {
     context.enter()?;
     let (mut least, mut greatest) = (0, 0);
-    // SAFETY: both are places for the answer.
+    // SAFETY: both receive the results.
     let code = unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) };
     context.check("cuCtxGetStreamPriorityRange", code)?;
     Ok(if priority == Priority::High { greatest } else { least })

@@ -1,4 +1,4 @@
-//! What moves inputs on the device.
+//! Copies and clears within device memory.
 
 use cudarc::driver::sys;
 
@@ -6,10 +6,11 @@ use super::Stream;
 use crate::error::CudaError;
 
 impl Stream {
-    /// Copies from one place on the device to another.
+    /// Copies from one address on the device to another.
     ///
     /// # Safety
-    /// Both sides are `bytes` long, apart and alive, and nobody writes to them, until the copy is done.
+    /// Both sides are `bytes` long, disjoint and alive, and nothing writes to them, until the copy
+    /// is done.
     pub(crate) unsafe fn copy_within(
         &self,
         to: u64,
@@ -20,7 +21,7 @@ impl Stream {
             return Ok(());
         }
         self.context().enter()?;
-        // SAFETY: the caller answers for both sides.
+        // SAFETY: the caller is responsible for both sides.
         let code = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.raw()) };
         self.context().check("cuMemcpyDtoDAsync", code)
     }
@@ -34,7 +35,7 @@ impl Stream {
             return Ok(());
         }
         self.context().enter()?;
-        // SAFETY: the caller answers for the bytes.
+        // SAFETY: the caller is responsible for the bytes.
         let code = unsafe { sys::cuMemsetD8Async(address, 0, bytes, self.raw()) };
         self.context().check("cuMemsetD8Async", code)
     }

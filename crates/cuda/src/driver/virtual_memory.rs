@@ -1,67 +1,61 @@
-//! Addresses apart from the memory behind them: a range is reserved once and keeps its address, pieces of memory are mapped
-//! under it and taken away again. One piece may lie under several addresses at once.
+//! Virtual memory: an address range is reserved once, and physical memory is mapped into it and
+//! unmapped again. One allocation may be mapped at several addresses at once.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use base::Bytes;
 use cudarc::driver::sys::{
     self, CUdeviceptr, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags,
     CUmemAllocationProp, CUmemAllocationType, CUmemGenericAllocationHandle, CUmemLocation,
     CUmemLocationType,
 };
 
-use super::{Context, Counted, Held};
+use super::{Context, CountedResource, ResourceKind};
 use crate::error::CudaError;
 
-/// Where the memory of `context`'s GPU lies.
+/// The location of `context`'s memory.
 fn location(context: &Context) -> CUmemLocation {
     CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: context.device() }
 }
 
 fn properties(context: &Context) -> CUmemAllocationProp {
-    // SAFETY: a plain C structure of numbers and pointers, for which all zero means "nothing special".
+    // SAFETY: a plain C structure of numbers and pointers, for which zero is the default.
     let mut properties: CUmemAllocationProp = unsafe { std::mem::zeroed() };
     properties.type_ = CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
     properties.location = location(context);
     properties
 }
 
-/// What sizes of pieces and offsets in ranges are multiples of.
+/// The granularity of physical allocations and of offsets in ranges.
 pub(crate) fn granularity(context: &Context) -> Result<u64, CudaError> {
     context.enter()?;
     let mut bytes = 0usize;
     let least = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
-    // SAFETY: `bytes` is a place for the answer and the properties outlive the call.
+    // SAFETY: `bytes` receives the result and the properties outlive the call.
     let code =
         unsafe { sys::cuMemGetAllocationGranularity(&mut bytes, &properties(context), least) };
     context.check("cuMemGetAllocationGranularity", code)?;
     Ok(bytes.max(1) as u64)
 }
 
-/// A piece of device memory without an address.
-pub(crate) struct Piece {
+/// A physical allocation without an address.
+pub(crate) struct PhysicalMemory {
     handle: CUmemGenericAllocationHandle,
     bytes: u64,
     context: Arc<Context>,
-    _counted: Counted,
+    _counted: CountedResource,
 }
 
-impl Piece {
-    /// A piece of `bytes`, a multiple of the [`granularity`]. What is in it is not defined.
-    pub(crate) fn new(context: &Arc<Context>, bytes: u64) -> Result<Piece, CudaError> {
+impl PhysicalMemory {
+    /// An allocation of `bytes`, a multiple of the [`granularity`]. Its content is not defined.
+    pub(crate) fn new(context: &Arc<Context>, bytes: u64) -> Result<PhysicalMemory, CudaError> {
         context.enter()?;
         let size = usize::try_from(bytes).unwrap_or(usize::MAX);
         let mut handle: CUmemGenericAllocationHandle = 0;
-        // SAFETY: `handle` is a place for the answer; released when this value is dropped.
+        // SAFETY: `handle` receives the result; released when this value is dropped.
         let code = unsafe { sys::cuMemCreate(&mut handle, size, &properties(context), 0) };
-        context.check("cuMemCreate", code).map_err(|err| match err {
-            CudaError::OutOfMemory { call, .. } => {
-                CudaError::OutOfMemory { call, bytes: Bytes(bytes) }
-            }
-            other => other,
-        })?;
-        let counted = context.census().count(Held::Piece, bytes);
-        Ok(Piece { handle, bytes, context: context.clone(), _counted: counted })
+        context.check("cuMemCreate", code).map_err(|err| err.with_bytes(bytes))?;
+        let counted = context.resource_counts().count(ResourceKind::PhysicalMemory, bytes);
+        Ok(PhysicalMemory { handle, bytes, context: context.clone(), _counted: counted })
     }
 
     pub(crate) fn bytes(&self) -> u64 {
@@ -69,23 +63,24 @@ impl Piece {
     }
 }
 
-impl Drop for Piece {
+impl Drop for PhysicalMemory {
     fn drop(&mut self) {
         if self.context.enter().is_ok() {
-            // SAFETY: created in `new` and not used after this. The driver keeps the memory while it is mapped.
+            // SAFETY: created in `new` and not used after this. The driver keeps the memory while
+            // it is mapped.
             let _ = unsafe { sys::cuMemRelease(self.handle) };
         }
     }
 }
 
-/// A range of addresses that stays ours until it is dropped. Nothing is behind it until pieces are mapped.
+/// A reserved address range. Nothing is mapped at first.
 pub(crate) struct AddressRange {
     address: CUdeviceptr,
     bytes: u64,
     /// Offsets and sizes of what is mapped, in no order.
     mapped: Mutex<Vec<(u64, u64)>>,
     context: Arc<Context>,
-    _counted: Counted,
+    _counted: CountedResource,
 }
 
 impl AddressRange {
@@ -94,11 +89,11 @@ impl AddressRange {
         context.enter()?;
         let size = usize::try_from(bytes).unwrap_or(usize::MAX);
         let mut address: CUdeviceptr = 0;
-        // SAFETY: `address` is a place for the answer; freed when this value is dropped.
+        // SAFETY: `address` receives the result; freed when this value is dropped.
         let code = unsafe { sys::cuMemAddressReserve(&mut address, size, 0, 0, 0) };
         context.check("cuMemAddressReserve", code)?;
         let (mapped, context) = (Mutex::default(), context.clone());
-        let counted = context.census().count(Held::Range, bytes);
+        let counted = context.resource_counts().count(ResourceKind::Range, bytes);
         Ok(AddressRange { address, bytes, mapped, context, _counted: counted })
     }
 
@@ -110,15 +105,17 @@ impl AddressRange {
         self.bytes
     }
 
-    /// Puts all of `piece` at `offset`, where nothing is. The device may not touch it before [`AddressRange::open`]. The
-    /// memory stays until it is unmapped, also when the piece is dropped before.
-    pub(crate) fn map(&self, offset: u64, piece: &Piece) -> Result<(), CudaError> {
+    /// Maps all of `piece` at `offset`, where nothing is mapped. The device may not access it
+    /// before [`AddressRange::open`]. The memory stays until it is unmapped, even when `piece` is
+    /// dropped before.
+    pub(crate) fn map(&self, offset: u64, piece: &PhysicalMemory) -> Result<(), CudaError> {
         if offset.checked_add(piece.bytes).is_none_or(|end| end > self.bytes) {
-            return Err(CudaError::Misuse("a piece is mapped past the end of its range"));
+            return Err(CudaError::Misuse("mapped past the end of the address range"));
         }
         self.context.enter()?;
         let mut mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: inside the reserved range by the lines above, and the handle is alive; the driver refuses an overlap.
+        // SAFETY: inside the reserved range by the lines above, and the handle is alive; the driver
+        // refuses an overlap.
         let code = unsafe {
             sys::cuMemMap(self.address + offset, piece.bytes as usize, 0, piece.handle, 0)
         };
@@ -127,7 +124,7 @@ impl AddressRange {
         Ok(())
     }
 
-    /// Lets the device read and write `bytes` at `offset`, all of which is mapped.
+    /// Lets the device read and write `bytes` at `offset`, all of which are mapped.
     pub(crate) fn open(&self, offset: u64, bytes: u64) -> Result<(), CudaError> {
         self.context.enter()?;
         let access = CUmemAccessDesc {
@@ -141,15 +138,16 @@ impl AddressRange {
         self.context.check("cuMemSetAccess", code)
     }
 
-    /// Takes away every piece that begins in `bytes` at `offset`. Nothing that is under way on the device may touch them:
-    /// the driver does not wait for it.
+    /// Unmaps every allocation that begins in `bytes` at `offset`. Nothing in flight on the device
+    /// may access them: the driver does not wait.
     pub(crate) fn unmap(&self, offset: u64, bytes: u64) -> Result<(), CudaError> {
         self.context.enter()?;
         let mut mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
         let end = offset.saturating_add(bytes);
         while let Some(at) = mapped.iter().position(|(at, _)| (offset..end).contains(at)) {
             let (at, bytes) = mapped.swap_remove(at);
-            // SAFETY: exactly one piece that was mapped here, and the caller waited for all that uses it.
+            // SAFETY: exactly one allocation that was mapped here, and the caller waited for
+            // everything that uses it.
             let code = unsafe { sys::cuMemUnmap(self.address + at, bytes as usize) };
             self.context.check("cuMemUnmap", code)?;
         }

@@ -1,77 +1,88 @@
-//! Work that leaves, best effort above all: few launches in flight, out of the way within microseconds.
+//! The queue of work that can be preempted, best effort above all.
 
 use std::sync::Arc;
 
 use device::{CompletionSink, DeviceError, Queue, QueueOptions, Segment};
 
-use super::dispatcher::{Duties, Waker};
-use super::lane::{Inbox, Lane};
+use super::dispatcher::{Dispatcher, DispatcherContext, DispatcherWaker};
+use super::executor::QueueExecutor;
+use super::segment_queue::SegmentQueue;
 use crate::driver::Priority;
-use crate::hub::Hub;
-use crate::quiet::Quiet;
+use crate::preempt::driver_backoff::DriverBackoff;
+use crate::services::DeviceServices;
 
-/// A queue whose work leaves when it is told to.
+/// A queue whose work can be preempted.
 pub(crate) struct BestEffortQueue {
-    inbox: Arc<Inbox>,
-    waker: Waker,
+    segments: Arc<SegmentQueue>,
+    waker: DispatcherWaker,
     has_partition: bool,
-    /// Wanted for launches elsewhere, where this queue's are not among those that others keep quiet for.
-    quiet: Option<Arc<Quiet>>,
+    /// Set for a queue of high priority: best effort backs off for the launches of RT queues, and
+    /// this queue launches from the best-effort thread, which must not wait for itself.
+    driver_backoff: Option<Arc<DriverBackoff>>,
 }
 
 impl BestEffortQueue {
     pub(crate) fn open(
-        hub: &Arc<Hub>,
+        services: &DeviceServices,
+        dispatcher: &Dispatcher,
         options: QueueOptions,
         sink: Arc<dyn CompletionSink>,
     ) -> Result<BestEffortQueue, DeviceError> {
-        let inbox = Arc::new(Inbox::new(options.capacity.max(1)));
+        let DeviceServices { device, preemption, recorder, .. } = services;
+        let segments = Arc::new(SegmentQueue::new(options.capacity.max(1)));
         let priority = if options.high_priority { Priority::High } else { Priority::Low };
-        let lane = Lane::new(hub.clone(), options.id, priority, inbox.clone(), sink);
-        let lane = lane.map_err(|err| hub.error(err))?;
-        let duties = Duties {
-            polling: hub.options().polling,
-            quiet: hub.quiet.clone(),
-            seats: hub.seats.clone(),
+        let executor = QueueExecutor::new(
+            device.clone(),
+            preemption.clone(),
+            recorder,
+            (options.id, priority),
+            segments.clone(),
+            sink,
+        );
+        let executor = executor.map_err(|err| device.error(err))?;
+        let context = DispatcherContext {
+            polling: device.options().polling,
+            driver_backoff: preemption.driver_backoff.clone(),
+            epoch_counters: preemption.epoch_counters.clone(),
         };
-        let added = hub.dispatcher.add(lane, duties);
+        let added = dispatcher.add(executor, context);
         added.map_err(|err| DeviceError::Faulted {
-            device: hub.info.name.clone(),
-            reason: format!("cannot start the thread of best effort: {err}"),
+            device: device.info.name.clone(),
+            reason: format!("cannot start the best-effort thread: {err}"),
         })?;
         Ok(BestEffortQueue {
-            inbox,
-            waker: hub.dispatcher.waker(),
-            has_partition: hub.partition.is_some() && priority == Priority::Low,
-            quiet: (priority == Priority::High).then(|| hub.quiet.clone()),
+            segments,
+            waker: dispatcher.waker(),
+            has_partition: recorder.partition.is_some() && priority == Priority::Low,
+            driver_backoff: (priority == Priority::High).then(|| preemption.driver_backoff.clone()),
         })
     }
 }
 
 impl Queue for BestEffortQueue {
     fn launch(&self, segment: Segment) -> Result<(), Segment> {
-        self.inbox.put(segment)?;
-        if let Some(quiet) = &self.quiet {
-            quiet.end();
+        self.segments.push(segment)?;
+        if let Some(driver_backoff) = &self.driver_backoff {
+            driver_backoff.cancel();
         }
         self.waker.wake();
         Ok(())
     }
 
     fn preempt(&self) {
-        self.inbox.orders.order();
+        self.segments.preemption.preempt();
     }
 
     fn confine(&self, confined: bool) {
         if self.has_partition {
-            self.inbox.orders.confine(confined);
+            self.segments.preemption.confine(confined);
         }
     }
 }
 
 impl Drop for BestEffortQueue {
     fn drop(&mut self) {
-        self.inbox.close();
+        self.segments.close();
         self.waker.wake();
     }
 }

@@ -1,59 +1,59 @@
-//! The thread that looks after every best-effort queue of a device.
+//! The dispatcher: the thread that serves all best-effort queues of a device.
 //!
-//! One thread is enough: it queues launches ahead and looks at words, and what several threads would gain they would lose to
-//! each other, and take from real time, inside the driver.
+//! One thread is enough: it enqueues launches ahead and polls words. Several threads would wait
+//! for each other, and delay real time, inside the driver.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Thread;
 use std::time::Instant;
 
-use super::Polling;
-use super::lane::Lane;
-use crate::quiet::Quiet;
-use crate::seats::Seats;
+use super::executor::QueueExecutor;
+use crate::options::Polling;
+use crate::preempt::driver_backoff::DriverBackoff;
+use crate::preempt::epoch_counters::EpochCounters;
 
-/// Rounds over all lanes between two looks at the clock.
-const ROUNDS_PER_LOOK: u32 = 32;
+/// Rounds over all queues between two reads of the clock.
+const ROUNDS_PER_CLOCK_READ: u32 = 32;
 
-/// The thread, which is there as long as there are lanes.
+/// Starts and wakes the thread, which runs while there are queues.
 #[derive(Default)]
 pub(crate) struct Dispatcher {
-    shared: Arc<Shared>,
+    shared: Arc<DispatcherShared>,
 }
 
 #[derive(Default)]
-struct Shared {
-    state: Mutex<State>,
+struct DispatcherShared {
+    state: Mutex<DispatcherState>,
     /// The thread sleeps and must be woken.
     asleep: AtomicBool,
 }
 
 #[derive(Default)]
-struct State {
-    /// Lanes the thread has not taken over yet.
-    arriving: Vec<Lane>,
+struct DispatcherState {
+    /// Queues that the thread has not taken over yet.
+    arriving: Vec<QueueExecutor>,
     thread: Option<Thread>,
 }
 
-/// What the thread minds besides its lanes.
-pub(crate) struct Duties {
-    pub(crate) polling: Polling,
-    /// Wanted by real time.
-    pub(crate) quiet: Arc<Quiet>,
-    /// Whose orders it sends.
-    pub(crate) seats: Arc<Seats>,
+/// What the thread needs besides its queues.
+pub(super) struct DispatcherContext {
+    pub(super) polling: Polling,
+    /// While it is active the thread makes no call for its queues.
+    pub(super) driver_backoff: Arc<DriverBackoff>,
+    /// Counters whose preemptions the thread writes to the device.
+    pub(super) epoch_counters: Arc<EpochCounters>,
 }
 
 /// Wakes the thread.
 #[derive(Clone)]
-pub(crate) struct Waker {
-    shared: Arc<Shared>,
+pub(super) struct DispatcherWaker {
+    shared: Arc<DispatcherShared>,
 }
 
-impl Waker {
-    /// Something was put into a lane.
-    pub(crate) fn wake(&self) {
+impl DispatcherWaker {
+    /// A segment was pushed, or a queue was closed.
+    pub(super) fn wake(&self) {
         if self.shared.asleep.swap(false, Ordering::SeqCst)
             && let Some(thread) = &self.shared.lock().thread
         {
@@ -62,85 +62,89 @@ impl Waker {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl DispatcherShared {
+    fn lock(&self) -> MutexGuard<'_, DispatcherState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Dispatcher {
-    pub(crate) fn waker(&self) -> Waker {
-        Waker { shared: self.shared.clone() }
+    pub(super) fn waker(&self) -> DispatcherWaker {
+        DispatcherWaker { shared: self.shared.clone() }
     }
 
-    /// Hands a lane to the thread, which is started for the first.
-    pub(crate) fn add(&self, lane: Lane, duties: Duties) -> std::io::Result<()> {
+    /// Hands a queue to the thread; the first one starts it.
+    pub(super) fn add(
+        &self,
+        executor: QueueExecutor,
+        context: DispatcherContext,
+    ) -> std::io::Result<()> {
         let mut state = self.shared.lock();
         if state.thread.is_none() {
             let shared = self.shared.clone();
             let thread = std::thread::Builder::new()
                 .name("cuda-be".to_string())
-                .spawn(move || run(&shared, &duties))?;
+                .spawn(move || run(&shared, &context))?;
             state.thread = Some(thread.thread().clone());
         }
-        state.arriving.push(lane);
+        state.arriving.push(executor);
         drop(state);
         self.waker().wake();
         Ok(())
     }
 }
 
-/// Goes over the lanes until the last one is closed.
-fn run(shared: &Shared, duties: &Duties) {
-    let polling = duties.polling;
-    let mut lanes: Vec<Lane> = Vec::new();
+/// Polls the queues until the last one is closed.
+fn run(shared: &DispatcherShared, context: &DispatcherContext) {
+    let polling = context.polling;
+    let mut executors: Vec<QueueExecutor> = Vec::new();
     let (mut rounds, mut idle_since): (u32, Option<Instant>) = (0, None);
     loop {
         let mut moved = false;
-        for lane in &mut lanes {
-            duties.seats.send();
-            while duties.quiet.is_wanted() {
+        for executor in &mut executors {
+            context.epoch_counters.flush();
+            while context.driver_backoff.is_active() {
                 std::hint::spin_loop();
-                duties.seats.send();
+                context.epoch_counters.flush();
             }
-            moved |= lane.poll();
+            moved |= executor.poll();
         }
         if moved {
             idle_since = None;
             continue;
         }
         rounds = rounds.wrapping_add(1);
-        if !rounds.is_multiple_of(ROUNDS_PER_LOOK) {
+        if !rounds.is_multiple_of(ROUNDS_PER_CLOCK_READ) {
             std::hint::spin_loop();
             continue;
         }
-        if !take_over(shared, &mut lanes) {
+        if !take_over(shared, &mut executors) {
             return;
         }
         let waited = idle_since.get_or_insert_with(Instant::now).elapsed();
-        if lanes.iter().any(Lane::is_busy) {
-            rest(polling, waited);
+        if executors.iter().any(QueueExecutor::is_busy) {
+            yield_while_busy(polling, waited);
         } else if waited > polling.idle {
-            sleep(shared, &lanes);
+            sleep(shared, &executors);
             idle_since = None;
         }
     }
 }
 
-/// Takes new lanes over and lets go of closed ones; false when none is left.
-fn take_over(shared: &Shared, lanes: &mut Vec<Lane>) -> bool {
+/// Takes over new queues and drops finished ones; false when none remain.
+fn take_over(shared: &DispatcherShared, executors: &mut Vec<QueueExecutor>) -> bool {
     let mut state = shared.lock();
-    lanes.append(&mut state.arriving);
-    lanes.retain(|lane| !lane.is_over());
-    if lanes.is_empty() {
-        // Whoever adds a lane from here on starts another thread.
+    executors.append(&mut state.arriving);
+    executors.retain(|executor| !executor.is_finished());
+    if executors.is_empty() {
+        // The next queue starts another thread.
         state.thread = None;
     }
-    !lanes.is_empty()
+    !executors.is_empty()
 }
 
-/// Lets others run while the device works.
-fn rest(polling: Polling, waited: std::time::Duration) {
+/// Yields to other threads while the device works.
+fn yield_while_busy(polling: Polling, waited: std::time::Duration) {
     match (waited > polling.spin, polling.pause.is_zero()) {
         (false, _) => {}
         (true, true) => std::thread::yield_now(),
@@ -148,12 +152,13 @@ fn rest(polling: Polling, waited: std::time::Duration) {
     }
 }
 
-/// Sleeps until something is put into a lane.
-fn sleep(shared: &Shared, lanes: &[Lane]) {
+/// Sleeps until a queue has work.
+fn sleep(shared: &DispatcherShared, executors: &[QueueExecutor]) {
     shared.asleep.store(true, Ordering::SeqCst);
-    // What came before the word was written did not see it.
-    let called = || !shared.lock().arriving.is_empty() || lanes.iter().any(Lane::is_called);
-    while shared.asleep.load(Ordering::SeqCst) && !called() {
+    // What was pushed before `asleep` was set did not wake the thread.
+    let has_work =
+        || !shared.lock().arriving.is_empty() || executors.iter().any(QueueExecutor::has_work);
+    while shared.asleep.load(Ordering::SeqCst) && !has_work() {
         std::thread::park();
     }
     shared.asleep.store(false, Ordering::SeqCst);

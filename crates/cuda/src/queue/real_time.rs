@@ -1,7 +1,8 @@
-//! Real time: the queue's thread queues everything on the device at once and waits for it.
+//! RT queues: the queue's thread enqueues a whole segment and waits for it.
 //!
-//! It looks for work without pause while some can come, so its caches hold the driver; where it sleeps, waking it would take
-//! longer than the caller needs to tell the device himself. A whole task is a copy in, one graph, a copy out and a word. Nothing here ever leaves early; an order to leave concerns
+//! The thread polls for work while some may come, so that its caches stay warm; when it sleeps,
+//! waking it takes longer than enqueuing from the calling thread. A whole task is a copy in, one
+//! graph, a copy out and a fence. Nothing on the device is ever preempted; a preemption covers
 //! segments that wait on the host.
 
 use std::collections::VecDeque;
@@ -15,103 +16,113 @@ use device::{
     Completion, CompletionSink, DeviceError, Outcome, Queue, QueueOptions, Segment, Task,
 };
 
-use super::{failed, own_task, wait_for};
+use super::{device_task, failed, wait_for};
+use crate::device_context::DeviceContext;
 use crate::driver::{Event, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
-use crate::hub::Hub;
-use crate::seats::Orders;
-use crate::task::CudaTask;
+use crate::measure::timeline::Timeline;
+use crate::preempt::PreemptionServices;
+use crate::preempt::queue_preemption::QueuePreemption;
+use crate::program::task::CudaTask;
+use crate::services::DeviceServices;
 
-/// Segments on the device at once: one that runs, and the next, so that the device does not wait for us.
+/// Segments on the device: the one that runs, and the next, so that the device does not wait for
+/// the host.
 const ON_DEVICE: usize = 2;
 
 /// A queue whose work runs to its end.
 pub(crate) struct RealTimeQueue {
-    shared: Arc<Shared>,
+    shared: Arc<RealTimeShared>,
 }
 
-struct Shared {
+struct RealTimeShared {
     options: QueueOptions,
-    hub: Arc<Hub>,
+    device: Arc<DeviceContext>,
+    preemption_services: Arc<PreemptionServices>,
+    timeline: Arc<Timeline>,
     stream: Stream,
     priority: Priority,
     word: PinnedWord,
     sink: Arc<dyn CompletionSink>,
-    orders: Orders,
-    state: Mutex<State>,
+    preemption: QueuePreemption,
+    state: Mutex<RealTimeState>,
     wake: Condvar,
-    /// Segments on the device, for a thread that looks without the lock.
+    /// Length of `running`, readable without the lock.
     on_device: AtomicUsize,
-    /// Segments that wait for the thread, likewise.
-    called: AtomicUsize,
+    /// Length of `waiting`, readable without the lock.
+    waiting_count: AtomicUsize,
 }
 
 #[derive(Default)]
-struct State {
+struct RealTimeState {
     waiting: VecDeque<(Segment, u64)>,
-    running: VecDeque<Running>,
-    marks: u32,
+    running: VecDeque<ActiveSegment>,
+    last_fence: u32,
     closed: bool,
     /// The queue's thread sleeps and must be woken.
     asleep: bool,
 }
 
-/// A segment whose work is on the device, or that ended before.
-struct Running {
+/// A segment that is on the device, or ended before it got there.
+struct ActiveSegment {
     segment: Segment,
     started: Instant,
-    progress: Progress,
+    progress: SegmentState,
 }
 
-/// What was queued.
-struct Queued {
-    /// Steps before this one are done once the mark behind them is there.
+/// What was enqueued of a segment.
+struct EnqueuedWork {
+    /// Steps before this one are done once the fence is reached.
     end: usize,
     events: Vec<Event>,
-    /// It is a whole run whose weights were there, so the time it takes says how long such runs take.
-    paced: bool,
-    /// Where the whole run begins and ends, for a timeline.
+    /// It runs a whole program whose weights were resident, so its time is that of a run.
+    measures_program: bool,
+    /// Events before and after the run, for a timeline.
     span: Option<(Event, Event)>,
 }
 
-enum Progress {
-    /// Done once the mark is there.
-    Marked {
-        mark: u32,
-        queued: Queued,
+enum SegmentState {
+    /// Done once the fence is reached.
+    InFlight {
+        fence: u32,
+        work: EnqueuedWork,
     },
-    Left,
+    Preempted,
     Failed(DeviceError),
 }
 
 impl RealTimeQueue {
     pub(crate) fn open(
-        hub: Arc<Hub>,
+        services: &DeviceServices,
+        timeline: Arc<Timeline>,
         options: QueueOptions,
         sink: Arc<dyn CompletionSink>,
     ) -> Result<RealTimeQueue, DeviceError> {
         let priority = if options.high_priority { Priority::High } else { Priority::Low };
-        let stream = Stream::new(hub.context(), priority).map_err(|err| hub.error(err))?;
-        let word = PinnedWord::new(hub.context()).map_err(|err| hub.error(err))?;
-        let shared = Arc::new(Shared {
+        let device = services.device.clone();
+        let stream = Stream::new(device.context(), priority).map_err(|err| device.error(err))?;
+        let word = PinnedWord::new(device.context()).map_err(|err| device.error(err))?;
+        let shared = Arc::new(RealTimeShared {
             options,
             stream,
             priority,
             word,
             sink,
-            orders: Orders::default(),
+            preemption: QueuePreemption::default(),
             state: Mutex::default(),
             wake: Condvar::new(),
             on_device: AtomicUsize::new(0),
-            called: AtomicUsize::new(0),
-            hub,
+            waiting_count: AtomicUsize::new(0),
+            preemption_services: services.preemption.clone(),
+            timeline,
+            device,
         });
         let worker = shared.clone();
         std::thread::Builder::new()
             .name(format!("cuda-rt{}", options.id))
             .spawn(move || worker.run())
             .map_err(|err| DeviceError::Faulted {
-                device: shared.hub.info.name.clone(),
+                device: shared.device.info.name.clone(),
                 reason: format!("cannot start a queue's thread: {err}"),
             })?;
         Ok(RealTimeQueue { shared })
@@ -121,7 +132,7 @@ impl RealTimeQueue {
 impl Queue for RealTimeQueue {
     fn launch(&self, segment: Segment) -> Result<(), Segment> {
         let shared = &self.shared;
-        let ticket = shared.orders.enter();
+        let sequence = shared.preemption.next_sequence();
         let mut state = shared.lock();
         if state.asleep && state.running.len() < ON_DEVICE && state.waiting.is_empty() {
             shared.start(&mut state, segment);
@@ -133,16 +144,16 @@ impl Queue for RealTimeQueue {
         if state.waiting.len() >= shared.options.capacity.max(1) + room {
             return Err(segment);
         }
-        state.waiting.push_back((segment, ticket));
-        shared.called.store(state.waiting.len(), Ordering::Release);
+        state.waiting.push_back((segment, sequence));
+        shared.waiting_count.store(state.waiting.len(), Ordering::Release);
         if shared.priority == Priority::High {
-            shared.hub.quiet.expect_launch();
+            shared.preemption_services.driver_backoff.expect_launch();
         }
         Ok(())
     }
 
     fn preempt(&self) {
-        self.shared.orders.order();
+        self.shared.preemption.preempt();
     }
 }
 
@@ -153,18 +164,18 @@ impl Drop for RealTimeQueue {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl RealTimeShared {
+    fn lock(&self) -> MutexGuard<'_, RealTimeState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Completes segments in the order they came, until the queue is closed and empty.
+    /// Completes segments in order, until the queue is closed and empty.
     fn run(&self) {
         let mut free_since = Instant::now();
-        while let Some(mark) = self.next_mark() {
-            let waited = match mark {
-                Some(mark) => self.wait_for(mark),
-                // Whatever a failed segment had queued may still run.
+        while let Some(fence) = self.next_fence() {
+            let waited = match fence {
+                Some(fence) => self.wait_for(fence),
+                // What a failed segment had enqueued may still run.
                 None => self.stream.synchronize(),
             };
             let running = {
@@ -175,8 +186,8 @@ impl Shared {
                 running
             };
             let Some(running) = running else { continue };
-            if !matches!(running.progress, Progress::Left) {
-                self.hub.traffic.leave();
+            if !matches!(running.progress, SegmentState::Preempted) {
+                self.preemption_services.rt_activity.segment_ended();
             }
             let busy = running.started.max(free_since).elapsed().into();
             free_since = Instant::now();
@@ -184,25 +195,25 @@ impl Shared {
         }
     }
 
-    /// Waits for `mark`, and queues meanwhile what there is room for.
-    fn wait_for(&self, mark: u32) -> Result<(), CudaError> {
-        wait_for(&self.word, mark, &self.stream, self.hub.options().polling, || {
+    /// Waits for `fence`, and enqueues further segments meanwhile.
+    fn wait_for(&self, fence: u32) -> Result<(), CudaError> {
+        wait_for(&self.word, fence, &self.stream, self.device.options().polling, || {
             let room = self.on_device.load(Ordering::Acquire) < ON_DEVICE;
-            if room && self.called.load(Ordering::Acquire) > 0 {
+            if room && self.waiting_count.load(Ordering::Acquire) > 0 {
                 self.refill(&mut self.lock());
             }
         })
     }
 
-    /// The mark of the oldest segment on the device; `Some(None)` when it has none, `None` when there is nothing to do any
-    /// more.
-    fn next_mark(&self) -> Option<Option<u32>> {
-        self.look_for_work();
+    /// The fence of the oldest segment; `Some(None)` when it has none, `None` when the queue is
+    /// closed and empty.
+    fn next_fence(&self) -> Option<Option<u32>> {
+        self.poll_for_work();
         let mut state = self.lock();
         loop {
             self.refill(&mut state);
             match state.running.front().map(|running| &running.progress) {
-                Some(Progress::Marked { mark, .. }) => return Some(Some(*mark)),
+                Some(SegmentState::InFlight { fence, .. }) => return Some(Some(*fence)),
                 Some(_) => return Some(None),
                 None if state.closed => return None,
                 None => {}
@@ -213,12 +224,12 @@ impl Shared {
         }
     }
 
-    /// Returns when there is work, or after a while.
-    fn look_for_work(&self) {
+    /// Returns when there is work, or after the idle time.
+    fn poll_for_work(&self) {
         let since = Instant::now();
-        let called = || self.called.load(Ordering::Acquire) > 0;
-        while self.on_device.load(Ordering::Acquire) == 0 && !called() {
-            if since.elapsed() > self.hub.options().polling.idle {
+        let waiting_count = || self.waiting_count.load(Ordering::Acquire) > 0;
+        while self.on_device.load(Ordering::Acquire) == 0 && !waiting_count() {
+            if since.elapsed() > self.device.options().polling.idle {
                 return;
             }
             for _ in 0..8 {
@@ -227,13 +238,17 @@ impl Shared {
         }
     }
 
-    fn refill(&self, state: &mut State) {
+    fn refill(&self, state: &mut RealTimeState) {
         while state.running.len() < ON_DEVICE {
-            let Some((segment, ticket)) = state.waiting.pop_front() else { return };
-            self.called.store(state.waiting.len(), Ordering::Release);
-            if self.orders.told(ticket) {
+            let Some((segment, sequence)) = state.waiting.pop_front() else { return };
+            self.waiting_count.store(state.waiting.len(), Ordering::Release);
+            if self.preemption.is_preempted(sequence) {
                 let started = Instant::now();
-                state.running.push_back(Running { segment, started, progress: Progress::Left });
+                state.running.push_back(ActiveSegment {
+                    segment,
+                    started,
+                    progress: SegmentState::Preempted,
+                });
                 self.on_device.store(state.running.len(), Ordering::Release);
             } else {
                 self.start(state, segment);
@@ -241,101 +256,117 @@ impl Shared {
         }
     }
 
-    fn start(&self, state: &mut State, mut segment: Segment) {
+    fn start(&self, state: &mut RealTimeState, mut segment: Segment) {
         let started = Instant::now();
-        self.hub.traffic.enter();
-        let _call = (self.priority == Priority::High).then(|| self.hub.quiet.call());
-        // A panic here is a defect, but it must cost its request and not the queue.
-        let enqueue = || self.enqueue(&mut segment, &mut state.marks);
+        self.preemption_services.rt_activity.segment_started();
+        let _call = (self.priority == Priority::High)
+            .then(|| self.preemption_services.driver_backoff.enter_driver());
+        // A panic here is a defect, but it must cost one request and not the queue.
+        let enqueue = || self.enqueue(&mut segment, &mut state.last_fence);
         let enqueued = std::panic::catch_unwind(std::panic::AssertUnwindSafe(enqueue));
         let progress = match enqueued {
             Ok(Ok(progress)) => progress,
-            Ok(Err(err)) => Progress::Failed(err),
-            Err(_) => Progress::Failed(DeviceError::BadPlan("the queue panicked".to_string())),
+            Ok(Err(err)) => SegmentState::Failed(err),
+            Err(_) => SegmentState::Failed(DeviceError::BadPlan("the queue panicked".to_string())),
         };
-        state.running.push_back(Running { segment, started, progress });
+        state.running.push_back(ActiveSegment { segment, started, progress });
         self.on_device.store(state.running.len(), Ordering::Release);
     }
 
-    /// Queues all of `segment` on the device.
-    fn enqueue(&self, segment: &mut Segment, marks: &mut u32) -> Result<Progress, DeviceError> {
-        self.hub.alive()?;
-        let (task, steps) = own_task(&self.hub, segment)?;
-        task.hold_memory(self.priority)?;
+    /// Enqueues all of `segment`.
+    fn enqueue(
+        &self,
+        segment: &mut Segment,
+        last_fence: &mut u32,
+    ) -> Result<SegmentState, DeviceError> {
+        self.device.check_healthy()?;
+        let (task, steps) = device_task(&self.device, segment)?;
+        task.acquire_memory(self.priority)?;
         let begin = steps.start;
-        let queued = self.queue_steps(task, steps).map_err(|err| failed(task, begin, err))?;
-        *marks = marks.wrapping_add(1);
-        // SAFETY: the word lives as long as this queue's thread, which waits for it.
-        unsafe { self.stream.write_word(self.word.device_address(), *marks) }
-            .map_err(|err| self.hub.error(err))?;
-        Ok(Progress::Marked { mark: *marks, queued })
+        let work = self.enqueue_steps(task, steps).map_err(|err| failed(task, begin, err))?;
+        *last_fence = last_fence.wrapping_add(1);
+        // SAFETY: the word lives as long as this queue's thread, which waits for the fence.
+        unsafe { self.stream.write_word(self.word.device_address(), *last_fence) }
+            .map_err(|err| self.device.error(err))?;
+        Ok(SegmentState::InFlight { fence: *last_fence, work })
     }
 
-    fn queue_steps(&self, task: &mut CudaTask, steps: Range<usize>) -> Result<Queued, CudaError> {
-        let (hub, lowered) = (task.hub.clone(), task.lowered.clone());
+    fn enqueue_steps(
+        &self,
+        task: &mut CudaTask,
+        steps: Range<usize>,
+    ) -> Result<EnqueuedWork, CudaError> {
+        let specialization = task.specialization.clone();
         let (timed, uploaded) = (task.is_timed(), task.uploaded);
-        let tried = task.words.used_to > steps.start;
+        let tried = task.control.used_to > steps.start;
         let whole = steps == (0..task.step_count()) && !timed;
         let last = steps.end == task.step_count();
-        // What a best-effort try left of the next step is done anew.
-        task.words.partly_done = false;
+        // Real time computes all tiles of a step that best effort was preempted in.
+        task.control.partly_done = false;
         if !uploaded {
             task.copy_in(false, &self.stream)?;
         }
         task.uploaded = true;
         let (instance, staging) = task.memory()?;
-        let arrival = lowered.arrival()?;
+        let arrival = specialization.arrival()?;
         let (mut events, mut span) = (Vec::new(), None);
-        // SAFETY: instance, staging and plan belong to the task, which this queue holds until the mark behind them is
-        // passed or the stream is drained; nobody else uses the instance.
+        // SAFETY: instance, staging buffer and specialization belong to the task, which this queue
+        // holds until the fence is reached or the stream is drained; nothing else uses the
+        // instance.
         unsafe {
             if uploaded && tried {
-                instance.clear_faults(&lowered, steps.start, &self.stream)?;
+                instance.clear_faults(&specialization, steps.start, &self.stream)?;
             }
-            // Whoever is to leave for this has been told by now, or is told here while the inputs are on their way.
-            hub.seats.send();
+            // Preemptions for this segment are on the device by now, or are written here while its
+            // inputs are copied.
+            self.preemption_services.epoch_counters.flush();
             if whole && !steps.is_empty() {
-                let began = hub.timeline.stamp(&hub, &self.stream)?;
+                let began = self.timeline.stamp(&self.stream)?;
                 match &arrival {
-                    None => instance.graph(&hub, &lowered, self.priority)?.launch(&self.stream)?,
+                    None => instance.graph(&specialization, self.priority)?.launch(&self.stream)?,
                     Some(arrival) => {
                         let (priority, stream) = (self.priority, &self.stream);
-                        instance.launch_arriving(&hub, &lowered, arrival, priority, stream)?;
+                        instance.launch_arriving(&specialization, arrival, priority, stream)?;
                     }
                 }
-                span = began.zip(hub.timeline.stamp(&hub, &self.stream)?);
+                span = began.zip(self.timeline.stamp(&self.stream)?);
             } else {
                 for index in steps.clone() {
                     if timed {
-                        events.push(stamp(&hub, &self.stream)?);
+                        events.push(stamp(&self.stream)?);
                     }
-                    let held = lowered.hold(&self.stream, index + 1)?;
+                    let held = specialization.wait_for_weights(&self.stream, index + 1)?;
                     let dependent = index > steps.start && !timed && !held;
-                    instance.launch_real_time(&hub, &lowered, index, dependent, &self.stream)?;
+                    instance.launch_real_time(&specialization, index, dependent, &self.stream)?;
                 }
                 if timed {
-                    events.push(stamp(&hub, &self.stream)?);
+                    events.push(stamp(&self.stream)?);
                 }
             }
             if last {
-                instance.copy_outputs(&lowered, staging, &self.stream)?;
+                instance.copy_outputs(&specialization, staging, &self.stream)?;
             }
         }
-        Ok(Queued { end: steps.end, events, paced: whole && arrival.is_none(), span })
+        Ok(EnqueuedWork {
+            end: steps.end,
+            events,
+            measures_program: whole && arrival.is_none(),
+            span,
+        })
     }
 
-    fn complete(&self, running: Running, waited: Result<(), CudaError>, busy: Nanos) {
-        let Running { mut segment, progress, .. } = running;
+    fn complete(&self, running: ActiveSegment, waited: Result<(), CudaError>, busy: Nanos) {
+        let ActiveSegment { mut segment, progress, .. } = running;
         let outcome = match (progress, waited) {
-            (Progress::Left, _) => Outcome::Preempted,
-            (Progress::Marked { queued, .. }, Ok(())) => {
-                if let Some((from, to)) = &queued.span {
-                    self.hub.timeline.add(from, to);
+            (SegmentState::Preempted, _) => Outcome::Preempted,
+            (SegmentState::InFlight { work, .. }, Ok(())) => {
+                if let Some((from, to)) = &work.span {
+                    self.timeline.add(from, to);
                 }
-                self.advance(&mut segment, &queued, busy)
+                self.advance(&mut segment, &work, busy)
             }
-            (Progress::Failed(err), Ok(())) => Outcome::Failed(err),
-            (_, Err(err)) => Outcome::Failed(self.hub.error(err)),
+            (SegmentState::Failed(err), Ok(())) => Outcome::Failed(err),
+            (_, Err(err)) => Outcome::Failed(self.device.error(err)),
         };
         if matches!(outcome, Outcome::Failed(_))
             && let Some(task) = segment.task.as_any_mut().downcast_mut::<CudaTask>()
@@ -346,27 +377,27 @@ impl Shared {
         self.sink.complete(Completion { queue: self.options.id, token, task, outcome, busy });
     }
 
-    fn advance(&self, segment: &mut Segment, queued: &Queued, busy: Nanos) -> Outcome {
-        let task = match own_task(&self.hub, segment) {
+    fn advance(&self, segment: &mut Segment, work: &EnqueuedWork, busy: Nanos) -> Outcome {
+        let task = match device_task(&self.device, segment) {
             Ok((task, _)) => task,
             Err(err) => return Outcome::Failed(err),
         };
-        for pair in queued.events.windows(2) {
+        for pair in work.events.windows(2) {
             match pair[1].micros_since(&pair[0]) {
                 Ok(micros) => task.push_time(micros),
-                Err(err) => return Outcome::Failed(self.hub.error(err)),
+                Err(err) => return Outcome::Failed(self.device.error(err)),
             }
         }
-        if queued.paced {
-            task.lowered.program.note_run(&task.lowered.parts, busy.into());
+        if work.measures_program {
+            task.specialization.program.record_run(&task.specialization.parts, busy.into());
         }
-        task.advance_to(queued.end);
+        task.advance_to(work.end);
         task.fault().map_or(Outcome::Done, Outcome::Failed)
     }
 }
 
-fn stamp(hub: &Hub, stream: &Stream) -> Result<Event, CudaError> {
-    let event = Event::new(hub.context())?;
+fn stamp(stream: &Stream) -> Result<Event, CudaError> {
+    let event = Event::new(stream.context())?;
     event.record(stream)?;
     Ok(event)
 }

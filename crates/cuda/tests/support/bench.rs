@@ -13,7 +13,7 @@ use model::Tensor;
 
 use super::toy::ToyCompiler;
 
-/// The GPU, or `None` with the reason printed where there is none.
+/// The GPU, or `None` with the reason printed.
 pub fn open() -> Option<CudaDevice> {
     open_with(CudaOptions::default())
 }
@@ -30,26 +30,27 @@ pub fn open_with(options: CudaOptions) -> Option<CudaDevice> {
     }
 }
 
-struct Inbox(Sender<Completion>);
+struct CompletionChannel(Sender<Completion>);
 
-impl CompletionSink for Inbox {
+impl CompletionSink for CompletionChannel {
     fn complete(&self, completion: Completion) {
         let _ = self.0.send(completion);
     }
 }
 
 /// A queue and its completions.
-pub struct Lane {
+pub struct TestQueue {
     pub queue: Arc<dyn Queue>,
     pub completions: Receiver<Completion>,
 }
 
-impl Lane {
-    pub fn open(device: &CudaDevice, id: u32, high_priority: bool, capacity: usize) -> Lane {
+impl TestQueue {
+    pub fn open(device: &CudaDevice, id: u32, high_priority: bool, capacity: usize) -> TestQueue {
         let (sender, completions) = channel();
         let options = QueueOptions { id, capacity, high_priority, preemptible: !high_priority };
-        let queue = device.open_queue(options, Arc::new(Inbox(sender))).expect("a queue");
-        Lane { queue: Arc::from(queue), completions }
+        let queue =
+            device.open_queue(options, Arc::new(CompletionChannel(sender))).expect("a queue");
+        TestQueue { queue: Arc::from(queue), completions }
     }
 
     pub fn launch(&self, task: Box<dyn Task>, token: u64) {
@@ -87,7 +88,7 @@ pub fn start(program: &Arc<dyn Program>, numbers: &[f32]) -> Box<dyn Task> {
     program.prepare(vec![input]).expect("a task")
 }
 
-/// The middle and the ninety-ninth of a hundred, in microseconds.
+/// The median and the 99th percentile, in microseconds.
 pub fn percentiles(mut all: Vec<f64>) -> (f64, f64) {
     all.sort_by(f64::total_cmp);
     (all[all.len() / 2], all[(all.len() * 99 / 100).min(all.len() - 1)])

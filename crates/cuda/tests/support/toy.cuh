@@ -1,4 +1,4 @@
-// A tile function that does as little or as much as a test wants: y = x * scale + shift after `rounds` of work.
+// A tile function with as much work as a test wants: y = x * scale + shift after `rounds` of work.
 #pragma once
 #include "base.cuh"
 
@@ -17,7 +17,8 @@ struct Scale {
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
     template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*,
+                                                Watch& watch, const Gate& gate)
     {
         float scale = __ldg(a.weight), shift = __ldg(a.weight + 1);
         int i = t * kThreads + threadIdx.x;
@@ -35,19 +36,20 @@ struct Scale {
         }
         if (Watch::kLeaves && watch.last()) return false;
         watch.finishing();
-        // The work must not be removed, and must not change the result beyond what the host can follow.
+        // The work must not be optimized away, and must not change the result.
         if (i < a.count) a.output[i] = fmaf(v, scale, shift) + (noise > 1e30f ? 1.f : 0.f);
         return true;
     }
 };
 
-// Breaks the device: what a wild address in a kernel does.
+// Faults the device with a store to an invalid address.
 struct Wild {
     using Args = ScaleArgs;
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
     template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int, unsigned char*, Watch& watch, const Gate& gate)
+    static __device__ __forceinline__ bool tile(const Args& a, int, unsigned char*,
+                                                Watch& watch, const Gate& gate)
     {
         gate.wait();
         watch.finishing();

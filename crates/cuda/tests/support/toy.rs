@@ -1,5 +1,5 @@
-//! A compiler that turns any chain of steps into launches of one small kernel, so that the device can be tried without the
-//! real one.
+//! A compiler that turns any chain of steps into launches of one small kernel, to test the device
+//! without the real compiler.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use model::gpu::{
 use model::op::{Op, Unary};
 use model::{DataType, Dim, LaunchPlan, Step, ValueId, ValueInfo};
 
-/// What the kernel multiplies by and adds.
+/// Factor and summand of the kernel.
 pub const SCALE: f32 = 0.5;
 pub const SHIFT: f32 = 1.25;
 
@@ -31,7 +31,7 @@ static HEADERS: &[(&str, &str)] = &[
     ("toy.cuh", include_str!("toy.cuh")),
 ];
 
-/// A chain to run: how many steps, how long each, and over how many buffers in turn.
+/// A chain to run: its steps, the work of each, and the number of buffers used in turn.
 #[derive(Clone, Copy, Debug)]
 pub struct Chain {
     pub steps: usize,
@@ -39,7 +39,7 @@ pub struct Chain {
     pub ring: usize,
     /// Steps must finish their tiles.
     pub finish: bool,
-    /// The last step writes to a wild address.
+    /// The last step writes to an invalid address.
     pub wild: bool,
 }
 
@@ -50,7 +50,7 @@ impl Default for Chain {
 }
 
 impl Chain {
-    /// A plan of this chain over a vector whose length requests bind.
+    /// A plan of this chain over a vector whose length a request binds.
     pub fn plan(&self) -> Arc<LaunchPlan> {
         let info = |index: usize| ValueInfo {
             name: format!("v{index}"),
@@ -76,7 +76,8 @@ impl Chain {
         Arc::new(plan)
     }
 
-    /// The chain of a plan: from the name that [`Chain::plan`] gave its steps, or as it is.
+    /// The chain of a plan: read from the names that [`Chain::plan`] gave its steps, or the
+    /// default.
     fn of(plan: &LaunchPlan) -> Chain {
         let mut chain = Chain { steps: plan.steps.len(), rounds: 200, ..Chain::default() };
         let name = plan.steps.first().map(|step| step.name.clone()).unwrap_or_default();
@@ -127,7 +128,8 @@ impl KernelCompiler for ToyCompiler {
     }
 }
 
-/// A step that is no part of a chain, and why. Products and sums are let through where nobody asks for what they compute.
+/// A step that is not part of a chain, and why. Products and sums are accepted where the result is
+/// not checked.
 fn refusal(plan: &LaunchPlan) -> Option<(&Step, &'static str)> {
     let last = plan.steps.last()?;
     let input = plan.value(*plan.inputs.first()?);
@@ -145,7 +147,7 @@ fn refusal(plan: &LaunchPlan) -> Option<(&Step, &'static str)> {
     Some((step, "a chain multiplies and adds"))
 }
 
-/// The kernels of chains: the one that works, and the one that breaks the device.
+/// The kernels of chains: the one that computes, and the one that faults the device.
 pub fn kernels() -> Vec<Kernel> {
     ["toy::Scale", "toy::Wild"]
         .map(|expression| Kernel {

@@ -1,0 +1,14 @@
+//! Kernels: from CUDA C++ text to functions on the device.
+//!
+//! `kernel_text` writes the text of a module, `nvrtc` compiles it, `cubin_cache` keeps the result
+//! on disk and `kernel_cache` on the device. `tuning` selects the variants that are launched.
+
+pub(crate) mod cubin_cache;
+pub(crate) mod kernel_cache;
+pub(crate) mod kernel_text;
+pub(crate) mod nvrtc;
+mod service;
+pub(crate) mod toolkit;
+pub(crate) mod tuning;
+
+pub(crate) use service::CompileService;

@@ -1,0 +1,168 @@
+//! The kernels of a device: compiled once, and taken from the device, from disk or from NVRTC.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use device::DeviceError;
+use model::gpu::Kernel;
+
+use crate::compile::cubin_cache::{CacheKey, CubinCache};
+use crate::compile::kernel_text::{KernelClass, module_text};
+use crate::compile::nvrtc::Nvrtc;
+use crate::driver::{Context, Function, Module};
+use crate::error::CudaError;
+
+/// Compilations at the same time, at most; each takes a few hundred megabytes.
+const MAX_COMPILERS: usize = 16;
+
+/// A kernel on the device.
+pub(crate) struct LoadedKernel {
+    module: Module,
+    functions: Vec<Function>,
+}
+
+impl LoadedKernel {
+    /// The kernel at `entry` of its class's entry points.
+    pub(crate) fn function(&self, entry: usize) -> &Function {
+        &self.functions[entry]
+    }
+
+    /// Lets the kernel at `entry` be launched in clusters of `blocks`.
+    pub(crate) fn allow_cluster(&self, entry: usize, blocks: u32) -> Result<(), CudaError> {
+        self.module.allow_cluster(&self.functions[entry], blocks)
+    }
+}
+
+/// A kernel of one class.
+pub(crate) type KernelRequest = (Kernel, KernelClass);
+
+/// Receives how many kernels are compiled, and of how many.
+pub type CompileProgress<'a> = &'a (dyn Fn(usize, usize) + Sync);
+
+/// All kernels of a device.
+pub(crate) struct KernelCache {
+    context: Arc<Context>,
+    nvrtc: Nvrtc,
+    identity: Vec<Vec<u8>>,
+    cache: CubinCache,
+    threads: usize,
+    /// Kernels on the device, as long as a specialization uses them.
+    loaded: Mutex<HashMap<KernelRequest, Weak<LoadedKernel>>>,
+}
+
+impl KernelCache {
+    pub(crate) fn new(context: Arc<Context>, nvrtc: Nvrtc, cache: CubinCache) -> KernelCache {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let identity = nvrtc.identity();
+        let loaded = Mutex::new(HashMap::new());
+        KernelCache { context, nvrtc, identity, cache, threads: threads.min(MAX_COMPILERS), loaded }
+    }
+
+    pub(crate) fn compiler_version(&self) -> (i32, i32) {
+        self.nvrtc.version()
+    }
+
+    /// All kernels of `requests`, compiled on several threads where needed.
+    pub(crate) fn get(
+        &self,
+        requests: &[KernelRequest],
+        progress: CompileProgress<'_>,
+    ) -> Result<HashMap<KernelRequest, Arc<LoadedKernel>>, DeviceError> {
+        let mut found = HashMap::new();
+        let mut missing: Vec<&KernelRequest> = Vec::new();
+        {
+            let loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+            for request in requests {
+                match loaded.get(request).and_then(Weak::upgrade) {
+                    Some(kernel) => drop(found.insert(request.clone(), kernel)),
+                    None if !missing.contains(&request) => missing.push(request),
+                    None => {}
+                }
+            }
+        }
+        for (request, kernel) in self.make(&missing, progress)? {
+            found.insert(request.clone(), kernel);
+        }
+        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        loaded.retain(|_, kernel| kernel.strong_count() > 0);
+        for (request, kernel) in &found {
+            loaded.insert(request.clone(), Arc::downgrade(kernel));
+        }
+        Ok(found)
+    }
+
+    /// Compiles kernels on several threads; the first failure ends it.
+    fn make<'a>(
+        &self,
+        missing: &[&'a KernelRequest],
+        progress: CompileProgress<'_>,
+    ) -> Result<Vec<(&'a KernelRequest, Arc<LoadedKernel>)>, DeviceError> {
+        let (next, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let made = Mutex::new(Vec::with_capacity(missing.len()));
+        let failure: Mutex<Option<DeviceError>> = Mutex::new(None);
+        let work = || {
+            while let Some(request) = missing.get(next.fetch_add(1, Ordering::Relaxed)) {
+                match self.make_one(request) {
+                    Ok(kernel) => {
+                        made.lock()
+                            .unwrap_or_else(PoisonError::into_inner)
+                            .push((*request, Arc::new(kernel)));
+                    }
+                    Err(err) => {
+                        next.store(missing.len(), Ordering::Relaxed);
+                        failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(err);
+                    }
+                }
+                progress(done.fetch_add(1, Ordering::Relaxed) + 1, missing.len());
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 1..self.threads.min(missing.len()) {
+                scope.spawn(work);
+            }
+            work();
+        });
+        match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some(err) => Err(err),
+            None => Ok(made.into_inner().unwrap_or_else(PoisonError::into_inner)),
+        }
+    }
+
+    fn make_one(&self, (kernel, class): &KernelRequest) -> Result<LoadedKernel, DeviceError> {
+        let failed = |reason: String| DeviceError::Unsupported {
+            step: kernel.expression.clone(),
+            op: "kernel".to_string(),
+            reason,
+        };
+        let text = module_text(kernel, *class);
+        let parts = self.identity.iter().map(Vec::as_slice).chain([text.as_bytes()]);
+        let key = CacheKey::of(parts);
+        if let Some(cubin) = self.cache.get(&key)
+            && let Ok(loaded) = self.load(&cubin, kernel, *class)
+        {
+            return Ok(loaded);
+        }
+        let compiled = self.nvrtc.compile(&text).map_err(failed)?;
+        let loaded = self
+            .load(&compiled.cubin, kernel, *class)
+            .map_err(|err| failed(format!("the compiled kernel cannot be loaded: {err}")))?;
+        self.cache.put(&key, &compiled.cubin);
+        Ok(loaded)
+    }
+
+    fn load(
+        &self,
+        cubin: &[u8],
+        kernel: &Kernel,
+        class: KernelClass,
+    ) -> Result<LoadedKernel, CudaError> {
+        let module = Module::load(&self.context, cubin)?;
+        let functions = class
+            .entries()
+            .iter()
+            .map(|name| module.function(name, kernel.threads, kernel.shared_bytes))
+            .collect::<Result<Vec<_>, _>>()?;
+        Ok(LoadedKernel { module, functions })
+    }
+}

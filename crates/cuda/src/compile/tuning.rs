@@ -1,0 +1,160 @@
+//! Which variant of a step was measured to be the fastest, kept per device, driver and precision.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use model::gpu::{GpuPlan, GpuStep};
+use serde::{Deserialize, Serialize};
+
+/// The fastest variants by a step's signature.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tuning {
+    /// Signature to variants.
+    pub choices: BTreeMap<String, TunedVariants>,
+    /// Steps that must not start early, by the signatures of both steps: blocks that wait next to
+    /// those of the previous step are placed where space is free, several on one SM, and stay
+    /// there.
+    #[serde(default)]
+    pub apart: BTreeSet<String>,
+}
+
+/// Two consecutive steps.
+pub(crate) fn pair(first: &GpuStep, second: &GpuStep) -> String {
+    format!("{} > {}", first.signature, second.signature)
+}
+
+/// The variants of one signature.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TunedVariants {
+    /// For real time.
+    pub rt: String,
+    /// For best effort; never a cluster.
+    pub be: String,
+}
+
+impl Tuning {
+    /// The content of `path`; empty when it is missing or not readable.
+    pub(crate) fn read(path: &Path) -> Tuning {
+        let Ok(text) = std::fs::read(path) else { return Tuning::default() };
+        serde_json::from_slice(&text).unwrap_or_else(|err| {
+            tracing::warn!(path = %path.display(), %err, "tuning file not readable");
+            Tuning::default()
+        })
+    }
+
+    /// Writes to `path`; a reader finds the old or the new content, never a part.
+    pub(crate) fn write(&self, path: &Path) -> std::io::Result<()> {
+        let unfinished = path.with_extension(format!("{}.part", std::process::id()));
+        let mut file = std::fs::File::create(&unfinished)?;
+        serde_json::to_writer_pretty(&mut file, self)?;
+        file.write_all(b"\n")?;
+        file.sync_all()?;
+        drop(file);
+        std::fs::rename(&unfinished, path)
+    }
+
+    /// For each step of `plan`, whether it starts only when the previous one has ended.
+    pub(crate) fn apart(&self, plan: &GpuPlan) -> Vec<bool> {
+        let is_apart = |steps: &[GpuStep]| self.apart.contains(&pair(&steps[0], &steps[1]));
+        let first = plan.steps.first().map(|_| true);
+        first.into_iter().chain(plan.steps.windows(2).map(is_apart)).collect()
+    }
+
+    /// Adds `other`: its variants, and for all of `pairs` whether they are apart.
+    pub(crate) fn extend(&mut self, other: Tuning, pairs: &BTreeSet<String>) {
+        self.choices.extend(other.choices);
+        self.apart.retain(|pair| !pairs.contains(pair));
+        self.apart.extend(other.apart);
+    }
+
+    /// Selects the tuned variants of `plan`. Unknown variants are ignored: the compiler may have
+    /// changed.
+    pub(crate) fn apply(&self, plan: &mut GpuPlan) {
+        for step in &mut plan.steps {
+            let Some(chosen) = self.choices.get(&step.signature) else { continue };
+            if let Some(index) = position(step, &chosen.rt) {
+                step.rt = index;
+            }
+            if let Some(index) = position(step, &chosen.be)
+                && step.choices[index].cluster <= 1
+            {
+                step.be = index;
+            }
+        }
+    }
+}
+
+fn position(step: &GpuStep, variant: &str) -> Option<usize> {
+    step.choices.iter().position(|launch| launch.variant == variant)
+}
+
+/// The file of a device: name, driver and precision determine whether a measurement still holds.
+pub(crate) fn file_name(gpu: &str, driver: i32, precision: &str) -> PathBuf {
+    let plain: String =
+        gpu.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+    PathBuf::from(format!("tuning-{plain}-{driver}-{precision}.json"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::program::layout::tests::{launch, step};
+    use model::gpu::Launch;
+
+    fn plan() -> GpuPlan {
+        let named =
+            |name: &str, cluster| Launch { variant: name.to_string(), cluster, ..launch(4, 0) };
+        let mut one = step(named("a", 1));
+        one.choices.push(named("b", 2));
+        one.choices.push(named("c", 1));
+        GpuPlan { steps: vec![one], ..GpuPlan::default() }
+    }
+
+    fn tuning(rt: &str, be: &str) -> Tuning {
+        let chosen = TunedVariants { rt: rt.to_string(), be: be.to_string() };
+        Tuning { choices: [("map".to_string(), chosen)].into(), apart: BTreeSet::new() }
+    }
+
+    #[test]
+    fn selects_tuned_variants() {
+        let mut plan = plan();
+        tuning("b", "c").apply(&mut plan);
+        assert_eq!((plan.steps[0].rt, plan.steps[0].be), (1, 2));
+    }
+
+    #[test]
+    fn never_selects_clusters_for_best_effort_or_unknown_variants() {
+        let mut plan = plan();
+        tuning("gone", "b").apply(&mut plan);
+        assert_eq!((plan.steps[0].rt, plan.steps[0].be), (0, 0));
+    }
+
+    #[test]
+    fn steps_are_apart_by_the_signatures_of_both() {
+        let mut plan = plan();
+        let other = GpuStep { signature: "other".to_string(), ..plan.steps[0].clone() };
+        plan.steps.extend([other, plan.steps[0].clone()]);
+        let mut all = Tuning::default();
+        assert_eq!(all.apart(&plan), [true, false, false]);
+        let one = Tuning { apart: ["other > map".to_string()].into(), ..Tuning::default() };
+        let both: BTreeSet<String> = ["map > other".to_string(), "other > map".to_string()].into();
+        all.extend(one, &both);
+        assert_eq!(all.apart(&plan), [true, false, true]);
+        all.extend(Tuning::default(), &both);
+        assert_eq!(all.apart(&plan), [true, false, false]);
+        assert!(all.apart(&GpuPlan::default()).is_empty());
+    }
+
+    #[test]
+    fn written_tuning_is_read_back() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let path = folder.path().join(file_name("NVIDIA H200", 13_000, "f16"));
+        assert!(path.ends_with("tuning-NVIDIA-H200-13000-f16.json"));
+        assert_eq!(Tuning::read(&path), Tuning::default());
+        tuning("b", "c").write(&path).expect("a write");
+        assert_eq!(Tuning::read(&path), tuning("b", "c"));
+        std::fs::write(&path, "{").expect("a write");
+        assert_eq!(Tuning::read(&path), Tuning::default());
+    }
+}

@@ -1,0 +1,76 @@
+//! Device memory.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUdeviceptr};
+
+use super::{CountedResource, ResourceKind, Stream};
+use crate::error::CudaError;
+
+/// Device memory from the memory pool. Freeing does not wait for the device, as `cuMemFree` would.
+pub(crate) struct DeviceBuffer {
+    address: CUdeviceptr,
+    bytes: u64,
+    /// Orders allocations and frees; users wait for their work before they drop a buffer.
+    stream: Arc<Stream>,
+    pooled: bool,
+    _counted: CountedResource,
+}
+
+impl DeviceBuffer {
+    /// `bytes` of memory, all zero.
+    pub(crate) fn zeroed(stream: &Arc<Stream>, bytes: u64) -> Result<DeviceBuffer, CudaError> {
+        let context = stream.context();
+        context.enter()?;
+        let size = usize::try_from(bytes.max(4).next_multiple_of(4)).unwrap_or(usize::MAX);
+        let mut address: CUdeviceptr = 0;
+        // SAFETY: `address` receives the result; freed when this value is dropped.
+        let code = unsafe {
+            sys::cuMemAllocFromPoolAsync(&mut address, size, context.pool(), stream.raw())
+        };
+        context.check("cuMemAllocFromPoolAsync", code).map_err(|err| err.with_bytes(bytes))?;
+        let counted = context.resource_counts().count(ResourceKind::Buffer, size as u64);
+        let stream = stream.clone();
+        DeviceBuffer { address, bytes, stream, pooled: true, _counted: counted }.cleared(size)
+    }
+
+    /// The same outside of the memory pool, for words that the driver itself writes.
+    pub(crate) fn fixed(stream: &Arc<Stream>, bytes: u64) -> Result<DeviceBuffer, CudaError> {
+        let context = stream.context();
+        context.enter()?;
+        let size = usize::try_from(bytes.max(4).next_multiple_of(4)).unwrap_or(usize::MAX);
+        let mut address: CUdeviceptr = 0;
+        // SAFETY: `address` receives the result; freed when this value is dropped.
+        let code = unsafe { sys::cuMemAlloc_v2(&mut address, size) };
+        context.check("cuMemAlloc", code).map_err(|err| err.with_bytes(bytes))?;
+        let counted = context.resource_counts().count(ResourceKind::FixedBuffer, size as u64);
+        let stream = stream.clone();
+        DeviceBuffer { address, bytes, stream, pooled: false, _counted: counted }.cleared(size)
+    }
+
+    fn cleared(self, size: usize) -> Result<DeviceBuffer, CudaError> {
+        // SAFETY: the buffer was just allocated with this size, and nothing else knows its address.
+        unsafe { self.stream.clear(self.address, size / 4) }?;
+        self.stream.synchronize().map_err(|err| err.with_bytes(self.bytes))?;
+        Ok(self)
+    }
+
+    pub(crate) fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+impl Drop for DeviceBuffer {
+    fn drop(&mut self) {
+        if self.stream.context().enter().is_ok() {
+            // SAFETY: allocated here and not used after this: users have waited for their work on
+            // it.
+            let _ = unsafe {
+                match self.pooled {
+                    true => sys::cuMemFreeAsync(self.address, self.stream.raw()),
+                    false => sys::cuMemFree_v2(self.address),
+                }
+            };
+        }
+    }
+}

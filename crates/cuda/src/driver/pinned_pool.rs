@@ -1,0 +1,114 @@
+//! Small buffers of pinned host memory, cut from large allocations.
+//!
+//! An allocation of pinned memory takes milliseconds and blocks every other driver call, so the
+//! pool allocates much at once. Buffers are pieces of that, and a freed piece waits for the next
+//! request of its size.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::sys;
+
+use super::resource_counts::CountedResource;
+use crate::error::CudaError;
+
+/// Bytes of one allocation.
+const SLAB_BYTES: usize = 16 << 20;
+
+/// Larger buffers are allocated separately.
+pub(super) const MAX_PIECE: usize = 4 << 20;
+
+/// The smallest piece, so that no two share a cache line.
+const MIN_PIECE: usize = 256;
+
+/// Pinned memory of a context.
+#[derive(Default)]
+pub(crate) struct PinnedPool {
+    state: Mutex<PoolState>,
+}
+
+#[derive(Default)]
+struct PoolState {
+    slabs: Vec<(Address, CountedResource)>,
+    /// Bytes of the last slab that were never handed out.
+    left: usize,
+    /// Free pieces, by size.
+    free: BTreeMap<usize, Vec<Address>>,
+}
+
+#[derive(Clone, Copy)]
+struct Address(*mut u8);
+
+// SAFETY: an address of memory that the pool owns; who got it handed out is its only user.
+unsafe impl Send for Address {}
+
+impl PinnedPool {
+    fn lock(&self) -> MutexGuard<'_, PoolState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A piece of `size`, which is a result of `piece_size`.
+    ///
+    /// `allocate` gets memory of a number of bytes from the driver.
+    pub(super) fn take(
+        &self,
+        size: usize,
+        allocate: impl FnOnce(usize) -> Result<(*mut u8, CountedResource), CudaError>,
+    ) -> Result<*mut u8, CudaError> {
+        let mut state = self.lock();
+        if let Some(piece) = state.free.get_mut(&size).and_then(Vec::pop) {
+            return Ok(piece.0);
+        }
+        if state.left < size {
+            let (slab, counted) = allocate(SLAB_BYTES)?;
+            state.slabs.push((Address(slab), counted));
+            state.left = SLAB_BYTES;
+        }
+        let (slab, _) =
+            state.slabs.last().ok_or(CudaError::Misuse("the pinned pool has no slab"))?;
+        // SAFETY: `left` is at most the slab's size, so this is inside it.
+        let piece = unsafe { slab.0.add(SLAB_BYTES - state.left) };
+        state.left -= size;
+        Ok(piece)
+    }
+
+    pub(super) fn give(&self, piece: *mut u8, size: usize) {
+        self.lock().free.entry(size).or_default().push(Address(piece));
+    }
+
+    /// Frees everything; no piece is in use any more.
+    pub(super) fn release(&self) {
+        for (slab, _) in std::mem::take(&mut *self.lock()).slabs {
+            free(slab.0);
+        }
+    }
+}
+
+/// The size of the piece for `bytes`: four sizes per power of two, so that pieces are reused often
+/// and waste little.
+pub(super) fn piece_size(bytes: usize) -> usize {
+    let bytes = bytes.max(MIN_PIECE);
+    let step = (bytes.next_power_of_two() / 8).max(MIN_PIECE);
+    bytes.next_multiple_of(step)
+}
+
+pub(super) fn free(address: *mut u8) {
+    // SAFETY: from `allocate`, and not used after this; the context is the thread's.
+    let _ = unsafe { sys::cuMemFreeHost(address.cast()) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_fit_the_request_and_waste_little() {
+        for bytes in [1, 64, 256, 257, 5_000, 602_112, 1 << 20, MAX_PIECE] {
+            let size = piece_size(bytes);
+            assert!(size >= bytes, "{size} for {bytes}");
+            assert!(size <= (bytes + bytes / 4).max(2 * MIN_PIECE), "{size} for {bytes}");
+            assert_eq!(piece_size(size), size, "a piece is of its own size");
+            assert_eq!(size % MIN_PIECE, 0);
+        }
+    }
+}
