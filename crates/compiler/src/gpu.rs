@@ -116,12 +116,9 @@ fn identities(plan: &LaunchPlan) -> HashMap<usize, ValueId> {
 fn graph_of(plan: &LaunchPlan) -> Result<Graph, String> {
     let mut graph = Graph::default();
     for value in &plan.values {
-        let dim = |dim: &Dim| match dim {
-            Dim::Fixed(size) => i64::try_from(*size).ok().map(SymDim::Fixed),
-            Dim::Symbol(text) => SymDim::parse(text),
-            Dim::Unknown => None,
-        };
-        let shape = value.shape.as_ref().and_then(|dims| dims.iter().map(dim).collect());
+        // One dimension that depends on data leaves the whole shape to inference.
+        let known = |dim: &Dim| Some(SymDim::from(dim)).filter(|dim| *dim != SymDim::Unknown);
+        let shape = value.shape.as_ref().and_then(|dims| dims.iter().map(known).collect());
         graph.add_value(value.name.clone(), Fact::new(value.dtype, shape));
     }
     for (id, tensor) in &plan.constants {

@@ -1,7 +1,7 @@
 //! How much memory a plan's values take while it runs.
 
 use graph::SymDim;
-use model::{Dim, LaunchPlan, ValueId};
+use model::{LaunchPlan, ValueId};
 
 /// The most bytes that inputs, outputs and intermediate values take at one time, for these sizes of the
 /// symbols. `None` when the size of some value depends on data or on a symbol without a size.
@@ -37,13 +37,7 @@ fn value_bytes(
     let info = plan.value(id);
     let mut total = info.dtype.size_bytes()? as u64;
     for dim in info.shape.as_ref()? {
-        let size = match dim {
-            Dim::Fixed(size) => *size as u64,
-            Dim::Symbol(text) => {
-                u64::try_from(SymDim::parse(text)?.substitute(lookup).fixed()?).ok()?
-            }
-            Dim::Unknown => return None,
-        };
+        let size = u64::try_from(SymDim::from(dim).substitute(lookup).fixed()?).ok()?;
         total = total.checked_mul(size)?;
     }
     Some(total)

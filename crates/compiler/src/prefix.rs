@@ -295,19 +295,16 @@ fn close_symbols(plan: &LaunchPlan, part: &mut LaunchPlan) -> Option<()> {
         let plain = |dim: &Dim| match dim {
             Dim::Fixed(_) => true,
             Dim::Symbol(name) => known.contains(name),
-            Dim::Unknown => false,
+            Dim::Expr(_) | Dim::Unknown => false,
         };
         if !dims.iter().all(plain) {
             return None;
         }
     }
     let bound = symbols(part);
-    let word = |c: char| c.is_alphanumeric() || c == '_' || c == '.';
+    let unbound: Vec<&String> = known.difference(&bound).collect();
     for dim in part.values.iter_mut().filter_map(|value| value.shape.as_mut()).flatten() {
-        let unbound = |name: &&str| known.contains(*name) && !bound.contains(*name);
-        if let Dim::Symbol(text) = dim
-            && (text.split(|c| !word(c)).any(|name| unbound(&name)) || unbound(&text.as_str()))
-        {
+        if unbound.iter().any(|name| dim.has_symbol(name)) {
             *dim = Dim::Unknown;
         }
     }

@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use model::tensor::element_count;
 use model::{DataType, Tensor};
 
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
 /// The most elements whose values are followed through shape arithmetic.
 pub const MAX_CONTENT: usize = 256;

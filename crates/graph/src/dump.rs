@@ -4,8 +4,8 @@ use std::fmt;
 
 use model::ValueId;
 
-use crate::dim::shape_text;
 use crate::ir::Graph;
+use model::dim::shape_text;
 
 impl fmt::Display for Graph {
     /// One line per input, node and output. Constants show up only where they are read.

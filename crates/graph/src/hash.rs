@@ -6,8 +6,8 @@ use model::op::Op;
 use model::{Dim, LaunchPlan, Tensor, TensorData, ValueId};
 use sha2::{Digest, Sha256};
 
-use crate::dim::shape_text;
 use crate::ir::Graph;
+use model::dim::shape_text;
 
 /// A hash of all that a value is computed from.
 pub type Hash = [u8; 32];
@@ -32,20 +32,20 @@ pub fn subgraph_hashes(graph: &Graph) -> Vec<Hash> {
 
 /// The same for the steps of a plan. Hashes of plans and of graphs are not comparable with each other.
 pub fn plan_hashes(plan: &LaunchPlan) -> Vec<Hash> {
-    let mut symbols: Vec<&str> = Vec::new();
+    let mut symbols: Vec<&Dim> = Vec::new();
     let mut inputs = Vec::with_capacity(plan.inputs.len());
     for id in &plan.inputs {
         let info = plan.value(*id);
         let mut text = format!("{}", info.dtype);
         for dim in info.shape.iter().flatten() {
             match dim {
-                Dim::Symbol(name) => {
-                    let place = symbols.iter().position(|known| known == name);
-                    let place = place.unwrap_or_else(|| {
-                        symbols.push(name);
+                Dim::Symbol(_) | Dim::Expr(_) => {
+                    let number = symbols.iter().position(|known| *known == dim);
+                    let number = number.unwrap_or_else(|| {
+                        symbols.push(dim);
                         symbols.len() - 1
                     });
-                    text.push_str(&format!(" ${place}"));
+                    text.push_str(&format!(" ${number}"));
                 }
                 dim => text.push_str(&format!(" {dim}")),
             }

@@ -6,8 +6,8 @@ use model::op::Op;
 use model::{DataType, Tensor, ValueId};
 
 use crate::content;
-use crate::dim::{SymDim, shape_text};
 use crate::ir::Graph;
+use model::dim::{SymDim, shape_text};
 
 mod einsum;
 mod elementwise;

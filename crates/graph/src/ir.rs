@@ -6,8 +6,8 @@ use model::op::Op;
 use model::{DataType, Tensor, ValueId};
 
 use crate::content;
-use crate::dim::SymDim;
 use crate::infer::{self, Fact, InferError};
+use model::dim::SymDim;
 
 /// What is known of a value.
 #[derive(Clone, Debug)]

@@ -2,7 +2,6 @@
 
 pub mod bind;
 pub mod content;
-pub mod dim;
 pub mod dump;
 pub mod hash;
 pub mod infer;
@@ -11,8 +10,8 @@ pub mod onnx;
 pub mod pass;
 
 pub use bind::bind;
-pub use dim::SymDim;
 pub use hash::{plan_hashes, subgraph_hashes};
 pub use ir::{Graph, Node, Value};
+pub use model::dim::SymDim;
 pub use onnx::{ExternalData, ImportError, Limits, import, import_file, parse_tensor_proto};
 pub use pass::{Evaluator, Report, optimize};

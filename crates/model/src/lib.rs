@@ -2,6 +2,7 @@
 //! launch plans, manifests and the versioned store of models.
 
 pub mod config;
+pub mod dim;
 pub mod dtype;
 pub mod gpu;
 pub mod host_pool;

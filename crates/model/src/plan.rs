@@ -1,10 +1,12 @@
 //! Launch plans: a model as the ordered steps a device runs.
 
 use std::fmt;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::dim::Polynomial;
 use crate::op::Op;
 use crate::{DataType, Tensor};
 
@@ -20,14 +22,34 @@ impl ValueId {
 }
 
 /// One dimension of a value's shape.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+///
+/// [`SymDim`](crate::dim::SymDim) is the same with arithmetic; the two convert into each other.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Dim {
     /// Known when the model is loaded.
     Fixed(usize),
-    /// Named by the model and bound by a request, such as the batch; may be an expression of names.
+    /// Named by the model and bound by a request, such as the batch.
     Symbol(String),
+    /// Computed from symbols, such as `2*T+1`; never one symbol alone.
+    Expr(Arc<Polynomial>),
     /// Known only once the value is computed.
     Unknown,
+}
+
+impl Dim {
+    /// The size called `name`.
+    pub fn symbol(name: &str) -> Dim {
+        Dim::Symbol(name.to_string())
+    }
+
+    /// Whether the size depends on the symbol called `name`.
+    pub fn has_symbol(&self, name: &str) -> bool {
+        match self {
+            Dim::Symbol(symbol) => symbol == name,
+            Dim::Expr(poly) => poly.has_symbol(name),
+            Dim::Fixed(_) | Dim::Unknown => false,
+        }
+    }
 }
 
 impl fmt::Display for Dim {
@@ -35,13 +57,14 @@ impl fmt::Display for Dim {
         match self {
             Dim::Fixed(size) => write!(f, "{size}"),
             Dim::Symbol(name) => f.write_str(name),
+            Dim::Expr(poly) => poly.fmt(f),
             Dim::Unknown => f.write_str("?"),
         }
     }
 }
 
 /// What is known of a value before the plan runs.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ValueInfo {
     /// The name in the source model, for messages.
     pub name: String,
@@ -52,7 +75,7 @@ pub struct ValueInfo {
 }
 
 /// One launch.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Step {
     /// The source node's name, for messages and traces.
     pub name: String,

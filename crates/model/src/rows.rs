@@ -10,7 +10,7 @@ pub fn batch_symbol(plan: &LaunchPlan) -> Option<&str> {
     let Some([Dim::Symbol(batch), ..]) = plan.inputs.first().and_then(dims) else { return None };
     let leads = |id: &ValueId| match dims(id) {
         Some([Dim::Symbol(first), rest @ ..]) => {
-            first == batch && !rest.iter().any(|dim| mentions(dim, batch))
+            first == batch && !rest.iter().any(|dim| dim.has_symbol(batch))
         }
         _ => false,
     };
@@ -32,15 +32,6 @@ pub fn mixing_step<'a>(plan: &'a LaunchPlan, batch: &str) -> Option<&'a Step> {
     }
     let rows = |id: &ValueId| known.state(*id) == State::Rows(0);
     if plan.outputs.iter().all(rows) { None } else { plan.steps.last() }
-}
-
-/// Whether `dim` is an expression in which `symbol` occurs.
-fn mentions(dim: &Dim, symbol: &str) -> bool {
-    let word = |c: char| c.is_alphanumeric() || c == '_' || c == '.';
-    match dim {
-        Dim::Symbol(text) => text == symbol || text.split(|c| !word(c)).any(|part| part == symbol),
-        _ => false,
-    }
 }
 
 /// What a value has to do with rows.
@@ -122,7 +113,7 @@ impl Known<'_> {
         if dims.contains(&Dim::Unknown) {
             return None;
         }
-        let mut at = (0..dims.len()).filter(|axis| mentions(&dims[*axis], self.batch));
+        let mut at = (0..dims.len()).filter(|axis| dims[*axis].has_symbol(self.batch));
         let first = at.next();
         at.next().is_none().then_some(first)
     }
@@ -425,6 +416,7 @@ fn first_output(step: &Step) -> Option<ValueId> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dim::SymDim;
     use crate::op::{
         Activation, Binary, Conv, MatMul, Padding, Reduce, ReduceKind, Softmax, SoftmaxKind, Unary,
         Window,
@@ -433,11 +425,7 @@ mod tests {
 
     /// Dimensions in words: `n,3,?`.
     fn shape(text: &str) -> Option<Vec<Dim>> {
-        let dim = |word: &str| match (word, word.parse()) {
-            ("?", _) => Dim::Unknown,
-            (_, Ok(size)) => Dim::Fixed(size),
-            (name, _) => Dim::Symbol(name.to_string()),
-        };
+        let dim = |text: &str| Dim::from(&SymDim::parse(text).unwrap());
         Some(text.split(',').map(dim).collect())
     }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::shape::{broadcast, broadcast_dim};
 use super::{Fact, Inferred, Operands, fail};
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
 /// The labels of one operand: those before the ellipsis, and those behind it when there is one.
 struct Term {

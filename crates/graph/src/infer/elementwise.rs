@@ -6,7 +6,7 @@ use model::op::{Binary, Cast, Compare, Unary, Variadic};
 use super::numbers::{self, Numbers};
 use super::shape::{broadcast_all, unify};
 use super::{Fact, Inferred, Operands, fail};
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
 fn numbers_of<'a>(x: &Operands<'a>, index: usize) -> Option<Numbers<'a>> {
     Some(Numbers { shape: x.shape(index)?, elements: x.content(index)? })

@@ -4,7 +4,7 @@ use model::DataType;
 
 use super::shape::{axes_indices, axis_index, unify};
 use super::{Fact, Inferred, Operands, fail};
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
 fn expect_index(x: &Operands, index: usize) -> Inferred<()> {
     match x.dtype(index)? {

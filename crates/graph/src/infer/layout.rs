@@ -6,7 +6,7 @@ use super::numbers::{Numbers, zip};
 use super::shape::{axes_indices, axis_index, broadcast, product, unify};
 use super::{Fact, Inferred, Operands, fail};
 use crate::content::{self, MAX_CONTENT};
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
 fn owned_content(x: &Operands, index: usize) -> Option<Vec<SymDim>> {
     x.content(index).map(<[SymDim]>::to_vec)
@@ -72,10 +72,10 @@ fn resolve_rest(x: &Operands, dims: &mut [SymDim]) -> Inferred<()> {
             _ => known == 0 || total % known == 0,
         };
         if !fits {
-            let input = crate::dim::shape_text(x.shape(0));
+            let input = model::dim::shape_text(x.shape(0));
             return fail(format!(
                 "{input} cannot be reshaped to {}",
-                crate::dim::shape_text(Some(dims))
+                model::dim::shape_text(Some(dims))
             ));
         }
     }

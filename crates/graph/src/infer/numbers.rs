@@ -5,7 +5,7 @@ use model::op::{Binary, Compare, Unary, Variadic};
 
 use super::Fact;
 use crate::content::{MAX_CONTENT, fixed_count};
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
 /// A tensor whose elements are followed: shape as numbers, elements in row-major order.
 pub(crate) struct Numbers<'a> {

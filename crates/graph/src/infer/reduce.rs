@@ -7,7 +7,7 @@ use super::elementwise::{meet_channels, same_float};
 use super::numbers;
 use super::shape::{axes_indices, axis_index, broadcast};
 use super::{Fact, Inferred, Operands, Shape, fail};
-use crate::dim::SymDim;
+use model::dim::SymDim;
 use model::op::Variadic;
 
 /// `shape` without `axes`, or with ones in their places.

@@ -1,7 +1,7 @@
 //! Arithmetic on whole shapes.
 
 use super::{Inferred, Shape, fail};
-use crate::dim::{SymDim, shape_text};
+use model::dim::{SymDim, shape_text};
 
 /// `axis` counted from the front.
 pub(crate) fn axis_index(axis: i64, rank: usize) -> Inferred<usize> {

@@ -6,7 +6,7 @@ use model::op::{AspectPolicy, Conv, ConvTranspose, Padding, Pool, PoolKind, Resi
 use super::elementwise::same_float;
 use super::shape::{axes_indices, unify};
 use super::{Fact, Inferred, Operands, Shape, fail};
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
 /// Geometry along one spatial dimension.
 struct Slide {

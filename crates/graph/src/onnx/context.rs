@@ -9,9 +9,9 @@ use super::attributes::Attributes;
 use super::external::ExternalData;
 use super::proto::NodeProto;
 use crate::content;
-use crate::dim::SymDim;
 use crate::infer::{Fact, InferError};
 use crate::ir::{Graph, Node};
+use model::dim::SymDim;
 
 /// Why one node cannot be mapped.
 #[derive(Clone, Debug)]

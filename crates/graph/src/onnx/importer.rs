@@ -15,9 +15,9 @@ use super::{
     elementwise, function, index, layout, loss, matrix, microsoft, nn, norm, order, quant,
     recurrent, reduce, window,
 };
-use crate::dim::SymDim;
 use crate::infer::{Fact, describe};
 use crate::ir::Graph;
+use model::dim::SymDim;
 
 /// Operator sets by domain.
 #[derive(Clone, Debug, Default)]

@@ -8,7 +8,7 @@ use model::{DataType, ValueId};
 use super::context::{Context, MapError, Mapped, invalid, unsupported};
 use super::tensor::data_type;
 use crate::content;
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
 pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
     match op {

@@ -5,8 +5,8 @@ use model::{DataType, Tensor, ValueId};
 
 use super::editor::{Editor, first, pair};
 use crate::content;
-use crate::dim::SymDim;
 use crate::ir::Graph;
+use model::dim::SymDim;
 
 /// Fuses step by step; each fusion makes the next one possible. Says how many.
 pub fn run(graph: &mut Graph) -> usize {

@@ -6,8 +6,8 @@ use model::{DataType, Tensor, ValueId};
 
 use super::Evaluator;
 use crate::content;
-use crate::dim::SymDim;
 use crate::ir::{Graph, Node};
+use model::dim::SymDim;
 
 /// Results larger than this are not computed ahead: the model would grow.
 const MAX_BYTES: usize = 64 << 20;

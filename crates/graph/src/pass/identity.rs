@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use model::ValueId;
 use model::op::{Binary, Op, Reduce};
 
-use crate::dim::SymDim;
 use crate::ir::{Graph, Node};
+use model::dim::SymDim;
 
 /// Lets readers read through no-ops. Says how many nodes lost their purpose or were merged.
 pub fn run(graph: &mut Graph) -> usize {

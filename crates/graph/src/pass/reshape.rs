@@ -6,8 +6,8 @@
 use model::op::Op;
 
 use super::editor::Editor;
-use crate::dim::SymDim;
 use crate::ir::Graph;
+use model::dim::SymDim;
 
 /// Gives reshapes constant targets where inference allows. Says how many.
 pub fn run(graph: &mut Graph) -> usize {

@@ -9,9 +9,9 @@ use model::op::{
 use model::{DataType, Tensor, ValueId};
 
 use crate::content;
-use crate::dim::SymDim;
 use crate::infer::Fact;
 use crate::ir::{Graph, Node};
+use model::dim::SymDim;
 
 /// A dense tensor of floats.
 #[derive(Clone, Debug)]

@@ -8,7 +8,7 @@ use model::op::{
 
 use super::testing::{Builder, check, evaluate, names};
 use super::*;
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
 fn conv(pads: usize, groups: usize) -> Op {
     Op::Conv(Conv {
@@ -386,7 +386,7 @@ fn computed_shapes_become_constant() {
     let target = graph.nodes[0].inputs[1].unwrap();
     assert_eq!(graph.constant_ints(target), Some(vec![0, 0, 2, 4]));
     let shape = graph.shape(graph.outputs[0]).unwrap();
-    assert_eq!(crate::dim::shape_text(Some(shape)), "[n,t,2,4]");
+    assert_eq!(model::dim::shape_text(Some(shape)), "[n,t,2,4]");
 }
 
 #[test]

@@ -27,7 +27,7 @@ fn names(graph: &Graph) -> Vec<String> {
 
 fn shape(graph: &Graph, name: &str) -> String {
     let value = graph.values.iter().find(|value| value.name == name).unwrap();
-    format!("{}{}", value.dtype, graph::dim::shape_text(value.shape.as_deref()))
+    format!("{}{}", value.dtype, model::dim::shape_text(value.shape.as_deref()))
 }
 
 #[test]

@@ -172,7 +172,7 @@ fn input(
     let extent = |dim: &Dim| match dim {
         Dim::Fixed(extent) => *extent,
         Dim::Symbol(symbol) if Some(symbol.as_str()) == batch => rows,
-        Dim::Symbol(_) | Dim::Unknown => sizes[size],
+        Dim::Symbol(_) | Dim::Expr(_) | Dim::Unknown => sizes[size],
     };
     let shape = dims.iter().map(extent).collect();
     random_tensor(info.dtype, shape, random)
