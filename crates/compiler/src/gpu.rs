@@ -16,6 +16,7 @@ pub mod dispatch;
 pub mod draft;
 pub mod elementwise;
 pub mod index;
+pub mod loop_nest;
 pub mod lowering;
 pub mod memory;
 pub mod norm;
@@ -27,7 +28,7 @@ pub mod reduce;
 pub mod shape;
 pub mod tile;
 pub mod view;
-pub mod walk;
+
 pub mod window;
 
 mod general;
@@ -38,12 +39,15 @@ use std::sync::Arc;
 use device::{DeviceError, KernelCompiler};
 use graph::infer::Fact;
 use graph::{Evaluator, Graph, Node, SymDim};
-use model::gpu::{GpuPlan, GpuStep, GpuTarget, Kernel, Launch, Leavable, Patch, Place, Slot, Span};
+use model::gpu::{
+    GpuPlan, GpuStep, GpuTarget, IoTensor, Kernel, Launch, MemoryLocation, MemoryRange, Patch,
+    TilePreemption,
+};
 use model::{Dim, LaunchPlan, ValueId};
 
 use args::Address;
-use draft::Draft;
-use lowering::{Home, Lowering, Pending};
+use draft::LaunchDraft;
+use lowering::{BufferLocation, Lowering, PendingStep};
 use memory::Arena;
 use view::View;
 
@@ -171,7 +175,7 @@ pub fn lower(
 }
 
 /// Gives buffers their places and steps their addresses.
-fn finish(lowering: Lowering<'_>, inputs: Vec<Slot>, outputs: Vec<Slot>) -> GpuPlan {
+fn finish(lowering: Lowering<'_>, inputs: Vec<IoTensor>, outputs: Vec<IoTensor>) -> GpuPlan {
     let arena = memory::plan(&lowering.buffers, &lowering.steps);
     let mut kernels = Kernels::default();
     let mut workspace_bytes = 0;
@@ -212,14 +216,14 @@ impl Kernels {
 }
 
 fn step(
-    pending: &Pending,
+    pending: &PendingStep,
     lowering: &Lowering<'_>,
     arena: &Arena,
     kernels: &mut Kernels,
 ) -> GpuStep {
     let work = &pending.work;
-    let place = |address: Address| place_of(address, lowering, arena);
-    let launch = |draft: &Draft| Launch {
+    let location = |address: Address| location_of(address, lowering, arena);
+    let launch = |draft: &LaunchDraft| Launch {
         variant: draft.variant.clone(),
         kernel: kernels.number(&draft.kernel),
         tiles: draft.tiles as u32,
@@ -231,13 +235,13 @@ fn step(
             .args
             .1
             .iter()
-            .filter_map(|(at, address)| Some(Patch { at: *at, to: place(*address)? }))
+            .filter_map(|(at, address)| Some(Patch { at: *at, to: location(*address)? }))
             .collect(),
     };
     let choices: Vec<Launch> = work.drafts.iter().map(launch).collect();
     let be = choices.iter().position(|launch| launch.cluster == 1).unwrap_or(0);
-    let spans =
-        |views: &[View]| views.iter().filter_map(|view| span(view, lowering, arena)).collect();
+    let ranges =
+        |views: &[View]| views.iter().filter_map(|view| range(view, lowering, arena)).collect();
     let moved: usize =
         work.reads.iter().chain(&work.writes).map(|v| v.len() * v.element.size()).sum();
     GpuStep {
@@ -247,48 +251,56 @@ fn step(
         choices,
         rt: 0,
         be,
-        leave: leavable(pending),
+        preemption: preemption(pending),
         flops: work.flops,
         bytes: moved as u64 + work.weight_bytes,
-        reads: spans(&work.reads),
-        writes: spans(&work.writes),
+        reads: ranges(&work.reads),
+        writes: ranges(&work.writes),
     }
 }
 
 /// A tile may be left and redone when nothing it writes is read by the step.
-fn leavable(pending: &Pending) -> Leavable {
+fn preemption(pending: &PendingStep) -> TilePreemption {
     let work = &pending.work;
     if let Some(why) = &work.finish_tiles {
-        return Leavable::AtTileBoundary(why.clone());
+        return TilePreemption::AtTileBoundary(why.clone());
     }
     let overlap =
         work.writes.iter().any(|write| work.reads.iter().any(|read| !read.is_apart(write)));
     if overlap {
-        return Leavable::AtTileBoundary("it reads memory that it writes".to_string());
+        return TilePreemption::AtTileBoundary("it reads memory that it writes".to_string());
     }
-    Leavable::InsideTile
+    TilePreemption::InsideTile
 }
 
-fn place_of(address: Address, lowering: &Lowering<'_>, arena: &Arena) -> Option<Place> {
+fn location_of(address: Address, lowering: &Lowering<'_>, arena: &Arena) -> Option<MemoryLocation> {
     match address {
         Address::Null => None,
-        Address::Place(place) => Some(place),
-        Address::Buffer(id, offset) => Some(match lowering.buffers[id.0 as usize].home {
-            Home::Arena => Place::Arena(arena.offsets[id.0 as usize].unwrap_or(0) + offset),
-            Home::Fixed(Place::Weight(number, start)) => Place::Weight(number, start + offset),
-            Home::Fixed(Place::Input(index, start)) => Place::Input(index, start + offset),
-            Home::Fixed(Place::Output(index, start)) => Place::Output(index, start + offset),
-            Home::Fixed(other) => other,
+        Address::Fixed(location) => Some(location),
+        Address::Buffer(id, offset) => Some(match lowering.buffers[id.0 as usize].location {
+            BufferLocation::Arena => {
+                MemoryLocation::Arena(arena.offsets[id.0 as usize].unwrap_or(0) + offset)
+            }
+            BufferLocation::Fixed(MemoryLocation::Weight(number, start)) => {
+                MemoryLocation::Weight(number, start + offset)
+            }
+            BufferLocation::Fixed(MemoryLocation::Input(index, start)) => {
+                MemoryLocation::Input(index, start + offset)
+            }
+            BufferLocation::Fixed(MemoryLocation::Output(index, start)) => {
+                MemoryLocation::Output(index, start + offset)
+            }
+            BufferLocation::Fixed(other) => other,
         }),
     }
 }
 
-fn span(view: &View, lowering: &Lowering<'_>, arena: &Arena) -> Option<Span> {
+fn range(view: &View, lowering: &Lowering<'_>, arena: &Arena) -> Option<MemoryRange> {
     let extent = view.extent();
     let size = view.element.size();
     let address = Address::Buffer(view.buffer, (extent.start * size) as u64);
-    match place_of(address, lowering, arena)? {
-        Place::Weight(..) => None,
-        place => Some(Span { place, bytes: ((extent.end - extent.start) * size) as u64 }),
+    match location_of(address, lowering, arena)? {
+        MemoryLocation::Weight(..) => None,
+        start => Some(MemoryRange { start, bytes: ((extent.end - extent.start) * size) as u64 }),
     }
 }

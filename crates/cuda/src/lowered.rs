@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use device::DeviceError;
-use model::gpu::{GpuPlan, GpuStep, Launch, Leavable};
+use model::gpu::{GpuPlan, GpuStep, Launch, TilePreemption};
 
 use crate::driver::{LaunchShape, PinnedBuffer, Priority, Stream};
 use crate::error::CudaError;
@@ -272,9 +272,9 @@ fn bind(hub: &Hub, gpu: &GpuPlan, progress: Progress<'_>) -> Result<Vec<StepKern
 }
 
 fn finishes(step: &GpuStep) -> bool {
-    match &step.leave {
-        Leavable::InsideTile => false,
-        Leavable::AtTileBoundary(why) => {
+    match &step.preemption {
+        TilePreemption::InsideTile => false,
+        TilePreemption::AtTileBoundary(why) => {
             tracing::warn!(
                 step = step.name,
                 why,
@@ -405,7 +405,7 @@ mod tests {
     #[test]
     fn steps_that_must_finish_a_tile_are_never_left() {
         let in_place = GpuStep {
-            leave: Leavable::AtTileBoundary("writes in place".to_string()),
+            preemption: TilePreemption::AtTileBoundary("writes in place".to_string()),
             ..step(launch(4, 0))
         };
         assert!(finishes(&in_place));

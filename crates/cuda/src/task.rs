@@ -147,7 +147,7 @@ impl CudaTask {
     }
 
     /// Bytes and shape of an output: of a batch's rows only, not of those its plan has beyond.
-    fn output(&self, slot: &model::gpu::Slot) -> (usize, Vec<usize>) {
+    fn output(&self, slot: &model::gpu::IoTensor) -> (usize, Vec<usize>) {
         let (mut bytes, mut shape) = (slot.bytes as usize, slot.shape.clone());
         if let (Inputs::Batch(cargo), Some(first)) = (&self.inputs, shape.first_mut())
             && *first == cargo.plan_rows

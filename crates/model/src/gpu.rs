@@ -39,9 +39,9 @@ pub struct GpuPlan {
     /// Every weight a launch may name.
     pub weights: Vec<Weight>,
     /// The model's inputs as they lie on the device: as the request brings them, packed.
-    pub inputs: Vec<Slot>,
+    pub inputs: Vec<IoTensor>,
     /// The model's outputs, packed.
-    pub outputs: Vec<Slot>,
+    pub outputs: Vec<IoTensor>,
     /// The launches, each dependent on all before it.
     pub steps: Vec<GpuStep>,
     /// Memory for intermediate values.
@@ -52,7 +52,7 @@ pub struct GpuPlan {
 
 /// A tensor at the border of the model.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Slot {
+pub struct IoTensor {
     /// The name in the source model.
     pub name: String,
     /// Element type.
@@ -129,20 +129,20 @@ pub struct GpuStep {
     /// Index of the one for best effort: never a cluster.
     pub be: usize,
     /// Whether a best-effort launch may be left inside a tile, and if not, why.
-    pub leave: Leavable,
+    pub preemption: TilePreemption,
     /// Floating-point operations.
     pub flops: u64,
     /// Bytes that must be moved: every operand once.
     pub bytes: u64,
     /// Memory it reads, weights apart.
-    pub reads: Vec<Span>,
+    pub reads: Vec<MemoryRange>,
     /// Memory it writes.
-    pub writes: Vec<Span>,
+    pub writes: Vec<MemoryRange>,
 }
 
 /// Whether a step may be left in the middle of a tile and redone.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Leavable {
+pub enum TilePreemption {
     /// Redoing a tile gives the same output.
     InsideTile,
     /// A tile that began must finish: the reason.
@@ -176,12 +176,12 @@ pub struct Patch {
     /// Byte offset into the argument struct.
     pub at: u32,
     /// What is there.
-    pub to: Place,
+    pub to: MemoryLocation,
 }
 
 /// A place in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Place {
+pub enum MemoryLocation {
     /// Byte offset into the arena of intermediate values.
     Arena(u64),
     /// Byte offset into the workspace.
@@ -201,9 +201,9 @@ pub enum Place {
 
 /// A run of bytes that a step reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Span {
+pub struct MemoryRange {
     /// Where it begins.
-    pub place: Place,
+    pub start: MemoryLocation,
     /// How long it is; a strided access counts from its first to its last byte.
     pub bytes: u64,
 }

@@ -9,7 +9,7 @@ pub mod host_pool;
 pub mod op;
 pub mod plan;
 pub mod repository;
-pub mod rows;
+pub mod row_independence;
 pub mod sample;
 pub mod store;
 pub mod tensor;

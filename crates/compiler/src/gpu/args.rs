@@ -1,6 +1,6 @@
 //! Argument structs of kernels, byte for byte as the CUDA compiler lays them out.
 
-use model::gpu::Place;
+use model::gpu::MemoryLocation;
 
 use super::view::BufferId;
 
@@ -10,7 +10,7 @@ pub enum Address {
     /// Byte offset into a buffer.
     Buffer(BufferId, u64),
     /// A place that needs no planning.
-    Place(Place),
+    Fixed(MemoryLocation),
     /// No address: a null pointer.
     Null,
 }

@@ -3,10 +3,10 @@
 use graph::ir::Node;
 
 use super::args::{Address, ArgsWriter};
-use super::draft::{Draft, KernelText, Work};
-use super::lowering::{Lowering, Refusal};
+use super::draft::{KernelText, LaunchDraft, StepDraft};
+use super::loop_nest::address;
+use super::lowering::{Lowering, UnsupportedReason};
 use super::view::{Element, View};
-use super::walk::address;
 
 const WIDTH: usize = 64;
 
@@ -24,7 +24,7 @@ fn token_stride(view: &View) -> Option<usize> {
 
 impl Lowering<'_> {
     /// `softmax(scale * q @ k^T + mask) @ v`; false when the kernel does not compute this one.
-    pub fn fast_attention(&mut self, node: &Node, scale: f32) -> Result<bool, Refusal> {
+    pub fn fast_attention(&mut self, node: &Node, scale: f32) -> Result<bool, UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let shape = self.shape(output_id)?;
         if self.float() != Element::F16 || shape.len() != 4 || (scale - 0.125).abs() > 1e-6 {
@@ -64,7 +64,7 @@ impl Lowering<'_> {
                 threads: (warps * 32) as u32,
                 shared_bytes: (warps * 16 * WIDTH * 2 + 4 * 64 * WIDTH * 2) as u32,
             };
-            let mut draft = Draft::plain(kernel, batch * heads * blocks, args);
+            let mut draft = LaunchDraft::plain(kernel, batch * heads * blocks, args);
             draft.variant = format!("warps{warps}");
             draft
         };
@@ -73,7 +73,7 @@ impl Lowering<'_> {
         let flops = 4 * (batch * heads * tokens * tokens * WIDTH) as u64;
         let mut reads = vec![q, k, v];
         reads.extend(mask);
-        self.push(Work {
+        self.push(StepDraft {
             op: "Attention",
             signature,
             drafts,

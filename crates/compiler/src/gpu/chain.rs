@@ -6,7 +6,7 @@ use model::op::{Activation, Op};
 use model::{DataType, Tensor, ValueId};
 
 use super::elementwise::{Expr, MAX_INPUTS};
-use super::lowering::{Lazy, Lowering, Refusal};
+use super::lowering::{DeferredValue, Lowering, UnsupportedReason};
 use super::view::{Element, View};
 
 /// Expressions grow to this many operators at most before their value is stored.
@@ -71,7 +71,7 @@ fn operators(expr: &Expr) -> usize {
 
 impl Lowering<'_> {
     /// An element operator; false when `node` is none.
-    pub fn elementwise(&mut self, node: &Node) -> Result<bool, Refusal> {
+    pub fn elementwise(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
         let is_one = matches!(
             node.op,
             Op::Unary(_)
@@ -98,7 +98,7 @@ impl Lowering<'_> {
             });
         }
         let expr = expression_of(&node.op, operands, element)?;
-        self.defer(output, Lazy { expr, inputs: chain.inputs, shape, element });
+        self.defer(output, DeferredValue { expr, inputs: chain.inputs, shape, element });
         Ok(true)
     }
 
@@ -106,7 +106,7 @@ impl Lowering<'_> {
     pub fn activate(&mut self, view: View, activation: Activation, output: ValueId) {
         let (shape, element) = (view.shape.clone(), view.element);
         let expr = Expr::Activation(activation, Box::new(Expr::Input(0)));
-        self.defer(output, Lazy { expr, inputs: vec![view], shape, element });
+        self.defer(output, DeferredValue { expr, inputs: vec![view], shape, element });
     }
 
     /// The value `id` as part of a chain: its own expression when nobody else needs it, or an input.
@@ -117,20 +117,20 @@ impl Lowering<'_> {
         index: usize,
         id: ValueId,
         shape: &[usize],
-    ) -> Result<Expr, Refusal> {
+    ) -> Result<Expr, UnsupportedReason> {
         if let Some(constant) = self.graph.constant(id).filter(|tensor| tensor.len() == 1)
             && let Some(expr) = scalar(constant, self.element(id)?)
         {
             return Ok(expr);
         }
         if self.reads[id.index()] == 1
-            && let Some(lazy) = self.take_lazy(id)
+            && let Some(value) = self.take_deferred(id)
         {
-            let room = chain.operators + operators(&lazy.expr) < OPERATORS_MAX
-                && chain.inputs.len() + lazy.inputs.len() + node.inputs.len() <= MAX_INPUTS;
-            let inputs = broadcast_all(&lazy.inputs, &lazy.shape);
-            if let Some(inputs) = inputs.filter(|_| room && lazy.shape == shape) {
-                let stored = lazy.element;
+            let room = chain.operators + operators(&value.expr) < OPERATORS_MAX
+                && chain.inputs.len() + value.inputs.len() + node.inputs.len() <= MAX_INPUTS;
+            let inputs = broadcast_all(&value.inputs, &value.shape);
+            if let Some(inputs) = inputs.filter(|_| room && value.shape == shape) {
+                let stored = value.element;
                 let numbers: Vec<usize> = inputs
                     .into_iter()
                     .map(|view| match chain.input(view) {
@@ -138,14 +138,14 @@ impl Lowering<'_> {
                         _ => 0,
                     })
                     .collect();
-                chain.operators += operators(&lazy.expr);
-                let expr = renumbered(lazy.expr, &numbers);
+                chain.operators += operators(&value.expr);
+                let expr = renumbered(value.expr, &numbers);
                 // Integers and booleans are exact; a stored float would only have been rounded.
                 let same = stored.is_float() || matches!(expr, Expr::Input(_) | Expr::Cast(..));
                 let expr = if same { expr } else { Expr::Cast(stored, Box::new(expr)) };
                 return Ok(expr);
             }
-            self.defer(id, lazy);
+            self.defer(id, value);
         }
         let mut view = self.operand(id)?;
         if matches!(node.op, Op::ScaleShift { .. }) && index > 0 {
@@ -182,7 +182,11 @@ fn scalar(tensor: &Tensor, element: Element) -> Option<Expr> {
     })
 }
 
-fn expression_of(op: &Op, operands: Vec<Option<Expr>>, element: Element) -> Result<Expr, Refusal> {
+fn expression_of(
+    op: &Op,
+    operands: Vec<Option<Expr>>,
+    element: Element,
+) -> Result<Expr, UnsupportedReason> {
     let mut operands = operands.into_iter();
     let mut next = || operands.next().flatten().map(Box::new);
     let missing = "an operand is absent";

@@ -5,7 +5,7 @@ use graph::ir::Node;
 use model::ValueId;
 use model::op::Op;
 
-use super::lowering::{Lowering, Refusal};
+use super::lowering::{Lowering, UnsupportedReason};
 use super::view::View;
 
 /// Channels that a vector load takes; parts must begin and end at multiples of it.
@@ -84,7 +84,7 @@ impl Lowering<'_> {
     }
 
     /// A concatenation: parts that lie where they belong stay, the others are copied.
-    pub fn concat(&mut self, node: &Node, axis: i64) -> Result<(), Refusal> {
+    pub fn concat(&mut self, node: &Node, axis: i64) -> Result<(), UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let shape = self.shape(output_id)?;
         let axis = if axis < 0 { axis + shape.len() as i64 } else { axis };

@@ -8,12 +8,12 @@ use model::op::{self, Activation, Padding, Window};
 use model::{Tensor, ValueId};
 
 use super::args::{Address, ArgsWriter};
-use super::draft::{Draft, Work};
-use super::lowering::{Lowering, Refusal};
+use super::draft::{LaunchDraft, StepDraft};
+use super::loop_nest::address;
+use super::lowering::{Lowering, UnsupportedReason};
 use super::packing;
-use super::tile::{NORMALIZED_DEPTH_MAX, Parts, Problem, Variant, Walk};
+use super::tile::{InputAccess, NORMALIZED_DEPTH_MAX, Problem, SplitReduction, Variant};
 use super::view::{Element, View};
-use super::walk::address;
 
 /// The kernels' number of an activation, where they have it; see `Activation` in `kernels/base.cuh`.
 pub fn activation_code(activation: Activation) -> Option<i32> {
@@ -122,19 +122,19 @@ impl Product {
         self.window.kernel[0] * self.window.kernel[1] * self.in_c
     }
 
-    fn walk(&self) -> Walk {
+    fn access(&self) -> InputAccess {
         let Window2 { kernel, pad, dilation, .. } = self.window;
         if self.vec == 4 {
-            return Walk::General;
+            return InputAccess::General;
         }
         if kernel == [1, 1] && pad == [0, 0] {
-            return Walk::Point;
+            return InputAccess::Point;
         }
         let taps = self.in_c.is_multiple_of(64)
             && dilation == [1, 1]
             && kernel[0] <= 16
             && kernel[1] <= 16;
-        if taps { Walk::Taps } else { Walk::General }
+        if taps { InputAccess::Taps } else { InputAccess::General }
     }
 
     fn problem(&self, target: &GpuTarget) -> Problem {
@@ -143,7 +143,7 @@ impl Product {
             columns: self.out_c,
             depth: self.depth(),
             vec: self.vec,
-            walk: self.walk(),
+            access: self.access(),
             normalizes: self.normalize.is_some(),
             multiprocessors: target.multiprocessors as usize,
             clusters: target.capability >= 90,
@@ -182,16 +182,16 @@ impl Product {
     fn args(&self, variant: &Variant) -> ArgsWriter {
         let mut args = ArgsWriter::new();
         let weight = |number: Option<u32>| number.map_or(Address::Null, Lowering::weight_address);
-        let split = variant.parts == Parts::Workspace;
-        let when = |place| if split { Address::Place(place) } else { Address::Null };
+        let split = variant.reduction == SplitReduction::Workspace;
+        let when = |location| if split { Address::Fixed(location) } else { Address::Null };
         args.address(address(&self.input))
             .address(weight(Some(self.weight)))
             .address(weight(self.bias))
             .address(self.residual.as_ref().map_or(Address::Null, |(view, _)| address(view)))
             .address(address(&self.output))
             .address(weight(self.normalize))
-            .address(when(model::gpu::Place::Workspace(0)))
-            .address(when(model::gpu::Place::Arrivals));
+            .address(when(model::gpu::MemoryLocation::Workspace(0)))
+            .address(when(model::gpu::MemoryLocation::Arrivals));
         args.int(self.in_h).int(self.in_w).int(self.in_c).int(self.in_stride);
         args.int(self.out_c).int(self.out_stride);
         args.int(self.residual.as_ref().map_or(0, |(_, stride)| *stride));
@@ -201,10 +201,10 @@ impl Product {
         }
         let depth = self.depth();
         args.int(self.rows).int(depth).int(depth.next_multiple_of(8));
-        let reduce = match variant.parts {
-            Parts::Whole => 0,
-            Parts::Workspace => 1,
-            Parts::Cluster => 2,
+        let reduce = match variant.reduction {
+            SplitReduction::Whole => 0,
+            SplitReduction::Workspace => 1,
+            SplitReduction::Cluster => 2,
         };
         args.int(variant.splits).signed(reduce).signed(self.act);
         args.fast_div(variant.splits)
@@ -216,18 +216,20 @@ impl Product {
         args
     }
 
-    fn work(self, target: &GpuTarget) -> Result<Work, Refusal> {
+    fn work(self, target: &GpuTarget) -> Result<StepDraft, UnsupportedReason> {
         let problem = self.problem(target);
         let draft = |variant: Variant| {
-            let kernel = variant.tile.kernel(problem.walk, problem.normalizes);
-            let mut draft = Draft::plain(kernel, variant.tiles(&problem), self.args(&variant));
+            let kernel = variant.tile.kernel(problem.access, problem.normalizes);
+            let mut draft =
+                LaunchDraft::plain(kernel, variant.tiles(&problem), self.args(&variant));
             draft.variant = variant.name();
-            draft.cluster = if variant.parts == Parts::Cluster { variant.splits } else { 1 };
+            draft.cluster =
+                if variant.reduction == SplitReduction::Cluster { variant.splits } else { 1 };
             draft.arrivals = variant.arrivals(&problem);
             draft.workspace_bytes = variant.workspace_bytes(&problem);
             draft
         };
-        let drafts: Vec<Draft> = problem.variants().into_iter().map(draft).collect();
+        let drafts: Vec<LaunchDraft> = problem.variants().into_iter().map(draft).collect();
         if self.input.extent().end.max(self.output.extent().end) > i32::MAX as usize {
             return Err("larger than the kernels' index range".to_string());
         }
@@ -235,7 +237,7 @@ impl Product {
         let signature = self.signature();
         let mut reads = vec![self.input];
         reads.extend(self.residual.map(|(view, _)| view));
-        Ok(Work {
+        Ok(StepDraft {
             op: self.name,
             signature,
             drafts,
@@ -259,7 +261,11 @@ fn has_no_border(window: &Window) -> bool {
 impl Lowering<'_> {
     /// `view` as an image with channels fastest that kernels may read in vectors: itself or a copy, with its
     /// pixel stride and channels rounded up to `vec`. What lies between the channels and that is finite.
-    pub fn as_image(&mut self, view: View, vec: usize) -> Result<(View, usize, usize), Refusal> {
+    pub fn as_image(
+        &mut self,
+        view: View,
+        vec: usize,
+    ) -> Result<(View, usize, usize), UnsupportedReason> {
         let channels = view.shape[1];
         let rounded = channels.next_multiple_of(vec);
         let readable = |view: &View| channels + view.slack >= rounded;
@@ -273,15 +279,19 @@ impl Lowering<'_> {
     }
 
     /// The value `id` as an image, computed into one if it is not in memory yet.
-    fn image_operand(&mut self, id: ValueId, vec: usize) -> Result<(View, usize, usize), Refusal> {
-        if let Some(lazy) = self.take_lazy(id) {
-            if self.placement(id).is_none() && lazy.shape.len() == 4 {
-                let mut image = self.image(&lazy.shape, vec, lazy.element);
+    fn image_operand(
+        &mut self,
+        id: ValueId,
+        vec: usize,
+    ) -> Result<(View, usize, usize), UnsupportedReason> {
+        if let Some(value) = self.take_deferred(id) {
+            if self.placement(id).is_none() && value.shape.len() == 4 {
+                let mut image = self.image(&value.shape, vec, value.element);
                 image.slack = image.shape[1].next_multiple_of(vec) - image.shape[1];
-                self.compute_into(&lazy, &image)?;
+                self.compute_into(&value, &image)?;
                 self.define(id, image);
             } else {
-                self.defer(id, lazy);
+                self.defer(id, value);
             }
         }
         let view = self.operand(id)?;
@@ -289,7 +299,7 @@ impl Lowering<'_> {
     }
 
     /// A constant row of floats for a kernel's epilogue.
-    pub fn float_weight(&mut self, tensor: &Tensor, factor: f32) -> Result<u32, Refusal> {
+    pub fn float_weight(&mut self, tensor: &Tensor, factor: f32) -> Result<u32, UnsupportedReason> {
         let bytes = tensor.len().next_multiple_of(8) * 4;
         if !packing::converts(tensor, Element::F32) {
             return Err("a bias that is no row of numbers".to_string());
@@ -305,7 +315,10 @@ impl Lowering<'_> {
     }
 
     /// A residual as an image of the output's sizes, readable in vectors of eight.
-    fn residual(&mut self, id: Option<ValueId>) -> Result<Option<(View, usize)>, Refusal> {
+    fn residual(
+        &mut self,
+        id: Option<ValueId>,
+    ) -> Result<Option<(View, usize)>, UnsupportedReason> {
         let Some(id) = id else { return Ok(None) };
         let view = self.operand(id)?;
         let (view, stride, _) = self.as_image(view, 8)?;
@@ -326,7 +339,7 @@ impl Lowering<'_> {
     }
 
     /// A convolution over two dimensions, one group.
-    pub fn fast_conv(&mut self, node: &Node, conv: &op::Conv) -> Result<(), Refusal> {
+    pub fn fast_conv(&mut self, node: &Node, conv: &op::Conv) -> Result<(), UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let weight = self.constant(node, 1).ok_or("the weight is not constant")?;
         let x = node.inputs.first().copied().flatten().ok_or("no input")?;
@@ -391,7 +404,7 @@ impl Lowering<'_> {
         &mut self,
         output: ValueId,
         rest: Option<Activation>,
-    ) -> Result<View, Refusal> {
+    ) -> Result<View, UnsupportedReason> {
         if rest.is_none() {
             return self.output_image(output);
         }
@@ -419,7 +432,7 @@ impl Lowering<'_> {
 
     /// `activation(alpha * x @ weight + bias + residual)` on the rows of `x`; false when the kernels cannot take
     /// it as it lies.
-    pub fn fast_matrix(&mut self, matrix: &Matrix) -> Result<bool, Refusal> {
+    pub fn fast_matrix(&mut self, matrix: &Matrix) -> Result<bool, UnsupportedReason> {
         if self.float() != Element::F16 {
             return Ok(false);
         }

@@ -6,11 +6,11 @@ use model::op;
 
 use super::args::{Address, ArgsWriter};
 use super::conv::{Window2, fused, pixel_stride};
-use super::draft::{Draft, KernelText, Work};
-use super::lowering::{Lowering, Refusal};
+use super::draft::{KernelText, LaunchDraft, StepDraft};
+use super::loop_nest::address;
+use super::lowering::{Lowering, UnsupportedReason};
 use super::packing;
 use super::view::Element;
-use super::walk::address;
 
 const THREADS: usize = 128;
 
@@ -33,7 +33,11 @@ impl Lowering<'_> {
     }
 
     /// A convolution with one filter a channel.
-    pub fn fast_depthwise(&mut self, node: &Node, conv: &op::Conv) -> Result<(), Refusal> {
+    pub fn fast_depthwise(
+        &mut self,
+        node: &Node,
+        conv: &op::Conv,
+    ) -> Result<(), UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let id = node.inputs.get(1).copied().flatten().ok_or("no weight")?;
         let weight = self.graph.constant(id).cloned().ok_or("the weight is not constant")?;
@@ -75,12 +79,12 @@ impl Lowering<'_> {
             args.int(items).signed(act);
             args.fast_div(channels / 8).fast_div(groups).fast_div(out_h);
             let kernel = kernel_text(&window, wide);
-            let mut draft = Draft::plain(kernel, items.div_ceil(THREADS), args);
+            let mut draft = LaunchDraft::plain(kernel, items.div_ceil(THREADS), args);
             draft.variant = format!("wide{wide}");
             draft
         };
         let widths: &[usize] = if is_fixed(&window) { &[2, 1, 4] } else { &[1] };
-        let drafts: Vec<Draft> = widths.iter().map(|wide| draft(*wide)).collect();
+        let drafts: Vec<LaunchDraft> = widths.iter().map(|wide| draft(*wide)).collect();
         let taps = kernel[0] * kernel[1];
         let mut reads = vec![input.clone()];
         reads.extend(residual.iter().map(|(view, ..)| view.clone()));
@@ -90,7 +94,7 @@ impl Lowering<'_> {
             residual.is_some()
         );
         let flops = 2 * (output.len() * taps) as u64;
-        self.push(Work {
+        self.push(StepDraft {
             op: "Depthwise",
             signature,
             drafts,

@@ -5,14 +5,14 @@ use model::op::{self, Activation, GlobalPool, Op};
 use model::{Tensor, ValueId};
 
 use super::conv::{Matrix, MatrixPart};
-use super::lowering::{Lowering, Refusal};
+use super::lowering::{Lowering, UnsupportedReason};
 
 /// What a product that normalises its input needs: the input, scales and shifts.
 pub type Normalized = (ValueId, Tensor, Tensor);
 
 impl Lowering<'_> {
     /// Lowers one node.
-    pub fn node(&mut self, node: &Node) -> Result<(), Refusal> {
+    pub fn node(&mut self, node: &Node) -> Result<(), UnsupportedReason> {
         self.begin(node);
         if self.nothing_to_compute(node)? || self.known_outputs(node)? || self.elementwise(node)? {
             return Ok(());
@@ -46,7 +46,7 @@ impl Lowering<'_> {
     }
 
     /// Whether every output has no element, so that there is nothing to launch.
-    fn nothing_to_compute(&mut self, node: &Node) -> Result<bool, Refusal> {
+    fn nothing_to_compute(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
         let outputs: Vec<ValueId> = node.outputs.iter().flatten().copied().collect();
         for id in &outputs {
             if !self.shape(*id)?.contains(&0) {
@@ -61,7 +61,7 @@ impl Lowering<'_> {
         Ok(true)
     }
 
-    fn matmul(&mut self, node: &Node, product: &op::MatMul) -> Result<bool, Refusal> {
+    fn matmul(&mut self, node: &Node, product: &op::MatMul) -> Result<bool, UnsupportedReason> {
         let output = node.outputs.first().copied().flatten().ok_or("no output")?;
         if self.is_defined(output) {
             return Ok(true);
@@ -119,7 +119,7 @@ impl Lowering<'_> {
         others.filter(|part| wide(part) && rank(part) == rank(&own)).collect()
     }
 
-    fn gemm(&mut self, node: &Node, gemm: &op::Gemm) -> Result<bool, Refusal> {
+    fn gemm(&mut self, node: &Node, gemm: &op::Gemm) -> Result<bool, UnsupportedReason> {
         let input = node.inputs.first().copied().flatten().ok_or("no operand")?;
         let Some(part) = self.matrix_part(node).filter(|_| !gemm.transpose_a) else {
             return Ok(false);
@@ -135,14 +135,18 @@ impl Lowering<'_> {
         })
     }
 
-    fn global_average(&mut self, node: &Node) -> Result<bool, Refusal> {
+    fn global_average(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
         let x = node.inputs.first().copied().flatten().ok_or("no input")?;
         let output = node.outputs.first().copied().flatten().ok_or("no output")?;
         self.fast_global_average(x, output)
     }
 
     /// A mean over both spatial dimensions of an image.
-    fn mean_of_image(&mut self, node: &Node, reduce: &op::Reduce) -> Result<bool, Refusal> {
+    fn mean_of_image(
+        &mut self,
+        node: &Node,
+        reduce: &op::Reduce,
+    ) -> Result<bool, UnsupportedReason> {
         let x = node.inputs.first().copied().flatten().ok_or("no input")?;
         let output = node.outputs.first().copied().flatten().ok_or("no output")?;
         if reduce.kind != op::ReduceKind::Mean || self.shape(x)?.len() != 4 {
@@ -157,7 +161,7 @@ impl Lowering<'_> {
         self.fast_global_average(x, output)
     }
 
-    fn softmax(&mut self, node: &Node, softmax: &op::Softmax) -> Result<bool, Refusal> {
+    fn softmax(&mut self, node: &Node, softmax: &op::Softmax) -> Result<bool, UnsupportedReason> {
         let output = node.outputs.first().copied().flatten().ok_or("no output")?;
         let rank = self.shape(output)?.len() as i64;
         let last = softmax.axis == -1 || softmax.axis == rank - 1;

@@ -7,7 +7,7 @@ use super::view::View;
 
 /// One way to compute a step. Addresses still name buffers.
 #[derive(Clone, Debug)]
-pub struct Draft {
+pub struct LaunchDraft {
     /// A short name of the variant, unique within the step.
     pub variant: String,
     /// The kernel.
@@ -24,15 +24,15 @@ pub struct Draft {
     pub args: (Vec<u8>, Vec<(u32, Address)>),
 }
 
-impl Draft {
+impl LaunchDraft {
     /// The only way: a plain launch of `tiles` tiles.
-    pub fn plain(kernel: KernelText, tiles: usize, args: ArgsWriter) -> Draft {
+    pub fn plain(kernel: KernelText, tiles: usize, args: ArgsWriter) -> LaunchDraft {
         let args = args.finish();
         let KernelText { source, expression, threads, shared_bytes } = kernel;
         let args_bytes = args.0.len() as u32;
         let kernel = Kernel { source, expression, threads, shared_bytes, args_bytes };
         let variant = "only".to_string();
-        Draft { variant, kernel, tiles, cluster: 1, arrivals: 0, workspace_bytes: 0, args }
+        LaunchDraft { variant, kernel, tiles, cluster: 1, arrivals: 0, workspace_bytes: 0, args }
     }
 }
 
@@ -51,13 +51,13 @@ pub struct KernelText {
 
 /// Everything about a step but its place in the plan.
 #[derive(Clone, Debug)]
-pub struct Work {
+pub struct StepDraft {
     /// What is computed, in a word.
     pub op: &'static str,
     /// Equal problems have equal signatures: sizes, strides, element types, attributes; no addresses.
     pub signature: String,
     /// Ways to compute it, the one to take without further knowledge first.
-    pub drafts: Vec<Draft>,
+    pub drafts: Vec<LaunchDraft>,
     /// What is read, weights apart.
     pub reads: Vec<View>,
     /// What is written.

@@ -4,14 +4,14 @@
 //! strides are arguments, so steps of other sizes share the kernel.
 
 mod text;
-mod turn;
+mod transpose;
 
 use model::op::{Activation, Binary, Compare, Unary, Variadic};
 
 use super::args::{Address, ArgsWriter};
-use super::draft::{Draft, KernelText, Work};
+use super::draft::{KernelText, LaunchDraft, StepDraft};
+use super::loop_nest::{LoopNest, address, check_output, check_view, describe, describe_all};
 use super::view::{Element, View};
-use super::walk::{Walk, address, check_output, check_view, describe, describe_all};
 
 /// The most operands of a chain, coordinates included.
 pub const MAX_INPUTS: usize = 16;
@@ -90,7 +90,7 @@ enum Access {
     Row,
     Point,
     Apart,
-    Place,
+    Position,
 }
 
 /// What the generated text knows of an operand.
@@ -103,7 +103,7 @@ struct Operand {
 /// The loops of a chain. Operands of the walk: the output, the position in a row, the inputs.
 #[derive(Debug)]
 struct Plan {
-    walk: Walk,
+    nest: LoopNest,
     /// Elements a thread computes.
     count: usize,
     width: usize,
@@ -114,7 +114,7 @@ struct Plan {
 }
 
 /// `output = expr(inputs)`, the inputs broadcast to the output's shape. Zeros go to the output's slack.
-pub fn work(expr: &Expr, inputs: &[View], output: &View) -> Result<Work, String> {
+pub fn work(expr: &Expr, inputs: &[View], output: &View) -> Result<StepDraft, String> {
     check_output(output)?;
     let nodes = expr.nodes();
     if nodes.len() > MAX_NODES {
@@ -134,20 +134,20 @@ pub fn work(expr: &Expr, inputs: &[View], output: &View) -> Result<Work, String>
         })?);
     }
     let plan = plan(&operands, &axes, output)?;
-    plan.walk.check()?;
+    plan.nest.check()?;
     let (args, items) = arguments(&plan, inputs, output);
     let kernel = kernel(expr, &axes, &plan, inputs, output)?;
-    let draft = Draft::plain(kernel, items.div_ceil(128), args);
+    let draft = LaunchDraft::plain(kernel, items.div_ceil(128), args);
     let reads: Vec<&View> = inputs.iter().collect();
     let signature =
         format!("elementwise {expr:?} {} of {}", describe(output), describe_all(&reads));
-    let mut work = super::walk::single("Elementwise", signature, draft, &reads, output);
+    let mut work = super::loop_nest::single("Elementwise", signature, draft, &reads, output);
     work.flops = (operators * output.len()) as u64;
     Ok(work)
 }
 
 /// `to = from`, elements converted where the types differ. Zeros go to the slack of `to`.
-pub fn copy(from: &View, to: &View) -> Result<Work, String> {
+pub fn copy(from: &View, to: &View) -> Result<StepDraft, String> {
     check_output(to)?;
     check_view(from)?;
     let source = from
@@ -159,22 +159,28 @@ pub fn copy(from: &View, to: &View) -> Result<Work, String> {
         let bits = bits(from.element);
         (source.element, target.element) = (bits, bits);
     }
-    let moved = match turn::work(&source, &target)? {
+    let moved = match transpose::work(&source, &target)? {
         Some(work) => work,
         None => work(&Expr::Input(0), std::slice::from_ref(&source), &target)?,
     };
-    Ok(Work { op: "Copy", reads: vec![from.clone()], writes: vec![to.clone()], flops: 0, ..moved })
+    Ok(StepDraft {
+        op: "Copy",
+        reads: vec![from.clone()],
+        writes: vec![to.clone()],
+        flops: 0,
+        ..moved
+    })
 }
 
 /// `output = value` everywhere.
-pub fn fill(value: Expr, output: &View) -> Result<Work, String> {
-    Ok(Work { op: "Fill", flops: 0, ..work(&value, &[], output)? })
+pub fn fill(value: Expr, output: &View) -> Result<StepDraft, String> {
+    Ok(StepDraft { op: "Fill", flops: 0, ..work(&value, &[], output)? })
 }
 
 /// Zeros in the slack of `output`; `None` when it has none.
 ///
 /// Chains and copies write zeros there themselves; a value made by another step needs this one.
-pub fn clear_slack(output: &View) -> Option<Result<Work, String>> {
+pub fn clear_slack(output: &View) -> Option<Result<StepDraft, String>> {
     if output.slack == 0 || output.is_empty() {
         return None;
     }
@@ -229,9 +235,9 @@ fn plan(inputs: &[View], axes: &[usize], output: &View) -> Result<Plan, String> 
     let mut strides = vec![output.strides.clone(), vec![0; rank]];
     strides.extend(inputs.iter().map(|view| view.strides.clone()));
     strides.extend(axes.iter().map(|axis| (0..rank).map(|i| usize::from(i == *axis)).collect()));
-    let mut walk = Walk::new(&output.shape, &strides).ordered_by(0).merged();
-    let row = match walk.dims.last() {
-        Some(dim) if dim.strides[0] == 1 => walk.dims.pop(),
+    let mut nest = LoopNest::new(&output.shape, &strides).ordered_by(0).merged();
+    let row = match nest.loops.last() {
+        Some(dim) if dim.strides[0] == 1 => nest.loops.pop(),
         _ => None,
     };
     let operands = inputs.len() + axes.len();
@@ -240,27 +246,33 @@ fn plan(inputs: &[View], axes: &[usize], output: &View) -> Result<Plan, String> 
         None => (1, vec![0; operands]),
     };
     let padded = width + output.slack;
-    let count = vector(&walk, inputs, output, &apart, padded);
+    let count = vector(&nest, inputs, output, &apart, padded);
     let step = |apart: usize| apart * count;
     let mut vectors = vec![count, count];
     vectors.extend(apart.iter().map(|apart| step(*apart)));
     if padded > count {
-        walk.push(padded.div_ceil(count), vectors);
+        nest.push(padded.div_ceil(count), vectors);
     }
     let access = (0..operands)
         .map(|i| match apart[i] {
-            _ if i >= inputs.len() => Access::Place,
+            _ if i >= inputs.len() => Access::Position,
             0 => Access::Point,
-            1 if aligned(&walk, i + 2, &inputs[i], count) => Access::Row,
+            1 if aligned(&nest, i + 2, &inputs[i], count) => Access::Row,
             _ => Access::Apart,
         })
         .collect();
-    Ok(Plan { walk, count, width, padded, apart, access })
+    Ok(Plan { nest, count, width, padded, apart, access })
 }
 
 /// How many elements of a row a thread computes: as many as 16 bytes of the smallest operand, as far as the output and the
 /// inputs that lie along the rows are aligned.
-fn vector(walk: &Walk, inputs: &[View], output: &View, apart: &[usize], padded: usize) -> usize {
+fn vector(
+    nest: &LoopNest,
+    inputs: &[View],
+    output: &View,
+    apart: &[usize],
+    padded: usize,
+) -> usize {
     let along = || inputs.iter().enumerate().filter(|(i, _)| apart[*i] == 1);
     let smallest =
         along().map(|(_, view)| view.element.size()).chain([output.element.size()]).min();
@@ -268,8 +280,8 @@ fn vector(walk: &Walk, inputs: &[View], output: &View, apart: &[usize], padded: 
     let mut count = most;
     while count > 1 {
         let fits = count <= padded
-            && aligned(walk, 0, output, count)
-            && along().all(|(i, view)| aligned(walk, i + 2, view, count));
+            && aligned(nest, 0, output, count)
+            && along().all(|(i, view)| aligned(nest, i + 2, view, count));
         if fits {
             break;
         }
@@ -279,14 +291,14 @@ fn vector(walk: &Walk, inputs: &[View], output: &View, apart: &[usize], padded: 
 }
 
 /// Whether every row of an operand begins where `count` elements may be moved at once.
-fn aligned(walk: &Walk, operand: usize, view: &View, count: usize) -> bool {
+fn aligned(nest: &LoopNest, operand: usize, view: &View, count: usize) -> bool {
     let unit = (16 / view.element.size()).min(count);
     let even = |elements: usize| elements.is_multiple_of(unit);
-    even(view.offset) && walk.dims.iter().all(|dim| even(dim.strides[operand]))
+    even(view.offset) && nest.loops.iter().all(|dim| even(dim.strides[operand]))
 }
 
 fn arguments(plan: &Plan, inputs: &[View], output: &View) -> (ArgsWriter, usize) {
-    let items = plan.walk.len();
+    let items = plan.nest.len();
     let operands = plan.apart.len();
     let mut args = ArgsWriter::new();
     args.address(address(output));
@@ -301,7 +313,7 @@ fn arguments(plan: &Plan, inputs: &[View], output: &View) -> (ArgsWriter, usize)
     for operand in 0..operands.max(1) {
         args.int(plan.apart.get(operand).copied().unwrap_or(0));
     }
-    plan.walk.write(&mut args);
+    plan.nest.write(&mut args);
     (args, items)
 }
 
@@ -317,7 +329,7 @@ fn kernel(
         .zip(&plan.access)
         .map(|(element, access)| Operand { element, access: *access })
         .collect();
-    let shape = text::Shape { rank: plan.walk.rank(), count: plan.count };
+    let shape = text::Shape { rank: plan.nest.rank(), count: plan.count };
     let source = text::source(expr, &operands, axes, output.element, shape)?;
     let expression = "tiles::Chain<tiles::Function>".to_string();
     Ok(KernelText { source, expression, threads: 128, shared_bytes: 0 })

@@ -9,13 +9,13 @@ use model::op::Op;
 use model::{DataType, ValueId};
 
 use super::elementwise::{self, Expr};
-use super::lowering::{Lowering, Refusal};
+use super::lowering::{Lowering, UnsupportedReason};
 use super::view::{Element, View};
 use super::{quantize, window};
 
 impl Lowering<'_> {
     /// Lowers `node` onto the general kernels.
-    pub fn general(&mut self, node: &Node) -> Result<(), Refusal> {
+    pub fn general(&mut self, node: &Node) -> Result<(), UnsupportedReason> {
         if self.general_product(node)? || self.general_reduction(node)? || self.movement(node)? {
             return Ok(());
         }
@@ -49,9 +49,9 @@ impl Lowering<'_> {
                 let sizes = self.ints(node, 3)?;
                 let (region, scales) = (given(&region), given(&scales));
                 let sizes = sizes.as_deref().filter(|sizes| !sizes.is_empty());
-                let stretches = window::stretches(resize, &x.shape, region, scales, sizes)?;
+                let resize_axes = window::resize_axes(resize, &x.shape, region, scales, sizes)?;
                 let y = self.picture(Self::output(node)?)?;
-                let work = window::resize(resize, &stretches, &x, &y)?;
+                let work = window::resize(resize, &resize_axes, &x, &y)?;
                 self.finish(node, work, vec![Some(y)])
             }
             Op::GridSample { mode, padding, align_corners } => {
@@ -93,19 +93,19 @@ impl Lowering<'_> {
     }
 
     /// The first output's number.
-    pub(super) fn output(node: &Node) -> Result<ValueId, Refusal> {
+    pub(super) fn output(node: &Node) -> Result<ValueId, UnsupportedReason> {
         node.outputs.first().copied().flatten().ok_or_else(|| "no output".to_string())
     }
 
     /// Memory for the first output, packed in row-major order.
-    pub(super) fn new_output(&mut self, node: &Node) -> Result<View, Refusal> {
+    pub(super) fn new_output(&mut self, node: &Node) -> Result<View, UnsupportedReason> {
         let id = Self::output(node)?;
         let (shape, element) = (self.shape(id)?, self.element(id)?);
         Ok(self.packed(&shape, element))
     }
 
     /// Memory for a picture: channels fastest, or where a concatenation wants it.
-    pub(super) fn picture(&mut self, id: ValueId) -> Result<View, Refusal> {
+    pub(super) fn picture(&mut self, id: ValueId) -> Result<View, UnsupportedReason> {
         let (shape, element) = (self.shape(id)?, self.element(id)?);
         if shape.len() == 4 && element.is_float() {
             return self.output_image(id);
@@ -117,7 +117,7 @@ impl Lowering<'_> {
     }
 
     /// Memory for `id` in the order `view` lies in.
-    pub(super) fn like(&mut self, id: ValueId, view: &View) -> Result<View, Refusal> {
+    pub(super) fn like(&mut self, id: ValueId, view: &View) -> Result<View, UnsupportedReason> {
         let (shape, element) = (self.shape(id)?, self.element(id)?);
         if shape.len() != view.shape.len() {
             return Ok(self.packed(&shape, element));
@@ -129,9 +129,9 @@ impl Lowering<'_> {
     pub(super) fn finish(
         &mut self,
         node: &Node,
-        work: super::draft::Work,
+        work: super::draft::StepDraft,
         outputs: Vec<Option<View>>,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), UnsupportedReason> {
         self.push(work);
         for (id, view) in node.outputs.iter().zip(outputs) {
             if let (Some(id), Some(view)) = (id, view) {
@@ -142,7 +142,7 @@ impl Lowering<'_> {
     }
 
     /// The constant floats of operand `index`, if it is there.
-    fn floats(&self, node: &Node, index: usize) -> Result<Option<Vec<f32>>, Refusal> {
+    fn floats(&self, node: &Node, index: usize) -> Result<Option<Vec<f32>>, UnsupportedReason> {
         let Some(id) = node.inputs.get(index).copied().flatten() else { return Ok(None) };
         let constant = self.graph.constant(id).and_then(graph::content::floats);
         let name = &self.graph.value(id).name;
@@ -150,7 +150,7 @@ impl Lowering<'_> {
     }
 
     /// Values that are known without running anything; false when one is not.
-    pub(super) fn known_outputs(&mut self, node: &Node) -> Result<bool, Refusal> {
+    pub(super) fn known_outputs(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
         let mut known = Vec::new();
         for id in node.outputs.iter().flatten() {
             let value = self.graph.value(*id);
@@ -191,7 +191,7 @@ fn given(values: &Option<Vec<f32>>) -> Option<&[f32]> {
 }
 
 /// The element a constant tensor is filled with.
-fn fill_value(dtype: DataType, value: &[u8; 8]) -> Result<Expr, Refusal> {
+fn fill_value(dtype: DataType, value: &[u8; 8]) -> Result<Expr, UnsupportedReason> {
     let size = dtype.size_bytes().ok_or("strings do not go onto a GPU")?;
     let raw = bytes(value, size);
     let tensor = model::Tensor::from_raw(dtype, vec![], raw).map_err(|err| err.to_string())?;

@@ -12,27 +12,34 @@ pub use pattern::{eye_like, one_hot, range, trilu};
 use model::op::PadMode;
 
 use super::args::ArgsWriter;
-use super::draft::{Draft, Work};
+use super::draft::{LaunchDraft, StepDraft};
 use super::elementwise::{bits, copy};
-use super::view::{Element, View};
-use super::walk::{
-    MAX_RANK, Walk, address, check_output, check_view, computed_name, describe_all, kernel, single,
+use super::loop_nest::{
+    LoopNest, MAX_RANK, address, check_output, check_view, computed_name, describe_all, kernel,
+    single,
 };
+use super::view::{Element, View};
 
 /// `y` is `x` with a border; `begins` may be negative and then cut. How much is at the ends, `y` says.
-pub fn pad(mode: PadMode, begins: &[i64], value: f64, x: &View, y: &View) -> Result<Work, String> {
+pub fn pad(
+    mode: PadMode,
+    begins: &[i64],
+    value: f64,
+    x: &View,
+    y: &View,
+) -> Result<StepDraft, String> {
     let steps = vec![1; x.shape.len()];
     moved("Pad", mode, begins, &steps, value, x, y)
 }
 
 /// `y[i] = x[start + i * step]` along every dimension; steps may be negative. Without one that is, a view of `x` does.
-pub fn slice(starts: &[i64], steps: &[i64], x: &View, y: &View) -> Result<Work, String> {
+pub fn slice(starts: &[i64], steps: &[i64], x: &View, y: &View) -> Result<StepDraft, String> {
     let begins: Vec<i64> = starts.iter().map(|start| -start).collect();
     moved("Slice", PadMode::Constant, &begins, steps, 0.0, x, y)
 }
 
 /// `y` repeats `x` along every dimension.
-pub fn tile(repeats: &[usize], x: &View, y: &View) -> Result<Work, String> {
+pub fn tile(repeats: &[usize], x: &View, y: &View) -> Result<StepDraft, String> {
     let agrees = repeats.len() == x.shape.len()
         && y.shape.len() == x.shape.len()
         && (0..x.shape.len())
@@ -52,7 +59,7 @@ pub fn tile(repeats: &[usize], x: &View, y: &View) -> Result<Work, String> {
 }
 
 /// Every input to its part of `y` along `axis`: one copy each.
-pub fn concat(axis: usize, inputs: &[View], y: &View) -> Result<Vec<Work>, String> {
+pub fn concat(axis: usize, inputs: &[View], y: &View) -> Result<Vec<StepDraft>, String> {
     let mut start = 0;
     let mut works = Vec::with_capacity(inputs.len());
     for input in inputs {
@@ -74,7 +81,7 @@ pub fn concat(axis: usize, inputs: &[View], y: &View) -> Result<Vec<Work>, Strin
 }
 
 /// Channels to blocks of pixels.
-pub fn depth_to_space(block: usize, crd: bool, x: &View, y: &View) -> Result<Work, String> {
+pub fn depth_to_space(block: usize, crd: bool, x: &View, y: &View) -> Result<StepDraft, String> {
     let [n, c, h, w] = four(x)?;
     let fits = block > 0
         && c.is_multiple_of(block * block)
@@ -94,7 +101,7 @@ pub fn depth_to_space(block: usize, crd: bool, x: &View, y: &View) -> Result<Wor
 }
 
 /// Blocks of pixels to channels.
-pub fn space_to_depth(block: usize, x: &View, y: &View) -> Result<Work, String> {
+pub fn space_to_depth(block: usize, x: &View, y: &View) -> Result<StepDraft, String> {
     let [n, c, h, w] = four(x)?;
     let whole = block > 0 && h.is_multiple_of(block) && w.is_multiple_of(block);
     if !whole || y.shape != [n, c * block * block, h / block, w / block] {
@@ -112,7 +119,7 @@ pub fn reverse_sequence(
     x: &View,
     lengths: &View,
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     check_view(x)?;
     check_output(y)?;
     let rank = x.shape.len();
@@ -132,20 +139,23 @@ pub fn reverse_sequence(
     input[time_axis] = 0;
     let operands =
         [y.strides.clone(), input, only(batch_axis, lengths.strides[0]), only(time_axis, 1)];
-    let walk = Walk::new(&y.shape, &operands).ordered_by(0).merged();
-    walk.check()?;
+    let nest = LoopNest::new(&y.shape, &operands).ordered_by(0).merged();
+    nest.check()?;
     let mut args = ArgsWriter::new();
     args.address(address(x)).address(address(lengths)).address(address(y));
-    args.int(walk.len()).int(x.shape[time_axis]).int(x.strides[time_axis]);
-    walk.write(&mut args);
+    args.int(nest.len()).int(x.shape[time_axis]).int(x.strides[time_axis]);
+    nest.write(&mut args);
     let expression = format!(
         "tiles::Reverse<{}, {}, {}>",
         bits(x.element).cuda_name(),
         lengths.element.cuda_name(),
-        walk.rank()
+        nest.rank()
     );
-    let draft =
-        Draft::plain(kernel("index.cuh", &[], expression, 128), walk.len().div_ceil(128), args);
+    let draft = LaunchDraft::plain(
+        kernel("index.cuh", &[], expression, 128),
+        nest.len().div_ceil(128),
+        args,
+    );
     let signature = format!("reverse {batch_axis} {time_axis} {}", describe_all(&[x, lengths, y]));
     Ok(single("ReverseSequence", signature, draft, &[x, lengths], y))
 }
@@ -156,8 +166,8 @@ fn is_index(element: Element) -> bool {
 }
 
 /// A copy under the name of the operator it is, with the views as they were.
-fn named(op: &'static str, x: &View, y: &View, work: Work) -> Result<Work, String> {
-    Ok(Work { op, reads: vec![x.clone()], writes: vec![y.clone()], ..work })
+fn named(op: &'static str, x: &View, y: &View, work: StepDraft) -> Result<StepDraft, String> {
+    Ok(StepDraft { op, reads: vec![x.clone()], writes: vec![y.clone()], ..work })
 }
 
 fn four(view: &View) -> Result<[usize; 4], String> {
@@ -179,7 +189,7 @@ fn moved(
     value: f64,
     x: &View,
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     check_view(x)?;
     check_output(y)?;
     let rank = x.shape.len();
@@ -218,7 +228,7 @@ fn moved(
         axes.len().max(1)
     );
     let text = kernel("index.cuh", &[x.element], expression, 128);
-    let draft = Draft::plain(text, items.div_ceil(128), args);
+    let draft = LaunchDraft::plain(text, items.div_ceil(128), args);
     let signature = format!("{op} {mode:?} {begins:?} {steps:?} {value} {}", describe_all(&[x, y]));
     Ok(single(op, signature, draft, &[x], y))
 }

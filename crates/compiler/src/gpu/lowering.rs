@@ -5,27 +5,27 @@ use std::sync::Arc;
 
 use graph::Graph;
 use graph::ir::Node;
-use model::gpu::{GpuTarget, Packer, Place, Precision, Slot, Weight, WeightKey};
+use model::gpu::{GpuTarget, IoTensor, MemoryLocation, Packer, Precision, Weight, WeightKey};
 use model::{Tensor, ValueId};
 
 use super::args::Address;
-use super::draft::Work;
+use super::draft::StepDraft;
 use super::elementwise;
 use super::view::{BufferId, Element, View, packed_strides};
 
 /// Why a node has no kernels.
-pub type Refusal = String;
+pub type UnsupportedReason = String;
 
 /// Every buffer begins at a multiple of this, so that vector loads of any kernel are aligned.
 pub const ALIGNMENT: usize = 256;
 
 /// What a buffer is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Home {
+pub enum BufferLocation {
     /// Intermediate values; placed by lifetime.
     Arena,
     /// A fixed place.
-    Fixed(Place),
+    Fixed(MemoryLocation),
 }
 
 /// A stretch of device memory.
@@ -34,16 +34,16 @@ pub struct Buffer {
     /// Bytes.
     pub bytes: usize,
     /// Where.
-    pub home: Home,
+    pub location: BufferLocation,
 }
 
 /// A step whose buffers have no places yet.
 #[derive(Clone, Debug)]
-pub struct Pending {
+pub struct PendingStep {
     /// The source node's name.
     pub name: String,
     /// The work.
-    pub work: Work,
+    pub work: StepDraft,
 }
 
 /// A lowering under way.
@@ -55,13 +55,13 @@ pub struct Lowering<'a> {
     /// Buffers by [`BufferId`].
     pub buffers: Vec<Buffer>,
     /// Steps so far.
-    pub steps: Vec<Pending>,
+    pub steps: Vec<PendingStep>,
     /// Weights so far.
     pub weights: Vec<Weight>,
     /// How often each value is read.
     pub reads: Vec<usize>,
     views: Vec<Option<View>>,
-    lazy: HashMap<ValueId, Lazy>,
+    deferred: HashMap<ValueId, DeferredValue>,
     placements: HashMap<ValueId, View>,
     weight_numbers: HashMap<WeightKey, u32>,
     identities: &'a HashMap<usize, ValueId>,
@@ -70,7 +70,7 @@ pub struct Lowering<'a> {
 
 /// A value that is not computed until somebody needs it in memory: an expression over views.
 #[derive(Clone, Debug)]
-pub struct Lazy {
+pub struct DeferredValue {
     /// The expression; inputs are indices into `inputs`.
     pub expr: elementwise::Expr,
     /// Its operands.
@@ -97,7 +97,7 @@ impl<'a> Lowering<'a> {
             weights: Vec::new(),
             reads: graph.reads(),
             views: vec![None; graph.values.len()],
-            lazy: HashMap::new(),
+            deferred: HashMap::new(),
             placements: HashMap::new(),
             weight_numbers: HashMap::new(),
             identities,
@@ -120,7 +120,7 @@ impl<'a> Lowering<'a> {
     }
 
     /// The sizes of a value.
-    pub fn shape(&self, id: ValueId) -> Result<Vec<usize>, Refusal> {
+    pub fn shape(&self, id: ValueId) -> Result<Vec<usize>, UnsupportedReason> {
         let value = self.graph.value(id);
         let fixed = |dim: &graph::SymDim| dim.fixed().and_then(|size| usize::try_from(size).ok());
         let shape: Option<Vec<usize>> =
@@ -129,16 +129,16 @@ impl<'a> Lowering<'a> {
     }
 
     /// How a value is stored between steps.
-    pub fn element(&self, id: ValueId) -> Result<Element, Refusal> {
+    pub fn element(&self, id: ValueId) -> Result<Element, UnsupportedReason> {
         let value = self.graph.value(id);
         Element::stored(value.dtype, self.target.precision)
             .ok_or_else(|| format!("'{}' holds strings", value.name))
     }
 
     /// A new buffer.
-    pub fn buffer(&mut self, bytes: usize, home: Home) -> BufferId {
+    pub fn buffer(&mut self, bytes: usize, location: BufferLocation) -> BufferId {
         let id = BufferId(self.buffers.len() as u32);
-        self.buffers.push(Buffer { bytes: bytes.max(1).next_multiple_of(ALIGNMENT), home });
+        self.buffers.push(Buffer { bytes: bytes.max(1).next_multiple_of(ALIGNMENT), location });
         id
     }
 
@@ -157,7 +157,7 @@ impl<'a> Lowering<'a> {
             strides[*axis] = packed[position];
         }
         let bytes = shape.iter().product::<usize>() * element.size();
-        let buffer = self.buffer(bytes, Home::Arena);
+        let buffer = self.buffer(bytes, BufferLocation::Arena);
         View { buffer, offset: 0, shape: shape.to_vec(), strides, element, slack: 0 }
     }
 
@@ -186,7 +186,7 @@ impl<'a> Lowering<'a> {
     }
 
     /// An image for the output `id`: where it is wanted, or a new one.
-    pub fn output_image(&mut self, id: ValueId) -> Result<View, Refusal> {
+    pub fn output_image(&mut self, id: ValueId) -> Result<View, UnsupportedReason> {
         if let Some(view) = self.placements.get(&id) {
             return Ok(view.clone());
         }
@@ -195,9 +195,9 @@ impl<'a> Lowering<'a> {
     }
 
     /// The view of a value that is in memory or a constant; its element is the stored one.
-    pub fn operand(&mut self, id: ValueId) -> Result<View, Refusal> {
-        if let Some(lazy) = self.lazy.remove(&id) {
-            let view = self.materialize(id, lazy)?;
+    pub fn operand(&mut self, id: ValueId) -> Result<View, UnsupportedReason> {
+        if let Some(value) = self.deferred.remove(&id) {
+            let view = self.materialize(id, value)?;
             self.views[id.index()] = Some(view);
         }
         if let Some(view) = &self.views[id.index()] {
@@ -213,13 +213,17 @@ impl<'a> Lowering<'a> {
     }
 
     /// The operand at `index` of `node`.
-    pub fn input(&mut self, node: &Node, index: usize) -> Result<View, Refusal> {
+    pub fn input(&mut self, node: &Node, index: usize) -> Result<View, UnsupportedReason> {
         let id = node.inputs.get(index).copied().flatten();
         self.operand(id.ok_or_else(|| format!("operand {index} is absent"))?)
     }
 
     /// The operand at `index` of `node`, if it is there.
-    pub fn optional(&mut self, node: &Node, index: usize) -> Result<Option<View>, Refusal> {
+    pub fn optional(
+        &mut self,
+        node: &Node,
+        index: usize,
+    ) -> Result<Option<View>, UnsupportedReason> {
         match node.inputs.get(index).copied().flatten() {
             Some(id) => self.operand(id).map(Some),
             None => Ok(None),
@@ -233,57 +237,65 @@ impl<'a> Lowering<'a> {
 
     /// Whether it is known how the value `id` comes about: it lies in memory, or is an expression.
     pub fn is_defined(&self, id: ValueId) -> bool {
-        self.views[id.index()].is_some() || self.lazy.contains_key(&id)
+        self.views[id.index()].is_some() || self.deferred.contains_key(&id)
     }
 
     /// Says how to compute the value `id` when somebody needs it.
-    pub fn defer(&mut self, id: ValueId, lazy: Lazy) {
-        self.lazy.insert(id, lazy);
+    pub fn defer(&mut self, id: ValueId, value: DeferredValue) {
+        self.deferred.insert(id, value);
     }
 
     /// The expression of a value that is not in memory yet, and may never be.
-    pub fn take_lazy(&mut self, id: ValueId) -> Option<Lazy> {
-        self.lazy.remove(&id)
+    pub fn take_deferred(&mut self, id: ValueId) -> Option<DeferredValue> {
+        self.deferred.remove(&id)
     }
 
     /// Computes an expression into memory, in the order its largest operand lies.
-    pub fn materialize(&mut self, id: ValueId, lazy: Lazy) -> Result<View, Refusal> {
+    pub fn materialize(
+        &mut self,
+        id: ValueId,
+        value: DeferredValue,
+    ) -> Result<View, UnsupportedReason> {
         let view = match self.placements.get(&id) {
             Some(view) => view.clone(),
             None => {
-                let same = |view: &&View| view.shape == lazy.shape;
-                let order = match lazy.inputs.iter().find(same) {
+                let same = |view: &&View| view.shape == value.shape;
+                let order = match value.inputs.iter().find(same) {
                     Some(view) => view.memory_order(),
-                    None => (0..lazy.shape.len()).collect(),
+                    None => (0..value.shape.len()).collect(),
                 };
-                self.ordered(&lazy.shape, &order, lazy.element)
+                self.ordered(&value.shape, &order, value.element)
             }
         };
-        self.compute_into(&lazy, &view)?;
+        self.compute_into(&value, &view)?;
         Ok(view)
     }
 
     /// Computes an expression into `view`.
-    pub fn compute_into(&mut self, lazy: &Lazy, view: &View) -> Result<(), Refusal> {
-        let plain = matches!(lazy.expr, elementwise::Expr::Input(0)) && lazy.inputs.len() == 1;
+    pub fn compute_into(
+        &mut self,
+        value: &DeferredValue,
+        view: &View,
+    ) -> Result<(), UnsupportedReason> {
+        let plain = matches!(value.expr, elementwise::Expr::Input(0)) && value.inputs.len() == 1;
         let work = if plain {
-            elementwise::copy(&lazy.inputs[0], view)?
+            elementwise::copy(&value.inputs[0], view)?
         } else {
-            elementwise::work(&lazy.expr, &lazy.inputs, view)?
+            elementwise::work(&value.expr, &value.inputs, view)?
         };
         self.push(work);
         Ok(())
     }
 
     /// `from` copied into a new view of the same sizes.
-    pub fn copy_into(&mut self, from: &View, to: &View) -> Result<(), Refusal> {
+    pub fn copy_into(&mut self, from: &View, to: &View) -> Result<(), UnsupportedReason> {
         let work = elementwise::copy(from, to)?;
         self.push(work);
         Ok(())
     }
 
     /// `view` packed in row-major order: itself, or a copy.
-    pub fn in_row_major(&mut self, view: View) -> Result<View, Refusal> {
+    pub fn in_row_major(&mut self, view: View) -> Result<View, UnsupportedReason> {
         if view.is_packed() {
             return Ok(view);
         }
@@ -293,8 +305,8 @@ impl<'a> Lowering<'a> {
     }
 
     /// Adds a step.
-    pub fn push(&mut self, work: Work) {
-        self.steps.push(Pending { name: self.node.clone(), work });
+    pub fn push(&mut self, work: StepDraft) {
+        self.steps.push(PendingStep { name: self.node.clone(), work });
     }
 
     /// The number of the weight made of `tensor` by `pack`. `how` names the packing.
@@ -332,7 +344,7 @@ impl<'a> Lowering<'a> {
 
     /// The address of weight `number`.
     pub fn weight_address(number: u32) -> Address {
-        Address::Place(Place::Weight(number, 0))
+        Address::Fixed(MemoryLocation::Weight(number, 0))
     }
 
     /// A constant as a packed view in `element`.
@@ -341,7 +353,7 @@ impl<'a> Lowering<'a> {
         id: ValueId,
         tensor: &Tensor,
         element: Element,
-    ) -> Result<View, Refusal> {
+    ) -> Result<View, UnsupportedReason> {
         let shape = tensor.shape().to_vec();
         let bytes = tensor.len() * element.size();
         let how = format!("{element:?}");
@@ -352,19 +364,19 @@ impl<'a> Lowering<'a> {
         let pack =
             move |tensor: &Tensor| super::packing::convert(tensor, element).unwrap_or_default();
         let number = self.weight(tensor, &how, bytes, pack);
-        let buffer = self.buffer(bytes, Home::Fixed(Place::Weight(number, 0)));
+        let buffer = self.buffer(bytes, BufferLocation::Fixed(MemoryLocation::Weight(number, 0)));
         let strides = packed_strides(&shape);
         Ok(View { buffer, offset: 0, shape, strides, element, slack: 0 })
     }
 
     /// The model's inputs as views of the request's bytes, with their slots.
-    pub fn declare_inputs(&mut self) -> Result<Vec<Slot>, Refusal> {
+    pub fn declare_inputs(&mut self) -> Result<Vec<IoTensor>, UnsupportedReason> {
         let mut slots = Vec::new();
         for (index, id) in self.graph.inputs.iter().enumerate() {
             let slot = self.slot(*id)?;
             let exact = Element::exact(slot.dtype).ok_or("strings do not go onto a GPU")?;
-            let home = Home::Fixed(Place::Input(index as u32, 0));
-            let buffer = self.buffer(slot.bytes as usize, home);
+            let location = BufferLocation::Fixed(MemoryLocation::Input(index as u32, 0));
+            let buffer = self.buffer(slot.bytes as usize, location);
             let strides = packed_strides(&slot.shape);
             let shape = slot.shape.clone();
             let view =
@@ -374,7 +386,7 @@ impl<'a> Lowering<'a> {
                 self.define(*id, view);
             } else {
                 let expr = elementwise::Expr::Input(0);
-                self.defer(*id, Lazy { expr, inputs: vec![view], shape, element: stored });
+                self.defer(*id, DeferredValue { expr, inputs: vec![view], shape, element: stored });
             }
             slots.push(slot);
         }
@@ -382,25 +394,25 @@ impl<'a> Lowering<'a> {
     }
 
     /// Copies the model's outputs to where the reply is read from, and returns their slots.
-    pub fn declare_outputs(&mut self) -> Result<Vec<Slot>, Refusal> {
+    pub fn declare_outputs(&mut self) -> Result<Vec<IoTensor>, UnsupportedReason> {
         let mut slots = Vec::new();
         for (index, id) in self.graph.outputs.clone().into_iter().enumerate() {
             let slot = self.slot(id)?;
             let element = Element::exact(slot.dtype).ok_or("strings do not come from a GPU")?;
             self.node = format!("output {}", slot.name);
-            let home = Home::Fixed(Place::Output(index as u32, 0));
-            let buffer = self.buffer(slot.bytes as usize, home);
+            let location = BufferLocation::Fixed(MemoryLocation::Output(index as u32, 0));
+            let buffer = self.buffer(slot.bytes as usize, location);
             let strides = packed_strides(&slot.shape);
             let to =
                 View { buffer, offset: 0, shape: slot.shape.clone(), strides, element, slack: 0 };
             // What nobody else reads goes from its expression straight into the reply.
-            let work = match self.take_lazy(id) {
-                Some(lazy) if self.reads[id.index()] == 1 => {
-                    elementwise::work(&lazy.expr, &lazy.inputs, &to)?
+            let work = match self.take_deferred(id) {
+                Some(value) if self.reads[id.index()] == 1 => {
+                    elementwise::work(&value.expr, &value.inputs, &to)?
                 }
                 other => {
-                    if let Some(lazy) = other {
-                        self.defer(id, lazy);
+                    if let Some(value) = other {
+                        self.defer(id, value);
                     }
                     let from = self.operand(id)?;
                     elementwise::copy(&from, &to)?
@@ -414,12 +426,12 @@ impl<'a> Lowering<'a> {
         Ok(slots)
     }
 
-    fn slot(&self, id: ValueId) -> Result<Slot, Refusal> {
+    fn slot(&self, id: ValueId) -> Result<IoTensor, UnsupportedReason> {
         let value = self.graph.value(id);
         let shape = self.shape(id)?;
         let size = value.dtype.size_bytes().ok_or("strings do not go onto a GPU")?;
         let count = model::tensor::element_count(&shape).map_err(|err| err.to_string())?;
         let bytes = count.checked_mul(size).ok_or("too large")? as u64;
-        Ok(Slot { name: value.name.clone(), dtype: value.dtype, shape, bytes })
+        Ok(IoTensor { name: value.name.clone(), dtype: value.dtype, shape, bytes })
     }
 }

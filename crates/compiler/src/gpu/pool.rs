@@ -6,16 +6,16 @@ use model::op::{self, PoolKind};
 
 use super::args::{Address, ArgsWriter};
 use super::conv::{Window2, pixel_stride};
-use super::draft::{Draft, KernelText, Work};
-use super::lowering::{Lowering, Refusal};
+use super::draft::{KernelText, LaunchDraft, StepDraft};
+use super::loop_nest::address;
+use super::lowering::{Lowering, UnsupportedReason};
 use super::view::Element;
-use super::walk::address;
 
 const THREADS: usize = 128;
 
 impl Lowering<'_> {
     /// Max or average windows; false when the kernel does not compute this one.
-    pub fn fast_pool(&mut self, node: &Node, pool: &op::Pool) -> Result<bool, Refusal> {
+    pub fn fast_pool(&mut self, node: &Node, pool: &op::Pool) -> Result<bool, UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let out_shape = self.shape(output_id)?;
         let (max, count_padding) = match pool.kind {
@@ -60,10 +60,10 @@ impl Lowering<'_> {
             "Pool {max} {batch}x{:?}/{in_stride} -> {out_h}x{out_w}x{channels}/{out_stride} {window:?}",
             &input.shape[2..]
         );
-        self.push(Work {
+        self.push(StepDraft {
             op: if max { "MaxPool" } else { "AveragePool" },
             signature,
-            drafts: vec![Draft::plain(kernel, items.div_ceil(THREADS), args)],
+            drafts: vec![LaunchDraft::plain(kernel, items.div_ceil(THREADS), args)],
             reads: vec![input],
             writes: vec![output.clone()],
             flops: (output.len() * window.kernel[0] * window.kernel[1]) as u64,
@@ -75,7 +75,11 @@ impl Lowering<'_> {
     }
 
     /// The mean of every channel; false when the kernel does not compute this one.
-    pub fn fast_global_average(&mut self, x: ValueId, output_id: ValueId) -> Result<bool, Refusal> {
+    pub fn fast_global_average(
+        &mut self,
+        x: ValueId,
+        output_id: ValueId,
+    ) -> Result<bool, UnsupportedReason> {
         let shape = self.shape(x)?;
         if self.float() != Element::F16 || shape.len() != 4 || shape[1] % 8 != 0 {
             return Ok(false);
@@ -103,13 +107,13 @@ impl Lowering<'_> {
             threads: 256,
             shared_bytes: 0,
         };
-        self.push(Work {
+        self.push(StepDraft {
             op: "GlobalAveragePool",
             signature: format!(
                 "GlobalPool {batch}x{h}x{w}x{channels}/{in_stride} {}",
                 pre.is_some()
             ),
-            drafts: vec![Draft::plain(kernel, batch * groups, args)],
+            drafts: vec![LaunchDraft::plain(kernel, batch * groups, args)],
             flops: input.len() as u64,
             reads: vec![input],
             writes: vec![flat.clone()],

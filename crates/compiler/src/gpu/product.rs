@@ -10,11 +10,11 @@ mod einsum;
 use model::op::{Activation, Gemm, MatMul};
 
 use super::args::{Address, ArgsWriter};
-use super::draft::{Draft, Work};
-use super::view::{Element, View};
-use super::walk::{
-    MAX_ITEMS, Walk, address, check_output, check_view, describe_all, kernel, single,
+use super::draft::{LaunchDraft, StepDraft};
+use super::loop_nest::{
+    LoopNest, MAX_ITEMS, address, check_output, check_view, describe_all, kernel, single,
 };
+use super::view::{Element, View};
 
 pub use attention::attention;
 pub(super) use convolution::{Sizes, begins, three};
@@ -28,7 +28,7 @@ pub fn matmul(
     (a, b): (&View, &View),
     (bias, residual): (Option<&View>, Option<&View>),
     output: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     let turned = |view: &View, turn: bool| if turn { transposed(view) } else { view.clone() };
     let (a, b) = (turned(a, spec.transpose_a), turned(b, spec.transpose_b));
     let epilogue = Epilogue { alpha: spec.alpha, beta: 1.0, activation: spec.activation };
@@ -41,7 +41,7 @@ pub fn gemm(
     (a, b): (&View, &View),
     c: Option<&View>,
     output: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     if a.shape.len() != 2 || b.shape.len() != 2 {
         return Err(format!("no matrices: {:?} and {:?}", a.shape, b.shape));
     }
@@ -110,7 +110,7 @@ fn matrix(
     extra: Extra,
     epilogue: Epilogue,
     output: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     check(a, b, extra, output)?;
     let spread = |view: &View| {
         view.broadcast(&output.shape)
@@ -167,12 +167,12 @@ fn batched(
     let over = |range: std::ops::Range<usize>, operands: &[&[usize]]| {
         let all: Vec<Vec<usize>> =
             operands.iter().map(|strides| of(strides, range.clone())).collect();
-        Walk::new(&output.shape[range], &all).merged()
+        LoopNest::new(&output.shape[range], &all).merged()
     };
     let group = over(0..cut, &[&a.strides, &b.strides, &bias, &output.strides, &residual]);
     let row = over(cut..rank - 1, &[&a.strides, &bias, &output.strides, &residual]);
     let last = rank - 1;
-    let inner = Walk::new(&[depth], &[vec![a.strides[last]], vec![b.strides[rank - 2]]]);
+    let inner = LoopNest::new(&[depth], &[vec![a.strides[last]], vec![b.strides[rank - 2]]]);
     let column = [b.strides[last], bias[last], output.strides[last], residual[last]];
     Ok(Problem {
         kind: Kind::Matrix,
@@ -252,11 +252,11 @@ impl Views<'_> {
 struct Problem {
     kind: Kind,
     /// Operands: a, b, bias, output, residual.
-    group: Walk,
+    group: LoopNest,
     /// Operands: a, bias, output, residual, and where in the picture.
-    row: Walk,
+    row: LoopNest,
     /// Operands: a, b, and where in the window.
-    inner: Walk,
+    inner: LoopNest,
     columns: usize,
     depth: usize,
     /// Strides along the columns: b, bias, output, residual.
@@ -276,11 +276,16 @@ const FEW_ROWS: usize = 8;
 const ENOUGH_TILES: usize = 128;
 
 impl Problem {
-    fn work(&self, op: &'static str, views: &Views, epilogue: Epilogue) -> Result<Work, String> {
-        for walk in [&self.group, &self.row] {
-            walk.check()?;
+    fn work(
+        &self,
+        op: &'static str,
+        views: &Views,
+        epilogue: Epilogue,
+    ) -> Result<StepDraft, String> {
+        for nest in [&self.group, &self.row] {
+            nest.check()?;
         }
-        if self.depth == 0 || self.inner.rank() > super::walk::MAX_RANK {
+        if self.depth == 0 || self.inner.rank() > super::loop_nest::MAX_RANK {
             return Err(format!("a product over {} elements", self.depth));
         }
         let mut tiles: Vec<Tile> = TILES.into_iter().filter(|tile| self.fits(tile)).collect();
@@ -322,7 +327,7 @@ impl Problem {
         self.group.len() * self.row.len().div_ceil(*rows) * self.columns.div_ceil(*columns)
     }
 
-    fn draft(&self, views: &Views, epilogue: Epilogue, tile: Tile) -> Result<Draft, String> {
+    fn draft(&self, views: &Views, epilogue: Epilogue, tile: Tile) -> Result<LaunchDraft, String> {
         let [rows, columns, of_rows, of_columns] = tile;
         let tiles = self.tiles(&tile);
         if tiles > MAX_ITEMS {
@@ -358,12 +363,12 @@ impl Problem {
         };
         let text = kernel("product.cuh", &elements, expression, threads as u32);
         let variant = format!("{rows}x{columns}");
-        Ok(Draft { variant, ..Draft::plain(text, tiles, args) })
+        Ok(LaunchDraft { variant, ..LaunchDraft::plain(text, tiles, args) })
     }
 
     /// Whether neighbours in depth are neighbours in memory.
     fn is_deep(&self, operand: usize) -> bool {
-        self.inner.dims.last().is_some_and(|dim| dim.strides[operand] == 1)
+        self.inner.loops.last().is_some_and(|dim| dim.strides[operand] == 1)
     }
 }
 

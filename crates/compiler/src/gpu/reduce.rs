@@ -3,14 +3,15 @@
 use model::op::{ArgReduce, ReduceKind, Softmax, SoftmaxKind};
 
 use super::args::{Address, ArgsWriter};
-use super::draft::{Draft, Work};
-use super::view::{Element, View};
-use super::walk::{
-    Walk, address, check_output, check_view, computed, computed_name, describe_all, kernel, single,
+use super::draft::{LaunchDraft, StepDraft};
+use super::loop_nest::{
+    LoopNest, address, check_output, check_view, computed, computed_name, describe_all, kernel,
+    single,
 };
+use super::view::{Element, View};
 
 /// `y = kind(x)` over `axes`; `y` has them as ones or not at all.
-pub fn reduce(kind: ReduceKind, x: &View, axes: &[usize], y: &View) -> Result<Work, String> {
+pub fn reduce(kind: ReduceKind, x: &View, axes: &[usize], y: &View) -> Result<StepDraft, String> {
     let exact = !matches!(kind, ReduceKind::L2 | ReduceKind::LogSum | ReduceKind::LogSumExp);
     if x.element == Element::Bool || !(exact || x.element.is_float()) {
         return Err(format!("no reduction {kind:?} of {:?}", x.element));
@@ -18,11 +19,11 @@ pub fn reduce(kind: ReduceKind, x: &View, axes: &[usize], y: &View) -> Result<Wo
     let sums = sums(x.element);
     let fold = format!("tiles::Fold<{sums}, {}>", kind as u32);
     let work = folded("Reduce", &fold, sums, x, axes, y)?;
-    Ok(Work { signature: format!("{kind:?} {}", work.signature), ..work })
+    Ok(StepDraft { signature: format!("{kind:?} {}", work.signature), ..work })
 }
 
 /// The place of the largest or smallest element along a dimension; `y` is `I64`.
-pub fn arg_reduce(arg: &ArgReduce, x: &View, y: &View) -> Result<Work, String> {
+pub fn arg_reduce(arg: &ArgReduce, x: &View, y: &View) -> Result<StepDraft, String> {
     let axis = axis(arg.axis, x.shape.len())?;
     if y.element != Element::I64 || x.element == Element::Bool {
         return Err(format!("no place of {:?} as {:?}", x.element, y.element));
@@ -30,11 +31,11 @@ pub fn arg_reduce(arg: &ArgReduce, x: &View, y: &View) -> Result<Work, String> {
     let kind = computed_name(x.element);
     let fold = format!("tiles::PlaceFold<{kind}, {}, {}>", arg.max, arg.select_last);
     let work = folded("ArgReduce", &fold, kind, x, &[axis], y)?;
-    Ok(Work { signature: format!("{fold} {}", work.signature), ..work })
+    Ok(StepDraft { signature: format!("{fold} {}", work.signature), ..work })
 }
 
 /// `y` is a member of the softmax family of `x`.
-pub fn softmax(softmax: &Softmax, x: &View, y: &View) -> Result<Work, String> {
+pub fn softmax(softmax: &Softmax, x: &View, y: &View) -> Result<StepDraft, String> {
     let first = axis(softmax.axis, x.shape.len())?;
     let last = if softmax.flatten { x.shape.len() } else { first + 1 };
     let kind = match softmax.kind {
@@ -52,7 +53,7 @@ pub fn layer_norm(
     epsilon: f32,
     (x, scale, bias): (&View, &View, Option<&View>),
     (y, mean, deviation): (&View, Option<&View>, Option<&View>),
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     let first = axis(axis_from, x.shape.len())?;
     let axes: Vec<usize> = (first..x.shape.len()).collect();
     let operands = Operands { x, y, scale: Some(scale), bias, mean, deviation };
@@ -66,7 +67,7 @@ pub fn rms_norm(
     x: &View,
     scale: &View,
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     let first = axis(axis_from, x.shape.len())?;
     let axes: Vec<usize> = (first..x.shape.len()).collect();
     let operands = Operands { scale: Some(scale), ..Operands::of(x, y) };
@@ -80,7 +81,7 @@ pub fn instance_norm(
     scale: &View,
     bias: &View,
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     group_norm(x.shape.get(1).copied().unwrap_or(0), epsilon, x, scale, bias, y)
 }
 
@@ -92,7 +93,7 @@ pub fn group_norm(
     scale: &View,
     bias: &View,
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     let channels = *x.shape.get(1).ok_or("an operand of group normalization has no channels")?;
     if groups == 0
         || !channels.is_multiple_of(groups)
@@ -118,7 +119,7 @@ pub fn group_norm(
 }
 
 /// `y = x / norm` with the 1- or 2-norm along a dimension.
-pub fn lp_norm(along: i64, p: u8, x: &View, y: &View) -> Result<Work, String> {
+pub fn lp_norm(along: i64, p: u8, x: &View, y: &View) -> Result<StepDraft, String> {
     let axis = axis(along, x.shape.len())?;
     match p {
         1 => normalized("Norm1", 0.0, &Operands::of(x, y), &[axis]),
@@ -134,7 +135,7 @@ pub fn cum_sum(
     reverse: bool,
     x: &View,
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     check_view(x)?;
     check_output(y)?;
     if along >= x.shape.len()
@@ -144,7 +145,7 @@ pub fn cum_sum(
     {
         return Err(format!("no running sum along {along} of {:?} as {:?}", x.shape, y.shape));
     }
-    let outer = outer_walk(x.shape.len(), &[along], &[x, y])?;
+    let outer = outer_nest(x.shape.len(), &[along], &[x, y])?;
     let mut args = ArgsWriter::new();
     args.address(address(x)).address(address(y));
     args.int(outer.len()).int(x.shape[along]).int(x.strides[along]).int(y.strides[along]);
@@ -152,13 +153,13 @@ pub fn cum_sum(
     outer.write(&mut args);
     let (element, sums) = (x.element.cuda_name(), sums(x.element));
     let expression = format!("tiles::RunningSum<{element}, {sums}, {}>", outer.rank());
-    let draft = Draft::plain(
+    let draft = LaunchDraft::plain(
         kernel("reduce.cuh", &[x.element], expression, 128),
         outer.len().div_ceil(4),
         args,
     );
     let signature = format!("running sum {along} {exclusive} {reverse} {}", describe_all(&[x, y]));
-    Ok(Work { flops: x.len() as u64, ..single("CumSum", signature, draft, &[x], y) })
+    Ok(StepDraft { flops: x.len() as u64, ..single("CumSum", signature, draft, &[x], y) })
 }
 
 /// The most elements a row's best are taken of: each costs a pass over the row.
@@ -171,7 +172,7 @@ pub fn top_k(
     x: &View,
     values: &View,
     places: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     let axis = axis(along, x.shape.len())?;
     check_view(x)?;
     check_output(values)?;
@@ -183,7 +184,7 @@ pub fn top_k(
     if !fits || count > MAX_TOP || places.element != Element::I64 || values.element != x.element {
         return Err(format!("no {count} best of {:?} (at most {MAX_TOP})", x.shape));
     }
-    let outer = outer_walk(x.shape.len(), &[axis], &[x, values, places])?;
+    let outer = outer_nest(x.shape.len(), &[axis], &[x, values, places])?;
     let mut args = ArgsWriter::new();
     args.address(address(x)).address(address(values)).address(address(places));
     args.int(x.shape[axis]).int(count);
@@ -192,7 +193,7 @@ pub fn top_k(
     let (element, kind) = (x.element.cuda_name(), computed_name(x.element));
     let expression = format!("tiles::Top<{element}, {kind}, {largest}, {}>", outer.rank());
     let draft =
-        Draft::plain(kernel("reduce.cuh", &[x.element], expression, 256), outer.len(), args);
+        LaunchDraft::plain(kernel("reduce.cuh", &[x.element], expression, 256), outer.len(), args);
     let signature = format!("top {axis} {largest} {}", describe_all(&[x, values, places]));
     let mut work = single("TopK", signature, draft, &[x], values);
     work.writes.push(places.clone());
@@ -230,18 +231,18 @@ fn split_channels(view: &View, groups: usize) -> View {
 }
 
 /// The loops over all dimensions but `axes`, in memory order of the first operand.
-fn outer_walk(rank: usize, axes: &[usize], operands: &[&View]) -> Result<Walk, String> {
+fn outer_nest(rank: usize, axes: &[usize], operands: &[&View]) -> Result<LoopNest, String> {
     let kept: Vec<usize> = (0..rank).filter(|axis| !axes.contains(axis)).collect();
-    let walk = walk_over(&kept, operands);
-    walk.check()?;
-    Ok(walk)
+    let nest = nest_over(&kept, operands);
+    nest.check()?;
+    Ok(nest)
 }
 
-fn walk_over(axes: &[usize], operands: &[&View]) -> Walk {
+fn nest_over(axes: &[usize], operands: &[&View]) -> LoopNest {
     let shape: Vec<usize> = axes.iter().map(|axis| operands[0].shape[*axis]).collect();
     let strides: Vec<Vec<usize>> =
         operands.iter().map(|view| axes.iter().map(|axis| view.strides[*axis]).collect()).collect();
-    Walk::new(&shape, &strides).ordered_by(0).merged()
+    LoopNest::new(&shape, &strides).ordered_by(0).merged()
 }
 
 /// How threads share the results of a block: `Team` of `kernels/reduce.cuh`.
@@ -251,9 +252,9 @@ struct Team {
 }
 
 impl Team {
-    fn of(outer: &Walk, inner: &Walk) -> Team {
+    fn of(outer: &LoopNest, inner: &LoopNest) -> Team {
         let fastest =
-            |walk: &Walk| walk.dims.iter().map(|dim| dim.strides[0]).filter(|s| *s > 0).min();
+            |nest: &LoopNest| nest.loops.iter().map(|dim| dim.strides[0]).filter(|s| *s > 0).min();
         let rows = match (fastest(inner), fastest(outer)) {
             (Some(inner), Some(outer)) => inner < outer,
             (None, Some(_)) => false,
@@ -284,7 +285,7 @@ fn folded(
     x: &View,
     axes: &[usize],
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     check_view(x)?;
     check_output(y)?;
     let rank = x.shape.len();
@@ -292,9 +293,9 @@ fn folded(
         return Err(format!("no reduction of {:?} over {axes:?}", x.shape));
     }
     let result = spread(y, &x.shape, axes)?;
-    let outer = outer_walk(rank, axes, &[x, &result])?;
+    let outer = outer_nest(rank, axes, &[x, &result])?;
     let reduced: Vec<usize> = (0..rank).filter(|axis| axes.contains(axis)).collect();
-    let inner = walk_over(&reduced, &[x]);
+    let inner = nest_over(&reduced, &[x]);
     inner.check()?;
     let team = Team::of(&outer, &inner);
     let mut args = ArgsWriter::new();
@@ -310,9 +311,9 @@ fn folded(
         team.text()
     );
     let text = kernel("reduce.cuh", &[x.element, y.element], expression, 256);
-    let draft = Draft::plain(text, outer.len().div_ceil(team.across), args);
+    let draft = LaunchDraft::plain(text, outer.len().div_ceil(team.across), args);
     let signature = format!("reduce {axes:?} {}", describe_all(&[x, y]));
-    Ok(Work { flops: x.len() as u64, ..single(op, signature, draft, &[x], y) })
+    Ok(StepDraft { flops: x.len() as u64, ..single(op, signature, draft, &[x], y) })
 }
 
 /// `view`, which has `axes` as ones or not at all, with the rank of `shape`.
@@ -374,7 +375,7 @@ fn normalized(
     epsilon: f32,
     operands: &Operands,
     axes: &[usize],
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     operands.check()?;
     let Operands { x, y, .. } = *operands;
     let parameter = |view: Option<&View>| match view {
@@ -396,13 +397,19 @@ fn normalized(
         statistic(operands.deviation)?,
     ];
     let views: Vec<&View> = all.iter().collect();
-    let outer = outer_walk(x.shape.len(), axes, &views)?;
-    let inner = walk_over(axes, &views[..4]);
+    let outer = outer_nest(x.shape.len(), axes, &views)?;
+    let inner = nest_over(axes, &views[..4]);
     inner.check()?;
     Ok(launch(kind, epsilon, operands, &outer, &inner))
 }
 
-fn launch(kind: &str, epsilon: f32, operands: &Operands, outer: &Walk, inner: &Walk) -> Work {
+fn launch(
+    kind: &str,
+    epsilon: f32,
+    operands: &Operands,
+    outer: &LoopNest,
+    inner: &LoopNest,
+) -> StepDraft {
     let Operands { x, y, scale, bias, mean, deviation } = *operands;
     let team = Team::of(outer, inner);
     let mut args = ArgsWriter::new();
@@ -424,7 +431,7 @@ fn launch(kind: &str, epsilon: f32, operands: &Operands, outer: &Walk, inner: &W
         team.text()
     );
     let text = kernel("reduce.cuh", &elements, expression, 256);
-    let draft = Draft::plain(text, outer.len().div_ceil(team.across), args);
+    let draft = LaunchDraft::plain(text, outer.len().div_ceil(team.across), args);
     let reads: Vec<&View> = [Some(x), scale, bias].into_iter().flatten().collect();
     let writes: Vec<&View> = [Some(y), mean, deviation].into_iter().flatten().collect();
     let signature =

@@ -4,7 +4,7 @@ use super::draft::KernelText;
 
 /// How a tile walks over its input as the depth advances; see `Walk` in `kernels/conv_load.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Walk {
+pub enum InputAccess {
     /// Anything.
     General,
     /// 1x1 without padding.
@@ -15,7 +15,7 @@ pub enum Walk {
 
 /// How the parts of a split product come together; see `Reduce` in `kernels/conv_load.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Parts {
+pub enum SplitReduction {
     /// Not split.
     Whole,
     /// Through memory.
@@ -124,7 +124,7 @@ pub struct Problem {
     /// Channels a copy may take: 8, or 4 for an image.
     pub vec: usize,
     /// The walk.
-    pub walk: Walk,
+    pub access: InputAccess,
     /// Whether the input is normalised on the way.
     pub normalizes: bool,
     /// Multiprocessors of the device.
@@ -141,7 +141,7 @@ pub struct Variant {
     /// Parts of the depth.
     pub splits: usize,
     /// How they come together.
-    pub parts: Parts,
+    pub reduction: SplitReduction,
 }
 
 impl Tile {
@@ -164,18 +164,18 @@ impl Tile {
     }
 
     /// The kernel for `walk`.
-    pub fn kernel(&self, walk: Walk, normalizes: bool) -> KernelText {
+    pub fn kernel(&self, access: InputAccess, normalizes: bool) -> KernelText {
         let (wm, wn, wk) = self.warps;
-        let walk = match walk {
-            Walk::General => "tiles::kGeneral",
-            Walk::Point => "tiles::kPoint",
-            Walk::Taps => "tiles::kTaps",
+        let access = match access {
+            InputAccess::General => "tiles::kGeneral",
+            InputAccess::Point => "tiles::kPoint",
+            InputAccess::Taps => "tiles::kTaps",
         };
         let Tile { bm, bn, bk, stages, vec, .. } = self;
         KernelText {
             source: "#include \"conv.cuh\"\n".to_string(),
             expression: format!(
-                "tiles::Conv<tiles::ConvConfig<{bm}, {bn}, {bk}, {wm}, {wn}, {wk}, {stages}, {walk}, {vec}, {normalizes}>>"
+                "tiles::Conv<tiles::ConvConfig<{bm}, {bn}, {bk}, {wm}, {wn}, {wk}, {stages}, {access}, {vec}, {normalizes}>>"
             ),
             threads: self.threads() as u32,
             shared_bytes: self.shared_bytes(normalizes) as u32,
@@ -200,14 +200,15 @@ impl Problem {
     }
 
     fn tiles(&self) -> Vec<Tile> {
-        let family: &[Tile] = match (self.vec, self.normalizes, self.walk) {
+        let candidates: &[Tile] = match (self.vec, self.normalizes, self.access) {
             (4, ..) => &IMAGE,
             (_, true, _) => &NORMALIZING,
-            (_, _, Walk::General) => &GENERAL,
+            (_, _, InputAccess::General) => &GENERAL,
             _ => &PLAIN,
         };
-        let fitting: Vec<Tile> = family.iter().copied().filter(|tile| self.suits(tile)).collect();
-        if fitting.is_empty() { vec![family[0]] } else { fitting }
+        let fitting: Vec<Tile> =
+            candidates.iter().copied().filter(|tile| self.suits(tile)).collect();
+        if fitting.is_empty() { vec![candidates[0]] } else { fitting }
     }
 
     fn tile_count(&self, tile: &Tile) -> usize {
@@ -229,16 +230,16 @@ impl Problem {
     fn splits_of(&self, tile: Tile) -> Vec<Variant> {
         let tiles = self.tile_count(&tile);
         let steps = self.depth.div_ceil(tile.bk);
-        let mut variants = vec![Variant { tile, splits: 1, parts: Parts::Whole }];
+        let mut variants = vec![Variant { tile, splits: 1, reduction: SplitReduction::Whole }];
         for splits in [2, 3, 4, 6, 8, 12, 16] {
             if tiles * splits > 4 * self.multiprocessors || steps < splits * 2 {
                 break;
             }
             // Clusters beyond eight blocks are not portable.
             if splits <= 8 && self.clusters {
-                variants.push(Variant { tile, splits, parts: Parts::Cluster });
+                variants.push(Variant { tile, splits, reduction: SplitReduction::Cluster });
             }
-            let variant = Variant { tile, splits, parts: Parts::Workspace };
+            let variant = Variant { tile, splits, reduction: SplitReduction::Workspace };
             let fits =
                 variant.workspace_bytes(self) <= WORKSPACE_BYTES_MAX && tiles <= ARRIVALS_MAX;
             if fits && splits.is_power_of_two() {
@@ -265,10 +266,10 @@ impl Problem {
         let busy = per_multiprocessor as f64 * steps * step_work;
         let rounds = per_multiprocessor.div_ceil(resident) as f64;
         let latency = rounds * steps * (STEP_LATENCY_US / tile.warps.2 as f64).max(step_work);
-        let joining = match variant.parts {
-            Parts::Whole => 0.0,
-            Parts::Cluster => 1.2,
-            Parts::Workspace => 2.0,
+        let joining = match variant.reduction {
+            SplitReduction::Whole => 0.0,
+            SplitReduction::Cluster => 1.2,
+            SplitReduction::Workspace => 2.0,
         };
         busy.max(latency) + rounds * 0.8 + joining
     }
@@ -279,10 +280,10 @@ impl Variant {
     pub fn name(&self) -> String {
         let Tile { bm, bn, bk, warps, .. } = self.tile;
         let depth = if warps.2 > 1 { format!("k{}", warps.2) } else { String::new() };
-        let split = match self.parts {
-            Parts::Whole => String::new(),
-            Parts::Workspace => format!("/w{}", self.splits),
-            Parts::Cluster => format!("/c{}", self.splits),
+        let split = match self.reduction {
+            SplitReduction::Whole => String::new(),
+            SplitReduction::Workspace => format!("/w{}", self.splits),
+            SplitReduction::Cluster => format!("/c{}", self.splits),
         };
         format!("{bm}x{bn}x{bk}{depth}{split}")
     }
@@ -294,12 +295,12 @@ impl Variant {
 
     /// Output tiles, each with an arrival word when split through the workspace.
     pub fn arrivals(&self, problem: &Problem) -> usize {
-        if self.parts == Parts::Workspace { problem.tile_count(&self.tile) } else { 0 }
+        if self.reduction == SplitReduction::Workspace { problem.tile_count(&self.tile) } else { 0 }
     }
 
     /// Memory for the parts.
     pub fn workspace_bytes(&self, problem: &Problem) -> usize {
-        if self.parts != Parts::Workspace {
+        if self.reduction != SplitReduction::Workspace {
             return 0;
         }
         self.tiles(problem) * self.tile.warps.2 * self.tile.part_floats() * 4
@@ -311,13 +312,13 @@ mod tests {
     use super::*;
 
     fn problem(rows: usize, columns: usize, depth: usize) -> Problem {
-        let walk = Walk::Point;
+        let access = InputAccess::Point;
         Problem {
             rows,
             columns,
             depth,
             vec: 8,
-            walk,
+            access,
             normalizes: false,
             multiprocessors: 132,
             clusters: true,
@@ -329,7 +330,9 @@ mod tests {
         for rows in [1, 7, 49, 196, 3136, 401_408] {
             for (columns, depth) in [(8, 8), (64, 576), (1000, 2048), (4096, 25088)] {
                 let variants = problem(rows, columns, depth).variants();
-                assert!(variants.iter().any(|variant| variant.parts != Parts::Cluster));
+                assert!(
+                    variants.iter().any(|variant| variant.reduction != SplitReduction::Cluster)
+                );
                 let names: std::collections::HashSet<String> =
                     variants.iter().map(Variant::name).collect();
                 assert_eq!(names.len(), variants.len(), "{rows} {columns} {depth}");

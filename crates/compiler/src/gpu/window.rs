@@ -5,18 +5,18 @@ mod resize;
 use model::op::{GlobalPool, Padding, Pool, PoolKind, ReduceKind, Window};
 
 use super::args::{Address, ArgsWriter};
-use super::draft::{Draft, Work};
+use super::draft::{LaunchDraft, StepDraft};
+use super::loop_nest::{
+    LoopNest, address, check_output, check_view, computed_name, describe_all, kernel, single,
+};
 use super::product::{Sizes, begins, three};
 use super::reduce::reduce;
 use super::view::{Element, View};
-use super::walk::{
-    Walk, address, check_output, check_view, computed_name, describe_all, kernel, single,
-};
 
-pub use resize::{Stretch, grid_sample, resize, stretches};
+pub use resize::{ResizeAxis, grid_sample, resize, resize_axes};
 
 /// Windows of `x`, `[N, C, ..]`, with up to three spatial dimensions. `places` is what [`PoolKind::MaxWithIndices`] has besides.
-pub fn pool(spec: &Pool, x: &View, y: &View, places: Option<&View>) -> Result<Work, String> {
+pub fn pool(spec: &Pool, x: &View, y: &View, places: Option<&View>) -> Result<StepDraft, String> {
     check_view(x)?;
     check_output(y)?;
     let sizes = Sizes::new(&spec.window, &x.shape, &spec.window.kernel, &y.shape)?;
@@ -31,11 +31,11 @@ pub fn pool(spec: &Pool, x: &View, y: &View, places: Option<&View>) -> Result<Wo
     }
     let places = checked_places(spec.kind, y, places)?;
     let pads = begins(&spec.window, &sizes, |i| border(&sizes, i));
-    let walk = pool_walk(x, y, places, &sizes);
-    walk.check()?;
+    let nest = pool_nest(x, y, places, &sizes);
+    nest.check()?;
     let mut args = ArgsWriter::new();
     args.address(address(x)).address(address(y)).address(places.map_or(Address::Null, address));
-    args.int(walk.len());
+    args.int(nest.len());
     for list in [sizes.input, three(&x.strides[2..], 0), sizes.kernel, sizes.dilations] {
         list.iter().for_each(|value| end(args.int(*value)));
     }
@@ -43,7 +43,7 @@ pub fn pool(spec: &Pool, x: &View, y: &View, places: Option<&View>) -> Result<Wo
     counted(spec, &sizes, pads).iter().for_each(|value| end(args.signed(*value)));
     place_strides(spec.kind, &sizes).iter().for_each(|value| end(args.int(*value)));
     args.float(if let PoolKind::Lp { p } = spec.kind { p.max(1) as f32 } else { 0.0 });
-    walk.write(&mut args);
+    nest.write(&mut args);
     let kind = match (spec.kind, places) {
         (_, Some(_)) => "Place",
         (PoolKind::Max | PoolKind::MaxWithIndices { .. }, None) => "Max",
@@ -52,10 +52,10 @@ pub fn pool(spec: &Pool, x: &View, y: &View, places: Option<&View>) -> Result<Wo
     };
     let (stored, kind_of) = (x.element.cuda_name(), computed_name(x.element));
     let expression =
-        format!("tiles::PoolWindow<tiles::kPool{kind}, {stored}, {kind_of}, {}>", walk.rank());
-    let draft = Draft::plain(
+        format!("tiles::PoolWindow<tiles::kPool{kind}, {stored}, {kind_of}, {}>", nest.rank());
+    let draft = LaunchDraft::plain(
         kernel("window.cuh", &[x.element], expression, 128),
-        walk.len().div_ceil(128),
+        nest.len().div_ceil(128),
         args,
     );
     let signature = format!("{spec:?} {}", describe_all(&[x, y]));
@@ -85,7 +85,7 @@ fn checked_places<'a>(
 }
 
 /// One value for every image and channel; `y` has ones for the spatial dimensions.
-pub fn global_pool(spec: GlobalPool, x: &View, y: &View) -> Result<Work, String> {
+pub fn global_pool(spec: GlobalPool, x: &View, y: &View) -> Result<StepDraft, String> {
     let axes: Vec<usize> = (2..x.shape.len()).collect();
     let kind = match spec {
         GlobalPool::Average => ReduceKind::Mean,
@@ -99,7 +99,7 @@ pub fn global_pool(spec: GlobalPool, x: &View, y: &View) -> Result<Work, String>
             return pool(&Pool { kind: PoolKind::Lp { p }, window, ceil_mode: false }, x, y, None);
         }
     };
-    Ok(Work { op: "GlobalPool", ..reduce(kind, x, &axes, y)? })
+    Ok(StepDraft { op: "GlobalPool", ..reduce(kind, x, &axes, y)? })
 }
 
 /// `y = x / (bias + alpha / size * sum of squares over size channels) ^ beta`.
@@ -108,7 +108,7 @@ pub fn lrn(
     (alpha, beta, bias): (f32, f32, f32),
     x: &View,
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     check_view(x)?;
     check_output(y)?;
     let is_small = x.element.is_float() && x.element != Element::F64;
@@ -119,23 +119,23 @@ pub fn lrn(
     let mut input = x.strides.clone();
     input[1] = 0;
     let channel = (0..rank).map(|axis| usize::from(axis == 1)).collect();
-    let walk = Walk::new(&x.shape, &[y.strides.clone(), input, channel]).ordered_by(0).merged();
-    walk.check()?;
+    let nest = LoopNest::new(&x.shape, &[y.strides.clone(), input, channel]).ordered_by(0).merged();
+    nest.check()?;
     let clamped = size.min(x.shape[1] * 2 + 1);
     let mut args = ArgsWriter::new();
     args.address(address(x)).address(address(y));
-    args.int(walk.len()).int(x.shape[1]).int(x.strides[1]);
+    args.int(nest.len()).int(x.shape[1]).int(x.strides[1]);
     args.int((clamped - 1) / 2).int(clamped - 1 - (clamped - 1) / 2);
     args.float(alpha / size as f32).float(beta).float(bias);
-    walk.write(&mut args);
-    let expression = format!("tiles::Response<{}, {}>", x.element.cuda_name(), walk.rank());
-    let draft = Draft::plain(
+    nest.write(&mut args);
+    let expression = format!("tiles::Response<{}, {}>", x.element.cuda_name(), nest.rank());
+    let draft = LaunchDraft::plain(
         kernel("window.cuh", &[x.element], expression, 128),
-        walk.len().div_ceil(128),
+        nest.len().div_ceil(128),
         args,
     );
     let signature = format!("lrn {size} {alpha} {beta} {bias} {}", describe_all(&[x, y]));
-    Ok(Work {
+    Ok(StepDraft {
         flops: (x.len() * (2 * clamped + 2)) as u64,
         ..single("Lrn", signature, draft, &[x], y)
     })
@@ -180,7 +180,7 @@ fn place_strides(kind: PoolKind, sizes: &Sizes) -> [usize; 3] {
 }
 
 /// Over all outputs in memory order: output, places, input, place of the plane, where the window begins.
-fn pool_walk(x: &View, y: &View, places: Option<&View>, sizes: &Sizes) -> Walk {
+fn pool_nest(x: &View, y: &View, places: Option<&View>, sizes: &Sizes) -> LoopNest {
     let of = |view: &View| {
         let spatial = three(&view.strides[2..], 0);
         vec![view.strides[0], view.strides[1], spatial[0], spatial[1], spatial[2]]
@@ -197,5 +197,5 @@ fn pool_walk(x: &View, y: &View, places: Option<&View>, sizes: &Sizes) -> Walk {
         vec![0, 0, 0, pace_h, 0],
         vec![0, 0, 0, 0, pace_w],
     ];
-    Walk::new(&[y.shape[0], y.shape[1], d, h, w], &operands).ordered_by(0).merged()
+    LoopNest::new(&[y.shape[0], y.shape[1], d, h, w], &operands).ordered_by(0).merged()
 }

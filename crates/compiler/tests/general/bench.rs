@@ -5,11 +5,11 @@ use std::process::Command;
 
 use compiler::gpu::GpuCompiler;
 use compiler::gpu::args::Address;
-use compiler::gpu::draft::{Draft, Work};
+use compiler::gpu::draft::{LaunchDraft, StepDraft};
 use compiler::gpu::view::{BufferId, Element, View};
 use device::KernelCompiler;
 use half::{bf16, f16};
-use model::gpu::{Kernel, Place};
+use model::gpu::{Kernel, MemoryLocation};
 use model::{DataType, Tensor};
 
 use crate::tolerance;
@@ -127,7 +127,7 @@ impl Bench {
     pub fn check(
         &mut self,
         name: &str,
-        works: &[Work],
+        works: &[StepDraft],
         outputs: &[(&View, &Tensor)],
         tolerance: f64,
     ) {
@@ -138,7 +138,7 @@ impl Bench {
     pub fn check_with_fault(
         &mut self,
         name: &str,
-        works: &[Work],
+        works: &[StepDraft],
         outputs: &[(&View, &Tensor)],
         tolerance: f64,
         fault: bool,
@@ -172,7 +172,12 @@ impl Bench {
         }
     }
 
-    fn launch(&mut self, draft: &Draft, moved: &dyn Fn(BufferId) -> BufferId, fault: BufferId) {
+    fn launch(
+        &mut self,
+        draft: &LaunchDraft,
+        moved: &dyn Fn(BufferId) -> BufferId,
+        fault: BufferId,
+    ) {
         let known = self.kernels.iter().position(|kernel| *kernel == draft.kernel);
         let kernel = known.unwrap_or_else(|| {
             self.kernels.push(draft.kernel.clone());
@@ -180,7 +185,7 @@ impl Bench {
         });
         let patch = |(at, address): &(u32, Address)| match address {
             Address::Buffer(buffer, offset) => (*at, moved(*buffer).0, *offset),
-            Address::Place(Place::Fault) => (*at, fault.0, 0),
+            Address::Fixed(MemoryLocation::Fault) => (*at, fault.0, 0),
             other => panic!("{other:?} has no buffer"),
         };
         let patches = draft.args.1.iter().map(patch).collect();
@@ -194,7 +199,12 @@ impl Bench {
 
     /// Runs two operators in common launches: all tiles of the first with some of the second, then the others of the second.
     /// Each has one output, which `outputs` tell. A program holds one such pair.
-    pub fn check_fused(&mut self, name: &str, drafts: [&Draft; 2], outputs: [(&View, &Tensor); 2]) {
+    pub fn check_fused(
+        &mut self,
+        name: &str,
+        drafts: [&LaunchDraft; 2],
+        outputs: [(&View, &Tensor); 2],
+    ) {
         let [first, second] = drafts;
         assert!(
             second.tiles > 1 && drafts.iter().all(|draft| draft.args.0.len() % 8 == 0),

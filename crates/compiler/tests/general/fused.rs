@@ -1,7 +1,7 @@
 //! Two operators in one launch compute what each does alone, whichever has the larger blocks.
 
 use compiler::gpu::args::{Address, ArgsWriter};
-use compiler::gpu::draft::{Draft, KernelText};
+use compiler::gpu::draft::{KernelText, LaunchDraft};
 use compiler::gpu::reduce;
 use compiler::gpu::view::{Element, View};
 use model::Tensor;
@@ -34,7 +34,7 @@ struct Backwards {
 "#;
 
 /// A launch, its output's view and what that should be.
-type Side = (Draft, View, Tensor);
+type Side = (LaunchDraft, View, Tensor);
 
 fn backwards(bench: &mut Bench, x: &Tensor) -> Side {
     let values = x.to_vec::<f32>().unwrap();
@@ -50,7 +50,7 @@ fn backwards(bench: &mut Bench, x: &Tensor) -> Side {
         threads: BLOCK as u32,
         shared_bytes: 4 * BLOCK as u32,
     };
-    (Draft::plain(text, values.len() / BLOCK, args), to, expected)
+    (LaunchDraft::plain(text, values.len() / BLOCK, args), to, expected)
 }
 
 fn softmax(bench: &mut Bench, x: &Tensor) -> Side {

@@ -10,7 +10,7 @@ mod reduce;
 mod window;
 
 use bench::{Bench, Layout};
-use compiler::gpu::draft::Work;
+use compiler::gpu::draft::StepDraft;
 use compiler::gpu::view::{Element, View};
 use model::op::Op;
 use model::{DataType, Tensor};
@@ -67,7 +67,7 @@ impl<'a> Case<'a> {
     fn check(
         self,
         bench: &mut Bench,
-        make: impl Fn(&[View], &[View]) -> Result<Vec<Work>, String>,
+        make: impl Fn(&[View], &[View]) -> Result<Vec<StepDraft>, String>,
     ) {
         let expected = reference(&self.op, self.inputs, self.outputs);
         let place = |tensor: &Tensor| {

@@ -3,13 +3,13 @@
 use model::DataType;
 use model::op::{Binary, Cast, Compare, Unary, Variadic};
 
-use super::numbers::{self, Numbers};
+use super::numbers::{self, KnownElements};
 use super::shape::{broadcast_all, unify};
 use super::{Fact, Inferred, Operands, fail};
 use model::dim::SymDim;
 
-fn numbers_of<'a>(x: &Operands<'a>, index: usize) -> Option<Numbers<'a>> {
-    Some(Numbers { shape: x.shape(index)?, elements: x.content(index)? })
+fn numbers_of<'a>(x: &Operands<'a>, index: usize) -> Option<KnownElements<'a>> {
+    Some(KnownElements { shape: x.shape(index)?, elements: x.content(index)? })
 }
 
 fn broadcast_shape(x: &Operands) -> Inferred<super::Shape> {
@@ -21,7 +21,7 @@ fn zip_content(
     shape: &super::Shape,
     f: impl Fn(&[&SymDim]) -> Option<SymDim>,
 ) -> Option<Vec<SymDim>> {
-    let operands: Vec<Numbers> =
+    let operands: Vec<KnownElements> =
         (0..x.count()).map(|index| numbers_of(x, index)).collect::<Option<_>>()?;
     numbers::zip(shape.as_deref()?, &operands, f)
 }

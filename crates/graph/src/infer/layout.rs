@@ -2,7 +2,7 @@
 
 use model::{DataType, Tensor};
 
-use super::numbers::{Numbers, zip};
+use super::numbers::{KnownElements, zip};
 use super::shape::{axes_indices, axis_index, broadcast, product, unify};
 use super::{Fact, Inferred, Operands, fail};
 use crate::content::{self, MAX_CONTENT};
@@ -189,9 +189,9 @@ pub fn expand(x: &Operands) -> Inferred<Fact> {
         return fail("a negative target dimension");
     }
     let dims = broadcast(shape, &target)?;
-    let content = x
-        .content(0)
-        .and_then(|elements| zip(&dims, &[Numbers { shape, elements }], |e| Some(e[0].clone())));
+    let content = x.content(0).and_then(|elements| {
+        zip(&dims, &[KnownElements { shape, elements }], |e| Some(e[0].clone()))
+    });
     Ok(Fact::new(dtype, Some(dims)).with_content(content))
 }
 

@@ -355,9 +355,9 @@ impl Importer<'_> {
     }
 }
 
-type Family = fn(&mut Context, &str) -> Mapped;
+type OperatorMapper = fn(&mut Context, &str) -> Mapped;
 
-const FAMILIES: [Family; 11] = [
+const OPERATOR_MAPPERS: [OperatorMapper; 11] = [
     elementwise::map,
     layout::map,
     matrix::map,
@@ -402,8 +402,8 @@ fn missing_input(context: &Context) -> Option<usize> {
 }
 
 fn map_standard(context: &mut Context, op: &str) -> Mapped {
-    for family in FAMILIES {
-        if family(context, op)? {
+    for mapper in OPERATOR_MAPPERS {
+        if mapper(context, op)? {
             return Ok(true);
         }
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use base::{Nanos, Random};
 use device::Program;
 use model::config::Class;
-use model::rows::batch_symbol;
+use model::row_independence::batch_symbol;
 use model::sample::random_tensor;
 use model::tensor::TensorError;
 use model::{Dim, LaunchPlan, Tensor, ValueInfo};

@@ -5,7 +5,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use compiler::prefix::{Cut, Fingerprint, Source};
+use compiler::prefix::{CommonPrefix, Fingerprint, SuffixInput};
 use device::DeviceError;
 use model::LaunchPlan;
 use model::config::{Batching, BatchingPolicy, Class, ModelConfig};
@@ -21,7 +21,7 @@ pub struct Trunk {
     pub name: String,
     /// Its key in the device_group.
     pub key: GroupModelId,
-    cut: Cut,
+    cut: CommonPrefix,
     habits: Habits,
     device_group: Arc<DeviceGroup>,
 }
@@ -175,8 +175,8 @@ fn find(
     for other in others.iter().filter(mate) {
         let of_other = other.fingerprint();
         let pair = ((served.plan(), &*of), (other.plan(), &*of_other));
-        let Some(cut) = Cut::between(pair.0, pair.1) else { continue };
-        let Some(plan) = cut.trunk(served.plan(), &of) else { continue };
+        let Some(cut) = CommonPrefix::between(pair.0, pair.1) else { continue };
+        let Some(plan) = cut.prefix(served.plan(), &of) else { continue };
         let models = vec![other.clone(), served.clone()];
         match start(device_group, cut, plan, &models, habits.clone())? {
             Some(trunk) => return Ok(Some(Match { trunk, models })),
@@ -189,7 +189,7 @@ fn find(
 /// Puts a trunk in service; nothing where its rows cannot share a batch, for then it has no use.
 fn start(
     device_group: &Arc<DeviceGroup>,
-    cut: Cut,
+    cut: CommonPrefix,
     plan: LaunchPlan,
     models: &[Arc<Served>],
     habits: Habits,
@@ -216,13 +216,13 @@ fn start(
 
 /// The inputs of a model's own part: what the trunk gave, and the model's own inputs.
 pub(super) fn hand_over(
-    sources: &[Source],
+    sources: &[SuffixInput],
     inputs: &[model::Tensor],
     trunk: &[model::Tensor],
 ) -> Option<Vec<model::Tensor>> {
-    let tensor = |source: &Source| match source {
-        Source::Trunk(place) => trunk.get(*place).cloned(),
-        Source::Input(place) => inputs.get(*place).cloned(),
+    let tensor = |source: &SuffixInput| match source {
+        SuffixInput::Prefix(place) => trunk.get(*place).cloned(),
+        SuffixInput::Model(place) => inputs.get(*place).cloned(),
     };
     sources.iter().map(tensor).collect()
 }

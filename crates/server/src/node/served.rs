@@ -11,7 +11,7 @@ use runtime::device_group::router::GroupModelId;
 use runtime::{DeviceGroup, Placed};
 use tokio::sync::oneshot;
 
-use compiler::prefix::{Fingerprint, Source};
+use compiler::prefix::{Fingerprint, SuffixInput};
 
 use super::classification;
 use super::counters::Counters;
@@ -53,7 +53,7 @@ pub struct Split {
     /// Where.
     pub trunk: Arc<Trunk>,
     /// Where the inputs of the model's own part come from.
-    pub sources: Vec<Source>,
+    pub sources: Vec<SuffixInput>,
 }
 
 impl Drop for Served {

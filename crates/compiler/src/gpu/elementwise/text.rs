@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 
 use model::op::{Activation, Binary, Compare, Unary, Variadic};
 
+use super::super::loop_nest::{computed, computed_name, include};
 use super::super::view::Element;
-use super::super::walk::{computed, computed_name, include};
 use super::{Access, Expr, Operand};
 
 /// What of a chain's loops is fixed at compile time.
@@ -47,7 +47,7 @@ pub(super) fn source(
             Access::Row => "kRow",
             Access::Point => "kPoint",
             Access::Apart => "kApart",
-            Access::Place => "kPlace",
+            Access::Position => "kPlace",
         };
         let _ = writeln!(text, "        {kind} x{i}[kCount];");
         let _ = writeln!(text, "        place.load<{element}, {access}>({i}, x{i});");

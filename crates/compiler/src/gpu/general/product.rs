@@ -4,13 +4,13 @@ use graph::ir::Node;
 use model::Tensor;
 use model::op::Op;
 
-use crate::gpu::lowering::{Home, Lowering, Refusal};
+use crate::gpu::lowering::{BufferLocation, Lowering, UnsupportedReason};
 use crate::gpu::view::{Element, View};
 use crate::gpu::{packing, product};
 
 impl Lowering<'_> {
     /// A product; false when `node` is none.
-    pub(super) fn general_product(&mut self, node: &Node) -> Result<bool, Refusal> {
+    pub(super) fn general_product(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
         let work = match &node.op {
             Op::Conv(conv) => {
                 let (x, weight) = (self.input(node, 0)?, self.filter(node)?);
@@ -58,7 +58,7 @@ impl Lowering<'_> {
     }
 
     /// A filter `[out, in, taps...]` with its input channels fastest, as pictures have them.
-    fn filter(&mut self, node: &Node) -> Result<View, Refusal> {
+    fn filter(&mut self, node: &Node) -> Result<View, UnsupportedReason> {
         let id = node.inputs.get(1).copied().flatten().ok_or("no weight")?;
         let Some(tensor) = self.graph.constant(id).cloned().filter(|t| t.shape().len() > 2) else {
             return self.operand(id);
@@ -68,7 +68,8 @@ impl Lowering<'_> {
         let pack =
             move |tensor: &Tensor| packing::channels_fastest(tensor, element).unwrap_or_default();
         let number = self.weight(&tensor, &format!("fastest{element:?}"), bytes, pack);
-        let buffer = self.buffer(bytes, Home::Fixed(model::gpu::Place::Weight(number, 0)));
+        let buffer = self
+            .buffer(bytes, BufferLocation::Fixed(model::gpu::MemoryLocation::Weight(number, 0)));
         let shape = tensor.shape().to_vec();
         let mut order: Vec<usize> = (0..shape.len()).filter(|axis| *axis != 1).collect();
         order.push(1);
@@ -82,7 +83,7 @@ impl Lowering<'_> {
     }
 
     /// Attention of any width: scores, softmax, weighted sum.
-    fn composed_attention(&mut self, node: &Node, scale: f32) -> Result<(), Refusal> {
+    fn composed_attention(&mut self, node: &Node, scale: f32) -> Result<(), UnsupportedReason> {
         let (q, k, v) = (self.input(node, 0)?, self.input(node, 1)?, self.input(node, 2)?);
         let mask = self.optional(node, 3)?;
         let rank = q.shape.len();
@@ -104,7 +105,7 @@ impl Lowering<'_> {
 
     /// Memory for `[batch, heads, tokens, width]` in which a token's heads lie side by side, as what follows
     /// usually wants them.
-    fn heads_side_by_side(&mut self, node: &Node) -> Result<View, Refusal> {
+    fn heads_side_by_side(&mut self, node: &Node) -> Result<View, UnsupportedReason> {
         let id = Self::output(node)?;
         let (shape, element) = (self.shape(id)?, self.element(id)?);
         if shape.len() != 4 {

@@ -2,7 +2,7 @@
 
 use model::op::{MatMul, Softmax, SoftmaxKind};
 
-use super::super::draft::Work;
+use super::super::draft::StepDraft;
 use super::super::elementwise::{self, Expr};
 use super::super::reduce::softmax;
 use super::super::view::{Element, View};
@@ -18,7 +18,7 @@ pub fn attention(
     mask: Option<&View>,
     scratch: (&View, &View),
     y: &View,
-) -> Result<Vec<Work>, String> {
+) -> Result<Vec<StepDraft>, String> {
     let (scores, weights) = scratch;
     let spec = MatMul { transpose_b: true, alpha: scale, ..MatMul::default() };
     let choice = mask.filter(|mask| mask.element == Element::Bool);

@@ -3,9 +3,9 @@
 use model::op::{Activation, Conv, ConvTranspose, Padding, Window};
 
 use super::super::args::ArgsWriter;
-use super::super::draft::{Draft, Work};
+use super::super::draft::{LaunchDraft, StepDraft};
+use super::super::loop_nest::{LoopNest, describe_all, kernel, single};
 use super::super::view::{Element, View};
-use super::super::walk::{Walk, describe_all, kernel, single};
 use super::{Epilogue, Extra, Kind, Picture, Problem, Views, check, drop_ref, write_activation};
 
 /// Below this many output channels a group, a tile of a product would be mostly empty.
@@ -17,7 +17,7 @@ pub fn conv(
     (x, weight): (&View, &View),
     (bias, residual): (Option<&View>, Option<&View>),
     output: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     let groups = spec.groups;
     let sizes = Sizes::of(&spec.window, x, weight, output)?;
     let (channels, columns) = (weight.shape[1], output.shape[1]);
@@ -53,7 +53,7 @@ pub fn conv_transpose(
     (x, weight): (&View, &View),
     bias: Option<&View>,
     output: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     let groups = spec.groups;
     let sizes = Sizes::of(&spec.window, x, weight, output)?;
     let columns = weight.shape[1];
@@ -219,7 +219,7 @@ impl Layer {
         activation: Activation,
         operands: &Operands,
         roles: Roles,
-    ) -> Result<Work, String> {
+    ) -> Result<StepDraft, String> {
         let Operands { x, weight, bias, residual, output } = *operands;
         check(x, weight, Extra { bias, residual }, output)?;
         let total = self.groups * self.columns;
@@ -251,7 +251,7 @@ impl Layer {
         let Views { a: x, b: weight, bias, residual, output } = *views;
         let bias_stride = bias.map_or(0, |bias| bias.strides[0]);
         let residual_channel = residual.map_or(0, |residual| residual.strides[1]);
-        let group = Walk::new(
+        let group = LoopNest::new(
             &[self.groups],
             &[
                 vec![self.channels * x.strides[1]],
@@ -273,7 +273,7 @@ impl Layer {
     }
 
     /// The walk over pixels. A `plain` one needs no coordinates: a kernel of one tap without a border never leaves the picture.
-    fn rows(&self, views: &Views, plain: bool) -> Walk {
+    fn rows(&self, views: &Views, plain: bool) -> LoopNest {
         let Views { a: x, residual, output, .. } = *views;
         let of = |view: &View| {
             let spatial = three(&view.strides[2..], 0);
@@ -294,11 +294,11 @@ impl Layer {
                 vec![0, 0, 0, pace[2]],
             ]);
         }
-        Walk::new(&[x.shape[0], d, h, w], &operands).merged()
+        LoopNest::new(&[x.shape[0], d, h, w], &operands).merged()
     }
 
     /// The walk over input channels and taps, the channels inside where they are fastest in the input.
-    fn inner(&self, x: &View, weight: &View, roles: Roles, plain: bool) -> Walk {
+    fn inner(&self, x: &View, weight: &View, roles: Roles, plain: bool) -> LoopNest {
         let [d, h, w] = self.sizes.kernel;
         let taps = three(&weight.strides[2..], 0);
         let dilations = self.sizes.dilations;
@@ -316,7 +316,7 @@ impl Layer {
             shape.rotate_left(1);
             operands.iter_mut().for_each(|strides| strides.rotate_left(1));
         }
-        Walk::new(&shape, &operands).merged()
+        LoopNest::new(&shape, &operands).merged()
     }
 
     fn direct(
@@ -325,26 +325,26 @@ impl Layer {
         activation: Activation,
         views: &Views,
         roles: Roles,
-    ) -> Result<Work, String> {
-        let walk = self.outputs(views, roles);
-        walk.check()?;
+    ) -> Result<StepDraft, String> {
+        let nest = self.outputs(views, roles);
+        nest.check()?;
         let Views { a: x, b: weight, output, .. } = *views;
         let mut args = ArgsWriter::new();
         views.addresses(&mut args);
-        args.int(walk.len()).int(self.channels);
+        args.int(nest.len()).int(self.channels);
         let taps = three(&weight.strides[2..], 0);
         self.sizes.kernel.iter().for_each(|size| drop_ref(args.int(*size)));
         args.int(x.strides[1]).int(roles.channel);
         taps.iter().chain(&self.sizes.dilations).for_each(|value| drop_ref(args.int(*value)));
         write_activation(activation, &mut args);
-        walk.write(&mut args);
+        nest.write(&mut args);
         self.picture(x).write(&mut args);
         let elements = views.elements();
         let names = elements.map(Element::cuda_name).join(", ");
         let expression =
-            format!("tiles::Direct<tiles::k{:?}, {names}, {}>", self.kind, walk.rank());
+            format!("tiles::Direct<tiles::k{:?}, {names}, {}>", self.kind, nest.rank());
         let text = kernel("product.cuh", &elements, expression, 128);
-        let draft = Draft::plain(text, walk.len().div_ceil(128), args);
+        let draft = LaunchDraft::plain(text, nest.len().div_ceil(128), args);
         let reads = views.reads();
         let signature = format!(
             "direct {op} {} {activation:?} {:?} {:?} {:?} {} to {}",
@@ -357,11 +357,11 @@ impl Layer {
         );
         let depth = self.channels * self.sizes.kernel.iter().product::<usize>();
         let flops = (output.len() as u64).saturating_mul(2 * depth as u64);
-        Ok(Work { flops, ..single(op, signature, draft, &reads, output) })
+        Ok(StepDraft { flops, ..single(op, signature, draft, &reads, output) })
     }
 
     /// The walk over all outputs, in the output's memory order: a, b, bias, output, residual, the picture.
-    fn outputs(&self, views: &Views, roles: Roles) -> Walk {
+    fn outputs(&self, views: &Views, roles: Roles) -> LoopNest {
         let Views { a: x, bias, residual, output, .. } = *views;
         let pace = self.pace();
         let [d, h, w] = self.sizes.output;
@@ -389,6 +389,6 @@ impl Layer {
             vec![0, 0, 0, 0, 0, pace[2]],
         ];
         let shape = [x.shape[0], self.groups, self.columns, d, h, w];
-        Walk::new(&shape, &operands).ordered_by(3).merged()
+        LoopNest::new(&shape, &operands).ordered_by(3).merged()
     }
 }

@@ -1,16 +1,16 @@
 //! Einstein notation of one or two operands.
 
-use super::super::draft::Work;
+use super::super::draft::StepDraft;
 use super::super::elementwise::copy;
+use super::super::loop_nest::LoopNest;
 use super::super::reduce::reduce;
 use super::super::view::View;
-use super::super::walk::Walk;
 use super::{Epilogue, Extra, Kind, Picture, Problem, Views, check};
 use model::op::{Activation, ReduceKind};
 
 /// The sum of products that `equation` says. A label may not stand twice in one operand, and with two operands every label must
 /// stand in the output or in both.
-pub fn einsum(equation: &str, operands: &[&View], output: &View) -> Result<Work, String> {
+pub fn einsum(equation: &str, operands: &[&View], output: &View) -> Result<StepDraft, String> {
     let (inputs, result) = labels(equation, operands, output)?;
     match (operands, &inputs[..]) {
         ([x], [from]) => single_operand(x, from, output, &result),
@@ -68,7 +68,12 @@ fn expand(term: &str, rank: usize) -> Result<Labels, String> {
     if all.len() == rank && !twice { Ok(all) } else { Err(wrong()) }
 }
 
-fn single_operand(x: &View, from: &Labels, output: &View, result: &Labels) -> Result<Work, String> {
+fn single_operand(
+    x: &View,
+    from: &Labels,
+    output: &View,
+    result: &Labels,
+) -> Result<StepDraft, String> {
     let kept = |label: &&char| result.contains(*label);
     let order: Option<Vec<usize>> = from
         .iter()
@@ -109,20 +114,20 @@ impl Term<'_> {
 }
 
 /// The loops over `labels`; an operand that is none stands still.
-fn over(labels: &[char], size: &dyn Fn(char) -> usize, terms: &[Option<Term>]) -> Walk {
+fn over(labels: &[char], size: &dyn Fn(char) -> usize, terms: &[Option<Term>]) -> LoopNest {
     let shape: Vec<usize> = labels.iter().map(|label| size(*label)).collect();
     let of = |term: &Option<Term>| {
         labels.iter().map(|label| term.map_or(0, |term| term.stride(*label))).collect()
     };
     let strides: Vec<Vec<usize>> = terms.iter().map(of).collect();
-    Walk::new(&shape, &strides).merged()
+    LoopNest::new(&shape, &strides).merged()
 }
 
 fn two_operands(
     (a, left): (&View, &Labels),
     (b, right): (&View, &Labels),
     (output, result): (&View, &Labels),
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     check(a, b, Extra { bias: None, residual: None }, output)?;
     let left = Term { view: a, labels: left };
     let right = Term { view: b, labels: right };

@@ -1,7 +1,7 @@
 //! Nests of loops over several strided operands at once, as `Walk` of `kernels/number.cuh` runs them.
 
 use super::args::{Address, ArgsWriter};
-use super::draft::{Draft, KernelText, Work};
+use super::draft::{KernelText, LaunchDraft, StepDraft};
 use super::view::{Element, View};
 
 /// The largest rank a kernel is generated for, after dimensions were merged.
@@ -12,7 +12,7 @@ pub const MAX_ITEMS: usize = i32::MAX as usize - 4096;
 
 /// One loop: how often, and how far each operand moves.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Dim {
+pub struct Loop {
     /// Iterations.
     pub size: usize,
     /// Elements each operand moves.
@@ -21,62 +21,62 @@ pub struct Dim {
 
 /// Loops from the slowest to the fastest.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Walk {
+pub struct LoopNest {
     /// The loops; none of a single iteration.
-    pub dims: Vec<Dim>,
+    pub loops: Vec<Loop>,
     /// Operands.
     pub operands: usize,
 }
 
-impl Walk {
+impl LoopNest {
     /// Loops over `shape`, in its order. Every operand has a stride for each dimension.
-    pub fn new(shape: &[usize], operands: &[Vec<usize>]) -> Walk {
-        let dim = |axis: usize| Dim {
+    pub fn new(shape: &[usize], operands: &[Vec<usize>]) -> LoopNest {
+        let each = |axis: usize| Loop {
             size: shape[axis],
             strides: operands.iter().map(|strides| strides[axis]).collect(),
         };
-        let dims = (0..shape.len()).filter(|&axis| shape[axis] != 1).map(dim).collect();
-        Walk { dims, operands: operands.len() }
+        let loops = (0..shape.len()).filter(|&axis| shape[axis] != 1).map(each).collect();
+        LoopNest { loops, operands: operands.len() }
     }
 
     /// The loops in the memory order of `operand`, slowest first.
     #[must_use]
-    pub fn ordered_by(mut self, operand: usize) -> Walk {
-        self.dims.sort_by_key(|dim| std::cmp::Reverse(dim.strides[operand]));
+    pub fn ordered_by(mut self, operand: usize) -> LoopNest {
+        self.loops.sort_by_key(|each| std::cmp::Reverse(each.strides[operand]));
         self
     }
 
     /// With neighbouring loops made one where every operand steps evenly through both.
     #[must_use]
-    pub fn merged(self) -> Walk {
-        let mut dims: Vec<Dim> = Vec::with_capacity(self.dims.len());
-        for dim in self.dims {
-            let evenly = |outer: &Dim| {
-                outer.strides.iter().zip(&dim.strides).all(|(far, near)| *far == near * dim.size)
+    pub fn merged(self) -> LoopNest {
+        let mut loops: Vec<Loop> = Vec::with_capacity(self.loops.len());
+        for each in self.loops {
+            let evenly = |outer: &Loop| {
+                outer.strides.iter().zip(&each.strides).all(|(far, near)| *far == near * each.size)
             };
-            match dims.last_mut() {
+            match loops.last_mut() {
                 Some(outer) if evenly(outer) => {
-                    *outer = Dim { size: outer.size * dim.size, strides: dim.strides };
+                    *outer = Loop { size: outer.size * each.size, strides: each.strides };
                 }
-                _ => dims.push(dim),
+                _ => loops.push(each),
             }
         }
-        Walk { dims, operands: self.operands }
+        LoopNest { loops, operands: self.operands }
     }
 
     /// Adds a fastest loop.
     pub fn push(&mut self, size: usize, strides: Vec<usize>) {
-        self.dims.push(Dim { size, strides });
+        self.loops.push(Loop { size, strides });
     }
 
     /// Rank of the kernel's walk: a walk over nothing has one loop of one iteration.
     pub fn rank(&self) -> usize {
-        self.dims.len().max(1)
+        self.loops.len().max(1)
     }
 
     /// Iterations of all loops.
     pub fn len(&self) -> usize {
-        self.dims.iter().map(|dim| dim.size).product()
+        self.loops.iter().map(|each| each.size).product()
     }
 
     /// Whether there is no iteration.
@@ -92,7 +92,7 @@ impl Walk {
                 self.rank()
             ));
         }
-        let items = self.dims.iter().try_fold(1usize, |all, dim| all.checked_mul(dim.size));
+        let items = self.loops.iter().try_fold(1usize, |all, each| all.checked_mul(each.size));
         match items {
             Some(items) if (1..=MAX_ITEMS).contains(&items) => Ok(()),
             _ => Err(format!("{items:?} elements: a launch has 1 to {MAX_ITEMS}")),
@@ -101,19 +101,19 @@ impl Walk {
 
     /// Writes the kernel's `Walk<rank, operands>`.
     pub fn write(&self, args: &mut ArgsWriter) {
-        if self.dims.is_empty() {
+        if self.loops.is_empty() {
             args.fast_div(1);
             for _ in 0..self.operands {
                 args.int(0);
             }
             return;
         }
-        for dim in &self.dims {
-            args.fast_div(dim.size);
+        for each in &self.loops {
+            args.fast_div(each.size);
         }
         for operand in 0..self.operands {
-            for dim in &self.dims {
-                args.int(dim.strides[operand]);
+            for each in &self.loops {
+                args.int(each.strides[operand]);
             }
         }
     }
@@ -192,11 +192,11 @@ pub fn kernel(header: &str, elements: &[Element], expression: String, threads: u
 pub fn single(
     op: &'static str,
     signature: String,
-    draft: Draft,
+    draft: LaunchDraft,
     reads: &[&View],
     write: &View,
-) -> Work {
-    Work {
+) -> StepDraft {
+    StepDraft {
         op,
         signature,
         drafts: vec![draft],
@@ -214,23 +214,23 @@ mod tests {
 
     #[test]
     fn loops_merge_where_all_operands_step_evenly() {
-        let walk = Walk::new(&[2, 3, 1, 4], &[vec![12, 4, 4, 1], vec![0, 4, 9, 1]]).merged();
-        let dims =
-            vec![Dim { size: 2, strides: vec![12, 0] }, Dim { size: 12, strides: vec![1, 1] }];
-        assert_eq!(walk, Walk { dims, operands: 2 });
+        let nest = LoopNest::new(&[2, 3, 1, 4], &[vec![12, 4, 4, 1], vec![0, 4, 9, 1]]).merged();
+        let loops =
+            vec![Loop { size: 2, strides: vec![12, 0] }, Loop { size: 12, strides: vec![1, 1] }];
+        assert_eq!(nest, LoopNest { loops, operands: 2 });
     }
 
     #[test]
     fn loops_follow_the_memory_of_an_operand() {
-        let walk = Walk::new(&[2, 3, 4], &[vec![12, 1, 3]]).ordered_by(0).merged();
-        assert_eq!(walk.dims, [Dim { size: 24, strides: vec![1] }]);
-        assert_eq!(walk.rank(), 1);
+        let nest = LoopNest::new(&[2, 3, 4], &[vec![12, 1, 3]]).ordered_by(0).merged();
+        assert_eq!(nest.loops, [Loop { size: 24, strides: vec![1] }]);
+        assert_eq!(nest.rank(), 1);
     }
 
     #[test]
     fn too_much_is_refused() {
-        let walk = Walk::new(&[1 << 20, 1 << 20], &[vec![1 << 20, 1]]);
-        assert!(walk.check().is_err());
-        assert!(Walk::new(&[0, 3], &[vec![3, 1]]).check().is_err());
+        let nest = LoopNest::new(&[1 << 20, 1 << 20], &[vec![1 << 20, 1]]);
+        assert!(nest.check().is_err());
+        assert!(LoopNest::new(&[0, 3], &[vec![3, 1]]).check().is_err());
     }
 }
