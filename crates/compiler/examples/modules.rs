@@ -1,7 +1,7 @@
-//! Lowers ONNX models to GPU kernels and says what became of them.
+//! Lowers ONNX models to GPU kernels and reports the result.
 //!
-//! `modules FILE SYMBOL=SIZE...` prints every step with its first choice; `--quiet` only the totals;
-//! `--sources=FOLDER` writes the text of every kernel there.
+//! `modules FILE SYMBOL=SIZE...` prints every step with its first variant; `--quiet` only the
+//! totals; `--sources=FOLDER` writes the text of every kernel there.
 
 use std::hash::{Hash, Hasher};
 use std::path::Path;
@@ -63,7 +63,7 @@ fn show(path: &Path, sizes: &[(String, usize)], quiet: bool, sources: Option<&Pa
     }
 }
 
-/// One module with both flavours, named by its content.
+/// One module with the real-time and best-effort entry points, named by its content.
 fn write_source(folder: &Path, kernel: &Kernel) {
     let Kernel { source, expression, threads, shared_bytes, args_bytes } = kernel;
     let text = format!(

@@ -1,9 +1,9 @@
-//! From a launch plan to kernels of a GPU.
+//! Lowers a launch plan to a GPU plan.
 //!
-//! A plan is bound to sizes, folded again (shapes are numbers now), and lowered node by node: values get
-//! views of device memory, steps get every launch that could compute them. Products, pooling and attention in
-//! half precision have kernels of their own; everything else, and every other precision, goes to general
-//! ones.
+//! The plan is bound to sizes, folded again (all shapes are numbers now), and lowered node by node:
+//! values get views of device memory, steps get all variants of their launch. Products, pooling and
+//! attention in half precision have specialised kernels; everything else, and every other
+//! precision, uses general ones.
 
 pub mod args;
 pub mod attention;
@@ -51,7 +51,7 @@ use lowering::{BufferLocation, Lowering, PendingStep};
 use memory::Arena;
 use view::View;
 
-/// The texts a kernel's module may include.
+/// The headers that a kernel's module may include.
 const HEADERS: &[(&str, &str)] = &[
     ("attention.cuh", include_str!("../kernels/attention.cuh")),
     ("base.cuh", include_str!("../kernels/base.cuh")),
@@ -70,10 +70,10 @@ const HEADERS: &[(&str, &str)] = &[
     ("wrap.cuh", include_str!("../kernels/wrap.cuh")),
 ];
 
-/// Folds what depends only on constants; shared with whoever imports models.
+/// Folds what depends only on constants; shared with the importer of models.
 pub type SharedEvaluator = Arc<dyn Evaluator + Send + Sync>;
 
-/// The compiler that a GPU device is given.
+/// The compiler of a GPU device.
 #[derive(Clone, Default)]
 pub struct GpuCompiler {
     evaluator: Option<SharedEvaluator>,
@@ -108,7 +108,7 @@ impl KernelCompiler for GpuCompiler {
     }
 }
 
-/// Which address belongs to which constant of `plan`.
+/// The constants of `plan` by the address of their bytes.
 fn identities(plan: &LaunchPlan) -> HashMap<usize, ValueId> {
     let address = |(id, tensor): &(ValueId, model::Tensor)| {
         tensor.raw().map(|raw| (raw.as_ptr() as usize, *id))
@@ -116,11 +116,11 @@ fn identities(plan: &LaunchPlan) -> HashMap<usize, ValueId> {
     plan.constants.iter().filter_map(address).collect()
 }
 
-/// The graph a launch plan was made of.
+/// The graph that a launch plan was lowered from.
 fn graph_of(plan: &LaunchPlan) -> Result<Graph, String> {
     let mut graph = Graph::default();
     for value in &plan.values {
-        // One dimension that depends on data leaves the whole shape to inference.
+        // If one dimension depends on data, the whole shape is inferred again.
         let known = |dim: &Dim| Some(SymDim::from(dim)).filter(|dim| *dim != SymDim::Unknown);
         let shape = value.shape.as_ref().and_then(|dims| dims.iter().map(known).collect());
         graph.add_value(value.name.clone(), Fact::new(value.dtype, shape));
@@ -146,7 +146,7 @@ fn graph_of(plan: &LaunchPlan) -> Result<Graph, String> {
     Ok(graph)
 }
 
-/// `graph`, whose sizes are all numbers, as kernels; or every node that has none, with the reason.
+/// Lowers `graph`, whose sizes are all numbers; or returns every unsupported node with the reason.
 pub fn lower(
     graph: &Graph,
     target: &GpuTarget,
@@ -174,7 +174,7 @@ pub fn lower(
     Ok(finish(lowering, inputs, outputs))
 }
 
-/// Gives buffers their places and steps their addresses.
+/// Plans memory and resolves the addresses of all steps.
 fn finish(lowering: Lowering<'_>, inputs: Vec<IoTensor>, outputs: Vec<IoTensor>) -> GpuPlan {
     let arena = memory::plan(&lowering.buffers, &lowering.steps);
     let mut kernels = Kernels::default();
@@ -197,7 +197,7 @@ fn finish(lowering: Lowering<'_>, inputs: Vec<IoTensor>, outputs: Vec<IoTensor>)
     }
 }
 
-/// Kernels without repetition.
+/// Kernels without duplicates.
 #[derive(Default)]
 struct Kernels {
     all: Vec<Kernel>,
@@ -259,7 +259,8 @@ fn step(
     }
 }
 
-/// A tile may be left and redone when nothing it writes is read by the step.
+/// A step may be preempted inside a tile unless it reads memory that it writes: computing the tile
+/// again would then give another result.
 fn preemption(pending: &PendingStep) -> TilePreemption {
     let work = &pending.work;
     if let Some(why) = &work.finish_tiles {

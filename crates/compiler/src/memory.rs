@@ -1,10 +1,10 @@
-//! How much memory a plan's values take while it runs.
+//! Memory of a plan's values while it runs.
 
 use graph::SymDim;
 use model::{LaunchPlan, ValueId};
 
-/// The most bytes that inputs, outputs and intermediate values take at one time, for these sizes of the
-/// symbols. `None` when the size of some value depends on data or on a symbol without a size.
+/// The peak bytes of inputs, outputs and intermediate values, with these sizes of the symbols.
+/// `None` when the size of some value depends on data or on a symbol without a size.
 pub fn peak_activation_bytes(plan: &LaunchPlan, bindings: &[(&str, usize)]) -> Option<u64> {
     let lookup = |name: &str| {
         let found = bindings.iter().find(|(symbol, _)| *symbol == name);

@@ -1,8 +1,9 @@
-//! Models that begin alike: what two plans have in common from the input on, as a plan of its own, and what is left of
-//! each.
+//! Common prefixes of models: the steps that two plans share from the input on, as a plan of its
+//! own, and the suffix of each.
 //!
-//! A [`CommonPrefix`] is found between two plans by the hashes of their steps, and any plan that holds all of its steps can be
-//! taken apart at it. Steps that write a model's outputs are never common, so that something is left of every model.
+//! A [`CommonPrefix`] is found between two plans by the hashes of their steps. Any plan that
+//! contains all of its steps can be split at it. Steps that write a model's outputs are never
+//! common, so that every model has a suffix.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,25 +11,25 @@ use graph::hash::{Hash, plan_hashes};
 use model::op::Op;
 use model::{Dim, LaunchPlan, PlanError, Step, Tensor, ValueId};
 
-/// Share of a model's work that must be common for it to be worth two launches instead of one.
+/// Share of a model's work that must be common to justify two launches instead of one.
 pub const MIN_PREFIX_SHARE: f64 = 0.5;
-/// Steps below this share of a model's work are left out of [`Fingerprint::marks`].
+/// [`Fingerprint::marks`] omits steps below this share of a model's work.
 const MIN_MARKED_SHARE: f64 = 0.01;
-/// What dimensions that a model leaves open count, the first one apart: that is the batch, and counts 1.
+/// Assumed size of unknown dimensions, except the first one: that is the batch and counts 1.
 const UNKNOWN_SIZE: f64 = 64.0;
 
-/// What a plan is compared by.
+/// Hashes and costs of a plan's steps, to compare it with other plans.
 #[derive(Clone, Debug)]
 pub struct Fingerprint {
     hashes: Vec<Hash>,
-    /// Share of the plan's work that each step does: an estimate from shapes.
+    /// Share of the plan's work that each step does, estimated from shapes.
     shares: Vec<f64>,
     /// Whether a step writes an output of the model.
     last: Vec<bool>,
 }
 
 impl Fingerprint {
-    /// Of `plan`. Reads all its constants.
+    /// The fingerprint of `plan`. Reads all its constants.
     pub fn of(plan: &LaunchPlan) -> Fingerprint {
         let constants: BTreeMap<ValueId, &Tensor> =
             plan.constants.iter().map(|(id, tensor)| (*id, tensor)).collect();
@@ -42,8 +43,8 @@ impl Fingerprint {
         }
     }
 
-    /// Steps that do a notable share of the work and could be common with other models: the beginning of their hash in
-    /// hexadecimal, and the share.
+    /// Steps that do a large share of the work and could be common with other models: the first
+    /// digits of their hash in hexadecimal, and the share.
     pub fn marks(&self) -> Vec<(String, f64)> {
         let steps = self.hashes.iter().zip(&self.shares).zip(&self.last);
         let notable = steps.filter(|((_, share), last)| **share >= MIN_MARKED_SHARE && !**last);
@@ -55,7 +56,7 @@ fn short(hash: &Hash) -> String {
     hash[..8].iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Multiplications of a step, roughly.
+/// Estimated multiplications of a step.
 fn work(plan: &LaunchPlan, constants: &BTreeMap<ValueId, &Tensor>, step: &Step) -> f64 {
     let dims = |id: ValueId| plan.value(id).shape.as_deref().unwrap_or(&[]);
     let elements = |id: ValueId| -> f64 {
@@ -86,7 +87,7 @@ fn work(plan: &LaunchPlan, constants: &BTreeMap<ValueId, &Tensor>, step: &Step) 
     written * each.max(1.0)
 }
 
-/// Where the input of a suffix comes from.
+/// The source of a suffix's input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SuffixInput {
     /// An output of the prefix.
@@ -95,22 +96,23 @@ pub enum SuffixInput {
     Model(usize),
 }
 
-/// What is left of a model after a prefix.
+/// The steps of a model after a common prefix.
 #[derive(Clone, Debug)]
 pub struct Suffix {
     /// Its plan; its outputs are the model's.
     pub plan: LaunchPlan,
-    /// Where its inputs come from.
+    /// The sources of its inputs.
     pub sources: Vec<SuffixInput>,
     /// Share of the model's work that the prefix does.
     pub prefix_share: f64,
 }
 
-/// What several plans have in common.
+/// The steps that several plans have in common.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CommonPrefix {
     steps: BTreeSet<Hash>,
-    /// What suffixes read of it: the hash of the step that writes it, and its index among that step's outputs.
+    /// The values that suffixes read: the hash of the step that writes it, and its index among that
+    /// step's outputs.
     values: Vec<(Hash, usize)>,
 }
 
@@ -139,9 +141,9 @@ impl CommonPrefix {
         .then_some(common)
     }
 
-    /// A short name: cuts of the same name are the same.
+    /// A short name; equal prefixes have equal names.
     pub fn name(&self) -> String {
-        // The last values are as good as all: a hash covers everything before it.
+        // The values suffice: a hash covers everything before it.
         let mixed = self.values.iter().fold([0u8; 32], |mut mixed, (hash, index)| {
             mixed.iter_mut().zip(hash).for_each(|(mixed, byte)| *mixed ^= byte);
             mixed[0] = mixed[0].wrapping_add(*index as u8);
@@ -150,7 +152,7 @@ impl CommonPrefix {
         short(&mixed)
     }
 
-    /// The common steps as a plan, taken out of `plan`; nothing where `plan` lacks some.
+    /// The common steps as a plan, extracted from `plan`; `None` if `plan` lacks some.
     pub fn prefix(&self, plan: &LaunchPlan, of: &Fingerprint) -> Option<LaunchPlan> {
         let inside = self.inside(plan, of)?;
         let outputs = self.values.iter().map(|value| find(plan, of, value));
@@ -159,8 +161,8 @@ impl CommonPrefix {
         extract(plan, &plan.inputs, steps, &outputs).ok()
     }
 
-    /// What is left of `plan`; nothing where it lacks some of the common steps, or where what they hand over has sizes that
-    /// are not plainly the model's.
+    /// The suffix of `plan`; `None` if it lacks some of the common steps, or if the prefix's
+    /// outputs have sizes other than numbers and the model's own symbols.
     pub fn suffix(&self, plan: &LaunchPlan, of: &Fingerprint) -> Option<Suffix> {
         let inside = self.inside(plan, of)?;
         let read = frontier(plan, of, &inside);
@@ -174,7 +176,7 @@ impl CommonPrefix {
         let mut inputs = Vec::new();
         let mut sources = Vec::new();
         for (index, value) in self.values.iter().enumerate() {
-            // Equal steps may stand in one plan more than once; each is handed the same.
+            // Equal steps may occur in one plan more than once; each gets the same value.
             for id in all(plan, of, value).filter(|id| reads.contains(id)) {
                 inputs.push(id);
                 sources.push(SuffixInput::Prefix(index));
@@ -191,7 +193,7 @@ impl CommonPrefix {
         Some(Suffix { plan: suffix, sources, prefix_share: share(of, &inside) })
     }
 
-    /// Which steps of `plan` are of this common; nothing unless all of the common's are there.
+    /// Which steps of `plan` are common; `None` unless all common steps are present.
     fn inside(&self, plan: &LaunchPlan, of: &Fingerprint) -> Option<Vec<bool>> {
         let inside = members(plan, of, &self.steps);
         let found = of.hashes.iter().zip(&inside).filter(|(_, is)| **is).map(|(hash, _)| hash);
@@ -200,7 +202,7 @@ impl CommonPrefix {
     }
 }
 
-/// Steps of `plan` that are in `common` with all they depend on.
+/// Marks the steps of `plan` that are in `common` with all steps they depend on.
 fn members(plan: &LaunchPlan, of: &Fingerprint, common: &BTreeSet<Hash>) -> Vec<bool> {
     let mut outside: BTreeSet<ValueId> = BTreeSet::new();
     let steps = plan.steps.iter().zip(&of.hashes);
@@ -220,7 +222,7 @@ fn share(of: &Fingerprint, inside: &[bool]) -> f64 {
     of.shares.iter().zip(inside).filter(|(_, is)| **is).map(|(share, _)| share).sum()
 }
 
-/// What steps outside read of those inside.
+/// Values of steps inside that steps outside read.
 fn frontier(plan: &LaunchPlan, of: &Fingerprint, inside: &[bool]) -> BTreeSet<(Hash, usize)> {
     let outside = plan.steps.iter().zip(inside).filter(|(_, is)| !**is);
     let reads: BTreeSet<ValueId> =
@@ -280,8 +282,8 @@ fn extract<'a>(
     Ok(part)
 }
 
-/// Makes a part's sizes speak only of what its own inputs bind. Fails where an input has a size that is neither a number
-/// nor one of the model's own symbols.
+/// Restricts a part's sizes to symbols that its own inputs bind. `None` if an input has a size that
+/// is neither a number nor one of the model's own symbols.
 fn close_symbols(plan: &LaunchPlan, part: &mut LaunchPlan) -> Option<()> {
     let symbols = |plan: &LaunchPlan| -> BTreeSet<String> {
         let dims = plan.inputs.iter().filter_map(|id| plan.value(*id).shape.as_ref()).flatten();

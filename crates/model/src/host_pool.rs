@@ -1,21 +1,23 @@
-//! Memory on loan for tensors: from a device that takes its inputs from there as they lie, to whoever reads them from a wire.
+//! The interface of the pinned host pool: memory that a device copies inputs from without staging,
+//! given out to the code that reads requests from the network.
 
 use bytes::Bytes;
 
 use crate::Tensor;
 
-/// Bytes somebody was lent. They go back when it is dropped.
+/// A buffer of the pool. Dropping it returns the memory.
 pub trait HostPoolBuffer: AsRef<[u8]> + AsMut<[u8]> + Send + Sync {}
 
 impl<T: AsRef<[u8]> + AsMut<[u8]> + Send + Sync> HostPoolBuffer for T {}
 
-/// Who lends memory.
+/// A pool of host memory.
 pub trait HostPool: Send + Sync {
-    /// So many bytes, with anything in them; `None` when they are not to be had at the moment. Never waits for anybody.
+    /// A buffer of `bytes` bytes with arbitrary content; `None` when no memory is free. Never
+    /// blocks.
     fn lend(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>>;
 }
 
-/// Lent memory that is only read from now on.
+/// A buffer of the pool that is only read from now on.
 struct Borrowed(Box<dyn HostPoolBuffer>);
 
 impl AsRef<[u8]> for Borrowed {
@@ -25,7 +27,8 @@ impl AsRef<[u8]> for Borrowed {
 }
 
 impl Tensor {
-    /// The same tensor in memory of `host_pool`; `None` when it has none for it, and for strings.
+    /// A copy of the tensor in memory of `host_pool`; `None` when the pool has no memory for it,
+    /// and for strings.
     pub fn lent_by(&self, host_pool: &dyn HostPool) -> Option<Tensor> {
         let raw = self.raw()?;
         let mut loan = host_pool.lend(raw.len())?;
@@ -42,7 +45,7 @@ mod tests {
 
     use super::*;
 
-    /// Lends so many times, and counts what is out.
+    /// Gives out a fixed number of buffers and counts those in use.
     struct Counting {
         most: usize,
         out: Arc<AtomicUsize>,

@@ -1,5 +1,5 @@
-//! The compiled-model format and the vocabulary everything speaks: data types, tensors, operators,
-//! launch plans, manifests and the versioned store of models.
+//! Types that all crates share: data types, tensors, operators, launch plans, GPU plans, model
+//! settings, model repositories and the registry.
 
 pub mod config;
 pub mod dim;

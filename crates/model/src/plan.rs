@@ -63,7 +63,7 @@ impl fmt::Display for Dim {
     }
 }
 
-/// What is known of a value before the plan runs.
+/// A value's properties before the plan runs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ValueInfo {
     /// The name in the source model, for messages.
@@ -74,7 +74,7 @@ pub struct ValueInfo {
     pub shape: Option<Vec<Dim>>,
 }
 
-/// One launch.
+/// One node of a plan; on a GPU one kernel launch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Step {
     /// The source node's name, for messages and traces.
@@ -83,9 +83,9 @@ pub struct Step {
     pub op: Op,
     /// Operands in the operator's order; absent optional ones are `None`.
     pub inputs: Vec<Option<ValueId>>,
-    /// Results in the operator's order; ones nobody needs are `None`.
+    /// Results in the operator's order; unused ones are `None`.
     pub outputs: Vec<Option<ValueId>>,
-    /// Values nobody reads after this step: their buffers are free again.
+    /// Values that no later step reads: their buffers become free.
     pub last_uses: Vec<ValueId>,
 }
 
@@ -100,11 +100,11 @@ pub struct LaunchPlan {
     pub inputs: Vec<ValueId>,
     /// The model's outputs, in its order.
     pub outputs: Vec<ValueId>,
-    /// The launches.
+    /// The steps.
     pub steps: Vec<Step>,
 }
 
-/// Why a plan is not one.
+/// Why a plan is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum PlanError {
     /// A value is read before any step, input or constant wrote it, or after its last use.
@@ -130,7 +130,7 @@ pub enum PlanError {
 }
 
 impl LaunchPlan {
-    /// What is known of `id`.
+    /// The properties of `id`.
     pub fn value(&self, id: ValueId) -> &ValueInfo {
         &self.values[id.index()]
     }
@@ -140,7 +140,7 @@ impl LaunchPlan {
         self.constants.iter().map(|(_, tensor)| tensor.size_bytes() as u64).sum()
     }
 
-    /// Fills in every step's `last_uses` from who reads what. Outputs and constants never end.
+    /// Computes every step's `last_uses`. Outputs and constants have no last use.
     pub fn plan_lifetimes(&mut self) {
         let mut last_step = vec![None; self.values.len()];
         for (index, step) in self.steps.iter().enumerate() {

@@ -1,10 +1,11 @@
-//! Whether the rows of a model's inputs can be computed together: each row of the outputs must come of the same row of the
-//! inputs alone, whatever stands in the others and however many there are.
+//! Row independence: whether requests of a model can be batched. Each row of the outputs must
+//! depend on the same row of the inputs only, not on other rows and not on their number.
 
 use crate::op::{Op, PoolKind};
 use crate::{Dim, LaunchPlan, Step, ValueId};
 
-/// The symbol that is the first dimension of every input and every output, and of no other one of theirs.
+/// The symbol that is the first dimension of every input and output, and occurs in no other
+/// dimension of theirs.
 pub fn batch_symbol(plan: &LaunchPlan) -> Option<&str> {
     let dims = |id: &ValueId| plan.value(*id).shape.as_deref();
     let Some([Dim::Symbol(batch), ..]) = plan.inputs.first().and_then(dims) else { return None };
@@ -18,7 +19,7 @@ pub fn batch_symbol(plan: &LaunchPlan) -> Option<&str> {
     all.then_some(batch)
 }
 
-/// The first step after which rows are not analysis to be independent of each other, and of their number.
+/// The first step after which rows may depend on each other or on their number.
 pub fn mixing_step<'a>(plan: &'a LaunchPlan, batch: &str) -> Option<&'a Step> {
     let mut analysis = RowAnalysis { plan, batch, states: vec![RowState::Free; plan.values.len()] };
     for id in &plan.inputs {
@@ -34,14 +35,14 @@ pub fn mixing_step<'a>(plan: &'a LaunchPlan, batch: &str) -> Option<&'a Step> {
     if plan.outputs.iter().all(rows) { None } else { plan.steps.last() }
 }
 
-/// What a value has to do with rows.
+/// How a value depends on rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RowState {
-    /// Nothing: it is the same whatever comes in.
+    /// It does not depend on the inputs.
     Free,
-    /// It depends on how many there are, not on what is in them.
+    /// It depends on the number of rows, not on their content.
     Count,
-    /// Its entries along this dimension belong to one row each, in order, equally many to each.
+    /// Its entries along this dimension belong to one row each, in order, the same number to each.
     Rows(usize),
 }
 
@@ -69,7 +70,7 @@ impl RowAnalysis<'_> {
         self.plan.constants.iter().find(|(constant, _)| *constant == id)?.1.to_vec::<i64>()
     }
 
-    /// What the outputs of `step` have to do with rows; `None` when it may mix them.
+    /// How the outputs of `step` depend on rows; `None` when it may mix them.
     fn after(&self, step: &Step) -> Option<RowState> {
         let mut states = step.inputs.iter().flatten().map(|id| self.state(*id));
         if states.all(|state| state == RowState::Free) {
@@ -83,7 +84,7 @@ impl RowAnalysis<'_> {
         }
     }
 
-    /// A step none of whose operands holds rows and one of which is their number.
+    /// The result of a step that reads no rows but their number.
     fn of_count(&self, step: &Step) -> Option<RowState> {
         match step.op {
             Op::ConstantOfShape { .. } | Op::Expand => self.by_shape(step),
@@ -98,7 +99,7 @@ impl RowAnalysis<'_> {
         }
     }
 
-    /// All rows of the output are equal, if it has any.
+    /// All rows of the output, if it has any, are equal.
     fn by_shape(&self, step: &Step) -> Option<RowState> {
         let output = first_output(step)?;
         match self.row_axis(output)? {
@@ -107,7 +108,7 @@ impl RowAnalysis<'_> {
         }
     }
 
-    /// The one dimension in which the number of rows occurs; `None` when that is not analysis.
+    /// The one dimension in which the number of rows occurs; `None` when that cannot be determined.
     fn row_axis(&self, id: ValueId) -> Option<Option<usize>> {
         let dims = self.dims(id)?;
         if dims.contains(&Dim::Unknown) {
@@ -157,7 +158,7 @@ impl RowAnalysis<'_> {
         }
     }
 
-    /// Operators on pictures: each row by itself.
+    /// Operators on images, which process each row separately.
     fn images(&self, step: &Step, x: ValueId) -> Option<RowState> {
         let alone = self.state(x) == RowState::Rows(0) && self.others_free(step, 1);
         let kept = match &step.op {
@@ -200,7 +201,7 @@ impl RowAnalysis<'_> {
         }
     }
 
-    /// Operators along dimensions that must not be the rows'.
+    /// Operators along dimensions, which must not be the rows'.
     fn along(&self, step: &Step, x: ValueId) -> Option<RowState> {
         match &step.op {
             Op::LayerNorm { axis, .. } | Op::RmsNorm { axis, .. } => {
@@ -248,7 +249,7 @@ impl RowAnalysis<'_> {
         }
     }
 
-    /// Operators that put dimensions elsewhere.
+    /// Operators that move dimensions.
     fn rearranged(&self, step: &Step, x: ValueId) -> Option<RowState> {
         match &step.op {
             Op::Shape { .. } | Op::Size => Some(RowState::Count),
@@ -301,7 +302,7 @@ impl RowAnalysis<'_> {
         usize::try_from(at).ok().filter(|_| at <= rank)
     }
 
-    /// Whether inputs from `first` on are the same whatever comes in.
+    /// Whether inputs from `first` on do not depend on the inputs of the model.
     fn others_free(&self, step: &Step, first: usize) -> bool {
         let others = step.inputs.iter().skip(first).flatten();
         others.into_iter().all(|id| self.state(*id) == RowState::Free)
@@ -313,7 +314,7 @@ impl RowAnalysis<'_> {
         others.into_iter().all(|id| self.rows_of(*id).is_none())
     }
 
-    /// Whether `id` is free and does not tell apart what lies along the dimension `from_end`, counted from 1 at the end.
+    /// Whether `id` is free and constant along the dimension `from_end`, counted from 1 at the end.
     fn same_for_all(&self, id: ValueId, from_end: usize) -> bool {
         let Some(dims) = self.dims(id) else { return false };
         let at = dims.len().checked_sub(from_end).map(|at| &dims[at]);
@@ -423,7 +424,7 @@ mod tests {
     };
     use crate::{DataType, Tensor, ValueInfo};
 
-    /// Dimensions in words: `n,3,?`.
+    /// Dimensions as text: `n,3,?`.
     fn shape(text: &str) -> Option<Vec<Dim>> {
         let dim = |text: &str| Dim::from(&SymDim::parse(text).unwrap());
         Some(text.split(',').map(dim).collect())

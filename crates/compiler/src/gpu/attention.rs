@@ -10,7 +10,7 @@ use super::view::{Element, View};
 
 const WIDTH: usize = 64;
 
-/// The distance of tokens when heads lie side by side in a token's row; `None` for another order.
+/// The stride of tokens when heads are adjacent in a token's row; `None` for another order.
 fn token_stride(view: &View) -> Option<usize> {
     let [batch, heads, tokens, WIDTH] = view.shape[..] else { return None };
     let stride = view.strides[2];
@@ -23,7 +23,7 @@ fn token_stride(view: &View) -> Option<usize> {
 }
 
 impl Lowering<'_> {
-    /// `softmax(scale * q @ k^T + mask) @ v`; false when the kernel does not compute this one.
+    /// `softmax(scale * q @ k^T + mask) @ v`; false when the kernel does not support it.
     pub fn fast_attention(&mut self, node: &Node, scale: f32) -> Result<bool, UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let shape = self.shape(output_id)?;
@@ -47,7 +47,7 @@ impl Lowering<'_> {
                 None => return Ok(false),
             },
         };
-        // Heads side by side again: what follows is a product over all of them.
+        // Heads are adjacent again: the next step is a product over all of them.
         let rows = self.packed(&[batch, tokens, heads, WIDTH], Element::F16);
         let output = rows.permuted(&[0, 2, 1, 3]);
         let draft = |warps: usize| {

@@ -1,5 +1,5 @@
-//! Element operators: kept as expressions until somebody needs their values in memory, so that a chain of them
-//! becomes one kernel.
+//! Element-wise operators: kept as expressions until their values are needed in memory, so that a
+//! chain of them becomes one kernel.
 
 use graph::ir::Node;
 use model::op::{Activation, Op};
@@ -9,7 +9,7 @@ use super::elementwise::{Expr, MAX_INPUTS};
 use super::lowering::{DeferredValue, Lowering, UnsupportedReason};
 use super::view::{Element, View};
 
-/// Expressions grow to this many operators at most before their value is stored.
+/// An expression is stored once it has this many operators.
 const OPERATORS_MAX: usize = 48;
 
 /// An expression under construction.
@@ -70,7 +70,7 @@ fn operators(expr: &Expr) -> usize {
 }
 
 impl Lowering<'_> {
-    /// An element operator; false when `node` is none.
+    /// An element-wise operator; false when `node` is none.
     pub fn elementwise(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
         let is_one = matches!(
             node.op,
@@ -102,14 +102,15 @@ impl Lowering<'_> {
         Ok(true)
     }
 
-    /// Says that `activation` of the value in `view` is `output`.
+    /// Defines `output` as `activation` of the value in `view`.
     pub fn activate(&mut self, view: View, activation: Activation, output: ValueId) {
         let (shape, element) = (view.shape.clone(), view.element);
         let expr = Expr::Activation(activation, Box::new(Expr::Input(0)));
         self.defer(output, DeferredValue { expr, inputs: vec![view], shape, element });
     }
 
-    /// The value `id` as part of a chain: its own expression when nobody else needs it, or an input.
+    /// The value `id` as part of a chain: its own expression when it has no other reader, else an
+    /// input.
     fn expression(
         &mut self,
         chain: &mut Chain,
@@ -140,7 +141,7 @@ impl Lowering<'_> {
                     .collect();
                 chain.operators += operators(&value.expr);
                 let expr = renumbered(value.expr, &numbers);
-                // Integers and booleans are exact; a stored float would only have been rounded.
+                // Integers and booleans are exact; storing a float would only round it.
                 let same = stored.is_float() || matches!(expr, Expr::Input(_) | Expr::Cast(..));
                 let expr = if same { expr } else { Expr::Cast(stored, Box::new(expr)) };
                 return Ok(expr);
@@ -149,7 +150,7 @@ impl Lowering<'_> {
         }
         let mut view = self.operand(id)?;
         if matches!(node.op, Op::ScaleShift { .. }) && index > 0 {
-            // One factor a channel, and channels are dimension 1.
+            // One factor per channel; channels are dimension 1.
             view = channel_row(view, shape.len()).ok_or("scales that are no row")?;
         }
         if view.broadcast(shape).is_none() {
@@ -172,7 +173,7 @@ fn broadcast_all(views: &[View], shape: &[usize]) -> Option<Vec<View>> {
     views.iter().map(|view| view.broadcast(shape).map(|_| view.clone())).collect()
 }
 
-/// A constant of one element as text of the kernel.
+/// A constant of one element as kernel text.
 fn scalar(tensor: &Tensor, element: Element) -> Option<Expr> {
     Some(match (tensor.dtype(), element.is_float()) {
         (DataType::F64, _) => Expr::Double(tensor.to_vec::<f64>()?[0]),

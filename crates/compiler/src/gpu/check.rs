@@ -1,8 +1,8 @@
-//! Whether a plan for a GPU can be what it claims. Knows the plan only, not how it was made.
+//! Checker of GPU plans. It uses the plan only, not the code that made it.
 
 use model::gpu::{GpuPlan, GpuStep, Launch, MemoryLocation, MemoryRange, TilePreemption};
 
-/// Everything wrong with `plan`; nothing when it is sound.
+/// All defects of `plan`; empty when it is valid.
 pub fn faults(plan: &GpuPlan) -> Vec<String> {
     let mut faults = Vec::new();
     let mut written = Written::default();
@@ -68,7 +68,7 @@ fn check_launch(plan: &GpuPlan, launch: &Launch, fault: &mut impl FnMut(String))
         if patch.at as usize + 8 > launch.args.len() || patch.at % 8 != 0 {
             fault(format!("{}: an address at byte {}", launch.variant, patch.at));
         }
-        // Of the workspace a device gives only what launches say they use.
+        // A device provides only the workspace that launches declare.
         let bytes = match patch.to {
             MemoryLocation::Workspace(_) => launch.workspace_bytes,
             _ => 1,
@@ -97,7 +97,7 @@ fn is_inside(plan: &GpuPlan, range: &MemoryRange) -> bool {
     offset.checked_add(range.bytes).is_some_and(|end| end <= size)
 }
 
-/// What has been written so far, as runs of bytes.
+/// The ranges of bytes written so far.
 #[derive(Default)]
 struct Written {
     arena: Vec<(u64, u64)>,

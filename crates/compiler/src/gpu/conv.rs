@@ -15,7 +15,7 @@ use super::packing;
 use super::tile::{InputAccess, NORMALIZED_DEPTH_MAX, Problem, SplitReduction, Variant};
 use super::view::{Element, View};
 
-/// The kernels' number of an activation, where they have it; see `Activation` in `kernels/base.cuh`.
+/// The kernels' number of an activation, if they have it; see `Activation` in `kernels/base.cuh`.
 pub fn activation_code(activation: Activation) -> Option<i32> {
     Some(match activation {
         Activation::None => 0,
@@ -29,7 +29,8 @@ pub fn activation_code(activation: Activation) -> Option<i32> {
     })
 }
 
-/// The number of what a product's kernel applies itself, and what is left for a step behind it.
+/// The number of the activation that a product's kernel applies, and the activation that remains
+/// for the next step.
 pub fn fused(activation: Activation) -> (i32, Option<Activation>) {
     match activation_code(activation) {
         Some(code) => (code, None),
@@ -37,22 +38,22 @@ pub fn fused(activation: Activation) -> (i32, Option<Activation>) {
     }
 }
 
-/// A window over two spatial dimensions with every default filled in.
+/// A window over two spatial dimensions with all defaults resolved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window2 {
     /// Extent.
     pub kernel: [usize; 2],
     /// Step.
     pub stride: [usize; 2],
-    /// Border before the first row and column.
+    /// Padding before the first row and column.
     pub pad: [usize; 2],
     /// Distance of the taps.
     pub dilation: [usize; 2],
 }
 
 impl Window2 {
-    /// The geometry of `window`; `None` unless it is two-dimensional. `kernel` stands in for an extent that the
-    /// weight tells, `input` is the spatial extent.
+    /// The geometry of `window`; `None` unless it is two-dimensional. `kernel` is the extent where
+    /// only the weight gives it, `input` is the spatial extent.
     pub fn of(window: &Window, kernel: &[usize], input: &[usize]) -> Option<Window2> {
         let two = |values: &[usize], default: usize| -> Option<[usize; 2]> {
             if values.is_empty() { Some([default; 2]) } else { values.try_into().ok() }
@@ -75,8 +76,8 @@ impl Window2 {
     }
 }
 
-/// Elements from one pixel to the next of an image with channels fastest; `None` for another order, or one
-/// that vector loads of `vec` elements cannot read.
+/// The stride of pixels of an image with channels fastest; `None` for another order, or one that
+/// vector loads of `vec` elements cannot read.
 pub fn pixel_stride(view: &View, vec: usize) -> Option<usize> {
     let [n, c, h, w] = view.shape[..] else { return None };
     let strides = &view.strides;
@@ -93,7 +94,7 @@ pub fn pixel_stride(view: &View, vec: usize) -> Option<usize> {
     (ordered && aligned && view.element == Element::F16).then_some(pixel)
 }
 
-/// A product as its kernel sees it.
+/// A product as its kernel computes it.
 struct Product {
     name: &'static str,
     input: View,
@@ -250,7 +251,7 @@ impl Product {
     }
 }
 
-/// Whether a window of one tap stays inside the picture.
+/// Whether a window of one tap stays inside the image.
 fn has_no_border(window: &Window) -> bool {
     match &window.padding {
         Padding::Explicit(pads) => pads.iter().all(|pad| *pad == 0),
@@ -259,8 +260,9 @@ fn has_no_border(window: &Window) -> bool {
 }
 
 impl Lowering<'_> {
-    /// `view` as an image with channels fastest that kernels may read in vectors: itself or a copy, with its
-    /// pixel stride and channels rounded up to `vec`. What lies between the channels and that is finite.
+    /// `view` as an image with channels fastest that kernels may read in vectors: itself or a copy,
+    /// with its pixel stride and its channels rounded up to `vec`. The padding of a pixel holds
+    /// finite numbers.
     pub fn as_image(
         &mut self,
         view: View,
@@ -278,7 +280,7 @@ impl Lowering<'_> {
         Ok((image, rounded, rounded))
     }
 
-    /// The value `id` as an image, computed into one if it is not in memory yet.
+    /// The value `id` as an image; an expression is computed into one.
     fn image_operand(
         &mut self,
         id: ValueId,
@@ -325,7 +327,7 @@ impl Lowering<'_> {
         Ok(Some((view, stride)))
     }
 
-    /// Whether this convolution goes onto the tensor-core kernels as it is.
+    /// Whether the tensor-core kernels support this convolution as it is.
     pub fn conv_is_fast(&self, node: &Node, conv: &op::Conv) -> bool {
         let constant = |index| self.constant(node, index).is_some();
         let bias = node.inputs.get(2).copied().flatten().is_none() || constant(2);
@@ -343,11 +345,11 @@ impl Lowering<'_> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let weight = self.constant(node, 1).ok_or("the weight is not constant")?;
         let x = node.inputs.first().copied().flatten().ok_or("no input")?;
-        // Normalising its own input is for the walk that sees no border.
+        // Only the access without padding can normalise its input.
         let point = weight.shape()[2..] == [1, 1] && has_no_border(&conv.window);
         let shallow = weight.shape()[1] <= NORMALIZED_DEPTH_MAX;
         let normalized = self.normalized(x).filter(|_| point && shallow);
-        // An image of up to four channels has kernels of its own.
+        // Images of up to four channels have specialised kernels.
         let vec = if weight.shape()[1] <= 4 && !point { 4 } else { 8 };
         let (source, normalize) = match normalized {
             Some((source, scale, shift)) => (source, Some(self.scale_weight(&scale, &shift))),
@@ -399,7 +401,7 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    /// Memory for a product: the output's own, unless a step behind it writes that.
+    /// Memory for a product: that of the output, unless the next step writes it.
     pub fn product_image(
         &mut self,
         output: ValueId,
@@ -412,7 +414,7 @@ impl Lowering<'_> {
         Ok(self.image(&shape, 8, element))
     }
 
-    /// Says that `view`, with what its kernel did not apply, is `output`.
+    /// Defines `output` as `view` with the activation that its kernel did not apply.
     pub fn define_product(&mut self, output: ValueId, view: View, rest: Option<Activation>) {
         match rest {
             None => self.define(output, view),
@@ -430,8 +432,8 @@ impl Lowering<'_> {
         self.weight(scale, &how, bytes, pack)
     }
 
-    /// `activation(alpha * x @ weight + bias + residual)` on the rows of `x`; false when the kernels cannot take
-    /// it as it lies.
+    /// `activation(alpha * x @ weight + bias + residual)` on the rows of `x`; false when the
+    /// kernels cannot read it in its layout.
     pub fn fast_matrix(&mut self, matrix: &Matrix) -> Result<bool, UnsupportedReason> {
         if self.float() != Element::F16 {
             return Ok(false);
@@ -511,7 +513,7 @@ impl Lowering<'_> {
         (self.keyed_weight(key, rows * row, Packer(Arc::new(pack))), rows * row)
     }
 
-    /// The biases of all parts in one row; zeros for a part without.
+    /// The biases of all parts in one row; zeros for a part without bias.
     fn matrix_bias(&mut self, matrix: &Matrix) -> Option<u32> {
         if matrix.parts.iter().all(|part| part.bias.is_none()) {
             return None;
@@ -537,11 +539,11 @@ impl Lowering<'_> {
     }
 }
 
-/// Matrix products of one left operand with constant right operands, computed side by side.
+/// Matrix products of one left operand with several constant right operands, computed as one.
 pub struct Matrix {
     /// The left operand.
     pub input: ValueId,
-    /// The right operands. Beside others, each has columns in multiples of eight.
+    /// The right operands. If there are several, each has columns in multiples of eight.
     pub parts: Vec<MatrixPart>,
     /// Whether the right operands are transposed.
     pub transposed: bool,
@@ -574,7 +576,7 @@ impl Matrix {
     }
 }
 
-/// `view` as `rows` rows of `columns` neighbouring halves that vector loads can read.
+/// `view` as `rows` rows of `columns` adjacent halves that vector loads can read.
 pub fn rows_of(view: &View, rows: usize, columns: usize) -> Option<View> {
     let mut flat = view.reshaped(&[rows, columns])?;
     if rows == 1 {

@@ -1,4 +1,4 @@
-//! Depthwise convolutions on their own kernel, half precision.
+//! Depthwise convolutions with a specialised kernel, half precision.
 
 use graph::ir::Node;
 use model::Tensor;
@@ -15,7 +15,7 @@ use super::view::Element;
 const THREADS: usize = 128;
 
 impl Lowering<'_> {
-    /// Whether the depthwise kernel computes this convolution.
+    /// Whether the depthwise kernel supports this convolution.
     pub fn depthwise_is_fast(&self, node: &Node, conv: &op::Conv) -> bool {
         let constant = |index: usize| {
             let id = node.inputs.get(index).copied().flatten();
@@ -32,7 +32,7 @@ impl Lowering<'_> {
             && bias
     }
 
-    /// A convolution with one filter a channel.
+    /// A convolution with one filter per channel.
     pub fn fast_depthwise(
         &mut self,
         node: &Node,
@@ -109,7 +109,7 @@ impl Lowering<'_> {
     }
 }
 
-/// Whether the kernel knows this filter at compile time.
+/// Whether the filter's extent is a compile-time constant of the kernel.
 fn is_fixed(window: &Window2) -> bool {
     let square = window.stride[0] == window.stride[1] && matches!(window.stride[0], 1 | 2);
     window.kernel == [3, 3] && window.dilation == [1, 1] && square

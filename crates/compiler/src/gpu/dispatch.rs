@@ -1,4 +1,4 @@
-//! From a node to the code that lowers it.
+//! Selects the code that lowers a node.
 
 use graph::ir::Node;
 use model::op::{self, Activation, GlobalPool, Op};
@@ -45,7 +45,7 @@ impl Lowering<'_> {
         }
     }
 
-    /// Whether every output has no element, so that there is nothing to launch.
+    /// Whether all outputs are empty, so that there is nothing to launch.
     fn nothing_to_compute(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
         let outputs: Vec<ValueId> = node.outputs.iter().flatten().copied().collect();
         for id in &outputs {
@@ -102,7 +102,7 @@ impl Lowering<'_> {
         plain.then_some(MatrixPart { weight, bias, columns, output })
     }
 
-    /// Products of the same operand with other constants, which then need no launch of their own.
+    /// Products of the same operand with other constants, which are then part of the same launch.
     fn siblings(&self, node: &Node, product: &op::MatMul) -> Vec<MatrixPart> {
         let input = node.inputs.first();
         let wide = |part: &MatrixPart| part.columns.is_multiple_of(8);
@@ -171,7 +171,8 @@ impl Lowering<'_> {
         self.fast_softmax(node)
     }
 
-    /// The operands of `relu(x * scale + shift)` that the readers of `id` apply themselves, if it is one.
+    /// The operands of `relu(x * scale + shift)` that the readers of `id` apply themselves, if `id`
+    /// is one.
     pub fn normalized(&self, id: ValueId) -> Option<Normalized> {
         if self.reads[id.index()] != 1 || self.target.precision != model::gpu::Precision::F16 {
             return None;

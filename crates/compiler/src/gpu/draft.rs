@@ -5,7 +5,7 @@ use model::gpu::Kernel;
 use super::args::{Address, ArgsWriter};
 use super::view::View;
 
-/// One way to compute a step. Addresses still name buffers.
+/// One variant of a step. Addresses still refer to buffers.
 #[derive(Clone, Debug)]
 pub struct LaunchDraft {
     /// A short name of the variant, unique within the step.
@@ -14,7 +14,7 @@ pub struct LaunchDraft {
     pub kernel: Kernel,
     /// Tiles.
     pub tiles: usize,
-    /// Blocks that must run together; 1 for none.
+    /// Blocks of a cluster, which run at the same time; 1 for none.
     pub cluster: usize,
     /// Arrival words of a product split through the workspace.
     pub arrivals: usize,
@@ -25,7 +25,7 @@ pub struct LaunchDraft {
 }
 
 impl LaunchDraft {
-    /// The only way: a plain launch of `tiles` tiles.
+    /// The only variant: a plain launch of `tiles` tiles.
     pub fn plain(kernel: KernelText, tiles: usize, args: ArgsWriter) -> LaunchDraft {
         let args = args.finish();
         let KernelText { source, expression, threads, shared_bytes } = kernel;
@@ -49,16 +49,16 @@ pub struct KernelText {
     pub shared_bytes: u32,
 }
 
-/// Everything about a step but its place in the plan.
+/// A step before memory is planned.
 #[derive(Clone, Debug)]
 pub struct StepDraft {
-    /// What is computed, in a word.
+    /// The operator in one word.
     pub op: &'static str,
     /// Equal problems have equal signatures: sizes, strides, element types, attributes; no addresses.
     pub signature: String,
-    /// Ways to compute it, the one to take without further knowledge first.
+    /// The variants; the first is the default without measurements.
     pub drafts: Vec<LaunchDraft>,
-    /// What is read, weights apart.
+    /// What is read, without weights.
     pub reads: Vec<View>,
     /// What is written.
     pub writes: Vec<View>,
@@ -66,6 +66,6 @@ pub struct StepDraft {
     pub flops: u64,
     /// Bytes of weights read.
     pub weight_bytes: u64,
-    /// Why a tile may not be left once begun; `None` when it may.
+    /// Why a started tile must finish; `None` when it may be preempted.
     pub finish_tiles: Option<String>,
 }

@@ -1,7 +1,8 @@
-//! Chains of element operators as one generated kernel, and copies between any two layouts.
+//! Chains of element-wise operators as one generated kernel, and copies between any two layouts.
 //!
-//! The generated text depends on the expression, the element types, and how the operands lie along the output's rows; sizes and
-//! strides are arguments, so steps of other sizes share the kernel.
+//! The generated text depends on the expression, the element types, and the operands' strides along
+//! the output's rows. Sizes and strides are arguments, so that steps of other sizes share the
+//! kernel.
 
 mod text;
 mod transpose;
@@ -13,10 +14,10 @@ use super::draft::{KernelText, LaunchDraft, StepDraft};
 use super::loop_nest::{LoopNest, address, check_output, check_view, describe, describe_all};
 use super::view::{Element, View};
 
-/// The most operands of a chain, coordinates included.
+/// The maximum number of operands of a chain, coordinates included.
 pub const MAX_INPUTS: usize = 16;
 
-/// The most operators of a chain.
+/// The maximum number of operators of a chain.
 pub const MAX_NODES: usize = 256;
 
 /// A function of one element of each input.
@@ -55,7 +56,7 @@ pub enum Expr {
 }
 
 impl Expr {
-    /// What it is directly made of.
+    /// Its operands.
     fn children(&self) -> Vec<&Expr> {
         match self {
             Expr::Input(_) | Expr::Coordinate(_) => Vec::new(),
@@ -71,7 +72,7 @@ impl Expr {
         }
     }
 
-    /// Every node; stops one beyond the most a chain may have.
+    /// Every node; stops after one more than a chain may have.
     fn nodes(&self) -> Vec<&Expr> {
         let mut nodes = vec![self];
         let mut next = 0;
@@ -84,7 +85,7 @@ impl Expr {
     }
 }
 
-/// How an operand lies along the rows of the output: `Access` of `kernels/chain.cuh`.
+/// The stride of an operand along the rows of the output: `Access` of `kernels/chain.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Access {
     Row,
@@ -93,14 +94,14 @@ enum Access {
     Position,
 }
 
-/// What the generated text knows of an operand.
+/// Properties of an operand that the generated text depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Operand {
     element: Element,
     access: Access,
 }
 
-/// The loops of a chain. Operands of the walk: the output, the position in a row, the inputs.
+/// The loops of a chain. Operands of the nest: the output, the position in a row, the inputs.
 #[derive(Debug)]
 struct Plan {
     nest: LoopNest,
@@ -113,7 +114,8 @@ struct Plan {
     access: Vec<Access>,
 }
 
-/// `output = expr(inputs)`, the inputs broadcast to the output's shape. Zeros go to the output's slack.
+/// `output = expr(inputs)`, the inputs broadcast to the output's shape. The output's slack is set
+/// to zero.
 pub fn work(expr: &Expr, inputs: &[View], output: &View) -> Result<StepDraft, String> {
     check_output(output)?;
     let nodes = expr.nodes();
@@ -146,7 +148,7 @@ pub fn work(expr: &Expr, inputs: &[View], output: &View) -> Result<StepDraft, St
     Ok(work)
 }
 
-/// `to = from`, elements converted where the types differ. Zeros go to the slack of `to`.
+/// `to = from`, elements converted where the types differ. The slack of `to` is set to zero.
 pub fn copy(from: &View, to: &View) -> Result<StepDraft, String> {
     check_output(to)?;
     check_view(from)?;
@@ -155,7 +157,7 @@ pub fn copy(from: &View, to: &View) -> Result<StepDraft, String> {
         .ok_or_else(|| format!("shape {:?} does not broadcast to {:?}", from.shape, to.shape))?;
     let (mut source, mut target) = (source, to.clone());
     if from.element == to.element {
-        // Bits are moved as they are, and kernels are shared between types of one size.
+        // Bits are copied unchanged, so that types of one size share a kernel.
         let bits = bits(from.element);
         (source.element, target.element) = (bits, bits);
     }
@@ -177,9 +179,9 @@ pub fn fill(value: Expr, output: &View) -> Result<StepDraft, String> {
     Ok(StepDraft { op: "Fill", flops: 0, ..work(&value, &[], output)? })
 }
 
-/// Zeros in the slack of `output`; `None` when it has none.
+/// Sets the slack of `output` to zero; `None` when it has none.
 ///
-/// Chains and copies write zeros there themselves; a value made by another step needs this one.
+/// Chains and copies do so themselves; a value of another step needs this one.
 pub fn clear_slack(output: &View) -> Option<Result<StepDraft, String>> {
     if output.slack == 0 || output.is_empty() {
         return None;
@@ -264,8 +266,8 @@ fn plan(inputs: &[View], axes: &[usize], output: &View) -> Result<Plan, String> 
     Ok(Plan { nest, count, width, padded, apart, access })
 }
 
-/// How many elements of a row a thread computes: as many as 16 bytes of the smallest operand, as far as the output and the
-/// inputs that lie along the rows are aligned.
+/// How many elements of a row a thread computes: 16 bytes of the smallest operand, as far as the
+/// output and the inputs that vary along rows are aligned.
 fn vector(
     nest: &LoopNest,
     inputs: &[View],
@@ -290,7 +292,7 @@ fn vector(
     count
 }
 
-/// Whether every row of an operand begins where `count` elements may be moved at once.
+/// Whether every row of an operand is aligned for loads and stores of `count` elements.
 fn aligned(nest: &LoopNest, operand: usize, view: &View, count: usize) -> bool {
     let unit = (16 / view.element.size()).min(count);
     let even = |elements: usize| elements.is_multiple_of(unit);
@@ -305,7 +307,7 @@ fn arguments(plan: &Plan, inputs: &[View], output: &View) -> (ArgsWriter, usize)
     for input in inputs {
         args.address(address(input));
     }
-    // Coordinates have no address; a struct without operands keeps room for one.
+    // Coordinates have no address; a struct without operands still has one entry.
     for _ in inputs.len()..operands.max(1) {
         args.address(Address::Null);
     }

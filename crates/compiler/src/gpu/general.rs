@@ -1,4 +1,4 @@
-//! Operators that go to the general kernels: any sizes, any strides, any precision.
+//! Operators with general kernels: any sizes, strides and precision.
 
 mod movement;
 mod product;
@@ -14,7 +14,7 @@ use super::view::{Element, View};
 use super::{quantize, window};
 
 impl Lowering<'_> {
-    /// Lowers `node` onto the general kernels.
+    /// Lowers `node` to general kernels.
     pub fn general(&mut self, node: &Node) -> Result<(), UnsupportedReason> {
         if self.general_product(node)? || self.general_reduction(node)? || self.movement(node)? {
             return Ok(());
@@ -92,7 +92,7 @@ impl Lowering<'_> {
         }
     }
 
-    /// The first output's number.
+    /// The id of the first output.
     pub(super) fn output(node: &Node) -> Result<ValueId, UnsupportedReason> {
         node.outputs.first().copied().flatten().ok_or_else(|| "no output".to_string())
     }
@@ -104,7 +104,7 @@ impl Lowering<'_> {
         Ok(self.packed(&shape, element))
     }
 
-    /// Memory for a picture: channels fastest, or where a concatenation wants it.
+    /// Memory for an image: channels fastest, or where a concatenation needs it.
     pub(super) fn picture(&mut self, id: ValueId) -> Result<View, UnsupportedReason> {
         let (shape, element) = (self.shape(id)?, self.element(id)?);
         if shape.len() == 4 && element.is_float() {
@@ -116,7 +116,7 @@ impl Lowering<'_> {
         Ok(self.image(&shape, 1, element))
     }
 
-    /// Memory for `id` in the order `view` lies in.
+    /// Memory for `id` in the dimension order of `view`.
     pub(super) fn like(&mut self, id: ValueId, view: &View) -> Result<View, UnsupportedReason> {
         let (shape, element) = (self.shape(id)?, self.element(id)?);
         if shape.len() != view.shape.len() {
@@ -125,7 +125,7 @@ impl Lowering<'_> {
         Ok(self.ordered(&shape, &view.memory_order(), element))
     }
 
-    /// Adds the step and says where its outputs lie.
+    /// Adds the step and defines its outputs.
     pub(super) fn finish(
         &mut self,
         node: &Node,
@@ -141,7 +141,7 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    /// The constant floats of operand `index`, if it is there.
+    /// The constant floats of operand `index`, if present.
     fn floats(&self, node: &Node, index: usize) -> Result<Option<Vec<f32>>, UnsupportedReason> {
         let Some(id) = node.inputs.get(index).copied().flatten() else { return Ok(None) };
         let constant = self.graph.constant(id).and_then(graph::content::floats);
@@ -149,7 +149,7 @@ impl Lowering<'_> {
         constant.map(Some).ok_or_else(|| format!("'{name}' is only known when the model runs"))
     }
 
-    /// Values that are known without running anything; false when one is not.
+    /// Defines values that are known at compile time; false when one is not.
     pub(super) fn known_outputs(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
         let mut known = Vec::new();
         for id in node.outputs.iter().flatten() {
@@ -174,7 +174,8 @@ impl Lowering<'_> {
         Ok(!known.is_empty())
     }
 
-    /// Gives the outputs of a refused node some place, so that what follows can be looked at too.
+    /// Gives the outputs of an unsupported node some memory, so that later nodes can be checked
+    /// too.
     pub fn stand_in(&mut self, node: &Node) {
         for id in node.outputs.iter().flatten() {
             if let (Ok(shape), Ok(element)) = (self.shape(*id), self.element(*id)) {
@@ -185,7 +186,7 @@ impl Lowering<'_> {
     }
 }
 
-/// What is there and not empty.
+/// The operands that are present and not empty.
 fn given(values: &Option<Vec<f32>>) -> Option<&[f32]> {
     values.as_deref().filter(|values| !values.is_empty())
 }

@@ -1,5 +1,5 @@
-//! Operators that move elements: gather, scatter, padding, slices, repetition, and what is made of indices alone
-//! (`kernels/index.cuh`).
+//! Operators that move elements: gather, scatter, padding, slices, repetition, and those computed
+//! from indices alone (`kernels/index.cuh`).
 //!
 //! Outputs whose size depends on data (`NonZero`, `Compress`, `NonMaxSuppression`) have no kernel: a plan's sizes are fixed.
 
@@ -20,7 +20,8 @@ use super::loop_nest::{
 };
 use super::view::{Element, View};
 
-/// `y` is `x` with a border; `begins` may be negative and then cut. How much is at the ends, `y` says.
+/// `y` is `x` with padding; negative `begins` remove elements. The shape of `y` gives the padding
+/// at the ends.
 pub fn pad(
     mode: PadMode,
     begins: &[i64],
@@ -32,7 +33,8 @@ pub fn pad(
     moved("Pad", mode, begins, &steps, value, x, y)
 }
 
-/// `y[i] = x[start + i * step]` along every dimension; steps may be negative. Without one that is, a view of `x` does.
+/// `y[i] = x[start + i * step]` along every dimension; steps may be negative. If all are positive,
+/// a view of `x` suffices.
 pub fn slice(starts: &[i64], steps: &[i64], x: &View, y: &View) -> Result<StepDraft, String> {
     let begins: Vec<i64> = starts.iter().map(|start| -start).collect();
     moved("Slice", PadMode::Constant, &begins, steps, 0.0, x, y)
@@ -58,7 +60,7 @@ pub fn tile(repeats: &[usize], x: &View, y: &View) -> Result<StepDraft, String> 
     named("Tile", x, y, copy(&from, &to)?)
 }
 
-/// Every input to its part of `y` along `axis`: one copy each.
+/// Copies every input to its part of `y` along `axis`.
 pub fn concat(axis: usize, inputs: &[View], y: &View) -> Result<Vec<StepDraft>, String> {
     let mut start = 0;
     let mut works = Vec::with_capacity(inputs.len());
@@ -113,7 +115,7 @@ pub fn space_to_depth(block: usize, x: &View, y: &View) -> Result<StepDraft, Str
     named("SpaceToDepth", x, y, copy(&from, &to)?)
 }
 
-/// The first `lengths` elements of each sequence in reverse.
+/// Reverses the first `lengths` elements of each sequence.
 pub fn reverse_sequence(
     (batch_axis, time_axis): (usize, usize),
     x: &View,
@@ -165,7 +167,7 @@ fn is_index(element: Element) -> bool {
     !element.is_float() && element != Element::Bool
 }
 
-/// A copy under the name of the operator it is, with the views as they were.
+/// A copy under the name of its operator, with the original views.
 fn named(op: &'static str, x: &View, y: &View, work: StepDraft) -> Result<StepDraft, String> {
     Ok(StepDraft { op, reads: vec![x.clone()], writes: vec![y.clone()], ..work })
 }
@@ -174,13 +176,13 @@ fn four(view: &View) -> Result<[usize; 4], String> {
     view.shape.clone().try_into().map_err(|shape| format!("{shape:?} is no batch of images"))
 }
 
-/// Dimensions split into parts, which never takes a copy.
+/// Dimensions split into parts, which never requires a copy.
 fn split_view(view: &View, shape: &[usize]) -> Result<View, String> {
     let view = View { slack: 0, ..view.clone() };
     view.reshaped(shape).ok_or_else(|| format!("{:?} does not split into {shape:?}", view.shape))
 }
 
-/// `y[i] = x[i * step - begin]`, with a border of `mode` around `x`.
+/// `y[i] = x[i * step - begin]`, padded by `mode`.
 fn moved(
     op: &'static str,
     mode: PadMode,
@@ -233,7 +235,7 @@ fn moved(
     Ok(single(op, signature, draft, &[x], y))
 }
 
-/// The part of `PadArgs` that has a number for every dimension.
+/// The fields of `PadArgs` that have one number per dimension.
 fn write_moves(
     args: &mut ArgsWriter,
     axes: &[usize],

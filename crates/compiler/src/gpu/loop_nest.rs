@@ -1,35 +1,35 @@
-//! Nests of loops over several strided operands at once, as `Walk` of `kernels/number.cuh` runs them.
+//! Nested loops over several strided operands, as `Walk` of `kernels/number.cuh` runs them.
 
 use super::args::{Address, ArgsWriter};
 use super::draft::{KernelText, LaunchDraft, StepDraft};
 use super::view::{Element, View};
 
-/// The largest rank a kernel is generated for, after dimensions were merged.
+/// The maximum rank of a kernel, after dimensions are merged.
 pub const MAX_RANK: usize = 6;
 
-/// The most threads a launch may have, so that the number of any of them is an `int` with room to add a block.
+/// The maximum number of threads of a launch: any thread's number plus a block fits into an `int`.
 pub const MAX_ITEMS: usize = i32::MAX as usize - 4096;
 
-/// One loop: how often, and how far each operand moves.
+/// One loop: its iterations, and the stride of each operand.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Loop {
     /// Iterations.
     pub size: usize,
-    /// Elements each operand moves.
+    /// Elements between two iterations, per operand.
     pub strides: Vec<usize>,
 }
 
 /// Loops from the slowest to the fastest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoopNest {
-    /// The loops; none of a single iteration.
+    /// The loops; none has just one iteration.
     pub loops: Vec<Loop>,
     /// Operands.
     pub operands: usize,
 }
 
 impl LoopNest {
-    /// Loops over `shape`, in its order. Every operand has a stride for each dimension.
+    /// Loops over `shape`, in its order. Every operand has a stride per dimension.
     pub fn new(shape: &[usize], operands: &[Vec<usize>]) -> LoopNest {
         let each = |axis: usize| Loop {
             size: shape[axis],
@@ -46,7 +46,7 @@ impl LoopNest {
         self
     }
 
-    /// With neighbouring loops made one where every operand steps evenly through both.
+    /// Merges adjacent loops where every operand has one stride for both.
     #[must_use]
     pub fn merged(self) -> LoopNest {
         let mut loops: Vec<Loop> = Vec::with_capacity(self.loops.len());
@@ -69,7 +69,7 @@ impl LoopNest {
         self.loops.push(Loop { size, strides });
     }
 
-    /// Rank of the kernel's walk: a walk over nothing has one loop of one iteration.
+    /// Rank of the kernel's `Walk`: without loops it has one loop of one iteration.
     pub fn rank(&self) -> usize {
         self.loops.len().max(1)
     }
@@ -84,7 +84,7 @@ impl LoopNest {
         self.len() == 0
     }
 
-    /// Refuses what no kernel is generated for.
+    /// Fails where no kernel can be generated.
     pub fn check(&self) -> Result<(), String> {
         if self.rank() > MAX_RANK {
             return Err(format!(
@@ -119,7 +119,7 @@ impl LoopNest {
     }
 }
 
-/// Refuses a view whose elements cannot be counted in an `int`.
+/// Fails for a view whose elements cannot be counted in an `int`.
 pub fn check_view(view: &View) -> Result<(), String> {
     let end = view.shape.iter().zip(&view.strides).try_fold(1usize, |end, (size, stride)| {
         end.checked_add(size.saturating_sub(1).checked_mul(*stride)?)
@@ -131,7 +131,7 @@ pub fn check_view(view: &View) -> Result<(), String> {
     }
 }
 
-/// Refuses an output that cannot be written: no element, or one place for several.
+/// Fails for an output that cannot be written: no element, or several with one address.
 pub fn check_output(view: &View) -> Result<(), String> {
     check_view(view)?;
     if view.is_empty() {
@@ -145,23 +145,24 @@ pub fn check_output(view: &View) -> Result<(), String> {
     Ok(())
 }
 
-/// Where a view's first element is.
+/// The address of a view's first element.
 pub fn address(view: &View) -> Address {
     Address::Buffer(view.buffer, (view.offset * view.element.size()) as u64)
 }
 
-/// A view without its place: what decides how fast a step is.
+/// A view without its address: the properties that its speed depends on.
 pub fn describe(view: &View) -> String {
     let align = (view.offset * view.element.size()) % 16;
     format!("{:?}{:?}/{:?}@{align}+{}", view.element, view.shape, view.strides, view.slack)
 }
 
-/// What a signature says of an optional operand.
+/// Several views as text for a signature.
 pub fn describe_all(views: &[&View]) -> String {
     views.iter().map(|view| describe(view)).collect::<Vec<_>>().join(" ")
 }
 
-/// What elements are computed in: small floating-point numbers in single precision, all others as they are.
+/// The type in which elements are computed: single precision for smaller floating-point types,
+/// their own for all others.
 pub fn computed(element: Element) -> Element {
     match element {
         Element::F16 | Element::BF16 => Element::F32,
@@ -169,7 +170,7 @@ pub fn computed(element: Element) -> Element {
     }
 }
 
-/// The C++ type numbers are computed in.
+/// The C++ type in which elements are computed.
 pub fn computed_name(element: Element) -> &'static str {
     match computed(element) {
         Element::Bool => "bool",
@@ -177,18 +178,18 @@ pub fn computed_name(element: Element) -> &'static str {
     }
 }
 
-/// The text before a kernel of these elements: what `header` includes depends on them.
+/// The text before a kernel of these elements: the includes of `header` depend on them.
 pub fn include(header: &str, elements: &[Element]) -> String {
     let brain = if elements.contains(&Element::BF16) { "#define TILES_BF16\n" } else { "" };
     format!("{brain}#include \"{header}\"\n")
 }
 
-/// A kernel that is a type of a header.
+/// A kernel whose operator is a type of a header.
 pub fn kernel(header: &str, elements: &[Element], expression: String, threads: u32) -> KernelText {
     KernelText { source: include(header, elements), expression, threads, shared_bytes: 0 }
 }
 
-/// A step of one launch that may be left anywhere.
+/// A step of one launch that may be preempted inside a tile.
 pub fn single(
     op: &'static str,
     signature: String,

@@ -1,4 +1,4 @@
-//! The state of a lowering: where values lie, what has been launched so far, which weights are needed.
+//! The state of a lowering: views of values, steps so far, weights in use.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,40 +13,40 @@ use super::draft::StepDraft;
 use super::elementwise;
 use super::view::{BufferId, Element, View, packed_strides};
 
-/// Why a node has no kernels.
+/// Why a node cannot be lowered.
 pub type UnsupportedReason = String;
 
 /// Every buffer begins at a multiple of this, so that vector loads of any kernel are aligned.
 pub const ALIGNMENT: usize = 256;
 
-/// What a buffer is.
+/// The location of a buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BufferLocation {
-    /// Intermediate values; placed by lifetime.
+    /// In the arena of intermediate values; the offset follows from its lifetime.
     Arena,
-    /// A fixed place.
+    /// A fixed location.
     Fixed(MemoryLocation),
 }
 
-/// A stretch of device memory.
+/// A range of device memory.
 #[derive(Clone, Debug)]
 pub struct Buffer {
     /// Bytes.
     pub bytes: usize,
-    /// Where.
+    /// Its location.
     pub location: BufferLocation,
 }
 
-/// A step whose buffers have no places yet.
+/// A step whose buffers have no addresses yet.
 #[derive(Clone, Debug)]
 pub struct PendingStep {
     /// The source node's name.
     pub name: String,
-    /// The work.
+    /// Its variants and operands.
     pub work: StepDraft,
 }
 
-/// A lowering under way.
+/// A lowering in progress.
 pub struct Lowering<'a> {
     /// The model; every size is a number.
     pub graph: &'a Graph,
@@ -68,7 +68,7 @@ pub struct Lowering<'a> {
     node: String,
 }
 
-/// A value that is not computed until somebody needs it in memory: an expression over views.
+/// A value that is not computed until it is needed in memory: an expression over views.
 #[derive(Clone, Debug)]
 pub struct DeferredValue {
     /// The expression; inputs are indices into `inputs`.
@@ -77,12 +77,12 @@ pub struct DeferredValue {
     pub inputs: Vec<View>,
     /// Sizes of the result.
     pub shape: Vec<usize>,
-    /// How the result is stored once it is.
+    /// How the result is stored.
     pub element: Element,
 }
 
 impl<'a> Lowering<'a> {
-    /// A lowering of `graph`. `identities` tells, by address, which constants are those of the launch plan:
+    /// A lowering of `graph`. `identities` gives, by address, the constants of the launch plan:
     /// they are the same in every lowering of it.
     pub fn new(
         graph: &'a Graph,
@@ -114,7 +114,7 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    /// Names the node that steps from here on belong to.
+    /// Sets the node that the following steps belong to.
     pub fn begin(&mut self, node: &Node) {
         self.node.clone_from(&node.name);
     }
@@ -148,7 +148,7 @@ impl<'a> Lowering<'a> {
         self.ordered(shape, &order, element)
     }
 
-    /// A view of a new buffer whose dimensions lie in `order`, slowest first.
+    /// A view of a new buffer whose dimensions are in `order`, slowest first.
     pub fn ordered(&mut self, shape: &[usize], order: &[usize], element: Element) -> View {
         let sizes: Vec<usize> = order.iter().map(|axis| shape[*axis]).collect();
         let packed = packed_strides(&sizes);
@@ -161,8 +161,8 @@ impl<'a> Lowering<'a> {
         View { buffer, offset: 0, shape: shape.to_vec(), strides, element, slack: 0 }
     }
 
-    /// A view of a new buffer with channels (dimension 1) fastest, each pixel rounded up to a multiple of
-    /// `round` channels.
+    /// A view of a new buffer with channels (dimension 1) fastest, each pixel rounded up to a
+    /// multiple of `round` channels.
     pub fn image(&mut self, shape: &[usize], round: usize, element: Element) -> View {
         let channels = shape[1];
         let pixel = channels.next_multiple_of(round);
@@ -175,17 +175,17 @@ impl<'a> Lowering<'a> {
         view
     }
 
-    /// Where a node's output shall go: the place a concatenation wants it, if any.
+    /// The view that a concatenation reserved for the value `id`, if any.
     pub fn placement(&self, id: ValueId) -> Option<&View> {
         self.placements.get(&id)
     }
 
-    /// Wants the value `id` written at `view`.
+    /// Reserves `view` for the value `id`.
     pub fn place(&mut self, id: ValueId, view: View) {
         self.placements.insert(id, view);
     }
 
-    /// An image for the output `id`: where it is wanted, or a new one.
+    /// An image for the output `id`: the reserved one, or a new one.
     pub fn output_image(&mut self, id: ValueId) -> Result<View, UnsupportedReason> {
         if let Some(view) = self.placements.get(&id) {
             return Ok(view.clone());
@@ -218,7 +218,7 @@ impl<'a> Lowering<'a> {
         self.operand(id.ok_or_else(|| format!("operand {index} is absent"))?)
     }
 
-    /// The operand at `index` of `node`, if it is there.
+    /// The operand at `index` of `node`, if present.
     pub fn optional(
         &mut self,
         node: &Node,
@@ -230,17 +230,18 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    /// Says where the value `id` lies. An output that was wanted elsewhere is copied there by who wanted it.
+    /// Defines the value `id` as `view`. If another view is reserved for it, the concatenation
+    /// copies.
     pub fn define(&mut self, id: ValueId, view: View) {
         self.views[id.index()] = Some(view);
     }
 
-    /// Whether it is known how the value `id` comes about: it lies in memory, or is an expression.
+    /// Whether the value `id` is in memory or an expression.
     pub fn is_defined(&self, id: ValueId) -> bool {
         self.views[id.index()].is_some() || self.deferred.contains_key(&id)
     }
 
-    /// Says how to compute the value `id` when somebody needs it.
+    /// Defines the value `id` as an expression that is computed when it is needed.
     pub fn defer(&mut self, id: ValueId, value: DeferredValue) {
         self.deferred.insert(id, value);
     }
@@ -250,7 +251,7 @@ impl<'a> Lowering<'a> {
         self.deferred.remove(&id)
     }
 
-    /// Computes an expression into memory, in the order its largest operand lies.
+    /// Computes an expression into memory, in the dimension order of its largest operand.
     pub fn materialize(
         &mut self,
         id: ValueId,
@@ -287,7 +288,7 @@ impl<'a> Lowering<'a> {
         Ok(())
     }
 
-    /// `from` copied into a new view of the same sizes.
+    /// Copies `from` to `to`, of the same sizes.
     pub fn copy_into(&mut self, from: &View, to: &View) -> Result<(), UnsupportedReason> {
         let work = elementwise::copy(from, to)?;
         self.push(work);
@@ -309,7 +310,7 @@ impl<'a> Lowering<'a> {
         self.steps.push(PendingStep { name: self.node.clone(), work });
     }
 
-    /// The number of the weight made of `tensor` by `pack`. `how` names the packing.
+    /// The index of the weight that `pack` makes of `tensor`. `how` names the packing.
     pub fn weight(
         &mut self,
         tensor: &Tensor,
@@ -322,7 +323,7 @@ impl<'a> Lowering<'a> {
         self.keyed_weight(key, bytes, Packer(Arc::new(move || pack(&tensor))))
     }
 
-    /// The number of the weight under `key`.
+    /// The index of the weight with `key`.
     pub fn keyed_weight(&mut self, key: WeightKey, bytes: usize, pack: Packer) -> u32 {
         if let Some(number) = self.weight_numbers.get(&key) {
             return *number;
@@ -369,7 +370,7 @@ impl<'a> Lowering<'a> {
         Ok(View { buffer, offset: 0, shape, strides, element, slack: 0 })
     }
 
-    /// The model's inputs as views of the request's bytes, with their slots.
+    /// The model's inputs as views of the request's bytes.
     pub fn declare_inputs(&mut self) -> Result<Vec<IoTensor>, UnsupportedReason> {
         let mut slots = Vec::new();
         for (index, id) in self.graph.inputs.iter().enumerate() {
@@ -393,7 +394,7 @@ impl<'a> Lowering<'a> {
         Ok(slots)
     }
 
-    /// Copies the model's outputs to where the reply is read from, and returns their slots.
+    /// Copies the model's outputs to where the reply is read from.
     pub fn declare_outputs(&mut self) -> Result<Vec<IoTensor>, UnsupportedReason> {
         let mut slots = Vec::new();
         for (index, id) in self.graph.outputs.clone().into_iter().enumerate() {
@@ -405,7 +406,7 @@ impl<'a> Lowering<'a> {
             let strides = packed_strides(&slot.shape);
             let to =
                 View { buffer, offset: 0, shape: slot.shape.clone(), strides, element, slack: 0 };
-            // What nobody else reads goes from its expression straight into the reply.
+            // An expression without another reader is computed directly into the reply.
             let work = match self.take_deferred(id) {
                 Some(value) if self.reads[id.index()] == 1 => {
                     elementwise::work(&value.expr, &value.inputs, &to)?

@@ -1,26 +1,26 @@
-//! Where intermediate values lie: buffers whose lives overlap do not share a byte.
+//! Memory planning: buffers whose lifetimes overlap share no byte.
 
 use super::lowering::{ALIGNMENT, Buffer, BufferLocation, PendingStep};
 
-/// The first and the last step that touches a buffer.
+/// The first and the last step that uses a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lifetime {
     /// First step.
     pub first: usize,
-    /// The last step during which its bytes must not be written by another.
+    /// The last step during which no other step may write its bytes.
     pub last: usize,
 }
 
 /// Offsets into the arena, by buffer, and the arena's size.
 #[derive(Clone, Debug, Default)]
 pub struct Arena {
-    /// Byte offset of every buffer that lives there and is used.
+    /// Byte offset of every buffer that is in the arena and used.
     pub offsets: Vec<Option<u64>>,
     /// Bytes.
     pub bytes: u64,
 }
 
-/// When each buffer lives.
+/// The lifetime of each buffer.
 pub fn lifetimes(buffers: &[Buffer], steps: &[PendingStep]) -> Vec<Option<Lifetime>> {
     let mut lifetimes: Vec<Option<Lifetime>> = vec![None; buffers.len()];
     for (index, step) in steps.iter().enumerate() {
@@ -33,7 +33,7 @@ pub fn lifetimes(buffers: &[Buffer], steps: &[PendingStep]) -> Vec<Option<Lifeti
     lifetimes
 }
 
-/// Largest first, each at the lowest place that is free for its whole life.
+/// Places the largest buffers first, each at the lowest offset that is free for its whole lifetime.
 pub fn plan(buffers: &[Buffer], steps: &[PendingStep]) -> Arena {
     let lifetimes = lifetimes(buffers, steps);
     let mut order: Vec<usize> = (0..buffers.len())
@@ -72,7 +72,7 @@ fn lowest_gap(placed: &[(u64, u64, Lifetime)], life: Lifetime, bytes: u64) -> u6
     offset
 }
 
-/// Every pair of buffers that lives at the same time and shares a byte. Knows nothing of how places were found.
+/// Every pair of buffers that overlap in time and memory. Independent of how offsets were found.
 pub fn collisions(buffers: &[Buffer], steps: &[PendingStep], arena: &Arena) -> Vec<(usize, usize)> {
     let lifetimes = lifetimes(buffers, steps);
     let mut found = Vec::new();
@@ -150,7 +150,7 @@ mod tests {
                 .collect();
             let mut arena = plan(&buffers, &steps);
             assert_eq!(collisions(&buffers, &steps, &arena), []);
-            // The check can fail: two buffers of one step at the same place.
+            // The check can fail: two buffers of one step at the same offset.
             arena.offsets[0] = arena.offsets[steps.len()];
             let all = lifetimes(&buffers, &steps);
             if all[0].is_some_and(|life| life.last >= steps.len() - 1) {

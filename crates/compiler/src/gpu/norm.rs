@@ -33,7 +33,7 @@ fn row_kernel(expression: String) -> KernelText {
 }
 
 impl Lowering<'_> {
-    /// Layer normalisation over the last dimension; false when the kernel does not compute this one.
+    /// Layer normalisation over the last dimension; false when the kernel does not support it.
     pub fn fast_layer_norm(
         &mut self,
         node: &Node,
@@ -88,7 +88,7 @@ impl Lowering<'_> {
         Ok(true)
     }
 
-    /// Softmax over the last dimension; false when the kernel does not compute this one.
+    /// Softmax over the last dimension; false when the kernel does not support it.
     pub fn fast_softmax(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let shape = self.shape(output_id)?;

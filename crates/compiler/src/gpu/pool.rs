@@ -14,7 +14,7 @@ use super::view::Element;
 const THREADS: usize = 128;
 
 impl Lowering<'_> {
-    /// Max or average windows; false when the kernel does not compute this one.
+    /// Max or average windows; false when the kernel does not support them.
     pub fn fast_pool(&mut self, node: &Node, pool: &op::Pool) -> Result<bool, UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let out_shape = self.shape(output_id)?;
@@ -23,7 +23,7 @@ impl Lowering<'_> {
             PoolKind::Average { count_include_pad } => (false, count_include_pad),
             _ => return Ok(false),
         };
-        // Average windows that hang over the end in ceil mode count only what the border covers.
+        // Average windows that exceed the input in ceil mode count only what the padding covers.
         let plain = !(pool.ceil_mode && !max && count_padding);
         if self.float() != Element::F16 || out_shape.len() != 4 || out_shape[1] % 8 != 0 || !plain {
             return Ok(false);
@@ -74,7 +74,7 @@ impl Lowering<'_> {
         Ok(true)
     }
 
-    /// The mean of every channel; false when the kernel does not compute this one.
+    /// The mean of every channel; false when the kernel does not support it.
     pub fn fast_global_average(
         &mut self,
         x: ValueId,

@@ -1,7 +1,7 @@
 //! Products of any strides and types: matrix products, convolutions and transposed convolutions (`kernels/product.cuh`).
 //!
-//! The weights of a convolution must be constant. Any strides will do; where the input has its channels fastest, weights with
-//! input channels fastest are read in whole lines too.
+//! The weights of a convolution must be constant. All strides are supported; if the input has its
+//! channels fastest, weights with input channels fastest are also read in whole lines.
 
 mod attention;
 mod convolution;
@@ -21,8 +21,8 @@ pub(super) use convolution::{Sizes, begins, three};
 pub use convolution::{conv, conv_transpose};
 pub use einsum::einsum;
 
-/// `output = activation(alpha * op(a) @ op(b) + bias + residual)`, numpy's batching and vectors; `bias` and `residual` broadcast to
-/// the output.
+/// `output = activation(alpha * op(a) @ op(b) + bias + residual)`, with the batching and vectors of
+/// numpy; `bias` and `residual` broadcast to the output.
 pub fn matmul(
     spec: &MatMul,
     (a, b): (&View, &View),
@@ -51,14 +51,14 @@ pub fn gemm(
     matrix("Gemm", &a, &b, Extra { bias: c, residual: None }, epilogue, output)
 }
 
-/// What is added to a product.
+/// Operands that are added to a product.
 #[derive(Clone, Copy)]
 struct Extra<'a> {
     bias: Option<&'a View>,
     residual: Option<&'a View>,
 }
 
-/// What happens to the sums.
+/// What is applied to the sums.
 #[derive(Clone, Copy, Debug)]
 struct Epilogue {
     alpha: f32,
@@ -77,7 +77,7 @@ fn transposed(view: &View) -> View {
     view.permuted(&perm)
 }
 
-/// A view with a dimension of one element more.
+/// The view with one more dimension of size one.
 fn widened(view: &View, axis: usize) -> View {
     let mut wide = view.clone();
     wide.shape.insert(axis, 1);
@@ -85,7 +85,7 @@ fn widened(view: &View, axis: usize) -> View {
     wide
 }
 
-/// The operands of a product, refused where the kernels have no types for them.
+/// Fails for operand types that the kernels do not support.
 fn check(a: &View, b: &View, extra: Extra, output: &View) -> Result<(), String> {
     check_output(output)?;
     let all = [Some(a), Some(b), extra.bias, extra.residual].into_iter().flatten();
@@ -119,7 +119,7 @@ fn matrix(
     let (mut bias, mut residual) =
         (extra.bias.map(spread).transpose()?, extra.residual.map(spread).transpose()?);
     let (mut left, mut right, mut result) = (a.clone(), b.clone(), output.clone());
-    // Vectors are matrices of one row or column that the output does not have.
+    // Vectors are matrices with one row or column that the output does not have.
     if a.shape.len() == 1 {
         left = widened(a, 0);
         let at = output.shape.len() - usize::from(b.shape.len() > 1 && !output.shape.is_empty());
@@ -160,7 +160,7 @@ fn batched(
     let strides =
         |view: &Option<View>| view.as_ref().map_or(vec![0; rank], |view| view.strides.clone());
     let (bias, residual) = (strides(bias), strides(residual));
-    // Where all batches share `b` they are rows of one product.
+    // If all batches share `b`, they are rows of one product.
     let shared = (0..rank - 2).all(|axis| b.strides[axis] == 0 || batch[axis] == 1);
     let cut = if shared { 0 } else { rank - 2 };
     let of = |strides: &[usize], range: std::ops::Range<usize>| strides[range].to_vec();
@@ -248,14 +248,14 @@ impl Views<'_> {
     }
 }
 
-/// A product as the kernel walks it.
+/// A product as the loops of its kernel.
 struct Problem {
     kind: Kind,
     /// Operands: a, b, bias, output, residual.
     group: LoopNest,
-    /// Operands: a, bias, output, residual, and where in the picture.
+    /// Operands: a, bias, output, residual, and the position in the image.
     row: LoopNest,
-    /// Operands: a, b, and where in the window.
+    /// Operands: a, b, and the position in the window.
     inner: LoopNest,
     columns: usize,
     depth: usize,
@@ -264,15 +264,16 @@ struct Problem {
     picture: Picture,
 }
 
-/// A tile: rows, columns, and those of a thread; a thread with less than one sum shares it (`Dots` of the kernels).
+/// A tile: rows, columns, and those of a thread; threads share a sum if they have less than one
+/// (`Dots` of the kernels).
 type Tile = [usize; 4];
 
 const TILES: [Tile; 3] = [[128, 128, 8, 8], [64, 64, 4, 4], [32, 64, 2, 4]];
 
-/// Up to this many rows a product is as fast as `b` can be read, and any tile too large.
+/// Up to this many rows, reading `b` limits a product and every tile is too large.
 const FEW_ROWS: usize = 8;
 
-/// What a tile should leave for other multiprocessors of a large device.
+/// The number of tiles that occupies a large device.
 const ENOUGH_TILES: usize = 128;
 
 impl Problem {
@@ -317,7 +318,7 @@ impl Problem {
         Ok(work)
     }
 
-    /// Whether a tile is not mostly empty; the smallest always serves.
+    /// Whether most of a tile is used; the smallest tile is always accepted.
     fn fits(&self, tile: &Tile) -> bool {
         *tile == TILES[TILES.len() - 1]
             || (self.row.len() > tile[0] / 2 && self.columns > tile[1] / 2)
@@ -366,7 +367,7 @@ impl Problem {
         Ok(LaunchDraft { variant, ..LaunchDraft::plain(text, tiles, args) })
     }
 
-    /// Whether neighbours in depth are neighbours in memory.
+    /// Whether neighbours in depth are adjacent in memory.
     fn is_deep(&self, operand: usize) -> bool {
         self.inner.loops.last().is_some_and(|dim| dim.strides[operand] == 1)
     }

@@ -1,4 +1,4 @@
-//! Operators with a number per channel, as chains: batch normalization, and conversion between real and quantised numbers.
+//! Operators with parameters per channel, as chains: batch normalization and quantization.
 
 use model::op::{Binary, Unary};
 
@@ -65,7 +65,7 @@ pub fn dequantize_linear(
         return Err(format!("no quantised numbers of {:?}", x.element));
     }
     let inputs = operands(along, x, scale, zero)?;
-    // The difference is taken of integers: a large one has more digits than single precision.
+    // The difference is computed in integers: single precision cannot represent a large one.
     let whole = |index: usize| Expr::Cast(Element::I64, Box::new(Expr::Input(index)));
     let mut distance = whole(0);
     if zero.is_some() {

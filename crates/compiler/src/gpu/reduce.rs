@@ -1,4 +1,5 @@
-//! Reductions over any dimensions, softmax, normalizations, running sums and the largest few: `kernels/reduce.cuh`.
+//! Reductions over any dimensions, softmax, normalizations, cumulative sums and top-k:
+//! `kernels/reduce.cuh`.
 
 use model::op::{ArgReduce, ReduceKind, Softmax, SoftmaxKind};
 
@@ -10,7 +11,7 @@ use super::loop_nest::{
 };
 use super::view::{Element, View};
 
-/// `y = kind(x)` over `axes`; `y` has them as ones or not at all.
+/// `y = kind(x)` over `axes`; `y` has them with size one or not at all.
 pub fn reduce(kind: ReduceKind, x: &View, axes: &[usize], y: &View) -> Result<StepDraft, String> {
     let exact = !matches!(kind, ReduceKind::L2 | ReduceKind::LogSum | ReduceKind::LogSumExp);
     if x.element == Element::Bool || !(exact || x.element.is_float()) {
@@ -22,7 +23,7 @@ pub fn reduce(kind: ReduceKind, x: &View, axes: &[usize], y: &View) -> Result<St
     Ok(StepDraft { signature: format!("{kind:?} {}", work.signature), ..work })
 }
 
-/// The place of the largest or smallest element along a dimension; `y` is `I64`.
+/// The index of the largest or smallest element along a dimension; `y` is `I64`.
 pub fn arg_reduce(arg: &ArgReduce, x: &View, y: &View) -> Result<StepDraft, String> {
     let axis = axis(arg.axis, x.shape.len())?;
     if y.element != Element::I64 || x.element == Element::Bool {
@@ -34,7 +35,7 @@ pub fn arg_reduce(arg: &ArgReduce, x: &View, y: &View) -> Result<StepDraft, Stri
     Ok(StepDraft { signature: format!("{fold} {}", work.signature), ..work })
 }
 
-/// `y` is a member of the softmax family of `x`.
+/// `y` is softmax of `x` or a similar operator.
 pub fn softmax(softmax: &Softmax, x: &View, y: &View) -> Result<StepDraft, String> {
     let first = axis(softmax.axis, x.shape.len())?;
     let last = if softmax.flatten { x.shape.len() } else { first + 1 };
@@ -47,7 +48,8 @@ pub fn softmax(softmax: &Softmax, x: &View, y: &View) -> Result<StepDraft, Strin
     normalized(kind, 0.0, &Operands::of(x, y), &axes)
 }
 
-/// `y = (x - mean) / deviation * scale + bias` over the dimensions from `axis_from` on, and the two if asked for.
+/// `y = (x - mean) / deviation * scale + bias` over the dimensions from `axis_from` on; also writes
+/// mean and deviation if they are outputs.
 pub fn layer_norm(
     axis_from: i64,
     epsilon: f32,
@@ -128,7 +130,7 @@ pub fn lp_norm(along: i64, p: u8, x: &View, y: &View) -> Result<StepDraft, Strin
     }
 }
 
-/// Running sums along a dimension.
+/// Cumulative sums along a dimension.
 pub fn cum_sum(
     along: usize,
     exclusive: bool,
@@ -162,10 +164,11 @@ pub fn cum_sum(
     Ok(StepDraft { flops: x.len() as u64, ..single("CumSum", signature, draft, &[x], y) })
 }
 
-/// The most elements a row's best are taken of: each costs a pass over the row.
+/// The maximum `k` of top-k: each element costs a pass over the row.
 pub const MAX_TOP: usize = 4096;
 
-/// The largest or smallest elements along a dimension, in order, and their places. How many, `values` says.
+/// The largest or smallest elements along a dimension, in order, and their indices. The shape of
+/// `values` gives their number.
 pub fn top_k(
     along: i64,
     largest: bool,
@@ -210,7 +213,7 @@ pub fn axis(axis: i64, rank: usize) -> Result<usize, String> {
         .ok_or_else(|| format!("dimension {axis} of {rank} dimensions"))
 }
 
-/// What sums of an element are held in.
+/// The type in which elements are summed.
 fn sums(element: Element) -> &'static str {
     match computed(element) {
         Element::F32 => "float",
@@ -260,7 +263,7 @@ impl Team {
             (None, Some(_)) => false,
             _ => true,
         };
-        // A warp a result, unless results are few or long.
+        // One warp per result, unless results are few or long.
         let long = inner.len() > 2048 || (outer.len() < 256 && inner.len() > 128);
         let across = if !rows {
             32
@@ -277,7 +280,7 @@ impl Team {
     }
 }
 
-/// One result of `fold` for every place outside `axes`.
+/// One result of `fold` for every index outside `axes`.
 fn folded(
     op: &'static str,
     fold: &str,
@@ -316,7 +319,7 @@ fn folded(
     Ok(StepDraft { flops: x.len() as u64, ..single(op, signature, draft, &[x], y) })
 }
 
-/// `view`, which has `axes` as ones or not at all, with the rank of `shape`.
+/// `view`, which has `axes` with size one or not at all, with the rank of `shape`.
 fn spread(view: &View, shape: &[usize], axes: &[usize]) -> Result<View, String> {
     let kept = |axis: &usize| !axes.contains(axis);
     let mut wide = view.clone();

@@ -1,4 +1,4 @@
-//! Operators that only change how elements are looked at.
+//! Operators that only change the view of their operand.
 
 use graph::ir::Node;
 use model::ValueId;
@@ -11,7 +11,7 @@ impl Lowering<'_> {
         node.outputs.first().copied().flatten().ok_or_else(|| "no output".to_string())
     }
 
-    /// The constant whole numbers of operand `index`, if it is there.
+    /// The constant integers of operand `index`, if present.
     pub fn ints(&self, node: &Node, index: usize) -> Result<Option<Vec<i64>>, UnsupportedReason> {
         let Some(id) = node.inputs.get(index).copied().flatten() else { return Ok(None) };
         let constant = self.graph.constant_ints(id).or_else(|| {
@@ -22,7 +22,7 @@ impl Lowering<'_> {
         constant.map(Some).ok_or_else(|| format!("'{name}' is only known when the model runs"))
     }
 
-    /// Reshape, Flatten, Squeeze, Unsqueeze, Identity: the same elements under another shape.
+    /// Reshape, Flatten, Squeeze, Unsqueeze, Identity: the same elements with another shape.
     pub fn reshape(&mut self, node: &Node) -> Result<(), UnsupportedReason> {
         let output = Self::only_output(node)?;
         let shape = self.shape(output)?;
@@ -60,7 +60,7 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    /// Slice with constant bounds and forward steps: a view. False for one that runs backwards.
+    /// Slice with constant bounds and positive steps: a view. False for a negative step.
     pub fn slice(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
         let output = Self::only_output(node)?;
         let starts = self.ints(node, 1)?.ok_or("no starts")?;

@@ -1,11 +1,11 @@
-//! Tile shapes of the tensor-core product (`kernels/conv.cuh`), and which of them are worth trying on a problem.
+//! Tile shapes of the tensor-core product (`kernels/conv.cuh`), and the selection of those to try.
 
 use super::draft::KernelText;
 
-/// How a tile walks over its input as the depth advances; see `Walk` in `kernels/conv_load.cuh`.
+/// How a tile addresses its input as the depth advances; see `Walk` in `kernels/conv_load.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum InputAccess {
-    /// Anything.
+    /// Any window.
     General,
     /// 1x1 without padding.
     Point,
@@ -13,18 +13,18 @@ pub enum InputAccess {
     Taps,
 }
 
-/// How the parts of a split product come together; see `Reduce` in `kernels/conv_load.cuh`.
+/// How the partial sums of a split product are added; see `Reduce` in `kernels/conv_load.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SplitReduction {
     /// Not split.
     Whole,
-    /// Through memory.
+    /// Through the workspace.
     Workspace,
-    /// Through a cluster.
+    /// Through the shared memory of a cluster.
     Cluster,
 }
 
-/// `BM x BN` outputs and `BK` depth a step, `WM x WN x WK` warps, a ring of `stages`.
+/// `BM x BN` outputs and `BK` depth per step, `WM x WN x WK` warps, a ring of `stages`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
     /// Rows of the output.
@@ -37,7 +37,7 @@ pub struct Tile {
     pub warps: (usize, usize, usize),
     /// Steps in flight.
     pub stages: usize,
-    /// Channels a copy takes: 8, or 4 for an image.
+    /// Channels of a copy: 8, or 4 for an image.
     pub vec: usize,
 }
 
@@ -52,7 +52,7 @@ const fn tile(
     Tile { bm, bn, bk, warps, stages, vec }
 }
 
-/// Shapes for inputs of eight channels and more.
+/// Shapes for inputs of at least eight channels.
 const PLAIN: [Tile; 16] = [
     tile(64, 64, 64, (2, 2, 1), 4, 8),
     tile(128, 128, 32, (2, 4, 1), 4, 8),
@@ -72,7 +72,7 @@ const PLAIN: [Tile; 16] = [
     tile(256, 128, 32, (4, 2, 1), 4, 8),
 ];
 
-/// Shapes that normalise their input on the way.
+/// Shapes that normalise their input while loading it.
 const NORMALIZING: [Tile; 6] = [
     tile(16, 64, 64, (1, 1, 4), 6, 8),
     tile(32, 32, 64, (1, 1, 4), 6, 8),
@@ -89,10 +89,10 @@ const IMAGE: [Tile; 3] = [
     tile(128, 64, 32, (4, 2, 1), 4, 4),
 ];
 
-/// Shapes for walks over anything.
+/// Shapes for any window.
 const GENERAL: [Tile; 2] = [tile(64, 64, 64, (2, 2, 1), 4, 8), tile(32, 32, 64, (1, 1, 4), 6, 8)];
 
-/// Every shape as it stands in a kernel's type, for those who check that all are tried.
+/// Every shape as it appears in a kernel's type, for tests that all are tried.
 pub fn shapes() -> Vec<String> {
     let all = PLAIN.iter().chain(&NORMALIZING).chain(&IMAGE).chain(&GENERAL);
     all.map(|tile| {
@@ -103,16 +103,16 @@ pub fn shapes() -> Vec<String> {
     .collect()
 }
 
-/// The depth a normalising tile can hold scales for; `kPreDepth` of `ConvConfig`.
+/// The maximum depth of a normalising tile; `kPreDepth` of `ConvConfig`.
 pub const NORMALIZED_DEPTH_MAX: usize = 2560;
 
-/// The most arrival words a split product may use.
+/// The maximum number of arrival words of a split product.
 pub const ARRIVALS_MAX: usize = 1 << 16;
 
-/// The most workspace a split product may use.
+/// The maximum workspace of a split product.
 pub const WORKSPACE_BYTES_MAX: usize = 64 << 20;
 
-/// A product as the choice of tiles sees it.
+/// The properties of a product that the selection of tiles uses.
 #[derive(Clone, Copy, Debug)]
 pub struct Problem {
     /// Output pixels.
@@ -121,11 +121,11 @@ pub struct Problem {
     pub columns: usize,
     /// Taps times channels.
     pub depth: usize,
-    /// Channels a copy may take: 8, or 4 for an image.
+    /// Channels of a copy: 8, or 4 for an image.
     pub vec: usize,
-    /// The walk.
+    /// The access to the input.
     pub access: InputAccess,
-    /// Whether the input is normalised on the way.
+    /// Whether the input is normalised while it is loaded.
     pub normalizes: bool,
     /// Multiprocessors of the device.
     pub multiprocessors: usize,
@@ -138,9 +138,9 @@ pub struct Problem {
 pub struct Variant {
     /// The shape.
     pub tile: Tile,
-    /// Parts of the depth.
+    /// Parts that the depth is split into.
     pub splits: usize,
-    /// How they come together.
+    /// How their sums are added.
     pub reduction: SplitReduction,
 }
 
@@ -150,7 +150,7 @@ impl Tile {
         self.warps.0 * self.warps.1 * self.warps.2 * 32
     }
 
-    /// Floats of one staged part of the sums.
+    /// Floats of one warp group's partial sums.
     pub fn part_floats(&self) -> usize {
         self.bm * (self.bn + 8)
     }
@@ -163,7 +163,7 @@ impl Tile {
         ring.max(sums) + self.bn * 4 + scales
     }
 
-    /// The kernel for `walk`.
+    /// The kernel for `access`.
     pub fn kernel(&self, access: InputAccess, normalizes: bool) -> KernelText {
         let (wm, wn, wk) = self.warps;
         let access = match access {
@@ -191,7 +191,7 @@ impl Tile {
 }
 
 impl Problem {
-    /// Every variant worth timing, the one that should be fastest first.
+    /// Every variant worth measuring, the one with the lowest estimate first.
     pub fn variants(&self) -> Vec<Variant> {
         let mut all: Vec<Variant> =
             self.tiles().iter().flat_map(|tile| self.splits_of(*tile)).collect();
@@ -249,9 +249,9 @@ impl Problem {
         variants
     }
 
-    /// A rough model of the time, to order variants nobody has timed: what an SM must do with all its blocks
-    /// at the rate of its tensor cores and of its share of L2, or the latency of a chain of steps, whichever is
-    /// longer.
+    /// A rough estimate of the time, to sort variants without measurements: the work of an SM with
+    /// all its blocks at the rate of its tensor cores and of its share of L2, or the latency of its
+    /// steps, whichever is longer.
     fn estimate_us(&self, variant: &Variant) -> f64 {
         const FLOP_PER_US: f64 = 3.0e6;
         const L2_BYTES_PER_US: f64 = 55.0e3;
@@ -276,7 +276,7 @@ impl Problem {
 }
 
 impl Variant {
-    /// A name for tables and caches.
+    /// A name for tables and the tuning cache.
     pub fn name(&self) -> String {
         let Tile { bm, bn, bk, warps, .. } = self.tile;
         let depth = if warps.2 > 1 { format!("k{}", warps.2) } else { String::new() };
@@ -298,7 +298,7 @@ impl Variant {
         if self.reduction == SplitReduction::Workspace { problem.tile_count(&self.tile) } else { 0 }
     }
 
-    /// Memory for the parts.
+    /// Memory for the partial sums.
     pub fn workspace_bytes(&self, problem: &Problem) -> usize {
         if self.reduction != SplitReduction::Workspace {
             return 0;

@@ -1,4 +1,5 @@
-//! Pooling, resizing, sampling and response normalization over strided pictures: `kernels/window.cuh`.
+//! Pooling, resizing, sampling and response normalization over strided images:
+//! `kernels/window.cuh`.
 
 mod resize;
 
@@ -15,7 +16,8 @@ use super::view::{Element, View};
 
 pub use resize::{ResizeAxis, grid_sample, resize, resize_axes};
 
-/// Windows of `x`, `[N, C, ..]`, with up to three spatial dimensions. `places` is what [`PoolKind::MaxWithIndices`] has besides.
+/// Windows of `x`, `[N, C, ..]`, with up to three spatial dimensions. `places` is the second output
+/// of [`PoolKind::MaxWithIndices`].
 pub fn pool(spec: &Pool, x: &View, y: &View, places: Option<&View>) -> Result<StepDraft, String> {
     check_view(x)?;
     check_output(y)?;
@@ -65,7 +67,7 @@ pub fn pool(spec: &Pool, x: &View, y: &View, places: Option<&View>) -> Result<St
     Ok(work)
 }
 
-/// Where the places of the largest elements go, if they are asked for.
+/// The view for the indices of the largest elements, if they are an output.
 fn checked_places<'a>(
     kind: PoolKind,
     y: &View,
@@ -144,14 +146,15 @@ pub fn lrn(
 /// Ends a chain of writes.
 fn end(_: &mut ArgsWriter) {}
 
-/// The border of both ends that makes the output as large as it is.
+/// The padding of both ends that gives the output its size.
 fn border(sizes: &Sizes, i: usize) -> usize {
     let reach =
         (sizes.output[i] - 1) * sizes.strides[i] + sizes.dilations[i] * (sizes.kernel[i] - 1) + 1;
     reach.saturating_sub(sizes.input[i])
 }
 
-/// Where windows end that count towards a mean with their border; -1 when only what lies in the picture counts.
+/// Where windows end that count towards a mean with their padding; -1 when only elements of the
+/// image count.
 fn counted(spec: &Pool, sizes: &Sizes, pads: [i32; 3]) -> [i32; 3] {
     if spec.kind != (PoolKind::Average { count_include_pad: true }) {
         return [-1; 3];
@@ -170,7 +173,7 @@ fn counted(spec: &Pool, sizes: &Sizes, pads: [i32; 3]) -> [i32; 3] {
     })
 }
 
-/// How the place of an element counts within its plane.
+/// How the index of an element is counted within its plane.
 fn place_strides(kind: PoolKind, sizes: &Sizes) -> [usize; 3] {
     let [depth, height, width] = sizes.input;
     match kind {
@@ -179,7 +182,8 @@ fn place_strides(kind: PoolKind, sizes: &Sizes) -> [usize; 3] {
     }
 }
 
-/// Over all outputs in memory order: output, places, input, place of the plane, where the window begins.
+/// Over all outputs in memory order: output, indices, input, index of the plane, start of the
+/// window.
 fn pool_nest(x: &View, y: &View, places: Option<&View>, sizes: &Sizes) -> LoopNest {
     let of = |view: &View| {
         let spatial = three(&view.strides[2..], 0);

@@ -1,4 +1,4 @@
-//! Plans with a common beginning give the same outputs taken apart as whole.
+//! Plans with a common prefix give the same outputs split as whole.
 
 use base::Random;
 use model::op::{Binary, MatMul, Unary};
@@ -8,7 +8,7 @@ use super::*;
 
 const WIDTH: usize = 6;
 
-/// A plan made step by step.
+/// Builds a plan step by step.
 struct Builder {
     plan: LaunchPlan,
     batch: &'static str,
@@ -47,10 +47,10 @@ impl Builder {
         output
     }
 
-    /// A product with random weights, or something cheap, of random values before it.
+    /// A product with random weights, or a cheap operator, of random earlier values.
     fn random_step(&mut self, random: &mut Random) {
         let pick = |builder: &Builder, random: &mut Random| {
-            // Rather the latest ones: a plan should be deep.
+            // Prefers recent values: a plan should be deep.
             let back = random.below(builder.open.len().min(3) as u64) as usize;
             builder.open[builder.open.len() - 1 - back]
         };
@@ -77,7 +77,7 @@ impl Builder {
         self.step(Op::MatMul(MatMul::default()), &[of, weight]);
     }
 
-    /// Every value that nobody reads is an output.
+    /// Every value without a reader is an output.
     fn finish(mut self) -> LaunchPlan {
         let read: BTreeSet<ValueId> =
             self.plan.steps.iter().flat_map(|s| s.inputs.iter().flatten()).copied().collect();
@@ -89,7 +89,7 @@ impl Builder {
     }
 }
 
-/// What a plan computes, step by step.
+/// Runs a plan step by step.
 fn run(plan: &LaunchPlan, inputs: Vec<Tensor>) -> Vec<Tensor> {
     let mut values: BTreeMap<ValueId, Tensor> = plan.constants.iter().cloned().collect();
     values.extend(plan.inputs.iter().copied().zip(inputs));

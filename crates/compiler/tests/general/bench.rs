@@ -14,7 +14,7 @@ use model::{DataType, Tensor};
 
 use crate::tolerance;
 
-/// Numbers that are the same in every run.
+/// Random numbers that are the same in every run.
 pub struct Random(u64);
 
 impl Random {
@@ -29,7 +29,7 @@ impl Random {
         (self.0 >> 16) as usize % limit
     }
 
-    /// Between -2 and 2, in steps that half precision has.
+    /// Between -2 and 2, in steps that half precision can represent.
     pub fn floats(&mut self, shape: &[usize]) -> Tensor {
         let len = shape.iter().product();
         let values =
@@ -45,12 +45,12 @@ impl Random {
     }
 }
 
-/// How a tensor lies in its buffer.
+/// The layout of a tensor in its buffer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Layout {
     /// Row-major.
     Packed,
-    /// Dimension 1 fastest, with a number of elements behind each pixel that no value has.
+    /// Dimension 1 fastest, with a number of unused elements behind each pixel.
     ChannelsLast(usize),
     /// Row-major with a gap behind each row, beginning at an odd element.
     Gapped,
@@ -72,14 +72,14 @@ struct Check {
     tolerance: f64,
 }
 
-/// Buffers, launches and what they should give.
+/// Buffers, launches and expected results.
 #[derive(Default)]
 pub struct Bench {
     buffers: Vec<Vec<u8>>,
     kernels: Vec<Kernel>,
     launches: Vec<Launch>,
     checks: Vec<Check>,
-    /// Two operators that are one kernel, where there are such.
+    /// Two operators in one kernel, if any.
     fused: String,
 }
 
@@ -94,7 +94,7 @@ impl Bench {
         view
     }
 
-    /// A buffer for a value of `shape`, full of numbers that are none.
+    /// A buffer for a value of `shape`, filled with NaN.
     pub fn room(&mut self, shape: &[usize], layout: Layout, element: Element) -> View {
         let rank = shape.len();
         let order: Vec<usize> = match layout {
@@ -123,7 +123,7 @@ impl Bench {
         view
     }
 
-    /// Runs `works` one after the other, once for every way to compute them, and expects `outputs`.
+    /// Runs `works` one after the other, once per variant, and expects `outputs`.
     pub fn check(
         &mut self,
         name: &str,
@@ -134,7 +134,7 @@ impl Bench {
         self.check_with_fault(name, works, outputs, tolerance, false);
     }
 
-    /// As [`Bench::check`], and expects that an index out of range is told, or not.
+    /// As [`Bench::check`], and expects that an index out of range is reported, or not.
     pub fn check_with_fault(
         &mut self,
         name: &str,
@@ -197,8 +197,9 @@ impl Bench {
         });
     }
 
-    /// Runs two operators in common launches: all tiles of the first with some of the second, then the others of the second.
-    /// Each has one output, which `outputs` tell. A program holds one such pair.
+    /// Runs two operators in common launches: all tiles of the first with some of the second, then
+    /// the remaining ones of the second. Each has one output, given by `outputs`. A program holds
+    /// one such pair.
     pub fn check_fused(
         &mut self,
         name: &str,
@@ -266,7 +267,7 @@ impl Bench {
         self.compare(&bytes);
     }
 
-    /// What ran when the program died.
+    /// What was running when the program crashed.
     fn last_kernel(&self, log: &str) -> String {
         let number =
             log.lines().filter_map(|line| line.strip_prefix("launch of kernel ")).next_back();
@@ -289,7 +290,7 @@ impl Bench {
         }
     }
 
-    /// The kernels as one C++ program: each in a namespace of its own, headers before.
+    /// The kernels as one C++ program: each in its own namespace, headers first.
     fn program(&self) -> String {
         let mut text =
             "#define TILES_BF16\n#include \"number.cuh\"\n#include \"machine.h\"\n".to_string();
@@ -310,7 +311,7 @@ impl Bench {
                 .lines()
                 .filter(|line| !line.starts_with("#include") && !line.starts_with("#define"))
                 .collect();
-            // A generated operator is the only `Function`; each gets a name of its own.
+            // A generated operator is always called `Function`; each gets its own name.
             let function = format!("Function{number}");
             let body = body.join("\n").replace("struct Function", &format!("struct {function}"));
             let expression =
@@ -384,10 +385,11 @@ impl Bench {
     }
 }
 
-/// Both kernels as one, as an operator of the host's machine: what a GPU gets, without the entry point.
+/// Both kernels as one, as an operator of the host's emulation: what a GPU gets, without the entry
+/// point.
 fn fused(first: &Kernel, second: &Kernel) -> (String, Kernel) {
     let text = cuda::fused_operators(first, second, GpuCompiler::default().headers());
-    // Entry points are of CUDA alone; what they check, the program checks of the whole.
+    // Entry points exist in CUDA only; the program checks the same for the whole.
     let is_kept =
         |line: &&str| !line.contains("\"entry.cuh\"") && !line.starts_with("TILES_EXPECT");
     let text: Vec<&str> = text.lines().filter(is_kept).collect();
@@ -413,7 +415,7 @@ struct FusedOp {
     (text.join("\n") + operator + "\n", kernel)
 }
 
-/// False where there is no compiler: the same text is then only compiled for GPUs.
+/// False without a compiler: the same text is then only compiled for GPUs.
 fn compile(source: &Path, program: &Path) -> bool {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let run = Command::new("g++")

@@ -1,4 +1,4 @@
-//! Two operators in one launch compute what each does alone, whichever has the larger blocks.
+//! Two operators in one launch compute the same as each alone, whichever has the larger blocks.
 
 use compiler::gpu::args::{Address, ArgsWriter};
 use compiler::gpu::draft::{KernelText, LaunchDraft};
@@ -10,10 +10,10 @@ use model::op::{Op, Softmax, SoftmaxKind};
 use crate::bench::{Bench, Layout, Random};
 use crate::reference;
 
-/// Elements that a block of [`BACKWARDS`] turns round, a thread each.
+/// Elements that a block of [`BACKWARDS`] reverses, one per thread.
 const BLOCK: usize = 64;
 
-/// An operator of small blocks whose threads need each other's work: a barrier too early or too late shows.
+/// An operator of small blocks whose threads depend on each other: a misplaced barrier shows.
 const BACKWARDS: &str = r#"#include "base.cuh"
 namespace tiles {
 struct Backwards {
@@ -33,7 +33,7 @@ struct Backwards {
 }
 "#;
 
-/// A launch, its output's view and what that should be.
+/// A launch, its output's view and the expected result.
 type Side = (LaunchDraft, View, Tensor);
 
 fn backwards(bench: &mut Bench, x: &Tensor) -> Side {

@@ -1,4 +1,4 @@
-//! The text of a few generated kernels, as files. `ATOLL_BLESS=1` rewrites them.
+//! The text of a few generated kernels, compared with golden files. `ATOLL_BLESS=1` rewrites them.
 
 use std::path::Path;
 

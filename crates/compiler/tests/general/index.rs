@@ -43,7 +43,7 @@ fn gathers() {
     bench.finish("gathers");
 }
 
-/// Indices past the end read the nearest element, write nothing, and are told.
+/// Indices past the end read the nearest element, write nothing, and are reported.
 #[test]
 fn wild_indices_stay_inside() {
     let mut bench = Bench::default();
@@ -89,7 +89,7 @@ fn scatters() {
         ScatterReduction::Min,
     ];
     for reduction in all {
-        // Without a reduction indices must not meet.
+        // Without a reduction, indices must be distinct.
         let apart: Vec<i64> = (0..3 * 20).map(|i| (i / 20 + i) % 6).collect();
         let apart = Tensor::from_vec(vec![3, 5, 4], apart).unwrap();
         let meeting = random.integers(&[3, 5, 4], -6, 6);

@@ -98,7 +98,7 @@ fn convolutions() {
         let spec = Conv { activation: Activation::LeakyRelu { alpha: 0.1 }, ..spec };
         let expected = crate::reference(&Op::Conv(spec.clone()), &[&x, &weight], 1).remove(0);
         let residual = random.floats(expected.shape());
-        // An absent bias is an input of zeros to the reference.
+        // An absent bias is an input of zeros for the reference.
         let zeros = model::Tensor::from_vec(vec![kernel[0]], vec![0f32; kernel[0]]).unwrap();
         Case::new(Op::Conv(spec.clone()), &[&x, &weight, &zeros, &residual])
             .check(&mut bench, |i, o| {

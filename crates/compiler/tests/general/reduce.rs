@@ -1,4 +1,4 @@
-//! Reductions, softmax, normalizations, running sums, the largest few.
+//! Reductions, softmax, normalizations, cumulative sums, top-k.
 
 use compiler::gpu::reduce;
 use compiler::gpu::view::Element;

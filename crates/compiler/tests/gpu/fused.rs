@@ -1,4 +1,5 @@
-//! Kernels of two operators each compile, whatever names both define, and need about the registers of the hungrier.
+//! Kernels of two operators each compile, even if both define the same names, and need about the
+//! registers of the larger one.
 
 use compiler::gpu::GpuCompiler;
 use cuda::{EntryFacts, KernelReport};
@@ -7,13 +8,13 @@ use model::gpu::{GpuPlan, Kernel};
 
 use crate::{kernels, lower_for, models};
 
-/// The kernels that plans of several kinds use at batch 1.
+/// The kernels that several plans use at batch 1.
 fn plans() -> Vec<GpuPlan> {
     let plans = [kernels::layers(), models::dense(), models::odd(), models::encoder()];
     plans.iter().map(|plan| lower_for(plan, 1, 90)).collect()
 }
 
-/// The first kernel of those that `wanted` takes, behind `skip` of them.
+/// The first kernel that `wanted` accepts, after skipping `skip` of them.
 fn kernel(plans: &[GpuPlan], skip: usize, wanted: impl Fn(&Kernel) -> bool) -> Kernel {
     let mut all: Vec<&Kernel> =
         plans.iter().flat_map(|plan| &plan.kernels).filter(|k| wanted(k)).collect();
@@ -65,7 +66,8 @@ fn check(report: &KernelReport, real_time: &Kernel, best_effort: &Kernel) {
     let alone = [real_time, best_effort].map(registers_alone);
     println!("{registers} registers ({alone:?}), {spilled_bytes} spilled: {name}");
     assert_eq!((entry.as_str(), *spilled_bytes), ("dkp", 0), "{name}");
-    // An operator that the compiler had left out would need none; real time's are never taken away.
+    // An operator that the compiler removed would need none; the real-time operator keeps its
+    // registers.
     let needed = alone[0].max(alone[1]);
     assert!(
         *registers + 8 >= needed && *registers <= needed.max(64) + 24,
@@ -73,7 +75,7 @@ fn check(report: &KernelReport, real_time: &Kernel, best_effort: &Kernel) {
     );
 }
 
-/// Registers of `kernel` as real time by itself, as the committed table says; none for a generated one.
+/// Registers of `kernel` alone as real time, from the committed table; none for a generated one.
 fn registers_alone(kernel: &Kernel) -> u32 {
     let table = include_str!("../../kernels/registers.txt");
     let found = table.lines().find_map(|line| {

@@ -1,4 +1,5 @@
-//! Models lowered to GPU kernels: plans are sound, share weights between sizes, and look as expected.
+//! Models lowered to GPU kernels: plans are valid, share weights between sizes, and match golden
+//! files.
 
 mod fused;
 mod kernels;
@@ -83,13 +84,14 @@ fn weights_are_shared_between_sizes_and_as_long_as_they_say() {
 #[test]
 fn concatenations_cost_no_copy_and_sibling_products_one_launch() {
     let copies = |plan: &GpuPlan| plan.steps.iter().filter(|step| step.op == "Copy").count();
-    // The input's conversion and the output's.
+    // The conversions of the input and of the output.
     assert_eq!(copies(&lower(&dense(), 1)), 2);
     let products = lower(&encoder(), 1).steps.iter().filter(|step| step.op == "MatMul").count();
     assert_eq!(products, 2);
 }
 
-/// An activation the product kernels do not know stays behind them, and does not push them off the tensor cores.
+/// An activation that product kernels do not support becomes a step of its own, and the product
+/// stays on the tensor cores.
 #[test]
 fn an_activation_without_a_kernel_is_a_step_of_its_own() {
     let plan = models::hard();
@@ -105,7 +107,7 @@ fn an_activation_without_a_kernel_is_a_step_of_its_own() {
     }
 }
 
-/// What a person would check by eye: steps with their sizes and first variants.
+/// A summary for review: steps with their sizes and first variants.
 fn listing(plan: &GpuPlan) -> String {
     let mut text = String::new();
     for step in &plan.steps {
@@ -125,7 +127,7 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(format!("{name}.txt"))
 }
 
-/// `ATOLL_BLESS=1` rewrites the files; the difference is then for review.
+/// `ATOLL_BLESS=1` rewrites the golden files.
 #[test]
 fn listings_are_as_committed() {
     for (name, plan) in plans() {

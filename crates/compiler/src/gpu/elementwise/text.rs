@@ -1,4 +1,4 @@
-//! The C++ text of a chain.
+//! Generates the C++ text of a chain.
 
 use std::fmt::Write as _;
 
@@ -8,14 +8,14 @@ use super::super::loop_nest::{computed, computed_name, include};
 use super::super::view::Element;
 use super::{Access, Expr, Operand};
 
-/// What of a chain's loops is fixed at compile time.
+/// Properties of a chain's loops that are compile-time constants.
 #[derive(Clone, Copy)]
 pub(super) struct Shape {
     pub rank: usize,
     pub count: usize,
 }
 
-/// A value of the generated function: a C++ expression without side effects, and what it is computed in.
+/// A value of the generated function: a C++ expression without side effects, and its type.
 type Value = (String, Element);
 
 /// The function of a chain, as `Function` of `kernels/chain.cuh`.
@@ -70,7 +70,7 @@ struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// Gives the value of `text` a name.
+    /// Assigns the value of `text` to a variable.
     fn name(&mut self, text: &str, element: Element) -> Value {
         let name = format!("t{}", self.named);
         self.named += 1;
@@ -148,7 +148,7 @@ impl Writer<'_> {
         Ok((format!("x{index}[i]"), computed(self.operands[index].element)))
     }
 
-    /// `x` as `to`, which is a computed type.
+    /// `x` converted to `to`, which is a computed type.
     fn cast(&mut self, x: Value, to: Element) -> Result<Value, String> {
         if x.1 == to {
             return Ok(x);
@@ -235,7 +235,7 @@ impl Writer<'_> {
         }
         if element.is_float() {
             let exponent = self.cast(exponent.clone(), element)?;
-            // Squares are what models have most; they need no logarithm.
+            // Squares are the most frequent and need no logarithm.
             return Ok(match exponent.0.as_str() {
                 "2.0f" => self.name(&format!("{0} * {0}", base.0), element),
                 "0.5f" => self.name(&format!("number::sqrt({})", base.0), element),
@@ -324,7 +324,7 @@ impl Writer<'_> {
     }
 }
 
-/// The call of a function that only floating-point numbers have.
+/// A call of a function that exists for floating-point numbers only.
 fn float_function(unary: Unary, x: &str, kind: &str) -> Result<String, String> {
     let plain = |name: &str| format!("number::{name}({x})");
     let with = |name: &str, parameters: &[f32]| {
@@ -374,7 +374,7 @@ fn float_function(unary: Unary, x: &str, kind: &str) -> Result<String, String> {
     })
 }
 
-/// A constant to the bit.
+/// A constant, exact to the bit.
 fn float(value: f32) -> String {
     match value {
         value if value.is_nan() => "__int_as_float(0x7fc00000)".to_string(),

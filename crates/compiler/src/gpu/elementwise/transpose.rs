@@ -1,4 +1,4 @@
-//! Copies that swap the fastest dimension, a square at a time through shared memory.
+//! Copies that change the fastest dimension, in squares through shared memory.
 
 use super::super::args::ArgsWriter;
 use super::super::draft::{LaunchDraft, StepDraft};
@@ -8,7 +8,8 @@ use super::super::view::View;
 /// Edge of a square: `kTurn` of `kernels/chain.cuh`.
 const SQUARE: usize = 32;
 
-/// Below this extent of either dimension a plain copy is as good: threads then read or write runs of whole pixels.
+/// If either dimension is smaller, a plain copy is as fast: threads then read or write runs of
+/// whole pixels.
 const WORTHWHILE: usize = 16;
 
 /// The copy of `from` to `to`, of the same shape, when their fastest dimensions differ and both are long.

@@ -1,4 +1,4 @@
-//! Operators that move elements and compute none.
+//! Operators that move elements without computing.
 
 use graph::ir::Node;
 use model::op::{Op, PadMode};
@@ -69,7 +69,7 @@ impl Lowering<'_> {
         Ok(true)
     }
 
-    /// Tile, Pad and slices that run backwards.
+    /// Tile, Pad and slices with negative steps.
     fn repetition(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
         let (work, y) = match &node.op {
             Op::Tile => {
@@ -99,7 +99,7 @@ impl Lowering<'_> {
         Ok(true)
     }
 
-    /// What is put before the first element along every dimension.
+    /// The padding before the first element of every dimension.
     fn pad_begins(&self, node: &Node, rank: usize) -> Result<Vec<i64>, UnsupportedReason> {
         let pads = self.ints(node, 1)?.ok_or("no pads")?;
         let axes = match self.ints(node, 3)? {

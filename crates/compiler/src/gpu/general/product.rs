@@ -57,7 +57,7 @@ impl Lowering<'_> {
         Ok(true)
     }
 
-    /// A filter `[out, in, taps...]` with its input channels fastest, as pictures have them.
+    /// A filter `[out, in, taps...]` with its input channels fastest, as in images.
     fn filter(&mut self, node: &Node) -> Result<View, UnsupportedReason> {
         let id = node.inputs.get(1).copied().flatten().ok_or("no weight")?;
         let Some(tensor) = self.graph.constant(id).cloned().filter(|t| t.shape().len() > 2) else {
@@ -92,7 +92,7 @@ impl Lowering<'_> {
         }
         let mut shape = self.shape(Self::output(node)?)?;
         shape[rank - 1] = k.shape[k.shape.len() - 2];
-        // Scores in single precision: their exponentials are what counts.
+        // Scores are in single precision: their exponentials amplify errors.
         let scratch = (self.packed(&shape, Element::F32), self.packed(&shape, q.element));
         let y = self.heads_side_by_side(node)?;
         let scratch = (&scratch.0, &scratch.1);
@@ -103,8 +103,8 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    /// Memory for `[batch, heads, tokens, width]` in which a token's heads lie side by side, as what follows
-    /// usually wants them.
+    /// Memory for `[batch, heads, tokens, width]` in which a token's heads are adjacent, as the
+    /// next step usually reads them.
     fn heads_side_by_side(&mut self, node: &Node) -> Result<View, UnsupportedReason> {
         let id = Self::output(node)?;
         let (shape, element) = (self.shape(id)?, self.element(id)?);

@@ -13,10 +13,10 @@ use super::super::loop_nest::{
 use super::super::view::{Element, View};
 use super::is_index;
 
-/// Where kernels say that an index is out of range.
+/// Where kernels report an index out of range.
 const FAULT: Address = Address::Fixed(MemoryLocation::Fault);
 
-/// The most dimensions one index speaks of.
+/// The maximum number of dimensions that one index addresses.
 const MAX_PARTS: usize = 6;
 
 /// `y = x[.., indices, ..]` along `axis`.
@@ -52,7 +52,7 @@ pub fn gather_elements(
     gathered("GatherElements", loops, parts, x, indices, y)
 }
 
-/// `y` is what the tuples along the last dimension of `indices` point to, batch by batch.
+/// `y` is the elements that the tuples along the last dimension of `indices` address, per batch.
 pub fn gather_nd(
     batch_dims: usize,
     x: &View,
@@ -80,7 +80,8 @@ pub fn gather_nd(
     gathered("GatherND", Loops { shape, data, indices: places }, parts, x, indices, y)
 }
 
-/// `y = x`, then `y[.., indices[.., i, ..], ..] = updates[.., i, ..]` along `axis`, or folded into what is there.
+/// `y = x`, then `y[.., indices[.., i, ..], ..] = updates[.., i, ..]` along `axis`, or combined
+/// with the existing element.
 pub fn scatter_elements(
     axis: usize,
     reduction: ScatterReduction,
@@ -127,7 +128,7 @@ pub fn scatter_elements(
     )
 }
 
-/// `y = x`, then `y[indices[i]] = updates[i]`, or folded into what is there.
+/// `y = x`, then `y[indices[i]] = updates[i]`, or combined with the existing element.
 pub fn scatter_nd(
     reduction: ScatterReduction,
     (x, indices, updates): (&View, &View, &View),
@@ -172,7 +173,8 @@ pub fn scatter_nd(
     operands.fold("ScatterND", reduction, (nest, coordinates), (tuples.merged(), amount), &parts)
 }
 
-/// What an index speaks of: sizes and strides of dimensions, and elements between the parts of an index.
+/// The dimensions that an index addresses: their sizes and strides, and the stride between the
+/// parts of an index.
 struct Parts {
     size: Vec<usize>,
     stride: Vec<usize>,
@@ -188,7 +190,7 @@ impl Parts {
     }
 }
 
-/// The output's dimensions as steps through data and indices.
+/// The strides of data and indices along the output's dimensions.
 struct Loops {
     shape: Vec<usize>,
     data: Vec<usize>,
@@ -241,7 +243,8 @@ fn gathered(
     Ok(single(op, signature, draft, &[x, indices], y))
 }
 
-/// Makes elements that lie together in the data and the output one unit of up to 16 bytes, and names its type.
+/// Combines elements that are adjacent in data and output into units of up to 16 bytes, and returns
+/// the unit's type.
 fn unit(nest: &mut LoopNest, parts: &mut Parts, x: &View, y: &View) -> &'static str {
     let size = x.element.size();
     let mut count = 16 / size;
@@ -337,8 +340,9 @@ impl Operands<'_> {
         Ok(vec![first, work])
     }
 
-    /// Every output folds in the updates meant for it. `strides`: of updates and indices over the output's dimensions, and of
-    /// what an index is compared with; `candidates`: the walk over updates, and how many there are.
+    /// Every output combines the updates that address it. `strides`: of updates and indices along
+    /// the output's dimensions, and of the coordinates that an index is compared with;
+    /// `candidates`: the loops over updates, and their number.
     fn fold(
         &self,
         op: &'static str,

@@ -1,4 +1,4 @@
-//! Tensors made of their indices: chains of element operators with coordinates.
+//! Tensors computed from their indices: chains of element-wise operators with coordinates.
 
 use model::op::{Binary, Compare};
 
@@ -7,7 +7,7 @@ use super::super::elementwise::{Expr, work};
 use super::super::loop_nest::computed;
 use super::super::view::{Element, View};
 
-/// `values`, which are off and on, with on where the index along `axis` is the one `indices` holds.
+/// `values` are off and on; on is where the index along `axis` equals that in `indices`.
 pub fn one_hot(axis: usize, indices: &View, values: &View, y: &View) -> Result<StepDraft, String> {
     if axis > indices.shape.len() || values.shape != [2] || y.shape.len() != indices.shape.len() + 1
     {
@@ -55,7 +55,7 @@ pub fn eye_like(k: i64, y: &View) -> Result<StepDraft, String> {
     Ok(StepDraft { op: "EyeLike", ..work(&expr, &[], y)? })
 }
 
-/// Compares the diagonal an element of the last two dimensions is on with `k`.
+/// Compares the diagonal of an element in the last two dimensions with `k`.
 fn diagonal(compare: Compare, k: i64, y: &View) -> Result<Expr, String> {
     let rank = y.shape.len();
     if rank < 2 {
@@ -70,7 +70,7 @@ fn long(value: i64) -> Box<Expr> {
     Box::new(Expr::Integer(Element::I64, value))
 }
 
-/// A small number of the type `element` is computed in.
+/// A small number in the type that `element` is computed in.
 fn constant(element: Element, value: i8) -> Expr {
     match computed(element) {
         Element::F32 => Expr::Float(f32::from(value)),

@@ -1,4 +1,4 @@
-//! Convolutions as products, and directly where a group has few channels.
+//! Convolutions as products, and direct convolutions for groups of few channels.
 
 use model::op::{Activation, Conv, ConvTranspose, Padding, Window};
 
@@ -8,7 +8,7 @@ use super::super::loop_nest::{LoopNest, describe_all, kernel, single};
 use super::super::view::{Element, View};
 use super::{Epilogue, Extra, Kind, Picture, Problem, Views, check, drop_ref, write_activation};
 
-/// Below this many output channels a group, a tile of a product would be mostly empty.
+/// With fewer output channels per group, most of a product's tile would be unused.
 const FEW_CHANNELS: usize = 8;
 
 /// `output = activation(conv(x, weight) + bias + residual)`: `x` is `[N, C, ..]`, `weight` `[O, C / groups, ..]`, `bias` `[O]`.
@@ -67,7 +67,7 @@ pub fn conv_transpose(
             weight.shape, x.shape, output.shape
         ));
     }
-    // The border that makes the output as large as it is.
+    // The padding that gives the output its size.
     let total = |i: usize| {
         let extra = spec.output_padding.get(i).copied().unwrap_or(0);
         let whole = sizes.strides[i] * (sizes.input[i] - 1)
@@ -115,14 +115,14 @@ struct Roles {
     group: usize,
 }
 
-/// Spatial sizes, three of each: what is missing comes first and is one.
+/// Spatial sizes, three of each: missing ones come first and are one.
 pub(in crate::gpu) struct Sizes {
     pub input: [usize; 3],
     pub output: [usize; 3],
     pub kernel: [usize; 3],
     pub strides: [usize; 3],
     pub dilations: [usize; 3],
-    /// Spatial dimensions there are.
+    /// The number of spatial dimensions.
     pub rank: usize,
 }
 
@@ -170,7 +170,7 @@ impl Sizes {
     }
 }
 
-/// At the end of three, `fill` before.
+/// The values at the end of three, `fill` before them.
 pub(in crate::gpu) fn three(list: &[usize], fill: usize) -> [usize; 3] {
     let mut all = [fill; 3];
     let missing = 3usize.saturating_sub(list.len());
@@ -180,7 +180,8 @@ pub(in crate::gpu) fn three(list: &[usize], fill: usize) -> [usize; 3] {
     all
 }
 
-/// The border at the beginning of each dimension; `total` is that of both ends where the window asks for an output size.
+/// The padding at the beginning of each dimension; `total` is that of both ends where the window
+/// gives an output size.
 pub(in crate::gpu) fn begins(
     window: &Window,
     sizes: &Sizes,
@@ -242,7 +243,7 @@ impl Layer {
         Picture { size: self.sizes.input, stride, pad: self.pads, step }
     }
 
-    /// How far a step of the output moves through the picture.
+    /// The stride in the image of one step of the output.
     fn pace(&self) -> [usize; 3] {
         if self.kind == Kind::Transposed { [1; 3] } else { self.sizes.strides }
     }
@@ -272,7 +273,8 @@ impl Layer {
         Problem { kind, group, row, inner, columns: self.columns, depth, column, picture }
     }
 
-    /// The walk over pixels. A `plain` one needs no coordinates: a kernel of one tap without a border never leaves the picture.
+    /// The loops over pixels. A `plain` one needs no coordinates: a kernel of one tap without
+    /// padding never leaves the image.
     fn rows(&self, views: &Views, plain: bool) -> LoopNest {
         let Views { a: x, residual, output, .. } = *views;
         let of = |view: &View| {
@@ -297,7 +299,8 @@ impl Layer {
         LoopNest::new(&[x.shape[0], d, h, w], &operands).merged()
     }
 
-    /// The walk over input channels and taps, the channels inside where they are fastest in the input.
+    /// The loops over input channels and taps; channels are innermost if they are fastest in the
+    /// input.
     fn inner(&self, x: &View, weight: &View, roles: Roles, plain: bool) -> LoopNest {
         let [d, h, w] = self.sizes.kernel;
         let taps = three(&weight.strides[2..], 0);
@@ -360,7 +363,8 @@ impl Layer {
         Ok(StepDraft { flops, ..single(op, signature, draft, &reads, output) })
     }
 
-    /// The walk over all outputs, in the output's memory order: a, b, bias, output, residual, the picture.
+    /// The loops over all outputs, in the output's memory order: a, b, bias, output, residual, the
+    /// position in the image.
     fn outputs(&self, views: &Views, roles: Roles) -> LoopNest {
         let Views { a: x, bias, residual, output, .. } = *views;
         let pace = self.pace();

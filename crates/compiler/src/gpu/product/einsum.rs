@@ -8,8 +8,8 @@ use super::super::view::View;
 use super::{Epilogue, Extra, Kind, Picture, Problem, Views, check};
 use model::op::{Activation, ReduceKind};
 
-/// The sum of products that `equation` says. A label may not stand twice in one operand, and with two operands every label must
-/// stand in the output or in both.
+/// The sum of products of `equation`. A label may occur only once per operand, and with two
+/// operands every label must occur in the output or in both.
 pub fn einsum(equation: &str, operands: &[&View], output: &View) -> Result<StepDraft, String> {
     let (inputs, result) = labels(equation, operands, output)?;
     match (operands, &inputs[..]) {
@@ -31,7 +31,7 @@ fn labels(
     let (left, right) = match plain.split_once("->") {
         Some((left, right)) => (left.to_string(), right.to_string()),
         None => {
-            // Without an output, labels that stand once are kept, in order.
+            // Without an output, labels that occur once are kept, in order.
             let mut once: Vec<char> = plain.chars().filter(|c| c.is_alphabetic()).collect();
             once.sort_unstable();
             let all = once.clone();
@@ -49,7 +49,8 @@ fn labels(
     Ok((inputs, expand(&right, output.shape.len())?))
 }
 
-/// The label of each of `rank` dimensions; those of an ellipsis count from its end, so that operands share them.
+/// The label of each of `rank` dimensions; those of an ellipsis count from its end, so that
+/// operands share them.
 fn expand(term: &str, rank: usize) -> Result<Labels, String> {
     let wrong = || format!("'{term}' for {rank} dimensions");
     let all: Labels = match term.split_once("...") {
@@ -113,7 +114,7 @@ impl Term<'_> {
     }
 }
 
-/// The loops over `labels`; an operand that is none stands still.
+/// The loops over `labels`; an operand without the label has stride 0.
 fn over(labels: &[char], size: &dyn Fn(char) -> usize, terms: &[Option<Term>]) -> LoopNest {
     let shape: Vec<usize> = labels.iter().map(|label| size(*label)).collect();
     let of = |term: &Option<Term>| {

@@ -11,7 +11,7 @@ use super::super::reduce::axis;
 use super::super::view::{Element, View};
 use super::end;
 
-/// The most dimensions that change at once.
+/// The maximum number of dimensions that change at once.
 const MAX_AXES: usize = 3;
 
 /// How a dimension is resized.
@@ -19,11 +19,12 @@ const MAX_AXES: usize = 3;
 pub struct ResizeAxis {
     /// Output extent per input extent, before rounding.
     pub scale: f64,
-    /// The part of the picture that `CropAndResize` reads.
+    /// The part of the image that `CropAndResize` reads.
     pub region: (f64, f64),
 }
 
-/// How every dimension of `shape` is resized, from the operands of the operator: exactly one of `scales` and `sizes`.
+/// The resizing of every dimension of `shape`, from the operands of the operator: exactly one of
+/// `scales` and `sizes`.
 pub fn resize_axes(
     spec: &Resize,
     shape: &[usize],
@@ -70,7 +71,7 @@ pub fn resize_axes(
     Ok(all)
 }
 
-/// `y` is `x` resampled, each dimension by its stretch.
+/// `y` is `x` resampled, each dimension by its scale.
 pub fn resize(
     spec: &Resize,
     resize_axes: &[ResizeAxis],
@@ -123,7 +124,7 @@ pub fn resize(
     Ok(StepDraft { flops, ..single("Resize", signature, draft, &[x], y) })
 }
 
-/// Refuses what the kernel cannot do.
+/// Fails for what the kernel does not support.
 fn check_resize(
     spec: &Resize,
     resize_axes: &[ResizeAxis],
@@ -152,7 +153,7 @@ fn check_resize(
     Ok(())
 }
 
-/// The dimensions that are not merely copied; one at least, for the kernel to have something to do.
+/// The dimensions that are not merely copied; at least one, as the kernel requires.
 fn changing(spec: &Resize, resize_axes: &[ResizeAxis], x: &View, y: &View) -> Vec<usize> {
     let changes = |axis: &usize| {
         let ResizeAxis { scale, region } = resize_axes[*axis];
