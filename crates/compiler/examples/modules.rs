@@ -50,7 +50,8 @@ fn show(path: &Path, sizes: &[(String, usize)], quiet: bool, sources: Option<&Pa
                 );
             }
             println!(
-                "{}: {} steps, {} kernels, {} weights, arena {} KiB, workspace {} KiB at most, a run {} KiB",
+                "{}: {} steps, {} kernels, {} weights, arena {} KiB, workspace at most {} KiB, \
+                 run {} KiB",
                 path.display(),
                 gpu.steps.len(),
                 gpu.kernels.len(),
@@ -68,7 +69,8 @@ fn write_source(folder: &Path, kernel: &Kernel) {
     let Kernel { source, expression, threads, shared_bytes, args_bytes } = kernel;
     let text = format!(
         "#include \"entry.cuh\"\n{source}\nusing Op = {expression};\n\
-         TILES_EXPECT(Op, {threads}, {shared_bytes}, {args_bytes});\nTILES_REAL_TIME(Op)\nTILES_BEST_EFFORT(Op)\n"
+         TILES_EXPECT(Op, {threads}, {shared_bytes}, {args_bytes});\n\
+         TILES_REAL_TIME(Op)\nTILES_BEST_EFFORT(Op)\n"
     );
     let mut hash = std::hash::DefaultHasher::new();
     text.hash(&mut hash);

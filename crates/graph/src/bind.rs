@@ -1,4 +1,4 @@
-//! Models for given sizes of their inputs.
+//! Binds symbols to sizes.
 
 use crate::infer::InferError;
 use crate::ir::Graph;

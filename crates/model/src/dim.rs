@@ -1,8 +1,8 @@
 //! Symbolic dimensions: integer polynomials over named sizes, in one canonical form.
 //!
-//! Two dimensions that are always equal are usually equal values here, so a pass may ask with
-//! [`SymDim::is_same`]. The same type describes the elements of small integer tensors, because shape
-//! arithmetic computes dimensions from them; those may be negative.
+//! Dimensions that are always equal are usually equal values, so passes compare them with
+//! [`SymDim::is_same`]. The same type describes the elements of small integer tensors, because
+//! shape arithmetic computes dimensions from them; those may be negative.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,7 +12,7 @@ use crate::plan::Dim;
 
 mod parse;
 
-/// Expressions beyond these are [`SymDim::Unknown`]: hostile models must not make them grow.
+/// Larger expressions become [`SymDim::Unknown`]: hostile models must not make them grow.
 const MAX_TERMS: usize = 12;
 const MAX_FACTORS: usize = 8;
 const MAX_WEIGHT: usize = 48;
@@ -24,7 +24,7 @@ pub enum SymDim {
     Fixed(i64),
     /// An expression with at least one symbol.
     Expr(Arc<Polynomial>),
-    /// Anything.
+    /// Any size.
     Unknown,
 }
 
@@ -183,8 +183,8 @@ impl SymDim {
         if first { self.clone() } else { other.clone() }
     }
 
-    /// Whether this is `min(n, other)` for a number `n` above 1. Where the two broadcast they are equal,
-    /// since a size above `n` would not fit.
+    /// Whether this is `min(n, other)` for a number `n` above 1. If the two broadcast they are
+    /// equal, since a size above `n` would not be valid.
     pub fn is_capped(&self, other: &SymDim) -> bool {
         let SymDim::Expr(poly) = self else { return false };
         let [(atoms, 1)] = poly.0.as_slice() else { return false };
@@ -199,7 +199,7 @@ impl SymDim {
         }
     }
 
-    /// The value once symbols are bound by `lookup`; parts without a binding stay.
+    /// The value with symbols bound by `lookup`; symbols without a binding stay.
     pub fn substitute(&self, lookup: &dyn Fn(&str) -> Option<i64>) -> SymDim {
         let SymDim::Expr(poly) = self else { return self.clone() };
         let mut sum = SymDim::Fixed(0);

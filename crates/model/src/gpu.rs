@@ -67,8 +67,8 @@ pub struct IoTensor {
 
 /// A kernel: a tile function with its shape, compiled as a real-time or a best-effort launch.
 ///
-/// The module's text is `#include "wrap.cuh"`, then `source`, then `using Op = expression;` and a macro of
-/// `wrap.cuh` that makes the entry points `rt`, or `be` and `be_grid`.
+/// The module's text is `#include "wrap.cuh"`, then `source`, then `using Op = expression;` and a
+/// macro of `wrap.cuh` that makes the entry points `rt`, or `be` and `be_grid`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Kernel {
     /// Text before the operator: includes of `kernels/`, and generated operators.

@@ -64,7 +64,8 @@ pub enum Op {
         /// Added to the variance.
         epsilon: f32,
     },
-    /// `x, scale, [bias]`, over the dimensions from `axis` on; outputs `y, [mean], [inverse deviation]`.
+    /// `x, scale, [bias]`, over the dimensions from `axis` on; outputs `y, [mean], [inverse
+    /// deviation]`.
     LayerNorm {
         /// First normalised dimension; may be negative.
         axis: i64,

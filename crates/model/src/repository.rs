@@ -45,13 +45,17 @@ pub enum RepositoryError {
         reason: String,
     },
     /// No such model or version.
-    #[error("model '{name}'{} is not in the repository", version.map(|v| format!(" version {v}")).unwrap_or_default())]
+    #[error("model '{name}'{} is not in the repository", version_text(*version))]
     NotFound {
         /// The requested name.
         name: String,
         /// The requested version, if any.
         version: Option<u64>,
     },
+}
+
+fn version_text(version: Option<u64>) -> String {
+    version.map(|version| format!(" version {version}")).unwrap_or_default()
 }
 
 /// Whether `name` is a valid model name: letters, digits, `_`, `-` and `.`, and not a path.

@@ -1,4 +1,5 @@
-//! Products on tensor cores: convolutions and matrix products with constant weights, half precision.
+//! Products on tensor cores: convolutions and matrix products with constant weights, half
+//! precision.
 
 use std::sync::Arc;
 

@@ -89,7 +89,8 @@ impl Lowering<'_> {
         let mut reads = vec![input.clone()];
         reads.extend(residual.iter().map(|(view, ..)| view.clone()));
         let signature = format!(
-            "Depthwise {batch}x{:?}/{in_stride} -> {out_h}x{out_w}x{channels}/{out_stride} {window:?} a{act} {}",
+            "Depthwise {batch}x{:?}/{in_stride} -> {out_h}x{out_w}x{channels}/{out_stride} \
+             {window:?} a{act} {}",
             &input.shape[2..],
             residual.is_some()
         );

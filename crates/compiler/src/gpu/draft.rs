@@ -54,7 +54,8 @@ pub struct KernelText {
 pub struct StepDraft {
     /// The operator in one word.
     pub op: &'static str,
-    /// Equal problems have equal signatures: sizes, strides, element types, attributes; no addresses.
+    /// Equal problems have equal signatures: sizes, strides, element types, attributes; no
+    /// addresses.
     pub signature: String,
     /// The variants; the first is the default without measurements.
     pub drafts: Vec<LaunchDraft>,

@@ -231,7 +231,8 @@ fn coordinates(nodes: &[&Expr], output: &View) -> Result<Vec<usize>, String> {
     }
 }
 
-/// The loops over `inputs`, which have the output's shape, and the dimensions `axes` whose index is read.
+/// The loops over `inputs`, which have the output's shape, and the dimensions `axes` whose index is
+/// read.
 fn plan(inputs: &[View], axes: &[usize], output: &View) -> Result<Plan, String> {
     let rank = output.shape.len();
     let mut strides = vec![output.strides.clone(), vec![0; rank]];

@@ -1,7 +1,8 @@
 //! Operators that move elements: gather, scatter, padding, slices, repetition, and those computed
 //! from indices alone (`kernels/index.cuh`).
 //!
-//! Outputs whose size depends on data (`NonZero`, `Compress`, `NonMaxSuppression`) have no kernel: a plan's sizes are fixed.
+//! Outputs whose size depends on data (`NonZero`, `Compress`, `NonMaxSuppression`) have no kernel:
+//! a plan's sizes are fixed.
 
 mod gather;
 mod pattern;

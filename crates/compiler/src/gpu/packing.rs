@@ -50,8 +50,8 @@ pub fn convert(tensor: &Tensor, element: Element) -> Option<Vec<u8>> {
     floats_as(&content::floats(tensor)?, element)
 }
 
-/// A filter `[out, in, taps...]` as `[out][taps][in rounded up]` halves; rows rounded up to eight, and
-/// output channels too.
+/// A filter `[out, in, taps...]` as `[out][taps][in rounded up]` halves; rows rounded up to eight,
+/// and output channels too.
 pub fn filter(tensor: &Tensor, in_rounded: usize) -> Option<Vec<u8>> {
     let values = content::floats(tensor)?;
     let (out_c, in_c) = (tensor.shape()[0], tensor.shape()[1]);
@@ -69,8 +69,8 @@ pub fn filter(tensor: &Tensor, in_rounded: usize) -> Option<Vec<u8>> {
     Some(bytemuck::cast_slice(&packed).to_vec())
 }
 
-/// A matrix `[depth, columns]` (or its transpose) as `[columns][depth]` halves times `factor`, both rounded up
-/// to eight.
+/// A matrix `[depth, columns]` (or its transpose) as `[columns][depth]` halves times `factor`, both
+/// rounded up to eight.
 pub fn matrix(tensor: &Tensor, transposed: bool, factor: f32) -> Option<Vec<u8>> {
     let values = content::floats(tensor)?;
     let rank = tensor.shape().len();

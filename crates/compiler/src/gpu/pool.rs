@@ -57,7 +57,8 @@ impl Lowering<'_> {
             shared_bytes: 0,
         };
         let signature = format!(
-            "Pool {max} {batch}x{:?}/{in_stride} -> {out_h}x{out_w}x{channels}/{out_stride} {window:?}",
+            "Pool {max} {batch}x{:?}/{in_stride} -> {out_h}x{out_w}x{channels}/{out_stride} \
+             {window:?}",
             &input.shape[2..]
         );
         self.push(StepDraft {

@@ -1,4 +1,5 @@
-//! Products of any strides and types: matrix products, convolutions and transposed convolutions (`kernels/product.cuh`).
+//! Products of any strides and types: matrix products, convolutions and transposed convolutions
+//! (`kernels/product.cuh`).
 //!
 //! The weights of a convolution must be constant. All strides are supported; if the input has its
 //! channels fastest, weights with input channels fastest are also read in whole lines.
@@ -35,7 +36,8 @@ pub fn matmul(
     matrix("MatMul", &a, &b, Extra { bias, residual }, epilogue, output)
 }
 
-/// `output = activation(alpha * op(a) @ op(b) + beta * c)` on matrices; `c` broadcasts to the output.
+/// `output = activation(alpha * op(a) @ op(b) + beta * c)` on matrices; `c` broadcasts to the
+/// output.
 pub fn gemm(
     spec: &Gemm,
     (a, b): (&View, &View),

@@ -175,7 +175,8 @@ impl Tile {
         KernelText {
             source: "#include \"conv.cuh\"\n".to_string(),
             expression: format!(
-                "tiles::Conv<tiles::ConvConfig<{bm}, {bn}, {bk}, {wm}, {wn}, {wk}, {stages}, {access}, {vec}, {normalizes}>>"
+                "tiles::Conv<tiles::ConvConfig<{bm}, {bn}, {bk}, {wm}, {wn}, {wk}, {stages}, \
+                 {access}, {vec}, {normalizes}>>"
             ),
             threads: self.threads() as u32,
             shared_bytes: self.shared_bytes(normalizes) as u32,

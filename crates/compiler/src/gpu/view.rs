@@ -261,7 +261,8 @@ impl View {
 fn reshaped_strides(runs: &[(usize, usize)], shape: &[usize]) -> Option<Vec<usize>> {
     let mut strides = vec![1; shape.len()];
     let mut runs = runs.iter().rev();
-    let mut current = (1usize, 1usize); // elements remaining in the run, stride of the next dimension
+    // Elements remaining in the run, and the stride of the next dimension.
+    let mut current = (1usize, 1usize);
     for axis in (0..shape.len()).rev() {
         if shape[axis] == 1 {
             strides[axis] = current.1;

@@ -319,7 +319,8 @@ impl Bench {
             let (threads, shared, args) = (kernel.threads, kernel.shared_bytes, kernel.args_bytes);
             text += &format!(
                 "{body}\nusing Op{number} = {expression};\n\
-                 static_assert(Op{number}::kThreads == {threads} && Op{number}::kShared == {shared});\n\
+                 static_assert(Op{number}::kThreads == {threads});\n\
+                 static_assert(Op{number}::kShared == {shared});\n\
                  static_assert(sizeof(Op{number}::Args) == {args});\n"
             );
             table += &format!("emulation::launch<Op{number}>, ");
@@ -401,7 +402,8 @@ struct FusedOp {
     static bool tile(const Args& a, int, unsigned char* shared, Watch&, const Gate&)
     {
         if (Watch::kLeaves) return false;
-        Fused::block<tiles::NoGate, best_effort::tiles::NoGate>(a.real_time, a.best_effort, a.blocks, a.first_tile, shared);
+        Fused::block<tiles::NoGate, best_effort::tiles::NoGate>(
+            a.real_time, a.best_effort, a.blocks, a.first_tile, shared);
         return true;
     }
 };";

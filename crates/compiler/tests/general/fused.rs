@@ -20,7 +20,8 @@ struct Backwards {
     struct Args { const float* from; float* to; };
     static constexpr int kThreads = 64, kShared = 256, kBlocks = 1;
     template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int number, unsigned char* shared, Watch&, const Gate& gate)
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int number, unsigned char* shared, Watch&, const Gate& gate)
     {
         float* all = (float*)shared;
         gate.wait();

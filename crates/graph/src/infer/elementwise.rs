@@ -154,7 +154,7 @@ pub fn prelu(x: &Operands) -> Inferred<Fact> {
 
 pub fn cast(cast: Cast, x: &Operands) -> Inferred<Fact> {
     let from = x.dtype(0)?;
-    // Only between whole numbers, and to floats: a float's fraction is not followed anyway.
+    // Only between integers, and to floats: a fraction is not tracked.
     let numeric = from != DataType::String && cast.to != DataType::String;
     let content = x.content(0).filter(|_| numeric).map(|content| {
         let to_bool = |element: &SymDim| match element.fixed() {
@@ -200,7 +200,7 @@ pub fn dynamic_quantize(x: &Operands) -> Inferred<Vec<Fact>> {
     ])
 }
 
-/// The channel dimension of `x` met with the length of a vector operand.
+/// Unifies the channel dimension of `x` with the length of a vector operand.
 pub(super) fn meet_channels(x: &Operands, vector: usize) -> Inferred<()> {
     if let (Some([_, channels, ..]), Some([length])) = (x.shape(0), x.shape(vector)) {
         unify(channels, length, "channels")?;

@@ -1,4 +1,4 @@
-//! Operators that move or make elements by shape alone.
+//! Operators that move or create elements by shape alone.
 
 use model::{DataType, Tensor};
 
@@ -57,7 +57,7 @@ pub fn reshape(allow_zero: bool, x: &Operands) -> Inferred<Fact> {
     Ok(Fact::new(dtype, Some(dims)).with_content(content))
 }
 
-/// Fills in the one dimension that follows from the element count.
+/// Computes the one dimension that follows from the element count.
 fn resolve_rest(x: &Operands, dims: &mut [SymDim]) -> Inferred<()> {
     let open = |dim: &SymDim| dim.is(-1) || *dim == SymDim::Unknown;
     if dims.iter().filter(|dim| dim.is(-1)).count() > 1 {
@@ -83,7 +83,7 @@ fn resolve_rest(x: &Operands, dims: &mut [SymDim]) -> Inferred<()> {
         1 => total.div(&known),
         _ => SymDim::Unknown,
     };
-    // A quotient with a remainder that no request can leave stays opaque, but equal to itself.
+    // A quotient whose remainder no request can have stays symbolic, but equal to itself.
     dims.iter_mut().filter(|dim| open(dim)).for_each(|dim| *dim = rest.clone());
     Ok(())
 }
@@ -115,7 +115,7 @@ pub fn squeeze(x: &Operands) -> Inferred<Fact> {
         }
         axes
     } else {
-        // Which dimensions go depends on sizes that may not be known.
+        // Which dimensions are removed depends on sizes that may not be known.
         if shape.iter().any(|dim| dim.fixed().is_none()) {
             return Ok(Fact::new(dtype, None));
         }

@@ -1,4 +1,4 @@
-//! Following the elements of small tensors through arithmetic on shapes.
+//! Tracks the elements of small tensors through shape arithmetic.
 
 use model::DataType;
 use model::op::{Binary, Compare, Unary, Variadic};
@@ -7,7 +7,7 @@ use super::Fact;
 use crate::content::{MAX_CONTENT, fixed_count};
 use model::dim::SymDim;
 
-/// A tensor whose elements are followed: shape as numbers, elements in row-major order.
+/// A tensor whose elements are tracked: shape as numbers, elements in row-major order.
 pub(crate) struct KnownElements<'a> {
     pub shape: &'a [SymDim],
     pub elements: &'a [SymDim],
@@ -72,7 +72,7 @@ pub(crate) fn binary(op: Binary, dtype: DataType, a: &SymDim, b: &SymDim) -> Opt
         Binary::Add => a.add(b),
         Binary::Sub => a.sub(b),
         Binary::Mul => a.mul(b),
-        // A quotient of floats is followed only when it is a whole number.
+        // A quotient of floats is tracked only when it is an integer.
         Binary::Div if dtype.is_float() => match (a.fixed(), b.fixed()) {
             (Some(x), Some(y)) if x.checked_rem(y) == Some(0) => a.div(b),
             _ => return None,

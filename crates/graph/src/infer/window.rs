@@ -13,7 +13,7 @@ struct SlidingWindow {
     kernel: SymDim,
     stride: i64,
     dilation: i64,
-    /// Border at both ends; `None` when it follows from the input.
+    /// Padding at both ends; `None` when it follows from the input.
     border: Option<(i64, i64)>,
 }
 
@@ -71,7 +71,7 @@ impl SlidingWindow {
         if !ceil {
             return Ok(room.div(&stride).add(&SymDim::Fixed(1)));
         }
-        // A window that starts in the border at the end does not count.
+        // A window that starts in the padding at the end does not count.
         let windows = room.div_ceil(&stride).add(&SymDim::Fixed(1));
         Ok(match (windows.fixed(), input.fixed()) {
             (Some(count), Some(size)) if (count - 1) * self.stride >= size + begin => {
@@ -95,7 +95,7 @@ impl SlidingWindow {
     }
 }
 
-/// Batch and channels, then what `slide` makes of each spatial dimension.
+/// Batch and channels, then the result of `window` for each spatial dimension.
 fn slide_all(
     input: &[SymDim],
     channels: SymDim,
@@ -312,7 +312,7 @@ fn scaled(dim: &SymDim, scale: f32) -> Inferred<SymDim> {
     })
 }
 
-/// Output extents from sizes; with an aspect policy one scale serves all axes.
+/// Output extents from sizes; with an aspect policy, one scale applies to all axes.
 fn resized(
     policy: AspectPolicy,
     input: &[SymDim],

@@ -1,4 +1,4 @@
-//! Tensors from their messages.
+//! Decodes tensors.
 
 use std::fmt::Display;
 
@@ -11,7 +11,7 @@ use super::ImportError;
 use super::external::ExternalData;
 use super::proto::{Message, TensorProto};
 
-/// The type with this number in ONNX; `None` for types nothing here computes with.
+/// The type with this number in ONNX; `None` for unsupported types.
 pub(crate) fn data_type(number: i64) -> Option<DataType> {
     Some(match number {
         1 => DataType::F32,

@@ -9,13 +9,13 @@ use crate::content;
 use crate::ir::{Graph, Node};
 use model::dim::SymDim;
 
-/// Results larger than this are not computed ahead: the model would grow.
+/// Larger results are not computed ahead: the model would grow.
 const MAX_BYTES: usize = 64 << 20;
 
-/// Operands up to this many elements are computed here; what is larger needs a device's kernels.
+/// Operands up to this many elements are computed here; larger ones need a device's kernels.
 const MAX_SMALL: usize = 64;
 
-/// Replaces nodes whose outputs are known by constants. Says how many.
+/// Replaces nodes whose outputs are known by constants. Returns how many.
 pub fn run(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> usize {
     let mut removed = vec![false; graph.nodes.len()];
     for (index, gone) in removed.iter_mut().enumerate() {
@@ -36,7 +36,7 @@ pub fn run(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> usize {
     removed.iter().filter(|gone| **gone).count()
 }
 
-/// The outputs of a node, when they can be known now. Absent ones belong to outputs nobody reads.
+/// The outputs of a node, when they can be computed now. Absent ones are outputs that are not read.
 fn value_of(
     graph: &Graph,
     node: &Node,
@@ -74,7 +74,7 @@ fn value_of(
     checked(graph, node, computed)
 }
 
-/// A value whose elements shape arithmetic has followed to numbers.
+/// A value whose elements shape inference tracked to numbers.
 fn followed(graph: &Graph, id: ValueId) -> Option<Tensor> {
     let value = graph.value(id);
     let elements: Vec<i64> =
@@ -88,7 +88,7 @@ fn size_of(graph: &Graph, id: ValueId) -> Option<usize> {
     content::fixed_count(value.shape.as_ref()?)?.checked_mul(value.dtype.size_bytes()?)
 }
 
-/// Results are used only when they are what inference said they would be.
+/// Results are used only if they have the inferred type and shape.
 fn checked(graph: &Graph, node: &Node, tensors: Vec<Tensor>) -> Option<Vec<Option<Tensor>>> {
     let mut tensors: Vec<Option<Tensor>> = tensors.into_iter().map(Some).collect();
     tensors.resize(node.outputs.len(), None);

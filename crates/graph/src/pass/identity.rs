@@ -8,7 +8,7 @@ use model::op::{Binary, Op, Reduce};
 use crate::ir::{Graph, Node};
 use model::dim::SymDim;
 
-/// Lets readers read through no-ops. Says how many nodes lost their purpose or were merged.
+/// Makes readers of no-ops read their operand. Returns how many nodes became dead or were merged.
 pub fn run(graph: &mut Graph) -> usize {
     let outputs: Vec<bool> = {
         let mut flags = vec![false; graph.values.len()];
@@ -41,7 +41,7 @@ pub fn run(graph: &mut Graph) -> usize {
     count + rename_outputs(graph)
 }
 
-/// An output that is only passed on is written by who computes it.
+/// An output that is only passed on is renamed to the value itself.
 fn rename_outputs(graph: &mut Graph) -> usize {
     let producers = graph.producers();
     let mut renamed: HashMap<ValueId, ValueId> = HashMap::new();

@@ -1,5 +1,5 @@
-//! A slow, plain interpreter for single-precision graphs, so that tests can compare results before and
-//! after a pass. It knows the operators the passes rewrite, and shares no code with any device.
+//! A slow, plain interpreter for single-precision graphs, so that tests can compare results before
+//! and after a pass. It knows the operators the passes rewrite, and shares no code with any device.
 
 use std::collections::HashMap;
 
@@ -92,7 +92,8 @@ pub fn noise(seed: u64, count: usize) -> Vec<f32> {
     (0..count).map(|_| next()).collect()
 }
 
-/// Runs `pass` on a copy and checks that the outputs stay, on inputs where every symbol is 3.
+/// Runs `pass` on a copy and checks that the outputs are unchanged, on inputs where every symbol is
+/// 3.
 pub fn check(graph: &Graph, pass: impl Fn(&mut Graph) -> usize) -> (Graph, usize) {
     let mut rewritten = graph.clone();
     let count = pass(&mut rewritten);

@@ -1,4 +1,4 @@
-//! Each pass on small graphs: what it makes of them, and that the results stay.
+//! Each pass on small graphs: the rewritten structure, and that the results are unchanged.
 
 use model::ValueId;
 use model::op::{
@@ -196,7 +196,7 @@ fn tanh_gelu_is_recognised() {
         let y = b.node(binary(Binary::Mul), &[half, x]);
         let y = b.node(binary(Binary::Mul), &[y, gate]);
         let graph = b.output(y);
-        // Powers of negative numbers are not for the interpreter; the structure is.
+        // The interpreter has no powers of negative numbers; only the structure is checked.
         let mut rewritten = graph.clone();
         optimize(&mut rewritten, None);
         assert_eq!(rewritten.nodes[0].op, Op::Unary(Unary::Gelu { tanh: true }));
@@ -278,7 +278,7 @@ fn root_mean_square_norm_is_recognised() {
     assert_eq!(names(&graph), ["RmsNorm"]);
 }
 
-/// How the factor of an attention is written.
+/// How the scale of an attention is written.
 #[derive(Clone, Copy, Debug)]
 enum Scale {
     Behind,
@@ -403,7 +403,7 @@ fn no_ops_vanish_and_outputs_keep_their_names() {
     let (graph, _) = check(&b.output(last), everything);
     assert_eq!(names(&graph), ["Relu"]);
     assert_eq!(graph.value(graph.outputs[0]).name, "answer");
-    // An input that is passed on cannot be renamed: the operator stays.
+    // An input that is also an output cannot be renamed: the operator stays.
     let mut b = Builder::default();
     let x = b.fixed_input("x", &[8]);
     let y = b.node(Op::Identity, &[x]);

@@ -1,4 +1,4 @@
-//! What nodes become, and what is refused.
+//! How nodes are mapped, and which are refused.
 
 use graph::{ExternalData, Graph, ImportError, import, optimize};
 use model::op::{Op, Softmax};

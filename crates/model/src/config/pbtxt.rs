@@ -1,7 +1,7 @@
 //! Reads Triton's `config.pbtxt`.
 //!
-//! A field either becomes a setting of [`ModelConfig`], has no effect on how Atoll serves the model,
-//! or is refused by name (`unsupported.rs`): a model never behaves other than its file says.
+//! A field either becomes a setting of [`ModelConfig`], has no effect on how Atoll serves the
+//! model, or is refused by name (`unsupported.rs`): a model never behaves other than its file says.
 
 use std::path::Path;
 

@@ -39,7 +39,8 @@ pub(super) fn source(
         "namespace tiles {{\nstruct Function {{\n    \
          static constexpr int kInputs = {inputs}, kRank = {rank}, kCount = {count};\n    \
          template <class Watch>\n    \
-         static __device__ __forceinline__ bool apply(const ChainPlace<kInputs, kRank, kCount>& place, const Watch& watch)\n    {{\n"
+         static __device__ __forceinline__ bool apply(\
+         const ChainPlace<kInputs, kRank, kCount>& place, const Watch& watch)\n    {{\n"
     );
     for (i, operand) in operands.iter().enumerate() {
         let (kind, element) = (computed_name(operand.element), operand.element.cuda_name());
@@ -54,8 +55,10 @@ pub(super) fn source(
     }
     let _ = write!(
         text,
-        "        Pack<{stored}, kCount> y;\n#pragma unroll\n        for (int i = 0; i < kCount; ++i) {{\n{}            \
-         y.v[i] = Stored<{stored}>::of({result});\n        }}\n        if (watch.told()) return false;\n        \
+        "        Pack<{stored}, kCount> y;\n#pragma unroll\n        \
+         for (int i = 0; i < kCount; ++i) {{\n{}            \
+         y.v[i] = Stored<{stored}>::of({result});\n        }}\n        \
+         if (watch.told()) return false;\n        \
          place.store(y);\n        return true;\n    }}\n}};\n}} // namespace tiles\n",
         writer.lines
     );

@@ -12,7 +12,8 @@ const SQUARE: usize = 32;
 /// whole pixels.
 const WORTHWHILE: usize = 16;
 
-/// The copy of `from` to `to`, of the same shape, when their fastest dimensions differ and both are long.
+/// The copy of `from` to `to`, of the same shape, when their fastest dimensions differ and both are
+/// long.
 pub fn work(from: &View, to: &View) -> Result<Option<StepDraft>, String> {
     let mut nest = LoopNest::new(&to.shape, &[from.strides.clone(), to.strides.clone()])
         .ordered_by(1)

@@ -11,7 +11,8 @@ use super::{Epilogue, Extra, Kind, Picture, Problem, Views, check, drop_ref, wri
 /// With fewer output channels per group, most of a product's tile would be unused.
 const FEW_CHANNELS: usize = 8;
 
-/// `output = activation(conv(x, weight) + bias + residual)`: `x` is `[N, C, ..]`, `weight` `[O, C / groups, ..]`, `bias` `[O]`.
+/// `output = activation(conv(x, weight) + bias + residual)`: `x` is `[N, C, ..]`, `weight` `[O, C /
+/// groups, ..]`, `bias` `[O]`.
 pub fn conv(
     spec: &Conv,
     (x, weight): (&View, &View),
@@ -47,7 +48,8 @@ pub fn conv(
     layer.work("Conv", spec.activation, &Operands { x, weight, bias, residual, output }, roles)
 }
 
-/// `output = transposed conv(x, weight) + bias`: `x` is `[N, C, ..]`, `weight` `[C, O / groups, ..]`, `bias` `[O]`.
+/// `output = transposed conv(x, weight) + bias`: `x` is `[N, C, ..]`, `weight` `[C, O / groups,
+/// ..]`, `bias` `[O]`.
 pub fn conv_transpose(
     spec: &ConvTranspose,
     (x, weight): (&View, &View),
@@ -134,7 +136,8 @@ impl Sizes {
         Sizes::new(window, &x.shape, &weight.shape[2..], &output.shape)
     }
 
-    /// Of a window of `kernel` from `x` to `output`, both with two dimensions before the spatial ones.
+    /// Of a window of `kernel` from `x` to `output`, both with two dimensions before the spatial
+    /// ones.
     pub(in crate::gpu) fn new(
         window: &Window,
         x: &[usize],
