@@ -1,4 +1,4 @@
-//! Inference requests with binary tensors: any bytes are answered, none bring the server down.
+//! Arbitrary bytes as an inference request with binary tensors: an error or a request, no panic.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -127,7 +127,7 @@ fn graph_of(plan: &LaunchPlan) -> Result<Graph, String> {
     }
     for (id, tensor) in &plan.constants {
         if id.index() >= graph.values.len() {
-            return Err(format!("constant {} is no value", id.0));
+            return Err(format!("constant {} is not a value of the plan", id.0));
         }
         graph.set_constant(*id, tensor.clone());
     }

@@ -21,7 +21,7 @@ pub enum CompileError {
     #[error(transparent)]
     Import(#[from] ImportError),
     /// The graph has no valid plan.
-    #[error("the graph gives no plan: {0}")]
+    #[error("the graph has no valid plan: {0}")]
     Plan(#[from] PlanError),
 }
 

@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn branches_are_computed_when_they_are_needed() {
+    fn branches_are_computed_before_their_first_reader() {
         let plan = lower(&fan(16)).unwrap();
         assert_eq!(plan.steps.len(), 31);
         assert_eq!(plan.values[0].shape, Some(vec![Dim::Symbol("n".to_string()), Dim::Fixed(4)]));

@@ -505,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_expressions_are_one() {
+    fn equal_expressions_are_equal_values() {
         let (a, b) = (SymDim::symbol("a"), SymDim::symbol("b"));
         let left = a.add(&b).mul(&fixed(2));
         let right = b.mul(&fixed(2)).add(&a).add(&a);
@@ -516,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn choices_collapse_when_provable() {
+    fn min_and_max_simplify_when_provable() {
         let a = SymDim::symbol("a");
         assert_eq!(a.greater(&fixed(0)), a);
         assert_eq!(a.lesser(&fixed(512)).to_string(), "min(512,a)");
@@ -536,7 +536,7 @@ mod tests {
     }
 
     #[test]
-    fn text_reads_back() {
+    fn text_parses_back() {
         let (h, w) = (SymDim::symbol("h"), SymDim::symbol("w"));
         let samples = [
             h.sub(&fixed(1)).div(&fixed(2)).add(&fixed(1)),

@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tensor_is_the_same_in_lent_memory_and_gives_it_back() {
+    fn a_copy_in_the_pool_is_equal_and_returns_its_memory() {
         let host_pool = Counting { most: 1, out: Arc::default() };
         let tensor = Tensor::from_vec(vec![2, 2], vec![1.0f32, 2.0, 3.0, 4.0]).unwrap();
         let lent = tensor.lent_by(&host_pool).unwrap();

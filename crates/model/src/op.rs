@@ -784,7 +784,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_the_familiar_ones() {
+    fn names_are_those_of_onnx() {
         assert_eq!(Op::Unary(Unary::LeakyRelu { alpha: 0.1 }).name(), "LeakyRelu");
         assert_eq!(Op::Concat { axis: 1 }.name(), "Concat");
         assert_eq!(Op::MatMul(MatMul::default()).name(), "MatMul");

@@ -108,7 +108,7 @@ pub struct LaunchPlan {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum PlanError {
     /// A value is read before any step, input or constant wrote it, or after its last use.
-    #[error("step {step} ({name}) reads value {value}, which is not there")]
+    #[error("step {step} ({name}) reads value {value}, which is not available")]
     NotThere {
         /// Index of the step; the number of steps for the plan's outputs.
         step: usize,
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_plans_are_named() {
+    fn invalid_plans_are_refused() {
         let mut plan = chain(2);
         plan.steps.swap(0, 1);
         assert!(matches!(plan.check(), Err(PlanError::NotThere { step: 0, value: 1, .. })));

@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn batching_is_set_in_words() {
+    fn batching_settings_are_read() {
         let root = tempfile::tempdir().unwrap();
         write(root.path(), "m/1/model.onnx", "");
         let config = |text: &str| {

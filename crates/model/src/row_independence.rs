@@ -486,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn the_batch_leads_every_input_and_output_and_nothing_else() {
+    fn batch_symbol_is_the_first_dimension_everywhere_and_no_other() {
         let symbol = |input: &str, output: &str| {
             let mut maker = PlanBuilder::default();
             let x = maker.input(input);
@@ -503,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn a_network_of_images_keeps_rows_apart() {
+    fn convolutional_networks_keep_rows_independent() {
         let mut maker = PlanBuilder::default();
         let x = maker.input("n,3,8,8");
         let weight = maker.constant("4,3,3,3", vec![0]);
@@ -525,7 +525,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_may_be_rows_of_a_matrix_for_a_while() {
+    fn rows_may_be_merged_with_tokens_temporarily() {
         let mut maker = PlanBuilder::default();
         let ids = maker.input("n,tokens");
         let table = maker.constant("100,8", vec![0]);
@@ -541,7 +541,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_over_rows_are_found() {
+    fn steps_that_mix_rows_are_found() {
         assert_eq!(after(softmax(1), "n,5", "n,5"), None);
         assert_eq!(after(softmax(0), "n,5", "n,5").as_deref(), Some("softmax"));
         let perm = Op::Transpose { perm: Some(vec![1, 0]) };
@@ -566,7 +566,7 @@ mod tests {
     }
 
     #[test]
-    fn what_depends_on_the_number_of_rows_is_found() {
+    fn steps_that_depend_on_the_number_of_rows_are_found() {
         let mut maker = PlanBuilder::default();
         let x = maker.input("n,5");
         let count = maker.step(Op::Size, &[x], "1");

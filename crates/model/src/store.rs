@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn leftovers_of_a_crash_are_removed() {
+    fn unreferenced_files_are_removed() {
         let folder = tempfile::tempdir().unwrap();
         drop(Store::open(folder.path()).unwrap());
         let leftover = folder.path().join("models/abc.partial");
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_and_bad_names_are_found() {
+    fn damaged_files_and_invalid_names_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let store = Store::open(folder.path()).unwrap();
         assert!(matches!(

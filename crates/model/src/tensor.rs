@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_cut_and_joined() {
+    fn rows_are_sliced_and_concatenated() {
         let all = Tensor::from_vec(vec![3, 2], vec![1i32, 2, 3, 4, 5, 6]).unwrap();
         let (head, tail) = (all.rows(0..1).unwrap(), all.rows(1..3).unwrap());
         assert_eq!((head.shape(), tail.to_vec()), ([1, 2].as_slice(), Some(vec![3i32, 4, 5, 6])));

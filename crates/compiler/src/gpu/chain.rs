@@ -151,7 +151,7 @@ impl Lowering<'_> {
         let mut view = self.operand(id)?;
         if matches!(node.op, Op::ScaleShift { .. }) && index > 0 {
             // One factor per channel; channels are dimension 1.
-            view = channel_row(view, shape.len()).ok_or("scales that are no row")?;
+            view = channel_row(view, shape.len()).ok_or("the scales are not one per channel")?;
         }
         if view.broadcast(shape).is_none() {
             return Err(format!("shape {:?} does not broadcast to {shape:?}", view.shape));
@@ -210,6 +210,6 @@ fn expression_of(
             next().ok_or(missing)?,
         ),
         Op::Variadic(variadic) => Expr::Variadic(*variadic, operands.flatten().collect()),
-        other => return Err(format!("{} is no element operator", other.name())),
+        other => return Err(format!("{} is not an element-wise operator", other.name())),
     })
 }

@@ -16,7 +16,7 @@ pub fn faults(plan: &GpuPlan) -> Vec<String> {
         }
         for range in &step.reads {
             if !written.covers(range) {
-                fault(format!("{range:?} is read and nobody wrote it"));
+                fault(format!("{range:?} is read before it is written"));
             }
         }
         for range in &step.writes {

@@ -305,7 +305,7 @@ impl Lowering<'_> {
     pub fn float_weight(&mut self, tensor: &Tensor, factor: f32) -> Result<u32, UnsupportedReason> {
         let bytes = tensor.len().next_multiple_of(8) * 4;
         if !packing::converts(tensor, Element::F32) {
-            return Err("a bias that is no row of numbers".to_string());
+            return Err("the bias is not a row of numbers".to_string());
         }
         let how = format!("row*{factor}");
         let pack = move |tensor: &Tensor| packing::float_row(tensor, factor).unwrap_or_default();
@@ -371,7 +371,7 @@ impl Lowering<'_> {
         let residual = self.residual(node.inputs.get(3).copied().flatten())?;
         let (act, rest) = fused(conv.activation);
         let mut output = self.product_image(output_id, rest)?;
-        let out_stride = pixel_stride(&output, 8).ok_or("the output is no image")?;
+        let out_stride = pixel_stride(&output, 8).ok_or("the output is not an image")?;
         let out_c = output.shape[1].next_multiple_of(8);
         output.slack = out_c - output.shape[1];
         let product = Product {

@@ -61,7 +61,7 @@ impl Lowering<'_> {
         };
         let (act, rest) = fused(conv.activation);
         let output = self.product_image(output_id, rest)?;
-        let out_stride = pixel_stride(&output, 8).ok_or("the output is no image")?;
+        let out_stride = pixel_stride(&output, 8).ok_or("the output is not an image")?;
         let [batch, _, out_h, out_w] = output.shape[..] else { return Err("not 2-D".into()) };
         let Window2 { kernel, stride, pad, dilation } = window;
         let draft = |wide: usize| {

@@ -73,7 +73,7 @@ pub fn concat(axis: usize, inputs: &[View], y: &View) -> Result<Vec<StepDraft>, 
         }
         let part = y.sliced(axis, start, length, 1);
         if part.shape != input.shape {
-            return Err(format!("{:?} is no part of {:?} along {axis}", input.shape, y.shape));
+            return Err(format!("{:?} is not a part of {:?} along {axis}", input.shape, y.shape));
         }
         if length > 0 {
             works.push(copy(input, &part)?);
@@ -90,7 +90,10 @@ pub fn depth_to_space(block: usize, crd: bool, x: &View, y: &View) -> Result<Ste
         && c.is_multiple_of(block * block)
         && y.shape == [n, c / (block * block), h * block, w * block];
     if !fits {
-        return Err(format!("no blocks of {block} from {:?} to {:?}", x.shape, y.shape));
+        return Err(format!(
+            "moving blocks of {block} from {:?} to {:?} is not supported",
+            x.shape, y.shape
+        ));
     }
     let inner = c / (block * block);
     let (split, order) = if crd {
@@ -108,7 +111,10 @@ pub fn space_to_depth(block: usize, x: &View, y: &View) -> Result<StepDraft, Str
     let [n, c, h, w] = four(x)?;
     let whole = block > 0 && h.is_multiple_of(block) && w.is_multiple_of(block);
     if !whole || y.shape != [n, c * block * block, h / block, w / block] {
-        return Err(format!("no blocks of {block} from {:?} to {:?}", x.shape, y.shape));
+        return Err(format!(
+            "moving blocks of {block} from {:?} to {:?} is not supported",
+            x.shape, y.shape
+        ));
     }
     let from =
         split_view(x, &[n, c, h / block, block, w / block, block])?.permuted(&[0, 3, 5, 1, 2, 4]);
@@ -133,7 +139,10 @@ pub fn reverse_sequence(
         || lengths.shape != [x.shape[batch_axis]]
         || !is_index(lengths.element)
     {
-        return Err(format!("no sequences of {:?} with lengths {:?}", x.shape, lengths.shape));
+        return Err(format!(
+            "reversing sequences of {:?} with lengths {:?} is not supported",
+            x.shape, lengths.shape
+        ));
     }
     let only = |at: usize, stride: usize| {
         (0..rank).map(|axis| if axis == at { stride } else { 0 }).collect()
@@ -174,7 +183,7 @@ fn named(op: &'static str, x: &View, y: &View, work: StepDraft) -> Result<StepDr
 }
 
 fn four(view: &View) -> Result<[usize; 4], String> {
-    view.shape.clone().try_into().map_err(|shape| format!("{shape:?} is no batch of images"))
+    view.shape.clone().try_into().map_err(|shape| format!("{shape:?} is not a batch of images"))
 }
 
 /// Dimensions split into parts, which never requires a copy.
@@ -199,7 +208,7 @@ fn moved(
     let fits = y.shape.len() == rank && begins.len() == rank && steps.len() == rank;
     if !fits || x.element != y.element || (x.is_empty() && mode != PadMode::Constant) {
         return Err(format!(
-            "no {op} of {:?} {:?} as {:?} {:?}",
+            "{op} of {:?} {:?} as {:?} {:?} is not supported",
             x.element, x.shape, y.element, y.shape
         ));
     }

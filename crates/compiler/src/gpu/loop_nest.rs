@@ -140,7 +140,7 @@ pub fn check_output(view: &View) -> Result<(), String> {
     let repeats =
         view.shape.iter().zip(&view.strides).any(|(&size, &stride)| size > 1 && stride == 0);
     if repeats {
-        return Err(format!("an output of strides {:?} writes one place twice", view.strides));
+        return Err(format!("an output of strides {:?} writes one element twice", view.strides));
     }
     Ok(())
 }
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn too_much_is_refused() {
+    fn oversized_loops_are_refused() {
         let nest = LoopNest::new(&[1 << 20, 1 << 20], &[vec![1 << 20, 1]]);
         assert!(nest.check().is_err());
         assert!(LoopNest::new(&[0, 3], &[vec![3, 1]]).check().is_err());

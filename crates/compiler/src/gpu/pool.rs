@@ -39,7 +39,7 @@ impl Lowering<'_> {
         }
         let (input, in_stride, channels) = self.as_image(input, 8)?;
         let output = self.output_image(output_id)?;
-        let out_stride = pixel_stride(&output, 8).ok_or("the output is no image")?;
+        let out_stride = pixel_stride(&output, 8).ok_or("the output is not an image")?;
         let [batch, _, out_h, out_w] = out_shape[..] else { return Ok(false) };
         let items = batch * out_h * out_w * channels / 8;
         let mut args = ArgsWriter::new();

@@ -94,7 +94,7 @@ fn check(a: &View, b: &View, extra: Extra, output: &View) -> Result<(), String> 
     for view in all.chain([output]) {
         check_view(view)?;
         if !view.element.is_float() || view.element == Element::F64 {
-            return Err(format!("no product of {:?}", view.element));
+            return Err(format!("product of {:?} is not supported", view.element));
         }
     }
     match extra.residual {
@@ -150,7 +150,9 @@ fn batched(
     output: &View,
 ) -> Result<Problem, String> {
     let rank = output.shape.len();
-    let wrong = || format!("no product of {:?} and {:?} as {:?}", a.shape, b.shape, output.shape);
+    let wrong = || {
+        format!("product of {:?} and {:?} as {:?} is not supported", a.shape, b.shape, output.shape)
+    };
     if rank < 2 || a.shape.len() < 2 || b.shape.len() < 2 {
         return Err(wrong());
     }

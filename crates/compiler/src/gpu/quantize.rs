@@ -37,7 +37,7 @@ pub fn quantize_linear(
         Element::I8 => (-128.0, 127.0),
         Element::U16 => (0.0, 65535.0),
         Element::I16 => (-32768.0, 32767.0),
-        other => return Err(format!("no quantised numbers of {other:?}")),
+        other => return Err(format!("quantization to {other:?} is not supported")),
     };
     let inputs = operands(along, x, scale, zero)?;
     let real = Expr::Cast(Element::F32, Box::new(Expr::Input(0)));
@@ -62,7 +62,7 @@ pub fn dequantize_linear(
     y: &View,
 ) -> Result<StepDraft, String> {
     if x.element.is_float() || x.element == Element::Bool {
-        return Err(format!("no quantised numbers of {:?}", x.element));
+        return Err(format!("quantized {:?} is not supported", x.element));
     }
     let inputs = operands(along, x, scale, zero)?;
     // The difference is computed in integers: single precision cannot represent a large one.

@@ -15,7 +15,7 @@ use super::view::{Element, View};
 pub fn reduce(kind: ReduceKind, x: &View, axes: &[usize], y: &View) -> Result<StepDraft, String> {
     let exact = !matches!(kind, ReduceKind::L2 | ReduceKind::LogSum | ReduceKind::LogSumExp);
     if x.element == Element::Bool || !(exact || x.element.is_float()) {
-        return Err(format!("no reduction {kind:?} of {:?}", x.element));
+        return Err(format!("reduction {kind:?} of {:?} is not supported", x.element));
     }
     let sums = sums(x.element);
     let fold = format!("tiles::Fold<{sums}, {}>", kind as u32);
@@ -27,7 +27,10 @@ pub fn reduce(kind: ReduceKind, x: &View, axes: &[usize], y: &View) -> Result<St
 pub fn arg_reduce(arg: &ArgReduce, x: &View, y: &View) -> Result<StepDraft, String> {
     let axis = axis(arg.axis, x.shape.len())?;
     if y.element != Element::I64 || x.element == Element::Bool {
-        return Err(format!("no place of {:?} as {:?}", x.element, y.element));
+        return Err(format!(
+            "index reduction of {:?} to {:?} is not supported",
+            x.element, y.element
+        ));
     }
     let kind = computed_name(x.element);
     let fold = format!("tiles::PlaceFold<{kind}, {}, {}>", arg.max, arg.select_last);
@@ -126,7 +129,7 @@ pub fn lp_norm(along: i64, p: u8, x: &View, y: &View) -> Result<StepDraft, Strin
     match p {
         1 => normalized("Norm1", 0.0, &Operands::of(x, y), &[axis]),
         2 => normalized("Norm2", 0.0, &Operands::of(x, y), &[axis]),
-        _ => Err(format!("no norm of order {p}")),
+        _ => Err(format!("norm of order {p} is not supported")),
     }
 }
 
@@ -145,7 +148,10 @@ pub fn cum_sum(
         || x.element != y.element
         || x.element == Element::Bool
     {
-        return Err(format!("no running sum along {along} of {:?} as {:?}", x.shape, y.shape));
+        return Err(format!(
+            "cumulative sum along {along} of {:?} to {:?} is not supported",
+            x.shape, y.shape
+        ));
     }
     let outer = outer_nest(x.shape.len(), &[along], &[x, y])?;
     let mut args = ArgsWriter::new();
@@ -185,7 +191,7 @@ pub fn top_k(
         && values.shape.len() == x.shape.len()
         && count <= x.shape[axis];
     if !fits || count > MAX_TOP || places.element != Element::I64 || values.element != x.element {
-        return Err(format!("no {count} best of {:?} (at most {MAX_TOP})", x.shape));
+        return Err(format!("top {count} of {:?} is not supported (at most {MAX_TOP})", x.shape));
     }
     let outer = outer_nest(x.shape.len(), &[axis], &[x, values, places])?;
     let mut args = ArgsWriter::new();
@@ -293,7 +299,7 @@ fn folded(
     check_output(y)?;
     let rank = x.shape.len();
     if x.is_empty() || axes.iter().any(|axis| *axis >= rank) {
-        return Err(format!("no reduction of {:?} over {axes:?}", x.shape));
+        return Err(format!("reduction of {:?} over {axes:?} is not supported", x.shape));
     }
     let result = spread(y, &x.shape, axes)?;
     let outer = outer_nest(rank, axes, &[x, &result])?;
@@ -366,7 +372,10 @@ impl<'a> Operands<'a> {
             _ => true,
         };
         if self.x.shape != self.y.shape || !known || !pairs.iter().all(alike) {
-            return Err(format!("no normalization of {:?} as {:?}", self.x.shape, self.y.shape));
+            return Err(format!(
+                "normalization of {:?} as {:?} is not supported",
+                self.x.shape, self.y.shape
+            ));
         }
         Ok(())
     }

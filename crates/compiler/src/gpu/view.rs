@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn images_know_their_order() {
+    fn images_have_channels_fastest() {
         let image = packed(&[2, 5, 7, 24]).permuted(&[0, 3, 1, 2]);
         assert_eq!(image.memory_order(), [0, 2, 3, 1]);
         assert!(!image.is_packed() && packed(&[3, 1, 2]).is_packed());

@@ -27,7 +27,7 @@ pub fn pool(spec: &Pool, x: &View, y: &View, places: Option<&View>) -> Result<St
         x.element == y.element && x.element != Element::Bool && (is_max || x.element.is_float());
     if !types_fit || x.shape[1] != y.shape[1] {
         return Err(format!(
-            "no pooling of {:?} {:?} as {:?} {:?}",
+            "pooling of {:?} {:?} as {:?} {:?} is not supported",
             x.element, x.shape, y.element, y.shape
         ));
     }
@@ -78,7 +78,7 @@ fn checked_places<'a>(
         check_output(places)?;
         if places.element != Element::I64 || places.shape != y.shape {
             return Err(format!(
-                "places of type {:?} and shape {:?}",
+                "indices of type {:?} and shape {:?} are not supported",
                 places.element, places.shape
             ));
         }
@@ -115,7 +115,10 @@ pub fn lrn(
     check_output(y)?;
     let is_small = x.element.is_float() && x.element != Element::F64;
     if x.shape != y.shape || x.shape.len() < 2 || x.element != y.element || !is_small || size == 0 {
-        return Err(format!("no response normalization of {:?} {:?}", x.element, x.shape));
+        return Err(format!(
+            "response normalization of {:?} {:?} is not supported",
+            x.element, x.shape
+        ));
     }
     let rank = x.shape.len();
     let mut input = x.strides.clone();

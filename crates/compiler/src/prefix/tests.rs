@@ -120,7 +120,7 @@ fn pair(seed: u64) -> (LaunchPlan, LaunchPlan) {
 }
 
 #[test]
-fn a_trunk_and_a_suffix_compute_what_the_whole_does() {
+fn prefix_and_suffix_compute_the_same_as_the_model() {
     let mut cuts = 0;
     for seed in 0..300 {
         let (a, b) = pair(seed * 10);
@@ -152,7 +152,7 @@ fn a_trunk_and_a_suffix_compute_what_the_whole_does() {
 }
 
 #[test]
-fn other_weights_from_the_start_on_have_nothing_in_common() {
+fn models_with_different_first_weights_have_no_common_prefix() {
     let plan = |seed: u64| {
         let mut random = Random::new(seed);
         let mut builder = Builder::new("n", 1);

@@ -170,7 +170,7 @@ fn functions_of_several_operands() {
 }
 
 #[test]
-fn choices_and_conversions() {
+fn selections_and_conversions() {
     let mut bench = Bench::default();
     let mut random = Random::new(3);
     let (a, b) = (random.floats(&[4, 5, 16]), random.floats(&[5, 1]));
@@ -284,7 +284,7 @@ fn rounded(tensor: &Tensor) -> Tensor {
 }
 
 #[test]
-fn numbers_per_channel() {
+fn parameters_per_channel() {
     let mut bench = Bench::default();
     let mut random = Random::new(5);
     let x = random.floats(&[2, 6, 3, 5]);

@@ -45,7 +45,7 @@ fn gathers() {
 
 /// Indices past the end read the nearest element, write nothing, and are reported.
 #[test]
-fn wild_indices_stay_inside() {
+fn indices_out_of_range_are_clamped() {
     let mut bench = Bench::default();
     let x = Tensor::from_vec(vec![3, 2], vec![1f32, 2.0, 3.0, 4.0, 5.0, 6.0]).unwrap();
     let wild = list(&[7, -9, i64::MAX, i64::MIN]);
@@ -120,7 +120,7 @@ fn scatters() {
 }
 
 #[test]
-fn borders_and_slices() {
+fn padding_and_slices() {
     let mut bench = Bench::default();
     let mut random = Random::new(43);
     let x = random.floats(&[2, 3, 4, 5]);

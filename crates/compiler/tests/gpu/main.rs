@@ -30,7 +30,7 @@ fn plans() -> Vec<(&'static str, LaunchPlan)> {
 }
 
 #[test]
-fn plans_are_sound_at_every_size() {
+fn plans_are_valid_at_every_size() {
     for (name, plan) in plans() {
         for batch in [1, 2, 7, 32] {
             assert_eq!(check::faults(&lower(&plan, batch)), Vec::<String>::new(), "{name} {batch}");
@@ -53,7 +53,7 @@ fn six_workers_take_little_more_memory_than_one() {
 }
 
 #[test]
-fn the_check_finds_what_is_broken() {
+fn the_checker_finds_defects() {
     let sound = lower(&dense(), 2);
     let break_it = |change: fn(&mut GpuPlan)| {
         let mut plan = sound.clone();
@@ -68,7 +68,7 @@ fn the_check_finds_what_is_broken() {
 }
 
 #[test]
-fn weights_are_shared_between_sizes_and_as_long_as_they_say() {
+fn weights_are_shared_between_sizes_and_have_their_declared_length() {
     for (name, plan) in plans() {
         let (one, many) = (lower(&plan, 1), lower(&plan, 32));
         let keys: HashMap<_, _> = one.weights.iter().map(|weight| (&weight.key, weight)).collect();
@@ -129,7 +129,7 @@ fn golden(name: &str) -> PathBuf {
 
 /// `ATOLL_BLESS=1` rewrites the golden files.
 #[test]
-fn listings_are_as_committed() {
+fn listings_match_golden_files() {
     for (name, plan) in plans() {
         let text = listing(&lower(&plan, 2));
         let path = golden(name);

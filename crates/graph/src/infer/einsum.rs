@@ -56,7 +56,7 @@ pub fn einsum(equation: &str, x: &Operands) -> Inferred<Fact> {
     let mut dims = Vec::new();
     let size = |label: &char| match sizes.get(label) {
         Some(dim) => Ok(dim.clone()),
-        None => fail(format!("label '{label}' stands only in the output")),
+        None => fail(format!("label '{label}' occurs only in the output")),
     };
     for label in &out.before {
         dims.push(size(label)?);

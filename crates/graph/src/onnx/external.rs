@@ -62,10 +62,8 @@ impl ExternalData {
 
     /// The file at `location`, which must be inside the model's folder, also after following links.
     fn resolve(&self, location: &str) -> Result<PathBuf, String> {
-        let folder = self
-            .folder
-            .as_ref()
-            .ok_or("the weights lie outside the model, and no folder is given")?;
+        let folder =
+            self.folder.as_ref().ok_or("the weights are external, and no folder is given")?;
         let relative = Path::new(location);
         let plain = relative
             .components()

@@ -376,7 +376,7 @@ const OPERATOR_MAPPERS: [OperatorMapper; 11] = [
 fn map(context: &mut Context) -> Result<(), MapError> {
     let (domain, op) = (context.node.domain.as_str(), context.node.op_type.as_str());
     if let Some(index) = missing_input(context) {
-        return Err(MapError::Invalid(format!("input {index} is not there")));
+        return Err(MapError::Invalid(format!("input {index} is missing")));
     }
     let known = match domain {
         "" | "ai.onnx" => map_standard(context, op)?,

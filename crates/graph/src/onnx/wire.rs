@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn claims_beyond_the_file_are_refused() {
+    fn lengths_beyond_the_file_are_refused() {
         // Field 1, length 2^31 - 1, no payload.
         let mut hostile = fields(&[0x0a, 0xff, 0xff, 0xff, 0xff, 0x07]);
         assert_eq!(hostile.next().unwrap_err(), WireError::Truncated { field: 1 });
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn packed_and_plain_integers_read_alike() {
+    fn packed_and_plain_integers_are_equal() {
         let mut out = Vec::new();
         let mut both = fields(&[0x0a, 2, 5, 6, 0x08, 7]);
         while let Some(field) = both.next().unwrap() {

@@ -131,7 +131,7 @@ fn biases_add_up() {
 }
 
 #[test]
-fn a_bias_along_another_dimension_is_left_alone() {
+fn a_bias_along_another_dimension_is_not_fused() {
     let mut b = Builder::default();
     let x = b.fixed_input("x", &[6, 6]);
     let (weight, column) = (b.weight(&[6, 6]), b.weight(&[6, 1]));
@@ -207,7 +207,7 @@ fn tanh_gelu_is_recognised() {
 }
 
 #[test]
-fn a_wrong_constant_is_no_gelu() {
+fn gelu_with_a_wrong_constant_is_not_recognised() {
     let mut b = Builder::default();
     let x = b.fixed_input("x", &[3, 4]);
     let (half, one, root) = (b.number(0.5), b.number(1.0), b.number(1.5));
@@ -335,7 +335,7 @@ fn attention_is_recognised_in_the_forms_exporters_write() {
 }
 
 #[test]
-fn attention_whose_weights_are_read_stays() {
+fn attention_with_other_readers_is_not_fused() {
     let mut graph = spelled_attention(Scale::Behind, false, [0, 2, 3, 1]);
     let softmax = graph.nodes.iter().find(|node| matches!(node.op, Op::Softmax(_))).unwrap();
     let weights = softmax.outputs[0].unwrap();
@@ -358,7 +358,7 @@ fn transposes_and_factors_fold_into_products() {
 }
 
 #[test]
-fn borders_of_zeros_move_into_convolutions() {
+fn zero_padding_moves_into_convolutions() {
     let mut b = Builder::default();
     let x = b.fixed_input("x", &[1, 2, 4, 4]);
     let pads = b.ints(&[0, 0, 1, 0, 0, 0, 2, 1]);
@@ -436,7 +436,7 @@ fn constants_are_computed_by_the_evaluator_within_limits() {
 }
 
 #[test]
-fn dead_nodes_go() {
+fn dead_nodes_are_removed() {
     let mut b = Builder::default();
     let x = b.fixed_input("x", &[3]);
     let weight = b.weight(&[3]);

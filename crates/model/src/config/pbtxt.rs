@@ -163,7 +163,7 @@ mod tests {
     "#;
 
     #[test]
-    fn known_settings_are_taken() {
+    fn supported_settings_are_read() {
         let config = parse(EXAMPLE, Path::new(".")).unwrap();
         assert_eq!(config.class, Class::RealTime);
         assert_eq!((config.pinned, config.slo_ms), (true, Some(25)));
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_served_is_refused() {
+    fn unsupported_settings_are_refused() {
         let refused = |text: &str| parse(text, Path::new(".")).unwrap_err().to_string();
         assert!(refused("backend: \"python\"").contains("python"));
         let huge = "dynamic_batching { preferred_batch_size: 9999 }";

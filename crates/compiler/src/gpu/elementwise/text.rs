@@ -88,7 +88,7 @@ impl Writer<'_> {
             Expr::Coordinate(axis) => {
                 let place = self.axes.iter().position(|known| known == axis);
                 let inputs = self.operands.len() - self.axes.len();
-                place.map_or(Err(format!("no index of dimension {axis}")), |at| {
+                place.map_or(Err(format!("the index of dimension {axis} is not available")), |at| {
                     self.operand(inputs + at)
                 })
             }
@@ -183,7 +183,9 @@ impl Writer<'_> {
             Unary::Relu if element != Element::Bool => {
                 return Ok(self.name(&format!("number::relu({text})"), element));
             }
-            _ if !element.is_float() => return Err(format!("no {unary:?} of {element:?}")),
+            _ if !element.is_float() => {
+                return Err(format!("{unary:?} of {element:?} is not supported"));
+            }
             Unary::IsNan => return Ok(self.name(&format!("{text} != {text}"), Element::Bool)),
             Unary::IsInf { positive, negative } => {
                 let call = format!("number::is_infinite({text}, {positive}, {negative})");
@@ -207,19 +209,21 @@ impl Writer<'_> {
         let plain = |function: &str| format!("number::{function}({}, {})", a.0, b.0);
         let text = match binary {
             Binary::And | Binary::Or | Binary::Xor if element != Element::Bool => {
-                return Err(format!("no {binary:?} of {element:?}"));
+                return Err(format!("{binary:?} of {element:?} is not supported"));
             }
             Binary::And => infix("&&"),
             Binary::Or => infix("||"),
             Binary::Xor => infix("!="),
-            _ if element == Element::Bool => return Err(format!("no {binary:?} of Bool")),
+            _ if element == Element::Bool => {
+                return Err(format!("{binary:?} of Bool is not supported"));
+            }
             Binary::Add => infix("+"),
             Binary::Sub => infix("-"),
             Binary::Mul => infix("*"),
             Binary::Div => plain("quotient"),
             Binary::Mod => call("modulo"),
             Binary::Fmod => plain("remainder"),
-            _ if !is_integer => return Err(format!("no {binary:?} of {element:?}")),
+            _ if !is_integer => return Err(format!("{binary:?} of {element:?} is not supported")),
             Binary::BitAnd => infix("&"),
             Binary::BitOr => infix("|"),
             Binary::BitXor => infix("^"),
@@ -234,7 +238,7 @@ impl Writer<'_> {
     fn power(&mut self, base: &Value, exponent: &Value) -> Result<Value, String> {
         let element = base.1;
         if element == Element::Bool || exponent.1 == Element::Bool {
-            return Err("no power of Bool".to_string());
+            return Err("power of Bool is not supported".to_string());
         }
         if element.is_float() {
             let exponent = self.cast(exponent.clone(), element)?;
@@ -271,7 +275,7 @@ impl Writer<'_> {
             all.split_first().ok_or("an operator of any number of operands has none")?;
         let mut sum = self.value(first)?;
         if sum.1 == Element::Bool {
-            return Err(format!("no {variadic:?} of Bool"));
+            return Err(format!("{variadic:?} of Bool is not supported"));
         }
         let kind = computed_name(sum.1);
         for expr in rest {

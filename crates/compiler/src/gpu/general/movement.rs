@@ -124,7 +124,7 @@ impl Lowering<'_> {
         let constant = self.graph.constant(id).ok_or("a border only known when the model runs")?;
         let float = graph::content::floats(constant).and_then(|v| v.first().map(|x| f64::from(*x)));
         let int = || graph::content::ints(constant).and_then(|v| v.first().map(|x| *x as f64));
-        float.or_else(int).ok_or_else(|| "a border that is no number".to_string())
+        float.or_else(int).ok_or_else(|| "the padding value is not a number".to_string())
     }
 
     /// The first element and the step along every dimension of a slice.

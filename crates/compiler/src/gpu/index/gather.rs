@@ -213,7 +213,10 @@ fn gathered(
         || !is_index(indices.element)
         || x.is_empty()
     {
-        return Err(format!("no {op} of {:?} at {:?} as {:?}", x.shape, indices.shape, y.shape));
+        return Err(format!(
+            "{op} of {:?} at {:?} as {:?} is not supported",
+            x.shape, indices.shape, y.shape
+        ));
     }
     if parts.size.len() > MAX_PARTS {
         return Err(format!("indices of {} parts, at most {MAX_PARTS}", parts.size.len()));
@@ -294,7 +297,7 @@ impl Operands<'_> {
             x.element == y.element && updates.element == y.element && is_index(indices.element);
         if x.shape != y.shape || !types_fit || parts.size.len() > MAX_PARTS {
             return Err(format!(
-                "no scatter of {:?} {:?} onto {:?}",
+                "scatter of {:?} {:?} onto {:?} is not supported",
                 updates.element, updates.shape, y.shape
             ));
         }
@@ -336,7 +339,7 @@ impl Operands<'_> {
         );
         let signature = format!("{op} {:?} {}", parts.size, describe_all(&[indices, updates, y]));
         let mut work = single(op, signature, draft, &[indices, updates], y);
-        work.finish_tiles = Some("two updates may have one place".to_string());
+        work.finish_tiles = Some("two updates may have the same position".to_string());
         Ok(vec![first, work])
     }
 
@@ -354,7 +357,10 @@ impl Operands<'_> {
         self.check(parts)?;
         let Operands { x, indices, updates, y } = *self;
         if y.element == Element::Bool || candidates.rank() > MAX_RANK {
-            return Err(format!("no folding scatter of {:?} {:?}", y.element, updates.shape));
+            return Err(format!(
+                "scatter with reduction of {:?} {:?} is not supported",
+                y.element, updates.shape
+            ));
         }
         let operands =
             [vec![y.strides.clone(), x.strides.clone()], strides.to_vec(), coordinates].concat();

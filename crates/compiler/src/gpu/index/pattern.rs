@@ -11,7 +11,10 @@ use super::super::view::{Element, View};
 pub fn one_hot(axis: usize, indices: &View, values: &View, y: &View) -> Result<StepDraft, String> {
     if axis > indices.shape.len() || values.shape != [2] || y.shape.len() != indices.shape.len() + 1
     {
-        return Err(format!("no one-hot of {:?} along {axis} as {:?}", indices.shape, y.shape));
+        return Err(format!(
+            "one-hot of {:?} along {axis} as {:?} is not supported",
+            indices.shape, y.shape
+        ));
     }
     let depth = i64::try_from(y.shape[axis]).map_err(|_| "a depth beyond counting".to_string())?;
     let mut wide = indices.clone();
@@ -30,7 +33,7 @@ pub fn one_hot(axis: usize, indices: &View, values: &View, y: &View) -> Result<S
 /// `start + i * delta`; both are views of one element of the output's type.
 pub fn range(start: &View, delta: &View, y: &View) -> Result<StepDraft, String> {
     if y.shape.len() != 1 {
-        return Err(format!("no range of shape {:?}", y.shape));
+        return Err(format!("range of shape {:?} is not supported", y.shape));
     }
     let position = Expr::Cast(computed(y.element), Box::new(Expr::Coordinate(0)));
     let way = Expr::Binary(Binary::Mul, Box::new(position), Box::new(Expr::Input(1)));

@@ -137,7 +137,7 @@ fn check_resize(
     if y.shape.len() != rank || resize_axes.len() != rank || x.element != y.element || x.is_empty()
     {
         return Err(format!(
-            "no resizing of {:?} {:?} as {:?} {:?}",
+            "resizing of {:?} {:?} as {:?} {:?} is not supported",
             x.element, x.shape, y.element, y.shape
         ));
     }
@@ -192,7 +192,7 @@ pub fn grid_sample(
         && y.shape[..2] == x.shape[..2]
         && y.shape[2..] == grid.shape[1..rank - 1];
     if !fits || !is_small(x) || !is_small(grid) || x.element != y.element || x.is_empty() {
-        return Err(format!("no sampling of {:?} at {:?}", x.shape, grid.shape));
+        return Err(format!("sampling of {:?} at {:?} is not supported", x.shape, grid.shape));
     }
     let mut input = vec![0; rank];
     input[..2].copy_from_slice(&x.strides[..2]);
