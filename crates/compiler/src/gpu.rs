@@ -38,7 +38,7 @@ use std::sync::Arc;
 
 use device::{DeviceError, KernelCompiler};
 use graph::infer::Fact;
-use graph::{Evaluator, Graph, Node, SymDim};
+use graph::{Evaluator, Graph, GraphNode, SymDim};
 use model::gpu::{
     GpuPlan, GpuStep, GpuTarget, IoTensor, Kernel, Launch, MemoryLocation, MemoryRange, Patch,
     TilePreemption,
@@ -136,7 +136,7 @@ fn graph_of(plan: &LaunchPlan) -> Result<Graph, String> {
     graph.nodes = plan
         .steps
         .iter()
-        .map(|step| Node {
+        .map(|step| GraphNode {
             name: step.name.clone(),
             op: step.op.clone(),
             inputs: step.inputs.clone(),
@@ -153,24 +153,24 @@ pub fn lower(
     identities: &HashMap<usize, ValueId>,
 ) -> Result<GpuPlan, Vec<DeviceError>> {
     let mut lowering = Lowering::new(graph, *target, identities);
-    let border = |reason: String| {
+    let boundary = |reason: String| {
         let (step, op) = ("the model".to_string(), "inputs and outputs".to_string());
         vec![DeviceError::Unsupported { step, op, reason }]
     };
-    let inputs = lowering.declare_inputs().map_err(border)?;
+    let inputs = lowering.declare_inputs().map_err(boundary)?;
     lowering.plan_concats();
     let mut refused = Vec::new();
     for node in &graph.nodes {
         if let Err(reason) = lowering.node(node) {
             let (step, op) = (node.name.clone(), node.op.name());
             refused.push(DeviceError::Unsupported { step, op, reason });
-            lowering.stand_in(node);
+            lowering.add_placeholder(node);
         }
     }
     if !refused.is_empty() {
         return Err(refused);
     }
-    let outputs = lowering.declare_outputs().map_err(border)?;
+    let outputs = lowering.declare_outputs().map_err(boundary)?;
     Ok(finish(lowering, inputs, outputs))
 }
 

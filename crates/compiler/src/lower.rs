@@ -123,7 +123,7 @@ fn weight(graph: &Graph, index: usize) -> u64 {
 #[cfg(test)]
 mod tests {
     use graph::infer::Fact;
-    use graph::ir::Node;
+    use graph::ir::GraphNode;
     use model::op::{Binary, Op, Unary};
     use model::{DataType, Dim};
 
@@ -138,7 +138,7 @@ mod tests {
         let name = format!("v{}", graph.values.len());
         let output = value(graph, &name);
         let inputs = inputs.iter().map(|id| Some(*id)).collect();
-        graph.nodes.push(Node { name, op, inputs, outputs: vec![Some(output)] });
+        graph.nodes.push(GraphNode { name, op, inputs, outputs: vec![Some(output)] });
         output
     }
 

@@ -14,9 +14,9 @@ mod elementwise;
 mod index;
 mod layout;
 mod matrix;
-mod numbers;
 mod reduce;
 mod shape;
+mod tracked;
 mod window;
 
 /// Why operands do not fit an operator.
@@ -187,7 +187,7 @@ pub(crate) fn infer(
     let mut facts = dispatch(op, &operands, outputs)?;
     for fact in &mut facts {
         check(fact)?;
-        numbers::limit(fact);
+        tracked::limit(fact);
     }
     if facts.len() < outputs {
         return fail(format!("{} has no output {}", op.name(), facts.len()));

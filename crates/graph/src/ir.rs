@@ -24,7 +24,7 @@ pub struct Value {
 
 /// One operator with its operands.
 #[derive(Clone, Debug)]
-pub struct Node {
+pub struct GraphNode {
     /// The name in the source model, or one derived from it.
     pub name: String,
     /// What is computed.
@@ -44,7 +44,7 @@ pub struct Graph {
     /// Every value by [`ValueId`]; some may be unused.
     pub values: Vec<Value>,
     /// The operators.
-    pub nodes: Vec<Node>,
+    pub nodes: Vec<GraphNode>,
     /// The model's inputs, in its order.
     pub inputs: Vec<ValueId>,
     /// The model's outputs, in its order. Their values carry the names the model gave them.

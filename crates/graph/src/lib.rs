@@ -6,7 +6,7 @@
 //!
 //! ```
 //! use graph::infer::Fact;
-//! use graph::{Graph, Node, SymDim};
+//! use graph::{Graph, GraphNode, SymDim};
 //! use model::DataType;
 //! use model::op::{Op, Unary};
 //!
@@ -18,7 +18,7 @@
 //! let op = Op::Unary(Unary::Relu);
 //! let facts = graph.infer(&op, &[Some(x)], 1).expect("the operand fits");
 //! let y = graph.add_value("y".to_string(), facts.into_iter().next().expect("one output"));
-//! graph.nodes.push(Node {
+//! graph.nodes.push(GraphNode {
 //!     name: "relu".to_string(),
 //!     op,
 //!     inputs: vec![Some(x)],
@@ -54,7 +54,7 @@ pub mod pass;
 
 pub use bind::bind;
 pub use hash::{plan_hashes, subgraph_hashes};
-pub use ir::{Graph, Node, Value};
+pub use ir::{Graph, GraphNode, Value};
 pub use model::dim::SymDim;
 pub use onnx::{ExternalData, ImportError, Limits, import, import_file, parse_tensor_proto};
-pub use pass::{Evaluator, Report, optimize};
+pub use pass::{Evaluator, PassReport, optimize};

@@ -34,12 +34,12 @@ pub trait Evaluator {
 
 /// The number of rewrites by pass.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct PassReport {
     /// Pass name and how many rewrites it made, in the order the passes run.
     pub rewrites: Vec<(&'static str, usize)>,
 }
 
-impl Report {
+impl PassReport {
     /// How many rewrites `pass` made.
     pub fn count(&self, pass: &str) -> usize {
         self.rewrites.iter().filter(|(name, _)| *name == pass).map(|(_, count)| count).sum()
@@ -75,8 +75,8 @@ const PASSES: [(&str, Pass); 10] = [
 
 /// Rewrites `graph` into an equivalent one that runs faster, until nothing changes. With an
 /// `evaluator`, everything that depends only on constants is computed now.
-pub fn optimize(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> Report {
-    let mut report = Report::default();
+pub fn optimize(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> PassReport {
+    let mut report = PassReport::default();
     for _ in 0..MAX_ROUNDS {
         let before = report.total();
         report.add("fold", fold::run(graph, evaluator));

@@ -1,6 +1,6 @@
 //! Fused attention with heads of 64, half precision.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 
 use super::args::{Address, ArgsWriter};
 use super::draft::{KernelText, LaunchDraft, StepDraft};
@@ -24,7 +24,11 @@ fn token_stride(view: &View) -> Option<usize> {
 
 impl Lowering<'_> {
     /// `softmax(scale * q @ k^T + mask) @ v`; false when the kernel does not support it.
-    pub fn fast_attention(&mut self, node: &Node, scale: f32) -> Result<bool, UnsupportedReason> {
+    pub fn fast_attention(
+        &mut self,
+        node: &GraphNode,
+        scale: f32,
+    ) -> Result<bool, UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let shape = self.shape(output_id)?;
         if self.float() != Element::F16 || shape.len() != 4 || (scale - 0.125).abs() > 1e-6 {

@@ -1,7 +1,7 @@
 //! Element-wise operators: kept as expressions until their values are needed in memory, so that a
 //! chain of them becomes one kernel.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::op::{Activation, Op};
 use model::{DataType, Tensor, ValueId};
 
@@ -71,7 +71,7 @@ fn operators(expr: &Expr) -> usize {
 
 impl Lowering<'_> {
     /// An element-wise operator; false when `node` is none.
-    pub fn elementwise(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
+    pub fn elementwise(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let is_one = matches!(
             node.op,
             Op::Unary(_)
@@ -114,7 +114,7 @@ impl Lowering<'_> {
     fn expression(
         &mut self,
         chain: &mut Chain,
-        node: &Node,
+        node: &GraphNode,
         index: usize,
         id: ValueId,
         shape: &[usize],

@@ -5,7 +5,7 @@ use model::gpu::{GpuPlan, GpuStep, Launch, MemoryLocation, MemoryRange, TilePree
 /// All defects of `plan`; empty when it is valid.
 pub fn faults(plan: &GpuPlan) -> Vec<String> {
     let mut faults = Vec::new();
-    let mut written = Written::default();
+    let mut written = WrittenRanges::default();
     for (index, step) in plan.steps.iter().enumerate() {
         let mut fault = |what: String| faults.push(format!("step {index} ({}): {what}", step.name));
         check_choices(plan, step, &mut fault);
@@ -99,12 +99,12 @@ fn is_inside(plan: &GpuPlan, range: &MemoryRange) -> bool {
 
 /// The ranges of bytes written so far.
 #[derive(Default)]
-struct Written {
+struct WrittenRanges {
     arena: Vec<(u64, u64)>,
     outputs: Vec<(u32, u64, u64)>,
 }
 
-impl Written {
+impl WrittenRanges {
     fn add(&mut self, range: &MemoryRange) {
         match range.start {
             MemoryLocation::Arena(offset) => {

@@ -1,7 +1,7 @@
 //! Concatenations without copies: the step that computes a part writes it into the whole.
 
 use graph::Graph;
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::ValueId;
 use model::op::Op;
 
@@ -25,7 +25,7 @@ impl Lowering<'_> {
     }
 
     /// The parts of a concatenation of images along channels, with their channels.
-    fn image_parts(&self, node: &Node) -> Option<Vec<(ValueId, usize)>> {
+    fn image_parts(&self, node: &GraphNode) -> Option<Vec<(ValueId, usize)>> {
         let Op::Concat { axis } = node.op else { return None };
         let output = node.outputs.first().copied().flatten()?;
         let shape = self.shape(output).ok()?;
@@ -40,7 +40,7 @@ impl Lowering<'_> {
         node.inputs.iter().map(part).collect()
     }
 
-    fn plan_concat(&mut self, node: &Node, parts: &[(ValueId, usize)]) {
+    fn plan_concat(&mut self, node: &GraphNode, parts: &[(ValueId, usize)]) {
         let Some(output) = node.outputs.first().copied().flatten() else { return };
         if let Some(whole) = self.joined(parts) {
             self.place(output, whole);
@@ -85,7 +85,7 @@ impl Lowering<'_> {
     }
 
     /// A concatenation: copies only the parts that are not in position already.
-    pub fn concat(&mut self, node: &Node, axis: i64) -> Result<(), UnsupportedReason> {
+    pub fn concat(&mut self, node: &GraphNode, axis: i64) -> Result<(), UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let shape = self.shape(output_id)?;
         let axis = if axis < 0 { axis + shape.len() as i64 } else { axis };

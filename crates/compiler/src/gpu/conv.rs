@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::gpu::{GpuTarget, Packer, WeightKey};
 use model::op::{self, Activation, Padding, Window};
 use model::{Tensor, ValueId};
@@ -312,7 +312,7 @@ impl Lowering<'_> {
         Ok(self.weight(tensor, &how, bytes, pack))
     }
 
-    fn constant(&self, node: &Node, index: usize) -> Option<Tensor> {
+    fn constant(&self, node: &GraphNode, index: usize) -> Option<Tensor> {
         let id = node.inputs.get(index).copied().flatten()?;
         self.graph.constant(id).cloned()
     }
@@ -329,7 +329,7 @@ impl Lowering<'_> {
     }
 
     /// Whether the tensor-core kernels support this convolution as it is.
-    pub fn conv_is_fast(&self, node: &Node, conv: &op::Conv) -> bool {
+    pub fn conv_is_fast(&self, node: &GraphNode, conv: &op::Conv) -> bool {
         let constant = |index| self.constant(node, index).is_some();
         let bias = node.inputs.get(2).copied().flatten().is_none() || constant(2);
         let rank = self.constant(node, 1).map_or(0, |weight| weight.shape().len());
@@ -342,7 +342,11 @@ impl Lowering<'_> {
     }
 
     /// A convolution over two dimensions, one group.
-    pub fn fast_conv(&mut self, node: &Node, conv: &op::Conv) -> Result<(), UnsupportedReason> {
+    pub fn fast_conv(
+        &mut self,
+        node: &GraphNode,
+        conv: &op::Conv,
+    ) -> Result<(), UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let weight = self.constant(node, 1).ok_or("the weight is not constant")?;
         let x = node.inputs.first().copied().flatten().ok_or("no input")?;

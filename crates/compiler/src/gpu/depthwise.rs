@@ -1,6 +1,6 @@
 //! Depthwise convolutions with a specialised kernel, half precision.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::Tensor;
 use model::op;
 
@@ -16,7 +16,7 @@ const THREADS: usize = 128;
 
 impl Lowering<'_> {
     /// Whether the depthwise kernel supports this convolution.
-    pub fn depthwise_is_fast(&self, node: &Node, conv: &op::Conv) -> bool {
+    pub fn depthwise_is_fast(&self, node: &GraphNode, conv: &op::Conv) -> bool {
         let constant = |index: usize| {
             let id = node.inputs.get(index).copied().flatten();
             id.and_then(|id| self.graph.constant(id))
@@ -35,7 +35,7 @@ impl Lowering<'_> {
     /// A convolution with one filter per channel.
     pub fn fast_depthwise(
         &mut self,
-        node: &Node,
+        node: &GraphNode,
         conv: &op::Conv,
     ) -> Result<(), UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;

@@ -1,6 +1,6 @@
 //! Selects the code that lowers a node.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::op::{self, Activation, GlobalPool, Op};
 use model::{Tensor, ValueId};
 
@@ -12,7 +12,7 @@ pub type Normalized = (ValueId, Tensor, Tensor);
 
 impl Lowering<'_> {
     /// Lowers one node.
-    pub fn node(&mut self, node: &Node) -> Result<(), UnsupportedReason> {
+    pub fn node(&mut self, node: &GraphNode) -> Result<(), UnsupportedReason> {
         self.begin(node);
         if self.nothing_to_compute(node)? || self.known_outputs(node)? || self.elementwise(node)? {
             return Ok(());
@@ -46,7 +46,7 @@ impl Lowering<'_> {
     }
 
     /// Whether all outputs are empty, so that there is nothing to launch.
-    fn nothing_to_compute(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
+    fn nothing_to_compute(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let outputs: Vec<ValueId> = node.outputs.iter().flatten().copied().collect();
         for id in &outputs {
             if !self.shape(*id)?.contains(&0) {
@@ -61,7 +61,11 @@ impl Lowering<'_> {
         Ok(true)
     }
 
-    fn matmul(&mut self, node: &Node, product: &op::MatMul) -> Result<bool, UnsupportedReason> {
+    fn matmul(
+        &mut self,
+        node: &GraphNode,
+        product: &op::MatMul,
+    ) -> Result<bool, UnsupportedReason> {
         let output = node.outputs.first().copied().flatten().ok_or("no output")?;
         if self.is_defined(output) {
             return Ok(true);
@@ -88,7 +92,7 @@ impl Lowering<'_> {
     }
 
     /// The constant operands of a product.
-    fn matrix_part(&self, node: &Node) -> Option<MatrixPart> {
+    fn matrix_part(&self, node: &GraphNode) -> Option<MatrixPart> {
         let value = |index: usize| node.inputs.get(index).copied().flatten();
         let output = node.outputs.first().copied().flatten()?;
         let weight = self.graph.constant(value(1)?).cloned()?;
@@ -103,10 +107,10 @@ impl Lowering<'_> {
     }
 
     /// Products of the same operand with other constants, which are then part of the same launch.
-    fn siblings(&self, node: &Node, product: &op::MatMul) -> Vec<MatrixPart> {
+    fn siblings(&self, node: &GraphNode, product: &op::MatMul) -> Vec<MatrixPart> {
         let input = node.inputs.first();
         let wide = |part: &MatrixPart| part.columns.is_multiple_of(8);
-        let like = |other: &&Node| {
+        let like = |other: &&GraphNode| {
             !std::ptr::eq(*other, node)
                 && other.op == Op::MatMul(*product)
                 && other.inputs.first() == input
@@ -119,7 +123,7 @@ impl Lowering<'_> {
         others.filter(|part| wide(part) && rank(part) == rank(&own)).collect()
     }
 
-    fn gemm(&mut self, node: &Node, gemm: &op::Gemm) -> Result<bool, UnsupportedReason> {
+    fn gemm(&mut self, node: &GraphNode, gemm: &op::Gemm) -> Result<bool, UnsupportedReason> {
         let input = node.inputs.first().copied().flatten().ok_or("no operand")?;
         let Some(part) = self.matrix_part(node).filter(|_| !gemm.transpose_a) else {
             return Ok(false);
@@ -135,7 +139,7 @@ impl Lowering<'_> {
         })
     }
 
-    fn global_average(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
+    fn global_average(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let x = node.inputs.first().copied().flatten().ok_or("no input")?;
         let output = node.outputs.first().copied().flatten().ok_or("no output")?;
         self.fast_global_average(x, output)
@@ -144,7 +148,7 @@ impl Lowering<'_> {
     /// A mean over both spatial dimensions of an image.
     fn mean_of_image(
         &mut self,
-        node: &Node,
+        node: &GraphNode,
         reduce: &op::Reduce,
     ) -> Result<bool, UnsupportedReason> {
         let x = node.inputs.first().copied().flatten().ok_or("no input")?;
@@ -161,7 +165,11 @@ impl Lowering<'_> {
         self.fast_global_average(x, output)
     }
 
-    fn softmax(&mut self, node: &Node, softmax: &op::Softmax) -> Result<bool, UnsupportedReason> {
+    fn softmax(
+        &mut self,
+        node: &GraphNode,
+        softmax: &op::Softmax,
+    ) -> Result<bool, UnsupportedReason> {
         let output = node.outputs.first().copied().flatten().ok_or("no output")?;
         let rank = self.shape(output)?.len() as i64;
         let last = softmax.axis == -1 || softmax.axis == rank - 1;

@@ -103,7 +103,7 @@ struct Operand {
 
 /// The loops of a chain. Operands of the nest: the output, the position in a row, the inputs.
 #[derive(Debug)]
-struct Plan {
+struct ChainLoops {
     nest: LoopNest,
     /// Elements a thread computes.
     count: usize,
@@ -233,7 +233,7 @@ fn coordinates(nodes: &[&Expr], output: &View) -> Result<Vec<usize>, String> {
 
 /// The loops over `inputs`, which have the output's shape, and the dimensions `axes` whose index is
 /// read.
-fn plan(inputs: &[View], axes: &[usize], output: &View) -> Result<Plan, String> {
+fn plan(inputs: &[View], axes: &[usize], output: &View) -> Result<ChainLoops, String> {
     let rank = output.shape.len();
     let mut strides = vec![output.strides.clone(), vec![0; rank]];
     strides.extend(inputs.iter().map(|view| view.strides.clone()));
@@ -264,7 +264,7 @@ fn plan(inputs: &[View], axes: &[usize], output: &View) -> Result<Plan, String> 
             _ => Access::Apart,
         })
         .collect();
-    Ok(Plan { nest, count, width, padded, apart, access })
+    Ok(ChainLoops { nest, count, width, padded, apart, access })
 }
 
 /// How many elements of a row a thread computes: 16 bytes of the smallest operand, as far as the
@@ -300,7 +300,7 @@ fn aligned(nest: &LoopNest, operand: usize, view: &View, count: usize) -> bool {
     even(view.offset) && nest.loops.iter().all(|dim| even(dim.strides[operand]))
 }
 
-fn arguments(plan: &Plan, inputs: &[View], output: &View) -> (ArgsWriter, usize) {
+fn arguments(plan: &ChainLoops, inputs: &[View], output: &View) -> (ArgsWriter, usize) {
     let items = plan.nest.len();
     let operands = plan.apart.len();
     let mut args = ArgsWriter::new();
@@ -323,7 +323,7 @@ fn arguments(plan: &Plan, inputs: &[View], output: &View) -> (ArgsWriter, usize)
 fn kernel(
     expr: &Expr,
     axes: &[usize],
-    plan: &Plan,
+    plan: &ChainLoops,
     inputs: &[View],
     output: &View,
 ) -> Result<KernelText, String> {

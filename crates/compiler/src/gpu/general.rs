@@ -4,7 +4,7 @@ mod movement;
 mod product;
 mod reduction;
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::op::Op;
 use model::{DataType, ValueId};
 
@@ -15,7 +15,7 @@ use super::{quantize, window};
 
 impl Lowering<'_> {
     /// Lowers `node` to general kernels.
-    pub fn general(&mut self, node: &Node) -> Result<(), UnsupportedReason> {
+    pub fn general(&mut self, node: &GraphNode) -> Result<(), UnsupportedReason> {
         if self.general_product(node)? || self.general_reduction(node)? || self.movement(node)? {
             return Ok(());
         }
@@ -93,12 +93,12 @@ impl Lowering<'_> {
     }
 
     /// The id of the first output.
-    pub(super) fn output(node: &Node) -> Result<ValueId, UnsupportedReason> {
+    pub(super) fn output(node: &GraphNode) -> Result<ValueId, UnsupportedReason> {
         node.outputs.first().copied().flatten().ok_or_else(|| "no output".to_string())
     }
 
     /// Memory for the first output, packed in row-major order.
-    pub(super) fn new_output(&mut self, node: &Node) -> Result<View, UnsupportedReason> {
+    pub(super) fn new_output(&mut self, node: &GraphNode) -> Result<View, UnsupportedReason> {
         let id = Self::output(node)?;
         let (shape, element) = (self.shape(id)?, self.element(id)?);
         Ok(self.packed(&shape, element))
@@ -128,7 +128,7 @@ impl Lowering<'_> {
     /// Adds the step and defines its outputs.
     pub(super) fn finish(
         &mut self,
-        node: &Node,
+        node: &GraphNode,
         work: super::draft::StepDraft,
         outputs: Vec<Option<View>>,
     ) -> Result<(), UnsupportedReason> {
@@ -142,7 +142,11 @@ impl Lowering<'_> {
     }
 
     /// The constant floats of operand `index`, if present.
-    fn floats(&self, node: &Node, index: usize) -> Result<Option<Vec<f32>>, UnsupportedReason> {
+    fn floats(
+        &self,
+        node: &GraphNode,
+        index: usize,
+    ) -> Result<Option<Vec<f32>>, UnsupportedReason> {
         let Some(id) = node.inputs.get(index).copied().flatten() else { return Ok(None) };
         let constant = self.graph.constant(id).and_then(graph::content::floats);
         let name = &self.graph.value(id).name;
@@ -150,7 +154,7 @@ impl Lowering<'_> {
     }
 
     /// Defines values that are known at compile time; false when one is not.
-    pub(super) fn known_outputs(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
+    pub(super) fn known_outputs(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let mut known = Vec::new();
         for id in node.outputs.iter().flatten() {
             let value = self.graph.value(*id);
@@ -176,7 +180,7 @@ impl Lowering<'_> {
 
     /// Gives the outputs of an unsupported node some memory, so that later nodes can be checked
     /// too.
-    pub fn stand_in(&mut self, node: &Node) {
+    pub fn add_placeholder(&mut self, node: &GraphNode) {
         for id in node.outputs.iter().flatten() {
             if let (Ok(shape), Ok(element)) = (self.shape(*id), self.element(*id)) {
                 let view = self.packed(&shape, element);

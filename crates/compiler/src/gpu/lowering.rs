@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use graph::Graph;
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::gpu::{GpuTarget, IoTensor, MemoryLocation, Packer, Precision, Weight, WeightKey};
 use model::{Tensor, ValueId};
 
@@ -115,7 +115,7 @@ impl<'a> Lowering<'a> {
     }
 
     /// Sets the node that the following steps belong to.
-    pub fn begin(&mut self, node: &Node) {
+    pub fn begin(&mut self, node: &GraphNode) {
         self.node.clone_from(&node.name);
     }
 
@@ -213,7 +213,7 @@ impl<'a> Lowering<'a> {
     }
 
     /// The operand at `index` of `node`.
-    pub fn input(&mut self, node: &Node, index: usize) -> Result<View, UnsupportedReason> {
+    pub fn input(&mut self, node: &GraphNode, index: usize) -> Result<View, UnsupportedReason> {
         let id = node.inputs.get(index).copied().flatten();
         self.operand(id.ok_or_else(|| format!("operand {index} is absent"))?)
     }
@@ -221,7 +221,7 @@ impl<'a> Lowering<'a> {
     /// The operand at `index` of `node`, if present.
     pub fn optional(
         &mut self,
-        node: &Node,
+        node: &GraphNode,
         index: usize,
     ) -> Result<Option<View>, UnsupportedReason> {
         match node.inputs.get(index).copied().flatten() {

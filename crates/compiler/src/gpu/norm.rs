@@ -1,6 +1,6 @@
 //! Row operators on packed halves: layer normalisation and softmax.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::Tensor;
 
 use super::args::{Address, ArgsWriter};
@@ -36,7 +36,7 @@ impl Lowering<'_> {
     /// Layer normalisation over the last dimension; false when the kernel does not support it.
     pub fn fast_layer_norm(
         &mut self,
-        node: &Node,
+        node: &GraphNode,
         axis: i64,
         epsilon: f32,
     ) -> Result<bool, UnsupportedReason> {
@@ -89,7 +89,7 @@ impl Lowering<'_> {
     }
 
     /// Softmax over the last dimension; false when the kernel does not support it.
-    pub fn fast_softmax(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
+    pub fn fast_softmax(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let shape = self.shape(output_id)?;
         let width = shape.last().copied().unwrap_or(0);

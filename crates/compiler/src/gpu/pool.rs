@@ -1,6 +1,6 @@
 //! Pooling over images with channels fastest, half precision.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::ValueId;
 use model::op::{self, PoolKind};
 
@@ -15,7 +15,11 @@ const THREADS: usize = 128;
 
 impl Lowering<'_> {
     /// Max or average windows; false when the kernel does not support them.
-    pub fn fast_pool(&mut self, node: &Node, pool: &op::Pool) -> Result<bool, UnsupportedReason> {
+    pub fn fast_pool(
+        &mut self,
+        node: &GraphNode,
+        pool: &op::Pool,
+    ) -> Result<bool, UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let out_shape = self.shape(output_id)?;
         let (max, count_padding) = match pool.kind {

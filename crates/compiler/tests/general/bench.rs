@@ -86,7 +86,7 @@ pub struct Bench {
 impl Bench {
     /// A buffer that holds `tensor`, as `element`.
     pub fn place(&mut self, tensor: &Tensor, layout: Layout, element: Element) -> View {
-        let view = self.room(tensor.shape(), layout, element);
+        let view = self.buffer(tensor.shape(), layout, element);
         let buffer = &mut self.buffers[view.buffer.0 as usize];
         for (offset, value) in offsets(&view).into_iter().zip(numbers(tensor)) {
             store(buffer, offset, element, value);
@@ -95,7 +95,7 @@ impl Bench {
     }
 
     /// A buffer for a value of `shape`, filled with NaN.
-    pub fn room(&mut self, shape: &[usize], layout: Layout, element: Element) -> View {
+    pub fn buffer(&mut self, shape: &[usize], layout: Layout, element: Element) -> View {
         let rank = shape.len();
         let order: Vec<usize> = match layout {
             Layout::ChannelsLast(_) if rank > 2 => {
@@ -143,21 +143,21 @@ impl Bench {
         tolerance: f64,
         fault: bool,
     ) {
-        let ways = works.iter().map(|work| work.drafts.len()).max().unwrap_or(0);
-        for way in 0..ways {
-            let told = self.room(&[1], Layout::Packed, Element::I32);
-            self.buffers[told.buffer.0 as usize].fill(0);
-            let word = told.buffer;
+        let variants = works.iter().map(|work| work.drafts.len()).max().unwrap_or(0);
+        for variant in 0..variants {
+            let fault_word = self.buffer(&[1], Layout::Packed, Element::I32);
+            self.buffers[fault_word.buffer.0 as usize].fill(0);
+            let word = fault_word.buffer;
             let expected = vec![f64::from(u8::from(fault))];
-            let tell = format!("{name}, way {way}, fault");
-            self.checks.push(Check { name: tell, view: told, expected, tolerance: 0.0 });
+            let label = format!("{name}, variant {variant}, fault");
+            self.checks.push(Check { name: label, view: fault_word, expected, tolerance: 0.0 });
             let first = self.buffers.len() as u32;
             let moved = |buffer: BufferId| {
                 let place = outputs.iter().position(|(view, _)| view.buffer == buffer);
                 place.map_or(buffer, |place| BufferId(first + place as u32))
             };
             for work in works {
-                let draft = &work.drafts[way.min(work.drafts.len() - 1)];
+                let draft = &work.drafts[variant.min(work.drafts.len() - 1)];
                 self.launch(draft, &moved, word);
             }
             for (view, expected) in outputs {
@@ -165,7 +165,7 @@ impl Bench {
                 let view = View { buffer: BufferId(self.buffers.len() as u32), ..(*view).clone() };
                 assert_eq!(view.shape, expected.shape(), "{name}");
                 self.buffers.push(fresh);
-                let name = format!("{name}, way {way}");
+                let name = format!("{name}, variant {variant}");
                 let expected = numbers(expected);
                 self.checks.push(Check { name, view, expected, tolerance });
             }

@@ -42,7 +42,7 @@ fn backwards(bench: &mut Bench, x: &Tensor) -> Side {
     let turned = values.chunks(BLOCK).flat_map(|block| block.iter().rev().copied()).collect();
     let expected = Tensor::from_vec(x.shape().to_vec(), turned).unwrap();
     let from = bench.place(x, Layout::Packed, Element::F32);
-    let to = bench.room(x.shape(), Layout::Packed, Element::F32);
+    let to = bench.buffer(x.shape(), Layout::Packed, Element::F32);
     let mut args = ArgsWriter::new();
     args.address(Address::Buffer(from.buffer, 0)).address(Address::Buffer(to.buffer, 0));
     let text = KernelText {
@@ -58,7 +58,7 @@ fn softmax(bench: &mut Bench, x: &Tensor) -> Side {
     let spec = Softmax { axis: 1, kind: SoftmaxKind::Softmax, flatten: false };
     let expected = reference(&Op::Softmax(spec), &[x], 1).remove(0);
     let from = bench.place(x, Layout::Packed, Element::F32);
-    let to = bench.room(x.shape(), Layout::Packed, Element::F32);
+    let to = bench.buffer(x.shape(), Layout::Packed, Element::F32);
     let work = reduce::softmax(&spec, &from, &to).unwrap();
     (work.drafts[0].clone(), to, expected)
 }

@@ -74,10 +74,10 @@ impl<'a> Case<'a> {
             bench.place(tensor, self.from, stored(tensor.dtype(), self.precision))
         };
         let inputs: Vec<View> = self.inputs.iter().copied().map(place).collect();
-        let room = |tensor: &Tensor| {
-            bench.room(tensor.shape(), self.to, stored(tensor.dtype(), self.precision))
+        let buffer = |tensor: &Tensor| {
+            bench.buffer(tensor.shape(), self.to, stored(tensor.dtype(), self.precision))
         };
-        let outputs: Vec<View> = expected.iter().take(self.outputs).map(room).collect();
+        let outputs: Vec<View> = expected.iter().take(self.outputs).map(buffer).collect();
         let name = format!("{:?} {:?} to {:?} {:?}", self.op, self.from, self.to, self.precision);
         let works = make(&inputs, &outputs).unwrap_or_else(|error| panic!("{name}: {error}"));
         let pairs: Vec<(&View, &Tensor)> = outputs.iter().zip(&expected).collect();

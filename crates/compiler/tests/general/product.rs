@@ -152,7 +152,8 @@ fn attention_of_any_width() {
     let scale = 0.25;
     for element in [Element::F16, Element::F32] {
         for mask in [&mask, &keep] {
-            let scratch = [0, 1].map(|_| bench.room(&[2, 3, 9, 11], Layout::Packed, Element::F32));
+            let scratch =
+                [0, 1].map(|_| bench.buffer(&[2, 3, 9, 11], Layout::Packed, Element::F32));
             Case::new(Op::Attention { scale }, &[&q, &k, &v, mask]).of(element).check(
                 &mut bench,
                 |i, o| {

@@ -2,8 +2,8 @@
 
 use model::{DataType, Tensor};
 
-use super::numbers::{KnownElements, zip};
 use super::shape::{axes_indices, axis_index, broadcast, product, unify};
+use super::tracked::{TrackedElements, zip};
 use super::{Fact, Inferred, Operands, fail};
 use crate::content::{self, MAX_CONTENT};
 use model::dim::SymDim;
@@ -190,7 +190,7 @@ pub fn expand(x: &Operands) -> Inferred<Fact> {
     }
     let dims = broadcast(shape, &target)?;
     let content = x.content(0).and_then(|elements| {
-        zip(&dims, &[KnownElements { shape, elements }], |e| Some(e[0].clone()))
+        zip(&dims, &[TrackedElements { shape, elements }], |e| Some(e[0].clone()))
     });
     Ok(Fact::new(dtype, Some(dims)).with_content(content))
 }

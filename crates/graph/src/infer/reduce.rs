@@ -4,8 +4,8 @@ use model::DataType;
 use model::op::{ArgReduce, Reduce, ReduceKind, Rnn, RnnDirection, Softmax};
 
 use super::elementwise::{meet_channels, same_float};
-use super::numbers;
 use super::shape::{axes_indices, axis_index, broadcast};
+use super::tracked;
 use super::{Fact, Inferred, Operands, Shape, fail};
 use model::dim::SymDim;
 use model::op::Variadic;
@@ -61,9 +61,9 @@ fn reduced_content(op: &Reduce, x: &Operands, shape: &Shape) -> Option<Vec<SymDi
     let (first, rest) = content.split_first()?;
     let combine = |a: SymDim, b: &SymDim| match op.kind {
         ReduceKind::Prod => Some(a.mul(b)),
-        ReduceKind::Sum => numbers::variadic(Variadic::Sum, &a, b),
-        ReduceKind::Max => numbers::variadic(Variadic::Max, &a, b),
-        ReduceKind::Min => numbers::variadic(Variadic::Min, &a, b),
+        ReduceKind::Sum => tracked::variadic(Variadic::Sum, &a, b),
+        ReduceKind::Max => tracked::variadic(Variadic::Max, &a, b),
+        ReduceKind::Min => tracked::variadic(Variadic::Min, &a, b),
         _ => None,
     };
     let plain =

@@ -10,7 +10,7 @@ use super::external::ExternalData;
 use super::proto::NodeProto;
 use crate::content;
 use crate::infer::{Fact, InferError};
-use crate::ir::{Graph, Node};
+use crate::ir::{Graph, GraphNode};
 use model::dim::SymDim;
 
 /// Why one node cannot be mapped.
@@ -157,7 +157,7 @@ impl Context<'_> {
             .map(|(index, fact)| self.graph.add_value(output_name(&name, index), fact))
             .collect();
         let outputs = ids.iter().map(|id| Some(*id)).collect();
-        self.graph.nodes.push(Node { name, op, inputs, outputs });
+        self.graph.nodes.push(GraphNode { name, op, inputs, outputs });
         Ok(ids)
     }
 
@@ -178,7 +178,7 @@ impl Context<'_> {
         };
         let outputs = self.bind_facts(facts);
         let name = self.label.to_string();
-        self.graph.nodes.push(Node { name, op, inputs, outputs });
+        self.graph.nodes.push(GraphNode { name, op, inputs, outputs });
         Ok(true)
     }
 
@@ -215,7 +215,12 @@ impl Context<'_> {
         let output = self.graph.add_value(name.clone(), facts.remove(0));
         self.results[index] = Some(output);
         let name = self.part_name();
-        self.graph.nodes.push(Node { name, op: Op::Identity, inputs, outputs: vec![Some(output)] });
+        self.graph.nodes.push(GraphNode {
+            name,
+            op: Op::Identity,
+            inputs,
+            outputs: vec![Some(output)],
+        });
         Ok(true)
     }
 

@@ -5,7 +5,7 @@ use model::{Tensor, ValueId};
 
 use crate::content;
 use crate::infer::Fact;
-use crate::ir::{Graph, Node};
+use crate::ir::{Graph, GraphNode};
 
 /// A graph and its indices. Nodes keep their indices until [`Editor::finish`].
 pub struct Editor<'a> {
@@ -15,7 +15,7 @@ pub struct Editor<'a> {
     reads: Vec<usize>,
     is_output: Vec<bool>,
     removed: Vec<bool>,
-    inserted: Vec<(usize, Node)>,
+    inserted: Vec<(usize, GraphNode)>,
     changes: usize,
 }
 
@@ -40,12 +40,12 @@ impl<'a> Editor<'a> {
     }
 
     /// Node `index`, unless it was removed.
-    pub fn node(&self, index: usize) -> Option<&Node> {
+    pub fn node(&self, index: usize) -> Option<&GraphNode> {
         self.graph.nodes.get(index).filter(|_| !self.removed[index])
     }
 
     /// The node that writes `id`, with its index.
-    pub fn producer(&self, id: ValueId) -> Option<(usize, &Node)> {
+    pub fn producer(&self, id: ValueId) -> Option<(usize, &GraphNode)> {
         let index = self.producers.get(id.index()).copied().flatten()?;
         self.node(index).map(|node| (index, node))
     }
@@ -129,7 +129,7 @@ impl<'a> Editor<'a> {
         let id = self.graph.add_value(name, fact);
         self.grow();
         inputs.iter().flatten().for_each(|id| self.reads[id.index()] += 1);
-        let node = Node { name: name.to_string(), op, inputs, outputs: vec![Some(id)] };
+        let node = GraphNode { name: name.to_string(), op, inputs, outputs: vec![Some(id)] };
         self.inserted.push((before, node));
         Some(id)
     }

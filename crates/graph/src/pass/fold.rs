@@ -6,7 +6,7 @@ use model::{DataType, Tensor, ValueId};
 
 use super::Evaluator;
 use crate::content;
-use crate::ir::{Graph, Node};
+use crate::ir::{Graph, GraphNode};
 use model::dim::SymDim;
 
 /// Larger results are not computed ahead: the model would grow.
@@ -39,7 +39,7 @@ pub fn run(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> usize {
 /// The outputs of a node, when they can be computed now. Absent ones are outputs that are not read.
 fn value_of(
     graph: &Graph,
-    node: &Node,
+    node: &GraphNode,
     evaluator: Option<&dyn Evaluator>,
 ) -> Option<Vec<Option<Tensor>>> {
     let known: Option<Vec<Option<Tensor>>> = node
@@ -89,7 +89,7 @@ fn size_of(graph: &Graph, id: ValueId) -> Option<usize> {
 }
 
 /// Results are used only if they have the inferred type and shape.
-fn checked(graph: &Graph, node: &Node, tensors: Vec<Tensor>) -> Option<Vec<Option<Tensor>>> {
+fn checked(graph: &Graph, node: &GraphNode, tensors: Vec<Tensor>) -> Option<Vec<Option<Tensor>>> {
     let mut tensors: Vec<Option<Tensor>> = tensors.into_iter().map(Some).collect();
     tensors.resize(node.outputs.len(), None);
     for (id, tensor) in node.outputs.iter().zip(&tensors) {
@@ -104,7 +104,7 @@ fn checked(graph: &Graph, node: &Node, tensors: Vec<Tensor>) -> Option<Vec<Optio
 }
 
 /// Operators that only move elements.
-fn layout(graph: &Graph, node: &Node) -> Option<Tensor> {
+fn layout(graph: &Graph, node: &GraphNode) -> Option<Tensor> {
     let x = graph.constant(node.inputs.first().copied().flatten()?)?;
     let output = node.outputs.first().copied().flatten()?;
     match &node.op {
@@ -151,7 +151,7 @@ pub(crate) fn permuted(x: &Tensor, perm: &[usize]) -> Option<Tensor> {
 }
 
 /// A few floating-point numbers, such as the scale of an attention.
-fn small(graph: &Graph, node: &Node) -> Option<Tensor> {
+fn small(graph: &Graph, node: &GraphNode) -> Option<Tensor> {
     let output = node.outputs.first().copied().flatten()?;
     let value = graph.value(output);
     let shape = content::fixed_shape(value.shape.as_ref()?)?;

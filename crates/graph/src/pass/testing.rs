@@ -10,7 +10,7 @@ use model::{DataType, Tensor, ValueId};
 
 use crate::content;
 use crate::infer::Fact;
-use crate::ir::{Graph, Node};
+use crate::ir::{Graph, GraphNode};
 use model::dim::SymDim;
 
 /// A dense tensor of floats.
@@ -71,7 +71,7 @@ impl Builder {
         let fact = self.graph.infer(&op, &inputs, 1).unwrap().remove(0);
         let name = format!("v{}", self.graph.values.len());
         let output = self.graph.add_value(&name, fact);
-        self.graph.nodes.push(Node { name, op, inputs, outputs: vec![Some(output)] });
+        self.graph.nodes.push(GraphNode { name, op, inputs, outputs: vec![Some(output)] });
         output
     }
 

@@ -1,6 +1,6 @@
 //! Operators that move elements without computing.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::op::{Op, PadMode};
 
 use crate::gpu::index;
@@ -10,7 +10,7 @@ use crate::gpu::view::View;
 
 impl Lowering<'_> {
     /// An operator that moves elements; false when `node` is none.
-    pub(super) fn movement(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
+    pub(super) fn movement(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let (work, y) = match &node.op {
             Op::Gather { axis: along } => {
                 let (x, indices) = (self.input(node, 0)?, self.input(node, 1)?);
@@ -70,7 +70,7 @@ impl Lowering<'_> {
     }
 
     /// Tile, Pad and slices with negative steps.
-    fn repetition(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
+    fn repetition(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let (work, y) = match &node.op {
             Op::Tile => {
                 let x = self.input(node, 0)?;
@@ -100,7 +100,7 @@ impl Lowering<'_> {
     }
 
     /// The padding before the first element of every dimension.
-    fn pad_begins(&self, node: &Node, rank: usize) -> Result<Vec<i64>, UnsupportedReason> {
+    fn pad_begins(&self, node: &GraphNode, rank: usize) -> Result<Vec<i64>, UnsupportedReason> {
         let pads = self.ints(node, 1)?.ok_or("no pads")?;
         let axes = match self.ints(node, 3)? {
             Some(axes) => axes,
@@ -116,7 +116,7 @@ impl Lowering<'_> {
         Ok(begins)
     }
 
-    fn pad_value(&self, node: &Node, mode: PadMode) -> Result<f64, UnsupportedReason> {
+    fn pad_value(&self, node: &GraphNode, mode: PadMode) -> Result<f64, UnsupportedReason> {
         let Some(id) = node.inputs.get(2).copied().flatten().filter(|_| mode == PadMode::Constant)
         else {
             return Ok(0.0);
@@ -130,7 +130,7 @@ impl Lowering<'_> {
     /// The first element and the step along every dimension of a slice.
     fn slice_bounds(
         &self,
-        node: &Node,
+        node: &GraphNode,
         x: &View,
     ) -> Result<(Vec<i64>, Vec<i64>), UnsupportedReason> {
         let rank = x.shape.len();
@@ -151,7 +151,7 @@ impl Lowering<'_> {
         Ok((starts, steps))
     }
 
-    fn scatter(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
+    fn scatter(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let operands = (self.input(node, 0)?, self.input(node, 1)?, self.input(node, 2)?);
         let (x, indices, updates) = (&operands.0, &operands.1, &operands.2);
         let y = self.new_output(node)?;

@@ -1,6 +1,6 @@
 //! Products of any strides.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::Tensor;
 use model::op::Op;
 
@@ -10,7 +10,7 @@ use crate::gpu::{packing, product};
 
 impl Lowering<'_> {
     /// A product; false when `node` is none.
-    pub(super) fn general_product(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
+    pub(super) fn general_product(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let work = match &node.op {
             Op::Conv(conv) => {
                 let (x, weight) = (self.input(node, 0)?, self.filter(node)?);
@@ -58,7 +58,7 @@ impl Lowering<'_> {
     }
 
     /// A filter `[out, in, taps...]` with its input channels fastest, as in images.
-    fn filter(&mut self, node: &Node) -> Result<View, UnsupportedReason> {
+    fn filter(&mut self, node: &GraphNode) -> Result<View, UnsupportedReason> {
         let id = node.inputs.get(1).copied().flatten().ok_or("no weight")?;
         let Some(tensor) = self.graph.constant(id).cloned().filter(|t| t.shape().len() > 2) else {
             return self.operand(id);
@@ -83,7 +83,11 @@ impl Lowering<'_> {
     }
 
     /// Attention of any width: scores, softmax, weighted sum.
-    fn composed_attention(&mut self, node: &Node, scale: f32) -> Result<(), UnsupportedReason> {
+    fn composed_attention(
+        &mut self,
+        node: &GraphNode,
+        scale: f32,
+    ) -> Result<(), UnsupportedReason> {
         let (q, k, v) = (self.input(node, 0)?, self.input(node, 1)?, self.input(node, 2)?);
         let mask = self.optional(node, 3)?;
         let rank = q.shape.len();
@@ -105,7 +109,7 @@ impl Lowering<'_> {
 
     /// Memory for `[batch, heads, tokens, width]` in which a token's heads are adjacent, as the
     /// next step usually reads them.
-    fn heads_side_by_side(&mut self, node: &Node) -> Result<View, UnsupportedReason> {
+    fn heads_side_by_side(&mut self, node: &GraphNode) -> Result<View, UnsupportedReason> {
         let id = Self::output(node)?;
         let (shape, element) = (self.shape(id)?, self.element(id)?);
         if shape.len() != 4 {

@@ -1,6 +1,6 @@
 //! Reductions and normalisations over any dimensions.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::op::Op;
 
 use crate::gpu::lowering::{Lowering, UnsupportedReason};
@@ -8,7 +8,10 @@ use crate::gpu::reduce;
 
 impl Lowering<'_> {
     /// A reduction or normalisation; false when `node` is none.
-    pub(super) fn general_reduction(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
+    pub(super) fn general_reduction(
+        &mut self,
+        node: &GraphNode,
+    ) -> Result<bool, UnsupportedReason> {
         match &node.op {
             Op::Reduce(spec) => self.reduction(node, spec)?,
             Op::ArgReduce(spec) => {
@@ -49,7 +52,7 @@ impl Lowering<'_> {
 
     fn reduction(
         &mut self,
-        node: &Node,
+        node: &GraphNode,
         spec: &model::op::Reduce,
     ) -> Result<(), UnsupportedReason> {
         let x = self.input(node, 0)?;
@@ -75,7 +78,12 @@ impl Lowering<'_> {
         self.finish(node, work, vec![Some(y)])
     }
 
-    fn top_k(&mut self, node: &Node, axis: i64, largest: bool) -> Result<(), UnsupportedReason> {
+    fn top_k(
+        &mut self,
+        node: &GraphNode,
+        axis: i64,
+        largest: bool,
+    ) -> Result<(), UnsupportedReason> {
         let x = self.input(node, 0)?;
         let mut outputs = Vec::new();
         let some = node.outputs.iter().flatten().next().copied().ok_or("no output")?;
@@ -91,7 +99,7 @@ impl Lowering<'_> {
         self.finish(node, work, outputs.into_iter().map(Some).collect())
     }
 
-    fn normalization(&mut self, node: &Node) -> Result<bool, UnsupportedReason> {
+    fn normalization(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let is_one = matches!(
             node.op,
             Op::LayerNorm { .. }

@@ -29,8 +29,8 @@ pub fn gather(axis: usize, x: &View, indices: &View, y: &View) -> Result<StepDra
     let data = [&x.strides[..axis], &none(indices.shape.len()), &x.strides[axis + 1..]].concat();
     let after = x.shape.len() - axis - 1;
     let places = [&none(axis)[..], &indices.strides, &none(after)].concat();
-    let parts = Parts { size: vec![x.shape[axis]], stride: vec![x.strides[axis]], part: 0 };
-    gathered("Gather", Loops { shape, data, indices: places }, parts, x, indices, y)
+    let parts = IndexedDims { size: vec![x.shape[axis]], stride: vec![x.strides[axis]], part: 0 };
+    gathered("Gather", GatherStrides { shape, data, indices: places }, parts, x, indices, y)
 }
 
 /// `y[.., i, ..] = x[.., indices[.., i, ..], ..]` along `axis`.
@@ -47,8 +47,9 @@ pub fn gather_elements(
     }
     let mut data = x.strides.clone();
     data[axis] = 0;
-    let parts = Parts { size: vec![x.shape[axis]], stride: vec![x.strides[axis]], part: 0 };
-    let loops = Loops { shape: indices.shape.clone(), data, indices: indices.strides.clone() };
+    let parts = IndexedDims { size: vec![x.shape[axis]], stride: vec![x.strides[axis]], part: 0 };
+    let loops =
+        GatherStrides { shape: indices.shape.clone(), data, indices: indices.strides.clone() };
     gathered("GatherElements", loops, parts, x, indices, y)
 }
 
@@ -72,12 +73,12 @@ pub fn gather_nd(
     let data =
         [&x.strides[..batch_dims], &vec![0; last - batch_dims], &x.strides[rest.clone()]].concat();
     let places = [&indices.strides[..last], &vec![0; rest.len()]].concat();
-    let parts = Parts {
+    let parts = IndexedDims {
         size: x.shape[pointed.clone()].to_vec(),
         stride: x.strides[pointed].to_vec(),
         part: indices.strides[last],
     };
-    gathered("GatherND", Loops { shape, data, indices: places }, parts, x, indices, y)
+    gathered("GatherND", GatherStrides { shape, data, indices: places }, parts, x, indices, y)
 }
 
 /// `y = x`, then `y[.., indices[.., i, ..], ..] = updates[.., i, ..]` along `axis`, or combined
@@ -103,7 +104,7 @@ pub fn scatter_elements(
     }
     target[axis] = 0;
     let operands = Operands { x, indices, updates, y };
-    let parts = Parts { size: vec![x.shape[axis]], stride: vec![y.strides[axis]], part: 0 };
+    let parts = IndexedDims { size: vec![x.shape[axis]], stride: vec![y.strides[axis]], part: 0 };
     if reduction == ScatterReduction::None {
         let nest = [updates.strides.clone(), indices.strides.clone(), target];
         return operands.replace("ScatterElements", &updates.shape, nest, &parts);
@@ -146,7 +147,7 @@ pub fn scatter_nd(
         return Err(wrong());
     }
     let operands = Operands { x, indices, updates, y };
-    let parts = Parts {
+    let parts = IndexedDims {
         size: x.shape[..count].to_vec(),
         stride: y.strides[..count].to_vec(),
         part: indices.strides[last],
@@ -175,13 +176,13 @@ pub fn scatter_nd(
 
 /// The dimensions that an index addresses: their sizes and strides, and the stride between the
 /// parts of an index.
-struct Parts {
+struct IndexedDims {
     size: Vec<usize>,
     stride: Vec<usize>,
     part: usize,
 }
 
-impl Parts {
+impl IndexedDims {
     fn write(&self, args: &mut ArgsWriter) {
         args.int(self.part);
         for value in self.size.iter().chain(&self.stride) {
@@ -191,7 +192,7 @@ impl Parts {
 }
 
 /// The strides of data and indices along the output's dimensions.
-struct Loops {
+struct GatherStrides {
     shape: Vec<usize>,
     data: Vec<usize>,
     indices: Vec<usize>,
@@ -199,8 +200,8 @@ struct Loops {
 
 fn gathered(
     op: &'static str,
-    loops: Loops,
-    mut parts: Parts,
+    loops: GatherStrides,
+    mut parts: IndexedDims,
     x: &View,
     indices: &View,
     y: &View,
@@ -248,7 +249,7 @@ fn gathered(
 
 /// Combines elements that are adjacent in data and output into units of up to 16 bytes, and returns
 /// the unit's type.
-fn unit(nest: &mut LoopNest, parts: &mut Parts, x: &View, y: &View) -> &'static str {
+fn unit(nest: &mut LoopNest, parts: &mut IndexedDims, x: &View, y: &View) -> &'static str {
     let size = x.element.size();
     let mut count = 16 / size;
     let rows = nest.loops.last().filter(|dim| dim.strides == [1, 1, 0]).map_or(1, |dim| dim.size);
@@ -288,7 +289,7 @@ struct Operands<'a> {
 }
 
 impl Operands<'_> {
-    fn check(&self, parts: &Parts) -> Result<(), String> {
+    fn check(&self, parts: &IndexedDims) -> Result<(), String> {
         let Operands { x, indices, updates, y } = *self;
         check_view(indices)?;
         check_view(updates)?;
@@ -310,7 +311,7 @@ impl Operands<'_> {
         op: &'static str,
         shape: &[usize],
         strides: [Vec<usize>; 3],
-        parts: &Parts,
+        parts: &IndexedDims,
     ) -> Result<Vec<StepDraft>, String> {
         self.check(parts)?;
         let Operands { x, indices, updates, y } = *self;
@@ -352,7 +353,7 @@ impl Operands<'_> {
         reduction: ScatterReduction,
         (strides, coordinates): ([Vec<usize>; 2], Vec<Vec<usize>>),
         (candidates, amount): (LoopNest, usize),
-        parts: &Parts,
+        parts: &IndexedDims,
     ) -> Result<Vec<StepDraft>, String> {
         self.check(parts)?;
         let Operands { x, indices, updates, y } = *self;

@@ -38,14 +38,25 @@ pub fn conv(
             + 1;
         reach.saturating_sub(sizes.input[i])
     });
-    let layer =
-        Layer { kind: Kind::Convolution, groups, channels, columns: columns / groups, sizes, pads };
-    let roles = Roles {
+    let layer = ConvolutionProblem {
+        kind: Kind::Convolution,
+        groups,
+        channels,
+        columns: columns / groups,
+        sizes,
+        pads,
+    };
+    let strides_of_weight = WeightStrides {
         channel: weight.strides[1],
         column: weight.strides[0],
         group: columns / groups * weight.strides[0],
     };
-    layer.work("Conv", spec.activation, &Operands { x, weight, bias, residual, output }, roles)
+    layer.work(
+        "Conv",
+        spec.activation,
+        &Operands { x, weight, bias, residual, output },
+        strides_of_weight,
+    )
 }
 
 /// `output = transposed conv(x, weight) + bias`: `x` is `[N, C, ..]`, `weight` `[C, O / groups,
@@ -86,8 +97,9 @@ pub fn conv_transpose(
         _ => begins(&spec.window, &sizes, total),
     };
     let channels = x.shape[1] / groups;
-    let layer = Layer { kind: Kind::Transposed, groups, channels, columns, sizes, pads };
-    let roles = Roles {
+    let layer =
+        ConvolutionProblem { kind: Kind::Transposed, groups, channels, columns, sizes, pads };
+    let strides_of_weight = WeightStrides {
         channel: weight.strides[0],
         column: weight.strides[1],
         group: channels * weight.strides[0],
@@ -96,7 +108,7 @@ pub fn conv_transpose(
         "ConvTranspose",
         Activation::None,
         &Operands { x, weight, bias, residual: None, output },
-        roles,
+        strides_of_weight,
     )
 }
 
@@ -111,7 +123,7 @@ struct Operands<'a> {
 
 /// Strides of the weights: along input channels, output channels, and from group to group.
 #[derive(Clone, Copy)]
-struct Roles {
+struct WeightStrides {
     channel: usize,
     column: usize,
     group: usize,
@@ -205,7 +217,7 @@ pub(in crate::gpu) fn begins(
     pads
 }
 
-struct Layer {
+struct ConvolutionProblem {
     kind: Kind,
     groups: usize,
     /// Input channels of a group.
@@ -216,13 +228,13 @@ struct Layer {
     pads: [i32; 3],
 }
 
-impl Layer {
+impl ConvolutionProblem {
     fn work(
         &self,
         op: &'static str,
         activation: Activation,
         operands: &Operands,
-        roles: Roles,
+        strides_of_weight: WeightStrides,
     ) -> Result<StepDraft, String> {
         let Operands { x, weight, bias, residual, output } = *operands;
         check(x, weight, Extra { bias, residual }, output)?;
@@ -234,10 +246,10 @@ impl Layer {
         }
         let views = Views { a: x, b: weight, bias, residual, output };
         if self.columns < FEW_CHANNELS {
-            return self.direct(op, activation, &views, roles);
+            return self.direct(op, activation, &views, strides_of_weight);
         }
         let epilogue = Epilogue { alpha: 1.0, beta: 1.0, activation };
-        self.problem(&views, roles).work(op, &views, epilogue)
+        self.problem(&views, strides_of_weight).work(op, &views, epilogue)
     }
 
     fn picture(&self, x: &View) -> Picture {
@@ -251,7 +263,7 @@ impl Layer {
         if self.kind == Kind::Transposed { [1; 3] } else { self.sizes.strides }
     }
 
-    fn problem(&self, views: &Views, roles: Roles) -> Problem {
+    fn problem(&self, views: &Views, strides_of_weight: WeightStrides) -> Problem {
         let Views { a: x, b: weight, bias, residual, output } = *views;
         let bias_stride = bias.map_or(0, |bias| bias.strides[0]);
         let residual_channel = residual.map_or(0, |residual| residual.strides[1]);
@@ -259,19 +271,19 @@ impl Layer {
             &[self.groups],
             &[
                 vec![self.channels * x.strides[1]],
-                vec![roles.group],
+                vec![strides_of_weight.group],
                 vec![self.columns * bias_stride],
                 vec![self.columns * output.strides[1]],
                 vec![self.columns * residual_channel],
             ],
         );
         let sizes = &self.sizes;
-        let column = [roles.column, bias_stride, output.strides[1], residual_channel];
+        let column = [strides_of_weight.column, bias_stride, output.strides[1], residual_channel];
         let depth = self.channels * sizes.kernel.iter().product::<usize>();
         let plain = self.kind == Kind::Convolution && sizes.kernel == [1; 3] && self.pads == [0; 3];
         let kind = if plain { Kind::Matrix } else { self.kind };
         let row = self.rows(views, plain);
-        let inner = self.inner(x, weight, roles, plain);
+        let inner = self.inner(x, weight, strides_of_weight, plain);
         let picture = if plain { Picture::default() } else { self.picture(x) };
         Problem { kind, group, row, inner, columns: self.columns, depth, column, picture }
     }
@@ -304,12 +316,20 @@ impl Layer {
 
     /// The loops over input channels and taps; channels are innermost if they are fastest in the
     /// input.
-    fn inner(&self, x: &View, weight: &View, roles: Roles, plain: bool) -> LoopNest {
+    fn inner(
+        &self,
+        x: &View,
+        weight: &View,
+        strides_of_weight: WeightStrides,
+        plain: bool,
+    ) -> LoopNest {
         let [d, h, w] = self.sizes.kernel;
         let taps = three(&weight.strides[2..], 0);
         let dilations = self.sizes.dilations;
-        let mut operands =
-            vec![vec![x.strides[1], 0, 0, 0], vec![roles.channel, taps[0], taps[1], taps[2]]];
+        let mut operands = vec![
+            vec![x.strides[1], 0, 0, 0],
+            vec![strides_of_weight.channel, taps[0], taps[1], taps[2]],
+        ];
         if !plain {
             operands.extend([
                 vec![0, dilations[0], 0, 0],
@@ -330,9 +350,9 @@ impl Layer {
         op: &'static str,
         activation: Activation,
         views: &Views,
-        roles: Roles,
+        strides_of_weight: WeightStrides,
     ) -> Result<StepDraft, String> {
-        let nest = self.outputs(views, roles);
+        let nest = self.outputs(views, strides_of_weight);
         nest.check()?;
         let Views { a: x, b: weight, output, .. } = *views;
         let mut args = ArgsWriter::new();
@@ -340,7 +360,7 @@ impl Layer {
         args.int(nest.len()).int(self.channels);
         let taps = three(&weight.strides[2..], 0);
         self.sizes.kernel.iter().for_each(|size| drop_ref(args.int(*size)));
-        args.int(x.strides[1]).int(roles.channel);
+        args.int(x.strides[1]).int(strides_of_weight.channel);
         taps.iter().chain(&self.sizes.dilations).for_each(|value| drop_ref(args.int(*value)));
         write_activation(activation, &mut args);
         nest.write(&mut args);
@@ -368,7 +388,7 @@ impl Layer {
 
     /// The loops over all outputs, in the output's memory order: a, b, bias, output, residual, the
     /// position in the image.
-    fn outputs(&self, views: &Views, roles: Roles) -> LoopNest {
+    fn outputs(&self, views: &Views, strides_of_weight: WeightStrides) -> LoopNest {
         let Views { a: x, bias, residual, output, .. } = *views;
         let pace = self.pace();
         let [d, h, w] = self.sizes.output;
@@ -387,7 +407,7 @@ impl Layer {
         };
         let operands = [
             vec![x.strides[0], self.channels * x.strides[1], 0, 0, 0, 0],
-            vec![0, roles.group, roles.column, 0, 0, 0],
+            vec![0, strides_of_weight.group, strides_of_weight.column, 0, 0, 0],
             vec![0, bias * self.columns, bias, 0, 0, 0],
             of(output),
             residual.map_or(vec![0; 6], of),

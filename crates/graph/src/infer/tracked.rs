@@ -8,7 +8,7 @@ use crate::content::{MAX_CONTENT, fixed_count};
 use model::dim::SymDim;
 
 /// A tensor whose elements are tracked: shape as numbers, elements in row-major order.
-pub(crate) struct KnownElements<'a> {
+pub(crate) struct TrackedElements<'a> {
     pub shape: &'a [SymDim],
     pub elements: &'a [SymDim],
 }
@@ -129,7 +129,7 @@ pub(crate) fn variadic(op: Variadic, a: &SymDim, b: &SymDim) -> Option<SymDim> {
 /// Applies `f` to broadcast elements. `shape` is the broadcast shape, all numbers.
 pub(crate) fn zip(
     shape: &[SymDim],
-    operands: &[KnownElements],
+    operands: &[TrackedElements],
     f: impl Fn(&[&SymDim]) -> Option<SymDim>,
 ) -> Option<Vec<SymDim>> {
     let sizes: Vec<usize> = shape.iter().map(SymDim::size).collect::<Option<_>>()?;
