@@ -20,7 +20,13 @@ fn device() -> Arc<dyn Device> {
 
 fn program(device: &dyn Device) -> Arc<dyn Program> {
     let plan = Arc::new(compiler::compile_onnx(DIGITS, None).unwrap());
-    assert_eq!(model::rows::mixing_step(&plan, model::rows::batch_symbol(&plan).unwrap()), None);
+    assert_eq!(
+        model::row_independence::mixing_step(
+            &plan,
+            model::row_independence::batch_symbol(&plan).unwrap()
+        ),
+        None
+    );
     device.load(plan).unwrap()
 }
 

@@ -116,7 +116,7 @@ fn read(
     let path = folder.join(format!("{name}.onnx"));
     let failed = |err: String| Failure::failed(format!("{}: {err}", path.display()));
     let plan = engine::compile_file(&path).map_err(|err| failed(err.to_string()))?;
-    if model::rows::batch_symbol(&plan).is_none() {
+    if model::row_independence::batch_symbol(&plan).is_none() {
         return Err(failed(
             "its inputs and outputs do not all begin with the same open dimension".to_string(),
         ));

@@ -59,7 +59,7 @@ fn shape_of(info: &ValueInfo, bindings: &Bindings) -> Vec<usize> {
     let size = |dim: &Dim| match dim {
         Dim::Fixed(size) => *size,
         Dim::Symbol(symbol) => bindings.get(symbol).copied().unwrap_or(1),
-        Dim::Unknown => 1,
+        Dim::Expr(_) | Dim::Unknown => 1,
     };
     info.shape.as_deref().unwrap_or_default().iter().map(size).collect()
 }

@@ -1,7 +1,7 @@
-//! Lowers ONNX models to GPU kernels and says what became of them.
+//! Lowers ONNX models to GPU kernels and reports the result.
 //!
-//! `modules FILE SYMBOL=SIZE...` prints every step with its first choice; `--quiet` only the totals;
-//! `--sources=FOLDER` writes the text of every kernel there.
+//! `modules FILE SYMBOL=SIZE...` prints every step with its first variant; `--totals` only the
+//! totals; `--sources=FOLDER` writes the text of every kernel there.
 
 use std::hash::{Hash, Hasher};
 use std::path::Path;
@@ -12,7 +12,7 @@ use model::gpu::{GpuTarget, Kernel, Precision};
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let quiet = arguments.iter().any(|argument| argument == "--quiet");
+    let totals_only = arguments.iter().any(|argument| argument == "--totals");
     let sources = arguments.iter().find_map(|argument| argument.strip_prefix("--sources="));
     let sizes: Vec<(String, usize)> = arguments
         .iter()
@@ -20,11 +20,11 @@ fn main() {
         .filter_map(|(name, size)| Some((name.to_string(), size.parse().ok()?)))
         .collect();
     for file in arguments.iter().filter(|argument| argument.ends_with(".onnx")) {
-        show(Path::new(file), &sizes, quiet, sources.map(Path::new));
+        show(Path::new(file), &sizes, totals_only, sources.map(Path::new));
     }
 }
 
-fn show(path: &Path, sizes: &[(String, usize)], quiet: bool, sources: Option<&Path>) {
+fn show(path: &Path, sizes: &[(String, usize)], totals_only: bool, sources: Option<&Path>) {
     let plan = match compiler::compile_onnx_file(path, &graph::Limits::default(), None) {
         Ok(plan) => plan,
         Err(error) => return println!("{}: {error}", path.display()),
@@ -34,7 +34,7 @@ fn show(path: &Path, sizes: &[(String, usize)], quiet: bool, sources: Option<&Pa
     match GpuCompiler::default().lower(&plan, sizes, &target) {
         Err(errors) => {
             println!("{}: {} steps without kernels", path.display(), errors.len());
-            for error in errors.iter().take(if quiet { 5 } else { usize::MAX }) {
+            for error in errors.iter().take(if totals_only { 5 } else { usize::MAX }) {
                 println!("  {error}");
             }
         }
@@ -42,7 +42,7 @@ fn show(path: &Path, sizes: &[(String, usize)], quiet: bool, sources: Option<&Pa
             for kernel in sources.iter().flat_map(|_| &gpu.kernels) {
                 write_source(sources.unwrap_or(path), kernel);
             }
-            for (index, step) in gpu.steps.iter().enumerate().filter(|_| !quiet) {
+            for (index, step) in gpu.steps.iter().enumerate().filter(|_| !totals_only) {
                 let launch = &step.choices[step.rt];
                 println!(
                     "{index:4} {:18} {:16} {:6} tiles  {}",
@@ -50,7 +50,8 @@ fn show(path: &Path, sizes: &[(String, usize)], quiet: bool, sources: Option<&Pa
                 );
             }
             println!(
-                "{}: {} steps, {} kernels, {} weights, arena {} KiB, workspace {} KiB at most, a run {} KiB",
+                "{}: {} steps, {} kernels, {} weights, arena {} KiB, workspace at most {} KiB, \
+                 run {} KiB",
                 path.display(),
                 gpu.steps.len(),
                 gpu.kernels.len(),
@@ -63,12 +64,13 @@ fn show(path: &Path, sizes: &[(String, usize)], quiet: bool, sources: Option<&Pa
     }
 }
 
-/// One module with both flavours, named by its content.
+/// One module with the real-time and best-effort entry points, named by its content.
 fn write_source(folder: &Path, kernel: &Kernel) {
     let Kernel { source, expression, threads, shared_bytes, args_bytes } = kernel;
     let text = format!(
         "#include \"entry.cuh\"\n{source}\nusing Op = {expression};\n\
-         TILES_EXPECT(Op, {threads}, {shared_bytes}, {args_bytes});\nTILES_REAL_TIME(Op)\nTILES_BEST_EFFORT(Op)\n"
+         TILES_EXPECT(Op, {threads}, {shared_bytes}, {args_bytes});\n\
+         TILES_REAL_TIME(Op)\nTILES_BEST_EFFORT(Op)\n"
     );
     let mut hash = std::hash::DefaultHasher::new();
     text.hash(&mut hash);

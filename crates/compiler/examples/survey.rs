@@ -1,7 +1,7 @@
-//! Imports ONNX models and says what became of them.
+//! Imports ONNX models and reports the result.
 //!
-//! `survey FILE` prints the optimised graph. `survey FOLDER` goes through every `model.onnx` below
-//! and prints how many import, and which operators stand in the way of the others.
+//! `survey FILE` prints the optimised graph. `survey FOLDER` imports every `model.onnx` below and
+//! prints how many succeed, and which operators the others need.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,6 @@
-// Fused attention for heads of 64: softmax(q k^T / 8 + mask) v without the scores ever leaving registers. A tile is one head of
-// one sequence and 16 * Warps queries; keys come in blocks of 64 through two buffers, with the usual running maximum.
+// Fused attention for heads of 64: softmax(q k^T / 8 + mask) v with the scores in registers only. A
+// tile is one head of one sequence and 16 * Warps queries; keys come in blocks of 64 through two
+// buffers, with a running maximum.
 #pragma once
 #include "base.cuh"
 #include "conv.cuh"
@@ -7,13 +8,14 @@
 namespace tiles {
 
 struct AttentionArgs {
-    const half* query;    // [batch * tokens][stride], a head's 64 values side by side; key and value alike
+    // [batch * tokens][stride], the 64 values of a head are adjacent; the same for key and value
+    const half* query;
     const half* key;
     const half* value;
     half* output;         // [batch * tokens][out_stride]
     const half* mask;     // [batch][tokens], added to the scaled scores; or null
     int tokens, heads, stride, out_stride;
-    FastDiv by_blocks, by_heads; // query blocks a head, heads
+    FastDiv by_blocks, by_heads; // query blocks per head, heads
 };
 
 template <int Warps>
@@ -21,8 +23,9 @@ struct Attention {
     using Args = AttentionArgs;
     static constexpr int kThreads = Warps * kWarp, kBlocks = 1;
     static constexpr int kQueries = Warps * 16, kKeys = 64, kDim = 64;
-    static constexpr int kBlock = kKeys * kDim * 2;                       // bytes of a block of keys or values
-    static constexpr int kShared = kQueries * kDim * 2 + 4 * kBlock;      // queries, then two of (keys, values)
+    static constexpr int kBlock = kKeys * kDim * 2; // bytes of a block of keys or values
+    // Queries, then two of (keys, values).
+    static constexpr int kShared = kQueries * kDim * 2 + 4 * kBlock;
 
     // `count` rows of 64 halves; rows beyond `rows` become zero.
     static __device__ __forceinline__ void copy_rows(u32 to, const half* from, int stride, int count, int rows)
@@ -33,7 +36,7 @@ struct Attention {
             copy_async<16>(to + swizzled<64>(row, chunk), inside ? from + (size_t)row * stride + chunk * 8 : from, inside);
         }
     }
-    // One warp's state: 16 queries against everything seen so far.
+    // One warp's state: 16 queries against all keys so far.
     struct State {
         u32 q[4][4];
         float out[8][4];
@@ -52,7 +55,7 @@ struct Attention {
                 multiply_add(p[2 * j + 1], s.q[k], b[2], b[3]);
             }
     }
-    // Scales, masks, and turns scores into weights; rescales what was summed under an older maximum.
+    // Scales, masks, and converts scores to weights; rescales the sums of an older maximum.
     static __device__ __forceinline__ void soften(State& s, float (&p)[8][4], const half* mask, int first, int tokens)
     {
         int column = threadIdx.x % 4 * 2;

@@ -1,8 +1,10 @@
-// What every tile function stands on: index arithmetic without division, the tensor-core and asynchronous-copy
-// instructions, activations, and the two policies a wrapper hands to a tile (when to wait, when to leave).
+// The common basis of all tile functions: index arithmetic without division, tensor-core and
+// asynchronous-copy instructions, activations, and the two policies that a wrapper passes to a
+// tile: the gate (when to wait for the previous step) and the watch (when to exit because the run
+// is preempted).
 //
-// Only <cuda_fp16.h> is included, so the same text compiles under NVRTC and nvcc. Argument structs hold plain 32-bit and
-// pointer fields in declaration order: the host fills them byte for byte.
+// Only <cuda_fp16.h> is included, so the same text compiles under NVRTC and nvcc. Argument structs
+// have plain 32-bit and pointer fields in declaration order: the host fills them byte for byte.
 #pragma once
 #include <cuda_fp16.h>
 
@@ -13,10 +15,10 @@ typedef unsigned long long u64;
 
 constexpr int kWarp = 32;
 
-// ---- index arithmetic -------------------------------------------------------------------------------------------------
+// ---- index arithmetic ---------------------------------------------------------------------------
 
-// Quotient by a divisor fixed at launch, exact for 0 <= n < 2^31. A hardware division costs tens of instructions and a tile
-// of a small layer does only a few hundred in all.
+// Quotient by a divisor fixed at launch, exact for 0 <= n < 2^31. A hardware division costs tens of
+// instructions, and a tile of a small layer has only a few hundred.
 struct FastDiv {
     u32 divisor;
     u32 multiplier;
@@ -50,11 +52,11 @@ __device__ __forceinline__ u32 kept(u32 v)
     return v;
 }
 
-// A value that is the same in every thread of a warp, in a form the compiler knows to be so: what follows from it then lives in
-// uniform registers, and branches on it need no reconvergence.
+// A value that is the same in every thread of a warp, in a form that the compiler recognises:
+// derived values are kept in uniform registers, and branches on it need no reconvergence.
 __device__ __forceinline__ int uniform(int v) { return __shfl_sync(~0u, v, 0); }
 
-// ---- activations ------------------------------------------------------------------------------------------------------
+// ---- activations --------------------------------------------------------------------------------
 
 enum Activation : int { kLinear = 0, kRelu = 1, kRelu6 = 2, kGelu = 3, kSilu = 4, kSigmoid = 5, kTanh = 6 };
 
@@ -71,7 +73,8 @@ __device__ __forceinline__ float activate(float x, int kind)
     }
 }
 
-// Eight values at once, with one branch: a kernel of a few microseconds pays for every line of code it fetches.
+// Eight values at once, with one branch: fetching code is a notable cost of a kernel of a few
+// microseconds.
 template <int Kind>
 __device__ __forceinline__ void activate_all(float (&v)[8])
 {
@@ -96,9 +99,10 @@ __device__ __forceinline__ void activate(float (&v)[8], int kind)
     }
 }
 
-// ---- eight halves at a time -------------------------------------------------------------------------------------------
+// ---- eight halves at a time ---------------------------------------------------------------------
 
-// Activations are read past L1 (`cg`): a persistent kernel may read a buffer that another SM rewrote since.
+// Activations are read past L1 (`cg`): a persistent kernel may read a buffer that another SM has
+// rewritten.
 __device__ __forceinline__ uint4 load_activations(const half* p) { return __ldcg((const uint4*)p); }
 __device__ __forceinline__ uint4 load_weights(const half* p) { return __ldg((const uint4*)p); }
 
@@ -129,11 +133,12 @@ __device__ __forceinline__ void add_floats(float (&v)[8], const float* p)
     v[4] += hi.x, v[5] += hi.y, v[6] += hi.z, v[7] += hi.w;
 }
 
-// ---- asynchronous copies ----------------------------------------------------------------------------------------------
+// ---- asynchronous copies ------------------------------------------------------------------------
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Copies `Bytes` (8 or 16) to shared memory, or writes zeros there when `valid` is false (nothing is read then).
+// Copies `Bytes` (8 or 16) to shared memory, or writes zeros there when `valid` is false (then
+// nothing is read).
 template <int Bytes>
 __device__ __forceinline__ void copy_async(u32 to, const void* from, bool valid)
 {
@@ -146,10 +151,10 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, bool valid)
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;"); }
 template <int Pending>
 __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(Pending)); }
-// Also for those that no group was made of.
+// Includes copies that are in no group.
 __device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// ---- tensor cores -----------------------------------------------------------------------------------------------------
+// ---- tensor cores -------------------------------------------------------------------------------
 
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address)
 {
@@ -168,10 +173,10 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const u32 (&a)[4], u
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// ---- gates: when a tile may read what the previous step wrote ----------------------------------------------------------
+// ---- gates: when a tile may read what the previous step wrote -----------------------------------
 
-// Programmatic dependent launch. A tile issues its weight loads, then waits. Without the launch attribute both are no-ops, and
-// devices before 9.0 have neither.
+// Programmatic dependent launch. A tile issues its weight loads, then waits. Without the launch
+// attribute both are no-ops, and devices before 9.0 have neither.
 struct LaunchGate {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     __device__ __forceinline__ static void release_next() { asm volatile("griddepcontrol.launch_dependents;"); }
@@ -185,13 +190,14 @@ struct NoGate {
     __device__ __forceinline__ void wait() const {}
 };
 
-// ---- watches: when a tile must leave ----------------------------------------------------------------------------------
+// ---- watches: when a tile must exit -------------------------------------------------------------
 
-// A tile looks at its run's seat right behind the gate, among the loads of its operands, and decides before anything is written. So a
-// launch that starts after the order writes nothing at all: what is queued behind a step that left cannot spoil what that step still
-// reads or has finished, however memory is shared between them.
+// A tile loads the epoch counter of its run directly after the gate, with its operands, and decides
+// before it writes anything. So a launch that starts after the preemption writes nothing: launches
+// queued after a preempted step cannot corrupt what that step still reads or has written, even if
+// they share memory.
 
-// Real-time work never leaves and carries no check.
+// Real-time work is never preempted and has no checks.
 struct NoWatch {
     static constexpr bool kLeaves = false;
     __device__ __forceinline__ void look() const {}
@@ -210,11 +216,12 @@ struct NoWatch {
     __device__ __forceinline__ void finishing() const {}
 };
 
-// What a run has been ordered and what its launches carry: it leaves once the order has passed the number. Both are words of one
-// load, 16 bytes are its own (`EpochWatch::ask` copies so many).
+// The epoch counter of a run and the epoch of its launches: the run is preempted once the counter
+// exceeds the epoch. Both are words of one load; 16 bytes are reserved (`EpochWatch::ask` copies as
+// many).
 struct Seat {
-    u32 order;  // grows with every order to leave
-    u32 number; // of the run
+    u32 order;  // the epoch counter; preempting the run increments it
+    u32 number; // the epoch of the run's launches
 };
 
 __device__ __forceinline__ Seat load_seat(const Seat* p)
@@ -224,34 +231,39 @@ __device__ __forceinline__ Seat load_seat(const Seat* p)
     return {(u32)v, (u32)(v >> 32)};
 }
 
-// Best-effort work leaves when it is told to.
+// Best-effort work exits when its run is preempted.
 //
-// Tiles without a loop `look`: every thread loads the seat among its operands and decides by itself before it stores; threads of
-// a block may disagree, and the tile then counts as not done.
+// Tiles without a loop call `look`: every thread loads the epoch counter with its operands and
+// decides by itself before it stores. Threads of a block may disagree; the tile then counts as not
+// done.
 //
-// Tiles with a loop `look_for_block`: one thread does, and behind the barrier that the first operands need anyway the whole block
-// knows. That is all that short tiles do: a branch in the loop costs a small layer more than the rest of the tile. Long ones go on to `ask`: the
-// seat is copied into shared memory asynchronously, among the copies a pipeline makes anyway, so no thread waits for it. Whatever
-// has arrived when the next check is due decides, and a barrier the loop has anyway makes the decision the same for the whole block.
-// `cg` copies come from L2, where the host's writes land.
+// Tiles with a loop call `look_for_block`: one thread loads the counter, and the barrier that the
+// first operands need anyway distributes the result to the block. Short tiles do no more: a branch
+// in the loop costs a small layer more than the rest of the tile. Long ones continue with `ask`:
+// the counter is copied into shared memory asynchronously, with the copies of the pipeline, so that
+// no thread waits for it. The value that has arrived when the next check is due decides, and a
+// barrier that the loop has anyway makes the decision the same for the whole block. `cg` copies
+// come from L2, where the host's writes arrive.
 template <bool Long>
 struct EpochWatch {
     static constexpr bool kLeaves = true;
     const Seat* seat;
-    uint4* words; // shared memory: the seat as last seen; whether a peer in the cluster leaves
-    u32* next;    // the launch's tile counter; null when every block has one tile only
-    u32 number;   // what thread 0 was given by it
+    // Shared memory: the epoch counter as last read; whether another block of the cluster exits.
+    uint4* words;
+    u32* next;    // the launch's tile counter; null when every block has one tile
+    u32 number;   // the value that thread 0 got from it
     Seat seen;
 
-    // A tile calls this once, when only its epilogue is left: the next tile's number is then on its way during the epilogue.
-    // Asking earlier would hand out the last tiles by who started first, two to one SM and none to another.
+    // A tile calls this once, before its epilogue, so that the next tile's number arrives during
+    // the epilogue. Requesting it earlier would assign the last tiles to the blocks that started
+    // first: two to one SM and none to another.
     __device__ __forceinline__ void finishing()
     {
         if (next && threadIdx.x == 0) number = atomicAdd(next, 1);
     }
 
-    // Before the first tile: nothing seen yet, and no order passes such a number, whichever half of a copy arrives first. A barrier follows
-    // before anything is read.
+    // Before the first tile: an epoch that no counter exceeds, whichever half of a copy arrives
+    // first. A barrier follows before anything is read.
     __device__ __forceinline__ void start() const
     {
         if (threadIdx.x < 2) words[threadIdx.x] = make_uint4(0, ~0u, 0, 0);
@@ -265,8 +277,9 @@ struct EpochWatch {
         seen = {0, 0};
         if (threadIdx.x == 0) look();
     }
-    // A barrier; true, with nothing in flight, when the block must leave. The verdict is the same for all; said so that what follows stays
-    // uniform for the compiler.
+    // A barrier. Returns true, with no copy in flight, when the block must exit. The result is the
+    // same for all threads; `__any_sync` lets the compiler know, so that what follows stays
+    // uniform.
     __device__ __forceinline__ bool block_told() const
     {
         bool leave = __any_sync(~0u, __syncthreads_or(told()));
@@ -284,11 +297,12 @@ struct EpochWatch {
         const volatile uint4* w = words;
         return w->x > w->y;
     }
-    // Whether step `step` checks: every Period-th of a long tile, because a step of a small one is too short to check each.
+    // Whether step `step` checks: every Period-th of a long tile, because steps of small tiles are
+    // too short to check each.
     template <int Period>
     __device__ __forceinline__ bool due(int step) const { return Long && step > 0 && step % Period == 0; }
-    // Stands in for the barrier of a step that checks; true, with nothing in flight, when the block must leave. Threads may have read different words,
-    // so the verdict is what any of them saw.
+    // Replaces the barrier of a step that checks. Returns true, with no copy in flight, when the
+    // block must exit. Threads may have read different words, so one positive result decides.
     __device__ __forceinline__ bool verdict() const
     {
         bool leave = __any_sync(~0u, __syncthreads_or(arrived()));
@@ -296,9 +310,9 @@ struct EpochWatch {
         else ask();
         return leave;
     }
-    // Behind the barrier of a cluster: whether any of its blocks leaves.
+    // After the barrier of a cluster: whether any of its blocks exits.
     __device__ __forceinline__ bool peer_left() const { return ((const volatile uint4*)words)[1].x != 0; }
-    // Stands in for the barrier before a tile is written, when all copies have arrived.
+    // Replaces the barrier before a tile is written, when all copies have arrived.
     __device__ __forceinline__ bool last() const
     {
         if (!Long) {

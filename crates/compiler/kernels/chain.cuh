@@ -1,12 +1,13 @@
-// Chains of element operators as one kernel, over broadcast operands of any strides; and copies that swap the fastest dimension,
-// through shared memory. The compiler generates the function of a chain, this is what it stands on.
+// Chains of element-wise operators as one kernel, over broadcast operands of any strides; and
+// copies that change the fastest dimension, through shared memory. The compiler generates the
+// function of a chain; this is its basis.
 #pragma once
 #include "number.cuh"
 
 namespace tiles {
 
-// How an operand lies along the rows of the output: as neighbours, as one element for the whole row, apart, or not at all (its
-// value is its offset: a coordinate of the output).
+// The layout of an operand along the rows of the output: adjacent, one element for the whole row,
+// strided, or none (its value is its offset: a coordinate of the output).
 enum Access : int { kRow, kPoint, kApart, kPlace };
 
 template <int Inputs, int Rank>
@@ -15,13 +16,14 @@ struct ChainArgs {
     const void* input[Inputs ? Inputs : 1];
     int items;              // vectors of all rows
     int width;              // elements of a row
-    int padded;             // and of its slack, where zeros go
-    int apart[Inputs ? Inputs : 1]; // elements between neighbours of a row
-    // The fastest dimension counts the vectors of a row. Operands: the output, the position in the row, the inputs.
+    int padded;             // and of its slack, which is set to zero
+    int apart[Inputs ? Inputs : 1]; // elements between neighbours in a row
+    // The fastest dimension counts the vectors of a row. Operands: the output, the position in the
+    // row, the inputs.
     Walk<Rank, Inputs + 2> walk;
 };
 
-// What a thread knows when it computes one vector.
+// The position at which a thread computes one vector.
 template <int Inputs, int Rank, int Count>
 struct ChainPlace {
     const ChainArgs<Inputs, Rank>& args;
@@ -75,7 +77,8 @@ struct ChainPlace {
     }
 };
 
-// `Function` holds kInputs, kRank, kCount (elements of a vector), and `apply(place, watch)`, which loads, computes and stores.
+// `Function` has kInputs, kRank, kCount (elements of a vector), and `apply(place, watch)`, which
+// loads, computes and stores.
 template <class Function>
 struct Chain {
     using Args = ChainArgs<Function::kInputs, Function::kRank>;
@@ -93,7 +96,7 @@ struct Chain {
     }
 };
 
-// ---- copies that swap the fastest dimension ---------------------------------------------------------------------------
+// ---- copies that change the fastest dimension ---------------------------------------------------
 
 constexpr int kTurn = 32; // edge of a square
 
@@ -101,9 +104,11 @@ template <int Rank>
 struct TurnArgs {
     const void* input;
     void* output;
-    int columns, column_stride; // neighbours in the input; elements between them in the output
-    int rows, row_stride;       // neighbours in the output; elements between them in the input
-    int padded;                 // rows and slack, where zeros go
+    // Adjacent in the input; their stride in the output.
+    int columns, column_stride;
+    // Adjacent in the output; their stride in the input.
+    int rows, row_stride;
+    int padded;                 // rows and slack, which is set to zero
     FastDiv by_columns, by_rows; // squares along each
     Walk<Rank, 2> walk;          // all other dimensions, into input and output
 };

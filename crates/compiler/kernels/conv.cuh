@@ -1,11 +1,13 @@
-// Convolution as an implicit matrix product, NHWC, fp16 operands, fp32 accumulation. A matrix product is the 1x1 case.
+// Convolution as an implicit matrix product, NHWC, fp16 operands, fp32 accumulation. A matrix
+// product is the 1x1 case.
 //
 //   rows  = batch * out_h * out_w      (a row is an output pixel)
 //   depth = ker_h * ker_w * in_c       (in that order; weights are [out_c][depth])
-//   y = act(sum + bias + residual)     written with its own pixel stride, so a layer can write into a slice of a wider buffer
+//   y = act(sum + bias + residual)     with its own pixel stride: a slice of a wider buffer
 //
-// Requirements: in_c a multiple of Config::kVec (8; 4 for an image padded to four channels), out_c and every stride a multiple
-// of 8, pointers 16-byte aligned, weight rows padded with zeros to a multiple of 8.
+// Requirements: in_c a multiple of Config::kVec (8; 4 for an image padded to four channels), out_c
+// and every stride a multiple of 8, pointers 16-byte aligned, weight rows padded with zeros to a
+// multiple of 8.
 #pragma once
 #include "base.cuh"
 #include "conv_load.cuh"
@@ -25,8 +27,9 @@ struct Accumulators {
     float v[C::kFragM][C::kFragN][4];
 };
 
-// Where a thread's operands lie within a stage at the first of its k16 steps. A later step's chunk number differs in bits that
-// the swizzle only flips, so its address is one exclusive-or away.
+// The addresses of a thread's operands within a stage at the first of its k16 steps. The chunk
+// number of a later step differs in bits that the swizzle only flips, so its address is one
+// exclusive-or away.
 template <class C>
 struct FragmentPlace {
     u32 x, w, pre; // bytes into the stage, and into its scales
@@ -48,7 +51,7 @@ template <class C>
 struct Fragments {
     u32 x[C::kFragM][4], w[C::kFragN / 2][4];
 
-    // `pre` points at the stage's scales; the shifts lie kPreDepth halves on.
+    // `pre` points at the stage's scales; the shifts are kPreDepth halves after them.
     __device__ __forceinline__ void load(u32 stage, const FragmentPlace<C>& at, int step, const unsigned char* pre)
     {
         u32 flip = step * C::WK * 32;
@@ -79,8 +82,9 @@ struct Fragments {
     }
 };
 
-// One stage of the ring. Warps that share an output tile take different k16 steps of it: at batch 1 tiles are small, and the
-// products of one warp then do not wait for each other. `between` runs while the first operands are on their way.
+// One stage of the ring. Warps that share an output tile take different k16 steps of it: at batch 1
+// tiles are small, and the products of one warp then do not wait for each other. `between` runs
+// while the first operands are loaded.
 template <class C, class Between>
 __device__ __forceinline__ void multiply_stage(u32 stage, const FragmentPlace<C>& at, const unsigned char* pre, Accumulators<C>& acc,
                                                const Between& between)
@@ -96,7 +100,8 @@ __device__ __forceinline__ void multiply_stage(u32 stage, const FragmentPlace<C>
     }
 }
 
-// This tile's scales and shifts, zero beyond the depth so that the padded end of the last step adds nothing.
+// This tile's scales and shifts, zero beyond the depth so that the padding of the last step adds
+// nothing.
 template <class C>
 __device__ __forceinline__ void load_pre(const ConvArgs& a, const ConvPlace& p, half* to)
 {
@@ -116,8 +121,8 @@ __device__ __forceinline__ void load_bias(const ConvArgs& a, const ConvPlace& p,
     if (n < C::BN) copy_async<16>(shared_address(shared + C::kBias + n * 4), inside ? a.bias + p.n + n : (const float*)a.weight, inside);
 }
 
-// The main loop. Weights of the first stages are asked for before the gate: they do not depend on the previous step, and at
-// batch 1 their latency is most of a layer's time.
+// The main loop. Weights of the first stages are loaded before the gate: they do not depend on the
+// previous step, and at batch 1 their latency is most of a layer's time.
 template <class C, class Watch, class Gate>
 __device__ __forceinline__ bool accumulate(const ConvArgs& a, const ConvPlace& p, unsigned char* shared, Watch& watch,
                                            const Gate& gate, Accumulators<C>& acc)
@@ -162,7 +167,8 @@ __device__ __forceinline__ bool accumulate(const ConvArgs& a, const ConvPlace& p
     return !watch.last();
 }
 
-// Lays the block's sums out in shared memory, row after row; warps that split the depth have a copy each.
+// Writes the block's sums to shared memory, row after row; warps that split the depth have a copy
+// each.
 template <class C>
 __device__ __forceinline__ void stage_sums(float* staged, const Accumulators<C>& acc)
 {
@@ -180,8 +186,8 @@ __device__ __forceinline__ void stage_sums(float* staged, const Accumulators<C>&
         }
 }
 
-// Where the parts of the sums are: own shared memory, that of the cluster's blocks, or the workspace. Generic addresses make
-// them all the same to the code below, which then exists once.
+// The locations of the partial sums: own shared memory, that of the cluster's blocks, or the
+// workspace. Generic addresses make them equal to the code below, which then exists once.
 struct Parts {
     const float* first;
     size_t stride; // floats from one part to the next within a block
@@ -199,7 +205,7 @@ struct Parts {
 #endif
         return first;
     }
-    // Nothing is cached in L1: parts in the workspace were written by other SMs.
+    // Nothing is cached in L1: other SMs write the parts in the workspace.
     static __device__ __forceinline__ void add(float (&v)[8], const float* at)
     {
         float f[8];
@@ -218,7 +224,7 @@ struct Parts {
     }
 };
 
-// Rows [first, last) of the tile: bias, residual, activation, eight channels a store.
+// Rows [first, last) of the tile: bias, residual, activation, eight channels per store.
 template <class C>
 __device__ __forceinline__ void emit(const ConvArgs& a, const ConvPlace& p, const Parts& parts, const float* bias, int first, int last)
 {
@@ -241,7 +247,7 @@ __device__ __forceinline__ void emit(const ConvArgs& a, const ConvPlace& p, cons
     }
 }
 
-// Devices before 9.0 have no clusters; no plan for them asks for one.
+// Devices before 9.0 have no clusters; no plan for them uses one.
 __device__ __forceinline__ void cluster_arrive()
 {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -260,8 +266,9 @@ __device__ __forceinline__ void cluster_barrier()
     cluster_wait();
 }
 
-// A cluster leaves as a whole: who leaves says so in the shared memory of all its peers before the barrier they meet at. They
-// have all started by then, and cleared the word: that is what the first arrival is waited for.
+// A cluster is preempted as a whole: a block that exits writes so into the shared memory of all its
+// peers before their common barrier. All of them have started by then and have cleared the word:
+// the first arrival ensures it.
 template <class Watch>
 __device__ __forceinline__ void tell_cluster(const Watch& watch, int splits)
 {
@@ -274,8 +281,9 @@ __device__ __forceinline__ void tell_cluster(const Watch& watch, int splits)
 #endif
 }
 
-// A part announces itself with a bit, not a count: a part that is computed twice announces the same thing twice. True for the
-// block that completes the set; it adds all parts in order, so the result does not depend on who came last.
+// A part announces itself with a bit, not a count: a part that is computed twice announces the
+// same. True for the block that completes the set; it adds all parts in order, so that the result
+// does not depend on timing.
 template <class C>
 __device__ __forceinline__ bool deliver(const ConvArgs& a, const ConvPlace& p, const float* staged, float* partial)
 {
@@ -288,7 +296,8 @@ __device__ __forceinline__ bool deliver(const ConvArgs& a, const ConvPlace& p, c
     if (threadIdx.x == 0) {
         u32* arrivals = a.arrivals + p.output_tile;
         last = (atomicOr(arrivals, 1u << p.split) | 1u << p.split) == all;
-        // Ready for the next launch. A restore finds the parts' done bits, or redoes every part it lacks.
+        // Ready for the next launch. A resume finds the parts' done bits, or computes every missing
+        // part again.
         if (last) *arrivals = 0;
     }
     if (!__syncthreads_or(last)) return false;
@@ -331,7 +340,7 @@ __device__ __forceinline__ bool conv_tile(const ConvArgs& a, int tile, unsigned 
         parts.first = partial, parts.inner = C::WK * a.splits;
     }
     emit<C>(a, p, parts, (const float*)(shared + C::kBias), first, last);
-    // No block leaves while another may still read its sums.
+    // No block exits while another may still read its sums.
     if (cluster) cluster_barrier();
     return true;
 }

@@ -1,22 +1,25 @@
-// The arguments and tile shapes of a convolution, and the copies that bring its operands into shared memory.
+// The arguments and tile shapes of a convolution, and the copies of its operands into shared
+// memory.
 #pragma once
 #include "base.cuh"
 
 namespace tiles {
 
-// How the parts of a product whose depth is split over blocks come together.
+// How the parts of a product whose depth is split over blocks are added.
 enum Reduce : int {
     kWhole = 0,      // not split
-    kWorkspace = 1,  // fp32 partials in memory; the last part to arrive adds them in a fixed order
+    // fp32 partial sums in memory; the last part to arrive adds them in a fixed order
+    kWorkspace = 1,
     kCluster = 2,    // the parts are one cluster and add through distributed shared memory
 };
 
-// How a thread walks over the input as the depth advances. Index arithmetic is a large part of a small layer's instructions,
-// so the common cases have a walk of their own.
+// How a thread addresses the input as the depth advances. Index arithmetic is a large part of a
+// small layer's instructions, so the common cases are specialised.
 enum Walk : int {
-    kGeneral = 0,  // anything, two divisions by multiplication a step
-    kPoint = 1,    // 1x1 without padding: pointers that only move forward
-    kTaps = 2,     // in_c a multiple of BK, no dilation, at most 16 x 16: a whole step lies in one filter tap
+    kGeneral = 0,  // any window, two divisions by multiplication per step
+    kPoint = 1,    // 1x1 without padding: pointers that only advance
+    // in_c a multiple of BK, no dilation, at most 16 x 16: a whole step is in one filter tap
+    kTaps = 2,
 };
 
 struct ConvArgs {
@@ -25,9 +28,11 @@ struct ConvArgs {
     const float* bias;      // out_c values, or null
     const half* residual;   // or null
     half* output;
-    const half* pre;        // Config::kPre (1x1 only): depth scales, then depth shifts, applied to the input before a relu
-    float* workspace;       // kWorkspace: for every tile WK * BM * (BN + 8) floats
-    u32* arrivals;          // kWorkspace: one word an output tile, zero before a launch; a launch that ends leaves it zero
+    // Config::kPre (1x1 only): depth scales, then depth shifts, applied to the input before a relu
+    const half* pre;
+    float* workspace;       // kWorkspace: WK * BM * (BN + 8) floats per tile
+    // kWorkspace: one word per output tile, zero before a launch and after it
+    u32* arrivals;
     int in_h, in_w, in_c, in_stride;
     int out_c, out_stride, residual_stride;
     int ker_h, ker_w, stride_h, stride_w, pad_h, pad_w, dil_h, dil_w;
@@ -36,8 +41,8 @@ struct ConvArgs {
     FastDiv by_splits, by_tiles_n, by_out_hw, by_out_w, by_in_c, by_ker_w;
 };
 
-// BM x BN outputs a block, BK of depth a step, WM x WN warps over the tile times WK over the depth of a step, a ring of
-// `Stages` steps in shared memory.
+// BM x BN outputs per block, BK of depth per step, WM x WN warps over the tile times WK over the
+// depth of a step, a ring of `Stages` steps in shared memory.
 template <int BM_, int BN_, int BK_, int WM_, int WN_, int WK_, int Stages_, int Walk_, int Vec_ = 8, bool Pre_ = false>
 struct ConvConfig {
     static constexpr int BM = BM_, BN = BN_, BK = BK_, WM = WM_, WN = WN_, WK = WK_;
@@ -47,18 +52,22 @@ struct ConvConfig {
     static constexpr int kWarpM = BM / WM, kWarpN = BN / WN;
     static constexpr int kFragM = kWarpM / 16, kFragN = kWarpN / 8;
     static constexpr int kStageBytes = (BM + BN) * BK * 2;
-    // Rows of the staged sums are 8 floats longer than the tile, which spreads fragment stores over all banks.
+    // Rows of the staged sums are 8 floats longer than the tile, which spreads fragment stores over
+    // all banks.
     static constexpr int kStaged = BN + 8, kPart = BM * kStaged;
     static constexpr int kRing = kStageBytes * kStages;
-    static constexpr int kBias = kRing > WK * kPart * 4 ? kRing : WK * kPart * 4; // the ring is free when sums are staged
+    // The ring is free when sums are staged.
+    static constexpr int kBias = kRing > WK * kPart * 4 ? kRing : WK * kPart * 4;
     static constexpr int kPreAt = kBias + BN * 4;
     static constexpr int kPreDepth = kPre ? 2560 : 0;
     static constexpr int kShared = kPreAt + kPreDepth * 4;
-    // Blocks an SM can hold: by its shared memory, and by its registers when a thread needs 64 beside its sums.
+    // Blocks that an SM can hold: by its shared memory, and by its registers when a thread needs 64
+    // besides its sums.
     static constexpr int kBySharedMemory = (226 << 10) / (kShared + 1024);
     static constexpr int kByRegisters = 65536 / (kThreads * (kFragM * kFragN * 4 + 64));
     static constexpr int kBlocks = kBySharedMemory < kByRegisters ? kBySharedMemory : kByRegisters;
-    // Steps between two looks at the epoch: about the same work, one to three microseconds, for all but the smallest tiles.
+    // Steps between two checks of the epoch: about the same work, one to three microseconds, for
+    // all but the smallest tiles.
     static constexpr int kWork = BM * BN * BK;
     static constexpr int kWatchPeriod = kWork >= 128 * 128 * 64 ? 2 : kWork >= 128 * 128 * 32 ? 4 : 8;
     static_assert(kWarpM % 16 == 0 && kWarpN % 16 == 0, "a warp's tile is made of 16x16 pieces");
@@ -66,8 +75,8 @@ struct ConvConfig {
     static_assert(BK / 16 % WK == 0, "every warp has the same number of k16 steps");
 };
 
-// Byte offset of 16-byte chunk `chunk` of `row`. The exclusive-or puts the eight rows one ldmatrix reads into eight different
-// bank groups.
+// Byte offset of 16-byte chunk `chunk` of `row`. The exclusive-or puts the eight rows that one
+// ldmatrix reads into eight different bank groups.
 template <int BK>
 __device__ __forceinline__ u32 swizzled(int row, int chunk)
 {
@@ -75,7 +84,7 @@ __device__ __forceinline__ u32 swizzled(int row, int chunk)
     return (u32)(row * BK * 2 + (chunk ^ key) * 16);
 }
 
-// The part of the output and of the depth that one tile number stands for.
+// The part of the output and of the depth that a tile number denotes.
 struct ConvPlace {
     int m, n, split, output_tile, first, steps;
 };
@@ -107,7 +116,7 @@ struct Share {
     static __device__ __forceinline__ u32 slot() { return swizzled<C::BK>(row(), chunk() * Vec / 8) + chunk() * Vec % 8 * 2; }
 };
 
-// Output pixel m: its image and the input pixel under the filter's first tap.
+// Output pixel m: its image and the input pixel of the filter's first tap.
 struct Corner {
     int image, y, x;
     __device__ __forceinline__ Corner(const ConvArgs& a, int m)
@@ -143,7 +152,8 @@ struct InputLoader<C, kGeneral> {
             int m = p.m + S::row() + i * S::kRows;
             Corner c(a, m);
             offset[i] = c.offset(a);
-            corner[i] = m < a.rows ? c.y * 65536 + (c.x & 0xffff) : -32768 * 65536; // a row beyond the last is never inside
+            // A row beyond the last is never inside.
+            corner[i] = m < a.rows ? c.y * 65536 + (c.x & 0xffff) : -32768 * 65536;
         }
     }
     __device__ __forceinline__ void load(const ConvArgs& a, u32 stage)
@@ -166,7 +176,7 @@ template <class C>
 struct InputLoader<C, kPoint> {
     using S = Share<C, C::BM, 8>;
     const half* pixel[S::kPasses];
-    u32 inside; // a bit a pass
+    u32 inside; // one bit per pass
     int left;   // depth from this thread's chunk to the end
     u32 slot;
 
@@ -240,7 +250,7 @@ struct WeightLoader {
     using S = Share<C, C::BN, 8>;
     const half* row;
     int left;     // depth from this thread's chunk to the end
-    u32 inside;   // a bit a pass: the output channel exists
+    u32 inside;   // one bit per pass: the output channel exists
     u32 slot;
 
     __device__ __forceinline__ WeightLoader(const ConvArgs& a, const ConvPlace& p) : inside(0)

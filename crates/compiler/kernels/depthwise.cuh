@@ -1,5 +1,6 @@
-// Depthwise convolution, NHWC: one filter a channel, weights [ker_h][ker_w][channels]. A thread computes eight channels of
-// `Wide` neighbouring output pixels, so inputs that neighbours share are read once. Bandwidth, not arithmetic, is its limit.
+// Depthwise convolution, NHWC: one filter per channel, weights [ker_h][ker_w][channels]. A thread
+// computes eight channels of `Wide` adjacent output pixels, so that shared inputs are read once. It
+// is limited by bandwidth, not by arithmetic.
 #pragma once
 #include "base.cuh"
 
@@ -19,12 +20,14 @@ struct DepthwiseArgs {
     FastDiv by_chunks, by_groups, by_out_h; // channels / 8, ceil(out_w / Wide), out_h
 };
 
-// Ker and Stride are the square filter and its stride, both fixed for the common 3x3 cases; 0 takes them from the arguments.
+// Ker and Stride are the square filter and its stride, both fixed for the common 3x3 cases; with 0
+// they are arguments.
 template <int Ker, int Stride, int Wide>
 struct Depthwise {
     using Args = DepthwiseArgs;
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
-    static constexpr int kSpan = Ker == 0 ? 1 : (Wide - 1) * Stride + Ker; // input columns behind `Wide` outputs
+    // Input columns of `Wide` outputs.
+    static constexpr int kSpan = Ker == 0 ? 1 : (Wide - 1) * Stride + Ker;
     static_assert(Ker > 0 || Wide == 1, "a filter of unknown width computes one pixel a thread");
 
     struct Place {
@@ -49,7 +52,8 @@ struct Depthwise {
 #pragma unroll
         for (int i = 0; i < 8; ++i) acc[i] = fmaf(fx[i], fw[i], acc[i]);
     }
-    // The filter's rows one after another: the input columns of a row are loaded together, then used by every output.
+    // Iterates over the filter's rows: the input columns of a row are loaded together, then used by
+    // every output.
     template <class Watch, class Gate>
     static __device__ __forceinline__ void fixed_filter(const Args& a, const Place& p, Watch& watch, const Gate& gate, float (&acc)[Wide][8])
     {

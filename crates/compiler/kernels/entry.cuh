@@ -1,8 +1,9 @@
-// The entry points of a module: one operator, real time or best effort, under names the host knows.
+// The entry points of a module: one operator, real time or best effort, under fixed names.
 #pragma once
 #include "wrap.cuh"
 
-// What the host believes of the operator is checked here: a struct or a tile shape that changed on one side only does not compile.
+// Checks what the host assumes about the operator: a struct or a tile shape that changes on one
+// side only does not compile.
 #define TILES_EXPECT(Op, threads, shared, args)                                                                                 \
     static_assert(Op::kThreads == (threads), "threads of a block");                                                             \
     static_assert(Op::kShared == (shared), "dynamic shared memory of a block");                                                 \

@@ -1,6 +1,6 @@
-// Operators that move elements to places other elements tell: gather, scatter, padding and slices, reversed sequences. A thread
-// moves one unit. Indices are never trusted: a gather takes the nearest element there is, a scatter leaves out what falls outside,
-// and either says so in its fault word.
+// Operators that move elements to positions given by other elements: gather, scatter, padding and
+// slices, reversed sequences. A thread moves one unit. Indices are not trusted: a gather reads the
+// nearest valid element, a scatter skips invalid positions, and both report it in their fault word.
 #pragma once
 #include "number.cuh"
 
@@ -9,7 +9,8 @@ namespace tiles {
 // An index counted from either end.
 __device__ __forceinline__ long long from_start(long long index, int size) { return index < 0 ? index + size : index; }
 
-// Whether an index counted from the start is one; if not, the run is marked as failed. Whoever marks it writes the same.
+// Whether an index counted from the start is valid; if not, marks the run as failed. All threads
+// that mark it write the same value.
 __device__ __forceinline__ bool in_range(long long index, int size, u32* fault)
 {
     if (index >= 0 && index < size) return true;
@@ -17,7 +18,7 @@ __device__ __forceinline__ bool in_range(long long index, int size, u32* fault)
     return false;
 }
 
-// ---- gather -----------------------------------------------------------------------------------------------------------
+// ---- gather -------------------------------------------------------------------------------------
 
 template <int Rank, int Parts>
 struct GatherArgs {
@@ -27,12 +28,12 @@ struct GatherArgs {
     u32* fault;
     int items;
     int part;           // elements between the parts of an index
-    int size[Parts];    // of the dimensions an index speaks of
+    int size[Parts];    // of the dimensions that an index addresses
     int stride[Parts];  // in units
     Walk<Rank, 3> walk; // output, data, indices
 };
 
-// A unit is an element or a few that lie together.
+// A unit is one element or several adjacent ones.
 template <class Unit, class I, int Rank, int Parts>
 struct Gather {
     using Args = GatherArgs<Rank, Parts>;
@@ -61,7 +62,7 @@ struct Gather {
     }
 };
 
-// ---- scatter ----------------------------------------------------------------------------------------------------------
+// ---- scatter ------------------------------------------------------------------------------------
 
 template <int Rank, int Parts>
 struct ScatterArgs {
@@ -76,7 +77,7 @@ struct ScatterArgs {
     Walk<Rank, 3> walk; // updates, indices, output
 };
 
-// Updates onto what is already there; where two have one place, either may win.
+// Writes updates over the existing elements; of several with one position, any may win.
 template <class T, class I, int Rank, int Parts>
 struct Scatter {
     using Args = ScatterArgs<Rank, Parts>;
@@ -118,12 +119,13 @@ struct ScatterFoldArgs {
     int items, candidates;
     int part;
     int size[Parts];
-    Walk<Rank, 4 + Parts> walk; // output, data, updates, indices, index along each dimension an index speaks of
-    Walk<Along, 2> along;       // over the updates that may be meant: updates, indices
+    // output, data, updates, indices, index along each dimension that an index addresses
+    Walk<Rank, 4 + Parts> walk;
+    Walk<Along, 2> along;       // over the candidate updates: updates, indices
 };
 
-// Every output looks for the updates meant for it, in their order: the result does not depend on timing, and nothing that is
-// written is read.
+// Every output searches the updates that address it, in their order: the result does not depend on
+// timing, and nothing that is written is read.
 template <int Kind, class T, class C, class I, int Rank, int Along, int Parts>
 struct ScatterFold {
     using Args = ScatterFoldArgs<Rank, Along, Parts>;
@@ -166,7 +168,7 @@ struct ScatterFold {
     }
 };
 
-// ---- padding and slices -----------------------------------------------------------------------------------------------
+// ---- padding and slices -------------------------------------------------------------------------
 
 // In declaration order of model::op::PadMode.
 enum PadMode : int { kPadConstant, kPadReflect, kPadEdge, kPadWrap };
@@ -176,7 +178,7 @@ struct PadArgs {
     const void* input;
     void* output;
     int items;
-    int value_low, value_high; // of the border, a double
+    int value_low, value_high; // of the padding, a double
     FastDiv by[Rank];
     int out_stride[Rank], in_stride[Rank];
     int size[Rank];  // of the input
@@ -189,7 +191,7 @@ struct Pad {
     using Args = PadArgs<Rank>;
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
-    // The input index that stands for `at`, or -1.
+    // The input index that `at` maps to, or -1.
     static __device__ __forceinline__ int source(int at, int size)
     {
         if ((u32)at < (u32)size) return at;
@@ -225,7 +227,7 @@ struct Pad {
     }
 };
 
-// ---- sequences --------------------------------------------------------------------------------------------------------
+// ---- sequences ----------------------------------------------------------------------------------
 
 template <int Rank>
 struct ReverseArgs {
@@ -236,7 +238,7 @@ struct ReverseArgs {
     Walk<Rank, 4> walk;      // output, input without time, lengths, time
 };
 
-// The first elements of each sequence the other way round.
+// Reverses the first elements of each sequence.
 template <class T, class I, int Rank>
 struct Reverse {
     using Args = ReverseArgs<Rank>;

@@ -1,5 +1,5 @@
-// Row operators: layer normalization, the sum of embeddings followed by one, and softmax. A warp holds a whole row in
-// registers and reads it once.
+// Row operators: layer normalization, the sum of embeddings followed by one, and softmax. A warp
+// holds a whole row in registers and reads it once.
 #pragma once
 #include "base.cuh"
 
@@ -33,7 +33,8 @@ struct WarpRow {
 #pragma unroll
             for (int j = 0; j < 8; ++j) sum += v[i][j];
         float mean = warp_sum(sum) / (float)width;
-        // Deviations are squared after the mean is known: E[x^2] - mean^2 loses all digits of a small variance.
+        // Deviations are squared after the mean is known: E[x^2] - mean^2 loses all digits of a
+        // small variance.
 #pragma unroll
         for (int i = 0; i < Chunks; ++i)
 #pragma unroll

@@ -1,7 +1,9 @@
-// Numbers of any stored type: conversion to what is computed in and back, the functions ONNX has on them, and walks over strided
-// operands. Floating-point numbers of 16 and 32 bits are computed in single precision, all others in their own type.
+// Numbers of any stored type: conversion to the computed type and back, the ONNX functions on them,
+// and loops over strided operands (`Walk`). Floating-point numbers of 16 and 32 bits are computed
+// in single precision, all others in their own type.
 //
-// <cuda_bf16.h> takes as long to read as all of this, so it is read only by kernels that say TILES_BF16.
+// Compiling <cuda_bf16.h> takes as long as all of this, so only kernels that define TILES_BF16
+// include it.
 #pragma once
 #include "base.cuh"
 #ifdef TILES_BF16
@@ -10,7 +12,7 @@
 
 namespace tiles {
 
-// ---- stored and computed ----------------------------------------------------------------------------------------------
+// ---- stored and computed ------------------------------------------------------------------------
 
 template <class T> struct Computed { using Type = T; };
 template <> struct Computed<half> { using Type = float; };
@@ -25,8 +27,8 @@ __device__ __forceinline__ float computed(half v) { return __half2float(v); }
 __device__ __forceinline__ float computed(__nv_bfloat16 v) { return __bfloat162float(v); }
 #endif
 
-// Conversion between computed types: numbers are true when they are not zero; floating-point numbers lose their fraction and
-// then, in a narrow integer, what does not fit, as in numpy.
+// Conversion between computed types: numbers are true when they are not zero; floating-point
+// numbers lose their fraction and then, in a narrow integer, the upper bits, as in numpy.
 template <class To>
 struct Convert {
     template <class From>
@@ -50,7 +52,7 @@ struct Convert<double> {
     static __device__ __forceinline__ double of(From v) { return (double)v; }
 };
 
-// What is stored for a computed value of the same kind.
+// The stored form of a computed value of the same kind.
 template <class T>
 struct Stored {
     template <class C>
@@ -67,9 +69,9 @@ struct Stored<__nv_bfloat16> {
 };
 #endif
 
-// ---- memory -----------------------------------------------------------------------------------------------------------
+// ---- memory -------------------------------------------------------------------------------------
 
-// Neighbours in memory, moved at most 16 bytes at a time.
+// Adjacent elements, moved at most 16 bytes at a time.
 template <class T, int Count>
 struct alignas(sizeof(T) * Count < 16 ? sizeof(T) * Count : 16) Pack {
     T v[Count];
@@ -110,8 +112,8 @@ __device__ __forceinline__ void store_pack(T* p, const Pack<T, Count>& r)
     }
 }
 
-// A nest of loops over several operands at once: from the number of an iteration to an offset into each of them. Dimensions run
-// from the slowest to the fastest; the first needs no division.
+// Nested loops over several operands: maps the number of an iteration to an offset into each
+// operand. Dimensions are ordered from the slowest to the fastest; the first needs no division.
 template <int Rank, int Operands>
 struct Walk {
     FastDiv by[Rank];
@@ -137,7 +139,7 @@ struct Walk {
     }
 };
 
-// ---- functions --------------------------------------------------------------------------------------------------------
+// ---- functions ----------------------------------------------------------------------------------
 
 namespace number {
 
@@ -185,7 +187,7 @@ template <class T>
 __device__ __forceinline__ T larger(T a, T b) { return a > b || a != a ? a : b; }
 template <class T>
 __device__ __forceinline__ T smaller(T a, T b) { return a < b || a != a ? a : b; }
-// NaN stays.
+// NaN is kept.
 template <class T>
 __device__ __forceinline__ T at_least(T x, T low) { return x < low ? low : x; }
 template <class T>
@@ -233,7 +235,8 @@ __device__ __forceinline__ bool is_infinite(T x, bool positive, bool negative)
     return infinite && (x > T(0) ? positive : negative);
 }
 
-// Integers. What has no quotient gives something instead of a fault: a lane that is not stored may hold anything.
+// Integers. A division by zero gives some value instead of a fault: a lane that is not stored may
+// hold anything.
 template <class T>
 __device__ __forceinline__ T quotient(T a, T b)
 {
@@ -256,12 +259,12 @@ __device__ __forceinline__ T modulo(T a, T b)
     T rest = remainder(a, b);
     return rest != T(0) && (rest < T(0)) != (b < T(0)) ? (T)(rest + b) : rest;
 }
-// Nothing is left when all bits are shifted out.
+// The result is zero when all bits are shifted out.
 template <class T>
 __device__ __forceinline__ T shift_left(T a, T b) { return (unsigned long long)b < sizeof(T) * 8 ? (T)((u64)a << b) : T(0); }
 template <class T>
 __device__ __forceinline__ T shift_right(T a, T b) { return (unsigned long long)b < sizeof(T) * 8 ? (T)(a >> b) : T(0); }
-// By repeated squaring, wrapping around; an inverse truncates.
+// By repeated squaring, with wrap-around; an inverse truncates.
 template <class T>
 __device__ __forceinline__ T integer_power(T base, long long exponent)
 {
@@ -274,8 +277,8 @@ __device__ __forceinline__ T integer_power(T base, long long exponent)
 
 } // namespace number
 
-// A function fused onto the end of a product or a normalization; the numbers are those of model::op::Activation in declaration
-// order. The two parameters are its fields.
+// A function fused into the end of a product or a normalization; the numbers are those of
+// model::op::Activation in declaration order. The two parameters are its fields.
 struct Epilogue {
     int kind;
     float first, second;

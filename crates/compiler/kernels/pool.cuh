@@ -1,5 +1,6 @@
-// Pooling, NHWC. Windows: a thread computes eight channels of one output pixel. Global average: a block computes 64 channels of
-// one image, optionally of relu(x * scale + shift), which is what stands before the last pooling of a pre-activation network.
+// Pooling, NHWC. Windows: a thread computes eight channels of one output pixel. Global average: a
+// block computes 64 channels of one image, optionally of relu(x * scale + shift), which precedes
+// the last pooling of a pre-activation network.
 #pragma once
 #include "base.cuh"
 
@@ -98,7 +99,7 @@ struct GlobalPool {
         gate.wait();
         watch.look();
         if (channel < a.channels) sum_pixels(a, image, channel, sum);
-        // Lanes eight apart hold the same channels.
+        // Lanes with a distance of eight hold the same channels.
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             sum[i] += __shfl_xor_sync(~0u, sum[i], 8);

@@ -1,11 +1,15 @@
-// Products of any strides and element types, with single-precision sums and without tensor cores: matrix products, convolutions
-// and transposed convolutions of one to three dimensions. What no other kernel takes, and all of single precision.
+// Products of any strides and element types, with single-precision sums and without tensor cores:
+// matrix products, convolutions and transposed convolutions of one to three dimensions. Used where
+// no other kernel applies, and for all of single precision.
 //
-// output(g, row, column) = act(alpha * sum over depth of a(g, row, depth) * b(g, depth, column) + beta * bias + residual)
+// output(g, row, column) =
+//   act(alpha * sum over depth of a(g, row, depth) * b(g, depth, column)
+//       + beta * bias + residual)
 //
-// Where an operand lies is a sum of walks: over groups (or batches), rows, columns and depth. A convolution's rows are pixels, its
-// columns channels of the output, its depth input channels and taps; rows and depth then also walk through the picture, and what
-// falls outside reads as zero.
+// The address of an operand is a sum of offsets: of groups (or batches), rows, columns and depth.
+// The rows of a convolution are pixels, its columns are channels of the output, its depth is input
+// channels and taps; rows and depth then also have coordinates in the image, and elements outside
+// are zero.
 #pragma once
 #include "reduce.cuh"
 
@@ -13,7 +17,8 @@ namespace tiles {
 
 enum ProductKind : int { kMatrix, kConvolution, kTransposed };
 
-// Size, distance of elements and border at the beginning of the picture; a transposed convolution also divides by its stride.
+// Size, stride and padding at the beginning of the image; a transposed convolution also divides by
+// its stride.
 struct Picture {
     int size[3];
     int stride[3];
@@ -21,7 +26,8 @@ struct Picture {
     FastDiv step[3];
 };
 
-// The offset of a place in the picture, or -1 outside. `row` is where the window begins, `tap` the way into it.
+// The offset of a position in the image, or -1 outside. `row` is the start of the window, `tap` the
+// offset in it.
 template <int Kind>
 __device__ __forceinline__ int picture_offset(const Picture& p, const int* row, const int* tap)
 {
@@ -56,13 +62,13 @@ struct ProductArgs {
     FastDiv by_columns, by_rows;          // tiles
     int b_column, bias_column, out_column, residual_column;
     Walk<GroupRank, 5> group;             // a, b, bias, output, residual
-    Walk<RowRank, 4 + kAxes> row;         // a, bias, output, residual; the picture
-    Walk<DepthRank, 2 + kAxes> inner;     // a, b; the picture
+    Walk<RowRank, 4 + kAxes> row;         // a, bias, output, residual; the image
+    Walk<DepthRank, 2 + kAxes> inner;     // a, b; the image
     Picture picture;
 };
 
-// Tile of BM rows and BN columns; a thread holds TM x TN sums. `ADeep` and `BDeep`: neighbouring threads load neighbours in depth
-// rather than neighbouring rows or columns.
+// Tile of BM rows and BN columns; a thread holds TM x TN sums. `ADeep` and `BDeep`: adjacent
+// threads load neighbours in depth rather than adjacent rows or columns.
 template <int Kind, class A, class B, class Bias, class Out, int GroupRank, int RowRank, int DepthRank, int BM, int BN, int TM,
           int TN, bool ADeep, bool BDeep>
 struct Product {
@@ -71,7 +77,8 @@ struct Product {
     static constexpr int BK = 16;
     static constexpr int kThreads = (BM / TM) * (BN / TN), kShared = 0, kBlocks = 1;
     static constexpr int kALoads = BM * BK / kThreads, kBLoads = BN * BK / kThreads;
-    static constexpr int kPitchA = BM + 4, kPitchB = BN + 4; // rows of shared memory, 16-byte aligned
+    // Rows of shared memory, 16-byte aligned.
+    static constexpr int kPitchA = BM + 4, kPitchB = BN + 4;
 
     struct Row {
         int at[4 + kAxes];
@@ -111,7 +118,7 @@ struct Product {
     // A convolution's weights are constant and may be kept in L1.
     static __device__ __forceinline__ float load_b(const B* p) { return computed(Kind == kMatrix ? load_one(p) : __ldg(p)); }
 
-    // Which element a thread loads: (along the tile's edge, in depth).
+    // The element that a thread loads: (along the tile's edge, in depth).
     template <bool Deep, int Edge>
     static __device__ __forceinline__ int edge(int i)
     {
@@ -198,7 +205,7 @@ struct Product {
                 if (r.inside && column + j < a.columns) store(a, p.group, r, column + j, sum[i][j]);
         }
     }
-    // The barrier of a step, which may also tell the block to leave.
+    // The barrier of a step, which also preempts the block when it checks.
     template <class Watch>
     static __device__ __forceinline__ bool leave(int step, Watch& watch)
     {
@@ -235,10 +242,10 @@ struct Product {
     }
 };
 
-// ---- few rows: a team of threads an output ------------------------------------------------------------------------------
+// ---- few rows: several threads per output -------------------------------------------------------
 
-// A product of few rows reads `b` once and is done: its tiles would leave most multiprocessors idle. Threads share the depth of
-// `Across` neighbouring columns of one row (see Team).
+// A product of few rows reads `b` once: its tiles would leave most multiprocessors idle. Threads
+// share the depth of `Across` adjacent columns of one row (see Team).
 template <int Kind, class A, class B, class Bias, class Out, int GroupRank, int RowRank, int DepthRank, int Across, bool Rows>
 struct Dots {
     using Tile = Product<Kind, A, B, Bias, Out, GroupRank, RowRank, DepthRank, 64, 64, 4, 4, true, true>;
@@ -278,7 +285,7 @@ struct Dots {
     }
 };
 
-// ---- few channels a group: a thread an output -------------------------------------------------------------------------
+// ---- few channels per group: one thread per output ----------------------------------------------
 
 template <int Rank>
 struct DirectArgs {
@@ -291,11 +298,11 @@ struct DirectArgs {
     int channels, taps[3];
     int a_channel, b_channel, b_tap[3], dilation[3];
     Epilogue act;
-    Walk<Rank, 8> walk; // a, b, bias, output, residual; the picture
+    Walk<Rank, 8> walk; // a, b, bias, output, residual; the image
     Picture picture;
 };
 
-// Convolution, plain or transposed, for depthwise and thinly grouped layers.
+// Convolution, plain or transposed, for depthwise layers and groups of few channels.
 template <int Kind, class A, class B, class Bias, class Out, int Rank>
 struct Direct {
     using Args = DirectArgs<Rank>;

@@ -1,7 +1,9 @@
-// Reductions over any dimensions of any strides, and what stands on them: softmax, normalizations, running sums, the largest few.
+// Reductions over any dimensions of any strides, and operators based on them: softmax,
+// normalizations, cumulative sums, top-k.
 //
-// A block computes `Across` results with 256 / Across threads each. Where the reduced dimensions are the fastest in memory
-// neighbouring threads share a result (Rows), otherwise they have neighbouring results, so that both ways read whole lines.
+// A block computes `Across` results with 256 / Across threads each. If the reduced dimensions are
+// the fastest in memory, adjacent threads share a result (Rows), otherwise they have adjacent
+// results, so that both read whole lines.
 #pragma once
 #include "number.cuh"
 
@@ -15,7 +17,8 @@ struct Team {
     static __device__ __forceinline__ int along() { return Rows ? threadIdx.x % kAlong : threadIdx.x / Across; }
     static __device__ __forceinline__ int across() { return Rows ? threadIdx.x / kAlong : threadIdx.x % Across; }
 
-    // The fold of what all threads of a result hold, in an order that does not depend on timing.
+    // The fold of the values of all threads of a result, in an order that does not depend on
+    // timing.
     template <class Fold>
     static __device__ __forceinline__ typename Fold::State join(typename Fold::State mine)
     {
@@ -32,7 +35,7 @@ struct Team {
     }
 };
 
-// ---- folds ------------------------------------------------------------------------------------------------------------
+// ---- folds --------------------------------------------------------------------------------------
 
 // In declaration order of model::op::ReduceKind.
 enum Reduction : int { kL1, kL2, kLogSum, kLogSumExp, kMax, kMean, kMin, kProd, kSum, kSumSquare };
@@ -41,7 +44,7 @@ template <class C, int Kind>
 struct Fold {
     struct State {
         C v;
-        int count; // nothing has been folded in yet
+        int count; // nothing has been folded yet
     };
     static __device__ __forceinline__ State start() { return {Kind == kProd ? C(1) : C(0), 0}; }
     static __device__ __forceinline__ void combine(State& s, C v, int count)
@@ -91,7 +94,7 @@ struct ExponentialFold {
             return;
         }
         C top = number::larger(s.top, other.top);
-        // Equal tops are the rule for infinities, whose difference is no number.
+        // Equal maxima are the normal case for infinities, whose difference is NaN.
         C mine = s.top == top ? C(1) : number::exp(s.top - top), theirs = other.top == top ? C(1) : number::exp(other.top - top);
         s = {top, s.sum * mine + other.sum * theirs, s.count + other.count};
     }
@@ -100,12 +103,12 @@ struct ExponentialFold {
 template <class C>
 struct Fold<C, kLogSumExp> : ExponentialFold<C> {};
 
-// The extreme value and where it is; of equals the first or the last.
+// The extreme value and its index; of equal ones the first or the last.
 template <class C, bool Largest, bool Last>
 struct PlaceFold {
     struct State {
         C v;
-        int at; // -1 before there is one
+        int at; // -1 before the first
     };
     static __device__ __forceinline__ State start() { return {C(0), -1}; }
     static __device__ __forceinline__ bool better(const State& a, const State& b)
@@ -126,7 +129,7 @@ struct PlaceFold {
     static __device__ __forceinline__ long long finish(const State& s) { return s.at < 0 ? 0 : s.at; }
 };
 
-// ---- reductions -------------------------------------------------------------------------------------------------------
+// ---- reductions ---------------------------------------------------------------------------------
 
 template <int Outer, int Inner>
 struct ReduceArgs {
@@ -164,7 +167,7 @@ struct Reduce {
     }
 };
 
-// ---- softmax and normalizations ---------------------------------------------------------------------------------------
+// ---- softmax and normalizations -----------------------------------------------------------------
 
 enum Normalization : int { kSoftmax, kLogSoftmax, kHardmax, kLayer, kRootMeanSquare, kNorm1, kNorm2 };
 
@@ -174,7 +177,7 @@ struct NormalizeArgs {
     void* output;
     const void* scale; // null for ones
     const void* bias;  // null for zeros
-    void* mean;        // null where nobody asked
+    void* mean;        // null if not requested
     void* deviation;   // its inverse, likewise
     int results, length;
     float epsilon;
@@ -182,7 +185,7 @@ struct NormalizeArgs {
     Walk<Inner, 4> inner; // without mean and deviation
 };
 
-// What every element of a row is mapped by: (x - shift) * factor, of its exponential where asked.
+// The map of every element of a row: (x - shift) * factor, of its exponential if requested.
 struct RowMap {
     float shift, factor;
     int place;
@@ -212,7 +215,8 @@ struct Normalize {
         } else if constexpr (Kind == kHardmax) {
             return {0.f, 0.f, fold<PlaceFold<float, true, false>>(a, row, live, same).at};
         } else if constexpr (Kind == kLayer) {
-            // Deviations are squared after the mean is known: E[x^2] - mean^2 loses all digits of a small variance.
+            // Deviations are squared after the mean is known: E[x^2] - mean^2 loses all digits of a
+            // small variance.
             float mean = fold<Fold<float, kMean>>(a, row, live, same).v / (float)a.length;
             auto square = fold<Fold<float, kSumSquare>>(a, row, live, [=](float x) { return x - mean; });
             return {mean, 1.f / sqrtf(square.v / (float)a.length + a.epsilon), 0};
@@ -262,7 +266,7 @@ struct Normalize {
     }
 };
 
-// ---- running sums -----------------------------------------------------------------------------------------------------
+// ---- cumulative sums ----------------------------------------------------------------------------
 
 template <int Outer>
 struct RunningArgs {
@@ -309,7 +313,7 @@ struct RunningSum {
     }
 };
 
-// ---- the largest few --------------------------------------------------------------------------------------------------
+// ---- top-k --------------------------------------------------------------------------------------
 
 template <int Outer>
 struct TopArgs {
@@ -321,7 +325,8 @@ struct TopArgs {
     Walk<Outer, 3> outer;
 };
 
-// A block takes the best of a row that comes after the one before, again and again: nothing is kept, nothing is moved.
+// A block repeatedly takes the best element of a row after the previous one: nothing is stored or
+// moved.
 template <class T, class C, bool Largest, int Outer>
 struct Top {
     using Args = TopArgs<Outer>;

@@ -1,11 +1,12 @@
-// Windows over one to three spatial dimensions of any strides: pooling, resizing, sampling at the points of a grid, and the
-// response normalization over neighbouring channels. A thread computes one output.
+// Windows over one to three spatial dimensions of any strides: pooling, resizing, sampling at the
+// points of a grid, and response normalization over adjacent channels. A thread computes one
+// output.
 #pragma once
 #include "number.cuh"
 
 namespace tiles {
 
-// ---- pooling ----------------------------------------------------------------------------------------------------------
+// ---- pooling ------------------------------------------------------------------------------------
 
 enum Pooling : int { kPoolMax, kPoolPlace, kPoolAverage, kPoolNorm };
 
@@ -13,13 +14,13 @@ template <int Rank>
 struct PoolWindowArgs {
     const void* input;
     void* output;
-    long long* places; // null unless the place of the largest is asked for
+    long long* places; // null unless the indices of the largest are an output
     int items;
     int size[3], stride[3], kernel[3], dilation[3], pad[3];
-    int counted[3]; // average: the extent that counts, with what of the border does
-    int place[3];   // how the place of an element counts
+    int counted[3]; // average: the extent that counts, including counted padding
+    int place[3];   // strides for the index of an element
     float order;    // of a norm
-    // output, places, input, the place of a plane's first element, where the window begins
+    // output, indices, input, the index of a plane's first element, the start of the window
     Walk<Rank, 7> walk;
 };
 
@@ -97,7 +98,7 @@ struct PoolWindow {
     }
 };
 
-// ---- sampling between pixels ------------------------------------------------------------------------------------------
+// ---- sampling between pixels --------------------------------------------------------------------
 
 enum Sampling : int { kSampleNearest, kSampleLinear, kSampleCubic };
 
@@ -108,7 +109,8 @@ __device__ __forceinline__ float cubic_weight(float x, float a)
     return x < 2.f ? ((x - 5.f) * x + 8.f) * x * a - 4.f * a : 0.f;
 }
 
-// The pixels that make up a point along one dimension; a place below zero reads as nothing.
+// The pixels that a point along one dimension is interpolated from; positions below zero read
+// nothing.
 template <int Mode>
 struct Taps {
     static constexpr int kCount = Mode == kSampleCubic ? 4 : Mode == kSampleLinear ? 2 : 1;
@@ -116,7 +118,7 @@ struct Taps {
     float weight[kCount];
 };
 
-// The weighted sum of what `Axes` dimensions' taps read.
+// The weighted sum of the taps of `Axes` dimensions.
 template <int Mode, int Axes, class T, class C>
 __device__ __forceinline__ C blend(const T* input, const Taps<Mode> (&taps)[Axes], const int (&stride)[Axes])
 {
@@ -145,13 +147,14 @@ __device__ __forceinline__ C blend(const T* input, const Taps<Mode> (&taps)[Axes
     return sum;
 }
 
-// ---- resizing ---------------------------------------------------------------------------------------------------------
+// ---- resizing -----------------------------------------------------------------------------------
 
 // In declaration order of model::op::CoordinateMode and NearestMode.
 enum Coordinates : int { kHalfPixel, kHalfPixelSymmetric, kPytorchHalfPixel, kAlignCorners, kAsymmetric, kCropAndResize };
 enum NearestPixel : int { kPreferFloor, kPreferCeil, kFloor, kCeil };
 
-// Coordinates are computed in double precision: a pixel more or less is visible, and positions are often on an edge.
+// Coordinates are computed in double precision: an error of a pixel is visible, and positions are
+// often on an edge.
 struct Twice {
     int low, high;
     __device__ __forceinline__ double value() const { return __hiloint2double(high, low); }
@@ -159,7 +162,7 @@ struct Twice {
 
 struct ResizeAxis {
     int input, output, stride;
-    Twice scale, begin, end; // output per input; what CropAndResize reads
+    Twice scale, begin, end; // output per input; the region of CropAndResize
 
     __device__ __forceinline__ double coordinate(int mode, int position) const
     {
@@ -199,7 +202,7 @@ struct Resize {
         if (ratio == 1.0 || mode == kCeil) return 1;
         return mode == kPreferFloor ? ratio > 0.5 : mode == kPreferCeil ? ratio >= 0.5 : 0;
     }
-    // The pixel on the left is preferred: on a pixel the ratio is one and not zero.
+    // The pixel on the left is preferred: on a pixel the ratio is one, not zero.
     static __device__ __forceinline__ Taps<Mode> taps(const Args& a, const ResizeAxis& axis, double x)
     {
         Taps<Mode> r;
@@ -247,7 +250,7 @@ struct Resize {
     }
 };
 
-// ---- sampling at the points of a grid ---------------------------------------------------------------------------------
+// ---- sampling at the points of a grid -----------------------------------------------------------
 
 // In declaration order of model::op::GridPadding.
 enum GridBorder : int { kZeros, kBorder, kReflection };
@@ -258,7 +261,7 @@ struct GridArgs {
     const void* grid;
     void* output;
     int items, padding, align_corners;
-    int component; // elements between the coordinates of a point, the innermost dimension's first
+    int component; // elements between the coordinates of a point, the innermost dimension first
     int size[Axes], stride[Axes];
     Walk<Rank, 3> walk; // output, input, grid
 };
@@ -320,7 +323,7 @@ struct GridSample {
     }
 };
 
-// ---- response normalization -------------------------------------------------------------------------------------------
+// ---- response normalization ---------------------------------------------------------------------
 
 template <int Rank>
 struct ResponseArgs {

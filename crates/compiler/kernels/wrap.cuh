@@ -1,19 +1,21 @@
-// The kernels made of every tile function.
+// Wraps tile functions into kernels.
 //
-// An operator is a struct with `Args`, `kThreads`, `kShared` (bytes of dynamic shared memory), `kBlocks` (how many blocks an SM
-// shall hold: the best-effort loop must not cost a block by using a few registers more) and
+// An operator is a struct with `Args`, `kThreads`, `kShared` (bytes of dynamic shared memory),
+// `kBlocks` (how many blocks an SM must hold: the best-effort loop must not cost a block by using a
+// few more registers) and
 //   template <class Watch, class Gate>
 //   static __device__ bool tile(const Args&, int tile, unsigned char* shared, Watch&, const Gate&);
-// which writes one tile of the output, calls watch.finishing() on the way and returns true, or writes nothing and returns false, with
-// nothing in flight, when the watch told it to leave. A tile writes only its own part of the output and never reads it, so
-// redoing it is harmless. Threads of a block may differ in what they return only where no barrier follows.
+// which writes one tile of the output, calls watch.finishing() before its epilogue and returns
+// true; or writes nothing and returns false, with no copy in flight, when the run is preempted. A
+// tile writes only its own part of the output and never reads it, so that it can be computed again.
+// Threads of a block may return different values only where no barrier follows.
 #pragma once
 #include "base.cuh"
 
 namespace tiles {
 
-// Real time: one block a tile, no checks. The next step's blocks may become resident as soon as all of these have started;
-// they load their weights and wait at their gate.
+// Real time: one block per tile, no checks. The next step's blocks may become resident as soon as
+// all of these have started; they load their weights and wait at their gate.
 template <class Op>
 __device__ __forceinline__ void run_real_time(const typename Op::Args& args)
 {
@@ -23,20 +25,25 @@ __device__ __forceinline__ void run_real_time(const typename Op::Args& args)
     Op::tile(args, (int)blockIdx.x, shared, watch, LaunchGate());
 }
 
-// What a best-effort launch shares with its scheduler. All of it is device memory. `left`, `next`, `done` and, for a product that is
-// split through the workspace, its `arrivals` belong to this launch alone and are zero before a fresh one: arrivals of another launch would announce
-// parts that this one has not computed.
+// What a best-effort launch shares with its scheduler, all in device memory. `left`, `next`, `done`
+// and, for a product that is split through the workspace, its `arrivals` belong to this launch
+// alone and are zero before a fresh one: arrivals of another launch would announce parts that this
+// one has not computed.
 struct BeControl {
-    const Seat* seat; // of the run. In memory, so that recorded launches serve every number
-    u32* left;        // not zero once a block has left: until then silence means that the launch is complete when it has ended
-    u32* next;        // tiles handed out beyond the first one of each block
-    u32* done;        // a bit a tile, kept like arrivals for a restore; loops only
+    // Epoch counter of the run. It is in memory so that recorded launches work for every epoch.
+    const Seat* seat;
+    // Not zero once a block was preempted; if it is zero when the launch ends, the launch is
+    // complete.
+    u32* left;
+    u32* next;        // tiles assigned beyond the first one of each block
+    u32* done;        // one bit per tile, kept like arrivals for a resume; loops only
     int tiles;
-    int restored;     // nonzero when some done bits may be set
+    int restored;     // not zero when some done bits may be set
 };
 
-// Hands tiles to a block; thread 0 does the asking. A number lost by leaving early does no harm: a restore starts the count
-// again and skips what is done. The tile at hand lies in shared memory, because a register more can cost a block an SM.
+// Assigns tiles to a block, through thread 0. A number lost by a preemption does no harm: a resume
+// starts the count again and skips tiles that are done. The current tile is in shared memory,
+// because one more register can cost an SM a block.
 struct TileSource {
     const BeControl& c;
     int* slot;
@@ -45,13 +52,13 @@ struct TileSource {
     {
         return c.restored && (__ldcg(c.done + tile / 32) >> (tile % 32) & 1);
     }
-    // Skips finished tiles; -1 when none is left. Called by thread 0.
+    // Skips finished tiles; -1 when none remains. Called by thread 0.
     __device__ __forceinline__ int settle(u32 tile)
     {
         while (tile < (u32)c.tiles && is_done(tile)) tile = gridDim.x + atomicAdd(c.next, 1);
         return tile >= (u32)c.tiles ? -1 : (int)tile;
     }
-    // The first tile is the block's own number. A fresh launch starts on it at once.
+    // The first tile is the block's own number. A fresh launch starts on it immediately.
     __device__ __forceinline__ int first()
     {
         if (threadIdx.x == 0) *slot = c.restored ? settle(blockIdx.x) : (int)blockIdx.x;
@@ -59,8 +66,8 @@ struct TileSource {
         __syncthreads();
         return *slot;
     }
-    // Marks the tile at hand as done and returns the next. Its stores need no fence: what a restore finds is ordered by the
-    // end of this kernel.
+    // Marks the current tile as done and returns the next. Its stores need no fence: the end of
+    // this kernel orders them before a resume.
     __device__ __forceinline__ int next(const EpochWatch<true>& watch)
     {
         if (threadIdx.x == 0) atomicOr(c.done + *slot / 32, 1u << (*slot % 32));
@@ -71,8 +78,9 @@ struct TileSource {
     }
 };
 
-// Best effort: blocks take tiles until none is left or the run is told to leave; a restore computes the tiles that are not done. As many
-// blocks as were launched hold as many SMs at most, so a small grid leaves the rest of the device alone.
+// Best effort: blocks take tiles until none remains or the run is preempted; a resume computes the
+// tiles that are not done. The launched blocks occupy at most as many SMs, so a small grid uses
+// only a part of the device.
 template <class Op>
 __device__ __forceinline__ void run_best_effort(const typename Op::Args& args, const BeControl& control)
 {
@@ -83,7 +91,7 @@ __device__ __forceinline__ void run_best_effort(const typename Op::Args& args, c
     EpochWatch<true> watch = {control.seat, words, (int)gridDim.x < control.tiles ? control.next : nullptr};
     TileSource source = {control, &slot};
     watch.start();
-    // What is done, and how many tiles were handed out, the previous step's end makes known.
+    // The end of the previous step makes visible which tiles are done and how many are assigned.
     if (control.restored) LaunchGate().wait();
     for (int tile = source.first(); tile >= 0; tile = source.next(watch)) {
         bool finished = Op::tile(args, uniform(tile), shared, watch, LaunchGate());
@@ -95,8 +103,8 @@ __device__ __forceinline__ void run_best_effort(const typename Op::Args& args, c
     }
 }
 
-// Best effort without the loop: a block a tile, and a restore computes all of them again. Nothing is counted or marked, so with
-// nothing to preempt the only cost is looking.
+// Best effort without the loop: one block per tile, and a resume computes all tiles again. Nothing
+// is counted or marked, so without preemption the only cost is the check.
 template <class Op, bool Long>
 __device__ __forceinline__ void run_best_effort_grid(const typename Op::Args& args, const BeControl& control)
 {

@@ -1,9 +1,9 @@
-//! From a launch plan to kernels of a GPU.
+//! Lowers a launch plan to a GPU plan.
 //!
-//! A plan is bound to sizes, folded again (shapes are numbers now), and lowered node by node: values get
-//! views of device memory, steps get every launch that could compute them. Products, pooling and attention in
-//! half precision have kernels of their own; everything else, and every other precision, goes to general
-//! ones.
+//! The plan is bound to sizes, folded again (all shapes are numbers now), and lowered node by node:
+//! values get views of device memory, steps get all variants of their launch. Products, pooling and
+//! attention in half precision have specialised kernels; everything else, and every other
+//! precision, uses general ones.
 
 pub mod args;
 pub mod attention;
@@ -16,6 +16,7 @@ pub mod dispatch;
 pub mod draft;
 pub mod elementwise;
 pub mod index;
+pub mod loop_nest;
 pub mod lowering;
 pub mod memory;
 pub mod norm;
@@ -27,7 +28,7 @@ pub mod reduce;
 pub mod shape;
 pub mod tile;
 pub mod view;
-pub mod walk;
+
 pub mod window;
 
 mod general;
@@ -37,17 +38,20 @@ use std::sync::Arc;
 
 use device::{DeviceError, KernelCompiler};
 use graph::infer::Fact;
-use graph::{Evaluator, Graph, Node, SymDim};
-use model::gpu::{GpuPlan, GpuStep, GpuTarget, Kernel, Launch, Leavable, Patch, Place, Slot, Span};
+use graph::{Evaluator, Graph, GraphNode, SymDim};
+use model::gpu::{
+    GpuPlan, GpuStep, GpuTarget, IoTensor, Kernel, Launch, MemoryLocation, MemoryRange, Patch,
+    TilePreemption,
+};
 use model::{Dim, LaunchPlan, ValueId};
 
 use args::Address;
-use draft::Draft;
-use lowering::{Home, Lowering, Pending};
+use draft::LaunchDraft;
+use lowering::{BufferLocation, Lowering, PendingStep};
 use memory::Arena;
 use view::View;
 
-/// The texts a kernel's module may include.
+/// The headers that a kernel's module may include.
 const HEADERS: &[(&str, &str)] = &[
     ("attention.cuh", include_str!("../kernels/attention.cuh")),
     ("base.cuh", include_str!("../kernels/base.cuh")),
@@ -66,10 +70,10 @@ const HEADERS: &[(&str, &str)] = &[
     ("wrap.cuh", include_str!("../kernels/wrap.cuh")),
 ];
 
-/// Folds what depends only on constants; shared with whoever imports models.
+/// Folds what depends only on constants; shared with the importer of models.
 pub type SharedEvaluator = Arc<dyn Evaluator + Send + Sync>;
 
-/// The compiler that a GPU device is given.
+/// The compiler of a GPU device.
 #[derive(Clone, Default)]
 pub struct GpuCompiler {
     evaluator: Option<SharedEvaluator>,
@@ -104,7 +108,7 @@ impl KernelCompiler for GpuCompiler {
     }
 }
 
-/// Which address belongs to which constant of `plan`.
+/// The constants of `plan` by the address of their bytes.
 fn identities(plan: &LaunchPlan) -> HashMap<usize, ValueId> {
     let address = |(id, tensor): &(ValueId, model::Tensor)| {
         tensor.raw().map(|raw| (raw.as_ptr() as usize, *id))
@@ -112,21 +116,18 @@ fn identities(plan: &LaunchPlan) -> HashMap<usize, ValueId> {
     plan.constants.iter().filter_map(address).collect()
 }
 
-/// The graph a launch plan was made of.
+/// The graph that a launch plan was lowered from.
 fn graph_of(plan: &LaunchPlan) -> Result<Graph, String> {
     let mut graph = Graph::default();
     for value in &plan.values {
-        let dim = |dim: &Dim| match dim {
-            Dim::Fixed(size) => i64::try_from(*size).ok().map(SymDim::Fixed),
-            Dim::Symbol(text) => SymDim::parse(text),
-            Dim::Unknown => None,
-        };
-        let shape = value.shape.as_ref().and_then(|dims| dims.iter().map(dim).collect());
+        // If one dimension depends on data, the whole shape is inferred again.
+        let known = |dim: &Dim| Some(SymDim::from(dim)).filter(|dim| *dim != SymDim::Unknown);
+        let shape = value.shape.as_ref().and_then(|dims| dims.iter().map(known).collect());
         graph.add_value(value.name.clone(), Fact::new(value.dtype, shape));
     }
     for (id, tensor) in &plan.constants {
         if id.index() >= graph.values.len() {
-            return Err(format!("constant {} is no value", id.0));
+            return Err(format!("constant {} is not a value of the plan", id.0));
         }
         graph.set_constant(*id, tensor.clone());
     }
@@ -135,7 +136,7 @@ fn graph_of(plan: &LaunchPlan) -> Result<Graph, String> {
     graph.nodes = plan
         .steps
         .iter()
-        .map(|step| Node {
+        .map(|step| GraphNode {
             name: step.name.clone(),
             op: step.op.clone(),
             inputs: step.inputs.clone(),
@@ -145,36 +146,36 @@ fn graph_of(plan: &LaunchPlan) -> Result<Graph, String> {
     Ok(graph)
 }
 
-/// `graph`, whose sizes are all numbers, as kernels; or every node that has none, with the reason.
+/// Lowers `graph`, whose sizes are all numbers; or returns every unsupported node with the reason.
 pub fn lower(
     graph: &Graph,
     target: &GpuTarget,
     identities: &HashMap<usize, ValueId>,
 ) -> Result<GpuPlan, Vec<DeviceError>> {
     let mut lowering = Lowering::new(graph, *target, identities);
-    let border = |reason: String| {
+    let boundary = |reason: String| {
         let (step, op) = ("the model".to_string(), "inputs and outputs".to_string());
         vec![DeviceError::Unsupported { step, op, reason }]
     };
-    let inputs = lowering.declare_inputs().map_err(border)?;
+    let inputs = lowering.declare_inputs().map_err(boundary)?;
     lowering.plan_concats();
     let mut refused = Vec::new();
     for node in &graph.nodes {
         if let Err(reason) = lowering.node(node) {
             let (step, op) = (node.name.clone(), node.op.name());
             refused.push(DeviceError::Unsupported { step, op, reason });
-            lowering.stand_in(node);
+            lowering.add_placeholder(node);
         }
     }
     if !refused.is_empty() {
         return Err(refused);
     }
-    let outputs = lowering.declare_outputs().map_err(border)?;
+    let outputs = lowering.declare_outputs().map_err(boundary)?;
     Ok(finish(lowering, inputs, outputs))
 }
 
-/// Gives buffers their places and steps their addresses.
-fn finish(lowering: Lowering<'_>, inputs: Vec<Slot>, outputs: Vec<Slot>) -> GpuPlan {
+/// Plans memory and resolves the addresses of all steps.
+fn finish(lowering: Lowering<'_>, inputs: Vec<IoTensor>, outputs: Vec<IoTensor>) -> GpuPlan {
     let arena = memory::plan(&lowering.buffers, &lowering.steps);
     let mut kernels = Kernels::default();
     let mut workspace_bytes = 0;
@@ -196,7 +197,7 @@ fn finish(lowering: Lowering<'_>, inputs: Vec<Slot>, outputs: Vec<Slot>) -> GpuP
     }
 }
 
-/// Kernels without repetition.
+/// Kernels without duplicates.
 #[derive(Default)]
 struct Kernels {
     all: Vec<Kernel>,
@@ -215,14 +216,14 @@ impl Kernels {
 }
 
 fn step(
-    pending: &Pending,
+    pending: &PendingStep,
     lowering: &Lowering<'_>,
     arena: &Arena,
     kernels: &mut Kernels,
 ) -> GpuStep {
     let work = &pending.work;
-    let place = |address: Address| place_of(address, lowering, arena);
-    let launch = |draft: &Draft| Launch {
+    let location = |address: Address| location_of(address, lowering, arena);
+    let launch = |draft: &LaunchDraft| Launch {
         variant: draft.variant.clone(),
         kernel: kernels.number(&draft.kernel),
         tiles: draft.tiles as u32,
@@ -234,13 +235,13 @@ fn step(
             .args
             .1
             .iter()
-            .filter_map(|(at, address)| Some(Patch { at: *at, to: place(*address)? }))
+            .filter_map(|(at, address)| Some(Patch { at: *at, to: location(*address)? }))
             .collect(),
     };
     let choices: Vec<Launch> = work.drafts.iter().map(launch).collect();
     let be = choices.iter().position(|launch| launch.cluster == 1).unwrap_or(0);
-    let spans =
-        |views: &[View]| views.iter().filter_map(|view| span(view, lowering, arena)).collect();
+    let ranges =
+        |views: &[View]| views.iter().filter_map(|view| range(view, lowering, arena)).collect();
     let moved: usize =
         work.reads.iter().chain(&work.writes).map(|v| v.len() * v.element.size()).sum();
     GpuStep {
@@ -250,48 +251,57 @@ fn step(
         choices,
         rt: 0,
         be,
-        leave: leavable(pending),
+        preemption: preemption(pending),
         flops: work.flops,
         bytes: moved as u64 + work.weight_bytes,
-        reads: spans(&work.reads),
-        writes: spans(&work.writes),
+        reads: ranges(&work.reads),
+        writes: ranges(&work.writes),
     }
 }
 
-/// A tile may be left and redone when nothing it writes is read by the step.
-fn leavable(pending: &Pending) -> Leavable {
+/// A step may be preempted inside a tile unless it reads memory that it writes: computing the tile
+/// again would then give another result.
+fn preemption(pending: &PendingStep) -> TilePreemption {
     let work = &pending.work;
     if let Some(why) = &work.finish_tiles {
-        return Leavable::AtTileBoundary(why.clone());
+        return TilePreemption::AtTileBoundary(why.clone());
     }
     let overlap =
         work.writes.iter().any(|write| work.reads.iter().any(|read| !read.is_apart(write)));
     if overlap {
-        return Leavable::AtTileBoundary("it reads memory that it writes".to_string());
+        return TilePreemption::AtTileBoundary("it reads memory that it writes".to_string());
     }
-    Leavable::InsideTile
+    TilePreemption::InsideTile
 }
 
-fn place_of(address: Address, lowering: &Lowering<'_>, arena: &Arena) -> Option<Place> {
+fn location_of(address: Address, lowering: &Lowering<'_>, arena: &Arena) -> Option<MemoryLocation> {
     match address {
         Address::Null => None,
-        Address::Place(place) => Some(place),
-        Address::Buffer(id, offset) => Some(match lowering.buffers[id.0 as usize].home {
-            Home::Arena => Place::Arena(arena.offsets[id.0 as usize].unwrap_or(0) + offset),
-            Home::Fixed(Place::Weight(number, start)) => Place::Weight(number, start + offset),
-            Home::Fixed(Place::Input(index, start)) => Place::Input(index, start + offset),
-            Home::Fixed(Place::Output(index, start)) => Place::Output(index, start + offset),
-            Home::Fixed(other) => other,
+        Address::Fixed(location) => Some(location),
+        Address::Buffer(id, offset) => Some(match lowering.buffers[id.0 as usize].location {
+            BufferLocation::Arena => {
+                MemoryLocation::Arena(arena.offsets[id.0 as usize].unwrap_or(0) + offset)
+            }
+            BufferLocation::Fixed(MemoryLocation::Weight(number, start)) => {
+                MemoryLocation::Weight(number, start + offset)
+            }
+            BufferLocation::Fixed(MemoryLocation::Input(index, start)) => {
+                MemoryLocation::Input(index, start + offset)
+            }
+            BufferLocation::Fixed(MemoryLocation::Output(index, start)) => {
+                MemoryLocation::Output(index, start + offset)
+            }
+            BufferLocation::Fixed(other) => other,
         }),
     }
 }
 
-fn span(view: &View, lowering: &Lowering<'_>, arena: &Arena) -> Option<Span> {
+fn range(view: &View, lowering: &Lowering<'_>, arena: &Arena) -> Option<MemoryRange> {
     let extent = view.extent();
     let size = view.element.size();
     let address = Address::Buffer(view.buffer, (extent.start * size) as u64);
-    match place_of(address, lowering, arena)? {
-        Place::Weight(..) => None,
-        place => Some(Span { place, bytes: ((extent.end - extent.start) * size) as u64 }),
+    match location_of(address, lowering, arena)? {
+        MemoryLocation::Weight(..) => None,
+        start => Some(MemoryRange { start, bytes: ((extent.end - extent.start) * size) as u64 }),
     }
 }

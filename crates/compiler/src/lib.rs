@@ -1,4 +1,5 @@
-//! From the IR to a launch plan.
+//! Compiles models: ONNX to IR ([`graph`]), IR to a launch plan ([`lower()`]), a launch plan to a
+//! GPU plan ([`gpu`]), and the common prefixes of models ([`prefix`]).
 
 pub mod gpu;
 pub mod lower;
@@ -19,8 +20,8 @@ pub enum CompileError {
     /// The model cannot be imported.
     #[error(transparent)]
     Import(#[from] ImportError),
-    /// The graph gives no plan.
-    #[error("the graph gives no plan: {0}")]
+    /// The graph has no valid plan.
+    #[error("the graph has no valid plan: {0}")]
     Plan(#[from] PlanError),
 }
 

@@ -1,11 +1,12 @@
-//! Graphs as launch plans.
+//! Lowers the IR to a launch plan.
 
 use graph::{Graph, SymDim};
 use model::{LaunchPlan, Step, ValueId, ValueInfo};
 
 use crate::CompileError;
 
-/// The plan that computes `graph`: values renumbered, steps in an order that keeps few values alive.
+/// The plan that computes `graph`: values renumbered, steps in an order that keeps few values
+/// alive.
 pub fn lower(graph: &Graph) -> Result<LaunchPlan, CompileError> {
     let order = order(graph);
     let mut numbering =
@@ -65,8 +66,8 @@ impl Numbering<'_> {
     }
 }
 
-/// Depth first from the outputs: a value is computed shortly before its first reader, and of several
-/// operands the one that holds more is computed first, so that less waits while the others run.
+/// Depth first from the outputs: a value is computed shortly before its first reader. Of several
+/// operands the largest is computed first, so that less memory is held while the others run.
 fn order(graph: &Graph) -> Vec<usize> {
     let producers = graph.producers();
     let needs = |index: usize| -> Vec<usize> {
@@ -97,7 +98,7 @@ fn order(graph: &Graph) -> Vec<usize> {
             stack.push((index, true));
             let mut needed = needs(index);
             needed.retain(|other| !placed[*other]);
-            // The last pushed runs first: longest chains, that is latest in the file, go first.
+            // The last one pushed runs first: the longest chains, that is the latest in the file.
             needed.sort_by_key(|other| (weight(graph, *other), *other));
             stack.extend(needed.into_iter().map(|other| (other, false)));
         }
@@ -105,7 +106,7 @@ fn order(graph: &Graph) -> Vec<usize> {
     order
 }
 
-/// Bytes of a node's outputs as far as they are numbers; symbols count as one.
+/// Bytes of a node's outputs as far as they are known; symbols count as one.
 fn weight(graph: &Graph, index: usize) -> u64 {
     let one = |_: &str| Some(1);
     let bytes = |id: &ValueId| -> Option<u64> {
@@ -122,7 +123,7 @@ fn weight(graph: &Graph, index: usize) -> u64 {
 #[cfg(test)]
 mod tests {
     use graph::infer::Fact;
-    use graph::ir::Node;
+    use graph::ir::GraphNode;
     use model::op::{Binary, Op, Unary};
     use model::{DataType, Dim};
 
@@ -137,11 +138,11 @@ mod tests {
         let name = format!("v{}", graph.values.len());
         let output = value(graph, &name);
         let inputs = inputs.iter().map(|id| Some(*id)).collect();
-        graph.nodes.push(Node { name, op, inputs, outputs: vec![Some(output)] });
+        graph.nodes.push(GraphNode { name, op, inputs, outputs: vec![Some(output)] });
         output
     }
 
-    /// Many branches off the input, each summed up as soon as it is there.
+    /// Many branches of the input, each added to the sum at once.
     fn fan(width: usize) -> Graph {
         let mut graph = Graph::default();
         let x = value(&mut graph, "x");
@@ -157,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn branches_are_computed_when_they_are_needed() {
+    fn branches_are_computed_before_their_first_reader() {
         let plan = lower(&fan(16)).unwrap();
         assert_eq!(plan.steps.len(), 31);
         assert_eq!(plan.values[0].shape, Some(vec![Dim::Symbol("n".to_string()), Dim::Fixed(4)]));

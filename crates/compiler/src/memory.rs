@@ -1,10 +1,10 @@
-//! How much memory a plan's values take while it runs.
+//! Memory of a plan's values while it runs.
 
 use graph::SymDim;
-use model::{Dim, LaunchPlan, ValueId};
+use model::{LaunchPlan, ValueId};
 
-/// The most bytes that inputs, outputs and intermediate values take at one time, for these sizes of the
-/// symbols. `None` when the size of some value depends on data or on a symbol without a size.
+/// The peak bytes of inputs, outputs and intermediate values, with these sizes of the symbols.
+/// `None` when the size of some value depends on data or on a symbol without a size.
 pub fn peak_activation_bytes(plan: &LaunchPlan, bindings: &[(&str, usize)]) -> Option<u64> {
     let lookup = |name: &str| {
         let found = bindings.iter().find(|(symbol, _)| *symbol == name);
@@ -37,13 +37,7 @@ fn value_bytes(
     let info = plan.value(id);
     let mut total = info.dtype.size_bytes()? as u64;
     for dim in info.shape.as_ref()? {
-        let size = match dim {
-            Dim::Fixed(size) => *size as u64,
-            Dim::Symbol(text) => {
-                u64::try_from(SymDim::parse(text)?.substitute(lookup).fixed()?).ok()?
-            }
-            Dim::Unknown => return None,
-        };
+        let size = u64::try_from(SymDim::from(dim).substitute(lookup).fixed()?).ok()?;
         total = total.checked_mul(size)?;
     }
     Some(total)

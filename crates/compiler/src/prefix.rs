@@ -1,8 +1,9 @@
-//! Models that begin alike: what two plans have in common from the input on, as a plan of its own, and what is left of
-//! each.
+//! Common prefixes of models: the steps that two plans share from the input on, as a plan of its
+//! own, and the suffix of each.
 //!
-//! A [`Cut`] is found between two plans by the hashes of their steps, and any plan that holds all of its steps can be
-//! taken apart at it. Steps that write a model's outputs are never common, so that something is left of every model.
+//! A [`CommonPrefix`] is found between two plans by the hashes of their steps. Any plan that
+//! contains all of its steps can be split at it. Steps that write a model's outputs are never
+//! common, so that every model has a suffix.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,25 +11,25 @@ use graph::hash::{Hash, plan_hashes};
 use model::op::Op;
 use model::{Dim, LaunchPlan, PlanError, Step, Tensor, ValueId};
 
-/// Share of a model's work that must be common for it to be worth two launches instead of one.
-pub const SHARE_LEAST: f64 = 0.5;
-/// Steps below this share of a model's work are left out of [`Fingerprint::marks`].
-const MARK_LEAST: f64 = 0.01;
-/// What dimensions that a model leaves open count, the first one apart: that is the batch, and counts 1.
-const OPEN_SIZE: f64 = 64.0;
+/// Share of a model's work that must be common to justify two launches instead of one.
+pub const MIN_PREFIX_SHARE: f64 = 0.5;
+/// [`Fingerprint::marks`] omits steps below this share of a model's work.
+const MIN_MARKED_SHARE: f64 = 0.01;
+/// Assumed size of unknown dimensions, except the first one: that is the batch and counts 1.
+const UNKNOWN_SIZE: f64 = 64.0;
 
-/// What a plan is compared by.
+/// Hashes and costs of a plan's steps, to compare it with other plans.
 #[derive(Clone, Debug)]
 pub struct Fingerprint {
     hashes: Vec<Hash>,
-    /// Share of the plan's work that each step does: an estimate from shapes.
+    /// Share of the plan's work that each step does, estimated from shapes.
     shares: Vec<f64>,
     /// Whether a step writes an output of the model.
     last: Vec<bool>,
 }
 
 impl Fingerprint {
-    /// Of `plan`. Reads all its constants.
+    /// The fingerprint of `plan`. Reads all its constants.
     pub fn of(plan: &LaunchPlan) -> Fingerprint {
         let constants: BTreeMap<ValueId, &Tensor> =
             plan.constants.iter().map(|(id, tensor)| (*id, tensor)).collect();
@@ -42,11 +43,11 @@ impl Fingerprint {
         }
     }
 
-    /// Steps that do a notable share of the work and could be common with other models: the beginning of their hash in
-    /// hexadecimal, and the share.
+    /// Steps that do a large share of the work and could be common with other models: the first
+    /// digits of their hash in hexadecimal, and the share.
     pub fn marks(&self) -> Vec<(String, f64)> {
         let steps = self.hashes.iter().zip(&self.shares).zip(&self.last);
-        let notable = steps.filter(|((_, share), last)| **share >= MARK_LEAST && !**last);
+        let notable = steps.filter(|((_, share), last)| **share >= MIN_MARKED_SHARE && !**last);
         notable.map(|((hash, share), _)| (short(hash), (share * 1e4).round() / 1e4)).collect()
     }
 }
@@ -55,14 +56,14 @@ fn short(hash: &Hash) -> String {
     hash[..8].iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Multiplications of a step, roughly.
+/// Estimated multiplications of a step.
 fn work(plan: &LaunchPlan, constants: &BTreeMap<ValueId, &Tensor>, step: &Step) -> f64 {
     let dims = |id: ValueId| plan.value(id).shape.as_deref().unwrap_or(&[]);
     let elements = |id: ValueId| -> f64 {
         let size = |(axis, dim): (usize, &Dim)| match dim {
             Dim::Fixed(size) => *size as f64,
             _ if axis == 0 => 1.0,
-            _ => OPEN_SIZE,
+            _ => UNKNOWN_SIZE,
         };
         dims(id).iter().enumerate().map(size).product()
     };
@@ -77,49 +78,50 @@ fn work(plan: &LaunchPlan, constants: &BTreeMap<ValueId, &Tensor>, step: &Step) 
             let column = step.outputs.iter().flatten().next().and_then(|id| dims(*id).last());
             match column {
                 Some(Dim::Fixed(columns)) => weight.len() as f64 / (*columns).max(1) as f64,
-                _ => OPEN_SIZE,
+                _ => UNKNOWN_SIZE,
             }
         }
-        (Op::MatMul(_) | Op::Gemm(_) | Op::MatMulInteger | Op::QLinearMatMul, None) => OPEN_SIZE,
+        (Op::MatMul(_) | Op::Gemm(_) | Op::MatMulInteger | Op::QLinearMatMul, None) => UNKNOWN_SIZE,
         _ => 1.0,
     };
     written * each.max(1.0)
 }
 
-/// Where the input of a suffix comes from.
+/// The source of a suffix's input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Source {
-    /// An output of the trunk.
-    Trunk(usize),
+pub enum SuffixInput {
+    /// An output of the prefix.
+    Prefix(usize),
     /// An input of the model.
-    Input(usize),
+    Model(usize),
 }
 
-/// What is left of a model after a trunk.
+/// The steps of a model after a common prefix.
 #[derive(Clone, Debug)]
 pub struct Suffix {
     /// Its plan; its outputs are the model's.
     pub plan: LaunchPlan,
-    /// Where its inputs come from.
-    pub sources: Vec<Source>,
-    /// Share of the model's work that the trunk does.
-    pub trunk_share: f64,
+    /// The sources of its inputs.
+    pub sources: Vec<SuffixInput>,
+    /// Share of the model's work that the prefix does.
+    pub prefix_share: f64,
 }
 
-/// What several plans have in common.
+/// The steps that several plans have in common.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Cut {
+pub struct CommonPrefix {
     steps: BTreeSet<Hash>,
-    /// What suffixes read of it: the hash of the step that writes it, and its place among that step's outputs.
+    /// The values that suffixes read: the hash of the step that writes it, and its index among that
+    /// step's outputs.
     values: Vec<(Hash, usize)>,
 }
 
-impl Cut {
-    /// What `a` and `b` have in common, where that is at least [`SHARE_LEAST`] of each.
+impl CommonPrefix {
+    /// What `a` and `b` have in common, where that is at least [`MIN_PREFIX_SHARE`] of each.
     pub fn between(
         (a, of_a): (&LaunchPlan, &Fingerprint),
         (b, of_b): (&LaunchPlan, &Fingerprint),
-    ) -> Option<Cut> {
+    ) -> Option<CommonPrefix> {
         let hashes = |of: &Fingerprint, last: bool| -> BTreeSet<Hash> {
             let steps = of.hashes.iter().zip(&of.last);
             steps.filter(|(_, is)| !last || **is).map(|(hash, _)| *hash).collect()
@@ -127,31 +129,31 @@ impl Cut {
         let ends = &hashes(of_a, true) | &hashes(of_b, true);
         let common = &(&hashes(of_a, false) & &hashes(of_b, false)) - &ends;
         let (in_a, in_b) = (members(a, of_a, &common), members(b, of_b, &common));
-        if share(of_a, &in_a).min(share(of_b, &in_b)) < SHARE_LEAST {
+        if share(of_a, &in_a).min(share(of_b, &in_b)) < MIN_PREFIX_SHARE {
             return None;
         }
         let kept = of_a.hashes.iter().zip(&in_a).filter(|(_, is)| **is).map(|(hash, _)| *hash);
         let values = &frontier(a, of_a, &in_a) | &frontier(b, of_b, &in_b);
-        let cut = Cut { steps: kept.collect(), values: values.into_iter().collect() };
-        (cut.trunk(a, of_a).is_some()
-            && cut.suffix(a, of_a).is_some()
-            && cut.suffix(b, of_b).is_some())
-        .then_some(cut)
+        let common = CommonPrefix { steps: kept.collect(), values: values.into_iter().collect() };
+        (common.prefix(a, of_a).is_some()
+            && common.suffix(a, of_a).is_some()
+            && common.suffix(b, of_b).is_some())
+        .then_some(common)
     }
 
-    /// A short name: cuts of the same name are the same.
+    /// A short name; equal prefixes have equal names.
     pub fn name(&self) -> String {
-        // The last values are as good as all: a hash covers everything before it.
-        let mixed = self.values.iter().fold([0u8; 32], |mut mixed, (hash, place)| {
+        // The values suffice: a hash covers everything before it.
+        let mixed = self.values.iter().fold([0u8; 32], |mut mixed, (hash, index)| {
             mixed.iter_mut().zip(hash).for_each(|(mixed, byte)| *mixed ^= byte);
-            mixed[0] = mixed[0].wrapping_add(*place as u8);
+            mixed[0] = mixed[0].wrapping_add(*index as u8);
             mixed
         });
         short(&mixed)
     }
 
-    /// The common steps as a plan, taken out of `plan`; nothing where `plan` lacks some.
-    pub fn trunk(&self, plan: &LaunchPlan, of: &Fingerprint) -> Option<LaunchPlan> {
+    /// The common steps as a plan, extracted from `plan`; `None` if `plan` lacks some.
+    pub fn prefix(&self, plan: &LaunchPlan, of: &Fingerprint) -> Option<LaunchPlan> {
         let inside = self.inside(plan, of)?;
         let outputs = self.values.iter().map(|value| find(plan, of, value));
         let outputs: Vec<ValueId> = outputs.collect::<Option<_>>()?;
@@ -159,8 +161,8 @@ impl Cut {
         extract(plan, &plan.inputs, steps, &outputs).ok()
     }
 
-    /// What is left of `plan`; nothing where it lacks some of the common steps, or where what they hand over has sizes that
-    /// are not plainly the model's.
+    /// The suffix of `plan`; `None` if it lacks some of the common steps, or if the prefix's
+    /// outputs have sizes other than numbers and the model's own symbols.
     pub fn suffix(&self, plan: &LaunchPlan, of: &Fingerprint) -> Option<Suffix> {
         let inside = self.inside(plan, of)?;
         let read = frontier(plan, of, &inside);
@@ -173,25 +175,25 @@ impl Cut {
             rest.iter().flat_map(|step| step.inputs.iter().flatten()).copied().collect();
         let mut inputs = Vec::new();
         let mut sources = Vec::new();
-        for (place, value) in self.values.iter().enumerate() {
-            // Equal steps may stand in one plan more than once; each is handed the same.
+        for (index, value) in self.values.iter().enumerate() {
+            // Equal steps may occur in one plan more than once; each gets the same value.
             for id in all(plan, of, value).filter(|id| reads.contains(id)) {
                 inputs.push(id);
-                sources.push(Source::Trunk(place));
+                sources.push(SuffixInput::Prefix(index));
             }
         }
-        for (place, id) in plan.inputs.iter().enumerate() {
+        for (index, id) in plan.inputs.iter().enumerate() {
             if reads.contains(id) || plan.outputs.contains(id) {
                 inputs.push(*id);
-                sources.push(Source::Input(place));
+                sources.push(SuffixInput::Model(index));
             }
         }
         let mut suffix = extract(plan, &inputs, rest.into_iter(), &plan.outputs).ok()?;
         close_symbols(plan, &mut suffix)?;
-        Some(Suffix { plan: suffix, sources, trunk_share: share(of, &inside) })
+        Some(Suffix { plan: suffix, sources, prefix_share: share(of, &inside) })
     }
 
-    /// Which steps of `plan` are of this cut; nothing unless all of the cut's are there.
+    /// Which steps of `plan` are common; `None` unless all common steps are present.
     fn inside(&self, plan: &LaunchPlan, of: &Fingerprint) -> Option<Vec<bool>> {
         let inside = members(plan, of, &self.steps);
         let found = of.hashes.iter().zip(&inside).filter(|(_, is)| **is).map(|(hash, _)| hash);
@@ -200,7 +202,7 @@ impl Cut {
     }
 }
 
-/// Steps of `plan` that are in `common` with all they depend on.
+/// Marks the steps of `plan` that are in `common` with all steps they depend on.
 fn members(plan: &LaunchPlan, of: &Fingerprint, common: &BTreeSet<Hash>) -> Vec<bool> {
     let mut outside: BTreeSet<ValueId> = BTreeSet::new();
     let steps = plan.steps.iter().zip(&of.hashes);
@@ -220,7 +222,7 @@ fn share(of: &Fingerprint, inside: &[bool]) -> f64 {
     of.shares.iter().zip(inside).filter(|(_, is)| **is).map(|(share, _)| share).sum()
 }
 
-/// What steps outside read of those inside.
+/// Values of steps inside that steps outside read.
 fn frontier(plan: &LaunchPlan, of: &Fingerprint, inside: &[bool]) -> BTreeSet<(Hash, usize)> {
     let outside = plan.steps.iter().zip(inside).filter(|(_, is)| !**is);
     let reads: BTreeSet<ValueId> =
@@ -229,7 +231,7 @@ fn frontier(plan: &LaunchPlan, of: &Fingerprint, inside: &[bool]) -> BTreeSet<(H
     for ((step, hash), _) in plan.steps.iter().zip(&of.hashes).zip(inside).filter(|(_, is)| **is) {
         let outputs = step.outputs.iter().enumerate();
         let read = outputs.filter(|(_, id)| id.is_some_and(|id| reads.contains(&id)));
-        values.extend(read.map(|(place, _)| (*hash, place)));
+        values.extend(read.map(|(index, _)| (*hash, index)));
     }
     values
 }
@@ -237,10 +239,10 @@ fn frontier(plan: &LaunchPlan, of: &Fingerprint, inside: &[bool]) -> BTreeSet<(H
 fn all<'a>(
     plan: &'a LaunchPlan,
     of: &'a Fingerprint,
-    (hash, place): &'a (Hash, usize),
+    (hash, index): &'a (Hash, usize),
 ) -> impl Iterator<Item = ValueId> + 'a {
     let steps = plan.steps.iter().zip(&of.hashes).filter(move |(_, own)| *own == hash);
-    steps.filter_map(move |(step, _)| step.outputs.get(*place).copied().flatten())
+    steps.filter_map(move |(step, _)| step.outputs.get(*index).copied().flatten())
 }
 
 fn find(plan: &LaunchPlan, of: &Fingerprint, value: &(Hash, usize)) -> Option<ValueId> {
@@ -280,8 +282,8 @@ fn extract<'a>(
     Ok(part)
 }
 
-/// Makes a part's sizes speak only of what its own inputs bind. Fails where an input has a size that is neither a number
-/// nor one of the model's own symbols.
+/// Restricts a part's sizes to symbols that its own inputs bind. `None` if an input has a size that
+/// is neither a number nor one of the model's own symbols.
 fn close_symbols(plan: &LaunchPlan, part: &mut LaunchPlan) -> Option<()> {
     let symbols = |plan: &LaunchPlan| -> BTreeSet<String> {
         let dims = plan.inputs.iter().filter_map(|id| plan.value(*id).shape.as_ref()).flatten();
@@ -295,19 +297,16 @@ fn close_symbols(plan: &LaunchPlan, part: &mut LaunchPlan) -> Option<()> {
         let plain = |dim: &Dim| match dim {
             Dim::Fixed(_) => true,
             Dim::Symbol(name) => known.contains(name),
-            Dim::Unknown => false,
+            Dim::Expr(_) | Dim::Unknown => false,
         };
         if !dims.iter().all(plain) {
             return None;
         }
     }
     let bound = symbols(part);
-    let word = |c: char| c.is_alphanumeric() || c == '_' || c == '.';
+    let unbound: Vec<&String> = known.difference(&bound).collect();
     for dim in part.values.iter_mut().filter_map(|value| value.shape.as_mut()).flatten() {
-        let unbound = |name: &&str| known.contains(*name) && !bound.contains(*name);
-        if let Dim::Symbol(text) = dim
-            && (text.split(|c| !word(c)).any(|name| unbound(&name)) || unbound(&text.as_str()))
-        {
+        if unbound.iter().any(|name| dim.has_symbol(name)) {
             *dim = Dim::Unknown;
         }
     }

@@ -1,8 +1,8 @@
-//! Models for given sizes of their inputs.
+//! Binds symbols to sizes.
 
-use crate::dim::SymDim;
 use crate::infer::InferError;
 use crate::ir::Graph;
+use model::dim::SymDim;
 
 /// The same graph with symbols replaced by sizes and every shape inferred again. Shapes are all
 /// numbers unless they depend on data.

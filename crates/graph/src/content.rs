@@ -1,12 +1,12 @@
-//! Reading and making small tensors.
+//! Reads and builds small tensors.
 
 use half::{bf16, f16};
 use model::tensor::element_count;
 use model::{DataType, Tensor};
 
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
-/// The most elements whose values are followed through shape arithmetic.
+/// The maximum number of elements whose values shape inference tracks.
 pub const MAX_CONTENT: usize = 256;
 
 /// The elements of an integer or boolean tensor.
@@ -38,7 +38,7 @@ pub fn floats(tensor: &Tensor) -> Option<Vec<f32>> {
     })
 }
 
-/// The elements as followed values, when they are few and whole numbers.
+/// The elements as tracked values, when they are few and integers.
 pub fn of_tensor(tensor: &Tensor) -> Option<Vec<SymDim>> {
     if tensor.len() > MAX_CONTENT || tensor.dtype() == DataType::String {
         return None;
@@ -51,7 +51,7 @@ pub fn of_tensor(tensor: &Tensor) -> Option<Vec<SymDim>> {
     floats.into_iter().map(|x| whole(x).then_some(SymDim::Fixed(x as i64))).collect()
 }
 
-/// A tensor of `dtype` with these whole numbers; `None` when one does not fit.
+/// A tensor of `dtype` with these integers; `None` when one does not fit.
 pub fn tensor_of(dtype: DataType, shape: Vec<usize>, values: &[i64]) -> Option<Tensor> {
     fn narrow<T: TryFrom<i64> + model::tensor::Element>(
         shape: Vec<usize>,

@@ -1,14 +1,14 @@
-//! Graphs as text, for people and for goldens.
+//! Graphs as text, for people and golden files.
 
 use std::fmt;
 
 use model::ValueId;
 
-use crate::dim::shape_text;
 use crate::ir::Graph;
+use model::dim::shape_text;
 
 impl fmt::Display for Graph {
-    /// One line per input, node and output. Constants show up only where they are read.
+    /// One line per input, node and output. Constants are shown only where they are read.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for id in &self.inputs {
             writeln!(f, "input {}", self.typed(*id))?;
@@ -39,7 +39,7 @@ impl Graph {
         if self.constant(id).is_none() {
             return value.name.clone();
         }
-        // Small whole numbers are shown themselves: they are axes, shapes and the like.
+        // Small integers are shown as values: they are axes, shapes and the like.
         match &value.content {
             Some(content) if content.len() <= 8 => shape_text(Some(content)),
             _ => format!("const {}{}", value.dtype, shape_text(value.shape.as_deref())),

@@ -6,14 +6,15 @@ use model::op::Op;
 use model::{Dim, LaunchPlan, Tensor, TensorData, ValueId};
 use sha2::{Digest, Sha256};
 
-use crate::dim::shape_text;
 use crate::ir::Graph;
+use model::dim::shape_text;
 
-/// A hash of all that a value is computed from.
+/// A hash of everything that a value is computed from.
 pub type Hash = [u8; 32];
 
-/// For every node the hash of all it computes its first output from: operators, attributes, constants
-/// and the types of the model's inputs. Equal hashes mean equal computations, whatever the names.
+/// For every node the hash of everything its first output is computed from: operators, attributes,
+/// constants and the types of the model's inputs. Equal hashes mean equal computations, independent
+/// of names.
 pub fn subgraph_hashes(graph: &Graph) -> Vec<Hash> {
     let inputs = graph.inputs.iter().map(|id| {
         let value = graph.value(*id);
@@ -30,22 +31,22 @@ pub fn subgraph_hashes(graph: &Graph) -> Vec<Hash> {
         .collect()
 }
 
-/// The same for the steps of a plan. Hashes of plans and of graphs are not comparable with each other.
+/// The same for the steps of a plan. Hashes of plans and of graphs are not comparable.
 pub fn plan_hashes(plan: &LaunchPlan) -> Vec<Hash> {
-    let mut symbols: Vec<&str> = Vec::new();
+    let mut symbols: Vec<&Dim> = Vec::new();
     let mut inputs = Vec::with_capacity(plan.inputs.len());
     for id in &plan.inputs {
         let info = plan.value(*id);
         let mut text = format!("{}", info.dtype);
         for dim in info.shape.iter().flatten() {
             match dim {
-                Dim::Symbol(name) => {
-                    let place = symbols.iter().position(|known| known == name);
-                    let place = place.unwrap_or_else(|| {
-                        symbols.push(name);
+                Dim::Symbol(_) | Dim::Expr(_) => {
+                    let number = symbols.iter().position(|known| *known == dim);
+                    let number = number.unwrap_or_else(|| {
+                        symbols.push(dim);
                         symbols.len() - 1
                     });
-                    text.push_str(&format!(" ${place}"));
+                    text.push_str(&format!(" ${number}"));
                 }
                 dim => text.push_str(&format!(" {dim}")),
             }
@@ -73,7 +74,7 @@ fn input_hashes(inputs: impl Iterator<Item = (ValueId, String)>) -> HashMap<Valu
     inputs.enumerate().map(hash).collect()
 }
 
-/// An operator at work, in a graph or in a plan.
+/// An operator with its operands, in a graph or in a plan.
 struct Operation<'a> {
     op: &'a Op,
     inputs: &'a [Option<ValueId>],
@@ -81,7 +82,7 @@ struct Operation<'a> {
 }
 
 impl Operation<'_> {
-    /// Its hash; those of its outputs become known.
+    /// Its hash; also records the hashes of its outputs.
     fn hash<'c>(
         &self,
         known: &mut HashMap<ValueId, Hash>,
@@ -113,7 +114,7 @@ impl Operation<'_> {
     }
 }
 
-/// The shape with symbols numbered in order of appearance, since their names do not matter either.
+/// The shape with symbols numbered in order of appearance: their names do not matter.
 fn rank_text(graph: &Graph, id: ValueId) -> String {
     let symbols = graph.symbols();
     let mut text = shape_text(graph.shape(id));

@@ -1,4 +1,4 @@
-//! Types, shapes and small contents of what each operator puts out.
+//! Shape inference: types, shapes and small contents of every operator's outputs.
 
 use std::fmt;
 
@@ -6,17 +6,17 @@ use model::op::Op;
 use model::{DataType, Tensor, ValueId};
 
 use crate::content;
-use crate::dim::{SymDim, shape_text};
 use crate::ir::Graph;
+use model::dim::{SymDim, shape_text};
 
 mod einsum;
 mod elementwise;
 mod index;
 mod layout;
 mod matrix;
-mod numbers;
 mod reduce;
 mod shape;
+mod tracked;
 mod window;
 
 /// Why operands do not fit an operator.
@@ -37,27 +37,27 @@ pub(crate) fn fail<T>(message: impl Into<String>) -> Inferred<T> {
     Err(InferError(message.into()))
 }
 
-/// A shape of which perhaps not even the rank is known.
+/// A shape whose rank may be unknown.
 pub type Shape = Option<Vec<SymDim>>;
 
-/// What is inferred of one value.
+/// The inferred properties of one value.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fact {
     /// Element type.
     pub dtype: DataType,
     /// Dimensions, when the rank is known.
     pub shape: Shape,
-    /// The elements, when they are few and whole numbers.
+    /// The elements, when they are few and integers.
     pub content: Option<Vec<SymDim>>,
 }
 
 impl Fact {
-    /// A value of which the elements are not followed.
+    /// A value whose elements are not tracked.
     pub fn new(dtype: DataType, shape: Shape) -> Fact {
         Fact { dtype, shape, content: None }
     }
 
-    /// What a constant is.
+    /// The properties of a constant.
     pub fn of_tensor(tensor: &Tensor) -> Fact {
         Fact {
             dtype: tensor.dtype(),
@@ -137,7 +137,7 @@ impl<'a> Operands<'a> {
         }
     }
 
-    /// That the operands at `indices`, as far as they are there, have one type.
+    /// Fails unless the present operands at `indices` have one type.
     pub fn same_type(&self, indices: impl IntoIterator<Item = usize>) -> Inferred<DataType> {
         let mut first = None;
         for index in indices.into_iter().filter(|index| self.has(*index)) {
@@ -149,7 +149,7 @@ impl<'a> Operands<'a> {
         first.ok_or_else(|| InferError("no operands".to_string()))
     }
 
-    /// That operand `index` has rank `rank`, as far as known.
+    /// Fails unless operand `index` has rank `rank` or an unknown one.
     pub fn expect_rank(&self, index: usize, rank: usize) -> Inferred<()> {
         match self.rank(index) {
             Some(other) if other != rank => {
@@ -164,7 +164,7 @@ impl<'a> Operands<'a> {
     }
 }
 
-/// Operands as messages show them: `x: FP32[1,3,224,224], w: FP32[64,3,7,7]`.
+/// Operands as text for messages: `x: FP32[1,3,224,224], w: FP32[64,3,7,7]`.
 pub fn describe(graph: &Graph, inputs: &[Option<ValueId>]) -> String {
     let one = |id: &Option<ValueId>| match id {
         None => "-".to_string(),
@@ -176,7 +176,7 @@ pub fn describe(graph: &Graph, inputs: &[Option<ValueId>]) -> String {
     inputs.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
-/// What `op` on `inputs` puts out, one fact per output.
+/// The inferred properties of the outputs of `op` on `inputs`.
 pub(crate) fn infer(
     graph: &Graph,
     op: &Op,
@@ -187,7 +187,7 @@ pub(crate) fn infer(
     let mut facts = dispatch(op, &operands, outputs)?;
     for fact in &mut facts {
         check(fact)?;
-        numbers::limit(fact);
+        tracked::limit(fact);
     }
     if facts.len() < outputs {
         return fail(format!("{} has no output {}", op.name(), facts.len()));
@@ -196,7 +196,7 @@ pub(crate) fn infer(
     Ok(facts)
 }
 
-/// No dimension is negative, and no shape absurd.
+/// Fails for negative dimensions and huge shapes.
 fn check(fact: &Fact) -> Inferred<()> {
     let Some(shape) = &fact.shape else { return Ok(()) };
     if shape.iter().any(|dim| dim.fixed().is_some_and(|size| size < 0)) {

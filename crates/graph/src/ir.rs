@@ -6,10 +6,10 @@ use model::op::Op;
 use model::{DataType, Tensor, ValueId};
 
 use crate::content;
-use crate::dim::SymDim;
 use crate::infer::{self, Fact, InferError};
+use model::dim::SymDim;
 
-/// What is known of a value.
+/// A value and its inferred properties.
 #[derive(Clone, Debug)]
 pub struct Value {
     /// The name in the source model, or one derived from it.
@@ -18,25 +18,25 @@ pub struct Value {
     pub dtype: DataType,
     /// Dimensions; `None` when not even the rank is known.
     pub shape: Option<Vec<SymDim>>,
-    /// The elements in row-major order, when they are few and whole numbers.
+    /// The elements in row-major order, when they are few and integers.
     pub content: Option<Vec<SymDim>>,
 }
 
-/// One operator at work.
+/// One operator with its operands.
 #[derive(Clone, Debug)]
-pub struct Node {
+pub struct GraphNode {
     /// The name in the source model, or one derived from it.
     pub name: String,
     /// What is computed.
     pub op: Op,
     /// Operands in the operator's order; absent optional ones are `None`.
     pub inputs: Vec<Option<ValueId>>,
-    /// Results in the operator's order; ones nobody needs are `None`.
+    /// Results in the operator's order; unused ones are `None`.
     pub outputs: Vec<Option<ValueId>>,
 }
 
-/// A model. Nodes stand in an order that respects every dependency, and every value is an input, a
-/// constant or the output of exactly one node.
+/// A model. Every node comes after those it depends on, and every value is an input, a constant or
+/// the output of exactly one node.
 #[derive(Clone, Debug, Default)]
 pub struct Graph {
     /// The name in the source model.
@@ -44,7 +44,7 @@ pub struct Graph {
     /// Every value by [`ValueId`]; some may be unused.
     pub values: Vec<Value>,
     /// The operators.
-    pub nodes: Vec<Node>,
+    pub nodes: Vec<GraphNode>,
     /// The model's inputs, in its order.
     pub inputs: Vec<ValueId>,
     /// The model's outputs, in its order. Their values carry the names the model gave them.
@@ -54,7 +54,7 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// What is known of `id`.
+    /// The properties of `id`.
     pub fn value(&self, id: ValueId) -> &Value {
         &self.values[id.index()]
     }
@@ -92,7 +92,7 @@ impl Graph {
         self.constants.insert(id, tensor);
     }
 
-    /// What the outputs of `op` on `inputs` will be.
+    /// The inferred properties of the outputs of `op` on `inputs`.
     pub fn infer(
         &self,
         op: &Op,
@@ -143,7 +143,7 @@ impl Graph {
         reads
     }
 
-    /// Lets every reader of `from` read `to` instead. The model's outputs stay.
+    /// Makes every reader of `from` read `to` instead. The model's outputs are unchanged.
     pub fn redirect(&mut self, from: ValueId, to: ValueId) {
         for node in &mut self.nodes {
             for input in node.inputs.iter_mut().flatten() {
@@ -154,7 +154,7 @@ impl Graph {
         }
     }
 
-    /// The elements of the constant `id` as whole numbers.
+    /// The elements of the constant `id` as integers.
     pub fn constant_ints(&self, id: ValueId) -> Option<Vec<i64>> {
         self.constant(id).and_then(content::ints)
     }

@@ -1,7 +1,7 @@
-//! From ONNX files to the IR.
+//! Imports ONNX files into the IR.
 //!
-//! A file is untrusted: lengths are compared with the bytes that are there, sizes are multiplied
-//! with checks, and what is not understood is refused with the node's name, never guessed.
+//! A file is untrusted: lengths are compared with the available bytes, sizes are multiplied with
+//! overflow checks, and what is not understood is refused with the node's name, never guessed.
 
 use std::fmt;
 use std::path::Path;
@@ -37,7 +37,7 @@ pub use external::ExternalData;
 pub use tensor::parse_tensor_proto;
 pub use wire::WireError;
 
-/// The newest operator set that is understood.
+/// The newest supported operator set.
 pub const MAX_OPSET: i64 = 27;
 
 /// How large a model may be.
@@ -51,12 +51,12 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Limits {
-        // Protobuf itself ends at 2 GiB; weights beyond that lie in external files.
+        // Protobuf is limited to 2 GiB; larger weights are in external files.
         Limits { file_bytes: 2 << 30, nodes: proto::MAX_NODES }
     }
 }
 
-/// A node that nothing here computes.
+/// A node that is not supported.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnsupportedNode {
     /// The node's name, or one made from its outputs.
@@ -65,11 +65,11 @@ pub struct UnsupportedNode {
     pub op_type: String,
     /// The operator's domain; `ai.onnx` for the default one.
     pub domain: String,
-    /// The operator set in force.
+    /// The operator set in effect.
     pub opset: i64,
     /// Names, types and shapes of the operands.
     pub inputs: String,
-    /// What about it, when the operator as such is known.
+    /// The reason, when the operator itself is supported.
     pub reason: Option<String>,
 }
 
@@ -78,7 +78,8 @@ impl fmt::Display for UnsupportedNode {
         let UnsupportedNode { node, op_type, domain, opset, inputs, reason } = self;
         write!(
             f,
-            "unsupported operator '{op_type}' (domain '{domain}', opset {opset}) at node '{node}', inputs {inputs}"
+            "unsupported operator '{op_type}' (domain '{domain}', opset {opset}) at node '{node}', \
+             inputs {inputs}"
         )?;
         match reason {
             Some(reason) => write!(f, ": {reason}"),
@@ -95,26 +96,26 @@ pub enum ImportError {
     Io {
         /// The file.
         path: String,
-        /// What the system says.
+        /// The system's error.
         reason: String,
     },
     /// The bytes are not an ONNX model.
     #[error("not an onnx model: {0}")]
     Format(WireError),
-    /// The model has no graph, or is otherwise not usable as a whole.
+    /// The model has no graph, or is invalid as a whole.
     #[error("{0}")]
     Model(String),
     /// A limit is exceeded.
     #[error("the model has {actual} {what}, at most {limit} are allowed")]
     TooLarge {
-        /// What there is too much of.
+        /// The quantity that is too large.
         what: &'static str,
-        /// How much there is.
+        /// Its value.
         actual: u64,
-        /// How much there may be.
+        /// Its maximum.
         limit: u64,
     },
-    /// A tensor in the file contradicts itself.
+    /// A tensor in the file is inconsistent.
     #[error("tensor '{name}': {reason}")]
     Tensor {
         /// The tensor's name.
@@ -122,7 +123,7 @@ pub enum ImportError {
         /// What is wrong.
         reason: String,
     },
-    /// An input of the model cannot be served.
+    /// An input of the model is not supported.
     #[error("input '{name}': {reason}")]
     Input {
         /// The input's name.
@@ -130,13 +131,13 @@ pub enum ImportError {
         /// What is wrong.
         reason: String,
     },
-    /// Two things have one name.
+    /// Two values have one name.
     #[error("value '{name}' is defined twice")]
     Duplicate {
         /// The name.
         name: String,
     },
-    /// A node reads what nothing writes.
+    /// A node reads a value that nothing writes.
     #[error(
         "node '{node}' reads '{name}', which is not an input, an initializer or an output of a node"
     )]
@@ -146,7 +147,7 @@ pub enum ImportError {
         /// The value.
         name: String,
     },
-    /// Nodes wait for each other.
+    /// Nodes depend on each other in a cycle.
     #[error("the graph has a cycle through {}", .0.join(", "))]
     Cycle(Vec<String>),
     /// A node's operands or attributes do not fit its operator.
@@ -161,12 +162,12 @@ pub enum ImportError {
         /// What is wrong.
         reason: String,
     },
-    /// Nodes that nothing here computes: all of them.
+    /// All nodes that are not supported.
     #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))]
     Unsupported(Vec<UnsupportedNode>),
 }
 
-/// Imports a serialized model. Weights outside of it come from `external`.
+/// Imports a serialized model. External weights are read through `external`.
 pub fn import(bytes: &[u8], external: &ExternalData) -> Result<Graph, ImportError> {
     import_shared(Bytes::copy_from_slice(bytes), external, &Limits::default())
 }
@@ -182,7 +183,7 @@ pub fn import_shared(
     importer::run(model, external, limits)
 }
 
-/// Imports a model file. External weights must lie in its folder or below.
+/// Imports a model file. External weights must be in its folder or below.
 pub fn import_file(path: &Path, limits: &Limits) -> Result<Graph, ImportError> {
     let io = |error: std::io::Error| ImportError::Io {
         path: path.display().to_string(),

@@ -1,4 +1,4 @@
-//! Passes: each rewrites the graph in place and says how often.
+//! Passes: each rewrites the graph in place and returns the number of rewrites.
 
 use model::Tensor;
 use model::op::Op;
@@ -23,23 +23,23 @@ pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
 
-/// Rounds of all passes at most; each round that changes nothing ends it.
+/// The maximum number of rounds over all passes; a round without changes ends earlier.
 const MAX_ROUNDS: usize = 8;
 
-/// Runs one operator on constants, so that passes can fold them. A device lends its kernels.
+/// Runs one operator on constants, so that passes can fold them. A device provides its kernels.
 pub trait Evaluator {
-    /// The outputs of `op` on `inputs`, or `None` when it cannot tell.
+    /// The outputs of `op` on `inputs`, or `None` when it is not supported.
     fn evaluate(&self, op: &Op, inputs: &[Option<Tensor>], outputs: usize) -> Option<Vec<Tensor>>;
 }
 
-/// What the passes did, by pass.
+/// The number of rewrites by pass.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct PassReport {
     /// Pass name and how many rewrites it made, in the order the passes run.
     pub rewrites: Vec<(&'static str, usize)>,
 }
 
-impl Report {
+impl PassReport {
     /// How many rewrites `pass` made.
     pub fn count(&self, pass: &str) -> usize {
         self.rewrites.iter().filter(|(name, _)| *name == pass).map(|(_, count)| count).sum()
@@ -73,10 +73,10 @@ const PASSES: [(&str, Pass); 10] = [
     ("epilogue", epilogue::run),
 ];
 
-/// Rewrites `graph` into an equal one that is faster to run, until nothing changes any more. With an
-/// `evaluator` everything that depends only on constants is computed now.
-pub fn optimize(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> Report {
-    let mut report = Report::default();
+/// Rewrites `graph` into an equivalent one that runs faster, until nothing changes. With an
+/// `evaluator`, everything that depends only on constants is computed now.
+pub fn optimize(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> PassReport {
+    let mut report = PassReport::default();
     for _ in 0..MAX_ROUNDS {
         let before = report.total();
         report.add("fold", fold::run(graph, evaluator));

@@ -1,4 +1,4 @@
-//! What a user may say about a model. Everything has a default, so nothing has to be said.
+//! Settings of a model. Every setting has a default, so a model needs no configuration file.
 
 mod batching;
 pub mod pbtxt;
@@ -6,15 +6,15 @@ pub mod pbtxt;
 pub use batching::{Batching, BatchingPolicy, CopyTime};
 use serde::{Deserialize, Serialize};
 
-/// How a request is treated against others on the same device.
+/// How a request is scheduled relative to others on the same device.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
 pub enum Class {
-    /// Answers as if it had the device to itself; preempts best effort.
+    /// Has the latency of an otherwise idle device; preempts best effort.
     #[serde(rename = "rt", alias = "real_time")]
     RealTime,
-    /// Gets what real-time work leaves.
+    /// Uses the device time that real time does not need.
     #[default]
     #[serde(rename = "be", alias = "best_effort")]
     BestEffort,
@@ -106,7 +106,7 @@ pub enum ChannelOrder {
     Gray,
 }
 
-/// The settings of one model: `atoll.toml`, or what `config.pbtxt` says of the same.
+/// The settings of one model: `atoll.toml`, or the equivalent fields of `config.pbtxt`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelConfig {
@@ -116,19 +116,20 @@ pub struct ModelConfig {
     pub priority: u32,
     /// Deadline of requests that do not name one, in milliseconds from arrival.
     pub timeout_ms: Option<u64>,
-    /// The most requests that may wait.
+    /// The queue capacity: how many requests may wait.
     pub queue_capacity: usize,
-    /// Its weights stay on the device whatever else wants the memory.
+    /// Its weights are never evicted from the device.
     pub pinned: bool,
-    /// The largest batch a request may carry; 0 when the model says.
+    /// The largest batch of one request; 0 means as the model declares.
     pub max_batch_size: usize,
-    /// Time within which requests shall be answered, in milliseconds: larger batches than fit are not made.
+    /// Latency objective from arrival to reply, in milliseconds; batches that would miss it are not
+    /// formed.
     pub slo_ms: Option<u64>,
-    /// How requests are put together.
+    /// How batches are formed.
     pub batching: Batching,
-    /// Names of the classes a classifier tells apart, in the order of its scores.
+    /// Names of a classifier's classes, in the order of its scores.
     pub labels: Vec<String>,
-    /// How `/classify` makes the input out of an image.
+    /// How `/classify` converts an image to the model's input.
     pub preprocessing: Option<Preprocessing>,
 }
 

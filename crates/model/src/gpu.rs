@@ -1,14 +1,15 @@
-//! A model as kernels of a GPU: what the compiler hands to a device that compiles and launches.
+//! GPU plans: a model as kernels and launches, compiled and launched by a device.
 //!
-//! A [`GpuPlan`] is made for one set of sizes (a batch, a number of tokens). Plans of one model name the
-//! same weights by the same keys, so that a device holds them once. Pointers are not in it: a launch's
-//! arguments are bytes with [`Patch`]es that say where an address goes.
+//! A [`GpuPlan`] is made for one set of sizes (a batch, a number of tokens). All plans of one model
+//! use the same keys for the same weights, so that a device holds each weight once. A plan has no
+//! pointers: a launch's arguments are bytes with [`Patch`]es that say which address to write at
+//! which offset.
 
 use std::sync::Arc;
 
 use crate::{DataType, Tensor};
 
-/// What numbers are stored and multiplied in. Sums are always single precision.
+/// The type in which numbers are stored and multiplied. Sums are always single precision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Precision {
     /// IEEE half precision.
@@ -20,7 +21,7 @@ pub enum Precision {
     F32,
 }
 
-/// What a plan is made for.
+/// The device a plan is made for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GpuTarget {
     /// Compute capability, 90 for 9.0.
@@ -31,28 +32,29 @@ pub struct GpuTarget {
     pub precision: Precision,
 }
 
-/// A model for one set of sizes.
+/// A model compiled for one set of sizes.
 #[derive(Clone, Debug, Default)]
 pub struct GpuPlan {
-    /// Every kernel a launch may name.
+    /// Every kernel that a launch uses.
     pub kernels: Vec<Kernel>,
-    /// Every weight a launch may name.
+    /// Every weight that a launch uses.
     pub weights: Vec<Weight>,
-    /// The model's inputs as they lie on the device: as the request brings them, packed.
-    pub inputs: Vec<Slot>,
+    /// The model's inputs, packed, as requests provide them.
+    pub inputs: Vec<IoTensor>,
     /// The model's outputs, packed.
-    pub outputs: Vec<Slot>,
-    /// The launches, each dependent on all before it.
+    pub outputs: Vec<IoTensor>,
+    /// The steps; each depends on all previous ones.
     pub steps: Vec<GpuStep>,
     /// Memory for intermediate values.
     pub arena_bytes: u64,
-    /// Memory for the parts of split products, enough for any choice; what it holds is worth nothing after its step.
+    /// Memory for the partial sums of split products, sufficient for every variant. Its content is
+    /// not used after the step.
     pub workspace_bytes: u64,
 }
 
-/// A tensor at the border of the model.
+/// An input or output of the model.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Slot {
+pub struct IoTensor {
     /// The name in the source model.
     pub name: String,
     /// Element type.
@@ -63,13 +65,13 @@ pub struct Slot {
     pub bytes: u64,
 }
 
-/// A kernel: a tile function with its shape, to be compiled as real-time or best-effort launch.
+/// A kernel: a tile function with its shape, compiled as a real-time or a best-effort launch.
 ///
-/// The module's text is `#include "wrap.cuh"`, then `source`, then `using Op = expression;` and a macro of
-/// `wrap.cuh` that makes the entry points `rt`, or `be` and `be_grid`.
+/// The module's text is `#include "wrap.cuh"`, then `source`, then `using Op = expression;` and a
+/// macro of `wrap.cuh` that makes the entry points `rt`, or `be` and `be_grid`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Kernel {
-    /// What comes before the operator: includes of `kernels/`, and generated operators.
+    /// Text before the operator: includes of `kernels/`, and generated operators.
     pub source: String,
     /// The operator as a C++ type.
     pub expression: String,
@@ -81,22 +83,22 @@ pub struct Kernel {
     pub args_bytes: u32,
 }
 
-/// Bytes every plan of a model shares.
+/// Bytes that all plans of a model share.
 #[derive(Clone, Debug)]
 pub struct Weight {
     /// Equal keys mean equal bytes, in all plans made of one launch plan.
     pub key: WeightKey,
     /// Bytes on the device.
     pub bytes: u64,
-    /// Makes them. Not cheap: asked for once per key.
+    /// Computes the bytes. Expensive: called once per key.
     pub pack: Packer,
 }
 
-/// Identity of a packed weight: the value it is made of, and how.
+/// Identity of a packed weight: the value it is made of, and the packing.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WeightKey(pub String);
 
-/// Makes the bytes of a weight.
+/// Computes the bytes of a weight.
 #[derive(Clone)]
 pub struct Packer(pub Arc<dyn Fn() -> Vec<u8> + Send + Sync>);
 
@@ -107,49 +109,49 @@ impl std::fmt::Debug for Packer {
 }
 
 impl Packer {
-    /// The bytes of `tensor` as they are.
+    /// The unchanged bytes of `tensor`.
     pub fn raw(tensor: Tensor) -> Packer {
         Packer(Arc::new(move || tensor.raw().map(|raw| raw.to_vec()).unwrap_or_default()))
     }
 }
 
-/// One step: what it computes, and the launches that could compute it.
+/// One step: what it computes, and the variants of its launch.
 #[derive(Clone, Debug)]
 pub struct GpuStep {
     /// The source step's name, for messages and traces.
     pub name: String,
-    /// What is computed, in a word: `Conv`, `Attention`.
+    /// The operator in one word: `Conv`, `Attention`.
     pub op: String,
-    /// Steps with equal signatures are the same problem, so what is learned of one holds for the other.
+    /// Steps with equal signatures are the same problem, so that tuning one tunes the other.
     pub signature: String,
-    /// Every launch that computes it; at least one.
+    /// The variants; at least one.
     pub choices: Vec<Launch>,
-    /// Index of the one for real time.
+    /// Index of the variant for real time.
     pub rt: usize,
-    /// Index of the one for best effort: never a cluster.
+    /// Index of the variant for best effort: never a cluster.
     pub be: usize,
-    /// Whether a best-effort launch may be left inside a tile, and if not, why.
-    pub leave: Leavable,
+    /// Whether a best-effort launch may be preempted inside a tile, and if not, why.
+    pub preemption: TilePreemption,
     /// Floating-point operations.
     pub flops: u64,
     /// Bytes that must be moved: every operand once.
     pub bytes: u64,
-    /// Memory it reads, weights apart.
-    pub reads: Vec<Span>,
+    /// Memory it reads, without weights.
+    pub reads: Vec<MemoryRange>,
     /// Memory it writes.
-    pub writes: Vec<Span>,
+    pub writes: Vec<MemoryRange>,
 }
 
-/// Whether a step may be left in the middle of a tile and redone.
+/// Whether a step may be preempted inside a tile, which is then computed again.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Leavable {
-    /// Redoing a tile gives the same output.
+pub enum TilePreemption {
+    /// Computing a tile again gives the same output.
     InsideTile,
-    /// A tile that began must finish: the reason.
+    /// A tile that started must finish: the reason.
     AtTileBoundary(String),
 }
 
-/// A way to compute a step.
+/// One variant of a step: the launch that computes it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Launch {
     /// A short name of the variant, unique within the step: `64x64x64/w4`.
@@ -158,15 +160,15 @@ pub struct Launch {
     pub kernel: usize,
     /// Tiles: the real-time grid.
     pub tiles: u32,
-    /// Blocks that must run together; 1 for none.
+    /// Blocks of a cluster, which run at the same time; 1 for none.
     pub cluster: u32,
-    /// Words that must be zero before the launch and are zero after it: arrivals of split products.
+    /// Arrival words of split products: zero before the launch and after it.
     pub arrivals: u32,
     /// How much of the workspace it uses.
     pub workspace_bytes: u64,
     /// The argument struct, with zeros where addresses go.
     pub args: Vec<u8>,
-    /// Where addresses go.
+    /// The addresses to write into `args`.
     pub patches: Vec<Patch>,
 }
 
@@ -175,21 +177,21 @@ pub struct Launch {
 pub struct Patch {
     /// Byte offset into the argument struct.
     pub at: u32,
-    /// What is there.
-    pub to: Place,
+    /// The address to write.
+    pub to: MemoryLocation,
 }
 
-/// A place in device memory.
+/// An address in device memory, relative to an allocation of the run or the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Place {
+pub enum MemoryLocation {
     /// Byte offset into the arena of intermediate values.
     Arena(u64),
     /// Byte offset into the workspace.
     Workspace(u64),
     /// The arrival words of this launch.
     Arrivals,
-    /// A word of this step, zero before a run. A launch that meets an index out of range stores another number there, goes on
-    /// with something harmless, and the run ends as failed.
+    /// A word of this step, zero before a run. A launch that meets an index out of range stores a
+    /// non-zero number there and continues with a valid index; the run then fails.
     Fault,
     /// Index into [`GpuPlan::weights`] and byte offset.
     Weight(u32, u64),
@@ -199,11 +201,11 @@ pub enum Place {
     Output(u32, u64),
 }
 
-/// A run of bytes that a step reads or writes.
+/// A range of bytes that a step reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Span {
-    /// Where it begins.
-    pub place: Place,
-    /// How long it is; a strided access counts from its first to its last byte.
+pub struct MemoryRange {
+    /// Its first byte.
+    pub start: MemoryLocation,
+    /// Its length; a strided access counts from its first to its last byte.
     pub bytes: u64,
 }

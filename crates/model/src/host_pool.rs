@@ -1,36 +1,39 @@
-//! Memory on loan for tensors: from a device that takes its inputs from there as they lie, to whoever reads them from a wire.
+//! The interface of the pinned host pool: memory that a device copies inputs from without staging,
+//! given out to the code that reads requests from the network.
 
 use bytes::Bytes;
 
 use crate::Tensor;
 
-/// Bytes somebody was lent. They go back when it is dropped.
+/// A buffer of the pool. Dropping it returns the memory.
 pub trait HostPoolBuffer: AsRef<[u8]> + AsMut<[u8]> + Send + Sync {}
 
 impl<T: AsRef<[u8]> + AsMut<[u8]> + Send + Sync> HostPoolBuffer for T {}
 
-/// Who lends memory.
+/// A pool of host memory.
 pub trait HostPool: Send + Sync {
-    /// So many bytes, with anything in them; `None` when they are not to be had at the moment. Never waits for anybody.
+    /// A buffer of `bytes` bytes with arbitrary content; `None` when no memory is free. Never
+    /// blocks.
     fn lend(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>>;
 }
 
-/// Lent memory that is only read from now on.
-struct Borrowed(Box<dyn HostPoolBuffer>);
+/// A buffer of the pool that is only read from now on.
+struct ReadOnlyBuffer(Box<dyn HostPoolBuffer>);
 
-impl AsRef<[u8]> for Borrowed {
+impl AsRef<[u8]> for ReadOnlyBuffer {
     fn as_ref(&self) -> &[u8] {
         (*self.0).as_ref()
     }
 }
 
 impl Tensor {
-    /// The same tensor in memory of `host_pool`; `None` when it has none for it, and for strings.
+    /// A copy of the tensor in memory of `host_pool`; `None` when the pool has no memory for it,
+    /// and for strings.
     pub fn lent_by(&self, host_pool: &dyn HostPool) -> Option<Tensor> {
         let raw = self.raw()?;
-        let mut loan = host_pool.lend(raw.len())?;
-        (*loan).as_mut().get_mut(..raw.len())?.copy_from_slice(raw);
-        let raw = Bytes::from_owner(Borrowed(loan)).slice(..raw.len());
+        let mut buffer = host_pool.lend(raw.len())?;
+        (*buffer).as_mut().get_mut(..raw.len())?.copy_from_slice(raw);
+        let raw = Bytes::from_owner(ReadOnlyBuffer(buffer)).slice(..raw.len());
         Tensor::from_raw(self.dtype(), self.shape().to_vec(), raw).ok()
     }
 }
@@ -42,51 +45,51 @@ mod tests {
 
     use super::*;
 
-    /// Lends so many times, and counts what is out.
-    struct Counting {
-        most: usize,
+    /// Gives out a fixed number of buffers and counts those in use.
+    struct LimitedPool {
+        limit: usize,
         out: Arc<AtomicUsize>,
     }
 
-    struct Counted(Vec<u8>, Arc<AtomicUsize>);
+    struct CountedBuffer(Vec<u8>, Arc<AtomicUsize>);
 
-    impl AsRef<[u8]> for Counted {
+    impl AsRef<[u8]> for CountedBuffer {
         fn as_ref(&self) -> &[u8] {
             &self.0
         }
     }
 
-    impl AsMut<[u8]> for Counted {
+    impl AsMut<[u8]> for CountedBuffer {
         fn as_mut(&mut self) -> &mut [u8] {
             &mut self.0
         }
     }
 
-    impl Drop for Counted {
+    impl Drop for CountedBuffer {
         fn drop(&mut self) {
             self.1.fetch_sub(1, Ordering::Relaxed);
         }
     }
 
-    impl HostPool for Counting {
+    impl HostPool for LimitedPool {
         fn lend(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>> {
-            if self.out.load(Ordering::Relaxed) == self.most {
+            if self.out.load(Ordering::Relaxed) == self.limit {
                 return None;
             }
             self.out.fetch_add(1, Ordering::Relaxed);
-            Some(Box::new(Counted(vec![7; bytes + 5], self.out.clone())))
+            Some(Box::new(CountedBuffer(vec![7; bytes + 5], self.out.clone())))
         }
     }
 
     #[test]
-    fn a_tensor_is_the_same_in_lent_memory_and_gives_it_back() {
-        let host_pool = Counting { most: 1, out: Arc::default() };
+    fn a_copy_in_the_pool_is_equal_and_returns_its_memory() {
+        let host_pool = LimitedPool { limit: 1, out: Arc::default() };
         let tensor = Tensor::from_vec(vec![2, 2], vec![1.0f32, 2.0, 3.0, 4.0]).unwrap();
-        let lent = tensor.lent_by(&host_pool).unwrap();
-        assert_eq!(lent, tensor);
-        assert!(tensor.lent_by(&host_pool).is_none(), "all is lent");
-        let part = lent.rows(1..2);
-        drop(lent);
+        let copy = tensor.lent_by(&host_pool).unwrap();
+        assert_eq!(copy, tensor);
+        assert!(tensor.lent_by(&host_pool).is_none(), "the pool is exhausted");
+        let part = copy.rows(1..2);
+        drop(copy);
         assert_eq!(host_pool.out.load(Ordering::Relaxed), 1, "a part is still held");
         drop(part);
         assert_eq!(host_pool.out.load(Ordering::Relaxed), 0);

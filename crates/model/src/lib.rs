@@ -1,14 +1,15 @@
-//! The compiled-model format and the vocabulary everything speaks: data types, tensors, operators,
-//! launch plans, manifests and the versioned store of models.
+//! Types that all crates share: data types, tensors, operators, launch plans, GPU plans, model
+//! settings, model repositories and the registry.
 
 pub mod config;
+pub mod dim;
 pub mod dtype;
 pub mod gpu;
 pub mod host_pool;
 pub mod op;
 pub mod plan;
 pub mod repository;
-pub mod rows;
+pub mod row_independence;
 pub mod sample;
 pub mod store;
 pub mod tensor;

@@ -1,9 +1,9 @@
 //! Operators: what one step of a plan computes.
 //!
-//! One vocabulary serves the graph's passes, the compiler and every device. Families of ONNX
-//! operators are folded into one variant (`Unary`, `Binary`, `Reduce`, ...), and what an opset passes
-//! as an attribute but another passes as an input is always an input here. The comment on a variant
-//! lists its inputs in order; `[x]` marks one that may be absent.
+//! The graph's passes, the compiler and every device use the same operators. Similar ONNX operators
+//! are one variant (`Unary`, `Binary`, `Reduce`, ...). What some opsets pass as an attribute and
+//! others as an input is always an input here. The comment on a variant lists its inputs in order;
+//! `[x]` marks an optional one.
 
 use serde::{Deserialize, Serialize};
 
@@ -64,7 +64,8 @@ pub enum Op {
         /// Added to the variance.
         epsilon: f32,
     },
-    /// `x, scale, [bias]`, over the dimensions from `axis` on; outputs `y, [mean], [inverse deviation]`.
+    /// `x, scale, [bias]`, over the dimensions from `axis` on; outputs `y, [mean], [inverse
+    /// deviation]`.
     LayerNorm {
         /// First normalised dimension; may be negative.
         axis: i64,
@@ -117,7 +118,7 @@ pub enum Op {
     ArgReduce(ArgReduce),
     /// `x, axis`.
     CumSum {
-        /// Leave out the element itself.
+        /// Exclude the element itself.
         exclusive: bool,
         /// Sum from the end.
         reverse: bool,
@@ -202,12 +203,12 @@ pub enum Op {
     ScatterElements {
         /// May be negative.
         axis: i64,
-        /// How an update meets what is there.
+        /// How an update is combined with the existing element.
         reduction: ScatterReduction,
     },
     /// `x, indices, updates`.
     ScatterNd {
-        /// How an update meets what is there.
+        /// How an update is combined with the existing element.
         reduction: ScatterReduction,
     },
     /// `indices, depth, values`.
@@ -224,7 +225,7 @@ pub enum Op {
         /// The element's little-endian bytes, as many as the type needs.
         value: [u8; 8],
     },
-    /// `x`, whose shape counts; ones on diagonal `k`.
+    /// `x`, of which only the shape is used; ones on diagonal `k`.
     EyeLike {
         /// Element type of the output; that of `x` when absent.
         dtype: Option<DataType>,
@@ -266,7 +267,7 @@ pub enum Op {
     GridSample {
         /// Sampling between pixels.
         mode: ResizeMode,
-        /// Outside the picture: zeros, border or reflection.
+        /// Outside the image: zeros, border or reflection.
         padding: GridPadding,
         /// -1 and 1 are the centres of the corner pixels.
         align_corners: bool,
@@ -404,7 +405,7 @@ pub struct Cast {
     pub to: DataType,
 }
 
-/// A function fused onto the end of a heavier step.
+/// A function fused into the end of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[allow(missing_docs)] // Each is the function of the same name in [`Unary`].
 pub enum Activation {
@@ -431,31 +432,31 @@ pub enum Activation {
     },
 }
 
-/// How the border of a windowed operator comes about.
+/// How the padding of a windowed operator is determined.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Padding {
     /// All begins, then all ends. Empty means none.
     Explicit(Vec<usize>),
-    /// As much that the output is `ceil(input / stride)`; the odd one at the end.
+    /// So that the output is `ceil(input / stride)`; an odd element is added at the end.
     SameUpper,
-    /// As much that the output is `ceil(input / stride)`; the odd one at the beginning.
+    /// So that the output is `ceil(input / stride)`; an odd element is added at the beginning.
     SameLower,
 }
 
 /// A window that slides over the spatial dimensions. Empty strides or dilations mean ones.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Window {
-    /// Extent; empty where the weight's shape tells.
+    /// Extent; empty where the weight's shape gives it.
     pub kernel: Vec<usize>,
     /// Step per dimension.
     pub strides: Vec<usize>,
     /// Distance of the taps per dimension.
     pub dilations: Vec<usize>,
-    /// Border.
+    /// Padding.
     pub padding: Padding,
 }
 
-/// A convolution with what was fused behind it.
+/// A convolution with the operators fused into it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Conv {
     /// Geometry.
@@ -475,11 +476,11 @@ pub struct ConvTranspose {
     pub groups: usize,
     /// Extra extent at the end per dimension; empty means none.
     pub output_padding: Vec<usize>,
-    /// Spatial extent of the output, from which the border follows when given.
+    /// Spatial extent of the output; when given, it determines the padding.
     pub output_shape: Option<Vec<usize>>,
 }
 
-/// A batched matrix product with what was fused around it.
+/// A batched matrix product with the operators fused into it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MatMul {
     /// Swap the last two dimensions of `a` first.
@@ -525,7 +526,7 @@ pub enum PoolKind {
     },
     /// The mean.
     Average {
-        /// The border counts as zeros.
+        /// The padding counts as zeros.
         count_include_pad: bool,
     },
     /// The `p`-norm.
@@ -555,10 +556,10 @@ pub enum GlobalPool {
     Lp { p: u32 },
 }
 
-/// Softmax and its relatives.
+/// Softmax and similar operators.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Softmax {
-    /// Which of the family.
+    /// Which operator.
     pub kind: SoftmaxKind,
     /// The dimension; may be negative.
     pub axis: i64,
@@ -566,7 +567,7 @@ pub struct Softmax {
     pub flatten: bool,
 }
 
-/// The softmax family.
+/// The softmax operators.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)] // Each is the ONNX operator of the same name.
 pub enum SoftmaxKind {
@@ -582,7 +583,7 @@ pub struct Reduce {
     pub kind: ReduceKind,
     /// Keep reduced dimensions as 1.
     pub keep_dims: bool,
-    /// Without axes do nothing instead of reducing everything.
+    /// Without axes, return the input instead of reducing all dimensions.
     pub noop_with_empty_axes: bool,
 }
 
@@ -611,11 +612,11 @@ pub struct ArgReduce {
     pub axis: i64,
     /// Keep the reduced dimension as 1.
     pub keep_dims: bool,
-    /// The last of equals rather than the first.
+    /// The last of equal elements rather than the first.
     pub select_last: bool,
 }
 
-/// What fills a border.
+/// What padding is filled with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)] // Each is the ONNX mode of the same name.
 pub enum PadMode {
@@ -625,7 +626,7 @@ pub enum PadMode {
     Wrap,
 }
 
-/// How a scattered update meets what is there.
+/// How a scattered update is combined with the existing element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)] // Each is the ONNX reduction of the same name.
 pub enum ScatterReduction {
@@ -645,7 +646,7 @@ pub enum ResizeMode {
     Cubic,
 }
 
-/// What lies outside a sampled picture.
+/// What is read outside a sampled image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)] // Each is the ONNX mode of the same name.
 pub enum GridPadding {
@@ -665,15 +666,15 @@ pub struct Resize {
     pub nearest: NearestMode,
     /// Coefficient of `Cubic`.
     pub cubic_coefficient: f32,
-    /// Leave taps outside the picture out and rescale the rest.
+    /// Ignore taps outside the image and rescale the others.
     pub exclude_outside: bool,
-    /// What `CropAndResize` reads outside the picture.
+    /// What `CropAndResize` reads outside the image.
     pub extrapolation_value: f32,
     /// Widen the filter when shrinking.
     pub antialias: bool,
-    /// Dimensions that scales and sizes speak of; all when absent. May be negative.
+    /// Dimensions that scales and sizes apply to; all when absent. May be negative.
     pub axes: Option<Vec<i64>>,
-    /// How sizes meet the aspect ratio.
+    /// How sizes and the aspect ratio are reconciled.
     pub keep_aspect: AspectPolicy,
 }
 
@@ -713,7 +714,7 @@ pub enum AspectPolicy {
 pub struct Rnn {
     /// The cell.
     pub cell: RnnCell,
-    /// Which way time runs.
+    /// The direction of time.
     pub direction: RnnDirection,
     /// Width of the state.
     pub hidden_size: usize,
@@ -742,7 +743,7 @@ pub enum RnnCell {
     },
 }
 
-/// Which way time runs in a recurrent layer.
+/// The direction of time in a recurrent layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)] // Each is the ONNX direction of the same name.
 pub enum RnnDirection {
@@ -752,7 +753,7 @@ pub enum RnnDirection {
 }
 
 impl Op {
-    /// The operator's name as people know it, for messages, tables and traces.
+    /// The operator's common name, for messages, tables and traces.
     pub fn name(&self) -> String {
         let family = |value: &dyn std::fmt::Debug| {
             let text = format!("{value:?}");
@@ -783,7 +784,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_the_familiar_ones() {
+    fn names_are_those_of_onnx() {
         assert_eq!(Op::Unary(Unary::LeakyRelu { alpha: 0.1 }).name(), "LeakyRelu");
         assert_eq!(Op::Concat { axis: 1 }.name(), "Concat");
         assert_eq!(Op::MatMul(MatMul::default()).name(), "MatMul");

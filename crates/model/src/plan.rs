@@ -1,10 +1,12 @@
 //! Launch plans: a model as the ordered steps a device runs.
 
 use std::fmt;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::dim::Polynomial;
 use crate::op::Op;
 use crate::{DataType, Tensor};
 
@@ -20,14 +22,34 @@ impl ValueId {
 }
 
 /// One dimension of a value's shape.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+///
+/// [`SymDim`](crate::dim::SymDim) is the same with arithmetic; the two convert into each other.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Dim {
     /// Known when the model is loaded.
     Fixed(usize),
-    /// Named by the model and bound by a request, such as the batch; may be an expression of names.
+    /// Named by the model and bound by a request, such as the batch.
     Symbol(String),
+    /// Computed from symbols, such as `2*T+1`; never one symbol alone.
+    Expr(Arc<Polynomial>),
     /// Known only once the value is computed.
     Unknown,
+}
+
+impl Dim {
+    /// The size called `name`.
+    pub fn symbol(name: &str) -> Dim {
+        Dim::Symbol(name.to_string())
+    }
+
+    /// Whether the size depends on the symbol called `name`.
+    pub fn has_symbol(&self, name: &str) -> bool {
+        match self {
+            Dim::Symbol(symbol) => symbol == name,
+            Dim::Expr(poly) => poly.has_symbol(name),
+            Dim::Fixed(_) | Dim::Unknown => false,
+        }
+    }
 }
 
 impl fmt::Display for Dim {
@@ -35,13 +57,14 @@ impl fmt::Display for Dim {
         match self {
             Dim::Fixed(size) => write!(f, "{size}"),
             Dim::Symbol(name) => f.write_str(name),
+            Dim::Expr(poly) => poly.fmt(f),
             Dim::Unknown => f.write_str("?"),
         }
     }
 }
 
-/// What is known of a value before the plan runs.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// A value's properties before the plan runs.
+#[derive(Clone, Debug, PartialEq)]
 pub struct ValueInfo {
     /// The name in the source model, for messages.
     pub name: String,
@@ -51,8 +74,8 @@ pub struct ValueInfo {
     pub shape: Option<Vec<Dim>>,
 }
 
-/// One launch.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// One node of a plan; on a GPU one kernel launch.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Step {
     /// The source node's name, for messages and traces.
     pub name: String,
@@ -60,9 +83,9 @@ pub struct Step {
     pub op: Op,
     /// Operands in the operator's order; absent optional ones are `None`.
     pub inputs: Vec<Option<ValueId>>,
-    /// Results in the operator's order; ones nobody needs are `None`.
+    /// Results in the operator's order; unused ones are `None`.
     pub outputs: Vec<Option<ValueId>>,
-    /// Values nobody reads after this step: their buffers are free again.
+    /// Values that no later step reads: their buffers become free.
     pub last_uses: Vec<ValueId>,
 }
 
@@ -77,15 +100,15 @@ pub struct LaunchPlan {
     pub inputs: Vec<ValueId>,
     /// The model's outputs, in its order.
     pub outputs: Vec<ValueId>,
-    /// The launches.
+    /// The steps.
     pub steps: Vec<Step>,
 }
 
-/// Why a plan is not one.
+/// Why a plan is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum PlanError {
     /// A value is read before any step, input or constant wrote it, or after its last use.
-    #[error("step {step} ({name}) reads value {value}, which is not there")]
+    #[error("step {step} ({name}) reads value {value}, which is not available")]
     NotThere {
         /// Index of the step; the number of steps for the plan's outputs.
         step: usize,
@@ -107,7 +130,7 @@ pub enum PlanError {
 }
 
 impl LaunchPlan {
-    /// What is known of `id`.
+    /// The properties of `id`.
     pub fn value(&self, id: ValueId) -> &ValueInfo {
         &self.values[id.index()]
     }
@@ -117,7 +140,7 @@ impl LaunchPlan {
         self.constants.iter().map(|(_, tensor)| tensor.size_bytes() as u64).sum()
     }
 
-    /// Fills in every step's `last_uses` from who reads what. Outputs and constants never end.
+    /// Computes every step's `last_uses`. Outputs and constants have no last use.
     pub fn plan_lifetimes(&mut self) {
         let mut last_step = vec![None; self.values.len()];
         for (index, step) in self.steps.iter().enumerate() {
@@ -223,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_plans_are_named() {
+    fn invalid_plans_are_refused() {
         let mut plan = chain(2);
         plan.steps.swap(0, 1);
         assert!(matches!(plan.check(), Err(PlanError::NotThere { step: 0, value: 1, .. })));

@@ -1,8 +1,8 @@
-//! Model repositories: folders that users lay out.
+//! Model repositories: folders of models that users maintain.
 //!
-//! Two layouts work side by side: `NAME/[config.pbtxt|atoll.toml]/VERSION/model.onnx` and a bare
-//! `NAME.onnx`, with `NAME.toml` beside it where there is something to say. A path to one `.onnx` file
-//! is a repository of that one model.
+//! Two layouts can be mixed: `NAME/[config.pbtxt|atoll.toml]/VERSION/model.onnx`, and a bare
+//! `NAME.onnx` with an optional `NAME.toml`. A path to one `.onnx` file is a repository of that one
+//! model.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ use thiserror::Error;
 use crate::ModelConfig;
 use crate::config::pbtxt;
 
-/// The most characters a model's name may have.
+/// The maximum length of a model's name.
 pub const NAME_LENGTH_MAX: usize = 128;
 
 /// One version of a model in a repository.
@@ -28,7 +28,7 @@ pub struct RepositoryEntry {
 /// Why a repository or a model in it cannot be used.
 #[derive(Debug, Error)]
 pub enum RepositoryError {
-    /// The file system says no.
+    /// The file system reports an error.
     #[error("{path}: {source}")]
     Io {
         /// Where.
@@ -45,16 +45,20 @@ pub enum RepositoryError {
         reason: String,
     },
     /// No such model or version.
-    #[error("model '{name}'{} is not in the repository", version.map(|v| format!(" version {v}")).unwrap_or_default())]
+    #[error("model '{name}'{} is not in the repository", version_text(*version))]
     NotFound {
-        /// The name asked for.
+        /// The requested name.
         name: String,
-        /// The version asked for, if one was.
+        /// The requested version, if any.
         version: Option<u64>,
     },
 }
 
-/// Whether `name` can be a model's: letters, digits, `_`, `-` and `.`, and not a path in disguise.
+fn version_text(version: Option<u64>) -> String {
+    version.map(|version| format!(" version {version}")).unwrap_or_default()
+}
+
+/// Whether `name` is a valid model name: letters, digits, `_`, `-` and `.`, and not a path.
 pub fn is_valid_name(name: &str) -> bool {
     !name.is_empty()
         && name.len() <= NAME_LENGTH_MAX
@@ -113,7 +117,7 @@ impl Repository {
 }
 
 impl RepositoryEntry {
-    /// What the user says of the model; the defaults when nothing.
+    /// The model's settings; the defaults without a configuration file.
     pub fn config(&self) -> Result<ModelConfig, RepositoryError> {
         let folder = self.path.parent().and_then(Path::parent).unwrap_or(Path::new("."));
         let is_bare = self.path.file_name().is_none_or(|file| file != "model.onnx");
@@ -215,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn batching_is_set_in_words() {
+    fn batching_settings_are_read() {
         let root = tempfile::tempdir().unwrap();
         write(root.path(), "m/1/model.onnx", "");
         let config = |text: &str| {

@@ -1,4 +1,4 @@
-//! Tensors of random values, for whoever runs a model to see how it does.
+//! Tensors of random values, to measure or test a model with.
 
 use base::Random;
 use bytes::Bytes;
@@ -7,7 +7,8 @@ use half::{bf16, f16};
 use crate::tensor::{TensorError, element_count};
 use crate::{DataType, Tensor};
 
-/// A tensor of random values. Real numbers lie between -1 and 1; whole ones are 0 or 1, which any vocabulary has.
+/// A tensor of random values. Floating-point numbers lie between -1 and 1; integers are 0 or 1,
+/// which are valid tokens of any vocabulary.
 pub fn random_tensor(
     dtype: DataType,
     shape: Vec<usize>,

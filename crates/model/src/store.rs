@@ -1,8 +1,8 @@
-//! The registry: models given to the server, kept across restarts and crashes.
+//! The registry: models given over `POST /register`, kept across restarts and crashes.
 //!
-//! A model's bytes are a file named by their SHA-256; what is known of it is a record in an embedded
-//! database. The file is complete and on disk before the record is written, so a crash leaves either
-//! the whole model or a file nobody names, which the next start removes.
+//! A model's bytes are in a file named by their SHA-256; its manifest is a record in an embedded
+//! database. The file is complete and on disk before the record is written, so a crash leaves
+//! either the whole model or an unreferenced file, which the next start removes.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -21,7 +21,7 @@ use crate::repository::is_valid_name;
 /// Name and version to the JSON of a [`Manifest`].
 const MODELS: TableDefinition<(&str, u64), &str> = TableDefinition::new("models");
 
-/// What is kept of a registered model.
+/// The record of a registered model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     /// The model's name.
@@ -36,13 +36,13 @@ pub struct Manifest {
     pub config: ModelConfig,
 }
 
-/// What can go wrong with the registry.
+/// Errors of the registry.
 #[derive(Debug, Error)]
 pub enum StoreError {
-    /// The name is not one a model can have.
+    /// The name is not a valid model name.
     #[error("'{0}' is not a model name: letters, digits, '_', '-' and '.', at most 128")]
     BadName(String),
-    /// The file system says no.
+    /// The file system reports an error.
     #[error("{path}: {source}")]
     Io {
         /// Where.
@@ -50,7 +50,7 @@ pub enum StoreError {
         /// What.
         source: std::io::Error,
     },
-    /// The database says no.
+    /// The database reports an error.
     #[error("registry: {0}")]
     Database(#[from] redb::Error),
     /// A record cannot be read.
@@ -63,7 +63,7 @@ pub enum StoreError {
         /// Why.
         reason: String,
     },
-    /// A model's file is gone or is not what was registered.
+    /// A model's file is missing or differs from what was registered.
     #[error("the file of {name} version {version} is damaged")]
     Damaged {
         /// The model.
@@ -77,8 +77,8 @@ pub enum StoreError {
 pub struct Store {
     database: Database,
     files: PathBuf,
-    /// Held while files and records change, so that a removal never takes a file whose record is
-    /// about to be written for an orphan.
+    /// Held while files and records change, so that a removal does not delete a file whose record
+    /// is about to be written.
     changing: Mutex<()>,
 }
 
@@ -91,7 +91,7 @@ fn database<E: Into<redb::Error>>(err: E) -> StoreError {
 }
 
 impl Store {
-    /// Opens the registry in `folder`, making it where there is none. One process at a time.
+    /// Opens the registry in `folder`, or creates it. One process at a time.
     pub fn open(folder: &Path) -> Result<Store, StoreError> {
         let files = folder.join("models");
         fs::create_dir_all(&files).map_err(io(&files))?;
@@ -171,7 +171,7 @@ impl Store {
         Ok(manifest)
     }
 
-    /// Forgets one version. `false` when it was not there.
+    /// Removes one version; `false` if it does not exist.
     pub fn remove(&self, name: &str, version: u64) -> Result<bool, StoreError> {
         let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
         let transaction = self.database.begin_write().map_err(database)?;
@@ -189,7 +189,7 @@ impl Store {
         self.files.join(format!("{}.onnx", manifest.sha256))
     }
 
-    /// The ONNX bytes of a registered model, checked against what was registered.
+    /// The ONNX bytes of a registered model, verified against the registered hash.
     pub fn read(&self, manifest: &Manifest) -> Result<Vec<u8>, StoreError> {
         let path = self.path_of(manifest);
         let bytes = fs::read(&path).map_err(io(&path))?;
@@ -209,7 +209,7 @@ impl Store {
         File::open(&self.files).and_then(|folder| folder.sync_all()).map_err(io(&self.files))
     }
 
-    /// Removes files that no record names: what a crash or a removal left behind.
+    /// Removes files without a record, which a crash or a removal leaves.
     fn remove_orphans(&self) -> Result<(), StoreError> {
         let named: HashSet<String> =
             self.list()?.into_iter().map(|manifest| format!("{}.onnx", manifest.sha256)).collect();
@@ -255,14 +255,14 @@ mod tests {
         assert_eq!(store.list().unwrap().len(), 3);
         assert!(store.remove("m", 2).unwrap());
         assert!(!store.remove("m", 2).unwrap());
-        // The bytes of the other version are shared with "n" and stay.
+        // The bytes of the other version are shared with "n" and are kept.
         let first = store.find("m", None).unwrap().unwrap();
         assert_eq!(store.read(&first).unwrap(), b"one");
         assert!(!store.path_of(&second).exists());
     }
 
     #[test]
-    fn leftovers_of_a_crash_are_removed() {
+    fn unreferenced_files_are_removed() {
         let folder = tempfile::tempdir().unwrap();
         drop(Store::open(folder.path()).unwrap());
         let leftover = folder.path().join("models/abc.partial");
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_and_bad_names_are_found() {
+    fn damaged_files_and_invalid_names_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let store = Store::open(folder.path()).unwrap();
         assert!(matches!(

@@ -1,11 +1,11 @@
-//! Tensors as they cross crates: a type, a shape and the elements as little-endian bytes.
+//! Tensors: a type, a shape and the elements as little-endian bytes.
 
 use bytes::Bytes;
 use thiserror::Error;
 
 use crate::DataType;
 
-/// The most elements a tensor may have; shapes beyond it are refused before anything is allocated.
+/// The maximum number of elements; larger shapes are refused before anything is allocated.
 pub const MAX_ELEMENTS: usize = 1 << 40;
 
 /// The elements of a tensor.
@@ -25,7 +25,7 @@ pub struct Tensor {
     data: TensorData,
 }
 
-/// Why a tensor cannot be what it claims.
+/// Why a tensor is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum TensorError {
     /// The shape's product overflows or exceeds [`MAX_ELEMENTS`].
@@ -67,7 +67,7 @@ pub enum TensorError {
 /// The product of `shape`, if it is at most [`MAX_ELEMENTS`].
 pub fn element_count(shape: &[usize]) -> Result<usize, TensorError> {
     let too_large = || TensorError::TooLarge { shape: shape.to_vec() };
-    // A zero dimension makes the product zero, but must not hide absurd ones beside it.
+    // A zero dimension makes the product zero, but must not hide huge ones.
     let mut count = 1usize;
     for &dim in shape {
         count =
@@ -76,7 +76,7 @@ pub fn element_count(shape: &[usize]) -> Result<usize, TensorError> {
     Ok(if shape.contains(&0) { 0 } else { count })
 }
 
-/// A vector of plain numbers that lends its memory as bytes, so that outputs leave without a copy.
+/// A vector of numbers that exposes its memory as bytes, so that outputs are not copied.
 struct Owner<T>(Vec<T>);
 
 impl<T: bytemuck::NoUninit> AsRef<[u8]> for Owner<T> {
@@ -107,7 +107,7 @@ impl Tensor {
         Ok(Tensor { dtype: DataType::String, shape, data: TensorData::Strings(strings) })
     }
 
-    /// A tensor that takes over `values` without copying them.
+    /// A tensor that takes ownership of `values` without copying them.
     pub fn from_vec<T>(shape: Vec<usize>, values: Vec<T>) -> Result<Tensor, TensorError>
     where
         T: Element,
@@ -170,7 +170,8 @@ impl Tensor {
         })
     }
 
-    /// The rows `rows` of the first dimension. Fixed-size elements are shared, not copied; `None` when there are no such rows.
+    /// The rows `rows` of the first dimension; `None` when they do not exist. Fixed-size elements
+    /// are shared, not copied.
     pub fn rows(&self, rows: std::ops::Range<usize>) -> Option<Tensor> {
         let (&count, rest) = self.shape.split_first()?;
         if rows.start > rows.end || rows.end > count {
@@ -190,7 +191,7 @@ impl Tensor {
         Some(Tensor { dtype: self.dtype, shape, data })
     }
 
-    /// One tensor of the rows of all `parts`, which must agree in type and in every other dimension.
+    /// One tensor of the rows of all `parts`, which must have the same type and other dimensions.
     pub fn of_rows(parts: &[&Tensor]) -> Option<Tensor> {
         let first = *parts.first()?;
         let (_, rest) = first.shape.split_first()?;
@@ -220,7 +221,7 @@ impl Tensor {
         Some(Tensor { dtype: first.dtype, shape, data })
     }
 
-    /// The same elements under another shape of equally many.
+    /// The same elements with another shape of the same size.
     pub fn with_shape(self, shape: Vec<usize>) -> Result<Tensor, TensorError> {
         let expected = element_count(&shape)?;
         if expected != self.len() {
@@ -230,9 +231,9 @@ impl Tensor {
     }
 }
 
-/// A Rust type that is the in-memory form of a [`DataType`]. Booleans travel as `u8` and have none.
+/// A Rust type that is the in-memory form of a [`DataType`]. Booleans are `u8` and have none.
 pub trait Element: bytemuck::Pod + Send + Sync + 'static {
-    /// The type it stores.
+    /// The corresponding data type.
     const DTYPE: DataType;
 }
 
@@ -276,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_cut_and_joined() {
+    fn rows_are_sliced_and_concatenated() {
         let all = Tensor::from_vec(vec![3, 2], vec![1i32, 2, 3, 4, 5, 6]).unwrap();
         let (head, tail) = (all.rows(0..1).unwrap(), all.rows(1..3).unwrap());
         assert_eq!((head.shape(), tail.to_vec()), ([1, 2].as_slice(), Some(vec![3i32, 4, 5, 6])));

@@ -1,16 +1,16 @@
 //! Argument structs of kernels, byte for byte as the CUDA compiler lays them out.
 
-use model::gpu::Place;
+use model::gpu::MemoryLocation;
 
 use super::view::BufferId;
 
-/// An address in a launch's arguments, before buffers have places.
+/// An address in a launch's arguments, before memory is planned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Address {
     /// Byte offset into a buffer.
     Buffer(BufferId, u64),
-    /// A place that needs no planning.
-    Place(Place),
+    /// A location that needs no planning.
+    Fixed(MemoryLocation),
     /// No address: a null pointer.
     Null,
 }
@@ -45,7 +45,7 @@ impl ArgsWriter {
         self
     }
 
-    /// An `int`. Sizes beyond its range were refused before.
+    /// An `int`. Sizes beyond its range are refused earlier.
     pub fn int(&mut self, value: usize) -> &mut Self {
         self.field(&(value as i32).to_le_bytes());
         self
@@ -74,7 +74,7 @@ impl ArgsWriter {
         self
     }
 
-    /// The struct's bytes, padded to its alignment, and the addresses within.
+    /// The struct's bytes, padded to its alignment, and its addresses.
     pub fn finish(mut self) -> (Vec<u8>, Vec<(u32, Address)>) {
         self.bytes.resize(self.bytes.len().next_multiple_of(self.align.max(1)), 0);
         (self.bytes, self.addresses)

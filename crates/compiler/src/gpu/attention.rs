@@ -1,16 +1,16 @@
 //! Fused attention with heads of 64, half precision.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 
 use super::args::{Address, ArgsWriter};
-use super::draft::{Draft, KernelText, Work};
-use super::lowering::{Lowering, Refusal};
+use super::draft::{KernelText, LaunchDraft, StepDraft};
+use super::loop_nest::address;
+use super::lowering::{Lowering, UnsupportedReason};
 use super::view::{Element, View};
-use super::walk::address;
 
 const WIDTH: usize = 64;
 
-/// The distance of tokens when heads lie side by side in a token's row; `None` for another order.
+/// The stride of tokens when heads are adjacent in a token's row; `None` for another order.
 fn token_stride(view: &View) -> Option<usize> {
     let [batch, heads, tokens, WIDTH] = view.shape[..] else { return None };
     let stride = view.strides[2];
@@ -23,8 +23,12 @@ fn token_stride(view: &View) -> Option<usize> {
 }
 
 impl Lowering<'_> {
-    /// `softmax(scale * q @ k^T + mask) @ v`; false when the kernel does not compute this one.
-    pub fn fast_attention(&mut self, node: &Node, scale: f32) -> Result<bool, Refusal> {
+    /// `softmax(scale * q @ k^T + mask) @ v`; false when the kernel does not support it.
+    pub fn fast_attention(
+        &mut self,
+        node: &GraphNode,
+        scale: f32,
+    ) -> Result<bool, UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let shape = self.shape(output_id)?;
         if self.float() != Element::F16 || shape.len() != 4 || (scale - 0.125).abs() > 1e-6 {
@@ -47,7 +51,7 @@ impl Lowering<'_> {
                 None => return Ok(false),
             },
         };
-        // Heads side by side again: what follows is a product over all of them.
+        // Heads are adjacent again: the next step is a product over all of them.
         let rows = self.packed(&[batch, tokens, heads, WIDTH], Element::F16);
         let output = rows.permuted(&[0, 2, 1, 3]);
         let draft = |warps: usize| {
@@ -64,7 +68,7 @@ impl Lowering<'_> {
                 threads: (warps * 32) as u32,
                 shared_bytes: (warps * 16 * WIDTH * 2 + 4 * 64 * WIDTH * 2) as u32,
             };
-            let mut draft = Draft::plain(kernel, batch * heads * blocks, args);
+            let mut draft = LaunchDraft::plain(kernel, batch * heads * blocks, args);
             draft.variant = format!("warps{warps}");
             draft
         };
@@ -73,7 +77,7 @@ impl Lowering<'_> {
         let flops = 4 * (batch * heads * tokens * tokens * WIDTH) as u64;
         let mut reads = vec![q, k, v];
         reads.extend(mask);
-        self.push(Work {
+        self.push(StepDraft {
             op: "Attention",
             signature,
             drafts,

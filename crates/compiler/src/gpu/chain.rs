@@ -1,15 +1,15 @@
-//! Element operators: kept as expressions until somebody needs their values in memory, so that a chain of them
-//! becomes one kernel.
+//! Element-wise operators: kept as expressions until their values are needed in memory, so that a
+//! chain of them becomes one kernel.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::op::{Activation, Op};
 use model::{DataType, Tensor, ValueId};
 
 use super::elementwise::{Expr, MAX_INPUTS};
-use super::lowering::{Lazy, Lowering, Refusal};
+use super::lowering::{DeferredValue, Lowering, UnsupportedReason};
 use super::view::{Element, View};
 
-/// Expressions grow to this many operators at most before their value is stored.
+/// An expression is stored once it has this many operators.
 const OPERATORS_MAX: usize = 48;
 
 /// An expression under construction.
@@ -70,8 +70,8 @@ fn operators(expr: &Expr) -> usize {
 }
 
 impl Lowering<'_> {
-    /// An element operator; false when `node` is none.
-    pub fn elementwise(&mut self, node: &Node) -> Result<bool, Refusal> {
+    /// An element-wise operator; false when `node` is none.
+    pub fn elementwise(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let is_one = matches!(
             node.op,
             Op::Unary(_)
@@ -98,39 +98,40 @@ impl Lowering<'_> {
             });
         }
         let expr = expression_of(&node.op, operands, element)?;
-        self.defer(output, Lazy { expr, inputs: chain.inputs, shape, element });
+        self.defer(output, DeferredValue { expr, inputs: chain.inputs, shape, element });
         Ok(true)
     }
 
-    /// Says that `activation` of the value in `view` is `output`.
+    /// Defines `output` as `activation` of the value in `view`.
     pub fn activate(&mut self, view: View, activation: Activation, output: ValueId) {
         let (shape, element) = (view.shape.clone(), view.element);
         let expr = Expr::Activation(activation, Box::new(Expr::Input(0)));
-        self.defer(output, Lazy { expr, inputs: vec![view], shape, element });
+        self.defer(output, DeferredValue { expr, inputs: vec![view], shape, element });
     }
 
-    /// The value `id` as part of a chain: its own expression when nobody else needs it, or an input.
+    /// The value `id` as part of a chain: its own expression when it has no other reader, else an
+    /// input.
     fn expression(
         &mut self,
         chain: &mut Chain,
-        node: &Node,
+        node: &GraphNode,
         index: usize,
         id: ValueId,
         shape: &[usize],
-    ) -> Result<Expr, Refusal> {
+    ) -> Result<Expr, UnsupportedReason> {
         if let Some(constant) = self.graph.constant(id).filter(|tensor| tensor.len() == 1)
             && let Some(expr) = scalar(constant, self.element(id)?)
         {
             return Ok(expr);
         }
         if self.reads[id.index()] == 1
-            && let Some(lazy) = self.take_lazy(id)
+            && let Some(value) = self.take_deferred(id)
         {
-            let room = chain.operators + operators(&lazy.expr) < OPERATORS_MAX
-                && chain.inputs.len() + lazy.inputs.len() + node.inputs.len() <= MAX_INPUTS;
-            let inputs = broadcast_all(&lazy.inputs, &lazy.shape);
-            if let Some(inputs) = inputs.filter(|_| room && lazy.shape == shape) {
-                let stored = lazy.element;
+            let room = chain.operators + operators(&value.expr) < OPERATORS_MAX
+                && chain.inputs.len() + value.inputs.len() + node.inputs.len() <= MAX_INPUTS;
+            let inputs = broadcast_all(&value.inputs, &value.shape);
+            if let Some(inputs) = inputs.filter(|_| room && value.shape == shape) {
+                let stored = value.element;
                 let numbers: Vec<usize> = inputs
                     .into_iter()
                     .map(|view| match chain.input(view) {
@@ -138,19 +139,19 @@ impl Lowering<'_> {
                         _ => 0,
                     })
                     .collect();
-                chain.operators += operators(&lazy.expr);
-                let expr = renumbered(lazy.expr, &numbers);
-                // Integers and booleans are exact; a stored float would only have been rounded.
+                chain.operators += operators(&value.expr);
+                let expr = renumbered(value.expr, &numbers);
+                // Integers and booleans are exact; storing a float would only round it.
                 let same = stored.is_float() || matches!(expr, Expr::Input(_) | Expr::Cast(..));
                 let expr = if same { expr } else { Expr::Cast(stored, Box::new(expr)) };
                 return Ok(expr);
             }
-            self.defer(id, lazy);
+            self.defer(id, value);
         }
         let mut view = self.operand(id)?;
         if matches!(node.op, Op::ScaleShift { .. }) && index > 0 {
-            // One factor a channel, and channels are dimension 1.
-            view = channel_row(view, shape.len()).ok_or("scales that are no row")?;
+            // One factor per channel; channels are dimension 1.
+            view = channel_row(view, shape.len()).ok_or("the scales are not one per channel")?;
         }
         if view.broadcast(shape).is_none() {
             return Err(format!("shape {:?} does not broadcast to {shape:?}", view.shape));
@@ -172,7 +173,7 @@ fn broadcast_all(views: &[View], shape: &[usize]) -> Option<Vec<View>> {
     views.iter().map(|view| view.broadcast(shape).map(|_| view.clone())).collect()
 }
 
-/// A constant of one element as text of the kernel.
+/// A constant of one element as kernel text.
 fn scalar(tensor: &Tensor, element: Element) -> Option<Expr> {
     Some(match (tensor.dtype(), element.is_float()) {
         (DataType::F64, _) => Expr::Double(tensor.to_vec::<f64>()?[0]),
@@ -182,7 +183,11 @@ fn scalar(tensor: &Tensor, element: Element) -> Option<Expr> {
     })
 }
 
-fn expression_of(op: &Op, operands: Vec<Option<Expr>>, element: Element) -> Result<Expr, Refusal> {
+fn expression_of(
+    op: &Op,
+    operands: Vec<Option<Expr>>,
+    element: Element,
+) -> Result<Expr, UnsupportedReason> {
     let mut operands = operands.into_iter();
     let mut next = || operands.next().flatten().map(Box::new);
     let missing = "an operand is absent";
@@ -205,6 +210,6 @@ fn expression_of(op: &Op, operands: Vec<Option<Expr>>, element: Element) -> Resu
             next().ok_or(missing)?,
         ),
         Op::Variadic(variadic) => Expr::Variadic(*variadic, operands.flatten().collect()),
-        other => return Err(format!("{} is no element operator", other.name())),
+        other => return Err(format!("{} is not an element-wise operator", other.name())),
     })
 }

@@ -1,34 +1,35 @@
-//! Whether a plan for a GPU can be what it claims. Knows the plan only, not how it was made.
+//! Checker of GPU plans. It uses the plan only, not the code that made it.
 
-use model::gpu::{GpuPlan, GpuStep, Launch, Leavable, Place, Span};
+use model::gpu::{GpuPlan, GpuStep, Launch, MemoryLocation, MemoryRange, TilePreemption};
 
-/// Everything wrong with `plan`; nothing when it is sound.
+/// All defects of `plan`; empty when it is valid.
 pub fn faults(plan: &GpuPlan) -> Vec<String> {
     let mut faults = Vec::new();
-    let mut written = Written::default();
+    let mut written = WrittenRanges::default();
     for (index, step) in plan.steps.iter().enumerate() {
         let mut fault = |what: String| faults.push(format!("step {index} ({}): {what}", step.name));
         check_choices(plan, step, &mut fault);
-        for span in step.reads.iter().chain(&step.writes) {
-            if !is_inside(plan, span) {
-                fault(format!("{span:?} reaches beyond its memory"));
+        for range in step.reads.iter().chain(&step.writes) {
+            if !is_inside(plan, range) {
+                fault(format!("{range:?} reaches beyond its memory"));
             }
         }
-        for span in &step.reads {
-            if !written.covers(span) {
-                fault(format!("{span:?} is read and nobody wrote it"));
+        for range in &step.reads {
+            if !written.covers(range) {
+                fault(format!("{range:?} is read before it is written"));
             }
         }
-        for span in &step.writes {
-            if matches!(span.place, Place::Input(..) | Place::Weight(..)) {
-                fault(format!("{span:?} is written and must not be"));
+        for range in &step.writes {
+            if matches!(range.start, MemoryLocation::Input(..) | MemoryLocation::Weight(..)) {
+                fault(format!("{range:?} is written and must not be"));
             }
-            written.add(span);
+            written.add(range);
         }
     }
     for (index, slot) in plan.outputs.iter().enumerate() {
-        let span = Span { place: Place::Output(index as u32, 0), bytes: slot.bytes };
-        if slot.bytes > 0 && !written.covers(&span) {
+        let range =
+            MemoryRange { start: MemoryLocation::Output(index as u32, 0), bytes: slot.bytes };
+        if slot.bytes > 0 && !written.covers(&range) {
             faults.push(format!("output '{}' is not written", slot.name));
         }
     }
@@ -42,7 +43,7 @@ fn check_choices(plan: &GpuPlan, step: &GpuStep, fault: &mut impl FnMut(String))
     if step.choices[step.be].cluster > 1 {
         fault("best effort must not need blocks that run together".to_string());
     }
-    if matches!(&step.leave, Leavable::AtTileBoundary(why) if why.is_empty()) {
+    if matches!(&step.preemption, TilePreemption::AtTileBoundary(why) if why.is_empty()) {
         fault("no reason why tiles must finish".to_string());
     }
     for launch in &step.choices {
@@ -67,47 +68,47 @@ fn check_launch(plan: &GpuPlan, launch: &Launch, fault: &mut impl FnMut(String))
         if patch.at as usize + 8 > launch.args.len() || patch.at % 8 != 0 {
             fault(format!("{}: an address at byte {}", launch.variant, patch.at));
         }
-        // Of the workspace a device gives only what launches say they use.
+        // A device provides only the workspace that launches declare.
         let bytes = match patch.to {
-            Place::Workspace(_) => launch.workspace_bytes,
+            MemoryLocation::Workspace(_) => launch.workspace_bytes,
             _ => 1,
         };
-        if !is_inside(plan, &Span { place: patch.to, bytes }) {
+        if !is_inside(plan, &MemoryRange { start: patch.to, bytes }) {
             fault(format!("{}: {:?} does not exist", launch.variant, patch.to));
         }
     }
 }
 
-fn is_inside(plan: &GpuPlan, span: &Span) -> bool {
-    let (offset, size) = match span.place {
-        Place::Arena(offset) => (offset, plan.arena_bytes),
-        Place::Workspace(offset) => (offset, plan.workspace_bytes),
-        Place::Arrivals | Place::Fault => return true,
-        Place::Weight(index, offset) => {
+fn is_inside(plan: &GpuPlan, range: &MemoryRange) -> bool {
+    let (offset, size) = match range.start {
+        MemoryLocation::Arena(offset) => (offset, plan.arena_bytes),
+        MemoryLocation::Workspace(offset) => (offset, plan.workspace_bytes),
+        MemoryLocation::Arrivals | MemoryLocation::Fault => return true,
+        MemoryLocation::Weight(index, offset) => {
             (offset, plan.weights.get(index as usize).map_or(0, |weight| weight.bytes))
         }
-        Place::Input(index, offset) => {
+        MemoryLocation::Input(index, offset) => {
             (offset, plan.inputs.get(index as usize).map_or(0, |slot| slot.bytes))
         }
-        Place::Output(index, offset) => {
+        MemoryLocation::Output(index, offset) => {
             (offset, plan.outputs.get(index as usize).map_or(0, |slot| slot.bytes))
         }
     };
-    offset.checked_add(span.bytes).is_some_and(|end| end <= size)
+    offset.checked_add(range.bytes).is_some_and(|end| end <= size)
 }
 
-/// What has been written so far, as runs of bytes.
+/// The ranges of bytes written so far.
 #[derive(Default)]
-struct Written {
+struct WrittenRanges {
     arena: Vec<(u64, u64)>,
     outputs: Vec<(u32, u64, u64)>,
 }
 
-impl Written {
-    fn add(&mut self, span: &Span) {
-        match span.place {
-            Place::Arena(offset) => {
-                let (mut start, mut end) = (offset, offset + span.bytes);
+impl WrittenRanges {
+    fn add(&mut self, range: &MemoryRange) {
+        match range.start {
+            MemoryLocation::Arena(offset) => {
+                let (mut start, mut end) = (offset, offset + range.bytes);
                 self.arena.retain(|(from, to)| {
                     let apart = *to < start || end < *from;
                     if !apart {
@@ -117,21 +118,21 @@ impl Written {
                 });
                 self.arena.push((start, end));
             }
-            Place::Output(index, offset) => {
-                self.outputs.push((index, offset, offset + span.bytes));
+            MemoryLocation::Output(index, offset) => {
+                self.outputs.push((index, offset, offset + range.bytes));
             }
             _ => {}
         }
     }
 
-    fn covers(&self, span: &Span) -> bool {
-        match span.place {
-            Place::Arena(offset) => {
-                let end = offset + span.bytes;
+    fn covers(&self, range: &MemoryRange) -> bool {
+        match range.start {
+            MemoryLocation::Arena(offset) => {
+                let end = offset + range.bytes;
                 self.arena.iter().any(|(from, to)| *from <= offset && end <= *to)
             }
-            Place::Output(index, offset) => {
-                let end = offset + span.bytes;
+            MemoryLocation::Output(index, offset) => {
+                let end = offset + range.bytes;
                 self.outputs
                     .iter()
                     .any(|(i, from, to)| *i == index && *from <= offset && end <= *to)

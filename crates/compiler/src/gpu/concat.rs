@@ -1,19 +1,20 @@
-//! Concatenations without copies: whoever computes a part writes it where the whole will lie.
+//! Concatenations without copies: the step that computes a part writes it into the whole.
 
 use graph::Graph;
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::ValueId;
 use model::op::Op;
 
-use super::lowering::{Lowering, Refusal};
+use super::lowering::{Lowering, UnsupportedReason};
 use super::view::View;
 
-/// Channels that a vector load takes; parts must begin and end at multiples of it.
+/// Channels of a vector load; parts must begin and end at multiples of it.
 const VECTOR: usize = 8;
 
 impl Lowering<'_> {
-    /// Decides, for every concatenation of images along channels, where its parts are to be written. Later
-    /// ones decide first: in a network that concatenates all that came before, the last holds the others.
+    /// Decides, for every concatenation of images along channels, where its parts are written.
+    /// Later concatenations decide first: in a network that concatenates all previous outputs, the
+    /// last one contains the others.
     pub fn plan_concats(&mut self) {
         let graph: &Graph = self.graph;
         for node in graph.nodes.iter().rev() {
@@ -24,7 +25,7 @@ impl Lowering<'_> {
     }
 
     /// The parts of a concatenation of images along channels, with their channels.
-    fn image_parts(&self, node: &Node) -> Option<Vec<(ValueId, usize)>> {
+    fn image_parts(&self, node: &GraphNode) -> Option<Vec<(ValueId, usize)>> {
         let Op::Concat { axis } = node.op else { return None };
         let output = node.outputs.first().copied().flatten()?;
         let shape = self.shape(output).ok()?;
@@ -39,7 +40,7 @@ impl Lowering<'_> {
         node.inputs.iter().map(part).collect()
     }
 
-    fn plan_concat(&mut self, node: &Node, parts: &[(ValueId, usize)]) {
+    fn plan_concat(&mut self, node: &GraphNode, parts: &[(ValueId, usize)]) {
         let Some(output) = node.outputs.first().copied().flatten() else { return };
         if let Some(whole) = self.joined(parts) {
             self.place(output, whole);
@@ -64,7 +65,7 @@ impl Lowering<'_> {
         }
     }
 
-    /// The view that covers all parts, when they are wanted side by side already.
+    /// The view that covers all parts, when they are already adjacent.
     fn joined(&self, parts: &[(ValueId, usize)]) -> Option<View> {
         let first = self.placement(parts.first()?.0)?.clone();
         let mut end = first.offset;
@@ -79,12 +80,12 @@ impl Lowering<'_> {
         }
         let mut whole = first.clone();
         whole.shape[1] = end - first.offset;
-        // A pixel of the buffer must hold all of it.
+        // A pixel of the buffer must hold all parts.
         (whole.strides[3].max(whole.strides[2]) >= whole.shape[1]).then_some(whole)
     }
 
-    /// A concatenation: parts that lie where they belong stay, the others are copied.
-    pub fn concat(&mut self, node: &Node, axis: i64) -> Result<(), Refusal> {
+    /// A concatenation: copies only the parts that are not in position already.
+    pub fn concat(&mut self, node: &GraphNode, axis: i64) -> Result<(), UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let shape = self.shape(output_id)?;
         let axis = if axis < 0 { axis + shape.len() as i64 } else { axis };

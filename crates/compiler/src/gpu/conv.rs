@@ -1,21 +1,22 @@
-//! Products on tensor cores: convolutions and matrix products with constant weights, half precision.
+//! Products on tensor cores: convolutions and matrix products with constant weights, half
+//! precision.
 
 use std::sync::Arc;
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::gpu::{GpuTarget, Packer, WeightKey};
 use model::op::{self, Activation, Padding, Window};
 use model::{Tensor, ValueId};
 
 use super::args::{Address, ArgsWriter};
-use super::draft::{Draft, Work};
-use super::lowering::{Lowering, Refusal};
+use super::draft::{LaunchDraft, StepDraft};
+use super::loop_nest::address;
+use super::lowering::{Lowering, UnsupportedReason};
 use super::packing;
-use super::tile::{NORMALIZED_DEPTH_MAX, Parts, Problem, Variant, Walk};
+use super::tile::{InputAccess, NORMALIZED_DEPTH_MAX, Problem, SplitReduction, Variant};
 use super::view::{Element, View};
-use super::walk::address;
 
-/// The kernels' number of an activation, where they have it; see `Activation` in `kernels/base.cuh`.
+/// The kernels' number of an activation, if they have it; see `Activation` in `kernels/base.cuh`.
 pub fn activation_code(activation: Activation) -> Option<i32> {
     Some(match activation {
         Activation::None => 0,
@@ -29,7 +30,8 @@ pub fn activation_code(activation: Activation) -> Option<i32> {
     })
 }
 
-/// The number of what a product's kernel applies itself, and what is left for a step behind it.
+/// The number of the activation that a product's kernel applies, and the activation that remains
+/// for the next step.
 pub fn fused(activation: Activation) -> (i32, Option<Activation>) {
     match activation_code(activation) {
         Some(code) => (code, None),
@@ -37,22 +39,22 @@ pub fn fused(activation: Activation) -> (i32, Option<Activation>) {
     }
 }
 
-/// A window over two spatial dimensions with every default filled in.
+/// A window over two spatial dimensions with all defaults resolved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window2 {
     /// Extent.
     pub kernel: [usize; 2],
     /// Step.
     pub stride: [usize; 2],
-    /// Border before the first row and column.
+    /// Padding before the first row and column.
     pub pad: [usize; 2],
     /// Distance of the taps.
     pub dilation: [usize; 2],
 }
 
 impl Window2 {
-    /// The geometry of `window`; `None` unless it is two-dimensional. `kernel` stands in for an extent that the
-    /// weight tells, `input` is the spatial extent.
+    /// The geometry of `window`; `None` unless it is two-dimensional. `kernel` is the extent where
+    /// only the weight gives it, `input` is the spatial extent.
     pub fn of(window: &Window, kernel: &[usize], input: &[usize]) -> Option<Window2> {
         let two = |values: &[usize], default: usize| -> Option<[usize; 2]> {
             if values.is_empty() { Some([default; 2]) } else { values.try_into().ok() }
@@ -75,8 +77,8 @@ impl Window2 {
     }
 }
 
-/// Elements from one pixel to the next of an image with channels fastest; `None` for another order, or one
-/// that vector loads of `vec` elements cannot read.
+/// The stride of pixels of an image with channels fastest; `None` for another order, or one that
+/// vector loads of `vec` elements cannot read.
 pub fn pixel_stride(view: &View, vec: usize) -> Option<usize> {
     let [n, c, h, w] = view.shape[..] else { return None };
     let strides = &view.strides;
@@ -93,7 +95,7 @@ pub fn pixel_stride(view: &View, vec: usize) -> Option<usize> {
     (ordered && aligned && view.element == Element::F16).then_some(pixel)
 }
 
-/// A product as its kernel sees it.
+/// A product as its kernel computes it.
 struct Product {
     name: &'static str,
     input: View,
@@ -122,19 +124,19 @@ impl Product {
         self.window.kernel[0] * self.window.kernel[1] * self.in_c
     }
 
-    fn walk(&self) -> Walk {
+    fn access(&self) -> InputAccess {
         let Window2 { kernel, pad, dilation, .. } = self.window;
         if self.vec == 4 {
-            return Walk::General;
+            return InputAccess::General;
         }
         if kernel == [1, 1] && pad == [0, 0] {
-            return Walk::Point;
+            return InputAccess::Point;
         }
         let taps = self.in_c.is_multiple_of(64)
             && dilation == [1, 1]
             && kernel[0] <= 16
             && kernel[1] <= 16;
-        if taps { Walk::Taps } else { Walk::General }
+        if taps { InputAccess::Taps } else { InputAccess::General }
     }
 
     fn problem(&self, target: &GpuTarget) -> Problem {
@@ -143,7 +145,7 @@ impl Product {
             columns: self.out_c,
             depth: self.depth(),
             vec: self.vec,
-            walk: self.walk(),
+            access: self.access(),
             normalizes: self.normalize.is_some(),
             multiprocessors: target.multiprocessors as usize,
             clusters: target.capability >= 90,
@@ -182,16 +184,16 @@ impl Product {
     fn args(&self, variant: &Variant) -> ArgsWriter {
         let mut args = ArgsWriter::new();
         let weight = |number: Option<u32>| number.map_or(Address::Null, Lowering::weight_address);
-        let split = variant.parts == Parts::Workspace;
-        let when = |place| if split { Address::Place(place) } else { Address::Null };
+        let split = variant.reduction == SplitReduction::Workspace;
+        let when = |location| if split { Address::Fixed(location) } else { Address::Null };
         args.address(address(&self.input))
             .address(weight(Some(self.weight)))
             .address(weight(self.bias))
             .address(self.residual.as_ref().map_or(Address::Null, |(view, _)| address(view)))
             .address(address(&self.output))
             .address(weight(self.normalize))
-            .address(when(model::gpu::Place::Workspace(0)))
-            .address(when(model::gpu::Place::Arrivals));
+            .address(when(model::gpu::MemoryLocation::Workspace(0)))
+            .address(when(model::gpu::MemoryLocation::Arrivals));
         args.int(self.in_h).int(self.in_w).int(self.in_c).int(self.in_stride);
         args.int(self.out_c).int(self.out_stride);
         args.int(self.residual.as_ref().map_or(0, |(_, stride)| *stride));
@@ -201,10 +203,10 @@ impl Product {
         }
         let depth = self.depth();
         args.int(self.rows).int(depth).int(depth.next_multiple_of(8));
-        let reduce = match variant.parts {
-            Parts::Whole => 0,
-            Parts::Workspace => 1,
-            Parts::Cluster => 2,
+        let reduce = match variant.reduction {
+            SplitReduction::Whole => 0,
+            SplitReduction::Workspace => 1,
+            SplitReduction::Cluster => 2,
         };
         args.int(variant.splits).signed(reduce).signed(self.act);
         args.fast_div(variant.splits)
@@ -216,18 +218,20 @@ impl Product {
         args
     }
 
-    fn work(self, target: &GpuTarget) -> Result<Work, Refusal> {
+    fn work(self, target: &GpuTarget) -> Result<StepDraft, UnsupportedReason> {
         let problem = self.problem(target);
         let draft = |variant: Variant| {
-            let kernel = variant.tile.kernel(problem.walk, problem.normalizes);
-            let mut draft = Draft::plain(kernel, variant.tiles(&problem), self.args(&variant));
+            let kernel = variant.tile.kernel(problem.access, problem.normalizes);
+            let mut draft =
+                LaunchDraft::plain(kernel, variant.tiles(&problem), self.args(&variant));
             draft.variant = variant.name();
-            draft.cluster = if variant.parts == Parts::Cluster { variant.splits } else { 1 };
+            draft.cluster =
+                if variant.reduction == SplitReduction::Cluster { variant.splits } else { 1 };
             draft.arrivals = variant.arrivals(&problem);
             draft.workspace_bytes = variant.workspace_bytes(&problem);
             draft
         };
-        let drafts: Vec<Draft> = problem.variants().into_iter().map(draft).collect();
+        let drafts: Vec<LaunchDraft> = problem.variants().into_iter().map(draft).collect();
         if self.input.extent().end.max(self.output.extent().end) > i32::MAX as usize {
             return Err("larger than the kernels' index range".to_string());
         }
@@ -235,7 +239,7 @@ impl Product {
         let signature = self.signature();
         let mut reads = vec![self.input];
         reads.extend(self.residual.map(|(view, _)| view));
-        Ok(Work {
+        Ok(StepDraft {
             op: self.name,
             signature,
             drafts,
@@ -248,7 +252,7 @@ impl Product {
     }
 }
 
-/// Whether a window of one tap stays inside the picture.
+/// Whether a window of one tap stays inside the image.
 fn has_no_border(window: &Window) -> bool {
     match &window.padding {
         Padding::Explicit(pads) => pads.iter().all(|pad| *pad == 0),
@@ -257,9 +261,14 @@ fn has_no_border(window: &Window) -> bool {
 }
 
 impl Lowering<'_> {
-    /// `view` as an image with channels fastest that kernels may read in vectors: itself or a copy, with its
-    /// pixel stride and channels rounded up to `vec`. What lies between the channels and that is finite.
-    pub fn as_image(&mut self, view: View, vec: usize) -> Result<(View, usize, usize), Refusal> {
+    /// `view` as an image with channels fastest that kernels may read in vectors: itself or a copy,
+    /// with its pixel stride and its channels rounded up to `vec`. The padding of a pixel holds
+    /// finite numbers.
+    pub fn as_image(
+        &mut self,
+        view: View,
+        vec: usize,
+    ) -> Result<(View, usize, usize), UnsupportedReason> {
         let channels = view.shape[1];
         let rounded = channels.next_multiple_of(vec);
         let readable = |view: &View| channels + view.slack >= rounded;
@@ -272,16 +281,20 @@ impl Lowering<'_> {
         Ok((image, rounded, rounded))
     }
 
-    /// The value `id` as an image, computed into one if it is not in memory yet.
-    fn image_operand(&mut self, id: ValueId, vec: usize) -> Result<(View, usize, usize), Refusal> {
-        if let Some(lazy) = self.take_lazy(id) {
-            if self.placement(id).is_none() && lazy.shape.len() == 4 {
-                let mut image = self.image(&lazy.shape, vec, lazy.element);
+    /// The value `id` as an image; an expression is computed into one.
+    fn image_operand(
+        &mut self,
+        id: ValueId,
+        vec: usize,
+    ) -> Result<(View, usize, usize), UnsupportedReason> {
+        if let Some(value) = self.take_deferred(id) {
+            if self.placement(id).is_none() && value.shape.len() == 4 {
+                let mut image = self.image(&value.shape, vec, value.element);
                 image.slack = image.shape[1].next_multiple_of(vec) - image.shape[1];
-                self.compute_into(&lazy, &image)?;
+                self.compute_into(&value, &image)?;
                 self.define(id, image);
             } else {
-                self.defer(id, lazy);
+                self.defer(id, value);
             }
         }
         let view = self.operand(id)?;
@@ -289,31 +302,34 @@ impl Lowering<'_> {
     }
 
     /// A constant row of floats for a kernel's epilogue.
-    pub fn float_weight(&mut self, tensor: &Tensor, factor: f32) -> Result<u32, Refusal> {
+    pub fn float_weight(&mut self, tensor: &Tensor, factor: f32) -> Result<u32, UnsupportedReason> {
         let bytes = tensor.len().next_multiple_of(8) * 4;
         if !packing::converts(tensor, Element::F32) {
-            return Err("a bias that is no row of numbers".to_string());
+            return Err("the bias is not a row of numbers".to_string());
         }
         let how = format!("row*{factor}");
         let pack = move |tensor: &Tensor| packing::float_row(tensor, factor).unwrap_or_default();
         Ok(self.weight(tensor, &how, bytes, pack))
     }
 
-    fn constant(&self, node: &Node, index: usize) -> Option<Tensor> {
+    fn constant(&self, node: &GraphNode, index: usize) -> Option<Tensor> {
         let id = node.inputs.get(index).copied().flatten()?;
         self.graph.constant(id).cloned()
     }
 
     /// A residual as an image of the output's sizes, readable in vectors of eight.
-    fn residual(&mut self, id: Option<ValueId>) -> Result<Option<(View, usize)>, Refusal> {
+    fn residual(
+        &mut self,
+        id: Option<ValueId>,
+    ) -> Result<Option<(View, usize)>, UnsupportedReason> {
         let Some(id) = id else { return Ok(None) };
         let view = self.operand(id)?;
         let (view, stride, _) = self.as_image(view, 8)?;
         Ok(Some((view, stride)))
     }
 
-    /// Whether this convolution goes onto the tensor-core kernels as it is.
-    pub fn conv_is_fast(&self, node: &Node, conv: &op::Conv) -> bool {
+    /// Whether the tensor-core kernels support this convolution as it is.
+    pub fn conv_is_fast(&self, node: &GraphNode, conv: &op::Conv) -> bool {
         let constant = |index| self.constant(node, index).is_some();
         let bias = node.inputs.get(2).copied().flatten().is_none() || constant(2);
         let rank = self.constant(node, 1).map_or(0, |weight| weight.shape().len());
@@ -326,15 +342,19 @@ impl Lowering<'_> {
     }
 
     /// A convolution over two dimensions, one group.
-    pub fn fast_conv(&mut self, node: &Node, conv: &op::Conv) -> Result<(), Refusal> {
+    pub fn fast_conv(
+        &mut self,
+        node: &GraphNode,
+        conv: &op::Conv,
+    ) -> Result<(), UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let weight = self.constant(node, 1).ok_or("the weight is not constant")?;
         let x = node.inputs.first().copied().flatten().ok_or("no input")?;
-        // Normalising its own input is for the walk that sees no border.
+        // Only the access without padding can normalise its input.
         let point = weight.shape()[2..] == [1, 1] && has_no_border(&conv.window);
         let shallow = weight.shape()[1] <= NORMALIZED_DEPTH_MAX;
         let normalized = self.normalized(x).filter(|_| point && shallow);
-        // An image of up to four channels has kernels of its own.
+        // Images of up to four channels have specialised kernels.
         let vec = if weight.shape()[1] <= 4 && !point { 4 } else { 8 };
         let (source, normalize) = match normalized {
             Some((source, scale, shift)) => (source, Some(self.scale_weight(&scale, &shift))),
@@ -355,7 +375,7 @@ impl Lowering<'_> {
         let residual = self.residual(node.inputs.get(3).copied().flatten())?;
         let (act, rest) = fused(conv.activation);
         let mut output = self.product_image(output_id, rest)?;
-        let out_stride = pixel_stride(&output, 8).ok_or("the output is no image")?;
+        let out_stride = pixel_stride(&output, 8).ok_or("the output is not an image")?;
         let out_c = output.shape[1].next_multiple_of(8);
         output.slack = out_c - output.shape[1];
         let product = Product {
@@ -386,12 +406,12 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    /// Memory for a product: the output's own, unless a step behind it writes that.
+    /// Memory for a product: that of the output, unless the next step writes it.
     pub fn product_image(
         &mut self,
         output: ValueId,
         rest: Option<Activation>,
-    ) -> Result<View, Refusal> {
+    ) -> Result<View, UnsupportedReason> {
         if rest.is_none() {
             return self.output_image(output);
         }
@@ -399,7 +419,7 @@ impl Lowering<'_> {
         Ok(self.image(&shape, 8, element))
     }
 
-    /// Says that `view`, with what its kernel did not apply, is `output`.
+    /// Defines `output` as `view` with the activation that its kernel did not apply.
     pub fn define_product(&mut self, output: ValueId, view: View, rest: Option<Activation>) {
         match rest {
             None => self.define(output, view),
@@ -417,9 +437,9 @@ impl Lowering<'_> {
         self.weight(scale, &how, bytes, pack)
     }
 
-    /// `activation(alpha * x @ weight + bias + residual)` on the rows of `x`; false when the kernels cannot take
-    /// it as it lies.
-    pub fn fast_matrix(&mut self, matrix: &Matrix) -> Result<bool, Refusal> {
+    /// `activation(alpha * x @ weight + bias + residual)` on the rows of `x`; false when the
+    /// kernels cannot read it in its layout.
+    pub fn fast_matrix(&mut self, matrix: &Matrix) -> Result<bool, UnsupportedReason> {
         if self.float() != Element::F16 {
             return Ok(false);
         }
@@ -498,7 +518,7 @@ impl Lowering<'_> {
         (self.keyed_weight(key, rows * row, Packer(Arc::new(pack))), rows * row)
     }
 
-    /// The biases of all parts in one row; zeros for a part without.
+    /// The biases of all parts in one row; zeros for a part without bias.
     fn matrix_bias(&mut self, matrix: &Matrix) -> Option<u32> {
         if matrix.parts.iter().all(|part| part.bias.is_none()) {
             return None;
@@ -524,11 +544,11 @@ impl Lowering<'_> {
     }
 }
 
-/// Matrix products of one left operand with constant right operands, computed side by side.
+/// Matrix products of one left operand with several constant right operands, computed as one.
 pub struct Matrix {
     /// The left operand.
     pub input: ValueId,
-    /// The right operands. Beside others, each has columns in multiples of eight.
+    /// The right operands. If there are several, each has columns in multiples of eight.
     pub parts: Vec<MatrixPart>,
     /// Whether the right operands are transposed.
     pub transposed: bool,
@@ -561,7 +581,7 @@ impl Matrix {
     }
 }
 
-/// `view` as `rows` rows of `columns` neighbouring halves that vector loads can read.
+/// `view` as `rows` rows of `columns` adjacent halves that vector loads can read.
 pub fn rows_of(view: &View, rows: usize, columns: usize) -> Option<View> {
     let mut flat = view.reshaped(&[rows, columns])?;
     if rows == 1 {

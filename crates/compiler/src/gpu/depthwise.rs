@@ -1,22 +1,22 @@
-//! Depthwise convolutions on their own kernel, half precision.
+//! Depthwise convolutions with a specialised kernel, half precision.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::Tensor;
 use model::op;
 
 use super::args::{Address, ArgsWriter};
 use super::conv::{Window2, fused, pixel_stride};
-use super::draft::{Draft, KernelText, Work};
-use super::lowering::{Lowering, Refusal};
+use super::draft::{KernelText, LaunchDraft, StepDraft};
+use super::loop_nest::address;
+use super::lowering::{Lowering, UnsupportedReason};
 use super::packing;
 use super::view::Element;
-use super::walk::address;
 
 const THREADS: usize = 128;
 
 impl Lowering<'_> {
-    /// Whether the depthwise kernel computes this convolution.
-    pub fn depthwise_is_fast(&self, node: &Node, conv: &op::Conv) -> bool {
+    /// Whether the depthwise kernel supports this convolution.
+    pub fn depthwise_is_fast(&self, node: &GraphNode, conv: &op::Conv) -> bool {
         let constant = |index: usize| {
             let id = node.inputs.get(index).copied().flatten();
             id.and_then(|id| self.graph.constant(id))
@@ -32,8 +32,12 @@ impl Lowering<'_> {
             && bias
     }
 
-    /// A convolution with one filter a channel.
-    pub fn fast_depthwise(&mut self, node: &Node, conv: &op::Conv) -> Result<(), Refusal> {
+    /// A convolution with one filter per channel.
+    pub fn fast_depthwise(
+        &mut self,
+        node: &GraphNode,
+        conv: &op::Conv,
+    ) -> Result<(), UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let id = node.inputs.get(1).copied().flatten().ok_or("no weight")?;
         let weight = self.graph.constant(id).cloned().ok_or("the weight is not constant")?;
@@ -57,7 +61,7 @@ impl Lowering<'_> {
         };
         let (act, rest) = fused(conv.activation);
         let output = self.product_image(output_id, rest)?;
-        let out_stride = pixel_stride(&output, 8).ok_or("the output is no image")?;
+        let out_stride = pixel_stride(&output, 8).ok_or("the output is not an image")?;
         let [batch, _, out_h, out_w] = output.shape[..] else { return Err("not 2-D".into()) };
         let Window2 { kernel, stride, pad, dilation } = window;
         let draft = |wide: usize| {
@@ -75,22 +79,23 @@ impl Lowering<'_> {
             args.int(items).signed(act);
             args.fast_div(channels / 8).fast_div(groups).fast_div(out_h);
             let kernel = kernel_text(&window, wide);
-            let mut draft = Draft::plain(kernel, items.div_ceil(THREADS), args);
+            let mut draft = LaunchDraft::plain(kernel, items.div_ceil(THREADS), args);
             draft.variant = format!("wide{wide}");
             draft
         };
         let widths: &[usize] = if is_fixed(&window) { &[2, 1, 4] } else { &[1] };
-        let drafts: Vec<Draft> = widths.iter().map(|wide| draft(*wide)).collect();
+        let drafts: Vec<LaunchDraft> = widths.iter().map(|wide| draft(*wide)).collect();
         let taps = kernel[0] * kernel[1];
         let mut reads = vec![input.clone()];
         reads.extend(residual.iter().map(|(view, ..)| view.clone()));
         let signature = format!(
-            "Depthwise {batch}x{:?}/{in_stride} -> {out_h}x{out_w}x{channels}/{out_stride} {window:?} a{act} {}",
+            "Depthwise {batch}x{:?}/{in_stride} -> {out_h}x{out_w}x{channels}/{out_stride} \
+             {window:?} a{act} {}",
             &input.shape[2..],
             residual.is_some()
         );
         let flops = 2 * (output.len() * taps) as u64;
-        self.push(Work {
+        self.push(StepDraft {
             op: "Depthwise",
             signature,
             drafts,
@@ -105,7 +110,7 @@ impl Lowering<'_> {
     }
 }
 
-/// Whether the kernel knows this filter at compile time.
+/// Whether the filter's extent is a compile-time constant of the kernel.
 fn is_fixed(window: &Window2) -> bool {
     let square = window.stride[0] == window.stride[1] && matches!(window.stride[0], 1 | 2);
     window.kernel == [3, 3] && window.dilation == [1, 1] && square

@@ -1,18 +1,18 @@
-//! From a node to the code that lowers it.
+//! Selects the code that lowers a node.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::op::{self, Activation, GlobalPool, Op};
 use model::{Tensor, ValueId};
 
 use super::conv::{Matrix, MatrixPart};
-use super::lowering::{Lowering, Refusal};
+use super::lowering::{Lowering, UnsupportedReason};
 
 /// What a product that normalises its input needs: the input, scales and shifts.
 pub type Normalized = (ValueId, Tensor, Tensor);
 
 impl Lowering<'_> {
     /// Lowers one node.
-    pub fn node(&mut self, node: &Node) -> Result<(), Refusal> {
+    pub fn node(&mut self, node: &GraphNode) -> Result<(), UnsupportedReason> {
         self.begin(node);
         if self.nothing_to_compute(node)? || self.known_outputs(node)? || self.elementwise(node)? {
             return Ok(());
@@ -45,8 +45,8 @@ impl Lowering<'_> {
         }
     }
 
-    /// Whether every output has no element, so that there is nothing to launch.
-    fn nothing_to_compute(&mut self, node: &Node) -> Result<bool, Refusal> {
+    /// Whether all outputs are empty, so that there is nothing to launch.
+    fn nothing_to_compute(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let outputs: Vec<ValueId> = node.outputs.iter().flatten().copied().collect();
         for id in &outputs {
             if !self.shape(*id)?.contains(&0) {
@@ -61,7 +61,11 @@ impl Lowering<'_> {
         Ok(true)
     }
 
-    fn matmul(&mut self, node: &Node, product: &op::MatMul) -> Result<bool, Refusal> {
+    fn matmul(
+        &mut self,
+        node: &GraphNode,
+        product: &op::MatMul,
+    ) -> Result<bool, UnsupportedReason> {
         let output = node.outputs.first().copied().flatten().ok_or("no output")?;
         if self.is_defined(output) {
             return Ok(true);
@@ -88,7 +92,7 @@ impl Lowering<'_> {
     }
 
     /// The constant operands of a product.
-    fn matrix_part(&self, node: &Node) -> Option<MatrixPart> {
+    fn matrix_part(&self, node: &GraphNode) -> Option<MatrixPart> {
         let value = |index: usize| node.inputs.get(index).copied().flatten();
         let output = node.outputs.first().copied().flatten()?;
         let weight = self.graph.constant(value(1)?).cloned()?;
@@ -102,11 +106,11 @@ impl Lowering<'_> {
         plain.then_some(MatrixPart { weight, bias, columns, output })
     }
 
-    /// Products of the same operand with other constants, which then need no launch of their own.
-    fn siblings(&self, node: &Node, product: &op::MatMul) -> Vec<MatrixPart> {
+    /// Products of the same operand with other constants, which are then part of the same launch.
+    fn siblings(&self, node: &GraphNode, product: &op::MatMul) -> Vec<MatrixPart> {
         let input = node.inputs.first();
         let wide = |part: &MatrixPart| part.columns.is_multiple_of(8);
-        let like = |other: &&Node| {
+        let like = |other: &&GraphNode| {
             !std::ptr::eq(*other, node)
                 && other.op == Op::MatMul(*product)
                 && other.inputs.first() == input
@@ -119,7 +123,7 @@ impl Lowering<'_> {
         others.filter(|part| wide(part) && rank(part) == rank(&own)).collect()
     }
 
-    fn gemm(&mut self, node: &Node, gemm: &op::Gemm) -> Result<bool, Refusal> {
+    fn gemm(&mut self, node: &GraphNode, gemm: &op::Gemm) -> Result<bool, UnsupportedReason> {
         let input = node.inputs.first().copied().flatten().ok_or("no operand")?;
         let Some(part) = self.matrix_part(node).filter(|_| !gemm.transpose_a) else {
             return Ok(false);
@@ -135,14 +139,18 @@ impl Lowering<'_> {
         })
     }
 
-    fn global_average(&mut self, node: &Node) -> Result<bool, Refusal> {
+    fn global_average(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let x = node.inputs.first().copied().flatten().ok_or("no input")?;
         let output = node.outputs.first().copied().flatten().ok_or("no output")?;
         self.fast_global_average(x, output)
     }
 
     /// A mean over both spatial dimensions of an image.
-    fn mean_of_image(&mut self, node: &Node, reduce: &op::Reduce) -> Result<bool, Refusal> {
+    fn mean_of_image(
+        &mut self,
+        node: &GraphNode,
+        reduce: &op::Reduce,
+    ) -> Result<bool, UnsupportedReason> {
         let x = node.inputs.first().copied().flatten().ok_or("no input")?;
         let output = node.outputs.first().copied().flatten().ok_or("no output")?;
         if reduce.kind != op::ReduceKind::Mean || self.shape(x)?.len() != 4 {
@@ -157,7 +165,11 @@ impl Lowering<'_> {
         self.fast_global_average(x, output)
     }
 
-    fn softmax(&mut self, node: &Node, softmax: &op::Softmax) -> Result<bool, Refusal> {
+    fn softmax(
+        &mut self,
+        node: &GraphNode,
+        softmax: &op::Softmax,
+    ) -> Result<bool, UnsupportedReason> {
         let output = node.outputs.first().copied().flatten().ok_or("no output")?;
         let rank = self.shape(output)?.len() as i64;
         let last = softmax.axis == -1 || softmax.axis == rank - 1;
@@ -167,7 +179,8 @@ impl Lowering<'_> {
         self.fast_softmax(node)
     }
 
-    /// The operands of `relu(x * scale + shift)` that the readers of `id` apply themselves, if it is one.
+    /// The operands of `relu(x * scale + shift)` that the readers of `id` apply themselves, if `id`
+    /// is one.
     pub fn normalized(&self, id: ValueId) -> Option<Normalized> {
         if self.reads[id.index()] != 1 || self.target.precision != model::gpu::Precision::F16 {
             return None;

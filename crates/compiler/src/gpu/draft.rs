@@ -5,16 +5,16 @@ use model::gpu::Kernel;
 use super::args::{Address, ArgsWriter};
 use super::view::View;
 
-/// One way to compute a step. Addresses still name buffers.
+/// One variant of a step. Addresses still refer to buffers.
 #[derive(Clone, Debug)]
-pub struct Draft {
+pub struct LaunchDraft {
     /// A short name of the variant, unique within the step.
     pub variant: String,
     /// The kernel.
     pub kernel: Kernel,
     /// Tiles.
     pub tiles: usize,
-    /// Blocks that must run together; 1 for none.
+    /// Blocks of a cluster, which run at the same time; 1 for none.
     pub cluster: usize,
     /// Arrival words of a product split through the workspace.
     pub arrivals: usize,
@@ -24,15 +24,15 @@ pub struct Draft {
     pub args: (Vec<u8>, Vec<(u32, Address)>),
 }
 
-impl Draft {
-    /// The only way: a plain launch of `tiles` tiles.
-    pub fn plain(kernel: KernelText, tiles: usize, args: ArgsWriter) -> Draft {
+impl LaunchDraft {
+    /// The only variant: a plain launch of `tiles` tiles.
+    pub fn plain(kernel: KernelText, tiles: usize, args: ArgsWriter) -> LaunchDraft {
         let args = args.finish();
         let KernelText { source, expression, threads, shared_bytes } = kernel;
         let args_bytes = args.0.len() as u32;
         let kernel = Kernel { source, expression, threads, shared_bytes, args_bytes };
         let variant = "only".to_string();
-        Draft { variant, kernel, tiles, cluster: 1, arrivals: 0, workspace_bytes: 0, args }
+        LaunchDraft { variant, kernel, tiles, cluster: 1, arrivals: 0, workspace_bytes: 0, args }
     }
 }
 
@@ -49,16 +49,17 @@ pub struct KernelText {
     pub shared_bytes: u32,
 }
 
-/// Everything about a step but its place in the plan.
+/// A step before memory is planned.
 #[derive(Clone, Debug)]
-pub struct Work {
-    /// What is computed, in a word.
+pub struct StepDraft {
+    /// The operator in one word.
     pub op: &'static str,
-    /// Equal problems have equal signatures: sizes, strides, element types, attributes; no addresses.
+    /// Equal problems have equal signatures: sizes, strides, element types, attributes; no
+    /// addresses.
     pub signature: String,
-    /// Ways to compute it, the one to take without further knowledge first.
-    pub drafts: Vec<Draft>,
-    /// What is read, weights apart.
+    /// The variants; the first is the default without measurements.
+    pub drafts: Vec<LaunchDraft>,
+    /// What is read, without weights.
     pub reads: Vec<View>,
     /// What is written.
     pub writes: Vec<View>,
@@ -66,6 +67,6 @@ pub struct Work {
     pub flops: u64,
     /// Bytes of weights read.
     pub weight_bytes: u64,
-    /// Why a tile may not be left once begun; `None` when it may.
+    /// Why a started tile must finish; `None` when it may be preempted.
     pub finish_tiles: Option<String>,
 }

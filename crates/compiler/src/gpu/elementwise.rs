@@ -1,22 +1,23 @@
-//! Chains of element operators as one generated kernel, and copies between any two layouts.
+//! Chains of element-wise operators as one generated kernel, and copies between any two layouts.
 //!
-//! The generated text depends on the expression, the element types, and how the operands lie along the output's rows; sizes and
-//! strides are arguments, so steps of other sizes share the kernel.
+//! The generated text depends on the expression, the element types, and the operands' strides along
+//! the output's rows. Sizes and strides are arguments, so that steps of other sizes share the
+//! kernel.
 
 mod text;
-mod turn;
+mod transpose;
 
 use model::op::{Activation, Binary, Compare, Unary, Variadic};
 
 use super::args::{Address, ArgsWriter};
-use super::draft::{Draft, KernelText, Work};
+use super::draft::{KernelText, LaunchDraft, StepDraft};
+use super::loop_nest::{LoopNest, address, check_output, check_view, describe, describe_all};
 use super::view::{Element, View};
-use super::walk::{Walk, address, check_output, check_view, describe, describe_all};
 
-/// The most operands of a chain, coordinates included.
+/// The maximum number of operands of a chain, coordinates included.
 pub const MAX_INPUTS: usize = 16;
 
-/// The most operators of a chain.
+/// The maximum number of operators of a chain.
 pub const MAX_NODES: usize = 256;
 
 /// A function of one element of each input.
@@ -55,7 +56,7 @@ pub enum Expr {
 }
 
 impl Expr {
-    /// What it is directly made of.
+    /// Its operands.
     fn children(&self) -> Vec<&Expr> {
         match self {
             Expr::Input(_) | Expr::Coordinate(_) => Vec::new(),
@@ -71,7 +72,7 @@ impl Expr {
         }
     }
 
-    /// Every node; stops one beyond the most a chain may have.
+    /// Every node; stops after one more than a chain may have.
     fn nodes(&self) -> Vec<&Expr> {
         let mut nodes = vec![self];
         let mut next = 0;
@@ -84,26 +85,26 @@ impl Expr {
     }
 }
 
-/// How an operand lies along the rows of the output: `Access` of `kernels/chain.cuh`.
+/// The stride of an operand along the rows of the output: `Access` of `kernels/chain.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Access {
     Row,
     Point,
     Apart,
-    Place,
+    Position,
 }
 
-/// What the generated text knows of an operand.
+/// Properties of an operand that the generated text depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Operand {
     element: Element,
     access: Access,
 }
 
-/// The loops of a chain. Operands of the walk: the output, the position in a row, the inputs.
+/// The loops of a chain. Operands of the nest: the output, the position in a row, the inputs.
 #[derive(Debug)]
-struct Plan {
-    walk: Walk,
+struct ChainLoops {
+    nest: LoopNest,
     /// Elements a thread computes.
     count: usize,
     width: usize,
@@ -113,8 +114,9 @@ struct Plan {
     access: Vec<Access>,
 }
 
-/// `output = expr(inputs)`, the inputs broadcast to the output's shape. Zeros go to the output's slack.
-pub fn work(expr: &Expr, inputs: &[View], output: &View) -> Result<Work, String> {
+/// `output = expr(inputs)`, the inputs broadcast to the output's shape. The output's slack is set
+/// to zero.
+pub fn work(expr: &Expr, inputs: &[View], output: &View) -> Result<StepDraft, String> {
     check_output(output)?;
     let nodes = expr.nodes();
     if nodes.len() > MAX_NODES {
@@ -134,20 +136,20 @@ pub fn work(expr: &Expr, inputs: &[View], output: &View) -> Result<Work, String>
         })?);
     }
     let plan = plan(&operands, &axes, output)?;
-    plan.walk.check()?;
+    plan.nest.check()?;
     let (args, items) = arguments(&plan, inputs, output);
     let kernel = kernel(expr, &axes, &plan, inputs, output)?;
-    let draft = Draft::plain(kernel, items.div_ceil(128), args);
+    let draft = LaunchDraft::plain(kernel, items.div_ceil(128), args);
     let reads: Vec<&View> = inputs.iter().collect();
     let signature =
         format!("elementwise {expr:?} {} of {}", describe(output), describe_all(&reads));
-    let mut work = super::walk::single("Elementwise", signature, draft, &reads, output);
+    let mut work = super::loop_nest::single("Elementwise", signature, draft, &reads, output);
     work.flops = (operators * output.len()) as u64;
     Ok(work)
 }
 
-/// `to = from`, elements converted where the types differ. Zeros go to the slack of `to`.
-pub fn copy(from: &View, to: &View) -> Result<Work, String> {
+/// `to = from`, elements converted where the types differ. The slack of `to` is set to zero.
+pub fn copy(from: &View, to: &View) -> Result<StepDraft, String> {
     check_output(to)?;
     check_view(from)?;
     let source = from
@@ -155,26 +157,32 @@ pub fn copy(from: &View, to: &View) -> Result<Work, String> {
         .ok_or_else(|| format!("shape {:?} does not broadcast to {:?}", from.shape, to.shape))?;
     let (mut source, mut target) = (source, to.clone());
     if from.element == to.element {
-        // Bits are moved as they are, and kernels are shared between types of one size.
+        // Bits are copied unchanged, so that types of one size share a kernel.
         let bits = bits(from.element);
         (source.element, target.element) = (bits, bits);
     }
-    let moved = match turn::work(&source, &target)? {
+    let moved = match transpose::work(&source, &target)? {
         Some(work) => work,
         None => work(&Expr::Input(0), std::slice::from_ref(&source), &target)?,
     };
-    Ok(Work { op: "Copy", reads: vec![from.clone()], writes: vec![to.clone()], flops: 0, ..moved })
+    Ok(StepDraft {
+        op: "Copy",
+        reads: vec![from.clone()],
+        writes: vec![to.clone()],
+        flops: 0,
+        ..moved
+    })
 }
 
 /// `output = value` everywhere.
-pub fn fill(value: Expr, output: &View) -> Result<Work, String> {
-    Ok(Work { op: "Fill", flops: 0, ..work(&value, &[], output)? })
+pub fn fill(value: Expr, output: &View) -> Result<StepDraft, String> {
+    Ok(StepDraft { op: "Fill", flops: 0, ..work(&value, &[], output)? })
 }
 
-/// Zeros in the slack of `output`; `None` when it has none.
+/// Sets the slack of `output` to zero; `None` when it has none.
 ///
-/// Chains and copies write zeros there themselves; a value made by another step needs this one.
-pub fn clear_slack(output: &View) -> Option<Result<Work, String>> {
+/// Chains and copies do so themselves; a value of another step needs this one.
+pub fn clear_slack(output: &View) -> Option<Result<StepDraft, String>> {
     if output.slack == 0 || output.is_empty() {
         return None;
     }
@@ -223,15 +231,16 @@ fn coordinates(nodes: &[&Expr], output: &View) -> Result<Vec<usize>, String> {
     }
 }
 
-/// The loops over `inputs`, which have the output's shape, and the dimensions `axes` whose index is read.
-fn plan(inputs: &[View], axes: &[usize], output: &View) -> Result<Plan, String> {
+/// The loops over `inputs`, which have the output's shape, and the dimensions `axes` whose index is
+/// read.
+fn plan(inputs: &[View], axes: &[usize], output: &View) -> Result<ChainLoops, String> {
     let rank = output.shape.len();
     let mut strides = vec![output.strides.clone(), vec![0; rank]];
     strides.extend(inputs.iter().map(|view| view.strides.clone()));
     strides.extend(axes.iter().map(|axis| (0..rank).map(|i| usize::from(i == *axis)).collect()));
-    let mut walk = Walk::new(&output.shape, &strides).ordered_by(0).merged();
-    let row = match walk.dims.last() {
-        Some(dim) if dim.strides[0] == 1 => walk.dims.pop(),
+    let mut nest = LoopNest::new(&output.shape, &strides).ordered_by(0).merged();
+    let row = match nest.loops.last() {
+        Some(dim) if dim.strides[0] == 1 => nest.loops.pop(),
         _ => None,
     };
     let operands = inputs.len() + axes.len();
@@ -240,27 +249,33 @@ fn plan(inputs: &[View], axes: &[usize], output: &View) -> Result<Plan, String> 
         None => (1, vec![0; operands]),
     };
     let padded = width + output.slack;
-    let count = vector(&walk, inputs, output, &apart, padded);
+    let count = vector(&nest, inputs, output, &apart, padded);
     let step = |apart: usize| apart * count;
     let mut vectors = vec![count, count];
     vectors.extend(apart.iter().map(|apart| step(*apart)));
     if padded > count {
-        walk.push(padded.div_ceil(count), vectors);
+        nest.push(padded.div_ceil(count), vectors);
     }
     let access = (0..operands)
         .map(|i| match apart[i] {
-            _ if i >= inputs.len() => Access::Place,
+            _ if i >= inputs.len() => Access::Position,
             0 => Access::Point,
-            1 if aligned(&walk, i + 2, &inputs[i], count) => Access::Row,
+            1 if aligned(&nest, i + 2, &inputs[i], count) => Access::Row,
             _ => Access::Apart,
         })
         .collect();
-    Ok(Plan { walk, count, width, padded, apart, access })
+    Ok(ChainLoops { nest, count, width, padded, apart, access })
 }
 
-/// How many elements of a row a thread computes: as many as 16 bytes of the smallest operand, as far as the output and the
-/// inputs that lie along the rows are aligned.
-fn vector(walk: &Walk, inputs: &[View], output: &View, apart: &[usize], padded: usize) -> usize {
+/// How many elements of a row a thread computes: 16 bytes of the smallest operand, as far as the
+/// output and the inputs that vary along rows are aligned.
+fn vector(
+    nest: &LoopNest,
+    inputs: &[View],
+    output: &View,
+    apart: &[usize],
+    padded: usize,
+) -> usize {
     let along = || inputs.iter().enumerate().filter(|(i, _)| apart[*i] == 1);
     let smallest =
         along().map(|(_, view)| view.element.size()).chain([output.element.size()]).min();
@@ -268,8 +283,8 @@ fn vector(walk: &Walk, inputs: &[View], output: &View, apart: &[usize], padded: 
     let mut count = most;
     while count > 1 {
         let fits = count <= padded
-            && aligned(walk, 0, output, count)
-            && along().all(|(i, view)| aligned(walk, i + 2, view, count));
+            && aligned(nest, 0, output, count)
+            && along().all(|(i, view)| aligned(nest, i + 2, view, count));
         if fits {
             break;
         }
@@ -278,22 +293,22 @@ fn vector(walk: &Walk, inputs: &[View], output: &View, apart: &[usize], padded: 
     count
 }
 
-/// Whether every row of an operand begins where `count` elements may be moved at once.
-fn aligned(walk: &Walk, operand: usize, view: &View, count: usize) -> bool {
+/// Whether every row of an operand is aligned for loads and stores of `count` elements.
+fn aligned(nest: &LoopNest, operand: usize, view: &View, count: usize) -> bool {
     let unit = (16 / view.element.size()).min(count);
     let even = |elements: usize| elements.is_multiple_of(unit);
-    even(view.offset) && walk.dims.iter().all(|dim| even(dim.strides[operand]))
+    even(view.offset) && nest.loops.iter().all(|dim| even(dim.strides[operand]))
 }
 
-fn arguments(plan: &Plan, inputs: &[View], output: &View) -> (ArgsWriter, usize) {
-    let items = plan.walk.len();
+fn arguments(plan: &ChainLoops, inputs: &[View], output: &View) -> (ArgsWriter, usize) {
+    let items = plan.nest.len();
     let operands = plan.apart.len();
     let mut args = ArgsWriter::new();
     args.address(address(output));
     for input in inputs {
         args.address(address(input));
     }
-    // Coordinates have no address; a struct without operands keeps room for one.
+    // Coordinates have no address; a struct without operands still has one entry.
     for _ in inputs.len()..operands.max(1) {
         args.address(Address::Null);
     }
@@ -301,14 +316,14 @@ fn arguments(plan: &Plan, inputs: &[View], output: &View) -> (ArgsWriter, usize)
     for operand in 0..operands.max(1) {
         args.int(plan.apart.get(operand).copied().unwrap_or(0));
     }
-    plan.walk.write(&mut args);
+    plan.nest.write(&mut args);
     (args, items)
 }
 
 fn kernel(
     expr: &Expr,
     axes: &[usize],
-    plan: &Plan,
+    plan: &ChainLoops,
     inputs: &[View],
     output: &View,
 ) -> Result<KernelText, String> {
@@ -317,7 +332,7 @@ fn kernel(
         .zip(&plan.access)
         .map(|(element, access)| Operand { element, access: *access })
         .collect();
-    let shape = text::Shape { rank: plan.walk.rank(), count: plan.count };
+    let shape = text::Shape { rank: plan.nest.rank(), count: plan.count };
     let source = text::source(expr, &operands, axes, output.element, shape)?;
     let expression = "tiles::Chain<tiles::Function>".to_string();
     Ok(KernelText { source, expression, threads: 128, shared_bytes: 0 })

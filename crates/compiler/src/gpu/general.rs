@@ -1,21 +1,21 @@
-//! Operators that go to the general kernels: any sizes, any strides, any precision.
+//! Operators with general kernels: any sizes, strides and precision.
 
 mod movement;
 mod product;
 mod reduction;
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::op::Op;
 use model::{DataType, ValueId};
 
 use super::elementwise::{self, Expr};
-use super::lowering::{Lowering, Refusal};
+use super::lowering::{Lowering, UnsupportedReason};
 use super::view::{Element, View};
 use super::{quantize, window};
 
 impl Lowering<'_> {
-    /// Lowers `node` onto the general kernels.
-    pub fn general(&mut self, node: &Node) -> Result<(), Refusal> {
+    /// Lowers `node` to general kernels.
+    pub fn general(&mut self, node: &GraphNode) -> Result<(), UnsupportedReason> {
         if self.general_product(node)? || self.general_reduction(node)? || self.movement(node)? {
             return Ok(());
         }
@@ -49,9 +49,9 @@ impl Lowering<'_> {
                 let sizes = self.ints(node, 3)?;
                 let (region, scales) = (given(&region), given(&scales));
                 let sizes = sizes.as_deref().filter(|sizes| !sizes.is_empty());
-                let stretches = window::stretches(resize, &x.shape, region, scales, sizes)?;
+                let resize_axes = window::resize_axes(resize, &x.shape, region, scales, sizes)?;
                 let y = self.picture(Self::output(node)?)?;
-                let work = window::resize(resize, &stretches, &x, &y)?;
+                let work = window::resize(resize, &resize_axes, &x, &y)?;
                 self.finish(node, work, vec![Some(y)])
             }
             Op::GridSample { mode, padding, align_corners } => {
@@ -92,20 +92,20 @@ impl Lowering<'_> {
         }
     }
 
-    /// The first output's number.
-    pub(super) fn output(node: &Node) -> Result<ValueId, Refusal> {
+    /// The id of the first output.
+    pub(super) fn output(node: &GraphNode) -> Result<ValueId, UnsupportedReason> {
         node.outputs.first().copied().flatten().ok_or_else(|| "no output".to_string())
     }
 
     /// Memory for the first output, packed in row-major order.
-    pub(super) fn new_output(&mut self, node: &Node) -> Result<View, Refusal> {
+    pub(super) fn new_output(&mut self, node: &GraphNode) -> Result<View, UnsupportedReason> {
         let id = Self::output(node)?;
         let (shape, element) = (self.shape(id)?, self.element(id)?);
         Ok(self.packed(&shape, element))
     }
 
-    /// Memory for a picture: channels fastest, or where a concatenation wants it.
-    pub(super) fn picture(&mut self, id: ValueId) -> Result<View, Refusal> {
+    /// Memory for an image: channels fastest, or where a concatenation needs it.
+    pub(super) fn picture(&mut self, id: ValueId) -> Result<View, UnsupportedReason> {
         let (shape, element) = (self.shape(id)?, self.element(id)?);
         if shape.len() == 4 && element.is_float() {
             return self.output_image(id);
@@ -116,8 +116,8 @@ impl Lowering<'_> {
         Ok(self.image(&shape, 1, element))
     }
 
-    /// Memory for `id` in the order `view` lies in.
-    pub(super) fn like(&mut self, id: ValueId, view: &View) -> Result<View, Refusal> {
+    /// Memory for `id` in the dimension order of `view`.
+    pub(super) fn like(&mut self, id: ValueId, view: &View) -> Result<View, UnsupportedReason> {
         let (shape, element) = (self.shape(id)?, self.element(id)?);
         if shape.len() != view.shape.len() {
             return Ok(self.packed(&shape, element));
@@ -125,13 +125,13 @@ impl Lowering<'_> {
         Ok(self.ordered(&shape, &view.memory_order(), element))
     }
 
-    /// Adds the step and says where its outputs lie.
+    /// Adds the step and defines its outputs.
     pub(super) fn finish(
         &mut self,
-        node: &Node,
-        work: super::draft::Work,
+        node: &GraphNode,
+        work: super::draft::StepDraft,
         outputs: Vec<Option<View>>,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), UnsupportedReason> {
         self.push(work);
         for (id, view) in node.outputs.iter().zip(outputs) {
             if let (Some(id), Some(view)) = (id, view) {
@@ -141,16 +141,20 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    /// The constant floats of operand `index`, if it is there.
-    fn floats(&self, node: &Node, index: usize) -> Result<Option<Vec<f32>>, Refusal> {
+    /// The constant floats of operand `index`, if present.
+    fn floats(
+        &self,
+        node: &GraphNode,
+        index: usize,
+    ) -> Result<Option<Vec<f32>>, UnsupportedReason> {
         let Some(id) = node.inputs.get(index).copied().flatten() else { return Ok(None) };
         let constant = self.graph.constant(id).and_then(graph::content::floats);
         let name = &self.graph.value(id).name;
         constant.map(Some).ok_or_else(|| format!("'{name}' is only known when the model runs"))
     }
 
-    /// Values that are known without running anything; false when one is not.
-    pub(super) fn known_outputs(&mut self, node: &Node) -> Result<bool, Refusal> {
+    /// Defines values that are known at compile time; false when one is not.
+    pub(super) fn known_outputs(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let mut known = Vec::new();
         for id in node.outputs.iter().flatten() {
             let value = self.graph.value(*id);
@@ -174,8 +178,9 @@ impl Lowering<'_> {
         Ok(!known.is_empty())
     }
 
-    /// Gives the outputs of a refused node some place, so that what follows can be looked at too.
-    pub fn stand_in(&mut self, node: &Node) {
+    /// Gives the outputs of an unsupported node some memory, so that later nodes can be checked
+    /// too.
+    pub fn add_placeholder(&mut self, node: &GraphNode) {
         for id in node.outputs.iter().flatten() {
             if let (Ok(shape), Ok(element)) = (self.shape(*id), self.element(*id)) {
                 let view = self.packed(&shape, element);
@@ -185,13 +190,13 @@ impl Lowering<'_> {
     }
 }
 
-/// What is there and not empty.
+/// The operands that are present and not empty.
 fn given(values: &Option<Vec<f32>>) -> Option<&[f32]> {
     values.as_deref().filter(|values| !values.is_empty())
 }
 
 /// The element a constant tensor is filled with.
-fn fill_value(dtype: DataType, value: &[u8; 8]) -> Result<Expr, Refusal> {
+fn fill_value(dtype: DataType, value: &[u8; 8]) -> Result<Expr, UnsupportedReason> {
     let size = dtype.size_bytes().ok_or("strings do not go onto a GPU")?;
     let raw = bytes(value, size);
     let tensor = model::Tensor::from_raw(dtype, vec![], raw).map_err(|err| err.to_string())?;

@@ -1,7 +1,8 @@
-//! Operators that move elements: gather, scatter, padding, slices, repetition, and what is made of indices alone
-//! (`kernels/index.cuh`).
+//! Operators that move elements: gather, scatter, padding, slices, repetition, and those computed
+//! from indices alone (`kernels/index.cuh`).
 //!
-//! Outputs whose size depends on data (`NonZero`, `Compress`, `NonMaxSuppression`) have no kernel: a plan's sizes are fixed.
+//! Outputs whose size depends on data (`NonZero`, `Compress`, `NonMaxSuppression`) have no kernel:
+//! a plan's sizes are fixed.
 
 mod gather;
 mod pattern;
@@ -12,27 +13,36 @@ pub use pattern::{eye_like, one_hot, range, trilu};
 use model::op::PadMode;
 
 use super::args::ArgsWriter;
-use super::draft::{Draft, Work};
+use super::draft::{LaunchDraft, StepDraft};
 use super::elementwise::{bits, copy};
-use super::view::{Element, View};
-use super::walk::{
-    MAX_RANK, Walk, address, check_output, check_view, computed_name, describe_all, kernel, single,
+use super::loop_nest::{
+    LoopNest, MAX_RANK, address, check_output, check_view, computed_name, describe_all, kernel,
+    single,
 };
+use super::view::{Element, View};
 
-/// `y` is `x` with a border; `begins` may be negative and then cut. How much is at the ends, `y` says.
-pub fn pad(mode: PadMode, begins: &[i64], value: f64, x: &View, y: &View) -> Result<Work, String> {
+/// `y` is `x` with padding; negative `begins` remove elements. The shape of `y` gives the padding
+/// at the ends.
+pub fn pad(
+    mode: PadMode,
+    begins: &[i64],
+    value: f64,
+    x: &View,
+    y: &View,
+) -> Result<StepDraft, String> {
     let steps = vec![1; x.shape.len()];
     moved("Pad", mode, begins, &steps, value, x, y)
 }
 
-/// `y[i] = x[start + i * step]` along every dimension; steps may be negative. Without one that is, a view of `x` does.
-pub fn slice(starts: &[i64], steps: &[i64], x: &View, y: &View) -> Result<Work, String> {
+/// `y[i] = x[start + i * step]` along every dimension; steps may be negative. If all are positive,
+/// a view of `x` suffices.
+pub fn slice(starts: &[i64], steps: &[i64], x: &View, y: &View) -> Result<StepDraft, String> {
     let begins: Vec<i64> = starts.iter().map(|start| -start).collect();
     moved("Slice", PadMode::Constant, &begins, steps, 0.0, x, y)
 }
 
 /// `y` repeats `x` along every dimension.
-pub fn tile(repeats: &[usize], x: &View, y: &View) -> Result<Work, String> {
+pub fn tile(repeats: &[usize], x: &View, y: &View) -> Result<StepDraft, String> {
     let agrees = repeats.len() == x.shape.len()
         && y.shape.len() == x.shape.len()
         && (0..x.shape.len())
@@ -51,8 +61,8 @@ pub fn tile(repeats: &[usize], x: &View, y: &View) -> Result<Work, String> {
     named("Tile", x, y, copy(&from, &to)?)
 }
 
-/// Every input to its part of `y` along `axis`: one copy each.
-pub fn concat(axis: usize, inputs: &[View], y: &View) -> Result<Vec<Work>, String> {
+/// Copies every input to its part of `y` along `axis`.
+pub fn concat(axis: usize, inputs: &[View], y: &View) -> Result<Vec<StepDraft>, String> {
     let mut start = 0;
     let mut works = Vec::with_capacity(inputs.len());
     for input in inputs {
@@ -63,7 +73,7 @@ pub fn concat(axis: usize, inputs: &[View], y: &View) -> Result<Vec<Work>, Strin
         }
         let part = y.sliced(axis, start, length, 1);
         if part.shape != input.shape {
-            return Err(format!("{:?} is no part of {:?} along {axis}", input.shape, y.shape));
+            return Err(format!("{:?} is not a part of {:?} along {axis}", input.shape, y.shape));
         }
         if length > 0 {
             works.push(copy(input, &part)?);
@@ -74,13 +84,16 @@ pub fn concat(axis: usize, inputs: &[View], y: &View) -> Result<Vec<Work>, Strin
 }
 
 /// Channels to blocks of pixels.
-pub fn depth_to_space(block: usize, crd: bool, x: &View, y: &View) -> Result<Work, String> {
+pub fn depth_to_space(block: usize, crd: bool, x: &View, y: &View) -> Result<StepDraft, String> {
     let [n, c, h, w] = four(x)?;
     let fits = block > 0
         && c.is_multiple_of(block * block)
         && y.shape == [n, c / (block * block), h * block, w * block];
     if !fits {
-        return Err(format!("no blocks of {block} from {:?} to {:?}", x.shape, y.shape));
+        return Err(format!(
+            "moving blocks of {block} from {:?} to {:?} is not supported",
+            x.shape, y.shape
+        ));
     }
     let inner = c / (block * block);
     let (split, order) = if crd {
@@ -94,11 +107,14 @@ pub fn depth_to_space(block: usize, crd: bool, x: &View, y: &View) -> Result<Wor
 }
 
 /// Blocks of pixels to channels.
-pub fn space_to_depth(block: usize, x: &View, y: &View) -> Result<Work, String> {
+pub fn space_to_depth(block: usize, x: &View, y: &View) -> Result<StepDraft, String> {
     let [n, c, h, w] = four(x)?;
     let whole = block > 0 && h.is_multiple_of(block) && w.is_multiple_of(block);
     if !whole || y.shape != [n, c * block * block, h / block, w / block] {
-        return Err(format!("no blocks of {block} from {:?} to {:?}", x.shape, y.shape));
+        return Err(format!(
+            "moving blocks of {block} from {:?} to {:?} is not supported",
+            x.shape, y.shape
+        ));
     }
     let from =
         split_view(x, &[n, c, h / block, block, w / block, block])?.permuted(&[0, 3, 5, 1, 2, 4]);
@@ -106,13 +122,13 @@ pub fn space_to_depth(block: usize, x: &View, y: &View) -> Result<Work, String> 
     named("SpaceToDepth", x, y, copy(&from, &to)?)
 }
 
-/// The first `lengths` elements of each sequence in reverse.
+/// Reverses the first `lengths` elements of each sequence.
 pub fn reverse_sequence(
     (batch_axis, time_axis): (usize, usize),
     x: &View,
     lengths: &View,
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     check_view(x)?;
     check_output(y)?;
     let rank = x.shape.len();
@@ -123,7 +139,10 @@ pub fn reverse_sequence(
         || lengths.shape != [x.shape[batch_axis]]
         || !is_index(lengths.element)
     {
-        return Err(format!("no sequences of {:?} with lengths {:?}", x.shape, lengths.shape));
+        return Err(format!(
+            "reversing sequences of {:?} with lengths {:?} is not supported",
+            x.shape, lengths.shape
+        ));
     }
     let only = |at: usize, stride: usize| {
         (0..rank).map(|axis| if axis == at { stride } else { 0 }).collect()
@@ -132,20 +151,23 @@ pub fn reverse_sequence(
     input[time_axis] = 0;
     let operands =
         [y.strides.clone(), input, only(batch_axis, lengths.strides[0]), only(time_axis, 1)];
-    let walk = Walk::new(&y.shape, &operands).ordered_by(0).merged();
-    walk.check()?;
+    let nest = LoopNest::new(&y.shape, &operands).ordered_by(0).merged();
+    nest.check()?;
     let mut args = ArgsWriter::new();
     args.address(address(x)).address(address(lengths)).address(address(y));
-    args.int(walk.len()).int(x.shape[time_axis]).int(x.strides[time_axis]);
-    walk.write(&mut args);
+    args.int(nest.len()).int(x.shape[time_axis]).int(x.strides[time_axis]);
+    nest.write(&mut args);
     let expression = format!(
         "tiles::Reverse<{}, {}, {}>",
         bits(x.element).cuda_name(),
         lengths.element.cuda_name(),
-        walk.rank()
+        nest.rank()
     );
-    let draft =
-        Draft::plain(kernel("index.cuh", &[], expression, 128), walk.len().div_ceil(128), args);
+    let draft = LaunchDraft::plain(
+        kernel("index.cuh", &[], expression, 128),
+        nest.len().div_ceil(128),
+        args,
+    );
     let signature = format!("reverse {batch_axis} {time_axis} {}", describe_all(&[x, lengths, y]));
     Ok(single("ReverseSequence", signature, draft, &[x, lengths], y))
 }
@@ -155,22 +177,22 @@ fn is_index(element: Element) -> bool {
     !element.is_float() && element != Element::Bool
 }
 
-/// A copy under the name of the operator it is, with the views as they were.
-fn named(op: &'static str, x: &View, y: &View, work: Work) -> Result<Work, String> {
-    Ok(Work { op, reads: vec![x.clone()], writes: vec![y.clone()], ..work })
+/// A copy under the name of its operator, with the original views.
+fn named(op: &'static str, x: &View, y: &View, work: StepDraft) -> Result<StepDraft, String> {
+    Ok(StepDraft { op, reads: vec![x.clone()], writes: vec![y.clone()], ..work })
 }
 
 fn four(view: &View) -> Result<[usize; 4], String> {
-    view.shape.clone().try_into().map_err(|shape| format!("{shape:?} is no batch of images"))
+    view.shape.clone().try_into().map_err(|shape| format!("{shape:?} is not a batch of images"))
 }
 
-/// Dimensions split into parts, which never takes a copy.
+/// Dimensions split into parts, which never requires a copy.
 fn split_view(view: &View, shape: &[usize]) -> Result<View, String> {
     let view = View { slack: 0, ..view.clone() };
     view.reshaped(shape).ok_or_else(|| format!("{:?} does not split into {shape:?}", view.shape))
 }
 
-/// `y[i] = x[i * step - begin]`, with a border of `mode` around `x`.
+/// `y[i] = x[i * step - begin]`, padded by `mode`.
 fn moved(
     op: &'static str,
     mode: PadMode,
@@ -179,14 +201,14 @@ fn moved(
     value: f64,
     x: &View,
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     check_view(x)?;
     check_output(y)?;
     let rank = x.shape.len();
     let fits = y.shape.len() == rank && begins.len() == rank && steps.len() == rank;
     if !fits || x.element != y.element || (x.is_empty() && mode != PadMode::Constant) {
         return Err(format!(
-            "no {op} of {:?} {:?} as {:?} {:?}",
+            "{op} of {:?} {:?} as {:?} {:?} is not supported",
             x.element, x.shape, y.element, y.shape
         ));
     }
@@ -218,12 +240,12 @@ fn moved(
         axes.len().max(1)
     );
     let text = kernel("index.cuh", &[x.element], expression, 128);
-    let draft = Draft::plain(text, items.div_ceil(128), args);
+    let draft = LaunchDraft::plain(text, items.div_ceil(128), args);
     let signature = format!("{op} {mode:?} {begins:?} {steps:?} {value} {}", describe_all(&[x, y]));
     Ok(single(op, signature, draft, &[x], y))
 }
 
-/// The part of `PadArgs` that has a number for every dimension.
+/// The fields of `PadArgs` that have one number per dimension.
 fn write_moves(
     args: &mut ArgsWriter,
     axes: &[usize],

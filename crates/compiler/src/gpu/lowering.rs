@@ -1,52 +1,52 @@
-//! The state of a lowering: where values lie, what has been launched so far, which weights are needed.
+//! The state of a lowering: views of values, steps so far, weights in use.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use graph::Graph;
-use graph::ir::Node;
-use model::gpu::{GpuTarget, Packer, Place, Precision, Slot, Weight, WeightKey};
+use graph::ir::GraphNode;
+use model::gpu::{GpuTarget, IoTensor, MemoryLocation, Packer, Precision, Weight, WeightKey};
 use model::{Tensor, ValueId};
 
 use super::args::Address;
-use super::draft::Work;
+use super::draft::StepDraft;
 use super::elementwise;
 use super::view::{BufferId, Element, View, packed_strides};
 
-/// Why a node has no kernels.
-pub type Refusal = String;
+/// Why a node cannot be lowered.
+pub type UnsupportedReason = String;
 
 /// Every buffer begins at a multiple of this, so that vector loads of any kernel are aligned.
 pub const ALIGNMENT: usize = 256;
 
-/// What a buffer is.
+/// The location of a buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Home {
-    /// Intermediate values; placed by lifetime.
+pub enum BufferLocation {
+    /// In the arena of intermediate values; the offset follows from its lifetime.
     Arena,
-    /// A fixed place.
-    Fixed(Place),
+    /// A fixed location.
+    Fixed(MemoryLocation),
 }
 
-/// A stretch of device memory.
+/// A range of device memory.
 #[derive(Clone, Debug)]
 pub struct Buffer {
     /// Bytes.
     pub bytes: usize,
-    /// Where.
-    pub home: Home,
+    /// Its location.
+    pub location: BufferLocation,
 }
 
-/// A step whose buffers have no places yet.
+/// A step whose buffers have no addresses yet.
 #[derive(Clone, Debug)]
-pub struct Pending {
+pub struct PendingStep {
     /// The source node's name.
     pub name: String,
-    /// The work.
-    pub work: Work,
+    /// Its variants and operands.
+    pub work: StepDraft,
 }
 
-/// A lowering under way.
+/// A lowering in progress.
 pub struct Lowering<'a> {
     /// The model; every size is a number.
     pub graph: &'a Graph,
@@ -55,34 +55,34 @@ pub struct Lowering<'a> {
     /// Buffers by [`BufferId`].
     pub buffers: Vec<Buffer>,
     /// Steps so far.
-    pub steps: Vec<Pending>,
+    pub steps: Vec<PendingStep>,
     /// Weights so far.
     pub weights: Vec<Weight>,
     /// How often each value is read.
     pub reads: Vec<usize>,
     views: Vec<Option<View>>,
-    lazy: HashMap<ValueId, Lazy>,
+    deferred: HashMap<ValueId, DeferredValue>,
     placements: HashMap<ValueId, View>,
     weight_numbers: HashMap<WeightKey, u32>,
     identities: &'a HashMap<usize, ValueId>,
     node: String,
 }
 
-/// A value that is not computed until somebody needs it in memory: an expression over views.
+/// A value that is not computed until it is needed in memory: an expression over views.
 #[derive(Clone, Debug)]
-pub struct Lazy {
+pub struct DeferredValue {
     /// The expression; inputs are indices into `inputs`.
     pub expr: elementwise::Expr,
     /// Its operands.
     pub inputs: Vec<View>,
     /// Sizes of the result.
     pub shape: Vec<usize>,
-    /// How the result is stored once it is.
+    /// How the result is stored.
     pub element: Element,
 }
 
 impl<'a> Lowering<'a> {
-    /// A lowering of `graph`. `identities` tells, by address, which constants are those of the launch plan:
+    /// A lowering of `graph`. `identities` gives, by address, the constants of the launch plan:
     /// they are the same in every lowering of it.
     pub fn new(
         graph: &'a Graph,
@@ -97,7 +97,7 @@ impl<'a> Lowering<'a> {
             weights: Vec::new(),
             reads: graph.reads(),
             views: vec![None; graph.values.len()],
-            lazy: HashMap::new(),
+            deferred: HashMap::new(),
             placements: HashMap::new(),
             weight_numbers: HashMap::new(),
             identities,
@@ -114,13 +114,13 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    /// Names the node that steps from here on belong to.
-    pub fn begin(&mut self, node: &Node) {
+    /// Sets the node that the following steps belong to.
+    pub fn begin(&mut self, node: &GraphNode) {
         self.node.clone_from(&node.name);
     }
 
     /// The sizes of a value.
-    pub fn shape(&self, id: ValueId) -> Result<Vec<usize>, Refusal> {
+    pub fn shape(&self, id: ValueId) -> Result<Vec<usize>, UnsupportedReason> {
         let value = self.graph.value(id);
         let fixed = |dim: &graph::SymDim| dim.fixed().and_then(|size| usize::try_from(size).ok());
         let shape: Option<Vec<usize>> =
@@ -129,16 +129,16 @@ impl<'a> Lowering<'a> {
     }
 
     /// How a value is stored between steps.
-    pub fn element(&self, id: ValueId) -> Result<Element, Refusal> {
+    pub fn element(&self, id: ValueId) -> Result<Element, UnsupportedReason> {
         let value = self.graph.value(id);
         Element::stored(value.dtype, self.target.precision)
             .ok_or_else(|| format!("'{}' holds strings", value.name))
     }
 
     /// A new buffer.
-    pub fn buffer(&mut self, bytes: usize, home: Home) -> BufferId {
+    pub fn buffer(&mut self, bytes: usize, location: BufferLocation) -> BufferId {
         let id = BufferId(self.buffers.len() as u32);
-        self.buffers.push(Buffer { bytes: bytes.max(1).next_multiple_of(ALIGNMENT), home });
+        self.buffers.push(Buffer { bytes: bytes.max(1).next_multiple_of(ALIGNMENT), location });
         id
     }
 
@@ -148,7 +148,7 @@ impl<'a> Lowering<'a> {
         self.ordered(shape, &order, element)
     }
 
-    /// A view of a new buffer whose dimensions lie in `order`, slowest first.
+    /// A view of a new buffer whose dimensions are in `order`, slowest first.
     pub fn ordered(&mut self, shape: &[usize], order: &[usize], element: Element) -> View {
         let sizes: Vec<usize> = order.iter().map(|axis| shape[*axis]).collect();
         let packed = packed_strides(&sizes);
@@ -157,12 +157,12 @@ impl<'a> Lowering<'a> {
             strides[*axis] = packed[position];
         }
         let bytes = shape.iter().product::<usize>() * element.size();
-        let buffer = self.buffer(bytes, Home::Arena);
+        let buffer = self.buffer(bytes, BufferLocation::Arena);
         View { buffer, offset: 0, shape: shape.to_vec(), strides, element, slack: 0 }
     }
 
-    /// A view of a new buffer with channels (dimension 1) fastest, each pixel rounded up to a multiple of
-    /// `round` channels.
+    /// A view of a new buffer with channels (dimension 1) fastest, each pixel rounded up to a
+    /// multiple of `round` channels.
     pub fn image(&mut self, shape: &[usize], round: usize, element: Element) -> View {
         let channels = shape[1];
         let pixel = channels.next_multiple_of(round);
@@ -175,18 +175,18 @@ impl<'a> Lowering<'a> {
         view
     }
 
-    /// Where a node's output shall go: the place a concatenation wants it, if any.
+    /// The view that a concatenation reserved for the value `id`, if any.
     pub fn placement(&self, id: ValueId) -> Option<&View> {
         self.placements.get(&id)
     }
 
-    /// Wants the value `id` written at `view`.
+    /// Reserves `view` for the value `id`.
     pub fn place(&mut self, id: ValueId, view: View) {
         self.placements.insert(id, view);
     }
 
-    /// An image for the output `id`: where it is wanted, or a new one.
-    pub fn output_image(&mut self, id: ValueId) -> Result<View, Refusal> {
+    /// An image for the output `id`: the reserved one, or a new one.
+    pub fn output_image(&mut self, id: ValueId) -> Result<View, UnsupportedReason> {
         if let Some(view) = self.placements.get(&id) {
             return Ok(view.clone());
         }
@@ -195,9 +195,9 @@ impl<'a> Lowering<'a> {
     }
 
     /// The view of a value that is in memory or a constant; its element is the stored one.
-    pub fn operand(&mut self, id: ValueId) -> Result<View, Refusal> {
-        if let Some(lazy) = self.lazy.remove(&id) {
-            let view = self.materialize(id, lazy)?;
+    pub fn operand(&mut self, id: ValueId) -> Result<View, UnsupportedReason> {
+        if let Some(value) = self.deferred.remove(&id) {
+            let view = self.materialize(id, value)?;
             self.views[id.index()] = Some(view);
         }
         if let Some(view) = &self.views[id.index()] {
@@ -213,77 +213,90 @@ impl<'a> Lowering<'a> {
     }
 
     /// The operand at `index` of `node`.
-    pub fn input(&mut self, node: &Node, index: usize) -> Result<View, Refusal> {
+    pub fn input(&mut self, node: &GraphNode, index: usize) -> Result<View, UnsupportedReason> {
         let id = node.inputs.get(index).copied().flatten();
         self.operand(id.ok_or_else(|| format!("operand {index} is absent"))?)
     }
 
-    /// The operand at `index` of `node`, if it is there.
-    pub fn optional(&mut self, node: &Node, index: usize) -> Result<Option<View>, Refusal> {
+    /// The operand at `index` of `node`, if present.
+    pub fn optional(
+        &mut self,
+        node: &GraphNode,
+        index: usize,
+    ) -> Result<Option<View>, UnsupportedReason> {
         match node.inputs.get(index).copied().flatten() {
             Some(id) => self.operand(id).map(Some),
             None => Ok(None),
         }
     }
 
-    /// Says where the value `id` lies. An output that was wanted elsewhere is copied there by who wanted it.
+    /// Defines the value `id` as `view`. If another view is reserved for it, the concatenation
+    /// copies.
     pub fn define(&mut self, id: ValueId, view: View) {
         self.views[id.index()] = Some(view);
     }
 
-    /// Whether it is known how the value `id` comes about: it lies in memory, or is an expression.
+    /// Whether the value `id` is in memory or an expression.
     pub fn is_defined(&self, id: ValueId) -> bool {
-        self.views[id.index()].is_some() || self.lazy.contains_key(&id)
+        self.views[id.index()].is_some() || self.deferred.contains_key(&id)
     }
 
-    /// Says how to compute the value `id` when somebody needs it.
-    pub fn defer(&mut self, id: ValueId, lazy: Lazy) {
-        self.lazy.insert(id, lazy);
+    /// Defines the value `id` as an expression that is computed when it is needed.
+    pub fn defer(&mut self, id: ValueId, value: DeferredValue) {
+        self.deferred.insert(id, value);
     }
 
     /// The expression of a value that is not in memory yet, and may never be.
-    pub fn take_lazy(&mut self, id: ValueId) -> Option<Lazy> {
-        self.lazy.remove(&id)
+    pub fn take_deferred(&mut self, id: ValueId) -> Option<DeferredValue> {
+        self.deferred.remove(&id)
     }
 
-    /// Computes an expression into memory, in the order its largest operand lies.
-    pub fn materialize(&mut self, id: ValueId, lazy: Lazy) -> Result<View, Refusal> {
+    /// Computes an expression into memory, in the dimension order of its largest operand.
+    pub fn materialize(
+        &mut self,
+        id: ValueId,
+        value: DeferredValue,
+    ) -> Result<View, UnsupportedReason> {
         let view = match self.placements.get(&id) {
             Some(view) => view.clone(),
             None => {
-                let same = |view: &&View| view.shape == lazy.shape;
-                let order = match lazy.inputs.iter().find(same) {
+                let same = |view: &&View| view.shape == value.shape;
+                let order = match value.inputs.iter().find(same) {
                     Some(view) => view.memory_order(),
-                    None => (0..lazy.shape.len()).collect(),
+                    None => (0..value.shape.len()).collect(),
                 };
-                self.ordered(&lazy.shape, &order, lazy.element)
+                self.ordered(&value.shape, &order, value.element)
             }
         };
-        self.compute_into(&lazy, &view)?;
+        self.compute_into(&value, &view)?;
         Ok(view)
     }
 
     /// Computes an expression into `view`.
-    pub fn compute_into(&mut self, lazy: &Lazy, view: &View) -> Result<(), Refusal> {
-        let plain = matches!(lazy.expr, elementwise::Expr::Input(0)) && lazy.inputs.len() == 1;
+    pub fn compute_into(
+        &mut self,
+        value: &DeferredValue,
+        view: &View,
+    ) -> Result<(), UnsupportedReason> {
+        let plain = matches!(value.expr, elementwise::Expr::Input(0)) && value.inputs.len() == 1;
         let work = if plain {
-            elementwise::copy(&lazy.inputs[0], view)?
+            elementwise::copy(&value.inputs[0], view)?
         } else {
-            elementwise::work(&lazy.expr, &lazy.inputs, view)?
+            elementwise::work(&value.expr, &value.inputs, view)?
         };
         self.push(work);
         Ok(())
     }
 
-    /// `from` copied into a new view of the same sizes.
-    pub fn copy_into(&mut self, from: &View, to: &View) -> Result<(), Refusal> {
+    /// Copies `from` to `to`, of the same sizes.
+    pub fn copy_into(&mut self, from: &View, to: &View) -> Result<(), UnsupportedReason> {
         let work = elementwise::copy(from, to)?;
         self.push(work);
         Ok(())
     }
 
     /// `view` packed in row-major order: itself, or a copy.
-    pub fn in_row_major(&mut self, view: View) -> Result<View, Refusal> {
+    pub fn in_row_major(&mut self, view: View) -> Result<View, UnsupportedReason> {
         if view.is_packed() {
             return Ok(view);
         }
@@ -293,11 +306,11 @@ impl<'a> Lowering<'a> {
     }
 
     /// Adds a step.
-    pub fn push(&mut self, work: Work) {
-        self.steps.push(Pending { name: self.node.clone(), work });
+    pub fn push(&mut self, work: StepDraft) {
+        self.steps.push(PendingStep { name: self.node.clone(), work });
     }
 
-    /// The number of the weight made of `tensor` by `pack`. `how` names the packing.
+    /// The index of the weight that `pack` makes of `tensor`. `how` names the packing.
     pub fn weight(
         &mut self,
         tensor: &Tensor,
@@ -310,7 +323,7 @@ impl<'a> Lowering<'a> {
         self.keyed_weight(key, bytes, Packer(Arc::new(move || pack(&tensor))))
     }
 
-    /// The number of the weight under `key`.
+    /// The index of the weight with `key`.
     pub fn keyed_weight(&mut self, key: WeightKey, bytes: usize, pack: Packer) -> u32 {
         if let Some(number) = self.weight_numbers.get(&key) {
             return *number;
@@ -332,7 +345,7 @@ impl<'a> Lowering<'a> {
 
     /// The address of weight `number`.
     pub fn weight_address(number: u32) -> Address {
-        Address::Place(Place::Weight(number, 0))
+        Address::Fixed(MemoryLocation::Weight(number, 0))
     }
 
     /// A constant as a packed view in `element`.
@@ -341,7 +354,7 @@ impl<'a> Lowering<'a> {
         id: ValueId,
         tensor: &Tensor,
         element: Element,
-    ) -> Result<View, Refusal> {
+    ) -> Result<View, UnsupportedReason> {
         let shape = tensor.shape().to_vec();
         let bytes = tensor.len() * element.size();
         let how = format!("{element:?}");
@@ -352,19 +365,19 @@ impl<'a> Lowering<'a> {
         let pack =
             move |tensor: &Tensor| super::packing::convert(tensor, element).unwrap_or_default();
         let number = self.weight(tensor, &how, bytes, pack);
-        let buffer = self.buffer(bytes, Home::Fixed(Place::Weight(number, 0)));
+        let buffer = self.buffer(bytes, BufferLocation::Fixed(MemoryLocation::Weight(number, 0)));
         let strides = packed_strides(&shape);
         Ok(View { buffer, offset: 0, shape, strides, element, slack: 0 })
     }
 
-    /// The model's inputs as views of the request's bytes, with their slots.
-    pub fn declare_inputs(&mut self) -> Result<Vec<Slot>, Refusal> {
+    /// The model's inputs as views of the request's bytes.
+    pub fn declare_inputs(&mut self) -> Result<Vec<IoTensor>, UnsupportedReason> {
         let mut slots = Vec::new();
         for (index, id) in self.graph.inputs.iter().enumerate() {
             let slot = self.slot(*id)?;
             let exact = Element::exact(slot.dtype).ok_or("strings do not go onto a GPU")?;
-            let home = Home::Fixed(Place::Input(index as u32, 0));
-            let buffer = self.buffer(slot.bytes as usize, home);
+            let location = BufferLocation::Fixed(MemoryLocation::Input(index as u32, 0));
+            let buffer = self.buffer(slot.bytes as usize, location);
             let strides = packed_strides(&slot.shape);
             let shape = slot.shape.clone();
             let view =
@@ -374,33 +387,33 @@ impl<'a> Lowering<'a> {
                 self.define(*id, view);
             } else {
                 let expr = elementwise::Expr::Input(0);
-                self.defer(*id, Lazy { expr, inputs: vec![view], shape, element: stored });
+                self.defer(*id, DeferredValue { expr, inputs: vec![view], shape, element: stored });
             }
             slots.push(slot);
         }
         Ok(slots)
     }
 
-    /// Copies the model's outputs to where the reply is read from, and returns their slots.
-    pub fn declare_outputs(&mut self) -> Result<Vec<Slot>, Refusal> {
+    /// Copies the model's outputs to where the reply is read from.
+    pub fn declare_outputs(&mut self) -> Result<Vec<IoTensor>, UnsupportedReason> {
         let mut slots = Vec::new();
         for (index, id) in self.graph.outputs.clone().into_iter().enumerate() {
             let slot = self.slot(id)?;
             let element = Element::exact(slot.dtype).ok_or("strings do not come from a GPU")?;
             self.node = format!("output {}", slot.name);
-            let home = Home::Fixed(Place::Output(index as u32, 0));
-            let buffer = self.buffer(slot.bytes as usize, home);
+            let location = BufferLocation::Fixed(MemoryLocation::Output(index as u32, 0));
+            let buffer = self.buffer(slot.bytes as usize, location);
             let strides = packed_strides(&slot.shape);
             let to =
                 View { buffer, offset: 0, shape: slot.shape.clone(), strides, element, slack: 0 };
-            // What nobody else reads goes from its expression straight into the reply.
-            let work = match self.take_lazy(id) {
-                Some(lazy) if self.reads[id.index()] == 1 => {
-                    elementwise::work(&lazy.expr, &lazy.inputs, &to)?
+            // An expression without another reader is computed directly into the reply.
+            let work = match self.take_deferred(id) {
+                Some(value) if self.reads[id.index()] == 1 => {
+                    elementwise::work(&value.expr, &value.inputs, &to)?
                 }
                 other => {
-                    if let Some(lazy) = other {
-                        self.defer(id, lazy);
+                    if let Some(value) = other {
+                        self.defer(id, value);
                     }
                     let from = self.operand(id)?;
                     elementwise::copy(&from, &to)?
@@ -414,12 +427,12 @@ impl<'a> Lowering<'a> {
         Ok(slots)
     }
 
-    fn slot(&self, id: ValueId) -> Result<Slot, Refusal> {
+    fn slot(&self, id: ValueId) -> Result<IoTensor, UnsupportedReason> {
         let value = self.graph.value(id);
         let shape = self.shape(id)?;
         let size = value.dtype.size_bytes().ok_or("strings do not go onto a GPU")?;
         let count = model::tensor::element_count(&shape).map_err(|err| err.to_string())?;
         let bytes = count.checked_mul(size).ok_or("too large")? as u64;
-        Ok(Slot { name: value.name.clone(), dtype: value.dtype, shape, bytes })
+        Ok(IoTensor { name: value.name.clone(), dtype: value.dtype, shape, bytes })
     }
 }

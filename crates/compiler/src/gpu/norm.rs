@@ -1,14 +1,14 @@
 //! Row operators on packed halves: layer normalisation and softmax.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::Tensor;
 
 use super::args::{Address, ArgsWriter};
 use super::conv::rows_of;
-use super::draft::{Draft, KernelText, Work};
-use super::lowering::{Lowering, Refusal};
+use super::draft::{KernelText, LaunchDraft, StepDraft};
+use super::loop_nest::address;
+use super::lowering::{Lowering, UnsupportedReason};
 use super::view::{Element, View};
-use super::walk::address;
 
 const THREADS: usize = 128;
 const ROWS_PER_TILE: usize = 4;
@@ -33,13 +33,13 @@ fn row_kernel(expression: String) -> KernelText {
 }
 
 impl Lowering<'_> {
-    /// Layer normalisation over the last dimension; false when the kernel does not compute this one.
+    /// Layer normalisation over the last dimension; false when the kernel does not support it.
     pub fn fast_layer_norm(
         &mut self,
-        node: &Node,
+        node: &GraphNode,
         axis: i64,
         epsilon: f32,
-    ) -> Result<bool, Refusal> {
+    ) -> Result<bool, UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let shape = self.shape(output_id)?;
         let last = axis == -1 || usize::try_from(axis).is_ok_and(|axis| axis + 1 == shape.len());
@@ -74,10 +74,10 @@ impl Lowering<'_> {
         args.int(rows).int(width).float(epsilon);
         args.address(Address::Null).address(Address::Null).address(Address::Null).fast_div(1);
         let kernel = row_kernel(format!("tiles::LayerNorm<false, {}>", width.div_ceil(256)));
-        self.push(Work {
+        self.push(StepDraft {
             op: "LayerNorm",
             signature: format!("LayerNorm {rows}x{width}"),
-            drafts: vec![Draft::plain(kernel, rows.div_ceil(ROWS_PER_TILE), args)],
+            drafts: vec![LaunchDraft::plain(kernel, rows.div_ceil(ROWS_PER_TILE), args)],
             flops: 8 * input.len() as u64,
             reads: vec![input],
             writes: vec![output.clone()],
@@ -88,8 +88,8 @@ impl Lowering<'_> {
         Ok(true)
     }
 
-    /// Softmax over the last dimension; false when the kernel does not compute this one.
-    pub fn fast_softmax(&mut self, node: &Node) -> Result<bool, Refusal> {
+    /// Softmax over the last dimension; false when the kernel does not support it.
+    pub fn fast_softmax(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let shape = self.shape(output_id)?;
         let width = shape.last().copied().unwrap_or(0);
@@ -100,10 +100,10 @@ impl Lowering<'_> {
         let mut args = ArgsWriter::new();
         args.address(address(&input)).address(address(&output)).int(rows).int(width);
         let kernel = row_kernel(format!("tiles::Softmax<{}>", width.div_ceil(256)));
-        self.push(Work {
+        self.push(StepDraft {
             op: "Softmax",
             signature: format!("Softmax {rows}x{width}"),
-            drafts: vec![Draft::plain(kernel, rows.div_ceil(ROWS_PER_TILE), args)],
+            drafts: vec![LaunchDraft::plain(kernel, rows.div_ceil(ROWS_PER_TILE), args)],
             flops: 5 * input.len() as u64,
             reads: vec![input],
             writes: vec![output.clone()],

@@ -1,4 +1,4 @@
-//! Weights as kernels want them.
+//! Packs weights into the layouts that kernels read.
 
 use graph::content;
 use half::{bf16, f16};
@@ -27,19 +27,22 @@ pub fn floats_as(values: &[f32], element: Element) -> Option<Vec<u8>> {
     })
 }
 
-/// Half precision, with finite numbers beyond its range at its ends: masks of -1e9 stay finite.
+/// Half precision; finite numbers beyond its range become its largest, so that masks of -1e9 stay
+/// finite.
 fn saturated(x: f32) -> f16 {
     if x.is_finite() { f16::from_f32(x.clamp(-65504.0, 65504.0)) } else { f16::from_f32(x) }
 }
 
-/// Whether [`convert`] can, without doing it: weights are large, and made once at most.
+/// Whether [`convert`] supports the types, without converting: weights are large and packed at most
+/// once.
 pub fn converts(tensor: &Tensor, element: Element) -> bool {
     let exact = Element::exact(tensor.dtype());
     let narrows = matches!(element, Element::F16 | Element::BF16 | Element::F32);
     exact == Some(element) || (narrows && exact.is_some_and(Element::is_float))
 }
 
-/// The elements of `tensor` as bytes of `element`, in the same order; `None` for an unlike kind.
+/// The elements of `tensor` as bytes of `element`, in the same order; `None` for incompatible
+/// types.
 pub fn convert(tensor: &Tensor, element: Element) -> Option<Vec<u8>> {
     if Element::exact(tensor.dtype()) == Some(element) {
         return tensor.raw().map(|raw| raw.to_vec());
@@ -47,8 +50,8 @@ pub fn convert(tensor: &Tensor, element: Element) -> Option<Vec<u8>> {
     floats_as(&content::floats(tensor)?, element)
 }
 
-/// A filter `[out, in, taps...]` as `[out][taps][in rounded up]` halves; rows rounded up to eight, and
-/// output channels too.
+/// A filter `[out, in, taps...]` as `[out][taps][in rounded up]` halves; rows rounded up to eight,
+/// and output channels too.
 pub fn filter(tensor: &Tensor, in_rounded: usize) -> Option<Vec<u8>> {
     let values = content::floats(tensor)?;
     let (out_c, in_c) = (tensor.shape()[0], tensor.shape()[1]);
@@ -66,8 +69,8 @@ pub fn filter(tensor: &Tensor, in_rounded: usize) -> Option<Vec<u8>> {
     Some(bytemuck::cast_slice(&packed).to_vec())
 }
 
-/// A matrix `[depth, columns]` (or its transpose) as `[columns][depth]` halves times `factor`, both rounded up
-/// to eight.
+/// A matrix `[depth, columns]` (or its transpose) as `[columns][depth]` halves times `factor`, both
+/// rounded up to eight.
 pub fn matrix(tensor: &Tensor, transposed: bool, factor: f32) -> Option<Vec<u8>> {
     let values = content::floats(tensor)?;
     let rank = tensor.shape().len();

@@ -1,21 +1,25 @@
 //! Pooling over images with channels fastest, half precision.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::ValueId;
 use model::op::{self, PoolKind};
 
 use super::args::{Address, ArgsWriter};
 use super::conv::{Window2, pixel_stride};
-use super::draft::{Draft, KernelText, Work};
-use super::lowering::{Lowering, Refusal};
+use super::draft::{KernelText, LaunchDraft, StepDraft};
+use super::loop_nest::address;
+use super::lowering::{Lowering, UnsupportedReason};
 use super::view::Element;
-use super::walk::address;
 
 const THREADS: usize = 128;
 
 impl Lowering<'_> {
-    /// Max or average windows; false when the kernel does not compute this one.
-    pub fn fast_pool(&mut self, node: &Node, pool: &op::Pool) -> Result<bool, Refusal> {
+    /// Max or average windows; false when the kernel does not support them.
+    pub fn fast_pool(
+        &mut self,
+        node: &GraphNode,
+        pool: &op::Pool,
+    ) -> Result<bool, UnsupportedReason> {
         let output_id = node.outputs.first().copied().flatten().ok_or("no output")?;
         let out_shape = self.shape(output_id)?;
         let (max, count_padding) = match pool.kind {
@@ -23,7 +27,7 @@ impl Lowering<'_> {
             PoolKind::Average { count_include_pad } => (false, count_include_pad),
             _ => return Ok(false),
         };
-        // Average windows that hang over the end in ceil mode count only what the border covers.
+        // Average windows that exceed the input in ceil mode count only what the padding covers.
         let plain = !(pool.ceil_mode && !max && count_padding);
         if self.float() != Element::F16 || out_shape.len() != 4 || out_shape[1] % 8 != 0 || !plain {
             return Ok(false);
@@ -39,7 +43,7 @@ impl Lowering<'_> {
         }
         let (input, in_stride, channels) = self.as_image(input, 8)?;
         let output = self.output_image(output_id)?;
-        let out_stride = pixel_stride(&output, 8).ok_or("the output is no image")?;
+        let out_stride = pixel_stride(&output, 8).ok_or("the output is not an image")?;
         let [batch, _, out_h, out_w] = out_shape[..] else { return Ok(false) };
         let items = batch * out_h * out_w * channels / 8;
         let mut args = ArgsWriter::new();
@@ -57,13 +61,14 @@ impl Lowering<'_> {
             shared_bytes: 0,
         };
         let signature = format!(
-            "Pool {max} {batch}x{:?}/{in_stride} -> {out_h}x{out_w}x{channels}/{out_stride} {window:?}",
+            "Pool {max} {batch}x{:?}/{in_stride} -> {out_h}x{out_w}x{channels}/{out_stride} \
+             {window:?}",
             &input.shape[2..]
         );
-        self.push(Work {
+        self.push(StepDraft {
             op: if max { "MaxPool" } else { "AveragePool" },
             signature,
-            drafts: vec![Draft::plain(kernel, items.div_ceil(THREADS), args)],
+            drafts: vec![LaunchDraft::plain(kernel, items.div_ceil(THREADS), args)],
             reads: vec![input],
             writes: vec![output.clone()],
             flops: (output.len() * window.kernel[0] * window.kernel[1]) as u64,
@@ -74,8 +79,12 @@ impl Lowering<'_> {
         Ok(true)
     }
 
-    /// The mean of every channel; false when the kernel does not compute this one.
-    pub fn fast_global_average(&mut self, x: ValueId, output_id: ValueId) -> Result<bool, Refusal> {
+    /// The mean of every channel; false when the kernel does not support it.
+    pub fn fast_global_average(
+        &mut self,
+        x: ValueId,
+        output_id: ValueId,
+    ) -> Result<bool, UnsupportedReason> {
         let shape = self.shape(x)?;
         if self.float() != Element::F16 || shape.len() != 4 || shape[1] % 8 != 0 {
             return Ok(false);
@@ -103,13 +112,13 @@ impl Lowering<'_> {
             threads: 256,
             shared_bytes: 0,
         };
-        self.push(Work {
+        self.push(StepDraft {
             op: "GlobalAveragePool",
             signature: format!(
                 "GlobalPool {batch}x{h}x{w}x{channels}/{in_stride} {}",
                 pre.is_some()
             ),
-            drafts: vec![Draft::plain(kernel, batch * groups, args)],
+            drafts: vec![LaunchDraft::plain(kernel, batch * groups, args)],
             flops: input.len() as u64,
             reads: vec![input],
             writes: vec![flat.clone()],

@@ -1,7 +1,8 @@
-//! Products of any strides and types: matrix products, convolutions and transposed convolutions (`kernels/product.cuh`).
+//! Products of any strides and types: matrix products, convolutions and transposed convolutions
+//! (`kernels/product.cuh`).
 //!
-//! The weights of a convolution must be constant. Any strides will do; where the input has its channels fastest, weights with
-//! input channels fastest are read in whole lines too.
+//! The weights of a convolution must be constant. All strides are supported; if the input has its
+//! channels fastest, weights with input channels fastest are also read in whole lines.
 
 mod attention;
 mod convolution;
@@ -10,38 +11,39 @@ mod einsum;
 use model::op::{Activation, Gemm, MatMul};
 
 use super::args::{Address, ArgsWriter};
-use super::draft::{Draft, Work};
-use super::view::{Element, View};
-use super::walk::{
-    MAX_ITEMS, Walk, address, check_output, check_view, describe_all, kernel, single,
+use super::draft::{LaunchDraft, StepDraft};
+use super::loop_nest::{
+    LoopNest, MAX_ITEMS, address, check_output, check_view, describe_all, kernel, single,
 };
+use super::view::{Element, View};
 
 pub use attention::attention;
 pub(super) use convolution::{Sizes, begins, three};
 pub use convolution::{conv, conv_transpose};
 pub use einsum::einsum;
 
-/// `output = activation(alpha * op(a) @ op(b) + bias + residual)`, numpy's batching and vectors; `bias` and `residual` broadcast to
-/// the output.
+/// `output = activation(alpha * op(a) @ op(b) + bias + residual)`, with the batching and vectors of
+/// numpy; `bias` and `residual` broadcast to the output.
 pub fn matmul(
     spec: &MatMul,
     (a, b): (&View, &View),
     (bias, residual): (Option<&View>, Option<&View>),
     output: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     let turned = |view: &View, turn: bool| if turn { transposed(view) } else { view.clone() };
     let (a, b) = (turned(a, spec.transpose_a), turned(b, spec.transpose_b));
     let epilogue = Epilogue { alpha: spec.alpha, beta: 1.0, activation: spec.activation };
     matrix("MatMul", &a, &b, Extra { bias, residual }, epilogue, output)
 }
 
-/// `output = activation(alpha * op(a) @ op(b) + beta * c)` on matrices; `c` broadcasts to the output.
+/// `output = activation(alpha * op(a) @ op(b) + beta * c)` on matrices; `c` broadcasts to the
+/// output.
 pub fn gemm(
     spec: &Gemm,
     (a, b): (&View, &View),
     c: Option<&View>,
     output: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     if a.shape.len() != 2 || b.shape.len() != 2 {
         return Err(format!("no matrices: {:?} and {:?}", a.shape, b.shape));
     }
@@ -51,14 +53,14 @@ pub fn gemm(
     matrix("Gemm", &a, &b, Extra { bias: c, residual: None }, epilogue, output)
 }
 
-/// What is added to a product.
+/// Operands that are added to a product.
 #[derive(Clone, Copy)]
 struct Extra<'a> {
     bias: Option<&'a View>,
     residual: Option<&'a View>,
 }
 
-/// What happens to the sums.
+/// What is applied to the sums.
 #[derive(Clone, Copy, Debug)]
 struct Epilogue {
     alpha: f32,
@@ -77,7 +79,7 @@ fn transposed(view: &View) -> View {
     view.permuted(&perm)
 }
 
-/// A view with a dimension of one element more.
+/// The view with one more dimension of size one.
 fn widened(view: &View, axis: usize) -> View {
     let mut wide = view.clone();
     wide.shape.insert(axis, 1);
@@ -85,14 +87,14 @@ fn widened(view: &View, axis: usize) -> View {
     wide
 }
 
-/// The operands of a product, refused where the kernels have no types for them.
+/// Fails for operand types that the kernels do not support.
 fn check(a: &View, b: &View, extra: Extra, output: &View) -> Result<(), String> {
     check_output(output)?;
     let all = [Some(a), Some(b), extra.bias, extra.residual].into_iter().flatten();
     for view in all.chain([output]) {
         check_view(view)?;
         if !view.element.is_float() || view.element == Element::F64 {
-            return Err(format!("no product of {:?}", view.element));
+            return Err(format!("product of {:?} is not supported", view.element));
         }
     }
     match extra.residual {
@@ -110,7 +112,7 @@ fn matrix(
     extra: Extra,
     epilogue: Epilogue,
     output: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     check(a, b, extra, output)?;
     let spread = |view: &View| {
         view.broadcast(&output.shape)
@@ -119,7 +121,7 @@ fn matrix(
     let (mut bias, mut residual) =
         (extra.bias.map(spread).transpose()?, extra.residual.map(spread).transpose()?);
     let (mut left, mut right, mut result) = (a.clone(), b.clone(), output.clone());
-    // Vectors are matrices of one row or column that the output does not have.
+    // Vectors are matrices with one row or column that the output does not have.
     if a.shape.len() == 1 {
         left = widened(a, 0);
         let at = output.shape.len() - usize::from(b.shape.len() > 1 && !output.shape.is_empty());
@@ -148,7 +150,9 @@ fn batched(
     output: &View,
 ) -> Result<Problem, String> {
     let rank = output.shape.len();
-    let wrong = || format!("no product of {:?} and {:?} as {:?}", a.shape, b.shape, output.shape);
+    let wrong = || {
+        format!("product of {:?} and {:?} as {:?} is not supported", a.shape, b.shape, output.shape)
+    };
     if rank < 2 || a.shape.len() < 2 || b.shape.len() < 2 {
         return Err(wrong());
     }
@@ -160,19 +164,19 @@ fn batched(
     let strides =
         |view: &Option<View>| view.as_ref().map_or(vec![0; rank], |view| view.strides.clone());
     let (bias, residual) = (strides(bias), strides(residual));
-    // Where all batches share `b` they are rows of one product.
+    // If all batches share `b`, they are rows of one product.
     let shared = (0..rank - 2).all(|axis| b.strides[axis] == 0 || batch[axis] == 1);
     let cut = if shared { 0 } else { rank - 2 };
     let of = |strides: &[usize], range: std::ops::Range<usize>| strides[range].to_vec();
     let over = |range: std::ops::Range<usize>, operands: &[&[usize]]| {
         let all: Vec<Vec<usize>> =
             operands.iter().map(|strides| of(strides, range.clone())).collect();
-        Walk::new(&output.shape[range], &all).merged()
+        LoopNest::new(&output.shape[range], &all).merged()
     };
     let group = over(0..cut, &[&a.strides, &b.strides, &bias, &output.strides, &residual]);
     let row = over(cut..rank - 1, &[&a.strides, &bias, &output.strides, &residual]);
     let last = rank - 1;
-    let inner = Walk::new(&[depth], &[vec![a.strides[last]], vec![b.strides[rank - 2]]]);
+    let inner = LoopNest::new(&[depth], &[vec![a.strides[last]], vec![b.strides[rank - 2]]]);
     let column = [b.strides[last], bias[last], output.strides[last], residual[last]];
     Ok(Problem {
         kind: Kind::Matrix,
@@ -248,15 +252,15 @@ impl Views<'_> {
     }
 }
 
-/// A product as the kernel walks it.
+/// A product as the loops of its kernel.
 struct Problem {
     kind: Kind,
     /// Operands: a, b, bias, output, residual.
-    group: Walk,
-    /// Operands: a, bias, output, residual, and where in the picture.
-    row: Walk,
-    /// Operands: a, b, and where in the window.
-    inner: Walk,
+    group: LoopNest,
+    /// Operands: a, bias, output, residual, and the position in the image.
+    row: LoopNest,
+    /// Operands: a, b, and the position in the window.
+    inner: LoopNest,
     columns: usize,
     depth: usize,
     /// Strides along the columns: b, bias, output, residual.
@@ -264,23 +268,29 @@ struct Problem {
     picture: Picture,
 }
 
-/// A tile: rows, columns, and those of a thread; a thread with less than one sum shares it (`Dots` of the kernels).
+/// A tile: rows, columns, and those of a thread; threads share a sum if they have less than one
+/// (`Dots` of the kernels).
 type Tile = [usize; 4];
 
 const TILES: [Tile; 3] = [[128, 128, 8, 8], [64, 64, 4, 4], [32, 64, 2, 4]];
 
-/// Up to this many rows a product is as fast as `b` can be read, and any tile too large.
+/// Up to this many rows, reading `b` limits a product and every tile is too large.
 const FEW_ROWS: usize = 8;
 
-/// What a tile should leave for other multiprocessors of a large device.
+/// The number of tiles that occupies a large device.
 const ENOUGH_TILES: usize = 128;
 
 impl Problem {
-    fn work(&self, op: &'static str, views: &Views, epilogue: Epilogue) -> Result<Work, String> {
-        for walk in [&self.group, &self.row] {
-            walk.check()?;
+    fn work(
+        &self,
+        op: &'static str,
+        views: &Views,
+        epilogue: Epilogue,
+    ) -> Result<StepDraft, String> {
+        for nest in [&self.group, &self.row] {
+            nest.check()?;
         }
-        if self.depth == 0 || self.inner.rank() > super::walk::MAX_RANK {
+        if self.depth == 0 || self.inner.rank() > super::loop_nest::MAX_RANK {
             return Err(format!("a product over {} elements", self.depth));
         }
         let mut tiles: Vec<Tile> = TILES.into_iter().filter(|tile| self.fits(tile)).collect();
@@ -312,7 +322,7 @@ impl Problem {
         Ok(work)
     }
 
-    /// Whether a tile is not mostly empty; the smallest always serves.
+    /// Whether most of a tile is used; the smallest tile is always accepted.
     fn fits(&self, tile: &Tile) -> bool {
         *tile == TILES[TILES.len() - 1]
             || (self.row.len() > tile[0] / 2 && self.columns > tile[1] / 2)
@@ -322,7 +332,7 @@ impl Problem {
         self.group.len() * self.row.len().div_ceil(*rows) * self.columns.div_ceil(*columns)
     }
 
-    fn draft(&self, views: &Views, epilogue: Epilogue, tile: Tile) -> Result<Draft, String> {
+    fn draft(&self, views: &Views, epilogue: Epilogue, tile: Tile) -> Result<LaunchDraft, String> {
         let [rows, columns, of_rows, of_columns] = tile;
         let tiles = self.tiles(&tile);
         if tiles > MAX_ITEMS {
@@ -358,12 +368,12 @@ impl Problem {
         };
         let text = kernel("product.cuh", &elements, expression, threads as u32);
         let variant = format!("{rows}x{columns}");
-        Ok(Draft { variant, ..Draft::plain(text, tiles, args) })
+        Ok(LaunchDraft { variant, ..LaunchDraft::plain(text, tiles, args) })
     }
 
-    /// Whether neighbours in depth are neighbours in memory.
+    /// Whether neighbours in depth are adjacent in memory.
     fn is_deep(&self, operand: usize) -> bool {
-        self.inner.dims.last().is_some_and(|dim| dim.strides[operand] == 1)
+        self.inner.loops.last().is_some_and(|dim| dim.strides[operand] == 1)
     }
 }
 

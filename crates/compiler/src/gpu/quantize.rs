@@ -1,8 +1,8 @@
-//! Operators with a number per channel, as chains: batch normalization, and conversion between real and quantised numbers.
+//! Operators with parameters per channel, as chains: batch normalization and quantization.
 
 use model::op::{Binary, Unary};
 
-use super::draft::Work;
+use super::draft::StepDraft;
 use super::elementwise::{Expr, work};
 use super::reduce::axis;
 use super::view::{Element, View};
@@ -13,7 +13,7 @@ pub fn batch_norm(
     x: &View,
     [scale, bias, mean, variance]: [&View; 4],
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     let along = |view: &View| along_axis(view, 1, x);
     let inputs = [x.clone(), along(scale)?, along(bias)?, along(mean)?, along(variance)?];
     let centred = binary(Binary::Sub, Expr::Input(0), Expr::Input(3));
@@ -21,7 +21,7 @@ pub fn batch_norm(
     let deviation = Expr::Unary(Unary::Sqrt, Box::new(spread));
     let scaled = binary(Binary::Mul, binary(Binary::Div, centred, deviation), Expr::Input(1));
     let expr = binary(Binary::Add, scaled, Expr::Input(2));
-    Ok(Work { op: "BatchNorm", ..work(&expr, &inputs, y)? })
+    Ok(StepDraft { op: "BatchNorm", ..work(&expr, &inputs, y)? })
 }
 
 /// `y = saturate(round(x / scale) + zero)`, per tensor or along `along`.
@@ -31,13 +31,13 @@ pub fn quantize_linear(
     scale: &View,
     zero: Option<&View>,
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     let (low, high) = match y.element {
         Element::U8 => (0.0, 255.0),
         Element::I8 => (-128.0, 127.0),
         Element::U16 => (0.0, 65535.0),
         Element::I16 => (-32768.0, 32767.0),
-        other => return Err(format!("no quantised numbers of {other:?}")),
+        other => return Err(format!("quantization to {other:?} is not supported")),
     };
     let inputs = operands(along, x, scale, zero)?;
     let real = Expr::Cast(Element::F32, Box::new(Expr::Input(0)));
@@ -50,7 +50,7 @@ pub fn quantize_linear(
     let bound = |value: f32| Some(Box::new(Expr::Float(value)));
     let expr =
         Expr::Cast(y.element, Box::new(Expr::Clip(Box::new(whole), bound(low), bound(high))));
-    Ok(Work { op: "QuantizeLinear", ..work(&expr, &inputs, y)? })
+    Ok(StepDraft { op: "QuantizeLinear", ..work(&expr, &inputs, y)? })
 }
 
 /// `y = (x - zero) * scale`, per tensor or along `along`.
@@ -60,12 +60,12 @@ pub fn dequantize_linear(
     scale: &View,
     zero: Option<&View>,
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     if x.element.is_float() || x.element == Element::Bool {
-        return Err(format!("no quantised numbers of {:?}", x.element));
+        return Err(format!("quantized {:?} is not supported", x.element));
     }
     let inputs = operands(along, x, scale, zero)?;
-    // The difference is taken of integers: a large one has more digits than single precision.
+    // The difference is computed in integers: single precision cannot represent a large one.
     let whole = |index: usize| Expr::Cast(Element::I64, Box::new(Expr::Input(index)));
     let mut distance = whole(0);
     if zero.is_some() {
@@ -73,7 +73,7 @@ pub fn dequantize_linear(
     }
     let real = Expr::Cast(Element::F32, Box::new(distance));
     let expr = binary(Binary::Mul, real, Expr::Input(1));
-    Ok(Work { op: "DequantizeLinear", ..work(&expr, &inputs, y)? })
+    Ok(StepDraft { op: "DequantizeLinear", ..work(&expr, &inputs, y)? })
 }
 
 fn binary(binary: Binary, a: Expr, b: Expr) -> Expr {

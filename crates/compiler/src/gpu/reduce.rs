@@ -1,40 +1,45 @@
-//! Reductions over any dimensions, softmax, normalizations, running sums and the largest few: `kernels/reduce.cuh`.
+//! Reductions over any dimensions, softmax, normalizations, cumulative sums and top-k:
+//! `kernels/reduce.cuh`.
 
 use model::op::{ArgReduce, ReduceKind, Softmax, SoftmaxKind};
 
 use super::args::{Address, ArgsWriter};
-use super::draft::{Draft, Work};
-use super::view::{Element, View};
-use super::walk::{
-    Walk, address, check_output, check_view, computed, computed_name, describe_all, kernel, single,
+use super::draft::{LaunchDraft, StepDraft};
+use super::loop_nest::{
+    LoopNest, address, check_output, check_view, computed, computed_name, describe_all, kernel,
+    single,
 };
+use super::view::{Element, View};
 
-/// `y = kind(x)` over `axes`; `y` has them as ones or not at all.
-pub fn reduce(kind: ReduceKind, x: &View, axes: &[usize], y: &View) -> Result<Work, String> {
+/// `y = kind(x)` over `axes`; `y` has them with size one or not at all.
+pub fn reduce(kind: ReduceKind, x: &View, axes: &[usize], y: &View) -> Result<StepDraft, String> {
     let exact = !matches!(kind, ReduceKind::L2 | ReduceKind::LogSum | ReduceKind::LogSumExp);
     if x.element == Element::Bool || !(exact || x.element.is_float()) {
-        return Err(format!("no reduction {kind:?} of {:?}", x.element));
+        return Err(format!("reduction {kind:?} of {:?} is not supported", x.element));
     }
     let sums = sums(x.element);
     let fold = format!("tiles::Fold<{sums}, {}>", kind as u32);
     let work = folded("Reduce", &fold, sums, x, axes, y)?;
-    Ok(Work { signature: format!("{kind:?} {}", work.signature), ..work })
+    Ok(StepDraft { signature: format!("{kind:?} {}", work.signature), ..work })
 }
 
-/// The place of the largest or smallest element along a dimension; `y` is `I64`.
-pub fn arg_reduce(arg: &ArgReduce, x: &View, y: &View) -> Result<Work, String> {
+/// The index of the largest or smallest element along a dimension; `y` is `I64`.
+pub fn arg_reduce(arg: &ArgReduce, x: &View, y: &View) -> Result<StepDraft, String> {
     let axis = axis(arg.axis, x.shape.len())?;
     if y.element != Element::I64 || x.element == Element::Bool {
-        return Err(format!("no place of {:?} as {:?}", x.element, y.element));
+        return Err(format!(
+            "index reduction of {:?} to {:?} is not supported",
+            x.element, y.element
+        ));
     }
     let kind = computed_name(x.element);
     let fold = format!("tiles::PlaceFold<{kind}, {}, {}>", arg.max, arg.select_last);
     let work = folded("ArgReduce", &fold, kind, x, &[axis], y)?;
-    Ok(Work { signature: format!("{fold} {}", work.signature), ..work })
+    Ok(StepDraft { signature: format!("{fold} {}", work.signature), ..work })
 }
 
-/// `y` is a member of the softmax family of `x`.
-pub fn softmax(softmax: &Softmax, x: &View, y: &View) -> Result<Work, String> {
+/// `y` is softmax of `x` or a similar operator.
+pub fn softmax(softmax: &Softmax, x: &View, y: &View) -> Result<StepDraft, String> {
     let first = axis(softmax.axis, x.shape.len())?;
     let last = if softmax.flatten { x.shape.len() } else { first + 1 };
     let kind = match softmax.kind {
@@ -46,13 +51,14 @@ pub fn softmax(softmax: &Softmax, x: &View, y: &View) -> Result<Work, String> {
     normalized(kind, 0.0, &Operands::of(x, y), &axes)
 }
 
-/// `y = (x - mean) / deviation * scale + bias` over the dimensions from `axis_from` on, and the two if asked for.
+/// `y = (x - mean) / deviation * scale + bias` over the dimensions from `axis_from` on; also writes
+/// mean and deviation if they are outputs.
 pub fn layer_norm(
     axis_from: i64,
     epsilon: f32,
     (x, scale, bias): (&View, &View, Option<&View>),
     (y, mean, deviation): (&View, Option<&View>, Option<&View>),
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     let first = axis(axis_from, x.shape.len())?;
     let axes: Vec<usize> = (first..x.shape.len()).collect();
     let operands = Operands { x, y, scale: Some(scale), bias, mean, deviation };
@@ -66,7 +72,7 @@ pub fn rms_norm(
     x: &View,
     scale: &View,
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     let first = axis(axis_from, x.shape.len())?;
     let axes: Vec<usize> = (first..x.shape.len()).collect();
     let operands = Operands { scale: Some(scale), ..Operands::of(x, y) };
@@ -80,7 +86,7 @@ pub fn instance_norm(
     scale: &View,
     bias: &View,
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     group_norm(x.shape.get(1).copied().unwrap_or(0), epsilon, x, scale, bias, y)
 }
 
@@ -92,7 +98,7 @@ pub fn group_norm(
     scale: &View,
     bias: &View,
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     let channels = *x.shape.get(1).ok_or("an operand of group normalization has no channels")?;
     if groups == 0
         || !channels.is_multiple_of(groups)
@@ -118,23 +124,23 @@ pub fn group_norm(
 }
 
 /// `y = x / norm` with the 1- or 2-norm along a dimension.
-pub fn lp_norm(along: i64, p: u8, x: &View, y: &View) -> Result<Work, String> {
+pub fn lp_norm(along: i64, p: u8, x: &View, y: &View) -> Result<StepDraft, String> {
     let axis = axis(along, x.shape.len())?;
     match p {
         1 => normalized("Norm1", 0.0, &Operands::of(x, y), &[axis]),
         2 => normalized("Norm2", 0.0, &Operands::of(x, y), &[axis]),
-        _ => Err(format!("no norm of order {p}")),
+        _ => Err(format!("norm of order {p} is not supported")),
     }
 }
 
-/// Running sums along a dimension.
+/// Cumulative sums along a dimension.
 pub fn cum_sum(
     along: usize,
     exclusive: bool,
     reverse: bool,
     x: &View,
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     check_view(x)?;
     check_output(y)?;
     if along >= x.shape.len()
@@ -142,9 +148,12 @@ pub fn cum_sum(
         || x.element != y.element
         || x.element == Element::Bool
     {
-        return Err(format!("no running sum along {along} of {:?} as {:?}", x.shape, y.shape));
+        return Err(format!(
+            "cumulative sum along {along} of {:?} to {:?} is not supported",
+            x.shape, y.shape
+        ));
     }
-    let outer = outer_walk(x.shape.len(), &[along], &[x, y])?;
+    let outer = outer_nest(x.shape.len(), &[along], &[x, y])?;
     let mut args = ArgsWriter::new();
     args.address(address(x)).address(address(y));
     args.int(outer.len()).int(x.shape[along]).int(x.strides[along]).int(y.strides[along]);
@@ -152,26 +161,27 @@ pub fn cum_sum(
     outer.write(&mut args);
     let (element, sums) = (x.element.cuda_name(), sums(x.element));
     let expression = format!("tiles::RunningSum<{element}, {sums}, {}>", outer.rank());
-    let draft = Draft::plain(
+    let draft = LaunchDraft::plain(
         kernel("reduce.cuh", &[x.element], expression, 128),
         outer.len().div_ceil(4),
         args,
     );
     let signature = format!("running sum {along} {exclusive} {reverse} {}", describe_all(&[x, y]));
-    Ok(Work { flops: x.len() as u64, ..single("CumSum", signature, draft, &[x], y) })
+    Ok(StepDraft { flops: x.len() as u64, ..single("CumSum", signature, draft, &[x], y) })
 }
 
-/// The most elements a row's best are taken of: each costs a pass over the row.
+/// The maximum `k` of top-k: each element costs a pass over the row.
 pub const MAX_TOP: usize = 4096;
 
-/// The largest or smallest elements along a dimension, in order, and their places. How many, `values` says.
+/// The largest or smallest elements along a dimension, in order, and their indices. The shape of
+/// `values` gives their number.
 pub fn top_k(
     along: i64,
     largest: bool,
     x: &View,
     values: &View,
     places: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     let axis = axis(along, x.shape.len())?;
     check_view(x)?;
     check_output(values)?;
@@ -181,9 +191,9 @@ pub fn top_k(
         && values.shape.len() == x.shape.len()
         && count <= x.shape[axis];
     if !fits || count > MAX_TOP || places.element != Element::I64 || values.element != x.element {
-        return Err(format!("no {count} best of {:?} (at most {MAX_TOP})", x.shape));
+        return Err(format!("top {count} of {:?} is not supported (at most {MAX_TOP})", x.shape));
     }
-    let outer = outer_walk(x.shape.len(), &[axis], &[x, values, places])?;
+    let outer = outer_nest(x.shape.len(), &[axis], &[x, values, places])?;
     let mut args = ArgsWriter::new();
     args.address(address(x)).address(address(values)).address(address(places));
     args.int(x.shape[axis]).int(count);
@@ -192,7 +202,7 @@ pub fn top_k(
     let (element, kind) = (x.element.cuda_name(), computed_name(x.element));
     let expression = format!("tiles::Top<{element}, {kind}, {largest}, {}>", outer.rank());
     let draft =
-        Draft::plain(kernel("reduce.cuh", &[x.element], expression, 256), outer.len(), args);
+        LaunchDraft::plain(kernel("reduce.cuh", &[x.element], expression, 256), outer.len(), args);
     let signature = format!("top {axis} {largest} {}", describe_all(&[x, values, places]));
     let mut work = single("TopK", signature, draft, &[x], values);
     work.writes.push(places.clone());
@@ -209,7 +219,7 @@ pub fn axis(axis: i64, rank: usize) -> Result<usize, String> {
         .ok_or_else(|| format!("dimension {axis} of {rank} dimensions"))
 }
 
-/// What sums of an element are held in.
+/// The type in which elements are summed.
 fn sums(element: Element) -> &'static str {
     match computed(element) {
         Element::F32 => "float",
@@ -230,18 +240,18 @@ fn split_channels(view: &View, groups: usize) -> View {
 }
 
 /// The loops over all dimensions but `axes`, in memory order of the first operand.
-fn outer_walk(rank: usize, axes: &[usize], operands: &[&View]) -> Result<Walk, String> {
+fn outer_nest(rank: usize, axes: &[usize], operands: &[&View]) -> Result<LoopNest, String> {
     let kept: Vec<usize> = (0..rank).filter(|axis| !axes.contains(axis)).collect();
-    let walk = walk_over(&kept, operands);
-    walk.check()?;
-    Ok(walk)
+    let nest = nest_over(&kept, operands);
+    nest.check()?;
+    Ok(nest)
 }
 
-fn walk_over(axes: &[usize], operands: &[&View]) -> Walk {
+fn nest_over(axes: &[usize], operands: &[&View]) -> LoopNest {
     let shape: Vec<usize> = axes.iter().map(|axis| operands[0].shape[*axis]).collect();
     let strides: Vec<Vec<usize>> =
         operands.iter().map(|view| axes.iter().map(|axis| view.strides[*axis]).collect()).collect();
-    Walk::new(&shape, &strides).ordered_by(0).merged()
+    LoopNest::new(&shape, &strides).ordered_by(0).merged()
 }
 
 /// How threads share the results of a block: `Team` of `kernels/reduce.cuh`.
@@ -251,15 +261,15 @@ struct Team {
 }
 
 impl Team {
-    fn of(outer: &Walk, inner: &Walk) -> Team {
+    fn of(outer: &LoopNest, inner: &LoopNest) -> Team {
         let fastest =
-            |walk: &Walk| walk.dims.iter().map(|dim| dim.strides[0]).filter(|s| *s > 0).min();
+            |nest: &LoopNest| nest.loops.iter().map(|dim| dim.strides[0]).filter(|s| *s > 0).min();
         let rows = match (fastest(inner), fastest(outer)) {
             (Some(inner), Some(outer)) => inner < outer,
             (None, Some(_)) => false,
             _ => true,
         };
-        // A warp a result, unless results are few or long.
+        // One warp per result, unless results are few or long.
         let long = inner.len() > 2048 || (outer.len() < 256 && inner.len() > 128);
         let across = if !rows {
             32
@@ -276,7 +286,7 @@ impl Team {
     }
 }
 
-/// One result of `fold` for every place outside `axes`.
+/// One result of `fold` for every index outside `axes`.
 fn folded(
     op: &'static str,
     fold: &str,
@@ -284,17 +294,17 @@ fn folded(
     x: &View,
     axes: &[usize],
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     check_view(x)?;
     check_output(y)?;
     let rank = x.shape.len();
     if x.is_empty() || axes.iter().any(|axis| *axis >= rank) {
-        return Err(format!("no reduction of {:?} over {axes:?}", x.shape));
+        return Err(format!("reduction of {:?} over {axes:?} is not supported", x.shape));
     }
     let result = spread(y, &x.shape, axes)?;
-    let outer = outer_walk(rank, axes, &[x, &result])?;
+    let outer = outer_nest(rank, axes, &[x, &result])?;
     let reduced: Vec<usize> = (0..rank).filter(|axis| axes.contains(axis)).collect();
-    let inner = walk_over(&reduced, &[x]);
+    let inner = nest_over(&reduced, &[x]);
     inner.check()?;
     let team = Team::of(&outer, &inner);
     let mut args = ArgsWriter::new();
@@ -310,12 +320,12 @@ fn folded(
         team.text()
     );
     let text = kernel("reduce.cuh", &[x.element, y.element], expression, 256);
-    let draft = Draft::plain(text, outer.len().div_ceil(team.across), args);
+    let draft = LaunchDraft::plain(text, outer.len().div_ceil(team.across), args);
     let signature = format!("reduce {axes:?} {}", describe_all(&[x, y]));
-    Ok(Work { flops: x.len() as u64, ..single(op, signature, draft, &[x], y) })
+    Ok(StepDraft { flops: x.len() as u64, ..single(op, signature, draft, &[x], y) })
 }
 
-/// `view`, which has `axes` as ones or not at all, with the rank of `shape`.
+/// `view`, which has `axes` with size one or not at all, with the rank of `shape`.
 fn spread(view: &View, shape: &[usize], axes: &[usize]) -> Result<View, String> {
     let kept = |axis: &usize| !axes.contains(axis);
     let mut wide = view.clone();
@@ -362,7 +372,10 @@ impl<'a> Operands<'a> {
             _ => true,
         };
         if self.x.shape != self.y.shape || !known || !pairs.iter().all(alike) {
-            return Err(format!("no normalization of {:?} as {:?}", self.x.shape, self.y.shape));
+            return Err(format!(
+                "normalization of {:?} as {:?} is not supported",
+                self.x.shape, self.y.shape
+            ));
         }
         Ok(())
     }
@@ -374,7 +387,7 @@ fn normalized(
     epsilon: f32,
     operands: &Operands,
     axes: &[usize],
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     operands.check()?;
     let Operands { x, y, .. } = *operands;
     let parameter = |view: Option<&View>| match view {
@@ -396,13 +409,19 @@ fn normalized(
         statistic(operands.deviation)?,
     ];
     let views: Vec<&View> = all.iter().collect();
-    let outer = outer_walk(x.shape.len(), axes, &views)?;
-    let inner = walk_over(axes, &views[..4]);
+    let outer = outer_nest(x.shape.len(), axes, &views)?;
+    let inner = nest_over(axes, &views[..4]);
     inner.check()?;
     Ok(launch(kind, epsilon, operands, &outer, &inner))
 }
 
-fn launch(kind: &str, epsilon: f32, operands: &Operands, outer: &Walk, inner: &Walk) -> Work {
+fn launch(
+    kind: &str,
+    epsilon: f32,
+    operands: &Operands,
+    outer: &LoopNest,
+    inner: &LoopNest,
+) -> StepDraft {
     let Operands { x, y, scale, bias, mean, deviation } = *operands;
     let team = Team::of(outer, inner);
     let mut args = ArgsWriter::new();
@@ -424,7 +443,7 @@ fn launch(kind: &str, epsilon: f32, operands: &Operands, outer: &Walk, inner: &W
         team.text()
     );
     let text = kernel("reduce.cuh", &elements, expression, 256);
-    let draft = Draft::plain(text, outer.len().div_ceil(team.across), args);
+    let draft = LaunchDraft::plain(text, outer.len().div_ceil(team.across), args);
     let reads: Vec<&View> = [Some(x), scale, bias].into_iter().flatten().collect();
     let writes: Vec<&View> = [Some(y), mean, deviation].into_iter().flatten().collect();
     let signature =

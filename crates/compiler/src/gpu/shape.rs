@@ -1,18 +1,22 @@
-//! Operators that only change how elements are looked at.
+//! Operators that only change the view of their operand.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::ValueId;
 
-use super::lowering::{Lowering, Refusal};
+use super::lowering::{Lowering, UnsupportedReason};
 use super::view::View;
 
 impl Lowering<'_> {
-    fn only_output(node: &Node) -> Result<ValueId, Refusal> {
+    fn only_output(node: &GraphNode) -> Result<ValueId, UnsupportedReason> {
         node.outputs.first().copied().flatten().ok_or_else(|| "no output".to_string())
     }
 
-    /// The constant whole numbers of operand `index`, if it is there.
-    pub fn ints(&self, node: &Node, index: usize) -> Result<Option<Vec<i64>>, Refusal> {
+    /// The constant integers of operand `index`, if present.
+    pub fn ints(
+        &self,
+        node: &GraphNode,
+        index: usize,
+    ) -> Result<Option<Vec<i64>>, UnsupportedReason> {
         let Some(id) = node.inputs.get(index).copied().flatten() else { return Ok(None) };
         let constant = self.graph.constant_ints(id).or_else(|| {
             let content = self.graph.value(id).content.as_ref()?;
@@ -22,8 +26,8 @@ impl Lowering<'_> {
         constant.map(Some).ok_or_else(|| format!("'{name}' is only known when the model runs"))
     }
 
-    /// Reshape, Flatten, Squeeze, Unsqueeze, Identity: the same elements under another shape.
-    pub fn reshape(&mut self, node: &Node) -> Result<(), Refusal> {
+    /// Reshape, Flatten, Squeeze, Unsqueeze, Identity: the same elements with another shape.
+    pub fn reshape(&mut self, node: &GraphNode) -> Result<(), UnsupportedReason> {
         let output = Self::only_output(node)?;
         let shape = self.shape(output)?;
         let input = self.input(node, 0)?;
@@ -39,7 +43,11 @@ impl Lowering<'_> {
     }
 
     /// Transpose.
-    pub fn transpose(&mut self, node: &Node, perm: Option<&[usize]>) -> Result<(), Refusal> {
+    pub fn transpose(
+        &mut self,
+        node: &GraphNode,
+        perm: Option<&[usize]>,
+    ) -> Result<(), UnsupportedReason> {
         let output = Self::only_output(node)?;
         let input = self.input(node, 0)?;
         let reversed: Vec<usize> = (0..input.shape.len()).rev().collect();
@@ -48,7 +56,7 @@ impl Lowering<'_> {
     }
 
     /// Expand.
-    pub fn expand(&mut self, node: &Node) -> Result<(), Refusal> {
+    pub fn expand(&mut self, node: &GraphNode) -> Result<(), UnsupportedReason> {
         let output = Self::only_output(node)?;
         let shape = self.shape(output)?;
         let view = self.input(node, 0)?.broadcast(&shape).ok_or("shapes that do not broadcast")?;
@@ -56,8 +64,8 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    /// Slice with constant bounds and forward steps: a view. False for one that runs backwards.
-    pub fn slice(&mut self, node: &Node) -> Result<bool, Refusal> {
+    /// Slice with constant bounds and positive steps: a view. False for a negative step.
+    pub fn slice(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let output = Self::only_output(node)?;
         let starts = self.ints(node, 1)?.ok_or("no starts")?;
         let shape = self.shape(output)?;
@@ -85,7 +93,7 @@ impl Lowering<'_> {
     }
 
     /// Split along `axis`; the parts' sizes are those of the outputs.
-    pub fn split(&mut self, node: &Node, axis: i64) -> Result<(), Refusal> {
+    pub fn split(&mut self, node: &GraphNode, axis: i64) -> Result<(), UnsupportedReason> {
         let view = self.input(node, 0)?;
         let rank = view.shape.len() as i64;
         let axis = usize::try_from(if axis < 0 { axis + rank } else { axis }).ok();
@@ -101,7 +109,12 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    fn split_sizes(&self, node: &Node, axis: usize, total: usize) -> Result<Vec<usize>, Refusal> {
+    fn split_sizes(
+        &self,
+        node: &GraphNode,
+        axis: usize,
+        total: usize,
+    ) -> Result<Vec<usize>, UnsupportedReason> {
         if let Some(sizes) = self.ints(node, 1)? {
             let sizes: Option<Vec<usize>> =
                 sizes.into_iter().map(|size| usize::try_from(size).ok()).collect();
@@ -116,7 +129,7 @@ impl Lowering<'_> {
     }
 
     /// Gather with one constant index: a slice. False for any other.
-    pub fn gather_one(&mut self, node: &Node, axis: i64) -> Result<bool, Refusal> {
+    pub fn gather_one(&mut self, node: &GraphNode, axis: i64) -> Result<bool, UnsupportedReason> {
         let Some(indices) = node.inputs.get(1).copied().flatten() else { return Ok(false) };
         let constant = self.graph.constant(indices).filter(|tensor| tensor.len() == 1);
         let Some(index) = constant.and_then(|_| self.graph.constant_ints(indices)) else {

@@ -1,11 +1,11 @@
-//! Tile shapes of the tensor-core product (`kernels/conv.cuh`), and which of them are worth trying on a problem.
+//! Tile shapes of the tensor-core product (`kernels/conv.cuh`), and the selection of those to try.
 
 use super::draft::KernelText;
 
-/// How a tile walks over its input as the depth advances; see `Walk` in `kernels/conv_load.cuh`.
+/// How a tile addresses its input as the depth advances; see `Walk` in `kernels/conv_load.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Walk {
-    /// Anything.
+pub enum InputAccess {
+    /// Any window.
     General,
     /// 1x1 without padding.
     Point,
@@ -13,18 +13,18 @@ pub enum Walk {
     Taps,
 }
 
-/// How the parts of a split product come together; see `Reduce` in `kernels/conv_load.cuh`.
+/// How the partial sums of a split product are added; see `Reduce` in `kernels/conv_load.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Parts {
+pub enum SplitReduction {
     /// Not split.
     Whole,
-    /// Through memory.
+    /// Through the workspace.
     Workspace,
-    /// Through a cluster.
+    /// Through the shared memory of a cluster.
     Cluster,
 }
 
-/// `BM x BN` outputs and `BK` depth a step, `WM x WN x WK` warps, a ring of `stages`.
+/// `BM x BN` outputs and `BK` depth per step, `WM x WN x WK` warps, a ring of `stages`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
     /// Rows of the output.
@@ -37,7 +37,7 @@ pub struct Tile {
     pub warps: (usize, usize, usize),
     /// Steps in flight.
     pub stages: usize,
-    /// Channels a copy takes: 8, or 4 for an image.
+    /// Channels of a copy: 8, or 4 for an image.
     pub vec: usize,
 }
 
@@ -52,7 +52,7 @@ const fn tile(
     Tile { bm, bn, bk, warps, stages, vec }
 }
 
-/// Shapes for inputs of eight channels and more.
+/// Shapes for inputs of at least eight channels.
 const PLAIN: [Tile; 16] = [
     tile(64, 64, 64, (2, 2, 1), 4, 8),
     tile(128, 128, 32, (2, 4, 1), 4, 8),
@@ -72,7 +72,7 @@ const PLAIN: [Tile; 16] = [
     tile(256, 128, 32, (4, 2, 1), 4, 8),
 ];
 
-/// Shapes that normalise their input on the way.
+/// Shapes that normalise their input while loading it.
 const NORMALIZING: [Tile; 6] = [
     tile(16, 64, 64, (1, 1, 4), 6, 8),
     tile(32, 32, 64, (1, 1, 4), 6, 8),
@@ -89,10 +89,10 @@ const IMAGE: [Tile; 3] = [
     tile(128, 64, 32, (4, 2, 1), 4, 4),
 ];
 
-/// Shapes for walks over anything.
+/// Shapes for any window.
 const GENERAL: [Tile; 2] = [tile(64, 64, 64, (2, 2, 1), 4, 8), tile(32, 32, 64, (1, 1, 4), 6, 8)];
 
-/// Every shape as it stands in a kernel's type, for those who check that all are tried.
+/// Every shape as it appears in a kernel's type, for tests that all are tried.
 pub fn shapes() -> Vec<String> {
     let all = PLAIN.iter().chain(&NORMALIZING).chain(&IMAGE).chain(&GENERAL);
     all.map(|tile| {
@@ -103,16 +103,16 @@ pub fn shapes() -> Vec<String> {
     .collect()
 }
 
-/// The depth a normalising tile can hold scales for; `kPreDepth` of `ConvConfig`.
+/// The maximum depth of a normalising tile; `kPreDepth` of `ConvConfig`.
 pub const NORMALIZED_DEPTH_MAX: usize = 2560;
 
-/// The most arrival words a split product may use.
+/// The maximum number of arrival words of a split product.
 pub const ARRIVALS_MAX: usize = 1 << 16;
 
-/// The most workspace a split product may use.
+/// The maximum workspace of a split product.
 pub const WORKSPACE_BYTES_MAX: usize = 64 << 20;
 
-/// A product as the choice of tiles sees it.
+/// The properties of a product that the selection of tiles uses.
 #[derive(Clone, Copy, Debug)]
 pub struct Problem {
     /// Output pixels.
@@ -121,11 +121,11 @@ pub struct Problem {
     pub columns: usize,
     /// Taps times channels.
     pub depth: usize,
-    /// Channels a copy may take: 8, or 4 for an image.
+    /// Channels of a copy: 8, or 4 for an image.
     pub vec: usize,
-    /// The walk.
-    pub walk: Walk,
-    /// Whether the input is normalised on the way.
+    /// The access to the input.
+    pub access: InputAccess,
+    /// Whether the input is normalised while it is loaded.
     pub normalizes: bool,
     /// Multiprocessors of the device.
     pub multiprocessors: usize,
@@ -138,10 +138,10 @@ pub struct Problem {
 pub struct Variant {
     /// The shape.
     pub tile: Tile,
-    /// Parts of the depth.
+    /// Parts that the depth is split into.
     pub splits: usize,
-    /// How they come together.
-    pub parts: Parts,
+    /// How their sums are added.
+    pub reduction: SplitReduction,
 }
 
 impl Tile {
@@ -150,7 +150,7 @@ impl Tile {
         self.warps.0 * self.warps.1 * self.warps.2 * 32
     }
 
-    /// Floats of one staged part of the sums.
+    /// Floats of one warp group's partial sums.
     pub fn part_floats(&self) -> usize {
         self.bm * (self.bn + 8)
     }
@@ -163,19 +163,20 @@ impl Tile {
         ring.max(sums) + self.bn * 4 + scales
     }
 
-    /// The kernel for `walk`.
-    pub fn kernel(&self, walk: Walk, normalizes: bool) -> KernelText {
+    /// The kernel for `access`.
+    pub fn kernel(&self, access: InputAccess, normalizes: bool) -> KernelText {
         let (wm, wn, wk) = self.warps;
-        let walk = match walk {
-            Walk::General => "tiles::kGeneral",
-            Walk::Point => "tiles::kPoint",
-            Walk::Taps => "tiles::kTaps",
+        let access = match access {
+            InputAccess::General => "tiles::kGeneral",
+            InputAccess::Point => "tiles::kPoint",
+            InputAccess::Taps => "tiles::kTaps",
         };
         let Tile { bm, bn, bk, stages, vec, .. } = self;
         KernelText {
             source: "#include \"conv.cuh\"\n".to_string(),
             expression: format!(
-                "tiles::Conv<tiles::ConvConfig<{bm}, {bn}, {bk}, {wm}, {wn}, {wk}, {stages}, {walk}, {vec}, {normalizes}>>"
+                "tiles::Conv<tiles::ConvConfig<{bm}, {bn}, {bk}, {wm}, {wn}, {wk}, {stages}, \
+                 {access}, {vec}, {normalizes}>>"
             ),
             threads: self.threads() as u32,
             shared_bytes: self.shared_bytes(normalizes) as u32,
@@ -191,7 +192,7 @@ impl Tile {
 }
 
 impl Problem {
-    /// Every variant worth timing, the one that should be fastest first.
+    /// Every variant worth measuring, the one with the lowest estimate first.
     pub fn variants(&self) -> Vec<Variant> {
         let mut all: Vec<Variant> =
             self.tiles().iter().flat_map(|tile| self.splits_of(*tile)).collect();
@@ -200,14 +201,15 @@ impl Problem {
     }
 
     fn tiles(&self) -> Vec<Tile> {
-        let family: &[Tile] = match (self.vec, self.normalizes, self.walk) {
+        let candidates: &[Tile] = match (self.vec, self.normalizes, self.access) {
             (4, ..) => &IMAGE,
             (_, true, _) => &NORMALIZING,
-            (_, _, Walk::General) => &GENERAL,
+            (_, _, InputAccess::General) => &GENERAL,
             _ => &PLAIN,
         };
-        let fitting: Vec<Tile> = family.iter().copied().filter(|tile| self.suits(tile)).collect();
-        if fitting.is_empty() { vec![family[0]] } else { fitting }
+        let fitting: Vec<Tile> =
+            candidates.iter().copied().filter(|tile| self.suits(tile)).collect();
+        if fitting.is_empty() { vec![candidates[0]] } else { fitting }
     }
 
     fn tile_count(&self, tile: &Tile) -> usize {
@@ -229,16 +231,16 @@ impl Problem {
     fn splits_of(&self, tile: Tile) -> Vec<Variant> {
         let tiles = self.tile_count(&tile);
         let steps = self.depth.div_ceil(tile.bk);
-        let mut variants = vec![Variant { tile, splits: 1, parts: Parts::Whole }];
+        let mut variants = vec![Variant { tile, splits: 1, reduction: SplitReduction::Whole }];
         for splits in [2, 3, 4, 6, 8, 12, 16] {
             if tiles * splits > 4 * self.multiprocessors || steps < splits * 2 {
                 break;
             }
             // Clusters beyond eight blocks are not portable.
             if splits <= 8 && self.clusters {
-                variants.push(Variant { tile, splits, parts: Parts::Cluster });
+                variants.push(Variant { tile, splits, reduction: SplitReduction::Cluster });
             }
-            let variant = Variant { tile, splits, parts: Parts::Workspace };
+            let variant = Variant { tile, splits, reduction: SplitReduction::Workspace };
             let fits =
                 variant.workspace_bytes(self) <= WORKSPACE_BYTES_MAX && tiles <= ARRIVALS_MAX;
             if fits && splits.is_power_of_two() {
@@ -248,9 +250,9 @@ impl Problem {
         variants
     }
 
-    /// A rough model of the time, to order variants nobody has timed: what an SM must do with all its blocks
-    /// at the rate of its tensor cores and of its share of L2, or the latency of a chain of steps, whichever is
-    /// longer.
+    /// A rough estimate of the time, to sort variants without measurements: the work of an SM with
+    /// all its blocks at the rate of its tensor cores and of its share of L2, or the latency of its
+    /// steps, whichever is longer.
     fn estimate_us(&self, variant: &Variant) -> f64 {
         const FLOP_PER_US: f64 = 3.0e6;
         const L2_BYTES_PER_US: f64 = 55.0e3;
@@ -265,24 +267,24 @@ impl Problem {
         let busy = per_multiprocessor as f64 * steps * step_work;
         let rounds = per_multiprocessor.div_ceil(resident) as f64;
         let latency = rounds * steps * (STEP_LATENCY_US / tile.warps.2 as f64).max(step_work);
-        let joining = match variant.parts {
-            Parts::Whole => 0.0,
-            Parts::Cluster => 1.2,
-            Parts::Workspace => 2.0,
+        let joining = match variant.reduction {
+            SplitReduction::Whole => 0.0,
+            SplitReduction::Cluster => 1.2,
+            SplitReduction::Workspace => 2.0,
         };
         busy.max(latency) + rounds * 0.8 + joining
     }
 }
 
 impl Variant {
-    /// A name for tables and caches.
+    /// A name for tables and the tuning cache.
     pub fn name(&self) -> String {
         let Tile { bm, bn, bk, warps, .. } = self.tile;
         let depth = if warps.2 > 1 { format!("k{}", warps.2) } else { String::new() };
-        let split = match self.parts {
-            Parts::Whole => String::new(),
-            Parts::Workspace => format!("/w{}", self.splits),
-            Parts::Cluster => format!("/c{}", self.splits),
+        let split = match self.reduction {
+            SplitReduction::Whole => String::new(),
+            SplitReduction::Workspace => format!("/w{}", self.splits),
+            SplitReduction::Cluster => format!("/c{}", self.splits),
         };
         format!("{bm}x{bn}x{bk}{depth}{split}")
     }
@@ -294,12 +296,12 @@ impl Variant {
 
     /// Output tiles, each with an arrival word when split through the workspace.
     pub fn arrivals(&self, problem: &Problem) -> usize {
-        if self.parts == Parts::Workspace { problem.tile_count(&self.tile) } else { 0 }
+        if self.reduction == SplitReduction::Workspace { problem.tile_count(&self.tile) } else { 0 }
     }
 
-    /// Memory for the parts.
+    /// Memory for the partial sums.
     pub fn workspace_bytes(&self, problem: &Problem) -> usize {
-        if self.parts != Parts::Workspace {
+        if self.reduction != SplitReduction::Workspace {
             return 0;
         }
         self.tiles(problem) * self.tile.warps.2 * self.tile.part_floats() * 4
@@ -311,13 +313,13 @@ mod tests {
     use super::*;
 
     fn problem(rows: usize, columns: usize, depth: usize) -> Problem {
-        let walk = Walk::Point;
+        let access = InputAccess::Point;
         Problem {
             rows,
             columns,
             depth,
             vec: 8,
-            walk,
+            access,
             normalizes: false,
             multiprocessors: 132,
             clusters: true,
@@ -329,7 +331,9 @@ mod tests {
         for rows in [1, 7, 49, 196, 3136, 401_408] {
             for (columns, depth) in [(8, 8), (64, 576), (1000, 2048), (4096, 25088)] {
                 let variants = problem(rows, columns, depth).variants();
-                assert!(variants.iter().any(|variant| variant.parts != Parts::Cluster));
+                assert!(
+                    variants.iter().any(|variant| variant.reduction != SplitReduction::Cluster)
+                );
                 let names: std::collections::HashSet<String> =
                     variants.iter().map(Variant::name).collect();
                 assert_eq!(names.len(), variants.len(), "{rows} {columns} {depth}");

@@ -1,12 +1,12 @@
-//! Values as they lie in device memory: an element type, a place, sizes and strides.
+//! Views of values in device memory: an element type, a buffer with an offset, sizes and strides.
 //!
-//! Most operators that only move data (transpose, reshape, slice, expand, split) are a change of view. An
-//! operator that needs its operand in another order asks for a copy.
+//! Most operators that only move data (transpose, reshape, slice, expand, split) are a change of
+//! view. An operator that needs its operand in another order requests a copy.
 
 use model::DataType;
 use model::gpu::Precision;
 
-/// A stretch of device memory that one or several values share; an index into the lowering's buffers.
+/// A range of device memory that one or several values share; an index into the lowering's buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BufferId(pub u32);
 
@@ -54,7 +54,7 @@ impl Element {
         }
     }
 
-    /// How values of `dtype` cross the border of the model; `None` for strings.
+    /// How values of `dtype` are stored in the model's inputs and outputs; `None` for strings.
     pub fn exact(dtype: DataType) -> Option<Element> {
         Some(match dtype {
             DataType::Bool => Element::Bool,
@@ -108,11 +108,11 @@ impl Element {
     }
 }
 
-/// A value in device memory. Sizes and strides are in elements and in the order of the model's dimensions,
-/// whatever the order in memory.
+/// A value in device memory. Sizes and strides are in elements and in the order of the model's
+/// dimensions, whatever their order in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct View {
-    /// Where it lies.
+    /// Its buffer.
     pub buffer: BufferId,
     /// Elements from the buffer's start to the first element.
     pub offset: usize,
@@ -122,8 +122,8 @@ pub struct View {
     pub strides: Vec<usize>,
     /// How an element is stored.
     pub element: Element,
-    /// Elements of slack behind the innermost run of a pixel that hold finite numbers, so that a kernel
-    /// may read a channel count rounded up.
+    /// Elements of slack after the innermost run of a pixel that hold finite numbers, so that a
+    /// kernel may read a channel count rounded up.
     pub slack: usize,
 }
 
@@ -157,7 +157,7 @@ impl View {
         self.offset..self.offset + last + 1
     }
 
-    /// Whether elements lie packed in row-major order.
+    /// Whether elements are packed in row-major order.
     pub fn is_packed(&self) -> bool {
         let packed = packed_strides(&self.shape);
         let same =
@@ -165,14 +165,16 @@ impl View {
         self.shape.iter().zip(&self.strides).zip(&packed).all(same)
     }
 
-    /// The dimensions from the slowest to the fastest in memory; those of one element keep their place.
+    /// The dimensions from the slowest to the fastest in memory; those of size one keep their
+    /// position.
     pub fn memory_order(&self) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.shape.len()).collect();
         order.sort_by_key(|axis| std::cmp::Reverse(self.strides[*axis]));
         order
     }
 
-    /// Whether it surely shares no element with `other`: other memory, or channels side by side of one image.
+    /// Whether it certainly shares no element with `other`: another buffer, or adjacent channels of
+    /// one image.
     pub fn is_apart(&self, other: &View) -> bool {
         let (a, b) = (self.extent(), other.extent());
         if self.buffer != other.buffer || a.is_empty() || b.is_empty() {
@@ -209,7 +211,8 @@ impl View {
         view
     }
 
-    /// The same elements broadcast to `shape`, numpy's way; `None` when the shapes do not agree.
+    /// The same elements broadcast to `shape` as in numpy; `None` when the shapes are not
+    /// compatible.
     pub fn broadcast(&self, shape: &[usize]) -> Option<View> {
         let missing = shape.len().checked_sub(self.shape.len())?;
         let mut strides = vec![0; shape.len()];
@@ -223,8 +226,8 @@ impl View {
         Some(View { shape: shape.to_vec(), strides, slack: 0, ..self.clone() })
     }
 
-    /// The same elements, in row-major order of the model's dimensions, under another shape; `None` when that
-    /// takes a copy.
+    /// The same elements, in row-major order of the model's dimensions, with another shape; `None`
+    /// when that requires a copy.
     pub fn reshaped(&self, shape: &[usize]) -> Option<View> {
         if self.len() != shape.iter().product::<usize>() {
             return None;
@@ -237,7 +240,8 @@ impl View {
         Some(View { shape: shape.to_vec(), strides, slack: 0, ..self.clone() })
     }
 
-    /// Runs of neighbouring dimensions that step evenly, as (size, stride), without those of one element.
+    /// Runs of adjacent dimensions with a common stride, as (size, stride), without those of size
+    /// one.
     pub fn merged(&self) -> Vec<(usize, usize)> {
         let mut runs: Vec<(usize, usize)> = Vec::new();
         for (&size, &stride) in self.shape.iter().zip(&self.strides).filter(|(size, _)| **size != 1)
@@ -257,7 +261,8 @@ impl View {
 fn reshaped_strides(runs: &[(usize, usize)], shape: &[usize]) -> Option<Vec<usize>> {
     let mut strides = vec![1; shape.len()];
     let mut runs = runs.iter().rev();
-    let mut current = (1usize, 1usize); // elements left in the run, stride of the next dimension
+    // Elements remaining in the run, and the stride of the next dimension.
+    let mut current = (1usize, 1usize);
     for axis in (0..shape.len()).rev() {
         if shape[axis] == 1 {
             strides[axis] = current.1;
@@ -290,7 +295,7 @@ mod tests {
         }
     }
 
-    /// The offsets a view visits, in row-major order of its dimensions.
+    /// The offsets of a view's elements, in row-major order of its dimensions.
     fn offsets(view: &View) -> Vec<usize> {
         let mut all = vec![view.offset];
         for (&size, &stride) in view.shape.iter().zip(&view.strides) {
@@ -331,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn images_know_their_order() {
+    fn images_have_channels_fastest() {
         let image = packed(&[2, 5, 7, 24]).permuted(&[0, 3, 1, 2]);
         assert_eq!(image.memory_order(), [0, 2, 3, 1]);
         assert!(!image.is_packed() && packed(&[3, 1, 2]).is_packed());

@@ -1,22 +1,24 @@
-//! Pooling, resizing, sampling and response normalization over strided pictures: `kernels/window.cuh`.
+//! Pooling, resizing, sampling and response normalization over strided images:
+//! `kernels/window.cuh`.
 
 mod resize;
 
 use model::op::{GlobalPool, Padding, Pool, PoolKind, ReduceKind, Window};
 
 use super::args::{Address, ArgsWriter};
-use super::draft::{Draft, Work};
+use super::draft::{LaunchDraft, StepDraft};
+use super::loop_nest::{
+    LoopNest, address, check_output, check_view, computed_name, describe_all, kernel, single,
+};
 use super::product::{Sizes, begins, three};
 use super::reduce::reduce;
 use super::view::{Element, View};
-use super::walk::{
-    Walk, address, check_output, check_view, computed_name, describe_all, kernel, single,
-};
 
-pub use resize::{Stretch, grid_sample, resize, stretches};
+pub use resize::{ResizeAxis, grid_sample, resize, resize_axes};
 
-/// Windows of `x`, `[N, C, ..]`, with up to three spatial dimensions. `places` is what [`PoolKind::MaxWithIndices`] has besides.
-pub fn pool(spec: &Pool, x: &View, y: &View, places: Option<&View>) -> Result<Work, String> {
+/// Windows of `x`, `[N, C, ..]`, with up to three spatial dimensions. `places` is the second output
+/// of [`PoolKind::MaxWithIndices`].
+pub fn pool(spec: &Pool, x: &View, y: &View, places: Option<&View>) -> Result<StepDraft, String> {
     check_view(x)?;
     check_output(y)?;
     let sizes = Sizes::new(&spec.window, &x.shape, &spec.window.kernel, &y.shape)?;
@@ -25,17 +27,17 @@ pub fn pool(spec: &Pool, x: &View, y: &View, places: Option<&View>) -> Result<Wo
         x.element == y.element && x.element != Element::Bool && (is_max || x.element.is_float());
     if !types_fit || x.shape[1] != y.shape[1] {
         return Err(format!(
-            "no pooling of {:?} {:?} as {:?} {:?}",
+            "pooling of {:?} {:?} as {:?} {:?} is not supported",
             x.element, x.shape, y.element, y.shape
         ));
     }
     let places = checked_places(spec.kind, y, places)?;
     let pads = begins(&spec.window, &sizes, |i| border(&sizes, i));
-    let walk = pool_walk(x, y, places, &sizes);
-    walk.check()?;
+    let nest = pool_nest(x, y, places, &sizes);
+    nest.check()?;
     let mut args = ArgsWriter::new();
     args.address(address(x)).address(address(y)).address(places.map_or(Address::Null, address));
-    args.int(walk.len());
+    args.int(nest.len());
     for list in [sizes.input, three(&x.strides[2..], 0), sizes.kernel, sizes.dilations] {
         list.iter().for_each(|value| end(args.int(*value)));
     }
@@ -43,7 +45,7 @@ pub fn pool(spec: &Pool, x: &View, y: &View, places: Option<&View>) -> Result<Wo
     counted(spec, &sizes, pads).iter().for_each(|value| end(args.signed(*value)));
     place_strides(spec.kind, &sizes).iter().for_each(|value| end(args.int(*value)));
     args.float(if let PoolKind::Lp { p } = spec.kind { p.max(1) as f32 } else { 0.0 });
-    walk.write(&mut args);
+    nest.write(&mut args);
     let kind = match (spec.kind, places) {
         (_, Some(_)) => "Place",
         (PoolKind::Max | PoolKind::MaxWithIndices { .. }, None) => "Max",
@@ -52,10 +54,10 @@ pub fn pool(spec: &Pool, x: &View, y: &View, places: Option<&View>) -> Result<Wo
     };
     let (stored, kind_of) = (x.element.cuda_name(), computed_name(x.element));
     let expression =
-        format!("tiles::PoolWindow<tiles::kPool{kind}, {stored}, {kind_of}, {}>", walk.rank());
-    let draft = Draft::plain(
+        format!("tiles::PoolWindow<tiles::kPool{kind}, {stored}, {kind_of}, {}>", nest.rank());
+    let draft = LaunchDraft::plain(
         kernel("window.cuh", &[x.element], expression, 128),
-        walk.len().div_ceil(128),
+        nest.len().div_ceil(128),
         args,
     );
     let signature = format!("{spec:?} {}", describe_all(&[x, y]));
@@ -65,7 +67,7 @@ pub fn pool(spec: &Pool, x: &View, y: &View, places: Option<&View>) -> Result<Wo
     Ok(work)
 }
 
-/// Where the places of the largest elements go, if they are asked for.
+/// The view for the indices of the largest elements, if they are an output.
 fn checked_places<'a>(
     kind: PoolKind,
     y: &View,
@@ -76,7 +78,7 @@ fn checked_places<'a>(
         check_output(places)?;
         if places.element != Element::I64 || places.shape != y.shape {
             return Err(format!(
-                "places of type {:?} and shape {:?}",
+                "indices of type {:?} and shape {:?} are not supported",
                 places.element, places.shape
             ));
         }
@@ -85,7 +87,7 @@ fn checked_places<'a>(
 }
 
 /// One value for every image and channel; `y` has ones for the spatial dimensions.
-pub fn global_pool(spec: GlobalPool, x: &View, y: &View) -> Result<Work, String> {
+pub fn global_pool(spec: GlobalPool, x: &View, y: &View) -> Result<StepDraft, String> {
     let axes: Vec<usize> = (2..x.shape.len()).collect();
     let kind = match spec {
         GlobalPool::Average => ReduceKind::Mean,
@@ -99,7 +101,7 @@ pub fn global_pool(spec: GlobalPool, x: &View, y: &View) -> Result<Work, String>
             return pool(&Pool { kind: PoolKind::Lp { p }, window, ceil_mode: false }, x, y, None);
         }
     };
-    Ok(Work { op: "GlobalPool", ..reduce(kind, x, &axes, y)? })
+    Ok(StepDraft { op: "GlobalPool", ..reduce(kind, x, &axes, y)? })
 }
 
 /// `y = x / (bias + alpha / size * sum of squares over size channels) ^ beta`.
@@ -108,34 +110,37 @@ pub fn lrn(
     (alpha, beta, bias): (f32, f32, f32),
     x: &View,
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     check_view(x)?;
     check_output(y)?;
     let is_small = x.element.is_float() && x.element != Element::F64;
     if x.shape != y.shape || x.shape.len() < 2 || x.element != y.element || !is_small || size == 0 {
-        return Err(format!("no response normalization of {:?} {:?}", x.element, x.shape));
+        return Err(format!(
+            "response normalization of {:?} {:?} is not supported",
+            x.element, x.shape
+        ));
     }
     let rank = x.shape.len();
     let mut input = x.strides.clone();
     input[1] = 0;
     let channel = (0..rank).map(|axis| usize::from(axis == 1)).collect();
-    let walk = Walk::new(&x.shape, &[y.strides.clone(), input, channel]).ordered_by(0).merged();
-    walk.check()?;
+    let nest = LoopNest::new(&x.shape, &[y.strides.clone(), input, channel]).ordered_by(0).merged();
+    nest.check()?;
     let clamped = size.min(x.shape[1] * 2 + 1);
     let mut args = ArgsWriter::new();
     args.address(address(x)).address(address(y));
-    args.int(walk.len()).int(x.shape[1]).int(x.strides[1]);
+    args.int(nest.len()).int(x.shape[1]).int(x.strides[1]);
     args.int((clamped - 1) / 2).int(clamped - 1 - (clamped - 1) / 2);
     args.float(alpha / size as f32).float(beta).float(bias);
-    walk.write(&mut args);
-    let expression = format!("tiles::Response<{}, {}>", x.element.cuda_name(), walk.rank());
-    let draft = Draft::plain(
+    nest.write(&mut args);
+    let expression = format!("tiles::Response<{}, {}>", x.element.cuda_name(), nest.rank());
+    let draft = LaunchDraft::plain(
         kernel("window.cuh", &[x.element], expression, 128),
-        walk.len().div_ceil(128),
+        nest.len().div_ceil(128),
         args,
     );
     let signature = format!("lrn {size} {alpha} {beta} {bias} {}", describe_all(&[x, y]));
-    Ok(Work {
+    Ok(StepDraft {
         flops: (x.len() * (2 * clamped + 2)) as u64,
         ..single("Lrn", signature, draft, &[x], y)
     })
@@ -144,14 +149,15 @@ pub fn lrn(
 /// Ends a chain of writes.
 fn end(_: &mut ArgsWriter) {}
 
-/// The border of both ends that makes the output as large as it is.
+/// The padding of both ends that gives the output its size.
 fn border(sizes: &Sizes, i: usize) -> usize {
     let reach =
         (sizes.output[i] - 1) * sizes.strides[i] + sizes.dilations[i] * (sizes.kernel[i] - 1) + 1;
     reach.saturating_sub(sizes.input[i])
 }
 
-/// Where windows end that count towards a mean with their border; -1 when only what lies in the picture counts.
+/// Where windows end that count towards a mean with their padding; -1 when only elements of the
+/// image count.
 fn counted(spec: &Pool, sizes: &Sizes, pads: [i32; 3]) -> [i32; 3] {
     if spec.kind != (PoolKind::Average { count_include_pad: true }) {
         return [-1; 3];
@@ -170,7 +176,7 @@ fn counted(spec: &Pool, sizes: &Sizes, pads: [i32; 3]) -> [i32; 3] {
     })
 }
 
-/// How the place of an element counts within its plane.
+/// How the index of an element is counted within its plane.
 fn place_strides(kind: PoolKind, sizes: &Sizes) -> [usize; 3] {
     let [depth, height, width] = sizes.input;
     match kind {
@@ -179,8 +185,9 @@ fn place_strides(kind: PoolKind, sizes: &Sizes) -> [usize; 3] {
     }
 }
 
-/// Over all outputs in memory order: output, places, input, place of the plane, where the window begins.
-fn pool_walk(x: &View, y: &View, places: Option<&View>, sizes: &Sizes) -> Walk {
+/// Over all outputs in memory order: output, indices, input, index of the plane, start of the
+/// window.
+fn pool_nest(x: &View, y: &View, places: Option<&View>, sizes: &Sizes) -> LoopNest {
     let of = |view: &View| {
         let spatial = three(&view.strides[2..], 0);
         vec![view.strides[0], view.strides[1], spatial[0], spatial[1], spatial[2]]
@@ -197,5 +204,5 @@ fn pool_walk(x: &View, y: &View, places: Option<&View>, sizes: &Sizes) -> Walk {
         vec![0, 0, 0, pace_h, 0],
         vec![0, 0, 0, 0, pace_w],
     ];
-    Walk::new(&[y.shape[0], y.shape[1], d, h, w], &operands).ordered_by(0).merged()
+    LoopNest::new(&[y.shape[0], y.shape[1], d, h, w], &operands).ordered_by(0).merged()
 }

@@ -1,4 +1,4 @@
-//! Plans with a common beginning give the same outputs taken apart as whole.
+//! Plans with a common prefix give the same outputs split as whole.
 
 use base::Random;
 use model::op::{Binary, MatMul, Unary};
@@ -8,7 +8,7 @@ use super::*;
 
 const WIDTH: usize = 6;
 
-/// A plan made step by step.
+/// Builds a plan step by step.
 struct Builder {
     plan: LaunchPlan,
     batch: &'static str,
@@ -47,10 +47,10 @@ impl Builder {
         output
     }
 
-    /// A product with random weights, or something cheap, of random values before it.
+    /// A product with random weights, or a cheap operator, of random earlier values.
     fn random_step(&mut self, random: &mut Random) {
         let pick = |builder: &Builder, random: &mut Random| {
-            // Rather the latest ones: a plan should be deep.
+            // Prefers recent values: a plan should be deep.
             let back = random.below(builder.open.len().min(3) as u64) as usize;
             builder.open[builder.open.len() - 1 - back]
         };
@@ -77,7 +77,7 @@ impl Builder {
         self.step(Op::MatMul(MatMul::default()), &[of, weight]);
     }
 
-    /// Every value that nobody reads is an output.
+    /// Every value without a reader is an output.
     fn finish(mut self) -> LaunchPlan {
         let read: BTreeSet<ValueId> =
             self.plan.steps.iter().flat_map(|s| s.inputs.iter().flatten()).copied().collect();
@@ -89,7 +89,7 @@ impl Builder {
     }
 }
 
-/// What a plan computes, step by step.
+/// Runs a plan step by step.
 fn run(plan: &LaunchPlan, inputs: Vec<Tensor>) -> Vec<Tensor> {
     let mut values: BTreeMap<ValueId, Tensor> = plan.constants.iter().cloned().collect();
     values.extend(plan.inputs.iter().copied().zip(inputs));
@@ -120,18 +120,18 @@ fn pair(seed: u64) -> (LaunchPlan, LaunchPlan) {
 }
 
 #[test]
-fn a_trunk_and_a_suffix_compute_what_the_whole_does() {
+fn prefix_and_suffix_compute_the_same_as_the_model() {
     let mut cuts = 0;
     for seed in 0..300 {
         let (a, b) = pair(seed * 10);
         let (of_a, of_b) = (Fingerprint::of(&a), Fingerprint::of(&b));
-        let Some(cut) = Cut::between((&a, &of_a), (&b, &of_b)) else { continue };
+        let Some(common) = CommonPrefix::between((&a, &of_a), (&b, &of_b)) else { continue };
         cuts += 1;
-        let trunk = cut.trunk(&a, &of_a).unwrap();
+        let prefix = common.prefix(&a, &of_a).unwrap();
         let mut random = Random::new(seed + 7);
         for (plan, of) in [(&a, &of_a), (&b, &of_b)] {
-            let suffix = cut.suffix(plan, of).unwrap();
-            assert!(suffix.trunk_share >= SHARE_LEAST, "seed {seed}");
+            let suffix = common.suffix(plan, of).unwrap();
+            assert!(suffix.prefix_share >= MIN_PREFIX_SHARE, "seed {seed}");
             assert_eq!(suffix.plan.outputs.len(), plan.outputs.len());
             let inputs: Vec<Tensor> = (0..plan.inputs.len())
                 .map(|_| {
@@ -139,10 +139,10 @@ fn a_trunk_and_a_suffix_compute_what_the_whole_does() {
                     Tensor::from_vec(vec![3, WIDTH], data).unwrap()
                 })
                 .collect();
-            let handed = run(&trunk, inputs.clone());
+            let handed = run(&prefix, inputs.clone());
             let sources = suffix.sources.iter().map(|source| match source {
-                Source::Trunk(place) => handed[*place].clone(),
-                Source::Input(place) => inputs[*place].clone(),
+                SuffixInput::Prefix(index) => handed[*index].clone(),
+                SuffixInput::Model(index) => inputs[*index].clone(),
             });
             let apart = run(&suffix.plan, sources.collect());
             assert_eq!(apart, run(plan, inputs), "seed {seed}");
@@ -152,7 +152,7 @@ fn a_trunk_and_a_suffix_compute_what_the_whole_does() {
 }
 
 #[test]
-fn other_weights_from_the_start_on_have_nothing_in_common() {
+fn models_with_different_first_weights_have_no_common_prefix() {
     let plan = |seed: u64| {
         let mut random = Random::new(seed);
         let mut builder = Builder::new("n", 1);
@@ -164,12 +164,12 @@ fn other_weights_from_the_start_on_have_nothing_in_common() {
     };
     let (a, b) = (plan(1), plan(2));
     let (of_a, of_b) = (Fingerprint::of(&a), Fingerprint::of(&b));
-    assert_eq!(Cut::between((&a, &of_a), (&b, &of_b)), None);
+    assert_eq!(CommonPrefix::between((&a, &of_a), (&b, &of_b)), None);
     // The same model under two names: all but the step that writes the output.
-    let cut = Cut::between((&a, &of_a), (&a, &of_a)).unwrap();
-    assert_eq!(cut.trunk(&a, &of_a).unwrap().steps.len(), 5);
-    assert_eq!(cut.suffix(&a, &of_a).unwrap().plan.steps.len(), 1);
-    assert!(cut.suffix(&b, &of_b).is_none());
-    // A plan that shares only the beginning of the trunk does not fit it.
+    let common = CommonPrefix::between((&a, &of_a), (&a, &of_a)).unwrap();
+    assert_eq!(common.prefix(&a, &of_a).unwrap().steps.len(), 5);
+    assert_eq!(common.suffix(&a, &of_a).unwrap().plan.steps.len(), 1);
+    assert!(common.suffix(&b, &of_b).is_none());
+    // A plan that shares only the beginning of the prefix does not fit it.
     assert_eq!(of_a.marks().len(), 5);
 }

@@ -1,4 +1,4 @@
-// Stands in for CUDA's header: see cuda_fp16.h.
+// Emulates CUDA's header: see cuda_fp16.h.
 #pragma once
 #include "cuda_fp16.h"
 

@@ -1,5 +1,6 @@
-// Stands in for CUDA on a machine without it: the threads of a block are fibers that switch at barriers and shuffles, so tile
-// functions run as written, one tile after another, under the host's address sanitizer.
+// Emulates CUDA on a machine without it: the threads of a block are fibers that switch at barriers
+// and shuffles, so that tile functions run unchanged, one tile after another, under the host's
+// address sanitizer.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -20,7 +21,7 @@ namespace emulation {
 struct Index { unsigned x; };
 void block_barrier();
 void warp_barrier();
-extern uint64_t lanes[1024]; // what each thread says in a shuffle
+extern uint64_t lanes[1024]; // what each thread contributes to a shuffle
 } // namespace emulation
 
 extern emulation::Index threadIdx, blockIdx, gridDim;
@@ -34,16 +35,24 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 
 inline float __int_as_float(unsigned v) { float f; std::memcpy(&f, &v, 4); return f; }
 inline unsigned __float_as_uint(float f) { unsigned v; std::memcpy(&v, &f, 4); return v; }
-inline double __hiloint2double(int high, int low) { uint64_t v = (uint64_t)(uint32_t)high << 32 | (uint32_t)low; double f; std::memcpy(&f, &v, 8); return f; }
+inline double __hiloint2double(int high, int low)
+{
+    uint64_t v = (uint64_t)(uint32_t)high << 32 | (uint32_t)low;
+    double f;
+    std::memcpy(&f, &v, 8);
+    return f;
+}
 inline double __longlong_as_double(long long v) { double f; std::memcpy(&f, &v, 8); return f; }
 
 struct half { uint16_t bits; };
 struct half2 { half x, y; };
 inline float __half2float(half h)
 {
-    unsigned sign = (h.bits & 0x8000u) << 16, exponent = h.bits >> 10 & 31, fraction = h.bits & 1023;
+    unsigned sign = (h.bits & 0x8000u) << 16;
+    unsigned exponent = h.bits >> 10 & 31, fraction = h.bits & 1023;
     if (exponent == 31) return __int_as_float(sign | 0x7f800000u | fraction << 13);
-    float f = exponent ? std::ldexp((float)(fraction | 1024), (int)exponent - 25) : std::ldexp((float)fraction, -24);
+    float f = exponent ? std::ldexp((float)(fraction | 1024), (int)exponent - 25)
+                       : std::ldexp((float)fraction, -24);
     return sign ? -f : f;
 }
 inline half __float2half_rn(float f)
@@ -54,13 +63,17 @@ inline half __float2half_rn(float f)
     if (a >= 65520.f) return {(uint16_t)(sign | 0x7c00u)};
     int e;
     std::frexp(a, &e);
-    if (a < 6.103515625e-05f) return {(uint16_t)(sign | (unsigned)std::nearbyint(std::ldexp(a, 24)))};
+    if (a < 6.103515625e-05f)
+        return {(uint16_t)(sign | (unsigned)std::nearbyint(std::ldexp(a, 24)))};
     unsigned m = (unsigned)std::nearbyint(std::ldexp(a, 11 - e));
     return {(uint16_t)(sign | ((e + 13u << 10) + m))};
 }
 inline half __float2half(float f) { return __float2half_rn(f); }
 inline float2 __half22float2(half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
-inline half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
+inline half2 __floats2half2_rn(float x, float y)
+{
+    return {__float2half_rn(x), __float2half_rn(y)};
+}
 
 template <class T> T __ldcg(const T* p) { return *p; }
 template <class T> T __ldg(const T* p) { return *p; }
@@ -93,7 +106,10 @@ template <class T> T exchange(T v, unsigned from)
     return got;
 }
 template <class T> T __shfl_sync(unsigned, T v, int from) { return exchange(v, from); }
-template <class T> T __shfl_xor_sync(unsigned, T v, int mask) { return exchange(v, (threadIdx.x ^ mask) & 31u); }
+template <class T> T __shfl_xor_sync(unsigned, T v, int mask)
+{
+    return exchange(v, (threadIdx.x ^ mask) & 31u);
+}
 template <class T> T __shfl_up_sync(unsigned, T v, int by)
 {
     unsigned lane = threadIdx.x & 31u;

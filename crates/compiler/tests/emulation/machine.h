@@ -1,4 +1,5 @@
-// Runs launches written by the test: buffers and launches come in one file, the buffers go back in another.
+// Runs launches written by the test: reads buffers and launches from one file, and writes the
+// buffers to another.
 #pragma once
 #include "cuda_fp16.h"
 #include <cstdio>
@@ -38,23 +39,25 @@ void enter()
     wait(kGone);
 }
 
-// Lets waiting threads go on where all that still run in their block or warp wait alike.
+// Releases waiting threads if all running threads of their block or warp are waiting.
 bool release(unsigned threads)
 {
     bool any = false, block = true;
-    for (unsigned i = 0; i < threads; ++i) block &= fibers[i].state == kAtBlock || fibers[i].state == kGone;
+    for (unsigned i = 0; i < threads; ++i)
+        block &= fibers[i].state == kAtBlock || fibers[i].state == kGone;
     for (unsigned first = 0; first < threads; first += 32) {
         unsigned last = std::min(first + 32, threads);
         bool warp = true;
-        for (unsigned i = first; i < last; ++i) warp &= fibers[i].state == kAtWarp || fibers[i].state == kGone;
+        for (unsigned i = first; i < last; ++i)
+            warp &= fibers[i].state == kAtWarp || fibers[i].state == kGone;
         for (unsigned i = first; i < last; ++i)
             if (fibers[i].state != kGone && (block || warp)) fibers[i].state = kReady, any = true;
     }
     return any;
 }
 
-// A watch of work that was told to leave before it began.
-struct ToldWatch : tiles::NoWatch {
+// The watch of work that is preempted before it starts.
+struct PreemptedWatch : tiles::NoWatch {
     static constexpr bool kLeaves = true;
     bool told() const { return true; }
     bool last() const
@@ -93,23 +96,27 @@ void run_tiles(const unsigned char* args, unsigned first, unsigned last)
                 }
         } while (release(Op::kThreads));
         for (unsigned i = 0; i < Op::kThreads; ++i)
-            if (fibers[i].state != kGone) std::fprintf(stderr, "thread %u waits for ever\n", i), std::exit(1);
+            if (fibers[i].state != kGone)
+                std::fprintf(stderr, "thread %u waits forever\n", i), std::exit(1);
     }
 }
 
 std::vector<unsigned char*> buffers;
 std::vector<size_t> lengths;
 
-// Work that was told to leave must not write. Fault words are the exception: they are cleared before the work is tried again.
+// Preempted work must not write. Fault words are the exception: they are cleared before the work
+// is repeated.
 template <class Op>
-void check_told(const unsigned char* args, unsigned tile)
+void check_preempted(const unsigned char* args, unsigned tile)
 {
     std::vector<std::vector<unsigned char>> before;
-    for (size_t i = 0; i < buffers.size(); ++i) before.emplace_back(buffers[i], buffers[i] + lengths[i]);
-    run_tiles<Op, ToldWatch>(args, tile, tile + 1);
+    for (size_t i = 0; i < buffers.size(); ++i)
+        before.emplace_back(buffers[i], buffers[i] + lengths[i]);
+    run_tiles<Op, PreemptedWatch>(args, tile, tile + 1);
     for (size_t i = 0; i < buffers.size(); ++i) {
         bool same = !lengths[i] || !std::memcmp(before[i].data(), buffers[i], lengths[i]);
-        if (!same && lengths[i] != 4) std::fprintf(stderr, "tile %u was told to leave and wrote\n", tile), std::exit(1);
+        if (!same && lengths[i] != 4)
+            std::fprintf(stderr, "tile %u was preempted and wrote\n", tile), std::exit(1);
         if (!same) std::memcpy(buffers[i], before[i].data(), lengths[i]);
     }
 }
@@ -118,8 +125,8 @@ template <class Op>
 void launch(const unsigned char* args, unsigned tiles)
 {
     gridDim.x = tiles;
-    check_told<Op>(args, 0);
-    check_told<Op>(args, tiles - 1);
+    check_preempted<Op>(args, 0);
+    check_preempted<Op>(args, tiles - 1);
     run_tiles<Op, tiles::NoWatch>(args, 0, tiles);
 }
 
@@ -139,8 +146,8 @@ struct Reader {
 
 using Launcher = void (*)(const unsigned char*, unsigned);
 
-// File: buffers (count, then length and bytes each), launches (count, then kernel, tiles, length of arguments, arguments,
-// patches: count, then place in the arguments, buffer, byte offset each).
+// File: buffers (count, then length and bytes each), launches (count, then kernel, tiles, length of
+// arguments, arguments, patches: count, then offset in the arguments, buffer, byte offset each).
 int run(int, char** argv, const std::vector<Launcher>& kernels)
 {
     Reader in = {std::fopen(argv[1], "rb")};

@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use compiler::gpu::args::Address;
-use compiler::gpu::draft::{Draft, Work};
+use compiler::gpu::draft::{LaunchDraft, StepDraft};
 use compiler::gpu::view::{BufferId, Element, View};
 use half::{bf16, f16};
-use model::gpu::{Kernel, Place};
+use model::gpu::{Kernel, MemoryLocation};
 use model::{DataType, Tensor};
 
 /// Numbers that are the same in every run.
@@ -25,7 +25,7 @@ impl Random {
         (self.0 >> 16) as usize % limit
     }
 
-    /// Between -2 and 2, in steps that half precision has.
+    /// Between -2 and 2, in steps that half precision can represent.
     pub fn floats(&mut self, shape: &[usize]) -> Tensor {
         let len = shape.iter().product();
         let values =
@@ -41,12 +41,12 @@ impl Random {
     }
 }
 
-/// How a tensor lies in its buffer.
+/// The layout of a tensor in its buffer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Layout {
     /// Row-major.
     Packed,
-    /// Dimension 1 fastest, with a number of elements behind each pixel that no value has.
+    /// Dimension 1 fastest, with a number of unused elements behind each pixel.
     ChannelsLast(usize),
     /// Row-major with a gap behind each row, beginning at an odd element.
     Gapped,
@@ -68,7 +68,7 @@ struct Check {
     tolerance: f64,
 }
 
-/// Buffers, launches and what they should give.
+/// Buffers, launches and expected results.
 #[derive(Default)]
 pub struct Bench {
     buffers: Vec<Vec<u8>>,
@@ -80,7 +80,7 @@ pub struct Bench {
 impl Bench {
     /// A buffer that holds `tensor`, as `element`.
     pub fn place(&mut self, tensor: &Tensor, layout: Layout, element: Element) -> View {
-        let view = self.room(tensor.shape(), layout, element);
+        let view = self.buffer(tensor.shape(), layout, element);
         let buffer = &mut self.buffers[view.buffer.0 as usize];
         for (offset, value) in offsets(&view).into_iter().zip(numbers(tensor)) {
             store(buffer, offset, element, value);
@@ -88,8 +88,8 @@ impl Bench {
         view
     }
 
-    /// A buffer for a value of `shape`, full of numbers that are none.
-    pub fn room(&mut self, shape: &[usize], layout: Layout, element: Element) -> View {
+    /// A buffer for a value of `shape`, filled with NaN.
+    pub fn buffer(&mut self, shape: &[usize], layout: Layout, element: Element) -> View {
         let rank = shape.len();
         let order: Vec<usize> = match layout {
             Layout::ChannelsLast(_) if rank > 2 => {
@@ -117,41 +117,41 @@ impl Bench {
         view
     }
 
-    /// Runs `works` one after the other, once for every way to compute them, and expects `outputs`.
+    /// Runs `works` one after the other, once per variant, and expects `outputs`.
     pub fn check(
         &mut self,
         name: &str,
-        works: &[Work],
+        works: &[StepDraft],
         outputs: &[(&View, &Tensor)],
         tolerance: f64,
     ) {
         self.check_with_fault(name, works, outputs, tolerance, false);
     }
 
-    /// As [`Bench::check`], and expects that an index out of range is told, or not.
+    /// As [`Bench::check`], and expects that an index out of range is reported, or not.
     pub fn check_with_fault(
         &mut self,
         name: &str,
-        works: &[Work],
+        works: &[StepDraft],
         outputs: &[(&View, &Tensor)],
         tolerance: f64,
         fault: bool,
     ) {
-        let ways = works.iter().map(|work| work.drafts.len()).max().unwrap_or(0);
-        for way in 0..ways {
-            let told = self.room(&[1], Layout::Packed, Element::I32);
-            self.buffers[told.buffer.0 as usize].fill(0);
-            let word = told.buffer;
+        let variants = works.iter().map(|work| work.drafts.len()).max().unwrap_or(0);
+        for variant in 0..variants {
+            let fault_word = self.buffer(&[1], Layout::Packed, Element::I32);
+            self.buffers[fault_word.buffer.0 as usize].fill(0);
+            let word = fault_word.buffer;
             let expected = vec![f64::from(u8::from(fault))];
-            let tell = format!("{name}, way {way}, fault");
-            self.checks.push(Check { name: tell, view: told, expected, tolerance: 0.0 });
+            let label = format!("{name}, variant {variant}, fault");
+            self.checks.push(Check { name: label, view: fault_word, expected, tolerance: 0.0 });
             let first = self.buffers.len() as u32;
             let moved = |buffer: BufferId| {
                 let place = outputs.iter().position(|(view, _)| view.buffer == buffer);
                 place.map_or(buffer, |place| BufferId(first + place as u32))
             };
             for work in works {
-                let draft = &work.drafts[way.min(work.drafts.len() - 1)];
+                let draft = &work.drafts[variant.min(work.drafts.len() - 1)];
                 self.launch(draft, &moved, word);
             }
             for (view, expected) in outputs {
@@ -159,14 +159,19 @@ impl Bench {
                 let view = View { buffer: BufferId(self.buffers.len() as u32), ..(*view).clone() };
                 assert_eq!(view.shape, expected.shape(), "{name}");
                 self.buffers.push(fresh);
-                let name = format!("{name}, way {way}");
+                let name = format!("{name}, variant {variant}");
                 let expected = numbers(expected);
                 self.checks.push(Check { name, view, expected, tolerance });
             }
         }
     }
 
-    fn launch(&mut self, draft: &Draft, moved: &dyn Fn(BufferId) -> BufferId, fault: BufferId) {
+    fn launch(
+        &mut self,
+        draft: &LaunchDraft,
+        moved: &dyn Fn(BufferId) -> BufferId,
+        fault: BufferId,
+    ) {
         let known = self.kernels.iter().position(|kernel| *kernel == draft.kernel);
         let kernel = known.unwrap_or_else(|| {
             self.kernels.push(draft.kernel.clone());
@@ -174,7 +179,7 @@ impl Bench {
         });
         let patch = |(at, address): &(u32, Address)| match address {
             Address::Buffer(buffer, offset) => (*at, moved(*buffer).0, *offset),
-            Address::Place(Place::Fault) => (*at, fault.0, 0),
+            Address::Fixed(MemoryLocation::Fault) => (*at, fault.0, 0),
             other => panic!("{other:?} has no buffer"),
         };
         let patches = draft.args.1.iter().map(patch).collect();
@@ -211,7 +216,7 @@ impl Bench {
         self.compare(&bytes);
     }
 
-    /// What ran when the program died.
+    /// What was running when the program crashed.
     fn last_kernel(&self, log: &str) -> String {
         let number =
             log.lines().filter_map(|line| line.strip_prefix("launch of kernel ")).next_back();
@@ -234,7 +239,7 @@ impl Bench {
         }
     }
 
-    /// The kernels as one C++ program: each in a namespace of its own, headers before.
+    /// The kernels as one C++ program: each in its own namespace, headers first.
     fn program(&self) -> String {
         let mut text =
             "#define TILES_BF16\n#include \"number.cuh\"\n#include \"machine.h\"\n".to_string();
@@ -254,7 +259,7 @@ impl Bench {
                 .lines()
                 .filter(|line| !line.starts_with("#include") && !line.starts_with("#define"))
                 .collect();
-            // A generated operator is the only `Function`; each gets a name of its own.
+            // A generated operator is always called `Function`; each gets its own name.
             let function = format!("Function{number}");
             let body = body.join("\n").replace("struct Function", &format!("struct {function}"));
             let expression =
@@ -262,7 +267,8 @@ impl Bench {
             let (threads, shared, args) = (kernel.threads, kernel.shared_bytes, kernel.args_bytes);
             text += &format!(
                 "{body}\nusing Op{number} = {expression};\n\
-                 static_assert(Op{number}::kThreads == {threads} && Op{number}::kShared == {shared});\n\
+                 static_assert(Op{number}::kThreads == {threads});\n\
+                 static_assert(Op{number}::kShared == {shared});\n\
                  static_assert(sizeof(Op{number}::Args) == {args});\n"
             );
             table += &format!("emulation::launch<Op{number}>, ");

@@ -32,7 +32,7 @@ fn case(
             bench.place(tensor, layouts[i % layouts.len()], stored(tensor.dtype(), precision))
         })
         .collect();
-    let output = bench.room(expected.shape(), layouts[0], stored(expected.dtype(), precision));
+    let output = bench.buffer(expected.shape(), layouts[0], stored(expected.dtype(), precision));
     let made = work(expr, &views, &output).unwrap_or_else(|error| panic!("{op:?}: {error}"));
     let name = format!("{op:?} {layouts:?} {precision:?}");
     bench.check(&name, &[made], &[(&output, expected)], tolerance(output.element));
@@ -170,7 +170,7 @@ fn functions_of_several_operands() {
 }
 
 #[test]
-fn choices_and_conversions() {
+fn selections_and_conversions() {
     let mut bench = Bench::default();
     let mut random = Random::new(3);
     let (a, b) = (random.floats(&[4, 5, 16]), random.floats(&[5, 1]));
@@ -204,7 +204,7 @@ fn choices_and_conversions() {
         &reference(&Op::ScaleShift { activation }, &[&a, &flat_scale, &flat_shift], 1)[0];
     let views =
         [&a, &scale, &shift].map(|tensor| bench.place(tensor, Layout::Packed, Element::F16));
-    let output = bench.room(&[4, 5, 16], Layout::Packed, Element::F16);
+    let output = bench.buffer(&[4, 5, 16], Layout::Packed, Element::F16);
     bench.check(
         "scale and shift",
         &[work(&expr, &views, &output).unwrap()],
@@ -236,7 +236,7 @@ fn copies() {
                     (Element::BF16, Element::F32),
                 ] {
                     let input = bench.place(&tensor, from, source);
-                    let mut output = bench.room(shape, to, target);
+                    let mut output = bench.buffer(shape, to, target);
                     let made = copy(&input, &output).unwrap();
                     let name =
                         format!("copy of {shape:?} from {from:?} {source:?} to {to:?} {target:?}");
@@ -251,7 +251,7 @@ fn copies() {
                 }
             }
         }
-        let mut output = bench.room(shape, Layout::ChannelsLast(3), Element::F16);
+        let mut output = bench.buffer(shape, Layout::ChannelsLast(3), Element::F16);
         let clear = clear_slack(&output).unwrap().unwrap();
         let zeros = Tensor::from_vec(slack(&mut output), vec![0f32; output.len()]).unwrap();
         bench.check(&format!("cleared slack of {shape:?}"), &[clear], &[(&output, &zeros)], 0.0);
@@ -284,7 +284,7 @@ fn rounded(tensor: &Tensor) -> Tensor {
 }
 
 #[test]
-fn numbers_per_channel() {
+fn parameters_per_channel() {
     let mut bench = Bench::default();
     let mut random = Random::new(5);
     let x = random.floats(&[2, 6, 3, 5]);

@@ -1,4 +1,4 @@
-//! The text of a few generated kernels, as files. `ATOLL_BLESS=1` rewrites them.
+//! The text of a few generated kernels, compared with golden files. `ATOLL_BLESS=1` rewrites them.
 
 use std::path::Path;
 
@@ -56,7 +56,7 @@ fn chains() -> Vec<(&'static str, Expr, Vec<View>, View)> {
 }
 
 #[test]
-fn texts_are_as_on_file() {
+fn generated_text_matches_golden_files() {
     let mut texts: Vec<(String, String)> = Vec::new();
     for (name, expr, inputs, output) in chains() {
         let made = work(&expr, &inputs, &output).unwrap();

@@ -43,9 +43,9 @@ fn gathers() {
     bench.finish("gathers");
 }
 
-/// Indices past the end read the nearest element, write nothing, and are told.
+/// Indices past the end read the nearest element, write nothing, and are reported.
 #[test]
-fn wild_indices_stay_inside() {
+fn indices_out_of_range_are_clamped() {
     let mut bench = Bench::default();
     let x = Tensor::from_vec(vec![3, 2], vec![1f32, 2.0, 3.0, 4.0, 5.0, 6.0]).unwrap();
     let wild = list(&[7, -9, i64::MAX, i64::MIN]);
@@ -53,14 +53,14 @@ fn wild_indices_stay_inside() {
         bench.place(&x, Layout::Packed, Element::F32),
         bench.place(&wild, Layout::Packed, Element::I64),
     );
-    let output = bench.room(&[4, 2], Layout::Packed, Element::F32);
+    let output = bench.buffer(&[4, 2], Layout::Packed, Element::F32);
     let expected =
         Tensor::from_vec(vec![4, 2], vec![5f32, 6.0, 1.0, 2.0, 5.0, 6.0, 1.0, 2.0]).unwrap();
     let made = index::gather(0, &data, &places, &output).unwrap();
     bench.check_with_fault("wild gather", &[made], &[(&output, &expected)], 0.0, true);
     for (wild, nearest) in [(3, [5f32, 6.0]), (-4, [1.0, 2.0]), (i64::MAX, [5.0, 6.0])] {
         let places = bench.place(&list(&[wild]), Layout::Packed, Element::I64);
-        let output = bench.room(&[1, 2], Layout::Packed, Element::F32);
+        let output = bench.buffer(&[1, 2], Layout::Packed, Element::F32);
         let expected = Tensor::from_vec(vec![1, 2], nearest.to_vec()).unwrap();
         let made = index::gather(0, &data, &places, &output).unwrap();
         bench.check_with_fault("one wild", &[made], &[(&output, &expected)], 0.0, true);
@@ -69,7 +69,7 @@ fn wild_indices_stay_inside() {
     let tuples = bench.place(&tuples, Layout::Packed, Element::I64);
     let updates = bench.place(&expected, Layout::Packed, Element::F32);
     for reduction in [ScatterReduction::None, ScatterReduction::Add] {
-        let output = bench.room(&[3, 2], Layout::Packed, Element::F32);
+        let output = bench.buffer(&[3, 2], Layout::Packed, Element::F32);
         let made = index::scatter_nd(reduction, (&data, &tuples, &updates), &output).unwrap();
         bench.check_with_fault("wild scatter", &made, &[(&output, &x)], 0.0, true);
     }
@@ -89,7 +89,7 @@ fn scatters() {
         ScatterReduction::Min,
     ];
     for reduction in all {
-        // Without a reduction indices must not meet.
+        // Without a reduction, indices must be distinct.
         let apart: Vec<i64> = (0..3 * 20).map(|i| (i / 20 + i) % 6).collect();
         let apart = Tensor::from_vec(vec![3, 5, 4], apart).unwrap();
         let meeting = random.integers(&[3, 5, 4], -6, 6);
@@ -120,7 +120,7 @@ fn scatters() {
 }
 
 #[test]
-fn borders_and_slices() {
+fn padding_and_slices() {
     let mut bench = Bench::default();
     let mut random = Random::new(43);
     let x = random.floats(&[2, 3, 4, 5]);

@@ -9,18 +9,18 @@ mod reduce;
 mod window;
 
 use bench::{Bench, Layout};
-use compiler::gpu::draft::Work;
+use compiler::gpu::draft::StepDraft;
 use compiler::gpu::view::{Element, View};
 use model::op::Op;
 use model::{DataType, Tensor};
 
-/// What the CPU device makes of `op`.
+/// The result of `op` on the CPU device.
 fn reference(op: &Op, inputs: &[&Tensor], outputs: usize) -> Vec<Tensor> {
     let inputs: Vec<Option<Tensor>> = inputs.iter().map(|tensor| Some((*tensor).clone())).collect();
     cpu::evaluate(op, &inputs, outputs).unwrap_or_else(|| panic!("no reference for {op:?}"))
 }
 
-/// How far a result may be off, relative to the larger of itself and one.
+/// The allowed error, relative to the larger of the result and one.
 fn tolerance(element: Element) -> f64 {
     match element {
         Element::F16 => 2e-3,
@@ -29,12 +29,12 @@ fn tolerance(element: Element) -> f64 {
     }
 }
 
-/// Where a tensor of `dtype` lies in `precision`.
+/// How a tensor of `dtype` is stored in `precision`.
 fn stored(dtype: DataType, precision: Element) -> Element {
     if dtype == DataType::F32 { precision } else { Element::exact(dtype).unwrap() }
 }
 
-/// An operator on tensors, and how it is to be run.
+/// An operator on tensors, and how to run it.
 struct Case<'a> {
     op: Op,
     inputs: &'a [&'a Tensor],
@@ -62,21 +62,21 @@ impl<'a> Case<'a> {
         Case { outputs, ..self }
     }
 
-    /// Checks what `make` makes of the inputs' and outputs' views.
+    /// Checks the step that `make` builds from the views of inputs and outputs.
     fn check(
         self,
         bench: &mut Bench,
-        make: impl Fn(&[View], &[View]) -> Result<Vec<Work>, String>,
+        make: impl Fn(&[View], &[View]) -> Result<Vec<StepDraft>, String>,
     ) {
         let expected = reference(&self.op, self.inputs, self.outputs);
         let place = |tensor: &Tensor| {
             bench.place(tensor, self.from, stored(tensor.dtype(), self.precision))
         };
         let inputs: Vec<View> = self.inputs.iter().copied().map(place).collect();
-        let room = |tensor: &Tensor| {
-            bench.room(tensor.shape(), self.to, stored(tensor.dtype(), self.precision))
+        let buffer = |tensor: &Tensor| {
+            bench.buffer(tensor.shape(), self.to, stored(tensor.dtype(), self.precision))
         };
-        let outputs: Vec<View> = expected.iter().take(self.outputs).map(room).collect();
+        let outputs: Vec<View> = expected.iter().take(self.outputs).map(buffer).collect();
         let name = format!("{:?} {:?} to {:?} {:?}", self.op, self.from, self.to, self.precision);
         let works = make(&inputs, &outputs).unwrap_or_else(|error| panic!("{name}: {error}"));
         let pairs: Vec<(&View, &Tensor)> = outputs.iter().zip(&expected).collect();

@@ -98,7 +98,7 @@ fn convolutions() {
         let spec = Conv { activation: Activation::LeakyRelu { alpha: 0.1 }, ..spec };
         let expected = crate::reference(&Op::Conv(spec.clone()), &[&x, &weight], 1).remove(0);
         let residual = random.floats(expected.shape());
-        // An absent bias is an input of zeros to the reference.
+        // An absent bias is an input of zeros for the reference.
         let zeros = model::Tensor::from_vec(vec![kernel[0]], vec![0f32; kernel[0]]).unwrap();
         Case::new(Op::Conv(spec.clone()), &[&x, &weight, &zeros, &residual])
             .check(&mut bench, |i, o| {
@@ -152,7 +152,8 @@ fn attention_of_any_width() {
     let scale = 0.25;
     for element in [Element::F16, Element::F32] {
         for mask in [&mask, &keep] {
-            let scratch = [0, 1].map(|_| bench.room(&[2, 3, 9, 11], Layout::Packed, Element::F32));
+            let scratch =
+                [0, 1].map(|_| bench.buffer(&[2, 3, 9, 11], Layout::Packed, Element::F32));
             Case::new(Op::Attention { scale }, &[&q, &k, &v, mask]).of(element).check(
                 &mut bench,
                 |i, o| {

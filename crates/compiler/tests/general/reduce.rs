@@ -1,4 +1,4 @@
-//! Reductions, softmax, normalizations, running sums, the largest few.
+//! Reductions, softmax, normalizations, cumulative sums, top-k.
 
 use compiler::gpu::reduce;
 use compiler::gpu::view::Element;
@@ -69,7 +69,7 @@ fn reductions() {
 }
 
 #[test]
-fn places() {
+fn argmax_and_argmin() {
     let mut bench = Bench::default();
     let mut random = Random::new(12);
     let x = random.floats(&[3, 9, 33]);
@@ -99,7 +99,7 @@ fn places() {
 }
 
 #[test]
-fn running_sums() {
+fn cumulative_sums() {
     let mut bench = Bench::default();
     let mut random = Random::new(13);
     let (x, integers) = (random.floats(&[3, 70, 2]), random.integers(&[5, 33], -4, 5));

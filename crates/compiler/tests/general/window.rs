@@ -141,7 +141,7 @@ fn resizes() {
                 Case::new(Op::Resize(spec.clone()), &[&x, &roi, &factors])
                     .lying(layout, layout)
                     .check(&mut bench, |i, o| {
-                        let all = window::stretches(
+                        let all = window::resize_axes(
                             &spec,
                             &i[0].shape,
                             Some(&region),
@@ -158,7 +158,7 @@ fn resizes() {
             Case::new(Op::Resize(spec.clone()), &[&volume, &none, &none, &list]).check(
                 &mut bench,
                 |i, o| {
-                    let all = window::stretches(&spec, &i[0].shape, None, None, Some(&sizes))?;
+                    let all = window::resize_axes(&spec, &i[0].shape, None, None, Some(&sizes))?;
                     Ok(vec![window::resize(&spec, &all, &i[0], &o[0])?])
                 },
             );

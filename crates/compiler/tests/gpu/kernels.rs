@@ -1,4 +1,5 @@
-//! Every tensor-core kernel compiles for the GPUs we name, with as many registers as the committed table says.
+//! Every tensor-core kernel compiles for the supported GPUs, with the registers of the committed
+//! table.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -15,7 +16,7 @@ use model::op::{Activation, Conv, GlobalPool, MatMul, Op, Padding, Window};
 use crate::lower_for;
 use crate::models::{self, Builder};
 
-/// Layers of many sizes side by side: between them and the batch sizes below, every tile shape has a layer it suits.
+/// Layers of many sizes: between them and the batch sizes below, every tile shape suits some layer.
 pub(crate) fn layers() -> LaunchPlan {
     let mut b = Builder::default();
     let mut outputs = Vec::new();
@@ -70,7 +71,7 @@ fn dilated(b: &mut Builder, x: model::ValueId, channels: usize, edge: usize) -> 
     b.step(op, &[Some(x), Some(weight)], &[channels, edge, edge])
 }
 
-/// The kernels with fixed text; generated ones are compiled by the tests that run them on the host.
+/// The kernels with fixed text; tests that run on the host compile the generated ones.
 fn kernels(capability: u32) -> Vec<Kernel> {
     let plans = [layers(), models::dense(), models::odd(), models::encoder()];
     let mut kernels = BTreeMap::new();
@@ -97,7 +98,7 @@ fn the_layers_use_every_tile_shape() {
     assert_eq!(missing.collect::<Vec<_>>(), Vec::<String>::new());
 }
 
-/// Two at a time: as many as a small machine has cores.
+/// Two at a time: the cores of a small machine.
 fn facts(report: &KernelReport, kernels: &[Kernel]) -> BTreeMap<String, Vec<EntryFacts>> {
     let (queue, done) = (Mutex::new(kernels.iter()), Mutex::new(BTreeMap::new()));
     std::thread::scope(|scope| {

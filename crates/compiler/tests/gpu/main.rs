@@ -1,4 +1,5 @@
-//! Models lowered to GPU kernels: plans are sound, share weights between sizes, and look as expected.
+//! Models lowered to GPU kernels: plans are valid, share weights between sizes, and match golden
+//! files.
 
 mod kernels;
 mod models;
@@ -28,7 +29,7 @@ fn plans() -> Vec<(&'static str, LaunchPlan)> {
 }
 
 #[test]
-fn plans_are_sound_at_every_size() {
+fn plans_are_valid_at_every_size() {
     for (name, plan) in plans() {
         for batch in [1, 2, 7, 32] {
             assert_eq!(check::faults(&lower(&plan, batch)), Vec::<String>::new(), "{name} {batch}");
@@ -51,7 +52,7 @@ fn six_workers_take_little_more_memory_than_one() {
 }
 
 #[test]
-fn the_check_finds_what_is_broken() {
+fn the_checker_finds_defects() {
     let sound = lower(&dense(), 2);
     let break_it = |change: fn(&mut GpuPlan)| {
         let mut plan = sound.clone();
@@ -66,7 +67,7 @@ fn the_check_finds_what_is_broken() {
 }
 
 #[test]
-fn weights_are_shared_between_sizes_and_as_long_as_they_say() {
+fn weights_are_shared_between_sizes_and_have_their_declared_length() {
     for (name, plan) in plans() {
         let (one, many) = (lower(&plan, 1), lower(&plan, 32));
         let keys: HashMap<_, _> = one.weights.iter().map(|weight| (&weight.key, weight)).collect();
@@ -82,13 +83,14 @@ fn weights_are_shared_between_sizes_and_as_long_as_they_say() {
 #[test]
 fn concatenations_cost_no_copy_and_sibling_products_one_launch() {
     let copies = |plan: &GpuPlan| plan.steps.iter().filter(|step| step.op == "Copy").count();
-    // The input's conversion and the output's.
+    // The conversions of the input and of the output.
     assert_eq!(copies(&lower(&dense(), 1)), 2);
     let products = lower(&encoder(), 1).steps.iter().filter(|step| step.op == "MatMul").count();
     assert_eq!(products, 2);
 }
 
-/// An activation the product kernels do not know stays behind them, and does not push them off the tensor cores.
+/// An activation that product kernels do not support becomes a step of its own, and the product
+/// stays on the tensor cores.
 #[test]
 fn an_activation_without_a_kernel_is_a_step_of_its_own() {
     let plan = models::hard();
@@ -104,7 +106,7 @@ fn an_activation_without_a_kernel_is_a_step_of_its_own() {
     }
 }
 
-/// What a person would check by eye: steps with their sizes and first variants.
+/// A summary for review: steps with their sizes and first variants.
 fn listing(plan: &GpuPlan) -> String {
     let mut text = String::new();
     for step in &plan.steps {
@@ -124,9 +126,9 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(format!("{name}.txt"))
 }
 
-/// `ATOLL_BLESS=1` rewrites the files; the difference is then for review.
+/// `ATOLL_BLESS=1` rewrites the golden files.
 #[test]
-fn listings_are_as_committed() {
+fn listings_match_golden_files() {
     for (name, plan) in plans() {
         let text = listing(&lower(&plan, 2));
         let path = golden(name);

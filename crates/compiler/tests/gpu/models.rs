@@ -1,9 +1,9 @@
-//! Small models made by hand.
+//! Small models, built by hand.
 
 use model::op::{Activation, Binary, Conv, MatMul, Op, Padding, Pool, PoolKind, Unary, Window};
 use model::{DataType, Dim, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
 
-/// Builds launch plans by hand: the batch is symbolic, everything else a number.
+/// Builds launch plans: the batch is symbolic, all other sizes are numbers.
 #[derive(Default)]
 pub struct Builder {
     pub plan: LaunchPlan,
@@ -73,7 +73,7 @@ impl Builder {
     }
 }
 
-/// Three layers that concatenate all that came before, as DenseNet does.
+/// Three layers that concatenate all previous outputs, as in DenseNet.
 pub fn dense() -> LaunchPlan {
     let mut b = Builder::default();
     let image = b.input(&[3, 12, 12]);
@@ -93,8 +93,8 @@ pub fn dense() -> LaunchPlan {
     b.finish(whole)
 }
 
-/// Fewer pixels and more channels from stage to stage, as pictures are classified: the last products are split where a batch is
-/// small.
+/// Fewer pixels and more channels in each stage, as in image classification: the last products are
+/// split at small batches.
 pub fn stages() -> LaunchPlan {
     let mut b = Builder::default();
     let mut x = b.input(&[8, 112, 112]);
@@ -113,7 +113,7 @@ pub fn stages() -> LaunchPlan {
     b.finish(x)
 }
 
-/// Odd channels, depthwise filters, pooling, and a chain of element operators with a branch.
+/// Odd channels, depthwise filters, pooling, and a chain of element-wise operators with a branch.
 pub fn odd() -> LaunchPlan {
     let mut b = Builder::default();
     let image = b.input(&[5, 9, 9]);
@@ -171,7 +171,7 @@ pub fn encoder() -> LaunchPlan {
     b.finish(y)
 }
 
-/// Products with activations that only a step of their own computes.
+/// Products with activations that need a step of their own.
 pub fn hard() -> LaunchPlan {
     let mut b = Builder::default();
     let image = b.input(&[16, 9, 9]);

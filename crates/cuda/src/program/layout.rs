@@ -1,7 +1,7 @@
 //! The memory layout of one run: one block of device memory, whose addresses are patched into
 //! kernel arguments.
 
-use model::gpu::{GpuPlan, GpuStep, Launch, Patch, Place};
+use model::gpu::{GpuPlan, GpuStep, Launch, MemoryLocation, Patch};
 
 use crate::preempt::best_effort_variant::best_effort_choice;
 
@@ -53,7 +53,7 @@ pub(crate) struct StepControl {
 
 /// Whether `launch` may store to its step's fault word.
 fn may_fault(launch: &Launch) -> bool {
-    launch.patches.iter().any(|patch| patch.to == Place::Fault)
+    launch.patches.iter().any(|patch| patch.to == MemoryLocation::Fault)
 }
 
 /// Hands out aligned offsets.
@@ -242,19 +242,23 @@ pub(crate) struct Addresses<'a> {
 }
 
 impl Addresses<'_> {
-    fn resolve(&self, place: Place, words: StepWords) -> Option<u64> {
+    fn resolve(&self, place: MemoryLocation, words: StepWords) -> Option<u64> {
         let at = |base: u64, offset: u64| self.block.checked_add(base)?.checked_add(offset);
         match place {
-            Place::Arena(offset) => at(self.layout.arena, offset),
-            Place::Workspace(offset) => at(self.layout.workspace, offset),
-            Place::Arrivals => at(words.arrivals, 0),
-            Place::Fault => at(words.fault?, 0),
-            Place::Weight(index, offset) => {
+            MemoryLocation::Arena(offset) => at(self.layout.arena, offset),
+            MemoryLocation::Workspace(offset) => at(self.layout.workspace, offset),
+            MemoryLocation::Arrivals => at(words.arrivals, 0),
+            MemoryLocation::Fault => at(words.fault?, 0),
+            MemoryLocation::Weight(index, offset) => {
                 let (address, bytes) = self.weights.get(index as usize)?;
                 (offset <= *bytes).then(|| address + offset)
             }
-            Place::Input(index, offset) => at(*self.layout.inputs.get(index as usize)?, offset),
-            Place::Output(index, offset) => at(*self.layout.outputs.get(index as usize)?, offset),
+            MemoryLocation::Input(index, offset) => {
+                at(*self.layout.inputs.get(index as usize)?, offset)
+            }
+            MemoryLocation::Output(index, offset) => {
+                at(*self.layout.outputs.get(index as usize)?, offset)
+            }
         }
     }
 
@@ -279,10 +283,10 @@ impl Addresses<'_> {
 pub(crate) mod tests {
     use super::*;
     use model::DataType;
-    use model::gpu::{GpuStep, Leavable, Slot};
+    use model::gpu::{GpuStep, IoTensor, TilePreemption};
 
-    pub(crate) fn slot(bytes: u64) -> Slot {
-        Slot { name: "x".into(), dtype: DataType::U8, shape: vec![bytes as usize], bytes }
+    pub(crate) fn slot(bytes: u64) -> IoTensor {
+        IoTensor { name: "x".into(), dtype: DataType::U8, shape: vec![bytes as usize], bytes }
     }
 
     pub(crate) fn launch(tiles: u32, arrivals: u32) -> Launch {
@@ -306,7 +310,7 @@ pub(crate) mod tests {
             choices: vec![launch],
             rt: 0,
             be: 0,
-            leave: Leavable::InsideTile,
+            preemption: TilePreemption::InsideTile,
             flops: 0,
             bytes: 0,
             reads: vec![],
@@ -374,9 +378,9 @@ pub(crate) mod tests {
         let words = StepWords { arrivals: 4096, fault: None };
         let mut launch = launch(1, 1);
         launch.patches = vec![
-            Patch { at: 0, to: Place::Weight(0, 16) },
-            Patch { at: 8, to: Place::Output(0, 4) },
-            Patch { at: 16, to: Place::Arrivals },
+            Patch { at: 0, to: MemoryLocation::Weight(0, 16) },
+            Patch { at: 8, to: MemoryLocation::Output(0, 4) },
+            Patch { at: 16, to: MemoryLocation::Arrivals },
         ];
         let args = addresses.patch(&launch, words).expect("all addresses exist");
         let word =
@@ -388,7 +392,8 @@ pub(crate) mod tests {
 
     /// Four steps, of which the second and the last may fault.
     fn faulting() -> GpuPlan {
-        let wary = Launch { patches: vec![Patch { at: 0, to: Place::Fault }], ..launch(1, 0) };
+        let wary =
+            Launch { patches: vec![Patch { at: 0, to: MemoryLocation::Fault }], ..launch(1, 0) };
         let steps = [launch(1, 0), wary.clone(), launch(1, 0), wary].map(step);
         GpuPlan { steps: steps.into(), ..plan() }
     }
@@ -439,9 +444,9 @@ pub(crate) mod tests {
             let launch = Launch { patches: vec![patch], ..launch(1, 0) };
             addresses.patch(&launch, layout.real_time_words(0)).expect_err("an unknown address")
         };
-        assert!(refuse(Patch { at: 20, to: Place::Arena(0) }).contains("byte 20"));
-        assert!(refuse(Patch { at: 0, to: Place::Weight(1, 0) }).contains("Weight"));
-        assert!(refuse(Patch { at: 0, to: Place::Weight(0, 9) }).contains("Weight"));
-        assert!(refuse(Patch { at: 0, to: Place::Input(2, 0) }).contains("Input"));
+        assert!(refuse(Patch { at: 20, to: MemoryLocation::Arena(0) }).contains("byte 20"));
+        assert!(refuse(Patch { at: 0, to: MemoryLocation::Weight(1, 0) }).contains("Weight"));
+        assert!(refuse(Patch { at: 0, to: MemoryLocation::Weight(0, 9) }).contains("Weight"));
+        assert!(refuse(Patch { at: 0, to: MemoryLocation::Input(2, 0) }).contains("Input"));
     }
 }

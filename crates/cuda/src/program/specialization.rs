@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use device::DeviceError;
-use model::gpu::{GpuPlan, GpuStep, Launch, Leavable};
+use model::gpu::{GpuPlan, GpuStep, Launch, TilePreemption};
 
 use crate::compile::kernel_cache::{CompileProgress, KernelRequest, LoadedKernel};
 use crate::compile::kernel_text::KernelClass;
@@ -294,9 +294,9 @@ fn bind(
 }
 
 fn runs_to_end(step: &GpuStep) -> bool {
-    match &step.leave {
-        Leavable::InsideTile => false,
-        Leavable::AtTileBoundary(why) => {
+    match &step.preemption {
+        TilePreemption::InsideTile => false,
+        TilePreemption::AtTileBoundary(why) => {
             tracing::warn!(step = step.name, why, "step cannot be preempted");
             true
         }
@@ -425,7 +425,7 @@ mod tests {
     #[test]
     fn steps_that_must_finish_a_tile_run_to_their_end() {
         let in_place = GpuStep {
-            leave: Leavable::AtTileBoundary("writes in place".to_string()),
+            preemption: TilePreemption::AtTileBoundary("writes in place".to_string()),
             ..step(launch(4, 0))
         };
         assert!(runs_to_end(&in_place));

@@ -149,7 +149,7 @@ impl CudaTask {
 
     /// Bytes and shape of an output: the rows of the batch, without further rows of the
     /// specialization.
-    fn output(&self, slot: &model::gpu::Slot) -> (usize, Vec<usize>) {
+    fn output(&self, slot: &model::gpu::IoTensor) -> (usize, Vec<usize>) {
         let (mut bytes, mut shape) = (slot.bytes as usize, slot.shape.clone());
         if let (Inputs::Batch(batch_inputs), Some(first)) = (&self.inputs, shape.first_mut())
             && *first == batch_inputs.plan_rows

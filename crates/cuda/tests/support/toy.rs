@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use device::{DeviceError, KernelCompiler};
 use model::gpu::{
-    GpuPlan, GpuStep, GpuTarget, Kernel, Launch, Leavable, Packer, Patch, Place, Slot, Span,
-    Weight, WeightKey,
+    GpuPlan, GpuStep, GpuTarget, IoTensor, Kernel, Launch, MemoryLocation, MemoryRange, Packer,
+    Patch, TilePreemption, Weight, WeightKey,
 };
 use model::op::{Op, Unary};
 use model::{DataType, Dim, LaunchPlan, Step, ValueId, ValueInfo};
@@ -164,7 +164,7 @@ fn lower(plan: &LaunchPlan, chain: &Chain, shape: Vec<usize>) -> GpuPlan {
     let count: usize = shape.iter().product();
     let bytes = (count * 4) as u64;
     let stride = bytes.next_multiple_of(256);
-    let slot = |name: &str| Slot {
+    let slot = |name: &str| IoTensor {
         name: name.to_string(),
         dtype: DataType::F32,
         shape: shape.clone(),
@@ -183,11 +183,11 @@ fn lower(plan: &LaunchPlan, chain: &Chain, shape: Vec<usize>) -> GpuPlan {
         });
     }
     let place = |index: usize| match index {
-        0 => Place::Input(0, 0),
-        last if last == chain.steps => Place::Output(0, 0),
-        inner => Place::Arena((inner % chain.ring) as u64 * stride),
+        0 => MemoryLocation::Input(0, 0),
+        last if last == chain.steps => MemoryLocation::Output(0, 0),
+        inner => MemoryLocation::Arena((inner % chain.ring) as u64 * stride),
     };
-    let span = |index: usize| vec![Span { place: place(index), bytes }];
+    let span = |index: usize| vec![MemoryRange { start: place(index), bytes }];
     let step = |index: usize| GpuStep {
         name: format!("scale {index}"),
         op: "Scale".to_string(),
@@ -195,9 +195,9 @@ fn lower(plan: &LaunchPlan, chain: &Chain, shape: Vec<usize>) -> GpuPlan {
         choices: vec![launch(chain, index, count, place(index), place(index + 1))],
         rt: 0,
         be: 0,
-        leave: match chain.finish {
-            false => Leavable::InsideTile,
-            true => Leavable::AtTileBoundary("the test says so".to_string()),
+        preemption: match chain.finish {
+            false => TilePreemption::InsideTile,
+            true => TilePreemption::AtTileBoundary("the test says so".to_string()),
         },
         flops: (count as u64) * 128 * chain.rounds as u64,
         bytes: 2 * bytes,
@@ -215,7 +215,13 @@ fn lower(plan: &LaunchPlan, chain: &Chain, shape: Vec<usize>) -> GpuPlan {
     }
 }
 
-fn launch(chain: &Chain, index: usize, count: usize, from: Place, to: Place) -> Launch {
+fn launch(
+    chain: &Chain,
+    index: usize,
+    count: usize,
+    from: MemoryLocation,
+    to: MemoryLocation,
+) -> Launch {
     let mut args = vec![0; 32];
     args[24..28].copy_from_slice(&(count as i32).to_le_bytes());
     args[28..32].copy_from_slice(&chain.rounds.to_le_bytes());
@@ -230,7 +236,7 @@ fn launch(chain: &Chain, index: usize, count: usize, from: Place, to: Place) -> 
         patches: vec![
             Patch { at: 0, to: from },
             Patch { at: 8, to },
-            Patch { at: 16, to: Place::Weight(0, 0) },
+            Patch { at: 16, to: MemoryLocation::Weight(0, 0) },
         ],
     }
 }

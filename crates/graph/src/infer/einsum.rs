@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::shape::{broadcast, broadcast_dim};
 use super::{Fact, Inferred, Operands, fail};
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
 /// The labels of one operand: those before the ellipsis, and those behind it when there is one.
 struct Term {
@@ -56,7 +56,7 @@ pub fn einsum(equation: &str, x: &Operands) -> Inferred<Fact> {
     let mut dims = Vec::new();
     let size = |label: &char| match sizes.get(label) {
         Some(dim) => Ok(dim.clone()),
-        None => fail(format!("label '{label}' stands only in the output")),
+        None => fail(format!("label '{label}' occurs only in the output")),
     };
     for label in &out.before {
         dims.push(size(label)?);

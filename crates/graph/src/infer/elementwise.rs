@@ -3,13 +3,13 @@
 use model::DataType;
 use model::op::{Binary, Cast, Compare, Unary, Variadic};
 
-use super::numbers::{self, Numbers};
 use super::shape::{broadcast_all, unify};
+use super::tracked::{self, TrackedElements};
 use super::{Fact, Inferred, Operands, fail};
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
-fn numbers_of<'a>(x: &Operands<'a>, index: usize) -> Option<Numbers<'a>> {
-    Some(Numbers { shape: x.shape(index)?, elements: x.content(index)? })
+fn tracked_elements<'a>(x: &Operands<'a>, index: usize) -> Option<TrackedElements<'a>> {
+    Some(TrackedElements { shape: x.shape(index)?, elements: x.content(index)? })
 }
 
 fn broadcast_shape(x: &Operands) -> Inferred<super::Shape> {
@@ -21,9 +21,9 @@ fn zip_content(
     shape: &super::Shape,
     f: impl Fn(&[&SymDim]) -> Option<SymDim>,
 ) -> Option<Vec<SymDim>> {
-    let operands: Vec<Numbers> =
-        (0..x.count()).map(|index| numbers_of(x, index)).collect::<Option<_>>()?;
-    numbers::zip(shape.as_deref()?, &operands, f)
+    let operands: Vec<TrackedElements> =
+        (0..x.count()).map(|index| tracked_elements(x, index)).collect::<Option<_>>()?;
+    tracked::zip(shape.as_deref()?, &operands, f)
 }
 
 pub fn identity(x: &Operands) -> Inferred<Fact> {
@@ -57,7 +57,7 @@ pub fn unary(op: Unary, x: &Operands) -> Inferred<Fact> {
         _ => dtype,
     };
     let content = x.content(0).and_then(|content| {
-        content.iter().map(|element| numbers::unary(op, dtype, element)).collect()
+        content.iter().map(|element| tracked::unary(op, dtype, element)).collect()
     });
     Ok(Fact::new(out, x.owned_shape(0)).with_content(content))
 }
@@ -78,7 +78,7 @@ pub fn binary(op: Binary, x: &Operands) -> Inferred<Fact> {
         return fail(format!("{op:?} does not take {dtype}"));
     }
     let shape = broadcast_shape(x)?;
-    let content = zip_content(x, &shape, |e| numbers::binary(op, dtype, e[0], e[1]));
+    let content = zip_content(x, &shape, |e| tracked::binary(op, dtype, e[0], e[1]));
     Ok(Fact::new(dtype, shape).with_content(content))
 }
 
@@ -86,7 +86,7 @@ pub fn compare(op: Compare, x: &Operands) -> Inferred<Fact> {
     x.require(2)?;
     x.same_type([0, 1])?;
     let shape = broadcast_shape(x)?;
-    let content = zip_content(x, &shape, |e| Some(numbers::compare(op, e[0], e[1])));
+    let content = zip_content(x, &shape, |e| Some(tracked::compare(op, e[0], e[1])));
     Ok(Fact::new(DataType::Bool, shape).with_content(content))
 }
 
@@ -99,7 +99,7 @@ pub fn variadic(op: Variadic, x: &Operands) -> Inferred<Fact> {
     let shape = broadcast_shape(x)?;
     let content = zip_content(x, &shape, |e| {
         let (first, rest) = e.split_first()?;
-        rest.iter().try_fold((*first).clone(), |a, b| numbers::variadic(op, &a, b))
+        rest.iter().try_fold((*first).clone(), |a, b| tracked::variadic(op, &a, b))
     });
     Ok(Fact::new(dtype, shape).with_content(content))
 }
@@ -154,7 +154,7 @@ pub fn prelu(x: &Operands) -> Inferred<Fact> {
 
 pub fn cast(cast: Cast, x: &Operands) -> Inferred<Fact> {
     let from = x.dtype(0)?;
-    // Only between whole numbers, and to floats: a float's fraction is not followed anyway.
+    // Only between integers, and to floats: a fraction is not tracked.
     let numeric = from != DataType::String && cast.to != DataType::String;
     let content = x.content(0).filter(|_| numeric).map(|content| {
         let to_bool = |element: &SymDim| match element.fixed() {
@@ -200,7 +200,7 @@ pub fn dynamic_quantize(x: &Operands) -> Inferred<Vec<Fact>> {
     ])
 }
 
-/// The channel dimension of `x` met with the length of a vector operand.
+/// Unifies the channel dimension of `x` with the length of a vector operand.
 pub(super) fn meet_channels(x: &Operands, vector: usize) -> Inferred<()> {
     if let (Some([_, channels, ..]), Some([length])) = (x.shape(0), x.shape(vector)) {
         unify(channels, length, "channels")?;

@@ -1,10 +1,10 @@
-//! Operators that pick, place or find elements.
+//! Operators that gather, scatter or find elements.
 
 use model::DataType;
 
 use super::shape::{axes_indices, axis_index, unify};
 use super::{Fact, Inferred, Operands, fail};
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
 fn expect_index(x: &Operands, index: usize) -> Inferred<()> {
     match x.dtype(index)? {
@@ -181,9 +181,9 @@ pub fn slice(x: &Operands) -> Inferred<Fact> {
     let mut dims = shape.to_vec();
     let mut picked = None;
     for (entry, axis) in axes.iter().enumerate() {
-        let cut = Cut { start: at(1, entry), end: at(2, entry), step: steps[entry] };
-        picked = cut.positions(&shape[*axis]);
-        dims[*axis] = cut.length(&shape[*axis])?;
+        let range = SliceRange { start: at(1, entry), end: at(2, entry), step: steps[entry] };
+        picked = range.positions(&shape[*axis]);
+        dims[*axis] = range.length(&shape[*axis])?;
     }
     let content = match (x.content(0), picked, shape.len(), count) {
         (Some(elements), Some(positions), 1, 1) => {
@@ -196,7 +196,7 @@ pub fn slice(x: &Operands) -> Inferred<Fact> {
 }
 
 /// A slice along one dimension.
-struct Cut {
+struct SliceRange {
     start: SymDim,
     end: SymDim,
     step: i64,
@@ -205,7 +205,7 @@ struct Cut {
 /// Ends at least this large mean "to the end", whatever the size.
 const FAR: i64 = i32::MAX as i64 - 1;
 
-impl Cut {
+impl SliceRange {
     /// Start and end as positions, when everything is a number. Ends before the front are -1.
     fn bounds(&self, size: i64) -> Option<(i64, i64)> {
         let from_front = |at: i64| if at < 0 { at.saturating_add(size) } else { at };

@@ -1,12 +1,12 @@
-//! Operators that move or make elements by shape alone.
+//! Operators that move or create elements by shape alone.
 
 use model::{DataType, Tensor};
 
-use super::numbers::{Numbers, zip};
 use super::shape::{axes_indices, axis_index, broadcast, product, unify};
+use super::tracked::{TrackedElements, zip};
 use super::{Fact, Inferred, Operands, fail};
 use crate::content::{self, MAX_CONTENT};
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
 fn owned_content(x: &Operands, index: usize) -> Option<Vec<SymDim>> {
     x.content(index).map(<[SymDim]>::to_vec)
@@ -57,7 +57,7 @@ pub fn reshape(allow_zero: bool, x: &Operands) -> Inferred<Fact> {
     Ok(Fact::new(dtype, Some(dims)).with_content(content))
 }
 
-/// Fills in the one dimension that follows from the element count.
+/// Computes the one dimension that follows from the element count.
 fn resolve_rest(x: &Operands, dims: &mut [SymDim]) -> Inferred<()> {
     let open = |dim: &SymDim| dim.is(-1) || *dim == SymDim::Unknown;
     if dims.iter().filter(|dim| dim.is(-1)).count() > 1 {
@@ -72,10 +72,10 @@ fn resolve_rest(x: &Operands, dims: &mut [SymDim]) -> Inferred<()> {
             _ => known == 0 || total % known == 0,
         };
         if !fits {
-            let input = crate::dim::shape_text(x.shape(0));
+            let input = model::dim::shape_text(x.shape(0));
             return fail(format!(
                 "{input} cannot be reshaped to {}",
-                crate::dim::shape_text(Some(dims))
+                model::dim::shape_text(Some(dims))
             ));
         }
     }
@@ -83,7 +83,7 @@ fn resolve_rest(x: &Operands, dims: &mut [SymDim]) -> Inferred<()> {
         1 => total.div(&known),
         _ => SymDim::Unknown,
     };
-    // A quotient with a remainder that no request can leave stays opaque, but equal to itself.
+    // A quotient whose remainder no request can have stays symbolic, but equal to itself.
     dims.iter_mut().filter(|dim| open(dim)).for_each(|dim| *dim = rest.clone());
     Ok(())
 }
@@ -115,7 +115,7 @@ pub fn squeeze(x: &Operands) -> Inferred<Fact> {
         }
         axes
     } else {
-        // Which dimensions go depends on sizes that may not be known.
+        // Which dimensions are removed depends on sizes that may not be known.
         if shape.iter().any(|dim| dim.fixed().is_none()) {
             return Ok(Fact::new(dtype, None));
         }
@@ -189,9 +189,9 @@ pub fn expand(x: &Operands) -> Inferred<Fact> {
         return fail("a negative target dimension");
     }
     let dims = broadcast(shape, &target)?;
-    let content = x
-        .content(0)
-        .and_then(|elements| zip(&dims, &[Numbers { shape, elements }], |e| Some(e[0].clone())));
+    let content = x.content(0).and_then(|elements| {
+        zip(&dims, &[TrackedElements { shape, elements }], |e| Some(e[0].clone()))
+    });
     Ok(Fact::new(dtype, Some(dims)).with_content(content))
 }
 

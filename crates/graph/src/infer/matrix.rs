@@ -5,7 +5,7 @@ use model::op::{Gemm, MatMul};
 
 use super::shape::{broadcast, unify};
 use super::{Fact, Inferred, Operands, Shape, fail};
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
 /// The shape of a numpy-style product of operands `a` and `b`.
 fn product_shape(

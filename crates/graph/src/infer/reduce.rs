@@ -4,13 +4,13 @@ use model::DataType;
 use model::op::{ArgReduce, Reduce, ReduceKind, Rnn, RnnDirection, Softmax};
 
 use super::elementwise::{meet_channels, same_float};
-use super::numbers;
 use super::shape::{axes_indices, axis_index, broadcast};
+use super::tracked;
 use super::{Fact, Inferred, Operands, Shape, fail};
-use crate::dim::SymDim;
+use model::dim::SymDim;
 use model::op::Variadic;
 
-/// `shape` without `axes`, or with ones in their places.
+/// `shape` without `axes`, or with size one for them.
 fn without(shape: &[SymDim], axes: &[usize], keep: bool) -> Vec<SymDim> {
     let one = |(index, dim): (usize, &SymDim)| match (axes.contains(&index), keep) {
         (false, _) => Some(dim.clone()),
@@ -44,7 +44,7 @@ pub fn reduce(op: &Reduce, x: &Operands) -> Inferred<Fact> {
     Ok(Fact::new(dtype, shape).with_content(content))
 }
 
-/// The rank is still known when the dimensions stay, or how many go.
+/// The rank is known if the dimensions are kept, or if their number is known.
 fn unknown_axes(op: &Reduce, shape: &[SymDim], axes: Option<&[SymDim]>) -> Shape {
     if op.keep_dims {
         return Some(vec![SymDim::Unknown; shape.len()]);
@@ -61,9 +61,9 @@ fn reduced_content(op: &Reduce, x: &Operands, shape: &Shape) -> Option<Vec<SymDi
     let (first, rest) = content.split_first()?;
     let combine = |a: SymDim, b: &SymDim| match op.kind {
         ReduceKind::Prod => Some(a.mul(b)),
-        ReduceKind::Sum => numbers::variadic(Variadic::Sum, &a, b),
-        ReduceKind::Max => numbers::variadic(Variadic::Max, &a, b),
-        ReduceKind::Min => numbers::variadic(Variadic::Min, &a, b),
+        ReduceKind::Sum => tracked::variadic(Variadic::Sum, &a, b),
+        ReduceKind::Max => tracked::variadic(Variadic::Max, &a, b),
+        ReduceKind::Min => tracked::variadic(Variadic::Min, &a, b),
         _ => None,
     };
     let plain =
@@ -135,7 +135,7 @@ pub(super) fn check_channels(x: &Operands, vectors: &[usize]) -> Inferred<()> {
 
 pub fn batch_norm(x: &Operands) -> Inferred<Fact> {
     x.require(5)?;
-    // A batch of scalars per channel has rank 1 in ONNX; nothing here takes it.
+    // A batch of scalars per channel has rank 1 in ONNX; it is not supported.
     check_channels(x, &[1, 2, 3, 4])?;
     same_float(x)
 }
@@ -172,7 +172,7 @@ pub fn layer_norm(axis: i64, x: &Operands) -> Inferred<Vec<Fact>> {
         }
         None => None,
     };
-    // The statistics are computed and put out in single precision.
+    // The statistics are outputs in single precision.
     let precise = if dtype == DataType::F64 { DataType::F64 } else { DataType::F32 };
     Ok(vec![same_float(x)?, Fact::new(precise, statistics.clone()), Fact::new(precise, statistics)])
 }

@@ -1,7 +1,7 @@
 //! Arithmetic on whole shapes.
 
 use super::{Inferred, Shape, fail};
-use crate::dim::{SymDim, shape_text};
+use model::dim::{SymDim, shape_text};
 
 /// `axis` counted from the front.
 pub(crate) fn axis_index(axis: i64, rank: usize) -> Inferred<usize> {
@@ -27,7 +27,7 @@ pub(crate) fn axes_indices(axes: &[i64], rank: usize) -> Inferred<Vec<usize>> {
     Ok(found)
 }
 
-/// What two dimensions that meet element-wise become, or `None` when they cannot.
+/// The common size of two element-wise dimensions, or `None` when they are incompatible.
 pub(crate) fn broadcast_dim(a: &SymDim, b: &SymDim) -> Option<SymDim> {
     Some(match (a, b) {
         (SymDim::Fixed(1), other) | (other, SymDim::Fixed(1)) => other.clone(),
@@ -73,7 +73,7 @@ pub(crate) fn broadcast_all<'a>(
     Ok(common)
 }
 
-/// What is known of a dimension that two sources describe.
+/// The combined knowledge of a dimension that two sources describe.
 pub(crate) fn unify(a: &SymDim, b: &SymDim, what: &str) -> Inferred<SymDim> {
     match (a, b) {
         (SymDim::Fixed(x), SymDim::Fixed(y)) if x != y => {

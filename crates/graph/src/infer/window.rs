@@ -6,14 +6,14 @@ use model::op::{AspectPolicy, Conv, ConvTranspose, Padding, Pool, PoolKind, Resi
 use super::elementwise::same_float;
 use super::shape::{axes_indices, unify};
 use super::{Fact, Inferred, Operands, Shape, fail};
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
 /// Geometry along one spatial dimension.
-struct Slide {
+struct SlidingWindow {
     kernel: SymDim,
     stride: i64,
     dilation: i64,
-    /// Border at both ends; `None` when it follows from the input.
+    /// Padding at both ends; `None` when it follows from the input.
     border: Option<(i64, i64)>,
 }
 
@@ -24,7 +24,7 @@ fn small(size: usize) -> Inferred<i64> {
     }
 }
 
-fn slides(window: &Window, kernel: &[SymDim]) -> Inferred<Vec<Slide>> {
+fn sliding_windows(window: &Window, kernel: &[SymDim]) -> Inferred<Vec<SlidingWindow>> {
     let rank = kernel.len();
     let expect = |name: &str, length: usize, want: usize| match length {
         0 => Ok(()),
@@ -48,12 +48,12 @@ fn slides(window: &Window, kernel: &[SymDim]) -> Inferred<Vec<Slide>> {
                 Padding::Explicit(pads) => Some((small(pads[axis])?, small(pads[axis + rank])?)),
                 _ => None,
             };
-            Ok(Slide { kernel: kernel[axis].clone(), stride, dilation, border })
+            Ok(SlidingWindow { kernel: kernel[axis].clone(), stride, dilation, border })
         })
         .collect()
 }
 
-impl Slide {
+impl SlidingWindow {
     fn reach(&self) -> SymDim {
         let one = SymDim::Fixed(1);
         self.kernel.sub(&one).mul(&SymDim::Fixed(self.dilation)).add(&one)
@@ -71,7 +71,7 @@ impl Slide {
         if !ceil {
             return Ok(room.div(&stride).add(&SymDim::Fixed(1)));
         }
-        // A window that starts in the border at the end does not count.
+        // A window that starts in the padding at the end does not count.
         let windows = room.div_ceil(&stride).add(&SymDim::Fixed(1));
         Ok(match (windows.fixed(), input.fixed()) {
             (Some(count), Some(size)) if (count - 1) * self.stride >= size + begin => {
@@ -95,16 +95,16 @@ impl Slide {
     }
 }
 
-/// Batch and channels, then what `slide` makes of each spatial dimension.
+/// Batch and channels, then the result of `window` for each spatial dimension.
 fn slide_all(
     input: &[SymDim],
     channels: SymDim,
-    slides: &[Slide],
-    slide: impl Fn(&Slide, &SymDim, usize) -> Inferred<SymDim>,
+    sliding_windows: &[SlidingWindow],
+    window: impl Fn(&SlidingWindow, &SymDim, usize) -> Inferred<SymDim>,
 ) -> Inferred<Vec<SymDim>> {
     let mut out = vec![input[0].clone(), channels];
-    for (axis, (one, dim)) in slides.iter().zip(&input[2..]).enumerate() {
-        out.push(slide(one, dim, axis)?);
+    for (axis, (one, dim)) in sliding_windows.iter().zip(&input[2..]).enumerate() {
+        out.push(window(one, dim, axis)?);
     }
     Ok(out)
 }
@@ -140,7 +140,7 @@ fn conv_shape(op: &Conv, x: &Operands, w: usize) -> Inferred<Shape> {
         return fail(format!("a weight of rank {rank} for an input of rank {}", input.len()));
     }
     let kernel = kernel_of(&op.window, input.len() - 2, x.shape(w))?;
-    let slides = slides(&op.window, &kernel)?;
+    let sliding_windows = sliding_windows(&op.window, &kernel)?;
     let channels = match x.shape(w) {
         Some(weight) => {
             let groups = SymDim::Fixed(small(op.groups)?);
@@ -155,7 +155,8 @@ fn conv_shape(op: &Conv, x: &Operands, w: usize) -> Inferred<Shape> {
         }
         None => SymDim::Unknown,
     };
-    slide_all(input, channels, &slides, |slide, dim, _| slide.output(dim, false)).map(Some)
+    slide_all(input, channels, &sliding_windows, |window, dim, _| window.output(dim, false))
+        .map(Some)
 }
 
 pub fn conv(op: &Conv, x: &Operands) -> Inferred<Fact> {
@@ -199,7 +200,7 @@ pub fn conv_transpose(op: &ConvTranspose, x: &Operands) -> Inferred<Fact> {
     }
     let spatial = input.len() - 2;
     let kernel = kernel_of(&op.window, spatial, x.shape(1))?;
-    let slides = slides(&op.window, &kernel)?;
+    let sliding_windows = sliding_windows(&op.window, &kernel)?;
     if ![0, spatial].contains(&op.output_padding.len()) {
         return fail(format!("{} output paddings over {spatial}", op.output_padding.len()));
     }
@@ -213,12 +214,12 @@ pub fn conv_transpose(op: &ConvTranspose, x: &Operands) -> Inferred<Fact> {
         }
         None => SymDim::Unknown,
     };
-    let shape = slide_all(input, channels, &slides, |slide, dim, axis| {
+    let shape = slide_all(input, channels, &sliding_windows, |window, dim, axis| {
         Ok(match &op.output_shape {
             Some(shape) => SymDim::from(shape[axis]),
             None => {
                 let extra = small(op.output_padding.get(axis).copied().unwrap_or(0))?;
-                slide.transposed_output(dim, extra)
+                window.transposed_output(dim, extra)
             }
         })
     })?;
@@ -233,9 +234,9 @@ pub fn pool(op: &Pool, x: &Operands) -> Inferred<Vec<Fact>> {
         }
         Some(input) => {
             let kernel = kernel_of(&op.window, input.len() - 2, None)?;
-            let slides = slides(&op.window, &kernel)?;
-            let output = |slide: &Slide, dim: &SymDim, _| slide.output(dim, op.ceil_mode);
-            Some(slide_all(input, input[1].clone(), &slides, output)?)
+            let sliding_windows = sliding_windows(&op.window, &kernel)?;
+            let output = |window: &SlidingWindow, dim: &SymDim, _| window.output(dim, op.ceil_mode);
+            Some(slide_all(input, input[1].clone(), &sliding_windows, output)?)
         }
         None => None,
     };
@@ -311,7 +312,7 @@ fn scaled(dim: &SymDim, scale: f32) -> Inferred<SymDim> {
     })
 }
 
-/// Output extents from sizes; with an aspect policy one scale serves all axes.
+/// Output extents from sizes; with an aspect policy, one scale applies to all axes.
 fn resized(
     policy: AspectPolicy,
     input: &[SymDim],

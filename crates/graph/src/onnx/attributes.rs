@@ -1,4 +1,5 @@
-//! A node's attributes. What nobody asked for is an error: ignoring it could change the result.
+//! A node's attributes. An attribute that no code reads is an error: ignoring it could change the
+//! result.
 
 use std::cell::Cell;
 
@@ -107,7 +108,7 @@ impl<'a> Attributes<'a> {
         });
     }
 
-    /// The first attribute nobody asked for.
+    /// The first attribute that was not read.
     pub fn unused(&self) -> Option<&'a str> {
         let mut pairs = self.list.iter().zip(&self.used);
         let open = |(a, used): &(&AttributeProto, &Cell<bool>)| {
@@ -117,7 +118,7 @@ impl<'a> Attributes<'a> {
     }
 }
 
-/// Writers may leave a default value out while naming the type.
+/// Writers may omit a default value while naming the type.
 fn default_of<T>(attribute: &AttributeProto, kind: i64, default: T) -> Option<T> {
     (attribute.kind == kind).then_some(default)
 }

@@ -1,4 +1,4 @@
-//! What the mapping of one node works with.
+//! The context in which one node is mapped to the IR.
 
 use std::collections::HashSet;
 
@@ -9,14 +9,14 @@ use super::attributes::Attributes;
 use super::external::ExternalData;
 use super::proto::NodeProto;
 use crate::content;
-use crate::dim::SymDim;
 use crate::infer::{Fact, InferError};
-use crate::ir::{Graph, Node};
+use crate::ir::{Graph, GraphNode};
+use model::dim::SymDim;
 
 /// Why one node cannot be mapped.
 #[derive(Clone, Debug)]
 pub(crate) enum MapError {
-    /// Valid ONNX that nothing here computes; `None` when the operator itself is unknown.
+    /// Valid ONNX that is not supported; `None` when the operator itself is unknown.
     Unsupported(Option<String>),
     /// Not valid ONNX.
     Invalid(String),
@@ -28,7 +28,7 @@ impl From<InferError> for MapError {
     }
 }
 
-/// Whether a family knows the operator.
+/// Whether a mapper knows the operator.
 pub(crate) type Mapped = Result<bool, MapError>;
 
 pub(crate) fn unsupported<T>(reason: impl Into<String>) -> Result<T, MapError> {
@@ -47,7 +47,7 @@ pub(crate) struct Context<'a> {
     pub attributes: Attributes<'a>,
     pub inputs: Vec<Option<ValueId>>,
     pub external: &'a ExternalData,
-    /// Names some node or the model's outputs read.
+    /// Names that some node or the model's outputs read.
     pub read_names: &'a HashSet<String>,
     /// The value of each of the node's outputs, once mapped.
     pub results: Vec<Option<ValueId>>,
@@ -55,7 +55,7 @@ pub(crate) struct Context<'a> {
 }
 
 impl Context<'_> {
-    /// Operand `index`, which must be there.
+    /// Operand `index`, which must be present.
     pub fn input(&self, index: usize) -> Result<ValueId, MapError> {
         match self.optional(index) {
             Some(id) => Ok(id),
@@ -79,7 +79,7 @@ impl Context<'_> {
         self.graph.shape(id)
     }
 
-    /// The rank of `id`, which the mapping needs.
+    /// The rank of `id`, which the mapping requires.
     pub fn rank(&self, id: ValueId) -> Result<usize, MapError> {
         match self.shape(id) {
             Some(shape) => Ok(shape.len()),
@@ -137,12 +137,12 @@ impl Context<'_> {
         }
     }
 
-    /// Adds a node of the mapping's own, with one output.
+    /// Adds an auxiliary node with one output.
     pub fn part(&mut self, op: Op, inputs: &[ValueId]) -> Result<ValueId, MapError> {
         Ok(self.parts(op, inputs.iter().map(|id| Some(*id)).collect(), 1)?[0])
     }
 
-    /// Adds a node of the mapping's own.
+    /// Adds an auxiliary node.
     pub fn parts(
         &mut self,
         op: Op,
@@ -157,7 +157,7 @@ impl Context<'_> {
             .map(|(index, fact)| self.graph.add_value(output_name(&name, index), fact))
             .collect();
         let outputs = ids.iter().map(|id| Some(*id)).collect();
-        self.graph.nodes.push(Node { name, op, inputs, outputs });
+        self.graph.nodes.push(GraphNode { name, op, inputs, outputs });
         Ok(ids)
     }
 
@@ -170,7 +170,7 @@ impl Context<'_> {
         let named = |name: &String| !name.is_empty();
         let count = self.node.outputs.iter().rposition(named).map_or(0, |last| last + 1);
         let wanted = (0..count).rfind(|index| self.wants(*index)).map_or(1, |last| last + 1);
-        // An output that the operator does not have matters only when somebody reads it.
+        // An output that the operator does not have is an error only if it is read.
         let facts = match self.graph.infer(&op, &inputs, count.max(1)) {
             Ok(facts) => facts,
             Err(_) if wanted < count => self.graph.infer(&op, &inputs, wanted)?,
@@ -178,7 +178,7 @@ impl Context<'_> {
         };
         let outputs = self.bind_facts(facts);
         let name = self.label.to_string();
-        self.graph.nodes.push(Node { name, op, inputs, outputs });
+        self.graph.nodes.push(GraphNode { name, op, inputs, outputs });
         Ok(true)
     }
 
@@ -215,7 +215,12 @@ impl Context<'_> {
         let output = self.graph.add_value(name.clone(), facts.remove(0));
         self.results[index] = Some(output);
         let name = self.part_name();
-        self.graph.nodes.push(Node { name, op: Op::Identity, inputs, outputs: vec![Some(output)] });
+        self.graph.nodes.push(GraphNode {
+            name,
+            op: Op::Identity,
+            inputs,
+            outputs: vec![Some(output)],
+        });
         Ok(true)
     }
 

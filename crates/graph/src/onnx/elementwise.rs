@@ -204,7 +204,7 @@ fn clip(cx: &mut Context) -> Mapped {
 fn prelu(cx: &mut Context) -> Mapped {
     cx.at_most(2)?;
     let (x, mut slope) = (cx.input(0)?, cx.input(1)?);
-    // Before opset 7 a vector of slopes belongs to the channels.
+    // Before opset 7 a vector of slopes applies to channels.
     let per_channel = cx.shape(slope).is_some_and(|shape| shape.len() == 1 && !shape[0].is(1));
     if cx.opset < 7 && per_channel {
         let behind = cx.rank(x)?.saturating_sub(2) as i64;
@@ -243,7 +243,7 @@ fn target_type(cx: &Context) -> Result<DataType, MapError> {
 
 fn cast(cx: &mut Context) -> Mapped {
     let to = target_type(cx)?;
-    // Both only matter for 8-bit floats.
+    // Both affect 8-bit floats only.
     cx.attributes.ignore(&["saturate", "round_mode"]);
     cx.emit_all(Op::Cast(Cast { to }), 1)
 }
@@ -329,7 +329,7 @@ fn affine(cx: &mut Context) -> Mapped {
     cx.emit(Op::Binary(Binary::Add), vec![Some(scaled), Some(beta)])
 }
 
-/// The bytes of one element, as [`Op::ConstantOfShape`] wants them.
+/// The bytes of one element, as [`Op::ConstantOfShape`] stores them.
 pub(crate) fn element_bytes(tensor: &Tensor) -> Option<[u8; 8]> {
     let raw = tensor.raw().filter(|_| tensor.len() == 1)?;
     let mut bytes = [0; 8];

@@ -1,4 +1,4 @@
-//! Weights in files beside the model.
+//! Weights in external files.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -6,19 +6,19 @@ use std::path::{Component, Path, PathBuf};
 
 use bytes::Bytes;
 
-/// Where weights outside the model file may come from: the model's own folder, or nowhere.
+/// Where external weights may be read from: the model's own folder, or nowhere.
 #[derive(Clone, Debug, Default)]
 pub struct ExternalData {
     folder: Option<PathBuf>,
 }
 
 impl ExternalData {
-    /// Models with weights outside are refused.
+    /// Refuses models with external weights.
     pub fn none() -> ExternalData {
         ExternalData::default()
     }
 
-    /// Weights may lie in the folder of the model file `model`, and below it.
+    /// Weights may be in the folder of the model file `model`, and below it.
     pub fn beside(model: &Path) -> ExternalData {
         let parent = model.parent().filter(|parent| !parent.as_os_str().is_empty());
         ExternalData { folder: Some(parent.unwrap_or(Path::new(".")).to_path_buf()) }
@@ -60,12 +60,10 @@ impl ExternalData {
         Ok(bytes.into())
     }
 
-    /// The file at `location`, which must not leave the model's folder, not even through a link.
+    /// The file at `location`, which must be inside the model's folder, also after following links.
     fn resolve(&self, location: &str) -> Result<PathBuf, String> {
-        let folder = self
-            .folder
-            .as_ref()
-            .ok_or("the weights lie outside the model, and no folder is given")?;
+        let folder =
+            self.folder.as_ref().ok_or("the weights are external, and no folder is given")?;
         let relative = Path::new(location);
         let plain = relative
             .components()

@@ -1,4 +1,4 @@
-//! Calls of the model's own functions, replaced by the functions' bodies.
+//! Inlines the model's own functions.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use super::ImportError;
 use super::importer::{Opsets, SourceNode};
 use super::proto::{AttributeProto, FunctionProto, NodeProto};
 
-/// Functions that call functions, this deep at most.
+/// The maximum nesting of functions.
 const MAX_DEPTH: usize = 16;
 
 type Key = (String, String, String);
@@ -16,7 +16,7 @@ fn key_of(node: &NodeProto) -> Key {
     (node.domain.clone(), node.op_type.clone(), node.overload.clone())
 }
 
-/// Replaces calls until none is left. `limit` bounds the nodes that come out.
+/// Inlines calls until none remains. `limit` bounds the number of resulting nodes.
 pub(crate) fn expand(
     nodes: Vec<NodeProto>,
     functions: Vec<FunctionProto>,
@@ -98,7 +98,7 @@ fn call_names<'a>(node: &SourceNode, function: &'a FunctionProto) -> HashMap<&'a
     names
 }
 
-/// Attributes of a body's node: references replaced by what the caller gives, or the default.
+/// Attributes of a body's node: references replaced by the caller's values or the defaults.
 fn resolve(
     body: &[AttributeProto],
     caller: &[AttributeProto],

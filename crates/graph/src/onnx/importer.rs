@@ -1,4 +1,4 @@
-//! The whole model: inputs, initializers, nodes in order, outputs.
+//! Imports the whole model: inputs, initializers, nodes in order, outputs.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -15,9 +15,9 @@ use super::{
     elementwise, function, index, layout, loss, matrix, microsoft, nn, norm, order, quant,
     recurrent, reduce, window,
 };
-use crate::dim::SymDim;
 use crate::infer::{Fact, describe};
 use crate::ir::Graph;
+use model::dim::SymDim;
 
 /// Operator sets by domain.
 #[derive(Clone, Debug, Default)]
@@ -33,7 +33,7 @@ impl Opsets {
         Opsets(list.iter().map(one).collect())
     }
 
-    /// The version in force; files older than the field use version 1.
+    /// The version in effect; files older than the field use version 1.
     pub fn version(&self, domain: &str) -> i64 {
         self.0.get(canonical_domain(domain)).copied().unwrap_or(1)
     }
@@ -59,8 +59,8 @@ impl SourceNode {
     }
 }
 
-/// Whether a dimension's name is one. Some exporters write `?` or `-1` for every dimension they do not
-/// know, which does not make them equal.
+/// Whether a dimension's name identifies it. Some exporters write `?` or `-1` for every unknown
+/// dimension, which does not make them equal.
 fn is_name(param: &str) -> bool {
     param.contains(|c: char| c.is_alphabetic()) && !matches!(param, "None" | "unk" | "unknown")
 }
@@ -68,7 +68,7 @@ fn is_name(param: &str) -> bool {
 struct Importer<'a> {
     graph: Graph,
     names: HashMap<String, ValueId>,
-    /// Values behind a node that could not be mapped: what follows from them is no news.
+    /// Values that depend on a node that could not be mapped: their errors are not reported again.
     poisoned: HashSet<ValueId>,
     unsupported: Vec<UnsupportedNode>,
     declared: HashMap<String, TypeProto>,
@@ -126,7 +126,8 @@ impl Importer<'_> {
             self.reserve_symbols(info);
         }
         for info in &source.inputs {
-            // Old files list initializers among the inputs: they are defaults nobody replaces.
+            // Old files list initializers among the inputs: they are defaults that requests never
+            // replace.
             if self.names.contains_key(&info.name) {
                 if self.graph.inputs.contains(&self.names[&info.name]) {
                     return Err(ImportError::Duplicate { name: info.name.clone() });
@@ -182,7 +183,7 @@ impl Importer<'_> {
         Ok((Fact::new(dtype, Some(dims)), false))
     }
 
-    /// An input nothing can be made of. Reported with the nodes, since they say what for.
+    /// Records an input of an unsupported type. It is reported with the nodes that use it.
     fn note_input(&mut self, info: &ValueInfoProto, reason: String) {
         self.unsupported.push(UnsupportedNode {
             node: info.name.clone(),
@@ -203,7 +204,8 @@ impl Importer<'_> {
         }
     }
 
-    /// The symbol for an ONNX dimension name: the same, as far as it can stand in an expression.
+    /// The symbol for an ONNX dimension name: the name with characters replaced that expressions
+    /// cannot contain.
     fn symbol(&mut self, param: &str) -> String {
         if let Some(known) = self.symbols.get(param) {
             return known.clone();
@@ -283,7 +285,7 @@ impl Importer<'_> {
                 });
             }
             Err(MapError::Invalid(_)) => {}
-            // Behind an unknown node, a reason may only be that something is not known.
+            // After an unknown node, an error may only mean that something is not known.
             Err(MapError::Unsupported(Some(_))) if tainted => {}
             Err(MapError::Unsupported(reason)) => {
                 let entry = UnsupportedNode {
@@ -316,7 +318,7 @@ impl Importer<'_> {
                 }
             }
         }
-        // Outputs the operator does not put out are an error only for who reads them.
+        // Missing outputs of an operator are an error only where they are read.
         Ok(())
     }
 
@@ -333,7 +335,7 @@ impl Importer<'_> {
 
     fn finish(mut self, outputs: &[ValueInfoProto]) -> Result<Graph, ImportError> {
         if !self.unsupported.is_empty() {
-            // Inputs matter only when no node says more.
+            // Inputs are reported only when no node gives a better reason.
             let nodes_only = self.unsupported.iter().any(|entry| entry.opset != 0);
             self.unsupported.retain(|entry| !nodes_only || entry.opset != 0);
             return Err(ImportError::Unsupported(self.unsupported));
@@ -355,9 +357,9 @@ impl Importer<'_> {
     }
 }
 
-type Family = fn(&mut Context, &str) -> Mapped;
+type OperatorMapper = fn(&mut Context, &str) -> Mapped;
 
-const FAMILIES: [Family; 11] = [
+const OPERATOR_MAPPERS: [OperatorMapper; 11] = [
     elementwise::map,
     layout::map,
     matrix::map,
@@ -374,7 +376,7 @@ const FAMILIES: [Family; 11] = [
 fn map(context: &mut Context) -> Result<(), MapError> {
     let (domain, op) = (context.node.domain.as_str(), context.node.op_type.as_str());
     if let Some(index) = missing_input(context) {
-        return Err(MapError::Invalid(format!("input {index} is not there")));
+        return Err(MapError::Invalid(format!("input {index} is missing")));
     }
     let known = match domain {
         "" | "ai.onnx" => map_standard(context, op)?,
@@ -392,7 +394,7 @@ fn map(context: &mut Context) -> Result<(), MapError> {
     }
 }
 
-/// An input that has a name but no value: an output its operator did not put out.
+/// An input with a name but no value: an output that its operator did not produce.
 fn missing_input(context: &Context) -> Option<usize> {
     let pairs = context.node.inputs.iter().zip(&context.inputs);
     pairs
@@ -402,8 +404,8 @@ fn missing_input(context: &Context) -> Option<usize> {
 }
 
 fn map_standard(context: &mut Context, op: &str) -> Mapped {
-    for family in FAMILIES {
-        if family(context, op)? {
+    for mapper in OPERATOR_MAPPERS {
+        if mapper(context, op)? {
             return Ok(true);
         }
     }

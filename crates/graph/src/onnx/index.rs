@@ -1,4 +1,4 @@
-//! Operators that pick, place or find elements.
+//! Operators that gather, scatter or find elements.
 
 use model::op::{Op, ScatterReduction};
 

@@ -1,4 +1,4 @@
-//! Operators that move or make elements by shape alone.
+//! Operators that move or create elements by shape alone.
 
 use model::op::{Op, PadMode};
 use model::{DataType, ValueId};
@@ -122,7 +122,7 @@ fn split(cx: &mut Context) -> Mapped {
     cx.emit(Op::Split { axis }, vec![Some(x), sizes])
 }
 
-/// From opset 18 on the last part may be smaller: then the sizes are spelled out.
+/// From opset 18 on the last part may be smaller: the sizes are then explicit.
 fn uneven_sizes(
     cx: &mut Context,
     x: ValueId,

@@ -1,4 +1,4 @@
-//! Losses. Exporters leave them in models that are also evaluated, so they are computed like the rest.
+//! Losses. Exporters keep them in models that are also evaluated, so they are supported.
 
 use model::ValueId;
 use model::op::{Binary, Cast, Compare, Op, Reduce, ReduceKind, Softmax, SoftmaxKind, Unary};
@@ -24,7 +24,7 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
     }
 }
 
-/// Targets with the ignored ones replaced by a class that exists, and where they were.
+/// Targets with ignored ones replaced by a valid class, and a mask of the ignored ones.
 fn targets(cx: &mut Context) -> Result<(ValueId, Option<ValueId>), MapError> {
     let target = cx.input(1)?;
     let dtype = cx.dtype(target);
@@ -35,7 +35,7 @@ fn targets(cx: &mut Context) -> Result<(ValueId, Option<ValueId>), MapError> {
     Ok((safe, Some(hits)))
 }
 
-/// One weight a target; `None` when all count the same.
+/// One weight per target; `None` when all are equal.
 fn weights(
     cx: &mut Context,
     x: ValueId,

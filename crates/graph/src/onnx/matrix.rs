@@ -20,7 +20,7 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
 }
 
 fn gemm(cx: &mut Context) -> Mapped {
-    // Before opset 7 broadcasting had to be asked for; it works the same.
+    // Before opset 7 an attribute enabled broadcasting; it works the same.
     cx.attributes.ignore(&["broadcast"]);
     let gemm = Gemm {
         transpose_a: cx.attributes.flag("transA", false)?,

@@ -1,4 +1,4 @@
-//! Operators that ONNX Runtime adds, as its optimiser and quantiser write them.
+//! Operators that ONNX Runtime adds: its optimiser and quantiser write them.
 
 use model::op::{Activation, Binary, MatMul, Op, Unary};
 

@@ -8,7 +8,7 @@ use model::{DataType, ValueId};
 use super::context::{Context, MapError, Mapped, invalid, unsupported};
 use super::tensor::data_type;
 use crate::content;
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
 pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
     match op {
@@ -33,7 +33,7 @@ fn split_heads(cx: &mut Context, x: ValueId, heads: i64) -> Result<ValueId, MapE
     cx.part(swap_heads(), &[split])
 }
 
-/// The number dimension `axis` of `id` has, which the mapping needs.
+/// The size of dimension `axis` of `id`, which the mapping requires to be a number.
 fn dimension(cx: &Context, id: ValueId, axis: usize) -> Result<i64, MapError> {
     match cx.shape(id).and_then(|shape| shape.get(axis)).and_then(SymDim::fixed) {
         Some(size) if size > 0 => Ok(size),
@@ -131,7 +131,8 @@ fn repeat_heads(
     cx.part(Op::Reshape { allow_zero: false }, &[repeated, target])
 }
 
-/// What is added to the scores: the mask, and minus infinity where a query must not look ahead.
+/// What is added to the scores: the mask, and minus infinity where a query must not attend to later
+/// tokens.
 fn bias(
     cx: &mut Context,
     q: ValueId,
@@ -198,7 +199,7 @@ fn range(cx: &mut Context, limit: ValueId) -> Result<ValueId, MapError> {
     cx.part(Op::Range, &[zero, limit, one])
 }
 
-/// Attention whose scores are capped or read by others.
+/// Attention whose scores are capped or have other readers.
 fn spelled_out(
     cx: &mut Context,
     [q, k, v]: [ValueId; 3],
@@ -230,7 +231,7 @@ fn spelled_out(
     cx.part(Op::MatMul(MatMul::default()), &[weights, v])
 }
 
-/// A query that may look at nothing gets zeros, not the mean of nothing.
+/// A query without any key gets zeros, not NaN.
 fn zero_masked_rows(cx: &mut Context, y: ValueId, bias: ValueId) -> Result<ValueId, MapError> {
     let dtype = cx.dtype(y);
     let reduce = Reduce { kind: ReduceKind::Max, keep_dims: true, noop_with_empty_axes: false };

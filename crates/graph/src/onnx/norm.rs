@@ -1,4 +1,4 @@
-//! Normalisations and the softmax family.
+//! Normalisations and softmax operators.
 
 use model::ValueId;
 use model::op::{Binary, Op, Reduce, ReduceKind, Softmax, SoftmaxKind, Unary};
@@ -72,7 +72,7 @@ fn batch_norm(cx: &mut Context) -> Mapped {
     cx.emit_all(Op::BatchNorm { epsilon }, 5)
 }
 
-/// The precision the statistics are kept in: single is what every device does.
+/// The precision of the statistics: every device uses single precision.
 fn stash_type(cx: &Context) -> Result<(), MapError> {
     match cx.attributes.int_or("stash_type", 1)? {
         1 => Ok(()),
@@ -94,7 +94,7 @@ fn group_norm(cx: &mut Context) -> Mapped {
     cx.at_most(3)?;
     let (x, mut scale, mut bias) = (cx.input(0)?, cx.input(1)?, cx.input(2)?);
     if cx.opset < 21 {
-        // One scale a group: repeated for its channels.
+        // One scale per group: repeated for its channels.
         let channels = cx.shape(x).and_then(|shape| shape.get(1)).and_then(|dim| dim.size());
         let Some(channels) = channels.filter(|channels| groups > 0 && channels % groups == 0)
         else {
@@ -123,7 +123,7 @@ fn repeat_each(
     cx.part(Op::Reshape { allow_zero: false }, &[matrix, flat])
 }
 
-/// `(x - mean) / (deviation + 1e-9)`, as the operator's definition has it.
+/// `(x - mean) / (deviation + 1e-9)`, as the operator is defined.
 fn mean_variance(cx: &mut Context) -> Mapped {
     cx.at_most(1)?;
     let x = cx.input(0)?;

@@ -1,4 +1,4 @@
-//! Nodes in an order that respects every dependency.
+//! Sorts nodes so that every dependency comes first.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
@@ -6,7 +6,7 @@ use std::collections::{BinaryHeap, HashMap, HashSet};
 use super::ImportError;
 use super::importer::SourceNode;
 
-/// Most names a message about a cycle shows.
+/// The maximum number of names in a message about a cycle.
 const NAMES_SHOWN: usize = 8;
 
 /// Sorts nodes so that everything is written before it is read, otherwise in the file's order.

@@ -1,6 +1,6 @@
 //! The ONNX messages, as far as inference needs them.
 //!
-//! Bodies of control flow stay bytes: nothing here recurses, whatever a file nests.
+//! Bodies of control flow are kept as bytes, so that decoding never recurses.
 
 use bytes::Bytes;
 
@@ -207,7 +207,7 @@ impl Message for NodeProto {
     }
 }
 
-/// An attribute's value. Which field counts follows from the type, or from what is there in old files.
+/// An attribute's value. The type selects the field; in old files, the field that is present.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct AttributeProto {
     pub name: String,

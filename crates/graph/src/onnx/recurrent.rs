@@ -32,7 +32,7 @@ fn layer(cx: &mut Context, cell: RnnCell) -> Mapped {
     {
         return unsupported("parameters of activations");
     }
-    // In the first opset it only says which outputs are computed; they all are.
+    // In the first opset it only selects the outputs to compute; all are computed.
     a.ignore(&["output_sequence"]);
     let texts = a.strings("activations").unwrap_or_default();
     let activations: Option<Vec<String>> =

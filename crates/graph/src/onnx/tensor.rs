@@ -1,4 +1,4 @@
-//! Tensors from their messages.
+//! Decodes tensors.
 
 use std::fmt::Display;
 
@@ -11,7 +11,7 @@ use super::ImportError;
 use super::external::ExternalData;
 use super::proto::{Message, TensorProto};
 
-/// The type with this number in ONNX; `None` for types nothing here computes with.
+/// The type with this number in ONNX; `None` for unsupported types.
 pub(crate) fn data_type(number: i64) -> Option<DataType> {
     Some(match number {
         1 => DataType::F32,
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn claims_are_compared_with_what_is_there() {
+    fn lengths_are_compared_with_the_data() {
         // [2^31] floats, four bytes of data.
         let huge =
             proto(&[&[0x08, 0x80, 0x80, 0x80, 0x80, 0x08], &[0x10, 1], &[0x4a, 4, 0, 0, 0, 0]]);
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn types_without_kernels_are_named() {
+    fn unsupported_types_are_named() {
         let error = parse_tensor_proto(&[0x10, 17]).unwrap_err().to_string();
         assert!(error.contains("FLOAT8E4M3FN is not supported"), "{error}");
     }

@@ -58,7 +58,7 @@ fn norm_order(p: f32) -> Result<u32, MapError> {
     }
 }
 
-/// The window's geometry from the attributes all of these operators share.
+/// The window's geometry, from the attributes that all of these operators have.
 pub(crate) fn window(cx: &Context) -> Result<Window, MapError> {
     let a = &cx.attributes;
     let pads = a.ints("pads").map(<[i64]>::to_vec);
@@ -72,7 +72,7 @@ pub(crate) fn window(cx: &Context) -> Result<Window, MapError> {
     };
     let padding = match a.string("auto_pad")?.as_deref() {
         None | Some("" | "NOTSET") => explicit(pads)?,
-        // Some writers name pads beside it; they do not count.
+        // Some writers also give pads; they are ignored.
         Some("VALID") => Padding::Explicit(vec![]),
         Some("SAME_UPPER") => Padding::SameUpper,
         Some("SAME_LOWER") => Padding::SameLower,
@@ -134,7 +134,7 @@ fn resize_mode(name: Option<&str>) -> Result<ResizeMode, MapError> {
     }
 }
 
-/// What opset 10 and Upsample do: no half-pixel shift, nearest rounds down.
+/// As in opset 10 and Upsample: no half-pixel shift, nearest rounds down.
 fn asymmetric(mode: ResizeMode) -> Resize {
     Resize {
         mode,

@@ -1,7 +1,7 @@
 //! The protobuf wire format, read from a slice that is already in memory.
 //!
-//! A length is compared with the bytes that are there before anything is made of it, so a claim in a
-//! small file never allocates, and no message is read recursively.
+//! A length is compared with the remaining bytes before anything is allocated, so a false length in
+//! a small file never allocates. No message is read recursively.
 
 use bytes::Bytes;
 use thiserror::Error;
@@ -9,10 +9,10 @@ use thiserror::Error;
 /// Why bytes are not a protobuf message.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum WireError {
-    /// A field claims more bytes than are left.
+    /// A field is longer than the remaining bytes.
     #[error("the file ends inside field {field}")]
     Truncated {
-        /// Number of the field; 0 when its tag is cut.
+        /// Number of the field; 0 when its tag is incomplete.
         field: u64,
     },
     /// A variable-length integer is longer than 64 bits.
@@ -36,7 +36,7 @@ pub enum WireError {
         message: &'static str,
         /// Number of the field.
         field: u64,
-        /// What the schema says.
+        /// The type in the schema.
         expected: &'static str,
     },
     /// A string is not UTF-8.
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn claims_beyond_the_file_are_refused() {
+    fn lengths_beyond_the_file_are_refused() {
         // Field 1, length 2^31 - 1, no payload.
         let mut hostile = fields(&[0x0a, 0xff, 0xff, 0xff, 0xff, 0x07]);
         assert_eq!(hostile.next().unwrap_err(), WireError::Truncated { field: 1 });
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn packed_and_plain_integers_read_alike() {
+    fn packed_and_plain_integers_are_equal() {
         let mut out = Vec::new();
         let mut both = fields(&[0x0a, 2, 5, 6, 0x08, 7]);
         while let Some(field) = both.next().unwrap() {

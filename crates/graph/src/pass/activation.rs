@@ -1,4 +1,5 @@
-//! Recognises activations that exporters spell out: GELU in both forms, SiLU, hard swish, Mish.
+//! Recognises activations that exporters write as several operators: GELU in both forms, SiLU, hard
+//! swish, Mish.
 
 use model::ValueId;
 use model::op::{Binary, Op, Softmax, Unary};
@@ -10,7 +11,7 @@ const HALF_SQRT_2: f32 = std::f32::consts::FRAC_1_SQRT_2;
 const SQRT_2_OVER_PI: f32 = 0.797_884_6;
 const CUBIC: f32 = 0.044_715;
 
-/// Replaces spelled-out activations by one operator each. Says how many.
+/// Replaces written-out activations by one operator each. Returns how many.
 pub fn run(graph: &mut Graph) -> usize {
     let mut editor = Editor::new(graph);
     for index in 0..editor.len() {
@@ -36,13 +37,13 @@ fn plain_softmax(editor: &Editor, index: usize, softmax: Softmax) -> Option<(Op,
     last.then_some((Op::Softmax(Softmax { axis: -1, flatten: false, ..softmax }), x))
 }
 
-/// Factors of a product: values and the number they are multiplied with.
+/// Factors of a product: values and a number.
 struct Product {
     number: f32,
     values: Vec<ValueId>,
 }
 
-/// Takes a product apart through inner products nobody else reads.
+/// Expands a product through inner products that have no other reader.
 fn product(editor: &Editor, index: usize) -> Option<Product> {
     let mut factors = Product { number: 1.0, values: Vec::new() };
     let mut open = vec![index];
@@ -75,7 +76,7 @@ fn near(a: f32, b: f32) -> bool {
     (a - b).abs() <= 1e-5 * b.abs()
 }
 
-/// What follows from the product that node `index` is the root of.
+/// The activation that the product at node `index` computes.
 fn recognise(editor: &Editor, index: usize) -> Option<(Op, ValueId)> {
     let factors = product(editor, index)?;
     let output = editor.node(index)?.outputs.first().copied().flatten()?;

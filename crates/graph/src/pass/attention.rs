@@ -6,7 +6,7 @@ use model::{DataType, ValueId};
 use super::editor::{Editor, first, pair};
 use crate::ir::Graph;
 
-/// Replaces attention that is spelled out by one operator each. Says how many.
+/// Replaces attention written as several operators by one operator each. Returns how many.
 pub fn run(graph: &mut Graph) -> usize {
     let mut editor = Editor::new(graph);
     for index in 0..editor.len() {
@@ -21,14 +21,14 @@ struct Scores {
     k: Key,
     scale: f32,
     mask: Option<ValueId>,
-    /// Nodes that only serve this, to be removed.
+    /// Nodes with no other reader, to be removed.
     nodes: Vec<usize>,
 }
 
-/// The keys, `[.., tokens, width]`, or what becomes that.
+/// The keys, `[.., tokens, width]`, directly or permuted.
 enum Key {
     Plain(ValueId),
-    /// A value and the permutation that makes it so.
+    /// A value and its permutation to that order.
     Permuted(ValueId, Vec<usize>),
 }
 
@@ -187,7 +187,7 @@ fn key(
     }
 }
 
-/// Whether types, ranks and batch dimensions are what every device can do.
+/// Whether types, ranks and batch dimensions are supported by every device.
 fn fits(editor: &Editor, scores: &Scores, v: ValueId, rank: usize) -> bool {
     let graph = &editor.graph;
     let (Some(q), Some(v_shape)) = (graph.shape(scores.q), graph.shape(v)) else { return false };

@@ -1,4 +1,4 @@
-//! Folds batch normalisation into what stands before it, or makes it one multiply-add a channel.
+//! Folds batch normalisation into the previous operator, or makes it one multiply-add per channel.
 
 use model::op::{Activation, Binary, Op};
 use model::{DataType, Tensor, ValueId};
@@ -8,7 +8,7 @@ use super::epilogue::along_axis;
 use crate::content;
 use crate::ir::Graph;
 
-/// Replaces batch normalisations with constant statistics. Says how many.
+/// Replaces batch normalisations with constant statistics. Returns how many.
 pub fn run(graph: &mut Graph) -> usize {
     let mut editor = Editor::new(graph);
     for index in 0..editor.len() {
@@ -60,7 +60,7 @@ fn affine(editor: &Editor, index: usize) -> Option<Affine> {
             let shift = (0..count).map(|c| bias[c] - mean[c] * factor[c]).collect();
             Some(Affine { x: *x, dtype, scale: factor, shift })
         }
-        // A factor per channel, as exporters that know no batch normalisation write it.
+        // A factor per channel, as exporters without batch normalisation write it.
         (Op::Binary(Binary::Mul), [Some(a), Some(b)]) => {
             let (x, factor) = if editor.graph.constant(*b).is_some() { (*a, *b) } else { (*b, *a) };
             let foldable = matches!(editor.op(x)?.0, Op::Conv(_) | Op::ConvTranspose(_));
@@ -71,7 +71,7 @@ fn affine(editor: &Editor, index: usize) -> Option<Affine> {
             let dtype = editor.graph.value(x).dtype;
             Some(Affine { x, dtype, scale, shift: vec![0.0; channels] })
         }
-        // What an earlier round made, now that something foldable may stand before it.
+        // The result of an earlier round: the operator before it may be foldable now.
         (Op::ScaleShift { activation: Activation::None }, [Some(x), Some(scale), Some(shift)]) => {
             let (scale, shift) = (floats(editor, *scale)?, floats(editor, *shift)?);
             let foldable = matches!(editor.op(*x)?.0, Op::Conv(_) | Op::ConvTranspose(_));
@@ -82,7 +82,7 @@ fn affine(editor: &Editor, index: usize) -> Option<Affine> {
     }
 }
 
-/// Scales the weight and moves the bias of a convolution or matrix product in front.
+/// Scales the weight and adjusts the bias of the previous convolution or matrix product.
 fn fold(editor: &mut Editor, index: usize, affine: &Affine) -> Option<()> {
     let (at, producer) = editor.producer(affine.x)?;
     let (op, mut inputs) = (producer.op.clone(), producer.inputs.clone());
@@ -94,7 +94,8 @@ fn fold(editor: &mut Editor, index: usize, affine: &Affine) -> Option<()> {
     let shape = weight.shape().to_vec();
     let channels = affine.scale.len();
     let mut beta = 1.0;
-    // Which output channel an element of the weight belongs to, as (stride, count) of one dimension.
+    // Which output channel an element of the weight belongs to, as (stride, count) of one
+    // dimension.
     let channel: Box<dyn Fn(usize) -> usize> = match &op {
         Op::Conv(conv)
             if conv.activation == Activation::None && shape.first() == Some(&channels) =>
@@ -149,7 +150,7 @@ fn add(editor: &mut Editor, index: usize, part: &str, tensor: Tensor) -> Option<
     Some(editor.constant(&name, tensor))
 }
 
-/// One multiply-add a channel.
+/// One multiply-add per channel.
 fn keep(editor: &mut Editor, index: usize, affine: &Affine) -> Option<()> {
     if !matches!(editor.node(index)?.op, Op::BatchNorm { .. }) {
         return None;

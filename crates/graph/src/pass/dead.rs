@@ -2,7 +2,8 @@
 
 use crate::ir::Graph;
 
-/// Removes nodes, outputs of nodes and constants that nobody reads. Says how many nodes went.
+/// Removes nodes, outputs of nodes and constants without a reader. Returns how many nodes it
+/// removed.
 pub fn run(graph: &mut Graph) -> usize {
     let mut live = vec![false; graph.values.len()];
     for id in &graph.outputs {

@@ -1,13 +1,13 @@
-//! A graph under rewriting, with who writes and who reads what kept up to date.
+//! A graph that is being rewritten, with its producers and readers kept up to date.
 
 use model::op::Op;
 use model::{Tensor, ValueId};
 
 use crate::content;
 use crate::infer::Fact;
-use crate::ir::{Graph, Node};
+use crate::ir::{Graph, GraphNode};
 
-/// A graph and its indices. Nodes keep their numbers until [`Editor::finish`].
+/// A graph and its indices. Nodes keep their indices until [`Editor::finish`].
 pub struct Editor<'a> {
     /// The graph; nodes are changed through the editor only.
     pub graph: &'a mut Graph,
@@ -15,7 +15,7 @@ pub struct Editor<'a> {
     reads: Vec<usize>,
     is_output: Vec<bool>,
     removed: Vec<bool>,
-    inserted: Vec<(usize, Node)>,
+    inserted: Vec<(usize, GraphNode)>,
     changes: usize,
 }
 
@@ -29,7 +29,7 @@ impl<'a> Editor<'a> {
         Editor { graph, producers, reads, is_output, removed, inserted: Vec::new(), changes: 0 }
     }
 
-    /// Numbers of the nodes there were at the start.
+    /// The number of nodes at the start.
     pub fn len(&self) -> usize {
         self.graph.nodes.len()
     }
@@ -39,13 +39,13 @@ impl<'a> Editor<'a> {
         self.graph.nodes.is_empty()
     }
 
-    /// Node `index`, unless it is gone.
-    pub fn node(&self, index: usize) -> Option<&Node> {
+    /// Node `index`, unless it was removed.
+    pub fn node(&self, index: usize) -> Option<&GraphNode> {
         self.graph.nodes.get(index).filter(|_| !self.removed[index])
     }
 
-    /// Number and node that write `id`.
-    pub fn producer(&self, id: ValueId) -> Option<(usize, &Node)> {
+    /// The node that writes `id`, with its index.
+    pub fn producer(&self, id: ValueId) -> Option<(usize, &GraphNode)> {
         let index = self.producers.get(id.index()).copied().flatten()?;
         self.node(index).map(|node| (index, node))
     }
@@ -93,7 +93,7 @@ impl<'a> Editor<'a> {
         self.changes += 1;
     }
 
-    /// Removes node `index`; nobody may read its outputs any more.
+    /// Removes node `index`, whose outputs must have no reader.
     pub fn remove(&mut self, index: usize) {
         self.unread(index);
         self.removed[index] = true;
@@ -129,7 +129,7 @@ impl<'a> Editor<'a> {
         let id = self.graph.add_value(name, fact);
         self.grow();
         inputs.iter().flatten().for_each(|id| self.reads[id.index()] += 1);
-        let node = Node { name: name.to_string(), op, inputs, outputs: vec![Some(id)] };
+        let node = GraphNode { name: name.to_string(), op, inputs, outputs: vec![Some(id)] };
         self.inserted.push((before, node));
         Some(id)
     }
@@ -141,7 +141,7 @@ impl<'a> Editor<'a> {
         self.is_output.resize(count, false);
     }
 
-    /// Puts insertions in place, drops what was removed, and says how many nodes were rewritten.
+    /// Applies insertions and removals, and returns how many nodes were rewritten.
     pub fn finish(mut self) -> usize {
         if self.inserted.is_empty() && !self.removed.contains(&true) {
             return self.changes;
@@ -163,7 +163,7 @@ impl<'a> Editor<'a> {
     }
 }
 
-/// The first two operands, when both are there.
+/// The first two operands, when both are present.
 pub fn pair(inputs: &[Option<ValueId>]) -> Option<(ValueId, ValueId)> {
     match inputs {
         [Some(a), Some(b), ..] => Some((*a, *b)),
@@ -171,7 +171,7 @@ pub fn pair(inputs: &[Option<ValueId>]) -> Option<(ValueId, ValueId)> {
     }
 }
 
-/// The first operand, when it is there.
+/// The first operand, when it is present.
 pub fn first(inputs: &[Option<ValueId>]) -> Option<ValueId> {
     inputs.first().copied().flatten()
 }

@@ -1,14 +1,14 @@
-//! Fuses what follows a convolution or matrix product into it: bias, residual, activation.
+//! Fuses bias, residual and activation into the preceding convolution or matrix product.
 
 use model::op::{Activation, Binary, Op, Unary};
 use model::{DataType, Tensor, ValueId};
 
 use super::editor::{Editor, first, pair};
 use crate::content;
-use crate::dim::SymDim;
 use crate::ir::Graph;
+use model::dim::SymDim;
 
-/// Fuses step by step; each fusion makes the next one possible. Says how many.
+/// Fuses step by step; each fusion makes the next one possible. Returns how many.
 pub fn run(graph: &mut Graph) -> usize {
     let mut editor = Editor::new(graph);
     for index in 0..editor.len() {
@@ -46,7 +46,7 @@ fn with_activation(op: &Op, new: Activation) -> Op {
     op
 }
 
-/// Number of the node that writes `id`, when something can still be fused behind it.
+/// The index of the node that writes `id`, when another operator can be fused into it.
 fn open(editor: &Editor, id: ValueId) -> Option<usize> {
     let (at, node) = editor.producer(id)?;
     let fusable = activation_of(&node.op) == Some(Activation::None);
@@ -118,7 +118,7 @@ fn fuse_bias(editor: &mut Editor, index: usize) -> Option<()> {
     let vector = along_axis(editor.graph.constant(summand)?, axis, shape)?;
     let mut sum = if vector.len() == 1 { vec![vector[0]; channels] } else { vector };
     if let Op::Gemm(gemm) = &mut op {
-        // The factor applies to what is there already.
+        // The factor applies to the fused bias and residual as well.
         let beta = f64::from(gemm.beta);
         if let Some(own) = inputs.get(2).copied().flatten() {
             let own = bias_vector(editor, own, channels)?;
@@ -146,7 +146,7 @@ fn doubles(tensor: &Tensor) -> Option<Vec<f64>> {
     }
 }
 
-/// The elements of a constant that varies along `axis` of `shape` only: one, or one a channel.
+/// The elements of a constant that varies along `axis` of `shape` only: one, or one per channel.
 pub(super) fn along_axis(tensor: &Tensor, axis: usize, shape: &[SymDim]) -> Option<Vec<f64>> {
     let rank = shape.len();
     let own = tensor.shape();
@@ -157,7 +157,7 @@ pub(super) fn along_axis(tensor: &Tensor, axis: usize, shape: &[SymDim]) -> Opti
     (flat && [1, channels].contains(&size(axis))).then(|| doubles(tensor)).flatten()
 }
 
-/// A constant bias as one number a channel.
+/// A constant bias as one number per channel.
 fn bias_vector(editor: &Editor, id: ValueId, channels: usize) -> Option<Vec<f64>> {
     let tensor = editor.graph.constant(id)?;
     let vector = tensor.shape().iter().rev().skip(1).all(|size| *size == 1);
@@ -168,7 +168,7 @@ fn bias_vector(editor: &Editor, id: ValueId, channels: usize) -> Option<Vec<f64>
     }
 }
 
-/// A summand of the output's own shape. Of two candidates the later one takes the other.
+/// A summand of the output's own shape. Of two candidates the later product absorbs the other.
 fn fuse_residual(editor: &mut Editor, index: usize) -> Option<()> {
     let node = editor.node(index)?;
     if node.inputs.len() != 2 {

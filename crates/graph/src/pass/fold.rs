@@ -6,16 +6,16 @@ use model::{DataType, Tensor, ValueId};
 
 use super::Evaluator;
 use crate::content;
-use crate::dim::SymDim;
-use crate::ir::{Graph, Node};
+use crate::ir::{Graph, GraphNode};
+use model::dim::SymDim;
 
-/// Results larger than this are not computed ahead: the model would grow.
+/// Larger results are not computed ahead: the model would grow.
 const MAX_BYTES: usize = 64 << 20;
 
-/// Operands up to this many elements are computed here; what is larger needs a device's kernels.
+/// Operands up to this many elements are computed here; larger ones need a device's kernels.
 const MAX_SMALL: usize = 64;
 
-/// Replaces nodes whose outputs are known by constants. Says how many.
+/// Replaces nodes whose outputs are known by constants. Returns how many.
 pub fn run(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> usize {
     let mut removed = vec![false; graph.nodes.len()];
     for (index, gone) in removed.iter_mut().enumerate() {
@@ -36,10 +36,10 @@ pub fn run(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> usize {
     removed.iter().filter(|gone| **gone).count()
 }
 
-/// The outputs of a node, when they can be known now. Absent ones belong to outputs nobody reads.
+/// The outputs of a node, when they can be computed now. Absent ones are outputs that are not read.
 fn value_of(
     graph: &Graph,
-    node: &Node,
+    node: &GraphNode,
     evaluator: Option<&dyn Evaluator>,
 ) -> Option<Vec<Option<Tensor>>> {
     let known: Option<Vec<Option<Tensor>>> = node
@@ -74,7 +74,7 @@ fn value_of(
     checked(graph, node, computed)
 }
 
-/// A value whose elements shape arithmetic has followed to numbers.
+/// A value whose elements shape inference tracked to numbers.
 fn followed(graph: &Graph, id: ValueId) -> Option<Tensor> {
     let value = graph.value(id);
     let elements: Vec<i64> =
@@ -88,8 +88,8 @@ fn size_of(graph: &Graph, id: ValueId) -> Option<usize> {
     content::fixed_count(value.shape.as_ref()?)?.checked_mul(value.dtype.size_bytes()?)
 }
 
-/// Results are used only when they are what inference said they would be.
-fn checked(graph: &Graph, node: &Node, tensors: Vec<Tensor>) -> Option<Vec<Option<Tensor>>> {
+/// Results are used only if they have the inferred type and shape.
+fn checked(graph: &Graph, node: &GraphNode, tensors: Vec<Tensor>) -> Option<Vec<Option<Tensor>>> {
     let mut tensors: Vec<Option<Tensor>> = tensors.into_iter().map(Some).collect();
     tensors.resize(node.outputs.len(), None);
     for (id, tensor) in node.outputs.iter().zip(&tensors) {
@@ -104,7 +104,7 @@ fn checked(graph: &Graph, node: &Node, tensors: Vec<Tensor>) -> Option<Vec<Optio
 }
 
 /// Operators that only move elements.
-fn layout(graph: &Graph, node: &Node) -> Option<Tensor> {
+fn layout(graph: &Graph, node: &GraphNode) -> Option<Tensor> {
     let x = graph.constant(node.inputs.first().copied().flatten()?)?;
     let output = node.outputs.first().copied().flatten()?;
     match &node.op {
@@ -151,7 +151,7 @@ pub(crate) fn permuted(x: &Tensor, perm: &[usize]) -> Option<Tensor> {
 }
 
 /// A few floating-point numbers, such as the scale of an attention.
-fn small(graph: &Graph, node: &Node) -> Option<Tensor> {
+fn small(graph: &Graph, node: &GraphNode) -> Option<Tensor> {
     let output = node.outputs.first().copied().flatten()?;
     let value = graph.value(output);
     let shape = content::fixed_shape(value.shape.as_ref()?)?;

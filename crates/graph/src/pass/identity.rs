@@ -5,10 +5,10 @@ use std::collections::HashMap;
 use model::ValueId;
 use model::op::{Binary, Op, Reduce};
 
-use crate::dim::SymDim;
-use crate::ir::{Graph, Node};
+use crate::ir::{Graph, GraphNode};
+use model::dim::SymDim;
 
-/// Lets readers read through no-ops. Says how many nodes lost their purpose or were merged.
+/// Makes readers of no-ops read their operand. Returns how many nodes became dead or were merged.
 pub fn run(graph: &mut Graph) -> usize {
     let outputs: Vec<bool> = {
         let mut flags = vec![false; graph.values.len()];
@@ -41,7 +41,7 @@ pub fn run(graph: &mut Graph) -> usize {
     count + rename_outputs(graph)
 }
 
-/// An output that is only passed on is written by who computes it.
+/// An output that is only passed on is renamed to the value itself.
 fn rename_outputs(graph: &mut Graph) -> usize {
     let producers = graph.producers();
     let mut renamed: HashMap<ValueId, ValueId> = HashMap::new();
@@ -88,7 +88,7 @@ fn rename_outputs(graph: &mut Graph) -> usize {
 /// A transpose of a transpose is one of the original.
 fn merge_transpose(
     graph: &Graph,
-    node: &mut Node,
+    node: &mut GraphNode,
     transposed: &mut HashMap<ValueId, (ValueId, Vec<usize>)>,
 ) -> bool {
     let (Op::Transpose { perm }, Some(Some(input))) = (&node.op, node.inputs.first()) else {
@@ -111,7 +111,7 @@ fn merge_transpose(
 }
 
 /// The operand that is also the output, when the node changes nothing.
-fn passed_on(graph: &Graph, node: &Node, output: ValueId) -> Option<ValueId> {
+fn passed_on(graph: &Graph, node: &GraphNode, output: ValueId) -> Option<ValueId> {
     let x = node.inputs.first().copied().flatten()?;
     let same = |id: ValueId| same_dims(graph.shape(id), graph.shape(output));
     let alone = node.inputs.iter().flatten().count() == 1;

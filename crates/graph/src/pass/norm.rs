@@ -1,4 +1,4 @@
-//! Recognises layer normalisation and its root-mean-square relative where exporters spell them out.
+//! Recognises layer and root-mean-square normalisation that exporters write as several operators.
 
 use model::op::{Binary, Op, Reduce, ReduceKind, Unary};
 use model::{DataType, ValueId};
@@ -7,7 +7,7 @@ use super::editor::{Editor, first, pair};
 use crate::content;
 use crate::ir::Graph;
 
-/// Replaces spelled-out normalisations by one operator each. Says how many.
+/// Replaces written-out normalisations by one operator each. Returns how many.
 pub fn run(graph: &mut Graph) -> usize {
     let mut editor = Editor::new(graph);
     for index in 0..editor.len() {
@@ -18,10 +18,10 @@ pub fn run(graph: &mut Graph) -> usize {
     editor.finish()
 }
 
-/// `x / sqrt(mean(..) + epsilon)` for whatever `x` the division has.
+/// `x / sqrt(mean(..) + epsilon)` for any `x`.
 struct Quotient {
     numerator: ValueId,
-    /// What the mean is taken of.
+    /// The operand of the mean.
     averaged: ValueId,
     axis: i64,
     epsilon: f32,
@@ -99,7 +99,8 @@ fn with_epsilon(editor: &Editor, id: ValueId) -> Option<(ValueId, f32)> {
     }
 }
 
-/// The operand of a mean over the last dimensions that keeps them, and the first of these, from the end.
+/// The operand of a mean over the last dimensions that keeps them, and the first of these, from the
+/// end.
 fn mean_of(editor: &Editor, id: ValueId) -> Option<(ValueId, i64)> {
     let (Op::Reduce(Reduce { kind: ReduceKind::Mean, keep_dims: true, .. }), inputs) =
         editor.op(id)?
@@ -139,7 +140,7 @@ fn centred(editor: &Editor, id: ValueId, axis: i64) -> Option<ValueId> {
     (mean_of(editor, mean)? == (x, axis)).then_some(x)
 }
 
-/// A factor or a summand behind a normalisation becomes its scale or bias.
+/// A factor or a summand after a normalisation becomes its scale or bias.
 fn absorb(editor: &mut Editor, index: usize) -> Option<()> {
     let node = editor.node(index)?;
     let (a, b) = pair(&node.inputs)?;
@@ -171,7 +172,7 @@ fn absorb(editor: &mut Editor, index: usize) -> Option<()> {
     let start = usize::try_from(axis + dims.len() as i64).ok().or(usize::try_from(axis).ok())?;
     let normalised = content::fixed_shape(dims.get(start..)?)?;
     let vector_shape = content::fixed_shape(editor.graph.shape(vector)?)?;
-    // Leading ones do not matter; otherwise it must have the normalised dimensions.
+    // Leading dimensions of size one are ignored; otherwise it must have the normalised dimensions.
     let ones = vector_shape.len().checked_sub(normalised.len())?;
     if vector_shape[ones..] != normalised || vector_shape[..ones].iter().any(|size| *size != 1) {
         return None;

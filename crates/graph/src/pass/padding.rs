@@ -1,14 +1,14 @@
-//! Moves borders of zeros into the convolution behind them.
+//! Moves zero padding into the following convolution.
 
 use model::op::{Conv, Op, PadMode, Padding};
 
 use super::editor::{Editor, first};
 use crate::ir::Graph;
 
-/// Borders beyond this are no picture's.
+/// Larger padding is not folded.
 const MAX_BORDER: usize = 1 << 20;
 
-/// Folds paddings into convolutions. Says how many.
+/// Folds paddings into convolutions. Returns how many.
 pub fn run(graph: &mut Graph) -> usize {
     let mut editor = Editor::new(graph);
     for index in 0..editor.len() {

@@ -6,7 +6,7 @@ use model::op::{Activation, Binary, Op};
 use super::editor::{Editor, first, pair};
 use crate::ir::Graph;
 
-/// Folds what it can. Says how many operators were folded.
+/// Folds what it can. Returns how many operators were folded.
 pub fn run(graph: &mut Graph) -> usize {
     let mut editor = Editor::new(graph);
     for index in 0..editor.len() {
@@ -48,7 +48,7 @@ fn fold_transposes(editor: &mut Editor, index: usize) -> Option<()> {
     Some(())
 }
 
-/// A product that is only multiplied with a number takes it along.
+/// A product that is only multiplied by a number absorbs it.
 fn fold_factor(editor: &mut Editor, index: usize) -> Option<()> {
     let node = editor.node(index)?;
     let (a, b) = pair(&node.inputs)?;

@@ -1,15 +1,15 @@
 //! Reshapes to computed shapes become reshapes to constant ones.
 //!
-//! Exporters compute `[batch, sequence, 12, 64]` from the input's shape at run time. Copied dimensions and
-//! one inferred dimension say the same, and the arithmetic in front becomes dead.
+//! Exporters compute `[batch, sequence, 12, 64]` from the input's shape at run time. Copied
+//! dimensions and one inferred dimension are equivalent, and the arithmetic before it becomes dead.
 
 use model::op::Op;
 
 use super::editor::Editor;
-use crate::dim::SymDim;
 use crate::ir::Graph;
+use model::dim::SymDim;
 
-/// Gives reshapes constant targets where inference allows. Says how many.
+/// Gives reshapes constant targets where inference allows. Returns how many.
 pub fn run(graph: &mut Graph) -> usize {
     let mut editor = Editor::new(graph);
     for index in 0..editor.len() {
@@ -25,7 +25,7 @@ fn rewrite(editor: &mut Editor, index: usize) -> Option<()> {
     }
     let (mut x, target) = super::editor::pair(&node.inputs)?;
     let output = node.outputs.first().copied().flatten()?;
-    // Only the last of two reshapes counts.
+    // Only the last of two reshapes matters.
     let inner = editor.op(x).filter(|(op, _)| {
         matches!(op, Op::Reshape { .. } | Op::Flatten { .. } | Op::Squeeze | Op::Unsqueeze)
     });

@@ -1,5 +1,5 @@
-//! A slow, plain interpreter for single-precision graphs, so that tests can compare results before and
-//! after a pass. It knows the operators the passes rewrite, and shares no code with any device.
+//! A slow, plain interpreter for single-precision graphs, so that tests can compare results before
+//! and after a pass. It knows the operators the passes rewrite, and shares no code with any device.
 
 use std::collections::HashMap;
 
@@ -9,9 +9,9 @@ use model::op::{
 use model::{DataType, Tensor, ValueId};
 
 use crate::content;
-use crate::dim::SymDim;
 use crate::infer::Fact;
-use crate::ir::{Graph, Node};
+use crate::ir::{Graph, GraphNode};
+use model::dim::SymDim;
 
 /// A dense tensor of floats.
 #[derive(Clone, Debug)]
@@ -71,7 +71,7 @@ impl Builder {
         let fact = self.graph.infer(&op, &inputs, 1).unwrap().remove(0);
         let name = format!("v{}", self.graph.values.len());
         let output = self.graph.add_value(&name, fact);
-        self.graph.nodes.push(Node { name, op, inputs, outputs: vec![Some(output)] });
+        self.graph.nodes.push(GraphNode { name, op, inputs, outputs: vec![Some(output)] });
         output
     }
 
@@ -92,7 +92,8 @@ pub fn noise(seed: u64, count: usize) -> Vec<f32> {
     (0..count).map(|_| next()).collect()
 }
 
-/// Runs `pass` on a copy and checks that the outputs stay, on inputs where every symbol is 3.
+/// Runs `pass` on a copy and checks that the outputs are unchanged, on inputs where every symbol is
+/// 3.
 pub fn check(graph: &Graph, pass: impl Fn(&mut Graph) -> usize) -> (Graph, usize) {
     let mut rewritten = graph.clone();
     let count = pass(&mut rewritten);

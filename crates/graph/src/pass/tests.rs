@@ -1,4 +1,4 @@
-//! Each pass on small graphs: what it makes of them, and that the results stay.
+//! Each pass on small graphs: the rewritten structure, and that the results are unchanged.
 
 use model::ValueId;
 use model::op::{
@@ -8,7 +8,7 @@ use model::op::{
 
 use super::testing::{Builder, check, evaluate, names};
 use super::*;
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
 fn conv(pads: usize, groups: usize) -> Op {
     Op::Conv(Conv {
@@ -131,7 +131,7 @@ fn biases_add_up() {
 }
 
 #[test]
-fn a_bias_along_another_dimension_is_left_alone() {
+fn a_bias_along_another_dimension_is_not_fused() {
     let mut b = Builder::default();
     let x = b.fixed_input("x", &[6, 6]);
     let (weight, column) = (b.weight(&[6, 6]), b.weight(&[6, 1]));
@@ -196,7 +196,7 @@ fn tanh_gelu_is_recognised() {
         let y = b.node(binary(Binary::Mul), &[half, x]);
         let y = b.node(binary(Binary::Mul), &[y, gate]);
         let graph = b.output(y);
-        // Powers of negative numbers are not for the interpreter; the structure is.
+        // The interpreter has no powers of negative numbers; only the structure is checked.
         let mut rewritten = graph.clone();
         optimize(&mut rewritten, None);
         assert_eq!(rewritten.nodes[0].op, Op::Unary(Unary::Gelu { tanh: true }));
@@ -207,7 +207,7 @@ fn tanh_gelu_is_recognised() {
 }
 
 #[test]
-fn a_wrong_constant_is_no_gelu() {
+fn gelu_with_a_wrong_constant_is_not_recognised() {
     let mut b = Builder::default();
     let x = b.fixed_input("x", &[3, 4]);
     let (half, one, root) = (b.number(0.5), b.number(1.0), b.number(1.5));
@@ -278,7 +278,7 @@ fn root_mean_square_norm_is_recognised() {
     assert_eq!(names(&graph), ["RmsNorm"]);
 }
 
-/// How the factor of an attention is written.
+/// How the scale of an attention is written.
 #[derive(Clone, Copy, Debug)]
 enum Scale {
     Behind,
@@ -335,7 +335,7 @@ fn attention_is_recognised_in_the_forms_exporters_write() {
 }
 
 #[test]
-fn attention_whose_weights_are_read_stays() {
+fn attention_with_other_readers_is_not_fused() {
     let mut graph = spelled_attention(Scale::Behind, false, [0, 2, 3, 1]);
     let softmax = graph.nodes.iter().find(|node| matches!(node.op, Op::Softmax(_))).unwrap();
     let weights = softmax.outputs[0].unwrap();
@@ -358,7 +358,7 @@ fn transposes_and_factors_fold_into_products() {
 }
 
 #[test]
-fn borders_of_zeros_move_into_convolutions() {
+fn zero_padding_moves_into_convolutions() {
     let mut b = Builder::default();
     let x = b.fixed_input("x", &[1, 2, 4, 4]);
     let pads = b.ints(&[0, 0, 1, 0, 0, 0, 2, 1]);
@@ -386,7 +386,7 @@ fn computed_shapes_become_constant() {
     let target = graph.nodes[0].inputs[1].unwrap();
     assert_eq!(graph.constant_ints(target), Some(vec![0, 0, 2, 4]));
     let shape = graph.shape(graph.outputs[0]).unwrap();
-    assert_eq!(crate::dim::shape_text(Some(shape)), "[n,t,2,4]");
+    assert_eq!(model::dim::shape_text(Some(shape)), "[n,t,2,4]");
 }
 
 #[test]
@@ -403,7 +403,7 @@ fn no_ops_vanish_and_outputs_keep_their_names() {
     let (graph, _) = check(&b.output(last), everything);
     assert_eq!(names(&graph), ["Relu"]);
     assert_eq!(graph.value(graph.outputs[0]).name, "answer");
-    // An input that is passed on cannot be renamed: the operator stays.
+    // An input that is also an output cannot be renamed: the operator stays.
     let mut b = Builder::default();
     let x = b.fixed_input("x", &[8]);
     let y = b.node(Op::Identity, &[x]);
@@ -436,7 +436,7 @@ fn constants_are_computed_by_the_evaluator_within_limits() {
 }
 
 #[test]
-fn dead_nodes_go() {
+fn dead_nodes_are_removed() {
     let mut b = Builder::default();
     let x = b.fixed_input("x", &[3]);
     let weight = b.weight(&[3]);

@@ -238,7 +238,7 @@ pub fn shapes() -> Vec<u8> {
     picture(18, nodes, initializers)
 }
 
-/// What an old opset writes as attributes.
+/// What old opsets write as attributes.
 pub fn old() -> Vec<u8> {
     let nodes = vec![
         with("Clip", &["x"], &["c"], vec![float("min", 0.0), float("max", 6.0)]),

@@ -1,4 +1,4 @@
-//! What nodes become, and what is refused.
+//! How nodes are mapped, and which are refused.
 
 use graph::{ExternalData, Graph, ImportError, import, optimize};
 use model::op::{Op, Softmax};
@@ -27,7 +27,7 @@ fn names(graph: &Graph) -> Vec<String> {
 
 fn shape(graph: &Graph, name: &str) -> String {
     let value = graph.values.iter().find(|value| value.name == name).unwrap();
-    format!("{}{}", value.dtype, graph::dim::shape_text(value.shape.as_deref()))
+    format!("{}{}", value.dtype, model::dim::shape_text(value.shape.as_deref()))
 }
 
 #[test]
@@ -99,7 +99,7 @@ fn every_unsupported_node_is_named_once_with_its_operands() {
 }
 
 #[test]
-fn attributes_nobody_understands_are_refused() {
+fn unknown_attributes_are_refused() {
     let relu = with("Relu", &["x"], &["y"], vec![float("wobble", 1.0)]);
     let message = refused(&picture(17, vec![relu], vec![]));
     assert!(message.contains("attribute 'wobble' is not understood"), "{message}");
@@ -159,7 +159,7 @@ fn unnamed_dimensions_get_names_of_their_own() {
 }
 
 #[test]
-fn marks_for_the_unknown_are_no_names() {
+fn placeholders_are_not_dimension_names() {
     let bytes = model(
         17,
         GraphProto {

@@ -1,32 +1,32 @@
-//! How requests of a model are put together.
+//! How batches of a model's requests are formed.
 
 use serde::{Deserialize, Serialize};
 
 /// The largest batch that may be set.
 const BATCH_MOST: usize = 1024;
 
-/// The most workers that may be set.
+/// The largest number of workers that may be set.
 const WORKERS_MOST: usize = 64;
 
-/// When requests of a model run together.
+/// When a batch starts and how large it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BatchingPolicy {
-    /// As soon as the device has room, as many as were seen to be worth it; on a device that runs batches side by side, as
-    /// elastic.
+    /// As soon as the device is free, as large as measurements show to pay off; as `Elastic` on a
+    /// device that runs several batches at the same time.
     #[default]
     Auto,
-    /// Ebird: workers of several sizes, each woken as soon as it can be filled.
+    /// Ebird: workers of several batch sizes, each started as soon as its batch is full.
     Elastic,
-    /// Rafiqi: a threshold that follows the load.
+    /// Rafiqi: a batch size threshold that follows the load.
     Adaptive,
-    /// TensorFlow Serving and Triton: a full batch, or the longest wait.
+    /// TensorFlow Serving and Triton: a full batch, or the maximum wait.
     Window,
-    /// Nexus: requests that would force small batches are given up.
+    /// Nexus: drops requests that would force small batches.
     EarlyDrop,
-    /// Clipper: as many as the oldest request has time for.
+    /// Clipper: as large as the deadline of the oldest request allows.
     LazyDrop,
-    /// Symphony: as late as deadlines allow.
+    /// Symphony: starts as late as deadlines allow.
     Deferred,
     /// Each request runs on its own.
     None,
@@ -48,30 +48,30 @@ impl BatchingPolicy {
     }
 }
 
-/// When inputs go to the device.
+/// When inputs are copied to the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CopyTime {
-    /// The moment they arrive, while earlier batches compute.
+    /// On arrival, while earlier batches compute.
     #[default]
     Early,
-    /// With the batch they are of, in front of its computation.
+    /// With their batch, directly before it computes.
     Late,
 }
 
-/// How requests of a model are put together.
+/// How batches of a model's requests are formed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Batching {
-    /// When they run together.
+    /// When a batch starts.
     pub policy: BatchingPolicy,
-    /// Batch sizes of the workers that run side by side; the policy's own when empty.
+    /// Batch sizes of the workers that run at the same time; those of the policy when empty.
     pub workers: Vec<usize>,
     /// The largest batch; 32 when 0.
     pub max_batch: usize,
-    /// The longest wait for others, in microseconds.
+    /// How long a request waits for others at most, in microseconds.
     pub max_wait_us: u64,
-    /// When inputs go to the device.
+    /// When inputs are copied to the device.
     pub copy: CopyTime,
 }
 
@@ -88,10 +88,10 @@ impl Default for Batching {
 }
 
 impl Batching {
-    /// The largest batch where nothing is said.
+    /// The largest batch by default.
     pub const MAX_BATCH: usize = 32;
 
-    /// What of it makes no sense, if anything.
+    /// Fails for values out of range.
     pub fn check(&self) -> Result<(), String> {
         let fits = |size: &usize| (1..=BATCH_MOST).contains(size);
         if let Some(bad) = self.workers.iter().find(|size| !fits(size)) {

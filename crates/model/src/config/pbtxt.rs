@@ -1,10 +1,17 @@
-//! Reads Triton's `config.pbtxt` as far as it says something Atoll has a setting for.
+//! Reads Triton's `config.pbtxt`.
+//!
+//! A field either becomes a setting of [`ModelConfig`], has no effect on how Atoll serves the
+//! model, or is refused by name (`unsupported.rs`): a model never behaves other than its file says.
 
 use std::path::Path;
 
 use thiserror::Error;
 
 use super::{BatchingPolicy, Class, ModelConfig};
+use text_format::Value;
+
+mod text_format;
+mod unsupported;
 
 /// Why a `config.pbtxt` cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -17,25 +24,16 @@ pub enum PbtxtError {
         /// What was expected.
         reason: String,
     },
-    /// Asks for something Atoll does not do.
+    /// Requests something that Atoll does not support.
     #[error("{0}")]
     Unsupported(String),
 }
 
-/// A field's value.
-#[derive(Clone, Debug, PartialEq)]
-enum Value {
-    Scalar(String),
-    Message(Vec<(String, Value)>),
-}
-
-/// Fields that change how a model behaves in ways Atoll has no counterpart for.
-const REFUSED: [&str; 3] = ["sequence_batching", "ensemble_scheduling", "model_operations"];
-
 /// The settings in `text`. Label files are looked up in `folder`, the model's own.
 pub fn parse(text: &str, folder: &Path) -> Result<ModelConfig, PbtxtError> {
-    let fields = Parser::new(text)?.message(false)?;
+    let fields = text_format::parse(text)?;
     let mut config = ModelConfig::default();
+    unsupported::check(&fields)?;
     for (name, value) in &fields {
         apply(&mut config, name, value, folder)?;
     }
@@ -50,17 +48,14 @@ fn apply(
 ) -> Result<(), PbtxtError> {
     match name {
         "platform" | "backend" => check_backend(value)?,
-        "max_batch_size" => config.max_batch_size = number(value, name)? as usize,
+        "max_batch_size" => config.max_batch_size = value.number(name)? as usize,
         "dynamic_batching" => apply_batching(config, value)?,
         "output" => {
-            if let Some(Value::Scalar(file)) = find(value, "label_filename") {
+            if let Some(Value::Scalar(file)) = value.field("label_filename") {
                 config.labels = read_labels(&folder.join(file), file)?;
             }
         }
         "parameters" => apply_parameter(config, value)?,
-        refused if REFUSED.contains(&refused) => {
-            return Err(PbtxtError::Unsupported(format!("'{refused}' is not supported")));
-        }
         _ => {}
     }
     Ok(())
@@ -82,29 +77,27 @@ fn check_backend(value: &Value) -> Result<(), PbtxtError> {
 }
 
 fn apply_batching(config: &mut ModelConfig, value: &Value) -> Result<(), PbtxtError> {
-    if let Some(level) = find(value, "default_priority_level") {
-        config.priority = number(level, "default_priority_level")? as u32;
+    if let Some(level) = value.field("default_priority_level") {
+        config.priority = level.number("default_priority_level")? as u32;
     }
     config.batching.policy = BatchingPolicy::Window;
-    config.batching.max_wait_us = match find(value, "max_queue_delay_microseconds") {
-        Some(micros) => number(micros, "max_queue_delay_microseconds")?,
+    config.batching.max_wait_us = match value.field("max_queue_delay_microseconds") {
+        Some(micros) => micros.number("max_queue_delay_microseconds")?,
         None => 0,
     };
-    if let Value::Message(fields) = value {
-        let preferred = fields.iter().filter(|(name, _)| name == "preferred_batch_size");
-        for (name, size) in preferred {
-            let size = usize::try_from(number(size, name)?).unwrap_or(usize::MAX);
-            config.batching.max_batch = config.batching.max_batch.max(size);
-        }
+    let preferred = value.fields().iter().filter(|(name, _)| name == "preferred_batch_size");
+    for (name, size) in preferred {
+        let size = usize::try_from(size.number(name)?).unwrap_or(usize::MAX);
+        config.batching.max_batch = config.batching.max_batch.max(size);
     }
     config.batching.check().map_err(PbtxtError::Unsupported)?;
-    let Some(policy) = find(value, "default_queue_policy") else { return Ok(()) };
-    if let Some(micros) = find(policy, "default_timeout_microseconds") {
-        let micros = number(micros, "default_timeout_microseconds")?;
+    let Some(policy) = value.field("default_queue_policy") else { return Ok(()) };
+    if let Some(micros) = policy.field("default_timeout_microseconds") {
+        let micros = micros.number("default_timeout_microseconds")?;
         config.timeout_ms = (micros > 0).then(|| micros.div_ceil(1000));
     }
-    if let Some(size) = find(policy, "max_queue_size") {
-        let size = number(size, "max_queue_size")? as usize;
+    if let Some(size) = policy.field("max_queue_size") {
+        let size = size.number("max_queue_size")? as usize;
         if size > 0 {
             config.queue_capacity = size;
         }
@@ -113,9 +106,9 @@ fn apply_batching(config: &mut ModelConfig, value: &Value) -> Result<(), PbtxtEr
 }
 
 fn apply_parameter(config: &mut ModelConfig, value: &Value) -> Result<(), PbtxtError> {
-    let Some(Value::Scalar(key)) = find(value, "key") else { return Ok(()) };
+    let Some(Value::Scalar(key)) = value.field("key") else { return Ok(()) };
     let wrong = |what: &str| PbtxtError::Unsupported(format!("parameter {key} is {what}"));
-    let text = match find(value, "value").and_then(|value| find(value, "string_value")) {
+    let text = match value.field("value").and_then(|value| value.field("string_value")) {
         Some(Value::Scalar(text)) => text.as_str(),
         _ => "",
     };
@@ -146,160 +139,6 @@ fn read_labels(path: &Path, name: &str) -> Result<Vec<String>, PbtxtError> {
     Ok(text.lines().map(str::to_string).collect())
 }
 
-fn find<'a>(value: &'a Value, name: &str) -> Option<&'a Value> {
-    match value {
-        Value::Message(fields) => {
-            fields.iter().find(|(key, _)| key == name).map(|(_, value)| value)
-        }
-        Value::Scalar(_) => None,
-    }
-}
-
-fn number(value: &Value, name: &str) -> Result<u64, PbtxtError> {
-    match value {
-        Value::Scalar(text) => text.parse().ok(),
-        Value::Message(_) => None,
-    }
-    .ok_or_else(|| PbtxtError::Unsupported(format!("'{name}' is not a number")))
-}
-
-#[derive(Clone, Debug, PartialEq)]
-enum Token {
-    Word(String),
-    Text(String),
-    Mark(char),
-}
-
-/// Nesting beyond this is hostile.
-const MAX_DEPTH: usize = 32;
-
-struct Parser {
-    tokens: Vec<(usize, Token)>,
-    position: usize,
-    depth: usize,
-}
-
-impl Parser {
-    fn new(text: &str) -> Result<Parser, PbtxtError> {
-        let mut tokens = Vec::new();
-        for (index, line) in text.lines().enumerate() {
-            tokenize(index + 1, line, &mut tokens)?;
-        }
-        Ok(Parser { tokens, position: 0, depth: 0 })
-    }
-
-    fn peek(&self) -> Option<&Token> {
-        self.tokens.get(self.position).map(|(_, token)| token)
-    }
-
-    fn next(&mut self) -> Option<Token> {
-        let token = self.peek().cloned();
-        self.position += 1;
-        token
-    }
-
-    fn skip(&mut self, mark: char) -> bool {
-        let there = self.peek() == Some(&Token::Mark(mark));
-        self.position += usize::from(there);
-        there
-    }
-
-    fn error<T>(&self, reason: &str) -> Result<T, PbtxtError> {
-        let last = self.tokens.last().map_or(1, |(line, _)| *line);
-        let line = self.tokens.get(self.position.saturating_sub(1)).map_or(last, |(line, _)| *line);
-        Err(PbtxtError::Syntax { line, reason: reason.to_string() })
-    }
-
-    /// Fields up to a closing brace, or up to the end of the file at the top.
-    fn message(&mut self, nested: bool) -> Result<Vec<(String, Value)>, PbtxtError> {
-        self.depth += 1;
-        if self.depth > MAX_DEPTH {
-            return self.error("nested too deeply");
-        }
-        let mut fields = Vec::new();
-        loop {
-            match self.next() {
-                None if nested => return self.error("a '}' is missing"),
-                None => break,
-                Some(Token::Mark('}')) if nested => break,
-                Some(Token::Mark(',' | ';')) => {}
-                Some(Token::Word(name)) => self.field(name, &mut fields)?,
-                Some(_) => return self.error("a field name was expected"),
-            }
-        }
-        self.depth -= 1;
-        Ok(fields)
-    }
-
-    fn field(&mut self, name: String, fields: &mut Vec<(String, Value)>) -> Result<(), PbtxtError> {
-        self.skip(':');
-        if !self.skip('[') {
-            let value = self.value()?;
-            fields.push((name, value));
-            return Ok(());
-        }
-        while !self.skip(']') {
-            if self.peek().is_none() {
-                return self.error("a ']' is missing");
-            }
-            let value = self.value()?;
-            fields.push((name.clone(), value));
-            self.skip(',');
-        }
-        Ok(())
-    }
-
-    fn value(&mut self) -> Result<Value, PbtxtError> {
-        match self.next() {
-            Some(Token::Mark('{')) => Ok(Value::Message(self.message(true)?)),
-            Some(Token::Word(word)) => Ok(Value::Scalar(word)),
-            Some(Token::Text(mut text)) => {
-                // Adjacent strings are one string.
-                while let Some(Token::Text(more)) = self.peek() {
-                    text.push_str(more);
-                    self.position += 1;
-                }
-                Ok(Value::Scalar(text))
-            }
-            _ => self.error("a value was expected"),
-        }
-    }
-}
-
-fn tokenize(number: usize, line: &str, tokens: &mut Vec<(usize, Token)>) -> Result<(), PbtxtError> {
-    let mut rest = line.trim_start();
-    while let Some(first) = rest.chars().next() {
-        match first {
-            '#' => break,
-            '"' | '\'' => {
-                let Some(end) = rest[1..].find(first) else {
-                    let reason = "a string does not end".to_string();
-                    return Err(PbtxtError::Syntax { line: number, reason });
-                };
-                tokens.push((number, Token::Text(rest[1..=end].to_string())));
-                rest = &rest[end + 2..];
-            }
-            '{' | '}' | '[' | ']' | ':' | ',' | ';' | '<' | '>' => {
-                let mark = match first {
-                    '<' => '{',
-                    '>' => '}',
-                    other => other,
-                };
-                tokens.push((number, Token::Mark(mark)));
-                rest = &rest[1..];
-            }
-            _ => {
-                let is_mark = |c: char| c.is_whitespace() || "{}[]:,;<>#\"'".contains(c);
-                let end = rest.find(is_mark).unwrap_or(rest.len());
-                tokens.push((number, Token::Word(rest[..end].to_string())));
-                rest = &rest[end..];
-            }
-        }
-        rest = rest.trim_start();
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -324,7 +163,7 @@ mod tests {
     "#;
 
     #[test]
-    fn known_settings_are_taken() {
+    fn supported_settings_are_read() {
         let config = parse(EXAMPLE, Path::new(".")).unwrap();
         assert_eq!(config.class, Class::RealTime);
         assert_eq!((config.pinned, config.slo_ms), (true, Some(25)));
@@ -343,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_served_is_refused() {
+    fn unsupported_settings_are_refused() {
         let refused = |text: &str| parse(text, Path::new(".")).unwrap_err().to_string();
         assert!(refused("backend: \"python\"").contains("python"));
         let huge = "dynamic_batching { preferred_batch_size: 9999 }";

@@ -9,7 +9,7 @@ use base::Nanos;
 use device::batch::{other_sizes, rows_of, split};
 use device::{DeviceError, PreemptionLevel, Program, StagedInputs};
 use model::config::{BatchingPolicy, CopyTime, ModelConfig};
-use model::rows::{batch_symbol, mixing_step};
+use model::row_independence::{batch_symbol, mixing_step};
 use model::{LaunchPlan, Tensor};
 
 use super::batcher::{BatchEnd, Batcher, GroupKey, Member, MemberId, Refusal, Rules, SlotRequest};

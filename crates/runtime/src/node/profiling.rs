@@ -6,7 +6,7 @@ use std::time::Duration;
 use base::{Nanos, Random};
 use device::Program;
 use model::config::Class;
-use model::rows::batch_symbol;
+use model::row_independence::batch_symbol;
 use model::sample::random_tensor;
 use model::tensor::TensorError;
 use model::{Dim, LaunchPlan, Tensor, ValueInfo};
@@ -172,7 +172,7 @@ fn input(
     let extent = |dim: &Dim| match dim {
         Dim::Fixed(extent) => *extent,
         Dim::Symbol(symbol) if Some(symbol.as_str()) == batch => rows,
-        Dim::Symbol(_) | Dim::Unknown => sizes[size],
+        Dim::Symbol(_) | Dim::Expr(_) | Dim::Unknown => sizes[size],
     };
     let shape = dims.iter().map(extent).collect();
     random_tensor(info.dtype, shape, random)

@@ -7,7 +7,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use compiler::prefix::{Cut, Fingerprint, Source};
+use compiler::prefix::{CommonPrefix, Fingerprint, SuffixInput};
 use device::DeviceError;
 use model::LaunchPlan;
 use model::config::{Batching, BatchingPolicy, Class, ModelConfig};
@@ -23,7 +23,7 @@ pub struct PrefixModel {
     pub name: String,
     /// Key in the device group.
     pub key: GroupModelId,
-    cut: Cut,
+    cut: CommonPrefix,
     settings: SharedSettings,
     device_group: Arc<DeviceGroup>,
 }
@@ -182,8 +182,8 @@ fn find(
     for other in others.iter().filter(compatible) {
         let of_other = other.fingerprint();
         let pair = ((served.plan(), &*fingerprint), (other.plan(), &*of_other));
-        let Some(cut) = Cut::between(pair.0, pair.1) else { continue };
-        let Some(plan) = cut.trunk(served.plan(), &fingerprint) else { continue };
+        let Some(cut) = CommonPrefix::between(pair.0, pair.1) else { continue };
+        let Some(plan) = cut.prefix(served.plan(), &fingerprint) else { continue };
         let models = vec![other.clone(), served.clone()];
         match start(device_group, cut, plan, &models, settings.clone())? {
             Some(prefix) => return Ok(Some(PrefixMatch { prefix, models })),
@@ -196,7 +196,7 @@ fn find(
 /// Puts a prefix in service. `None` if its rows cannot share a batch: then it is of no use.
 fn start(
     device_group: &Arc<DeviceGroup>,
-    cut: Cut,
+    cut: CommonPrefix,
     plan: LaunchPlan,
     models: &[Arc<ServedModel>],
     settings: SharedSettings,
@@ -225,13 +225,13 @@ fn start(
 
 /// The inputs of a suffix: outputs of the prefix, and inputs of the model.
 pub(super) fn suffix_inputs(
-    sources: &[Source],
+    sources: &[SuffixInput],
     inputs: &[model::Tensor],
     prefix_outputs: &[model::Tensor],
 ) -> Option<Vec<model::Tensor>> {
-    let tensor = |source: &Source| match source {
-        Source::Trunk(index) => prefix_outputs.get(*index).cloned(),
-        Source::Input(index) => inputs.get(*index).cloned(),
+    let tensor = |source: &SuffixInput| match source {
+        SuffixInput::Prefix(index) => prefix_outputs.get(*index).cloned(),
+        SuffixInput::Model(index) => inputs.get(*index).cloned(),
     };
     sources.iter().map(tensor).collect()
 }

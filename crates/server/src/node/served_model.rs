@@ -11,7 +11,7 @@ use runtime::device_group::router::GroupModelId;
 use runtime::{DeviceGroup, PlacedProgram};
 use tokio::sync::oneshot;
 
-use compiler::prefix::{Fingerprint, Source};
+use compiler::prefix::{Fingerprint, SuffixInput};
 
 use super::classification;
 use super::counters::Counters;
@@ -54,7 +54,7 @@ pub struct PrefixSplit {
     /// Where.
     pub prefix: Arc<PrefixModel>,
     /// Where the inputs of the suffix come from.
-    pub sources: Vec<Source>,
+    pub sources: Vec<SuffixInput>,
 }
 
 impl Drop for ServedModel {

@@ -59,7 +59,7 @@ fn images_get_zeros_in_their_slack() {
 }
 
 #[test]
-fn long_dimensions_are_turned_in_shared_memory() {
+fn long_dimensions_are_transposed_in_shared_memory() {
     let image = packed(0, Element::F32, &[2, 64, 20, 30]);
     let pixels = packed(1, Element::F16, &[2, 20, 30, 64]).permuted(&[0, 3, 1, 2]);
     let made = copy(&image, &pixels).unwrap();

@@ -1,21 +1,21 @@
-//! The C++ text of a chain.
+//! Generates the C++ text of a chain.
 
 use std::fmt::Write as _;
 
 use model::op::{Activation, Binary, Compare, Unary, Variadic};
 
+use super::super::loop_nest::{computed, computed_name, include};
 use super::super::view::Element;
-use super::super::walk::{computed, computed_name, include};
 use super::{Access, Expr, Operand};
 
-/// What of a chain's loops is fixed at compile time.
+/// Properties of a chain's loops that are compile-time constants.
 #[derive(Clone, Copy)]
 pub(super) struct Shape {
     pub rank: usize,
     pub count: usize,
 }
 
-/// A value of the generated function: a C++ expression without side effects, and what it is computed in.
+/// A value of the generated function: a C++ expression without side effects, and its type.
 type Value = (String, Element);
 
 /// The function of a chain, as `Function` of `kernels/chain.cuh`.
@@ -39,7 +39,8 @@ pub(super) fn source(
         "namespace tiles {{\nstruct Function {{\n    \
          static constexpr int kInputs = {inputs}, kRank = {rank}, kCount = {count};\n    \
          template <class Watch>\n    \
-         static __device__ __forceinline__ bool apply(const ChainPlace<kInputs, kRank, kCount>& place, const Watch& watch)\n    {{\n"
+         static __device__ __forceinline__ bool apply(\
+         const ChainPlace<kInputs, kRank, kCount>& place, const Watch& watch)\n    {{\n"
     );
     for (i, operand) in operands.iter().enumerate() {
         let (kind, element) = (computed_name(operand.element), operand.element.cuda_name());
@@ -47,15 +48,17 @@ pub(super) fn source(
             Access::Row => "kRow",
             Access::Point => "kPoint",
             Access::Apart => "kApart",
-            Access::Place => "kPlace",
+            Access::Position => "kPlace",
         };
         let _ = writeln!(text, "        {kind} x{i}[kCount];");
         let _ = writeln!(text, "        place.load<{element}, {access}>({i}, x{i});");
     }
     let _ = write!(
         text,
-        "        Pack<{stored}, kCount> y;\n#pragma unroll\n        for (int i = 0; i < kCount; ++i) {{\n{}            \
-         y.v[i] = Stored<{stored}>::of({result});\n        }}\n        if (watch.told()) return false;\n        \
+        "        Pack<{stored}, kCount> y;\n#pragma unroll\n        \
+         for (int i = 0; i < kCount; ++i) {{\n{}            \
+         y.v[i] = Stored<{stored}>::of({result});\n        }}\n        \
+         if (watch.told()) return false;\n        \
          place.store(y);\n        return true;\n    }}\n}};\n}} // namespace tiles\n",
         writer.lines
     );
@@ -70,7 +73,7 @@ struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// Gives the value of `text` a name.
+    /// Assigns the value of `text` to a variable.
     fn name(&mut self, text: &str, element: Element) -> Value {
         let name = format!("t{}", self.named);
         self.named += 1;
@@ -85,7 +88,7 @@ impl Writer<'_> {
             Expr::Coordinate(axis) => {
                 let place = self.axes.iter().position(|known| known == axis);
                 let inputs = self.operands.len() - self.axes.len();
-                place.map_or(Err(format!("no index of dimension {axis}")), |at| {
+                place.map_or(Err(format!("the index of dimension {axis} is not available")), |at| {
                     self.operand(inputs + at)
                 })
             }
@@ -148,7 +151,7 @@ impl Writer<'_> {
         Ok((format!("x{index}[i]"), computed(self.operands[index].element)))
     }
 
-    /// `x` as `to`, which is a computed type.
+    /// `x` converted to `to`, which is a computed type.
     fn cast(&mut self, x: Value, to: Element) -> Result<Value, String> {
         if x.1 == to {
             return Ok(x);
@@ -180,7 +183,9 @@ impl Writer<'_> {
             Unary::Relu if element != Element::Bool => {
                 return Ok(self.name(&format!("number::relu({text})"), element));
             }
-            _ if !element.is_float() => return Err(format!("no {unary:?} of {element:?}")),
+            _ if !element.is_float() => {
+                return Err(format!("{unary:?} of {element:?} is not supported"));
+            }
             Unary::IsNan => return Ok(self.name(&format!("{text} != {text}"), Element::Bool)),
             Unary::IsInf { positive, negative } => {
                 let call = format!("number::is_infinite({text}, {positive}, {negative})");
@@ -204,19 +209,21 @@ impl Writer<'_> {
         let plain = |function: &str| format!("number::{function}({}, {})", a.0, b.0);
         let text = match binary {
             Binary::And | Binary::Or | Binary::Xor if element != Element::Bool => {
-                return Err(format!("no {binary:?} of {element:?}"));
+                return Err(format!("{binary:?} of {element:?} is not supported"));
             }
             Binary::And => infix("&&"),
             Binary::Or => infix("||"),
             Binary::Xor => infix("!="),
-            _ if element == Element::Bool => return Err(format!("no {binary:?} of Bool")),
+            _ if element == Element::Bool => {
+                return Err(format!("{binary:?} of Bool is not supported"));
+            }
             Binary::Add => infix("+"),
             Binary::Sub => infix("-"),
             Binary::Mul => infix("*"),
             Binary::Div => plain("quotient"),
             Binary::Mod => call("modulo"),
             Binary::Fmod => plain("remainder"),
-            _ if !is_integer => return Err(format!("no {binary:?} of {element:?}")),
+            _ if !is_integer => return Err(format!("{binary:?} of {element:?} is not supported")),
             Binary::BitAnd => infix("&"),
             Binary::BitOr => infix("|"),
             Binary::BitXor => infix("^"),
@@ -231,11 +238,11 @@ impl Writer<'_> {
     fn power(&mut self, base: &Value, exponent: &Value) -> Result<Value, String> {
         let element = base.1;
         if element == Element::Bool || exponent.1 == Element::Bool {
-            return Err("no power of Bool".to_string());
+            return Err("power of Bool is not supported".to_string());
         }
         if element.is_float() {
             let exponent = self.cast(exponent.clone(), element)?;
-            // Squares are what models have most; they need no logarithm.
+            // Squares are the most frequent and need no logarithm.
             return Ok(match exponent.0.as_str() {
                 "2.0f" => self.name(&format!("{0} * {0}", base.0), element),
                 "0.5f" => self.name(&format!("number::sqrt({})", base.0), element),
@@ -268,7 +275,7 @@ impl Writer<'_> {
             all.split_first().ok_or("an operator of any number of operands has none")?;
         let mut sum = self.value(first)?;
         if sum.1 == Element::Bool {
-            return Err(format!("no {variadic:?} of Bool"));
+            return Err(format!("{variadic:?} of Bool is not supported"));
         }
         let kind = computed_name(sum.1);
         for expr in rest {
@@ -324,7 +331,7 @@ impl Writer<'_> {
     }
 }
 
-/// The call of a function that only floating-point numbers have.
+/// A call of a function that exists for floating-point numbers only.
 fn float_function(unary: Unary, x: &str, kind: &str) -> Result<String, String> {
     let plain = |name: &str| format!("number::{name}({x})");
     let with = |name: &str, parameters: &[f32]| {
@@ -374,7 +381,7 @@ fn float_function(unary: Unary, x: &str, kind: &str) -> Result<String, String> {
     })
 }
 
-/// A constant to the bit.
+/// A constant, exact to the bit.
 fn float(value: f32) -> String {
     match value {
         value if value.is_nan() => "__int_as_float(0x7fc00000)".to_string(),

@@ -1,16 +1,16 @@
-//! Operators that move elements and compute none.
+//! Operators that move elements without computing.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::op::{Op, PadMode};
 
 use crate::gpu::index;
-use crate::gpu::lowering::{Lowering, Refusal};
+use crate::gpu::lowering::{Lowering, UnsupportedReason};
 use crate::gpu::reduce::axis;
 use crate::gpu::view::View;
 
 impl Lowering<'_> {
     /// An operator that moves elements; false when `node` is none.
-    pub(super) fn movement(&mut self, node: &Node) -> Result<bool, Refusal> {
+    pub(super) fn movement(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let (work, y) = match &node.op {
             Op::Gather { axis: along } => {
                 let (x, indices) = (self.input(node, 0)?, self.input(node, 1)?);
@@ -69,8 +69,8 @@ impl Lowering<'_> {
         Ok(true)
     }
 
-    /// Tile, Pad and slices that run backwards.
-    fn repetition(&mut self, node: &Node) -> Result<bool, Refusal> {
+    /// Tile, Pad and slices with negative steps.
+    fn repetition(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let (work, y) = match &node.op {
             Op::Tile => {
                 let x = self.input(node, 0)?;
@@ -99,8 +99,8 @@ impl Lowering<'_> {
         Ok(true)
     }
 
-    /// What is put before the first element along every dimension.
-    fn pad_begins(&self, node: &Node, rank: usize) -> Result<Vec<i64>, Refusal> {
+    /// The padding before the first element of every dimension.
+    fn pad_begins(&self, node: &GraphNode, rank: usize) -> Result<Vec<i64>, UnsupportedReason> {
         let pads = self.ints(node, 1)?.ok_or("no pads")?;
         let axes = match self.ints(node, 3)? {
             Some(axes) => axes,
@@ -116,7 +116,7 @@ impl Lowering<'_> {
         Ok(begins)
     }
 
-    fn pad_value(&self, node: &Node, mode: PadMode) -> Result<f64, Refusal> {
+    fn pad_value(&self, node: &GraphNode, mode: PadMode) -> Result<f64, UnsupportedReason> {
         let Some(id) = node.inputs.get(2).copied().flatten().filter(|_| mode == PadMode::Constant)
         else {
             return Ok(0.0);
@@ -124,11 +124,15 @@ impl Lowering<'_> {
         let constant = self.graph.constant(id).ok_or("a border only known when the model runs")?;
         let float = graph::content::floats(constant).and_then(|v| v.first().map(|x| f64::from(*x)));
         let int = || graph::content::ints(constant).and_then(|v| v.first().map(|x| *x as f64));
-        float.or_else(int).ok_or_else(|| "a border that is no number".to_string())
+        float.or_else(int).ok_or_else(|| "the padding value is not a number".to_string())
     }
 
     /// The first element and the step along every dimension of a slice.
-    fn slice_bounds(&self, node: &Node, x: &View) -> Result<(Vec<i64>, Vec<i64>), Refusal> {
+    fn slice_bounds(
+        &self,
+        node: &GraphNode,
+        x: &View,
+    ) -> Result<(Vec<i64>, Vec<i64>), UnsupportedReason> {
         let rank = x.shape.len();
         let given = self.ints(node, 1)?.ok_or("no starts")?;
         let axes = match self.ints(node, 3)? {
@@ -147,7 +151,7 @@ impl Lowering<'_> {
         Ok((starts, steps))
     }
 
-    fn scatter(&mut self, node: &Node) -> Result<bool, Refusal> {
+    fn scatter(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let operands = (self.input(node, 0)?, self.input(node, 1)?, self.input(node, 2)?);
         let (x, indices, updates) = (&operands.0, &operands.1, &operands.2);
         let y = self.new_output(node)?;

@@ -1,16 +1,16 @@
 //! Products of any strides.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::Tensor;
 use model::op::Op;
 
-use crate::gpu::lowering::{Home, Lowering, Refusal};
+use crate::gpu::lowering::{BufferLocation, Lowering, UnsupportedReason};
 use crate::gpu::view::{Element, View};
 use crate::gpu::{packing, product};
 
 impl Lowering<'_> {
     /// A product; false when `node` is none.
-    pub(super) fn general_product(&mut self, node: &Node) -> Result<bool, Refusal> {
+    pub(super) fn general_product(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let work = match &node.op {
             Op::Conv(conv) => {
                 let (x, weight) = (self.input(node, 0)?, self.filter(node)?);
@@ -57,8 +57,8 @@ impl Lowering<'_> {
         Ok(true)
     }
 
-    /// A filter `[out, in, taps...]` with its input channels fastest, as pictures have them.
-    fn filter(&mut self, node: &Node) -> Result<View, Refusal> {
+    /// A filter `[out, in, taps...]` with its input channels fastest, as in images.
+    fn filter(&mut self, node: &GraphNode) -> Result<View, UnsupportedReason> {
         let id = node.inputs.get(1).copied().flatten().ok_or("no weight")?;
         let Some(tensor) = self.graph.constant(id).cloned().filter(|t| t.shape().len() > 2) else {
             return self.operand(id);
@@ -68,7 +68,8 @@ impl Lowering<'_> {
         let pack =
             move |tensor: &Tensor| packing::channels_fastest(tensor, element).unwrap_or_default();
         let number = self.weight(&tensor, &format!("fastest{element:?}"), bytes, pack);
-        let buffer = self.buffer(bytes, Home::Fixed(model::gpu::Place::Weight(number, 0)));
+        let buffer = self
+            .buffer(bytes, BufferLocation::Fixed(model::gpu::MemoryLocation::Weight(number, 0)));
         let shape = tensor.shape().to_vec();
         let mut order: Vec<usize> = (0..shape.len()).filter(|axis| *axis != 1).collect();
         order.push(1);
@@ -82,7 +83,11 @@ impl Lowering<'_> {
     }
 
     /// Attention of any width: scores, softmax, weighted sum.
-    fn composed_attention(&mut self, node: &Node, scale: f32) -> Result<(), Refusal> {
+    fn composed_attention(
+        &mut self,
+        node: &GraphNode,
+        scale: f32,
+    ) -> Result<(), UnsupportedReason> {
         let (q, k, v) = (self.input(node, 0)?, self.input(node, 1)?, self.input(node, 2)?);
         let mask = self.optional(node, 3)?;
         let rank = q.shape.len();
@@ -91,7 +96,7 @@ impl Lowering<'_> {
         }
         let mut shape = self.shape(Self::output(node)?)?;
         shape[rank - 1] = k.shape[k.shape.len() - 2];
-        // Scores in single precision: their exponentials are what counts.
+        // Scores are in single precision: their exponentials amplify errors.
         let scratch = (self.packed(&shape, Element::F32), self.packed(&shape, q.element));
         let y = self.heads_side_by_side(node)?;
         let scratch = (&scratch.0, &scratch.1);
@@ -102,9 +107,9 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    /// Memory for `[batch, heads, tokens, width]` in which a token's heads lie side by side, as what follows
-    /// usually wants them.
-    fn heads_side_by_side(&mut self, node: &Node) -> Result<View, Refusal> {
+    /// Memory for `[batch, heads, tokens, width]` in which a token's heads are adjacent, as the
+    /// next step usually reads them.
+    fn heads_side_by_side(&mut self, node: &GraphNode) -> Result<View, UnsupportedReason> {
         let id = Self::output(node)?;
         let (shape, element) = (self.shape(id)?, self.element(id)?);
         if shape.len() != 4 {

@@ -1,14 +1,17 @@
 //! Reductions and normalisations over any dimensions.
 
-use graph::ir::Node;
+use graph::ir::GraphNode;
 use model::op::Op;
 
-use crate::gpu::lowering::{Lowering, Refusal};
+use crate::gpu::lowering::{Lowering, UnsupportedReason};
 use crate::gpu::reduce;
 
 impl Lowering<'_> {
     /// A reduction or normalisation; false when `node` is none.
-    pub(super) fn general_reduction(&mut self, node: &Node) -> Result<bool, Refusal> {
+    pub(super) fn general_reduction(
+        &mut self,
+        node: &GraphNode,
+    ) -> Result<bool, UnsupportedReason> {
         match &node.op {
             Op::Reduce(spec) => self.reduction(node, spec)?,
             Op::ArgReduce(spec) => {
@@ -47,7 +50,11 @@ impl Lowering<'_> {
         Ok(true)
     }
 
-    fn reduction(&mut self, node: &Node, spec: &model::op::Reduce) -> Result<(), Refusal> {
+    fn reduction(
+        &mut self,
+        node: &GraphNode,
+        spec: &model::op::Reduce,
+    ) -> Result<(), UnsupportedReason> {
         let x = self.input(node, 0)?;
         let rank = x.shape.len();
         let axes = self.ints(node, 1)?.unwrap_or_default();
@@ -71,7 +78,12 @@ impl Lowering<'_> {
         self.finish(node, work, vec![Some(y)])
     }
 
-    fn top_k(&mut self, node: &Node, axis: i64, largest: bool) -> Result<(), Refusal> {
+    fn top_k(
+        &mut self,
+        node: &GraphNode,
+        axis: i64,
+        largest: bool,
+    ) -> Result<(), UnsupportedReason> {
         let x = self.input(node, 0)?;
         let mut outputs = Vec::new();
         let some = node.outputs.iter().flatten().next().copied().ok_or("no output")?;
@@ -87,7 +99,7 @@ impl Lowering<'_> {
         self.finish(node, work, outputs.into_iter().map(Some).collect())
     }
 
-    fn normalization(&mut self, node: &Node) -> Result<bool, Refusal> {
+    fn normalization(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
         let is_one = matches!(
             node.op,
             Op::LayerNorm { .. }

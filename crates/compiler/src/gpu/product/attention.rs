@@ -2,7 +2,7 @@
 
 use model::op::{MatMul, Softmax, SoftmaxKind};
 
-use super::super::draft::Work;
+use super::super::draft::StepDraft;
 use super::super::elementwise::{self, Expr};
 use super::super::reduce::softmax;
 use super::super::view::{Element, View};
@@ -10,15 +10,16 @@ use super::matmul;
 
 /// `y = softmax(scale * q @ k^T + mask) @ v`, as three or four steps.
 ///
-/// `scratch` are two buffers for the scores, `[.., queries, keys]` with the output's batch; single precision keeps what a fused
-/// kernel would. A `mask` of booleans leaves scores out where it is false, one of numbers is added; it broadcasts to the scores.
+/// `scratch` are two buffers for the scores, `[.., queries, keys]` with the output's batch; in
+/// single precision they lose nothing against a fused kernel. A boolean `mask` excludes scores
+/// where it is false, a numeric one is added; it broadcasts to the scores.
 pub fn attention(
     scale: f32,
     (q, k, v): (&View, &View, &View),
     mask: Option<&View>,
     scratch: (&View, &View),
     y: &View,
-) -> Result<Vec<Work>, String> {
+) -> Result<Vec<StepDraft>, String> {
     let (scores, weights) = scratch;
     let spec = MatMul { transpose_b: true, alpha: scale, ..MatMul::default() };
     let choice = mask.filter(|mask| mask.element == Element::Bool);

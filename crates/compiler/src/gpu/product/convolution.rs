@@ -1,23 +1,24 @@
-//! Convolutions as products, and directly where a group has few channels.
+//! Convolutions as products, and direct convolutions for groups of few channels.
 
 use model::op::{Activation, Conv, ConvTranspose, Padding, Window};
 
 use super::super::args::ArgsWriter;
-use super::super::draft::{Draft, Work};
+use super::super::draft::{LaunchDraft, StepDraft};
+use super::super::loop_nest::{LoopNest, describe_all, kernel, single};
 use super::super::view::{Element, View};
-use super::super::walk::{Walk, describe_all, kernel, single};
 use super::{Epilogue, Extra, Kind, Picture, Problem, Views, check, drop_ref, write_activation};
 
-/// Below this many output channels a group, a tile of a product would be mostly empty.
+/// With fewer output channels per group, most of a product's tile would be unused.
 const FEW_CHANNELS: usize = 8;
 
-/// `output = activation(conv(x, weight) + bias + residual)`: `x` is `[N, C, ..]`, `weight` `[O, C / groups, ..]`, `bias` `[O]`.
+/// `output = activation(conv(x, weight) + bias + residual)`: `x` is `[N, C, ..]`, `weight` `[O, C /
+/// groups, ..]`, `bias` `[O]`.
 pub fn conv(
     spec: &Conv,
     (x, weight): (&View, &View),
     (bias, residual): (Option<&View>, Option<&View>),
     output: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     let groups = spec.groups;
     let sizes = Sizes::of(&spec.window, x, weight, output)?;
     let (channels, columns) = (weight.shape[1], output.shape[1]);
@@ -37,23 +38,35 @@ pub fn conv(
             + 1;
         reach.saturating_sub(sizes.input[i])
     });
-    let layer =
-        Layer { kind: Kind::Convolution, groups, channels, columns: columns / groups, sizes, pads };
-    let roles = Roles {
+    let layer = ConvolutionProblem {
+        kind: Kind::Convolution,
+        groups,
+        channels,
+        columns: columns / groups,
+        sizes,
+        pads,
+    };
+    let strides_of_weight = WeightStrides {
         channel: weight.strides[1],
         column: weight.strides[0],
         group: columns / groups * weight.strides[0],
     };
-    layer.work("Conv", spec.activation, &Operands { x, weight, bias, residual, output }, roles)
+    layer.work(
+        "Conv",
+        spec.activation,
+        &Operands { x, weight, bias, residual, output },
+        strides_of_weight,
+    )
 }
 
-/// `output = transposed conv(x, weight) + bias`: `x` is `[N, C, ..]`, `weight` `[C, O / groups, ..]`, `bias` `[O]`.
+/// `output = transposed conv(x, weight) + bias`: `x` is `[N, C, ..]`, `weight` `[C, O / groups,
+/// ..]`, `bias` `[O]`.
 pub fn conv_transpose(
     spec: &ConvTranspose,
     (x, weight): (&View, &View),
     bias: Option<&View>,
     output: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     let groups = spec.groups;
     let sizes = Sizes::of(&spec.window, x, weight, output)?;
     let columns = weight.shape[1];
@@ -67,7 +80,7 @@ pub fn conv_transpose(
             weight.shape, x.shape, output.shape
         ));
     }
-    // The border that makes the output as large as it is.
+    // The padding that gives the output its size.
     let total = |i: usize| {
         let extra = spec.output_padding.get(i).copied().unwrap_or(0);
         let whole = sizes.strides[i] * (sizes.input[i] - 1)
@@ -84,8 +97,9 @@ pub fn conv_transpose(
         _ => begins(&spec.window, &sizes, total),
     };
     let channels = x.shape[1] / groups;
-    let layer = Layer { kind: Kind::Transposed, groups, channels, columns, sizes, pads };
-    let roles = Roles {
+    let layer =
+        ConvolutionProblem { kind: Kind::Transposed, groups, channels, columns, sizes, pads };
+    let strides_of_weight = WeightStrides {
         channel: weight.strides[0],
         column: weight.strides[1],
         group: channels * weight.strides[0],
@@ -94,7 +108,7 @@ pub fn conv_transpose(
         "ConvTranspose",
         Activation::None,
         &Operands { x, weight, bias, residual: None, output },
-        roles,
+        strides_of_weight,
     )
 }
 
@@ -109,20 +123,20 @@ struct Operands<'a> {
 
 /// Strides of the weights: along input channels, output channels, and from group to group.
 #[derive(Clone, Copy)]
-struct Roles {
+struct WeightStrides {
     channel: usize,
     column: usize,
     group: usize,
 }
 
-/// Spatial sizes, three of each: what is missing comes first and is one.
+/// Spatial sizes, three of each: missing ones come first and are one.
 pub(in crate::gpu) struct Sizes {
     pub input: [usize; 3],
     pub output: [usize; 3],
     pub kernel: [usize; 3],
     pub strides: [usize; 3],
     pub dilations: [usize; 3],
-    /// Spatial dimensions there are.
+    /// The number of spatial dimensions.
     pub rank: usize,
 }
 
@@ -134,7 +148,8 @@ impl Sizes {
         Sizes::new(window, &x.shape, &weight.shape[2..], &output.shape)
     }
 
-    /// Of a window of `kernel` from `x` to `output`, both with two dimensions before the spatial ones.
+    /// Of a window of `kernel` from `x` to `output`, both with two dimensions before the spatial
+    /// ones.
     pub(in crate::gpu) fn new(
         window: &Window,
         x: &[usize],
@@ -170,7 +185,7 @@ impl Sizes {
     }
 }
 
-/// At the end of three, `fill` before.
+/// The values at the end of three, `fill` before them.
 pub(in crate::gpu) fn three(list: &[usize], fill: usize) -> [usize; 3] {
     let mut all = [fill; 3];
     let missing = 3usize.saturating_sub(list.len());
@@ -180,7 +195,8 @@ pub(in crate::gpu) fn three(list: &[usize], fill: usize) -> [usize; 3] {
     all
 }
 
-/// The border at the beginning of each dimension; `total` is that of both ends where the window asks for an output size.
+/// The padding at the beginning of each dimension; `total` is that of both ends where the window
+/// gives an output size.
 pub(in crate::gpu) fn begins(
     window: &Window,
     sizes: &Sizes,
@@ -201,7 +217,7 @@ pub(in crate::gpu) fn begins(
     pads
 }
 
-struct Layer {
+struct ConvolutionProblem {
     kind: Kind,
     groups: usize,
     /// Input channels of a group.
@@ -212,14 +228,14 @@ struct Layer {
     pads: [i32; 3],
 }
 
-impl Layer {
+impl ConvolutionProblem {
     fn work(
         &self,
         op: &'static str,
         activation: Activation,
         operands: &Operands,
-        roles: Roles,
-    ) -> Result<Work, String> {
+        strides_of_weight: WeightStrides,
+    ) -> Result<StepDraft, String> {
         let Operands { x, weight, bias, residual, output } = *operands;
         check(x, weight, Extra { bias, residual }, output)?;
         let total = self.groups * self.columns;
@@ -230,10 +246,10 @@ impl Layer {
         }
         let views = Views { a: x, b: weight, bias, residual, output };
         if self.columns < FEW_CHANNELS {
-            return self.direct(op, activation, &views, roles);
+            return self.direct(op, activation, &views, strides_of_weight);
         }
         let epilogue = Epilogue { alpha: 1.0, beta: 1.0, activation };
-        self.problem(&views, roles).work(op, &views, epilogue)
+        self.problem(&views, strides_of_weight).work(op, &views, epilogue)
     }
 
     fn picture(&self, x: &View) -> Picture {
@@ -242,38 +258,39 @@ impl Layer {
         Picture { size: self.sizes.input, stride, pad: self.pads, step }
     }
 
-    /// How far a step of the output moves through the picture.
+    /// The stride in the image of one step of the output.
     fn pace(&self) -> [usize; 3] {
         if self.kind == Kind::Transposed { [1; 3] } else { self.sizes.strides }
     }
 
-    fn problem(&self, views: &Views, roles: Roles) -> Problem {
+    fn problem(&self, views: &Views, strides_of_weight: WeightStrides) -> Problem {
         let Views { a: x, b: weight, bias, residual, output } = *views;
         let bias_stride = bias.map_or(0, |bias| bias.strides[0]);
         let residual_channel = residual.map_or(0, |residual| residual.strides[1]);
-        let group = Walk::new(
+        let group = LoopNest::new(
             &[self.groups],
             &[
                 vec![self.channels * x.strides[1]],
-                vec![roles.group],
+                vec![strides_of_weight.group],
                 vec![self.columns * bias_stride],
                 vec![self.columns * output.strides[1]],
                 vec![self.columns * residual_channel],
             ],
         );
         let sizes = &self.sizes;
-        let column = [roles.column, bias_stride, output.strides[1], residual_channel];
+        let column = [strides_of_weight.column, bias_stride, output.strides[1], residual_channel];
         let depth = self.channels * sizes.kernel.iter().product::<usize>();
         let plain = self.kind == Kind::Convolution && sizes.kernel == [1; 3] && self.pads == [0; 3];
         let kind = if plain { Kind::Matrix } else { self.kind };
         let row = self.rows(views, plain);
-        let inner = self.inner(x, weight, roles, plain);
+        let inner = self.inner(x, weight, strides_of_weight, plain);
         let picture = if plain { Picture::default() } else { self.picture(x) };
         Problem { kind, group, row, inner, columns: self.columns, depth, column, picture }
     }
 
-    /// The walk over pixels. A `plain` one needs no coordinates: a kernel of one tap without a border never leaves the picture.
-    fn rows(&self, views: &Views, plain: bool) -> Walk {
+    /// The loops over pixels. A `plain` one needs no coordinates: a kernel of one tap without
+    /// padding never leaves the image.
+    fn rows(&self, views: &Views, plain: bool) -> LoopNest {
         let Views { a: x, residual, output, .. } = *views;
         let of = |view: &View| {
             let spatial = three(&view.strides[2..], 0);
@@ -294,16 +311,25 @@ impl Layer {
                 vec![0, 0, 0, pace[2]],
             ]);
         }
-        Walk::new(&[x.shape[0], d, h, w], &operands).merged()
+        LoopNest::new(&[x.shape[0], d, h, w], &operands).merged()
     }
 
-    /// The walk over input channels and taps, the channels inside where they are fastest in the input.
-    fn inner(&self, x: &View, weight: &View, roles: Roles, plain: bool) -> Walk {
+    /// The loops over input channels and taps; channels are innermost if they are fastest in the
+    /// input.
+    fn inner(
+        &self,
+        x: &View,
+        weight: &View,
+        strides_of_weight: WeightStrides,
+        plain: bool,
+    ) -> LoopNest {
         let [d, h, w] = self.sizes.kernel;
         let taps = three(&weight.strides[2..], 0);
         let dilations = self.sizes.dilations;
-        let mut operands =
-            vec![vec![x.strides[1], 0, 0, 0], vec![roles.channel, taps[0], taps[1], taps[2]]];
+        let mut operands = vec![
+            vec![x.strides[1], 0, 0, 0],
+            vec![strides_of_weight.channel, taps[0], taps[1], taps[2]],
+        ];
         if !plain {
             operands.extend([
                 vec![0, dilations[0], 0, 0],
@@ -316,7 +342,7 @@ impl Layer {
             shape.rotate_left(1);
             operands.iter_mut().for_each(|strides| strides.rotate_left(1));
         }
-        Walk::new(&shape, &operands).merged()
+        LoopNest::new(&shape, &operands).merged()
     }
 
     fn direct(
@@ -324,27 +350,27 @@ impl Layer {
         op: &'static str,
         activation: Activation,
         views: &Views,
-        roles: Roles,
-    ) -> Result<Work, String> {
-        let walk = self.outputs(views, roles);
-        walk.check()?;
+        strides_of_weight: WeightStrides,
+    ) -> Result<StepDraft, String> {
+        let nest = self.outputs(views, strides_of_weight);
+        nest.check()?;
         let Views { a: x, b: weight, output, .. } = *views;
         let mut args = ArgsWriter::new();
         views.addresses(&mut args);
-        args.int(walk.len()).int(self.channels);
+        args.int(nest.len()).int(self.channels);
         let taps = three(&weight.strides[2..], 0);
         self.sizes.kernel.iter().for_each(|size| drop_ref(args.int(*size)));
-        args.int(x.strides[1]).int(roles.channel);
+        args.int(x.strides[1]).int(strides_of_weight.channel);
         taps.iter().chain(&self.sizes.dilations).for_each(|value| drop_ref(args.int(*value)));
         write_activation(activation, &mut args);
-        walk.write(&mut args);
+        nest.write(&mut args);
         self.picture(x).write(&mut args);
         let elements = views.elements();
         let names = elements.map(Element::cuda_name).join(", ");
         let expression =
-            format!("tiles::Direct<tiles::k{:?}, {names}, {}>", self.kind, walk.rank());
+            format!("tiles::Direct<tiles::k{:?}, {names}, {}>", self.kind, nest.rank());
         let text = kernel("product.cuh", &elements, expression, 128);
-        let draft = Draft::plain(text, walk.len().div_ceil(128), args);
+        let draft = LaunchDraft::plain(text, nest.len().div_ceil(128), args);
         let reads = views.reads();
         let signature = format!(
             "direct {op} {} {activation:?} {:?} {:?} {:?} {} to {}",
@@ -357,11 +383,12 @@ impl Layer {
         );
         let depth = self.channels * self.sizes.kernel.iter().product::<usize>();
         let flops = (output.len() as u64).saturating_mul(2 * depth as u64);
-        Ok(Work { flops, ..single(op, signature, draft, &reads, output) })
+        Ok(StepDraft { flops, ..single(op, signature, draft, &reads, output) })
     }
 
-    /// The walk over all outputs, in the output's memory order: a, b, bias, output, residual, the picture.
-    fn outputs(&self, views: &Views, roles: Roles) -> Walk {
+    /// The loops over all outputs, in the output's memory order: a, b, bias, output, residual, the
+    /// position in the image.
+    fn outputs(&self, views: &Views, strides_of_weight: WeightStrides) -> LoopNest {
         let Views { a: x, bias, residual, output, .. } = *views;
         let pace = self.pace();
         let [d, h, w] = self.sizes.output;
@@ -380,7 +407,7 @@ impl Layer {
         };
         let operands = [
             vec![x.strides[0], self.channels * x.strides[1], 0, 0, 0, 0],
-            vec![0, roles.group, roles.column, 0, 0, 0],
+            vec![0, strides_of_weight.group, strides_of_weight.column, 0, 0, 0],
             vec![0, bias * self.columns, bias, 0, 0, 0],
             of(output),
             residual.map_or(vec![0; 6], of),
@@ -389,6 +416,6 @@ impl Layer {
             vec![0, 0, 0, 0, 0, pace[2]],
         ];
         let shape = [x.shape[0], self.groups, self.columns, d, h, w];
-        Walk::new(&shape, &operands).ordered_by(3).merged()
+        LoopNest::new(&shape, &operands).ordered_by(3).merged()
     }
 }

@@ -1,16 +1,16 @@
 //! Einstein notation of one or two operands.
 
-use super::super::draft::Work;
+use super::super::draft::StepDraft;
 use super::super::elementwise::copy;
+use super::super::loop_nest::LoopNest;
 use super::super::reduce::reduce;
 use super::super::view::View;
-use super::super::walk::Walk;
 use super::{Epilogue, Extra, Kind, Picture, Problem, Views, check};
 use model::op::{Activation, ReduceKind};
 
-/// The sum of products that `equation` says. A label may not stand twice in one operand, and with two operands every label must
-/// stand in the output or in both.
-pub fn einsum(equation: &str, operands: &[&View], output: &View) -> Result<Work, String> {
+/// The sum of products of `equation`. A label may occur only once per operand, and with two
+/// operands every label must occur in the output or in both.
+pub fn einsum(equation: &str, operands: &[&View], output: &View) -> Result<StepDraft, String> {
     let (inputs, result) = labels(equation, operands, output)?;
     match (operands, &inputs[..]) {
         ([x], [from]) => single_operand(x, from, output, &result),
@@ -31,7 +31,7 @@ fn labels(
     let (left, right) = match plain.split_once("->") {
         Some((left, right)) => (left.to_string(), right.to_string()),
         None => {
-            // Without an output, labels that stand once are kept, in order.
+            // Without an output, labels that occur once are kept, in order.
             let mut once: Vec<char> = plain.chars().filter(|c| c.is_alphabetic()).collect();
             once.sort_unstable();
             let all = once.clone();
@@ -49,7 +49,8 @@ fn labels(
     Ok((inputs, expand(&right, output.shape.len())?))
 }
 
-/// The label of each of `rank` dimensions; those of an ellipsis count from its end, so that operands share them.
+/// The label of each of `rank` dimensions; those of an ellipsis count from its end, so that
+/// operands share them.
 fn expand(term: &str, rank: usize) -> Result<Labels, String> {
     let wrong = || format!("'{term}' for {rank} dimensions");
     let all: Labels = match term.split_once("...") {
@@ -68,7 +69,12 @@ fn expand(term: &str, rank: usize) -> Result<Labels, String> {
     if all.len() == rank && !twice { Ok(all) } else { Err(wrong()) }
 }
 
-fn single_operand(x: &View, from: &Labels, output: &View, result: &Labels) -> Result<Work, String> {
+fn single_operand(
+    x: &View,
+    from: &Labels,
+    output: &View,
+    result: &Labels,
+) -> Result<StepDraft, String> {
     let kept = |label: &&char| result.contains(*label);
     let order: Option<Vec<usize>> = from
         .iter()
@@ -108,21 +114,21 @@ impl Term<'_> {
     }
 }
 
-/// The loops over `labels`; an operand that is none stands still.
-fn over(labels: &[char], size: &dyn Fn(char) -> usize, terms: &[Option<Term>]) -> Walk {
+/// The loops over `labels`; an operand without the label has stride 0.
+fn over(labels: &[char], size: &dyn Fn(char) -> usize, terms: &[Option<Term>]) -> LoopNest {
     let shape: Vec<usize> = labels.iter().map(|label| size(*label)).collect();
     let of = |term: &Option<Term>| {
         labels.iter().map(|label| term.map_or(0, |term| term.stride(*label))).collect()
     };
     let strides: Vec<Vec<usize>> = terms.iter().map(of).collect();
-    Walk::new(&shape, &strides).merged()
+    LoopNest::new(&shape, &strides).merged()
 }
 
 fn two_operands(
     (a, left): (&View, &Labels),
     (b, right): (&View, &Labels),
     (output, result): (&View, &Labels),
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     check(a, b, Extra { bias: None, residual: None }, output)?;
     let left = Term { view: a, labels: left };
     let right = Term { view: b, labels: right };

@@ -3,34 +3,35 @@
 use model::op::{AspectPolicy, CoordinateMode, GridPadding, Resize, ResizeMode};
 
 use super::super::args::ArgsWriter;
-use super::super::draft::{Draft, Work};
+use super::super::draft::{LaunchDraft, StepDraft};
+use super::super::loop_nest::{
+    LoopNest, address, check_output, check_view, computed_name, describe_all, kernel, single,
+};
 use super::super::reduce::axis;
 use super::super::view::{Element, View};
-use super::super::walk::{
-    Walk, address, check_output, check_view, computed_name, describe_all, kernel, single,
-};
 use super::end;
 
-/// The most dimensions that change at once.
+/// The maximum number of dimensions that change at once.
 const MAX_AXES: usize = 3;
 
 /// How a dimension is resized.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Stretch {
+pub struct ResizeAxis {
     /// Output extent per input extent, before rounding.
     pub scale: f64,
-    /// The part of the picture that `CropAndResize` reads.
+    /// The part of the image that `CropAndResize` reads.
     pub region: (f64, f64),
 }
 
-/// How every dimension of `shape` is resized, from the operands of the operator: exactly one of `scales` and `sizes`.
-pub fn stretches(
+/// The resizing of every dimension of `shape`, from the operands of the operator: exactly one of
+/// `scales` and `sizes`.
+pub fn resize_axes(
     spec: &Resize,
     shape: &[usize],
     region: Option<&[f32]>,
     scales: Option<&[f32]>,
     sizes: Option<&[i64]>,
-) -> Result<Vec<Stretch>, String> {
+) -> Result<Vec<ResizeAxis>, String> {
     let axes = match &spec.axes {
         Some(axes) => {
             axes.iter().map(|at| axis(*at, shape.len())).collect::<Result<Vec<_>, _>>()?
@@ -60,7 +61,7 @@ pub fn stretches(
     if !fits || !factors.iter().all(|factor| *factor > 0.0 && factor.is_finite()) {
         return Err(format!("scales {factors:?} for {} dimensions", axes.len()));
     }
-    let mut all = vec![Stretch { scale: 1.0, region: (0.0, 1.0) }; shape.len()];
+    let mut all = vec![ResizeAxis { scale: 1.0, region: (0.0, 1.0) }; shape.len()];
     for (i, &axis) in axes.iter().enumerate() {
         all[axis].scale = common.unwrap_or(factors[i]);
         if let Some(region) = region {
@@ -70,62 +71,73 @@ pub fn stretches(
     Ok(all)
 }
 
-/// `y` is `x` resampled, each dimension by its stretch.
-pub fn resize(spec: &Resize, stretches: &[Stretch], x: &View, y: &View) -> Result<Work, String> {
-    check_resize(spec, stretches, x, y)?;
+/// `y` is `x` resampled, each dimension by its scale.
+pub fn resize(
+    spec: &Resize,
+    resize_axes: &[ResizeAxis],
+    x: &View,
+    y: &View,
+) -> Result<StepDraft, String> {
+    check_resize(spec, resize_axes, x, y)?;
     let rank = x.shape.len();
-    let axes = changing(spec, stretches, x, y);
+    let axes = changing(spec, resize_axes, x, y);
     if axes.len() > MAX_AXES {
         return Err(format!("resizing of {} dimensions at once, at most {MAX_AXES}", axes.len()));
     }
     let kept = |axis: usize| if axes.contains(&axis) { 0 } else { x.strides[axis] };
     let mut operands = vec![y.strides.clone(), (0..rank).map(kept).collect()];
     operands.extend(axes.iter().map(|at| (0..rank).map(|axis| usize::from(axis == *at)).collect()));
-    let walk = Walk::new(&y.shape, &operands).ordered_by(0).merged();
-    walk.check()?;
+    let nest = LoopNest::new(&y.shape, &operands).ordered_by(0).merged();
+    nest.check()?;
     let mut args = ArgsWriter::new();
-    args.address(address(x)).address(address(y)).int(walk.len());
+    args.address(address(x)).address(address(y)).int(nest.len());
     args.int(spec.coordinates as usize)
         .int(spec.nearest as usize)
         .int(usize::from(spec.exclude_outside));
     args.float(spec.cubic_coefficient).float(spec.extrapolation_value);
     for &axis in &axes {
         args.int(x.shape[axis]).int(y.shape[axis]).int(x.strides[axis]);
-        let Stretch { scale, region: (begin, end) } = stretches[axis];
+        let ResizeAxis { scale, region: (begin, end) } = resize_axes[axis];
         [scale, begin, end].into_iter().for_each(|value| twice(&mut args, value));
     }
-    walk.write(&mut args);
+    nest.write(&mut args);
     let expression = format!(
         "tiles::Resize<tiles::kSample{:?}, {}, {}, {}, {}>",
         spec.mode,
         x.element.cuda_name(),
         computed_name(x.element),
-        walk.rank(),
+        nest.rank(),
         axes.len()
     );
-    let draft = Draft::plain(
+    let draft = LaunchDraft::plain(
         kernel("window.cuh", &[x.element], expression, 128),
-        walk.len().div_ceil(128),
+        nest.len().div_ceil(128),
         args,
     );
-    let signature = format!("{spec:?} {stretches:?} {}", describe_all(&[x, y]));
+    let signature = format!("{spec:?} {resize_axes:?} {}", describe_all(&[x, y]));
     let taps = match spec.mode {
         ResizeMode::Nearest => 1u64,
         ResizeMode::Linear => 2,
         ResizeMode::Cubic => 4,
     };
     let flops = y.len() as u64 * 2 * taps.pow(axes.len() as u32);
-    Ok(Work { flops, ..single("Resize", signature, draft, &[x], y) })
+    Ok(StepDraft { flops, ..single("Resize", signature, draft, &[x], y) })
 }
 
-/// Refuses what the kernel cannot do.
-fn check_resize(spec: &Resize, stretches: &[Stretch], x: &View, y: &View) -> Result<(), String> {
+/// Fails for what the kernel does not support.
+fn check_resize(
+    spec: &Resize,
+    resize_axes: &[ResizeAxis],
+    x: &View,
+    y: &View,
+) -> Result<(), String> {
     check_view(x)?;
     check_output(y)?;
     let rank = x.shape.len();
-    if y.shape.len() != rank || stretches.len() != rank || x.element != y.element || x.is_empty() {
+    if y.shape.len() != rank || resize_axes.len() != rank || x.element != y.element || x.is_empty()
+    {
         return Err(format!(
-            "no resizing of {:?} {:?} as {:?} {:?}",
+            "resizing of {:?} {:?} as {:?} {:?} is not supported",
             x.element, x.shape, y.element, y.shape
         ));
     }
@@ -141,10 +153,10 @@ fn check_resize(spec: &Resize, stretches: &[Stretch], x: &View, y: &View) -> Res
     Ok(())
 }
 
-/// The dimensions that are not merely copied; one at least, for the kernel to have something to do.
-fn changing(spec: &Resize, stretches: &[Stretch], x: &View, y: &View) -> Vec<usize> {
+/// The dimensions that are not merely copied; at least one, as the kernel requires.
+fn changing(spec: &Resize, resize_axes: &[ResizeAxis], x: &View, y: &View) -> Vec<usize> {
     let changes = |axis: &usize| {
-        let Stretch { scale, region } = stretches[*axis];
+        let ResizeAxis { scale, region } = resize_axes[*axis];
         let cropped = spec.coordinates == CoordinateMode::CropAndResize && region != (0.0, 1.0);
         x.shape[*axis] != y.shape[*axis] || (scale - 1.0).abs() >= 1e-9 || cropped
     };
@@ -165,7 +177,7 @@ pub fn grid_sample(
     align_corners: bool,
     (x, grid): (&View, &View),
     y: &View,
-) -> Result<Work, String> {
+) -> Result<StepDraft, String> {
     check_view(x)?;
     check_view(grid)?;
     check_output(y)?;
@@ -180,27 +192,27 @@ pub fn grid_sample(
         && y.shape[..2] == x.shape[..2]
         && y.shape[2..] == grid.shape[1..rank - 1];
     if !fits || !is_small(x) || !is_small(grid) || x.element != y.element || x.is_empty() {
-        return Err(format!("no sampling of {:?} at {:?}", x.shape, grid.shape));
+        return Err(format!("sampling of {:?} at {:?} is not supported", x.shape, grid.shape));
     }
     let mut input = vec![0; rank];
     input[..2].copy_from_slice(&x.strides[..2]);
     let points = [&[grid.strides[0], 0], &grid.strides[1..rank - 1]].concat();
-    let walk = Walk::new(&y.shape, &[y.strides.clone(), input, points]).ordered_by(0).merged();
-    walk.check()?;
+    let nest = LoopNest::new(&y.shape, &[y.strides.clone(), input, points]).ordered_by(0).merged();
+    nest.check()?;
     let mut args = ArgsWriter::new();
-    args.address(address(x)).address(address(grid)).address(address(y)).int(walk.len());
+    args.address(address(x)).address(address(grid)).address(address(y)).int(nest.len());
     args.int(padding as usize).int(usize::from(align_corners)).int(grid.strides[rank - 1]);
     x.shape[2..].iter().chain(&x.strides[2..]).for_each(|value| end(args.int(*value)));
-    walk.write(&mut args);
+    nest.write(&mut args);
     let (element, of_grid) = (x.element.cuda_name(), grid.element.cuda_name());
     let expression = format!(
         "tiles::GridSample<tiles::kSample{mode:?}, {element}, {of_grid}, {}, {spatial}>",
-        walk.rank()
+        nest.rank()
     );
     let text = kernel("window.cuh", &[x.element, grid.element], expression, 128);
-    let draft = Draft::plain(text, walk.len().div_ceil(128), args);
+    let draft = LaunchDraft::plain(text, nest.len().div_ceil(128), args);
     let signature =
         format!("grid {mode:?} {padding:?} {align_corners} {}", describe_all(&[x, grid, y]));
     let flops = y.len() as u64 * 2 * 4u64.pow(spatial as u32);
-    Ok(Work { flops, ..single("GridSample", signature, draft, &[x, grid], y) })
+    Ok(StepDraft { flops, ..single("GridSample", signature, draft, &[x, grid], y) })
 }

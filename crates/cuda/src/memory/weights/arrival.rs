@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use model::gpu::{GpuPlan, GpuStep, Place};
+use model::gpu::{GpuPlan, GpuStep, MemoryLocation};
 
 /// Parts of a plan that is launched while its weights load. More parts start a run earlier by less
 /// and less, and each is a launch.
@@ -36,7 +36,7 @@ pub(crate) type Spans = Vec<(u64, u64)>;
 fn weights_of(step: &GpuStep) -> impl Iterator<Item = usize> {
     let patches = step.choices.iter().flat_map(|launch| &launch.patches);
     patches.filter_map(|patch| match patch.to {
-        Place::Weight(index, _) => Some(index as usize),
+        MemoryLocation::Weight(index, _) => Some(index as usize),
         _ => None,
     })
 }
@@ -132,7 +132,7 @@ mod tests {
     use model::gpu::{Launch, Patch};
 
     fn reading(weights: &[u32], bytes: u64) -> GpuStep {
-        let patch = |weight: &u32| Patch { at: 0, to: Place::Weight(*weight, 0) };
+        let patch = |weight: &u32| Patch { at: 0, to: MemoryLocation::Weight(*weight, 0) };
         let patches = weights.iter().map(patch).collect();
         GpuStep { bytes, ..step(Launch { patches, ..launch(1, 0) }) }
     }

@@ -1,82 +1,82 @@
-//! Nests of loops over several strided operands at once, as `Walk` of `kernels/number.cuh` runs them.
+//! Nested loops over several strided operands, as `Walk` of `kernels/number.cuh` runs them.
 
 use super::args::{Address, ArgsWriter};
-use super::draft::{Draft, KernelText, Work};
+use super::draft::{KernelText, LaunchDraft, StepDraft};
 use super::view::{Element, View};
 
-/// The largest rank a kernel is generated for, after dimensions were merged.
+/// The maximum rank of a kernel, after dimensions are merged.
 pub const MAX_RANK: usize = 6;
 
-/// The most threads a launch may have, so that the number of any of them is an `int` with room to add a block.
+/// The maximum number of threads of a launch: any thread's number plus a block fits into an `int`.
 pub const MAX_ITEMS: usize = i32::MAX as usize - 4096;
 
-/// One loop: how often, and how far each operand moves.
+/// One loop: its iterations, and the stride of each operand.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Dim {
+pub struct Loop {
     /// Iterations.
     pub size: usize,
-    /// Elements each operand moves.
+    /// Elements between two iterations, per operand.
     pub strides: Vec<usize>,
 }
 
 /// Loops from the slowest to the fastest.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Walk {
-    /// The loops; none of a single iteration.
-    pub dims: Vec<Dim>,
+pub struct LoopNest {
+    /// The loops; none has just one iteration.
+    pub loops: Vec<Loop>,
     /// Operands.
     pub operands: usize,
 }
 
-impl Walk {
-    /// Loops over `shape`, in its order. Every operand has a stride for each dimension.
-    pub fn new(shape: &[usize], operands: &[Vec<usize>]) -> Walk {
-        let dim = |axis: usize| Dim {
+impl LoopNest {
+    /// Loops over `shape`, in its order. Every operand has a stride per dimension.
+    pub fn new(shape: &[usize], operands: &[Vec<usize>]) -> LoopNest {
+        let each = |axis: usize| Loop {
             size: shape[axis],
             strides: operands.iter().map(|strides| strides[axis]).collect(),
         };
-        let dims = (0..shape.len()).filter(|&axis| shape[axis] != 1).map(dim).collect();
-        Walk { dims, operands: operands.len() }
+        let loops = (0..shape.len()).filter(|&axis| shape[axis] != 1).map(each).collect();
+        LoopNest { loops, operands: operands.len() }
     }
 
     /// The loops in the memory order of `operand`, slowest first.
     #[must_use]
-    pub fn ordered_by(mut self, operand: usize) -> Walk {
-        self.dims.sort_by_key(|dim| std::cmp::Reverse(dim.strides[operand]));
+    pub fn ordered_by(mut self, operand: usize) -> LoopNest {
+        self.loops.sort_by_key(|each| std::cmp::Reverse(each.strides[operand]));
         self
     }
 
-    /// With neighbouring loops made one where every operand steps evenly through both.
+    /// Merges adjacent loops where every operand has one stride for both.
     #[must_use]
-    pub fn merged(self) -> Walk {
-        let mut dims: Vec<Dim> = Vec::with_capacity(self.dims.len());
-        for dim in self.dims {
-            let evenly = |outer: &Dim| {
-                outer.strides.iter().zip(&dim.strides).all(|(far, near)| *far == near * dim.size)
+    pub fn merged(self) -> LoopNest {
+        let mut loops: Vec<Loop> = Vec::with_capacity(self.loops.len());
+        for each in self.loops {
+            let evenly = |outer: &Loop| {
+                outer.strides.iter().zip(&each.strides).all(|(far, near)| *far == near * each.size)
             };
-            match dims.last_mut() {
+            match loops.last_mut() {
                 Some(outer) if evenly(outer) => {
-                    *outer = Dim { size: outer.size * dim.size, strides: dim.strides };
+                    *outer = Loop { size: outer.size * each.size, strides: each.strides };
                 }
-                _ => dims.push(dim),
+                _ => loops.push(each),
             }
         }
-        Walk { dims, operands: self.operands }
+        LoopNest { loops, operands: self.operands }
     }
 
     /// Adds a fastest loop.
     pub fn push(&mut self, size: usize, strides: Vec<usize>) {
-        self.dims.push(Dim { size, strides });
+        self.loops.push(Loop { size, strides });
     }
 
-    /// Rank of the kernel's walk: a walk over nothing has one loop of one iteration.
+    /// Rank of the kernel's `Walk`: without loops it has one loop of one iteration.
     pub fn rank(&self) -> usize {
-        self.dims.len().max(1)
+        self.loops.len().max(1)
     }
 
     /// Iterations of all loops.
     pub fn len(&self) -> usize {
-        self.dims.iter().map(|dim| dim.size).product()
+        self.loops.iter().map(|each| each.size).product()
     }
 
     /// Whether there is no iteration.
@@ -84,7 +84,7 @@ impl Walk {
         self.len() == 0
     }
 
-    /// Refuses what no kernel is generated for.
+    /// Fails where no kernel can be generated.
     pub fn check(&self) -> Result<(), String> {
         if self.rank() > MAX_RANK {
             return Err(format!(
@@ -92,7 +92,7 @@ impl Walk {
                 self.rank()
             ));
         }
-        let items = self.dims.iter().try_fold(1usize, |all, dim| all.checked_mul(dim.size));
+        let items = self.loops.iter().try_fold(1usize, |all, each| all.checked_mul(each.size));
         match items {
             Some(items) if (1..=MAX_ITEMS).contains(&items) => Ok(()),
             _ => Err(format!("{items:?} elements: a launch has 1 to {MAX_ITEMS}")),
@@ -101,25 +101,25 @@ impl Walk {
 
     /// Writes the kernel's `Walk<rank, operands>`.
     pub fn write(&self, args: &mut ArgsWriter) {
-        if self.dims.is_empty() {
+        if self.loops.is_empty() {
             args.fast_div(1);
             for _ in 0..self.operands {
                 args.int(0);
             }
             return;
         }
-        for dim in &self.dims {
-            args.fast_div(dim.size);
+        for each in &self.loops {
+            args.fast_div(each.size);
         }
         for operand in 0..self.operands {
-            for dim in &self.dims {
-                args.int(dim.strides[operand]);
+            for each in &self.loops {
+                args.int(each.strides[operand]);
             }
         }
     }
 }
 
-/// Refuses a view whose elements cannot be counted in an `int`.
+/// Fails for a view whose elements cannot be counted in an `int`.
 pub fn check_view(view: &View) -> Result<(), String> {
     let end = view.shape.iter().zip(&view.strides).try_fold(1usize, |end, (size, stride)| {
         end.checked_add(size.saturating_sub(1).checked_mul(*stride)?)
@@ -131,7 +131,7 @@ pub fn check_view(view: &View) -> Result<(), String> {
     }
 }
 
-/// Refuses an output that cannot be written: no element, or one place for several.
+/// Fails for an output that cannot be written: no element, or several with one address.
 pub fn check_output(view: &View) -> Result<(), String> {
     check_view(view)?;
     if view.is_empty() {
@@ -140,28 +140,29 @@ pub fn check_output(view: &View) -> Result<(), String> {
     let repeats =
         view.shape.iter().zip(&view.strides).any(|(&size, &stride)| size > 1 && stride == 0);
     if repeats {
-        return Err(format!("an output of strides {:?} writes one place twice", view.strides));
+        return Err(format!("an output of strides {:?} writes one element twice", view.strides));
     }
     Ok(())
 }
 
-/// Where a view's first element is.
+/// The address of a view's first element.
 pub fn address(view: &View) -> Address {
     Address::Buffer(view.buffer, (view.offset * view.element.size()) as u64)
 }
 
-/// A view without its place: what decides how fast a step is.
+/// A view without its address: the properties that its speed depends on.
 pub fn describe(view: &View) -> String {
     let align = (view.offset * view.element.size()) % 16;
     format!("{:?}{:?}/{:?}@{align}+{}", view.element, view.shape, view.strides, view.slack)
 }
 
-/// What a signature says of an optional operand.
+/// Several views as text for a signature.
 pub fn describe_all(views: &[&View]) -> String {
     views.iter().map(|view| describe(view)).collect::<Vec<_>>().join(" ")
 }
 
-/// What elements are computed in: small floating-point numbers in single precision, all others as they are.
+/// The type in which elements are computed: single precision for smaller floating-point types,
+/// their own for all others.
 pub fn computed(element: Element) -> Element {
     match element {
         Element::F16 | Element::BF16 => Element::F32,
@@ -169,7 +170,7 @@ pub fn computed(element: Element) -> Element {
     }
 }
 
-/// The C++ type numbers are computed in.
+/// The C++ type in which elements are computed.
 pub fn computed_name(element: Element) -> &'static str {
     match computed(element) {
         Element::Bool => "bool",
@@ -177,26 +178,26 @@ pub fn computed_name(element: Element) -> &'static str {
     }
 }
 
-/// The text before a kernel of these elements: what `header` includes depends on them.
+/// The text before a kernel of these elements: the includes of `header` depend on them.
 pub fn include(header: &str, elements: &[Element]) -> String {
     let brain = if elements.contains(&Element::BF16) { "#define TILES_BF16\n" } else { "" };
     format!("{brain}#include \"{header}\"\n")
 }
 
-/// A kernel that is a type of a header.
+/// A kernel whose operator is a type of a header.
 pub fn kernel(header: &str, elements: &[Element], expression: String, threads: u32) -> KernelText {
     KernelText { source: include(header, elements), expression, threads, shared_bytes: 0 }
 }
 
-/// A step of one launch that may be left anywhere.
+/// A step of one launch that may be preempted inside a tile.
 pub fn single(
     op: &'static str,
     signature: String,
-    draft: Draft,
+    draft: LaunchDraft,
     reads: &[&View],
     write: &View,
-) -> Work {
-    Work {
+) -> StepDraft {
+    StepDraft {
         op,
         signature,
         drafts: vec![draft],
@@ -214,23 +215,23 @@ mod tests {
 
     #[test]
     fn loops_merge_where_all_operands_step_evenly() {
-        let walk = Walk::new(&[2, 3, 1, 4], &[vec![12, 4, 4, 1], vec![0, 4, 9, 1]]).merged();
-        let dims =
-            vec![Dim { size: 2, strides: vec![12, 0] }, Dim { size: 12, strides: vec![1, 1] }];
-        assert_eq!(walk, Walk { dims, operands: 2 });
+        let nest = LoopNest::new(&[2, 3, 1, 4], &[vec![12, 4, 4, 1], vec![0, 4, 9, 1]]).merged();
+        let loops =
+            vec![Loop { size: 2, strides: vec![12, 0] }, Loop { size: 12, strides: vec![1, 1] }];
+        assert_eq!(nest, LoopNest { loops, operands: 2 });
     }
 
     #[test]
     fn loops_follow_the_memory_of_an_operand() {
-        let walk = Walk::new(&[2, 3, 4], &[vec![12, 1, 3]]).ordered_by(0).merged();
-        assert_eq!(walk.dims, [Dim { size: 24, strides: vec![1] }]);
-        assert_eq!(walk.rank(), 1);
+        let nest = LoopNest::new(&[2, 3, 4], &[vec![12, 1, 3]]).ordered_by(0).merged();
+        assert_eq!(nest.loops, [Loop { size: 24, strides: vec![1] }]);
+        assert_eq!(nest.rank(), 1);
     }
 
     #[test]
-    fn too_much_is_refused() {
-        let walk = Walk::new(&[1 << 20, 1 << 20], &[vec![1 << 20, 1]]);
-        assert!(walk.check().is_err());
-        assert!(Walk::new(&[0, 3], &[vec![3, 1]]).check().is_err());
+    fn oversized_loops_are_refused() {
+        let nest = LoopNest::new(&[1 << 20, 1 << 20], &[vec![1 << 20, 1]]);
+        assert!(nest.check().is_err());
+        assert!(LoopNest::new(&[0, 3], &[vec![3, 1]]).check().is_err());
     }
 }

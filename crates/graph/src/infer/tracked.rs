@@ -1,14 +1,14 @@
-//! Following the elements of small tensors through arithmetic on shapes.
+//! Tracks the elements of small tensors through shape arithmetic.
 
 use model::DataType;
 use model::op::{Binary, Compare, Unary, Variadic};
 
 use super::Fact;
 use crate::content::{MAX_CONTENT, fixed_count};
-use crate::dim::SymDim;
+use model::dim::SymDim;
 
-/// A tensor whose elements are followed: shape as numbers, elements in row-major order.
-pub(crate) struct Numbers<'a> {
+/// A tensor whose elements are tracked: shape as numbers, elements in row-major order.
+pub(crate) struct TrackedElements<'a> {
     pub shape: &'a [SymDim],
     pub elements: &'a [SymDim],
 }
@@ -72,7 +72,7 @@ pub(crate) fn binary(op: Binary, dtype: DataType, a: &SymDim, b: &SymDim) -> Opt
         Binary::Add => a.add(b),
         Binary::Sub => a.sub(b),
         Binary::Mul => a.mul(b),
-        // A quotient of floats is followed only when it is a whole number.
+        // A quotient of floats is tracked only when it is an integer.
         Binary::Div if dtype.is_float() => match (a.fixed(), b.fixed()) {
             (Some(x), Some(y)) if x.checked_rem(y) == Some(0) => a.div(b),
             _ => return None,
@@ -129,7 +129,7 @@ pub(crate) fn variadic(op: Variadic, a: &SymDim, b: &SymDim) -> Option<SymDim> {
 /// Applies `f` to broadcast elements. `shape` is the broadcast shape, all numbers.
 pub(crate) fn zip(
     shape: &[SymDim],
-    operands: &[Numbers],
+    operands: &[TrackedElements],
     f: impl Fn(&[&SymDim]) -> Option<SymDim>,
 ) -> Option<Vec<SymDim>> {
     let sizes: Vec<usize> = shape.iter().map(SymDim::size).collect::<Option<_>>()?;

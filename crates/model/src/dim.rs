@@ -1,16 +1,18 @@
 //! Symbolic dimensions: integer polynomials over named sizes, in one canonical form.
 //!
-//! Two dimensions that are always equal are usually equal values here, so a pass may ask with
-//! [`SymDim::is_same`]. The same type describes the elements of small integer tensors, because shape
-//! arithmetic computes dimensions from them; those may be negative.
+//! Dimensions that are always equal are usually equal values, so passes compare them with
+//! [`SymDim::is_same`]. The same type describes the elements of small integer tensors, because
+//! shape arithmetic computes dimensions from them; those may be negative.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
+use crate::plan::Dim;
+
 mod parse;
 
-/// Expressions beyond these are [`SymDim::Unknown`]: hostile models must not make them grow.
+/// Larger expressions become [`SymDim::Unknown`]: hostile models must not make them grow.
 const MAX_TERMS: usize = 12;
 const MAX_FACTORS: usize = 8;
 const MAX_WEIGHT: usize = 48;
@@ -21,14 +23,14 @@ pub enum SymDim {
     /// A number.
     Fixed(i64),
     /// An expression with at least one symbol.
-    Expr(Arc<Poly>),
-    /// Anything.
+    Expr(Arc<Polynomial>),
+    /// Any size.
     Unknown,
 }
 
 /// A sum of products of symbols, never just a number.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Poly(Vec<(Vec<Atom>, i64)>);
+pub struct Polynomial(Vec<(Vec<Atom>, i64)>);
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Atom {
@@ -48,7 +50,7 @@ type Terms = BTreeMap<Vec<Atom>, i64>;
 impl SymDim {
     /// The size called `name`.
     pub fn symbol(name: &str) -> SymDim {
-        SymDim::Expr(Arc::new(Poly(vec![(vec![Atom::Symbol(name.into())], 1)])))
+        SymDim::Expr(Arc::new(Polynomial(vec![(vec![Atom::Symbol(name.into())], 1)])))
     }
 
     /// The number, when it is one.
@@ -144,9 +146,7 @@ impl SymDim {
         match self {
             SymDim::Fixed(value) => *value >= 0,
             SymDim::Unknown => true,
-            SymDim::Expr(poly) => {
-                matches!(poly.0.as_slice(), [(atoms, 1)] if matches!(atoms.as_slice(), [Atom::Symbol(_)]))
-            }
+            SymDim::Expr(poly) => poly.symbol().is_some(),
         }
     }
 
@@ -183,8 +183,8 @@ impl SymDim {
         if first { self.clone() } else { other.clone() }
     }
 
-    /// Whether this is `min(n, other)` for a number `n` above 1. Where the two broadcast they are equal,
-    /// since a size above `n` would not fit.
+    /// Whether this is `min(n, other)` for a number `n` above 1. If the two broadcast they are
+    /// equal, since a size above `n` would not be valid.
     pub fn is_capped(&self, other: &SymDim) -> bool {
         let SymDim::Expr(poly) = self else { return false };
         let [(atoms, 1)] = poly.0.as_slice() else { return false };
@@ -199,7 +199,7 @@ impl SymDim {
         }
     }
 
-    /// The value once symbols are bound by `lookup`; parts without a binding stay.
+    /// The value with symbols bound by `lookup`; symbols without a binding stay.
     pub fn substitute(&self, lookup: &dyn Fn(&str) -> Option<i64>) -> SymDim {
         let SymDim::Expr(poly) = self else { return self.clone() };
         let mut sum = SymDim::Fixed(0);
@@ -273,7 +273,35 @@ impl SymDim {
     }
 }
 
+impl Polynomial {
+    /// The symbol's name, if the expression is just one symbol.
+    fn symbol(&self) -> Option<&str> {
+        match self.0.as_slice() {
+            [(atoms, 1)] => match atoms.as_slice() {
+                [Atom::Symbol(name)] => Some(name),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+
+    /// Whether the symbol called `name` occurs in the expression.
+    pub fn has_symbol(&self, name: &str) -> bool {
+        self.0.iter().flat_map(|(atoms, _)| atoms).any(|atom| atom.has_symbol(name))
+    }
+}
+
 impl Atom {
+    fn has_symbol(&self, name: &str) -> bool {
+        match self {
+            Atom::Symbol(symbol) => &**symbol == name,
+            Atom::Call(_, arguments) => arguments.iter().any(|argument| match argument {
+                SymDim::Expr(poly) => poly.has_symbol(name),
+                SymDim::Fixed(_) | SymDim::Unknown => false,
+            }),
+        }
+    }
+
     fn is_non_negative(&self) -> bool {
         match self {
             Atom::Symbol(_) => true,
@@ -305,7 +333,7 @@ fn call(function: Function, a: &SymDim, b: &SymDim) -> SymDim {
         return SymDim::Unknown;
     }
     let atom = Atom::Call(function, [a.clone(), b.clone()]);
-    SymDim::Expr(Arc::new(Poly(vec![(vec![atom], 1)])))
+    SymDim::Expr(Arc::new(Polynomial(vec![(vec![atom], 1)])))
 }
 
 fn merge(mut a: Terms, b: Terms, sign: i64) -> Option<Terms> {
@@ -363,7 +391,7 @@ fn from_terms(terms: Option<Terms>) -> SymDim {
     match (terms.len(), terms.first_key_value()) {
         (0, _) => SymDim::Fixed(0),
         (1, Some((atoms, factor))) if atoms.is_empty() => SymDim::Fixed(*factor),
-        _ => SymDim::Expr(Arc::new(Poly(terms.into_iter().collect()))),
+        _ => SymDim::Expr(Arc::new(Polynomial(terms.into_iter().collect()))),
     }
 }
 
@@ -373,14 +401,27 @@ impl From<usize> for SymDim {
     }
 }
 
-impl From<&SymDim> for model::Dim {
-    fn from(dim: &SymDim) -> model::Dim {
+impl From<&SymDim> for Dim {
+    /// Exact, except that a negative number is not a size and becomes [`Dim::Unknown`].
+    fn from(dim: &SymDim) -> Dim {
         match dim {
-            SymDim::Fixed(value) => {
-                usize::try_from(*value).map_or(model::Dim::Unknown, model::Dim::Fixed)
-            }
-            SymDim::Expr(_) => model::Dim::Symbol(dim.to_string()),
-            SymDim::Unknown => model::Dim::Unknown,
+            SymDim::Fixed(value) => usize::try_from(*value).map_or(Dim::Unknown, Dim::Fixed),
+            SymDim::Expr(poly) => match poly.symbol() {
+                Some(name) => Dim::Symbol(name.to_string()),
+                None => Dim::Expr(Arc::clone(poly)),
+            },
+            SymDim::Unknown => Dim::Unknown,
+        }
+    }
+}
+
+impl From<&Dim> for SymDim {
+    fn from(dim: &Dim) -> SymDim {
+        match dim {
+            Dim::Fixed(size) => SymDim::from(*size),
+            Dim::Symbol(name) => SymDim::symbol(name),
+            Dim::Expr(poly) => SymDim::Expr(Arc::clone(poly)),
+            Dim::Unknown => SymDim::Unknown,
         }
     }
 }
@@ -390,16 +431,20 @@ impl fmt::Display for SymDim {
         match self {
             SymDim::Fixed(value) => write!(f, "{value}"),
             SymDim::Unknown => f.write_str("?"),
-            SymDim::Expr(poly) => {
-                // Constants read better behind the symbols.
-                let (numbers, products): (Vec<_>, Vec<_>) =
-                    poly.0.iter().partition(|(atoms, _)| atoms.is_empty());
-                for (index, (atoms, factor)) in products.into_iter().chain(numbers).enumerate() {
-                    write_term(f, index == 0, atoms, *factor)?;
-                }
-                Ok(())
-            }
+            SymDim::Expr(poly) => poly.fmt(f),
         }
+    }
+}
+
+impl fmt::Display for Polynomial {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Constants read better behind the symbols.
+        let (numbers, products): (Vec<_>, Vec<_>) =
+            self.0.iter().partition(|(atoms, _)| atoms.is_empty());
+        for (index, (atoms, factor)) in products.into_iter().chain(numbers).enumerate() {
+            write_term(f, index == 0, atoms, *factor)?;
+        }
+        Ok(())
     }
 }
 
@@ -460,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_expressions_are_one() {
+    fn equal_expressions_are_equal_values() {
         let (a, b) = (SymDim::symbol("a"), SymDim::symbol("b"));
         let left = a.add(&b).mul(&fixed(2));
         let right = b.mul(&fixed(2)).add(&a).add(&a);
@@ -471,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn choices_collapse_when_provable() {
+    fn min_and_max_simplify_when_provable() {
         let a = SymDim::symbol("a");
         assert_eq!(a.greater(&fixed(0)), a);
         assert_eq!(a.lesser(&fixed(512)).to_string(), "min(512,a)");
@@ -491,7 +536,7 @@ mod tests {
     }
 
     #[test]
-    fn text_reads_back() {
+    fn text_parses_back() {
         let (h, w) = (SymDim::symbol("h"), SymDim::symbol("w"));
         let samples = [
             h.sub(&fixed(1)).div(&fixed(2)).add(&fixed(1)),
@@ -504,6 +549,26 @@ mod tests {
         }
         assert_eq!(SymDim::parse("h+"), None);
         assert_eq!(SymDim::parse(&"(".repeat(10_000)), None);
+    }
+
+    #[test]
+    fn plan_dimensions_convert_back() {
+        let (n, t) = (SymDim::symbol("n"), SymDim::symbol("t"));
+        let samples = [n.clone(), fixed(3), n.mul(&t).add(&fixed(1)), SymDim::Unknown];
+        for sample in samples {
+            let dim = Dim::from(&sample);
+            assert_eq!(SymDim::from(&dim), sample);
+            assert_eq!(dim.to_string(), sample.to_string());
+        }
+        assert_eq!(Dim::from(&n), Dim::Symbol("n".to_string()));
+        assert_eq!(Dim::from(&fixed(-1)), Dim::Unknown);
+    }
+
+    #[test]
+    fn expressions_name_their_symbols() {
+        let dim = Dim::from(&SymDim::symbol("n").add(&fixed(3)).div(&fixed(2)));
+        let Dim::Expr(poly) = &dim else { panic!("{dim} is not an expression") };
+        assert!(poly.has_symbol("n") && !poly.has_symbol("m"));
     }
 
     #[test]

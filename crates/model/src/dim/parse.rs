@@ -1,4 +1,4 @@
-//! Reading dimensions back from their text, as launch plans carry them.
+//! Parses the text form of dimensions.
 
 use super::SymDim;
 

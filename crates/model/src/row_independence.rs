@@ -1,16 +1,17 @@
-//! Whether the rows of a model's inputs can be computed together: each row of the outputs must come of the same row of the
-//! inputs alone, whatever stands in the others and however many there are.
+//! Row independence: whether requests of a model can be batched. Each row of the outputs must
+//! depend on the same row of the inputs only, not on other rows and not on their number.
 
 use crate::op::{Op, PoolKind};
 use crate::{Dim, LaunchPlan, Step, ValueId};
 
-/// The symbol that is the first dimension of every input and every output, and of no other one of theirs.
+/// The symbol that is the first dimension of every input and output, and occurs in no other
+/// dimension of theirs.
 pub fn batch_symbol(plan: &LaunchPlan) -> Option<&str> {
     let dims = |id: &ValueId| plan.value(*id).shape.as_deref();
     let Some([Dim::Symbol(batch), ..]) = plan.inputs.first().and_then(dims) else { return None };
     let leads = |id: &ValueId| match dims(id) {
         Some([Dim::Symbol(first), rest @ ..]) => {
-            first == batch && !rest.iter().any(|dim| mentions(dim, batch))
+            first == batch && !rest.iter().any(|dim| dim.has_symbol(batch))
         }
         _ => false,
     };
@@ -18,50 +19,41 @@ pub fn batch_symbol(plan: &LaunchPlan) -> Option<&str> {
     all.then_some(batch)
 }
 
-/// The first step after which rows are not known to be independent of each other, and of their number.
+/// The first step after which rows may depend on each other or on their number.
 pub fn mixing_step<'a>(plan: &'a LaunchPlan, batch: &str) -> Option<&'a Step> {
-    let mut known = Known { plan, batch, states: vec![State::Free; plan.values.len()] };
+    let mut analysis = RowAnalysis { plan, batch, states: vec![RowState::Free; plan.values.len()] };
     for id in &plan.inputs {
-        known.states[id.index()] = State::Rows(0);
+        analysis.states[id.index()] = RowState::Rows(0);
     }
     for step in &plan.steps {
-        let Some(state) = known.after(step) else { return Some(step) };
+        let Some(state) = analysis.after(step) else { return Some(step) };
         for id in step.outputs.iter().flatten() {
-            known.states[id.index()] = state;
+            analysis.states[id.index()] = state;
         }
     }
-    let rows = |id: &ValueId| known.state(*id) == State::Rows(0);
+    let rows = |id: &ValueId| analysis.state(*id) == RowState::Rows(0);
     if plan.outputs.iter().all(rows) { None } else { plan.steps.last() }
 }
 
-/// Whether `dim` is an expression in which `symbol` occurs.
-fn mentions(dim: &Dim, symbol: &str) -> bool {
-    let word = |c: char| c.is_alphanumeric() || c == '_' || c == '.';
-    match dim {
-        Dim::Symbol(text) => text == symbol || text.split(|c| !word(c)).any(|part| part == symbol),
-        _ => false,
-    }
-}
-
-/// What a value has to do with rows.
+/// How a value depends on rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    /// Nothing: it is the same whatever comes in.
+enum RowState {
+    /// It does not depend on the inputs.
     Free,
-    /// It depends on how many there are, not on what is in them.
+    /// It depends on the number of rows, not on their content.
     Count,
-    /// Its entries along this dimension belong to one row each, in order, equally many to each.
+    /// Its entries along this dimension belong to one row each, in order, the same number to each.
     Rows(usize),
 }
 
-struct Known<'a> {
+struct RowAnalysis<'a> {
     plan: &'a LaunchPlan,
     batch: &'a str,
-    states: Vec<State>,
+    states: Vec<RowState>,
 }
 
-impl Known<'_> {
-    fn state(&self, id: ValueId) -> State {
+impl RowAnalysis<'_> {
+    fn state(&self, id: ValueId) -> RowState {
         self.states[id.index()]
     }
 
@@ -78,13 +70,13 @@ impl Known<'_> {
         self.plan.constants.iter().find(|(constant, _)| *constant == id)?.1.to_vec::<i64>()
     }
 
-    /// What the outputs of `step` have to do with rows; `None` when it may mix them.
-    fn after(&self, step: &Step) -> Option<State> {
+    /// How the outputs of `step` depend on rows; `None` when it may mix them.
+    fn after(&self, step: &Step) -> Option<RowState> {
         let mut states = step.inputs.iter().flatten().map(|id| self.state(*id));
-        if states.all(|state| state == State::Free) {
-            return Some(State::Free);
+        if states.all(|state| state == RowState::Free) {
+            return Some(RowState::Free);
         }
-        let rows = |id: &ValueId| matches!(self.state(*id), State::Rows(_));
+        let rows = |id: &ValueId| matches!(self.state(*id), RowState::Rows(_));
         if step.inputs.iter().flatten().any(rows) {
             self.of_rows(step)
         } else {
@@ -92,42 +84,42 @@ impl Known<'_> {
         }
     }
 
-    /// A step none of whose operands holds rows and one of which is their number.
-    fn of_count(&self, step: &Step) -> Option<State> {
+    /// The result of a step that reads no rows but their number.
+    fn of_count(&self, step: &Step) -> Option<RowState> {
         match step.op {
             Op::ConstantOfShape { .. } | Op::Expand => self.by_shape(step),
             Op::Gather { .. } | Op::Concat { .. } | Op::Slice | Op::Squeeze | Op::Unsqueeze => {
-                Some(State::Count)
+                Some(RowState::Count)
             }
             Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Cast(_) | Op::Identity => {
-                Some(State::Count)
+                Some(RowState::Count)
             }
-            Op::Where | Op::Reduce(_) | Op::Reshape { .. } => Some(State::Count),
+            Op::Where | Op::Reduce(_) | Op::Reshape { .. } => Some(RowState::Count),
             _ => None,
         }
     }
 
-    /// All rows of the output are equal, if it has any.
-    fn by_shape(&self, step: &Step) -> Option<State> {
+    /// All rows of the output, if it has any, are equal.
+    fn by_shape(&self, step: &Step) -> Option<RowState> {
         let output = first_output(step)?;
         match self.row_axis(output)? {
-            Some(axis) => Some(State::Rows(axis)),
-            None => Some(State::Free),
+            Some(axis) => Some(RowState::Rows(axis)),
+            None => Some(RowState::Free),
         }
     }
 
-    /// The one dimension in which the number of rows occurs; `None` when that is not known.
+    /// The one dimension in which the number of rows occurs; `None` when that cannot be determined.
     fn row_axis(&self, id: ValueId) -> Option<Option<usize>> {
         let dims = self.dims(id)?;
         if dims.contains(&Dim::Unknown) {
             return None;
         }
-        let mut at = (0..dims.len()).filter(|axis| mentions(&dims[*axis], self.batch));
+        let mut at = (0..dims.len()).filter(|axis| dims[*axis].has_symbol(self.batch));
         let first = at.next();
         at.next().is_none().then_some(first)
     }
 
-    fn of_rows(&self, step: &Step) -> Option<State> {
+    fn of_rows(&self, step: &Step) -> Option<RowState> {
         let x = input(step, 0)?;
         match &step.op {
             Op::Unary(_) | Op::Cast(_) | Op::Identity => Some(self.state(x)),
@@ -166,15 +158,15 @@ impl Known<'_> {
         }
     }
 
-    /// Operators on pictures: each row by itself.
-    fn images(&self, step: &Step, x: ValueId) -> Option<State> {
-        let alone = self.state(x) == State::Rows(0) && self.others_free(step, 1);
+    /// Operators on images, which process each row separately.
+    fn images(&self, step: &Step, x: ValueId) -> Option<RowState> {
+        let alone = self.state(x) == RowState::Rows(0) && self.others_free(step, 1);
         let kept = match &step.op {
             Op::Conv(_) => {
-                let residual = input(step, 3).is_none_or(|id| self.state(id) == State::Rows(0));
+                let residual = input(step, 3).is_none_or(|id| self.state(id) == RowState::Rows(0));
                 let operands = [1, 2].into_iter().filter_map(|index| input(step, index));
-                let free = operands.into_iter().all(|id| self.state(id) == State::Free);
-                self.state(x) == State::Rows(0) && residual && free
+                let free = operands.into_iter().all(|id| self.state(id) == RowState::Free);
+                self.state(x) == RowState::Rows(0) && residual && free
             }
             // Indices count from the first row.
             Op::Pool(pool) if matches!(pool.kind, PoolKind::MaxWithIndices { .. }) => false,
@@ -185,32 +177,32 @@ impl Known<'_> {
             Op::Resize(_) => alone && self.row_axis(first_output(step)?)? == Some(0),
             _ => false,
         };
-        kept.then_some(State::Rows(0))
+        kept.then_some(RowState::Rows(0))
     }
 
-    fn products(&self, step: &Step, x: ValueId) -> Option<State> {
+    fn products(&self, step: &Step, x: ValueId) -> Option<RowState> {
         match &step.op {
             Op::MatMul(op) => self.product(step, op.transpose_a, op.transpose_b),
             Op::MatMulInteger => self.product(step, false, false),
             Op::QLinearMatMul => {
                 let last = self.rank(x)?.checked_sub(1)?;
-                let kept = self.state(x) != State::Rows(last) && self.others_free(step, 1);
+                let kept = self.state(x) != RowState::Rows(last) && self.others_free(step, 1);
                 kept.then(|| self.state(x))
             }
             Op::Gemm(op) => {
-                let rows = State::Rows(usize::from(op.transpose_a));
-                let fits = |c| self.same_for_all(c, 2) || self.state(c) == State::Rows(0);
+                let rows = RowState::Rows(usize::from(op.transpose_a));
+                let fits = |c| self.same_for_all(c, 2) || self.state(c) == RowState::Rows(0);
                 let kept = self.state(x) == rows
-                    && self.state(input(step, 1)?) == State::Free
+                    && self.state(input(step, 1)?) == RowState::Free
                     && input(step, 2).is_none_or(fits);
-                kept.then_some(State::Rows(0))
+                kept.then_some(RowState::Rows(0))
             }
             _ => self.attention(step),
         }
     }
 
-    /// Operators along dimensions that must not be the rows'.
-    fn along(&self, step: &Step, x: ValueId) -> Option<State> {
+    /// Operators along dimensions, which must not be the rows'.
+    fn along(&self, step: &Step, x: ValueId) -> Option<RowState> {
         match &step.op {
             Op::LayerNorm { axis, .. } | Op::RmsNorm { axis, .. } => {
                 let from = self.axis(x, *axis)?;
@@ -257,36 +249,36 @@ impl Known<'_> {
         }
     }
 
-    /// Operators that put dimensions elsewhere.
-    fn rearranged(&self, step: &Step, x: ValueId) -> Option<State> {
+    /// Operators that move dimensions.
+    fn rearranged(&self, step: &Step, x: ValueId) -> Option<RowState> {
         match &step.op {
-            Op::Shape { .. } | Op::Size => Some(State::Count),
+            Op::Shape { .. } | Op::Size => Some(RowState::Count),
             Op::Transpose { perm } => {
                 let (rank, rows) = (self.rank(x)?, self.rows_of(x)?);
                 let at = match perm {
                     Some(perm) => perm.iter().position(|from| *from == rows)?,
                     None => rank - 1 - rows,
                 };
-                Some(State::Rows(at))
+                Some(RowState::Rows(at))
             }
             Op::Flatten { axis } => {
-                let kept = self.axis_or_end(x, *axis)? > 0 && self.state(x) == State::Rows(0);
-                kept.then_some(State::Rows(0))
+                let kept = self.axis_or_end(x, *axis)? > 0 && self.state(x) == RowState::Rows(0);
+                kept.then_some(RowState::Rows(0))
             }
             Op::Squeeze | Op::Unsqueeze => {
                 let at = self.row_axis(first_output(step)?)??;
-                self.others_free(step, 1).then_some(State::Rows(at))
+                self.others_free(step, 1).then_some(RowState::Rows(at))
             }
             Op::Reshape { .. } => {
                 let at = self.row_axis(first_output(step)?)??;
-                let kept = self.state(x) == State::Rows(0) && at == 0 && self.no_rows(step, 1);
-                kept.then_some(State::Rows(0))
+                let kept = self.state(x) == RowState::Rows(0) && at == 0 && self.no_rows(step, 1);
+                kept.then_some(RowState::Rows(0))
             }
             Op::Expand => {
                 let output = first_output(step)?;
                 let aligned = self.rows_of(x)? + self.rank(output)?.checked_sub(self.rank(x)?)?;
                 let kept = self.row_axis(output)? == Some(aligned) && self.no_rows(step, 1);
-                kept.then_some(State::Rows(aligned))
+                kept.then_some(RowState::Rows(aligned))
             }
             _ => None,
         }
@@ -294,7 +286,7 @@ impl Known<'_> {
 
     fn rows_of(&self, id: ValueId) -> Option<usize> {
         match self.state(id) {
-            State::Rows(axis) => Some(axis),
+            RowState::Rows(axis) => Some(axis),
             _ => None,
         }
     }
@@ -310,10 +302,10 @@ impl Known<'_> {
         usize::try_from(at).ok().filter(|_| at <= rank)
     }
 
-    /// Whether inputs from `first` on are the same whatever comes in.
+    /// Whether inputs from `first` on do not depend on the inputs of the model.
     fn others_free(&self, step: &Step, first: usize) -> bool {
         let others = step.inputs.iter().skip(first).flatten();
-        others.into_iter().all(|id| self.state(*id) == State::Free)
+        others.into_iter().all(|id| self.state(*id) == RowState::Free)
     }
 
     /// Whether inputs from `first` on hold no rows; they may depend on how many there are.
@@ -322,28 +314,28 @@ impl Known<'_> {
         others.into_iter().all(|id| self.rows_of(*id).is_none())
     }
 
-    /// Whether `id` is free and does not tell apart what lies along the dimension `from_end`, counted from 1 at the end.
+    /// Whether `id` is free and constant along the dimension `from_end`, counted from 1 at the end.
     fn same_for_all(&self, id: ValueId, from_end: usize) -> bool {
         let Some(dims) = self.dims(id) else { return false };
         let at = dims.len().checked_sub(from_end).map(|at| &dims[at]);
-        self.state(id) == State::Free && matches!(at, None | Some(Dim::Fixed(1)))
+        self.state(id) == RowState::Free && matches!(at, None | Some(Dim::Fixed(1)))
     }
 
-    fn reduced(&self, x: ValueId, axes: &[i64], keep_dims: bool) -> Option<State> {
+    fn reduced(&self, x: ValueId, axes: &[i64], keep_dims: bool) -> Option<RowState> {
         let rows = self.rows_of(x)?;
         let axes = axes.iter().map(|axis| self.axis(x, *axis)).collect::<Option<Vec<_>>>()?;
         if axes.contains(&rows) {
             return None;
         }
         let before = axes.iter().filter(|axis| **axis < rows).count();
-        Some(State::Rows(if keep_dims { rows } else { rows - before }))
+        Some(RowState::Rows(if keep_dims { rows } else { rows - before }))
     }
 
-    fn broadcast(&self, step: &Step) -> Option<State> {
+    fn broadcast(&self, step: &Step) -> Option<RowState> {
         let operands: Vec<ValueId> = step.inputs.iter().flatten().copied().collect();
         let mut from_end = None;
         for id in &operands {
-            let State::Rows(axis) = self.state(*id) else { continue };
+            let RowState::Rows(axis) = self.state(*id) else { continue };
             let at = self.rank(*id)? - axis;
             if from_end.is_some_and(|other| other != at) {
                 return None;
@@ -353,17 +345,17 @@ impl Known<'_> {
         let from_end = from_end?;
         let fits = |id: &ValueId| self.rows_of(*id).is_some() || self.same_for_all(*id, from_end);
         let rank = self.rank(first_output(step)?)?;
-        operands.iter().all(fits).then_some(State::Rows(rank.checked_sub(from_end)?))
+        operands.iter().all(fits).then_some(RowState::Rows(rank.checked_sub(from_end)?))
     }
 
-    fn product(&self, step: &Step, transpose_a: bool, transpose_b: bool) -> Option<State> {
+    fn product(&self, step: &Step, transpose_a: bool, transpose_b: bool) -> Option<RowState> {
         let (a, b, output) = (input(step, 0)?, input(step, 1)?, first_output(step)?);
         let place = |id: ValueId, transposed: bool| -> Option<Option<usize>> {
             let rank = self.rank(id).filter(|rank| *rank >= 2)?;
             match self.state(id) {
-                State::Free => Some(None),
-                State::Count => None,
-                State::Rows(axis) => Some(Some(match (rank - axis, transposed) {
+                RowState::Free => Some(None),
+                RowState::Count => None,
+                RowState::Rows(axis) => Some(Some(match (rank - axis, transposed) {
                     (1, true) => 2,
                     (2, true) => 1,
                     (at, _) => at,
@@ -388,10 +380,10 @@ impl Known<'_> {
             .into_iter()
             .filter_map(|index| input(step, index))
             .all(aligned)
-            .then_some(State::Rows(rank.checked_sub(at)?))
+            .then_some(RowState::Rows(rank.checked_sub(at)?))
     }
 
-    fn attention(&self, step: &Step) -> Option<State> {
+    fn attention(&self, step: &Step) -> Option<RowState> {
         let q = step.inputs.first().copied().flatten()?;
         let at = self.rank(q)? - self.rows_of(q)?;
         let aligned = |id: &ValueId| {
@@ -401,13 +393,13 @@ impl Known<'_> {
         (at >= 3 && step.inputs.iter().flatten().all(aligned)).then(|| self.state(q))
     }
 
-    fn gathered(&self, x: ValueId, indices: ValueId, axis: i64) -> Option<State> {
+    fn gathered(&self, x: ValueId, indices: ValueId, axis: i64) -> Option<RowState> {
         let axis = self.axis(x, axis)?;
         match (self.state(x), self.state(indices)) {
-            (State::Free, State::Rows(rows)) => Some(State::Rows(axis + rows)),
-            (State::Rows(rows), State::Free) if rows < axis => Some(State::Rows(rows)),
-            (State::Rows(rows), State::Free) if rows > axis => {
-                Some(State::Rows(rows + self.rank(indices)? - 1))
+            (RowState::Free, RowState::Rows(rows)) => Some(RowState::Rows(axis + rows)),
+            (RowState::Rows(rows), RowState::Free) if rows < axis => Some(RowState::Rows(rows)),
+            (RowState::Rows(rows), RowState::Free) if rows > axis => {
+                Some(RowState::Rows(rows + self.rank(indices)? - 1))
             }
             _ => None,
         }
@@ -425,26 +417,23 @@ fn first_output(step: &Step) -> Option<ValueId> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dim::SymDim;
     use crate::op::{
         Activation, Binary, Conv, MatMul, Padding, Reduce, ReduceKind, Softmax, SoftmaxKind, Unary,
         Window,
     };
     use crate::{DataType, Tensor, ValueInfo};
 
-    /// Dimensions in words: `n,3,?`.
+    /// Dimensions as text: `n,3,?`.
     fn shape(text: &str) -> Option<Vec<Dim>> {
-        let dim = |word: &str| match (word, word.parse()) {
-            ("?", _) => Dim::Unknown,
-            (_, Ok(size)) => Dim::Fixed(size),
-            (name, _) => Dim::Symbol(name.to_string()),
-        };
+        let dim = |text: &str| Dim::from(&SymDim::parse(text).unwrap());
         Some(text.split(',').map(dim).collect())
     }
 
     #[derive(Default)]
-    struct Maker(LaunchPlan);
+    struct PlanBuilder(LaunchPlan);
 
-    impl Maker {
+    impl PlanBuilder {
         fn value(&mut self, dims: &str) -> ValueId {
             let (name, dtype) = (format!("v{}", self.0.values.len()), DataType::F32);
             self.0.values.push(ValueInfo { name, dtype, shape: shape(dims) });
@@ -486,7 +475,7 @@ mod tests {
     }
 
     fn after(op: Op, dims: &str, out: &str) -> Option<String> {
-        let mut maker = Maker::default();
+        let mut maker = PlanBuilder::default();
         let x = maker.input(dims);
         let y = maker.step(op, &[x], out);
         maker.mixes(y)
@@ -497,9 +486,9 @@ mod tests {
     }
 
     #[test]
-    fn the_batch_leads_every_input_and_output_and_nothing_else() {
+    fn batch_symbol_is_the_first_dimension_everywhere_and_no_other() {
         let symbol = |input: &str, output: &str| {
-            let mut maker = Maker::default();
+            let mut maker = PlanBuilder::default();
             let x = maker.input(input);
             let y = maker.step(Op::Unary(Unary::Abs), &[x], output);
             maker.0.outputs = vec![y];
@@ -514,8 +503,8 @@ mod tests {
     }
 
     #[test]
-    fn a_network_of_images_keeps_rows_apart() {
-        let mut maker = Maker::default();
+    fn convolutional_networks_keep_rows_independent() {
+        let mut maker = PlanBuilder::default();
         let x = maker.input("n,3,8,8");
         let weight = maker.constant("4,3,3,3", vec![0]);
         let window = Window {
@@ -536,8 +525,8 @@ mod tests {
     }
 
     #[test]
-    fn tokens_may_be_rows_of_a_matrix_for_a_while() {
-        let mut maker = Maker::default();
+    fn rows_may_be_merged_with_tokens_temporarily() {
+        let mut maker = PlanBuilder::default();
         let ids = maker.input("n,tokens");
         let table = maker.constant("100,8", vec![0]);
         let x = maker.step(Op::Gather { axis: 0 }, &[table, ids], "n,tokens,8");
@@ -552,7 +541,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_over_rows_are_found() {
+    fn steps_that_mix_rows_are_found() {
         assert_eq!(after(softmax(1), "n,5", "n,5"), None);
         assert_eq!(after(softmax(0), "n,5", "n,5").as_deref(), Some("softmax"));
         let perm = Op::Transpose { perm: Some(vec![1, 0]) };
@@ -564,7 +553,7 @@ mod tests {
         assert_eq!(after(Op::NonZero, "n,5", "2,?").as_deref(), Some("nonzero"));
         assert!(after(Op::DynamicQuantizeLinear, "n,5", "n,5").is_some());
         let reduce = |axes: Vec<i64>| {
-            let mut maker = Maker::default();
+            let mut maker = PlanBuilder::default();
             let x = maker.input("n,5,7");
             let axes = maker.constant("1", axes);
             let op =
@@ -577,13 +566,13 @@ mod tests {
     }
 
     #[test]
-    fn what_depends_on_the_number_of_rows_is_found() {
-        let mut maker = Maker::default();
+    fn steps_that_depend_on_the_number_of_rows_are_found() {
+        let mut maker = PlanBuilder::default();
         let x = maker.input("n,5");
         let count = maker.step(Op::Size, &[x], "1");
         let y = maker.step(Op::Binary(Binary::Div), &[x, count], "n,5");
         assert_eq!(maker.mixes(y).as_deref(), Some("div"));
-        let mut maker = Maker::default();
+        let mut maker = PlanBuilder::default();
         let x = maker.input("n,5");
         let weight = maker.constant("5,n", vec![0]);
         let product = maker.step(Op::MatMul(MatMul::default()), &[weight, x], "5,5");
