@@ -5,9 +5,10 @@ mod setup;
 use std::fmt::Write as _;
 
 use base::{Histogram, Nanos, Random};
+use device::DeviceCapabilities;
 use device::sim::{Gpu, GpuEvent, ModelProfile, Segment, TaskId, reference_output};
 use model::config::Class;
-use runtime::core::{Action, Core, End, Event, ModelId, RequestId};
+use runtime::core::{Action, Core, End, Event, ModelId, RequestId, SimAction, SimEvent};
 use runtime::policy::{CoRun, Policy, PreemptionPoint, Progress, Rules};
 use std::sync::Arc;
 
@@ -197,7 +198,7 @@ impl Simulation {
         match event {
             GpuEvent::StepReady { stream, step } => {
                 if matches!(self.rules.co_run, CoRun::Padding(_)) {
-                    self.feed(Event::StepReady { queue: stream, step });
+                    self.feed(Event::Sim(SimEvent::StepReady { queue: stream, step }));
                 }
             }
             GpuEvent::Started { token, .. } => self.started(token),
@@ -217,7 +218,7 @@ impl Simulation {
                     if let Some(checker) = &mut self.checker {
                         checker.input_ready(self.now, request);
                     }
-                    self.feed(Event::InputReady { request });
+                    self.feed(Event::Sim(SimEvent::InputReady { request }));
                 }
             }
             GpuEvent::Loaded { model } => {
@@ -309,13 +310,13 @@ impl Simulation {
             }
             // The simulated device divides steps instead.
             Action::Confine { .. } => {}
-            Action::SetBudget { queue, hold, take, expiry } => {
+            Action::Sim(SimAction::SetBudget { queue, hold, take, expiry }) => {
                 self.gpu.set_budget(now, queue, hold, take, expiry);
             }
-            Action::Pad { queue, step, sms, blocks } => {
+            Action::Sim(SimAction::Pad { queue, step, sms, blocks }) => {
                 self.gpu.pad(now, queue, step, sms, blocks);
             }
-            Action::Copy { request } => {
+            Action::Sim(SimAction::CopyInputs { request }) => {
                 if let Some(live) = self.live[request.slot()].as_ref() {
                     let bytes = self.models[live.model].input_bytes;
                     self.gpu.copy(now, Simulation::token(request), bytes);
@@ -507,8 +508,8 @@ impl Policy for BrokenRestore {
         self.0.name()
     }
 
-    fn rules(&self) -> Rules {
-        self.0.rules()
+    fn rules(&self, device: DeviceCapabilities) -> Rules {
+        self.0.rules(device)
     }
 
     fn restore(&self, left: PreemptionPoint, known: Progress) -> Progress {

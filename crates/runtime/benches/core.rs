@@ -7,7 +7,7 @@ use base::{Nanos, Random};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use device::sim::{KernelProfile, builtin};
 use model::config::Class;
-use runtime::core::{Action, Core, CoreOptions, Event, ModelId, QueueLayout};
+use runtime::core::{Action, Core, CoreOptions, Event, ModelId, QueueLayout, SimEvent};
 use runtime::policy::padding::{self, PaddedTask, PaddingCandidate, PaddingDevice, PairSlowdowns};
 use runtime::policy::{PaddingRules, PreemptionPoint};
 
@@ -24,14 +24,18 @@ struct Loaded {
 impl Loaded {
     fn new(waiting: usize) -> Loaded {
         let queues = QueueLayout { shared: 0, real_time: 1, best_effort: 4, yielding: 0 };
-        let mut core = Core::new(CoreOptions { queues, ..CoreOptions::default() });
+        let mut core = Core::new(CoreOptions {
+            queues,
+            capabilities: builtin::mi50().gpu.capabilities(),
+            ..CoreOptions::default()
+        });
         let mut actions = Vec::new();
         let kernels: Arc<[KernelProfile]> = builtin::mi50().models[2].kernels.as_slice().into();
         for model in (0..MODELS).map(ModelId) {
             let added = Event::ModelAdded { model, steps: kernels.len(), queue_capacity: 65_536 };
             core.step(Nanos::ZERO, added, &mut actions);
             let (kernels, weight_bytes) = (kernels.clone(), 0);
-            let profiled = Event::ModelProfiled { model, kernels, weight_bytes };
+            let profiled = Event::Sim(SimEvent::ModelProfiled { model, kernels, weight_bytes });
             core.step(Nanos::ZERO, profiled, &mut actions);
         }
         let mut loaded = Loaded { core, random: Random::new(1), now: Nanos::ZERO, actions };

@@ -13,8 +13,8 @@ use std::time::Duration;
 use base::{Clock, Nanos};
 use device::batch::rows_of;
 use device::{DeviceError, Program};
+use model::LaunchPlan;
 use model::config::{BatchingPolicy, Class, ModelConfig};
-use model::{LaunchPlan, Tensor};
 
 use crate::batching::StaggeredBatch;
 use crate::node::{
@@ -68,18 +68,6 @@ pub struct PlacedProgram {
     pub device: usize,
     /// The program there.
     pub program: Arc<dyn Program>,
-}
-
-/// An inference to do, wherever its model is.
-pub struct Asked {
-    /// One tensor per plan input, in the plan's order.
-    pub inputs: Vec<Tensor>,
-    /// Class; the model's default when absent.
-    pub class: Option<Class>,
-    /// Priority, 1 is the highest; the model's default when absent.
-    pub priority: Option<u32>,
-    /// Time from now until the answer is of no use; the model's default when absent.
-    pub timeout: Option<Nanos>,
 }
 
 /// The devices of a node.
@@ -240,23 +228,21 @@ impl DeviceGroup {
         true
     }
 
-    /// Takes a request in, at the device where it starts soonest. `reply` is called exactly once, from any thread, also when the
-    /// request is refused at once.
+    /// Submits a request to the device where it starts soonest. `reply` is called exactly once, from
+    /// any thread, also when the request is refused at once.
     pub fn submit(
         &self,
-        model: GroupModelId,
-        asked: Asked,
+        request: Request<GroupModelId>,
         reply: Box<dyn FnOnce(Reply) + Send>,
     ) -> RequestHandle {
         let shared = &self.shared;
-        let Asked { inputs, class, priority, timeout } = asked;
         let now = shared.clock.now();
-        let routed = shared.lock().route(shared, now, model, class);
+        let routed = shared.lock().route(shared, now, request.model, request.class);
         let Some((routed, key)) = routed else {
             return refuse_at_once(now, reply, Rejection::NoSuchModel);
         };
-        let rows = rows_of(&inputs);
-        let request = Request { model: key, inputs, class, priority, timeout };
+        let rows = rows_of(&request.inputs);
+        let request = request.with_model(key);
         let Some(routed) = routed else { return shared.nodes[0].submit(request, reply) };
         let device_group = Arc::downgrade(shared);
         let counted = move |answer: Reply| {

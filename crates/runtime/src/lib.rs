@@ -4,9 +4,10 @@ pub mod batching;
 pub mod core;
 pub mod device_group;
 pub mod node;
+pub mod order;
 pub mod policy;
 
-pub use device_group::{Asked, DeviceGroup, DeviceGroupOptions, PlacedProgram};
+pub use device_group::{DeviceGroup, DeviceGroupOptions, PlacedProgram};
 pub use node::{
     BatchTime, LockContention, ModelKey, ModelStats, Node, NodeError, NodeMemory, NodeOptions,
     Observer, Preemption, PreemptionLog, PreemptionStats, Rejection, Reply, ReplyResult, Request,

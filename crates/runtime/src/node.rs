@@ -13,7 +13,6 @@ use model::config::{Class, ModelConfig};
 use thiserror::Error;
 
 use crate::core::{Action, Core, CoreOptions, Event, ModelId, RequestId};
-use crate::policy::Policy;
 
 mod announcement;
 mod batch_jobs;
@@ -112,7 +111,7 @@ pub enum NodeError {
         "policy '{0}' kills running kernels and fuses others with them, which no device here can; \
          it runs in the simulation: atoll bench disb --device sim --policy {0}"
     )]
-    NotCarriedOut(String),
+    PolicyNotSupported(String),
     /// The device does not open its queues.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -127,7 +126,7 @@ pub struct Node {
 /// A request under way. Dropping it does nothing; [`RequestHandle::cancel`] gives it up.
 pub struct RequestHandle {
     shared: Weak<Shared>,
-    place: RequestLocation,
+    location: RequestLocation,
 }
 
 /// Where a request is.
@@ -143,7 +142,7 @@ impl RequestHandle {
     /// still sent, once.
     pub fn cancel(&self) {
         let Some(shared) = self.shared.upgrade() else { return };
-        match self.place {
+        match self.location {
             RequestLocation::Ended => {}
             RequestLocation::Core(request) => shared.handle(Event::Cancel { request }),
             RequestLocation::Batcher(model, member) => shared.cancel_member(model, member),
@@ -193,6 +192,8 @@ struct State {
     draining: bool,
     drain_sent: bool,
     swaps: SwapStats,
+    /// Why the device takes no more requests.
+    fault: Option<DeviceError>,
     stopping: bool,
 }
 
@@ -256,6 +257,15 @@ struct Defaults {
 /// A reply that is due, to be sent once the lock is free.
 type DueReply = (ReplyFn, Reply);
 
+/// The command that an action means for one queue. Adjacent commands are sent in one call.
+fn queue_command(action: &Action) -> Option<(usize, QueueCommand)> {
+    match *action {
+        Action::Preempt { queue, .. } => Some((queue, QueueCommand::Preempt)),
+        Action::Confine { queue, confined } => Some((queue, QueueCommand::Confine(confined))),
+        _ => None,
+    }
+}
+
 /// Lets best effort go on when the answers it waits for are out, whatever became of them.
 struct ResumeBestEffort<'a>(&'a Shared);
 
@@ -272,8 +282,9 @@ impl Node {
         options: NodeOptions,
         clock: Arc<dyn Clock>,
     ) -> Result<Node, NodeError> {
-        let policy = layout::policy(&options.policy)?;
-        let rules = policy.rules();
+        let capabilities = device.capabilities();
+        let policy = layout::policy(&options.policy, capabilities)?;
+        let rules = policy.rules(capabilities);
         let info = device.info();
         let queues = layout::layout(&rules, info.preemption, info.queues, &options);
         let opened: Vec<_> = layout::queue_options(&rules, queues).collect();
@@ -286,13 +297,13 @@ impl Node {
             max_concurrent_loads: weights::MAX_CONCURRENT_LOADS,
             load_patience: weights::LOAD_PATIENCE,
             drain_after: weights::DRAIN_AFTER,
-            partition: device.best_effort_sms().is_some(),
+            capabilities,
             max_rt_slowdown: options.max_rt_slowdown_percent / 100.0,
             reply_before_best_effort: true,
             ..CoreOptions::default()
         };
         let state = State {
-            core: Core::with_policy(core, Box::new(policy)),
+            core: Core::with_policy(core, policy),
             actions: Vec::new(),
             job: Vec::new(),
             models: Vec::new(),
@@ -303,6 +314,7 @@ impl Node {
             draining: false,
             drain_sent: false,
             swaps: SwapStats::default(),
+            fault: None,
             stopping: false,
         };
         let no_thread = |device: &dyn Device, err: std::io::Error| DeviceError::Faulted {
@@ -562,16 +574,12 @@ impl Shared {
             self.record_actions(&mut state, now, &actions);
             let mut commands = Vec::new();
             for action in actions.drain(..) {
-                match action {
-                    Action::Preempt { queue, .. } => commands.push((queue, QueueCommand::Preempt)),
-                    Action::Confine { queue, confined } => {
-                        commands.push((queue, QueueCommand::Confine(confined)));
-                    }
-                    action => {
-                        self.send_commands(&mut commands);
-                        self.act(&mut state, now, action, &mut events, &mut due);
-                    }
+                if let Some(command) = queue_command(&action) {
+                    commands.push(command);
+                    continue;
                 }
+                self.send_commands(&mut commands);
+                self.act(&mut state, now, action, &mut events, &mut due);
             }
             self.send_commands(&mut commands);
             state.actions = actions;
@@ -673,13 +681,16 @@ impl Shared {
             }
             Action::Load { model, urgent } => self.start_load(state, now, model, urgent),
             Action::Evict { model } => state.evict(model),
-            // Orders go out together. The device copies inputs by itself, and a step there is not divided.
-            Action::Preempt { .. }
-            | Action::Confine { .. }
-            | Action::SetBudget { .. }
-            | Action::Pad { .. }
-            | Action::Copy { .. }
-            | Action::ResetDevice => {}
+            Action::ResetDevice => {
+                let device = self.device.info().name.clone();
+                tracing::error!(device, "device does not respond; new requests are refused");
+                let reason = "a segment never ended".to_string();
+                state.fault = Some(DeviceError::Faulted { device, reason });
+            }
+            // The first two are queue commands; the device declares no capability for the last.
+            action @ (Action::Preempt { .. } | Action::Confine { .. } | Action::Sim(_)) => {
+                tracing::error!(?action, "action not supported by the device");
+            }
         }
     }
 

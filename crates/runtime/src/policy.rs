@@ -15,7 +15,7 @@ mod sequential;
 
 use std::fmt::Debug;
 
-use device::PreemptMode;
+use device::{DeviceCapabilities, PreemptMode};
 
 pub use self::atoll::Atoll;
 pub use self::atoll_alone::AtollAlone;
@@ -109,8 +109,13 @@ pub trait Policy: Debug + Send {
     /// The name users know it by.
     fn name(&self) -> &'static str;
 
-    /// The rules the core follows.
-    fn rules(&self) -> Rules;
+    /// Whether a device with these capabilities can carry out its rules.
+    fn is_supported(&self, _device: DeviceCapabilities) -> bool {
+        true
+    }
+
+    /// The rules that the core follows on a device with these capabilities.
+    fn rules(&self, device: DeviceCapabilities) -> Rules;
 
     /// Where a task that left goes on. All before `known` is done for certain.
     fn restore(&self, left: PreemptionPoint, _known: Progress) -> Progress {
@@ -143,4 +148,34 @@ pub fn by_name(name: &str, queue_capacity: usize) -> Option<Box<dyn Policy>> {
         "rt_only" => Box::new(RtOnly),
         _ => return None,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use device::sim::builtin;
+
+    use super::*;
+
+    #[test]
+    fn rules_need_no_more_than_the_device_can_do() {
+        let (device, simulated) =
+            (DeviceCapabilities::default(), builtin::mi50().gpu.capabilities());
+        for name in NAMES {
+            let policy = by_name(name, 4).expect("a known policy");
+            assert!(policy.is_supported(simulated), "{name}");
+            if policy.is_supported(device) {
+                let rules = policy.rules(device);
+                assert!(!matches!(rules.co_run, CoRun::Padding(_)), "{name} pads");
+                assert_ne!(rules.preempt, Some(PreemptMode::Kill), "{name} kills");
+            }
+        }
+        assert!(!Reef { queue_capacity: 4 }.is_supported(device));
+    }
+
+    #[test]
+    fn atoll_pads_where_queues_have_budgets_and_admits_pairs_elsewhere() {
+        let budgets = DeviceCapabilities { block_budgets: true, ..DeviceCapabilities::default() };
+        assert_eq!(Atoll.rules(budgets).co_run, CoRun::Padding(PaddingRules::ATOLL));
+        assert_eq!(Atoll.rules(DeviceCapabilities::default()).co_run, CoRun::AdmittedPair);
+    }
 }

@@ -16,7 +16,7 @@ use device::DeviceError;
 use model::Tensor;
 use runtime::batching::StaggeredBatch;
 use runtime::device_group::router::GroupModelId;
-use runtime::{Asked, BatchTime, DeviceGroup, Rejection, Reply, RequestHandle};
+use runtime::{BatchTime, DeviceGroup, Rejection, Reply, Request, RequestHandle};
 use tokio::sync::{Semaphore, oneshot};
 
 pub mod catalogue;
@@ -247,21 +247,24 @@ impl Inner {
         let timeout = options.timeout.or(default);
         let count = Count::begin(served.counters.clone(), batch, timeout);
         let Some(split) = &served.split else {
-            let asked = Asked { inputs, class: options.class, priority: options.priority, timeout };
-            return self.submit(served, served.key, asked, count).await.map(|(outputs, _)| outputs);
+            let InferOptions { class, priority, .. } = *options;
+            let request = Request { model: served.key, inputs, class, priority, timeout };
+            return self.submit(served, request, count).await.map(|(outputs, _)| outputs);
         };
         let clock = self.device_group.nodes()[0].clock().clone();
         let start = clock.now();
         let class = Some(options.class.unwrap_or(served.config.class));
         let priority = Some(options.priority.unwrap_or(served.config.priority));
-        let trunk = Asked { inputs: inputs.clone(), class, priority, timeout };
-        let (handed, count) = self.submit(served, split.trunk.key, trunk, count.of_two()).await?;
+        let model = split.trunk.key;
+        let first = Request { model, inputs: inputs.clone(), class, priority, timeout };
+        let (handed, count) = self.submit(served, first, count.of_two()).await?;
         let lost = || ApiError::internal("a value is lost between two parts of a model");
         let inputs = families::hand_over(&split.sources, &inputs, &handed).ok_or_else(lost)?;
         let timeout = timeout.map(|timeout| timeout - (clock.now() - start));
-        let asked = Asked { inputs, class: options.class, priority: options.priority, timeout };
+        let InferOptions { class, priority, .. } = *options;
+        let request = Request { model: served.key, inputs, class, priority, timeout };
         let count = count.ok_or_else(lost)?;
-        self.submit(served, served.key, asked, count).await.map(|(outputs, _)| outputs)
+        self.submit(served, request, count).await.map(|(outputs, _)| outputs)
     }
 
     /// One request of the device_group, cancelled when nobody waits any more. Of the first of two, what is to be counted goes on with
@@ -269,8 +272,7 @@ impl Inner {
     async fn submit(
         &self,
         served: &Served,
-        key: GroupModelId,
-        asked: Asked,
+        request: Request<GroupModelId>,
         count: Count,
     ) -> ApiResult<(Vec<Tensor>, Option<Count>)> {
         let (sender, receiver) = oneshot::channel();
@@ -279,7 +281,7 @@ impl Inner {
             // Nobody may listen any more, which is what cancelling is for.
             let _ = sender.send((result, count));
         };
-        let handle = self.device_group.submit(key, asked, Box::new(answer));
+        let handle = self.device_group.submit(request, Box::new(answer));
         let mut guard = CancelOnDrop(Some(handle));
         let result = receiver.await;
         guard.0 = None;

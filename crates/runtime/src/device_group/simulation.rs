@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use base::{Nanos, Random};
+use device::DeviceCapabilities;
 use device::sim::{
     Gpu, GpuEvent, GpuProfile, KernelProfile, ModelProfile, Segment, StreamOptions, TaskId,
 };
@@ -14,7 +15,9 @@ use super::DeviceGroupOptions;
 use super::router::{
     GroupModelId, ModelFacts, ReplicaChange, ReplicaState, RequestEnd, RoutedRequest, Router,
 };
-use crate::core::{Action, Core, CoreOptions, End, Event, ModelId, QueueLayout, RequestId};
+use crate::core::{
+    Action, Core, CoreOptions, End, Event, ModelId, QueueLayout, RequestId, SimAction, SimEvent,
+};
 use crate::policy::padding::PaddingDevice;
 use crate::policy::{PreemptionPoint, by_name};
 
@@ -226,7 +229,8 @@ impl Simulation {
                     max_concurrent_loads: 2,
                     load_patience: Nanos::from_millis(5),
                     drain_after: Nanos::from_millis(50),
-                    room: PaddingDevice {
+                    capabilities: DeviceCapabilities { input_copies: false, ..gpu.capabilities() },
+                    padding_device: PaddingDevice {
                         sms: gpu.sms,
                         launch: Nanos(gpu.launch_ns),
                         gap: Nanos(gpu.gap_ns),
@@ -287,7 +291,7 @@ impl Simulation {
         self.feed(device, Event::ModelAdded { model: id, steps, queue_capacity: 100_000 });
         let kernels = Arc::from(self.profiles[model].kernels.as_slice());
         let weight_bytes = self.profiles[model].weight_bytes;
-        self.feed(device, Event::ModelProfiled { model: id, kernels, weight_bytes });
+        self.feed(device, Event::Sim(SimEvent::ModelProfiled { model: id, kernels, weight_bytes }));
         self.feed(device, Event::Preload { model: id });
     }
 
@@ -476,7 +480,7 @@ impl Simulation {
                 self.feed(device, Event::SegmentPreempted { queue: stream, left, busy });
             }
             GpuEvent::StepReady { stream, step } => {
-                self.feed(device, Event::StepReady { queue: stream, step });
+                self.feed(device, Event::Sim(SimEvent::StepReady { queue: stream, step }));
             }
             GpuEvent::Loaded { model } => {
                 self.feed(device, Event::LoadDone { model: ModelId(model as u32) });
@@ -508,10 +512,10 @@ impl Simulation {
             Action::Preempt { queue, how } => place.gpu.preempt(now, queue, how),
             // The simulated device divides steps instead.
             Action::Confine { .. } => {}
-            Action::SetBudget { queue, hold, take, expiry } => {
+            Action::Sim(SimAction::SetBudget { queue, hold, take, expiry }) => {
                 place.gpu.set_budget(now, queue, hold, take, expiry);
             }
-            Action::Pad { queue, step, sms, blocks } => {
+            Action::Sim(SimAction::Pad { queue, step, sms, blocks }) => {
                 place.gpu.pad(now, queue, step, sms, blocks);
             }
             Action::Load { model, .. } => place.gpu.load(now, model.0 as usize),

@@ -14,10 +14,9 @@ use model::{LaunchPlan, Tensor};
 
 use super::batcher::{BatchEnd, Batcher, GroupKey, Member, MemberId, Refusal, Rules, SlotRequest};
 use super::completion::rejected;
-use super::submission::Asked;
+use super::submission::Submission;
 use super::{
-    DueReply, Job, ModelKey, Rejection, Reply, ReplyFn, ReplyResult, ReplyTarget, Shared, State,
-    Timing,
+    DueReply, Job, ModelKey, Rejection, Reply, ReplyResult, ReplyTarget, Shared, State, Timing,
 };
 use crate::core::{End, Event, ModelId, RequestId};
 
@@ -25,18 +24,18 @@ use crate::core::{End, Event, ModelId, RequestId};
 const MAX_PREPARATIONS: usize = 256;
 
 /// A request that waits for a batch or rides on one.
-pub(super) struct MemberPayload {
+pub(super) struct BatchMember {
     staged: Option<Box<dyn StagedInputs>>,
-    reply: ReplyFn,
+    submission: Submission,
 }
 
-pub(super) type ModelBatcher = Batcher<MemberPayload>;
+pub(super) type ModelBatcher = Batcher<BatchMember>;
 
 /// What a caller's thread needs to know of a batched model.
 #[derive(Clone)]
 pub(super) struct BatchIntake {
     symbol: Arc<str>,
-    copy: CopyTime,
+    pub(super) copy: CopyTime,
     max_rows: usize,
     /// What the device is to be prepared for.
     batches: Arc<[usize]>,
@@ -126,51 +125,39 @@ impl BatchIntake {
     pub(super) fn takes(&self, inputs: &[Tensor]) -> bool {
         (1..=self.max_rows).contains(&rows_of(inputs))
     }
-}
 
-/// A request on its way into a batcher.
-pub(super) struct Incoming {
-    asked: Asked,
-    sizes: Vec<(String, usize)>,
-    staged: Box<dyn StagedInputs>,
-}
-
-impl Incoming {
-    /// Stages `inputs`, which may take a while.
-    pub(super) fn stage(
-        program: &dyn Program,
-        batch_intake: &BatchIntake,
-        inputs: Vec<Tensor>,
-        asked: Asked,
-        soon: &mut dyn FnMut(),
-    ) -> Result<Incoming, DeviceError> {
-        let sizes = other_sizes(program.plan(), &batch_intake.symbol, &inputs);
-        let staged = program.stage(inputs, batch_intake.copy, soon)?;
-        Ok(Incoming { asked, sizes, staged })
+    /// Sizes of the symbolic dimensions of `inputs` other than the batch.
+    pub(super) fn sizes(&self, plan: &LaunchPlan, inputs: &[Tensor]) -> Vec<(String, usize)> {
+        other_sizes(plan, &self.symbol, inputs)
     }
 }
 
 /// What became of a request that wanted to be part of a batch.
 pub(super) enum Admission {
     Member(MemberId),
-    Refused(ReplyFn, Rejection),
+    Refused(Submission, Rejection),
     /// It can be in no batch, but on its own.
-    Alone(ReplyFn, Box<dyn StagedInputs>),
+    Alone(Submission, Box<dyn StagedInputs>),
 }
 
 impl Shared {
     /// Puts a request into its model's batcher.
-    pub(super) fn admit(&self, state: &mut State, incoming: Incoming, reply: ReplyFn) -> Admission {
-        let Incoming { asked, sizes, staged } = incoming;
-        let Asked { model, class, priority, arrived, deadline } = asked;
+    pub(super) fn admit(
+        &self,
+        state: &mut State,
+        submission: Submission,
+        sizes: Vec<(String, usize)>,
+        staged: Box<dyn StagedInputs>,
+    ) -> Admission {
+        let Submission { model, class, priority, arrived, deadline, .. } = submission;
         let busy = state.core.pending() + state.batches.members >= self.max_requests;
         let Some(entry) = state.model_mut(model) else {
-            return Admission::Refused(reply, Rejection::NoSuchModel);
+            return Admission::Refused(submission, Rejection::NoSuchModel);
         };
         let capacity = if busy { self.max_requests } else { entry.queue_capacity };
         let Some((batcher, batch_intake)) = entry.batching.as_mut().filter(|_| !busy) else {
             entry.stats.rejected += 1;
-            return Admission::Refused(reply, Rejection::QueueFull { capacity });
+            return Admission::Refused(submission, Rejection::QueueFull { capacity });
         };
         let (program, preparer) = (&entry.program, self.preparer.get());
         let key = GroupKey { class, priority, sizes: sizes.clone() };
@@ -184,7 +171,7 @@ impl Shared {
             }
             Some(ready)
         };
-        let payload = MemberPayload { staged: Some(staged), reply };
+        let payload = BatchMember { staged: Some(staged), submission };
         let rows = payload.staged.as_ref().map_or(1, |staged| staged.rows());
         match batcher.arrive(arrived, key, (rows, deadline), payload, ready) {
             Ok(id) => {
@@ -192,12 +179,12 @@ impl Shared {
                 state.batches.due.push(ModelId(model.slot));
                 Admission::Member(id)
             }
-            Err((Refusal::Alone, MemberPayload { staged: Some(staged), reply })) => {
-                Admission::Alone(reply, staged)
+            Err((Refusal::Alone, BatchMember { staged: Some(staged), submission })) => {
+                Admission::Alone(submission, staged)
             }
-            Err((_, MemberPayload { reply, .. })) => {
+            Err((_, BatchMember { submission, .. })) => {
                 entry.stats.rejected += 1;
-                Admission::Refused(reply, Rejection::QueueFull { capacity })
+                Admission::Refused(submission, Rejection::QueueFull { capacity })
             }
         }
     }
@@ -425,7 +412,7 @@ impl State {
         &mut self,
         now: Nanos,
         model: ModelId,
-        member: Member<MemberPayload>,
+        member: Member<BatchMember>,
         job: Timing,
         result: ReplyResult,
     ) -> DueReply {
@@ -434,7 +421,7 @@ impl State {
         if let Some(entry) = &mut self.models[model.0 as usize] {
             entry.stats.count(&result, &timing);
         }
-        (member.payload.reply, Reply { result, timing })
+        (member.payload.submission.reply, Reply { result, timing })
     }
 
     /// Tells the core what had to wait for the batcher to be empty: that the model goes, that the node draining_thread_waits.

@@ -1,47 +1,22 @@
-//! Which queues a policy needs of a device, and what of a policy devices carry out.
+//! The queues that a policy needs on a device.
 
-use device::{PreemptMode, PreemptionLevel, QueueOptions};
+use device::{DeviceCapabilities, PreemptionLevel, QueueOptions};
 
 use super::{NodeError, NodeOptions};
 use crate::core::QueueLayout;
-use crate::policy::{
-    self, CoRun, NAMES, Policy, PreemptionPoint, Progress, RealTimeStart, Rules, Streams,
-};
+use crate::policy::{self, CoRun, NAMES, Policy, RealTimeStart, Rules, Streams};
 
 /// Kernels of a stream that hardware holds, for policies that go by it.
 const QUEUE_CAPACITY: usize = 4;
 
-/// A policy as far as devices carry it out: none of them holds a queue to a budget, so what pads real time is a co_runner as a
-/// whole.
-#[derive(Debug)]
-pub(super) struct Carried(Box<dyn Policy>);
-
-impl Policy for Carried {
-    fn name(&self) -> &'static str {
-        self.0.name()
-    }
-
-    fn rules(&self) -> Rules {
-        let rules = self.0.rules();
-        match rules.co_run {
-            CoRun::Padding(_) => Rules { co_run: CoRun::AdmittedPair, ..rules },
-            _ => rules,
-        }
-    }
-
-    fn restore(&self, left: PreemptionPoint, known: Progress) -> Progress {
-        self.0.restore(left, known)
-    }
-}
-
-/// The policy of that name, or why a node cannot follow it.
-pub(super) fn policy(name: &str) -> Result<Carried, NodeError> {
+/// The policy of that name, or why a device with these capabilities cannot run under it.
+pub(super) fn policy(name: &str, device: DeviceCapabilities) -> Result<Box<dyn Policy>, NodeError> {
     let policy = policy::by_name(name, QUEUE_CAPACITY)
         .ok_or_else(|| NodeError::UnknownPolicy(name.to_string(), NAMES.join(", ")))?;
-    if policy.rules().preempt == Some(PreemptMode::Kill) {
-        return Err(NodeError::NotCarriedOut(name.to_string()));
+    match policy.is_supported(device) {
+        true => Ok(policy),
+        false => Err(NodeError::PolicyNotSupported(name.to_string())),
     }
-    Ok(Carried(policy))
 }
 
 /// What the queues of a device are for.

@@ -11,7 +11,7 @@ use model::sample::random_tensor;
 use model::tensor::TensorError;
 use model::{Dim, LaunchPlan, Tensor, ValueInfo};
 
-use super::submission::Asked;
+use super::submission::Submission;
 use super::{ModelKey, Node, Rejection, Reply};
 use crate::batching::StaggeredBatch;
 use crate::core::ModelId;
@@ -125,19 +125,19 @@ impl Node {
         inputs: Vec<Tensor>,
     ) -> Option<Nanos> {
         let task = program.prepare(inputs).ok()?;
-        let asked = Asked {
+        let (sender, receiver) = sync_channel::<Reply>(1);
+        let submission = Submission {
             model,
             class: Class::BestEffort,
             priority: u32::MAX,
             arrived: self.clock().now(),
             deadline: Nanos::MAX,
+            reply: Box::new(move |reply| {
+                // The receiver below waits for it.
+                let _ = sender.send(reply);
+            }),
         };
-        let (sender, receiver) = sync_channel::<Reply>(1);
-        let reply = Box::new(move |reply| {
-            // Whoever asked waits for it below.
-            let _ = sender.send(reply);
-        });
-        self.submit_alone(asked, Ok(task), None, reply);
+        self.submit_alone(submission, Ok(task), None);
         match receiver.recv() {
             Ok(Reply { result: Ok(_), timing }) => Some(timing.busy),
             Ok(Reply { result: Err(Rejection::Device(why)), .. }) => {

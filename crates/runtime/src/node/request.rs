@@ -8,10 +8,12 @@ use thiserror::Error;
 
 use super::ModelKey;
 
-/// One inference to do.
-pub struct Request {
-    /// The loaded model.
-    pub model: ModelKey,
+/// One inference to do. It is passed by value from the server to the node that runs it; a device
+/// group replaces its own name of the model by the node's.
+pub struct Request<M = ModelKey> {
+    /// The loaded model: a [`ModelKey`] of a node, or a
+    /// [`GroupModelId`](crate::device_group::router::GroupModelId) of a device group.
+    pub model: M,
     /// One tensor per plan input, in the plan's order.
     pub inputs: Vec<Tensor>,
     /// Class; the model's default when absent.
@@ -20,6 +22,14 @@ pub struct Request {
     pub priority: Option<u32>,
     /// Time from now until the answer is of no use; the model's default when absent.
     pub timeout: Option<Nanos>,
+}
+
+impl<M> Request<M> {
+    /// The same request of a model that goes by another name.
+    pub fn with_model<N>(self, model: N) -> Request<N> {
+        let Request { inputs, class, priority, timeout, .. } = self;
+        Request { model, inputs, class, priority, timeout }
+    }
 }
 
 /// Why a request got no outputs.

@@ -510,3 +510,13 @@ fn preemptions_are_recorded() {
     assert_eq!(record.recent[1].caused_by, None);
     assert_eq!(bench.node.preemption_stats(be).unwrap().counts.iter().sum::<u64>(), 2);
 }
+
+#[test]
+fn a_device_that_needs_a_reset_refuses_requests() {
+    let bench = Bench::new(PreemptionLevel::InsideTile, 3);
+    let shared = &bench.node.shared;
+    let (mut events, mut due) = (VecDeque::new(), Vec::new());
+    shared.act(&mut shared.lock(), Nanos::ZERO, Action::ResetDevice, &mut events, &mut due);
+    let reply = bench.submit(Class::RealTime).try_recv().unwrap();
+    assert!(matches!(reply.result, Err(Rejection::Device(DeviceError::Faulted { .. }))));
+}

@@ -1,5 +1,7 @@
 //! Atoll's own policy without padding.
 
+use device::DeviceCapabilities;
+
 use super::{Atoll, CoRun, Policy, Rules};
 
 /// As [`Atoll`], but nothing of best effort goes on beside real time.
@@ -11,7 +13,7 @@ impl Policy for AtollAlone {
         "atoll_alone"
     }
 
-    fn rules(&self) -> Rules {
-        Rules { co_run: CoRun::None, ..Atoll.rules() }
+    fn rules(&self, device: DeviceCapabilities) -> Rules {
+        Rules { co_run: CoRun::None, ..Atoll.rules(device) }
     }
 }

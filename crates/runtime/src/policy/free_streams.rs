@@ -1,5 +1,7 @@
 //! Everything at once on streams of its own, as TensorRT runs them.
 
+use device::DeviceCapabilities;
+
 use super::{CoRun, Policy, RealTimeStart, Rules, Streams};
 
 /// Nobody waits for anybody, and the hardware shares as it likes.
@@ -11,7 +13,7 @@ impl Policy for FreeStreams {
         "free_streams"
     }
 
-    fn rules(&self) -> Rules {
+    fn rules(&self, _device: DeviceCapabilities) -> Rules {
         Rules {
             streams: Streams::Many,
             preempt: None,

@@ -1,7 +1,7 @@
 //! Padding: which best-effort kernels run beside a real-time kernel, on how many multiprocessors.
 
 use base::Nanos;
-use device::sim::KernelProfile;
+use device::profile::KernelProfile;
 
 /// Models the table of slowdowns tells apart; more of them share rows.
 const MODELS: usize = 64;

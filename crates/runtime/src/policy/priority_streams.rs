@@ -1,5 +1,7 @@
 //! Everything at once, with real time on streams of higher priority.
 
+use device::DeviceCapabilities;
+
 use super::{FreeStreams, Policy, Rules};
 
 /// Blocks of real time are placed first; what runs is not touched.
@@ -11,7 +13,7 @@ impl Policy for PriorityStreams {
         "priority_streams"
     }
 
-    fn rules(&self) -> Rules {
-        Rules { high_priority: true, ..FreeStreams.rules() }
+    fn rules(&self, device: DeviceCapabilities) -> Rules {
+        Rules { high_priority: true, ..FreeStreams.rules(device) }
     }
 }

@@ -1,6 +1,6 @@
 //! REEF: reset-based preemption and dynamic kernel padding.
 
-use device::PreemptMode;
+use device::{DeviceCapabilities, PreemptMode};
 
 use super::{
     CoRun, PaddingRules, Policy, PreemptionPoint, Progress, RealTimeStart, Rules, Streams,
@@ -19,7 +19,11 @@ impl Policy for Reef {
         "reef"
     }
 
-    fn rules(&self) -> Rules {
+    fn is_supported(&self, device: DeviceCapabilities) -> bool {
+        device.queue_reset && device.block_budgets
+    }
+
+    fn rules(&self, _device: DeviceCapabilities) -> Rules {
         Rules {
             streams: Streams::Split,
             preempt: Some(PreemptMode::Kill),

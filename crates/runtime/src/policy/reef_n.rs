@@ -1,6 +1,6 @@
 //! REEF-N: what of REEF works on a closed driver.
 
-use device::PreemptMode;
+use device::{DeviceCapabilities, PreemptMode};
 
 use super::{CoRun, Policy, RealTimeStart, Rules, Streams};
 
@@ -13,7 +13,7 @@ impl Policy for ReefN {
         "reef_n"
     }
 
-    fn rules(&self) -> Rules {
+    fn rules(&self, _device: DeviceCapabilities) -> Rules {
         Rules {
             streams: Streams::Split,
             preempt: Some(PreemptMode::BetweenLaunches),

@@ -1,5 +1,7 @@
 //! The device for real time alone: what every other policy's latency is measured against.
 
+use device::DeviceCapabilities;
+
 use super::{CoRun, Policy, RealTimeStart, Rules, Streams};
 
 /// Best effort never runs.
@@ -11,7 +13,7 @@ impl Policy for RtOnly {
         "rt_only"
     }
 
-    fn rules(&self) -> Rules {
+    fn rules(&self, _device: DeviceCapabilities) -> Rules {
         Rules {
             streams: Streams::Split,
             preempt: None,

@@ -1,5 +1,7 @@
 //! One task at a time, as Clockwork runs them.
 
+use device::DeviceCapabilities;
+
 use super::{CoRun, Policy, RealTimeStart, Rules, Streams};
 
 /// Real time goes first but waits for the task that runs.
@@ -11,7 +13,7 @@ impl Policy for Sequential {
         "sequential"
     }
 
-    fn rules(&self) -> Rules {
+    fn rules(&self, _device: DeviceCapabilities) -> Rules {
         Rules {
             streams: Streams::One,
             preempt: None,

@@ -177,7 +177,11 @@ fn write_replicas(out: &mut Exposition<'_>, models: &[Arc<Served>], device_group
     let name = "atoll_replica_requests_total";
     out.family(name, Kind::Counter, "Requests answered with outputs, by device");
     for (model, (view, _)) in &replicas {
-        out.sample(name, &with(model, "device", &device_group.names()[view.device]), view.completed);
+        out.sample(
+            name,
+            &with(model, "device", &device_group.names()[view.device]),
+            view.completed,
+        );
     }
     let name = "atoll_replica_pending";
     out.family(name, Kind::Gauge, "Requests waiting or running, by device");

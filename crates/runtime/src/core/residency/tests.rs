@@ -1,24 +1,27 @@
-//! More models than memory, in virtual time: a device that loads one model after another, and a checker that sees only what goes
-//! into the core and comes out.
+//! More models than memory, in virtual time: a device that loads one model after another, and a
+//! checker that sees only events and actions.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use base::{Nanos, Random};
+use device::DeviceCapabilities;
 use model::config::Class;
 
-use crate::core::{Action, Core, CoreOptions, End, Event, ModelId, QueueLayout, RequestId};
+use crate::core::{
+    Action, Core, CoreOptions, End, Event, ModelId, QueueLayout, RequestId, SimAction,
+};
 use crate::policy::PreemptionPoint;
 
 const STEPS: usize = 10;
 const MEMORY: u64 = 1_000;
 const BYTE: Nanos = Nanos(10_000);
 
-/// What is known of a model from outside.
+/// A model as seen from outside.
 #[derive(Clone, Debug, Default)]
-struct Known {
+struct ModelRecord {
     bytes: u64,
     pinned: bool,
-    /// Bytes it holds from the order to load it to the order to evict it.
+    /// Bytes it holds, from its load action to its evict action.
     held: u64,
     runnable: bool,
     running: usize,
@@ -26,10 +29,10 @@ struct Known {
     removed: bool,
 }
 
-/// Sees to it that memory is kept to.
+/// Checks the memory budget.
 #[derive(Default)]
 struct Checker {
-    models: BTreeMap<u32, Known>,
+    models: BTreeMap<u32, ModelRecord>,
     max_held: u64,
 }
 
@@ -73,10 +76,10 @@ struct Simulation {
     now: Nanos,
     random: Random,
     checker: Checker,
-    /// Things to come; the number keeps them apart.
+    /// Future events; the number makes them unique.
     due: BTreeSet<(Nanos, u64, Due)>,
     number: u64,
-    /// Loads and evictions so far, by model: what is due of an earlier load is void.
+    /// Loads and evictions so far, by model: reports of an earlier load are void.
     orders: HashMap<u32, u64>,
     copying_until: Nanos,
     queues: Vec<Option<(RequestId, ModelId, u64)>>,
@@ -92,6 +95,11 @@ struct Simulation {
 impl Simulation {
     fn new(seed: u64, queues: QueueLayout) -> Simulation {
         let options = CoreOptions {
+            // Padding, as on the simulated GPU.
+            capabilities: DeviceCapabilities {
+                block_budgets: true,
+                ..DeviceCapabilities::default()
+            },
             queues,
             max_requests: 4_096,
             memory_bytes: Some(MEMORY),
@@ -123,7 +131,7 @@ impl Simulation {
 
     fn add(&mut self, model: u32, bytes: u64, pinned: bool) {
         let id = ModelId(model);
-        self.checker.models.insert(model, Known { bytes, pinned, ..Known::default() });
+        self.checker.models.insert(model, ModelRecord { bytes, pinned, ..ModelRecord::default() });
         self.feed(Event::ModelAdded { model: id, steps: STEPS, queue_capacity: 64 });
         self.feed(Event::ModelWeights { model: id, bytes, pinned });
     }
@@ -182,8 +190,8 @@ impl Simulation {
                 let known = self.checker.models.remove(&model.0).expect("frees what there is");
                 assert_eq!((known.held, known.running), (0, 0), "bytes of {model:?} are lost");
             }
-            // How much of the device best effort may take beside real time is nothing to memory.
-            Action::SetBudget { .. } | Action::Pad { .. } => {}
+            // Padding does not affect memory.
+            Action::Sim(SimAction::SetBudget { .. } | SimAction::Pad { .. }) => {}
             other => panic!("{other:?} was not asked for"),
         }
     }
@@ -208,7 +216,7 @@ impl Simulation {
         self.later(whole, Due::Arrives(model.0, order, 1));
     }
 
-    /// The next thing that happens; `false` when nothing will.
+    /// Processes the next event; `false` when there is none.
     fn step(&mut self) -> bool {
         let next = self.due.first().map(|(at, ..)| *at);
         let timer = self.core.next_timer();
@@ -278,7 +286,7 @@ impl Simulation {
         self.now = self.now.max(end);
     }
 
-    /// Lets everything end; fails when something never does.
+    /// Runs until all requests have ended; fails if one never does.
     fn finish(&mut self) {
         for _ in 0..1_000_000 {
             if self.open.is_empty() || !self.step() {
@@ -396,7 +404,8 @@ fn equal_seeds_decide_equally() {
     assert_eq!(trace(17), trace(17));
 }
 
-/// `resident` is asked for without end on every queue; the time until one request of another model is done.
+/// Requests for `resident` saturate every queue; the time until one request of another model is
+/// done.
 fn wait_beside_a_busy_model(queues: QueueLayout, class: Class) -> Nanos {
     let mut simulation = Simulation::new(1, queues);
     simulation.add(0, 700, false);
@@ -453,7 +462,7 @@ fn pinned_models_are_there_at_once_and_stay() {
     assert!(simulation.core.weights_of(ModelId(0)).is_some_and(|(_, there)| there));
     simulation.add(1, 300, false);
     simulation.add(2, 300, false);
-    // Too large beside what is pinned: refused at once rather than never answered.
+    // Too large beside the pinned models: refused at once.
     simulation.add(3, 500, false);
     for round in 0..20 {
         simulation.ask(1 + round % 2, Class::BestEffort, Nanos::MAX);
@@ -524,7 +533,8 @@ fn a_device_without_room_is_asked_again_while_others_hold_some() {
     let request = simulation.ask(1, Class::BestEffort, Nanos::MAX).expect("room for a request");
     let now = simulation.now;
     simulation.run_until(now + Nanos::from_millis(30));
-    // The other was evicted for it; with nobody left to evict, it fails with the device's reason.
+    // The other model was evicted for it; with none left to evict, it fails with the device's
+    // reason.
     assert!(!simulation.open.contains_key(&request));
     assert_eq!(simulation.ended.get(&End::Failed), Some(&1));
     simulation.refuse_percent = 0;
