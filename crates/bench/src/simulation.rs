@@ -210,8 +210,8 @@ impl Simulation {
                 self.feed(Event::SegmentDone { queue: stream, busy });
             }
             GpuEvent::Preempted { stream, step, tile, transmitted, busy, .. } => {
-                let left = PreemptionPoint { step, tile, transmitted };
-                self.feed(Event::SegmentPreempted { queue: stream, left, busy });
+                let point = PreemptionPoint { step, tile, transmitted };
+                self.feed(Event::SegmentPreempted { queue: stream, point, busy });
             }
             GpuEvent::Copied { token } => {
                 if let Some(request) = self.request_of(token) {
@@ -512,8 +512,8 @@ impl Policy for BrokenRestore {
         self.0.rules(device)
     }
 
-    fn restore(&self, left: PreemptionPoint, known: Progress) -> Progress {
-        let right = self.0.restore(left, known);
+    fn restore(&self, point: PreemptionPoint, known: Progress) -> Progress {
+        let right = self.0.restore(point, known);
         Progress { tile: right.tile + 1, ..right }
     }
 }

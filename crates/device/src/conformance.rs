@@ -1,7 +1,8 @@
-//! The suite every device passes: what [`Device`](crate::Device), programs, tasks and queues promise,
-//! tried on small plans whose outputs a slow reference computes anew each time.
+//! Conformance tests that every device passes: programs, tasks and queues on small plans whose
+//! outputs a slow reference computes.
 //!
-//! A plan that a device refuses with a reason is skipped; one that it takes must run and be right.
+//! A plan that a device refuses with a reason is skipped; one that it accepts must run and be
+//! right.
 
 mod batches;
 mod plans;
@@ -22,30 +23,30 @@ use crate::{
     Segment, Task,
 };
 
-/// How long one segment may take before the device counts as hung.
+/// Time of one segment after which the device counts as hung.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What became of a case.
+/// Result of a case.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// As promised.
+    /// Conforms.
     Passed,
-    /// Not as promised: what was wrong.
+    /// Does not conform: what was wrong.
     Failed(String),
-    /// The device does not do this: its reason.
+    /// The device does not support it: its reason.
     Skipped(String),
 }
 
-/// One promise, tried.
+/// One case.
 #[derive(Clone, Debug)]
 pub struct Case {
-    /// What was tried.
+    /// Its name.
     pub name: String,
-    /// What became of it.
+    /// Its result.
     pub verdict: Verdict,
 }
 
-/// What became of all cases.
+/// Results of all cases.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
     /// In the order they ran.
@@ -104,7 +105,7 @@ fn ensure(holds: bool, why: impl Into<String>) -> Result<(), Stop> {
     if holds { Ok(()) } else { Err(Stop::Wrong(why.into())) }
 }
 
-/// Tries everything on `device`.
+/// Runs all cases on `device`.
 pub fn run(device: &dyn Device) -> Report {
     let mut report = Report::default();
     results::run(device, &mut report);
@@ -113,19 +114,20 @@ pub fn run(device: &dyn Device) -> Report {
     report
 }
 
-/// Tries on `device`, whose weights come and go, what that promises. Nothing else may use it meanwhile.
+/// Runs the residency cases on `device`, which loads and evicts weights. Nothing else may use it
+/// meanwhile.
 pub fn run_residency(device: &dyn Device) -> Report {
     let mut report = Report::default();
     residency::run(device, &mut report);
     report
 }
 
-/// Completions as they come.
+/// Forwards completions.
 struct Inbox(Sender<Completion>);
 
 impl CompletionSink for Inbox {
     fn complete(&self, completion: Completion) {
-        // Nobody listens any more when a case has ended early.
+        // The receiver is gone when a case ends early.
         let _ = self.0.send(completion);
     }
 }

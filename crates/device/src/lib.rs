@@ -91,8 +91,8 @@ pub struct DeviceCapabilities {
     pub block_budgets: bool,
     /// Resets queues and kills what runs on them ([`PreemptMode::Kill`]).
     pub queue_reset: bool,
-    /// Copies the inputs of a request when it is told to. Other devices have the inputs before the
-    /// request arrives at the core.
+    /// Copies the inputs of a request on command. Other devices have the inputs before the request
+    /// arrives at the core.
     pub input_copies: bool,
     /// Confines queues to an SM partition ([`Queue::confine`]).
     pub sm_partition: bool,

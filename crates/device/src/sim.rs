@@ -569,16 +569,16 @@ impl Gpu {
 
     /// Remaining time of the dispatcher to switch to a stream from another busy one.
     fn switch_delay(&mut self, stream: usize) -> Option<Nanos> {
-        let [least, most] = self.profile.switch_ns;
-        let turned = std::mem::take(&mut self.streams[stream].switching);
+        let [min, max] = self.profile.switch_ns;
+        let switched = std::mem::take(&mut self.streams[stream].switching);
         let other = self.served.filter(|other| *other != stream).map(|other| &self.streams[other]);
         let busy = |other: &Stream| other.dispatches() && !other.segments.is_empty();
-        if turned || most == 0 || !other.is_some_and(busy) || !self.streams[stream].dispatches() {
+        if switched || max == 0 || !other.is_some_and(busy) || !self.streams[stream].dispatches() {
             return None;
         }
         self.streams[stream].switching = true;
         let drawn = self.ready_order.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 20;
-        Some(Nanos(least + drawn % (most - least + 1)))
+        Some(Nanos(min + drawn % (max - min + 1)))
     }
 
     /// The next kernel of the head segment becomes ready.
@@ -834,10 +834,10 @@ impl Gpu {
                 let Some(kernel) = stream.kernel.as_ref().filter(|_| stream.may_place()) else {
                     continue;
                 };
-                let room = stream.take.saturating_sub(kernel.held).min(self.free_units);
+                let units = stream.take.saturating_sub(kernel.held).min(self.free_units);
                 let order = (!stream.high_priority, kernel.ready);
-                if room >= kernel.units && first.is_none_or(|(_, _, before)| order < before) {
-                    first = Some((index, room / kernel.units, order));
+                if units >= kernel.units && first.is_none_or(|(_, _, before)| order < before) {
+                    first = Some((index, units / kernel.units, order));
                 }
             }
             let Some((stream, fits, _)) = first else { break };

@@ -367,8 +367,8 @@ impl Core {
                     self.options.reply_before_best_effort && kind == Some(QueueKind::RealTime);
             }
             Event::RepliesSent => {}
-            Event::SegmentPreempted { queue, left, busy } => {
-                self.segment_preempted(now, queue, left, busy, actions);
+            Event::SegmentPreempted { queue, point, busy } => {
+                self.segment_preempted(now, queue, point, busy, actions);
             }
             Event::SegmentFailed { queue, busy } => {
                 if let Some(running) = self.release_queue(queue, busy) {
@@ -613,13 +613,13 @@ impl Core {
         &mut self,
         now: Nanos,
         queue: usize,
-        left: PreemptionPoint,
+        point: PreemptionPoint,
         busy: Nanos,
         actions: &mut Vec<Action>,
     ) {
         let Some(running) = self.release_queue(queue, busy) else { return };
         let Some(state) = self.requests.get_mut(running.request) else { return };
-        state.progress = self.policy.restore(left, state.progress);
+        state.progress = self.policy.restore(point, state.progress);
         match state.phase {
             Phase::Abandoned(end) => self.end(running.request, end, actions),
             _ if state.deadline <= now => {

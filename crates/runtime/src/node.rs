@@ -1,4 +1,4 @@
-//! The node: the core, driven by a real device and a real clock.
+//! The node: the core, driven by a device and a clock.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -46,39 +46,40 @@ pub struct ModelKey {
     generation: u64,
 }
 
-/// What goes into a node's core and comes out of it, for those who keep or check it. Called with the node's lock held.
+/// Observes events and actions of a node's core, to record or check them. Called with the node's
+/// lock held.
 pub trait Observer: Send + Sync {
-    /// The core is about to take `event` in.
+    /// Called before the core processes `event`.
     fn event(&self, now: Nanos, event: &Event);
-    /// The node is about to carry `action` out.
+    /// Called before the node carries out `action`.
     fn action(&self, now: Nanos, action: &Action);
 }
 
 /// Settings of a node.
 #[derive(Clone)]
 pub struct NodeOptions {
-    /// How real time and best effort share the device: one of [`crate::policy::NAMES`].
+    /// The policy: one of [`crate::policy::NAMES`].
     pub policy: String,
-    /// Requests that may be under way at once, over all models.
+    /// Maximum number of pending requests over all models.
     pub max_requests: usize,
-    /// Least share of time, in percent, that best effort gets under saturating real-time load.
+    /// Share of time, in percent, that best effort keeps under saturating real time.
     pub best_effort_share_percent: u32,
-    /// Real-time queues of a policy that runs real time on its own, for batches of one model side by side.
+    /// Real-time queues of a policy that runs real time alone, for concurrent batches of one model.
     pub concurrent_rt_batches: usize,
-    /// Real-time queues of a policy that runs everything side by side.
+    /// Real-time queues of a policy that runs everything concurrently.
     pub real_time_queues: usize,
     /// Best-effort queues of such a policy.
     pub best_effort_queues: usize,
-    /// Whether real time leaves for real time of a higher priority whose deadline that helps, where the device lets work leave
-    /// inside steps. What may have to leave runs in a slower form.
+    /// Whether a request preempts real time of a lower priority to meet its deadline, on devices
+    /// that preempt inside steps. Preemptible work uses slower kernels.
     pub preempt_real_time: bool,
-    /// How much longer real time may take beside best effort that goes on in a partition of the device, in percent.
+    /// Allowed slowdown of real time beside a co-runner, in percent.
     pub max_rt_slowdown_percent: f64,
-    /// PreemptionLog that are remembered one by one.
+    /// Number of preemptions that are kept in the log.
     pub preemptions_kept: usize,
-    /// What weights may take of a device whose weights come and go; all it has when absent.
+    /// Memory for weights on devices that load and evict them; all of it when absent.
     pub memory: Option<Bytes>,
-    /// Told of everything the core takes in and decides.
+    /// Observer of the core.
     pub observer: Option<Arc<dyn Observer>>,
 }
 
@@ -100,36 +101,36 @@ impl Default for NodeOptions {
     }
 }
 
-/// Why a node does not start.
+/// Why a node cannot start.
 #[derive(Debug, Error)]
 pub enum NodeError {
-    /// No policy has that name.
+    /// There is no policy of that name.
     #[error("there is no policy '{0}'; there are: {1}")]
     UnknownPolicy(String, String),
-    /// No device does what the policy asks of it.
+    /// The device cannot carry out the rules of the policy.
     #[error(
-        "policy '{0}' kills running kernels and fuses others with them, which no device here can; \
+        "policy '{0}' kills and fuses kernels, which this device cannot do; \
          it runs in the simulation: atoll bench disb --device sim --policy {0}"
     )]
     PolicyNotSupported(String),
-    /// The device does not open its queues.
+    /// The device cannot open its queues.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
 
-/// A node over one device.
+/// The scheduler of one device.
 pub struct Node {
     shared: Arc<Shared>,
     timer: Option<JoinHandle<()>>,
 }
 
-/// A request under way. Dropping it does nothing; [`RequestHandle::cancel`] gives it up.
+/// A submitted request. Dropping it has no effect; [`RequestHandle::cancel`] cancels it.
 pub struct RequestHandle {
     shared: Weak<Shared>,
     location: RequestLocation,
 }
 
-/// Where a request is.
+/// Where a request is pending.
 #[derive(Clone, Copy)]
 enum RequestLocation {
     Ended,
@@ -138,8 +139,8 @@ enum RequestLocation {
 }
 
 impl RequestHandle {
-    /// Gives the request up: it leaves the queue, or the device at the next boundary. Its reply is
-    /// still sent, once.
+    /// Cancels the request: it is removed from its queue, or preempted. Its reply is still sent,
+    /// once.
     pub fn cancel(&self) {
         let Some(shared) = self.shared.upgrade() else { return };
         match self.location {
@@ -153,30 +154,30 @@ impl RequestHandle {
 type ReplyFn = Box<dyn FnOnce(Reply) + Send>;
 
 struct Shared {
-    /// Itself, for those who tell it something later.
+    /// Reference to itself, for callbacks.
     own: Weak<Shared>,
     device: Arc<dyn Device>,
-    /// What weights may take.
+    /// Memory for weights.
     budget: Bytes,
     discard: Discard,
     clock: Arc<dyn Clock>,
     observer: Option<Arc<dyn Observer>>,
     max_requests: usize,
-    /// Whether the policy runs best effort at all.
+    /// Whether the policy runs best effort.
     best_effort: bool,
-    /// Whether real time is announced, so that best effort has left when it starts.
+    /// Whether real time is announced, so that best effort is preempted before it starts.
     announces_arrivals: bool,
     queues: OnceLock<Vec<Box<dyn Queue>>>,
     preparer: OnceLock<Preparer>,
     state: Mutex<State>,
     lock_waits: LockWaits,
-    /// The earliest timer moved forward, or the node stops.
+    /// The next timer is earlier than before, or the node stops.
     timer_changed: Condvar,
-    /// The last request under way ended, or its reply was sent.
+    /// The last pending request ended, or its reply was sent.
     idle: Condvar,
-    /// Replies that are due and not sent yet.
+    /// Replies that are due and not sent.
     unsent: AtomicUsize,
-    /// Somebody waits until all are.
+    /// A thread waits until all replies are sent.
     draining_thread_waits: AtomicBool,
 }
 
@@ -197,7 +198,7 @@ struct State {
     stopping: bool,
 }
 
-/// What the node keeps of a request while the core decides about it.
+/// A job of the core: a request, or a batch.
 struct Job {
     model: ModelId,
     class: Class,
@@ -210,10 +211,10 @@ struct Job {
     launched: bool,
 }
 
-/// Who waits for a request of the core.
+/// Who gets the reply of a job.
 enum ReplyTarget {
     Request(ReplyFn),
-    /// Those whom the model's batcher knows.
+    /// The members of the batch, which the batcher knows.
     Members,
 }
 
@@ -233,16 +234,16 @@ impl Job {
 struct ModelEntry {
     generation: u64,
     program: Arc<dyn Program>,
-    /// Its weights, if they come and go.
+    /// Its weights, if they are loaded and evicted.
     weights: Option<EntryWeights>,
     defaults: Defaults,
     queue_capacity: usize,
     stats: ModelStats,
     preemption_stats: PreemptionStats,
     batching: Option<(ModelBatcher, BatchIntake)>,
-    /// When the batcher wants to be asked.
+    /// When the batcher must be updated.
     batch_timer: Option<Nanos>,
-    /// No more requests are taken; the core hears of it when the batcher is empty.
+    /// No more requests are accepted; the core is notified when the batcher is empty.
     removed: bool,
     removal_sent: bool,
 }
@@ -254,10 +255,10 @@ struct Defaults {
     timeout: Option<Nanos>,
 }
 
-/// A reply that is due, to be sent once the lock is free.
+/// A reply that is sent when the lock is released.
 type DueReply = (ReplyFn, Reply);
 
-/// The command that an action means for one queue. Adjacent commands are sent in one call.
+/// The queue command of an action. Adjacent commands are sent in one call.
 fn queue_command(action: &Action) -> Option<(usize, QueueCommand)> {
     match *action {
         Action::Preempt { queue, .. } => Some((queue, QueueCommand::Preempt)),
@@ -266,7 +267,7 @@ fn queue_command(action: &Action) -> Option<(usize, QueueCommand)> {
     }
 }
 
-/// Lets best effort go on when the answers it waits for are out, whatever became of them.
+/// Resumes best effort when replies are sent, also after a panic of a reply callback.
 struct ResumeBestEffort<'a>(&'a Shared);
 
 impl Drop for ResumeBestEffort<'_> {
@@ -276,7 +277,7 @@ impl Drop for ResumeBestEffort<'_> {
 }
 
 impl Node {
-    /// Starts the node on `device`.
+    /// Starts a node on `device`.
     pub fn start(
         device: Arc<dyn Device>,
         options: NodeOptions,
@@ -319,7 +320,7 @@ impl Node {
         };
         let no_thread = |device: &dyn Device, err: std::io::Error| DeviceError::Faulted {
             device: device.info().name.clone(),
-            reason: format!("cannot start a thread of the node: {err}"),
+            reason: format!("cannot start a node thread: {err}"),
         };
         let discard = Discard::start().map_err(|err| no_thread(&*device, err))?;
         let shared = Arc::new_cyclic(|own| Shared {
@@ -362,17 +363,17 @@ impl Node {
         &self.shared.device
     }
 
-    /// The name of the policy it follows.
+    /// The name of its policy.
     pub fn policy(&self) -> &'static str {
         self.shared.lock().core.policy_name()
     }
 
-    /// The clock all timings are read from.
+    /// The clock of all timings.
     pub fn clock(&self) -> &Arc<dyn Clock> {
         &self.shared.clock
     }
 
-    /// Makes a loaded program known under a new key. Requests may come at once.
+    /// Adds a loaded program under a new key. Requests may follow at once.
     pub fn add_model(&self, program: Arc<dyn Program>, config: &ModelConfig) -> ModelKey {
         let level = self.shared.device.info().preemption;
         let batching = batch_jobs::batcher_of(program.plan(), config, level);
@@ -402,7 +403,7 @@ impl Node {
         };
         let model = ModelId(slot as u32);
         let steps = entry.program.plan().steps.len();
-        // A batcher keeps to the bound itself, and has few jobs in the core.
+        // The batcher enforces the queue capacity itself; the core holds only its jobs.
         let queue_capacity = if prepared.is_some() { usize::MAX } else { config.queue_capacity };
         let mut events = VecDeque::from([Event::ModelAdded { model, steps, queue_capacity }]);
         if let Some((_, _, max_running)) = prepared {
@@ -424,13 +425,13 @@ impl Node {
         key
     }
 
-    /// Whether requests of `model` are put together.
+    /// Whether requests of `model` are batched.
     pub fn is_batched(&self, model: ModelKey) -> bool {
         self.shared.lock().model(model).is_some_and(|entry| entry.batching.is_some())
     }
 
-    /// Takes no more requests for `model`, lets those under way finish and frees it afterwards.
-    /// `false` when there is no such model.
+    /// Accepts no more requests for `model`, finishes the pending ones and frees it. `false` when
+    /// there is no such model.
     pub fn remove_model(&self, model: ModelKey) -> bool {
         let mut state = self.shared.lock();
         let Some(entry) = state.model_mut(model) else { return false };
@@ -444,7 +445,7 @@ impl Node {
         true
     }
 
-    /// What `model` has done so far.
+    /// Counters of `model`.
     pub fn stats(&self, model: ModelKey) -> Option<ModelStats> {
         let state = self.shared.lock();
         let mut stats = state.model(model)?.stats.clone();
@@ -455,28 +456,29 @@ impl Node {
         Some(stats)
     }
 
-    /// How long `model` took to leave for real time, and how often others left for it.
+    /// How long preemptions of `model` took, and how many it caused.
     pub fn preemption_stats(&self, model: ModelKey) -> Option<PreemptionStats> {
         Some(self.shared.lock().model(model)?.preemption_stats.clone())
     }
 
-    /// The latest times that work was made to leave.
+    /// The latest preemptions.
     pub fn preemptions(&self) -> PreemptionLog {
         self.shared.lock().record.snapshot()
     }
 
-    /// How often and how long threads waited for each other inside the node.
+    /// Contention of the node's lock.
     pub fn contention(&self) -> LockContention {
         self.shared.lock_waits.read()
     }
 
-    /// Memory its loaded programs hold.
+    /// Memory that its programs hold.
     pub fn resident(&self) -> Bytes {
         let state = self.shared.lock();
         Bytes(state.models.iter().flatten().map(|entry| entry.program.resident().0).sum())
     }
 
-    /// Takes no more requests and returns when none is under way and every reply is sent, or `false` after `limit`.
+    /// Accepts no more requests. Returns when none is pending and every reply is sent, or `false`
+    /// after `limit`.
     pub fn drain(&self, limit: Duration) -> bool {
         self.shared.draining_thread_waits.store(true, Ordering::SeqCst);
         let mut state = self.shared.lock();
@@ -488,14 +490,14 @@ impl Node {
         let mut state = self.shared.lock();
         let unsent = || self.shared.unsent.load(Ordering::SeqCst);
         while state.core.pending() + state.batches.members + unsent() > 0 {
-            let left = end - self.shared.clock.now();
-            if left == Nanos::ZERO {
+            let remaining = end - self.shared.clock.now();
+            if remaining == Nanos::ZERO {
                 return false;
             }
             state = self
                 .shared
                 .idle
-                .wait_timeout(state, left.into())
+                .wait_timeout(state, remaining.into())
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
@@ -508,15 +510,15 @@ impl Drop for Node {
         self.shared.lock().stopping = true;
         self.shared.timer_changed.notify_all();
         if let Some(timer) = self.timer.take() {
-            // The timer thread holds no lock while it sleeps and never panics on purpose; a panic
-            // there has been reported already.
+            // The timer thread holds no lock while it sleeps; a panic there has been reported
+            // already.
             let _ = timer.join();
         }
     }
 }
 
 impl State {
-    /// When something is due that no device tells of.
+    /// The next timer of the core or of a batcher.
     fn next_timer(&self) -> Option<Nanos> {
         self.core.next_timer().into_iter().chain(self.batch_timer()).min()
     }
@@ -553,7 +555,7 @@ impl Shared {
         self.step(self.lock(), event);
     }
 
-    /// Feeds the core, carries out what it says and sends the replies that became due.
+    /// Feeds the core, carries out its actions and sends the replies that are due.
     fn step(&self, state: MutexGuard<'_, State>, event: Event) {
         self.run(state, VecDeque::from([event]));
     }
@@ -597,7 +599,7 @@ impl Shared {
         drop(resume);
     }
 
-    /// Sends a reply that was counted as not sent.
+    /// Sends a reply that is counted in `unsent`.
     fn send(&self, send: ReplyFn, reply: Reply) {
         send(reply);
         self.unsent.fetch_sub(1, Ordering::SeqCst);
@@ -607,7 +609,7 @@ impl Shared {
         }
     }
 
-    /// Gives all `commands` to their queues at one go.
+    /// Sends all `commands` in one call.
     fn send_commands(&self, commands: &mut Vec<(usize, QueueCommand)>) {
         if commands.is_empty() {
             return;
@@ -641,7 +643,7 @@ impl Shared {
                     events.push_back(Event::SegmentFailed { queue, busy: Nanos::ZERO });
                     return;
                 };
-                // The core counts the plan's steps; the device may have made more or fewer of them.
+                // The core counts steps of the plan; the device may have fused or split them.
                 let steps = task.next_step()..task.step_count();
                 if let Some(slot) = state.record.queues.get_mut(queue) {
                     *slot =
@@ -659,7 +661,7 @@ impl Shared {
                 if !launched {
                     job.failure = Some(DeviceError::Faulted {
                         device: self.device.info().name.clone(),
-                        reason: "a queue takes no work".to_string(),
+                        reason: "a queue refused a segment".to_string(),
                     });
                     events.push_back(Event::SegmentFailed { queue, busy: Nanos::ZERO });
                 }
@@ -687,7 +689,7 @@ impl Shared {
                 let reason = "a segment never ended".to_string();
                 state.fault = Some(DeviceError::Faulted { device, reason });
             }
-            // The first two are queue commands; the device declares no capability for the last.
+            // Queue commands are sent before; no device declares a capability for the last.
             action @ (Action::Preempt { .. } | Action::Confine { .. } | Action::Sim(_)) => {
                 tracing::error!(?action, "action not supported by the device");
             }
@@ -705,7 +707,7 @@ impl Shared {
         }
     }
 
-    /// Sleeps until the core's next timer and reports it.
+    /// Sleeps until the next timer and reports it.
     fn run_timer(&self) {
         loop {
             let state = self.lock();

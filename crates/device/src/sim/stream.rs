@@ -173,10 +173,10 @@ impl Kernel {
     /// Places as many whole blocks as fit, or the remainder of a preempted block. Returns their
     /// units.
     pub(super) fn place(&mut self, now: Nanos, fits: u64, tiles_max: u32) -> u64 {
-        let left = (self.tiles - self.placed).min(tiles_max);
-        let whole = u64::from(left / self.tiles_per_block).min(fits) as u32;
+        let remaining = (self.tiles - self.placed).min(tiles_max);
+        let whole = u64::from(remaining / self.tiles_per_block).min(fits) as u32;
         let (blocks, tiles) =
-            if whole > 0 { (whole, whole * self.tiles_per_block) } else { (1, left) };
+            if whole > 0 { (whole, whole * self.tiles_per_block) } else { (1, remaining) };
         let part = f64::from(tiles) / f64::from(blocks * self.tiles_per_block);
         let from = self.progress_at(now);
         let until = from + self.block_ns * part;
@@ -292,10 +292,10 @@ impl Stream {
 
     /// Share of the memory bandwidth that its kernel requests.
     pub(super) fn bandwidth(&self) -> f32 {
-        let asked = |kernel: &Kernel| {
+        let requested = |kernel: &Kernel| {
             kernel.memory_share * kernel.running as f32 / kernel.at_once.max(1) as f32
         };
-        self.kernel.as_ref().map_or(0.0, asked)
+        self.kernel.as_ref().map_or(0.0, requested)
     }
 
     /// Whether new blocks of its kernel may be placed.

@@ -107,12 +107,12 @@ impl Core {
             if unserved == 0 {
                 break;
             }
-            let may_leave = self.queues[queue].running.is_some_and(|running| {
+            let may_preempt = self.queues[queue].running.is_some_and(|running| {
                 running.class == Class::BestEffort
                     && !running.preempting
                     && running.entitled_until == Nanos::ZERO
             });
-            if may_leave {
+            if may_preempt {
                 self.preempt(queue, how, actions);
                 unserved -= 1;
             }

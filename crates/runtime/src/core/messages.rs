@@ -98,7 +98,7 @@ pub enum Event {
         /// The queue it ran on.
         queue: usize,
         /// How far it ran.
-        left: PreemptionPoint,
+        point: PreemptionPoint,
         /// Time it took.
         busy: Nanos,
     },

@@ -398,21 +398,21 @@ impl Core {
             load.since + self.options.load_patience,
             load.since + self.options.load_patience + self.options.drain_after,
         );
-        let unwanted = |weights: &Weights, asked: usize| asked == 0 && weights.users == 0;
+        let unwanted = |weights: &Weights, pending: usize| pending == 0 && weights.users == 0;
         if let Some(victim) =
-            self.victim(|weights, asked| unwanted(weights, asked) && !weights.pinned)
+            self.victim(|weights, pending| unwanted(weights, pending) && !weights.pinned)
         {
             return Reclaim::Evict(victim);
         }
         // A model that was just loaded is protected for a while, so that its load was not in vain.
-        let protected = |weights: &Weights, asked: usize| {
+        let protected = |weights: &Weights, pending: usize| {
             weights.pinned
                 || (weights.fresh
-                    && asked > 0
+                    && pending > 0
                     && now < weights.last_used + self.options.drain_after)
         };
         let idle =
-            |weights: &Weights, asked: usize| weights.users == 0 && !protected(weights, asked);
+            |weights: &Weights, pending: usize| weights.users == 0 && !protected(weights, pending);
         if now < patient {
             return Reclaim::Wait(Some(patient));
         }
@@ -422,7 +422,7 @@ impl Core {
         if now < close {
             return Reclaim::Wait(Some(close));
         }
-        match self.victim(|weights, asked| !protected(weights, asked)) {
+        match self.victim(|weights, pending| !protected(weights, pending)) {
             Some(victim) => Reclaim::Drain(victim),
             // Protection may end without any other event.
             None => Reclaim::Wait(
@@ -487,8 +487,8 @@ impl Core {
 
 /// Whether a requested load is still needed.
 fn is_still_needed(state: &ModelState, load: LoadRequest) -> bool {
-    let asked = state.pending > 0 || state.weights.pinned || load.idle;
-    state.weights.state == WeightState::Absent && asked
+    let needed = state.pending > 0 || state.weights.pinned || load.idle;
+    state.weights.state == WeightState::Absent && needed
 }
 
 #[cfg(test)]

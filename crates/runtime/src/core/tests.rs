@@ -132,7 +132,8 @@ impl Simulation {
             let staying = self.queues.iter().flatten().filter(|on_queue| {
                 !on_queue.preempted && self.seen[&on_queue.request].class == Class::BestEffort
             });
-            let preempting = self.queues.iter().flatten().filter(|on_queue| on_queue.preempted).count();
+            let preempting =
+                self.queues.iter().flatten().filter(|on_queue| on_queue.preempted).count();
             assert!(
                 staying.count() == 0 || preempting >= waiting.len(),
                 "best effort runs while real time waits"
@@ -213,7 +214,7 @@ impl Simulation {
             self.queues[queue] = None;
             self.event(Event::SegmentPreempted {
                 queue,
-                left: PreemptionPoint::before(on_queue.next_step),
+                point: PreemptionPoint::before(on_queue.next_step),
                 busy,
             });
         } else {
@@ -385,7 +386,7 @@ struct Pair {
     /// Running request of each best-effort queue.
     running: [Option<RequestId>; 2],
     /// Preemptions of the mild and of the harsh model.
-    left: [usize; 2],
+    preemptions_by_model: [usize; 2],
     model_of: HashMap<RequestId, usize>,
     /// By queue, whether it is confined.
     confined: [bool; 2],
@@ -415,7 +416,7 @@ impl Pair {
             core: Core::with_policy(options.clone(), Box::new(Atoll)),
             now: Nanos::ZERO,
             running: [None; 2],
-            left: [0; 2],
+            preemptions_by_model: [0; 2],
             confined: [false; 2],
             partition: options.capabilities.sm_partition,
             model_of: HashMap::new(),
@@ -430,7 +431,7 @@ impl Pair {
     }
 
     fn arrive(&mut self, model: usize, class: Class) {
-        let request = self.core.next_request_id().expect("room");
+        let request = self.core.next_request_id().expect("below the limit");
         self.model_of.insert(request, model);
         let (model, deadline) = (ModelId(model as u32), Nanos::MAX);
         self.step(Event::Arrival { request, model, class, priority: 1, deadline });
@@ -453,9 +454,9 @@ impl Pair {
                     }
                     Action::Preempt { queue, .. } => {
                         let request = self.running[queue - 1].take().expect("it runs");
-                        self.left[self.model_of[&request] - 1] += 1;
-                        let (left, busy) = (PreemptionPoint::before(0), Nanos(1));
-                        events.push_back(Event::SegmentPreempted { queue, left, busy });
+                        self.preemptions_by_model[self.model_of[&request] - 1] += 1;
+                        let (point, busy) = (PreemptionPoint::before(0), Nanos(1));
+                        events.push_back(Event::SegmentPreempted { queue, point, busy });
                     }
                     _ => {}
                 }
@@ -466,11 +467,11 @@ impl Pair {
     /// After so many real-time requests the mild model co-runs and the harsh one does not.
     fn learns_within(mut self, requests: usize) {
         (0..requests).for_each(|_| self.real_time());
-        self.left = [0; 2];
+        self.preemptions_by_model = [0; 2];
         (0..1_600).for_each(|_| self.real_time());
-        let [mild, harsh] = self.left;
-        assert!(mild <= 120, "the mild one left {mild} times of 1600");
-        assert!(harsh >= 1_590, "the harsh one left {harsh} times of 1600");
+        let [mild, harsh] = self.preemptions_by_model;
+        assert!(mild <= 120, "the mild one was preempted {mild} times of 1600");
+        assert!(harsh >= 1_590, "the harsh one was preempted {harsh} times of 1600");
     }
 
     /// One real-time request, slowed down by what runs beside it.
@@ -491,7 +492,7 @@ impl Pair {
         };
         self.now += Nanos(busy);
         self.step(Event::SegmentDone { queue: 0, busy: Nanos(busy) });
-        assert!(self.running.iter().all(Option::is_some), "best effort goes on afterwards");
+        assert!(self.running.iter().all(Option::is_some), "best effort resumes afterwards");
         assert_eq!(self.confined, [false; 2], "and has all of the device");
         self.now += Nanos(50_000);
     }
@@ -515,7 +516,7 @@ fn admits_no_pair_without_an_allowed_slowdown() {
     let mut pair = Pair::with(options);
     for round in 1..2_000 {
         pair.real_time();
-        assert_eq!(pair.left, [round; 2]);
+        assert_eq!(pair.preemptions_by_model, [round; 2]);
     }
 }
 
@@ -532,7 +533,7 @@ fn seen(core: &mut Core, now: u64, event: Event) -> Vec<(Option<usize>, RequestI
 }
 
 fn real_time(core: &mut Core, model: u32, deadline: u64) -> (RequestId, Event) {
-    let request = core.next_request_id().expect("room");
+    let request = core.next_request_id().expect("below the limit");
     let (model, class, deadline) = (ModelId(model), Class::RealTime, Nanos(deadline));
     (request, Event::Arrival { request, model, class, priority: 1, deadline })
 }
@@ -588,7 +589,11 @@ fn a_batch_has_the_latest_deadline_of_its_members() {
 fn best_effort_is_preempted_for_announced_requests() {
     let mut pair = Pair::new();
     pair.step(Event::ArrivalExpected { model: ModelId(0) });
-    assert_eq!((pair.running, pair.left), ([None; 2], [1, 1]), "both are preempted, and none starts");
+    assert_eq!(
+        (pair.running, pair.preemptions_by_model),
+        ([None; 2], [1, 1]),
+        "both are preempted, and none starts"
+    );
     // It never arrives.
     pair.step(Event::ExpectationEnded);
     assert!(pair.running.iter().all(Option::is_some), "best effort resumes");
@@ -612,7 +617,7 @@ fn best_effort_waits_until_real_time_replies_are_sent() {
     let queues = QueueLayout { shared: 0, real_time: 1, best_effort: 1, yielding: 0 };
     let model = ModelId(0);
     let done = |queue| Event::SegmentDone { queue, busy: Nanos(1) };
-    for answered in [Event::RepliesSent, Event::Timer] {
+    for resumes in [Event::RepliesSent, Event::Timer] {
         let options =
             CoreOptions { queues, reply_before_best_effort: true, ..CoreOptions::default() };
         let mut core = Core::with_policy(options, Box::new(Atoll));
@@ -621,18 +626,18 @@ fn best_effort_waits_until_real_time_replies_are_sent() {
         assert_eq!(seen(&mut core, 1, event), [(Some(0), one)]);
         let (two, event) = real_time(&mut core, 0, u64::MAX);
         assert_eq!(seen(&mut core, 2, event), []);
-        let waits = core.next_request_id().expect("room");
+        let waits = core.next_request_id().expect("below the limit");
         let (class, deadline) = (Class::BestEffort, Nanos::MAX);
         let event = Event::Arrival { request: waits, model, class, priority: 1, deadline };
         assert_eq!(seen(&mut core, 3, event), []);
         assert_eq!(seen(&mut core, 4, done(0)), [(None, one), (Some(0), two)]);
-        assert!(!core.awaits_replies(), "real time goes on, and best effort waits for that");
+        assert!(!core.awaits_replies(), "real time continues, and best effort waits for that");
         assert_eq!(seen(&mut core, 5, done(0)), [(None, two)]);
         assert!(core.awaits_replies());
-        assert_eq!(seen(&mut core, 6, answered), [(Some(1), waits)]);
+        assert_eq!(seen(&mut core, 6, resumes), [(Some(1), waits)]);
         assert!(!core.awaits_replies());
         assert_eq!(seen(&mut core, 7, done(1)), [(None, waits)]);
-        assert!(!core.awaits_replies(), "best effort has nobody to wait for");
+        assert!(!core.awaits_replies(), "best effort waits for no reply");
         let (last, event) = real_time(&mut core, 0, u64::MAX);
         assert_eq!(seen(&mut core, 8, event), [(Some(0), last)]);
         assert_eq!(seen(&mut core, 9, done(0)), [(None, last)]);
@@ -674,7 +679,7 @@ impl PriorityHarness {
     }
 
     fn arrive(&mut self, model: u32, priority: u32, deadline: u64) -> RequestId {
-        let request = self.core.next_request_id().expect("room");
+        let request = self.core.next_request_id().expect("below the limit");
         self.rest.insert(request, RUN);
         let (model, class, deadline) = (ModelId(model), Class::RealTime, Nanos(deadline));
         self.step(Event::Arrival { request, model, class, priority, deadline });
@@ -709,8 +714,8 @@ impl PriorityHarness {
     /// Runs the device until `until` or until it is idle; preempted work keeps its progress.
     fn run(&mut self, until: u64) {
         loop {
-            let left = |queue: &usize| self.running[*queue].map(|(_, rest, _)| rest);
-            let soonest = (0..3).filter(|queue| left(queue).is_some()).min_by_key(left);
+            let remaining = |queue: &usize| self.running[*queue].map(|(_, rest, _)| rest);
+            let soonest = (0..3).filter(|queue| remaining(queue).is_some()).min_by_key(remaining);
             let Some(queue) = soonest else { break };
             let (request, rest, preempted) = self.running[queue].expect("it runs");
             let slack = Nanos(until) - self.now;
@@ -730,7 +735,7 @@ impl PriorityHarness {
             match preempted && self.rest.get(&request).is_some_and(|rest| *rest > 0) {
                 true => self.step(Event::SegmentPreempted {
                     queue,
-                    left: PreemptionPoint::before(1),
+                    point: PreemptionPoint::before(1),
                     busy,
                 }),
                 false => self.step(Event::SegmentDone { queue, busy }),
@@ -776,7 +781,7 @@ fn preempts_real_time_only_to_save_a_deadline() {
             harness.run(u64::MAX);
         }
     }
-    let mut asked = |slack: u64| {
+    let mut submitted = |slack: u64| {
         let at = harness.now.0;
         let low = harness.arrive(0, 5, u64::MAX);
         harness.run(at + 100);
@@ -786,9 +791,9 @@ fn preempts_real_time_only_to_save_a_deadline() {
         assert_eq!(harness.end_of(low).0, End::Done);
         (stays, harness.end_of(urgent).0)
     };
-    assert_eq!(asked(3 * RUN), (true, End::Done), "there is time to wait");
-    assert_eq!(asked(RUN + 200), (false, End::Done), "it would be late behind the other");
-    let (stays, _) = asked(RUN / 2);
+    assert_eq!(submitted(3 * RUN), (true, End::Done), "there is time to wait");
+    assert_eq!(submitted(RUN + 200), (false, End::Done), "it would be late behind the other");
+    let (stays, _) = submitted(RUN / 2);
     assert!(stays, "it is late in any case");
 }
 
@@ -797,19 +802,19 @@ fn every_request_ends_once_with_priorities() {
     for seed in 0..40 {
         let mut random = Random::new(seed);
         let mut harness = PriorityHarness::new();
-        let mut asked = Vec::new();
+        let mut submitted = Vec::new();
         for _ in 0..200 {
             let deadline = match random.below(3) {
                 0 => harness.now.0 + RUN / 2 + random.below(6 * RUN),
                 _ => u64::MAX,
             };
             let (model, priority) = (random.below(2) as u32, 1 + random.below(3) as u32);
-            asked.push((harness.arrive(model, priority, deadline), deadline));
+            submitted.push((harness.arrive(model, priority, deadline), deadline));
             let until = harness.now.0 + random.below(2 * RUN);
             harness.run(until);
         }
         harness.run(u64::MAX);
-        for (request, deadline) in asked {
+        for (request, deadline) in submitted {
             let ends = harness.ended.iter().filter(|(ended, ..)| *ended == request).count();
             assert_eq!(ends, 1, "seed {seed}: every request ends once");
             let (end, at) = harness.end_of(request);

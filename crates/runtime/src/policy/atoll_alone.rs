@@ -1,10 +1,10 @@
-//! Atoll's own policy without padding.
+//! Atoll's own policy without co-running best effort.
 
 use device::DeviceCapabilities;
 
 use super::{Atoll, CoRun, Policy, Rules};
 
-/// As [`Atoll`], but nothing of best effort goes on beside real time.
+/// As [`Atoll`], but best effort never co-runs with real time.
 #[derive(Clone, Copy, Debug)]
 pub struct AtollAlone;
 

@@ -1,10 +1,10 @@
-//! Everything at once on streams of its own, as TensorRT runs them.
+//! All tasks at once on streams of their own, as TensorRT runs them.
 
 use device::DeviceCapabilities;
 
 use super::{CoRun, Policy, RealTimeStart, Rules, Streams};
 
-/// Nobody waits for anybody, and the hardware shares as it likes.
+/// No task waits for another; the hardware shares the SMs.
 #[derive(Clone, Copy, Debug)]
 pub struct FreeStreams;
 

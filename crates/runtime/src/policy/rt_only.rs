@@ -1,4 +1,4 @@
-//! The device for real time alone: what every other policy's latency is measured against.
+//! Real time alone: the baseline of every other policy's latency.
 
 use device::DeviceCapabilities;
 

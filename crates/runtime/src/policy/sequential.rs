@@ -1,10 +1,10 @@
-//! One task at a time, as Clockwork runs them.
+//! One task at a time, as Clockwork does.
 
 use device::DeviceCapabilities;
 
 use super::{CoRun, Policy, RealTimeStart, Rules, Streams};
 
-/// Real time goes first but waits for the task that runs.
+/// Real time goes first but waits for the running task.
 #[derive(Clone, Copy, Debug)]
 pub struct Sequential;
 
