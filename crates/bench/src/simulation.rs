@@ -6,10 +6,10 @@ use std::fmt::Write as _;
 
 use base::{Histogram, Nanos, Random};
 use device::DeviceCapabilities;
-use device::sim::{Gpu, GpuEvent, ModelProfile, Segment, TaskId, reference_output};
+use device::sim::{Gpu, GpuEvent, GpuSegment, ModelProfile, TaskId, reference_output};
 use model::config::Class;
 use runtime::core::{Action, Core, End, Event, ModelId, RequestId, SimAction, SimEvent};
-use runtime::policy::{CoRun, Policy, PreemptionPoint, Progress, Rules};
+use runtime::policy::{CoRun, Policy, PreemptionPoint, ResumePoint, Rules};
 use std::sync::Arc;
 
 use crate::arrival::Clockwork;
@@ -362,7 +362,7 @@ impl Simulation {
             None => self.gpu.create_task(model, request.order()),
         };
         live.task = Some(task);
-        let segment = Segment { token: Simulation::token(request), task, model, steps, tile };
+        let segment = GpuSegment { token: Simulation::token(request), task, model, steps, tile };
         if self.gpu.enqueue(now, queue, segment).is_err() {
             self.feed(Event::SegmentFailed { queue, busy: Nanos::ZERO });
         }
@@ -512,8 +512,8 @@ impl Policy for BrokenRestore {
         self.0.rules(device)
     }
 
-    fn restore(&self, point: PreemptionPoint, known: Progress) -> Progress {
+    fn restore(&self, point: PreemptionPoint, known: ResumePoint) -> ResumePoint {
         let right = self.0.restore(point, known);
-        Progress { tile: right.tile + 1, ..right }
+        ResumePoint { tile: right.tile + 1, ..right }
     }
 }

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use base::Bytes;
 use device::DeviceError;
-use device::residency::{LoadProgress, LoadReport, Residency};
+use device::residency::{LoadCallback, LoadProgress, Residency};
 use model::gpu::{GpuPlan, Weight, WeightKey};
 
 use self::arrival::{Pace, Part, Spans};
@@ -291,7 +291,7 @@ impl Residency for Resident {
         Bytes(self.0.bytes())
     }
 
-    fn load(&self, urgent: bool, report: LoadReport) {
+    fn load(&self, urgent: bool, report: LoadCallback) {
         self.0.memory.order(Order::Load { weights: self.0.clone(), urgent, report });
     }
 

@@ -48,12 +48,12 @@ pub struct Case {
 
 /// Results of all cases.
 #[derive(Clone, Debug, Default)]
-pub struct Report {
+pub struct ConformanceReport {
     /// In the order they ran.
     pub cases: Vec<Case>,
 }
 
-impl Report {
+impl ConformanceReport {
     /// The cases that failed.
     pub fn failures(&self) -> impl Iterator<Item = &Case> {
         self.cases.iter().filter(|case| matches!(case.verdict, Verdict::Failed(_)))
@@ -69,7 +69,7 @@ impl Report {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for ConformanceReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for case in &self.cases {
             match &case.verdict {
@@ -106,8 +106,8 @@ fn ensure(holds: bool, why: impl Into<String>) -> Result<(), Stop> {
 }
 
 /// Runs all cases on `device`.
-pub fn run(device: &dyn Device) -> Report {
-    let mut report = Report::default();
+pub fn run(device: &dyn Device) -> ConformanceReport {
+    let mut report = ConformanceReport::default();
     results::run(device, &mut report);
     queues::run(device, &mut report);
     batches::run(device, &mut report);
@@ -116,8 +116,8 @@ pub fn run(device: &dyn Device) -> Report {
 
 /// Runs the residency cases on `device`, which loads and evicts weights. Nothing else may use it
 /// meanwhile.
-pub fn run_residency(device: &dyn Device) -> Report {
-    let mut report = Report::default();
+pub fn run_residency(device: &dyn Device) -> ConformanceReport {
+    let mut report = ConformanceReport::default();
     residency::run(device, &mut report);
     report
 }

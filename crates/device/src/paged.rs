@@ -14,7 +14,7 @@ use std::time::Duration;
 use base::{Bytes, Nanos};
 use model::{LaunchPlan, Tensor};
 
-use crate::residency::{LoadProgress, LoadReport, MemoryUse, Residency};
+use crate::residency::{LoadCallback, LoadProgress, MemoryUse, Residency};
 use crate::{
     Completion, CompletionSink, Device, DeviceError, DeviceInfo, Outcome, Program, Queue,
     QueueOptions, Segment, Task,
@@ -136,7 +136,7 @@ struct CommandQueue {
 }
 
 enum PagerCommand {
-    Load(Arc<Weights>, LoadReport),
+    Load(Arc<Weights>, LoadCallback),
     Evict(Arc<Weights>),
     /// Return a segment that may not run.
     Refuse(Arc<dyn CompletionSink>, Completion),
@@ -191,7 +191,7 @@ impl Pager {
         }
     }
 
-    fn load(&self, weights: &Weights, report: &LoadReport) {
+    fn load(&self, weights: &Weights, report: &LoadCallback) {
         let bytes = weights.bytes.0;
         let held = self.held.load(Ordering::SeqCst);
         if held + bytes > self.options.memory.0 {
@@ -274,7 +274,7 @@ impl Residency for PagedResidency {
         self.0.bytes
     }
 
-    fn load(&self, _urgent: bool, report: LoadReport) {
+    fn load(&self, _urgent: bool, report: LoadCallback) {
         self.0.pager.send(PagerCommand::Load(self.0.clone(), report));
     }
 

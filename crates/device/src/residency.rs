@@ -21,7 +21,7 @@ pub enum LoadProgress {
 }
 
 /// Receives the progress of a load, on a thread of the device.
-pub type LoadReport = Box<dyn Fn(LoadProgress) + Send>;
+pub type LoadCallback = Box<dyn Fn(LoadProgress) + Send>;
 
 /// The weights of one program.
 ///
@@ -35,7 +35,7 @@ pub trait Residency: Send + Sync {
     /// Starts to load them and returns at once. [`LoadProgress::Runnable`] is reported at most
     /// once, then one of the others exactly once. Real time waits for an `urgent` load; other loads
     /// yield the copy engine to running real time.
-    fn load(&self, urgent: bool, report: LoadReport);
+    fn load(&self, urgent: bool, report: LoadCallback);
 
     /// Frees their device memory and returns at once. No task of the program may be running.
     fn evict(&self);

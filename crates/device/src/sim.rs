@@ -10,7 +10,7 @@
 //!
 //! use base::Nanos;
 //! use device::PreemptMode;
-//! use device::sim::{Gpu, GpuEvent, Segment, StreamOptions, builtin};
+//! use device::sim::{Gpu, GpuEvent, GpuSegment, StreamOptions, builtin};
 //!
 //! let set = builtin::mi50();
 //! let models = set.models.iter().cloned().map(Arc::new).collect();
@@ -19,7 +19,7 @@
 //!
 //! // Runs the first model for a millisecond, then preempts it.
 //! let (steps, task) = (0..set.models[0].kernels.len(), gpu.create_task(0, 42));
-//! let segment = Segment { token: 1, task, model: 0, steps, tile: 0 };
+//! let segment = GpuSegment { token: 1, task, model: 0, steps, tile: 0 };
 //! gpu.enqueue(Nanos::ZERO, 0, segment).expect("the stream is empty");
 //! let (mut events, now) = (Vec::new(), Nanos::from_millis(1));
 //! gpu.advance(now, &mut events);
@@ -58,7 +58,7 @@ pub struct TaskId(usize);
 
 /// Consecutive kernels of one task.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Segment {
+pub struct GpuSegment {
     /// Returned with its completion.
     pub token: u64,
     /// The task.
@@ -139,7 +139,7 @@ pub enum GpuEvent {
 
 /// A span of work, for timelines.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Span {
+pub struct WorkSpan {
     /// The stream.
     pub stream: usize,
     /// The kernel.
@@ -181,7 +181,7 @@ pub struct Gpu {
     armed: Vec<FaultKind>,
     ready_again_at: Option<Nanos>,
     contended: bool,
-    spans: Option<Vec<Span>>,
+    spans: Option<Vec<WorkSpan>>,
     events: Vec<GpuEvent>,
     /// Next event of each stream that is not in `changed`.
     due: Vec<Nanos>,
@@ -234,7 +234,7 @@ impl Gpu {
     }
 
     /// The recorded spans.
-    pub fn spans(&self) -> &[Span] {
+    pub fn spans(&self) -> &[WorkSpan] {
         self.spans.as_deref().unwrap_or_default()
     }
 
@@ -293,7 +293,12 @@ impl Gpu {
     }
 
     /// Appends a segment to a stream; returns it when the stream is full.
-    pub fn enqueue(&mut self, now: Nanos, stream: usize, segment: Segment) -> Result<(), Segment> {
+    pub fn enqueue(
+        &mut self,
+        now: Nanos,
+        stream: usize,
+        segment: GpuSegment,
+    ) -> Result<(), GpuSegment> {
         self.touch(stream);
         self.now = self.now.max(now);
         let lost = self.ready_again_at.is_some();
@@ -888,7 +893,7 @@ fn bit(stream: usize) -> u64 {
 }
 
 fn note_span(
-    spans: &mut Option<Vec<Span>>,
+    spans: &mut Option<Vec<WorkSpan>>,
     stream: usize,
     step: usize,
     group: &Group,
@@ -897,7 +902,7 @@ fn note_span(
 ) {
     if let Some(spans) = spans {
         let sms = group.units as f32 / UNITS_PER_SM as f32;
-        spans.push(Span { stream, step, sms, from: group.placed, to, aborted });
+        spans.push(WorkSpan { stream, step, sms, from: group.placed, to, aborted });
     }
 }
 

@@ -30,7 +30,7 @@ use model::config::Class;
 
 use crate::order::{Edf, ExecutionOrder, OrderedRequest};
 use crate::policy::padding::{PaddingCandidate, PaddingDevice, PaddingGrant, PairSlowdowns};
-use crate::policy::{Atoll, CoRun, Policy, PreemptionPoint, Progress, Rules};
+use crate::policy::{Atoll, CoRun, Policy, PreemptionPoint, ResumePoint, Rules};
 
 use self::co_run::CoRunAdmission;
 use self::fair::FairQueue;
@@ -347,7 +347,7 @@ impl Core {
                     priority,
                     deadline,
                     rows: 1,
-                    progress: Progress::default(),
+                    progress: ResumePoint::default(),
                     losses: 0,
                     copying: false,
                     phase: Phase::Preparing,
@@ -522,7 +522,7 @@ impl Core {
 
     /// Device time that a request still needs, if known: from its kernels, or from earlier runs of
     /// its model.
-    fn remaining_time(&self, model: ModelId, progress: Progress) -> Option<Nanos> {
+    fn remaining_time(&self, model: ModelId, progress: ResumePoint) -> Option<Nanos> {
         let state = self.model(model)?;
         let whole = state.run_time.or_else(|| self.co_run.alone(model))?;
         let steps = state.steps.max(1) as u64;
@@ -587,7 +587,7 @@ impl Core {
         let request = self.requests.get(running.request);
         // Batches, resumed runs and concurrent runs of a model are not comparable.
         let plain =
-            request.is_none_or(|state| state.rows == 1 && state.progress == Progress::default());
+            request.is_none_or(|state| state.rows == 1 && state.progress == ResumePoint::default());
         let sole = self.queues.iter().filter(|slot| slot.kind == QueueKind::RealTime);
         let sole = sole.filter(|slot| slot.running.is_some()).count() == 1;
         if plain && sole && self.rules.co_run == CoRun::AdmittedPair {

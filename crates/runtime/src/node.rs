@@ -26,7 +26,7 @@ mod request;
 mod submission;
 mod weights;
 
-use self::batch_jobs::{BatchIntake, Batches, ModelBatcher, Preparer};
+use self::batch_jobs::{BatchStaging, Batches, ModelBatcher, Preparer};
 use self::batcher::MemberId;
 use self::completion::Sink;
 pub use self::lock::LockContention;
@@ -240,7 +240,7 @@ struct ModelEntry {
     queue_capacity: usize,
     stats: ModelStats,
     preemption_stats: PreemptionStats,
-    batching: Option<(ModelBatcher, BatchIntake)>,
+    batching: Option<(ModelBatcher, BatchStaging)>,
     /// When the batcher must be updated.
     batch_timer: Option<Nanos>,
     /// No more requests are accepted; the core is notified when the batcher is empty.

@@ -30,7 +30,7 @@ pub use self::sequential::Sequential;
 
 /// A position in a task: all kernels before `step` are done, and `tile` tiles of `step`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Progress {
+pub struct ResumePoint {
     /// The kernel.
     pub step: usize,
     /// The tile.
@@ -119,8 +119,8 @@ pub trait Policy: Debug + Send {
     fn rules(&self, device: DeviceCapabilities) -> Rules;
 
     /// Where a preempted task resumes. Everything before `known` is certainly done.
-    fn restore(&self, point: PreemptionPoint, _known: Progress) -> Progress {
-        Progress { step: point.step, tile: point.tile }
+    fn restore(&self, point: PreemptionPoint, _known: ResumePoint) -> ResumePoint {
+        ResumePoint { step: point.step, tile: point.tile }
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use base::Bytes;
-use device::residency::{LoadProgress, LoadReport, MemoryUse};
+use device::residency::{LoadCallback, LoadProgress, MemoryUse};
 
 use super::arrival::{group_ends, group_of};
 use super::pieces::{Counts, Pieces};
@@ -60,7 +60,7 @@ pub(super) enum Order {
     Load {
         weights: Arc<ProgramWeights>,
         urgent: bool,
-        report: LoadReport,
+        report: LoadCallback,
     },
     Evict(Arc<ProgramWeights>),
     /// Memory of a program that is no more.
@@ -160,7 +160,7 @@ impl Arrival {
 
 struct Arriving {
     weights: Arc<ProgramWeights>,
-    report: LoadReport,
+    report: LoadCallback,
     arrival: Arc<Arrival>,
     /// Bytes before what this load brings.
     from: u64,
@@ -275,7 +275,7 @@ impl Loader {
         self.unmap_retired();
     }
 
-    fn load(&mut self, weights: Arc<ProgramWeights>, urgent: bool, report: LoadReport) {
+    fn load(&mut self, weights: Arc<ProgramWeights>, urgent: bool, report: LoadCallback) {
         let issued = Instant::now();
         self.urgent = urgent;
         self.loads.store(self.arriving.len() + 1, Ordering::Relaxed);

@@ -8,7 +8,7 @@ use model::op::{Binary, MatMul, Op, Unary};
 use model::{DataType, Dim, HostPool, Tensor};
 
 use super::plans::{Builder, noise, reals};
-use super::{Report, Stop, TestQueue, ensure, load};
+use super::{ConformanceReport, Stop, TestQueue, ensure, load};
 use crate::batch::split;
 use crate::{Device, DeviceError, Program, StagedInputs};
 
@@ -18,7 +18,7 @@ const WIDTH: usize = 33;
 /// Allowed error between a row of a batch and the same row alone, which another kernel may compute.
 const TOLERANCE: f64 = 2e-4;
 
-pub(super) fn run(device: &dyn Device, report: &mut Report) {
+pub(super) fn run(device: &dyn Device, report: &mut ConformanceReport) {
     for (name, copy) in [("early", CopyTime::Early), ("late", CopyTime::Late)] {
         let case = |rows: &'static [usize]| move || together(device, copy, rows);
         let cases: [(&str, &[usize]); 4] = [

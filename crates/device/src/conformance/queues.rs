@@ -8,7 +8,7 @@ use model::op::{Binary, MatMul, Op, Unary};
 use model::{DataType, LaunchPlan, Tensor};
 
 use super::plans::{Builder, integers, noise, reals};
-use super::{Report, Stop, TestQueue, ensure, finished, load};
+use super::{ConformanceReport, Stop, TestQueue, ensure, finished, load};
 use crate::{Completion, Device, DeviceError, Outcome, PreemptionLevel, Program, Segment, Task};
 
 /// Side of the matrices that keep a device busy.
@@ -23,7 +23,7 @@ const ATTEMPTS: usize = 10;
 /// Segments that are launched on a queue of two.
 const FLOOD: u64 = 16;
 
-pub(super) fn run(device: &dyn Device, report: &mut Report) {
+pub(super) fn run(device: &dyn Device, report: &mut ConformanceReport) {
     report.add("steps one by one give the same bits", one_by_one(device));
     report.add("outputs need every step", early_outputs(device));
     report.add("step times are recorded on request", step_times(device));

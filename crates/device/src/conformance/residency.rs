@@ -10,7 +10,7 @@ use model::{DataType, LaunchPlan, Tensor};
 
 use super::plans::{Builder, noise};
 use super::reference::{Grid, matmul};
-use super::{PATIENCE, Report, Stop, TestQueue, ensure, load};
+use super::{ConformanceReport, PATIENCE, Stop, TestQueue, ensure, load};
 use crate::residency::{LoadProgress, Residency};
 use crate::{Device, Outcome, Program, Task};
 
@@ -21,7 +21,7 @@ const SIDE: usize = 1536;
 /// Consecutive matrix products.
 const LAYERS: usize = 3;
 
-pub(super) fn run(device: &dyn Device, report: &mut Report) {
+pub(super) fn run(device: &dyn Device, report: &mut ConformanceReport) {
     report.add("weights are loaded, evicted and loaded again", again(device));
     report.add("a run without its weights is refused", refused(device));
     report.add("a run may start when its load is runnable", early(device));

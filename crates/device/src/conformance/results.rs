@@ -9,13 +9,13 @@ use model::{DataType, Dim, LaunchPlan, Tensor};
 
 use super::plans::{Builder, integers, noise, reals};
 use super::reference::{Grid, conv, matmul, pool, rows};
-use super::{Report, Stop, TestQueue, ensure, load};
+use super::{ConformanceReport, Stop, TestQueue, ensure, load};
 use crate::{Device, DeviceError};
 
 /// Allowed error of an output, relative to its magnitude.
 const TOLERANCE: f64 = 2e-4;
 
-pub(super) fn run(device: &dyn Device, report: &mut Report) {
+pub(super) fn run(device: &dyn Device, report: &mut ConformanceReport) {
     report.add("a broken plan is not loaded", broken_plan(device));
     report.add("inputs are checked", bad_inputs(device));
     report.add("64-bit integers stay exact", exact_integers(device));

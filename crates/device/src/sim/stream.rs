@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use base::Nanos;
 
-use super::Segment;
+use super::GpuSegment;
 use super::profile::GpuProfile;
 use crate::PreemptMode;
 use crate::profile::KernelProfile;
@@ -211,7 +211,7 @@ impl Kernel {
 /// An enqueued segment.
 #[derive(Clone, Debug)]
 pub(super) struct Head {
-    pub(super) segment: Segment,
+    pub(super) segment: GpuSegment,
     pub(super) step: usize,
     pub(super) tile: u32,
     pub(super) busy: Nanos,

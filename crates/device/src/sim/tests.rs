@@ -22,7 +22,7 @@ fn open(gpu: GpuProfile, models: Vec<Arc<ModelProfile>>, faults: Vec<Fault>) -> 
 fn launch(gpu: &mut Gpu, now: u64, stream: usize, model: usize) -> TaskId {
     let task = gpu.create_task(model, 42);
     let steps = 0..gpu.models[model].kernels.len();
-    let segment = Segment { token: stream as u64, task, model, steps, tile: 0 };
+    let segment = GpuSegment { token: stream as u64, task, model, steps, tile: 0 };
     gpu.enqueue(Nanos(now), stream, segment).unwrap();
     task
 }
@@ -85,7 +85,7 @@ fn preempt_and_restore(how: PreemptMode) -> (Vec<(u64, GpuEvent)>, bool, f64) {
     gpu.preempt(Nanos(150), 1, how);
     let events = run_to(&mut gpu, 2_000);
     let GpuEvent::Preempted { step, tile, .. } = events[0].1 else { panic!("{events:?}") };
-    let segment = Segment { token: 9, task, model: 0, steps: step..3, tile };
+    let segment = GpuSegment { token: 9, task, model: 0, steps: step..3, tile };
     gpu.enqueue(Nanos(2_000), 1, segment).unwrap();
     run_to(&mut gpu, 10_000);
     let right = gpu.output(task) == Some(want(&gpu, 0));
@@ -138,7 +138,7 @@ fn preemption_inside_tiles_loses_at_most_one_tile_per_block() {
     // Preempted at 75, inside the eighth of ten tiles of each of the eight blocks.
     assert!(matches!(events[0], (75, GpuEvent::Preempted { step: 0, tile: 56, .. })), "{events:?}");
     assert!((gpu.work(1).redone - 4.0 * 5.0).abs() < 1e-9, "{:?}", gpu.work(1));
-    let segment = Segment { token: 1, task, model: 0, steps: 0..1, tile: 56 };
+    let segment = GpuSegment { token: 1, task, model: 0, steps: 0..1, tile: 56 };
     gpu.enqueue(Nanos(100), 1, segment).unwrap();
     // Twenty-four tiles are two whole blocks and one of four tiles.
     assert_eq!(run_to(&mut gpu, 1_000), [(200, done(1, 100))]);

@@ -6,7 +6,7 @@ use model::config::Class;
 
 use super::{Action, Core, Phase, QueueKind, QueueState, RequestId, Running, SimAction};
 use crate::policy::padding::{self, PaddedTask, PaddingCandidate, PaddingGrant, PairSlowdowns};
-use crate::policy::{CoRun, PaddingRules, Progress, RealTimeStart, Streams};
+use crate::policy::{CoRun, PaddingRules, RealTimeStart, ResumePoint, Streams};
 
 impl QueueState {
     pub(super) fn new(kind: QueueKind, yields: bool) -> QueueState {
@@ -357,7 +357,7 @@ impl Core {
                 if let (Some(step), Some(state)) = (step, self.requests.get_mut(running.request))
                     && step > state.progress.step
                 {
-                    state.progress = Progress { step, tile: 0 };
+                    state.progress = ResumePoint { step, tile: 0 };
                 }
             }
         }

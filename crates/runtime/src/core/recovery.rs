@@ -2,7 +2,7 @@
 
 use base::Nanos;
 
-use super::{Action, Core, End, Phase, Progress};
+use super::{Action, Core, End, Phase, ResumePoint};
 
 /// A request that lost the device this often fails.
 const LOSSES_MAX: u32 = 3;
@@ -56,7 +56,7 @@ impl Core {
             }
             if let Some(state) = self.requests.get_mut(request) {
                 state.phase = Phase::Preparing;
-                state.progress = Progress::default();
+                state.progress = ResumePoint::default();
                 self.prepare(now, request, actions);
             }
         }

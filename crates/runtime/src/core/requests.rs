@@ -3,7 +3,7 @@
 use base::Nanos;
 use model::config::Class;
 
-use super::{End, ModelId, Progress};
+use super::{End, ModelId, ResumePoint};
 
 /// The number of a request. Numbers are reused, with a new generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -45,7 +45,7 @@ pub(super) struct RequestState {
     pub(super) deadline: Nanos,
     /// Rows it computes.
     pub(super) rows: usize,
-    pub(super) progress: Progress,
+    pub(super) progress: ResumePoint,
     /// Times the device was lost while it ran.
     pub(super) losses: u32,
     /// Whether its inputs are being copied.

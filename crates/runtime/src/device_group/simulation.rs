@@ -7,7 +7,7 @@ use std::sync::Arc;
 use base::{Nanos, Random};
 use device::DeviceCapabilities;
 use device::sim::{
-    Gpu, GpuEvent, GpuProfile, KernelProfile, ModelProfile, Segment, StreamOptions, TaskId,
+    Gpu, GpuEvent, GpuProfile, GpuSegment, KernelProfile, ModelProfile, StreamOptions, TaskId,
 };
 use model::config::Class;
 
@@ -506,7 +506,7 @@ impl Simulation {
                 let model = live.model;
                 let create = || device_state.gpu.create_task(model, request.order());
                 let task = *live.task.get_or_insert_with(create);
-                let segment = Segment { token: request.slot() as u64, task, model, steps, tile };
+                let segment = GpuSegment { token: request.slot() as u64, task, model, steps, tile };
                 assert!(device_state.gpu.enqueue(now, queue, segment).is_ok(), "a queue takes one");
             }
             Action::Preempt { queue, how } => device_state.gpu.preempt(now, queue, how),

@@ -33,7 +33,7 @@ pub(super) type ModelBatcher = Batcher<BatchMember>;
 
 /// What a caller needs to know to stage a request of a batched model.
 #[derive(Clone)]
-pub(super) struct BatchIntake {
+pub(super) struct BatchStaging {
     symbol: Arc<str>,
     pub(super) copy: CopyTime,
     max_rows: usize,
@@ -70,14 +70,15 @@ impl Preparer {
     pub(super) fn start(shared: Weak<Shared>) -> std::io::Result<Preparer> {
         let (sender, receiver) = sync_channel::<Preparation>(MAX_PREPARATIONS);
         std::thread::Builder::new().name("node-batches".to_string()).spawn(move || {
-            while let Ok(wanted) = receiver.recv() {
-                let Some(program) = wanted.program.upgrade() else { continue };
-                if let Err(err) = program.prepare_batches(&wanted.sizes, &wanted.batches) {
-                    let batches = &wanted.batches;
+            while let Ok(preparation) = receiver.recv() {
+                let Some(program) = preparation.program.upgrade() else { continue };
+                if let Err(err) = program.prepare_batches(&preparation.sizes, &preparation.batches)
+                {
+                    let batches = &preparation.batches;
                     tracing::warn!(?batches, error = %err, "cannot prepare batches");
                 }
                 let Some(shared) = shared.upgrade() else { return };
-                shared.prepared(&wanted, &*program);
+                shared.prepared(&preparation, &*program);
             }
         })?;
         Ok(Preparer { sender })
@@ -95,7 +96,7 @@ pub(super) fn batcher_of(
     plan: &LaunchPlan,
     config: &ModelConfig,
     level: PreemptionLevel,
-) -> Option<(ModelBatcher, BatchIntake)> {
+) -> Option<(ModelBatcher, BatchStaging)> {
     let rules = Rules::of(config, level)?;
     let configured = config.batching.policy != BatchingPolicy::Auto;
     let Some(symbol) = batch_symbol(plan) else {
@@ -119,13 +120,13 @@ pub(super) fn batcher_of(
     }
     let (symbol, copy) = (symbol.into(), rules.copy);
     let (max_rows, batches) = (rules.batch_max(), rules.batches().into());
-    let batch_intake = BatchIntake { symbol, copy, max_rows, batches };
-    Some((Batcher::new(rules, config.queue_capacity), batch_intake))
+    let staging = BatchStaging { symbol, copy, max_rows, batches };
+    Some((Batcher::new(rules, config.queue_capacity), staging))
 }
 
-impl BatchIntake {
+impl BatchStaging {
     /// Whether inputs fit into a batch.
-    pub(super) fn takes(&self, inputs: &[Tensor]) -> bool {
+    pub(super) fn fits(&self, inputs: &[Tensor]) -> bool {
         (1..=self.max_rows).contains(&rows_of(inputs))
     }
 
@@ -158,18 +159,20 @@ impl Shared {
             return Admission::Refused(submission, Rejection::NoSuchModel);
         };
         let capacity = if busy { self.max_requests } else { entry.queue_capacity };
-        let Some((batcher, batch_intake)) = entry.batching.as_mut().filter(|_| !busy) else {
+        let Some((batcher, staging)) = entry.batching.as_mut().filter(|_| !busy) else {
             entry.stats.rejected += 1;
             return Admission::Refused(submission, Rejection::QueueFull { capacity });
         };
         let (program, preparer) = (&entry.program, self.preparer.get());
         let key = GroupKey { class, priority, sizes: sizes.clone() };
-        let wanted = &batch_intake.batches;
+        let sizes_to_prepare = &staging.batches;
         let ready = || {
             let ready = program.prepared_batches(&sizes)?;
-            if let Some(preparer) = preparer.filter(|_| wanted.iter().any(|b| !ready.contains(b))) {
+            if let Some(preparer) =
+                preparer.filter(|_| sizes_to_prepare.iter().any(|b| !ready.contains(b)))
+            {
                 let (program, sizes, batches) =
-                    (Arc::downgrade(program), sizes.clone(), wanted.to_vec());
+                    (Arc::downgrade(program), sizes.clone(), sizes_to_prepare.to_vec());
                 preparer.request(Preparation { model, program, sizes, batches });
             }
             Some(ready)
@@ -276,7 +279,7 @@ impl Shared {
         batcher.expire(now, &mut late, &mut idle);
         events.extend(idle.into_iter().map(|request| Event::Cancel { request }));
         // Each group has one batch slot at a time: the next one follows when that has started.
-        let wanted: Vec<SlotRequest> =
+        let slots: Vec<SlotRequest> =
             std::iter::from_fn(|| batcher.decide(now, &mut late)).collect();
         let timer = batcher.next_timer();
         if timer != entry.batch_timer {
@@ -295,8 +298,8 @@ impl Shared {
                 Err(Rejection::DeadlineExceeded),
             ));
         }
-        for wanted in wanted {
-            self.open_slot(state, model, wanted, events);
+        for slot in slots {
+            self.open_slot(state, model, slot, events);
         }
         state.retire(model, events);
     }
@@ -305,10 +308,10 @@ impl Shared {
         &self,
         state: &mut State,
         model: ModelId,
-        wanted: SlotRequest,
+        slot: SlotRequest,
         events: &mut VecDeque<Event>,
     ) {
-        let SlotRequest { group, class, priority, deadline } = wanted;
+        let SlotRequest { group, class, priority, deadline } = slot;
         let job = state.core.next_request_id();
         if let Some(entry) = &mut state.models[model.0 as usize]
             && let Some((batcher, _)) = &mut entry.batching

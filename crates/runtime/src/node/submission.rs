@@ -41,11 +41,11 @@ impl Node {
         let found = {
             let state = shared.lock();
             let found = state.model(model).filter(|entry| !entry.removed);
-            let intake = |entry: &ModelEntry| entry.batching.as_ref().map(|(_, i)| i.clone());
+            let staging = |entry: &ModelEntry| entry.batching.as_ref().map(|(_, i)| i.clone());
             let fault = state.fault.clone();
-            found.map(|e| (e.program.clone(), e.defaults, intake(e), state.draining, fault))
+            found.map(|e| (e.program.clone(), e.defaults, staging(e), state.draining, fault))
         };
-        let Some((program, defaults, batch_intake, draining, fault)) = found else {
+        let Some((program, defaults, staging, draining, fault)) = found else {
             return refuse_at_once(arrived, reply, Rejection::NoSuchModel);
         };
         let timeout = timeout.or(defaults.timeout);
@@ -75,10 +75,10 @@ impl Node {
             }
         };
         // The copy into the device's memory happens on the caller's thread and without the lock.
-        match batch_intake.filter(|intake| intake.takes(&inputs)) {
-            Some(intake) => {
-                let sizes = intake.sizes(program.plan(), &inputs);
-                let handle = match program.stage(inputs, intake.copy, &mut notify) {
+        match staging.filter(|staging| staging.fits(&inputs)) {
+            Some(staging) => {
+                let sizes = staging.sizes(program.plan(), &inputs);
+                let handle = match program.stage(inputs, staging.copy, &mut notify) {
                     Ok(staged) => self.submit_member(&program, submission, sizes, staged),
                     Err(err) => self.submit_alone(submission, Err(err), None),
                 };

@@ -3,7 +3,7 @@
 use device::{DeviceCapabilities, PreemptMode};
 
 use super::{
-    CoRun, PaddingRules, Policy, PreemptionPoint, Progress, RealTimeStart, Rules, Streams,
+    CoRun, PaddingRules, Policy, PreemptionPoint, RealTimeStart, ResumePoint, Rules, Streams,
 };
 
 /// Resets queues and kills running kernels, then starts real time. Selected best-effort kernels are
@@ -36,8 +36,8 @@ impl Policy for Reef {
 
     /// The killed kernel is not known: it is at most a queue's length before the last one that was
     /// sent, and not before the first one of the launch.
-    fn restore(&self, point: PreemptionPoint, known: Progress) -> Progress {
+    fn restore(&self, point: PreemptionPoint, known: ResumePoint) -> ResumePoint {
         let step = point.transmitted.saturating_sub(self.queue_capacity).max(known.step);
-        Progress { step, tile: 0 }
+        ResumePoint { step, tile: 0 }
     }
 }
