@@ -178,13 +178,13 @@ struct Shared {
     /// Replies that are due and not sent.
     unsent: AtomicUsize,
     /// A thread waits until all replies are sent.
-    draining_thread_waits: AtomicBool,
+    drain_waits: AtomicBool,
 }
 
 struct State {
     core: Core,
     actions: Vec<Action>,
-    job: Vec<Option<Job>>,
+    jobs: Vec<Option<Job>>,
     models: Vec<Option<ModelEntry>>,
     next_generation: u64,
     armed_timer: Option<Nanos>,
@@ -306,7 +306,7 @@ impl Node {
         let state = State {
             core: Core::with_policy(core, policy),
             actions: Vec::new(),
-            job: Vec::new(),
+            jobs: Vec::new(),
             models: Vec::new(),
             next_generation: 0,
             armed_timer: None,
@@ -340,7 +340,7 @@ impl Node {
             timer_changed: Condvar::new(),
             idle: Condvar::new(),
             unsent: AtomicUsize::new(0),
-            draining_thread_waits: AtomicBool::new(false),
+            drain_waits: AtomicBool::new(false),
         });
         let sink: Arc<dyn CompletionSink> = Arc::new(Sink(Arc::downgrade(&shared)));
         let mut queues = Vec::with_capacity(opened.len());
@@ -480,7 +480,7 @@ impl Node {
     /// Accepts no more requests. Returns when none is pending and every reply is sent, or `false`
     /// after `limit`.
     pub fn drain(&self, limit: Duration) -> bool {
-        self.shared.draining_thread_waits.store(true, Ordering::SeqCst);
+        self.shared.drain_waits.store(true, Ordering::SeqCst);
         let mut state = self.shared.lock();
         state.draining = true;
         let mut events = VecDeque::new();
@@ -539,14 +539,14 @@ impl State {
     }
 
     fn job(&self, request: RequestId) -> Option<&Job> {
-        self.job.get(request.slot())?.as_ref()
+        self.jobs.get(request.slot())?.as_ref()
     }
 
     fn keep(&mut self, id: RequestId, job: Job) {
-        if id.slot() >= self.job.len() {
-            self.job.resize_with(id.slot() + 1, || None);
+        if id.slot() >= self.jobs.len() {
+            self.jobs.resize_with(id.slot() + 1, || None);
         }
-        self.job[id.slot()] = Some(job);
+        self.jobs[id.slot()] = Some(job);
     }
 }
 
@@ -603,7 +603,7 @@ impl Shared {
     fn send(&self, send: ReplyFn, reply: Reply) {
         send(reply);
         self.unsent.fetch_sub(1, Ordering::SeqCst);
-        if self.draining_thread_waits.load(Ordering::SeqCst) {
+        if self.drain_waits.load(Ordering::SeqCst) {
             let _state = self.lock();
             self.idle.notify_all();
         }
@@ -631,7 +631,7 @@ impl Shared {
         match action {
             Action::Launch { queue, request, .. } => {
                 let formed = self.form_batch(state, now, request, events);
-                let Some(job) = state.job.get_mut(request.slot()).and_then(Option::as_mut) else {
+                let Some(job) = state.jobs.get_mut(request.slot()).and_then(Option::as_mut) else {
                     return;
                 };
                 let first = !std::mem::replace(&mut job.launched, true);
@@ -667,7 +667,7 @@ impl Shared {
                 }
             }
             Action::End { request, end } => {
-                let job = state.job.get_mut(request.slot()).and_then(Option::take);
+                let job = state.jobs.get_mut(request.slot()).and_then(Option::take);
                 match job {
                     Some(job) if matches!(job.reply_to, ReplyTarget::Members) => {
                         self.end_batch(state, now, (request, end), job, due);

@@ -120,29 +120,30 @@ impl Pair {
 struct RealTimeRuns {
     alone: Estimate,
     /// By best-effort model.
-    with: Vec<Pair>,
-    runs: u64,
+    pairs: Vec<Pair>,
+    /// Runs so far.
+    count: u64,
 }
 
 impl RealTimeRuns {
-    fn with(&self, co_runner: ModelId) -> Pair {
-        self.with.get(co_runner.0 as usize).copied().unwrap_or_default()
+    fn pair(&self, co_runner: ModelId) -> Pair {
+        self.pairs.get(co_runner.0 as usize).copied().unwrap_or_default()
     }
 
     /// Makes rejected pairs undecided again when it is time.
     fn reopen(&mut self) {
         let due = |pair: &Pair| match pair.status {
-            PairStatus::Rejected => self.runs.is_multiple_of(RETRY_MILD_EVERY),
-            PairStatus::ClearlyRejected => self.runs.is_multiple_of(RETRY_EVERY),
+            PairStatus::Rejected => self.count.is_multiple_of(RETRY_MILD_EVERY),
+            PairStatus::ClearlyRejected => self.count.is_multiple_of(RETRY_EVERY),
             PairStatus::Undecided | PairStatus::Admitted => false,
         };
-        for pair in self.with.iter_mut().filter(|pair| due(pair)) {
+        for pair in self.pairs.iter_mut().filter(|pair| due(pair)) {
             *pair = Pair::default();
         }
     }
 
     fn is(&self, co_runner: ModelId, status: PairStatus) -> bool {
-        self.with(co_runner).status == status
+        self.pair(co_runner).status == status
     }
 }
 
@@ -168,8 +169,8 @@ impl CoRunAdmission {
             self.models.resize_with(index + 1, RealTimeRuns::default);
         }
         self.models[index] = RealTimeRuns::default();
-        for models in &mut self.models {
-            if let Some(pair) = models.with.get_mut(index) {
+        for runs in &mut self.models {
+            if let Some(pair) = runs.pairs.get_mut(index) {
                 *pair = Pair::default();
             }
         }
@@ -177,20 +178,19 @@ impl CoRunAdmission {
 
     /// Records a run of `real_time` with this co-runner.
     pub(super) fn record(&mut self, real_time: ModelId, co_runner: Option<ModelId>, time: Nanos) {
-        let Some(models) = self.models.get_mut(real_time.0 as usize) else { return };
+        let Some(runs) = self.models.get_mut(real_time.0 as usize) else { return };
         match co_runner {
             None => {
-                let usual_ns =
-                    if models.alone.count < MIN_RUNS_REJECT { f64::INFINITY } else { 0.0 };
-                models.alone.record(time, usual_ns);
+                let usual_ns = if runs.alone.count < MIN_RUNS_REJECT { f64::INFINITY } else { 0.0 };
+                runs.alone.record(time, usual_ns);
             }
             Some(co_runner) => {
                 let index = co_runner.0 as usize;
-                if index >= models.with.len() {
-                    models.with.resize(index + 1, Pair::default());
+                if index >= runs.pairs.len() {
+                    runs.pairs.resize(index + 1, Pair::default());
                 }
-                models.with[index].time.record(time, models.alone.mean_ns);
-                models.with[index].update_status(&models.alone, self.max_rt_slowdown);
+                runs.pairs[index].time.record(time, runs.alone.mean_ns);
+                runs.pairs[index].update_status(&runs.alone, self.max_rt_slowdown);
             }
         }
     }
@@ -209,27 +209,27 @@ impl CoRunAdmission {
         present: Option<ModelId>,
         candidates: impl Iterator<Item = ModelId> + Clone,
     ) -> Option<ModelId> {
-        let models = self.models.get_mut(real_time.0 as usize)?;
-        models.runs += 1;
-        let runs = models.runs;
-        models.reopen();
+        let runs = self.models.get_mut(real_time.0 as usize)?;
+        runs.count += 1;
+        let count = runs.count;
+        runs.reopen();
         if self.max_rt_slowdown <= 0.0
-            || models.alone.count < MIN_RUNS_ALONE
-            || runs.is_multiple_of(ALONE_EVERY)
+            || runs.alone.count < MIN_RUNS_ALONE
+            || count.is_multiple_of(ALONE_EVERY)
         {
             return None;
         }
-        if runs % self.try_every == 1 {
-            let open = candidates.clone().filter(|model| models.is(*model, PairStatus::Undecided));
-            if let Some(least) = open.min_by_key(|model| models.with(*model).time.count) {
+        if count % self.try_every == 1 {
+            let open = candidates.clone().filter(|model| runs.is(*model, PairStatus::Undecided));
+            if let Some(least) = open.min_by_key(|model| runs.pair(*model).time.count) {
                 return Some(least);
             }
         }
-        let admitted = candidates.filter(|model| models.is(*model, PairStatus::Admitted));
+        let admitted = candidates.filter(|model| runs.is(*model, PairStatus::Admitted));
         if present.is_some_and(|present| admitted.clone().any(|model| model == present)) {
             return present;
         }
-        let time = |model: &ModelId| models.with(*model).time.mean_ns;
+        let time = |model: &ModelId| runs.pair(*model).time.mean_ns;
         admitted.min_by(|a, b| time(a).total_cmp(&time(b)))
     }
 }

@@ -149,7 +149,9 @@ impl Core {
             if alone {
                 self.preempt_best_effort(actions);
             }
-            if waits && (self.rules.start == RealTimeStart::AtOnce || self.clear()) {
+            if waits
+                && (self.rules.start == RealTimeStart::AtOnce || self.best_effort_is_preempted())
+            {
                 self.preempt_lower_priority(now, actions);
                 self.co_runner_for = None;
                 self.fill(now, QueueKind::RealTime, actions);
@@ -168,7 +170,7 @@ impl Core {
             self.fill(now, QueueKind::BestEffort, actions);
         } else if running && self.co_runner.is_some() {
             self.start_co_runner(now, actions);
-        } else if running && self.pads() && self.clear() {
+        } else if running && self.pads() && self.best_effort_is_preempted() {
             self.fill_padded(now, actions);
         }
     }
@@ -197,7 +199,7 @@ impl Core {
     }
 
     /// Whether no best effort runs without a budget.
-    fn clear(&self) -> bool {
+    fn best_effort_is_preempted(&self) -> bool {
         let free = |slot: &QueueState| {
             slot.kind == QueueKind::BestEffort && slot.running.is_some() && !slot.padded
         };

@@ -348,7 +348,7 @@ impl Shared {
         events.push_back(Event::BatchFormed { request, rows, deadline });
         let staged = batcher.members_of(request).filter_map(|member| member.payload.staged.take());
         let task = entry.program.gather(staged.collect())?;
-        if let Some(job) = state.job.get_mut(request.slot()).and_then(Option::as_mut) {
+        if let Some(job) = state.jobs.get_mut(request.slot()).and_then(Option::as_mut) {
             (job.task, job.rows) = (Some(task), rows);
         }
         Ok(())

@@ -43,7 +43,7 @@ impl Shared {
         };
         let mut state = self.lock();
         let preempted = state.record_queue_free(self.clock.now(), queue, &end);
-        if let Some(job) = state.job.get_mut(token as usize).and_then(Option::as_mut) {
+        if let Some(job) = state.jobs.get_mut(token as usize).and_then(Option::as_mut) {
             job.task = task;
             job.outputs = outputs;
             job.failure = failure;
