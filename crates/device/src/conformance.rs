@@ -158,7 +158,7 @@ impl TestQueue {
     /// Launches steps of `task` and waits for them.
     fn run(&self, task: Box<dyn Task>, steps: std::ops::Range<usize>) -> Result<Completion, Stop> {
         let segment = Segment { token: 1, task, steps };
-        self.queue.launch(segment).map_err(|_| "an idle queue gave a segment back".to_string())?;
+        self.queue.launch(segment).map_err(|_| "an idle queue refused a segment".to_string())?;
         self.wait()
     }
 

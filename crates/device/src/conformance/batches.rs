@@ -33,9 +33,8 @@ pub(super) fn run(device: &dyn Device, report: &mut ConformanceReport) {
     }
     if let Some(host_pool) = device.host_pool() {
         for (name, copy) in [("early", CopyTime::Early), ("late", CopyTime::Late)] {
-            let what = format!(
-                "inputs in memory the device host_pool_inputs, alone and in a batch copied {name}"
-            );
+            let what =
+                format!("inputs in the pinned host pool, alone and in a batch copied {name}");
             report.add(&what, host_pool_inputs(device, &*host_pool, copy));
         }
     }
@@ -130,7 +129,7 @@ fn host_pool_inputs(
         let plain = request(&mut random, 4);
         let move_over = |tensor: &Tensor| tensor.lent_by(host_pool);
         let moved: Vec<Tensor> = plain.iter().filter_map(move_over).collect();
-        ensure(moved == plain, "host_pool_inputs memory does not hold what was put there")?;
+        ensure(moved == plain, "the pinned host pool does not hold what was written")?;
         let row = |request: &[Tensor], row: usize| -> Vec<Tensor> {
             request.iter().filter_map(|tensor| tensor.rows(row..row + 1)).collect()
         };

@@ -30,7 +30,7 @@ pub(super) fn run(device: &dyn Device, report: &mut ConformanceReport) {
     report.add("a full queue returns the segment", full_queue(device));
     report.add("every launched segment completes once", all_complete(device));
     report.add("preempted work resumes with the same bits", preemption(device));
-    report.add("what is launched after preemption runs", after_preemption(device));
+    report.add("segments launched after a preemption run", after_preemption(device));
     report.add("confined work resumes with the same bits", confinement(device));
     report.add("work is preempted while it moves to the partition", preempts_confined(device));
     report.add("a failed step does not stop its queue", failure(device));
@@ -85,7 +85,7 @@ fn early_outputs(device: &dyn Device) -> Result<(), Stop> {
 fn step_times(device: &dyn Device) -> Result<(), Stop> {
     let program = load(device, long_plan())?;
     let mut task = start(&program, 2)?;
-    ensure(task.step_times().is_none(), "times were kept unasked")?;
+    ensure(task.step_times().is_none(), "times were recorded without a request")?;
     task.record_step_times();
     let steps = task.step_count();
     let completion = TestQueue::open(device, 0, 1)?.run(task, 0..steps)?;

@@ -44,7 +44,7 @@ impl Subject {
         let program = load(device, plan)?;
         let weights = program
             .residency()
-            .ok_or_else(|| Stop::Unsupported("weights are always there".to_string()))?;
+            .ok_or_else(|| Stop::Unsupported("weights are always resident".to_string()))?;
         Ok(Subject { program, weights, input, want })
     }
 
@@ -75,7 +75,7 @@ impl Subject {
     }
 
     fn compare(&self, device: &dyn Device, outputs: &[Tensor]) -> Result<(), Stop> {
-        let [output] = outputs else { return Err("not one output".into()) };
+        let [output] = outputs else { return Err("a single output is expected".into()) };
         // Sums of many products, each rounded a few times.
         let tolerance = 2e-3_f64.max(32.0 * device.info().rounding);
         let got = Grid::new(output);

@@ -301,14 +301,14 @@ impl Stream {
     /// Whether new blocks of its kernel may be placed.
     pub(super) fn may_place(&self) -> bool {
         let Some(kernel) = &self.kernel else { return false };
-        let goes_on = match self.preempting {
+        let continues = match self.preempting {
             None => true,
             // The flag is checked only when a kernel begins.
             Some(PreemptMode::BetweenLaunches) => kernel.started(),
             Some(_) => false,
         };
         let allowed = self.granted.is_none_or(|tiles| tiles > 0);
-        goes_on && allowed && self.take > 0 && kernel.placed < kernel.tiles
+        continues && allowed && self.take > 0 && kernel.placed < kernel.tiles
     }
 
     /// Whether it runs as part of a kernel of another stream.

@@ -101,10 +101,10 @@ fn preempts_as_finely_as_requested_and_resumes() {
         (PreemptMode::BetweenLaunches, 1_010 + 5, (2, 0), 0.0),
         (PreemptMode::Kill, 150 + 7 + 5 + 2, (1, 0), 4.0 * 54.0 + 400.0),
     ];
-    for (how, at, place, redone) in cases {
+    for (how, at, point, redone) in cases {
         let (events, right, seen) = preempt_and_restore(how);
         let GpuEvent::Preempted { step, tile, .. } = events[0].1 else { panic!() };
-        assert_eq!((events[0].0, (step, tile)), (at, place), "{how:?}");
+        assert_eq!((events[0].0, (step, tile)), (at, point), "{how:?}");
         assert!(right, "{how:?} computed something else");
         assert_eq!(seen, redone, "{how:?}");
     }

@@ -69,9 +69,9 @@ fn simulate(
                     outcome.dropped += waiting.drain(..count).count();
                 }
                 Decision::Launch { worker, count } => {
-                    assert!(count > 0 && count <= waiting.len(), "a batch that is not there");
-                    assert!(!workers[worker].busy, "a worker that is busy");
-                    assert!(count <= workers[worker].batch, "more than the worker takes");
+                    assert!(count > 0 && count <= waiting.len(), "an empty batch");
+                    assert!(!workers[worker].busy, "a busy worker");
+                    assert!(count <= workers[worker].batch, "more than the worker fits");
                     workers[worker].busy = true;
                     let batch: Vec<WaitingRequest> = waiting.drain(..count).collect();
                     ends[worker] = Some((now + profile.latency(count), batch));
@@ -83,7 +83,7 @@ fn simulate(
             }
         }
     }
-    assert!(waiting.is_empty(), "{} requests were forgotten by {}", waiting.len(), policy.name());
+    assert!(waiting.is_empty(), "{} requests were lost by {}", waiting.len(), policy.name());
     outcome
 }
 

@@ -103,7 +103,7 @@ impl Simulation {
                 }
             }
             Action::FreeModel { model } => self.freed.push(model),
-            other => panic!("{other:?} on a device that needs none of it"),
+            other => panic!("{other:?} is not expected"),
         }
     }
 
@@ -493,7 +493,7 @@ impl Pair {
         self.now += Nanos(busy);
         self.step(Event::SegmentDone { queue: 0, busy: Nanos(busy) });
         assert!(self.running.iter().all(Option::is_some), "best effort resumes afterwards");
-        assert_eq!(self.confined, [false; 2], "and has all of the device");
+        assert_eq!(self.confined, [false; 2], "and is not confined");
         self.now += Nanos(50_000);
     }
 }
@@ -555,7 +555,7 @@ fn runs_only_one_real_time_model_at_a_time() {
     let (two, launched) = arrive(&mut core, 0);
     assert_eq!(launched, [(Some(1), two)]);
     let (three, launched) = arrive(&mut core, 0);
-    assert_eq!(launched, [], "two at once is what it load_requests");
+    assert_eq!(launched, [], "two at once is its concurrency");
     let (other, launched) = arrive(&mut core, 1);
     assert_eq!(launched, []);
     let done = |queue| Event::SegmentDone { queue, busy: Nanos(1) };
@@ -563,7 +563,7 @@ fn runs_only_one_real_time_model_at_a_time() {
     assert_eq!(seen(&mut core, 3, done(1)), [(None, two)], "another model waits for the device");
     assert_eq!(seen(&mut core, 4, done(0)), [(None, three), (Some(0), other)]);
     let (last, launched) = arrive(&mut core, 1);
-    assert_eq!(launched, [], "one at a time unless it was said");
+    assert_eq!(launched, [], "one at a time by default");
     assert_eq!(seen(&mut core, 5, done(0)), [(None, other), (Some(0), last)]);
 }
 

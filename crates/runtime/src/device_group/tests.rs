@@ -112,7 +112,7 @@ fn random_loads_break_no_rule() {
         let outcome = run(random_plan(seed));
         replicated += outcome.max_replicas.iter().filter(|max| **max > 1).count();
     }
-    assert!(replicated > 5, "{replicated} models were ever replicated: nothing was tried");
+    assert!(replicated > 5, "{replicated} models were ever replicated: too few");
 }
 
 #[test]
@@ -141,7 +141,7 @@ fn real_time_is_as_fast_beside_saturating_best_effort() {
         all.sort_unstable();
         all[all.len() / 2].0 as f64
     };
-    assert!(beside.max_replicas[1] == 2, "the flood has both");
+    assert!(beside.max_replicas[1] == 2, "best effort uses both");
     let (alone, beside) = (middle(&alone), middle(&beside));
     assert!(beside < alone * 1.1, "{alone} alone, {beside} beside");
 }
@@ -165,7 +165,7 @@ mod routing {
         for interval in 1..=2 {
             for _ in 0..50 {
                 let routed = router.route(Nanos::ZERO, model, None, |_| true).expect("it is there");
-                assert_eq!(routed.device, 0, "its home is the only place");
+                assert_eq!(routed.device, 0, "its home is the only replica");
                 router.ended(Nanos::ZERO, routed, done(50, 10));
             }
             let changes = router.evaluate(Nanos::from_millis(500 * interval));
@@ -242,8 +242,8 @@ mod routing {
         assert_eq!(router.home_for(Nanos::ZERO, 601), None, "300 and 600 are free");
         assert_eq!(router.max_free(), 600);
         router.add(1, 500, facts());
-        assert_eq!(router.home_for(Nanos::ZERO, 200), Some(0), "rather where nothing is evicted");
-        assert_eq!(router.home_for(Nanos::ZERO, 400), Some(1), "or where it can be at all");
+        assert_eq!(router.home_for(Nanos::ZERO, 200), Some(0), "prefers a device without eviction");
+        assert_eq!(router.home_for(Nanos::ZERO, 400), Some(1), "or any where it fits");
     }
 
     #[test]

@@ -397,13 +397,15 @@ impl Shared {
         };
         let mut first = true;
         for member in members {
-            let place = all.iter().position(|(id, _)| *id == member.id());
+            let position = all.iter().position(|(id, _)| *id == member.id());
             let result = match &mut outputs {
-                Ok(outputs) => place.and_then(|place| outputs[place].take()).ok_or_else(|| {
-                    Rejection::Device(DeviceError::BadPlan(
-                        "the rows of a batch member are missing".to_string(),
-                    ))
-                }),
+                Ok(outputs) => {
+                    position.and_then(|position| outputs[position].take()).ok_or_else(|| {
+                        Rejection::Device(DeviceError::BadPlan(
+                            "the rows of a batch member are missing".to_string(),
+                        ))
+                    })
+                }
                 Err(why) => Err(why.clone()),
             };
             let result =
@@ -519,6 +521,6 @@ mod tests {
         drop(second);
         assert_eq!(waiting.strong_count(), 0, "the queued one is freed");
         drop(first);
-        go.send(()).expect("the first is still being made ready");
+        go.send(()).expect("the first is still being prepared");
     }
 }

@@ -208,8 +208,8 @@ impl Bench {
     fn complete(&self, queue: u32, at: usize) {
         let (segment, sink) = {
             let mut book = self.book.lock().unwrap();
-            let place = book.running.iter().position(|(of, _)| *of == queue).unwrap();
-            (book.running.remove(place).1, book.sink.clone().unwrap())
+            let index = book.running.iter().position(|(of, _)| *of == queue).unwrap();
+            (book.running.remove(index).1, book.sink.clone().unwrap())
         };
         let Segment { token, mut task, .. } = segment;
         task.as_any_mut().downcast_mut::<RecordedTask>().unwrap().next_step = at;

@@ -42,7 +42,7 @@ impl Checker {
     }
 
     fn load(&mut self, model: ModelId) {
-        let known = self.models.get_mut(&model.0).expect("loads a model there is");
+        let known = self.models.get_mut(&model.0).expect("a known model");
         assert_eq!(known.held, 0, "{model:?} is loaded twice");
         (known.held, known.runnable, known.grown) = (known.bytes, false, false);
         self.max_held = self.max_held.max(self.held());
@@ -50,7 +50,7 @@ impl Checker {
     }
 
     fn evict(&mut self, model: ModelId) {
-        let known = self.models.get_mut(&model.0).expect("evicts a model there is");
+        let known = self.models.get_mut(&model.0).expect("a known model");
         assert!(known.held > 0, "{model:?} is evicted and not there");
         assert_eq!(known.running, 0, "{model:?} is evicted while it runs");
         assert!(!known.pinned || known.removed || known.grown, "{model:?} is pinned and evicted");
@@ -58,7 +58,7 @@ impl Checker {
     }
 
     fn launch(&mut self, model: ModelId) {
-        let known = self.models.get_mut(&model.0).expect("runs a model there is");
+        let known = self.models.get_mut(&model.0).expect("a known model");
         assert!(known.runnable, "{model:?} runs without its weights");
         assert!(!known.grown, "{model:?} runs without what was added to its weights");
         known.running += 1;
@@ -187,7 +187,7 @@ impl Simulation {
                 *self.ended.entry(end).or_default() += 1;
             }
             Action::FreeModel { model } => {
-                let known = self.checker.models.remove(&model.0).expect("frees what there is");
+                let known = self.checker.models.remove(&model.0).expect("a known model");
                 assert_eq!((known.held, known.running), (0, 0), "bytes of {model:?} are lost");
             }
             // Padding does not affect memory.
@@ -243,7 +243,7 @@ impl Simulation {
                     return;
                 }
                 let id = ModelId(model);
-                let known = self.checker.models.get_mut(&model).expect("a model there is");
+                let known = self.checker.models.get_mut(&model).expect("a known model");
                 known.runnable = what < 2;
                 match what {
                     0 => self.feed(Event::LoadRunnable { model: id }),
@@ -259,7 +259,7 @@ impl Simulation {
                 if self.queues[queue].is_none_or(|(_, _, running)| running != number) {
                     return;
                 }
-                let (_, model, _) = self.queues[queue].take().expect("looked at above");
+                let (_, model, _) = self.queues[queue].take().expect("checked above");
                 self.checker.models.get_mut(&model.0).expect("it runs").running -= 1;
                 let busy = Nanos(self.step_time.0 * STEPS as u64);
                 let preempted = self.random.below(4) == 0;

@@ -38,15 +38,15 @@ impl Checker {
         let first = self.requests[members[0]].clone();
         let rows: usize = members.iter().map(|index| self.requests[*index].rows).sum();
         assert!(rows <= batch_max || members.len() == 1, "{rows} rows of at most {batch_max}");
-        for (place, index) in members.iter().enumerate() {
+        for (position, index) in members.iter().enumerate() {
             let request = &mut self.requests[*index];
-            assert_eq!(request.key, first.key, "strangers in one batch");
+            assert_eq!(request.key, first.key, "two groups in one batch");
             assert!(!request.ended && request.formed.is_none(), "request {index} runs twice");
             assert!(request.deadline >= now, "request {index} is late already");
             request.formed = Some(job);
             let at = self.waiting.iter().position(|other| other == index).expect("it waited");
             self.waiting.remove(at);
-            assert!(!members[..place].contains(index));
+            assert!(!members[..position].contains(index));
         }
         // No request of the group that goes first was skipped.
         let last = &self.requests[*members.last().expect("a member")];
@@ -81,7 +81,7 @@ struct Simulation {
     checker: Checker,
     random: Random,
     max_running: usize,
-    tickets: VecDeque<RequestId>,
+    slots: VecDeque<RequestId>,
     running: Vec<(Nanos, RequestId)>,
     members: HashMap<usize, MemberId>,
     batch_max: usize,
@@ -108,7 +108,7 @@ impl Simulation {
             checker: Checker::default(),
             max_running: 1 + random.below(3) as usize,
             random,
-            tickets: VecDeque::new(),
+            slots: VecDeque::new(),
             running: Vec::new(),
             members: HashMap::new(),
             largest: 0,
@@ -138,7 +138,7 @@ impl Simulation {
         let before = self.checker.waiting.len();
         match self.batcher.arrive(self.now, key.clone(), (rows, deadline), index, || ready) {
             Ok(id) => {
-                assert!(before < 64, "more wait than may");
+                assert!(before < 64, "more wait than allowed");
                 self.checker.arrived(key, rows, self.now, deadline);
                 self.members.insert(index, id);
             }
@@ -169,7 +169,7 @@ impl Simulation {
             if let Some(wanted) = wanted {
                 let job = self.ids.next_request_id().expect("below the limit");
                 self.batcher.slot_opened(wanted.group, Some(job));
-                self.tickets.push_back(job);
+                self.slots.push_back(job);
             }
             let started = self.start_some();
             if wanted.is_none() && !started && !freed {
@@ -180,7 +180,7 @@ impl Simulation {
 
     fn cancel_jobs(&mut self, idle: Vec<RequestId>) {
         for job in idle {
-            self.tickets.retain(|other| *other != job);
+            self.slots.retain(|other| *other != job);
             self.running.retain(|(_, other)| *other != job);
             match self.batcher.finish(self.now, job, false) {
                 BatchEnd::Unstarted => {}
@@ -192,7 +192,7 @@ impl Simulation {
     fn start_some(&mut self) -> bool {
         let mut started = false;
         while self.running.len() < self.max_running
-            && let Some(job) = self.tickets.pop_front()
+            && let Some(job) = self.slots.pop_front()
         {
             started = true;
             if self.random.below(200) == 0 {
